@@ -1,0 +1,65 @@
+# `make demo` and `make test` do all the set-up themselves, in .venv or in the virtual environment that is active.
+# `make <target> PYTHON=python3` uses that interpreter as it is and installs nothing.
+# `make demo ARGS="--prompt Hello"` passes arguments on to the driver.
+
+TORCH_CPU_VERSION := 2.13.0
+TORCH_CPU_INDEX   := https://download.pytorch.org/whl/cpu
+SYSTEM_PYTHON     ?= python3
+VENV              ?= $(or $(VIRTUAL_ENV),.venv)
+WORKERS           ?= auto
+PYTEST             = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8
+
+ifdef PYTHON
+runtime test_tools dev_tools :=
+else
+PYTHON     := $(VENV)/bin/python
+runtime    := $(VENV)/.dsv4-runtime
+test_tools := $(VENV)/.dsv4-test
+dev_tools  := $(VENV)/.dsv4-dev
+endif
+
+.PHONY: demo test check format setup clean
+
+demo: $(runtime)            ## the embedded model answers a prompt
+	$(PYTHON) single_shot_inference.py $(ARGS)
+
+test: $(test_tools)         ## every test that this machine can run
+	$(PYTEST) -q $(ARGS)
+
+check: $(dev_tools)         ## lint, format, types and the fast tests: under a minute
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pyright --pythonpath "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
+	$(PYTEST) -q -m "not slow and not gpu" $(ARGS)
+
+format: $(dev_tools)        ## rewrite the files as the formatter and the safe fixes want them
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+setup: $(dev_tools)         ## everything a contributor needs, and the commit hook
+	$(PYTHON) -m pre_commit install
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	$(SYSTEM_PYTHON) -m venv $(VENV)
+
+# Without an NVIDIA GPU the CPU build of torch goes in first: the default build brings gigabytes of CUDA libraries.
+$(VENV)/.dsv4-runtime: pyproject.toml | $(VENV)/bin/python
+	@if ! $(PYTHON) -c 'import torch' 2>/dev/null && ! command -v nvidia-smi >/dev/null; then \
+		echo "installing torch $(TORCH_CPU_VERSION) for the CPU"; \
+		$(PYTHON) -m pip install -q "torch==$(TORCH_CPU_VERSION)+cpu" 2>/dev/null \
+		|| $(PYTHON) -m pip install -q "torch==$(TORCH_CPU_VERSION)" --extra-index-url $(TORCH_CPU_INDEX); \
+	fi
+	$(PYTHON) -m pip install -q -e .
+	@touch $@
+
+$(VENV)/.dsv4-test: $(VENV)/.dsv4-runtime
+	$(PYTHON) -m pip install -q -e ".[test]"
+	@touch $@
+
+$(VENV)/.dsv4-dev: $(VENV)/.dsv4-runtime
+	$(PYTHON) -m pip install -q -e ".[dev]"
+	@touch $@

@@ -1,0 +1,18 @@
+"""Shared test configuration: GPU tests are deselected where there is no CUDA device; property tests are repeatable."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=50)
+settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests marked ``gpu`` on a machine without a CUDA device."""
+    if torch.cuda.is_available():
+        return
+    gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if gpu_items:
+        config.hook.pytest_deselected(items=gpu_items)
+        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
