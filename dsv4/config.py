@@ -1,0 +1,371 @@
+"""ModelConfig (from ``config.json``, both dialects) and EngineConfig: frozen, validated, derived once.
+
+Two dialects of ``config.json`` describe the same model (spec §1.1, §7.3): DeepSeek's own (``compress_ratios``,
+``num_hash_layers``, ``rope_scaling``) and the one transformers rewrites (``layer_types``, ``mlp_layer_types``,
+``rope_parameters``). Both end in the same ``ModelConfig``; nothing about the geometry comes from anywhere else.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dsv4.errors import UserError
+
+MODEL_TYPE = "deepseek_v4"
+SLIDING_WINDOW_ONLY, CSA_RATIO, HCA_RATIO = 0, 4, 128
+MAX_DECODE_TOKENS = 8
+
+_RATIO_OF_LAYER_TYPE = {
+    "sliding_attention": SLIDING_WINDOW_ONLY,
+    "compressed_sparse_attention": CSA_RATIO,
+    "heavily_compressed_attention": HCA_RATIO,
+}
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Static YaRN scaling of the compress RoPE table (spec §3.2). There is no mscale: cos and sin are never scaled."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+
+
+@dataclass(frozen=True)
+class DSpark:
+    """Keys of the DSpark speculative module of the -DSpark, -0731 and -0813 releases (spec §1.4, §2.5)."""
+
+    block_size: int
+    noise_token_id: int
+    target_layer_ids: tuple[int, ...]
+    markov_rank: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Geometry and constants of one DeepSeek-V4 model. Field names are those of ``config.json`` (spec §1.1, §1.2).
+
+    ``compress_ratios`` and ``hash_layers`` have one entry per main layer; ratio 0 is sliding window only, 4 is CSA, 128 is HCA.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    sliding_window: int
+    compress_ratios: tuple[int, ...]
+    hash_layers: tuple[bool, ...]
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    rms_norm_eps: float
+    rope_theta: float
+    compress_rope_theta: float
+    yarn: Yarn | None
+    max_position_embeddings: int
+    bos_token_id: int
+    eos_token_ids: tuple[int, ...]
+    num_nextn_predict_layers: int
+    dspark: DSpark | None
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "ModelConfig":
+        """Reads ``folder/config.json``. Raises ``UserError`` for a missing, damaged or unsupported file."""
+        return cls.from_dict(read_json_object(Path(folder) / "config.json"), str(Path(folder) / "config.json"))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], source: str = "config.json") -> "ModelConfig":
+        """Builds the config from the parsed JSON of either dialect; ``source`` names it in errors (``UserError``)."""
+        read = _Reader(raw, source)
+        _refuse_other_models(read)
+        layers = read.integer("num_hidden_layers", 1, 1024)
+        head_dim = read.integer("head_dim", 2, 4096)
+        config = cls(
+            vocab_size=read.integer("vocab_size", 1, 2**24),
+            hidden_size=read.integer("hidden_size", 1, 2**17),
+            num_hidden_layers=layers,
+            num_attention_heads=read.integer("num_attention_heads", 1, 4096),
+            head_dim=head_dim,
+            qk_rope_head_dim=_rope_head_dim(read, head_dim),
+            q_lora_rank=read.integer("q_lora_rank", 1, 2**17),
+            o_lora_rank=read.integer("o_lora_rank", 1, 2**17),
+            o_groups=read.integer("o_groups", 1, 4096),
+            sliding_window=read.integer("sliding_window", 1, 2**16),
+            compress_ratios=_compress_ratios(read, layers),
+            hash_layers=_hash_layers(read, layers),
+            moe_intermediate_size=read.integer("moe_intermediate_size", 1, 2**17),
+            n_routed_experts=read.integer("n_routed_experts", 1, 2**14),
+            num_experts_per_tok=read.integer("num_experts_per_tok", 1, 64),
+            routed_scaling_factor=read.number("routed_scaling_factor", 0.0, 1e4),
+            swiglu_limit=read.number("swiglu_limit", 0.0, 1e6),
+            index_n_heads=read.integer("index_n_heads", 1, 4096),
+            index_head_dim=read.integer("index_head_dim", 2, 4096),
+            index_topk=read.integer("index_topk", 1, 2**16),
+            hc_mult=read.integer("hc_mult", 1, 16),
+            hc_sinkhorn_iters=read.integer("hc_sinkhorn_iters", 1, 1000),
+            hc_eps=read.number("hc_eps", 0.0, 1.0),
+            rms_norm_eps=read.number("rms_norm_eps", 0.0, 1.0),
+            rope_theta=_rope_theta(read, "main", "rope_theta"),
+            compress_rope_theta=_rope_theta(read, "compress", "compress_rope_theta"),
+            yarn=_yarn(read),
+            max_position_embeddings=read.integer("max_position_embeddings", 1, 2**31 - 1),
+            bos_token_id=read.integer("bos_token_id", 0, 2**24, default=0),
+            eos_token_ids=_eos_token_ids(read),
+            num_nextn_predict_layers=read.integer("num_nextn_predict_layers", 0, 64, default=0),
+            dspark=_dspark(read, layers),
+        )
+        _check_relations(config, read)
+        return config
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to run the model; everything that is not a property of the checkpoint.
+
+    ``device`` is "auto" (CUDA when there is a device), "cpu" or "cuda". ``kv_dtype`` and ``index_dtype`` choose what the
+    caches hold: "fp8" rows (spec §6.2, §6.3) or "bf16", which means not quantised, stored in ``compute_dtype``.
+    ``max_context`` is in tokens (``None``: the model's maximum, at most 8192); ``prefill_chunk`` in tokens per forward.
+    ``load_mtp`` also loads the speculative module's weights, which are skipped otherwise. Raises ``UserError``.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpus: int = 1
+    parallel: Literal["pipeline", "tensor"] = "pipeline"
+    kv_dtype: Literal["fp8", "bf16"] = "fp8"
+    index_dtype: Literal["fp8", "bf16"] = "fp8"
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_context: int | None = None
+    prefill_chunk: int = 512
+    load_mtp: bool = False
+
+    def __post_init__(self) -> None:
+        choices = {
+            "device": ("auto", "cpu", "cuda"),
+            "parallel": ("pipeline", "tensor"),
+            "kv_dtype": ("fp8", "bf16"),
+            "index_dtype": ("fp8", "bf16"),
+            "compute_dtype": ("bfloat16", "float32"),
+        }
+        for field, allowed in choices.items():
+            value = self.__dict__[field]
+            if value not in allowed:
+                raise UserError(f"EngineConfig.{field}: found {value!r}, expected one of {', '.join(allowed)}")
+        for field, low, high in (("gpus", 1, 8), ("prefill_chunk", 1, 65536), ("max_context", 1, 2**31 - 1)):
+            value = self.__dict__[field]
+            if value is None and field == "max_context":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise UserError(f"EngineConfig.{field}: found {value!r}, expected an integer from {low} to {high}")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Parses a JSON file that must hold an object. Raises ``UserError`` naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: found a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+class _Reader:
+    """Typed, ranged access to one JSON object with errors that name the file and the key."""
+
+    def __init__(self, raw: dict[str, Any], source: str) -> None:
+        self.raw = raw
+        self.source = source
+
+    def fail(self, key: str, found: Any, expected: str) -> UserError:
+        return UserError(f"{self.source}: {key}: found {shorten(found)}, expected {expected}")
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        value = self.raw.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.fail(key, value, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str, low: float, high: float) -> float:
+        value = self.raw.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low < value <= high:
+            raise self.fail(key, value, f"a number above {low} up to {high}")
+        return float(value)
+
+    def exactly(self, key: str, expected: Any) -> None:
+        """A key that may be absent but, if present, must hold the one value this architecture has."""
+        if key in self.raw and self.raw[key] != expected:
+            raise self.fail(key, self.raw[key], repr(expected))
+
+    def child(self, key: str) -> "_Reader | None":
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.fail(key, value, "an object")
+        return _Reader(value, f"{self.source}: {key}")
+
+
+def shorten(value: Any, limit: int = 80) -> str:
+    """``repr`` for an error message: one line, at most ``limit`` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _refuse_other_models(read: _Reader) -> None:
+    found = read.raw.get("model_type")
+    if found != MODEL_TYPE:
+        raise read.fail("model_type", found, f"{MODEL_TYPE!r} (V3, V4.1 and other architectures are not supported)")
+    for key, value in (
+        ("scoring_func", "sqrtsoftplus"),
+        ("topk_method", "noaux_tc"),
+        ("norm_topk_prob", True),
+        ("hidden_act", "silu"),
+        ("n_shared_experts", 1),
+        ("num_key_value_heads", 1),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("tie_word_embeddings", False),
+    ):
+        read.exactly(key, value)
+
+
+def _rope_head_dim(read: _Reader, head_dim: int) -> int:
+    if "qk_rope_head_dim" in read.raw:
+        return read.integer("qk_rope_head_dim", 2, head_dim)
+    return round(head_dim * read.number("partial_rotary_factor", 0.0, 1.0))
+
+
+def _list(read: _Reader, key: str, length: int) -> list[Any]:
+    value = read.raw[key]
+    if not isinstance(value, list) or len(value) < length:
+        found = f"{len(value)} entries" if isinstance(value, list) else value
+        raise read.fail(key, found, f"a list with one entry for each of the {length} layers")
+    return value
+
+
+def _compress_ratios(read: _Reader, layers: int) -> tuple[int, ...]:
+    if "compress_ratios" in read.raw:
+        ratios = _list(read, "compress_ratios", layers)
+        tail = ratios[layers:]
+        if any(ratio != SLIDING_WINDOW_ONLY for ratio in tail):
+            raise read.fail("compress_ratios", tail, "only zeros after the main layers")
+    elif "layer_types" in read.raw:
+        types = _list(read, "layer_types", layers)
+        unknown = [t for t in types if not isinstance(t, str) or t not in _RATIO_OF_LAYER_TYPE]
+        if unknown or len(types) != layers:
+            raise read.fail("layer_types", unknown or len(types), f"{layers} of {', '.join(_RATIO_OF_LAYER_TYPE)}")
+        rates = read.child("compress_rates")
+        if rates is not None:
+            rates.exactly("compressed_sparse_attention", CSA_RATIO)
+            rates.exactly("heavily_compressed_attention", HCA_RATIO)
+        ratios = [_RATIO_OF_LAYER_TYPE[t] for t in types]
+    else:
+        raise read.fail("compress_ratios", None, "compress_ratios or layer_types")
+    for ratio in ratios[:layers]:
+        if isinstance(ratio, bool) or ratio not in (SLIDING_WINDOW_ONLY, CSA_RATIO, HCA_RATIO):
+            raise read.fail("compress_ratios", ratio, "0, 4 or 128")
+    return tuple(ratios[:layers])
+
+
+def _hash_layers(read: _Reader, layers: int) -> tuple[bool, ...]:
+    if "num_hash_layers" in read.raw:
+        hashed = read.integer("num_hash_layers", 0, layers)
+        return tuple(layer < hashed for layer in range(layers))
+    if "mlp_layer_types" not in read.raw:
+        raise read.fail("num_hash_layers", None, "num_hash_layers or mlp_layer_types")
+    types = _list(read, "mlp_layer_types", layers)
+    unknown = [t for t in types if t not in ("hash_moe", "moe")]
+    if unknown or len(types) != layers:
+        raise read.fail("mlp_layer_types", unknown or len(types), f"{layers} of hash_moe, moe")
+    return tuple(t == "hash_moe" for t in types)
+
+
+def _rope_theta(read: _Reader, table: str, key: str) -> float:
+    parameters = read.child("rope_parameters")
+    nested = parameters.child(table) if parameters is not None else None
+    return (nested.number("rope_theta", 1.0, 1e12)) if nested is not None else read.number(key, 1.0, 1e12)
+
+
+def _yarn(read: _Reader) -> Yarn | None:
+    """YaRN of the compress table; the main table never has one (spec §3.2)."""
+    parameters = read.child("rope_parameters")
+    if parameters is not None and "compress" in parameters.raw:
+        main = parameters.child("main")
+        if main is not None:
+            main.exactly("rope_type", "default")
+        scaling = parameters.child("compress")
+    else:
+        scaling = read.child("rope_scaling") or parameters
+    if scaling is None:
+        return None
+    kind = scaling.raw.get("rope_type", scaling.raw.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        raise scaling.fail("type", kind, "'yarn' or 'default'")
+    for key in ("attention_factor", "mscale", "mscale_all_dim"):
+        if scaling.raw.get(key) not in (None, 1, 1.0):
+            raise scaling.fail(key, scaling.raw[key], "1.0 (DeepSeek-V4 does not scale cos, sin or the softmax)")
+    return Yarn(
+        factor=scaling.number("factor", 0.0, 1e6),
+        original_max_position_embeddings=scaling.integer("original_max_position_embeddings", 1, 2**31 - 1),
+        beta_fast=scaling.number("beta_fast", 0.0, 1e6) if "beta_fast" in scaling.raw else 32.0,
+        beta_slow=scaling.number("beta_slow", 0.0, 1e6) if "beta_slow" in scaling.raw else 1.0,
+    )
+
+
+def _eos_token_ids(read: _Reader) -> tuple[int, ...]:
+    value = read.raw.get("eos_token_id", 1)
+    ids = value if isinstance(value, list) else [value]
+    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise read.fail("eos_token_id", value, "a token id or a list of token ids")
+    return tuple(ids)
+
+
+def _dspark(read: _Reader, layers: int) -> DSpark | None:
+    if "dspark_block_size" not in read.raw:
+        return None
+    targets = read.raw.get("dspark_target_layer_ids")
+    if not isinstance(targets, list) or not all(isinstance(t, int) and 0 <= t < layers for t in targets) or not targets:
+        raise read.fail("dspark_target_layer_ids", targets, f"a list of layer ids below {layers}")
+    return DSpark(
+        block_size=read.integer("dspark_block_size", 1, MAX_DECODE_TOKENS),
+        noise_token_id=read.integer("dspark_noise_token_id", 0, 2**24),
+        target_layer_ids=tuple(targets),
+        markov_rank=read.integer("dspark_markov_rank", 1, 2**17),
+    )
+
+
+def _check_relations(config: ModelConfig, read: _Reader) -> None:
+    if config.num_attention_heads % config.o_groups:
+        raise read.fail("o_groups", config.o_groups, f"a divisor of num_attention_heads {config.num_attention_heads}")
+    for key, width in (("head_dim", config.head_dim), ("index_head_dim", config.index_head_dim)):
+        if config.qk_rope_head_dim % 2 or config.qk_rope_head_dim > width:
+            raise read.fail("qk_rope_head_dim", config.qk_rope_head_dim, f"an even number up to {key} {width}")
+    if not math.log2(config.index_head_dim).is_integer():
+        raise read.fail("index_head_dim", config.index_head_dim, "a power of two (Hadamard rotation)")
+    if config.num_experts_per_tok > config.n_routed_experts:
+        raise read.fail("num_experts_per_tok", config.num_experts_per_tok, f"at most {config.n_routed_experts} experts")
+    for token in (config.bos_token_id, *config.eos_token_ids):
+        if token >= config.vocab_size:
+            raise read.fail("bos_token_id / eos_token_id", token, f"ids below vocab_size {config.vocab_size}")
