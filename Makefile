@@ -9,9 +9,7 @@ VENV              ?= $(or $(VIRTUAL_ENV),.venv)
 WORKERS           ?= auto
 PYTEST             = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8
 
-ifdef PYTHON
-runtime test_tools dev_tools :=
-else
+ifndef PYTHON
 PYTHON     := $(VENV)/bin/python
 runtime    := $(VENV)/.dsv4-runtime
 test_tools := $(VENV)/.dsv4-test
