@@ -1,0 +1,62 @@
+"""OpenAI-style chat files → the message list of `encode_messages` (spec 9.7)."""
+
+import json
+from pathlib import Path
+
+
+def load_messages(path: str | Path) -> list[dict]:
+    """Messages of a JSON file: a list of messages, or a request object with messages, tools and response_format.
+
+    Raises FileNotFoundError, or ValueError that names the file. Other fields of a request object are not for the
+    encoder and are left out; what the messages hold is checked by `encode_messages`.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such messages file")
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not valid JSON ({error})") from error
+    try:
+        return messages_of_request(value)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def messages_of_request(request: object) -> list[dict]:
+    """The messages of a parsed chat request, its tools and response format put where the encoder reads them.
+
+    They are attached to the leading system or developer message; where there is none, an empty system message is put
+    in front. The request is not changed. ValueError if it is neither a list nor an object with a list of messages.
+    """
+    if isinstance(request, list):
+        return request
+    if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
+        raise ValueError('expected a list of messages or an object with a list "messages"')
+    messages = list(request["messages"])
+    response_format = _response_schema(request.get("response_format"))
+    extra = {"tools": request.get("tools"), "response_format": response_format}
+    extra = {key: value for key, value in extra.items() if value}
+    if not extra:
+        return messages
+    first = messages[0] if messages else None
+    if not isinstance(first, dict) or first.get("role") not in ("system", "developer"):
+        return [{"role": "system", "content": "", **extra}, *messages]
+    for key in extra:
+        if first.get(key):
+            raise ValueError(f"{key} is given both in the request and in its first message")
+    return [{**first, **extra}, *messages[1:]]
+
+
+def _response_schema(response_format: object) -> object:
+    """What the model is shown of an OpenAI response_format: nothing for plain text, the schema itself for a schema."""
+    if not isinstance(response_format, dict):
+        return response_format
+    if response_format.get("type") == "text":
+        return None
+    if response_format.get("type") == "json_schema":
+        wrapper = response_format.get("json_schema")
+        if not isinstance(wrapper, dict) or not wrapper.get("schema"):
+            raise ValueError('response_format of type json_schema lacks "json_schema": {"schema": ...}')
+        return wrapper["schema"]
+    return response_format

@@ -1,0 +1,102 @@
+"""tokenizer.json → token ids and back, and text that streams without broken characters (spec 9.1)."""
+
+import codecs
+from pathlib import Path
+
+import tokenizers
+
+from encoding.control_tokens import BOS, EOS
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder.
+
+    Control tokens in the text become their ids; no token is added, since the encoder writes BOS itself.
+    `bos_id` and `eos_id` are found by their names; `vocab_size` is one more than the highest token id.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """`path` is a tokenizer.json or the folder that holds it. FileNotFoundError or ValueError names the file."""
+        file = Path(path)
+        if file.is_dir():
+            file = file / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no such tokenizer file")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{file}: not a usable tokenizer.json ({_first_line(error)})") from error
+        # A tokenizer.json may ask for truncation or padding; a prompt must never be cut or filled.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.bos_id = self._required_id(BOS, file)
+        self.eos_id = self._required_id(EOS, file)
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added_tokens = {token_id: token.content for token_id, token in added.items()}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, nothing added. ValueError if the text holds a lone surrogate."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text is not valid Unicode: lone surrogate at character {error.start}") from error
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of `token_ids`, control tokens included; bytes that are not UTF-8 become U+FFFD."""
+        decoder = IncrementalDecoder(self)
+        return "".join(map(decoder.push, token_ids)) + decoder.flush()
+
+    def token_to_id(self, token: str) -> int | None:
+        """Id of a whole token such as "<think>", None if the vocabulary lacks it."""
+        return self._tokenizer.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token stands for. ValueError if the vocabulary has no such id."""
+        added = self._added_tokens.get(token_id)
+        if added is not None:
+            return added.encode("utf-8")
+        token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            raise ValueError(f"token id {token_id} is not in the vocabulary")
+        return b"".join(_BYTE_OF_SYMBOL.get(symbol) or symbol.encode("utf-8") for symbol in token)
+
+    def _required_id(self, token: str, file: Path) -> int:
+        token_id = self._tokenizer.token_to_id(token)
+        if token_id is None:
+            raise ValueError(f"{file}: the vocabulary lacks {token}, not a DeepSeek-V4 tokenizer")
+        return token_id
+
+
+class IncrementalDecoder:
+    """Text of a growing list of tokens. A character that is split over tokens appears when its last byte is there."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """The new complete characters; U+FFFD only for bytes that no further token can complete."""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for an unfinished character, else nothing. The decoder is then fresh."""
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+
+def _byte_symbols() -> dict[str, bytes]:
+    """Byte-level BPE writes every byte as a printable character: itself if it is one, else from U+0100 upwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    symbols = {chr(byte): bytes([byte]) for byte in printable}
+    return symbols | {chr(0x100 + index): bytes([byte]) for index, byte in enumerate(others)}
+
+
+_BYTE_OF_SYMBOL = _byte_symbols()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
