@@ -1,0 +1,151 @@
+"""What a checkpoint declares about its formats: ``quantization_config`` and ``hf_quant_config.json`` (spec §7.2).
+
+A declaration says which formats a parameter may have; the tensor names must agree (``formats.py``). ``config_groups``
+is not read: its ``targets: ["Linear"]`` would claim every linear layer, while only ``quantized_layers`` are meant.
+"""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from dsv4.checkpoint.index import Checkpoint
+from dsv4.checkpoint.names import Dialect, from_native
+from dsv4.config import shorten
+from dsv4.errors import UserError
+from dsv4.parameters import Parameter, Role
+from dsv4.quant import FP8_BLOCK, QuantFormat
+
+DENSE = (QuantFormat.BF16, QuantFormat.F32)
+_EXCLUDING_KEYS = ("ignore", "exclude_modules", "modules_to_not_convert")
+_EXPERT_FORMATS = {"fp4": QuantFormat.MXFP4, "fp8": QuantFormat.FP8_BLOCK128}
+
+
+class ModulePatterns:
+    """Module names, exact or with wildcards, in native or stored names; a name covers everything below it."""
+
+    def __init__(self, patterns: list[str]) -> None:
+        self._exact = {pattern for pattern in patterns if "*" not in pattern}
+        self._wildcards = [pattern for pattern in patterns if "*" in pattern]
+
+    def cover(self, module: str) -> bool:
+        """Whether a pattern names ``module`` or a module above it."""
+        parts = module.split(".")
+        above = [".".join(parts[: count + 1]) for count in range(len(parts))]
+        if not self._exact.isdisjoint(above):
+            return True
+        return any(fnmatchcase(name, pattern) for pattern in self._wildcards for name in above)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """``method`` is what holds for a LINEAR or EXPERT that no list names; ``expert_format`` goes with "fp8"."""
+
+    method: Literal["none", "fp8", "nvfp4"]
+    expert_format: QuantFormat
+    nvfp4: ModulePatterns
+    all_main_experts_nvfp4: bool
+    excluded: ModulePatterns
+
+    def allowed(self, parameter: Parameter, dialect: Dialect) -> tuple[QuantFormat, ...]:
+        """Formats that the declaration admits for a LINEAR, EXPERT or FLOOR parameter, most likely first."""
+        if parameter.role is Role.FLOOR:
+            return DENSE
+        modules = _module_names(parameter, dialect)
+        excluded = any(self.excluded.cover(module) for module in modules)
+        if not excluded and self._is_nvfp4(parameter, modules):
+            return (QuantFormat.NVFP4,)
+        if self.method == "fp8":
+            base = self.expert_format if parameter.role is Role.EXPERT else QuantFormat.FP8_BLOCK128
+            return (base, *DENSE) if excluded else (base,)
+        return DENSE
+
+    def _is_nvfp4(self, parameter: Parameter, modules: list[str]) -> bool:
+        if self.method == "nvfp4" or any(self.nvfp4.cover(module) for module in modules):
+            return True
+        return self.all_main_experts_nvfp4 and parameter.role is Role.EXPERT and not parameter.name.startswith("mtp.")
+
+
+def _module_names(parameter: Parameter, dialect: Dialect) -> list[str]:
+    """Names under which a list may mention the module: native and stored, for experts those of expert 0."""
+    name = parameter.name.replace(".experts.", ".experts.0.") if parameter.role is Role.EXPERT else parameter.name
+    stored = from_native(name, dialect)
+    return [form.rpartition(".")[0] for form in dict.fromkeys((name, stored, stored.removeprefix("model.")))]
+
+
+def read_declaration(checkpoint: Checkpoint) -> Declaration:
+    """Parses both files. Raises ``UserError`` naming methods, algorithms and sizes that are not supported."""
+    source = f"{checkpoint.folder}/config.json: quantization_config"
+    quantization = checkpoint.raw_config.get("quantization_config", {})
+    if not isinstance(quantization, dict):
+        raise UserError(f"{source}: found {shorten(quantization)}, expected an object")
+    separate = {} if checkpoint.hf_quant_config is None else checkpoint.hf_quant_config.get("quantization", {})
+    if not isinstance(separate, dict):
+        raise UserError(f"{checkpoint.folder}/hf_quant_config.json: quantization: expected an object")
+    _check_agreement(quantization, separate, source)
+    merged = {**separate, **quantization}
+    method = merged.get("quant_method", "modelopt" if separate else None)
+    _check_values(method, merged, source)
+    layers = merged.get("quantized_layers", {})
+    excluded = [name for key in _EXCLUDING_KEYS for name in _strings(merged, key, source)]
+    everything = method == "modelopt" and merged.get("quant_algo") == "NVFP4" and not layers
+    return Declaration(
+        method="nvfp4" if everything else "fp8" if method == "fp8" else "none",
+        expert_format=_expert_format(checkpoint),
+        nvfp4=ModulePatterns(list(layers)),
+        all_main_experts_nvfp4=merged.get("moe_quant_algo") == "NVFP4" and not layers,
+        excluded=ModulePatterns(excluded),
+    )
+
+
+def _expert_format(checkpoint: Checkpoint) -> QuantFormat:
+    found = checkpoint.raw_config.get("expert_dtype", "fp4")
+    if not isinstance(found, str) or found not in _EXPERT_FORMATS:
+        raise UserError(
+            f"{checkpoint.folder}/config.json: expert_dtype: found {shorten(found)}, "
+            f"expected one of {', '.join(_EXPERT_FORMATS)}"
+        )
+    return _EXPERT_FORMATS[found]
+
+
+def _check_agreement(quantization: dict[str, Any], separate: dict[str, Any], source: str) -> None:
+    for key in ("quant_algo", "moe_quant_algo", "group_size", "quantized_layers"):
+        if key in quantization and key in separate and quantization[key] != separate[key]:
+            raise UserError(
+                f"{source}: {key}: found {shorten(quantization[key])}, "
+                f"expected {shorten(separate[key])} as in hf_quant_config.json"
+            )
+
+
+def _check_values(method: Any, merged: dict[str, Any], source: str) -> None:
+    if method not in (None, "fp8", "modelopt"):
+        raise UserError(
+            f"{source}: quant_method: found {shorten(method)}, expected 'fp8' or 'modelopt' (not supported)"
+        )
+    expected = {
+        "quant_algo": ("NVFP4", "MIXED_PRECISION"),
+        "moe_quant_algo": ("NVFP4",),
+        "group_size": (16,),
+        "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
+        "fmt": ("e4m3",),
+    }
+    for key, values in expected.items():
+        if merged.get(key) is not None and merged[key] not in values:
+            raise UserError(f"{source}: {key}: found {shorten(merged[key])}, expected {' or '.join(map(repr, values))}")
+    layers = merged.get("quantized_layers", {})
+    if not isinstance(layers, dict):
+        raise UserError(f"{source}: quantized_layers: found {shorten(layers)}, expected an object")
+    for module, entry in layers.items():
+        if not isinstance(entry, dict) or entry.get("quant_algo") != "NVFP4" or entry.get("group_size", 16) != 16:
+            raise UserError(
+                f"{source}: quantized_layers: {shorten(module)}: found {shorten(entry)}, "
+                "expected NVFP4 with group_size 16"
+            )
+
+
+def _strings(merged: dict[str, Any], key: str, source: str) -> list[str]:
+    value = merged.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise UserError(f"{source}: {key}: found {shorten(value)}, expected a list of module names")
+    return value

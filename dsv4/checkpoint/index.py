@@ -1,0 +1,133 @@
+"""Opens a checkpoint folder: ``config.json``, the shards and which tensor lies where. No tensor byte is read."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dsv4.checkpoint.problems import Problems, printable
+from dsv4.checkpoint.shard import StoredTensor, map_tensor, read_header
+from dsv4.config import read_json_object, shorten
+from dsv4.errors import UserError
+
+INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]{0,200}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened folder. ``tensors`` maps the names in the files to where they lie; ``unreadable`` are the names that
+    the index puts into a damaged or missing shard.
+
+    ``problems`` holds damaged shards and disagreements between index and shards, so that they are reported together
+    with what the comparison with the config finds; ``load_weights`` and ``describe`` raise for them.
+    """
+
+    folder: Path
+    raw_config: dict[str, Any]
+    hf_quant_config: dict[str, Any] | None
+    tensors: dict[str, StoredTensor]
+    unreadable: frozenset[str]
+    problems: Problems
+
+    def read(self, name: str) -> Tensor:
+        """One tensor as stored, memory-mapped: it costs no memory beyond the pages that are touched while it lives."""
+        if name not in self.tensors:
+            raise UserError(f"{self.folder}: {printable(name)}: no such tensor")
+        return map_tensor(self.tensors[name])
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Opens a Hugging Face folder: an index with shards, or one single ``.safetensors`` file.
+
+    Raises ``UserError`` when there is no folder, no readable ``config.json``, no weights, or an index that is not one
+    or names anything but files of the folder. What is wrong inside the shards goes to ``Checkpoint.problems``.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    raw_config = read_json_object(folder / "config.json")
+    declared = folder / "hf_quant_config.json"
+    hf_quant_config = read_json_object(declared) if declared.exists() else None
+    problems = Problems()
+    if (folder / INDEX_NAME).exists():
+        weight_map = _weight_map(folder / INDEX_NAME)
+        files = {name: resolve_inside(folder, name, INDEX_NAME) for name in dict.fromkeys(weight_map.values())}
+        shards = _read_headers(files, problems)
+        tensors = _merge(weight_map, shards, problems)
+        unreadable = frozenset(name for name, file in weight_map.items() if shards[file] is None)
+    else:
+        tensors, unreadable = read_header(_single_file(folder)), frozenset()
+    return Checkpoint(folder, raw_config, hf_quant_config, tensors, unreadable, problems)
+
+
+def resolve_inside(folder: Path, name: str, source: str) -> Path:
+    """``folder/name`` when that file really lies in the folder; ``source`` names who asked for it in errors.
+
+    Links may lead to another file of the folder or, in a Hugging Face cache (``snapshots/REVISION``), to its ``blobs``.
+    Raises ``UserError`` for anything else.
+    """
+    try:
+        home, target = folder.resolve(), (folder / name).resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"{folder}: {printable(name)} named by {source} cannot be resolved ({error})") from None
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(root) for root in allowed):
+        raise UserError(f"{folder}: {printable(name)} named by {source} leads to {target}, outside the folder")
+    return target
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{path}: weight_map: found {shorten(weight_map)}, expected tensor name → file name")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+            raise UserError(
+                f"{path}: weight_map: {printable(name)}: found {shorten(file)}, "
+                "expected the name of a .safetensors file in this folder"
+            )
+    return weight_map
+
+
+def _single_file(folder: Path) -> Path:
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise UserError(
+            f"{folder}: found {len(files)} .safetensors files and no {INDEX_NAME}, "
+            f"expected {INDEX_NAME} or one single {SINGLE_NAME}"
+        )
+    return resolve_inside(folder, files[0], "the folder listing")
+
+
+def _read_headers(files: dict[str, Path], problems: Problems) -> dict[str, dict[str, StoredTensor] | None]:
+    """Tensors of every shard; None for a damaged one, whose tensors then do not count as missing as well."""
+    shards: dict[str, dict[str, StoredTensor] | None] = {}
+    for name, path in files.items():
+        try:
+            shards[name] = read_header(path)
+        except UserError as error:
+            problems.add("unreadable shards", str(error))
+            shards[name] = None
+    return shards
+
+
+def _merge(
+    weight_map: dict[str, str], shards: dict[str, dict[str, StoredTensor] | None], problems: Problems
+) -> dict[str, StoredTensor]:
+    tensors = {}
+    for name, file in weight_map.items():
+        shard = shards[file]
+        if shard is not None and name in shard:
+            tensors[name] = shard[name]
+        elif shard is not None:
+            problems.add("named by the index but absent from their shard", f"{printable(name)} ({file})")
+    for file, shard in shards.items():
+        for name in shard or ():
+            if weight_map.get(name) != file:
+                problems.add("in a shard but not in the index", f"{printable(name)} ({file})")
+    return tensors
