@@ -49,7 +49,8 @@ $(VENV)/.dsv4-runtime: pyproject.toml | $(VENV)/bin/python
 	@if ! $(PYTHON) -c 'import torch' 2>/dev/null && ! command -v nvidia-smi >/dev/null; then \
 		echo "installing torch $(TORCH_CPU_VERSION) for the CPU"; \
 		$(PYTHON) -m pip install -q "torch==$(TORCH_CPU_VERSION)+cpu" 2>/dev/null \
-		|| $(PYTHON) -m pip install -q "torch==$(TORCH_CPU_VERSION)" --extra-index-url $(TORCH_CPU_INDEX); \
+		|| $(PYTHON) -m pip install -q --no-deps --retries 1 -i $(TORCH_CPU_INDEX) "torch==$(TORCH_CPU_VERSION)" \
+		|| echo "no CPU build found, the default build of torch follows"; \
 	fi
 	$(PYTHON) -m pip install -q -e .
 	@touch $@

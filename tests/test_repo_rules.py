@@ -19,9 +19,9 @@ KERNELS = ("dsv4/kernels/",)
 MAY_PRINT = COMMAND_LINE
 MAY_READ_ENVIRONMENT = (*COMMAND_LINE, "dsv4/kernels/cuda/loader.py", "dsv4/kernels/cutedsl/jit.py")
 MAY_CACHE = KERNELS
-MAY_READ_FILES = (*COMMAND_LINE, *KERNELS, "dsv4/checkpoint/", "dsv4/config.py", "dsv4/engine.py", "encoding/")
+MAY_READ_FILES = (*COMMAND_LINE, *KERNELS, "dsv4/checkpoint/", "dsv4/config.py", "dsv4/plan.py", "encoding/")
 
-LEAVES = ("dsv4.config", "dsv4.quant", "dsv4.parameters", "dsv4.errors")
+LEAVES = ("dsv4.config", "dsv4.quant", "dsv4.cache_rows", "dsv4.parameters", "dsv4.errors")
 ABOVE_THE_ENGINE = ("dsv4.cli", "dsv4.demo", "dsv4.validate", "dsv4.bench")
 ABOVE_THE_MODEL = (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint", "dsv4.decode", "dsv4.sampling")
 # A module under the prefix imports nothing of dsv4 except itself and the listed prefixes ...
