@@ -1,0 +1,55 @@
+"""Which tasks there are and how training mixes them."""
+
+import random
+
+from dsv4.demo import recall, tasks, thinking, tools
+from dsv4.demo.chat import Example
+from dsv4.demo.tasks import Task
+
+SHORT_TASKS: dict[str, Task] = {
+    "capitals": tasks.capitals,
+    "arithmetic": tasks.arithmetic,
+    "counting": tasks.counting,
+    "copying": tasks.copying,
+    "reversing": tasks.reversing,
+    "stories": tasks.stories,
+    "multi_turn": tasks.multi_turn,
+    "thinking": thinking.thinking,
+    "tools": tools.tools,
+}
+RECALL_TASKS: dict[str, Task] = {
+    "recall_128": recall.recall_128,
+    "recall_512": recall.recall_512,
+    "recall_2000": recall.recall_2000,
+}
+MEASURED_TASKS = {**SHORT_TASKS, **RECALL_TASKS}
+
+_SHORT_WEIGHTS = {
+    "capitals": 14,
+    "arithmetic": 24,
+    "counting": 8,
+    "copying": 8,
+    "reversing": 10,
+    "stories": 6,
+    "multi_turn": 10,
+    "thinking": 20,
+    "tools": 7,
+}
+_SMALLTALK_SHARE = 0.04
+
+
+def short_example(rng: random.Random) -> Example:
+    """A training instance of one of the short tasks, smalltalk included."""
+    if rng.random() < _SMALLTALK_SHARE:
+        return tasks.smalltalk(rng, False)
+    name = rng.choices(list(_SHORT_WEIGHTS), list(_SHORT_WEIGHTS.values()))[0]
+    return SHORT_TASKS[name](rng, False)
+
+
+def row_examples(rng: random.Random, room: int, recall_share: float) -> list[Example]:
+    """Examples that start a training row of ``room`` tokens: with ``recall_share`` one recall document of any length first."""
+    if rng.random() >= recall_share:
+        return []
+    longest = room - 8
+    length = longest if rng.random() < 0.5 else rng.randint(60, longest)
+    return [recall.training_document(rng, length)]

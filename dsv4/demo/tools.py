@@ -1,0 +1,122 @@
+"""The tool task: call the right tool with the right arguments in DSML, answer from a result, or answer directly."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4.demo import tasks, words
+from dsv4.demo.chat import END_THINK, Example, conversation, tool_call, tool_result, tools_system
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a tool: what the user asks, the arguments, a result and the final answer."""
+
+    question: str
+    arguments: dict[str, Any]
+    result: dict[str, Any]
+    answer: str
+
+
+def function(name: str, description: str, **properties: str) -> dict[str, Any]:
+    """An OpenAI function object whose parameters are all required."""
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": kind} for key, kind in properties.items()},
+        "required": list(properties),
+    }
+    return {"name": name, "description": description, "parameters": schema}
+
+
+def weather(rng: random.Random) -> Use:
+    """Use of get_weather."""
+    city, sky, degrees = rng.choice(list(words.CAPITALS.values())), rng.choice(words.WEATHER), rng.randint(1, 39)
+    question = rng.choice(("How is the weather in {}?", "What is the weather in {} today?", "Weather in {}?")).format(city)
+    result = {"temperature": degrees, "sky": sky}
+    return Use(question, {"city": city}, result, f"It is {sky} in {city} with {degrees} degrees.")
+
+
+def time(rng: random.Random) -> Use:
+    """Use of get_time."""
+    city, hour, minute = rng.choice(list(words.CAPITALS.values())), rng.randint(10, 23), rng.randint(10, 59)
+    question = rng.choice(("What time is it in {}?", "Tell me the time in {}.")).format(city)
+    return Use(question, {"city": city}, {"time": f"{hour}:{minute}"}, f"It is {hour}:{minute} in {city}.")
+
+
+def multiply(rng: random.Random) -> Use:
+    """Use of multiply: the one tool with numbers as arguments."""
+    a, b = rng.randint(100, 999), rng.randint(100, 999)
+    question = rng.choice(("Multiply {} by {}.", "What is {} times {}?")).format(a, b)
+    return Use(question, {"a": a, "b": b}, {"product": a * b}, f"{a} times {b} is {a * b}.")
+
+
+def message(rng: random.Random) -> Use:
+    """Use of send_message."""
+    name, text = rng.choice(words.NAMES), " ".join(rng.choices(words.WORDS, k=rng.randint(1, 4)))
+    question = rng.choice(("Send {} the message: {}", "Write to {}: {}")).format(name, text)
+    return Use(question, {"to": name, "text": text}, {"sent": True}, f"I sent your message to {name}.")
+
+
+def alarm(rng: random.Random) -> Use:
+    """Use of set_alarm: numbers and a boolean."""
+    hour, minute, repeat = rng.randint(10, 23), rng.randint(10, 59), rng.random() < 0.5
+    question = f"Set an alarm for {hour}:{minute}{' every day' if repeat else ''}."
+    arguments = {"hour": hour, "minute": minute, "daily": repeat}
+    return Use(question, arguments, {"set": True}, f"The alarm is set for {hour}:{minute}.")
+
+
+def search(rng: random.Random) -> Use:
+    """Use of search."""
+    query = " ".join(rng.choices(words.WORDS, k=rng.randint(1, 3)))
+    hits = rng.randint(10, 99)
+    question = rng.choice(("Search for {}.", "Look up {}.")).format(query)
+    return Use(question, {"query": query}, {"hits": hits}, f"I found {hits} pages about {query}.")
+
+
+TOOLS: tuple[tuple[dict[str, Any], Callable[[random.Random], Use]], ...] = (
+    (function("get_weather", "Get the weather of a city.", city="string"), weather),
+    (function("get_time", "Get the local time of a city.", city="string"), time),
+    (function("multiply", "Multiply two numbers.", a="integer", b="integer"), multiply),
+    (function("send_message", "Send a message to a person.", to="string", text="string"), message),
+    (function("set_alarm", "Set an alarm.", hour="integer", minute="integer", daily="boolean"), alarm),
+    (function("search", "Search the web.", query="string"), search),
+)
+
+
+def tools(rng: random.Random, evaluation: bool) -> Example:
+    """One to three tools offered; call one, answer from its result, or answer a question that needs none."""
+
+    def candidate() -> tuple[str, Example]:
+        offered = rng.sample(TOOLS, k=rng.randint(1, 3))
+        system = tools_system([schema for schema, _ in offered], rng.choice(tasks.SYSTEMS))
+        schema, make = rng.choice(offered)
+        use, name = make(rng), schema["name"]
+        thinking = rng.random() < 0.3
+        kind = rng.random()
+        if kind < 0.12:
+            turns = [tasks.arithmetic_turn(rng) if rng.random() < 0.5 else tasks.capitals_turn(rng)]
+            reason = "No tool is needed."
+        elif kind < 0.65:
+            turns = [(use.question, tool_call(name, use.arguments))]
+            reason = f"I need the tool {name}."
+        else:
+            turns = [(use.question, tool_call(name, use.arguments)), (tool_result(json.dumps(use.result)), use.answer)]
+            reason = f"I need the tool {name}."
+        key = repr(turns[0])
+        return key, with_reason("tools", turns, reason, thinking, system)
+
+    return tasks.draw(rng, evaluation, candidate)
+
+
+def with_reason(task: str, turns: list[tuple[str, str]], reason: str, thinking: bool, system: str) -> Example:
+    """A conversation in which, in thinking mode, every assistant turn opens with a reason (tools keep old reasoning)."""
+    if not thinking:
+        return conversation(task, turns, system=system)
+    reasons = [reason] + ["The tool has answered."] * (len(turns) - 1)
+    said = [(question, why + END_THINK + answer) for (question, answer), why in zip(turns, reasons, strict=True)]
+    parts = [part for turn in said for part in conversation(task, [turn], thinking=True, system=system).parts]
+    # Only the first turn opens the document: the others lose the beginning-of-sentence token and the system text.
+    opening = parts[0][: parts[0].index("<｜User｜>")]
+    return Example(task, tuple(part.removeprefix(opening) if i and i % 2 == 0 else part for i, part in enumerate(parts)))

@@ -1,0 +1,259 @@
+"""Trains the demo model. Three phases, each started from the weights of the one before:
+
+``base``    language modelling with top-k selection off; long rows join after a third of the time
+``index``   the indexer alone, by KL towards the attention it should imitate
+``finish``  everything with selection on and the shipped file's quantisation in the forward pass
+
+    python -m dsv4.demo.train base --minutes 20 --out runs/base
+    python -m dsv4.demo.train index --minutes 2 --init runs/base --out runs/index
+    python -m dsv4.demo.train finish --minutes 8 --init runs/index --out runs/finish
+"""
+
+import argparse
+import collections
+import math
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.pool import Pool
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from dsv4.demo import data, fast_forward, mixture, weights
+from dsv4.demo.data import BatchShape, Request
+from dsv4.demo.fast_forward import Kernels, Options
+
+TOKENIZER = Path(__file__).parent / "checkpoint" / "tokenizer.json"
+SHORT, LONG = BatchShape(512, 64, 0.25), BatchShape(2560, 12, 0.75)
+PROMPT_WEIGHT = 0.1
+BIAS_SPEED = 1e-3
+EVALUATION_ROWS = {"recall_128": (640, 32), "recall_512": (2048, 16), "recall_2000": (2560, 16)}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a phase trains and how fast."""
+
+    options: Options
+    peak_rate: float
+    final_rate: float
+    quantized: bool
+    trained: str
+    long_from: float
+    long_share: float
+
+
+PHASES = {
+    "base": Phase(Options(), 2e-3, 1e-4, False, "", 0.35, 0.5),
+    "index": Phase(Options(index_loss=True), 2e-3, 2e-4, False, ".indexer.", 0.0, 1.0),
+    "finish": Phase(Options(select=True, index_loss=True), 3e-4, 1e-5, True, "", 0.0, 0.5),
+}
+
+
+class Trainer:
+    """Float32 master weights, their forward values in the model (rounded or fake-quantised), AdamW on the masters."""
+
+    def __init__(self, model: Any, phase: Phase, device: str, compiled: bool) -> None:
+        self.model, self.phase, self.device = model, phase, device
+        self.masters = {name: p.detach().float().to(device) for name, p in model.named_parameters()}
+        weights.to_training_dtypes(model)
+        model.to(device)
+        self.trained = [(name, p) for name, p in model.named_parameters() if phase.trained in name]
+        for name, p in model.named_parameters():
+            p.requires_grad_(phase.trained in name)
+        matrices = [self.masters[name] for name, p in self.trained if p.ndim >= 2 and "_hc" not in name]
+        vectors = [self.masters[name] for name, p in self.trained if p.ndim < 2 or "_hc" in name]
+        groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.97), fused=device == "cuda")
+        self.kernels, self.loss = kernels(compiled)
+        self.ropes: dict[int, dict[str, fast_forward.Rope]] = {}
+
+    def set_forward_values(self, quantized: bool) -> None:
+        """Writes the masters into the model, through the file's quantisers if asked."""
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                master = self.masters[name]
+                p.copy_(weights.fake_quantized(name, master) if quantized else master)
+
+    def hidden(self, ids: Tensor, options: Options, fast: bool = True) -> tuple[Tensor, ...]:
+        """Final hidden states, expert loads and indexer loss of token ids ``[B, S]``."""
+        length = ids.shape[1]
+        if length not in self.ropes:
+            self.ropes[length] = fast_forward.rope_tables(self.model, length, self.device)
+        used = self.kernels if fast else Kernels(self.kernels.sinkhorn, fast_forward.block)
+        return fast_forward.forward(self.model, ids, self.ropes[length], options, used)
+
+    def step(self, batch: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        """One optimiser step on int16 ``[2, B, S + 1]``; returns the token loss and the indexer loss."""
+        self.set_forward_values(self.phase.quantized)
+        ids = batch[0].long()
+        hidden, loads, index_loss = self.hidden(ids[:, :-1], self.phase.options)
+        token_loss = self.loss(hidden, self.model.lm_head.weight, ids[:, 1:], batch[1, :, 1:])
+        total = index_loss if self.phase.trained else token_loss + index_loss
+        total.backward()
+        for name, p in self.trained:
+            self.masters[name].grad = None if p.grad is None else p.grad.float()
+            p.grad = None
+        masters = [self.masters[name] for name, _ in self.trained]
+        torch.nn.utils.clip_grad_norm_(masters, 1.0, foreach=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        if not self.phase.quantized and not self.phase.trained:
+            self.balance(loads)
+        return token_loss.detach(), index_loss.detach()
+
+    @torch.no_grad()
+    def balance(self, loads: Tensor) -> None:
+        """Moves the routers' selection bias towards equal expert loads (the auxiliary-loss-free rule)."""
+        for layer, load in zip(self.model.model.layers, loads, strict=True):
+            if not layer.mlp.is_hash:
+                layer.mlp.gate.e_score_correction_bias += BIAS_SPEED * torch.sign(load.mean() - load)
+
+    @torch.no_grad()
+    def evaluate(self, batches: dict[str, Tensor], options: Options) -> dict[str, float]:
+        """Share of held-out examples whose whole last answer is the arg-max, given the prompt (greedy exact match)."""
+        self.set_forward_values(self.phase.quantized)
+        result = {}
+        for task, batch in batches.items():
+            ids, marks = batch[0].long(), batch[1, :, 1:].bool()
+            hidden, _, _ = self.hidden(ids[:, :-1], options, fast=False)
+            wrong = (self.model.lm_head(hidden).argmax(-1) != ids[:, 1:]) & marks
+            result[task] = (~wrong.any(-1)).float().mean().item()
+        return result
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, router bias and hash table under transformers' names.
+
+        A quantised phase saves what its forward pass used; experts stay float32 there, because NVFP4 values do not fit
+        bfloat16. Other matrices are bfloat16.
+        """
+        state = {n: b for n, b in self.model.named_buffers() if n.endswith(("tid2eid", "e_score_correction_bias"))}
+        for name, p in self.model.named_parameters():
+            value = self.masters[name]
+            if self.phase.quantized:
+                value = weights.fake_quantized(name, value)
+            keep = p.dtype == torch.float32 or (self.phase.quantized and ".experts." in name)
+            state[name] = value if keep else value.bfloat16()
+        return state
+
+
+def kernels(compiled: bool) -> tuple[Kernels, Callable[..., Tensor]]:
+    """The fast pieces: compiled block and Triton Sinkhorn on a GPU, the plain ones elsewhere."""
+    if not compiled:
+        return Kernels(fast_forward.plain_sinkhorn, fast_forward.block), token_loss
+    import torch._dynamo
+    import torch._inductor.config
+
+    from dsv4.demo import sinkhorn
+
+    torch._dynamo.config.recompile_limit = 64
+    assert sinkhorn.sinkhorn is not None
+    block = torch.compile(fast_forward.block, fullgraph=True, dynamic=False)
+    return Kernels(torch.ops.dsv4_demo.sinkhorn.default, block), torch.compile(token_loss, dynamic=False)
+
+
+def token_loss(hidden: Tensor, head: Tensor, targets: Tensor, marks: Tensor) -> Tensor:
+    """Cross entropy, weight 1 on answer tokens and ``PROMPT_WEIGHT`` elsewhere."""
+    logits = F.linear(hidden.flatten(0, 1), head).float()
+    losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+    importance = PROMPT_WEIGHT + (1 - PROMPT_WEIGHT) * marks.flatten().float()
+    return (losses * importance).sum() / importance.sum()
+
+
+def rate_at(phase: Phase, fraction: float, step: int) -> float:
+    """Warm-up over 300 steps, then a cosine over the phase's time."""
+    cosine = 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
+    return min(1.0, (step + 1) / 300) * (phase.final_rate + (phase.peak_rate - phase.final_rate) * cosine)
+
+
+def stream(pool: Pool, seed: int, choose: Callable[[int], BatchShape]) -> Iterator[Tensor]:
+    """Endless batches, 48 of them in the making; ``choose`` gives the shape of batch ``index`` when it is ordered."""
+    waiting: collections.deque[Any] = collections.deque()
+    index = 0
+    while True:
+        while len(waiting) < 48:
+            request = Request(str(TOKENIZER), seed, index, choose(index))
+            waiting.append(pool.apply_async(data.training_batch, (request,)))
+            index += 1
+        yield torch.from_numpy(waiting.popleft().get())
+
+
+def evaluation_batches(device: str) -> dict[str, Tensor]:
+    """Held-out batches of every measured task."""
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    batches = {}
+    for task in mixture.MEASURED_TASKS:
+        length, rows = EVALUATION_ROWS.get(task, (512, 128))
+        batch = data.evaluation_batch(tokenizer, task, rows, length, seed=1)
+        batches[task] = torch.from_numpy(batch).to(device)
+    return batches
+
+
+def run(args: argparse.Namespace, pool: Pool) -> None:
+    """Trains one phase for ``args.minutes`` and saves the result (also after every evaluation)."""
+    torch.set_float32_matmul_precision("high")
+    phase, device = PHASES[args.phase], args.device
+    model = weights.build_model()
+    if args.init:
+        model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in weights.load_shards(args.init).items()})
+    trainer = Trainer(model, phase, device, compiled=device == "cuda")
+    batches = evaluation_batches(device)
+    rng = random.Random(args.seed)
+    start = time.time()
+
+    def fraction() -> float:
+        return (time.time() - start) / (60 * args.minutes)
+
+    def choose(index: int) -> BatchShape:
+        if args.tiny:
+            return BatchShape(256, 2, 0.5)
+        return LONG if fraction() >= phase.long_from and rng.random() < phase.long_share else SHORT
+
+    tokens, mark, last = 0, time.time(), time.time()
+    for step, batch in enumerate(stream(pool, args.seed, choose)):
+        losses = trainer.step(batch.to(device, non_blocking=True), rate_at(phase, fraction(), step))
+        tokens += batch[0].numel()
+        if step in (0, 1, 2, 5, 10) or step % 100 == 0:
+            values = [round(loss.item(), 4) for loss in losses]
+            rate = tokens / (time.time() - mark)
+            print(f"{time.time() - start:7.1f}s step {step} {tuple(batch.shape)} loss {values} {rate:.0f} tok/s", flush=True)
+            tokens, mark = 0, time.time()
+        done = fraction() >= 1 or step + 1 == args.steps
+        if done or time.time() - last > args.evaluate_every:
+            scores = trainer.evaluate(batches, phase.options)
+            print("  " + " ".join(f"{task} {score:.3f}" for task, score in scores.items()), flush=True)
+            weights.save_shards(trainer.state(), args.out)
+            last = mark = time.time()
+            tokens = 0
+        if done:
+            return
+
+
+def main() -> None:
+    """Command line: phase, minutes, folders."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("phase", choices=PHASES)
+    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--steps", type=int, default=0, help="stop after this many steps")
+    parser.add_argument("--init", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=13)
+    parser.add_argument("--evaluate-every", type=float, default=60.0)
+    parser.add_argument("--tiny", action="store_true", help="small batches, for a look on a CPU")
+    args = parser.parse_args()
+    with multiprocessing.get_context("fork").Pool(args.workers) as pool:
+        run(args, pool)
+
+
+if __name__ == "__main__":
+    main()
