@@ -1,0 +1,16 @@
+"""Single-shot inference for DeepSeek-V4 (Flash and Pro) NVFP4 checkpoints on one 8-GPU node.
+
+Dimension key, used as suffixes of tensor names (``q_THD``, ``logits_TV``) throughout the package:
+
+``T`` tokens of this step · ``S`` cache slots · ``C`` compressed entries · ``K`` selected entries · ``N`` listed key
+rows · ``H`` heads · ``I`` index heads · ``D`` head dim · ``R`` rope dims or low rank · ``G`` output groups · ``W``
+compressor width · ``E`` model dim · ``F`` expert inner dim · ``X`` experts · ``P`` experts per token · ``M``
+residual streams · ``V`` vocabulary.
+"""
+
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.engine import Engine
+from dsv4.errors import UserError
+from dsv4.sampling import SamplingParams
+
+__all__ = ["Engine", "EngineConfig", "ModelConfig", "SamplingParams", "UserError"]

@@ -49,7 +49,8 @@ class DSpark:
 class ModelConfig:
     """Geometry and constants of one DeepSeek-V4 model. Field names are those of ``config.json`` (spec §1.1, §1.2).
 
-    ``compress_ratios`` and ``hash_layers`` have one entry per main layer; ratio 0 is sliding window only, 4 is CSA, 128 is HCA.
+    ``compress_ratios`` and ``hash_layers`` have one entry per main layer; ratio 0 is sliding window only, 4 is CSA,
+    128 is HCA.
     """
 
     vocab_size: int
@@ -139,17 +140,18 @@ class ModelConfig:
 class EngineConfig:
     """How to run the model; everything that is not a property of the checkpoint.
 
-    ``device`` is "auto" (CUDA when there is a device), "cpu" or "cuda". ``kv_dtype`` and ``index_dtype`` choose what the
-    caches hold: "fp8" rows (spec §6.2, §6.3) or "bf16", which means not quantised, stored in ``compute_dtype``.
-    ``max_context`` is in tokens (``None``: the model's maximum, at most 8192); ``prefill_chunk`` in tokens per forward.
-    ``load_mtp`` also loads the speculative module's weights, which are skipped otherwise. Raises ``UserError``.
+    ``device`` is "auto" (CUDA when there is a device), "cpu" or "cuda". ``kv_dtype`` and ``index_dtype`` choose what
+    the caches hold: "fp8" rows (spec §6.2, §6.3) or "bf16", which means not quantised, stored in ``compute_dtype``.
+    ``max_context`` is in tokens (``None``: the model's maximum, at most 8192); ``prefill_chunk`` in tokens per
+    forward. ``load_mtp`` also loads the speculative module's weights, which are skipped otherwise. Raises
+    ``UserError``.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpus: int = 1
     parallel: Literal["pipeline", "tensor"] = "pipeline"
     kv_dtype: Literal["fp8", "bf16"] = "fp8"
-    index_dtype: Literal["fp8", "bf16"] = "fp8"
+    index_dtype: Literal["fp8", "bf16"] | None = None
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_context: int | None = None
     prefill_chunk: int = 512
@@ -160,13 +162,15 @@ class EngineConfig:
             "device": ("auto", "cpu", "cuda"),
             "parallel": ("pipeline", "tensor"),
             "kv_dtype": ("fp8", "bf16"),
-            "index_dtype": ("fp8", "bf16"),
+            "index_dtype": ("fp8", "bf16", None),
             "compute_dtype": ("bfloat16", "float32"),
         }
         for field, allowed in choices.items():
             value = self.__dict__[field]
             if value not in allowed:
-                raise UserError(f"EngineConfig.{field}: found {value!r}, expected one of {', '.join(allowed)}")
+                raise UserError(
+                    f"EngineConfig.{field}: found {value!r}, expected one of {', '.join(map(str, allowed))}"
+                )
         for field, low, high in (("gpus", 1, 8), ("prefill_chunk", 1, 65536), ("max_context", 1, 2**31 - 1)):
             value = self.__dict__[field]
             if value is None and field == "max_context":

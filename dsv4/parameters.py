@@ -1,8 +1,9 @@
 """The canonical list of a model's parameters: name, logical shape and role, derived from ``ModelConfig`` alone.
 
-Names are those of the native checkpoint dialect (spec §7.1). Routed experts are stacked: ``layers.N.ffn.experts.w1.weight``
-has shape ``[X, F, E]`` and stands for the X tensors ``layers.N.ffn.experts.{x}.w1.weight``. The loader checks a checkpoint
-against this list in both directions, the synthetic generator fills it, the memory plan sums it, the layers read from it.
+Names are those of the native checkpoint dialect (spec §7.1). Routed experts are stacked:
+``layers.N.ffn.experts.w1.weight`` has shape ``[X, F, E]`` and stands for the X tensors
+``layers.N.ffn.experts.{x}.w1.weight``. The loader checks a checkpoint against this list in both directions, the
+synthetic generator fills it, the memory plan sums it, the layers read from it.
 """
 
 import enum
@@ -18,9 +19,9 @@ MtpKind = Literal["classic", "dspark"]
 class Role(enum.Enum):
     """What a parameter is, which decides the storage formats it may have.
 
-    LINEAR and EXPERT matrices may be quantised. FLOOR matrices stay 16 or 32 bit (the "precision floor": embeddings, head,
-    router gate, compressor and indexer helper projections). NORM is a bfloat16 or float32 vector, FLOAT is float32
-    (mHC, sinks, biases, positional biases), TABLE is int64 (hash routing).
+    LINEAR and EXPERT matrices may be quantised. FLOOR matrices stay 16 or 32 bit (the "precision floor": embeddings,
+    head, router gate, compressor and indexer helper projections). NORM is a bfloat16 or float32 vector, FLOAT is
+    float32 (mHC, sinks, biases, positional biases), TABLE is int64 (hash routing).
     """
 
     LINEAR = "linear"

@@ -1,6 +1,7 @@
 """QuantFormat and QuantTensor: the only place that knows how weights are packed and scaled.
 
-``QuantTensor.dequantize()`` is the meaning of the bytes; every kernel is tested against it. Spec §6.1, §6.4, §7.1, §7.2, §8.
+``QuantTensor.dequantize()`` is the meaning of the bytes; every kernel is tested against it. Spec §6.1, §6.4, §7.1,
+§7.2, §8.
 """
 
 import enum
@@ -114,7 +115,11 @@ class QuantTensor:
         if self.format in (QuantFormat.BF16, QuantFormat.F32):
             return self.data.float()
         assert self.block_scale is not None
-        scale = e8m0_to_float(self.block_scale) if self.block_scale.dtype == torch.float8_e8m0fnu else self.block_scale.float()
+        scale = (
+            e8m0_to_float(self.block_scale)
+            if self.block_scale.dtype == torch.float8_e8m0fnu
+            else self.block_scale.float()
+        )
         if self.format is QuantFormat.FP8_BLOCK128:
             return self.data.float() * _expand_blocks(scale, self.shape)
         values = unpack_e2m1(self.data).unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)
@@ -133,7 +138,9 @@ def packed_shapes(format: QuantFormat, shape: tuple[int, ...]) -> dict[str, tupl
     *stack, rows, columns = shape
     if format.group_size is not None:
         if columns % format.group_size:
-            raise ValueError(f"shape: found K = {columns}, expected a multiple of {format.group_size} for {format.value}")
+            raise ValueError(
+                f"shape: found K = {columns}, expected a multiple of {format.group_size} for {format.value}"
+            )
         total = tuple(stack) if format is QuantFormat.NVFP4 else None
         blocks = (*stack, rows, columns // format.group_size)
         return {"data": (*stack, rows, columns // 2), "block_scale": blocks, "global_scale": total}
@@ -156,7 +163,9 @@ def _expand_blocks(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def e8m0_to_float(scale: Tensor) -> Tensor:
-    """E8M0 bytes (``float8_e8m0fnu``) to float32 2^(b − 127); byte 255 is NaN. The bytes are viewed, never converted."""
+    """E8M0 bytes (``float8_e8m0fnu``) to float32 2^(b − 127); byte 255 is NaN. The bytes are viewed, never
+    converted.
+    """
     code = scale.view(torch.uint8).to(torch.int32)
     # Code 0 is 2^-127, a float32 subnormal, which the exponent field alone cannot express.
     bits = torch.where(code == 0, 1 << 22, code << 23)
@@ -195,8 +204,8 @@ def exponent_to_e8m0(exponent: Tensor) -> Tensor:
 def quantize(weight: Tensor, format: QuantFormat, global_scale: Tensor | None = None) -> QuantTensor:
     """Quantises float ``[..., N, K]`` to ``format``; round to nearest even everywhere.
 
-    NVFP4 takes an optional ``global_scale`` (float32, stack shape) so that w1 and w3 of an expert can share one (spec §7.2).
-    Raises ``ValueError`` for values that are not finite.
+    NVFP4 takes an optional ``global_scale`` (float32, stack shape) so that w1 and w3 of an expert can share one
+    (spec §7.2). Raises ``ValueError`` for values that are not finite.
     """
     weight = weight.float()
     if not bool(torch.isfinite(weight).all()):

@@ -1,0 +1,270 @@
+"""Engine: load a checkpoint, prefill in chunks, decode, generate, and look inside."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsv4.checkpoint import Checkpoint, describe, load_weights, mtp_kind, open_checkpoint
+from dsv4.config import MAX_DECODE_TOKENS, EngineConfig, ModelConfig
+from dsv4.errors import UserError
+from dsv4.layers.weights import Weights
+from dsv4.model import Transformer
+from dsv4.ops import TORCH, Ops
+from dsv4.ops.sampling import NAN_TOKEN
+from dsv4.parameters import MtpKind, layer_of
+from dsv4.placement import Placement, engine_devices
+from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
+from dsv4.sampling import Sampler, SamplingParams
+from dsv4.state import COMPUTE_DTYPES, DecodeState
+
+FinishReason = Literal["stop", "length", "context"]
+
+
+@dataclass(frozen=True)
+class RunStats:
+    """What the last ``generate`` did. Decode time excludes the prefill that gave the first token."""
+
+    prefill_tokens: int
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+    finish_reason: FinishReason
+
+
+class Engine:
+    """One model and the state of one sequence. Not thread safe."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        engine_config: EngineConfig,
+        weights: Weights,
+        placement: Placement,
+        ops: Ops = TORCH,
+    ) -> None:
+        """``weights`` by canonical name (``dsv4.parameters``), each on ``placement.device_of(name)``.
+
+        Names under ``mtp.`` are kept, as stored, in ``mtp_weights``.
+        """
+        self.config = config
+        self.engine_config = engine_config
+        self.max_context = max_context_tokens(config, engine_config)
+        self.mtp_weights = {name: weight for name, weight in weights.items() if name.startswith("mtp.")}
+        self.ops = ops
+        self.devices = placement.layer_devices
+        compute_dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
+        self.model = Transformer.build(config, weights, ops, self.devices, compute_dtype)
+        self.state = DecodeState.allocate(config, engine_config, self.max_context, self.devices)
+        self.position = 0
+        self.last_run: RunStats | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        ops: Ops = TORCH,
+    ) -> "Engine":
+        """Loads a checkpoint folder (spec §7). ``progress(done_bytes, total_bytes)`` is called as tensors arrive.
+
+        Raises ``UserError`` for a bad folder or when the memory plan does not fit, before any weight is read.
+        """
+        engine_config = config or EngineConfig()
+        opened = _Opened.open(path, engine_config)
+        opened.plan.refuse_if_too_large()
+        weights = load_weights(
+            opened.checkpoint,
+            opened.config,
+            device_of=opened.placement.device_of,
+            mtp=opened.mtp,
+            progress=progress,
+        )
+        return cls(opened.config, engine_config, weights, opened.placement, ops)
+
+    @staticmethod
+    def plan(path: str | Path, config: EngineConfig | None = None) -> MemoryPlan:
+        """The memory plan of ``load`` with the same arguments, from the checkpoint's headers alone."""
+        return _Opened.open(path, config or EngineConfig()).plan
+
+    def reset(self) -> None:
+        """Starts a new sequence: nothing of the previous one is visible to it."""
+        self.state.set_position(0)
+        self.position = 0
+
+    def rewind(self, tokens: int) -> None:
+        """Takes back the last ``tokens`` tokens (at most 8 and what the last step fed), e.g. rejected draft tokens."""
+        if not 0 <= tokens <= min(MAX_DECODE_TOKENS, self.position):
+            limit = min(MAX_DECODE_TOKENS, self.position)
+            raise ValueError(f"tokens: found {tokens}, expected 0 to {limit}")
+        self.position -= tokens
+        self.state.set_position(self.position)
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: Sequence[int], progress: Callable[[int, int], None] | None = None) -> Tensor:
+        """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32 ``[V]``."""
+        if not token_ids:
+            raise UserError("prompt: found 0 tokens, expected at least 1")
+        chunk = self.engine_config.prefill_chunk
+        hidden_TE = self.model.embed.table_VE.new_empty(0)
+        self._check_tokens(token_ids, len(token_ids))
+        for start in range(0, len(token_ids), chunk):
+            hidden_TE = self._forward(token_ids[start : start + chunk])
+            if progress is not None:
+                progress(min(start + chunk, len(token_ids)), len(token_ids))
+        return self.model.head.logits(hidden_TE[-1:])[0]
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Sequence[int]) -> Tensor:
+        """Appends 1 to 8 tokens in one step; returns float32 ``[T, V]``, row t the logits after token t."""
+        self._check_tokens(token_ids, MAX_DECODE_TOKENS)
+        return self.model.head.logits(self._forward(token_ids))
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None) -> Tensor:
+        """Teacher-forced logits of a fresh sequence at all positions, float32 ``[T, V]``.
+
+        ``chunk_sizes`` (summing to T, each at most the larger of ``prefill_chunk`` and 8) says how the tokens are fed.
+        """
+        self.reset()
+        chunks = self._chunks(token_ids, chunk_sizes)
+        return torch.cat([self.model.head.logits(self._forward(chunk)) for chunk in chunks])
+
+    @torch.inference_mode()
+    def trace(self, token_ids: Sequence[int]) -> dict[str, Tensor | list[Tensor]]:
+        """What passes through the model on a fresh sequence, for layer-by-layer comparison.
+
+        ``layers``: the streams ``[T, M, E]`` after each block; ``final``: the normalised hidden state ``[T, E]`` the
+        head reads; ``logits``: float32 ``[T, V]``. All on the CPU, in the dtype they had.
+        """
+        self.reset()
+        layers: list[list[Tensor]] = [[] for _ in self.model.blocks]
+        final = []
+        for chunk in self._chunks(token_ids, None):
+            seen: list[Tensor] = []
+            final.append(self._forward(chunk, lambda streams, seen=seen: seen.append(streams.cpu())))
+            for collected, streams in zip(layers, seen, strict=True):
+                collected.append(streams)
+        hidden_TE = torch.cat(final)
+        return {
+            "layers": [torch.cat(collected) for collected in layers],
+            "final": hidden_TE.cpu(),
+            "logits": self.model.head.logits(hidden_TE).cpu(),
+        }
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        sampling: SamplingParams | None = None,
+        stop_token_ids: Set[int] | None = None,
+        prefill_progress: Callable[[int, int], None] | None = None,
+    ) -> Iterator[int]:
+        """Yields sampled token ids of a fresh sequence until a stop token (not yielded), the limit or the context's
+        end.
+
+        ``stop_token_ids`` defaults to the model's EOS ids. ``last_run`` holds the statistics once the iterator ends,
+        also when the caller closes it early. Raises ``UserError`` for a prompt that does not fit and
+        ``FloatingPointError`` when a logit is NaN.
+        """
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens: found {max_new_tokens}, expected at least 1")
+        stops = frozenset(self.config.eos_token_ids) if stop_token_ids is None else stop_token_ids
+        sampler = Sampler(sampling or SamplingParams(), self.ops)
+        self.reset()
+        return self._generate(token_ids, max_new_tokens, sampler, stops, prefill_progress)
+
+    def _generate(
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        sampler: Sampler,
+        stops: Set[int],
+        prefill_progress: Callable[[int, int], None] | None,
+    ) -> Iterator[int]:
+        started = time.perf_counter()
+        logits_V = self.prefill(token_ids, prefill_progress)
+        token = self._sample(sampler, logits_V)
+        prefilled = time.perf_counter()
+        produced, reason = 0, "length"
+        try:
+            while token not in stops:
+                produced += 1
+                yield token
+                if produced == max_new_tokens:
+                    break
+                if self.position == self.max_context:
+                    reason = "context"
+                    break
+                token = self._sample(sampler, self.decode([token])[0])
+            else:
+                reason = "stop"
+        finally:
+            seconds = time.perf_counter() - prefilled
+            steps = self.position - len(token_ids)
+            self.last_run = RunStats(len(token_ids), prefilled - started, steps, seconds, reason)
+
+    def _sample(self, sampler: Sampler, logits_V: Tensor) -> int:
+        with torch.inference_mode():
+            token = int(sampler(logits_V, self.state.positions_1[self.devices[-1]]))
+        if token == NAN_TOKEN:
+            raise FloatingPointError(f"the logits after {self.position} tokens contain NaN")
+        return token
+
+    def _forward(self, token_ids: Sequence[int], on_block: Callable[[Tensor], None] | None = None) -> Tensor:
+        tokens_T = torch.tensor(token_ids, dtype=torch.int64, device=self.devices[0])
+        self.position += len(token_ids)
+        return self.model(tokens_T, self.state, on_block)
+
+    def _chunks(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None) -> list[Sequence[int]]:
+        count, largest = len(token_ids), max(self.engine_config.prefill_chunk, MAX_DECODE_TOKENS)
+        self._check_tokens(token_ids, count)
+        if chunk_sizes is None:
+            step = self.engine_config.prefill_chunk
+            return [token_ids[start : start + step] for start in range(0, count, step)]
+        if sum(chunk_sizes) != count or any(not 1 <= size <= largest for size in chunk_sizes):
+            raise ValueError(
+                f"chunk_sizes: found {list(chunk_sizes)}, expected sizes 1 to {largest} that sum to {count}"
+            )
+        ends = [sum(chunk_sizes[: index + 1]) for index in range(len(chunk_sizes))]
+        return [token_ids[end - size : end] for end, size in zip(ends, chunk_sizes, strict=True)]
+
+    def _check_tokens(self, token_ids: Sequence[int], limit: int) -> None:
+        if not 1 <= len(token_ids) <= limit:
+            raise ValueError(f"token_ids: found {len(token_ids)} tokens, expected 1 to {limit}")
+        for token in token_ids:
+            if not 0 <= token < self.config.vocab_size:
+                raise UserError(f"token_ids: found {token}, expected ids from 0 to {self.config.vocab_size - 1}")
+        if self.position + len(token_ids) > self.max_context:
+            total = self.position + len(token_ids)
+            raise UserError(f"--max-context: found a sequence of {total} tokens, expected at most {self.max_context}")
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint looked at, headers only: what is in it, where it goes and whether it fits."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    mtp: MtpKind | None
+    placement: Placement
+    plan: MemoryPlan
+
+    @classmethod
+    def open(cls, path: str | Path, engine: EngineConfig) -> "_Opened":
+        checkpoint = open_checkpoint(path)
+        config = ModelConfig.from_dict(checkpoint.raw_config, str(checkpoint.folder / "config.json"))
+        mtp = mtp_kind(checkpoint) if engine.load_mtp else None
+        stored = describe(checkpoint, config, mtp)
+        layer_bytes = [0] * config.num_hidden_layers
+        for description in stored:
+            layer = layer_of(description.parameter.name)
+            if layer is not None:
+                layer_bytes[layer] += description.nbytes
+        placement = Placement.pipeline(layer_bytes, engine_devices(engine))
+        return cls(checkpoint, config, mtp, placement, plan_memory(config, engine, placement, stored))

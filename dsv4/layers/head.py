@@ -1,0 +1,59 @@
+"""Both ends of the model: token embedding into M streams, and collapse → final norm → logits (spec §2.1)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.layers.weights import WeightReader
+from dsv4.ops import Ops
+from dsv4.ops.hyper_connection import HcHeadWeights
+from dsv4.quant import QuantTensor
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Token embedding, repeated into M equal streams; no scaling."""
+
+    table_VE: Tensor
+    streams: int
+    compute_dtype: torch.dtype
+
+    @classmethod
+    def build(cls, config: ModelConfig, weights: WeightReader, compute_dtype: torch.dtype) -> "Embedding":
+        return cls(weights.stored_matrix("embed.weight").data, config.hc_mult, compute_dtype)
+
+    def __call__(self, tokens_T: Tensor) -> Tensor:
+        """int64 ``[T]`` → streams ``[T, M, E]`` in the compute dtype."""
+        rows_TE = self.table_VE[tokens_T].to(self.compute_dtype)
+        return rows_TE.unsqueeze(1).repeat(1, self.streams, 1)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Streams after the last block → final hidden state → float32 logits."""
+
+    ops: Ops
+    collapse: HcHeadWeights
+    norm: Tensor
+    lm_head: QuantTensor
+
+    @classmethod
+    def build(cls, config: ModelConfig, weights: WeightReader, ops: Ops) -> "Head":
+        collapse = HcHeadWeights(
+            fn=weights.tensor("hc_head_fn"),
+            base=weights.tensor("hc_head_base"),
+            scale=weights.tensor("hc_head_scale"),
+            norm_eps=config.rms_norm_eps,
+            hc_eps=config.hc_eps,
+        )
+        return cls(ops, collapse, weights.tensor("norm.weight"), weights.matrix("head.weight"))
+
+    def hidden(self, streams_TME: Tensor) -> Tensor:
+        """RMSNorm of the collapsed streams ``[T, E]``, in the compute dtype."""
+        return self.ops.rms_norm(self.ops.hc_head(streams_TME, self.collapse), self.norm, self.collapse.norm_eps)
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """float32 ``[T, V]``: the rounded norm output times the head in float32."""
+        return self.ops.linear(hidden_TE, self.lm_head, torch.float32)

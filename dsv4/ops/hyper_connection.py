@@ -1,0 +1,83 @@
+"""Manifold-constrained hyper-connections: mixing M residual streams into and out of a sublayer (spec §2.3).
+
+All mixing arithmetic is float32 until the last cast; the streams themselves stay in the compute dtype.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HcWeights:
+    """Parameters of one seam, float32: fn ``[(2 + M)·M, M·E]``, base ``[(2 + M)·M]``, scale ``[3]`` (pre, post,
+    comb).
+    """
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+    norm_eps: float
+    hc_eps: float
+    sinkhorn_iters: int
+
+
+@dataclass(frozen=True)
+class HcHeadWeights:
+    """Parameters of the final collapse: fn float32 ``[M, M·E]``, base ``[M]``, scale ``[1]``."""
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+    norm_eps: float
+    hc_eps: float
+
+
+def hc_pre(streams_TME: Tensor, weights: HcWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """Collapses the streams for a sublayer and computes how its output goes back.
+
+    Returns (u ``[T, E]`` = Σ pre_i · x_i in the dtype of the streams, post float32 ``[T, M]``, comb float32 ``[T, M,
+    M]``, doubly stochastic, first index = residual stream, second = output stream).
+    """
+    streams = streams_TME.shape[1]
+    mixes = _mixes(streams_TME, weights.fn, weights.norm_eps)
+    pre, post, comb = mixes.split([streams, streams, streams * streams], dim=-1)
+    base_pre, base_post, base_comb = weights.base.split([streams, streams, streams * streams])
+    pre = torch.sigmoid(pre * weights.scale[0] + base_pre) + weights.hc_eps
+    post = 2 * torch.sigmoid(post * weights.scale[1] + base_post)
+    comb = (comb * weights.scale[2] + base_comb).unflatten(-1, (streams, streams))
+    return _collapse(streams_TME, pre), post, sinkhorn(comb, weights.sinkhorn_iters, weights.hc_eps)
+
+
+def hc_post(y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor) -> Tensor:
+    """x'_k = post_k · y + Σ_j comb_jk · x_j: the sublayer output y spread over the mixed residual streams ``[T, M,
+    E]``.
+    """
+    mixed = comb_TMM.transpose(1, 2) @ streams_TME.float()
+    return (post_TM.unsqueeze(-1) * y_TE.float().unsqueeze(1) + mixed).to(streams_TME.dtype)
+
+
+def hc_head(streams_TME: Tensor, weights: HcHeadWeights) -> Tensor:
+    """Collapses the streams after the last block: z ``[T, E]`` = Σ pre_i · x_i, without Sinkhorn."""
+    mixes = _mixes(streams_TME, weights.fn, weights.norm_eps)
+    return _collapse(streams_TME, torch.sigmoid(mixes * weights.scale[0] + weights.base) + weights.hc_eps)
+
+
+def sinkhorn(logits_TMM: Tensor, iterations: int, eps: float) -> Tensor:
+    """Row softmax + eps, column normalisation, then ``iterations`` − 1 times rows and columns; ends with columns."""
+    comb = torch.softmax(logits_TMM, dim=-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return comb
+
+
+def _mixes(streams_TME: Tensor, fn: Tensor, eps: float) -> Tensor:
+    flat = streams_TME.flatten(1).float()
+    return (flat @ fn.T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+
+
+def _collapse(streams_TME: Tensor, pre_TM: Tensor) -> Tensor:
+    return (pre_TM.unsqueeze(1) @ streams_TME.float()).squeeze(1).to(streams_TME.dtype)

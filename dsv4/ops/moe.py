@@ -1,0 +1,43 @@
+"""Mixture of experts: routed experts and the shared expert, clamped SwiGLU (spec §5.2)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.quant import QuantTensor
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """w1 (gate) and w3 (up) ``[F, E]``, w2 (down) ``[E, F]``; routed experts are stacked with a leading X."""
+
+    w1: QuantTensor
+    w2: QuantTensor
+    w3: QuantTensor
+
+
+def moe(
+    x_TE: Tensor, ids_TP: Tensor, weights_TP: Tensor, experts: ExpertWeights, shared: ExpertWeights, limit: float
+) -> Tensor:
+    """Σ_p expert(ids_p, x, weight_p) + shared(x): ``[T, E]`` in the dtype of x, summed in float32, expert order
+    ascending.
+
+    An expert is w2 · round(weight · silu(min(g, limit)) · clamp(u, ±limit)) with g = w1 · x and u = w3 · x in
+    float32; the routing weight multiplies before the one rounding to the dtype of x. The shared expert has weight 1
+    and the same clamp.
+    """
+    total = clamped_swiglu_mlp(x_TE, shared, limit)
+    for expert in ids_TP.unique().tolist():
+        tokens, slots = (ids_TP == expert).nonzero(as_tuple=True)
+        one = ExpertWeights(experts.w1[expert], experts.w2[expert], experts.w3[expert])
+        total.index_add_(0, tokens, clamped_swiglu_mlp(x_TE[tokens], one, limit, weights_TP[tokens, slots, None]))
+    return total.to(x_TE.dtype)
+
+
+def clamped_swiglu_mlp(x_TE: Tensor, expert: ExpertWeights, limit: float, weight: Tensor | float = 1.0) -> Tensor:
+    """One expert on x ``[T, E]``: float32 ``[T, E]``; ``weight`` is a float32 ``[T, 1]`` routing weight or 1."""
+    gate = (x_TE.float() @ expert.w1.dequantize().T).clamp(max=limit)
+    up = (x_TE.float() @ expert.w3.dequantize().T).clamp(-limit, limit)
+    hidden = (torch.nn.functional.silu(gate) * up * weight).to(x_TE.dtype)
+    return hidden.float() @ expert.w2.dequantize().T

@@ -1,0 +1,56 @@
+"""Sampling one token from logits on the device: greedy, or temperature with min-p and top-p, seeded (spec §10)."""
+
+import torch
+from torch import Tensor
+
+NAN_TOKEN = -1
+_MASK = 0xFFFFFFFF
+
+
+def argmax_token(logits_V: Tensor) -> Tensor:
+    """int64 scalar: the largest logit, the lowest id on ties; ``NAN_TOKEN`` when any logit is NaN."""
+    ids = torch.arange(logits_V.shape[0], device=logits_V.device)
+    token = torch.where(logits_V == logits_V.max(), ids, logits_V.shape[0]).min()
+    return _guard(token, logits_V)
+
+
+def sample_token(
+    logits_V: Tensor, temperature: float, top_p: float, min_p: float, seed: int, position_1: Tensor
+) -> Tensor:
+    """int64 scalar drawn from softmax(logits / temperature), restricted by min-p and top-p, by the Gumbel-max rule.
+
+    min-p keeps tokens with probability ≥ min_p · the largest one; top-p keeps the smallest set of most likely tokens
+    whose probabilities sum to at least top_p (never empty; ties in probability: lowest id first). The noise is a
+    pure function of (seed, position, token id), so a run can be repeated and does not depend on how the vocabulary
+    is split. ``position_1`` is the int position of the new token, on the device. ``NAN_TOKEN`` when any logit is
+    NaN.
+    """
+    scaled = logits_V.float() / temperature
+    probability = torch.softmax(scaled, dim=-1)
+    keep = probability >= min_p * probability.max()
+    if top_p < 1.0:
+        ordered, order = probability.sort(descending=True, stable=True)
+        before = ordered.cumsum(0) - ordered
+        keep &= torch.zeros_like(keep).index_copy_(0, order, before < top_p)
+    noisy = torch.where(keep, scaled + gumbel_noise(logits_V.shape[0], seed, position_1), -torch.inf)
+    return _guard(noisy.argmax(), logits_V)
+
+
+def gumbel_noise(vocab_size: int, seed: int, position_1: Tensor) -> Tensor:
+    """float32 ``[V]`` standard Gumbel noise: a counter-based hash of (seed, position, token id), no hidden state."""
+    ids = torch.arange(vocab_size, dtype=torch.int64, device=position_1.device)
+    state = _mix(position_1.to(torch.int64) ^ _mix(torch.full_like(ids[:1], seed & _MASK)))
+    state = _mix(ids ^ _mix(state ^ ((seed >> 32) & _MASK)))
+    uniform = ((state >> 8).double() + 0.5) / 2**24
+    return -torch.log(-torch.log(uniform)).float()
+
+
+def _mix(word: Tensor) -> Tensor:
+    """A 32-bit finaliser (xor-shift and odd multiply) on int64 lanes; a wrapped int64 product keeps its low 32 bits."""
+    word = (word ^ (word >> 16)) * 0x7FEB352D & _MASK
+    word = (word ^ (word >> 15)) * 0x846CA68B & _MASK
+    return word ^ (word >> 16)
+
+
+def _guard(token: Tensor, logits_V: Tensor) -> Tensor:
+    return torch.where(logits_V.isnan().any(), NAN_TOKEN, token)

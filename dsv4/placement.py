@@ -1,0 +1,52 @@
+"""Placement: which device owns which layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from dsv4.config import EngineConfig
+from dsv4.errors import UserError
+from dsv4.parameters import layer_of
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Pipeline placement: ``layer_devices[l]`` owns layer l; the embedding is with the first layer, the rest with the
+    last.
+
+    Layers are contiguous: a token crosses from one device to the next once per boundary, not once per layer.
+    """
+
+    layer_devices: tuple[torch.device, ...]
+
+    @classmethod
+    def pipeline(cls, layer_bytes: Sequence[int], devices: Sequence[torch.device]) -> "Placement":
+        """Contiguous segments balanced by bytes: a layer goes where the middle of its bytes falls in equal shares."""
+        total = sum(layer_bytes)
+        middles = [end - size / 2 for end, size in zip(accumulate(layer_bytes), layer_bytes, strict=True)]
+        return cls(tuple(devices[min(int(middle * len(devices) / total), len(devices) - 1)] for middle in middles))
+
+    def device_of(self, name: str) -> torch.device:
+        """The device that owns a parameter of ``dsv4.parameters``."""
+        layer = layer_of(name)
+        if layer is not None:
+            return self.layer_devices[layer]
+        return self.layer_devices[0 if name.startswith("embed.") else -1]
+
+
+def engine_devices(engine: EngineConfig) -> tuple[torch.device, ...]:
+    """The devices an ``EngineConfig`` asks for. Raises ``UserError`` when this machine does not have them."""
+    if engine.parallel == "tensor" and engine.gpus > 1:
+        raise UserError(
+            "--parallel: found 'tensor' with more than one GPU, expected 'pipeline' (not available in this version)"
+        )
+    available = torch.cuda.device_count()
+    if engine.device == "cpu" or (engine.device == "auto" and available == 0):
+        if engine.gpus > 1:
+            raise UserError(f"--gpus: found {engine.gpus}, expected 1 when running on the CPU")
+        return (torch.device("cpu"),)
+    if available < engine.gpus:
+        raise UserError(f"--gpus: found {engine.gpus}, expected at most {available} (CUDA devices on this machine)")
+    return tuple(torch.device("cuda", index) for index in range(engine.gpus))
