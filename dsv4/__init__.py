@@ -13,4 +13,6 @@ from dsv4.engine import Engine
 from dsv4.errors import UserError
 from dsv4.sampling import SamplingParams
 
+__version__ = "0.1.0"
+
 __all__ = ["Engine", "EngineConfig", "ModelConfig", "SamplingParams", "UserError"]

@@ -140,11 +140,11 @@ class ModelConfig:
 class EngineConfig:
     """How to run the model; everything that is not a property of the checkpoint.
 
-    ``device`` is "auto" (CUDA when there is a device), "cpu" or "cuda". ``kv_dtype`` and ``index_dtype`` choose what
-    the caches hold: "fp8" rows (spec §6.2, §6.3) or "bf16", which means not quantised, stored in ``compute_dtype``.
-    ``max_context`` is in tokens (``None``: the model's maximum, at most 8192); ``prefill_chunk`` in tokens per
-    forward. ``load_mtp`` also loads the speculative module's weights, which are skipped otherwise. Raises
-    ``UserError``.
+    ``device`` is "auto" (CUDA when there is a device), "cpu" or "cuda". ``kv_dtype`` and ``index_dtype`` choose
+    what the caches hold: "fp8" rows (spec §6.2, §6.3) or "bf16", which means not quantised, stored in
+    ``compute_dtype``; ``index_dtype`` None follows ``kv_dtype``. ``max_context`` is in tokens (``None``: the
+    model's maximum, at most 8192); ``prefill_chunk`` in tokens per forward. ``load_mtp`` also loads the
+    speculative module's weights, which are skipped otherwise. Raises ``UserError``.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -168,15 +168,15 @@ class EngineConfig:
         for field, allowed in choices.items():
             value = self.__dict__[field]
             if value not in allowed:
-                raise UserError(
-                    f"EngineConfig.{field}: found {value!r}, expected one of {', '.join(map(str, allowed))}"
-                )
+                expected = ", ".join(map(str, allowed))
+                raise UserError(f"EngineConfig.{field}: found {shorten(value)}, expected one of {expected}")
         for field, low, high in (("gpus", 1, 8), ("prefill_chunk", 1, 65536), ("max_context", 1, 2**31 - 1)):
             value = self.__dict__[field]
             if value is None and field == "max_context":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise UserError(f"EngineConfig.{field}: found {value!r}, expected an integer from {low} to {high}")
+                found = shorten(value)
+                raise UserError(f"EngineConfig.{field}: found {found}, expected an integer from {low} to {high}")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Engine: load a checkpoint, prefill in chunks, decode, generate, and look inside."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -164,7 +164,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         stop_token_ids: Set[int] | None = None,
         prefill_progress: Callable[[int, int], None] | None = None,
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         """Yields sampled token ids of a fresh sequence until a stop token (not yielded), the limit or the context's
         end.
 
@@ -186,7 +186,7 @@ class Engine:
         sampler: Sampler,
         stops: Set[int],
         prefill_progress: Callable[[int, int], None] | None,
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         started = time.perf_counter()
         logits_V = self.prefill(token_ids, prefill_progress)
         token = self._sample(sampler, logits_V)

@@ -66,11 +66,10 @@ class MemoryPlan:
         """Raises ``UserError`` with the numbers of the first device that cannot hold its part."""
         for device in self.devices:
             if not device.fits:
-                needed, available = device.total_bytes / _MIB, device.available_bytes / _MIB
+                weights, decoded, state, needed, available = (size // _MIB for size in _columns(device))
                 raise UserError(
-                    f"memory: {device.device} needs {needed:,.0f} MiB (weights "
-                    f"{device.weight_bytes / _MIB:,.0f}, decoded {device.decoded_bytes / _MIB:,.0f}, state {device.state_bytes / _MIB:,.0f}) and has "
-                    f"{available:,.0f} MiB; use more GPUs or a smaller --max-context"
+                    f"memory: {device.device} needs {needed:,} MiB (weights {weights:,}, decoded {decoded:,}, state "
+                    f"{state:,}), found {available:,} MiB available; use more GPUs or a smaller --max-context"
                 )
 
 

@@ -76,7 +76,7 @@ def _allocate_layer(
 ) -> AttentionState:
     dtype = COMPUTE_DTYPES[engine.compute_dtype]
     kv_format = RowFormat.KV_FP8 if engine.kv_dtype == "fp8" else RowFormat.PLAIN
-    index_format = RowFormat.INDEX_FP8 if engine.index_dtype == "fp8" else RowFormat.PLAIN
+    index_format = RowFormat.INDEX_FP8 if (engine.index_dtype or engine.kv_dtype) == "fp8" else RowFormat.PLAIN
     width, rope_width = config.head_dim, config.qk_rope_head_dim
     ring = RowCache.allocate(ring_slots(config, engine), width, rope_width, kv_format, dtype, device)
     compressed = index = None
