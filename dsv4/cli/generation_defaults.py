@@ -1,0 +1,48 @@
+"""Sampling and stop tokens: the flags, else generation_config.json, else temperature 1 and top-p 1 (spec §10)."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dsv4.config import ModelConfig, read_json_object
+from dsv4.errors import UserError
+from dsv4.sampling import SamplingParams
+
+FILE_NAME = "generation_config.json"
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The checkpoint's generation_config.json, empty if there is none. Raises ``UserError`` for a damaged file."""
+    path = folder / FILE_NAME
+    return read_json_object(path) if path.exists() else {}
+
+
+def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> SamplingParams:
+    """Each of temperature, top-p and min-p from its flag, else from ``defaults``; ``do_sample: false`` is greedy."""
+    greedy = defaults.get("do_sample") is False
+    return SamplingParams(
+        temperature=choose(arguments.temperature, 0.0 if greedy else defaults.get("temperature"), 1.0, "temperature"),
+        top_p=choose(arguments.top_p, defaults.get("top_p"), 1.0, "top_p"),
+        min_p=choose(arguments.min_p, defaults.get("min_p"), 0.0, "min_p"),
+        seed=arguments.seed,
+    )
+
+
+def choose(flag: float | None, default: object, fallback: float, key: str) -> float:
+    """The flag's value, else the file's (which must be a number), else ``fallback``."""
+    if flag is not None:
+        return flag
+    if default is None:
+        return fallback
+    if isinstance(default, bool) or not isinstance(default, int | float):
+        raise UserError(f"{FILE_NAME}: {key}: found {default!r}, expected a number")
+    return float(default)
+
+
+def eos_token_ids(config: ModelConfig, defaults: dict[str, Any]) -> frozenset[int]:
+    """The end-of-sequence ids of generation_config.json, else those of config.json."""
+    found = defaults.get("eos_token_id")
+    ids = config.eos_token_ids if found is None else found if isinstance(found, list | tuple) else [found]
+    if not all(isinstance(token_id, int) and 0 <= token_id < config.vocab_size for token_id in ids):
+        raise UserError(f"{FILE_NAME}: eos_token_id: found {found!r}, expected token ids below {config.vocab_size}")
+    return frozenset(ids)

@@ -1,0 +1,74 @@
+"""What the driver is to do, decided before any weight is read, and what it has done so far."""
+
+import argparse
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from dsv4.cli.arguments import engine_config
+from dsv4.cli.generation_defaults import eos_token_ids, read_generation_config, sampling_params
+from dsv4.cli.prompt import Prompt, build_prompt, load_tokenizer
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.engine import Engine
+from dsv4.errors import UserError
+from dsv4.plan import DEFAULT_MAX_CONTEXT
+from dsv4.sampling import SamplingParams
+from encoding import Tokenizer
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is decided before the weights are read."""
+
+    arguments: argparse.Namespace
+    model_config: ModelConfig
+    engine_config: EngineConfig
+    sampling: SamplingParams
+    eos_token_ids: frozenset[int]
+    tokenizer: Tokenizer
+    prompt: Prompt
+
+
+@dataclass
+class Outcome:
+    """What has happened so far; complete enough to report at any moment."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "interrupted"
+    load_seconds: float = 0.0
+    engine: Engine | None = None
+
+
+def prepare(arguments: argparse.Namespace) -> Job:
+    """Reads the small files and checks everything that can be checked without the weights. Raises ``UserError``.
+
+    Without ``--max-context`` the caches hold the prompt and the answer, and at least the engine's default.
+    """
+    if arguments.cuda_graph is not None:
+        refuse_cuda_graph(arguments)
+    if not arguments.model.is_dir():
+        raise UserError(f"--model: {arguments.model}: no such folder")
+    model_config = ModelConfig.from_folder(arguments.model)
+    tokenizer = load_tokenizer(arguments.model, model_config)
+    prompt = build_prompt(arguments, tokenizer)
+    wanted = max(DEFAULT_MAX_CONTEXT, len(prompt.token_ids) + arguments.max_tokens)
+    context = arguments.max_context or min(wanted, model_config.max_position_embeddings)
+    if len(prompt.token_ids) > context:
+        raise UserError(f"--max-context: found a prompt of {len(prompt.token_ids)} tokens, expected at most {context}")
+    defaults = read_generation_config(arguments.model)
+    return Job(
+        arguments,
+        model_config,
+        replace(engine_config(arguments), max_context=context),
+        sampling_params(arguments, defaults),
+        eos_token_ids(model_config, defaults),
+        tokenizer,
+        prompt,
+    )
+
+
+def refuse_cuda_graph(arguments: argparse.Namespace) -> None:
+    """``--cuda-graph`` is accepted, and refused where it cannot be honoured."""
+    if arguments.device == "cpu" or not torch.cuda.is_available():
+        raise UserError(f"--cuda-graph {arguments.cuda_graph}: found no CUDA device to run on, expected one")
+    raise UserError(f"--cuda-graph {arguments.cuda_graph}: not available in this version, which decodes eagerly")

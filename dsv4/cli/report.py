@@ -1,0 +1,109 @@
+"""What a run leaves behind: a summary line, a table of op times, a JSON file."""
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dsv4
+from dsv4.cli.job import Job, Outcome
+from dsv4.cli.op_profile import OpProfile
+from dsv4.cli.stream import parse_message, text_of
+from dsv4.engine import Engine, RunStats
+from dsv4.errors import UserError
+
+
+def report(job: Job, outcome: Outcome, profile: OpProfile | None) -> None:
+    """The summary line and the op table on stderr unless ``--quiet``, and the ``--json`` file."""
+    measured = timing(outcome.load_seconds, outcome.engine.last_run if outcome.engine is not None else None)
+    if not job.arguments.quiet:
+        if profile is not None:
+            seconds = {"prefill": measured["prefill_seconds"], "decode": measured["decode_seconds"]}
+            print(profile.table(seconds), file=sys.stderr)
+        print(summary_line(measured, outcome.finish_reason), file=sys.stderr)
+    if job.arguments.json is not None:
+        write_json(job.arguments.json, describe(job, outcome, measured, profile))
+
+
+def describe(job: Job, outcome: Outcome, measured: dict[str, Any], profile: OpProfile | None) -> dict[str, Any]:
+    """The content of the ``--json`` file."""
+    prompt, arguments = job.prompt, vars(job.arguments)
+    text = text_of(job.tokenizer, (token for token in outcome.token_ids if token not in job.eos_token_ids))
+    stopped = outcome.finish_reason == "stop"
+    return {
+        "prompt": {"text": prompt.text, "token_ids": prompt.token_ids},
+        "completion": {
+            "text": text,
+            "message": parse_message(text, stopped, prompt.thinking_mode, prompt.tools),
+            "token_ids": outcome.token_ids,
+        },
+        "finish_reason": outcome.finish_reason,
+        "timing": measured,
+        "profile": None if profile is None else profile.rows(),
+        "config": {
+            "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in arguments.items()},
+            "engine": asdict(job.engine_config),
+            "model": asdict(job.model_config),
+            "sampling": asdict(job.sampling),
+            "eos_token_ids": sorted(job.eos_token_ids),
+        },
+        "devices": [] if outcome.engine is None else device_names(outcome.engine),
+        "versions": {"dsv4": dsv4.__version__, "python": platform.python_version(), "torch": str(torch.__version__)},
+    }
+
+
+def device_names(engine: Engine) -> list[str]:
+    """The devices that hold layers, in their order."""
+    devices = dict.fromkeys(engine.devices)
+    return [f"{d} {torch.cuda.get_device_name(d)}" if d.type == "cuda" else str(d) for d in devices]
+
+
+def timing(load_seconds: float, stats: RunStats | None) -> dict[str, Any]:
+    """The measured times as the JSON report has them; what was not measured is ``None``."""
+    prefill_tokens, prefill_seconds = (stats.prefill_tokens, stats.prefill_seconds) if stats else (0, 0.0)
+    decode_tokens, decode_seconds = (stats.decode_tokens, stats.decode_seconds) if stats else (0, 0.0)
+    return {
+        "load_seconds": load_seconds,
+        "prefill_tokens": prefill_tokens,
+        "prefill_seconds": prefill_seconds,
+        "prefill_tokens_per_second": prefill_tokens / prefill_seconds if prefill_tokens else None,
+        "decode_tokens": decode_tokens,
+        "decode_seconds": decode_seconds,
+        "decode_ms_per_token": 1000 * decode_seconds / decode_tokens if decode_tokens else None,
+        "decode_tokens_per_second": decode_tokens / decode_seconds if decode_tokens else None,
+    }
+
+
+def summary_line(measured: dict[str, Any], finish_reason: str) -> str:
+    """One line: prefill tokens and tok/s, decode tokens, ms/token and tok/s, why it ended."""
+    prefill, decode = measured["prefill_tokens_per_second"], measured["decode_tokens_per_second"]
+    parts = [f"load {measured['load_seconds']:.1f} s", f"prefill {measured['prefill_tokens']} tokens"]
+    if prefill is not None:
+        parts[-1] += f" {prefill:.1f} tok/s"
+    parts.append(f"decode {measured['decode_tokens']} tokens")
+    if decode is not None:
+        parts[-1] += f" {measured['decode_ms_per_token']:.1f} ms/token {decode:.1f} tok/s"
+    return " · ".join([*parts, finish_reason])
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes ``value`` so that ``path`` holds either all of it or what it held before. Raises ``UserError``."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            temporary = Path(file.name)
+            json.dump(value, file, ensure_ascii=False, indent=2)
+            file.write("\n")
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f"--json: {path}: cannot be written ({error.strerror})") from None

@@ -1,0 +1,135 @@
+"""Token ids → text on stdout as it is produced, thinking and answer told apart."""
+
+import json
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from encoding import (
+    ContentDelta,
+    Event,
+    IncrementalDecoder,
+    ReasoningDelta,
+    StreamingParser,
+    Tokenizer,
+    ToolCallEnd,
+    parse_completion,
+)
+from encoding.control_tokens import EOS
+
+DIM, RESET = "\x1b[2m", "\x1b[0m"
+UNKNOWN_TOKEN = "\ufffd"
+
+
+class TokenText:
+    """Text of a growing list of tokens; an id beyond the tokenizer's vocabulary becomes U+FFFD."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = IncrementalDecoder(tokenizer)
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        try:
+            return self._decoder.push(token_id)
+        except ValueError:
+            return self._decoder.flush() + UNKNOWN_TOKEN
+
+    def finish(self) -> str:
+        """U+FFFD for an unfinished character, else nothing."""
+        return self._decoder.flush()
+
+
+def text_of(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
+    """The text of all of ``token_ids``."""
+    text = TokenText(tokenizer)
+    return "".join(map(text.push, token_ids)) + text.finish()
+
+
+class PlainPrinter:
+    """Writes text as it is, at once."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._at_line_start = True
+
+    def feed(self, text: str) -> None:
+        """Writes ``text``."""
+        if text:
+            self.write_invisible(text)
+            self._at_line_start = text.endswith("\n")
+
+    def write_invisible(self, text: str) -> None:
+        """Writes what leaves the cursor where it is."""
+        self._out.write(text)
+        self._out.flush()
+
+    def start_line(self) -> None:
+        """Ends the line, if one was begun."""
+        if not self._at_line_start:
+            self.feed("\n")
+
+    def finish(self, stopped: bool) -> None:
+        """Ends the text with a line break, whether or not the model ``stopped`` by itself."""
+        self.start_line()
+
+
+class ChatPrinter:
+    """Writes a parsed completion: thinking, then the answer, every tool call as one line of JSON.
+
+    Thinking is dimmed on a terminal and stands between lines ``<think>`` and ``</think>`` elsewhere.
+    """
+
+    def __init__(self, out: TextIO, thinking_mode: str, tools: list[dict] | None) -> None:
+        self._plain = PlainPrinter(out)
+        self._parser = StreamingParser(thinking_mode, tools)
+        self._is_terminal = out.isatty()
+        self._in_thinking = False
+
+    def feed(self, text: str) -> None:
+        """Shows what ``text`` makes certain; half a marker is held back."""
+        for event in self._parser.feed(text):
+            self._show(event)
+
+    def finish(self, stopped: bool) -> None:
+        """Shows what was held back. Unless the model ``stopped`` by itself, a tool call at the end may be cut off."""
+        if stopped:
+            self.feed(EOS)
+        for event in self._parser.finish():
+            self._show(event)
+        self._set_thinking(False)
+        self._plain.finish(stopped)
+
+    def _show(self, event: Event) -> None:
+        match event:
+            case ReasoningDelta(text):
+                self._set_thinking(True)
+                self._plain.feed(text)
+            case ContentDelta(text):
+                self._set_thinking(False)
+                self._plain.feed(text)
+            case ToolCallEnd(_, name, arguments):
+                self._set_thinking(False)
+                self._plain.start_line()
+                self._plain.feed(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}\n')
+
+    def _set_thinking(self, thinking: bool) -> None:
+        if thinking == self._in_thinking:
+            return
+        self._in_thinking = thinking
+        self._plain.start_line()
+        if self._is_terminal:
+            self._plain.write_invisible(DIM if thinking else RESET)
+        else:
+            self._plain.feed("<think>\n" if thinking else "</think>\n")
+
+
+def make_printer(out: TextIO, thinking_mode: str | None, tools: list[dict] | None) -> PlainPrinter | ChatPrinter:
+    """The printer for chat completions, or for plain text (``thinking_mode`` None)."""
+    return PlainPrinter(out) if thinking_mode is None else ChatPrinter(out, thinking_mode, tools)
+
+
+def parse_message(text: str, stopped: bool, thinking_mode: str | None, tools: list[dict] | None) -> dict[str, Any]:
+    """The assistant message of a whole completion; plain text (``thinking_mode`` None) is its content."""
+    if thinking_mode is None:
+        return {"role": "assistant", "content": text}
+    return parse_completion(text + EOS if stopped else text, thinking_mode, tools).message

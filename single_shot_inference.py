@@ -1,0 +1,101 @@
+"""Answers one prompt with a DeepSeek-V4 checkpoint: load, prefill, decode, text as it is produced, one summary line."""
+
+import signal
+import sys
+
+if __name__ == "__main__":
+    # Importing torch takes seconds: Ctrl-C during it ends as quietly as later.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+
+import argparse
+import io
+import os
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+import torch
+
+from dsv4 import Engine, UserError
+from dsv4.cli.arguments import parse_arguments
+from dsv4.cli.job import Job, Outcome, prepare
+from dsv4.cli.op_profile import OpProfile
+from dsv4.cli.progress import ProgressBar
+from dsv4.cli.report import report
+from dsv4.cli.stream import TokenText, make_printer
+from dsv4.ops import TORCH
+
+EXIT_OK, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 2, 130
+
+
+def generate(job: Job, outcome: Outcome, profile: OpProfile | None) -> None:
+    """Loads the model and streams the answer to stdout; ``outcome`` is filled as it goes."""
+    arguments = job.arguments
+    show_bars = sys.stderr.isatty() and not arguments.quiet
+    started = time.perf_counter()
+    with ProgressBar("load   ", sys.stderr, show_bars) as bar:
+        ops = TORCH if profile is None else profile.wrap(TORCH)
+        engine = outcome.engine = Engine.load(arguments.model, job.engine_config, progress=bar, ops=ops)
+    outcome.load_seconds = time.perf_counter() - started
+
+    text = TokenText(job.tokenizer)
+    printer = make_printer(sys.stdout, job.prompt.thinking_mode, job.prompt.tools)
+    stops = frozenset() if arguments.ignore_eos else job.eos_token_ids
+    try:
+        with ProgressBar("prefill", sys.stderr, show_bars) as bar:
+            tokens = engine.generate(job.prompt.token_ids, arguments.max_tokens, job.sampling, stops, bar)
+            with closing(tokens):
+                for token in tokens:
+                    bar.erase()
+                    if profile is not None:
+                        profile.phase = "decode"
+                    outcome.token_ids.append(token)
+                    if token not in job.eos_token_ids:
+                        printer.feed(text.push(token))
+        assert engine.last_run is not None
+        outcome.finish_reason = engine.last_run.finish_reason
+    finally:
+        printer.feed(text.finish())
+        printer.finish(outcome.finish_reason == "stop")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The whole job; returns the exit code."""
+    job = prepare(arguments)
+    if arguments.plan:
+        print(Engine.plan(arguments.model, job.engine_config))
+        return EXIT_OK
+    on_cuda = arguments.device != "cpu" and torch.cuda.is_available()
+    profile = OpProfile(on_cuda) if arguments.profile else None
+    outcome, exit_code = Outcome(), EXIT_OK
+    try:
+        generate(job, outcome, profile)
+    except KeyboardInterrupt:
+        exit_code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        silence_stdout()  # The reader has seen enough, which is no error.
+    report(job, outcome, profile)
+    return exit_code
+
+
+def silence_stdout() -> None:
+    """Sends what is left to nowhere, so that the interpreter's last flush does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the driver. A user error is one line on stderr and exit code 2; Ctrl-C is 130."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # An answer may hold what the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        return run(parse_arguments(argv))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except (UserError, FloatingPointError, OSError) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())
