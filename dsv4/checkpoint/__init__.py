@@ -2,6 +2,22 @@
 
 from dsv4.checkpoint.formats import mtp_kind
 from dsv4.checkpoint.index import Checkpoint, open_checkpoint
+from dsv4.checkpoint.layouts import Layout
 from dsv4.checkpoint.load import ParameterDescription, Weights, describe, load_weights
+from dsv4.checkpoint.names import Dialect
+from dsv4.checkpoint.synthetic import synthetic_weights, tiny_config, write_synthetic
 
-__all__ = ["Checkpoint", "ParameterDescription", "Weights", "describe", "load_weights", "mtp_kind", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "Dialect",
+    "Layout",
+    "ParameterDescription",
+    "Weights",
+    "describe",
+    "load_weights",
+    "mtp_kind",
+    "open_checkpoint",
+    "synthetic_weights",
+    "tiny_config",
+    "write_synthetic",
+]

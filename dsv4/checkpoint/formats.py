@@ -19,7 +19,7 @@ import torch
 
 from dsv4.checkpoint.declarations import DENSE, Declaration, read_declaration
 from dsv4.checkpoint.index import Checkpoint
-from dsv4.checkpoint.names import Dialect, detect_dialect, to_native
+from dsv4.checkpoint.names import Dialect, detect_dialect, from_native, to_native
 from dsv4.checkpoint.problems import Problems, printable
 from dsv4.checkpoint.shard import DTYPE_NAMES
 from dsv4.config import ModelConfig
@@ -27,7 +27,7 @@ from dsv4.errors import UserError
 from dsv4.parameters import MtpKind, Parameter, Role, parameters
 from dsv4.quant import FP8_BLOCK, QuantFormat, packed_shapes
 
-_COMPONENTS = {
+COMPONENTS = {
     QuantFormat.BF16: {"data": "weight"},
     QuantFormat.F32: {"data": "weight"},
     QuantFormat.FP8_BLOCK128: {"data": "weight", "block_scale": "scale"},
@@ -60,11 +60,13 @@ _PLAIN_DTYPES = {
 class Part:
     """The tensors that hold one part (data or a scale) of a parameter, by their names in the files.
 
-    One name, or one per expert. ``half`` is None, or 0 / 1 for the gate / up rows of a fused ``gate_up_proj``.
+    One name, or one per expert; a ``fused`` one holds all experts. ``half`` is None, or 0 / 1 for the gate / up rows of
+    a fused ``gate_up_proj``.
     """
 
     names: tuple[str, ...]
     dtype: torch.dtype
+    fused: bool = False
     half: int | None = None
 
 
@@ -145,38 +147,37 @@ class _Finder:
 
     def find(self, parameter: Parameter) -> StoredParameter:
         if parameter.role in _PLAIN_DTYPES:
-            part = self._part((parameter.name,), parameter.shape, _PLAIN_DTYPES[parameter.role])
-            size = {Role.FLOAT: 4, Role.TABLE: 8}.get(parameter.role, part.dtype.itemsize)
-            return StoredParameter(parameter, None, {"data": part}, math.prod(parameter.shape) * size)
-        modules, half = self._modules(parameter)
-        format = self._format(parameter, modules[0])
+            names, dtype = self._check((parameter.name,), parameter.shape, _PLAIN_DTYPES[parameter.role])
+            size = {Role.FLOAT: 4, Role.TABLE: 8}.get(parameter.role, dtype.itemsize)
+            return StoredParameter(parameter, None, {"data": Part(names, dtype)}, math.prod(parameter.shape) * size)
+        place = self._place(parameter)
+        format = self._format(parameter, place.modules[0])
         try:
             shapes = packed_shapes(format, parameter.shape)
         except ValueError as error:
             raise UserError(f"{self.checkpoint.folder}: {parameter.name}: {error}") from None
-        if half is not None and not _can_be_halved(format, parameter.shape):
-            self.problems.add("in a format not supported for fused experts", f"{modules[0]} ({format.value})")
-        parts = self._parts(parameter, modules, half, format)
+        if place.half is not None and not _can_be_halved(format, parameter.shape):
+            self.problems.add("in a format not supported for fused experts", f"{place.modules[0]} ({format.value})")
+        parts = self._parts(parameter, place, format)
         sizes = {name: math.prod(shape) for name, shape in shapes.items() if shape is not None}
         nbytes = sum(size * parts[name].dtype.itemsize for name, size in sizes.items())
         return StoredParameter(parameter, format, parts, nbytes)
 
-    def _modules(self, parameter: Parameter) -> tuple[list[str], int | None]:
-        """Native module names that store the parameter (one, or one per expert) and the half of a fused one."""
+    def _place(self, parameter: Parameter) -> "_Place":
         module = parameter.name.removesuffix(".weight")
         if parameter.role is not Role.EXPERT:
-            return [module], None
+            return _Place((module,))
         prefix, _, projection = module.rpartition(".")
         if projection in ("w1", "w3") and f"{prefix}.w13.weight" in self.stored:
-            return [f"{prefix}.w13"], 0 if projection == "w1" else 1
+            return _Place((f"{prefix}.w13",), fused=True, half=0 if projection == "w1" else 1)
         if projection == "w2" and f"{module}.weight" in self.stored:
-            return [module], None
-        return [f"{prefix}.{expert}.{projection}" for expert in range(parameter.shape[0])], None
+            return _Place((module,), fused=True)
+        return _Place(tuple(f"{prefix}.{expert}.{projection}" for expert in range(parameter.shape[0])))
 
     def _format(self, parameter: Parameter, module: str) -> QuantFormat:
         allowed = self.declaration.allowed(parameter, self.dialect)
         present = {component for component in _ALL_COMPONENTS if f"{module}.{component}" in self.stored}
-        admitted = [format for format in allowed if present - {"input_scale"} == set(_COMPONENTS[format].values())]
+        admitted = [format for format in allowed if present - {"input_scale"} == set(COMPONENTS[format].values())]
         weight = self.checkpoint.tensors.get(self.stored.get(f"{module}.weight", ""))
         is_dense = weight is not None and weight.dtype in (torch.bfloat16, torch.float32)
         if len(admitted) > 1:
@@ -189,33 +190,35 @@ class _Finder:
             self.problems.add("not in the declared format", f"{module} (found {shown}, declared {expected})")
         return allowed[0]
 
-    def _parts(
-        self, parameter: Parameter, modules: list[str], half: int | None, format: QuantFormat
-    ) -> dict[str, Part]:
-        components = dict(_COMPONENTS[format])
-        if f"{modules[0]}.input_scale" in self.stored and format is QuantFormat.NVFP4:
+    def _parts(self, parameter: Parameter, place: "_Place", format: QuantFormat) -> dict[str, Part]:
+        components = dict(COMPONENTS[format])
+        if f"{place.modules[0]}.input_scale" in self.stored and format is QuantFormat.NVFP4:
             components["input_scale"] = "input_scale"
-        shapes = packed_shapes(format, parameter.shape if len(modules) == 1 else parameter.shape[1:])
+        one_each = parameter.role is Role.EXPERT and not place.fused
+        shapes = packed_shapes(format, parameter.shape[1:] if one_each else parameter.shape)
         shapes["input_scale"] = ()
         parts = {}
         for part, component in components.items():
             shape = shapes[part]
             assert shape is not None
-            if half is not None:
+            if place.half is not None:
                 shape = (shape[0], 2 * shape[1], *shape[2:])
-            names = tuple(f"{module}.{component}" for module in modules)
-            parts[part] = self._part(names, shape, _DTYPES[format, part], half)
+            names, dtype = self._check(
+                tuple(f"{module}.{component}" for module in place.modules), shape, _DTYPES[format, part]
+            )
+            parts[part] = Part(names, dtype, place.fused, place.half)
         return parts
 
-    def _part(
-        self, natives: tuple[str, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], half: int | None = None
-    ) -> Part:
-        names, dtype = [], None
+    def _check(
+        self, natives: tuple[str, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+    ) -> tuple[tuple[str, ...], torch.dtype]:
+        """Names in the files and the dtype all tensors of a part share; what does not fit goes to ``problems``."""
+        names = []
         for native in natives:
             self.unused.pop(native, None)
             name = self.stored.get(native)
             if name is None:
-                self.problems.add("missing", native)
+                self.problems.add("missing", from_native(native, self.dialect))
                 continue
             names.append(name)
             stored = self.checkpoint.tensors.get(name)
@@ -224,19 +227,28 @@ class _Finder:
             # A scalar may be stored as [] or [1] (spec §7.2).
             if stored.shape != shape and not (shape == () and stored.shape == (1,)):
                 self.problems.add("of wrong shape", f"{name} (found {list(stored.shape)}, expected {list(shape)})")
-            if stored.dtype not in (dtypes if dtype is None else (dtype,)):
-                expected = " or ".join(DTYPE_NAMES[one] for one in (dtypes if dtype is None else (dtype,)))
-                self.problems.add("of wrong dtype", f"{name} (found {DTYPE_NAMES[stored.dtype]}, expected {expected})")
+            if stored.dtype in dtypes:
+                dtypes = (stored.dtype,)
             else:
-                dtype = stored.dtype
-        return Part(tuple(names), dtypes[0] if dtype is None else dtype, half)
+                expected = " or ".join(DTYPE_NAMES[dtype] for dtype in dtypes)
+                self.problems.add("of wrong dtype", f"{name} (found {DTYPE_NAMES[stored.dtype]}, expected {expected})")
+        return tuple(names), dtypes[0]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Native modules that store a parameter: one, or one per expert; see ``Part`` for ``fused`` and ``half``."""
+
+    modules: tuple[str, ...]
+    fused: bool = False
+    half: int | None = None
 
 
 def _format_shown_by(present: set[str], is_dense: bool) -> str | None:
     """Name of the format a set of components means; None when it is only incomplete."""
     if "weight_packed" in present:
         return "compressed-tensors NVFP4, which is not supported (its global scales are divisors)"
-    if present - {"input_scale"} == set(_COMPONENTS[QuantFormat.NVFP4].values()):
+    if present - {"input_scale"} == set(COMPONENTS[QuantFormat.NVFP4].values()):
         return QuantFormat.NVFP4.value
     if present == {"weight", "scale"}:
         return "weight and scale (mxfp4 or fp8)"

@@ -73,40 +73,63 @@ def load_weights(
     return {stored.parameter.name: weights[stored.parameter.name] for stored in found}
 
 
-def load_matrix(checkpoint: Checkpoint, stored: StoredParameter, device: torch.device) -> QuantTensor:
-    """One LINEAR, EXPERT or FLOOR parameter on ``device``. Raises ``UserError`` for impossible global scales."""
+def load_matrix(
+    checkpoint: Checkpoint, stored: StoredParameter, device: torch.device, expert: int | None = None
+) -> QuantTensor:
+    """One LINEAR, EXPERT or FLOOR parameter on ``device``, or only one ``expert`` of it (without the stack dimension).
+
+    Raises ``UserError`` for a global scale that is not a finite number above 0.
+    """
     format, shape = stored.format, stored.parameter.shape
     assert format is not None
-    tensors: dict[str, Tensor | None] = {}
+    experts = range(shape[0]) if stored.parameter.role is Role.EXPERT else range(1)
+    if expert is not None:
+        experts, shape = range(expert, expert + 1), shape[1:]
+    tensors: dict[str, Tensor] = {}
     for name, part_shape in packed_shapes(format, shape).items():
-        tensors[name] = None if part_shape is None else _load_part(checkpoint, stored.parts[name], part_shape, device)
-    data, block_scale, global_scale = tensors["data"], tensors["block_scale"], tensors["global_scale"]
-    assert data is not None
-    if format is QuantFormat.MXFP4:
-        assert block_scale is not None
-        data, block_scale = data.view(torch.uint8), block_scale.view(torch.float8_e8m0fnu)
-    elif format is QuantFormat.NVFP4:
-        data = data.view(torch.uint8)
-        assert global_scale is not None
-        usable = (torch.isfinite(global_scale) & (global_scale > 0)).view(-1)
-        if not bool(usable.all()):
-            name = stored.parts["global_scale"].names[int(usable.int().argmin())]
-            raise UserError(
-                f"{checkpoint.folder}: {name}: found {float(checkpoint.read(name))}, expected a finite number above 0"
-            )
-    return QuantTensor(data, block_scale, global_scale, format, shape)
+        if part_shape is not None:
+            # Bytes only: a numeric conversion of E8M0 would destroy the scales (spec §7.1).
+            rows = _load_rows(checkpoint, stored, stored.parts[name], experts, device)
+            tensors[name] = rows.view(_loaded_dtype(format, name, stored.parts[name])).view(part_shape)
+    if format is QuantFormat.NVFP4:
+        _check_global_scale(checkpoint, stored, experts)
+    return QuantTensor(tensors["data"], tensors.get("block_scale"), tensors.get("global_scale"), format, shape)
 
 
-def _load_part(checkpoint: Checkpoint, part: Part, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Copies bytes only: a numeric conversion of E8M0 would destroy the scales (spec §7.1)."""
-    target = torch.empty(math.prod(shape) * part.dtype.itemsize, dtype=torch.uint8, device=device)
-    for slot, name in zip(target.view(len(part.names), -1), part.names, strict=True):
-        source = checkpoint.read(name).reshape(-1).view(torch.uint8)
-        if part.half is None:
-            slot.copy_(source)
-        else:
-            slot.view(shape[0], -1).copy_(source.view(shape[0], 2, -1)[:, part.half])
-    return target.view(part.dtype).view(shape)
+def _load_rows(
+    checkpoint: Checkpoint, stored: StoredParameter, part: Part, experts: range, device: torch.device
+) -> Tensor:
+    """The bytes of ``experts`` one after the other, uint8 ``[bytes]``: allocated once, filled tensor by tensor."""
+    target = None
+    for slot, expert in enumerate(experts):
+        source = stored_bytes(checkpoint, part, expert, stored.parameter.shape[0])
+        if target is None:
+            target = torch.empty(len(experts) * source.numel(), dtype=torch.uint8, device=device)
+        target[slot * source.numel() : (slot + 1) * source.numel()].copy_(source)
+    assert target is not None
+    return target
+
+
+def stored_bytes(checkpoint: Checkpoint, part: Part, expert: int, experts: int) -> Tensor:
+    """Bytes of one of ``experts`` in a part, memory-mapped uint8 ``[bytes]``; a plain matrix is expert 0 of 1."""
+    if not part.fused:
+        return checkpoint.read(part.names[expert]).reshape(-1).view(torch.uint8)
+    rows = checkpoint.read(part.names[0]).reshape(-1).view(torch.uint8).view(experts, -1)[expert]
+    return rows if part.half is None else rows.view(2, -1)[part.half]
+
+
+def _loaded_dtype(format: QuantFormat, name: str, part: Part) -> torch.dtype:
+    if name == "data" and format in (QuantFormat.NVFP4, QuantFormat.MXFP4):
+        return torch.uint8
+    return torch.float8_e8m0fnu if format is QuantFormat.MXFP4 else part.dtype
+
+
+def _check_global_scale(checkpoint: Checkpoint, stored: StoredParameter, experts: range) -> None:
+    part = stored.parts["global_scale"]
+    for name in (part.names[expert] for expert in experts):
+        value = float(checkpoint.read(name))
+        if not 0.0 < value < math.inf:
+            raise UserError(f"{checkpoint.folder}: {name}: found {value}, expected a finite number above 0")
 
 
 def _load_plain(

@@ -1,0 +1,189 @@
+"""Random weights of any geometry: in memory for measurements, as a checkpoint folder for tests.
+
+Magnitudes keep activations near 1 through the depth of the model: matrices have a standard deviation near 1/√K, norms
+are near 1. Quantised matrices are drawn as codes, so that nothing larger than the result is ever allocated.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from dsv4.checkpoint.layouts import Layout, check_layout, declare, format_in
+from dsv4.checkpoint.load import Weights
+from dsv4.checkpoint.names import Dialect
+from dsv4.checkpoint.outputs import output_tensors
+from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
+from dsv4.config import ModelConfig
+from dsv4.parameters import MtpKind, Parameter, Role, parameters
+from dsv4.quant import QuantFormat, QuantTensor, exponent_to_e8m0, packed_shapes
+
+# Root mean square of the 16 E2M1 values, which random bytes hit equally often.
+_E2M1_RMS = 2.926
+_FP8_RMS = 64.0
+
+
+def tiny_config(**overrides: Any) -> dict[str, Any]:
+    """A small valid ``config.json`` with every layer kind: SWA, CSA, HCA, CSA; hash routing in the first two layers.
+
+    ``overrides`` replace or add keys.
+    """
+    return {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "vocab_size": 256,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 64,
+        "o_lora_rank": 64,
+        "o_groups": 2,
+        "sliding_window": 16,
+        "compress_ratios": [0, 4, 128, 4, 0],
+        "num_hash_layers": 2,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "index_n_heads": 4,
+        "index_head_dim": 128,
+        "index_topk": 8,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "compress_rope_theta": 160000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": 65536,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+        "max_position_embeddings": 1048576,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "n_shared_experts": 1,
+        "num_key_value_heads": 1,
+        "num_nextn_predict_layers": 1,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **overrides,
+    }
+
+
+def synthetic_weights(
+    config: ModelConfig,
+    layout: Layout,
+    seed: int,
+    device_of: Callable[[str], torch.device],
+    mtp: MtpKind | None = None,
+) -> Weights:
+    """Random parameters of ``config`` in the formats of ``layout``: the same type of result as ``load_weights``.
+
+    Drawn on the device itself, in the order of ``parameters``; equal arguments give equal bytes on one kind of device.
+    """
+    check_layout(layout)
+    generators: dict[torch.device, Generator] = {}
+    weights: Weights = {}
+    for name, parameter in parameters(config, mtp).items():
+        device = device_of(name)
+        if device not in generators:
+            generators[device] = Generator(device).manual_seed(seed)
+        format = format_in(layout, parameter)
+        if format is None:
+            weights[name] = _random_plain(parameter, config, layout, generators[device])
+        else:
+            weights[name] = _random_matrix(parameter.shape, format, generators[device])
+    return weights
+
+
+def write_synthetic(
+    folder: str | Path,
+    raw_config: dict[str, Any],
+    layout: Layout,
+    seed: int,
+    *,
+    names: Dialect = Dialect.NATIVE,
+    mtp: MtpKind | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Writes a folder of random weights. Raises ``UserError`` for an invalid config or an existing folder."""
+    config = ModelConfig.from_dict(raw_config)
+    weights = synthetic_weights(config, layout, seed, lambda _: torch.device("cpu"), mtp)
+    declared, separate = declare(raw_config, layout, names, config.num_hidden_layers)
+    with new_folder(Path(folder)) as temporary:
+        write_json(temporary / "config.json", declared)
+        if separate is not None:
+            write_json(temporary / "hf_quant_config.json", separate)
+        tensors = output_tensors(layout, names, parameters(config, mtp), _InMemory(weights))
+        write_shards(temporary, tensors, shard_bytes)
+
+
+class _InMemory:
+    """``WeightSource`` of weights that are already in the formats of the layout."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def matrix(self, parameter: Parameter, expert: int | None) -> QuantTensor:
+        weight = self._weights[parameter.name]
+        assert isinstance(weight, QuantTensor)
+        return weight if expert is None else weight[expert]
+
+    def plain(self, parameter: Parameter) -> Tensor:
+        weight = self._weights[parameter.name]
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def input_scale(self, parameter: Parameter, expert: int | None) -> Tensor | None:
+        return torch.tensor(1.0)
+
+    def fp8_scale_dtype(self, parameter: Parameter) -> torch.dtype:
+        return torch.float8_e8m0fnu
+
+
+def _random_plain(parameter: Parameter, config: ModelConfig, layout: Layout, generator: Generator) -> Tensor:
+    shape, device = parameter.shape, generator.device
+    if parameter.role is Role.TABLE:
+        rows = torch.rand((shape[0], config.n_routed_experts), generator=generator, device=device)
+        return rows.argsort(dim=-1)[:, : shape[1]].contiguous()
+    noise = torch.randn(shape, generator=generator, device=device)
+    if parameter.role is Role.NORM:
+        return (1 + 0.1 * noise).to(torch.float32 if layout == "f32" else torch.bfloat16)
+    if parameter.name.endswith("_fn"):
+        return noise / math.sqrt(shape[-1])
+    return 1 + 0.1 * noise if parameter.name.endswith("_scale") else 0.5 * noise
+
+
+def _random_matrix(shape: tuple[int, ...], format: QuantFormat, generator: Generator) -> QuantTensor:
+    """Values of standard deviation near 1/√K; block scales vary by factors of 2, so that a misplaced one is seen."""
+    device, std = generator.device, 1 / math.sqrt(shape[-1])
+    if format in (QuantFormat.BF16, QuantFormat.F32):
+        dtype = torch.bfloat16 if format is QuantFormat.BF16 else torch.float32
+        return QuantTensor.dense(torch.empty(shape, dtype=dtype, device=device).normal_(0, std, generator=generator))
+    packed = packed_shapes(format, shape)
+    assert packed["data"] is not None
+    assert packed["block_scale"] is not None
+    steps = torch.randint(-1, 2, packed["block_scale"], generator=generator, device=device, dtype=torch.int32)
+    if format is QuantFormat.FP8_BLOCK128:
+        noise = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, _FP8_RMS, generator=generator)
+        data = noise.clamp_(-448, 448).to(torch.float8_e4m3fn)
+        return QuantTensor(data, exponent_to_e8m0(steps + round(math.log2(std / _FP8_RMS))), None, format, shape)
+    data = torch.randint(0, 256, packed["data"], generator=generator, device=device, dtype=torch.uint8)
+    if format is QuantFormat.MXFP4:
+        return QuantTensor(data, exponent_to_e8m0(steps + round(math.log2(std / _E2M1_RMS))), None, format, shape)
+    block_scale = torch.exp2(steps.float()).to(torch.float8_e4m3fn)
+    total = torch.full(packed["global_scale"] or (), std / _E2M1_RMS, device=device)
+    return QuantTensor(data, block_scale, total, format, shape)

@@ -1,0 +1,116 @@
+"""Writes safetensors files: sharded, streamed, with the data ordered so that every tensor is aligned."""
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.checkpoint.index import INDEX_NAME, SINGLE_NAME
+from dsv4.checkpoint.shard import DTYPE_NAMES
+from dsv4.errors import UserError
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+
+class OutputTensor(NamedTuple):
+    """A tensor to be written; ``produce`` gives its rows, in one or several tensors whose bytes follow each other."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    produce: Callable[[], Iterable[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@contextmanager
+def new_folder(destination: Path) -> Iterator[Path]:
+    """A temporary folder beside ``destination`` that becomes ``destination`` at the end, or disappears on any error.
+
+    Raises ``UserError`` when ``destination`` exists or its parent is not a folder.
+    """
+    if destination.exists() or destination.is_symlink():
+        raise UserError(f"{destination}: already exists, expected the name of a new folder")
+    if not destination.parent.is_dir():
+        raise UserError(f"{destination.parent}: no such folder")
+    temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        temporary.rename(destination)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Indented UTF-8 JSON with a final newline."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_shards(
+    folder: Path,
+    tensors: list[OutputTensor],
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Writes all tensors in order: one ``model.safetensors``, or shards of up to ``shard_bytes`` and their index."""
+    total, done = sum(tensor.nbytes for tensor in tensors), 0
+    shards = _split(tensors, shard_bytes)
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / name, shard)
+        weight_map.update({tensor.name: name for tensor in shard})
+        done += sum(tensor.nbytes for tensor in shard)
+        if progress is not None:
+            progress(done, total)
+    if len(shards) > 1:
+        write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _split(tensors: list[OutputTensor], shard_bytes: int) -> list[list[OutputTensor]]:
+    shards: list[list[OutputTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
+    # Readers view the bytes in place: the widest elements first keep every offset a multiple of its element size.
+    offsets, end = {}, 0
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
+        offsets[tensor.name] = end
+        end += tensor.nbytes
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for tensor in tensors:
+        begin = offsets[tensor.name]
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, begin + tensor.nbytes],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            file.seek(8 + len(text) + offsets[tensor.name])
+            written = 0
+            for rows in tensor.produce():
+                assert rows.dtype == tensor.dtype
+                written += file.write(memoryview(rows.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()))
+            assert written == tensor.nbytes
