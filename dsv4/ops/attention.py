@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4.cache_rows import RowCache
 from dsv4.ops.rope import rope
 
+_TILE_TOKENS = 64
 _TILE_BYTES = 64 << 20
 
 
@@ -35,50 +36,65 @@ def sparse_attention(
     the denominator only. A token always sees its own key, so no row is empty. The keys of these T tokens must be in
     the caches already.
     """
-    rows_per_token = keys.window + _listed(keys, selected_TK)
-    tile = max(1, _TILE_BYTES // (4 * q_THD.shape[2] * rows_per_token))
+    listed = 0
+    if keys.compressed is not None:
+        listed = keys.compressed.slots if selected_TK is None else selected_TK.shape[1]
+    tile = max(1, min(_TILE_TOKENS, _TILE_BYTES // (4 * q_THD.shape[1] * (keys.window + _TILE_TOKENS + listed))))
     outputs = []
     for start in range(0, q_THD.shape[0], tile):
         part = slice(start, start + tile)
-        selected = None if selected_TK is None else selected_TK[part]
-        rows, valid = _gather(keys, selected, positions_T[part])
-        outputs.append(_attend(q_THD[part], rows, valid, sink_H))
+        sources = [_window_rows(keys, positions_T[part])]
+        if keys.compressed is not None:
+            selected = None if selected_TK is None else selected_TK[part]
+            sources.append(_compressed_rows(keys.compressed, keys.ratio, selected, positions_T[part]))
+        outputs.append(_attend(q_THD[part], sources, sink_H))
     out = torch.cat(outputs) if outputs else torch.empty_like(q_THD, dtype=torch.float32)
     return rope(out.to(q_THD.dtype), positions_T, inv_freq, inverse=True)
 
 
-def _listed(keys: KeySet, selected_TK: Tensor | None) -> int:
-    if keys.compressed is None:
-        return 0
-    return keys.compressed.slots if selected_TK is None else selected_TK.shape[1]
+@dataclass(frozen=True)
+class _Source:
+    """Key rows float32, shared by the tokens ``[N, D]`` or per token ``[T, N, D]``, and bool ``[T, N]``: which are
+    seen.
+    """
+
+    rows: Tensor
+    valid_TN: Tensor
 
 
-def _gather(keys: KeySet, selected_TK: Tensor | None, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Key rows float32 ``[T, N, D]`` of each token and bool ``[T, N]``: which of them it sees."""
-    back = torch.arange(keys.window, device=positions_T.device)
-    window = positions_T[:, None] - back
-    parts = [(_read(keys.ring, window % keys.ring.slots), window >= 0)]
-    if keys.compressed is not None and selected_TK is None:
-        entry = torch.arange(keys.compressed.slots, device=positions_T.device)
-        rows = keys.compressed.read_all().expand(positions_T.shape[0], -1, -1)
-        parts.append((rows, entry < ((positions_T + 1) // keys.ratio)[:, None]))
-    elif keys.compressed is not None and selected_TK is not None:
-        parts.append((_read(keys.compressed, selected_TK.clamp(min=0)), selected_TK >= 0))
-    rows, valid = zip(*parts, strict=True)
-    return torch.cat(rows, dim=1), torch.cat(valid, dim=1)
+def _window_rows(keys: KeySet, positions_T: Tensor) -> _Source:
+    """The consecutive tokens that any of these consecutive tokens has in its window."""
+    count = keys.window - 1 + positions_T.shape[0]
+    position = positions_T[-1] - count + 1 + torch.arange(count, device=positions_T.device)
+    back = positions_T[:, None] - position
+    valid_TN = (position >= 0) & (back >= 0) & (back < keys.window)
+    return _Source(_without_unseen(keys.ring.read(position % keys.ring.slots), valid_TN), valid_TN)
 
 
-def _read(cache: RowCache, slots: Tensor) -> Tensor:
-    """``cache.read(slots)``; decodes every row once instead when the tokens together list more rows than there are."""
-    return cache.read_all()[slots] if slots.numel() > cache.slots else cache.read(slots)
+def _compressed_rows(cache: RowCache, ratio: int, selected_TK: Tensor | None, positions_T: Tensor) -> _Source:
+    if selected_TK is None:
+        entry = torch.arange(cache.slots, device=positions_T.device)
+        valid_TN = entry < ((positions_T + 1) // ratio)[:, None]
+        return _Source(_without_unseen(cache.read_all(), valid_TN), valid_TN)
+    slots = selected_TK.clamp(min=0)
+    # Decoding every row once is cheaper when the tokens together list more rows than there are.
+    rows = cache.read_all()[slots] if slots.numel() > cache.slots else cache.read(slots)
+    seen_TK = selected_TK >= 0
+    return _Source(rows.masked_fill(~seen_TK[..., None], 0.0), seen_TK)
 
 
-def _attend(q_THD: Tensor, rows_TND: Tensor, valid_TN: Tensor, sink_H: Tensor) -> Tensor:
-    # A slot that holds no visible key may hold anything, NaN included; 0 · NaN in the second product would spread it.
-    rows_TND = torch.where(valid_TN[..., None], rows_TND, 0.0)
-    logits = (q_THD.float() @ rows_TND.transpose(1, 2)) * q_THD.shape[-1] ** -0.5
-    logits = logits.masked_fill(~valid_TN[:, None], -torch.inf)
+def _without_unseen(rows_ND: Tensor, valid_TN: Tensor) -> Tensor:
+    """Zeroes rows no token sees: such a slot may hold anything, and 0 · NaN would spread through the value product."""
+    return rows_ND.masked_fill(~valid_TN.any(0)[:, None], 0.0)
+
+
+def _attend(q_THD: Tensor, sources: list[_Source], sink_H: Tensor) -> Tensor:
+    valid_TN = torch.cat([source.valid_TN for source in sources], dim=1)
+    logits = torch.cat([q_THD.float() @ source.rows.transpose(-1, -2) for source in sources], dim=-1)
+    logits = (logits * q_THD.shape[-1] ** -0.5).masked_fill(~valid_TN[:, None], -torch.inf)
     peak = logits.amax(-1, keepdim=True)
     weights = torch.exp(logits - peak)
     denominator = weights.sum(-1, keepdim=True) + torch.exp(sink_H.float()[:, None] - peak)
-    return (weights @ rows_TND) / denominator
+    parts = weights.split([source.valid_TN.shape[1] for source in sources], dim=-1)
+    weighted = [part @ source.rows for part, source in zip(parts, sources, strict=True)]
+    return torch.stack(weighted).sum(0) / denominator

@@ -10,7 +10,7 @@ from dsv4.ops.rope import rope
 def kv_write(
     kv_TD: Tensor, norm_weight: Tensor, positions_T: Tensor, inv_freq: Tensor, ring: RowCache, eps: float
 ) -> None:
-    """ring[position mod slots] = quantise(rope(rms_norm(kv) · w)) for kv ``[T, D]`` at int ``positions`` ``[T]``.
+    """ring[position mod slots] = quantise(rope(rms_norm(kv) · w)) for kv ``[T, D]`` at int64 ``positions`` ``[T]``.
 
     T must not exceed the ring. The one row serves as key and as value.
     """
