@@ -1,0 +1,107 @@
+"""Mixture of experts: clamped SwiGLU, routing weight before the rounding, shared expert."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.ops import Ops
+from dsv4.ops.moe import ExpertWeights
+from dsv4.quant import QuantFormat, QuantTensor, quantize
+from tests.ops.cases import VECTORS, assert_near, integers, normal, positions
+
+LIMIT = 10.0
+
+
+def stack(ops: Ops, experts: int, width: int, inner: int, seed: int, format: QuantFormat, scale: float = 0.3):
+    shapes = ((experts, inner, width), (experts, width, inner), (experts, inner, width))
+    parts = [quantize(normal(*shape, seed=seed + i, scale=scale), format) for i, shape in enumerate(shapes)]
+    return ExpertWeights(*map(ops.pack_weight, parts))
+
+
+def one(ops: Ops, w1: Tensor, w2: Tensor, w3: Tensor) -> ExpertWeights:
+    return ExpertWeights(*(ops.pack_weight(QuantTensor.dense(w)) for w in (w1, w2, w3)))
+
+
+def zero_expert(ops: Ops, width: int, inner: int) -> ExpertWeights:
+    return one(ops, torch.zeros(inner, width), torch.zeros(width, inner), torch.zeros(inner, width))
+
+
+def exact_expert(x: Tensor, matrices: list[Tensor], weight: float) -> Tensor:
+    w1, w2, w3 = matrices
+    gate = (w1.double() @ x.double()).clamp(max=LIMIT)
+    up = (w3.double() @ x.double()).clamp(-LIMIT, LIMIT)
+    hidden = gate / (1 + torch.exp(-gate)) * up * weight
+    return w2.double() @ hidden.to(x.dtype).double()
+
+
+@pytest.mark.parametrize("format", [QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.BF16], ids=lambda f: f.value)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
+def test_sum_of_selected_experts_and_the_shared_one(
+    ops: Ops, format: QuantFormat, dtype: torch.dtype, bound: float
+) -> None:
+    experts, shared = stack(ops, 8, 64, 32, 1, format), stack(ops, 1, 64, 32, 9, format)
+    shared = ExpertWeights(shared.w1[0], shared.w2[0], shared.w3[0])
+    x_TE, ids_TP = normal(7, 64, seed=4, dtype=dtype), integers(0, 7, 7, 3, seed=5, dtype=torch.int64)
+    weights_TP = normal(7, 3, seed=6).abs()
+    y_TE = ops.moe(x_TE, ids_TP, weights_TP, experts, shared, LIMIT)
+    assert y_TE.dtype == dtype
+    dense = [part.dequantize() for part in (experts.w1, experts.w2, experts.w3)]
+    for t, x in enumerate(x_TE):
+        exact = exact_expert(x, [shared.w1.dequantize(), shared.w2.dequantize(), shared.w3.dequantize()], 1.0)
+        for expert, weight in zip(ids_TP[t].tolist(), weights_TP[t].tolist(), strict=True):
+            exact = exact + exact_expert(x, [part[expert] for part in dense], weight)
+        assert_near(y_TE[t], exact, bound)
+
+
+def clamped_pairs(ops: Ops, gate: list[float], up: list[float], shared: bool) -> list[float]:
+    """h of one expert for given pre-activations: x = (1, 0, …), w1 and w3 hold the values, w2 is the identity."""
+    n = len(gate)
+    w1, w3 = torch.zeros(n, n), torch.zeros(n, n)
+    w1[:, 0], w3[:, 0] = torch.tensor(gate), torch.tensor(up)
+    silent, active = torch.zeros(n, n), (w1, torch.eye(n), w3)
+    routed, common = ((silent,) * 3, active) if shared else (active, (silent,) * 3)
+    experts, shared_expert = one(ops, *(w[None] for w in routed)), one(ops, *common)
+    x_TE, ids_TP = torch.eye(1, n), positions(0)[None]
+    return ops.moe(x_TE, ids_TP, torch.ones(1, 1), experts, shared_expert, LIMIT)[0].tolist()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
+def test_published_clamped_swiglu(ops: Ops, shared: bool) -> None:
+    case = VECTORS["clamped_swiglu"]
+    assert clamped_pairs(ops, case["gate"], case["up"], shared) == pytest.approx(case["h"], abs=1e-6)
+
+
+def test_spec11_d24_the_shared_expert_is_clamped_too(ops: Ops) -> None:
+    silu = LIMIT / (1 + math.exp(-LIMIT))
+    assert clamped_pairs(ops, [50.0, 50.0], [50.0, -50.0], shared=True) == pytest.approx([silu * 10, -silu * 10])
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
+def test_gate_is_not_clamped_from_below_and_silu_times_up_not_at_all(ops: Ops, shared: bool) -> None:
+    found = clamped_pairs(ops, [-12.0, 9.0], [1.0, 9.0], shared)
+    assert found == pytest.approx([-12 / (1 + math.exp(12)), 81 / (1 + math.exp(-9))], rel=1e-5)
+
+
+def test_routing_weight_multiplies_before_the_rounding(ops: Ops) -> None:
+    """With w2 the identity the output is round(h · weight), not round(h) · weight rounded again."""
+    n = 64
+    w1, w3 = normal(n, n, seed=1), normal(n, n, seed=2)
+    expert = one(ops, w1[None], torch.eye(n)[None], w3[None])
+    x = normal(1, n, seed=3, dtype=torch.bfloat16, scale=0.1)
+    y = ops.moe(x, positions(0)[None], torch.tensor([[0.3]]), expert, zero_expert(ops, n, n), LIMIT)[0]
+    gate, up = w1.double() @ x[0].double(), w3.double() @ x[0].double()
+    hidden = gate / (1 + torch.exp(-gate)) * up
+    right = (hidden * 0.3).to(torch.bfloat16)
+    wrong = (hidden.to(torch.bfloat16).double() * 0.3).to(torch.bfloat16)
+    assert int((y != right).sum()) <= 1, "float32 arithmetic may flip one rounding"
+    assert int((wrong != right).sum()) > 5
+
+
+def test_no_tokens(ops: Ops) -> None:
+    experts, empty = stack(ops, 2, 16, 16, 1, QuantFormat.BF16), torch.empty(0, 16)
+    y = ops.moe(
+        empty, torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2), experts, zero_expert(ops, 16, 16), LIMIT
+    )
+    assert y.shape == (0, 16)
