@@ -17,6 +17,8 @@ from dsv4.errors import UserError
 
 
 class Dialect(enum.Enum):
+    """Whose names a checkpoint uses."""
+
     NATIVE = "native"
     HF = "hf"
     HYBRID = "hybrid"

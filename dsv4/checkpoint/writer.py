@@ -112,5 +112,5 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
             written = 0
             for rows in tensor.produce():
                 assert rows.dtype == tensor.dtype
-                written += file.write(memoryview(rows.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()))
+                written += file.write(rows.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
             assert written == tensor.nbytes

@@ -1,0 +1,165 @@
+"""Converts a checkpoint: ``python -m dsv4.checkpoint.export SRC DST --format FORMAT --names {native,hf}``.
+
+Streams one matrix at a time, so the memory needed is a few times the largest matrix. ``DST`` appears only when it is
+complete. Matrices that are in the wanted format already keep their bytes, ``input_scale`` included.
+"""
+
+import argparse
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dsv4.checkpoint.convert import convert
+from dsv4.checkpoint.formats import StoredParameter, find_parameters, mtp_kind
+from dsv4.checkpoint.index import INDEX_NAME, Checkpoint, open_checkpoint, resolve_inside
+from dsv4.checkpoint.layouts import Layout, check_layout, declare, format_in
+from dsv4.checkpoint.load import load_matrix, stored_bytes
+from dsv4.checkpoint.names import Dialect, detect_dialect
+from dsv4.checkpoint.outputs import output_tensors
+from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
+from dsv4.config import ModelConfig
+from dsv4.errors import UserError
+from dsv4.parameters import Parameter, Role
+from dsv4.quant import QuantFormat, QuantTensor
+
+_CPU = torch.device("cpu")
+_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".model", ".py")
+_REWRITTEN = ("config.json", "hf_quant_config.json", INDEX_NAME)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def export(
+    source: str | Path, destination: str | Path, layout: Layout, names: Dialect, shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> None:
+    """Writes the checkpoint ``source`` to the new folder ``destination`` in another layout and dialect.
+
+    The speculative module, tokenizer, generation and encoding files come along. Raises ``UserError`` when ``source``
+    cannot be loaded or ``destination`` exists; nothing is left behind then.
+    """
+    check_layout(layout)
+    checkpoint = open_checkpoint(source)
+    config = ModelConfig.from_dict(checkpoint.raw_config, str(checkpoint.folder / "config.json"))
+    found = {stored.parameter.name: stored for stored in find_parameters(checkpoint, config, mtp_kind(checkpoint))}
+    parameters = {name: stored.parameter for name, stored in found.items()}
+    with new_folder(Path(destination)) as folder:
+        declared, separate = _declarations(checkpoint, list(found.values()), layout, names, config.num_hidden_layers)
+        write_json(folder / "config.json", declared)
+        if separate is not None:
+            write_json(folder / "hf_quant_config.json", separate)
+        _copy_other_files(checkpoint.folder, folder)
+        write_shards(
+            folder, output_tensors(layout, names, parameters, _Converted(checkpoint, found, layout)), shard_bytes
+        )
+
+
+class _Converted:
+    """``WeightSource`` of a checkpoint: loads one matrix, or one pair w1 and w3, and converts it."""
+
+    def __init__(self, checkpoint: Checkpoint, found: dict[str, StoredParameter], layout: Layout) -> None:
+        self._checkpoint = checkpoint
+        self._found = found
+        self._layout: Layout = layout
+        # The matrices of one expert (or one other matrix) at a time: their data and scales are asked for one by one.
+        self._unit: tuple[str, int | None] = ("", None)
+        self._converted: dict[str, QuantTensor] = {}
+
+    def matrix(self, parameter: Parameter, expert: int | None) -> QuantTensor:
+        unit = (parameter.name if expert is None else parameter.name.rpartition(".experts.")[0], expert)
+        if unit != self._unit:
+            self._unit, self._converted = unit, {}
+        if parameter.name not in self._converted:
+            self._convert(_together(parameter), expert)
+        return self._converted[parameter.name]
+
+    def _convert(self, names: list[str], expert: int | None) -> None:
+        stored = [self._found[name] for name in names]
+        format = format_in(self._layout, stored[0].parameter)
+        assert format is not None
+        loaded = [load_matrix(self._checkpoint, one, _CPU, expert) for one in stored]
+        try:
+            self._converted.update(zip(names, convert(loaded, format), strict=True))
+        except ValueError as error:
+            raise UserError(
+                f"{self._checkpoint.folder}: {stored[0].parts['data'].names[expert or 0]}: {error}"
+            ) from None
+
+    def plain(self, parameter: Parameter) -> Tensor:
+        return self._checkpoint.read(self._found[parameter.name].parts["data"].names[0])
+
+    def input_scale(self, parameter: Parameter, expert: int | None) -> Tensor | None:
+        stored = self._found[parameter.name]
+        if stored.format is not QuantFormat.NVFP4:
+            return torch.tensor(1.0)
+        if "input_scale" not in stored.parts:
+            return None
+        part = stored.parts["input_scale"]
+        # A copy: tens of thousands of scalars must not keep as many mappings alive.
+        return stored_bytes(self._checkpoint, part, expert or 0, 1).clone().view(torch.float32).view(())
+
+    def fp8_scale_dtype(self, parameter: Parameter) -> torch.dtype:
+        stored = self._found[parameter.name]
+        return stored.parts["block_scale"].dtype if stored.format is QuantFormat.FP8_BLOCK128 else torch.float8_e8m0fnu
+
+
+def _together(parameter: Parameter) -> list[str]:
+    """Names of the matrices that must share their global scale with ``parameter``."""
+    name = parameter.name
+    if parameter.role is not Role.EXPERT or name.endswith(".w2.weight"):
+        return [name]
+    prefix = name.removesuffix(".w1.weight").removesuffix(".w3.weight")
+    return [f"{prefix}.w1.weight", f"{prefix}.w3.weight"]
+
+
+def _declarations(
+    checkpoint: Checkpoint, found: list[StoredParameter], layout: Layout, names: Dialect, layers: int
+) -> tuple[dict, dict | None]:
+    """What the source declares where nothing changes, else what the layout needs."""
+    same_names = detect_dialect(checkpoint.tensors, str(checkpoint.folder)) is names
+    if same_names and all(stored.format is format_in(layout, stored.parameter) for stored in found):
+        return checkpoint.raw_config, checkpoint.hf_quant_config
+    return declare(checkpoint.raw_config, layout, names, layers)
+
+
+def _copy_other_files(source: Path, destination: Path) -> None:
+    files = [file.relative_to(source) for file in (*source.glob("*"), *source.glob("encoding/**/*")) if file.is_file()]
+    for file in files:
+        if str(file) in _REWRITTEN or (file.suffix not in _COPIED_SUFFIXES and file.name != "LICENSE"):
+            continue
+        (destination / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(resolve_inside(source, str(file), "the folder listing"), destination / file)
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,12})([KMG]?)B?", text.upper())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a size such as 5GB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command: 0, 2 for a user error (one line on stderr), 130 when interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dsv4.checkpoint.export", description="Convert a checkpoint folder."
+    )
+    parser.add_argument("source", metavar="SRC", type=Path, help="checkpoint folder in any supported format")
+    parser.add_argument("destination", metavar="DST", type=Path, help="new folder to write")
+    parser.add_argument("--format", required=True, choices=["nvfp4-experts", "nvfp4-all", "native", "bf16"])
+    parser.add_argument("--names", default="native", choices=["native", "hf"])
+    parser.add_argument("--shard-size", type=_size, default=DEFAULT_SHARD_BYTES, help="bytes, or 500MB, 5GB (default)")
+    options = parser.parse_args(arguments)
+    try:
+        export(options.source, options.destination, options.format, Dialect(options.names), options.shard_size)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
