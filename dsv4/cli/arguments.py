@@ -96,7 +96,9 @@ def add_sampling_flags(group: argparse._ArgumentGroup) -> None:
 def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     """What runs where."""
     group.add_argument("--model", type=Path, default=DEMO_CHECKPOINT, metavar="PATH", help="a Hugging Face folder")
-    group.add_argument("--max-context", type=integer(1), metavar="N", help="prompt and answer together, in tokens")
+    group.add_argument(
+        "--max-context", type=integer(1, 2**31 - 1), metavar="N", help="prompt and answer together, in tokens"
+    )
     group.add_argument("--prefill-chunk", type=integer(1, 65536), default=512, metavar="N", help="tokens per forward")
     group.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where there is one"

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -93,17 +92,12 @@ def summary_line(measured: dict[str, Any], finish_reason: str) -> str:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes ``value`` so that ``path`` holds either all of it or what it held before. Raises ``UserError``."""
+    """Writes ``value`` as one line, so that ``path`` holds all of it or what it held before. Raises ``UserError``."""
+    text = json.dumps(value, ensure_ascii=False) + "\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            json.dump(value, file, ensure_ascii=False, indent=2)
-            file.write("\n")
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise UserError(f"--json: {path}: cannot be written ({error.strerror})") from None

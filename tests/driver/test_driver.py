@@ -1,0 +1,252 @@
+"""The driver from flags to text and report, in this process."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from encoding import Tokenizer
+from tests.driver.conftest import Result, read_json
+
+Drive = Callable[..., Result]
+
+WEATHER_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def test_answer_goes_to_stdout_and_one_summary_line_to_stderr(drive: Drive) -> None:
+    result = drive("--prompt", "Hello", "--max-tokens", 5, "--seed", 1, "--ignore-eos")
+    assert result.code == 0
+    assert result.out.endswith("\n")
+    measured = r"load N s · prefill \d+ tokens N tok/s · decode 4 tokens N ms/token N tok/s · length\n"
+    assert re.fullmatch(measured.replace("N", r"\d+\.\d"), result.err)
+
+
+def test_quiet_leaves_nothing_but_the_text(drive: Drive) -> None:
+    loud = drive("--max-tokens", 8, "--seed", 3)
+    quiet = drive("--max-tokens", 8, "--seed", 3, "--quiet", "--profile")
+    assert quiet == Result(0, loud.out, "")
+
+
+def test_json_report_holds_the_whole_run(drive: Drive, checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    result = drive("--prompt", "Grüße", "--max-tokens", 6, "--seed", 1, "--ignore-eos", "--raw", "--json", path)
+    report = read_json(path)
+    tokenizer = Tokenizer(checkpoint)
+    completion = report["completion"]
+    assert report["prompt"] == {"text": "Grüße", "token_ids": [tokenizer.bos_id, *tokenizer.encode("Grüße")]}
+    assert len(completion["token_ids"]) == 6
+    assert completion["text"] == result.out.removesuffix("\n")
+    assert completion["message"] == {"role": "assistant", "content": completion["text"]}
+    assert report["finish_reason"] == "length"
+    assert report["timing"]["prefill_tokens"] == len(report["prompt"]["token_ids"])
+    assert report["timing"]["decode_tokens"] == 5
+    assert report["timing"]["decode_ms_per_token"] > 0
+    assert report["config"]["arguments"]["model"] == str(checkpoint)
+    assert report["config"]["engine"]["kv_dtype"] == "fp8"
+    assert report["config"]["model"]["num_hidden_layers"] == 4
+    assert report["config"]["sampling"] == {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
+    assert report["devices"]
+    assert set(report["versions"]) == {"dsv4", "python", "torch"}
+
+
+def test_json_file_is_replaced_whole_and_leaves_no_temporary_file(drive: Drive, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("old")
+    drive("--max-tokens", 1, "--json", path)
+    assert read_json(path)["finish_reason"] in ("length", "stop")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_same_seed_gives_the_same_tokens_and_greedy_needs_none(drive: Drive, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+
+    def tokens(*flags: object) -> list[int]:
+        assert drive("--max-tokens", 4, "--ignore-eos", "--json", path, *flags).code == 0
+        return read_json(path)["completion"]["token_ids"]
+
+    assert tokens("--seed", 7) == tokens("--seed", 7)
+    assert tokens("--seed", 7) != tokens("--seed", 8)
+    assert tokens("--temperature", 0) == tokens("--temperature", 0, "--seed", 9)
+    assert tokens("--top-p", 1e-9) == tokens("--temperature", 0)
+
+
+def test_chunk_size_changes_nothing_but_the_steps(drive: Drive, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    answers = []
+    for chunk in (3, 512):
+        drive("--temperature", 0, "--max-tokens", 4, "--kv-dtype", "bf16", "--prefill-chunk", chunk, "--json", path)
+        answers.append(read_json(path)["completion"]["token_ids"])
+    assert answers[0] == answers[1]
+
+
+def test_end_of_sequence_stops_and_is_not_shown(drive: Drive, broken_copy: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    drive("--temperature", 0, "--max-tokens", 4, "--ignore-eos", "--json", path)
+    token_ids = read_json(path)["completion"]["token_ids"]
+    generation = {"eos_token_id": [1, token_ids[2]], "do_sample": False}
+    (broken_copy / "generation_config.json").write_text(json.dumps(generation))
+    drive("--model", broken_copy, "--max-tokens", 4, "--json", path)
+    report = read_json(path)
+    expected = token_ids[: token_ids.index(token_ids[2])]
+    assert (report["completion"]["token_ids"], report["finish_reason"]) == (expected, "stop")
+    assert report["config"]["sampling"]["temperature"] == 0.0
+
+
+def test_flags_win_over_generation_config(drive: Drive, broken_copy: Path, tmp_path: Path) -> None:
+    (broken_copy / "generation_config.json").write_text('{"temperature": 0.5, "top_p": 0.25}')
+    path = tmp_path / "report.json"
+    drive("--model", broken_copy, "--max-tokens", 1, "--temperature", 0.75, "--json", path)
+    sampling = read_json(path)["config"]["sampling"]
+    assert (sampling["temperature"], sampling["top_p"]) == (0.75, 0.25)
+
+
+def test_full_context_ends_the_run(drive: Drive, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    drive("--raw", "--prompt", "a", "--max-context", 6, "--max-tokens", 50, "--ignore-eos", "--json", path)
+    report = read_json(path)
+    assert report["finish_reason"] == "context"
+    assert len(report["prompt"]["token_ids"]) + len(report["completion"]["token_ids"]) == 7
+
+
+def test_long_prompts_widen_the_context_by_themselves(drive: Drive, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    assert "8,192 tokens" in drive("--plan").out
+    prompt.write_text("one two three four " * 2500)
+    planned = re.search(r"context of ([\d,]+) tokens", drive("--prompt-file", prompt, "--plan").out)
+    assert planned is not None
+    assert int(planned[1].replace(",", "")) > 10_000
+    long = drive("--prompt-file", prompt, "--max-tokens", 1, "--max-context", 1000)
+    long.assert_user_error("--max-context", "at most 1000")
+
+
+def test_messages_with_tools_are_encoded(drive: Drive, tmp_path: Path) -> None:
+    conversation, path = tmp_path / "messages.json", tmp_path / "report.json"
+    messages = [{"role": "user", "content": "Weather in Oslo?"}]
+    conversation.write_text(json.dumps({"messages": messages, "tools": [WEATHER_TOOL]}))
+    drive("--messages", conversation, "--thinking", "on", "--max-tokens", 3, "--json", path)
+    prompt = read_json(path)["prompt"]["text"]
+    assert "### Available Tool Schemas" in prompt
+    assert '"name": "get_weather"' in prompt
+    assert prompt.endswith("<｜User｜>Weather in Oslo?<｜Assistant｜><think>")
+
+
+def test_system_message_and_thinking_reach_the_prompt(drive: Drive, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    flags = ("--system", "Be brief.", "--prompt", "Hi", "--thinking", "on", "--reasoning-effort", "max")
+    drive(*flags, "--max-tokens", 1, "--json", path)
+    prompt = read_json(path)["prompt"]["text"]
+    assert prompt.startswith("<｜begin▁of▁sentence｜>Reasoning Effort: Absolute maximum")
+    assert prompt.endswith("Be brief.<｜User｜>Hi<｜Assistant｜><think>")
+
+
+def test_raw_prompt_is_the_text_after_the_beginning_token(drive: Drive, checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    tokenizer = Tokenizer(checkpoint)
+    for text in ("The capital", "<｜begin▁of▁sentence｜>The capital"):
+        drive("--raw", "--prompt", text, "--max-tokens", 1, "--json", path)
+        token_ids = read_json(path)["prompt"]["token_ids"]
+        assert token_ids == [tokenizer.bos_id, *tokenizer.encode("The capital")]
+
+
+def test_plan_prints_the_table_and_reads_no_weight(drive: Drive, broken_copy: Path) -> None:
+    result = drive("--plan", "--max-context", 1000, "--device", "cpu")
+    assert result.code == 0
+    assert "1,000 tokens" in result.out
+    assert "weights" in result.out
+    assert result.err == ""
+
+
+def test_profile_lists_every_op_of_the_step(drive: Drive, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    result = drive("--max-tokens", 3, "--ignore-eos", "--profile", "--json", path)
+    for op in ("moe", "sparse_attention", "hc_pre", "linear", "sample_token"):
+        assert len(re.findall(rf"^  {op} +\d+ +[\d.]+ +[\d.]+$", result.err, re.MULTILINE)) == 2
+    rows = {(row["phase"], row["op"]): row["calls"] for row in read_json(path)["profile"]}
+    assert (rows["prefill", "moe"], rows["decode", "moe"]) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--max-tokens", "-1"], ["--max-tokens", "'-1'", "from 1"]),
+        (["--max-tokens", "many"], ["--max-tokens", "'many'"]),
+        (["--temperature", "-0.1"], ["--temperature", "'-0.1'"]),
+        (["--temperature", "nan"], ["--temperature", "'nan'"]),
+        (["--top-p", "0"], ["--top-p", "above 0"]),
+        (["--top-p", "1.5"], ["--top-p", "'1.5'"]),
+        (["--min-p", "2"], ["--min-p", "'2'"]),
+        (["--seed", "-1"], ["--seed", "'-1'"]),
+        (["--gpus", "9"], ["--gpus", "'9'", "to 8"]),
+        (["--prefill-chunk", "0"], ["--prefill-chunk", "'0'"]),
+        (["--max-context", "0"], ["--max-context", "'0'"]),
+        (["--device", "tpu"], ["--device", "'tpu'"]),
+        (["--kv-dtype", "fp4"], ["--kv-dtype", "'fp4'"]),
+        (["--no-such-flag"], ["--no-such-flag"]),
+        (["--prom", "x"], ["--prom"]),
+        (["--prompt", "a", "--prompt-file", "b"], ["--prompt-file", "--prompt"]),
+        (["--raw", "--system", "x"], ["--raw", "--system"]),
+        (["--raw", "--thinking", "on"], ["--raw", "--thinking on"]),
+        (["--reasoning-effort", "max"], ["--reasoning-effort", "--thinking on"]),
+        (["--json", "/no/such/folder/x.json"], ["--json", "/no/such/folder/x.json"]),
+        (["--json", "/"], ["--json", "folder"]),
+        (["--prompt-file", "/no/such/file"], ["--prompt-file", "/no/such/file"]),
+        (["--messages", "/no/such/file"], ["--messages", "/no/such/file"]),
+        (["--model", "/no/such/folder"], ["--model", "/no/such/folder"]),
+        (["--cuda-graph", "--device", "cpu"], ["--cuda-graph", "no CUDA device"]),
+        (["--cuda-graph", "split", "--device", "cpu"], ["--cuda-graph split", "no CUDA device"]),
+        (["--cuda-graph", "half"], ["--cuda-graph", "'half'"]),
+        (["--prompt", "\ud800"], ["prompt", "Unicode"]),
+        (["--device", "cpu", "--gpus", "2"], ["gpus"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_flags_are_one_line_and_exit_code_2(drive: Drive, flags: list[str], parts: list[str]) -> None:
+    drive(*flags).assert_user_error(*parts)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "parts"),
+    [
+        ("config.json", None, ["config.json"]),
+        ("config.json", "{", ["config.json"]),
+        ("config.json", '{"model_type": "deepseek_v41"}', ["config.json", "model_type", "deepseek_v41"]),
+        ("tokenizer.json", None, ["tokenizer.json"]),
+        ("tokenizer.json", "{}", ["tokenizer.json"]),
+        ("generation_config.json", "[]", ["generation_config.json"]),
+        ("generation_config.json", '{"temperature": "hot"}', ["generation_config.json", "temperature", "'hot'"]),
+        ("generation_config.json", '{"eos_token_id": -4}', ["generation_config.json", "eos_token_id", "-4"]),
+        ("model.safetensors", "junk", ["model.safetensors"]),
+        ("model.safetensors", None, ["safetensors"]),
+    ],
+)
+def test_damaged_checkpoints_are_one_line_and_exit_code_2(
+    drive: Drive, broken_copy: Path, file: str, text: str | None, parts: list[str]
+) -> None:
+    path = broken_copy / file
+    if text is None:
+        path.unlink()
+    else:
+        path.write_text(text)
+    drive("--model", broken_copy).assert_user_error(*parts)
+
+
+def test_tokenizer_of_another_model_is_refused(drive: Drive, broken_copy: Path) -> None:
+    config = json.loads((broken_copy / "config.json").read_text())
+    (broken_copy / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    drive("--model", broken_copy).assert_user_error("tokenizer.json", "at most 100", "vocab_size")
+
+
+@pytest.mark.parametrize("text", ["{", '{"messages": 3}', '[{"role": "pirate", "content": "x"}]', "\udcff"])
+def test_bad_messages_file_is_one_line_and_exit_code_2(drive: Drive, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "messages.json"
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    drive("--messages", path).assert_user_error("--messages", "messages.json")

@@ -1,0 +1,45 @@
+"""The report: rates, the summary line, and a file that is never half written."""
+
+from pathlib import Path
+
+import pytest
+
+from dsv4.cli.report import summary_line, timing, write_json
+from dsv4.engine import RunStats
+from dsv4.errors import UserError
+
+
+def test_rates_follow_from_tokens_and_seconds() -> None:
+    measured = timing(1.5, RunStats(100, 2.0, 40, 0.5, "stop"))
+    assert measured["prefill_tokens_per_second"] == 50.0
+    assert (measured["decode_ms_per_token"], measured["decode_tokens_per_second"]) == (12.5, 80.0)
+    assert summary_line(measured, "stop") == (
+        "load 1.5 s · prefill 100 tokens 50.0 tok/s · decode 40 tokens 12.5 ms/token 80.0 tok/s · stop"
+    )
+
+
+@pytest.mark.parametrize("stats", [None, RunStats(0, 0.0, 0, 0.0, "length")])
+def test_what_was_not_measured_has_no_rate(stats: RunStats | None) -> None:
+    measured = timing(0.0, stats)
+    assert measured["decode_ms_per_token"] is None
+    assert summary_line(measured, "interrupted") == "load 0.0 s · prefill 0 tokens · decode 0 tokens · interrupted"
+
+
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("old")
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--json: .*report\.json: cannot be written"):
+        write_json(tmp_path / "gone" / "report.json", {})
+
+
+def test_text_is_readable_utf8_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_json(path, {"text": "漢字\n"})
+    assert path.read_text(encoding="utf-8") == '{"text": "漢字\\n"}\n'

@@ -1,0 +1,105 @@
+"""What a reader sees of a completion: thinking apart from the answer, tool calls, no half characters or markers."""
+
+import io
+import json
+
+import pytest
+
+from dsv4.cli.arguments import DEMO_CHECKPOINT
+from dsv4.cli.stream import DIM, RESET, ChatPrinter, PlainPrinter, TokenText, make_printer, parse_message, text_of
+from encoding import Tokenizer
+
+CALL = (
+    '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Malmö</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO_CHECKPOINT)
+
+
+def shown(out: io.StringIO, mode: str, text: str, stopped: bool = True, pieces: int = 1) -> str:
+    printer = ChatPrinter(out, mode, None)
+    for start in range(0, len(text), pieces):
+        printer.feed(text[start : start + pieces])
+    printer.finish(stopped)
+    return out.getvalue()
+
+
+def test_thinking_stands_between_markers_where_there_is_no_terminal() -> None:
+    assert shown(io.StringIO(), "thinking", "I add.</think>Four.") == "<think>\nI add.\n</think>\nFour.\n"
+
+
+def test_thinking_is_dimmed_on_a_terminal() -> None:
+    assert shown(Terminal(), "thinking", "I add.</think>Four.") == f"{DIM}I add.\n{RESET}Four.\n"
+
+
+def test_terminal_is_left_undimmed_when_thinking_is_cut_off() -> None:
+    assert shown(Terminal(), "thinking", "I add", stopped=False) == f"{DIM}I add\n{RESET}"
+
+
+def test_chat_answer_is_shown_as_it_is() -> None:
+    assert shown(io.StringIO(), "chat", "Two\nlines\n") == "Two\nlines\n"
+
+
+def test_tool_call_is_one_line_of_json() -> None:
+    lines = shown(io.StringIO(), "chat", "I look." + CALL).splitlines()
+    assert lines[0] == "I look."
+    assert json.loads(lines[1]) == {"name": "get_weather", "arguments": {"city": "Malmö"}}
+    assert len(lines) == 2
+
+
+def test_tool_call_that_was_cut_off_is_not_shown() -> None:
+    assert shown(io.StringIO(), "chat", "I look." + CALL[:-40], stopped=False) == "I look.\n"
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 7])
+def test_pieces_show_the_same_as_the_whole(pieces: int) -> None:
+    text = "Because.</think>I look." + CALL
+    assert shown(io.StringIO(), "thinking", text, pieces=pieces) == shown(io.StringIO(), "thinking", text, pieces=999)
+
+
+def test_half_a_marker_is_held_back() -> None:
+    out = io.StringIO()
+    printer = ChatPrinter(out, "thinking", None)
+    printer.feed("Hm.</thi")
+    assert out.getvalue() == "<think>\nHm."
+
+
+def test_characters_split_over_tokens_are_never_broken(tokenizer: Tokenizer) -> None:
+    text = "naïve 🦆 漢字 Ελλάδα"
+    stream = TokenText(tokenizer)
+    pieces = [stream.push(token) for token in tokenizer.encode(text)]
+    assert "".join(pieces) + stream.finish() == text
+    assert "\ufffd" not in "".join(pieces)
+    assert len(pieces) > len(text)
+
+
+def test_unfinished_character_and_unknown_token_are_replacement_characters(tokenizer: Tokenizer) -> None:
+    duck = tokenizer.encode("🦆")
+    assert text_of(tokenizer, duck[:-1]) == "\ufffd"
+    assert text_of(tokenizer, [*duck, tokenizer.vocab_size + 5, *duck]) == "🦆\ufffd🦆"
+
+
+def test_plain_text_keeps_control_tokens_and_ends_its_line() -> None:
+    out = io.StringIO()
+    printer = make_printer(out, None, None)
+    printer.feed("a</think>b")
+    printer.finish(True)
+    assert isinstance(printer, PlainPrinter)
+    assert out.getvalue() == "a</think>b\n"
+
+
+def test_message_of_a_completion() -> None:
+    message = parse_message("Why.</think>I look." + CALL, True, "thinking", None)
+    assert (message["reasoning_content"], message["content"]) == ("Why.", "I look.")
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
+    assert parse_message("a</think>", True, None, None) == {"role": "assistant", "content": "a</think>"}
