@@ -62,7 +62,7 @@ def encode_messages(
     )
     context_pieces = [piece for pieces in rendered[:context_count] for piece in pieces]
     new_pieces = [piece for pieces in rendered[context_count:] for piece in pieces]
-    if thinking and context_count == 0:
+    if thinking and new_pieces and context_count == 0:
         new_pieces.insert(0, Piece(prefix))
     if add_default_bos_token and not earlier:
         new_pieces.insert(0, Piece(BOS))

@@ -76,7 +76,7 @@ def _parse_message(message: object, where: str) -> Message:
         raise ValueError(f"{where}.task is {task!r}, expected one of {', '.join(TASK_TOKENS)}")
     parsed = Message(
         role,
-        tools=_parse_tools(message.get("tools"), f"{where}.tools"),
+        tools=parse_tools(message.get("tools"), f"{where}.tools"),
         response_format=message.get("response_format"),
         task=task,
         wo_eos=bool(message.get("wo_eos")),
@@ -110,6 +110,23 @@ def text_of(content: object, where: str) -> str:
     return "\n\n".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
+def parse_tools(tools: object, where: str) -> list[dict[str, object]]:
+    """The function schemas of a `tools` list in the OpenAI format; None is no tools. ValueError names `where`."""
+    if tools is None:
+        return []
+    if not isinstance(tools, (list, tuple)):
+        raise ValueError(f"{where} is {type(tools).__name__}, expected a list")
+    functions = []
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise ValueError(f'{where}[{index}] has no object "function", expected the OpenAI tool format')
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise ValueError(f"{where}[{index}].function.name is {function.get('name')!r}, expected a name")
+        functions.append(dict(function))
+    return functions
+
+
 def _part_text(part: object, where: str) -> str:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise ValueError(f"{where} is not an object with a string type")
@@ -133,22 +150,6 @@ def _parse_user_blocks(message: Mapping, content: str, where: str) -> list[TextB
         else:
             blocks.append(TextBlock(_part_text(block, place)))
     return blocks
-
-
-def _parse_tools(tools: object, where: str) -> list[dict[str, object]]:
-    if tools is None:
-        return []
-    if not isinstance(tools, (list, tuple)):
-        raise ValueError(f"{where} is {type(tools).__name__}, expected a list")
-    functions = []
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping):
-            raise ValueError(f'{where}[{index}] has no object "function", expected the OpenAI tool format')
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise ValueError(f"{where}[{index}].function.name is {function.get('name')!r}, expected a name")
-        functions.append(dict(function))
-    return functions
 
 
 def _parse_tool_calls(calls: object, where: str) -> list[ToolCall]:

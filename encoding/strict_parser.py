@@ -71,10 +71,10 @@ def _parse_tool_block(reader: _Reader) -> list[dict]:
     calls = []
     while True:
         between, stop = reader.read_until(_INVOKE_OPEN, _BLOCK_CLOSE)
-        if between != ">\n":
-            raise ValueError(f"expected '>' and a newline in the tool calls, found {between[:40]!r}")
         if stop is None:
             raise ValueError(f"missing {_BLOCK_CLOSE}")
+        if between != ">\n":
+            raise ValueError(f"expected '>' and a newline in the tool calls, found {between[:40]!r}")
         if stop == _BLOCK_CLOSE:
             return calls
         calls.append(_parse_invoke(reader))
@@ -92,7 +92,7 @@ def _parse_invoke(reader: _Reader) -> dict:
             raise ValueError(f"parameter {key!r} is given twice")
         values[key] = value
         between, stop = reader.read_until(_PARAMETER_OPEN, _INVOKE_CLOSE)
-        if between != ">\n":
+        if stop is not None and between != ">\n":
             raise ValueError(f"expected '>' and a newline after parameter {key!r}, found {between[:40]!r}")
     if stop is None:
         raise ValueError(f"missing {_INVOKE_CLOSE}> of tool call {name[1]!r}")

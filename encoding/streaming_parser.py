@@ -1,0 +1,242 @@
+"""Completion text → events, as it is produced (spec 9.6). Accepts any text and says what it had to mend.
+
+Repairs and their names:
+
+missing_eos                 the text ends without EOS, for instance at max_tokens
+text_after_eos              ignored
+missing_think_close         thinking mode without `</think>`: everything is reasoning
+tool_block_in_reasoning     the tool calls count; the text after them is still reasoning until `</think>`
+stray_think_open, stray_think_close, stray_control_token    left out (BOS or the bare DSML marker)
+reasoning_in_chat_mode      a `<think>` at the very beginning in chat mode
+stray_dsml_tag              a tag where it has no meaning, left out
+half_marker                 the text was cut off inside a tag, which is left out
+newlines_before_tool_block  other than two
+missing_tool_block_open     a call without `<｜DSML｜tool_calls>` around it
+multiple_tool_blocks, text_after_tool_block, whitespace_after_tool_block
+unclosed_tool_block, unclosed_tool_call, unclosed_parameter     ended by what follows
+unfinished_tool_call        cut off before its end without EOS: left out, half a call is no call
+tool_call_without_name, parameter_without_name    left out
+ascii_bars, missing_dsml_marker, opening_tag_variant, closing_tag_variant     see `encoding.dsml_tags`
+duplicate_parameter         the first one counts
+missing_string_attribute    the value is JSON if it can be read so and its schema does not say string
+value_is_not_json           with string="false": taken as text
+wrapped_arguments           the only parameter is named arguments or input, is not declared, and holds a JSON object
+json_instead_of_parameters  the call holds a JSON object without parameter tags
+text_in_tool_call           left out
+"""
+
+import re
+
+from encoding.completion import Completion, Event
+from encoding.completion_builder import CompletionBuilder
+from encoding.control_tokens import BOS, DSML, EOS, THINK_CLOSE, THINK_OPEN
+from encoding.dsml_tags import MARKED_STARTS, Tag, may_become_tag, read_tag
+from encoding.messages import parse_tools
+from encoding.scanner import Scanner
+from encoding.tool_block_parser import ToolBlockParser
+from encoding.tool_call_builder import declared_parameters
+
+_UNMARKED_BLOCK = "<tool_calls>"
+_CALL_AFTER_UNMARKED_BLOCK = re.compile(r"\s{0,16}<(?:[｜|]DSML[｜|])?invoke\s")
+_MARKERS = (THINK_OPEN, THINK_CLOSE, EOS, BOS, *MARKED_STARTS, DSML, _UNMARKED_BLOCK)
+_MARKER = re.compile("|".join(map(re.escape, _MARKERS)))
+_BEGINNINGS = frozenset(marker[:length] for marker in _MARKERS for length in range(1, len(marker)))
+_LONGEST_BEGINNING = max(map(len, _BEGINNINGS))
+# Half a marker with a full-width bar is never ordinary text; "<" or "</th" may be.
+_CONTROL_BEGINNING = re.compile("</?｜|｜D")
+
+
+class StreamingParser:
+    """Feed it text in pieces of any size: neither the final message nor the joined events depend on the split.
+
+    Text that could be the beginning of a marker is held back until it is known not to be one. The line breaks in front
+    of a tool block do not belong to the content, so up to two at the end are held back as well.
+    """
+
+    def __init__(self, thinking_mode: str, tools: list[dict] | None = None) -> None:
+        """`tools`, in the OpenAI format, tell declared parameters from wrappers. ValueError for a wrong argument."""
+        if thinking_mode not in ("chat", "thinking"):
+            raise ValueError(f"thinking_mode is {thinking_mode!r}, expected 'chat' or 'thinking'")
+        self._chat_mode = thinking_mode == "chat"
+        self._in_reasoning = thinking_mode == "thinking"
+        self._declared = declared_parameters(parse_tools(tools, "tools"))
+        self._scanner = Scanner()
+        self._output = CompletionBuilder()
+        self._block: ToolBlockParser | None = None
+        self._block_count = 0
+        self._gap: str | None = None  # white space behind a tool block, as long as nothing else has followed
+        self._ended = False  # EOS was seen
+
+    def feed(self, text: str) -> list[Event]:
+        """The events that the new text makes certain."""
+        self._scanner.append(text)
+        while self._step():
+            pass
+        return self._output.take_events()
+
+    def finish(self) -> list[Event]:
+        """The last events, after the last text. `completion` is final then."""
+        self._scanner.final = True
+        events = self.feed("")
+        if self._block is not None:
+            self._block.abandon()
+        if self._gap:
+            self._output.note_repair("whitespace_after_tool_block")
+        if self._in_reasoning:
+            self._output.note_repair("missing_think_close")
+        if not self._ended:
+            self._output.note_repair("missing_eos")
+        return events
+
+    @property
+    def completion(self) -> Completion:
+        """The message as far as it is certain; final after `finish`."""
+        return self._output.completion(self._ended)
+
+    def _step(self) -> bool:
+        """Uses some text; False if only more text, or its end, can tell how to go on."""
+        scanner = self._scanner
+        if self._ended:
+            if not scanner.is_empty:
+                self._output.note_repair("text_after_eos")
+                scanner.advance_to(len(scanner.text))
+            return False
+        if self._block is not None:
+            goes_on = self._block.step()
+            if self._block.finished:
+                self._block = None
+                self._gap = ""
+            return goes_on
+        if self._gap is not None:
+            self._gap += scanner.take_space()
+        return not scanner.is_empty and self._in_text()
+
+    def _in_text(self) -> bool:
+        """Up to the next marker in reasoning or content."""
+        scanner = self._scanner
+        match = _MARKER.search(scanner.text, scanner.at)
+        if match is None:
+            self._emit_but_beginnings()
+            return False
+        marker = match[0]
+        if marker in MARKED_STARTS:
+            return self._at_tag(match.start(), match.end())
+        if marker == _UNMARKED_BLOCK:
+            return self._at_unmarked_block(match.start(), match.end())
+        self._emit_until(match.start())
+        scanner.advance_to(match.end())
+        self._handle_control_token(marker)
+        return True
+
+    def _handle_control_token(self, token: str) -> None:
+        if token == EOS:
+            self._ended = True
+        elif token == THINK_CLOSE and self._in_reasoning:
+            self._in_reasoning = False
+            self._gap = None
+        elif token == THINK_CLOSE:
+            self._output.note_repair("stray_think_close")
+        elif token == THINK_OPEN and self._chat_mode and not self._in_reasoning and self._output.is_blank():
+            self._in_reasoning = True
+            self._output.note_repair("reasoning_in_chat_mode")
+        elif token == THINK_OPEN:
+            self._output.note_repair("stray_think_open")
+        else:
+            self._output.note_repair("stray_control_token")
+
+    def _at_tag(self, start: int, marker_end: int) -> bool:
+        scanner = self._scanner
+        tag = read_tag(scanner.text, start)
+        if tag is None and may_become_tag(scanner.text, start):
+            if not scanner.final:
+                self._emit_until(self._before_line_breaks(start))
+                return False
+            self._emit_until(start)
+            scanner.advance_to(len(scanner.text))
+            self._output.note_repair("half_marker")
+        elif tag is None:
+            self._emit_until(start)
+            scanner.advance_to(marker_end)
+            self._output.note_repair("stray_control_token")
+        elif tag.name in ("tool_calls", "invoke") and not tag.closing:
+            self._enter_block(tag)
+        else:
+            self._emit_until(start)
+            scanner.advance_to(tag.end)
+            self._output.note_repair("stray_dsml_tag")
+        return True
+
+    def _at_unmarked_block(self, start: int, end: int) -> bool:
+        """`<tool_calls>` opens a block only if a call follows; otherwise somebody writes about XML."""
+        text = self._scanner.text
+        if _CALL_AFTER_UNMARKED_BLOCK.match(text, end):
+            self._enter_block(Tag(start, end, "tool_calls", repair="missing_dsml_marker"))
+        elif not self._scanner.final and _may_become_call(text[end : end + 40]):
+            self._emit_until(self._before_line_breaks(start))
+            return False
+        else:
+            self._emit_until(end)
+        return True
+
+    def _enter_block(self, tag: Tag) -> None:
+        content_end = self._before_line_breaks(tag.start)
+        self._emit_until(content_end)
+        follows_a_block = self._gap is not None
+        if not follows_a_block and tag.start - content_end != 2:
+            self._output.note_repair("newlines_before_tool_block")
+        if self._in_reasoning:
+            self._output.note_repair("tool_block_in_reasoning")
+        if self._block_count > 0:
+            self._output.note_repair("multiple_tool_blocks")
+        if tag.name == "invoke":
+            self._output.note_repair("missing_tool_block_open")
+        elif tag.repair is not None:
+            self._output.note_repair(tag.repair)
+        self._scanner.advance_to(tag.start if tag.name == "invoke" else tag.end)
+        self._gap = None
+        self._block_count += 1
+        self._block = ToolBlockParser(self._scanner, self._output, self._declared)
+
+    def _emit_but_beginnings(self) -> None:
+        """Emits the text, except for an end that could be the beginning of a marker."""
+        scanner = self._scanner
+        end = len(scanner.text)
+        longest = min(_LONGEST_BEGINNING, end - scanner.at)
+        beginning = next((n for n in range(longest, 0, -1) if scanner.text[end - n :] in _BEGINNINGS), 0)
+        start = end - beginning
+        if not scanner.final:
+            self._emit_until(self._before_line_breaks(start))
+        elif _CONTROL_BEGINNING.match(scanner.text, start):
+            self._emit_until(start)
+            scanner.advance_to(end)
+            self._output.note_repair("half_marker")
+        else:
+            self._emit_until(end)
+
+    def _emit_until(self, end: int) -> None:
+        text = self._scanner.text[self._scanner.at : end]
+        self._scanner.advance_to(end)
+        if not text:
+            return
+        if self._gap is not None:
+            self._output.note_repair("text_after_tool_block")
+            if self._output.has_text(self._in_reasoning):
+                text = self._gap + text
+            self._gap = None
+        self._output.add_text(text, self._in_reasoning)
+
+    def _before_line_breaks(self, end: int) -> int:
+        """`end` without up to two line breaks in front of it."""
+        for _ in range(2):
+            if end > self._scanner.at and self._scanner.text[end - 1] == "\n":
+                end -= 1
+        return end
+
+
+def _may_become_call(text: str) -> bool:
+    """Whether the text behind `<tool_calls>` is all white space, or the beginning of an invoke tag."""
+    rest = text.lstrip()
+    if len(text) - len(rest) > 16:
+        return False
+    starts = ("<invoke ", *(f"{start}invoke " for start in MARKED_STARTS if "/" not in start))
+    return any(start.startswith(rest) for start in starts)

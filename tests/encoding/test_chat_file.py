@@ -1,0 +1,62 @@
+"""OpenAI-style chat files (spec 9.7)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from encoding import encode_messages, load_messages, messages_of_request
+
+HI = {"role": "user", "content": "hi"}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_a_list_and_an_object_with_messages_are_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    for value in ([HI], {"messages": [HI], "temperature": 0.5}):
+        file.write_text(json.dumps(value), encoding="utf-8")
+        assert load_messages(file) == [HI]
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_request_level_tools_go_to_the_leading_instructions(role: str) -> None:
+    first = {"role": role, "content": "S"}
+    assert messages_of_request({"messages": [first, HI], "tools": TOOLS}) == [{**first, "tools": TOOLS}, HI]
+    assert first == {"role": role, "content": "S"}
+
+
+def test_without_leading_instructions_an_empty_system_message_is_inserted() -> None:
+    messages = messages_of_request({"messages": [HI], "tools": TOOLS})
+    assert messages == [{"role": "system", "content": "", "tools": TOOLS}, HI]
+    assert encode_messages(messages, "chat").startswith("<｜begin▁of▁sentence｜>\n\n## Tools")
+
+
+def test_response_formats_of_a_request() -> None:
+    def rendered(response_format: Any) -> str:
+        request = {"messages": [HI], "response_format": response_format}
+        return encode_messages(messages_of_request(request), "chat", add_default_bos_token=False)
+
+    assert rendered({"type": "text"}) == encode_messages([HI], "chat", add_default_bos_token=False)
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    assert rendered(schema).split("<｜User｜>")[0].endswith('to reply:\n{"type": "object"}')
+    assert rendered({"type": "object"}).split("<｜User｜>")[0].endswith('to reply:\n{"type": "object"}')
+    with pytest.raises(ValueError, match="json_schema lacks"):
+        rendered({"type": "json_schema"})
+
+
+def test_tools_given_twice_are_refused() -> None:
+    request = {"messages": [{"role": "system", "content": "", "tools": TOOLS}], "tools": TOOLS}
+    with pytest.raises(ValueError, match="tools is given both in the request and in its first message"):
+        messages_of_request(request)
+
+
+@pytest.mark.parametrize("text", ["", "{", "5", '{"messages": {}}', "[" * 100_000, "\udcff"])
+def test_a_wrong_file_is_named_in_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "chat.json"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match="chat.json: ") as error:
+        load_messages(file)
+    assert "\n" not in str(error.value)
+    with pytest.raises(FileNotFoundError, match="nowhere.json: no such messages file"):
+        load_messages(tmp_path / "nowhere.json")

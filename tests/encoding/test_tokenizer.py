@@ -1,0 +1,159 @@
+"""Token ids and streaming text (spec 9.1)."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoding import IncrementalDecoder, Tokenizer
+
+
+def pieces(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    decoder = IncrementalDecoder(tokenizer)
+    return [*map(decoder.push, token_ids), decoder.flush()]
+
+
+def test_the_test_extra_carries_the_published_tokenizer(tokenizer_file: Path) -> None:
+    assert hashlib.sha256(tokenizer_file.read_bytes()).hexdigest().startswith("8f9f37ca")
+
+
+def test_check_line_of_the_specification(tokenizer: Tokenizer) -> None:
+    text = "<｜User｜>你好<｜Assistant｜><think>推理</think>答案<｜end▁of▁sentence｜>"
+    ids = [128803, 30594, 128804, 128821, 36101, 128822, 7624, 1]
+    assert tokenizer.encode(text) == ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_ids_of_the_control_tokens(tokenizer: Tokenizer) -> None:
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 129280)
+    assert tokenizer.token_to_id("｜DSML｜") == 128825
+    assert tokenizer.token_to_id("<｜read_url｜>") == 128845
+    assert tokenizer.token_to_id("<｜nothing｜>") is None
+
+
+@given(text=st.text(max_size=40))
+def test_any_text_survives_a_round_trip(text: str, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert "".join(pieces(tokenizer, ids)) == text
+
+
+@pytest.mark.parametrize("text", ["🙂🙃 ﷽", "🧑‍🚀🇨🇭", "é" * 5, "𝔘𝔫𝔦", "丂丄丅"])
+def test_characters_split_over_tokens_appear_whole(text: str, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(text)
+    parts = pieces(tokenizer, ids)
+    assert len(ids) > 1
+    assert "".join(parts) == text
+    assert all("\ufffd" not in part for part in parts)
+
+
+def test_some_character_really_is_split_over_tokens(tokenizer: Tokenizer) -> None:
+    assert "" in pieces(tokenizer, tokenizer.encode("𝔘𝔫𝔦 ﷽"))[:-1]
+
+
+@given(ids=st.lists(st.integers(0, 129279), max_size=12))
+def test_any_ids_decode_to_the_replacement_of_their_bytes(ids: list[int], tokenizer: Tokenizer) -> None:
+    expected = b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
+    assert tokenizer.decode(ids) == "".join(pieces(tokenizer, ids)) == expected
+
+
+def test_an_unfinished_character_is_shown_only_by_flush(tokenizer: Tokenizer) -> None:
+    first = next(token for token in range(128000) if tokenizer.token_bytes(token) == b"\xf0")
+    decoder = IncrementalDecoder(tokenizer)
+    assert decoder.push(first) == ""
+    assert decoder.flush() == "\ufffd"
+    assert decoder.flush() == ""
+    assert decoder.push(tokenizer.encode("a")[0]) == "a"
+
+
+def test_an_added_token_after_an_unfinished_character_is_whole(tokenizer: Tokenizer) -> None:
+    first = next(token for token in range(128000) if tokenizer.token_bytes(token) == b"\xf0")
+    assert pieces(tokenizer, [first, 128822]) == ["", "\ufffd</think>", ""]
+
+
+def test_decoding_work_does_not_grow_with_the_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    token_bytes = tokenizer.token_bytes
+    monkeypatch.setattr(tokenizer, "token_bytes", lambda token: asked.append(token) or token_bytes(token))
+    ids = tokenizer.encode("a bc 你好 " * 50)
+    decoder = IncrementalDecoder(tokenizer)
+    for token in ids:
+        decoder.push(token)
+    assert asked == ids
+
+
+def test_unknown_ids_and_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
+    for token in (129280, -1, 2**40):
+        with pytest.raises(ValueError, match=f"token id {token} is not in the vocabulary"):
+            tokenizer.decode([token])
+    with pytest.raises(ValueError, match="lone surrogate at character 1"):
+        tokenizer.encode("a\ud800")
+
+
+CONTROL = {"<｜begin▁of▁sentence｜>": 0, "<｜end▁of▁sentence｜>": 1}
+SMALL: dict[str, Any] = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [
+        {
+            "id": index,
+            "content": content,
+            "special": True,
+            "normalized": False,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+        }
+        for content, index in CONTROL.items()
+    ],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "post_processor": None,
+    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    "model": {"type": "BPE", "vocab": {**CONTROL, "a": 2, "b": 3, "Ġ": 4}, "merges": []},
+}
+
+
+def write_small(folder: Path, **changes: Any) -> Path:
+    (folder / "tokenizer.json").write_text(json.dumps({**SMALL, **changes}), encoding="utf-8")
+    return folder
+
+
+def test_a_folder_stands_for_its_tokenizer_json(tmp_path: Path) -> None:
+    small = Tokenizer(write_small(tmp_path))
+    assert small.encode("a b") == [2, 4, 3]
+    assert (small.bos_id, small.eos_id, small.vocab_size) == (0, 1, 5)
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padding = {
+        "strategy": {"Fixed": 9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 1,
+        "pad_type_id": 0,
+        "pad_token": "<｜end▁of▁sentence｜>",
+    }
+    assert Tokenizer(write_small(tmp_path, truncation=truncation, padding=padding)).encode("aaaa") == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"model": {"type": "BPE"}}', "\udcff", "[" * 100_000])
+def test_a_broken_file_is_named_in_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match="tokenizer.json: not a usable tokenizer.json") as error:
+        Tokenizer(file)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_and_a_foreign_vocabulary_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="tokenizer.json: no such tokenizer file"):
+        Tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="lacks <｜begin▁of▁sentence｜>, not a DeepSeek-V4 tokenizer"):
+        Tokenizer(write_small(tmp_path, added_tokens=[], model={"type": "BPE", "vocab": {"a": 0}, "merges": []}))

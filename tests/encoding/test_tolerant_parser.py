@@ -1,0 +1,285 @@
+"""Completions as models really write them (the field cases of spec 9.6)."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoding import Completion, encode_messages, parse_completion, parse_message_from_completion_text
+from tests.encoding.test_strict_parser import CALLS, GOOD, TEXT, messages_with
+
+EOS = "<｜end▁of▁sentence｜>"
+OPEN, CLOSE = "<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"
+CALL = '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+
+
+def parse(text: str, mode: str = "thinking", tools: list[dict] | None = None) -> Completion:
+    return parse_completion(text, mode, tools)
+
+
+def calls(completion: Completion) -> list[tuple[str, dict]]:
+    functions = [call["function"] for call in completion.message["tool_calls"]]
+    return [(function["name"], json.loads(function["arguments"])) for function in functions]
+
+
+def texts(completion: Completion) -> tuple[str, str]:
+    return completion.message["reasoning_content"], completion.message["content"]
+
+
+def test_a_completion_in_the_prescribed_format_needs_no_repair() -> None:
+    completion = parse(GOOD)
+    assert completion == Completion(parse_message_from_completion_text(GOOD, "thinking"), (), True)
+
+
+@given(content=TEXT, reasoning=TEXT, arguments=CALLS)
+def test_it_agrees_with_the_strict_parser_wherever_that_accepts(content: str, reasoning: str, arguments: list) -> None:
+    messages = messages_with(content, reasoning, arguments)
+    text = encode_messages(messages[1:], "thinking", context=messages[:1])
+    tools = [
+        {"function": {"name": name, "parameters": {"properties": {"arguments": {}, "input": {}}}}}
+        for name, _ in arguments
+    ]
+    assert parse(text, "thinking", tools) == Completion(parse_message_from_completion_text(text, "thinking"), (), True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [("r</think>half an ans", "r", "half an ans"), ("half a thou", "half a thou", ""), ("", "", "")],
+)
+def test_truncated_text_is_kept_and_incomplete(text: str, reasoning: str, content: str) -> None:
+    completion = parse(text)
+    assert texts(completion) == (reasoning, content)
+    assert "missing_eos" in completion.repairs
+    assert not completion.complete
+
+
+def test_every_truncation_of_a_completion_is_incomplete_and_shows_no_marker() -> None:
+    for length in range(len(GOOD) - len(EOS)):
+        completion = parse(GOOD[:length])
+        assert not completion.complete
+        assert "DSML" not in "".join(texts(completion))
+        assert calls(completion) in ([], [("f", {"a": "x", "b": [1]})])
+
+
+@pytest.mark.parametrize("end", [CALL.index(">x<") + 2, CALL.index("</｜DSML｜inv") + 5, CALL.index("</｜DSML｜inv")])
+def test_a_call_cut_off_in_the_middle_is_left_out(end: int) -> None:
+    completion = parse(f"r</think>\n\n{OPEN}{CALL}{CALL[:end]}")
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert "unfinished_tool_call" in completion.repairs
+    assert not completion.complete
+
+
+def test_a_call_that_the_model_itself_left_open_counts() -> None:
+    completion = parse(f"r</think>\n\n{OPEN}{CALL[: CALL.index('</｜DSML｜inv')]}{EOS}")
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert completion.repairs == ("unclosed_tool_call", "unclosed_tool_block")
+    assert completion.complete
+
+
+def test_without_think_close_everything_is_reasoning() -> None:
+    completion = parse(f"all of it{EOS}")
+    assert texts(completion) == ("all of it", "")
+    assert completion.repairs == ("missing_think_close",)
+    assert completion.complete
+
+
+def test_tool_block_inside_the_reasoning() -> None:
+    completion = parse(f"r\n\n{OPEN}{CALL}{CLOSE}</think>c{EOS}")
+    assert texts(completion) == ("r", "c")
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert completion.repairs == ("tool_block_in_reasoning",)
+    unclosed = parse(f"r\n\n{OPEN}{CALL}{CLOSE}{EOS}")
+    assert texts(unclosed) == ("r", "")
+    assert calls(unclosed) == [("f", {"a": "x"})]
+    assert unclosed.repairs == ("tool_block_in_reasoning", "missing_think_close")
+
+
+@pytest.mark.parametrize(("breaks", "content"), [("", "c"), ("\n", "c"), ("\n\n", "c"), ("\n\n\n", "c\n")])
+def test_line_breaks_before_the_block_are_not_content(breaks: str, content: str) -> None:
+    completion = parse(f"c{breaks}{OPEN}{CALL}{CLOSE}{EOS}", "chat")
+    assert texts(completion) == ("", content)
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert completion.repairs == (() if len(breaks) > 1 else ("newlines_before_tool_block",))
+
+
+def test_ascii_bars() -> None:
+    completion = parse(f"\n\n{OPEN}{CALL}{CLOSE}{EOS}".replace("｜DSML｜", "|DSML|"), "chat")
+    assert texts(completion) == ("", "")
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert completion.repairs == ("ascii_bars",)
+
+
+def test_missing_markers() -> None:
+    completion = parse(f"c\n\n{OPEN}{CALL}{CLOSE}{EOS}".replace("｜DSML｜", ""), "chat")
+    assert texts(completion) == ("", "c")
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert completion.repairs == ("missing_dsml_marker",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["use <tool_calls> here", 'an <invoke name="f"> tag', "<tool_calls>\n<tool>", "a < b </think", "</parameter>"],
+)
+def test_text_about_tags_without_markers_stays_text(text: str) -> None:
+    assert texts(parse(f"{text}{EOS}", "chat")) == ("", text)
+
+
+def test_a_call_without_a_block_around_it() -> None:
+    completion = parse(f"c\n\n{CALL}{EOS}", "chat")
+    assert texts(completion) == ("", "c")
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert completion.repairs == ("missing_tool_block_open", "unclosed_tool_block")
+
+
+def call_with(*parameters: str) -> str:
+    return f'\n\n{OPEN}<｜DSML｜invoke name="f">\n' + "".join(parameters) + f"</｜DSML｜invoke>\n{CLOSE}{EOS}"
+
+
+def parameter(name: str, value: str, string: str | None = "true") -> str:
+    attribute = "" if string is None else f' string="{string}"'
+    return f'<｜DSML｜parameter name="{name}"{attribute}>{value}</｜DSML｜parameter>\n'
+
+
+@pytest.mark.parametrize("name", ["arguments", "input"])
+@pytest.mark.parametrize("string", ["true", "false", None])
+def test_a_parameter_that_wraps_the_arguments_is_unwrapped(name: str, string: str | None) -> None:
+    completion = parse(call_with(parameter(name, '{"q": [1]}', string)), "chat")
+    assert calls(completion) == [("f", {"q": [1]})]
+    assert "wrapped_arguments" in completion.repairs
+
+
+def test_what_only_looks_like_a_wrapper_is_kept() -> None:
+    wrapper = parameter("input", '{"q": 1}')
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"input": {}}}}}]
+    assert calls(parse(call_with(wrapper), "chat", tools)) == [("f", {"input": '{"q": 1}'})]
+    two = call_with(wrapper, parameter("b", "y"))
+    assert calls(parse(two, "chat")) == [("f", {"input": '{"q": 1}', "b": "y"})]
+    assert calls(parse(call_with(parameter("input", "plain")), "chat")) == [("f", {"input": "plain"})]
+    assert calls(parse(call_with(parameter("input", "[1]", "false")), "chat")) == [("f", {"input": [1]})]
+
+
+def test_json_instead_of_parameters() -> None:
+    completion = parse(call_with('{"q": 1}\n'), "chat")
+    assert calls(completion) == [("f", {"q": 1})]
+    assert completion.repairs == ("json_instead_of_parameters",)
+    assert calls(parse(call_with("nonsense"), "chat")) == [("f", {})]
+
+
+def test_missing_string_attribute_takes_json_where_the_schema_allows_it() -> None:
+    text = call_with(parameter("n", "5", None), parameter("s", "5", None), parameter("t", "a b", None))
+    properties = {"n": {"type": "integer"}, "s": {"type": "string"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    completion = parse(text, "chat", tools)
+    assert calls(completion) == [("f", {"n": 5, "s": "5", "t": "a b"})]
+    assert completion.repairs == ("missing_string_attribute",)
+    assert calls(parse(text, "chat")) == [("f", {"n": 5, "s": 5, "t": "a b"})]
+
+
+@pytest.mark.parametrize("value", ["[1", "NaN", "", "text", "[" * 5000])
+def test_a_value_that_is_not_json_becomes_text(value: str) -> None:
+    completion = parse(call_with(parameter("a", value, "false")), "chat")
+    assert calls(completion) == [("f", {"a": value})]
+    assert completion.repairs == ("value_is_not_json",)
+
+
+def test_the_first_of_two_equal_parameters_counts() -> None:
+    completion = parse(call_with(parameter("a", "x"), parameter("a", "y")), "chat")
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert completion.repairs == ("duplicate_parameter",)
+
+
+@pytest.mark.parametrize(
+    "closing", ["</|DSML|parameter>", "<｜DSML｜/parameter>", "</｜DSML｜parameter >", "</parameter>", ""]
+)
+@pytest.mark.parametrize("after", [CALL.split("\n")[1] + "\n</｜DSML｜invoke>\n", "</｜DSML｜invoke>\n", ""])
+def test_variants_of_the_closing_tag(closing: str, after: str) -> None:
+    start = '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="p" string="true"><b>v</b>'
+    completion = parse(f"\n\n{OPEN}{start}{closing}\n{after}{CLOSE}{EOS}", "chat")
+    expected = {"p": "<b>v</b>", "a": "x"} if "parameter" in after else {"p": "<b>v</b>"}
+    assert calls(completion) == [("f", expected)]
+    assert texts(completion) == ("", "")
+    assert completion.repairs
+
+
+def test_closing_tags_without_marker_after_an_opening_with_it() -> None:
+    start = '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="p" string="true">v'
+    completion = parse(f"\n\n{OPEN}{start}</parameter>\n</invoke>\n</tool_calls>{EOS}", "chat")
+    assert calls(completion) == [("f", {"p": "v"})]
+    assert texts(completion) == ("", "")
+
+
+@pytest.mark.parametrize(
+    "value", ["</parameter>", "<a></parameter>\n</invoke></a>", "</think>", "a < b > c", "<｜x｜>\n"]
+)
+def test_only_the_prescribed_tag_ends_a_value(value: str) -> None:
+    completion = parse(call_with(parameter("a", value)), "chat")
+    assert calls(completion) == [("f", {"a": value})]
+    assert completion.repairs == ()
+
+
+def test_several_blocks_are_joined() -> None:
+    completion = parse(f"\n\n{OPEN}{CALL}{CLOSE}\n\n{OPEN}{CALL}{CLOSE}{EOS}", "chat")
+    assert calls(completion) == [("f", {"a": "x"})] * 2
+    assert texts(completion) == ("", "")
+    assert completion.repairs == ("multiple_tool_blocks",)
+
+
+@pytest.mark.parametrize("space", ["\n", "  ", "\n\n"])
+def test_white_space_after_the_block_is_left_out(space: str) -> None:
+    completion = parse(f"c\n\n{OPEN}{CALL}{CLOSE}{space}{EOS}", "chat")
+    assert texts(completion) == ("", "c")
+    assert completion.repairs == ("whitespace_after_tool_block",)
+
+
+def test_text_after_the_block_is_content() -> None:
+    completion = parse(f"c\n\n{OPEN}{CALL}{CLOSE}\nmore{EOS}", "chat")
+    assert texts(completion) == ("", "c\nmore")
+    assert completion.repairs == ("text_after_tool_block",)
+
+
+def test_stray_think_tags() -> None:
+    assert texts(parse(f"a</think>b{EOS}", "chat")) == ("", "ab")
+    assert parse(f"a</think>b{EOS}", "chat").repairs == ("stray_think_close",)
+    assert texts(parse(f"</think>b{EOS}", "chat")) == ("", "b")
+    assert texts(parse(f"r</think>a</think>b{EOS}")) == ("r", "ab")
+    assert parse(f"<think>r</think>a{EOS}").repairs == ("stray_think_open",)
+    assert texts(parse(f"<think>r</think>a{EOS}")) == ("r", "a")
+
+
+def test_reasoning_in_chat_mode_is_told_apart() -> None:
+    completion = parse(f"<think>r</think>a{EOS}", "chat")
+    assert texts(completion) == ("r", "a")
+    assert completion.repairs == ("reasoning_in_chat_mode",)
+
+
+def test_text_after_the_end_is_ignored() -> None:
+    completion = parse(f"a{EOS}b{EOS}", "chat")
+    assert texts(completion) == ("", "a")
+    assert completion.repairs == ("text_after_eos",)
+
+
+def test_calls_and_parameters_without_name_are_left_out() -> None:
+    nameless = CALL.replace(' name="f"', "")
+    completion = parse(f"\n\n{OPEN}{nameless}{CALL}{CLOSE}{EOS}", "chat")
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert completion.repairs[0] == "tool_call_without_name"
+    completion = parse(call_with('<｜DSML｜parameter string="true">x</｜DSML｜parameter>\n'), "chat")
+    assert calls(completion) == [("f", {})]
+    assert completion.repairs == ("parameter_without_name",)
+
+
+def test_unknown_mode_and_malformed_tools_are_refused() -> None:
+    with pytest.raises(ValueError, match="thinking_mode is 'deep'"):
+        parse("x", "deep")
+    with pytest.raises(ValueError, match=r'tools\[0\] has no object "function"'):
+        parse("x", "chat", [{}])
+
+
+@given(text=st.text(max_size=60) | st.lists(st.sampled_from([*GOOD, OPEN, CALL, CLOSE, EOS])).map("".join))
+def test_any_text_gives_a_message_with_valid_arguments(text: str) -> None:
+    for mode in ("chat", "thinking"):
+        completion = parse(text, mode)
+        assert set(completion.message) == {"role", "content", "reasoning_content", "tool_calls"}
+        assert completion.complete <= (EOS in text)
+        assert all(isinstance(arguments, dict) for _, arguments in calls(completion))
