@@ -81,7 +81,7 @@ class ModelConfig:
     compress_rope_theta: float
     yarn: Yarn | None
     max_position_embeddings: int
-    bos_token_id: int
+    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     num_nextn_predict_layers: int
     dspark: DSpark | None
@@ -127,7 +127,7 @@ class ModelConfig:
             compress_rope_theta=_rope_theta(read, "compress", "compress_rope_theta"),
             yarn=_yarn(read),
             max_position_embeddings=read.integer("max_position_embeddings", 1, 2**31 - 1),
-            bos_token_id=read.integer("bos_token_id", 0, 2**24, default=0),
+            bos_token_id=read.integer("bos_token_id", 0, 2**24) if read.raw.get("bos_token_id") is not None else None,
             eos_token_ids=_eos_token_ids(read),
             num_nextn_predict_layers=read.integer("num_nextn_predict_layers", 0, 64, default=0),
             dspark=_dspark(read, layers),
@@ -355,9 +355,11 @@ def _yarn(read: _Reader) -> Yarn | None:
 
 
 def _eos_token_ids(read: _Reader) -> tuple[int, ...]:
-    value = read.raw.get("eos_token_id", 1)
+    value = read.raw.get("eos_token_id")
+    if value is None:
+        return ()
     ids = value if isinstance(value, list) else [value]
-    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise read.fail("eos_token_id", value, "a token id or a list of token ids")
     return tuple(ids)
 
@@ -386,6 +388,7 @@ def _check_relations(config: ModelConfig, read: _Reader) -> None:
         raise read.fail("index_head_dim", config.index_head_dim, "a power of two (Hadamard rotation)")
     if config.num_experts_per_tok > config.n_routed_experts:
         raise read.fail("num_experts_per_tok", config.num_experts_per_tok, f"at most {config.n_routed_experts} experts")
-    for token in (config.bos_token_id, *config.eos_token_ids):
+    bos = () if config.bos_token_id is None else (config.bos_token_id,)
+    for token in (*bos, *config.eos_token_ids):
         if token >= config.vocab_size:
             raise read.fail("bos_token_id / eos_token_id", token, f"ids below vocab_size {config.vocab_size}")

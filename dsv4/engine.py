@@ -1,7 +1,7 @@
 """Engine: load a checkpoint, prefill in chunks, decode, generate, and look inside."""
 
 import time
-from collections.abc import Callable, Generator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -108,11 +108,9 @@ class Engine:
     @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int], progress: Callable[[int, int], None] | None = None) -> Tensor:
         """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32 ``[V]``."""
-        if not token_ids:
-            raise UserError("prompt: found 0 tokens, expected at least 1")
+        token_ids = self._checked(token_ids)
         chunk = self.engine_config.prefill_chunk
         hidden_TE = self.model.embed.table_VE.new_empty(0)
-        self._check_tokens(token_ids, len(token_ids))
         for start in range(0, len(token_ids), chunk):
             hidden_TE = self._forward(token_ids[start : start + chunk])
             if progress is not None:
@@ -122,7 +120,9 @@ class Engine:
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """Appends 1 to 8 tokens in one step; returns float32 ``[T, V]``, row t the logits after token t."""
-        self._check_tokens(token_ids, MAX_DECODE_TOKENS)
+        token_ids = self._checked(token_ids)
+        if len(token_ids) > MAX_DECODE_TOKENS:
+            raise ValueError(f"token_ids: found {len(token_ids)} tokens, expected 1 to {MAX_DECODE_TOKENS}")
         return self.model.head.logits(self._forward(token_ids))
 
     @torch.inference_mode()
@@ -162,11 +162,10 @@ class Engine:
         token_ids: Sequence[int],
         max_new_tokens: int,
         sampling: SamplingParams | None = None,
-        stop_token_ids: Set[int] | None = None,
+        stop_token_ids: Iterable[int] | None = None,
         prefill_progress: Callable[[int, int], None] | None = None,
     ) -> Generator[int, None, None]:
-        """Yields sampled token ids of a fresh sequence until a stop token (not yielded), the limit or the context's
-        end.
+        """Yields sampled ids of a fresh sequence until a stop token (not yielded), the limit or the context's end.
 
         ``stop_token_ids`` defaults to the model's EOS ids. ``last_run`` holds the statistics once the iterator ends,
         also when the caller closes it early. Raises ``UserError`` for a prompt that does not fit and
@@ -174,17 +173,17 @@ class Engine:
         """
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens: found {max_new_tokens}, expected at least 1")
-        stops = frozenset(self.config.eos_token_ids) if stop_token_ids is None else stop_token_ids
+        stops = frozenset(self.config.eos_token_ids if stop_token_ids is None else stop_token_ids)
         sampler = Sampler(sampling or SamplingParams(), self.ops)
         self.reset()
-        return self._generate(token_ids, max_new_tokens, sampler, stops, prefill_progress)
+        return self._generate(self._checked(token_ids), max_new_tokens, sampler, stops, prefill_progress)
 
     def _generate(
         self,
         token_ids: Sequence[int],
         max_new_tokens: int,
         sampler: Sampler,
-        stops: Set[int],
+        stops: frozenset[int],
         prefill_progress: Callable[[int, int], None] | None,
     ) -> Generator[int, None, None]:
         started = time.perf_counter()
@@ -222,8 +221,8 @@ class Engine:
         return self.model(tokens_T, self.state, on_block)
 
     def _chunks(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None) -> list[Sequence[int]]:
+        token_ids = self._checked(token_ids)
         count, largest = len(token_ids), max(self.engine_config.prefill_chunk, MAX_DECODE_TOKENS)
-        self._check_tokens(token_ids, count)
         if chunk_sizes is None:
             step = self.engine_config.prefill_chunk
             return [token_ids[start : start + step] for start in range(0, count, step)]
@@ -234,15 +233,18 @@ class Engine:
         ends = [sum(chunk_sizes[: index + 1]) for index in range(len(chunk_sizes))]
         return [token_ids[end - size : end] for end, size in zip(ends, chunk_sizes, strict=True)]
 
-    def _check_tokens(self, token_ids: Sequence[int], limit: int) -> None:
-        if not 1 <= len(token_ids) <= limit:
-            raise ValueError(f"token_ids: found {len(token_ids)} tokens, expected 1 to {limit}")
-        for token in token_ids:
+    def _checked(self, token_ids: Iterable[int]) -> list[int]:
+        """The ids as a list, if they are ids of this model and fit behind the current position."""
+        checked = [int(token) for token in token_ids]
+        if not checked:
+            raise UserError("token_ids: found none, expected at least 1")
+        for token in checked:
             if not 0 <= token < self.config.vocab_size:
                 raise UserError(f"token_ids: found {token}, expected ids from 0 to {self.config.vocab_size - 1}")
-        if self.position + len(token_ids) > self.max_context:
-            total = self.position + len(token_ids)
+        total = self.position + len(checked)
+        if total > self.max_context:
             raise UserError(f"--max-context: found a sequence of {total} tokens, expected at most {self.max_context}")
+        return checked
 
 
 @dataclass(frozen=True)
