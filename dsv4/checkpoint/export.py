@@ -83,9 +83,8 @@ class _Converted:
         try:
             self._converted.update(zip(names, convert(loaded, format), strict=True))
         except ValueError as error:
-            raise UserError(
-                f"{self._checkpoint.folder}: {stored[0].parts['data'].names[expert or 0]}: {error}"
-            ) from None
+            where = names[0] if expert is None else f"{names[0]} (expert {expert})"
+            raise UserError(f"{self._checkpoint.folder}: {where}: {error}") from None
 
     def plain(self, parameter: Parameter) -> Tensor:
         return self._checkpoint.read(self._found[parameter.name].parts["data"].names[0])

@@ -1,0 +1,83 @@
+"""The geometry of the four published native checkpoints (spec §1.2, §1.4) and their recorded tensor lists."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dsv4.checkpoint import tiny_config
+from dsv4.parameters import MtpKind
+
+DATA = Path(__file__).parent / "data"
+
+_COMMON = {
+    "vocab_size": 129280,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "o_lora_rank": 1024,
+    "sliding_window": 128,
+    "num_hash_layers": 3,
+    "num_experts_per_tok": 6,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
+_FLASH = {
+    **_COMMON,
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "index_topk": 512,
+    "routed_scaling_factor": 1.5,
+    "compress_ratios": [0, 0] + [4, 128] * 20 + [4] + [0],
+}
+_PRO = {
+    **_COMMON,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "o_groups": 16,
+    "moe_intermediate_size": 3072,
+    "n_routed_experts": 384,
+    "index_topk": 1024,
+    "routed_scaling_factor": 2.5,
+    "compress_ratios": [128, 128] + [4, 128] * 29 + [4] + [0],
+}
+
+
+def _with_dspark(config: dict[str, Any], targets: list[int], rank: int) -> dict[str, Any]:
+    keys = {"block_size": 5, "noise_token_id": 128799, "target_layer_ids": targets, "markov_rank": rank}
+    ratios = [*config["compress_ratios"], 0, 0]
+    return {**config, "compress_ratios": ratios, **{f"dspark_{key}": value for key, value in keys.items()}}
+
+
+class Release(NamedTuple):
+    """A published checkpoint: its config, speculative module and the totals of its index (spec §7.1)."""
+
+    overrides: dict[str, Any]
+    mtp: MtpKind
+    tensors: int
+    nbytes: int
+
+    @property
+    def raw_config(self) -> dict[str, Any]:
+        return tiny_config(**self.overrides)
+
+
+RELEASES = {
+    "flash_apr": Release(_FLASH, "classic", 69_187, 159_609_485_896),
+    "pro_apr": Release(_PRO, "classic", 145_116, 864_704_792_696),
+    "flash_0731": Release(_with_dspark(_FLASH, [40, 41, 42], 256), "dspark", 72_317, 166_878_536_440),
+    "pro_0813": Release(_with_dspark(_PRO, [58, 59, 60], 512), "dspark", 149_782, 892_727_580_904),
+}
+
+
+def recorded_tensors(release: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name → (safetensors dtype, shape) of a published checkpoint; of the experts only the first and the last."""
+    lines = gzip.decompress((DATA / f"keys_{release}.txt.gz").read_bytes()).decode().splitlines()
+    rows = [line.split("\t") for line in lines if not line.startswith("#")]
+    return {name: (dtype, tuple(json.loads(shape))) for name, dtype, shape in rows}
