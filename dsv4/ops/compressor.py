@@ -100,11 +100,13 @@ def compress(
 def _with_history(
     kv_TW: Tensor, score_TW: Tensor, start: Tensor, ratio: int, ring: CompressorRing
 ) -> tuple[Tensor, Tensor]:
-    """Prepends the ring's last ``history_tokens`` tokens; positions before the sequence start get score −∞."""
+    """Prepends the ring's last ``history_tokens`` tokens; positions before the sequence start: kv 0, score −∞."""
     past = start - history_tokens(ratio) + _count(history_tokens(ratio), start)
-    slots = past % ring.kv.shape[0]
-    past_score = torch.where((past >= 0)[:, None], ring.score[slots], -torch.inf)
-    return torch.cat((ring.kv[slots], kv_TW)), torch.cat((past_score, score_TW))
+    slots, seen = past % ring.kv.shape[0], (past >= 0)[:, None]
+    # A slot of an earlier sequence may hold anything, and a weight of 0 times NaN or infinity would be NaN.
+    past_kv = torch.where(seen, ring.kv[slots], 0.0)
+    past_score = torch.where(seen, ring.score[slots], -torch.inf)
+    return torch.cat((past_kv, kv_TW)), torch.cat((past_score, score_TW))
 
 
 def _pool(kv: Tensor, score: Tensor, windows: Tensor, start: Tensor, weights: CompressorWeights) -> Tensor:

@@ -113,6 +113,12 @@ def exact_rope(x: Tensor, position: int, frequencies: Tensor, inverse: bool = Fa
     return torch.cat((x.double()[..., :-width], torch.view_as_real(pairs * turn).flatten(-2)), dim=-1)
 
 
+def exact_sylvester(width: int) -> Tensor:
+    """float64 H[i, j] = (−1)^popcount(i & j): the Hadamard matrix in natural order."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(width)] for i in range(width)]
+    return torch.tensor(signs, dtype=torch.float64)
+
+
 def assert_rounded_once(actual: Tensor, exact: Tensor, slack: float = 2e-6) -> None:
     """Every element is the exact float64 value after one rounding to the dtype of ``actual``.
 

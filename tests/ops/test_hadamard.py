@@ -2,23 +2,16 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4.ops.hadamard import hadamard
-from tests.ops.cases import assert_rounded_once, normal
-
-
-def sylvester(width: int) -> Tensor:
-    """H[i, j] = (−1)^popcount(i & j): the natural (Sylvester) order."""
-    signs = [[(-1.0) ** (i & j).bit_count() for j in range(width)] for i in range(width)]
-    return torch.tensor(signs, dtype=torch.float64)
+from tests.ops.cases import assert_rounded_once, exact_sylvester, normal
 
 
 @pytest.mark.parametrize("width", [1, 2, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_is_the_sylvester_matrix_times_its_inverse_norm(width: int, dtype: torch.dtype) -> None:
     x = normal(3, 2, width, seed=1, dtype=dtype)
-    assert_rounded_once(hadamard(x), x.double() @ sylvester(width) * width**-0.5)
+    assert_rounded_once(hadamard(x), x.double() @ exact_sylvester(width) * width**-0.5)
 
 
 def test_order_is_natural() -> None:
