@@ -16,7 +16,7 @@ test_tools := $(VENV)/.dsv4-test
 dev_tools  := $(VENV)/.dsv4-dev
 endif
 
-.PHONY: demo test check format setup clean
+.PHONY: demo test check lint types fast format setup clean
 
 demo: $(runtime)            ## the embedded model answers a prompt
 	$(PYTHON) single_shot_inference.py $(ARGS)
@@ -24,10 +24,17 @@ demo: $(runtime)            ## the embedded model answers a prompt
 test: $(test_tools)         ## every test that this machine can run
 	$(PYTEST) -q $(ARGS)
 
-check: $(dev_tools)         ## lint, format, types and the fast tests: under a minute
+check: $(dev_tools)         ## lint, format, types and the fast tests side by side: under a minute
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=target lint types fast
+
+lint: $(dev_tools)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+
+types: $(dev_tools)
 	$(PYTHON) -m pyright --pythonpath "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
+
+fast: $(dev_tools)
 	$(PYTEST) -q -m "not slow and not gpu" $(ARGS)
 
 format: $(dev_tools)        ## rewrite the files as the formatter and the safe fixes want them
