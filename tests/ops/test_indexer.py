@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat
-from dsv4.ops import Ops
-from tests.ops.cases import integers, positions
+from dsv4.cache_rows import RowCache, RowFormat, pack_index_rows, unpack_index_rows
+from dsv4.ops import Ops, indexer
+from tests.ops.cases import assert_rounded_once, exact_rope, exact_sylvester, integers, inv_freq, normal, positions
 
 WIDTH, ROPE = 128, 64
+POSITIONS = (0, 2, 3, 4, 6, 7, 8, 30, 79, 99, 159)
 
 
 def key_cache(rows_SD: Tensor, format: RowFormat = RowFormat.PLAIN) -> RowCache:
@@ -17,26 +18,120 @@ def key_cache(rows_SD: Tensor, format: RowFormat = RowFormat.PLAIN) -> RowCache:
     return cache
 
 
-def exact_selection(q_ID: Tensor, weight_I: Tensor, rows_SD: Tensor, position: int, topk: int) -> set[int]:
+def exact_scores(q_ID: Tensor, weight_I: Tensor, rows_SD: Tensor, position: int) -> list[float]:
+    """Score of every visible entry: relu of each head's product, then weighted and summed, float64."""
     scores = []
-    for entry in range(min((position + 1) // 4, rows_SD.shape[0])):
-        products = q_ID.double() @ rows_SD[entry].double()
-        total = sum(max(float(p), 0.0) * float(w) for p, w in zip(products, weight_I, strict=True))
-        scores.append((-total, entry))
-    return {entry for _, entry in sorted(scores)[:topk]}
+    for row in rows_SD[: (position + 1) // 4].double():
+        products = q_ID.double() @ row
+        scores.append(sum(max(float(p), 0.0) * float(w) for p, w in zip(products, weight_I, strict=True)))
+    return scores
+
+
+def best(scores: list[float], topk: int) -> set[int]:
+    return set(sorted(range(len(scores)), key=lambda entry: (-scores[entry], entry))[:topk])
+
+
+def entries(selected_K: Tensor) -> list[int]:
+    return [entry for entry in selected_K.tolist() if entry >= 0]
 
 
 @pytest.mark.parametrize("topk", [1, 5, 64])
 def test_selects_the_best_visible_entries(ops: Ops, topk: int) -> None:
-    """Whole numbers make the scores exact, negative weights and ties included."""
-    position_T = positions(0, 2, 3, 4, 6, 7, 8, 30, 79, 99, 159)
-    q_TID = integers(-2, 2, 11, 4, WIDTH, seed=1)
-    weight_TI, rows_SD = integers(-3, 3, 11, 4, seed=2), integers(-1, 1, 40, WIDTH, seed=3)
-    selected_TK = ops.index_select(q_TID, weight_TI, key_cache(rows_SD), position_T, topk)
+    """Whole numbers make the scores exact, with negative weights and many ties: the lowest entry wins."""
+    q_TID, weight_TI = integers(-2, 2, len(POSITIONS), 4, WIDTH, seed=1), integers(-3, 3, len(POSITIONS), 4, seed=2)
+    rows_SD = integers(-1, 1, 8, WIDTH, seed=3).repeat(5, 1)
+    selected_TK = ops.index_select(q_TID, weight_TI, key_cache(rows_SD), positions(*POSITIONS), topk)
     assert selected_TK.dtype == torch.int64
-    assert selected_TK.shape == (11, min(topk, 40))
-    for t, position in enumerate(position_T.tolist()):
-        found = [entry for entry in selected_TK[t].tolist() if entry >= 0]
-        assert len(found) == len(set(found)) == min(topk, (position + 1) // 4)
-        assert set(found) == exact_selection(q_TID[t], weight_TI[t], rows_SD, position, topk)
+    assert selected_TK.shape == (len(POSITIONS), min(topk, 40))
+    for t, position in enumerate(POSITIONS):
+        found = entries(selected_TK[t])
+        assert len(found) == len(set(found)), "an entry is listed twice"
+        assert set(found) == best(exact_scores(q_TID[t], weight_TI[t], rows_SD, position), topk)
         assert bool((selected_TK[t] >= -1).all())
+
+
+@pytest.mark.parametrize("position", range(20))
+def test_an_entry_is_visible_to_the_token_that_completes_its_window(ops: Ops, position: int) -> None:
+    selected_TK = ops.index_select(
+        normal(1, 2, WIDTH, seed=4), normal(1, 2, seed=5), key_cache(normal(6, WIDTH, seed=6)), positions(position), 6
+    )
+    assert set(entries(selected_TK[0])) == set(range((position + 1) // 4))
+    assert int((selected_TK == -1).sum()) == 6 - (position + 1) // 4
+
+
+def test_slots_without_an_entry_may_hold_anything(ops: Ops) -> None:
+    rows_SD = normal(10, WIDTH, seed=7)
+    poisoned_SD = rows_SD.clone()
+    poisoned_SD[4:] = torch.nan
+    arguments = normal(1, 2, WIDTH, seed=8), normal(1, 2, seed=9)
+    clean, poisoned = (
+        ops.index_select(*arguments, key_cache(rows), positions(17), 3) for rows in (rows_SD, poisoned_SD)
+    )
+    assert set(entries(poisoned[0])) == set(entries(clean[0]))
+
+
+@pytest.mark.parametrize("format", [RowFormat.PLAIN, RowFormat.INDEX_FP8], ids=lambda format: format.value)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scores_real_values_in_float32(ops: Ops, format: RowFormat, dtype: torch.dtype) -> None:
+    """Up to float32 rounding of the scores nothing outside the selection is better; fp8 rounds keys and queries."""
+    q_TID, weight_TI = normal(3, 8, WIDTH, seed=10, dtype=dtype), normal(3, 8, seed=11, scale=0.01)
+    keys, position_T = key_cache(normal(200, WIDTH, seed=12), format), positions(500, 799, 801)
+    selected_TK = ops.index_select(q_TID, weight_TI, keys, position_T, 32)
+    queries = q_TID if format is RowFormat.PLAIN else unpack_index_rows(*pack_index_rows(q_TID))
+    for t in range(3):
+        scores = exact_scores(queries[t], weight_TI[t], keys.read_all(), int(position_T[t]))
+        found = set(entries(selected_TK[t]))
+        assert len(found) == 32
+        worst_in, best_out = min(scores[e] for e in found), max(s for e, s in enumerate(scores) if e not in found)
+        assert worst_in >= best_out - 1e-5
+
+
+def one_hot_case(products: list[list[float]]) -> tuple[Tensor, RowCache]:
+    """Queries (two unit heads) and keys whose products are as given: ``products[entry][head]``."""
+    rows_SD = torch.zeros(len(products), WIDTH)
+    rows_SD[:, :2] = torch.tensor(products)
+    return torch.eye(2, WIDTH)[None], key_cache(rows_SD)
+
+
+@pytest.mark.parametrize(
+    ("products", "weights", "winner"),
+    [
+        ([[3.0, -5.0], [1.0, 0.0]], [1.0, 1.0], 0),
+        ([[2.0, 3.0], [0.0, 0.0]], [1.0, -1.0], 1),
+        ([[-4.0, -4.0], [0.5, 0.0]], [-1.0, 1.0], 0),
+    ],
+    ids=["without_relu_or_after_the_sum", "relu_after_weighting", "negative_scores_are_kept"],
+)
+def test_spec11_c18_relu_is_per_head_before_weighting(
+    ops: Ops, products: list[list[float]], weights: list[float], winner: int
+) -> None:
+    q_TID, keys = one_hot_case(products)
+    selected_TK = ops.index_select(q_TID, torch.tensor([weights]), keys, positions(7), 1)
+    assert selected_TK.tolist() == [[winner]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lesson_04_queries_are_rotated_then_hadamard_rotated(ops: Ops, dtype: torch.dtype) -> None:
+    position_T, q_TID = positions(0, 3, 5000), normal(3, 4, WIDTH, seed=13, dtype=dtype)
+    out = ops.index_query(q_TID, position_T, inv_freq(4))
+    assert out.dtype == dtype
+    for t, position in enumerate(position_T.tolist()):
+        rotated = exact_rope(q_TID[t], position, inv_freq(4)).to(dtype).double()
+        exact = rotated @ exact_sylvester(WIDTH) * WIDTH**-0.5
+        if dtype == torch.float32:
+            assert_rounded_once(out[t], exact)
+        else:
+            assert float((out[t].double() - exact).abs().max()) <= 2**-7 * float(exact.abs().max())
+
+
+def test_no_tokens(ops: Ops) -> None:
+    keys = key_cache(normal(5, WIDTH, seed=14))
+    selected_TK = ops.index_select(torch.empty(0, 2, WIDTH), torch.empty(0, 2), keys, positions(), 3)
+    assert selected_TK.shape == (0, 3)
+
+
+def test_torch_tiles_give_the_same_selection(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = normal(9, 2, WIDTH, seed=15), normal(9, 2, seed=16), key_cache(normal(30, WIDTH, seed=17))
+    whole = ops.index_select(*arguments, torch.arange(60, 69), 4)
+    monkeypatch.setattr(indexer, "_TILE_BYTES", 4 * 2 * 30 * 2)
+    assert torch.equal(ops.index_select(*arguments, torch.arange(60, 69), 4), whole)
