@@ -18,6 +18,8 @@ from encoding.control_tokens import EOS
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 UNKNOWN_TOKEN = "\ufffd"
+# A model can be talked into writing escape sequences; a terminal gets to see them as U+FFFD.
+CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
 
 class TokenText:
@@ -46,20 +48,21 @@ def text_of(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
 
 
 class PlainPrinter:
-    """Writes text as it is, at once."""
+    """Writes text as it is, at once; on a terminal without control characters."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
+        self._replaced = CONTROL_CHARACTERS if out.isatty() else {}
         self._at_line_start = True
 
     def feed(self, text: str) -> None:
         """Writes ``text``."""
         if text:
-            self.write_invisible(text)
+            self.write_unchecked(text.translate(self._replaced))
             self._at_line_start = text.endswith("\n")
 
-    def write_invisible(self, text: str) -> None:
-        """Writes what leaves the cursor where it is."""
+    def write_unchecked(self, text: str) -> None:
+        """Writes what does not come from the model and leaves the cursor where it is."""
         self._out.write(text)
         self._out.flush()
 
@@ -118,7 +121,7 @@ class ChatPrinter:
         self._in_thinking = thinking
         self._plain.start_line()
         if self._is_terminal:
-            self._plain.write_invisible(DIM if thinking else RESET)
+            self._plain.write_unchecked(DIM if thinking else RESET)
         else:
             self._plain.feed("<think>\n" if thinking else "</think>\n")
 

@@ -250,3 +250,17 @@ def test_bad_messages_file_is_one_line_and_exit_code_2(drive: Drive, tmp_path: P
     path = tmp_path / "messages.json"
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     drive("--messages", path).assert_user_error("--messages", "messages.json")
+
+
+@pytest.mark.gpu
+def test_cuda_device_answers_and_is_named(drive: Drive, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    assert drive("--device", "cuda", "--max-tokens", 4, "--ignore-eos", "--profile", "--json", path).code == 0
+    report = read_json(path)
+    assert len(report["completion"]["token_ids"]) == 4
+    assert report["devices"][0].startswith("cuda:0 ")
+
+
+@pytest.mark.gpu
+def test_cuda_graph_is_refused_by_name(drive: Drive) -> None:
+    drive("--cuda-graph", "--device", "cuda").assert_user_error("--cuda-graph full", "not available in this version")

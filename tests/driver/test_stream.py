@@ -46,6 +46,11 @@ def test_terminal_is_left_undimmed_when_thinking_is_cut_off() -> None:
     assert shown(Terminal(), "thinking", "I add", stopped=False) == f"{DIM}I add\n{RESET}"
 
 
+def test_terminal_never_gets_control_characters_of_the_model() -> None:
+    assert shown(Terminal(), "chat", "a\x1b[2Jb\x9bc\td\r") == "a\ufffd[2Jb\ufffdc\td\ufffd\n"
+    assert shown(io.StringIO(), "chat", "a\x1b[2J") == "a\x1b[2J\n"
+
+
 def test_chat_answer_is_shown_as_it_is() -> None:
     assert shown(io.StringIO(), "chat", "Two\nlines\n") == "Two\nlines\n"
 
