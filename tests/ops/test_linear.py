@@ -5,7 +5,7 @@ import torch
 
 from dsv4.ops import Ops
 from dsv4.quant import QuantFormat, QuantTensor, quantize
-from tests.ops.cases import assert_rounded_once, normal
+from tests.ops.cases import assert_rounded_once, integers, normal
 
 FORMATS = list(QuantFormat)
 
@@ -42,6 +42,41 @@ def test_grouped_linear_multiplies_each_group_by_its_own_rows(ops: Ops, dtype: t
     rows = weight.dequantize().double()
     exact = [x_TGK[:, g].double() @ rows[32 * g : 32 * (g + 1)].T for g in range(4)]
     assert_rounded_once(y_TGR, torch.stack(exact, dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_whole_numbers_are_exact(ops: Ops, dtype: torch.dtype) -> None:
+    """Sums below 2²⁴ are exact in float32 in any order, so the only rounding is the one to the dtype of x."""
+    x, weight = integers(-8, 8, 5, 640, seed=7, dtype=dtype), integers(-8, 8, 48, 640, seed=8, dtype=torch.bfloat16)
+    y = ops.linear(x, ops.pack_weight(QuantTensor.dense(weight)))
+    assert torch.equal(y, (x.double() @ weight.double().T).to(dtype))
+
+
+def test_strided_input(ops: Ops) -> None:
+    weight, wide = ops.pack_weight(QuantTensor.dense(normal(8, 64, seed=9))), normal(4, 128, seed=10)
+    assert torch.equal(ops.linear(wide[:, ::2], weight), ops.linear(wide[:, ::2].contiguous(), weight))
+    x_GTK = normal(2, 4, 64, seed=11)
+    strided, packed = x_GTK.transpose(0, 1), x_GTK.transpose(0, 1).contiguous()
+    assert torch.equal(ops.grouped_linear(strided, weight), ops.grouped_linear(packed, weight))
+
+
+def test_packing_keeps_the_values(ops: Ops) -> None:
+    for format in FORMATS:
+        stored = quantize(normal(16, 128, seed=12), format)
+        packed = ops.pack_weight(stored)
+        assert packed.shape == stored.shape
+        assert torch.equal(packed.dequantize(), stored.dequantize())
+
+
+def test_lesson_08_no_activation_scale_is_kept_from_an_earlier_step(ops: Ops) -> None:
+    """After a step with tiny activations a step with huge ones is as exact as it would have been first."""
+    weight = ops.pack_weight(quantize(normal(32, 128, seed=13), QuantFormat.NVFP4))
+    huge = normal(2, 128, seed=14, scale=1e4)
+    first = ops.linear(huge, weight)
+    ops.linear(huge * 1e-8, weight)
+    assert torch.equal(ops.linear(huge, weight), first)
+    both = ops.linear(torch.cat((huge * 1e-8, huge)), weight)
+    torch.testing.assert_close(both, torch.cat((first * 1e-8, first)), rtol=1e-3, atol=0)
 
 
 def test_wrong_width_is_a_value_error_that_names_the_argument(ops: Ops) -> None:

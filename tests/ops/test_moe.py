@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.config import ModelConfig
+from dsv4.errors import UserError
 from dsv4.ops import Ops
 from dsv4.ops.moe import ExpertWeights
 from dsv4.quant import QuantFormat, QuantTensor, quantize
-from tests.ops.cases import VECTORS, assert_near, integers, normal, positions
+from tests.ops.cases import TINY_CONFIG, VECTORS, assert_near, integers, normal, positions, tiny_config
 
 LIMIT = 10.0
 
@@ -105,3 +107,59 @@ def test_no_tokens(ops: Ops) -> None:
         empty, torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2), experts, zero_expert(ops, 16, 16), LIMIT
     )
     assert y.shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    "format", [QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128], ids=lambda f: f.value
+)
+def test_spec11_d25_quantised_experts_are_clamped(ops: Ops, format: QuantFormat) -> None:
+    """Pre-activations of 96 and −96: the routed and the shared expert each give ± silu(10) · 10."""
+    width = 128
+    w1, w3 = torch.zeros(width, width), torch.zeros(width, width)
+    w1[:, 0], w3[::2, 0], w3[1::2, 0] = 6.0, 6.0, -6.0
+    w1, w2, w3 = (quantize(matrix, format) for matrix in (w1, torch.eye(width), w3))
+    stacked = (quantize(matrix.dequantize()[None], format) for matrix in (w1, w2, w3))
+    experts = ExpertWeights(*map(ops.pack_weight, stacked))
+    shared = ExpertWeights(*map(ops.pack_weight, (w1, w2, w3)))
+    y = ops.moe(16 * torch.eye(1, width), positions(0)[None], torch.tensor([[0.5]]), experts, shared, LIMIT)[0]
+    silu_limit = LIMIT / (1 + math.exp(-LIMIT)) * LIMIT
+    assert y[:2].tolist() == pytest.approx([1.5 * silu_limit, -1.5 * silu_limit], rel=2e-6)
+
+
+def test_spec11_d26_the_limit_is_required_and_the_one_of_the_config(ops: Ops) -> None:
+    raw = {key: value for key, value in TINY_CONFIG.items() if key != "swiglu_limit"}
+    with pytest.raises(UserError, match="swiglu_limit"):
+        ModelConfig.from_dict(raw)
+    with pytest.raises(UserError, match="scoring_func"):
+        tiny_config(scoring_func="sigmoid")
+    assert tiny_config(swiglu_limit=7.0).swiglu_limit == 7.0
+    w = torch.full((1, 1), 100.0)
+    nothing = one(ops, *(torch.zeros(1, 1, 1),) * 3)
+    for limit in (7.0, 10.0):
+        y = ops.moe(
+            torch.ones(1, 1), positions(0)[None], torch.ones(1, 1), nothing, one(ops, w, torch.ones(1, 1), w), limit
+        )
+        assert float(y) == pytest.approx(limit / (1 + math.exp(-limit)) * limit)
+
+
+def test_an_expert_listed_twice_counts_twice_and_unlisted_experts_not_at_all(ops: Ops) -> None:
+    experts, shared = stack(ops, 4, 32, 16, 20, QuantFormat.BF16), zero_expert(ops, 32, 16)
+    x_TE = normal(1, 32, seed=21)
+    twice = ops.moe(x_TE, torch.tensor([[2, 2]]), torch.tensor([[0.25, 0.5]]), experts, shared, LIMIT)
+    once = ops.moe(x_TE, torch.tensor([[2]]), torch.tensor([[0.75]]), experts, shared, LIMIT)
+    assert_near(twice, once.double(), 1e-6)
+
+
+def test_tokens_do_not_mix(ops: Ops) -> None:
+    """A NaN token makes its own row NaN and no other, also where tokens share experts."""
+    experts = stack(ops, 4, 32, 16, 30, QuantFormat.NVFP4)
+    shared = ExpertWeights(*(QuantTensor.dense(w.dequantize()[0]) for w in (experts.w1, experts.w2, experts.w3)))
+    shared = ExpertWeights(*map(ops.pack_weight, (shared.w1, shared.w2, shared.w3)))
+    x_TE, ids_TP = normal(6, 32, seed=31), integers(0, 1, 6, 2, seed=32, dtype=torch.int64)
+    weights_TP = normal(6, 2, seed=33).abs()
+    clean = ops.moe(x_TE, ids_TP, weights_TP, experts, shared, LIMIT)
+    x_TE[3] = torch.nan
+    found = ops.moe(x_TE, ids_TP, weights_TP, experts, shared, LIMIT)
+    assert bool(found[3].isnan().all())
+    others = [0, 1, 2, 4, 5]
+    assert_near(found[others], clean[others].double(), 1e-6)

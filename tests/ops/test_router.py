@@ -16,6 +16,11 @@ def score(logit: float) -> float:
     return math.sqrt(math.log1p(math.exp(-abs(logit))) + max(logit, 0.0))
 
 
+def log_score(logit: float) -> float:
+    """Natural logarithm of the score, without underflow: ln softplus(l) is l far below zero."""
+    return 0.5 * logit if logit < -30 else math.log(score(logit))
+
+
 def gate_for(ops: Ops, logits: list[float]) -> QuantTensor:
     """A gate that gives these logits for the input (1, 0, …)."""
     weight = torch.zeros(len(logits), 16)
@@ -76,11 +81,11 @@ def test_ties_go_to_the_lowest_expert(ops: Ops) -> None:
 @pytest.mark.parametrize("logit", [-15.0, -20.0, -100.0, -300.0, -1e4])
 def test_spec11_d27_very_negative_logits_keep_their_weights(ops: Ops, logit: float) -> None:
     gate = gate_for(ops, [logit, logit - 2.0, logit])
-    _, weights_TP = ops.route_learned(first_unit(), gate, torch.zeros(3), 3, SCALING)
+    ids_TP, weights_TP = ops.route_learned(first_unit(), gate, torch.zeros(3), 3, SCALING)
     lower = math.exp(-1.0)
-    exact = {0: 1 / (2 + lower), 1: lower / (2 + lower), 2: 1 / (2 + lower)}
-    found = sorted(weights_TP[0].tolist())
-    assert found == pytest.approx(sorted(value * SCALING for value in exact.values()), rel=1e-4)
+    exact = [1 / (2 + lower), lower / (2 + lower), 1 / (2 + lower)]
+    for expert, weight in zip(ids_TP[0].tolist(), weights_TP[0].tolist(), strict=True):
+        assert weight == pytest.approx(exact[expert] * SCALING, rel=1e-4)
 
 
 @pytest.mark.parametrize("scaling", [1.0, 1.5, 2.5])
@@ -92,3 +97,35 @@ def test_spec11_d28_weights_sum_to_the_scaling_factor_once(ops: Ops, scaling: fl
     _, hashed = ops.route_hash(x_TE, gate, table_VP, torch.zeros(8, dtype=torch.int64), scaling)
     for weights_TP in (learned, hashed):
         torch.testing.assert_close(weights_TP.sum(1), torch.full((8,), scaling))
+
+
+@pytest.mark.parametrize("logit", [-1e4, -300.0, -100.0, -15.001, -15.0, -14.999, -1e-3, 0.0, 19.9, 20.1, 300.0])
+def test_scores_are_continuous_and_right_over_the_whole_range(ops: Ops, logit: float) -> None:
+    """Against an expert of the same logit plus 1, so that no weight underflows."""
+    _, weights_TP = ops.route_learned(
+        first_unit(), gate_for(ops, [logit, logit + 1.0]), torch.tensor([9.0, 0.0]), 2, 1.0
+    )
+    lower, upper = (log_score(float(torch.tensor(value))) for value in (logit, logit + 1.0))
+    exact = 1 / (1 + math.exp(upper - lower))
+    assert sorted(weights_TP[0].tolist())[0] == pytest.approx(exact, rel=2e-4 if abs(logit) > 1e3 else 1e-5)
+
+
+def test_very_negative_scores_can_win_by_their_bias(ops: Ops) -> None:
+    ids_TP, weights_TP = ops.route_learned(
+        first_unit(), gate_for(ops, [5.0, -300.0, 0.0]), torch.tensor([0.0, 50.0, -9.0]), 2, 1.0
+    )
+    assert ids_TP.tolist() == [[1, 0]]
+    assert weights_TP[0].tolist() == pytest.approx([0.0, 1.0])
+
+
+def test_equal_gate_rows_share_the_weight_equally(ops: Ops) -> None:
+    gate = ops.pack_weight(QuantTensor.dense(normal(1, 64, seed=9).repeat(8, 1)))
+    ids_TP, weights_TP = ops.route_learned(normal(3, 64, seed=10), gate, torch.zeros(8), 4, 2.0)
+    assert ids_TP.tolist() == [[0, 1, 2, 3]] * 3
+    torch.testing.assert_close(weights_TP, torch.full((3, 4), 0.5))
+
+
+def test_no_tokens(ops: Ops) -> None:
+    gate = ops.pack_weight(QuantTensor.dense(normal(8, 64, seed=11)))
+    ids_TP, weights_TP = ops.route_learned(torch.empty(0, 64), gate, torch.zeros(8), 3, 1.0)
+    assert (ids_TP.shape, weights_TP.shape) == ((0, 3), (0, 3))
