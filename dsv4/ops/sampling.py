@@ -22,10 +22,11 @@ def sample_token(
     min-p keeps tokens with probability ≥ min_p · the largest one; top-p keeps the smallest set of most likely tokens
     whose probabilities sum to at least top_p (never empty; ties in probability: lowest id first). The noise is a
     pure function of (seed, position, token id), so a run can be repeated and does not depend on how the vocabulary
-    is split. ``position_1`` is the int position of the new token, on the device. ``NAN_TOKEN`` when any logit is
-    NaN.
+    is split. ``position_1`` is the int position of the new token, on the device. ``NAN_TOKEN`` when there is no
+    distribution: a logit is NaN or +∞, or all are −∞.
     """
-    scaled = logits_V.float() / temperature
+    # Relative to the largest logit, so that a temperature close to 0 cannot overflow.
+    scaled = (logits_V.float() - logits_V.max()) / temperature
     probability = torch.softmax(scaled, dim=-1)
     keep = probability >= min_p * probability.max()
     if top_p < 1.0:
@@ -33,7 +34,7 @@ def sample_token(
         before = ordered.cumsum(0) - ordered
         keep &= torch.zeros_like(keep).index_copy_(0, order, before < top_p)
     noisy = torch.where(keep, scaled + gumbel_noise(logits_V.shape[0], seed, position_1), -torch.inf)
-    return _guard(noisy.argmax(), logits_V)
+    return _guard(noisy.argmax(), scaled)
 
 
 def gumbel_noise(vocab_size: int, seed: int, position_1: Tensor) -> Tensor:
@@ -52,5 +53,5 @@ def _mix(word: Tensor) -> Tensor:
     return word ^ (word >> 16)
 
 
-def _guard(token: Tensor, logits_V: Tensor) -> Tensor:
-    return torch.where(logits_V.isnan().any(), NAN_TOKEN, token)
+def _guard(token: Tensor, values_V: Tensor) -> Tensor:
+    return torch.where(values_V.isnan().any(), NAN_TOKEN, token)

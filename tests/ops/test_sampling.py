@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,28 +11,57 @@ from dsv4.ops.sampling import NAN_TOKEN, gumbel_noise
 from tests.ops.cases import normal, positions
 
 
-def draws(ops: Ops, logits_V: Tensor, count: int, temperature: float = 1.0, top_p: float = 1.0, min_p: float = 0.0):
+def draws(
+    ops: Ops, logits_V: Tensor, count: int, temperature: float = 1.0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[int]:
     return [
         int(ops.sample_token(logits_V, temperature, top_p, min_p, 7, positions(position))) for position in range(count)
     ]
 
 
+def logits_of(*probabilities: float) -> Tensor:
+    return torch.tensor([math.log(p) for p in probabilities])
+
+
 def test_greedy_takes_the_lowest_id_of_the_largest_logits(ops: Ops) -> None:
-    logits_V = torch.tensor([1.0, 3.0, 2.0, 3.0])
-    assert int(ops.argmax_token(logits_V)) == 1
-    assert ops.argmax_token(logits_V).dtype == torch.int64
+    token = ops.argmax_token(torch.tensor([1.0, 3.0, 2.0, 3.0]))
+    assert (int(token), token.dtype, token.shape) == (1, torch.int64, ())
+    tied = torch.full((129_280,), -2.0)
+    tied[[70_000, 129_279]] = 5.5
+    assert int(ops.argmax_token(tied)) == 70_000
+    assert int(ops.argmax_token(torch.zeros(129_280))) == 0
 
 
-def test_nan_gives_the_nan_token(ops: Ops) -> None:
-    for index in (0, 4):
-        logits_V = torch.tensor([1.0, 3.0, 2.0, 3.0, 0.0])
-        logits_V[index] = torch.nan
-        assert int(ops.argmax_token(logits_V)) == NAN_TOKEN
-        assert int(ops.sample_token(logits_V, 1.0, 1.0, 0.0, 1, positions(0))) == NAN_TOKEN
+def test_greedy_with_infinities(ops: Ops) -> None:
+    assert int(ops.argmax_token(torch.tensor([-torch.inf, -torch.inf, -5.0]))) == 2
+    assert int(ops.argmax_token(torch.tensor([0.0, torch.inf, torch.inf]))) == 1
+
+
+@pytest.mark.parametrize("index", [0, 3, 4])
+def test_nan_gives_the_nan_token(ops: Ops, index: int) -> None:
+    logits_V = torch.tensor([1.0, 3.0, 2.0, 3.0, 0.0])
+    logits_V[index] = torch.nan
+    for token in (
+        ops.argmax_token(logits_V),
+        ops.sample_token(logits_V, 1.0, 1.0, 0.0, 1, positions(0)),
+        ops.sample_token(logits_V, 1.0, 0.5, 0.1, 1, positions(0)),
+    ):
+        assert (int(token), token.dtype) == (NAN_TOKEN, torch.int64)
+
+
+@pytest.mark.parametrize("logits", [[0.0, torch.inf, 1.0], [-torch.inf] * 3])
+def test_a_draw_without_a_distribution_gives_the_nan_token(ops: Ops, logits: list[float]) -> None:
+    """Not token 0, which is the beginning-of-sequence token."""
+    assert int(ops.sample_token(torch.tensor(logits), 1.0, 1.0, 0.0, 1, positions(0))) == NAN_TOKEN
+
+
+def test_impossible_tokens_are_never_drawn(ops: Ops) -> None:
+    logits_V = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.5, -torch.inf])
+    assert set(draws(ops, logits_V, 100)) == {1, 3}
 
 
 def test_draws_follow_the_softmax(ops: Ops) -> None:
-    """χ² over 6 tokens, 5 degrees of freedom: 20.5 is exceeded once in a thousand draws of the seed."""
+    """χ² over 6 tokens, 5 degrees of freedom: 20.5 is exceeded for one seed in a thousand."""
     logits_V, temperature, count = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 1.5]), 1.3, 3000
     probability = torch.softmax(logits_V.double() / temperature, 0).tolist()
     found = draws(ops, logits_V, count, temperature)
@@ -39,10 +69,67 @@ def test_draws_follow_the_softmax(ops: Ops) -> None:
     assert chi_square < 20.5
 
 
+def test_restricted_draws_keep_the_proportions(ops: Ops) -> None:
+    """Top-p 0.8 of (0.5, 0.3, 0.15, 0.05) leaves 5 : 3."""
+    found = draws(ops, logits_of(0.5, 0.3, 0.15, 0.05), 2000, top_p=0.79)
+    assert set(found) == {0, 1}
+    assert found.count(0) / 2000 == pytest.approx(5 / 8, abs=0.035)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(1e-9, {2}), (0.49, {2}), (0.51, {2, 0}), (0.79, {2, 0}), (0.81, {2, 0, 3}), (0.999, {2, 0, 3, 1})],
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_it(ops: Ops, top_p: float, kept: set[int]) -> None:
+    assert set(draws(ops, logits_of(0.3, 0.05, 0.5, 0.15), 300, top_p=top_p)) == kept
+
+
+def test_top_p_ties_keep_the_lowest_ids(ops: Ops) -> None:
+    """Four tokens of probability 1/4: half of them reach 0.5, three are needed for a little more."""
+    assert set(draws(ops, torch.zeros(4), 100, top_p=0.5)) == {0, 1}
+    assert set(draws(ops, torch.zeros(4), 200, top_p=0.51)) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.0, {0, 1, 2, 3}), (0.29, {0, 1, 2}), (0.31, {0, 1}), (1.0, {0})])
+def test_min_p_is_relative_to_the_most_likely_token(ops: Ops, min_p: float, kept: set[int]) -> None:
+    assert set(draws(ops, logits_of(0.5, 0.3, 0.15, 0.05), 300, min_p=min_p)) == kept
+
+
+def test_min_p_keeps_all_that_tie_with_the_largest(ops: Ops) -> None:
+    assert set(draws(ops, torch.tensor([2.0, 0.0, 2.0]), 100, min_p=1.0)) == {0, 2}
+
+
+def test_the_smaller_of_top_p_and_min_p_wins(ops: Ops) -> None:
+    logits_V = logits_of(0.5, 0.3, 0.15, 0.05)
+    assert set(draws(ops, logits_V, 200, top_p=0.96, min_p=0.5)) == {0, 1}
+    assert set(draws(ops, logits_V, 200, top_p=0.6, min_p=0.2)) == {0, 1}
+
+
+def test_temperature_flattens_and_sharpens(ops: Ops) -> None:
+    logits_V = torch.tensor([0.0, 1.0])
+    hot, cold = draws(ops, logits_V, 500, temperature=50.0), draws(ops, logits_V, 500, temperature=0.05)
+    assert 0.4 < sum(hot) / 500 < 0.6
+    assert set(cold) == {1}
+
+
+@pytest.mark.parametrize("temperature", [1e-37, 1e-5])
+def test_temperatures_close_to_zero_are_greedy_and_not_an_overflow(ops: Ops, temperature: float) -> None:
+    assert set(draws(ops, torch.tensor([1999.0, 2000.0, -400.0]), 20, temperature, top_p=0.9, min_p=0.1)) == {1}
+
+
 def test_noise_is_gumbel() -> None:
     noise = torch.cat([gumbel_noise(20_000, 3, positions(position)) for position in range(5)]).double()
-    assert abs(float(noise.mean()) - 0.5772) < 0.015
-    assert abs(float(noise.std()) - math.pi / math.sqrt(6)) < 0.015
+    assert noise.isfinite().all()
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.015)
+    assert float(noise.std()) == pytest.approx(math.pi / math.sqrt(6), abs=0.015)
+
+
+def test_noise_of_neighbouring_positions_and_tokens_is_independent() -> None:
+    rows = torch.stack([gumbel_noise(4000, 11, positions(position)) for position in (0, 1, 2, 1 << 20)])
+    columns = torch.stack((rows[0, :-1], rows[0, 1:]))
+    for correlation in (torch.corrcoef(rows), torch.corrcoef(columns)):
+        off_diagonal = correlation - torch.eye(correlation.shape[0])
+        assert float(off_diagonal.abs().max()) < 0.06
 
 
 def test_reproducible_by_seed_and_position(ops: Ops) -> None:
@@ -55,3 +142,13 @@ def test_reproducible_by_seed_and_position(ops: Ops) -> None:
     assert draw(5, 0) != draw(6, 0)
     assert draw(5, 0) != draw(5, 1000)
     assert draw(5, 0) != draw(5 + (1 << 32), 0), "the upper half of the seed matters"
+    assert draw(2**63 - 1, 0) != draw(2**31 - 1, 0)
+
+
+def test_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary() -> None:
+    assert torch.equal(gumbel_noise(1000, 9, positions(4))[:100], gumbel_noise(100, 9, positions(4)))
+
+
+def test_bfloat16_logits_draw_like_their_float32_values(ops: Ops) -> None:
+    logits_V = normal(64, seed=2, dtype=torch.bfloat16)
+    assert draws(ops, logits_V, 20, top_p=0.9) == draws(ops, logits_V.float(), 20, top_p=0.9)
