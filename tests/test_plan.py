@@ -1,0 +1,150 @@
+"""Memory plan: the numbers are what is allocated, and the refusal is one line."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4 import plan
+from dsv4.checkpoint import ParameterDescription
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.errors import UserError
+from dsv4.ops import TORCH
+from dsv4.parameters import Role, parameters
+from dsv4.placement import Placement
+from dsv4.plan import available_bytes, decoded_bytes, max_context_tokens, plan_memory
+from dsv4.quant import QuantFormat, QuantTensor
+from dsv4.state import DecodeState, layer_state_bytes
+from tests.ops.cases import tiny_config
+
+MATRIX_ROLES = (Role.LINEAR, Role.EXPERT, Role.FLOOR)
+ENGINES = [
+    EngineConfig(max_context=300),
+    EngineConfig(max_context=4096, kv_dtype="bf16", index_dtype="bf16", compute_dtype="float32", prefill_chunk=7),
+    EngineConfig(max_context=1, kv_dtype="bf16", index_dtype="fp8", prefill_chunk=1),
+]
+
+
+def bfloat16_checkpoint(config: ModelConfig, mtp: bool = False) -> list[ParameterDescription]:
+    return [
+        ParameterDescription(p, QuantFormat.BF16 if p.role in MATRIX_ROLES else None, 2 * torch.Size(p.shape).numel())
+        for p in parameters(config, "classic" if mtp else None).values()
+    ]
+
+
+def two_devices(config: ModelConfig) -> Placement:
+    """Distinct devices that exist everywhere; the second is never allocated on."""
+    return Placement.pipeline([1] * config.num_hidden_layers, [torch.device("cpu"), torch.device("meta")])
+
+
+@pytest.fixture(autouse=True)
+def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "available_bytes", lambda device: 1 << 40)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=["fp8", "float32", "mixed"])
+def test_state_bytes_are_what_the_state_allocates(engine: EngineConfig) -> None:
+    config = tiny_config()
+    placement = two_devices(config)
+    planned = plan_memory(config, engine, placement, [])
+    state = DecodeState.allocate(config, engine, planned.max_context, placement.layer_devices)
+    assert planned.total_bytes == state.nbytes > 0
+    table = list(state.byte_table())
+    for device in planned.devices:
+        layers = [index for index, owner in enumerate(placement.layer_devices) if owner == device.device]
+        assert device.layers == len(layers)
+        assert device.state_bytes == sum(size for layer, _, size in table if layer in layers)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=["fp8", "float32", "mixed"])
+def test_the_byte_table_lists_every_buffer(engine: EngineConfig) -> None:
+    """Storage found by walking the state equals the table."""
+    config = tiny_config()
+    state = DecodeState.allocate(config, engine, 300, (torch.device("cpu"),) * 4)
+    storages = {tensor.data_ptr(): tensor.nbytes for layer in state.layers for tensor in tensors_of(layer)}
+    assert sum(storages.values()) == state.nbytes
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        return [t for field in dataclasses.fields(value) for t in tensors_of(getattr(value, field.name))]
+    return []
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_layer_state_bytes_allocate_nothing_at_a_million_tokens(ratio: int) -> None:
+    """584 bytes per window slot and compressed entry, 132 per index key, float32 compressor rings."""
+    engine = EngineConfig(max_context=1 << 20, index_dtype="fp8", prefill_chunk=512)
+    found = layer_state_bytes(tiny_config(max_position_embeddings=1 << 20), engine, 1 << 20, ratio)
+    expected = (128 + 512 + 8) * 584
+    if ratio:
+        expected += ((1 << 20) // ratio + 1) * 584
+        expected += 2 * 4 * ((8 + 8) * 1024 if ratio == 4 else (128 + 8) * 512)
+    if ratio == 4:
+        expected += ((1 << 20) // 4 + 1) * 132 + 2 * 4 * (8 + 8) * 256
+    assert found == expected
+
+
+def test_weights_are_counted_where_they_go() -> None:
+    config = tiny_config()
+    placement, stored = two_devices(config), bfloat16_checkpoint(config, mtp=True)
+    planned = plan_memory(config, EngineConfig(), placement, stored)
+    for device in planned.devices:
+        owned = [d for d in stored if placement.device_of(d.parameter.name) == device.device]
+        assert device.weight_bytes == sum(d.nbytes for d in owned)
+        assert device.decoded_bytes == sum(decoded_bytes(d.parameter) for d in owned)
+    assert sum(device.weight_bytes for device in planned.devices) == sum(d.nbytes for d in stored)
+
+
+def test_decoded_bytes_are_those_of_the_torch_ops_weights() -> None:
+    for parameter in parameters(tiny_config(), "classic").values():
+        expected = 0
+        if parameter.role in MATRIX_ROLES and not parameter.name.startswith(("embed.", "mtp.")):
+            stored = QuantTensor.dense(torch.zeros(parameter.shape, dtype=torch.bfloat16))
+            expected = TORCH.pack_weight(stored).nbytes
+        assert decoded_bytes(parameter) == expected, parameter.name
+
+
+def test_a_plan_that_does_not_fit_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config()
+    stored, placement = bfloat16_checkpoint(config), two_devices(config)
+    fitting = plan_memory(config, EngineConfig(), placement, stored)
+    fitting.refuse_if_too_large()
+    needed = fitting.devices[1].total_bytes
+    for available, fits in ((needed, True), (needed - 1, False)):
+        limits = {torch.device("cpu"): 1 << 40, torch.device("meta"): available}
+        monkeypatch.setattr(plan, "available_bytes", limits.__getitem__)
+        planned = plan_memory(config, EngineConfig(), placement, stored)
+        assert planned.fits is fits
+        assert [device.fits for device in planned.devices] == [True, fits]
+    with pytest.raises(UserError, match=r"^memory: meta needs .* MiB .*--max-context") as caught:
+        planned.refuse_if_too_large()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_table_names_every_device_and_the_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "available_bytes", lambda device: 1 << 40 if device.type == "cpu" else 0)
+    config = tiny_config()
+    lines = str(plan_memory(config, EngineConfig(max_context=2048), two_devices(config), [])).splitlines()
+    assert "2,048 tokens" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == ["device", "cpu", "meta"]
+    assert [line.endswith("does not fit") for line in lines[2:]] == [False, True]
+
+
+def test_context_defaults_to_the_models_own_up_to_8192_and_is_bounded_by_it() -> None:
+    assert max_context_tokens(tiny_config(), EngineConfig()) == 4096
+    assert max_context_tokens(tiny_config(max_position_embeddings=1 << 20), EngineConfig()) == 8192
+    assert (
+        max_context_tokens(tiny_config(max_position_embeddings=1 << 20), EngineConfig(max_context=1 << 20)) == 1 << 20
+    )
+    with pytest.raises(UserError, match=r"--max-context: found 4097, expected at most 4096"):
+        max_context_tokens(tiny_config(), EngineConfig(max_context=4097))
+
+
+def test_available_bytes_of_the_cpu_come_from_the_operating_system() -> None:
+    meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
+    total = int(next(line for line in meminfo.splitlines() if line.startswith("MemTotal:")).split()[1]) * 1024
+    assert 0 < available_bytes(torch.device("cpu")) <= total
