@@ -23,10 +23,16 @@ class Placement:
 
     @classmethod
     def pipeline(cls, layer_bytes: Sequence[int], devices: Sequence[torch.device]) -> "Placement":
-        """Contiguous segments balanced by bytes: a layer goes where the middle of its bytes falls in equal shares."""
-        total = sum(layer_bytes)
-        middles = [end - size / 2 for end, size in zip(accumulate(layer_bytes), layer_bytes, strict=True)]
-        return cls(tuple(devices[min(int(middle * len(devices) / total), len(devices) - 1)] for middle in middles))
+        """Contiguous segments balanced by bytes: a layer goes where the middle of its bytes falls in equal shares,
+        moved as little as it takes to leave no device without a layer (while there are layers).
+        """
+        layers, total = len(layer_bytes), sum(layer_bytes)
+        chosen: list[int] = []
+        for layer, (end, size) in enumerate(zip(accumulate(layer_bytes), layer_bytes, strict=True)):
+            share = int((end - size / 2) * len(devices) / total)
+            first_of_the_rest = len(devices) - (layers - layer)
+            chosen.append(min(max(share, first_of_the_rest), chosen[-1] + 1 if chosen else 0, len(devices) - 1))
+        return cls(tuple(devices[index] for index in chosen))
 
     def device_of(self, name: str) -> torch.device:
         """The device that owns a parameter of ``dsv4.parameters``."""
