@@ -82,9 +82,7 @@ class IncrementalDecoder:
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for an unfinished character, else nothing. The decoder is then fresh."""
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
+        return self._utf8.decode(b"", final=True)
 
 
 def _byte_symbols() -> dict[str, bytes]:

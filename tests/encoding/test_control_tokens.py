@@ -118,6 +118,7 @@ def test_a_literal_split_between_context_and_messages_is_neutralised(
         first = encode_messages(context, "chat")
         second = encode_messages(messages, "chat", context=context)
         assert count(tokenizer, added_tokens, first + second) == 1
+        assert (first + second).replace(ZWSP, "") == "<｜begin▁of▁sentence｜>" + literal
 
 
 def test_a_tool_cannot_close_its_own_result() -> None:

@@ -75,6 +75,11 @@ def test_old_reasoning_and_developer_messages_are_dropped_before_the_last_user_m
     assert body(messages, "thinking") == f"a{EOS}{USER}hi{ASSISTANT}<think>s</think>b{EOS}"
 
 
+def test_reminders_and_the_last_developer_message_survive_the_dropping() -> None:
+    messages = [{"role": "latest_reminder", "content": "today"}, {"role": "developer", "content": "D"}]
+    assert body(messages, "thinking") == f"<｜latest_reminder｜>today{USER}D{ASSISTANT}<think>"
+
+
 def test_reasoning_is_kept_on_request() -> None:
     messages = [HI, {"role": "assistant", "content": "a", "reasoning_content": "r"}, HI]
     expected = f"{USER}hi{ASSISTANT}<think>r</think>a{EOS}{USER}hi{ASSISTANT}<think>"

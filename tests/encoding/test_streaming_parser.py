@@ -66,7 +66,9 @@ def text_of(events: list[Event], kind: type) -> str:
 
 @pytest.mark.parametrize("mode", ["chat", "thinking"])
 def test_split_anywhere_gives_the_same(mode: str) -> None:
-    for text in (GOOD, GOOD.replace("｜DSML｜", "|DSML|"), GOOD.replace("｜DSML｜", ""), GOOD + GOOD, GOOD[:-30]):
+    too_long = GOOD.replace('name="f"', f'name="{"f" * MAX_TAG_CHARACTERS}"')
+    unmarked = GOOD.replace("｜DSML｜", "")
+    for text in (GOOD, GOOD.replace("｜DSML｜", "|DSML|"), unmarked, GOOD + GOOD, GOOD[:-30], too_long):
         events, completion = stream([text], mode)
         assert completion == parse_completion(text, mode)
         for cut in range(len(text)):

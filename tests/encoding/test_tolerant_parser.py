@@ -164,6 +164,9 @@ def test_json_instead_of_parameters() -> None:
     assert calls(completion) == [("f", {"q": 1})]
     assert completion.repairs == ("json_instead_of_parameters",)
     assert calls(parse(call_with("nonsense"), "chat")) == [("f", {})]
+    both = parse(call_with(parameter("a", "x"), '{"q": 1}\n'), "chat")
+    assert calls(both) == [("f", {"a": "x"})]
+    assert both.repairs == ("text_in_tool_call",)
 
 
 def test_missing_string_attribute_takes_json_where_the_schema_allows_it() -> None:
@@ -210,12 +213,20 @@ def test_closing_tags_without_marker_after_an_opening_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["</parameter>", "<a></parameter>\n</invoke></a>", "</think>", "a < b > c", "<｜x｜>\n"]
+    "value",
+    ["</parameter>", "<a></parameter>\n</invoke></a>", "</think>", "a < b > c", "<｜x｜>\n", "a<｜DSML｜tool_calls>b"],
 )
 def test_only_the_prescribed_tag_ends_a_value(value: str) -> None:
     completion = parse(call_with(parameter("a", value)), "chat")
     assert calls(completion) == [("f", {"a": value})]
     assert completion.repairs == ()
+
+
+def test_a_stray_tag_does_not_end_a_call() -> None:
+    text = call_with(parameter("a", "x"), "</｜DSML｜parameter>\n<｜DSML｜tool_calls>\n", parameter("b", "y"))
+    completion = parse(text, "chat")
+    assert calls(completion) == [("f", {"a": "x", "b": "y"})]
+    assert completion.repairs == ("stray_dsml_tag",)
 
 
 def test_several_blocks_are_joined() -> None:
@@ -251,6 +262,8 @@ def test_reasoning_in_chat_mode_is_told_apart() -> None:
     completion = parse(f"<think>r</think>a{EOS}", "chat")
     assert texts(completion) == ("r", "a")
     assert completion.repairs == ("reasoning_in_chat_mode",)
+    assert texts(parse(f"a<think>b{EOS}", "chat")) == ("", "ab")
+    assert parse(f"a<think>b{EOS}", "chat").repairs == ("stray_think_open",)
 
 
 def test_text_after_the_end_is_ignored() -> None:
