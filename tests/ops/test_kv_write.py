@@ -61,3 +61,11 @@ def test_a_full_ring_can_be_written_at_once_and_nothing_at_all(ops: Ops) -> None
     assert bool((before.abs().sum(1) > 0).all())
     ops.kv_write(torch.empty(0, HEAD_DIM), torch.ones(HEAD_DIM), positions(), inv_freq(0), cache, EPS)
     assert torch.equal(cache.data, before)
+
+
+@pytest.mark.parametrize("start", [2**31 - 2, 2**32 - 3, 2**40])
+def test_spec11_b14_slots_of_positions_beyond_32_bits(ops: Ops, start: int) -> None:
+    cache = ring(136, RowFormat.PLAIN, torch.float32)
+    ops.kv_write(normal(5, HEAD_DIM, seed=7), torch.ones(HEAD_DIM), start + torch.arange(5), inv_freq(0), cache, EPS)
+    written = {slot for slot in range(136) if bool(cache.data[slot].any())}
+    assert written == {(start + t) % 136 for t in range(5)}

@@ -1,0 +1,240 @@
+"""What the layers hand to their ops, against the formulas of the spec computed from the weights in float64.
+
+A recording op table shows the arguments. The whole model is compared with transformers elsewhere; here a wrong wire is
+named.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.layers.attention import Attention
+from dsv4.layers.head import Head
+from dsv4.layers.hyper_connection import HyperConnection
+from dsv4.layers.moe import MoE
+from dsv4.layers.weights import WeightReader, Weights
+from dsv4.ops import TORCH, Ops
+from dsv4.ops.rope import layer_inv_freq
+from dsv4.quant import QuantTensor
+from dsv4.state import DecodeState
+from tests.model.tiny import random_weights, raw_config
+from tests.ops.cases import assert_near, exact_rope, exact_sylvester, normal
+
+RATIOS = (0, 4, 128)
+CONFIG = ModelConfig.from_dict(raw_config(RATIOS, 1))
+WEIGHTS: Weights = random_weights(CONFIG)
+TOKENS, START = 9, 3
+BOUND = 1e-5
+
+
+@dataclasses.dataclass
+class Recorder:
+    """An op table that remembers the arguments and the result of every call."""
+
+    calls: list[tuple[str, tuple[Any, ...], Any]] = dataclasses.field(default_factory=list)
+
+    def table(self) -> Ops:
+        names = [field.name for field in dataclasses.fields(Ops)]
+        return Ops(**{name: self._recording(name) for name in names})
+
+    def _recording(self, name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            result = getattr(TORCH, name)(*arguments, **named)
+            self.calls.append((name, arguments, result))
+            return result
+
+        return call
+
+    def arguments(self, name: str) -> list[tuple[Any, ...]]:
+        return [arguments for called, arguments, _ in self.calls if called == name]
+
+    def results(self, name: str) -> list[Any]:
+        return [result for called, _, result in self.calls if called == name]
+
+
+def matrix(name: str) -> Tensor:
+    weight = WEIGHTS[name]
+    assert isinstance(weight, QuantTensor)
+    return weight.dequantize().double()
+
+
+def vector(name: str) -> Tensor:
+    weight = WEIGHTS[name]
+    assert isinstance(weight, Tensor)
+    return weight.double()
+
+
+def exact_norm(x: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + CONFIG.rms_norm_eps) ** -0.5
+
+
+def exact_c_q(x_TE: Tensor, layer: int) -> Tensor:
+    prefix = f"layers.{layer}.attn"
+    return exact_norm(x_TE.double() @ matrix(f"{prefix}.wq_a.weight").T) * vector(f"{prefix}.q_norm.weight")
+
+
+@dataclasses.dataclass
+class AttentionRun:
+    """One attention layer on tokens 3 to 11 after tokens 0 to 2, recorded."""
+
+    x_TE: Tensor
+    out_TE: Tensor
+    recorder: Recorder
+
+
+def run_attention(layer: int) -> AttentionRun:
+    recorder = Recorder()
+    reader = WeightReader(WEIGHTS, recorder.table()).below(f"layers.{layer}.attn")
+    attention = Attention.build(CONFIG, reader, recorder.table(), RATIOS[layer], torch.float32)
+    engine = EngineConfig(kv_dtype="bf16", index_dtype="bf16", compute_dtype="float32")
+    state = DecodeState.allocate(CONFIG, engine, 64, (torch.device("cpu"),) * 3).layers[layer]
+    x_TE = normal(START + TOKENS, CONFIG.hidden_size, seed=50)
+    attention(x_TE[:START], torch.arange(START), state)
+    recorder.calls.clear()
+    out_TE = attention(x_TE[START:], torch.arange(START, START + TOKENS), state)
+    return AttentionRun(x_TE[START:], out_TE, recorder)
+
+
+@pytest.fixture(params=range(len(RATIOS)), ids=["window", "csa", "hca"])
+def layer(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def test_lesson_01_attention_gets_queries_normalised_per_head(layer: int) -> None:
+    run = run_attention(layer)
+    ((q_THD, *_),) = run.recorder.arguments("sparse_attention")
+    raw = exact_c_q(run.x_TE, layer) @ matrix(f"layers.{layer}.attn.wq_b.weight").T
+    heads = exact_norm(raw.unflatten(1, (CONFIG.num_attention_heads, CONFIG.head_dim)))
+    frequencies = layer_inv_freq(CONFIG, RATIOS[layer])
+    exact = torch.stack([exact_rope(head, START + t, frequencies) for t, head in enumerate(heads)])
+    assert_near(q_THD, exact, BOUND)
+
+
+def test_lesson_02_one_table_serves_everything_in_a_layer(layer: int) -> None:
+    recorder, expected = run_attention(layer).recorder, layer_inv_freq(CONFIG, RATIOS[layer])
+    used = [arguments[2] for arguments in recorder.arguments("rope")]
+    used += [arguments[3] for arguments in recorder.arguments("kv_write")]
+    used += [arguments[3].inv_freq for arguments in recorder.arguments("compress")]
+    used += [arguments[2] for arguments in recorder.arguments("index_query")]
+    used += [arguments[5] for arguments in recorder.arguments("sparse_attention")]
+    assert len(used) == {0: 3, 4: 6, 128: 4}[RATIOS[layer]]
+    assert all(torch.equal(inv_freq, expected) for inv_freq in used)
+
+
+def test_lesson_04_index_queries_come_from_c_q_and_both_sides_are_rotated() -> None:
+    run = run_attention(1)
+    ((q_TID, weight_TI, *_),) = run.recorder.arguments("index_select")
+    heads, width = CONFIG.index_n_heads, CONFIG.index_head_dim
+    raw = (exact_c_q(run.x_TE, 1) @ matrix("layers.1.attn.indexer.wq_b.weight").T).unflatten(1, (heads, width))
+    frequencies = layer_inv_freq(CONFIG, 4)
+    turned = torch.stack([exact_rope(q, START + t, frequencies) for t, q in enumerate(raw)])
+    assert_near(q_TID, turned @ exact_sylvester(width) * width**-0.5, BOUND)
+    exact_weight = run.x_TE.double() @ matrix("layers.1.attn.indexer.weights_proj.weight").T
+    assert_near(weight_TI, exact_weight * width**-0.5 * heads**-0.5, BOUND)
+    main, index = (arguments[3] for arguments in run.recorder.arguments("compress"))
+    assert (main.rotate_keys, index.rotate_keys) == (False, True)
+
+
+@pytest.mark.parametrize("layer", [1, 2], ids=["csa", "hca"])
+def test_compressors_read_the_attention_input(layer: int) -> None:
+    run = run_attention(layer)
+    parts = [f"layers.{layer}.attn.compressor", f"layers.{layer}.attn.indexer.compressor"][: 2 if layer == 1 else 1]
+    for prefix, (kv_TW, score_TW, positions_T, weights, _) in zip(
+        parts, run.recorder.arguments("compress"), strict=True
+    ):
+        assert (kv_TW.dtype, score_TW.dtype) == (torch.float32, torch.float32)
+        assert_near(kv_TW, run.x_TE.double() @ matrix(f"{prefix}.wkv.weight").T, BOUND)
+        assert_near(score_TW, run.x_TE.double() @ matrix(f"{prefix}.wgate.weight").T, BOUND)
+        assert torch.equal(weights.ape.double(), vector(f"{prefix}.ape"))
+        assert positions_T.tolist() == list(range(START, START + TOKENS))
+
+
+def test_output_heads_are_grouped_contiguously(layer: int) -> None:
+    run = run_attention(layer)
+    (o_THD,) = run.recorder.results("sparse_attention")
+    prefix, groups = f"layers.{layer}.attn", CONFIG.o_groups
+    wo_a = matrix(f"{prefix}.wo_a.weight").unflatten(0, (groups, -1))
+    per_group = CONFIG.num_attention_heads // groups
+    low_rank = [o_THD[:, per_group * g : per_group * (g + 1)].double().flatten(1) @ wo_a[g].T for g in range(groups)]
+    assert_near(run.out_TE, torch.cat(low_rank, dim=1) @ matrix(f"{prefix}.wo_b.weight").T, BOUND)
+
+
+def test_keys_are_written_before_they_are_read(layer: int) -> None:
+    """A token sees its own key and the entries and index keys that it completes."""
+    order = [name for name, _, _ in run_attention(layer).recorder.calls]
+    for writer, reader in (("kv_write", "sparse_attention"), ("compress", "sparse_attention")):
+        assert all(order.index(reader) > index for index, name in enumerate(order) if name == writer)
+    if "index_select" in order:
+        assert max(i for i, name in enumerate(order) if name == "compress") < order.index("index_select")
+
+
+def test_spec11_b14_positions_and_indices_are_64_bit(layer: int) -> None:
+    """Slot times row bytes passes 2³¹ in long contexts."""
+    recorder = run_attention(layer).recorder
+    positions = [arguments[2] for name in ("kv_write", "compress") for arguments in recorder.arguments(name)]
+    indices = recorder.results("index_select")
+    assert {tensor.dtype for tensor in (*positions, *indices)} == {torch.int64}
+    engine = EngineConfig()
+    state = DecodeState.allocate(CONFIG, engine, 64, (torch.device("cpu"),) * 3)
+    assert {position.dtype for position in state.positions_1.values()} == {torch.int64}
+
+
+def run_moe(layer: int, hashed: bool) -> tuple[Recorder, Tensor]:
+    recorder = Recorder()
+    reader = WeightReader(WEIGHTS, recorder.table()).below(f"layers.{layer}.ffn")
+    x_TE = normal(TOKENS, CONFIG.hidden_size, seed=51)
+    MoE.build(CONFIG, reader, recorder.table(), hashed)(x_TE, 2 * torch.arange(TOKENS))
+    return recorder, x_TE
+
+
+@pytest.mark.parametrize(("layer", "hashed"), [(0, True), (1, False)], ids=["hashed", "learned"])
+def test_lesson_06_routing_weights_come_from_the_gate(layer: int, hashed: bool) -> None:
+    recorder, x_TE = run_moe(layer, hashed)
+    ((_, ids_TP, weights_TP, *_),) = recorder.arguments("moe")
+    scores = torch.nn.functional.softplus(x_TE.double() @ matrix(f"layers.{layer}.ffn.gate.weight").T).sqrt()
+    if hashed:
+        expected = vector(f"layers.{layer}.ffn.gate.tid2eid").long()[2 * torch.arange(TOKENS)]
+    else:
+        biased = scores + vector(f"layers.{layer}.ffn.gate.bias")
+        expected = biased.topk(CONFIG.num_experts_per_tok, dim=1).indices
+    assert torch.equal(ids_TP, expected)
+    selected = scores.gather(1, expected)
+    assert_near(weights_TP, selected / selected.sum(1, keepdim=True) * CONFIG.routed_scaling_factor, BOUND)
+    assert float(selected.std()) > 0.1, "equal weights would prove nothing"
+
+
+def test_experts_and_the_shared_expert_are_not_mixed_up() -> None:
+    ((*_, experts, shared, limit),) = run_moe(1, hashed=False)[0].arguments("moe")
+    for projection in ("w1", "w2", "w3"):
+        for kind, weights in (("experts", experts), ("shared_experts", shared)):
+            found = getattr(weights, projection).dequantize().double()
+            assert torch.equal(found, matrix(f"layers.1.ffn.{kind}.{projection}.weight"))
+    assert limit == CONFIG.swiglu_limit
+
+
+@pytest.mark.parametrize("sublayer", ["attn", "ffn"])
+def test_seams_use_their_own_parameters(sublayer: str) -> None:
+    recorder = Recorder()
+    seam = HyperConnection.build(
+        CONFIG, WeightReader(WEIGHTS, recorder.table(), "layers.1."), recorder.table(), sublayer
+    )
+    x_TE, _, _ = seam.pre(normal(2, CONFIG.hc_mult, CONFIG.hidden_size, seed=52))
+    ((_, mix),) = recorder.arguments("hc_pre")
+    for name in ("fn", "base", "scale"):
+        assert torch.equal(getattr(mix, name).double(), vector(f"layers.1.hc_{sublayer}_{name}"))
+    assert (mix.norm_eps, mix.hc_eps, mix.sinkhorn_iters) == (1e-6, 1e-6, 20)
+    u_TE = recorder.results("hc_pre")[0][0].double()
+    assert_near(x_TE, exact_norm(u_TE) * vector(f"layers.1.{sublayer}_norm.weight"), BOUND)
+
+
+def test_logits_are_float32_products_of_the_rounded_norm() -> None:
+    head = Head.build(CONFIG, WeightReader(WEIGHTS, TORCH), TORCH)
+    streams_TME = normal(3, CONFIG.hc_mult, CONFIG.hidden_size, seed=53, dtype=torch.bfloat16)
+    hidden_TE = head.hidden(streams_TME)
+    logits_TV = head.logits(hidden_TE)
+    assert (hidden_TE.dtype, logits_TV.dtype) == (torch.bfloat16, torch.float32)
+    assert_near(logits_TV, hidden_TE.double() @ matrix("head.weight").T, 1e-6)
