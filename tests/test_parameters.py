@@ -54,9 +54,8 @@ def test_parameter_list_is_the_tensor_list_of_the_published_checkpoint(name: str
     assert found == recorded
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("flash_apr", 135_235), pytest.param("pro_apr", 285_660, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), [("flash_apr", 135_235), ("pro_apr", 285_660)])
 def test_nvfp4_experts_layout_has_the_tensor_count_of_the_nvidia_export(name: str, count: int) -> None:
     assert len(planned(RELEASES[name], "nvfp4-experts")) == count
 

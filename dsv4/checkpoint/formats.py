@@ -56,6 +56,10 @@ _PLAIN_DTYPES = {
 }
 
 
+# Twelve times the largest release; a damaged config must not make the comparison run for minutes.
+MAX_MATRICES = 10**6
+
+
 @dataclass(frozen=True)
 class Part:
     """The tensors that hold one part (data or a scale) of a parameter, by their names in the files.
@@ -103,7 +107,11 @@ def find_parameters(checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | 
     finder = _Finder(checkpoint, dialect, read_declaration(checkpoint))
     finder.problems.extend(checkpoint.problems)
     finder.index_names(names)
-    found = [finder.find(parameter) for parameter in parameters(config, mtp).values()]
+    expected = parameters(config, mtp).values()
+    matrices = sum(parameter.shape[0] if parameter.role is Role.EXPERT else 1 for parameter in expected)
+    if matrices > MAX_MATRICES:
+        raise UserError(f"{checkpoint.folder}/config.json: found {matrices} matrices, expected at most {MAX_MATRICES}")
+    found = [finder.find(parameter) for parameter in expected]
     finder.report_unexpected(skip_mtp=mtp is None)
     finder.problems.raise_if_any(str(checkpoint.folder))
     return found
@@ -178,17 +186,18 @@ class _Finder:
         allowed = self.declaration.allowed(parameter, self.dialect)
         present = {component for component in _ALL_COMPONENTS if f"{module}.{component}" in self.stored}
         admitted = [format for format in allowed if present - {"input_scale"} == set(COMPONENTS[format].values())]
-        weight = self.checkpoint.tensors.get(self.stored.get(f"{module}.weight", ""))
-        is_dense = weight is not None and weight.dtype in (torch.bfloat16, torch.float32)
+        stored = self.checkpoint.tensors.get(self.stored.get(f"{module}.weight", ""))
+        dtype = None if stored is None else stored.dtype
         if len(admitted) > 1:
-            return QuantFormat.F32 if weight is not None and weight.dtype is torch.float32 else QuantFormat.BF16
+            return QuantFormat.F32 if dtype is torch.float32 else QuantFormat.BF16
         if admitted:
             return admitted[0]
-        shown = _format_shown_by(present, is_dense)
-        if shown is not None:
-            expected = "/".join(format.value for format in allowed)
-            self.problems.add("not in the declared format", f"{module} (found {shown}, declared {expected})")
-        return allowed[0]
+        shown = _format_shown_by(present, dtype)
+        if shown is None:
+            return allowed[0]
+        expected = "/".join(format.value for format in allowed)
+        self.problems.add("not in the declared format", f"{module} (found {shown[0]}, declared {expected})")
+        return shown[1]
 
     def _parts(self, parameter: Parameter, place: "_Place", format: QuantFormat) -> dict[str, Part]:
         components = dict(COMPONENTS[format])
@@ -244,15 +253,19 @@ class _Place:
     half: int | None = None
 
 
-def _format_shown_by(present: set[str], is_dense: bool) -> str | None:
-    """Name of the format a set of components means; None when it is only incomplete."""
+def _format_shown_by(present: set[str], dtype: torch.dtype | None) -> tuple[str, QuantFormat] | None:
+    """What a set of components means although it was not declared, in words and as the format to go on checking with.
+
+    None when the components are only incomplete.
+    """
     if "weight_packed" in present:
-        return "compressed-tensors NVFP4, which is not supported (its global scales are divisors)"
+        return "compressed-tensors, which is not supported: its global scales are divisors", QuantFormat.NVFP4
     if present - {"input_scale"} == set(COMPONENTS[QuantFormat.NVFP4].values()):
-        return QuantFormat.NVFP4.value
+        return "nvfp4", QuantFormat.NVFP4
     if present == {"weight", "scale"}:
-        return "weight and scale (mxfp4 or fp8)"
-    return "unquantised" if present == {"weight"} and is_dense else None
+        return "mxfp4 or fp8", QuantFormat.MXFP4 if dtype in _BYTES else QuantFormat.FP8_BLOCK128
+    dense = {torch.bfloat16: QuantFormat.BF16, torch.float32: QuantFormat.F32}
+    return ("unquantised", dense[dtype]) if present == {"weight"} and dtype in dense else None
 
 
 def _can_be_halved(format: QuantFormat, shape: tuple[int, ...]) -> bool:

@@ -11,6 +11,7 @@ from dsv4.checkpoint.formats import COMPONENTS
 from dsv4.checkpoint.layouts import Layout, format_in
 from dsv4.checkpoint.names import Dialect, from_native
 from dsv4.checkpoint.writer import OutputTensor
+from dsv4.errors import UserError
 from dsv4.parameters import Parameter, Role
 from dsv4.quant import QuantFormat, QuantTensor, packed_shapes
 
@@ -104,7 +105,10 @@ def _matrix(
 ) -> Iterator[OutputTensor]:
     format = format_in(layout, parameter)
     assert format is not None
-    shapes = packed_shapes(format, parameter.shape if expert is None else parameter.shape[1:])
+    try:
+        shapes = packed_shapes(format, parameter.shape if expert is None else parameter.shape[1:])
+    except ValueError as error:
+        raise UserError(f"{parameter.name}: {error}") from None
     for part, component in COMPONENTS[format].items():
         dtype, shape = _DTYPES.get((format, part)) or source.fp8_scale_dtype(parameter), shapes[part]
         assert shape is not None

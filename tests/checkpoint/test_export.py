@@ -1,0 +1,293 @@
+"""Conversion between layouts and dialects: bitwise where nothing changes, exact where it can be, never half written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dsv4.checkpoint import Dialect, Layout, open_checkpoint, tiny_config, write_synthetic
+from dsv4.checkpoint.convert import convert
+from dsv4.checkpoint.export import export, main
+from dsv4.checkpoint.writer import OutputTensor, write_shards
+from dsv4.errors import UserError
+from dsv4.quant import QuantFormat, QuantTensor, exponent_to_e8m0, quantize
+from tests.checkpoint.folders import Tensors, as_bytes, changed_copy, load, matrix, read_tensors, same_tensors
+
+LAYOUTS: list[Layout] = ["nvfp4-experts", "nvfp4-all", "native", "bf16"]
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> Layout:
+    return request.param
+
+
+@pytest.fixture
+def source(layout: Layout, request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(layout.replace("-", "_"))
+
+
+def config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_equal_layout_is_bitwise_for_every_tensor(source: Path, layout: Layout, tmp_path: Path) -> None:
+    export(source, tmp_path / "x", layout, Dialect.NATIVE, shard_bytes=300_000)
+    assert len(list((tmp_path / "x").glob("model-*-of-*.safetensors"))) > 3
+    assert same_tensors(read_tensors(tmp_path / "x"), read_tensors(source))
+    assert config(tmp_path / "x") == config(source)
+
+
+def test_hf_names_and_back_is_bitwise_for_every_tensor(source: Path, layout: Layout, tmp_path: Path) -> None:
+    export(source, tmp_path / "hf", layout, Dialect.HF)
+    assert any(".self_attn." in name for name in read_tensors(tmp_path / "hf"))
+    export(tmp_path / "hf", tmp_path / "back", layout, Dialect.NATIVE)
+    assert same_tensors(read_tensors(tmp_path / "back"), read_tensors(source))
+    assert config(tmp_path / "back") == config(source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_values_survive_every_conversion_as_well_as_the_target_allows(
+    source: Path, layout: Layout, target: Layout, tmp_path: Path
+) -> None:
+    export(source, tmp_path / "x", target, Dialect.HF)
+    before, after = load(source, mtp="classic"), load(tmp_path / "x", mtp="classic")
+    # Half of the largest relative step: E2M1 1/6, E4M3 1/16, bfloat16 1/256; two quantisations at most meet.
+    bound = {"bf16": 2**-8}.get(target, 0.15) if target != layout else 0.0
+    for name, weight in before.items():
+        if isinstance(weight, QuantTensor):
+            values = weight.dequantize()
+            error = (matrix(after, name).dequantize() - values).norm() / values.norm()
+            assert float(error) <= bound, name
+        else:
+            assert as_bytes(after[name]) == as_bytes(weight), name
+
+
+def test_mxfp4_to_nvfp4_is_lossless(native: Path, tmp_path: Path) -> None:
+    export(native, tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
+    before, after = load(native), load(tmp_path / "x")
+    for name, weight in before.items():
+        if isinstance(weight, QuantTensor) and ".experts." in name:
+            assert matrix(after, name).format is QuantFormat.NVFP4
+            assert torch.equal(matrix(after, name).data, weight.data)
+            assert torch.equal(matrix(after, name).dequantize(), weight.dequantize())
+
+
+def test_untouched_tensors_of_an_nvidia_export_keep_their_bytes(native: Path, tmp_path: Path) -> None:
+    export(native, tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
+    before, after = read_tensors(native), read_tensors(tmp_path / "x")
+    kept = [name for name in before if name.startswith("mtp.") or ".experts." not in name]
+    assert "mtp.0.ffn.experts.0.w1.scale" in kept
+    assert all(as_bytes(before[name]) == as_bytes(after[name]) for name in kept)
+    expert = "layers.0.ffn.experts.0.w1"
+    shapes = {name.removeprefix(f"{expert}."): (t.dtype, tuple(t.shape)) for name, t in after.items() if expert in name}
+    assert shapes == {
+        "weight": (torch.uint8, (64, 64)),
+        "weight_scale": (torch.float8_e4m3fn, (64, 8)),
+        "weight_scale_2": (torch.float32, ()),
+        "input_scale": (torch.float32, ()),
+    }
+
+
+def mxfp4(exponents: list[int], code: int = 0x77) -> QuantTensor:
+    data = torch.full((1, 16 * len(exponents)), code, dtype=torch.uint8)
+    scale = exponent_to_e8m0(torch.tensor([exponents]))
+    return QuantTensor(data, scale, None, QuantFormat.MXFP4, (1, 32 * len(exponents)))
+
+
+def test_cast_covers_exactly_the_exponents_of_e4m3() -> None:
+    w1, w3 = convert([mxfp4([-10, -27]), mxfp4([-20, -15])], QuantFormat.NVFP4)
+    assert w1.global_scale is not None
+    assert float(w1.global_scale) == 2.0**-18
+    assert w1.global_scale is w3.global_scale
+    assert torch.equal(w1.dequantize(), mxfp4([-10, -27]).dequantize())
+    assert torch.equal(w3.dequantize(), mxfp4([-20, -15]).dequantize())
+    wide = convert([mxfp4([-10, -28])], QuantFormat.NVFP4)[0]
+    assert wide.global_scale is not None
+    assert torch.equal(wide.global_scale, torch.tensor(6 * 2.0**-10 / 2688))
+
+
+def test_groups_of_zeros_do_not_limit_the_cast() -> None:
+    zeros, ones = mxfp4([-126], code=0x80), mxfp4([3])
+    joined = QuantTensor(
+        torch.cat([zeros.data, ones.data], dim=1),
+        exponent_to_e8m0(torch.tensor([[-126, 3]])),
+        None,
+        QuantFormat.MXFP4,
+        (1, 64),
+    )
+    cast = convert([joined], QuantFormat.NVFP4)[0]
+    assert torch.equal(cast.data, joined.data)
+    assert torch.equal(cast.dequantize(), joined.dequantize())
+    alone = convert([zeros], QuantFormat.NVFP4)[0]
+    assert torch.equal(alone.dequantize(), torch.zeros(1, 32))
+
+
+def test_e8m0_nan_is_refused() -> None:
+    scale = torch.full((1, 1), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    weight = QuantTensor(torch.full((1, 16), 1, dtype=torch.uint8), scale, None, QuantFormat.MXFP4, (1, 32))
+    with pytest.raises(ValueError, match="found NaN or infinity"):
+        convert([weight], QuantFormat.NVFP4)
+
+
+def test_spec11_e31_quantised_w1_and_w3_share_their_global_scale(bf16: Path, tmp_path: Path) -> None:
+    export(bf16, tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
+    before, after = load(bf16), load(tmp_path / "x")
+    w1, w2, w3 = (matrix(after, f"layers.1.ffn.experts.{name}.weight").global_scale for name in ("w1", "w2", "w3"))
+    assert w1 is not None
+    assert w2 is not None
+    assert w3 is not None
+    assert torch.equal(w1, w3)
+    values = [matrix(before, f"layers.1.ffn.experts.{name}.weight").dequantize() for name in ("w1", "w3")]
+    amax = torch.stack(values).abs().amax(dim=(0, 2, 3))
+    assert torch.equal(w1, amax / 2688)
+
+
+def test_an_all_zero_half_does_not_set_the_shared_scale() -> None:
+    weights = [QuantTensor.dense(torch.zeros(2, 32)), QuantTensor.dense(torch.full((2, 32), 1e-3))]
+    converted = convert(weights, QuantFormat.NVFP4)
+    assert torch.allclose(converted[1].dequantize(), torch.full((2, 32), 1e-3), rtol=0.05)
+
+
+def test_spec11_e34_known_input_scales_come_along_and_unknown_ones_are_one(
+    nvfp4_experts: Path, native: Path, tmp_path: Path
+) -> None:
+    name = "layers.2.ffn.experts.5.w3.input_scale"
+
+    def edit(tensors: Tensors) -> None:
+        tensors[name].fill_(0.37)
+
+    export(changed_copy(nvfp4_experts, tmp_path / "a", edit), tmp_path / "b", "nvfp4-all", Dialect.HF)
+    renamed = "model.layers.2.mlp.experts.5.up_proj.input_scale"
+    assert float(read_tensors(tmp_path / "b")[renamed]) == pytest.approx(0.37)
+    export(native, tmp_path / "c", "nvfp4-experts", Dialect.NATIVE)
+    assert float(read_tensors(tmp_path / "c")[name]) == 1.0
+
+
+def test_nvidia_declarations(native: Path, tmp_path: Path) -> None:
+    export(native, tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
+    declared = config(tmp_path / "x")["quantization_config"]
+    assert declared["quant_method"] == "fp8"
+    assert declared["quant_algo"] == "MIXED_PRECISION"
+    assert declared["moe_quant_algo"] == "NVFP4"
+    assert declared["weight_block_size"] == [128, 128]
+    assert declared["quantized_layers"]["layers.3.ffn.experts"] == {"quant_algo": "NVFP4", "group_size": 16}
+    assert declared["ignore"] == ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
+    separate = json.loads((tmp_path / "x/hf_quant_config.json").read_text())
+    assert separate["quantization"]["exclude_modules"] == declared["ignore"]
+    assert separate["quantization"]["quantized_layers"] == declared["quantized_layers"]
+
+
+def test_unquantised_export_declares_nothing(nvfp4_experts: Path, tmp_path: Path) -> None:
+    export(nvfp4_experts, tmp_path / "x", "bf16", Dialect.NATIVE)
+    assert "quantization_config" not in config(tmp_path / "x")
+    assert not (tmp_path / "x/hf_quant_config.json").exists()
+
+
+def test_other_files_come_along_but_nothing_from_outside(bf16: Path, tmp_path: Path) -> None:
+    folder = changed_copy(bf16, tmp_path / "a")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "encoding/sub").mkdir(parents=True)
+    (folder / "encoding/sub/x.py").write_text("x = 1")
+    (folder / "notes.bin").write_bytes(b"1")
+    export(folder, tmp_path / "b", "native", Dialect.NATIVE)
+    names = {str(file.relative_to(tmp_path / "b")) for file in (tmp_path / "b").rglob("*") if file.is_file()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "encoding/sub/x.py"}
+    (tmp_path / "secret.json").write_text("secret")
+    (folder / "generation_config.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(UserError, match="outside the folder"):
+        export(folder, tmp_path / "c", "native", Dialect.NATIVE)
+
+
+def test_nothing_is_left_behind_when_an_export_fails(bf16: Path, tmp_path: Path) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors["head.weight"][-1, -1] = float("nan")
+
+    folder = changed_copy(bf16, tmp_path / "a", edit)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match=r"layers|head|found NaN"):
+        export(changed_copy(bf16, tmp_path / "b", damage_last_expert), tmp_path / "out/x", "native", Dialect.NATIVE)
+    assert list((tmp_path / "out").iterdir()) == []
+    export(folder, tmp_path / "out/y", "bf16", Dialect.NATIVE)
+
+
+def damage_last_expert(tensors: Tensors) -> None:
+    tensors["mtp.0.ffn.experts.7.w3.weight"][-1, -1] = float("inf")
+
+
+def test_existing_destination_is_never_touched(bf16: Path, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    with pytest.raises(UserError, match="already exists"):
+        export(bf16, tmp_path / "x", "native", Dialect.NATIVE)
+    with pytest.raises(UserError, match="no such folder"):
+        export(bf16, tmp_path / "no/x", "native", Dialect.NATIVE)
+    assert list((tmp_path / "x").iterdir()) == []
+
+
+def test_command_line(bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(bf16), str(tmp_path / "x"), "--format", "nvfp4-experts", "--names", "hf", "--shard-size", "200kb"]
+    assert main(arguments) == 0
+    index = json.loads((tmp_path / "x/model.safetensors.index.json").read_text())
+    tensors = read_tensors(tmp_path / "x")
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "5XB", "", "1e9"])
+def test_command_line_refuses_sizes_that_are_none(bf16: Path, tmp_path: Path, size: str) -> None:
+    with pytest.raises(SystemExit):
+        main([str(bf16), str(tmp_path / "x"), "--format", "native", f"--shard-size={size}"])
+
+
+def test_dspark_modules_come_along(tmp_path: Path) -> None:
+    dspark = {"block_size": 5, "noise_token_id": 200, "target_layer_ids": [1, 2, 3], "markov_rank": 32}
+    raw = tiny_config(compress_ratios=[0, 4, 128, 4, 0, 0, 0], **{f"dspark_{k}": v for k, v in dspark.items()})
+    write_synthetic(tmp_path / "a", raw, "native", 1, mtp="dspark")
+    export(tmp_path / "a", tmp_path / "b", "native", Dialect.HF)
+    export(tmp_path / "b", tmp_path / "c", "native", Dialect.NATIVE)
+    assert same_tensors(read_tensors(tmp_path / "c"), read_tensors(tmp_path / "a"))
+
+
+def test_written_tensors_are_aligned_in_any_order(tmp_path: Path) -> None:
+    def one(name: str, tensor: Tensor) -> OutputTensor:
+        return OutputTensor(name, tensor.dtype, tuple(tensor.shape), lambda: [tensor])
+
+    tensors = {"a": torch.tensor([7], dtype=torch.uint8), "b": torch.arange(3), "c": torch.tensor(0.5)}
+    tensors["d"] = torch.arange(6).view(2, 3).t().bfloat16()
+    write_shards(tmp_path, [one(name, tensor) for name, tensor in tensors.items()])
+    assert same_tensors(read_tensors(tmp_path), {name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+def test_width_that_the_target_cannot_hold_is_a_clean_error(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "a", tiny_config(q_lora_rank=72), "bf16", 1)
+    with pytest.raises(UserError, match=r"layers.0.attn.wq_b.weight: .*K = 72, expected a multiple of 16 for nvfp4"):
+        export(tmp_path / "a", tmp_path / "b", "nvfp4-all", Dialect.NATIVE)
+    assert not (tmp_path / "b").exists()
+
+
+def test_float16_is_refused_by_name(bf16: Path, tmp_path: Path) -> None:
+    tensors = {name: t.half() if t.dtype == torch.bfloat16 else t for name, t in read_tensors(bf16).items()}
+    folder = changed_copy(bf16, tmp_path / "x")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match="found F16, expected BF16"):
+        load(folder)
+
+
+def test_quantised_demo_path_keeps_what_quantise_gives(bf16: Path, tmp_path: Path) -> None:
+    export(bf16, tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
+    weight = matrix(load(bf16), "layers.0.attn.wo_b.weight").dequantize()
+    expected = quantize(weight, QuantFormat.FP8_BLOCK128)
+    assert as_bytes(matrix(load(tmp_path / "x"), "layers.0.attn.wo_b.weight")) == as_bytes(expected)
+
+
+def test_open_checkpoint_accepts_what_was_exported(source: Path, tmp_path: Path) -> None:
+    export(source, tmp_path / "x", "bf16", Dialect.HF)
+    assert not open_checkpoint(tmp_path / "x").problems
