@@ -1,5 +1,6 @@
 """Engine: load a checkpoint, prefill in chunks, decode, generate, and look inside."""
 
+import operator
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint import Checkpoint, describe, load_weights, mtp_kind, open_checkpoint
-from dsv4.config import MAX_DECODE_TOKENS, EngineConfig, ModelConfig
+from dsv4.config import MAX_DECODE_TOKENS, EngineConfig, ModelConfig, shorten
 from dsv4.errors import UserError
 from dsv4.layers.weights import Weights
 from dsv4.model import Transformer
@@ -61,6 +62,7 @@ class Engine:
         self.model = Transformer.build(config, weights, ops, self.devices, compute_dtype)
         self.state = DecodeState.allocate(config, engine_config, self.max_context, self.devices)
         self.position = 0
+        self._furthest = 0
         self.last_run: RunStats | None = None
 
     @classmethod
@@ -95,12 +97,14 @@ class Engine:
     def reset(self) -> None:
         """Starts a new sequence: nothing of the previous one is visible to it."""
         self.state.set_position(0)
-        self.position = 0
+        self.position = self._furthest = 0
 
     def rewind(self, tokens: int) -> None:
-        """Takes back the last ``tokens`` tokens (at most 8 and what the last step fed), e.g. rejected draft tokens."""
-        if not 0 <= tokens <= min(MAX_DECODE_TOKENS, self.position):
-            limit = min(MAX_DECODE_TOKENS, self.position)
+        """Takes back the last ``tokens`` tokens, e.g. rejected draft tokens: at most 8 behind the furthest position
+        that this sequence has reached, because the rings remember no more.
+        """
+        limit = min(MAX_DECODE_TOKENS - (self._furthest - self.position), self.position)
+        if not 0 <= tokens <= limit:
             raise ValueError(f"tokens: found {tokens}, expected 0 to {limit}")
         self.position -= tokens
         self.state.set_position(self.position)
@@ -171,8 +175,8 @@ class Engine:
         also when the caller closes it early. Raises ``UserError`` for a prompt that does not fit and
         ``FloatingPointError`` when a logit is NaN.
         """
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens: found {max_new_tokens}, expected at least 1")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise UserError(f"max_new_tokens: found {max_new_tokens!r}, expected an integer of at least 1")
         stops = frozenset(self.config.eos_token_ids if stop_token_ids is None else stop_token_ids)
         sampler = Sampler(sampling or SamplingParams(), self.ops)
         self.reset()
@@ -186,6 +190,8 @@ class Engine:
         stops: frozenset[int],
         prefill_progress: Callable[[int, int], None] | None,
     ) -> Generator[int, None, None]:
+        # The caller may have used the engine between making this generator and asking it for the first token.
+        self.reset()
         started = time.perf_counter()
         logits_V = self.prefill(token_ids, prefill_progress)
         token = self._sample(sampler, logits_V)
@@ -218,6 +224,7 @@ class Engine:
     def _forward(self, token_ids: Sequence[int], on_block: Callable[[Tensor], None] | None = None) -> Tensor:
         tokens_T = torch.tensor(token_ids, dtype=torch.int64, device=self.devices[0])
         self.position += len(token_ids)
+        self._furthest = max(self._furthest, self.position)
         return self.model(tokens_T, self.state, on_block)
 
     def _chunks(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None) -> list[Sequence[int]]:
@@ -235,7 +242,10 @@ class Engine:
 
     def _checked(self, token_ids: Iterable[int]) -> list[int]:
         """The ids as a list, if they are ids of this model and fit behind the current position."""
-        checked = [int(token) for token in token_ids]
+        try:
+            checked = [operator.index(token) for token in token_ids]
+        except TypeError:
+            raise UserError(f"token_ids: found {shorten(token_ids)}, expected integers") from None
         if not checked:
             raise UserError("token_ids: found none, expected at least 1")
         for token in checked:

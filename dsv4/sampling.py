@@ -1,11 +1,13 @@
 """SamplingParams and the sampler that applies them with the op table's kernels."""
 
-import math
 import secrets
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from dsv4.config import shorten
 from dsv4.errors import UserError
 from dsv4.ops import Ops
 
@@ -24,16 +26,16 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        self._check(
-            "temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a finite number, 0 or more"
-        )
-        self._check("top_p", 0 < self.top_p <= 1, "a number above 0 up to 1")
-        self._check("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1")
-        self._check("seed", self.seed is None or 0 <= self.seed < 2**63, "an integer from 0 to 2**63 - 1")
+        self._check("temperature", lambda v: 0 <= v <= sys.float_info.max, "a finite number, 0 or more")
+        self._check("top_p", lambda v: 0 < v <= 1, "a number above 0 up to 1")
+        self._check("min_p", lambda v: 0 <= v <= 1, "a number from 0 to 1")
+        if self.seed is not None:
+            self._check("seed", lambda v: isinstance(v, int) and 0 <= v < 2**63, "an integer from 0 to 2**63 - 1")
 
-    def _check(self, field: str, ok: bool, expected: str) -> None:
-        if not ok:
-            raise UserError(f"{field}: found {self.__dict__[field]!r}, expected {expected}")
+    def _check(self, field: str, in_range: Callable[[float], bool], expected: str) -> None:
+        value = self.__dict__[field]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not in_range(value):
+            raise UserError(f"{field}: found {shorten(value)}, expected {expected}")
 
 
 class Sampler:
