@@ -302,7 +302,7 @@ def _compress_ratios(read: _Reader, layers: int) -> tuple[int, ...]:
     else:
         raise read.fail("compress_ratios", None, "compress_ratios or layer_types")
     for ratio in ratios[:layers]:
-        if isinstance(ratio, bool) or ratio not in (SLIDING_WINDOW_ONLY, CSA_RATIO, HCA_RATIO):
+        if type(ratio) is not int or ratio not in (SLIDING_WINDOW_ONLY, CSA_RATIO, HCA_RATIO):
             raise read.fail("compress_ratios", ratio, "0, 4 or 128")
     return tuple(ratios[:layers])
 
@@ -382,8 +382,8 @@ def _check_relations(config: ModelConfig, read: _Reader) -> None:
     if config.num_attention_heads % config.o_groups:
         raise read.fail("o_groups", config.o_groups, f"a divisor of num_attention_heads {config.num_attention_heads}")
     for key, width in (("head_dim", config.head_dim), ("index_head_dim", config.index_head_dim)):
-        if config.qk_rope_head_dim % 2 or config.qk_rope_head_dim > width:
-            raise read.fail("qk_rope_head_dim", config.qk_rope_head_dim, f"an even number up to {key} {width}")
+        if config.qk_rope_head_dim % 2 or not 2 <= config.qk_rope_head_dim <= width:
+            raise read.fail("qk_rope_head_dim", config.qk_rope_head_dim, f"an even number from 2 to {key} {width}")
     if not math.log2(config.index_head_dim).is_integer():
         raise read.fail("index_head_dim", config.index_head_dim, "a power of two (Hadamard rotation)")
     if config.num_experts_per_tok > config.n_routed_experts:

@@ -1,0 +1,255 @@
+"""``config.json`` in both dialects, and everything that is refused."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4.checkpoint import tiny_config
+from dsv4.config import EngineConfig, ModelConfig, Yarn, parse_json_object, read_json_object, shorten
+from dsv4.errors import UserError
+from tests.releases import RELEASES
+
+NATIVE_ONLY = ("compress_ratios", "num_hash_layers", "rope_scaling", "rope_theta", "compress_rope_theta")
+LAYER_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+
+
+def hf_config(**overrides: Any) -> dict[str, Any]:
+    """The tiny config as transformers rewrites it (spec §7.3)."""
+    raw = tiny_config()
+    main = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    yarn = {"factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
+    compress = {"rope_type": "yarn", "rope_theta": 160000.0, "attention_factor": 1.0, **yarn}
+    kept = {key: value for key, value in raw.items() if key not in (*NATIVE_ONLY, "qk_rope_head_dim")}
+    return {
+        **kept,
+        "layer_types": [LAYER_TYPES[ratio] for ratio in raw["compress_ratios"][:4]],
+        "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {"main": main, "compress": compress},
+        **overrides,
+    }
+
+
+def test_both_dialects_give_the_same_config() -> None:
+    assert ModelConfig.from_dict(hf_config()) == ModelConfig.from_dict(tiny_config())
+
+
+def test_published_pro_config() -> None:
+    config = ModelConfig.from_dict(RELEASES["pro_apr"].raw_config)
+    assert len(config.compress_ratios) == config.num_hidden_layers == 61
+    assert [config.compress_ratios.count(ratio) for ratio in (0, 4, 128)] == [0, 30, 31]
+    assert config.hash_layers == (True,) * 3 + (False,) * 58
+    assert config.yarn == Yarn(factor=16.0, original_max_position_embeddings=65536, beta_fast=32.0, beta_slow=1.0)
+    assert (config.rope_theta, config.compress_rope_theta) == (10000.0, 160000.0)
+
+
+def test_published_flash_layer_kinds() -> None:
+    ratios = ModelConfig.from_dict(RELEASES["flash_apr"].raw_config).compress_ratios
+    assert [ratios.count(ratio) for ratio in (0, 4, 128)] == [2, 21, 20]
+
+
+def test_dspark_keys_and_their_longer_ratio_tail() -> None:
+    config = ModelConfig.from_dict(RELEASES["flash_0731"].raw_config)
+    assert config.dspark is not None
+    assert config.dspark.target_layer_ids == (40, 41, 42)
+    assert ModelConfig.from_dict(RELEASES["flash_apr"].raw_config).dspark is None
+
+
+def test_geometry_comes_from_the_file_and_not_from_the_model_name() -> None:
+    config = ModelConfig.from_dict(tiny_config(compress_ratios=[128, 0, 0, 4], num_hash_layers=0))
+    assert config.compress_ratios == (128, 0, 0, 4)
+    assert config.hash_layers == (False,) * 4
+
+
+def test_several_end_of_sequence_tokens() -> None:
+    assert ModelConfig.from_dict(tiny_config(eos_token_id=[1, 7])).eos_token_ids == (1, 7)
+
+
+def test_spec11_a3_a_scaled_yarn_is_refused() -> None:
+    scaling = {**tiny_config()["rope_scaling"], "mscale": 1.277}
+    with pytest.raises(UserError, match=r"rope_scaling: mscale: found 1.277, expected 1.0"):
+        ModelConfig.from_dict(tiny_config(rope_scaling=scaling))
+    raw = hf_config()
+    raw["rope_parameters"]["compress"]["attention_factor"] = 1.277
+    with pytest.raises(UserError, match="attention_factor: found 1.277"):
+        ModelConfig.from_dict(raw)
+
+
+def test_spec11_a2_yarn_on_the_main_table_is_refused() -> None:
+    raw = hf_config()
+    raw["rope_parameters"]["main"]["rope_type"] = "yarn"
+    with pytest.raises(UserError, match="rope_type: found 'yarn', expected 'default'"):
+        ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v41", "deepseek_v3", "deepseek_v32", "llama", None, 4])
+def test_other_models_are_refused_by_name(model_type: object) -> None:
+    with pytest.raises(UserError, match=r"model_type: found .*, expected 'deepseek_v4' \(V3, V4.1 and other"):
+        ModelConfig.from_dict(tiny_config(model_type=model_type))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("scoring_func", "sigmoid", "expected 'sqrtsoftplus'"),
+        ("num_key_value_heads", 8, "expected 1"),
+        ("n_shared_experts", 2, "expected 1"),
+        ("tie_word_embeddings", True, "expected False"),
+        ("num_hidden_layers", 0, "an integer from 1"),
+        ("num_hidden_layers", True, "an integer from 1"),
+        ("hidden_size", "128", "an integer from 1"),
+        ("rms_norm_eps", float("nan"), "a number above 0"),
+        ("rms_norm_eps", 0, "a number above 0"),
+        ("o_groups", 3, "a divisor of num_attention_heads 4"),
+        ("qk_rope_head_dim", 63, "an even number"),
+        ("index_head_dim", 96, "a power of two"),
+        ("num_experts_per_tok", 9, "at most 8 experts"),
+        ("compress_ratios", [0, 4, 128], "one entry for each of the 4 layers"),
+        ("compress_ratios", [0, 4, 128, 4, 4], "only zeros after the main layers"),
+        ("compress_ratios", [0, 4, 128, 2], "expected 0, 4 or 128"),
+        ("compress_ratios", [0, 4.0, 128, 4], "expected 0, 4 or 128"),
+        ("compress_ratios", [False, 4, 128, 4], "expected 0, 4 or 128"),
+        ("compress_ratios", [0, [4], 128, 4], "expected 0, 4 or 128"),
+        ("num_hash_layers", 5, "an integer from 0 to 4"),
+        ("eos_token_id", 256, "ids below vocab_size 256"),
+        ("eos_token_id", ["1"], "a token id"),
+        ("eos_token_id", [-1], "a token id"),
+        ("rope_scaling", {"type": "linear"}, "expected 'yarn' or 'default'"),
+        ("rope_scaling", [1], "expected an object"),
+    ],
+)
+def test_values_this_architecture_does_not_have_are_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        ModelConfig.from_dict(tiny_config(**{key: value}), "folder/config.json")
+    assert "folder/config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["layer_types", "mlp_layer_types"])
+@pytest.mark.parametrize("value", [["moe"], ["x"] * 4, [1] * 4, [["moe"]] * 4, ["moe"] * 5, "moe"])
+def test_layer_types_that_do_not_fit_are_refused(key: str, value: object) -> None:
+    with pytest.raises(UserError, match=key):
+        ModelConfig.from_dict(hf_config(**{key: value}))
+
+
+def test_rope_part_may_not_vanish() -> None:
+    with pytest.raises(UserError, match="qk_rope_head_dim: found 0"):
+        ModelConfig.from_dict(hf_config(partial_rotary_factor=0.001))
+
+
+@pytest.mark.parametrize("missing", [key for key in tiny_config() if key not in ("architectures", "rope_scaling")])
+def test_a_missing_key_has_a_documented_default_or_is_named(missing: str) -> None:
+    raw = tiny_config()
+    del raw[missing]
+    defaults = {"bos_token_id": None, "eos_token_ids": (), "num_nextn_predict_layers": 0}
+    field = "eos_token_ids" if missing == "eos_token_id" else missing
+    optional = ("topk_method", "norm_topk_prob", "hidden_act", "n_shared_experts", "num_key_value_heads")
+    if missing in (*optional, "scoring_func", "attention_bias", "tie_word_embeddings"):
+        assert ModelConfig.from_dict(raw) == ModelConfig.from_dict(tiny_config())
+    elif field in defaults:
+        expected = dataclasses.replace(ModelConfig.from_dict(tiny_config()), **{field: defaults[field]})
+        assert ModelConfig.from_dict(raw) == expected
+    else:
+        with pytest.raises(UserError, match=f"{missing}|partial_rotary_factor"):
+            ModelConfig.from_dict(raw)
+
+
+HOSTILE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from([0, 1, 2, 4, 128, "yarn", "default", "hash_moe", "moe", 10**400, -math.inf]),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(data=st.data(), base=st.sampled_from([tiny_config, hf_config]))
+def test_hostile_values_give_a_config_or_one_clean_line(data: st.DataObject, base: Any) -> None:
+    raw = base()
+    for key in data.draw(st.lists(st.sampled_from(sorted(raw)), min_size=1, max_size=3)):
+        raw[key] = data.draw(HOSTILE)
+    message = ""
+    try:
+        config = ModelConfig.from_dict(raw)
+    except UserError as error:
+        message = str(error)
+    else:
+        assert all(type(ratio) is int for ratio in config.compress_ratios)
+        assert math.isfinite(config.rms_norm_eps)
+    assert message.isprintable()
+
+
+@given(st.dictionaries(st.text(max_size=10), HOSTILE, max_size=5))
+def test_arbitrary_objects_are_refused_cleanly(raw: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        ModelConfig.from_dict(raw)
+
+
+@given(part=st.sampled_from(["main", "compress"]), key=st.text(max_size=8), value=HOSTILE)
+def test_hostile_rope_parameters(part: str, key: str, value: Any) -> None:
+    raw = hf_config()
+    raw["rope_parameters"][part] = {**raw["rope_parameters"][part], key: value, "factor": value}
+    message = ""
+    try:
+        ModelConfig.from_dict(raw)
+    except UserError as error:
+        message = str(error)
+    assert message.isprintable()
+
+
+BROKEN = ["", "[]", "1", "{", '{"a": 1, "a": 2}', '{"a": {"b": 1, "b": 1}}', '{"a": ' + "1" * 5000 + "}", "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_text_that_is_no_proper_object_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json: (not valid JSON|found a JSON)"):
+        read_json_object(tmp_path / "config.json")
+    with pytest.raises(UserError, match="config.json"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        read_json_object(tmp_path / "config.json")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_json_object(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_json_object(tmp_path / "config.json")
+
+
+def test_json_text_is_parsed() -> None:
+    assert parse_json_object(json.dumps({"a": [1, {"b": None}]}), "x") == {"a": [1, {"b": None}]}
+
+
+def test_values_in_messages_are_short_and_one_line() -> None:
+    assert shorten("a\nb") == "'a\\nb'"
+    assert len(shorten("x" * 1000)) == 80
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("device", "tpu"), ("kv_dtype", "fp4"), ("index_dtype", "fp4"), ("compute_dtype", "float16")),
+        ("parallel", "x"),
+        *(("gpus", 0), ("gpus", 9), ("gpus", True), ("prefill_chunk", 0), ("prefill_chunk", 1.5), ("max_context", -1)),
+    ],
+)
+def test_engine_config_names_the_wrong_field(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"EngineConfig.{field}: found"):
+        EngineConfig(**{field: value})
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ModelConfig.from_dict(tiny_config()).hidden_size = 1  # type: ignore[misc]
