@@ -35,7 +35,7 @@ types: $(dev_tools)
 	$(PYTHON) -m pyright --pythonpath "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
 
 fast: $(dev_tools)
-	$(PYTEST) -q -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -q -m "not slow and not gpu" --durations 8 --durations-min 2 $(ARGS)
 
 format: $(dev_tools)        ## rewrite the files as the formatter and the safe fixes want them
 	$(PYTHON) -m ruff check --fix .

@@ -101,6 +101,20 @@ def test_end_of_sequence_stops_and_is_not_shown(drive: Drive, broken_copy: Path,
     assert report["config"]["sampling"]["temperature"] == 0.0
 
 
+def test_ignored_end_of_sequence_is_neither_the_end_nor_shown(
+    drive: Drive, checkpoint: Path, broken_copy: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.json"
+    plain = drive("--raw", "--temperature", 0, "--max-tokens", 4, "--ignore-eos", "--json", path)
+    token_ids = read_json(path)["completion"]["token_ids"]
+    (broken_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": token_ids[1]}))
+    flags = ("--raw", "--temperature", 0, "--max-tokens", 4, "--ignore-eos", "--json", path)
+    result = drive("--model", broken_copy, *flags)
+    assert read_json(path)["completion"]["token_ids"] == token_ids
+    shown = [token for token in token_ids if token != token_ids[1]]
+    assert result.out == Tokenizer(checkpoint).decode(shown) + "\n" != plain.out
+
+
 def test_flags_win_over_generation_config(drive: Drive, broken_copy: Path, tmp_path: Path) -> None:
     (broken_copy / "generation_config.json").write_text('{"temperature": 0.5, "top_p": 0.25}')
     path = tmp_path / "report.json"

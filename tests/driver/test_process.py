@@ -25,7 +25,7 @@ def read_some(process: subprocess.Popen[bytes]) -> bytes:
 
 def test_text_arrives_while_the_model_still_decodes(start: Start) -> None:
     process = start(*ENDLESS)
-    assert read_some(process)
+    assert 0 < len(read_some(process)) < 100  # A token or a few, not a full buffer.
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.communicate()
