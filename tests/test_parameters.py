@@ -55,9 +55,11 @@ def test_parameter_list_is_the_tensor_list_of_the_published_checkpoint(name: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("flash_apr", 135_235), ("pro_apr", 285_660)])
-def test_nvfp4_experts_layout_has_the_tensor_count_of_the_nvidia_export(name: str, count: int) -> None:
-    assert len(planned(RELEASES[name], "nvfp4-experts")) == count
+@pytest.mark.parametrize(("name", "count", "gigabytes"), [("flash_apr", 135_235, 168), ("pro_apr", 285_660, 913)])
+def test_nvfp4_experts_layout_has_the_size_of_the_nvidia_export(name: str, count: int, gigabytes: int) -> None:
+    tensors = planned(RELEASES[name], "nvfp4-experts")
+    assert len(tensors) == count
+    assert sum(tensor.nbytes for tensor in tensors) // 10**9 == gigabytes
 
 
 def test_published_indexes_count_three_dspark_stages_although_the_config_says_one() -> None:
