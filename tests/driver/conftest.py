@@ -1,6 +1,7 @@
 """A checkpoint of random weights with the demo's tokenizer, and ways to run the driver on it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -71,7 +72,9 @@ def start(checkpoint: Path) -> Callable[..., subprocess.Popen[bytes]]:
 
     def run(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[bytes]:
         command = [sys.executable, DRIVER, "--model", checkpoint, *map(str, arguments)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd)
+        # The driver has to flush by itself, whatever this environment says.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd, env=environment)
 
     return run
 
