@@ -109,17 +109,19 @@ def test_sink_is_in_the_denominator_only_and_not_scaled(ops: Ops, sink: float) -
     assert float(out[0, 0, 0]) == pytest.approx(exact, rel=1e-6, abs=1e-30)
 
 
-@pytest.mark.parametrize("position", [0, 3, 127, 128, 200, 700])
+@pytest.mark.parametrize("position", [0, 3, 125, 126, 127, 200, 700])
 def test_window_is_128_tokens_with_itself_and_entries_that_overlap_it_count_again(ops: Ops, position: int) -> None:
     ring, entry = torch.zeros(160, HEAD_DIM), torch.zeros(8, HEAD_DIM)
     ring[:, 0], entry[:, 1] = 1.0, 1.0
     keys = KeySet(row_cache(ring), row_cache(entry), 128, WINDOW)
+    position_T = position + torch.arange(3)
     out = ops.sparse_attention(
-        torch.zeros(1, 1, HEAD_DIM), keys, None, torch.tensor([NO_SINK]), positions(position), inv_freq(128)
-    )[0, 0]
-    window, entries = min(position + 1, 128), (position + 1) // 128
-    assert float(out[0]) == pytest.approx(window / (window + entries))
-    assert float(out[1]) == pytest.approx(entries / (window + entries))
+        torch.zeros(3, 1, HEAD_DIM), keys, None, torch.tensor([NO_SINK]), position_T, inv_freq(128)
+    )
+    for t in range(3):
+        window, entries = min(position + t + 1, 128), (position + t + 1) // 128
+        assert float(out[t, 0, 0]) == pytest.approx(window / (window + entries))
+        assert float(out[t, 0, 1]) == pytest.approx(entries / (window + entries))
 
 
 @pytest.mark.parametrize("position", [1, 77, 100_000])

@@ -42,9 +42,10 @@ def exact_mixes(streams: Tensor, fn: Tensor, eps: float) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_hc_pre_equals_the_formula(ops: Ops, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [1.0, 1e-3], ids=["normal", "where_eps_matters"])
+def test_hc_pre_equals_the_formula(ops: Ops, dtype: torch.dtype, size: float) -> None:
     weights = seam(64, seed=1)
-    streams_TME = normal(3, STREAMS, 64, seed=5, dtype=dtype)
+    streams_TME = normal(3, STREAMS, 64, seed=5, dtype=dtype, scale=size)
     u_TE, post_TM, comb_TMM = ops.hc_pre(streams_TME, weights)
     assert (u_TE.dtype, post_TM.dtype, comb_TMM.dtype) == (dtype, torch.float32, torch.float32)
     base, scale = weights.base.tolist(), weights.scale.tolist()
@@ -100,12 +101,33 @@ def test_sinkhorn_ends_with_columns() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_hc_head_is_a_sigmoid_collapse(ops: Ops, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [1.0, 1e-3], ids=["normal", "where_eps_matters"])
+def test_hc_head_is_a_sigmoid_collapse(ops: Ops, dtype: torch.dtype, size: float) -> None:
     weights = HcHeadWeights(normal(4, 256, seed=11), normal(4, seed=12), torch.tensor([0.7]), EPS, EPS)
-    streams_TME = normal(2, STREAMS, 64, seed=13, dtype=dtype)
+    streams_TME = normal(2, STREAMS, 64, seed=13, dtype=dtype, scale=size)
     z_TE = ops.hc_head(streams_TME, weights)
     assert z_TE.dtype == dtype
     for z, streams in zip(z_TE, streams_TME, strict=True):
         m = exact_mixes(streams, weights.fn, EPS)
         pre = [sigmoid(m[i] * 0.7 + float(weights.base[i])) + EPS for i in range(4)]
         assert_rounded_once(z, sum((p * x.double() for p, x in zip(pre, streams, strict=True)), torch.zeros(64)))
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 20])
+def test_sinkhorn_counts_its_first_softmax(iterations: int) -> None:
+    logits = normal(4, 4, seed=14, scale=4.0)
+    exact = exact_sinkhorn(logits.tolist(), iterations, EPS)
+    found = sinkhorn(logits[None], iterations, EPS)[0].tolist()
+    assert [v for row in found for v in row] == pytest.approx([v for row in exact for v in row], rel=2e-6)
+
+
+def test_extreme_logits_stay_finite_and_doubly_stochastic() -> None:
+    """A permutation with huge logits: eps keeps every division defined."""
+    comb = sinkhorn(1e4 * torch.eye(4)[[1, 0, 3, 2]][None], 20, EPS)
+    torch.testing.assert_close(comb[0], torch.eye(4)[[1, 0, 3, 2]], rtol=0, atol=1e-5)
+
+
+def test_no_tokens(ops: Ops) -> None:
+    u_TE, post_TM, comb_TMM = ops.hc_pre(torch.empty(0, STREAMS, 64), seam(64, seed=15))
+    assert (u_TE.shape, post_TM.shape, comb_TMM.shape) == ((0, 64), (0, 4), (0, 4, 4))
+    assert ops.hc_post(u_TE, torch.empty(0, STREAMS, 64), post_TM, comb_TMM).shape == (0, STREAMS, 64)

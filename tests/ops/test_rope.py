@@ -113,12 +113,12 @@ def test_spec11_a02_window_layers_turn_with_theta_10000_without_yarn() -> None:
 
 
 def test_spec11_a05_pairs_are_neighbours_not_halves(ops: Ops) -> None:
-    """A quarter turn takes dimension 0 to dimension 1; a half-split rotation would take it to dimension 32."""
+    """A quarter turn takes (a, b) to (−b, a) in dimensions 0 and 1; a half-split rotation pairs 0 with 32."""
     x, quarter = torch.zeros(1, 128), torch.zeros(32)
-    x[0, 64], quarter[0] = 1.0, math.pi / 2
+    x[0, 64], x[0, 65], quarter[0] = 1.0, 2.0, math.pi / 2
     out = ops.rope(x, positions(1), quarter)[0]
-    assert float(out[65]) == pytest.approx(1.0)
-    assert float(out[96].abs()) < 1e-6
+    assert out[64:66].tolist() == pytest.approx([-2.0, 1.0], abs=1e-6)
+    assert out[66:].tolist() == pytest.approx([0.0] * 62, abs=1e-6)
 
 
 def test_inverse_undoes_the_rotation(ops: Ops) -> None:
