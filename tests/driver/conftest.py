@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,22 @@ def drive(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., 
 
 
 @pytest.fixture
-def start(checkpoint: Path) -> Callable[..., subprocess.Popen[bytes]]:
-    """Starts the driver as a process of its own, with pipes."""
+def start(checkpoint: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts the driver as a process of its own, with pipes; no process outlives its test."""
+    processes: list[subprocess.Popen[bytes]] = []
 
     def run(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[bytes]:
         command = [sys.executable, DRIVER, "--model", checkpoint, *map(str, arguments)]
         # The driver has to flush by itself, whatever this environment says.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd, env=environment)
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=cwd, env=environment))
+        return processes[-1]
 
-    return run
+    yield run
+    for process in processes:
+        with process:
+            process.kill()
 
 
 def read_json(path: Path) -> dict[str, Any]:
