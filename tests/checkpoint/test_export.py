@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4.checkpoint import Dialect, Layout, open_checkpoint, tiny_config, write_synthetic
 from dsv4.checkpoint.convert import convert
 from dsv4.checkpoint.export import export, main
+from dsv4.checkpoint.shard import read_header
 from dsv4.checkpoint.writer import OutputTensor, write_shards
 from dsv4.errors import UserError
 from dsv4.quant import QuantFormat, QuantTensor, exponent_to_e8m0, quantize
@@ -264,6 +265,8 @@ def test_written_tensors_are_aligned_in_any_order(tmp_path: Path) -> None:
     tensors["d"] = torch.arange(6).view(2, 3).t().bfloat16()
     write_shards(tmp_path, [one(name, tensor) for name, tensor in tensors.items()])
     assert same_tensors(read_tensors(tmp_path), {name: tensor.contiguous() for name, tensor in tensors.items()})
+    for stored in read_header(tmp_path / "model.safetensors").values():
+        assert stored.offset % stored.dtype.itemsize == 0
 
 
 def test_width_that_the_target_cannot_hold_is_a_clean_error(tmp_path: Path) -> None:
