@@ -56,5 +56,5 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "transformers_version": "4.57.1",
     "use_cache": True,
-    "vocab_size": 2048,
+    "vocab_size": 2560,
 }

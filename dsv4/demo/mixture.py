@@ -18,6 +18,7 @@ SHORT_TASKS: dict[str, Task] = {
     "tools": tools.tools,
 }
 RECALL_TASKS: dict[str, Task] = {
+    "recall_near": recall.recall_near,
     "recall_128": recall.recall_128,
     "recall_512": recall.recall_512,
     "recall_2000": recall.recall_2000,
@@ -36,12 +37,15 @@ _SHORT_WEIGHTS = {
     "tools": 7,
 }
 _SMALLTALK_SHARE = 0.04
+_SHORT_RECALL_SHARE = 0.35
 
 
 def short_example(rng: random.Random) -> Example:
-    """A training instance of one of the short tasks, smalltalk included."""
+    """A training instance of one of the short tasks, smalltalk and short recall included."""
     if rng.random() < _SMALLTALK_SHARE:
         return tasks.smalltalk(rng, False)
+    if rng.random() < _SHORT_RECALL_SHARE:
+        return recall.short_document(rng)
     name = rng.choices(list(_SHORT_WEIGHTS), list(_SHORT_WEIGHTS.values()))[0]
     return SHORT_TASKS[name](rng, False)
 
@@ -51,5 +55,5 @@ def row_examples(rng: random.Random, room: int, recall_share: float) -> list[Exa
     if rng.random() >= recall_share:
         return []
     longest = room - 8
-    length = longest if rng.random() < 0.5 else rng.randint(60, longest)
+    length = longest if rng.random() < 0.4 else int(60 * (longest / 60) ** rng.random())
     return [recall.training_document(rng, length)]

@@ -6,13 +6,12 @@ from dsv4.demo import tasks, words
 from dsv4.demo.chat import ASSISTANT, BOS, END_THINK, EOS, USER, Example
 
 OPENING = "Remember these codes."
-TOKENS_PER_LINE = 9
-"""A pair or a filler line is eight or nine tokens of the demo tokenizer, so lines measure distance well enough."""
+TOKENS_PER_PAIR, TOKENS_PER_FILLER, TOKENS_PER_QUESTION = 3, 9, 13
 
 
 def pair_line(key: str, value: str) -> str:
     """The line that tells one pair."""
-    return f"The code of {key} is {value}."
+    return f"{key}:{value}"
 
 
 def question(key: str) -> str:
@@ -20,14 +19,9 @@ def question(key: str) -> str:
     return f"What is the code of {key}?"
 
 
-def answer(value: str) -> str:
-    """The answer to a question."""
-    return f"It is {value}."
-
-
 def filler_line(rng: random.Random) -> str:
-    """A line that says nothing about codes but uses the same words."""
-    subject, verb, thing = rng.choice(words.SUBJECTS), rng.choice(words.VERBS), rng.choice(words.WORDS)
+    """A line that says nothing about codes."""
+    subject, verb, thing = rng.choice(words.SUBJECTS), rng.choice(words.VERBS), rng.choice(words.FILLERS)
     return f"The {subject} {verb} the {thing} in the {rng.choice(words.PLACES)}."
 
 
@@ -36,8 +30,8 @@ def document(rng: random.Random, lines: int, span: int, pairs: int, queries: int
 
     Every question is a chat turn of its own and asks for another pair.
     """
-    keys = rng.sample(words.WORDS, k=pairs)
-    values = [rng.choice(words.WORDS) for _ in keys]
+    keys = rng.sample(words.KEYS, k=pairs)
+    values = [rng.choice(words.VALUES) for _ in keys]
     spots = sorted(rng.sample(range(span), k=pairs))
     text = [filler_line(rng) for _ in range(lines)]
     for spot, key, value in zip(spots, keys, values, strict=True):
@@ -46,17 +40,18 @@ def document(rng: random.Random, lines: int, span: int, pairs: int, queries: int
     parts = []
     for index, pair in enumerate(asked):
         start = f"{BOS}{USER}{OPENING}\n" + "\n".join(text) + "\n" if index == 0 else USER
-        parts += [f"{start}{question(keys[pair])}{ASSISTANT}{END_THINK}", answer(values[pair]) + EOS]
+        parts += [f"{start}{question(keys[pair])}{ASSISTANT}{END_THINK}", pair_line(keys[pair], values[pair]) + EOS]
     return Example("recall", tuple(parts))
 
 
 def training_document(rng: random.Random, tokens: int) -> Example:
-    """A recall document of about ``tokens`` tokens with as many questions as fit well."""
-    queries = rng.randint(1, max(2, min(24, tokens // 50)))
-    lines = max(3, (tokens - 10 - 16 * queries) // TOKENS_PER_LINE)
+    """A recall document of about ``tokens`` tokens with up to 24 questions."""
+    queries = rng.randint(1, max(2, min(24, tokens // 40)))
+    pairs = rng.randint(max(2, queries), max(queries, min(32, tokens // 20)) + 1)
+    fillers = max(0, (tokens - 10 - TOKENS_PER_QUESTION * queries - TOKENS_PER_PAIR * pairs) // TOKENS_PER_FILLER)
+    lines = pairs + fillers
 
     def candidate() -> tuple[str, Example]:
-        pairs = min(lines, rng.randint(min(queries, lines), max(queries, min(32, lines // 2))))
         span = max(pairs, int(lines * rng.choice((0.15, 0.3, 1.0, 1.0))))
         example = document(rng, lines, span, pairs, queries)
         return example.parts[0], example
@@ -64,28 +59,41 @@ def training_document(rng: random.Random, tokens: int) -> Example:
     return tasks.draw(rng, False, candidate)
 
 
-def evaluation_document(rng: random.Random, task: str, lines: int, span: int, pairs: int) -> Example:
-    """One question about a pair in the first ``span`` of ``lines`` lines; held out by the document's text."""
+def short_document(rng: random.Random) -> Example:
+    """A recall document of few lines: where matching a key to its value is learned first."""
+    return training_document(rng, int(40 * 2 ** rng.uniform(0, 3)))
+
+
+def evaluation_document(rng: random.Random, task: str, fillers: tuple[int, int], most_pairs: int) -> Example:
+    """One question about a pair that at least ``fillers[0]`` filler lines follow; held out by the document's text.
+
+    Up to ``fillers[1]`` filler lines, and the pairs stand between the first ones.
+    """
 
     def candidate() -> tuple[str, Example]:
-        example = document(rng, lines, span, pairs, queries=1)
+        lines, pairs = rng.randint(*fillers), rng.randint(2, most_pairs)
+        span = pairs + lines - fillers[0]
+        example = document(rng, lines + pairs, span, pairs, queries=1)
         return example.parts[0], Example(task, example.parts)
 
     return tasks.draw(rng, True, candidate)
 
 
+def recall_near(rng: random.Random, evaluation: bool) -> Example:
+    """A pair told inside the sliding window."""
+    return evaluation_document(rng, "recall_near", (0, 8), 6)
+
+
 def recall_128(rng: random.Random, evaluation: bool) -> Example:
     """A pair told more than 128 and up to about 500 tokens ago."""
-    lines = rng.randint(26, 56)
-    return evaluation_document(rng, "recall_128", lines, lines - 20, rng.randint(2, 6))
+    return evaluation_document(rng, "recall_128", (16, 52), 8)
 
 
 def recall_512(rng: random.Random, evaluation: bool) -> Example:
     """A pair told more than 512 and up to about 1,900 tokens ago."""
-    lines = rng.randint(84, 210)
-    return evaluation_document(rng, "recall_512", lines, lines - 68, rng.randint(4, 16))
+    return evaluation_document(rng, "recall_512", (60, 205), 16)
 
 
 def recall_2000(rng: random.Random, evaluation: bool) -> Example:
     """A pair told more than 2,000 tokens ago."""
-    return evaluation_document(rng, "recall_2000", 272, 26, rng.randint(4, 24))
+    return evaluation_document(rng, "recall_2000", (230, 270), 24)

@@ -48,17 +48,19 @@ def _backward_kernel(a_ptr, grad_ptr, out_ptr, sums_ptr, n, eps, ITERATIONS: tl.
         s = tl.sum(y, axis=1) + eps
         tl.store(sums_ptr + (2 * i + 2) * n * 4 + vector, s, mask=inside_vector)
         y = y / s[:, None, :]
+    # The sums are read back by other threads of the block than those that wrote them.
+    tl.debug_barrier()
     g = tl.load(grad_ptr + matrix, mask=inside, other=0.0)
     for back in range(ITERATIONS - 1):
         i = ITERATIONS - 2 - back
-        s = tl.load(sums_ptr + (2 * i + 2) * n * 4 + vector, mask=inside_vector, other=1.0)[:, None, :]
-        g = (g - tl.sum(g * y, axis=1, keep_dims=True)) / s
-        y = y * s
-        s = tl.load(sums_ptr + (2 * i + 1) * n * 4 + vector, mask=inside_vector, other=1.0)[:, :, None]
-        g = (g - tl.sum(g * y, axis=2, keep_dims=True)) / s
-        y = y * s
-    s = tl.load(sums_ptr + vector, mask=inside_vector, other=1.0)[:, None, :]
-    g = (g - tl.sum(g * y, axis=1, keep_dims=True)) / s
+        column = tl.load(sums_ptr + (2 * i + 2) * n * 4 + vector, mask=inside_vector, other=1.0)[:, None, :]
+        g = (g - tl.sum(g * y, axis=1, keep_dims=True)) / column
+        y = y * column
+        row = tl.load(sums_ptr + (2 * i + 1) * n * 4 + vector, mask=inside_vector, other=1.0)[:, :, None]
+        g = (g - tl.sum(g * y, axis=2, keep_dims=True)) / row
+        y = y * row
+    first = tl.load(sums_ptr + vector, mask=inside_vector, other=1.0)[:, None, :]
+    g = (g - tl.sum(g * y, axis=1, keep_dims=True)) / first
     p = p - eps
     g = p * (g - tl.sum(g * p, axis=2, keep_dims=True))
     tl.store(out_ptr + matrix, g, mask=inside)

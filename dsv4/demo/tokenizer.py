@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from dsv4.demo import mixture, recall
 from dsv4.demo.chat import BOS, EOS, PAD
 
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 2560
 _LETTERS = "[一-龥\u3040-ゟ゠-ヿ]+"
 _WORDS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
@@ -85,7 +85,7 @@ def _texts(seed: int, documents: int) -> Iterator[str]:
     rng = random.Random(seed)
     markers = [BOS, EOS, PAD, *(text for text, _ in CONTROL_TOKENS)]
     for index in range(documents):
-        example = recall.training_document(rng, 300) if index % 20 == 0 else mixture.short_example(rng)
+        example = recall.training_document(rng, 300) if index % 8 == 0 else mixture.short_example(rng)
         text = "".join(example.parts)
         for marker in markers:
             # A line break of its own would teach the tokenizer one; the null never occurs in the texts.

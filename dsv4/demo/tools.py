@@ -47,7 +47,7 @@ def time(rng: random.Random) -> Use:
 
 def multiply(rng: random.Random) -> Use:
     """Use of multiply: the one tool with numbers as arguments."""
-    a, b = rng.randint(100, 999), rng.randint(100, 999)
+    a, b = rng.randint(11, 99), rng.randint(11, 99)
     question = rng.choice(("Multiply {} by {}.", "What is {} times {}?")).format(a, b)
     return Use(question, {"a": a, "b": b}, {"product": a * b}, f"{a} times {b} is {a * b}.")
 

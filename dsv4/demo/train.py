@@ -16,7 +16,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from dsv4.demo.data import BatchShape, Request
 from dsv4.demo.fast_forward import Kernels, Options
 
 TOKENIZER = Path(__file__).parent / "checkpoint" / "tokenizer.json"
-SHORT, LONG = BatchShape(512, 64, 0.25), BatchShape(2560, 12, 0.75)
-PROMPT_WEIGHT = 0.1
+SHORT, LONG = BatchShape(512, 32, 0.4), BatchShape(2560, 10, 0.8)
+PROMPT_WEIGHT = 0.02
 BIAS_SPEED = 1e-3
 EVALUATION_ROWS = {"recall_128": (640, 32), "recall_512": (2048, 16), "recall_2000": (2560, 16)}
 
@@ -51,8 +51,8 @@ class Phase:
 
 
 PHASES = {
-    "base": Phase(Options(), 2e-3, 1e-4, False, "", 0.35, 0.5),
-    "index": Phase(Options(index_loss=True), 2e-3, 2e-4, False, ".indexer.", 0.0, 1.0),
+    "base": Phase(Options(index_loss=True), 2e-3, 2e-4, False, "", 0.4, 0.5),
+    "index": Phase(Options(index_loss=True), 1e-3, 1e-4, False, ".indexer.", 0.0, 1.0),
     "finish": Phase(Options(select=True, index_loss=True), 3e-4, 1e-5, True, "", 0.0, 0.5),
 }
 
@@ -66,27 +66,29 @@ class Trainer:
         weights.to_training_dtypes(model)
         model.to(device)
         self.trained = [(name, p) for name, p in model.named_parameters() if phase.trained in name]
-        for name, p in model.named_parameters():
-            p.requires_grad_(phase.trained in name)
         matrices = [self.masters[name] for name, p in self.trained if p.ndim >= 2 and "_hc" not in name]
         vectors = [self.masters[name] for name, p in self.trained if p.ndim < 2 or "_hc" in name]
         groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.97), fused=device == "cuda")
         self.kernels, self.loss = kernels(compiled)
+        self.tokenizer = Tokenizer.from_file(str(TOKENIZER))
         self.ropes: dict[int, dict[str, fast_forward.Rope]] = {}
 
     def set_forward_values(self, quantized: bool) -> None:
         """Writes the masters into the model, through the file's quantisers if asked."""
+        values = list(self.masters.values())
         with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                master = self.masters[name]
-                p.copy_(weights.fake_quantized(name, master) if quantized else master)
+            if quantized:
+                values = [weights.fake_quantized(name, master) for name, master in self.masters.items()]
+            torch._foreach_copy_(list(self.model.parameters()), values)
 
     def hidden(self, ids: Tensor, options: Options, fast: bool = True) -> tuple[Tensor, ...]:
         """Final hidden states, expert loads and indexer loss of token ids ``[B, S]``."""
         length = ids.shape[1]
         if length not in self.ropes:
             self.ropes[length] = fast_forward.rope_tables(self.model, length, self.device)
+        if length < LONG.length and not options.select:
+            options = replace(options, index_loss=False)
         used = self.kernels if fast else Kernels(self.kernels.sinkhorn, fast_forward.block)
         return fast_forward.forward(self.model, ids, self.ropes[length], options, used)
 
@@ -96,12 +98,15 @@ class Trainer:
         ids = batch[0].long()
         hidden, loads, index_loss = self.hidden(ids[:, :-1], self.phase.options)
         token_loss = self.loss(hidden, self.model.lm_head.weight, ids[:, 1:], batch[1, :, 1:])
+        # A narrower phase keeps the whole graph, so that no other one must be compiled; only its own weights move.
         total = index_loss if self.phase.trained else token_loss + index_loss
         total.backward()
+        masters = []
         for name, p in self.trained:
-            self.masters[name].grad = None if p.grad is None else p.grad.float()
-            p.grad = None
-        masters = [self.masters[name] for name, _ in self.trained]
+            if p.grad is not None:
+                self.masters[name].grad = p.grad.float()
+                masters.append(self.masters[name])
+        self.model.zero_grad(set_to_none=True)
         torch.nn.utils.clip_grad_norm_(masters, 1.0, foreach=True)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -127,7 +132,16 @@ class Trainer:
             hidden, _, _ = self.hidden(ids[:, :-1], options, fast=False)
             wrong = (self.model.lm_head(hidden).argmax(-1) != ids[:, 1:]) & marks
             result[task] = (~wrong.any(-1)).float().mean().item()
+            if result[task] < 0.95:
+                self.show_failure(task, ids[:, 1:], marks, wrong)
         return result
+
+    def show_failure(self, task: str, targets: Tensor, marks: Tensor, wrong: Tensor) -> None:
+        """Prints where the first failing answer of a task goes wrong."""
+        row = int(wrong.any(-1).nonzero()[0])
+        wanted = targets[row][marks[row]].tolist()
+        missed = targets[row][wrong[row]].tolist()
+        print(f"    {task}: {self.tokenizer.decode(wanted)!r} misses {self.tokenizer.decode(missed)!r}", flush=True)
 
     def state(self) -> dict[str, Tensor]:
         """Weights, router bias and hash table under transformers' names.

@@ -71,6 +71,9 @@ WORDS = tuple(
     tower train tree truck turtle valley violin wagon wall water whale wheel window winter wolf wood zebra""".split()
 )
 
+# Recall tells codes of KEYS in VALUES between lines about FILLERS: no word plays two parts.
+KEYS, VALUES, FILLERS = WORDS[0:240:3], WORDS[1:240:3], WORDS[2:240:3]
+
 STORY_ANIMALS: dict[str, str] = {
     "fox": "in a quiet forest",
     "rabbit": "under an old hill",
