@@ -25,8 +25,13 @@ def without_hf_quant_config(folder: Path) -> Path:
     return folder
 
 
-def test_spec11_e30_mtp_experts_stay_mxfp4_although_moe_quant_algo_says_nvfp4(nvfp4_experts: Path) -> None:
-    weights = load(nvfp4_experts, mtp="classic")
+@pytest.mark.parametrize("ignored", [True, False])
+def test_spec11_e30_mtp_experts_stay_mxfp4_although_moe_quant_algo_says_nvfp4(
+    nvfp4_experts: Path, tmp_path: Path, ignored: bool
+) -> None:
+    config = quantization(nvfp4_experts, **({} if ignored else {"ignore": None}))
+    folder = without_hf_quant_config(changed_copy(nvfp4_experts, tmp_path / "x", config=config))
+    weights = load(folder, mtp="classic")
     assert matrix(weights, "layers.3.ffn.experts.w1.weight").format is QuantFormat.NVFP4
     assert matrix(weights, "mtp.0.ffn.experts.w1.weight").format is QuantFormat.MXFP4
     assert matrix(weights, "mtp.0.e_proj.weight").format is QuantFormat.FP8_BLOCK128
