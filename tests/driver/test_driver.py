@@ -66,6 +66,7 @@ def test_json_file_is_replaced_whole_and_leaves_no_temporary_file(drive: Drive, 
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_tokens_and_greedy_needs_none(drive: Drive, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
 
@@ -79,6 +80,7 @@ def test_same_seed_gives_the_same_tokens_and_greedy_needs_none(drive: Drive, tmp
     assert tokens("--top-p", 1e-9) == tokens("--temperature", 0)
 
 
+@pytest.mark.slow
 def test_chunk_size_changes_nothing_but_the_steps(drive: Drive, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     answers = []
@@ -101,6 +103,7 @@ def test_end_of_sequence_stops_and_is_not_shown(drive: Drive, broken_copy: Path,
     assert report["config"]["sampling"]["temperature"] == 0.0
 
 
+@pytest.mark.slow
 def test_ignored_end_of_sequence_is_neither_the_end_nor_shown(
     drive: Drive, checkpoint: Path, broken_copy: Path, tmp_path: Path
 ) -> None:
