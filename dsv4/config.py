@@ -177,6 +177,8 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 found = shorten(value)
                 raise UserError(f"EngineConfig.{field}: found {found}, expected an integer from {low} to {high}")
+        if not isinstance(self.load_mtp, bool):
+            raise UserError(f"EngineConfig.load_mtp: found {shorten(self.load_mtp)}, expected True or False")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

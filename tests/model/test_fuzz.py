@@ -87,7 +87,7 @@ token_lists = st.one_of(
 @example(numpy.array([[1, 2]]))
 @example(torch.tensor([1.0]))
 def test_token_ids_are_used_or_refused(engine: Engine, token_ids: Any) -> None:
-    for call in (engine.logits, engine.prefill, lambda ids: next(engine.generate(ids, 1), None)):
+    for call in (engine.logits, engine.prefill, lambda ids: list(engine.generate(ids, 1))):
         engine.reset()
         if refused_cleanly(lambda call=call: call(token_ids)) is None:
             assert engine.position == 0
