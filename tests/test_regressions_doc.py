@@ -1,0 +1,67 @@
+"""docs/regressions.md has every row of both lists, and every test it names exists."""
+
+import ast
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+DOCUMENT = TESTS.parent / "docs" / "regressions.md"
+FIRST_ROWS = {"A": 1, "B": 6, "C": 17, "D": 24, "E": 30, "F": 38, "G": 45, "H": 48, "I": 52, "end": 60}
+SECTIONS = {section: range(first, end) for (section, first), (_, end) in pairwise(FIRST_ROWS.items())}
+LESSONS = 18
+REASONS = ("waits for: ", "wait for: ", "does not apply: ")
+
+
+def read_rows(text: str) -> dict[str, str]:
+    """Row label → the cell with its tests. A label that occurs twice is an error of the table."""
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| [A-IL]\d+ \|", line)]
+    assert all(len(cell) == 3 for cell in cells)
+    assert len({label for label, _, _ in cells}) == len(cells)
+    return {label: tests for label, _, tests in cells}
+
+
+def named_tests(text: str) -> list[str]:
+    return re.findall(r"`([\w/]+\.py::\w+)`", text)
+
+
+def missing_tests(text: str) -> list[str]:
+    """Named tests that are no function at the top level of their file."""
+    wanted = {name: name.partition("::") for name in named_tests(text)}
+    functions: dict[str, set[str]] = {}
+    for file, _, _ in wanted.values():
+        path = TESTS / file
+        body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
+        functions[file] = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    return [name for name, (file, _, function) in wanted.items() if function not in functions[file]]
+
+
+@pytest.fixture(scope="module")
+def document() -> str:
+    return DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_every_row_of_both_lists_is_there(document: str) -> None:
+    lessons = [f"L{lesson}" for lesson in range(1, LESSONS + 1)]
+    reported = [f"{section}{row}" for section, rows in SECTIONS.items() for row in rows]
+    assert list(read_rows(document)) == lessons + reported
+
+
+def test_every_row_names_a_test_or_says_why_not(document: str) -> None:
+    rows = read_rows(document)
+    reasons = {row: any(reason in cell.lower() for reason in REASONS) for row, cell in rows.items()}
+    assert [row for row, cell in rows.items() if not named_tests(cell) and not reasons[row]] == []
+
+
+def test_every_named_test_exists(document: str) -> None:
+    assert missing_tests(document) == []
+
+
+def test_a_renamed_test_is_noticed() -> None:
+    assert missing_tests("`test_regressions_doc.py::test_a_renamed_test_is_noticed`") == []
+    assert missing_tests("`test_regressions_doc.py::test_gone` `gone.py::test_x`") == [
+        "test_regressions_doc.py::test_gone",
+        "gone.py::test_x",
+    ]
