@@ -141,7 +141,7 @@ def test_spec11_c22_all_four_prompt_lengths_mod_4_select_alike(saved_oracle: Sav
         return TORCH.index_select(q_TID, weight_TI, keys, positions_T - 1, topk)
 
     late = dataclasses.replace(TORCH, index_select=one_late)
-    for count in range(140, 148):
+    for count in range(145, 149):
         assert saved_oracle.errors(count=count)[-1] <= PARITY_BOUND
         wrong_if_last_of_window = saved_oracle.errors(late, count)[-1]
         if count % 4 == 0:

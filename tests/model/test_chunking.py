@@ -45,7 +45,9 @@ def bitwise_engine(**settings: Any) -> Engine:
     return tiny_engine(THREE_LAYERS, ops=one_token_at_a_time(), prefill_chunk=WHOLE, **settings)
 
 
-@pytest.mark.parametrize("settings", ["fp8 rows, bfloat16", "plain rows, float32"])
+@pytest.mark.parametrize(
+    "settings", ["fp8 rows, bfloat16", pytest.param("plain rows, float32", marks=pytest.mark.slow)]
+)
 def test_chunked_equals_whole_bit_by_bit(settings: str) -> None:
     engine, token_ids = bitwise_engine(**SETTINGS[settings]), random_ids(140)
     whole = engine.logits(token_ids)
@@ -80,6 +82,13 @@ def test_float32_chunks_agree_while_entries_pass_index_topk(index_topk: int) -> 
     whole = engine.logits(token_ids)
     for sizes in (equal_steps(140, 7), equal_steps(140, 64), [131, 1, 8], [1] * 10 + [120] + [2] * 5):
         assert_close(engine.logits(token_ids, sizes), whole, str(sizes))
+
+
+def test_the_smallest_ring_holds_a_chunk_and_its_window() -> None:
+    token_ids = random_ids(300)
+    whole = tiny_engine(THREE_LAYERS, prefill_chunk=WHOLE).logits(token_ids)
+    for chunk in (8, 100):
+        assert_close(tiny_engine(THREE_LAYERS, prefill_chunk=chunk).logits(token_ids), whole, f"chunk {chunk}")
 
 
 @pytest.mark.slow

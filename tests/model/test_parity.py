@@ -77,11 +77,13 @@ def test_every_layer_kind_matches_transformers(kind: str, tmp_path: Path) -> Non
     assert largest_error(raw_config(ratios, hash_layers), tmp_path) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_other_geometries_match_transformers(geometry: str, tmp_path: Path) -> None:
     assert largest_error(raw_config((0, 4, 128, 4), 1, **GEOMETRIES[geometry]), tmp_path) <= BOUND
 
 
+@pytest.mark.slow
 def test_prompt_lengths_around_every_boundary_match_transformers(tmp_path: Path) -> None:
     assert largest_error(raw_config(), tmp_path, LENGTHS) <= BOUND
 
@@ -129,6 +131,7 @@ MUTATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", MUTATIONS)
 def test_parity_notices_a_wrong(op: str, tmp_path: Path) -> None:
     wrong = dataclasses.replace(TORCH, **{op: MUTATIONS[op]})

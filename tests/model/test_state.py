@@ -102,6 +102,7 @@ def test_rejected_drafts_leave_no_trace(start: int) -> None:
         assert torch.equal(engine.decode([token_ids[position]])[0], expected[position])
 
 
+@pytest.mark.slow
 def test_partly_accepted_drafts_equal_plain_decoding() -> None:
     engine, token_ids = bitwise_engine(), random_ids(150)
     expected = engine.logits(token_ids)
