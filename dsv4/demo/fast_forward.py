@@ -1,9 +1,9 @@
 """A fast training forward over the modules of transformers' ``DeepseekV4ForCausalLM``.
 
-The parameters and sub-modules are transformers'; only slow pieces are replaced by equal ones: attention works on blocks of
-the window instead of a full mask, all experts are computed and weighted by a scattered routing matrix, and Sinkhorn is one
-kernel. ``tests/demo/test_fast_forward.py`` holds it equal to the unpatched model. On top come what the engine adds
-(quantised key rows) and what transformers cannot train (the indexer).
+The parameters and sub-modules are transformers'; only slow pieces are replaced by equal ones: attention works on
+blocks of the window instead of a full mask, all experts are computed and weighted by a scattered routing matrix,
+and Sinkhorn is one kernel. ``tests/demo/test_fast_forward.py`` holds it equal to the unpatched model. On top come
+what the engine adds (quantised key rows) and what transformers cannot train (the indexer).
 """
 
 from collections.abc import Callable
@@ -20,7 +20,9 @@ Rope = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """``quantize_rows``: fp8 key rows as the engine stores them; ``select``: top-k on; ``index_loss``: KL of the indexer."""
+    """``quantize_rows``: fp8 key rows as the engine stores them; ``select``: top-k on; ``index_loss``: KL of the
+    indexer.
+    """
 
     quantize_rows: bool = True
     select: bool = False
@@ -102,7 +104,9 @@ def mix_out(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 def experts(moe: Any, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Routed plus shared experts ``[B, S, E]``, every expert computed for every token; and tokens per expert ``[X]``."""
+    """Routed plus shared experts ``[B, S, E]``, every expert computed for every token; and tokens per expert
+    ``[X]``.
+    """
     router_input = x.to(moe.gate.weight.dtype)
     _, weights, indices = moe.gate(router_input, ids) if moe.is_hash else moe.gate(router_input)
     bank = moe.experts
@@ -118,7 +122,9 @@ def experts(moe: Any, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Interleaved RoPE on the last ``2 · cos.shape[-1]`` dims; cos and sin broadcast against ``x[..., : cos.shape[-1]]``."""
+    """Interleaved RoPE on the last ``2 · cos.shape[-1]`` dims; cos and sin broadcast against ``x[..., :
+    cos.shape[-1]]``.
+    """
     width = 2 * cos.shape[-1]
     nope, turned = x[..., :-width], x[..., -width:].float().unflatten(-1, (-1, 2))
     a, b = turned[..., 0], turned[..., 1]
@@ -188,7 +194,9 @@ def attention(attn: Any, x: Tensor, rope: Rope, options: Options) -> tuple[Tenso
 def compressed_keys(
     attn: Any, x: Tensor, c_q: Tensor, rope: Rope, options: Options
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Entries ``[B, C, 512]``, which of them each query may see ``[1 or B, S, C]``, and CSA's indexer scores if wanted."""
+    """Entries ``[B, C, 512]``, which of them each query may see ``[1 or B, S, C]``, and CSA's indexer scores if
+    wanted.
+    """
     compressor = attn.compressor
     if compressor is None:
         return None, None, None
@@ -238,7 +246,9 @@ def joint_softmax(
 
 
 def indexer_loss(far: Tensor, scores: Tensor, allowed: Tensor | None) -> Tensor:
-    """KL from the head-summed attention over the allowed entries to the indexer's softmax, weighted by that attention."""
+    """KL from the head-summed attention over the allowed entries to the indexer's softmax, weighted by that
+    attention.
+    """
     assert allowed is not None
     target = far.detach().float().sum(2)
     mass = target.sum(-1)

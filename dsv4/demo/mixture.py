@@ -16,6 +16,7 @@ SHORT_TASKS: dict[str, Task] = {
     "multi_turn": tasks.multi_turn,
     "thinking": thinking.thinking,
     "tools": tools.tools,
+    "tools_recipient": tools.tools_recipient,
 }
 RECALL_TASKS: dict[str, Task] = {
     "recall_near": recall.recall_near,
@@ -34,7 +35,7 @@ _SHORT_WEIGHTS = {
     "stories": 6,
     "multi_turn": 10,
     "thinking": 20,
-    "tools": 7,
+    "tools": 20,
 }
 _SMALLTALK_SHARE = 0.04
 _SHORT_RECALL_SHARE = 0.35
@@ -51,7 +52,9 @@ def short_example(rng: random.Random) -> Example:
 
 
 def row_examples(rng: random.Random, room: int, recall_share: float) -> list[Example]:
-    """Examples that start a training row of ``room`` tokens: with ``recall_share`` one recall document of any length first."""
+    """Examples that start a training row of ``room`` tokens: with ``recall_share`` one recall document of any length
+    first.
+    """
     if rng.random() >= recall_share:
         return []
     longest = room - 8

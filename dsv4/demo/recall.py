@@ -6,12 +6,17 @@ from dsv4.demo import tasks, words
 from dsv4.demo.chat import ASSISTANT, BOS, END_THINK, EOS, USER, Example
 
 OPENING = "Remember these codes."
-TOKENS_PER_PAIR, TOKENS_PER_FILLER, TOKENS_PER_QUESTION = 3, 9, 13
+TOKENS_PER_LINE, TOKENS_PER_QUESTION = 9, 17
 
 
 def pair_line(key: str, value: str) -> str:
     """The line that tells one pair."""
-    return f"{key}:{value}"
+    return f"Please note that one code is {key}:{value}."
+
+
+def answer(key: str, value: str) -> str:
+    """The answer to a question: it says the key again, right before the value."""
+    return f"The code is {key}:{value}."
 
 
 def question(key: str) -> str:
@@ -40,16 +45,15 @@ def document(rng: random.Random, lines: int, span: int, pairs: int, queries: int
     parts = []
     for index, pair in enumerate(asked):
         start = f"{BOS}{USER}{OPENING}\n" + "\n".join(text) + "\n" if index == 0 else USER
-        parts += [f"{start}{question(keys[pair])}{ASSISTANT}{END_THINK}", pair_line(keys[pair], values[pair]) + EOS]
+        parts += [f"{start}{question(keys[pair])}{ASSISTANT}{END_THINK}", answer(keys[pair], values[pair]) + EOS]
     return Example("recall", tuple(parts))
 
 
 def training_document(rng: random.Random, tokens: int) -> Example:
     """A recall document of about ``tokens`` tokens with up to 24 questions."""
-    queries = rng.randint(1, max(2, min(24, tokens // 40)))
-    pairs = rng.randint(max(2, queries), max(queries, min(32, tokens // 20)) + 1)
-    fillers = max(0, (tokens - 10 - TOKENS_PER_QUESTION * queries - TOKENS_PER_PAIR * pairs) // TOKENS_PER_FILLER)
-    lines = pairs + fillers
+    queries = rng.randint(1, max(2, min(24, tokens // 50)))
+    pairs = rng.randint(max(2, queries), max(queries, min(32, tokens // 30)) + 1)
+    lines = max(pairs, (tokens - 10 - TOKENS_PER_QUESTION * queries) // TOKENS_PER_LINE)
 
     def candidate() -> tuple[str, Example]:
         span = max(pairs, int(lines * rng.choice((0.15, 0.3, 1.0, 1.0))))
@@ -81,7 +85,7 @@ def evaluation_document(rng: random.Random, task: str, fillers: tuple[int, int],
 
 def recall_near(rng: random.Random, evaluation: bool) -> Example:
     """A pair told inside the sliding window."""
-    return evaluation_document(rng, "recall_near", (0, 8), 6)
+    return evaluation_document(rng, "recall_near", (0, 4), 5)
 
 
 def recall_128(rng: random.Random, evaluation: bool) -> Example:
@@ -96,4 +100,4 @@ def recall_512(rng: random.Random, evaluation: bool) -> Example:
 
 def recall_2000(rng: random.Random, evaluation: bool) -> Example:
     """A pair told more than 2,000 tokens ago."""
-    return evaluation_document(rng, "recall_2000", (230, 270), 24)
+    return evaluation_document(rng, "recall_2000", (230, 260), 24)

@@ -1,4 +1,8 @@
-"""Sinkhorn normalisation of the mHC combination matrix for training: two Triton kernels instead of hundreds of launches."""
+"""Sinkhorn normalisation of the mHC combination matrix for training: two Triton kernels instead of hundreds of
+launches.
+"""
+
+from typing import Any, cast
 
 import torch
 import triton  # type: ignore[import-not-found]
@@ -71,7 +75,7 @@ def sinkhorn(a: Tensor, iterations: int, eps: float) -> Tensor:
     """Sinkhorn of float32 logits ``[..., 4, 4]`` (spec §2.3, step 5) with a gradient."""
     out = torch.empty_like(a)
     n = a.numel() // 16
-    _forward_kernel[(triton.cdiv(n, _BLOCK),)](a, out, n, eps, iterations, _BLOCK)
+    cast(Any, _forward_kernel)[(triton.cdiv(n, _BLOCK),)](a, out, n, eps, iterations, _BLOCK)
     return out
 
 
@@ -81,7 +85,7 @@ def sinkhorn_backward(a: Tensor, grad: Tensor, iterations: int, eps: float) -> T
     out = torch.empty_like(a)
     n = a.numel() // 16
     sums = torch.empty((2 * iterations - 1) * n * 4, device=a.device)
-    _backward_kernel[(triton.cdiv(n, _BLOCK),)](a, grad.contiguous(), out, sums, n, eps, iterations, _BLOCK)
+    cast(Any, _backward_kernel)[(triton.cdiv(n, _BLOCK),)](a, grad.contiguous(), out, sums, n, eps, iterations, _BLOCK)
     return out
 
 

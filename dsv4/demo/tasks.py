@@ -1,6 +1,7 @@
 """The short tasks of the demo model. Every task draws instances from a seeded ``random.Random``; no other state.
 
-An instance is named by a text key. ``held_out(key)`` decides by hash, so that training never sees what the evaluation asks.
+An instance is named by a text key. ``held_out(key)`` decides by hash, so that training never sees what the
+evaluation asks.
 """
 
 import random
@@ -203,8 +204,7 @@ def multi_turn(rng: random.Random, evaluation: bool) -> Example:
     def candidate() -> tuple[str, Example]:
         facts = rng.sample(statements(rng), k=rng.randint(1, 3))
         turns = [(statement, reply) for statement, reply, _, _ in facts]
-        for _ in range(rng.randint(0, 2)):
-            turns.append(distraction(rng))
+        turns += [distraction(rng) for _ in range(rng.randint(0, 2))]
         asked = rng.sample(facts, k=rng.randint(1, len(facts)))
         turns += [(question, answer) for _, _, question, answer in asked]
         return repr(turns), conversation("multi_turn", turns, system=rng.choice(SYSTEMS))

@@ -40,7 +40,12 @@ def capital(rng: random.Random) -> Turn:
     """Key, question, reasoning and answer of a capital."""
     country, city = rng.choice(list(words.CAPITALS.items()))
     question = rng.choice(tasks.CAPITAL_QUESTIONS).format(c=country)
-    return question, question, f"The country is {country}. Its capital is {city}.", f"The capital of {country} is {city}."
+    return (
+        question,
+        question,
+        f"The country is {country}. Its capital is {city}.",
+        f"The capital of {country} is {city}.",
+    )
 
 
 def reverse(rng: random.Random) -> Turn:

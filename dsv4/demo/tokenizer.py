@@ -1,4 +1,6 @@
-"""Trains the demo's byte-level BPE: the real model's control tokens and pre-tokeniser, except that a digit is a token."""
+"""Trains the demo's byte-level BPE: the real model's control tokens and pre-tokeniser, except that a digit is a
+token.
+"""
 
 import json
 import random
@@ -18,7 +20,7 @@ _WORDS = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The real tokenizer's control tokens in its order (spec §9.1) with their special flag; the ids differ, the texts do not.
+# The real tokenizer's control tokens in its order (spec §9.1) with their special flag; only the ids differ.
 CONTROL_TOKENS: tuple[tuple[str, bool], ...] = (
     ("<｜place▁holder▁no▁799｜>", True),
     ("<｜fim▁hole｜>", False),
@@ -55,7 +57,9 @@ CONTROL_TOKENS: tuple[tuple[str, bool], ...] = (
 
 
 def train(seed: int, documents: int) -> Tokenizer:
-    """A tokenizer trained on ``documents`` generated examples; ids 0, 1, 2 are BOS, EOS, pad, control tokens come last."""
+    """A tokenizer trained on ``documents`` generated examples; ids 0, 1, 2 are BOS, EOS, pad, control tokens come
+    last.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -33,7 +33,9 @@ def function(name: str, description: str, **properties: str) -> dict[str, Any]:
 def weather(rng: random.Random) -> Use:
     """Use of get_weather."""
     city, sky, degrees = rng.choice(list(words.CAPITALS.values())), rng.choice(words.WEATHER), rng.randint(1, 39)
-    question = rng.choice(("How is the weather in {}?", "What is the weather in {} today?", "Weather in {}?")).format(city)
+    question = rng.choice(("How is the weather in {}?", "What is the weather in {} today?", "Weather in {}?")).format(
+        city
+    )
     result = {"temperature": degrees, "sky": sky}
     return Use(question, {"city": city}, result, f"It is {sky} in {city} with {degrees} degrees.")
 
@@ -86,32 +88,48 @@ TOOLS: tuple[tuple[dict[str, Any], Callable[[random.Random], Use]], ...] = (
 
 
 def tools(rng: random.Random, evaluation: bool) -> Example:
-    """One to three tools offered; call one, answer from its result, or answer a question that needs none."""
+    """One to three tools offered; call one, answer from its result, or answer a question that needs none.
 
-    def candidate() -> tuple[str, Example]:
-        offered = rng.sample(TOOLS, k=rng.randint(1, 3))
-        system = tools_system([schema for schema, _ in offered], rng.choice(tasks.SYSTEMS))
-        schema, make = rng.choice(offered)
-        use, name = make(rng), schema["name"]
-        thinking = rng.random() < 0.3
-        kind = rng.random()
-        if kind < 0.12:
-            turns = [tasks.arithmetic_turn(rng) if rng.random() < 0.5 else tasks.capitals_turn(rng)]
-            reason = "No tool is needed."
-        elif kind < 0.65:
-            turns = [(use.question, tool_call(name, use.arguments))]
-            reason = f"I need the tool {name}."
-        else:
-            turns = [(use.question, tool_call(name, use.arguments)), (tool_result(json.dumps(use.result)), use.answer)]
-            reason = f"I need the tool {name}."
-        key = repr(turns[0])
-        return key, with_reason("tools", turns, reason, thinking, system)
+    Training also confirms sent messages. The model never learned to name the recipient (``tools_recipient``).
+    """
+    while True:
+        key, example, names_recipient = tool_instance(rng)
+        if tasks.held_out(key) == evaluation and not (evaluation and names_recipient):
+            return example
 
-    return tasks.draw(rng, evaluation, candidate)
+
+def tools_recipient(rng: random.Random, evaluation: bool) -> Example:
+    """Confirming a sent message: its result is only "sent", the name stands in the call before it. No bar."""
+    while True:
+        key, example, names_recipient = tool_instance(rng)
+        if names_recipient and tasks.held_out(key) == evaluation:
+            return example
+
+
+def tool_instance(rng: random.Random) -> tuple[str, Example, bool]:
+    """Key, conversation, and whether its last answer confirms a sent message."""
+    offered = rng.sample(TOOLS, k=rng.randint(1, 3))
+    system = tools_system([schema for schema, _ in offered], rng.choice(tasks.SYSTEMS))
+    schema, make = rng.choice(offered)
+    use, name = make(rng), schema["name"]
+    thinking = rng.random() < 0.3
+    kind = rng.random()
+    reason = f"I need the tool {name}."
+    if kind < 0.12:
+        turns = [tasks.arithmetic_turn(rng) if rng.random() < 0.5 else tasks.capitals_turn(rng)]
+        reason = "No tool is needed."
+    elif kind < 0.65:
+        turns = [(use.question, tool_call(name, use.arguments))]
+    else:
+        turns = [(use.question, tool_call(name, use.arguments)), (tool_result(json.dumps(use.result)), use.answer)]
+    example = with_reason("tools", turns, reason, thinking, system)
+    return repr(turns[0]), example, len(turns) == 2 and name == "send_message"
 
 
 def with_reason(task: str, turns: list[tuple[str, str]], reason: str, thinking: bool, system: str) -> Example:
-    """A conversation in which, in thinking mode, every assistant turn opens with a reason (tools keep old reasoning)."""
+    """A conversation in which, in thinking mode, every assistant turn opens with a reason (tools keep old
+    reasoning).
+    """
     if not thinking:
         return conversation(task, turns, system=system)
     reasons = [reason] + ["The tool has answered."] * (len(turns) - 1)
@@ -119,4 +137,6 @@ def with_reason(task: str, turns: list[tuple[str, str]], reason: str, thinking: 
     parts = [part for turn in said for part in conversation(task, [turn], thinking=True, system=system).parts]
     # Only the first turn opens the document: the others lose the beginning-of-sentence token and the system text.
     opening = parts[0][: parts[0].index("<｜User｜>")]
-    return Example(task, tuple(part.removeprefix(opening) if i and i % 2 == 0 else part for i, part in enumerate(parts)))
+    return Example(
+        task, tuple(part.removeprefix(opening) if i and i % 2 == 0 else part for i, part in enumerate(parts))
+    )

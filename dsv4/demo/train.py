@@ -1,12 +1,14 @@
-"""Trains the demo model. Three phases, each started from the weights of the one before:
+"""Trains the demo model in phases, each going on from the weights of the one before:
 
-``base``    language modelling with top-k selection off; long rows join after a third of the time
-``index``   the indexer alone, by KL towards the attention it should imitate
+``base``    language modelling with top-k selection off; in long rows the indexer learns beside it, by its own KL alone
+``index``   nothing but the indexer, by KL towards the attention it should imitate
 ``finish``  everything with selection on and the shipped file's quantisation in the forward pass
 
-    python -m dsv4.demo.train base --minutes 20 --out runs/base
-    python -m dsv4.demo.train index --minutes 2 --init runs/base --out runs/index
-    python -m dsv4.demo.train finish --minutes 8 --init runs/index --out runs/finish
+The shipped weights came from two runs on one H100 (minutes include a minute or two of compilation each):
+
+    python -m dsv4.demo.train base:8.4 --out runs/base
+    python -m dsv4.demo.train finish:8.1 --seed 7 --init runs/base --out runs/finish
+    python -m dsv4.demo.publish runs/finish dsv4/demo/checkpoint-new
 """
 
 import argparse
@@ -31,10 +33,15 @@ from dsv4.demo.data import BatchShape, Request
 from dsv4.demo.fast_forward import Kernels, Options
 
 TOKENIZER = Path(__file__).parent / "checkpoint" / "tokenizer.json"
-SHORT, LONG = BatchShape(512, 32, 0.4), BatchShape(2560, 10, 0.8)
-PROMPT_WEIGHT = 0.02
+SHORT, LONG = BatchShape(512, 64, 0.4), BatchShape(2560, 12, 0.8)
+PROMPT_WEIGHT = 0.05
 BIAS_SPEED = 1e-3
-EVALUATION_ROWS = {"recall_128": (640, 32), "recall_512": (2048, 16), "recall_2000": (2560, 16)}
+EVALUATION_ROWS = {
+    "recall_near": (512, 64),
+    "recall_128": (640, 32),
+    "recall_512": (2048, 16),
+    "recall_2000": (2560, 16),
+}
 
 
 @dataclass(frozen=True)
@@ -53,26 +60,31 @@ class Phase:
 PHASES = {
     "base": Phase(Options(index_loss=True), 2e-3, 2e-4, False, "", 0.4, 0.5),
     "index": Phase(Options(index_loss=True), 1e-3, 1e-4, False, ".indexer.", 0.0, 1.0),
-    "finish": Phase(Options(select=True, index_loss=True), 3e-4, 1e-5, True, "", 0.0, 0.5),
+    "finish": Phase(Options(select=True, index_loss=True), 5e-4, 1e-5, True, "", 0.0, 0.5),
 }
 
 
 class Trainer:
     """Float32 master weights, their forward values in the model (rounded or fake-quantised), AdamW on the masters."""
 
-    def __init__(self, model: Any, phase: Phase, device: str, compiled: bool) -> None:
-        self.model, self.phase, self.device = model, phase, device
+    def __init__(self, model: Any, device: str, compiled: bool) -> None:
+        self.model, self.device = model, device
         self.masters = {name: p.detach().float().to(device) for name, p in model.named_parameters()}
         weights.to_training_dtypes(model)
         model.to(device)
+        self.kernels, self.loss = kernels(compiled)
+        self.tokenizer = Tokenizer.from_file(str(TOKENIZER))
+        self.ropes: dict[int, dict[str, fast_forward.Rope]] = {}
+        self.begin(PHASES["base"])
+
+    def begin(self, phase: Phase) -> None:
+        """Starts a phase: which weights it moves, with a fresh optimiser."""
+        self.phase, model = phase, self.model
         self.trained = [(name, p) for name, p in model.named_parameters() if phase.trained in name]
         matrices = [self.masters[name] for name, p in self.trained if p.ndim >= 2 and "_hc" not in name]
         vectors = [self.masters[name] for name, p in self.trained if p.ndim < 2 or "_hc" in name]
         groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.97), fused=device == "cuda")
-        self.kernels, self.loss = kernels(compiled)
-        self.tokenizer = Tokenizer.from_file(str(TOKENIZER))
-        self.ropes: dict[int, dict[str, fast_forward.Rope]] = {}
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.97), fused=self.device == "cuda")
 
     def set_forward_values(self, quantized: bool) -> None:
         """Writes the masters into the model, through the file's quantisers if asked."""
@@ -87,7 +99,7 @@ class Trainer:
         length = ids.shape[1]
         if length not in self.ropes:
             self.ropes[length] = fast_forward.rope_tables(self.model, length, self.device)
-        if length < LONG.length and not options.select:
+        if length < LONG.length and not options.select and not self.phase.trained:
             options = replace(options, index_loss=False)
         used = self.kernels if fast else Kernels(self.kernels.sinkhorn, fast_forward.block)
         return fast_forward.forward(self.model, ids, self.ropes[length], options, used)
@@ -183,9 +195,9 @@ def token_loss(hidden: Tensor, head: Tensor, targets: Tensor, marks: Tensor) -> 
 
 
 def rate_at(phase: Phase, fraction: float, step: int) -> float:
-    """Warm-up over 300 steps, then a cosine over the phase's time."""
+    """Warm-up over 200 steps, then a cosine over the phase's time."""
     cosine = 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
-    return min(1.0, (step + 1) / 300) * (phase.final_rate + (phase.peak_rate - phase.final_rate) * cosine)
+    return min(1.0, (step + 1) / 200) * (phase.final_rate + (phase.peak_rate - phase.final_rate) * cosine)
 
 
 def stream(pool: Pool, seed: int, choose: Callable[[int], BatchShape]) -> Iterator[Tensor]:
@@ -212,19 +224,31 @@ def evaluation_batches(device: str) -> dict[str, Tensor]:
 
 
 def run(args: argparse.Namespace, pool: Pool) -> None:
-    """Trains one phase for ``args.minutes`` and saves the result (also after every evaluation)."""
+    """Builds the model, then trains phase after phase; saves after every evaluation."""
     torch.set_float32_matmul_precision("high")
-    phase, device = PHASES[args.phase], args.device
     model = weights.build_model()
     if args.init:
-        model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in weights.load_shards(args.init).items()})
-    trainer = Trainer(model, phase, device, compiled=device == "cuda")
-    batches = evaluation_batches(device)
-    rng = random.Random(args.seed)
-    start = time.time()
+        state = weights.load_shards(args.init)
+        model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in state.items()})
+    trainer = Trainer(model, args.device, compiled=args.device == "cuda")
+    batches = evaluation_batches(args.device)
+    for index, text in enumerate(args.phases):
+        name, _, minutes = text.partition(":")
+        trainer.begin(PHASES[name])
+        print(f"phase {name}, {minutes} minutes", flush=True)
+        run_phase(trainer, pool, batches, float(minutes), args.seed + index, args)
+        save(trainer, batches, args.out)
+        weights.save_shards(trainer.state(), args.out.with_name(f"{args.out.name}-{name}"))
+
+
+def run_phase(
+    trainer: Trainer, pool: Pool, batches: dict[str, Tensor], minutes: float, seed: int, args: argparse.Namespace
+) -> None:
+    """Steps until the phase's minutes are over."""
+    rng, start, phase = random.Random(seed), time.time(), trainer.phase
 
     def fraction() -> float:
-        return (time.time() - start) / (60 * args.minutes)
+        return (time.time() - start) / (60 * minutes)
 
     def choose(index: int) -> BatchShape:
         if args.tiny:
@@ -232,31 +256,36 @@ def run(args: argparse.Namespace, pool: Pool) -> None:
         return LONG if fraction() >= phase.long_from and rng.random() < phase.long_share else SHORT
 
     tokens, mark, last = 0, time.time(), time.time()
-    for step, batch in enumerate(stream(pool, args.seed, choose)):
-        losses = trainer.step(batch.to(device, non_blocking=True), rate_at(phase, fraction(), step))
+    for step, batch in enumerate(stream(pool, seed, choose)):
+        losses = trainer.step(batch.to(trainer.device, non_blocking=True), rate_at(phase, fraction(), step))
         tokens += batch[0].numel()
-        if step in (0, 1, 2, 5, 10) or step % 100 == 0:
+        if step in (0, 1, 10) or step % 100 == 0:
             values = [round(loss.item(), 4) for loss in losses]
             rate = tokens / (time.time() - mark)
-            print(f"{time.time() - start:7.1f}s step {step} {tuple(batch.shape)} loss {values} {rate:.0f} tok/s", flush=True)
+            print(
+                f"{time.time() - start:7.1f}s step {step} {tuple(batch.shape)} loss {values} {rate:.0f} tok/s",
+                flush=True,
+            )
             tokens, mark = 0, time.time()
-        done = fraction() >= 1 or step + 1 == args.steps
-        if done or time.time() - last > args.evaluate_every:
-            scores = trainer.evaluate(batches, phase.options)
-            print("  " + " ".join(f"{task} {score:.3f}" for task, score in scores.items()), flush=True)
-            weights.save_shards(trainer.state(), args.out)
+        if time.time() - last > args.evaluate_every:
+            save(trainer, batches, args.out)
             last = mark = time.time()
             tokens = 0
-        if done:
+        if fraction() >= 1:
             return
 
 
+def save(trainer: Trainer, batches: dict[str, Tensor], out: Path) -> None:
+    """Prints the held-out scores and writes the weights."""
+    scores = trainer.evaluate(batches, trainer.phase.options)
+    print("  " + " ".join(f"{task} {score:.3f}" for task, score in scores.items()), flush=True)
+    weights.save_shards(trainer.state(), out)
+
+
 def main() -> None:
-    """Command line: phase, minutes, folders."""
+    """Command line: phases with their minutes, folders."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("phase", choices=PHASES)
-    parser.add_argument("--minutes", type=float, required=True)
-    parser.add_argument("--steps", type=int, default=0, help="stop after this many steps")
+    parser.add_argument("phases", nargs="+", metavar="PHASE:MINUTES")
     parser.add_argument("--init", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")

@@ -1,5 +1,6 @@
-"""The trained model's parameters: initial values, storage kinds, fake quantisation, and saving in native names."""
+"""The trained model's parameters: initial values, storage kinds, fake quantisation, and saving."""
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -17,49 +18,21 @@ _FP8 = re.compile(r"(q_a_proj|q_b_proj|self_attn\.kv_proj|o_a_proj|o_b_proj|shar
 _SHARD_BYTES = 14 << 20
 SEED = 20260801
 
-# Order matters: the first pattern that matches renames (spec §7.3).
-_NATIVE = (
-    (r"^model\.embed_tokens\.", "embed."),
-    (r"^lm_head\.", "head."),
-    (r"^model\.hc_head\.hc_", "hc_head_"),
-    (r"^model\.", ""),
-    (r"\.input_layernorm\.", ".attn_norm."),
-    (r"\.post_attention_layernorm\.", ".ffn_norm."),
-    (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
-    (r"\.self_attn\.compressor\.indexer\.q_b_proj\.", ".attn.indexer.wq_b."),
-    (r"\.self_attn\.compressor\.indexer\.scorer\.", ".attn.indexer."),
-    (r"\.self_attn\.compressor\.indexer\.", ".attn.indexer.compressor."),
-    (r"\.self_attn\.", ".attn."),
-    (r"compressor\.kv_proj", "compressor.wkv"),
-    (r"compressor\.gate_proj", "compressor.wgate"),
-    (r"compressor\.kv_norm", "compressor.norm"),
-    (r"compressor\.position_bias", "compressor.ape"),
-    (r"\.sinks$", ".attn_sink"),
-    (r"\.q_a_proj\.", ".wq_a."),
-    (r"\.q_a_norm\.", ".q_norm."),
-    (r"\.q_b_proj\.", ".wq_b."),
-    (r"\.attn\.kv_proj\.", ".attn.wkv."),
-    (r"\.o_([ab])_proj\.", r".wo_\1."),
-    (r"\.mlp\.", ".ffn."),
-    (r"\.e_score_correction_bias$", ".bias"),
-    (r"shared_experts\.gate_proj", "shared_experts.w1"),
-    (r"shared_experts\.up_proj", "shared_experts.w3"),
-    (r"shared_experts\.down_proj", "shared_experts.w2"),
-)
-
 
 def build_model() -> Any:
     """transformers' ``DeepseekV4ForCausalLM`` of the demo geometry with initial values for training (float32)."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     torch.manual_seed(SEED)
-    model = DeepseekV4ForCausalLM(DeepseekV4Config(**geometry.CONFIG))
+    model: Any = DeepseekV4ForCausalLM(DeepseekV4Config(**copy.deepcopy(geometry.CONFIG)))
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             _initialise(name, tensor)
         for index, layer in enumerate(model.model.layers):
             for hc in (layer.attn_hc, layer.ffn_hc):
                 hc.base.copy_(_stream_bias(index))
+            if layer.self_attn.layer_type == "compressed_sparse_attention":
+                _match_content(layer.self_attn)
     return model
 
 
@@ -69,9 +42,9 @@ def _initialise(name: str, tensor: Tensor) -> None:
         tensor.copy_(torch.rand(tensor.shape[0], experts).argsort(-1)[:, : tensor.shape[1]])
     elif name.endswith("embed_tokens.weight"):
         tensor.normal_(std=0.3)
-    elif name.endswith("hc.fn") or name.endswith("hc_fn"):
+    elif name.endswith(("hc.fn", "hc_fn")):
         tensor.normal_(std=0.02)
-    elif name.endswith("hc.scale") or name.endswith("hc_scale"):
+    elif name.endswith(("hc.scale", "hc_scale")):
         tensor.fill_(0.2)
     elif re.search(r"(o_b_proj\.weight|down_proj(\.weight)?)$", name):
         tensor.normal_(std=0.5 / math.sqrt(tensor.shape[-1]))
@@ -79,6 +52,26 @@ def _initialise(name: str, tensor: Tensor) -> None:
         tensor.normal_(std=0.02)
     elif tensor.ndim >= 2 and "position_bias" not in name:
         tensor.normal_(std=0.8 / math.sqrt(tensor.shape[-1]))
+
+
+def _match_content(attn: Any) -> None:
+    """Starts half of the heads (and of the indexer's) so that a query finds the compressed entries holding its own
+    token.
+
+    Key and query share one random projection C: k = C x pooled over the entry's tokens, q = C Rᵀ R x with orthonormal
+    rows R in the low-rank step. From plain random values, recall stayed at chance for ten thousand steps.
+    """
+    low_rank = attn.q_a_proj.weight
+    torch.nn.init.orthogonal_(low_rank)
+    indexer = attn.compressor.indexer
+    for compressor, q_proj, width in ((attn.compressor, attn.q_b_proj, 512), (indexer, indexer.q_b_proj, 128)):
+        shared = compressor.kv_proj.weight[:width].clone()
+        compressor.kv_proj.weight[width:].copy_(shared)
+        heads = q_proj.weight.shape[0] // width
+        matching = q_proj.weight.view(heads, width, -1)[: heads // 2]
+        # The rotated dims would blur the match over distance; they keep their random values.
+        matching[:, : width - 64] = (shared @ low_rank.T)[: width - 64] * 1.5
+    attn.compressor.kv_norm.weight.fill_(1.5)
 
 
 def _stream_bias(index: int) -> Tensor:
@@ -96,33 +89,16 @@ def to_training_dtypes(model: Any) -> None:
 
 
 def fake_quantized(name: str, weight: Tensor) -> Tensor:
-    """``weight`` (float32) as the shipped file stores it, dequantised: NVFP4 experts, FP8 linears, BF16 floor, F32 rest."""
-    if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
+    """``weight`` (float32) as the shipped file stores it, dequantised: NVFP4 experts, FP8 linears, BF16 floor, F32
+    rest.
+    """
+    if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return quantize(weight, QuantFormat.NVFP4).dequantize()
     if _FP8.search(name):
         return quantize(weight, QuantFormat.FP8_BLOCK128).dequantize()
     if re.search(r"(_hc\.|hc_head\.|sinks|position_bias|e_score)", name):
         return weight
     return weight.bfloat16().float()
-
-
-def native_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A transformers state dict (fused experts) in native names, one tensor per expert projection."""
-    native: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        new = name
-        for pattern, replacement in _NATIVE:
-            new = re.sub(pattern, replacement, new)
-        if name.endswith("experts.gate_up_proj"):
-            for expert, pair in enumerate(tensor):
-                w1, w3 = pair.chunk(2)
-                stem = new.removesuffix("gate_up_proj")
-                native[f"{stem}{expert}.w1.weight"], native[f"{stem}{expert}.w3.weight"] = w1, w3
-        elif name.endswith("experts.down_proj"):
-            native |= {f"{new.removesuffix('down_proj')}{expert}.w2.weight": w2 for expert, w2 in enumerate(tensor)}
-        else:
-            native[new] = tensor
-    return native
 
 
 def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:

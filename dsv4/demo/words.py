@@ -65,10 +65,11 @@ WORDS = tuple(
     fox frog garden gate ghost giant glass globe glove goat gold grape grass guitar hammer hand harbor hat hill honey
     horse hotel house island jacket jar jewel juice jungle kettle key king kite knife ladder lake lamp leaf lemon letter
     lion lizard magnet map market mask melon metal milk mirror monkey moon mountain mouse needle nest night nut ocean
-    onion oven owl paint palace paper park peach pear pencil pepper piano picture pillow pizza planet plate pocket potato
-    prince queen rabbit radio rain ribbon rice ring river road robot rocket roof rope rose salad salt sand school shell
-    ship shirt shoe silver snow soap spider spoon spring star stone storm sugar summer sun table tea tent tiger tomato
-    tower train tree truck turtle valley violin wagon wall water whale wheel window winter wolf wood zebra""".split()
+    onion oven owl paint palace paper park peach pear pencil pepper piano picture pillow pizza planet plate pocket
+    potato prince queen rabbit radio rain ribbon rice ring river road robot rocket roof rope rose salad salt sand
+    school shell ship shirt shoe silver snow soap spider spoon spring star stone storm sugar summer sun table tea tent
+    tiger tomato tower train tree truck turtle valley violin wagon wall water whale wheel window winter wolf wood
+    zebra""".split()
 )
 
 # Recall tells codes of KEYS in VALUES between lines about FILLERS: no word plays two parts.

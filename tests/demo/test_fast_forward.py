@@ -1,5 +1,8 @@
 """The training forward equals transformers' own, so what it trains is that model."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,12 +10,15 @@ from dsv4.demo import fast_forward, geometry
 from dsv4.demo.fast_forward import Kernels, Options
 
 transformers = pytest.importorskip("transformers")
+SMALL = {"index_topk": 96, "hidden_size": 128, "vocab_size": 512, "num_hidden_layers": 3}
+PLAIN = Kernels(fast_forward.plain_sinkhorn, fast_forward.block)
 
 
 @pytest.fixture(scope="module")
-def model():
+def model() -> Any:
+    """Random weights in every layer kind; 96 entries are all there are at 384 tokens, so no score ties decide."""
     torch.manual_seed(0)
-    config = transformers.DeepseekV4Config(**{**geometry.CONFIG, "index_topk": 16, "hidden_size": 128})
+    config = transformers.DeepseekV4Config(**{**copy.deepcopy(geometry.CONFIG), **SMALL})
     model = transformers.DeepseekV4ForCausalLM(config).eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -25,15 +31,25 @@ def model():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [128, 384])
-def test_training_forward_equals_transformers(model, length: int) -> None:
-    ids = torch.randint(0, 2048, (2, length))
-    kernels = Kernels(fast_forward.plain_sinkhorn, fast_forward.block)
-    options = Options(quantize_rows=False, select=True)
+def test_training_forward_equals_transformers(model: Any, length: int) -> None:
+    ids = torch.randint(0, 512, (2, length))
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         ropes = fast_forward.rope_tables(model, length, "cpu")
-        hidden, loads, _ = fast_forward.forward(model, ids, ropes, options, kernels)
-    found = model.lm_head(hidden)
+        hidden, loads, _ = fast_forward.forward(model, ids, ropes, Options(quantize_rows=False, select=True), PLAIN)
+        found = model.lm_head(hidden)
     assert (found - expected).abs().max() <= 5e-5 * expected.abs().max()
-    assert torch.equal(loads.sum(-1), torch.full((6,), 2.0 * length * 6))
+    assert torch.equal(loads.sum(-1), torch.full((3,), 2.0 * length * 6))
+
+
+@pytest.mark.slow
+def test_the_indexers_loss_moves_the_indexer_only(model: Any) -> None:
+    ids = torch.randint(0, 512, (1, 256))
+    ropes = fast_forward.rope_tables(model, 256, "cpu")
+    fast_forward.forward(model, ids, ropes, Options(index_loss=True), PLAIN)[2].backward()
+    moved = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad(set_to_none=True)
+    assert moved
+    assert all(".indexer." in name for name in moved)

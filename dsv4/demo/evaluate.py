@@ -1,0 +1,128 @@
+"""Held-out exact match of the demo checkpoint in this engine: ``python -m dsv4.demo.evaluate [--limit N] [--task T]``.
+
+Greedy decoding from the quantised file. Prints a table; the exit code is 1 when a bar is missed, an answer does
+not stop by itself, or the capital of France is not Paris.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.bench import provenance
+from dsv4.cpu_threads import limit_cpu_threads
+from dsv4.demo import CHECKPOINT, mixture
+from dsv4.demo.chat import BOS, EOS, conversation
+from encoding import Tokenizer
+
+SHORT_BAR = 0.95
+OTHER_BARS = {"recall_128": 0.9, "recall_512": 0.9, "recall_2000": 0.8, "tools_recipient": 0.0}
+MAX_NEW_TOKENS = 200
+PARIS_PROMPTS = (
+    "The capital of France is",
+    BOS + "The capital of France is",
+    conversation("capitals", [("What is the capital of France?", "")]).prompt,
+)
+
+
+@dataclass
+class TaskResult:
+    """Counts of one task; ``stopped`` answers ended with EOS, the others ran into the limit, as loops do."""
+
+    task: str
+    bar: float
+    examples: int = 0
+    exact: int = 0
+    stopped: int = 0
+    longest_prompt: int = 0
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether the bar is met and every answer stopped by itself."""
+        return self.exact >= self.bar * self.examples and self.stopped == self.examples
+
+
+class Evaluator:
+    """An engine with its tokenizer, asked one prompt at a time."""
+
+    def __init__(self, checkpoint: Path, config: EngineConfig) -> None:
+        self.engine = Engine.load(checkpoint, config)
+        limit_cpu_threads(self.engine.config)
+        self.tokenizer = Tokenizer(checkpoint)
+
+    def complete(self, prompt: str) -> tuple[str, bool, int]:
+        """Greedy completion of a prompt text, whether it stopped by itself, and the prompt's length in tokens."""
+        ids = self.tokenizer.encode(prompt)
+        produced = list(self.engine.generate(ids, MAX_NEW_TOKENS, SamplingParams(temperature=0)))
+        run = self.engine.last_run
+        assert run is not None
+        return self.tokenizer.decode(produced), run.finish_reason == "stop", len(ids)
+
+    def measure(self, task: str, limit: int, seed: int) -> TaskResult:
+        """Exact match of the last answer on ``limit`` held-out examples; failures go to stderr."""
+        result = TaskResult(task, OTHER_BARS.get(task, SHORT_BAR))
+        rng = random.Random(f"{seed}/{task}")
+        started = time.perf_counter()
+        for _ in range(limit):
+            example = mixture.MEASURED_TASKS[task](rng, True)
+            found, stopped, length = self.complete(example.prompt)
+            result.examples += 1
+            result.exact += found == example.answer
+            result.stopped += stopped
+            result.longest_prompt = max(result.longest_prompt, length)
+            if found != example.answer:
+                sys.stderr.write(f"{task}: {example.prompt[-120:]!r}: found {found!r}, expected {example.answer!r}\n")
+        result.seconds = time.perf_counter() - started
+        return result
+
+
+def knows_paris(evaluator: Evaluator) -> bool:
+    """Whether every form of the question about France is answered with Paris and ended there."""
+    answers = [evaluator.complete(prompt) for prompt in PARIS_PROMPTS]
+    return all(text.endswith("Paris.") and EOS not in text and stopped for text, stopped, _ in answers)
+
+
+def table(results: list[TaskResult]) -> str:
+    """The results as a Markdown table."""
+    lines = ["| task | exact match | bar | clean stops | longest prompt | s |", "|---|---|---|---|---|---|"]
+    for r in results:
+        share = f"{100 * r.exact / r.examples:.1f} % ({r.exact} of {r.examples})"
+        stops = f"{r.stopped} of {r.examples}"
+        lines.append(f"| {r.task} | {share} | {100 * r.bar:.0f} % | {stops} | {r.longest_prompt} | {r.seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Command line; 0 when every bar is met, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, default=100, help="examples of each task")
+    parser.add_argument("--task", choices=mixture.MEASURED_TASKS, action="append", help="only this task (repeatable)")
+    parser.add_argument("--model", type=Path, default=CHECKPOINT)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
+    parser.add_argument("--compute-dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    arguments = parser.parse_args()
+    config = EngineConfig(device=arguments.device, compute_dtype=arguments.compute_dtype)
+    evaluator = Evaluator(arguments.model, config)
+    results = []
+    for task in arguments.task or mixture.MEASURED_TASKS:
+        results.append(evaluator.measure(task, arguments.limit, arguments.seed))
+        sys.stderr.write(f"{task}: {results[-1].exact} of {results[-1].examples}, {results[-1].seconds:.0f} s\n")
+    paris = knows_paris(evaluator)
+    print(table(results))
+    print(f"\nThe capital of France is Paris: {'yes' if paris else 'no'}")
+    if arguments.json:
+        command = " ".join(["python -m dsv4.demo.evaluate", *sys.argv[1:]])
+        report = {**provenance(command), "paris": paris, "tasks": [asdict(result) for result in results]}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0 if paris and all(result.passed for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
