@@ -23,6 +23,7 @@ from dsv4.cli.op_profile import OpProfile
 from dsv4.cli.progress import ProgressBar
 from dsv4.cli.report import report
 from dsv4.cli.stream import TokenText, make_printer
+from dsv4.cpu_threads import limit_cpu_threads
 from dsv4.ops import TORCH
 
 EXIT_OK, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 2, 130
@@ -31,6 +32,7 @@ EXIT_OK, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 2, 130
 def generate(job: Job, outcome: Outcome, profile: OpProfile | None) -> None:
     """Loads the model and streams the answer to stdout; ``outcome`` is filled as it goes."""
     arguments = job.arguments
+    limit_cpu_threads(job.model_config)
     show_bars = sys.stderr.isatty() and not arguments.quiet
     started = time.perf_counter()
     with ProgressBar("load   ", sys.stderr, show_bars) as bar:

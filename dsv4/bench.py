@@ -16,18 +16,20 @@ from typing import Any, Literal
 import torch
 
 import dsv4
-from dsv4.config import EngineConfig
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.cpu_threads import limit_cpu_threads
+from dsv4.demo import CHECKPOINT
 from dsv4.engine import Engine
 from dsv4.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-DEMO_CHECKPOINT = Path(__file__).parent / "demo" / "checkpoint"
 
 
 def bench_engine(
     model: Path, device: Literal["cpu", "cuda"], prompt_tokens: int, decode_tokens: int, repeats: int
 ) -> dict[str, Any]:
     """Median seconds of load, prefill of ``prompt_tokens`` and of one decode step behind them, on random token ids."""
+    limit_cpu_threads(ModelConfig.from_folder(model))
     load, prefill, step = [], [], []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -63,14 +65,14 @@ def bench_first_token(model: Path, device: Literal["cpu", "cuda"], repeats: int)
     return {"process_start_to_first_token_seconds": statistics.median(seconds)}
 
 
-def provenance(arguments: list[str]) -> dict[str, Any]:
-    """Machine, versions, commit and command of this process."""
+def provenance(command: str) -> dict[str, Any]:
+    """Machine, versions, commit and ``command`` of this process."""
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "command": "python -m dsv4.bench " + " ".join(arguments),
+        "command": command,
         "commit": (commit or "unknown") + ("+changes" if changed else ""),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": {"cpu": _cpu_name(), "torch_threads": torch.get_num_threads(), "gpus": gpus},
@@ -91,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dsv4.bench", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     engine = kinds.add_parser("engine", help="load, prefill and decode of a checkpoint, eager")
-    engine.add_argument("--model", type=Path, default=DEMO_CHECKPOINT)
+    engine.add_argument("--model", type=Path, default=CHECKPOINT)
     engine.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     engine.add_argument("--prompt-tokens", type=int, default=512)
     engine.add_argument("--decode-tokens", type=int, default=64)
@@ -106,7 +108,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    text = json.dumps({**provenance(arguments), "result": result}, indent=2) + "\n"
+    command = " ".join(["python -m dsv4.bench", *arguments])
+    text = json.dumps({**provenance(command), "result": result}, indent=2) + "\n"
     sys.stdout.write(text)
     if options.out is not None:
         options.out.write_text(text)

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import dsv4
 from dsv4.config import EngineConfig
+from dsv4.demo import CHECKPOINT
 from dsv4.errors import UserError
 
-DEMO_CHECKPOINT = Path(dsv4.__file__).parent / "demo" / "checkpoint"
 DEFAULT_PROMPT = "What is the capital of France?"
 DEFAULT_MAX_TOKENS = 512
 
@@ -95,7 +94,7 @@ def add_sampling_flags(group: argparse._ArgumentGroup) -> None:
 
 def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     """What runs where."""
-    group.add_argument("--model", type=Path, default=DEMO_CHECKPOINT, metavar="PATH", help="a Hugging Face folder")
+    group.add_argument("--model", type=Path, default=CHECKPOINT, metavar="PATH", help="a Hugging Face folder")
     group.add_argument(
         "--max-context", type=integer(1, 2**31 - 1), metavar="N", help="prompt and answer together, in tokens"
     )

@@ -88,18 +88,18 @@ TOOLS: tuple[tuple[dict[str, Any], Callable[[random.Random], Use]], ...] = (
 
 
 def tools(rng: random.Random, evaluation: bool) -> Example:
-    """One to three tools offered; call one, answer from its result, or answer a question that needs none.
-
-    Training also confirms sent messages. The model never learned to name the recipient (``tools_recipient``).
-    """
+    """One to three tools offered; call one, answer from its result, or answer a question that needs none."""
     while True:
-        key, example, names_recipient = tool_instance(rng)
-        if tasks.held_out(key) == evaluation and not (evaluation and names_recipient):
+        key, example, _ = tool_instance(rng)
+        if tasks.held_out(key) == evaluation:
             return example
 
 
 def tools_recipient(rng: random.Random, evaluation: bool) -> Example:
-    """Confirming a sent message: its result is only "sent", the name stands in the call before it. No bar."""
+    """The part of ``tools`` that confirms a sent message: the result says only "sent", the name stands in the call.
+
+    Measured on its own, without a bar, because nearly all failures of ``tools`` are this case.
+    """
     while True:
         key, example, names_recipient = tool_instance(rng)
         if names_recipient and tasks.held_out(key) == evaluation:

@@ -14,7 +14,7 @@ import pytest
 
 import single_shot_inference
 from dsv4.checkpoint.synthetic import tiny_config, write_synthetic
-from dsv4.cli.arguments import DEMO_CHECKPOINT
+from dsv4.demo import CHECKPOINT
 from encoding import Tokenizer
 
 DRIVER = Path(single_shot_inference.__file__)
@@ -24,9 +24,9 @@ DRIVER = Path(single_shot_inference.__file__)
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights: what it says is noise, so tests look at everything but the meaning."""
     folder = tmp_path_factory.mktemp("driver") / "checkpoint"
-    vocab_size = Tokenizer(DEMO_CHECKPOINT).vocab_size
+    vocab_size = Tokenizer(CHECKPOINT).vocab_size
     write_synthetic(folder, tiny_config(vocab_size=vocab_size, max_position_embeddings=65536), "nvfp4-experts", seed=0)
-    shutil.copy(DEMO_CHECKPOINT / "tokenizer.json", folder)
+    shutil.copy(CHECKPOINT / "tokenizer.json", folder)
     return folder
 
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from dsv4.cli.arguments import DEMO_CHECKPOINT
 from dsv4.cli.stream import DIM, RESET, ChatPrinter, PlainPrinter, TokenText, make_printer, parse_message, text_of
+from dsv4.demo import CHECKPOINT
 from encoding import Tokenizer
 
 CALL = (
@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(DEMO_CHECKPOINT)
+    return Tokenizer(CHECKPOINT)
 
 
 def shown(out: io.StringIO, mode: str, text: str, stopped: bool = True, pieces: int = 1) -> str:
