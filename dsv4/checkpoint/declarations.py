@@ -38,9 +38,12 @@ class ModulePatterns:
 
 @dataclass(frozen=True)
 class Declaration:
-    """``method`` is what holds for a LINEAR or EXPERT that no list names; ``expert_format`` goes with "fp8"."""
+    """``method`` is what holds for a LINEAR or EXPERT that no list names; ``expert_format`` goes with "fp8".
 
-    method: Literal["none", "fp8", "nvfp4"]
+    "undeclared" is a checkpoint without any declaration: the scales that stand beside a weight then say what it is.
+    """
+
+    method: Literal["undeclared", "none", "fp8", "nvfp4"]
     expert_format: QuantFormat
     nvfp4: ModulePatterns
     all_main_experts_nvfp4: bool
@@ -54,8 +57,10 @@ class Declaration:
         excluded = any(self.excluded.cover(module) for module in modules)
         if not excluded and self._is_nvfp4(parameter, modules):
             return (QuantFormat.NVFP4,)
+        base = self.expert_format if parameter.role is Role.EXPERT else QuantFormat.FP8_BLOCK128
+        if self.method == "undeclared":
+            return (*DENSE, QuantFormat.NVFP4, base)
         if self.method == "fp8":
-            base = self.expert_format if parameter.role is Role.EXPERT else QuantFormat.FP8_BLOCK128
             return (base, *DENSE) if excluded else (base,)
         return DENSE
 
@@ -83,13 +88,14 @@ def read_declaration(checkpoint: Checkpoint) -> Declaration:
         raise UserError(f"{checkpoint.folder}/hf_quant_config.json: quantization: expected an object")
     _check_agreement(quantization, separate, source)
     merged = {**separate, **quantization}
-    method = merged.get("quant_method", "modelopt" if separate else None)
+    method = merged.get("quant_method", "modelopt" if separate or "quant_algo" in merged else None)
     _check_values(method, merged, source)
     layers = merged.get("quantized_layers", {})
     excluded = [name for key in _EXCLUDING_KEYS for name in _strings(merged, key, source)]
     everything = method == "modelopt" and merged.get("quant_algo") == "NVFP4" and not layers
+    default = "none" if merged else "undeclared"
     return Declaration(
-        method="nvfp4" if everything else "fp8" if method == "fp8" else "none",
+        method="nvfp4" if everything else "fp8" if method == "fp8" else default,
         expert_format=_expert_format(checkpoint),
         nvfp4=ModulePatterns(list(layers)),
         all_main_experts_nvfp4=merged.get("moe_quant_algo") == "NVFP4" and not layers,

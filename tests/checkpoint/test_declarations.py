@@ -10,7 +10,7 @@ import torch
 
 from dsv4.checkpoint import Dialect, open_checkpoint, tiny_config, write_synthetic
 from dsv4.errors import UserError
-from dsv4.quant import QuantFormat, exponent_to_e8m0
+from dsv4.quant import QuantFormat, QuantTensor, exponent_to_e8m0
 from tests.checkpoint.folders import Tensors, as_bytes, changed_copy, load, matrix, read_tensors
 
 
@@ -57,6 +57,21 @@ def test_spec11_e30_nvfp4_experts_that_nobody_declared_are_refused(nvfp4_experts
     with pytest.raises(UserError, match=r"12 not in the declared format: .*found nvfp4, declared mxfp4") as caught:
         load(folder)
     assert "missing" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["nvfp4_experts", "nvfp4_all", "native", "bf16"])
+def test_without_any_declaration_the_scales_decide(layout: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    source = request.getfixturevalue(layout)
+    folder = changed_copy(source, tmp_path / "x", config={"quantization_config": None})
+    (folder / "hf_quant_config.json").unlink(missing_ok=True)
+    found = {name: weight.format for name, weight in load(folder).items() if isinstance(weight, QuantTensor)}
+    assert found == {name: weight.format for name, weight in load(source).items() if isinstance(weight, QuantTensor)}
+
+
+def test_quant_algo_alone_is_a_modelopt_declaration(nvfp4_all: Path, tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_algo": "NVFP4", "group_size": 16}}
+    folder = without_hf_quant_config(changed_copy(nvfp4_all, tmp_path / "x", config=config))
+    assert matrix(load(folder), "layers.0.attn.wq_a.weight").format is QuantFormat.NVFP4
 
 
 def test_config_groups_are_not_applied_to_every_linear(nvfp4_experts: Path) -> None:
@@ -115,11 +130,6 @@ def test_modules_not_to_convert_may_be_named_in_hf_names(tmp_path: Path) -> None
 def test_unquantised_names_under_a_quantised_declaration_are_refused(bf16: Path, native: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="found unquantised, declared fp8_block128"):
         load(changed_copy(bf16, tmp_path / "x", config=quantization(native)))
-
-
-def test_quantised_names_without_a_declaration_are_refused(native: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"found mxfp4 or fp8, declared bf16/f32"):
-        load(changed_copy(native, tmp_path / "x", config={"quantization_config": None}))
 
 
 def test_spec11_e31_w1_and_w3_keep_their_own_global_scales(nvfp4_experts: Path, tmp_path: Path) -> None:
