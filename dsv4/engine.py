@@ -133,7 +133,7 @@ class Engine:
     def logits(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None) -> Tensor:
         """Teacher-forced logits of a fresh sequence at all positions, float32 ``[T, V]``.
 
-        ``chunk_sizes`` (summing to T, each at most the larger of ``prefill_chunk`` and 8) says how the tokens are fed.
+        ``chunk_sizes`` (summing to T) says how the tokens are fed; what exceeds ``prefill_chunk`` and 8 is fed in chunks.
         """
         self.reset()
         chunks = self._chunks(token_ids, chunk_sizes)
@@ -229,16 +229,18 @@ class Engine:
 
     def _chunks(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None) -> list[Sequence[int]]:
         token_ids = self._checked(token_ids)
-        count, largest = len(token_ids), max(self.engine_config.prefill_chunk, MAX_DECODE_TOKENS)
-        if chunk_sizes is None:
-            step = self.engine_config.prefill_chunk
-            return [token_ids[start : start + step] for start in range(0, count, step)]
-        if sum(chunk_sizes) != count or any(not 1 <= size <= largest for size in chunk_sizes):
-            raise ValueError(
-                f"chunk_sizes: found {list(chunk_sizes)}, expected sizes 1 to {largest} that sum to {count}"
-            )
-        ends = [sum(chunk_sizes[: index + 1]) for index in range(len(chunk_sizes))]
-        return [token_ids[end - size : end] for end, size in zip(ends, chunk_sizes, strict=True)]
+        count, largest = len(token_ids), self.engine_config.prefill_chunk
+        sizes = [count]
+        if chunk_sizes is not None:
+            sizes, largest = list(chunk_sizes), max(largest, MAX_DECODE_TOKENS)
+        if sum(sizes) != count or any(size < 1 for size in sizes):
+            raise ValueError(f"chunk_sizes: found {sizes}, expected positive sizes that sum to {count}")
+        chunks, start = [], 0
+        for size in sizes:
+            part = token_ids[start : start + size]
+            chunks += [part[first : first + largest] for first in range(0, size, largest)]
+            start += size
+        return chunks
 
     def _checked(self, token_ids: Iterable[int]) -> list[int]:
         """The ids as a list, if they are ids of this model and fit behind the current position."""

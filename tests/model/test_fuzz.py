@@ -98,7 +98,7 @@ def test_token_ids_are_used_or_refused(engine: Engine, token_ids: Any) -> None:
 @settings(max_examples=100)
 def test_chunk_sizes_are_used_or_refused(engine: Engine, chunk_sizes: list[int]) -> None:
     token_ids = random_ids(10)
-    valid = sum(chunk_sizes) == 10 and all(1 <= size <= 8 for size in chunk_sizes)
+    valid = sum(chunk_sizes) == 10 and all(size >= 1 for size in chunk_sizes)
     if valid:
         torch.testing.assert_close(
             engine.logits(token_ids, chunk_sizes), engine.logits(token_ids), rtol=1e-4, atol=1e-5
