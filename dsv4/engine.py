@@ -133,7 +133,7 @@ class Engine:
     def logits(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None) -> Tensor:
         """Teacher-forced logits of a fresh sequence at all positions, float32 ``[T, V]``.
 
-        ``chunk_sizes`` (summing to T) says how the tokens are fed; what exceeds ``prefill_chunk`` and 8 is fed in chunks.
+        ``chunk_sizes`` (summing to T) says how the tokens are fed; a size above ``prefill_chunk`` and 8 is split.
         """
         self.reset()
         chunks = self._chunks(token_ids, chunk_sizes)

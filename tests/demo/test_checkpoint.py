@@ -105,7 +105,7 @@ def test_the_capital_of_france_is_paris(evaluator: Evaluator, prompt: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("task", mixture.MEASURED_TASKS)
 def test_held_out_examples_of_every_task(evaluator: Evaluator, task: str) -> None:
-    result = evaluator.measure(task, limit=1 if task == "recall_2000" else 2, seed=1)
+    result = evaluator.measure(task, limit=1 if task == "recall_2000" else 2, seed=2)
     assert result.passed
 
 
