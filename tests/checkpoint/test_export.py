@@ -18,6 +18,8 @@ from dsv4.errors import UserError
 from dsv4.quant import QuantFormat, QuantTensor, exponent_to_e8m0, quantize
 from tests.checkpoint.folders import Tensors, as_bytes, changed_copy, load, matrix, read_tensors, same_tensors
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: list[Layout] = ["nvfp4-experts", "nvfp4-all", "native", "bf16"]
 
 

@@ -14,6 +14,8 @@ from dsv4.checkpoint.shard import map_tensor, read_header
 from dsv4.errors import UserError
 from tests.checkpoint.folders import load
 
+pytestmark = pytest.mark.slow
+
 INDEX = "model.safetensors.index.json"
 SMALL = tiny_config(
     num_hidden_layers=2, compress_ratios=[0, 4], num_hash_layers=1, hidden_size=32, n_routed_experts=2, vocab_size=16

@@ -10,6 +10,8 @@ from dsv4.demo import CHECKPOINT, mixture, recall, tasks, tools, words
 from dsv4.demo.chat import BOS, EOS, TOOLS_TEXT, USER, Example, conversation, tool_call
 from encoding import Tokenizer, encode_messages
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:

@@ -13,6 +13,8 @@ from dsv4.ops import TORCH, Ops
 from tests.model.conftest import PARITY_BOUND, SavedOracle
 from tests.model.tiny import random_ids, small_config, tiny_engine
 
+pytestmark = pytest.mark.slow
+
 BOUND = 5e-6
 CSA_AND_HCA = small_config((4, 128), 0)
 

@@ -16,6 +16,8 @@ from dsv4.ops import TORCH
 from tests.model.tiny import random_ids, small_config, tiny_engine
 from tests.model.token_by_token import one_token_at_a_time
 
+pytestmark = pytest.mark.slow
+
 FLOAT32_BOUND = 5e-6
 WHOLE = 4096
 # Every ratio once, hash and learned routing; from 36 tokens on the indexer leaves entries out.

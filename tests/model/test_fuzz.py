@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from dsv4 import Engine, EngineConfig, SamplingParams, UserError
 from tests.model.tiny import random_ids, small_config, tiny_engine
 
+pytestmark = pytest.mark.slow
+
 scalars = st.one_of(
     st.none(),
     st.booleans(),

@@ -17,6 +17,8 @@ from dsv4.state import layer_state_bytes
 from tests.model.tiny import random_ids, small_config, tiny_engine
 from tests.model.token_by_token import one_token_at_a_time
 
+pytestmark = pytest.mark.slow
+
 THREE_LAYERS = small_config((4, 128, 0), 1)
 DEFAULT_DTYPES: dict[str, Any] = {"kv_dtype": "fp8", "compute_dtype": "bfloat16"}
 
