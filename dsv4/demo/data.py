@@ -1,9 +1,7 @@
 """Token rows for training and one-example rows for evaluation. Every batch follows from (seed, index) alone."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.pool import Pool
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -65,12 +63,6 @@ def training_row(tokenizer: Tokenizer, rng: random.Random, shape: BatchShape) ->
         ids += new_ids
         marks += new_marks
     return np.array([ids[:room], marks[:room]], dtype=np.int16)
-
-
-def training_stream(pool: Pool, tokenizer_json: str, seed: int, shapes: list[BatchShape]) -> Iterator[np.ndarray]:
-    """Batches of the given shapes in order, made by the pool ahead of their use."""
-    requests = [Request(tokenizer_json, seed, index, shape) for index, shape in enumerate(shapes)]
-    return pool.imap(training_batch, requests, chunksize=1)
 
 
 def evaluation_batch(tokenizer: Tokenizer, task: str, count: int, length: int, seed: int) -> np.ndarray:

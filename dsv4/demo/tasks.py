@@ -14,7 +14,6 @@ from dsv4.demo.chat import Example, conversation, raw
 Task = Callable[[random.Random, bool], Example]
 SYSTEMS = ("", "", "", "", "You are a helpful assistant.", "Answer briefly.")
 HELD_OUT_SHARE = 8
-COUNTRY_OF = {capital: country for country, capital in words.CAPITALS.items()}
 
 CAPITAL_QUESTIONS = (
     "What is the capital of {c}?",

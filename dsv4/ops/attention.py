@@ -36,9 +36,12 @@ def sparse_attention(
     the denominator only. A token always sees its own key, so no row is empty. The keys of these T tokens must be in
     the caches already.
     """
-    listed = 0
+    listed, decoded_CD = 0, None
     if keys.compressed is not None:
         listed = keys.compressed.slots if selected_TK is None else selected_TK.shape[1]
+        # Decoding every row once is cheaper when the tokens together list more rows than there are.
+        if listed * q_THD.shape[0] >= keys.compressed.slots:
+            decoded_CD = keys.compressed.read_all()
     tile = max(1, min(_TILE_TOKENS, _TILE_BYTES // (4 * q_THD.shape[1] * (keys.window + _TILE_TOKENS + listed))))
     outputs = []
     for start in range(0, q_THD.shape[0], tile):
@@ -46,7 +49,7 @@ def sparse_attention(
         sources = [_window_rows(keys, positions_T[part])]
         if keys.compressed is not None:
             selected = None if selected_TK is None else selected_TK[part]
-            sources.append(_compressed_rows(keys.compressed, keys.ratio, selected, positions_T[part]))
+            sources.append(_compressed_rows(keys, decoded_CD, selected, positions_T[part]))
         outputs.append(_attend(q_THD[part], sources, sink_H))
     out = torch.cat(outputs) if outputs else torch.empty_like(q_THD, dtype=torch.float32)
     return rope(out.to(q_THD.dtype), positions_T, inv_freq, inverse=True)
@@ -71,14 +74,20 @@ def _window_rows(keys: KeySet, positions_T: Tensor) -> _Source:
     return _Source(_without_unseen(keys.ring.read(position % keys.ring.slots), valid_TN), valid_TN)
 
 
-def _compressed_rows(cache: RowCache, ratio: int, selected_TK: Tensor | None, positions_T: Tensor) -> _Source:
+def _compressed_rows(
+    keys: KeySet, decoded_CD: Tensor | None, selected_TK: Tensor | None, positions_T: Tensor
+) -> _Source:
+    """The complete entries, or those selected; ``decoded_CD`` are all rows of the cache where they are decoded
+    already.
+    """
+    assert keys.compressed is not None
     if selected_TK is None:
-        entry = torch.arange(cache.slots, device=positions_T.device)
-        valid_TN = entry < ((positions_T + 1) // ratio)[:, None]
-        return _Source(_without_unseen(cache.read_all(), valid_TN), valid_TN)
+        assert decoded_CD is not None
+        entry = torch.arange(decoded_CD.shape[0], device=positions_T.device)
+        valid_TN = entry < ((positions_T + 1) // keys.ratio)[:, None]
+        return _Source(_without_unseen(decoded_CD, valid_TN), valid_TN)
     slots = selected_TK.clamp(min=0)
-    # Decoding every row once is cheaper when the tokens together list more rows than there are.
-    rows = cache.read_all()[slots] if slots.numel() > cache.slots else cache.read(slots)
+    rows = keys.compressed.read(slots) if decoded_CD is None else decoded_CD[slots]
     seen_TK = selected_TK >= 0
     return _Source(rows.masked_fill(~seen_TK[..., None], 0.0), seen_TK)
 
