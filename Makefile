@@ -59,7 +59,7 @@ $(VENV)/.dsv4-runtime: pyproject.toml | $(VENV)/bin/python
 		|| $(PYTHON) -m pip install -q --no-deps --retries 1 -i $(TORCH_CPU_INDEX) "torch==$(TORCH_CPU_VERSION)" \
 		|| echo "no CPU build found, the default build of torch follows"; \
 	fi
-	$(PYTHON) -m pip install -q -e .
+	@if command -v nvidia-smi >/dev/null; then $(PYTHON) -m pip install -q -e ".[cuda]"; else $(PYTHON) -m pip install -q -e .; fi
 	@touch $@
 
 $(VENV)/.dsv4-test: $(VENV)/.dsv4-runtime

@@ -24,7 +24,6 @@ from dsv4.cli.progress import ProgressBar
 from dsv4.cli.report import report
 from dsv4.cli.stream import TokenText, make_printer
 from dsv4.cpu_threads import limit_cpu_threads
-from dsv4.ops import TORCH
 
 EXIT_OK, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 2, 130
 
@@ -36,8 +35,8 @@ def generate(job: Job, outcome: Outcome, profile: OpProfile | None) -> None:
     show_bars = sys.stderr.isatty() and not arguments.quiet
     started = time.perf_counter()
     with ProgressBar("load   ", sys.stderr, show_bars) as bar:
-        ops = TORCH if profile is None else profile.wrap(TORCH)
-        engine = outcome.engine = Engine.load(arguments.model, job.engine_config, progress=bar, ops=ops)
+        wrap = None if profile is None else profile.wrap
+        engine = outcome.engine = Engine.load(arguments.model, job.engine_config, progress=bar, wrap_ops=wrap)
     outcome.load_seconds = time.perf_counter() - started
 
     text = TokenText(job.tokenizer)

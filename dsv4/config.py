@@ -143,8 +143,8 @@ class EngineConfig:
     ``device`` is "auto" (CUDA when there is a device), "cpu" or "cuda". ``kv_dtype`` and ``index_dtype`` choose
     what the caches hold: "fp8" rows (spec §6.2, §6.3) or "bf16", which means not quantised, stored in
     ``compute_dtype``; ``index_dtype`` None follows ``kv_dtype``. ``max_context`` is in tokens (``None``: the
-    model's maximum, at most 8192); ``prefill_chunk`` in tokens per forward. ``load_mtp`` also loads the
-    speculative module's weights, which are skipped otherwise. Raises ``UserError``.
+    model's maximum, at most 8192); ``prefill_chunk`` in tokens per forward. ``load_mtp`` also loads the speculative
+    module. ``ops``: the op table; "auto" is "cuda" on a GPU in bfloat16, else "torch". Raises ``UserError``.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -156,6 +156,7 @@ class EngineConfig:
     max_context: int | None = None
     prefill_chunk: int = 512
     load_mtp: bool = False
+    ops: Literal["auto", "torch", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
         choices = {
@@ -164,6 +165,7 @@ class EngineConfig:
             "kv_dtype": ("fp8", "bf16"),
             "index_dtype": ("fp8", "bf16", None),
             "compute_dtype": ("bfloat16", "float32"),
+            "ops": ("auto", "torch", "cuda"),
         }
         for field, allowed in choices.items():
             value = self.__dict__[field]
@@ -179,6 +181,8 @@ class EngineConfig:
                 raise UserError(f"EngineConfig.{field}: found {found}, expected an integer from {low} to {high}")
         if not isinstance(self.load_mtp, bool):
             raise UserError(f"EngineConfig.load_mtp: found {shorten(self.load_mtp)}, expected True or False")
+        if self.ops == "cuda" and self.compute_dtype != "bfloat16":
+            raise UserError("EngineConfig.ops: found 'cuda' with compute_dtype float32, expected bfloat16")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from torch import Tensor
 from dsv4.checkpoint import Checkpoint, describe, load_weights, mtp_kind, open_checkpoint
 from dsv4.config import MAX_DECODE_TOKENS, EngineConfig, ModelConfig, shorten
 from dsv4.errors import UserError
-from dsv4.layers.weights import Weights
+from dsv4.layers.weights import ReadOnce, Weights
 from dsv4.model import Transformer
-from dsv4.ops import TORCH, Ops
+from dsv4.ops import Ops, op_table
 from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.parameters import MtpKind, layer_of
-from dsv4.placement import Placement, engine_devices
+from dsv4.placement import Placement, engine_devices, table_name
 from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.state import COMPUTE_DTYPES, DecodeState
@@ -46,20 +46,21 @@ class Engine:
         engine_config: EngineConfig,
         weights: Weights,
         placement: Placement,
-        ops: Ops = TORCH,
+        ops: Ops | None = None,
     ) -> None:
         """``weights`` by canonical name (``dsv4.parameters``), each on ``placement.device_of(name)``.
 
-        Names under ``mtp.`` are kept, as stored, in ``mtp_weights``.
+        ``ops`` None: the table of ``engine_config``. Names under ``mtp.`` are kept, as stored, in ``mtp_weights``. The
+        engine reads every weight once, so ``weights`` may be a ``ReadOnce``.
         """
         self.config = config
         self.engine_config = engine_config
         self.max_context = max_context_tokens(config, engine_config)
-        self.mtp_weights = {name: weight for name, weight in weights.items() if name.startswith("mtp.")}
-        self.ops = ops
+        self.mtp_weights = {name: weights[name] for name in list(weights) if name.startswith("mtp.")}
         self.devices = placement.layer_devices
+        self.ops = ops or op_table(table_name(engine_config, self.devices))
         compute_dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
-        self.model = Transformer.build(config, weights, ops, self.devices, compute_dtype)
+        self.model = Transformer.build(config, weights, self.ops, self.devices, compute_dtype)
         self.state = DecodeState.allocate(config, engine_config, self.max_context, self.devices)
         self.position = 0
         self._furthest = 0
@@ -71,9 +72,11 @@ class Engine:
         path: str | Path,
         config: EngineConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
-        ops: Ops = TORCH,
+        wrap_ops: Callable[[Ops], Ops] | None = None,
     ) -> "Engine":
         """Loads a checkpoint folder (spec §7). ``progress(done_bytes, total_bytes)`` is called as tensors arrive.
+
+        ``wrap_ops`` makes the op table that is used of the one that ``config`` chooses: to time or swap ops.
 
         Raises ``UserError`` for a bad folder or when the memory plan does not fit, before any weight is read.
         """
@@ -87,7 +90,9 @@ class Engine:
             mtp=opened.mtp,
             progress=progress,
         )
-        return cls(opened.config, engine_config, weights, opened.placement, ops)
+        table = op_table(table_name(engine_config, opened.placement.layer_devices))
+        ops = table if wrap_ops is None else wrap_ops(table)
+        return cls(opened.config, engine_config, ReadOnce(weights), opened.placement, ops)
 
     @staticmethod
     def plan(path: str | Path, config: EngineConfig | None = None) -> MemoryPlan:

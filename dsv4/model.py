@@ -39,8 +39,8 @@ class Block:
     def __call__(self, streams_TME: Tensor, tokens_T: Tensor, positions_T: Tensor, state: AttentionState) -> Tensor:
         """Streams ``[T, M, E]`` in and out; there is no other residual path."""
         x_TE, post_TM, comb_TMM = self.attn_hc.pre(streams_TME)
-        streams_TME = self.attn_hc.post(self.attn(x_TE, positions_T, state), streams_TME, post_TM, comb_TMM)
-        x_TE, post_TM, comb_TMM = self.ffn_hc.pre(streams_TME)
+        y_TE = self.attn(x_TE, positions_T, state)
+        streams_TME, x_TE, post_TM, comb_TMM = self.ffn_hc.seam(y_TE, streams_TME, post_TM, comb_TMM)
         return self.ffn_hc.post(self.ffn(x_TE, tokens_T), streams_TME, post_TM, comb_TMM)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from dsv4.config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.ops import TableName
 from dsv4.parameters import layer_of
 
 
@@ -40,6 +41,16 @@ class Placement:
         if layer is not None:
             return self.layer_devices[layer]
         return self.layer_devices[0 if name.startswith("embed.") else -1]
+
+
+def table_name(engine: EngineConfig, devices: Sequence[torch.device]) -> TableName:
+    """The op table an ``EngineConfig`` asks for on ``devices``. Raises ``UserError`` for CUDA ops on a CPU."""
+    on_cuda = devices[0].type == "cuda"
+    if engine.ops == "cuda" and not on_cuda:
+        raise UserError("--ops: found 'cuda' on the CPU, expected 'torch' or a CUDA device")
+    if engine.ops == "auto":
+        return "cuda" if on_cuda and engine.compute_dtype == "bfloat16" else "torch"
+    return engine.ops
 
 
 def engine_devices(engine: EngineConfig) -> tuple[torch.device, ...]:

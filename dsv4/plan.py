@@ -10,27 +10,32 @@ from dsv4.checkpoint import ParameterDescription
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import UserError
 from dsv4.parameters import Parameter, Role
-from dsv4.placement import Placement
+from dsv4.placement import Placement, table_name
 from dsv4.state import layer_state_bytes
 
 DEFAULT_MAX_CONTEXT = 8192
+PACKING_COPIES = 4
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Bytes of one device: weights as stored, the decoded copies the torch ops compute with, and the decode state."""
+    """Bytes of one device: weights, the decode state, and ``ops_bytes``: what the op table needs besides.
+
+    The torch ops keep every matrix decoded to float32 as well. The CUDA ops keep only the packed weights; packing the
+    largest matrix takes a few copies of it on the side.
+    """
 
     device: torch.device
     layers: int
     weight_bytes: int
-    decoded_bytes: int
+    ops_bytes: int
     state_bytes: int
     available_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.decoded_bytes + self.state_bytes
+        return self.weight_bytes + self.ops_bytes + self.state_bytes
 
     @property
     def fits(self) -> bool:
@@ -53,7 +58,7 @@ class MemoryPlan:
         return all(device.fits for device in self.devices)
 
     def __str__(self) -> str:
-        header = f"{'device':<8}{'layers':>7}{'weights':>11}{'decoded':>11}{'state':>11}{'total':>11}{'available':>11}"
+        header = f"{'device':<8}{'layers':>7}{'weights':>11}{'ops':>11}{'state':>11}{'total':>11}{'available':>11}"
         rows = [
             f"{device.device!s:<8}{device.layers:>7}"
             + "".join(f"{size / _MIB:>11,.1f}" for size in _columns(device))
@@ -66,9 +71,9 @@ class MemoryPlan:
         """Raises ``UserError`` with the numbers of the first device that cannot hold its part."""
         for device in self.devices:
             if not device.fits:
-                weights, decoded, state, needed, available = (size // _MIB for size in _columns(device))
+                weights, ops, state, needed, available = (size // _MIB for size in _columns(device))
                 raise UserError(
-                    f"memory: {device.device} needs {needed:,} MiB (weights {weights:,}, decoded {decoded:,}, state "
+                    f"memory: {device.device} needs {needed:,} MiB (weights {weights:,}, ops {ops:,}, state "
                     f"{state:,}), found {available:,} MiB available; use more GPUs or a smaller --max-context"
                 )
 
@@ -91,11 +96,15 @@ def plan_memory(
     """Sums the checkpoint's ``stored`` parameters and the decode state over the devices of ``placement``."""
     max_context = max_context_tokens(config, engine)
     devices = tuple(dict.fromkeys(placement.layer_devices))
-    weights, decoded, state = (dict.fromkeys(devices, 0) for _ in range(3))
+    weights, ops, state = (dict.fromkeys(devices, 0) for _ in range(3))
+    on_torch = table_name(engine, devices) == "torch"
     for description in stored:
         device = placement.device_of(description.parameter.name)
         weights[device] += description.nbytes
-        decoded[device] += decoded_bytes(description.parameter)
+        if on_torch:
+            ops[device] += decoded_bytes(description.parameter)
+        else:
+            ops[device] = max(ops[device], PACKING_COPIES * description.nbytes)
     for ratio, device in zip(config.compress_ratios, placement.layer_devices, strict=True):
         state[device] += layer_state_bytes(config, engine, max_context, ratio)
     return MemoryPlan(
@@ -104,7 +113,7 @@ def plan_memory(
                 device,
                 placement.layer_devices.count(device),
                 weights[device],
-                decoded[device],
+                ops[device],
                 state[device],
                 available_bytes(device),
             )
@@ -135,7 +144,7 @@ def available_bytes(device: torch.device) -> int:
 def _columns(device: DevicePlan) -> tuple[int, ...]:
     return (
         device.weight_bytes,
-        device.decoded_bytes,
+        device.ops_bytes,
         device.state_bytes,
         device.total_bytes,
         device.available_bytes,

@@ -150,6 +150,15 @@ def packed_shapes(format: QuantFormat, shape: tuple[int, ...]) -> dict[str, tupl
     return {"data": shape, "block_scale": blocks, "global_scale": None}
 
 
+def packed_bytes(format: QuantFormat, shape: tuple[int, ...]) -> int:
+    """Bytes of a stored matrix: codes and scales, with 1-byte block scales."""
+    sizes = {name: math.prod(part) for name, part in packed_shapes(format, shape).items() if part is not None}
+    sizes["data"] *= _DATA_DTYPE[format].itemsize
+    if "global_scale" in sizes:
+        sizes["global_scale"] *= 4
+    return sum(sizes.values())
+
+
 def _check_part(name: str, part: Tensor | None, shape: tuple[int, ...] | None, dtypes: tuple[torch.dtype, ...]) -> None:
     if (part is None) != (shape is None):
         raise ValueError(f"{name}: {'missing' if part is None else 'not part of this format'}")

@@ -5,48 +5,12 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsv4.checkpoint import tiny_config
+from dsv4.checkpoint import geometry_config, tiny_config
 from dsv4.parameters import MtpKind
 
 DATA = Path(__file__).parent / "data"
 
-_COMMON = {
-    "vocab_size": 129280,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "o_lora_rank": 1024,
-    "sliding_window": 128,
-    "num_hash_layers": 3,
-    "num_experts_per_tok": 6,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-}
-_FLASH = {
-    **_COMMON,
-    "hidden_size": 4096,
-    "num_hidden_layers": 43,
-    "num_attention_heads": 64,
-    "q_lora_rank": 1024,
-    "o_groups": 8,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "index_topk": 512,
-    "routed_scaling_factor": 1.5,
-    "compress_ratios": [0, 0] + [4, 128] * 20 + [4] + [0],
-}
-_PRO = {
-    **_COMMON,
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "o_groups": 16,
-    "moe_intermediate_size": 3072,
-    "n_routed_experts": 384,
-    "index_topk": 1024,
-    "routed_scaling_factor": 2.5,
-    "compress_ratios": [128, 128] + [4, 128] * 29 + [4] + [0],
-}
+_FLASH, _PRO = (geometry_config(name) for name in ("v4-flash", "v4-pro"))
 
 
 def _with_dspark(config: dict[str, Any], targets: list[int], rank: int) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def test_weights_are_counted_where_they_go() -> None:
     for device in planned.devices:
         owned = [d for d in stored if placement.device_of(d.parameter.name) == device.device]
         assert device.weight_bytes == sum(d.nbytes for d in owned)
-        assert device.decoded_bytes == sum(decoded_bytes(d.parameter) for d in owned)
+        assert device.ops_bytes == sum(decoded_bytes(d.parameter) for d in owned)
     assert sum(device.weight_bytes for device in planned.devices) == sum(d.nbytes for d in stored)
 
 

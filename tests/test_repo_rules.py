@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_DRIVER_LINES, MAX_README_LINES = 400, 60, 200, 150
 
-COMMAND_LINE = ("dsv4/cli/", "dsv4/demo/", "dsv4/validate/", "dsv4/checkpoint/export.py", "dsv4/bench.py")
+COMMAND_LINE = ("dsv4/cli/", "dsv4/demo/", "dsv4/validate/", "dsv4/checkpoint/export.py", "dsv4/bench/")
 KERNELS = ("dsv4/kernels/",)
 MAY_PRINT = COMMAND_LINE
 MAY_READ_ENVIRONMENT = (*COMMAND_LINE, "dsv4/kernels/cuda/loader.py", "dsv4/kernels/cutedsl/jit.py")

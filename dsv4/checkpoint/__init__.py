@@ -1,6 +1,7 @@
 """Checkpoint folders: opening, strict loading, conversion and synthetic weights (docs/checkpoints.md)."""
 
 from dsv4.checkpoint.formats import mtp_kind
+from dsv4.checkpoint.geometries import Geometry, geometry_config
 from dsv4.checkpoint.index import Checkpoint, open_checkpoint
 from dsv4.checkpoint.layouts import Layout
 from dsv4.checkpoint.load import ParameterDescription, Weights, describe, load_weights
@@ -10,10 +11,12 @@ from dsv4.checkpoint.synthetic import synthetic_weights, tiny_config, write_synt
 __all__ = [
     "Checkpoint",
     "Dialect",
+    "Geometry",
     "Layout",
     "ParameterDescription",
     "Weights",
     "describe",
+    "geometry_config",
     "load_weights",
     "mtp_kind",
     "open_checkpoint",

@@ -104,6 +104,9 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--gpus", type=integer(1, 8), default=1, metavar="N", help="devices to spread the model over")
     group.add_argument("--parallel", choices=("pipeline", "tensor"), default="pipeline", help="how it is spread")
+    group.add_argument(
+        "--ops", choices=("auto", "torch", "cuda"), default="auto", help="the op table; auto: cuda on a CUDA device"
+    )
     group.add_argument("--kv-dtype", choices=("fp8", "bf16"), default="fp8", help="what the caches hold (default fp8)")
     group.add_argument(
         "--cuda-graph", nargs="?", choices=("split", "full"), const="full", help="replay captured graphs"
@@ -150,4 +153,5 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         kv_dtype=arguments.kv_dtype,
         max_context=arguments.max_context,
         prefill_chunk=arguments.prefill_chunk,
+        ops=arguments.ops,
     )

@@ -11,7 +11,7 @@ import torch
 
 from dsv4.ops import Ops
 
-LOAD_TIME_OPS = ("pack_weight",)
+LOAD_TIME_OPS = ("pack_weight", "pack_rows")
 
 
 class OpProfile:

@@ -42,17 +42,17 @@ class Head:
     @classmethod
     def build(cls, config: ModelConfig, weights: WeightReader, ops: Ops) -> "Head":
         collapse = HcHeadWeights(
-            fn=weights.tensor("hc_head_fn"),
-            base=weights.tensor("hc_head_base"),
-            scale=weights.tensor("hc_head_scale"),
+            fn=weights.vector("hc_head_fn"),
+            base=weights.vector("hc_head_base"),
+            scale=weights.vector("hc_head_scale"),
             norm_eps=config.rms_norm_eps,
             hc_eps=config.hc_eps,
         )
-        return cls(ops, collapse, weights.tensor("norm.weight"), weights.matrix("head.weight"))
+        return cls(ops, collapse, weights.vector("norm.weight"), weights.matrix("head.weight"))
 
     def hidden(self, streams_TME: Tensor) -> Tensor:
         """RMSNorm of the collapsed streams ``[T, E]``, in the compute dtype."""
-        return self.ops.rms_norm(self.ops.hc_head(streams_TME, self.collapse), self.norm, self.collapse.norm_eps)
+        return self.ops.hc_head(streams_TME, self.collapse, self.norm)
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """float32 ``[T, V]``: the rounded norm output times the head in float32."""

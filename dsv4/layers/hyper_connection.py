@@ -23,19 +23,24 @@ class HyperConnection:
     @classmethod
     def build(cls, config: ModelConfig, weights: WeightReader, ops: Ops, sublayer: str) -> "HyperConnection":
         mix = HcWeights(
-            fn=weights.tensor(f"hc_{sublayer}_fn"),
-            base=weights.tensor(f"hc_{sublayer}_base"),
-            scale=weights.tensor(f"hc_{sublayer}_scale"),
+            fn=weights.vector(f"hc_{sublayer}_fn"),
+            base=weights.vector(f"hc_{sublayer}_base"),
+            scale=weights.vector(f"hc_{sublayer}_scale"),
             norm_eps=config.rms_norm_eps,
             hc_eps=config.hc_eps,
             sinkhorn_iters=config.hc_sinkhorn_iters,
         )
-        return cls(ops, mix, weights.tensor(f"{sublayer}_norm.weight"))
+        return cls(ops, mix, weights.vector(f"{sublayer}_norm.weight"))
 
     def pre(self, streams_TME: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(normalised sublayer input ``[T, E]``, post ``[T, M]``, comb ``[T, M, M]``)."""
-        u_TE, post_TM, comb_TMM = self.ops.hc_pre(streams_TME, self.mix)
-        return self.ops.rms_norm(u_TE, self.norm, self.mix.norm_eps), post_TM, comb_TMM
+        return self.ops.hc_pre(streams_TME, self.mix, self.norm)
+
+    def seam(
+        self, y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``post`` of the sublayer before this one and ``pre`` of this one: (streams, x, post, comb)."""
+        return self.ops.hc_seam(y_TE, streams_TME, post_TM, comb_TMM, self.mix, self.norm)
 
     def post(self, y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor) -> Tensor:
         """The streams ``[T, M, E]`` after the sublayer; ``streams_TME`` are those before ``pre``."""

@@ -10,7 +10,6 @@ from dsv4.layers.compressor import Compressor
 from dsv4.layers.weights import WeightReader
 from dsv4.ops import Ops
 from dsv4.ops.compressor import CompressedState
-from dsv4.quant import QuantTensor
 
 
 @dataclass(frozen=True)
@@ -19,8 +18,6 @@ class Indexer:
 
     ops: Ops
     config: ModelConfig
-    wq_b: QuantTensor
-    weights_proj: QuantTensor
     compressor: Compressor
 
     @classmethod
@@ -30,13 +27,15 @@ class Indexer:
         compressor = Compressor.build(
             config, weights.below("compressor"), ops, CSA_RATIO, inv_freq, compute_dtype, rotate_keys=True
         )
-        return cls(ops, config, weights.matrix("wq_b.weight"), weights.matrix("weights_proj.weight"), compressor)
+        return cls(ops, config, compressor)
 
-    def __call__(self, x_TE: Tensor, c_q_TR: Tensor, positions_T: Tensor, state: CompressedState) -> Tensor:
-        """Stores the new index keys, then selects: int64 ``[T, K]`` compressed entries, −1 for none."""
-        self.compressor(x_TE, positions_T, state)
+    def __call__(self, q_TN: Tensor, weight_TI: Tensor, positions_T: Tensor, state: CompressedState) -> Tensor:
+        """Selects int64 ``[T, K]`` compressed entries, −1 for none, among the index keys stored so far.
+
+        q ``[T, I·D]`` = wq_b · c_q in the compute dtype, weight float32 ``[T, I]`` = weights_proj · x.
+        """
         heads, width = self.config.index_n_heads, self.config.index_head_dim
-        q_TID = self.ops.linear(c_q_TR, self.wq_b).unflatten(-1, (heads, width))
+        q_TID = q_TN.unflatten(-1, (heads, width))
         q_TID = self.ops.index_query(q_TID, positions_T, self.compressor.pooling.inv_freq)
-        weight_TI = self.ops.linear(x_TE, self.weights_proj, torch.float32) * (width**-0.5 * heads**-0.5)
-        return self.ops.index_select(q_TID, weight_TI, state.rows, positions_T, self.config.index_topk)
+        score_scale = width**-0.5 * heads**-0.5
+        return self.ops.index_select(q_TID, weight_TI, score_scale, state.rows, positions_T, self.config.index_topk)

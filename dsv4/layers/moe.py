@@ -31,7 +31,7 @@ class MoE:
             ExpertWeights(*(weights.matrix(f"{kind}.{w}.weight") for w in ("w1", "w2", "w3")))
             for kind in ("experts", "shared_experts")
         )
-        selection = weights.tensor("gate.tid2eid" if hashed else "gate.bias")
+        selection = weights.tensor("gate.tid2eid").long() if hashed else weights.vector("gate.bias")
         return cls(ops, config, hashed, weights.matrix("gate.weight"), selection, experts, shared)
 
     def __call__(self, x_TE: Tensor, tokens_T: Tensor) -> Tensor:

@@ -1,13 +1,31 @@
 """Typed access to loaded weights under a name prefix."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from dsv4.ops import Ops
+from dsv4.ops.linear import RowList
 from dsv4.quant import QuantTensor
 
 Weights = Mapping[str, QuantTensor | Tensor]
+
+
+class ReadOnce(Mapping[str, QuantTensor | Tensor]):
+    """Weights that are let go as they are read: a stored matrix lives only until its packed form exists."""
+
+    def __init__(self, weights: dict[str, QuantTensor | Tensor]) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> QuantTensor | Tensor:
+        return self._weights.pop(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
 class WeightReader:
@@ -32,8 +50,16 @@ class WeightReader:
         assert isinstance(weight, QuantTensor), f"{self._prefix}{name} is not a matrix"
         return weight
 
+    def row_list(self, names: Sequence[str], out_dtypes: Sequence[torch.dtype | None]) -> RowList:
+        """Several weight matrices of one input width in the op table's layout."""
+        return self._ops.pack_rows([self.stored_matrix(name) for name in names], out_dtypes)
+
+    def vector(self, name: str) -> Tensor:
+        """A norm, bias, sink or mHC parameter in float32."""
+        return self.tensor(name).float().contiguous()
+
     def tensor(self, name: str) -> Tensor:
-        """A norm, bias, table or mHC parameter."""
+        """A parameter that is not a matrix, as stored."""
         weight = self._weights[self._prefix + name]
         assert isinstance(weight, Tensor), f"{self._prefix}{name} is a matrix"
         return weight

@@ -5,20 +5,24 @@ built with, so ``dataclasses.replace(table, sparse_attention=TORCH.sparse_attent
 numerical fault is bisected.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from torch import Tensor
 
+from dsv4.errors import UserError
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compressor import compress
-from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre
+from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre, hc_seam
 from dsv4.ops.indexer import index_query, index_select
 from dsv4.ops.kv_write import kv_write
-from dsv4.ops.linear import decode_weight, grouped_linear, linear
+from dsv4.ops.linear import RowList, decode_rows, decode_weight, grouped_linear, linear, linear_rows
 from dsv4.ops.moe import moe
 from dsv4.ops.norm import rms_norm
-from dsv4.ops.rope import rope
+from dsv4.ops.rope import query_rope
 from dsv4.ops.router import route_hash, route_learned
 from dsv4.ops.sampling import argmax_token, sample_token
 from dsv4.quant import QuantTensor
@@ -29,16 +33,20 @@ class Ops:
     """Signatures, shapes and meanings are those of the torch functions of the same names in ``dsv4.ops``.
 
     ``pack_weight`` turns a stored weight into the layout that this table's ``linear``, ``grouped_linear``,
-    ``route_*`` and ``moe`` read. Every layout has ``dequantize()`` and ``shape``, so the torch op accepts any of
-    them.
+    ``route_*`` and ``moe`` read, ``pack_rows`` several into the list that ``linear_rows`` reads. Every layout has
+    ``dequantize()`` and ``shape``, so the torch ops accept any of them. Norm weights, biases, sinks and positional
+    biases are float32.
     """
 
     pack_weight: Callable[[QuantTensor], QuantTensor]
+    pack_rows: Callable[..., RowList]
     linear: Callable[..., Tensor]
+    linear_rows: Callable[..., tuple[Tensor, ...]]
     grouped_linear: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
-    rope: Callable[..., Tensor]
+    query_rope: Callable[..., Tensor]
     hc_pre: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    hc_seam: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     hc_post: Callable[..., Tensor]
     hc_head: Callable[..., Tensor]
     kv_write: Callable[..., None]
@@ -53,13 +61,43 @@ class Ops:
     sample_token: Callable[..., Tensor]
 
 
+TableName = Literal["torch", "cuda"]
+
+
+def op_table(name: TableName) -> Ops:
+    """``TORCH``, or ``CUDA`` of ``dsv4.ops.cuda``, which needs cuda-core and is imported only when asked for.
+
+    Raises ``UserError`` when cuda-core is not installed.
+    """
+    if name == "torch":
+        return TORCH
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        raise UserError("--ops: the CUDA ops need cuda-core, found none: pip install dsv4[cuda], or --ops torch")
+    return importlib.import_module("dsv4.ops.cuda").CUDA
+
+
+def swap_ops(table: Ops, swaps: Mapping[str, TableName]) -> Ops:
+    """``table`` with some ops taken from other tables, by field name. Raises ``UserError`` for an unknown op.
+
+    Packing belongs to the table as a whole and cannot be swapped: every op reads any packed layout.
+    """
+    names = {field.name for field in fields(Ops)} - {"pack_weight", "pack_rows"}
+    for name in swaps:
+        if name not in names:
+            raise UserError(f"--swap: found op {name!r}, expected one of {', '.join(sorted(names))}")
+    return replace(table, **{name: op_table(source).__dict__[name] for name, source in swaps.items()})
+
+
 TORCH = Ops(
     pack_weight=decode_weight,
+    pack_rows=decode_rows,
     linear=linear,
+    linear_rows=linear_rows,
     grouped_linear=grouped_linear,
     rms_norm=rms_norm,
-    rope=rope,
+    query_rope=query_rope,
     hc_pre=hc_pre,
+    hc_seam=hc_seam,
     hc_post=hc_post,
     hc_head=hc_head,
     kv_write=kv_write,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.ops.norm import rms_norm
+
 
 @dataclass(frozen=True)
 class HcWeights:
@@ -34,11 +36,12 @@ class HcHeadWeights:
     hc_eps: float
 
 
-def hc_pre(streams_TME: Tensor, weights: HcWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """Collapses the streams for a sublayer and computes how its output goes back.
+def hc_pre(streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Collapses the streams for a sublayer, normalises, and computes how the sublayer's output goes back.
 
-    Returns (u ``[T, E]`` = Σ pre_i · x_i in the dtype of the streams, post float32 ``[T, M]``, comb float32 ``[T, M,
-    M]``, doubly stochastic, first index = residual stream, second = output stream).
+    Returns (x ``[T, E]`` = rms_norm(Σ pre_i · x_i) in the dtype of the streams, the sum rounded to it as well, post
+    float32 ``[T, M]``, comb float32 ``[T, M, M]``, doubly stochastic, first index = residual stream, second = output
+    stream). ``norm_weight`` float32 ``[E]`` is the sublayer's norm.
     """
     streams = streams_TME.shape[1]
     mixes = _mixes(streams_TME, weights.fn, weights.norm_eps)
@@ -47,7 +50,8 @@ def hc_pre(streams_TME: Tensor, weights: HcWeights) -> tuple[Tensor, Tensor, Ten
     pre = torch.sigmoid(pre * weights.scale[0] + base_pre) + weights.hc_eps
     post = 2 * torch.sigmoid(post * weights.scale[1] + base_post)
     comb = (comb * weights.scale[2] + base_comb).unflatten(-1, (streams, streams))
-    return _collapse(streams_TME, pre), post, sinkhorn(comb, weights.sinkhorn_iters, weights.hc_eps)
+    x_TE = rms_norm(_collapse(streams_TME, pre), norm_weight, weights.norm_eps)
+    return x_TE, post, sinkhorn(comb, weights.sinkhorn_iters, weights.hc_eps)
 
 
 def hc_post(y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor) -> Tensor:
@@ -58,10 +62,22 @@ def hc_post(y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor
     return (post_TM.unsqueeze(-1) * y_TE.float().unsqueeze(1) + mixed).to(streams_TME.dtype)
 
 
-def hc_head(streams_TME: Tensor, weights: HcHeadWeights) -> Tensor:
-    """Collapses the streams after the last block: z ``[T, E]`` = Σ pre_i · x_i, without Sinkhorn."""
+def hc_seam(
+    y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor, weights: HcWeights, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``hc_post`` of one sublayer and ``hc_pre`` of the next: (streams ``[T, M, E]``, x, post, comb)."""
+    streams_TME = hc_post(y_TE, streams_TME, post_TM, comb_TMM)
+    return streams_TME, *hc_pre(streams_TME, weights, norm_weight)
+
+
+def hc_head(streams_TME: Tensor, weights: HcHeadWeights, norm_weight: Tensor) -> Tensor:
+    """Final hidden state ``[T, E]`` = rms_norm(Σ pre_i · x_i) of the streams after the last block, without Sinkhorn.
+
+    ``norm_weight`` float32 ``[E]`` is the final norm.
+    """
     mixes = _mixes(streams_TME, weights.fn, weights.norm_eps)
-    return _collapse(streams_TME, torch.sigmoid(mixes * weights.scale[0] + weights.base) + weights.hc_eps)
+    pre = torch.sigmoid(mixes * weights.scale[0] + weights.base) + weights.hc_eps
+    return rms_norm(_collapse(streams_TME, pre), norm_weight, weights.norm_eps)
 
 
 def sinkhorn(logits_TMM: Tensor, iterations: int, eps: float) -> Tensor:

@@ -1,14 +1,34 @@
 """Weight-only linear layers: weights as stored, activations 16 or 32 bit, float32 accumulation, one rounding."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from dsv4.ops.norm import rms_norm
 from dsv4.quant import QuantTensor
+
+
+@dataclass(frozen=True)
+class RowList:
+    """Matrices that multiply the same x, so that one call can compute all products.
+
+    ``out_dtypes[i]`` is the dtype of product i, None for the dtype of x.
+    """
+
+    weights: tuple[QuantTensor, ...]
+    out_dtypes: tuple[torch.dtype | None, ...]
 
 
 def decode_weight(weight: QuantTensor) -> QuantTensor:
     """The torch ops' weight layout: the same values decoded once to float32, so that no step pays for decoding."""
     return QuantTensor.dense(weight.dequantize())
+
+
+def decode_rows(weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype | None]) -> RowList:
+    """The torch ops' row list: every matrix by ``decode_weight``."""
+    return RowList(tuple(map(decode_weight, weights)), tuple(out_dtypes))
 
 
 def linear(x: Tensor, weight: QuantTensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -20,6 +40,19 @@ def linear(x: Tensor, weight: QuantTensor, out_dtype: torch.dtype | None = None)
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x: found width {x.shape[-1]}, expected K = {weight.shape[-1]} of the weight {weight.shape}")
     return (x.float() @ weight.dequantize().T).to(out_dtype or x.dtype)
+
+
+def linear_rows(
+    x: Tensor, rows: RowList, norm_weight: Tensor | None = None, norm_eps: float = 0.0
+) -> tuple[Tensor, ...]:
+    """``linear(x, W_i, out_dtype_i)`` for every matrix of the list, of x ``[T, K]``: a tuple of ``[T, N_i]``.
+
+    With ``norm_weight`` float32 ``[K]``, x is replaced by ``rms_norm(x, norm_weight, norm_eps)`` first, rounded to
+    the dtype of x.
+    """
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, norm_eps)
+    return tuple(linear(x, weight, dtype) for weight, dtype in zip(rows.weights, rows.out_dtypes, strict=True))
 
 
 def grouped_linear(x_TGK: Tensor, weight: QuantTensor) -> Tensor:

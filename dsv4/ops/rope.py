@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig, Yarn
+from dsv4.ops.norm import rms_norm
 
 
 def rope(x: Tensor, positions_T: Tensor, inv_freq: Tensor, inverse: bool = False) -> Tensor:
@@ -24,6 +25,11 @@ def rope(x: Tensor, positions_T: Tensor, inv_freq: Tensor, inverse: bool = False
     a, b = x[..., -rotary_width:].float().unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
     return torch.cat((x[..., :-rotary_width], rotated.to(x.dtype)), dim=-1)
+
+
+def query_rope(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: float) -> Tensor:
+    """rope(rms_norm(q)) per head, without a norm weight, for q ``[T, H, D]`` (spec §3.1); the norm is rounded too."""
+    return rope(rms_norm(q_THD, None, eps), positions_T, inv_freq)
 
 
 def layer_inv_freq(config: ModelConfig, ratio: int) -> Tensor:

@@ -116,7 +116,7 @@ def test_lesson_01_attention_gets_queries_normalised_per_head(layer: int) -> Non
 
 def test_lesson_02_one_table_serves_everything_in_a_layer(layer: int) -> None:
     recorder, expected = run_attention(layer).recorder, layer_inv_freq(CONFIG, RATIOS[layer])
-    used = [arguments[2] for arguments in recorder.arguments("rope")]
+    used = [arguments[2] for arguments in recorder.arguments("query_rope")]
     used += [arguments[3] for arguments in recorder.arguments("kv_write")]
     used += [arguments[3].inv_freq for arguments in recorder.arguments("compress")]
     used += [arguments[2] for arguments in recorder.arguments("index_query")]
@@ -127,14 +127,16 @@ def test_lesson_02_one_table_serves_everything_in_a_layer(layer: int) -> None:
 
 def test_lesson_04_index_queries_come_from_c_q_and_both_sides_are_rotated() -> None:
     run = run_attention(1)
-    ((q_TID, weight_TI, *_),) = run.recorder.arguments("index_select")
+    ((q_TID, weight_TI, score_scale, *_),) = run.recorder.arguments("index_select")
     heads, width = CONFIG.index_n_heads, CONFIG.index_head_dim
     raw = (exact_c_q(run.x_TE, 1) @ matrix("layers.1.attn.indexer.wq_b.weight").T).unflatten(1, (heads, width))
     frequencies = layer_inv_freq(CONFIG, 4)
     turned = torch.stack([exact_rope(q, START + t, frequencies) for t, q in enumerate(raw)])
     assert_near(q_TID, turned @ exact_sylvester(width) * width**-0.5, BOUND)
     exact_weight = run.x_TE.double() @ matrix("layers.1.attn.indexer.weights_proj.weight").T
-    assert_near(weight_TI, exact_weight * width**-0.5 * heads**-0.5, BOUND)
+    assert weight_TI.dtype == torch.float32
+    assert_near(weight_TI, exact_weight, BOUND)
+    assert score_scale == width**-0.5 * heads**-0.5
     main, index = (arguments[3] for arguments in run.recorder.arguments("compress"))
     assert (main.rotate_keys, index.rotate_keys) == (False, True)
 
@@ -222,13 +224,21 @@ def test_seams_use_their_own_parameters(sublayer: str) -> None:
     seam = HyperConnection.build(
         CONFIG, WeightReader(WEIGHTS, recorder.table(), "layers.1."), recorder.table(), sublayer
     )
-    x_TE, _, _ = seam.pre(normal(2, CONFIG.hc_mult, CONFIG.hidden_size, seed=52))
-    ((_, mix),) = recorder.arguments("hc_pre")
-    for name in ("fn", "base", "scale"):
-        assert torch.equal(getattr(mix, name).double(), vector(f"layers.1.hc_{sublayer}_{name}"))
-    assert (mix.norm_eps, mix.hc_eps, mix.sinkhorn_iters) == (1e-6, 1e-6, 20)
-    u_TE = recorder.results("hc_pre")[0][0].double()
-    assert_near(x_TE, exact_norm(u_TE) * vector(f"layers.1.{sublayer}_norm.weight"), BOUND)
+    streams_TME = normal(2, CONFIG.hc_mult, CONFIG.hidden_size, seed=52)
+    x_TE, post_TM, comb_TMM = seam.pre(streams_TME)
+    y_TE = normal(2, CONFIG.hidden_size, seed=54)
+    found = seam.seam(y_TE, streams_TME, post_TM, comb_TMM)
+    ((_, *pre_parameters),), (seam_arguments,) = recorder.arguments("hc_pre"), recorder.arguments("hc_seam")
+    for mix, norm_weight in (pre_parameters, seam_arguments[4:]):
+        for name in ("fn", "base", "scale"):
+            assert torch.equal(getattr(mix, name).double(), vector(f"layers.1.hc_{sublayer}_{name}"))
+        assert (mix.norm_eps, mix.hc_eps, mix.sinkhorn_iters) == (1e-6, 1e-6, 20)
+        assert torch.equal(norm_weight.double(), vector(f"layers.1.{sublayer}_norm.weight"))
+    for argument, expected in zip(seam_arguments, (y_TE, streams_TME, post_TM, comb_TMM), strict=False):
+        assert torch.equal(argument, expected)
+    assert torch.equal(x_TE, recorder.results("hc_pre")[0][0])
+    assert [part.shape for part in found] == [streams_TME.shape, x_TE.shape, post_TM.shape, comb_TMM.shape]
+    assert torch.equal(seam.post(y_TE, streams_TME, post_TM, comb_TMM), found[0])
 
 
 def test_logits_are_float32_products_of_the_rounded_norm() -> None:

@@ -24,7 +24,7 @@ class SavedOracle:
 
     def engine(self, ops: Ops = TORCH) -> Engine:
         config = EngineConfig(device="cpu", kv_dtype="bf16", compute_dtype="float32", max_context=1024)
-        return Engine.load(self.folder, config, ops=ops)
+        return Engine.load(self.folder, config, wrap_ops=lambda _: ops)
 
     def errors(self, ops: Ops = TORCH, count: int | None = None) -> list[float]:
         """Error of the logits at every position, relative to the largest logit; after ``count`` tokens if given."""

@@ -36,7 +36,7 @@ def load_saved(model: DeepseekV4ForCausalLM, folder: Path, ops: Ops = TORCH, **s
     """``save_pretrained`` into ``folder``, then ``Engine.load`` of it, float32 and without quantised caches."""
     model.save_pretrained(folder)
     exact = {"device": "cpu", "kv_dtype": "bf16", "compute_dtype": "float32", "max_context": 1024}
-    return Engine.load(folder, EngineConfig(**{**exact, **settings}), ops=ops)
+    return Engine.load(folder, EngineConfig(**{**exact, **settings}), wrap_ops=lambda _: ops)
 
 
 @torch.inference_mode()

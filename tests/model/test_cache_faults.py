@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dsv4 import Engine
-from dsv4.cache_rows import RowCache
 from dsv4.ops import TORCH, Ops
 from tests.model.conftest import PARITY_BOUND, SavedOracle
 from tests.model.tiny import random_ids, small_config, tiny_engine
@@ -87,8 +86,8 @@ def test_spec11_b09_entries_of_earlier_chunks_stay_selectable() -> None:
 
 
 def test_spec11_b09_a_pool_of_the_current_chunk_only_is_noticed() -> None:
-    def current_chunk(q_TID: Tensor, weight_TI: Tensor, keys: RowCache, positions_T: Tensor, topk: int) -> Tensor:
-        selected_TK = TORCH.index_select(q_TID, weight_TI, keys, positions_T, topk)
+    def current_chunk(q: Tensor, weight: Tensor, scale: float, keys: Any, positions_T: Tensor, topk: int) -> Tensor:
+        selected_TK = TORCH.index_select(q, weight, scale, keys, positions_T, topk)
         return torch.where(selected_TK < positions_T[0] // 4, -1, selected_TK)
 
     engine = tiny_engine(small_config((4,), 0), ops=dataclasses.replace(TORCH, index_select=current_chunk))
@@ -139,8 +138,8 @@ def test_spec11_b13_decode_that_reuses_the_slots_of_the_prefill_is_noticed() -> 
 
 def test_spec11_c22_all_four_prompt_lengths_mod_4_select_alike(saved_oracle: SavedOracle) -> None:
     # An entry becomes visible with the last token of its window. Off by one, a quarter of all lengths is wrong.
-    def one_late(q_TID: Tensor, weight_TI: Tensor, keys: RowCache, positions_T: Tensor, topk: int) -> Tensor:
-        return TORCH.index_select(q_TID, weight_TI, keys, positions_T - 1, topk)
+    def one_late(q: Tensor, weight: Tensor, scale: float, keys: Any, positions_T: Tensor, topk: int) -> Tensor:
+        return TORCH.index_select(q, weight, scale, keys, positions_T - 1, topk)
 
     late = dataclasses.replace(TORCH, index_select=one_late)
     for count in range(145, 149):

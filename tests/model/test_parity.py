@@ -101,13 +101,26 @@ def without_sink(
     return TORCH.sparse_attention(q_THD, keys, selected_TK, sink_H - 1e9, positions_T, inv_freq)
 
 
-def transposed_mixing(streams_TME: Tensor, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
-    u_TE, post_TM, comb_TMM = TORCH.hc_pre(streams_TME, weights)
-    return u_TE, post_TM, comb_TMM.transpose(1, 2)
+def transposed_mixing(streams_TME: Tensor, *parameters: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x_TE, post_TM, comb_TMM = TORCH.hc_pre(streams_TME, *parameters)
+    return x_TE, post_TM, comb_TMM.transpose(1, 2)
+
+
+def transposed_seam(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    streams_TME, x_TE, post_TM, comb_TMM = TORCH.hc_seam(*operands)
+    return streams_TME, x_TE, post_TM, comb_TMM.transpose(1, 2)
 
 
 def worst_entries(q_TID: Tensor, weight_TI: Tensor, *rest: Any) -> Tensor:
     return TORCH.index_select(q_TID, -weight_TI, *rest)
+
+
+def head_with_large_eps(streams_TME: Tensor, weights: Any, norm_weight: Tensor) -> Tensor:
+    return TORCH.hc_head(streams_TME, dataclasses.replace(weights, hc_eps=1e-2), norm_weight)
+
+
+def unscaled_queries(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: float) -> Tensor:
+    return TORCH.query_rope(q_THD, positions_T, inv_freq, eps + 1.0)
 
 
 def unclamped(*operands: Any) -> Tensor:
@@ -121,12 +134,14 @@ def groups_swapped(x_TGK: Tensor, weight: Any) -> Tensor:
 MUTATIONS: dict[str, Callable[..., Any]] = {
     "sparse_attention": without_sink,
     "hc_pre": transposed_mixing,
+    "hc_seam": transposed_seam,
     "index_select": worst_entries,
     "moe": unclamped,
     "grouped_linear": groups_swapped,
-    "hc_head": lambda streams_TME, weights: TORCH.hc_head(streams_TME, dataclasses.replace(weights, hc_eps=1e-2)),
+    "hc_head": head_with_large_eps,
     "route_learned": lambda x, gate, bias, *rest: TORCH.route_learned(x, gate, torch.zeros_like(bias), *rest),
     "route_hash": lambda x, gate, table, *rest: TORCH.route_hash(x, gate, table.flip(0), *rest),
+    "query_rope": unscaled_queries,
     "index_query": lambda q_TID, *rest: q_TID,
 }
 

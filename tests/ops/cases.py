@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.ops import TORCH, Ops
+from dsv4.ops import TORCH, Ops, op_table
 from dsv4.ops.rope import layer_inv_freq
 
 VECTORS: dict[str, Any] = json.loads(
@@ -32,6 +32,8 @@ class Backend:
 
 
 BACKENDS = {"torch": Backend(TORCH, "cpu")}
+if torch.cuda.is_available():
+    BACKENDS["cuda"] = Backend(op_table("cuda"), "cuda")
 
 TINY_CONFIG: dict[str, Any] = {
     "model_type": "deepseek_v4",

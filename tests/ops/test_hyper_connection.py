@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.ops import Ops
+from dsv4.ops import TORCH, Ops
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, sinkhorn
 from tests.ops.cases import EPS, VECTORS, assert_rounded_once, normal
+from tests.ops.rounding import assert_rounded_twice
 
 STREAMS, MIXES = 4, 24
 
@@ -35,6 +36,19 @@ def exact_sinkhorn(logits: list[list[float]], iterations: int, eps: float) -> li
     return comb
 
 
+def exact_norm(u_E: Tensor, norm_weight: Tensor) -> Tensor:
+    return u_E * (u_E.square().mean() + EPS) ** -0.5 * norm_weight.double()
+
+
+def exact_collapse(pre: list[float], streams_ME: Tensor) -> Tensor:
+    return (torch.tensor(pre, dtype=torch.float64)[:, None] * streams_ME.double()).sum(0)
+
+
+def assert_normalised_collapse(x_E: Tensor, pre: list[float], streams_ME: Tensor, norm_weight: Tensor) -> None:
+    """x = rms_norm(Σ pre_i · x_i), the sum rounded to the dtype of x."""
+    assert_rounded_twice(x_E, exact_collapse(pre, streams_ME), lambda u_E: exact_norm(u_E, norm_weight))
+
+
 def exact_mixes(streams: Tensor, fn: Tensor, eps: float) -> list[float]:
     flat = streams.double().flatten()
     scale = (float(flat.square().sum()) / len(flat) + eps) ** -0.5
@@ -46,15 +60,16 @@ def exact_mixes(streams: Tensor, fn: Tensor, eps: float) -> list[float]:
 def test_hc_pre_equals_the_formula(ops: Ops, dtype: torch.dtype, size: float) -> None:
     weights = seam(64, seed=1)
     streams_TME = normal(3, STREAMS, 64, seed=5, dtype=dtype, scale=size)
-    u_TE, post_TM, comb_TMM = ops.hc_pre(streams_TME, weights)
-    assert (u_TE.dtype, post_TM.dtype, comb_TMM.dtype) == (dtype, torch.float32, torch.float32)
+    norm_weight = normal(64, seed=16)
+    x_TE, post_TM, comb_TMM = ops.hc_pre(streams_TME, weights, norm_weight)
+    assert (x_TE.dtype, post_TM.dtype, comb_TMM.dtype) == (dtype, torch.float32, torch.float32)
     base, scale = weights.base.tolist(), weights.scale.tolist()
     for t, streams in enumerate(streams_TME):
         m = exact_mixes(streams, weights.fn, EPS)
         pre = [sigmoid(m[i] * scale[0] + base[i]) + EPS for i in range(4)]
         post = [2 * sigmoid(m[4 + i] * scale[1] + base[4 + i]) for i in range(4)]
         logits = [[m[8 + 4 * j + k] * scale[2] + base[8 + 4 * j + k] for k in range(4)] for j in range(4)]
-        assert_rounded_once(u_TE[t], sum((p * x.double() for p, x in zip(pre, streams, strict=True)), torch.zeros(64)))
+        assert_normalised_collapse(x_TE[t], pre, streams, norm_weight)
         assert post_TM[t].tolist() == pytest.approx(post, rel=1e-5)
         exact = exact_sinkhorn(logits, 20, EPS)
         assert comb_TMM[t].flatten().tolist() == pytest.approx([v for row in exact for v in row], rel=1e-5)
@@ -72,14 +87,42 @@ def test_hc_post_mixes_over_the_first_index_of_comb(ops: Ops, dtype: torch.dtype
         assert_rounded_once(out[:, k], exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_hc_seam_is_post_then_pre_of_the_rounded_streams(ops: Ops, dtype: torch.dtype, tokens: int) -> None:
+    weights, norm_weight = seam(64, seed=20), normal(64, seed=21)
+    y_TE = normal(tokens, 64, seed=22, dtype=dtype)
+    streams_TME = normal(tokens, STREAMS, 64, seed=23, dtype=dtype)
+    mixing = 2 * normal(tokens, STREAMS, seed=24).sigmoid(), normal(tokens, STREAMS, STREAMS, seed=25).softmax(1)
+    before_TME = streams_TME.clone()
+    found_TME, x_TE, post_TM, comb_TMM = ops.hc_seam(y_TE, streams_TME, *mixing, weights, norm_weight)
+    assert torch.equal(streams_TME, before_TME), "the streams before the seam are not overwritten"
+    assert (found_TME.dtype, x_TE.dtype) == (dtype, dtype)
+    post, comb = (part.double() for part in mixing)
+    for k in range(STREAMS):
+        mixed = sum((comb[:, j, k, None] * streams_TME[:, j].double() for j in range(STREAMS)), torch.zeros(1))
+        assert_rounded_once(found_TME[:, k], post[:, k, None] * y_TE.double() + mixed)
+    expected = TORCH.hc_pre(found_TME, weights, norm_weight)
+    base, scale = weights.base.tolist(), weights.scale.tolist()
+    for x_E, streams_ME in zip(x_TE, found_TME, strict=True):
+        m = exact_mixes(streams_ME, weights.fn, EPS)
+        pre = [sigmoid(m[i] * scale[0] + base[i]) + EPS for i in range(4)]
+        assert_normalised_collapse(x_E, pre, streams_ME, norm_weight)
+    torch.testing.assert_close(post_TM, expected[1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(comb_TMM, expected[2], rtol=1e-5, atol=0)
+
+
 def test_published_split(ops: Ops) -> None:
-    """Streams 2·e_i have mean square 1 and show pre one by one; fn reads the mixes out of the first value."""
+    """Streams 2·e_i have mean square 1 and show pre one by one, up to the norm; fn reads the mixes out of the first
+    value.
+    """
     case = VECTORS["hc_split"]
     fn = torch.zeros(MIXES, STREAMS * STREAMS)
     fn[:, 0] = torch.tensor(case["mixes"]) / 2
     weights = HcWeights(fn, torch.tensor(case["base"]), torch.tensor(case["scale"]), 0.0, EPS, sinkhorn_iters=20)
-    u, post, comb = ops.hc_pre(2 * torch.eye(STREAMS)[None], weights)
-    assert (u[0] / 2).tolist() == pytest.approx(case["pre"], abs=2e-7)
+    x, post, comb = ops.hc_pre(2 * torch.eye(STREAMS)[None], weights, torch.ones(STREAMS))
+    mean_square = sum(value**2 for value in case["pre"]) / STREAMS
+    assert (x[0] * mean_square**0.5).tolist() == pytest.approx(case["pre"], abs=2e-7)
     assert post[0].tolist() == pytest.approx(case["post"], abs=2e-7)
     assert comb.flatten().tolist() == pytest.approx(case["comb_row_major"], abs=2e-7)
 
@@ -105,12 +148,13 @@ def test_sinkhorn_ends_with_columns() -> None:
 def test_hc_head_is_a_sigmoid_collapse(ops: Ops, dtype: torch.dtype, size: float) -> None:
     weights = HcHeadWeights(normal(4, 256, seed=11), normal(4, seed=12), torch.tensor([0.7]), EPS, EPS)
     streams_TME = normal(2, STREAMS, 64, seed=13, dtype=dtype, scale=size)
-    z_TE = ops.hc_head(streams_TME, weights)
+    norm_weight = normal(64, seed=17)
+    z_TE = ops.hc_head(streams_TME, weights, norm_weight)
     assert z_TE.dtype == dtype
     for z, streams in zip(z_TE, streams_TME, strict=True):
         m = exact_mixes(streams, weights.fn, EPS)
         pre = [sigmoid(m[i] * 0.7 + float(weights.base[i])) + EPS for i in range(4)]
-        assert_rounded_once(z, sum((p * x.double() for p, x in zip(pre, streams, strict=True)), torch.zeros(64)))
+        assert_normalised_collapse(z, pre, streams, norm_weight)
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 20])
@@ -128,6 +172,9 @@ def test_extreme_logits_stay_finite_and_doubly_stochastic() -> None:
 
 
 def test_no_tokens(ops: Ops) -> None:
-    u_TE, post_TM, comb_TMM = ops.hc_pre(torch.empty(0, STREAMS, 64), seam(64, seed=15))
-    assert (u_TE.shape, post_TM.shape, comb_TMM.shape) == ((0, 64), (0, 4), (0, 4, 4))
-    assert ops.hc_post(u_TE, torch.empty(0, STREAMS, 64), post_TM, comb_TMM).shape == (0, STREAMS, 64)
+    streams_TME, weights, norm_weight = torch.empty(0, STREAMS, 64, dtype=torch.bfloat16), seam(64, 15), torch.ones(64)
+    x_TE, post_TM, comb_TMM = ops.hc_pre(streams_TME, weights, norm_weight)
+    assert (x_TE.shape, post_TM.shape, comb_TMM.shape) == ((0, 64), (0, 4), (0, 4, 4))
+    assert ops.hc_post(x_TE, streams_TME, post_TM, comb_TMM).shape == (0, STREAMS, 64)
+    parts = ops.hc_seam(x_TE, streams_TME, post_TM, comb_TMM, weights, norm_weight)
+    assert [part.shape for part in parts] == [(0, STREAMS, 64), (0, 64), (0, 4), (0, 4, 4)]

@@ -40,7 +40,7 @@ def test_selects_the_best_visible_entries(ops: Ops, topk: int) -> None:
     """Whole numbers make the scores exact, with negative weights and many ties: the lowest entry wins."""
     q_TID, weight_TI = integers(-2, 2, len(POSITIONS), 4, WIDTH, seed=1), integers(-3, 3, len(POSITIONS), 4, seed=2)
     rows_SD = integers(-1, 1, 8, WIDTH, seed=3).repeat(5, 1)
-    selected_TK = ops.index_select(q_TID, weight_TI, key_cache(rows_SD), positions(*POSITIONS), topk)
+    selected_TK = ops.index_select(q_TID, weight_TI, 1.0, key_cache(rows_SD), positions(*POSITIONS), topk)
     assert selected_TK.dtype == torch.int64
     assert selected_TK.shape == (len(POSITIONS), min(topk, 40))
     for t, position in enumerate(POSITIONS):
@@ -53,7 +53,12 @@ def test_selects_the_best_visible_entries(ops: Ops, topk: int) -> None:
 @pytest.mark.parametrize("position", range(20))
 def test_an_entry_is_visible_to_the_token_that_completes_its_window(ops: Ops, position: int) -> None:
     selected_TK = ops.index_select(
-        normal(1, 2, WIDTH, seed=4), normal(1, 2, seed=5), key_cache(normal(6, WIDTH, seed=6)), positions(position), 6
+        normal(1, 2, WIDTH, seed=4),
+        normal(1, 2, seed=5),
+        1.0,
+        key_cache(normal(6, WIDTH, seed=6)),
+        positions(position),
+        6,
     )
     assert set(entries(selected_TK[0])) == set(range((position + 1) // 4))
     assert int((selected_TK == -1).sum()) == 6 - (position + 1) // 4
@@ -63,7 +68,7 @@ def test_slots_without_an_entry_may_hold_anything(ops: Ops) -> None:
     rows_SD = normal(10, WIDTH, seed=7)
     poisoned_SD = rows_SD.clone()
     poisoned_SD[4:] = torch.nan
-    arguments = normal(1, 2, WIDTH, seed=8), normal(1, 2, seed=9)
+    arguments = normal(1, 2, WIDTH, seed=8), normal(1, 2, seed=9), 1.0
     clean, poisoned = (
         ops.index_select(*arguments, key_cache(rows), positions(17), 3) for rows in (rows_SD, poisoned_SD)
     )
@@ -76,7 +81,7 @@ def test_scores_real_values_in_float32(ops: Ops, format: RowFormat, dtype: torch
     """Up to float32 rounding of the scores nothing outside the selection is better; fp8 rounds keys and queries."""
     q_TID, weight_TI = normal(3, 8, WIDTH, seed=10, dtype=dtype), normal(3, 8, seed=11, scale=0.01)
     keys, position_T = key_cache(normal(200, WIDTH, seed=12), format), positions(500, 799, 801)
-    selected_TK = ops.index_select(q_TID, weight_TI, keys, position_T, 32)
+    selected_TK = ops.index_select(q_TID, weight_TI, 1.0, keys, position_T, 32)
     queries = q_TID if format is RowFormat.PLAIN else unpack_index_rows(*pack_index_rows(q_TID))
     for t in range(3):
         scores = exact_scores(queries[t], weight_TI[t], keys.read_all(), int(position_T[t]))
@@ -106,7 +111,7 @@ def test_spec11_c18_relu_is_per_head_before_weighting(
     ops: Ops, products: list[list[float]], weights: list[float], winner: int
 ) -> None:
     q_TID, keys = one_hot_case(products)
-    selected_TK = ops.index_select(q_TID, torch.tensor([weights]), keys, positions(7), 1)
+    selected_TK = ops.index_select(q_TID, torch.tensor([weights]), 1.0, keys, positions(7), 1)
     assert selected_TK.tolist() == [[winner]]
 
 
@@ -124,14 +129,24 @@ def test_lesson_04_queries_are_rotated_then_hadamard_rotated(ops: Ops, dtype: to
             assert float((out[t].double() - exact).abs().max()) <= 2**-7 * float(exact.abs().max())
 
 
+def test_the_scale_multiplies_the_weights(ops: Ops) -> None:
+    """A negative scale turns the order around, and a power of two changes no comparison."""
+    q_TID, weight_TI = integers(-2, 2, 1, 4, WIDTH, seed=18), integers(1, 3, 1, 4, seed=19)
+    rows_SD = normal(40, WIDTH, seed=20)
+    scores = exact_scores(q_TID[0], weight_TI[0], rows_SD, 159)
+    for scale, expected in ((0.125, best(scores, 5)), (-1.0, best([-score for score in scores], 5))):
+        selected_TK = ops.index_select(q_TID, weight_TI, scale, key_cache(rows_SD), positions(159), 5)
+        assert set(entries(selected_TK[0])) == expected
+
+
 def test_no_tokens(ops: Ops) -> None:
     keys = key_cache(normal(5, WIDTH, seed=14))
-    selected_TK = ops.index_select(torch.empty(0, 2, WIDTH), torch.empty(0, 2), keys, positions(), 3)
+    selected_TK = ops.index_select(torch.empty(0, 2, WIDTH), torch.empty(0, 2), 1.0, keys, positions(), 3)
     assert selected_TK.shape == (0, 3)
 
 
 def test_torch_tiles_give_the_same_selection(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = normal(9, 2, WIDTH, seed=15), normal(9, 2, seed=16), key_cache(normal(30, WIDTH, seed=17))
+    arguments = normal(9, 2, WIDTH, seed=15), normal(9, 2, seed=16), 0.5, key_cache(normal(30, WIDTH, seed=17))
     whole = ops.index_select(*arguments, torch.arange(60, 69), 4)
     monkeypatch.setattr(indexer, "_TILE_BYTES", 4 * 2 * 30 * 2)
     assert torch.equal(ops.index_select(*arguments, torch.arange(60, 69), 4), whole)

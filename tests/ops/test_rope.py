@@ -9,8 +9,9 @@ from torch import Tensor
 
 from dsv4.config import Yarn
 from dsv4.ops import Ops
-from dsv4.ops.rope import layer_inv_freq
+from dsv4.ops.rope import layer_inv_freq, rope
 from tests.ops.cases import (
+    EPS,
     HEAD_DIM,
     VECTORS,
     assert_rounded_once,
@@ -21,6 +22,7 @@ from tests.ops.cases import (
     positions,
     tiny_config,
 )
+from tests.ops.rounding import assert_rounded_twice
 
 POSITIONS = (0, 1, 5, 127, 4096, 65_537, 1_000_000)
 
@@ -47,14 +49,34 @@ def exact_yarn(theta: float, width: int, yarn: Yarn) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(HEAD_DIM,), (3, HEAD_DIM), (2, 128), (64,)])
 def test_rotates_pairs_as_complex_numbers(
-    ops: Ops, ratio: int, inverse: bool, dtype: torch.dtype, shape: tuple[int, ...]
+    ratio: int, inverse: bool, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     x = normal(len(POSITIONS), *shape, seed=1, dtype=dtype)
-    out = ops.rope(x, positions(*POSITIONS), inv_freq(ratio), inverse=inverse)
+    out = rope(x, positions(*POSITIONS), inv_freq(ratio), inverse=inverse)
     assert out.dtype == dtype
     assert torch.equal(out[..., :-64], x[..., :-64]), "only the last 64 dimensions turn"
     for row, rotated, position in zip(x, out, POSITIONS, strict=True):
         assert_rounded_once(rotated, exact_rope(row, position, inv_freq(ratio), inverse))
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1.0, 1e-3], ids=["normal", "where_eps_matters"])
+def test_query_rope_normalises_every_head_then_rotates(ops: Ops, ratio: int, dtype: torch.dtype, size: float) -> None:
+    frequencies = inv_freq(ratio)
+    q_THD = normal(len(POSITIONS), 3, HEAD_DIM, seed=7, dtype=dtype, scale=size)
+    q_THD = (q_THD.float() * torch.tensor([0.1, 1.0, 40.0])[:, None]).to(dtype)
+    out_THD = ops.query_rope(q_THD, positions(*POSITIONS), frequencies, EPS)
+    assert out_THD.dtype == dtype
+    for position, out_HD, q_HD in zip(POSITIONS, out_THD, q_THD.double(), strict=True):
+        normalised = q_HD * (q_HD.square().mean(-1, keepdim=True) + EPS) ** -0.5
+        for out, head in zip(out_HD, normalised, strict=True):
+            assert_rounded_twice(out, head, lambda value, at=position: exact_rope(value, at, frequencies))
+
+
+def test_query_rope_of_no_tokens(ops: Ops) -> None:
+    out_THD = ops.query_rope(torch.empty(0, 2, HEAD_DIM, dtype=torch.bfloat16), positions(), inv_freq(4), EPS)
+    assert out_THD.shape == (0, 2, HEAD_DIM)
 
 
 @pytest.mark.parametrize(("ratio", "name"), [(0, "inv_freq_swa_theta1e4"), (4, "inv_freq_compress_theta16e4_yarn16")])
@@ -73,11 +95,11 @@ def test_yarn_equals_the_formula(yarn: Yarn) -> None:
     assert layer_inv_freq(config, 4).tolist() == pytest.approx(exact_yarn(160000, 64, yarn), rel=1e-6)
 
 
-def test_published_example(ops: Ops) -> None:
+def test_published_example() -> None:
     example = VECTORS["rope_example"]
     x = torch.zeros(1, HEAD_DIM)
     x[0, -64:-60] = torch.tensor(example["inp"])
-    out = ops.rope(x, positions(5), inv_freq(4))[0, -64:-60]
+    out = rope(x, positions(5), inv_freq(4))[0, -64:-60]
     assert out.tolist() == pytest.approx(example["out"], abs=2e-6)
 
 
@@ -92,12 +114,12 @@ def test_lesson_02_one_table_per_layer_by_its_ratio(ratio: int) -> None:
     assert not torch.equal(layer_inv_freq(config, 0), layer_inv_freq(other_main, 0))
 
 
-def test_lesson_03_yarn_scales_the_compress_table_only_and_not_the_vectors(ops: Ops) -> None:
+def test_lesson_03_yarn_scales_the_compress_table_only_and_not_the_vectors() -> None:
     plain = dataclasses.replace(tiny_config(), yarn=None)
     assert torch.equal(layer_inv_freq(tiny_config(), 0), layer_inv_freq(plain, 0))
     assert not torch.equal(layer_inv_freq(tiny_config(), 4), layer_inv_freq(plain, 4))
     x = normal(1, HEAD_DIM, seed=2)
-    out = ops.rope(x, positions(12_345), inv_freq(4))
+    out = rope(x, positions(12_345), inv_freq(4))
     torch.testing.assert_close(out.norm(), x.norm(), rtol=1e-6, atol=0)
 
 
@@ -112,37 +134,37 @@ def test_spec11_a02_window_layers_turn_with_theta_10000_without_yarn() -> None:
     assert inv_freq(0).tolist() == pytest.approx(exact, rel=1e-6)
 
 
-def test_spec11_a05_pairs_are_neighbours_not_halves(ops: Ops) -> None:
+def test_spec11_a05_pairs_are_neighbours_not_halves() -> None:
     """A quarter turn takes (a, b) to (−b, a) in dimensions 0 and 1; a half-split rotation pairs 0 with 32."""
     x, quarter = torch.zeros(1, 128), torch.zeros(32)
     x[0, 64], x[0, 65], quarter[0] = 1.0, 2.0, math.pi / 2
-    out = ops.rope(x, positions(1), quarter)[0]
+    out = rope(x, positions(1), quarter)[0]
     assert out[64:66].tolist() == pytest.approx([-2.0, 1.0], abs=1e-6)
     assert out[66:].tolist() == pytest.approx([0.0] * 62, abs=1e-6)
 
 
-def test_inverse_undoes_the_rotation(ops: Ops) -> None:
+def test_inverse_undoes_the_rotation() -> None:
     x, position_T = normal(3, 2, HEAD_DIM, seed=3), positions(0, 17, 999_999)
-    back = ops.rope(ops.rope(x, position_T, inv_freq(4)), position_T, inv_freq(4), inverse=True)
+    back = rope(rope(x, position_T, inv_freq(4)), position_T, inv_freq(4), inverse=True)
     torch.testing.assert_close(back, x, rtol=0, atol=2e-6)
 
 
-def test_dot_products_depend_on_the_distance(ops: Ops) -> None:
+def test_dot_products_depend_on_the_distance() -> None:
     q, k = normal(1, HEAD_DIM, seed=4), normal(1, HEAD_DIM, seed=5)
 
     def product(query_position: int, key_position: int) -> Tensor:
-        turned = (ops.rope(x, positions(p), inv_freq(0)).double() for x, p in ((q, query_position), (k, key_position)))
+        turned = (rope(x, positions(p), inv_freq(0)).double() for x, p in ((q, query_position), (k, key_position)))
         return (next(turned) * next(turned)).sum()
 
     torch.testing.assert_close(product(120, 100), product(20, 0), rtol=0, atol=1e-4)
 
 
-def test_angle_is_the_float32_product(ops: Ops) -> None:
+def test_angle_is_the_float32_product() -> None:
     """At a million tokens the float32 product differs from the exact angle by up to 0.03; the spec wants float32."""
     position, frequencies = 999_983, inv_freq(4)
     x = torch.zeros(1, 64)
     x[0, ::2] = 1.0
-    turned = ops.rope(x, positions(position), frequencies)[0].double().unflatten(0, (-1, 2))
+    turned = rope(x, positions(position), frequencies)[0].double().unflatten(0, (-1, 2))
     single = (torch.tensor(float(position)) * frequencies).double()
     exact = position * frequencies.double()
     assert float((single - exact).abs().max()) > 0.01
@@ -150,7 +172,7 @@ def test_angle_is_the_float32_product(ops: Ops) -> None:
     torch.testing.assert_close(turned[:, 1], single.sin(), rtol=0, atol=1e-6)
 
 
-def test_no_tokens_and_whole_numbers_at_position_zero(ops: Ops) -> None:
-    assert ops.rope(torch.empty(0, 2, 128), positions(), inv_freq(4)).shape == (0, 2, 128)
+def test_no_tokens_and_whole_numbers_at_position_zero() -> None:
+    assert rope(torch.empty(0, 2, 128), positions(), inv_freq(4)).shape == (0, 2, 128)
     x = integers(-9, 9, 1, 128, seed=6, dtype=torch.bfloat16)
-    assert torch.equal(ops.rope(x, positions(0), inv_freq(4)), x)
+    assert torch.equal(rope(x, positions(0), inv_freq(4)), x)

@@ -1,0 +1,100 @@
+"""The benchmark command: prints, and writes with ``--out``, one JSON object with its provenance."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from dsv4.bench.provenance import provenance
+from dsv4.checkpoint import Geometry
+from dsv4.checkpoint.layouts import Layout
+from dsv4.demo import CHECKPOINT
+from dsv4.errors import UserError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``python -m dsv4.bench``."""
+    parser = argparse.ArgumentParser(prog="python -m dsv4.bench")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    engine = kinds.add_parser("engine", help="load, prefill and decode of a checkpoint or of a geometry")
+    source = engine.add_mutually_exclusive_group()
+    source.add_argument("--model", type=Path, default=CHECKPOINT, help="a checkpoint folder")
+    source.add_argument("--geometry", choices=get_args(Geometry), help="random weights of a published geometry")
+    engine.add_argument("--format", choices=get_args(Layout), default="nvfp4-experts", help="with --geometry")
+    engine.add_argument("--layers", type=int, help="with --geometry: the first N layers (default: all)")
+    engine.add_argument("--gpus", type=int, default=1)
+    engine.add_argument("--ops", choices=("auto", "torch", "cuda"), default="auto")
+    engine.add_argument("--prompts", type=int, nargs="+", default=[128, 2048, 8192], help="with --geometry")
+    engine.add_argument("--positions", type=int, nargs="+", default=[1024], help="with --geometry: decode there")
+    engine.add_argument("--prefill-chunk", type=int, default=4096, help="with --geometry")
+    engine.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="with --model")
+    engine.add_argument("--prompt-tokens", type=int, default=512, help="with --model")
+    engine.add_argument("--decode-tokens", type=int, default=64)
+    engine.add_argument("--repeats", type=int, default=3, help="with --model")
+    ops = kinds.add_parser("ops", help="every op on real shapes, on the current CUDA device")
+    ops.add_argument("--only", default="", help="cases whose 'op: name' contains this")
+    for command in (engine, ops):
+        command.add_argument("--out", type=Path, help="write the JSON here as well as to stdout")
+    return parser
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Runs the chosen benchmark. Raises ``UserError``."""
+    # The benchmarks are imported when chosen: those of CUDA kernels need cuda-core.
+    if options.kind == "ops":
+        from dsv4.bench.ops import bench_ops
+
+        _need_cuda()
+        return bench_ops(options.only, lambda line: print(line, file=sys.stderr, flush=True))
+    if options.geometry is not None:
+        from dsv4.bench.geometry import GeometryRun, bench_geometry
+
+        _need_cuda()
+        return bench_geometry(
+            GeometryRun(
+                options.geometry,
+                options.format,
+                options.layers,
+                options.gpus,
+                tuple(options.prompts),
+                tuple(options.positions),
+                options.decode_tokens,
+                options.prefill_chunk,
+                options.ops,
+            )
+        )
+    from dsv4.bench.checkpoint import bench_checkpoint, bench_first_token
+
+    result = bench_checkpoint(
+        options.model, options.device, options.prompt_tokens, options.decode_tokens, options.repeats
+    )
+    return result | bench_first_token(options.model, options.device, options.repeats)
+
+
+def _need_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise UserError("this benchmark needs a CUDA device, found none")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command: 0, or 2 for a user error (one line on stderr)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    options = build_parser().parse_args(arguments)
+    try:
+        result = measure(options)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    command = " ".join(["python -m dsv4.bench", *arguments])
+    text = json.dumps({**provenance(command), "result": result}, indent=2) + "\n"
+    sys.stdout.write(text)
+    if options.out is not None:
+        options.out.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

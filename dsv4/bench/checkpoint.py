@@ -1,0 +1,55 @@
+"""``bench engine --model``: load, prefill and decode of a checkpoint, eager, and the time to the first token."""
+
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dsv4.bench.provenance import ROOT
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.cpu_threads import limit_cpu_threads
+from dsv4.engine import Engine
+
+
+def bench_checkpoint(
+    model: Path, device: Literal["cpu", "cuda"], prompt_tokens: int, decode_tokens: int, repeats: int
+) -> dict[str, Any]:
+    """Median seconds of load, prefill of ``prompt_tokens`` and of one decode step behind them, on random token ids."""
+    limit_cpu_threads(ModelConfig.from_folder(model))
+    load, prefill, step = [], [], []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        engine = Engine.load(model, EngineConfig(device=device, max_context=prompt_tokens + decode_tokens))
+        load.append(time.perf_counter() - started)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(engine.config.vocab_size, (prompt_tokens + decode_tokens,), generator=generator).tolist()
+        started = time.perf_counter()
+        float(engine.prefill(ids[:prompt_tokens]).max())
+        prefill.append(time.perf_counter() - started)
+        for token in ids[prompt_tokens:]:
+            started = time.perf_counter()
+            float(engine.decode([token]).max())
+            step.append(time.perf_counter() - started)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "load_seconds": statistics.median(load),
+        "prefill_tokens_per_second": prompt_tokens / statistics.median(prefill),
+        "decode_ms_per_token": 1e3 * statistics.median(step),
+        "decode_ms_per_token_p90": 1e3 * statistics.quantiles(step, n=10)[-1],
+        "decode_tokens_per_second": 1 / statistics.median(step),
+    }
+
+
+def bench_first_token(model: Path, device: Literal["cpu", "cuda"], repeats: int) -> dict[str, Any]:
+    """Median seconds from starting the driver to the end of a run that produces one token."""
+    command = [sys.executable, str(ROOT / "single_shot_inference.py"), "--model", str(model), "--device", device]
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        subprocess.run([*command, "--max-tokens", "1", "--quiet"], check=True, stdout=subprocess.DEVNULL)
+        seconds.append(time.perf_counter() - started)
+    return {"process_start_to_first_token_seconds": statistics.median(seconds)}

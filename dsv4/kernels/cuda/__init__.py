@@ -1,0 +1,1 @@
+"""CUDA C++ kernels (``*.cu``, no torch headers), compiled at first use by ``loader``."""

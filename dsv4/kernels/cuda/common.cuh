@@ -1,0 +1,69 @@
+// Shared by every kernel: programmatic dependent launch, memory access with cache hints, warp and block reductions.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+using bf16 = __nv_bfloat16;
+using int64 = long long;
+
+constexpr int WARP = 32;
+
+// Waits until every kernel before this one has finished and its writes are visible. Before it a kernel may only read
+// constants (weights, scales, tables); every thread that reads or writes anything else calls it.
+__device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Lets the next kernel start its prologue. It still waits, in its own pdl_wait(), for all of this kernel.
+__device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// 16 bytes that no other block will read: not kept in L1.
+__device__ __forceinline__ uint4 load_stream(const void* address) {
+    uint4 value;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address));
+    return value;
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+    return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
+    return value;
+}
+
+// Sum over a block of at most 1024 threads, in a fixed order, for every thread. `scratch` holds 33 floats.
+__device__ __forceinline__ float block_sum(float value, float* scratch) {
+    value = warp_sum(value);
+    const int warps = (blockDim.x + WARP - 1) / WARP, lane = threadIdx.x % WARP;
+    if (lane == 0) scratch[threadIdx.x / WARP] = value;
+    __syncthreads();
+    if (threadIdx.x < WARP) {
+        value = warp_sum(lane < warps ? scratch[lane] : 0.0f);
+        if (lane == 0) scratch[WARP] = value;
+    }
+    __syncthreads();
+    return scratch[WARP];
+}
+
+// True in the block that arrives last of `expected`, which then sees what the others wrote before; resets the counter.
+// Every thread of every block calls it. `flag` is one int of shared memory.
+__device__ __forceinline__ bool last_arriver(int* counter, int expected, int* flag) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const bool last = atomicAdd(counter, 1) == expected - 1;
+        if (last) *counter = 0;
+        *flag = last;
+    }
+    __syncthreads();
+    if (*flag) __threadfence();
+    return *flag;
+}

@@ -1,0 +1,204 @@
+"""Compiles CUDA C++ with NVRTC at first use, keeps the cubins on disk, and launches kernels on torch's streams.
+
+The cache key covers everything that decides the machine code: the source, every header of this folder, the options and
+the compiler's version. Entries are written to a temporary name and renamed, so that processes can share the folder; an
+entry that cannot be loaded counts as absent. ``DSV4_KERNEL_CACHE`` names the folder (default
+``~/.cache/dsv4/kernels``).
+"""
+
+# cuda.core is compiled and ships no stubs.
+# pyright: reportAttributeAccessIssue=false
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import io
+import os
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from cuda.core import Device, Kernel, LaunchConfig, ObjectCode, Program, ProgramOptions, Stream
+from cuda.core import launch as launch_kernel
+from torch import Tensor
+
+SOURCES = Path(__file__).parent
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
+_COMPILER_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
+
+Defines = tuple[tuple[str, int | str], ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code of one ``.cu`` file. ``log`` is the assembler's resource report: registers, stack, spills."""
+
+    cubin: bytes
+    log: str
+
+
+def compile_source(source: str, architecture: str, defines: Defines = ()) -> Compiled:
+    """Compiles ``dsv4/kernels/cuda/<source>.cu`` for ``architecture``; needs no GPU.
+
+    A source that does not compile raises cuda.core's error, which holds the compiler's messages.
+    """
+    path = SOURCES / f"{source}.cu"
+    options = ProgramOptions(
+        name=path.name,
+        std="c++17",
+        arch=architecture,
+        include_path=[str(SOURCES), *_cuda_headers()],
+        define_macro=[(name, str(value)) for name, value in defines] or None,
+        ptxas_options=["-v"],
+    )
+    log = io.StringIO()
+    code = Program(path.read_text(encoding="utf-8"), "c++", options).compile("cubin", logs=log)
+    return Compiled(bytes(code.code), log.getvalue())
+
+
+def launch(
+    source: str,
+    function: str,
+    grid: int | Sequence[int],
+    block: int,
+    *arguments: Tensor | int | float | None,
+    device: torch.device,
+    shared_bytes: int = 0,
+    cluster: int | None = None,
+    defines: Defines = (),
+) -> None:
+    """Launches ``extern "C" __global__ function`` of ``<source>.cu`` on the current stream of ``device``.
+
+    Arguments become pointers (tensors and None), ``int`` (integers) and ``float`` (floats). Every launch may overlap
+    the end of the kernel before it, so a kernel must call ``pdl_wait()`` before it touches anything that another
+    kernel writes. ``cluster`` is the number of blocks per cluster along x and must divide ``grid``'s x.
+    """
+    config = _launch_config(tuple(grid) if isinstance(grid, Sequence) else (grid, 1, 1), block, shared_bytes, cluster)
+    kernel = _kernel(source, function, device.index or 0, shared_bytes, defines)
+    stream = _stream(torch.cuda.current_stream(device).cuda_stream)
+    launch_kernel(stream, config, kernel, *map(_argument, arguments))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of ``device``."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def zeroed_counters(device: torch.device, owner: str, count: int) -> Tensor:
+    """int32 zeros ``[count]`` that belong to ``owner`` for the life of the process.
+
+    For kernels whose blocks count arrivals: the last block must set its counter back to 0, so that every launch finds
+    zeros. Launches of one owner on one device must not run at the same time.
+    """
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept between processes."""
+    return Path(os.environ.get("DSV4_KERNEL_CACHE") or Path.home() / ".cache" / "dsv4" / "kernels")
+
+
+def _argument(value: Tensor | int | float | None) -> object:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if value is None:
+        return 0
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int32(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_config(grid: tuple[int, ...], block: int, shared_bytes: int, cluster: int | None) -> LaunchConfig:
+    if cluster is not None:
+        # cuda.core counts the grid in clusters.
+        grid = (grid[0] // cluster, *grid[1:])
+    return LaunchConfig(
+        grid=grid, block=block, shmem_size=shared_bytes, cluster=cluster, programmatic_stream_serialization=True
+    )
+
+
+@functools.cache
+def _stream(handle: int) -> Stream:
+    return Stream.from_handle(handle)
+
+
+@functools.cache
+def _kernel(source: str, function: str, device_index: int, shared_bytes: int, defines: Defines) -> Kernel:
+    device = Device(device_index)
+    device.set_current()
+    kernel = _module(source, architecture_of(device_index), defines).get_kernel(function)
+    if shared_bytes > 48 << 10:
+        _allow_shared_memory(kernel, shared_bytes, device_index)
+    return kernel
+
+
+def architecture_of(device_index: int) -> str:
+    """The compile target of a GPU; raises ``RuntimeError`` for one that has none."""
+    major, minor = torch.cuda.get_device_capability(device_index)
+    architecture = f"sm_{major}{minor}a"
+    if architecture not in ARCHITECTURES:
+        raise RuntimeError(f"device: found compute capability {major}.{minor}, expected one of {ARCHITECTURES}")
+    return architecture
+
+
+@functools.cache
+def _module(source: str, architecture: str, defines: Defines) -> ObjectCode:
+    path = cache_folder() / f"{source}-{_key(source, architecture, defines)}.cubin"
+    try:
+        stored = path.read_bytes()
+        digest, cubin = stored[:32], stored[32:]
+        if hashlib.sha256(cubin).digest() == digest:
+            return ObjectCode.from_cubin(cubin)
+    except OSError:
+        pass
+    cubin = compile_source(source, architecture, defines).cubin
+    _store(path, hashlib.sha256(cubin).digest() + cubin)
+    return ObjectCode.from_cubin(cubin)
+
+
+def _store(path: Path, content: bytes) -> None:
+    """Writes whole or not at all; a folder that cannot be written only costs the next process its time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+        Path(file.name).replace(path)
+    except OSError:
+        return
+
+
+def _key(source: str, architecture: str, defines: Defines) -> str:
+    digest = hashlib.sha256(repr((source, architecture, defines, _compiler_version())).encode())
+    for path in (SOURCES / f"{source}.cu", *sorted(SOURCES.glob("*.cuh"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+@functools.cache
+def _compiler_version() -> tuple[str, ...]:
+    return tuple(importlib.metadata.version(name) for name in ("cuda-core", *_COMPILER_PACKAGES[:2]))
+
+
+@functools.cache
+def _cuda_headers() -> tuple[str, ...]:
+    """Include folders of the pip-installed CUDA headers, or of a toolkit named by ``CUDA_HOME``."""
+    wheel = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "include"
+    toolkit = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "include"
+    for folder in (wheel, toolkit):
+        if (folder / "cuda_fp16.h").is_file():
+            return str(folder), str(folder / "cccl")
+    raise RuntimeError(f"CUDA headers: found none in {wheel} or {toolkit}, expected those of nvidia-cuda-runtime")
+
+
+def _allow_shared_memory(kernel: Kernel, shared_bytes: int, device_index: int) -> None:
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, driver.CUdevice(device_index))
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"shared memory: found {shared_bytes} bytes per block, more than there are ({error.name})")

@@ -1,0 +1,1 @@
+"""Validation from the command line: ``python -m dsv4.validate.cosine``."""

@@ -1,0 +1,55 @@
+"""What is compared: the streams after every layer, the final hidden state and the logits, from an engine or from
+transformers.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4.checkpoint import Dialect
+from dsv4.checkpoint.export import export
+from dsv4.config import EngineConfig
+from dsv4.engine import Engine
+from dsv4.errors import UserError
+from dsv4.ops import TableName, swap_ops
+
+Trace = dict[str, Any]
+
+
+def engine_trace(
+    model: Path, token_ids: list[int], config: EngineConfig, swaps: Mapping[str, TableName]
+) -> tuple[Trace, list[str]]:
+    """``Engine.trace`` of a fresh engine with some ops swapped, and the kind of every layer (SWA, CSA, HCA)."""
+    engine = Engine.load(model, config, wrap_ops=lambda table: swap_ops(table, swaps))
+    kinds = {0: "SWA", 4: "CSA", 128: "HCA"}
+    return engine.trace(token_ids), [kinds[ratio] for ratio in engine.config.compress_ratios]
+
+
+def transformers_trace(model: Path, token_ids: list[int]) -> Trace:
+    """The same of transformers' DeepseekV4ForCausalLM in float32, from the checkpoint decoded to float32.
+
+    Nothing is quantised there but the weights, so compare with ``--kv-dtype bf16``. Raises ``UserError`` when
+    transformers is not installed.
+    """
+    try:
+        from transformers import DeepseekV4ForCausalLM
+    except ImportError:
+        raise UserError("--reference: transformers with DeepseekV4ForCausalLM is not installed") from None
+    with tempfile.TemporaryDirectory() as folder:
+        export(model, Path(folder) / "f32", "f32", Dialect.HF)
+        reference = DeepseekV4ForCausalLM.from_pretrained(
+            Path(folder) / "f32", dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    layers: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda _module, _inputs, output: layers.append(output[0]))
+        for layer in reference.model.layers
+    ]
+    with torch.inference_mode():
+        output = reference(torch.tensor([token_ids]), output_hidden_states=True, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {"layers": layers, "final": output.hidden_states[-1][0], "logits": output.logits[0]}

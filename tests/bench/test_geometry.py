@@ -1,0 +1,44 @@
+"""What the geometry benchmark compares with: the bytes a token needs, for the published models and formats."""
+
+import pytest
+
+from dsv4.bench.__main__ import main
+from dsv4.bench.geometry import token_bytes
+from dsv4.checkpoint import Geometry, Layout, geometry_config
+from dsv4.config import ModelConfig
+from dsv4.errors import UserError
+
+# GB per token by published parameter counts and formats (six routed experts and the shared one, no embedding).
+PUBLISHED = {
+    ("v4-pro", "nvfp4-all"): 30.48,
+    ("v4-pro", "nvfp4-experts"): 40.41,
+    ("v4-pro", "native"): 39.66,
+    ("v4-flash", "nvfp4-all"): 8.85,
+    ("v4-flash", "nvfp4-experts"): 11.41,
+    ("v4-flash", "native"): 11.21,
+}
+
+
+@pytest.mark.parametrize(("geometry", "layout"), PUBLISHED)
+def test_bytes_per_token_of_the_published_models(geometry: Geometry, layout: Layout) -> None:
+    config = ModelConfig.from_dict(geometry_config(geometry))
+    assert sum(token_bytes(config, layout).values()) / 1e9 == pytest.approx(PUBLISHED[geometry, layout], rel=0.01)
+
+
+def test_a_slice_has_the_first_layers() -> None:
+    config = ModelConfig.from_dict(geometry_config("v4-flash", 5))
+    assert config.compress_ratios == (0, 0, 4, 128, 4)
+    assert config.hash_layers == (True, True, True, False, False)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("v4-nano", None), ("v4-pro", 0), ("v4-pro", 62)])
+def test_unknown_geometry_and_layers_are_user_errors(name: Geometry, layers: int | None) -> None:
+    with pytest.raises(UserError, match=r"^--(geometry|layers): found"):
+        geometry_config(name, layers)
+
+
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["engine", "--geometry", "v4-flash"]) == 2
+    assert main(["ops"]) == 2
+    assert capsys.readouterr().err.count("error: this benchmark needs a CUDA device") == 2

@@ -1,0 +1,68 @@
+"""The cosine validator: table, exit codes, swaps, JSON and SVG."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.demo import CHECKPOINT
+from dsv4.ops import TORCH, swap_ops
+from dsv4.validate import traces
+from dsv4.validate.cosine import agreement, main
+
+
+def test_agreement_of_equal_opposite_and_nan_values() -> None:
+    a = torch.tensor([[1.0, 2.0], [3.0, -4.0]])
+    assert agreement("", "", a, a).cosine == pytest.approx(1.0)
+    opposite = agreement("", "", torch.stack((a[0], -a[1])), a)
+    assert opposite.cosine == pytest.approx(-1.0)
+    assert opposite.mean_cosine == pytest.approx(0.0)
+    assert opposite.relative_error == pytest.approx(2.0)
+    assert math.isnan(agreement("", "", torch.full_like(a, math.nan), a).cosine)
+
+
+def test_the_torch_ops_agree_with_themselves_fed_in_other_chunks(tmp_path: Path) -> None:
+    json_file, svg_file = tmp_path / "cosine.json", tmp_path / "cosine.svg"
+    common = ["--device", "cpu", "--random-tokens", "12", "--threshold", "0.999"]
+    assert main([*common, "--chunk", "5", "--json", str(json_file), "--svg", str(svg_file)]) == 0
+    written = json.loads(json_file.read_text())
+    assert [row["name"] for row in written["rows"][-2:]] == ["final", "logits"]
+    assert written["tokens"] == 12
+    assert "dsv4.validate.cosine --device cpu" in written["command"]
+    assert svg_file.read_text().count("<circle") == len(written["rows"])
+
+
+def test_a_wrong_op_is_found_under_the_threshold(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Both sides are the torch ops; the first engine's attention has the wrong sign."""
+    broken = replace(TORCH, sparse_attention=lambda *arguments: -TORCH.sparse_attention(*arguments))
+    tables = iter((broken, TORCH))
+    monkeypatch.setattr(traces, "swap_ops", lambda table, swaps: next(tables))
+    assert main(["--device", "cpu", "--random-tokens", "9"]) == 1
+    assert "under the threshold" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("swap", "message"),
+    [("moe", "found 'moe', expected OP=torch or OP=cuda"), ("mo=torch", "found op 'mo', expected one of argmax_token")],
+)
+def test_a_wrong_swap_is_one_line(swap: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["--device", "cpu", "--model", str(CHECKPOINT), "--swap", swap]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_swapping_takes_the_named_op_only() -> None:
+    table = swap_ops(TORCH, {"moe": "torch"})
+    assert table == TORCH
+
+
+@pytest.mark.slow
+def test_transformers_as_reference() -> None:
+    arguments = ["--device", "cpu", "--reference", "transformers", "--kv-dtype", "bf16", "--compute-dtype", "float32"]
+    assert main([*arguments, "--random-tokens", "20"]) == 0
