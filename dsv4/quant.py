@@ -7,6 +7,7 @@
 import enum
 import math
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -55,6 +56,28 @@ _SCALE_DTYPES = {
     QuantFormat.MXFP4: (torch.float8_e8m0fnu,),
     QuantFormat.FP8_BLOCK128: (torch.float8_e8m0fnu, torch.float32),
 }
+
+
+class Weight(Protocol):
+    """A weight matrix ``[..., N, K]`` in any layout: as stored (``QuantTensor``) or as an op table packs it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape; leading dimensions stack several matrices."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales together."""
+        ...
+
+    def __getitem__(self, index: int) -> Self:
+        """One matrix of a stack."""
+        ...
+
+    def dequantize(self) -> Tensor:
+        """The values as float32 ``[..., N, K]``."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dsv4 import Engine, EngineConfig, SamplingParams
-from dsv4.bench import provenance
+from dsv4.bench.provenance import provenance
 from dsv4.cpu_threads import limit_cpu_threads
 from dsv4.demo import CHECKPOINT, mixture
 from dsv4.demo.chat import BOS, EOS, conversation

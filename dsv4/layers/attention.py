@@ -14,7 +14,7 @@ from dsv4.ops.attention import KeySet
 from dsv4.ops.compressor import CompressedState
 from dsv4.ops.linear import RowList
 from dsv4.ops.rope import layer_inv_freq
-from dsv4.quant import QuantTensor
+from dsv4.quant import Weight
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Attention:
     query_rows: RowList
     kv_norm: Tensor
     sink_H: Tensor
-    wo_a: QuantTensor
-    wo_b: QuantTensor
+    wo_a: Weight
+    wo_b: Weight
     compressor: Compressor | None
     indexer: Indexer | None
 

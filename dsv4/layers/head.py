@@ -9,7 +9,7 @@ from dsv4.config import ModelConfig
 from dsv4.layers.weights import WeightReader
 from dsv4.ops import Ops
 from dsv4.ops.hyper_connection import HcHeadWeights
-from dsv4.quant import QuantTensor
+from dsv4.quant import Weight
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Head:
     ops: Ops
     collapse: HcHeadWeights
     norm: Tensor
-    lm_head: QuantTensor
+    lm_head: Weight
 
     @classmethod
     def build(cls, config: ModelConfig, weights: WeightReader, ops: Ops) -> "Head":

@@ -8,7 +8,7 @@ from dsv4.config import ModelConfig
 from dsv4.layers.weights import WeightReader
 from dsv4.ops import Ops
 from dsv4.ops.moe import ExpertWeights
-from dsv4.quant import QuantTensor
+from dsv4.quant import Weight
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class MoE:
     ops: Ops
     config: ModelConfig
     hashed: bool
-    gate: QuantTensor
+    gate: Weight
     selection: Tensor
     experts: ExpertWeights
     shared: ExpertWeights

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4.ops import Ops
 from dsv4.ops.linear import RowList
-from dsv4.quant import QuantTensor
+from dsv4.quant import QuantTensor, Weight
 
 Weights = Mapping[str, QuantTensor | Tensor]
 
@@ -40,7 +40,7 @@ class WeightReader:
         """The reader for ``prefix + name + "."``."""
         return WeightReader(self._weights, self._ops, f"{self._prefix}{name}.")
 
-    def matrix(self, name: str) -> QuantTensor:
+    def matrix(self, name: str) -> Weight:
         """A weight matrix in the op table's layout."""
         return self._ops.pack_weight(self.stored_matrix(name))
 

@@ -25,7 +25,7 @@ from dsv4.ops.norm import rms_norm
 from dsv4.ops.rope import query_rope
 from dsv4.ops.router import route_hash, route_learned
 from dsv4.ops.sampling import argmax_token, sample_token
-from dsv4.quant import QuantTensor
+from dsv4.quant import QuantTensor, Weight
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Ops:
     biases are float32.
     """
 
-    pack_weight: Callable[[QuantTensor], QuantTensor]
+    pack_weight: Callable[[QuantTensor], Weight]
     pack_rows: Callable[..., RowList]
     linear: Callable[..., Tensor]
     linear_rows: Callable[..., tuple[Tensor, ...]]

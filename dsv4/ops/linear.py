@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.norm import rms_norm
-from dsv4.quant import QuantTensor
+from dsv4.quant import QuantTensor, Weight
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class RowList:
     ``out_dtypes[i]`` is the dtype of product i, None for the dtype of x.
     """
 
-    weights: tuple[QuantTensor, ...]
+    weights: tuple[Weight, ...]
     out_dtypes: tuple[torch.dtype | None, ...]
 
 
@@ -31,7 +31,7 @@ def decode_rows(weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype
     return RowList(tuple(map(decode_weight, weights)), tuple(out_dtypes))
 
 
-def linear(x: Tensor, weight: QuantTensor, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
     """y = x · Wᵀ for x ``[T, K]`` and W ``[N, K]``: ``[T, N]`` in ``out_dtype`` (default: the dtype of x).
 
     float32 accumulation, one rounding at the end; T = 0 gives an empty result. Raises ``ValueError`` on a width
@@ -55,7 +55,7 @@ def linear_rows(
     return tuple(linear(x, weight, dtype) for weight, dtype in zip(rows.weights, rows.out_dtypes, strict=True))
 
 
-def grouped_linear(x_TGK: Tensor, weight: QuantTensor) -> Tensor:
+def grouped_linear(x_TGK: Tensor, weight: Weight) -> Tensor:
     """Block-diagonal linear (o_a, spec §3.4): group g of x ``[T, G, K]`` times rows g·R … g·R + R − 1 of W ``[G·R,
     K]``.
 

@@ -1,20 +1,23 @@
 """Mixture of experts: routed experts and the shared expert, clamped SwiGLU (spec §5.2)."""
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from dsv4.quant import QuantTensor
+from dsv4.quant import Weight
+
+AnyWeight = TypeVar("AnyWeight", bound=Weight)
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
+class ExpertWeights(Generic[AnyWeight]):
     """w1 (gate) and w3 (up) ``[F, E]``, w2 (down) ``[E, F]``; routed experts are stacked with a leading X."""
 
-    w1: QuantTensor
-    w2: QuantTensor
-    w3: QuantTensor
+    w1: AnyWeight
+    w2: AnyWeight
+    w3: AnyWeight
 
 
 def moe(

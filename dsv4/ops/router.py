@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from dsv4.quant import QuantTensor
+from dsv4.quant import Weight
 
 
 def route_learned(
-    x_TE: Tensor, gate: QuantTensor, bias_X: Tensor, experts_per_token: int, scaling: float
+    x_TE: Tensor, gate: Weight, bias_X: Tensor, experts_per_token: int, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Selects the top P of sqrt(softplus(logit)) + bias; weights come from the unbiased scores.
 
@@ -21,14 +21,14 @@ def route_learned(
 
 
 def route_hash(
-    x_TE: Tensor, gate: QuantTensor, tid2eid_VP: Tensor, tokens_T: Tensor, scaling: float
+    x_TE: Tensor, gate: Weight, tid2eid_VP: Tensor, tokens_T: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Expert ids from the token-id table, weights from the learned gate. Same results as ``route_learned``."""
     ids = tid2eid_VP[tokens_T]
     return ids, _weights(_log_score(x_TE, gate), ids, scaling)
 
 
-def _log_score(x_TE: Tensor, gate: QuantTensor) -> Tensor:
+def _log_score(x_TE: Tensor, gate: Weight) -> Tensor:
     """log sqrt(softplus(x · gateᵀ)) in float32; below −15 softplus(l) is eˡ to float32 precision, its log is l."""
     logits = x_TE.float() @ gate.dequantize().T
     softplus = torch.log1p(torch.exp(-logits.abs())) + logits.clamp(min=0)

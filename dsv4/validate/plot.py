@@ -21,7 +21,7 @@ def cosine_svg(points: list[tuple[str, float]], threshold: float) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif" '
             'font-size="11">',
             f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-            f'<text x="{_LEFT}" y="22" font-size="14">1 − cosine of the worst token, by layer</text>',
+            f'<text x="{_LEFT}" y="22" font-size="14">1 − cosine, by layer</text>',
             *grid,
             f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{limit:.1f}" y2="{limit:.1f}" stroke="#c00" '
             'stroke-dasharray="6 4"/>',

@@ -1,5 +1,6 @@
 """The demo checkpoint on the CUDA op table against the torch ops on the CPU, and what a captured step needs."""
 
+import random
 from typing import Any, Literal
 
 import pytest
@@ -7,18 +8,17 @@ import torch
 
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.demo import CHECKPOINT
+from dsv4.demo.recall import recall_128
+from dsv4.demo.tasks import arithmetic, capitals, stories
 from dsv4.ops import op_table, swap_ops
 from dsv4.validate.cosine import compare
 from encoding.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
 
-PROMPTS = (
-    "What is the capital of France?",
-    "Remember: the code of Nora is 4711. What is the code of Nora?",
-    "3 + 4 =",
-    "One sentence that is long enough to fill more than a window of tokens, " * 12,
-)
+# Of the demo's own kinds: on other texts a single bfloat16 rounding may send a token to another expert.
+PROMPTS = {task.__name__: task(random.Random(1), True).prompt for task in (capitals, stories, arithmetic, recall_128)}
+LONG = PROMPTS["recall_128"]
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -37,6 +37,12 @@ def on_cpu() -> Engine:
 
 
 @pytest.fixture(scope="module")
+def exact() -> Engine:
+    """The torch ops in float32, with the same quantised caches."""
+    return engine("cpu", compute_dtype="float32")
+
+
+@pytest.fixture(scope="module")
 def on_gpu() -> Engine:
     return engine("cuda")
 
@@ -45,28 +51,44 @@ def test_the_cuda_table_is_what_a_gpu_gets(on_gpu: Engine) -> None:
     assert on_gpu.ops == op_table("cuda")
 
 
-@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda text: text[:12])
-def test_greedy_ids_are_those_of_the_cpu(on_cpu: Engine, on_gpu: Engine, tokenizer: Tokenizer, prompt: str) -> None:
-    ids = tokenizer.encode(prompt)
+@pytest.mark.parametrize("task", PROMPTS)
+def test_greedy_ids_are_those_of_the_cpu(on_cpu: Engine, on_gpu: Engine, tokenizer: Tokenizer, task: str) -> None:
+    ids = tokenizer.encode(PROMPTS[task])
     assert list(on_gpu.generate(ids, 32, GREEDY)) == list(on_cpu.generate(ids, 32, GREEDY))
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 8, 9, 512])
-def test_every_layer_agrees_with_the_torch_ops(on_cpu: Engine, tokenizer: Tokenizer, chunk: int) -> None:
-    ids = tokenizer.encode(PROMPTS[-1])[:300]
+@pytest.mark.parametrize("task", ["capitals", "stories", "arithmetic"])
+@pytest.mark.parametrize("chunk", [1, 4, 512])
+def test_every_layer_agrees_with_the_cpu(on_cpu: Engine, tokenizer: Tokenizer, task: str, chunk: int) -> None:
+    ids = tokenizer.encode(PROMPTS[task])
     found = engine("cuda", prefill_chunk=chunk).trace(ids)
     rows = compare(found, on_cpu.trace(ids), [""] * on_cpu.config.num_hidden_layers)
     assert all(row.cosine >= 0.9999 for row in rows), "\n".join(map(str, rows))
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 8, 9, 100, 512])
+def test_a_long_prompt_is_as_exact_as_bfloat16_on_the_cpu(
+    on_cpu: Engine, exact: Engine, tokenizer: Tokenizer, chunk: int
+) -> None:
+    """Over hundreds of tokens some expert is chosen the other way by a rounding, so the CPU's own error is the measure:
+    the distance of the worst layer from float32 is at most twice that of the torch ops in bfloat16.
+    """
+    ids, kinds = tokenizer.encode(LONG), [""] * on_cpu.config.num_hidden_layers
+    reference = exact.trace(ids)
+    found = compare(engine("cuda", prefill_chunk=chunk).trace(ids), reference, kinds)
+    torch_rows = compare(on_cpu.trace(ids), reference, kinds)
+    worst, torch_worst = (min(row.cosine for row in rows) for rows in (found, torch_rows))
+    assert 1 - worst <= 2 * (1 - torch_worst), "\n".join(map(str, found))
+
+
 def test_runs_are_bitwise_repeatable(on_gpu: Engine, tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(PROMPTS[-1])[:200]
+    ids = tokenizer.encode(LONG)[:200]
     assert torch.equal(on_gpu.logits(ids), on_gpu.logits(ids))
 
 
 @torch.inference_mode()
 def test_a_step_does_not_synchronise_and_replays_bitwise(on_gpu: Engine, tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(PROMPTS[0])
+    ids = tokenizer.encode(PROMPTS["capitals"])
     token_1 = torch.tensor([ids[-1]], device="cuda")
     on_gpu.reset()
     on_gpu.prefill(ids)
@@ -95,7 +117,7 @@ def test_a_step_does_not_synchronise_and_replays_bitwise(on_gpu: Engine, tokeniz
 
 @pytest.mark.parametrize("op", ["sparse_attention", "moe", "linear_rows", "hc_seam", "compress", "index_select"])
 def test_swapping_one_op_for_its_reference_keeps_the_layers(on_cpu: Engine, tokenizer: Tokenizer, op: str) -> None:
-    ids = tokenizer.encode(PROMPTS[-1])[:140]
+    ids = tokenizer.encode(PROMPTS["stories"])
     config = EngineConfig(device="cuda", max_context=2048)
     swapped = Engine.load(CHECKPOINT, config, wrap_ops=lambda table: swap_ops(table, {op: "torch"}))
     rows = compare(swapped.trace(ids), on_cpu.trace(ids), [""] * on_cpu.config.num_hidden_layers)

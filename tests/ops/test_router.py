@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4.ops import Ops
-from dsv4.quant import QuantTensor
+from dsv4.quant import QuantTensor, Weight
 from tests.ops.cases import VECTORS, integers, normal, on_device
 
 SCALING = 1.5
@@ -21,7 +21,7 @@ def log_score(logit: float) -> float:
     return 0.5 * logit if logit < -30 else math.log(score(logit))
 
 
-def gate_for(ops: Ops, logits: list[float]) -> QuantTensor:
+def gate_for(ops: Ops, logits: list[float]) -> Weight:
     """A gate that gives these logits for the input (1, 0, …)."""
     weight = torch.zeros(len(logits), 16)
     weight[:, 0] = torch.tensor(logits)

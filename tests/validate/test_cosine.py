@@ -18,8 +18,8 @@ def test_agreement_of_equal_opposite_and_nan_values() -> None:
     a = torch.tensor([[1.0, 2.0], [3.0, -4.0]])
     assert agreement("", "", a, a).cosine == pytest.approx(1.0)
     opposite = agreement("", "", torch.stack((a[0], -a[1])), a)
-    assert opposite.cosine == pytest.approx(-1.0)
-    assert opposite.mean_cosine == pytest.approx(0.0)
+    assert opposite.cosine == pytest.approx((5 - 25) / 30)
+    assert opposite.worst_token == pytest.approx(-1.0)
     assert opposite.relative_error == pytest.approx(2.0)
     assert math.isnan(agreement("", "", torch.full_like(a, math.nan), a).cosine)
 

@@ -16,6 +16,8 @@ LISTED = {"Flash": 512, "Pro": 1024}
 
 def cases() -> Iterator[OpCase]:
     """Chunks of 512 and 4096 tokens from a position where every list is full, and a long context."""
+    yield _case("Flash", "CSA", 4, 4096, 8192, portable=True)
+    yield _case("Pro", "CSA", 4, 4096, 8192, portable=True)
     for model in HEADS:
         for tokens in (512, 4096):
             yield _case(model, "CSA", 4, tokens, 8192)
@@ -25,7 +27,7 @@ def cases() -> Iterator[OpCase]:
     yield _case("Pro", "CSA", 4, 64, 8192)
 
 
-def _case(model: str, kind: str, ratio: int, tokens: int, start: int) -> OpCase:
+def _case(model: str, kind: str, ratio: int, tokens: int, start: int, portable: bool = False) -> OpCase:
     heads, listed = HEADS[model], LISTED[model] if ratio == 4 else 0
     ring_slots, entries = WINDOW + tokens + 8, (start + tokens) // ratio + 1 if ratio else 0
     seen = sum(WINDOW + (listed or ((start + t + 1) // ratio if ratio else 0)) for t in range(tokens))
@@ -45,9 +47,9 @@ def _case(model: str, kind: str, ratio: int, tokens: int, start: int) -> OpCase:
         sink_H = torch.randn(heads, device="cuda")
         inv_freq = 160000.0 ** (-torch.arange(0, ROPE_WIDTH, 2, device="cuda") / ROPE_WIDTH)
         keys = KeySet(ring, compressed, ratio, WINDOW)
-        return lambda: attention_prefill(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
+        return lambda: attention_prefill(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq, portable)
 
-    name = f"{model} {kind}, {tokens} tokens at {start}"
+    name = f"{model} {kind}, {tokens} tokens at {start}{', mma.sync' if portable else ''}"
     return OpCase("attention_prefill", name, make, activations + cache, 4 * WIDTH * heads * seen, activations + cache)
 
 

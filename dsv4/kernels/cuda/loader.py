@@ -54,6 +54,8 @@ def compile_source(source: str, architecture: str, defines: Defines = ()) -> Com
         include_path=[str(SOURCES), *_cuda_headers()],
         define_macro=[(name, str(value)) for name, value in defines] or None,
         ptxas_options=["-v"],
+        # Some versions take a generic lambda inside a kernel for host code otherwise.
+        device_as_default_execution_space=True,
     )
     log = io.StringIO()
     code = Program(path.read_text(encoding="utf-8"), "c++", options).compile("cubin", logs=log)
@@ -78,7 +80,10 @@ def launch(
     kernel writes. ``cluster`` is the number of blocks per cluster along x and must divide ``grid``'s x.
     """
     config = _launch_config(tuple(grid) if isinstance(grid, Sequence) else (grid, 1, 1), block, shared_bytes, cluster)
-    kernel = _kernel(source, function, device.index or 0, shared_bytes, defines)
+    kernel, expected = _kernel(source, function, device.index or 0, shared_bytes, defines)
+    # The driver reads as many arguments as the kernel declares, whatever it was given.
+    if len(arguments) != expected:
+        raise TypeError(f"{source}.cu {function}: found {len(arguments)} arguments, expected {expected}")
     stream = _stream(torch.cuda.current_stream(device).cuda_stream)
     launch_kernel(stream, config, kernel, *map(_argument, arguments))
 
@@ -128,13 +133,15 @@ def _stream(handle: int) -> Stream:
 
 
 @functools.cache
-def _kernel(source: str, function: str, device_index: int, shared_bytes: int, defines: Defines) -> Kernel:
+def _kernel(source: str, function: str, device_index: int, shared_bytes: int, defines: Defines) -> tuple[Kernel, int]:
+    """The kernel on this device, and how many arguments it takes."""
     device = Device(device_index)
     device.set_current()
     kernel = _module(source, architecture_of(device_index), defines).get_kernel(function)
-    if shared_bytes > 48 << 10:
+    # The limit of 48 KiB without asking counts the static shared memory as well.
+    if shared_bytes > 16 << 10:
         _allow_shared_memory(kernel, shared_bytes, device_index)
-    return kernel
+    return kernel, kernel.num_arguments
 
 
 def architecture_of(device_index: int) -> str:
@@ -199,6 +206,11 @@ def _allow_shared_memory(kernel: Kernel, shared_bytes: int, device_index: int) -
     from cuda.bindings import driver
 
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, driver.CUdevice(device_index))
+    device = driver.CUdevice(device_index)
+    # One kernel is launched with several sizes: the limit may only grow, or an earlier, larger launch would fail later.
+    error, allowed = driver.cuKernelGetAttribute(attribute, kernel.handle, device)
+    if error == driver.CUresult.CUDA_SUCCESS and allowed >= shared_bytes:
+        return
+    (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"shared memory: found {shared_bytes} bytes per block, more than there are ({error.name})")

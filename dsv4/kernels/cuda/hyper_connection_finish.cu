@@ -1,0 +1,229 @@
+// Partial mixes → pre, post, comb; the collapsed stream Σ pre_i · x_i, rounded, normalised and rounded again.
+//
+// Defines: STREAMS (M), MIXES (rows of fn; M for the head, which has no post and comb), SPLITS (partials per row), COUNT
+// columns per access (8 or 1), GROUPS accesses per thread, WORKERS threads with columns, BLOCKS (cluster size: blocks that
+// share one token).
+//
+// One cluster per token. The warp after the workers has no columns: in rank 0 it computes post and comb, whose Sinkhorn
+// iterations are as long as everything else, beside the others.
+#include "cluster.cuh"
+#include "columns.cuh"
+
+constexpr bool HEAD = MIXES == STREAMS;
+
+// What a lane of the last warp needs of the parameters: those of post_lane and of row `lane` of comb.
+struct SideParameters {
+    float post_base, post_scale, comb_base[STREAMS], comb_scale;
+};
+
+__device__ __forceinline__ float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
+
+constexpr int WARPS = WORKERS / WARP + 1;
+constexpr int ROWS = (MIXES + WARPS) / WARPS;  // of MIXES + 1, per warp
+constexpr int LOADS = (SPLITS + WARP - 1) / WARP;
+
+struct Partials {
+    float values[ROWS][LOADS];
+};
+
+__device__ __forceinline__ void load_partials(Partials& out, const float* partials) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        const int row = warp + r * WARPS;
+#pragma unroll
+        for (int s = 0; s < LOADS; s++) {
+            const int split = s * WARP + lane;
+            out.values[r][s] = row <= MIXES && split < SPLITS ? partials[row * SPLITS + split] : 0.0f;
+        }
+    }
+}
+
+// sums[row] = Σ over the splits, in a fixed order.
+__device__ __forceinline__ void add_partials(const Partials& in, float* sums) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        float sum = in.values[r][0];
+#pragma unroll
+        for (int s = 1; s < LOADS; s++) sum += in.values[r][s];
+        sum = warp_sum(sum);
+        if (lane == 0 && warp + r * WARPS <= MIXES) sums[warp + r * WARPS] = sum;
+    }
+}
+
+// One half of a Sinkhorn iteration: own_j ← own_j / (own_j · Σ_k kernel_jk · other_k + eps). Returns the largest
+// distance of a divisor 1 − e from 1. The reciprocal is 1 + e + … + e^(TERMS − 1) where |e| is known to be small enough for
+// float32, and comes from the special function unit, which takes longer, if TERMS is 0.
+constexpr float FOR_8_TERMS = 0.1f, FOR_3_TERMS = 3e-3f, SETTLED = 2.5e-7f;
+
+template <int TERMS, bool TRANSPOSED>
+__device__ __forceinline__ float balance(float (&own)[STREAMS], const float (&other)[STREAMS],
+                                         const float (&kernel)[STREAMS][STREAMS], float eps) {
+    float change = 0.0f;
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) {
+        float dot = (TRANSPOSED ? kernel[0][j] : kernel[j][0]) * other[0];
+#pragma unroll
+        for (int k = 1; k < STREAMS; k++) dot = fmaf(TRANSPOSED ? kernel[k][j] : kernel[j][k], other[k], dot);
+        const float e = fmaf(-own[j], dot, 1.0f - eps), square = e * e;
+        change = fmaxf(change, fabsf(e));
+        if constexpr (TERMS == 3) {
+            own[j] = fmaf(own[j], fmaf(e, e, e), own[j]);
+        } else if constexpr (TERMS == 8) {
+            const float four = fmaf(square, 1.0f + e, 1.0f + e);
+            own[j] *= fmaf(square * square, four, four);
+        } else {
+            own[j] = __fdividef(own[j], fmaf(own[j], dot, eps));
+        }
+    }
+    return change;
+}
+
+// Row softmax + eps, then columns and rows in turn, as scaling factors: comb_jk = rows_j · kernel_jk · columns_k. Every
+// lane computes all of it, which saves the exchange between lanes. Divisors only come closer to 1. Once an iteration changes
+// nothing by more than a rounding, the rest would not either.
+__device__ __forceinline__ void sinkhorn(const float* sums, float rms, const SideParameters& p, float eps, int iterations,
+                                         float* comb_out, float* scratch) {
+    const int lane = threadIdx.x % WARP, own = lane < STREAMS ? lane : 0;
+    float row[STREAMS], largest = -3.4e38f, total = 0.0f;
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) {
+        const int mix = 2 * STREAMS + own * STREAMS + k;
+        row[k] = fmaf(sums[mix] * rms, p.comb_scale, p.comb_base[k]);
+        largest = fmaxf(largest, row[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) total += row[k] = expf(row[k] - largest);
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) scratch[own * STREAMS + k] = row[k] / total + eps;
+    __syncwarp();
+    float kernel[STREAMS][STREAMS], rows[STREAMS], columns[STREAMS];
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) {
+        rows[j] = columns[j] = 1.0f;
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) kernel[j][k] = scratch[j * STREAMS + k];
+    }
+    float change = 1.0f;
+    balance<0, true>(columns, rows, kernel, eps);
+    int iteration = 1;
+    for (; iteration < iterations && change > FOR_8_TERMS; iteration++) {
+        change = balance<0, false>(rows, columns, kernel, eps);
+        change = fmaxf(change, balance<0, true>(columns, rows, kernel, eps));
+    }
+    for (; iteration < iterations && change > FOR_3_TERMS; iteration++) {
+        change = balance<8, false>(rows, columns, kernel, eps);
+        change = fmaxf(change, balance<8, true>(columns, rows, kernel, eps));
+    }
+    for (; iteration < iterations && change > SETTLED; iteration++) {
+        change = balance<3, false>(rows, columns, kernel, eps);
+        change = fmaxf(change, balance<3, true>(columns, rows, kernel, eps));
+    }
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) {
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++)
+            if (lane == (j * STREAMS + k) % WARP) comb_out[j * STREAMS + k] = rows[j] * kernel[j][k] * columns[k];
+    }
+}
+
+__device__ __forceinline__ void worker_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
+
+extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
+    hc_finish(const bf16* streams, const float* partials, const float* base, const float* scale, const float* norm_weight,
+              bf16* x, float* post, float* comb, int width, float norm_eps, float hc_eps, int iterations) {
+    __shared__ float sums[MIXES + 1], warp_squares[WARP], kernel[STREAMS * STREAMS], block_squares[BLOCKS];
+    __shared__ uint64 inbox;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const unsigned rank = BLOCKS > 1 ? cluster_rank() : 0;
+    const int64 token = blockIdx.y;
+    const bool side = threadIdx.x >= WORKERS;
+    float factors[GROUPS][COUNT];
+    int at[GROUPS];
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        at[g] = ((g * BLOCKS + int(rank)) * WORKERS + int(threadIdx.x)) * COUNT;
+        if (side || at[g] >= width) at[g] = -1;
+        if (GROUPS == 1 && at[g] >= 0) fetch_constants<COUNT>(norm_weight + at[g], factors[g]);
+    }
+    // Lane i of every warp holds what makes pre_i.
+    const int own = lane < STREAMS ? lane : 0;
+    const float own_base = fetch_constant(base + own), own_scale = fetch_constant(scale);
+    SideParameters parameters;
+    if (!HEAD && side) {
+        parameters.post_base = fetch_constant(base + STREAMS + own), parameters.post_scale = fetch_constant(scale + 1);
+        parameters.comb_scale = fetch_constant(scale + 2);
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) parameters.comb_base[k] = fetch_constant(base + (2 + own) * STREAMS + k);
+    }
+    if constexpr (BLOCKS > 1) cluster_start(&inbox, 1);
+    pdl_launch();
+    pdl_wait();
+    // What everything waits for is asked for first.
+    Partials parts;
+    load_partials(parts, partials + token * (MIXES + 1) * SPLITS);
+    Columns<COUNT> stream[GROUPS][STREAMS];
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+#pragma unroll
+        for (int i = 0; i < STREAMS; i++)
+            stream[g][i] = at[g] >= 0 ? load_columns<COUNT>(streams + (token * STREAMS + i) * width + at[g]) : Columns<COUNT>{};
+    }
+    add_partials(parts, sums);
+    __syncthreads();
+    const float rms = rsqrtf(sums[MIXES] / (STREAMS * width) + norm_eps);
+    if constexpr (BLOCKS > 1) cluster_started();
+    if (side) {
+        if constexpr (!HEAD) {
+            if (rank == 0) {
+                const float mix = fmaf(sums[STREAMS + own] * rms, parameters.post_scale, parameters.post_base);
+                if (lane < STREAMS) post[token * STREAMS + lane] = 2.0f * sigmoid(mix);
+                sinkhorn(sums, rms, parameters, hc_eps, iterations, comb + token * STREAMS * STREAMS, kernel);
+            }
+        }
+        return;
+    }
+    const float own_pre = sigmoid(fmaf(sums[own] * rms, own_scale, own_base)) + hc_eps;
+    float pre[STREAMS];
+#pragma unroll
+    for (int i = 0; i < STREAMS; i++) pre[i] = __shfl_sync(~0u, own_pre, i);
+    Columns<COUNT> collapsed[GROUPS];
+    float squares = 0.0f;
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        float values[COUNT];
+#pragma unroll
+        for (int c = 0; c < COUNT; c++) {
+            values[c] = pre[0] * column(stream[g][0], c);
+#pragma unroll
+            for (int i = 1; i < STREAMS; i++) values[c] = fmaf(pre[i], column(stream[g][i], c), values[c]);
+        }
+        collapsed[g] = round_columns(values);
+#pragma unroll
+        for (int c = 0; c < COUNT; c++) squares = fmaf(column(collapsed[g], c), column(collapsed[g], c), squares);
+    }
+    squares = warp_sum(squares);
+    if (lane == 0) warp_squares[warp] = squares;
+    worker_barrier();
+    squares = warp_sum(lane < WORKERS / WARP ? warp_squares[lane] : 0.0f);
+    if constexpr (BLOCKS > 1) {
+        if (threadIdx.x == 0) expect_mail(&inbox, sizeof(block_squares));
+        if (threadIdx.x < BLOCKS) send(block_squares + rank, &inbox, threadIdx.x, squares);
+        wait_mail(&inbox, 0);
+        squares = 0.0f;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) squares += block_squares[b];
+    }
+    const float inverse = rsqrtf(squares / width + norm_eps);
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        if (at[g] < 0) continue;
+        // Long rows need the registers; short ones had them before the wait.
+        if (GROUPS > 1) load_constants<COUNT>(norm_weight + at[g], factors[g]);
+        float values[COUNT];
+#pragma unroll
+        for (int c = 0; c < COUNT; c++) values[c] = column(collapsed[g], c) * inverse * factors[g][c];
+        store_columns(x + token * width + at[g], round_columns(values));
+    }
+}

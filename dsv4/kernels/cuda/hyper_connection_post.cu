@@ -1,0 +1,31 @@
+// x'_k = post_k · y + Σ_j comb_jk · x_j of every token. Defines: STREAMS (M), COUNT columns per thread (8 or 1).
+#include "columns.cuh"
+
+extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const float* post, const float* comb, bf16* out,
+                                   int width) {
+    pdl_launch();
+    pdl_wait();
+    const int64 token = blockIdx.y, column_0 = ((int64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
+    if (column_0 >= width) return;
+    Columns<COUNT> stream[STREAMS];
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++)
+        stream[j] = load_columns<COUNT>(streams + (token * STREAMS + j) * width + column_0);
+    const Columns<COUNT> added = load_columns<COUNT>(y + token * width + column_0);
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) {
+        const float share = post[token * STREAMS + k];
+        float values[COUNT];
+#pragma unroll
+        for (int c = 0; c < COUNT; c++) values[c] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < STREAMS; j++) {
+            const float factor = comb[(token * STREAMS + j) * STREAMS + k];
+#pragma unroll
+            for (int c = 0; c < COUNT; c++) values[c] = fmaf(factor, column(stream[j], c), values[c]);
+        }
+#pragma unroll
+        for (int c = 0; c < COUNT; c++) values[c] = fmaf(share, column(added, c), values[c]);
+        store_columns(out + (token * STREAMS + k) * width + column_0, round_columns(values));
+    }
+}

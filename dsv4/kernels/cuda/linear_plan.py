@@ -1,0 +1,154 @@
+"""How ``decode_linear.cu`` splits a product over blocks, warps and shared memory: a pure function of the shape."""
+
+import functools
+from dataclasses import dataclass
+
+from dsv4.quant import QuantFormat
+
+FORMAT_CODES = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK128: 2, QuantFormat.BF16: 3}
+MAX_TOKENS, MAX_MATRICES, MAX_SLICES = 8, 8, 8
+# The static arrays of the kernel come out of the 227 KiB that a block may have.
+_SHARED_LIMIT = (227 << 10) - (4 << 10)
+_TILE_ROWS, _STAGE_DATA, _SLICE_MULTIPLE = 16, 2048, 256
+_STAGE_COLUMNS = {QuantFormat.NVFP4: 256, QuantFormat.MXFP4: 256, QuantFormat.FP8_BLOCK128: 128, QuantFormat.BF16: 64}
+_SCALE_BYTES = {QuantFormat.NVFP4: 256, QuantFormat.MXFP4: 128, QuantFormat.FP8_BLOCK128: 16, QuantFormat.BF16: 0}
+# Rough cycles of an H200: of one SM for a stage, of its share of the memory for a byte, for staging a byte of
+# activations, for meeting in a cluster and for a tile's outputs there.
+_STAGE_CYCLES = {QuantFormat.NVFP4: 124, QuantFormat.MXFP4: 115, QuantFormat.FP8_BLOCK128: 95, QuantFormat.BF16: 90}
+_BYTES_PER_CYCLE, _ACTIVATIONS_PER_CYCLE, _MEETING_CYCLES, _TILE_CYCLES = 17.0, 20.0, 1200, 4
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """``warps`` per block, ``depth`` stages of 2 KiB in each warp's ring, ``min_blocks`` per SM for the registers,
+    ``prefetch_megabytes`` that a launch may bring into the L2 cache while it waits, ``least_shared_kib`` that a block
+    asks for, ``rotate`` 1: every block begins K at a column of its own.
+    """
+
+    warps: int = 12
+    depth: int = 3
+    min_blocks: int = 1
+    prefetch_megabytes: int = 0
+    least_shared_kib: int = 116
+    rotate: int = 1
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """Launch parameters of ``decode_linear``. ``clusters[i]`` is for the matrices of format i, per group."""
+
+    padded_tokens: int
+    cluster: int
+    clusters: tuple[int, ...]
+    slice_columns: int
+    activation_bytes: int
+    partial_bytes: int
+    shared_bytes: int
+    ragged: bool
+    tuning: Tuning
+
+
+@functools.cache
+def plan_linear(
+    formats: tuple[QuantFormat, ...],
+    tiles: tuple[int, ...],
+    columns: int,
+    groups: int,
+    tokens: int,
+    multiprocessors: int,
+    tuning: Tuning = Tuning(),
+) -> LinearPlan:
+    """The plan for ``tiles[i]`` row tiles (per group) of ``formats[i]`` and K = ``columns``.
+
+    A cluster gets whole tiles of one format; the number of clusters is what makes the busiest one least busy. The 2 or
+    4 blocks of a cluster have a slice of K each, which balances few tiles better and saves activations. Blocks take
+    their K in several slices only when the activations of all of it do not fit into shared memory. Raises
+    ``ValueError`` when even the smallest slices do not.
+    """
+    padded_tokens = next(size for size in (1, 2, 4, 8) if size >= tokens)
+    shape = _Shape(formats, tiles, columns, groups, padded_tokens, multiprocessors, tuning)
+    plans = [plan for cluster in (1, 2, 4) if (plan := _plan(shape, cluster, cluster, 1)) is not None]
+    if plans:
+        return min(plans, key=lambda plan: _cycles(shape, plan))
+    for waves in range(1, 65):
+        for slices in range(2, MAX_SLICES + 1):
+            if (plan := _plan(shape, 1, slices, waves)) is not None:
+                return plan
+    raise ValueError(f"weight: found {tiles} row tiles of K = {columns}, more than the decode kernel can hold")
+
+
+@dataclass(frozen=True)
+class _Shape:
+    formats: tuple[QuantFormat, ...]
+    tiles: tuple[int, ...]
+    columns: int
+    groups: int
+    padded_tokens: int
+    multiprocessors: int
+    tuning: Tuning
+
+
+def _stages(shape: _Shape) -> list[int]:
+    padded_columns = -(-shape.columns // 64) * 64
+    return [-(-padded_columns // _STAGE_COLUMNS[format]) for format in shape.formats]
+
+
+def _cycles(shape: _Shape, plan: LinearPlan) -> float:
+    """What a launch takes, but for what every plan takes."""
+    busiest, total_bytes = 0.0, 0
+    for format, tiles, clusters, stages in zip(shape.formats, shape.tiles, plan.clusters, _stages(shape), strict=True):
+        busiest = max(busiest, -(-tiles // clusters) * stages * _STAGE_CYCLES[format] / plan.cluster)
+        total_bytes += shape.groups * tiles * stages * (_STAGE_DATA + _SCALE_BYTES[format])
+    memory = total_bytes / (shape.multiprocessors * _BYTES_PER_CYCLE)
+    outputs = _tiles_per_cluster(shape, plan.clusters) * plan.padded_tokens * _TILE_CYCLES
+    meeting = _MEETING_CYCLES + outputs if plan.cluster > 1 else 0
+    return max(busiest, memory) + plan.activation_bytes / _ACTIVATIONS_PER_CYCLE + meeting
+
+
+def _tiles_per_cluster(shape: _Shape, clusters: tuple[int, ...]) -> int:
+    return max(-(-count // used) for count, used in zip(shape.tiles, clusters, strict=True))
+
+
+def _plan(shape: _Shape, cluster: int, slices: int, waves: int) -> LinearPlan | None:
+    """The plan with K in ``slices`` slices on clusters of ``cluster`` blocks; None when it does not work out."""
+    tuning, padded_tokens = shape.tuning, shape.padded_tokens
+    padded_columns = -(-shape.columns // 64) * 64
+    whole = -(-padded_columns // _SLICE_MULTIPLE) * _SLICE_MULTIPLE
+    slice_columns = -(-whole // (slices * _SLICE_MULTIPLE)) * _SLICE_MULTIPLE
+    # Clusters of 4 need 4 free SMs of one GPC, whose number of SMs is only a multiple of 2.
+    usable = shape.multiprocessors // 16 * 16 if cluster == 4 else shape.multiprocessors
+    budget = usable * waves // (cluster * shape.groups)
+    if -(-padded_columns // slice_columns) != slices or (cluster > 1 and budget < len(shape.tiles)):
+        return None
+    costs = [stages * _STAGE_CYCLES[format] for stages, format in zip(_stages(shape), shape.formats, strict=True)]
+    clusters = _balance(shape.tiles, costs, max(len(shape.tiles), budget))
+    most_tiles = _tiles_per_cluster(shape, clusters)
+    ring = tuning.warps * tuning.depth * (_STAGE_DATA + max(_SCALE_BYTES[format] for format in shape.formats))
+    activations, tile_bytes = 2 * padded_tokens * slice_columns, _TILE_ROWS * padded_tokens * 4
+    partials = -(-slices // cluster) * (most_tiles + tuning.warps - 1) * tile_bytes
+    received = -(-most_tiles // cluster) * cluster * tile_bytes if cluster > 1 else 0
+    shared = ring + activations + partials + received
+    if shared > _SHARED_LIMIT:
+        return None
+    ragged = any(padded_columns % _STAGE_COLUMNS[format] for format in shape.formats)
+    shared = max(shared, tuning.least_shared_kib << 10)
+    return LinearPlan(padded_tokens, cluster, clusters, slice_columns, activations, partials, shared, ragged, tuning)
+
+
+def _balance(tiles: tuple[int, ...], costs: list[int], budget: int) -> tuple[int, ...]:
+    """Clusters per format, at most ``budget`` together, that minimise the cost of the busiest."""
+    if sum(tiles) <= budget:
+        return tiles
+    limits = sorted({count * cost for most, cost in zip(tiles, costs, strict=True) for count in range(1, most + 1)})
+    for limit in limits:
+        if limit < max(costs):
+            continue
+        # The small term undoes the rounding of limit = count · cost.
+        blocks = [-(-count // int(limit / cost + 1e-9)) for count, cost in zip(tiles, costs, strict=True)]
+        if sum(blocks) <= budget:
+            break
+    while sum(blocks) < budget:
+        loads = [count * cost / used for count, cost, used in zip(tiles, costs, blocks, strict=True)]
+        growable = [index for index, count in enumerate(tiles) if blocks[index] < count]
+        blocks[max(growable, key=loads.__getitem__)] += 1
+    return tuple(blocks)

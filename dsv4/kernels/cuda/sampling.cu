@@ -1,0 +1,317 @@
+// One token from float32 logits, by one cluster. Its blocks keep their parts of the logits in shared memory.
+//
+// Defines: BLOCKS (cluster size), VALUES per thread (a multiple of 4), VECTOR (1: 16-byte loads are allowed), TOP_P (1:
+// restrict to the smallest set that reaches top_p). Every sum has a fixed order: equal inputs give equal tokens. Loops
+// stay rolled, because a launch pays for every instruction that it fetches for the first time.
+#include <math_constants.h>
+
+#include "cluster.cuh"
+
+constexpr int THREADS = 1024;
+constexpr int WARPS = THREADS / WARP;
+constexpr int SLICE = VALUES * THREADS;  // ids of a block
+constexpr long long NO_TOKEN = -1;
+// The noise of the filter is off by less than 1e-4, see fast_noise.
+constexpr float MARGIN = 1e-3f;
+
+struct Sums {
+    float of[3];
+};
+
+// Exchanges between all threads of the cluster, numbered. They use two inboxes and two halves of every array in turn: a
+// block is at most one exchange ahead of another, because every exchange waits for all blocks.
+struct Cluster {
+    uint64 inboxes[2];
+    uint64 warp_keys[WARPS], keys[2][BLOCKS];
+    float warp_sums[3][WARPS], sums[2][3][BLOCKS];
+    float block_best[WARPS];
+};
+
+__device__ __noinline__ uint64 largest_of_all(Cluster& cluster, int exchange, uint64 key) {
+    const int half = exchange % 2;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) key = max(key, __shfl_xor_sync(~0u, key, offset));
+    if (lane == 0) cluster.warp_keys[warp] = key;
+    __syncthreads();
+    if (warp == 0) {
+        key = cluster.warp_keys[lane];
+#pragma unroll
+        for (int offset = 1; offset < WARP; offset *= 2) key = max(key, __shfl_xor_sync(~0u, key, offset));
+        if (lane == 0) expect_mail(&cluster.inboxes[half], BLOCKS * sizeof(uint64));
+        if (lane < BLOCKS) send(&cluster.keys[half][cluster_rank()], &cluster.inboxes[half], lane, key);
+    }
+    wait_mail(&cluster.inboxes[half], exchange / 2);
+    key = cluster.keys[half][0];
+#pragma unroll
+    for (int b = 1; b < BLOCKS; b++) key = max(key, cluster.keys[half][b]);
+    return key;
+}
+
+// Adding a non-negative number to any thread's value never lowers a sum: the same tree adds every time.
+__device__ __noinline__ Sums sums_of_all(Cluster& cluster, int exchange, Sums values) {
+    const int half = exchange % 2;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        values.of[i] = warp_sum(values.of[i]);
+        if (lane == 0) cluster.warp_sums[i][warp] = values.of[i];
+    }
+    __syncthreads();
+    if (warp < 3) {
+        const float sum = warp_sum(cluster.warp_sums[warp][lane]);
+        if (threadIdx.x == 0) expect_mail(&cluster.inboxes[half], 3 * BLOCKS * sizeof(float));
+        if (lane < BLOCKS) send(&cluster.sums[half][warp][cluster_rank()], &cluster.inboxes[half], lane, sum);
+    }
+    wait_mail(&cluster.inboxes[half], exchange / 2);
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        values.of[i] = cluster.sums[half][i][0];
+#pragma unroll
+        for (int b = 1; b < BLOCKS; b++) values.of[i] += cluster.sums[half][i][b];
+    }
+    return values;
+}
+
+// Orders floats like unsigned integers; both zeros are the same. Never called with NaN.
+__device__ __forceinline__ unsigned ordered(float value) {
+    const unsigned bits = __float_as_uint(value + 0.0f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The larger value wins, then the lower id. 0 is below every key, all ones (NaN) above.
+__device__ __forceinline__ uint64 key_of(float value, unsigned id) { return uint64(ordered(value)) << 32 | ~id; }
+__device__ __forceinline__ unsigned id_of(uint64 key) { return ~unsigned(key); }
+__device__ __forceinline__ float value_of(uint64 key) {
+    const unsigned bits = unsigned(key >> 32);
+    return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
+}
+
+// Offset in the block's slice of this thread's n-th four values.
+__device__ __forceinline__ int four_at(int n) { return (n * THREADS + int(threadIdx.x)) * 4; }
+
+// The key of this thread's largest logit. Keeps the logits in `slice` unless it is null, −∞ beyond the vocabulary.
+__device__ __forceinline__ uint64 load_logits(const float* logits, int vocabulary, float* slice) {
+    const int first = cluster_rank() * SLICE;
+    float best = -CUDART_INF_F;
+    int best_id = first + four_at(0);
+    bool nan = false;
+#pragma unroll
+    for (int n = 0; n < VALUES / 4; n++) {
+        const int id = first + four_at(n);
+        float values[4];
+#if VECTOR
+        const float4 four = id < vocabulary ? *reinterpret_cast<const float4*>(logits + id)
+                                            : float4{-CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F};
+        values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
+#else
+#pragma unroll
+        for (int j = 0; j < 4; j++) values[j] = id + j < vocabulary ? logits[id + j] : -CUDART_INF_F;
+#endif
+        if (slice) *reinterpret_cast<float4*>(slice + four_at(n)) = {values[0], values[1], values[2], values[3]};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            nan |= isnan(values[j]);
+            if (values[j] > best) best = values[j], best_id = id + j;
+        }
+    }
+    if (nan) return ~0ull;
+    return best_id < vocabulary ? key_of(best, best_id) : 0;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) argmax_token(const float* logits, int vocabulary, int64* token) {
+    __shared__ Cluster cluster;
+    pdl_launch();
+    cluster_start(cluster.inboxes, 2);
+    pdl_wait();
+    uint64 best = load_logits(logits, vocabulary, nullptr);
+    cluster_started();  // every block has started: its shared memory may be written
+    best = largest_of_all(cluster, 0, best);
+    if (cluster_rank() == 0 && threadIdx.x == 0) *token = best == ~0ull ? NO_TOKEN : (long long)id_of(best);
+}
+
+// dsv4.ops.sampling._mix, and the state of gumbel_noise before the token id enters.
+__device__ __forceinline__ unsigned mix(unsigned word) {
+    word = (word ^ word >> 16) * 0x7FEB352Du;
+    word = (word ^ word >> 15) * 0x846CA68Bu;
+    return word ^ word >> 16;
+}
+__device__ __forceinline__ unsigned noise_state(int64 position, unsigned seed_low, unsigned seed_high) {
+    const uint64 word = uint64(position) ^ mix(seed_low);
+    // The first step of _mix works on all 64 bits of the position.
+    unsigned low = unsigned(word ^ word >> 16) * 0x7FEB352Du;
+    low = (low ^ low >> 15) * 0x846CA68Bu;
+    return mix(low ^ low >> 16 ^ seed_high);
+}
+__device__ __forceinline__ unsigned noise_bits(unsigned state, unsigned id) { return mix(id ^ state) >> 8; }
+
+// 1 − u of the uniform number u = (bits + ½) / 2²⁴.
+__device__ __forceinline__ float complement(unsigned bits) { return fmaf(float(0xffffffu - bits), 0x1p-24f, 0x1p-25f); }
+
+// −log(−log(u)) from single-precision hardware logarithms. The inner one is a series where u is close to 1; elsewhere its
+// error of 2⁻²¹ is below 4e-5 of it. So the noise is off by less than 1e-4.
+__device__ __forceinline__ float fast_noise(unsigned bits) {
+    const float w = complement(bits);
+    const float series = w * fmaf(w, fmaf(w, fmaf(w, 0.25f, 1.0f / 3), 0.5f), 1.0f);
+    return -__logf(w < 0x1p-6f ? series : -__logf(fmaf(float(bits), 0x1p-24f, 0x1p-25f)));
+}
+
+struct Draw {
+    float largest, temperature;
+    unsigned state;
+};
+
+__device__ __forceinline__ float scaled(const Draw& draw, float logit) { return (logit - draw.largest) / draw.temperature; }
+
+// The key that decides: noise in double precision, rounded, and added as the torch op does.
+__device__ __noinline__ uint64 exact_key(Draw draw, float logit, unsigned id) {
+    double value = (double(noise_bits(draw.state, id)) + 0.5) / 16777216.0;
+#pragma unroll 1
+    for (int i = 0; i < 2; i++) value = -log(value);
+    return key_of(scaled(draw, logit) + float(value), id);
+}
+
+struct Candidate {
+    float logit, noisy;  // noisy from fast_noise, −∞ for none
+    unsigned id;
+};
+
+__device__ __noinline__ Candidate better(Draw draw, Candidate best, float logit, unsigned id) {
+    const Candidate other{logit, scaled(draw, logit) + fast_noise(noise_bits(draw.state, id)), id};
+    if (fabsf(other.noisy - best.noisy) > MARGIN) return other.noisy > best.noisy ? other : best;
+    return exact_key(draw, logit, id) > exact_key(draw, best.logit, best.id) ? other : best;
+}
+
+// What top-p keeps, by distance = −(logit − largest) / temperature: all below `edge`, and below `next` the ids below
+// `limit`.
+struct Kept {
+    float edge, next;
+    unsigned limit;
+};
+
+#if TOP_P
+// The edge is found two bits at a time, in units of 2⁻²⁰ up to 64: it is the largest of which the tokens closer than it
+// do not yet reach top_p. Of the tokens at the edge the lowest ids stay, as many as are needed.
+constexpr float UNIT = 0x1p-20f;
+
+__device__ __forceinline__ Kept keep_top(const Draw& draw, float* slice, float* weights, float top_p, Cluster& cluster,
+                                         int& exchange) {
+    float whole = 0.0f;
+#pragma unroll 1
+    for (int n = 0; n < VALUES; n++) {
+        const int at = n * THREADS + threadIdx.x;
+        const float distance = -scaled(draw, slice[at]);
+        slice[at] = distance;
+        whole += weights[at] = expf(-distance);
+    }
+    whole = sums_of_all(cluster, exchange++, {whole}).of[0];
+    const float target = top_p * whole;
+    // The search reads everything 13 times: from registers, shared memory would be too slow.
+    float distances[VALUES], own_weights[VALUES];
+#pragma unroll
+    for (int n = 0; n < VALUES; n++) {
+        distances[n] = slice[n * THREADS + threadIdx.x];
+        own_weights[n] = weights[n * THREADS + threadIdx.x];
+    }
+    unsigned edge = 0;
+    float before = 0.0f;
+#pragma unroll 1
+    for (int shift = 24; shift >= 0; shift -= 2) {
+        float bounds[3];
+        Sums below = {};
+#pragma unroll
+        for (int c = 0; c < 3; c++) bounds[c] = float(edge + ((c + 1u) << shift)) * UNIT;
+#pragma unroll
+        for (int n = 0; n < VALUES; n++) {
+#pragma unroll
+            for (int c = 0; c < 3; c++)
+                if (distances[n] < bounds[c]) below.of[c] += own_weights[n];
+        }
+        below = sums_of_all(cluster, exchange++, below);
+        const unsigned base = edge;
+#pragma unroll
+        for (int c = 0; c < 3; c++)
+            if (below.of[c] < target) edge = base + ((c + 1u) << shift), before = below.of[c];
+    }
+    Kept kept{float(edge) * UNIT, float(edge + 1) * UNIT, ~0u};
+    // i tokens of the edge come before one more as long as before + i · weight < target.
+    const float wanted = fmaxf(ceilf((target - before) / expf(-kept.edge)), 1.0f);
+    unsigned low = 0, high = BLOCKS * SLICE;
+    // The lowest limit that keeps as many; usually all, which the first count shows.
+#pragma unroll 1
+    for (unsigned limit = high; low < high; limit = (low + high) / 2) {
+        float count = 0.0f;
+#pragma unroll 1
+        for (int n = 0; n < VALUES; n++) {
+            const int at = n * THREADS + threadIdx.x;
+            const unsigned id = cluster_rank() * SLICE + at;
+            if (slice[at] >= kept.edge && slice[at] < kept.next && id < limit) count += 1.0f;
+        }
+        count = sums_of_all(cluster, exchange++, {count}).of[0];
+        if (limit == BLOCKS * SLICE && count <= wanted) return kept;
+        if (count >= wanted) high = limit;
+        else low = limit + 1;
+    }
+    kept.limit = high;
+    return kept;
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sample_token(const float* logits, int vocabulary, const int64* position, int64* token, float temperature,
+                 float top_p, float min_p, unsigned seed_low, unsigned seed_high) {
+    extern __shared__ float4 dynamic[];
+    __shared__ Cluster cluster;
+    float* slice = reinterpret_cast<float*>(dynamic);
+    pdl_launch();
+    cluster_start(cluster.inboxes, 2);
+    pdl_wait();
+    const uint64 own = load_logits(logits, vocabulary, slice);
+    const unsigned state = noise_state(*position, seed_low, seed_high);
+    cluster_started();  // every block has started: its shared memory may be written
+    int exchange = 0;
+    const uint64 top = largest_of_all(cluster, exchange++, own);
+    Draw draw{value_of(top), temperature, state};
+    const bool first = cluster_rank() == 0 && threadIdx.x == 0;
+    // No distribution (a NaN key reads as NaN): the same for every thread of the cluster.
+    if (!isfinite(draw.largest) || temperature == 0.0f) {
+        if (first) *token = NO_TOKEN;
+        return;
+    }
+    // The most likely token is never left out: one thread enters it, and what cannot beat it needs no logarithm.
+    Candidate best{draw.largest, -CUDART_INF_F, 0};
+    const float reference = fast_noise(noise_bits(state, id_of(top)));
+    if (first) best = {draw.largest, reference, id_of(top)};
+#if TOP_P
+    const Kept kept = keep_top(draw, slice, slice + SLICE, top_p, cluster, exchange);
+#endif
+    // noise > bound − scaled needs 1 − u ≤ exp(scaled − bound), with 1 % for the roundings here.
+    const float rate = fminf(1.0f / temperature, 1e38f) * 1.44269504f;
+    float offset = -1.44269504f * (reference - 2 * MARGIN);
+#pragma unroll 4
+    for (int n = 0; n < VALUES; n++) {
+        // A thread reads back what it wrote itself.
+        const int at = four_at(n / 4) + n % 4;
+        const unsigned id = cluster_rank() * SLICE + at;
+#if TOP_P
+        const float distance = slice[at];
+        if (distance >= kept.edge && (distance >= kept.next || id >= kept.limit)) continue;
+        const float power = fmaf(distance, -1.44269504f, offset);
+#else
+        const float power = fmaf(slice[at] - draw.largest, rate, offset);
+#endif
+        if (complement(noise_bits(state, id)) > 1.01f * exp2f(power) || id == id_of(top)) continue;
+        const float logit = logits[id];
+        if (min_p > 0.0f && expf(scaled(draw, logit)) < min_p) continue;
+        best = better(draw, best, logit, id);
+        offset = fminf(offset, -1.44269504f * (best.noisy - 2 * MARGIN));
+    }
+    float most = warp_max(best.noisy);
+    if (threadIdx.x % WARP == 0) cluster.block_best[threadIdx.x / WARP] = most;
+    __syncthreads();
+    most = warp_max(cluster.block_best[threadIdx.x % WARP]);
+    uint64 key = 0;
+    if (best.noisy > -CUDART_INF_F && best.noisy >= most - MARGIN) key = exact_key(draw, best.logit, best.id);
+    key = largest_of_all(cluster, exchange, key);
+    if (first) *token = (long long)id_of(key);
+}

@@ -1,0 +1,44 @@
+// Top-k of tokens whose scores are in memory; see top_k.cuh. One cluster of CLUSTER blocks per token; with CLUSTER 1, or
+// when few entries are visible, one block does the work.
+#ifndef CLUSTER
+#define CLUSTER 8
+#endif
+#ifndef THREADS
+#define THREADS 512
+#endif
+#ifndef STRIPS
+#define STRIPS 16
+#endif
+#ifndef KEPT
+#define KEPT 512
+#endif
+// Visible entries from which on the whole cluster works.
+#ifndef SPREAD
+#define SPREAD 16384
+#endif
+#ifndef SHARED_BYTES
+#define SHARED_BYTES (200 << 10)
+#endif
+#include "top_k.cuh"
+
+static_assert(sizeof(top_k::Shared) <= SHARED_BYTES);
+
+// `stride`: orders from one token to the next, a multiple of 4. Shared memory: SHARED_BYTES.
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 2)
+    top_k_tokens(const unsigned* orders, const int64* positions, int64* out, int slots, int stride, int selected) {
+    extern __shared__ __align__(16) char memory[];
+    top_k::Shared& shared = *reinterpret_cast<top_k::Shared*>(memory);
+    const int token = blockIdx.x / CLUSTER, rank = top_k::own_rank();
+    pdl_launch();
+    top_k::clear(shared);
+    pdl_wait();
+    const int visible = visible_entries(positions[token], slots);
+    int64* list = out + (int64)token * selected;
+    if (visible <= selected) return top_k::list_all(list, visible, selected, rank, CLUSTER);
+    const bool spread = CLUSTER > 1 && visible > SPREAD;
+    if (rank > 0 && !spread) return;
+    // The other blocks' counters must be zero before this block adds to them: waited for before the first addition.
+    if (spread) cluster_arrive();
+    __syncthreads();
+    top_k::select(shared, orders + (int64)token * stride, visible, list, selected, spread);
+}

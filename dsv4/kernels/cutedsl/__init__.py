@@ -1,0 +1,1 @@
+"""GEMMs in CuTe DSL; importing a module of this package needs ``nvidia-cutlass-dsl``."""

@@ -1,0 +1,243 @@
+"""Mixture of experts on the GPU: one kernel for a decode step, grouped GEMMs (``moe_prefill``) for longer ones."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.cuda.loader import Defines, launch, multiprocessors, zeroed_counters
+from dsv4.ops.cuda.moe_prefill import moe_prefill
+from dsv4.ops.cuda.packed import PackedWeight, chunk_columns, padded
+from dsv4.ops.moe import ExpertWeights
+from dsv4.quant import QuantFormat, QuantTensor
+
+MAX_DECODE_TOKENS = 8
+MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN = 1024, 16
+_FORMAT_CODE = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK128: 2, QuantFormat.BF16: 3}
+_STAGE_LOADS, _LOAD_BYTES = 4, 512
+# Dynamic shared memory a block may use: 227 KB less the kernels' static tables.
+_SHARED_LIMIT, _SHARED_LEAST = (227 << 10) - (8 << 10), 114 << 10
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Launch shape of the decode kernel: warps per block, ring depth (stages per warp)."""
+
+    warps: int = 12
+    stages: int = 2
+
+
+# By padded token count.
+_TUNING = {1: Tuning(12, 2), 2: Tuning(12, 2), 4: Tuning(12, 2), 8: Tuning(16, 1)}
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Arguments of one launch, contiguous and checked."""
+
+    x_TE: Tensor
+    ids_TP: Tensor
+    weights_TP: Tensor
+    experts: ExpertWeights[PackedWeight]
+    shared: ExpertWeights[PackedWeight]
+    limit: float
+    tuning: Tuning
+
+    @property
+    def formats(self) -> tuple[QuantFormat, QuantFormat]:
+        """Of the routed and the shared experts."""
+        return _formats(self.experts, self.shared)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """T, P, X, E, F."""
+        count, inner, width = self.experts.w1.shape
+        return self.x_TE.shape[0], self.ids_TP.shape[1], count, width, inner
+
+    @property
+    def stages(self) -> int:
+        """Ring depth that fits."""
+        return _ring_depth(self.sizes[0], self.sizes[3], self.formats, self.tuning)
+
+    @property
+    def defines(self) -> Defines:
+        columns = max(map(_stage_columns, self.formats))
+        return (
+            ("ROUTED", _FORMAT_CODE[self.formats[0]]),
+            ("SHARED", _FORMAT_CODE[self.formats[1]]),
+            ("TOKENS", _padded_tokens(self.x_TE.shape[0])),
+            ("TAILS", int(any(size % columns for size in self.sizes[3:]))),
+            ("WARPS", self.tuning.warps),
+            ("STAGES", self.stages),
+        )
+
+
+def moe(
+    x_TE: Tensor,
+    ids_TP: Tensor,
+    weights_TP: Tensor,
+    experts: ExpertWeights[PackedWeight],
+    shared: ExpertWeights[PackedWeight],
+    limit: float,
+) -> Tensor:
+    """``dsv4.ops.moe.moe`` for bfloat16 x: bfloat16 ``[T, E]``, float32 sums in a fixed order, one final rounding.
+
+    ids int64 and weights float32 ``[T, P]``; packed expert weights. An id outside [0, X) adds nothing. Steps of up to 8
+    tokens take one launch, whose blocks all have to be resident at once: on one device, such launches must not run at
+    the same time on several streams. Hidden values below 2^-31 of limit² · max(1, Σ weights) of a token lose bits.
+    Raises ``ValueError`` for anything else than the above.
+    """
+    _check(x_TE, ids_TP, weights_TP, experts, shared)
+    tokens = x_TE.shape[0]
+    if tokens == 0:
+        return torch.empty_like(x_TE)
+    if tokens > MAX_DECODE_TOKENS:
+        return moe_prefill(x_TE, ids_TP, weights_TP, experts, shared, limit)
+    return moe_decode(x_TE, ids_TP, weights_TP, experts, shared, limit)
+
+
+def moe_decode(
+    x_TE: Tensor,
+    ids_TP: Tensor,
+    weights_TP: Tensor,
+    experts: ExpertWeights[PackedWeight],
+    shared: ExpertWeights[PackedWeight],
+    limit: float,
+    tuning: Tuning | None = None,
+) -> Tensor:
+    """``moe`` for 1 to 8 tokens. Arguments are those of ``moe``, already checked; ``tuning`` changes only the order of
+    the sums.
+    """
+    tokens, width = x_TE.shape
+    tuning = tuning or _TUNING[_padded_tokens(tokens)]
+    if _ring_depth(tokens, width, _formats(experts, shared), tuning) == 0:
+        # Activations in both 16-bit types do not fit beside the ring.
+        if tokens == 1:
+            raise ValueError(f"x_TE: found width {width}, more than a multiprocessor's shared memory holds")
+        half = tokens // 2
+        parts = [
+            moe_decode(x_TE[part], ids_TP[part], weights_TP[part], experts, shared, limit, tuning)
+            for part in (slice(0, half), slice(half, tokens))
+        ]
+        return torch.cat(parts)
+    x_TE = x_TE.contiguous()
+    if x_TE.data_ptr() % 16:
+        x_TE = x_TE.clone()
+    step = DecodeStep(x_TE, ids_TP.contiguous(), weights_TP.contiguous(), experts, shared, float(limit), tuning)
+    return _launch(step)
+
+
+def _launch(step: DecodeStep) -> Tensor:
+    tokens, per_token, _, width, inner = step.sizes
+    device, tuning, blocks = step.x_TE.device, step.tuning, multiprocessors(step.x_TE.device)
+    y_TE = torch.empty_like(step.x_TE)
+    hidden = torch.empty((tokens * (per_token + 1), padded(inner)), dtype=torch.bfloat16, device=device)
+    pairs = padded(width) // 32
+    partial = torch.empty((pairs + blocks, tokens, 32), dtype=torch.float32, device=device)
+    groups = ((step.experts.w1, step.experts.w3, step.experts.w2), (step.shared.w1, step.shared.w3, step.shared.w2))
+    launch(
+        "moe_decode",
+        "moe_decode",
+        blocks,
+        tuning.warps * 32,
+        step.x_TE,
+        step.ids_TP,
+        step.weights_TP,
+        *(part for group in groups for weight in group for part in _parts(weight)),
+        hidden,
+        y_TE,
+        partial,
+        zeroed_counters(device, "moe_decode", 3 + pairs),
+        *step.sizes,
+        step.limit,
+        device=device,
+        shared_bytes=_shared_bytes(tokens, width, step.formats, tuning, step.stages),
+        defines=step.defines,
+    )
+    return y_TE
+
+
+def _formats(
+    experts: ExpertWeights[PackedWeight], shared: ExpertWeights[PackedWeight]
+) -> tuple[QuantFormat, QuantFormat]:
+    return experts.w1.format, shared.w1.format
+
+
+def _parts(weight: PackedWeight | QuantTensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return weight.data, weight.block_scale, weight.global_scale
+
+
+def _padded_tokens(tokens: int) -> int:
+    return 1 << (tokens - 1).bit_length()
+
+
+def _stage_columns(format: QuantFormat) -> int:
+    return _STAGE_LOADS * chunk_columns(format)
+
+
+def _pair_bytes(formats: tuple[QuantFormat, QuantFormat]) -> int:
+    """Bytes of one ring slot: a stage of two row tiles with its block scales (Stage<F>::BYTES of weight_tile.cuh)."""
+    scale = {QuantFormat.NVFP4: 256, QuantFormat.MXFP4: 128, QuantFormat.FP8_BLOCK128: 16, QuantFormat.BF16: 0}
+    return 2 * (_STAGE_LOADS * _LOAD_BYTES + max(scale[format] for format in formats))
+
+
+def _partial_bytes(tokens: int, tuning: Tuning) -> int:
+    buffers = 2 if tokens > 4 else 4
+    return buffers * tuning.warps * 2 * _padded_tokens(tokens) * 16 * 4
+
+
+def _shared_bytes(
+    tokens: int, width: int, formats: tuple[QuantFormat, QuantFormat], tuning: Tuning, stages: int
+) -> int:
+    """Ring of weights, sums of the warps, and x or (phase 2) the ring of hidden rows. At least half of what a
+    multiprocessor has, so that two blocks never share one.
+    """
+    columns = max(map(_stage_columns, formats))
+    copies = len({format is QuantFormat.BF16 for format in formats})
+    activations = copies * tokens * 2 * -(-width // columns) * columns
+    hidden = tuning.warps * stages * _padded_tokens(tokens) * 2 * columns
+    nbytes = tuning.warps * stages * _pair_bytes(formats) + _partial_bytes(tokens, tuning) + max(activations, hidden)
+    return max(nbytes, _SHARED_LEAST)
+
+
+def _ring_depth(tokens: int, width: int, formats: tuple[QuantFormat, QuantFormat], tuning: Tuning) -> int:
+    """Ring depth that leaves room for the activations; 0 when they do not fit at all."""
+    depths = range(tuning.stages, 0, -1)
+    fits = (depth for depth in depths if _shared_bytes(tokens, width, formats, tuning, depth) <= _SHARED_LIMIT)
+    return next(fits, 0)
+
+
+def _check(
+    x_TE: Tensor,
+    ids_TP: Tensor,
+    weights_TP: Tensor,
+    experts: ExpertWeights[PackedWeight],
+    shared: ExpertWeights[PackedWeight],
+) -> None:
+    if x_TE.dtype != torch.bfloat16 or x_TE.dim() != 2:
+        raise ValueError(f"x_TE: found {x_TE.dtype} {list(x_TE.shape)}, expected torch.bfloat16 [T, E]")
+    tokens, width = x_TE.shape
+    count, inner = experts.w1.shape[0], experts.w1.shape[-2]
+    if ids_TP.dtype != torch.int64 or ids_TP.dim() != 2 or ids_TP.shape[0] != tokens:
+        raise ValueError(f"ids_TP: found {ids_TP.dtype} {list(ids_TP.shape)}, expected torch.int64 [{tokens}, P]")
+    if weights_TP.dtype != torch.float32 or weights_TP.shape != ids_TP.shape:
+        found = f"{weights_TP.dtype} {list(weights_TP.shape)}"
+        raise ValueError(f"weights_TP: found {found}, expected torch.float32 {list(ids_TP.shape)}")
+    if not 1 <= ids_TP.shape[1] <= MAX_EXPERTS_PER_TOKEN:
+        raise ValueError(f"ids_TP: found {ids_TP.shape[1]} experts per token, expected 1 to {MAX_EXPERTS_PER_TOKEN}")
+    if count > MAX_EXPERTS:
+        raise ValueError(f"experts: found {count} experts, expected at most {MAX_EXPERTS}")
+    for name, group, stack in (("experts", experts, (count,)), ("shared", shared, ())):
+        for part, rows, columns in (("w1", inner, width), ("w2", width, inner), ("w3", inner, width)):
+            weight = getattr(group, part)
+            if not isinstance(weight, PackedWeight) or weight.format != group.w1.format:
+                expected = group.w1.format.value
+                raise ValueError(f"{name}.{part}: found {weight.format.value}, expected a packed {expected}")
+            if tuple(weight.shape) != (*stack, rows, columns):
+                expected = [*stack, rows, columns]
+                raise ValueError(f"{name}.{part}: found {list(weight.shape)}, expected {expected}")
+            if weight.device != x_TE.device:
+                raise ValueError(f"{name}.{part}: found {weight.device}, expected {x_TE.device}")
+    for name, tensor in (("ids_TP", ids_TP), ("weights_TP", weights_TP)):
+        if tensor.device != x_TE.device:
+            raise ValueError(f"{name}: found {tensor.device}, expected {x_TE.device}")

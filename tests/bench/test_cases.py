@@ -1,0 +1,27 @@
+"""The op benchmark's cases without a GPU: every file has some, names are unique, and the byte counts are plausible."""
+
+import importlib
+import pkgutil
+
+import pytest
+
+import dsv4.bench.cases
+from dsv4.bench.op_case import OpCase
+
+pytest.importorskip("cuda.core")
+
+
+def all_cases() -> list[OpCase]:
+    modules = [info.name for info in pkgutil.iter_modules(dsv4.bench.cases.__path__)]
+    return [case for name in modules for case in importlib.import_module(f"dsv4.bench.cases.{name}").cases()]
+
+
+def test_the_main_ops_have_cases() -> None:
+    ops = {case.op for case in all_cases()}
+    assert {"linear", "moe", "sparse_attention", "index_select", "compress", "hc_seam", "argmax_token"} <= ops, ops
+
+
+def test_names_are_unique_and_counts_positive() -> None:
+    cases = all_cases()
+    assert len({(case.op, case.name) for case in cases}) == len(cases)
+    assert all(case.nbytes > 0 and case.flops >= 0 and case.resident_bytes > 0 for case in cases)
