@@ -12,17 +12,15 @@ _SHARED_LIMIT = (227 << 10) - (4 << 10)
 _TILE_ROWS, _STAGE_DATA, _SLICE_MULTIPLE = 16, 2048, 256
 _STAGE_COLUMNS = {QuantFormat.NVFP4: 256, QuantFormat.MXFP4: 256, QuantFormat.FP8_BLOCK128: 128, QuantFormat.BF16: 64}
 _SCALE_BYTES = {QuantFormat.NVFP4: 256, QuantFormat.MXFP4: 128, QuantFormat.FP8_BLOCK128: 16, QuantFormat.BF16: 0}
-# Rough cycles of an H200: of one SM for a stage, of its share of the memory for a byte, for staging a byte of
-# activations, for meeting in a cluster and for a tile's outputs there.
+# Cycles of one SM of an H200 for a stage, where instructions bound it.
 _STAGE_CYCLES = {QuantFormat.NVFP4: 124, QuantFormat.MXFP4: 115, QuantFormat.FP8_BLOCK128: 95, QuantFormat.BF16: 90}
-_BYTES_PER_CYCLE, _ACTIVATIONS_PER_CYCLE, _MEETING_CYCLES, _TILE_CYCLES = 17.0, 20.0, 1200, 4
 
 
 @dataclass(frozen=True)
 class Tuning:
     """``warps`` per block, ``depth`` stages of 2 KiB in each warp's ring, ``min_blocks`` per SM for the registers,
     ``prefetch_megabytes`` that a launch may bring into the L2 cache while it waits, ``least_shared_kib`` that a block
-    asks for, ``rotate`` 1: every block begins K at a column of its own.
+    asks for, ``rotate`` 1: every block begins K at a column of its own, ``cluster_sizes`` to choose from.
     """
 
     warps: int = 12
@@ -31,6 +29,7 @@ class Tuning:
     prefetch_megabytes: int = 0
     least_shared_kib: int = 116
     rotate: int = 1
+    cluster_sizes: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
@@ -60,16 +59,16 @@ def plan_linear(
 ) -> LinearPlan:
     """The plan for ``tiles[i]`` row tiles (per group) of ``formats[i]`` and K = ``columns``.
 
-    A cluster gets whole tiles of one format; the number of clusters is what makes the busiest one least busy. The 2 or
-    4 blocks of a cluster have a slice of K each, which balances few tiles better and saves activations. Blocks take
-    their K in several slices only when the activations of all of it do not fit into shared memory. Raises
-    ``ValueError`` when even the smallest slices do not.
+    A block gets whole tiles of one format and all of K; the number of blocks is what makes the busiest one least busy.
+    Where the activations of all of K do not fit into a block, clusters of 2 or 4 blocks take a slice of K each, which
+    was slower wherever both fit (docs/kernels.md), and where that is not enough, blocks take their K in several slices.
+    Raises ``ValueError`` when even the smallest slices do not fit.
     """
     padded_tokens = next(size for size in (1, 2, 4, 8) if size >= tokens)
     shape = _Shape(formats, tiles, columns, groups, padded_tokens, multiprocessors, tuning)
-    plans = [plan for cluster in (1, 2, 4) if (plan := _plan(shape, cluster, cluster, 1)) is not None]
-    if plans:
-        return min(plans, key=lambda plan: _cycles(shape, plan))
+    for cluster in (1, 2, 4):
+        if (plan := _plan(shape, cluster, cluster, 1)) is not None:
+            return plan
     for waves in range(1, 65):
         for slices in range(2, MAX_SLICES + 1):
             if (plan := _plan(shape, 1, slices, waves)) is not None:
@@ -91,18 +90,6 @@ class _Shape:
 def _stages(shape: _Shape) -> list[int]:
     padded_columns = -(-shape.columns // 64) * 64
     return [-(-padded_columns // _STAGE_COLUMNS[format]) for format in shape.formats]
-
-
-def _cycles(shape: _Shape, plan: LinearPlan) -> float:
-    """What a launch takes, but for what every plan takes."""
-    busiest, total_bytes = 0.0, 0
-    for format, tiles, clusters, stages in zip(shape.formats, shape.tiles, plan.clusters, _stages(shape), strict=True):
-        busiest = max(busiest, -(-tiles // clusters) * stages * _STAGE_CYCLES[format] / plan.cluster)
-        total_bytes += shape.groups * tiles * stages * (_STAGE_DATA + _SCALE_BYTES[format])
-    memory = total_bytes / (shape.multiprocessors * _BYTES_PER_CYCLE)
-    outputs = _tiles_per_cluster(shape, plan.clusters) * plan.padded_tokens * _TILE_CYCLES
-    meeting = _MEETING_CYCLES + outputs if plan.cluster > 1 else 0
-    return max(busiest, memory) + plan.activation_bytes / _ACTIVATIONS_PER_CYCLE + meeting
 
 
 def _tiles_per_cluster(shape: _Shape, clusters: tuple[int, ...]) -> int:

@@ -85,7 +85,7 @@ def _key(config: GemmConfig) -> str:
     versions = [importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
     digest = hashlib.sha256(repr((type(config).__name__, config, versions)).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes(4))
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]
 
 
