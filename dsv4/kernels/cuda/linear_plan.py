@@ -20,7 +20,7 @@ _STAGE_CYCLES = {QuantFormat.NVFP4: 124, QuantFormat.MXFP4: 115, QuantFormat.FP8
 class Tuning:
     """``warps`` per block, ``depth`` stages of 2 KiB in each warp's ring, ``min_blocks`` per SM for the registers,
     ``prefetch_megabytes`` that a launch may bring into the L2 cache while it waits, ``least_shared_kib`` that a block
-    asks for, ``rotate`` 1: every block begins K at a column of its own, ``cluster_sizes`` to choose from.
+    asks for, ``rotate`` 1: every block begins K at a column of its own.
     """
 
     warps: int = 12
@@ -29,7 +29,6 @@ class Tuning:
     prefetch_megabytes: int = 0
     least_shared_kib: int = 116
     rotate: int = 1
-    cluster_sizes: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
