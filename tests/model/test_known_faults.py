@@ -28,10 +28,10 @@ def window_table(choose: Callable[[Tensor], Tensor]) -> Ops:
     def write(kv: Any, norm: Any, positions: Any, inv_freq: Any, ring: Any, eps: Any) -> None:
         TORCH.kv_write(kv, norm, positions, choose(inv_freq), ring, eps)
 
-    def rotate(x: Any, positions: Any, inv_freq: Any, inverse: bool = False) -> Tensor:
-        return rope(x, positions, choose(inv_freq), inverse)
+    def rotate(q: Any, positions: Any, inv_freq: Any, eps: float) -> Tensor:
+        return TORCH.query_rope(q, positions, choose(inv_freq), eps)
 
-    return dataclasses.replace(TORCH, sparse_attention=attend, kv_write=write, rope=rotate)
+    return dataclasses.replace(TORCH, sparse_attention=attend, kv_write=write, query_rope=rotate)
 
 
 @pytest.fixture
@@ -69,12 +69,12 @@ def test_lesson_03_yarn_on_the_main_table(
 
 
 def test_spec11_a03_mscale_in_the_rotation(saved_oracle: SavedOracle) -> None:
-    def scaled(x: Tensor, positions_T: Tensor, inv_freq: Tensor, inverse: bool = False) -> Tensor:
-        rotated = rope(x, positions_T, inv_freq, inverse)
+    def scaled(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: float) -> Tensor:
+        rotated = TORCH.query_rope(q_THD, positions_T, inv_freq, eps)
         width = 2 * inv_freq.shape[0]
         return torch.cat((rotated[..., :-width], 1.277 * rotated[..., -width:]), dim=-1)
 
-    assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, rope=scaled))
+    assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, query_rope=scaled))
 
 
 def test_spec11_a03_no_inverse_rotation_of_the_output(saved_oracle: SavedOracle) -> None:
@@ -113,12 +113,10 @@ def test_spec11_a05_half_split_rotation_in_the_indexer(
 
 
 def test_lesson_01_queries_normalised_over_all_heads_at_once(saved_oracle: SavedOracle) -> None:
-    def over_all_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        if weight is not None:
-            return TORCH.rms_norm(x, weight, eps)
-        return TORCH.rms_norm(x.flatten(1), None, eps).view_as(x)
+    def over_all_heads(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: float) -> Tensor:
+        return rope(TORCH.rms_norm(q_THD.flatten(1), None, eps).view_as(q_THD), positions_T, inv_freq)
 
-    assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, rms_norm=over_all_heads))
+    assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, query_rope=over_all_heads))
 
 
 def test_lesson_04_index_queries_and_keys_without_rotation(
@@ -175,10 +173,9 @@ def test_spec11_d28_routed_scaling_factor_missing_or_twice(times: int, saved_ora
 
 
 def test_spec11_f41_ffn_norm_applied_twice(saved_oracle: SavedOracle) -> None:
-    width = ModelConfig.from_folder(saved_oracle.folder).hidden_size
+    def twice(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        streams_TME, x_TE, post_TM, comb_TMM = TORCH.hc_seam(*arguments)
+        *_, weights, norm_weight = arguments
+        return streams_TME, TORCH.rms_norm(x_TE, norm_weight, weights.norm_eps), post_TM, comb_TMM
 
-    def twice(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        once = TORCH.rms_norm(x, weight, eps)
-        return TORCH.rms_norm(once, weight, eps) if x.shape[-1] == width else once
-
-    assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, rms_norm=twice))
+    assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, hc_seam=twice))

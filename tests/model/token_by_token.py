@@ -17,12 +17,15 @@ from dsv4.ops import TORCH, Ops
 # Operands with one row per token, by position in the signature.
 PER_TOKEN_OPERANDS = {
     "linear": (0,),
+    "linear_rows": (0,),
     "grouped_linear": (0,),
+    "query_rope": (0, 1),
     "hc_pre": (0,),
+    "hc_seam": (0, 1, 2, 3),
     "hc_post": (0, 1, 2, 3),
     "hc_head": (0,),
     "index_query": (0, 1),
-    "index_select": (0, 1, 3),
+    "index_select": (0, 1, 4),
     "sparse_attention": (0, 2, 4),
     "route_learned": (0,),
     "route_hash": (0, 3),
