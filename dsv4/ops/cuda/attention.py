@@ -31,8 +31,9 @@ def sparse_attention(
     Caches KV_FP8 or PLAIN; ``selected_TK`` int64 or None; sink float32 ``[H]``; positions int64; inv_freq float32
     ``[R/2]``. Listed entries outside the cache count as −1. Rows of 512 values with 64 rotary ones, fp8 or bfloat16,
     take the fast kernels, any other geometry and float32 rows a plain one. For up to 8 tokens q · k is exact in its
-    products (|q| < 2^20 with fp8 rows) and the weights carry 11 bits or more; the sums are float32. Same bits on every
-    call. No tokens: empty. Raises ``ValueError`` for another dtype, shape or device, or strides in anything but q.
+    products (|q| < 2^20 with fp8 rows); weights carry 11 bits or more for fp8 values and 8 for bfloat16 ones; the sums
+    are float32. Same bits on every call. No tokens: empty. Raises ``ValueError`` for another dtype, shape or device, or
+    strides in anything but q.
     """
     _check(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
     q_THD = q_THD.contiguous()
