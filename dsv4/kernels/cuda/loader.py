@@ -1,9 +1,9 @@
 """Compiles CUDA C++ with NVRTC at first use, keeps the cubins on disk, and launches kernels on torch's streams.
 
-The cache key covers everything that decides the machine code: the source, every header of this folder, the options and
-the compiler's version. Entries are written to a temporary name and renamed, so that processes can share the folder; an
-entry that cannot be loaded counts as absent. ``DSV4_KERNEL_CACHE`` names the folder (default
-``~/.cache/dsv4/kernels``).
+The cache key covers everything that decides the machine code: the source, every header of this folder, this file with
+its options, the defines and the compiler's version. Entries are written to a temporary name and renamed, so that
+processes can share the folder; an entry that cannot be loaded counts as absent. ``DSV4_KERNEL_CACHE`` names the folder
+(default ``~/.cache/dsv4/kernels``).
 """
 
 # cuda.core is compiled and ships no stubs.
@@ -181,7 +181,7 @@ def _store(path: Path, content: bytes) -> None:
 
 def _key(source: str, architecture: str, defines: Defines) -> str:
     digest = hashlib.sha256(repr((source, architecture, defines, _compiler_version())).encode())
-    for path in (SOURCES / f"{source}.cu", *sorted(SOURCES.glob("*.cuh"))):
+    for path in (Path(__file__), SOURCES / f"{source}.cu", *sorted(SOURCES.glob("*.cuh"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]
 

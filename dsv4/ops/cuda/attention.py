@@ -72,15 +72,7 @@ def _decode(
         "attention_decode",
         (splits * _CLUSTER, groups, tokens),
         32 * _WARPS,
-        q_THD,
-        positions_T,
-        sink_H,
-        inv_freq,
-        keys.ring.data,
-        keys.ring.block_scale,
-        None if compressed is None else compressed.data,
-        None if compressed is None else compressed.block_scale,
-        selected_TK,
+        *_tensors(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq),
         out_THD,
         partial,
         counters,
@@ -160,15 +152,7 @@ def _any_geometry(
         "attention_any",
         (heads, tokens),
         _ANY_THREADS,
-        q_THD,
-        positions_T,
-        sink_H,
-        inv_freq,
-        keys.ring.data,
-        keys.ring.block_scale,
-        None if compressed is None else compressed.data,
-        None if compressed is None else compressed.block_scale,
-        selected_TK,
+        *_tensors(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq),
         out_THD,
         _row_format(keys.ring),
         heads,
@@ -246,3 +230,12 @@ def expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
         raise ValueError(f"{name}: found {found}, expected {dtype} {list(shape)} on {device} (CUDA)")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: found strides {tensor.stride()}, expected contiguous")
+
+
+def _tensors(
+    q_THD: Tensor, keys: KeySet, selected_TK: Tensor | None, sink_H: Tensor, positions_T: Tensor, inv_freq: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The inputs in the order in which both kernels declare them."""
+    compressed = keys.compressed
+    rows = (None, None) if compressed is None else (compressed.data, compressed.block_scale)
+    return q_THD, positions_T, sink_H, inv_freq, keys.ring.data, keys.ring.block_scale, *rows, selected_TK
