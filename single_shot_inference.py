@@ -12,18 +12,23 @@ import io
 import os
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from functools import partial
+from typing import NoReturn
 
 import torch
 
 from dsv4 import Engine, UserError
 from dsv4.cli.arguments import parse_arguments
+from dsv4.cli.faults import device_faults
+from dsv4.cli.graph_profile import profile_decoder
 from dsv4.cli.job import Job, Outcome, prepare
 from dsv4.cli.op_profile import OpProfile
-from dsv4.cli.progress import ProgressBar
+from dsv4.cli.progress import GIGABYTES, TOKENS, ProgressBar
 from dsv4.cli.report import report
 from dsv4.cli.stream import TokenText, make_printer
 from dsv4.cpu_threads import limit_cpu_threads
+from dsv4.layer_kinds import layer_kinds
 
 EXIT_OK, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 2, 130
 
@@ -34,7 +39,7 @@ def generate(job: Job, outcome: Outcome, profile: OpProfile | None) -> None:
     limit_cpu_threads(job.model_config)
     show_bars = sys.stderr.isatty() and not arguments.quiet
     started = time.perf_counter()
-    with ProgressBar("load   ", sys.stderr, show_bars) as bar:
+    with ProgressBar("load   ", GIGABYTES, sys.stderr, show_bars) as bar:
         wrap = None if profile is None else profile.wrap
         engine = outcome.engine = Engine.load(arguments.model, job.engine_config, progress=bar, wrap_ops=wrap)
     outcome.load_seconds = time.perf_counter() - started
@@ -43,13 +48,13 @@ def generate(job: Job, outcome: Outcome, profile: OpProfile | None) -> None:
     printer = make_printer(sys.stdout, job.prompt.thinking_mode, job.prompt.tools)
     stops = frozenset() if arguments.ignore_eos else job.eos_token_ids
     try:
-        with ProgressBar("prefill", sys.stderr, show_bars) as bar:
+        with ProgressBar("prefill", TOKENS, sys.stderr, show_bars) as bar:
             tokens = engine.generate(job.prompt.token_ids, arguments.max_tokens, job.sampling, stops, bar)
             with closing(tokens):
                 for token in tokens:
                     bar.erase()
                     if profile is not None:
-                        profile.phase = "decode"
+                        profile.next_phase("decode")
                     outcome.token_ids.append(token)
                     if token not in job.eos_token_ids:
                         printer.feed(text.push(token))
@@ -63,19 +68,27 @@ def generate(job: Job, outcome: Outcome, profile: OpProfile | None) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """The whole job; returns the exit code."""
     job = prepare(arguments)
+    plan = partial(Engine.plan, arguments.model, job.engine_config)
     if arguments.plan:
-        print(Engine.plan(arguments.model, job.engine_config))
+        print(plan())
         return EXIT_OK
+    if arguments.gpus > 1 and not arguments.quiet:
+        print(plan(), file=sys.stderr)
     on_cuda = arguments.device != "cpu" and torch.cuda.is_available()
-    profile = OpProfile(on_cuda) if arguments.profile else None
-    outcome, exit_code = Outcome(), EXIT_OK
+    # Captured graphs have no calls to time: they are looked at when the answer is complete.
+    time_ops = arguments.profile and arguments.cuda_graph is None
+    op_profile = OpProfile(on_cuda, layer_kinds(job.model_config)) if time_ops else None
+    graph_profile, outcome, exit_code = None, Outcome(), EXIT_OK
     try:
-        generate(job, outcome, profile)
+        with device_faults(plan):
+            generate(job, outcome, op_profile)
+            if arguments.profile and outcome.engine is not None and outcome.engine.decoder is not None:
+                graph_profile = profile_decoder(outcome.engine, outcome.engine.decoder)
     except KeyboardInterrupt:
         exit_code = EXIT_INTERRUPTED
     except BrokenPipeError:
         silence_stdout()  # The reader has seen enough, which is no error.
-    report(job, outcome, profile)
+    report(job, outcome, op_profile or graph_profile)
     return exit_code
 
 
@@ -98,5 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
 
 
+def leave(exit_code: int) -> NoReturn:
+    """Ends the process as it is: torch aborts when Python tries to free the tensors of a device that has failed."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):
+            stream.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -5,14 +5,13 @@ Two dialects of ``config.json`` describe the same model (spec §1.1, §7.3): Dee
 ``rope_parameters``). Both end in the same ``ModelConfig``; nothing about the geometry comes from anywhere else.
 """
 
-import json
 import math
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dsv4.errors import UserError
+from dsv4.errors import UserError, shorten
+from dsv4.json_object import read_json_object
 
 MODEL_TYPE = "deepseek_v4"
 SLIDING_WINDOW_ONLY, CSA_RATIO, HCA_RATIO = 0, 4, 128
@@ -140,32 +139,38 @@ class ModelConfig:
 class EngineConfig:
     """How to run the model; everything that is not a property of the checkpoint.
 
-    ``device`` is "auto" (CUDA when there is a device), "cpu" or "cuda". ``kv_dtype`` and ``index_dtype`` choose
-    what the caches hold: "fp8" rows (spec §6.2, §6.3) or "bf16", which means not quantised, stored in
-    ``compute_dtype``; ``index_dtype`` None follows ``kv_dtype``. ``max_context`` is in tokens (``None``: the
+    ``device`` is "auto" (CUDA when there is a device), "cpu" or "cuda". ``parallel`` spreads the layers over ``gpus``
+    devices: contiguous and balanced by bytes ("pipeline") or layer l on device l mod N ("round-robin"). ``kv_dtype``
+    and ``index_dtype`` choose what the caches hold: "fp8" rows (spec §6.2, §6.3) or "bf16", which means not quantised,
+    stored in ``compute_dtype``; ``index_dtype`` None follows ``kv_dtype``. ``max_context`` is in tokens (``None``: the
     model's maximum, at most 8192); ``prefill_chunk`` in tokens per forward. ``load_mtp`` also loads the speculative
-    module. ``ops``: the op table; "auto" is "cuda" on a GPU in bfloat16, else "torch". Raises ``UserError``.
+    module. ``ops``: the op table; "auto" is "cuda" on a GPU in bfloat16, else "torch"; "cutedsl" is "cuda"
+    with faster prefill products, whose compiler takes seconds to import. ``cuda_graph``: how
+    single tokens are decoded: eagerly (None) or by ``CUDAGraphDecoder`` in a mode; "auto" takes the faster one that is
+    exact. Raises ``UserError``.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpus: int = 1
-    parallel: Literal["pipeline", "tensor"] = "pipeline"
+    parallel: Literal["pipeline", "round-robin", "tensor"] = "pipeline"
     kv_dtype: Literal["fp8", "bf16"] = "fp8"
     index_dtype: Literal["fp8", "bf16"] | None = None
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_context: int | None = None
     prefill_chunk: int = 512
     load_mtp: bool = False
-    ops: Literal["auto", "torch", "cuda"] = "auto"
+    ops: Literal["auto", "torch", "cuda", "cutedsl"] = "auto"
+    cuda_graph: Literal["auto", "split", "full"] | None = None
 
     def __post_init__(self) -> None:
         choices = {
             "device": ("auto", "cpu", "cuda"),
-            "parallel": ("pipeline", "tensor"),
+            "parallel": ("pipeline", "round-robin", "tensor"),
             "kv_dtype": ("fp8", "bf16"),
             "index_dtype": ("fp8", "bf16", None),
             "compute_dtype": ("bfloat16", "float32"),
-            "ops": ("auto", "torch", "cuda"),
+            "ops": ("auto", "torch", "cuda", "cutedsl"),
+            "cuda_graph": ("auto", "split", "full", None),
         }
         for field, allowed in choices.items():
             value = self.__dict__[field]
@@ -181,38 +186,8 @@ class EngineConfig:
                 raise UserError(f"EngineConfig.{field}: found {found}, expected an integer from {low} to {high}")
         if not isinstance(self.load_mtp, bool):
             raise UserError(f"EngineConfig.load_mtp: found {shorten(self.load_mtp)}, expected True or False")
-        if self.ops == "cuda" and self.compute_dtype != "bfloat16":
-            raise UserError("EngineConfig.ops: found 'cuda' with compute_dtype float32, expected bfloat16")
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Parses a JSON file that must hold an object. Raises ``UserError`` naming the file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
-    return parse_json_object(text, str(path))
-
-
-def parse_json_object(text: str, source: str) -> dict[str, Any]:
-    """Parses JSON text that must be an object without repeated keys; ``source`` names it in errors (``UserError``)."""
-    try:
-        value = json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{source}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{source}: found a JSON {type(value).__name__}, expected an object")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        raise ValueError(f"the key {shorten(max(counts, key=counts.__getitem__))} occurs twice")
-    return value
+        if self.ops in ("cuda", "cutedsl") and self.compute_dtype != "bfloat16":
+            raise UserError(f"EngineConfig.ops: found {self.ops!r} with compute_dtype float32, expected bfloat16")
 
 
 class _Reader:
@@ -249,12 +224,6 @@ class _Reader:
         if not isinstance(value, dict):
             raise self.fail(key, value, "an object")
         return _Reader(value, f"{self.source}: {key}")
-
-
-def shorten(value: Any, limit: int = 80) -> str:
-    """``repr`` for an error message: one line, at most ``limit`` characters."""
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _refuse_other_models(read: _Reader) -> None:

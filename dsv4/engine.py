@@ -2,8 +2,11 @@
 
 import operator
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -11,16 +14,16 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint import Checkpoint, describe, load_weights, mtp_kind, open_checkpoint
-from dsv4.config import MAX_DECODE_TOKENS, EngineConfig, ModelConfig, shorten
-from dsv4.errors import UserError
+from dsv4.config import MAX_DECODE_TOKENS, EngineConfig, ModelConfig
+from dsv4.decode import build_decoder, check_cuda_graph
+from dsv4.errors import UserError, shorten
 from dsv4.layers.weights import ReadOnce, Weights
-from dsv4.model import Transformer
+from dsv4.model import Transformer, on_device
 from dsv4.ops import Ops, op_table
-from dsv4.ops.sampling import NAN_TOKEN
-from dsv4.parameters import MtpKind, layer_of
-from dsv4.placement import Placement, engine_devices, table_name
+from dsv4.parameters import MtpKind
+from dsv4.placement import Placement, bytes_by_layer, table_name
 from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
-from dsv4.sampling import Sampler, SamplingParams
+from dsv4.sampling import Sampler, SamplingParams, checked_token
 from dsv4.state import COMPUTE_DTYPES, DecodeState
 
 FinishReason = Literal["stop", "length", "context"]
@@ -62,8 +65,7 @@ class Engine:
         compute_dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
         self.model = Transformer.build(config, weights, self.ops, self.devices, compute_dtype)
         self.state = DecodeState.allocate(config, engine_config, self.max_context, self.devices)
-        self.position = 0
-        self._furthest = 0
+        self.decoder = build_decoder(engine_config, self.model, self.state, self.ops, self.max_context)
         self.last_run: RunStats | None = None
 
     @classmethod
@@ -99,40 +101,55 @@ class Engine:
         """The memory plan of ``load`` with the same arguments, from the checkpoint's headers alone."""
         return _Opened.open(path, config or EngineConfig()).plan
 
+    @property
+    def position(self) -> int:
+        """Tokens of the current sequence so far."""
+        return self.state.position
+
     def reset(self) -> None:
         """Starts a new sequence: nothing of the previous one is visible to it."""
         self.state.set_position(0)
-        self.position = self._furthest = 0
 
     def rewind(self, tokens: int) -> None:
         """Takes back the last ``tokens`` tokens, e.g. rejected draft tokens: at most 8 behind the furthest position
         that this sequence has reached, because the rings remember no more.
         """
-        limit = min(MAX_DECODE_TOKENS - (self._furthest - self.position), self.position)
+        limit = self.state.undoable_tokens
         if not 0 <= tokens <= limit:
             raise ValueError(f"tokens: found {tokens}, expected 0 to {limit}")
-        self.position -= tokens
-        self.state.set_position(self.position)
+        self.state.set_position(self.position - tokens)
 
     @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int], progress: Callable[[int, int], None] | None = None) -> Tensor:
         """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32 ``[V]``."""
         token_ids = self._checked(token_ids)
-        chunk = self.engine_config.prefill_chunk
-        hidden_TE = self.model.embed.table_VE.new_empty(0)
-        for start in range(0, len(token_ids), chunk):
-            hidden_TE = self._forward(token_ids[start : start + chunk])
+        # The host runs ahead, so that every device has a chunk to work on, but not so far that progress means nothing.
+        in_flight: deque[torch.cuda.Event] = deque()
+        hidden_TE, done = self.model.embed.table_VE.new_empty(0), 0
+        for chunk in self._chunks(token_ids, None):
+            hidden_TE = self._forward(chunk)
+            if hidden_TE.is_cuda:
+                in_flight.append(torch.cuda.Event())
+                in_flight[-1].record(torch.cuda.current_stream(hidden_TE.device))
+            if len(in_flight) > 2 * len(self.state.devices):
+                in_flight.popleft().synchronize()
+            done += len(chunk)
             if progress is not None:
-                progress(min(start + chunk, len(token_ids)), len(token_ids))
-        return self.model.head.logits(hidden_TE[-1:])[0]
+                progress(done, len(token_ids))
+        return self._logits(hidden_TE[-1:])[0]
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int]) -> Tensor:
-        """Appends 1 to 8 tokens in one step; returns float32 ``[T, V]``, row t the logits after token t."""
+        """Appends 1 to 8 tokens in one step; returns float32 ``[T, V]``, row t the logits after token t.
+
+        With ``cuda_graph`` a step of as many tokens as were captured (1) replays; others run eagerly.
+        """
         token_ids = self._checked(token_ids)
         if len(token_ids) > MAX_DECODE_TOKENS:
             raise ValueError(f"token_ids: found {len(token_ids)} tokens, expected 1 to {MAX_DECODE_TOKENS}")
-        return self.model.head.logits(self._forward(token_ids))
+        if self.decoder is not None and len(token_ids) == self.decoder.tokens:
+            return self.decoder.replay(token_ids, self.position).clone()
+        return self._logits(self._forward(token_ids))
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None) -> Tensor:
@@ -142,7 +159,7 @@ class Engine:
         """
         self.reset()
         chunks = self._chunks(token_ids, chunk_sizes)
-        return torch.cat([self.model.head.logits(self._forward(chunk)) for chunk in chunks])
+        return torch.cat([self._logits(self._forward(chunk)) for chunk in chunks])
 
     @torch.inference_mode()
     def trace(self, token_ids: Sequence[int]) -> dict[str, Tensor | list[Tensor]]:
@@ -163,7 +180,7 @@ class Engine:
         return {
             "layers": [torch.cat(collected) for collected in layers],
             "final": hidden_TE.cpu(),
-            "logits": self.model.head.logits(hidden_TE).cpu(),
+            "logits": self._logits(hidden_TE).cpu(),
         }
 
     def generate(
@@ -198,39 +215,45 @@ class Engine:
         # The caller may have used the engine between making this generator and asking it for the first token.
         self.reset()
         started = time.perf_counter()
-        logits_V = self.prefill(token_ids, prefill_progress)
-        token = self._sample(sampler, logits_V)
+        first = self._sample(sampler, self.prefill(token_ids, prefill_progress))
         prefilled = time.perf_counter()
-        produced, reason = 0, "length"
+        steps = min(max_new_tokens - 1, self.max_context - len(token_ids))
+        reason: FinishReason = "length" if steps == max_new_tokens - 1 else "context"
         try:
-            while token not in stops:
-                produced += 1
-                yield token
-                if produced == max_new_tokens:
-                    break
-                if self.position == self.max_context:
-                    reason = "context"
-                    break
-                token = self._sample(sampler, self.decode([token])[0])
-            else:
-                reason = "stop"
+            with closing(self._following(first, sampler, steps)) as following:
+                for token in chain((first,), following):
+                    if token in stops:
+                        reason = "stop"
+                        break
+                    yield token
         finally:
             seconds = time.perf_counter() - prefilled
             steps = self.position - len(token_ids)
             self.last_run = RunStats(len(token_ids), prefilled - started, steps, seconds, reason)
 
+    def _following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
+        """The tokens after ``token``, one decode step each."""
+        if self.decoder is not None:
+            yield from self.decoder.generate(token, sampler, steps)
+            return
+        for _ in range(steps):
+            token = self._sample(sampler, self.decode([token])[0])
+            yield token
+
     def _sample(self, sampler: Sampler, logits_V: Tensor) -> int:
-        with torch.inference_mode():
+        with torch.inference_mode(), on_device(self.devices[-1]):
             token = int(sampler(logits_V, self.state.positions_1[self.devices[-1]]))
-        if token == NAN_TOKEN:
-            raise FloatingPointError(f"the logits after {self.position} tokens contain NaN")
-        return token
+        return checked_token(token, self.position)
 
     def _forward(self, token_ids: Sequence[int], on_block: Callable[[Tensor], None] | None = None) -> Tensor:
-        tokens_T = torch.tensor(token_ids, dtype=torch.int64, device=self.devices[0])
-        self.position += len(token_ids)
-        self._furthest = max(self._furthest, self.position)
+        # Pinned for several devices, so that the copies neither wait for them nor make them wait for each other.
+        tokens_T = torch.tensor(token_ids, dtype=torch.int64, pin_memory=len(self.state.devices) > 1)
+        self.state.advance(len(token_ids))
         return self.model(tokens_T, self.state, on_block)
+
+    def _logits(self, hidden_TE: Tensor) -> Tensor:
+        with on_device(self.devices[-1]):
+            return self.model.head.logits(hidden_TE)
 
     def _chunks(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None) -> list[Sequence[int]]:
         token_ids = self._checked(token_ids)
@@ -280,10 +303,7 @@ class _Opened:
         config = ModelConfig.from_dict(checkpoint.raw_config, str(checkpoint.folder / "config.json"))
         mtp = mtp_kind(checkpoint) if engine.load_mtp else None
         stored = describe(checkpoint, config, mtp)
-        layer_bytes = [0] * config.num_hidden_layers
-        for description in stored:
-            layer = layer_of(description.parameter.name)
-            if layer is not None:
-                layer_bytes[layer] += description.nbytes
-        placement = Placement.pipeline(layer_bytes, engine_devices(engine))
+        sizes = ((description.parameter.name, description.nbytes) for description in stored)
+        placement = Placement.of(engine, bytes_by_layer(sizes, config.num_hidden_layers))
+        check_cuda_graph(engine, placement.layer_devices, table_name(engine, placement.layer_devices))
         return cls(checkpoint, config, mtp, placement, plan_memory(config, engine, placement, stored))

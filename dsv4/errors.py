@@ -7,3 +7,9 @@ class UserError(ValueError):
     The message is one line that names the file, tensor or flag, what was found and what was expected.
     The driver prints it after ``error: `` and exits with code 2; it never shows a traceback for it.
     """
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """``repr`` for an error message: one line, at most ``limit`` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,15 +1,17 @@
-"""The architecture: Transformer and Block, on one screen each (spec §2.1)."""
+"""The architecture: Block, Segment and Transformer (spec §2.1)."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.layers.attention import Attention, AttentionState
+from dsv4.layers.attention import Attention, AttentionState, Projections
 from dsv4.layers.head import Embedding, Head
-from dsv4.layers.hyper_connection import HyperConnection
+from dsv4.layers.hyper_connection import HyperConnection, Residual, Unmixed
 from dsv4.layers.moe import MoE
 from dsv4.layers.weights import WeightReader, Weights
 from dsv4.ops import Ops
@@ -36,24 +38,61 @@ class Block:
             MoE.build(config, weights.below("ffn"), ops, hashed),
         )
 
-    def __call__(self, streams_TME: Tensor, tokens_T: Tensor, positions_T: Tensor, state: AttentionState) -> Tensor:
-        """Streams ``[T, M, E]`` in and out; there is no other residual path."""
-        x_TE, post_TM, comb_TMM = self.attn_hc.pre(streams_TME)
-        y_TE = self.attn(x_TE, positions_T, state)
-        streams_TME, x_TE, post_TM, comb_TMM = self.ffn_hc.seam(y_TE, streams_TME, post_TM, comb_TMM)
-        return self.ffn_hc.post(self.ffn(x_TE, tokens_T), streams_TME, post_TM, comb_TMM)
+    def open(self, incoming: Tensor | Unmixed) -> tuple[Projections, Residual]:
+        """Up to the attention projections: the part before anything depends on the position."""
+        x_TE, residual = self.attn_hc.enter(incoming)
+        return self.attn.project(x_TE), residual
+
+    def close(self, y_TE: Tensor, residual: Residual, tokens_T: Tensor) -> Unmixed:
+        """The rest of the layer after attention's result ``[T, E]``."""
+        x_TE, residual = self.ffn_hc.enter(Unmixed(y_TE, residual))
+        return Unmixed(self.ffn(x_TE, tokens_T), residual)
+
+    def __call__(
+        self, incoming: Tensor | Unmixed, tokens_T: Tensor, positions_T: Tensor, state: AttentionState
+    ) -> Unmixed:
+        """Streams ``[T, M, E]`` in and out, there is no other residual path; the last result is left for ``mix``."""
+        projections, residual = self.open(incoming)
+        return self.close(self.attn.attend(projections, positions_T, state), residual, tokens_T)
+
+    def mix(self, unmixed: Unmixed) -> Tensor:
+        """The streams ``[T, M, E]`` after the block."""
+        return self.ffn_hc.mix(unmixed)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive blocks on one device; ``first`` is the index of the first in the model."""
+
+    device: torch.device
+    first: int
+    blocks: tuple[Block, ...]
+
+    def __call__(
+        self,
+        streams_TME: Tensor,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        state: DecodeState,
+        on_block: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """The streams ``[T, M, E]`` after the last block, everything on ``device``."""
+        carried: Tensor | Unmixed = streams_TME
+        for layer, block in enumerate(self.blocks, self.first):
+            carried = block(carried, tokens_T, positions_T, state.layers[layer])
+            if on_block is not None:
+                on_block(block.mix(carried))
+        assert isinstance(carried, Unmixed), "a segment has at least one block"
+        return self.blocks[-1].mix(carried)
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """The whole model. ``devices[l]`` is where block l lives; the embedding is with the first, the head with the
-    last.
-    """
+    """The whole model. The embedding is on the first segment's device, the head on the last one's."""
 
     embed: Embedding
-    blocks: tuple[Block, ...]
+    segments: tuple[Segment, ...]
     head: Head
-    devices: tuple[torch.device, ...]
 
     @classmethod
     def build(
@@ -64,30 +103,46 @@ class Transformer:
         devices: tuple[torch.device, ...],
         compute_dtype: torch.dtype,
     ) -> "Transformer":
+        """``devices[l]`` is where the weights of block l are."""
         root = WeightReader(weights, ops)
         blocks = tuple(
             Block.build(config, root.below(f"layers.{layer}"), ops, ratio, hashed, compute_dtype)
             for layer, (ratio, hashed) in enumerate(zip(config.compress_ratios, config.hash_layers, strict=True))
         )
-        return cls(Embedding.build(config, root, compute_dtype), blocks, Head.build(config, root, ops), devices)
+        segments, first = [], 0
+        for device, run in groupby(devices):
+            count = len(list(run))
+            segments.append(Segment(device, first, blocks[first : first + count]))
+            first += count
+        embed, head = Embedding.build(config, root, compute_dtype), Head.build(config, root, ops)
+        return cls(embed, tuple(segments), head)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(block for segment in self.segments for block in segment.blocks)
 
     def __call__(
         self, tokens_T: Tensor, state: DecodeState, on_block: Callable[[Tensor], None] | None = None
     ) -> Tensor:
-        """Final hidden states ``[T, E]`` of the next T tokens (int64, first device); advances the position by T.
+        """Final hidden states ``[T, E]`` of the next T tokens (int64); advances the position by T.
 
         ``head.logits`` turns the rows one wants into logits. ``on_block`` sees the streams ``[T, M, E]`` after each
-        block.
+        block. With several devices ``tokens_T`` should be in pinned host memory: then no device waits for another but
+        for its streams.
         """
-        count = tokens_T.shape[0]
         tokens, positions = {}, {}
-        for device, position_1 in state.positions_1.items():
-            tokens[device] = tokens_T.to(device)
-            positions[device] = position_1 + torch.arange(count, device=device)
-            position_1.add_(count)
-        streams_TME = self.embed(tokens_T)
-        for block, device, layer_state in zip(self.blocks, self.devices, state.layers, strict=True):
-            streams_TME = block(streams_TME.to(device), tokens[device], positions[device], layer_state)
-            if on_block is not None:
-                on_block(streams_TME)
-        return self.head.hidden(streams_TME)
+        for device in state.devices:
+            tokens[device] = tokens_T.to(device, non_blocking=True)
+            positions[device] = state.next_positions(device, tokens_T.shape[0])
+        streams_TME = self.embed(tokens[self.segments[0].device])
+        for segment in self.segments:
+            streams_TME = state.bring(streams_TME, segment.device)
+            with on_device(segment.device):
+                streams_TME = segment(streams_TME, tokens[segment.device], positions[segment.device], state, on_block)
+        with on_device(self.segments[-1].device):
+            return self.head.hidden(streams_TME)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one, which launches and allocations expect."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

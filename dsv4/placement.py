@@ -1,8 +1,8 @@
 """Placement: which device owns which layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -14,40 +14,80 @@ from dsv4.parameters import layer_of
 
 @dataclass(frozen=True)
 class Placement:
-    """Pipeline placement: ``layer_devices[l]`` owns layer l; the embedding is with the first layer, the rest with the
-    last.
-
-    Layers are contiguous: a token crosses from one device to the next once per boundary, not once per layer.
-    """
+    """``layer_devices[l]`` owns layer l; the embedding is with the first layer, everything else with the last."""
 
     layer_devices: tuple[torch.device, ...]
 
     @classmethod
+    def of(cls, engine: EngineConfig, layer_bytes: Sequence[int]) -> "Placement":
+        """What ``engine`` asks for; ``layer_bytes`` as from ``bytes_by_layer``. Raises as ``engine_devices``."""
+        devices = engine_devices(engine)
+        if engine.parallel == "round-robin":
+            return cls.round_robin(len(layer_bytes), devices)
+        return cls.pipeline(layer_bytes, devices)
+
+    @classmethod
     def pipeline(cls, layer_bytes: Sequence[int], devices: Sequence[torch.device]) -> "Placement":
-        """Contiguous segments balanced by bytes: a layer goes where the middle of its bytes falls in equal shares,
-        moved as little as it takes to leave no device without a layer (while there are layers).
+        """Contiguous segments balanced by bytes, so that a token crosses between devices once per boundary.
+
+        No device is without a layer while there are layers.
         """
-        layers, total = len(layer_bytes), sum(layer_bytes)
-        chosen: list[int] = []
-        for layer, (end, size) in enumerate(zip(accumulate(layer_bytes), layer_bytes, strict=True)):
-            share = int((end - size / 2) * len(devices) / total)
-            first_of_the_rest = len(devices) - (layers - layer)
-            chosen.append(min(max(share, first_of_the_rest), chosen[-1] + 1 if chosen else 0, len(devices) - 1))
-        return cls(tuple(devices[index] for index in chosen))
+        ends = _balanced_ends(layer_bytes, min(len(devices), len(layer_bytes)))
+        counts = [end - start for start, end in pairwise((0, *ends))]
+        return cls(tuple(device for device, count in zip(devices, counts, strict=False) for _ in range(count)))
+
+    @classmethod
+    def round_robin(cls, layers: int, devices: Sequence[torch.device]) -> "Placement":
+        """Layer l on device l mod N: a token crosses between devices at every layer."""
+        return cls(tuple(devices[layer % len(devices)] for layer in range(layers)))
 
     def device_of(self, name: str) -> torch.device:
         """The device that owns a parameter of ``dsv4.parameters``."""
-        layer = layer_of(name)
-        if layer is not None:
-            return self.layer_devices[layer]
-        return self.layer_devices[0 if name.startswith("embed.") else -1]
+        return self.layer_devices[_home_layer(name, len(self.layer_devices))]
+
+
+def bytes_by_layer(sizes: Iterable[tuple[str, int]], layers: int) -> list[int]:
+    """Sums (parameter name, bytes) over the layers, those of the embedding and the head with the layers they live
+    with.
+    """
+    totals = [0] * layers
+    for name, nbytes in sizes:
+        totals[_home_layer(name, layers)] += nbytes
+    return totals
+
+
+def _balanced_ends(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Where ``parts`` consecutive parts of ``sizes`` end: the largest part is as small as it can be, and of such cuts
+    the parts are as equal as possible.
+    """
+    total = [0, *accumulate(sizes)]
+    # Of the ways to cut the first ``end`` sizes: largest part, sum of squares, ends.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for _ in range(parts):
+        best = {
+            end: min(
+                (max(largest, total[end] - total[start]), squares + (total[end] - total[start]) ** 2, (*ends, end))
+                for start, (largest, squares, ends) in best.items()
+                if start < end
+            )
+            for end in range(min(best) + 1, len(total))
+        }
+    return best[len(sizes)][2]
+
+
+def _home_layer(name: str, layers: int) -> int:
+    """The layer that a parameter lives with."""
+    layer = layer_of(name)
+    if layer is not None:
+        return layer
+    return 0 if name.startswith("embed.") else layers - 1
 
 
 def table_name(engine: EngineConfig, devices: Sequence[torch.device]) -> TableName:
     """The op table an ``EngineConfig`` asks for on ``devices``. Raises ``UserError`` for CUDA ops on a CPU."""
     on_cuda = devices[0].type == "cuda"
-    if engine.ops == "cuda" and not on_cuda:
-        raise UserError("--ops: found 'cuda' on the CPU, expected 'torch' or a CUDA device")
+    if engine.ops in ("cuda", "cutedsl") and not on_cuda:
+        raise UserError(f"--ops: found {engine.ops!r} on the CPU, expected 'torch' or a CUDA device")
     if engine.ops == "auto":
         return "cuda" if on_cuda and engine.compute_dtype == "bfloat16" else "torch"
     return engine.ops
@@ -57,7 +97,8 @@ def engine_devices(engine: EngineConfig) -> tuple[torch.device, ...]:
     """The devices an ``EngineConfig`` asks for. Raises ``UserError`` when this machine does not have them."""
     if engine.parallel == "tensor" and engine.gpus > 1:
         raise UserError(
-            "--parallel: found 'tensor' with more than one GPU, expected 'pipeline' (not available in this version)"
+            "--parallel: found 'tensor' with more than one GPU, expected 'pipeline' or 'round-robin' "
+            "(not available in this version)"
         )
     available = torch.cuda.device_count()
     if engine.device == "cpu" or (engine.device == "auto" and available == 0):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -9,21 +10,20 @@ import torch
 from dsv4.checkpoint import ParameterDescription
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import UserError
-from dsv4.parameters import Parameter, Role
+from dsv4.parameters import Parameter
 from dsv4.placement import Placement, table_name
-from dsv4.state import layer_state_bytes
+from dsv4.state import COMPUTE_DTYPES, layer_state_bytes, step_tokens
+from dsv4.working_memory import CUDA_RESERVE_BYTES, is_packed, packing_bytes, step_bytes
 
 DEFAULT_MAX_CONTEXT = 8192
-PACKING_COPIES = 4
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Bytes of one device: weights, the decode state, and ``ops_bytes``: what the op table needs besides.
-
-    The torch ops keep every matrix decoded to float32 as well. The CUDA ops keep only the packed weights; packing the
-    largest matrix takes a few copies of it on the side.
+    """Bytes of one device: weights; ``ops_bytes``, what the op table keeps besides (the torch ops every matrix decoded
+    to float32, the CUDA ops nothing); the decode state; and ``work_bytes``, which come and go: packing the largest
+    weight or the longest step, whichever needs more, and a reserve for the CUDA driver.
     """
 
     device: torch.device
@@ -31,11 +31,12 @@ class DevicePlan:
     weight_bytes: int
     ops_bytes: int
     state_bytes: int
+    work_bytes: int
     available_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.ops_bytes + self.state_bytes
+        return self.weight_bytes + self.ops_bytes + self.state_bytes + self.work_bytes
 
     @property
     def fits(self) -> bool:
@@ -58,7 +59,8 @@ class MemoryPlan:
         return all(device.fits for device in self.devices)
 
     def __str__(self) -> str:
-        header = f"{'device':<8}{'layers':>7}{'weights':>11}{'ops':>11}{'state':>11}{'total':>11}{'available':>11}"
+        names = ("weights", "ops", "state", "work", "total", "available")
+        header = f"{'device':<8}{'layers':>7}" + "".join(f"{name:>11}" for name in names)
         rows = [
             f"{device.device!s:<8}{device.layers:>7}"
             + "".join(f"{size / _MIB:>11,.1f}" for size in _columns(device))
@@ -71,10 +73,11 @@ class MemoryPlan:
         """Raises ``UserError`` with the numbers of the first device that cannot hold its part."""
         for device in self.devices:
             if not device.fits:
-                weights, ops, state, needed, available = (size // _MIB for size in _columns(device))
+                weights, ops, state, work, needed, available = (size // _MIB for size in _columns(device))
                 raise UserError(
                     f"memory: {device.device} needs {needed:,} MiB (weights {weights:,}, ops {ops:,}, state "
-                    f"{state:,}), found {available:,} MiB available; use more GPUs or a smaller --max-context"
+                    f"{state:,}, work {work:,}), found {available:,} MiB available; use more GPUs or a smaller "
+                    "--max-context or --prefill-chunk"
                 )
 
 
@@ -93,48 +96,52 @@ def max_context_tokens(config: ModelConfig, engine: EngineConfig) -> int:
 def plan_memory(
     config: ModelConfig, engine: EngineConfig, placement: Placement, stored: Iterable[ParameterDescription]
 ) -> MemoryPlan:
-    """Sums the checkpoint's ``stored`` parameters and the decode state over the devices of ``placement``."""
+    """Sums the checkpoint's ``stored`` parameters, the decode state and the work over the devices of ``placement``."""
     max_context = max_context_tokens(config, engine)
     devices = tuple(dict.fromkeys(placement.layer_devices))
     weights, ops, state = (dict.fromkeys(devices, 0) for _ in range(3))
-    on_torch = table_name(engine, devices) == "torch"
-    for description in stored:
-        device = placement.device_of(description.parameter.name)
-        weights[device] += description.nbytes
-        if on_torch:
-            ops[device] += decoded_bytes(description.parameter)
-        else:
-            ops[device] = max(ops[device], PACKING_COPIES * description.nbytes)
+    packing, step = (dict.fromkeys(devices, 0) for _ in range(2))
+    table = table_name(engine, devices)
+    for parameter, format, nbytes in stored:
+        device = placement.device_of(parameter.name)
+        weights[device] += nbytes
+        ops[device] += decoded_bytes(parameter) if table == "torch" else 0
+        packing[device] = max(packing[device], packing_bytes(parameter, format, nbytes, table))
     for ratio, device in zip(config.compress_ratios, placement.layer_devices, strict=True):
         state[device] += layer_state_bytes(config, engine, max_context, ratio)
-    return MemoryPlan(
-        tuple(
-            DevicePlan(
-                device,
-                placement.layer_devices.count(device),
-                weights[device],
-                ops[device],
-                state[device],
-                available_bytes(device),
-            )
-            for device in devices
-        ),
-        max_context,
-    )
+        step[device] = max(step[device], step_bytes(config, engine, max_context, ratio, table))
+    for source, target in set(pairwise(placement.layer_devices)):
+        state[target] += hand_off_bytes(config, engine) if source != target else 0
+    plans = []
+    for device in devices:
+        layers = placement.layer_devices.count(device)
+        # Once the weights are packed, steps take the place of what packing took.
+        work = max(packing[device], step[device]) + (CUDA_RESERVE_BYTES if device.type == "cuda" else 0)
+        available = available_bytes(device)
+        plans.append(DevicePlan(device, layers, weights[device], ops[device], state[device], work, available))
+    return MemoryPlan(tuple(plans), max_context)
 
 
 def decoded_bytes(parameter: Parameter) -> int:
-    """Bytes of the float32 copy the torch ops make of a matrix; the embedding is looked up as stored, and
-    the speculative module is not decoded."""
-    if parameter.role not in (Role.LINEAR, Role.EXPERT, Role.FLOOR) or parameter.name.startswith(("embed.", "mtp.")):
-        return 0
-    return 4 * torch.Size(parameter.shape).numel()
+    """Bytes of the float32 copy that the torch ops make of a matrix."""
+    return 4 * torch.Size(parameter.shape).numel() if is_packed(parameter) else 0
+
+
+def hand_off_bytes(config: ModelConfig, engine: EngineConfig) -> int:
+    """Two sets of streams, which arrive in turns."""
+    return 2 * step_tokens(engine) * config.hc_mult * config.hidden_size * COMPUTE_DTYPES[engine.compute_dtype].itemsize
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of a CUDA device, or memory the operating system can give without swapping."""
+    """Free memory of a CUDA device, or memory the operating system can give without swapping.
+
+    Raises ``UserError`` for a CUDA device that cannot be used, e.g. one that is full: this is the first use of it.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        try:
+            return torch.cuda.mem_get_info(device)[0]
+        except RuntimeError as error:
+            raise UserError(f"{device}: cannot be used ({str(error).splitlines()[0]})") from None
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -146,6 +153,7 @@ def _columns(device: DevicePlan) -> tuple[int, ...]:
         device.weight_bytes,
         device.ops_bytes,
         device.state_bytes,
+        device.work_bytes,
         device.total_bytes,
         device.available_bytes,
     )

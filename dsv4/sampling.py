@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dsv4.config import shorten
-from dsv4.errors import UserError
+from dsv4.errors import UserError, shorten
 from dsv4.ops import Ops
+from dsv4.ops.sampling import NAN_TOKEN
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,21 @@ class Sampler:
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self._ops = ops
 
+    @property
+    def key(self) -> tuple[SamplingParams, int]:
+        """Equal for samplers that draw the same tokens of the same logits."""
+        return self.params, 0 if self.params.temperature == 0 else self.seed
+
     def __call__(self, logits_V: Tensor, position_1: Tensor) -> Tensor:
         """int64 scalar on the device of ``logits``; ``dsv4.ops.sampling.NAN_TOKEN`` when a logit is NaN."""
         if self.params.temperature == 0:
             return self._ops.argmax_token(logits_V)
         p = self.params
         return self._ops.sample_token(logits_V, p.temperature, p.top_p, p.min_p, self.seed, position_1)
+
+
+def checked_token(token: int, position: int) -> int:
+    """The token, if it is one. Raises ``FloatingPointError`` for ``NAN_TOKEN``, naming the tokens before it."""
+    if token == NAN_TOKEN:
+        raise FloatingPointError(f"the logits after {position} tokens contain NaN")
+    return token

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from dsv4.cache_rows import RowCache, RowFormat
 from dsv4.config import CSA_RATIO, MAX_DECODE_TOKENS, EngineConfig, ModelConfig
+from dsv4.hand_off import HandOff
 from dsv4.layers.attention import AttentionState
 from dsv4.ops.attention import KeySet
 from dsv4.ops.compressor import CompressedState, CompressorRing
@@ -15,17 +17,21 @@ from dsv4.ops.compressor import CompressedState, CompressorRing
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@dataclass(frozen=True)
+@dataclass
 class DecodeState:
     """Everything a step reads and writes besides weights. ``position_1`` int64 ``[1]``: tokens processed so far.
 
     One copy of the position lives on every device that owns layers (``positions_1``); the host never reads them
-    inside a step. Starting a new sequence means setting them to 0: every cache is addressed by absolute position and
-    every read is masked by it, so nothing of the previous sequence can be seen.
+    inside a step, it keeps count in ``position``. Starting a new sequence means setting them to 0: every cache is
+    addressed by absolute position and every read is masked by it, so nothing of the previous sequence can be seen.
+    ``furthest`` is the largest position that this sequence has reached.
     """
 
     layers: tuple[AttentionState, ...]
     positions_1: dict[torch.device, Tensor]
+    hand_offs: dict[tuple[torch.device, torch.device], HandOff]
+    position: int = 0
+    furthest: int = 0
 
     @classmethod
     def allocate(
@@ -36,14 +42,50 @@ class DecodeState:
             _allocate_layer(config, engine, max_context, ratio, device)
             for ratio, device in zip(config.compress_ratios, devices, strict=True)
         )
-        return cls(layers, {device: torch.zeros(1, dtype=torch.int64, device=device) for device in set(devices)})
+        positions_1 = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in dict.fromkeys(devices)}
+        streams = (step_tokens(engine), config.hc_mult, config.hidden_size)
+        # Two slots: a device can receive a chunk while it computes the one before.
+        hand_offs = {
+            pair: HandOff(*pair, streams, COMPUTE_DTYPES[engine.compute_dtype], slots=2)
+            for pair in sorted(set(pairwise(devices)), key=str)
+            if pair[0] != pair[1]
+        }
+        return cls(layers, positions_1, hand_offs)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return tuple(self.positions_1)
 
     def set_position(self, position: int) -> None:
-        """Moves every device to ``position``: 0 starts a sequence, going back up to 8 tokens undoes a rejected
-        draft.
-        """
+        """Moves every device to ``position``: 0 starts a sequence, going back undoes tokens."""
         for position_1 in self.positions_1.values():
             position_1.fill_(position)
+        self.position = position
+        if position == 0:
+            self.furthest = 0
+
+    def advance(self, tokens: int) -> None:
+        """Counts ``tokens`` that are queued on the devices."""
+        self.position += tokens
+        self.furthest = max(self.furthest, self.position)
+
+    @property
+    def undoable_tokens(self) -> int:
+        """How many of the last tokens can be taken back: at most 8 behind ``furthest``, as far as the rings reach."""
+        return min(MAX_DECODE_TOKENS - (self.furthest - self.position), self.position)
+
+    def next_positions(self, device: torch.device, tokens: int) -> Tensor:
+        """int64 ``[tokens]`` positions of a step on ``device``, whose position moves on by as many."""
+        position_1 = self.positions_1[device]
+        positions_T = position_1 + torch.arange(tokens, device=device)
+        position_1.add_(tokens)
+        return positions_T
+
+    def bring(self, streams_TME: Tensor, device: torch.device) -> Tensor:
+        """The streams on ``device``."""
+        if streams_TME.device == device:
+            return streams_TME
+        return self.hand_offs[streams_TME.device, device](streams_TME)
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +103,12 @@ class DecodeState:
 
 def ring_slots(config: ModelConfig, engine: EngineConfig) -> int:
     """Slots of the window ring: the longest step plus the window before it, and room to undo a rejected draft."""
-    return config.sliding_window + max(engine.prefill_chunk, MAX_DECODE_TOKENS) + MAX_DECODE_TOKENS
+    return config.sliding_window + step_tokens(engine) + MAX_DECODE_TOKENS
+
+
+def step_tokens(engine: EngineConfig) -> int:
+    """Tokens of the longest step."""
+    return max(engine.prefill_chunk, MAX_DECODE_TOKENS)
 
 
 def layer_state_bytes(config: ModelConfig, engine: EngineConfig, max_context: int, ratio: int) -> int:

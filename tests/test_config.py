@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4.checkpoint import tiny_config
-from dsv4.config import EngineConfig, ModelConfig, Yarn, parse_json_object, read_json_object, shorten
-from dsv4.errors import UserError
+from dsv4.config import EngineConfig, ModelConfig, Yarn
+from dsv4.errors import UserError, shorten
+from dsv4.json_object import parse_json_object, read_json_object
 from tests.releases import RELEASES
 
 NATIVE_ONLY = ("compress_ratios", "num_hash_layers", "rope_scaling", "rope_theta", "compress_rope_theta")

@@ -1,6 +1,6 @@
-"""Pipeline placement: contiguous, balanced, every device used."""
+"""Placement: contiguous, balanced by bytes, every device used; or in turns."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dsv4.config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.parameters import parameters
-from dsv4.placement import Placement, engine_devices
+from dsv4.placement import Placement, bytes_by_layer, engine_devices
 from tests.ops.cases import tiny_config
 
 
@@ -67,6 +67,54 @@ def test_parameters_live_with_their_layer_and_the_ends_with_the_ends() -> None:
         else:
             assert index == (0 if name == "embed.weight" else 1), name
     assert placement.device_of("layers.2.ffn.experts.w1.weight").index == 1
+
+
+def test_embedding_and_head_count_where_they_live() -> None:
+    config = tiny_config()
+    layers = config.num_hidden_layers
+    sizes = [(name, 1 if name.startswith("layers.") else 10**6) for name in parameters(config, mtp="classic")]
+    counted = bytes_by_layer(sizes, layers)
+    assert sum(counted) == sum(nbytes for _, nbytes in sizes)
+    assert counted[0] // 10**6 == 1
+    assert set(counted[1:-1]) < set(range(1000))
+    ends = [name for name, nbytes in sizes if nbytes > 1 and name != "embed.weight"]
+    assert counted[-1] // 10**6 == len(ends) > 5
+
+
+def test_embedding_and_head_take_the_place_of_layers() -> None:
+    """Pro: 13 GB a layer, 1.85 GB for either end, so of 61 layers the ends get 7."""
+    layer_bytes = [1300] * 61
+    layer_bytes[0] += 185
+    layer_bytes[-1] += 185
+    found = indices(Placement.pipeline(layer_bytes, gpus(8)))
+    counts = [found.count(device) for device in range(8)]
+    assert (counts[0], counts[-1], sorted(counts)) == (7, 7, [7, 7, 7, 8, 8, 8, 8, 8])
+
+
+@given(layer_bytes=st.lists(st.integers(1, 30), min_size=1, max_size=9), devices=st.integers(1, 4))
+def test_the_fullest_device_is_as_empty_as_can_be(layer_bytes: list[int], devices: int) -> None:
+    parts = min(devices, len(layer_bytes))
+
+    def largest(ends: tuple[int, ...]) -> int:
+        return max(sum(layer_bytes[start:end]) for start, end in pairwise((0, *ends, len(layer_bytes))))
+
+    found = indices(Placement.pipeline(layer_bytes, gpus(devices)))
+    ends = tuple(layer for layer in range(1, len(found)) if found[layer] != found[layer - 1])
+    assert largest(ends) == min(map(largest, combinations(range(1, len(layer_bytes)), parts - 1)))
+
+
+@given(layers=st.integers(1, 70), devices=st.integers(1, 8))
+def test_round_robin_takes_turns(layers: int, devices: int) -> None:
+    assert indices(Placement.round_robin(layers, gpus(devices))) == [layer % devices for layer in range(layers)]
+
+
+def test_the_engine_config_chooses_the_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    layer_bytes = [30, 10, 10, 10]
+    assert indices(Placement.of(EngineConfig(gpus=2), layer_bytes)) == [0, 1, 1, 1]
+    assert indices(Placement.of(EngineConfig(gpus=2, parallel="round-robin"), layer_bytes)) == [0, 1, 0, 1]
+    for parallel in ("pipeline", "round-robin", "tensor"):
+        assert indices(Placement.of(EngineConfig(parallel=parallel), layer_bytes)) == [0] * 4
 
 
 def test_devices_of_an_engine_config_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

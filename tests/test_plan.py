@@ -10,12 +10,13 @@ from dsv4 import plan
 from dsv4.checkpoint import ParameterDescription
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import UserError
-from dsv4.ops import TORCH
+from dsv4.ops import TORCH, TableName
 from dsv4.parameters import Role, parameters
 from dsv4.placement import Placement
-from dsv4.plan import available_bytes, decoded_bytes, max_context_tokens, plan_memory
+from dsv4.plan import available_bytes, decoded_bytes, hand_off_bytes, max_context_tokens, plan_memory
 from dsv4.quant import QuantFormat, QuantTensor
 from dsv4.state import DecodeState, layer_state_bytes
+from dsv4.working_memory import CUDA_RESERVE_BYTES, packing_bytes, step_bytes
 from tests.ops.cases import tiny_config
 
 MATRIX_ROLES = (Role.LINEAR, Role.EXPERT, Role.FLOOR)
@@ -48,13 +49,25 @@ def test_state_bytes_are_what_the_state_allocates(engine: EngineConfig) -> None:
     config = tiny_config()
     placement = two_devices(config)
     planned = plan_memory(config, engine, placement, [])
-    state = DecodeState.allocate(config, engine, planned.max_context, placement.layer_devices)
-    assert planned.total_bytes == state.nbytes > 0
+    state = DecodeState.allocate(config, engine, planned.max_context, (torch.device("cpu"),) * 4)
     table = list(state.byte_table())
     for device in planned.devices:
         layers = [index for index, owner in enumerate(placement.layer_devices) if owner == device.device]
         assert device.layers == len(layers)
-        assert device.state_bytes == sum(size for layer, _, size in table if layer in layers)
+        arriving = hand_off_bytes(config, engine) if device.device.type == "meta" else 0
+        assert device.state_bytes == sum(size for layer, _, size in table if layer in layers) + arriving
+    assert sum(device.state_bytes for device in planned.devices) == state.nbytes + hand_off_bytes(config, engine)
+
+
+def test_every_boundary_counts_its_hand_off_once() -> None:
+    """Two slots per pair of devices, on the one that receives, however many layers send to it."""
+    config, engine = tiny_config(), EngineConfig(prefill_chunk=100, max_context=300)
+    devices = [torch.device("cpu"), torch.device("meta")]
+    one = sum(device.state_bytes for device in plan_memory(config, engine, Placement((devices[0],) * 4), []).devices)
+    slots = 2 * 100 * config.hc_mult * config.hidden_size * 2
+    for placement, pairs in ((Placement.pipeline([1] * 4, devices), 1), (Placement.round_robin(4, devices), 2)):
+        planned = plan_memory(config, engine, placement, [])
+        assert sum(device.state_bytes for device in planned.devices) == one + pairs * slots
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=["fp8", "float32", "mixed"])
@@ -96,7 +109,21 @@ def test_weights_are_counted_where_they_go() -> None:
         owned = [d for d in stored if placement.device_of(d.parameter.name) == device.device]
         assert device.weight_bytes == sum(d.nbytes for d in owned)
         assert device.ops_bytes == sum(decoded_bytes(d.parameter) for d in owned)
+        assert device.total_bytes - device.work_bytes == device.weight_bytes + device.ops_bytes + device.state_bytes
     assert sum(device.weight_bytes for device in planned.devices) == sum(d.nbytes for d in stored)
+
+
+def test_work_is_the_largest_packing_or_step_and_the_reserve_of_a_gpu() -> None:
+    config, stored = tiny_config(), bfloat16_checkpoint(tiny_config())
+    cases: list[tuple[str, TableName, int]] = [("cpu", "torch", 0), ("cuda:0", "cuda", CUDA_RESERVE_BYTES)]
+    for device, table, reserve in cases:
+        placement = Placement((torch.device(device),) * 4)
+        for chunk in (8, 60_000):
+            engine = EngineConfig(prefill_chunk=chunk, max_context=4096)
+            (planned,) = plan_memory(config, engine, placement, stored).devices
+            packing = max(packing_bytes(d.parameter, d.format, d.nbytes, table) for d in stored)
+            step = max(step_bytes(config, engine, 4096, ratio, table) for ratio in config.compress_ratios)
+            assert planned.work_bytes == max(packing, step) + reserve
 
 
 def test_decoded_bytes_are_those_of_the_torch_ops_weights() -> None:
@@ -148,3 +175,12 @@ def test_available_bytes_of_the_cpu_come_from_the_operating_system() -> None:
     meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
     total = int(next(line for line in meminfo.splitlines() if line.startswith("MemTotal:")).split()[1]) * 1024
     assert 0 < available_bytes(torch.device("cpu")) <= total
+
+
+def test_gpu_that_cannot_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(device: torch.device) -> tuple[int, int]:
+        raise torch.AcceleratorError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
+    with pytest.raises(UserError, match=r"^cuda:1: cannot be used \(CUDA error: out of memory\)$"):
+        available_bytes(torch.device("cuda", 1))

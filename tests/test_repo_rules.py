@@ -19,14 +19,15 @@ KERNELS = ("dsv4/kernels/",)
 MAY_PRINT = COMMAND_LINE
 MAY_READ_ENVIRONMENT = (*COMMAND_LINE, "dsv4/kernels/cuda/loader.py", "dsv4/kernels/cutedsl/jit.py")
 MAY_CACHE = KERNELS
-MAY_READ_FILES = (*COMMAND_LINE, *KERNELS, "dsv4/checkpoint/", "dsv4/config.py", "dsv4/plan.py", "encoding/")
+MAY_READ_FILES = (*COMMAND_LINE, *KERNELS, "dsv4/checkpoint/", "dsv4/json_object.py", "dsv4/plan.py", "encoding/")
 
-LEAVES = ("dsv4.config", "dsv4.quant", "dsv4.cache_rows", "dsv4.parameters", "dsv4.errors")
+LEAVES = ("dsv4.config", "dsv4.quant", "dsv4.cache_rows", "dsv4.parameters", "dsv4.errors", "dsv4.json_object")
 ABOVE_THE_ENGINE = ("dsv4.cli", "dsv4.demo", "dsv4.validate", "dsv4.bench")
 ABOVE_THE_MODEL = (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint", "dsv4.decode", "dsv4.sampling")
 # A module under the prefix imports nothing of dsv4 except itself and the listed prefixes ...
 IMPORTS_ONLY = {
     **dict.fromkeys(LEAVES, LEAVES),
+    "dsv4.hand_off": (),
     "dsv4.kernels": LEAVES,
     "dsv4.ops": (*LEAVES, "dsv4.kernels"),
     "encoding": (),
@@ -39,6 +40,7 @@ NEVER_IMPORTS = {
     "dsv4.placement": ABOVE_THE_MODEL,
     "dsv4.sampling": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint"),
     "dsv4.checkpoint": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.model", "dsv4.layers", "dsv4.decode"),
+    "dsv4.decode": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint"),
     "dsv4.engine": ABOVE_THE_ENGINE,
 }
 

@@ -8,9 +8,11 @@ from typing import Any, get_args
 
 import torch
 
+from dsv4.bench.decode_modes import DECODE_MODES
 from dsv4.bench.provenance import provenance
-from dsv4.checkpoint import Geometry
+from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import Layout
+from dsv4.config import EngineConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.errors import UserError
 
@@ -25,18 +27,31 @@ def build_parser() -> argparse.ArgumentParser:
     source.add_argument("--geometry", choices=get_args(Geometry), help="random weights of a published geometry")
     engine.add_argument("--format", choices=get_args(Layout), default="nvfp4-experts", help="with --geometry")
     engine.add_argument("--layers", type=int, help="with --geometry: the first N layers (default: all)")
-    engine.add_argument("--gpus", type=int, default=1)
-    engine.add_argument("--ops", choices=("auto", "torch", "cuda"), default="auto")
+    engine.add_argument("--gpus", type=int, default=1, help="with --geometry")
+    engine.add_argument("--parallel", choices=("pipeline", "round-robin"), default="pipeline", help="with --geometry")
+    engine.add_argument(
+        "--modes", choices=DECODE_MODES, nargs="+", default=DECODE_MODES, help="on CUDA: ways to decode"
+    )
+    engine.add_argument("--ops", choices=("auto", "torch", "cuda", "cutedsl"), default="auto")
     engine.add_argument("--prompts", type=int, nargs="+", default=[128, 2048, 8192], help="with --geometry")
     engine.add_argument("--positions", type=int, nargs="+", default=[1024], help="with --geometry: decode there")
     engine.add_argument("--prefill-chunk", type=int, default=4096, help="with --geometry")
+    engine.add_argument("--profile", action="store_true", help="with --geometry: where the time of a token goes")
     engine.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="with --model")
     engine.add_argument("--prompt-tokens", type=int, default=512, help="with --model")
     engine.add_argument("--decode-tokens", type=int, default=64)
     engine.add_argument("--repeats", type=int, default=3, help="with --model")
     ops = kinds.add_parser("ops", help="every op on real shapes, on the current CUDA device")
     ops.add_argument("--only", default="", help="cases whose 'op: name' contains this")
-    for command in (engine, ops):
+    load = kinds.add_parser("load", help="from files to devices, random weights of a geometry")
+    load.add_argument("--geometry", choices=get_args(Geometry), default="v4-flash")
+    load.add_argument("--format", choices=get_args(Layout), default="nvfp4-experts")
+    load.add_argument("--layers", type=int, default=4, help="the first N layers")
+    load.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    load.add_argument("--gpus", type=int, default=1)
+    load.add_argument("--parallel", choices=("pipeline", "round-robin"), default="pipeline")
+    load.add_argument("--repeats", type=int, default=3)
+    for command in (engine, ops, load):
         command.add_argument("--out", type=Path, help="write the JSON here as well as to stdout")
     return parser
 
@@ -49,27 +64,46 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         _need_cuda()
         return bench_ops(options.only, lambda line: print(line, file=sys.stderr, flush=True))
+    if options.kind == "load":
+        from dsv4.bench.load import bench_load
+
+        config = geometry_config(options.geometry, options.layers)
+        engine = EngineConfig(device=options.device, gpus=options.gpus, parallel=options.parallel)
+        return bench_load(config, options.format, engine, options.repeats)
     if options.geometry is not None:
         from dsv4.bench.geometry import GeometryRun, bench_geometry
 
         _need_cuda()
+        engine = EngineConfig(
+            device="cuda",
+            gpus=options.gpus,
+            parallel=options.parallel,
+            prefill_chunk=options.prefill_chunk,
+            ops=options.ops,
+        )
         return bench_geometry(
             GeometryRun(
                 options.geometry,
                 options.format,
                 options.layers,
-                options.gpus,
+                engine,
                 tuple(options.prompts),
                 tuple(options.positions),
                 options.decode_tokens,
-                options.prefill_chunk,
-                options.ops,
-            )
+                tuple(options.modes),
+                options.profile,
+            ),
+            sys.stderr.write,
         )
     from dsv4.bench.checkpoint import bench_checkpoint, bench_first_token
 
     result = bench_checkpoint(
-        options.model, options.device, options.prompt_tokens, options.decode_tokens, options.repeats
+        options.model,
+        options.device,
+        options.prompt_tokens,
+        options.decode_tokens,
+        options.repeats,
+        tuple(options.modes) if options.device == "cuda" else ("eager",),
     )
     return result | bench_first_token(options.model, options.device, options.repeats)
 

@@ -1,4 +1,4 @@
-"""``bench engine --model``: load, prefill and decode of a checkpoint, eager, and the time to the first token."""
+"""``bench engine --model``: load, prefill and decode of a checkpoint, and the time to the first token."""
 
 import os
 import statistics
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from dsv4.bench.decode_modes import DecodeMode, DecodeModes
 from dsv4.bench.provenance import ROOT
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.cpu_threads import limit_cpu_threads
@@ -18,31 +19,33 @@ from dsv4.engine import Engine
 
 
 def bench_checkpoint(
-    model: Path, device: Literal["cpu", "cuda"], prompt_tokens: int, decode_tokens: int, repeats: int
+    model: Path,
+    device: Literal["cpu", "cuda"],
+    prompt_tokens: int,
+    decode_tokens: int,
+    repeats: int,
+    modes: tuple[DecodeMode, ...],
 ) -> dict[str, Any]:
-    """Median seconds of load, prefill of ``prompt_tokens`` and of one decode step behind them, on random token ids."""
+    """Median seconds of load and of the prefill of ``prompt_tokens`` random ids, and the decode behind them by mode."""
     limit_cpu_threads(ModelConfig.from_folder(model))
-    load, prefill, step = [], [], []
+    config = EngineConfig(device=device, max_context=prompt_tokens + decode_tokens + 64)
+    load, prefill = [], []
     for _ in range(repeats):
         started = time.perf_counter()
-        engine = Engine.load(model, EngineConfig(device=device, max_context=prompt_tokens + decode_tokens))
+        engine = Engine.load(model, config)
         load.append(time.perf_counter() - started)
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(engine.config.vocab_size, (prompt_tokens + decode_tokens,), generator=generator).tolist()
+        ids = torch.randint(engine.config.vocab_size, (prompt_tokens,), generator=generator).tolist()
         started = time.perf_counter()
-        float(engine.prefill(ids[:prompt_tokens]).max())
+        float(engine.prefill(ids).max())
         prefill.append(time.perf_counter() - started)
-        for token in ids[prompt_tokens:]:
-            started = time.perf_counter()
-            float(engine.decode([token]).max())
-            step.append(time.perf_counter() - started)
+    decode = DecodeModes(engine, modes)
     return {
         "prompt_tokens": prompt_tokens,
         "load_seconds": statistics.median(load),
         "prefill_tokens_per_second": prompt_tokens / statistics.median(prefill),
-        "decode_ms_per_token": 1e3 * statistics.median(step),
-        "decode_ms_per_token_p90": 1e3 * statistics.quantiles(step, n=10)[-1],
-        "decode_tokens_per_second": 1 / statistics.median(step),
+        "decode_tokens": decode_tokens,
+        "decode": decode.measure(prompt_tokens, decode_tokens),
     }
 
 

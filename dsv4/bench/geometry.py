@@ -1,69 +1,90 @@
 """``bench engine --geometry``: the engine on random weights of a published geometry, any number of its layers.
 
-The weights are drawn on the device, so one GPU can time a slice of a model that does not fit on it.
+The weights are drawn on the devices, so one GPU can time a slice of a model that does not fit on it.
 """
 
 import statistics
 import time
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
 
+from dsv4.bench.decode_modes import DecodeMode, DecodeModes, against_floor, fill_caches
 from dsv4.bench.device import capture, copy_ceiling, replay_microseconds
 from dsv4.checkpoint import Geometry, Layout, geometry_config, synthetic_weights
 from dsv4.checkpoint.layouts import format_in
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
+from dsv4.layer_kinds import KIND_OF_RATIO
 from dsv4.layers.weights import ReadOnce
-from dsv4.parameters import Role, layer_of, parameters
-from dsv4.placement import Placement, engine_devices
+from dsv4.model import on_device
+from dsv4.parameters import Parameter, Role, layer_of, parameters
+from dsv4.placement import Placement, bytes_by_layer
 from dsv4.quant import packed_bytes
-
-_KINDS = {0: "SWA", 4: "CSA", 128: "HCA"}
 
 
 @dataclass(frozen=True)
 class GeometryRun:
-    """What ``bench engine --geometry`` measures. ``layers`` None: all. Positions and prompts in tokens."""
+    """What ``bench engine --geometry`` measures. ``layers`` None: all. Positions and prompts in tokens.
+
+    ``engine`` says where and how; its ``max_context`` is set to what the prompts and positions need.
+    """
 
     geometry: Geometry
     layout: Layout
     layers: int | None
-    gpus: int
+    engine: EngineConfig
     prompts: tuple[int, ...]
     positions: tuple[int, ...]
     decode_tokens: int
-    prefill_chunk: int
-    ops: Literal["auto", "torch", "cuda"] = "auto"
+    modes: tuple[DecodeMode, ...]
+    profile: bool
 
 
-def bench_geometry(run: GeometryRun) -> dict[str, Any]:
-    """Prefill tok/s by prompt length; decode ms/token by position, eager and as one replayed graph; µs per layer kind;
-    bytes a token needs, GB/s and share of the floor that the measured copy rate sets.
+def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dict[str, Any]:
+    """Prefill tok/s by prompt length; by position, decode ms/token of every mode and µs per layer kind; the bytes that
+    a token needs, GB/s and how many times the floor, which is reading them one after another at the measured copy rate.
+    With ``profile``, the kernels of one token of every captured mode, whose tables ``write_text`` gets.
     """
     config = ModelConfig.from_dict(geometry_config(run.geometry, run.layers))
-    room = max((*run.prompts, *run.positions)) + 4 * run.decode_tokens + 64
-    engine_config = EngineConfig(
-        device="cuda", gpus=run.gpus, max_context=room, prefill_chunk=run.prefill_chunk, ops=run.ops
-    )
+    room = max((*run.prompts, *run.positions)) + run.decode_tokens + 64
     ceiling = copy_ceiling()
     torch.cuda.empty_cache()
-    engine, build_seconds = _build(config, engine_config, run.layout)
-    nbytes = token_bytes(config, run.layout)
-    decode = {str(at): _decode(engine, at, run.decode_tokens, nbytes, ceiling) for at in run.positions}
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    engine = _build(config, replace(run.engine, max_context=room), run.layout)
+    build_seconds = time.perf_counter() - started
+    nbytes, build_peak = token_bytes(config, run.layout), _peak_gigabytes(engine)
+    prefill = {str(length): round(_prefill(engine, length), 1) for length in run.prompts}
+    fill_caches(engine.state)
+    modes = DecodeModes(engine, run.modes)
+    decode = {str(at): _decode(modes, at, run.decode_tokens, nbytes, ceiling) for at in run.positions}
+    memory, profiles = _peak_gigabytes(engine), modes.profile(run.positions[0]) if run.profile else {}
+    for mode, profile in profiles.items():
+        write_text(f"{mode}\n{profile.table()}\n")
     return {
         "geometry": run.geometry,
         "layout": run.layout,
         "layers": config.num_hidden_layers,
+        "placement": placement_record(run.engine.parallel, engine.devices),
+        "prefill_chunk": run.engine.prefill_chunk,
+        "max_context": room,
         "build_seconds": round(build_seconds, 1),
+        "capture_seconds": modes.capture_seconds,
         "copy_gb_per_s": round(ceiling / 1e9, 1),
         "weight_gb_per_token": round(sum(nbytes.values()) / 1e9, 4),
         "floor_ms": round(1e3 * sum(nbytes.values()) / ceiling, 4),
-        "prefill_tokens_per_second": {str(length): round(_prefill(engine, length), 1) for length in run.prompts},
+        "prefill_tokens_per_second": prefill,
+        "caches": "random rows of standard deviation 1, the position set: no prefill before decode",
+        "decode_tokens": run.decode_tokens,
         "decode": decode,
-        "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        "build_peak_gb": build_peak,
+        "memory_gb": memory,
+        "profile": {mode: profile.record(nodes=False) for mode, profile in profiles.items()},
     }
 
 
@@ -71,25 +92,38 @@ def token_bytes(config: ModelConfig, layout: Layout) -> dict[str, int]:
     """Weight bytes one decoded token has to read, by "embedding and head" and layer kind (summed over its layers)."""
     totals: defaultdict[str, int] = defaultdict(int)
     for parameter in parameters(config).values():
-        format = format_in(layout, parameter)
         if parameter.name.startswith("embed.") or parameter.role is Role.TABLE:
             continue
-        nbytes = 4 * torch.Size(parameter.shape).numel() if format is None else packed_bytes(format, parameter.shape)
+        nbytes = stored_bytes(parameter, layout)
         if parameter.role is Role.EXPERT:
             nbytes = nbytes * config.num_experts_per_tok // config.n_routed_experts
         layer = layer_of(parameter.name)
-        totals["head" if layer is None else _KINDS[config.compress_ratios[layer]]] += nbytes
+        totals["head" if layer is None else KIND_OF_RATIO[config.compress_ratios[layer]]] += nbytes
     return dict(totals)
 
 
-def _build(config: ModelConfig, engine_config: EngineConfig, layout: Layout) -> tuple[Engine, float]:
-    started = time.perf_counter()
-    layer_bytes = [1] * config.num_hidden_layers
-    placement = Placement.pipeline(layer_bytes, engine_devices(engine_config))
+def stored_bytes(parameter: Parameter, layout: Layout) -> int:
+    """Bytes of a parameter in ``layout``; what has no format counts as float32."""
+    format = format_in(layout, parameter)
+    return 4 * torch.Size(parameter.shape).numel() if format is None else packed_bytes(format, parameter.shape)
+
+
+def placement_record(parallel: str, layer_devices: tuple[torch.device, ...]) -> dict[str, Any]:
+    """Which placement, how many layers each device has, and how often a token's streams change devices."""
+    return {
+        "parallel": parallel,
+        "layers": {str(device): layer_devices.count(device) for device in dict.fromkeys(layer_devices)},
+        "hops": sum(first != second for first, second in pairwise(layer_devices)),
+    }
+
+
+def _build(config: ModelConfig, engine_config: EngineConfig, layout: Layout) -> Engine:
+    sizes = ((name, stored_bytes(parameter, layout)) for name, parameter in parameters(config).items())
+    placement = Placement.of(engine_config, bytes_by_layer(sizes, config.num_hidden_layers))
     weights = synthetic_weights(config, layout, 0, placement.device_of)
     engine = Engine(config, engine_config, ReadOnce(weights), placement)
-    torch.cuda.synchronize()
-    return engine, time.perf_counter() - started
+    _synchronize(engine)
+    return engine
 
 
 def _prefill(engine: Engine, length: int) -> float:
@@ -98,69 +132,54 @@ def _prefill(engine: Engine, length: int) -> float:
     for seed in range(3):
         ids = _random_ids(engine, length, seed)
         engine.reset()
-        torch.cuda.synchronize()
+        _synchronize(engine)
         started = time.perf_counter()
         engine.prefill(ids)
-        torch.cuda.synchronize()
+        _synchronize(engine)
         seconds.append(time.perf_counter() - started)
     return length / min(seconds[1:])
 
 
-def _decode(engine: Engine, position: int, tokens: int, nbytes: dict[str, int], ceiling: float) -> dict[str, Any]:
-    engine.reset()
-    engine.prefill(_random_ids(engine, position, 1))
-    eager = _eager_milliseconds(engine, tokens)
-    graph = _graph_milliseconds(engine, tokens)
-    total = sum(nbytes.values())
-    return {
-        "eager_ms_per_token": round(eager, 4),
-        "graph_ms_per_token": round(graph, 4),
-        "weight_gb_per_s": round(total / graph * 1e-6, 1),
-        "times_the_floor": round(graph / (1e3 * total / ceiling), 3),
-        "us_per_layer": _layer_microseconds(engine),
-    }
-
-
-def _eager_milliseconds(engine: Engine, tokens: int) -> float:
-    """Median wall time of a decode step whose token the host waits for."""
-    seconds = []
-    for token in _random_ids(engine, tokens, 2):
-        started = time.perf_counter()
-        int(engine.ops.argmax_token(engine.decode([token])[0]))
-        seconds.append(time.perf_counter() - started)
-    return 1e3 * statistics.median(seconds)
+def _decode(modes: DecodeModes, position: int, tokens: int, nbytes: dict[str, int], ceiling: float) -> dict[str, Any]:
+    measured = modes.measure(position, tokens).items()
+    by_mode = {mode: against_floor(times, sum(nbytes.values()), ceiling) for mode, times in measured}
+    return {**by_mode, "us_per_layer": _layer_microseconds(modes.engine, position)}
 
 
 @torch.inference_mode()
-def _graph_milliseconds(engine: Engine, tokens: int) -> float:
-    """Median time of the same step replayed as one CUDA graph: the kernels alone, on the token's own next position."""
-    token_1 = torch.tensor(_random_ids(engine, 1, 3), device=engine.devices[0])
-
-    def step() -> None:
-        hidden_TE = engine.model(token_1, engine.state)
-        engine.ops.argmax_token(engine.model.head.logits(hidden_TE)[0])
-
-    graph = capture([step])
-    return 1e-3 * statistics.median(replay_microseconds(graph, tokens))
-
-
-@torch.inference_mode()
-def _layer_microseconds(engine: Engine) -> dict[str, float]:
-    """Median µs of one block by kind, hash routing apart: eight blocks of a kind (or all there are) in one graph."""
+def _layer_microseconds(engine: Engine, position: int) -> dict[str, float]:
+    """Median µs of one block by kind, hash routing apart: eight blocks of a kind on the first device (or all there are)
+    in one graph.
+    """
     config, device = engine.config, engine.devices[0]
     token_1 = torch.tensor(_random_ids(engine, 1, 4), device=device)
-    position_1 = torch.full((1,), engine.position, dtype=torch.int64, device=device)
+    position_1 = torch.full((1,), position, dtype=torch.int64, device=device)
     streams = torch.randn((1, config.hc_mult, config.hidden_size), device=device).to(torch.bfloat16)
     kinds: defaultdict[str, list[int]] = defaultdict(list)
     for layer, (ratio, hashed) in enumerate(zip(config.compress_ratios, config.hash_layers, strict=True)):
         if engine.devices[layer] == device:
-            kinds[_KINDS[ratio] + (" hash" if hashed else "")].append(layer)
+            kinds[KIND_OF_RATIO[ratio] + (" hash" if hashed else "")].append(layer)
     measured = {}
     for kind, layers in kinds.items():
         blocks = [(engine.model.blocks[layer], engine.state.layers[layer]) for layer in layers[:8]]
         calls = [lambda b=block, s=state: b(streams, token_1, position_1, s) for block, state in blocks]
-        measured[kind] = round(statistics.median(replay_microseconds(capture(calls), 20)) / len(calls), 2)
+        with on_device(device):
+            measured[kind] = round(statistics.median(replay_microseconds(capture(calls), 20)) / len(calls), 2)
     return measured
+
+
+def _peak_gigabytes(engine: Engine) -> dict[str, float]:
+    """The most that was allocated on each device since this was last asked, in GB."""
+    peaks = {}
+    for device in engine.state.devices:
+        peaks[str(device)] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
+        torch.cuda.reset_peak_memory_stats(device)
+    return peaks
+
+
+def _synchronize(engine: Engine) -> None:
+    for device in engine.state.devices:
+        torch.cuda.synchronize(device)
 
 
 def _random_ids(engine: Engine, count: int, seed: int) -> list[int]:

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.names import Dialect, from_native
-from dsv4.config import shorten
-from dsv4.errors import UserError
+from dsv4.errors import UserError, shorten
 from dsv4.parameters import Parameter, Role
 from dsv4.quant import FP8_BLOCK, QuantFormat
 

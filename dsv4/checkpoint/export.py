@@ -17,7 +17,7 @@ from dsv4.checkpoint.convert import convert
 from dsv4.checkpoint.formats import StoredParameter, find_parameters, mtp_kind
 from dsv4.checkpoint.index import INDEX_NAME, Checkpoint, open_checkpoint, resolve_inside
 from dsv4.checkpoint.layouts import Layout, check_layout, declare, format_in
-from dsv4.checkpoint.load import load_matrix, stored_bytes
+from dsv4.checkpoint.load import load_matrix
 from dsv4.checkpoint.names import Dialect, detect_dialect
 from dsv4.checkpoint.outputs import output_tensors
 from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
@@ -95,9 +95,9 @@ class _Converted:
             return torch.tensor(1.0)
         if "input_scale" not in stored.parts:
             return None
-        part = stored.parts["input_scale"]
+        name = stored.parts["input_scale"].names[expert or 0]
         # A copy: tens of thousands of scalars must not keep as many mappings alive.
-        return stored_bytes(self._checkpoint, part, expert or 0, 1).clone().view(torch.float32).view(())
+        return self._checkpoint.read(name).clone().view(())
 
     def fp8_scale_dtype(self, parameter: Parameter) -> torch.dtype:
         stored = self._found[parameter.name]

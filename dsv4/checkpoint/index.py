@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dsv4.checkpoint.problems import Problems, printable
 from dsv4.checkpoint.shard import StoredTensor, map_tensor, read_header
-from dsv4.config import read_json_object, shorten
-from dsv4.errors import UserError
+from dsv4.errors import UserError, shorten
+from dsv4.json_object import read_json_object
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]{0,200}\.safetensors")

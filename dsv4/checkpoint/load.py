@@ -1,8 +1,11 @@
-"""Loads the parameters of a config from a checkpoint: streamed tensor by tensor, bytes as stored."""
+"""Loads the parameters of a config from a checkpoint, bytes as stored, straight to the devices that own them."""
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor
 from dsv4.checkpoint.formats import Part, StoredParameter, find_parameters, mtp_kind
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.problems import Problems
+from dsv4.checkpoint.transfer import Piece, transfer
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.parameters import MtpKind, Parameter, Role
@@ -46,31 +50,36 @@ def load_weights(
     """All parameters by canonical name, each on ``device_of(name)``.
 
     LINEAR, EXPERT (stacked) and FLOOR become ``QuantTensor``s of the stored bytes; NORM a bfloat16 or float32 vector as
-    stored; FLOAT float32; TABLE int64. Extra memory is one tensor of the files, memory-mapped. ``progress`` is called
-    with (bytes done, bytes in all) after every parameter. Raises one ``UserError`` with everything that does not fit,
-    before anything is loaded; and one for what only the values show: NaN or infinity in small tensors, expert ids or
-    global scales out of range.
+    stored; FLOAT float32; TABLE int64. One thread per device fills its matrices (``transfer``); ``progress`` is called
+    with (bytes done, bytes in all), by one thread at a time. Raises one ``UserError`` with everything that does not
+    fit, before anything is loaded; and one for what only the values show: NaN or infinity in small tensors, expert ids
+    or global scales out of range.
     """
     found = find_parameters(checkpoint, config, mtp)
     skipped = mtp_kind(checkpoint)
     if skipped is not None and mtp is None:
         _LOG.info("%s: skipping the mtp tensors (%s)", checkpoint.folder, skipped)
-    total, done = sum(stored.nbytes for stored in found), 0
+    devices = {stored.parameter.name: device_of(stored.parameter.name) for stored in found}
+    count = _counter(progress, sum(stored.nbytes for stored in found))
+    plain = [stored for stored in found if stored.format is None]
+    matrices = [stored for stored in found if stored.format is not None]
     weights: Weights = {}
     problems = Problems()
     # Small tensors first: a wrong value in them shows before the long part of the load.
-    small = [stored for stored in found if stored.format is None]
-    for stored in small + [stored for stored in found if stored.format is not None]:
+    for stored in plain:
         name = stored.parameter.name
-        if stored.format is None:
-            weights[name] = _load_plain(checkpoint, stored, device_of(name), config.n_routed_experts, problems)
-        else:
-            problems.raise_if_any(str(checkpoint.folder))
-            weights[name] = load_matrix(checkpoint, stored, device_of(name))
-        done += stored.nbytes
-        if progress is not None:
-            progress(done, total)
-    return {stored.parameter.name: weights[stored.parameter.name] for stored in found}
+        weights[name] = _load_plain(checkpoint, stored, devices[name], config.n_routed_experts, problems)
+        count(stored.nbytes)
+    problems.raise_if_any(str(checkpoint.folder))
+    pieces: defaultdict[torch.device, list[Piece]] = defaultdict(list)
+    for stored in matrices:
+        name = stored.parameter.name
+        weights[name], needed = _unfilled_matrix(checkpoint, stored, devices[name])
+        pieces[devices[name]] += needed
+    transfer(pieces, count)
+    for stored in matrices:
+        _check_global_scale(checkpoint, stored, weights[stored.parameter.name])
+    return {name: weights[name] for name in devices}
 
 
 def load_matrix(
@@ -80,42 +89,59 @@ def load_matrix(
 
     Raises ``UserError`` for a global scale that is not a finite number above 0.
     """
+    weight, pieces = _unfilled_matrix(checkpoint, stored, device, expert)
+    transfer({device: pieces}, lambda _: None)
+    _check_global_scale(checkpoint, stored, weight, expert or 0)
+    return weight
+
+
+def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
+    """Adds up the bytes that the threads of a load report, and shows them one at a time."""
+    lock, done = Lock(), 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+
+    return count
+
+
+def _unfilled_matrix(
+    checkpoint: Checkpoint, stored: StoredParameter, device: torch.device, expert: int | None = None
+) -> tuple[QuantTensor, list[Piece]]:
+    """A matrix, or one ``expert`` of it, whose memory is not filled yet, and the pieces of the files that fill it."""
     format, shape = stored.format, stored.parameter.shape
     assert format is not None
-    experts = range(shape[0]) if stored.parameter.role is Role.EXPERT else range(1)
+    count = shape[0] if stored.parameter.role is Role.EXPERT else 1
+    experts = range(count)
     if expert is not None:
         experts, shape = range(expert, expert + 1), shape[1:]
     tensors: dict[str, Tensor] = {}
+    pieces: list[Piece] = []
     for name, part_shape in packed_shapes(format, shape).items():
         if part_shape is not None:
+            part = stored.parts[name]
+            tensors[name] = torch.empty(part_shape, dtype=_loaded_dtype(format, name, part), device=device)
             # Bytes only: a numeric conversion of E8M0 would destroy the scales (spec §7.1).
-            rows = _load_rows(checkpoint, stored, stored.parts[name], experts, device)
-            tensors[name] = rows.view(_loaded_dtype(format, name, stored.parts[name])).view(part_shape)
-    if format is QuantFormat.NVFP4:
-        _check_global_scale(checkpoint, stored, experts)
-    return QuantTensor(tensors["data"], tensors.get("block_scale"), tensors.get("global_scale"), format, shape)
+            rows = tensors[name].view(-1).view(torch.uint8).view(len(experts), -1).unbind()
+            for index, row in zip(experts, rows, strict=True):
+                pieces.append(Piece(*_byte_range(checkpoint, part, index, count), row))
+    weight = QuantTensor(tensors["data"], tensors.get("block_scale"), tensors.get("global_scale"), format, shape)
+    return weight, pieces
 
 
-def _load_rows(
-    checkpoint: Checkpoint, stored: StoredParameter, part: Part, experts: range, device: torch.device
-) -> Tensor:
-    """The bytes of ``experts`` one after the other, uint8 ``[bytes]``: allocated once, filled tensor by tensor."""
-    target = None
-    for slot, expert in enumerate(experts):
-        source = stored_bytes(checkpoint, part, expert, stored.parameter.shape[0])
-        if target is None:
-            target = torch.empty(len(experts) * source.numel(), dtype=torch.uint8, device=device)
-        target[slot * source.numel() : (slot + 1) * source.numel()].copy_(source)
-    assert target is not None
-    return target
-
-
-def stored_bytes(checkpoint: Checkpoint, part: Part, expert: int, experts: int) -> Tensor:
-    """Bytes of one of ``experts`` in a part, memory-mapped uint8 ``[bytes]``; a plain matrix is expert 0 of 1."""
+def _byte_range(checkpoint: Checkpoint, part: Part, expert: int, experts: int) -> tuple[Path, int]:
+    """Where the bytes of one of ``experts`` of a part begin; a plain matrix is expert 0 of 1."""
     if not part.fused:
-        return checkpoint.read(part.names[expert]).reshape(-1).view(torch.uint8)
-    rows = checkpoint.read(part.names[0]).reshape(-1).view(torch.uint8).view(experts, -1)[expert]
-    return rows if part.half is None else rows.view(2, -1)[part.half]
+        stored = checkpoint.tensors[part.names[expert]]
+        return stored.file, stored.offset
+    stored = checkpoint.tensors[part.names[0]]
+    size = stored.nbytes // experts
+    half = 0 if part.half is None else part.half * (size // 2)
+    return stored.file, stored.offset + expert * size + half
 
 
 def _loaded_dtype(format: QuantFormat, name: str, part: Part) -> torch.dtype:
@@ -124,12 +150,14 @@ def _loaded_dtype(format: QuantFormat, name: str, part: Part) -> torch.dtype:
     return torch.float8_e8m0fnu if format is QuantFormat.MXFP4 else part.dtype
 
 
-def _check_global_scale(checkpoint: Checkpoint, stored: StoredParameter, experts: range) -> None:
-    part = stored.parts["global_scale"]
-    for name in (part.names[expert] for expert in experts):
-        value = float(checkpoint.read(name))
-        if not 0.0 < value < math.inf:
-            raise UserError(f"{checkpoint.folder}: {name}: found {value}, expected a finite number above 0")
+def _check_global_scale(
+    checkpoint: Checkpoint, stored: StoredParameter, weight: QuantTensor | Tensor, first_expert: int = 0
+) -> None:
+    if isinstance(weight, QuantTensor) and weight.global_scale is not None:
+        names = stored.parts["global_scale"].names[first_expert:]
+        for name, value in zip(names, weight.global_scale.reshape(-1).tolist(), strict=False):
+            if not 0.0 < value < math.inf:
+                raise UserError(f"{checkpoint.folder}: {name}: found {value}, expected a finite number above 0")
 
 
 def _load_plain(

@@ -3,8 +3,7 @@
 import re
 from collections import Counter
 
-from dsv4.config import shorten
-from dsv4.errors import UserError
+from dsv4.errors import UserError, shorten
 
 MAX_LISTED = 8
 

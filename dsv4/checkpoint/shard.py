@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint.problems import printable
-from dsv4.config import parse_json_object, shorten
-from dsv4.errors import UserError
+from dsv4.errors import UserError, shorten
+from dsv4.json_object import parse_json_object
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS, MAX_DIMENSION = 8, 2**40

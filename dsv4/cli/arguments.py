@@ -103,13 +103,25 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where there is one"
     )
     group.add_argument("--gpus", type=integer(1, 8), default=1, metavar="N", help="devices to spread the model over")
-    group.add_argument("--parallel", choices=("pipeline", "tensor"), default="pipeline", help="how it is spread")
     group.add_argument(
-        "--ops", choices=("auto", "torch", "cuda"), default="auto", help="the op table; auto: cuda on a CUDA device"
+        "--parallel",
+        choices=("pipeline", "round-robin", "tensor"),
+        default="pipeline",
+        help="contiguous layers balanced by bytes (default), or layer l on device l mod N",
+    )
+    group.add_argument(
+        "--ops",
+        choices=("auto", "torch", "cuda", "cutedsl"),
+        default="auto",
+        help="the op table; auto: cuda on a CUDA device; cutedsl: faster prefill after seconds of import",
     )
     group.add_argument("--kv-dtype", choices=("fp8", "bf16"), default="fp8", help="what the caches hold (default fp8)")
     group.add_argument(
-        "--cuda-graph", nargs="?", choices=("split", "full"), const="full", help="replay captured graphs"
+        "--cuda-graph",
+        nargs="?",
+        choices=("auto", "split", "full"),
+        const="auto",
+        help="decode by replaying captured graphs; auto: the faster mode that reproduces the eager step",
     )
     group.add_argument("--plan", action="store_true", help="print the memory plan and stop")
 
@@ -117,7 +129,9 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
 def add_output_flags(group: argparse._ArgumentGroup) -> None:
     """What is written besides the text."""
     group.add_argument("--json", type=Path, metavar="FILE", help="write texts, token ids, timings and configuration")
-    group.add_argument("--profile", action="store_true", help="time every op and print a table on stderr")
+    group.add_argument(
+        "--profile", action="store_true", help="time every op, or every kernel of a graph; a table on stderr"
+    )
     group.add_argument("--quiet", action="store_true", help="nothing but the text")
 
 
@@ -154,4 +168,5 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         max_context=arguments.max_context,
         prefill_chunk=arguments.prefill_chunk,
         ops=arguments.ops,
+        cuda_graph=arguments.cuda_graph,
     )

@@ -4,8 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dsv4.config import ModelConfig, read_json_object
+from dsv4.config import ModelConfig
 from dsv4.errors import UserError
+from dsv4.json_object import read_json_object
 from dsv4.sampling import SamplingParams
 
 FILE_NAME = "generation_config.json"

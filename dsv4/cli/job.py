@@ -3,8 +3,6 @@
 import argparse
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from dsv4.cli.arguments import engine_config
 from dsv4.cli.generation_defaults import eos_token_ids, read_generation_config, sampling_params
 from dsv4.cli.prompt import Prompt, build_prompt, load_tokenizer
@@ -44,8 +42,6 @@ def prepare(arguments: argparse.Namespace) -> Job:
 
     Without ``--max-context`` the caches hold the prompt and the answer, and at least the engine's default.
     """
-    if arguments.cuda_graph is not None:
-        refuse_cuda_graph(arguments)
     if not arguments.model.is_dir():
         raise UserError(f"--model: {arguments.model}: no such folder")
     model_config = ModelConfig.from_folder(arguments.model)
@@ -65,10 +61,3 @@ def prepare(arguments: argparse.Namespace) -> Job:
         tokenizer,
         prompt,
     )
-
-
-def refuse_cuda_graph(arguments: argparse.Namespace) -> None:
-    """``--cuda-graph`` is accepted, and refused where it cannot be honoured."""
-    if arguments.device == "cpu" or not torch.cuda.is_available():
-        raise UserError(f"--cuda-graph {arguments.cuda_graph}: found no CUDA device to run on, expected one")
-    raise UserError(f"--cuda-graph {arguments.cuda_graph}: not available in this version, which decodes eagerly")

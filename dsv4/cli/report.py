@@ -1,4 +1,4 @@
-"""What a run leaves behind: a summary line, a table of op times, a JSON file."""
+"""What a run leaves behind: a summary line, a profile's table, a JSON file."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import dsv4
+from dsv4.cli.graph_profile import GraphProfile
 from dsv4.cli.job import Job, Outcome
 from dsv4.cli.op_profile import OpProfile
 from dsv4.cli.stream import parse_message, text_of
@@ -18,19 +19,20 @@ from dsv4.engine import Engine, RunStats
 from dsv4.errors import UserError
 
 
-def report(job: Job, outcome: Outcome, profile: OpProfile | None) -> None:
-    """The summary line and the op table on stderr unless ``--quiet``, and the ``--json`` file."""
+def report(job: Job, outcome: Outcome, profile: OpProfile | GraphProfile | None) -> None:
+    """The summary line and the profile's table on stderr unless ``--quiet``, and the ``--json`` file."""
     measured = timing(outcome.load_seconds, outcome.engine.last_run if outcome.engine is not None else None)
     if not job.arguments.quiet:
         if profile is not None:
-            seconds = {"prefill": measured["prefill_seconds"], "decode": measured["decode_seconds"]}
-            print(profile.table(seconds), file=sys.stderr)
-        print(summary_line(measured, outcome.finish_reason), file=sys.stderr)
+            print(profile.table(), file=sys.stderr)
+        print(summary_line(measured, graph_mode(outcome.engine), outcome.finish_reason), file=sys.stderr)
     if job.arguments.json is not None:
         write_json(job.arguments.json, describe(job, outcome, measured, profile))
 
 
-def describe(job: Job, outcome: Outcome, measured: dict[str, Any], profile: OpProfile | None) -> dict[str, Any]:
+def describe(
+    job: Job, outcome: Outcome, measured: dict[str, Any], profile: OpProfile | GraphProfile | None
+) -> dict[str, Any]:
     """The content of the ``--json`` file."""
     prompt, arguments = job.prompt, vars(job.arguments)
     text = text_of(job.tokenizer, (token for token in outcome.token_ids if token not in job.eos_token_ids))
@@ -44,7 +46,8 @@ def describe(job: Job, outcome: Outcome, measured: dict[str, Any], profile: OpPr
         },
         "finish_reason": outcome.finish_reason,
         "timing": measured,
-        "profile": None if profile is None else profile.rows(),
+        "cuda_graph": graph_mode(outcome.engine),
+        "profile": None if profile is None else profile.record(),
         "config": {
             "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in arguments.items()},
             "engine": asdict(job.engine_config),
@@ -79,8 +82,13 @@ def timing(load_seconds: float, stats: RunStats | None) -> dict[str, Any]:
     }
 
 
-def summary_line(measured: dict[str, Any], finish_reason: str) -> str:
-    """One line: prefill tokens and tok/s, decode tokens, ms/token and tok/s, why it ended."""
+def graph_mode(engine: Engine | None) -> str | None:
+    """The mode of the captured graphs that decode, None without."""
+    return None if engine is None or engine.decoder is None else engine.decoder.mode
+
+
+def summary_line(measured: dict[str, Any], mode: str | None, finish_reason: str) -> str:
+    """One line: prefill tokens and tok/s, decode tokens, ms/token and tok/s, mode of the graphs, why it ended."""
     prefill, decode = measured["prefill_tokens_per_second"], measured["decode_tokens_per_second"]
     parts = [f"load {measured['load_seconds']:.1f} s", f"prefill {measured['prefill_tokens']} tokens"]
     if prefill is not None:
@@ -88,6 +96,8 @@ def summary_line(measured: dict[str, Any], finish_reason: str) -> str:
     parts.append(f"decode {measured['decode_tokens']} tokens")
     if decode is not None:
         parts[-1] += f" {measured['decode_ms_per_token']:.1f} ms/token {decode:.1f} tok/s"
+    if mode is not None:
+        parts[-1] += f" (cuda graph {mode})"
     return " · ".join([*parts, finish_reason])
 
 

@@ -105,10 +105,17 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=CHECKPOINT)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
     parser.add_argument("--compute-dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--cuda-graph", choices=["split", "full"], help="decode by replaying captured graphs")
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     arguments = parser.parse_args()
-    config = EngineConfig(device=arguments.device, compute_dtype=arguments.compute_dtype)
+    config = EngineConfig(
+        device=arguments.device,
+        gpus=arguments.gpus,
+        compute_dtype=arguments.compute_dtype,
+        cuda_graph=arguments.cuda_graph,
+    )
     evaluator = Evaluator(arguments.model, config)
     results = []
     for task in arguments.task or mixture.MEASURED_TASKS:

@@ -1,18 +1,20 @@
 """The attention sublayer: low-rank queries, one shared key-value row, compressor, indexer, grouped output (spec §3)."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4.config import CSA_RATIO, ModelConfig
-from dsv4.layers.compressor import PROJECTIONS, Compressor
+from dsv4.layers.compressor import PROJECTIONS, compressor_weights
 from dsv4.layers.indexer import Indexer
 from dsv4.layers.weights import WeightReader
 from dsv4.ops import Ops
 from dsv4.ops.attention import KeySet
-from dsv4.ops.compressor import CompressedState
+from dsv4.ops.compressor import CompressedState, CompressorWeights
 from dsv4.ops.linear import RowList
+from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm
 from dsv4.ops.rope import layer_inv_freq
 from dsv4.quant import Weight
 
@@ -26,9 +28,20 @@ class AttentionState:
     index: CompressedState | None
 
 
+class Projections(NamedTuple):
+    """What attention reads of its input: queries ``[T, H·D]``, key-value row ``[T, D]``, and by ratio the compressors'
+    products (float32, in the order of ``Attention.input_rows``) and the indexer's queries.
+    """
+
+    q_TN: Tensor
+    kv_TD: Tensor
+    compressor_inputs: tuple[Tensor, ...]
+    index_queries: tuple[Tensor, ...]
+
+
 @dataclass(frozen=True)
 class Attention:
-    """One layer's attention. ``compressor`` is None for ratio 0, ``indexer`` for every ratio but 4.
+    """One layer's attention. ``compressors``: none for ratio 0, else the main one, and for ratio 4 the ``indexer``'s.
 
     ``input_rows``: wq_a, wkv, then the compressor's projections, the indexer's compressor's and its weights_proj.
     ``query_rows``: wq_b, then the indexer's wq_b.
@@ -36,15 +49,14 @@ class Attention:
 
     ops: Ops
     config: ModelConfig
-    inv_freq: Tensor
     input_rows: RowList
     q_norm: Tensor
     query_rows: RowList
-    kv_norm: Tensor
+    norm: QueryKeyNorm
     sink_H: Tensor
     wo_a: Weight
     wo_b: Weight
-    compressor: Compressor | None
+    compressors: tuple[CompressorWeights, ...]
     indexer: Indexer | None
 
     @classmethod
@@ -53,63 +65,71 @@ class Attention:
     ) -> "Attention":
         sink_H = weights.vector("attn_sink")
         inv_freq = layer_inv_freq(config, ratio).to(sink_H.device)
-        compressor = indexer = None
+        compressors: list[CompressorWeights] = []
+        indexer = None
         float32_rows: list[str] = []
         queries = ["wq_b.weight"]
         if ratio:
-            below = weights.below("compressor")
-            compressor = Compressor.build(config, below, ops, ratio, inv_freq, compute_dtype, rotate_keys=False)
+            main = weights.below("compressor")
+            compressors.append(compressor_weights(config, main, ratio, inv_freq, compute_dtype, rotate_keys=False))
             float32_rows += [f"compressor.{name}" for name in PROJECTIONS]
         if ratio == CSA_RATIO:
-            indexer = Indexer.build(config, weights.below("indexer"), ops, inv_freq, compute_dtype)
+            keys = weights.below("indexer.compressor")
+            compressors.append(compressor_weights(config, keys, ratio, inv_freq, compute_dtype, rotate_keys=True))
+            indexer = Indexer(ops, config)
             float32_rows += [f"indexer.compressor.{name}" for name in PROJECTIONS] + ["indexer.weights_proj.weight"]
             queries.append("indexer.wq_b.weight")
         inputs = ["wq_a.weight", "wkv.weight", *float32_rows]
         return cls(
             ops,
             config,
-            inv_freq,
             input_rows=weights.row_list(inputs, [None, None, *[torch.float32] * len(float32_rows)]),
             q_norm=weights.vector("q_norm.weight"),
             query_rows=weights.row_list(queries, [None] * len(queries)),
-            kv_norm=weights.vector("kv_norm.weight"),
+            norm=QueryKeyNorm(weights.vector("kv_norm.weight"), inv_freq, config.rms_norm_eps),
             sink_H=sink_H,
             wo_a=weights.matrix("wo_a.weight"),
             wo_b=weights.matrix("wo_b.weight"),
-            compressor=compressor,
+            compressors=tuple(compressors),
             indexer=indexer,
         )
 
-    def __call__(self, x_TE: Tensor, positions_T: Tensor, state: AttentionState) -> Tensor:
-        """x ``[T, E]`` (attn_norm output) at int64 ``positions`` ``[T]`` → ``[T, E]``; updates ``state``."""
-        eps = self.config.rms_norm_eps
+    def project(self, x_TE: Tensor) -> Projections:
+        """x ``[T, E]`` (attn_norm output): everything that does not depend on the position or on ``AttentionState``."""
         low_rank_TR, kv_TD, *compressor_inputs = self.ops.linear_rows(x_TE, self.input_rows)
-        q_TN, *index_queries = self.ops.linear_rows(low_rank_TR, self.query_rows, self.q_norm, eps)
-        q_THD = q_TN.unflatten(-1, (-1, self.config.head_dim))
-        q_THD = self.ops.query_rope(q_THD, positions_T, self.inv_freq, eps)
-        self.ops.kv_write(kv_TD, self.kv_norm, positions_T, self.inv_freq, state.keys.ring, eps)
-        selected_TK = self._compressed_keys(compressor_inputs, index_queries, positions_T, state)
-        o_THD = self.ops.sparse_attention(q_THD, state.keys, selected_TK, self.sink_H, positions_T, self.inv_freq)
+        q_TN, *index_queries = self.ops.linear_rows(low_rank_TR, self.query_rows, self.q_norm, self.config.rms_norm_eps)
+        return Projections(q_TN, kv_TD, tuple(compressor_inputs), tuple(index_queries))
+
+    def attend(self, projections: Projections, positions_T: Tensor, state: AttentionState) -> Tensor:
+        """The sublayer's result ``[T, E]`` at int64 ``positions`` ``[T]``; updates ``state``."""
+        q_THD, index_TID = self.ops.prepare_attention(
+            self._queries(projections),
+            projections.kv_TD,
+            positions_T,
+            self.norm,
+            state.keys.ring,
+            self._compressions(projections.compressor_inputs, state),
+        )
+        selected_TK = None
+        if self.indexer is not None:
+            assert index_TID is not None
+            assert state.index is not None
+            selected_TK = self.indexer(index_TID, projections.compressor_inputs[-1], positions_T, state.index)
+        o_THD = self.ops.sparse_attention(q_THD, state.keys, selected_TK, self.sink_H, positions_T, self.norm.inv_freq)
         o_TGK = o_THD.flatten(1).unflatten(1, (self.config.o_groups, -1))
         return self.ops.linear(self.ops.grouped_linear(o_TGK, self.wo_a).flatten(1), self.wo_b)
 
-    def _compressed_keys(
-        self,
-        compressor_inputs: list[Tensor],
-        index_queries: list[Tensor],
-        positions_T: Tensor,
-        state: AttentionState,
-    ) -> Tensor | None:
-        """Emits compressed entries that these tokens complete; returns the selection of a CSA layer, else None."""
-        if self.compressor is None:
-            return None
-        assert state.compressed is not None
-        kv_TW, score_TW, *indexer_inputs = compressor_inputs
-        self.compressor(kv_TW, score_TW, positions_T, state.compressed)
+    def _queries(self, projections: Projections) -> Queries:
+        q_THD = projections.q_TN.unflatten(-1, (-1, self.config.head_dim))
         if self.indexer is None:
-            return None
-        assert state.index is not None
-        index_kv_TW, index_score_TW, weight_TI = indexer_inputs
-        self.indexer.compressor(index_kv_TW, index_score_TW, positions_T, state.index)
-        (index_q_TN,) = index_queries
-        return self.indexer(index_q_TN, weight_TI, positions_T, state.index)
+            return Queries(q_THD, None)
+        (index_q_TN,) = projections.index_queries
+        return Queries(q_THD, index_q_TN.unflatten(-1, (-1, self.config.index_head_dim)))
+
+    def _compressions(self, inputs: tuple[Tensor, ...], state: AttentionState) -> tuple[Compression, ...]:
+        """``inputs`` are the two products of each compressor, then in a CSA layer the index head weights."""
+        found, caches = [], (state.compressed, state.index)
+        for weights, cache, kv_TW, score_TW in zip(self.compressors, caches, inputs[::2], inputs[1::2], strict=False):
+            assert cache is not None
+            found.append(Compression(kv_TW, score_TW, weights, cache))
+        return tuple(found)

@@ -1,6 +1,7 @@
 """The mHC seams around a sublayer."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,14 +11,31 @@ from dsv4.ops import Ops
 from dsv4.ops.hyper_connection import HcWeights
 
 
-@dataclass(frozen=True)
-class HyperConnection:
-    """Collapses the streams for one sublayer (with its RMSNorm) and mixes the result back. ``sublayer``: "attn" or
-    "ffn".
+class Residual(NamedTuple):
+    """The streams ``[T, M, E]`` before a sublayer, and post ``[T, M]`` and comb ``[T, M, M]``, which say how its result
+    goes back into them.
     """
 
+    streams_TME: Tensor
+    post_TM: Tensor
+    comb_TMM: Tensor
+
+
+class Unmixed(NamedTuple):
+    """A sublayer's result y ``[T, E]`` that is not in the streams yet: the next seam mixes it in and goes on in one
+    launch.
+    """
+
+    y_TE: Tensor
+    residual: Residual
+
+
+@dataclass(frozen=True)
+class HyperConnection:
+    """Collapses the streams for one sublayer (with its RMSNorm). ``sublayer``: "attn" or "ffn"."""
+
     ops: Ops
-    mix: HcWeights
+    weights: HcWeights
     norm: Tensor
 
     @classmethod
@@ -32,16 +50,15 @@ class HyperConnection:
         )
         return cls(ops, mix, weights.vector(f"{sublayer}_norm.weight"))
 
-    def pre(self, streams_TME: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(normalised sublayer input ``[T, E]``, post ``[T, M]``, comb ``[T, M, M]``)."""
-        return self.ops.hc_pre(streams_TME, self.mix, self.norm)
+    def enter(self, incoming: Tensor | Unmixed) -> tuple[Tensor, Residual]:
+        """Streams, or what the sublayer before this one left unmixed → normalised input x ``[T, E]`` and residual."""
+        if isinstance(incoming, Unmixed):
+            streams_TME, x_TE, *mixing = self.ops.hc_seam(incoming.y_TE, *incoming.residual, self.weights, self.norm)
+        else:
+            streams_TME = incoming
+            x_TE, *mixing = self.ops.hc_pre(streams_TME, self.weights, self.norm)
+        return x_TE, Residual(streams_TME, *mixing)
 
-    def seam(
-        self, y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``post`` of the sublayer before this one and ``pre`` of this one: (streams, x, post, comb)."""
-        return self.ops.hc_seam(y_TE, streams_TME, post_TM, comb_TMM, self.mix, self.norm)
-
-    def post(self, y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor) -> Tensor:
-        """The streams ``[T, M, E]`` after the sublayer; ``streams_TME`` are those before ``pre``."""
-        return self.ops.hc_post(y_TE, streams_TME, post_TM, comb_TMM)
+    def mix(self, unmixed: Unmixed) -> Tensor:
+        """The streams ``[T, M, E]`` after the sublayer."""
+        return self.ops.hc_post(unmixed.y_TE, *unmixed.residual)

@@ -15,16 +15,13 @@ from torch import Tensor
 
 from dsv4.errors import UserError
 from dsv4.ops.attention import sparse_attention
-from dsv4.ops.compressor import compress
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre, hc_seam
-from dsv4.ops.indexer import index_query, index_select
-from dsv4.ops.kv_write import kv_write
+from dsv4.ops.indexer import index_select
 from dsv4.ops.linear import RowList, decode_rows, decode_weight, grouped_linear, linear, linear_rows
 from dsv4.ops.moe import moe
-from dsv4.ops.norm import rms_norm
-from dsv4.ops.rope import query_rope
-from dsv4.ops.router import route_hash, route_learned
+from dsv4.ops.prepare_attention import Queries, prepare_attention
 from dsv4.ops.sampling import argmax_token, sample_token
+from dsv4.ops.token_ring import store_token
 from dsv4.quant import QuantTensor, Weight
 
 
@@ -32,8 +29,8 @@ from dsv4.quant import QuantTensor, Weight
 class Ops:
     """Signatures, shapes and meanings are those of the torch functions of the same names in ``dsv4.ops``.
 
-    ``pack_weight`` turns a stored weight into the layout that this table's ``linear``, ``grouped_linear``,
-    ``route_*`` and ``moe`` read, ``pack_rows`` several into the list that ``linear_rows`` reads. Every layout has
+    ``pack_weight`` turns a stored weight into the layout that this table's ``linear``, ``grouped_linear`` and
+    ``moe`` read, ``pack_rows`` several into the list that ``linear_rows`` reads. Every layout has
     ``dequantize()`` and ``shape``, so the torch ops accept any of them. Norm weights, biases, sinks and positional
     biases are float32.
     """
@@ -43,37 +40,35 @@ class Ops:
     linear: Callable[..., Tensor]
     linear_rows: Callable[..., tuple[Tensor, ...]]
     grouped_linear: Callable[..., Tensor]
-    rms_norm: Callable[..., Tensor]
-    query_rope: Callable[..., Tensor]
     hc_pre: Callable[..., tuple[Tensor, Tensor, Tensor]]
     hc_seam: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     hc_post: Callable[..., Tensor]
     hc_head: Callable[..., Tensor]
-    kv_write: Callable[..., None]
-    compress: Callable[..., None]
-    index_query: Callable[..., Tensor]
+    prepare_attention: Callable[..., Queries]
     index_select: Callable[..., Tensor]
     sparse_attention: Callable[..., Tensor]
-    route_learned: Callable[..., tuple[Tensor, Tensor]]
-    route_hash: Callable[..., tuple[Tensor, Tensor]]
     moe: Callable[..., Tensor]
     argmax_token: Callable[..., Tensor]
     sample_token: Callable[..., Tensor]
+    store_token: Callable[..., None]
 
 
-TableName = Literal["torch", "cuda"]
+TableName = Literal["torch", "cuda", "cutedsl"]
 
 
 def op_table(name: TableName) -> Ops:
-    """``TORCH``, or ``CUDA`` of ``dsv4.ops.cuda``, which needs cuda-core and is imported only when asked for.
+    """``TORCH``, or ``CUDA`` or ``CUTEDSL`` of ``dsv4.ops.cuda``, which is imported only when asked for.
 
-    Raises ``UserError`` when cuda-core is not installed.
+    Raises ``UserError`` when a table's packages (cuda-core, nvidia-cutlass-dsl) are not installed.
     """
     if name == "torch":
         return TORCH
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         raise UserError("--ops: the CUDA ops need cuda-core, found none: pip install dsv4[cuda], or --ops torch")
-    return importlib.import_module("dsv4.ops.cuda").CUDA
+    if name == "cutedsl" and importlib.util.find_spec("nvidia_cutlass_dsl") is None:
+        raise UserError("--ops: cutedsl needs nvidia-cutlass-dsl, found none: pip install dsv4[cuda], or --ops cuda")
+    tables = importlib.import_module("dsv4.ops.cuda")
+    return tables.CUTEDSL if name == "cutedsl" else tables.CUDA
 
 
 def swap_ops(table: Ops, swaps: Mapping[str, TableName]) -> Ops:
@@ -94,20 +89,15 @@ TORCH = Ops(
     linear=linear,
     linear_rows=linear_rows,
     grouped_linear=grouped_linear,
-    rms_norm=rms_norm,
-    query_rope=query_rope,
     hc_pre=hc_pre,
     hc_seam=hc_seam,
     hc_post=hc_post,
     hc_head=hc_head,
-    kv_write=kv_write,
-    compress=compress,
-    index_query=index_query,
+    prepare_attention=prepare_attention,
     index_select=index_select,
     sparse_attention=sparse_attention,
-    route_learned=route_learned,
-    route_hash=route_hash,
     moe=moe,
     argmax_token=argmax_token,
     sample_token=sample_token,
+    store_token=store_token,
 )

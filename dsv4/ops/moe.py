@@ -1,14 +1,12 @@
 """Mixture of experts: routed experts and the shared expert, clamped SwiGLU (spec §5.2)."""
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 import torch
 from torch import Tensor
 
-from dsv4.quant import Weight
-
-AnyWeight = TypeVar("AnyWeight", bound=Weight)
+from dsv4.ops.router import AnyWeight, Router, route
 
 
 @dataclass(frozen=True)
@@ -21,6 +19,19 @@ class ExpertWeights(Generic[AnyWeight]):
 
 
 def moe(
+    x_TE: Tensor,
+    tokens_T: Tensor,
+    router: Router,
+    experts: ExpertWeights,
+    shared: ExpertWeights,
+    limit: float,
+) -> Tensor:
+    """Routes x ``[T, E]``, the hidden states of the token ids int64 ``[T]``, and returns ``expert_sum`` ``[T, E]``."""
+    ids_TP, weights_TP = route(x_TE, tokens_T, router)
+    return expert_sum(x_TE, ids_TP, weights_TP, experts, shared, limit)
+
+
+def expert_sum(
     x_TE: Tensor, ids_TP: Tensor, weights_TP: Tensor, experts: ExpertWeights, shared: ExpertWeights, limit: float
 ) -> Tensor:
     """Σ_p expert(ids_p, x, weight_p) + shared(x): ``[T, E]`` in the dtype of x, summed in float32, expert order

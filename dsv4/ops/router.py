@@ -1,9 +1,34 @@
 """Router: which P experts a token goes to and with what weights (spec §5.1)."""
 
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
 import torch
 from torch import Tensor
 
 from dsv4.quant import Weight
+
+AnyWeight = TypeVar("AnyWeight", bound=Weight)
+
+
+@dataclass(frozen=True)
+class Router(Generic[AnyWeight]):
+    """``gate`` ``[X, E]``. ``selection``: the bias float32 ``[X]`` of a learned router, or, if ``hashed``, the table
+    int64 ``[V, P]`` of the experts of every token id. The weights of a token sum to ``scaling``.
+    """
+
+    gate: AnyWeight
+    selection: Tensor
+    hashed: bool
+    experts_per_token: int
+    scaling: float
+
+
+def route(x_TE: Tensor, tokens_T: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """``route_hash`` or ``route_learned``, which does not look at the token ids int64 ``[T]``."""
+    if router.hashed:
+        return route_hash(x_TE, router.gate, router.selection, tokens_T, router.scaling)
+    return route_learned(x_TE, router.gate, router.selection, router.experts_per_token, router.scaling)
 
 
 def route_learned(

@@ -77,8 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="plain text that both sides read")
     parser.add_argument("--random-tokens", type=int, metavar="N", help="N random token ids instead of a prompt")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--ops", choices=("auto", "torch", "cuda"), default="auto")
+    parser.add_argument("--ops", choices=("auto", "torch", "cuda", "cutedsl"), default="auto")
     parser.add_argument("--chunk", type=int, default=DEFAULT_CHUNK, help="tokens per forward; up to 8: decode kernels")
+    parser.add_argument("--cuda-graph", choices=("split", "full"), help="replayed steps, token by token")
     parser.add_argument("--swap", action="append", default=[], metavar="OP=TABLE", help="e.g. moe=torch; repeatable")
     parser.add_argument("--reference", choices=("torch", "transformers"), default="torch")
     parser.add_argument("--reference-device", choices=("auto", "cpu", "cuda"), default="cpu")
@@ -121,12 +122,15 @@ def run(options: argparse.Namespace) -> tuple[list[Agreement], dict[str, Any]]:
         compute_dtype=options.compute_dtype,
         max_context=room,
         prefill_chunk=options.chunk,
+        cuda_graph=options.cuda_graph,
     )
     found, kinds = engine_trace(options.model, token_ids, config, parse_swaps(options.swap))
     if options.reference == "transformers":
         reference = transformers_trace(options.model, token_ids)
     else:
-        torch_config = replace(config, device=options.reference_device, ops="torch", prefill_chunk=DEFAULT_CHUNK)
+        torch_config = replace(
+            config, device=options.reference_device, ops="torch", prefill_chunk=DEFAULT_CHUNK, cuda_graph=None
+        )
         reference, _ = engine_trace(options.model, token_ids, torch_config, {})
     rows = compare(found, reference, kinds)
     same = [int(row.argmax()) for row in found["logits"]] == [int(row.argmax()) for row in reference["logits"]]

@@ -4,14 +4,17 @@ transformers.
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsv4.checkpoint import Dialect
 from dsv4.checkpoint.export import export
 from dsv4.config import EngineConfig
+from dsv4.decode import CUDAGraphDecoder, Mode
 from dsv4.engine import Engine
 from dsv4.errors import UserError
 from dsv4.ops import TableName, swap_ops
@@ -22,10 +25,31 @@ Trace = dict[str, Any]
 def engine_trace(
     model: Path, token_ids: list[int], config: EngineConfig, swaps: Mapping[str, TableName]
 ) -> tuple[Trace, list[str]]:
-    """``Engine.trace`` of a fresh engine with some ops swapped, and the kind of every layer (SWA, CSA, HCA)."""
-    engine = Engine.load(model, config, wrap_ops=lambda table: swap_ops(table, swaps))
-    kinds = {0: "SWA", 4: "CSA", 128: "HCA"}
-    return engine.trace(token_ids), [kinds[ratio] for ratio in engine.config.compress_ratios]
+    """``Engine.trace`` of a fresh engine with some ops swapped, and the kind of every layer (SWA, CSA, HCA).
+
+    With ``config.cuda_graph`` "split" or "full" it is the trace of that mode's replays, token by token.
+    """
+    eager = replace(config, cuda_graph=None)
+    engine = Engine.load(model, eager, wrap_ops=lambda table: swap_ops(table, swaps))
+    kinds = [{0: "SWA", 4: "CSA", 128: "HCA"}[ratio] for ratio in engine.config.compress_ratios]
+    if config.cuda_graph is None or config.cuda_graph == "auto":
+        return engine.trace(token_ids), kinds
+    return graph_trace(engine, token_ids, config.cuda_graph), kinds
+
+
+def graph_trace(engine: Engine, token_ids: list[int], mode: Mode) -> Trace:
+    """What ``Engine.trace`` gives, of replayed steps of one token on a fresh sequence."""
+    decoder = CUDAGraphDecoder(engine.model, engine.state, engine.ops, mode, engine.max_context, keep_streams=True)
+    engine.reset()
+    decoder.capture()
+    step = decoder.step
+    assert step is not None
+    steps: list[list[Tensor]] = []
+    for position, token in enumerate(token_ids):
+        decoder.replay(token, position)
+        steps.append([tensor.cpu() for tensor in (*step.block_streams, step.hidden_TE, step.logits)])
+    *layers, final, logits = (torch.cat(parts) for parts in zip(*steps, strict=True))
+    return {"layers": layers, "final": final, "logits": logits}
 
 
 def transformers_trace(model: Path, token_ids: list[int]) -> Trace:

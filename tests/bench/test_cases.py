@@ -18,7 +18,15 @@ def all_cases() -> list[OpCase]:
 
 def test_the_main_ops_have_cases() -> None:
     ops = {case.op for case in all_cases()}
-    assert {"linear", "moe", "sparse_attention", "index_select", "compress", "hc_seam", "argmax_token"} <= ops, ops
+    assert {
+        "linear",
+        "moe",
+        "sparse_attention",
+        "index_select",
+        "prepare_attention",
+        "hc_seam",
+        "argmax_token",
+    } <= ops, ops
 
 
 def test_names_are_unique_and_counts_positive() -> None:

@@ -71,7 +71,7 @@ def as_bytes(weight: QuantTensor | Tensor | None) -> list[tuple[Any, ...]]:
         return []
     if isinstance(weight, QuantTensor):
         return [part for one in (weight.data, weight.block_scale, weight.global_scale) for part in as_bytes(one)]
-    return [(weight.dtype, tuple(weight.shape), weight.reshape(-1).view(torch.uint8).numpy().tobytes())]
+    return [(weight.dtype, tuple(weight.shape), weight.reshape(-1).view(torch.uint8).cpu().numpy().tobytes())]
 
 
 def same_tensors(left: Tensors, right: Tensors) -> bool:

@@ -1,7 +1,6 @@
 """Strict loading of every layout and dialect: the right bytes, or one line with everything that is wrong."""
 
 import logging
-import weakref
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,12 @@ from dsv4.checkpoint import (
     open_checkpoint,
     synthetic_weights,
     tiny_config,
+    transfer,
     write_synthetic,
 )
-from dsv4.checkpoint.shard import StoredTensor
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
-from dsv4.parameters import Role, parameters
+from dsv4.parameters import Role, layer_of, parameters
 from dsv4.quant import QuantFormat, QuantTensor
 from tests.checkpoint.folders import CPU, Tensors, as_bytes, changed_copy, config_of, load, matrix, read_tensors
 
@@ -178,35 +177,38 @@ def test_mtp_that_is_not_there_cannot_be_asked_for(tmp_path: Path) -> None:
         load(tmp_path / "x", mtp="classic")
 
 
-def test_device_of_places_every_parameter_and_progress_ends_at_the_total(native: Path) -> None:
+def test_device_of_is_asked_once_and_progress_ends_at_the_total(native: Path) -> None:
+    """Of two devices, which are the CPU under two names."""
     checkpoint, seen, asked = open_checkpoint(native), [], []
 
     def device_of(name: str) -> torch.device:
         asked.append(name)
-        return torch.device("meta" if name.startswith("layers.") and ".experts." in name else "cpu")
+        return torch.device("cpu:1") if name.startswith("layers.1.") else CPU
 
     weights = load_weights(
         checkpoint, config_of(checkpoint), device_of=device_of, progress=lambda *state: seen.append(state)
     )
     assert sorted(asked) == sorted(weights)
-    assert weights["layers.0.ffn.experts.w1.weight"].device.type == "meta"
+    for name, expected in load(native).items():
+        assert as_bytes(weights[name]) == as_bytes(expected), name
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == seen[-1][1] == sum(weight.nbytes for weight in weights.values())
 
 
-def test_loading_keeps_one_tensor_of_the_files_in_memory(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, live, most = index.map_tensor, weakref.WeakSet(), 0
+@pytest.mark.gpu
+def test_every_gpu_gets_the_bytes_of_the_files(nvfp4_experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through staging buffers that are smaller than most tensors."""
+    monkeypatch.setattr(transfer, "STAGING_BYTES", 1000)
+    checkpoint, count = open_checkpoint(nvfp4_experts), torch.cuda.device_count()
 
-    def watched(stored: StoredTensor) -> Tensor:
-        nonlocal most
-        tensor = original(stored)
-        live.add(tensor)
-        most = max(most, len(live))
-        return tensor
+    def device_of(name: str) -> torch.device:
+        layer = layer_of(name)
+        return torch.device("cuda", 0 if layer is None else layer % count)
 
-    monkeypatch.setattr(index, "map_tensor", watched)
-    load(native)
-    assert 1 <= most <= 2
+    weights = load_weights(checkpoint, config_of(checkpoint), device_of=device_of)
+    assert {name: weight.device for name, weight in weights.items()} == {name: device_of(name) for name in weights}
+    for name, expected in load(nvfp4_experts).items():
+        assert as_bytes(weights[name]) == as_bytes(expected), name
 
 
 def test_describe_reads_no_tensor(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +224,19 @@ def test_describe_raises_like_loading(native: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(changed_copy(native, tmp_path / "x", edit))
     with pytest.raises(UserError, match=r"1 missing: norm.weight"):
         describe(checkpoint, config_of(checkpoint))
+
+
+def test_file_that_shrinks_during_the_load_is_one_line(native: Path, tmp_path: Path) -> None:
+    folder = changed_copy(native, tmp_path / "x")
+    checkpoint = open_checkpoint(folder)
+    small = sum(one.nbytes for one in describe(checkpoint, config_of(checkpoint)) if one.format is None)
+
+    def shrink(done: int, total: int) -> None:
+        if done == small:
+            (folder / "model.safetensors").write_bytes(b"")
+
+    with pytest.raises(UserError, match=r"model.safetensors: truncated: found \d+ bytes, expected at least \d+$"):
+        load_weights(checkpoint, config_of(checkpoint), device_of=lambda _: CPU, progress=shrink)
 
 
 def test_loaded_weights_do_not_depend_on_the_folder(native: Path, tmp_path: Path) -> None:

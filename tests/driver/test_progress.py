@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from dsv4.cli.progress import BAR_CELLS, ERASE_LINE, ProgressBar
+from dsv4.cli.progress import BAR_CELLS, ERASE_LINE, GIGABYTES, TOKENS, ProgressBar, Unit
 
 
 @pytest.fixture
@@ -16,13 +16,35 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_draws_the_share_that_is_done(clock: list[float]) -> None:
     out = io.StringIO()
-    ProgressBar("load", out, enabled=True)(1, 4)
-    assert out.getvalue() == f"{ERASE_LINE}load {'━' * (BAR_CELLS // 4)}{'─' * (BAR_CELLS * 3 // 4)}  25 %"
+    ProgressBar("load", GIGABYTES, out, True)(10**9, 4 * 10**9)
+    bar = "━" * (BAR_CELLS // 4) + "─" * (BAR_CELLS * 3 // 4)
+    assert out.getvalue() == f"{ERASE_LINE}load {bar}  25 %  1.0 of 4.0 GB"
+
+
+def test_rate_is_that_since_the_first_call(clock: list[float]) -> None:
+    """What comes before the first report (opening files, compiling kernels) is not part of it."""
+    lines = []
+    for unit, scale in ((GIGABYTES, 10**9), (TOKENS, 1000)):
+        out = io.StringIO()
+        bar = ProgressBar("x", unit, out, True)
+        for clock[0], done in ((10.0, 1), (12.0, 8)):
+            bar(done * scale, 10 * scale)
+        lines.append(out.getvalue().rpartition("%")[2])
+    assert lines == ["  8.0 of 10.0 GB  3.5 GB/s", "  8,000 of 10,000 tok  3,500 tok/s"]
+
+
+@pytest.mark.parametrize(("unit", "most"), [(GIGABYTES, 900 * 10**9), (TOKENS, 1 << 20)])
+def test_line_fits_a_terminal(clock: list[float], unit: Unit, most: int) -> None:
+    out = io.StringIO()
+    bar = ProgressBar("prefill", unit, out, True)
+    for clock[0], done in ((0.0, 0), (40.0, most)):
+        bar(done, most)
+    assert len(out.getvalue().rpartition(ERASE_LINE)[2]) < 80
 
 
 def test_draws_at_most_ten_times_a_second(clock: list[float]) -> None:
     out = io.StringIO()
-    bar = ProgressBar("load", out, enabled=True)
+    bar = ProgressBar("load", GIGABYTES, out, True)
     for clock[0] in (0.0, 0.05, 0.15):
         bar(1, 2)
     assert out.getvalue().count("load") == 2
@@ -30,7 +52,7 @@ def test_draws_at_most_ten_times_a_second(clock: list[float]) -> None:
 
 def test_line_is_erased_at_the_end_also_after_an_error() -> None:
     out = io.StringIO()
-    bar = ProgressBar("load", out, enabled=True)
+    bar = ProgressBar("load", GIGABYTES, out, True)
 
     def fail() -> None:
         with bar:
@@ -45,6 +67,6 @@ def test_line_is_erased_at_the_end_also_after_an_error() -> None:
 @pytest.mark.parametrize(("enabled", "total"), [(False, 4), (True, 0)])
 def test_writes_nothing_without_a_terminal_or_work(enabled: bool, total: int) -> None:
     out = io.StringIO()
-    with ProgressBar("load", out, enabled) as bar:
+    with ProgressBar("load", GIGABYTES, out, enabled) as bar:
         bar(0, total)
     assert out.getvalue() == ""

@@ -13,7 +13,7 @@ def test_rates_follow_from_tokens_and_seconds() -> None:
     measured = timing(1.5, RunStats(100, 2.0, 40, 0.5, "stop"))
     assert measured["prefill_tokens_per_second"] == 50.0
     assert (measured["decode_ms_per_token"], measured["decode_tokens_per_second"]) == (12.5, 80.0)
-    assert summary_line(measured, "stop") == (
+    assert summary_line(measured, None, "stop") == (
         "load 1.5 s · prefill 100 tokens 50.0 tok/s · decode 40 tokens 12.5 ms/token 80.0 tok/s · stop"
     )
 
@@ -22,7 +22,9 @@ def test_rates_follow_from_tokens_and_seconds() -> None:
 def test_what_was_not_measured_has_no_rate(stats: RunStats | None) -> None:
     measured = timing(0.0, stats)
     assert measured["decode_ms_per_token"] is None
-    assert summary_line(measured, "interrupted") == "load 0.0 s · prefill 0 tokens · decode 0 tokens · interrupted"
+    assert (
+        summary_line(measured, None, "interrupted") == "load 0.0 s · prefill 0 tokens · decode 0 tokens · interrupted"
+    )
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:

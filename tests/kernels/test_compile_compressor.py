@@ -6,9 +6,9 @@ from dsv4.kernels.cuda.loader import ARCHITECTURES, Defines, compile_source
 from tests.kernels.sass import count, disassemble, resources
 
 VARIANTS: tuple[tuple[str, Defines], ...] = (
-    ("compressor", (("RATIO", 4), ("GROUPS", 1))),
-    ("compressor", (("RATIO", 128), ("GROUPS", 8))),
-    ("index_query", (("WIDTH", 128),)),
+    ("compressor", (("RATIO", 4), ("GROUPS", 1), ("BLOCKS", 1))),
+    ("compressor", (("RATIO", 128), ("GROUPS", 8), ("BLOCKS", 8))),
+    ("index_query", (("WIDTH", 128), ("ROPE", 64))),
     ("index_scores", (("HEADS", 64), ("FP8", 1))),
     ("top_k", (("CLUSTER", 8), ("THREADS", 1024), ("STRIPS", 4))),
     ("top_k", (("CLUSTER", 1), ("THREADS", 512), ("STRIPS", 8))),

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from dsv4.kernels.cuda.linear_plan import Tuning
+from dsv4.kernels.cuda.linear_plan import LinearPlan, Tuning
 from dsv4.kernels.cuda.loader import ARCHITECTURES, Defines, compile_source
 from tests.kernels.sass import count, disassemble, resources
 
@@ -16,15 +16,9 @@ def defines(first: int, second: int, tokens: int, norm: bool, ragged: bool) -> D
     return (
         ("FORMAT0", first),
         ("FORMAT1", second),
-        ("PADDED_TOKENS", tokens),
         ("FUSED_NORM", int(norm)),
-        ("RAGGED_K", int(ragged)),
-        ("WARPS", tuning.warps),
-        ("DEPTH", tuning.depth),
         ("MIN_BLOCKS", tuning.min_blocks),
-        ("PREFETCH_MB", tuning.prefetch_megabytes),
-        ("CLUSTER", 4 if tokens == 8 else 1),
-        ("ROTATE", tuning.rotate),
+        *LinearPlan(tokens, 4 if tokens == 8 else 1, (1,), 0, 0, 0, 0, ragged, tuning).defines,
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsv4.kernels.cuda.linear_plan import MAX_SLICES, plan_linear
+from dsv4.kernels.cuda.linear_plan import MAX_SLICES, ProductShape, plan_linear
 from dsv4.quant import QuantFormat
 
 NVFP4, MXFP4, FP8, BF16 = QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16
@@ -35,7 +35,7 @@ def test_plan_fits_the_machine(
     groups: int,
     tokens: int,
 ) -> None:
-    plan = plan_linear(formats, tiles, columns, groups, tokens, 132)
+    plan = plan_linear(ProductShape(formats, tiles, columns, groups), tokens, 132)
     assert tokens <= plan.padded_tokens <= 8
     assert plan.shared_bytes <= SHARED_PER_BLOCK - 4096
     assert all(0 < clusters <= count for clusters, count in zip(plan.clusters, tiles, strict=True))
@@ -47,14 +47,14 @@ def test_plan_fits_the_machine(
     # Every block of a cluster has a slice: one without would not wait for the kernel before.
     assert plan.cluster == 1 or -(-columns // plan.slice_columns) == plan.cluster
     if tiles != (20000,):
-        assert plan.cluster * (groups * plan.clusters[0] + sum(plan.clusters[1:])) <= 132
+        assert plan.blocks(groups) <= 132
     if columns <= 2048 and tiles[0] > 1000:
         assert plan.cluster == 1
 
 
 def test_blocks_share_the_work_evenly() -> None:
     def busiest(formats: tuple[QuantFormat, ...], tiles: tuple[int, ...]) -> list[int]:
-        plan = plan_linear(formats, tiles, 7168, 1, 1, 132)
+        plan = plan_linear(ProductShape(formats, tiles, 7168), 1, 132)
         return [-(-count // clusters) for count, clusters in zip(tiles, plan.clusters, strict=True)]
 
     assert busiest((BF16,), (8080,)) == [62]
@@ -64,12 +64,13 @@ def test_blocks_share_the_work_evenly() -> None:
 
 
 def test_a_cluster_shares_activations_that_one_block_cannot_hold() -> None:
-    assert plan_linear((FP8,), (448,), 16384, 1, 4, 132).cluster == 1
-    assert plan_linear((FP8,), (448,), 16384, 1, 8, 132).cluster > 1
-    assert plan_linear((FP8,), (64,), 4096, 16, 8, 132).cluster == 1
+    assert plan_linear(ProductShape((FP8,), (448,), 16384), 4, 132).cluster == 1
+    assert plan_linear(ProductShape((FP8,), (448,), 16384), 8, 132).cluster > 1
+    assert plan_linear(ProductShape((FP8,), (64,), 4096, 16), 8, 132).cluster == 1
 
 
 def test_one_token_leaves_room_for_other_kernels_only() -> None:
     """Two such blocks never share an SM (the scheduler would leave other SMs empty), one of another kernel can."""
     for formats, tiles, columns, groups in SHAPES[:10]:
-        assert 114 << 10 <= plan_linear(formats, tiles, columns, groups, 1, 132).shared_bytes <= 118 << 10
+        plan = plan_linear(ProductShape(formats, tiles, columns, groups), 1, 132)
+        assert 114 << 10 <= plan.shared_bytes <= 118 << 10

@@ -5,6 +5,7 @@ named.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from torch import Tensor
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.layers.attention import Attention
 from dsv4.layers.head import Head
-from dsv4.layers.hyper_connection import HyperConnection
+from dsv4.layers.hyper_connection import HyperConnection, Unmixed
 from dsv4.layers.moe import MoE
 from dsv4.layers.weights import WeightReader, Weights
 from dsv4.ops import TORCH, Ops
 from dsv4.ops.rope import layer_inv_freq
+from dsv4.ops.router import route
 from dsv4.quant import QuantTensor
 from dsv4.state import DecodeState
 from tests.model.tiny import random_weights, raw_config
@@ -93,9 +95,10 @@ def run_attention(layer: int) -> AttentionRun:
     engine = EngineConfig(kv_dtype="bf16", index_dtype="bf16", compute_dtype="float32")
     state = DecodeState.allocate(CONFIG, engine, 64, (torch.device("cpu"),) * 3).layers[layer]
     x_TE = normal(START + TOKENS, CONFIG.hidden_size, seed=50)
-    attention(x_TE[:START], torch.arange(START), state)
+    attention.attend(attention.project(x_TE[:START]), torch.arange(START), state)
     recorder.calls.clear()
-    out_TE = attention(x_TE[START:], torch.arange(START, START + TOKENS), state)
+    projections = attention.project(x_TE[START:])
+    out_TE = attention.attend(projections, torch.arange(START, START + TOKENS), state)
     return AttentionRun(x_TE[START:], out_TE, recorder)
 
 
@@ -116,12 +119,10 @@ def test_lesson_01_attention_gets_queries_normalised_per_head(layer: int) -> Non
 
 def test_lesson_02_one_table_serves_everything_in_a_layer(layer: int) -> None:
     recorder, expected = run_attention(layer).recorder, layer_inv_freq(CONFIG, RATIOS[layer])
-    used = [arguments[2] for arguments in recorder.arguments("query_rope")]
-    used += [arguments[3] for arguments in recorder.arguments("kv_write")]
-    used += [arguments[3].inv_freq for arguments in recorder.arguments("compress")]
-    used += [arguments[2] for arguments in recorder.arguments("index_query")]
+    ((*_, norm, _, compressions),) = recorder.arguments("prepare_attention")
+    used = [norm.inv_freq, *[compression.weights.inv_freq for compression in compressions]]
     used += [arguments[5] for arguments in recorder.arguments("sparse_attention")]
-    assert len(used) == {0: 3, 4: 6, 128: 4}[RATIOS[layer]]
+    assert len(used) == {0: 2, 4: 4, 128: 3}[RATIOS[layer]]
     assert all(torch.equal(inv_freq, expected) for inv_freq in used)
 
 
@@ -137,22 +138,24 @@ def test_lesson_04_index_queries_come_from_c_q_and_both_sides_are_rotated() -> N
     assert weight_TI.dtype == torch.float32
     assert_near(weight_TI, exact_weight, BOUND)
     assert score_scale == width**-0.5 * heads**-0.5
-    main, index = (arguments[3] for arguments in run.recorder.arguments("compress"))
-    assert (main.rotate_keys, index.rotate_keys) == (False, True)
+    ((*_, compressions),) = run.recorder.arguments("prepare_attention")
+    assert [compression.weights.rotate_keys for compression in compressions] == [False, True]
 
 
 @pytest.mark.parametrize("layer", [1, 2], ids=["csa", "hca"])
 def test_compressors_read_the_attention_input(layer: int) -> None:
     run = run_attention(layer)
     parts = [f"layers.{layer}.attn.compressor", f"layers.{layer}.attn.indexer.compressor"][: 2 if layer == 1 else 1]
-    for prefix, (kv_TW, score_TW, positions_T, weights, _) in zip(
-        parts, run.recorder.arguments("compress"), strict=True
-    ):
-        assert (kv_TW.dtype, score_TW.dtype) == (torch.float32, torch.float32)
-        assert_near(kv_TW, run.x_TE.double() @ matrix(f"{prefix}.wkv.weight").T, BOUND)
-        assert_near(score_TW, run.x_TE.double() @ matrix(f"{prefix}.wgate.weight").T, BOUND)
-        assert torch.equal(weights.ape.double(), vector(f"{prefix}.ape"))
-        assert positions_T.tolist() == list(range(START, START + TOKENS))
+    ((_, _, positions_T, *_, compressions),) = run.recorder.arguments("prepare_attention")
+    assert positions_T.tolist() == list(range(START, START + TOKENS))
+    for prefix, compression in zip(parts, compressions, strict=True):
+        products = (("wkv", compression.kv_TW), ("wgate", compression.score_TW))
+        for name, product_TW in products:
+            assert product_TW.dtype == torch.float32
+            assert_near(product_TW, run.x_TE.double() @ matrix(f"{prefix}.{name}.weight").T, BOUND)
+        assert compression.weights.ratio == RATIOS[layer]
+        assert torch.equal(compression.weights.ape.double(), vector(f"{prefix}.ape"))
+        assert torch.equal(compression.weights.norm.double(), vector(f"{prefix}.norm.weight"))
 
 
 def test_output_heads_are_grouped_contiguously(layer: int) -> None:
@@ -165,19 +168,31 @@ def test_output_heads_are_grouped_contiguously(layer: int) -> None:
     assert_near(run.out_TE, torch.cat(low_rank, dim=1) @ matrix(f"{prefix}.wo_b.weight").T, BOUND)
 
 
-def test_keys_are_written_before_they_are_read(layer: int) -> None:
+def test_keys_are_written_before_they_are_read_from_the_same_caches(layer: int) -> None:
     """A token sees its own key and the entries and index keys that it completes."""
-    order = [name for name, _, _ in run_attention(layer).recorder.calls]
-    for writer, reader in (("kv_write", "sparse_attention"), ("compress", "sparse_attention")):
-        assert all(order.index(reader) > index for index, name in enumerate(order) if name == writer)
-    if "index_select" in order:
-        assert max(i for i, name in enumerate(order) if name == "compress") < order.index("index_select")
+    recorder = run_attention(layer).recorder
+    order = [name for name, _, _ in recorder.calls if name in ("prepare_attention", "index_select", "sparse_attention")]
+    assert order == ["prepare_attention", *["index_select"] * (RATIOS[layer] == 4), "sparse_attention"]
+    ((*_, ring, compressions),) = recorder.arguments("prepare_attention")
+    ((_, keys, *_),) = recorder.arguments("sparse_attention")
+    written = [ring, *[compression.state.rows for compression in compressions]]
+    read = [keys.ring, *[rows for rows in (keys.compressed,) if rows is not None]]
+    read += [arguments[3] for arguments in recorder.arguments("index_select")]
+    assert [rows.data.data_ptr() for rows in written] == [rows.data.data_ptr() for rows in read]
+
+
+def test_window_keys_come_from_the_attention_input(layer: int) -> None:
+    run = run_attention(layer)
+    ((_, kv_TD, _, norm, *_),) = run.recorder.arguments("prepare_attention")
+    assert_near(kv_TD, run.x_TE.double() @ matrix(f"layers.{layer}.attn.wkv.weight").T, BOUND)
+    assert torch.equal(norm.kv_norm.double(), vector(f"layers.{layer}.attn.kv_norm.weight"))
+    assert norm.eps == CONFIG.rms_norm_eps
 
 
 def test_spec11_b14_positions_and_indices_are_64_bit(layer: int) -> None:
     """Slot times row bytes passes 2³¹ in long contexts."""
     recorder = run_attention(layer).recorder
-    positions = [arguments[2] for name in ("kv_write", "compress") for arguments in recorder.arguments(name)]
+    positions = [arguments[2] for arguments in recorder.arguments("prepare_attention")]
     indices = recorder.results("index_select")
     assert {tensor.dtype for tensor in (*positions, *indices)} == {torch.int64}
     engine = EngineConfig()
@@ -196,7 +211,9 @@ def run_moe(layer: int, hashed: bool) -> tuple[Recorder, Tensor]:
 @pytest.mark.parametrize(("layer", "hashed"), [(0, True), (1, False)], ids=["hashed", "learned"])
 def test_lesson_06_routing_weights_come_from_the_gate(layer: int, hashed: bool) -> None:
     recorder, x_TE = run_moe(layer, hashed)
-    ((_, ids_TP, weights_TP, *_),) = recorder.arguments("moe")
+    ((found_TE, tokens_T, router, *_),) = recorder.arguments("moe")
+    assert torch.equal(found_TE, x_TE)
+    ids_TP, weights_TP = route(found_TE, tokens_T, router)
     scores = torch.nn.functional.softplus(x_TE.double() @ matrix(f"layers.{layer}.ffn.gate.weight").T).sqrt()
     if hashed:
         expected = vector(f"layers.{layer}.ffn.gate.tid2eid").long()[2 * torch.arange(TOKENS)]
@@ -225,20 +242,25 @@ def test_seams_use_their_own_parameters(sublayer: str) -> None:
         CONFIG, WeightReader(WEIGHTS, recorder.table(), "layers.1."), recorder.table(), sublayer
     )
     streams_TME = normal(2, CONFIG.hc_mult, CONFIG.hidden_size, seed=52)
-    x_TE, post_TM, comb_TMM = seam.pre(streams_TME)
-    y_TE = normal(2, CONFIG.hidden_size, seed=54)
-    found = seam.seam(y_TE, streams_TME, post_TM, comb_TMM)
+    x_TE, residual = seam.enter(streams_TME)
+    unmixed = Unmixed(normal(2, CONFIG.hidden_size, seed=54), residual)
+    next_TE, next_residual = seam.enter(unmixed)
     ((_, *pre_parameters),), (seam_arguments,) = recorder.arguments("hc_pre"), recorder.arguments("hc_seam")
     for mix, norm_weight in (pre_parameters, seam_arguments[4:]):
         for name in ("fn", "base", "scale"):
             assert torch.equal(getattr(mix, name).double(), vector(f"layers.1.hc_{sublayer}_{name}"))
         assert (mix.norm_eps, mix.hc_eps, mix.sinkhorn_iters) == (1e-6, 1e-6, 20)
         assert torch.equal(norm_weight.double(), vector(f"layers.1.{sublayer}_norm.weight"))
-    for argument, expected in zip(seam_arguments, (y_TE, streams_TME, post_TM, comb_TMM), strict=False):
-        assert torch.equal(argument, expected)
-    assert torch.equal(x_TE, recorder.results("hc_pre")[0][0])
-    assert [part.shape for part in found] == [streams_TME.shape, x_TE.shape, post_TM.shape, comb_TMM.shape]
-    assert torch.equal(seam.post(y_TE, streams_TME, post_TM, comb_TMM), found[0])
+    (pre,), (mixed,) = recorder.results("hc_pre"), recorder.results("hc_seam")
+    assert_same((x_TE, *residual), (pre[0], streams_TME, *pre[1:]))
+    assert_same(seam_arguments[:4], (unmixed.y_TE, streams_TME, *pre[1:]))
+    assert_same((next_TE, *next_residual), (mixed[1], mixed[0], *mixed[2:]))
+    assert_same([seam.mix(unmixed)], [mixed[0]])
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_logits_are_float32_products_of_the_rounded_norm() -> None:

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from dsv4 import Engine
 from dsv4.ops import TORCH, Ops
+from dsv4.ops.compressor import compress
+from dsv4.ops.kv_write import kv_write
 from tests.model.conftest import PARITY_BOUND, SavedOracle
+from tests.model.parts import with_parts
 from tests.model.tiny import random_ids, small_config, tiny_engine
 
 pytestmark = pytest.mark.slow
@@ -24,31 +27,26 @@ def chunking_error(engine: Engine, token_ids: list[int], sizes: list[int]) -> fl
     return float((engine.logits(token_ids, sizes) - whole).abs().max() / whole.abs().max())
 
 
-def with_compress(change: Any) -> Ops:
-    """An op table whose ``compress`` is ``change(kv, score, positions, weights, state)``."""
-    return dataclasses.replace(TORCH, compress=change)
-
-
 def test_spec11_b06_a_wrong_length_shows_from_the_fourth_token_on(saved_oracle: SavedOracle) -> None:
     def one_short(kv_TW: Tensor, score_TW: Tensor, positions_T: Tensor, weights: Any, state: Any) -> None:
-        TORCH.compress(kv_TW[:-1], score_TW[:-1], positions_T[:-1], weights, state)
+        compress(kv_TW[:-1], score_TW[:-1], positions_T[:-1], weights, state)
 
     # Prompts whose last token completes a window; the fault hides at every other length.
     for count, correct in ((3, True), (4, False), (5, True), (7, True), (8, False), (127, True), (128, False)):
         assert saved_oracle.errors(count=count)[-1] <= PARITY_BOUND
-        assert (saved_oracle.errors(with_compress(one_short), count)[-1] <= PARITY_BOUND) is correct, count
+        assert (saved_oracle.errors(with_parts(compress=one_short), count)[-1] <= PARITY_BOUND) is correct, count
 
 
 def test_spec11_b07_tokens_inside_a_window_must_not_write_slot_0() -> None:
     def clamped_sentinel(kv_TW: Tensor, score_TW: Tensor, positions_T: Tensor, weights: Any, state: Any) -> None:
-        TORCH.compress(kv_TW, score_TW, positions_T, weights, state)
+        compress(kv_TW, score_TW, positions_T, weights, state)
         if (int(positions_T[-1]) + 1) % weights.ratio:
             state.rows.write(torch.zeros(1, dtype=torch.int64), torch.zeros(1, state.rows.width))
 
     token_ids = random_ids(30)
     sizes = [20, *[1] * 10]
     assert chunking_error(tiny_engine(CSA_AND_HCA), token_ids, sizes) <= BOUND
-    assert chunking_error(tiny_engine(CSA_AND_HCA, ops=with_compress(clamped_sentinel)), token_ids, sizes) > 1e-3
+    assert chunking_error(tiny_engine(CSA_AND_HCA, ops=with_parts(compress=clamped_sentinel)), token_ids, sizes) > 1e-3
 
 
 @pytest.mark.slow
@@ -129,11 +127,11 @@ def test_spec11_b13_decode_that_reuses_the_slots_of_the_prefill_is_noticed() -> 
 
     def stale_slots(kv: Tensor, norm: Any, positions_T: Tensor, inv_freq: Any, ring: Any, eps: Any) -> None:
         first.append(positions_T)
-        TORCH.kv_write(kv, norm, first[0][: kv.shape[0]], inv_freq, ring, eps)
+        kv_write(kv, norm, first[0][: kv.shape[0]], inv_freq, ring, eps)
 
     token_ids, sizes = random_ids(24), [20, 1, 1, 2]
     assert chunking_error(tiny_engine(), token_ids, sizes) <= BOUND
-    assert chunking_error(tiny_engine(ops=dataclasses.replace(TORCH, kv_write=stale_slots)), token_ids, sizes) > 1e-3
+    assert chunking_error(tiny_engine(ops=with_parts(kv_write=stale_slots)), token_ids, sizes) > 1e-3
 
 
 def test_spec11_c22_all_four_prompt_lengths_mod_4_select_alike(saved_oracle: SavedOracle) -> None:
@@ -155,11 +153,11 @@ def test_lesson_09_decoding_without_the_previous_window_is_noticed() -> None:
         previous = torch.arange(max(start // 4 * 4 - 4, 0), start // 4 * 4) % state.ring.kv.shape[0]
         if weights.ratio == 4:
             state.ring.score[previous] = -torch.inf
-        TORCH.compress(kv_TW, score_TW, positions_T, weights, state)
+        compress(kv_TW, score_TW, positions_T, weights, state)
 
     token_ids, sizes = random_ids(24), [8, *[1] * 16]
     assert chunking_error(tiny_engine(CSA_AND_HCA), token_ids, sizes) <= BOUND
-    engine = tiny_engine(CSA_AND_HCA, ops=with_compress(open_window_only))
+    engine = tiny_engine(CSA_AND_HCA, ops=with_parts(compress=open_window_only))
     assert chunking_error(engine, token_ids, sizes) > 1e-3
 
 
@@ -185,8 +183,8 @@ def test_spec11_h48_a_rejected_draft_at_every_residue_mod_4_and_around_128(start
 def test_spec11_h48_a_ring_that_appends_instead_of_addressing_by_position_is_noticed() -> None:
     def appending(kv_TW: Tensor, score_TW: Tensor, positions_T: Tensor, weights: Any, state: Any) -> None:
         # Without the draft's room the history of the open window is gone after a rejection.
-        TORCH.compress(kv_TW, score_TW, positions_T, weights, state)
+        compress(kv_TW, score_TW, positions_T, weights, state)
         behind = (positions_T[-1] + 1 - torch.arange(9, 17)) % state.ring.kv.shape[0]
         state.ring.kv[behind] = 0.0
 
-    assert rejected_draft_error(tiny_engine(CSA_AND_HCA, ops=with_compress(appending)), 26, 8) > 1e-3
+    assert rejected_draft_error(tiny_engine(CSA_AND_HCA, ops=with_parts(compress=appending)), 26, 8) > 1e-3

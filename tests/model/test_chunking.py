@@ -5,14 +5,14 @@ the normal ops, products of different heights round differently: float32 logits 
 (measured: 1e-6).
 """
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from dsv4 import Engine
-from dsv4.ops import TORCH
+from dsv4.ops.compressor import compress
+from tests.model.parts import with_parts
 from tests.model.tiny import random_ids, small_config, tiny_engine
 from tests.model.token_by_token import one_token_at_a_time
 
@@ -139,9 +139,9 @@ def test_prefill_then_every_decode_step_equals_a_longer_prefill(count: int) -> N
 def test_a_compressor_that_forgets_the_previous_chunk_is_noticed(forgotten: str) -> None:
     def forgetful(kv_TW: torch.Tensor, score_TW: torch.Tensor, positions_T: torch.Tensor, *rest: Any) -> None:
         rest[1].ring.__dict__[forgotten].zero_()
-        TORCH.compress(kv_TW, score_TW, positions_T, *rest)
+        compress(kv_TW, score_TW, positions_T, *rest)
 
-    engine = tiny_engine(ops=dataclasses.replace(TORCH, compress=forgetful), prefill_chunk=WHOLE)
+    engine = tiny_engine(ops=with_parts(compress=forgetful), prefill_chunk=WHOLE)
     token_ids = random_ids(64)
     error = (engine.logits(token_ids, equal_steps(64, 7)) - engine.logits(token_ids)).abs().max()
     assert error > 1e-3

@@ -115,7 +115,9 @@ def test_a_step_does_not_synchronise_and_replays_bitwise(on_gpu: Engine, tokeniz
     assert all(torch.equal(step(), expected) for expected in replayed)
 
 
-@pytest.mark.parametrize("op", ["sparse_attention", "moe", "linear_rows", "hc_seam", "compress", "index_select"])
+@pytest.mark.parametrize(
+    "op", ["sparse_attention", "moe", "linear_rows", "hc_seam", "prepare_attention", "index_select"]
+)
 def test_swapping_one_op_for_its_reference_keeps_the_layers(on_cpu: Engine, tokenizer: Tokenizer, op: str) -> None:
     ids = tokenizer.encode(PROMPTS["stories"])
     config = EngineConfig(device="cuda", max_context=2048)

@@ -13,8 +13,14 @@ from torch import Tensor
 
 from dsv4 import ModelConfig
 from dsv4.ops import TORCH, Ops
-from dsv4.ops.rope import layer_inv_freq, rope
+from dsv4.ops.compressor import compress
+from dsv4.ops.kv_write import kv_write
+from dsv4.ops.moe import expert_sum
+from dsv4.ops.norm import rms_norm
+from dsv4.ops.rope import layer_inv_freq, query_rope, rope
+from dsv4.ops.router import Router, route
 from tests.model.conftest import SavedOracle
+from tests.model.parts import with_parts
 
 SWA, COMPRESSED = 0, 4
 
@@ -26,12 +32,22 @@ def window_table(choose: Callable[[Tensor], Tensor]) -> Ops:
         return TORCH.sparse_attention(q, keys, selected, sink, positions, choose(inv_freq))
 
     def write(kv: Any, norm: Any, positions: Any, inv_freq: Any, ring: Any, eps: Any) -> None:
-        TORCH.kv_write(kv, norm, positions, choose(inv_freq), ring, eps)
+        kv_write(kv, norm, positions, choose(inv_freq), ring, eps)
 
     def rotate(q: Any, positions: Any, inv_freq: Any, eps: float) -> Tensor:
-        return TORCH.query_rope(q, positions, choose(inv_freq), eps)
+        return query_rope(q, positions, choose(inv_freq), eps)
 
-    return dataclasses.replace(TORCH, sparse_attention=attend, kv_write=write, query_rope=rotate)
+    return with_parts(dataclasses.replace(TORCH, sparse_attention=attend), kv_write=write, query_rope=rotate)
+
+
+def weighting(change: Callable[[Tensor, Router], Tensor]) -> Ops:
+    """Experts with other routing weights than the router gives."""
+
+    def moe(x: Any, tokens: Any, router: Router, experts: Any, shared: Any, limit: float) -> Tensor:
+        ids_TP, weights_TP = route(x, tokens, router)
+        return expert_sum(x, ids_TP, change(weights_TP, router), experts, shared, limit)
+
+    return dataclasses.replace(TORCH, moe=moe)
 
 
 @pytest.fixture
@@ -50,8 +66,8 @@ def test_spec11_a01_lesson_02_window_keys_turned_with_the_main_table_in_compress
 def test_spec11_a02_window_layers_turned_with_the_compress_table(
     saved_oracle: SavedOracle, tables: tuple[Tensor, Tensor]
 ) -> None:
-    main, compress = tables
-    assert saved_oracle.clearly_differs(window_table(lambda table: compress if torch.equal(table, main) else table))
+    main, compressed = tables
+    assert saved_oracle.clearly_differs(window_table(lambda table: compressed if torch.equal(table, main) else table))
 
 
 def test_lesson_03_yarn_on_the_main_table(
@@ -70,11 +86,11 @@ def test_lesson_03_yarn_on_the_main_table(
 
 def test_spec11_a03_mscale_in_the_rotation(saved_oracle: SavedOracle) -> None:
     def scaled(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: float) -> Tensor:
-        rotated = TORCH.query_rope(q_THD, positions_T, inv_freq, eps)
+        rotated = query_rope(q_THD, positions_T, inv_freq, eps)
         width = 2 * inv_freq.shape[0]
         return torch.cat((rotated[..., :-width], 1.277 * rotated[..., -width:]), dim=-1)
 
-    assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, query_rope=scaled))
+    assert saved_oracle.clearly_differs(with_parts(query_rope=scaled))
 
 
 def test_spec11_a03_no_inverse_rotation_of_the_output(saved_oracle: SavedOracle) -> None:
@@ -114,9 +130,9 @@ def test_spec11_a05_half_split_rotation_in_the_indexer(
 
 def test_lesson_01_queries_normalised_over_all_heads_at_once(saved_oracle: SavedOracle) -> None:
     def over_all_heads(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: float) -> Tensor:
-        return rope(TORCH.rms_norm(q_THD.flatten(1), None, eps).view_as(q_THD), positions_T, inv_freq)
+        return rope(rms_norm(q_THD.flatten(1), None, eps).view_as(q_THD), positions_T, inv_freq)
 
-    assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, query_rope=over_all_heads))
+    assert saved_oracle.clearly_differs(with_parts(query_rope=over_all_heads))
 
 
 def test_lesson_04_index_queries_and_keys_without_rotation(
@@ -134,25 +150,24 @@ def test_lesson_04_index_queries_and_keys_without_rotation(
 
 def test_lesson_05_positional_bias_added_to_the_content(saved_oracle: SavedOracle) -> None:
     def biased(kv_TW: Tensor, score_TW: Tensor, positions_T: Tensor, weights: Any, state: Any) -> None:
-        TORCH.compress(kv_TW + weights.ape[positions_T % weights.ratio], score_TW, positions_T, weights, state)
+        compress(kv_TW + weights.ape[positions_T % weights.ratio], score_TW, positions_T, weights, state)
 
-    assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, compress=biased))
+    assert saved_oracle.clearly_differs(with_parts(compress=biased))
 
 
 def test_lesson_06_hash_layers_with_equal_weights(saved_oracle: SavedOracle) -> None:
-    def table_only(*arguments: Any) -> tuple[Tensor, Tensor]:
-        ids_TP, weights_TP = TORCH.route_hash(*arguments)
-        return ids_TP, weights_TP.mean(-1, keepdim=True).expand_as(weights_TP)
+    def table_only(weights_TP: Tensor, router: Router) -> Tensor:
+        return weights_TP.mean(-1, keepdim=True).expand_as(weights_TP) if router.hashed else weights_TP
 
-    assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, route_hash=table_only))
+    assert saved_oracle.clearly_differs(weighting(table_only))
 
 
 def test_spec11_d24_d25_d26_experts_without_the_clamp(saved_oracle: SavedOracle) -> None:
-    def shared_unclamped(x: Any, ids: Any, weights: Any, experts: Any, shared: Any, limit: float) -> Tensor:
-        routed_only = TORCH.moe(x, ids, weights, experts, shared, limit)
-        without_routed = torch.zeros_like(weights)
-        clamped, free = (TORCH.moe(x, ids, without_routed, experts, shared, bound) for bound in (limit, 1e9))
-        return routed_only - clamped + free
+    def shared_unclamped(x: Any, tokens: Any, router: Router, experts: Any, shared: Any, limit: float) -> Tensor:
+        right = TORCH.moe(x, tokens, router, experts, shared, limit)
+        without_routed = dataclasses.replace(router, scaling=0.0)
+        clamped, free = (TORCH.moe(x, tokens, without_routed, experts, shared, bound) for bound in (limit, 1e9))
+        return right - clamped + free
 
     def unclamped(*arguments: Any) -> Tensor:
         return TORCH.moe(*arguments[:-1], 1e9)
@@ -165,17 +180,16 @@ def test_spec11_d24_d25_d26_experts_without_the_clamp(saved_oracle: SavedOracle)
 def test_spec11_d28_routed_scaling_factor_missing_or_twice(times: int, saved_oracle: SavedOracle) -> None:
     factor = ModelConfig.from_folder(saved_oracle.folder).routed_scaling_factor
 
-    def scaled(*arguments: Any) -> tuple[Tensor, Tensor]:
-        ids_TP, weights_TP = TORCH.route_learned(*arguments)
-        return ids_TP, weights_TP * factor ** (times - 1)
+    def scaled(weights_TP: Tensor, router: Router) -> Tensor:
+        return weights_TP if router.hashed else weights_TP * factor ** (times - 1)
 
-    assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, route_learned=scaled))
+    assert saved_oracle.clearly_differs(weighting(scaled))
 
 
 def test_spec11_f41_ffn_norm_applied_twice(saved_oracle: SavedOracle) -> None:
     def twice(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         streams_TME, x_TE, post_TM, comb_TMM = TORCH.hc_seam(*arguments)
         *_, weights, norm_weight = arguments
-        return streams_TME, TORCH.rms_norm(x_TE, norm_weight, weights.norm_eps), post_TM, comb_TMM
+        return streams_TME, rms_norm(x_TE, norm_weight, weights.norm_eps), post_TM, comb_TMM
 
     assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, hc_seam=twice))

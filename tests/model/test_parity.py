@@ -16,7 +16,10 @@ from torch import Tensor
 
 from dsv4.ops import TORCH, Ops
 from dsv4.ops.attention import KeySet
+from dsv4.ops.rope import query_rope
+from dsv4.ops.router import Router
 from tests.model.oracle import load_saved, oracle_trace, random_oracle, relative_error
+from tests.model.parts import with_parts
 from tests.model.tiny import random_ids, raw_config
 
 BOUND = 5e-5
@@ -120,34 +123,46 @@ def head_with_large_eps(streams_TME: Tensor, weights: Any, norm_weight: Tensor) 
 
 
 def unscaled_queries(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: float) -> Tensor:
-    return TORCH.query_rope(q_THD, positions_T, inv_freq, eps + 1.0)
+    return query_rope(q_THD, positions_T, inv_freq, eps + 1.0)
 
 
 def unclamped(*operands: Any) -> Tensor:
     return TORCH.moe(*operands[:-1], 1e9)
 
 
+def unbiased_routes(x_TE: Tensor, tokens_T: Tensor, router: Router, *rest: Any) -> Tensor:
+    if not router.hashed:
+        router = dataclasses.replace(router, selection=torch.zeros_like(router.selection))
+    return TORCH.moe(x_TE, tokens_T, router, *rest)
+
+
+def reversed_table(x_TE: Tensor, tokens_T: Tensor, router: Router, *rest: Any) -> Tensor:
+    if router.hashed:
+        router = dataclasses.replace(router, selection=router.selection.flip(0))
+    return TORCH.moe(x_TE, tokens_T, router, *rest)
+
+
 def groups_swapped(x_TGK: Tensor, weight: Any) -> Tensor:
     return TORCH.grouped_linear(x_TGK.flip(1), weight)
 
 
-MUTATIONS: dict[str, Callable[..., Any]] = {
-    "sparse_attention": without_sink,
-    "hc_pre": transposed_mixing,
-    "hc_seam": transposed_seam,
-    "index_select": worst_entries,
-    "moe": unclamped,
-    "grouped_linear": groups_swapped,
-    "hc_head": head_with_large_eps,
-    "route_learned": lambda x, gate, bias, *rest: TORCH.route_learned(x, gate, torch.zeros_like(bias), *rest),
-    "route_hash": lambda x, gate, table, *rest: TORCH.route_hash(x, gate, table.flip(0), *rest),
-    "query_rope": unscaled_queries,
-    "index_query": lambda q_TID, *rest: q_TID,
-}
+MUTATIONS: list[tuple[str, Callable[..., Any]]] = [
+    ("sparse_attention", without_sink),
+    ("hc_pre", transposed_mixing),
+    ("hc_seam", transposed_seam),
+    ("index_select", worst_entries),
+    ("moe", unclamped),
+    ("moe", unbiased_routes),
+    ("moe", reversed_table),
+    ("grouped_linear", groups_swapped),
+    ("hc_head", head_with_large_eps),
+    ("prepare_attention", with_parts(query_rope=unscaled_queries).prepare_attention),
+    ("prepare_attention", with_parts(index_query=lambda q_TID, *rest: q_TID).prepare_attention),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", MUTATIONS)
-def test_parity_notices_a_wrong(op: str, tmp_path: Path) -> None:
-    wrong = dataclasses.replace(TORCH, **{op: MUTATIONS[op]})
+@pytest.mark.parametrize(("op", "mutation"), MUTATIONS)
+def test_parity_notices_a_wrong(op: str, mutation: Callable[..., Any], tmp_path: Path) -> None:
+    wrong = dataclasses.replace(TORCH, **{op: mutation})
     assert largest_error(raw_config(), tmp_path, ops=wrong) > 10 * BOUND

@@ -2,7 +2,7 @@
 
 Matrix products of different heights round differently, and one different last bit moves a value across a rounding
 boundary of bfloat16 or fp8. With one product per token nothing is left but what a step does to the caches and the
-position, which is then compared bit by bit. The ops that own state (``kv_write``, ``compress``) are the normal ones.
+position, which is then compared bit by bit. What writes state (``kv_write``, ``compress``) is the normal code.
 """
 
 import dataclasses
@@ -13,30 +13,29 @@ import torch
 from torch import Tensor
 
 from dsv4.ops import TORCH, Ops
+from dsv4.ops.prepare_attention import TORCH_PARTS
+from tests.model.parts import with_parts
 
 # Operands with one row per token, by position in the signature.
 PER_TOKEN_OPERANDS = {
     "linear": (0,),
     "linear_rows": (0,),
     "grouped_linear": (0,),
-    "query_rope": (0, 1),
     "hc_pre": (0,),
     "hc_seam": (0, 1, 2, 3),
     "hc_post": (0, 1, 2, 3),
     "hc_head": (0,),
-    "index_query": (0, 1),
     "index_select": (0, 1, 4),
     "sparse_attention": (0, 2, 4),
-    "route_learned": (0,),
-    "route_hash": (0, 3),
-    "moe": (0, 1, 2),
+    "moe": (0, 1),
 }
 
 
 def one_token_at_a_time(ops: Ops = TORCH) -> Ops:
     """``ops`` with every stateless op called once per token."""
     wrapped = {name: per_token(ops.__dict__[name], operands) for name, operands in PER_TOKEN_OPERANDS.items()}
-    return dataclasses.replace(ops, **wrapped)
+    parts = {name: per_token(TORCH_PARTS._asdict()[name], (0, 1)) for name in ("query_rope", "index_query")}
+    return with_parts(dataclasses.replace(ops, **wrapped), **parts)
 
 
 def per_token(op: Callable[..., Any], operands: tuple[int, ...]) -> Callable[..., Any]:

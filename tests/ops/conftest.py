@@ -1,5 +1,6 @@
 """The ``ops`` fixture: every op test runs with every op table that this machine can run."""
 
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -17,20 +18,31 @@ NOT_16_BIT = re.compile(r"found torch\.float32.*, expected torch\.bfloat16|F32 w
 
 
 @pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
-    """An op table; tensors created inside the test live on its device."""
-    backend = BACKENDS[request.param]
-    table = backend.ops if request.param == "torch" else skipping_float32(backend.ops)
-    with torch.device(backend.device):
-        yield table
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of an op table; tensors created inside the test live on its device."""
+    with torch.device(BACKENDS[request.param].device):
+        yield request.param
 
 
-def skipping_float32(table: Ops) -> Ops:
-    """A table that skips the test when an op refuses float32 activations; any other error fails it."""
-    return replace(table, **{field.name: _skipping(getattr(table, field.name)) for field in fields(Ops)})
+@pytest.fixture
+def ops(backend: str) -> Ops:
+    """An op table."""
+    table = BACKENDS[backend].ops
+    if backend == "torch":
+        return table
+    return replace(table, **{field.name: skipping_float32(getattr(table, field.name)) for field in fields(Ops)})
 
 
-def _skipping(op: Callable[..., Any]) -> Callable[..., Any]:
+def op_part(backend: str, module: str, name: str) -> Callable[..., Any]:
+    """A function that ops of a table are made of: ``dsv4.ops.<module>.<name>`` or the launcher of that name."""
+    if backend == "torch":
+        return getattr(importlib.import_module(f"dsv4.ops.{module}"), name)
+    return skipping_float32(getattr(importlib.import_module(f"dsv4.ops.{backend}.{module}"), name))
+
+
+def skipping_float32(op: Callable[..., Any]) -> Callable[..., Any]:
+    """``op``, which skips the test when it refuses float32 activations; any other error fails it."""
+
     @wraps(op)
     def call(*arguments: Any, **named: Any) -> Any:
         try:

@@ -1,5 +1,6 @@
 """Compressor: pooling windows of tokens into rows, in any chunking, with drafts taken back."""
 
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import pytest
@@ -9,13 +10,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4.cache_rows import RowCache, RowFormat, pack_kv_rows
-from dsv4.ops import TORCH, Ops
 from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights, history_tokens
+from dsv4.ops.compressor import compress as torch_compress
 from tests.ops.cases import EPS, VECTORS, assert_near, exact_rope, exact_sylvester, inv_freq, normal
+from tests.ops.conftest import op_part
+
+Compress = Callable[[Tensor, Tensor, Tensor, CompressorWeights, CompressedState], None]
 
 WIDTH, ROPE = 128, 64
 RATIOS = (4, 128)
 BOUNDARIES = (1, 2, 3, 4, 5, 7, 8, 9, 126, 127, 128, 129, 130, 254, 255, 256, 257)
+
+
+@pytest.fixture
+def compress(backend: str) -> Compress:
+    return op_part(backend, "compressor", "compress")
 
 
 def columns(ratio: int) -> int:
@@ -51,10 +60,15 @@ def projections(tokens: int, ratio: int, seed: int = 102) -> tuple[Tensor, Tenso
 
 
 def feed(
-    ops: Ops, state: CompressedState, tokens: tuple[Tensor, Tensor], start: int, stop: int, weights: CompressorWeights
+    compress: Compress,
+    state: CompressedState,
+    tokens: tuple[Tensor, Tensor],
+    start: int,
+    stop: int,
+    weights: CompressorWeights,
 ) -> None:
     kv_TW, score_TW = (part[start:stop] for part in tokens)
-    ops.compress(kv_TW, score_TW, torch.arange(start, stop), weights, state)
+    compress(kv_TW, score_TW, torch.arange(start, stop), weights, state)
 
 
 def exact_pool(kv: Tensor, score: Tensor, ape: Tensor, ratio: int, m: int) -> Tensor:
@@ -83,55 +97,55 @@ def exact_entry(tokens: tuple[Tensor, Tensor], weights: CompressorWeights, m: in
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("rotate_keys", [False, True])
-def test_entries_equal_the_formula(ops: Ops, ratio: int, rotate_keys: bool) -> None:
+def test_entries_equal_the_formula(compress: Compress, ratio: int, rotate_keys: bool) -> None:
     weights, count = weights_for(ratio, rotate_keys), 3 * ratio + 1
     tokens, state = projections(count, ratio), empty_state(ratio, 5)
-    feed(ops, state, tokens, 0, count, weights)
+    feed(compress, state, tokens, 0, count, weights)
     for m in range(3):
         assert_near(state.rows.data[m], exact_entry(tokens, weights, m), 2e-6)
     assert bool(state.rows.data[3:].isnan().all()), "an incomplete entry was written"
 
 
-def test_published_overlapping_pool(ops: Ops) -> None:
+def test_published_overlapping_pool(compress: Compress) -> None:
     case = VECTORS["csa_pool_d2"]
     kv, score = (torch.tensor(case[name]).reshape(8, 4) for name in ("kv_8x4", "score_8x4"))
     ape = torch.tensor(case["ape_4x4"]).reshape(4, 4)
     weights = CompressorWeights(ape, torch.ones(2), torch.ones(1), EPS, 4, False, torch.float32)
     state = empty_state(4, 2, width=2)
-    feed(ops, state, (kv, score), 0, 8, unit_norm(weights, 2))
+    feed(compress, state, (kv, score), 0, 8, unit_norm(weights, 2))
     assert state.rows.data[0].tolist() == pytest.approx(case["entry0"], abs=3e-7)
     assert state.rows.data[1].tolist() == pytest.approx(case["entry1"], abs=3e-7)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_lesson_05_the_positional_bias_is_in_the_softmax_only(ops: Ops, ratio: int) -> None:
+def test_lesson_05_the_positional_bias_is_in_the_softmax_only(compress: Compress, ratio: int) -> None:
     """Equal contents pool to that content whatever the gate says, so no bias may have been added to it."""
     count = 2 * ratio
     _, score = projections(count, ratio)
     content = normal(columns(ratio), seed=1)
     content[-WIDTH:] = content[:WIDTH]
     state = empty_state(ratio, 2)
-    feed(ops, state, (content.expand(count, -1), score), 0, count, unit_norm(weights_for(ratio), WIDTH))
+    feed(compress, state, (content.expand(count, -1), score), 0, count, unit_norm(weights_for(ratio), WIDTH))
     torch.testing.assert_close(state.rows.data, content[:WIDTH].expand(2, -1), rtol=2e-6, atol=1e-6)
 
 
-def test_lesson_09_decoding_keeps_the_previous_window_of_overlapping_pools(ops: Ops) -> None:
+def test_lesson_09_decoding_keeps_the_previous_window_of_overlapping_pools(compress: Compress) -> None:
     """Token by token, entry 1 still holds the first half of tokens 0 to 3."""
     weights, tokens, state = weights_for(4), projections(8, 4), empty_state(4, 2)
     for t in range(8):
-        feed(ops, state, tokens, t, t + 1, weights)
+        feed(compress, state, tokens, t, t + 1, weights)
     assert_near(state.rows.data[1], exact_entry(tokens, weights, 1), 2e-6)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("split", [0, 9], ids=["one_chunk", "two_chunks"])
-def test_spec11_a04_every_entry_is_rotated_at_its_own_window(ops: Ops, ratio: int, split: int) -> None:
+def test_spec11_a04_every_entry_is_rotated_at_its_own_window(compress: Compress, ratio: int, split: int) -> None:
     """Equal tokens pool to equal contents, so rows differ by rotation alone: entry m at position ratio · m."""
     weights, count = weights_for(ratio), 5 * ratio
     kv, score = (part[:1].expand(count, -1) for part in projections(1, ratio))
     state = empty_state(ratio, 5)
     for start, stop in ((0, split), (split, count)) if split else ((0, count),):
-        feed(ops, state, (kv, score), start, stop, weights)
+        feed(compress, state, (kv, score), start, stop, weights)
     raw = exact_rope(state.rows.data[1], ratio, weights.inv_freq, inverse=True)
     for m in range(1, 5):
         assert_near(state.rows.data[m], exact_rope(raw, ratio * m, weights.inv_freq), 3e-6)
@@ -141,92 +155,96 @@ def test_spec11_a04_every_entry_is_rotated_at_its_own_window(ops: Ops, ratio: in
 @pytest.mark.parametrize("count", BOUNDARIES)
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["one_shot", "one_by_one"])
 def test_spec11_b06_entries_appear_exactly_when_their_window_is_complete(
-    ops: Ops, ratio: int, count: int, one_by_one: bool
+    compress: Compress, ratio: int, count: int, one_by_one: bool
 ) -> None:
     weights, tokens, state = weights_for(ratio), projections(count, ratio), empty_state(ratio, count // ratio + 2)
     for start in range(0, count, 1 if one_by_one else count):
-        feed(ops, state, tokens, start, start + (1 if one_by_one else count), weights)
+        feed(compress, state, tokens, start, start + (1 if one_by_one else count), weights)
     written = ~state.rows.data.isnan().any(1)
     assert written.tolist() == [m < count // ratio for m in range(count // ratio + 2)]
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("format", [RowFormat.PLAIN, RowFormat.KV_FP8], ids=lambda format: format.value)
-def test_spec11_b07_tokens_inside_a_window_touch_no_slot(ops: Ops, ratio: int, format: RowFormat) -> None:
+def test_spec11_b07_tokens_inside_a_window_touch_no_slot(compress: Compress, ratio: int, format: RowFormat) -> None:
     """Slot 0 included, where a masked write to a clamped index would land."""
     weights, tokens, state = weights_for(ratio), projections(2 * ratio, ratio), empty_state(ratio, 3, format)
-    feed(ops, state, tokens, 0, ratio, weights)
+    feed(compress, state, tokens, 0, ratio, weights)
     before = state.rows.data.clone().view(torch.uint8)
     for t in range(ratio, 2 * ratio - 1):
-        feed(ops, state, tokens, t, t + 1, weights)
+        feed(compress, state, tokens, t, t + 1, weights)
         assert torch.equal(state.rows.data.view(torch.uint8), before), f"token {t} changed a row"
 
 
-def rows_after(ops: Ops, chunks: list[int], ratio: int, format: RowFormat) -> Tensor:
+def rows_after(compress: Compress, chunks: list[int], ratio: int, format: RowFormat) -> Tensor:
     count = sum(chunks)
     weights, tokens = weights_for(ratio), projections(count, ratio)
     state = empty_state(ratio, count // ratio + 1, format)
     for start, stop in pairwise(accumulate(chunks, initial=0)):
-        feed(ops, state, tokens, start, stop, weights)
+        feed(compress, state, tokens, start, stop, weights)
     return state.rows.data.view(torch.uint8)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @given(chunks=st.lists(st.integers(1, 150) | st.integers(1, 9), min_size=1, max_size=8).filter(lambda c: sum(c) <= 300))
 def test_any_chunking_gives_the_same_bytes_as_one_shot(ratio: int, chunks: list[int]) -> None:
-    one_shot = rows_after(TORCH, [sum(chunks)], ratio, RowFormat.PLAIN)
-    assert torch.equal(rows_after(TORCH, chunks, ratio, RowFormat.PLAIN), one_shot)
+    one_shot = rows_after(torch_compress, [sum(chunks)], ratio, RowFormat.PLAIN)
+    assert torch.equal(rows_after(torch_compress, chunks, ratio, RowFormat.PLAIN), one_shot)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("step", [1, 3, 7, 64, 127, 129])
 @pytest.mark.parametrize("format", [RowFormat.PLAIN, RowFormat.KV_FP8], ids=lambda format: format.value)
-def test_equal_chunks_give_the_same_bytes_as_one_shot(ops: Ops, ratio: int, step: int, format: RowFormat) -> None:
+def test_equal_chunks_give_the_same_bytes_as_one_shot(
+    compress: Compress, ratio: int, step: int, format: RowFormat
+) -> None:
     chunks = [min(step, 300 - start) for start in range(0, 300, step)]
-    assert torch.equal(rows_after(ops, chunks, ratio, format), rows_after(ops, [300], ratio, format))
+    assert torch.equal(rows_after(compress, chunks, ratio, format), rows_after(compress, [300], ratio, format))
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("start", [1, 3, 4, 5, 6, 7, 120, 127, 128, 251])
 @pytest.mark.parametrize(("drafted", "accepted"), [(8, 0), (8, 3), (5, 4), (1, 0)])
-def test_a_rejected_draft_can_be_taken_back(ops: Ops, ratio: int, start: int, drafted: int, accepted: int) -> None:
+def test_a_rejected_draft_can_be_taken_back(
+    compress: Compress, ratio: int, start: int, drafted: int, accepted: int
+) -> None:
     """Draft tokens are fed in one step, all but the accepted ones are replaced: rows as if they had never been."""
     count = start + accepted + ratio + 8
     weights, tokens, wrong = weights_for(ratio), projections(count, ratio), projections(count + 8, ratio, seed=900)
     state, straight = empty_state(ratio, count // ratio + 9), empty_state(ratio, count // ratio + 9)
-    feed(ops, state, tokens, 0, start, weights)
+    feed(compress, state, tokens, 0, start, weights)
     draft = tuple(
         torch.cat((right[: start + accepted], other[start + accepted :]))
         for right, other in zip(tokens, wrong, strict=True)
     )
-    feed(ops, state, (draft[0], draft[1]), start, start + drafted, weights)
-    feed(ops, straight, tokens, 0, count, weights)
+    feed(compress, state, (draft[0], draft[1]), start, start + drafted, weights)
+    feed(compress, straight, tokens, 0, count, weights)
     resumed = start + accepted
     for first, last in ((resumed, resumed + 1), (resumed + 1, resumed + 4), (resumed + 4, count)):
-        feed(ops, state, tokens, first, last, weights)
+        feed(compress, state, tokens, first, last, weights)
     assert torch.equal(state.rows.data[: count // ratio], straight.rows.data[: count // ratio])
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("junk", [1e30, torch.inf, torch.nan])
 @pytest.mark.parametrize("first", [1, 3, 300])
-def test_a_new_sequence_sees_nothing_of_an_earlier_one(ops: Ops, ratio: int, junk: float, first: int) -> None:
+def test_a_new_sequence_sees_nothing_of_an_earlier_one(compress: Compress, ratio: int, junk: float, first: int) -> None:
     """A ring full of anything, NaN included, gives the rows of a fresh ring."""
     weights, tokens = weights_for(ratio), projections(300, ratio)
     states = [empty_state(ratio, 80, junk=value) for value in (junk, 0.0)]
     for state in states:
-        feed(ops, state, tokens, 0, first, weights)
+        feed(compress, state, tokens, 0, first, weights)
         for start in range(first, 300, 9):
-            feed(ops, state, tokens, start, min(start + 9, 300), weights)
+            feed(compress, state, tokens, start, min(start + 9, 300), weights)
     assert torch.equal(states[0].rows.data[: 300 // ratio], states[1].rows.data[: 300 // ratio])
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_bfloat16_rows_round_where_the_spec_rounds(ops: Ops, ratio: int) -> None:
+def test_bfloat16_rows_round_where_the_spec_rounds(compress: Compress, ratio: int) -> None:
     """Pooled value, norm and rotation each round to bfloat16 once, then the row is quantised."""
     weights, count = weights_for(ratio, compute_dtype=torch.bfloat16), 4 * ratio
     tokens, state = projections(count, ratio), empty_state(ratio, 4, RowFormat.KV_FP8)
-    feed(ops, state, tokens, 0, count, weights)
+    feed(compress, state, tokens, 0, count, weights)
     exact = torch.stack([exact_entry(tokens, weights, m) for m in range(4)])
     data, block_scale = pack_kv_rows(exact.to(torch.bfloat16), ROPE)
     different = int((state.rows.data != data).sum())
@@ -250,9 +268,9 @@ def test_ring_holds_the_history_and_the_longest_draft(ratio: int, slots: int) ->
     assert history_tokens(ratio) == slots - 8
 
 
-def test_infinite_scores_of_one_token_take_the_whole_pool(ops: Ops) -> None:
+def test_infinite_scores_of_one_token_take_the_whole_pool(compress: Compress) -> None:
     """A gate of 1e30 makes one token the entry; float32 softmax subtracts the maximum and stays finite."""
     tokens, state = projections(4, 4), empty_state(4, 1)
     tokens[1][2] = 1e30
-    feed(ops, state, tokens, 0, 4, unit_norm(weights_for(4), WIDTH))
+    feed(compress, state, tokens, 0, 4, unit_norm(weights_for(4), WIDTH))
     torch.testing.assert_close(state.rows.data[0], tokens[0][2, WIDTH:], rtol=1e-6, atol=0)

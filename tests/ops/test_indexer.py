@@ -7,6 +7,7 @@ from torch import Tensor
 from dsv4.cache_rows import RowCache, RowFormat, pack_index_rows, unpack_index_rows
 from dsv4.ops import Ops, indexer
 from tests.ops.cases import assert_rounded_once, exact_rope, exact_sylvester, integers, inv_freq, normal, positions
+from tests.ops.conftest import op_part
 
 WIDTH, ROPE = 128, 64
 POSITIONS = (0, 2, 3, 4, 6, 7, 8, 30, 79, 99, 159)
@@ -116,9 +117,9 @@ def test_spec11_c18_relu_is_per_head_before_weighting(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_lesson_04_queries_are_rotated_then_hadamard_rotated(ops: Ops, dtype: torch.dtype) -> None:
+def test_lesson_04_queries_are_rotated_then_hadamard_rotated(backend: str, dtype: torch.dtype) -> None:
     position_T, q_TID = positions(0, 3, 5000), normal(3, 4, WIDTH, seed=13, dtype=dtype)
-    out = ops.index_query(q_TID, position_T, inv_freq(4))
+    out = op_part(backend, "indexer", "index_query")(q_TID, position_T, inv_freq(4))
     assert out.dtype == dtype
     for t, position in enumerate(position_T.tolist()):
         rotated = exact_rope(q_TID[t], position, inv_freq(4)).to(dtype).double()

@@ -10,6 +10,7 @@ from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.ops import Ops
 from dsv4.ops.moe import ExpertWeights
+from dsv4.ops.router import Router, route
 from dsv4.quant import QuantFormat, QuantTensor, quantize
 from tests.ops.cases import TINY_CONFIG, VECTORS, assert_near, integers, normal, positions, tiny_config
 
@@ -30,6 +31,17 @@ def zero_expert(ops: Ops, width: int, inner: int) -> ExpertWeights:
     return one(ops, torch.zeros(inner, width), torch.zeros(width, inner), torch.zeros(inner, width))
 
 
+def listing(ops: Ops, ids_TP: Tensor, gate_XE: Tensor, scaling: float = 1.0) -> tuple[Tensor, Router]:
+    """Token ids and a router that send token t to the experts ``ids_TP[t]``; a gate of zeros gives equal weights."""
+    gate = ops.pack_weight(QuantTensor.dense(gate_XE))
+    return positions(*range(ids_TP.shape[0])), Router(gate, ids_TP, True, ids_TP.shape[1], scaling)
+
+
+def to_expert_0(ops: Ops, width: int, weight: float = 1.0) -> tuple[Tensor, Router]:
+    """One token, the first expert of one."""
+    return listing(ops, positions(0)[None], torch.zeros(1, width), weight)
+
+
 def exact_expert(x: Tensor, matrices: list[Tensor], weight: float) -> Tensor:
     w1, w2, w3 = matrices
     gate = (w1.double() @ x.double()).clamp(max=LIMIT)
@@ -46,9 +58,10 @@ def test_sum_of_selected_experts_and_the_shared_one(
     experts, shared = stack(ops, 8, 64, 32, 1, format), stack(ops, 1, 64, 32, 9, format)
     shared = ExpertWeights(shared.w1[0], shared.w2[0], shared.w3[0])
     x_TE, ids_TP = normal(7, 64, seed=4, dtype=dtype), integers(0, 7, 7, 3, seed=5, dtype=torch.int64)
-    weights_TP = normal(7, 3, seed=6).abs()
-    y_TE = ops.moe(x_TE, ids_TP, weights_TP, experts, shared, LIMIT)
+    tokens_T, router = listing(ops, ids_TP, normal(8, 64, seed=6, dtype=torch.bfloat16, scale=0.3), 1.5)
+    y_TE = ops.moe(x_TE, tokens_T, router, experts, shared, LIMIT)
     assert y_TE.dtype == dtype
+    _, weights_TP = route(x_TE, tokens_T, router)
     dense = [part.dequantize() for part in (experts.w1, experts.w2, experts.w3)]
     for t, x in enumerate(x_TE):
         exact = exact_expert(x, [shared.w1.dequantize(), shared.w2.dequantize(), shared.w3.dequantize()], 1.0)
@@ -65,8 +78,7 @@ def clamped_pairs(ops: Ops, gate: list[float], up: list[float], shared: bool) ->
     silent, active = torch.zeros(n, n), (w1, torch.eye(n), w3)
     routed, common = ((silent,) * 3, active) if shared else (active, (silent,) * 3)
     experts, shared_expert = one(ops, *(w[None] for w in routed)), one(ops, *common)
-    x_TE, ids_TP = torch.eye(1, n), positions(0)[None]
-    return ops.moe(x_TE, ids_TP, torch.ones(1, 1), experts, shared_expert, LIMIT)[0].tolist()
+    return ops.moe(torch.eye(1, n), *to_expert_0(ops, n), experts, shared_expert, LIMIT)[0].tolist()
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
@@ -92,7 +104,7 @@ def test_routing_weight_multiplies_before_the_rounding(ops: Ops) -> None:
     w1, w3 = normal(n, n, seed=1), normal(n, n, seed=2)
     expert = one(ops, w1[None], torch.eye(n)[None], w3[None])
     x = normal(1, n, seed=3, dtype=torch.bfloat16, scale=0.1)
-    y = ops.moe(x, positions(0)[None], torch.tensor([[0.3]]), expert, zero_expert(ops, n, n), LIMIT)[0]
+    y = ops.moe(x, *to_expert_0(ops, n, 0.3), expert, zero_expert(ops, n, n), LIMIT)[0]
     gate, up = w1.double() @ x[0].double(), w3.double() @ x[0].double()
     hidden = gate / (1 + torch.exp(-gate)) * up
     right = (hidden * 0.3).to(torch.bfloat16)
@@ -103,9 +115,8 @@ def test_routing_weight_multiplies_before_the_rounding(ops: Ops) -> None:
 
 def test_no_tokens(ops: Ops) -> None:
     experts, empty = stack(ops, 2, 16, 16, 1, QuantFormat.BF16), torch.empty(0, 16)
-    y = ops.moe(
-        empty, torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2), experts, zero_expert(ops, 16, 16), LIMIT
-    )
+    router = listing(ops, torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, 16))[1]
+    y = ops.moe(empty, torch.empty(0, dtype=torch.int64), router, experts, zero_expert(ops, 16, 16), LIMIT)
     assert y.shape == (0, 16)
 
 
@@ -121,7 +132,7 @@ def test_spec11_d25_quantised_experts_are_clamped(ops: Ops, format: QuantFormat)
     stacked = (quantize(matrix.dequantize()[None], format) for matrix in (w1, w2, w3))
     experts = ExpertWeights(*map(ops.pack_weight, stacked))
     shared = ExpertWeights(*map(ops.pack_weight, (w1, w2, w3)))
-    y = ops.moe(16 * torch.eye(1, width), positions(0)[None], torch.tensor([[0.5]]), experts, shared, LIMIT)[0]
+    y = ops.moe(16 * torch.eye(1, width), *to_expert_0(ops, width, 0.5), experts, shared, LIMIT)[0]
     silu_limit = LIMIT / (1 + math.exp(-LIMIT)) * LIMIT
     assert y[:2].tolist() == pytest.approx([1.5 * silu_limit, -1.5 * silu_limit], rel=2e-6)
 
@@ -136,17 +147,16 @@ def test_spec11_d26_the_limit_is_required_and_the_one_of_the_config(ops: Ops) ->
     w = torch.full((1, 1), 100.0)
     nothing = one(ops, *(torch.zeros(1, 1, 1),) * 3)
     for limit in (7.0, 10.0):
-        y = ops.moe(
-            torch.ones(1, 1), positions(0)[None], torch.ones(1, 1), nothing, one(ops, w, torch.ones(1, 1), w), limit
-        )
+        y = ops.moe(torch.ones(1, 1), *to_expert_0(ops, 1), nothing, one(ops, w, torch.ones(1, 1), w), limit)
         assert float(y) == pytest.approx(limit / (1 + math.exp(-limit)) * limit)
 
 
 def test_an_expert_listed_twice_counts_twice_and_unlisted_experts_not_at_all(ops: Ops) -> None:
     experts, shared = stack(ops, 4, 32, 16, 20, QuantFormat.BF16), zero_expert(ops, 32, 16)
     x_TE = normal(1, 32, seed=21)
-    twice = ops.moe(x_TE, torch.tensor([[2, 2]]), torch.tensor([[0.25, 0.5]]), experts, shared, LIMIT)
-    once = ops.moe(x_TE, torch.tensor([[2]]), torch.tensor([[0.75]]), experts, shared, LIMIT)
+    gate_XE = torch.zeros(4, 32)
+    twice = ops.moe(x_TE, *listing(ops, torch.tensor([[2, 2]]), gate_XE, 0.75), experts, shared, LIMIT)
+    once = ops.moe(x_TE, *listing(ops, torch.tensor([[2]]), gate_XE, 0.75), experts, shared, LIMIT)
     assert_near(twice, once.double(), 1e-6)
 
 
@@ -156,10 +166,10 @@ def test_tokens_do_not_mix(ops: Ops) -> None:
     shared = ExpertWeights(*(QuantTensor.dense(w.dequantize()[0]) for w in (experts.w1, experts.w2, experts.w3)))
     shared = ExpertWeights(*map(ops.pack_weight, (shared.w1, shared.w2, shared.w3)))
     x_TE, ids_TP = normal(6, 32, seed=31), integers(0, 1, 6, 2, seed=32, dtype=torch.int64)
-    weights_TP = normal(6, 2, seed=33).abs()
-    clean = ops.moe(x_TE, ids_TP, weights_TP, experts, shared, LIMIT)
+    routing = listing(ops, ids_TP, normal(4, 32, seed=33, dtype=torch.bfloat16))
+    clean = ops.moe(x_TE, *routing, experts, shared, LIMIT)
     x_TE[3] = torch.nan
-    found = ops.moe(x_TE, ids_TP, weights_TP, experts, shared, LIMIT)
+    found = ops.moe(x_TE, *routing, experts, shared, LIMIT)
     assert bool(found[3].isnan().all())
     others = [0, 1, 2, 4, 5]
     assert_near(found[others], clean[others].double(), 1e-6)

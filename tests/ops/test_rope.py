@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dsv4.config import Yarn
-from dsv4.ops import Ops
 from dsv4.ops.rope import layer_inv_freq, rope
 from tests.ops.cases import (
     EPS,
@@ -22,6 +21,7 @@ from tests.ops.cases import (
     positions,
     tiny_config,
 )
+from tests.ops.conftest import op_part
 from tests.ops.rounding import assert_rounded_twice
 
 POSITIONS = (0, 1, 5, 127, 4096, 65_537, 1_000_000)
@@ -62,11 +62,13 @@ def test_rotates_pairs_as_complex_numbers(
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [1.0, 1e-3], ids=["normal", "where_eps_matters"])
-def test_query_rope_normalises_every_head_then_rotates(ops: Ops, ratio: int, dtype: torch.dtype, size: float) -> None:
+def test_query_rope_normalises_every_head_then_rotates(
+    backend: str, ratio: int, dtype: torch.dtype, size: float
+) -> None:
     frequencies = inv_freq(ratio)
     q_THD = normal(len(POSITIONS), 3, HEAD_DIM, seed=7, dtype=dtype, scale=size)
     q_THD = (q_THD.float() * torch.tensor([0.1, 1.0, 40.0])[:, None]).to(dtype)
-    out_THD = ops.query_rope(q_THD, positions(*POSITIONS), frequencies, EPS)
+    out_THD = op_part(backend, "rope", "query_rope")(q_THD, positions(*POSITIONS), frequencies, EPS)
     assert out_THD.dtype == dtype
     for position, out_HD, q_HD in zip(POSITIONS, out_THD, q_THD.double(), strict=True):
         normalised = q_HD * (q_HD.square().mean(-1, keepdim=True) + EPS) ** -0.5
@@ -74,8 +76,9 @@ def test_query_rope_normalises_every_head_then_rotates(ops: Ops, ratio: int, dty
             assert_rounded_twice(out, head, lambda value, at=position: exact_rope(value, at, frequencies))
 
 
-def test_query_rope_of_no_tokens(ops: Ops) -> None:
-    out_THD = ops.query_rope(torch.empty(0, 2, HEAD_DIM, dtype=torch.bfloat16), positions(), inv_freq(4), EPS)
+def test_query_rope_of_no_tokens(backend: str) -> None:
+    q_THD = torch.empty(0, 2, HEAD_DIM, dtype=torch.bfloat16)
+    out_THD = op_part(backend, "rope", "query_rope")(q_THD, positions(), inv_freq(4), EPS)
     assert out_THD.shape == (0, 2, HEAD_DIM)
 
 

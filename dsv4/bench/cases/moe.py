@@ -1,23 +1,26 @@
 """Mixture of experts, decode: Flash and Pro with NVIDIA's mix of formats (routed NVFP4, shared FP8)."""
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
 
 from dsv4.bench.op_case import OpCase
 from dsv4.ops.cuda.moe import moe
-from dsv4.ops.cuda.packed import PackedWeight, chunk_columns, padded
+from dsv4.ops.cuda.packed import PackedWeight, chunk_columns, pack_weight, padded
 from dsv4.ops.moe import ExpertWeights
-from dsv4.quant import QuantFormat, packed_bytes, packed_shapes
+from dsv4.ops.router import Router
+from dsv4.quant import QuantFormat, QuantTensor, packed_bytes, packed_shapes
 
 GEOMETRIES = {"Flash": (4096, 2048), "Pro": (7168, 3072)}
+EXPERTS = {"Flash": 256, "Pro": 384}
 PER_TOKEN, LIMIT = 6, 10.0
-# Distinct experts that this many tokens choose among 384, on average.
-_DISTINCT = {1: 6, 2: 12, 3: 18, 4: 23, 8: 45}
+# Calls before one finds its router and its shared expert a second time.
+_INPUTS = 24
 
 
 def cases() -> Iterator[OpCase]:
-    """The decode pair for 1 to 8 tokens; each copy has exactly the experts that its tokens choose."""
+    """Routing and experts of a layer for 1 to 8 tokens, which choose among all of its experts."""
     nvfp4, fp8 = QuantFormat.NVFP4, QuantFormat.FP8_BLOCK128
     for model in GEOMETRIES:
         for tokens in (1, 2, 4, 8):
@@ -26,31 +29,38 @@ def cases() -> Iterator[OpCase]:
         yield moe_case(model, 1, QuantFormat.MXFP4, fp8)
 
 
-def moe_case(
-    model: str,
-    tokens: int,
-    routed: QuantFormat,
-    shared: QuantFormat,
-    op: Callable[..., object] = moe,
-) -> OpCase:
-    """One case; ``op`` has the signature of ``moe``."""
-    width, inner = GEOMETRIES[model]
-    distinct = _DISTINCT[tokens]
+def moe_case(model: str, tokens: int, routed: QuantFormat, shared: QuantFormat) -> OpCase:
+    """One case. Every call of a copy takes the next of 24 inputs, each with a router and a shared expert of its own;
+    the bytes are those of as many experts as random routers choose on average.
+    """
+    (width, inner), count = GEOMETRIES[model], EXPERTS[model]
+    distinct = count * (1 - (1 - PER_TOKEN / count) ** tokens)
     shapes = ((inner, width), (width, inner), (inner, width))
-    nbytes = sum(packed_bytes(routed, (distinct, *shape)) + packed_bytes(shared, shape) for shape in shapes)
-    activations = 4 * tokens * width
+    expert_bytes = sum(packed_bytes(routed, shape) for shape in shapes)
+    common_bytes = sum(packed_bytes(shared, shape) for shape in shapes) + 2 * count * width
+    nbytes = int(distinct * expert_bytes) + common_bytes + 4 * tokens * width
+
+    def one_input() -> tuple[torch.Tensor, torch.Tensor, Router, ExpertWeights]:
+        x_TE = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
+        gate_XE = torch.randn(count, width, dtype=torch.bfloat16, device="cuda") * width**-0.5
+        bias_X = torch.zeros(count, device="cuda")
+        router = Router(pack_weight(QuantTensor.dense(gate_XE)), bias_X, False, PER_TOKEN, 1.5)
+        common = ExpertWeights(*(random_weight(shared, shape) for shape in shapes))
+        return x_TE, torch.zeros(tokens, dtype=torch.int64, device="cuda"), router, common
 
     def make(index: int) -> Callable[[], object]:
-        experts = ExpertWeights(*(random_weight(routed, (distinct, *shape)) for shape in shapes))
-        common = ExpertWeights(*(random_weight(shared, shape) for shape in shapes))
-        x_TE = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
-        ids_TP = (torch.arange(tokens * PER_TOKEN, device="cuda") % distinct).view(tokens, PER_TOKEN)
-        weights_TP = torch.rand(tokens, PER_TOKEN, device="cuda")
-        return lambda: op(x_TE, ids_TP, weights_TP, experts, common, LIMIT)
+        experts = ExpertWeights(*(random_weight(routed, (count, *shape)) for shape in shapes))
+        inputs = itertools.cycle([one_input() for _ in range(_INPUTS)])
 
-    flops = 6 * tokens * width * inner * (PER_TOKEN + 1)
-    name = f"{model} T={tokens}, {distinct} experts {routed.value}, shared {shared.value}"
-    return OpCase("moe", name, make, nbytes + activations, flops, nbytes)
+        def run() -> object:
+            x_TE, tokens_T, router, common = next(inputs)
+            return moe(x_TE, tokens_T, router, experts, common, LIMIT)
+
+        return run
+
+    flops = 2 * tokens * width * (3 * inner * (PER_TOKEN + 1) + count)
+    name = f"{model} T={tokens}, {routed.value}, shared {shared.value}, with its router"
+    return OpCase("moe", name, make, nbytes, flops, count * expert_bytes + _INPUTS * common_bytes)
 
 
 def random_weight(format: QuantFormat, shape: tuple[int, ...]) -> PackedWeight:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4.bench.cases.moe import GEOMETRIES, LIMIT, PER_TOKEN, random_weight
+from dsv4.bench.cases.moe import EXPERTS, GEOMETRIES, LIMIT, PER_TOKEN, random_weight
 from dsv4.bench.op_case import OpCase
 from dsv4.ops.cuda.moe_prefill import down, gate_up, moe_prefill, sort_by_expert
 from dsv4.ops.cuda.prefill_linear import prefill_grouped_linear, prefill_linear
@@ -12,7 +12,6 @@ from dsv4.ops.moe import ExpertWeights
 from dsv4.quant import QuantFormat, packed_bytes
 
 NVFP4, MXFP4, FP8, BF16 = QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16
-EXPERTS = {"Flash": 256, "Pro": 384}
 # (rows, columns) of wq_b and wo_b.
 DENSE = {"Flash": ((32768, 1024), (4096, 8192)), "Pro": ((65536, 1536), (7168, 16384))}
 

@@ -1,4 +1,4 @@
-"""Router: logits, selection and weights of one layer."""
+"""Router of a prefill chunk: logits, selection and weights of one layer. A decode step routes in ``moe``."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,17 +6,17 @@ import torch
 
 from dsv4.bench.op_case import OpCase
 from dsv4.ops.cuda.packed import pack_weight
-from dsv4.ops.cuda.router import route_learned
+from dsv4.ops.cuda.router import route
+from dsv4.ops.router import Router
 from dsv4.quant import QuantTensor
 
 GEOMETRIES = {"Flash": (4096, 256, 1.5), "Pro": (7168, 384, 2.5)}
 
 
 def cases() -> Iterator[OpCase]:
-    """A decode step of 1 and 8 tokens, and a prefill chunk."""
+    """A prefill chunk of 4,096 tokens."""
     for model in GEOMETRIES:
-        for tokens in (1, 8, 4096):
-            yield _case(model, tokens)
+        yield _case(model, 4096)
 
 
 def _case(model: str, tokens: int) -> OpCase:
@@ -27,6 +27,10 @@ def _case(model: str, tokens: int) -> OpCase:
         x_TE = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
         weight = torch.randn(experts, width, dtype=torch.bfloat16, device="cuda") * width**-0.5
         gate, bias_X = pack_weight(QuantTensor.dense(weight)), torch.randn(experts, device="cuda")
-        return lambda: route_learned(x_TE, gate, bias_X, 6, scaling)
+        router, tokens_T = (
+            Router(gate, bias_X, False, 6, scaling),
+            torch.zeros(tokens, dtype=torch.int64, device="cuda"),
+        )
+        return lambda: route(x_TE, tokens_T, router)
 
-    return OpCase("route_learned", f"{model} T={tokens}", make, nbytes, 2 * tokens * width * experts, nbytes)
+    return OpCase("route", f"{model} T={tokens}", make, nbytes, 2 * tokens * width * experts, nbytes)

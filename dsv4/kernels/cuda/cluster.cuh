@@ -1,7 +1,7 @@
 // Blocks of one cluster send each other words of shared memory. A message counts its own bytes on a barrier of the
 // receiver, so that nobody needs a fence: a cluster barrier with release semantics costs a whole-GPU one.
 #pragma once
-#include "common.cuh"
+#include "ptx.cuh"
 
 using uint64 = unsigned long long;
 
@@ -10,8 +10,6 @@ __device__ __forceinline__ unsigned cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-
-__device__ __forceinline__ unsigned shared_address(const void* shared) { return unsigned(__cvta_generic_to_shared(shared)); }
 
 __device__ __forceinline__ unsigned remote_address(const void* shared, unsigned rank) {
     unsigned address;
@@ -64,10 +62,6 @@ __device__ __forceinline__ void wait_mail(uint64* inbox, int use) {
     }
 }
 
-// A plain store and a full cluster barrier in two halves, for exchanges where a fence (about a microsecond) does not matter.
+// A full cluster barrier in two halves, for exchanges where a fence (about a microsecond) does not matter.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
-__device__ __forceinline__ void store_remote(float* shared, unsigned rank, float value) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote_address(shared, rank)), "f"(value) : "memory");
-}

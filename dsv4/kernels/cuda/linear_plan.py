@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dsv4.quant import QuantFormat
 
@@ -19,16 +20,23 @@ _STAGE_CYCLES = {QuantFormat.NVFP4: 124, QuantFormat.MXFP4: 115, QuantFormat.FP8
 @dataclass(frozen=True)
 class Tuning:
     """``warps`` per block, ``depth`` stages of 2 KiB in each warp's ring, ``min_blocks`` per SM for the registers,
-    ``prefetch_megabytes`` that a launch may bring into the L2 cache while it waits, ``least_shared_kib`` that a block
-    asks for, ``rotate`` 1: every block begins K at a column of its own.
+    ``least_shared_kib`` that a block asks for, ``rotate`` 1: every block begins K at a column of its own.
     """
 
     warps: int = 12
     depth: int = 3
     min_blocks: int = 1
-    prefetch_megabytes: int = 0
     least_shared_kib: int = 116
     rotate: int = 1
+
+
+class ProductShape(NamedTuple):
+    """``tiles[i]`` row tiles (per group) of ``formats[i]``, K = ``columns``."""
+
+    formats: tuple[QuantFormat, ...]
+    tiles: tuple[int, ...]
+    columns: int
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -45,18 +53,26 @@ class LinearPlan:
     ragged: bool
     tuning: Tuning
 
+    def blocks(self, groups: int) -> int:
+        """Blocks of the launch."""
+        return self.cluster * (groups * self.clusters[0] + sum(self.clusters[1:]))
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """Those of ``decode_linear.cu`` that the plan decides."""
+        return (
+            ("PADDED_TOKENS", self.padded_tokens),
+            ("RAGGED_K", int(self.ragged)),
+            ("WARPS", self.tuning.warps),
+            ("DEPTH", self.tuning.depth),
+            ("CLUSTER", self.cluster),
+            ("ROTATE", self.tuning.rotate),
+        )
+
 
 @functools.cache
-def plan_linear(
-    formats: tuple[QuantFormat, ...],
-    tiles: tuple[int, ...],
-    columns: int,
-    groups: int,
-    tokens: int,
-    multiprocessors: int,
-    tuning: Tuning = Tuning(),
-) -> LinearPlan:
-    """The plan for ``tiles[i]`` row tiles (per group) of ``formats[i]`` and K = ``columns``.
+def plan_linear(shape: ProductShape, tokens: int, multiprocessors: int, tuning: Tuning = Tuning()) -> LinearPlan:
+    """The plan of one product of up to 8 tokens.
 
     A block gets whole tiles of one format and all of K; the number of blocks is what makes the busiest one least busy.
     Where the activations of all of K do not fit into a block, clusters of 2 or 4 blocks take a slice of K each, which
@@ -64,45 +80,44 @@ def plan_linear(
     Raises ``ValueError`` when even the smallest slices do not fit.
     """
     padded_tokens = next(size for size in (1, 2, 4, 8) if size >= tokens)
-    shape = _Shape(formats, tiles, columns, groups, padded_tokens, multiprocessors, tuning)
+    problem = _Problem(shape, padded_tokens, multiprocessors, tuning)
     for cluster in (1, 2, 4):
-        if (plan := _plan(shape, cluster, cluster, 1)) is not None:
+        if (plan := _plan(problem, cluster, cluster, 1)) is not None:
             return plan
     for waves in range(1, 65):
         for slices in range(2, MAX_SLICES + 1):
-            if (plan := _plan(shape, 1, slices, waves)) is not None:
+            if (plan := _plan(problem, 1, slices, waves)) is not None:
                 return plan
-    raise ValueError(f"weight: found {tiles} row tiles of K = {columns}, more than the decode kernel can hold")
+    raise ValueError(
+        f"weight: found {shape.tiles} row tiles of K = {shape.columns}, more than the decode kernel can hold"
+    )
 
 
 @dataclass(frozen=True)
-class _Shape:
-    formats: tuple[QuantFormat, ...]
-    tiles: tuple[int, ...]
-    columns: int
-    groups: int
+class _Problem:
+    shape: ProductShape
     padded_tokens: int
     multiprocessors: int
     tuning: Tuning
 
 
-def _stages(shape: _Shape) -> list[int]:
+def _stages(shape: ProductShape) -> list[int]:
     padded_columns = -(-shape.columns // 64) * 64
     return [-(-padded_columns // _STAGE_COLUMNS[format]) for format in shape.formats]
 
 
-def _tiles_per_cluster(shape: _Shape, clusters: tuple[int, ...]) -> int:
+def _tiles_per_cluster(shape: ProductShape, clusters: tuple[int, ...]) -> int:
     return max(-(-count // used) for count, used in zip(shape.tiles, clusters, strict=True))
 
 
-def _plan(shape: _Shape, cluster: int, slices: int, waves: int) -> LinearPlan | None:
+def _plan(problem: _Problem, cluster: int, slices: int, waves: int) -> LinearPlan | None:
     """The plan with K in ``slices`` slices on clusters of ``cluster`` blocks; None when it does not work out."""
-    tuning, padded_tokens = shape.tuning, shape.padded_tokens
+    shape, tuning, padded_tokens = problem.shape, problem.tuning, problem.padded_tokens
     padded_columns = -(-shape.columns // 64) * 64
     whole = -(-padded_columns // _SLICE_MULTIPLE) * _SLICE_MULTIPLE
     slice_columns = -(-whole // (slices * _SLICE_MULTIPLE)) * _SLICE_MULTIPLE
     # Clusters of 4 need 4 free SMs of one GPC, whose number of SMs is only a multiple of 2.
-    usable = shape.multiprocessors // 16 * 16 if cluster == 4 else shape.multiprocessors
+    usable = problem.multiprocessors // 16 * 16 if cluster == 4 else problem.multiprocessors
     budget = usable * waves // (cluster * shape.groups)
     if -(-padded_columns // slice_columns) != slices or (cluster > 1 and budget < len(shape.tiles)):
         return None

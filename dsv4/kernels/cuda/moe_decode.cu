@@ -1,5 +1,7 @@
-// Mixture of experts for 1 to 8 tokens in one launch that streams every weight once.
+// Router and mixture of experts for 1 to 8 tokens in one launch that streams every weight once.
 //
+//   routing  scores of all experts, shared out over the blocks and exchanged (moe_routes.cuh), while the first weights of
+//            phase 1 are on their way
 //   phase 1  h = round(weight * silu(min(w1 x, limit)) * clamp(w3 x, limit)) for the shared expert and every distinct
 //            routed expert of the step
 //   phase 2  y = sum over those experts of w2 h, one list of K per 32 output rows
@@ -11,24 +13,23 @@
 // of summation are fixed.
 //
 // Defines: ROUTED, SHARED (weight formats), TOKENS (1, 2, 4 or 8: tokens rounded up), TAILS (1: E or F is no multiple
-// of a stage's columns), WARPS, STAGES (ring depth).
+// of a stage's columns), WARPS, STAGES (ring depth), VECTORS (eights of activations of a token per thread), and those of
+// moe_routes.cuh.
+#include "grid_barrier.cuh"
 #include "weight_tile.cuh"
 
-#ifndef WARPS
-#define WARPS 8
-#endif
-#ifndef STAGES
-#define STAGES 3
+// Lanes of a warp that arrive at the barriers of its sums. One is enough behind __syncwarp and up to 4 % faster than all;
+// but racecheck does not see what the other lanes hand over with it, so it looks at a build with 32.
+#ifndef ARRIVALS
+#define ARRIVALS 1
 #endif
 
-constexpr int THREADS = WARPS * WARP;
 // Loads of a stage in flight to registers; all four take more than 128 registers on sm_100.
 #if __CUDA_ARCH__ >= 1000
 constexpr int UNROLL = 2;
 #else
 constexpr int UNROLL = 4;
 #endif
-constexpr int MAX_ENTRIES = 128, MAX_EXPERT_WORDS = 32, MAX_TOKENS = 8;
 constexpr int PAIR_BYTES = 2 * (Stage<ROUTED>::BYTES > Stage<SHARED>::BYTES ? Stage<ROUTED>::BYTES : Stage<SHARED>::BYTES);
 constexpr int STAGE_COLUMNS =
     Stage<ROUTED>::COLUMNS > Stage<SHARED>::COLUMNS ? Stage<ROUTED>::COLUMNS : Stage<SHARED>::COLUMNS;
@@ -40,35 +41,12 @@ constexpr bool EVEN_COLUMNS = TOKENS <= 4;
 constexpr bool ANY_BF16 = ROUTED == BF16 || SHARED == BF16;
 constexpr bool ANY_F16 = ROUTED != BF16 || SHARED != BF16;
 
-// ---- barriers -------------------------------------------------------------------------------------------
+#include "moe_routes.cuh"
 
-__device__ __forceinline__ void barrier_init(unsigned barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
-    unsigned done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (!done);
-}
+static_assert(WARPS >= TOKENS, "a warp per token chooses its experts");
+static_assert(GATE_ROWS <= BUFFERS * PARTIAL / TOKENS, "the warps' parts of the logits lie where those of an item will");
 
 // ---- matrix products -----------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float2 decode_scale_pair(unsigned pair) {
-    const unsigned halves = decode8(pair);
-    return __half22float2(*reinterpret_cast<const __half2*>(&halves));
-}
 
 // 2^(code - 127); code 0 is a subnormal. Code 255 (a NaN in the format) gives infinity.
 __device__ __forceinline__ float decode_e8m0(unsigned code) { return __uint_as_float(max(code << 23, 1u << 22)); }
@@ -207,105 +185,6 @@ struct Layout {
 
 };
 
-// ---- routes --------------------------------------------------------------------------------------------------------
-
-// The distinct experts of the step in ascending order ("slots"), and which tokens go to them. In h, the rows of the shared
-// expert (all tokens) come first, then those of each slot, ascending tokens.
-struct Routes {
-    unsigned members[MAX_EXPERT_WORDS];
-    int ids[MAX_ENTRIES], experts[MAX_ENTRIES], first_row[MAX_ENTRIES];
-    unsigned mask[MAX_ENTRIES];
-    float entry_weight[MAX_ENTRIES];
-    float weight[MAX_ENTRIES][MAX_TOKENS];
-    // 1 / (what h of a token is multiplied with so that it fits into f16)
-    float unscale[MAX_TOKENS];
-    int count;
-};
-
-// Constants only: runs before pdl_wait.
-__device__ __forceinline__ void routes_clear(Routes& routes) {
-    for (int i = threadIdx.x; i < MAX_ENTRIES; i += THREADS) {
-        routes.experts[i] = -1;
-        routes.mask[i] = 0;
-        if (i < MAX_EXPERT_WORDS) routes.members[i] = 0;
-    }
-}
-
-// The power of two that brings `bound` into [2^14, 2^15).
-__device__ __forceinline__ float f16_factor(float bound) { return __uint_as_float(activation_factor(bound)); }
-
-// One entry of ids_TP and weights_TP per thread.
-struct Entry {
-    int64 id;
-    float weight;
-
-    __device__ __forceinline__ Entry(const int64* ids_TP, const float* weights_TP, int entries) : id(-1), weight(0.0f) {
-        if (int(threadIdx.x) >= entries) return;
-        id = __ldcg(ids_TP + threadIdx.x);
-        weight = __ldcg(weights_TP + threadIdx.x);
-    }
-
-    __device__ __forceinline__ void store(Routes& routes, int entries, int X) const {
-        if (int(threadIdx.x) >= entries) return;
-        const bool valid = id >= 0 && id < X;
-        routes.ids[threadIdx.x] = valid ? int(id) : -1;
-        routes.entry_weight[threadIdx.x] = weight;
-        if (valid) atomicOr(&routes.members[id >> 5], 1u << (id & 31));
-    }
-};
-
-// After a barrier that follows Entry::store. |h| of a token is at most limit^2 times the sum of its weights.
-__device__ __forceinline__ void routes_build(Routes& routes, int T, int P, float limit) {
-    const int i = threadIdx.x;
-    const int id = i < T * P ? routes.ids[i] : -1;
-    if (id >= 0) {
-        const auto repeats = [&](int entry) {
-            for (int j = entry / P * P; j < entry; ++j)
-                if (routes.ids[j] == routes.ids[entry]) return routes.ids[entry] >= 0;
-            return false;
-        };
-        int slot = __popc(routes.members[id >> 5] & ((1u << (id & 31)) - 1));
-        for (int word = 0; word < id >> 5; ++word) slot += __popc(routes.members[word]);
-        if (repeats(i)) {
-            // An expert that a token lists again counts, and rounds, again: in a slot of its own behind all others.
-            slot = 0;
-            for (int word = 0; word < MAX_EXPERT_WORDS; ++word) slot += __popc(routes.members[word]);
-            for (int j = 0; j < i; ++j) slot += repeats(j);
-        }
-        routes.weight[slot][i / P] = routes.entry_weight[i];
-        atomicOr(&routes.mask[slot], 1u << (i / P));
-        atomicMax(&routes.experts[slot], id);
-    }
-    if (i < T) {
-        float total = 0.0f;
-        for (int p = 0; p < P; ++p) total += fabsf(routes.entry_weight[i * P + p]);
-        routes.unscale[i] = ANY_F16 ? 1.0f / f16_factor(limit * fmaxf(limit, 1.0f) * fmaxf(total, 1.0f)) : 1.0f;
-    }
-}
-
-// After a barrier that follows routes_build; the caller puts another barrier behind it.
-__device__ __forceinline__ void routes_finish(Routes& routes, int T) {
-    if (threadIdx.x < WARP) {
-        int row = T, count = 0;
-        for (int base = 0; base < MAX_ENTRIES; base += WARP) {
-            const int slot = base + threadIdx.x;
-            const int rows = __popc(routes.mask[slot]);
-            int sum = rows;
-#pragma unroll
-            for (int offset = 1; offset < WARP; offset *= 2) {
-                const int other = __shfl_up_sync(~0u, sum, offset);
-                if (int(threadIdx.x) >= offset) sum += other;
-            }
-            routes.first_row[slot] = row + sum - rows;
-            row += __shfl_sync(~0u, sum, WARP - 1);
-            const unsigned used = __ballot_sync(~0u, rows > 0);
-            count += __popc(used);
-            if (used != ~0u) break;
-        }
-        if (threadIdx.x == 0) routes.count = count;
-    }
-}
-
 // ---- sums over the warps of a block --------------------------------------------------------------------------------
 
 struct Partials {
@@ -336,7 +215,7 @@ struct Partials {
             }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(full + 8 * buffer(item));
+        if (lane < ARRIVALS) barrier_arrive(full + 8 * buffer(item));
     }
 
     __device__ __forceinline__ void begin_get(int item) const { barrier_wait(full + 8 * buffer(item), parity(item)); }
@@ -352,7 +231,7 @@ struct Partials {
 
     __device__ __forceinline__ void end_get(int item, int lane) const {
         __syncwarp();
-        if (lane == 0) barrier_arrive(empty + 8 * buffer(item));
+        if (lane < ARRIVALS) barrier_arrive(empty + 8 * buffer(item));
     }
 };
 
@@ -438,7 +317,7 @@ __device__ __forceinline__ unsigned pack_f16(float low, float high) {
 // Eight consecutive bfloat16 of a row, zeros beyond E.
 __device__ __forceinline__ uint4 load_row8(const bf16* row, int k, int E) {
     uint4 raw = make_uint4(0, 0, 0, 0);
-    if (E % 8 == 0) {
+    if (!TAILS || E % 8 == 0) {
         if (k < E) raw = __ldcg(reinterpret_cast<const uint4*>(row + k));
         return raw;
     }
@@ -473,60 +352,66 @@ __device__ __forceinline__ int stage_padded(int columns) {
     return TAILS ? (columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS * STAGE_COLUMNS : columns;
 }
 
-// Activations of the step in shared memory, once per 16-bit type that a weight format needs.
+// Activations of the step, in shared memory once per 16-bit type that a weight format needs: measure, a barrier, stage, a
+// barrier. Up to AT_ONCE tokens stay in registers between the two; more are read again.
 struct Inputs {
+    static constexpr int ROOM = VECTORS == 1 ? 8 : VECTORS == 2 ? 4 : VECTORS <= 4 ? 2 : 1;
+    static constexpr int AT_ONCE = TOKENS < ROOM ? TOKENS : ROOM;
+
     char *f16, *bf16_rows;
     // [token][warp] largest magnitudes.
     float* largest;
+    uint4 rows[AT_ONCE][VECTORS];
 
-    // x of one token is kept in registers between its two uses.
-    static constexpr int KEEP = TOKENS == 1 ? (1024 + THREADS - 1) / THREADS : 0;
-
-    // `meanwhile` runs once, behind the first loads.
-    template <class Work>
-    __device__ __forceinline__ void stage(const bf16* x_TE, int T, int E, float* unscale, const Work& meanwhile) const {
-        const int vectors = stage_padded(E) / 8, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-        const bool kept = KEEP > 0 && vectors <= KEEP * THREADS;
-        uint4 raw[KEEP > 0 ? KEEP : 1];
-        if (!kept) meanwhile();
-        for (int token = 0; token < T; ++token) {
-            const bf16* row = x_TE + size_t(token) * E;
-            float value = 0.0f;
-            if (kept) {
+    __device__ __forceinline__ void load(const bf16* x_TE, int first, int T, int E) {
 #pragma unroll
-                for (int i = 0; i < KEEP; ++i) {
-                    const int vector = threadIdx.x + i * THREADS;
-                    raw[i] = vector < vectors ? load_row8(row, vector * 8, E) : make_uint4(0, 0, 0, 0);
+        for (int t = 0; t < AT_ONCE; ++t)
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i)
+                rows[t][i] = load_row8(x_TE + size_t(min(first + t, T - 1)) * E, (threadIdx.x + i * THREADS) * 8, E);
+    }
+
+    // Also multiplies with the block's rows of the gate; parts: float [T, GATE_ROWS, WARPS] in shared memory.
+    __device__ __forceinline__ void measure(const bf16* x_TE, int T, int E, const GateRows& gate, float* parts) {
+        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+#pragma unroll 1
+        for (int first = 0; first < (TOKENS > AT_ONCE ? T : 1); first += AT_ONCE) {
+            load(x_TE, first, T, E);
+#pragma unroll
+            for (int t = 0; t < AT_ONCE; ++t) {
+                float value = 0.0f;
+#pragma unroll
+                for (int i = 0; i < VECTORS; ++i) value = fmaxf(value, largest8(rows[t][i]));
+                value = warp_max(value);
+                const int token = first + t;
+                if (lane == 0 && token < T) largest[token * WARPS + warp] = value;
+#pragma unroll
+                for (int row = 0; row < GATE_ROWS; ++row) {
+                    const float sum = warp_sum(gate.product(row, rows[t]));
+                    if (lane == 0 && token < T) parts[(token * GATE_ROWS + row) * WARPS + warp] = sum;
                 }
-                meanwhile();
-#pragma unroll
-                for (int i = 0; i < KEEP; ++i) value = fmaxf(value, largest8(raw[i]));
-            } else {
-#pragma unroll 4
-                for (int vector = threadIdx.x; vector < vectors; vector += THREADS)
-                    value = fmaxf(value, largest8(load_row8(row, vector * 8, E)));
             }
-            value = warp_max(value);
-            if (lane == 0) largest[token * WARPS + warp] = value;
         }
-        __syncthreads();
-        for (int token = 0; token < T; ++token) {
-            const bf16* row = x_TE + size_t(token) * E;
-            float value = 0.0f;
+    }
+
+    __device__ __forceinline__ void stage(const bf16* x_TE, int T, int E, float* unscale) {
+#pragma unroll 1
+        for (int first = 0; first < (TOKENS > AT_ONCE ? T : 1); first += AT_ONCE) {
+            if (TOKENS > AT_ONCE) load(x_TE, first, T, E);
 #pragma unroll
-            for (int i = 0; i < WARPS; ++i) value = fmaxf(value, largest[token * WARPS + i]);
-            const float factor = f16_factor(value);
-            if (threadIdx.x == 0) unscale[token] = 1.0f / factor;
-            if (kept) {
+            for (int t = 0; t < AT_ONCE; ++t) {
+                const int token = first + t;
+                if (token >= T) break;
+                float value = 0.0f;
 #pragma unroll
-                for (int i = 0; i < KEEP; ++i) {
-                    const int vector = threadIdx.x + i * THREADS;
-                    if (vector < vectors) store(raw[i], token, vector * 8, T, factor);
+                for (int i = 0; i < WARPS; ++i) value = fmaxf(value, largest[token * WARPS + i]);
+                const float factor = f16_factor(value);
+                if (threadIdx.x == 0) unscale[token] = inverse_power(factor);
+#pragma unroll
+                for (int i = 0; i < VECTORS; ++i) {
+                    const int k = (threadIdx.x + i * THREADS) * 8;
+                    if (k < stage_padded(E)) store(rows[t][i], token, k, T, factor);
                 }
-            } else {
-#pragma unroll 4
-                for (int vector = threadIdx.x; vector < vectors; vector += THREADS)
-                    store(load_row8(row, vector * 8, E), token, vector * 8, T, factor);
             }
         }
     }
@@ -616,68 +501,38 @@ __device__ __forceinline__ int block_of(int position, int pairs, int total) {
     return (unsigned(position + 1) * sharers(pairs, total) - 1) / unsigned(pairs * total);
 }
 
-// Every block arrives and waits for all others. All blocks must be resident: one per multiprocessor, and nothing else
-// that waits for this grid. What threads wrote before is visible behind it. Launches take counters[0] and counters[1] in
-// turn, by the parity of counters[2], their number; one of them clears the other's, which nobody reads any more.
-struct GridBarrier {
-    int* counters;
-    int launch;
-
-    GridBarrier() = default;
-
-    // After pdl_wait.
-    __device__ __forceinline__ explicit GridBarrier(int* memory) : counters(memory), launch(0) {
-        if (threadIdx.x == 0) launch = __ldcg(memory + 2);
-    }
-
-    __device__ __forceinline__ void wait() const { grid_wait(counters, launch); }
-
-    static __device__ __forceinline__ void grid_wait(int* counters, int launch) {
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            int* counter = counters + (launch & 1);
-            asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
-            const long long start = clock64();
-            int arrived;
-            do {
-                asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
-                // Some seconds: another block died or never got a multiprocessor.
-                if (clock64() - start > 10000000000ll) __trap();
-            } while (arrived < int(gridDim.x));
-            if (blockIdx.x == 0) {
-                counters[1 - (launch & 1)] = 0;
-                counters[2] = launch + 1;
-            }
-        }
-        __syncthreads();
-    }
-};
-
-// counters: three of the barrier, one per 32 output rows. parts_workspace: [pairs + blocks, T, 32].
+// counters: four of the barrier, then the words of the score exchange; pair_counters: one per 32 output rows.
+// parts_workspace: [pairs + blocks, T, 32]. One block also writes the routes to ids_TP and weights_TP.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    moe_decode(const bf16* x_TE, const int64* ids_TP, const float* weights_TP, const char* r1_data, const char* r1_scale,
-               const float* r1_global, const char* r3_data, const char* r3_scale, const float* r3_global,
-               const char* r2_data, const char* r2_scale, const float* r2_global, const char* s1_data,
-               const char* s1_scale, const float* s1_global, const char* s3_data, const char* s3_scale,
-               const float* s3_global, const char* s2_data, const char* s2_scale, const float* s2_global, char* h,
-               bf16* y_TE, float* parts_workspace, int* counters, int T, int P, int X, int E, int F, float limit) {
+    moe_decode(const bf16* x_TE, const char* gate, const float* bias_X, const int64* table_VP, const int64* tokens_T,
+               const char* r1_data, const char* r1_scale, const float* r1_global, const char* r3_data,
+               const char* r3_scale, const float* r3_global, const char* r2_data, const char* r2_scale,
+               const float* r2_global, const char* s1_data, const char* s1_scale, const float* s1_global,
+               const char* s3_data, const char* s3_scale, const float* s3_global, const char* s2_data,
+               const char* s2_scale, const float* s2_global, char* h, bf16* y_TE, int64* ids_TP, float* weights_TP,
+               float* parts_workspace, int* counters, int* pair_counters, int T, int P, int X, int E, int F, int V,
+               float limit, float scaling) {
     constexpr int HIDDEN_BYTES = TOKENS * STAGE_COLUMNS * 2;
     extern __shared__ __align__(128) char dynamic_shared[];
     __shared__ Routes routes;
     __shared__ float units[MAX_ENTRIES + 1];
-    __shared__ unsigned long long barriers[2 * BUFFERS];
-    __shared__ float largest[MAX_TOKENS * WARPS], unscale[MAX_TOKENS];
+    __shared__ unsigned long long barriers[2 * BUFFERS + 1];
+    __shared__ __align__(16) float largest[MAX_TOKENS * WARPS];
+    __shared__ float unscale[MAX_TOKENS];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
     float* partial_data = reinterpret_cast<float*>(dynamic_shared + WARPS * STAGES * PAIR_BYTES);
     // x in phase 1, the rings of h in phase 2.
     char* after = reinterpret_cast<char*>(partial_data + BUFFERS * WARPS * PARTIAL);
-    const Inputs inputs = {after, after + (ANY_F16 ? T * stage_padded(E) * 2 : 0), largest};
+    Inputs inputs = {after, after + (ANY_F16 ? T * stage_padded(E) * 2 : 0), largest};
     const unsigned ring = shared_address(dynamic_shared) + warp * STAGES * PAIR_BYTES;
-    const unsigned full = shared_address(barriers), empty = full + 8 * BUFFERS;
+    const unsigned full = shared_address(barriers), empty = full + 8 * BUFFERS, known = empty + 8 * BUFFERS;
 
     const Partials partials = {partial_data, full, empty};
-    GridBarrier grid_barrier;
+
+    GateRows gate_rows;
+    gate_rows.request(gate, E, X);
+    int launch;
 
     // Phase 1
     int first_item;
@@ -701,36 +556,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             producer.stage += WARPS;
             producer.settle();
         };
-        int issued = 0;
+        // Empty slots of the ring. The last STAGES groups of copies are those of the next STAGES stages, in order.
+        int vacant = 0;
         producer.settle();
 #pragma unroll 1
-        for (; issued < STAGES && producer.active(); ++issued) {
-            issue(issued);
+        for (int i = 0; i < STAGES; ++i) {
+            if (producer.active()) issue(i);
+            else ++vacant;
             cp_async_commit();
         }
         routes_clear(routes);
         if (threadIdx.x < BUFFERS) {
-            barrier_init(full + 8 * threadIdx.x, WARPS);
-            barrier_init(empty + 8 * threadIdx.x, 1);
+            barrier_init(full + 8 * threadIdx.x, WARPS * ARRIVALS);
+            barrier_init(empty + 8 * threadIdx.x, ARRIVALS);
         }
+        if (threadIdx.x == 0) barrier_init(known, WARP);
         barrier_fence();
         __syncthreads();
 
+        if (!HASH && threadIdx.x * 32 < X) prefetch_l2(bias_X + threadIdx.x * 32);
+
         pdl_wait();
-        grid_barrier = GridBarrier(counters);
-        const Entry entry(ids_TP, weights_TP, T * P);
-        inputs.stage(x_TE, T, E, unscale, [&] { entry.store(routes, T * P, X); });
-        routes_build(routes, T, P, limit);
+        // Volatile: requested here, not where it is needed.
+        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(launch) : "l"(counters + 2));
+        const ScoreExchange exchange = {reinterpret_cast<unsigned long long*>(counters + 4), unsigned(launch) + 1};
+        const int64 listed = HASH && warp < T ? listed_expert(table_VP, tokens_T, warp, P, V) : 0;
+        inputs.measure(x_TE, T, E, gate_rows, partial_data);
         __syncthreads();
-        routes_finish(routes, T);
+        exchange.send(partial_data, T, X);
+        inputs.stage(x_TE, T, E, unscale);
         __syncthreads();
-        producer.start_routed(routes.count * tiles);
-        producer.settle();
-        items.start_routed(routes.count * tiles);
-#pragma unroll 1
-        for (; issued < STAGES; ++issued) {
-            if (producer.active()) issue(issued);
-            cp_async_commit();
+        if (warp < T) {
+            float score[PER_LANE], bias[PER_LANE] = {};
+            if (!HASH) load_bias(bias, bias_X, X);
+            exchange.receive(score, warp, X);
+            const Choice choice = choose(score, bias, listed, X, P, scaling);
+            if (lane < P && blockIdx.x == 0)
+                ids_TP[warp * P + lane] = choice.id, weights_TP[warp * P + lane] = choice.weight;
+            const bool valid = lane < P && choice.id >= 0 && choice.id < X;
+            const unsigned again = routes_count(routes, choice, warp, valid);
+            choosers_sync(T);
+            routes_enter(routes, choice, warp, valid, again, P, limit);
+            choosers_sync(T);
+            if (warp == 0) {
+                routes_finish(routes, T);
+                barrier_arrive(known);
+            }
         }
 
         const int token = min(lane_token(lane), T - 1);
@@ -749,6 +620,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             float global_scale = is_shared ? format_factor<SHARED>() : format_factor<ROUTED>();
             if (is_shared && SHARED == NVFP4) global_scale *= __ldg(shared_global);
             if (!is_shared && ROUTED == NVFP4) global_scale *= __ldg(routed_global + routes.experts[past.slot]);
+            // The shared expert's hidden rows, too, are scaled by what the routes allow.
+            barrier_wait(known, 0);
             partials.begin_get(number);
             if (is_shared)
                 write_hidden<SHARED>(partials, number, routes, unscale, global_scale, (1u << T) - 1, -1, past.tile, h, T,
@@ -758,18 +631,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                      past.tile, h, T, F, limit, lane);
             partials.end_get(number, lane);
         };
+        float total[2][4] = {};
         int place = 0;
+        bool routes_known = false;
+        // A turn is a stage of this warp or the end of an item. The shared expert's stages do not wait for the routes.
 #pragma unroll 1
-        while (items.active()) {
-            float total[2][4] = {};
-            const int stages = items.stages();
-            const bool is_shared = items.slot < 0;
+        while (true) {
+            if (!routes_known && (!items.active() || __any_sync(~0u, barrier_test(known, 0)))) {
+                barrier_wait(known, 0);
+                routes_known = true;
+                items.start_routed(routes.count * tiles);
+                producer.start_routed(routes.count * tiles);
+                producer.settle();
 #pragma unroll 1
-            for (; items.stage < stages; items.stage += WARPS) {
+                for (; vacant > 0; --vacant) {
+                    if (producer.active()) issue((place + STAGES - vacant) % STAGES);
+                    cp_async_commit();
+                }
+            }
+            if (!items.active()) break;
+            if (items.stage < items.stages()) {
                 const unsigned slot = ring + place * PAIR_BYTES;
                 cp_async_wait<STAGES - 1>();
                 __syncwarp();
-                if (is_shared) {
+                if (items.slot < 0) {
                     const unsigned x = SHARED == BF16 ? x_bf16 : x_f16;
                     multiply_stage<SHARED>(total, slot, {x + items.stage * (Stage<SHARED>::COLUMNS * 2) * T, T * 64, true},
                                            1.0f, 1.0f, lane);
@@ -780,15 +665,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
                 __syncwarp();
                 if (producer.active()) issue(place);
+                else ++vacant;
                 cp_async_commit();
                 if (++place == STAGES) place = 0;
+                items.stage += WARPS;
+            } else {
+                items.stage -= items.stages();
+                // The item before is finished now, when no warp is likely to be behind in it: waiting here would add up.
+                partials.put(items.number, total, warp, lane);
+                finish(items.number - 1);
+                items.next_item();
+#pragma unroll
+                for (int i = 0; i < 8; ++i) total[i / 4][i % 4] = 0.0f;
             }
-            items.stage -= stages;
-
-            // The item before is finished now, when no warp is likely to be behind in it: waiting here would add up.
-            partials.put(items.number, total, warp, lane);
-            finish(items.number - 1);
-            items.next_item();
         }
         finish(items.number - 1);
         first_item = items.number;
@@ -797,13 +686,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Phase 2
     pdl_launch();
     {
-        for (int i = threadIdx.x; i <= routes.count; i += THREADS) {
-            if (i == 0)
-                units[0] = format_factor<SHARED>() * (SHARED == NVFP4 ? __ldg(s2_global) : 1.0f);
-            else
-                units[i] = format_factor<ROUTED>() * (ROUTED == NVFP4 ? __ldg(r2_global + routes.experts[i - 1]) : 1.0f);
-        }
-
         const Layout<ROUTED> routed(E, F);
         const Layout<SHARED> shared(E, F);
         const int routed_stages = routed.stages(), shared_stages = shared.stages();
@@ -853,14 +735,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         DownItems items = producer;
         producer.settle();
         DownItems prefetched = producer;
+        const GridBarrier barrier = {counters, launch};
+        // All warps but the one whose fence would wait for them request their first weights before the block arrives.
 #pragma unroll 1
-        for (int i = 0; i < STAGES && producer.active(); ++i) {
-            fetch_weights(producer, i);
-            producer.stage += WARPS;
-            producer.settle();
+        for (int turn = 0; turn < 2; ++turn) {
+            if (turn == (warp == 0)) {
+#pragma unroll 1
+                for (int i = 0; i < STAGES && producer.active(); ++i) {
+                    fetch_weights(producer, i);
+                    producer.stage += WARPS;
+                    producer.settle();
+                }
+                cp_async_commit();
+            }
+            if (turn == 0) barrier.arrive();
         }
-        cp_async_commit();
-        grid_barrier.wait();
+        for (int i = threadIdx.x; i <= routes.count; i += THREADS) {
+            if (i == 0)
+                units[0] = format_factor<SHARED>() * (SHARED == NVFP4 ? __ldg(s2_global) : 1.0f);
+            else
+                units[i] = format_factor<ROUTED>() * (ROUTED == NVFP4 ? __ldg(r2_global + routes.experts[i - 1]) : 1.0f);
+        }
+        barrier.pass();
 #pragma unroll 1
         for (int i = 0; i < STAGES; ++i) {
             if (prefetched.active()) {
@@ -925,10 +821,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     __threadfence();
                     __syncwarp();
                     int arrived = 0;
-                    if (lane == 0) arrived = atomicAdd(counters + 3 + pair, 1);
+                    if (lane == 0) arrived = atomicAdd(pair_counters + pair, 1);
                     if (__shfl_sync(~0u, arrived, 0) == last_block - first_block) {
                         __threadfence();
-                        if (lane == 0) counters[3 + pair] = 0;
+                        if (lane == 0) pair_counters[pair] = 0;
                         for (int t = 0; t < T; ++t) {
                             float sum = 0.0f;
 #pragma unroll 4

@@ -10,7 +10,7 @@
 // MODE_DOWN     float rows of W2 * h, scattered to (token, slot)
 // -DWGMMA=1 multiplies by wgmma (sm_90a only); else by mma.sync. Operand layouts in registers and shared memory agree.
 #pragma once
-#include "common.cuh"
+#include "ptx.cuh"
 
 #define NVFP4 0
 #define MXFP4 1
@@ -138,37 +138,9 @@ __device__ __forceinline__ int row_tile(const Gemm& g, const Tile& t, int side, 
 
 // ---------------------------------------------------------------- barriers and copies
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (!done);
-}
-
-// 16 bytes of which the first `valid` are read and the others become zero.
-__device__ __forceinline__ void copy_16(u32 to, const void* from, int valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
-}
-
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int PENDING>
-__device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+// Without the deadline of barrier_wait: its clock costs registers that the consumers do not have.
+__device__ __forceinline__ void stage_wait(u32 barrier, u32 parity) {
+    while (!barrier_try(barrier, parity)) {}
 }
 
 // The copies were made by the generic proxy; wgmma reads them through the async proxy.
@@ -208,7 +180,7 @@ __device__ __forceinline__ void copy_weights(u32 to, const unsigned char* const 
         const int side = APART <= CONSUMERS ? i * APART / CONSUMERS : place / CONSUMERS;
         const int tile = min((side ? first[1] : first[0]) + place % CONSUMERS, last);
         if (PARTS % COPIERS == 0 || place < ROW_TILES)
-            copy_16(to + (thread + i * COPIERS) * 16,
+            cp_async16(to + (thread + i * COPIERS) * 16,
                     (side ? from[1] : from[0]) + (u64)((u32)tile * (u32)(stride / 16) + thread % PER_TILE) * 16, 16);
     }
 }
@@ -239,7 +211,7 @@ __device__ __forceinline__ void produce(const Gemm& g, Pipe pipe) {
                                              g.side[1].scale + skipped * SCALE_BYTES};
         const bf16* x = g.x + t.batch * g.batch_stride;
         for (int step = t.first_step; step < t.last_step; step++) {
-            barrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
+            stage_wait(pipe.empty_barrier(), pipe.phase ^ 1);
             const u32 buffer = pipe.buffer();
             copy_weights<WEIGHT_BYTES>(buffer + X_BYTES, data, first, last, steps * WEIGHT_BYTES, thread);
             if constexpr (SCALE_BYTES > 0)
@@ -252,12 +224,12 @@ __device__ __forceinline__ void produce(const Gemm& g, Pipe pipe) {
 #pragma unroll
             for (int i = 0; i < ROWS; i++)
                 if (i * APART < rows)
-                    copy_16(buffer + place + i * APART * 128, from + (u64)offset[i] * 8,
+                    cp_async16(buffer + place + i * APART * 128, from + (u64)offset[i] * 8,
                             row + i * APART < t.count ? valid : 0);
-            copies_commit();
+            cp_async_commit();
             pipe.advance();
             if (waiting == LAG) {
-                copies_wait<LAG>();
+                cp_async_wait<LAG>();
                 announce(landed.full_barrier());
                 landed.advance();
             } else {
@@ -265,7 +237,7 @@ __device__ __forceinline__ void produce(const Gemm& g, Pipe pipe) {
             }
         }
     }
-    copies_wait<0>();
+    cp_async_wait<0>();
     for (; waiting > 0; waiting--) {
         announce(landed.full_barrier());
         landed.advance();
@@ -432,7 +404,7 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
     // Lane l gives the address of row l % 8 of matrix l / 8: (tokens 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
     const int row = lane % 8 + (lane / 16) * 8, half = lane / 8 % 2;
     for (int step = t.first_step; step < t.last_step; step++) {
-        barrier_wait(pipe.full_barrier(), pipe.phase);
+        stage_wait(pipe.full_barrier(), pipe.phase);
         const u32 buffer = pipe.buffer();
         Weights weights[SIDES];
 #pragma unroll
@@ -665,7 +637,7 @@ __device__ __forceinline__ void run(const Gemm& g, Output out) {
             barrier_init(pipe.full + 8 * i, PRODUCERS);
             barrier_init(pipe.empty + 8 * i, CONSUMERS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barrier_fence();
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();

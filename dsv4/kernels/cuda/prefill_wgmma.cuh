@@ -56,7 +56,7 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
     u32 a[STEP / 16][SIDES][4] = {};
     // Waits for the next stage and decodes its first k16 step.
     const auto begin_stage = [&](int step) {
-        barrier_wait(pipe.full_barrier(), pipe.phase);
+        stage_wait(pipe.full_barrier(), pipe.phase);
 #pragma unroll
         for (int side = 0; side < SIDES; side++) {
             weights[side].load(pipe.buffer(), side * CONSUMERS + warp, lane);

@@ -45,55 +45,21 @@ struct Stage {
     static constexpr int BYTES = STAGE_DATA + SCALE_BYTES;
 };
 
+// Of a format; -1: none.
+constexpr __host__ __device__ int stage_bytes(int format) {
+    return format < 0 ? 0 : format == NVFP4 ? Stage<NVFP4>::BYTES : format == MXFP4 ? Stage<MXFP4>::BYTES
+         : format == FP8 ? Stage<FP8>::BYTES : Stage<BF16>::BYTES;
+}
+
+// Bytes of a slot that a stage of either format fits into.
+constexpr __host__ __device__ int slot_bytes(int first, int second) {
+    return stage_bytes(first) > stage_bytes(second) ? stage_bytes(first) : stage_bytes(second);
+}
+
 // What the codes' f16 form lacks: 4-bit values are decoded as value · 2^-14.
 template <int F>
 __device__ __forceinline__ float format_factor() {
     return F == NVFP4 || F == MXFP4 ? 16384.0f : 1.0f;
-}
-
-__device__ __forceinline__ uint4 load_shared16(unsigned address) {
-    uint4 value;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "r"(address));
-    return value;
-}
-
-__device__ __forceinline__ uint2 load_shared8(unsigned address) {
-    uint2 value;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
-    return value;
-}
-
-__device__ __forceinline__ unsigned load_shared4(unsigned address) {
-    unsigned value;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
-    return value;
-}
-
-// Copies 16 bytes, of which the first `bytes` (16 or 0) come from `source` and the rest is zero.
-__device__ __forceinline__ void cp_async16(unsigned target, const void* source, int bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void cp_async16(unsigned target, const void* source) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
-}
-
-__device__ __forceinline__ void cp_async4(unsigned target, const void* source) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
-}
-
-// Starts the copy of `bytes` (a multiple of 16) into the L2 cache.
-__device__ __forceinline__ void prefetch_l2_bytes(const char* address, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int PENDING>
-__device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // Starts the copy of one stage into `slot` (shared address). `data`: the tile's first byte of this stage, that is

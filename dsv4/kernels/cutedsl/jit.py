@@ -113,8 +113,7 @@ def compile_gemm(config: GemmConfig, options: str = "--enable-tvm-ffi"):
     return cute.compile(HopperGemm(config), x, weight, block_scale, global_scale, y, stream, options=options)
 
 
-@functools.cache
 def _bytes(rank: int):
-    """A contiguous uint8 tensor, 16-byte aligned."""
+    """A contiguous uint8 tensor of sizes of its own, 16-byte aligned."""
     shape = tuple(cute.sym_int32() for _ in range(rank))
     return make_fake_compact_tensor(cutlass.Uint8, shape, stride_order=tuple(range(rank))[::-1], assumed_align=16)

@@ -9,7 +9,7 @@ from dsv4.kernels.cuda.loader import Defines, launch
 from dsv4.ops.compressor import CompressedState, CompressorWeights, history_tokens
 from dsv4.ops.cuda.attention import expect
 
-_THREADS, _RING_THREADS = 512, 256
+THREADS, _RING_THREADS = 512, 256
 _MOST_BLOCKS, _BLOCK_CHANNELS = 8, 64
 _MOST_SHARED_BYTES = 48 << 10
 # As in kv_rows.cuh.
@@ -27,19 +27,18 @@ def compress(
     device, and for a ring without room for the longest decode step.
     """
     ring, rows, ratio = state.ring, state.rows, weights.ratio
-    _check(kv_TW, score_TW, positions_T, weights, state)
+    check_compression(kv_TW, score_TW, positions_T, weights, state)
     tokens = kv_TW.shape[0]
     if tokens == 0:
         return
     kv_TW, score_TW = (part if part.stride(1) == 1 else part.contiguous() for part in (kv_TW, score_TW))
-    blocks, groups = _split(weights, rows)
+    blocks, groups = split(weights, rows)
     decode = tokens <= MAX_DECODE_TOKENS
-    channels = rows.width // blocks
     launch(
         "compressor",
         "compress",
-        (blocks, -(-tokens // ratio)),
-        _THREADS,
+        (blocks, tokens if decode else -(-tokens // ratio)),
+        THREADS,
         kv_TW,
         score_TW,
         positions_T,
@@ -54,18 +53,14 @@ def compress(
         kv_TW.stride(0),
         score_TW.stride(0),
         ring.kv.shape[0],
-        row_format(rows),
-        rows.width,
-        2 * weights.inv_freq.shape[0],
         rows.slots,
-        channels,
         int(decode),
         int(weights.rotate_keys),
         int(weights.compute_dtype == torch.bfloat16),
         float(weights.norm_eps),
         float(rows.width**-0.5),
         device=kv_TW.device,
-        shared_bytes=4 * (channels + (2 * _THREADS if groups > 1 else 0)),
+        shared_bytes=4 * (rows.width // blocks + (2 * THREADS if groups > 1 else 0)),
         cluster=blocks if blocks > 1 else None,
         defines=_defines(weights, rows),
     )
@@ -79,7 +74,7 @@ def _store_ring(
     """Windows of a step read what the ring held before it, so a step that is longer than the ring's reserve overwrites
     it only when all of them are done.
     """
-    (tokens, columns), slots = kv_TW.shape, state.ring.kv.shape[0]
+    tokens, slots = kv_TW.shape[0], state.ring.kv.shape[0]
     launch(
         "compressor",
         "compress_ring",
@@ -95,7 +90,6 @@ def _store_ring(
         kv_TW.stride(0),
         score_TW.stride(0),
         slots,
-        columns,
         device=kv_TW.device,
         defines=_defines(weights, state.rows),
     )
@@ -110,22 +104,31 @@ def row_format(rows: RowCache) -> int:
     return _PLAIN_FORMATS[rows.data.dtype]
 
 
-def _split(weights: CompressorWeights, rows: RowCache) -> tuple[int, int]:
+def split(weights: CompressorWeights, rows: RowCache) -> tuple[int, int]:
     """(blocks that share the channels of a window, groups of threads that share its tokens)."""
     if weights.ratio == CSA_RATIO:
-        return 1, 4 if rows.width <= _THREADS // 4 else 1
+        return 1, 4 if rows.width <= THREADS // 4 else 1
     blocks, rest = divmod(rows.width, _BLOCK_CHANNELS)
     whole_row = weights.rotate_keys or rows.format is RowFormat.INDEX_FP8
     return (1 if rest or blocks > _MOST_BLOCKS or whole_row else blocks), 8
 
 
 def _defines(weights: CompressorWeights, rows: RowCache) -> Defines:
-    return ("RATIO", weights.ratio), ("GROUPS", _split(weights, rows)[1])
+    blocks, groups = split(weights, rows)
+    return (
+        ("RATIO", weights.ratio),
+        ("GROUPS", groups),
+        ("BLOCKS", blocks),
+        ("WIDTH", rows.width),
+        ("ROPE", 2 * weights.inv_freq.shape[0]),
+        ("FORMAT", row_format(rows)),
+    )
 
 
-def _check(
+def check_compression(
     kv_TW: Tensor, score_TW: Tensor, positions_T: Tensor, weights: CompressorWeights, state: CompressedState
 ) -> None:
+    """Raises ``ValueError`` unless ``compress`` takes these."""
     ring, rows, ratio, device = state.ring, state.rows, weights.ratio, kv_TW.device
     columns = rows.width * (2 if ratio == CSA_RATIO else 1)
     for name, part in (("kv_TW", kv_TW), ("score_TW", score_TW)):
@@ -133,8 +136,8 @@ def _check(
             raise ValueError(f"{name}: found {part.dtype}, expected torch.float32")
         if part.dim() != 2 or part.shape != (kv_TW.shape[0], columns) or part.device != device:
             raise ValueError(f"{name}: found {list(part.shape)} on {part.device}, expected [T, {columns}] on {device}")
-    if 4 * (rows.width + 2 * _THREADS) > _MOST_SHARED_BYTES:
-        raise ValueError(f"rows: found {rows.width} values, expected at most {_MOST_SHARED_BYTES // 4 - 2 * _THREADS}")
+    if 4 * (rows.width + 2 * THREADS) > _MOST_SHARED_BYTES:
+        raise ValueError(f"rows: found {rows.width} values, expected at most {_MOST_SHARED_BYTES // 4 - 2 * THREADS}")
     if weights.compute_dtype not in _PLAIN_FORMATS:
         raise ValueError(f"compute_dtype: found {weights.compute_dtype}, expected torch.bfloat16 or torch.float32")
     slots = ring.kv.shape[0]

@@ -25,13 +25,8 @@ def index_query(q_TID: Tensor, positions_T: Tensor, inv_freq: Tensor) -> Tensor:
 
     Strided q is made contiguous first. Raises ``ValueError`` for another dtype, shape or device.
     """
-    _check_queries(q_TID)
+    check_index_queries(q_TID, positions_T, inv_freq)
     tokens, heads, width = q_TID.shape
-    rotary = inv_freq.shape[0]
-    if width & (width - 1) or 2 * rotary > width:
-        raise ValueError(f"q_TID: found rows of {width}, expected a power of two of at least {2 * rotary}")
-    expect("positions_T", positions_T, torch.int64, (tokens,), q_TID.device)
-    expect("inv_freq", inv_freq, torch.float32, (rotary,), q_TID.device)
     q_TID = q_TID.contiguous()
     out_TID = torch.empty_like(q_TID)
     if q_TID.numel() == 0:
@@ -49,10 +44,9 @@ def index_query(q_TID: Tensor, positions_T: Tensor, inv_freq: Tensor) -> Tensor:
         out_TID,
         heads,
         heads_per_block,
-        2 * rotary,
         float(width**-0.5),
         device=q_TID.device,
-        defines=(("WIDTH", width),),
+        defines=(("WIDTH", width), ("ROPE", 2 * inv_freq.shape[0])),
     )
     return out_TID
 
@@ -190,6 +184,17 @@ def _select_shared_bytes(cluster: int, threads: int, bins: int = 2048, digits: i
     merged = (digits * bins // cluster + bins) if cluster > 1 else digits + 1
     warps = threads // 32
     return 4 * (2 * bins + merged + 3 * few + 2 * warps + 16 + 2 * warps * _KEPT)
+
+
+def check_index_queries(q_TID: Tensor, positions_T: Tensor, inv_freq: Tensor) -> None:
+    """Raises ``ValueError`` unless ``index_query`` takes these."""
+    _check_queries(q_TID)
+    tokens, _, width = q_TID.shape
+    rotary = inv_freq.shape[0]
+    if width & (width - 1) or 2 * rotary > width:
+        raise ValueError(f"q_TID: found rows of {width}, expected a power of two of at least {2 * rotary}")
+    expect("positions_T", positions_T, torch.int64, (tokens,), q_TID.device)
+    expect("inv_freq", inv_freq, torch.float32, (rotary,), q_TID.device)
 
 
 def _check_queries(q_TID: Tensor) -> None:

@@ -103,7 +103,7 @@ def in_vectors(rows: Tensor, rope_width: int) -> bool:
 def keys_in_vectors(kv_TD: Tensor, norm_weight: Tensor, ring: RowCache) -> bool:
     """Whether ``launch_rows`` takes these key rows."""
     grouped = ring.format is RowFormat.PLAIN or (ring.width - ring.rope_width) % KV_GROUP == 0
-    aligned = norm_weight.data_ptr() % 8 == 0 and ring.data.data_ptr() % 16 == 0
+    aligned = norm_weight.data_ptr() % 16 == 0 and ring.data.data_ptr() % 16 == 0
     return grouped and aligned and in_vectors(kv_TD, ring.rope_width)
 
 

@@ -2,11 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.kernels.cuda.linear_plan import FORMAT_CODES, MAX_MATRICES, MAX_TOKENS, LinearPlan, plan_linear
+from dsv4.kernels.cuda.linear_plan import (
+    FORMAT_CODES,
+    MAX_MATRICES,
+    MAX_TOKENS,
+    LinearPlan,
+    ProductShape,
+    plan_linear,
+)
 from dsv4.kernels.cuda.loader import launch, multiprocessors
 from dsv4.ops.cuda.norm import rms_norm
 from dsv4.ops.cuda.packed import TILE_ROWS, PackedWeight, pack_weight
@@ -31,15 +39,47 @@ class FormatRows:
         return self.data.shape[0]
 
 
+class Norm(NamedTuple):
+    """The RMS norm of x before a product; none without a weight."""
+
+    weight: Tensor | None = None
+    eps: float = 0.0
+
+
 @dataclass(frozen=True)
-class RowLaunch:
-    """One launch: at most two formats. ``table`` int32 ``[matrices, 4]``: first tile, rows, offset of the product in
-    bytes per token, whether it is float32. ``global_scale`` float32 ``[matrices]``.
+class Product:
+    """What one launch multiplies x with: row tiles of at most two formats, of a list or of the groups of one matrix.
+
+    ``table`` int32 ``[matrices, 4]`` of a list: first tile, rows, offset of the product in bytes per token, whether it
+    is float32. None: one matrix with ``rows`` rows per group. ``global_scale`` float32 ``[matrices]``.
     """
 
     parts: tuple[FormatRows, ...]
-    table: Tensor
-    global_scale: Tensor
+    shape: ProductShape
+    scale_shift: int
+    global_scale: Tensor | None
+    table: Tensor | None = None
+    rows: int = 0
+    float32_out: bool = False
+
+    @property
+    def formats(self) -> tuple[int, int]:
+        """Codes of the kernels, −1 for none."""
+        codes = [FORMAT_CODES[part.format] for part in self.parts]
+        return codes[0], codes[1] if len(codes) > 1 else -1
+
+    def arguments(self, plan: LinearPlan) -> tuple[Tensor | int | None, ...]:
+        """Those that describe the product, in the order of ``Product`` in ``decode_linear.cu``."""
+        rows = [
+            (part.data, part.block_scale, tiles, clusters)
+            for part, tiles, clusters in zip(self.parts, self.shape.tiles, plan.clusters, strict=True)
+        ]
+        second = rows[1] if len(rows) > 1 else (None, None, 0, 0)
+        matrices = 1 if self.table is None else self.table.shape[0]
+        return (
+            *(self.shape.columns, plan.slice_columns, *rows[0], self.shape.groups, *second),
+            *(self.scale_shift, self.global_scale, self.table, matrices, self.rows, int(self.float32_out)),
+        )
 
 
 @dataclass(frozen=True)
@@ -47,17 +87,41 @@ class PackedRows(RowList):
     """A row list whose matrices share memory by format. ``offsets[i]``: bytes per token before product i."""
 
     weights: tuple[PackedWeight, ...]  # pyright: ignore[reportIncompatibleVariableOverride]
-    launches: tuple[RowLaunch, ...]
+    launches: tuple[Product, ...]
     offsets: tuple[int, ...]
     bytes_per_token: int
 
+    @property
+    def width(self) -> int:
+        """K."""
+        return self.weights[0].shape[1]
 
-def pack_rows(weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype | None]) -> PackedRows:
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of the products."""
+        return [dtype or torch.bfloat16 for dtype in self.out_dtypes]
+
+    def empty(self, tokens: int, device: torch.device) -> Tensor:
+        """Memory for all products."""
+        return torch.empty(tokens * self.bytes_per_token, dtype=torch.uint8, device=device)
+
+    def products(self, y: Tensor, tokens: int) -> tuple[Tensor, ...]:
+        """Views of what ``empty`` returned, ``[T, N_i]``."""
+        found = []
+        for weight, dtype, offset in zip(self.weights, self.dtypes, self.offsets, strict=True):
+            part = y[tokens * offset : tokens * (offset + weight.shape[0] * dtype.itemsize)]
+            found.append(part.view(dtype).view(tokens, weight.shape[0]))
+        return tuple(found)
+
+
+def pack_rows(
+    weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype | None], cutedsl: bool = False
+) -> PackedRows:
     """Packs up to 8 matrices of one K for ``linear_rows``; see ``pack_weight``.
 
     Raises ``ValueError`` when the widths differ or a dtype is neither None, bfloat16 nor float32.
     """
-    packed = [pack_weight(weight) for weight in weights]
+    packed = [pack_weight(weight, cutedsl) for weight in weights]
     if not 1 <= len(packed) <= MAX_MATRICES or len({weight.shape[1] for weight in packed}) != 1:
         shapes = [weight.shape for weight in packed]
         raise ValueError(f"weights: found shapes {shapes}, expected 1 to {MAX_MATRICES} matrices of one K")
@@ -87,8 +151,9 @@ def pack_rows(weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype |
             parts.append(part)
         if parts:
             device = parts[0].data.device
+            shape = ProductShape(tuple(pair), tuple(part.tiles for part in parts), packed[0].shape[1])
             rows = torch.tensor(table, dtype=torch.int32).to(device)
-            launches.append(RowLaunch(tuple(parts), rows, torch.stack(scales).to(device)))
+            launches.append(Product(tuple(parts), shape, _LIST_SCALE_SHIFT, torch.stack(scales).to(device), rows))
     return PackedRows(tuple(packed), tuple(out_dtypes), tuple(launches), tuple(offsets), total)
 
 
@@ -120,23 +185,20 @@ def linear(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
     if tokens:
         x = _unit_stride(x)
-        _launch_matrix(x, x.stride(0), 0, 1, weight, y)
+        _launch(x, (x.stride(0), 0), _matrix_product(weight, 1, dtype), Norm(), y)
     return y
 
 
 def grouped_linear(x_TGK: Tensor, weight: PackedWeight) -> Tensor:
     """Block-diagonal linear: see ``dsv4.ops.linear.grouped_linear``. x bfloat16 ``[T, G, K]`` → ``[T, G, R]``."""
-    _check(x_TGK, weight, torch.bfloat16)
-    if x_TGK.dim() != 3 or weight.shape[0] % x_TGK.shape[1] or x_TGK.shape[2] != weight.shape[1]:
-        expected = f"[T, G, {weight.shape[1]}], G a divisor of {weight.shape[0]}"
-        raise ValueError(f"x: found {tuple(x_TGK.shape)}, expected {expected}")
+    _check_grouped(x_TGK, weight)
     tokens, groups, _ = x_TGK.shape
     if tokens > MAX_TOKENS:
         return prefill_grouped_linear(x_TGK, weight)
     y_TGR = torch.empty((tokens, groups, weight.shape[0] // groups), dtype=torch.bfloat16, device=x_TGK.device)
     if tokens:
         x_TGK = _unit_stride(x_TGK)
-        _launch_matrix(x_TGK, x_TGK.stride(0), x_TGK.stride(1), groups, weight, y_TGR)
+        _launch(x_TGK, x_TGK.stride()[:2], _matrix_product(weight, groups, torch.bfloat16), Norm(), y_TGR)
     return y_TGR
 
 
@@ -147,28 +209,71 @@ def linear_rows(
 
     Up to 8 tokens it is one launch for at most two formats, norm included, and the products are views of one buffer.
     """
-    if not isinstance(rows, PackedRows):
-        raise ValueError(f"rows: found {type(rows).__name__}, expected the PackedRows of pack_rows")
-    _check(x, rows.weights[0], torch.bfloat16)
-    width = rows.weights[0].shape[1]
-    if x.dim() != 2 or x.shape[1] != width:
-        raise ValueError(f"x: found {tuple(x.shape)}, expected [T, {width}]")
-    if norm_weight is not None and (norm_weight.dtype != torch.float32 or norm_weight.shape != (width,)):
-        found = f"{norm_weight.dtype} {tuple(norm_weight.shape)}"
-        raise ValueError(f"norm_weight: found {found}, expected torch.float32 ({width},)")
+    packed, norm = _packed_rows(rows), Norm(norm_weight, norm_eps)
+    _check_rows(x, packed)
+    _check_norm(norm, packed.width)
     tokens = x.shape[0]
-    dtypes = [dtype or torch.bfloat16 for dtype in rows.out_dtypes]
     if tokens > MAX_TOKENS:
         x = x if norm_weight is None else rms_norm(x, norm_weight, norm_eps)
-        return tuple(prefill_linear(x, weight, dtype) for weight, dtype in zip(rows.weights, dtypes, strict=True))
-    y = torch.empty(tokens * rows.bytes_per_token, dtype=torch.uint8, device=x.device)
+        return tuple(
+            prefill_linear(x, weight, dtype) for weight, dtype in zip(packed.weights, packed.dtypes, strict=True)
+        )
+    y = packed.empty(tokens, x.device)
     if tokens:
-        _launch_rows(_unit_stride(x), rows, norm_weight, norm_eps, y)
-    products = []
-    for weight, dtype, offset in zip(rows.weights, dtypes, rows.offsets, strict=True):
-        part = y[tokens * offset : tokens * (offset + weight.shape[0] * dtype.itemsize)]
-        products.append(part.view(dtype).view(tokens, weight.shape[0]))
-    return tuple(products)
+        plans = [plan_linear(product.shape, tokens, multiprocessors(x.device)) for product in packed.launches]
+        if norm_weight is not None and any(plan.slice_columns < packed.width for plan in plans):
+            # A block that sees K in slices has no row to normalise.
+            x, norm = rms_norm(x, norm_weight, norm_eps), Norm()
+        x = _unit_stride(x)
+        for product in packed.launches:
+            _launch(x, (x.stride(0), 0), product, norm, y)
+    return packed.products(y, tokens)
+
+
+def _matrix_product(weight: PackedWeight, groups: int, dtype: torch.dtype) -> Product:
+    """The product with one matrix, or with each of its ``groups`` groups of rows."""
+    rows = weight.shape[0] // groups
+    # Groups that do not begin on a tile boundary compute the tiles they share with a neighbour, and write their rows.
+    tiles = -(-rows // TILE_ROWS) + (1 if groups > 1 and rows % TILE_ROWS else 0)
+    part = FormatRows(weight.format, weight.data, weight.block_scale)
+    shape = ProductShape((weight.format,), (tiles,), weight.shape[1], groups)
+    return Product(
+        (part,), shape, _STORED_SCALE_SHIFT, weight.global_scale, rows=rows, float32_out=dtype == torch.float32
+    )
+
+
+def _packed_rows(rows: RowList) -> PackedRows:
+    """``rows`` as this table packs them. Raises ``ValueError`` for a list of another table."""
+    if not isinstance(rows, PackedRows):
+        raise ValueError(f"rows: found {type(rows).__name__}, expected the PackedRows of pack_rows")
+    return rows
+
+
+def _check_rows(x: Tensor, rows: PackedRows) -> None:
+    """Raises ``ValueError`` when x is not bfloat16 ``[T, K]`` with the K of the list, on its device."""
+    _check(x, rows.weights[0], torch.bfloat16)
+    if x.dim() != 2 or x.shape[1] != rows.width:
+        raise ValueError(f"x: found {tuple(x.shape)}, expected [T, {rows.width}]")
+
+
+def _check_norm(norm: Norm, width: int) -> None:
+    """Raises ``ValueError`` for a norm weight that is not float32 ``[width]``."""
+    if norm.weight is not None and (norm.weight.dtype != torch.float32 or norm.weight.shape != (width,)):
+        found = f"{norm.weight.dtype} {tuple(norm.weight.shape)}"
+        raise ValueError(f"norm_weight: found {found}, expected torch.float32 ({width},)")
+
+
+def _check_grouped(x_TGK: Tensor, weight: PackedWeight) -> None:
+    """Raises ``ValueError`` when x ``[T, G, K]`` and the rows of the weight do not fit."""
+    _check(x_TGK, weight, torch.bfloat16)
+    if x_TGK.dim() != 3 or weight.shape[0] % x_TGK.shape[1] or x_TGK.shape[2] != weight.shape[1]:
+        expected = f"[T, G, {weight.shape[1]}], G a divisor of {weight.shape[0]}"
+        raise ValueError(f"x: found {tuple(x_TGK.shape)}, expected {expected}")
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """x with contiguous rows."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _check(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype) -> None:
@@ -182,82 +287,22 @@ def _check(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype) -> None:
         raise ValueError(f"x: found device {x.device}, expected {weight.device} of the weight")
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _launch_matrix(x: Tensor, row_stride: int, group_stride: int, groups: int, weight: PackedWeight, y: Tensor) -> None:
-    rows = weight.shape[0] // groups
-    # Groups that do not begin on a tile boundary compute the tiles they share with a neighbour, and write their rows.
-    tiles = -(-rows // TILE_ROWS) + (1 if groups > 1 and rows % TILE_ROWS else 0)
-    part = FormatRows(weight.format, weight.data, weight.block_scale)
-    plan = plan_linear((weight.format,), (tiles,), weight.shape[1], groups, x.shape[0], multiprocessors(x.device))
-    matrix = (_STORED_SCALE_SHIFT, weight.global_scale, None, 1, rows, int(y.dtype == torch.float32))
-    _launch(x, (row_stride, group_stride, weight.shape[1]), (part,), (tiles,), groups, None, 0.0, y, matrix, plan)
-
-
-def _launch_rows(x: Tensor, rows: PackedRows, norm_weight: Tensor | None, norm_eps: float, y: Tensor) -> None:
-    width = rows.weights[0].shape[1]
-    plans = [
-        plan_linear(
-            tuple(part.format for part in listed.parts),
-            tuple(part.tiles for part in listed.parts),
-            width,
-            1,
-            x.shape[0],
-            multiprocessors(x.device),
-        )
-        for listed in rows.launches
-    ]
-    if norm_weight is not None and any(plan.slice_columns < width for plan in plans):
-        # A block that sees K in slices has no row to normalise.
-        x, norm_weight = rms_norm(x, norm_weight, norm_eps), None
-    for listed, plan in zip(rows.launches, plans, strict=True):
-        matrices = (_LIST_SCALE_SHIFT, listed.global_scale, listed.table, listed.table.shape[0], 0, 0)
-        tiles = tuple(part.tiles for part in listed.parts)
-        strides = (x.stride(0), 0, width)
-        _launch(x, strides, listed.parts, tiles, 1, norm_weight, norm_eps, y, matrices, plan)
-
-
-def _launch(
-    x: Tensor,
-    strides_and_width: tuple[int, int, int],
-    parts: tuple[FormatRows, ...],
-    tiles: tuple[int, ...],
-    groups: int,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    y: Tensor,
-    matrices: tuple[int | Tensor | None, ...],
-    plan: LinearPlan,
-) -> None:
-    row_stride, group_stride, width = strides_and_width
-    first, second = parts[0], parts[1] if len(parts) > 1 else None
+def _launch(x: Tensor, strides: tuple[int, ...], product: Product, norm: Norm, y: Tensor) -> None:
+    tokens, formats = x.shape[0], product.formats
+    plan = plan_linear(product.shape, tokens, multiprocessors(x.device))
     launch(
-        "decode_linear",
-        "decode_linear",
-        plan.cluster * (groups * plan.clusters[0] + sum(plan.clusters[1:])),
-        32 * (plan.tuning.warps + (plan.tuning.prefetch_megabytes > 0)),
-        *(x, row_stride, group_stride, x.shape[0], width, plan.slice_columns, norm_weight, float(norm_eps), y),
-        *(first.data, first.block_scale, tiles[0], plan.clusters[0], groups),
-        *((None, None, 0, 0) if second is None else (second.data, second.block_scale, tiles[1], plan.clusters[1])),
-        *matrices,
-        plan.activation_bytes,
-        plan.partial_bytes,
+        *("decode_linear", "decode_linear", plan.blocks(product.shape.groups), 32 * plan.tuning.warps),
+        *(x, *strides, tokens, norm.weight, float(norm.eps), y),
+        *product.arguments(plan),
+        *(plan.activation_bytes, plan.partial_bytes),
         device=x.device,
         cluster=plan.cluster if plan.cluster > 1 else None,
         shared_bytes=plan.shared_bytes,
         defines=(
-            ("FORMAT0", FORMAT_CODES[first.format]),
-            ("FORMAT1", -1 if second is None else FORMAT_CODES[second.format]),
-            ("PADDED_TOKENS", plan.padded_tokens),
-            ("FUSED_NORM", int(norm_weight is not None)),
-            ("RAGGED_K", int(plan.ragged)),
-            ("WARPS", plan.tuning.warps),
-            ("DEPTH", plan.tuning.depth),
+            ("FORMAT0", formats[0]),
+            ("FORMAT1", formats[1]),
+            ("FUSED_NORM", int(norm.weight is not None)),
             ("MIN_BLOCKS", plan.tuning.min_blocks),
-            ("PREFETCH_MB", plan.tuning.prefetch_megabytes),
-            ("CLUSTER", plan.cluster),
-            ("ROTATE", plan.tuning.rotate),
+            *plan.defines,
         ),
     )

@@ -1,6 +1,9 @@
-"""Mixture of experts on the GPU: one kernel for a decode step, grouped GEMMs (``moe_prefill``) for longer ones."""
+"""Mixture of experts on the GPU: one launch routes and computes a decode step; longer ones are routed first, then take
+grouped GEMMs (``moe_prefill``).
+"""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,11 +11,15 @@ from torch import Tensor
 from dsv4.kernels.cuda.loader import Defines, launch, multiprocessors, zeroed_counters
 from dsv4.ops.cuda.moe_prefill import moe_prefill
 from dsv4.ops.cuda.packed import PackedWeight, chunk_columns, padded
+from dsv4.ops.cuda.router import MAX_EXPERTS, check_router, route, selection_arguments, selection_defines
 from dsv4.ops.moe import ExpertWeights
+from dsv4.ops.router import Router
 from dsv4.quant import QuantFormat, QuantTensor
 
 MAX_DECODE_TOKENS = 8
-MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN = 1024, 16
+# The grid barrier's four and two per word of the score exchange. All shapes share them, so that the number of a launch,
+# which marks its words, is its own.
+COUNTERS = 4 + 2 * MAX_DECODE_TOKENS * MAX_EXPERTS
 _FORMAT_CODE = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK128: 2, QuantFormat.BF16: 3}
 _STAGE_LOADS, _LOAD_BYTES = 4, 512
 # Dynamic shared memory a block may use: 227 KB less the kernels' static tables.
@@ -31,13 +38,21 @@ class Tuning:
 _TUNING = {1: Tuning(12, 2), 2: Tuning(12, 2), 4: Tuning(12, 2), 8: Tuning(16, 1)}
 
 
+class Decoded(NamedTuple):
+    """What a decode launch returns: the result ``[T, E]`` and the routes, int64 and float32 ``[T, P]``."""
+
+    y_TE: Tensor
+    ids_TP: Tensor
+    weights_TP: Tensor
+
+
 @dataclass(frozen=True)
 class DecodeStep:
     """Arguments of one launch, contiguous and checked."""
 
     x_TE: Tensor
-    ids_TP: Tensor
-    weights_TP: Tensor
+    tokens_T: Tensor
+    router: Router[PackedWeight]
     experts: ExpertWeights[PackedWeight]
     shared: ExpertWeights[PackedWeight]
     limit: float
@@ -52,7 +67,7 @@ class DecodeStep:
     def sizes(self) -> tuple[int, int, int, int, int]:
         """T, P, X, E, F."""
         count, inner, width = self.experts.w1.shape
-        return self.x_TE.shape[0], self.ids_TP.shape[1], count, width, inner
+        return self.x_TE.shape[0], self.router.experts_per_token, count, width, inner
 
     @property
     def stages(self) -> int:
@@ -62,7 +77,13 @@ class DecodeStep:
     @property
     def defines(self) -> Defines:
         columns = max(map(_stage_columns, self.formats))
+        _, _, count, width, _ = self.sizes
+        row_pairs, blocks = -(-count // 16) * 8, multiprocessors(self.x_TE.device)
+        vectors = -(-width // columns) * columns // 8
         return (
+            *selection_defines(self.router),
+            ("GATE_ROUNDS", -(-row_pairs // blocks)),
+            ("VECTORS", -(-vectors // (32 * self.tuning.warps))),
             ("ROUTED", _FORMAT_CODE[self.formats[0]]),
             ("SHARED", _FORMAT_CODE[self.formats[1]]),
             ("TOKENS", _padded_tokens(self.x_TE.shape[0])),
@@ -74,39 +95,41 @@ class DecodeStep:
 
 def moe(
     x_TE: Tensor,
-    ids_TP: Tensor,
-    weights_TP: Tensor,
+    tokens_T: Tensor,
+    router: Router[PackedWeight],
     experts: ExpertWeights[PackedWeight],
     shared: ExpertWeights[PackedWeight],
     limit: float,
 ) -> Tensor:
     """``dsv4.ops.moe.moe`` for bfloat16 x: bfloat16 ``[T, E]``, float32 sums in a fixed order, one final rounding.
 
-    ids int64 and weights float32 ``[T, P]``; packed expert weights. An id outside [0, X) adds nothing. Steps of up to 8
-    tokens take one launch, whose blocks all have to be resident at once: on one device, such launches must not run at
-    the same time on several streams. Hidden values below 2^-31 of limit² · max(1, Σ weights) of a token lose bits.
+    Routes as ``dsv4.ops.cuda.router.route``; packed expert weights. An id outside [0, X) adds nothing. Steps of up to
+    8 tokens take one launch, whose blocks all have to be resident at once: on one device, such launches must not run
+    at the same time on several streams. Hidden values below 2^-31 of limit² · max(1, Σ weights) of a token lose bits.
     Raises ``ValueError`` for anything else than the above.
     """
-    _check(x_TE, ids_TP, weights_TP, experts, shared)
+    check_router(x_TE, tokens_T, router)
+    _check_experts(x_TE, router, experts, shared)
     tokens = x_TE.shape[0]
     if tokens == 0:
         return torch.empty_like(x_TE)
     if tokens > MAX_DECODE_TOKENS:
+        ids_TP, weights_TP = route(x_TE, tokens_T, router)
         return moe_prefill(x_TE, ids_TP, weights_TP, experts, shared, limit)
-    return moe_decode(x_TE, ids_TP, weights_TP, experts, shared, limit)
+    return moe_decode(x_TE, tokens_T, router, experts, shared, limit).y_TE
 
 
 def moe_decode(
     x_TE: Tensor,
-    ids_TP: Tensor,
-    weights_TP: Tensor,
+    tokens_T: Tensor,
+    router: Router[PackedWeight],
     experts: ExpertWeights[PackedWeight],
     shared: ExpertWeights[PackedWeight],
     limit: float,
     tuning: Tuning | None = None,
-) -> Tensor:
-    """``moe`` for 1 to 8 tokens. Arguments are those of ``moe``, already checked; ``tuning`` changes only the order of
-    the sums.
+) -> Decoded:
+    """``moe`` for 1 to 8 tokens, with the routes. Arguments are those of ``moe``, already checked; ``tuning`` changes
+    only the order of the sums.
     """
     tokens, width = x_TE.shape
     tuning = tuning or _TUNING[_padded_tokens(tokens)]
@@ -114,47 +137,41 @@ def moe_decode(
         # Activations in both 16-bit types do not fit beside the ring.
         if tokens == 1:
             raise ValueError(f"x_TE: found width {width}, more than a multiprocessor's shared memory holds")
-        half = tokens // 2
         parts = [
-            moe_decode(x_TE[part], ids_TP[part], weights_TP[part], experts, shared, limit, tuning)
-            for part in (slice(0, half), slice(half, tokens))
+            moe_decode(x_TE[part], tokens_T[part], router, experts, shared, limit, tuning)
+            for part in (slice(0, tokens // 2), slice(tokens // 2, tokens))
         ]
-        return torch.cat(parts)
+        return Decoded(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
     x_TE = x_TE.contiguous()
     if x_TE.data_ptr() % 16:
         x_TE = x_TE.clone()
-    step = DecodeStep(x_TE, ids_TP.contiguous(), weights_TP.contiguous(), experts, shared, float(limit), tuning)
-    return _launch(step)
+    return _launch(DecodeStep(x_TE, tokens_T, router, experts, shared, float(limit), tuning))
 
 
-def _launch(step: DecodeStep) -> Tensor:
+def _launch(step: DecodeStep) -> Decoded:
     tokens, per_token, _, width, inner = step.sizes
     device, tuning, blocks = step.x_TE.device, step.tuning, multiprocessors(step.x_TE.device)
     y_TE = torch.empty_like(step.x_TE)
+    ids_TP = torch.empty((tokens, per_token), dtype=torch.int64, device=device)
+    weights_TP = torch.empty((tokens, per_token), dtype=torch.float32, device=device)
     hidden = torch.empty((tokens * (per_token + 1), padded(inner)), dtype=torch.bfloat16, device=device)
     pairs = padded(width) // 32
     partial = torch.empty((pairs + blocks, tokens, 32), dtype=torch.float32, device=device)
     groups = ((step.experts.w1, step.experts.w3, step.experts.w2), (step.shared.w1, step.shared.w3, step.shared.w2))
+    vocabulary = step.router.selection.shape[0] if step.router.hashed else 0
     launch(
-        "moe_decode",
-        "moe_decode",
-        blocks,
-        tuning.warps * 32,
-        step.x_TE,
-        step.ids_TP,
-        step.weights_TP,
+        *("moe_decode", "moe_decode", blocks, tuning.warps * 32, step.x_TE, step.router.gate.data),
+        *selection_arguments(step.router, step.tokens_T),
         *(part for group in groups for weight in group for part in _parts(weight)),
-        hidden,
-        y_TE,
-        partial,
-        zeroed_counters(device, "moe_decode", 3 + pairs),
-        *step.sizes,
-        step.limit,
+        *(hidden, y_TE, ids_TP, weights_TP, partial),
+        zeroed_counters(device, "moe_decode", COUNTERS),
+        zeroed_counters(device, "moe_decode pairs", pairs),
+        *(*step.sizes, vocabulary, step.limit, float(step.router.scaling)),
         device=device,
         shared_bytes=_shared_bytes(tokens, width, step.formats, tuning, step.stages),
         defines=step.defines,
     )
-    return y_TE
+    return Decoded(y_TE, ids_TP, weights_TP)
 
 
 def _formats(
@@ -207,26 +224,15 @@ def _ring_depth(tokens: int, width: int, formats: tuple[QuantFormat, QuantFormat
     return next(fits, 0)
 
 
-def _check(
+def _check_experts(
     x_TE: Tensor,
-    ids_TP: Tensor,
-    weights_TP: Tensor,
+    router: Router[PackedWeight],
     experts: ExpertWeights[PackedWeight],
     shared: ExpertWeights[PackedWeight],
 ) -> None:
-    if x_TE.dtype != torch.bfloat16 or x_TE.dim() != 2:
-        raise ValueError(f"x_TE: found {x_TE.dtype} {list(x_TE.shape)}, expected torch.bfloat16 [T, E]")
-    tokens, width = x_TE.shape
-    count, inner = experts.w1.shape[0], experts.w1.shape[-2]
-    if ids_TP.dtype != torch.int64 or ids_TP.dim() != 2 or ids_TP.shape[0] != tokens:
-        raise ValueError(f"ids_TP: found {ids_TP.dtype} {list(ids_TP.shape)}, expected torch.int64 [{tokens}, P]")
-    if weights_TP.dtype != torch.float32 or weights_TP.shape != ids_TP.shape:
-        found = f"{weights_TP.dtype} {list(weights_TP.shape)}"
-        raise ValueError(f"weights_TP: found {found}, expected torch.float32 {list(ids_TP.shape)}")
-    if not 1 <= ids_TP.shape[1] <= MAX_EXPERTS_PER_TOKEN:
-        raise ValueError(f"ids_TP: found {ids_TP.shape[1]} experts per token, expected 1 to {MAX_EXPERTS_PER_TOKEN}")
-    if count > MAX_EXPERTS:
-        raise ValueError(f"experts: found {count} experts, expected at most {MAX_EXPERTS}")
+    width, (count, inner) = x_TE.shape[1], experts.w1.shape[:2]
+    if count != router.gate.shape[0]:
+        raise ValueError(f"experts: found {count}, expected {router.gate.shape[0]}, the rows of the gate")
     for name, group, stack in (("experts", experts, (count,)), ("shared", shared, ())):
         for part, rows, columns in (("w1", inner, width), ("w2", width, inner), ("w3", inner, width)):
             weight = getattr(group, part)
@@ -238,6 +244,3 @@ def _check(
                 raise ValueError(f"{name}.{part}: found {list(weight.shape)}, expected {expected}")
             if weight.device != x_TE.device:
                 raise ValueError(f"{name}.{part}: found {weight.device}, expected {x_TE.device}")
-    for name, tensor in (("ids_TP", ids_TP), ("weights_TP", weights_TP)):
-        if tensor.device != x_TE.device:
-            raise ValueError(f"{name}: found {tensor.device}, expected {x_TE.device}")

@@ -45,12 +45,11 @@ def moe_prefill(
     shared: ExpertWeights[PackedWeight],
     limit: float,
 ) -> Tensor:
-    """``dsv4.ops.moe.moe`` for bfloat16 x ``[T, E]``, ids int64 and weights float32 ``[T, P]``, packed experts.
+    """``dsv4.ops.moe.expert_sum`` for bfloat16 x ``[T, E]``, ids int64 and weights float32 ``[T, P]``, packed experts.
 
     Rounds where the reference does: the weighted hidden rows and the result, to bfloat16; products and the sum over
     experts in ascending order are float32. An id outside [0, X) adds nothing. The tokens are taken in parts that keep
-    the workspace near 1 GiB; a token's result does not depend on the parts. Arguments are those of ``moe``, already
-    checked.
+    the workspace near 1 GiB; a token's result does not depend on the parts. Arguments are already checked.
     """
     x_TE, ids_TP, weights_TP = aligned_rows(x_TE), ids_TP.contiguous(), weights_TP.contiguous()
     tokens, per_token = ids_TP.shape

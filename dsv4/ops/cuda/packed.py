@@ -29,7 +29,8 @@ class PackedWeight:
     ``data`` uint8 ``[..., N/16, K/chunk_columns, 32, 16]``. ``block_scale``: NVFP4 uint8 (E4M3) ``[..., N/16, K/64, 8,
     8]``, byte 2·s + j of g for row g + 8·j and the s-th 16 columns; MXFP4 uint8 (E8M0 bits) ``[..., N/16, K/64, 8,
     4]``, byte 2·s + j for the s-th 32 columns; FP8 float32 ``[..., ⌈N/128⌉, ⌈K/128⌉]``; BF16 none. ``global_scale``:
-    float32 per matrix for NVFP4, else None. ``shape`` is the logical shape.
+    float32 per matrix for NVFP4, else None. ``shape`` is the logical shape. ``cutedsl``: the CuTe DSL kernel computes
+    its products with many tokens.
     """
 
     data: Tensor
@@ -37,6 +38,7 @@ class PackedWeight:
     global_scale: Tensor | None
     format: QuantFormat
     shape: tuple[int, ...]
+    cutedsl: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
@@ -121,7 +123,7 @@ def chunk_columns(format: QuantFormat) -> int:
     return {QuantFormat.FP8_BLOCK128: 32, QuantFormat.BF16: 16}.get(format, 64)
 
 
-def pack_weight(weight: QuantTensor) -> PackedWeight:
+def pack_weight(weight: QuantTensor, cutedsl: bool = False) -> PackedWeight:
     """Repacks a stored weight ``[..., N, K]``, one matrix of a stack at a time, on the device it lies on.
 
     An F32 weight is stored as BF16. Raises ``ValueError`` when that would change a value.
@@ -145,7 +147,7 @@ def pack_weight(weight: QuantTensor) -> PackedWeight:
     for index, matrix in enumerate(matrices):
         data[index] = pack(matrix).view(shape)
     scale = _pack_block_scale(weight)
-    return PackedWeight(data.view(*stack, *shape), scale, weight.global_scale, weight.format, weight.shape)
+    return PackedWeight(data.view(*stack, *shape), scale, weight.global_scale, weight.format, weight.shape, cutedsl)
 
 
 def _pack_block_scale(weight: QuantTensor) -> Tensor | None:

@@ -16,8 +16,8 @@ MODE_LINEAR, MODE_GATE_UP, MODE_DOWN = range(3)
 _LINEAR_ROWS, _PARTIAL_FLOATS = 256, 2 * TILE_TOKENS // 8 * 4 * 256
 _TOKEN_BYTES, _OTHER_SHARED, _SHARED_LIMIT, _MAX_STAGES = TILE_TOKENS * 128, 2048, 227 << 10, 8
 _MIN_SPLIT_STEPS, _MAX_SPLITS, _COUNTERS = 4, 16, 1024
-# Tokens from which the CuTe DSL form is taken. None: never, until its last fix has passed its tests on a GPU.
-_CUTEDSL_TOKENS: int | None = None
+# Tokens from which the CuTe DSL form is faster (docs/kernels.md); for fewer the split over K of the other one wins.
+_CUTEDSL_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,7 @@ def linear_batches(x_TGK: Tensor, weight: PackedWeight, out_dtype: torch.dtype) 
 
     The only place that chooses an implementation of a dense prefill product.
     """
-    # For few tokens the split over K of the kernel below wins.
-    wanted = _CUTEDSL_TOKENS is not None and x_TGK.shape[0] >= _CUTEDSL_TOKENS
+    wanted = weight.cutedsl and x_TGK.shape[0] >= _CUTEDSL_TOKENS
     if wanted and architecture_of(x_TGK.device.index or 0) == "sm_90a":
         x_TGK = aligned_rows(x_TGK)
         if cutedsl_supports(x_TGK, weight):

@@ -15,7 +15,7 @@ def query_rope(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: float)
 
     Strided q is made contiguous first. Raises ``ValueError`` for another dtype, shape or device.
     """
-    _check_queries(q_THD, positions_T, inv_freq)
+    check_queries(q_THD, positions_T, inv_freq)
     q_THD, rope_width = q_THD.contiguous(), 2 * inv_freq.shape[0]
     if q_THD.numel() == 0:
         return torch.empty_like(q_THD)
@@ -43,7 +43,8 @@ def query_rope(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: float)
     return out_THD
 
 
-def _check_queries(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor) -> None:
+def check_queries(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor) -> None:
+    """Raises ``ValueError`` unless ``query_rope`` takes these."""
     if q_THD.dtype != torch.bfloat16:
         raise ValueError(f"q_THD: found {q_THD.dtype}, expected torch.bfloat16")
     rope_width = 2 * inv_freq.shape[0]

@@ -1,5 +1,10 @@
 """Mixture of experts, decode: real and awkward shapes, against float64 on the dequantised weights."""
 
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +12,8 @@ from torch import Tensor
 from dsv4.ops.cuda.moe import Tuning, moe, moe_decode
 from dsv4.ops.cuda.packed import pack_weight
 from dsv4.ops.moe import ExpertWeights
-from dsv4.quant import QuantFormat, quantize
+from dsv4.ops.router import Router
+from dsv4.quant import QuantFormat, QuantTensor, quantize
 from tests.ops.cuda.gpu import assert_no_synchronisation, assert_replay_is_eager, poison, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -41,17 +47,27 @@ def weights(width: int, inner: int, count: int, formats: tuple[QuantFormat, Quan
     return one(formats[0], count), one(formats[1])
 
 
-def step(width: int, count: int, tokens: int, per_token: int = 6, seed: int = 2):
+def step(width: int, count: int, tokens: int, per_token: int = 6, seed: int = 2) -> tuple[Tensor, Tensor, Router]:
+    """x, token ids and a learned router."""
     generator = torch.Generator("cuda").manual_seed(seed)
     x_TE = draw(generator, tokens, width).bfloat16()
-    per_token = min(per_token, count)
-    ids_TP = torch.stack([torch.randperm(count, generator=generator, device="cuda")[:per_token] for _ in range(tokens)])
-    weights_TP = draw(generator, tokens, per_token).softmax(-1) * 2.5
-    return x_TE, ids_TP, weights_TP
+    gate = pack_weight(QuantTensor.dense((draw(generator, count, width) * width**-0.5).bfloat16()))
+    bias_X = draw(generator, count)
+    tokens_T = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    return x_TE, tokens_T, Router(gate, bias_X, False, min(per_token, count), 2.5)
 
 
-def exact(x_TE: Tensor, ids_TP: Tensor, weights_TP: Tensor, experts: ExpertWeights, shared: ExpertWeights) -> Tensor:
-    """float64, except for the one rounding of the hidden rows."""
+def listing(ids_TP: Tensor, router: Router) -> tuple[Tensor, Router]:
+    """Token ids and a router that sends token t to the experts ``ids_TP[t]``, with the weights of ``router``'s gate."""
+    tokens_T = torch.arange(ids_TP.shape[0], device="cuda")
+    return tokens_T, Router(router.gate, ids_TP, True, ids_TP.shape[1], router.scaling)
+
+
+def exact(x_TE: Tensor, tokens_T: Tensor, router: Router, experts: ExpertWeights, shared: ExpertWeights) -> Tensor:
+    """float64, except for the one rounding of the hidden rows. The routes are those of the launch, which tests/ops and
+    test_router.py check.
+    """
+    _, ids_TP, weights_TP = moe_decode(x_TE, tokens_T, router, experts, shared, LIMIT)
 
     def mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, weight: Tensor | float) -> Tensor:
         gate, up = (x.double() @ w1.double().T).clamp(max=LIMIT), (x.double() @ w3.double().T).clamp(-LIMIT, LIMIT)
@@ -121,23 +137,24 @@ def test_both_activation_types_that_do_not_fit_are_split() -> None:
 def test_all_tokens_share_experts_and_none_do() -> None:
     width, inner, count = 512, 256, 64
     experts, shared = weights(width, inner, count, (NVFP4, FP8))
-    x_TE, _, weights_TP = step(width, count, 8)
+    x_TE, _, router = step(width, count, 8)
     same = torch.tensor([[63, 0, 5, 9, 31, 32]], device="cuda").expand(8, 6)
     apart = torch.arange(48, device="cuda").flip(0).view(8, 6)
     for note, ids_TP in (("same", same), ("apart", apart)):
-        found = moe(x_TE, ids_TP, weights_TP, experts, shared, LIMIT)
-        check(found, exact(x_TE, ids_TP, weights_TP, experts, shared), note)
+        routing = listing(ids_TP, router)
+        found = moe(x_TE, *routing, experts, shared, LIMIT)
+        check(found, exact(x_TE, *routing, experts, shared), note)
 
 
 def test_clamps_and_large_values() -> None:
     """Pre-activations far beyond the limit, large routing weights, and a token a million times smaller than others."""
     width, inner, count = 512, 256, 8
     experts, shared = weights(width, inner, count, (NVFP4, FP8))
-    x_TE, ids_TP, weights_TP = step(width, count, 4)
-    x_TE, weights_TP = x_TE * torch.tensor([[300.0], [1.0], [1e-6], [3e4]], device="cuda"), weights_TP * 40
-    x_TE = x_TE.bfloat16()
-    found = moe(x_TE, ids_TP, weights_TP, experts, shared, LIMIT)
-    expected = exact(x_TE, ids_TP, weights_TP, experts, shared)
+    x_TE, tokens_T, router = step(width, count, 4)
+    x_TE = (x_TE * torch.tensor([[300.0], [1.0], [1e-6], [3e4]], device="cuda")).bfloat16()
+    router = replace(router, scaling=100.0)
+    found = moe(x_TE, tokens_T, router, experts, shared, LIMIT)
+    expected = exact(x_TE, tokens_T, router, experts, shared)
     for token in (0, 1, 3):
         check(found[token], expected[token], f"token {token}")
     # h of this token is about 1e-12, below what f16 holds beside the largest h possible: see the docstring of moe.
@@ -147,21 +164,25 @@ def test_clamps_and_large_values() -> None:
 def test_an_expert_listed_twice_and_ids_out_of_range() -> None:
     width, inner, count = 256, 128, 8
     experts, shared = weights(width, inner, count, (NVFP4, FP8))
-    x_TE, _, weights_TP = step(width, count, 3)
+    x_TE, _, router = step(width, count, 3)
     ids_TP = torch.tensor([[2, 2, 7, 1, 1, 1], [-1, 8, 10**12, 0, 3, -(10**12)], [-1] * 6], device="cuda")
+    routing = listing(ids_TP, router)
     poison(1 << 20)
-    found = moe(x_TE, ids_TP, weights_TP, experts, shared, LIMIT)
-    check(found, exact(x_TE, ids_TP, weights_TP, experts, shared), "odd ids")
+    found = moe(x_TE, *routing, experts, shared, LIMIT)
+    check(found, exact(x_TE, *routing, experts, shared), "odd ids")
 
 
 def test_tokens_do_not_mix() -> None:
     width, inner, count = 512, 256, 8
     experts, shared = weights(width, inner, count, (NVFP4, FP8))
     for tokens in (3, 8):
-        x_TE, ids_TP, weights_TP = step(width, count, tokens)
-        clean = moe(x_TE, ids_TP, weights_TP, experts, shared, LIMIT)
+        x_TE, tokens_T, router = step(width, count, tokens)
+        # The same experts with and without the NaN, so that the sums have the same order.
+        _, ids_TP, _ = moe_decode(x_TE, tokens_T, router, experts, shared, LIMIT)
+        tokens_T, router = listing(ids_TP, router)
+        clean = moe(x_TE, tokens_T, router, experts, shared, LIMIT)
         x_TE[1, 7] = torch.nan
-        found = moe(x_TE, ids_TP, weights_TP, experts, shared, LIMIT)
+        found = moe(x_TE, tokens_T, router, experts, shared, LIMIT)
         others = [t for t in range(tokens) if t != 1]
         assert bool(found[1].isnan().all())
         assert torch.equal(found[others], clean[others])
@@ -172,7 +193,7 @@ def test_replay_is_eager_and_nothing_synchronises(tokens: int) -> None:
     width, inner, count = GEOMETRIES["pro"]
     experts, shared = weights(width, inner, count, (NVFP4, FP8))
     arguments = step(width, count, tokens)
-    call = lambda: moe(*arguments, experts, shared, LIMIT)  # noqa: E731
+    call = lambda: moe_decode(*arguments, experts, shared, LIMIT)  # noqa: E731
     assert_replay_is_eager(call)
     assert_no_synchronisation(call)
 
@@ -183,19 +204,47 @@ def test_other_launch_shapes(tuning: Tuning) -> None:
     experts, shared = weights(width, inner, count, (NVFP4, FP8))
     for tokens in (1, 4):
         arguments = step(width, count, tokens)
-        found = moe_decode(*arguments, experts, shared, LIMIT, tuning)
+        found = moe_decode(*arguments, experts, shared, LIMIT, tuning).y_TE
         check(found, exact(*arguments, experts, shared), f"{tuning} T={tokens}")
+
+
+WAITS_FOREVER = """
+import torch
+from dsv4.kernels.cuda.loader import zeroed_counters
+from dsv4.ops.cuda.moe import COUNTERS
+from tests.ops.cuda.test_moe import FP8, LIMIT, NVFP4, moe, step, weights
+
+arguments = step(256, 8, 1)
+zeroed_counters(arguments[0].device, "moe_decode", COUNTERS)[0] -= 1
+moe(*arguments, *weights(256, 128, 8, (NVFP4, FP8)), LIMIT)
+torch.cuda.synchronize()
+"""
+
+
+def test_a_wait_that_never_ends_is_an_error() -> None:
+    """One arrival too few at the grid barrier, in a process of its own, whose context is lost."""
+    root = Path(__file__).resolve().parents[3]
+    run = subprocess.run([sys.executable, "-c", WAITS_FOREVER], capture_output=True, text=True, timeout=90, cwd=root)
+    assert run.returncode == 1
+    assert "CUDA error" in run.stderr
 
 
 def test_no_tokens_and_bad_arguments() -> None:
     experts, shared = weights(256, 128, 8, (NVFP4, FP8))
-    x_TE, ids_TP, weights_TP = step(256, 8, 2)
-    assert moe(x_TE[:0], ids_TP[:0], weights_TP[:0], experts, shared, LIMIT).shape == (0, 256)
+    x_TE, tokens_T, router = step(256, 8, 2)
+    assert moe(x_TE[:0], tokens_T[:0], router, experts, shared, LIMIT).shape == (0, 256)
     with pytest.raises(ValueError, match="x_TE"):
-        moe(x_TE.float(), ids_TP, weights_TP, experts, shared, LIMIT)
-    with pytest.raises(ValueError, match="ids_TP"):
-        moe(x_TE, ids_TP.int(), weights_TP, experts, shared, LIMIT)
-    with pytest.raises(ValueError, match="weights_TP"):
-        moe(x_TE, ids_TP, weights_TP[:, :3], experts, shared, LIMIT)
+        moe(x_TE.float(), tokens_T, router, experts, shared, LIMIT)
+    with pytest.raises(ValueError, match="tokens_T"):
+        moe(
+            x_TE,
+            tokens_T[:1],
+            listing(torch.zeros(2, 6, dtype=torch.int64, device="cuda"), router)[1],
+            experts,
+            shared,
+            LIMIT,
+        )
+    with pytest.raises(ValueError, match="experts: found 8, expected 7"):
+        moe(*step(256, 7, 2), experts, shared, LIMIT)
     with pytest.raises(ValueError, match="shared.w2"):
-        moe(x_TE, ids_TP, weights_TP, experts, ExpertWeights(shared.w1, shared.w1, shared.w3), LIMIT)
+        moe(x_TE, tokens_T, router, experts, ExpertWeights(shared.w1, shared.w1, shared.w3), LIMIT)

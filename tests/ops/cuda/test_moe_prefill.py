@@ -8,7 +8,7 @@ from dsv4.ops.cuda import moe_prefill as module
 from dsv4.ops.cuda import prefill_linear
 from dsv4.ops.cuda.moe_prefill import moe_prefill, sort_by_expert
 from dsv4.ops.cuda.packed import pack_weight
-from dsv4.ops.moe import ExpertWeights, moe
+from dsv4.ops.moe import ExpertWeights, expert_sum
 from dsv4.quant import QuantFormat, quantize
 from tests.ops.cuda.gpu import assert_no_synchronisation, assert_replay_is_eager, poison, relative_error
 
@@ -78,7 +78,7 @@ def test_moe(
     x, ids, weights = inputs(tokens, width, experts, per_token, skew)
     poison(1 << 20)
     found = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
-    assert_same(found, moe(x, ids, weights, stored, stored_shared, LIMIT))
+    assert_same(found, expert_sum(x, ids, weights, stored, stored_shared, LIMIT))
 
 
 @pytest.mark.parametrize("tokens", [16, 1024])
@@ -89,7 +89,7 @@ def test_flash_width(tokens: int) -> None:
     x *= 0.1
     poison(64 << 20)
     found = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
-    assert_same(found, moe(x, ids, weights, stored, stored_shared, LIMIT))
+    assert_same(found, expert_sum(x, ids, weights, stored, stored_shared, LIMIT))
 
 
 def test_odd_sizes_duplicates_and_ids_that_are_no_expert() -> None:
@@ -99,7 +99,7 @@ def test_odd_sizes_duplicates_and_ids_that_are_no_expert() -> None:
     ids[7] = 2
     poison(1 << 20)
     found = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
-    assert_same(found, moe(x, ids, weights, stored, stored_shared, LIMIT))
+    assert_same(found, expert_sum(x, ids, weights, stored, stored_shared, LIMIT))
     weights[5, 1] = 0.0
     expected = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
     ids[5, 1], weights[5, 1] = -1, torch.nan

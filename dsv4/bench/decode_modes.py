@@ -1,0 +1,122 @@
+"""Decode as users run it: eagerly, or by captured graphs with the host running ahead; wall time from token to token."""
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import torch
+
+from dsv4.cache_rows import RowCache
+from dsv4.cli.graph_profile import GraphProfile, profile_decoder
+from dsv4.decode import CUDAGraphDecoder
+from dsv4.engine import Engine
+from dsv4.errors import UserError
+from dsv4.ops import TORCH
+from dsv4.sampling import Sampler, SamplingParams
+from dsv4.state import DecodeState
+
+DecodeMode = Literal["eager", "split", "full"]
+DECODE_MODES: tuple[DecodeMode, ...] = get_args(DecodeMode)
+# Tokens before the first one that counts: after them the host is as far ahead as it gets.
+_WARM_UP = 8
+
+
+class DecodeModes:
+    """The ways to decode with one engine, captured once. An engine with a decoder of its own is not measured."""
+
+    def __init__(self, engine: Engine, modes: Sequence[DecodeMode]) -> None:
+        """Raises ``UserError`` for a mode that captures where there is nothing to capture."""
+        self.engine = engine
+        graphs = [mode for mode in modes if mode != "eager"]
+        if graphs and engine.ops is TORCH:
+            raise UserError(f"--modes: found {graphs[0]!r} with the torch ops, expected 'eager'")
+        self.capture_seconds: dict[str, float] = {}
+        self._decoders = {mode: None if mode == "eager" else self._captured(mode) for mode in modes}
+
+    def measure(self, position: int, tokens: int) -> dict[str, dict[str, float]]:
+        """Median, mean and 90th percentile of the ms per token by mode, over ``tokens`` greedy tokens.
+
+        Every mode starts at ``position``, whatever the caches hold; needs room for ``tokens`` + 8.
+        """
+        measured = {}
+        for mode, decoder in self._decoders.items():
+            self.engine.state.set_position(position)
+            following = self._tokens(decoder, tokens + _WARM_UP)
+            measured[mode] = summary(token_milliseconds(following)[_WARM_UP - 1 :])
+        return measured
+
+    def profile(self, position: int) -> dict[str, GraphProfile]:
+        """Where the time of one token goes in every mode that captures, behind ``position``."""
+        profiles = {}
+        for mode, decoder in self._decoders.items():
+            if decoder is not None:
+                self.engine.state.set_position(position)
+                profiles[mode] = profile_decoder(self.engine, decoder)
+        return profiles
+
+    def _captured(self, mode: Literal["split", "full"]) -> CUDAGraphDecoder:
+        engine = self.engine
+        decoder = CUDAGraphDecoder(engine.model, engine.state, engine.ops, mode, engine.max_context)
+        started = time.perf_counter()
+        decoder.capture()
+        self.capture_seconds[mode] = round(time.perf_counter() - started, 2)
+        return decoder
+
+    def _tokens(self, decoder: CUDAGraphDecoder | None, steps: int) -> Iterator[int]:
+        engine, token = self.engine, 0
+        sampler = Sampler(SamplingParams(temperature=0), engine.ops)
+        if decoder is not None:
+            yield from decoder.generate(token, sampler, steps)
+            return
+        for _ in range(steps):
+            token = int(sampler(engine.decode([token])[0], engine.state.positions_1[engine.devices[-1]]))
+            yield token
+
+
+def token_milliseconds(tokens: Iterable[int]) -> list[float]:
+    """Wall time between consecutive tokens, as they come."""
+    arrivals = [time.perf_counter() for _ in tokens]
+    return [1e3 * (second - first) for first, second in pairwise(arrivals)]
+
+
+def summary(milliseconds: Sequence[float]) -> dict[str, float]:
+    """Median, mean and 90th percentile."""
+    return {
+        "ms_per_token": round(statistics.median(milliseconds), 4),
+        "ms_per_token_mean": round(statistics.mean(milliseconds), 4),
+        "ms_per_token_p90": round(statistics.quantiles(milliseconds, n=10)[-1], 4),
+    }
+
+
+def against_floor(measured: dict[str, float], nbytes: int, bytes_per_second: float) -> dict[str, Any]:
+    """``measured`` with the rate at which ``nbytes`` of weights were read, and the time over that of reading them at
+    ``bytes_per_second``, one after another.
+    """
+    median = measured["ms_per_token"]
+    return {
+        **measured,
+        "weight_gb_per_s": round(nbytes / median * 1e-6, 1),
+        "times_the_floor": round(median / (1e3 * nbytes / bytes_per_second), 3),
+    }
+
+
+def fill_caches(state: DecodeState, seed: int = 0) -> None:
+    """Random rows of standard deviation 1 in every slot of every cache, quantised as the cache's own writes are.
+
+    With them a step at any position costs what it costs behind a real prefill: selection included, which takes its
+    time by the distribution of the scores. The compressors' rings keep what they hold.
+    """
+    generators = {device: torch.Generator(device).manual_seed(seed) for device in state.devices}
+    for layer in state.layers:
+        caches = [layer.keys.ring, *(part.rows for part in (layer.compressed, layer.index) if part is not None)]
+        for cache in caches:
+            _fill(cache, generators[cache.data.device])
+
+
+def _fill(cache: RowCache, generator: torch.Generator) -> None:
+    device = cache.data.device
+    for start in range(0, cache.slots, 1 << 14):
+        slots = torch.arange(start, min(start + (1 << 14), cache.slots), device=device)
+        cache.write(slots, torch.randn((len(slots), cache.width), generator=generator, device=device))

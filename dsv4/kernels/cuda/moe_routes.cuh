@@ -1,0 +1,196 @@
+// Routing inside the decode launch of the experts. Every block multiplies some rows of the gate with all tokens and sends
+// the scores to all blocks; every block then chooses the experts of the step for itself, all of them alike.
+//
+// Defines: those of moe_decode.cu and router.cuh; GATE_ROUNDS (pairs of gate rows per block).
+#pragma once
+#include "router.cuh"
+#include "weight_tile.cuh"
+
+constexpr int THREADS = WARPS * WARP;
+constexpr int MAX_ENTRIES = 128, MAX_TOKENS = 8;
+constexpr int GATE_ROWS = 2 * GATE_ROUNDS;
+
+// ---- scores --------------------------------------------------------------------------------------------------------
+
+// Rows g and g + 8 of a row tile lie side by side in the packed layout: 8 bytes hold two columns of both. A block has the
+// pairs of rows blockIdx.x, blockIdx.x + gridDim.x, ...; a thread their columns 8 v to 8 v + 7, where v is threadIdx.x,
+// threadIdx.x + THREADS, ...
+struct GateRows {
+    uint2 columns[GATE_ROUNDS][VECTORS][4];
+
+    // Constants only: runs before pdl_wait.
+    __device__ __forceinline__ void request(const char* gate, int E, int X) {
+        const int chunks = (E + 63) / 64 * 4, pairs = (X + 15) / 16 * 8;
+#pragma unroll
+        for (int round = 0; round < GATE_ROUNDS; ++round) {
+            const int pair = blockIdx.x + round * gridDim.x;
+            const char* rows = gate + size_t(pair / 8) * chunks * LOAD_BYTES + pair % 8 * 64;
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) {
+                const int vector = threadIdx.x + i * THREADS;
+                const char* from = rows + size_t(vector / 2) * LOAD_BYTES + vector % 2 * 8;
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    columns[round][i][j] = pair < pairs && vector < 2 * chunks
+                                               ? __ldg(reinterpret_cast<const uint2*>(from + j * 16))
+                                               : make_uint2(0, 0);
+            }
+        }
+    }
+
+    // What this thread's columns of a token add to the logits of row `row` of its block.
+    __device__ __forceinline__ float product(int row, const uint4 (&x)[VECTORS]) const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const unsigned word[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const uint2 both = columns[row / 2][i][j];
+                const unsigned w = row % 2 ? both.y : both.x;
+                sum = fmaf(bf16_high(w), bf16_high(word[j]), fmaf(bf16_low(w), bf16_low(word[j]), sum));
+            }
+        }
+        return sum;
+    }
+};
+
+// Log scores on their way between blocks: words of {number of the launch, value}, so that one that has arrived says so
+// itself and nothing has to be reset. Launches that share the words have different numbers.
+struct ScoreExchange {
+    unsigned long long* words;    // [MAX_TOKENS, PER_LANE * WARP], zeros before the first launch
+    unsigned launch;              // not 0
+
+    // parts: the logits by warp, float [T, GATE_ROWS, WARPS] in shared memory.
+    __device__ __forceinline__ void send(const float* parts, int T, int X) const {
+        for (int i = threadIdx.x; i < T * GATE_ROWS; i += THREADS) {
+            const int token = i / GATE_ROWS, row = i % GATE_ROWS, pair = blockIdx.x + row / 2 * gridDim.x;
+            const int expert = pair / 8 * 16 + pair % 8 + row % 2 * 8;
+            if (expert >= X) continue;
+            float logit = 0.0f;
+#pragma unroll
+            for (int warp = 0; warp < WARPS; ++warp) logit += parts[i * WARPS + warp];
+            const unsigned long long word = (unsigned long long)launch << 32 | __float_as_uint(log_score(logit));
+            asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(words + token * (PER_LANE * WARP) + expert), "l"(word)
+                         : "memory");
+        }
+    }
+
+    // All scores of a token, for one warp.
+    __device__ __forceinline__ void receive(float (&score)[PER_LANE], int token, int X) const {
+        const Deadline deadline;
+        bool complete;
+        do {
+            complete = true;
+#pragma unroll
+            for (int i = 0; i < PER_LANE; ++i) {
+                const int expert = i * WARP + threadIdx.x % WARP;
+                unsigned long long word = (unsigned long long)launch << 32;
+                if (expert < X)
+                    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+                                 : "=l"(word)
+                                 : "l"(words + token * (PER_LANE * WARP) + expert)
+                                 : "memory");
+                complete &= unsigned(word >> 32) == launch;
+                score[i] = __uint_as_float(unsigned(word));
+            }
+            deadline.check();
+        } while (!__all_sync(~0u, complete));
+    }
+};
+
+// ---- routes --------------------------------------------------------------------------------------------------------
+
+// The distinct experts of the step in ascending order ("slots"), and which tokens go to them. In h, the rows of the shared
+// expert (all tokens) come first, then those of each slot, ascending tokens.
+struct Routes {
+    // A bit per expert, and how many experts a token lists again.
+    unsigned members[WARP];
+    int repeats[MAX_TOKENS];
+    int experts[MAX_ENTRIES], first_row[MAX_ENTRIES];
+    unsigned mask[MAX_ENTRIES];
+    float weight[MAX_ENTRIES][MAX_TOKENS];
+    // 1 / (what h of a token is multiplied with so that it fits into f16)
+    float unscale[MAX_TOKENS];
+    int count;
+};
+
+// Constants only: runs before pdl_wait.
+__device__ __forceinline__ void routes_clear(Routes& routes) {
+    for (int i = threadIdx.x; i < MAX_ENTRIES; i += THREADS) {
+        routes.experts[i] = -1;
+        routes.mask[i] = 0;
+        if (i < WARP) routes.members[i] = 0;
+    }
+}
+
+// The power of two that brings `bound` into [2^14, 2^15).
+__device__ __forceinline__ float f16_factor(float bound) { return __uint_as_float(activation_factor(bound)); }
+
+__device__ __forceinline__ float inverse_power(float power_of_two) {
+    return __uint_as_float((254u << 23) - __float_as_uint(power_of_two));
+}
+
+// A barrier of the warps that choose, one per token.
+__device__ __forceinline__ void choosers_sync(int T) {
+    if (TOKENS == 1) __syncwarp();
+    else asm volatile("bar.sync 1, %0;" ::"r"(T * WARP) : "memory");
+}
+
+__device__ __forceinline__ int inclusive_sum(int value) {
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+        const int other = __shfl_up_sync(~0u, value, offset);
+        if (int(threadIdx.x % WARP) >= offset) value += other;
+    }
+    return value;
+}
+
+// A token's warp counts its experts in; lane p < P has the p-th one. Returns the lanes whose expert a lower lane has, too.
+__device__ __forceinline__ unsigned routes_count(Routes& routes, const Choice& choice, int token, bool valid) {
+    const int lane = threadIdx.x % WARP, id = valid ? int(choice.id) : -1 - lane;
+    if (valid) atomicOr(&routes.members[id >> 5], 1u << (id & 31));
+    const unsigned again = __ballot_sync(~0u, __match_any_sync(~0u, id) & ((1u << lane) - 1));
+    if (lane == 0) routes.repeats[token] = __popc(again);
+    return again;
+}
+
+// After a barrier that follows routes_count. |h| of a token is at most limit^2 times the sum of its weights.
+__device__ __forceinline__ void routes_enter(Routes& routes, const Choice& choice, int token, bool valid, unsigned again,
+                                             int P, float limit) {
+    const int lane = threadIdx.x % WARP, id = valid ? int(choice.id) : 0;
+    const unsigned word = routes.members[lane], below = (1u << lane) - 1;
+    const int sum = inclusive_sum(__popc(word));
+    int slot = __shfl_sync(~0u, sum - __popc(word), id >> 5) +
+               __popc(__shfl_sync(~0u, word, id >> 5) & ((1u << (id & 31)) - 1));
+    const int distinct = __shfl_sync(~0u, sum, WARP - 1);
+    if (again >> lane & 1) {
+        // An expert that a token lists again counts, and rounds, again: in a slot of its own behind all others.
+        slot = distinct + __popc(again & below);
+        for (int t = 0; t < token; ++t) slot += routes.repeats[t];
+    }
+    if (valid) {
+        routes.weight[slot][token] = choice.weight;
+        atomicOr(&routes.mask[slot], 1u << token);
+        atomicMax(&routes.experts[slot], id);
+    }
+    const float total = warp_sum(lane < P ? fabsf(choice.weight) : 0.0f);
+    if (lane == 0)
+        routes.unscale[token] = ANY_F16 ? inverse_power(f16_factor(limit * fmaxf(limit, 1.0f) * fmaxf(total, 1.0f))) : 1.0f;
+}
+
+// One warp, after a barrier that follows routes_enter.
+__device__ __forceinline__ void routes_finish(Routes& routes, int T) {
+    int row = T, count = 0;
+    for (int base = 0; base < MAX_ENTRIES; base += WARP) {
+        const int slot = base + threadIdx.x;
+        const int rows = __popc(routes.mask[slot]);
+        const int sum = inclusive_sum(rows);
+        routes.first_row[slot] = row + sum - rows;
+        row += __shfl_sync(~0u, sum, WARP - 1);
+        const unsigned used = __ballot_sync(~0u, rows > 0);
+        count += __popc(used);
+        if (used != ~0u) break;
+    }
+    if (threadIdx.x == 0) routes.count = count;
+}

@@ -1,0 +1,97 @@
+// Small PTX with names: shared memory, asynchronous copies, mbarriers.
+#pragma once
+#include "common.cuh"
+
+// ---- shared memory -------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned shared_address(const void* shared) { return unsigned(__cvta_generic_to_shared(shared)); }
+
+__device__ __forceinline__ uint4 load_shared16(unsigned address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address));
+    return value;
+}
+
+__device__ __forceinline__ uint2 load_shared8(unsigned address) {
+    uint2 value;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+    return value;
+}
+
+__device__ __forceinline__ unsigned load_shared4(unsigned address) {
+    unsigned value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+    return value;
+}
+
+// ---- asynchronous copies -------------------------------------------------------------------------------------------
+
+// Copies 16 bytes, of which the first `bytes` come from `source` and the rest is zero.
+__device__ __forceinline__ void cp_async16(unsigned target, const void* source, int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void cp_async16(unsigned target, const void* source) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+__device__ __forceinline__ void cp_async4(unsigned target, const void* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- waits ---------------------------------------------------------------------------------------------------------
+
+// A wait of about two seconds is a fault of the program: it ends as a CUDA error, not as a hang.
+struct Deadline {
+    long long end = clock64() + 4000000000ll;
+
+    __device__ __forceinline__ void check() const {
+        if (clock64() > end) __trap();
+    }
+};
+
+__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Behind barrier_init, by the same thread.
+__device__ __forceinline__ void barrier_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Whether the phase of this parity has ended.
+__device__ __forceinline__ bool barrier_test(unsigned barrier, unsigned parity) {
+    unsigned done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+// The same, but may sleep a little before it says no.
+__device__ __forceinline__ bool barrier_try(unsigned barrier, unsigned parity) {
+    unsigned done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+    if (barrier_try(barrier, parity)) return;
+    const Deadline deadline;
+    while (!barrier_try(barrier, parity)) deadline.check();
+}

@@ -1,0 +1,242 @@
+"""``fire_b200_test TEST NAME LOG [TIMEOUT]``: runs a test on the GPU node with a limit that really kills.
+
+TEST is a test file, a folder or a pytest node (``tests/ops/cuda/test_moe.py::test_x``), or a module
+(``dsv4.validate.cosine``), with arguments after it in the same quotes. NAME labels the run; LOG gets its output;
+TIMEOUT is in seconds. It runs here, or over ssh where FIRE_B200_HOST names the node; FIRE_B200_DIR is the checkout
+there (default: the current folder's path) and FIRE_B200_PYTHON the interpreter (default: python3 there, this one here).
+
+The exit code is the test's; 124 when the limit ended it, 130 on Ctrl-C, SIGTERM or SIGHUP, 2 for wrong arguments.
+Nothing that the test started survives it, unless it left the process group on purpose.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from dsv4.errors import UserError
+
+DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS = 600.0, 10.0
+TIMED_OUT, INTERRUPTED, _SSH_FAILED, _KILLED = 124, 130, 255, 128 + signal.SIGKILL
+# What ssh may take to connect, on top of the limit that the node keeps.
+_CONNECT_SECONDS = 30.0
+
+# The node's side: $1 seconds of grace, $2 of limit, then the command. timeout leads a process group of its own. ssh's
+# end of standard input stays open as long as somebody waits for the result: its end means Ctrl-C or a lost connection.
+_REMOTE_SCRIPT = """
+exec 3<&0
+grace=$1; limit=$2; shift 2
+timeout --kill-after="$grace" "$limit" "$@" </dev/null 3<&- &
+group=$!
+{ cat <&3 >/dev/null; kill -s TERM -- -$group; sleep "$grace"; kill -s KILL -- -$group; } >/dev/null 2>&1 &
+watch=$!
+wait $group
+status=$?
+kill -s KILL -- -$group $watch 2>/dev/null
+exit $status
+"""
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where tests run. ``host`` None: on this machine."""
+
+    host: str | None
+    folder: str
+    python: str
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str]) -> "Node":
+        host = environment.get("FIRE_B200_HOST") or None
+        folder = environment.get("FIRE_B200_DIR") or str(Path.cwd())
+        python = environment.get("FIRE_B200_PYTHON") or (sys.executable if host is None else "python3")
+        if host is not None and host.startswith("-"):
+            raise UserError(f"FIRE_B200_HOST: found {host!r}, expected a host name")
+        return cls(host, folder, python)
+
+    @property
+    def name(self) -> str:
+        return socket.gethostname() if self.host is None else self.host
+
+    def command(self, test: list[str], limit_seconds: float, grace_seconds: float) -> list[str]:
+        """What this machine runs; the node keeps the limit as well when it is another one."""
+        if self.host is None:
+            return test
+        limited = ["sh", "-c", _REMOTE_SCRIPT, "sh", f"{grace_seconds:g}", f"{limit_seconds:g}", *test]
+        there = f"cd {shlex.quote(self.folder)} && exec {shlex.join(limited)}"
+        return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS:.0f}", self.host, there]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    seconds: float
+
+    def describe(self, host: str | None) -> str:
+        words = {0: "passed", TIMED_OUT: "timed out", INTERRUPTED: "interrupted"}
+        if host is not None:
+            words[_SSH_FAILED] = f"failed (exit code {_SSH_FAILED}: ssh to {host} failed or its connection broke)"
+        return f"{words.get(self.exit_code, f'failed (exit code {self.exit_code})')} after {self.seconds:.1f} s"
+
+
+def command_of(test: str, node: Node) -> list[str]:
+    """The command of TEST: pytest for a path, ``python -m`` for a module. Raises ``UserError``."""
+    try:
+        target, *arguments = shlex.split(test)
+    except ValueError:
+        raise UserError(f"TEST: found {test!r}, expected a test file, a pytest node or a module") from None
+    path = target.partition("::")[0]
+    if path.endswith(".py") or "/" in path:
+        if node.host is None and not Path(path).exists():
+            raise UserError(f"TEST: {path}: no such file or folder")
+        return [node.python, "-m", "pytest", target, *arguments]
+    if not all(part.isidentifier() for part in target.split(".")):
+        raise UserError(f"TEST: found {target!r}, expected a test file, a pytest node or a module")
+    return [node.python, "-m", target, *arguments]
+
+
+def run_limited(
+    command: list[str], log: IO[str], limit_seconds: float, grace_seconds: float, stdin: int = subprocess.DEVNULL
+) -> Outcome:
+    """Runs ``command`` in a process group of its own, output to ``log``. ``stdin`` is that of ``subprocess.Popen``.
+
+    At the limit, or on ``KeyboardInterrupt``, the group gets SIGTERM and, when its leader has ended or after the grace
+    period, SIGKILL. What a command leaves behind when it ends by itself is killed too. Raises ``UserError`` when it
+    cannot be started.
+    """
+    started = time.monotonic()
+    try:
+        child = subprocess.Popen(command, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    except OSError as error:
+        raise UserError(f"{command[0]}: cannot be run ({error.strerror})") from None
+    ended = interrupted = False
+    with child:
+        try:
+            ended = _ends_within(child, limit_seconds)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            _end_group(child, grace_seconds)
+    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+    if interrupted or not ended:
+        code = INTERRUPTED if interrupted else TIMED_OUT
+    return Outcome(code, time.monotonic() - started)
+
+
+def main(argv: list[str] | None = None, grace_seconds: float = GRACE_SECONDS) -> int:
+    """The command; returns its exit code."""
+    options = build_parser().parse_args(argv)
+    try:
+        node = Node.of_environment(os.environ)
+        limit_seconds = _seconds(options.timeout)
+        if not options.name.strip() or not options.name.isprintable():
+            raise UserError(f"NAME: found {options.name!r}, expected a label of one line")
+        test = command_of(options.test, node)
+        with _open_log(options.log) as log, _signals_interrupt():
+            outcome = _run_and_log(options.name, node, test, log, limit_seconds, grace_seconds)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    print(f"{options.name}: {outcome.describe(node.host)}, log in {options.log}")
+    return outcome.exit_code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``fire_b200_test``."""
+    parser = argparse.ArgumentParser(
+        prog="fire_b200_test", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("test", metavar="TEST", help="a test file, a pytest node or a module, with its arguments")
+    parser.add_argument("name", metavar="NAME", help="a label for the run")
+    parser.add_argument("log", metavar="LOG", type=Path, help="the log file, replaced if it exists")
+    parser.add_argument("timeout", metavar="TIMEOUT", nargs="?", default=str(DEFAULT_TIMEOUT_SECONDS), help="seconds")
+    return parser
+
+
+def _run_and_log(
+    name: str, node: Node, test: list[str], log: IO[str], limit_seconds: float, grace_seconds: float
+) -> Outcome:
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    log.write(f"# name: {name}\n# command: {shlex.join(test)}\n# host: {node.name}\n# started: {started}\n\n")
+    log.flush()
+    command = node.command(test, limit_seconds, grace_seconds)
+    if node.host is None:
+        outcome = run_limited(command, log, limit_seconds, grace_seconds)
+    else:
+        # The other node's limit comes first: it ends the test and says how. A pipe is what _REMOTE_SCRIPT watches.
+        patience = limit_seconds + grace_seconds + _CONNECT_SECONDS
+        outcome = run_limited(command, log, patience, grace_seconds, subprocess.PIPE)
+        if outcome.exit_code == _KILLED and outcome.seconds >= limit_seconds:
+            # timeout, having sent SIGKILL to its group, is killed by it.
+            outcome = Outcome(TIMED_OUT, outcome.seconds)
+    log.write(
+        f"\n# {outcome.describe(node.host)}\n# exit code: {outcome.exit_code}\n# seconds: {outcome.seconds:.1f}\n"
+    )
+    return outcome
+
+
+def _ends_within(child: subprocess.Popen, seconds: float) -> bool:
+    """Whether ``child`` ends. It is left a zombie, so that its group's number cannot pass to another process."""
+    deadline = time.monotonic() + seconds
+    while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _end_group(child: subprocess.Popen, grace_seconds: float) -> None:
+    try:
+        if not _ends_within(child, 0):
+            os.killpg(child.pid, signal.SIGTERM)
+            _ends_within(child, grace_seconds)
+    finally:
+        # A group of which only the zombie is left may not be signalled everywhere.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """A cancelled job (SIGTERM) and a closed terminal (SIGHUP, unless ignored) end the child as Ctrl-C does."""
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _open_log(path: Path) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"LOG: {path}: cannot be written ({error.strerror})") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UserError(f"TIMEOUT: found {text!r}, expected a number of seconds above 0")
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""The load benchmark runs, on a geometry that is small enough to wait for."""
+
+from dsv4.bench.load import bench_load
+from dsv4.checkpoint import tiny_config
+from dsv4.config import EngineConfig
+
+
+def test_rates_of_a_cold_and_some_warm_loads() -> None:
+    result = bench_load(tiny_config(), "nvfp4-experts", EngineConfig(device="cpu"), repeats=2)
+    assert len(result["warm_gb_per_s"]) == 2
+    assert (result["layers"], result["gpus"], result["parallel"]) == (4, 1, "pipeline")

@@ -1,0 +1,72 @@
+"""The benchmark's plots: well-formed, a bar per measurement, the floor where it belongs."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from dsv4.bench.plot import engine_svg, main, ticks
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def record() -> dict[str, Any]:
+    modes = {"eager": {"ms_per_token": 5.0}, "split": {"ms_per_token": 3.0}, "full": {"ms_per_token": 2.0}}
+    return {
+        "machine": {"gpus": ["NVIDIA H200"] * 8},
+        "result": {
+            "geometry": "v4-pro",
+            "layout": "nvfp4-experts",
+            "layers": 61,
+            "placement": {"parallel": "pipeline", "layers": {"cuda:0": 31, "cuda:1": 30}, "hops": 1},
+            "floor_ms": 1.0,
+            "prefill_tokens_per_second": {"128": 4000.0, "8192": 30000.0},
+            "decode": {"1024": {**modes, "us_per_layer": {"SWA": 3.0}}, "131072": modes},
+        },
+    }
+
+
+def test_every_measurement_is_a_bar_as_high_as_its_value() -> None:
+    svg = ElementTree.fromstring(engine_svg(record()))
+    bars = [rect for rect in svg.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+    heights = [float(bar.attrib["height"]) for bar in bars]
+    assert len(bars) == 2 * 3 + 2
+    assert heights[0] / heights[2] == pytest.approx(2.5, rel=0.01)
+    assert max(heights) < 340 - 64 - 44
+
+
+def test_floor_is_drawn_at_its_value() -> None:
+    svg = ElementTree.fromstring(engine_svg(record()))
+    (floor,) = (line for line in svg.iter(f"{SVG}line") if "stroke-dasharray" in line.attrib)
+    bar = next(rect for rect in svg.iter(f"{SVG}rect") if rect.findtext(f"{SVG}title") == "full: 2")
+    base, top = 340 - 44, float(bar.attrib["y"])
+    assert base - float(floor.attrib["y1"]) == pytest.approx((base - top) / 2, abs=0.1)
+
+
+def test_title_says_what_ran_where() -> None:
+    assert "v4-pro, 61 layers, nvfp4-experts, 2 × NVIDIA H200, pipeline" in engine_svg(record())
+
+
+@pytest.mark.parametrize(
+    ("top", "expected"),
+    [(5.5, [0, 1, 2, 3, 4, 5]), (33000.0, [0, 10000, 20000, 30000]), (0.9, [0, 0.2, 0.4, 0.6, 0.8])],
+)
+def test_ticks_are_round(top: float, expected: list[float]) -> None:
+    assert ticks(top) == expected
+
+
+def test_the_command_writes_beside_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    path.write_text(json.dumps(record()))
+    assert main([str(path)]) == 0
+    assert path.with_suffix(".svg").read_text() == engine_svg(record())
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"result": {"geometry": "v4-pro"}}'])
+def test_other_files_are_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    assert main([str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,157 @@
+"""What a device reports ends the run with one line, wherever it happens; Ctrl-C ends it with what there is."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import single_shot_inference
+from dsv4 import Engine
+from dsv4.cli.faults import device_faults, out_of_memory
+from dsv4.errors import UserError
+from dsv4.plan import DevicePlan, MemoryPlan
+from tests.driver.conftest import Result
+
+Drive = Callable[..., Result]
+
+ILLEGAL_ADDRESS = torch.AcceleratorError(
+    "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress' in the documentation\n"
+)
+OUT_OF_MEMORY = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 1 has a total capacity of 79.11 GiB of which 1 GiB is free."
+)
+
+
+class CUDAError(Exception):
+    """In place of cuda.core's, which is found by its module."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the errors keep alive is let go after every test."""
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+
+
+@pytest.fixture
+def cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        pass
+
+    Module.CUDAError = CUDAError  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda.core._utils.cuda_utils", Module)  # type: ignore[arg-type]
+
+
+def plan() -> MemoryPlan:
+    devices = [DevicePlan(torch.device("cuda", i), 4, (i + 1) << 30, 0, 1 << 20, 1 << 20, 1 << 40) for i in range(2)]
+    return MemoryPlan(tuple(devices), 8192)
+
+
+def line_for(error: Exception) -> str:
+    with pytest.raises(UserError) as caught, device_faults(plan):
+        raise error
+    return str(caught.value)
+
+
+def raise_after(calls: int, error: BaseException, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original`` that fails when it is called for the time after ``calls``."""
+    done = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done > calls:
+            raise error
+        return original(*args, **kwargs)
+
+    return wrapped
+
+
+def test_out_of_memory_names_the_device_and_what_was_planned() -> None:
+    expected = "memory: cuda:1 ran out of memory, the plan said 2,050 MiB; use more GPUs or a smaller --max-context"
+    assert line_for(OUT_OF_MEMORY).startswith(expected)
+    both = "memory: cuda:0 or cuda:1 ran out of memory, the plan said 1,026 and 2,050 MiB; "
+    for error in (MemoryError(), torch.AcceleratorError("CUDA error: out of memory"), OUT_OF_MEMORY.__class__("?")):
+        assert line_for(error).startswith(both)
+    message = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+    assert line_for(RuntimeError(message)).startswith(both)
+    assert "--prefill-chunk" in out_of_memory("", plan())
+
+
+def test_errors_of_cuda_are_their_first_line(cuda_core: None) -> None:
+    assert line_for(ILLEGAL_ADDRESS) == "CUDA: an illegal memory access was encountered"
+    assert (
+        line_for(RuntimeError("CUDA error: CUBLAS_STATUS_X when calling y")) == "CUDA: CUBLAS_STATUS_X when calling y"
+    )
+    assert line_for(RuntimeError("CUDA driver error: invalid argument")) == "CUDA: invalid argument"
+    launch = CUDAError("CUDA_ERROR_LAUNCH_FAILED: An exception occurred\n while executing a kernel. Common causes are")
+    assert line_for(launch) == "CUDA: CUDA_ERROR_LAUNCH_FAILED: An exception occurred while executing a kernel"
+    assert sys.last_value is not None
+    assert len(line_for(CUDAError("x" * 10_000))) < 320
+    assert "ran out of memory" in line_for(CUDAError("CUDA_ERROR_OUT_OF_MEMORY: The API call failed"))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("x"), UserError("y"), BrokenPipeError()])
+def test_other_errors_stay_as_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, device_faults(plan):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "parts"),
+    [(ILLEGAL_ADDRESS, ["CUDA: an illegal memory access"]), (OUT_OF_MEMORY, ["memory: ", "MiB; use more GPUs"])],
+)
+def test_failing_load_is_one_line(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, error: Exception, parts: list[str]
+) -> None:
+    monkeypatch.setattr("dsv4.engine.load_weights", raise_after(0, error, len))
+    drive("--device", "cpu").assert_user_error(*parts)
+
+
+@pytest.mark.parametrize("method", ["prefill", "decode"])
+@pytest.mark.parametrize("error", [ILLEGAL_ADDRESS, OUT_OF_MEMORY, RuntimeError("CUDA error: x")], ids=type)
+def test_failing_step_is_one_line_after_the_text(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception
+) -> None:
+    monkeypatch.setattr(Engine, method, raise_after(2 if method == "decode" else 0, error, getattr(Engine, method)))
+    result = drive("--device", "cpu", "--max-tokens", 9, "--ignore-eos", "--seed", 1, "--raw")
+    assert result.code == 2
+    assert result.out == "" if method == "prefill" else len(result.out) > 1 and result.out.endswith("\n")
+    assert result.err.startswith(("error: CUDA: ", "error: memory: "))
+    assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("where", ["load", "prefill", "decode"])
+def test_ctrl_c_reports_what_there_is(drive: Drive, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    if where == "load":
+        monkeypatch.setattr("dsv4.engine.load_weights", raise_after(0, KeyboardInterrupt(), len))
+    else:
+        done = 2 if where == "decode" else 0
+        monkeypatch.setattr(Engine, where, raise_after(done, KeyboardInterrupt(), getattr(Engine, where)))
+    result = drive("--device", "cpu", "--max-tokens", 9, "--ignore-eos", "--seed", 1, "--raw")
+    assert result.code == 130
+    assert result.err.rstrip("\n").endswith("interrupted")
+    assert result.err.count("\n") == 1
+    assert (len(result.out) > 1) == (where == "decode")
+
+
+def test_plan_of_several_gpus_is_shown_before_loading(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, checkpoint: Any
+) -> None:
+    planned = plan()
+    monkeypatch.setattr(Engine, "plan", lambda *_: planned)
+    monkeypatch.setattr(Engine, "load", raise_after(0, UserError("stop here"), len))
+    result = drive("--gpus", 2)
+    assert (result.code, result.out) == (2, "")
+    assert result.err == f"{planned}\nerror: stop here\n"
+    assert drive("--gpus", 2, "--quiet").err == drive().err == "error: stop here\n"
+
+
+def test_driver_passes_the_plan_of_its_own_configuration(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(single_shot_inference.Engine, "plan", lambda *arguments: seen.append(arguments) or plan())
+    monkeypatch.setattr("dsv4.engine.load_weights", raise_after(0, OUT_OF_MEMORY, len))
+    drive("--device", "cpu", "--max-context", 77).assert_user_error("cuda:1 ran out", "2,050 MiB")
+    assert [arguments[1].max_context for arguments in seen] == [77]
