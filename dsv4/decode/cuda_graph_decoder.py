@@ -142,8 +142,7 @@ class CUDAGraphDecoder:
                 yield checked_token(self._ring.read(start + read), start + read)
         finally:
             self._leave()
-            if queued > read:
-                self.state.set_position(start + read)
+            self.state.set_position(start + read)
 
     def _launch(self, step: CapturedStep, sampling: torch.cuda.CUDAGraph) -> None:
         """Queues a step, the choice of its token, and the way of that token to the host and to every device."""

@@ -34,6 +34,7 @@ DSPARK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", list(Dialect))
 @pytest.mark.parametrize("layout", ["nvfp4-experts", "nvfp4-all", "native", "bf16", "f32"])
 def test_every_layout_and_dialect_loads_the_bytes_that_were_written(

@@ -58,6 +58,7 @@ def conversation(text: str) -> list[dict]:
     ]
 
 
+@pytest.mark.slow
 def test_every_added_token_of_the_published_tokenizer_is_neutralised(
     tokenizer: Tokenizer, added_tokens: dict[str, int]
 ) -> None:
@@ -90,6 +91,7 @@ def test_other_text_is_returned_unchanged(text: str) -> None:
     assert neutralize(text) == text
 
 
+@pytest.mark.slow
 @given(text=HOSTILE_TEXT)
 def test_the_prompt_has_exactly_the_control_tokens_that_the_encoder_wrote(
     text: str, tokenizer: Tokenizer, added_tokens: dict[str, int]

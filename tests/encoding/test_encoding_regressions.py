@@ -139,6 +139,7 @@ def test_spec11_i57_a_parsed_tool_turn_goes_back_byte_for_byte() -> None:
     assert encode_messages([*messages, message], "thinking") == prompt + completion
 
 
+@pytest.mark.slow
 def test_spec11_i58_bos_is_not_doubled_by_the_tokenizer(tokenizer_file: Path, tmp_path: Path) -> None:
     settings = json.loads(tokenizer_file.read_text("utf-8"))
     settings["post_processor"] = {

@@ -91,6 +91,7 @@ def test_greedy_follows_the_teacher_forced_logits(engine: Engine) -> None:
     assert list(engine.generate(prompt, 12, GREEDY, NO_STOP)) == produced
 
 
+@pytest.mark.slow
 def test_equal_seeds_repeat_and_other_seeds_differ(engine: Engine) -> None:
     def sampled(seed: int | None) -> list[int]:
         return list(engine.generate(random_ids(10), 20, SamplingParams(seed=seed), NO_STOP))

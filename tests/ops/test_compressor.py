@@ -192,6 +192,7 @@ def test_any_chunking_gives_the_same_bytes_as_one_shot(ratio: int, chunks: list[
     assert torch.equal(rows_after(torch_compress, chunks, ratio, RowFormat.PLAIN), one_shot)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("step", [1, 3, 7, 64, 127, 129])
 @pytest.mark.parametrize("format", [RowFormat.PLAIN, RowFormat.KV_FP8], ids=lambda format: format.value)
@@ -225,6 +226,7 @@ def test_a_rejected_draft_can_be_taken_back(
     assert torch.equal(state.rows.data[: count // ratio], straight.rows.data[: count // ratio])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("junk", [1e30, torch.inf, torch.nan])
 @pytest.mark.parametrize("first", [1, 3, 300])

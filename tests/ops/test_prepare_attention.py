@@ -18,6 +18,7 @@ def parts(backend: str) -> Parts:
     return Parts(*(op_part(backend, modules[name], name) for name in Parts._fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RATIOS)
 @pytest.mark.parametrize("quantised", [True, False])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 130])

@@ -60,6 +60,7 @@ def test_impossible_tokens_are_never_drawn(ops: Ops) -> None:
     assert set(draws(ops, logits_V, 100)) == {1, 3}
 
 
+@pytest.mark.slow
 def test_draws_follow_the_softmax(ops: Ops) -> None:
     """χ² over 6 tokens, 5 degrees of freedom: 20.5 is exceeded for one seed in a thousand."""
     logits_V, temperature, count = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 1.5]), 1.3, 3000
@@ -69,6 +70,7 @@ def test_draws_follow_the_softmax(ops: Ops) -> None:
     assert chi_square < 20.5
 
 
+@pytest.mark.slow
 def test_restricted_draws_keep_the_proportions(ops: Ops) -> None:
     """Top-p 0.8 of (0.5, 0.3, 0.15, 0.05) leaves 5 : 3."""
     found = draws(ops, logits_of(0.5, 0.3, 0.15, 0.05), 2000, top_p=0.79)

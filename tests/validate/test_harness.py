@@ -99,6 +99,7 @@ def assert_all_gone(folder: Path) -> None:
     assert eventually(lambda: not any(map(is_alive, pids)))
 
 
+@pytest.mark.slow
 def test_the_limit_kills_a_child_and_a_grandchild_that_ignore_sigterm(folder: Path, capsys) -> None:
     started = time.monotonic()
     assert fire("stubborn", "stuck", "run.log", "1") == 124
@@ -108,12 +109,14 @@ def test_the_limit_kills_a_child_and_a_grandchild_that_ignore_sigterm(folder: Pa
     assert "started" in Path("run.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_limit_kills_on_the_other_node_too(folder: Path, ssh: Path, capsys) -> None:
     assert fire("stubborn", "stuck", "run.log", "1") == 124
     assert_all_gone(folder)
     assert "stuck: timed out" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("remote", [False, True])
 def test_an_interrupt_kills_the_child(
@@ -160,6 +163,7 @@ def test_exit_codes_pass_through(test: str, code: int, remote: bool, request: py
     assert capsys.readouterr().out.startswith(f"codes: {words} after ")
 
 
+@pytest.mark.slow
 def test_a_pytest_node_runs_under_pytest(folder: Path) -> None:
     (folder / "test_two.py").write_text("def test_good(): pass\ndef test_bad(): assert False")
     assert fire("test_two.py::test_good -q", "good", "run.log") == 0
