@@ -136,7 +136,7 @@ class Engine:
             done += len(chunk)
             if progress is not None:
                 progress(done, len(token_ids))
-        return self._logits(hidden_TE[-1:])[0]
+        return self.model.logits(hidden_TE[-1:])[0]
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int]) -> Tensor:
@@ -149,7 +149,7 @@ class Engine:
             raise ValueError(f"token_ids: found {len(token_ids)} tokens, expected 1 to {MAX_DECODE_TOKENS}")
         if self.decoder is not None and len(token_ids) == self.decoder.tokens:
             return self.decoder.replay(token_ids, self.position).clone()
-        return self._logits(self._forward(token_ids))
+        return self.model.logits(self._forward(token_ids))
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None) -> Tensor:
@@ -159,7 +159,7 @@ class Engine:
         """
         self.reset()
         chunks = self._chunks(token_ids, chunk_sizes)
-        return torch.cat([self._logits(self._forward(chunk)) for chunk in chunks])
+        return torch.cat([self.model.logits(self._forward(chunk)) for chunk in chunks])
 
     @torch.inference_mode()
     def trace(self, token_ids: Sequence[int]) -> dict[str, Tensor | list[Tensor]]:
@@ -180,7 +180,7 @@ class Engine:
         return {
             "layers": [torch.cat(collected) for collected in layers],
             "final": hidden_TE.cpu(),
-            "logits": self._logits(hidden_TE).cpu(),
+            "logits": self.model.logits(hidden_TE).cpu(),
         }
 
     def generate(
@@ -246,14 +246,8 @@ class Engine:
         return checked_token(token, self.position)
 
     def _forward(self, token_ids: Sequence[int], on_block: Callable[[Tensor], None] | None = None) -> Tensor:
-        # Pinned for several devices, so that the copies neither wait for them nor make them wait for each other.
-        tokens_T = torch.tensor(token_ids, dtype=torch.int64, pin_memory=len(self.state.devices) > 1)
         self.state.advance(len(token_ids))
-        return self.model(tokens_T, self.state, on_block)
-
-    def _logits(self, hidden_TE: Tensor) -> Tensor:
-        with on_device(self.devices[-1]):
-            return self.model.head.logits(hidden_TE)
+        return self.model(self.state.token_input(token_ids), self.state, on_block)
 
     def _chunks(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None) -> list[Sequence[int]]:
         token_ids = self._checked(token_ids)

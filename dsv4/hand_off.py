@@ -35,10 +35,6 @@ class HandOff:
             self._left = [torch.cuda.Event() for _ in range(slots)]
         self._calls = 0
 
-    @property
-    def nbytes(self) -> int:
-        return sum(slot.nbytes for slot in self._slots)
-
     def slot(self, rows: int) -> Tensor:
         """The first buffer's ``rows``: where every call arrives if there is one slot."""
         return self._slots[0][:rows]

@@ -126,9 +126,8 @@ class Transformer:
     ) -> Tensor:
         """Final hidden states ``[T, E]`` of the next T tokens (int64); advances the position by T.
 
-        ``head.logits`` turns the rows one wants into logits. ``on_block`` sees the streams ``[T, M, E]`` after each
-        block. With several devices ``tokens_T`` should be in pinned host memory: then no device waits for another but
-        for its streams.
+        ``logits`` turns the rows one wants into logits. ``on_block`` sees the streams ``[T, M, E]`` after each block.
+        ``tokens_T`` may be anywhere; ``state.token_input`` puts ids where no device waits for another because of them.
         """
         tokens, positions = {}, {}
         for device in state.devices:
@@ -141,6 +140,11 @@ class Transformer:
                 streams_TME = segment(streams_TME, tokens[segment.device], positions[segment.device], state, on_block)
         with on_device(self.segments[-1].device):
             return self.head.hidden(streams_TME)
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """float32 ``[T, V]`` of final hidden states."""
+        with on_device(self.segments[-1].device):
+            return self.head.logits(hidden_TE)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

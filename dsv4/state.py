@@ -1,6 +1,6 @@
 """DecodeState: every persistent device buffer of one sequence, allocated once, with a byte table."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -73,6 +73,12 @@ class DecodeState:
     def undoable_tokens(self) -> int:
         """How many of the last tokens can be taken back: at most 8 behind ``furthest``, as far as the rings reach."""
         return min(MAX_DECODE_TOKENS - (self.furthest - self.position), self.position)
+
+    def token_input(self, token_ids: Sequence[int]) -> Tensor:
+        """int64 ``[T]`` on the host: what a step reads its tokens from. Pinned for several devices, so that the copies
+        neither wait for them nor make them wait for each other.
+        """
+        return torch.tensor(token_ids, dtype=torch.int64, pin_memory=len(self.devices) > 1)
 
     def next_positions(self, device: torch.device, tokens: int) -> Tensor:
         """int64 ``[tokens]`` positions of a step on ``device``, whose position moves on by as many."""

@@ -170,9 +170,7 @@ class CUDAGraphDecoder:
         return self._sampling[1]
 
     def _eager_step(self, ids: list[int]) -> Tensor:
-        hidden_TE = self.model(torch.tensor(ids, pin_memory=True), self.state)
-        with on_device(self._head_device):
-            return self.model.head.logits(hidden_TE)
+        return self.model.logits(self.model(self.state.token_input(ids), self.state))
 
     def _check_room(self, position: int, tokens: int) -> None:
         if position + tokens > self.max_context:

@@ -17,6 +17,7 @@ from dsv4.config import EngineConfig
 from dsv4.decode import CUDAGraphDecoder, Mode
 from dsv4.engine import Engine
 from dsv4.errors import UserError
+from dsv4.layer_kinds import layer_kinds
 from dsv4.ops import TableName, swap_ops
 
 Trace = dict[str, Any]
@@ -31,7 +32,7 @@ def engine_trace(
     """
     eager = replace(config, cuda_graph=None)
     engine = Engine.load(model, eager, wrap_ops=lambda table: swap_ops(table, swaps))
-    kinds = [{0: "SWA", 4: "CSA", 128: "HCA"}[ratio] for ratio in engine.config.compress_ratios]
+    kinds = list(layer_kinds(engine.config))
     if config.cuda_graph is None or config.cuda_graph == "auto":
         return engine.trace(token_ids), kinds
     return graph_trace(engine, token_ids, config.cuda_graph), kinds

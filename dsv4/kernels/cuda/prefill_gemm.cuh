@@ -252,24 +252,6 @@ __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
     return product;
 }
 
-__device__ __forceinline__ uint4 shared_16(u32 address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-    return v;
-}
-
-__device__ __forceinline__ uint2 shared_8(u32 address) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
-    return v;
-}
-
-__device__ __forceinline__ u32 shared_4(u32 address) {
-    u32 v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-    return v;
-}
-
 // One row tile of one stage, as this lane holds it.
 struct Weights {
     uint4 words[FORMAT == FP8 ? 2 : 1];
@@ -279,11 +261,11 @@ struct Weights {
 
     __device__ void load(u32 buffer, int tile, int lane) {
         data = buffer + X_BYTES + tile * WEIGHT_BYTES + lane * 16;
-        if (FORMAT != BF16) words[0] = shared_16(data);
-        if (FORMAT == FP8) words[sizeof(words) / 16 - 1] = shared_16(data + 512);
+        if (FORMAT != BF16) words[0] = load_shared16(data);
+        if (FORMAT == FP8) words[sizeof(words) / 16 - 1] = load_shared16(data + 512);
         const u32 scale = buffer + X_BYTES + ROW_TILES * WEIGHT_BYTES + tile * SCALE_BYTES;
-        if (FORMAT == NVFP4) scales = shared_8(scale + (lane / 4) * 8);
-        if (FORMAT == MXFP4) scales.x = shared_4(scale + (lane / 4) * 4);
+        if (FORMAT == NVFP4) scales = load_shared8(scale + (lane / 4) * 8);
+        if (FORMAT == MXFP4) scales.x = load_shared4(scale + (lane / 4) * 4);
     }
 
     // In this form the products read a half of `pair` twice, without an instruction for it.
@@ -308,7 +290,7 @@ struct Weights {
 
     __device__ void decode(u32 (&a)[4], int s) {
         if (FORMAT == BF16) {
-            const uint4 w = shared_16(data + s * 512);
+            const uint4 w = load_shared16(data + s * 512);
             a[0] = w.x, a[1] = w.y, a[2] = w.z, a[3] = w.w;
             return;
         }
