@@ -7,7 +7,10 @@ TORCH_CPU_INDEX   := https://download.pytorch.org/whl/cpu
 SYSTEM_PYTHON     ?= python3
 VENV              ?= $(or $(VIRTUAL_ENV),.venv)
 WORKERS           ?= auto
-PYTEST             = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8
+# Compiled test modules are kept even where the environment says otherwise: rewriting their assertions takes every
+# worker seconds. With worksteal a worker starts with neighbouring tests, which share imports and fixtures.
+PYTEST             = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+                     $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 ifndef PYTHON
 PYTHON     := $(VENV)/bin/python
@@ -35,7 +38,7 @@ types: $(dev_tools)
 	$(PYTHON) -m pyright --pythonpath "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
 
 fast: $(dev_tools)
-	$(PYTEST) -q -m "not slow and not gpu" --durations 8 --durations-min 2 $(ARGS)
+	$(PYTEST) -q -m "not slow and not gpu" --hypothesis-profile quick --durations 8 --durations-min 2 $(ARGS)
 
 format: $(dev_tools)        ## rewrite the files as the formatter and the safe fixes want them
 	$(PYTHON) -m ruff check --fix .

@@ -16,6 +16,10 @@ from dsv4.json_object import read_json_object
 MODEL_TYPE = "deepseek_v4"
 SLIDING_WINDOW_ONLY, CSA_RATIO, HCA_RATIO = 0, 4, 128
 MAX_DECODE_TOKENS = 8
+# Steps that may be queued, the one whose token the host waits for included: enough to hide the host.
+STEPS_AHEAD = 4
+# How far caches remember: the longest draft, behind what a stop leaves queued in vain.
+MAX_TAKEN_BACK = MAX_DECODE_TOKENS + STEPS_AHEAD - 1
 
 _RATIO_OF_LAYER_TYPE = {
     "sliding_attention": SLIDING_WINDOW_ONLY,

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from dsv4.checkpoint import Checkpoint, describe, load_weights, mtp_kind, open_checkpoint
 from dsv4.config import MAX_DECODE_TOKENS, EngineConfig, ModelConfig
-from dsv4.decode import build_decoder, check_cuda_graph
+from dsv4.decode import CUDAGraphDecoder, build_decoder, check_cuda_graph
 from dsv4.errors import UserError, shorten
 from dsv4.layers.weights import ReadOnce, Weights
 from dsv4.model import Transformer, on_device
 from dsv4.ops import Ops, op_table
 from dsv4.parameters import MtpKind
-from dsv4.placement import Placement, bytes_by_layer, table_name
+from dsv4.placement import Placement, bytes_by_layer, check_architectures, table_name
 from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
 from dsv4.sampling import Sampler, SamplingParams, checked_token
 from dsv4.state import COMPUTE_DTYPES, DecodeState
@@ -61,7 +61,7 @@ class Engine:
         self.max_context = max_context_tokens(config, engine_config)
         self.mtp_weights = {name: weights[name] for name in list(weights) if name.startswith("mtp.")}
         self.devices = placement.layer_devices
-        self.ops = ops or op_table(table_name(engine_config, self.devices))
+        self.ops = ops or _op_table(engine_config, self.devices)
         compute_dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
         self.model = Transformer.build(config, weights, self.ops, self.devices, compute_dtype)
         self.state = DecodeState.allocate(config, engine_config, self.max_context, self.devices)
@@ -80,10 +80,12 @@ class Engine:
 
         ``wrap_ops`` makes the op table that is used of the one that ``config`` chooses: to time or swap ops.
 
-        Raises ``UserError`` for a bad folder or when the memory plan does not fit, before any weight is read.
+        Raises ``UserError`` before any weight is read: for a bad folder, when the memory plan does not fit, and for a
+        GPU or an installation without the ops that are asked for.
         """
         engine_config = config or EngineConfig()
         opened = _Opened.open(path, engine_config)
+        table = _op_table(engine_config, opened.placement.layer_devices)
         opened.plan.refuse_if_too_large()
         weights = load_weights(
             opened.checkpoint,
@@ -92,7 +94,6 @@ class Engine:
             mtp=opened.mtp,
             progress=progress,
         )
-        table = op_table(table_name(engine_config, opened.placement.layer_devices))
         ops = table if wrap_ops is None else wrap_ops(table)
         return cls(opened.config, engine_config, ReadOnce(weights), opened.placement, ops)
 
@@ -220,7 +221,7 @@ class Engine:
         steps = min(max_new_tokens - 1, self.max_context - len(token_ids))
         reason: FinishReason = "length" if steps == max_new_tokens - 1 else "context"
         try:
-            with closing(self._following(first, sampler, steps)) as following:
+            with closing(self.following(first, sampler, steps, self.decoder)) as following:
                 for token in chain((first,), following):
                     if token in stops:
                         reason = "stop"
@@ -231,10 +232,15 @@ class Engine:
             steps = self.position - len(token_ids)
             self.last_run = RunStats(len(token_ids), prefilled - started, steps, seconds, reason)
 
-    def _following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
-        """The tokens after ``token``, one decode step each."""
-        if self.decoder is not None:
-            yield from self.decoder.generate(token, sampler, steps)
+    def following(
+        self, token: int, sampler: Sampler, steps: int, decoder: CUDAGraphDecoder | None
+    ) -> Generator[int, None, None]:
+        """Yields the tokens after ``token``, one step each: replayed by ``decoder``, or by ``decode`` without one.
+
+        Raises ``FloatingPointError`` when a logit is NaN.
+        """
+        if decoder is not None:
+            yield from decoder.generate(token, sampler, steps)
             return
         for _ in range(steps):
             token = self._sample(sampler, self.decode([token])[0])
@@ -279,6 +285,15 @@ class Engine:
         if total > self.max_context:
             raise UserError(f"--max-context: found a sequence of {total} tokens, expected at most {self.max_context}")
         return checked
+
+
+def _op_table(engine: EngineConfig, devices: Sequence[torch.device]) -> Ops:
+    """The op table that ``engine`` asks for. Raises ``UserError`` for a GPU that its kernels are not compiled for."""
+    name = table_name(engine, devices)
+    table = op_table(name)
+    if name != "torch":
+        check_architectures(devices)
+    return table
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive blocks on one device; ``first`` is the index of the first in the model."""
+    """Consecutive blocks on one device; ``layers`` are their indices in the model."""
 
     device: torch.device
-    first: int
+    layers: tuple[int, ...]
     blocks: tuple[Block, ...]
 
     def __call__(
@@ -78,7 +78,7 @@ class Segment:
     ) -> Tensor:
         """The streams ``[T, M, E]`` after the last block, everything on ``device``."""
         carried: Tensor | Unmixed = streams_TME
-        for layer, block in enumerate(self.blocks, self.first):
+        for layer, block in zip(self.layers, self.blocks, strict=True):
             carried = block(carried, tokens_T, positions_T, state.layers[layer])
             if on_block is not None:
                 on_block(block.mix(carried))
@@ -90,6 +90,7 @@ class Segment:
 class Transformer:
     """The whole model. The embedding is on the first segment's device, the head on the last one's."""
 
+    ops: Ops
     embed: Embedding
     segments: tuple[Segment, ...]
     head: Head
@@ -109,13 +110,12 @@ class Transformer:
             Block.build(config, root.below(f"layers.{layer}"), ops, ratio, hashed, compute_dtype)
             for layer, (ratio, hashed) in enumerate(zip(config.compress_ratios, config.hash_layers, strict=True))
         )
-        segments, first = [], 0
-        for device, run in groupby(devices):
-            count = len(list(run))
-            segments.append(Segment(device, first, blocks[first : first + count]))
-            first += count
-        embed, head = Embedding.build(config, root, compute_dtype), Head.build(config, root, ops)
-        return cls(embed, tuple(segments), head)
+        segments = []
+        for device, run in groupby(range(len(blocks)), key=devices.__getitem__):
+            layers = tuple(run)
+            segments.append(Segment(device, layers, tuple(blocks[layer] for layer in layers)))
+        embed, head = Embedding.build(config, root, ops, compute_dtype), Head.build(config, root, ops)
+        return cls(ops, embed, tuple(segments), head)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -129,15 +129,18 @@ class Transformer:
         ``logits`` turns the rows one wants into logits. ``on_block`` sees the streams ``[T, M, E]`` after each block.
         ``tokens_T`` may be anywhere; ``state.token_input`` puts ids where no device waits for another because of them.
         """
-        tokens, positions = {}, {}
-        for device in state.devices:
-            tokens[device] = tokens_T.to(device, non_blocking=True)
-            positions[device] = state.next_positions(device, tokens_T.shape[0])
-        streams_TME = self.embed(tokens[self.segments[0].device])
+        first = self.segments[0].device
+        tokens = {device: tokens_T.to(device, non_blocking=True) for device in state.devices}
+        with on_device(first):
+            positions_T, streams_TME = self.embed(tokens[first], state.positions_1[first])
+        positions = {first: positions_T}
         for segment in self.segments:
-            streams_TME = state.bring(streams_TME, segment.device)
-            with on_device(segment.device):
-                streams_TME = segment(streams_TME, tokens[segment.device], positions[segment.device], state, on_block)
+            device = segment.device
+            streams_TME = state.bring(streams_TME, device)
+            with on_device(device):
+                if device not in positions:
+                    positions[device] = self.ops.next_positions(state.positions_1[device], tokens_T.shape[0])
+                streams_TME = segment(streams_TME, tokens[device], positions[device], state, on_block)
         with on_device(self.segments[-1].device):
             return self.head.hidden(streams_TME)
 

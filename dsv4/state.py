@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache_rows import RowCache, RowFormat
-from dsv4.config import CSA_RATIO, MAX_DECODE_TOKENS, EngineConfig, ModelConfig
+from dsv4.config import CSA_RATIO, MAX_DECODE_TOKENS, MAX_TAKEN_BACK, EngineConfig, ModelConfig
 from dsv4.hand_off import HandOff
 from dsv4.layers.attention import AttentionState
 from dsv4.ops.attention import KeySet
@@ -71,21 +71,14 @@ class DecodeState:
 
     @property
     def undoable_tokens(self) -> int:
-        """How many of the last tokens can be taken back: at most 8 behind ``furthest``, as far as the rings reach."""
-        return min(MAX_DECODE_TOKENS - (self.furthest - self.position), self.position)
+        """How many of the last tokens can be taken back: 8, or as far as the rings reach behind ``furthest``."""
+        return min(MAX_DECODE_TOKENS, MAX_TAKEN_BACK - (self.furthest - self.position), self.position)
 
     def token_input(self, token_ids: Sequence[int]) -> Tensor:
         """int64 ``[T]`` on the host: what a step reads its tokens from. Pinned for several devices, so that the copies
         neither wait for them nor make them wait for each other.
         """
         return torch.tensor(token_ids, dtype=torch.int64, pin_memory=len(self.devices) > 1)
-
-    def next_positions(self, device: torch.device, tokens: int) -> Tensor:
-        """int64 ``[tokens]`` positions of a step on ``device``, whose position moves on by as many."""
-        position_1 = self.positions_1[device]
-        positions_T = position_1 + torch.arange(tokens, device=device)
-        position_1.add_(tokens)
-        return positions_T
 
     def bring(self, streams_TME: Tensor, device: torch.device) -> Tensor:
         """The streams on ``device``."""

@@ -1,15 +1,18 @@
 """Shared test configuration: GPU tests are deselected where there is no CUDA device; property tests are repeatable."""
 
 import pytest
-import torch
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=50)
+settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=15)
 settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests marked ``gpu`` on a machine without a CUDA device."""
+    # Imported where it is needed: the process that only distributes tests needs no torch.
+    import torch
+
     if torch.cuda.is_available():
         return
     gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]

@@ -37,7 +37,8 @@ def planned(release: Release, layout: Layout) -> list[OutputTensor]:
     return output_tensors(layout, Dialect.NATIVE, parameters(config, release.mtp), NamesOnly())
 
 
-@pytest.mark.parametrize("name", ["flash_apr", *(pytest.param(n, marks=pytest.mark.slow) for n in list(RELEASES)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RELEASES)
 def test_parameter_list_is_the_tensor_list_of_the_published_checkpoint(name: str) -> None:
     release = RELEASES[name]
     tensors = planned(release, "native")

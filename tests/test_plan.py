@@ -95,9 +95,9 @@ def test_layer_state_bytes_allocate_nothing_at_a_million_tokens(ratio: int) -> N
     expected = (128 + 512 + 8) * 584
     if ratio:
         expected += ((1 << 20) // ratio + 1) * 584
-        expected += 2 * 4 * ((8 + 8) * 1024 if ratio == 4 else (128 + 8) * 512)
+        expected += 2 * 4 * ((8 + 11) * 1024 if ratio == 4 else (128 + 11) * 512)
     if ratio == 4:
-        expected += ((1 << 20) // 4 + 1) * 132 + 2 * 4 * (8 + 8) * 256
+        expected += ((1 << 20) // 4 + 1) * 132 + 2 * 4 * (8 + 11) * 256
     assert found == expected
 
 

@@ -60,6 +60,12 @@ class Source(NamedTuple):
     path: str
     text: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
+
+    @classmethod
+    def parse(cls, path: str, text: str) -> "Source":
+        tree = ast.parse(text, path)
+        return cls(path, text, tree, tuple(ast.walk(tree)))
 
     @property
     def module(self) -> str:
@@ -72,7 +78,7 @@ Rule = Callable[[Source], Iterator[tuple[int, str]]]
 def read_sources() -> list[Source]:
     files = sorted(file for package in ("dsv4", "encoding") for file in (ROOT / package).rglob("*.py"))
     texts = [(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
-    return [Source(path, text, ast.parse(text, path)) for path, text in texts]
+    return [Source.parse(path, text) for path, text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,7 @@ def violations(sources: list[Source], rule: Rule, exceptions: tuple[str, ...] = 
 
 def calls(source: Source) -> Iterator[tuple[ast.Call, str]]:
     """Every call with the last part of the called name."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             yield node, node.func.id if isinstance(node.func, ast.Name) else node.func.attr
 
@@ -100,7 +106,7 @@ def prints(source: Source) -> Iterator[tuple[int, str]]:
 
 def environment_reads(source: Source) -> Iterator[tuple[int, str]]:
     names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             if node.attr in names:
                 yield node.lineno, f"os.{node.attr}"
@@ -112,7 +118,7 @@ def file_reads(source: Source) -> Iterator[tuple[int, str]]:
     for call, name in calls(source):
         if name in FILE_READERS or (isinstance(call.func, ast.Name) and name == "open"):
             yield call.lineno, f"reads a file ({name})"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.argv":
             yield node.lineno, "sys.argv"
         elif isinstance(node, ast.Import) and any(name.name == "argparse" for name in node.names):
@@ -126,7 +132,7 @@ def optional_state(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def broad_handlers(source: Source) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ExceptHandler):
             caught = [] if node.type is None else node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             names = {ast.unparse(kind).rpartition(".")[2] for kind in caught}
@@ -135,7 +141,7 @@ def broad_handlers(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def function_caches(source: Source) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef):
             for decorator in node.decorator_list:
                 if re.match(r"(functools\.)?(lru_)?cache\b", ast.unparse(decorator)):
@@ -153,7 +159,7 @@ def module_state(source: Source) -> Iterator[tuple[int, str]]:
                 if name != "__all__" and not name.isupper():
                     yield node.lineno, f"mutable module state: {name}"
                 constants.add(name)
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Global):
             yield node.lineno, f"global {', '.join(node.names)}"
         elif changed_name(node) in constants:
@@ -179,13 +185,13 @@ def open_ends(source: Source) -> Iterator[tuple[int, str]]:
     for line, text in enumerate(source.text.splitlines(), 1):
         if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", text):
             yield line, "open end"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Name) and node.id == "NotImplementedError":
             yield node.lineno, "NotImplementedError"
 
 
 def long_functions(source: Source) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef):
             body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
             length = node.end_lineno - body[0].lineno + 1 if body and node.end_lineno else 0
@@ -210,7 +216,7 @@ def missing_docstrings(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def imported_modules(source: Source) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -286,7 +292,7 @@ def test_rule(name: str, sources: list[Source]) -> None:
 )
 def test_rule_finds_what_it_forbids(name: str, path: str, text: str) -> None:
     rule, exceptions = RULES[name]
-    assert violations([Source(path, text, ast.parse(text))], rule, exceptions) != []
+    assert violations([Source.parse(path, text)], rule, exceptions) != []
 
 
 def test_every_op_has_a_test_file(sources: list[Source]) -> None:
@@ -310,6 +316,7 @@ def test_front_page_and_driver_stay_short(name: str, limit: int) -> None:
     assert not path.is_file() or len(path.read_text(encoding="utf-8").splitlines()) <= limit
 
 
+@pytest.mark.slow
 def test_importing_dsv4_touches_neither_cuda_nor_the_environment() -> None:
     # The libraries may read their own variables, so they are imported before the environment is taken away.
     code = """

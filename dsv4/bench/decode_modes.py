@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -43,7 +43,8 @@ class DecodeModes:
         measured = {}
         for mode, decoder in self._decoders.items():
             self.engine.state.set_position(position)
-            following = self._tokens(decoder, tokens + _WARM_UP)
+            greedy = Sampler(SamplingParams(temperature=0), self.engine.ops)
+            following = self.engine.following(0, greedy, tokens + _WARM_UP, decoder)
             measured[mode] = summary(token_milliseconds(following)[_WARM_UP - 1 :])
         return measured
 
@@ -63,16 +64,6 @@ class DecodeModes:
         decoder.capture()
         self.capture_seconds[mode] = round(time.perf_counter() - started, 2)
         return decoder
-
-    def _tokens(self, decoder: CUDAGraphDecoder | None, steps: int) -> Iterator[int]:
-        engine, token = self.engine, 0
-        sampler = Sampler(SamplingParams(temperature=0), engine.ops)
-        if decoder is not None:
-            yield from decoder.generate(token, sampler, steps)
-            return
-        for _ in range(steps):
-            token = int(sampler(engine.decode([token])[0], engine.state.positions_1[engine.devices[-1]]))
-            yield token
 
 
 def token_milliseconds(tokens: Iterable[int]) -> list[float]:

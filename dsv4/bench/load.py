@@ -10,16 +10,19 @@ import torch
 
 from dsv4.checkpoint import Layout, describe, load_weights, open_checkpoint, write_synthetic
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.placement import Placement, bytes_by_layer
+from dsv4.placement import Placement, bytes_by_layer, engine_devices
 
 
 def bench_load(raw_config: dict[str, Any], layout: Layout, engine: EngineConfig, repeats: int) -> dict[str, Any]:
     """GB/s of ``load_weights`` on random weights in a temporary folder: once with the files out of the page cache, as
     far as the system lets them go, then ``repeats`` times with the files in it.
+
+    The weights are drawn on the first device: a GPU draws in a second what takes a CPU minutes.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"
-        write_synthetic(path, raw_config, layout, 0)
+        write_synthetic(path, raw_config, layout, 0, device=engine_devices(engine)[0])
+        torch.cuda.empty_cache()
         for file in path.glob("*.safetensors"):
             _forget(file)
         rates = [_gb_per_s(path, engine) for _ in range(1 + repeats)]

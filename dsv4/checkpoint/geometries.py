@@ -60,5 +60,5 @@ def geometry_config(name: Geometry, layers: int | None = None) -> dict[str, Any]
         return config
     if not 1 <= layers <= config["num_hidden_layers"]:
         raise UserError(f"--layers: found {layers}, expected 1 to {config['num_hidden_layers']}")
-    ratios = config["compress_ratios"][:layers]
-    return {**config, "num_hidden_layers": layers, "compress_ratios": ratios, "num_nextn_predict_layers": 0}
+    cut = {"num_hidden_layers": layers, "num_hash_layers": min(layers, config["num_hash_layers"])}
+    return {**config, **cut, "compress_ratios": config["compress_ratios"][:layers], "num_nextn_predict_layers": 0}

@@ -118,10 +118,14 @@ def write_synthetic(
     names: Dialect = Dialect.NATIVE,
     mtp: MtpKind | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    device: torch.device | None = None,
 ) -> None:
-    """Writes a folder of random weights. Raises ``UserError`` for an invalid config or an existing folder."""
+    """Writes a folder of random weights, drawn on ``device`` (default: the CPU, which takes some 10 s per GB).
+
+    Raises ``UserError`` for an invalid config or an existing folder.
+    """
     config = ModelConfig.from_dict(raw_config)
-    weights = synthetic_weights(config, layout, seed, lambda _: torch.device("cpu"), mtp)
+    weights = synthetic_weights(config, layout, seed, lambda _: device or torch.device("cpu"), mtp)
     declared, separate = declare(raw_config, layout, names, config.num_hidden_layers)
     with new_folder(Path(folder)) as temporary:
         write_json(temporary / "config.json", declared)

@@ -59,16 +59,16 @@ class OpProfile:
 
     def _enter(self, name: str, started: float, device: torch.device) -> str:
         """Counts the gap before an op; the kind of the layer that it belongs to."""
-        new_step = name == "hc_pre" and self._layer == len(self._kinds)
+        new_step = name == "embed"
         if new_step:
             self._layer = 0
         # A mix belongs to the layer whose result it mixes in.
         layer = self._layer - 1 if name == "hc_post" else self._layer
-        kind = self._kinds[layer] if layer < len(self._kinds) else HEAD
+        kind = HEAD if new_step or layer == len(self._kinds) else self._kinds[layer]
         if self._ended is not None:
             before, device_before = self._ended
             gap = BETWEEN_STEPS if new_step else BETWEEN_OPS if device == device_before else HAND_OFFS
-            self._count(HEAD if new_step else kind, gap, started - before)
+            self._count(kind, gap, started - before)
         self._layer += name == "moe"
         return kind
 

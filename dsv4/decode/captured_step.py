@@ -54,6 +54,16 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+def full_region(segment: Segment) -> str:
+    """Name of the one region of a segment in full mode."""
+    return f"layers {segment.layers[0]} to {segment.layers[-1]}"
+
+
+def split_regions(layer: int) -> tuple[str, str]:
+    """Names of the two regions of a layer in split mode."""
+    return f"layer {layer} graph A", f"layer {layer} graph B"
+
+
 @dataclass
 class CapturedStep:
     """A step of ``model`` on ``state`` that reads its token ids from ``tokens`` (int64 ``[T]`` on every device).
@@ -87,45 +97,41 @@ class CapturedStep:
         capture_segment = self._whole_segment if self.mode == "full" else self._layer_by_layer
         hand_offs: dict[tuple[torch.device, torch.device], HandOff] = {}
         first, *others = self.model.segments
-        streams_TME = capture_segment(first, lambda: self.model.embed(self.tokens[first.device]))
+        streams_TME = capture_segment(first, None)
         for segment in others:
             pair = streams_TME.device, segment.device
             if pair not in hand_offs:
                 hand_offs[pair] = HandOff(*pair, tuple(streams_TME.shape), streams_TME.dtype, slots=1)
             self._program.append(partial(hand_offs[pair], streams_TME))
             arrived_TME = hand_offs[pair].slot(streams_TME.shape[0])
-            streams_TME = capture_segment(segment, lambda arrived_TME=arrived_TME: arrived_TME)
+            streams_TME = capture_segment(segment, arrived_TME)
         return self._region("head", self.model.segments[-1].device, lambda: self._head(streams_TME))
 
     def _head(self, streams_TME: Tensor) -> tuple[Tensor, Tensor]:
         hidden_TE = self.model.head.hidden(streams_TME)
         return hidden_TE, self.model.head.logits(hidden_TE)
 
-    def _whole_segment(self, segment: Segment, incoming: Callable[[], Tensor]) -> Tensor:
+    def _whole_segment(self, segment: Segment, arrived_TME: Tensor | None) -> Tensor:
         def body() -> Tensor:
-            positions_T, on_block = self._begin(segment), self.block_streams.append if self.keep_streams else None
-            return segment(incoming(), self.tokens[segment.device], positions_T, self.state, on_block)
+            streams_TME, on_block = self._begin(segment, arrived_TME), self.block_streams.append
+            inputs = self.tokens[segment.device], self._positions[segment.device]
+            return segment(streams_TME, *inputs, self.state, on_block if self.keep_streams else None)
 
-        last = segment.first + len(segment.blocks) - 1
-        return self._region(f"layers {segment.first} to {last}", segment.device, body)
+        return self._region(full_region(segment), segment.device, body)
 
-    def _layer_by_layer(self, segment: Segment, incoming: Callable[[], Tensor]) -> Tensor:
-        carried: Unmixed | None = None
-        for layer, block in enumerate(segment.blocks, segment.first):
-            carried = self._layer(segment, layer, block, incoming if carried is None else carried)
+    def _layer_by_layer(self, segment: Segment, arrived_TME: Tensor | None) -> Tensor:
+        carried: Tensor | Unmixed | None = arrived_TME
+        for layer, block in zip(segment.layers, segment.blocks, strict=True):
+            carried = self._layer(segment, layer, block, carried)
         block, unmixed = segment.blocks[-1], carried
-        assert unmixed is not None
-        last = segment.first + len(segment.blocks) - 1
-        return self._region(f"layer {last} mix", segment.device, lambda: block.mix(unmixed))
+        assert isinstance(unmixed, Unmixed)
+        return self._region(f"layer {segment.layers[-1]} mix", segment.device, lambda: block.mix(unmixed))
 
-    def _layer(self, segment: Segment, layer: int, block: Block, incoming: Callable[[], Tensor] | Unmixed) -> Unmixed:
+    def _layer(self, segment: Segment, layer: int, block: Block, incoming: Tensor | Unmixed | None) -> Unmixed:
         device = segment.device
 
         def graph_a() -> tuple[Projections, Residual]:
-            if isinstance(incoming, Unmixed):
-                return block.open(incoming)
-            self._begin(segment)
-            return block.open(incoming())
+            return block.open(incoming if isinstance(incoming, Unmixed) else self._begin(segment, incoming))
 
         def attention() -> None:
             with torch.cuda.device(device):
@@ -137,17 +143,24 @@ class CapturedStep:
                 self.block_streams.append(block.mix(unmixed))
             return unmixed
 
-        projections, residual = self._region(f"layer {layer} graph A", device, graph_a)
+        region_a, region_b = split_regions(layer)
+        projections, residual = self._region(region_a, device, graph_a)
         y_TE = torch.empty_like(residual.streams_TME[:, 0])
         self._program.append(attention)
-        return self._region(f"layer {layer} graph B", device, graph_b)
+        return self._region(region_b, device, graph_b)
 
-    def _begin(self, segment: Segment) -> Tensor:
-        """Positions int64 ``[T]``; a device's first segment of a step moves the device's position on."""
-        if segment.device not in self._positions:
-            tokens = self.tokens[segment.device].shape[0]
-            self._positions[segment.device] = self.state.next_positions(segment.device, tokens)
-        return self._positions[segment.device]
+    def _begin(self, segment: Segment, arrived_TME: Tensor | None) -> Tensor:
+        """The streams that a segment starts from; nothing arrives at the first one, which embeds the tokens.
+
+        A device's first segment of a step moves the device's position on, the others reuse the positions.
+        """
+        device = segment.device
+        tokens_T, position_1 = self.tokens[device], self.state.positions_1[device]
+        if arrived_TME is None:
+            self._positions[device], arrived_TME = self.model.embed(tokens_T, position_1)
+        elif device not in self._positions:
+            self._positions[device] = self.model.ops.next_positions(position_1, tokens_T.shape[0])
+        return arrived_TME
 
     def _region(self, name: str, device: torch.device, body: Callable[[], Result]) -> Result:
         """Captures ``body`` as a graph of its own, which ``launch`` replays in this place."""

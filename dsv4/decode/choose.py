@@ -23,10 +23,10 @@ _LOG = logging.getLogger("dsv4")
 
 
 @dataclass(frozen=True)
-class ModeCheck:
-    """A mode's self-check: whether its logits are the eager ones bit for bit, and how long a step took."""
+class _Checked:
+    """A captured decoder, whether its logits are the eager ones bit for bit, and how long a step took."""
 
-    mode: Mode
+    decoder: CUDAGraphDecoder
     exact: bool
     ms_per_token: float
 
@@ -56,33 +56,35 @@ def build_decoder(
         decoder.capture()
         return decoder
     modes: tuple[Mode, ...] = ("split", "full")
-    checked = [_check(CUDAGraphDecoder(model, state, ops, mode, max_context)) for mode in modes]
-    for _, check in checked:
+    decoders = [CUDAGraphDecoder(model, state, ops, mode, max_context) for mode in modes]
+    eager = _check_logits(decoders[0])  # Before its capture a decoder runs its steps eagerly.
+    checked = [_check(decoder, eager) for decoder in decoders]
+    state.set_position(0)
+    for check in checked:
         found = "equal to" if check.exact else "different from"
-        _LOG.info("cuda graph %s: %.2f ms/token, %s eager", check.mode, check.ms_per_token, found)
-    exact = [(check.ms_per_token, decoder) for decoder, check in checked if check.exact]
+        _LOG.info("cuda graph %s: %.2f ms/token, %s eager", check.decoder.mode, check.ms_per_token, found)
+    exact = [check for check in checked if check.exact]
     if not exact:
         raise UserError("--cuda-graph: no mode reproduces the eager logits on this machine; run without it")
-    return min(exact, key=lambda pair: pair[0])[1]
+    return min(exact, key=lambda check: check.ms_per_token).decoder
+
+
+def _check(decoder: CUDAGraphDecoder, eager: list[Tensor]) -> _Checked:
+    decoder.capture()
+    replayed = _check_logits(decoder)
+    exact = all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(eager, replayed, strict=True))
+    started = time.perf_counter()
+    _check_logits(decoder)[-1].cpu()
+    return _Checked(decoder, exact, 1e3 * (time.perf_counter() - started) / len(eager))
 
 
 @torch.inference_mode()
-def _check(decoder: CUDAGraphDecoder) -> tuple[CUDAGraphDecoder, ModeCheck]:
-    state = decoder.state
+def _check_logits(decoder: CUDAGraphDecoder) -> list[Tensor]:
+    """The logits of every step of a self-check, which leaves the position where it began: a capture needs room."""
     steps = min(_CHECK_STEPS, decoder.max_context)
     start = min(_CHECK_START, decoder.max_context - steps)
-    tokens = [(7919 * step) % decoder.model.embed.table_VE.shape[0] for step in range(steps)]
-
-    def run() -> list[Tensor]:
-        state.set_position(start)
-        return [decoder.replay(token, start + step).clone() for step, token in enumerate(tokens)]
-
-    eager = run()
-    decoder.capture()
-    replayed = run()
-    exact = all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(eager, replayed, strict=True))
-    started = time.perf_counter()
-    run()[-1].cpu()
-    milliseconds = 1e3 * (time.perf_counter() - started) / steps
-    state.set_position(0)
-    return decoder, ModeCheck(decoder.mode, exact, milliseconds)
+    vocabulary = decoder.model.embed.table_VE.shape[0]
+    decoder.state.set_position(start)
+    logits = [decoder.replay(7919 * step % vocabulary, start + step).clone() for step in range(steps)]
+    decoder.state.set_position(start)
+    return logits

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from dsv4.config import MAX_DECODE_TOKENS
+from dsv4.config import MAX_DECODE_TOKENS, STEPS_AHEAD
 from dsv4.decode.captured_step import CapturedStep, Mode, capture_graph
 from dsv4.decode.token_feed import TokenFeed
 from dsv4.decode.token_ring import TokenRing
@@ -20,9 +20,6 @@ from dsv4.model import Transformer, on_device
 from dsv4.ops import Ops
 from dsv4.sampling import Sampler, checked_token
 from dsv4.state import DecodeState
-
-# Steps that are queued beyond the token the host waits for: enough to hide the host, few enough to be taken back.
-STEPS_AHEAD = 4
 
 
 class CUDAGraphDecoder:
@@ -96,7 +93,7 @@ class CUDAGraphDecoder:
     def replay(self, token_ids: int | Sequence[int], position: int) -> Tensor:
         """The step that appends ``token_ids`` at ``position``: float32 logits ``[T, V]``, overwritten by the next step.
 
-        ``position`` is the current one or up to 8 tokens behind the furthest: rejected drafts are taken back by it.
+        ``position`` is the current one or up to 8 tokens before it: rejected drafts are taken back by it.
         Without a capture the step runs eagerly. Raises ``ValueError`` for another number of tokens than captured, for a
         position out of reach, and at the end of the context.
         """

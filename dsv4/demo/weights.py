@@ -21,7 +21,7 @@ SEED = 20260801
 
 def build_model() -> Any:
     """transformers' ``DeepseekV4ForCausalLM`` of the demo geometry with initial values for training (float32)."""
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+    from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 
     torch.manual_seed(SEED)
     model: Any = DeepseekV4ForCausalLM(DeepseekV4Config(**copy.deepcopy(geometry.CONFIG)))

@@ -16,18 +16,23 @@ from dsv4.quant import Weight
 class Embedding:
     """Token embedding, repeated into M equal streams; no scaling."""
 
+    ops: Ops
     table_VE: Tensor
     streams: int
     compute_dtype: torch.dtype
 
     @classmethod
-    def build(cls, config: ModelConfig, weights: WeightReader, compute_dtype: torch.dtype) -> "Embedding":
-        return cls(weights.stored_matrix("embed.weight").data, config.hc_mult, compute_dtype)
+    def build(cls, config: ModelConfig, weights: WeightReader, ops: Ops, compute_dtype: torch.dtype) -> "Embedding":
+        table_VE = weights.stored_matrix("embed.weight").data
+        if compute_dtype.itemsize < table_VE.itemsize:
+            table_VE = table_VE.to(compute_dtype)  # rounds once what every look-up would round
+        return cls(ops, table_VE, config.hc_mult, compute_dtype)
 
-    def __call__(self, tokens_T: Tensor) -> Tensor:
-        """int64 ``[T]`` → streams ``[T, M, E]`` in the compute dtype."""
-        rows_TE = self.table_VE[tokens_T].to(self.compute_dtype)
-        return rows_TE.unsqueeze(1).repeat(1, self.streams, 1)
+    def __call__(self, tokens_T: Tensor, position_1: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 ``[T]`` → their positions, int64 ``[T]``, by which ``position_1`` moves on, and the streams
+        ``[T, M, E]`` in the compute dtype.
+        """
+        return self.ops.embed(tokens_T, position_1, self.table_VE, self.streams, self.compute_dtype)
 
 
 @dataclass(frozen=True)

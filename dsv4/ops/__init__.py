@@ -19,6 +19,7 @@ from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre, hc_seam
 from dsv4.ops.indexer import index_select
 from dsv4.ops.linear import RowList, decode_rows, decode_weight, grouped_linear, linear, linear_rows
 from dsv4.ops.moe import moe
+from dsv4.ops.opening import embed, next_positions
 from dsv4.ops.prepare_attention import Queries, prepare_attention
 from dsv4.ops.sampling import argmax_token, sample_token
 from dsv4.ops.token_ring import store_token
@@ -37,6 +38,8 @@ class Ops:
 
     pack_weight: Callable[[QuantTensor], Weight]
     pack_rows: Callable[..., RowList]
+    embed: Callable[..., tuple[Tensor, Tensor]]
+    next_positions: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     linear_rows: Callable[..., tuple[Tensor, ...]]
     grouped_linear: Callable[..., Tensor]
@@ -86,6 +89,8 @@ def swap_ops(table: Ops, swaps: Mapping[str, TableName]) -> Ops:
 TORCH = Ops(
     pack_weight=decode_weight,
     pack_rows=decode_rows,
+    embed=embed,
+    next_positions=next_positions,
     linear=linear,
     linear_rows=linear_rows,
     grouped_linear=grouped_linear,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache_rows import RowCache
-from dsv4.config import CSA_RATIO, MAX_DECODE_TOKENS
+from dsv4.config import CSA_RATIO, MAX_TAKEN_BACK
 from dsv4.ops.hadamard import hadamard
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.rope import rope
@@ -47,8 +47,8 @@ class CompressorRing:
 
     @classmethod
     def allocate(cls, ratio: int, width: int, device: torch.device) -> "CompressorRing":
-        """Room for the windows an open entry needs plus the longest draft, so that a rejected draft can be undone."""
-        slots = history_tokens(ratio) + MAX_DECODE_TOKENS
+        """Room for the windows an open entry needs plus what can be taken back (``MAX_TAKEN_BACK``)."""
+        slots = history_tokens(ratio) + MAX_TAKEN_BACK
         return cls(*(torch.zeros((slots, width), device=device) for _ in range(2)))
 
     @property

@@ -22,6 +22,7 @@ from dsv4.bench.provenance import ROOT, provenance
 from dsv4.cli.report import write_json
 from dsv4.config import EngineConfig
 from dsv4.decode import CUDAGraphDecoder, Mode
+from dsv4.decode.captured_step import full_region, split_regions
 from dsv4.demo import CHECKPOINT
 from dsv4.engine import Engine
 from dsv4.errors import UserError
@@ -119,11 +120,10 @@ def expected_regions(decoder: CUDAGraphDecoder) -> set[str]:
     """Names of regions that together hold every layer, as far as ``decoder.mode`` captures it, and the head."""
     names = {"head"}
     for segment in decoder.model.segments:
-        end = segment.first + len(segment.blocks)
         if decoder.mode == "full":
-            names.add(f"layers {segment.first} to {end - 1}")
+            names.add(full_region(segment))
         else:
-            names |= {f"layer {layer} graph {part}" for layer in range(segment.first, end) for part in "AB"}
+            names |= {name for layer in segment.layers for name in split_regions(layer)}
     return names
 
 

@@ -60,7 +60,7 @@ def transformers_trace(model: Path, token_ids: list[int]) -> Trace:
     transformers is not installed.
     """
     try:
-        from transformers import DeepseekV4ForCausalLM
+        from transformers.models.deepseek_v4 import DeepseekV4ForCausalLM
     except ImportError:
         raise UserError("--reference: transformers with DeepseekV4ForCausalLM is not installed") from None
     with tempfile.TemporaryDirectory() as folder:

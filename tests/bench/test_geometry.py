@@ -29,6 +29,7 @@ def test_a_slice_has_the_first_layers() -> None:
     config = ModelConfig.from_dict(geometry_config("v4-flash", 5))
     assert config.compress_ratios == (0, 0, 4, 128, 4)
     assert config.hash_layers == (True, True, True, False, False)
+    assert ModelConfig.from_dict(geometry_config("v4-flash", 2)).hash_layers == (True, True)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("v4-nano", None), ("v4-pro", 0), ("v4-pro", 62)])

@@ -40,7 +40,7 @@ GEOMETRY: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``hybrid`` is what ``save_pretrained`` writes, ``hf`` the same model in module names."""
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+    from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 
     folder = tmp_path_factory.mktemp("transformers")
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def test_both_dialects_that_transformers_writes_load_the_same_weights(saved: Pat
 
 @pytest.mark.parametrize("source", ["hybrid", "hf"])
 def test_exported_module_names_are_what_transformers_loads(saved: Path, source: str, tmp_path: Path) -> None:
-    from transformers import DeepseekV4ForCausalLM
+    from transformers.models.deepseek_v4 import DeepseekV4ForCausalLM
 
     export(saved / source, tmp_path / "x", "bf16", Dialect.HF)
     loading = {"dtype": torch.float32, "output_loading_info": True}

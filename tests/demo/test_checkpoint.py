@@ -95,7 +95,9 @@ def evaluator() -> Evaluator:
     return Evaluator(CHECKPOINT, EngineConfig(device="cpu"))
 
 
-@pytest.mark.parametrize("prompt", PARIS_PROMPTS)
+@pytest.mark.parametrize(
+    "prompt", [PARIS_PROMPTS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in PARIS_PROMPTS[1:])]
+)
 def test_the_capital_of_france_is_paris(evaluator: Evaluator, prompt: str) -> None:
     text, stopped, _ = evaluator.complete(prompt)
     assert text.endswith("Paris.")

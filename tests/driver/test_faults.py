@@ -155,3 +155,32 @@ def test_driver_passes_the_plan_of_its_own_configuration(drive: Drive, monkeypat
     monkeypatch.setattr("dsv4.engine.load_weights", raise_after(0, OUT_OF_MEMORY, len))
     drive("--device", "cpu", "--max-context", 77).assert_user_error("cuda:1 ran out", "2,050 MiB")
     assert [arguments[1].max_context for arguments in seen] == [77]
+
+
+@pytest.mark.parametrize(
+    ("ops", "capability", "refused"),
+    [
+        ("auto", (8, 0), True),
+        ("cuda", (12, 0), True),
+        ("torch", (8, 0), False),
+        ("auto", (9, 0), False),
+        ("cuda", (10, 3), False),
+    ],
+)
+def test_gpu_without_kernels_is_one_line_before_any_weight_is_read(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, ops: str, capability: tuple[int, int], refused: bool
+) -> None:
+    def load_weights(*_: object, **__: object) -> None:
+        raise UserError("the weights are read")
+
+    monkeypatch.setattr("dsv4.engine.load_weights", load_weights)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    result = drive("--device", "cuda", "--ops", ops)
+    if refused:
+        found = f"error: --ops: found cuda:0 (NVIDIA X) of compute capability {capability[0]}.{capability[1]}, expected"
+        result.assert_user_error(found, "sm_90a, sm_100a, sm_103a", "--ops torch runs on any GPU")
+    else:
+        result.assert_user_error("error: the weights are read")

@@ -2,19 +2,24 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from dsv4 import Engine, EngineConfig
 from dsv4.ops import TORCH, Ops
 from tests.model.tiny import random_values
 
+if TYPE_CHECKING:
+    from transformers.models.deepseek_v4 import DeepseekV4ForCausalLM
 
-def random_oracle(raw: dict[str, Any], seed: int = 0) -> DeepseekV4ForCausalLM:
+
+def random_oracle(raw: dict[str, Any], seed: int = 0) -> "DeepseekV4ForCausalLM":
     """A float32 model of this config.json in evaluation mode."""
+    # Imported by the tests that need it: this costs every test process some seconds.
+    from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
+
     logging.getLogger("transformers").setLevel(logging.ERROR)
     config = DeepseekV4Config(**{key: value for key, value in raw.items() if key != "model_type"})
     config._attn_implementation = "eager"
@@ -32,7 +37,7 @@ def native_style(name: str) -> str:
     return next((name.replace(ours, theirs) for ours, theirs in endings.items() if name.endswith(ours)), name)
 
 
-def load_saved(model: DeepseekV4ForCausalLM, folder: Path, ops: Ops = TORCH, **settings: Any) -> Engine:
+def load_saved(model: "DeepseekV4ForCausalLM", folder: Path, ops: Ops = TORCH, **settings: Any) -> Engine:
     """``save_pretrained`` into ``folder``, then ``Engine.load`` of it, float32 and without quantised caches."""
     model.save_pretrained(folder)
     exact = {"device": "cpu", "kv_dtype": "bf16", "compute_dtype": "float32", "max_context": 1024}
@@ -40,7 +45,7 @@ def load_saved(model: DeepseekV4ForCausalLM, folder: Path, ops: Ops = TORCH, **s
 
 
 @torch.inference_mode()
-def oracle_trace(model: DeepseekV4ForCausalLM, token_ids: list[int]) -> dict[str, Any]:
+def oracle_trace(model: "DeepseekV4ForCausalLM", token_ids: list[int]) -> dict[str, Any]:
     """Streams after each block, final hidden state and logits, in the shape of ``Engine.trace``."""
     layers: list[Tensor] = []
     hooks = [

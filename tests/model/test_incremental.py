@@ -1,16 +1,20 @@
 """transformers' own cache as a second oracle: it decodes token by token, and so do we."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
 import torch
-from transformers import DeepseekV4ForCausalLM
 
 from tests.model.oracle import load_saved, random_oracle, relative_error
 from tests.model.tiny import random_ids, raw_config
 
+if TYPE_CHECKING:
+    from transformers.models.deepseek_v4 import DeepseekV4ForCausalLM
+
 
 @torch.inference_mode()
-def oracle_steps(model: DeepseekV4ForCausalLM, token_ids: list[int], prefill: int) -> torch.Tensor:
+def oracle_steps(model: "DeepseekV4ForCausalLM", token_ids: list[int], prefill: int) -> torch.Tensor:
     """Logits of the last token of the prefill and of every decoded token, with transformers' cache."""
     output = model(torch.tensor([token_ids[:prefill]]), use_cache=True)
     rows = [output.logits[0, -1]]
@@ -20,6 +24,7 @@ def oracle_steps(model: DeepseekV4ForCausalLM, token_ids: list[int], prefill: in
     return torch.stack(rows)
 
 
+@pytest.mark.slow
 def test_decoding_matches_transformers_decoding_with_its_cache(tmp_path: Path) -> None:
     oracle = random_oracle(raw_config((0, 4, 128), 1))
     engine = load_saved(oracle, tmp_path)

@@ -74,7 +74,9 @@ def tensors(trace: dict[str, Tensor | list[Tensor]]) -> list[Tensor]:
     return [*trace["layers"], *(part for part in (trace["final"], trace["logits"]) if isinstance(part, Tensor))]
 
 
-@pytest.mark.parametrize("kind", LAYER_KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "every kind" else pytest.mark.slow) for kind in LAYER_KINDS]
+)
 def test_every_layer_kind_matches_transformers(kind: str, tmp_path: Path) -> None:
     ratios, hash_layers = LAYER_KINDS[kind]
     assert largest_error(raw_config(ratios, hash_layers), tmp_path) <= BOUND

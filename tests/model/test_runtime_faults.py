@@ -85,6 +85,7 @@ def test_spec11_f40_generation_stops_at_the_first_nan(sampling: SamplingParams) 
     assert NAN_TOKEN not in produced
 
 
+@pytest.mark.slow
 def test_spec11_g46_repeated_runs_and_a_fresh_engine_give_the_same_tokens() -> None:
     engine = tiny_engine(kv_dtype="fp8", compute_dtype="bfloat16")
     runs = [list(engine.generate(random_ids(140), 12, GREEDY, frozenset())) for _ in range(3)]

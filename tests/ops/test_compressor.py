@@ -151,17 +151,27 @@ def test_spec11_a04_every_entry_is_rotated_at_its_own_window(compress: Compress,
         assert_near(state.rows.data[m], exact_rope(raw, ratio * m, weights.inv_freq), 3e-6)
 
 
+def written_entries(state: CompressedState) -> list[bool]:
+    return (~state.rows.data.isnan().any(1)).tolist()
+
+
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("count", BOUNDARIES)
-@pytest.mark.parametrize("one_by_one", [False, True], ids=["one_shot", "one_by_one"])
 def test_spec11_b06_entries_appear_exactly_when_their_window_is_complete(
-    compress: Compress, ratio: int, count: int, one_by_one: bool
+    compress: Compress, ratio: int, count: int
 ) -> None:
     weights, tokens, state = weights_for(ratio), projections(count, ratio), empty_state(ratio, count // ratio + 2)
-    for start in range(0, count, 1 if one_by_one else count):
-        feed(compress, state, tokens, start, start + (1 if one_by_one else count), weights)
-    written = ~state.rows.data.isnan().any(1)
-    assert written.tolist() == [m < count // ratio for m in range(count // ratio + 2)]
+    feed(compress, state, tokens, 0, count, weights)
+    assert written_entries(state) == [m < count // ratio for m in range(count // ratio + 2)]
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_spec11_b06_decoding_writes_an_entry_with_the_last_token_of_its_window(compress: Compress, ratio: int) -> None:
+    count = BOUNDARIES[-1]
+    weights, tokens, state = weights_for(ratio), projections(count, ratio), empty_state(ratio, count // ratio + 2)
+    for t in range(count):
+        feed(compress, state, tokens, t, t + 1, weights)
+        assert written_entries(state) == [m < (t + 1) // ratio for m in range(count // ratio + 2)], f"token {t}"
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -261,13 +271,13 @@ def pack_round_trip(data: Tensor, block_scale: Tensor) -> Tensor:
     return RowCache(data, block_scale, RowFormat.KV_FP8, WIDTH, ROPE).read_all()
 
 
-@pytest.mark.parametrize(("ratio", "slots"), [(4, 16), (128, 136)])
+@pytest.mark.parametrize(("ratio", "slots"), [(4, 19), (128, 139)])
 def test_ring_holds_the_history_and_the_longest_draft(ratio: int, slots: int) -> None:
     ring = CompressorRing.allocate(ratio, 32, torch.device("cpu"))
     assert ring.kv.shape == ring.score.shape == (slots, 32)
     assert ring.kv.dtype == ring.score.dtype == torch.float32
     assert ring.nbytes == 2 * slots * 32 * 4
-    assert history_tokens(ratio) == slots - 8
+    assert history_tokens(ratio) == slots - 11
 
 
 def test_infinite_scores_of_one_token_take_the_whole_pool(compress: Compress) -> None:

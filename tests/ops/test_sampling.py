@@ -83,7 +83,7 @@ def test_restricted_draws_keep_the_proportions(ops: Ops) -> None:
     [(1e-9, {2}), (0.49, {2}), (0.51, {2, 0}), (0.79, {2, 0}), (0.81, {2, 0, 3}), (0.999, {2, 0, 3, 1})],
 )
 def test_top_p_keeps_the_smallest_set_that_reaches_it(ops: Ops, top_p: float, kept: set[int]) -> None:
-    assert set(draws(ops, logits_of(0.3, 0.05, 0.5, 0.15), 300, top_p=top_p)) == kept
+    assert set(draws(ops, logits_of(0.3, 0.05, 0.5, 0.15), 150, top_p=top_p)) == kept
 
 
 def test_top_p_ties_keep_the_lowest_ids(ops: Ops) -> None:
@@ -94,7 +94,7 @@ def test_top_p_ties_keep_the_lowest_ids(ops: Ops) -> None:
 
 @pytest.mark.parametrize(("min_p", "kept"), [(0.0, {0, 1, 2, 3}), (0.29, {0, 1, 2}), (0.31, {0, 1}), (1.0, {0})])
 def test_min_p_is_relative_to_the_most_likely_token(ops: Ops, min_p: float, kept: set[int]) -> None:
-    assert set(draws(ops, logits_of(0.5, 0.3, 0.15, 0.05), 300, min_p=min_p)) == kept
+    assert set(draws(ops, logits_of(0.5, 0.3, 0.15, 0.05), 150, min_p=min_p)) == kept
 
 
 def test_min_p_keeps_all_that_tie_with_the_largest(ops: Ops) -> None:

@@ -24,6 +24,7 @@ def test_agreement_of_equal_opposite_and_nan_values() -> None:
     assert math.isnan(agreement("", "", torch.full_like(a, math.nan), a).cosine)
 
 
+@pytest.mark.slow
 def test_the_torch_ops_agree_with_themselves_fed_in_other_chunks(tmp_path: Path) -> None:
     json_file, svg_file = tmp_path / "cosine.json", tmp_path / "cosine.svg"
     common = ["--device", "cpu", "--random-tokens", "12", "--threshold", "0.999"]

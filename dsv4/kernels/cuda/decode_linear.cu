@@ -6,7 +6,8 @@
 // fills before it waits for the kernel before.
 //
 // Defines: FORMAT0, FORMAT1 (-1: none), PADDED_TOKENS (1, 2, 4, 8), FUSED_NORM, RAGGED_K (K is no multiple of a stage),
-// WARPS, DEPTH (stages of a warp's ring), MIN_BLOCKS (per SM, which bounds the registers), CLUSTER (blocks), ROTATE.
+// WARPS, PIECES (HELD of stage_activations), DEPTH (stages of a warp's ring), MIN_BLOCKS (per SM, which bounds the
+// registers), CLUSTER (blocks), ROTATE.
 #include "weight_tile.cuh"
 
 constexpr int SLOT = slot_bytes(FORMAT0, FORMAT1);
@@ -166,7 +167,7 @@ __device__ __forceinline__ void multiply_tiles(
         }
         if (turn == 0) pdl_wait();
         else __syncthreads();
-        stage_activations<TP, FUSED_NORM, is_f16(F)>(
+        stage_activations<TP, FUSED_NORM, is_f16(F), PIECES>(
             x + slice.begin, p.row_stride, p.tokens, slice.columns, slice.stages * Stage<F>::COLUMNS, p.norm_weight, p.eps,
             space.x, space.inverse + turn * TP, space.scratch);
         float* partials = space.partials + turn * (tiles + WARPS - 1) * TILE_OUTPUTS;
@@ -291,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_linear(
     int rows, int float32_out, int x_bytes, int partial_bytes) {
     pdl_launch();
     extern __shared__ __align__(16) char shared[];
-    __shared__ float inverse[MAX_SLICES * TP], scratch[2 * TP * 33];
+    __shared__ float inverse[MAX_SLICES * TP], scratch[2 * TP * WARP];
     __shared__ Matrices listed;
     __shared__ uint64 inbox;
     const Product product = {x,       row_stride, group_stride,  tokens, norm_weight, eps,         y,

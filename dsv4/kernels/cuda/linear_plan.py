@@ -1,7 +1,8 @@
 """How ``decode_linear.cu`` splits a product over blocks, warps and shared memory: a pure function of the shape."""
 
 import functools
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dsv4.quant import QuantFormat
@@ -12,6 +13,8 @@ MAX_TOKENS, MAX_MATRICES, MAX_SLICES = 8, 8, 8
 _SHARED_LIMIT = (227 << 10) - (4 << 10)
 _TILE_ROWS, _STAGE_DATA, _SLICE_MULTIPLE = 16, 2048, 256
 _STAGE_COLUMNS = {QuantFormat.NVFP4: 256, QuantFormat.MXFP4: 256, QuantFormat.FP8_BLOCK128: 128, QuantFormat.BF16: 64}
+# Eights of activations that a thread may hold, of all tokens together.
+_MOST_PIECES, _THREAD_COLUMNS = 8, 8
 _SCALE_BYTES = {QuantFormat.NVFP4: 256, QuantFormat.MXFP4: 128, QuantFormat.FP8_BLOCK128: 16, QuantFormat.BF16: 0}
 # Cycles of one SM of an H200 for a stage, where instructions bound it.
 _STAGE_CYCLES = {QuantFormat.NVFP4: 124, QuantFormat.MXFP4: 115, QuantFormat.FP8_BLOCK128: 95, QuantFormat.BF16: 90}
@@ -19,12 +22,13 @@ _STAGE_CYCLES = {QuantFormat.NVFP4: 124, QuantFormat.MXFP4: 115, QuantFormat.FP8
 
 @dataclass(frozen=True)
 class Tuning:
-    """``warps`` per block, ``depth`` stages of 2 KiB in each warp's ring, ``min_blocks`` per SM for the registers,
-    ``least_shared_kib`` that a block asks for, ``rotate`` 1: every block begins K at a column of its own.
+    """``warps`` per block, ``depth`` stages of 2 KiB in each warp's ring (one less where that saves sharing K),
+    ``min_blocks`` per SM for the registers, ``least_shared_kib`` that a block asks for, ``rotate`` 1: every block
+    begins K at a column of its own.
     """
 
     warps: int = 12
-    depth: int = 3
+    depth: int = 4
     min_blocks: int = 1
     least_shared_kib: int = 116
     rotate: int = 1
@@ -65,9 +69,16 @@ class LinearPlan:
             ("RAGGED_K", int(self.ragged)),
             ("WARPS", self.tuning.warps),
             ("DEPTH", self.tuning.depth),
+            ("PIECES", self._pieces),
             ("CLUSTER", self.cluster),
             ("ROTATE", self.tuning.rotate),
         )
+
+    @property
+    def _pieces(self) -> int:
+        """Eights of columns per thread and token, if registers hold a slice of all tokens; else 1."""
+        pieces = -(-self.slice_columns // (_THREAD_COLUMNS * 32 * self.tuning.warps))
+        return pieces if 0 < pieces * self.padded_tokens <= _MOST_PIECES else 1
 
 
 @functools.cache
@@ -80,9 +91,10 @@ def plan_linear(shape: ProductShape, tokens: int, multiprocessors: int, tuning: 
     Raises ``ValueError`` when even the smallest slices do not fit.
     """
     padded_tokens = next(size for size in (1, 2, 4, 8) if size >= tokens)
-    problem = _Problem(shape, padded_tokens, multiprocessors, tuning)
-    for cluster in (1, 2, 4):
-        if (plan := _plan(problem, cluster, cluster, 1)) is not None:
+    shallow = replace(tuning, depth=max(tuning.depth - 1, 1))
+    problem = _Problem(shape, padded_tokens, multiprocessors, shallow)
+    for cluster, depth in itertools.product((1, 2, 4), (tuning, shallow)):
+        if (plan := _plan(replace(problem, tuning=depth), cluster, cluster, 1)) is not None:
             return plan
     for waves in range(1, 65):
         for slices in range(2, MAX_SLICES + 1):

@@ -15,15 +15,18 @@ import hashlib
 import importlib.metadata
 import io
 import os
+import struct
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from cuda.core import Device, Kernel, LaunchConfig, ObjectCode, Program, ProgramOptions, Stream
-from cuda.core import launch as launch_kernel
+from cuda.bindings import driver
+from cuda.core import Device, Kernel, ObjectCode, Program, ProgramOptions
 from torch import Tensor
 
 SOURCES = Path(__file__).parent
@@ -62,12 +65,51 @@ def compile_source(source: str, architecture: str, defines: Defines = ()) -> Com
     return Compiled(bytes(code.code), log.getvalue())
 
 
+Argument = Tensor | int | float | None
+# A tensor, or ``Tensor`` itself where a prepared launch gets it later.
+Given = TypeVar("Given", Tensor, type[Tensor])
+_NUMBERS = (int, float)
+
+
+class Launch:
+    """A kernel with its configuration and arguments, of which some are left open: called with those, in their order, it
+    queues the kernel on the current stream.
+    """
+
+    def __init__(
+        self, kernel: Kernel, config: driver.CUlaunchConfig, device_index: int, arguments: Sequence[Argument | type]
+    ) -> None:
+        """An argument that is a type is open."""
+        kinds = [argument for argument in arguments if isinstance(argument, type)]
+        fixed = [argument for argument in arguments if not isinstance(argument, type)]
+        # A word for each argument, the open ones first; the driver is given pointers to them in the kernel's order.
+        self._words = (ctypes.c_uint64 * len(arguments))()
+        addresses = range(ctypes.addressof(self._words), ctypes.addressof(self._words) + ctypes.sizeof(self._words), 8)
+        of_open, of_fixed = iter(addresses[: len(kinds)]), iter(addresses[len(kinds) :])
+        order = [next(of_open if isinstance(argument, type) else of_fixed) for argument in arguments]
+        self._pointers = (ctypes.c_void_p * len(arguments))(*order)
+        _layout(map(type, fixed)).pack_into(self._words, 8 * len(kinds), *map(_value, fixed))
+        self._pack_open, self._lock, self._kept = _layout(kinds).pack_into, threading.Lock(), fixed
+        self._config, self._device_index = config, device_index
+        self._function, self._parameters = driver.CUfunction(int(kernel.handle)), ctypes.addressof(self._pointers)
+
+    def __call__(self, *arguments: Tensor | int | float) -> None:
+        values = [argument if isinstance(argument, _NUMBERS) else argument.data_ptr() for argument in arguments]
+        # The driver has copied the words when it returns; until then no other thread may write its own.
+        with self._lock:
+            self._pack_open(self._words, 0, *values)
+            self._config.hStream = torch._C._cuda_getCurrentRawStream(self._device_index)
+            (error,) = driver.cuLaunchKernelEx(self._config, self._function, self._parameters, 0)
+        if error:
+            raise RuntimeError(f"CUDA driver error: {error.name} at a launch")
+
+
 def launch(
     source: str,
     function: str,
-    grid: int | Sequence[int],
+    grid: int | tuple[int, ...],
     block: int,
-    *arguments: Tensor | int | float | None,
+    *arguments: Argument,
     device: torch.device,
     shared_bytes: int = 0,
     cluster: int | None = None,
@@ -79,13 +121,31 @@ def launch(
     the end of the kernel before it, so a kernel must call ``pdl_wait()`` before it touches anything that another
     kernel writes. ``cluster`` is the number of blocks per cluster along x and must divide ``grid``'s x.
     """
-    config = _launch_config(tuple(grid) if isinstance(grid, Sequence) else (grid, 1, 1), block, shared_bytes, cluster)
-    kernel, expected = _kernel(source, function, device.index or 0, shared_bytes, defines)
+    kinds = tuple(map(type, arguments))
+    all_open = _all_open(source, function, grid, block, kinds, device, shared_bytes, cluster, defines)
+    all_open(*[argument for argument in arguments if argument is not None])
+
+
+def prepare(
+    source: str,
+    function: str,
+    grid: int | tuple[int, ...],
+    block: int,
+    *arguments: Argument | type,
+    device: torch.device,
+    shared_bytes: int = 0,
+    cluster: int | None = None,
+    defines: Defines = (),
+) -> Launch:
+    """``launch`` for later, several times faster at each call: what is the same every time is given here, and of the
+    other arguments only the type, ``Tensor``, ``int`` or ``float``.
+    """
+    index = device.index or 0
+    kernel, expected = _kernel(source, function, index, shared_bytes, defines)
     # The driver reads as many arguments as the kernel declares, whatever it was given.
     if len(arguments) != expected:
         raise TypeError(f"{source}.cu {function}: found {len(arguments)} arguments, expected {expected}")
-    stream = _stream(torch.cuda.current_stream(device).cuda_stream)
-    launch_kernel(stream, config, kernel, *map(_argument, arguments))
+    return Launch(kernel, _launch_config(grid, block, shared_bytes, cluster), index, arguments)
 
 
 @functools.cache
@@ -109,27 +169,56 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DSV4_KERNEL_CACHE") or Path.home() / ".cache" / "dsv4" / "kernels")
 
 
-def _argument(value: Tensor | int | float | None) -> object:
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    if value is None:
-        return 0
-    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int32(value)
-
-
 @functools.lru_cache(maxsize=4096)
-def _launch_config(grid: tuple[int, ...], block: int, shared_bytes: int, cluster: int | None) -> LaunchConfig:
-    if cluster is not None:
-        # cuda.core counts the grid in clusters.
-        grid = (grid[0] // cluster, *grid[1:])
-    return LaunchConfig(
-        grid=grid, block=block, shmem_size=shared_bytes, cluster=cluster, programmatic_stream_serialization=True
-    )
+def _all_open(
+    source: str,
+    function: str,
+    grid: int | tuple[int, ...],
+    block: int,
+    kinds: tuple[type, ...],
+    device: torch.device,
+    shared_bytes: int,
+    cluster: int | None,
+    defines: Defines,
+) -> Launch:
+    """The launch of arguments of these types, all open but for those that are None."""
+    arguments = [None if kind is type(None) else kind for kind in kinds]
+    named = {"device": device, "shared_bytes": shared_bytes, "cluster": cluster, "defines": defines}
+    return prepare(source, function, grid, block, *arguments, **named)
+
+
+def _layout(kinds: Iterable[type]) -> struct.Struct:
+    """One word for each argument of these types. An ``int`` of a kernel is the low half of its word."""
+    return struct.Struct("".join("f4x" if issubclass(kind, float) else "q" for kind in kinds))
+
+
+def _value(argument: Argument) -> int | float:
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument or 0
+
+
+def _launch_config(
+    grid: int | tuple[int, ...], block: int, shared_bytes: int, cluster: int | None
+) -> driver.CUlaunchConfig:
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.attrs = _attributes(cluster)
+    config.numAttrs = len(config.attrs)
+    return config
 
 
 @functools.cache
-def _stream(handle: int) -> Stream:
-    return Stream.from_handle(handle)
+def _attributes(cluster: int | None) -> list[driver.CUlaunchAttribute]:
+    overlap = driver.CUlaunchAttribute()
+    overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    overlap.value.programmaticStreamSerializationAllowed = 1
+    if cluster is None:
+        return [overlap]
+    clusters = driver.CUlaunchAttribute()
+    clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    clusters.value.clusterDim.x, clusters.value.clusterDim.y, clusters.value.clusterDim.z = cluster, 1, 1
+    return [overlap, clusters]
 
 
 @functools.cache
@@ -203,8 +292,6 @@ def _cuda_headers() -> tuple[str, ...]:
 
 
 def _allow_shared_memory(kernel: Kernel, shared_bytes: int, device_index: int) -> None:
-    from cuda.bindings import driver
-
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     device = driver.CUdevice(device_index)
     # One kernel is launched with several sizes: the limit may only grow, or an earlier, larger launch would fail later.

@@ -37,6 +37,25 @@ __device__ __forceinline__ void cp_async16(unsigned target, const void* source) 
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
 
+// The same for bytes that nobody reads again before they would have left the L2 cache anyway, such as the weights of a
+// decode step: first to leave it, so that activations, cache rows and instructions stay.
+__device__ __forceinline__ unsigned long long read_once() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void cp_async16_once(unsigned target, const void* source, int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source), "r"(bytes),
+                 "l"(read_once())
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_async16_once(unsigned target, const void* source) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "l"(read_once())
+                 : "memory");
+}
+
 __device__ __forceinline__ void cp_async4(unsigned target, const void* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }

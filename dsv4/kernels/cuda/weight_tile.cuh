@@ -4,7 +4,7 @@
 // FP8: 128; BF16: 64) and its block scales. One warp owns one stage slot of Stage<F>::BYTES bytes of shared memory
 // (16-byte aligned) at a time; several slots make a private ring, so warps never wait for each other:
 //
-//     stage_activations<TP, NORM, is_f16(F)>(...);                     // whole block, after pdl_wait()
+//     stage_activations<TP, NORM, is_f16(F), HELD>(...);               // whole block, after pdl_wait()
 //     float acc[accumulators(TP)] = {};
 //     for (d < DEPTH) { stage_fetch<F, RAGGED>(slot d, ...); cp_async_commit(); }   // weights: may come before pdl_wait()
 //     for (stages) {
@@ -73,8 +73,8 @@ __device__ __forceinline__ void stage_fetch(
     for (int i = 0; i < STAGE_LOADS; ++i) {
         const unsigned target = slot + i * LOAD_BYTES + lane * 16;
         const char* source = data + i * LOAD_BYTES + lane * 16;
-        if (!RAGGED) cp_async16(target, source);
-        else cp_async16(target, i < loads ? source : data, i < loads ? 16 : 0);
+        if (!RAGGED) cp_async16_once(target, source);
+        else cp_async16_once(target, i < loads ? source : data, i < loads ? 16 : 0);
     }
     if (F == FP8) {
         if (lane == 0) cp_async4(slot + STAGE_DATA, scale);
@@ -83,8 +83,8 @@ __device__ __forceinline__ void stage_fetch(
         if (lane < STAGE_LOADS * LANES_PER_CHUNK) {
             const unsigned target = slot + STAGE_DATA + lane * 16;
             const bool exists = !RAGGED || lane / LANES_PER_CHUNK < loads;
-            if (!RAGGED) cp_async16(target, scale + lane * 16);
-            else cp_async16(target, exists ? scale + lane * 16 : scale, exists ? 16 : 0);
+            if (!RAGGED) cp_async16_once(target, scale + lane * 16);
+            else cp_async16_once(target, exists ? scale + lane * 16 : scale, exists ? 16 : 0);
         }
     }
 }
@@ -274,14 +274,13 @@ __device__ __forceinline__ char* activation_words(char* target, int first, int t
 
 // values[s] = values[(s + turn) % 4]. Threads of a warp store their four words in different orders, because words of the
 // same number lie in few banks.
-template <typename V>
-__device__ __forceinline__ void rotate(V (&values)[4], int turn) {
+__device__ __forceinline__ void rotate(unsigned (&values)[4], int turn) {
     if (turn & 1) {
-        const V first = values[0];
+        const unsigned first = values[0];
         values[0] = values[1], values[1] = values[2], values[2] = values[3], values[3] = first;
     }
     if (turn & 2) {
-        const V first = values[0], second = values[1];
+        const unsigned first = values[0], second = values[1];
         values[0] = values[2], values[1] = values[3], values[2] = first, values[3] = second;
     }
 }
@@ -291,59 +290,53 @@ __device__ __forceinline__ void rotate(V (&values)[4], int turn) {
 // number (b · TP + n) · 4 + t and holds columns 2t, 2t + 1 of each 8 columns. Columns up to padded_columns (a multiple of
 // 32) and tokens up to TP become zero. IS_F16: f16 values times a power of two per token whose inverse goes to
 // inverse[token]; otherwise bf16 and inverse = 1. NORM: the row is rms-normalised over `columns`, times norm_weight, and
-// rounded to bf16 first. `scratch`: 2 · TP · 33 floats. Every thread of the block calls it; it ends with a barrier.
-template <int TP, bool NORM, bool IS_F16>
+// rounded to bf16 first. HELD: 16-byte loads in flight per thread and token; rows that fit into them are read once,
+// longer ones twice. `scratch`: 2 · TP · 32 floats. Every thread of the block calls it; it ends with a barrier.
+template <int TP, bool NORM, bool IS_F16, int HELD>
 __device__ __forceinline__ void stage_activations(
     const bf16* x, int64 row_stride, int tokens, int columns, int padded_columns, const float* norm_weight, float eps,
     char* target, float* inverse, float* scratch) {
-    constexpr int BATCH = NORM ? (TP >= 4 ? 1 : 4 / TP) : 8 / TP;  // 16-byte loads in flight per thread and token
     const bool aligned = (reinterpret_cast<size_t>(x) & 15) == 0 && row_stride % 8 == 0;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP, stride = blockDim.x * 8;
-    const int turn = (TP == 1 ? lane / 8 : lane / 4) % 4;
-    int offsets[4];
+    uint4 pieces[HELD][TP];
+    const auto load = [&](int base) {
 #pragma unroll
-    for (int s = 0; s < 4; ++s) offsets[s] = (s + turn) % 4 * 16;
-    float squares[TP] = {}, amax[TP] = {};
-    unsigned packed_amax[TP] = {};  // without a norm: two bf16 magnitudes, which compare like integers
-    for (int base = threadIdx.x * 8; base < padded_columns; base += BATCH * stride) {
-        uint4 pieces[BATCH][TP];
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
+        for (int b = 0; b < HELD; ++b) {
 #pragma unroll
             for (int n = 0; n < TP; ++n) {
                 pieces[b][n] = make_uint4(0, 0, 0, 0);
                 if (n < tokens) pieces[b][n] = load_columns(x + n * row_stride, base + b * stride, columns, aligned);
             }
         }
+    };
+    float norms[TP], factors[TP];
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            const int first = base + b * stride;
-            if (first >= padded_columns) break;
-            float weights[8];
-            if (NORM) load_norm_weight(norm_weight, first, columns, weights);
+    for (int n = 0; n < TP; ++n) norms[n] = factors[n] = 1.0f;
+    if constexpr (NORM || IS_F16) {
+        float squares[TP] = {}, amax[TP] = {};
+        unsigned packed_amax[TP] = {};  // without a norm: two bf16 magnitudes, which compare like integers
+        for (int base = threadIdx.x * 8; base < padded_columns; base += HELD * stride) {
+            load(base);
 #pragma unroll
-            for (int n = 0; n < TP; ++n) {
-                unsigned words[4] = {pieces[b][n].x, pieces[b][n].y, pieces[b][n].z, pieces[b][n].w};
+            for (int b = 0; b < HELD; ++b) {
+                float weights[8];
+                if (NORM) load_norm_weight(norm_weight, base + b * stride, columns, weights);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if (NORM) {
-                        const float low = bf16_low(words[i]), high = bf16_high(words[i]);
-                        squares[n] += low * low + high * high;
-                        amax[n] = fmaxf(amax[n], fmaxf(fabsf(low * weights[2 * i]), fabsf(high * weights[2 * i + 1])));
-                    } else if (IS_F16) {
-                        packed_amax[n] = __vmaxu2(packed_amax[n], words[i] & 0x7FFF7FFF);
+                for (int n = 0; n < TP; ++n) {
+                    const unsigned words[4] = {pieces[b][n].x, pieces[b][n].y, pieces[b][n].z, pieces[b][n].w};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        if (NORM) {
+                            const float low = bf16_low(words[i]), high = bf16_high(words[i]);
+                            squares[n] += low * low + high * high;
+                            amax[n] = fmaxf(amax[n], fmaxf(fabsf(low * weights[2 * i]), fabsf(high * weights[2 * i + 1])));
+                        } else {
+                            packed_amax[n] = __vmaxu2(packed_amax[n], words[i] & 0x7FFF7FFF);
+                        }
                     }
                 }
-                rotate(words, turn);
-                char* unit = activation_words<TP>(target, first, n);
-#pragma unroll
-                for (int s = 0; s < 4; ++s) *reinterpret_cast<unsigned*>(unit + offsets[s]) = words[s];
             }
         }
-    }
-    if constexpr (!NORM && !IS_F16) {
-        if (threadIdx.x < TP) inverse[threadIdx.x] = 1.0f;
-    } else {
 #pragma unroll
         for (int n = 0; n < TP; ++n) {
             if (!NORM) amax[n] = __uint_as_float(max(packed_amax[n] << 16, packed_amax[n] & 0xFFFF0000));
@@ -355,51 +348,51 @@ __device__ __forceinline__ void stage_activations(
             }
         }
         __syncthreads();
-        float* factors = scratch + 2 * TP * WARP;  // [TP] rms factor, [TP] power of two
-        for (int n = warp; n < TP; n += warps) {
-            const unsigned bits = lane < warps ? __float_as_uint(scratch[n * WARP + lane]) : 0u;
-            float largest = __uint_as_float(__reduce_max_sync(~0u, bits)), norm = 1.0f;
-            if (NORM) {
-                norm = rsqrtf(warp_sum(lane < warps ? scratch[(TP + n) * WARP + lane] : 0.0f) / columns + eps);
-                largest *= norm;
-            }
-            if (lane == 0) {
-                const unsigned factor = IS_F16 ? activation_factor(largest) : 127u << 23;
-                factors[n] = norm;
-                factors[TP + n] = __uint_as_float(factor);
-                inverse[n] = __uint_as_float((254u << 23) - factor);
-            }
-        }
-        __syncthreads();
-        for (int first = threadIdx.x * 8; first < padded_columns; first += stride) {
-            float weights[8];
-            float2 pairs[4];
-            if (NORM) {
-                load_norm_weight(norm_weight, first, columns, weights);
+        // Every warp adds up for itself, which saves a barrier.
 #pragma unroll
-                for (int i = 0; i < 4; ++i) pairs[i] = make_float2(weights[2 * i], weights[2 * i + 1]);
-                rotate(pairs, turn);
+        for (int n = 0; n < TP; ++n) {
+            const unsigned bits = lane < warps ? __float_as_uint(scratch[n * WARP + lane]) : 0u;
+            float largest = __uint_as_float(__reduce_max_sync(~0u, bits));
+            if (NORM) {
+                norms[n] = rsqrtf(warp_sum(lane < warps ? scratch[(TP + n) * WARP + lane] : 0.0f) / columns + eps);
+                largest *= norms[n];
             }
+            if (IS_F16) factors[n] = __uint_as_float(activation_factor(largest));
+        }
+    }
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int n = 0; n < TP; ++n) inverse[n] = __uint_as_float((254u << 23) - __float_as_uint(factors[n]));
+    }
+    const int turn = (TP == 1 ? lane / 8 : lane / 4) % 4;
+    const bool kept = (NORM || IS_F16) && padded_columns <= HELD * stride;
+    for (int base = threadIdx.x * 8; base < padded_columns; base += HELD * stride) {
+        if (!kept) load(base);
+#pragma unroll
+        for (int b = 0; b < HELD; ++b) {
+            const int first = base + b * stride;
+            if (first >= padded_columns) break;
+            float weights[8];
+            if (NORM) load_norm_weight(norm_weight, first, columns, weights);
 #pragma unroll
             for (int n = 0; n < TP; ++n) {
-                if (n >= tokens) break;
-                const float norm = factors[n], factor = factors[TP + n];
-                char* unit = activation_words<TP>(target, first, n);
+                unsigned words[4] = {pieces[b][n].x, pieces[b][n].y, pieces[b][n].z, pieces[b][n].w};
 #pragma unroll
-                for (int s = 0; s < 4; ++s) {
-                    unsigned* stored = reinterpret_cast<unsigned*>(unit + offsets[s]);
-                    unsigned word = *stored;
+                for (int i = 0; i < 4; ++i) {
                     if (NORM) {
-                        const __nv_bfloat162 rounded = __floats2bfloat162_rn(
-                            bf16_low(word) * norm * pairs[s].x, bf16_high(word) * norm * pairs[s].y);
-                        word = *reinterpret_cast<const unsigned*>(&rounded);
+                        const __nv_bfloat162 rounded = __floats2bfloat162_rn(bf16_low(words[i]) * norms[n] * weights[2 * i],
+                                                                             bf16_high(words[i]) * norms[n] * weights[2 * i + 1]);
+                        words[i] = *reinterpret_cast<const unsigned*>(&rounded);
                     }
                     if (IS_F16) {
-                        const __half2 scaled = __floats2half2_rn(bf16_low(word) * factor, bf16_high(word) * factor);
-                        word = *reinterpret_cast<const unsigned*>(&scaled);
+                        const __half2 scaled = __floats2half2_rn(bf16_low(words[i]) * factors[n], bf16_high(words[i]) * factors[n]);
+                        words[i] = *reinterpret_cast<const unsigned*>(&scaled);
                     }
-                    *stored = word;
                 }
+                rotate(words, turn);
+                char* unit = activation_words<TP>(target, first, n);
+#pragma unroll
+                for (int s = 0; s < 4; ++s) *reinterpret_cast<unsigned*>(unit + (s + turn) % 4 * 16) = words[s];
             }
         }
     }

@@ -13,6 +13,7 @@ from dsv4.ops.cuda.hyper_connection import hc_head, hc_post, hc_pre, hc_seam
 from dsv4.ops.cuda.indexer import index_select
 from dsv4.ops.cuda.linear import grouped_linear, linear, linear_rows, pack_rows
 from dsv4.ops.cuda.moe import moe
+from dsv4.ops.cuda.opening import embed, next_positions
 from dsv4.ops.cuda.packed import pack_weight
 from dsv4.ops.cuda.prepare_attention import prepare_attention
 from dsv4.ops.cuda.sampling import argmax_token, sample_token
@@ -21,6 +22,8 @@ from dsv4.ops.cuda.token_ring import store_token
 CUDA = Ops(
     pack_weight=pack_weight,
     pack_rows=pack_rows,
+    embed=embed,
+    next_positions=next_positions,
     linear=linear,
     linear_rows=linear_rows,
     grouped_linear=grouped_linear,

@@ -1,13 +1,16 @@
 """Attention over the key caches: flash-decoding for up to 8 tokens, the prefill kernels for more."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from dsv4.cache_rows import RowCache, RowFormat
 from dsv4.config import MAX_DECODE_TOKENS
-from dsv4.kernels.cuda.loader import launch, multiprocessors, zeroed_counters
+from dsv4.kernels.cuda.loader import Given, Launch, launch, multiprocessors, prepare, zeroed_counters
 from dsv4.ops.attention import KeySet
 from dsv4.ops.cuda.attention_prefill import attention_prefill
+from dsv4.ops.cuda.remembered import layouts, remembered
 
 _WIDTH, _ROPE_WIDTH, _HEADS, _WARPS, _CLUSTER = 512, 64, 16, 8, 8
 # Below this many keys one cluster is faster than several and their merging.
@@ -35,46 +38,62 @@ def sparse_attention(
     are float32. Same bits on every call. No tokens: empty. Raises ``ValueError`` for another dtype, shape or device, or
     strides in anything but q.
     """
-    _check(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
     q_THD = q_THD.contiguous()
-    if q_THD.numel() == 0:
-        return torch.empty_like(q_THD)
     if q_THD.data_ptr() % 16:
         q_THD = q_THD.clone()
     if keys.compressed is None:
         selected_TK = None
-    listed = 0 if selected_TK is None else selected_TK.shape[1]
-    if q_THD.shape[0] > MAX_DECODE_TOKENS and _in_prefill(keys.ring, listed):
-        return attention_prefill(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
     arguments = (q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
-    if _in_decode(keys, listed) and q_THD.shape[0] <= MAX_DECODE_TOKENS:
-        return _decode(*arguments)
-    return _any_geometry(*arguments)
+    if q_THD.shape[0] <= MAX_DECODE_TOKENS:
+        varying = (q_THD, positions_T) if selected_TK is None else (q_THD, positions_T, selected_TK)
+        decode = remembered(keys, (sink_H, inv_freq), layouts(*varying), _prepare_decode, *arguments)
+        return _any_geometry(*arguments) if decode is None else decode(*varying)
+    _check(*arguments)
+    listed = 0 if selected_TK is None else selected_TK.shape[1]
+    return (attention_prefill if _in_prefill(keys.ring, listed) else _any_geometry)(*arguments)
 
 
-def _decode(
+@dataclass(frozen=True)
+class _Decode:
+    """A decode step's attention of q, positions and, if there is a list of them, selected entries; ``partial`` is the
+    shape of what clusters exchange that share keys.
+    """
+
+    launch: Launch
+    partial: tuple[int, int] | None
+
+    def __call__(self, q_THD: Tensor, *others: Tensor) -> Tensor:
+        out_THD = torch.empty_like(q_THD)
+        exchanged = () if self.partial is None else (torch.empty(self.partial, device=q_THD.device),)
+        self.launch(q_THD, *others, out_THD, *exchanged)
+        return out_THD
+
+
+def _prepare_decode(
     q_THD: Tensor, keys: KeySet, selected_TK: Tensor | None, sink_H: Tensor, positions_T: Tensor, inv_freq: Tensor
-) -> Tensor:
-    out_THD = torch.empty_like(q_THD)
-    tokens, heads, width = q_THD.shape
+) -> _Decode | None:
+    """None where only the plain kernel will do."""
+    _check(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
     compressed, listed = keys.compressed, 0 if selected_TK is None else selected_TK.shape[1]
+    if q_THD.numel() == 0 or not _in_decode(keys, listed):
+        return None
+    tokens, heads, width = q_THD.shape
     entries, groups = 0 if compressed is None else compressed.slots, -(-heads // _HEADS)
     most_keys = keys.window + (entries if selected_TK is None else listed)
     splits = 1 if listed else _splits(most_keys, tokens * groups, q_THD.device)
     defines = decode_defines(_row_format(keys.ring), selected_TK is not None, most_keys, splits)
     partial = counters = None
     if splits > 1:
-        blocks = splits * _CLUSTER * groups * tokens
-        partial = torch.empty(blocks, _HEADS * _WIDTH // _CLUSTER + 64 * _WARPS, device=q_THD.device)
+        partial = (splits * _CLUSTER * groups * tokens, _HEADS * _WIDTH // _CLUSTER + 64 * _WARPS)
         counters = zeroed_counters(q_THD.device, "attention_decode", _CLUSTER * groups * MAX_DECODE_TOKENS)
-    launch(
+    launch = prepare(
         "attention_decode",
         "attention_decode",
         (splits * _CLUSTER, groups, tokens),
         32 * _WARPS,
-        *_tensors(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq),
-        out_THD,
-        partial,
+        *_tensors(Tensor, keys, None if selected_TK is None else Tensor, sink_H, Tensor, inv_freq),
+        Tensor,
+        None if partial is None else Tensor,
         counters,
         heads,
         keys.ring.slots,
@@ -88,7 +107,7 @@ def _decode(
         cluster=_CLUSTER,
         defines=defines,
     )
-    return out_THD
+    return _Decode(launch, partial)
 
 
 def _splits(most_keys: int, units: int, device: torch.device) -> int:
@@ -145,6 +164,8 @@ def _any_geometry(
     q_THD: Tensor, keys: KeySet, selected_TK: Tensor | None, sink_H: Tensor, positions_T: Tensor, inv_freq: Tensor
 ) -> Tensor:
     out_THD = torch.empty_like(q_THD)
+    if q_THD.numel() == 0:
+        return out_THD
     tokens, heads, width = q_THD.shape
     compressed = keys.compressed
     launch(
@@ -233,8 +254,8 @@ def expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def _tensors(
-    q_THD: Tensor, keys: KeySet, selected_TK: Tensor | None, sink_H: Tensor, positions_T: Tensor, inv_freq: Tensor
-) -> tuple[Tensor | None, ...]:
+    q_THD: Given, keys: KeySet, selected_TK: Given | None, sink_H: Tensor, positions_T: Given, inv_freq: Tensor
+) -> tuple[Tensor | Given | None, ...]:
     """The inputs in the order in which both kernels declare them."""
     compressed = keys.compressed
     rows = (None, None) if compressed is None else (compressed.data, compressed.block_scale)

@@ -1,12 +1,15 @@
 """Lightning indexer on the GPU: queries rotated in one launch, entries scored and selected in one launch each."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from dsv4.cache_rows import RowCache, RowFormat, row_shapes
 from dsv4.config import MAX_DECODE_TOKENS
-from dsv4.kernels.cuda.loader import launch, multiprocessors
+from dsv4.kernels.cuda.loader import Launch, launch, multiprocessors, prepare
 from dsv4.ops.cuda.attention import expect
+from dsv4.ops.cuda.remembered import layouts, remembered
 
 _WARPS = 8
 # The tensor core kernel: width of a row, heads at once, keys of a tile, stages of a warp's ring.
@@ -61,82 +64,78 @@ def index_select(
     bfloat16 or fp8 keys take tensor cores; other shapes a slower kernel. Raises ``ValueError`` for another dtype,
     shape or device.
     """
-    _check_queries(q_TID)
-    tokens, heads, _ = q_TID.shape
-    device = q_TID.device
-    if weight_TI.dtype != torch.float32 or weight_TI.shape != (tokens, heads) or weight_TI.device != device:
-        found = f"{weight_TI.dtype} {list(weight_TI.shape)} on {weight_TI.device}"
-        raise ValueError(f"weight_TI: found {found}, expected torch.float32 {[tokens, heads]} on {device}")
-    expect("positions_T", positions_T, torch.int64, (tokens,), device)
-    _check_keys(keys, q_TID)
-    if index_topk < 1:
-        raise ValueError(f"index_topk: found {index_topk}, expected at least 1")
-    selected_TK = torch.empty((tokens, min(index_topk, keys.slots)), dtype=torch.int64, device=device)
-    if selected_TK.numel() == 0:
-        return selected_TK
     q_TID = q_TID.contiguous()
-    weight_TI = weight_TI if weight_TI.stride(1) == 1 else weight_TI.contiguous()
-    stride = -(-keys.slots // 4) * 4
-    tile = min(tokens, max(1, _SCORE_BYTES // (4 * stride)))
-    score_TS = torch.empty((tile, stride), dtype=torch.int32, device=device)
-    for start in range(0, tokens, tile):
-        part = slice(start, min(start + tile, tokens))
-        _score(q_TID[part], weight_TI[part], score_scale, keys, positions_T[part], score_TS, selected_TK.shape[1])
-        _select(score_TS, positions_T[part], keys.slots, selected_TK[part])
-    return selected_TK
+    weight_TI = weight_TI if weight_TI.stride(-1) == 1 else weight_TI.contiguous()
+    tokens, arguments = q_TID.shape[0], (q_TID, weight_TI, score_scale, keys, positions_T, index_topk)
+    if tokens * keys.slots == 0:
+        _check(*arguments)
+        return torch.empty((tokens, min(index_topk, keys.slots)), dtype=torch.int64, device=q_TID.device)
+    tile = max(1, _SCORE_BYTES // (4 * _score_stride(keys)))
+    if tile < tokens:
+        parts = zip(q_TID.split(tile), weight_TI.split(tile), positions_T.split(tile), strict=True)
+        return torch.cat([index_select(q, weight, score_scale, keys, at, index_topk) for q, weight, at in parts])
+    if tokens > MAX_DECODE_TOKENS:
+        return _prepare(*arguments)(q_TID, weight_TI, positions_T)
+    key = (score_scale, index_topk, layouts(q_TID, weight_TI, positions_T))
+    return remembered(keys, (), key, _prepare, *arguments)(q_TID, weight_TI, positions_T)
 
 
-def _score(
-    q_TID: Tensor,
-    weight_TI: Tensor,
-    score_scale: float,
-    keys: RowCache,
-    positions_T: Tensor,
-    score_TS: Tensor,
-    selected: int,
-) -> None:
-    tokens, heads, width = q_TID.shape
-    tensors = (keys.data, keys.block_scale, positions_T, score_TS)
-    sizes = (keys.slots, score_TS.shape[1], weight_TI.stride(0))
-    blocks = multiprocessors(q_TID.device)
+class _Selection(NamedTuple):
+    """Both launches and the shapes of the scores and of the result."""
+
+    score: Launch
+    select: Launch
+    scores: tuple[int, int]
+    selected: tuple[int, int]
+
+    def __call__(self, q_TID: Tensor, weight_TI: Tensor, positions_T: Tensor) -> Tensor:
+        score_TS = torch.empty(self.scores, dtype=torch.int32, device=q_TID.device)
+        selected_TK = torch.empty(self.selected, dtype=torch.int64, device=q_TID.device)
+        self.score(q_TID, weight_TI, positions_T, score_TS)
+        self.select(score_TS, positions_T, selected_TK)
+        return selected_TK
+
+
+def _prepare(
+    q_TID: Tensor, weight_TI: Tensor, score_scale: float, keys: RowCache, positions_T: Tensor, index_topk: int
+) -> _Selection:
+    _check(q_TID, weight_TI, score_scale, keys, positions_T, index_topk)
+    tokens, selected = q_TID.shape[0], min(index_topk, keys.slots)
+    score = _prepare_score(q_TID, weight_TI, score_scale, keys, selected)
+    select = _prepare_select(tokens, keys, selected, q_TID.device)
+    return _Selection(score, select, (tokens, _score_stride(keys)), (tokens, selected))
+
+
+def _score_stride(keys: RowCache) -> int:
+    """Scores from one token to the next."""
+    return -(-keys.slots // 4) * 4
+
+
+def _prepare_score(q_TID: Tensor, weight_TI: Tensor, score_scale: float, keys: RowCache, selected: int) -> Launch:
+    """The launch that takes queries, head weights, positions and memory for the scores."""
+    (tokens, heads, width), device = q_TID.shape, q_TID.device
+    operands = (Tensor, Tensor, float(score_scale), keys.data, keys.block_scale, Tensor, Tensor)
+    sizes = (keys.slots, _score_stride(keys), weight_TI.stride(0))
+    blocks = multiprocessors(device)
     tensor_cores = width == _WIDTH and heads % _HEAD_TILE == 0 and heads <= _MOST_HEADS
     if not tensor_cores or keys.data.dtype == torch.float32 or q_TID.data_ptr() % 16 or keys.data.data_ptr() % 16:
-        launch(
-            "index_scores",
-            "index_scores_any",
-            (max(1, 2 * blocks // tokens), tokens),
-            32 * _WARPS,
-            q_TID,
-            weight_TI,
-            float(score_scale),
-            *tensors,
+        return prepare(
+            *("index_scores", "index_scores_any", (max(1, 2 * blocks // tokens), tokens), 32 * _WARPS),
+            *operands,
             *sizes,
-            selected,
-            heads,
-            width,
-            _ANY_FORMATS[keys.data.dtype],
-            device=q_TID.device,
+            *(selected, heads, width, _ANY_FORMATS[keys.data.dtype]),
+            device=device,
             shared_bytes=4 * heads * (width + 1),
         )
-        return
     # Few tokens: all blocks share the entries of each. Many: a block takes all entries of a token, or a large share.
     decode = tokens <= MAX_DECODE_TOKENS
     parts = max(1, (blocks if decode else 4 * blocks) // tokens)
-    launch(
-        "index_scores",
-        "index_scores",
-        min(blocks, tokens * parts),
-        32 * _WARPS,
-        q_TID,
-        weight_TI,
-        float(score_scale),
-        *tensors,
+    return prepare(
+        *("index_scores", "index_scores", min(blocks, tokens * parts), 32 * _WARPS),
+        *operands,
         *sizes,
-        tokens,
-        selected,
-        parts,
-        1 if decode else _SHARE_KEYS // _TILE_KEYS,
-        device=q_TID.device,
+        *(tokens, selected, parts, 1 if decode else _SHARE_KEYS // _TILE_KEYS),
+        device=device,
         shared_bytes=_score_shared_bytes(heads, keys.data.element_size()),
         defines=(("HEADS", heads), ("FP8", int(keys.format is RowFormat.INDEX_FP8))),
     )
@@ -148,24 +147,17 @@ def _score_shared_bytes(heads: int, key_bytes: int) -> int:
     return 2 * 2 * heads * _WIDTH + 4 * heads + ring
 
 
-def _select(score_TS: Tensor, positions_T: Tensor, slots: int, selected_TK: Tensor) -> None:
-    tokens, selected = selected_TK.shape
+def _prepare_select(tokens: int, keys: RowCache, selected: int, device: torch.device) -> Launch:
+    """The launch that takes scores, positions and memory for the selected entries."""
     decode = tokens <= MAX_DECODE_TOKENS
-    cluster = _CLUSTER if decode and slots > _SPREAD else 1
+    cluster = _CLUSTER if decode and keys.slots > _SPREAD else 1
     threads, strips = _CLUSTER_BLOCK if cluster > 1 else _DECODE_BLOCK if decode else _PREFILL_BLOCK
     shared_bytes = _select_shared_bytes(cluster, threads)
-    launch(
-        "top_k",
-        "top_k_tokens",
-        cluster * tokens,
-        threads,
-        score_TS,
-        positions_T,
-        selected_TK,
-        slots,
-        score_TS.shape[1],
-        selected,
-        device=score_TS.device,
+    return prepare(
+        *("top_k", "top_k_tokens", cluster * tokens, threads),
+        *(Tensor, Tensor, Tensor),
+        *(keys.slots, _score_stride(keys), selected),
+        device=device,
         shared_bytes=shared_bytes,
         cluster=cluster if cluster > 1 else None,
         defines=(
@@ -195,6 +187,21 @@ def check_index_queries(q_TID: Tensor, positions_T: Tensor, inv_freq: Tensor) ->
         raise ValueError(f"q_TID: found rows of {width}, expected a power of two of at least {2 * rotary}")
     expect("positions_T", positions_T, torch.int64, (tokens,), q_TID.device)
     expect("inv_freq", inv_freq, torch.float32, (rotary,), q_TID.device)
+
+
+def _check(
+    q_TID: Tensor, weight_TI: Tensor, score_scale: float, keys: RowCache, positions_T: Tensor, index_topk: int
+) -> None:
+    _check_queries(q_TID)
+    tokens, heads, _ = q_TID.shape
+    device = q_TID.device
+    if weight_TI.dtype != torch.float32 or weight_TI.shape != (tokens, heads) or weight_TI.device != device:
+        found = f"{weight_TI.dtype} {list(weight_TI.shape)} on {weight_TI.device}"
+        raise ValueError(f"weight_TI: found {found}, expected torch.float32 {[tokens, heads]} on {device}")
+    expect("positions_T", positions_T, torch.int64, (tokens,), device)
+    _check_keys(keys, q_TID)
+    if index_topk < 1:
+        raise ValueError(f"index_topk: found {index_topk}, expected at least 1")
 
 
 def _check_queries(q_TID: Tensor) -> None:

@@ -15,10 +15,11 @@ from dsv4.kernels.cuda.linear_plan import (
     ProductShape,
     plan_linear,
 )
-from dsv4.kernels.cuda.loader import launch, multiprocessors
+from dsv4.kernels.cuda.loader import Launch, multiprocessors, prepare
 from dsv4.ops.cuda.norm import rms_norm
 from dsv4.ops.cuda.packed import TILE_ROWS, PackedWeight, pack_weight
 from dsv4.ops.cuda.prefill_linear import prefill_grouped_linear, prefill_linear
+from dsv4.ops.cuda.remembered import layouts, remembered
 from dsv4.ops.linear import RowList
 from dsv4.quant import QuantFormat, QuantTensor
 
@@ -82,6 +83,15 @@ class Product:
         )
 
 
+class _View(NamedTuple):
+    """Arguments of ``as_strided`` for memory that is seen as ``dtype``."""
+
+    dtype: torch.dtype
+    size: tuple[int, int]
+    strides: tuple[int, int]
+    offset: int
+
+
 @dataclass(frozen=True)
 class PackedRows(RowList):
     """A row list whose matrices share memory by format. ``offsets[i]``: bytes per token before product i."""
@@ -101,17 +111,12 @@ class PackedRows(RowList):
         """Of the products."""
         return [dtype or torch.bfloat16 for dtype in self.out_dtypes]
 
-    def empty(self, tokens: int, device: torch.device) -> Tensor:
-        """Memory for all products."""
-        return torch.empty(tokens * self.bytes_per_token, dtype=torch.uint8, device=device)
-
-    def products(self, y: Tensor, tokens: int) -> tuple[Tensor, ...]:
-        """Views of what ``empty`` returned, ``[T, N_i]``."""
-        found = []
-        for weight, dtype, offset in zip(self.weights, self.dtypes, self.offsets, strict=True):
-            part = y[tokens * offset : tokens * (offset + weight.shape[0] * dtype.itemsize)]
-            found.append(part.view(dtype).view(tokens, weight.shape[0]))
-        return tuple(found)
+    def views(self, tokens: int) -> list[_View]:
+        """The products ``[T, N_i]`` in the memory that they share."""
+        return [
+            _View(dtype, (tokens, weight.shape[0]), (weight.shape[0], 1), tokens * offset // dtype.itemsize)
+            for weight, dtype, offset in zip(self.weights, self.dtypes, self.offsets, strict=True)
+        ]
 
 
 def pack_rows(
@@ -185,7 +190,7 @@ def linear(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
     if tokens:
         x = _unit_stride(x)
-        _launch(x, (x.stride(0), 0), _matrix_product(weight, 1, dtype), Norm(), y)
+        _prepared(weight, 1, tokens, dtype)(x, x.stride(0), 0, y)
     return y
 
 
@@ -198,7 +203,7 @@ def grouped_linear(x_TGK: Tensor, weight: PackedWeight) -> Tensor:
     y_TGR = torch.empty((tokens, groups, weight.shape[0] // groups), dtype=torch.bfloat16, device=x_TGK.device)
     if tokens:
         x_TGK = _unit_stride(x_TGK)
-        _launch(x_TGK, x_TGK.stride()[:2], _matrix_product(weight, groups, torch.bfloat16), Norm(), y_TGR)
+        _prepared(weight, groups, tokens, torch.bfloat16)(x_TGK, x_TGK.stride(0), x_TGK.stride(1), y_TGR)
     return y_TGR
 
 
@@ -209,25 +214,57 @@ def linear_rows(
 
     Up to 8 tokens it is one launch for at most two formats, norm included, and the products are views of one buffer.
     """
-    packed, norm = _packed_rows(rows), Norm(norm_weight, norm_eps)
-    _check_rows(x, packed)
-    _check_norm(norm, packed.width)
-    tokens = x.shape[0]
+    packed, tokens = _packed_rows(rows), x.shape[0]
     if tokens > MAX_TOKENS:
+        _check_rows(x, packed)
+        _check_norm(norm_weight, packed.width)
         x = x if norm_weight is None else rms_norm(x, norm_weight, norm_eps)
         return tuple(
             prefill_linear(x, weight, dtype) for weight, dtype in zip(packed.weights, packed.dtypes, strict=True)
         )
-    y = packed.empty(tokens, x.device)
+    key, norm = (norm_eps, layouts(x)), Norm(norm_weight, norm_eps)
+    step = remembered(packed, (norm_weight,), key, _prepare_rows, x, packed, norm)
+    # In words, because a view as float32 needs whole ones.
+    memory = torch.empty(-(-tokens * packed.bytes_per_token // 4), dtype=torch.float32, device=x.device)
     if tokens:
-        plans = [plan_linear(product.shape, tokens, multiprocessors(x.device)) for product in packed.launches]
-        if norm_weight is not None and any(plan.slice_columns < packed.width for plan in plans):
-            # A block that sees K in slices has no row to normalise.
-            x, norm = rms_norm(x, norm_weight, norm_eps), Norm()
+        if step.norm_first:
+            x = rms_norm(x, norm_weight, norm_eps)
         x = _unit_stride(x)
-        for product in packed.launches:
-            _launch(x, (x.stride(0), 0), product, norm, y)
-    return packed.products(y, tokens)
+        for launch in step.launches:
+            launch(x, x.stride(0), 0, memory)
+    typed = {dtype: memory.view(dtype) for dtype in step.dtypes}
+    return tuple([typed[dtype].as_strided(size, strides, offset) for dtype, size, strides, offset in step.views])
+
+
+class _Rows(NamedTuple):
+    """A decode step on a row list: whether the norm needs a launch of its own, the others, and the products."""
+
+    norm_first: bool
+    launches: list[Launch]
+    dtypes: set[torch.dtype]
+    views: list[_View]
+
+
+def _prepare_rows(x: Tensor, rows: PackedRows, norm: Norm) -> _Rows:
+    _check_rows(x, rows)
+    _check_norm(norm.weight, rows.width)
+    tokens, device = x.shape[0], x.device
+    plans = [plan_linear(product.shape, tokens, multiprocessors(device)) for product in rows.launches]
+    # A block that sees K in slices has no row to normalise.
+    norm_first = norm.weight is not None and any(plan.slice_columns < rows.width for plan in plans)
+    fused = Norm() if norm_first else norm
+    launches = [_prepare(product, tokens, fused, device) for product in rows.launches]
+    return _Rows(norm_first, launches, set(rows.dtypes), rows.views(tokens))
+
+
+def _prepared(weight: PackedWeight, groups: int, tokens: int, dtype: torch.dtype) -> Launch:
+    """The launch of ``_prepare_matrix`` with these arguments."""
+    arguments = (groups, tokens, dtype)
+    return remembered(weight, (), arguments, _prepare_matrix, weight, *arguments)
+
+
+def _prepare_matrix(weight: PackedWeight, groups: int, tokens: int, dtype: torch.dtype) -> Launch:
+    return _prepare(_matrix_product(weight, groups, dtype), tokens, Norm(), weight.device)
 
 
 def _matrix_product(weight: PackedWeight, groups: int, dtype: torch.dtype) -> Product:
@@ -256,10 +293,10 @@ def _check_rows(x: Tensor, rows: PackedRows) -> None:
         raise ValueError(f"x: found {tuple(x.shape)}, expected [T, {rows.width}]")
 
 
-def _check_norm(norm: Norm, width: int) -> None:
+def _check_norm(norm_weight: Tensor | None, width: int) -> None:
     """Raises ``ValueError`` for a norm weight that is not float32 ``[width]``."""
-    if norm.weight is not None and (norm.weight.dtype != torch.float32 or norm.weight.shape != (width,)):
-        found = f"{norm.weight.dtype} {tuple(norm.weight.shape)}"
+    if norm_weight is not None and (norm_weight.dtype != torch.float32 or norm_weight.shape != (width,)):
+        found = f"{norm_weight.dtype} {tuple(norm_weight.shape)}"
         raise ValueError(f"norm_weight: found {found}, expected torch.float32 ({width},)")
 
 
@@ -287,15 +324,15 @@ def _check(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype) -> None:
         raise ValueError(f"x: found device {x.device}, expected {weight.device} of the weight")
 
 
-def _launch(x: Tensor, strides: tuple[int, ...], product: Product, norm: Norm, y: Tensor) -> None:
-    tokens, formats = x.shape[0], product.formats
-    plan = plan_linear(product.shape, tokens, multiprocessors(x.device))
-    launch(
+def _prepare(product: Product, tokens: int, norm: Norm, device: torch.device) -> Launch:
+    """The launch of a product, to be called with x, its strides between tokens and between groups, and y."""
+    plan, formats = plan_linear(product.shape, tokens, multiprocessors(device)), product.formats
+    return prepare(
         *("decode_linear", "decode_linear", plan.blocks(product.shape.groups), 32 * plan.tuning.warps),
-        *(x, *strides, tokens, norm.weight, float(norm.eps), y),
+        *(Tensor, int, int, tokens, norm.weight, float(norm.eps), Tensor),
         *product.arguments(plan),
         *(plan.activation_bytes, plan.partial_bytes),
-        device=x.device,
+        device=device,
         cluster=plan.cluster if plan.cluster > 1 else None,
         shared_bytes=plan.shared_bytes,
         defines=(

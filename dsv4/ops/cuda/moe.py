@@ -3,14 +3,16 @@ grouped GEMMs (``moe_prefill``).
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.kernels.cuda.loader import Defines, launch, multiprocessors, zeroed_counters
+from dsv4.kernels.cuda.loader import Defines, Launch, multiprocessors, prepare, zeroed_counters
 from dsv4.ops.cuda.moe_prefill import moe_prefill
 from dsv4.ops.cuda.packed import PackedWeight, chunk_columns, padded
+from dsv4.ops.cuda.remembered import layouts, remembered
 from dsv4.ops.cuda.router import MAX_EXPERTS, check_router, route, selection_arguments, selection_defines
 from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.router import Router
@@ -22,6 +24,8 @@ MAX_DECODE_TOKENS = 8
 COUNTERS = 4 + 2 * MAX_DECODE_TOKENS * MAX_EXPERTS
 _FORMAT_CODE = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK128: 2, QuantFormat.BF16: 3}
 _STAGE_LOADS, _LOAD_BYTES = 4, 512
+# Of the parts of the scratch memory.
+_ALIGNMENT = 512
 # Dynamic shared memory a block may use: 227 KB less the kernels' static tables.
 _SHARED_LIMIT, _SHARED_LEAST = (227 << 10) - (8 << 10), 114 << 10
 
@@ -108,15 +112,19 @@ def moe(
     at the same time on several streams. Hidden values below 2^-31 of limit² · max(1, Σ weights) of a token lose bits.
     Raises ``ValueError`` for anything else than the above.
     """
+    tokens = x_TE.shape[0]
+    if 1 <= tokens <= MAX_DECODE_TOKENS:
+        x_TE, tokens_T = _contiguous(x_TE, tokens_T)
+        decode = _prepared(x_TE, tokens_T, router, experts, shared, limit, None)
+        if decode is not None:
+            return decode(x_TE, tokens_T)[0]
+        return moe_decode(x_TE, tokens_T, router, experts, shared, limit).y_TE
     check_router(x_TE, tokens_T, router)
     _check_experts(x_TE, router, experts, shared)
-    tokens = x_TE.shape[0]
     if tokens == 0:
         return torch.empty_like(x_TE)
-    if tokens > MAX_DECODE_TOKENS:
-        ids_TP, weights_TP = route(x_TE, tokens_T, router)
-        return moe_prefill(x_TE, ids_TP, weights_TP, experts, shared, limit)
-    return moe_decode(x_TE, tokens_T, router, experts, shared, limit).y_TE
+    ids_TP, weights_TP = route(x_TE, tokens_T, router)
+    return moe_prefill(x_TE, ids_TP, weights_TP, experts, shared, limit)
 
 
 def moe_decode(
@@ -128,50 +136,106 @@ def moe_decode(
     limit: float,
     tuning: Tuning | None = None,
 ) -> Decoded:
-    """``moe`` for 1 to 8 tokens, with the routes. Arguments are those of ``moe``, already checked; ``tuning`` changes
-    only the order of the sums.
+    """``moe`` for 1 to 8 tokens, with the routes. ``tuning`` changes only the order of the sums."""
+    x_TE, tokens_T = _contiguous(x_TE, tokens_T)
+    decode = _prepared(x_TE, tokens_T, router, experts, shared, limit, tuning)
+    if decode is not None:
+        return decode.with_routes(*decode(x_TE, tokens_T))
+    tokens = x_TE.shape[0]
+    parts = [
+        moe_decode(
+            x_TE[part], tokens_T[part], router, experts, shared, limit, tuning or _TUNING[_padded_tokens(tokens)]
+        )
+        for part in (slice(0, tokens // 2), slice(tokens // 2, tokens))
+    ]
+    return Decoded(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+class _Decode(NamedTuple):
+    """A decode step on weights: the launch, and where in its scratch memory ids, weights, hidden values and partial
+    sums begin and it ends. One allocation, because each takes the host microseconds.
     """
-    tokens, width = x_TE.shape
-    tuning = tuning or _TUNING[_padded_tokens(tokens)]
-    if _ring_depth(tokens, width, _formats(experts, shared), tuning) == 0:
+
+    launch: Launch
+    hashed: bool
+    routes: tuple[int, int]
+    offsets: tuple[int, ...]
+
+    def __call__(self, x_TE: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+        """The result and the scratch memory."""
+        y_TE, scratch = torch.empty_like(x_TE), torch.empty(self.offsets[-1], dtype=torch.uint8, device=x_TE.device)
+        ids, weights, hidden, partial, _ = [scratch.data_ptr() + offset for offset in self.offsets]
+        read = (x_TE, tokens_T) if self.hashed else (x_TE,)
+        self.launch(*read, hidden, y_TE, ids, weights, partial)
+        return y_TE, scratch
+
+    def with_routes(self, y_TE: Tensor, scratch: Tensor) -> Decoded:
+        """The result with the routes, which are views of the scratch memory."""
+        ids, weights, *_ = (scratch[offset:] for offset in self.offsets)
+        strides = (self.routes[1], 1)
+        ids_TP = ids.view(torch.int64).as_strided(self.routes, strides)
+        return Decoded(y_TE, ids_TP, weights.view(torch.float32).as_strided(self.routes, strides))
+
+
+def _contiguous(x_TE: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Both contiguous, x at a multiple of 16 bytes."""
+    x_TE = x_TE.contiguous()
+    return x_TE.clone() if x_TE.data_ptr() % 16 else x_TE, tokens_T.contiguous()
+
+
+def _prepared(
+    x_TE: Tensor,
+    tokens_T: Tensor,
+    router: Router[PackedWeight],
+    experts: ExpertWeights[PackedWeight],
+    shared: ExpertWeights[PackedWeight],
+    limit: float,
+    tuning: Tuning | None,
+) -> _Decode | None:
+    """The launch for such x and token ids; None where the tokens have to be shared out over several."""
+    key = (limit, tuning, layouts(x_TE, tokens_T) if router.hashed else layouts(x_TE))
+    arguments = (x_TE, tokens_T, router, experts, shared, limit, tuning)
+    return remembered(experts, (router, shared), key, _prepare, *arguments)
+
+
+def _prepare(
+    x_TE: Tensor,
+    tokens_T: Tensor,
+    router: Router[PackedWeight],
+    experts: ExpertWeights[PackedWeight],
+    shared: ExpertWeights[PackedWeight],
+    limit: float,
+    tuning: Tuning | None,
+) -> _Decode | None:
+    check_router(x_TE, tokens_T, router)
+    _check_experts(x_TE, router, experts, shared)
+    tuning = tuning or _TUNING[_padded_tokens(x_TE.shape[0])]
+    step = DecodeStep(x_TE, tokens_T, router, experts, shared, float(limit), tuning)
+    tokens, per_token, _, width, inner = step.sizes
+    if step.stages == 0:
         # Activations in both 16-bit types do not fit beside the ring.
         if tokens == 1:
             raise ValueError(f"x_TE: found width {width}, more than a multiprocessor's shared memory holds")
-        parts = [
-            moe_decode(x_TE[part], tokens_T[part], router, experts, shared, limit, tuning)
-            for part in (slice(0, tokens // 2), slice(tokens // 2, tokens))
-        ]
-        return Decoded(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-    x_TE = x_TE.contiguous()
-    if x_TE.data_ptr() % 16:
-        x_TE = x_TE.clone()
-    return _launch(DecodeStep(x_TE, tokens_T, router, experts, shared, float(limit), tuning))
-
-
-def _launch(step: DecodeStep) -> Decoded:
-    tokens, per_token, _, width, inner = step.sizes
-    device, tuning, blocks = step.x_TE.device, step.tuning, multiprocessors(step.x_TE.device)
-    y_TE = torch.empty_like(step.x_TE)
-    ids_TP = torch.empty((tokens, per_token), dtype=torch.int64, device=device)
-    weights_TP = torch.empty((tokens, per_token), dtype=torch.float32, device=device)
-    hidden = torch.empty((tokens * (per_token + 1), padded(inner)), dtype=torch.bfloat16, device=device)
-    pairs = padded(width) // 32
-    partial = torch.empty((pairs + blocks, tokens, 32), dtype=torch.float32, device=device)
-    groups = ((step.experts.w1, step.experts.w3, step.experts.w2), (step.shared.w1, step.shared.w3, step.shared.w2))
-    vocabulary = step.router.selection.shape[0] if step.router.hashed else 0
-    launch(
-        *("moe_decode", "moe_decode", blocks, tuning.warps * 32, step.x_TE, step.router.gate.data),
-        *selection_arguments(step.router, step.tokens_T),
+        return None
+    device, pairs, blocks = x_TE.device, padded(width) // 32, multiprocessors(x_TE.device)
+    groups = ((experts.w1, experts.w3, experts.w2), (shared.w1, shared.w3, shared.w2))
+    vocabulary = router.selection.shape[0] if router.hashed else 0
+    launch = prepare(
+        *("moe_decode", "moe_decode", blocks, tuning.warps * 32, Tensor, router.gate.data),
+        *selection_arguments(router, Tensor),
         *(part for group in groups for weight in group for part in _parts(weight)),
-        *(hidden, y_TE, ids_TP, weights_TP, partial),
+        *[Tensor] * 5,
         zeroed_counters(device, "moe_decode", COUNTERS),
         zeroed_counters(device, "moe_decode pairs", pairs),
-        *(*step.sizes, vocabulary, step.limit, float(step.router.scaling)),
+        *(*step.sizes, vocabulary, step.limit, float(router.scaling)),
         device=device,
         shared_bytes=_shared_bytes(tokens, width, step.formats, tuning, step.stages),
         defines=step.defines,
     )
-    return Decoded(y_TE, ids_TP, weights_TP)
+    hidden, partial = tokens * (per_token + 1) * padded(inner), (pairs + blocks) * tokens * 32
+    sizes = (8 * tokens * per_token, 4 * tokens * per_token, 2 * hidden, 4 * partial)
+    offsets = tuple(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+    return _Decode(launch, router.hashed, (tokens, per_token), offsets)
 
 
 def _formats(

@@ -5,10 +5,11 @@ from torch import Tensor
 
 from dsv4.cache_rows import RowCache
 from dsv4.config import CSA_RATIO, MAX_DECODE_TOKENS
-from dsv4.kernels.cuda.loader import Defines, launch
+from dsv4.kernels.cuda.loader import Defines, Launch, prepare
 from dsv4.ops.cuda.compressor import THREADS, check_compression, compress, row_format, split
 from dsv4.ops.cuda.indexer import check_index_queries, index_query
 from dsv4.ops.cuda.kv_write import check_key_rows, in_vectors, keys_in_vectors, kv_write
+from dsv4.ops.cuda.remembered import layouts, remembered
 from dsv4.ops.cuda.rope import check_queries, query_rope
 from dsv4.ops.prepare_attention import Compression, Parts, Queries, QueryKeyNorm
 from dsv4.ops.prepare_attention import prepare_attention as prepare_in_parts
@@ -30,58 +31,79 @@ def prepare_attention(
 
     Raises ``ValueError`` for another dtype, shape or device, as the parts do.
     """
+    if kv_TD.shape[0] <= MAX_DECODE_TOKENS:
+        q_THD, index_TID = queries
+        queries = Queries(q_THD.contiguous(), None if index_TID is None else index_TID.contiguous())
+        inputs: list[Tensor] = [kv_TD.contiguous()]
+        parts: list[object] = [norm]
+        for compression in compressions:
+            inputs += (compression.kv_TW.contiguous(), compression.score_TW.contiguous())
+            parts += (compression.weights, compression.state)
+        read = [tensor for tensor in (positions_T, *queries, *inputs) if tensor is not None]
+        arguments = (queries, inputs[0], positions_T, norm, ring, compressions)
+        launch = remembered(ring, tuple(parts), layouts(*read), _prepare, *arguments)
+        if launch is not None:
+            return _start(launch, positions_T, queries, inputs)
+    return prepare_in_parts(queries, kv_TD, positions_T, norm, ring, compressions, CUDA_PARTS)
+
+
+def _start(launch: Launch, positions_T: Tensor, queries: Queries, inputs: list[Tensor]) -> Queries:
+    """``inputs``: kv and the compressors' products."""
+    q_THD, index_TID = queries
+    rotated_THD = torch.empty_like(q_THD)
+    if index_TID is None:
+        launch(positions_T, q_THD, rotated_THD, *inputs)
+        return Queries(rotated_THD, None)
+    rotated_TID = torch.empty_like(index_TID)
+    launch(positions_T, q_THD, rotated_THD, index_TID, rotated_TID, *inputs)
+    return Queries(rotated_THD, rotated_TID)
+
+
+def _prepare(
+    queries: Queries,
+    kv_TD: Tensor,
+    positions_T: Tensor,
+    norm: QueryKeyNorm,
+    ring: RowCache,
+    compressions: tuple[Compression, ...],
+) -> Launch | None:
+    """The launch, called with the tensors that differ from step to step; None where it takes several."""
     if not _in_one_launch(queries, kv_TD, norm, ring, compressions):
-        return prepare_in_parts(queries, kv_TD, positions_T, norm, ring, compressions, CUDA_PARTS)
+        return None
     _check(queries, kv_TD, positions_T, norm, ring, compressions)
-    q_THD, index_TID = queries.q_THD.contiguous(), queries.index_TID
-    rotated_THD, rotated_TID = torch.empty_like(q_THD), None
-    index_heads = index_width = 0
-    if index_TID is not None:
-        index_TID = index_TID.contiguous()
-        rotated_TID = torch.empty_like(index_TID)
-        index_heads, index_width = index_TID.shape[1:]
-    tokens, heads, _ = q_THD.shape
+    tokens, heads, _ = queries.q_THD.shape
+    index_heads, index_width = (0, 0) if queries.index_TID is None else queries.index_TID.shape[1:]
+    index = None if queries.index_TID is None else Tensor
     main, keys = (*compressions, None, None)[:2]
     window_blocks = 0 if main is None else split(main.weights, main.state.rows)[0]
     row_blocks = -(-(1 + heads + index_heads) // _ROW_WARPS)
     cluster = max(1, window_blocks)
     clusters = -(-(window_blocks + (keys is not None) + row_blocks) // cluster)
-    launch(
+    return prepare(
         "prepare_attention",
         "prepare_attention",
         (clusters * cluster, tokens),
         THREADS if compressions else 32 * _ROW_WARPS,
-        positions_T,
-        norm.inv_freq,
-        q_THD,
-        rotated_THD,
-        heads,
-        index_TID,
-        rotated_TID,
-        index_heads,
-        kv_TD.contiguous(),
-        norm.kv_norm,
-        ring.data,
-        ring.block_scale,
-        ring.slots,
+        *(Tensor, norm.inv_freq),
+        *(Tensor, Tensor, heads),
+        *(index, index, index_heads),
+        *(Tensor, norm.kv_norm, ring.data, ring.block_scale, ring.slots),
         *_window_arguments(main),
         *_window_arguments(keys),
         float(norm.eps),
         float(index_width**-0.5) if index_width else 1.0,
-        device=q_THD.device,
+        device=queries.q_THD.device,
         cluster=cluster if cluster > 1 else None,
         defines=kernel_defines(norm, ring, compressions),
     )
-    return Queries(rotated_THD, rotated_TID)
 
 
-def _window_arguments(compression: Compression | None) -> tuple[Tensor | int | None, ...]:
+def _window_arguments(compression: Compression | None) -> tuple[Tensor | type | int | None, ...]:
     if compression is None:
         return *[None] * 8, 0, 0
     weights, ring, rows = compression.weights, compression.state.ring, compression.state.rows
-    products = compression.kv_TW.contiguous(), compression.score_TW.contiguous()
     stores = weights.ape, weights.norm, ring.kv, ring.score, rows.data, rows.block_scale
-    return *products, *stores, rows.slots, ring.kv.shape[0]
+    return Tensor, Tensor, *stores, rows.slots, ring.kv.shape[0]
 
 
 def kernel_defines(norm: QueryKeyNorm, ring: RowCache, compressions: tuple[Compression, ...]) -> Defines:
@@ -112,9 +134,9 @@ def _in_one_launch(
 ) -> bool:
     """Whether the kernel knows this geometry: rows in vectors, everything of a layer in the same formats."""
     rope_width = 2 * norm.inv_freq.shape[0]
-    if not 1 <= kv_TD.shape[0] <= MAX_DECODE_TOKENS or not in_vectors(queries.q_THD.contiguous(), rope_width):
+    if not 1 <= kv_TD.shape[0] <= MAX_DECODE_TOKENS or not in_vectors(queries.q_THD, rope_width):
         return False
-    if norm.kv_norm.dtype != torch.float32 or not keys_in_vectors(kv_TD.contiguous(), norm.kv_norm, ring):
+    if norm.kv_norm.dtype != torch.float32 or not keys_in_vectors(kv_TD, norm.kv_norm, ring):
         return False
     if queries.q_THD.shape[-1] != ring.width or len(compressions) > 2:
         return False

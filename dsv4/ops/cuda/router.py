@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4.kernels.cuda.loader import Defines, launch
+from dsv4.kernels.cuda.loader import Defines, Given, launch
 from dsv4.ops.cuda.packed import PackedWeight
 from dsv4.ops.cuda.prefill_linear import prefill_linear
 from dsv4.ops.router import Router
@@ -29,7 +29,7 @@ def route(x_TE: Tensor, tokens_T: Tensor, router: Router[PackedWeight]) -> tuple
     logits_TX = prefill_linear(x_TE, gate, torch.float32).contiguous()
     launch(
         *("router", "router_select", -(-tokens // _WARPS), _WARPS * 32, logits_TX),
-        *(*selection_arguments(router, tokens_T), ids_TP, weights_TP),
+        *(*selection_arguments(router, tokens_T.contiguous()), ids_TP, weights_TP),
         *(tokens, gate.shape[0], per_token, vocabulary, float(router.scaling)),
         device=device,
         defines=selection_defines(router),
@@ -43,11 +43,11 @@ def selection_defines(router: Router[PackedWeight]) -> Defines:
 
 
 def selection_arguments(
-    router: Router[PackedWeight], tokens_T: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    router: Router[PackedWeight], tokens_T: Given
+) -> tuple[Tensor | None, Tensor | None, Given | None]:
     """Bias, table and token ids, of which a kernel reads the first or the others."""
     selection = router.selection.contiguous()
-    return (None, selection, tokens_T.contiguous()) if router.hashed else (selection, None, None)
+    return (None, selection, tokens_T) if router.hashed else (selection, None, None)
 
 
 def check_router(x_TE: Tensor, tokens_T: Tensor, router: Router[PackedWeight]) -> None:

@@ -72,6 +72,7 @@ LISTS: list[tuple[int, list[tuple[int, QuantFormat, torch.dtype | None]]]] = [
     (1024, [(32768, NVFP4, None), (8192, NVFP4, None)]),
     (128, [(64, MXFP4, None), (40, FP8, torch.float32), (24, BF16, None), (72, NVFP4, None), (8, FP8, None)]),
     (96, [(64, FP8, None), (200, FP8, torch.float32), (8, FP8, None)]),
+    (64, [(7, BF16, None), (8, BF16, torch.float32)]),
 ]
 
 

@@ -180,13 +180,18 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that the one-launch form launches from now on."""
     # The package has a function of this name, which hides the module.
     launcher = importlib.import_module("dsv4.ops.cuda.prepare_attention")
-    launches, launch = [], launcher.launch
+    launches, prepare = [], launcher.prepare
 
-    def counting(source: str, *arguments: Any, **named: Any) -> None:
-        launches.append(source)
-        launch(source, *arguments, **named)
+    def counting(source: str, *arguments: Any, **named: Any) -> Callable[..., None]:
+        launch = prepare(source, *arguments, **named)
 
-    monkeypatch.setattr(launcher, "launch", counting)
+        def call(*tensors: Tensor) -> None:
+            launches.append(source)
+            launch(*tensors)
+
+        return call
+
+    monkeypatch.setattr(launcher, "prepare", counting)
     return launches
 
 
