@@ -85,3 +85,11 @@ def test_what_raises_is_asked_again() -> None:
         with pytest.raises(ValueError, match="^x: found"):
             remembered(owner, (), 1, refuse)
     assert remembered(owner, (), 1, lambda: 3) == 3
+
+
+def test_only_the_latest_layouts_are_kept() -> None:
+    owner = Weights()
+    for key in range(33):
+        remembered(owner, (), key, int, key)
+    assert [remembered(owner, (), key, int, -1) for key in (32, 2)] == [32, 2]
+    assert remembered(owner, (), 0, int, -1) == -1, "the oldest was dropped and is found again"

@@ -121,10 +121,8 @@ def _collapse(
 def _seam(
     streams_TME: Tensor, incoming: _Incoming | None, weights: HcWeights | HcHeadWeights, norm_weight: Tensor
 ) -> _Seam:
-    """The launches for these contiguous tensors; those of a decode step are prepared once."""
+    """The launches for these contiguous tensors."""
     arguments = (streams_TME, incoming, weights, norm_weight)
-    if streams_TME.shape[0] > _DECODE_TOKENS:
-        return _prepare_seam(*arguments)
     return remembered(weights, (norm_weight,), layouts(streams_TME, *(incoming or ())), _prepare_seam, *arguments)
 
 
