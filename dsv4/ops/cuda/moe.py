@@ -50,9 +50,8 @@ class Decoded(NamedTuple):
     weights_TP: Tensor
 
 
-@dataclass(frozen=True)
-class DecodeStep:
-    """Arguments of one launch, contiguous and checked."""
+class DecodeStep(NamedTuple):
+    """Arguments of one launch, x and token ids contiguous and x at a multiple of 16 bytes."""
 
     x_TE: Tensor
     tokens_T: Tensor
@@ -114,11 +113,9 @@ def moe(
     """
     tokens = x_TE.shape[0]
     if 1 <= tokens <= MAX_DECODE_TOKENS:
-        x_TE, tokens_T = _contiguous(x_TE, tokens_T)
-        decode = _prepared(x_TE, tokens_T, router, experts, shared, limit, None)
-        if decode is not None:
-            return decode(x_TE, tokens_T)[0]
-        return moe_decode(x_TE, tokens_T, router, experts, shared, limit).y_TE
+        step = _step(x_TE, tokens_T, router, experts, shared, limit, None)
+        decode = _prepared(step)
+        return _in_halves(step).y_TE if decode is None else decode(step)[0]
     check_router(x_TE, tokens_T, router)
     _check_experts(x_TE, router, experts, shared)
     if tokens == 0:
@@ -137,17 +134,30 @@ def moe_decode(
     tuning: Tuning | None = None,
 ) -> Decoded:
     """``moe`` for 1 to 8 tokens, with the routes. ``tuning`` changes only the order of the sums."""
-    x_TE, tokens_T = _contiguous(x_TE, tokens_T)
-    decode = _prepared(x_TE, tokens_T, router, experts, shared, limit, tuning)
-    if decode is not None:
-        return decode.with_routes(*decode(x_TE, tokens_T))
-    tokens = x_TE.shape[0]
-    parts = [
-        moe_decode(
-            x_TE[part], tokens_T[part], router, experts, shared, limit, tuning or _TUNING[_padded_tokens(tokens)]
-        )
-        for part in (slice(0, tokens // 2), slice(tokens // 2, tokens))
-    ]
+    step = _step(x_TE, tokens_T, router, experts, shared, limit, tuning)
+    decode = _prepared(step)
+    return _in_halves(step) if decode is None else decode.with_routes(*decode(step))
+
+
+def _step(
+    x_TE: Tensor,
+    tokens_T: Tensor,
+    router: Router[PackedWeight],
+    experts: ExpertWeights[PackedWeight],
+    shared: ExpertWeights[PackedWeight],
+    limit: float,
+    tuning: Tuning | None,
+) -> DecodeStep:
+    x_TE, tuning = x_TE.contiguous(), tuning or _TUNING[_padded_tokens(x_TE.shape[0])]
+    if x_TE.data_ptr() % 16:
+        x_TE = x_TE.clone()
+    return DecodeStep(x_TE, tokens_T.contiguous(), router, experts, shared, float(limit), tuning)
+
+
+def _in_halves(step: DecodeStep) -> Decoded:
+    half = step.x_TE.shape[0] // 2
+    halves = [(step.x_TE[part], step.tokens_T[part]) for part in (slice(half), slice(half, None))]
+    parts = [moe_decode(*step._replace(x_TE=x_TE, tokens_T=tokens_T)) for x_TE, tokens_T in halves]
     return Decoded(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
@@ -157,15 +167,14 @@ class _Decode(NamedTuple):
     """
 
     launch: Launch
-    hashed: bool
     routes: tuple[int, int]
     offsets: tuple[int, ...]
 
-    def __call__(self, x_TE: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: DecodeStep) -> tuple[Tensor, Tensor]:
         """The result and the scratch memory."""
+        x_TE, read = step.x_TE, (step.x_TE, step.tokens_T) if step.router.hashed else (step.x_TE,)
         y_TE, scratch = torch.empty_like(x_TE), torch.empty(self.offsets[-1], dtype=torch.uint8, device=x_TE.device)
         ids, weights, hidden, partial, _ = [scratch.data_ptr() + offset for offset in self.offsets]
-        read = (x_TE, tokens_T) if self.hashed else (x_TE,)
         self.launch(*read, hidden, y_TE, ids, weights, partial)
         return y_TE, scratch
 
@@ -177,48 +186,25 @@ class _Decode(NamedTuple):
         return Decoded(y_TE, ids_TP, weights.view(torch.float32).as_strided(self.routes, strides))
 
 
-def _contiguous(x_TE: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Both contiguous, x at a multiple of 16 bytes."""
-    x_TE = x_TE.contiguous()
-    return x_TE.clone() if x_TE.data_ptr() % 16 else x_TE, tokens_T.contiguous()
+def _prepared(step: DecodeStep) -> _Decode | None:
+    """The launch for such a step; None where its tokens have to be shared out over several."""
+    varying = (step.x_TE, step.tokens_T) if step.router.hashed else (step.x_TE,)
+    key = (step.limit, step.tuning, layouts(*varying))
+    return remembered(step.experts, (step.router, step.shared), key, _prepare, step)
 
 
-def _prepared(
-    x_TE: Tensor,
-    tokens_T: Tensor,
-    router: Router[PackedWeight],
-    experts: ExpertWeights[PackedWeight],
-    shared: ExpertWeights[PackedWeight],
-    limit: float,
-    tuning: Tuning | None,
-) -> _Decode | None:
-    """The launch for such x and token ids; None where the tokens have to be shared out over several."""
-    key = (limit, tuning, layouts(x_TE, tokens_T) if router.hashed else layouts(x_TE))
-    arguments = (x_TE, tokens_T, router, experts, shared, limit, tuning)
-    return remembered(experts, (router, shared), key, _prepare, *arguments)
-
-
-def _prepare(
-    x_TE: Tensor,
-    tokens_T: Tensor,
-    router: Router[PackedWeight],
-    experts: ExpertWeights[PackedWeight],
-    shared: ExpertWeights[PackedWeight],
-    limit: float,
-    tuning: Tuning | None,
-) -> _Decode | None:
-    check_router(x_TE, tokens_T, router)
-    _check_experts(x_TE, router, experts, shared)
-    tuning = tuning or _TUNING[_padded_tokens(x_TE.shape[0])]
-    step = DecodeStep(x_TE, tokens_T, router, experts, shared, float(limit), tuning)
+def _prepare(step: DecodeStep) -> _Decode | None:
+    check_router(step.x_TE, step.tokens_T, step.router)
+    _check_experts(step.x_TE, step.router, step.experts, step.shared)
     tokens, per_token, _, width, inner = step.sizes
     if step.stages == 0:
         # Activations in both 16-bit types do not fit beside the ring.
         if tokens == 1:
             raise ValueError(f"x_TE: found width {width}, more than a multiprocessor's shared memory holds")
         return None
-    device, pairs, blocks = x_TE.device, padded(width) // 32, multiprocessors(x_TE.device)
-    groups = ((experts.w1, experts.w3, experts.w2), (shared.w1, shared.w3, shared.w2))
+    router, tuning, device = step.router, step.tuning, step.x_TE.device
+    pairs, blocks = padded(width) // 32, multiprocessors(device)
+    groups = ((group.w1, group.w3, group.w2) for group in (step.experts, step.shared))
     vocabulary = router.selection.shape[0] if router.hashed else 0
     launch = prepare(
         *("moe_decode", "moe_decode", blocks, tuning.warps * 32, Tensor, router.gate.data),
@@ -235,7 +221,7 @@ def _prepare(
     hidden, partial = tokens * (per_token + 1) * padded(inner), (pairs + blocks) * tokens * 32
     sizes = (8 * tokens * per_token, 4 * tokens * per_token, 2 * hidden, 4 * partial)
     offsets = tuple(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
-    return _Decode(launch, router.hashed, (tokens, per_token), offsets)
+    return _Decode(launch, (tokens, per_token), offsets)
 
 
 def _formats(
