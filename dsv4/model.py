@@ -129,20 +129,39 @@ class Transformer:
         ``logits`` turns the rows one wants into logits. ``on_block`` sees the streams ``[T, M, E]`` after each block.
         ``tokens_T`` may be anywhere; ``state.token_input`` puts ids where no device waits for another because of them.
         """
-        first = self.segments[0].device
         tokens = {device: tokens_T.to(device, non_blocking=True) for device in state.devices}
-        with on_device(first):
-            positions_T, streams_TME = self.embed(tokens[first], state.positions_1[first])
-        positions = {first: positions_T}
+        positions: dict[torch.device, Tensor] = {}
+        streams_TME: Tensor | None = None
         for segment in self.segments:
             device = segment.device
-            streams_TME = state.bring(streams_TME, device)
+            arrived_TME = None if streams_TME is None else state.bring(streams_TME, device)
             with on_device(device):
-                if device not in positions:
-                    positions[device] = self.ops.next_positions(state.positions_1[device], tokens_T.shape[0])
+                streams_TME = self.begin(device, arrived_TME, tokens[device], positions, state)
                 streams_TME = segment(streams_TME, tokens[device], positions[device], state, on_block)
+        assert streams_TME is not None, "a model has at least one segment"
         with on_device(self.segments[-1].device):
             return self.head.hidden(streams_TME)
+
+    def begin(
+        self,
+        device: torch.device,
+        arrived_TME: Tensor | None,
+        tokens_T: Tensor,
+        positions: dict[torch.device, Tensor],
+        state: DecodeState,
+    ) -> Tensor:
+        """The streams ``[T, M, E]`` that a segment on ``device`` starts from; nothing arrives at the first one, which
+        embeds the tokens.
+
+        A device's first segment of a step moves the device's position on and enters its int64 ``[T]`` in ``positions``,
+        the others reuse them.
+        """
+        position_1 = state.positions_1[device]
+        if arrived_TME is None:
+            positions[device], arrived_TME = self.embed(tokens_T, position_1)
+        elif device not in positions:
+            positions[device] = self.ops.next_positions(position_1, tokens_T.shape[0])
+        return arrived_TME
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """float32 ``[T, V]`` of final hidden states."""

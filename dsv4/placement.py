@@ -95,11 +95,11 @@ def table_name(engine: EngineConfig, devices: Sequence[torch.device]) -> TableNa
 
 def check_architectures(devices: Sequence[torch.device]) -> None:
     """Raises ``UserError`` for a GPU that the CUDA kernels have no compile target for. Needs cuda-core."""
-    from dsv4.kernels.cuda.loader import ARCHITECTURES
+    from dsv4.kernels.cuda.loader import ARCHITECTURES, compile_target
 
     for device in dict.fromkeys(devices):
         major, minor = torch.cuda.get_device_capability(device)
-        if f"sm_{major}{minor}a" not in ARCHITECTURES:
+        if compile_target(major, minor) is None:
             found = f"{device} ({torch.cuda.get_device_name(device)}) of compute capability {major}.{minor}"
             expected = f"one that the kernels are compiled for ({', '.join(ARCHITECTURES)})"
             raise UserError(f"--ops: found {found}, expected {expected}; --ops torch runs on any GPU")

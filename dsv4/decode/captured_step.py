@@ -150,17 +150,8 @@ class CapturedStep:
         return self._region(region_b, device, graph_b)
 
     def _begin(self, segment: Segment, arrived_TME: Tensor | None) -> Tensor:
-        """The streams that a segment starts from; nothing arrives at the first one, which embeds the tokens.
-
-        A device's first segment of a step moves the device's position on, the others reuse the positions.
-        """
         device = segment.device
-        tokens_T, position_1 = self.tokens[device], self.state.positions_1[device]
-        if arrived_TME is None:
-            self._positions[device], arrived_TME = self.model.embed(tokens_T, position_1)
-        elif device not in self._positions:
-            self._positions[device] = self.model.ops.next_positions(position_1, tokens_T.shape[0])
-        return arrived_TME
+        return self.model.begin(device, arrived_TME, self.tokens[device], self._positions, self.state)
 
     def _region(self, name: str, device: torch.device, body: Callable[[], Result]) -> Result:
         """Captures ``body`` as a graph of its own, which ``launch`` replays in this place."""

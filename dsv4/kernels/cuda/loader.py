@@ -236,10 +236,16 @@ def _kernel(source: str, function: str, device_index: int, shared_bytes: int, de
 def architecture_of(device_index: int) -> str:
     """The compile target of a GPU; raises ``RuntimeError`` for one that has none."""
     major, minor = torch.cuda.get_device_capability(device_index)
-    architecture = f"sm_{major}{minor}a"
-    if architecture not in ARCHITECTURES:
+    architecture = compile_target(major, minor)
+    if architecture is None:
         raise RuntimeError(f"device: found compute capability {major}.{minor}, expected one of {ARCHITECTURES}")
     return architecture
+
+
+def compile_target(major: int, minor: int) -> str | None:
+    """The architecture of ``ARCHITECTURES`` for a compute capability, if there is one."""
+    architecture = f"sm_{major}{minor}a"
+    return architecture if architecture in ARCHITECTURES else None
 
 
 @functools.cache

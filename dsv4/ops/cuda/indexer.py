@@ -74,8 +74,6 @@ def index_select(
     if tile < tokens:
         parts = zip(q_TID.split(tile), weight_TI.split(tile), positions_T.split(tile), strict=True)
         return torch.cat([index_select(q, weight, score_scale, keys, at, index_topk) for q, weight, at in parts])
-    if tokens > MAX_DECODE_TOKENS:
-        return _prepare(*arguments)(q_TID, weight_TI, positions_T)
     key = (score_scale, index_topk, layouts(q_TID, weight_TI, positions_T))
     return remembered(keys, (), key, _prepare, *arguments)(q_TID, weight_TI, positions_T)
 
