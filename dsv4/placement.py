@@ -95,7 +95,7 @@ def table_name(engine: EngineConfig, devices: Sequence[torch.device]) -> TableNa
 
 def check_architectures(devices: Sequence[torch.device]) -> None:
     """Raises ``UserError`` for a GPU that the CUDA kernels have no compile target for. Needs cuda-core."""
-    from dsv4.kernels.cuda.loader import ARCHITECTURES, compile_target
+    from dsv4.launch.loader import ARCHITECTURES, compile_target
 
     for device in dict.fromkeys(devices):
         major, minor = torch.cuda.get_device_capability(device)

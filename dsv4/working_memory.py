@@ -1,6 +1,6 @@
 """Memory that comes and goes: what packing a weight, and the longest step, hold besides weights and state.
 
-The terms are the allocations of ``dsv4/ops/cuda`` (or of the torch ops) at the moment of a layer when most of them are
+The terms are the allocations of the CUDA ops (or of the torch ops) at the moment of a layer when most of them are
 alive; ``tests/test_working_memory.py`` holds them against measured peaks.
 """
 

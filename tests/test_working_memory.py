@@ -117,7 +117,9 @@ def test_limits_are_those_of_the_launchers() -> None:
     pytest.importorskip("cuda.core")
     from dsv4.ops import attention as torch_attention
     from dsv4.ops import indexer as torch_indexer
-    from dsv4.ops.cuda import indexer, moe_prefill, prefill_linear
+    from dsv4.ops.indexer import cuda as indexer
+    from dsv4.ops.linear import prefill as prefill_linear
+    from dsv4.ops.moe import prefill as moe_prefill
 
     assert working_memory.INDEX_SCORE_BYTES == indexer._SCORE_BYTES
     assert working_memory.MOE_WORKSPACE_BYTES == moe_prefill._WORKSPACE_BYTES

@@ -9,20 +9,24 @@ from typing import Any
 
 import torch
 
-import dsv4.bench.cases
+import dsv4.ops
 from dsv4.bench.device import cache_bytes, capture, copy_ceiling, replay_microseconds
-from dsv4.bench.op_case import OpCase
+from dsv4.ops.op_case import OpCase
 
 MAX_COPIES, MEMORY_LIMIT = 64, 48 << 30
 _CALLS_PER_GRAPH = 24
 
 
 def all_cases(only: str) -> Iterator[OpCase]:
-    """The cases of every file in ``dsv4.bench.cases`` whose "op: name" contains ``only``."""
-    for info in pkgutil.iter_modules(dsv4.bench.cases.__path__):
-        for case in importlib.import_module(f"dsv4.bench.cases.{info.name}").cases():
-            if only in f"{case.op}: {case.name}":
-                yield case
+    """The cases of every ``dsv4/ops/<op>/bench*.py`` whose "op: name" contains ``only``."""
+    for room in pkgutil.iter_modules(dsv4.ops.__path__, "dsv4.ops."):
+        if not room.ispkg:
+            continue
+        for module in pkgutil.iter_modules(importlib.import_module(room.name).__path__, f"{room.name}."):
+            if module.name.rpartition(".")[2].startswith("bench"):
+                for case in importlib.import_module(module.name).cases():
+                    if only in f"{case.op}: {case.name}":
+                        yield case
 
 
 def measure(case: OpCase, ceiling: float, repeats: int = 20) -> dict[str, Any]:

@@ -60,7 +60,7 @@ TableName = Literal["torch", "cuda", "cutedsl"]
 
 
 def op_table(name: TableName) -> Ops:
-    """``TORCH``, or ``CUDA`` or ``CUTEDSL`` of ``dsv4.ops.cuda``, which is imported only when asked for.
+    """``TORCH``, or ``CUDA`` or ``CUTEDSL`` of ``dsv4.ops.tables``, which is imported only when asked for.
 
     Raises ``UserError`` when a table's packages (cuda-core, nvidia-cutlass-dsl) are not installed.
     """
@@ -70,7 +70,7 @@ def op_table(name: TableName) -> Ops:
         raise UserError("--ops: the CUDA ops need cuda-core, found none: pip install dsv4[cuda], or --ops torch")
     if name == "cutedsl" and importlib.util.find_spec("nvidia_cutlass_dsl") is None:
         raise UserError("--ops: cutedsl needs nvidia-cutlass-dsl, found none: pip install dsv4[cuda], or --ops cuda")
-    tables = importlib.import_module("dsv4.ops.cuda")
+    tables = importlib.import_module("dsv4.ops.tables")
     return tables.CUTEDSL if name == "cutedsl" else tables.CUDA
 
 

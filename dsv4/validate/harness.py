@@ -1,6 +1,6 @@
 """``fire_b200_test TEST NAME LOG [TIMEOUT]``: runs a test on the GPU node with a limit that really kills.
 
-TEST is a test file, a folder or a pytest node (``tests/ops/cuda/test_moe.py::test_x``), or a module
+TEST is a test file, a folder or a pytest node (``tests/ops/moe/test_moe_cuda.py::test_x``), or a module
 (``dsv4.validate.cosine``), with arguments after it in the same quotes. NAME labels the run; LOG gets its output;
 TIMEOUT is in seconds. It runs here, or over ssh where FIRE_B200_HOST names the node; FIRE_B200_DIR is the checkout
 there (default: the current folder's path) and FIRE_B200_PYTHON the interpreter (default: python3 there, this one here).

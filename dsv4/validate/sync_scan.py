@@ -16,10 +16,13 @@ from dsv4.validate.tensor_expressions import Function, TensorExpressions, dotted
 ROOT = Path(__file__).parent.parent.parent
 HOT_PATH = (
     *("dsv4/model.py", "dsv4/state.py", "dsv4/sampling.py", "dsv4/hand_off.py"),
-    *("dsv4/layers/", "dsv4/ops/cuda/", "dsv4/decode/", "dsv4/kernels/cuda/loader.py"),
+    *("dsv4/layers/", "dsv4/decode/", "dsv4/launch/loader.py", "dsv4/weights/packed.py"),
+    *("dsv4/ops/remembered.py", "dsv4/ops/tables.py"),
 )
+# The launchers of an operation: neither its torch reference nor its benchmark cases.
+_LAUNCHER = re.compile(r"dsv4/ops/\w+/(?!__init__|bench|decode_plan)\w+\.py")
 # Where the values are defined that the hot path works on.
-_VALUES = ("dsv4/ops/", "dsv4/cache_rows.py", "dsv4/quant.py")
+_VALUES = ("dsv4/ops/", "dsv4/weights/", "dsv4/cache_rows.py", "dsv4/quant.py")
 # Of a qualified name inside its module.
 _LOAD_TIME = re.compile(
     r"\w+\.(build|dequantize|__init__|__post_init__)|(\w+\.)?_?(allocate|capture|captured|pack|unpack)(_\w+)?"
@@ -93,8 +96,8 @@ class Exemption:
 
 
 EXEMPTIONS = (
-    Exemption("dsv4.kernels.cuda.loader.cache_folder", "environment", "when a kernel is compiled, at its first use"),
-    Exemption("dsv4.kernels.cuda.loader._cuda_headers", "environment", "when a kernel is compiled, at its first use"),
+    Exemption("dsv4.launch.loader.cache_folder", "environment", "when a kernel is compiled, at its first use"),
+    Exemption("dsv4.launch.loader._cuda_headers", "environment", "when a kernel is compiled, at its first use"),
     Exemption("dsv4.decode.choose._check", "comparison", "compares replayed with eager steps, once, at load"),
     Exemption("dsv4.decode.choose._check", "cpu", "ends the timing of a few steps, once, at load"),
     Exemption(
@@ -128,7 +131,7 @@ def scan(sources: dict[str, str], exemptions: Iterable[Exemption] = ()) -> list[
     fields = tensor_fields(trees.values())
     found = []
     for path, tree in trees.items():
-        if path.startswith(HOT_PATH):
+        if path.startswith(HOT_PATH) or _LAUNCHER.fullmatch(path):
             found += _Scanner(path, fields | tensor_fields([tree])).scan(tree)
     excused = {(exemption.function, exemption.pattern) for exemption in exemptions}
     matched = {(finding.function, finding.pattern) for finding in found}

@@ -109,7 +109,7 @@ def test_cuda_tables_are_for_gpus_and_bfloat16(table: TableName) -> None:
 
 
 def test_the_cutedsl_table_differs_in_how_it_packs() -> None:
-    from dsv4.ops.cuda import CUDA, CUTEDSL
+    from dsv4.ops.tables import CUDA, CUTEDSL
 
     weight = QuantTensor.dense(torch.ones(64, 64, dtype=torch.bfloat16))
     for table, cutedsl in ((CUDA, False), (CUTEDSL, True)):

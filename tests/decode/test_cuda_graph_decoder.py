@@ -16,7 +16,7 @@ from dsv4.demo.recall import recall_128
 from dsv4.demo.tasks import arithmetic, capitals, stories
 from dsv4.validate.traces import Trace, graph_trace
 from encoding.tokenizer import Tokenizer
-from tests.ops.cuda.gpu import poison
+from tests.ops.gpu import poison
 
 pytestmark = pytest.mark.gpu
 

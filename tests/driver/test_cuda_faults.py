@@ -12,11 +12,11 @@ pytestmark = pytest.mark.gpu
 FAULTY_DRIVER = """
 import sys
 from dataclasses import replace
-from dsv4.kernels.cuda.loader import launch
-from dsv4.ops import cuda
+from dsv4.launch.loader import launch
+from dsv4.ops import tables
 import dsv4.engine, single_shot_inference, torch
 
-hc_post, calls = cuda.CUDA.hc_post, 0
+hc_post, calls = tables.CUDA.hc_post, 0
 
 def faulty(y_TE, streams_TME, post_TM, comb_TMM):
     global calls
@@ -27,7 +27,7 @@ def faulty(y_TE, streams_TME, post_TM, comb_TMM):
                device=y_TE.device, defines=defines)
     return hc_post(y_TE, streams_TME, post_TM, comb_TMM)
 
-faulty_table = replace(cuda.CUDA, hc_post=faulty)
+faulty_table = replace(tables.CUDA, hc_post=faulty)
 dsv4.engine.op_table = lambda name: faulty_table
 single_shot_inference.leave(single_shot_inference.main(sys.argv[1:]))
 """

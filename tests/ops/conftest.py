@@ -1,4 +1,7 @@
-"""The ``ops`` fixture: every op test runs with every op table that this machine can run."""
+"""The ``ops`` fixture: every op test runs with every op table that this machine can run.
+
+Compiling every kernel for every architecture takes minutes, so those tests are left out of ``make check``.
+"""
 
 import importlib
 import re
@@ -6,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,12 @@ from tests.ops.cases import BACKENDS
 
 # What the CUDA ops refuse by design: activations and weights that are not 16 bit.
 NOT_16_BIT = re.compile(r"found torch\.float32.*, expected torch\.bfloat16|F32 weight")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.path.name.startswith("test_compile_"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -40,7 +50,7 @@ def op_part(backend: str, module: str, name: str) -> Callable[..., Any]:
     """A function that ops of a table are made of: ``dsv4.ops.<module>.<name>`` or the launcher of that name."""
     if backend == "torch":
         return getattr(importlib.import_module(f"dsv4.ops.{module}"), name)
-    return skipping_float32(getattr(importlib.import_module(f"dsv4.ops.{backend}.{module}"), name))
+    return skipping_float32(getattr(importlib.import_module(f"dsv4.ops.{module}.{backend}"), name))
 
 
 def skipping_float32(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dsv4.ops.cuda.remembered import layouts, remembered
+from dsv4.ops.remembered import layouts, remembered
 
 
 class Weights:

@@ -6,7 +6,7 @@ import pytest
 
 from dsv4.validate.sync_scan import EXEMPTIONS, HOT_PATH, ROOT, WHY, Exemption, scan, scan_tree
 
-PATH = "dsv4/ops/cuda/planted.py"
+PATH = "dsv4/ops/planted/cuda.py"
 
 PLANTED = [
     ("item", "x_TE.sum().item()"),
@@ -94,7 +94,7 @@ def test_the_decode_path_is_clean() -> None:
 def test_a_planted_violation_is_found(pattern: str, body: str) -> None:
     found = scan(planted(body.replace("\n    ", "\n")))
     assert {finding.pattern for finding in found} == {pattern}
-    assert found[0].function == "dsv4.ops.cuda.planted.step" + (".<lambda>" if "lambda" in body else "")
+    assert found[0].function == "dsv4.ops.planted.cuda.step" + (".<lambda>" if "lambda" in body else "")
     assert str(found[0]).startswith(f"{PATH}:{found[0].line}: {pattern}")
     assert WHY[pattern] in str(found[0])
 
@@ -124,7 +124,7 @@ def test_functions_of_load_and_capture_are_left_out(function: str) -> None:
 
 def test_what_a_capture_defines_is_scanned() -> None:
     (finding,) = scan(planted("def attention():\n    y = x_TE.cpu()\ntorch.cuda.synchronize()", "capture"))
-    assert (finding.function, finding.pattern) == ("dsv4.ops.cuda.planted.capture.attention", "cpu")
+    assert (finding.function, finding.pattern) == ("dsv4.ops.planted.cuda.capture.attention", "cpu")
 
 
 def test_a_field_is_a_tensor_only_if_it_is_one_in_every_class() -> None:
@@ -142,7 +142,7 @@ def test_a_field_is_a_tensor_only_if_it_is_one_in_every_class() -> None:
 def test_attributes_of_a_constructor_are_known() -> None:
     init = "class Ring:\n    def __init__(self):\n        self.slots = 4\n        self._tokens = torch.zeros(4)\n"
     (finding,) = scan({PATH: f"{init}\n    def read(self):\n        return int(self._tokens[int(self.slots)])\n"})
-    assert (finding.function, finding.pattern) == ("dsv4.ops.cuda.planted.Ring.read", "conversion")
+    assert (finding.function, finding.pattern) == ("dsv4.ops.planted.cuda.Ring.read", "conversion")
 
 
 def test_other_files_and_module_level_are_not_the_decode_path() -> None:
@@ -152,7 +152,7 @@ def test_other_files_and_module_level_are_not_the_decode_path() -> None:
 
 
 def test_an_exemption_covers_one_pattern_of_one_function_and_must_match() -> None:
-    function = "dsv4.ops.cuda.planted.step"
+    function = "dsv4.ops.planted.cuda.step"
     source = planted("y = x_TE.cpu()\nx_TE.item()")
     left = scan(source, [Exemption(function, "cpu", "a reason")])
     assert [finding.pattern for finding in left] == ["item"]

@@ -1,1 +1,0 @@
-"""Shapes of the op benchmark, one file per op, each with ``cases() -> Iterator[OpCase]``."""

@@ -1,1 +1,0 @@
-"""CUDA C++ kernels (``*.cu``, no torch headers), compiled at first use by ``loader``."""

@@ -1,0 +1,1 @@
+"""Kernels of the device: compiled, recorded, placed in memory and queued."""

@@ -1,0 +1,104 @@
+"""Decode attention of every kind of layer, and the ops around it: query_rope and kv_write."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.ops.attention import KeySet
+from dsv4.ops.attention.decode import sparse_attention
+from dsv4.ops.kv_write.cuda import kv_write
+from dsv4.ops.op_case import OpCase
+from dsv4.ops.rope.cuda import query_rope
+
+WIDTH, ROPE_WIDTH, WINDOW, EPS = 512, 64, 128, 1e-6
+HEADS = {"Flash": 64, "Pro": 128}
+LISTED = {"Flash": 512, "Pro": 1024}
+ROW_BYTES = {RowFormat.KV_FP8: WIDTH + ROPE_WIDTH + 8, RowFormat.PLAIN: 2 * WIDTH}
+
+
+def cases() -> Iterator[OpCase]:
+    """One token at contexts where the lists are full, several tokens, long contexts, bf16 rows; then the small ops."""
+    for model in HEADS:
+        yield _attention(model, "CSA", 4, 8192, 1)
+        yield _attention(model, "HCA", 128, 8192, 1)
+    yield _attention("Flash", "window", 0, 8192, 1)
+    yield _attention("Pro", "CSA", 4, 400, 1)
+    for tokens in (2, 4, 8):
+        yield _attention("Pro", "CSA", 4, 8192, tokens)
+    yield _attention("Flash", "CSA", 4, 8192, 2)
+    yield _attention("Pro", "HCA", 128, 1 << 17, 1)
+    yield _attention("Pro", "HCA", 128, 1 << 20, 1)
+    yield _attention("Flash", "HCA", 128, 1 << 20, 1)
+    yield _attention("Pro", "CSA", 4, 8192, 1, RowFormat.PLAIN)
+    for model, tokens in (("Flash", 1), ("Pro", 1), ("Pro", 4096)):
+        yield _query_rope(model, tokens)
+    for tokens in (1, 4096):
+        yield _kv_write(tokens)
+
+
+def _attention(
+    model: str, kind: str, ratio: int, context: int, tokens: int, format: RowFormat = RowFormat.KV_FP8
+) -> OpCase:
+    heads, complete = HEADS[model], (context + tokens) // ratio if ratio else 0
+    listed = LISTED[model] if kind == "CSA" else 0
+    seen = WINDOW + (min(listed, complete) if listed else complete)
+    activations = 2 * tokens * heads * WIDTH * 2
+    # Tokens of one step share the window and the complete entries; lists are different rows in the worst case.
+    rows = (WINDOW + tokens + (tokens * min(listed, complete) if listed else complete)) * ROW_BYTES[format]
+    slots = WINDOW + 2 * 8
+
+    def make(index: int) -> Callable[[], object]:
+        ring = _random_cache(slots, format)
+        compressed = _random_cache(complete + 1, format) if ratio else None
+        positions_T = context + torch.arange(tokens, device="cuda")
+        selected_TK = None
+        if listed:
+            selected_TK = torch.full((tokens, listed), -1, dtype=torch.int64, device="cuda")
+            count = min(listed, complete)
+            order = torch.rand(tokens, complete, device="cuda").topk(count, dim=1).indices
+            selected_TK[:, :count] = order.sort().values
+        q_THD = torch.randn(tokens, heads, WIDTH, dtype=torch.bfloat16, device="cuda")
+        sink_H, keys = torch.randn(heads, device="cuda"), KeySet(ring, compressed, ratio, WINDOW)
+        frequencies = _inv_freq()
+        return lambda: sparse_attention(q_THD, keys, selected_TK, sink_H, positions_T, frequencies)
+
+    name = f"{model} {kind} T={tokens} at {context}, {seen} keys, {format.value}"
+    nbytes = rows + activations + 8 * tokens * listed
+    flops = 4 * WIDTH * heads * tokens * seen
+    resident = (slots + complete) * ROW_BYTES[format] + activations
+    return OpCase("sparse_attention", name, make, nbytes, flops, resident)
+
+
+def _query_rope(model: str, tokens: int) -> OpCase:
+    heads = HEADS[model]
+
+    def make(index: int) -> Callable[[], object]:
+        q_THD = torch.randn(tokens, heads, WIDTH, dtype=torch.bfloat16, device="cuda")
+        positions_T, frequencies = 8192 + torch.arange(tokens, device="cuda"), _inv_freq()
+        return lambda: query_rope(q_THD, positions_T, frequencies, EPS)
+
+    nbytes = 2 * tokens * heads * WIDTH * 2
+    return OpCase("query_rope", f"{model} T={tokens}", make, nbytes, 4 * tokens * heads * WIDTH, nbytes)
+
+
+def _kv_write(tokens: int) -> OpCase:
+    def make(index: int) -> Callable[[], object]:
+        ring = _random_cache(WINDOW + tokens + 8, RowFormat.KV_FP8)
+        kv_TD = torch.randn(tokens, WIDTH, dtype=torch.bfloat16, device="cuda")
+        norm_weight, frequencies = torch.ones(WIDTH, device="cuda"), _inv_freq()
+        positions_T = 8192 + torch.arange(tokens, device="cuda")
+        return lambda: kv_write(kv_TD, norm_weight, positions_T, frequencies, ring, EPS)
+
+    nbytes = tokens * (2 * WIDTH + ROW_BYTES[RowFormat.KV_FP8])
+    return OpCase("kv_write", f"T={tokens}, fp8", make, nbytes, 8 * tokens * WIDTH, nbytes)
+
+
+def _random_cache(slots: int, format: RowFormat) -> RowCache:
+    cache = RowCache.allocate(slots, WIDTH, ROPE_WIDTH, format, torch.bfloat16, torch.device("cuda"))
+    cache.write(torch.arange(slots, device="cuda"), torch.randn(slots, WIDTH, device="cuda"))
+    return cache
+
+
+def _inv_freq() -> torch.Tensor:
+    return 160000.0 ** (-torch.arange(0, ROPE_WIDTH, 2, device="cuda") / ROPE_WIDTH)

@@ -1,0 +1,1 @@
+"""Weights: their bytes and their layouts."""

@@ -1,0 +1,222 @@
+"""Hyper-connection kernels on real and odd shapes, against float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
+from dsv4.ops.hyper_connection.cuda import hc_head, hc_post, hc_pre, hc_seam
+from tests.ops.cases import EPS, assert_rounded_once
+from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, guarded, poison
+from tests.ops.rounding import assert_rounded_twice
+
+pytestmark = pytest.mark.gpu
+
+DECODE = [(1, 4, 7168), (2, 4, 7168), (8, 4, 7168), (1, 4, 4096), (7, 4, 4096)]
+PREFILL = [(9, 4, 7168), (16, 4, 7168), (17, 4, 4096), (300, 4, 7168), (513, 4, 4096), (1100, 4, 7168)]
+ODD = [
+    *((1, 4, 2), (3, 4, 4), (1, 4, 96), (5, 1, 32), (2, 2, 64), (9, 3, 64), (8, 3, 200), (2, 8, 64)),
+    *((20, 8, 192), (17, 4, 36), (33, 4, 40), (12, 2, 1000), (64, 1, 8), (1, 4, 16_384), (10, 4, 9000)),
+]
+SHAPES = [*DECODE, *PREFILL, *ODD]
+# Relative, of the pre, post and comb that follow from a mix; the mix itself is a float32 sum.
+MIX_BOUND = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu() -> None:
+    torch.manual_seed(0)
+    poison(8 << 20)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def seam_weights(streams: int, width: int, spread: float = 1.0) -> HcWeights:
+    mixes = (2 + streams) * streams
+    fn = normal(mixes, streams * width) * (streams * width) ** -0.5
+    return HcWeights(fn, spread * normal(mixes), torch.tensor([0.9, 1.1, 0.5], device="cuda") * spread, EPS, EPS, 20)
+
+
+def mixing(tokens: int, streams: int) -> tuple[Tensor, Tensor]:
+    return 2 * normal(tokens, streams).sigmoid(), normal(tokens, streams, streams).softmax(1)
+
+
+def exact_post(y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor) -> Tensor:
+    mixed = comb_TMM.double().transpose(1, 2) @ streams_TME.double()
+    return post_TM.double().unsqueeze(-1) * y_TE.double().unsqueeze(1) + mixed
+
+
+def exact_mixes(streams_TME: Tensor, fn: Tensor) -> Tensor:
+    flat = streams_TME.double().flatten(1)
+    return (flat @ fn.double().T) * (flat.square().mean(-1, keepdim=True) + EPS) ** -0.5
+
+
+def exact_parts(streams_TME: Tensor, weights: HcWeights) -> tuple[Tensor, Tensor, Tensor]:
+    streams = streams_TME.shape[1]
+    sizes = [streams, streams, streams * streams]
+    mixes, bases = exact_mixes(streams_TME, weights.fn).split(sizes, dim=-1), weights.base.double().split(sizes)
+    logits = [mix * scale + base for mix, scale, base in zip(mixes, weights.scale.double(), bases, strict=True)]
+    comb = torch.softmax(logits[2].unflatten(-1, (streams, streams)), dim=-1) + EPS
+    comb = comb / (comb.sum(-2, keepdim=True) + EPS)
+    for _ in range(weights.sinkhorn_iters - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + EPS)
+        comb = comb / (comb.sum(-2, keepdim=True) + EPS)
+    return logits[0].sigmoid() + EPS, 2 * logits[1].sigmoid(), comb
+
+
+def assert_normalised(x_TE: Tensor, pre_TM: Tensor, streams_TME: Tensor, norm_weight: Tensor) -> None:
+    def normalised(u_E: Tensor) -> Tensor:
+        return u_E * (u_E.square().mean() + EPS) ** -0.5 * norm_weight.double()
+
+    collapsed_TE = (pre_TM.unsqueeze(-1) * streams_TME.double()).sum(1)
+    for x_E, u_E in zip(x_TE, collapsed_TE, strict=True):
+        assert_rounded_twice(x_E, u_E, normalised)
+
+
+def assert_pre(found: tuple[Tensor, ...], streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor) -> None:
+    x_TE, post_TM, comb_TMM = found
+    assert (x_TE.dtype, post_TM.dtype, comb_TMM.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    pre, post, comb = exact_parts(streams_TME, weights)
+    torch.testing.assert_close(post_TM.double(), post, rtol=MIX_BOUND, atol=1e-9)
+    torch.testing.assert_close(comb_TMM.double(), comb, rtol=MIX_BOUND, atol=1e-9)
+    assert_normalised(x_TE, pre, streams_TME, norm_weight)
+
+
+@pytest.mark.parametrize(("tokens", "streams", "width"), SHAPES)
+def test_seam(tokens: int, streams: int, width: int) -> None:
+    weights, norm_weight = seam_weights(streams, width), normal(width)
+    y_TE, streams_TME = normal(tokens, width, dtype=torch.bfloat16), normal(tokens, streams, width).bfloat16()
+    incoming = mixing(tokens, streams)
+    before_TME = streams_TME.clone()
+    found_TME, *found = hc_seam(y_TE, streams_TME, *incoming, weights, norm_weight)
+    assert torch.equal(streams_TME, before_TME)
+    assert_rounded_once(found_TME, exact_post(y_TE, streams_TME, *incoming))
+    assert_pre(tuple(found), found_TME, weights, norm_weight)
+
+
+@pytest.mark.parametrize(("tokens", "streams", "width"), SHAPES)
+def test_pre_and_head(tokens: int, streams: int, width: int) -> None:
+    weights, norm_weight = seam_weights(streams, width), normal(width)
+    streams_TME = normal(tokens, streams, width).bfloat16()
+    assert_pre(hc_pre(streams_TME, weights, norm_weight), streams_TME, weights, norm_weight)
+    head = HcHeadWeights(weights.fn[:streams].contiguous(), normal(streams), torch.tensor([0.7]).cuda(), EPS, EPS)
+    pre_TM = (exact_mixes(streams_TME, head.fn) * 0.7 + head.base.double()).sigmoid() + EPS
+    assert_normalised(hc_head(streams_TME, head, norm_weight), pre_TM, streams_TME, norm_weight)
+
+
+@pytest.mark.parametrize(("tokens", "streams", "width"), SHAPES)
+def test_post(tokens: int, streams: int, width: int) -> None:
+    y_TE, streams_TME = normal(tokens, width, dtype=torch.bfloat16), normal(tokens, streams, width).bfloat16()
+    post_TM, comb_TMM = normal(tokens, streams), normal(tokens, streams, streams)
+    found_TME = hc_post(y_TE, streams_TME, post_TM, comb_TMM)
+    assert_rounded_once(found_TME, exact_post(y_TE, streams_TME, post_TM, comb_TMM))
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 7168), (3, 64), (40, 4096)])
+def test_sinkhorn_of_unbalanced_logits(tokens: int, width: int) -> None:
+    """Spread 12: many iterations change something, and eps decides small entries."""
+    weights, norm_weight = seam_weights(4, width, spread=12.0), normal(width)
+    streams_TME = normal(tokens, 4, width).bfloat16()
+    _, _, comb_TMM = hc_pre(streams_TME, weights, norm_weight)
+    exact = exact_parts(streams_TME, weights)[2]
+    # A logit of 50 carries a float32 error of 2e-6 · 50 into its exponential.
+    torch.testing.assert_close(comb_TMM.double(), exact, rtol=5e-4, atol=1e-8)
+    one = replace(weights, sinkhorn_iters=1)
+    torch.testing.assert_close(
+        hc_pre(streams_TME, one, norm_weight)[2].double(), exact_parts(streams_TME, one)[2], rtol=5e-4, atol=1e-8
+    )
+
+
+def test_mixes_of_extreme_streams() -> None:
+    """Streams from 1e-3 to 1e4 in size, and a token of zeros."""
+    weights, norm_weight = seam_weights(4, 7168), normal(7168)
+    for tokens in (5, 20):
+        size = torch.logspace(-3, 4, tokens, device="cuda")[:, None, None]
+        streams_TME = (normal(tokens, 4, 7168) * size).bfloat16()
+        assert_pre(hc_pre(streams_TME, weights, norm_weight), streams_TME, weights, norm_weight)
+        x_TE, _, _ = hc_pre(torch.zeros_like(streams_TME), weights, norm_weight)
+        assert bool((x_TE == 0).all())
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 200])
+def test_tokens_do_not_depend_on_each_other(tokens: int) -> None:
+    """A token gives the same bits in every row of a call of the same number of tokens."""
+    weights, norm_weight, incoming = seam_weights(4, 7168), normal(7168), mixing(1, 4)
+    y_TE, streams_TME = normal(1, 7168).bfloat16(), normal(1, 4, 7168).bfloat16()
+    post_TM, comb_TMM = incoming[0].expand(tokens, 4), incoming[1].expand(tokens, 4, 4)
+    parts = hc_seam(
+        y_TE.expand(tokens, -1), streams_TME.expand(tokens, -1, -1), post_TM, comb_TMM, weights, norm_weight
+    )
+    for part in parts:
+        assert torch.equal(part, part[:1].expand_as(part))
+
+
+def test_the_prefill_kernel_agrees_with_the_decode_kernel_on_every_token() -> None:
+    weights, norm_weight = seam_weights(4, 4096), normal(4096)
+    streams_TME = normal(4096, 4, 4096).bfloat16()
+    x_TE, post_TM, comb_TMM = hc_pre(streams_TME, weights, norm_weight)
+    for start in (0, 17, 2044, 4088):
+        few = slice(start, start + 8)
+        x_8E, post_8M, comb_8MM = hc_pre(streams_TME[few], weights, norm_weight)
+        torch.testing.assert_close(post_TM[few], post_8M, rtol=MIX_BOUND, atol=0)
+        torch.testing.assert_close(comb_TMM[few], comb_8MM, rtol=MIX_BOUND, atol=0)
+        assert float((x_TE[few] != x_8E).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+def test_replay_repeats_and_nothing_synchronises(tokens: int) -> None:
+    weights, norm_weight, incoming = seam_weights(4, 7168), normal(7168), mixing(tokens, 4)
+    head = HcHeadWeights(weights.fn[:4].contiguous(), normal(4), torch.tensor([0.7]).cuda(), EPS, EPS)
+    y_TE, streams_TME = normal(tokens, 7168).bfloat16(), normal(tokens, 4, 7168).bfloat16()
+
+    def chain() -> list[Tensor]:
+        found_TME, x_TE, post_TM, comb_TMM = hc_seam(y_TE, streams_TME, *incoming, weights, norm_weight)
+        after_TME = hc_post(x_TE, found_TME, post_TM, comb_TMM)
+        return [
+            found_TME,
+            x_TE,
+            after_TME,
+            *hc_pre(after_TME, weights, norm_weight),
+            hc_head(after_TME, head, norm_weight),
+        ]
+
+    first = chain()
+    assert_no_synchronisation(chain)
+    for part, again in zip(first, chain(), strict=True):
+        assert torch.equal(part, again)
+    assert_replay_is_eager(chain)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_inputs_between_guards(tokens: int) -> None:
+    """Reads stay inside as well: the bytes around the inputs are not numbers that would do no harm."""
+    streams_TME, check_streams = guarded(normal(tokens, 4, 96).bfloat16())
+    y_TE, check_y = guarded(normal(tokens, 96).bfloat16())
+    weights, norm_weight = seam_weights(4, 96), normal(96)
+    incoming = mixing(tokens, 4)
+    found_TME, *found = hc_seam(y_TE, streams_TME, *incoming, weights, norm_weight)
+    assert_pre(tuple(found), found_TME, weights, norm_weight)
+    check_streams()
+    check_y()
+
+
+def test_refuses_what_it_cannot_compute() -> None:
+    weights, norm_weight, streams_TME = seam_weights(4, 64), normal(64), normal(2, 4, 64).bfloat16()
+    with pytest.raises(ValueError, match=r"streams_TME: found torch\.float32, expected torch\.bfloat16"):
+        hc_pre(streams_TME.float(), weights, norm_weight)
+    with pytest.raises(ValueError, match=r"norm_weight: found .*\[32\].*, expected \[64\]"):
+        hc_pre(streams_TME, weights, norm_weight[:32])
+    with pytest.raises(ValueError, match=r"norm_weight: found torch\.bfloat16, expected torch\.float32"):
+        hc_pre(streams_TME, weights, norm_weight.bfloat16())
+    with pytest.raises(ValueError, match="fn: found"):
+        hc_pre(streams_TME, replace(weights, fn=weights.fn[:, 1:]), norm_weight)
+    with pytest.raises(ValueError, match=r"streams_TME: found \[2, 9, 64\], expected \[T, 1 to 8, E\]"):
+        hc_pre(normal(2, 9, 64).bfloat16(), weights, norm_weight)
+    with pytest.raises(ValueError, match=r"y_TE: found \[1, 64\]"):
+        hc_post(normal(1, 64).bfloat16(), streams_TME, *mixing(2, 4))
+    with pytest.raises(ValueError, match="post_TM: found .* on cpu"):
+        hc_post(normal(2, 64).bfloat16(), streams_TME, torch.zeros(2, 4), mixing(2, 4)[1])

@@ -1,0 +1,74 @@
+"""The CuTe DSL GEMMs compile for sm_90a without a GPU, use wgmma with weights in registers, and spill nothing."""
+
+import importlib.util
+import re
+import shutil
+import struct
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.quant import QuantFormat
+
+needs_cutedsl = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("nvidia_cutlass_dsl", "tvm_ffi")),
+    reason="needs nvidia-cutlass-dsl and apache-tvm-ffi",
+)
+
+
+@needs_cutedsl
+@pytest.mark.parametrize(
+    ("format", "tile_tokens", "warpgroups", "stacked", "cluster"),
+    [
+        (QuantFormat.NVFP4, 256, 2, 1, 1),
+        pytest.param(QuantFormat.MXFP4, 32, 1, 1, 1, marks=pytest.mark.slow),
+        pytest.param(QuantFormat.FP8_BLOCK128, 256, 2, 1, 1, marks=pytest.mark.slow),
+        (QuantFormat.BF16, 128, 2, 2, 2),
+    ],
+)
+def test_compiles_without_a_gpu(
+    format: QuantFormat, tile_tokens: int, warpgroups: int, stacked: int, cluster: int, tmp_path: Path
+) -> None:
+    from dsv4.ops.linear.cutedsl import jit
+    from dsv4.ops.linear.cutedsl.hopper_gemm import STEPS, GemmConfig
+
+    config = GemmConfig(format, jit.DTYPES[torch.bfloat16], tile_tokens, warpgroups, stacked, cluster, 132)
+    jit.compile_gemm(config, f"--enable-tvm-ffi --keep-ptx --keep-cubin --dump-dir={tmp_path}")
+    (ptx,) = [file.read_text() for file in tmp_path.glob("*.ptx")]
+    name = rf"wgmma\.mma_async\.sync\.aligned\.m64n{tile_tokens}k16\.f32\.bf16\.bf16"
+    register_operand = r"\s*\{[^}]*\},\s*\{[^}]*\},"
+    assert len(re.findall(name, ptx)) == len(re.findall(name + register_operand, ptx)) == STEPS * stacked
+    multicast = "multicast::cluster" in ptx
+    assert multicast == (cluster > 1)
+    assert "griddepcontrol.wait" in ptx
+
+    (cubin,) = tmp_path.glob("*.cubin")
+    # setmaxnreg hands out what the launch reserved; asking for more would wait forever.
+    reserved = registers(cubin) * 128 * (1 + warpgroups)
+    (producer,), (consumer,) = (
+        re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32\s+(\d+)", ptx) for way in ("dec", "inc")
+    )
+    assert 128 * (int(producer) + warpgroups * int(consumer)) <= reserved
+    if format is QuantFormat.BF16:
+        # The compiler must not move the rounding of the accumulators before the wait for the last MMAs.
+        assert ptx.index("cvt.rn.bf16x2.f32") > max(found.start() for found in re.finditer(r"wgmma\.wait_group", ptx))
+    code = disassemble(cubin)
+    assert len(re.findall(r"\bHGMMA\b", code)) == STEPS * stacked
+    assert not re.search(r"\b(STL|LDL)\b", code), "registers spill"
+
+
+def registers(cubin: Path) -> int:
+    """Registers per thread at launch: attribute EIATTR_REGCOUNT (0x2f, a pair of 32-bit words) of the ELF file."""
+    content = cubin.read_bytes()
+    return struct.unpack_from("<II", content, content.index(b"\x04\x2f\x08\x00") + 4)[1]
+
+
+def disassemble(cubin: Path) -> str:
+    wheel = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin" / "nvdisasm"
+    tool = shutil.which("nvdisasm") or (wheel if wheel.is_file() else None)
+    if tool is None:
+        pytest.skip("no nvdisasm (wheel nvidia-cuda-nvdisasm)")
+    return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout

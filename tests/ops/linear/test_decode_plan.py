@@ -1,0 +1,92 @@
+"""The split of decode products over blocks: everything is covered once, shared memory fits, real shapes use the GPU."""
+
+import pytest
+
+from dsv4.ops.linear.decode_plan import MAX_SLICES, ProductShape, plan_linear
+from dsv4.quant import QuantFormat
+
+NVFP4, MXFP4, FP8, BF16 = QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16
+SHARED_PER_BLOCK = 227 << 10
+# (formats, tiles, K, groups): Pro and Flash input rows (CSA, HCA), query rows, o_a, o_b, down, head; tiny ones.
+SHAPES = [
+    ((FP8, BF16), (128, 164), 7168, 1),
+    ((NVFP4, BF16), (128, 64), 7168, 1),
+    ((FP8, BF16), (96, 164), 4096, 1),
+    ((FP8,), (4608,), 1536, 1),
+    ((NVFP4,), (2560,), 1024, 1),
+    ((NVFP4,), (64,), 4096, 16),
+    ((FP8,), (64,), 4096, 8),
+    ((FP8,), (448,), 16384, 1),
+    ((NVFP4,), (256,), 8192, 1),
+    ((BF16,), (8080,), 7168, 1),
+    ((MXFP4,), (1,), 32, 1),
+    ((FP8, BF16), (4, 4), 64, 1),
+    ((BF16,), (2,), 64, 2),
+    ((BF16,), (20000,), 16384, 1),
+]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(("formats", "tiles", "columns", "groups"), SHAPES)
+def test_plan_fits_the_machine(
+    formats: tuple[QuantFormat, ...],
+    tiles: tuple[int, ...],
+    columns: int,
+    groups: int,
+    tokens: int,
+) -> None:
+    plan = plan_linear(ProductShape(formats, tiles, columns, groups), tokens, 132)
+    assert tokens <= plan.padded_tokens <= 8
+    assert plan.shared_bytes <= SHARED_PER_BLOCK - 4096
+    assert all(0 < clusters <= count for clusters, count in zip(plan.clusters, tiles, strict=True))
+    assert plan.slice_columns % 256 == 0
+    assert -(-columns // plan.slice_columns) <= MAX_SLICES
+    assert plan.activation_bytes == 2 * plan.padded_tokens * plan.slice_columns
+    stage = {NVFP4: 256, MXFP4: 256, FP8: 128, BF16: 64}
+    assert plan.ragged == any(-(-columns // 64) * 64 % stage[format] for format in formats)
+    # Every block of a cluster has a slice: one without would not wait for the kernel before.
+    assert plan.cluster == 1 or -(-columns // plan.slice_columns) == plan.cluster
+    if tiles != (20000,):
+        assert plan.blocks(groups) <= 132
+    if columns <= 2048 and tiles[0] > 1000:
+        assert plan.cluster == 1
+
+
+def test_blocks_share_the_work_evenly() -> None:
+    def busiest(formats: tuple[QuantFormat, ...], tiles: tuple[int, ...]) -> list[int]:
+        plan = plan_linear(ProductShape(formats, tiles, 7168), 1, 132)
+        return [-(-count // clusters) for count, clusters in zip(tiles, plan.clusters, strict=True)]
+
+    assert busiest((BF16,), (8080,)) == [62]
+    # A BF16 tile has twice the bytes of an FP8 tile.
+    assert busiest((FP8, BF16), (128, 164)) == [3, 2]
+    assert busiest((FP8, BF16), (128, 64)) == [2, 1]
+
+
+def test_a_cluster_shares_activations_that_one_block_cannot_hold() -> None:
+    assert plan_linear(ProductShape((FP8,), (448,), 16384), 4, 132).cluster == 1
+    assert plan_linear(ProductShape((FP8,), (448,), 16384), 8, 132).cluster > 1
+    assert plan_linear(ProductShape((FP8,), (64,), 4096, 16), 8, 132).cluster == 1
+
+
+def test_one_token_leaves_room_for_other_kernels_only() -> None:
+    """Two such blocks never share an SM (the scheduler would leave others empty), small ones of other kernels can."""
+    for formats, tiles, columns, groups in SHAPES[:10]:
+        plan = plan_linear(ProductShape(formats, tiles, columns, groups), 1, 132)
+        assert 114 << 10 <= plan.shared_bytes <= 145 << 10
+
+
+def test_ring_is_shallower_where_that_saves_a_cluster() -> None:
+    shape = ProductShape((QuantFormat.FP8_BLOCK128,), (448,), 16384)
+    assert [
+        (plan_linear(shape, tokens, 132).tuning.depth, plan_linear(shape, tokens, 132).cluster) for tokens in (1, 4)
+    ] == [
+        (4, 1),
+        (3, 1),
+    ]
+
+
+def test_threads_hold_the_activations_that_fit_into_their_registers() -> None:
+    shape = ProductShape((QuantFormat.FP8_BLOCK128,), (448,), 8192)
+    held = [dict(plan_linear(shape, tokens, 132).defines)["PIECES"] for tokens in (1, 2, 4, 8)]
+    assert held == [3, 3, 1, 1]

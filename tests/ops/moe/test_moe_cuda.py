@@ -1,0 +1,250 @@
+"""Mixture of experts, decode: real and awkward shapes, against float64 on the dequantised weights."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.ops.moe import ExpertWeights
+from dsv4.ops.moe.decode import Tuning, moe, moe_decode
+from dsv4.ops.router import Router
+from dsv4.quant import QuantFormat, QuantTensor, quantize
+from dsv4.weights.packed import pack_weight
+from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison, relative_error
+
+pytestmark = pytest.mark.gpu
+
+LIMIT = 10.0
+NVFP4, MXFP4, FP8, BF16 = QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16
+PAIRS = [(NVFP4, FP8), (MXFP4, FP8), (NVFP4, NVFP4), (FP8, FP8), (BF16, BF16), (NVFP4, BF16), (BF16, FP8), (FP8, MXFP4)]
+# Experts are few: what decides is E, F and the routing, and distinct experts come from `X`.
+GEOMETRIES = {"pro": (7168, 3072, 16), "flash": (4096, 2048, 24)}
+SMALL = {
+    "demo": (256, 128, 16),
+    "tiny": (128, 64, 8),
+    "odd": (192, 96, 9),
+    "ragged": (320, 160, 5),
+    "narrow": (64, 32, 8),
+}
+
+
+def draw(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, device="cuda")
+
+
+def weights(width: int, inner: int, count: int, formats: tuple[QuantFormat, QuantFormat], seed: int = 1):
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def one(format: QuantFormat, *stack: int) -> ExpertWeights:
+        shapes = ((inner, width), (width, inner), (inner, width))
+        matrices = (draw(generator, *stack, *shape) * shape[1] ** -0.5 for shape in shapes)
+        return ExpertWeights(*(pack_weight(quantize(matrix, format)) for matrix in matrices))
+
+    return one(formats[0], count), one(formats[1])
+
+
+def step(width: int, count: int, tokens: int, per_token: int = 6, seed: int = 2) -> tuple[Tensor, Tensor, Router]:
+    """x, token ids and a learned router."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x_TE = draw(generator, tokens, width).bfloat16()
+    gate = pack_weight(QuantTensor.dense((draw(generator, count, width) * width**-0.5).bfloat16()))
+    bias_X = draw(generator, count)
+    tokens_T = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    return x_TE, tokens_T, Router(gate, bias_X, False, min(per_token, count), 2.5)
+
+
+def listing(ids_TP: Tensor, router: Router) -> tuple[Tensor, Router]:
+    """Token ids and a router that sends token t to the experts ``ids_TP[t]``, with the weights of ``router``'s gate."""
+    tokens_T = torch.arange(ids_TP.shape[0], device="cuda")
+    return tokens_T, Router(router.gate, ids_TP, True, ids_TP.shape[1], router.scaling)
+
+
+def exact(x_TE: Tensor, tokens_T: Tensor, router: Router, experts: ExpertWeights, shared: ExpertWeights) -> Tensor:
+    """float64, except for the one rounding of the hidden rows. The routes are those of the launch, which tests/ops and
+    test_router.py check.
+    """
+    _, ids_TP, weights_TP = moe_decode(x_TE, tokens_T, router, experts, shared, LIMIT)
+
+    def mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, weight: Tensor | float) -> Tensor:
+        gate, up = (x.double() @ w1.double().T).clamp(max=LIMIT), (x.double() @ w3.double().T).clamp(-LIMIT, LIMIT)
+        return (gate * torch.sigmoid(gate) * up * weight).bfloat16().double() @ w2.double().T
+
+    total = mlp(x_TE, shared.w1.dequantize(), shared.w2.dequantize(), shared.w3.dequantize(), 1.0)
+    for expert in ids_TP.unique().tolist():
+        if not 0 <= expert < experts.w1.shape[0]:
+            continue
+        tokens, slots = (ids_TP == expert).nonzero(as_tuple=True)
+        w1, w2, w3 = (part[expert].dequantize() for part in (experts.w1, experts.w2, experts.w3))
+        total.index_add_(0, tokens, mlp(x_TE[tokens], w1, w2, w3, weights_TP[tokens, slots, None].double()))
+    return total
+
+
+def check(found: Tensor, expected: Tensor, note: str) -> None:
+    """bf16 hidden rows may round the other way after float32 sums: that, and the final rounding, is the error."""
+    error = relative_error(found, expected)
+    worst = (found.double() - expected).abs().max() / expected.abs().max()
+    print(f"{note}: relative error {error:.2e}, worst {float(worst):.2e}")
+    assert error < 2.5e-3, f"{note}: relative error {error}, worst {float(worst)}"
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_real_shapes(geometry: str) -> None:
+    width, inner, count = GEOMETRIES[geometry]
+    experts, shared = weights(width, inner, count, (NVFP4, FP8))
+    for tokens in (1, 2, 3, 4, 6, 8):
+        arguments = step(width, count, tokens)
+        poison()
+        found = moe(*arguments, experts, shared, LIMIT)
+        check(found, exact(*arguments, experts, shared), f"{geometry} T={tokens}")
+
+
+@pytest.mark.parametrize("formats", PAIRS, ids=lambda pair: f"{pair[0].value}+{pair[1].value}")
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_formats(formats: tuple[QuantFormat, QuantFormat], tokens: int) -> None:
+    for name in ("demo", "odd", "ragged"):
+        width, inner, count = SMALL[name]
+        if name == "ragged" and MXFP4 in formats:
+            width, inner = 352, 160
+        experts, shared = weights(width, inner, count, formats)
+        arguments = step(width, count, tokens)
+        poison(1 << 22)
+        found = moe(*arguments, experts, shared, LIMIT)
+        check(found, exact(*arguments, experts, shared), f"{name} {[f.value for f in formats]} T={tokens}")
+
+
+@pytest.mark.parametrize("tokens", range(1, 9))
+@pytest.mark.parametrize("geometry", SMALL)
+def test_small_shapes(geometry: str, tokens: int) -> None:
+    width, inner, count = SMALL[geometry]
+    experts, shared = weights(width, inner, count, (NVFP4, FP8))
+    arguments = step(width, count, tokens)
+    poison(1 << 22)
+    found = moe(*arguments, experts, shared, LIMIT)
+    check(found, exact(*arguments, experts, shared), f"{geometry} T={tokens}")
+
+
+def test_both_activation_types_that_do_not_fit_are_split() -> None:
+    width, inner, count = 7168, 256, 4
+    experts, shared = weights(width, inner, count, (NVFP4, BF16))
+    arguments = step(width, count, 8)
+    check(moe(*arguments, experts, shared, LIMIT), exact(*arguments, experts, shared), "split")
+
+
+def test_all_tokens_share_experts_and_none_do() -> None:
+    width, inner, count = 512, 256, 64
+    experts, shared = weights(width, inner, count, (NVFP4, FP8))
+    x_TE, _, router = step(width, count, 8)
+    same = torch.tensor([[63, 0, 5, 9, 31, 32]], device="cuda").expand(8, 6)
+    apart = torch.arange(48, device="cuda").flip(0).view(8, 6)
+    for note, ids_TP in (("same", same), ("apart", apart)):
+        routing = listing(ids_TP, router)
+        found = moe(x_TE, *routing, experts, shared, LIMIT)
+        check(found, exact(x_TE, *routing, experts, shared), note)
+
+
+def test_clamps_and_large_values() -> None:
+    """Pre-activations far beyond the limit, large routing weights, and a token a million times smaller than others."""
+    width, inner, count = 512, 256, 8
+    experts, shared = weights(width, inner, count, (NVFP4, FP8))
+    x_TE, tokens_T, router = step(width, count, 4)
+    x_TE = (x_TE * torch.tensor([[300.0], [1.0], [1e-6], [3e4]], device="cuda")).bfloat16()
+    router = replace(router, scaling=100.0)
+    found = moe(x_TE, tokens_T, router, experts, shared, LIMIT)
+    expected = exact(x_TE, tokens_T, router, experts, shared)
+    for token in (0, 1, 3):
+        check(found[token], expected[token], f"token {token}")
+    # h of this token is about 1e-12, below what f16 holds beside the largest h possible: see the docstring of moe.
+    assert float((found[2].double() - expected[2]).abs().max()) < 1e-7
+
+
+def test_an_expert_listed_twice_and_ids_out_of_range() -> None:
+    width, inner, count = 256, 128, 8
+    experts, shared = weights(width, inner, count, (NVFP4, FP8))
+    x_TE, _, router = step(width, count, 3)
+    ids_TP = torch.tensor([[2, 2, 7, 1, 1, 1], [-1, 8, 10**12, 0, 3, -(10**12)], [-1] * 6], device="cuda")
+    routing = listing(ids_TP, router)
+    poison(1 << 20)
+    found = moe(x_TE, *routing, experts, shared, LIMIT)
+    check(found, exact(x_TE, *routing, experts, shared), "odd ids")
+
+
+def test_tokens_do_not_mix() -> None:
+    width, inner, count = 512, 256, 8
+    experts, shared = weights(width, inner, count, (NVFP4, FP8))
+    for tokens in (3, 8):
+        x_TE, tokens_T, router = step(width, count, tokens)
+        # The same experts with and without the NaN, so that the sums have the same order.
+        _, ids_TP, _ = moe_decode(x_TE, tokens_T, router, experts, shared, LIMIT)
+        tokens_T, router = listing(ids_TP, router)
+        clean = moe(x_TE, tokens_T, router, experts, shared, LIMIT)
+        x_TE[1, 7] = torch.nan
+        found = moe(x_TE, tokens_T, router, experts, shared, LIMIT)
+        others = [t for t in range(tokens) if t != 1]
+        assert bool(found[1].isnan().all())
+        assert torch.equal(found[others], clean[others])
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_replay_is_eager_and_nothing_synchronises(tokens: int) -> None:
+    width, inner, count = GEOMETRIES["pro"]
+    experts, shared = weights(width, inner, count, (NVFP4, FP8))
+    arguments = step(width, count, tokens)
+    call = lambda: moe_decode(*arguments, experts, shared, LIMIT)  # noqa: E731
+    assert_replay_is_eager(call)
+    assert_no_synchronisation(call)
+
+
+@pytest.mark.parametrize("tuning", [Tuning(8, 4), Tuning(4, 4), Tuning(12, 3), Tuning(16, 1)], ids=str)
+def test_other_launch_shapes(tuning: Tuning) -> None:
+    width, inner, count = GEOMETRIES["flash"]
+    experts, shared = weights(width, inner, count, (NVFP4, FP8))
+    for tokens in (1, 4):
+        arguments = step(width, count, tokens)
+        found = moe_decode(*arguments, experts, shared, LIMIT, tuning).y_TE
+        check(found, exact(*arguments, experts, shared), f"{tuning} T={tokens}")
+
+
+WAITS_FOREVER = """
+import torch
+from dsv4.launch.loader import zeroed_counters
+from dsv4.ops.moe.decode import COUNTERS
+from tests.ops.moe.test_moe_cuda import FP8, LIMIT, NVFP4, moe, step, weights
+
+arguments = step(256, 8, 1)
+zeroed_counters(arguments[0].device, "moe_decode", COUNTERS)[0] -= 1
+moe(*arguments, *weights(256, 128, 8, (NVFP4, FP8)), LIMIT)
+torch.cuda.synchronize()
+"""
+
+
+def test_a_wait_that_never_ends_is_an_error() -> None:
+    """One arrival too few at the grid barrier, in a process of its own, whose context is lost."""
+    root = Path(__file__).resolve().parents[3]
+    run = subprocess.run([sys.executable, "-c", WAITS_FOREVER], capture_output=True, text=True, timeout=90, cwd=root)
+    assert run.returncode == 1
+    assert "CUDA error" in run.stderr
+
+
+def test_no_tokens_and_bad_arguments() -> None:
+    experts, shared = weights(256, 128, 8, (NVFP4, FP8))
+    x_TE, tokens_T, router = step(256, 8, 2)
+    assert moe(x_TE[:0], tokens_T[:0], router, experts, shared, LIMIT).shape == (0, 256)
+    with pytest.raises(ValueError, match="x_TE"):
+        moe(x_TE.float(), tokens_T, router, experts, shared, LIMIT)
+    with pytest.raises(ValueError, match="tokens_T"):
+        moe(
+            x_TE,
+            tokens_T[:1],
+            listing(torch.zeros(2, 6, dtype=torch.int64, device="cuda"), router)[1],
+            experts,
+            shared,
+            LIMIT,
+        )
+    with pytest.raises(ValueError, match="experts: found 8, expected 7"):
+        moe(*step(256, 7, 2), experts, shared, LIMIT)
+    with pytest.raises(ValueError, match="shared.w2"):
+        moe(x_TE, tokens_T, router, experts, ExpertWeights(shared.w1, shared.w1, shared.w3), LIMIT)

@@ -1,0 +1,141 @@
+"""Grouped GEMM mixture of experts on the GPU against the torch op on the same packed weights."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.ops.linear import prefill as prefill_linear
+from dsv4.ops.moe import ExpertWeights, expert_sum
+from dsv4.ops.moe import prefill as module
+from dsv4.ops.moe.prefill import moe_prefill, sort_by_expert
+from dsv4.quant import QuantFormat, quantize
+from dsv4.weights.packed import pack_weight
+from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison, relative_error
+
+pytestmark = pytest.mark.gpu
+FORMATS = [QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16]
+LIMIT = 10.0
+
+
+@pytest.fixture(params=["mma", "wgmma"], autouse=True)
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    if request.param == "wgmma" and not hopper:
+        pytest.skip("wgmma is Hopper's")
+    if request.param == "mma" and hopper:
+        monkeypatch.setattr(prefill_linear, "architecture_of", lambda index: "sm_100a")
+    monkeypatch.setattr(prefill_linear, "cutedsl_supports", lambda x, weight: False)
+    return request.param
+
+
+def random(seed: int) -> torch.Generator:
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+def stack(experts: int | None, width: int, inner: int, format: QuantFormat, seed: int) -> tuple[ExpertWeights, ...]:
+    """Stored and packed expert weights; ``experts`` None: one expert without the leading dimension."""
+    lead = () if experts is None else (experts,)
+    shapes = ((*lead, inner, width), (*lead, width, inner), (*lead, inner, width))
+    stored = [
+        quantize(torch.randn(shape, generator=random(seed + i), device="cuda") * 0.2, format)
+        for i, shape in enumerate(shapes)
+    ]
+    return ExpertWeights(*stored), ExpertWeights(*map(pack_weight, stored))
+
+
+def inputs(tokens: int, width: int, experts: int, per_token: int, skew: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(tokens, width, generator=random(1), device="cuda").bfloat16()
+    scores = torch.rand(tokens, experts, generator=random(2), device="cuda")
+    scores[:, : experts // 4] += skew
+    ids = scores.topk(per_token, dim=1).indices
+    weights = torch.rand(tokens, per_token, generator=random(3), device="cuda")
+    return x, ids, weights
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """Hidden rows may round differently where float32 sums differ: 0.2 % of the norm; no row may stand out."""
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    rows = (found.double() - expected.double()).norm(dim=1) / expected.double().norm(dim=1)
+    worst = int(rows.nan_to_num(torch.inf).argmax())
+    assert float(rows[worst]) < 5e-3, (
+        f"relative error {relative_error(found, expected):.3g}, worst row {worst}: {float(rows[worst]):.3g}, "
+        f"{int((rows > 5e-3).sum())} rows wrong, {int(found.isnan().any(1).sum())} with NaN"
+    )
+    assert relative_error(found, expected) < 2e-3
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
+@pytest.mark.parametrize(
+    ("tokens", "width", "inner", "experts", "per_token", "skew"),
+    [(9, 64, 32, 8, 2, 0.0), (100, 256, 128, 16, 6, 0.5), (513, 512, 384, 8, 6, 0.0), (300, 1024, 512, 64, 6, 0.7)],
+)
+def test_moe(
+    format: QuantFormat, tokens: int, width: int, inner: int, experts: int, per_token: int, skew: float
+) -> None:
+    stored, packed = stack(experts, width, inner, format, 10)
+    stored_shared, packed_shared = stack(None, width, inner, QuantFormat.FP8_BLOCK128, 20)
+    x, ids, weights = inputs(tokens, width, experts, per_token, skew)
+    poison(1 << 20)
+    found = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
+    assert_same(found, expert_sum(x, ids, weights, stored, stored_shared, LIMIT))
+
+
+@pytest.mark.parametrize("tokens", [16, 1024])
+def test_flash_width(tokens: int) -> None:
+    stored, packed = stack(24, 4096, 2048, QuantFormat.NVFP4, 30)
+    stored_shared, packed_shared = stack(None, 4096, 2048, QuantFormat.NVFP4, 40)
+    x, ids, weights = inputs(tokens, 4096, 24, 6)
+    x *= 0.1
+    poison(64 << 20)
+    found = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
+    assert_same(found, expert_sum(x, ids, weights, stored, stored_shared, LIMIT))
+
+
+def test_odd_sizes_duplicates_and_ids_that_are_no_expert() -> None:
+    stored, packed = stack(5, 36, 20, QuantFormat.BF16, 50)
+    stored_shared, packed_shared = stack(None, 36, 28, QuantFormat.BF16, 60)
+    x, ids, weights = inputs(50, 36, 5, 3)
+    ids[7] = 2
+    poison(1 << 20)
+    found = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
+    assert_same(found, expert_sum(x, ids, weights, stored, stored_shared, LIMIT))
+    weights[5, 1] = 0.0
+    expected = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
+    ids[5, 1], weights[5, 1] = -1, torch.nan
+    assert torch.equal(moe_prefill(x, ids, weights, packed, packed_shared, LIMIT), expected)
+
+
+def test_parts_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, packed = stack(16, 256, 128, QuantFormat.MXFP4, 70)
+    _, packed_shared = stack(None, 256, 128, QuantFormat.MXFP4, 80)
+    x, ids, weights = inputs(700, 256, 16, 6)
+    whole = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
+    monkeypatch.setattr(module, "_WORKSPACE_BYTES", 256 * 6 * 1500)
+    parts = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
+    assert relative_error(parts, whole) < 1e-3
+
+
+def test_replay_repetition_and_no_synchronisation() -> None:
+    _, packed = stack(16, 256, 128, QuantFormat.NVFP4, 90)
+    _, packed_shared = stack(None, 256, 128, QuantFormat.FP8_BLOCK128, 100)
+    x, ids, weights = inputs(200, 256, 16, 6)
+    assert_replay_is_eager(lambda: moe_prefill(x, ids, weights, packed, packed_shared, LIMIT))
+    assert_no_synchronisation(lambda: moe_prefill(x, ids, weights, packed, packed_shared, LIMIT))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "per_token"), [(9, 8, 2), (777, 256, 6), (7000, 384, 6), (100, 1024, 16)]
+)
+def test_sort(tokens: int, experts: int, per_token: int) -> None:
+    """The stable order of torch, and tiles that cover every pair once in ascending expert order."""
+    ids = torch.randint(0, experts, (tokens, per_token), generator=random(4), device="cuda")
+    found = sort_by_expert(ids, experts)
+    flat = ids.flatten()
+    assert torch.equal(found.slots.long(), flat.argsort(stable=True))
+    expected, start = [], 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=experts).tolist()):
+        expected += [[expert, start + i, min(128, count - i), 0] for i in range(0, count, 128)]
+        start += count
+    assert int(found.tile_count) == len(expected)
+    assert found.tiles[: len(expected)].tolist() == expected

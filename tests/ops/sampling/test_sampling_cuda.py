@@ -1,0 +1,140 @@
+"""The sampling kernels against the torch ops on the same logits, at the size of the real vocabulary."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.ops import sampling as reference
+from dsv4.ops.sampling.cuda import argmax_token, sample_token
+from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison
+
+pytestmark = pytest.mark.gpu
+
+VOCABULARY = 129_280
+SIZES = [1, 3, 4, 31, 1000, 4097, 70_000, 129_279, VOCABULARY, 131_073, 196_608]
+
+
+def random_logits(size: int, seed: int = 0, scale: float = 3.0) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(size, generator=generator).cuda() * scale
+
+
+def position(value: int) -> Tensor:
+    return torch.tensor([value], device="cuda")
+
+
+def same_on_cpu(logits_V: Tensor, temperature: float, top_p: float, min_p: float, seed: int, at: int) -> int:
+    """The torch op on the CPU, whose logarithms and division are correctly rounded."""
+    return int(reference.sample_token(logits_V.cpu(), temperature, top_p, min_p, seed, torch.tensor([at])))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_argmax(size: int) -> None:
+    for seed in range(5):
+        logits_V = random_logits(size, seed)
+        poison(1 << 20)
+        token = argmax_token(logits_V)
+        assert (token.dtype, token.shape, token.device) == (torch.int64, (), logits_V.device)
+        assert int(token) == int(logits_V.cpu().argmax())
+        logits_V[:] = -1.5
+        logits_V[size // 3 :: 7] = 2.5
+        assert int(argmax_token(logits_V)) == size // 3
+
+
+def test_argmax_of_special_values() -> None:
+    logits_V = torch.full((VOCABULARY,), -torch.inf, device="cuda")
+    assert int(argmax_token(logits_V)) == 0
+    logits_V[77_777] = -3e38
+    assert int(argmax_token(logits_V)) == 77_777
+    logits_V[:] = -0.0
+    logits_V[5] = 0.0
+    assert int(argmax_token(logits_V)) == 0, "both zeros are the same"
+    logits_V[[9, 8]] = torch.inf
+    assert int(argmax_token(logits_V)) == 8
+    for index in (0, 4099, VOCABULARY - 1):
+        poisoned_V = logits_V.clone()
+        poisoned_V[index] = -torch.nan
+        assert int(argmax_token(poisoned_V)) == reference.NAN_TOKEN
+        assert int(sample_token(poisoned_V, 1.0, 0.9, 0.1, 1, position(0))) == reference.NAN_TOKEN
+
+
+def test_misaligned_and_bfloat16_logits() -> None:
+    logits_V = random_logits(VOCABULARY + 1)
+    assert int(argmax_token(logits_V[1:])) == int(logits_V[1:].argmax())
+    half_V = random_logits(1000).bfloat16()
+    assert int(argmax_token(half_V)) == int(reference.argmax_token(half_V))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("min_p", [0.0, 0.05])
+def test_draws_are_those_of_the_torch_op(size: int, min_p: float) -> None:
+    logits_V = random_logits(size)
+    for at, seed in ((0, 0), (1, 7), (4095, 2**63 - 1), (1_000_000, 2**40 + 5), (17, 2**32), (3, 12345)):
+        for temperature in (1.0, 0.6, 1.7):
+            token = int(sample_token(logits_V, temperature, 1.0, min_p, seed, position(at)))
+            assert token == same_on_cpu(logits_V, temperature, 1.0, min_p, seed, at)
+
+
+@pytest.mark.parametrize("size", [3, 1000, VOCABULARY])
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.95, 0.999])
+def test_top_p_draws_are_those_of_the_torch_op(size: int, top_p: float) -> None:
+    """A different token is allowed only if it lies within rounding of the edge: none does with these logits."""
+    for seed in range(6):
+        logits_V = random_logits(size, seed)
+        token = int(sample_token(logits_V, 0.8, top_p, 0.0, seed, position(seed)))
+        assert token == same_on_cpu(logits_V, 0.8, top_p, 0.0, seed, seed)
+
+
+@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.750001, 1e-9])
+def test_top_p_of_a_flat_distribution_keeps_the_lowest_ids(top_p: float) -> None:
+    """All tie, so the edge is drawn by id: no token beyond top_p · V, and tokens up to it."""
+    logits_V, size = torch.zeros(VOCABULARY, device="cuda"), VOCABULARY
+    found = [int(sample_token(logits_V, 1.0, top_p, 0.0, seed, position(0))) for seed in range(64)]
+    assert max(found) < max(1, top_p * size + 1)
+    assert max(found) >= (top_p * size) * 0.9 - 1
+
+
+def test_ties_at_the_edge_across_threads_and_blocks() -> None:
+    """8 tokens of equal weight spread over the vocabulary, of which top-p 0.6 keeps the first five."""
+    logits_V = torch.full((VOCABULARY,), -torch.inf, device="cuda")
+    ids = [3, 20_000, 20_001, 40_000, 70_000, 90_000, 90_001, VOCABULARY - 1]
+    logits_V[ids] = 1.25
+    found = {int(sample_token(logits_V, 1.0, 0.6, 0.0, 5, position(at))) for at in range(200)}
+    assert found == set(ids[:5])
+
+
+def test_no_distribution_gives_the_nan_token() -> None:
+    logits_V = random_logits(VOCABULARY)
+    logits_V[100] = torch.inf
+    assert int(sample_token(logits_V, 1.0, 1.0, 0.0, 1, position(0))) == reference.NAN_TOKEN
+    logits_V[:] = -torch.inf
+    assert int(sample_token(logits_V, 1.0, 0.5, 0.0, 1, position(0))) == reference.NAN_TOKEN
+
+
+def test_replay_follows_the_position_on_the_device() -> None:
+    logits_V, at = random_logits(VOCABULARY), position(5)
+
+    def call() -> list[Tensor]:
+        tokens = argmax_token(logits_V), sample_token(logits_V, 1.0, 1.0, 0.0, 3, at)
+        return [token.reshape(1) for token in (*tokens, sample_token(logits_V, 1.0, 0.9, 0.02, 3, at))]
+
+    call()
+    assert_no_synchronisation(call)
+    assert_replay_is_eager(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, token, _ = call()
+    found = []
+    for value in range(20):
+        at.fill_(value)
+        graph.replay()
+        found.append(int(token))
+    assert found == [same_on_cpu(logits_V, 1.0, 1.0, 0.0, 3, value) for value in range(20)]
+
+
+def test_refuses_what_it_cannot_compute() -> None:
+    for shape in ((2, 8), (0,), (196_609,)):
+        with pytest.raises(ValueError, match="logits_V: found .*, expected .V. with V from 1 to 196608"):
+            argmax_token(torch.zeros(shape, device="cuda"))
+    with pytest.raises(ValueError, match="position_1: found .* on cpu"):
+        sample_token(random_logits(8), 1.0, 1.0, 0.0, 1, torch.tensor([1]))
