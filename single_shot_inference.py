@@ -16,15 +16,13 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import NoReturn
 
-import torch
-
 from dsv4 import Engine, UserError
 from dsv4.cli.arguments import parse_arguments
-from dsv4.cli.faults import device_faults
+from dsv4.cli.faults import device_faults, user_message
 from dsv4.cli.graph_profile import profile_decoder
 from dsv4.cli.job import Job, Outcome, prepare
 from dsv4.cli.op_profile import OpProfile
-from dsv4.cli.progress import GIGABYTES, TOKENS, ProgressBar
+from dsv4.cli.progress import GIGABYTES, KERNELS, TOKENS, ProgressBar
 from dsv4.cli.report import report
 from dsv4.cli.stream import TokenText, make_printer
 from dsv4.cpu_threads import limit_cpu_threads
@@ -33,28 +31,42 @@ from dsv4.layer_kinds import layer_kinds
 EXIT_OK, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 2, 130
 
 
-def generate(job: Job, outcome: Outcome, profile: OpProfile | None) -> None:
+def load(job: Job, outcome: Outcome, show_bars: bool) -> Engine:
+    """The engine, which enters ``outcome``; its eager steps are observed where their profile is wanted."""
+    started = time.perf_counter()
+    with (
+        ProgressBar("compile", KERNELS, sys.stderr, show_bars) as compiling,
+        ProgressBar("load   ", GIGABYTES, sys.stderr, show_bars) as loading,
+    ):
+        engine = Engine.load(job.arguments.model, job.engine_config, loading, compiling=compiling)
+    outcome.engine = engine
+    outcome.load_seconds = time.perf_counter() - started
+    if job.arguments.profile and engine.decoder is None:
+        profile = OpProfile(engine.state.devices, layer_kinds(engine.config))
+        engine.steps.observer = outcome.profile = profile
+    return engine
+
+
+def generate(job: Job, outcome: Outcome) -> None:
     """Loads the model and streams the answer to stdout; ``outcome`` is filled as it goes."""
     arguments = job.arguments
     limit_cpu_threads(job.model_config)
     show_bars = sys.stderr.isatty() and not arguments.quiet
-    started = time.perf_counter()
-    with ProgressBar("load   ", GIGABYTES, sys.stderr, show_bars) as bar:
-        wrap = None if profile is None else profile.wrap
-        engine = outcome.engine = Engine.load(arguments.model, job.engine_config, progress=bar, wrap_ops=wrap)
-    outcome.load_seconds = time.perf_counter() - started
+    engine = load(job, outcome, show_bars)
 
     text = TokenText(job.tokenizer)
     printer = make_printer(sys.stdout, job.prompt.thinking_mode, job.prompt.tools)
     stops = frozenset() if arguments.ignore_eos else job.eos_token_ids
     try:
         with ProgressBar("prefill", TOKENS, sys.stderr, show_bars) as bar:
-            tokens = engine.generate(job.prompt.token_ids, arguments.max_tokens, job.sampling, stops, bar)
+            tokens = engine.generate(
+                job.prompt.token_ids, arguments.max_tokens, job.sampling, stops, bar
+            )
             with closing(tokens):
                 for token in tokens:
                     bar.erase()
-                    if profile is not None:
-                        profile.next_phase("decode")
+                    if isinstance(outcome.profile, OpProfile):
+                        outcome.profile.next_phase("decode")
                     outcome.token_ids.append(token)
                     if token not in job.eos_token_ids:
                         printer.feed(text.push(token))
@@ -74,21 +86,23 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     if arguments.gpus > 1 and not arguments.quiet:
         print(plan(), file=sys.stderr)
-    on_cuda = arguments.device != "cpu" and torch.cuda.is_available()
-    # Captured graphs have no calls to time: they are looked at when the answer is complete.
-    time_ops = arguments.profile and arguments.cuda_graph is None
-    op_profile = OpProfile(on_cuda, layer_kinds(job.model_config)) if time_ops else None
-    graph_profile, outcome, exit_code = None, Outcome(), EXIT_OK
+    outcome = Outcome()
+    exit_code = EXIT_OK
     try:
         with device_faults(plan):
-            generate(job, outcome, op_profile)
-            if arguments.profile and outcome.engine is not None and outcome.engine.decoder is not None:
-                graph_profile = profile_decoder(outcome.engine, outcome.engine.decoder)
+            generate(job, outcome)
+            # Captured graphs have no calls to time: they are looked at when the answer is complete.
+            if (
+                arguments.profile
+                and outcome.engine is not None
+                and outcome.engine.decoder is not None
+            ):
+                outcome.profile = profile_decoder(outcome.engine, outcome.engine.decoder)
     except KeyboardInterrupt:
         exit_code = EXIT_INTERRUPTED
     except BrokenPipeError:
         silence_stdout()  # The reader has seen enough, which is no error.
-    report(job, outcome, op_profile or graph_profile)
+    report(job, outcome)
     return exit_code
 
 
@@ -100,14 +114,16 @@ def silence_stdout() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the driver. A user error is one line on stderr and exit code 2; Ctrl-C is 130."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # An answer may hold what the terminal's encoding lacks.
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # An answer may hold what the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="replace")
     try:
         return run(parse_arguments(argv))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except (UserError, FloatingPointError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        print(f"error: {user_message(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
 
 

@@ -8,8 +8,9 @@ compressor width · ``E`` model dim · ``F`` expert inner dim · ``X`` experts �
 residual streams · ``V`` vocabulary.
 """
 
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import ModelConfig
 from dsv4.engine import Engine
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.sampling import SamplingParams
 

@@ -1,7 +1,7 @@
 """RowCache: key rows in device memory, quantised or plain, addressed by slot.
 
-The byte layouts of cached rows live here and nowhere else (spec §6.2, §6.3). Reading a row always gives the values that
-attention sees, so a token attends to its own key after the round trip through the cache, as in the reference.
+The byte layouts of cached rows live here and nowhere else (model.md#cache-rows). Reading a row always gives the
+values that attention sees, so a token attends to its own key after the round trip through the cache.
 """
 
 import enum
@@ -42,12 +42,19 @@ class RowCache:
 
     @classmethod
     def allocate(
-        cls, slots: int, width: int, rope_width: int, format: RowFormat, plain_dtype: torch.dtype, device: torch.device
+        cls,
+        slots: int,
+        width: int,
+        rope_width: int,
+        format: RowFormat,
+        plain_dtype: torch.dtype,
+        device: torch.device,
     ) -> "RowCache":
         """A zeroed cache; ``plain_dtype`` is the dtype of PLAIN rows."""
         shapes = row_shapes(width, rope_width, format, plain_dtype)
         data, scale = (
-            None if shape is None else torch.zeros((slots, shape[0]), dtype=shape[1], device=device) for shape in shapes
+            None if shape is None else torch.zeros((slots, shape[0]), dtype=shape[1], device=device)
+            for shape in shapes
         )
         assert data is not None
         return cls(data, scale, format, width, rope_width)
@@ -118,7 +125,9 @@ def pack_kv_rows(rows: Tensor, rope_width: int) -> tuple[Tensor, Tensor]:
     amax = groups.abs().amax(-1).clamp(min=1e-4)
     scale = exponent_to_e8m0(ceil_power_of_two_exponent(amax * (1 / E4M3_MAX)))
     scaled = (groups / e8m0_to_float(scale).unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
-    codes = scaled.to(torch.float8_e4m3fn).flatten(-2)[..., :quantised].contiguous().view(torch.uint8)
+    codes = (
+        scaled.to(torch.float8_e4m3fn).flatten(-2)[..., :quantised].contiguous().view(torch.uint8)
+    )
     rotary = rows[..., quantised:].to(torch.bfloat16).contiguous().view(torch.uint8)
     padded_scale = torch.nn.functional.pad(scale.view(torch.uint8), (0, -scale.shape[-1] % 8))
     return torch.cat((codes, rotary), dim=-1), padded_scale
@@ -128,7 +137,9 @@ def unpack_kv_rows(data: Tensor, block_scale: Tensor, rope_width: int) -> Tensor
     """Inverse of ``pack_kv_rows`` up to the rounding it did: float32 ``[..., D]``."""
     quantised = data.shape[-1] - 2 * rope_width
     groups = _in_groups(data[..., :quantised].contiguous().view(torch.float8_e4m3fn).float())
-    scale = e8m0_to_float(block_scale[..., : groups.shape[-2]].contiguous().view(torch.float8_e8m0fnu))
+    scale = e8m0_to_float(
+        block_scale[..., : groups.shape[-2]].contiguous().view(torch.float8_e8m0fnu)
+    )
     values = (groups * scale.unsqueeze(-1)).flatten(-2)[..., :quantised]
     rotary = data[..., quantised:].contiguous().view(torch.bfloat16).float()
     return torch.cat((values, rotary), dim=-1)
@@ -139,7 +150,9 @@ def pack_index_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     rows = rows.float()
     amax = rows.abs().amax(-1, keepdim=True)
     scale = torch.where(amax > 0, amax / E4M3_MAX, torch.ones_like(amax))
-    return (rows / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8), scale
+    return (rows / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(
+        torch.uint8
+    ), scale
 
 
 def unpack_index_rows(data: Tensor, scale: Tensor) -> Tensor:
@@ -149,4 +162,6 @@ def unpack_index_rows(data: Tensor, scale: Tensor) -> Tensor:
 
 def _in_groups(values: Tensor) -> Tensor:
     """``[..., N]`` to ``[..., ⌈N/64⌉, 64]``, zero padded."""
-    return torch.nn.functional.pad(values, (0, -values.shape[-1] % KV_GROUP)).unflatten(-1, (-1, KV_GROUP))
+    return torch.nn.functional.pad(values, (0, -values.shape[-1] % KV_GROUP)).unflatten(
+        -1, (-1, KV_GROUP)
+    )

@@ -1,25 +1,21 @@
-"""ModelConfig (from ``config.json``, both dialects) and EngineConfig: frozen, validated, derived once.
+"""ModelConfig, from ``config.json`` in both dialects: frozen, validated, derived once.
 
-Two dialects of ``config.json`` describe the same model (spec §1.1, §7.3): DeepSeek's own (``compress_ratios``,
-``num_hash_layers``, ``rope_scaling``) and the one transformers rewrites (``layer_types``, ``mlp_layer_types``,
-``rope_parameters``). Both end in the same ``ModelConfig``; nothing about the geometry comes from anywhere else.
+Two dialects of ``config.json`` describe the same model (model.md#config-dialects): DeepSeek's own
+(``compress_ratios``, ``num_hash_layers``, ``rope_scaling``) and the one of transformers (``layer_types``,
+``mlp_layer_types``, ``rope_parameters``). Both end in the same ``ModelConfig``; nothing about the geometry comes from
+anywhere else.
 """
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from dsv4.errors import UserError, shorten
-from dsv4.json_object import read_json_object
+from dsv4.json_object import JsonReader, read_json_object
+from dsv4.limits import MAX_DECODE_TOKENS
 
 MODEL_TYPE = "deepseek_v4"
 SLIDING_WINDOW_ONLY, CSA_RATIO, HCA_RATIO = 0, 4, 128
-MAX_DECODE_TOKENS = 8
-# Steps that may be queued, the one whose token the host waits for included: enough to hide the host.
-STEPS_AHEAD = 4
-# How far caches remember: the longest draft, behind what a stop leaves queued in vain.
-MAX_TAKEN_BACK = MAX_DECODE_TOKENS + STEPS_AHEAD - 1
 
 _RATIO_OF_LAYER_TYPE = {
     "sliding_attention": SLIDING_WINDOW_ONLY,
@@ -30,7 +26,7 @@ _RATIO_OF_LAYER_TYPE = {
 
 @dataclass(frozen=True)
 class Yarn:
-    """Static YaRN scaling of the compress RoPE table (spec §3.2). There is no mscale: cos and sin are never scaled."""
+    """Static YaRN scaling of the compress RoPE table (model.md#rope). cos and sin are never scaled."""
 
     factor: float
     original_max_position_embeddings: int
@@ -40,7 +36,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class DSpark:
-    """Keys of the DSpark speculative module of the -DSpark, -0731 and -0813 releases (spec §1.4, §2.5)."""
+    """Keys of the DSpark speculative module of the -DSpark, -0731 and -0813 releases (model.md#dspark)."""
 
     block_size: int
     noise_token_id: int
@@ -50,7 +46,7 @@ class DSpark:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Geometry and constants of one DeepSeek-V4 model. Field names are those of ``config.json`` (spec §1.1, §1.2).
+    """Geometry and constants of one DeepSeek-V4 model, by the names of ``config.json`` (model.md#configuration).
 
     ``compress_ratios`` and ``hash_layers`` have one entry per main layer; ratio 0 is sliding window only, 4 is CSA,
     128 is HCA.
@@ -92,12 +88,14 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
         """Reads ``folder/config.json``. Raises ``UserError`` for a missing, damaged or unsupported file."""
-        return cls.from_dict(read_json_object(Path(folder) / "config.json"), str(Path(folder) / "config.json"))
+        return cls.from_dict(
+            read_json_object(Path(folder) / "config.json"), str(Path(folder) / "config.json")
+        )
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "config.json") -> "ModelConfig":
         """Builds the config from the parsed JSON of either dialect; ``source`` names it in errors (``UserError``)."""
-        read = _Reader(raw, source)
+        read = JsonReader(raw, source)
         _refuse_other_models(read)
         layers = read.integer("num_hidden_layers", 1, 1024)
         head_dim = read.integer("head_dim", 2, 4096)
@@ -130,7 +128,9 @@ class ModelConfig:
             compress_rope_theta=_rope_theta(read, "compress", "compress_rope_theta"),
             yarn=_yarn(read),
             max_position_embeddings=read.integer("max_position_embeddings", 1, 2**31 - 1),
-            bos_token_id=read.integer("bos_token_id", 0, 2**24) if read.raw.get("bos_token_id") is not None else None,
+            bos_token_id=read.integer("bos_token_id", 0, 2**24)
+            if read.raw.get("bos_token_id") is not None
+            else None,
             eos_token_ids=_eos_token_ids(read),
             num_nextn_predict_layers=read.integer("num_nextn_predict_layers", 0, 64, default=0),
             dspark=_dspark(read, layers),
@@ -139,101 +139,14 @@ class ModelConfig:
         return config
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """How to run the model; everything that is not a property of the checkpoint.
-
-    ``device`` is "auto" (CUDA when there is a device), "cpu" or "cuda". ``parallel`` spreads the layers over ``gpus``
-    devices: contiguous and balanced by bytes ("pipeline") or layer l on device l mod N ("round-robin"). ``kv_dtype``
-    and ``index_dtype`` choose what the caches hold: "fp8" rows (spec §6.2, §6.3) or "bf16", which means not quantised,
-    stored in ``compute_dtype``; ``index_dtype`` None follows ``kv_dtype``. ``max_context`` is in tokens (``None``: the
-    model's maximum, at most 8192); ``prefill_chunk`` in tokens per forward. ``load_mtp`` also loads the speculative
-    module. ``ops``: the op table; "auto" is "cuda" on a GPU in bfloat16, else "torch"; "cutedsl" is "cuda"
-    with faster prefill products, whose compiler takes seconds to import. ``cuda_graph``: how
-    single tokens are decoded: eagerly (None) or by ``CUDAGraphDecoder`` in a mode; "auto" takes the faster one that is
-    exact. Raises ``UserError``.
-    """
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    gpus: int = 1
-    parallel: Literal["pipeline", "round-robin", "tensor"] = "pipeline"
-    kv_dtype: Literal["fp8", "bf16"] = "fp8"
-    index_dtype: Literal["fp8", "bf16"] | None = None
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    max_context: int | None = None
-    prefill_chunk: int = 512
-    load_mtp: bool = False
-    ops: Literal["auto", "torch", "cuda", "cutedsl"] = "auto"
-    cuda_graph: Literal["auto", "split", "full"] | None = None
-
-    def __post_init__(self) -> None:
-        choices = {
-            "device": ("auto", "cpu", "cuda"),
-            "parallel": ("pipeline", "round-robin", "tensor"),
-            "kv_dtype": ("fp8", "bf16"),
-            "index_dtype": ("fp8", "bf16", None),
-            "compute_dtype": ("bfloat16", "float32"),
-            "ops": ("auto", "torch", "cuda", "cutedsl"),
-            "cuda_graph": ("auto", "split", "full", None),
-        }
-        for field, allowed in choices.items():
-            value = self.__dict__[field]
-            if value not in allowed:
-                expected = ", ".join(map(str, allowed))
-                raise UserError(f"EngineConfig.{field}: found {shorten(value)}, expected one of {expected}")
-        for field, low, high in (("gpus", 1, 8), ("prefill_chunk", 1, 65536), ("max_context", 1, 2**31 - 1)):
-            value = self.__dict__[field]
-            if value is None and field == "max_context":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                found = shorten(value)
-                raise UserError(f"EngineConfig.{field}: found {found}, expected an integer from {low} to {high}")
-        if not isinstance(self.load_mtp, bool):
-            raise UserError(f"EngineConfig.load_mtp: found {shorten(self.load_mtp)}, expected True or False")
-        if self.ops in ("cuda", "cutedsl") and self.compute_dtype != "bfloat16":
-            raise UserError(f"EngineConfig.ops: found {self.ops!r} with compute_dtype float32, expected bfloat16")
-
-
-class _Reader:
-    """Typed, ranged access to one JSON object with errors that name the file and the key."""
-
-    def __init__(self, raw: dict[str, Any], source: str) -> None:
-        self.raw = raw
-        self.source = source
-
-    def fail(self, key: str, found: Any, expected: str) -> UserError:
-        return UserError(f"{self.source}: {key}: found {shorten(found)}, expected {expected}")
-
-    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        value = self.raw.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise self.fail(key, value, f"an integer from {low} to {high}")
-        return value
-
-    def number(self, key: str, low: float, high: float) -> float:
-        value = self.raw.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not low < value <= high:
-            raise self.fail(key, value, f"a number above {low} up to {high}")
-        return float(value)
-
-    def exactly(self, key: str, expected: Any) -> None:
-        """A key that may be absent but, if present, must hold the one value this architecture has."""
-        if key in self.raw and self.raw[key] != expected:
-            raise self.fail(key, self.raw[key], repr(expected))
-
-    def child(self, key: str) -> "_Reader | None":
-        value = self.raw.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.fail(key, value, "an object")
-        return _Reader(value, f"{self.source}: {key}")
-
-
-def _refuse_other_models(read: _Reader) -> None:
+def _refuse_other_models(read: JsonReader) -> None:
     found = read.raw.get("model_type")
     if found != MODEL_TYPE:
-        raise read.fail("model_type", found, f"{MODEL_TYPE!r} (V3, V4.1 and other architectures are not supported)")
+        raise read.fail(
+            "model_type",
+            found,
+            f"{MODEL_TYPE!r} (V3, V4.1 and other architectures are not supported)",
+        )
     for key, value in (
         ("scoring_func", "sqrtsoftplus"),
         ("topk_method", "noaux_tc"),
@@ -248,13 +161,13 @@ def _refuse_other_models(read: _Reader) -> None:
         read.exactly(key, value)
 
 
-def _rope_head_dim(read: _Reader, head_dim: int) -> int:
+def _rope_head_dim(read: JsonReader, head_dim: int) -> int:
     if "qk_rope_head_dim" in read.raw:
         return read.integer("qk_rope_head_dim", 2, head_dim)
     return round(head_dim * read.number("partial_rotary_factor", 0.0, 1.0))
 
 
-def _list(read: _Reader, key: str, length: int) -> list[Any]:
+def _list(read: JsonReader, key: str, length: int) -> list[Any]:
     value = read.raw[key]
     if not isinstance(value, list) or len(value) < length:
         found = f"{len(value)} entries" if isinstance(value, list) else value
@@ -262,7 +175,7 @@ def _list(read: _Reader, key: str, length: int) -> list[Any]:
     return value
 
 
-def _compress_ratios(read: _Reader, layers: int) -> tuple[int, ...]:
+def _compress_ratios(read: JsonReader, layers: int) -> tuple[int, ...]:
     if "compress_ratios" in read.raw:
         ratios = _list(read, "compress_ratios", layers)
         tail = ratios[layers:]
@@ -272,7 +185,11 @@ def _compress_ratios(read: _Reader, layers: int) -> tuple[int, ...]:
         types = _list(read, "layer_types", layers)
         unknown = [t for t in types if not isinstance(t, str) or t not in _RATIO_OF_LAYER_TYPE]
         if unknown or len(types) != layers:
-            raise read.fail("layer_types", unknown or len(types), f"{layers} of {', '.join(_RATIO_OF_LAYER_TYPE)}")
+            raise read.fail(
+                "layer_types",
+                unknown or len(types),
+                f"{layers} of {', '.join(_RATIO_OF_LAYER_TYPE)}",
+            )
         rates = read.child("compress_rates")
         if rates is not None:
             rates.exactly("compressed_sparse_attention", CSA_RATIO)
@@ -286,7 +203,7 @@ def _compress_ratios(read: _Reader, layers: int) -> tuple[int, ...]:
     return tuple(ratios[:layers])
 
 
-def _hash_layers(read: _Reader, layers: int) -> tuple[bool, ...]:
+def _hash_layers(read: JsonReader, layers: int) -> tuple[bool, ...]:
     if "num_hash_layers" in read.raw:
         hashed = read.integer("num_hash_layers", 0, layers)
         return tuple(layer < hashed for layer in range(layers))
@@ -299,14 +216,18 @@ def _hash_layers(read: _Reader, layers: int) -> tuple[bool, ...]:
     return tuple(t == "hash_moe" for t in types)
 
 
-def _rope_theta(read: _Reader, table: str, key: str) -> float:
+def _rope_theta(read: JsonReader, table: str, key: str) -> float:
     parameters = read.child("rope_parameters")
     nested = parameters.child(table) if parameters is not None else None
-    return (nested.number("rope_theta", 1.0, 1e12)) if nested is not None else read.number(key, 1.0, 1e12)
+    return (
+        (nested.number("rope_theta", 1.0, 1e12))
+        if nested is not None
+        else read.number(key, 1.0, 1e12)
+    )
 
 
-def _yarn(read: _Reader) -> Yarn | None:
-    """YaRN of the compress table; the main table never has one (spec §3.2)."""
+def _yarn(read: JsonReader) -> Yarn | None:
+    """YaRN of the compress table; the main table never has one (model.md#rope)."""
     parameters = read.child("rope_parameters")
     if parameters is not None and "compress" in parameters.raw:
         main = parameters.child("main")
@@ -324,16 +245,20 @@ def _yarn(read: _Reader) -> Yarn | None:
         raise scaling.fail("type", kind, "'yarn' or 'default'")
     for key in ("attention_factor", "mscale", "mscale_all_dim"):
         if scaling.raw.get(key) not in (None, 1, 1.0):
-            raise scaling.fail(key, scaling.raw[key], "1.0 (DeepSeek-V4 does not scale cos, sin or the softmax)")
+            raise scaling.fail(
+                key, scaling.raw[key], "1.0 (DeepSeek-V4 does not scale cos, sin or the softmax)"
+            )
     return Yarn(
         factor=scaling.number("factor", 0.0, 1e6),
-        original_max_position_embeddings=scaling.integer("original_max_position_embeddings", 1, 2**31 - 1),
+        original_max_position_embeddings=scaling.integer(
+            "original_max_position_embeddings", 1, 2**31 - 1
+        ),
         beta_fast=scaling.number("beta_fast", 0.0, 1e6) if "beta_fast" in scaling.raw else 32.0,
         beta_slow=scaling.number("beta_slow", 0.0, 1e6) if "beta_slow" in scaling.raw else 1.0,
     )
 
 
-def _eos_token_ids(read: _Reader) -> tuple[int, ...]:
+def _eos_token_ids(read: JsonReader) -> tuple[int, ...]:
     value = read.raw.get("eos_token_id")
     if value is None:
         return ()
@@ -343,11 +268,15 @@ def _eos_token_ids(read: _Reader) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _dspark(read: _Reader, layers: int) -> DSpark | None:
+def _dspark(read: JsonReader, layers: int) -> DSpark | None:
     if "dspark_block_size" not in read.raw:
         return None
     targets = read.raw.get("dspark_target_layer_ids")
-    if not isinstance(targets, list) or not all(isinstance(t, int) and 0 <= t < layers for t in targets) or not targets:
+    if (
+        not isinstance(targets, list)
+        or not all(isinstance(t, int) and 0 <= t < layers for t in targets)
+        or not targets
+    ):
         raise read.fail("dspark_target_layer_ids", targets, f"a list of layer ids below {layers}")
     return DSpark(
         block_size=read.integer("dspark_block_size", 1, MAX_DECODE_TOKENS),
@@ -357,17 +286,33 @@ def _dspark(read: _Reader, layers: int) -> DSpark | None:
     )
 
 
-def _check_relations(config: ModelConfig, read: _Reader) -> None:
+def _check_relations(config: ModelConfig, read: JsonReader) -> None:
     if config.num_attention_heads % config.o_groups:
-        raise read.fail("o_groups", config.o_groups, f"a divisor of num_attention_heads {config.num_attention_heads}")
+        raise read.fail(
+            "o_groups",
+            config.o_groups,
+            f"a divisor of num_attention_heads {config.num_attention_heads}",
+        )
     for key, width in (("head_dim", config.head_dim), ("index_head_dim", config.index_head_dim)):
         if config.qk_rope_head_dim % 2 or not 2 <= config.qk_rope_head_dim <= width:
-            raise read.fail("qk_rope_head_dim", config.qk_rope_head_dim, f"an even number from 2 to {key} {width}")
+            raise read.fail(
+                "qk_rope_head_dim",
+                config.qk_rope_head_dim,
+                f"an even number from 2 to {key} {width}",
+            )
     if not math.log2(config.index_head_dim).is_integer():
-        raise read.fail("index_head_dim", config.index_head_dim, "a power of two (Hadamard rotation)")
+        raise read.fail(
+            "index_head_dim", config.index_head_dim, "a power of two (Hadamard rotation)"
+        )
     if config.num_experts_per_tok > config.n_routed_experts:
-        raise read.fail("num_experts_per_tok", config.num_experts_per_tok, f"at most {config.n_routed_experts} experts")
+        raise read.fail(
+            "num_experts_per_tok",
+            config.num_experts_per_tok,
+            f"at most {config.n_routed_experts} experts",
+        )
     bos = () if config.bos_token_id is None else (config.bos_token_id,)
     for token in (*bos, *config.eos_token_ids):
         if token >= config.vocab_size:
-            raise read.fail("bos_token_id / eos_token_id", token, f"ids below vocab_size {config.vocab_size}")
+            raise read.fail(
+                "bos_token_id / eos_token_id", token, f"ids below vocab_size {config.vocab_size}"
+            )

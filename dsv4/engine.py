@@ -14,19 +14,28 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint import Checkpoint, describe, load_weights, mtp_kind, open_checkpoint
-from dsv4.config import MAX_DECODE_TOKENS, EngineConfig, ModelConfig
-from dsv4.decode import CUDAGraphDecoder, build_decoder, check_cuda_graph
+from dsv4.config import ModelConfig
+from dsv4.decode import CUDAGraphDecoder, build_decoder
+from dsv4.devices import check_cuda_graph, engine_devices, table_on, with_device_defaults
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError, shorten
+from dsv4.launch.compiler import compile_ahead
+from dsv4.launch.target import Target
 from dsv4.layers.weights import ReadOnce, Weights
-from dsv4.model import Transformer, on_device
-from dsv4.ops import Ops, op_table
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.model import Transformer
+from dsv4.ops.tables import DirectTable, Table
 from dsv4.parameters import MtpKind
-from dsv4.placement import Placement, bytes_by_layer, check_architectures, table_name
+from dsv4.placement import Placement, bytes_by_layer
 from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
-from dsv4.sampling import Sampler, SamplingParams, checked_token
-from dsv4.state import COMPUTE_DTYPES, DecodeState
+from dsv4.sampling import Sampler, SamplingParams
+from dsv4.state import COMPUTE_DTYPES, DecodeState, chunk_tokens, prefill_tokens
+from dsv4.step.direct import DirectSteps
+from dsv4.step.planned import PlannedSteps, StoredFormats
+from dsv4.step.steps import RecordedSteps
 
 FinishReason = Literal["stop", "length", "context"]
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -49,23 +58,35 @@ class Engine:
         engine_config: EngineConfig,
         weights: Weights,
         placement: Placement,
-        ops: Ops | None = None,
+        table: Table | None = None,
+        compiling: Progress | None = None,
     ) -> None:
         """``weights`` by canonical name (``dsv4.parameters``), each on ``placement.device_of(name)``.
 
-        ``ops`` None: the table of ``engine_config``. Names under ``mtp.`` are kept, as stored, in ``mtp_weights``. The
-        engine reads every weight once, so ``weights`` may be a ``ReadOnce``.
+        ``table`` None: the op table of ``engine_config``. Names under ``mtp.`` are kept, as stored, in ``mtp_weights``.
+        The engine reads every weight once, so ``weights`` may be a ``ReadOnce``. ``compiling(done, total)`` is told
+        about kernels that have to be compiled.
         """
         self.config = config
+        self.devices = placement.layer_devices
+        engine_config = with_device_defaults(engine_config, self.devices)
         self.engine_config = engine_config
         self.max_context = max_context_tokens(config, engine_config)
-        self.mtp_weights = {name: weights[name] for name in list(weights) if name.startswith("mtp.")}
-        self.devices = placement.layer_devices
-        self.ops = ops or _op_table(engine_config, self.devices)
-        compute_dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
-        self.model = Transformer.build(config, weights, self.ops, self.devices, compute_dtype)
+        self.mtp_weights = {
+            name: weights[name] for name in list(weights) if name.startswith("mtp.")
+        }
+        self.table = table or table_on(engine_config, self.devices)
+        dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
+        self.model = Transformer.build(config, weights, self.table.packing, self.devices, dtype)
+        # What packing leaves in torch's cache goes back to the device, so that everything else finds room.
+        torch.cuda.empty_cache()
         self.state = DecodeState.allocate(config, engine_config, self.max_context, self.devices)
-        self.decoder = build_decoder(engine_config, self.model, self.state, self.ops, self.max_context)
+        self.steps = self._build_steps(compiling)
+        self.decoder: CUDAGraphDecoder | None = None
+        if engine_config.cuda_graph is not None:
+            if not isinstance(self.steps, RecordedSteps):
+                raise UserError("EngineConfig.cuda_graph: found the torch ops, expected 'cuda'")
+            self.decoder = build_decoder(engine_config.cuda_graph, self.steps, self.max_context)
         self.last_run: RunStats | None = None
 
     @classmethod
@@ -73,20 +94,23 @@ class Engine:
         cls,
         path: str | Path,
         config: EngineConfig | None = None,
-        progress: Callable[[int, int], None] | None = None,
-        wrap_ops: Callable[[Ops], Ops] | None = None,
+        progress: Progress | None = None,
+        change_table: Callable[[Table], Table] | None = None,
+        compiling: Progress | None = None,
     ) -> "Engine":
-        """Loads a checkpoint folder (spec §7). ``progress(done_bytes, total_bytes)`` is called as tensors arrive.
+        """Loads a checkpoint folder (model.md#checkpoints). ``progress(done_bytes, total_bytes)`` is called on the way,
+        before that ``compiling(done, total)`` as kernels are compiled.
 
-        ``wrap_ops`` makes the op table that is used of the one that ``config`` chooses: to time or swap ops.
+        ``change_table`` makes the op table that is used of the one that ``config`` chooses: to swap ops.
 
         Raises ``UserError`` before any weight is read: for a bad folder, when the memory plan does not fit, and for a
         GPU or an installation without the ops that are asked for.
         """
         engine_config = config or EngineConfig()
         opened = _Opened.open(path, engine_config)
-        table = _op_table(engine_config, opened.placement.layer_devices)
         opened.plan.refuse_if_too_large()
+        if opened.steps is not None:
+            _compile(opened.steps, compiling)
         weights = load_weights(
             opened.checkpoint,
             opened.config,
@@ -94,8 +118,10 @@ class Engine:
             mtp=opened.mtp,
             progress=progress,
         )
-        ops = table if wrap_ops is None else wrap_ops(table)
-        return cls(opened.config, engine_config, ReadOnce(weights), opened.placement, ops)
+        table = opened.table if change_table is None else change_table(opened.table)
+        return cls(
+            opened.config, engine_config, ReadOnce(weights), opened.placement, table, compiling
+        )
 
     @staticmethod
     def plan(path: str | Path, config: EngineConfig | None = None) -> MemoryPlan:
@@ -121,14 +147,20 @@ class Engine:
         self.state.set_position(self.position - tokens)
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Sequence[int], progress: Callable[[int, int], None] | None = None) -> Tensor:
+    def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Tensor:
         """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32 ``[V]``."""
         token_ids = self._checked(token_ids)
+        hidden_TE = self._prefill(token_ids, progress)
+        return self.steps.logits(hidden_TE[-1:])[0].clone()
+
+    def _prefill(self, token_ids: list[int], progress: Progress | None) -> Tensor:
+        """Final hidden states of the last chunk."""
+        hidden_TE = self.model.embed.table_VE.new_empty(0)
+        done = 0
         # The host runs ahead, so that every device has a chunk to work on, but not so far that progress means nothing.
         in_flight: deque[torch.cuda.Event] = deque()
-        hidden_TE, done = self.model.embed.table_VE.new_empty(0), 0
         for chunk in self._chunks(token_ids, None):
-            hidden_TE = self._forward(chunk)
+            hidden_TE = self.steps.run(chunk)
             if hidden_TE.is_cuda:
                 in_flight.append(torch.cuda.Event())
                 in_flight[-1].record(torch.cuda.current_stream(hidden_TE.device))
@@ -137,7 +169,7 @@ class Engine:
             done += len(chunk)
             if progress is not None:
                 progress(done, len(token_ids))
-        return self.model.logits(hidden_TE[-1:])[0]
+        return hidden_TE
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int]) -> Tensor:
@@ -147,10 +179,12 @@ class Engine:
         """
         token_ids = self._checked(token_ids)
         if len(token_ids) > MAX_DECODE_TOKENS:
-            raise ValueError(f"token_ids: found {len(token_ids)} tokens, expected 1 to {MAX_DECODE_TOKENS}")
-        if self.decoder is not None and len(token_ids) == self.decoder.tokens:
+            raise ValueError(
+                f"token_ids: found {len(token_ids)} tokens, expected 1 to {MAX_DECODE_TOKENS}"
+            )
+        if self.decoder is not None and len(token_ids) in self.decoder.lengths:
             return self.decoder.replay(token_ids, self.position).clone()
-        return self.model.logits(self._forward(token_ids))
+        return self.steps.decode(token_ids).clone()
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None) -> Tensor:
@@ -160,7 +194,7 @@ class Engine:
         """
         self.reset()
         chunks = self._chunks(token_ids, chunk_sizes)
-        return torch.cat([self.model.logits(self._forward(chunk)) for chunk in chunks])
+        return torch.cat([self.steps.logits(self.steps.run(chunk)).clone() for chunk in chunks])
 
     @torch.inference_mode()
     def trace(self, token_ids: Sequence[int]) -> dict[str, Tensor | list[Tensor]]:
@@ -170,18 +204,21 @@ class Engine:
         head reads; ``logits``: float32 ``[T, V]``. All on the CPU, in the dtype they had.
         """
         self.reset()
-        layers: list[list[Tensor]] = [[] for _ in self.model.blocks]
+        layers: dict[str, list[Tensor]] = {}
         final = []
+        logits = []
+
+        def seen(name: str, value: Tensor) -> None:
+            layers.setdefault(name, []).append(value)
+
         for chunk in self._chunks(token_ids, None):
-            seen: list[Tensor] = []
-            final.append(self._forward(chunk, lambda streams, seen=seen: seen.append(streams.cpu())))
-            for collected, streams in zip(layers, seen, strict=True):
-                collected.append(streams)
-        hidden_TE = torch.cat(final)
+            hidden_TE = self.steps.trace(chunk, seen)
+            final.append(hidden_TE.cpu())
+            logits.append(self.steps.logits(hidden_TE).cpu())
         return {
-            "layers": [torch.cat(collected) for collected in layers],
-            "final": hidden_TE.cpu(),
-            "logits": self.model.logits(hidden_TE).cpu(),
+            "layers": [torch.cat(values) for values in layers.values()],
+            "final": torch.cat(final),
+            "logits": torch.cat(logits),
         }
 
     def generate(
@@ -190,7 +227,7 @@ class Engine:
         max_new_tokens: int,
         sampling: SamplingParams | None = None,
         stop_token_ids: Iterable[int] | None = None,
-        prefill_progress: Callable[[int, int], None] | None = None,
+        prefill_progress: Progress | None = None,
     ) -> Generator[int, None, None]:
         """Yields sampled ids of a fresh sequence until a stop token (not yielded), the limit or the context's end.
 
@@ -199,11 +236,15 @@ class Engine:
         ``FloatingPointError`` when a logit is NaN.
         """
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise UserError(f"max_new_tokens: found {max_new_tokens!r}, expected an integer of at least 1")
+            raise UserError(
+                f"max_new_tokens: found {max_new_tokens!r}, expected an integer of at least 1"
+            )
         stops = frozenset(self.config.eos_token_ids if stop_token_ids is None else stop_token_ids)
-        sampler = Sampler(sampling or SamplingParams(), self.ops)
+        sampler = Sampler(sampling or SamplingParams())
         self.reset()
-        return self._generate(self._checked(token_ids), max_new_tokens, sampler, stops, prefill_progress)
+        return self._generate(
+            self._checked(token_ids), max_new_tokens, sampler, stops, prefill_progress
+        )
 
     def _generate(
         self,
@@ -211,12 +252,14 @@ class Engine:
         max_new_tokens: int,
         sampler: Sampler,
         stops: frozenset[int],
-        prefill_progress: Callable[[int, int], None] | None,
+        prefill_progress: Progress | None,
     ) -> Generator[int, None, None]:
         # The caller may have used the engine between making this generator and asking it for the first token.
         self.reset()
         started = time.perf_counter()
-        first = self._sample(sampler, self.prefill(token_ids, prefill_progress))
+        with torch.inference_mode():
+            hidden_TE = self._prefill(list(token_ids), prefill_progress)
+            first = self.steps.first_token(sampler, hidden_TE)
         prefilled = time.perf_counter()
         steps = min(max_new_tokens - 1, self.max_context - len(token_ids))
         reason: FinishReason = "length" if steps == max_new_tokens - 1 else "context"
@@ -235,34 +278,31 @@ class Engine:
     def following(
         self, token: int, sampler: Sampler, steps: int, decoder: CUDAGraphDecoder | None
     ) -> Generator[int, None, None]:
-        """Yields the tokens after ``token``, one step each: replayed by ``decoder``, or by ``decode`` without one.
+        """Yields the tokens after ``token``, one step each: replayed by ``decoder``, or run eagerly without one.
 
         Raises ``FloatingPointError`` when a logit is NaN.
         """
-        if decoder is not None:
-            yield from decoder.generate(token, sampler, steps)
-            return
-        for _ in range(steps):
-            token = self._sample(sampler, self.decode([token])[0])
-            yield token
+        follow = self.steps.following if decoder is None else decoder.generate
+        yield from follow(token, sampler, steps)
 
-    def _sample(self, sampler: Sampler, logits_V: Tensor) -> int:
-        with torch.inference_mode(), on_device(self.devices[-1]):
-            token = int(sampler(logits_V, self.state.positions_1[self.devices[-1]]))
-        return checked_token(token, self.position)
+    def _build_steps(self, compiling: Progress | None) -> DirectSteps | RecordedSteps:
+        if isinstance(self.table, DirectTable):
+            return DirectSteps(self.model, self.state, self.table.ops)
+        tokens = prefill_tokens(self.engine_config, self.max_context)
+        return RecordedSteps(self.model, self.state, self.table, tokens, compiling)
 
-    def _forward(self, token_ids: Sequence[int], on_block: Callable[[Tensor], None] | None = None) -> Tensor:
-        self.state.advance(len(token_ids))
-        return self.model(self.state.token_input(token_ids), self.state, on_block)
-
-    def _chunks(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None) -> list[Sequence[int]]:
+    def _chunks(
+        self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None
+    ) -> list[Sequence[int]]:
         token_ids = self._checked(token_ids)
-        count, largest = len(token_ids), self.engine_config.prefill_chunk
+        count, largest = len(token_ids), chunk_tokens(self.engine_config)
         sizes = [count]
         if chunk_sizes is not None:
             sizes, largest = list(chunk_sizes), max(largest, MAX_DECODE_TOKENS)
         if sum(sizes) != count or any(size < 1 for size in sizes):
-            raise ValueError(f"chunk_sizes: found {sizes}, expected positive sizes that sum to {count}")
+            raise ValueError(
+                f"chunk_sizes: found {sizes}, expected positive sizes that sum to {count}"
+            )
         chunks, start = [], 0
         for size in sizes:
             part = token_ids[start : start + size]
@@ -280,39 +320,67 @@ class Engine:
             raise UserError("token_ids: found none, expected at least 1")
         for token in checked:
             if not 0 <= token < self.config.vocab_size:
-                raise UserError(f"token_ids: found {token}, expected ids from 0 to {self.config.vocab_size - 1}")
+                raise UserError(
+                    f"token_ids: found {token}, expected ids from 0 to {self.config.vocab_size - 1}"
+                )
         total = self.position + len(checked)
         if total > self.max_context:
-            raise UserError(f"--max-context: found a sequence of {total} tokens, expected at most {self.max_context}")
+            raise UserError(
+                f"EngineConfig.max_context: found a sequence of {total} tokens, expected at most {self.max_context}"
+            )
         return checked
 
 
-def _op_table(engine: EngineConfig, devices: Sequence[torch.device]) -> Ops:
-    """The op table that ``engine`` asks for. Raises ``UserError`` for a GPU that its kernels are not compiled for."""
-    name = table_name(engine, devices)
-    table = op_table(name)
-    if name != "torch":
-        check_architectures(devices)
-    return table
+def _compile(steps: PlannedSteps, compiling: Progress | None) -> None:
+    """Compiles the kernels of ``steps`` that no earlier process has compiled."""
+    compile_ahead(steps.kernels(), compiling)
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """A checkpoint looked at, headers only: what is in it, where it goes and whether it fits."""
+    """A checkpoint looked at, headers only: what is in it, where it goes and whether it fits.
+
+    ``steps``: what the CUDA ops will do; None with the torch ops.
+    """
 
     checkpoint: Checkpoint
     config: ModelConfig
     mtp: MtpKind | None
     placement: Placement
+    table: Table
+    steps: PlannedSteps | None
     plan: MemoryPlan
 
     @classmethod
     def open(cls, path: str | Path, engine: EngineConfig) -> "_Opened":
         checkpoint = open_checkpoint(path)
-        config = ModelConfig.from_dict(checkpoint.raw_config, str(checkpoint.folder / "config.json"))
+        config = ModelConfig.from_dict(
+            checkpoint.raw_config, str(checkpoint.folder / "config.json")
+        )
         mtp = mtp_kind(checkpoint) if engine.load_mtp else None
         stored = describe(checkpoint, config, mtp)
         sizes = ((description.parameter.name, description.nbytes) for description in stored)
-        placement = Placement.of(engine, bytes_by_layer(sizes, config.num_hidden_layers))
-        check_cuda_graph(engine, placement.layer_devices, table_name(engine, placement.layer_devices))
-        return cls(checkpoint, config, mtp, placement, plan_memory(config, engine, placement, stored))
+        layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
+        placement = Placement.of(engine, engine_devices(engine), layer_bytes)
+        devices = placement.layer_devices
+        engine = with_device_defaults(engine, devices)
+        check_cuda_graph(engine, devices)
+        table = table_on(engine, devices)
+        steps = plan_steps(config, engine, [(p, format) for p, format, _ in stored], table, devices)
+        plan = plan_memory(config, engine, placement, stored, steps)
+        return cls(checkpoint, config, mtp, placement, table, steps, plan)
+
+
+def plan_steps(
+    config: ModelConfig,
+    engine: EngineConfig,
+    stored: StoredFormats,
+    table: Table,
+    devices: tuple[torch.device, ...],
+) -> PlannedSteps | None:
+    """The steps of a recorded table on the GPUs of this machine, without memory; None for the torch ops."""
+    if isinstance(table, DirectTable):
+        return None
+    targets = {device: Target.of(device) for device in dict.fromkeys(devices)}
+    context = max_context_tokens(config, engine)
+    return PlannedSteps.of(config, engine, stored, table, targets, devices, context)

@@ -36,3 +36,43 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(key for key, _ in pairs)
         raise ValueError(f"the key {shorten(max(counts, key=counts.__getitem__))} occurs twice")
     return value
+
+
+class JsonReader:
+    """Typed, ranged access to one JSON object with errors that name the file and the key."""
+
+    def __init__(self, raw: dict[str, Any], source: str) -> None:
+        self.raw = raw
+        self.source = source
+
+    def fail(self, key: str, found: Any, expected: str) -> UserError:
+        """The error for a key that holds something else."""
+        return UserError(f"{self.source}: {key}: found {shorten(found)}, expected {expected}")
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """An integer in a range."""
+        value = self.raw.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.fail(key, value, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str, low: float, high: float) -> float:
+        """A number above ``low`` up to ``high``."""
+        value = self.raw.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low < value <= high:
+            raise self.fail(key, value, f"a number above {low} up to {high}")
+        return float(value)
+
+    def exactly(self, key: str, expected: Any) -> None:
+        """A key that may be absent but, if present, must hold the one value this architecture has."""
+        if key in self.raw and self.raw[key] != expected:
+            raise self.fail(key, self.raw[key], repr(expected))
+
+    def child(self, key: str) -> "JsonReader | None":
+        """An object inside this one, if the key is there."""
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.fail(key, value, "an object")
+        return JsonReader(value, f"{self.source}: {key}")

@@ -1,21 +1,66 @@
-"""The architecture: Block, Segment and Transformer (spec §2.1)."""
+"""The architecture: Block, Segment and Transformer, and the order of a step (model.md#forward-pass).
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+``Transformer.__call__`` is the only place that states the order. It writes the step part by part into ``Parts``: a
+direct step computes each part at once, a recorded one keeps it to be run, captured and measured (``dsv4.step``).
+"""
+
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.layers.attention import Attention, AttentionState, Projections
+from dsv4.layers.attention import Attention
 from dsv4.layers.head import Embedding, Head
-from dsv4.layers.hyper_connection import HyperConnection, Residual, Unmixed
+from dsv4.layers.hyper_connection import HyperConnection, Unmixed
 from dsv4.layers.moe import MoE
 from dsv4.layers.weights import WeightReader, Weights
-from dsv4.ops import Ops
+from dsv4.ops import Ops, Packing
 from dsv4.state import DecodeState
+
+PartKind = Literal["projections", "attention", "experts", "mix", "head", "sample"]
+
+
+def part_name(kind: PartKind, layer: int | None) -> str:
+    """``layer 12 attention``, or the kind alone for what belongs to no layer."""
+    return kind if layer is None else f"layer {layer} {kind}"
+
+
+class Parts(Protocol):
+    """Where a step is written, in order."""
+
+    @property
+    def traced(self) -> bool:
+        """Whether values inside the step are wanted: ``value`` is called for them."""
+        ...
+
+    def part(
+        self, kind: PartKind, device: torch.device, layer: int | None = None
+    ) -> AbstractContextManager[Ops]:
+        """The ops that compute what comes next, on ``device``, for ``layer`` if it belongs to one."""
+        ...
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """The step's token ids on ``device``, int64 ``[T]``."""
+        ...
+
+    def hand_off(self, streams_TME: Tensor, source: torch.device, target: torch.device) -> Tensor:
+        """The streams on ``target``."""
+        ...
+
+    def value(self, name: str, tensor: Tensor) -> None:
+        """A value of a traced step, called inside the part that computes it."""
+        ...
+
+
+class Outputs(NamedTuple):
+    """What a step computes: final hidden states ``[T, E]`` and, if wanted, float32 logits ``[T, V]``."""
+
+    hidden_TE: Tensor
+    logits_TV: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -29,35 +74,23 @@ class Block:
 
     @classmethod
     def build(
-        cls, config: ModelConfig, weights: WeightReader, ops: Ops, ratio: int, hashed: bool, compute_dtype: torch.dtype
+        cls,
+        config: ModelConfig,
+        weights: WeightReader,
+        ratio: int,
+        hashed: bool,
+        compute_dtype: torch.dtype,
     ) -> "Block":
         return cls(
-            HyperConnection.build(config, weights, ops, "attn"),
-            Attention.build(config, weights.below("attn"), ops, ratio, compute_dtype),
-            HyperConnection.build(config, weights, ops, "ffn"),
-            MoE.build(config, weights.below("ffn"), ops, hashed),
+            HyperConnection.build(config, weights, "attn"),
+            Attention.build(config, weights.below("attn"), ratio, compute_dtype),
+            HyperConnection.build(config, weights, "ffn"),
+            MoE.build(config, weights.below("ffn"), hashed),
         )
 
-    def open(self, incoming: Tensor | Unmixed) -> tuple[Projections, Residual]:
-        """Up to the attention projections: the part before anything depends on the position."""
-        x_TE, residual = self.attn_hc.enter(incoming)
-        return self.attn.project(x_TE), residual
-
-    def close(self, y_TE: Tensor, residual: Residual, tokens_T: Tensor) -> Unmixed:
-        """The rest of the layer after attention's result ``[T, E]``."""
-        x_TE, residual = self.ffn_hc.enter(Unmixed(y_TE, residual))
-        return Unmixed(self.ffn(x_TE, tokens_T), residual)
-
-    def __call__(
-        self, incoming: Tensor | Unmixed, tokens_T: Tensor, positions_T: Tensor, state: AttentionState
-    ) -> Unmixed:
-        """Streams ``[T, M, E]`` in and out, there is no other residual path; the last result is left for ``mix``."""
-        projections, residual = self.open(incoming)
-        return self.close(self.attn.attend(projections, positions_T, state), residual, tokens_T)
-
-    def mix(self, unmixed: Unmixed) -> Tensor:
+    def mix(self, ops: Ops, unmixed: Unmixed) -> Tensor:
         """The streams ``[T, M, E]`` after the block."""
-        return self.ffn_hc.mix(unmixed)
+        return self.ffn_hc.mix(ops, unmixed)
 
 
 @dataclass(frozen=True)
@@ -68,29 +101,11 @@ class Segment:
     layers: tuple[int, ...]
     blocks: tuple[Block, ...]
 
-    def __call__(
-        self,
-        streams_TME: Tensor,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        state: DecodeState,
-        on_block: Callable[[Tensor], None] | None = None,
-    ) -> Tensor:
-        """The streams ``[T, M, E]`` after the last block, everything on ``device``."""
-        carried: Tensor | Unmixed = streams_TME
-        for layer, block in zip(self.layers, self.blocks, strict=True):
-            carried = block(carried, tokens_T, positions_T, state.layers[layer])
-            if on_block is not None:
-                on_block(block.mix(carried))
-        assert isinstance(carried, Unmixed), "a segment has at least one block"
-        return self.blocks[-1].mix(carried)
-
 
 @dataclass(frozen=True)
 class Transformer:
     """The whole model. The embedding is on the first segment's device, the head on the last one's."""
 
-    ops: Ops
     embed: Embedding
     segments: tuple[Segment, ...]
     head: Head
@@ -100,75 +115,81 @@ class Transformer:
         cls,
         config: ModelConfig,
         weights: Weights,
-        ops: Ops,
+        packing: Packing,
         devices: tuple[torch.device, ...],
         compute_dtype: torch.dtype,
     ) -> "Transformer":
-        """``devices[l]`` is where the weights of block l are."""
-        root = WeightReader(weights, ops)
+        """``devices[l]`` is where the weights of block l are; matrices are kept as ``packing`` makes them."""
+        root = WeightReader(weights, packing)
+        kinds = zip(config.compress_ratios, config.hash_layers, strict=True)
         blocks = tuple(
-            Block.build(config, root.below(f"layers.{layer}"), ops, ratio, hashed, compute_dtype)
-            for layer, (ratio, hashed) in enumerate(zip(config.compress_ratios, config.hash_layers, strict=True))
+            Block.build(config, root.below(f"layers.{layer}"), ratio, hashed, compute_dtype)
+            for layer, (ratio, hashed) in enumerate(kinds)
         )
         segments = []
         for device, run in groupby(range(len(blocks)), key=devices.__getitem__):
             layers = tuple(run)
             segments.append(Segment(device, layers, tuple(blocks[layer] for layer in layers)))
-        embed, head = Embedding.build(config, root, ops, compute_dtype), Head.build(config, root, ops)
-        return cls(ops, embed, tuple(segments), head)
+        embed = Embedding.build(config, root, compute_dtype)
+        return cls(embed, tuple(segments), Head.build(config, root))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         return tuple(block for segment in self.segments for block in segment.blocks)
 
-    def __call__(
-        self, tokens_T: Tensor, state: DecodeState, on_block: Callable[[Tensor], None] | None = None
-    ) -> Tensor:
-        """Final hidden states ``[T, E]`` of the next T tokens (int64); advances the position by T.
+    @property
+    def head_device(self) -> torch.device:
+        return self.segments[-1].device
 
-        ``logits`` turns the rows one wants into logits. ``on_block`` sees the streams ``[T, M, E]`` after each block.
-        ``tokens_T`` may be anywhere; ``state.token_input`` puts ids where no device waits for another because of them.
-        """
-        tokens = {device: tokens_T.to(device, non_blocking=True) for device in state.devices}
+    def __call__(self, parts: Parts, state: DecodeState, logits: bool) -> Outputs:
+        """Writes a step of the next T tokens, which moves the position on by T."""
         positions: dict[torch.device, Tensor] = {}
         streams_TME: Tensor | None = None
+        source = self.segments[0].device
         for segment in self.segments:
-            device = segment.device
-            arrived_TME = None if streams_TME is None else state.bring(streams_TME, device)
-            with on_device(device):
-                streams_TME = self.begin(device, arrived_TME, tokens[device], positions, state)
-                streams_TME = segment(streams_TME, tokens[device], positions[device], state, on_block)
+            if streams_TME is not None:
+                streams_TME = parts.hand_off(streams_TME, source, segment.device)
+            streams_TME = self._segment(parts, state, segment, streams_TME, positions)
+            source = segment.device
         assert streams_TME is not None, "a model has at least one segment"
-        with on_device(self.segments[-1].device):
-            return self.head.hidden(streams_TME)
+        with parts.part("head", source) as ops:
+            hidden_TE = self.head.hidden(ops, streams_TME)
+            logits_TV = self.head.logits(ops, hidden_TE) if logits else None
+        return Outputs(hidden_TE, logits_TV)
 
-    def begin(
+    def _segment(
         self,
-        device: torch.device,
-        arrived_TME: Tensor | None,
-        tokens_T: Tensor,
-        positions: dict[torch.device, Tensor],
+        parts: Parts,
         state: DecodeState,
+        segment: Segment,
+        arrived_TME: Tensor | None,
+        positions: dict[torch.device, Tensor],
     ) -> Tensor:
-        """The streams ``[T, M, E]`` that a segment on ``device`` starts from; nothing arrives at the first one, which
-        embeds the tokens.
+        """The streams ``[T, M, E]`` after the segment; nothing arrives at the first one, which embeds the tokens.
 
-        A device's first segment of a step moves the device's position on and enters its int64 ``[T]`` in ``positions``,
-        the others reuse them.
+        A device's first segment of a step moves the device's position on and enters its int64 ``[T]`` in ``positions``.
         """
-        position_1 = state.positions_1[device]
-        if arrived_TME is None:
-            positions[device], arrived_TME = self.embed(tokens_T, position_1)
-        elif device not in positions:
-            positions[device] = self.ops.next_positions(position_1, tokens_T.shape[0])
-        return arrived_TME
+        device = segment.device
+        tokens_T = parts.tokens(device)
+        carried: Tensor | Unmixed | None = arrived_TME
+        for layer, block in zip(segment.layers, segment.blocks, strict=True):
+            with parts.part("projections", device, layer) as ops:
+                if carried is None:
+                    positions[device], carried = self.embed(ops, tokens_T, *state.place(device))
+                elif device not in positions:
+                    positions[device] = ops.next_positions(*state.place(device), tokens_T.shape[0])
+                x_TE, residual = block.attn_hc.enter(ops, carried)
+                projections = block.attn.project(ops, x_TE)
+            with parts.part("attention", device, layer) as ops:
+                y_TE = block.attn.attend(ops, projections, positions[device], state.layers[layer])
+            with parts.part("experts", device, layer) as ops:
+                carried = self._experts(ops, block, Unmixed(y_TE, residual), tokens_T)
+                if parts.traced:
+                    parts.value(f"layer {layer} streams", block.mix(ops, carried))
+        assert isinstance(carried, Unmixed), "a segment has at least one block"
+        with parts.part("mix", device, segment.layers[-1]) as ops:
+            return segment.blocks[-1].mix(ops, carried)
 
-    def logits(self, hidden_TE: Tensor) -> Tensor:
-        """float32 ``[T, V]`` of final hidden states."""
-        with on_device(self.segments[-1].device):
-            return self.head.logits(hidden_TE)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a CUDA device the current one, which launches and allocations expect."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    def _experts(self, ops: Ops, block: Block, incoming: Unmixed, tokens_T: Tensor) -> Unmixed:
+        x_TE, residual = block.ffn_hc.enter(ops, incoming)
+        return Unmixed(block.ffn(ops, x_TE, tokens_T), residual)

@@ -1,6 +1,6 @@
 """The canonical list of a model's parameters: name, logical shape and role, derived from ``ModelConfig`` alone.
 
-Names are those of the native checkpoint dialect (spec §7.1). Routed experts are stacked:
+Names are those of the native checkpoint dialect (model.md#parameters). Routed experts are stacked:
 ``layers.N.ffn.experts.w1.weight`` has shape ``[X, F, E]`` and stands for the X tensors
 ``layers.N.ffn.experts.{x}.w1.weight``. The loader checks a checkpoint against this list in both directions, the
 synthetic generator fills it, the memory plan sums it, the layers read from it.
@@ -50,7 +50,7 @@ def parameters(config: ModelConfig, mtp: MtpKind | None = None) -> dict[str, Par
 
 
 def mtp_stages(config: ModelConfig, mtp: MtpKind) -> int:
-    """Number of ``mtp.{s}`` blocks: one for classic MTP, one per target layer for DSpark (spec §1.4)."""
+    """Number of ``mtp.{s}`` blocks: one for MTP, one per target layer for DSpark (model.md#releases)."""
     if mtp == "classic":
         return max(config.num_nextn_predict_layers, 1)
     assert config.dspark is not None
@@ -66,7 +66,9 @@ def layer_of(name: str) -> int | None:
 def _main_parameters(config: ModelConfig) -> Iterator[Parameter]:
     yield Parameter("embed.weight", (config.vocab_size, config.hidden_size), Role.FLOOR)
     for layer in range(config.num_hidden_layers):
-        yield from _block(config, f"layers.{layer}", config.compress_ratios[layer], config.hash_layers[layer])
+        yield from _block(
+            config, f"layers.{layer}", config.compress_ratios[layer], config.hash_layers[layer]
+        )
     yield from _hc_head(config, "hc_head")
     yield Parameter("norm.weight", (config.hidden_size,), Role.NORM)
     yield Parameter("head.weight", (config.vocab_size, config.hidden_size), Role.FLOOR)
@@ -75,7 +77,9 @@ def _main_parameters(config: ModelConfig) -> Iterator[Parameter]:
 def _block(config: ModelConfig, prefix: str, ratio: int, hashed: bool) -> Iterator[Parameter]:
     mixes = (2 + config.hc_mult) * config.hc_mult
     for sublayer in ("attn", "ffn"):
-        yield Parameter(f"{prefix}.hc_{sublayer}_fn", (mixes, config.hc_mult * config.hidden_size), Role.FLOAT)
+        yield Parameter(
+            f"{prefix}.hc_{sublayer}_fn", (mixes, config.hc_mult * config.hidden_size), Role.FLOAT
+        )
         yield Parameter(f"{prefix}.hc_{sublayer}_base", (mixes,), Role.FLOAT)
         yield Parameter(f"{prefix}.hc_{sublayer}_scale", (3,), Role.FLOAT)
         yield Parameter(f"{prefix}.{sublayer}_norm.weight", (config.hidden_size,), Role.NORM)
@@ -92,14 +96,22 @@ def _attention(config: ModelConfig, prefix: str, ratio: int) -> Iterator[Paramet
     yield Parameter(f"{prefix}.wq_b.weight", (heads_width, config.q_lora_rank), Role.LINEAR)
     yield Parameter(f"{prefix}.wkv.weight", (config.head_dim, config.hidden_size), Role.LINEAR)
     yield Parameter(f"{prefix}.kv_norm.weight", (config.head_dim,), Role.NORM)
-    yield Parameter(f"{prefix}.wo_a.weight", (low_rank_width, heads_width // config.o_groups), Role.LINEAR)
+    yield Parameter(
+        f"{prefix}.wo_a.weight", (low_rank_width, heads_width // config.o_groups), Role.LINEAR
+    )
     yield Parameter(f"{prefix}.wo_b.weight", (config.hidden_size, low_rank_width), Role.LINEAR)
     if ratio:
         yield from _compressor(config, f"{prefix}.compressor", ratio, config.head_dim)
     if ratio == CSA_RATIO:
         index_width = config.index_n_heads * config.index_head_dim
-        yield Parameter(f"{prefix}.indexer.wq_b.weight", (index_width, config.q_lora_rank), Role.LINEAR)
-        yield Parameter(f"{prefix}.indexer.weights_proj.weight", (config.index_n_heads, config.hidden_size), Role.FLOOR)
+        yield Parameter(
+            f"{prefix}.indexer.wq_b.weight", (index_width, config.q_lora_rank), Role.LINEAR
+        )
+        yield Parameter(
+            f"{prefix}.indexer.weights_proj.weight",
+            (config.index_n_heads, config.hidden_size),
+            Role.FLOOR,
+        )
         yield from _compressor(config, f"{prefix}.indexer.compressor", ratio, config.index_head_dim)
 
 
@@ -112,19 +124,31 @@ def _compressor(config: ModelConfig, prefix: str, ratio: int, head_dim: int) -> 
 
 
 def _moe(config: ModelConfig, prefix: str, hashed: bool) -> Iterator[Parameter]:
-    experts, width, hidden = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
+    experts, width, hidden = (
+        config.n_routed_experts,
+        config.moe_intermediate_size,
+        config.hidden_size,
+    )
     yield Parameter(f"{prefix}.gate.weight", (experts, hidden), Role.FLOOR)
     if hashed:
-        yield Parameter(f"{prefix}.gate.tid2eid", (config.vocab_size, config.num_experts_per_tok), Role.TABLE)
+        yield Parameter(
+            f"{prefix}.gate.tid2eid", (config.vocab_size, config.num_experts_per_tok), Role.TABLE
+        )
     else:
         yield Parameter(f"{prefix}.gate.bias", (experts,), Role.FLOAT)
-    for projection, shape in (("w1", (width, hidden)), ("w2", (hidden, width)), ("w3", (width, hidden))):
+    for projection, shape in (
+        ("w1", (width, hidden)),
+        ("w2", (hidden, width)),
+        ("w3", (width, hidden)),
+    ):
         yield Parameter(f"{prefix}.experts.{projection}.weight", (experts, *shape), Role.EXPERT)
         yield Parameter(f"{prefix}.shared_experts.{projection}.weight", shape, Role.LINEAR)
 
 
 def _hc_head(config: ModelConfig, prefix: str) -> Iterator[Parameter]:
-    yield Parameter(f"{prefix}_fn", (config.hc_mult, config.hc_mult * config.hidden_size), Role.FLOAT)
+    yield Parameter(
+        f"{prefix}_fn", (config.hc_mult, config.hc_mult * config.hidden_size), Role.FLOAT
+    )
     yield Parameter(f"{prefix}_base", (config.hc_mult,), Role.FLOAT)
     yield Parameter(f"{prefix}_scale", (1,), Role.FLOAT)
 
@@ -153,6 +177,10 @@ def _dspark_ends(config: ModelConfig, last: int) -> Iterator[Parameter]:
     yield Parameter("mtp.0.main_norm.weight", (hidden,), Role.NORM)
     yield Parameter(f"mtp.{last}.norm.weight", (hidden,), Role.NORM)
     yield from _hc_head(config, f"mtp.{last}.hc_head")
-    yield Parameter(f"mtp.{last}.markov_head.markov_w1.weight", (config.vocab_size, rank), Role.FLOOR)
-    yield Parameter(f"mtp.{last}.markov_head.markov_w2.weight", (config.vocab_size, rank), Role.FLOOR)
+    yield Parameter(
+        f"mtp.{last}.markov_head.markov_w1.weight", (config.vocab_size, rank), Role.FLOOR
+    )
+    yield Parameter(
+        f"mtp.{last}.markov_head.markov_w2.weight", (config.vocab_size, rank), Role.FLOOR
+    )
     yield Parameter(f"mtp.{last}.confidence_head.proj.weight", (1, hidden + rank), Role.FLOOR)

@@ -6,9 +6,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from dsv4.config import EngineConfig
-from dsv4.errors import UserError
-from dsv4.ops import TableName
+from dsv4.engine_config import EngineConfig
 from dsv4.parameters import layer_of
 
 
@@ -19,9 +17,10 @@ class Placement:
     layer_devices: tuple[torch.device, ...]
 
     @classmethod
-    def of(cls, engine: EngineConfig, layer_bytes: Sequence[int]) -> "Placement":
-        """What ``engine`` asks for; ``layer_bytes`` as from ``bytes_by_layer``. Raises as ``engine_devices``."""
-        devices = engine_devices(engine)
+    def of(
+        cls, engine: EngineConfig, devices: Sequence[torch.device], layer_bytes: Sequence[int]
+    ) -> "Placement":
+        """What ``engine`` asks for on ``devices``; ``layer_bytes`` as from ``bytes_by_layer``."""
         if engine.parallel == "round-robin":
             return cls.round_robin(len(layer_bytes), devices)
         return cls.pipeline(layer_bytes, devices)
@@ -34,7 +33,11 @@ class Placement:
         """
         ends = _balanced_ends(layer_bytes, min(len(devices), len(layer_bytes)))
         counts = [end - start for start, end in pairwise((0, *ends))]
-        return cls(tuple(device for device, count in zip(devices, counts, strict=False) for _ in range(count)))
+        return cls(
+            tuple(
+                device for device, count in zip(devices, counts, strict=False) for _ in range(count)
+            )
+        )
 
     @classmethod
     def round_robin(cls, layers: int, devices: Sequence[torch.device]) -> "Placement":
@@ -66,7 +69,11 @@ def _balanced_ends(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
     for _ in range(parts):
         best = {
             end: min(
-                (max(largest, total[end] - total[start]), squares + (total[end] - total[start]) ** 2, (*ends, end))
+                (
+                    max(largest, total[end] - total[start]),
+                    squares + (total[end] - total[start]) ** 2,
+                    (*ends, end),
+                )
                 for start, (largest, squares, ends) in best.items()
                 if start < end
             )
@@ -81,42 +88,3 @@ def _home_layer(name: str, layers: int) -> int:
     if layer is not None:
         return layer
     return 0 if name.startswith("embed.") else layers - 1
-
-
-def table_name(engine: EngineConfig, devices: Sequence[torch.device]) -> TableName:
-    """The op table an ``EngineConfig`` asks for on ``devices``. Raises ``UserError`` for CUDA ops on a CPU."""
-    on_cuda = devices[0].type == "cuda"
-    if engine.ops in ("cuda", "cutedsl") and not on_cuda:
-        raise UserError(f"--ops: found {engine.ops!r} on the CPU, expected 'torch' or a CUDA device")
-    if engine.ops == "auto":
-        return "cuda" if on_cuda and engine.compute_dtype == "bfloat16" else "torch"
-    return engine.ops
-
-
-def check_architectures(devices: Sequence[torch.device]) -> None:
-    """Raises ``UserError`` for a GPU that the CUDA kernels have no compile target for. Needs cuda-core."""
-    from dsv4.launch.loader import ARCHITECTURES, compile_target
-
-    for device in dict.fromkeys(devices):
-        major, minor = torch.cuda.get_device_capability(device)
-        if compile_target(major, minor) is None:
-            found = f"{device} ({torch.cuda.get_device_name(device)}) of compute capability {major}.{minor}"
-            expected = f"one that the kernels are compiled for ({', '.join(ARCHITECTURES)})"
-            raise UserError(f"--ops: found {found}, expected {expected}; --ops torch runs on any GPU")
-
-
-def engine_devices(engine: EngineConfig) -> tuple[torch.device, ...]:
-    """The devices an ``EngineConfig`` asks for. Raises ``UserError`` when this machine does not have them."""
-    if engine.parallel == "tensor" and engine.gpus > 1:
-        raise UserError(
-            "--parallel: found 'tensor' with more than one GPU, expected 'pipeline' or 'round-robin' "
-            "(not available in this version)"
-        )
-    available = torch.cuda.device_count()
-    if engine.device == "cpu" or (engine.device == "auto" and available == 0):
-        if engine.gpus > 1:
-            raise UserError(f"--gpus: found {engine.gpus}, expected 1 when running on the CPU")
-        return (torch.device("cpu"),)
-    if available < engine.gpus:
-        raise UserError(f"--gpus: found {engine.gpus}, expected at most {available} (CUDA devices on this machine)")
-    return tuple(torch.device("cuda", index) for index in range(engine.gpus))

@@ -8,15 +8,19 @@ from pathlib import Path
 import torch
 
 from dsv4.checkpoint import ParameterDescription
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import ModelConfig
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
-from dsv4.parameters import Parameter
-from dsv4.placement import Placement, table_name
+from dsv4.ops.torch_workspace import TorchStep
+from dsv4.placement import Placement
 from dsv4.state import COMPUTE_DTYPES, layer_state_bytes, step_tokens
-from dsv4.working_memory import CUDA_RESERVE_BYTES, is_packed, packing_bytes, step_bytes
+from dsv4.step.planned import PlannedSteps
+from dsv4.weights.packing_bytes import dequantized_bytes, dequantizing_bytes, packing_bytes
 
 DEFAULT_MAX_CONTEXT = 8192
 _MIB = 1 << 20
+# What the CUDA driver takes for kernels and graphs and torch for blocks between those in use.
+CUDA_RESERVE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -67,17 +71,21 @@ class MemoryPlan:
             + ("" if device.fits else "  does not fit")
             for device in self.devices
         ]
-        return "\n".join([f"memory plan in MiB for a context of {self.max_context:,} tokens", header, *rows])
+        return "\n".join(
+            [f"memory plan in MiB for a context of {self.max_context:,} tokens", header, *rows]
+        )
 
     def refuse_if_too_large(self) -> None:
         """Raises ``UserError`` with the numbers of the first device that cannot hold its part."""
         for device in self.devices:
             if not device.fits:
-                weights, ops, state, work, needed, available = (size // _MIB for size in _columns(device))
+                weights, ops, state, work, needed, available = (
+                    size // _MIB for size in _columns(device)
+                )
                 raise UserError(
                     f"memory: {device.device} needs {needed:,} MiB (weights {weights:,}, ops {ops:,}, state "
                     f"{state:,}, work {work:,}), found {available:,} MiB available; use more GPUs or a smaller "
-                    "--max-context or --prefill-chunk"
+                    "EngineConfig.max_context or EngineConfig.prefill_chunk"
                 )
 
 
@@ -88,48 +96,69 @@ def max_context_tokens(config: ModelConfig, engine: EngineConfig) -> int:
     if engine.max_context > config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise UserError(
-            f"--max-context: found {engine.max_context}, expected at most {limit} (max_position_embeddings)"
+            f"EngineConfig.max_context: found {engine.max_context}, expected at most {limit} (max_position_embeddings)"
         )
     return engine.max_context
 
 
 def plan_memory(
-    config: ModelConfig, engine: EngineConfig, placement: Placement, stored: Iterable[ParameterDescription]
+    config: ModelConfig,
+    engine: EngineConfig,
+    placement: Placement,
+    stored: Iterable[ParameterDescription],
+    steps: PlannedSteps | None,
 ) -> MemoryPlan:
-    """Sums the checkpoint's ``stored`` parameters, the decode state and the work over the devices of ``placement``."""
+    """Sums the checkpoint's ``stored`` parameters, the decode state and the work over the devices of ``placement``.
+
+    ``steps``: the recorded steps of the CUDA ops; None plans for the torch ops.
+    """
     max_context = max_context_tokens(config, engine)
     devices = tuple(dict.fromkeys(placement.layer_devices))
-    weights, ops, state = (dict.fromkeys(devices, 0) for _ in range(3))
-    packing, step = (dict.fromkeys(devices, 0) for _ in range(2))
-    table = table_name(engine, devices)
+    weights, ops, state, packing = (dict.fromkeys(devices, 0) for _ in range(4))
     for parameter, format, nbytes in stored:
         device = placement.device_of(parameter.name)
         weights[device] += nbytes
-        ops[device] += decoded_bytes(parameter) if table == "torch" else 0
-        packing[device] = max(packing[device], packing_bytes(parameter, format, nbytes, table))
+        if steps is None:
+            ops[device] += dequantized_bytes(parameter)
+            packing[device] = max(packing[device], dequantizing_bytes(parameter, format))
+        else:
+            packing[device] = max(packing[device], packing_bytes(parameter, format, nbytes))
     for ratio, device in zip(config.compress_ratios, placement.layer_devices, strict=True):
         state[device] += layer_state_bytes(config, engine, max_context, ratio)
-        step[device] = max(step[device], step_bytes(config, engine, max_context, ratio, table))
     for source, target in set(pairwise(placement.layer_devices)):
-        state[target] += hand_off_bytes(config, engine) if source != target else 0
+        state[target] += arrival_bytes(config, engine) if source != target else 0
+    step = _torch_work(config, engine, placement) if steps is None else steps.workspace_bytes()
     plans = []
     for device in devices:
         layers = placement.layer_devices.count(device)
         # Once the weights are packed, steps take the place of what packing took.
-        work = max(packing[device], step[device]) + (CUDA_RESERVE_BYTES if device.type == "cuda" else 0)
+        work = max(packing[device], step[device])
+        work += CUDA_RESERVE_BYTES if device.type == "cuda" else 0
         available = available_bytes(device)
-        plans.append(DevicePlan(device, layers, weights[device], ops[device], state[device], work, available))
+        plans.append(
+            DevicePlan(device, layers, weights[device], ops[device], state[device], work, available)
+        )
     return MemoryPlan(tuple(plans), max_context)
 
 
-def decoded_bytes(parameter: Parameter) -> int:
-    """Bytes of the float32 copy that the torch ops make of a matrix."""
-    return 4 * torch.Size(parameter.shape).numel() if is_packed(parameter) else 0
+def arrival_bytes(config: ModelConfig, engine: EngineConfig) -> int:
+    """The streams of the longest step, which arrive from another device."""
+    itemsize = COMPUTE_DTYPES[engine.compute_dtype].itemsize
+    return step_tokens(engine) * config.hc_mult * config.hidden_size * itemsize
 
 
-def hand_off_bytes(config: ModelConfig, engine: EngineConfig) -> int:
-    """Two sets of streams, which arrive in turns."""
-    return 2 * step_tokens(engine) * config.hc_mult * config.hidden_size * COMPUTE_DTYPES[engine.compute_dtype].itemsize
+def _torch_work(
+    config: ModelConfig, engine: EngineConfig, placement: Placement
+) -> dict[torch.device, int]:
+    """The most that the torch ops hold in any layer of each device."""
+    max_context = max_context_tokens(config, engine)
+    itemsize = COMPUTE_DTYPES[engine.compute_dtype].itemsize
+    tokens = min(step_tokens(engine), max_context)
+    work: dict[torch.device, int] = {}
+    for ratio, device in zip(config.compress_ratios, placement.layer_devices, strict=True):
+        step = TorchStep(config, itemsize, tokens, max_context, ratio)
+        work[device] = max(work.get(device, 0), step.workspace)
+    return work
 
 
 def available_bytes(device: torch.device) -> int:

@@ -1,7 +1,7 @@
 """QuantFormat and QuantTensor: the only place that knows how weights are packed and scaled.
 
-``QuantTensor.dequantize()`` is the meaning of the bytes; every kernel is tested against it. Spec §6.1, §6.4, §7.1,
-§7.2, §8.
+``QuantTensor.dequantize()`` is the meaning of the bytes (model.md#weight-formats); every kernel is
+tested against it.
 """
 
 import enum
@@ -15,7 +15,8 @@ from torch import Tensor
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 FP8_BLOCK = 128
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Midpoints between neighbours; a tie goes to the even code, so every second comparison includes equality (spec §6.4).
+# Midpoints between neighbours; a tie goes to the even code (model.md#codes-and-scales), so every
+# second comparison includes equality.
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
@@ -105,13 +106,19 @@ class QuantTensor:
         """Wraps a bfloat16 or float32 matrix ``[..., N, K]`` as it is."""
         formats = {torch.bfloat16: QuantFormat.BF16, torch.float32: QuantFormat.F32}
         if weight.dtype not in formats:
-            raise ValueError(f"weight: found {weight.dtype}, expected torch.bfloat16 or torch.float32")
+            raise ValueError(
+                f"weight: found {weight.dtype}, expected torch.bfloat16 or torch.float32"
+            )
         return cls(weight, None, None, formats[weight.dtype], tuple(weight.shape))
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales together."""
-        return sum(part.nbytes for part in (self.data, self.block_scale, self.global_scale) if part is not None)
+        return sum(
+            part.nbytes
+            for part in (self.data, self.block_scale, self.global_scale)
+            if part is not None
+        )
 
     @property
     def device(self) -> torch.device:
@@ -121,12 +128,17 @@ class QuantTensor:
         """One matrix of a stack along the first dimension, without a copy."""
         if len(self.shape) < 3:
             raise ValueError(f"QuantTensor of shape {self.shape} is one matrix, not a stack")
-        scales = [None if part is None else part[index] for part in (self.block_scale, self.global_scale)]
+        scales = [
+            None if part is None else part[index] for part in (self.block_scale, self.global_scale)
+        ]
         return QuantTensor(self.data[index], scales[0], scales[1], self.format, self.shape[1:])
 
     def to(self, device: torch.device | str) -> "QuantTensor":
         """The same bytes on another device."""
-        block, total = (None if part is None else part.to(device) for part in (self.block_scale, self.global_scale))
+        block, total = (
+            None if part is None else part.to(device)
+            for part in (self.block_scale, self.global_scale)
+        )
         return QuantTensor(self.data.to(device), block, total, self.format, self.shape)
 
     def dequantize(self) -> Tensor:
@@ -173,20 +185,42 @@ def packed_shapes(format: QuantFormat, shape: tuple[int, ...]) -> dict[str, tupl
     return {"data": shape, "block_scale": blocks, "global_scale": None}
 
 
+def planned_quant_tensor(format: QuantFormat, shape: tuple[int, ...]) -> QuantTensor:
+    """A weight without values, on torch's meta device: for plans that need shapes only."""
+    dtypes = {
+        "data": _DATA_DTYPE[format],
+        "block_scale": _SCALE_DTYPES.get(format, (torch.uint8,))[0],
+        "global_scale": torch.float32,
+    }
+    parts = {
+        name: None if part is None else torch.empty(part, dtype=dtypes[name], device="meta")
+        for name, part in packed_shapes(format, shape).items()
+    }
+    return QuantTensor(parts["data"], parts["block_scale"], parts["global_scale"], format, shape)  # pyright: ignore[reportArgumentType]
+
+
 def packed_bytes(format: QuantFormat, shape: tuple[int, ...]) -> int:
     """Bytes of a stored matrix: codes and scales, with 1-byte block scales."""
-    sizes = {name: math.prod(part) for name, part in packed_shapes(format, shape).items() if part is not None}
+    sizes = {
+        name: math.prod(part)
+        for name, part in packed_shapes(format, shape).items()
+        if part is not None
+    }
     sizes["data"] *= _DATA_DTYPE[format].itemsize
     if "global_scale" in sizes:
         sizes["global_scale"] *= 4
     return sum(sizes.values())
 
 
-def _check_part(name: str, part: Tensor | None, shape: tuple[int, ...] | None, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_part(
+    name: str, part: Tensor | None, shape: tuple[int, ...] | None, dtypes: tuple[torch.dtype, ...]
+) -> None:
     if (part is None) != (shape is None):
         raise ValueError(f"{name}: {'missing' if part is None else 'not part of this format'}")
     if part is not None and (tuple(part.shape) != shape or part.dtype not in dtypes):
-        raise ValueError(f"{name}: found {part.dtype} {tuple(part.shape)}, expected {dtypes[0]} {shape}")
+        raise ValueError(
+            f"{name}: found {part.dtype} {tuple(part.shape)}, expected {dtypes[0]} {shape}"
+        )
 
 
 def _expand_blocks(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -206,7 +240,9 @@ def e8m0_to_float(scale: Tensor) -> Tensor:
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """uint8 ``[..., K/2]`` to float32 ``[..., K]``: element 2k in the low nibble, 2k + 1 in the high nibble."""
-    table = torch.tensor(_E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES), device=packed.device)
+    table = torch.tensor(
+        _E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES), device=packed.device
+    )
     codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
     return table[codes.to(torch.int32)]
 
@@ -233,17 +269,21 @@ def exponent_to_e8m0(exponent: Tensor) -> Tensor:
     return (exponent.clamp(-127, 127) + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def quantize(weight: Tensor, format: QuantFormat, global_scale: Tensor | None = None) -> QuantTensor:
+def quantize(
+    weight: Tensor, format: QuantFormat, global_scale: Tensor | None = None
+) -> QuantTensor:
     """Quantises float ``[..., N, K]`` to ``format``; round to nearest even everywhere.
 
     NVFP4 takes an optional ``global_scale`` (float32, stack shape) so that w1 and w3 of an expert can share one
-    (spec §7.2). Raises ``ValueError`` for values that are not finite.
+    (model.md#nvfp4). Raises ``ValueError`` for values that are not finite.
     """
     weight = weight.float()
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("weight: found NaN or infinity, expected finite values")
     if format is QuantFormat.NVFP4:
-        return _quantize_nvfp4(weight, nvfp4_global_scale(weight) if global_scale is None else global_scale)
+        return _quantize_nvfp4(
+            weight, nvfp4_global_scale(weight) if global_scale is None else global_scale
+        )
     if format is QuantFormat.MXFP4:
         return _quantize_mxfp4(weight)
     if format is QuantFormat.FP8_BLOCK128:
@@ -260,10 +300,18 @@ def nvfp4_global_scale(weight: Tensor) -> Tensor:
 def _quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> QuantTensor:
     groups = weight.unflatten(-1, (-1, 16))
     total = global_scale[..., None, None]
-    block_scale = (groups.abs().amax(-1) / (E2M1_MAX * total)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    block_scale = (
+        (groups.abs().amax(-1) / (E2M1_MAX * total)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    )
     divisor = (block_scale.float() * total).unsqueeze(-1)
     scaled = torch.where(divisor > 0, groups / divisor, torch.zeros_like(groups))
-    return QuantTensor(pack_e2m1(scaled.flatten(-2)), block_scale, global_scale, QuantFormat.NVFP4, tuple(weight.shape))
+    return QuantTensor(
+        pack_e2m1(scaled.flatten(-2)),
+        block_scale,
+        global_scale,
+        QuantFormat.NVFP4,
+        tuple(weight.shape),
+    )
 
 
 def _quantize_mxfp4(weight: Tensor) -> QuantTensor:
@@ -271,7 +319,9 @@ def _quantize_mxfp4(weight: Tensor) -> QuantTensor:
     amax = groups.abs().amax(-1).clamp(min=E2M1_MAX * 2.0**-126)
     block_scale = exponent_to_e8m0(ceil_power_of_two_exponent(amax * (1 / E2M1_MAX)))
     scaled = groups / e8m0_to_float(block_scale).unsqueeze(-1)
-    return QuantTensor(pack_e2m1(scaled.flatten(-2)), block_scale, None, QuantFormat.MXFP4, tuple(weight.shape))
+    return QuantTensor(
+        pack_e2m1(scaled.flatten(-2)), block_scale, None, QuantFormat.MXFP4, tuple(weight.shape)
+    )
 
 
 def _quantize_fp8_block(weight: Tensor) -> QuantTensor:
@@ -286,14 +336,18 @@ def _quantize_fp8_block(weight: Tensor) -> QuantTensor:
 
 
 def swizzle_block_scale(scale: Tensor) -> Tensor:
-    """Block scales ``[R, S]`` (1 byte each) to the 128 × 4 layout Blackwell tensor cores read (spec §8), zero padded.
+    """Block scales ``[R, S]`` (1 byte each) to the 128 × 4 layout of Blackwell tensor cores, zero padded.
 
-    Returns uint8 ``[⌈R/128⌉ · ⌈S/4⌉ · 512]`` with scale (r, s) at
+    model.md#scale-swizzle. Returns uint8 ``[⌈R/128⌉ · ⌈S/4⌉ · 512]`` with scale (r, s) at
     ``((r/128)·⌈S/4⌉ + s/4)·512 + (r%32)·16 + ((r%128)/32)·4 + s%4`` (integer divisions).
     """
     rows, columns = scale.shape
     padded = torch.nn.functional.pad(scale.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
-    return padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).reshape(-1)
+    return (
+        padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+        .permute(0, 3, 2, 1, 4)
+        .reshape(-1)
+    )
 
 
 def unswizzle_block_scale(swizzled: Tensor, rows: int, columns: int) -> Tensor:

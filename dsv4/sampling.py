@@ -1,23 +1,29 @@
-"""SamplingParams and the sampler that applies them with the op table's kernels."""
+"""How tokens are chosen: parameters, a sampler of one sequence, and its settings on the device."""
 
 import secrets
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dsv4.errors import UserError, shorten
-from dsv4.ops import Ops
 from dsv4.ops.sampling import NAN_TOKEN
+
+# Loads that can be on their way before one waits for the first of them.
+_TURNS = 4
+_SMALLEST = torch.finfo(torch.float32).tiny
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen; the defaults are the model's own (spec §10).
+    """How the next token is chosen; the defaults are the model's own (model.md#sampling).
 
-    ``temperature`` 0 is greedy (lowest id on ties). ``top_p`` in (0, 1], ``min_p`` in [0, 1]. ``seed`` None draws a
-    fresh one. Raises ``UserError`` for values out of range.
+    ``temperature`` 0 is greedy (lowest id on ties). ``top_p`` in (0, 1], ``min_p`` in [0, 1].
+    ``seed`` None draws a fresh one. Raises ``UserError`` for values out of range.
     """
 
     temperature: float = 1.0
@@ -26,41 +32,119 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        self._check("temperature", lambda v: 0 <= v <= sys.float_info.max, "a finite number, 0 or more")
+        self._check(
+            "temperature", lambda v: 0 <= v <= sys.float_info.max, "a finite number, 0 or more"
+        )
         self._check("top_p", lambda v: 0 < v <= 1, "a number above 0 up to 1")
         self._check("min_p", lambda v: 0 <= v <= 1, "a number from 0 to 1")
         if self.seed is not None:
-            self._check("seed", lambda v: isinstance(v, int) and 0 <= v < 2**63, "an integer from 0 to 2**63 - 1")
+            self._check(
+                "seed",
+                lambda v: isinstance(v, int) and 0 <= v < 2**63,
+                "an integer from 0 to 2**63 - 1",
+            )
 
     def _check(self, field: str, in_range: Callable[[float], bool], expected: str) -> None:
         value = self.__dict__[field]
-        if not isinstance(value, int | float) or isinstance(value, bool) or not in_range(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not in_range(value):
             raise UserError(f"{field}: found {shorten(value)}, expected {expected}")
 
 
 class Sampler:
-    """Draws tokens for one sequence; the noise depends on the seed, the position and the token id only."""
+    """How one sequence's tokens are chosen: the parameters with their seed.
 
-    def __init__(self, params: SamplingParams, ops: Ops) -> None:
+    The noise of a draw depends on the seed, the position and the token id only.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
-        self._ops = ops
 
     @property
     def key(self) -> tuple[SamplingParams, int]:
-        """Equal for samplers that draw the same tokens of the same logits."""
+        """Equal for samplers that choose the same tokens of the same logits."""
         return self.params, 0 if self.params.temperature == 0 else self.seed
 
-    def __call__(self, logits_V: Tensor, position_1: Tensor) -> Tensor:
-        """int64 scalar on the device of ``logits``; ``dsv4.ops.sampling.NAN_TOKEN`` when a logit is NaN."""
-        if self.params.temperature == 0:
-            return self._ops.argmax_token(logits_V)
-        p = self.params
-        return self._ops.sample_token(logits_V, p.temperature, p.top_p, p.min_p, self.seed, position_1)
+    def settings(self) -> tuple[tuple[float, float, float], int]:
+        """(temperature, top_p, min_p) and the seed, for ``dsv4.ops.sampling.sample_token``.
+
+        Positive values that float32 would turn into 0 or infinity are moved into its range.
+        """
+        temperature = float(self.params.temperature)
+        if temperature > 0:
+            temperature = min(max(temperature, _SMALLEST), _LARGEST)
+        top_p = max(float(self.params.top_p), _SMALLEST)
+        return (temperature, top_p, float(self.params.min_p)), self.seed
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """float32 (temperature, top_p, min_p) and the int64 seed, views of one piece of memory."""
+
+    words: Tensor
+    settings_3: Tensor
+    seed_1: Tensor
+
+    @classmethod
+    def allocate(cls, device: torch.device, pinned: bool) -> "_Settings":
+        words = torch.zeros(3, dtype=torch.int64, device=device, pin_memory=pinned)
+        return cls(words, words[1:].view(torch.float32)[:3], words[:1])
+
+    def write(self, sampler: Sampler) -> None:
+        """From the host; for memory of the CPU."""
+        settings, seed = sampler.settings()
+        for index, value in enumerate(settings):
+            self.settings_3[index] = value
+        self.seed_1[0] = seed
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """The settings that steps read: static memory, so that one captured step serves every sampler.
+
+    ``settings_3`` float32 ``[3]``: temperature, top_p and min_p; ``seed_1`` int64 ``[1]``; both on
+    the device that samples. Greedy until a sampler is loaded.
+    """
+
+    settings_3: Tensor
+    seed_1: Tensor
+    _static: _Settings
+    # Pinned memory and when its last copy was done; without CUDA there is nothing to wait for.
+    _turns: deque[tuple[_Settings, torch.cuda.Event]]
+
+    @classmethod
+    def allocate(cls, device: torch.device) -> "SamplerState":
+        """State on ``device``."""
+        static = _Settings.allocate(device, pinned=False)
+        turns: deque[tuple[_Settings, torch.cuda.Event]] = deque()
+        if device.type == "cuda":
+            cpu = torch.device("cpu")
+            for _ in range(_TURNS):
+                turns.append((_Settings.allocate(cpu, pinned=True), torch.cuda.Event()))
+        return cls(static.settings_3, static.seed_1, static, turns)
+
+    def load(self, sampler: Sampler) -> None:
+        """Queues the sampler's settings on the device's current stream, for the steps behind it.
+
+        Waits only where the copy from the same pinned memory, four loads ago, is not done yet.
+        """
+        if not self._turns:
+            self._static.write(sampler)
+            return
+        pinned, copied = self._turns[0]
+        self._turns.rotate(-1)
+        copied.synchronize()
+        pinned.write(sampler)
+        self._static.words.copy_(pinned.words, non_blocking=True)
+        copied.record(torch.cuda.current_stream(self._static.words.device))
 
 
 def checked_token(token: int, position: int) -> int:
-    """The token, if it is one. Raises ``FloatingPointError`` for ``NAN_TOKEN``, naming the tokens before it."""
+    """The token, if it is one.
+
+    Raises ``FloatingPointError`` for ``NAN_TOKEN``, naming the tokens before it.
+    """
     if token == NAN_TOKEN:
         raise FloatingPointError(f"the logits after {position} tokens contain NaN")
     return token

@@ -1,6 +1,6 @@
 """DecodeState: every persistent device buffer of one sequence, allocated once, with a byte table."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from dsv4.cache_rows import RowCache, RowFormat
-from dsv4.config import CSA_RATIO, MAX_DECODE_TOKENS, MAX_TAKEN_BACK, EngineConfig, ModelConfig
-from dsv4.hand_off import HandOff
+from dsv4.config import CSA_RATIO, ModelConfig
+from dsv4.engine_config import EngineConfig
 from dsv4.layers.attention import AttentionState
+from dsv4.limits import MAX_DECODE_TOKENS, MAX_TAKEN_BACK
 from dsv4.ops.attention import KeySet
 from dsv4.ops.compressor import CompressedState, CompressorRing
 
+# Where the configuration leaves it open: what a CPU computes in about a second.
+DEFAULT_PREFILL_CHUNK = 512
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -25,66 +28,96 @@ class DecodeState:
     inside a step, it keeps count in ``position``. Starting a new sequence means setting them to 0: every cache is
     addressed by absolute position and every read is masked by it, so nothing of the previous sequence can be seen.
     ``furthest`` is the largest position that this sequence has reached.
+
+    ``rejected_1`` int64 ``[1]``, on every device too: how many of the last step's tokens the next step takes back
+    first, where only the device knows the number (rejected drafts); the step sets it to 0.
+    ``arrivals[source, target]``: where streams from another device arrive, ``[T, M, E]`` of the longest step.
     """
 
     layers: tuple[AttentionState, ...]
     positions_1: dict[torch.device, Tensor]
-    hand_offs: dict[tuple[torch.device, torch.device], HandOff]
+    rejected_1: dict[torch.device, Tensor]
+    arrivals: dict[tuple[torch.device, torch.device], Tensor]
     position: int = 0
     furthest: int = 0
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, engine: EngineConfig, max_context: int, devices: tuple[torch.device, ...]
+        cls,
+        config: ModelConfig,
+        engine: EngineConfig,
+        max_context: int,
+        devices: tuple[torch.device, ...],
+        planned: bool = False,
     ) -> "DecodeState":
-        """``devices[l]`` owns layer l. Raises nothing; the memory plan has checked that it fits."""
+        """``devices[l]`` owns layer l. ``planned``: on torch's meta device, to plan and record without memory.
+
+        Raises nothing; the memory plan has checked that it fits.
+        """
+
+        def memory(device: torch.device) -> torch.device:
+            return torch.device("meta") if planned else device
+
         layers = tuple(
-            _allocate_layer(config, engine, max_context, ratio, device)
+            _allocate_layer(config, engine, max_context, ratio, memory(device))
             for ratio, device in zip(config.compress_ratios, devices, strict=True)
         )
-        positions_1 = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in dict.fromkeys(devices)}
+        positions, rejected = (
+            {
+                device: torch.zeros(1, dtype=torch.int64, device=memory(device))
+                for device in dict.fromkeys(devices)
+            }
+            for _ in range(2)
+        )
         streams = (step_tokens(engine), config.hc_mult, config.hidden_size)
-        # Two slots: a device can receive a chunk while it computes the one before.
-        hand_offs = {
-            pair: HandOff(*pair, streams, COMPUTE_DTYPES[engine.compute_dtype], slots=2)
-            for pair in sorted(set(pairwise(devices)), key=str)
-            if pair[0] != pair[1]
+        dtype = COMPUTE_DTYPES[engine.compute_dtype]
+        arrivals = {
+            (source, target): torch.empty(streams, dtype=dtype, device=memory(target))
+            for source, target in sorted(set(pairwise(devices)), key=str)
+            if source != target
         }
-        return cls(layers, positions_1, hand_offs)
+        return cls(layers, positions, rejected, arrivals)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
         return tuple(self.positions_1)
 
+    def place(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """``position_1`` and ``rejected_1`` of a device."""
+        return self.positions_1[device], self.rejected_1[device]
+
     def set_position(self, position: int) -> None:
-        """Moves every device to ``position``: 0 starts a sequence, going back undoes tokens."""
-        for position_1 in self.positions_1.values():
-            position_1.fill_(position)
+        """Moves host and devices to ``position``: 0 starts a sequence, going back undoes tokens."""
+        for device in self.devices:
+            self.positions_1[device].fill_(position)
+            self.rejected_1[device].zero_()
         self.position = position
         if position == 0:
             self.furthest = 0
 
+    def rollback(self, position: int) -> None:
+        """Takes tokens back, to ``position``. Raises ``ValueError`` where the caches do not reach."""
+        lowest = self.position - self.undoable_tokens
+        if not lowest <= position <= self.position:
+            raise ValueError(f"position: found {position}, expected {lowest} to {self.position}")
+        if position != self.position:
+            self.set_position(position)
+
     def advance(self, tokens: int) -> None:
-        """Counts ``tokens`` that are queued on the devices."""
+        """Counts ``tokens`` that are queued on the devices: called by the step that moves the devices' positions."""
         self.position += tokens
         self.furthest = max(self.furthest, self.position)
+
+    def settle(self, rejected: int) -> None:
+        """Counts back tokens that the devices take back by ``rejected_1``, once the host knows how many."""
+        self.position -= rejected
 
     @property
     def undoable_tokens(self) -> int:
         """How many of the last tokens can be taken back: 8, or as far as the rings reach behind ``furthest``."""
-        return min(MAX_DECODE_TOKENS, MAX_TAKEN_BACK - (self.furthest - self.position), self.position)
-
-    def token_input(self, token_ids: Sequence[int]) -> Tensor:
-        """int64 ``[T]`` on the host: what a step reads its tokens from. Pinned for several devices, so that the copies
-        neither wait for them nor make them wait for each other.
-        """
-        return torch.tensor(token_ids, dtype=torch.int64, pin_memory=len(self.devices) > 1)
-
-    def bring(self, streams_TME: Tensor, device: torch.device) -> Tensor:
-        """The streams on ``device``."""
-        if streams_TME.device == device:
-            return streams_TME
-        return self.hand_offs[streams_TME.device, device](streams_TME)
+        return min(
+            MAX_DECODE_TOKENS, MAX_TAKEN_BACK - (self.furthest - self.position), self.position
+        )
 
     @property
     def nbytes(self) -> int:
@@ -107,10 +140,22 @@ def ring_slots(config: ModelConfig, engine: EngineConfig) -> int:
 
 def step_tokens(engine: EngineConfig) -> int:
     """Tokens of the longest step."""
-    return max(engine.prefill_chunk, MAX_DECODE_TOKENS)
+    return max(chunk_tokens(engine), MAX_DECODE_TOKENS)
 
 
-def layer_state_bytes(config: ModelConfig, engine: EngineConfig, max_context: int, ratio: int) -> int:
+def chunk_tokens(engine: EngineConfig) -> int:
+    """Tokens per forward of a prompt."""
+    return DEFAULT_PREFILL_CHUNK if engine.prefill_chunk is None else engine.prefill_chunk
+
+
+def prefill_tokens(engine: EngineConfig, max_context: int) -> int:
+    """Tokens of the longest chunk of a prompt."""
+    return min(chunk_tokens(engine), max_context)
+
+
+def layer_state_bytes(
+    config: ModelConfig, engine: EngineConfig, max_context: int, ratio: int
+) -> int:
     """Bytes ``DecodeState.allocate`` takes for one layer, computed without allocating."""
     meta = _allocate_layer(config, engine, max_context, ratio, torch.device("meta"))
     parts = [part for part in (meta.compressed, meta.index) if part is not None]
@@ -122,9 +167,13 @@ def _allocate_layer(
 ) -> AttentionState:
     dtype = COMPUTE_DTYPES[engine.compute_dtype]
     kv_format = RowFormat.KV_FP8 if engine.kv_dtype == "fp8" else RowFormat.PLAIN
-    index_format = RowFormat.INDEX_FP8 if (engine.index_dtype or engine.kv_dtype) == "fp8" else RowFormat.PLAIN
+    index_format = (
+        RowFormat.INDEX_FP8 if (engine.index_dtype or engine.kv_dtype) == "fp8" else RowFormat.PLAIN
+    )
     width, rope_width = config.head_dim, config.qk_rope_head_dim
-    ring = RowCache.allocate(ring_slots(config, engine), width, rope_width, kv_format, dtype, device)
+    ring = RowCache.allocate(
+        ring_slots(config, engine), width, rope_width, kv_format, dtype, device
+    )
     compressed = index = None
     if ratio:
         entries = max_context // ratio + 1
@@ -132,7 +181,13 @@ def _allocate_layer(
         rows = RowCache.allocate(entries, width, rope_width, kv_format, dtype, device)
         compressed = CompressedState(CompressorRing.allocate(ratio, overlap * width, device), rows)
         if ratio == CSA_RATIO:
-            keys = RowCache.allocate(entries, config.index_head_dim, rope_width, index_format, dtype, device)
-            index = CompressedState(CompressorRing.allocate(ratio, overlap * config.index_head_dim, device), keys)
-    key_set = KeySet(ring, None if compressed is None else compressed.rows, ratio, config.sliding_window)
+            keys = RowCache.allocate(
+                entries, config.index_head_dim, rope_width, index_format, dtype, device
+            )
+            index = CompressedState(
+                CompressorRing.allocate(ratio, overlap * config.index_head_dim, device), keys
+            )
+    key_set = KeySet(
+        ring, None if compressed is None else compressed.rows, ratio, config.sliding_window
+    )
     return AttentionState(key_set, compressed, index)

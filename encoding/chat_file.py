@@ -1,4 +1,4 @@
-"""OpenAI-style chat files → the message list of `encode_messages` (spec 9.7)."""
+"""OpenAI-style chat files → the message list of `encode_messages` (model.md#messages)."""
 
 import json
 from pathlib import Path
@@ -57,6 +57,8 @@ def _response_schema(response_format: object) -> object:
     if response_format.get("type") == "json_schema":
         wrapper = response_format.get("json_schema")
         if not isinstance(wrapper, dict) or not wrapper.get("schema"):
-            raise ValueError('response_format of type json_schema lacks "json_schema": {"schema": ...}')
+            raise ValueError(
+                'response_format of type json_schema lacks "json_schema": {"schema": ...}'
+            )
         return wrapper["schema"]
     return response_format

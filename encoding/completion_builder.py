@@ -41,7 +41,9 @@ class CompletionBuilder:
 
     def is_blank(self) -> bool:
         """Whether nothing but white space was said and no call begun."""
-        return self._started_calls == 0 and not any(part.strip() for part in (*self._reasoning, *self._content))
+        return self._started_calls == 0 and not any(
+            part.strip() for part in (*self._reasoning, *self._content)
+        )
 
     def start_call(self, name: str) -> int:
         """Begins a call and returns its index."""
@@ -57,7 +59,9 @@ class CompletionBuilder:
     def end_call(self, index: int, name: str, arguments: str) -> None:
         """A call is whole."""
         self._events.append(ToolCallEnd(index, name, arguments))
-        self._tool_calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
+        self._tool_calls.append(
+            {"type": "function", "function": {"name": name, "arguments": arguments}}
+        )
 
     def take_events(self) -> list[Event]:
         """The events since the last time."""

@@ -1,9 +1,9 @@
 """The tokenizer's control tokens, and how text that merely quotes them is made harmless.
 
 The chat markers of DeepSeek-V4 are ordinary strings that the tokenizer turns into single control tokens wherever they
-stand, also inside what a user typed or a tool returned (spec 9.1). `neutralize` puts one U+200B (zero width space)
-before the last character of every such literal. The text then looks the same but no longer tokenises to a control
-token; text without such a literal comes back unchanged.
+stand, also inside what a user typed or a tool returned (model.md#tokenizer). `neutralize` puts one U+200B (zero
+width space) before the last character of every such literal. The text then looks the same but no longer tokenises
+to a control token; text without such a literal comes back unchanged.
 
 The space stands before the *last* character so that a literal that begins in an already encoded context and ends in
 new text is broken inside the new text.
@@ -33,7 +33,7 @@ TASK_TOKENS = {
 
 ZERO_WIDTH_SPACE = "\u200b"
 
-# The words between "<｜" and "｜>", in the order of their ids (spec 9.1).
+# The words between "<｜" and "｜>", in the order of their ids.
 _BAR_WORDS = (
     "begin▁of▁sentence end▁of▁sentence ▁pad▁ fim▁hole fim▁begin fim▁end User Assistant tool▁calls▁begin "
     "tool▁calls▁end tool▁call▁begin tool▁call▁end tool▁outputs▁begin tool▁outputs▁end tool▁output▁begin "
@@ -47,7 +47,11 @@ _OTHER_LITERALS = ("<|EOT|>", THINK_OPEN, THINK_CLOSE, DSML, "<dsml:", "</dsml:"
 _NUMBERED = (r"<｜place▁holder▁no▁[0-9]+｜>", r"<\|place_holder_mm_span_[0-9]+\|>")
 
 _LITERAL_PATTERN = "|".join(
-    [r"<｜(?:" + "|".join(map(re.escape, _BAR_WORDS.split())) + r")｜>", *map(re.escape, _OTHER_LITERALS), *_NUMBERED]
+    [
+        r"<｜(?:" + "|".join(map(re.escape, _BAR_WORDS.split())) + r")｜>",
+        *map(re.escape, _OTHER_LITERALS),
+        *_NUMBERED,
+    ]
 )
 # A look-ahead, so that literals that overlap ("｜DSML｜DSML｜") are all found.
 _CONTROL_TOKEN = re.compile(rf"(?=[<｜])(?=({_LITERAL_PATTERN}))")

@@ -1,4 +1,4 @@
-"""Messages → DeepSeek-V4 prompt text, and completion text → message (spec 9).
+"""Messages → DeepSeek-V4 prompt text, and completion text → message (model.md#chat-encoding).
 
 Control tokens that are quoted in somebody's text (system, user, developer, assistant history, tool results, tool
 schemas, names and arguments of earlier calls) are neutralised by default: see `encoding.control_tokens`. Text without
@@ -48,7 +48,9 @@ def encode_messages(
     thinking = thinking_mode == "thinking"
     prefix = effort_prefix(reasoning_effort, profile)
     earlier = merge_user_turns(parse_messages(context or [], "context"))
-    conversation = sort_tool_results(earlier + merge_user_turns(parse_messages(messages, "messages")))
+    conversation = sort_tool_results(
+        earlier + merge_user_turns(parse_messages(messages, "messages"))
+    )
     if neutralize_control_tokens:
         conversation = [_without_echoed_think_tags(message) for message in conversation]
 
@@ -58,7 +60,9 @@ def encode_messages(
         kept = drop_old_reasoning(conversation)
     context_count = sum(message is not None for message in kept[: len(earlier)])
     rendered = list(
-        render_messages([message for message in kept if message is not None], Rendering(thinking, drop_thinking))
+        render_messages(
+            [message for message in kept if message is not None], Rendering(thinking, drop_thinking)
+        )
     )
     context_pieces = [piece for pieces in rendered[:context_count] for piece in pieces]
     new_pieces = [piece for pieces in rendered[context_count:] for piece in pieces]
@@ -73,4 +77,6 @@ def encode_messages(
 def _without_echoed_think_tags(message: Message) -> Message:
     if not message.reasoning:
         return message
-    return replace(message, reasoning=message.reasoning.removeprefix(THINK_OPEN).removesuffix(THINK_CLOSE))
+    return replace(
+        message, reasoning=message.reasoning.removeprefix(THINK_OPEN).removesuffix(THINK_CLOSE)
+    )

@@ -1,4 +1,4 @@
-"""Reading tool-call tags as models really write them (spec 9.6).
+"""Reading tool-call tags as models really write them (model.md#parsing).
 
 The prescribed tags are `<｜DSML｜tool_calls>`, `<｜DSML｜invoke name="f">`,
 `<｜DSML｜parameter name="p" string="true">` and `</｜DSML｜…>`. Accepted besides: ASCII bars (`|DSML|`), spaces and
@@ -16,7 +16,9 @@ TAG_NAMES = ("tool_calls", "invoke", "parameter")
 MAX_TAG_CHARACTERS = 512
 # No start that `find_tag_start` looks for is longer.
 MAX_START_CHARACTERS = 24
-MARKED_STARTS = tuple(f"<{slash}{left}DSML{right}" for slash in ("", "/") for left in "｜|" for right in "｜|")
+MARKED_STARTS = tuple(
+    f"<{slash}{left}DSML{right}" for slash in ("", "/") for left in "｜|" for right in "｜|"
+)
 
 # Not possessive, although nothing is gained by backtracking: Python 3.11.2 misreads possessive groups.
 _ATTRIBUTES = r"""(?:[^"'<>]|"[^"]*"|'[^']*')*"""
@@ -80,7 +82,9 @@ def find_tag_start(text: str, start: int, also_unmarked: bool) -> int | None:
     return None if match is None else match.start()
 
 
-def _repair(source: str, marker: str | None, name: str, closing: bool, attributes: dict[str, str]) -> str | None:
+def _repair(
+    source: str, marker: str | None, name: str, closing: bool, attributes: dict[str, str]
+) -> str | None:
     """How the tag deviates from the prescribed writing, None if it does not."""
     if marker is None:
         return "missing_dsml_marker"

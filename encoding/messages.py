@@ -1,4 +1,4 @@
-"""OpenAI-style message dictionaries, checked and turned into typed messages (spec 9.2).
+"""OpenAI-style message dictionaries, checked and turned into typed messages (model.md#messages).
 
 Everything behind this module may rely on the types; everything a caller can get wrong is refused here with a
 ValueError that names the message.
@@ -100,13 +100,15 @@ def _parse_message(message: object, where: str) -> Message:
 
 
 def text_of(content: object, where: str) -> str:
-    """A message's content as one string: None is empty, a list of parts is joined with blank lines (spec 9.4)."""
+    """A content as one string: None is empty, parts are joined with blank lines (model.md#messages)."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        raise ValueError(f"{where} is {type(content).__name__}, expected a string or a list of parts")
+        raise ValueError(
+            f"{where} is {type(content).__name__}, expected a string or a list of parts"
+        )
     return "\n\n".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
@@ -120,9 +122,13 @@ def parse_tools(tools: object, where: str) -> list[dict[str, object]]:
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping):
-            raise ValueError(f'{where}[{index}] has no object "function", expected the OpenAI tool format')
+            raise ValueError(
+                f'{where}[{index}] has no object "function", expected the OpenAI tool format'
+            )
         if not isinstance(function.get("name"), str) or not function["name"]:
-            raise ValueError(f"{where}[{index}].function.name is {function.get('name')!r}, expected a name")
+            raise ValueError(
+                f"{where}[{index}].function.name is {function.get('name')!r}, expected a name"
+            )
         functions.append(dict(function))
     return functions
 
@@ -167,16 +173,22 @@ def _parse_tool_call(call: object, where: str) -> ToolCall:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError(f"{where}.function.name is {name!r}, expected a name")
-    call_id = _optional_string(call, "id", where) or _optional_string(function, "id", f"{where}.function")
-    return ToolCall(call_id, name, _parse_arguments(function.get("arguments"), f"{where}.function.arguments"))
+    call_id = _optional_string(call, "id", where) or _optional_string(
+        function, "id", f"{where}.function"
+    )
+    return ToolCall(
+        call_id, name, _parse_arguments(function.get("arguments"), f"{where}.function.arguments")
+    )
 
 
 def _parse_arguments(arguments: object, where: str) -> dict[str, object]:
-    """Arguments as a dictionary. Text that is not a JSON object becomes the one argument `arguments` (spec 9.4)."""
+    """Arguments as a dictionary, text that is no JSON object as the one argument `arguments` (model.md#messages)."""
     if isinstance(arguments, Mapping):
         arguments = to_json(arguments, where)
     if not isinstance(arguments, str):
-        raise ValueError(f"{where} is {type(arguments).__name__}, expected a JSON string or an object")
+        raise ValueError(
+            f"{where} is {type(arguments).__name__}, expected a JSON string or an object"
+        )
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What happens to a conversation before it is rendered (spec 9.3): merge, sort, drop old reasoning."""
+"""What happens to a conversation before it is rendered (model.md#messages): merge, sort, drop reasoning."""
 
 from dataclasses import replace
 
@@ -19,13 +19,21 @@ def merge_user_turns(messages: list[Message]) -> list[Message]:
             merged.append(message)
             continue
         last = merged[-1] if merged else None
-        if last is not None and last.role == "user" and (message.role == "tool" or last.task is None):
+        if (
+            last is not None
+            and last.role == "user"
+            and (message.role == "tool" or last.task is None)
+        ):
             last.blocks.extend(message.blocks)
         elif message.role == "tool":
             merged.append(Message("user", blocks=list(message.blocks)))
         else:
             # `tools` and `response_format` have no place in a user turn.
-            merged.append(Message("user", blocks=list(message.blocks), task=message.task, wo_eos=message.wo_eos))
+            merged.append(
+                Message(
+                    "user", blocks=list(message.blocks), task=message.task, wo_eos=message.wo_eos
+                )
+            )
     return merged
 
 
@@ -35,7 +43,9 @@ def sort_tool_results(messages: list[Message]) -> list[Message]:
     result = []
     for message in messages:
         if message.role == "assistant" and message.tool_calls:
-            call_order = {call.call_id: index for index, call in enumerate(message.tool_calls) if call.call_id}
+            call_order = {
+                call.call_id: index for index, call in enumerate(message.tool_calls) if call.call_id
+            }
         elif message.role == "user" and call_order:
             message = replace(message, blocks=_sorted_blocks(message, call_order))
         result.append(message)
@@ -45,12 +55,17 @@ def sort_tool_results(messages: list[Message]) -> list[Message]:
 def _sorted_blocks(message: Message, call_order: dict[str, int]) -> list:
     results = [block for block in message.blocks if isinstance(block, ToolResult)]
     in_call_order = iter(sorted(results, key=lambda block: call_order.get(block.call_id, 0)))
-    return [next(in_call_order) if isinstance(block, ToolResult) else block for block in message.blocks]
+    return [
+        next(in_call_order) if isinstance(block, ToolResult) else block for block in message.blocks
+    ]
 
 
 def last_user_index(messages: list[Message]) -> int:
     """Index of the last user or developer message, -1 if there is none."""
-    return max((index for index, message in enumerate(messages) if message.role in ("user", "developer")), default=-1)
+    return max(
+        (index for index, message in enumerate(messages) if message.role in ("user", "developer")),
+        default=-1,
+    )
 
 
 def drop_old_reasoning(messages: list[Message]) -> list[Message | None]:

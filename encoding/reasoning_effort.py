@@ -1,4 +1,4 @@
-"""Reasoning-effort prefixes of the two prompt profiles, and which profile a checkpoint was trained with (spec 9.4)."""
+"""Reasoning-effort prefixes of both prompt profiles, and a checkpoint's profile (model.md#reasoning-effort)."""
 
 import json
 import re
@@ -28,13 +28,15 @@ _PREFIXES: dict[str, dict[str | None, str]] = {
     "preview": {None: "", "high": "", "max": _ABSOLUTE_MAXIMUM},
     "official": {None: "", "low": "", "high": _ABSOLUTE_MAXIMUM, "max": _BEYOND_MAXIMUM},
 }
-# What callers of chat APIs may say besides the names above (spec 9.7).
+# What callers of chat APIs may say besides the names above (model.md#reasoning-effort).
 _FOLDED_EFFORTS = {
     "preview": {"minimal": "high", "low": "high", "medium": "high", "xhigh": "high"},
     "official": {"minimal": "low", "medium": "low", "xhigh": "high"},
 }
 
-_DEFAULT_EFFORT_LOW = re.compile(r"""^DEFAULT_REASONING_EFFORT\b[^=\n]*=\s*["']low["']""", re.MULTILINE)
+_DEFAULT_EFFORT_LOW = re.compile(
+    r"""^DEFAULT_REASONING_EFFORT\b[^=\n]*=\s*["']low["']""", re.MULTILINE
+)
 _EFFORT_TABLE_KEY = r"""["']{}["']\s*:"""
 
 
@@ -45,12 +47,14 @@ def effort_prefix(effort: str | None, profile: str) -> str:
         raise ValueError(f"profile is {profile!r}, expected one of {', '.join(_PREFIXES)}")
     if not (effort is None or isinstance(effort, str)) or effort not in prefixes:
         names = ", ".join(name for name in prefixes if name is not None)
-        raise ValueError(f"reasoning_effort is {effort!r}, expected None or one of {names} for the {profile} profile")
+        raise ValueError(
+            f"reasoning_effort is {effort!r}, expected None or one of {names} for the {profile} profile"
+        )
     return prefixes[effort]
 
 
 def fold_reasoning_effort(effort: str, profile: str) -> str:
-    """The profile's own name for an API effort: minimal, low, medium, high, xhigh or max (spec 9.7).
+    """The profile's own name for an API effort: minimal, low, medium, high, xhigh or max.
 
     Preview weights know only high and max, so everything below high is high there. ValueError for other names.
     """
@@ -74,12 +78,18 @@ def detect_profile(checkpoint_dir: str | Path) -> Profile:
     shipped_encoder = root / "encoding" / "encoding_dsv4.py"
     if shipped_encoder.is_file():
         source = shipped_encoder.read_text(encoding="utf-8", errors="replace")
-        has_table = all(re.search(_EFFORT_TABLE_KEY.format(name), source) for name in ("low", "high", "max"))
+        has_table = all(
+            re.search(_EFFORT_TABLE_KEY.format(name), source) for name in ("low", "high", "max")
+        )
         return "official" if has_table and _DEFAULT_EFFORT_LOW.search(source) else "preview"
     config_file = root / "config.json"
     if not config_file.is_file():
         return "preview"
-    return "official" if any(key.startswith("dspark_") for key in _read_object(config_file)) else "preview"
+    return (
+        "official"
+        if any(key.startswith("dspark_") for key in _read_object(config_file))
+        else "preview"
+    )
 
 
 def _read_object(path: Path) -> dict[str, object]:

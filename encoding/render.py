@@ -1,4 +1,4 @@
-"""Typed messages → pieces of prompt text (spec 9.4 and 9.5).
+"""Typed messages → pieces of prompt text (model.md#rendering).
 
 A piece is either markup, written by this module, or data, written by somebody else. The distinction is kept until the
 very end, so that control tokens quoted in data can be told from those that give the prompt its form.
@@ -55,7 +55,9 @@ _TOOLS_AFTER_SCHEMAS = """
 
 You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
 """
-_RESPONSE_FORMAT = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+_RESPONSE_FORMAT = (
+    "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+)
 
 
 class Piece(NamedTuple):
@@ -126,7 +128,11 @@ def _instructions(message: Message) -> list[Piece]:
     pieces = [Piece(message.content, "data")]
     if message.tools:
         schemas = "\n".join(to_json(tool, f"tool {tool['name']!r}") for tool in message.tools)
-        pieces += [Piece("\n\n" + _TOOLS_BEFORE_SCHEMAS), Piece(schemas, "data"), Piece(_TOOLS_AFTER_SCHEMAS)]
+        pieces += [
+            Piece("\n\n" + _TOOLS_BEFORE_SCHEMAS),
+            Piece(schemas, "data"),
+            Piece(_TOOLS_AFTER_SCHEMAS),
+        ]
     if message.response_format:
         schema = to_json(message.response_format, "response_format")
         pieces += [Piece("\n\n" + _RESPONSE_FORMAT), Piece(schema, "data")]
@@ -139,7 +145,11 @@ def _user(message: Message) -> list[Piece]:
         if index > 0:
             pieces.append(Piece("\n\n"))
         if isinstance(block, ToolResult):
-            pieces += [Piece(TOOL_RESULT_OPEN), Piece(block.text, "tool_result"), Piece(TOOL_RESULT_CLOSE)]
+            pieces += [
+                Piece(TOOL_RESULT_OPEN),
+                Piece(block.text, "tool_result"),
+                Piece(TOOL_RESULT_CLOSE),
+            ]
         else:
             pieces.append(Piece(block.text, "data"))
     return pieces
@@ -164,7 +174,11 @@ def _tool_call(call: ToolCall) -> list[Piece]:
     pieces = [Piece(f'<{DSML}invoke name="'), Piece(call.name, "data"), Piece('">\n')]
     for index, (name, value) in enumerate(call.arguments.items()):
         is_string = isinstance(value, str)
-        text = value if isinstance(value, str) else to_json(value, f"argument {name!r} of {call.name!r}")
+        text = (
+            value
+            if isinstance(value, str)
+            else to_json(value, f"argument {name!r} of {call.name!r}")
+        )
         pieces += [
             Piece(("\n" if index > 0 else "") + f'<{DSML}parameter name="'),
             Piece(name, "data"),
@@ -176,12 +190,18 @@ def _tool_call(call: ToolCall) -> list[Piece]:
     return pieces
 
 
-def _transition(message: Message, next_role: str | None, thinking: bool, opens_thinking: bool) -> list[Piece]:
+def _transition(
+    message: Message, next_role: str | None, thinking: bool, opens_thinking: bool
+) -> list[Piece]:
     """What asks the model to speak, where the message is followed by nothing, an assistant or a reminder."""
     if next_role not in (None, "assistant", "latest_reminder"):
         return []
     if message.task == "action":
-        return [Piece(ASSISTANT), Piece(THINK_OPEN if thinking else THINK_CLOSE), Piece(TASK_TOKENS["action"])]
+        return [
+            Piece(ASSISTANT),
+            Piece(THINK_OPEN if thinking else THINK_CLOSE),
+            Piece(TASK_TOKENS["action"]),
+        ]
     if message.task is not None:
         return [Piece(TASK_TOKENS[message.task])]
     if message.role in ("user", "developer"):

@@ -1,4 +1,4 @@
-"""Completion text → events, as it is produced (spec 9.6). Accepts any text and says what it had to mend.
+"""Completion text → events, as it is produced (model.md#parsing). Accepts any text and says what it had to mend.
 
 Repairs and their names:
 
@@ -64,7 +64,9 @@ class StreamingParser:
         self._output = CompletionBuilder()
         self._block: ToolBlockParser | None = None
         self._block_count = 0
-        self._gap: str | None = None  # white space behind a tool block, as long as nothing else has followed
+        self._gap: str | None = (
+            None  # white space behind a tool block, as long as nothing else has followed
+        )
         self._ended = False  # EOS was seen
 
     def feed(self, text: str) -> list[Event]:
@@ -136,7 +138,12 @@ class StreamingParser:
             self._gap = None
         elif token == THINK_CLOSE:
             self._output.note_repair("stray_think_close")
-        elif token == THINK_OPEN and self._chat_mode and not self._in_reasoning and self._output.is_blank():
+        elif (
+            token == THINK_OPEN
+            and self._chat_mode
+            and not self._in_reasoning
+            and self._output.is_blank()
+        ):
             self._in_reasoning = True
             self._output.note_repair("reasoning_in_chat_mode")
         elif token == THINK_OPEN:
@@ -202,7 +209,9 @@ class StreamingParser:
         scanner = self._scanner
         end = len(scanner.text)
         longest = min(_LONGEST_BEGINNING, end - scanner.at)
-        beginning = next((n for n in range(longest, 0, -1) if scanner.text[end - n :] in _BEGINNINGS), 0)
+        beginning = next(
+            (n for n in range(longest, 0, -1) if scanner.text[end - n :] in _BEGINNINGS), 0
+        )
         start = end - beginning
         if not scanner.final:
             self._emit_until(self._before_line_breaks(start))

@@ -1,4 +1,4 @@
-"""Completion text → message, accepting only what the format prescribes (spec 9.6)."""
+"""Completion text → message, accepting only what the format prescribes (model.md#parsing)."""
 
 import json
 import re
@@ -50,7 +50,12 @@ def parse_message_from_completion_text(text: str, thinking_mode: str) -> dict:
     for token in (BOS, EOS, THINK_OPEN, THINK_CLOSE, DSML):
         if token in content or token in reasoning:
             raise ValueError(f"unexpected control token {token} in the text")
-    return {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": tool_calls}
+    return {
+        "role": "assistant",
+        "content": content,
+        "reasoning_content": reasoning,
+        "tool_calls": tool_calls,
+    }
 
 
 @dataclass
@@ -62,7 +67,9 @@ class _Reader:
         """Text before the nearest of `stops`, and which one it was; all the rest and None if there is none."""
         found = [(self.text.find(stop, self.position), stop) for stop in stops]
         start = self.position
-        end, stop = min(((at, stop) for at, stop in found if at >= 0), default=(len(self.text), None))
+        end, stop = min(
+            ((at, stop) for at, stop in found if at >= 0), default=(len(self.text), None)
+        )
         self.position = end + len(stop or "")
         return self.text[start:end], stop
 
@@ -74,7 +81,9 @@ def _parse_tool_block(reader: _Reader) -> list[dict]:
         if stop is None:
             raise ValueError(f"missing {_BLOCK_CLOSE}")
         if between != ">\n":
-            raise ValueError(f"expected '>' and a newline in the tool calls, found {between[:40]!r}")
+            raise ValueError(
+                f"expected '>' and a newline in the tool calls, found {between[:40]!r}"
+            )
         if stop == _BLOCK_CLOSE:
             return calls
         calls.append(_parse_invoke(reader))
@@ -93,7 +102,9 @@ def _parse_invoke(reader: _Reader) -> dict:
         values[key] = value
         between, stop = reader.read_until(_PARAMETER_OPEN, _INVOKE_CLOSE)
         if stop is not None and between != ">\n":
-            raise ValueError(f"expected '>' and a newline after parameter {key!r}, found {between[:40]!r}")
+            raise ValueError(
+                f"expected '>' and a newline after parameter {key!r}, found {between[:40]!r}"
+            )
     if stop is None:
         raise ValueError(f"missing {_INVOKE_CLOSE}> of tool call {name[1]!r}")
     arguments = "{" + ", ".join(f"{_quote(key)}: {value}" for key, value in values.items()) + "}"

@@ -1,4 +1,4 @@
-"""tokenizer.json → token ids and back, and text that streams without broken characters (spec 9.1)."""
+"""tokenizer.json → token ids and back, and text that streams without broken characters (model.md#tokenizer)."""
 
 import codecs
 from pathlib import Path
@@ -25,7 +25,9 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
         except ValueError as error:
-            raise ValueError(f"{file}: not a usable tokenizer.json ({_first_line(error)})") from error
+            raise ValueError(
+                f"{file}: not a usable tokenizer.json ({_first_line(error)})"
+            ) from error
         # A tokenizer.json may ask for truncation or padding; a prompt must never be cut or filled.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -40,7 +42,9 @@ class Tokenizer:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError(f"text is not valid Unicode: lone surrogate at character {error.start}") from error
+            raise ValueError(
+                f"text is not valid Unicode: lone surrogate at character {error.start}"
+            ) from error
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: list[int]) -> str:

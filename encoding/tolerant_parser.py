@@ -1,4 +1,4 @@
-"""Completion text → message, for text as models really write it (spec 9.6)."""
+"""Completion text → message, for text as models really write it (model.md#parsing)."""
 
 from encoding.completion import Completion
 from encoding.streaming_parser import StreamingParser

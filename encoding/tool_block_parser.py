@@ -1,4 +1,4 @@
-"""One block of tool calls, read from a scanner step by step (spec 9.6)."""
+"""One block of tool calls, read from a scanner step by step (model.md#parsing)."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,10 @@ class ToolBlockParser:
     """
 
     def __init__(
-        self, scanner: Scanner, output: CompletionBuilder, declared: Mapping[str, Mapping[str, object]]
+        self,
+        scanner: Scanner,
+        output: CompletionBuilder,
+        declared: Mapping[str, Mapping[str, object]],
     ) -> None:
         self.finished = False
         self._scanner = scanner
@@ -39,7 +42,9 @@ class ToolBlockParser:
 
     def abandon(self) -> None:
         """The text has ended without EOS: an open call was cut off and is left out."""
-        self._output.note_repair("unclosed_tool_block" if self._call is None else "unfinished_tool_call")
+        self._output.note_repair(
+            "unclosed_tool_block" if self._call is None else "unfinished_tool_call"
+        )
 
     def _between_calls(self) -> bool:
         scanner = self._scanner
@@ -67,7 +72,9 @@ class ToolBlockParser:
 
     def _in_call(self, call: "_OpenCall") -> bool:
         tag = self._next_tag(also_unmarked=True)
-        call.arguments.add_loose_text(self._scanner.take_until(tag.start if tag else self._scanner.scanned))
+        call.arguments.add_loose_text(
+            self._scanner.take_until(tag.start if tag else self._scanner.scanned)
+        )
         if tag is None:
             return False
         if tag.name == "parameter" and not tag.closing:
@@ -147,7 +154,10 @@ class _OpenCall:
     """A call whose end has not come; one without a name is read and left out."""
 
     def __init__(
-        self, name: str | None, output: CompletionBuilder, declared: Mapping[str, Mapping[str, object]]
+        self,
+        name: str | None,
+        output: CompletionBuilder,
+        declared: Mapping[str, Mapping[str, object]],
     ) -> None:
         self.arguments = ToolCallBuilder(declared.get(name or "", {}), output.note_repair)
         self._output = output

@@ -1,4 +1,4 @@
-"""The arguments of one tool call, from its parameters to valid JSON (spec 9.6)."""
+"""The arguments of one tool call, from its parameters to valid JSON (model.md#parsing)."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -22,11 +22,15 @@ def declared_parameters(tools: list[dict[str, object]]) -> dict[str, Mapping[str
 class ToolCallBuilder:
     """Collects the parameters of one call. `add` and `close` return the JSON text that is certain by then."""
 
-    def __init__(self, properties: Mapping[str, object], note_repair: Callable[[str], None]) -> None:
+    def __init__(
+        self, properties: Mapping[str, object], note_repair: Callable[[str], None]
+    ) -> None:
         self._properties = properties
         self._note_repair = note_repair
         self._values: dict[str, str] = {}
-        self._wrapped: tuple[str, str] | None = None  # the first parameter, while it may be a wrapper
+        self._wrapped: tuple[str, str] | None = (
+            None  # the first parameter, while it may be a wrapper
+        )
         self._loose_text: list[str] = []
         self._json = ""
 

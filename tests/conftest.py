@@ -3,7 +3,9 @@
 import pytest
 from hypothesis import settings
 
-settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=50)
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, database=None, max_examples=50
+)
 settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=15)
 settings.load_profile("repeatable")
 

@@ -1,4 +1,4 @@
-"""The geometry of the four published native checkpoints (spec §1.2, §1.4) and their recorded tensor lists."""
+"""The geometry of four published native checkpoints (model.md#releases) and their recorded tensor lists."""
 
 import gzip
 import json
@@ -14,13 +14,22 @@ _FLASH, _PRO = (geometry_config(name) for name in ("v4-flash", "v4-pro"))
 
 
 def _with_dspark(config: dict[str, Any], targets: list[int], rank: int) -> dict[str, Any]:
-    keys = {"block_size": 5, "noise_token_id": 128799, "target_layer_ids": targets, "markov_rank": rank}
+    keys = {
+        "block_size": 5,
+        "noise_token_id": 128799,
+        "target_layer_ids": targets,
+        "markov_rank": rank,
+    }
     ratios = [*config["compress_ratios"], 0, 0]
-    return {**config, "compress_ratios": ratios, **{f"dspark_{key}": value for key, value in keys.items()}}
+    return {
+        **config,
+        "compress_ratios": ratios,
+        **{f"dspark_{key}": value for key, value in keys.items()},
+    }
 
 
 class Release(NamedTuple):
-    """A published checkpoint: its config, speculative module and the totals of its index (spec §7.1)."""
+    """A published checkpoint: its config, speculative module and the totals of its index."""
 
     overrides: dict[str, Any]
     mtp: MtpKind
@@ -35,7 +44,9 @@ class Release(NamedTuple):
 RELEASES = {
     "flash_apr": Release(_FLASH, "classic", 69_187, 159_609_485_896),
     "pro_apr": Release(_PRO, "classic", 145_116, 864_704_792_696),
-    "flash_0731": Release(_with_dspark(_FLASH, [40, 41, 42], 256), "dspark", 72_317, 166_878_536_440),
+    "flash_0731": Release(
+        _with_dspark(_FLASH, [40, 41, 42], 256), "dspark", 72_317, 166_878_536_440
+    ),
     "pro_0813": Release(_with_dspark(_PRO, [58, 59, 60], 512), "dspark", 149_782, 892_727_580_904),
 }
 

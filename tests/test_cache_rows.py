@@ -19,7 +19,9 @@ from dsv4.cache_rows import (
     unpack_kv_rows,
 )
 
-VECTORS = json.loads((Path(__file__).parent / "data/numeric_vectors.json").read_text(encoding="utf-8"))
+VECTORS = json.loads(
+    (Path(__file__).parent / "data/numeric_vectors.json").read_text(encoding="utf-8")
+)
 CPU, HEAD_DIM, ROPE_DIM = torch.device("cpu"), 512, 64
 FORMATS = list(RowFormat)
 
@@ -28,13 +30,19 @@ def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def allocate(format: RowFormat, slots: int = 6, plain_dtype: torch.dtype = torch.bfloat16) -> RowCache:
+def allocate(
+    format: RowFormat, slots: int = 6, plain_dtype: torch.dtype = torch.bfloat16
+) -> RowCache:
     width = 128 if format is RowFormat.INDEX_FP8 else HEAD_DIM
     return RowCache.allocate(slots, width, ROPE_DIM, format, plain_dtype, CPU)
 
 
 def raw_bytes(cache: RowCache) -> list[Tensor]:
-    return [part.clone().view(torch.uint8) for part in (cache.data, cache.block_scale) if part is not None]
+    return [
+        part.clone().view(torch.uint8)
+        for part in (cache.data, cache.block_scale)
+        if part is not None
+    ]
 
 
 def exact_exponent(amax: float) -> int:
@@ -65,7 +73,8 @@ def test_a_key_row_has_584_bytes_and_an_index_row_132() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "rope", "data", "scales"), [(512, 64, 576, 8), (128, 64, 192, 8), (1280, 64, 1344, 24)]
+    ("width", "rope", "data", "scales"),
+    [(512, 64, 576, 8), (128, 64, 192, 8), (1280, 64, 1344, 24)],
 )
 def test_shapes_of_other_widths(width: int, rope: int, data: int, scales: int) -> None:
     shapes = row_shapes(width, rope, RowFormat.KV_FP8, torch.bfloat16)
@@ -94,9 +103,13 @@ def test_key_rows_equal_the_formula() -> None:
             part = slice(KV_GROUP * group, KV_GROUP * (group + 1))
             exponent = exact_exponent(float(row[part].abs().max()))
             assert int(scales[group]) == exponent + 127
-            exact = [exact_e4m3(value / 2.0**exponent) * 2.0**exponent for value in row[part].tolist()]
+            exact = [
+                exact_e4m3(value / 2.0**exponent) * 2.0**exponent for value in row[part].tolist()
+            ]
             assert values[part].tolist() == exact
-    assert torch.equal(found[:, -ROPE_DIM:], rows[:, -ROPE_DIM:].bfloat16().float()), "rotary values stay bfloat16"
+    assert torch.equal(found[:, -ROPE_DIM:], rows[:, -ROPE_DIM:].bfloat16().float()), (
+        "rotary values stay bfloat16"
+    )
 
 
 def test_key_row_layout_is_448_codes_then_64_bfloat16() -> None:
@@ -106,7 +119,9 @@ def test_key_row_layout_is_448_codes_then_64_bfloat16() -> None:
     one = torch.zeros(HEAD_DIM)
     one[3], one[70] = 448.0, 448.0
     codes, scale = pack_kv_rows(one, ROPE_DIM)
-    assert (int(codes[3]), int(codes[70]), int(codes[0])) == (0x7E, 0x7E, 0), "0x7E is 448, the largest e4m3 value"
+    assert (int(codes[3]), int(codes[70]), int(codes[0])) == (0x7E, 0x7E, 0), (
+        "0x7E is 448, the largest e4m3 value"
+    )
     assert scale.tolist() == [127, 127, 105, 105, 105, 105, 105, 0]
 
 
@@ -160,7 +175,9 @@ def test_write_then_read_gives_the_round_trip(format: RowFormat) -> None:
     assert torch.equal(cache.read(slots), expected)
     assert torch.equal(cache.read_all()[slots], expected)
     assert cache.read_all().dtype == torch.float32
-    assert not cache.read(torch.tensor([1, 2, 3])).any(), "slots that were not written keep their zeros"
+    assert not cache.read(torch.tensor([1, 2, 3])).any(), (
+        "slots that were not written keep their zeros"
+    )
     assert torch.equal(cache.read(slots[None, :].expand(2, -1)), expected.expand(2, -1, -1))
 
 

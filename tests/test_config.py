@@ -11,22 +11,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4.checkpoint import tiny_config
-from dsv4.config import EngineConfig, ModelConfig, Yarn
+from dsv4.config import ModelConfig, Yarn
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError, shorten
 from dsv4.json_object import parse_json_object, read_json_object
 from tests.releases import RELEASES
 
-NATIVE_ONLY = ("compress_ratios", "num_hash_layers", "rope_scaling", "rope_theta", "compress_rope_theta")
-LAYER_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+NATIVE_ONLY = (
+    "compress_ratios",
+    "num_hash_layers",
+    "rope_scaling",
+    "rope_theta",
+    "compress_rope_theta",
+)
+LAYER_TYPES = {
+    0: "sliding_attention",
+    4: "compressed_sparse_attention",
+    128: "heavily_compressed_attention",
+}
 
 
 def hf_config(**overrides: Any) -> dict[str, Any]:
-    """The tiny config as transformers rewrites it (spec §7.3)."""
+    """The tiny config as transformers rewrites it (model.md#config-dialects)."""
     raw = tiny_config()
     main = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    yarn = {"factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
+    yarn = {
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
     compress = {"rope_type": "yarn", "rope_theta": 160000.0, "attention_factor": 1.0, **yarn}
-    kept = {key: value for key, value in raw.items() if key not in (*NATIVE_ONLY, "qk_rope_head_dim")}
+    kept = {
+        key: value for key, value in raw.items() if key not in (*NATIVE_ONLY, "qk_rope_head_dim")
+    }
     return {
         **kept,
         "layer_types": [LAYER_TYPES[ratio] for ratio in raw["compress_ratios"][:4]],
@@ -47,7 +65,9 @@ def test_published_pro_config() -> None:
     assert len(config.compress_ratios) == config.num_hidden_layers == 61
     assert [config.compress_ratios.count(ratio) for ratio in (0, 4, 128)] == [0, 30, 31]
     assert config.hash_layers == (True,) * 3 + (False,) * 58
-    assert config.yarn == Yarn(factor=16.0, original_max_position_embeddings=65536, beta_fast=32.0, beta_slow=1.0)
+    assert config.yarn == Yarn(
+        factor=16.0, original_max_position_embeddings=65536, beta_fast=32.0, beta_slow=1.0
+    )
     assert (config.rope_theta, config.compress_rope_theta) == (10000.0, 160000.0)
 
 
@@ -90,9 +110,13 @@ def test_spec11_a2_yarn_on_the_main_table_is_refused() -> None:
         ModelConfig.from_dict(raw)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v41", "deepseek_v3", "deepseek_v32", "llama", None, 4])
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v41", "deepseek_v3", "deepseek_v32", "llama", None, 4]
+)
 def test_other_models_are_refused_by_name(model_type: object) -> None:
-    with pytest.raises(UserError, match=r"model_type: found .*, expected 'deepseek_v4' \(V3, V4.1 and other"):
+    with pytest.raises(
+        UserError, match=r"model_type: found .*, expected 'deepseek_v4' \(V3, V4.1 and other"
+    ):
         ModelConfig.from_dict(tiny_config(model_type=model_type))
 
 
@@ -126,7 +150,9 @@ def test_other_models_are_refused_by_name(model_type: object) -> None:
         ("rope_scaling", [1], "expected an object"),
     ],
 )
-def test_values_this_architecture_does_not_have_are_refused(key: str, value: object, message: str) -> None:
+def test_values_this_architecture_does_not_have_are_refused(
+    key: str, value: object, message: str
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
         ModelConfig.from_dict(tiny_config(**{key: value}), "folder/config.json")
     assert "folder/config.json" in str(caught.value)
@@ -144,17 +170,27 @@ def test_rope_part_may_not_vanish() -> None:
         ModelConfig.from_dict(hf_config(partial_rotary_factor=0.001))
 
 
-@pytest.mark.parametrize("missing", [key for key in tiny_config() if key not in ("architectures", "rope_scaling")])
+@pytest.mark.parametrize(
+    "missing", [key for key in tiny_config() if key not in ("architectures", "rope_scaling")]
+)
 def test_a_missing_key_has_a_documented_default_or_is_named(missing: str) -> None:
     raw = tiny_config()
     del raw[missing]
     defaults = {"bos_token_id": None, "eos_token_ids": (), "num_nextn_predict_layers": 0}
     field = "eos_token_ids" if missing == "eos_token_id" else missing
-    optional = ("topk_method", "norm_topk_prob", "hidden_act", "n_shared_experts", "num_key_value_heads")
+    optional = (
+        "topk_method",
+        "norm_topk_prob",
+        "hidden_act",
+        "n_shared_experts",
+        "num_key_value_heads",
+    )
     if missing in (*optional, "scoring_func", "attention_bias", "tie_word_embeddings"):
         assert ModelConfig.from_dict(raw) == ModelConfig.from_dict(tiny_config())
     elif field in defaults:
-        expected = dataclasses.replace(ModelConfig.from_dict(tiny_config()), **{field: defaults[field]})
+        expected = dataclasses.replace(
+            ModelConfig.from_dict(tiny_config()), **{field: defaults[field]}
+        )
         assert ModelConfig.from_dict(raw) == expected
     else:
         with pytest.raises(UserError, match=f"{missing}|partial_rotary_factor"):
@@ -168,7 +204,9 @@ HOSTILE = st.recursive(
     | st.floats()
     | st.text(max_size=5)
     | st.sampled_from([0, 1, 2, 4, 128, "yarn", "default", "hash_moe", "moe", 10**400, -math.inf]),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -207,7 +245,16 @@ def test_hostile_rope_parameters(part: str, key: str, value: Any) -> None:
     assert message.isprintable()
 
 
-BROKEN = ["", "[]", "1", "{", '{"a": 1, "a": 2}', '{"a": {"b": 1, "b": 1}}', '{"a": ' + "1" * 5000 + "}", "[" * 100_000]
+BROKEN = [
+    "",
+    "[]",
+    "1",
+    "{",
+    '{"a": 1, "a": 2}',
+    '{"a": {"b": 1, "b": 1}}',
+    '{"a": ' + "1" * 5000 + "}",
+    "[" * 100_000,
+]
 
 
 @pytest.mark.parametrize("text", BROKEN)
@@ -241,9 +288,21 @@ def test_values_in_messages_are_short_and_one_line() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("device", "tpu"), ("kv_dtype", "fp4"), ("index_dtype", "fp4"), ("compute_dtype", "float16")),
+        *(
+            ("device", "tpu"),
+            ("kv_dtype", "fp4"),
+            ("index_dtype", "fp4"),
+            ("compute_dtype", "float16"),
+        ),
         ("parallel", "x"),
-        *(("gpus", 0), ("gpus", 9), ("gpus", True), ("prefill_chunk", 0), ("prefill_chunk", 1.5), ("max_context", -1)),
+        *(
+            ("gpus", 0),
+            ("gpus", 9),
+            ("gpus", True),
+            ("prefill_chunk", 0),
+            ("prefill_chunk", 1.5),
+            ("max_context", -1),
+        ),
     ],
 )
 def test_engine_config_names_the_wrong_field(field: str, value: Any) -> None:

@@ -48,7 +48,9 @@ def test_parameter_list_is_the_tensor_list_of_the_published_checkpoint(name: str
     last = release.raw_config["n_routed_experts"] - 1
     found = {tensor.name: (DTYPE_NAMES[tensor.dtype], tensor.shape) for tensor in tensors}
     middle = [
-        key for key in found if (match := re.search(r"\.experts\.(\d+)\.", key)) and int(match[1]) not in (0, last)
+        key
+        for key in found
+        if (match := re.search(r"\.experts\.(\d+)\.", key)) and int(match[1]) not in (0, last)
     ]
     for key in middle:
         assert found.pop(key) == recorded[re.sub(r"\.experts\.\d+\.", ".experts.0.", key)]
@@ -56,8 +58,12 @@ def test_parameter_list_is_the_tensor_list_of_the_published_checkpoint(name: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count", "gigabytes"), [("flash_apr", 135_235, 168), ("pro_apr", 285_660, 913)])
-def test_nvfp4_experts_layout_has_the_size_of_the_nvidia_export(name: str, count: int, gigabytes: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "gigabytes"), [("flash_apr", 135_235, 168), ("pro_apr", 285_660, 913)]
+)
+def test_nvfp4_experts_layout_has_the_size_of_the_nvidia_export(
+    name: str, count: int, gigabytes: int
+) -> None:
     tensors = planned(RELEASES[name], "nvfp4-experts")
     assert len(tensors) == count
     assert sum(tensor.nbytes for tensor in tensors) // 10**9 == gigabytes

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.config import EngineConfig
+from dsv4.devices import engine_devices
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.parameters import parameters
-from dsv4.placement import Placement, bytes_by_layer, engine_devices
+from dsv4.placement import Placement, bytes_by_layer
 from tests.ops.cases import tiny_config
 
 
@@ -22,19 +23,33 @@ def indices(placement: Placement) -> list[int]:
     return [device.index for device in placement.layer_devices]
 
 
-@given(layer_bytes=st.lists(st.integers(1, 10**12), min_size=1, max_size=70), devices=st.integers(1, 8))
-def test_layers_are_contiguous_and_every_device_is_used(layer_bytes: list[int], devices: int) -> None:
+@given(
+    layer_bytes=st.lists(st.integers(1, 10**12), min_size=1, max_size=70), devices=st.integers(1, 8)
+)
+def test_layers_are_contiguous_and_every_device_is_used(
+    layer_bytes: list[int], devices: int
+) -> None:
     found = indices(Placement.pipeline(layer_bytes, gpus(devices)))
     assert len(found) == len(layer_bytes)
     assert found == sorted(found)
     assert sorted(set(found)) == list(range(min(devices, len(layer_bytes))))
 
 
-@given(layers=st.integers(8, 70), devices=st.integers(1, 8), spread=st.integers(0, 10), seed=st.randoms())
-def test_no_device_holds_more_than_its_share_and_one_layer(layers: int, devices: int, spread: int, seed) -> None:
+@given(
+    layers=st.integers(8, 70),
+    devices=st.integers(1, 8),
+    spread=st.integers(0, 10),
+    seed=st.randoms(),
+)
+def test_no_device_holds_more_than_its_share_and_one_layer(
+    layers: int, devices: int, spread: int, seed
+) -> None:
     layer_bytes = [100 + seed.randint(0, spread) for _ in range(layers)]
     found = indices(Placement.pipeline(layer_bytes, gpus(devices)))
-    held = [sum(size for size, device in zip(layer_bytes, found, strict=True) if device == d) for d in range(devices)]
+    held = [
+        sum(size for size, device in zip(layer_bytes, found, strict=True) if device == d)
+        for d in range(devices)
+    ]
     assert max(held) <= sum(layer_bytes) / devices + max(layer_bytes)
 
 
@@ -72,7 +87,10 @@ def test_parameters_live_with_their_layer_and_the_ends_with_the_ends() -> None:
 def test_embedding_and_head_count_where_they_live() -> None:
     config = tiny_config()
     layers = config.num_hidden_layers
-    sizes = [(name, 1 if name.startswith("layers.") else 10**6) for name in parameters(config, mtp="classic")]
+    sizes = [
+        (name, 1 if name.startswith("layers.") else 10**6)
+        for name in parameters(config, mtp="classic")
+    ]
     counted = bytes_by_layer(sizes, layers)
     assert sum(counted) == sum(nbytes for _, nbytes in sizes)
     assert counted[0] // 10**6 == 1
@@ -96,7 +114,9 @@ def test_the_fullest_device_is_as_empty_as_can_be(layer_bytes: list[int], device
     parts = min(devices, len(layer_bytes))
 
     def largest(ends: tuple[int, ...]) -> int:
-        return max(sum(layer_bytes[start:end]) for start, end in pairwise((0, *ends, len(layer_bytes))))
+        return max(
+            sum(layer_bytes[start:end]) for start, end in pairwise((0, *ends, len(layer_bytes)))
+        )
 
     found = indices(Placement.pipeline(layer_bytes, gpus(devices)))
     ends = tuple(layer for layer in range(1, len(found)) if found[layer] != found[layer - 1])
@@ -105,24 +125,31 @@ def test_the_fullest_device_is_as_empty_as_can_be(layer_bytes: list[int], device
 
 @given(layers=st.integers(1, 70), devices=st.integers(1, 8))
 def test_round_robin_takes_turns(layers: int, devices: int) -> None:
-    assert indices(Placement.round_robin(layers, gpus(devices))) == [layer % devices for layer in range(layers)]
+    assert indices(Placement.round_robin(layers, gpus(devices))) == [
+        layer % devices for layer in range(layers)
+    ]
 
 
 def test_the_engine_config_chooses_the_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    layer_bytes = [30, 10, 10, 10]
-    assert indices(Placement.of(EngineConfig(gpus=2), layer_bytes)) == [0, 1, 1, 1]
-    assert indices(Placement.of(EngineConfig(gpus=2, parallel="round-robin"), layer_bytes)) == [0, 1, 0, 1]
+
+    def placed(engine: EngineConfig) -> Placement:
+        return Placement.of(engine, engine_devices(engine), [30, 10, 10, 10])
+
+    assert indices(placed(EngineConfig(gpus=2))) == [0, 1, 1, 1]
+    assert indices(placed(EngineConfig(gpus=2, parallel="round-robin"))) == [0, 1, 0, 1]
     for parallel in ("pipeline", "round-robin", "tensor"):
-        assert indices(Placement.of(EngineConfig(parallel=parallel), layer_bytes)) == [0] * 4
+        assert indices(placed(EngineConfig(parallel=parallel))) == [0] * 4
 
 
 def test_devices_of_an_engine_config_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert engine_devices(EngineConfig()) == (torch.device("cpu"),)
-    with pytest.raises(UserError, match=r"--gpus: found 2, expected 1 when running on the CPU"):
+    with pytest.raises(
+        UserError, match=r"EngineConfig.gpus: found 2, expected 1 when running on the CPU"
+    ):
         engine_devices(EngineConfig(gpus=2))
-    with pytest.raises(UserError, match=r"--gpus: found 1, expected at most 0"):
+    with pytest.raises(UserError, match=r"EngineConfig.gpus: found 1, expected at most 0"):
         engine_devices(EngineConfig(device="cuda"))
 
 
@@ -131,11 +158,11 @@ def test_devices_of_an_engine_config_with_gpus(monkeypatch: pytest.MonkeyPatch) 
     assert engine_devices(EngineConfig()) == (torch.device("cuda", 0),)
     assert engine_devices(EngineConfig(gpus=4)) == tuple(gpus(4))
     assert engine_devices(EngineConfig(device="cpu")) == (torch.device("cpu"),)
-    with pytest.raises(UserError, match=r"--gpus: found 8, expected at most 4"):
+    with pytest.raises(UserError, match=r"EngineConfig.gpus: found 8, expected at most 4"):
         engine_devices(EngineConfig(gpus=8))
 
 
 def test_tensor_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    with pytest.raises(UserError, match="--parallel: found 'tensor'"):
+    with pytest.raises(UserError, match="EngineConfig.parallel: found 'tensor'"):
         engine_devices(EngineConfig(gpus=2, parallel="tensor"))

@@ -8,35 +8,47 @@ import torch
 
 from dsv4 import plan
 from dsv4.checkpoint import ParameterDescription
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import ModelConfig
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
-from dsv4.ops import TORCH, TableName
+from dsv4.ops import TORCH_PACKING
+from dsv4.ops.torch_workspace import TorchStep
 from dsv4.parameters import Role, parameters
 from dsv4.placement import Placement
-from dsv4.plan import available_bytes, decoded_bytes, hand_off_bytes, max_context_tokens, plan_memory
+from dsv4.plan import arrival_bytes, available_bytes, max_context_tokens, plan_memory
 from dsv4.quant import QuantFormat, QuantTensor
 from dsv4.state import DecodeState, layer_state_bytes
-from dsv4.working_memory import CUDA_RESERVE_BYTES, packing_bytes, step_bytes
+from dsv4.weights.packing_bytes import dequantized_bytes, dequantizing_bytes
 from tests.ops.cases import tiny_config
 
 MATRIX_ROLES = (Role.LINEAR, Role.EXPERT, Role.FLOOR)
 ENGINES = [
     EngineConfig(max_context=300),
-    EngineConfig(max_context=4096, kv_dtype="bf16", index_dtype="bf16", compute_dtype="float32", prefill_chunk=7),
+    EngineConfig(
+        max_context=4096,
+        kv_dtype="bf16",
+        index_dtype="bf16",
+        compute_dtype="float32",
+        prefill_chunk=7,
+    ),
     EngineConfig(max_context=1, kv_dtype="bf16", index_dtype="fp8", prefill_chunk=1),
 ]
 
 
 def bfloat16_checkpoint(config: ModelConfig, mtp: bool = False) -> list[ParameterDescription]:
     return [
-        ParameterDescription(p, QuantFormat.BF16 if p.role in MATRIX_ROLES else None, 2 * torch.Size(p.shape).numel())
+        ParameterDescription(
+            p, QuantFormat.BF16 if p.role in MATRIX_ROLES else None, 2 * torch.Size(p.shape).numel()
+        )
         for p in parameters(config, "classic" if mtp else None).values()
     ]
 
 
 def two_devices(config: ModelConfig) -> Placement:
     """Distinct devices that exist everywhere; the second is never allocated on."""
-    return Placement.pipeline([1] * config.num_hidden_layers, [torch.device("cpu"), torch.device("meta")])
+    return Placement.pipeline(
+        [1] * config.num_hidden_layers, [torch.device("cpu"), torch.device("meta")]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -48,25 +60,36 @@ def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_state_bytes_are_what_the_state_allocates(engine: EngineConfig) -> None:
     config = tiny_config()
     placement = two_devices(config)
-    planned = plan_memory(config, engine, placement, [])
+    planned = plan_memory(config, engine, placement, [], None)
     state = DecodeState.allocate(config, engine, planned.max_context, (torch.device("cpu"),) * 4)
     table = list(state.byte_table())
     for device in planned.devices:
-        layers = [index for index, owner in enumerate(placement.layer_devices) if owner == device.device]
+        layers = [
+            index for index, owner in enumerate(placement.layer_devices) if owner == device.device
+        ]
         assert device.layers == len(layers)
-        arriving = hand_off_bytes(config, engine) if device.device.type == "meta" else 0
-        assert device.state_bytes == sum(size for layer, _, size in table if layer in layers) + arriving
-    assert sum(device.state_bytes for device in planned.devices) == state.nbytes + hand_off_bytes(config, engine)
+        arriving = arrival_bytes(config, engine) if device.device.type == "meta" else 0
+        assert (
+            device.state_bytes
+            == sum(size for layer, _, size in table if layer in layers) + arriving
+        )
+    assert sum(device.state_bytes for device in planned.devices) == state.nbytes + arrival_bytes(
+        config, engine
+    )
 
 
 def test_every_boundary_counts_its_hand_off_once() -> None:
-    """Two slots per pair of devices, on the one that receives, however many layers send to it."""
+    """One arrival memory per pair of devices, on the one that receives, however many layers send to it."""
     config, engine = tiny_config(), EngineConfig(prefill_chunk=100, max_context=300)
     devices = [torch.device("cpu"), torch.device("meta")]
-    one = sum(device.state_bytes for device in plan_memory(config, engine, Placement((devices[0],) * 4), []).devices)
-    slots = 2 * 100 * config.hc_mult * config.hidden_size * 2
-    for placement, pairs in ((Placement.pipeline([1] * 4, devices), 1), (Placement.round_robin(4, devices), 2)):
-        planned = plan_memory(config, engine, placement, [])
+    alone = plan_memory(config, engine, Placement((devices[0],) * 4), [], None)
+    one = sum(device.state_bytes for device in alone.devices)
+    slots = 100 * config.hc_mult * config.hidden_size * 2
+    for placement, pairs in (
+        (Placement.pipeline([1] * 4, devices), 1),
+        (Placement.round_robin(4, devices), 2),
+    ):
+        planned = plan_memory(config, engine, placement, [], None)
         assert sum(device.state_bytes for device in planned.devices) == one + pairs * slots
 
 
@@ -75,7 +98,9 @@ def test_the_byte_table_lists_every_buffer(engine: EngineConfig) -> None:
     """Storage found by walking the state equals the table."""
     config = tiny_config()
     state = DecodeState.allocate(config, engine, 300, (torch.device("cpu"),) * 4)
-    storages = {tensor.data_ptr(): tensor.nbytes for layer in state.layers for tensor in tensors_of(layer)}
+    storages = {
+        tensor.data_ptr(): tensor.nbytes for layer in state.layers for tensor in tensors_of(layer)
+    }
     assert sum(storages.values()) == state.nbytes
 
 
@@ -83,7 +108,9 @@ def tensors_of(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if dataclasses.is_dataclass(value):
-        return [t for field in dataclasses.fields(value) for t in tensors_of(getattr(value, field.name))]
+        return [
+            t for field in dataclasses.fields(value) for t in tensors_of(getattr(value, field.name))
+        ]
     return []
 
 
@@ -104,58 +131,68 @@ def test_layer_state_bytes_allocate_nothing_at_a_million_tokens(ratio: int) -> N
 def test_weights_are_counted_where_they_go() -> None:
     config = tiny_config()
     placement, stored = two_devices(config), bfloat16_checkpoint(config, mtp=True)
-    planned = plan_memory(config, EngineConfig(), placement, stored)
+    planned = plan_memory(config, EngineConfig(), placement, stored, None)
     for device in planned.devices:
         owned = [d for d in stored if placement.device_of(d.parameter.name) == device.device]
         assert device.weight_bytes == sum(d.nbytes for d in owned)
-        assert device.ops_bytes == sum(decoded_bytes(d.parameter) for d in owned)
-        assert device.total_bytes - device.work_bytes == device.weight_bytes + device.ops_bytes + device.state_bytes
+        assert device.ops_bytes == sum(dequantized_bytes(d.parameter) for d in owned)
+        assert (
+            device.total_bytes - device.work_bytes
+            == device.weight_bytes + device.ops_bytes + device.state_bytes
+        )
     assert sum(device.weight_bytes for device in planned.devices) == sum(d.nbytes for d in stored)
 
 
-def test_work_is_the_largest_packing_or_step_and_the_reserve_of_a_gpu() -> None:
+def test_work_of_the_torch_ops_is_the_largest_dequantizing_or_step() -> None:
     config, stored = tiny_config(), bfloat16_checkpoint(tiny_config())
-    cases: list[tuple[str, TableName, int]] = [("cpu", "torch", 0), ("cuda:0", "cuda", CUDA_RESERVE_BYTES)]
-    for device, table, reserve in cases:
-        placement = Placement((torch.device(device),) * 4)
-        for chunk in (8, 60_000):
-            engine = EngineConfig(prefill_chunk=chunk, max_context=4096)
-            (planned,) = plan_memory(config, engine, placement, stored).devices
-            packing = max(packing_bytes(d.parameter, d.format, d.nbytes, table) for d in stored)
-            step = max(step_bytes(config, engine, 4096, ratio, table) for ratio in config.compress_ratios)
-            assert planned.work_bytes == max(packing, step) + reserve
+    placement = Placement((torch.device("cpu"),) * 4)
+    for chunk in (8, 60_000):
+        engine = EngineConfig(prefill_chunk=chunk, max_context=4096)
+        (planned,) = plan_memory(config, engine, placement, stored, None).devices
+        packing = max(dequantizing_bytes(d.parameter, d.format) for d in stored)
+        tokens = min(max(chunk, 8), 4096)
+        steps = [TorchStep(config, 2, tokens, 4096, ratio) for ratio in config.compress_ratios]
+        assert planned.work_bytes == max(packing, *(step.workspace for step in steps))
 
 
-def test_decoded_bytes_are_those_of_the_torch_ops_weights() -> None:
+def test_dequantized_bytes_are_those_of_the_torch_ops_weights() -> None:
     for parameter in parameters(tiny_config(), "classic").values():
         expected = 0
         if parameter.role in MATRIX_ROLES and not parameter.name.startswith(("embed.", "mtp.")):
             stored = QuantTensor.dense(torch.zeros(parameter.shape, dtype=torch.bfloat16))
-            expected = TORCH.pack_weight(stored).nbytes
-        assert decoded_bytes(parameter) == expected, parameter.name
+            expected = TORCH_PACKING.pack_weight(stored).nbytes
+        assert dequantized_bytes(parameter) == expected, parameter.name
 
 
 def test_a_plan_that_does_not_fit_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config()
     stored, placement = bfloat16_checkpoint(config), two_devices(config)
-    fitting = plan_memory(config, EngineConfig(), placement, stored)
+    fitting = plan_memory(config, EngineConfig(), placement, stored, None)
     fitting.refuse_if_too_large()
     needed = fitting.devices[1].total_bytes
     for available, fits in ((needed, True), (needed - 1, False)):
         limits = {torch.device("cpu"): 1 << 40, torch.device("meta"): available}
         monkeypatch.setattr(plan, "available_bytes", limits.__getitem__)
-        planned = plan_memory(config, EngineConfig(), placement, stored)
+        planned = plan_memory(config, EngineConfig(), placement, stored, None)
         assert planned.fits is fits
         assert [device.fits for device in planned.devices] == [True, fits]
-    with pytest.raises(UserError, match=r"^memory: meta needs .* MiB .*--max-context") as caught:
+    with pytest.raises(
+        UserError, match=r"^memory: meta needs .* MiB .*EngineConfig.max_context"
+    ) as caught:
         planned.refuse_if_too_large()
     assert "\n" not in str(caught.value)
 
 
-def test_the_table_names_every_device_and_the_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "available_bytes", lambda device: 1 << 40 if device.type == "cpu" else 0)
+def test_the_table_names_every_device_and_the_one_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        plan, "available_bytes", lambda device: 1 << 40 if device.type == "cpu" else 0
+    )
     config = tiny_config()
-    lines = str(plan_memory(config, EngineConfig(max_context=2048), two_devices(config), [])).splitlines()
+    lines = str(
+        plan_memory(config, EngineConfig(max_context=2048), two_devices(config), [], None)
+    ).splitlines()
     assert "2,048 tokens" in lines[0]
     assert [line.split()[0] for line in lines[1:]] == ["device", "cpu", "meta"]
     assert [line.endswith("does not fit") for line in lines[2:]] == [False, True]
@@ -165,15 +202,23 @@ def test_context_defaults_to_the_models_own_up_to_8192_and_is_bounded_by_it() ->
     assert max_context_tokens(tiny_config(), EngineConfig()) == 4096
     assert max_context_tokens(tiny_config(max_position_embeddings=1 << 20), EngineConfig()) == 8192
     assert (
-        max_context_tokens(tiny_config(max_position_embeddings=1 << 20), EngineConfig(max_context=1 << 20)) == 1 << 20
+        max_context_tokens(
+            tiny_config(max_position_embeddings=1 << 20), EngineConfig(max_context=1 << 20)
+        )
+        == 1 << 20
     )
-    with pytest.raises(UserError, match=r"--max-context: found 4097, expected at most 4096"):
+    with pytest.raises(
+        UserError, match=r"EngineConfig.max_context: found 4097, expected at most 4096"
+    ):
         max_context_tokens(tiny_config(), EngineConfig(max_context=4097))
 
 
 def test_available_bytes_of_the_cpu_come_from_the_operating_system() -> None:
     meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
-    total = int(next(line for line in meminfo.splitlines() if line.startswith("MemTotal:")).split()[1]) * 1024
+    total = (
+        int(next(line for line in meminfo.splitlines() if line.startswith("MemTotal:")).split()[1])
+        * 1024
+    )
     assert 0 < available_bytes(torch.device("cpu")) <= total
 
 

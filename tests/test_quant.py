@@ -34,7 +34,7 @@ def random_weight(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def swizzled_offset(r: int, s: int, columns: int) -> int:
-    """The published formula, one element at a time (spec §8)."""
+    """The published formula, one element at a time (model.md#scale-swizzle)."""
     atom = (r // 128) * math.ceil(columns / 4) + s // 4
     return atom * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + s % 4
 
@@ -48,9 +48,15 @@ def test_lesson07_swizzle_matches_the_published_samples() -> None:
         assert swizzle_block_scale(scale).nonzero().flatten().tolist() == [offset]
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (31, 3), (33, 5), (128, 4), (129, 4), (200, 9), (300, 28)])
-def test_lesson07_swizzle_follows_the_formula_and_its_inverse_undoes_it(rows: int, columns: int) -> None:
-    scale = torch.randint(1, 256, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(rows))
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (31, 3), (33, 5), (128, 4), (129, 4), (200, 9), (300, 28)]
+)
+def test_lesson07_swizzle_follows_the_formula_and_its_inverse_undoes_it(
+    rows: int, columns: int
+) -> None:
+    scale = torch.randint(
+        1, 256, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(rows)
+    )
     swizzled = swizzle_block_scale(scale)
     expected = torch.zeros_like(swizzled)
     for row in range(rows):
@@ -62,11 +68,17 @@ def test_lesson07_swizzle_follows_the_formula_and_its_inverse_undoes_it(rows: in
 
 def test_swizzle_takes_the_bytes_of_fp8_scales() -> None:
     scale = torch.tensor([[0.5, 1.0, 448.0]]).to(torch.float8_e4m3fn)
-    assert torch.equal(unswizzle_block_scale(swizzle_block_scale(scale), 1, 3), scale.view(torch.uint8))
+    assert torch.equal(
+        unswizzle_block_scale(swizzle_block_scale(scale), 1, 3), scale.view(torch.uint8)
+    )
 
 
 def test_spec11_c20_e2m1_ties_round_to_even() -> None:
-    ties = {float(tie): value for tie, value in VECTORS["e2m1_rne_ties"].items() if not tie.startswith(">")}
+    ties = {
+        float(tie): value
+        for tie, value in VECTORS["e2m1_rne_ties"].items()
+        if not tie.startswith(">")
+    }
     values = torch.tensor([*ties, *(-tie for tie in ties), 5.5, 1e30, -1e30, 0.0])
     expected = [*ties.values(), *(-value for value in ties.values()), 6.0, 6.0, -6.0, 0.0]
     assert unpack_e2m1(pack_e2m1(values)).tolist() == expected
@@ -126,7 +138,9 @@ def test_spec11_e35_partial_fp8_blocks_use_their_own_scale() -> None:
     data = torch.ones(130, 257).to(torch.float8_e4m3fn)
     scale = exponent_to_e8m0(torch.tensor([[0, 1, 2], [3, 4, 5]]))
     values = QuantTensor(data, scale, None, QuantFormat.FP8_BLOCK128, (130, 257)).dequantize()
-    expected = torch.tensor([[2.0 ** (r // 128 * 3 + c // 128) for c in range(257)] for r in range(130)])
+    expected = torch.tensor(
+        [[2.0 ** (r // 128 * 3 + c // 128) for c in range(257)] for r in range(130)]
+    )
     assert torch.equal(values, expected)
 
 
@@ -145,7 +159,11 @@ def test_nvfp4_value_is_code_times_block_scale_times_global_scale() -> None:
         for column in range(64):
             byte = int(weight.data[row, column // 2])
             code = E2M1[byte >> 4 if column % 2 else byte & 15]
-            expected = torch.tensor(code) * weight.block_scale[row, column // 16].float() * weight.global_scale
+            expected = (
+                torch.tensor(code)
+                * weight.block_scale[row, column // 16].float()
+                * weight.global_scale
+            )
             assert values[row, column] == expected
 
 
@@ -169,7 +187,13 @@ def test_lesson11_quantise_then_dequantise_stays_within_half_a_step(
     quantised = quantize(weight, format)
     error = (quantised.dequantize() - weight).abs()
     group = {QuantFormat.NVFP4: 16, QuantFormat.MXFP4: 32}.get(format, shape[-1])
-    amax = weight.unflatten(-1, (-1, group)).abs().amax(-1, keepdim=True).expand(*shape[:-1], -1, group).flatten(-2)
+    amax = (
+        weight.unflatten(-1, (-1, group))
+        .abs()
+        .amax(-1, keepdim=True)
+        .expand(*shape[:-1], -1, group)
+        .flatten(-2)
+    )
     # Half of the widest E2M1 step is 1/6 of the range, the scale is at most doubled (MXFP4) or 1/16 off (NVFP4);
     # E4M3 has 3 fraction bits.
     bounds = {QuantFormat.NVFP4: amax * (1 / 6 + 1 / 15), QuantFormat.MXFP4: amax / 3}
@@ -198,8 +222,12 @@ def test_shared_global_scale_keeps_both_halves_in_range() -> None:
 
 def test_lesson10_shapes_that_contradict_the_format_are_refused() -> None:
     good = quantize(random_weight(4, 64), QuantFormat.NVFP4)
-    with pytest.raises(ValueError, match=r"data: found torch.uint8 \(4, 16\), expected torch.uint8 \(4, 32\)"):
-        QuantTensor(good.data[:, :16], good.block_scale, good.global_scale, QuantFormat.NVFP4, (4, 64))
+    with pytest.raises(
+        ValueError, match=r"data: found torch.uint8 \(4, 16\), expected torch.uint8 \(4, 32\)"
+    ):
+        QuantTensor(
+            good.data[:, :16], good.block_scale, good.global_scale, QuantFormat.NVFP4, (4, 64)
+        )
     with pytest.raises(ValueError, match="expected a multiple of 16"):
         packed_shapes(QuantFormat.NVFP4, (4, 24))
 
@@ -209,12 +237,20 @@ def test_lesson12_a_missing_scale_is_refused(missing: str) -> None:
     good = quantize(random_weight(4, 64), QuantFormat.NVFP4)
     parts = {"block_scale": good.block_scale, "global_scale": good.global_scale, missing: None}
     with pytest.raises(ValueError, match=f"{missing}: missing"):
-        QuantTensor(good.data, parts["block_scale"], parts["global_scale"], QuantFormat.NVFP4, (4, 64))
+        QuantTensor(
+            good.data, parts["block_scale"], parts["global_scale"], QuantFormat.NVFP4, (4, 64)
+        )
 
 
 def test_lesson12_a_scale_that_the_format_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="block_scale: not part of this format"):
-        QuantTensor(torch.zeros(4, 64, dtype=torch.bfloat16), torch.ones(4, 4), None, QuantFormat.BF16, (4, 64))
+        QuantTensor(
+            torch.zeros(4, 64, dtype=torch.bfloat16),
+            torch.ones(4, 4),
+            None,
+            QuantFormat.BF16,
+            (4, 64),
+        )
 
 
 def test_spec11_e35_a_scale_of_the_wrong_dtype_is_refused() -> None:
@@ -238,9 +274,14 @@ def test_all_zero_weights_stay_zero(format: QuantFormat) -> None:
     assert torch.equal(quantize(torch.zeros(2, 128), format).dequantize(), torch.zeros(2, 128))
 
 
-@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=32, max_size=32), st.sampled_from(QUANTISED))
+@given(
+    st.lists(st.floats(-1e4, 1e4, width=32), min_size=32, max_size=32), st.sampled_from(QUANTISED)
+)
 def test_quantising_is_odd_and_finite(values: list[float], format: QuantFormat) -> None:
     weight = torch.tensor([values])
-    positive, negative = quantize(weight, format).dequantize(), quantize(-weight, format).dequantize()
+    positive, negative = (
+        quantize(weight, format).dequantize(),
+        quantize(-weight, format).dequantize(),
+    )
     assert bool(torch.isfinite(positive).all())
     assert torch.equal(positive, -negative)

@@ -14,16 +14,45 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_DRIVER_LINES, MAX_README_LINES = 400, 60, 200, 150
 
-COMMAND_LINE = ("dsv4/cli/", "dsv4/demo/", "dsv4/validate/", "dsv4/checkpoint/export.py", "dsv4/bench/")
+COMMAND_LINE = (
+    "dsv4/cli/",
+    "dsv4/demo/",
+    "dsv4/validate/",
+    "dsv4/checkpoint/export.py",
+    "dsv4/bench/",
+)
 KERNELS = ("dsv4/launch/", "dsv4/ops/linear/cutedsl/", "dsv4/ops/linear/decode_plan.py")
 MAY_PRINT = COMMAND_LINE
-MAY_READ_ENVIRONMENT = (*COMMAND_LINE, "dsv4/launch/loader.py", "dsv4/ops/linear/cutedsl/jit.py")
+MAY_READ_ENVIRONMENT = (*COMMAND_LINE, "dsv4/launch/compiler.py")
 MAY_CACHE = KERNELS
-MAY_READ_FILES = (*COMMAND_LINE, *KERNELS, "dsv4/checkpoint/", "dsv4/json_object.py", "dsv4/plan.py", "encoding/")
+MAY_READ_FILES = (
+    *COMMAND_LINE,
+    *KERNELS,
+    "dsv4/checkpoint/",
+    "dsv4/json_object.py",
+    "dsv4/plan.py",
+    "encoding/",
+)
 
-LEAVES = ("dsv4.config", "dsv4.quant", "dsv4.cache_rows", "dsv4.parameters", "dsv4.errors", "dsv4.json_object")
+LEAVES = (
+    "dsv4.config",
+    "dsv4.engine_config",
+    "dsv4.limits",
+    "dsv4.quant",
+    "dsv4.cache_rows",
+    "dsv4.parameters",
+    "dsv4.errors",
+    "dsv4.json_object",
+)
 ABOVE_THE_ENGINE = ("dsv4.cli", "dsv4.demo", "dsv4.validate", "dsv4.bench")
-ABOVE_THE_MODEL = (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint", "dsv4.decode", "dsv4.sampling")
+ABOVE_THE_MODEL = (
+    *ABOVE_THE_ENGINE,
+    "dsv4.engine",
+    "dsv4.checkpoint",
+    "dsv4.decode",
+    "dsv4.step",
+    "dsv4.sampling",
+)
 # A module under the prefix imports nothing of dsv4 except itself and the listed prefixes ...
 IMPORTS_ONLY = {
     **dict.fromkeys(LEAVES, LEAVES),
@@ -40,18 +69,56 @@ NEVER_IMPORTS = {
     "dsv4.state": ABOVE_THE_MODEL,
     "dsv4.placement": ABOVE_THE_MODEL,
     "dsv4.sampling": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint"),
-    "dsv4.checkpoint": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.model", "dsv4.layers", "dsv4.decode"),
+    "dsv4.checkpoint": (
+        *ABOVE_THE_ENGINE,
+        "dsv4.engine",
+        "dsv4.model",
+        "dsv4.layers",
+        "dsv4.decode",
+    ),
+    "dsv4.step": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint", "dsv4.decode"),
     "dsv4.decode": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint"),
+    "dsv4.devices": (*ABOVE_THE_MODEL, "dsv4.model"),
     "dsv4.engine": ABOVE_THE_ENGINE,
 }
 
 TOP_LEVEL_NAMES = {
-    *(".ci", ".gitattributes", ".gitignore", ".pre-commit-config.yaml", "LICENSE", "Makefile", "README.md", "docs"),
+    *(
+        ".ci",
+        ".gitattributes",
+        ".gitignore",
+        ".pre-commit-config.yaml",
+        "LICENSE",
+        "Makefile",
+        "README.md",
+        "docs",
+    ),
     *("dsv4", "encoding", "pyproject.toml", "single_shot_inference.py", "tests"),
 }
-MUTABLE_CONSTRUCTORS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
+MUTABLE_CONSTRUCTORS = {
+    "list",
+    "dict",
+    "set",
+    "bytearray",
+    "defaultdict",
+    "deque",
+    "Counter",
+    "OrderedDict",
+}
 MUTATING_METHODS = {
-    *("append", "extend", "insert", "pop", "popitem", "remove", "clear", "update", "setdefault", "add", "discard"),
+    *(
+        "append",
+        "extend",
+        "insert",
+        "pop",
+        "popitem",
+        "remove",
+        "clear",
+        "update",
+        "setdefault",
+        "add",
+        "discard",
+    ),
     *("sort", "reverse", "appendleft", "popleft"),
 }
 FILE_READERS = {"read_text", "read_bytes", "mmap", "fromfile", "memmap", "safe_open", "load_file"}
@@ -77,8 +144,12 @@ Rule = Callable[[Source], Iterator[tuple[int, str]]]
 
 
 def read_sources() -> list[Source]:
-    files = sorted(file for package in ("dsv4", "encoding") for file in (ROOT / package).rglob("*.py"))
-    texts = [(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+    files = sorted(
+        file for package in ("dsv4", "encoding") for file in (ROOT / package).rglob("*.py")
+    )
+    texts = [
+        (file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files
+    ]
     return [Source.parse(path, text) for path, text in texts]
 
 
@@ -89,7 +160,9 @@ def sources() -> list[Source]:
 
 def violations(sources: list[Source], rule: Rule, exceptions: tuple[str, ...] = ()) -> list[str]:
     checked = [source for source in sources if not source.path.startswith(exceptions)]
-    return [f"{source.path}:{line}: {message}" for source in checked for line, message in rule(source)]
+    return [
+        f"{source.path}:{line}: {message}" for source in checked for line, message in rule(source)
+    ]
 
 
 def calls(source: Source) -> Iterator[tuple[ast.Call, str]]:
@@ -108,11 +181,19 @@ def prints(source: Source) -> Iterator[tuple[int, str]]:
 def environment_reads(source: Source) -> Iterator[tuple[int, str]]:
     names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
     for node in source.nodes:
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "os"
+        ):
             if node.attr in names:
                 yield node.lineno, f"os.{node.attr}"
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
-            yield from ((node.lineno, f"from os import {name.name}") for name in node.names if name.name in names)
+            yield from (
+                (node.lineno, f"from os import {name.name}")
+                for name in node.names
+                if name.name in names
+            )
 
 
 def file_reads(source: Source) -> Iterator[tuple[int, str]]:
@@ -128,14 +209,22 @@ def file_reads(source: Source) -> Iterator[tuple[int, str]]:
 
 def optional_state(source: Source) -> Iterator[tuple[int, str]]:
     for call, name in calls(source):
-        if isinstance(call.func, ast.Name) and (name == "hasattr" or (name == "getattr" and len(call.args) > 2)):
+        if isinstance(call.func, ast.Name) and (
+            name == "hasattr" or (name == "getattr" and len(call.args) > 2)
+        ):
             yield call.lineno, f"{name} for optional state"
 
 
 def broad_handlers(source: Source) -> Iterator[tuple[int, str]]:
     for node in source.nodes:
         if isinstance(node, ast.ExceptHandler):
-            caught = [] if node.type is None else node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            caught = (
+                []
+                if node.type is None
+                else node.type.elts
+                if isinstance(node.type, ast.Tuple)
+                else [node.type]
+            )
             names = {ast.unparse(kind).rpartition(".")[2] for kind in caught}
             if not caught or names & {"Exception", "BaseException"}:
                 yield node.lineno, "broad except"
@@ -170,12 +259,18 @@ def module_state(source: Source) -> Iterator[tuple[int, str]]:
 def is_mutable_container(value: ast.expr | None) -> bool:
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name | ast.Attribute):
         return ast.unparse(value.func).rpartition(".")[2] in MUTABLE_CONSTRUCTORS
-    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+    return isinstance(
+        value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
+    )
 
 
 def changed_name(node: ast.AST) -> str | None:
     """The name whose contents this node changes in place, if any."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATING_METHODS:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in MUTATING_METHODS
+    ):
         return ast.unparse(node.func.value)
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
         return ast.unparse(node.value)
@@ -210,7 +305,10 @@ def missing_docstrings(source: Source) -> Iterator[tuple[int, str]]:
     for node in (source.tree, *source.tree.body):
         if isinstance(node, ast.Module) and not node.body:
             continue
-        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is None:
+        if (
+            isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+            and ast.get_docstring(node) is None
+        ):
             name = "the module" if isinstance(node, ast.Module) else node.name
             if not name.startswith("_"):
                 yield 1 if isinstance(node, ast.Module) else node.lineno, f"{name} has no docstring"
@@ -238,13 +336,18 @@ def wrong_imports(source: Source) -> Iterator[tuple[int, str]]:
         for prefix, forbidden in NEVER_IMPORTS.items():
             if is_under(source.module, (prefix,)) and is_under(module, forbidden):
                 yield line, f"{prefix} must not import {module}"
-        if source.module.startswith("encoding") and is_under(module, ("torch", "numpy", "transformers")):
+        if source.module.startswith("encoding") and is_under(
+            module, ("torch", "numpy", "transformers")
+        ):
             yield line, f"encoding must not import {module}"
 
 
 RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {
     "only_command_line_modules_print": (prints, MAY_PRINT),
-    "only_command_line_modules_and_kernel_loader_read_the_environment": (environment_reads, MAY_READ_ENVIRONMENT),
+    "only_command_line_modules_and_kernel_loader_read_the_environment": (
+        environment_reads,
+        MAY_READ_ENVIRONMENT,
+    ),
     "nothing_below_the_engine_reads_files_or_arguments": (file_reads, MAY_READ_FILES),
     "no_hasattr_or_getattr_with_default": (optional_state, ()),
     "no_broad_except": (broad_handlers, ()),
@@ -268,27 +371,59 @@ def test_rule(name: str, sources: list[Source]) -> None:
     ("name", "path", "text"),
     [
         ("only_command_line_modules_print", "dsv4/model.py", "print(1)"),
-        ("only_command_line_modules_and_kernel_loader_read_the_environment", "dsv4/model.py", "os.environ['A']"),
-        ("only_command_line_modules_and_kernel_loader_read_the_environment", "dsv4/model.py", "from os import getenv"),
-        ("nothing_below_the_engine_reads_files_or_arguments", "dsv4/ops/norm/__init__.py", "Path('x').read_text()"),
+        (
+            "only_command_line_modules_and_kernel_loader_read_the_environment",
+            "dsv4/model.py",
+            "os.environ['A']",
+        ),
+        (
+            "only_command_line_modules_and_kernel_loader_read_the_environment",
+            "dsv4/model.py",
+            "from os import getenv",
+        ),
+        (
+            "nothing_below_the_engine_reads_files_or_arguments",
+            "dsv4/ops/norm/__init__.py",
+            "Path('x').read_text()",
+        ),
         ("nothing_below_the_engine_reads_files_or_arguments", "dsv4/model.py", "import argparse"),
         ("no_hasattr_or_getattr_with_default", "dsv4/model.py", "getattr(x, 'y', None)"),
-        ("no_broad_except", "dsv4/model.py", "try:\n    f()\nexcept (OSError, Exception):\n    pass"),
+        (
+            "no_broad_except",
+            "dsv4/model.py",
+            "try:\n    f()\nexcept (OSError, Exception):\n    pass",
+        ),
         ("no_broad_except", "dsv4/model.py", "try:\n    f()\nexcept:\n    pass"),
-        ("no_function_caches", "dsv4/model.py", "@functools.lru_cache(maxsize=None)\ndef f(): pass"),
+        (
+            "no_function_caches",
+            "dsv4/model.py",
+            "@functools.lru_cache(maxsize=None)\ndef f(): pass",
+        ),
         ("no_mutable_module_state", "dsv4/model.py", "state = {}"),
-        ("no_mutable_module_state", "dsv4/model.py", "STATE = dict()\ndef f():\n    STATE['a'] = 1"),
+        (
+            "no_mutable_module_state",
+            "dsv4/model.py",
+            "STATE = dict()\ndef f():\n    STATE['a'] = 1",
+        ),
         ("no_mutable_module_state", "dsv4/model.py", "STATE = []\ndef f():\n    STATE.append(1)"),
         ("no_open_ends", "dsv4/model.py", "# " + "TO" + "DO: later"),
         ("functions_fit_a_screen", "dsv4/model.py", "def f():\n" + "    x = 1\n" * 61),
         ("files_are_small", "dsv4/model.py", "x = 1\n" * 401),
         ("public_names_have_docstrings", "dsv4/model.py", '"""Module."""\ndef f(): pass'),
-        ("dependencies_point_one_way", "dsv4/ops/norm/__init__.py", "from dsv4.layers.norm import Norm"),
+        (
+            "dependencies_point_one_way",
+            "dsv4/ops/norm/__init__.py",
+            "from dsv4.layers.norm import Norm",
+        ),
         ("dependencies_point_one_way", "dsv4/ops/norm/__init__.py", "from dsv4 import model"),
         ("dependencies_point_one_way", "dsv4/layers/norm.py", "import dsv4.checkpoint.index"),
         ("dependencies_point_one_way", "dsv4/quant.py", "from dsv4.ops import TORCH"),
         ("dependencies_point_one_way", "encoding/tokenizer.py", "import torch"),
-        ("dependencies_point_one_way", "encoding/tokenizer.py", "from dsv4.errors import UserError"),
+        (
+            "dependencies_point_one_way",
+            "encoding/tokenizer.py",
+            "from dsv4.errors import UserError",
+        ),
     ],
 )
 def test_rule_finds_what_it_forbids(name: str, path: str, text: str) -> None:
@@ -307,12 +442,15 @@ def test_top_level_names_are_the_known_ones() -> None:
     git = shutil.which("git")
     if git is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    tracked = subprocess.run([git, "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    tracked = subprocess.run(
+        [git, "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\n")
     assert {path.partition("/")[0] for path in tracked if path} - TOP_LEVEL_NAMES == set()
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("README.md", MAX_README_LINES), ("single_shot_inference.py", MAX_DRIVER_LINES)]
+    ("name", "limit"),
+    [("README.md", MAX_README_LINES), ("single_shot_inference.py", MAX_DRIVER_LINES)],
 )
 def test_front_page_and_driver_stay_short(name: str, limit: int) -> None:
     path = ROOT / name

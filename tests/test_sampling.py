@@ -1,7 +1,6 @@
-"""SamplingParams and the sampler that applies them."""
+"""SamplingParams, the sampler that they make, and its settings on the device."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +9,7 @@ import torch
 from dsv4.errors import UserError
 from dsv4.ops import TORCH
 from dsv4.ops.sampling import NAN_TOKEN
-from dsv4.sampling import Sampler, SamplingParams
-
-
-def position(value: int) -> torch.Tensor:
-    return torch.tensor([value])
+from dsv4.sampling import Sampler, SamplerState, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -54,37 +49,82 @@ def test_defaults_are_the_models_own() -> None:
     assert SamplingParams() == SamplingParams(temperature=1.0, top_p=1.0, min_p=0.0, seed=None)
 
 
-def test_temperature_zero_is_greedy_at_every_position() -> None:
-    sampler, logits_V = Sampler(SamplingParams(temperature=0.0, seed=1), TORCH), torch.tensor([1.0, 5.0, 5.0, 2.0])
-    assert {int(sampler(logits_V, position(p))) for p in range(50)} == {1}
+def test_settings_are_numbers_for_the_op() -> None:
+    params = SamplingParams(0.7, 0.9, 0.1, 2**40)
+    assert Sampler(params).settings() == ((0.7, 0.9, 0.1), 2**40)
+    settings, seed = Sampler(SamplingParams(temperature=0)).settings()
+    assert settings == (0.0, 1.0, 0.0)
+    assert all(isinstance(value, float) for value in settings)
+    assert 0 <= seed < 2**63
 
 
-def test_the_op_gets_all_parameters() -> None:
-    seen: list[tuple[Any, ...]] = []
-
-    def record(logits_V: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        seen.append(arguments)
-        return torch.tensor(0)
-
-    at = position(9)
-    Sampler(SamplingParams(0.7, 0.9, 0.1, 2**40), replace(TORCH, sample_token=record))(torch.zeros(4), at)
-    assert seen == [(0.7, 0.9, 0.1, 2**40, at)]
+def test_settings_stay_in_the_range_of_float32() -> None:
+    """A small temperature is not greedy, a large one and a small top_p are numbers."""
+    for temperature in (1e-60, 1e300):
+        params = SamplingParams(temperature=temperature, top_p=1e-60)
+        (found, top_p, _), _ = Sampler(params).settings()
+        stored = torch.tensor([found, top_p], dtype=torch.float32)
+        assert bool((stored > 0).all())
+        assert bool(stored.isfinite().all())
 
 
 def test_a_seed_repeats_and_no_seed_does_not() -> None:
-    logits_V = torch.zeros(10_000)
+    assert Sampler(SamplingParams(seed=3)).seed == Sampler(SamplingParams(seed=3)).seed == 3
+    first, second = (Sampler(SamplingParams()) for _ in range(2))
+    assert first.seed != second.seed
+    assert first.key != second.key
+    given_back = Sampler(SamplingParams(seed=first.seed))
+    assert given_back.settings() == first.settings(), "a drawn seed can be given back"
 
-    def run(sampler: Sampler) -> list[int]:
-        return [int(sampler(logits_V, position(p))) for p in range(8)]
 
-    assert run(Sampler(SamplingParams(seed=3), TORCH)) == run(Sampler(SamplingParams(seed=3), TORCH))
-    fresh = [Sampler(SamplingParams(), TORCH) for _ in range(2)]
-    assert fresh[0].seed != fresh[1].seed
-    assert run(fresh[0]) != run(fresh[1])
-    assert run(fresh[0]) == run(Sampler(SamplingParams(seed=fresh[0].seed), TORCH)), "a drawn seed can be given back"
+def test_key_of_greedy_samplers_leaves_the_seed_out() -> None:
+    greedy, drawing = SamplingParams(temperature=0), SamplingParams()
+    assert Sampler(greedy).key == Sampler(greedy).key
+    assert Sampler(drawing).key != Sampler(drawing).key
+
+
+def next_tokens(state: SamplerState, logits_V: torch.Tensor, count: int) -> list[int]:
+    places = (torch.tensor([at]) for at in range(count))
+    settings = state.settings_3, state.seed_1
+    return [int(TORCH.sample_token(logits_V, *settings, place)) for place in places]
+
+
+def test_a_loaded_sampler_chooses_the_tokens() -> None:
+    state, logits_V = SamplerState.allocate(torch.device("cpu")), torch.zeros(10_000)
+    memory = state.settings_3.data_ptr(), state.seed_1.data_ptr()
+    logits_V[[7, 9]] = 1.0
+    assert (state.settings_3.dtype, state.settings_3.shape) == (torch.float32, (3,))
+    assert (state.seed_1.dtype, state.seed_1.shape) == (torch.int64, (1,))
+    assert set(next_tokens(state, logits_V, 20)) == {7}, "greedy until a sampler is loaded"
+    state.load(Sampler(SamplingParams(seed=3)))
+    first = next_tokens(state, logits_V, 8)
+    state.load(Sampler(SamplingParams(0.7, 0.9, 0.1, 2**63 - 1)))
+    assert state.settings_3.tolist() == torch.tensor([0.7, 0.9, 0.1]).tolist()
+    assert state.seed_1.tolist() == [2**63 - 1]
+    assert next_tokens(state, logits_V, 8) != first
+    state.load(Sampler(SamplingParams(temperature=0.0, seed=1)))
+    assert set(next_tokens(state, logits_V, 20)) == {7}
+    state.load(Sampler(SamplingParams(seed=3)))
+    assert next_tokens(state, logits_V, 8) == first
+    assert (state.settings_3.data_ptr(), state.seed_1.data_ptr()) == memory
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_logits_are_reported(temperature: float) -> None:
-    logits_V = torch.tensor([0.0, math.nan])
-    assert int(Sampler(SamplingParams(temperature=temperature), TORCH)(logits_V, position(0))) == NAN_TOKEN
+    state = SamplerState.allocate(torch.device("cpu"))
+    state.load(Sampler(SamplingParams(temperature=temperature)))
+    assert next_tokens(state, torch.tensor([0.0, math.nan]), 1) == [NAN_TOKEN]
+
+
+@pytest.mark.gpu
+def test_loads_that_follow_each_other_keep_their_order_without_waiting() -> None:
+    """What is queued behind a load reads its settings, though the host is many loads ahead."""
+    state = SamplerState.allocate(torch.device("cuda", torch.cuda.current_device()))
+    found = []
+    for seed in range(50):
+        torch.cuda._sleep(100_000)
+        state.load(Sampler(SamplingParams(temperature=0.5 + seed, seed=seed)))
+        found.append((state.settings_3.clone(), state.seed_1.clone()))
+    for seed, (settings_3, seed_1) in enumerate(found):
+        assert settings_3.tolist() == [0.5 + seed, 1.0, 0.0]
+        assert seed_1.tolist() == [seed]

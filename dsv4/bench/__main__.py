@@ -12,8 +12,9 @@ from dsv4.bench.decode_modes import DECODE_MODES
 from dsv4.bench.provenance import provenance
 from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import Layout
-from dsv4.config import EngineConfig
+from dsv4.cli.faults import user_message
 from dsv4.demo import CHECKPOINT
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 
 
@@ -21,22 +22,45 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of ``python -m dsv4.bench``."""
     parser = argparse.ArgumentParser(prog="python -m dsv4.bench")
     kinds = parser.add_subparsers(dest="kind", required=True)
-    engine = kinds.add_parser("engine", help="load, prefill and decode of a checkpoint or of a geometry")
+    engine = kinds.add_parser(
+        "engine", help="load, prefill and decode of a checkpoint or of a geometry"
+    )
     source = engine.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, default=CHECKPOINT, help="a checkpoint folder")
-    source.add_argument("--geometry", choices=get_args(Geometry), help="random weights of a published geometry")
-    engine.add_argument("--format", choices=get_args(Layout), default="nvfp4-experts", help="with --geometry")
-    engine.add_argument("--layers", type=int, help="with --geometry: the first N layers (default: all)")
-    engine.add_argument("--gpus", type=int, default=1, help="with --geometry")
-    engine.add_argument("--parallel", choices=("pipeline", "round-robin"), default="pipeline", help="with --geometry")
+    source.add_argument(
+        "--geometry", choices=get_args(Geometry), help="random weights of a published geometry"
+    )
     engine.add_argument(
-        "--modes", choices=DECODE_MODES, nargs="+", default=DECODE_MODES, help="on CUDA: ways to decode"
+        "--format", choices=get_args(Layout), default="nvfp4-experts", help="with --geometry"
+    )
+    engine.add_argument(
+        "--layers", type=int, help="with --geometry: the first N layers (default: all)"
+    )
+    engine.add_argument("--gpus", type=int, default=1, help="with --geometry")
+    engine.add_argument(
+        "--parallel",
+        choices=("pipeline", "round-robin"),
+        default="pipeline",
+        help="with --geometry",
+    )
+    engine.add_argument(
+        "--modes",
+        choices=DECODE_MODES,
+        nargs="+",
+        default=DECODE_MODES,
+        help="on CUDA: ways to decode",
     )
     engine.add_argument("--ops", choices=("auto", "torch", "cuda", "cutedsl"), default="auto")
-    engine.add_argument("--prompts", type=int, nargs="+", default=[128, 2048, 8192], help="with --geometry")
-    engine.add_argument("--positions", type=int, nargs="+", default=[1024], help="with --geometry: decode there")
+    engine.add_argument(
+        "--prompts", type=int, nargs="+", default=[128, 2048, 8192], help="with --geometry"
+    )
+    engine.add_argument(
+        "--positions", type=int, nargs="+", default=[1024], help="with --geometry: decode there"
+    )
     engine.add_argument("--prefill-chunk", type=int, default=4096, help="with --geometry")
-    engine.add_argument("--profile", action="store_true", help="with --geometry: where the time of a token goes")
+    engine.add_argument(
+        "--profile", action="store_true", help="with --geometry: where the time of a token goes"
+    )
     engine.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="with --model")
     engine.add_argument("--prompt-tokens", type=int, default=512, help="with --model")
     engine.add_argument("--decode-tokens", type=int, default=64)
@@ -120,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         result = measure(options)
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {user_message(error)}\n")
         return 2
     command = " ".join(["python -m dsv4.bench", *arguments])
     text = json.dumps({**provenance(command), "result": result}, indent=2) + "\n"

@@ -1,4 +1,6 @@
-"""``bench engine --model``: load, prefill and decode of a checkpoint, and the time to the first token."""
+"""``bench engine --model``: load, prefill and decode of a checkpoint, and the time to the first
+token.
+"""
 
 import os
 import statistics
@@ -13,9 +15,10 @@ import torch
 
 from dsv4.bench.decode_modes import DecodeMode, DecodeModes
 from dsv4.bench.provenance import ROOT
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import ModelConfig
 from dsv4.cpu_threads import limit_cpu_threads
 from dsv4.engine import Engine
+from dsv4.engine_config import EngineConfig
 
 
 def bench_checkpoint(
@@ -26,7 +29,9 @@ def bench_checkpoint(
     repeats: int,
     modes: tuple[DecodeMode, ...],
 ) -> dict[str, Any]:
-    """Median seconds of load and of the prefill of ``prompt_tokens`` random ids, and the decode behind them by mode."""
+    """Median seconds of load and of the prefill of ``prompt_tokens`` random ids, and the decode
+    behind them by mode.
+    """
     limit_cpu_threads(ModelConfig.from_folder(model))
     config = EngineConfig(device=device, max_context=prompt_tokens + decode_tokens + 64)
     load, prefill = [], []
@@ -35,7 +40,9 @@ def bench_checkpoint(
         engine = Engine.load(model, config)
         load.append(time.perf_counter() - started)
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(engine.config.vocab_size, (prompt_tokens,), generator=generator).tolist()
+        ids = torch.randint(
+            engine.config.vocab_size, (prompt_tokens,), generator=generator
+        ).tolist()
         started = time.perf_counter()
         float(engine.prefill(ids).max())
         prefill.append(time.perf_counter() - started)
@@ -50,8 +57,8 @@ def bench_checkpoint(
 
 
 def bench_first_token(model: Path, device: Literal["cpu", "cuda"], repeats: int) -> dict[str, Any]:
-    """Median seconds from starting the driver to the end of a run that produces one token; on CUDA also the first run
-    with an empty kernel cache.
+    """Median seconds from starting the driver to the end of a run that produces one token; on CUDA
+    also the first run with an empty kernel cache.
     """
     seconds = [_first_token_seconds(model, device, {}) for _ in range(repeats)]
     measured = {"process_start_to_first_token_seconds": statistics.median(seconds)}
@@ -63,7 +70,14 @@ def bench_first_token(model: Path, device: Literal["cpu", "cuda"], repeats: int)
 
 
 def _first_token_seconds(model: Path, device: str, environment: dict[str, str]) -> float:
-    command = [sys.executable, str(ROOT / "single_shot_inference.py"), "--model", str(model), "--device", device]
+    command = [
+        sys.executable,
+        str(ROOT / "single_shot_inference.py"),
+        "--model",
+        str(model),
+        "--device",
+        device,
+    ]
     started = time.perf_counter()
     subprocess.run(
         [*command, "--max-tokens", "1", "--quiet"],

@@ -1,4 +1,6 @@
-"""Decode as users run it: eagerly, or by captured graphs with the host running ahead; wall time from token to token."""
+"""Decode as users run it: eagerly, or by captured graphs with the host running ahead; wall time
+from token to token.
+"""
 
 import statistics
 import time
@@ -13,9 +15,9 @@ from dsv4.cli.graph_profile import GraphProfile, profile_decoder
 from dsv4.decode import CUDAGraphDecoder
 from dsv4.engine import Engine
 from dsv4.errors import UserError
-from dsv4.ops import TORCH
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.state import DecodeState
+from dsv4.step.steps import RecordedSteps
 
 DecodeMode = Literal["eager", "split", "full"]
 DECODE_MODES: tuple[DecodeMode, ...] = get_args(DecodeMode)
@@ -24,26 +26,26 @@ _WARM_UP = 8
 
 
 class DecodeModes:
-    """The ways to decode with one engine, captured once. An engine with a decoder of its own is not measured."""
+    """The ways to decode with one engine, captured once. An engine with a decoder of its own is not
+    measured.
+    """
 
     def __init__(self, engine: Engine, modes: Sequence[DecodeMode]) -> None:
         """Raises ``UserError`` for a mode that captures where there is nothing to capture."""
         self.engine = engine
-        graphs = [mode for mode in modes if mode != "eager"]
-        if graphs and engine.ops is TORCH:
-            raise UserError(f"--modes: found {graphs[0]!r} with the torch ops, expected 'eager'")
         self.capture_seconds: dict[str, float] = {}
         self._decoders = {mode: None if mode == "eager" else self._captured(mode) for mode in modes}
 
     def measure(self, position: int, tokens: int) -> dict[str, dict[str, float]]:
-        """Median, mean and 90th percentile of the ms per token by mode, over ``tokens`` greedy tokens.
+        """Median, mean and 90th percentile of the ms per token by mode, over ``tokens`` greedy
+        tokens.
 
         Every mode starts at ``position``, whatever the caches hold; needs room for ``tokens`` + 8.
         """
         measured = {}
         for mode, decoder in self._decoders.items():
             self.engine.state.set_position(position)
-            greedy = Sampler(SamplingParams(temperature=0), self.engine.ops)
+            greedy = Sampler(SamplingParams(temperature=0))
             following = self.engine.following(0, greedy, tokens + _WARM_UP, decoder)
             measured[mode] = summary(token_milliseconds(following)[_WARM_UP - 1 :])
         return measured
@@ -58,10 +60,11 @@ class DecodeModes:
         return profiles
 
     def _captured(self, mode: Literal["split", "full"]) -> CUDAGraphDecoder:
-        engine = self.engine
-        decoder = CUDAGraphDecoder(engine.model, engine.state, engine.ops, mode, engine.max_context)
+        steps = self.engine.steps
+        if not isinstance(steps, RecordedSteps):
+            raise UserError(f"--modes: found {mode!r} with the torch ops, expected 'eager'")
         started = time.perf_counter()
-        decoder.capture()
+        decoder = CUDAGraphDecoder(steps, mode, self.engine.max_context)
         self.capture_seconds[mode] = round(time.perf_counter() - started, 2)
         return decoder
 
@@ -81,9 +84,11 @@ def summary(milliseconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def against_floor(measured: dict[str, float], nbytes: int, bytes_per_second: float) -> dict[str, Any]:
-    """``measured`` with the rate at which ``nbytes`` of weights were read, and the time over that of reading them at
-    ``bytes_per_second``, one after another.
+def against_floor(
+    measured: dict[str, float], nbytes: int, bytes_per_second: float
+) -> dict[str, Any]:
+    """``measured`` with the rate at which ``nbytes`` of weights were read, and the time over that
+    of reading them at ``bytes_per_second``, one after another.
     """
     median = measured["ms_per_token"]
     return {
@@ -94,14 +99,19 @@ def against_floor(measured: dict[str, float], nbytes: int, bytes_per_second: flo
 
 
 def fill_caches(state: DecodeState, seed: int = 0) -> None:
-    """Random rows of standard deviation 1 in every slot of every cache, quantised as the cache's own writes are.
+    """Random rows of standard deviation 1 in every slot of every cache, quantised as the cache's
+    own writes are.
 
-    With them a step at any position costs what it costs behind a real prefill: selection included, which takes its
-    time by the distribution of the scores. The compressors' rings keep what they hold.
+    With them a step at any position costs what it costs behind a real prefill: selection included,
+    which takes its time by the distribution of the scores. The compressors' rings keep what they
+    hold.
     """
     generators = {device: torch.Generator(device).manual_seed(seed) for device in state.devices}
     for layer in state.layers:
-        caches = [layer.keys.ring, *(part.rows for part in (layer.compressed, layer.index) if part is not None)]
+        caches = [
+            layer.keys.ring,
+            *(part.rows for part in (layer.compressed, layer.index) if part is not None),
+        ]
         for cache in caches:
             _fill(cache, generators[cache.data.device])
 
@@ -110,4 +120,6 @@ def _fill(cache: RowCache, generator: torch.Generator) -> None:
     device = cache.data.device
     for start in range(0, cache.slots, 1 << 14):
         slots = torch.arange(start, min(start + (1 << 14), cache.slots), device=device)
-        cache.write(slots, torch.randn((len(slots), cache.width), generator=generator, device=device))
+        cache.write(
+            slots, torch.randn((len(slots), cache.width), generator=generator, device=device)
+        )

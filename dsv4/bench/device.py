@@ -8,7 +8,9 @@ import torch
 
 
 def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """One CUDA graph of ``calls`` in their order; each has run once before, so that nothing compiles in the capture."""
+    """One CUDA graph of ``calls`` in their order; each has run once before, so that nothing
+    compiles in the capture.
+    """
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -20,7 +22,9 @@ def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
 
 
 def replay_microseconds(graph: torch.cuda.CUDAGraph, repeats: int, warm_up: int = 3) -> list[float]:
-    """µs of each of ``repeats`` replays, by events; the host runs ahead, so that no launch waits for it."""
+    """µs of each of ``repeats`` replays, by events; the host runs ahead, so that no launch waits
+    for it.
+    """
     for _ in range(warm_up):
         graph.replay()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -33,10 +37,13 @@ def replay_microseconds(graph: torch.cuda.CUDAGraph, repeats: int, warm_up: int 
 
 
 def copy_ceiling() -> float:
-    """Bytes per second, read plus written, of a kernel over 4 GiB of random words: what a kernel can reach."""
+    """Bytes per second, read plus written, of a kernel over 4 GiB of random words: what a kernel
+    can reach.
+    """
     source = torch.randint(0, 1 << 30, (1 << 30,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
-    # A kernel of its own and not a captured copy: a memcpy node of a graph runs on a copy engine, far below this rate.
+    # A kernel of its own and not a captured copy: a memcpy node of a graph runs on a copy engine,
+    # far below this rate.
     graph = capture([lambda: torch.add(source, 1, out=target)])
     return 2 * source.nbytes / (1e-6 * statistics.median(replay_microseconds(graph, 10)))
 

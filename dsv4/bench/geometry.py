@@ -1,9 +1,10 @@
-"""``bench engine --geometry``: the engine on random weights of a published geometry, any number of its layers.
+"""``bench engine --geometry``: the engine on random weights of a published geometry, any number of
+its layers.
 
-The weights are drawn on the devices, so one GPU can time a slice of a model that does not fit on it.
+The weights are drawn on the devices, so one GPU can time a slice of a model that does not fit on
+it.
 """
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,24 +15,30 @@ from typing import Any
 import torch
 
 from dsv4.bench.decode_modes import DecodeMode, DecodeModes, against_floor, fill_caches
-from dsv4.bench.device import capture, copy_ceiling, replay_microseconds
+from dsv4.bench.device import copy_ceiling
+from dsv4.bench.layer_times import LayerTimes
 from dsv4.checkpoint import Geometry, Layout, geometry_config, synthetic_weights
 from dsv4.checkpoint.layouts import format_in
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import ModelConfig
+from dsv4.devices import engine_devices
 from dsv4.engine import Engine
+from dsv4.engine_config import EngineConfig
 from dsv4.layer_kinds import KIND_OF_RATIO
 from dsv4.layers.weights import ReadOnce
-from dsv4.model import on_device
 from dsv4.parameters import Parameter, Role, layer_of, parameters
 from dsv4.placement import Placement, bytes_by_layer
 from dsv4.quant import packed_bytes
+from dsv4.state import prefill_tokens
+from dsv4.step.steps import RecordedSteps
 
 
 @dataclass(frozen=True)
 class GeometryRun:
-    """What ``bench engine --geometry`` measures. ``layers`` None: all. Positions and prompts in tokens.
+    """What ``bench engine --geometry`` measures. ``layers`` None: all. Positions and prompts in
+    tokens.
 
-    ``engine`` says where and how; its ``max_context`` is set to what the prompts and positions need.
+    ``engine`` says where and how; its ``max_context`` is set to what the prompts and positions
+    need.
     """
 
     geometry: Geometry
@@ -46,9 +53,10 @@ class GeometryRun:
 
 
 def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dict[str, Any]:
-    """Prefill tok/s by prompt length; by position, decode ms/token of every mode and µs per layer kind; the bytes that
-    a token needs, GB/s and how many times the floor, which is reading them one after another at the measured copy rate.
-    With ``profile``, the kernels of one token of every captured mode, whose tables ``write_text`` gets.
+    """Prefill tok/s by prompt length; by position, decode ms/token of every mode and µs per layer
+    kind; the bytes that a token needs, GB/s and how many times the floor, which is reading them one
+    after another at the measured copy rate. With ``profile``, the kernels of one token of every
+    captured mode, whose tables ``write_text`` gets.
     """
     config = ModelConfig.from_dict(geometry_config(run.geometry, run.layers))
     room = max((*run.prompts, *run.positions)) + run.decode_tokens + 64
@@ -58,12 +66,18 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
     started = time.perf_counter()
     engine = _build(config, replace(run.engine, max_context=room), run.layout)
     build_seconds = time.perf_counter() - started
-    nbytes, build_peak = token_bytes(config, run.layout), _peak_gigabytes(engine)
+    nbytes = sum(token_bytes(config, run.layout).values())
+    build_peak = _peak_gigabytes(engine)
     prefill = {str(length): round(_prefill(engine, length), 1) for length in run.prompts}
     fill_caches(engine.state)
     modes = DecodeModes(engine, run.modes)
-    decode = {str(at): _decode(modes, at, run.decode_tokens, nbytes, ceiling) for at in run.positions}
-    memory, profiles = _peak_gigabytes(engine), modes.profile(run.positions[0]) if run.profile else {}
+    decode = {
+        str(at): _decode(modes, at, run.decode_tokens, nbytes, ceiling) for at in run.positions
+    }
+    memory = _peak_gigabytes(engine)
+    for at, by_kind in _layer_microseconds(engine, run.positions).items():
+        decode[at]["us_per_layer"] = by_kind
+    profiles = modes.profile(run.positions[0]) if run.profile else {}
     for mode, profile in profiles.items():
         write_text(f"{mode}\n{profile.table()}\n")
     return {
@@ -76,20 +90,23 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
         "build_seconds": round(build_seconds, 1),
         "capture_seconds": modes.capture_seconds,
         "copy_gb_per_s": round(ceiling / 1e9, 1),
-        "weight_gb_per_token": round(sum(nbytes.values()) / 1e9, 4),
-        "floor_ms": round(1e3 * sum(nbytes.values()) / ceiling, 4),
+        "weight_gb_per_token": round(nbytes / 1e9, 4),
+        "floor_ms": round(1e3 * nbytes / ceiling, 4),
         "prefill_tokens_per_second": prefill,
         "caches": "random rows of standard deviation 1, the position set: no prefill before decode",
         "decode_tokens": run.decode_tokens,
         "decode": decode,
         "build_peak_gb": build_peak,
         "memory_gb": memory,
+        "workspace_bytes": _workspace_bytes(engine),
         "profile": {mode: profile.record(nodes=False) for mode, profile in profiles.items()},
     }
 
 
 def token_bytes(config: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Weight bytes one decoded token has to read, by "embedding and head" and layer kind (summed over its layers)."""
+    """Weight bytes one decoded token has to read, by "embedding and head" and layer kind (summed
+    over its layers).
+    """
     totals: defaultdict[str, int] = defaultdict(int)
     for parameter in parameters(config).values():
         if parameter.name.startswith("embed.") or parameter.role is Role.TABLE:
@@ -105,21 +122,32 @@ def token_bytes(config: ModelConfig, layout: Layout) -> dict[str, int]:
 def stored_bytes(parameter: Parameter, layout: Layout) -> int:
     """Bytes of a parameter in ``layout``; what has no format counts as float32."""
     format = format_in(layout, parameter)
-    return 4 * torch.Size(parameter.shape).numel() if format is None else packed_bytes(format, parameter.shape)
+    return (
+        4 * torch.Size(parameter.shape).numel()
+        if format is None
+        else packed_bytes(format, parameter.shape)
+    )
 
 
 def placement_record(parallel: str, layer_devices: tuple[torch.device, ...]) -> dict[str, Any]:
-    """Which placement, how many layers each device has, and how often a token's streams change devices."""
+    """Which placement, how many layers each device has, and how often a token's streams change
+    devices.
+    """
     return {
         "parallel": parallel,
-        "layers": {str(device): layer_devices.count(device) for device in dict.fromkeys(layer_devices)},
+        "layers": {
+            str(device): layer_devices.count(device) for device in dict.fromkeys(layer_devices)
+        },
         "hops": sum(first != second for first, second in pairwise(layer_devices)),
     }
 
 
 def _build(config: ModelConfig, engine_config: EngineConfig, layout: Layout) -> Engine:
-    sizes = ((name, stored_bytes(parameter, layout)) for name, parameter in parameters(config).items())
-    placement = Placement.of(engine_config, bytes_by_layer(sizes, config.num_hidden_layers))
+    sizes = (
+        (name, stored_bytes(parameter, layout)) for name, parameter in parameters(config).items()
+    )
+    layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
+    placement = Placement.of(engine_config, engine_devices(engine_config), layer_bytes)
     weights = synthetic_weights(config, layout, 0, placement.device_of)
     engine = Engine(config, engine_config, ReadOnce(weights), placement)
     _synchronize(engine)
@@ -140,32 +168,36 @@ def _prefill(engine: Engine, length: int) -> float:
     return length / min(seconds[1:])
 
 
-def _decode(modes: DecodeModes, position: int, tokens: int, nbytes: dict[str, int], ceiling: float) -> dict[str, Any]:
+def _decode(
+    modes: DecodeModes, position: int, tokens: int, nbytes: int, ceiling: float
+) -> dict[str, Any]:
     measured = modes.measure(position, tokens).items()
-    by_mode = {mode: against_floor(times, sum(nbytes.values()), ceiling) for mode, times in measured}
-    return {**by_mode, "us_per_layer": _layer_microseconds(modes.engine, position)}
+    return {mode: against_floor(times, nbytes, ceiling) for mode, times in measured}
 
 
-@torch.inference_mode()
-def _layer_microseconds(engine: Engine, position: int) -> dict[str, float]:
-    """Median µs of one block by kind, hash routing apart: eight blocks of a kind on the first device (or all there are)
-    in one graph.
+def _layer_microseconds(engine: Engine, positions: tuple[int, ...]) -> dict[str, dict[str, float]]:
+    """Median µs of one block by kind at every position; nothing for the torch ops."""
+    if not isinstance(engine.steps, RecordedSteps):
+        return {str(position): {} for position in positions}
+    times = LayerTimes(engine.config, engine.steps)
+    return {str(position): times.measure(position) for position in positions}
+
+
+def _workspace_bytes(engine: Engine) -> dict[str, dict[str, int]]:
+    """What the buffers of the decode step of one token and of the prefill step take, by tokens and
+    device.
     """
-    config, device = engine.config, engine.devices[0]
-    token_1 = torch.tensor(_random_ids(engine, 1, 4), device=device)
-    position_1 = torch.full((1,), position, dtype=torch.int64, device=device)
-    streams = torch.randn((1, config.hc_mult, config.hidden_size), device=device).to(torch.bfloat16)
-    kinds: defaultdict[str, list[int]] = defaultdict(list)
-    for layer, (ratio, hashed) in enumerate(zip(config.compress_ratios, config.hash_layers, strict=True)):
-        if engine.devices[layer] == device:
-            kinds[KIND_OF_RATIO[ratio] + (" hash" if hashed else "")].append(layer)
-    measured = {}
-    for kind, layers in kinds.items():
-        blocks = [(engine.model.blocks[layer], engine.state.layers[layer]) for layer in layers[:8]]
-        calls = [lambda b=block, s=state: b(streams, token_1, position_1, s) for block, state in blocks]
-        with on_device(device):
-            measured[kind] = round(statistics.median(replay_microseconds(capture(calls), 20)) / len(calls), 2)
-    return measured
+    if not isinstance(engine.steps, RecordedSteps):
+        return {}
+    longest = prefill_tokens(engine.engine_config, engine.max_context)
+    sizes = {
+        str(tokens): engine.steps.step(tokens).recorded.workspace_bytes()
+        for tokens in sorted({1, longest})
+    }
+    return {
+        tokens: {str(device): nbytes for device, nbytes in by_device.items()}
+        for tokens, by_device in sizes.items()
+    }
 
 
 def _peak_gigabytes(engine: Engine) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""``bench load``: how fast a checkpoint of a published geometry gets from its files to the devices."""
+"""``bench load``: how fast a checkpoint of a published geometry gets from its files to the
+devices.
+"""
 
 import os
 import tempfile
@@ -9,13 +11,17 @@ from typing import Any
 import torch
 
 from dsv4.checkpoint import Layout, describe, load_weights, open_checkpoint, write_synthetic
-from dsv4.config import EngineConfig, ModelConfig
-from dsv4.placement import Placement, bytes_by_layer, engine_devices
+from dsv4.config import ModelConfig
+from dsv4.devices import engine_devices
+from dsv4.engine_config import EngineConfig
+from dsv4.placement import Placement, bytes_by_layer
 
 
-def bench_load(raw_config: dict[str, Any], layout: Layout, engine: EngineConfig, repeats: int) -> dict[str, Any]:
-    """GB/s of ``load_weights`` on random weights in a temporary folder: once with the files out of the page cache, as
-    far as the system lets them go, then ``repeats`` times with the files in it.
+def bench_load(
+    raw_config: dict[str, Any], layout: Layout, engine: EngineConfig, repeats: int
+) -> dict[str, Any]:
+    """GB/s of ``load_weights`` on random weights in a temporary folder: once with the files out of
+    the page cache, as far as the system lets them go, then ``repeats`` times with the files in it.
 
     The weights are drawn on the first device: a GPU draws in a second what takes a CPU minutes.
     """
@@ -41,7 +47,8 @@ def _gb_per_s(path: Path, engine: EngineConfig) -> float:
     checkpoint = open_checkpoint(path)
     config = ModelConfig.from_dict(checkpoint.raw_config)
     sizes = [(one.parameter.name, one.nbytes) for one in describe(checkpoint, config)]
-    placement = Placement.of(engine, bytes_by_layer(sizes, config.num_hidden_layers))
+    layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
+    placement = Placement.of(engine, engine_devices(engine), layer_bytes)
     for device in set(placement.layer_devices):
         torch.zeros(1, device=device)  # The first use of a device takes its time.
     started = time.perf_counter()

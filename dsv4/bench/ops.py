@@ -11,9 +11,11 @@ import torch
 
 import dsv4.ops
 from dsv4.bench.device import cache_bytes, capture, copy_ceiling, replay_microseconds
+from dsv4.launch.kernel import ceil_div
 from dsv4.ops.op_case import OpCase
 
-MAX_COPIES, MEMORY_LIMIT = 64, 48 << 30
+MAX_COPIES = 64
+MEMORY_LIMIT = 48 << 30
 _CALLS_PER_GRAPH = 24
 
 
@@ -22,7 +24,9 @@ def all_cases(only: str) -> Iterator[OpCase]:
     for room in pkgutil.iter_modules(dsv4.ops.__path__, "dsv4.ops."):
         if not room.ispkg:
             continue
-        for module in pkgutil.iter_modules(importlib.import_module(room.name).__path__, f"{room.name}."):
+        for module in pkgutil.iter_modules(
+            importlib.import_module(room.name).__path__, f"{room.name}."
+        ):
             if module.name.rpartition(".")[2].startswith("bench"):
                 for case in importlib.import_module(module.name).cases():
                     if only in f"{case.op}: {case.name}":
@@ -30,17 +34,20 @@ def all_cases(only: str) -> Iterator[OpCase]:
 
 
 def measure(case: OpCase, ceiling: float, repeats: int = 20) -> dict[str, Any]:
-    """µs per call (median and p90 over graph replays), GB/s, share of the copy ceiling and TFLOP/s of one case.
+    """µs per call (median and p90 over graph replays), GB/s, share of the copy ceiling and TFLOP/s
+    of one case.
 
-    The graph runs the op on as many copies of its inputs as exceed the L2 cache three times, in rotation, so the time
-    per call includes what a dependent launch costs inside a graph.
+    The graph runs the op on as many copies of its inputs as exceed the L2 cache three times, in
+    rotation, so the time per call includes what a dependent launch costs inside a graph.
     """
-    copies = min(MAX_COPIES, max(1, -(-3 * cache_bytes() // case.resident_bytes)), MEMORY_LIMIT // case.resident_bytes)
+    wanted = ceil_div(3 * cache_bytes(), case.resident_bytes)
+    copies = min(MAX_COPIES, max(1, wanted), MEMORY_LIMIT // case.resident_bytes)
     runs = [case.make(index) for index in range(max(1, copies))]
     calls = [runs[index % len(runs)] for index in range(max(len(runs), _CALLS_PER_GRAPH))]
     graph = capture(calls)
     once = replay_microseconds(graph, 1)[0]
-    per_call = [total / len(calls) for total in replay_microseconds(graph, max(3, min(repeats, int(3e5 / once))))]
+    replays = max(3, min(repeats, int(3e5 / once)))
+    per_call = [total / len(calls) for total in replay_microseconds(graph, replays)]
     median = statistics.median(per_call)
     return {
         "op": case.op,
@@ -57,10 +64,13 @@ def measure(case: OpCase, ceiling: float, repeats: int = 20) -> dict[str, Any]:
 
 
 def bench_ops(only: str, write_line: Any) -> dict[str, Any]:
-    """Measures every selected case; ``write_line(text)`` gets the table as it grows. A case that fails says so."""
+    """Measures every selected case; ``write_line(text)`` gets the table as it grows. A case that
+    fails says so.
+    """
     ceiling = copy_ceiling()
     write_line(f"copy ceiling {ceiling / 1e9:.0f} GB/s")
-    results, failures = [], []
+    results = []
+    failures = []
     for case in all_cases(only):
         started = time.perf_counter()
         try:

@@ -1,6 +1,8 @@
-"""``python -m dsv4.bench.plot FILE...``: an SVG beside every JSON file of ``bench engine --geometry``.
+"""``python -m dsv4.bench.plot FILE...``: an SVG beside every JSON file of ``bench engine
+--geometry``.
 
-Decode in ms per token, by position and mode, against the floor; prefill in tokens per second, by prompt length.
+Decode in ms per token, by position and mode, against the floor; prefill in tokens per second, by
+prompt length.
 """
 
 import argparse
@@ -21,7 +23,9 @@ _COLORS = {"eager": "#bbb", "split": "#7ab", "full": "#06c", "prefill": "#06c"}
 
 @dataclass(frozen=True)
 class Panel:
-    """Groups of bars, ``{group: {series: value}}``, in ``width`` pixels from ``left``; ``floor`` is a dashed line."""
+    """Groups of bars, ``{group: {series: value}}``, in ``width`` pixels from ``left``; ``floor`` is
+    a dashed line.
+    """
 
     title: str
     groups: Mapping[str, Mapping[str, float]]
@@ -43,18 +47,27 @@ class Panel:
         parts = [f'<text x="{self.left}" y="44" font-size="12">{self.title}</text>']
         for value in ticks(self.top):
             y = self.y(value)
-            parts.append(f'<line x1="{start}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-            parts.append(f'<text x="{start - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,g}</text>')
+            parts.append(
+                f'<line x1="{start}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
+            )
+            parts.append(
+                f'<text x="{start - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,g}</text>'
+            )
         step = (right - start) / len(self.groups)
         for index, (name, bars) in enumerate(self.groups.items()):
             middle = start + (index + 0.5) * step
-            parts.append(f'<text x="{middle:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{name}</text>')
+            parts.append(
+                f'<text x="{middle:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">'
+                f"{name}</text>"
+            )
             parts += self._bars(bars, middle, min(0.8 * step / len(bars), 54))
         if self.floor is not None:
             y = self.y(self.floor)
             parts.append(
-                f'<line x1="{start}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#c00" stroke-dasharray="6 4"/>'
-                f'<text x="{right}" y="{_HEIGHT - 7}" text-anchor="end" fill="#c00">floor {self.floor:.2f}</text>'
+                f'<line x1="{start}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#c00" '
+                f'stroke-dasharray="6 4"/>'
+                f'<text x="{right}" y="{_HEIGHT - 7}" text-anchor="end" fill="#c00">'
+                f"floor {self.floor:.2f}</text>"
             )
         return parts
 
@@ -63,38 +76,53 @@ class Panel:
         for index, (series, value) in enumerate(bars.items()):
             x, y = middle + (index - len(bars) / 2) * width, self.y(value)
             parts.append(
-                f'<rect x="{x + 1:.1f}" y="{y:.1f}" width="{width - 2:.1f}" height="{self.y(0) - y:.1f}" '
-                f'fill="{_COLORS[series]}"><title>{series}: {value:,g}</title></rect>'
-                f'<text x="{x + width / 2:.1f}" y="{y - 4:.1f}" text-anchor="middle">{_short(value)}</text>'
+                f'<rect x="{x + 1:.1f}" y="{y:.1f}" width="{width - 2:.1f}" '
+                f'height="{self.y(0) - y:.1f}" fill="{_COLORS[series]}">'
+                f"<title>{series}: {value:,g}</title></rect>"
+                f'<text x="{x + width / 2:.1f}" y="{y - 4:.1f}" text-anchor="middle">'
+                f"{_short(value)}</text>"
             )
         return parts
 
 
 def engine_svg(record: Any) -> str:
-    """The plot of a file of ``bench engine --geometry`` as SVG text. Raises ``UserError`` for another record."""
+    """The plot of a file of ``bench engine --geometry`` as SVG text. Raises ``UserError`` for
+    another record.
+    """
     result = record.get("result") if isinstance(record, Mapping) else None
     if not isinstance(result, Mapping) or not {"geometry", "decode", "floor_ms"} <= set(result):
         raise UserError("found another kind of record, expected one of 'bench engine --geometry'")
     decode = {
-        f"at {int(position):,}": {mode: at[mode]["ms_per_token"] for mode in DECODE_MODES if mode in at}
+        f"at {int(position):,}": {
+            mode: at[mode]["ms_per_token"] for mode in DECODE_MODES if mode in at
+        }
         for position, at in result["decode"].items()
     }
-    prefill = {f"{int(length):,}": {"prefill": rate} for length, rate in result["prefill_tokens_per_second"].items()}
+    prefill = {
+        f"{int(length):,}": {"prefill": rate}
+        for length, rate in result["prefill_tokens_per_second"].items()
+    }
     half = (_WIDTH - 3 * _MARGIN) / 2
     panels = [
         Panel("decode, ms per token, by position", decode, _MARGIN, half, result["floor_ms"]),
         Panel("prefill, tokens per second, by prompt length", prefill, 2 * _MARGIN + half, half),
     ]
     gpus = record["machine"]["gpus"][: len(result["placement"]["layers"])]
-    layout, parallel = result["layout"], result["placement"]["parallel"] if len(gpus) > 1 else "one device"
-    title = f"{result['geometry']}, {result['layers']} layers, {layout}, {len(gpus)} × {gpus[0]}, {parallel}"
+    layout, parallel = (
+        result["layout"],
+        result["placement"]["parallel"] if len(gpus) > 1 else "one device",
+    )
+    model = f"{result['geometry']}, {result['layers']} layers, {layout}"
+    title = f"{model}, {len(gpus)} × {gpus[0]}, {parallel}"
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif" '
-            'font-size="11">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+            'font-family="sans-serif" font-size="11">',
             f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
             f'<text x="{_MARGIN}" y="22" font-size="14">{title}</text>',
-            *_legend([mode for mode in DECODE_MODES if any(mode in bars for bars in decode.values())]),
+            *_legend(
+                [mode for mode in DECODE_MODES if any(mode in bars for bars in decode.values())]
+            ),
             *(part for panel in panels for part in panel.parts()),
             "</svg>\n",
         ]
@@ -111,7 +139,8 @@ def ticks(top: float, most: int = 6) -> list[float]:
 def _legend(modes: Sequence[str]) -> list[str]:
     x = _MARGIN + _AXIS
     return [
-        f'<rect x="{x + 60 * index}" y="{_HEIGHT - 16}" width="10" height="10" fill="{_COLORS[mode]}"/>'
+        f'<rect x="{x + 60 * index}" y="{_HEIGHT - 16}" width="10" height="10" '
+        f'fill="{_COLORS[mode]}"/>'
         f'<text x="{x + 60 * index + 14}" y="{_HEIGHT - 7}">{mode}</text>'
         for index, mode in enumerate(modes)
     ]
@@ -124,10 +153,14 @@ def _short(value: float) -> str:
 def main(argv: list[str] | None = None) -> int:
     """The command: 0, or 2 for a file that is not such a record (one line on stderr)."""
     parser = argparse.ArgumentParser(prog="python -m dsv4.bench.plot", description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="JSON files, each plotted beside itself as .svg")
+    parser.add_argument(
+        "files", type=Path, nargs="+", help="JSON files, each plotted beside itself as .svg"
+    )
     for path in parser.parse_args(argv).files:
         try:
-            path.with_suffix(".svg").write_text(engine_svg(json.loads(path.read_text(encoding="utf-8"))))
+            path.with_suffix(".svg").write_text(
+                engine_svg(json.loads(path.read_text(encoding="utf-8")))
+            )
         except (UserError, OSError, ValueError) as error:
             sys.stderr.write(f"error: {path}: {error}\n")
             return 2

@@ -1,4 +1,4 @@
-"""Changes the format of matrices: exactly where the target can hold the values, else by quantising (spec §7.2)."""
+"""Changes the format of matrices: exactly where that is possible, else by quantising (model.md#nvfp4)."""
 
 import torch
 
@@ -17,7 +17,10 @@ def convert(weights: list[QuantTensor], format: QuantFormat) -> list[QuantTensor
     if all(weight.format is format for weight in weights):
         return weights
     if format is not QuantFormat.NVFP4:
-        return [weight if weight.format is format else quantize(weight.dequantize(), format) for weight in weights]
+        return [
+            weight if weight.format is format else quantize(weight.dequantize(), format)
+            for weight in weights
+        ]
     return _cast_mxfp4(weights) or _quantize_together([weight.dequantize() for weight in weights])
 
 
@@ -52,6 +55,10 @@ def _cast_mxfp4(weights: list[QuantTensor]) -> list[QuantTensor] | None:
     casts = []
     for weight, exponent in zip(weights, exponents, strict=True):
         shifted = exponent.clamp(lowest, highest) - highest + _E4M3_MAX_EXPONENT
-        block_scale = torch.exp2(shifted.float()).to(torch.float8_e4m3fn).repeat_interleave(2, dim=-1)
-        casts.append(QuantTensor(weight.data, block_scale, global_scale, QuantFormat.NVFP4, weight.shape))
+        block_scale = (
+            torch.exp2(shifted.float()).to(torch.float8_e4m3fn).repeat_interleave(2, dim=-1)
+        )
+        casts.append(
+            QuantTensor(weight.data, block_scale, global_scale, QuantFormat.NVFP4, weight.shape)
+        )
     return casts

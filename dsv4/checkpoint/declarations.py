@@ -1,4 +1,4 @@
-"""What a checkpoint declares about its formats: ``quantization_config`` and ``hf_quant_config.json`` (spec §7.2).
+"""What a checkpoint declares about its formats (model.md#declarations).
 
 A declaration says which formats a parameter may have; the tensor names must agree (``formats.py``). ``config_groups``
 is not read: its ``targets: ["Linear"]`` would claim every linear layer, while only ``quantized_layers`` are meant.
@@ -66,14 +66,25 @@ class Declaration:
     def _is_nvfp4(self, parameter: Parameter, modules: list[str]) -> bool:
         if self.method == "nvfp4" or any(self.nvfp4.cover(module) for module in modules):
             return True
-        return self.all_main_experts_nvfp4 and parameter.role is Role.EXPERT and not parameter.name.startswith("mtp.")
+        return (
+            self.all_main_experts_nvfp4
+            and parameter.role is Role.EXPERT
+            and not parameter.name.startswith("mtp.")
+        )
 
 
 def _module_names(parameter: Parameter, dialect: Dialect) -> list[str]:
     """Names under which a list may mention the module: native and stored, for experts those of expert 0."""
-    name = parameter.name.replace(".experts.", ".experts.0.") if parameter.role is Role.EXPERT else parameter.name
+    name = (
+        parameter.name.replace(".experts.", ".experts.0.")
+        if parameter.role is Role.EXPERT
+        else parameter.name
+    )
     stored = from_native(name, dialect)
-    return [form.rpartition(".")[0] for form in dict.fromkeys((name, stored, stored.removeprefix("model.")))]
+    return [
+        form.rpartition(".")[0]
+        for form in dict.fromkeys((name, stored, stored.removeprefix("model.")))
+    ]
 
 
 def read_declaration(checkpoint: Checkpoint) -> Declaration:
@@ -82,9 +93,15 @@ def read_declaration(checkpoint: Checkpoint) -> Declaration:
     quantization = checkpoint.raw_config.get("quantization_config", {})
     if not isinstance(quantization, dict):
         raise UserError(f"{source}: found {shorten(quantization)}, expected an object")
-    separate = {} if checkpoint.hf_quant_config is None else checkpoint.hf_quant_config.get("quantization", {})
+    separate = (
+        {}
+        if checkpoint.hf_quant_config is None
+        else checkpoint.hf_quant_config.get("quantization", {})
+    )
     if not isinstance(separate, dict):
-        raise UserError(f"{checkpoint.folder}/hf_quant_config.json: quantization: expected an object")
+        raise UserError(
+            f"{checkpoint.folder}/hf_quant_config.json: quantization: expected an object"
+        )
     _check_agreement(quantization, separate, source)
     merged = {**separate, **quantization}
     method = merged.get("quant_method", "modelopt" if separate or "quant_algo" in merged else None)
@@ -135,12 +152,18 @@ def _check_values(method: Any, merged: dict[str, Any], source: str) -> None:
     }
     for key, values in expected.items():
         if merged.get(key) is not None and merged[key] not in values:
-            raise UserError(f"{source}: {key}: found {shorten(merged[key])}, expected {' or '.join(map(repr, values))}")
+            raise UserError(
+                f"{source}: {key}: found {shorten(merged[key])}, expected {' or '.join(map(repr, values))}"
+            )
     layers = merged.get("quantized_layers", {})
     if not isinstance(layers, dict):
         raise UserError(f"{source}: quantized_layers: found {shorten(layers)}, expected an object")
     for module, entry in layers.items():
-        if not isinstance(entry, dict) or entry.get("quant_algo") != "NVFP4" or entry.get("group_size", 16) != 16:
+        if (
+            not isinstance(entry, dict)
+            or entry.get("quant_algo") != "NVFP4"
+            or entry.get("group_size", 16) != 16
+        ):
             raise UserError(
                 f"{source}: quantized_layers: {shorten(module)}: found {shorten(entry)}, "
                 "expected NVFP4 with group_size 16"

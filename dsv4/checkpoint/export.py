@@ -33,7 +33,11 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def export(
-    source: str | Path, destination: str | Path, layout: Layout, names: Dialect, shard_bytes: int = DEFAULT_SHARD_BYTES
+    source: str | Path,
+    destination: str | Path,
+    layout: Layout,
+    names: Dialect,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Writes the checkpoint ``source`` to the new folder ``destination`` in another layout and dialect.
 
@@ -43,23 +47,32 @@ def export(
     check_layout(layout)
     checkpoint = open_checkpoint(source)
     config = ModelConfig.from_dict(checkpoint.raw_config, str(checkpoint.folder / "config.json"))
-    found = {stored.parameter.name: stored for stored in find_parameters(checkpoint, config, mtp_kind(checkpoint))}
+    found = {
+        stored.parameter.name: stored
+        for stored in find_parameters(checkpoint, config, mtp_kind(checkpoint))
+    }
     parameters = {name: stored.parameter for name, stored in found.items()}
     with new_folder(Path(destination)) as folder:
-        declared, separate = _declarations(checkpoint, list(found.values()), layout, names, config.num_hidden_layers)
+        declared, separate = _declarations(
+            checkpoint, list(found.values()), layout, names, config.num_hidden_layers
+        )
         write_json(folder / "config.json", declared)
         if separate is not None:
             write_json(folder / "hf_quant_config.json", separate)
         _copy_other_files(checkpoint.folder, folder)
         write_shards(
-            folder, output_tensors(layout, names, parameters, _Converted(checkpoint, found, layout)), shard_bytes
+            folder,
+            output_tensors(layout, names, parameters, _Converted(checkpoint, found, layout)),
+            shard_bytes,
         )
 
 
 class _Converted:
     """``WeightSource`` of a checkpoint: loads one matrix, or one pair w1 and w3, and converts it."""
 
-    def __init__(self, checkpoint: Checkpoint, found: dict[str, StoredParameter], layout: Layout) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, found: dict[str, StoredParameter], layout: Layout
+    ) -> None:
         self._checkpoint = checkpoint
         self._found = found
         self._layout: Layout = layout
@@ -68,7 +81,10 @@ class _Converted:
         self._converted: dict[str, QuantTensor] = {}
 
     def matrix(self, parameter: Parameter, expert: int | None) -> QuantTensor:
-        unit = (parameter.name if expert is None else parameter.name.rpartition(".experts.")[0], expert)
+        unit = (
+            parameter.name if expert is None else parameter.name.rpartition(".experts.")[0],
+            expert,
+        )
         if unit != self._unit:
             self._unit, self._converted = unit, {}
         if parameter.name not in self._converted:
@@ -101,7 +117,11 @@ class _Converted:
 
     def fp8_scale_dtype(self, parameter: Parameter) -> torch.dtype:
         stored = self._found[parameter.name]
-        return stored.parts["block_scale"].dtype if stored.format is QuantFormat.FP8_BLOCK128 else torch.float8_e8m0fnu
+        return (
+            stored.parts["block_scale"].dtype
+            if stored.format is QuantFormat.FP8_BLOCK128
+            else torch.float8_e8m0fnu
+        )
 
 
 def _together(parameter: Parameter) -> list[str]:
@@ -114,7 +134,11 @@ def _together(parameter: Parameter) -> list[str]:
 
 
 def _declarations(
-    checkpoint: Checkpoint, found: list[StoredParameter], layout: Layout, names: Dialect, layers: int
+    checkpoint: Checkpoint,
+    found: list[StoredParameter],
+    layout: Layout,
+    names: Dialect,
+    layers: int,
 ) -> tuple[dict, dict | None]:
     """What the source declares where nothing changes, else what the layout needs."""
     same_names = detect_dialect(checkpoint.tensors, str(checkpoint.folder)) is names
@@ -124,9 +148,15 @@ def _declarations(
 
 
 def _copy_other_files(source: Path, destination: Path) -> None:
-    files = [file.relative_to(source) for file in (*source.glob("*"), *source.glob("encoding/**/*")) if file.is_file()]
+    files = [
+        file.relative_to(source)
+        for file in (*source.glob("*"), *source.glob("encoding/**/*"))
+        if file.is_file()
+    ]
     for file in files:
-        if str(file) in _REWRITTEN or (file.suffix not in _COPIED_SUFFIXES and file.name != "LICENSE"):
+        if str(file) in _REWRITTEN or (
+            file.suffix not in _COPIED_SUFFIXES and file.name != "LICENSE"
+        ):
             continue
         (destination / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(resolve_inside(source, str(file), "the folder listing"), destination / file)
@@ -144,14 +174,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m dsv4.checkpoint.export", description="Convert a checkpoint folder."
     )
-    parser.add_argument("source", metavar="SRC", type=Path, help="checkpoint folder in any supported format")
+    parser.add_argument(
+        "source", metavar="SRC", type=Path, help="checkpoint folder in any supported format"
+    )
     parser.add_argument("destination", metavar="DST", type=Path, help="new folder to write")
-    parser.add_argument("--format", required=True, choices=["nvfp4-experts", "nvfp4-all", "native", "bf16"])
+    parser.add_argument(
+        "--format", required=True, choices=["nvfp4-experts", "nvfp4-all", "native", "bf16"]
+    )
     parser.add_argument("--names", default="native", choices=["native", "hf"])
-    parser.add_argument("--shard-size", type=_size, default=DEFAULT_SHARD_BYTES, help="bytes, or 500MB, 5GB (default)")
+    parser.add_argument(
+        "--shard-size",
+        type=_size,
+        default=DEFAULT_SHARD_BYTES,
+        help="bytes, or 500MB, 5GB (default)",
+    )
     options = parser.parse_args(arguments)
     try:
-        export(options.source, options.destination, options.format, Dialect(options.names), options.shard_size)
+        export(
+            options.source,
+            options.destination,
+            options.format,
+            Dialect(options.names),
+            options.shard_size,
+        )
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -32,9 +32,20 @@ COMPONENTS = {
     QuantFormat.F32: {"data": "weight"},
     QuantFormat.FP8_BLOCK128: {"data": "weight", "block_scale": "scale"},
     QuantFormat.MXFP4: {"data": "weight", "block_scale": "scale"},
-    QuantFormat.NVFP4: {"data": "weight", "block_scale": "weight_scale", "global_scale": "weight_scale_2"},
+    QuantFormat.NVFP4: {
+        "data": "weight",
+        "block_scale": "weight_scale",
+        "global_scale": "weight_scale_2",
+    },
 }
-_ALL_COMPONENTS = ("weight", "scale", "weight_scale", "weight_scale_2", "input_scale", "weight_packed")
+_ALL_COMPONENTS = (
+    "weight",
+    "scale",
+    "weight_scale",
+    "weight_scale_2",
+    "input_scale",
+    "weight_packed",
+)
 # E8M0 and packed E2M1 are bytes whatever they are called: some writers know no E8M0, some have only signed bytes.
 _BYTES = (torch.int8, torch.uint8)
 _DTYPES = {
@@ -88,14 +99,18 @@ class StoredParameter:
 
 
 def mtp_kind(checkpoint: Checkpoint) -> MtpKind | None:
-    """Which speculative module the tensor names show: classic MTP, DSpark or none (spec §1.4)."""
-    names = [name for name in (*checkpoint.tensors, *checkpoint.unreadable) if name.startswith("mtp.")]
+    """Which speculative module the tensor names show, if any (model.md#speculative-modules)."""
+    names = [
+        name for name in (*checkpoint.tensors, *checkpoint.unreadable) if name.startswith("mtp.")
+    ]
     if any(".main_proj." in name or ".markov_head." in name for name in names):
         return "dspark"
     return "classic" if names else None
 
 
-def find_parameters(checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None = None) -> list[StoredParameter]:
+def find_parameters(
+    checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None = None
+) -> list[StoredParameter]:
     """Every parameter of ``config`` (with ``mtp``, also of the speculative module) with its format and its tensors.
 
     Strict both ways. Raises one ``UserError`` that lists everything: damaged shards, missing and unexpected tensors,
@@ -108,9 +123,13 @@ def find_parameters(checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | 
     finder.problems.extend(checkpoint.problems)
     finder.index_names(names)
     expected = parameters(config, mtp).values()
-    matrices = sum(parameter.shape[0] if parameter.role is Role.EXPERT else 1 for parameter in expected)
+    matrices = sum(
+        parameter.shape[0] if parameter.role is Role.EXPERT else 1 for parameter in expected
+    )
     if matrices > MAX_MATRICES:
-        raise UserError(f"{checkpoint.folder}/config.json: found {matrices} matrices, expected at most {MAX_MATRICES}")
+        raise UserError(
+            f"{checkpoint.folder}/config.json: found {matrices} matrices, expected at most {MAX_MATRICES}"
+        )
     found = [finder.find(parameter) for parameter in expected]
     finder.report_unexpected(skip_mtp=mtp is None)
     finder.problems.raise_if_any(str(checkpoint.folder))
@@ -120,9 +139,13 @@ def find_parameters(checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | 
 def _check_mtp(checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None) -> None:
     found = mtp_kind(checkpoint)
     if mtp is not None and found != mtp:
-        raise UserError(f"{checkpoint.folder}: mtp tensors: found {found or 'none'}, expected {mtp}")
+        raise UserError(
+            f"{checkpoint.folder}: mtp tensors: found {found or 'none'}, expected {mtp}"
+        )
     if mtp == "dspark" and config.dspark is None:
-        raise UserError(f"{checkpoint.folder}/config.json: dspark_block_size: found none, expected the dspark_* keys")
+        raise UserError(
+            f"{checkpoint.folder}/config.json: dspark_block_size: found none, expected the dspark_* keys"
+        )
 
 
 class _Finder:
@@ -143,7 +166,9 @@ class _Finder:
             if native is None:
                 self.problems.add("unexpected", printable(name))
             elif native in self.stored:
-                self.problems.add("present twice", f"{printable(name)} and {printable(self.stored[native])}")
+                self.problems.add(
+                    "present twice", f"{printable(name)} and {printable(self.stored[native])}"
+                )
             else:
                 self.stored[native] = name
         self.unused = dict(self.stored)
@@ -155,9 +180,13 @@ class _Finder:
 
     def find(self, parameter: Parameter) -> StoredParameter:
         if parameter.role in _PLAIN_DTYPES:
-            names, dtype = self._check((parameter.name,), parameter.shape, _PLAIN_DTYPES[parameter.role])
+            names, dtype = self._check(
+                (parameter.name,), parameter.shape, _PLAIN_DTYPES[parameter.role]
+            )
             size = {Role.FLOAT: 4, Role.TABLE: 8}.get(parameter.role, dtype.itemsize)
-            return StoredParameter(parameter, None, {"data": Part(names, dtype)}, math.prod(parameter.shape) * size)
+            return StoredParameter(
+                parameter, None, {"data": Part(names, dtype)}, math.prod(parameter.shape) * size
+            )
         place = self._place(parameter)
         format = self._format(parameter, place.modules[0])
         try:
@@ -165,7 +194,10 @@ class _Finder:
         except ValueError as error:
             raise UserError(f"{self.checkpoint.folder}: {parameter.name}: {error}") from None
         if place.half is not None and not _can_be_halved(format, parameter.shape):
-            self.problems.add("in a format not supported for fused experts", f"{place.modules[0]} ({format.value})")
+            self.problems.add(
+                "in a format not supported for fused experts",
+                f"{place.modules[0]} ({format.value})",
+            )
         parts = self._parts(parameter, place, format)
         sizes = {name: math.prod(shape) for name, shape in shapes.items() if shape is not None}
         nbytes = sum(size * parts[name].dtype.itemsize for name, size in sizes.items())
@@ -180,12 +212,20 @@ class _Finder:
             return _Place((f"{prefix}.w13",), fused=True, half=0 if projection == "w1" else 1)
         if projection == "w2" and f"{module}.weight" in self.stored:
             return _Place((module,), fused=True)
-        return _Place(tuple(f"{prefix}.{expert}.{projection}" for expert in range(parameter.shape[0])))
+        return _Place(
+            tuple(f"{prefix}.{expert}.{projection}" for expert in range(parameter.shape[0]))
+        )
 
     def _format(self, parameter: Parameter, module: str) -> QuantFormat:
         allowed = self.declaration.allowed(parameter, self.dialect)
-        present = {component for component in _ALL_COMPONENTS if f"{module}.{component}" in self.stored}
-        admitted = [format for format in allowed if present - {"input_scale"} == set(COMPONENTS[format].values())]
+        present = {
+            component for component in _ALL_COMPONENTS if f"{module}.{component}" in self.stored
+        }
+        admitted = [
+            format
+            for format in allowed
+            if present - {"input_scale"} == set(COMPONENTS[format].values())
+        ]
         stored = self.checkpoint.tensors.get(self.stored.get(f"{module}.weight", ""))
         dtype = None if stored is None else stored.dtype
         if len(admitted) > 1:
@@ -196,7 +236,9 @@ class _Finder:
         if shown is None:
             return allowed[0]
         expected = "/".join(format.value for format in allowed)
-        self.problems.add("not in the declared format", f"{module} (found {shown[0]}, declared {expected})")
+        self.problems.add(
+            "not in the declared format", f"{module} (found {shown[0]}, declared {expected})"
+        )
         return shown[1]
 
     def _parts(self, parameter: Parameter, place: "_Place", format: QuantFormat) -> dict[str, Part]:
@@ -213,7 +255,9 @@ class _Finder:
             if place.half is not None:
                 shape = (shape[0], 2 * shape[1], *shape[2:])
             names, dtype = self._check(
-                tuple(f"{module}.{component}" for module in place.modules), shape, _DTYPES[format, part]
+                tuple(f"{module}.{component}" for module in place.modules),
+                shape,
+                _DTYPES[format, part],
             )
             parts[part] = Part(names, dtype, place.fused, place.half)
         return parts
@@ -233,14 +277,19 @@ class _Finder:
             stored = self.checkpoint.tensors.get(name)
             if stored is None:
                 continue
-            # A scalar may be stored as [] or [1] (spec §7.2).
+            # A scalar may be stored as [] or [1] (model.md#nvfp4).
             if stored.shape != shape and not (shape == () and stored.shape == (1,)):
-                self.problems.add("of wrong shape", f"{name} (found {list(stored.shape)}, expected {list(shape)})")
+                self.problems.add(
+                    "of wrong shape", f"{name} (found {list(stored.shape)}, expected {list(shape)})"
+                )
             if stored.dtype in dtypes:
                 dtypes = (stored.dtype,)
             else:
                 expected = " or ".join(DTYPE_NAMES[dtype] for dtype in dtypes)
-                self.problems.add("of wrong dtype", f"{name} (found {DTYPE_NAMES[stored.dtype]}, expected {expected})")
+                self.problems.add(
+                    "of wrong dtype",
+                    f"{name} (found {DTYPE_NAMES[stored.dtype]}, expected {expected})",
+                )
         return tuple(names), dtypes[0]
 
 
@@ -253,13 +302,18 @@ class _Place:
     half: int | None = None
 
 
-def _format_shown_by(present: set[str], dtype: torch.dtype | None) -> tuple[str, QuantFormat] | None:
+def _format_shown_by(
+    present: set[str], dtype: torch.dtype | None
+) -> tuple[str, QuantFormat] | None:
     """What a set of components means although it was not declared, in words and as the format to go on checking with.
 
     None when the components are only incomplete.
     """
     if "weight_packed" in present:
-        return "compressed-tensors, which is not supported: its global scales are divisors", QuantFormat.NVFP4
+        return (
+            "compressed-tensors, which is not supported: its global scales are divisors",
+            QuantFormat.NVFP4,
+        )
     if present - {"input_scale"} == set(COMPONENTS[QuantFormat.NVFP4].values()):
         return "nvfp4", QuantFormat.NVFP4
     if present == {"weight", "scale"}:

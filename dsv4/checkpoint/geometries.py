@@ -1,4 +1,4 @@
-"""Geometries of the published models, for synthetic weights: ``config.json`` values, no checkpoint (spec §1.2)."""
+"""``config.json`` values of the published models, for synthetic weights (model.md#geometry)."""
 
 from typing import Any, Literal, get_args
 
@@ -54,11 +54,18 @@ def geometry_config(name: Geometry, layers: int | None = None) -> dict[str, Any]
     Raises ``UserError`` for an unknown name or a number of layers that the model does not have.
     """
     if name not in get_args(Geometry):
-        raise UserError(f"--geometry: found {name!r}, expected one of {', '.join(get_args(Geometry))}")
+        raise UserError(
+            f"--geometry: found {name!r}, expected one of {', '.join(get_args(Geometry))}"
+        )
     config = tiny_config(**_GEOMETRIES[name])
     if layers is None:
         return config
     if not 1 <= layers <= config["num_hidden_layers"]:
         raise UserError(f"--layers: found {layers}, expected 1 to {config['num_hidden_layers']}")
     cut = {"num_hidden_layers": layers, "num_hash_layers": min(layers, config["num_hash_layers"])}
-    return {**config, **cut, "compress_ratios": config["compress_ratios"][:layers], "num_nextn_predict_layers": 0}
+    return {
+        **config,
+        **cut,
+        "compress_ratios": config["compress_ratios"][:layers],
+        "num_nextn_predict_layers": 0,
+    }

@@ -54,7 +54,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     problems = Problems()
     if (folder / INDEX_NAME).exists():
         weight_map = _weight_map(folder / INDEX_NAME)
-        files = {name: resolve_inside(folder, name, INDEX_NAME) for name in dict.fromkeys(weight_map.values())}
+        files = {
+            name: resolve_inside(folder, name, INDEX_NAME)
+            for name in dict.fromkeys(weight_map.values())
+        }
         shards = _read_headers(files, problems)
         tensors = _merge(weight_map, shards, problems)
         unreadable = frozenset(name for name, file in weight_map.items() if shards[file] is None)
@@ -72,19 +75,25 @@ def resolve_inside(folder: Path, name: str, source: str) -> Path:
     try:
         home, target = folder.resolve(), (folder / name).resolve()
     except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"{folder}: {printable(name)} named by {source} cannot be resolved ({error})") from None
+        raise UserError(
+            f"{folder}: {printable(name)} named by {source} cannot be resolved ({error})"
+        ) from None
     allowed = [home]
     if home.parent.name == "snapshots":
         allowed.append(home.parent.parent / "blobs")
     if not any(target.is_relative_to(root) for root in allowed):
-        raise UserError(f"{folder}: {printable(name)} named by {source} leads to {target}, outside the folder")
+        raise UserError(
+            f"{folder}: {printable(name)} named by {source} leads to {target}, outside the folder"
+        )
     return target
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{path}: weight_map: found {shorten(weight_map)}, expected tensor name → file name")
+        raise UserError(
+            f"{path}: weight_map: found {shorten(weight_map)}, expected tensor name → file name"
+        )
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
             raise UserError(
@@ -104,7 +113,9 @@ def _single_file(folder: Path) -> Path:
     return resolve_inside(folder, files[0], "the folder listing")
 
 
-def _read_headers(files: dict[str, Path], problems: Problems) -> dict[str, dict[str, StoredTensor] | None]:
+def _read_headers(
+    files: dict[str, Path], problems: Problems
+) -> dict[str, dict[str, StoredTensor] | None]:
     """Tensors of every shard; None for a damaged one, whose tensors then do not count as missing as well."""
     shards: dict[str, dict[str, StoredTensor] | None] = {}
     for name, path in files.items():
@@ -117,7 +128,9 @@ def _read_headers(files: dict[str, Path], problems: Problems) -> dict[str, dict[
 
 
 def _merge(
-    weight_map: dict[str, str], shards: dict[str, dict[str, StoredTensor] | None], problems: Problems
+    weight_map: dict[str, str],
+    shards: dict[str, dict[str, StoredTensor] | None],
+    problems: Problems,
 ) -> dict[str, StoredTensor]:
     tensors = {}
     for name, file in weight_map.items():
@@ -125,7 +138,9 @@ def _merge(
         if shard is not None and name in shard:
             tensors[name] = shard[name]
         elif shard is not None:
-            problems.add("named by the index but absent from their shard", f"{printable(name)} ({file})")
+            problems.add(
+                "named by the index but absent from their shard", f"{printable(name)} ({file})"
+            )
     for file, shard in shards.items():
         for name in shard or ():
             if weight_map.get(name) != file:

@@ -1,4 +1,4 @@
-"""The layouts that are written: which parameter has which format, and what the config declares (spec §7.1, §7.2)."""
+"""The layouts that are written: formats of parameters, and what the config declares (model.md#declarations)."""
 
 from typing import Any, Literal, get_args
 
@@ -17,9 +17,22 @@ _MATRIX_FORMATS = {
     "f32": (QuantFormat.F32, QuantFormat.F32),
 }
 _KEPT_IN_16_BIT = {
-    Dialect.NATIVE: ["embed", "head", "*.ffn.gate", "*.compressor.wkv", "*.compressor.wgate", "*.weights_proj"],
+    Dialect.NATIVE: [
+        "embed",
+        "head",
+        "*.ffn.gate",
+        "*.compressor.wkv",
+        "*.compressor.wgate",
+        "*.weights_proj",
+    ],
     Dialect.HF: [
-        *("model.embed_tokens", "lm_head", "*.mlp.gate", "*.compressor.kv_proj", "*.compressor.gate_proj"),
+        *(
+            "model.embed_tokens",
+            "lm_head",
+            "*.mlp.gate",
+            "*.compressor.kv_proj",
+            "*.compressor.gate_proj",
+        ),
         *("*.indexer.kv_proj", "*.indexer.gate_proj", "*.weights_proj"),
     ],
 }
@@ -32,7 +45,9 @@ _NOT_NVFP4 = {
 def check_layout(layout: str) -> None:
     """Raises ``UserError`` for anything but a ``Layout``."""
     if layout not in get_args(Layout):
-        raise UserError(f"checkpoint format: found {layout!r}, expected one of {', '.join(get_args(Layout))}")
+        raise UserError(
+            f"checkpoint format: found {layout!r}, expected one of {', '.join(get_args(Layout))}"
+        )
 
 
 def format_in(layout: Layout, parameter: Parameter) -> QuantFormat | None:
@@ -44,7 +59,11 @@ def format_in(layout: Layout, parameter: Parameter) -> QuantFormat | None:
         return QuantFormat.F32 if layout == "f32" else QuantFormat.BF16
     linear, expert = _MATRIX_FORMATS[layout]
     if parameter.role is Role.EXPERT:
-        return QuantFormat.MXFP4 if layout == "nvfp4-experts" and parameter.name.startswith("mtp.") else expert
+        return (
+            QuantFormat.MXFP4
+            if layout == "nvfp4-experts" and parameter.name.startswith("mtp.")
+            else expert
+        )
     return linear if parameter.role is Role.LINEAR else None
 
 
@@ -53,12 +72,19 @@ def declare(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """``config.json`` and ``hf_quant_config.json`` (None: not written) that go with ``layout`` in ``dialect``."""
     names = Dialect.HF if dialect is Dialect.HF else Dialect.NATIVE
-    config = {key: value for key, value in raw_config.items() if key not in ("quantization_config", "expert_dtype")}
+    config = {
+        key: value
+        for key, value in raw_config.items()
+        if key not in ("quantization_config", "expert_dtype")
+    }
     if layout in ("bf16", "f32"):
         return config, None
     if layout == "nvfp4-all":
         declared = _modelopt("NVFP4", "dsv4-nvfp4-all", _KEPT_IN_16_BIT[names])
-        return {**config, "quantization_config": {"quant_method": "modelopt", **declared}}, _separate(declared)
+        return {
+            **config,
+            "quantization_config": {"quant_method": "modelopt", **declared},
+        }, _separate(declared)
     fp8 = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -68,12 +94,18 @@ def declare(
     }
     if layout == "native":
         return {**config, "expert_dtype": "fp4", "quantization_config": fp8}, None
-    prefix, suffix = ("model.layers", "mlp.experts") if names is Dialect.HF else ("layers", "ffn.experts")
+    prefix, suffix = (
+        ("model.layers", "mlp.experts") if names is Dialect.HF else ("layers", "ffn.experts")
+    )
     modules = [f"{prefix}.{layer}.{suffix}" for layer in range(layers)]
     declared = _modelopt("MIXED_PRECISION", "dsv4-nvfp4-experts", _NOT_NVFP4[names])
     declared["moe_quant_algo"] = "NVFP4"
-    declared["quantized_layers"] = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in modules}
-    return {**config, "expert_dtype": "fp4", "quantization_config": {**fp8, **declared}}, _separate(declared)
+    declared["quantized_layers"] = {
+        name: {"quant_algo": "NVFP4", "group_size": 16} for name in modules
+    }
+    return {**config, "expert_dtype": "fp4", "quantization_config": {**fp8, **declared}}, _separate(
+        declared
+    )
 
 
 def _modelopt(algorithm: str, version: str, ignore: list[str]) -> dict[str, Any]:
@@ -83,13 +115,17 @@ def _modelopt(algorithm: str, version: str, ignore: list[str]) -> dict[str, Any]
         "kv_cache_quant_algo": None,
         "group_size": 16,
         "producer": {"name": "modelopt", "version": version},
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": nvfp4, "input_activations": nvfp4}},
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": nvfp4, "input_activations": nvfp4}
+        },
         "ignore": ignore,
     }
 
 
 def _separate(declared: dict[str, Any]) -> dict[str, Any]:
-    quantization = {key: declared[key] for key in ("quant_algo", "kv_cache_quant_algo", "group_size")}
+    quantization = {
+        key: declared[key] for key in ("quant_algo", "kv_cache_quant_algo", "group_size")
+    }
     if "quantized_layers" in declared:
         quantization["quantized_layers"] = declared["quantized_layers"]
     quantization["exclude_modules"] = declared["ignore"]

@@ -33,10 +33,14 @@ class ParameterDescription(NamedTuple):
     nbytes: int
 
 
-def describe(checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None = None) -> list[ParameterDescription]:
+def describe(
+    checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None = None
+) -> list[ParameterDescription]:
     """Format and device bytes of every parameter, from names and headers alone. Raises like ``load_weights``."""
     found = find_parameters(checkpoint, config, mtp)
-    return [ParameterDescription(stored.parameter, stored.format, stored.nbytes) for stored in found]
+    return [
+        ParameterDescription(stored.parameter, stored.format, stored.nbytes) for stored in found
+    ]
 
 
 def load_weights(
@@ -68,7 +72,9 @@ def load_weights(
     # Small tensors first: a wrong value in them shows before the long part of the load.
     for stored in plain:
         name = stored.parameter.name
-        weights[name] = _load_plain(checkpoint, stored, devices[name], config.n_routed_experts, problems)
+        weights[name] = _load_plain(
+            checkpoint, stored, devices[name], config.n_routed_experts, problems
+        )
         count(stored.nbytes)
     problems.raise_if_any(str(checkpoint.folder))
     pieces: defaultdict[torch.device, list[Piece]] = defaultdict(list)
@@ -124,12 +130,16 @@ def _unfilled_matrix(
     for name, part_shape in packed_shapes(format, shape).items():
         if part_shape is not None:
             part = stored.parts[name]
-            tensors[name] = torch.empty(part_shape, dtype=_loaded_dtype(format, name, part), device=device)
-            # Bytes only: a numeric conversion of E8M0 would destroy the scales (spec §7.1).
+            tensors[name] = torch.empty(
+                part_shape, dtype=_loaded_dtype(format, name, part), device=device
+            )
+            # Bytes only: a conversion of E8M0 would destroy the scales (model.md#codes-and-scales).
             rows = tensors[name].view(-1).view(torch.uint8).view(len(experts), -1).unbind()
             for index, row in zip(experts, rows, strict=True):
                 pieces.append(Piece(*_byte_range(checkpoint, part, index, count), row))
-    weight = QuantTensor(tensors["data"], tensors.get("block_scale"), tensors.get("global_scale"), format, shape)
+    weight = QuantTensor(
+        tensors["data"], tensors.get("block_scale"), tensors.get("global_scale"), format, shape
+    )
     return weight, pieces
 
 
@@ -151,17 +161,26 @@ def _loaded_dtype(format: QuantFormat, name: str, part: Part) -> torch.dtype:
 
 
 def _check_global_scale(
-    checkpoint: Checkpoint, stored: StoredParameter, weight: QuantTensor | Tensor, first_expert: int = 0
+    checkpoint: Checkpoint,
+    stored: StoredParameter,
+    weight: QuantTensor | Tensor,
+    first_expert: int = 0,
 ) -> None:
     if isinstance(weight, QuantTensor) and weight.global_scale is not None:
         names = stored.parts["global_scale"].names[first_expert:]
         for name, value in zip(names, weight.global_scale.reshape(-1).tolist(), strict=False):
             if not 0.0 < value < math.inf:
-                raise UserError(f"{checkpoint.folder}: {name}: found {value}, expected a finite number above 0")
+                raise UserError(
+                    f"{checkpoint.folder}: {name}: found {value}, expected a finite number above 0"
+                )
 
 
 def _load_plain(
-    checkpoint: Checkpoint, stored: StoredParameter, device: torch.device, experts: int, problems: Problems
+    checkpoint: Checkpoint,
+    stored: StoredParameter,
+    device: torch.device,
+    experts: int,
+    problems: Problems,
 ) -> Tensor:
     (name,) = stored.parts["data"].names
     tensor = checkpoint.read(name)
@@ -169,7 +188,9 @@ def _load_plain(
         tensor = tensor.to(torch.int64)
         if tensor.numel() and not (int(tensor.min()) >= 0 and int(tensor.max()) < experts):
             found = f"{int(tensor.min())} to {int(tensor.max())}"
-            problems.add("out of range", f"{name} (found expert ids {found}, expected 0 to {experts - 1})")
+            problems.add(
+                "out of range", f"{name} (found expert ids {found}, expected 0 to {experts - 1})"
+            )
     elif not bool(torch.isfinite(tensor).all()):
         problems.add("not finite", f"{name} (found NaN or infinity)")
     dtype = torch.float32 if stored.parameter.role is Role.FLOAT else tensor.dtype

@@ -1,4 +1,4 @@
-"""Tensor names: the three dialects in use and the rename table between them (spec §7.3).
+"""Tensor names: the three dialects in use and the rename table between them (model.md#tensor-names).
 
 * native: DeepSeek's own, ``layers.0.attn.wq_a.weight``; everything else in this package speaks native only;
 * hf: the module names of transformers, ``model.layers.0.self_attn.q_a_proj.weight``;
@@ -38,7 +38,10 @@ _BLOCK_MODULES = {
     "attn.kv_norm": "self_attn.kv_norm",
     "attn.wo_a": "self_attn.o_a_proj",
     "attn.wo_b": "self_attn.o_b_proj",
-    **{f"attn.compressor.{ours}": f"self_attn.compressor.{theirs}" for ours, theirs in _COMPRESSOR.items()},
+    **{
+        f"attn.compressor.{ours}": f"self_attn.compressor.{theirs}"
+        for ours, theirs in _COMPRESSOR.items()
+    },
     **{
         f"attn.indexer.compressor.{ours}": f"self_attn.compressor.indexer.{theirs}"
         for ours, theirs in _COMPRESSOR.items()
@@ -46,10 +49,17 @@ _BLOCK_MODULES = {
     "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj",
     "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj",
     "ffn.gate": "mlp.gate",
-    **{f"ffn.shared_experts.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in _PROJECTIONS.items()},
+    **{
+        f"ffn.shared_experts.{ours}": f"mlp.shared_experts.{theirs}"
+        for ours, theirs in _PROJECTIONS.items()
+    },
 }
 _BLOCK_LEAVES = {
-    **{f"hc_{sub}_{part}": f"{sub}_hc.{part}" for sub in ("attn", "ffn") for part in ("fn", "base", "scale")},
+    **{
+        f"hc_{sub}_{part}": f"{sub}_hc.{part}"
+        for sub in ("attn", "ffn")
+        for part in ("fn", "base", "scale")
+    },
     "attn.attn_sink": "self_attn.sinks",
     "attn.compressor.ape": "self_attn.compressor.position_bias",
     "attn.indexer.compressor.ape": "self_attn.compressor.indexer.position_bias",
@@ -84,13 +94,21 @@ def to_native(name: str, dialect: Dialect) -> str | None:
     if name.startswith("mtp."):
         return name
     if dialect is Dialect.NATIVE:
-        known = _BLOCK.fullmatch(name) or name in _GLOBAL_LEAVES or name.partition(".")[0] in _GLOBAL_MODULES
+        known = (
+            _BLOCK.fullmatch(name)
+            or name in _GLOBAL_LEAVES
+            or name.partition(".")[0] in _GLOBAL_MODULES
+        )
         return name if known else None
     if dialect is Dialect.HYBRID and name.startswith("head."):
         return name
     block = _BLOCK.fullmatch(name.removeprefix("model.")) if name.startswith("model.") else None
     if block is None:
-        return None if dialect is Dialect.HYBRID and name.startswith("lm_head.") else _global_to_native(name)
+        return (
+            None
+            if dialect is Dialect.HYBRID and name.startswith("lm_head.")
+            else _global_to_native(name)
+        )
     convert = _hybrid_block_to_native if dialect is Dialect.HYBRID else _hf_block_to_native
     inside = convert(block[2])
     return None if inside is None else f"{block[1]}.{inside}"
@@ -98,7 +116,11 @@ def to_native(name: str, dialect: Dialect) -> str | None:
 
 def from_native(name: str, dialect: Dialect) -> str:
     """Name of a native tensor in ``dialect``; the inverse of ``to_native``."""
-    if dialect is Dialect.NATIVE or name.startswith("mtp.") or (dialect is Dialect.HYBRID and name.startswith("head.")):
+    if (
+        dialect is Dialect.NATIVE
+        or name.startswith("mtp.")
+        or (dialect is Dialect.HYBRID and name.startswith("head."))
+    ):
         return name
     block = _BLOCK.fullmatch(name)
     if block is None:
@@ -108,17 +130,25 @@ def from_native(name: str, dialect: Dialect) -> str:
 
 
 def _global_to_native(name: str) -> str | None:
-    return _NATIVE_GLOBAL_LEAVES.get(name) or _rename_module(name, _NATIVE_GLOBAL_MODULES, to_hf=False)
+    return _NATIVE_GLOBAL_LEAVES.get(name) or _rename_module(
+        name, _NATIVE_GLOBAL_MODULES, to_hf=False
+    )
 
 
 def _hybrid_block_to_native(inside: str) -> str | None:
     if inside.startswith("attn.norm."):
         return inside.replace("attn.norm.", "attn.kv_norm.", 1)
-    return inside if _NATIVE_PARTS.match(inside) and not inside.startswith("attn.kv_norm.") else None
+    return (
+        inside if _NATIVE_PARTS.match(inside) and not inside.startswith("attn.kv_norm.") else None
+    )
 
 
 def _hybrid_block_from_native(inside: str) -> str:
-    return inside.replace("attn.kv_norm.", "attn.norm.", 1) if inside.startswith("attn.kv_norm.") else inside
+    return (
+        inside.replace("attn.kv_norm.", "attn.norm.", 1)
+        if inside.startswith("attn.kv_norm.")
+        else inside
+    )
 
 
 def _hf_block_to_native(inside: str) -> str | None:
@@ -137,7 +167,9 @@ def _hf_block_from_native(inside: str) -> str:
     module, _, component = inside.rpartition(".")
     expert = _EXPERT.fullmatch(module)
     if expert is not None:
-        return f"mlp.experts.{expert[1]}.{_PROJECTIONS[expert[2]]}.{_component(component, to_hf=True)}"
+        return (
+            f"mlp.experts.{expert[1]}.{_PROJECTIONS[expert[2]]}.{_component(component, to_hf=True)}"
+        )
     return _rename_module(inside, _BLOCK_MODULES, to_hf=True) or inside
 
 
@@ -170,9 +202,16 @@ def detect_dialect(names: Iterable[str], source: str) -> Dialect:
             witness[forms] = name
             possible &= forms
     if not possible:
-        shown = {printable(name): "/".join(sorted(form.value for form in forms)) for forms, name in witness.items()}
+        shown = {
+            printable(name): "/".join(sorted(form.value for form in forms))
+            for forms, name in witness.items()
+        }
         examples = ", ".join(f"{name} ({forms})" for name, forms in shown.items())
-        raise UserError(f"{source}: found tensor names of different dialects: {examples}, expected one dialect")
+        raise UserError(
+            f"{source}: found tensor names of different dialects: {examples}, expected one dialect"
+        )
     if not any(len(forms) < len(Dialect) for forms in witness):
-        raise UserError(f"{source}: found no DeepSeek-V4 tensor name, expected native or Hugging Face names")
+        raise UserError(
+            f"{source}: found no DeepSeek-V4 tensor name, expected native or Hugging Face names"
+        )
     return next(dialect for dialect in Dialect if dialect in possible)

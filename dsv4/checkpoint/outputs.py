@@ -62,7 +62,9 @@ def output_tensors(
             tensors += _single(layout, parameter, source)
         elif parameter.name.endswith(".w1.weight"):
             prefix = parameter.name.removesuffix(".w1.weight")
-            projections = {name: parameters[f"{prefix}.{name}.weight"] for name in ("w1", "w2", "w3")}
+            projections = {
+                name: parameters[f"{prefix}.{name}.weight"] for name in ("w1", "w2", "w3")
+            }
             # The modules of mtp have no names in the hf dialect and therefore stay as they are.
             experts = _fused_experts if fused and not prefix.startswith("mtp.") else _experts
             tensors += experts(layout, prefix, projections, source)
@@ -75,7 +77,9 @@ def _single(layout: Layout, parameter: Parameter, source: WeightSource) -> Itera
         return
     norm = torch.float32 if layout == "f32" else torch.bfloat16
     dtype = {Role.NORM: norm, Role.FLOAT: torch.float32, Role.TABLE: torch.int64}[parameter.role]
-    yield OutputTensor(parameter.name, dtype, parameter.shape, lambda: [source.plain(parameter).to(dtype)])
+    yield OutputTensor(
+        parameter.name, dtype, parameter.shape, lambda: [source.plain(parameter).to(dtype)]
+    )
 
 
 def _experts(
@@ -96,7 +100,9 @@ def _fused_experts(
         for expert in range(experts):
             yield from (source.matrix(projections[name], expert).data for name in names)
 
-    yield OutputTensor(f"{prefix}.w13.weight", dtype, (experts, 2 * width, hidden), partial(rows, "w1", "w3"))
+    yield OutputTensor(
+        f"{prefix}.w13.weight", dtype, (experts, 2 * width, hidden), partial(rows, "w1", "w3")
+    )
     yield OutputTensor(f"{prefix}.w2.weight", dtype, (experts, hidden, width), partial(rows, "w2"))
 
 
@@ -110,7 +116,10 @@ def _matrix(
     except ValueError as error:
         raise UserError(f"{parameter.name}: {error}") from None
     for part, component in COMPONENTS[format].items():
-        dtype, shape = _DTYPES.get((format, part)) or source.fp8_scale_dtype(parameter), shapes[part]
+        dtype, shape = (
+            _DTYPES.get((format, part)) or source.fp8_scale_dtype(parameter),
+            shapes[part],
+        )
         assert shape is not None
         produce = partial(_produce, source, parameter, expert, part, dtype)
         yield OutputTensor(f"{module}.{component}", dtype, shape, produce)
@@ -123,6 +132,10 @@ def _produce(
     source: WeightSource, parameter: Parameter, expert: int | None, part: str, dtype: torch.dtype
 ) -> list[Tensor]:
     matrix = source.matrix(parameter, expert)
-    tensor = {"data": matrix.data, "block_scale": matrix.block_scale, "global_scale": matrix.global_scale}[part]
+    tensor = {
+        "data": matrix.data,
+        "block_scale": matrix.block_scale,
+        "global_scale": matrix.global_scale,
+    }[part]
     assert tensor is not None
     return [tensor.view(dtype) if tensor.dtype is torch.uint8 else tensor]

@@ -57,7 +57,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise UserError(f"{path}: found something that is not a regular file, expected a safetensors file")
+            raise UserError(
+                f"{path}: found something that is not a regular file, expected a safetensors file"
+            )
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
@@ -74,7 +76,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except UnicodeDecodeError:
         raise UserError(f"{path}: header: found bytes that are not UTF-8, expected JSON") from None
     header.pop("__metadata__", None)
-    tensors = {name: _stored_tensor(path, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = {
+        name: _stored_tensor(path, name, entry, 8 + length) for name, entry in header.items()
+    }
     _check_ranges(path, tensors, 8 + length, size)
     return tensors
 
@@ -84,27 +88,39 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> Stored
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     where = f"{path}: header of {printable(name)}"
     if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
-        raise UserError(f"{where}: dtype: found {shorten(dtype)}, expected one of {', '.join(TORCH_DTYPES)}")
+        raise UserError(
+            f"{where}: dtype: found {shorten(dtype)}, expected one of {', '.join(TORCH_DTYPES)}"
+        )
     if not _integers(shape, MAX_DIMENSION) or len(shape) > MAX_DIMENSIONS:
-        raise UserError(f"{where}: shape: found {shorten(shape)}, expected up to {MAX_DIMENSIONS} sizes")
+        raise UserError(
+            f"{where}: shape: found {shorten(shape)}, expected up to {MAX_DIMENSIONS} sizes"
+        )
     if not _integers(offsets, 2**63) or len(offsets) != 2:
         raise UserError(f"{where}: data_offsets: found {shorten(offsets)}, expected [begin, end]")
     nbytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != nbytes:
-        raise UserError(f"{where}: data_offsets: found {offsets}, expected {nbytes} bytes for {dtype} {shape}")
+        raise UserError(
+            f"{where}: data_offsets: found {offsets}, expected {nbytes} bytes for {dtype} {shape}"
+        )
     return StoredTensor(path, TORCH_DTYPES[dtype], tuple(shape), data_start + offsets[0], nbytes)
 
 
 def _integers(values: Any, limit: int) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value <= limit for value in values)
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value <= limit for value in values
+    )
 
 
 def _check_ranges(path: Path, tensors: dict[str, StoredTensor], data_start: int, size: int) -> None:
     end = data_start
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if stored.offset != end:
-            kind = "overlaps the tensor before it" if stored.offset < end else "leaves a gap before it"
-            raise UserError(f"{path}: {printable(name)} {kind}: found offset {stored.offset}, expected {end}")
+            kind = (
+                "overlaps the tensor before it" if stored.offset < end else "leaves a gap before it"
+            )
+            raise UserError(
+                f"{path}: {printable(name)} {kind}: found offset {stored.offset}, expected {end}"
+            )
         end = stored.offset + stored.nbytes
     if end != size:
         kind = "truncated" if size < end else "bytes after the last tensor"
@@ -120,7 +136,9 @@ def map_tensor(stored: StoredTensor) -> Tensor:
     try:
         with stored.file.open("rb") as file:
             # Copy-on-write: torch wants writable memory, and the file stays as it is whatever is done with the tensor.
-            mapped = mmap.mmap(file.fileno(), inside + stored.nbytes, access=mmap.ACCESS_COPY, offset=start)
+            mapped = mmap.mmap(
+                file.fileno(), inside + stored.nbytes, access=mmap.ACCESS_COPY, offset=start
+            )
     except (OSError, ValueError) as error:
         raise UserError(f"{stored.file}: cannot be mapped ({error})") from None
     data = torch.frombuffer(mapped, dtype=torch.uint8, count=stored.nbytes, offset=inside)

@@ -158,7 +158,9 @@ class _InMemory:
         return torch.float8_e8m0fnu
 
 
-def _random_plain(parameter: Parameter, config: ModelConfig, layout: Layout, generator: Generator) -> Tensor:
+def _random_plain(
+    parameter: Parameter, config: ModelConfig, layout: Layout, generator: Generator
+) -> Tensor:
     shape, device = parameter.shape, generator.device
     if parameter.role is Role.TABLE:
         rows = torch.rand((shape[0], config.n_routed_experts), generator=generator, device=device)
@@ -171,23 +173,37 @@ def _random_plain(parameter: Parameter, config: ModelConfig, layout: Layout, gen
     return 1 + 0.1 * noise if parameter.name.endswith("_scale") else 0.5 * noise
 
 
-def _random_matrix(shape: tuple[int, ...], format: QuantFormat, generator: Generator) -> QuantTensor:
+def _random_matrix(
+    shape: tuple[int, ...], format: QuantFormat, generator: Generator
+) -> QuantTensor:
     """Values of standard deviation near 1/√K; block scales vary by factors of 2, so that a misplaced one is seen."""
     device, std = generator.device, 1 / math.sqrt(shape[-1])
     if format in (QuantFormat.BF16, QuantFormat.F32):
         dtype = torch.bfloat16 if format is QuantFormat.BF16 else torch.float32
-        return QuantTensor.dense(torch.empty(shape, dtype=dtype, device=device).normal_(0, std, generator=generator))
+        return QuantTensor.dense(
+            torch.empty(shape, dtype=dtype, device=device).normal_(0, std, generator=generator)
+        )
     packed = packed_shapes(format, shape)
     assert packed["data"] is not None
     assert packed["block_scale"] is not None
-    steps = torch.randint(-1, 2, packed["block_scale"], generator=generator, device=device, dtype=torch.int32)
+    steps = torch.randint(
+        -1, 2, packed["block_scale"], generator=generator, device=device, dtype=torch.int32
+    )
     if format is QuantFormat.FP8_BLOCK128:
-        noise = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, _FP8_RMS, generator=generator)
+        noise = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(
+            0, _FP8_RMS, generator=generator
+        )
         data = noise.clamp_(-448, 448).to(torch.float8_e4m3fn)
-        return QuantTensor(data, exponent_to_e8m0(steps + round(math.log2(std / _FP8_RMS))), None, format, shape)
-    data = torch.randint(0, 256, packed["data"], generator=generator, device=device, dtype=torch.uint8)
+        return QuantTensor(
+            data, exponent_to_e8m0(steps + round(math.log2(std / _FP8_RMS))), None, format, shape
+        )
+    data = torch.randint(
+        0, 256, packed["data"], generator=generator, device=device, dtype=torch.uint8
+    )
     if format is QuantFormat.MXFP4:
-        return QuantTensor(data, exponent_to_e8m0(steps + round(math.log2(std / _E2M1_RMS))), None, format, shape)
+        return QuantTensor(
+            data, exponent_to_e8m0(steps + round(math.log2(std / _E2M1_RMS))), None, format, shape
+        )
     block_scale = torch.exp2(steps.float()).to(torch.float8_e4m3fn)
     total = torch.full(packed["global_scale"] or (), std / _E2M1_RMS, device=device)
     return QuantTensor(data, block_scale, total, format, shape)

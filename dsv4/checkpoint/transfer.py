@@ -26,7 +26,9 @@ class Piece(NamedTuple):
     target: Tensor
 
 
-def transfer(pieces: Mapping[torch.device, Iterable[Piece]], on_bytes: Callable[[int], None]) -> None:
+def transfer(
+    pieces: Mapping[torch.device, Iterable[Piece]], on_bytes: Callable[[int], None]
+) -> None:
     """Fills the targets of each device; its thread calls ``on_bytes`` with the number of bytes that have arrived.
 
     Files are read, not mapped: a file that shrinks meanwhile is an error and not a signal. For CUDA devices the bytes
@@ -37,7 +39,10 @@ def transfer(pieces: Mapping[torch.device, Iterable[Piece]], on_bytes: Callable[
     stop = Event()
     with ThreadPoolExecutor(max(len(pieces), 1), "dsv4-load") as threads:
         try:
-            running = [threads.submit(_fill, device, part, on_bytes, stop) for device, part in pieces.items()]
+            running = [
+                threads.submit(_fill, device, part, on_bytes, stop)
+                for device, part in pieces.items()
+            ]
             for finished in as_completed(running):
                 finished.result()
         finally:
@@ -46,7 +51,9 @@ def transfer(pieces: Mapping[torch.device, Iterable[Piece]], on_bytes: Callable[
 
 # Targets that were made in inference mode can be written to only in inference mode, which is a matter of the thread.
 @torch.inference_mode()
-def _fill(device: torch.device, pieces: Iterable[Piece], on_bytes: Callable[[int], None], stop: Event) -> None:
+def _fill(
+    device: torch.device, pieces: Iterable[Piece], on_bytes: Callable[[int], None], stop: Event
+) -> None:
     memory = _PinnedStaging(device) if device.type == "cuda" else _Direct()
     try:
         for count in _filled_batches(memory, pieces):
@@ -135,5 +142,7 @@ def _read_exactly(file: FileIO, offset: int, memory: Tensor) -> None:
         count = file.readinto(rest)
         if not count:
             expected = offset + memory.numel()
-            raise UserError(f"{file.name}: truncated: found {expected - len(rest)} bytes, expected at least {expected}")
+            raise UserError(
+                f"{file.name}: truncated: found {expected - len(rest)} bytes, expected at least {expected}"
+            )
         rest = rest[count:]

@@ -67,14 +67,20 @@ def write_shards(
     shards = _split(tensors, shard_bytes)
     weight_map = {}
     for number, shard in enumerate(shards, 1):
-        name = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = (
+            SINGLE_NAME
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         _write_file(folder / name, shard)
         weight_map.update({tensor.name: name for tensor in shard})
         done += sum(tensor.nbytes for tensor in shard)
         if progress is not None:
             progress(done, total)
     if len(shards) > 1:
-        write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(
+            folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
 
 
 def _split(tensors: list[OutputTensor], shard_bytes: int) -> list[list[OutputTensor]]:
@@ -112,5 +118,7 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
             written = 0
             for rows in tensor.produce():
                 assert rows.dtype == tensor.dtype
-                written += file.write(rows.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+                written += file.write(
+                    rows.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+                )
             assert written == tensor.nbytes

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from dsv4.config import EngineConfig
 from dsv4.demo import CHECKPOINT
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 
 DEFAULT_PROMPT = "What is the capital of France?"
@@ -40,14 +40,20 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
 def number(low: float, high: float, low_included: bool = True) -> Callable[[str], float]:
     """A flag type: a finite number from ``low`` (or above it) to ``high``."""
-    expected = f"a number {'from' if low_included else 'above'} {low:g}" + (f" to {high:g}" if high < math.inf else "")
+    expected = f"a number {'from' if low_included else 'above'} {low:g}" + (
+        f" to {high:g}" if high < math.inf else ""
+    )
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not math.isfinite(value) or not low <= value <= high or (value == low and not low_included):
+        if (
+            not math.isfinite(value)
+            or not low <= value <= high
+            or (value == low and not low_included)
+        ):
             raise argparse.ArgumentTypeError(f"found {text!r}, expected {expected}")
         return value
 
@@ -71,38 +77,81 @@ def build_parser() -> OneLineParser:
 def add_prompt_flags(group: argparse._ArgumentGroup) -> None:
     """What the model is asked."""
     sources = group.add_mutually_exclusive_group()
-    sources.add_argument("--prompt", metavar="TEXT", help=f"the user's message (default: {DEFAULT_PROMPT!r})")
-    sources.add_argument("--prompt-file", metavar="FILE", help="the user's message from a UTF-8 file; - is stdin")
-    sources.add_argument("--messages", metavar="FILE", help="a conversation: OpenAI-style messages, tools included")
+    sources.add_argument(
+        "--prompt", metavar="TEXT", help=f"the user's message (default: {DEFAULT_PROMPT!r})"
+    )
+    sources.add_argument(
+        "--prompt-file", metavar="FILE", help="the user's message from a UTF-8 file; - is stdin"
+    )
+    sources.add_argument(
+        "--messages", metavar="FILE", help="a conversation: OpenAI-style messages, tools included"
+    )
     group.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
-    group.add_argument("--thinking", choices=("off", "on"), default="off", help="reason before answering (default off)")
-    group.add_argument("--reasoning-effort", choices=("low", "high", "max"), help="with --thinking on")
-    group.add_argument("--raw", action="store_true", help="the prompt is plain text: no chat encoding, no parsing")
+    group.add_argument(
+        "--thinking",
+        choices=("off", "on"),
+        default="off",
+        help="reason before answering (default off)",
+    )
+    group.add_argument(
+        "--reasoning-effort", choices=("low", "high", "max"), help="with --thinking on"
+    )
+    group.add_argument(
+        "--raw", action="store_true", help="the prompt is plain text: no chat encoding, no parsing"
+    )
 
 
 def add_sampling_flags(group: argparse._ArgumentGroup) -> None:
     """How tokens are chosen; what is not given comes from generation_config.json."""
     group.add_argument(
-        "--max-tokens", type=integer(1), default=DEFAULT_MAX_TOKENS, metavar="N", help="at most N tokens"
+        "--max-tokens",
+        type=integer(1),
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help="at most N tokens",
     )
     group.add_argument("--temperature", type=number(0, math.inf), metavar="X", help="0 is greedy")
-    group.add_argument("--top-p", type=number(0, 1, low_included=False), metavar="X", help="nucleus, 1 is off")
-    group.add_argument("--min-p", type=number(0, 1), metavar="X", help="minimum relative to the best, 0 is off")
-    group.add_argument("--seed", type=integer(0, 2**63 - 1), metavar="N", help="makes sampling repeatable")
-    group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    group.add_argument(
+        "--top-p", type=number(0, 1, low_included=False), metavar="X", help="nucleus, 1 is off"
+    )
+    group.add_argument(
+        "--min-p", type=number(0, 1), metavar="X", help="minimum relative to the best, 0 is off"
+    )
+    group.add_argument(
+        "--seed", type=integer(0, 2**63 - 1), metavar="N", help="makes sampling repeatable"
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the end-of-sequence token"
+    )
 
 
 def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     """What runs where."""
-    group.add_argument("--model", type=Path, default=CHECKPOINT, metavar="PATH", help="a Hugging Face folder")
     group.add_argument(
-        "--max-context", type=integer(1, 2**31 - 1), metavar="N", help="prompt and answer together, in tokens"
+        "--model", type=Path, default=CHECKPOINT, metavar="PATH", help="a Hugging Face folder"
     )
-    group.add_argument("--prefill-chunk", type=integer(1, 65536), default=512, metavar="N", help="tokens per forward")
     group.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where there is one"
+        "--max-context",
+        type=integer(1, 2**31 - 1),
+        metavar="N",
+        help="prompt and answer together, in tokens",
     )
-    group.add_argument("--gpus", type=integer(1, 8), default=1, metavar="N", help="devices to spread the model over")
+    group.add_argument(
+        "--prefill-chunk", type=integer(1, 65536), metavar="N", help="tokens per forward"
+    )
+    group.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="auto: cuda where there is one",
+    )
+    group.add_argument(
+        "--gpus",
+        type=integer(1, 8),
+        default=1,
+        metavar="N",
+        help="devices to spread the model over",
+    )
     group.add_argument(
         "--parallel",
         choices=("pipeline", "round-robin", "tensor"),
@@ -115,7 +164,12 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="the op table; auto: cuda on a CUDA device; cutedsl: faster prefill after seconds of import",
     )
-    group.add_argument("--kv-dtype", choices=("fp8", "bf16"), default="fp8", help="what the caches hold (default fp8)")
+    group.add_argument(
+        "--kv-dtype",
+        choices=("fp8", "bf16"),
+        default="fp8",
+        help="what the caches hold (default fp8)",
+    )
     group.add_argument(
         "--cuda-graph",
         nargs="?",
@@ -128,9 +182,16 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
 
 def add_output_flags(group: argparse._ArgumentGroup) -> None:
     """What is written besides the text."""
-    group.add_argument("--json", type=Path, metavar="FILE", help="write texts, token ids, timings and configuration")
     group.add_argument(
-        "--profile", action="store_true", help="time every op, or every kernel of a graph; a table on stderr"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write texts, token ids, timings and configuration",
+    )
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="time every op, or every kernel of a graph; a table on stderr",
     )
     group.add_argument("--quiet", action="store_true", help="nothing but the text")
 
@@ -150,7 +211,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.reasoning_effort is not None and arguments.thinking == "off":
         raise UserError("--reasoning-effort: found with thinking off, expected --thinking on")
     if arguments.system is not None and arguments.messages is not None:
-        raise UserError("--system: found together with --messages, which holds its own system message")
+        raise UserError(
+            "--system: found together with --messages, which holds its own system message"
+        )
     if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
         raise UserError(f"--json: {arguments.json}: its folder does not exist")
     if arguments.json is not None and arguments.json.is_dir():

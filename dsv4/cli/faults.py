@@ -1,4 +1,4 @@
-"""Failures of a device while a model is loaded or runs, as one line each."""
+"""Errors as the command line prints them: one line each, those of a device included."""
 
 import re
 import sys
@@ -14,6 +14,19 @@ MAX_MESSAGE = 300
 _CUDA_CORE_ERRORS = "cuda.core._utils.cuda_utils"
 _OUT_OF_MEMORY = re.compile(r"out of memory|OUT_OF_MEMORY|can't allocate memory")
 _CUDA_ERROR = re.compile(r"CUDA (driver )?error: ")
+_CONFIG_FIELD = re.compile(r"EngineConfig\.(\w+)(?:='(\w+)')?")
+
+
+def user_message(error: Exception) -> str:
+    """What to print for a user's error: one line, with flags in place of ``EngineConfig`` fields."""
+    return _CONFIG_FIELD.sub(_flag, " ".join(str(error).split()))
+
+
+def _flag(field: re.Match[str]) -> str:
+    """``EngineConfig.cuda_graph='split'`` becomes ``--cuda-graph split``."""
+    name, value = field.groups()
+    flag = "--" + name.replace("_", "-")
+    return flag if value is None else f"{flag} {value}"
 
 
 @contextmanager
@@ -26,7 +39,9 @@ def device_faults(plan: Callable[[], MemoryPlan]) -> Iterator[None]:
         yield
     except _error_types() as error:
         message = str(error)
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(message):
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(
+            message
+        ):
             raise UserError(out_of_memory(message, plan())) from None
         # Torch has a class for most errors of the device, but raises a plain one for some.
         plain = isinstance(error, RuntimeError) and not isinstance(error, torch.AcceleratorError)
@@ -40,7 +55,11 @@ def device_faults(plan: Callable[[], MemoryPlan]) -> Iterator[None]:
 def out_of_memory(message: str, plan: MemoryPlan) -> str:
     """Which device ran out of memory, as far as torch's ``message`` says, and what the plan said it would hold."""
     named = re.search(r"GPU (\d+)", message)
-    matching = [device for device in plan.devices if named is not None and device.device.index == int(named[1])]
+    matching = [
+        device
+        for device in plan.devices
+        if named is not None and device.device.index == int(named[1])
+    ]
     ran_out = matching or plan.devices
     names = " or ".join(str(device.device) for device in ran_out)
     said = " and ".join(f"{device.total_bytes >> 20:,}" for device in ran_out)

@@ -1,4 +1,4 @@
-"""Sampling and stop tokens: the flags, else generation_config.json, else temperature 1 and top-p 1 (spec §10)."""
+"""Sampling and stop tokens: the flags, else generation_config.json, else the defaults (model.md#sampling)."""
 
 import argparse
 from pathlib import Path
@@ -22,7 +22,12 @@ def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> 
     """Each of temperature, top-p and min-p from its flag, else from ``defaults``; ``do_sample: false`` is greedy."""
     greedy = defaults.get("do_sample") is False
     return SamplingParams(
-        temperature=choose(arguments.temperature, 0.0 if greedy else defaults.get("temperature"), 1.0, "temperature"),
+        temperature=choose(
+            arguments.temperature,
+            0.0 if greedy else defaults.get("temperature"),
+            1.0,
+            "temperature",
+        ),
         top_p=choose(arguments.top_p, defaults.get("top_p"), 1.0, "top_p"),
         min_p=choose(arguments.min_p, defaults.get("min_p"), 0.0, "min_p"),
         seed=arguments.seed,
@@ -43,7 +48,15 @@ def choose(flag: float | None, default: object, fallback: float, key: str) -> fl
 def eos_token_ids(config: ModelConfig, defaults: dict[str, Any]) -> frozenset[int]:
     """The end-of-sequence ids of generation_config.json, else those of config.json."""
     found = defaults.get("eos_token_id")
-    ids = config.eos_token_ids if found is None else found if isinstance(found, list | tuple) else [found]
+    ids = (
+        config.eos_token_ids
+        if found is None
+        else found
+        if isinstance(found, list | tuple)
+        else [found]
+    )
     if not all(isinstance(token_id, int) and 0 <= token_id < config.vocab_size for token_id in ids):
-        raise UserError(f"{FILE_NAME}: eos_token_id: found {found!r}, expected token ids below {config.vocab_size}")
+        raise UserError(
+            f"{FILE_NAME}: eos_token_id: found {found!r}, expected token ids below {config.vocab_size}"
+        )
     return frozenset(ids)

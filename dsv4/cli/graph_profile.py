@@ -1,21 +1,36 @@
-"""Time per kernel of decoding with captured graphs: a few tokens under torch's profiler, on the devices' own clocks."""
+"""Time per kernel of decoding with captured graphs: a few tokens under torch's profiler.
 
-import re
+Graphs replay the recorded step, so the n-th kernel of a device's token is the n-th of its launches.
+"""
+
 from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 
-from dsv4.cli.kernel_timeline import DeviceEvent, TokenTimeline, median_token, token_timelines
+from dsv4.cli.kernel_timeline import (
+    DeviceEvent,
+    StepLaunch,
+    TokenTimeline,
+    median_token,
+    token_timelines,
+)
+from dsv4.cli.profile_table import HEAD
 from dsv4.decode import CUDAGraphDecoder
 from dsv4.engine import Engine
 from dsv4.errors import UserError
 from dsv4.layer_kinds import layer_kinds
 from dsv4.sampling import Sampler, SamplingParams
+from dsv4.step.recorded import Part, RecordedStep
 
-_TOKENS = 24
+_WARM_UP = 8
+# The first one has no token before it, from whose end its time could be counted.
+_TOKENS = 17
 
 
 @dataclass(frozen=True)
@@ -33,31 +48,55 @@ class GraphProfile:
     def record(self, nodes: bool = True) -> dict[str, Any]:
         """The token for a JSON file, with or without every kernel in its place."""
         detail = {"nodes": self.timeline.node_records()} if nodes else {}
-        return rounded({"mode": self.mode, "tokens": self.tokens, **self.timeline.record(), **detail})
+        return rounded(
+            {"mode": self.mode, "tokens": self.tokens, **self.timeline.record(), **detail}
+        )
 
 
 def profile_decoder(engine: Engine, decoder: CUDAGraphDecoder) -> GraphProfile:
-    """Decodes greedily behind the engine's position, or as near to it as the context has room, and looks at one token.
+    """Decodes greedily behind the engine's position, or as near to it as the context has room, and
+    looks at one token.
 
-    The engine's sequence is lost. Raises ``UserError`` when the profiler recorded no whole token.
+    The engine's sequence is lost. Raises ``UserError`` when the devices executed another number of
+    kernels than the step launches.
     """
-    steps = min(_TOKENS, engine.max_context)
-    engine.state.set_position(min(engine.position, engine.max_context - steps))
-    following = decoder.generate(0, Sampler(SamplingParams(temperature=0), engine.ops), steps)
-    for _ in range(steps // 3):
-        next(following)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-        for _ in following:
+    if engine.max_context < 2:
+        raise UserError("--profile: found a context of 1 token, expected room for 2")
+    tokens = min(_TOKENS, engine.max_context)
+    position = min(engine.position, engine.max_context - tokens)
+    greedy = Sampler(SamplingParams(temperature=0))
+    _set_position(engine, position)
+    for _ in decoder.generate(0, greedy, min(_WARM_UP, tokens)):
+        pass
+    _set_position(engine, position)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with (
+        closing(decoder.generate(0, greedy, tokens)) as following,
+        torch.profiler.profile(activities=activities, acc_events=True) as profiler,
+    ):
+        # The generator's end sets the position by a kernel, so it comes behind the profile.
+        for _ in islice(following, tokens):
             pass
-        for device in engine.state.devices:
-            torch.cuda.synchronize(device)
-    layers: defaultdict[int, list[int]] = defaultdict(list)
-    for layer, device in enumerate(engine.devices):
-        layers[device.index].append(layer)
-    timelines = token_timelines(_device_events(profiler), layers, layer_kinds(engine.config))
-    if not timelines:
-        raise UserError(f"--profile: found no whole token in what was recorded of {steps} steps, expected some")
+        _synchronize(engine)
+    launches = step_launches(decoder.step(1).recorded, layer_kinds(engine.config))
+    timelines = token_timelines(_device_events(profiler), launches, tokens)
     return GraphProfile(decoder.mode, len(timelines), median_token(timelines))
+
+
+def step_launches(recorded: RecordedStep, kinds: Sequence[str]) -> dict[int, list[StepLaunch]]:
+    """What every device, by its index, launches for a step of one token, in order.
+
+    ``kinds``: the kind of every layer.
+    """
+    launches: defaultdict[int, list[StepLaunch]] = defaultdict(list)
+    for part in recorded.parts:
+        if isinstance(part, Part):
+            kind = HEAD if part.layer is None else kinds[part.layer]
+            launches[part.device.index] += [
+                StepLaunch(name, part.name, part.layer, kind)
+                for _, name in recorded.launched(part, 1)
+            ]
+    return dict(launches)
 
 
 def rounded(value: Any) -> Any:
@@ -69,18 +108,22 @@ def rounded(value: Any) -> Any:
     return round(value, 2) if isinstance(value, float) else value
 
 
-def kernel_name(name: str) -> str:
-    """The function's own name: without result, namespace, template arguments and parameters; copies by their kind."""
-    if name.startswith(("Memcpy", "Memset")):
-        return name.partition(" (")[0]
-    plain = re.sub(r"\(anonymous namespace\)::", "", name)
-    return re.split(r"[<(]", plain.removeprefix("void "), maxsplit=1)[0].rpartition("::")[2]
+def _set_position(engine: Engine, position: int) -> None:
+    engine.state.set_position(position)
+    _synchronize(engine)
+
+
+def _synchronize(engine: Engine) -> None:
+    for device in engine.state.devices:
+        torch.cuda.synchronize(device)
 
 
 def _device_events(profiler: torch.profiler.profile) -> list[DeviceEvent]:
     recorded = (event for event in profiler.events() or () if event.device_type == DeviceType.CUDA)
     return [
-        DeviceEvent(kernel_name(event.name), event.device_index, event.time_range.start, event.time_range.elapsed_us())
+        DeviceEvent(
+            event.name, event.device_index, event.time_range.start, event.time_range.elapsed_us()
+        )
         for event in recorded
         if not event.is_user_annotation
     ]

@@ -5,9 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from dsv4.cli.arguments import engine_config
 from dsv4.cli.generation_defaults import eos_token_ids, read_generation_config, sampling_params
+from dsv4.cli.graph_profile import GraphProfile
+from dsv4.cli.op_profile import OpProfile
 from dsv4.cli.prompt import Prompt, build_prompt, load_tokenizer
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import ModelConfig
 from dsv4.engine import Engine
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.plan import DEFAULT_MAX_CONTEXT
 from dsv4.sampling import SamplingParams
@@ -35,6 +38,7 @@ class Outcome:
     finish_reason: str = "interrupted"
     load_seconds: float = 0.0
     engine: Engine | None = None
+    profile: OpProfile | GraphProfile | None = None
 
 
 def prepare(arguments: argparse.Namespace) -> Job:
@@ -50,7 +54,9 @@ def prepare(arguments: argparse.Namespace) -> Job:
     wanted = max(DEFAULT_MAX_CONTEXT, len(prompt.token_ids) + arguments.max_tokens)
     context = arguments.max_context or min(wanted, model_config.max_position_embeddings)
     if len(prompt.token_ids) > context:
-        raise UserError(f"--max-context: found a prompt of {len(prompt.token_ids)} tokens, expected at most {context}")
+        raise UserError(
+            f"--max-context: found a prompt of {len(prompt.token_ids)} tokens, expected at most {context}"
+        )
     defaults = read_generation_config(arguments.model)
     return Job(
         arguments,

@@ -12,17 +12,15 @@ from statistics import mean
 from typing import Any
 
 from dsv4.cli.profile_table import Row, format_table
+from dsv4.errors import UserError
 
-# Kernels that mark places in a step: the first of a device's layers, the last of every layer, the one that mixes a
-# layer's result in, the last of a step.
-_FIRST_OF_LAYERS, _LAST_OF_LAYER, _MIX, _LAST_OF_STEP = "hc_mix", "moe_decode", "hc_post", "store_token"
-_COPIES_BETWEEN_DEVICES = ("Memcpy PtoP", "Memcpy DtoH", "Memcpy HtoD")
 GAPS, HOPS = "(gaps between kernels)", "(hops between devices)"
+_COPIES = ("Memcpy", "Memset")
 
 
 @dataclass(frozen=True)
 class DeviceEvent:
-    """A kernel, copy or memset. Times in µs, of one clock for all devices."""
+    """A kernel, copy or memset that a device executed. Times in µs, of one clock for all devices."""
 
     name: str
     device: int
@@ -34,23 +32,34 @@ class DeviceEvent:
         return self.start_us + self.duration_us
 
     @property
-    def is_hand_off(self) -> bool:
-        """Whether it copies to another device, or through the host on the way there."""
-        return self.name.startswith(_COPIES_BETWEEN_DEVICES)
+    def is_copy(self) -> bool:
+        """Whether it is no kernel."""
+        return self.name.startswith(_COPIES)
+
+
+@dataclass(frozen=True)
+class StepLaunch:
+    """A kernel of the recorded step and its place there: part, layer and the layer's kind, or the head."""
+
+    name: str
+    part: str
+    layer: int | None
+    kind: str
 
 
 @dataclass(frozen=True)
 class Node:
-    """A kernel in its token. ``part``: the kind of its ``layer``, else "start" or "head".
+    """A kernel in its token.
 
     ``added_us`` is its duration less what overlaps the kernel before, ``gap_us`` the time since that one ended. After a
     ``hop`` the kernel before was on another device.
     """
 
     name: str
-    device: int
-    layer: int | None
     part: str
+    layer: int | None
+    kind: str
+    device: int
     start_us: float
     duration_us: float
     added_us: float
@@ -96,7 +105,7 @@ class TokenTimeline:
         layers: defaultdict[tuple[int, str], list[Node]] = defaultdict(list)
         for node in self.nodes:
             if node.layer is not None:
-                layers[node.layer, node.part].append(node)
+                layers[node.layer, node.kind].append(node)
         by_kind: defaultdict[str, defaultdict[tuple[str, ...], list[list[Node]]]] = defaultdict(
             lambda: defaultdict(list)
         )
@@ -114,24 +123,27 @@ class TokenTimeline:
     def rows(self) -> list[Row]:
         """A row per kernel name, the gaps and the hops; together they are the token."""
         counts: defaultdict[str, int] = defaultdict(int)
-        by_part: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for name, part, us in self._shares():
+        by_name: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for name, kind, us in self._shares():
             counts[name] += 1
-            by_part[name][part] += us
-        layers = Counter(part for part, _ in {(node.part, node.layer) for node in self.nodes})
+            by_name[name][kind] += us
+        layers = Counter(kind for kind, _ in {(node.kind, node.layer) for node in self.nodes})
+        gaps: defaultdict[str, float] = defaultdict(float)
+        for node in self.nodes:
+            gaps[node.name] += 0 if node.hop else node.gap_us
         rows = []
-        for name, parts in by_part.items():
-            means = {part: us / layers[part] for part, us in parts.items()}
-            gap = None if name in (GAPS, HOPS) else sum(n.gap_us for n in self.nodes if n.name == name and not n.hop)
-            rows.append(Row(name, counts[name], sum(parts.values()), means, gap))
+        for name, by_kind in by_name.items():
+            means = {kind: us / layers[kind] for kind, us in by_kind.items()}
+            gap = None if name in (GAPS, HOPS) else gaps[name]
+            rows.append(Row(name, counts[name], sum(by_kind.values()), means, gap))
         return rows
 
     def _shares(self) -> Iterator[tuple[str, str, float]]:
-        """(kernel, gaps or hops; part; µs) of everything that makes the token's time."""
+        """(kernel, gaps or hops; kind; µs) of everything that makes the token's time."""
         for node in self.nodes:
-            yield node.name, node.part, node.added_us
+            yield node.name, node.kind, node.added_us
             if node.gap_us > 0:
-                yield HOPS if node.hop else GAPS, node.part, node.gap_us
+                yield HOPS if node.hop else GAPS, node.kind, node.gap_us
 
     def table(self) -> str:
         """The rows, what they sum up to, a line per device, and the kernels of a layer of every kind in their order."""
@@ -144,14 +156,16 @@ class TokenTimeline:
         ]
         for device, busy in self.busy_us().items():
             idle = self.us - busy
-            lines.append(f"  cuda:{device} busy {busy:.1f} µs, idle {idle:.1f} µs ({100 * idle / self.us:.1f} %)")
+            lines.append(
+                f"  cuda:{device} busy {busy:.1f} µs, idle {idle:.1f} µs ({100 * idle / self.us:.1f} %)"
+            )
         for kind, sequence in self.layer_sequences().items():
             lines.append(f"  {kind}: " + " · ".join(f"{name} {us:.1f}" for name, us in sequence))
         return "\n".join(lines)
 
     def record(self) -> dict[str, Any]:
         """The sums, for a JSON file."""
-        kind_of = {node.layer: node.part for node in self.nodes}
+        kind_of = {node.layer: node.kind for node in self.nodes}
         by_kind: defaultdict[str, list[float]] = defaultdict(list)
         for layer, us in self.layer_us().items():
             by_kind[kind_of[layer]].append(us)
@@ -163,7 +177,8 @@ class TokenTimeline:
             "hand_off_copies": len(self.hand_offs),
             "hand_off_copy_us": sum(event.duration_us for event in self.hand_offs),
             "kernels": [
-                {"name": row.name, "count": row.count, "us": row.us, "gap_before_us": row.gap_us} for row in self.rows()
+                {"name": row.name, "count": row.count, "us": row.us, "gap_before_us": row.gap_us}
+                for row in self.rows()
             ],
             "us_per_layer": {kind: mean(values) for kind, values in by_kind.items()},
             "layer_sequences": self.layer_sequences(),
@@ -176,24 +191,31 @@ class TokenTimeline:
 
 
 def token_timelines(
-    events: Iterable[DeviceEvent], layers: Mapping[int, Sequence[int]], kinds: Sequence[str]
+    events: Iterable[DeviceEvent], step: Mapping[int, Sequence[StepLaunch]], tokens: int
 ) -> list[TokenTimeline]:
-    """Every token that ``events`` hold from end to end.
+    """The second and later ones of ``tokens`` tokens whose events, from the first to the last, are ``events``.
 
-    ``layers``: the layers of every device in their order; ``kinds``: the kind of every layer. The token that was under
-    way when recording began is left out.
+    ``step``: what every device launches for one token, in order. A device executes launches in their order, so the
+    n-th kernel of a token is the n-th launch. Raises ``UserError`` when a device executed another number of kernels.
     """
     ordered = sorted(events, key=lambda event: (event.start_us, event.end_us))
-    borders = [event for event in ordered if event.name == _LAST_OF_STEP]
-    timelines = []
-    for before, last in pairwise(borders):
-        step = [event for event in ordered if before.end_us <= event.start_us <= last.start_us]
-        kernels = [event for event in step if not event.is_hand_off]
-        places = _places(kernels, layers, kinds)
-        nodes = tuple(_nodes(before, kernels, places))
-        copies = tuple(event for event in step if event.is_hand_off)
-        timelines.append(TokenTimeline(last.end_us - before.end_us, nodes, copies))
-    return timelines
+    copies = [event for event in ordered if event.is_copy]
+    executed = [event for event in ordered if not event.is_copy]
+    by_token: list[list[tuple[DeviceEvent, StepLaunch]]] = [[] for _ in range(tokens)]
+    for device in sorted({*step, *[event.device for event in executed]}):
+        launches = step.get(device, ())
+        kernels = [event for event in executed if event.device == device]
+        if len(kernels) != tokens * len(launches):
+            raise UserError(
+                f"--profile: found {len(kernels)} kernels on cuda:{device}, "
+                f"expected {tokens} tokens of {len(launches)} each"
+            )
+        for index, event in enumerate(kernels):
+            token, place = divmod(index, len(launches))
+            by_token[token].append((event, launches[place]))
+    for kernels in by_token:
+        kernels.sort(key=lambda kernel: (kernel[0].start_us, kernel[0].end_us))
+    return [_timeline(before[-1][0], kernels, copies) for before, kernels in pairwise(by_token)]
 
 
 def median_token(timelines: Sequence[TokenTimeline]) -> TokenTimeline:
@@ -201,35 +223,37 @@ def median_token(timelines: Sequence[TokenTimeline]) -> TokenTimeline:
     return sorted(timelines, key=lambda timeline: timeline.us)[(len(timelines) - 1) // 2]
 
 
-def _places(
-    kernels: Sequence[DeviceEvent], layers: Mapping[int, Sequence[int]], kinds: Sequence[str]
-) -> list[tuple[int | None, str]]:
-    """(layer, part) of every kernel: the k-th ``moe_decode`` of a device closes its k-th layer."""
-    done: defaultdict[int, int] = defaultdict(int)
-    begun: set[int] = set()
-    places: list[tuple[int | None, str]] = []
-    for event in kernels:
-        if event.name == _FIRST_OF_LAYERS:
-            begun.add(event.device)
-        index = done[event.device] - (event.name == _MIX)
-        if event.device not in begun:
-            places.append((None, "start"))
-        elif 0 <= index < len(layers[event.device]):
-            layer = layers[event.device][index]
-            places.append((layer, kinds[layer]))
-        else:
-            places.append((None, "head"))
-        done[event.device] += event.name == _LAST_OF_LAYER
-    return places
+def _timeline(
+    before: DeviceEvent,
+    kernels: Sequence[tuple[DeviceEvent, StepLaunch]],
+    copies: Sequence[DeviceEvent],
+) -> TokenTimeline:
+    """``before``: the last kernel of the token before."""
+    last = kernels[-1][0]
+    own_copies = [copy for copy in copies if before.end_us <= copy.start_us <= last.start_us]
+    nodes = tuple(_nodes(before, kernels))
+    return TokenTimeline(last.end_us - before.end_us, nodes, tuple(own_copies))
 
 
 def _nodes(
-    before: DeviceEvent, kernels: Sequence[DeviceEvent], places: Sequence[tuple[int | None, str]]
+    before: DeviceEvent, kernels: Sequence[tuple[DeviceEvent, StepLaunch]]
 ) -> Iterator[Node]:
-    device, end_us = before.device, before.end_us
-    for event, (layer, part) in zip(kernels, places, strict=True):
+    device = before.device
+    end_us = before.end_us
+    for event, launch in kernels:
         gap = max(0.0, event.start_us - end_us)
         added = max(0.0, event.end_us - max(event.start_us, end_us))
-        start, hop = event.start_us - before.end_us, event.device != device
-        yield Node(event.name, event.device, layer, part, start, event.duration_us, added, gap, hop)
-        device, end_us = event.device, max(end_us, event.end_us)
+        yield Node(
+            launch.name,
+            launch.part,
+            launch.layer,
+            launch.kind,
+            event.device,
+            event.start_us - before.end_us,
+            event.duration_us,
+            added,
+            gap,
+            event.device != device,
+        )
+        device = event.device
+        end_us = max(end_us, event.end_us)

@@ -1,85 +1,87 @@
-"""Time per op of an eager run, measured by wrapping the op table."""
+"""Time per op, or per kernel of recorded steps, of an eager run: an ``Observer`` of its steps."""
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from functools import wraps
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from dsv4.cli.profile_table import Row, format_table
-from dsv4.ops import Ops
+from dsv4.cli.profile_table import HEAD, Row, format_table
 
-LOAD_TIME_OPS = ("pack_weight", "pack_rows")
-HEAD = "head"
 BETWEEN_OPS, BETWEEN_STEPS, HAND_OFFS = "(between ops)", "(between steps)", "(hand-offs)"
+# In place of the kind of a layer: hand-offs belong to none.
+BETWEEN_DEVICES = "between devices"
 
 
 class OpProfile:
-    """Seconds and calls of every op, apart for prefill and decode and for the kinds of layers, and of the gaps between.
+    """Seconds and calls by name, apart for prefill and decode and for the kinds of layers.
 
-    Waits for the CUDA devices around every call, so that its time is its own; this slows the run down. A layer ends
-    with its ``moe``. A gap between ops of two devices is a hand-off, the host's time around it included.
+    Waits for the devices around everything that it times, so that its time is its own; this slows
+    the run down. The gaps between are counted too.
     """
 
-    def __init__(self, on_cuda: bool, kinds: Sequence[str]) -> None:
-        """``kinds``: the kind of every layer."""
+    def __init__(self, devices: Sequence[torch.device], kinds: Sequence[str]) -> None:
+        """``devices``: those of the steps; ``kinds``: the kind of every layer."""
         self.phase = "prefill"
         self.calls: defaultdict[tuple[str, str, str], int] = defaultdict(int)
         self.seconds: defaultdict[tuple[str, str, str], float] = defaultdict(float)
-        self._on_cuda = on_cuda
+        # How often a step came to a layer of a kind, and to its head, by phase and kind.
+        self.visits: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._devices = [device for device in devices if device.type == "cuda"]
         self._kinds = kinds
-        self._layer = 0
-        self._ended: tuple[float, torch.device] | None = None
-
-    def wrap(self, ops: Ops) -> Ops:
-        """The same table with every op of a step timed."""
-        names = [field.name for field in fields(ops) if field.name not in LOAD_TIME_OPS]
-        return replace(ops, **{name: self._timed(name, getattr(ops, name)) for name in names})
+        self._kind = HEAD
+        self._layer: int | None = None
+        self._gap = BETWEEN_OPS
+        self._ended: float | None = None
 
     def next_phase(self, phase: str) -> None:
         """What follows counts as ``phase``."""
         self.phase = phase
 
-    def _timed(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(op)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = self._now()
-            device = next(argument.device for argument in args if isinstance(argument, torch.Tensor))
-            kind = self._enter(name, started, device)
-            result = op(*args, **kwargs)
-            ended = self._now()
-            self._count(kind, name, ended - started)
-            self._ended = ended, device
-            return result
+    def begin_step(self) -> None:
+        """The time since the step before is between them."""
+        self.visits[self.phase, HEAD] += 1
+        self._layer = None
+        self._gap = BETWEEN_STEPS
 
-        return timed
+    @contextmanager
+    def part(self, name: str, device: torch.device, layer: int | None) -> Iterator[None]:
+        """What is timed inside belongs to the layer's kind, or to the head."""
+        self._kind = HEAD if layer is None else self._kinds[layer]
+        if layer is not None and layer != self._layer:
+            self._layer = layer
+            self.visits[self.phase, self._kind] += 1
+        yield
 
-    def _enter(self, name: str, started: float, device: torch.device) -> str:
-        """Counts the gap before an op; the kind of the layer that it belongs to."""
-        new_step = name == "embed"
-        if new_step:
-            self._layer = 0
-        # A mix belongs to the layer whose result it mixes in.
-        layer = self._layer - 1 if name == "hc_post" else self._layer
-        kind = HEAD if new_step or layer == len(self._kinds) else self._kinds[layer]
+    def item(self, name: str) -> AbstractContextManager[None]:
+        """Times an op or kernel of the open part."""
+        return self._timed(self._kind, name)
+
+    def hand_off(self, source: torch.device, target: torch.device) -> AbstractContextManager[None]:
+        """Times a copy to another device."""
+        return self._timed(BETWEEN_DEVICES, HAND_OFFS)
+
+    @contextmanager
+    def _timed(self, kind: str, name: str) -> Iterator[None]:
+        """Counts the gap before the block, and the block unless it fails."""
+        begun = self._now()
         if self._ended is not None:
-            before, device_before = self._ended
-            gap = BETWEEN_STEPS if new_step else BETWEEN_OPS if device == device_before else HAND_OFFS
-            self._count(kind, gap, started - before)
-        self._layer += name == "moe"
-        return kind
+            gap_kind = HEAD if self._gap == BETWEEN_STEPS else kind
+            self._count(gap_kind, self._gap, begun - self._ended)
+        self._gap = BETWEEN_OPS
+        yield
+        self._ended = self._now()
+        self._count(kind, name, self._ended - begun)
 
     def _count(self, kind: str, name: str, seconds: float) -> None:
         self.calls[self.phase, kind, name] += 1
         self.seconds[self.phase, kind, name] += seconds
 
     def _now(self) -> float:
-        if self._on_cuda:
-            for device in range(torch.cuda.device_count()):
-                torch.cuda.synchronize(device)
+        for device in self._devices:
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
     def record(self) -> dict[str, Any]:
@@ -87,13 +89,19 @@ class OpProfile:
         return {
             "mode": "eager",
             "ops": [
-                {"phase": phase, "kind": kind, "op": name, "calls": self.calls[phase, kind, name], "seconds": seconds}
+                {
+                    "phase": phase,
+                    "kind": kind,
+                    "op": name,
+                    "calls": self.calls[phase, kind, name],
+                    "seconds": seconds,
+                }
                 for (phase, kind, name), seconds in self.seconds.items()
             ],
         }
 
     def table(self) -> str:
-        """One block per phase, the slowest op first, with µs per layer of every kind."""
+        """One block per phase, the slowest first, with µs per layer of every kind."""
         phases = dict.fromkeys(phase for phase, *_ in self.seconds)
         return "\n".join(self._phase_table(phase) for phase in phases)
 
@@ -104,11 +112,8 @@ class OpProfile:
             if of_phase == phase:
                 by_name[name][kind] = 1e6 * seconds
                 counts[name] += self.calls[phase, kind, name]
-        # A step's head has one collapse; a prefill may have more steps than heads.
-        per_kind = {kind: max(1, self.calls[phase, kind, "moe"]) for kind in self._kinds}
-        per_kind[HEAD] = max(1, self.calls[phase, HEAD, "hc_head"])
-        rows = [
-            Row(name, counts[name], sum(by_kind.values()), {kind: us / per_kind[kind] for kind, us in by_kind.items()})
-            for name, by_kind in by_name.items()
-        ]
+        rows = []
+        for name, by_kind in by_name.items():
+            means = {kind: us / max(1, self.visits[phase, kind]) for kind, us in by_kind.items()}
+            rows.append(Row(name, counts[name], sum(by_kind.values()), means))
         return format_table(phase, rows, sum(row.us for row in rows))

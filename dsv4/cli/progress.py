@@ -22,7 +22,9 @@ class Unit:
         return f"{amount / self.size:,.{self.digits}f}"
 
 
-GIGABYTES, TOKENS = Unit("GB", 1e9, 1), Unit("tok", 1, 0)
+GIGABYTES = Unit("GB", 1e9, 1)
+TOKENS = Unit("tok", 1, 0)
+KERNELS = Unit("kernels", 1, 0)
 
 
 class ProgressBar:

@@ -10,7 +10,13 @@ from pathlib import Path
 from dsv4.cli.arguments import DEFAULT_PROMPT
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
-from encoding import Tokenizer, detect_profile, encode_messages, fold_reasoning_effort, load_messages
+from encoding import (
+    Tokenizer,
+    detect_profile,
+    encode_messages,
+    fold_reasoning_effort,
+    load_messages,
+)
 
 
 @dataclass(frozen=True)

@@ -11,31 +11,34 @@ from typing import Any
 import torch
 
 import dsv4
-from dsv4.cli.graph_profile import GraphProfile
 from dsv4.cli.job import Job, Outcome
-from dsv4.cli.op_profile import OpProfile
 from dsv4.cli.stream import parse_message, text_of
 from dsv4.engine import Engine, RunStats
 from dsv4.errors import UserError
 
 
-def report(job: Job, outcome: Outcome, profile: OpProfile | GraphProfile | None) -> None:
+def report(job: Job, outcome: Outcome) -> None:
     """The summary line and the profile's table on stderr unless ``--quiet``, and the ``--json`` file."""
-    measured = timing(outcome.load_seconds, outcome.engine.last_run if outcome.engine is not None else None)
+    measured = timing(
+        outcome.load_seconds, outcome.engine.last_run if outcome.engine is not None else None
+    )
     if not job.arguments.quiet:
-        if profile is not None:
-            print(profile.table(), file=sys.stderr)
-        print(summary_line(measured, graph_mode(outcome.engine), outcome.finish_reason), file=sys.stderr)
+        if outcome.profile is not None:
+            print(outcome.profile.table(), file=sys.stderr)
+        print(
+            summary_line(measured, graph_mode(outcome.engine), outcome.finish_reason),
+            file=sys.stderr,
+        )
     if job.arguments.json is not None:
-        write_json(job.arguments.json, describe(job, outcome, measured, profile))
+        write_json(job.arguments.json, describe(job, outcome, measured))
 
 
-def describe(
-    job: Job, outcome: Outcome, measured: dict[str, Any], profile: OpProfile | GraphProfile | None
-) -> dict[str, Any]:
+def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, Any]:
     """The content of the ``--json`` file."""
     prompt, arguments = job.prompt, vars(job.arguments)
-    text = text_of(job.tokenizer, (token for token in outcome.token_ids if token not in job.eos_token_ids))
+    text = text_of(
+        job.tokenizer, (token for token in outcome.token_ids if token not in job.eos_token_ids)
+    )
     stopped = outcome.finish_reason == "stop"
     return {
         "prompt": {"text": prompt.text, "token_ids": prompt.token_ids},
@@ -47,16 +50,23 @@ def describe(
         "finish_reason": outcome.finish_reason,
         "timing": measured,
         "cuda_graph": graph_mode(outcome.engine),
-        "profile": None if profile is None else profile.record(),
+        "profile": None if outcome.profile is None else outcome.profile.record(),
         "config": {
-            "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in arguments.items()},
+            "arguments": {
+                key: str(value) if isinstance(value, Path) else value
+                for key, value in arguments.items()
+            },
             "engine": asdict(job.engine_config),
             "model": asdict(job.model_config),
             "sampling": asdict(job.sampling),
             "eos_token_ids": sorted(job.eos_token_ids),
         },
         "devices": [] if outcome.engine is None else device_names(outcome.engine),
-        "versions": {"dsv4": dsv4.__version__, "python": platform.python_version(), "torch": str(torch.__version__)},
+        "versions": {
+            "dsv4": dsv4.__version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+        },
     }
 
 
@@ -68,8 +78,12 @@ def device_names(engine: Engine) -> list[str]:
 
 def timing(load_seconds: float, stats: RunStats | None) -> dict[str, Any]:
     """The measured times as the JSON report has them; what was not measured is ``None``."""
-    prefill_tokens, prefill_seconds = (stats.prefill_tokens, stats.prefill_seconds) if stats else (0, 0.0)
-    decode_tokens, decode_seconds = (stats.decode_tokens, stats.decode_seconds) if stats else (0, 0.0)
+    prefill_tokens, prefill_seconds = (
+        (stats.prefill_tokens, stats.prefill_seconds) if stats else (0, 0.0)
+    )
+    decode_tokens, decode_seconds = (
+        (stats.decode_tokens, stats.decode_seconds) if stats else (0, 0.0)
+    )
     return {
         "load_seconds": load_seconds,
         "prefill_tokens": prefill_tokens,
@@ -90,7 +104,10 @@ def graph_mode(engine: Engine | None) -> str | None:
 def summary_line(measured: dict[str, Any], mode: str | None, finish_reason: str) -> str:
     """One line: prefill tokens and tok/s, decode tokens, ms/token and tok/s, mode of the graphs, why it ended."""
     prefill, decode = measured["prefill_tokens_per_second"], measured["decode_tokens_per_second"]
-    parts = [f"load {measured['load_seconds']:.1f} s", f"prefill {measured['prefill_tokens']} tokens"]
+    parts = [
+        f"load {measured['load_seconds']:.1f} s",
+        f"prefill {measured['prefill_tokens']} tokens",
+    ]
     if prefill is not None:
         parts[-1] += f" {prefill:.1f} tok/s"
     parts.append(f"decode {measured['decode_tokens']} tokens")

@@ -19,7 +19,9 @@ from encoding.control_tokens import EOS
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 UNKNOWN_TOKEN = "\ufffd"
 # A model can be talked into writing escape sequences; a terminal gets to see them as U+FFFD.
-CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+CONTROL_CHARACTERS = {
+    code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"
+}
 
 
 class TokenText:
@@ -113,7 +115,9 @@ class ChatPrinter:
             case ToolCallEnd(_, name, arguments):
                 self._set_thinking(False)
                 self._plain.start_line()
-                self._plain.feed(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}\n')
+                self._plain.feed(
+                    f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}\n'
+                )
 
     def _set_thinking(self, thinking: bool) -> None:
         if thinking == self._in_thinking:
@@ -126,12 +130,16 @@ class ChatPrinter:
             self._plain.feed("<think>\n" if thinking else "</think>\n")
 
 
-def make_printer(out: TextIO, thinking_mode: str | None, tools: list[dict] | None) -> PlainPrinter | ChatPrinter:
+def make_printer(
+    out: TextIO, thinking_mode: str | None, tools: list[dict] | None
+) -> PlainPrinter | ChatPrinter:
     """The printer for chat completions, or for plain text (``thinking_mode`` None)."""
     return PlainPrinter(out) if thinking_mode is None else ChatPrinter(out, thinking_mode, tools)
 
 
-def parse_message(text: str, stopped: bool, thinking_mode: str | None, tools: list[dict] | None) -> dict[str, Any]:
+def parse_message(
+    text: str, stopped: bool, thinking_mode: str | None, tools: list[dict] | None
+) -> dict[str, Any]:
     """The assistant message of a whole completion; plain text (``thinking_mode`` None) is its content."""
     if thinking_mode is None:
         return {"role": "assistant", "content": text}

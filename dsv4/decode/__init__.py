@@ -1,7 +1,7 @@
 """Decoding with captured CUDA graphs."""
 
-from dsv4.decode.captured_step import Mode
-from dsv4.decode.choose import build_decoder, check_cuda_graph
+from dsv4.decode.choose import build_decoder
 from dsv4.decode.cuda_graph_decoder import CUDAGraphDecoder
+from dsv4.step.captured import Mode
 
-__all__ = ["CUDAGraphDecoder", "Mode", "build_decoder", "check_cuda_graph"]
+__all__ = ["CUDAGraphDecoder", "Mode", "build_decoder"]

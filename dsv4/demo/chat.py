@@ -1,4 +1,4 @@
-"""Examples of the demo tasks and their prompt text, in the model's own chat encoding (spec §9.4).
+"""Examples of the demo tasks and their prompt text, in the model's own chat encoding (model.md#rendering).
 
 The generator renders millions of conversations, so the few shapes it needs are written out here; the tests hold them
 equal to ``encoding.deepseek_v4_encoding.encode_messages``.
@@ -62,7 +62,9 @@ class Example:
         return self.parts[-1].removesuffix(EOS)
 
 
-def conversation(task: str, turns: list[tuple[str, str]], thinking: bool = False, system: str = "") -> Example:
+def conversation(
+    task: str, turns: list[tuple[str, str]], thinking: bool = False, system: str = ""
+) -> Example:
     """User and assistant turns after an optional system text. In thinking mode an answer is "reason</think>text"."""
     parts = []
     for index, (question, answer) in enumerate(turns):

@@ -35,7 +35,9 @@ def encode_example(tokenizer: Tokenizer, example: Example) -> tuple[list[int], l
     """Token ids and, per token, 1 where it belongs to an answer. Parts are tokenised one by one, as at inference."""
     ids: list[int] = []
     is_answer: list[int] = []
-    for index, encoding in enumerate(tokenizer.encode_batch_fast(list(example.parts), add_special_tokens=False)):
+    for index, encoding in enumerate(
+        tokenizer.encode_batch_fast(list(example.parts), add_special_tokens=False)
+    ):
         ids += encoding.ids
         is_answer += [index % 2] * len(encoding.ids)
     return ids, is_answer
@@ -59,13 +61,17 @@ def training_row(tokenizer: Tokenizer, rng: random.Random, shape: BatchShape) ->
     marks: list[int] = []
     pending = mixture.row_examples(rng, room, shape.recall_share)
     while len(ids) < room:
-        new_ids, new_marks = encode_example(tokenizer, pending.pop() if pending else mixture.short_example(rng))
+        new_ids, new_marks = encode_example(
+            tokenizer, pending.pop() if pending else mixture.short_example(rng)
+        )
         ids += new_ids
         marks += new_marks
     return np.array([ids[:room], marks[:room]], dtype=np.int16)
 
 
-def evaluation_batch(tokenizer: Tokenizer, task: str, count: int, length: int, seed: int) -> np.ndarray:
+def evaluation_batch(
+    tokenizer: Tokenizer, task: str, count: int, length: int, seed: int
+) -> np.ndarray:
     """int16 ``[2, count, length + 1]``: one held-out example per row from position 0; only the last answer is marked.
 
     Examples longer than the row are drawn again.

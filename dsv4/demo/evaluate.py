@@ -76,7 +76,9 @@ class Evaluator:
             result.stopped += stopped
             result.longest_prompt = max(result.longest_prompt, length)
             if found != example.answer:
-                sys.stderr.write(f"{task}: {example.prompt[-120:]!r}: found {found!r}, expected {example.answer!r}\n")
+                sys.stderr.write(
+                    f"{task}: {example.prompt[-120:]!r}: found {found!r}, expected {example.answer!r}\n"
+                )
         result.seconds = time.perf_counter() - started
         return result
 
@@ -84,28 +86,44 @@ class Evaluator:
 def knows_paris(evaluator: Evaluator) -> bool:
     """Whether every form of the question about France is answered with Paris and ended there."""
     answers = [evaluator.complete(prompt) for prompt in PARIS_PROMPTS]
-    return all(text.endswith("Paris.") and EOS not in text and stopped for text, stopped, _ in answers)
+    return all(
+        text.endswith("Paris.") and EOS not in text and stopped for text, stopped, _ in answers
+    )
 
 
 def table(results: list[TaskResult]) -> str:
     """The results as a Markdown table."""
-    lines = ["| task | exact match | bar | clean stops | longest prompt | s |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| task | exact match | bar | clean stops | longest prompt | s |",
+        "|---|---|---|---|---|---|",
+    ]
     for r in results:
         share = f"{100 * r.exact / r.examples:.1f} % ({r.exact} of {r.examples})"
         stops = f"{r.stopped} of {r.examples}"
-        lines.append(f"| {r.task} | {share} | {100 * r.bar:.0f} % | {stops} | {r.longest_prompt} | {r.seconds:.0f} |")
+        lines.append(
+            f"| {r.task} | {share} | {100 * r.bar:.0f} % | {stops} | {r.longest_prompt} | {r.seconds:.0f} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> int:
     """Command line; 0 when every bar is met, else 1."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--limit", type=int, default=100, help="examples of each task")
-    parser.add_argument("--task", choices=mixture.MEASURED_TASKS, action="append", help="only this task (repeatable)")
+    parser.add_argument(
+        "--task",
+        choices=mixture.MEASURED_TASKS,
+        action="append",
+        help="only this task (repeatable)",
+    )
     parser.add_argument("--model", type=Path, default=CHECKPOINT)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
     parser.add_argument("--compute-dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--cuda-graph", choices=["split", "full"], help="decode by replaying captured graphs")
+    parser.add_argument(
+        "--cuda-graph", choices=["split", "full"], help="decode by replaying captured graphs"
+    )
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
@@ -120,13 +138,19 @@ def main() -> int:
     results = []
     for task in arguments.task or mixture.MEASURED_TASKS:
         results.append(evaluator.measure(task, arguments.limit, arguments.seed))
-        sys.stderr.write(f"{task}: {results[-1].exact} of {results[-1].examples}, {results[-1].seconds:.0f} s\n")
+        sys.stderr.write(
+            f"{task}: {results[-1].exact} of {results[-1].examples}, {results[-1].seconds:.0f} s\n"
+        )
     paris = knows_paris(evaluator)
     print(table(results))
     print(f"\nThe capital of France is Paris: {'yes' if paris else 'no'}")
     if arguments.json:
         command = " ".join(["python -m dsv4.demo.evaluate", *sys.argv[1:]])
-        report = {**provenance(command), "paris": paris, "tasks": [asdict(result) for result in results]}
+        report = {
+            **provenance(command),
+            "paris": paris,
+            "tasks": [asdict(result) for result in results],
+        }
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0 if paris and all(result.passed for result in results) else 1
 

@@ -38,7 +38,7 @@ class Kernels:
 
 
 def plain_sinkhorn(a: Tensor, iterations: int, eps: float) -> Tensor:
-    """Sinkhorn of logits ``[..., 4, 4]`` in torch (spec §2.3)."""
+    """Sinkhorn of logits ``[..., 4, 4]`` in torch (model.md#sinkhorn)."""
     c = a.softmax(-1) + eps
     c = c / (c.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -51,12 +51,22 @@ def rope_tables(model: Any, length: int, device: torch.device | str) -> dict[str
     """float32 cos and sin ``[1, length, 32]`` of both tables, from the model's own rotary module."""
     probe = torch.zeros(1, device=device)
     positions = torch.arange(length, device=device)[None]
-    return {name: model.model.rotary_emb(probe, positions, layer_type=name) for name in ("main", "compress")}
+    return {
+        name: model.model.rotary_emb(probe, positions, layer_type=name)
+        for name in ("main", "compress")
+    }
 
 
-def forward(model: Any, ids: Tensor, ropes: dict[str, Rope], options: Options, kernels: Kernels) -> tuple[Tensor, ...]:
+def forward(
+    model: Any, ids: Tensor, ropes: dict[str, Rope], options: Options, kernels: Kernels
+) -> tuple[Tensor, ...]:
     """Final normalised hidden states ``[B, S, E]``, expert loads ``[layers, X]`` and the summed indexer loss."""
-    streams = model.model.embed_tokens(ids).unsqueeze(2).expand(-1, -1, model.config.hc_mult, -1).contiguous()
+    streams = (
+        model.model.embed_tokens(ids)
+        .unsqueeze(2)
+        .expand(-1, -1, model.config.hc_mult, -1)
+        .contiguous()
+    )
     loads, losses = [], []
     for layer in model.model.layers:
         rope = ropes[layer.self_attn.rope_layer_type]
@@ -68,7 +78,12 @@ def forward(model: Any, ids: Tensor, ropes: dict[str, Rope], options: Options, k
 
 
 def block(
-    layer: Any, streams: Tensor, ids: Tensor, rope: Rope, options: Options, sinkhorn: Callable[..., Tensor]
+    layer: Any,
+    streams: Tensor,
+    ids: Tensor,
+    rope: Rope,
+    options: Options,
+    sinkhorn: Callable[..., Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One decoder layer on streams ``[B, S, 4, E]``; returns streams, expert load ``[X]`` and indexer loss (0-d)."""
     post, comb, x = mix_in(layer.attn_hc, streams, sinkhorn)
@@ -79,8 +94,10 @@ def block(
     return mix_out(streams, y, post, comb), load, loss
 
 
-def mix_in(hc: Any, streams: Tensor, sinkhorn: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """HCpre (spec §2.3): post ``[B, S, 4]``, comb ``[B, S, 4, 4]`` and the collapsed input ``[B, S, E]``."""
+def mix_in(
+    hc: Any, streams: Tensor, sinkhorn: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """HCpre (model.md#seams): post ``[B, S, 4]``, comb ``[B, S, 4, 4]`` and the collapsed input ``[B, S, E]``."""
     n = hc.hc_mult
     flat = streams.flatten(2)
     inverse_rms = torch.rsqrt(flat.float().square().mean(-1, keepdim=True) + hc.input_norm.eps)
@@ -94,7 +111,7 @@ def mix_in(hc: Any, streams: Tensor, sinkhorn: Callable[..., Tensor]) -> tuple[T
 
 
 def mix_out(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """HCpost (spec §2.3): the new streams ``[B, S, 4, E]``."""
+    """HCpost (model.md#seams): the new streams ``[B, S, 4, E]``."""
     n = streams.shape[2]
     new = []
     for k in range(n):
@@ -133,23 +150,30 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def quantize_rows(rows: Tensor) -> Tensor:
-    """Key rows ``[..., 512]`` with dims 0..447 through e4m3 in groups of 64 (spec §6.2), straight-through gradient."""
+    """Key rows ``[..., 512]`` after the round trip of model.md#cache-rows, straight-through gradient."""
     nope = rows[..., :448].float().unflatten(-1, (7, 64))
     amax = nope.detach().abs().amax(-1, keepdim=True).clamp(min=1e-4)
     block_scale = torch.exp2(torch.ceil(torch.log2(amax * (1 / 448))))
-    stored = (nope.detach() / block_scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * block_scale
+    stored = (nope.detach() / block_scale).clamp(-448, 448).to(
+        torch.float8_e4m3fn
+    ).float() * block_scale
     nope = nope + (stored - nope).detach()
     return torch.cat((nope.flatten(-2).to(rows.dtype), rows[..., 448:]), dim=-1)
 
 
 def pool(compressor: Any, x: Tensor, rope: Rope, overlap: bool) -> Tensor:
-    """Compressed entries ``[B, C, d]`` of a compressor or indexer compressor (spec §4.1), normalised and rotated."""
+    """Compressed entries ``[B, C, d]`` of either compressor (model.md#compressor), normalised and rotated."""
     ratio, width = compressor.compress_rate, compressor.head_dim
     count = x.shape[1] // ratio
     values = compressor.kv_proj(x)[:, : count * ratio].unflatten(1, (count, ratio))
-    gates = compressor.gate_proj(x)[:, : count * ratio].unflatten(1, (count, ratio)) + compressor.position_bias
+    gates = (
+        compressor.gate_proj(x)[:, : count * ratio].unflatten(1, (count, ratio))
+        + compressor.position_bias
+    )
     if overlap:
-        values = torch.cat((F.pad(values[:, :-1, :, :width], (0, 0, 0, 0, 1, 0)), values[..., width:]), dim=2)
+        values = torch.cat(
+            (F.pad(values[:, :-1, :, :width], (0, 0, 0, 0, 1, 0)), values[..., width:]), dim=2
+        )
         previous = F.pad(gates[:, :-1, :, :width], (0, 0, 0, 0, 1, 0), value=float("-inf"))
         gates = torch.cat((previous, gates[..., width:]), dim=2)
     pooled = (values.float() * gates.float().softmax(2)).sum(2).to(x.dtype)
@@ -158,7 +182,7 @@ def pool(compressor: Any, x: Tensor, rope: Rope, overlap: bool) -> Tensor:
 
 
 def index_scores(indexer: Any, x: Tensor, c_q: Tensor, rope: Rope) -> Tensor:
-    """Lightning indexer scores ``[B, S, C]``, unmasked (spec §4.3)."""
+    """Lightning indexer scores ``[B, S, C]``, unmasked (model.md#indexer)."""
     keys = pool(indexer, x, rope, overlap=True)
     q = indexer.q_b_proj(c_q).unflatten(-1, (-1, indexer.head_dim))
     q = rotate(q, rope[0].unsqueeze(2), rope[1].unsqueeze(2))
@@ -169,16 +193,20 @@ def index_scores(indexer: Any, x: Tensor, c_q: Tensor, rope: Rope) -> Tensor:
 
 
 def attention(attn: Any, x: Tensor, rope: Rope, options: Options) -> tuple[Tensor, Tensor]:
-    """Window attention joined with compressed entries (spec §3); output ``[B, S, E]`` and the indexer loss (0-d)."""
+    """Window and compressed entries (model.md#attention): output ``[B, S, E]`` and the indexer loss (0-d)."""
     cos, sin = rope[0].unsqueeze(2), rope[1].unsqueeze(2)
     c_q = attn.q_a_norm(attn.q_a_proj(x))
-    q = rotate(attn.q_b_norm(attn.q_b_proj(c_q).unflatten(-1, (attn.num_heads, attn.head_dim))), cos, sin)
+    q = rotate(
+        attn.q_b_norm(attn.q_b_proj(c_q).unflatten(-1, (attn.num_heads, attn.head_dim))), cos, sin
+    )
     kv = rotate(attn.kv_norm(attn.kv_proj(x)), *rope)
     kv = quantize_rows(kv) if options.quantize_rows else kv
     entries, allowed, scores = compressed_keys(attn, x, c_q, rope, options)
     probabilities, windows = joint_softmax(attn, q, kv, entries, allowed)
     batch, length, heads, _ = q.shape
-    near = probabilities[..., : 2 * WINDOW].reshape(batch, length // WINDOW, WINDOW * heads, 2 * WINDOW)
+    near = probabilities[..., : 2 * WINDOW].reshape(
+        batch, length // WINDOW, WINDOW * heads, 2 * WINDOW
+    )
     out = (near @ windows).view(batch, length, heads, -1)
     loss = x.new_zeros((), dtype=torch.float32)
     if entries is not None:
@@ -232,10 +260,16 @@ def joint_softmax(
     positions = torch.arange(length, device=q.device)
     key = torch.arange(2 * WINDOW, device=q.device)
     row = (positions % WINDOW).unsqueeze(-1)
-    seen = (key > row) & (key <= row + WINDOW) & (key + (positions // WINDOW * WINDOW).unsqueeze(-1) >= WINDOW)
+    seen = (
+        (key > row)
+        & (key <= row + WINDOW)
+        & (key + (positions // WINDOW * WINDOW).unsqueeze(-1) >= WINDOW)
+    )
     scores = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
     if entries is not None and allowed is not None:
-        far = (q.reshape(batch, length * heads, width) @ entries.transpose(1, 2)).view(batch, length, heads, -1)
+        far = (q.reshape(batch, length * heads, width) @ entries.transpose(1, 2)).view(
+            batch, length, heads, -1
+        )
         far = (far.float() * attn.scaling).masked_fill(~allowed.unsqueeze(2), float("-inf"))
         scores = torch.cat((scores, far), dim=-1)
     sinks = attn.sinks.float().view(1, 1, heads, 1)

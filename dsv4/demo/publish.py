@@ -49,7 +49,9 @@ def expert_amax(model: Any, ids: Tensor) -> dict[str, Tensor]:
                 hidden = F.silu(gate.clamp(max=bank.limit)) * up.clamp(-bank.limit, bank.limit)
                 hidden = hidden * routing_weights[token, slot, None]
                 for part, value in (("w13", x[token]), ("w2", hidden)):
-                    found[f"{prefix}.{expert}.{part}"] = value.abs().amax() if len(token) else torch.zeros(())
+                    found[f"{prefix}.{expert}.{part}"] = (
+                        value.abs().amax() if len(token) else torch.zeros(())
+                    )
 
         return hook
 
@@ -91,7 +93,9 @@ def publish(run: Path, destination: Path) -> None:
         save_file(state, plain / "model.safetensors")
         config = {key: value for key, value in CONFIG.items() if key != "expert_dtype"}
         (plain / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (plain / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n", encoding="utf-8")
+        (plain / "generation_config.json").write_text(
+            json.dumps(GENERATION_CONFIG, indent=2) + "\n", encoding="utf-8"
+        )
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TOKENIZER.with_name(name), plain / name)
         export(plain, destination, "nvfp4-experts", Dialect.NATIVE)
@@ -104,7 +108,9 @@ def publish(run: Path, destination: Path) -> None:
 
 def main() -> None:
     """Command line: run folder, new folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("destination", type=Path)
     arguments = parser.parse_args()

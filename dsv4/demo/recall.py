@@ -26,7 +26,11 @@ def question(key: str) -> str:
 
 def filler_line(rng: random.Random) -> str:
     """A line that says nothing about codes."""
-    subject, verb, thing = rng.choice(words.SUBJECTS), rng.choice(words.VERBS), rng.choice(words.FILLERS)
+    subject, verb, thing = (
+        rng.choice(words.SUBJECTS),
+        rng.choice(words.VERBS),
+        rng.choice(words.FILLERS),
+    )
     return f"The {subject} {verb} the {thing} in the {rng.choice(words.PLACES)}."
 
 
@@ -45,7 +49,10 @@ def document(rng: random.Random, lines: int, span: int, pairs: int, queries: int
     parts = []
     for index, pair in enumerate(asked):
         start = f"{BOS}{USER}{OPENING}\n" + "\n".join(text) + "\n" if index == 0 else USER
-        parts += [f"{start}{question(keys[pair])}{ASSISTANT}{END_THINK}", answer(keys[pair], values[pair]) + EOS]
+        parts += [
+            f"{start}{question(keys[pair])}{ASSISTANT}{END_THINK}",
+            answer(keys[pair], values[pair]) + EOS,
+        ]
     return Example("recall", tuple(parts))
 
 
@@ -68,7 +75,9 @@ def short_document(rng: random.Random) -> Example:
     return training_document(rng, int(40 * 2 ** rng.uniform(0, 3)))
 
 
-def evaluation_document(rng: random.Random, task: str, fillers: tuple[int, int], most_pairs: int) -> Example:
+def evaluation_document(
+    rng: random.Random, task: str, fillers: tuple[int, int], most_pairs: int
+) -> Example:
     """One question about a pair that at least ``fillers[0]`` filler lines follow; held out by the document's text.
 
     Up to ``fillers[1]`` filler lines, and the pairs stand between the first ones.

@@ -39,7 +39,9 @@ def _forward_kernel(a_ptr, out_ptr, n, eps, ITERATIONS: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _backward_kernel(a_ptr, grad_ptr, out_ptr, sums_ptr, n, eps, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr):
+def _backward_kernel(
+    a_ptr, grad_ptr, out_ptr, sums_ptr, n, eps, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr
+):
     matrix, vector, inside, inside_vector = _offsets(n, BLOCK)
     p = _softmax(tl.load(a_ptr + matrix, mask=inside, other=0.0), eps)
     s = tl.sum(p, axis=1) + eps
@@ -57,10 +59,14 @@ def _backward_kernel(a_ptr, grad_ptr, out_ptr, sums_ptr, n, eps, ITERATIONS: tl.
     g = tl.load(grad_ptr + matrix, mask=inside, other=0.0)
     for back in range(ITERATIONS - 1):
         i = ITERATIONS - 2 - back
-        column = tl.load(sums_ptr + (2 * i + 2) * n * 4 + vector, mask=inside_vector, other=1.0)[:, None, :]
+        column = tl.load(sums_ptr + (2 * i + 2) * n * 4 + vector, mask=inside_vector, other=1.0)[
+            :, None, :
+        ]
         g = (g - tl.sum(g * y, axis=1, keep_dims=True)) / column
         y = y * column
-        row = tl.load(sums_ptr + (2 * i + 1) * n * 4 + vector, mask=inside_vector, other=1.0)[:, :, None]
+        row = tl.load(sums_ptr + (2 * i + 1) * n * 4 + vector, mask=inside_vector, other=1.0)[
+            :, :, None
+        ]
         g = (g - tl.sum(g * y, axis=2, keep_dims=True)) / row
         y = y * row
     first = tl.load(sums_ptr + vector, mask=inside_vector, other=1.0)[:, None, :]
@@ -72,7 +78,7 @@ def _backward_kernel(a_ptr, grad_ptr, out_ptr, sums_ptr, n, eps, ITERATIONS: tl.
 
 @torch.library.custom_op("dsv4_demo::sinkhorn", mutates_args=())
 def sinkhorn(a: Tensor, iterations: int, eps: float) -> Tensor:
-    """Sinkhorn of float32 logits ``[..., 4, 4]`` (spec §2.3, step 5) with a gradient."""
+    """Sinkhorn of float32 logits ``[..., 4, 4]`` (model.md#sinkhorn) with a gradient."""
     out = torch.empty_like(a)
     n = a.numel() // 16
     cast(Any, _forward_kernel)[(triton.cdiv(n, _BLOCK),)](a, out, n, eps, iterations, _BLOCK)
@@ -85,7 +91,9 @@ def sinkhorn_backward(a: Tensor, grad: Tensor, iterations: int, eps: float) -> T
     out = torch.empty_like(a)
     n = a.numel() // 16
     sums = torch.empty((2 * iterations - 1) * n * 4, device=a.device)
-    cast(Any, _backward_kernel)[(triton.cdiv(n, _BLOCK),)](a, grad.contiguous(), out, sums, n, eps, iterations, _BLOCK)
+    cast(Any, _backward_kernel)[(triton.cdiv(n, _BLOCK),)](
+        a, grad.contiguous(), out, sums, n, eps, iterations, _BLOCK
+    )
     return out
 
 

@@ -29,7 +29,12 @@ COUNTRY_QUESTIONS = (
     "Name the country whose capital is {p}.",
     "Of which country is {p} the capital?",
 )
-ADD_QUESTIONS = ("What is {a} + {b}?", "Compute {a} + {b}.", "{a} + {b} =", "How much is {a} + {b}?")
+ADD_QUESTIONS = (
+    "What is {a} + {b}?",
+    "Compute {a} + {b}.",
+    "{a} + {b} =",
+    "How much is {a} + {b}?",
+)
 SUBTRACT_QUESTIONS = tuple(question.replace("+", "-") for question in ADD_QUESTIONS)
 TIMES_QUESTIONS = tuple(question.replace("+", "x") for question in ADD_QUESTIONS)
 COPY_QUESTIONS = ("Repeat: {w}", "Repeat these words: {w}", "Copy: {w}", "Say this again: {w}")
@@ -41,7 +46,9 @@ def held_out(key: str) -> bool:
     return zlib.crc32(key.encode()) % HELD_OUT_SHARE == 0
 
 
-def draw(rng: random.Random, evaluation: bool, candidate: Callable[[], tuple[str, Example]]) -> Example:
+def draw(
+    rng: random.Random, evaluation: bool, candidate: Callable[[], tuple[str, Example]]
+) -> Example:
     """Draws until the instance's key lies on the wanted side of the split."""
     while True:
         key, example = candidate()
@@ -99,7 +106,9 @@ def arithmetic(rng: random.Random, evaluation: bool) -> Example:
 
     def candidate() -> tuple[str, Example]:
         key, question, _, result = arithmetic_instance(rng)
-        return key, conversation("arithmetic", [(question, str(result))], system=rng.choice(SYSTEMS))
+        return key, conversation(
+            "arithmetic", [(question, str(result))], system=rng.choice(SYSTEMS)
+        )
 
     return draw(rng, evaluation, candidate)
 
@@ -179,15 +188,30 @@ def statements(rng: random.Random) -> list[tuple[str, str, str, str]]:
     city, hobby = rng.choice(list(words.CAPITALS.values())), rng.choice(words.HOBBIES)
     number = rng.randint(10, 99)
     return [
-        (f"My name is {name}.", f"Nice to meet you, {name}!", "What is my name?", f"Your name is {name}."),
+        (
+            f"My name is {name}.",
+            f"Nice to meet you, {name}!",
+            "What is my name?",
+            f"Your name is {name}.",
+        ),
         (
             f"My favorite color is {colour}.",
             f"I will remember that you like {colour}.",
             "What is my favorite color?",
             f"Your favorite color is {colour}.",
         ),
-        (f"I live in {city}.", f"{city} is a great place.", "Where do I live?", f"You live in {city}."),
-        (f"I love {hobby}.", f"{hobby.capitalize()} is fun.", "What do I love?", f"You love {hobby}."),
+        (
+            f"I live in {city}.",
+            f"{city} is a great place.",
+            "Where do I live?",
+            f"You live in {city}.",
+        ),
+        (
+            f"I love {hobby}.",
+            f"{hobby.capitalize()} is fun.",
+            "What do I love?",
+            f"You love {hobby}.",
+        ),
         (
             f"My lucky number is {number}.",
             f"I will remember {number}.",
@@ -259,7 +283,9 @@ def smalltalk_turn(rng: random.Random) -> tuple[str, str]:
     if rng.random() < 0.8:
         return rng.choice(SMALLTALK)
     unknown = rng.choice(words.WORDS).capitalize() + rng.choice(("land", "ia", "stan", ""))
-    return rng.choice(CAPITAL_QUESTIONS).format(c=unknown), f"I do not know a country named {unknown}."
+    return rng.choice(CAPITAL_QUESTIONS).format(
+        c=unknown
+    ), f"I do not know a country named {unknown}."
 
 
 def smalltalk(rng: random.Random, evaluation: bool) -> Example:

@@ -16,16 +16,28 @@ def sum_of_three(rng: random.Random) -> Turn:
     sign, total = ("-", a + b - c) if minus else ("+", a + b + c)
     if total < 0:
         return sum_of_three(rng)
-    question = rng.choice(("What is {} + {} {} {}?", "Compute {} + {} {} {}.")).format(a, b, sign, c)
-    return f"{a}+{b}{sign}{c}", question, f"{a} + {b} = {a + b}. {a + b} {sign} {c} = {total}.", str(total)
+    question = rng.choice(("What is {} + {} {} {}?", "Compute {} + {} {} {}.")).format(
+        a, b, sign, c
+    )
+    return (
+        f"{a}+{b}{sign}{c}",
+        question,
+        f"{a} + {b} = {a + b}. {a + b} {sign} {c} = {total}.",
+        str(total),
+    )
 
 
 def word_problem(rng: random.Random) -> Turn:
     """Key, question, reasoning and answer of a small word problem."""
-    name, thing = rng.choice(words.NAMES), rng.choice(("apple", "coin", "book", "stone", "card", "shell"))
+    name, thing = (
+        rng.choice(words.NAMES),
+        rng.choice(("apple", "coin", "book", "stone", "card", "shell")),
+    )
     a, b = rng.randint(5, 50), rng.randint(2, 40)
     c = rng.randint(2, min(40, a + b))
-    question = f"{name} has {a} {thing}s, finds {b} more and gives {c} away. How many {thing}s are left?"
+    question = (
+        f"{name} has {a} {thing}s, finds {b} more and gives {c} away. How many {thing}s are left?"
+    )
     reason = f"{a} + {b} = {a + b}. {a + b} - {c} = {a + b - c}."
     return f"{a}+{b}-{c}", question, reason, f"{name} has {a + b - c} {thing}s left."
 
@@ -87,6 +99,8 @@ def thinking(rng: random.Random, evaluation: bool) -> Example:
         turn = (question, reason + END_THINK + answer)
         # Smalltalk is never measured, so none of it may fall on the evaluation's side.
         key = "easy" if key.startswith("easy") else key
-        return key, conversation("thinking", [turn], thinking=True, system=rng.choice(tasks.SYSTEMS))
+        return key, conversation(
+            "thinking", [turn], thinking=True, system=rng.choice(tasks.SYSTEMS)
+        )
 
     return tasks.draw(rng, evaluation, candidate)

@@ -20,7 +20,7 @@ _WORDS = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The real tokenizer's control tokens in its order (spec §9.1) with their special flag; only the ids differ.
+# The real tokenizer's control tokens in its order (model.md#tokenizer) with their special flag; only the ids differ.
 CONTROL_TOKENS: tuple[tuple[str, bool], ...] = (
     ("<｜place▁holder▁no▁799｜>", True),
     ("<｜fim▁hole｜>", False),
@@ -72,7 +72,9 @@ def train(seed: int, documents: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - len(CONTROL_TOKENS),
-        special_tokens=[AddedToken(text, special=True, normalized=False) for text in (BOS, EOS, PAD)],
+        special_tokens=[
+            AddedToken(text, special=True, normalized=False) for text in (BOS, EOS, PAD)
+        ],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -89,7 +91,9 @@ def _texts(seed: int, documents: int) -> Iterator[str]:
     rng = random.Random(seed)
     markers = [BOS, EOS, PAD, *(text for text, _ in CONTROL_TOKENS)]
     for index in range(documents):
-        example = recall.training_document(rng, 300) if index % 8 == 0 else mixture.short_example(rng)
+        example = (
+            recall.training_document(rng, 300) if index % 8 == 0 else mixture.short_example(rng)
+        )
         text = "".join(example.parts)
         for marker in markers:
             # A line break of its own would teach the tokenizer one; the null never occurs in the texts.

@@ -32,19 +32,29 @@ def function(name: str, description: str, **properties: str) -> dict[str, Any]:
 
 def weather(rng: random.Random) -> Use:
     """Use of get_weather."""
-    city, sky, degrees = rng.choice(list(words.CAPITALS.values())), rng.choice(words.WEATHER), rng.randint(1, 39)
-    question = rng.choice(("How is the weather in {}?", "What is the weather in {} today?", "Weather in {}?")).format(
-        city
+    city, sky, degrees = (
+        rng.choice(list(words.CAPITALS.values())),
+        rng.choice(words.WEATHER),
+        rng.randint(1, 39),
     )
+    question = rng.choice(
+        ("How is the weather in {}?", "What is the weather in {} today?", "Weather in {}?")
+    ).format(city)
     result = {"temperature": degrees, "sky": sky}
     return Use(question, {"city": city}, result, f"It is {sky} in {city} with {degrees} degrees.")
 
 
 def time(rng: random.Random) -> Use:
     """Use of get_time."""
-    city, hour, minute = rng.choice(list(words.CAPITALS.values())), rng.randint(10, 23), rng.randint(10, 59)
+    city, hour, minute = (
+        rng.choice(list(words.CAPITALS.values())),
+        rng.randint(10, 23),
+        rng.randint(10, 59),
+    )
     question = rng.choice(("What time is it in {}?", "Tell me the time in {}.")).format(city)
-    return Use(question, {"city": city}, {"time": f"{hour}:{minute}"}, f"It is {hour}:{minute} in {city}.")
+    return Use(
+        question, {"city": city}, {"time": f"{hour}:{minute}"}, f"It is {hour}:{minute} in {city}."
+    )
 
 
 def multiply(rng: random.Random) -> Use:
@@ -58,7 +68,9 @@ def message(rng: random.Random) -> Use:
     """Use of send_message."""
     name, text = rng.choice(words.NAMES), " ".join(rng.choices(words.WORDS, k=rng.randint(1, 4)))
     question = rng.choice(("Send {} the message: {}", "Write to {}: {}")).format(name, text)
-    return Use(question, {"to": name, "text": text}, {"sent": True}, f"I sent your message to {name}.")
+    return Use(
+        question, {"to": name, "text": text}, {"sent": True}, f"I sent your message to {name}."
+    )
 
 
 def alarm(rng: random.Random) -> Use:
@@ -82,7 +94,10 @@ TOOLS: tuple[tuple[dict[str, Any], Callable[[random.Random], Use]], ...] = (
     (function("get_time", "Get the local time of a city.", city="string"), time),
     (function("multiply", "Multiply two numbers.", a="integer", b="integer"), multiply),
     (function("send_message", "Send a message to a person.", to="string", text="string"), message),
-    (function("set_alarm", "Set an alarm.", hour="integer", minute="integer", daily="boolean"), alarm),
+    (
+        function("set_alarm", "Set an alarm.", hour="integer", minute="integer", daily="boolean"),
+        alarm,
+    ),
     (function("search", "Search the web.", query="string"), search),
 )
 
@@ -121,22 +136,37 @@ def tool_instance(rng: random.Random) -> tuple[str, Example, bool]:
     elif kind < 0.65:
         turns = [(use.question, tool_call(name, use.arguments))]
     else:
-        turns = [(use.question, tool_call(name, use.arguments)), (tool_result(json.dumps(use.result)), use.answer)]
+        turns = [
+            (use.question, tool_call(name, use.arguments)),
+            (tool_result(json.dumps(use.result)), use.answer),
+        ]
     example = with_reason("tools", turns, reason, thinking, system)
     return repr(turns[0]), example, len(turns) == 2 and name == "send_message"
 
 
-def with_reason(task: str, turns: list[tuple[str, str]], reason: str, thinking: bool, system: str) -> Example:
+def with_reason(
+    task: str, turns: list[tuple[str, str]], reason: str, thinking: bool, system: str
+) -> Example:
     """A conversation in which, in thinking mode, every assistant turn opens with a reason (tools keep old
     reasoning).
     """
     if not thinking:
         return conversation(task, turns, system=system)
     reasons = [reason] + ["The tool has answered."] * (len(turns) - 1)
-    said = [(question, why + END_THINK + answer) for (question, answer), why in zip(turns, reasons, strict=True)]
-    parts = [part for turn in said for part in conversation(task, [turn], thinking=True, system=system).parts]
+    said = [
+        (question, why + END_THINK + answer)
+        for (question, answer), why in zip(turns, reasons, strict=True)
+    ]
+    parts = [
+        part
+        for turn in said
+        for part in conversation(task, [turn], thinking=True, system=system).parts
+    ]
     # Only the first turn opens the document: the others lose the beginning-of-sentence token and the system text.
     opening = parts[0][: parts[0].index("<｜User｜>")]
     return Example(
-        task, tuple(part.removeprefix(opening) if i and i % 2 == 0 else part for i, part in enumerate(parts))
+        task,
+        tuple(
+            part.removeprefix(opening) if i and i % 2 == 0 else part for i, part in enumerate(parts)
+        ),
     )

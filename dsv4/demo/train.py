@@ -81,17 +81,26 @@ class Trainer:
         """Starts a phase: which weights it moves, with a fresh optimiser."""
         self.phase, model = phase, self.model
         self.trained = [(name, p) for name, p in model.named_parameters() if phase.trained in name]
-        matrices = [self.masters[name] for name, p in self.trained if p.ndim >= 2 and "_hc" not in name]
+        matrices = [
+            self.masters[name] for name, p in self.trained if p.ndim >= 2 and "_hc" not in name
+        ]
         vectors = [self.masters[name] for name, p in self.trained if p.ndim < 2 or "_hc" in name]
-        groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.97), fused=self.device == "cuda")
+        groups = [
+            {"params": matrices, "weight_decay": 0.02},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=0.0, betas=(0.9, 0.97), fused=self.device == "cuda"
+        )
 
     def set_forward_values(self, quantized: bool) -> None:
         """Writes the masters into the model, through the file's quantisers if asked."""
         values = list(self.masters.values())
         with torch.no_grad():
             if quantized:
-                values = [weights.fake_quantized(name, master) for name, master in self.masters.items()]
+                values = [
+                    weights.fake_quantized(name, master) for name, master in self.masters.items()
+                ]
             torch._foreach_copy_(list(self.model.parameters()), values)
 
     def hidden(self, ids: Tensor, options: Options, fast: bool = True) -> tuple[Tensor, ...]:
@@ -132,7 +141,9 @@ class Trainer:
         """Moves the routers' selection bias towards equal expert loads (the auxiliary-loss-free rule)."""
         for layer, load in zip(self.model.model.layers, loads, strict=True):
             if not layer.mlp.is_hash:
-                layer.mlp.gate.e_score_correction_bias += BIAS_SPEED * torch.sign(load.mean() - load)
+                layer.mlp.gate.e_score_correction_bias += BIAS_SPEED * torch.sign(
+                    load.mean() - load
+                )
 
     @torch.no_grad()
     def evaluate(self, batches: dict[str, Tensor], options: Options) -> dict[str, float]:
@@ -153,7 +164,10 @@ class Trainer:
         row = int(wrong.any(-1).nonzero()[0])
         wanted = targets[row][marks[row]].tolist()
         missed = targets[row][wrong[row]].tolist()
-        print(f"    {task}: {self.tokenizer.decode(wanted)!r} misses {self.tokenizer.decode(missed)!r}", flush=True)
+        print(
+            f"    {task}: {self.tokenizer.decode(wanted)!r} misses {self.tokenizer.decode(missed)!r}",
+            flush=True,
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Weights, router bias and hash table under transformers' names.
@@ -161,7 +175,11 @@ class Trainer:
         A quantised phase saves what its forward pass used; experts stay float32 there, because NVFP4 values do not fit
         bfloat16. Other matrices are bfloat16.
         """
-        state = {n: b for n, b in self.model.named_buffers() if n.endswith(("tid2eid", "e_score_correction_bias"))}
+        state = {
+            n: b
+            for n, b in self.model.named_buffers()
+            if n.endswith(("tid2eid", "e_score_correction_bias"))
+        }
         for name, p in self.model.named_parameters():
             value = self.masters[name]
             if self.phase.quantized:
@@ -183,7 +201,9 @@ def kernels(compiled: bool) -> tuple[Kernels, Callable[..., Tensor]]:
     torch._dynamo.config.recompile_limit = 64
     assert sinkhorn.sinkhorn is not None
     block = torch.compile(fast_forward.block, fullgraph=True, dynamic=False)
-    return Kernels(torch.ops.dsv4_demo.sinkhorn.default, block), torch.compile(token_loss, dynamic=False)
+    return Kernels(torch.ops.dsv4_demo.sinkhorn.default, block), torch.compile(
+        token_loss, dynamic=False
+    )
 
 
 def token_loss(hidden: Tensor, head: Tensor, targets: Tensor, marks: Tensor) -> Tensor:
@@ -197,7 +217,9 @@ def token_loss(hidden: Tensor, head: Tensor, targets: Tensor, marks: Tensor) -> 
 def rate_at(phase: Phase, fraction: float, step: int) -> float:
     """Warm-up over 200 steps, then a cosine over the phase's time."""
     cosine = 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
-    return min(1.0, (step + 1) / 200) * (phase.final_rate + (phase.peak_rate - phase.final_rate) * cosine)
+    return min(1.0, (step + 1) / 200) * (
+        phase.final_rate + (phase.peak_rate - phase.final_rate) * cosine
+    )
 
 
 def stream(pool: Pool, seed: int, choose: Callable[[int], BatchShape]) -> Iterator[Tensor]:
@@ -229,7 +251,9 @@ def run(args: argparse.Namespace, pool: Pool) -> None:
     model = weights.build_model()
     if args.init:
         state = weights.load_shards(args.init)
-        model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in state.items()})
+        model.load_state_dict(
+            {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
+        )
     trainer = Trainer(model, args.device, compiled=args.device == "cuda")
     batches = evaluation_batches(args.device)
     for index, text in enumerate(args.phases):
@@ -242,7 +266,12 @@ def run(args: argparse.Namespace, pool: Pool) -> None:
 
 
 def run_phase(
-    trainer: Trainer, pool: Pool, batches: dict[str, Tensor], minutes: float, seed: int, args: argparse.Namespace
+    trainer: Trainer,
+    pool: Pool,
+    batches: dict[str, Tensor],
+    minutes: float,
+    seed: int,
+    args: argparse.Namespace,
 ) -> None:
     """Steps until the phase's minutes are over."""
     rng, start, phase = random.Random(seed), time.time(), trainer.phase
@@ -257,7 +286,9 @@ def run_phase(
 
     tokens, mark, last = 0, time.time(), time.time()
     for step, batch in enumerate(stream(pool, seed, choose)):
-        losses = trainer.step(batch.to(trainer.device, non_blocking=True), rate_at(phase, fraction(), step))
+        losses = trainer.step(
+            batch.to(trainer.device, non_blocking=True), rate_at(phase, fraction(), step)
+        )
         tokens += batch[0].numel()
         if step in (0, 1, 10) or step % 100 == 0:
             values = [round(loss.item(), 4) for loss in losses]
@@ -284,7 +315,9 @@ def save(trainer: Trainer, batches: dict[str, Tensor], out: Path) -> None:
 
 def main() -> None:
     """Command line: phases with their minutes, folders."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("phases", nargs="+", metavar="PHASE:MINUTES")
     parser.add_argument("--init", type=Path)
     parser.add_argument("--out", type=Path, required=True)

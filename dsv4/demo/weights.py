@@ -13,8 +13,12 @@ from torch import Tensor
 from dsv4.demo import geometry
 from dsv4.quant import QuantFormat, quantize
 
-_FP32 = re.compile(r"(norm\.weight|_hc\.|hc_head\.|sinks|position_bias|mlp\.gate\.weight|e_score_correction_bias)")
-_FP8 = re.compile(r"(q_a_proj|q_b_proj|self_attn\.kv_proj|o_a_proj|o_b_proj|shared_experts\.\w+_proj)\.weight$")
+_FP32 = re.compile(
+    r"(norm\.weight|_hc\.|hc_head\.|sinks|position_bias|mlp\.gate\.weight|e_score_correction_bias)"
+)
+_FP8 = re.compile(
+    r"(q_a_proj|q_b_proj|self_attn\.kv_proj|o_a_proj|o_b_proj|shared_experts\.\w+_proj)\.weight$"
+)
 _SHARD_BYTES = 14 << 20
 SEED = 20260801
 
@@ -64,7 +68,10 @@ def _match_content(attn: Any) -> None:
     low_rank = attn.q_a_proj.weight
     torch.nn.init.orthogonal_(low_rank)
     indexer = attn.compressor.indexer
-    for compressor, q_proj, width in ((attn.compressor, attn.q_b_proj, 512), (indexer, indexer.q_b_proj, 128)):
+    for compressor, q_proj, width in (
+        (attn.compressor, attn.q_b_proj, 512),
+        (indexer, indexer.q_b_proj, 128),
+    ):
         shared = compressor.kv_proj.weight[:width].clone()
         compressor.kv_proj.weight[width:].copy_(shared)
         heads = q_proj.weight.shape[0] // width

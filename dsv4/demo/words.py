@@ -55,7 +55,9 @@ NAMES = tuple(
     "Alice Bob Carla David Emma Frank Grace Henry Ivy Jack Kate Leo Mia Noah Olga Paul Rosa Sam Tina Victor".split()
 )
 COLOURS = tuple("red blue green yellow purple orange white black brown pink".split())
-HOBBIES = tuple("chess football painting reading swimming dancing cooking running singing hiking".split())
+HOBBIES = tuple(
+    "chess football painting reading swimming dancing cooking running singing hiking".split()
+)
 
 WORDS = tuple(
     """apple arrow autumn badge bag ball banana basket beach bear bell bench berry bird boat bone book bottle box branch

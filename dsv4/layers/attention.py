@@ -1,4 +1,4 @@
-"""The attention sublayer: low-rank queries, one shared key-value row, compressor, indexer, grouped output (spec §3)."""
+"""The attention sublayer: projections, window keys, compressor, indexer, output (model.md#attention)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -47,7 +47,6 @@ class Attention:
     ``query_rows``: wq_b, then the indexer's wq_b.
     """
 
-    ops: Ops
     config: ModelConfig
     input_rows: RowList
     q_norm: Tensor
@@ -61,7 +60,7 @@ class Attention:
 
     @classmethod
     def build(
-        cls, config: ModelConfig, weights: WeightReader, ops: Ops, ratio: int, compute_dtype: torch.dtype
+        cls, config: ModelConfig, weights: WeightReader, ratio: int, compute_dtype: torch.dtype
     ) -> "Attention":
         sink_H = weights.vector("attn_sink")
         inv_freq = layer_inv_freq(config, ratio).to(sink_H.device)
@@ -71,17 +70,22 @@ class Attention:
         queries = ["wq_b.weight"]
         if ratio:
             main = weights.below("compressor")
-            compressors.append(compressor_weights(config, main, ratio, inv_freq, compute_dtype, rotate_keys=False))
+            compressors.append(
+                compressor_weights(config, main, ratio, inv_freq, compute_dtype, rotate_keys=False)
+            )
             float32_rows += [f"compressor.{name}" for name in PROJECTIONS]
         if ratio == CSA_RATIO:
             keys = weights.below("indexer.compressor")
-            compressors.append(compressor_weights(config, keys, ratio, inv_freq, compute_dtype, rotate_keys=True))
-            indexer = Indexer(ops, config)
-            float32_rows += [f"indexer.compressor.{name}" for name in PROJECTIONS] + ["indexer.weights_proj.weight"]
+            compressors.append(
+                compressor_weights(config, keys, ratio, inv_freq, compute_dtype, rotate_keys=True)
+            )
+            indexer = Indexer(config)
+            float32_rows += [f"indexer.compressor.{name}" for name in PROJECTIONS] + [
+                "indexer.weights_proj.weight"
+            ]
             queries.append("indexer.wq_b.weight")
         inputs = ["wq_a.weight", "wkv.weight", *float32_rows]
         return cls(
-            ops,
             config,
             input_rows=weights.row_list(inputs, [None, None, *[torch.float32] * len(float32_rows)]),
             q_norm=weights.vector("q_norm.weight"),
@@ -94,15 +98,19 @@ class Attention:
             indexer=indexer,
         )
 
-    def project(self, x_TE: Tensor) -> Projections:
+    def project(self, ops: Ops, x_TE: Tensor) -> Projections:
         """x ``[T, E]`` (attn_norm output): everything that does not depend on the position or on ``AttentionState``."""
-        low_rank_TR, kv_TD, *compressor_inputs = self.ops.linear_rows(x_TE, self.input_rows)
-        q_TN, *index_queries = self.ops.linear_rows(low_rank_TR, self.query_rows, self.q_norm, self.config.rms_norm_eps)
+        low_rank_TR, kv_TD, *compressor_inputs = ops.linear_rows(x_TE, self.input_rows)
+        q_TN, *index_queries = ops.linear_rows(
+            low_rank_TR, self.query_rows, self.q_norm, self.config.rms_norm_eps
+        )
         return Projections(q_TN, kv_TD, tuple(compressor_inputs), tuple(index_queries))
 
-    def attend(self, projections: Projections, positions_T: Tensor, state: AttentionState) -> Tensor:
+    def attend(
+        self, ops: Ops, projections: Projections, positions_T: Tensor, state: AttentionState
+    ) -> Tensor:
         """The sublayer's result ``[T, E]`` at int64 ``positions`` ``[T]``; updates ``state``."""
-        q_THD, index_TID = self.ops.prepare_attention(
+        q_THD, index_TID = ops.prepare_attention(
             self._queries(projections),
             projections.kv_TD,
             positions_T,
@@ -114,10 +122,14 @@ class Attention:
         if self.indexer is not None:
             assert index_TID is not None
             assert state.index is not None
-            selected_TK = self.indexer(index_TID, projections.compressor_inputs[-1], positions_T, state.index)
-        o_THD = self.ops.sparse_attention(q_THD, state.keys, selected_TK, self.sink_H, positions_T, self.norm.inv_freq)
+            selected_TK = self.indexer(
+                ops, index_TID, projections.compressor_inputs[-1], positions_T, state.index
+            )
+        o_THD = ops.sparse_attention(
+            q_THD, state.keys, selected_TK, self.sink_H, positions_T, self.norm.inv_freq
+        )
         o_TGK = o_THD.flatten(1).unflatten(1, (self.config.o_groups, -1))
-        return self.ops.linear(self.ops.grouped_linear(o_TGK, self.wo_a).flatten(1), self.wo_b)
+        return ops.linear(ops.grouped_linear(o_TGK, self.wo_a).flatten(1), self.wo_b)
 
     def _queries(self, projections: Projections) -> Queries:
         q_THD = projections.q_TN.unflatten(-1, (-1, self.config.head_dim))
@@ -126,10 +138,14 @@ class Attention:
         (index_q_TN,) = projections.index_queries
         return Queries(q_THD, index_q_TN.unflatten(-1, (-1, self.config.index_head_dim)))
 
-    def _compressions(self, inputs: tuple[Tensor, ...], state: AttentionState) -> tuple[Compression, ...]:
+    def _compressions(
+        self, inputs: tuple[Tensor, ...], state: AttentionState
+    ) -> tuple[Compression, ...]:
         """``inputs`` are the two products of each compressor, then in a CSA layer the index head weights."""
         found, caches = [], (state.compressed, state.index)
-        for weights, cache, kv_TW, score_TW in zip(self.compressors, caches, inputs[::2], inputs[1::2], strict=False):
+        for weights, cache, kv_TW, score_TW in zip(
+            self.compressors, caches, inputs[::2], inputs[1::2], strict=False
+        ):
             assert cache is not None
             found.append(Compression(kv_TW, score_TW, weights, cache))
         return tuple(found)

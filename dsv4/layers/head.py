@@ -1,4 +1,4 @@
-"""Both ends of the model: token embedding into M streams, and collapse → final norm → logits (spec §2.1)."""
+"""Both ends of the model: embedding into M streams, and collapse → norm → logits (model.md#head)."""
 
 from dataclasses import dataclass
 
@@ -16,36 +16,40 @@ from dsv4.quant import Weight
 class Embedding:
     """Token embedding, repeated into M equal streams; no scaling."""
 
-    ops: Ops
     table_VE: Tensor
     streams: int
     compute_dtype: torch.dtype
 
     @classmethod
-    def build(cls, config: ModelConfig, weights: WeightReader, ops: Ops, compute_dtype: torch.dtype) -> "Embedding":
+    def build(
+        cls, config: ModelConfig, weights: WeightReader, compute_dtype: torch.dtype
+    ) -> "Embedding":
         table_VE = weights.stored_matrix("embed.weight").data
         if compute_dtype.itemsize < table_VE.itemsize:
             table_VE = table_VE.to(compute_dtype)  # rounds once what every look-up would round
-        return cls(ops, table_VE, config.hc_mult, compute_dtype)
+        return cls(table_VE, config.hc_mult, compute_dtype)
 
-    def __call__(self, tokens_T: Tensor, position_1: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ops: Ops, tokens_T: Tensor, position_1: Tensor, rejected_1: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """int64 ``[T]`` → their positions, int64 ``[T]``, by which ``position_1`` moves on, and the streams
-        ``[T, M, E]`` in the compute dtype.
+        ``[T, M, E]`` in the compute dtype. ``rejected_1``: see ``dsv4.ops.opening``.
         """
-        return self.ops.embed(tokens_T, position_1, self.table_VE, self.streams, self.compute_dtype)
+        return ops.embed(
+            tokens_T, position_1, rejected_1, self.table_VE, self.streams, self.compute_dtype
+        )
 
 
 @dataclass(frozen=True)
 class Head:
     """Streams after the last block → final hidden state → float32 logits."""
 
-    ops: Ops
     collapse: HcHeadWeights
     norm: Tensor
     lm_head: Weight
 
     @classmethod
-    def build(cls, config: ModelConfig, weights: WeightReader, ops: Ops) -> "Head":
+    def build(cls, config: ModelConfig, weights: WeightReader) -> "Head":
         collapse = HcHeadWeights(
             fn=weights.vector("hc_head_fn"),
             base=weights.vector("hc_head_base"),
@@ -53,12 +57,12 @@ class Head:
             norm_eps=config.rms_norm_eps,
             hc_eps=config.hc_eps,
         )
-        return cls(ops, collapse, weights.vector("norm.weight"), weights.matrix("head.weight"))
+        return cls(collapse, weights.vector("norm.weight"), weights.matrix("head.weight"))
 
-    def hidden(self, streams_TME: Tensor) -> Tensor:
+    def hidden(self, ops: Ops, streams_TME: Tensor) -> Tensor:
         """RMSNorm of the collapsed streams ``[T, E]``, in the compute dtype."""
-        return self.ops.hc_head(streams_TME, self.collapse, self.norm)
+        return ops.hc_head(streams_TME, self.collapse, self.norm)
 
-    def logits(self, hidden_TE: Tensor) -> Tensor:
+    def logits(self, ops: Ops, hidden_TE: Tensor) -> Tensor:
         """float32 ``[T, V]``: the rounded norm output times the head in float32."""
-        return self.ops.linear(hidden_TE, self.lm_head, torch.float32)
+        return ops.linear(hidden_TE, self.lm_head, torch.float32)

@@ -34,12 +34,11 @@ class Unmixed(NamedTuple):
 class HyperConnection:
     """Collapses the streams for one sublayer (with its RMSNorm). ``sublayer``: "attn" or "ffn"."""
 
-    ops: Ops
     weights: HcWeights
     norm: Tensor
 
     @classmethod
-    def build(cls, config: ModelConfig, weights: WeightReader, ops: Ops, sublayer: str) -> "HyperConnection":
+    def build(cls, config: ModelConfig, weights: WeightReader, sublayer: str) -> "HyperConnection":
         mix = HcWeights(
             fn=weights.vector(f"hc_{sublayer}_fn"),
             base=weights.vector(f"hc_{sublayer}_base"),
@@ -48,17 +47,19 @@ class HyperConnection:
             hc_eps=config.hc_eps,
             sinkhorn_iters=config.hc_sinkhorn_iters,
         )
-        return cls(ops, mix, weights.vector(f"{sublayer}_norm.weight"))
+        return cls(mix, weights.vector(f"{sublayer}_norm.weight"))
 
-    def enter(self, incoming: Tensor | Unmixed) -> tuple[Tensor, Residual]:
+    def enter(self, ops: Ops, incoming: Tensor | Unmixed) -> tuple[Tensor, Residual]:
         """Streams, or what the sublayer before this one left unmixed → normalised input x ``[T, E]`` and residual."""
         if isinstance(incoming, Unmixed):
-            streams_TME, x_TE, *mixing = self.ops.hc_seam(incoming.y_TE, *incoming.residual, self.weights, self.norm)
+            streams_TME, x_TE, *mixing = ops.hc_seam(
+                incoming.y_TE, *incoming.residual, self.weights, self.norm
+            )
         else:
             streams_TME = incoming
-            x_TE, *mixing = self.ops.hc_pre(streams_TME, self.weights, self.norm)
+            x_TE, *mixing = ops.hc_pre(streams_TME, self.weights, self.norm)
         return x_TE, Residual(streams_TME, *mixing)
 
-    def mix(self, unmixed: Unmixed) -> Tensor:
+    def mix(self, ops: Ops, unmixed: Unmixed) -> Tensor:
         """The streams ``[T, M, E]`` after the sublayer."""
-        return self.ops.hc_post(unmixed.y_TE, *unmixed.residual)
+        return ops.hc_post(unmixed.y_TE, *unmixed.residual)

@@ -15,23 +15,26 @@ from dsv4.ops.router import Router
 class MoE:
     """Weights of the layer; ``swiglu_limit`` clamps all experts."""
 
-    ops: Ops
     router: Router
     experts: ExpertWeights
     shared: ExpertWeights
     swiglu_limit: float
 
     @classmethod
-    def build(cls, config: ModelConfig, weights: WeightReader, ops: Ops, hashed: bool) -> "MoE":
+    def build(cls, config: ModelConfig, weights: WeightReader, hashed: bool) -> "MoE":
         experts, shared = (
             ExpertWeights(*(weights.matrix(f"{kind}.{w}.weight") for w in ("w1", "w2", "w3")))
             for kind in ("experts", "shared_experts")
         )
-        selection = weights.tensor("gate.tid2eid").long() if hashed else weights.vector("gate.bias")
+        selection = (
+            weights.tensor("gate.tid2eid").long().contiguous()
+            if hashed
+            else weights.vector("gate.bias")
+        )
         gate, per_token = weights.matrix("gate.weight"), config.num_experts_per_tok
         router = Router(gate, selection, hashed, per_token, config.routed_scaling_factor)
-        return cls(ops, router, experts, shared, config.swiglu_limit)
+        return cls(router, experts, shared, config.swiglu_limit)
 
-    def __call__(self, x_TE: Tensor, tokens_T: Tensor) -> Tensor:
+    def __call__(self, ops: Ops, x_TE: Tensor, tokens_T: Tensor) -> Tensor:
         """x ``[T, E]``, token ids int64 ``[T]`` → ``[T, E]``."""
-        return self.ops.moe(x_TE, tokens_T, self.router, self.experts, self.shared, self.swiglu_limit)
+        return ops.moe(x_TE, tokens_T, self.router, self.experts, self.shared, self.swiglu_limit)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dsv4.ops import Ops
+from dsv4.ops import Packing
 from dsv4.ops.linear import RowList
 from dsv4.quant import QuantTensor, Weight
 
@@ -29,20 +29,20 @@ class ReadOnce(Mapping[str, QuantTensor | Tensor]):
 
 
 class WeightReader:
-    """Reads parameters by their names below ``prefix``, packing matrices into the layout of ``ops``."""
+    """Reads parameters by their names below ``prefix``, matrices in the layout of ``packing``."""
 
-    def __init__(self, weights: Weights, ops: Ops, prefix: str = "") -> None:
+    def __init__(self, weights: Weights, packing: Packing, prefix: str = "") -> None:
         self._weights = weights
-        self._ops = ops
+        self._packing = packing
         self._prefix = prefix
 
     def below(self, name: str) -> "WeightReader":
         """The reader for ``prefix + name + "."``."""
-        return WeightReader(self._weights, self._ops, f"{self._prefix}{name}.")
+        return WeightReader(self._weights, self._packing, f"{self._prefix}{name}.")
 
     def matrix(self, name: str) -> Weight:
         """A weight matrix in the op table's layout."""
-        return self._ops.pack_weight(self.stored_matrix(name))
+        return self._packing.pack_weight(self.stored_matrix(name))
 
     def stored_matrix(self, name: str) -> QuantTensor:
         """A weight matrix as stored in the checkpoint."""
@@ -52,7 +52,7 @@ class WeightReader:
 
     def row_list(self, names: Sequence[str], out_dtypes: Sequence[torch.dtype | None]) -> RowList:
         """Several weight matrices of one input width in the op table's layout."""
-        return self._ops.pack_rows([self.stored_matrix(name) for name in names], out_dtypes)
+        return self._packing.pack_rows([self.stored_matrix(name) for name in names], out_dtypes)
 
     def vector(self, name: str) -> Tensor:
         """A norm, bias, sink or mHC parameter in float32."""

@@ -1,94 +1,229 @@
-"""The op table: one field per operation of the model, one file per op.
+"""The operations of the model: one room per operation, and the types of the table that layers call them through.
 
-``TORCH`` is the reference that runs anywhere and gives every kernel its meaning. Layers call whatever table they are
-built with, so ``dataclasses.replace(table, sparse_attention=TORCH.sparse_attention)`` swaps one op, which is how a
-numerical fault is bisected.
+``TORCH`` is the reference that runs anywhere and gives every kernel its meaning. Layers are handed a table with every
+call, so ``dataclasses.replace(table, sparse_attention=TORCH.sparse_attention)`` swaps one op, which is how a numerical
+fault is bisected. The tables of the CUDA kernels are in ``dsv4.ops.tables``.
 """
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from dsv4.errors import UserError
-from dsv4.ops.attention import sparse_attention
-from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre, hc_seam
+from dsv4.cache_rows import RowCache
+from dsv4.ops.attention import KeySet, sparse_attention
+from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, hc_head, hc_post, hc_pre, hc_seam
 from dsv4.ops.indexer import index_select
 from dsv4.ops.linear import RowList, decode_rows, decode_weight, grouped_linear, linear, linear_rows
-from dsv4.ops.moe import moe
+from dsv4.ops.moe import ExpertWeights, moe
 from dsv4.ops.opening import embed, next_positions
-from dsv4.ops.prepare_attention import Queries, prepare_attention
-from dsv4.ops.sampling import argmax_token, sample_token
+from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm, prepare_attention
+from dsv4.ops.router import Router
+from dsv4.ops.sampling import sample_token
 from dsv4.ops.token_ring import store_token
 from dsv4.quant import QuantTensor, Weight
 
 
+class PackWeight(Protocol):
+    """``dsv4.ops.linear.decode_weight``."""
+
+    def __call__(self, weight: QuantTensor) -> Weight: ...
+
+
+class PackRows(Protocol):
+    """``dsv4.ops.linear.decode_rows``."""
+
+    def __call__(
+        self, weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype | None]
+    ) -> RowList: ...
+
+
+class Embed(Protocol):
+    """``dsv4.ops.opening.embed``."""
+
+    def __call__(
+        self,
+        tokens_T: Tensor,
+        position_1: Tensor,
+        rejected_1: Tensor,
+        table_VE: Tensor,
+        streams: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class NextPositions(Protocol):
+    """``dsv4.ops.opening.next_positions``."""
+
+    def __call__(self, position_1: Tensor, rejected_1: Tensor, tokens: int) -> Tensor: ...
+
+
+class Linear(Protocol):
+    """``dsv4.ops.linear.linear``."""
+
+    def __call__(
+        self, x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None
+    ) -> Tensor: ...
+
+
+class LinearRows(Protocol):
+    """``dsv4.ops.linear.linear_rows``."""
+
+    def __call__(
+        self, x: Tensor, rows: RowList, norm_weight: Tensor | None = None, norm_eps: float = 0.0
+    ) -> tuple[Tensor, ...]: ...
+
+
+class GroupedLinear(Protocol):
+    """``dsv4.ops.linear.grouped_linear``."""
+
+    def __call__(self, x_TGK: Tensor, weight: Weight) -> Tensor: ...
+
+
+class HcPre(Protocol):
+    """``dsv4.ops.hyper_connection.hc_pre``."""
+
+    def __call__(
+        self, streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class HcSeam(Protocol):
+    """``dsv4.ops.hyper_connection.hc_seam``."""
+
+    def __call__(
+        self,
+        y_TE: Tensor,
+        streams_TME: Tensor,
+        post_TM: Tensor,
+        comb_TMM: Tensor,
+        weights: HcWeights,
+        norm_weight: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+
+class HcPost(Protocol):
+    """``dsv4.ops.hyper_connection.hc_post``."""
+
+    def __call__(
+        self, y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor
+    ) -> Tensor: ...
+
+
+class HcHead(Protocol):
+    """``dsv4.ops.hyper_connection.hc_head``."""
+
+    def __call__(
+        self, streams_TME: Tensor, weights: HcHeadWeights, norm_weight: Tensor
+    ) -> Tensor: ...
+
+
+class PrepareAttention(Protocol):
+    """``dsv4.ops.prepare_attention.prepare_attention``."""
+
+    def __call__(
+        self,
+        queries: Queries,
+        kv_TD: Tensor,
+        positions_T: Tensor,
+        norm: QueryKeyNorm,
+        ring: RowCache,
+        compressions: tuple[Compression, ...],
+    ) -> Queries: ...
+
+
+class IndexSelect(Protocol):
+    """``dsv4.ops.indexer.index_select``."""
+
+    def __call__(
+        self,
+        q_TID: Tensor,
+        weight_TI: Tensor,
+        score_scale: float,
+        keys: RowCache,
+        positions_T: Tensor,
+        index_topk: int,
+    ) -> Tensor: ...
+
+
+class SparseAttention(Protocol):
+    """``dsv4.ops.attention.sparse_attention``."""
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        keys: KeySet,
+        selected_TK: Tensor | None,
+        sink_H: Tensor,
+        positions_T: Tensor,
+        inv_freq: Tensor,
+    ) -> Tensor: ...
+
+
+class Moe(Protocol):
+    """``dsv4.ops.moe.moe``."""
+
+    def __call__(
+        self,
+        x_TE: Tensor,
+        tokens_T: Tensor,
+        router: Router,
+        experts: ExpertWeights,
+        shared: ExpertWeights,
+        limit: float,
+    ) -> Tensor: ...
+
+
+class SampleToken(Protocol):
+    """``dsv4.ops.sampling.sample_token``."""
+
+    def __call__(
+        self, logits_V: Tensor, settings_3: Tensor, seed_1: Tensor, position_1: Tensor
+    ) -> Tensor: ...
+
+
+class StoreToken(Protocol):
+    """``dsv4.ops.token_ring.store_token``."""
+
+    def __call__(
+        self, token: Tensor, position_1: Tensor, next_1: Tensor, ring_R: Tensor
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How an op table keeps weights: every layout has ``dequantize()`` and ``shape``, so that the torch ops accept any
+    of them. Norm weights, biases, sinks and positional biases are float32.
+    """
+
+    pack_weight: PackWeight
+    pack_rows: PackRows
+
+
 @dataclass(frozen=True)
 class Ops:
-    """Signatures, shapes and meanings are those of the torch functions of the same names in ``dsv4.ops``.
+    """The operations of a step. Shapes and meanings are those of the torch functions of the same names."""
 
-    ``pack_weight`` turns a stored weight into the layout that this table's ``linear``, ``grouped_linear`` and
-    ``moe`` read, ``pack_rows`` several into the list that ``linear_rows`` reads. Every layout has
-    ``dequantize()`` and ``shape``, so the torch ops accept any of them. Norm weights, biases, sinks and positional
-    biases are float32.
-    """
-
-    pack_weight: Callable[[QuantTensor], Weight]
-    pack_rows: Callable[..., RowList]
-    embed: Callable[..., tuple[Tensor, Tensor]]
-    next_positions: Callable[..., Tensor]
-    linear: Callable[..., Tensor]
-    linear_rows: Callable[..., tuple[Tensor, ...]]
-    grouped_linear: Callable[..., Tensor]
-    hc_pre: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    hc_seam: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-    hc_post: Callable[..., Tensor]
-    hc_head: Callable[..., Tensor]
-    prepare_attention: Callable[..., Queries]
-    index_select: Callable[..., Tensor]
-    sparse_attention: Callable[..., Tensor]
-    moe: Callable[..., Tensor]
-    argmax_token: Callable[..., Tensor]
-    sample_token: Callable[..., Tensor]
-    store_token: Callable[..., None]
-
-
-TableName = Literal["torch", "cuda", "cutedsl"]
-
-
-def op_table(name: TableName) -> Ops:
-    """``TORCH``, or ``CUDA`` or ``CUTEDSL`` of ``dsv4.ops.tables``, which is imported only when asked for.
-
-    Raises ``UserError`` when a table's packages (cuda-core, nvidia-cutlass-dsl) are not installed.
-    """
-    if name == "torch":
-        return TORCH
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        raise UserError("--ops: the CUDA ops need cuda-core, found none: pip install dsv4[cuda], or --ops torch")
-    if name == "cutedsl" and importlib.util.find_spec("nvidia_cutlass_dsl") is None:
-        raise UserError("--ops: cutedsl needs nvidia-cutlass-dsl, found none: pip install dsv4[cuda], or --ops cuda")
-    tables = importlib.import_module("dsv4.ops.tables")
-    return tables.CUTEDSL if name == "cutedsl" else tables.CUDA
-
-
-def swap_ops(table: Ops, swaps: Mapping[str, TableName]) -> Ops:
-    """``table`` with some ops taken from other tables, by field name. Raises ``UserError`` for an unknown op.
-
-    Packing belongs to the table as a whole and cannot be swapped: every op reads any packed layout.
-    """
-    names = {field.name for field in fields(Ops)} - {"pack_weight", "pack_rows"}
-    for name in swaps:
-        if name not in names:
-            raise UserError(f"--swap: found op {name!r}, expected one of {', '.join(sorted(names))}")
-    return replace(table, **{name: op_table(source).__dict__[name] for name, source in swaps.items()})
+    embed: Embed
+    next_positions: NextPositions
+    linear: Linear
+    linear_rows: LinearRows
+    grouped_linear: GroupedLinear
+    hc_pre: HcPre
+    hc_seam: HcSeam
+    hc_post: HcPost
+    hc_head: HcHead
+    prepare_attention: PrepareAttention
+    index_select: IndexSelect
+    sparse_attention: SparseAttention
+    moe: Moe
+    sample_token: SampleToken
+    store_token: StoreToken
 
 
 TORCH = Ops(
-    pack_weight=decode_weight,
-    pack_rows=decode_rows,
     embed=embed,
     next_positions=next_positions,
     linear=linear,
@@ -102,7 +237,7 @@ TORCH = Ops(
     index_select=index_select,
     sparse_attention=sparse_attention,
     moe=moe,
-    argmax_token=argmax_token,
     sample_token=sample_token,
     store_token=store_token,
 )
+TORCH_PACKING = Packing(decode_weight, decode_rows)

@@ -1,4 +1,4 @@
-"""Walsh-Hadamard rotation of the indexer's queries and keys (spec §4.3)."""
+"""Walsh-Hadamard rotation of the indexer's queries and keys (model.md#indexer)."""
 
 import torch
 from torch import Tensor

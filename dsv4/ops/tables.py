@@ -1,44 +1,206 @@
-"""The CUDA op tables: launchers of the kernels, in the room of their op and named like the torch references.
+"""Op tables: torch ops run when they are called; CUDA ops are recorded, once for a step (``dsv4.launch``).
 
-Activations are bfloat16. Steps of up to 8 tokens take the decode kernels, longer ones the prefill kernels. No op
-synchronises, and lengths and positions are read on the device, so that every step can be captured in a CUDA graph.
+The choice between decode and prefill forms, and between kernel libraries, is made here and nowhere else.
 """
 
-from dataclasses import replace
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any, Literal
 
-from dsv4.ops import Ops
-from dsv4.ops.attention.decode import sparse_attention
-from dsv4.ops.hyper_connection.cuda import hc_head, hc_post, hc_pre, hc_seam
-from dsv4.ops.indexer.cuda import index_select
-from dsv4.ops.linear.decode import grouped_linear, linear, linear_rows, pack_rows
-from dsv4.ops.moe.decode import moe
-from dsv4.ops.opening.cuda import embed, next_positions
-from dsv4.ops.prepare_attention.cuda import prepare_attention
-from dsv4.ops.sampling.cuda import argmax_token, sample_token
-from dsv4.ops.token_ring.cuda import store_token
+from torch import Tensor
+
+from dsv4.errors import UserError
+from dsv4.launch.recording import Recording
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.ops import TORCH, TORCH_PACKING, Ops, Packing
+from dsv4.ops.attention import decode as attention_decode
+from dsv4.ops.attention import prefill as attention_prefill
+from dsv4.ops.hyper_connection import decode as hc_decode
+from dsv4.ops.hyper_connection import prefill as hc_prefill
+from dsv4.ops.indexer import decode as indexer_decode
+from dsv4.ops.indexer import prefill as indexer_prefill
+from dsv4.ops.linear import decode as linear_decode
+from dsv4.ops.linear import prefill as linear_prefill
+from dsv4.ops.linear import prefill_cutedsl as linear_cutedsl
+from dsv4.ops.linear.row_list import pack_rows
+from dsv4.ops.moe import decode as moe_decode
+from dsv4.ops.moe import prefill as moe_prefill
+from dsv4.ops.moe import prefill_cutedsl as moe_cutedsl
+from dsv4.ops.opening import cuda as opening
+from dsv4.ops.prepare_attention import decode as prepare_decode
+from dsv4.ops.prepare_attention import prefill as prepare_prefill
+from dsv4.ops.sampling import cuda as sampling
+from dsv4.ops.token_ring import cuda as token_ring
+from dsv4.ops.trees import map_tensors, tensors_in
 from dsv4.weights.packed import pack_weight
 
-CUDA = Ops(
-    pack_weight=pack_weight,
-    pack_rows=pack_rows,
-    embed=embed,
-    next_positions=next_positions,
-    linear=linear,
-    linear_rows=linear_rows,
-    grouped_linear=grouped_linear,
-    hc_pre=hc_pre,
-    hc_seam=hc_seam,
-    hc_post=hc_post,
-    hc_head=hc_head,
-    prepare_attention=prepare_attention,
-    index_select=index_select,
-    sparse_attention=sparse_attention,
-    moe=moe,
-    argmax_token=argmax_token,
-    sample_token=sample_token,
-    store_token=store_token,
-)
+TableName = Literal["torch", "cuda", "cutedsl"]
 
-# The same with prefill products of the CuTe DSL kernel, which are faster, but whose compiler takes seconds to import.
-CUTEDSL = replace(CUDA, pack_weight=partial(pack_weight, cutedsl=True), pack_rows=partial(pack_rows, cutedsl=True))
+
+@dataclass(frozen=True)
+class DirectTable:
+    """Ops that compute when they are called."""
+
+    packing: Packing
+    ops: Ops
+
+
+@dataclass(frozen=True)
+class RecordedTable:
+    """Ops that write to a recording, apart for steps of up to 8 tokens and for longer ones.
+
+    ``exact``: a recording serves only the number of tokens that it was made for, because ops of torch are in it.
+    """
+
+    packing: Packing
+    decode: Callable[[Recording], Ops]
+    prefill: Callable[[Recording], Ops]
+    exact: bool = False
+
+    def on(self, recording: Recording) -> Ops:
+        """The ops that write to ``recording``."""
+        is_decode = recording.tokens <= MAX_DECODE_TOKENS
+        return self.decode(recording) if is_decode else self.prefill(recording)
+
+
+Table = DirectTable | RecordedTable
+
+
+def decode_ops(recording: Recording) -> Ops:
+    """The kernels of steps of 1 to 8 tokens."""
+    return Ops(
+        embed=partial(opening.embed, recording),
+        next_positions=partial(opening.next_positions, recording),
+        linear=partial(linear_decode.linear, recording),
+        linear_rows=partial(linear_decode.linear_rows, recording),
+        grouped_linear=partial(linear_decode.grouped_linear, recording),
+        hc_pre=partial(hc_decode.hc_pre, recording),
+        hc_seam=partial(hc_decode.hc_seam, recording),
+        hc_post=partial(hc_decode.hc_post, recording),
+        hc_head=partial(hc_decode.hc_head, recording),
+        prepare_attention=partial(prepare_decode.prepare_attention, recording),
+        index_select=partial(indexer_decode.index_select, recording),
+        sparse_attention=partial(attention_decode.sparse_attention, recording),
+        moe=partial(moe_decode.moe, recording),
+        sample_token=partial(sampling.sample_token, recording),
+        store_token=partial(token_ring.store_token, recording),
+    )
+
+
+def prefill_ops(recording: Recording) -> Ops:
+    """The kernels of steps of 9 and more tokens."""
+    return replace(
+        decode_ops(recording),
+        linear=partial(linear_prefill.linear, recording),
+        linear_rows=partial(linear_prefill.linear_rows, recording),
+        grouped_linear=partial(linear_prefill.grouped_linear, recording),
+        hc_pre=partial(hc_prefill.hc_pre, recording),
+        hc_seam=partial(hc_prefill.hc_seam, recording),
+        hc_post=partial(hc_prefill.hc_post, recording),
+        hc_head=partial(hc_prefill.hc_head, recording),
+        prepare_attention=partial(prepare_prefill.prepare_attention, recording),
+        index_select=partial(indexer_prefill.index_select, recording),
+        sparse_attention=partial(attention_prefill.sparse_attention, recording),
+        moe=partial(moe_prefill.moe, recording),
+    )
+
+
+def cutedsl_prefill_ops(recording: Recording) -> Ops:
+    """``prefill_ops`` with the dense products of the CuTe DSL kernel where it takes them."""
+    return replace(
+        prefill_ops(recording),
+        linear=partial(linear_cutedsl.linear, recording),
+        linear_rows=partial(linear_cutedsl.linear_rows, recording),
+        grouped_linear=partial(linear_cutedsl.grouped_linear, recording),
+        moe=partial(moe_cutedsl.moe, recording),
+    )
+
+
+CUDA_PACKING = Packing(pack_weight, pack_rows)
+TORCH_TABLE = DirectTable(TORCH_PACKING, TORCH)
+CUDA_TABLE = RecordedTable(CUDA_PACKING, decode_ops, prefill_ops)
+CUTEDSL_TABLE = RecordedTable(CUDA_PACKING, decode_ops, cutedsl_prefill_ops)
+TABLES: Mapping[TableName, Table] = {
+    "torch": TORCH_TABLE,
+    "cuda": CUDA_TABLE,
+    "cutedsl": CUTEDSL_TABLE,
+}
+
+
+def op_table(name: TableName) -> Table:
+    """The table of this name. Raises ``UserError`` when its packages are not installed."""
+    if name != "torch":
+        _expect_package(name, "cuda.core", "cuda-core")
+    if name == "cutedsl":
+        _expect_package(name, "nvidia_cutlass_dsl", "nvidia-cutlass-dsl")
+    return TABLES[name]
+
+
+def swap_ops(table: Table, swaps: Mapping[str, TableName]) -> Table:
+    """``table`` with some ops taken from other tables, by name of the op: CUDA ops replaced by torch ops.
+
+    Raises ``UserError`` for an unknown op, and for CUDA ops in a torch table, whose weights they cannot read.
+    """
+    names = sorted(field.name for field in fields(Ops))
+    for name, source in swaps.items():
+        if name not in names:
+            raise UserError(f"swap: found op {name!r}, expected one of {', '.join(names)}")
+        if source != "torch" and isinstance(table, DirectTable):
+            raise UserError(f"swap: found {name}={source} in the torch ops, expected {name}=torch")
+    replaced = [name for name, source in swaps.items() if source == "torch"]
+    if isinstance(table, DirectTable) or not replaced:
+        return table
+    decode = _with_torch_ops(table.decode, replaced)
+    return replace(
+        table, decode=decode, prefill=_with_torch_ops(table.prefill, replaced), exact=True
+    )
+
+
+def _with_torch_ops(
+    make: Callable[[Recording], Ops], names: list[str]
+) -> Callable[[Recording], Ops]:
+    def ops_on(recording: Recording) -> Ops:
+        ops = make(recording)
+        swapped = {
+            name: _recorded_torch_op(recording, getattr(ops, name), getattr(TORCH, name))
+            for name in names
+        }
+        return replace(ops, **swapped)
+
+    return ops_on
+
+
+def _recorded_torch_op(
+    recording: Recording, cuda_op: Callable[..., Any], torch_op: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``torch_op`` as an item of a recording, into buffers of the sizes and dtypes that ``cuda_op`` returns."""
+
+    def op(*arguments: Any, **named: Any) -> Any:
+        items = len(recording.items)
+        result = cuda_op(*arguments, **named)
+        del recording.items[items:]
+        values = [list(arguments), list(named.values())]
+        inputs = list(tensors_in(values))
+        outputs = list(tensors_in(result))
+
+        def run(_: int, *memory: Tensor) -> None:
+            given = iter(memory[: len(inputs)])
+            positional, by_name = map_tensors(values, lambda _: next(given))
+            found = tensors_in(torch_op(*positional, **dict(zip(named, by_name, strict=True))))
+            for target, value in zip(memory[len(inputs) :], found, strict=True):
+                target.copy_(value)
+
+        recording.call(run, *inputs, *outputs)
+        return result
+
+    return op
+
+
+def _expect_package(table: str, module: str, package: str) -> None:
+    top, _, _ = module.partition(".")
+    if importlib.util.find_spec(top) is None or importlib.util.find_spec(module) is None:
+        raise UserError(
+            f"ops: {table!r} needs {package}, found none: pip install dsv4[cuda], or ops 'torch'"
+        )

@@ -1,8 +1,10 @@
-"""Per-layer cosine of the engine against the torch ops or transformers: ``python -m dsv4.validate.cosine --help``.
+"""Per-layer cosine of the engine against the torch ops or transformers: ``python -m
+dsv4.validate.cosine --help``.
 
-Prints a table, writes JSON and an SVG plot, and ends with exit code 1 when a layer is under the threshold.
-``--swap op=torch`` takes one op from the torch table, which is how a fault is traced to its op; ``--chunk 1`` feeds
-token by token and so compares the decode kernels, a larger chunk the prefill kernels.
+Prints a table, writes JSON and an SVG plot, and ends with exit code 1 when a layer is under the
+threshold. ``--swap op=torch`` takes one op from the torch table, which is how a fault is traced to
+its op; ``--chunk 1`` feeds token by token and so compares the decode kernels, a larger chunk the
+prefill kernels.
 """
 
 import argparse
@@ -16,21 +18,26 @@ from torch import Tensor
 
 from dsv4.bench.provenance import provenance
 from dsv4.cli.arguments import DEFAULT_PROMPT
+from dsv4.cli.faults import user_message
 from dsv4.cli.prompt import load_tokenizer
 from dsv4.cli.report import write_json
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
-from dsv4.ops import TableName
+from dsv4.ops.tables import TableName
 from dsv4.validate.plot import cosine_svg
 from dsv4.validate.traces import Trace, engine_trace, transformers_trace
 
-DEFAULT_THRESHOLD, DEFAULT_CHUNK = 0.9999, 512
+DEFAULT_THRESHOLD = 0.9999
+DEFAULT_CHUNK = 512
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two tensors ``[T, ...]`` agree: cosine over all tokens and of the worst one, max |a − b| / max |b|."""
+    """How far two tensors ``[T, ...]`` agree: cosine over all tokens and of the worst one, max |a −
+    b| / max |b|.
+    """
 
     name: str
     kind: str
@@ -40,7 +47,9 @@ class Agreement:
 
 
 def agreement(name: str, kind: str, found: Tensor, reference: Tensor) -> Agreement:
-    """Compares in float64; NaN on either side makes both cosines NaN, which is under every threshold."""
+    """Compares in float64; NaN on either side makes both cosines NaN, which is under every
+    threshold.
+    """
     a, b = found.double().flatten(1), reference.double().flatten(1)
     cosine = (a * b).sum() / (a.norm() * b.norm()).clamp(min=1e-300)
     by_token = (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1)).clamp(min=1e-300)
@@ -53,9 +62,13 @@ def compare(found: Trace, reference: Trace, kinds: list[str]) -> list[Agreement]
     """One row per layer (streams after it), then the final hidden state and the logits."""
     rows = [
         agreement(f"layer {index}", kind, a, b)
-        for index, (kind, a, b) in enumerate(zip(kinds, found["layers"], reference["layers"], strict=True))
+        for index, (kind, a, b) in enumerate(
+            zip(kinds, found["layers"], reference["layers"], strict=True)
+        )
     ]
-    return rows + [agreement(name, "", found[name], reference[name]) for name in ("final", "logits")]
+    return rows + [
+        agreement(name, "", found[name], reference[name]) for name in ("final", "logits")
+    ]
 
 
 def table(rows: list[Agreement], threshold: float) -> str:
@@ -64,8 +77,8 @@ def table(rows: list[Agreement], threshold: float) -> str:
     for row in rows:
         mark = "" if row.cosine >= threshold else "  under the threshold"
         lines.append(
-            f"{row.name:<10} {row.kind:<5} {row.cosine:>11.8f} {row.worst_token:>12.8f} {row.relative_error:>11.2e}"
-            f"{mark}"
+            f"{row.name:<10} {row.kind:<5} {row.cosine:>11.8f} {row.worst_token:>12.8f} "
+            f"{row.relative_error:>11.2e}{mark}"
         )
     return "\n".join(lines)
 
@@ -75,17 +88,30 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dsv4.validate.cosine", description=__doc__)
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="a checkpoint folder")
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="plain text that both sides read")
-    parser.add_argument("--random-tokens", type=int, metavar="N", help="N random token ids instead of a prompt")
+    parser.add_argument(
+        "--random-tokens", type=int, metavar="N", help="N random token ids instead of a prompt"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--ops", choices=("auto", "torch", "cuda", "cutedsl"), default="auto")
-    parser.add_argument("--chunk", type=int, default=DEFAULT_CHUNK, help="tokens per forward; up to 8: decode kernels")
-    parser.add_argument("--cuda-graph", choices=("split", "full"), help="replayed steps, token by token")
-    parser.add_argument("--swap", action="append", default=[], metavar="OP=TABLE", help="e.g. moe=torch; repeatable")
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        default=DEFAULT_CHUNK,
+        help="tokens per forward; up to 8: decode kernels",
+    )
+    parser.add_argument(
+        "--cuda-graph", choices=("split", "full"), help="replayed steps, token by token"
+    )
+    parser.add_argument(
+        "--swap", action="append", default=[], metavar="OP=TABLE", help="e.g. moe=torch; repeatable"
+    )
     parser.add_argument("--reference", choices=("torch", "transformers"), default="torch")
     parser.add_argument("--reference-device", choices=("auto", "cpu", "cuda"), default="cpu")
     parser.add_argument("--kv-dtype", choices=("fp8", "bf16"), default="fp8", help="on both sides")
     parser.add_argument("--compute-dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--threshold", type=float, default=DEFAULT_THRESHOLD, help="of every row's cosine")
+    parser.add_argument(
+        "--threshold", type=float, default=DEFAULT_THRESHOLD, help="of every row's cosine"
+    )
     parser.add_argument("--json", type=Path, help="write the rows and where they come from")
     parser.add_argument("--svg", type=Path, help="write a plot of 1 − cosine by layer")
     return parser
@@ -129,29 +155,44 @@ def run(options: argparse.Namespace) -> tuple[list[Agreement], dict[str, Any]]:
         reference = transformers_trace(options.model, token_ids)
     else:
         torch_config = replace(
-            config, device=options.reference_device, ops="torch", prefill_chunk=DEFAULT_CHUNK, cuda_graph=None
+            config,
+            device=options.reference_device,
+            ops="torch",
+            prefill_chunk=DEFAULT_CHUNK,
+            cuda_graph=None,
         )
         reference, _ = engine_trace(options.model, token_ids, torch_config, {})
     rows = compare(found, reference, kinds)
-    same = [int(row.argmax()) for row in found["logits"]] == [int(row.argmax()) for row in reference["logits"]]
+    same = [int(row.argmax()) for row in found["logits"]] == [
+        int(row.argmax()) for row in reference["logits"]
+    ]
     return rows, {"tokens": len(token_ids), "same_argmax_at_every_token": same}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: 0, 1 when a row is under the threshold, 2 for a user error (one line on stderr)."""
+    """The command: 0, 1 when a row is under the threshold, 2 for a user error (one line on
+    stderr).
+    """
     arguments = sys.argv[1:] if argv is None else argv
     options = build_parser().parse_args(arguments)
     try:
         rows, facts = run(options)
         print(table(rows, options.threshold))
-        print(f"same argmax at every token: {'yes' if facts['same_argmax_at_every_token'] else 'no'}")
+        print(
+            f"same argmax at every token: {'yes' if facts['same_argmax_at_every_token'] else 'no'}"
+        )
         if options.json is not None:
             command = " ".join(["python -m dsv4.validate.cosine", *arguments])
-            write_json(options.json, {**provenance(command), **facts, "rows": [asdict(row) for row in rows]})
+            write_json(
+                options.json,
+                {**provenance(command), **facts, "rows": [asdict(row) for row in rows]},
+            )
         if options.svg is not None:
-            options.svg.write_text(cosine_svg([(row.name, row.cosine) for row in rows], options.threshold))
+            options.svg.write_text(
+                cosine_svg([(row.name, row.cosine) for row in rows], options.threshold)
+            )
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {user_message(error)}\n")
         return 2
     return 0 if all(row.cosine >= options.threshold for row in rows) else 1
 

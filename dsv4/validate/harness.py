@@ -1,12 +1,15 @@
-"""``fire_b200_test TEST NAME LOG [TIMEOUT]``: runs a test on the GPU node with a limit that really kills.
+"""``fire_b200_test TEST NAME LOG [TIMEOUT]``: runs a test on the GPU node with a limit that really
+kills.
 
-TEST is a test file, a folder or a pytest node (``tests/ops/moe/test_moe_cuda.py::test_x``), or a module
-(``dsv4.validate.cosine``), with arguments after it in the same quotes. NAME labels the run; LOG gets its output;
-TIMEOUT is in seconds. It runs here, or over ssh where FIRE_B200_HOST names the node; FIRE_B200_DIR is the checkout
-there (default: the current folder's path) and FIRE_B200_PYTHON the interpreter (default: python3 there, this one here).
+TEST is a test file, a folder or a pytest node (``tests/ops/moe/test_moe_cuda.py::test_x``), or a
+module (``dsv4.validate.cosine``), with arguments after it in the same quotes. NAME labels the run;
+LOG gets its output; TIMEOUT is in seconds. It runs here, or over ssh where FIRE_B200_HOST names the
+node; FIRE_B200_DIR is the checkout there (default: the current folder's path) and FIRE_B200_PYTHON
+the interpreter (default: python3 there, this one here).
 
-The exit code is the test's; 124 when the limit ended it, 130 on Ctrl-C, SIGTERM or SIGHUP, 2 for wrong arguments.
-Nothing that the test started survives it, unless it left the process group on purpose.
+The exit code is the test's; 124 when the limit ended it, 130 on Ctrl-C, SIGTERM or SIGHUP, 2 for
+wrong arguments. Nothing that the test started survives it, unless it left the process group on
+purpose.
 """
 
 import argparse
@@ -31,14 +34,17 @@ TIMED_OUT, INTERRUPTED, _SSH_FAILED, _KILLED = 124, 130, 255, 128 + signal.SIGKI
 # What ssh may take to connect, on top of the limit that the node keeps.
 _CONNECT_SECONDS = 30.0
 
-# The node's side: $1 seconds of grace, $2 of limit, then the command. timeout leads a process group of its own. ssh's
-# end of standard input stays open as long as somebody waits for the result: its end means Ctrl-C or a lost connection.
+# The node's side: $1 seconds of grace, $2 of limit, then the command. timeout leads a process group
+# of its own. ssh's end of standard input stays open as long as somebody waits for the result: its
+# end means Ctrl-C or a lost connection.
 _REMOTE_SCRIPT = """
 exec 3<&0
 grace=$1; limit=$2; shift 2
 timeout --kill-after="$grace" "$limit" "$@" </dev/null 3<&- &
 group=$!
-{ cat <&3 >/dev/null; kill -s TERM -- -$group; sleep "$grace"; kill -s KILL -- -$group; } >/dev/null 2>&1 &
+{
+  cat <&3 >/dev/null; kill -s TERM -- -$group; sleep "$grace"; kill -s KILL -- -$group
+} >/dev/null 2>&1 &
 watch=$!
 wait $group
 status=$?
@@ -59,7 +65,9 @@ class Node:
     def of_environment(cls, environment: Mapping[str, str]) -> "Node":
         host = environment.get("FIRE_B200_HOST") or None
         folder = environment.get("FIRE_B200_DIR") or str(Path.cwd())
-        python = environment.get("FIRE_B200_PYTHON") or (sys.executable if host is None else "python3")
+        python = environment.get("FIRE_B200_PYTHON") or (
+            sys.executable if host is None else "python3"
+        )
         if host is not None and host.startswith("-"):
             raise UserError(f"FIRE_B200_HOST: found {host!r}, expected a host name")
         return cls(host, folder, python)
@@ -72,9 +80,25 @@ class Node:
         """What this machine runs; the node keeps the limit as well when it is another one."""
         if self.host is None:
             return test
-        limited = ["sh", "-c", _REMOTE_SCRIPT, "sh", f"{grace_seconds:g}", f"{limit_seconds:g}", *test]
+        limited = [
+            "sh",
+            "-c",
+            _REMOTE_SCRIPT,
+            "sh",
+            f"{grace_seconds:g}",
+            f"{limit_seconds:g}",
+            *test,
+        ]
         there = f"cd {shlex.quote(self.folder)} && exec {shlex.join(limited)}"
-        return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS:.0f}", self.host, there]
+        return [
+            "ssh",
+            "-o",
+            "BatchMode=yes",
+            "-o",
+            f"ConnectTimeout={_CONNECT_SECONDS:.0f}",
+            self.host,
+            there,
+        ]
 
 
 @dataclass(frozen=True)
@@ -87,8 +111,11 @@ class Outcome:
     def describe(self, host: str | None) -> str:
         words = {0: "passed", TIMED_OUT: "timed out", INTERRUPTED: "interrupted"}
         if host is not None:
-            words[_SSH_FAILED] = f"failed (exit code {_SSH_FAILED}: ssh to {host} failed or its connection broke)"
-        return f"{words.get(self.exit_code, f'failed (exit code {self.exit_code})')} after {self.seconds:.1f} s"
+            words[_SSH_FAILED] = (
+                f"failed (exit code {_SSH_FAILED}: ssh to {host} failed or its connection broke)"
+            )
+        word = words.get(self.exit_code, f"failed (exit code {self.exit_code})")
+        return f"{word} after {self.seconds:.1f} s"
 
 
 def command_of(test: str, node: Node) -> list[str]:
@@ -96,7 +123,9 @@ def command_of(test: str, node: Node) -> list[str]:
     try:
         target, *arguments = shlex.split(test)
     except ValueError:
-        raise UserError(f"TEST: found {test!r}, expected a test file, a pytest node or a module") from None
+        raise UserError(
+            f"TEST: found {test!r}, expected a test file, a pytest node or a module"
+        ) from None
     path = target.partition("::")[0]
     if path.endswith(".py") or "/" in path:
         if node.host is None and not Path(path).exists():
@@ -108,17 +137,24 @@ def command_of(test: str, node: Node) -> list[str]:
 
 
 def run_limited(
-    command: list[str], log: IO[str], limit_seconds: float, grace_seconds: float, stdin: int = subprocess.DEVNULL
+    command: list[str],
+    log: IO[str],
+    limit_seconds: float,
+    grace_seconds: float,
+    stdin: int = subprocess.DEVNULL,
 ) -> Outcome:
-    """Runs ``command`` in a process group of its own, output to ``log``. ``stdin`` is that of ``subprocess.Popen``.
+    """Runs ``command`` in a process group of its own, output to ``log``. ``stdin`` is that of
+    ``subprocess.Popen``.
 
-    At the limit, or on ``KeyboardInterrupt``, the group gets SIGTERM and, when its leader has ended or after the grace
-    period, SIGKILL. What a command leaves behind when it ends by itself is killed too. Raises ``UserError`` when it
-    cannot be started.
+    At the limit, or on ``KeyboardInterrupt``, the group gets SIGTERM and, when its leader has ended
+    or after the grace period, SIGKILL. What a command leaves behind when it ends by itself is
+    killed too. Raises ``UserError`` when it cannot be started.
     """
     started = time.monotonic()
     try:
-        child = subprocess.Popen(command, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     except OSError as error:
         raise UserError(f"{command[0]}: cannot be run ({error.strerror})") from None
     ended = interrupted = False
@@ -156,12 +192,22 @@ def main(argv: list[str] | None = None, grace_seconds: float = GRACE_SECONDS) ->
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``fire_b200_test``."""
     parser = argparse.ArgumentParser(
-        prog="fire_b200_test", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="fire_b200_test",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("test", metavar="TEST", help="a test file, a pytest node or a module, with its arguments")
+    parser.add_argument(
+        "test", metavar="TEST", help="a test file, a pytest node or a module, with its arguments"
+    )
     parser.add_argument("name", metavar="NAME", help="a label for the run")
     parser.add_argument("log", metavar="LOG", type=Path, help="the log file, replaced if it exists")
-    parser.add_argument("timeout", metavar="TIMEOUT", nargs="?", default=str(DEFAULT_TIMEOUT_SECONDS), help="seconds")
+    parser.add_argument(
+        "timeout",
+        metavar="TIMEOUT",
+        nargs="?",
+        default=str(DEFAULT_TIMEOUT_SECONDS),
+        help="seconds",
+    )
     return parser
 
 
@@ -169,26 +215,33 @@ def _run_and_log(
     name: str, node: Node, test: list[str], log: IO[str], limit_seconds: float, grace_seconds: float
 ) -> Outcome:
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    log.write(f"# name: {name}\n# command: {shlex.join(test)}\n# host: {node.name}\n# started: {started}\n\n")
+    log.write(
+        f"# name: {name}\n# command: {shlex.join(test)}\n# host: {node.name}\n"
+        f"# started: {started}\n\n"
+    )
     log.flush()
     command = node.command(test, limit_seconds, grace_seconds)
     if node.host is None:
         outcome = run_limited(command, log, limit_seconds, grace_seconds)
     else:
-        # The other node's limit comes first: it ends the test and says how. A pipe is what _REMOTE_SCRIPT watches.
+        # The other node's limit comes first: it ends the test and says how. A pipe is what
+        # _REMOTE_SCRIPT watches.
         patience = limit_seconds + grace_seconds + _CONNECT_SECONDS
         outcome = run_limited(command, log, patience, grace_seconds, subprocess.PIPE)
         if outcome.exit_code == _KILLED and outcome.seconds >= limit_seconds:
             # timeout, having sent SIGKILL to its group, is killed by it.
             outcome = Outcome(TIMED_OUT, outcome.seconds)
     log.write(
-        f"\n# {outcome.describe(node.host)}\n# exit code: {outcome.exit_code}\n# seconds: {outcome.seconds:.1f}\n"
+        f"\n# {outcome.describe(node.host)}\n# exit code: {outcome.exit_code}\n"
+        f"# seconds: {outcome.seconds:.1f}\n"
     )
     return outcome
 
 
 def _ends_within(child: subprocess.Popen, seconds: float) -> bool:
-    """Whether ``child`` ends. It is left a zombie, so that its group's number cannot pass to another process."""
+    """Whether ``child`` ends. It is left a zombie, so that its group's number cannot pass to
+    another process.
+    """
     deadline = time.monotonic() + seconds
     while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         if time.monotonic() >= deadline:
@@ -210,8 +263,14 @@ def _end_group(child: subprocess.Popen, grace_seconds: float) -> None:
 
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """A cancelled job (SIGTERM) and a closed terminal (SIGHUP, unless ignored) end the child as Ctrl-C does."""
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    """A cancelled job (SIGTERM) and a closed terminal (SIGHUP, unless ignored) end the child as
+    Ctrl-C does.
+    """
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield

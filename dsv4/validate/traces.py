@@ -1,5 +1,5 @@
-"""What is compared: the streams after every layer, the final hidden state and the logits, from an engine or from
-transformers.
+"""What is compared: the streams after every layer, the final hidden state and the logits, from an
+engine or from transformers.
 """
 
 import tempfile
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from dsv4.checkpoint import Dialect
 from dsv4.checkpoint.export import export
-from dsv4.config import EngineConfig
 from dsv4.decode import CUDAGraphDecoder, Mode
 from dsv4.engine import Engine
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.layer_kinds import layer_kinds
-from dsv4.ops import TableName, swap_ops
+from dsv4.ops.tables import TableName, swap_ops
+from dsv4.step.steps import RecordedSteps
 
 Trace = dict[str, Any]
 
@@ -26,12 +27,14 @@ Trace = dict[str, Any]
 def engine_trace(
     model: Path, token_ids: list[int], config: EngineConfig, swaps: Mapping[str, TableName]
 ) -> tuple[Trace, list[str]]:
-    """``Engine.trace`` of a fresh engine with some ops swapped, and the kind of every layer (SWA, CSA, HCA).
+    """``Engine.trace`` of a fresh engine with some ops swapped, and the kind of every layer (SWA,
+    CSA, HCA).
 
-    With ``config.cuda_graph`` "split" or "full" it is the trace of that mode's replays, token by token.
+    With ``config.cuda_graph`` "split" or "full" it is the trace of that mode's replays, token by
+    token.
     """
     eager = replace(config, cuda_graph=None)
-    engine = Engine.load(model, eager, wrap_ops=lambda table: swap_ops(table, swaps))
+    engine = Engine.load(model, eager, change_table=lambda table: swap_ops(table, swaps))
     kinds = list(layer_kinds(engine.config))
     if config.cuda_graph is None or config.cuda_graph == "auto":
         return engine.trace(token_ids), kinds
@@ -39,30 +42,37 @@ def engine_trace(
 
 
 def graph_trace(engine: Engine, token_ids: list[int], mode: Mode) -> Trace:
-    """What ``Engine.trace`` gives, of replayed steps of one token on a fresh sequence."""
-    decoder = CUDAGraphDecoder(engine.model, engine.state, engine.ops, mode, engine.max_context, keep_streams=True)
+    """What ``Engine.trace`` gives, of replayed steps of one token on a fresh sequence.
+
+    Raises ``UserError`` for an engine with the torch ops.
+    """
+    if not isinstance(engine.steps, RecordedSteps):
+        raise UserError(f"EngineConfig.cuda_graph={mode!r}: found the torch ops, expected 'cuda'")
     engine.reset()
-    decoder.capture()
-    step = decoder.step
-    assert step is not None
-    steps: list[list[Tensor]] = []
+    decoder = CUDAGraphDecoder(engine.steps, mode, engine.max_context, traced=True)
+    step = decoder.step(1)
+    streams = list(step.values().values())
+    found: list[list[Tensor]] = []
     for position, token in enumerate(token_ids):
-        decoder.replay(token, position)
-        steps.append([tensor.cpu() for tensor in (*step.block_streams, step.hidden_TE, step.logits)])
-    *layers, final, logits = (torch.cat(parts) for parts in zip(*steps, strict=True))
+        logits_TV = decoder.replay(token, position)
+        found.append([tensor.cpu() for tensor in (*streams, step.hidden_TE, logits_TV)])
+    *layers, final, logits = (torch.cat(parts) for parts in zip(*found, strict=True))
     return {"layers": layers, "final": final, "logits": logits}
 
 
 def transformers_trace(model: Path, token_ids: list[int]) -> Trace:
-    """The same of transformers' DeepseekV4ForCausalLM in float32, from the checkpoint decoded to float32.
+    """The same of transformers' DeepseekV4ForCausalLM in float32, from the checkpoint decoded to
+    float32.
 
-    Nothing is quantised there but the weights, so compare with ``--kv-dtype bf16``. Raises ``UserError`` when
-    transformers is not installed.
+    Nothing is quantised there but the weights, so compare with ``--kv-dtype bf16``. Raises
+    ``UserError`` when transformers is not installed.
     """
     try:
         from transformers.models.deepseek_v4 import DeepseekV4ForCausalLM
     except ImportError:
-        raise UserError("--reference: transformers with DeepseekV4ForCausalLM is not installed") from None
+        raise UserError(
+            "--reference: transformers with DeepseekV4ForCausalLM is not installed"
+        ) from None
     with tempfile.TemporaryDirectory() as folder:
         export(model, Path(folder) / "f32", "f32", Dialect.HF)
         reference = DeepseekV4ForCausalLM.from_pretrained(

@@ -1,11 +1,14 @@
-"""PackedWeight: the device layout of weight matrices, read alike by the decode and the prefill kernels.
+"""PackedWeight: the device layout of weight matrices, read alike by the decode and the prefill
+kernels.
 
-Row tiles of 16 rows and chunks of ``chunk_columns(format)`` columns lie in the order of the A fragment of
-``mma.m16n8k16``, so that one warp-wide 16-byte load reads 512 contiguous bytes. Lane l = 4·g + t; register r, half h of
-MMA step s in a chunk: row = 16·tile + g + 8·(r & 1), column = chunk_columns·chunk + 16·s + 2·t + h + 8·(r >> 1).
+Row tiles of 16 rows and chunks of ``chunk_columns(format)`` columns lie in the order of the A
+fragment of ``mma.m16n8k16``, so that one warp-wide 16-byte load reads 512 contiguous bytes. Lane l
+= 4·g + t; register r, half h of MMA step s in a chunk: row = 16·tile + g + 8·(r & 1), column =
+chunk_columns·chunk + 16·s + 2·t + h + 8·(r >> 1).
 
-* 4-bit: 32-bit word s of the lane's 16 bytes is step s, its low and high half are h = 0 and 1, each with the codes of
-  the four registers: r0 {sign bit 15, magnitude bits 11-9}, r1 {12, 8-6}, r2 {14, 5-3}, r3 {13, 2-0}.
+* 4-bit: 32-bit word s of the lane's 16 bytes is step s, its low and high half are h = 0 and 1, each
+  with the codes of the four registers: r0 {sign bit 15, magnitude bits 11-9}, r1 {12, 8-6}, r2 {14,
+  5-3}, r3 {13, 2-0}.
 * FP8: byte 8·s + 2·r + h. BF16: 2-byte value 2·r + h.
 """
 
@@ -24,13 +27,14 @@ _FORMATS = (QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, Quan
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight ``[..., N, K]`` in fragment order, N and K padded to multiples of 64 with zero codes and scales.
+    """A weight ``[..., N, K]`` in fragment order, N and K padded to multiples of 64 with zero codes
+    and scales.
 
-    ``data`` uint8 ``[..., N/16, K/chunk_columns, 32, 16]``. ``block_scale``: NVFP4 uint8 (E4M3) ``[..., N/16, K/64, 8,
-    8]``, byte 2·s + j of g for row g + 8·j and the s-th 16 columns; MXFP4 uint8 (E8M0 bits) ``[..., N/16, K/64, 8,
-    4]``, byte 2·s + j for the s-th 32 columns; FP8 float32 ``[..., ⌈N/128⌉, ⌈K/128⌉]``; BF16 none. ``global_scale``:
-    float32 per matrix for NVFP4, else None. ``shape`` is the logical shape. ``cutedsl``: the CuTe DSL kernel computes
-    its products with many tokens.
+    ``data`` uint8 ``[..., N/16, K/chunk_columns, 32, 16]``. ``block_scale``: NVFP4 uint8 (E4M3)
+    ``[..., N/16, K/64, 8, 8]``, byte 2·s + j of g for row g + 8·j and the s-th 16 columns; MXFP4
+    uint8 (E8M0 bits) ``[..., N/16, K/64, 8, 4]``, byte 2·s + j for the s-th 32 columns; FP8 float32
+    ``[..., ⌈N/128⌉, ⌈K/128⌉]``; BF16 none. ``global_scale``: float32 per matrix for NVFP4, else
+    None. ``shape`` is the logical shape.
     """
 
     data: Tensor
@@ -38,26 +42,42 @@ class PackedWeight:
     global_scale: Tensor | None
     format: QuantFormat
     shape: tuple[int, ...]
-    cutedsl: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
-            raise ValueError(f"format: found {self.format.value}, expected one of {[f.value for f in _FORMATS]}")
+            raise ValueError(
+                f"format: found {self.format.value}, expected one of {[f.value for f in _FORMATS]}"
+            )
         for name, part, shape, dtype in self._expected_parts():
             if (part is None) != (shape is None):
-                raise ValueError(f"{name}: {'missing' if part is None else 'not part of this format'}")
+                raise ValueError(
+                    f"{name}: {'missing' if part is None else 'not part of this format'}"
+                )
             if part is not None and (tuple(part.shape) != shape or part.dtype != dtype):
-                raise ValueError(f"{name}: found {part.dtype} {tuple(part.shape)}, expected {dtype} {shape}")
+                raise ValueError(
+                    f"{name}: found {part.dtype} {tuple(part.shape)}, expected {dtype} {shape}"
+                )
 
-    def _expected_parts(self) -> list[tuple[str, Tensor | None, tuple[int, ...] | None, torch.dtype]]:
+    def _expected_parts(
+        self,
+    ) -> list[tuple[str, Tensor | None, tuple[int, ...] | None, torch.dtype]]:
         *stack, rows, columns = self.shape
         tiles, chunks = padded(rows) // TILE_ROWS, padded(columns) // PADDING
         scale_shape, scale_dtype = None, torch.uint8
         if self.format is QuantFormat.FP8_BLOCK128:
-            scale_shape, scale_dtype = packed_shapes(self.format, self.shape)["block_scale"], torch.float32
+            scale_shape, scale_dtype = (
+                packed_shapes(self.format, self.shape)["block_scale"],
+                torch.float32,
+            )
         elif self.format is not QuantFormat.BF16:
             scale_shape = (*stack, tiles, chunks, 8, 8 if self.format is QuantFormat.NVFP4 else 4)
-        data_shape = (*stack, tiles, padded(columns) // chunk_columns(self.format), LANES, LANE_BYTES)
+        data_shape = (
+            *stack,
+            tiles,
+            padded(columns) // chunk_columns(self.format),
+            LANES,
+            LANE_BYTES,
+        )
         return [
             ("data", self.data, data_shape, torch.uint8),
             ("block_scale", self.block_scale, scale_shape, scale_dtype),
@@ -76,13 +96,19 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales together, padding included."""
-        return sum(part.nbytes for part in (self.data, self.block_scale, self.global_scale) if part is not None)
+        return sum(
+            part.nbytes
+            for part in (self.data, self.block_scale, self.global_scale)
+            if part is not None
+        )
 
     def __getitem__(self, index: int) -> "PackedWeight":
         """One matrix of a stack along the first dimension, without a copy."""
         if len(self.shape) < 3:
             raise ValueError(f"PackedWeight of shape {self.shape} is one matrix, not a stack")
-        scales = [None if part is None else part[index] for part in (self.block_scale, self.global_scale)]
+        scales = [
+            None if part is None else part[index] for part in (self.block_scale, self.global_scale)
+        ]
         return PackedWeight(self.data[index], scales[0], scales[1], self.format, self.shape[1:])
 
     def unpack(self) -> QuantTensor:
@@ -96,7 +122,9 @@ class PackedWeight:
         }[self.format](self.data)
         width = columns // 2 if self.format.group_size else columns
         data = data[..., :rows, :width].contiguous()
-        return QuantTensor(data, self._unpack_block_scale(), self.global_scale, self.format, self.shape)
+        return QuantTensor(
+            data, self._unpack_block_scale(), self.global_scale, self.format, self.shape
+        )
 
     def _unpack_block_scale(self) -> Tensor | None:
         *_, rows, columns = self.shape
@@ -106,7 +134,9 @@ class PackedWeight:
         scale = self.block_scale.unflatten(-1, (-1, 2)).movedim(-1, -4).movedim(-3, -2)
         scale = scale.flatten(-2).flatten(-4, -2)
         scale = scale[..., :rows, : columns // self.format.group_size].contiguous()
-        return scale.view(torch.float8_e4m3fn if self.format is QuantFormat.NVFP4 else torch.float8_e8m0fnu)
+        return scale.view(
+            torch.float8_e4m3fn if self.format is QuantFormat.NVFP4 else torch.float8_e8m0fnu
+        )
 
     def dequantize(self) -> Tensor:
         """The values as float32 ``[..., N, K]``, bitwise those of the stored weight."""
@@ -123,15 +153,19 @@ def chunk_columns(format: QuantFormat) -> int:
     return {QuantFormat.FP8_BLOCK128: 32, QuantFormat.BF16: 16}.get(format, 64)
 
 
-def pack_weight(weight: QuantTensor, cutedsl: bool = False) -> PackedWeight:
-    """Repacks a stored weight ``[..., N, K]``, one matrix of a stack at a time, on the device it lies on.
+def pack_weight(weight: QuantTensor) -> PackedWeight:
+    """Repacks a stored weight ``[..., N, K]``, one matrix of a stack at a time, on the device it
+    lies on.
 
-    An F32 weight is stored as BF16. Raises ``ValueError`` when that would change a value.
+    On the meta device only the shapes are made. An F32 weight is stored as BF16. Raises
+    ``ValueError`` when that would change a value.
     """
     if weight.format is QuantFormat.F32:
         rounded = weight.data.bfloat16()
-        if not torch.equal(rounded.float(), weight.data):
-            raise ValueError("weight: found an F32 weight, expected values that bfloat16 represents exactly")
+        if not rounded.is_meta and not torch.equal(rounded.float(), weight.data):
+            raise ValueError(
+                "weight: found an F32 weight, expected values that bfloat16 represents exactly"
+            )
         weight = QuantTensor.dense(rounded)
     *stack, rows, columns = weight.shape
     pack = {
@@ -144,17 +178,21 @@ def pack_weight(weight: QuantTensor, cutedsl: bool = False) -> PackedWeight:
     shape = (padded(rows) // TILE_ROWS, chunks, LANES, LANE_BYTES)
     matrices = weight.data.reshape(-1, *weight.data.shape[-2:])
     data = torch.empty((matrices.shape[0], *shape), dtype=torch.uint8, device=weight.device)
-    for index, matrix in enumerate(matrices):
-        data[index] = pack(matrix).view(shape)
+    if not data.is_meta:
+        for index, matrix in enumerate(matrices):
+            data[index] = pack(matrix).view(shape)
     scale = _pack_block_scale(weight)
-    return PackedWeight(data.view(*stack, *shape), scale, weight.global_scale, weight.format, weight.shape, cutedsl)
+    return PackedWeight(
+        data.view(*stack, *shape), scale, weight.global_scale, weight.format, weight.shape
+    )
 
 
 def _pack_block_scale(weight: QuantTensor) -> Tensor | None:
     scale = weight.block_scale
     if scale is None or weight.format.group_size is None:
         if scale is not None and scale.dtype == torch.float8_e8m0fnu:
-            return e8m0_to_float(scale)
+            # Arithmetic on the meta device imports hundreds of modules of torch.
+            return scale.float() if scale.is_meta else e8m0_to_float(scale)
         return None if scale is None else scale.contiguous()
     per_chunk = PADDING // weight.format.group_size
     scale = _pad(scale.view(torch.uint8), per_chunk)
@@ -174,7 +212,9 @@ def _pack_codes(matrix: Tensor) -> Tensor:
     fields = _pad(matrix, PADDING // 2).unflatten(1, (-1, 4, 2, 4)).unflatten(0, (-1, 2, 8))
     words = None
     for register, (magnitude_shift, sign_shift) in enumerate(_CODE_BITS):
-        byte = fields[:, register & 1, :, :, :, register >> 1].permute(0, 2, 1, 4, 3).to(torch.int32)
+        byte = (
+            fields[:, register & 1, :, :, :, register >> 1].permute(0, 2, 1, 4, 3).to(torch.int32)
+        )
         halves = (byte & 0xF) | (byte >> 4 << 16)
         word = ((halves & 0x70007) << magnitude_shift) | (((halves >> 3) & 0x10001) << sign_shift)
         words = word if words is None else words | word
@@ -195,7 +235,11 @@ def _unpack_codes(data: Tensor) -> Tensor:
 
 def _pack_bytes(matrix: Tensor) -> Tensor:
     """FP8 ``[N, K]`` to uint8 ``[N/16, K/32, 8 (g), 4 (t), 2 (s), 2 (r >> 1), 2 (j), 2 (h)]``."""
-    fields = _pad(matrix.view(torch.uint8), PADDING).unflatten(1, (-1, 2, 2, 4, 2)).unflatten(0, (-1, 2, 8))
+    fields = (
+        _pad(matrix.view(torch.uint8), PADDING)
+        .unflatten(1, (-1, 2, 2, 4, 2))
+        .unflatten(0, (-1, 2, 8))
+    )
     return fields.permute(0, 3, 2, 6, 4, 5, 1, 7).contiguous()
 
 

@@ -1,11 +1,19 @@
-"""Decode measurements without a GPU: the eager mode, the statistics, and caches that stand for a long context."""
+"""Decode measurements without a GPU: the eager mode, the statistics, and caches that stand for a
+long context.
+"""
 
 import time
 
 import pytest
 import torch
 
-from dsv4.bench.decode_modes import DecodeModes, against_floor, fill_caches, summary, token_milliseconds
+from dsv4.bench.decode_modes import (
+    DecodeModes,
+    against_floor,
+    fill_caches,
+    summary,
+    token_milliseconds,
+)
 from dsv4.bench.geometry import placement_record, stored_bytes
 from dsv4.cache_rows import RowFormat
 from dsv4.checkpoint import geometry_config
@@ -56,7 +64,10 @@ def test_filled_caches_are_finite_rows_of_spread_one(engine: Engine) -> None:
     fill_caches(engine.state)
     formats = set()
     for layer in engine.state.layers:
-        caches = [layer.keys.ring, *(part.rows for part in (layer.compressed, layer.index) if part is not None)]
+        caches = [
+            layer.keys.ring,
+            *(part.rows for part in (layer.compressed, layer.index) if part is not None),
+        ]
         for cache in caches:
             rows = cache.read_all()
             assert torch.isfinite(rows).all()
@@ -75,7 +86,10 @@ def test_longer_contexts_do_not_change_what_short_ones_see(engine: Engine) -> No
 @pytest.mark.parametrize(("geometry", "layers"), [("v4-pro", 61), ("v4-flash", 43)])
 def test_benchmark_places_layers_by_their_bytes(geometry: str, layers: int) -> None:
     config = ModelConfig.from_dict(geometry_config(geometry))  # type: ignore[arg-type]
-    sizes = [(name, stored_bytes(parameter, "nvfp4-experts")) for name, parameter in parameters(config).items()]
+    sizes = [
+        (name, stored_bytes(parameter, "nvfp4-experts"))
+        for name, parameter in parameters(config).items()
+    ]
     devices = Placement.pipeline(bytes_by_layer(sizes, layers), DEVICES).layer_devices
     record = placement_record("pipeline", devices)
     assert record["hops"] == 7

@@ -1,4 +1,6 @@
-"""What the geometry benchmark compares with: the bytes a token needs, for the published models and formats."""
+"""What the geometry benchmark compares with: the bytes a token needs, for the published models and
+formats.
+"""
 
 import pytest
 
@@ -8,7 +10,8 @@ from dsv4.checkpoint import Geometry, Layout, geometry_config
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 
-# GB per token by published parameter counts and formats (six routed experts and the shared one, no embedding).
+# GB per token by published parameter counts and formats (six routed experts and the shared one, no
+# embedding).
 PUBLISHED = {
     ("v4-pro", "nvfp4-all"): 30.48,
     ("v4-pro", "nvfp4-experts"): 40.41,
@@ -22,7 +25,9 @@ PUBLISHED = {
 @pytest.mark.parametrize(("geometry", "layout"), PUBLISHED)
 def test_bytes_per_token_of_the_published_models(geometry: Geometry, layout: Layout) -> None:
     config = ModelConfig.from_dict(geometry_config(geometry))
-    assert sum(token_bytes(config, layout).values()) / 1e9 == pytest.approx(PUBLISHED[geometry, layout], rel=0.01)
+    assert sum(token_bytes(config, layout).values()) / 1e9 == pytest.approx(
+        PUBLISHED[geometry, layout], rel=0.01
+    )
 
 
 def test_a_slice_has_the_first_layers() -> None:
@@ -38,7 +43,9 @@ def test_unknown_geometry_and_layers_are_user_errors(name: Geometry, layers: int
         geometry_config(name, layers)
 
 
-def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_command_says_so(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["engine", "--geometry", "v4-flash"]) == 2
     assert main(["ops"]) == 2

@@ -6,7 +6,7 @@ import pytest
 
 from dsv4.bench.load import bench_load
 from dsv4.checkpoint import tiny_config
-from dsv4.config import EngineConfig
+from dsv4.engine_config import EngineConfig
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -13,14 +13,22 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def record() -> dict[str, Any]:
-    modes = {"eager": {"ms_per_token": 5.0}, "split": {"ms_per_token": 3.0}, "full": {"ms_per_token": 2.0}}
+    modes = {
+        "eager": {"ms_per_token": 5.0},
+        "split": {"ms_per_token": 3.0},
+        "full": {"ms_per_token": 2.0},
+    }
     return {
         "machine": {"gpus": ["NVIDIA H200"] * 8},
         "result": {
             "geometry": "v4-pro",
             "layout": "nvfp4-experts",
             "layers": 61,
-            "placement": {"parallel": "pipeline", "layers": {"cuda:0": 31, "cuda:1": 30}, "hops": 1},
+            "placement": {
+                "parallel": "pipeline",
+                "layers": {"cuda:0": 31, "cuda:1": 30},
+                "hops": 1,
+            },
             "floor_ms": 1.0,
             "prefill_tokens_per_second": {"128": 4000.0, "8192": 30000.0},
             "decode": {"1024": {**modes, "us_per_layer": {"SWA": 3.0}}, "131072": modes},
@@ -51,7 +59,11 @@ def test_title_says_what_ran_where() -> None:
 
 @pytest.mark.parametrize(
     ("top", "expected"),
-    [(5.5, [0, 1, 2, 3, 4, 5]), (33000.0, [0, 10000, 20000, 30000]), (0.9, [0, 0.2, 0.4, 0.6, 0.8])],
+    [
+        (5.5, [0, 1, 2, 3, 4, 5]),
+        (33000.0, [0, 10000, 20000, 30000]),
+        (0.9, [0, 0.2, 0.4, 0.6, 0.8]),
+    ],
 )
 def test_ticks_are_round(top: float, expected: list[float]) -> None:
     assert ticks(top) == expected
@@ -65,7 +77,9 @@ def test_the_command_writes_beside_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"result": {"geometry": "v4-pro"}}'])
-def test_other_files_are_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_one_line(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     assert main([str(path)]) == 2

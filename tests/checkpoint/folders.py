@@ -43,7 +43,9 @@ def changed_copy(
             shutil.copyfile(file, target / file.name)
     if config is not None:
         raw = {**json.loads((source / "config.json").read_text()), **config}
-        (target / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
+        (target / "config.json").write_text(
+            json.dumps({k: v for k, v in raw.items() if v is not None})
+        )
     return target
 
 
@@ -70,10 +72,22 @@ def as_bytes(weight: QuantTensor | Tensor | None) -> list[tuple[Any, ...]]:
     if weight is None:
         return []
     if isinstance(weight, QuantTensor):
-        return [part for one in (weight.data, weight.block_scale, weight.global_scale) for part in as_bytes(one)]
-    return [(weight.dtype, tuple(weight.shape), weight.reshape(-1).view(torch.uint8).cpu().numpy().tobytes())]
+        return [
+            part
+            for one in (weight.data, weight.block_scale, weight.global_scale)
+            for part in as_bytes(one)
+        ]
+    return [
+        (
+            weight.dtype,
+            tuple(weight.shape),
+            weight.reshape(-1).view(torch.uint8).cpu().numpy().tobytes(),
+        )
+    ]
 
 
 def same_tensors(left: Tensors, right: Tensors) -> bool:
     """Whether names, dtypes, shapes and bytes agree."""
-    return left.keys() == right.keys() and all(as_bytes(left[name]) == as_bytes(right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        as_bytes(left[name]) == as_bytes(right[name]) for name in left
+    )

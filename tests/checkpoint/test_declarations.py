@@ -1,4 +1,4 @@
-"""Formats come from declarations and names together; rows 30 to 37 of spec §11 that a loader can get wrong."""
+"""Formats come from declarations and names together: rows E of docs/regressions.md that a loader can get wrong."""
 
 import json
 import math
@@ -16,8 +16,13 @@ from tests.checkpoint.folders import Tensors, as_bytes, changed_copy, load, matr
 
 def quantization(folder: Path, **changes: Any) -> dict[str, Any]:
     """``quantization_config`` of a folder with other values; None removes a key."""
-    declared = {**json.loads((folder / "config.json").read_text())["quantization_config"], **changes}
-    return {"quantization_config": {key: value for key, value in declared.items() if value is not None}}
+    declared = {
+        **json.loads((folder / "config.json").read_text())["quantization_config"],
+        **changes,
+    }
+    return {
+        "quantization_config": {key: value for key, value in declared.items() if value is not None}
+    }
 
 
 def without_hf_quant_config(folder: Path) -> Path:
@@ -42,30 +47,55 @@ def test_spec11_e30_ignore_wins_over_quantized_layers(nvfp4_experts: Path, tmp_p
     layers = {**layers, "mtp.0.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16}}
     config = quantization(nvfp4_experts, quantized_layers=layers)
     folder = without_hf_quant_config(changed_copy(nvfp4_experts, tmp_path / "x", config=config))
-    assert matrix(load(folder, mtp="classic"), "mtp.0.ffn.experts.w2.weight").format is QuantFormat.MXFP4
+    assert (
+        matrix(load(folder, mtp="classic"), "mtp.0.ffn.experts.w2.weight").format
+        is QuantFormat.MXFP4
+    )
 
 
-def test_spec11_e30_nvfp4_declared_for_mxfp4_experts_is_refused(native: Path, tmp_path: Path) -> None:
-    config = quantization(native, quantized_layers={"layers.2.ffn.experts": {"quant_algo": "NVFP4"}})
-    with pytest.raises(UserError, match=r"layers.2.ffn.experts.0.w1 \(found mxfp4 or fp8, declared nvfp4\)"):
+def test_spec11_e30_nvfp4_declared_for_mxfp4_experts_is_refused(
+    native: Path, tmp_path: Path
+) -> None:
+    config = quantization(
+        native, quantized_layers={"layers.2.ffn.experts": {"quant_algo": "NVFP4"}}
+    )
+    with pytest.raises(
+        UserError, match=r"layers.2.ffn.experts.0.w1 \(found mxfp4 or fp8, declared nvfp4\)"
+    ):
         load(changed_copy(native, tmp_path / "x", config=config))
 
 
-def test_spec11_e30_nvfp4_experts_that_nobody_declared_are_refused(nvfp4_experts: Path, tmp_path: Path) -> None:
-    config = quantization(nvfp4_experts, quantized_layers=None, moe_quant_algo=None, quant_algo=None)
+def test_spec11_e30_nvfp4_experts_that_nobody_declared_are_refused(
+    nvfp4_experts: Path, tmp_path: Path
+) -> None:
+    config = quantization(
+        nvfp4_experts, quantized_layers=None, moe_quant_algo=None, quant_algo=None
+    )
     folder = without_hf_quant_config(changed_copy(nvfp4_experts, tmp_path / "x", config=config))
-    with pytest.raises(UserError, match=r"12 not in the declared format: .*found nvfp4, declared mxfp4") as caught:
+    with pytest.raises(
+        UserError, match=r"12 not in the declared format: .*found nvfp4, declared mxfp4"
+    ) as caught:
         load(folder)
     assert "missing" not in str(caught.value)
 
 
 @pytest.mark.parametrize("layout", ["nvfp4_experts", "nvfp4_all", "native", "bf16"])
-def test_without_any_declaration_the_scales_decide(layout: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_without_any_declaration_the_scales_decide(
+    layout: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     source = request.getfixturevalue(layout)
     folder = changed_copy(source, tmp_path / "x", config={"quantization_config": None})
     (folder / "hf_quant_config.json").unlink(missing_ok=True)
-    found = {name: weight.format for name, weight in load(folder).items() if isinstance(weight, QuantTensor)}
-    assert found == {name: weight.format for name, weight in load(source).items() if isinstance(weight, QuantTensor)}
+    found = {
+        name: weight.format
+        for name, weight in load(folder).items()
+        if isinstance(weight, QuantTensor)
+    }
+    assert found == {
+        name: weight.format
+        for name, weight in load(source).items()
+        if isinstance(weight, QuantTensor)
+    }
 
 
 def test_quant_algo_alone_is_a_modelopt_declaration(nvfp4_all: Path, tmp_path: Path) -> None:
@@ -77,10 +107,14 @@ def test_quant_algo_alone_is_a_modelopt_declaration(nvfp4_all: Path, tmp_path: P
 def test_config_groups_are_not_applied_to_every_linear(nvfp4_experts: Path) -> None:
     declared = open_checkpoint(nvfp4_experts).raw_config["quantization_config"]
     assert declared["config_groups"]["group_0"]["targets"] == ["Linear"]
-    assert matrix(load(nvfp4_experts), "layers.0.attn.wq_a.weight").format is QuantFormat.FP8_BLOCK128
+    assert (
+        matrix(load(nvfp4_experts), "layers.0.attn.wq_a.weight").format is QuantFormat.FP8_BLOCK128
+    )
 
 
-def test_moe_quant_algo_alone_means_the_experts_of_the_main_layers(nvfp4_experts: Path, tmp_path: Path) -> None:
+def test_moe_quant_algo_alone_means_the_experts_of_the_main_layers(
+    nvfp4_experts: Path, tmp_path: Path
+) -> None:
     config = quantization(nvfp4_experts, quantized_layers=None, ignore=None)
     folder = without_hf_quant_config(changed_copy(nvfp4_experts, tmp_path / "x", config=config))
     weights = load(folder, mtp="classic")
@@ -95,7 +129,10 @@ def test_declaration_may_come_from_hf_quant_config_alone(nvfp4_all: Path, tmp_pa
 
 def test_two_declarations_that_contradict_are_refused(nvfp4_all: Path, tmp_path: Path) -> None:
     config = quantization(nvfp4_all, quant_algo="MIXED_PRECISION")
-    with pytest.raises(UserError, match="quant_algo: found 'MIXED_PRECISION', expected 'NVFP4' as in hf_quant_config"):
+    with pytest.raises(
+        UserError,
+        match="quant_algo: found 'MIXED_PRECISION', expected 'NVFP4' as in hf_quant_config",
+    ):
         load(changed_copy(nvfp4_all, tmp_path / "x", config=config))
 
 
@@ -107,7 +144,9 @@ def test_modules_excluded_from_nvfp4_are_unquantised(nvfp4_all: Path, tmp_path: 
             del tensors[f"{name}.{component}"]
         tensors[f"{name}.weight"] = torch.ones(128, 256, dtype=torch.bfloat16)
 
-    with pytest.raises(UserError, match=r"layers.1.attn.wo_a \(found unquantised, declared nvfp4\)"):
+    with pytest.raises(
+        UserError, match=r"layers.1.attn.wo_a \(found unquantised, declared nvfp4\)"
+    ):
         load(changed_copy(nvfp4_all, tmp_path / "x", edit))
     config = quantization(nvfp4_all, ignore=["head", "*.1.attn.wo_a"])
     weights = load(without_hf_quant_config(changed_copy(nvfp4_all, tmp_path / "y", edit, config)))
@@ -127,24 +166,34 @@ def test_modules_not_to_convert_may_be_named_in_hf_names(tmp_path: Path) -> None
     assert matrix(weights, "layers.0.ffn.shared_experts.w2.weight").format is QuantFormat.F32
 
 
-def test_unquantised_names_under_a_quantised_declaration_are_refused(bf16: Path, native: Path, tmp_path: Path) -> None:
+def test_unquantised_names_under_a_quantised_declaration_are_refused(
+    bf16: Path, native: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="found unquantised, declared fp8_block128"):
         load(changed_copy(bf16, tmp_path / "x", config=quantization(native)))
 
 
-def test_spec11_e31_w1_and_w3_keep_their_own_global_scales(nvfp4_experts: Path, tmp_path: Path) -> None:
+def test_spec11_e31_w1_and_w3_keep_their_own_global_scales(
+    nvfp4_experts: Path, tmp_path: Path
+) -> None:
     def edit(tensors: Tensors) -> None:
         tensors["layers.2.ffn.experts.4.w3.weight_scale_2"] *= 2
 
     before, after = load(nvfp4_experts), load(changed_copy(nvfp4_experts, tmp_path / "x", edit))
-    w1, w3 = (matrix(after, f"layers.2.ffn.experts.{name}.weight").dequantize() for name in ("w1", "w3"))
-    old1, old3 = (matrix(before, f"layers.2.ffn.experts.{name}.weight").dequantize() for name in ("w1", "w3"))
+    w1, w3 = (
+        matrix(after, f"layers.2.ffn.experts.{name}.weight").dequantize() for name in ("w1", "w3")
+    )
+    old1, old3 = (
+        matrix(before, f"layers.2.ffn.experts.{name}.weight").dequantize() for name in ("w1", "w3")
+    )
     assert torch.equal(w1, old1)
     assert torch.equal(w3[4], 2 * old3[4])
     assert torch.equal(w3[:4], old3[:4])
 
 
-@pytest.mark.parametrize("name", ["mtp.0.e_proj.scale", "mtp.0.h_proj.weight", "mtp.0.ffn.experts.7.w1.scale"])
+@pytest.mark.parametrize(
+    "name", ["mtp.0.e_proj.scale", "mtp.0.h_proj.weight", "mtp.0.ffn.experts.7.w1.scale"]
+)
 def test_spec11_e32_every_mtp_tensor_is_expected(native: Path, tmp_path: Path, name: str) -> None:
     def edit(tensors: Tensors) -> None:
         del tensors[name]
@@ -155,7 +204,9 @@ def test_spec11_e32_every_mtp_tensor_is_expected(native: Path, tmp_path: Path, n
         load(folder, mtp="classic")
 
 
-def test_spec11_e33_nvfp4_scales_that_would_give_nan_or_zero_are_refused(nvfp4_experts: Path, tmp_path: Path) -> None:
+def test_spec11_e33_nvfp4_scales_that_would_give_nan_or_zero_are_refused(
+    nvfp4_experts: Path, tmp_path: Path
+) -> None:
     for value in (0.0, -1.0, math.inf, math.nan):
 
         def edit(tensors: Tensors, value: float = value) -> None:
@@ -165,7 +216,9 @@ def test_spec11_e33_nvfp4_scales_that_would_give_nan_or_zero_are_refused(nvfp4_e
             load(changed_copy(nvfp4_experts, tmp_path / f"x{value}", edit))
 
 
-def test_spec11_e34_the_input_scale_of_every_expert_is_expected(nvfp4_experts: Path, tmp_path: Path) -> None:
+def test_spec11_e34_the_input_scale_of_every_expert_is_expected(
+    nvfp4_experts: Path, tmp_path: Path
+) -> None:
     def edit(tensors: Tensors) -> None:
         del tensors["layers.2.ffn.experts.6.w1.input_scale"]
         tensors["layers.2.ffn.experts.5.w1.input_scale"] = torch.ones(3)
@@ -178,7 +231,9 @@ def test_spec11_e34_the_input_scale_of_every_expert_is_expected(nvfp4_experts: P
 
 def test_nvfp4_without_any_input_scale_loads(nvfp4_experts: Path, tmp_path: Path) -> None:
     def edit(tensors: Tensors) -> Tensors:
-        return {name: tensor for name, tensor in tensors.items() if not name.endswith("input_scale")}
+        return {
+            name: tensor for name, tensor in tensors.items() if not name.endswith("input_scale")
+        }
 
     expected = load(nvfp4_experts)
     weights = load(changed_copy(nvfp4_experts, tmp_path / "x", edit))
@@ -187,7 +242,10 @@ def test_nvfp4_without_any_input_scale_loads(nvfp4_experts: Path, tmp_path: Path
 
 def test_nvfp4_scalars_may_have_one_dimension(nvfp4_experts: Path, tmp_path: Path) -> None:
     def edit(tensors: Tensors) -> Tensors:
-        return {name: tensor.view(1) if tensor.dim() == 0 else tensor for name, tensor in tensors.items()}
+        return {
+            name: tensor.view(1) if tensor.dim() == 0 else tensor
+            for name, tensor in tensors.items()
+        }
 
     expected = load(nvfp4_experts)
     weights = load(changed_copy(nvfp4_experts, tmp_path / "x", edit))
@@ -198,7 +256,9 @@ def test_spec11_e35_e8m0_and_packed_bytes_arrive_as_they_are(native: Path, tmp_p
     weight, scale = "layers.2.ffn.experts.0.w1.weight", "layers.2.ffn.experts.0.w1.scale"
 
     def edit(tensors: Tensors) -> None:
-        tensors[weight] = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).repeat(16).view(64, 64)
+        tensors[weight] = (
+            torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).repeat(16).view(64, 64)
+        )
         tensors[scale] = exponent_to_e8m0(torch.arange(64 * 4).view(64, 4) % 20 - 10)
 
     folder = changed_copy(native, tmp_path / "x", edit)
@@ -231,7 +291,9 @@ def test_spec11_e35_partial_blocks_have_their_scale_rows(tmp_path: Path) -> None
     assert wq_a.block_scale.shape == (2, 2)
 
 
-def test_spec11_e37_base_models_have_fp8_experts_and_float32_scales(native: Path, tmp_path: Path) -> None:
+def test_spec11_e37_base_models_have_fp8_experts_and_float32_scales(
+    native: Path, tmp_path: Path
+) -> None:
     def edit(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith(".scale")]:
             weight = name.replace(".scale", ".weight")
@@ -270,10 +332,16 @@ def test_compressed_tensors_names_are_refused_by_name(nvfp4_all: Path, tmp_path:
         ({"quant_method": "compressed-tensors"}, "quant_method: found 'compressed-tensors'"),
         ({"quant_method": "gptq"}, "quant_method: found 'gptq'"),
         ({"quant_method": ["fp8"]}, "quant_method: found"),
-        ({"quant_algo": "W4A8_AWQ"}, "quant_algo: found 'W4A8_AWQ', expected 'NVFP4' or 'MIXED_PRECISION'"),
+        (
+            {"quant_algo": "W4A8_AWQ"},
+            "quant_algo: found 'W4A8_AWQ', expected 'NVFP4' or 'MIXED_PRECISION'",
+        ),
         ({"moe_quant_algo": "MXFP4"}, "moe_quant_algo: found 'MXFP4'"),
         ({"group_size": 32}, "group_size: found 32, expected 16"),
-        ({"weight_block_size": [32, 32]}, r"weight_block_size: found \[32, 32\], expected \[128, 128\]"),
+        (
+            {"weight_block_size": [32, 32]},
+            r"weight_block_size: found \[32, 32\], expected \[128, 128\]",
+        ),
         ({"fmt": "e5m2"}, "fmt: found 'e5m2'"),
         (
             {"quantized_layers": {"layers.0.ffn.experts": {"quant_algo": "FP8"}}},
@@ -301,6 +369,8 @@ def test_unknown_expert_dtype_is_refused(native: Path, tmp_path: Path, value: ob
         load(folder)
 
 
-def test_width_that_the_format_cannot_hold_is_a_clean_error(nvfp4_all: Path, tmp_path: Path) -> None:
+def test_width_that_the_format_cannot_hold_is_a_clean_error(
+    nvfp4_all: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="found K = 72, expected a multiple of 16 for nvfp4"):
         load(changed_copy(nvfp4_all, tmp_path / "x", config={"q_lora_rank": 72}))

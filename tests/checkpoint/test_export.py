@@ -16,7 +16,15 @@ from dsv4.checkpoint.shard import read_header
 from dsv4.checkpoint.writer import OutputTensor, write_shards
 from dsv4.errors import UserError
 from dsv4.quant import QuantFormat, QuantTensor, exponent_to_e8m0, quantize
-from tests.checkpoint.folders import Tensors, as_bytes, changed_copy, load, matrix, read_tensors, same_tensors
+from tests.checkpoint.folders import (
+    Tensors,
+    as_bytes,
+    changed_copy,
+    load,
+    matrix,
+    read_tensors,
+    same_tensors,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -37,14 +45,18 @@ def config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def test_equal_layout_is_bitwise_for_every_tensor(source: Path, layout: Layout, tmp_path: Path) -> None:
+def test_equal_layout_is_bitwise_for_every_tensor(
+    source: Path, layout: Layout, tmp_path: Path
+) -> None:
     export(source, tmp_path / "x", layout, Dialect.NATIVE, shard_bytes=300_000)
     assert len(list((tmp_path / "x").glob("model-*-of-*.safetensors"))) > 3
     assert same_tensors(read_tensors(tmp_path / "x"), read_tensors(source))
     assert config(tmp_path / "x") == config(source)
 
 
-def test_hf_names_and_back_is_bitwise_for_every_tensor(source: Path, layout: Layout, tmp_path: Path) -> None:
+def test_hf_names_and_back_is_bitwise_for_every_tensor(
+    source: Path, layout: Layout, tmp_path: Path
+) -> None:
     export(source, tmp_path / "hf", layout, Dialect.HF)
     assert any(".self_attn." in name for name in read_tensors(tmp_path / "hf"))
     export(tmp_path / "hf", tmp_path / "back", layout, Dialect.NATIVE)
@@ -80,14 +92,20 @@ def test_mxfp4_to_nvfp4_is_lossless(native: Path, tmp_path: Path) -> None:
             assert torch.equal(matrix(after, name).dequantize(), weight.dequantize())
 
 
-def test_untouched_tensors_of_an_nvidia_export_keep_their_bytes(native: Path, tmp_path: Path) -> None:
+def test_untouched_tensors_of_an_nvidia_export_keep_their_bytes(
+    native: Path, tmp_path: Path
+) -> None:
     export(native, tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
     before, after = read_tensors(native), read_tensors(tmp_path / "x")
     kept = [name for name in before if name.startswith("mtp.") or ".experts." not in name]
     assert "mtp.0.ffn.experts.0.w1.scale" in kept
     assert all(as_bytes(before[name]) == as_bytes(after[name]) for name in kept)
     expert = "layers.0.ffn.experts.0.w1"
-    shapes = {name.removeprefix(f"{expert}."): (t.dtype, tuple(t.shape)) for name, t in after.items() if expert in name}
+    shapes = {
+        name.removeprefix(f"{expert}."): (t.dtype, tuple(t.shape))
+        for name, t in after.items()
+        if expert in name
+    }
     assert shapes == {
         "weight": (torch.uint8, (64, 64)),
         "weight_scale": (torch.float8_e4m3fn, (64, 8)),
@@ -132,20 +150,29 @@ def test_groups_of_zeros_do_not_limit_the_cast() -> None:
 
 def test_e8m0_nan_is_refused() -> None:
     scale = torch.full((1, 1), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    weight = QuantTensor(torch.full((1, 16), 1, dtype=torch.uint8), scale, None, QuantFormat.MXFP4, (1, 32))
+    weight = QuantTensor(
+        torch.full((1, 16), 1, dtype=torch.uint8), scale, None, QuantFormat.MXFP4, (1, 32)
+    )
     with pytest.raises(ValueError, match="found NaN or infinity"):
         convert([weight], QuantFormat.NVFP4)
 
 
-def test_spec11_e31_quantised_w1_and_w3_share_their_global_scale(bf16: Path, tmp_path: Path) -> None:
+def test_spec11_e31_quantised_w1_and_w3_share_their_global_scale(
+    bf16: Path, tmp_path: Path
+) -> None:
     export(bf16, tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
     before, after = load(bf16), load(tmp_path / "x")
-    w1, w2, w3 = (matrix(after, f"layers.1.ffn.experts.{name}.weight").global_scale for name in ("w1", "w2", "w3"))
+    w1, w2, w3 = (
+        matrix(after, f"layers.1.ffn.experts.{name}.weight").global_scale
+        for name in ("w1", "w2", "w3")
+    )
     assert w1 is not None
     assert w2 is not None
     assert w3 is not None
     assert torch.equal(w1, w3)
-    values = [matrix(before, f"layers.1.ffn.experts.{name}.weight").dequantize() for name in ("w1", "w3")]
+    values = [
+        matrix(before, f"layers.1.ffn.experts.{name}.weight").dequantize() for name in ("w1", "w3")
+    ]
     amax = torch.stack(values).abs().amax(dim=(0, 2, 3))
     assert torch.equal(w1, amax / 2688)
 
@@ -164,7 +191,9 @@ def test_spec11_e34_known_input_scales_come_along_and_unknown_ones_are_one(
     def edit(tensors: Tensors) -> None:
         tensors[name].fill_(0.37)
 
-    export(changed_copy(nvfp4_experts, tmp_path / "a", edit), tmp_path / "b", "nvfp4-all", Dialect.HF)
+    export(
+        changed_copy(nvfp4_experts, tmp_path / "a", edit), tmp_path / "b", "nvfp4-all", Dialect.HF
+    )
     renamed = "model.layers.2.mlp.experts.5.up_proj.input_scale"
     assert float(read_tensors(tmp_path / "b")[renamed]) == pytest.approx(0.37)
     export(native, tmp_path / "c", "nvfp4-experts", Dialect.NATIVE)
@@ -178,7 +207,10 @@ def test_nvidia_declarations(native: Path, tmp_path: Path) -> None:
     assert declared["quant_algo"] == "MIXED_PRECISION"
     assert declared["moe_quant_algo"] == "NVFP4"
     assert declared["weight_block_size"] == [128, 128]
-    assert declared["quantized_layers"]["layers.3.ffn.experts"] == {"quant_algo": "NVFP4", "group_size": 16}
+    assert declared["quantized_layers"]["layers.3.ffn.experts"] == {
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+    }
     assert declared["ignore"] == ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
     separate = json.loads((tmp_path / "x/hf_quant_config.json").read_text())
     assert separate["quantization"]["exclude_modules"] == declared["ignore"]
@@ -198,7 +230,11 @@ def test_other_files_come_along_but_nothing_from_outside(bf16: Path, tmp_path: P
     (folder / "encoding/sub/x.py").write_text("x = 1")
     (folder / "notes.bin").write_bytes(b"1")
     export(folder, tmp_path / "b", "native", Dialect.NATIVE)
-    names = {str(file.relative_to(tmp_path / "b")) for file in (tmp_path / "b").rglob("*") if file.is_file()}
+    names = {
+        str(file.relative_to(tmp_path / "b"))
+        for file in (tmp_path / "b").rglob("*")
+        if file.is_file()
+    }
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "encoding/sub/x.py"}
     (tmp_path / "secret.json").write_text("secret")
     (folder / "generation_config.json").symlink_to(tmp_path / "secret.json")
@@ -213,7 +249,12 @@ def test_nothing_is_left_behind_when_an_export_fails(bf16: Path, tmp_path: Path)
     folder = changed_copy(bf16, tmp_path / "a", edit)
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match=r"layers|head|found NaN"):
-        export(changed_copy(bf16, tmp_path / "b", damage_last_expert), tmp_path / "out/x", "native", Dialect.NATIVE)
+        export(
+            changed_copy(bf16, tmp_path / "b", damage_last_expert),
+            tmp_path / "out/x",
+            "native",
+            Dialect.NATIVE,
+        )
     assert list((tmp_path / "out").iterdir()) == []
     export(folder, tmp_path / "out/y", "bf16", Dialect.NATIVE)
 
@@ -232,7 +273,16 @@ def test_existing_destination_is_never_touched(bf16: Path, tmp_path: Path) -> No
 
 
 def test_command_line(bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(bf16), str(tmp_path / "x"), "--format", "nvfp4-experts", "--names", "hf", "--shard-size", "200kb"]
+    arguments = [
+        str(bf16),
+        str(tmp_path / "x"),
+        "--format",
+        "nvfp4-experts",
+        "--names",
+        "hf",
+        "--shard-size",
+        "200kb",
+    ]
     assert main(arguments) == 0
     index = json.loads((tmp_path / "x/model.safetensors.index.json").read_text())
     tensors = read_tensors(tmp_path / "x")
@@ -251,8 +301,15 @@ def test_command_line_refuses_sizes_that_are_none(bf16: Path, tmp_path: Path, si
 
 
 def test_dspark_modules_come_along(tmp_path: Path) -> None:
-    dspark = {"block_size": 5, "noise_token_id": 200, "target_layer_ids": [1, 2, 3], "markov_rank": 32}
-    raw = tiny_config(compress_ratios=[0, 4, 128, 4, 0, 0, 0], **{f"dspark_{k}": v for k, v in dspark.items()})
+    dspark = {
+        "block_size": 5,
+        "noise_token_id": 200,
+        "target_layer_ids": [1, 2, 3],
+        "markov_rank": 32,
+    }
+    raw = tiny_config(
+        compress_ratios=[0, 4, 128, 4, 0, 0, 0], **{f"dspark_{k}": v for k, v in dspark.items()}
+    )
     write_synthetic(tmp_path / "a", raw, "native", 1, mtp="dspark")
     export(tmp_path / "a", tmp_path / "b", "native", Dialect.HF)
     export(tmp_path / "b", tmp_path / "c", "native", Dialect.NATIVE)
@@ -263,23 +320,33 @@ def test_written_tensors_are_aligned_in_any_order(tmp_path: Path) -> None:
     def one(name: str, tensor: Tensor) -> OutputTensor:
         return OutputTensor(name, tensor.dtype, tuple(tensor.shape), lambda: [tensor])
 
-    tensors = {"a": torch.tensor([7], dtype=torch.uint8), "b": torch.arange(3), "c": torch.tensor(0.5)}
+    tensors = {
+        "a": torch.tensor([7], dtype=torch.uint8),
+        "b": torch.arange(3),
+        "c": torch.tensor(0.5),
+    }
     tensors["d"] = torch.arange(6).view(2, 3).t().bfloat16()
     write_shards(tmp_path, [one(name, tensor) for name, tensor in tensors.items()])
-    assert same_tensors(read_tensors(tmp_path), {name: tensor.contiguous() for name, tensor in tensors.items()})
+    assert same_tensors(
+        read_tensors(tmp_path), {name: tensor.contiguous() for name, tensor in tensors.items()}
+    )
     for stored in read_header(tmp_path / "model.safetensors").values():
         assert stored.offset % stored.dtype.itemsize == 0
 
 
 def test_width_that_the_target_cannot_hold_is_a_clean_error(tmp_path: Path) -> None:
     write_synthetic(tmp_path / "a", tiny_config(q_lora_rank=72), "bf16", 1)
-    with pytest.raises(UserError, match=r"layers.0.attn.wq_b.weight: .*K = 72, expected a multiple of 16 for nvfp4"):
+    with pytest.raises(
+        UserError, match=r"layers.0.attn.wq_b.weight: .*K = 72, expected a multiple of 16 for nvfp4"
+    ):
         export(tmp_path / "a", tmp_path / "b", "nvfp4-all", Dialect.NATIVE)
     assert not (tmp_path / "b").exists()
 
 
 def test_float16_is_refused_by_name(bf16: Path, tmp_path: Path) -> None:
-    tensors = {name: t.half() if t.dtype == torch.bfloat16 else t for name, t in read_tensors(bf16).items()}
+    tensors = {
+        name: t.half() if t.dtype == torch.bfloat16 else t for name, t in read_tensors(bf16).items()
+    }
     folder = changed_copy(bf16, tmp_path / "x")
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UserError, match="found F16, expected BF16"):

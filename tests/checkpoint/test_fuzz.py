@@ -18,13 +18,20 @@ pytestmark = pytest.mark.slow
 
 INDEX = "model.safetensors.index.json"
 SMALL = tiny_config(
-    num_hidden_layers=2, compress_ratios=[0, 4], num_hash_layers=1, hidden_size=32, n_routed_experts=2, vocab_size=16
+    num_hidden_layers=2,
+    compress_ratios=[0, 4],
+    num_hash_layers=1,
+    hidden_size=32,
+    n_routed_experts=2,
+    vocab_size=16,
 )
 fuzz = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 SIZES = st.sampled_from([-1, 0, 1, 2, 3, 7, 2**31, 2**63, 2**64, 1.5, None, True, "4", [], {}])
@@ -65,8 +72,12 @@ def shard(folder: Path, number: int) -> Path:
 
 
 @fuzz
-@given(number=st.integers(0, 9), place=st.floats(0, 1), bit=st.integers(0, 7), in_header=st.booleans())
-def test_flipped_bits(small: Path, work: Path, number: int, place: float, bit: int, in_header: bool) -> None:
+@given(
+    number=st.integers(0, 9), place=st.floats(0, 1), bit=st.integers(0, 7), in_header=st.booleans()
+)
+def test_flipped_bits(
+    small: Path, work: Path, number: int, place: float, bit: int, in_header: bool
+) -> None:
     file = shard(restore(small, work), number)
     content = bytearray(file.read_bytes())
     length = int.from_bytes(content[:8], "little") + 8 if in_header else len(content)
@@ -77,18 +88,25 @@ def test_flipped_bits(small: Path, work: Path, number: int, place: float, bit: i
 
 @fuzz
 @given(number=st.integers(0, 9), keep=st.floats(0, 1), tail=st.binary(max_size=16))
-def test_truncated_and_extended_shards(small: Path, work: Path, number: int, keep: float, tail: bytes) -> None:
+def test_truncated_and_extended_shards(
+    small: Path, work: Path, number: int, keep: float, tail: bytes
+) -> None:
     file = shard(restore(small, work), number)
     content = file.read_bytes()
     changed = content[: int(keep * len(content))] + tail
     assume(changed != content)
     file.write_bytes(changed)
-    with pytest.raises(UserError, match="truncated|bytes after|not valid JSON|not UTF-8|not a safetensors|header"):
+    with pytest.raises(
+        UserError, match="truncated|bytes after|not valid JSON|not UTF-8|not a safetensors|header"
+    ):
         load(work, "classic")
 
 
 @fuzz
-@given(name=st.sampled_from(["config.json", INDEX, "hf_quant_config.json"]), text=st.binary(max_size=64))
+@given(
+    name=st.sampled_from(["config.json", INDEX, "hf_quant_config.json"]),
+    text=st.binary(max_size=64),
+)
 def test_json_files_that_are_not_json(small: Path, work: Path, name: str, text: bytes) -> None:
     (restore(small, work) / name).write_bytes(text)
     loads_or_is_refused(work)
@@ -102,7 +120,9 @@ def test_index_with_hostile_values(small: Path, work: Path, data: st.DataObject)
     names, files = sorted(index["weight_map"]), sorted(index["weight_map"].values())
     for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=3)):
         index["weight_map"][name] = data.draw(st.sampled_from(files) | st.text(max_size=20) | SIZES)
-    index["weight_map"].update(data.draw(st.dictionaries(st.text(max_size=10), st.text(max_size=10), max_size=2)))
+    index["weight_map"].update(
+        data.draw(st.dictionaries(st.text(max_size=10), st.text(max_size=10), max_size=2))
+    )
     path.write_text(json.dumps(index))
     loads_or_is_refused(work)
 
@@ -127,8 +147,14 @@ def test_headers_of_arbitrary_json(tmp_path: Path, header: dict[str, Any], body:
     ),
     body=st.binary(max_size=32),
 )
-def test_headers_with_hostile_entries(tmp_path: Path, entries: list[dict[str, Any]], body: bytes) -> None:
-    check_file(tmp_path / "x.safetensors", {str(number): entry for number, entry in enumerate(entries)}, body)
+def test_headers_with_hostile_entries(
+    tmp_path: Path, entries: list[dict[str, Any]], body: bytes
+) -> None:
+    check_file(
+        tmp_path / "x.safetensors",
+        {str(number): entry for number, entry in enumerate(entries)},
+        body,
+    )
 
 
 def check_file(path: Path, header: dict[str, Any], body: bytes) -> None:
@@ -148,7 +174,14 @@ def check_file(path: Path, header: dict[str, Any], body: bytes) -> None:
 @given(
     key=st.sampled_from(
         [
-            *("quant_method", "quant_algo", "moe_quant_algo", "group_size", "weight_block_size", "quantized_layers"),
+            *(
+                "quant_method",
+                "quant_algo",
+                "moe_quant_algo",
+                "group_size",
+                "weight_block_size",
+                "quantized_layers",
+            ),
             *("ignore", "modules_to_not_convert", "fmt", "config_groups"),
         ]
     ),
@@ -164,7 +197,9 @@ def test_declarations_with_hostile_values(small: Path, work: Path, key: str, val
 
 @fuzz
 @given(key=st.sampled_from(["quantization_config", "expert_dtype", *SMALL]), value=JSON | SIZES)
-def test_config_with_hostile_values_and_real_weights(small: Path, work: Path, key: str, value: Any) -> None:
+def test_config_with_hostile_values_and_real_weights(
+    small: Path, work: Path, key: str, value: Any
+) -> None:
     path = restore(small, work) / "config.json"
     config = json.loads(path.read_text())
     config[key] = value

@@ -22,13 +22,23 @@ def write_shard(path: Path, header: dict | bytes, data: bytes = b"") -> Path:
 
 
 def entry(begin: int, end: int, dtype: str = "U8", shape: list | None = None) -> dict:
-    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+    return {
+        "dtype": dtype,
+        "shape": [end - begin] if shape is None else shape,
+        "data_offsets": [begin, end],
+    }
 
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     folder = tmp_path / "sharded"
-    write_synthetic(folder, tiny_config(num_hidden_layers=2, compress_ratios=[0, 4]), "native", 3, shard_bytes=300_000)
+    write_synthetic(
+        folder,
+        tiny_config(num_hidden_layers=2, compress_ratios=[0, 4]),
+        "native",
+        3,
+        shard_bytes=300_000,
+    )
     return folder
 
 
@@ -40,10 +50,20 @@ def edit_index(folder: Path, **changes: str) -> None:
 
 
 def test_every_dtype_is_mapped_with_the_bytes_of_the_file(tmp_path: Path) -> None:
-    dtypes = [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8, torch.int8, torch.int32, torch.int64]
+    dtypes = [
+        torch.float8_e4m3fn,
+        torch.float8_e8m0fnu,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    ]
     dtypes += [torch.float32, torch.bfloat16, torch.float16]
     raw = torch.arange(256, dtype=torch.uint8)
-    save_file({str(dtype): raw.view(dtype).view(2, -1).clone() for dtype in dtypes}, tmp_path / "x.safetensors")
+    save_file(
+        {str(dtype): raw.view(dtype).view(2, -1).clone() for dtype in dtypes},
+        tmp_path / "x.safetensors",
+    )
     stored = read_header(tmp_path / "x.safetensors")
     for dtype in dtypes:
         tensor = map_tensor(stored[str(dtype)])
@@ -52,7 +72,9 @@ def test_every_dtype_is_mapped_with_the_bytes_of_the_file(tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("error")
-def test_reading_gives_no_warning_and_writing_to_the_tensor_leaves_the_file_alone(sharded: Path) -> None:
+def test_reading_gives_no_warning_and_writing_to_the_tensor_leaves_the_file_alone(
+    sharded: Path,
+) -> None:
     checkpoint = open_checkpoint(sharded)
     before = checkpoint.read("norm.weight").clone()
     checkpoint.read("norm.weight").zero_()
@@ -86,7 +108,11 @@ def test_unknown_name_is_a_clean_error(sharded: Path) -> None:
         ({"a": entry(0, 4, "F4")}, b"1234", "dtype: found 'F4'"),
         ({"a": entry(0, 4, shape=[-4])}, b"1234", "shape: found"),
         ({"a": entry(0, 4, shape=[2.0, 2])}, b"1234", "shape: found"),
-        ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, True]}}, b"1234", "data_offsets: found"),
+        (
+            {"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, True]}},
+            b"1234",
+            "data_offsets: found",
+        ),
         ({"a": [1]}, b"", "dtype: found None"),
         (b'{"a": 1, "a": 2}', b"", "'a' occurs twice"),
         (b"[]", b"", "expected an object"),
@@ -96,7 +122,9 @@ def test_unknown_name_is_a_clean_error(sharded: Path) -> None:
         (b'{"a": ' + b"9" * 5000 + b"}", b"", "not valid JSON"),
     ],
 )
-def test_damaged_shard_is_one_clean_line(tmp_path: Path, header: dict | bytes, data: bytes, message: str) -> None:
+def test_damaged_shard_is_one_clean_line(
+    tmp_path: Path, header: dict | bytes, data: bytes, message: str
+) -> None:
     path = write_shard(tmp_path / "bad.safetensors", header, data)
     with pytest.raises(UserError, match=message) as caught:
         read_header(path)
@@ -104,7 +132,9 @@ def test_damaged_shard_is_one_clean_line(tmp_path: Path, header: dict | bytes, d
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"1234567", (2**63).to_bytes(8, "little") + b"{}", (9).to_bytes(8, "little")])
+@pytest.mark.parametrize(
+    "content", [b"", b"1234567", (2**63).to_bytes(8, "little") + b"{}", (9).to_bytes(8, "little")]
+)
 def test_impossible_header_length_is_one_clean_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=f"found {len(content)} bytes, expected 8 and a header of"):
@@ -135,7 +165,15 @@ def test_several_files_without_an_index_are_refused(sharded: Path) -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        *("/etc/passwd", "../x.safetensors", "sub/x.safetensors", "..", "", ".x.safetensors", "a\\b.safetensors"),
+        *(
+            "/etc/passwd",
+            "../x.safetensors",
+            "sub/x.safetensors",
+            "..",
+            "",
+            ".x.safetensors",
+            "a\\b.safetensors",
+        ),
         *("x\0.safetensors", "\ud800.safetensors", "x.bin", "C:x.safetensors"),
     ],
 )
@@ -190,11 +228,15 @@ def test_index_and_shards_must_agree_both_ways(sharded: Path) -> None:
     (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(UserError) as caught:
         load(sharded)
-    assert f"1 named by the index but absent from their shard: ghost.weight ({file})" in str(caught.value)
+    assert f"1 named by the index but absent from their shard: ghost.weight ({file})" in str(
+        caught.value
+    )
     assert f"1 in a shard but not in the index: norm.weight ({file})" in str(caught.value)
 
 
-def test_truncated_shards_missing_shards_and_wrong_tensors_are_reported_together(sharded: Path) -> None:
+def test_truncated_shards_missing_shards_and_wrong_tensors_are_reported_together(
+    sharded: Path,
+) -> None:
     first, second, third, *_ = sorted(sharded.glob("model-*.safetensors"))
     size = first.stat().st_size
     first.write_bytes(first.read_bytes()[:-100])
@@ -208,7 +250,9 @@ def test_truncated_shards_missing_shards_and_wrong_tensors_are_reported_together
     message = str(caught.value)
     assert f"{first.name}: truncated: found {size - 100} bytes, expected {size}" in message
     assert f"{second.name}: cannot be read (No such file or directory)" in message
-    assert message.endswith(f"1 missing: {name}"), "the tensors of unreadable shards are not listed as well"
+    assert message.endswith(f"1 missing: {name}"), (
+        "the tensors of unreadable shards are not listed as well"
+    )
     assert "\n" not in message
 
 

@@ -24,7 +24,16 @@ from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.parameters import Role, layer_of, parameters
 from dsv4.quant import QuantFormat, QuantTensor
-from tests.checkpoint.folders import CPU, Tensors, as_bytes, changed_copy, config_of, load, matrix, read_tensors
+from tests.checkpoint.folders import (
+    CPU,
+    Tensors,
+    as_bytes,
+    changed_copy,
+    config_of,
+    load,
+    matrix,
+    read_tensors,
+)
 
 DSPARK = {
     "dspark_block_size": 5,
@@ -40,7 +49,9 @@ DSPARK = {
 def test_every_layout_and_dialect_loads_the_bytes_that_were_written(
     layout: Layout, names: Dialect, tmp_path: Path
 ) -> None:
-    write_synthetic(tmp_path / "x", tiny_config(), layout, 7, names=names, mtp="classic", shard_bytes=400_000)
+    write_synthetic(
+        tmp_path / "x", tiny_config(), layout, 7, names=names, mtp="classic", shard_bytes=400_000
+    )
     checkpoint = open_checkpoint(tmp_path / "x")
     config = config_of(checkpoint)
     expected = synthetic_weights(config, layout, 7, lambda _: CPU, mtp="classic")
@@ -51,7 +62,10 @@ def test_every_layout_and_dialect_loads_the_bytes_that_were_written(
     described = describe(checkpoint, config, "classic")
     sizes = {name: weight.nbytes for name, weight in loaded.items()}
     assert {one.parameter.name: one.nbytes for one in described} == sizes
-    formats = {name: weight.format if isinstance(weight, QuantTensor) else None for name, weight in loaded.items()}
+    formats = {
+        name: weight.format if isinstance(weight, QuantTensor) else None
+        for name, weight in loaded.items()
+    }
     assert {one.parameter.name: one.format for one in described} == formats
 
 
@@ -80,7 +94,9 @@ def test_bfloat16_floats_become_float32_and_int32_tables_int64(bf16: Path, tmp_p
     fn, expected_fn = weights["layers.0.hc_attn_fn"], expected["layers.0.hc_attn_fn"]
     assert isinstance(expected_fn, Tensor)
     assert as_bytes(fn) == as_bytes(expected_fn.bfloat16().float())
-    assert as_bytes(weights["layers.0.ffn.gate.tid2eid"]) == as_bytes(expected["layers.0.ffn.gate.tid2eid"])
+    assert as_bytes(weights["layers.0.ffn.gate.tid2eid"]) == as_bytes(
+        expected["layers.0.ffn.gate.tid2eid"]
+    )
 
 
 def test_all_problems_are_in_one_line(native: Path, tmp_path: Path) -> None:
@@ -103,7 +119,11 @@ def test_all_problems_are_in_one_line(native: Path, tmp_path: Path) -> None:
 
 def test_long_lists_are_capped_with_a_count(native: Path, tmp_path: Path) -> None:
     def edit(tensors: Tensors) -> Tensors:
-        return {name: tensor for name, tensor in tensors.items() if not name.startswith("layers.3.ffn.experts.")}
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not name.startswith("layers.3.ffn.experts.")
+        }
 
     with pytest.raises(UserError, match=r"48 missing: .*\(and 40 more\)$") as caught:
         load(changed_copy(native, tmp_path / "x", edit))
@@ -112,10 +132,13 @@ def test_long_lists_are_capped_with_a_count(native: Path, tmp_path: Path) -> Non
 
 def test_a_wrong_tensor_among_many_experts_is_found(native: Path, tmp_path: Path) -> None:
     def edit(tensors: Tensors) -> None:
-        tensors["layers.2.ffn.experts.5.w2.weight"] = tensors["layers.2.ffn.experts.5.w2.weight"][:, :-1].clone()
+        tensors["layers.2.ffn.experts.5.w2.weight"] = tensors["layers.2.ffn.experts.5.w2.weight"][
+            :, :-1
+        ].clone()
 
     with pytest.raises(
-        UserError, match=r"layers.2.ffn.experts.5.w2.weight \(found \[128, 31\], expected \[128, 32\]\)"
+        UserError,
+        match=r"layers.2.ffn.experts.5.w2.weight \(found \[128, 31\], expected \[128, 32\]\)",
     ):
         load(changed_copy(native, tmp_path / "x", edit))
 
@@ -136,8 +159,16 @@ def test_hostile_names_are_escaped(native: Path, tmp_path: Path) -> None:
         ("layers.0.attn.attn_sink", float("inf"), "1 not finite: layers.0.attn.attn_sink"),
         ("layers.0.ffn.gate.tid2eid", 8, r"tid2eid \(found expert ids 0 to 8, expected 0 to 7\)"),
         ("layers.0.ffn.gate.tid2eid", -1, r"tid2eid \(found expert ids -1 to 7, expected 0 to 7\)"),
-        ("layers.2.ffn.experts.3.w1.weight_scale_2", 0.0, r"experts.3.w1.weight_scale_2: found 0.0"),
-        ("layers.2.ffn.experts.3.w1.weight_scale_2", float("nan"), r"experts.3.w1.weight_scale_2: found nan"),
+        (
+            "layers.2.ffn.experts.3.w1.weight_scale_2",
+            0.0,
+            r"experts.3.w1.weight_scale_2: found 0.0",
+        ),
+        (
+            "layers.2.ffn.experts.3.w1.weight_scale_2",
+            float("nan"),
+            r"experts.3.w1.weight_scale_2: found nan",
+        ),
     ],
 )
 def test_impossible_values_are_refused(
@@ -156,7 +187,9 @@ def test_mtp_tensors_are_skipped_knowingly_and_loaded_on_request(
     with caplog.at_level(logging.INFO, logger="dsv4"):
         weights = load(native)
     assert not any(name.startswith("mtp.") for name in weights)
-    assert [record.message for record in caplog.records] == [f"{native}: skipping the mtp tensors (classic)"]
+    assert [record.message for record in caplog.records] == [
+        f"{native}: skipping the mtp tensors (classic)"
+    ]
     assert mtp_kind(open_checkpoint(native)) == "classic"
     assert "mtp.0.e_proj.weight" in load(native, mtp="classic")
 
@@ -187,7 +220,10 @@ def test_device_of_is_asked_once_and_progress_ends_at_the_total(native: Path) ->
         return torch.device("cpu:1") if name.startswith("layers.1.") else CPU
 
     weights = load_weights(
-        checkpoint, config_of(checkpoint), device_of=device_of, progress=lambda *state: seen.append(state)
+        checkpoint,
+        config_of(checkpoint),
+        device_of=device_of,
+        progress=lambda *state: seen.append(state),
     )
     assert sorted(asked) == sorted(weights)
     for name, expected in load(native).items():
@@ -197,7 +233,9 @@ def test_device_of_is_asked_once_and_progress_ends_at_the_total(native: Path) ->
 
 
 @pytest.mark.gpu
-def test_every_gpu_gets_the_bytes_of_the_files(nvfp4_experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_gpu_gets_the_bytes_of_the_files(
+    nvfp4_experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through staging buffers that are smaller than most tensors."""
     monkeypatch.setattr(transfer, "STAGING_BYTES", 1000)
     checkpoint, count = open_checkpoint(nvfp4_experts), torch.cuda.device_count()
@@ -207,7 +245,9 @@ def test_every_gpu_gets_the_bytes_of_the_files(nvfp4_experts: Path, monkeypatch:
         return torch.device("cuda", 0 if layer is None else layer % count)
 
     weights = load_weights(checkpoint, config_of(checkpoint), device_of=device_of)
-    assert {name: weight.device for name, weight in weights.items()} == {name: device_of(name) for name in weights}
+    assert {name: weight.device for name, weight in weights.items()} == {
+        name: device_of(name) for name in weights
+    }
     for name, expected in load(nvfp4_experts).items():
         assert as_bytes(weights[name]) == as_bytes(expected), name
 
@@ -215,7 +255,9 @@ def test_every_gpu_gets_the_bytes_of_the_files(nvfp4_experts: Path, monkeypatch:
 def test_describe_reads_no_tensor(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(native)
     monkeypatch.setattr(index, "map_tensor", None)
-    assert len(describe(checkpoint, config_of(checkpoint))) == len(parameters(config_of(checkpoint)))
+    assert len(describe(checkpoint, config_of(checkpoint))) == len(
+        parameters(config_of(checkpoint))
+    )
 
 
 def test_describe_raises_like_loading(native: Path, tmp_path: Path) -> None:
@@ -230,13 +272,17 @@ def test_describe_raises_like_loading(native: Path, tmp_path: Path) -> None:
 def test_file_that_shrinks_during_the_load_is_one_line(native: Path, tmp_path: Path) -> None:
     folder = changed_copy(native, tmp_path / "x")
     checkpoint = open_checkpoint(folder)
-    small = sum(one.nbytes for one in describe(checkpoint, config_of(checkpoint)) if one.format is None)
+    small = sum(
+        one.nbytes for one in describe(checkpoint, config_of(checkpoint)) if one.format is None
+    )
 
     def shrink(done: int, total: int) -> None:
         if done == small:
             (folder / "model.safetensors").write_bytes(b"")
 
-    with pytest.raises(UserError, match=r"model.safetensors: truncated: found \d+ bytes, expected at least \d+$"):
+    with pytest.raises(
+        UserError, match=r"model.safetensors: truncated: found \d+ bytes, expected at least \d+$"
+    ):
         load_weights(checkpoint, config_of(checkpoint), device_of=lambda _: CPU, progress=shrink)
 
 
@@ -256,28 +302,47 @@ def test_hf_names_may_have_experts_fused_or_one_by_one(tmp_path: Path) -> None:
     def unfuse(tensors: Tensors) -> None:
         for layer in range(4):
             prefix = f"model.layers.{layer}.mlp.experts"
-            gate_up, down = tensors.pop(f"{prefix}.gate_up_proj"), tensors.pop(f"{prefix}.down_proj")
+            gate_up, down = (
+                tensors.pop(f"{prefix}.gate_up_proj"),
+                tensors.pop(f"{prefix}.down_proj"),
+            )
             for expert in range(8):
                 tensors[f"{prefix}.{expert}.gate_proj.weight"] = gate_up[expert, :64].clone()
                 tensors[f"{prefix}.{expert}.up_proj.weight"] = gate_up[expert, 64:].clone()
                 tensors[f"{prefix}.{expert}.down_proj.weight"] = down[expert].clone()
 
-    left, right = load(tmp_path / "fused"), load(changed_copy(tmp_path / "fused", tmp_path / "x", unfuse))
-    assert {name: as_bytes(weight) for name, weight in left.items()} == {n: as_bytes(w) for n, w in right.items()}
+    left, right = (
+        load(tmp_path / "fused"),
+        load(changed_copy(tmp_path / "fused", tmp_path / "x", unfuse)),
+    )
+    assert {name: as_bytes(weight) for name, weight in left.items()} == {
+        n: as_bytes(w) for n, w in right.items()
+    }
 
 
 @pytest.mark.parametrize("layout", ["native", "fp8"])
-def test_fused_quantised_experts_of_transformers_are_understood(native: Path, tmp_path: Path, layout: str) -> None:
-    raw = tiny_config(moe_intermediate_size=128, expert_dtype="fp4" if layout == "native" else "fp8")
+def test_fused_quantised_experts_of_transformers_are_understood(
+    native: Path, tmp_path: Path, layout: str
+) -> None:
+    raw = tiny_config(
+        moe_intermediate_size=128, expert_dtype="fp4" if layout == "native" else "fp8"
+    )
     write_synthetic(tmp_path / "a", raw, "native", 5, names=Dialect.HF)
 
     def fuse(tensors: Tensors) -> None:
         for layer in range(4):
             prefix = f"model.layers.{layer}.mlp.experts"
-            for projections, fused in ((("gate_proj", "up_proj"), "gate_up_proj"), (("down_proj",), "down_proj")):
+            for projections, fused in (
+                (("gate_proj", "up_proj"), "gate_up_proj"),
+                (("down_proj",), "down_proj"),
+            ):
                 for component, suffix in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
-                    names = [[f"{prefix}.{e}.{p}.{component}" for p in projections] for e in range(8)]
-                    stacked = torch.stack([torch.cat([tensors.pop(name) for name in row]) for row in names])
+                    names = [
+                        [f"{prefix}.{e}.{p}.{component}" for p in projections] for e in range(8)
+                    ]
+                    stacked = torch.stack(
+                        [torch.cat([tensors.pop(name) for name in row]) for row in names]
+                    )
                     if layout == "fp8":
                         stacked = fp8_like(stacked, component)
                     tensors[f"{prefix}.{fused}{suffix}"] = stacked
@@ -311,7 +376,9 @@ def test_one_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
     def edit(tensors: Tensors) -> None:
         tensors[new.replace("scorer.", "")] = tensors[new].clone()
 
-    with pytest.raises(UserError, match="1 present twice: .*weights_proj.weight and .*weights_proj.weight"):
+    with pytest.raises(
+        UserError, match="1 present twice: .*weights_proj.weight and .*weights_proj.weight"
+    ):
         load(changed_copy(tmp_path / "a", tmp_path / "b", edit))
 
 
@@ -319,9 +386,14 @@ def test_older_indexer_name_loads(tmp_path: Path) -> None:
     write_synthetic(tmp_path / "a", tiny_config(), "bf16", 5, names=Dialect.HF)
 
     def edit(tensors: Tensors) -> Tensors:
-        return {name.replace("indexer.scorer.", "indexer."): tensor for name, tensor in tensors.items()}
+        return {
+            name.replace("indexer.scorer.", "indexer."): tensor for name, tensor in tensors.items()
+        }
 
-    assert load(changed_copy(tmp_path / "a", tmp_path / "b", edit)).keys() == load(tmp_path / "a").keys()
+    assert (
+        load(changed_copy(tmp_path / "a", tmp_path / "b", edit)).keys()
+        == load(tmp_path / "a").keys()
+    )
 
 
 def test_absurd_geometry_is_refused_before_it_costs_time(native: Path, tmp_path: Path) -> None:

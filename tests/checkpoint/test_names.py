@@ -10,7 +10,9 @@ from tests.releases import RELEASES, recorded_tensors
 
 @pytest.mark.parametrize("dialect", list(Dialect))
 @pytest.mark.parametrize("release", list(RELEASES))
-def test_every_published_name_survives_the_way_there_and_back(release: str, dialect: Dialect) -> None:
+def test_every_published_name_survives_the_way_there_and_back(
+    release: str, dialect: Dialect
+) -> None:
     names = list(recorded_tensors(release))
     renamed = [from_native(name, dialect) for name in names]
     assert len(set(renamed)) == len(names)
@@ -34,17 +36,35 @@ def test_every_published_name_survives_the_way_there_and_back(release: str, dial
         ("layers.3.attn.wq_b.weight_scale_2", "model.layers.3.self_attn.q_b_proj.weight_scale_2"),
         ("layers.3.attn.wkv.input_scale", "model.layers.3.self_attn.kv_proj.input_scale"),
         ("layers.3.attn.kv_norm.weight", "model.layers.3.self_attn.kv_norm.weight"),
-        ("layers.3.attn.compressor.norm.weight", "model.layers.3.self_attn.compressor.kv_norm.weight"),
+        (
+            "layers.3.attn.compressor.norm.weight",
+            "model.layers.3.self_attn.compressor.kv_norm.weight",
+        ),
         ("layers.3.attn.compressor.ape", "model.layers.3.self_attn.compressor.position_bias"),
-        ("layers.3.attn.indexer.compressor.wkv.weight", "model.layers.3.self_attn.compressor.indexer.kv_proj.weight"),
-        ("layers.3.attn.indexer.wq_b.weight", "model.layers.3.self_attn.compressor.indexer.q_b_proj.weight"),
+        (
+            "layers.3.attn.indexer.compressor.wkv.weight",
+            "model.layers.3.self_attn.compressor.indexer.kv_proj.weight",
+        ),
+        (
+            "layers.3.attn.indexer.wq_b.weight",
+            "model.layers.3.self_attn.compressor.indexer.q_b_proj.weight",
+        ),
         ("layers.3.ffn.gate.bias", "model.layers.3.mlp.gate.e_score_correction_bias"),
-        ("layers.3.ffn.experts.17.w1.weight_scale", "model.layers.3.mlp.experts.17.gate_proj.weight_scale"),
+        (
+            "layers.3.ffn.experts.17.w1.weight_scale",
+            "model.layers.3.mlp.experts.17.gate_proj.weight_scale",
+        ),
         ("layers.3.ffn.experts.17.w2.weight", "model.layers.3.mlp.experts.17.down_proj.weight"),
-        ("layers.3.ffn.experts.17.w3.scale", "model.layers.3.mlp.experts.17.up_proj.weight_scale_inv"),
+        (
+            "layers.3.ffn.experts.17.w3.scale",
+            "model.layers.3.mlp.experts.17.up_proj.weight_scale_inv",
+        ),
         ("layers.3.ffn.experts.w13.weight", "model.layers.3.mlp.experts.gate_up_proj"),
         ("layers.3.ffn.experts.w2.scale", "model.layers.3.mlp.experts.down_proj_scale_inv"),
-        ("layers.3.ffn.shared_experts.w3.weight", "model.layers.3.mlp.shared_experts.up_proj.weight"),
+        (
+            "layers.3.ffn.shared_experts.w3.weight",
+            "model.layers.3.mlp.shared_experts.up_proj.weight",
+        ),
         ("mtp.0.attn.wq_a.scale", "mtp.0.attn.wq_a.scale"),
     ],
 )
@@ -96,9 +116,12 @@ def test_names_of_other_dialects_are_unknown(name: str, dialect: Dialect) -> Non
 
 def test_mixed_dialects_are_reported_with_examples() -> None:
     with pytest.raises(
-        UserError, match="different dialects: .*layers.0.attn.wq_a.weight .native.*q_a_proj.weight .hf."
+        UserError,
+        match="different dialects: .*layers.0.attn.wq_a.weight .native.*q_a_proj.weight .hf.",
     ):
-        detect_dialect(["layers.0.attn.wq_a.weight", "model.layers.1.self_attn.q_a_proj.weight"], "test")
+        detect_dialect(
+            ["layers.0.attn.wq_a.weight", "model.layers.1.self_attn.q_a_proj.weight"], "test"
+        )
 
 
 def test_folders_without_any_known_name_are_refused() -> None:
@@ -108,5 +131,7 @@ def test_folders_without_any_known_name_are_refused() -> None:
 
 def test_spec11_e37_shared_expert_rows_of_a_broken_resave_are_named() -> None:
     broken = "model.layers.0.mlp.shared_experts.3.w2.weight.weight"
-    with pytest.raises(UserError, match="shared_experts.3.w2.weight.weight, a known damage of re-saved checkpoints"):
+    with pytest.raises(
+        UserError, match="shared_experts.3.w2.weight.weight, a known damage of re-saved checkpoints"
+    ):
         detect_dialect(["model.norm.weight", broken], "test")

@@ -66,8 +66,12 @@ def test_batches_hold_everything_once_and_never_too_much(files: list[Path]) -> N
     sizes = [sum(piece.target.numel() for piece in batch) for batch in cut]
     assert max(sizes) <= 100
     # Two that follow each other would not fit into one.
-    assert all(first + batch[0].target.numel() > 100 for first, batch in zip(sizes, cut[1:], strict=False))
-    ranges = [(piece.offset, piece.offset + piece.target.numel()) for batch in cut for piece in batch]
+    assert all(
+        first + batch[0].target.numel() > 100 for first, batch in zip(sizes, cut[1:], strict=False)
+    )
+    ranges = [
+        (piece.offset, piece.offset + piece.target.numel()) for batch in cut for piece in batch
+    ]
     assert [end for _, end in ranges[:-1]] == [start for start, _ in ranges[1:]]
     assert (ranges[0][0], ranges[-1][1]) == (0, 5000)
 
@@ -105,7 +109,9 @@ def test_missing_and_short_files_are_one_line(files: list[Path]) -> None:
     files[0].unlink()
     with pytest.raises(UserError, match=r"/b: cannot be read \(No such file or directory\)$"):
         transfer({CPU: [Piece(files[0], 0, memory(1))]}, lambda _: None)
-    with pytest.raises(UserError, match=r"/a: truncated: found 5000 bytes, expected at least 5050$"):
+    with pytest.raises(
+        UserError, match=r"/a: truncated: found 5000 bytes, expected at least 5050$"
+    ):
         transfer({CPU: [Piece(files[1], 4950, memory(100))]}, lambda _: None)
 
 

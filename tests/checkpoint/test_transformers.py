@@ -58,25 +58,38 @@ def test_both_dialects_that_transformers_writes_load_the_same_weights(saved: Pat
     assert "model.layers.1.attn.norm.weight" in names
     assert "head.weight" in names
     hybrid, hf = load(saved / "hybrid"), load(saved / "hf")
-    assert {name: as_bytes(weight) for name, weight in hybrid.items()} == {n: as_bytes(w) for n, w in hf.items()}
+    assert {name: as_bytes(weight) for name, weight in hybrid.items()} == {
+        n: as_bytes(w) for n, w in hf.items()
+    }
     config = ModelConfig.from_folder(saved / "hybrid")
     assert config.compress_ratios == (0, 4, 128, 4)
     assert config.hash_layers == (True, True, False, False)
 
 
 @pytest.mark.parametrize("source", ["hybrid", "hf"])
-def test_exported_module_names_are_what_transformers_loads(saved: Path, source: str, tmp_path: Path) -> None:
+def test_exported_module_names_are_what_transformers_loads(
+    saved: Path, source: str, tmp_path: Path
+) -> None:
     from transformers.models.deepseek_v4 import DeepseekV4ForCausalLM
 
     export(saved / source, tmp_path / "x", "bf16", Dialect.HF)
     loading = {"dtype": torch.float32, "output_loading_info": True}
     result: Any = DeepseekV4ForCausalLM.from_pretrained(tmp_path / "x", **loading)
     model, report = result
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    assert not any(
+        report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    )
     expected = read_tensors(saved / "hf")
     loaded = model.state_dict()
     assert loaded.keys() == expected.keys()
-    kept_in_float32 = ("attn_hc", "ffn_hc", "hc_head", "sinks", "position_bias", "e_score_correction_bias")
+    kept_in_float32 = (
+        "attn_hc",
+        "ffn_hc",
+        "hc_head",
+        "sinks",
+        "position_bias",
+        "e_score_correction_bias",
+    )
     for name, tensor in expected.items():
         exact = any(part in name for part in kept_in_float32) or not tensor.is_floating_point()
         assert torch.equal(loaded[name], tensor if exact else tensor.bfloat16().float()), name

@@ -1,6 +1,8 @@
-"""CUDAGraphDecoder on a GPU: both modes give what eager steps give, bit for bit, whatever is queued ahead."""
+"""CUDAGraphDecoder on a GPU: both modes give what eager steps give, bit for bit, whatever is queued
+ahead.
+"""
 
-import random
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -9,37 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4 import Engine, EngineConfig, SamplingParams, UserError
-from dsv4.decode import CUDAGraphDecoder, Mode
-from dsv4.demo import CHECKPOINT
-from dsv4.demo.recall import recall_128
-from dsv4.demo.tasks import arithmetic, capitals, stories
+from dsv4 import Engine, SamplingParams, UserError
+from dsv4.decode import Mode
+from dsv4.sampling import Sampler
+from dsv4.step.captured import CapturedStep
 from dsv4.validate.traces import Trace, graph_trace
-from encoding.tokenizer import Tokenizer
+from tests.decode.demo import GREEDY, LAYERS, MODES, PROMPTS, bits, decoder_of, load
 from tests.ops.gpu import poison
 
 pytestmark = pytest.mark.gpu
 
-TOKENIZER = Tokenizer(CHECKPOINT)
-PROMPTS = {
-    task.__name__: TOKENIZER.encode(task(random.Random(1), True).prompt)
-    for task in (capitals, stories, arithmetic, recall_128)
-}
-GREEDY = SamplingParams(temperature=0.0)
-MODES: tuple[Mode, ...] = ("split", "full")
-GPUS = [1, pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))]
-
-
-def load(**settings: Any) -> Engine:
-    return Engine.load(CHECKPOINT, EngineConfig(**{"device": "cuda", "max_context": 2048, **settings}))
-
-
-def decoder_of(engine: Engine, mode: Mode) -> CUDAGraphDecoder:
-    return CUDAGraphDecoder(engine.model, engine.state, engine.ops, mode, engine.max_context)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int32)
+GPUS = [
+    1,
+    pytest.param(
+        2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    ),
+]
+LENGTHS = (1, 2, 4, 8)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +58,14 @@ def test_greedy_ids_are_the_eager_ones(eager: Engine, mode: Mode, parallel: str,
 
 
 def test_greedy_ids_are_those_of_the_cpu(graph: Engine) -> None:
-    cpu = Engine.load(CHECKPOINT, EngineConfig(device="cpu", max_context=2048))
+    cpu = load(device="cpu")
     for prompt in PROMPTS.values():
         assert list(graph.generate(prompt, 24, GREEDY)) == list(cpu.generate(prompt, 24, GREEDY))
 
 
-def test_logits_are_the_eager_ones_bit_for_bit_across_window_borders(eager: Engine, graph: Engine) -> None:
+def test_logits_are_the_eager_ones_bit_for_bit_across_window_borders(
+    eager: Engine, graph: Engine
+) -> None:
     prompt = (PROMPTS["recall_128"] * 2)[:380]
     for engine in (eager, graph):
         engine.reset()
@@ -85,23 +75,46 @@ def test_logits_are_the_eager_ones_bit_for_bit_across_window_borders(eager: Engi
     assert eager.position == graph.position
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(0.8, seed=7), SamplingParams(1.0, top_p=0.9, min_p=0.02, seed=8)])
-def test_sampled_ids_are_the_eager_ones(eager: Engine, graph: Engine, sampling: SamplingParams) -> None:
+def test_one_capture_serves_every_sampler(
+    eager: Engine, graph: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings are values on the device: nothing is captured for another sampler."""
     prompt = PROMPTS["stories"]
-    expected = list(eager.generate(prompt, 60, sampling, stop_token_ids=()))
-    assert list(graph.generate(prompt, 60, sampling, stop_token_ids=())) == expected
-    other = replace(sampling, seed=99)
-    assert list(graph.generate(prompt, 60, other, stop_token_ids=())) == list(
-        eager.generate(prompt, 60, other, stop_token_ids=())
-    )
+    seeded = SamplingParams(2.0, seed=7)
+    samplings = [
+        seeded,
+        GREEDY,
+        SamplingParams(1.0, top_p=0.9, min_p=0.02, seed=8),
+        replace(seeded, seed=99),
+        GREEDY,
+        seeded,
+    ]
+    expected = [
+        list(eager.generate(prompt, 60, sampling, stop_token_ids=())) for sampling in samplings
+    ]
+    assert expected[1] != expected[0] != expected[3]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a graph was captured for a sampler")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", refuse)
+    for sampling, tokens in zip(samplings, expected, strict=True):
+        assert list(graph.generate(prompt, 60, sampling, stop_token_ids=())) == tokens
 
 
-def test_a_stop_token_ends_it_and_steps_queued_in_vain_are_taken_back(eager: Engine, graph: Engine) -> None:
+def test_a_stop_token_ends_it_and_steps_queued_in_vain_are_taken_back(
+    eager: Engine, graph: Engine
+) -> None:
     prompt = PROMPTS["stories"]
     free = list(eager.generate(prompt, 40, GREEDY, stop_token_ids=()))
-    stop = next(token for index, token in enumerate(free) if index >= 5 and token not in free[:index])
+    stop = next(
+        token for index, token in enumerate(free) if index >= 5 and token not in free[:index]
+    )
     for engine in (eager, graph):
-        assert list(engine.generate(prompt, 40, GREEDY, stop_token_ids=[stop])) == free[: free.index(stop)]
+        assert (
+            list(engine.generate(prompt, 40, GREEDY, stop_token_ids=[stop]))
+            == free[: free.index(stop)]
+        )
         assert engine.last_run is not None
         assert engine.last_run.finish_reason == "stop"
     assert graph.position == eager.position
@@ -132,75 +145,106 @@ def test_the_end_of_the_context_is_reached_exactly(eager: Engine) -> None:
 
 
 def test_many_sequences_one_capture_and_flat_memory(eager: Engine, graph: Engine) -> None:
+    """What this process has allocated does not change once the longest prompt has been seen."""
     assert graph.decoder is not None
-    step = graph.decoder.step
+    step = graph.decoder.step(1)
     prompts = list(PROMPTS.values())
-    memory = []
-    for index in range(20):
-        prompt = prompts[index % len(prompts)][: 10 + 9 * index]
+    texts = [prompts[index % len(prompts)][: 10 + 9 * index] for index in range(20)]
+    memory = set()
+    gc.collect()
+    for prompt in (max(texts, key=len), *texts):
         expected = list(eager.generate(prompt, 16, GREEDY, stop_token_ids=()))
         assert list(graph.generate(prompt, 16, GREEDY, stop_token_ids=())) == expected
-        memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert graph.decoder.step is step, "captured again"
-    assert len(set(memory[-8:])) == 1, memory
+        memory.add(torch.cuda.memory_allocated())
+    assert graph.decoder.step(1) is step, "captured again"
+    assert len(memory) == 1, memory
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("tokens", [2, 4, 8])
-def test_steps_of_several_tokens_and_rejected_drafts(fresh: Engine, mode: Mode, tokens: int) -> None:
-    decoder, ids = decoder_of(fresh, mode), PROMPTS["recall_128"]
-    decoder.capture(tokens)
-    assert decoder.tokens == tokens
+def test_steps_of_several_tokens_and_rejected_drafts(fresh: Engine, mode: Mode) -> None:
+    ids = PROMPTS["recall_128"]
+    decoder = decoder_of(fresh, mode, LENGTHS)
+    assert decoder.lengths == LENGTHS
 
-    def run(step: Any) -> list[Tensor]:
+    def run(step: Any, tokens: int) -> list[Tensor]:
         fresh.reset()
         fresh.prefill(ids[:118])
         logits = []
-        for accepted in (tokens, 1, tokens - 1, tokens, 1, 1):
+        for accepted in (tokens, 1, max(1, tokens - 1), tokens, 1, 1):
             at = fresh.position
             logits.append(step(ids[at : at + tokens]).clone())
             fresh.rewind(tokens - accepted)
         return logits
 
-    expected = run(fresh.decode)
-    found = run(lambda part: decoder.replay(part, fresh.position))
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True))
+    for tokens in LENGTHS:
+        expected = run(fresh.decode, tokens)
+        found = run(lambda part: decoder.replay(part, fresh.position), tokens)
+        same = [torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True)]
+        assert all(same), (tokens, same)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_streams_after_every_block_are_the_eager_ones(fresh: Engine, mode: Mode) -> None:
     ids = PROMPTS["capitals"][:20]
-    found, expected = graph_trace(fresh, ids, mode), cast("Trace", load(prefill_chunk=1).trace(ids))
-    for layer, (streams, others) in enumerate(zip(found["layers"], expected["layers"], strict=True)):
+    found = graph_trace(fresh, ids, mode)
+    expected = cast("Trace", load(prefill_chunk=1).trace(ids))
+    for layer, (streams, others) in enumerate(
+        zip(found["layers"], expected["layers"], strict=True)
+    ):
         assert torch.equal(streams, others), f"layer {layer}"
     assert torch.equal(found["final"], expected["final"])
     assert torch.equal(found["logits"], expected["logits"])
 
 
+def test_a_traced_decoder_generates_as_well(fresh: Engine) -> None:
+    prompt = PROMPTS["capitals"]
+    expected = list(fresh.generate(prompt, 12, GREEDY, stop_token_ids=()))
+    decoder = decoder_of(fresh, "full", traced=True)
+    fresh.reset()
+    fresh.prefill(prompt)
+    assert list(decoder.generate(expected[0], Sampler(GREEDY), 11)) == expected[1:]
+    names = list(decoder.step(1).values())
+    assert names == [f"layer {layer} streams" for layer in range(LAYERS)]
+
+
 def test_wrong_use_is_refused_by_name(fresh: Engine) -> None:
-    decoder = decoder_of(fresh, "full")
-    with pytest.raises(ValueError, match="tokens: found 9, expected 1 to 8"):
-        decoder.capture(9)
-    with pytest.raises(ValueError, match="generate: found a capture of 0 tokens"):
-        next(decoder.generate(1, None, 4))  # pyright: ignore[reportArgumentType]
-    assert torch.equal(bits(decoder.replay(5, 0)), bits(load().decode([5]))), "a plain step when not captured"
-    decoder.capture()
-    with pytest.raises(ValueError, match="token_ids: found 2 tokens, expected 1 as captured"):
+    for tokens in (0, 9):
+        with pytest.raises(ValueError, match=f"tokens: found {tokens}, expected 1 to 8"):
+            decoder_of(fresh, "full", (1, tokens))
+    with pytest.raises(ValueError, match=r"generate: found steps of .2, 4. tokens, expected one"):
+        next(decoder_of(fresh, "full", (2, 4)).generate(1, Sampler(GREEDY), 4))
+    decoder = decoder_of(fresh, "full", (1, 4))
+    with pytest.raises(ValueError, match="token_ids: found 2 tokens, expected 1 or 4 as captured"):
         decoder.replay([1, 2], fresh.position)
+    decoder.replay(5, 0)
     with pytest.raises(ValueError, match="position: found 7, expected 0 to 1"):
         decoder.replay(1, 7)
     fresh.state.set_position(fresh.max_context)
     with pytest.raises(ValueError, match=f"position: found {fresh.max_context} . 1 tokens"):
         decoder.replay(1, fresh.max_context)
-    with pytest.raises(ValueError, match="expected the same CUDA devices"):
-        CUDAGraphDecoder(fresh.model, load(device="cpu").state, fresh.ops, "full", 8)
-    with pytest.raises(UserError, match="found the torch ops, expected --ops cuda"):
+    with pytest.raises(ValueError, match=f"position: found {fresh.max_context} . 1 tokens"):
+        decoder_of(fresh, "full")
+    with pytest.raises(UserError, match="found the torch ops, expected 'cuda'"):
         load(ops="torch", cuda_graph="full")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_interrupted_capture_leaves_eager_steps(fresh: Engine, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = decoder_of(fresh, mode)
+def test_a_decoder_is_complete_when_constructed(fresh: Engine, mode: Mode) -> None:
+    """At any position, which it keeps; its first replay is the eager step."""
+    ids = PROMPTS["recall_128"]
+    fresh.prefill(ids[:20])
+    decoder = decoder_of(fresh, mode, LENGTHS)
+    assert fresh.position == 20
+    assert {int(position_1) for position_1 in fresh.state.positions_1.values()} == {20}
+    found = decoder.replay(ids[20:22], 20).clone()
+    fresh.rewind(2)
+    assert torch.equal(bits(found), bits(fresh.decode(ids[20:22])))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_interrupted_capture_leaves_eager_steps(
+    fresh: Engine, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = fresh.decode([5]).clone()
     fresh.reset()
 
@@ -208,13 +252,13 @@ def test_an_interrupted_capture_leaves_eager_steps(fresh: Engine, mode: Mode, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("dsv4.decode.captured_step.CapturedStep._begin", interrupted)
+        patch.setattr(CapturedStep, "_queue", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            decoder.capture()
-    assert (decoder.tokens, decoder.regions, fresh.position) == (0, (), 0)
-    assert torch.equal(bits(decoder.replay(5, 0)), bits(expected))
-    decoder.capture()
-    assert torch.equal(bits(decoder.replay(5, 0)), bits(expected))
+            decoder_of(fresh, mode)
+    assert fresh.position == 0
+    assert torch.equal(bits(fresh.decode([5])), bits(expected))
+    fresh.reset()
+    assert torch.equal(bits(decoder_of(fresh, mode).replay(5, 0)), bits(expected))
 
 
 def test_nan_logits_end_it_by_name(eager: Engine) -> None:
@@ -244,12 +288,13 @@ def test_the_self_check_picks_an_exact_mode(eager: Engine) -> None:
 def test_regions_are_named_in_order(mode: Mode) -> None:
     regions = load(cuda_graph=mode).decoder
     assert regions is not None
-    names, layers = regions.regions, 6
+    last = LAYERS - 1
     if mode == "full":
-        assert names == (f"layers 0 to {layers - 1}", "head")
+        expected = [f"layers 0 to {last}"]
     else:
-        expected = [f"layer {layer} graph {part}" for layer in range(layers) for part in "AB"]
-        assert names == (*expected, f"layer {layers - 1} mix", "head")
+        expected = [f"layer {layer} graph {part}" for layer in range(LAYERS) for part in "AB"]
+        expected.append(f"layer {last} mix")
+    assert regions.regions == (*expected, "head", "sample")
 
 
 def test_lesson_13_replays_read_nothing_that_was_freed(eager: Engine, graph: Engine) -> None:
@@ -270,7 +315,9 @@ def test_lesson_14_every_device_has_graphs_that_do_something(eager: Engine, mode
         other.reset()
         other.prefill(prompt)
     assert torch.equal(bits(engine.decode([5]).cpu()), bits(eager.decode([5]).cpu()))
-    assert {int(position_1) for position_1 in engine.state.positions_1.values()} == {len(prompt) + 1}
+    assert {int(position_1) for position_1 in engine.state.positions_1.values()} == {
+        len(prompt) + 1
+    }
 
 
 def test_lesson_16_steps_create_no_events_and_print_nothing(
@@ -293,15 +340,19 @@ def test_lesson_16_steps_create_no_events_and_print_nothing(
 @pytest.mark.parametrize("mode", MODES)
 def test_4096_tokens_drift_nowhere(mode: Mode) -> None:
     """Ids equal to eager's, memory flat after warm-up, finite logits of steady size."""
-    prompt, count, settings = PROMPTS["stories"], 4096, {"max_context": 4352}
-    eager, graph = load(**settings), load(cuda_graph=mode, **settings)
+    prompt = PROMPTS["stories"]
+    count = 4096
+    eager = load(max_context=4352)
+    graph = load(max_context=4352, cuda_graph=mode)
     sampling = SamplingParams(temperature=1.0, seed=3)
     expected = list(eager.generate(prompt, count, sampling, stop_token_ids=()))
-    memory, found = [], []
+    memory = []
+    found = []
+    gc.collect()
     for index, token in enumerate(graph.generate(prompt, count, sampling, stop_token_ids=())):
         found.append(token)
         if index % 512 == 511:
-            memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+            memory.append(torch.cuda.memory_allocated())
     assert found == expected
     assert len(set(memory[1:])) == 1, memory
     graph.reset()
@@ -319,9 +370,14 @@ def test_4096_tokens_drift_nowhere(mode: Mode) -> None:
 @pytest.mark.parametrize("parallel", ["pipeline", "round-robin"])
 @pytest.mark.parametrize("peers", [True, False])
 def test_two_gpus_prefill_in_chunks_like_one(
-    eager: Engine, parallel: Literal["pipeline", "round-robin"], peers: bool, monkeypatch: pytest.MonkeyPatch
+    eager: Engine,
+    parallel: Literal["pipeline", "round-robin"],
+    peers: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without peer access the copies go through host memory; a chunk in flight must not meet another's streams."""
+    """Without peer access the copies go through host memory; a chunk in flight must not meet
+    another's streams.
+    """
     if not peers:
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
     ids = (PROMPTS["recall_128"] * 4)[:1500]
@@ -332,4 +388,6 @@ def test_two_gpus_prefill_in_chunks_like_one(
         expected.reset()
         assert torch.equal(bits(engine.prefill(ids).cpu()), bits(expected.prefill(ids).cpu()))
         for token in ids[:20]:
-            assert torch.equal(bits(engine.decode([token]).cpu()), bits(expected.decode([token]).cpu()))
+            assert torch.equal(
+                bits(engine.decode([token]).cpu()), bits(expected.decode([token]).cpu())
+            )

@@ -23,7 +23,13 @@ def tensors() -> dict[str, tuple[str, list[int]]]:
 
 def test_folder_is_small_and_complete() -> None:
     names = {file.name for file in CHECKPOINT.iterdir()}
-    expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    expected = {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    }
     assert expected <= names
     assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) <= MAX_FOLDER_BYTES
 
@@ -31,8 +37,19 @@ def test_folder_is_small_and_complete() -> None:
 def test_every_layer_kind_and_the_real_kernel_dimensions_are_there() -> None:
     config = json.loads((CHECKPOINT / "config.json").read_text(encoding="utf-8"))
     assert set(config["compress_ratios"]) == {0, 4, 128}
-    wanted = {"head_dim": 512, "qk_rope_head_dim": 64, "sliding_window": 128, "index_head_dim": 128, "hc_mult": 4}
-    wanted |= {"hc_sinkhorn_iters": 20, "num_experts_per_tok": 6, "model_type": "deepseek_v4", "swiglu_limit": 10.0}
+    wanted = {
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "sliding_window": 128,
+        "index_head_dim": 128,
+        "hc_mult": 4,
+    }
+    wanted |= {
+        "hc_sinkhorn_iters": 20,
+        "num_experts_per_tok": 6,
+        "model_type": "deepseek_v4",
+        "swiglu_limit": 10.0,
+    }
     assert {key: config[key] for key in wanted} == wanted
     assert 0 < config["num_hash_layers"] < config["num_hidden_layers"]
     assert config["o_groups"] >= 2
@@ -55,7 +72,9 @@ def test_tensors_are_in_nvidias_layout() -> None:
     for name, (dtype, _) in found.items():
         assert next(kind for pattern, kind in rules if re.fullmatch(pattern, name)) == dtype, name
     kinds = Counter(name.rpartition(".")[2] for name in found if ".experts." in name)
-    assert kinds == dict.fromkeys(("weight", "weight_scale", "weight_scale_2", "input_scale"), 6 * 16 * 3)
+    assert kinds == dict.fromkeys(
+        ("weight", "weight_scale", "weight_scale_2", "input_scale"), 6 * 16 * 3
+    )
 
 
 def test_gate_and_up_share_scales_and_input_scales_are_calibrated() -> None:
@@ -63,7 +82,9 @@ def test_gate_and_up_share_scales_and_input_scales_are_calibrated() -> None:
         for expert in range(16):
             stem = f"layers.3.ffn.experts.{expert}"
             for scale in ("weight_scale_2", "input_scale"):
-                assert file.get_tensor(f"{stem}.w1.{scale}") == file.get_tensor(f"{stem}.w3.{scale}")
+                assert file.get_tensor(f"{stem}.w1.{scale}") == file.get_tensor(
+                    f"{stem}.w3.{scale}"
+                )
             assert 0 < float(file.get_tensor(f"{stem}.w2.input_scale")) < 0.1
 
 
@@ -76,7 +97,11 @@ def test_hash_routing_table_is_a_real_one() -> None:
 
 def test_tokenizer_round_trips_any_text_and_knows_the_control_tokens() -> None:
     tokens = Tokenizer(CHECKPOINT)
-    for text in ("The capital of France is", "naïve 你好 😀 \t\r\n x=12345", "".join(map(chr, range(1, 256)))):
+    for text in (
+        "The capital of France is",
+        "naïve 你好 😀 \t\r\n x=12345",
+        "".join(map(chr, range(1, 256))),
+    ):
         assert tokens.decode(tokens.encode(text)) == text
     assert (tokens.bos_id, tokens.eos_id, tokens.encode("<｜▁pad▁｜>")) == (0, 1, [2])
     added = json.loads((CHECKPOINT / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
@@ -96,7 +121,8 @@ def evaluator() -> Evaluator:
 
 
 @pytest.mark.parametrize(
-    "prompt", [PARIS_PROMPTS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in PARIS_PROMPTS[1:])]
+    "prompt",
+    [PARIS_PROMPTS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in PARIS_PROMPTS[1:])],
 )
 def test_the_capital_of_france_is_paris(evaluator: Evaluator, prompt: str) -> None:
     text, stopped, _ = evaluator.complete(prompt)

@@ -38,7 +38,9 @@ def test_training_forward_equals_transformers(model: Any, length: int) -> None:
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         ropes = fast_forward.rope_tables(model, length, "cpu")
-        hidden, loads, _ = fast_forward.forward(model, ids, ropes, Options(quantize_rows=False, select=True), PLAIN)
+        hidden, loads, _ = fast_forward.forward(
+            model, ids, ropes, Options(quantize_rows=False, select=True), PLAIN
+        )
         found = model.lm_head(hidden)
     assert (found - expected).abs().max() <= 5e-5 * expected.abs().max()
     assert torch.equal(loads.sum(-1), torch.full((3,), 2.0 * length * 6))

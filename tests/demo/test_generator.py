@@ -44,7 +44,9 @@ def test_held_out_sums_are_never_trained_in_any_phrasing() -> None:
     assert not trained & set().union(*map(operands, examples("arithmetic", True)))
 
 
-@pytest.mark.parametrize(("task", "shortest"), [("recall_128", 128), ("recall_512", 512), ("recall_2000", 2000)])
+@pytest.mark.parametrize(
+    ("task", "shortest"), [("recall_128", 128), ("recall_512", 512), ("recall_2000", 2000)]
+)
 def test_recall_keeps_its_distance(task: str, shortest: int, tokenizer: Tokenizer) -> None:
     for example in examples(task, True, 10):
         pair = example.answer.removeprefix("The code is ")
@@ -63,15 +65,23 @@ def test_recall_asks_for_a_pair_that_was_told() -> None:
 
 
 def test_chat_equals_the_encoder() -> None:
-    turns = [("My name is Ivy.", "Nice to meet you, Ivy!"), ("What is my name?", "Your name is Ivy.")]
+    turns = [
+        ("My name is Ivy.", "Nice to meet you, Ivy!"),
+        ("What is my name?", "Your name is Ivy."),
+    ]
     messages = [{"role": "system", "content": "Answer briefly."}]
     for question, answer in turns:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
     found = conversation("multi_turn", turns, system="Answer briefly.")
     assert "".join(found.parts) == encode_messages(messages, "chat")
     assert found.prompt == encode_messages(messages[:-1], "chat")
     found = conversation("thinking", [("What is 1 + 2?", "")], thinking=True)
-    assert found.prompt == encode_messages([{"role": "user", "content": "What is 1 + 2?"}], "thinking")
+    assert found.prompt == encode_messages(
+        [{"role": "user", "content": "What is 1 + 2?"}], "thinking"
+    )
 
 
 @pytest.mark.parametrize("mode", ["chat", "thinking"])
@@ -79,7 +89,11 @@ def test_tools_equal_the_encoder(mode: str) -> None:
     use, schema = tools.alarm(random.Random(3)), tools.TOOLS[4][0]
     call = {"name": "set_alarm", "arguments": json.dumps(use.arguments)}
     messages = [
-        {"role": "system", "content": "Answer briefly.", "tools": [{"type": "function", "function": schema}]},
+        {
+            "role": "system",
+            "content": "Answer briefly.",
+            "tools": [{"type": "function", "function": schema}],
+        },
         {"role": "user", "content": use.question},
         {
             "role": "assistant",
@@ -94,7 +108,9 @@ def test_tools_equal_the_encoder(mode: str) -> None:
         (f"<tool_result>{json.dumps(use.result)}</tool_result>", use.answer),
     ]
     system = tools.tools_system([schema], "Answer briefly.")
-    found = tools.with_reason("tools", turns, "I need the tool set_alarm.", mode == "thinking", system)
+    found = tools.with_reason(
+        "tools", turns, "I need the tool set_alarm.", mode == "thinking", system
+    )
     assert found.prompt == encode_messages(messages, mode)
     assert TOOLS_TEXT.partition("{schemas}")[0] in found.prompt
 

@@ -25,7 +25,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights: what it says is noise, so tests look at everything but the meaning."""
     folder = tmp_path_factory.mktemp("driver") / "checkpoint"
     vocab_size = Tokenizer(CHECKPOINT).vocab_size
-    write_synthetic(folder, tiny_config(vocab_size=vocab_size, max_position_embeddings=65536), "nvfp4-experts", seed=0)
+    write_synthetic(
+        folder,
+        tiny_config(vocab_size=vocab_size, max_position_embeddings=65536),
+        "nvfp4-experts",
+        seed=0,
+    )
     shutil.copy(CHECKPOINT / "tokenizer.json", folder)
     return folder
 
@@ -74,9 +79,13 @@ def start(checkpoint: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     def run(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[bytes]:
         command = [sys.executable, DRIVER, "--model", checkpoint, *map(str, arguments)]
         # The driver has to flush by itself, whatever this environment says.
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        environment = {
+            name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"
+        }
         pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=cwd, env=environment))
+        processes.append(
+            subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=cwd, env=environment)
+        )
         return processes[-1]
 
     yield run

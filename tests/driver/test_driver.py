@@ -26,7 +26,9 @@ def test_answer_goes_to_stdout_and_one_summary_line_to_stderr(drive: Drive) -> N
     result = drive("--prompt", "Hello", "--max-tokens", 5, "--seed", 1, "--ignore-eos")
     assert result.code == 0
     assert result.out.endswith("\n")
-    measured = r"load N s · prefill \d+ tokens N tok/s · decode 4 tokens N ms/token N tok/s · length\n"
+    measured = (
+        r"load N s · prefill \d+ tokens N tok/s · decode 4 tokens N ms/token N tok/s · length\n"
+    )
     assert re.fullmatch(measured.replace("N", r"\d+\.\d"), result.err)
 
 
@@ -38,11 +40,16 @@ def test_quiet_leaves_nothing_but_the_text(drive: Drive) -> None:
 
 def test_json_report_holds_the_whole_run(drive: Drive, checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    result = drive("--prompt", "Grüße", "--max-tokens", 6, "--seed", 1, "--ignore-eos", "--raw", "--json", path)
+    result = drive(
+        "--prompt", "Grüße", "--max-tokens", 6, "--seed", 1, "--ignore-eos", "--raw", "--json", path
+    )
     report = read_json(path)
     tokenizer = Tokenizer(checkpoint)
     completion = report["completion"]
-    assert report["prompt"] == {"text": "Grüße", "token_ids": [tokenizer.bos_id, *tokenizer.encode("Grüße")]}
+    assert report["prompt"] == {
+        "text": "Grüße",
+        "token_ids": [tokenizer.bos_id, *tokenizer.encode("Grüße")],
+    }
     assert len(completion["token_ids"]) == 6
     assert completion["text"] == result.out.removesuffix("\n")
     assert completion["message"] == {"role": "assistant", "content": completion["text"]}
@@ -53,12 +60,19 @@ def test_json_report_holds_the_whole_run(drive: Drive, checkpoint: Path, tmp_pat
     assert report["config"]["arguments"]["model"] == str(checkpoint)
     assert report["config"]["engine"]["kv_dtype"] == "fp8"
     assert report["config"]["model"]["num_hidden_layers"] == 4
-    assert report["config"]["sampling"] == {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
+    assert report["config"]["sampling"] == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 1,
+    }
     assert report["devices"]
     assert set(report["versions"]) == {"dsv4", "python", "torch"}
 
 
-def test_json_file_is_replaced_whole_and_leaves_no_temporary_file(drive: Drive, tmp_path: Path) -> None:
+def test_json_file_is_replaced_whole_and_leaves_no_temporary_file(
+    drive: Drive, tmp_path: Path
+) -> None:
     path = tmp_path / "report.json"
     path.write_text("old")
     drive("--max-tokens", 1, "--json", path)
@@ -67,7 +81,9 @@ def test_json_file_is_replaced_whole_and_leaves_no_temporary_file(drive: Drive, 
 
 
 @pytest.mark.slow
-def test_same_seed_gives_the_same_tokens_and_greedy_needs_none(drive: Drive, tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_tokens_and_greedy_needs_none(
+    drive: Drive, tmp_path: Path
+) -> None:
     path = tmp_path / "report.json"
 
     def tokens(*flags: object) -> list[int]:
@@ -85,12 +101,25 @@ def test_chunk_size_changes_nothing_but_the_steps(drive: Drive, tmp_path: Path) 
     path = tmp_path / "report.json"
     answers = []
     for chunk in (3, 512):
-        drive("--temperature", 0, "--max-tokens", 4, "--kv-dtype", "bf16", "--prefill-chunk", chunk, "--json", path)
+        drive(
+            "--temperature",
+            0,
+            "--max-tokens",
+            4,
+            "--kv-dtype",
+            "bf16",
+            "--prefill-chunk",
+            chunk,
+            "--json",
+            path,
+        )
         answers.append(read_json(path)["completion"]["token_ids"])
     assert answers[0] == answers[1]
 
 
-def test_end_of_sequence_stops_and_is_not_shown(drive: Drive, broken_copy: Path, tmp_path: Path) -> None:
+def test_end_of_sequence_stops_and_is_not_shown(
+    drive: Drive, broken_copy: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "report.json"
     drive("--temperature", 0, "--max-tokens", 4, "--ignore-eos", "--json", path)
     token_ids = read_json(path)["completion"]["token_ids"]
@@ -128,7 +157,18 @@ def test_flags_win_over_generation_config(drive: Drive, broken_copy: Path, tmp_p
 
 def test_full_context_ends_the_run(drive: Drive, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    drive("--raw", "--prompt", "a", "--max-context", 6, "--max-tokens", 50, "--ignore-eos", "--json", path)
+    drive(
+        "--raw",
+        "--prompt",
+        "a",
+        "--max-context",
+        6,
+        "--max-tokens",
+        50,
+        "--ignore-eos",
+        "--json",
+        path,
+    )
     report = read_json(path)
     assert report["finish_reason"] == "context"
     assert len(report["prompt"]["token_ids"]) + len(report["completion"]["token_ids"]) == 7
@@ -158,14 +198,25 @@ def test_messages_with_tools_are_encoded(drive: Drive, tmp_path: Path) -> None:
 
 def test_system_message_and_thinking_reach_the_prompt(drive: Drive, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    flags = ("--system", "Be brief.", "--prompt", "Hi", "--thinking", "on", "--reasoning-effort", "max")
+    flags = (
+        "--system",
+        "Be brief.",
+        "--prompt",
+        "Hi",
+        "--thinking",
+        "on",
+        "--reasoning-effort",
+        "max",
+    )
     drive(*flags, "--max-tokens", 1, "--json", path)
     prompt = read_json(path)["prompt"]["text"]
     assert prompt.startswith("<｜begin▁of▁sentence｜>Reasoning Effort: Absolute maximum")
     assert prompt.endswith("Be brief.<｜User｜>Hi<｜Assistant｜><think>")
 
 
-def test_raw_prompt_is_the_text_after_the_beginning_token(drive: Drive, checkpoint: Path, tmp_path: Path) -> None:
+def test_raw_prompt_is_the_text_after_the_beginning_token(
+    drive: Drive, checkpoint: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "report.json"
     tokenizer = Tokenizer(checkpoint)
     for text in ("The capital", "<｜begin▁of▁sentence｜>The capital"):
@@ -217,7 +268,9 @@ def test_plan_prints_the_table_and_reads_no_weight(drive: Drive, broken_copy: Pa
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_wrong_flags_are_one_line_and_exit_code_2(drive: Drive, flags: list[str], parts: list[str]) -> None:
+def test_wrong_flags_are_one_line_and_exit_code_2(
+    drive: Drive, flags: list[str], parts: list[str]
+) -> None:
     drive(*flags).assert_user_error(*parts)
 
 
@@ -226,12 +279,24 @@ def test_wrong_flags_are_one_line_and_exit_code_2(drive: Drive, flags: list[str]
     [
         ("config.json", None, ["config.json"]),
         ("config.json", "{", ["config.json"]),
-        ("config.json", '{"model_type": "deepseek_v41"}', ["config.json", "model_type", "deepseek_v41"]),
+        (
+            "config.json",
+            '{"model_type": "deepseek_v41"}',
+            ["config.json", "model_type", "deepseek_v41"],
+        ),
         ("tokenizer.json", None, ["tokenizer.json"]),
         ("tokenizer.json", "{}", ["tokenizer.json"]),
         ("generation_config.json", "[]", ["generation_config.json"]),
-        ("generation_config.json", '{"temperature": "hot"}', ["generation_config.json", "temperature", "'hot'"]),
-        ("generation_config.json", '{"eos_token_id": -4}', ["generation_config.json", "eos_token_id", "-4"]),
+        (
+            "generation_config.json",
+            '{"temperature": "hot"}',
+            ["generation_config.json", "temperature", "'hot'"],
+        ),
+        (
+            "generation_config.json",
+            '{"eos_token_id": -4}',
+            ["generation_config.json", "eos_token_id", "-4"],
+        ),
         ("model.safetensors", "junk", ["model.safetensors"]),
         ("model.safetensors", None, ["safetensors"]),
     ],
@@ -253,8 +318,12 @@ def test_tokenizer_of_another_model_is_refused(drive: Drive, broken_copy: Path) 
     drive("--model", broken_copy).assert_user_error("tokenizer.json", "at most 100", "vocab_size")
 
 
-@pytest.mark.parametrize("text", ["{", '{"messages": 3}', '[{"role": "pirate", "content": "x"}]', "\udcff"])
-def test_bad_messages_file_is_one_line_and_exit_code_2(drive: Drive, tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["{", '{"messages": 3}', '[{"role": "pirate", "content": "x"}]', "\udcff"]
+)
+def test_bad_messages_file_is_one_line_and_exit_code_2(
+    drive: Drive, tmp_path: Path, text: str
+) -> None:
     path = tmp_path / "messages.json"
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     drive("--messages", path).assert_user_error("--messages", "messages.json")
@@ -263,7 +332,12 @@ def test_bad_messages_file_is_one_line_and_exit_code_2(drive: Drive, tmp_path: P
 @pytest.mark.gpu
 def test_cuda_device_answers_and_is_named(drive: Drive, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    assert drive("--device", "cuda", "--max-tokens", 4, "--ignore-eos", "--profile", "--json", path).code == 0
+    assert (
+        drive(
+            "--device", "cuda", "--max-tokens", 4, "--ignore-eos", "--profile", "--json", path
+        ).code
+        == 0
+    )
     report = read_json(path)
     assert len(report["completion"]["token_ids"]) == 4
     assert report["devices"][0].startswith("cuda:0 ")

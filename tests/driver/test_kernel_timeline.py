@@ -1,12 +1,62 @@
-"""The timeline of a decoded token from invented events: layers, gaps, overlaps, hops between devices."""
+"""The timeline of a decoded token from invented events: places, gaps, overlaps, hops between devices."""
 
 import pytest
+import torch
 
-from dsv4.cli.graph_profile import kernel_name, rounded
-from dsv4.cli.kernel_timeline import GAPS, HOPS, DeviceEvent, TokenTimeline, median_token, token_timelines
+from dsv4.cli.graph_profile import rounded, step_launches
+from dsv4.cli.kernel_timeline import (
+    GAPS,
+    HOPS,
+    DeviceEvent,
+    StepLaunch,
+    TokenTimeline,
+    median_token,
+    token_timelines,
+)
+from dsv4.errors import UserError
+from dsv4.step.recorded import CALL
+from tests.driver.recorded import recorded_step
 
 KINDS = ("SWA", "CSA", "HCA", "CSA")
-HEAD_KERNELS = ("hc_mix", "lm_head", "argmax", "store_token")
+
+
+def launches(part: str, layer: int | None, *names: str) -> list[StepLaunch]:
+    kind = "head" if layer is None else KINDS[layer]
+    return [StepLaunch(name, part, layer, kind) for name in names]
+
+
+def layer_launches(layer: int) -> list[StepLaunch]:
+    """Kernels of the same name in several places of a layer."""
+    return [
+        *launches(f"layer {layer} projections", layer, "gemm"),
+        *launches(f"layer {layer} attention", layer, KINDS[layer].lower()),
+        *launches(f"layer {layer} experts", layer, "mix", "gemm"),
+    ]
+
+
+# A kernel of the layers is the head's too, and one of the layers' has the name of the token's last one.
+HEAD = [*launches("head", None, "mix", "gemm"), *launches("sample", None, "argmax", "csa")]
+ONE_DEVICE = {
+    0: [
+        *launches("layer 0 projections", 0, "embed"),
+        *[launch for layer in range(4) for launch in layer_launches(layer)],
+        *launches("layer 3 mix", 3, "hc_post"),
+        *HEAD,
+    ]
+}
+
+
+def segment(layer: int) -> list[StepLaunch]:
+    """A layer between two hand-offs."""
+    first = {0: ("embed",), 1: ("position",)}.get(layer, ())
+    return [
+        *launches(f"layer {layer} projections", layer, *first),
+        *layer_launches(layer),
+        *launches(f"layer {layer} mix", layer, "mix"),
+    ]
+
+
+TWO_DEVICES = {0: [*segment(0), *segment(2)], 1: [*segment(1), *segment(3), *HEAD]}
 
 
 class Recorder:
@@ -22,77 +72,88 @@ class Recorder:
             self.events.append(DeviceEvent(name, device, self.now, us))
             self.now += us
 
-    def layer(self, device: int, attention: str, gap: float = 0.0) -> None:
-        self.run(device, "hc_mix", attention, "moe_decode", gap=gap)
-
 
 def one_device() -> list[TokenTimeline]:
+    """Four tokens: 1 µs before every kernel of a layer, and another gap before the last layer's mix."""
     recorder = Recorder()
-    recorder.run(0, "half a token", "store_token")
-    for extra in (0.0, 5.0, 1.0):
-        recorder.run(0, "embed")
-        for kind in KINDS:
-            recorder.layer(0, kind.lower(), gap=1.0)
-        recorder.run(0, "hc_post", gap=extra)
-        recorder.run(0, *HEAD_KERNELS)
-    return token_timelines(recorder.events, {0: (0, 1, 2, 3)}, KINDS)
+    for extra in (3.0, 0.0, 5.0, 1.0):
+        for launch in ONE_DEVICE[0]:
+            in_layer = launch.layer is not None and launch.name != "embed"
+            recorder.run(0, launch.name, gap=extra if launch.name == "hc_post" else float(in_layer))
+    return token_timelines(recorder.events, ONE_DEVICE, 4)
 
 
-def two_devices(kinds: tuple[str, ...] = KINDS) -> TokenTimeline:
+def two_devices() -> TokenTimeline:
     """Round-robin over two devices: a hop before every layer but the first, and one of the token."""
     recorder = Recorder()
-    recorder.run(1, "store_token")
-    recorder.run(1, "Memcpy PtoP", gap=2.0, us=1.0)
-    recorder.run(0, "embed", gap=1.0)
-    for layer, kind in enumerate(kinds):
-        if layer:
-            recorder.run(1 - layer % 2, "Memcpy PtoP", gap=2.0, us=1.0)
+    for _ in range(2):
+        if recorder.events:
+            recorder.run(1, "Memcpy PtoP (Device -> Device)", gap=2.0, us=1.0)
             recorder.now += 1.0
-        recorder.run(layer % 2, *(["position"] if layer == 1 else []))
-        recorder.layer(layer % 2, kind.lower())
-        recorder.run(layer % 2, "hc_post")
-    recorder.run(1, *HEAD_KERNELS)
-    (timeline,) = token_timelines(recorder.events, {0: (0, 2), 1: (1, 3)}, kinds)
+        for layer in range(4):
+            if layer:
+                recorder.run(1 - layer % 2, "Memcpy PtoP (Device -> Device)", gap=2.0, us=1.0)
+                recorder.now += 1.0
+            recorder.run(layer % 2, *[launch.name for launch in segment(layer)])
+        recorder.run(1, *[launch.name for launch in HEAD])
+    (timeline,) = token_timelines(recorder.events, TWO_DEVICES, 2)
     return timeline
 
 
-def test_token_under_way_when_recording_began_is_left_out() -> None:
-    assert [timeline.us for timeline in one_device()] == [192.0, 197.0, 193.0]
+def test_first_token_has_no_beginning() -> None:
+    assert [timeline.us for timeline in one_device()] == [236.0, 241.0, 237.0]
 
 
 def test_median_token_is_the_middle_one() -> None:
-    assert median_token(one_device()).us == 193.0
-    assert median_token(one_device()[:2]).us == 192.0
+    assert median_token(one_device()).us == 237.0
+    assert median_token(one_device()[:2]).us == 236.0
 
 
-def test_a_layer_ends_with_its_moe_and_owns_the_mix_behind_it() -> None:
-    token = one_device()[0]
-    assert [node.layer for node in token.nodes] == [None, *[0] * 3, *[1] * 3, *[2] * 3, *[3] * 4, *[None] * 4]
-    assert [node.part for node in token.nodes if node.layer is None] == ["start", *["head"] * 4]
-    assert token.layer_us() == {0: 33.0, 1: 33.0, 2: 33.0, 3: 43.0}
+def test_nth_kernel_of_a_token_is_the_nth_launch() -> None:
+    for token in one_device():
+        found = [StepLaunch(node.name, node.part, node.layer, node.kind) for node in token.nodes]
+        assert found == ONE_DEVICE[0]
+    assert one_device()[0].layer_us() == {0: 54.0, 1: 44.0, 2: 44.0, 3: 54.0}
+
+
+def test_places_do_not_depend_on_the_names_of_events() -> None:
+    events = [DeviceEvent("?", 0, 10.0 * index, 10.0) for index in range(2 * len(ONE_DEVICE[0]))]
+    (token,) = token_timelines(events, ONE_DEVICE, 2)
+    assert [node.name for node in token.nodes] == [launch.name for launch in ONE_DEVICE[0]]
+
+
+@pytest.mark.parametrize("lost", [0, 3, -1])
+def test_other_number_of_kernels_is_an_error(lost: int) -> None:
+    events = [DeviceEvent("x", 0, 10.0 * index, 10.0) for index in range(44)]
+    del events[lost]
+    message = "--profile: found 43 kernels on cuda:0, expected 2 tokens of 22 each"
+    with pytest.raises(UserError, match=message):
+        token_timelines(events, ONE_DEVICE, 2)
+
+
+def test_kernels_of_another_device_are_an_error() -> None:
+    events = [DeviceEvent("x", int(index == 44), 10.0 * index, 10.0) for index in range(45)]
+    with pytest.raises(UserError, match="found 1 kernels on cuda:1, expected 2 tokens of 0 each"):
+        token_timelines(events, ONE_DEVICE, 2)
 
 
 def test_kernels_and_gaps_are_the_whole_token() -> None:
     token = one_device()[1]
     rows = {row.name: row for row in token.rows()}
     assert sum(row.us for row in rows.values()) == token.us
-    assert (rows["moe_decode"].count, rows["moe_decode"].us) == (4, 40.0)
-    assert rows["csa"].by_part == {"CSA": 10.0}
-    assert rows["hc_mix"].by_part == {"SWA": 10.0, "CSA": 10.0, "HCA": 10.0, "head": 10.0}
-    assert (rows[GAPS].count, rows[GAPS].us) == (13, 17.0)
-    assert sum(row.gap_us or 0 for row in rows.values()) == 17.0
-    assert (rows["hc_post"].gap_us, rows["store_token"].gap_us, rows[GAPS].gap_us) == (5.0, 0.0, None)
+    assert (rows["gemm"].count, rows["gemm"].us) == (9, 90.0)
+    assert rows["csa"].by_kind == {"CSA": 10.0, "head": 10.0}
+    assert rows["gemm"].by_kind == {"SWA": 20.0, "CSA": 20.0, "HCA": 20.0, "head": 10.0}
+    assert (rows[GAPS].count, rows[GAPS].us) == (17, 21.0)
+    assert sum(row.gap_us or 0 for row in rows.values()) == 21.0
+    assert (rows["hc_post"].gap_us, rows["argmax"].gap_us, rows[GAPS].gap_us) == (5.0, 0.0, None)
     assert HOPS not in rows
 
 
 def test_what_overlaps_counts_once() -> None:
-    events = [
-        DeviceEvent("store_token", 0, 0.0, 1.0),
-        DeviceEvent("hc_mix", 0, 1.0, 10.0),
-        DeviceEvent("moe_decode", 0, 6.0, 10.0),
-        DeviceEvent("store_token", 0, 20.0, 1.0),
-    ]
-    (token,) = token_timelines(events, {0: (0,)}, ("SWA",))
+    step = {0: launches("layer 0 projections", 0, "a", "b", "c")}
+    times = [(-30.0, 1.0), (-20.0, 1.0), (0.0, 1.0), (1.0, 10.0), (6.0, 10.0), (20.0, 1.0)]
+    (token,) = token_timelines([DeviceEvent("x", 0, *time) for time in times], step, 2)
     assert [(node.duration_us, node.added_us, node.gap_us) for node in token.nodes] == [
         (10.0, 10.0, 0.0),
         (10.0, 5.0, 0.0),
@@ -104,62 +165,69 @@ def test_what_overlaps_counts_once() -> None:
 def test_hops_are_apart_from_gaps() -> None:
     token = two_devices()
     hops = [node for node in token.nodes if node.hop]
-    assert [node.name for node in hops] == ["embed", "position", "hc_mix", "hc_mix"]
+    assert [node.name for node in hops] == ["embed", "position", "gemm", "gemm"]
     assert token.hop_us == 4 * 4.0
     assert token.gap_us == 0.0
     assert len(token.hand_offs) == 4
     assert sum(token.busy_us().values()) + token.hop_us == token.us
-    assert token.busy_us() == {0: 90.0, 1: 130.0}
+    assert token.busy_us() == {0: 110.0, 1: 150.0}
 
 
 def test_layers_of_every_device_are_found() -> None:
     token = two_devices()
-    assert token.layer_us() == dict.fromkeys(range(4), 40.0)
-    assert [node.part for node in token.nodes if node.name == "position"] == ["start"]
-    assert {node.part for node in token.nodes if node.device == 1 and node.layer == 3} == {"CSA"}
+    assert token.layer_us() == {0: 60.0, 1: 60.0, 2: 50.0, 3: 50.0}
+    assert {node.layer for node in token.nodes if node.device == 0} == {0, 2}
+    assert {node.kind for node in token.nodes if node.device == 1 and node.layer == 3} == {"CSA"}
 
 
 def test_kernels_of_a_kind_in_their_order_as_most_of_its_layers_have_them() -> None:
     (token, *_) = one_device()
-    assert token.layer_sequences()["CSA"] == [("hc_mix", 11.0), ("csa", 11.0), ("moe_decode", 11.0)]
-    assert two_devices().layer_sequences()["HCA"][-1] == ("hc_post", 10.0)
+    alike = [("gemm", 11.0), ("csa", 11.0), ("mix", 11.0), ("gemm", 11.0)]
+    assert token.layer_sequences()["CSA"] == alike
+    assert two_devices().layer_sequences()["HCA"][-1] == ("mix", 10.0)
 
 
 def test_record_has_what_the_table_has() -> None:
     record = two_devices().record()
-    assert record["us_per_layer"] == {"SWA": 40.0, "CSA": 40.0, "HCA": 40.0}
+    assert record["us_per_layer"] == {"SWA": 60.0, "CSA": 55.0, "HCA": 50.0}
     assert (record["hops"], record["hop_us"]) == (4, 16.0)
     assert (record["hand_off_copies"], record["hand_off_copy_us"]) == (4, 4.0)
-    assert len(two_devices().node_records()) == 22
+    nodes = two_devices().node_records()
+    assert len(nodes) == 26
+    assert (nodes[0]["name"], nodes[0]["part"], nodes[0]["layer"], nodes[0]["kind"]) == (
+        "embed",
+        "layer 0 projections",
+        0,
+        "SWA",
+    )
 
 
 def test_table_names_kernels_kinds_and_devices() -> None:
     text = two_devices().table()
     heading, *lines = text.splitlines()
-    assert heading.split()[-7:] == ["µs", "each:", "start", "SWA", "CSA", "HCA", "head"]
-    assert lines[-7] == "  236.0 µs in all: gaps 0.0, hops 16.0 (4 hand-off copies take 4.0)"
-    assert lines[-5] == "  cuda:0 busy 90.0 µs, idle 146.0 µs (61.9 %)"
-    assert lines[-1] == "  HCA: hc_mix 10.0 · hca 10.0 · moe_decode 10.0 · hc_post 10.0"
+    assert heading.split()[-6:] == ["µs", "each:", "SWA", "CSA", "HCA", "head"]
+    assert lines[-7] == "  276.0 µs in all: gaps 0.0, hops 16.0 (4 hand-off copies take 4.0)"
+    assert lines[-5] == "  cuda:0 busy 110.0 µs, idle 166.0 µs (60.1 %)"
+    assert lines[-1] == "  HCA: gemm 10.0 · hca 10.0 · mix 10.0 · gemm 10.0 · mix 10.0"
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        ("moe_decode", "moe_decode"),
-        ("void at::native::index_elementwise_kernel<128, 4, at::native::f(int)>(int)", "index_elementwise_kernel"),
-        (
-            "void (anonymous namespace)::elementwise_kernel_with_index<int, arange()>(int)",
-            "elementwise_kernel_with_index",
-        ),
-        ("Memcpy PtoP (Device -> Device)", "Memcpy PtoP"),
-    ],
-)
-def test_kernels_are_called_by_their_own_name(found: str, expected: str) -> None:
-    assert kernel_name(found) == expected
+def test_launches_of_a_step_are_listed_by_device() -> None:
+    devices = (torch.device("cuda", 0), torch.device("cuda", 1))
+    assert step_launches(recorded_step(*devices), KINDS) == {
+        0: [*launches("layer 0 projections", 0, "embed"), *launches("layer 0 mix", 0, "gemm")],
+        1: [
+            *launches("layer 1 experts", 1, "gemm"),
+            *launches("head", None, CALL),
+            *launches("sample", None, "store"),
+        ],
+    }
 
 
 def test_records_are_rounded() -> None:
-    assert rounded({"us": 1.00000004, "layers": {0: [2.5]}, "name": "a", "hop": True, "pairs": [("a", 0.1254)]}) == {
+    found = rounded(
+        {"us": 1.00000004, "layers": {0: [2.5]}, "name": "a", "hop": True, "pairs": [("a", 0.1254)]}
+    )
+    assert found == {
         "us": 1.0,
         "layers": {0: [2.5]},
         "name": "a",

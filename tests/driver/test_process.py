@@ -42,7 +42,9 @@ def test_ctrl_c_keeps_what_was_produced(start: Start, tmp_path: Path) -> None:
     assert report["finish_reason"] == "interrupted"
     assert report["completion"]["token_ids"]
     # The interrupt may fall between a token's arrival and its display.
-    assert report["completion"]["message"]["content"].startswith((first + rest).decode().removesuffix("\n")[:-8])
+    assert report["completion"]["message"]["content"].startswith(
+        (first + rest).decode().removesuffix("\n")[:-8]
+    )
     assert report["timing"]["decode_tokens"] > 0
     assert err.decode().rstrip("\n").endswith("interrupted")
     assert err.count(b"\n") == 1
@@ -54,7 +56,9 @@ def test_ctrl_c_while_starting_is_quiet() -> None:
     )
     assert process.stderr is not None
     # `python -v` says on stderr what it imports, which shows when the long import of torch has begun.
-    while "import 'torch'" not in (line := process.stderr.readline()) and "torch/__init__" not in line:
+    while (
+        "import 'torch'" not in (line := process.stderr.readline()) and "torch/__init__" not in line
+    ):
         assert line
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
@@ -85,10 +89,14 @@ def test_user_errors_have_no_traceback(start: Start) -> None:
     process = start("--top-p", 7)
     out, err = process.communicate()
     assert (process.returncode, out) == (2, b"")
-    assert err.decode() == "error: --top-p: found '7', expected a number above 0 to 1 (see --help)\n"
+    assert (
+        err.decode() == "error: --top-p: found '7', expected a number above 0 to 1 (see --help)\n"
+    )
 
 
-def test_terminal_encoding_without_the_characters_is_no_error(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_encoding_without_the_characters_is_no_error(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     process = start("--max-tokens", 40, "--ignore-eos", "--quiet", "--seed", 1)
     out, err = process.communicate()
@@ -97,7 +105,16 @@ def test_terminal_encoding_without_the_characters_is_no_error(start: Start, monk
 
 
 def test_prompt_from_stdin(checkpoint: Path) -> None:
-    command = [sys.executable, DRIVER, "--model", checkpoint, "--prompt-file", "-", "--max-context", "8"]
+    command = [
+        sys.executable,
+        DRIVER,
+        "--model",
+        checkpoint,
+        "--prompt-file",
+        "-",
+        "--max-context",
+        "8",
+    ]
     process = subprocess.run(command, input="too long " * 100, capture_output=True, text=True)
     assert process.returncode == 2
     assert "--max-context: found a prompt of" in process.stderr

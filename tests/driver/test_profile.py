@@ -4,15 +4,24 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from dsv4.cli.op_profile import OpProfile
+from dsv4.launch.recording import Recording
+from dsv4.model import PartKind
 from dsv4.ops import TORCH, Ops
+from dsv4.step.direct import DirectParts
+from dsv4.step.observer import open_part
+from dsv4.step.recorded import CALL
+from dsv4.step.step import Step
 from tests.driver.conftest import Result, read_json
+from tests.driver.recorded import recorded_step
 
 Drive = Callable[..., Result]
+CPU = torch.device("cpu")
 KINDS = ("SWA", "CSA")
 
 
@@ -25,75 +34,161 @@ def fake_ops(clock: list[float]) -> Ops:
 
         return op
 
-    names = ("embed", "hc_pre", "hc_seam", "hc_post", "hc_head", "linear", "argmax_token")
+    names = ("embed", "hc_pre", "hc_post", "hc_head", "linear", "sample_token")
     return replace(TORCH, moe=take(5.0), **{name: take(1.0) for name in names})
 
 
-def step(ops: Ops, clock: list[float], hop: float = 0.0) -> None:
-    """Two layers, the second one on another device, and the head; half a second before every moe."""
-    first, second = torch.empty(1), torch.empty(1, device="meta")
-    ops.embed(first)
-    ops.hc_pre(first)
-    clock[0] += 0.5
-    ops.moe(first)
-    ops.hc_post(first)
-    clock[0] += hop
-    ops.hc_pre(second)
-    clock[0] += 0.5
-    ops.moe(second)
-    ops.hc_post(second)
-    ops.hc_head(second)
-    ops.linear(second)
-    ops.argmax_token(second)
+class Arriving(torch.Tensor):
+    """Streams whose way to another device takes time."""
+
+    clock: list[float]
+    seconds: float
+
+    def to(self, *_: object) -> torch.Tensor:
+        self.clock[0] += self.seconds
+        return self
+
+
+def step(ops: Ops, clock: list[float], profile: OpProfile, hop: float = 0.0) -> None:
+    """Two layers with a hand-off between them, the head and a token; half a second before every moe."""
+    profile.begin_step()
+    parts = DirectParts(ops, torch.zeros(1, dtype=torch.int64), None, profile)
+
+    def part(kind: PartKind, layer: int | None, *names: str) -> None:
+        with parts.part(kind, CPU, layer) as watched:
+            for op in names:
+                clock[0] += 0.5 * (op == "moe")
+                getattr(watched, op)()
+
+    part("projections", 0, "embed", "hc_pre")
+    part("experts", 0, "moe")
+    part("mix", 0, "hc_post")
+    streams = Arriving(1)
+    streams.clock = clock
+    streams.seconds = hop
+    parts.hand_off(streams, CPU, CPU)
+    part("experts", 1, "moe")
+    part("mix", 1, "hc_post")
+    part("head", None, "hc_head", "linear")
+    part("sample", None, "sample_token")
 
 
 @pytest.fixture
 def profile(monkeypatch: pytest.MonkeyPatch) -> OpProfile:
     clock = [0.0]
     monkeypatch.setattr("dsv4.cli.op_profile.time.perf_counter", lambda: clock[0])
-    profile = OpProfile(on_cuda=False, kinds=KINDS)
-    ops = profile.wrap(fake_ops(clock))
-    step(ops, clock, hop=3.0)
+    profile = OpProfile([CPU], KINDS)
+    ops = fake_ops(clock)
+    step(ops, clock, profile, hop=3.0)
     profile.next_phase("decode")
     clock[0] += 7.0
-    step(ops, clock)
+    step(ops, clock, profile)
     clock[0] += 9.0
-    step(ops, clock, hop=3.0)
+    step(ops, clock, profile, hop=3.0)
     return profile
 
 
-def test_ops_are_counted_by_phase_and_kind(profile: OpProfile) -> None:
+def test_ops_are_counted_by_phase_and_kind_of_their_part(profile: OpProfile) -> None:
     assert profile.seconds["prefill", "SWA", "moe"] == 5.0
     assert profile.seconds["decode", "CSA", "moe"] == 10.0
-    assert (profile.calls["decode", "SWA", "hc_post"], profile.calls["decode", "CSA", "hc_post"]) == (2, 2)
-    assert (profile.calls["decode", "head", "embed"], profile.calls["decode", "head", "linear"]) == (2, 2)
+    expected = [("SWA", "hc_post"), ("CSA", "hc_post"), ("SWA", "embed"), ("head", "linear")]
+    assert [profile.calls["decode", kind, name] for kind, name in expected] == [2, 2, 2, 2]
     assert not any(kind == "head" for _, kind, name in profile.calls if name in ("moe", "hc_pre"))
 
 
-def test_gaps_are_told_apart(profile: OpProfile) -> None:
-    assert profile.seconds["prefill", "CSA", "(hand-offs)"] == 3.0
-    assert profile.seconds["decode", "CSA", "(hand-offs)"] == 3.0
+def test_gaps_are_told_apart_and_hand_offs_are_a_row(profile: OpProfile) -> None:
+    assert profile.seconds["prefill", "between devices", "(hand-offs)"] == 3.0
+    assert profile.seconds["decode", "between devices", "(hand-offs)"] == 3.0
     assert profile.seconds["decode", "head", "(between steps)"] == 16.0
     assert profile.seconds["decode", "SWA", "(between ops)"] == 1.0
 
 
 def test_ops_and_gaps_are_the_whole_time(profile: OpProfile) -> None:
     decode = sum(seconds for (phase, *_), seconds in profile.seconds.items() if phase == "decode")
-    assert decode == 7.0 + 19.0 + 9.0 + 19.0 + 3.0
+    assert decode == 7.0 + 18.0 + 9.0 + 18.0 + 3.0
 
 
 def test_table_has_a_column_per_kind(profile: OpProfile) -> None:
     blocks = profile.table().split("decode")
     assert len(blocks) == 2
-    moe = next(line for line in blocks[1].splitlines() if line.startswith("  moe "))
-    assert moe.split() == ["moe", "4", "20000.000", "35.1", "5000000.00", "5000000.00"]
+    heading, *rows = (line.split() for line in blocks[1].splitlines())
+    assert heading[-3:] == ["SWA", "CSA", "head"]
+    assert rows[0] == ["moe", "4", "20000.000", "36.4", "5000000.00", "5000000.00"]
+    assert ["(hand-offs)", "2", "3000.000", "5.5"] in rows
+
+
+def test_time_of_an_op_that_fails_is_not_counted(profile: OpProfile) -> None:
+    calls = profile.calls["decode", "head", "linear"]
+    failing = profile.item("linear")
+    with pytest.raises(ZeroDivisionError), open_part(TORCH, profile, "head", CPU), failing:
+        raise ZeroDivisionError
+    assert profile.calls["decode", "head", "linear"] == calls
+
+
+class FakeProgram:
+    """Notes which items run, of all programs alike."""
+
+    ran: ClassVar[list[tuple[str, int, int, int]]] = []
+
+    def __init__(self, recording: Recording, memory: object) -> None:
+        self._device = recording.target.device.type
+
+    def run(self, tokens: int, start: int, stop: int) -> None:
+        self.ran.append((self._device, tokens, start, stop))
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class FakeHandOff:
+    """Notes what is sent, and where its memory is free again."""
+
+    def __init__(self) -> None:
+        self.log: list[int | str] = []
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self.log.append(tensor.shape[0])
+
+    def drain(self) -> None:
+        self.log.append("drained")
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_observed_step_runs_its_kernels_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    monkeypatch.setattr("dsv4.step.step.Program", FakeProgram)
+    monkeypatch.setattr(FakeProgram, "ran", [])
+    devices = (CPU, torch.device("meta"))
+    hand_off = FakeHandOff()
+    step = Step(recorded_step(*devices), {}, {devices: hand_off})  # type: ignore[dict-item]
+    profile = OpProfile(devices, KINDS)
+    step.run(tokens, profile)
+    step.sample(profile)
+    many = [("SWA", "many")] if tokens > 1 else []
+    assert [(kind, name) for _, kind, name in profile.calls if name != "(between ops)"] == [
+        ("SWA", "embed"),
+        *many,
+        ("SWA", "gemm"),
+        ("between devices", "(hand-offs)"),
+        ("CSA", "gemm"),
+        ("head", CALL),
+        ("head", "store"),
+    ]
+    assert hand_off.log == [tokens, "drained"]
+    first = [("cpu", tokens, item, item + 1) for item in range(3) if tokens > 1 or item != 1]
+    second = [("meta", tokens, 0, 1), ("meta", tokens, 1, 2), ("meta", 1, 2, 3)]
+    assert FakeProgram.ran == first + second
 
 
 def test_profile_lists_every_op_of_the_step(drive: Drive, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     result = drive("--max-tokens", 3, "--ignore-eos", "--profile", "--json", path)
     for op in ("embed", "moe", "sparse_attention", "hc_pre", "linear", "sample_token"):
-        assert len(re.findall(rf"^  {op} +\d+ +[\d.]+ +[\d.]+( +[\d.]+)+$", result.err, re.MULTILINE)) == 2
+        assert (
+            len(re.findall(rf"^  {op} +\d+ +[\d.]+ +[\d.]+( +[\d.]+)+$", result.err, re.MULTILINE))
+            == 2
+        )
     profile = read_json(path)["profile"]
     assert profile["mode"] == "eager"
     calls = {(row["phase"], row["kind"], row["op"]): row["calls"] for row in profile["ops"]}
@@ -104,11 +199,31 @@ def test_profile_lists_every_op_of_the_step(drive: Drive, tmp_path: Path) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["split", "full"])
-def test_profile_of_captured_graphs_explains_a_token(drive: Drive, tmp_path: Path, mode: str) -> None:
+def test_profile_of_recorded_steps_lists_kernels(drive: Drive, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    flags = ("--device", "cuda", "--cuda-graph", mode, "--max-tokens", 4, "--ignore-eos", "--profile", "--json", path)
-    result = drive(*flags)
+    flags = ("--device", "cuda", "--max-tokens", 4, "--ignore-eos", "--json", path)
+    plain = drive(*flags, "--temperature", 0)
+    tokens = read_json(path)["completion"]["token_ids"]
+    result = drive(*flags, "--temperature", 0, "--profile")
+    report = read_json(path)
+    assert (result.code, result.out) == (0, plain.out)
+    assert report["completion"]["token_ids"] == tokens
+    profile = report["profile"]
+    assert profile["mode"] == "eager"
+    calls = {(row["phase"], row["kind"], row["op"]): row["calls"] for row in profile["ops"]}
+    assert [calls["decode", kind, "moe_decode"] for kind in ("SWA", "CSA", "HCA")] == [3, 6, 3]
+    assert (calls["decode", "head", "store_token"], calls["decode", "SWA", "embed"]) == (3, 3)
+    assert calls["decode", "head", "(between steps)"] == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["split", "full"])
+def test_profile_of_captured_graphs_explains_a_token(
+    drive: Drive, tmp_path: Path, mode: str
+) -> None:
+    path = tmp_path / "report.json"
+    flags = ("--device", "cuda", "--max-tokens", 4, "--ignore-eos", "--profile", "--json", path)
+    result = drive("--cuda-graph", mode, *flags)
     assert result.code == 0
     assert "decode, one token" in result.err
     profile = read_json(path)["profile"]
@@ -117,5 +232,8 @@ def test_profile_of_captured_graphs_explains_a_token(drive: Drive, tmp_path: Pat
     assert (kernels["moe_decode"], kernels["store_token"]) == (4, 1)
     assert sum(row["us"] for row in profile["kernels"]) == pytest.approx(profile["us"], rel=1e-3)
     assert set(profile["us_per_layer"]) == {"SWA", "CSA", "HCA"}
-    assert {node["layer"] for node in profile["nodes"]} == {None, 0, 1, 2, 3}
-    assert sum(row["count"] for row in profile["kernels"] if row["name"][0] != "(") == len(profile["nodes"])
+    nodes = profile["nodes"]
+    assert {node["layer"] for node in nodes} == {None, 0, 1, 2, 3}
+    assert sum(row["count"] for row in profile["kernels"] if row["name"][0] != "(") == len(nodes)
+    stored = [node for node in nodes if node["name"] == "store_token"]
+    assert [(node["part"], node["kind"]) for node in stored] == [("sample", "head")]

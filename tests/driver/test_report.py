@@ -23,7 +23,8 @@ def test_what_was_not_measured_has_no_rate(stats: RunStats | None) -> None:
     measured = timing(0.0, stats)
     assert measured["decode_ms_per_token"] is None
     assert (
-        summary_line(measured, None, "interrupted") == "load 0.0 s · prefill 0 tokens · decode 0 tokens · interrupted"
+        summary_line(measured, None, "interrupted")
+        == "load 0.0 s · prefill 0 tokens · decode 0 tokens · interrupted"
     )
 
 

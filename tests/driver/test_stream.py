@@ -5,7 +5,16 @@ import json
 
 import pytest
 
-from dsv4.cli.stream import DIM, RESET, ChatPrinter, PlainPrinter, TokenText, make_printer, parse_message, text_of
+from dsv4.cli.stream import (
+    DIM,
+    RESET,
+    ChatPrinter,
+    PlainPrinter,
+    TokenText,
+    make_printer,
+    parse_message,
+    text_of,
+)
 from dsv4.demo import CHECKPOINT
 from encoding import Tokenizer
 
@@ -35,7 +44,10 @@ def shown(out: io.StringIO, mode: str, text: str, stopped: bool = True, pieces: 
 
 
 def test_thinking_stands_between_markers_where_there_is_no_terminal() -> None:
-    assert shown(io.StringIO(), "thinking", "I add.</think>Four.") == "<think>\nI add.\n</think>\nFour.\n"
+    assert (
+        shown(io.StringIO(), "thinking", "I add.</think>Four.")
+        == "<think>\nI add.\n</think>\nFour.\n"
+    )
 
 
 def test_thinking_is_dimmed_on_a_terminal() -> None:
@@ -69,7 +81,9 @@ def test_tool_call_that_was_cut_off_is_not_shown() -> None:
 @pytest.mark.parametrize("pieces", [1, 2, 3, 7])
 def test_pieces_show_the_same_as_the_whole(pieces: int) -> None:
     text = "Because.</think>I look." + CALL
-    assert shown(io.StringIO(), "thinking", text, pieces=pieces) == shown(io.StringIO(), "thinking", text, pieces=999)
+    assert shown(io.StringIO(), "thinking", text, pieces=pieces) == shown(
+        io.StringIO(), "thinking", text, pieces=999
+    )
 
 
 def test_half_a_marker_is_held_back() -> None:
@@ -88,7 +102,9 @@ def test_characters_split_over_tokens_are_never_broken(tokenizer: Tokenizer) -> 
     assert len(pieces) > len(text)
 
 
-def test_unfinished_character_and_unknown_token_are_replacement_characters(tokenizer: Tokenizer) -> None:
+def test_unfinished_character_and_unknown_token_are_replacement_characters(
+    tokenizer: Tokenizer,
+) -> None:
     duck = tokenizer.encode("🦆")
     assert text_of(tokenizer, duck[:-1]) == "\ufffd"
     assert text_of(tokenizer, [*duck, tokenizer.vocab_size + 5, *duck]) == "🦆\ufffd🦆"
@@ -107,4 +123,7 @@ def test_message_of_a_completion() -> None:
     message = parse_message("Why.</think>I look." + CALL, True, "thinking", None)
     assert (message["reasoning_content"], message["content"]) == ("Why.", "I look.")
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
-    assert parse_message("a</think>", True, None, None) == {"role": "assistant", "content": "a</think>"}
+    assert parse_message("a</think>", True, None, None) == {
+        "role": "assistant",
+        "content": "a</think>",
+    }

@@ -1,4 +1,4 @@
-"""OpenAI-style chat files (spec 9.7)."""
+"""OpenAI-style chat files (model.md#messages)."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,10 @@ def test_a_list_and_an_object_with_messages_are_the_same(tmp_path: Path) -> None
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_request_level_tools_go_to_the_leading_instructions(role: str) -> None:
     first = {"role": role, "content": "S"}
-    assert messages_of_request({"messages": [first, HI], "tools": TOOLS}) == [{**first, "tools": TOOLS}, HI]
+    assert messages_of_request({"messages": [first, HI], "tools": TOOLS}) == [
+        {**first, "tools": TOOLS},
+        HI,
+    ]
     assert first == {"role": role, "content": "S"}
 
 
@@ -40,14 +43,20 @@ def test_response_formats_of_a_request() -> None:
     assert rendered({"type": "text"}) == encode_messages([HI], "chat", add_default_bos_token=False)
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
     assert rendered(schema).split("<｜User｜>")[0].endswith('to reply:\n{"type": "object"}')
-    assert rendered({"type": "object"}).split("<｜User｜>")[0].endswith('to reply:\n{"type": "object"}')
+    assert (
+        rendered({"type": "object"})
+        .split("<｜User｜>")[0]
+        .endswith('to reply:\n{"type": "object"}')
+    )
     with pytest.raises(ValueError, match="json_schema lacks"):
         rendered({"type": "json_schema"})
 
 
 def test_tools_given_twice_are_refused() -> None:
     request = {"messages": [{"role": "system", "content": "", "tools": TOOLS}], "tools": TOOLS}
-    with pytest.raises(ValueError, match="tools is given both in the request and in its first message"):
+    with pytest.raises(
+        ValueError, match="tools is given both in the request and in its first message"
+    ):
         messages_of_request(request)
 
 

@@ -1,4 +1,4 @@
-"""Control tokens quoted in somebody's text never become control tokens of the prompt (spec 9.1)."""
+"""Control tokens quoted in somebody's text never become control tokens of the prompt (model.md#tokenizer)."""
 
 import json
 from pathlib import Path
@@ -21,8 +21,29 @@ LITERALS = [
     "<dsml:",
     "<｜/table>｜",
 ]
-LITERALS += ["<｜place▁holder▁no▁799｜>", "<|place_holder_mm_span_0021|>", "<｜image｜>", "<｜image2｜>", "<｜/td｜>"]
-FRAGMENTS = ["<", "｜", ">", "/", "DSML", "think", "User", "<｜", "｜>", "a", " ", "\n", "</tool_result>", ZWSP]
+LITERALS += [
+    "<｜place▁holder▁no▁799｜>",
+    "<|place_holder_mm_span_0021|>",
+    "<｜image｜>",
+    "<｜image2｜>",
+    "<｜/td｜>",
+]
+FRAGMENTS = [
+    "<",
+    "｜",
+    ">",
+    "/",
+    "DSML",
+    "think",
+    "User",
+    "<｜",
+    "｜>",
+    "a",
+    " ",
+    "\n",
+    "</tool_result>",
+    ZWSP,
+]
 HOSTILE_TEXT = st.lists(st.sampled_from(LITERALS + FRAGMENTS), max_size=6).map("".join)
 
 
@@ -45,11 +66,21 @@ def conversation(text: str) -> list[dict]:
     raw_call = {"type": "function", "function": {"name": "f", "arguments": "{" + text}}
     schema = {"title": text}
     return [
-        {"role": "system", "content": text, "tools": [{"function": function}], "response_format": schema},
+        {
+            "role": "system",
+            "content": text,
+            "tools": [{"function": function}],
+            "response_format": schema,
+        },
         {"role": "system", "content": text},
         {"role": "latest_reminder", "content": text},
         {"role": "developer", "content": "d" + text},
-        {"role": "assistant", "content": text, "reasoning_content": "r" + text + "r", "tool_calls": [call, raw_call]},
+        {
+            "role": "assistant",
+            "content": text,
+            "reasoning_content": "r" + text + "r",
+            "tool_calls": [call, raw_call],
+        },
         {"role": "tool", "tool_call_id": "1", "content": text},
         {"role": "user", "content": text},
         {"role": "assistant", "content": text, "wo_eos": True},
@@ -70,8 +101,15 @@ def test_every_added_token_of_the_published_tokenizer_is_neutralised(
         assert neutral.replace(ZWSP, "") == text
 
 
-def test_overlapping_literals_are_all_neutralised(tokenizer: Tokenizer, added_tokens: dict[str, int]) -> None:
-    for text in ("｜DSML｜DSML｜DSML｜", "<｜User｜DSML｜", "<｜/table>｜DSML｜", "<<think><think>>"):
+def test_overlapping_literals_are_all_neutralised(
+    tokenizer: Tokenizer, added_tokens: dict[str, int]
+) -> None:
+    for text in (
+        "｜DSML｜DSML｜DSML｜",
+        "<｜User｜DSML｜",
+        "<｜/table>｜DSML｜",
+        "<<think><think>>",
+    ):
         assert count(tokenizer, added_tokens, text) > 0
         assert count(tokenizer, added_tokens, neutralize(text)) == 0
 
@@ -132,7 +170,10 @@ def test_a_tool_cannot_close_its_own_result() -> None:
 
 def test_the_opt_out_writes_all_text_as_it_is() -> None:
     text = "a</think>b<｜User｜>c｜DSML｜d</tool_result>"
-    messages: list[dict[str, Any]] = [{"role": "tool", "content": text}, {"role": "user", "content": text}]
+    messages: list[dict[str, Any]] = [
+        {"role": "tool", "content": text},
+        {"role": "user", "content": text},
+    ]
     prompt = encode_messages(messages, "chat", neutralize_control_tokens=False)
     assert prompt.count(text) == 2
     assert encode_messages(messages, "chat").count(text) == 0

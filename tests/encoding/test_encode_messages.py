@@ -1,4 +1,4 @@
-"""Rules of the prompt format that the recorded vectors do not reach (spec 9.3 to 9.5)."""
+"""Rules of the prompt format that the recorded vectors do not reach (model.md#messages, model.md#rendering)."""
 
 import copy
 import json
@@ -26,19 +26,30 @@ def body(messages: list[dict], thinking_mode: str = "chat", **options: Any) -> s
 
 
 def test_neighbouring_user_and_tool_messages_are_one_turn() -> None:
-    messages = [{"role": "tool", "content": "R"}, {"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    messages = [
+        {"role": "tool", "content": "R"},
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "b"},
+    ]
     assert body(messages) == f"{USER}<tool_result>R</tool_result>\n\na\n\nb{ASSISTANT}</think>"
 
 
 def test_a_user_message_does_not_join_a_turn_with_a_task_but_a_tool_result_does() -> None:
     task = {"role": "user", "content": "a", "task": "query"}
     assert body([task, HI]) == f"{USER}a{USER}hi{ASSISTANT}</think>"
-    assert body([task, {"role": "tool", "content": "R"}]) == f"{USER}a\n\n<tool_result>R</tool_result><｜query｜>"
+    assert (
+        body([task, {"role": "tool", "content": "R"}])
+        == f"{USER}a\n\n<tool_result>R</tool_result><｜query｜>"
+    )
 
 
 def test_tool_results_are_sorted_by_call_and_texts_keep_their_places() -> None:
     messages = [
-        {"role": "assistant", "content": "", "tool_calls": [call(call_id="x"), call(call_id="y"), call(call_id="z")]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call(call_id="x"), call(call_id="y"), call(call_id="z")],
+        },
         {"role": "tool", "content": "Z", "tool_call_id": "z"},
         {"role": "user", "content": "text"},
         {"role": "tool", "content": "?", "tool_call_id": "unknown"},
@@ -52,14 +63,21 @@ def test_tool_results_are_sorted_by_call_and_texts_keep_their_places() -> None:
 
 
 def test_tool_result_parts_are_joined_and_other_parts_named() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}, {"type": "text", "text": "b"}]
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {}},
+        {"type": "text", "text": "b"},
+    ]
     expected = "a\n\n[Unsupported image_url]\n\nb"
     assert f"<tool_result>{expected}</tool_result>" in body([{"role": "tool", "content": parts}])
     assert body([{"role": "user", "content": parts}]) == f"{USER}{expected}{ASSISTANT}</think>"
 
 
 def test_content_blocks_of_a_user_message_are_rendered_as_given() -> None:
-    blocks = [{"type": "text", "text": "a"}, {"type": "tool_result", "tool_use_id": "x", "content": "R"}]
+    blocks = [
+        {"type": "text", "text": "a"},
+        {"type": "tool_result", "tool_use_id": "x", "content": "R"},
+    ]
     expected = f"{USER}a\n\n<tool_result>R</tool_result>{ASSISTANT}</think>"
     assert body([{"role": "user", "content_blocks": blocks}]) == expected
 
@@ -76,7 +94,10 @@ def test_old_reasoning_and_developer_messages_are_dropped_before_the_last_user_m
 
 
 def test_reminders_and_the_last_developer_message_survive_the_dropping() -> None:
-    messages = [{"role": "latest_reminder", "content": "today"}, {"role": "developer", "content": "D"}]
+    messages = [
+        {"role": "latest_reminder", "content": "today"},
+        {"role": "developer", "content": "D"},
+    ]
     assert body(messages, "thinking") == f"<｜latest_reminder｜>today{USER}D{ASSISTANT}<think>"
 
 
@@ -93,7 +114,10 @@ def test_a_user_turn_in_a_row_of_turns_gets_no_generation_prompt_before_a_system
 def test_arguments_that_are_no_json_object_become_one_raw_parameter() -> None:
     for raw in ("{bad", "", "[1, 2]", "null", "5"):
         prompt = body([{"role": "assistant", "content": None, "tool_calls": [call(arguments=raw)]}])
-        assert f'\n<｜DSML｜parameter name="arguments" string="true">{raw}</｜DSML｜parameter>\n' in prompt
+        assert (
+            f'\n<｜DSML｜parameter name="arguments" string="true">{raw}</｜DSML｜parameter>\n'
+            in prompt
+        )
 
 
 def test_a_call_without_arguments_has_an_empty_line() -> None:
@@ -103,7 +127,10 @@ def test_a_call_without_arguments_has_an_empty_line() -> None:
 
 def test_context_is_left_out_and_the_rest_continues_it() -> None:
     context = [{"role": "system", "content": "S", "tools": [TOOL]}, HI]
-    messages = [{"role": "assistant", "content": "a", "reasoning_content": "r"}, {"role": "user", "content": "b"}]
+    messages = [
+        {"role": "assistant", "content": "a", "reasoning_content": "r"},
+        {"role": "user", "content": "b"},
+    ]
     whole = encode_messages(context + messages, "thinking", reasoning_effort="max")
     rest = encode_messages(messages, "thinking", context=context, reasoning_effort="max")
     assert rest == f"r</think>a{EOS}{USER}b{ASSISTANT}<think>"
@@ -118,7 +145,12 @@ def test_tools_in_the_context_keep_old_reasoning() -> None:
 
 
 def test_system_message_with_tools_and_response_format() -> None:
-    message = {"role": "system", "content": None, "tools": [TOOL, TOOL], "response_format": {"é": [1, None, True]}}
+    message = {
+        "role": "system",
+        "content": None,
+        "tools": [TOOL, TOOL],
+        "response_format": {"é": [1, None, True]},
+    }
     prompt = body([message])
     schema = '{"name": "f", "parameters": {"type": "object"}}'
     assert prompt.startswith("\n\n## Tools\n\n")
@@ -146,7 +178,11 @@ def test_action_task_opens_the_assistant_turn_in_both_modes() -> None:
 
 
 def test_answers_to_tasks_have_no_thinking_part() -> None:
-    title = [HI, {"role": "assistant", "content": "yo", "task": "title"}, {"role": "assistant", "content": "Greeting"}]
+    title = [
+        HI,
+        {"role": "assistant", "content": "yo", "task": "title"},
+        {"role": "assistant", "content": "Greeting"},
+    ]
     expected = f"{USER}hi{ASSISTANT}<think></think>yo{EOS}<｜title｜>Greeting{EOS}"
     assert body(title, "thinking") == expected
     action = [{**HI, "task": "action"}, {"role": "assistant", "content": "Search"}]
@@ -190,25 +226,45 @@ CYCLE.append(CYCLE)
         ([{"role": "user", "content": ["x"]}], r"messages\[0\].content\[0\] is not an object"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], r"content\[0\].text is int"),
         ([{"role": "user", "content_blocks": "x"}], "content_blocks is str"),
-        ([{"role": "user", "content_blocks": [{"text": "x"}]}], r"content_blocks\[0\] is not an object"),
+        (
+            [{"role": "user", "content_blocks": [{"text": "x"}]}],
+            r"content_blocks\[0\] is not an object",
+        ),
         ([{"role": "tool", "content": "x", "tool_call_id": 5}], "tool_call_id is int"),
         ([{**HI, "task": "cook"}], r"messages\[0\].task is 'cook', expected one of action"),
         ([{**HI, "task": []}], r"messages\[0\].task is \[\]"),
         ([{"role": "system", "tools": {"name": "f"}}], r"messages\[0\].tools is dict"),
         ([{"role": "system", "tools": [{"name": "f"}]}], r'tools\[0\] has no object "function"'),
         ([{"role": "system", "tools": [{"function": {}}]}], r"tools\[0\].function.name is None"),
-        ([{"role": "system", "tools": [{"function": {"name": "f", "x": {1}}}]}], "tool 'f' cannot be written as JSON"),
-        ([{"role": "system", "response_format": CYCLE}], "response_format cannot be written as JSON"),
+        (
+            [{"role": "system", "tools": [{"function": {"name": "f", "x": {1}}}]}],
+            "tool 'f' cannot be written as JSON",
+        ),
+        (
+            [{"role": "system", "response_format": CYCLE}],
+            "response_format cannot be written as JSON",
+        ),
         ([{"role": "assistant", "tool_calls": {}}], "tool_calls is dict"),
         ([{"role": "assistant", "tool_calls": ["f"]}], r'tool_calls\[0\] has no object "function"'),
-        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}], "function.name is None"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "arguments is NoneType"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
+            "function.name is None",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+            "arguments is NoneType",
+        ),
         ([{"role": "assistant", "tool_calls": [call(arguments=[1])]}], "arguments is list"),
-        ([{"role": "assistant", "tool_calls": [call(arguments={"x": {1}})]}], "arguments cannot be written as JSON"),
+        (
+            [{"role": "assistant", "tool_calls": [call(arguments={"x": {1}})]}],
+            "arguments cannot be written as JSON",
+        ),
         ([{"role": "assistant", "reasoning_content": ["r"]}], "reasoning_content is list"),
     ],
 )
-def test_wrong_messages_are_refused_in_one_line_that_names_them(messages: Any, complaint: str) -> None:
+def test_wrong_messages_are_refused_in_one_line_that_names_them(
+    messages: Any, complaint: str
+) -> None:
     with pytest.raises(ValueError, match=rf"^(?s:.*){complaint}") as error:
         encode_messages(messages, "chat")
     assert "\n" not in str(error.value)
@@ -223,12 +279,15 @@ def test_wrong_options_are_refused() -> None:
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 ROLES = ["system", "user", "assistant", "tool", "developer", "latest_reminder", "robot"]
 FUNCTIONS = st.fixed_dictionaries(
-    {"name": st.text(max_size=3) | JSON_VALUES}, optional={"arguments": JSON_VALUES | st.text(max_size=9)}
+    {"name": st.text(max_size=3) | JSON_VALUES},
+    optional={"arguments": JSON_VALUES | st.text(max_size=9)},
 )
 PARTS = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "tool_result", "image", 1])},
@@ -240,9 +299,12 @@ MESSAGES = st.fixed_dictionaries(
         "content": st.text(max_size=9) | JSON_VALUES | st.lists(PARTS, max_size=2),
         "content_blocks": st.lists(PARTS, max_size=2) | JSON_VALUES,
         "reasoning_content": st.text(max_size=9) | JSON_VALUES,
-        "tool_calls": st.lists(st.fixed_dictionaries({"function": FUNCTIONS}, optional={"id": JSON_VALUES}), max_size=2)
+        "tool_calls": st.lists(
+            st.fixed_dictionaries({"function": FUNCTIONS}, optional={"id": JSON_VALUES}), max_size=2
+        )
         | JSON_VALUES,
-        "tools": st.lists(st.fixed_dictionaries({"function": FUNCTIONS | JSON_VALUES}), max_size=2) | JSON_VALUES,
+        "tools": st.lists(st.fixed_dictionaries({"function": FUNCTIONS | JSON_VALUES}), max_size=2)
+        | JSON_VALUES,
         "response_format": JSON_VALUES,
         "tool_call_id": JSON_VALUES,
         "task": st.sampled_from([None, "action", "title", "cook"]) | JSON_VALUES,
@@ -262,7 +324,9 @@ def test_any_json_gives_a_prompt_or_a_value_error(
     messages: Any, mode: Any, context: Any, effort: Any, profile: Any
 ) -> None:
     try:
-        prompt = encode_messages(messages, mode, context=context, reasoning_effort=effort, profile=profile)
+        prompt = encode_messages(
+            messages, mode, context=context, reasoning_effort=effort, profile=profile
+        )
     except ValueError as error:
         prompt = str(error)
         assert "\n" not in prompt

@@ -1,4 +1,4 @@
-"""Publicly reported faults of chat encodings and tool parsers: rows 47 and 52 to 59 of spec 11."""
+"""Publicly reported faults of chat encodings and tool parsers: rows G47 and I of docs/regressions.md."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,12 @@ from encoding import (
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 HI = {"role": "user", "content": "hi"}
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 BLOCK = (
     '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n'
     '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
@@ -51,7 +56,11 @@ def test_spec11_g47_max_effort_is_reachable_with_the_official_profile(tmp_path: 
 def test_spec11_i52_no_dsml_leaks_into_streamed_text(size: int, marker: str) -> None:
     text = f"think</think>answer{BLOCK}{EOS}".replace("｜DSML｜", marker)
     parser = StreamingParser("thinking")
-    events = [event for start in range(0, len(text), size) for event in parser.feed(text[start : start + size])]
+    events = [
+        event
+        for start in range(0, len(text), size)
+        for event in parser.feed(text[start : start + size])
+    ]
     events += parser.finish()
     assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "think"
     assert "".join(event.text for event in events if isinstance(event, ContentDelta)) == "answer"
@@ -60,7 +69,9 @@ def test_spec11_i52_no_dsml_leaks_into_streamed_text(size: int, marker: str) -> 
 
 @pytest.mark.parametrize("wrapper", ["arguments", "input"])
 def test_spec11_i53_wrapped_arguments_are_unwrapped(wrapper: str) -> None:
-    text = BLOCK.replace('name="city" string="true">Paris', f'name="{wrapper}" string="false">{{"city": "Paris"}}')
+    text = BLOCK.replace(
+        'name="city" string="true">Paris', f'name="{wrapper}" string="false">{{"city": "Paris"}}'
+    )
     assert arguments_of(text + EOS) == [{"city": "Paris"}]
 
 
@@ -87,11 +98,15 @@ def test_spec11_i53_tool_calls_stream_before_the_text_ends() -> None:
 def test_spec11_i54_dict_arguments_are_not_double_nested() -> None:
     def prompt(arguments: object) -> str:
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        return encode_messages([HI, {"role": "assistant", "content": "", "tool_calls": [call]}], "chat")
+        return encode_messages(
+            [HI, {"role": "assistant", "content": "", "tool_calls": [call]}], "chat"
+        )
 
     arguments = {"city": "Paris", "n": [1, {"é": None}]}
     assert prompt(arguments) == prompt(json.dumps(arguments))
-    assert '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>' in prompt(arguments)
+    assert '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>' in prompt(
+        arguments
+    )
     assert 'name="arguments"' not in prompt(arguments)
 
 
@@ -101,10 +116,14 @@ def test_spec11_i55_a_closed_assistant_turn_gets_no_generation_prompt() -> None:
 
 
 def test_spec11_i55_a_final_message_can_be_continued() -> None:
-    chat = encode_messages([HI, {"role": "assistant", "content": "The capital is", "wo_eos": True}], "chat")
+    chat = encode_messages(
+        [HI, {"role": "assistant", "content": "The capital is", "wo_eos": True}], "chat"
+    )
     assert chat == f"{BOS}{USER}hi{ASSISTANT}</think>The capital is"
     answer = {"role": "assistant", "content": "The", "reasoning_content": "r", "wo_eos": True}
-    assert encode_messages([HI, answer], "thinking") == f"{BOS}{USER}hi{ASSISTANT}<think>r</think>The"
+    assert (
+        encode_messages([HI, answer], "thinking") == f"{BOS}{USER}hi{ASSISTANT}<think>r</think>The"
+    )
 
 
 def test_spec11_i56_reasoning_does_not_land_in_the_content() -> None:
@@ -128,7 +147,10 @@ def test_spec11_i57_reasoning_is_replayed_with_tool_turns() -> None:
     ]
     prompt = encode_messages(messages, "thinking")
     assert f"{ASSISTANT}<think>r1</think>\n\n<｜DSML｜tool_calls>" in prompt
-    assert f"<tool_result>R</tool_result>{ASSISTANT}<think>r2</think>a{EOS}{USER}hi{ASSISTANT}<think>" in prompt
+    assert (
+        f"<tool_result>R</tool_result>{ASSISTANT}<think>r2</think>a{EOS}{USER}hi{ASSISTANT}<think>"
+        in prompt
+    )
 
 
 def test_spec11_i57_a_parsed_tool_turn_goes_back_byte_for_byte() -> None:
@@ -140,11 +162,16 @@ def test_spec11_i57_a_parsed_tool_turn_goes_back_byte_for_byte() -> None:
 
 
 @pytest.mark.slow
-def test_spec11_i58_bos_is_not_doubled_by_the_tokenizer(tokenizer_file: Path, tmp_path: Path) -> None:
+def test_spec11_i58_bos_is_not_doubled_by_the_tokenizer(
+    tokenizer_file: Path, tmp_path: Path
+) -> None:
     settings = json.loads(tokenizer_file.read_text("utf-8"))
     settings["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "single": [
+            {"SpecialToken": {"id": BOS, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
         "special_tokens": {BOS: {"id": BOS, "ids": [0], "tokens": [BOS]}},
     }

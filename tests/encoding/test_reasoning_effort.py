@@ -1,4 +1,4 @@
-"""Reasoning-effort prefixes and the choice of the profile (spec 9.4)."""
+"""Reasoning-effort prefixes and the choice of the profile (model.md#reasoning-effort)."""
 
 from pathlib import Path
 
@@ -6,7 +6,9 @@ import pytest
 
 from encoding import detect_profile, encode_messages, fold_reasoning_effort
 
-ABSOLUTE = "Reasoning Effort: Absolute maximum with no shortcuts permitted.\nYou MUST be very thorough"
+ABSOLUTE = (
+    "Reasoning Effort: Absolute maximum with no shortcuts permitted.\nYou MUST be very thorough"
+)
 BEYOND = "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\nYou MUST reason with"
 OFFICIAL_ENCODER = """
 REASONING_EFFORT_PREFIXES = {
@@ -52,10 +54,14 @@ def test_prefix_stands_before_the_system_text_and_only_in_thinking_mode() -> Non
     assert prompt("max", "official", "chat") == "<｜User｜>hi<｜Assistant｜></think>"
 
 
-@pytest.mark.parametrize(("profile", "effort"), [("preview", "low"), ("preview", "MAX"), ("official", "medium")])
+@pytest.mark.parametrize(
+    ("profile", "effort"), [("preview", "low"), ("preview", "MAX"), ("official", "medium")]
+)
 def test_efforts_that_a_profile_lacks_are_refused_in_both_modes(profile: str, effort: str) -> None:
     for mode in ("chat", "thinking"):
-        with pytest.raises(ValueError, match=f"reasoning_effort is '{effort}', expected None or one of .*{profile}"):
+        with pytest.raises(
+            ValueError, match=f"reasoning_effort is '{effort}', expected None or one of .*{profile}"
+        ):
             prompt(effort, profile, mode)
 
 
@@ -66,7 +72,14 @@ def test_unknown_profile_is_refused() -> None:
 
 def test_api_efforts_fold_to_those_of_the_profile() -> None:
     names = ["minimal", "low", "medium", "high", "xhigh", "max"]
-    assert [fold_reasoning_effort(name, "official") for name in names] == ["low", "low", "low", "high", "high", "max"]
+    assert [fold_reasoning_effort(name, "official") for name in names] == [
+        "low",
+        "low",
+        "low",
+        "high",
+        "high",
+        "max",
+    ]
     assert [fold_reasoning_effort(name, "preview") for name in names] == ["high"] * 5 + ["max"]
     with pytest.raises(ValueError, match="reasoning_effort is 'huge'"):
         fold_reasoning_effort("huge", "official")
@@ -94,7 +107,9 @@ def shipped(folder: Path, encoder: str | None, config: str | None = None) -> Pat
         (None, None, "preview"),
     ],
 )
-def test_profile_of_a_checkpoint(tmp_path: Path, encoder: str | None, config: str | None, profile: str) -> None:
+def test_profile_of_a_checkpoint(
+    tmp_path: Path, encoder: str | None, config: str | None, profile: str
+) -> None:
     assert detect_profile(shipped(tmp_path, encoder, config)) == profile
 
 

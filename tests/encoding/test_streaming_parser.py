@@ -1,4 +1,4 @@
-"""The streaming parser gives the same however the text is split, and never shows half a marker (spec 9.6)."""
+"""The streaming parser gives the same however the text is split, and never shows half a marker (model.md#parsing)."""
 
 import itertools
 import json
@@ -52,7 +52,9 @@ def stream(parts: Iterable[str], mode: str) -> tuple[list[Event], Completion]:
 def joined(events: list[Event]) -> list[tuple]:
     """The events with neighbouring deltas of the same kind put together."""
     result = []
-    for (kind, index), group in itertools.groupby(events, key=lambda event: (type(event), getattr(event, "index", 0))):
+    for (kind, index), group in itertools.groupby(
+        events, key=lambda event: (type(event), getattr(event, "index", 0))
+    ):
         if kind in (ReasoningDelta, ContentDelta, ToolCallArguments):
             result.append((kind, index, "".join(event.text for event in group)))  # type: ignore[union-attr]
         else:
@@ -68,7 +70,14 @@ def text_of(events: list[Event], kind: type) -> str:
 def test_split_anywhere_gives_the_same(mode: str) -> None:
     too_long = GOOD.replace('name="f"', f'name="{"f" * MAX_TAG_CHARACTERS}"')
     unmarked = GOOD.replace("｜DSML｜", "")
-    for text in (GOOD, GOOD.replace("｜DSML｜", "|DSML|"), unmarked, GOOD + GOOD, GOOD[:-30], too_long):
+    for text in (
+        GOOD,
+        GOOD.replace("｜DSML｜", "|DSML|"),
+        unmarked,
+        GOOD + GOOD,
+        GOOD[:-30],
+        too_long,
+    ):
         events, completion = stream([text], mode)
         assert completion == parse_completion(text, mode)
         for cut in range(len(text)):
@@ -77,10 +86,14 @@ def test_split_anywhere_gives_the_same(mode: str) -> None:
 
 
 @given(text=COMPLETIONS, mode=st.sampled_from(["chat", "thinking"]), data=st.data())
-def test_any_text_split_at_random_or_everywhere_gives_the_same(text: str, mode: str, data: st.DataObject) -> None:
+def test_any_text_split_at_random_or_everywhere_gives_the_same(
+    text: str, mode: str, data: st.DataObject
+) -> None:
     events, completion = stream([text], mode)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
-    random_parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    random_parts = [
+        text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)
+    ]
     for parts in (random_parts, list(text)):
         other_events, other_completion = stream(parts, mode)
         assert other_completion == completion == parse_completion(text, mode)
@@ -94,10 +107,13 @@ def test_joined_deltas_are_the_final_message(text: str, mode: str) -> None:
     assert text_of(events, ReasoningDelta) == completion.message["reasoning_content"]
     ended = [event for event in events if isinstance(event, ToolCallEnd)]
     assert [
-        {"type": "function", "function": {"name": event.name, "arguments": event.arguments}} for event in ended
+        {"type": "function", "function": {"name": event.name, "arguments": event.arguments}}
+        for event in ended
     ] == completion.message["tool_calls"]
     for event in ended:
-        deltas = [e.text for e in events if isinstance(e, ToolCallArguments) and e.index == event.index]
+        deltas = [
+            e.text for e in events if isinstance(e, ToolCallArguments) and e.index == event.index
+        ]
         assert "".join(deltas) == event.arguments
         assert ToolCallStart(event.index, event.name) in events
         json.loads(event.arguments)

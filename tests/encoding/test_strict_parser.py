@@ -1,4 +1,4 @@
-"""The strict parser refuses every deviation from the prescribed completion (spec 9.6)."""
+"""The strict parser refuses every deviation from the prescribed completion (model.md#parsing)."""
 
 import json
 from typing import Any
@@ -22,7 +22,10 @@ GOOD = (
 
 def test_the_text_that_the_cases_below_break_is_accepted() -> None:
     message = parse_message_from_completion_text(GOOD, "thinking")
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "x", "b": [1]}'}
+    assert message["tool_calls"][0]["function"] == {
+        "name": "f",
+        "arguments": '{"a": "x", "b": [1]}',
+    }
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,11 @@ def test_the_text_that_the_cases_below_break_is_accepted() -> None:
         ("r</think>c\n\n<｜DSML｜tool_calls>", "r\n\n<｜DSML｜tool_calls>", "missing </think>"),
         ("r</think>", "<think>r</think>", "unexpected control token <think>"),
         ("</think>c", "</think>c</think>", "unexpected control token </think>"),
-        ("</think>c", "</think><｜begin▁of▁sentence｜>", "unexpected control token <｜begin▁of▁sentence｜>"),
+        (
+            "</think>c",
+            "</think><｜begin▁of▁sentence｜>",
+            "unexpected control token <｜begin▁of▁sentence｜>",
+        ),
         ("c\n\n<", "c\n<", "unexpected control token ｜DSML｜"),
         ("tool_calls>\n<", "tool_calls><", "expected '>' and a newline in the tool calls"),
         ('name="f">\n', 'name="f">', "malformed head of a tool call"),
@@ -44,7 +51,11 @@ def test_the_text_that_the_cases_below_break_is_accepted() -> None:
         ('name="b"', 'name="a"', "parameter 'a' is given twice"),
         ("[1]", "[1", "value of parameter 'b' is not JSON"),
         ("[1]", "NaN", "value of parameter 'b' is not JSON"),
-        ("</｜DSML｜parameter>\n<", "</｜DSML｜parameter><", "expected '>' and a newline after parameter 'a'"),
+        (
+            "</｜DSML｜parameter>\n<",
+            "</｜DSML｜parameter><",
+            "expected '>' and a newline after parameter 'a'",
+        ),
         ("</｜DSML｜invoke>\n", "", "missing </｜DSML｜invoke> of tool call 'f'"),
         ("</｜DSML｜tool_calls>", "", "missing </｜DSML｜tool_calls>"),
         ("</｜DSML｜tool_calls>", "</｜DSML｜tool_calls> ", "unexpected text after the tool calls"),
@@ -73,7 +84,11 @@ def test_chat_mode_has_no_reasoning_part() -> None:
 TEXT = st.text(alphabet='abc<>/"\n é{}', max_size=12)
 NAMES = st.text(alphabet="abc_é<>/ ", min_size=1, max_size=5)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
@@ -82,10 +97,18 @@ CALLS = st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), m
 
 def messages_with(content: str, reasoning: str, calls: list[tuple[str, dict]]) -> list[dict]:
     tool_calls = [
-        {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+        {
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+        }
         for name, arguments in calls
     ]
-    answer = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": tool_calls}
+    answer = {
+        "role": "assistant",
+        "content": content,
+        "reasoning_content": reasoning,
+        "tool_calls": tool_calls,
+    }
     return [{"role": "user", "content": "q"}, answer]
 
 
@@ -96,7 +119,11 @@ def test_what_the_encoder_writes_is_read_back(content: str, reasoning: str, call
     assert parse_message_from_completion_text(completion, "thinking") == messages[1]
 
 
-@given(text=st.lists(st.sampled_from([GOOD[i : i + 9] for i in range(0, len(GOOD), 9)]), max_size=40).map("".join))
+@given(
+    text=st.lists(
+        st.sampled_from([GOOD[i : i + 9] for i in range(0, len(GOOD), 9)]), max_size=40
+    ).map("".join)
+)
 def test_any_text_gives_a_message_or_a_value_error(text: str) -> None:
     try:
         message = parse_message_from_completion_text(text, "thinking")

@@ -1,4 +1,4 @@
-"""Token ids and streaming text (spec 9.1)."""
+"""Token ids and streaming text (model.md#tokenizer)."""
 
 import hashlib
 import json
@@ -56,7 +56,9 @@ def test_some_character_really_is_split_over_tokens(tokenizer: Tokenizer) -> Non
 
 
 @given(ids=st.lists(st.integers(0, 129279), max_size=12))
-def test_any_ids_decode_to_the_replacement_of_their_bytes(ids: list[int], tokenizer: Tokenizer) -> None:
+def test_any_ids_decode_to_the_replacement_of_their_bytes(
+    ids: list[int], tokenizer: Tokenizer
+) -> None:
     expected = b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
     assert tokenizer.decode(ids) == "".join(pieces(tokenizer, ids)) == expected
 
@@ -75,10 +77,14 @@ def test_an_added_token_after_an_unfinished_character_is_whole(tokenizer: Tokeni
     assert pieces(tokenizer, [first, 128822]) == ["", "\ufffd</think>", ""]
 
 
-def test_decoding_work_does_not_grow_with_the_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_work_does_not_grow_with_the_text(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     token_bytes = tokenizer.token_bytes
-    monkeypatch.setattr(tokenizer, "token_bytes", lambda token: asked.append(token) or token_bytes(token))
+    monkeypatch.setattr(
+        tokenizer, "token_bytes", lambda token: asked.append(token) or token_bytes(token)
+    )
     ids = tokenizer.encode("a bc 你好 " * 50)
     decoder = IncrementalDecoder(tokenizer)
     for token in ids:
@@ -112,9 +118,19 @@ SMALL: dict[str, Any] = {
         for content, index in CONTROL.items()
     ],
     "normalizer": None,
-    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "pre_tokenizer": {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    },
     "post_processor": None,
-    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    "decoder": {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": True,
+        "use_regex": True,
+    },
     "model": {"type": "BPE", "vocab": {**CONTROL, "a": 2, "b": 3, "Ġ": 4}, "merges": []},
 }
 
@@ -140,10 +156,14 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
         "pad_type_id": 0,
         "pad_token": "<｜end▁of▁sentence｜>",
     }
-    assert Tokenizer(write_small(tmp_path, truncation=truncation, padding=padding)).encode("aaaa") == [2, 2, 2, 2]
+    assert Tokenizer(write_small(tmp_path, truncation=truncation, padding=padding)).encode(
+        "aaaa"
+    ) == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"model": {"type": "BPE"}}', "\udcff", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"model": {"type": "BPE"}}', "\udcff", "[" * 100_000]
+)
 def test_a_broken_file_is_named_in_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -155,5 +175,11 @@ def test_a_broken_file_is_named_in_one_line(tmp_path: Path, text: str) -> None:
 def test_a_missing_file_and_a_foreign_vocabulary_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="tokenizer.json: no such tokenizer file"):
         Tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="lacks <｜begin▁of▁sentence｜>, not a DeepSeek-V4 tokenizer"):
-        Tokenizer(write_small(tmp_path, added_tokens=[], model={"type": "BPE", "vocab": {"a": 0}, "merges": []}))
+    with pytest.raises(
+        ValueError, match="lacks <｜begin▁of▁sentence｜>, not a DeepSeek-V4 tokenizer"
+    ):
+        Tokenizer(
+            write_small(
+                tmp_path, added_tokens=[], model={"type": "BPE", "vocab": {"a": 0}, "merges": []}
+            )
+        )

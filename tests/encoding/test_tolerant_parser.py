@@ -1,4 +1,4 @@
-"""Completions as models really write them (the field cases of spec 9.6)."""
+"""Completions as models really write them (model.md#parsing)."""
 
 import json
 
@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoding import Completion, encode_messages, parse_completion, parse_message_from_completion_text
+from encoding import (
+    Completion,
+    encode_messages,
+    parse_completion,
+    parse_message_from_completion_text,
+)
 from tests.encoding.test_strict_parser import CALLS, GOOD, TEXT, messages_with
 
 EOS = "<｜end▁of▁sentence｜>"
@@ -33,19 +38,27 @@ def test_a_completion_in_the_prescribed_format_needs_no_repair() -> None:
 
 
 @given(content=TEXT, reasoning=TEXT, arguments=CALLS)
-def test_it_agrees_with_the_strict_parser_wherever_that_accepts(content: str, reasoning: str, arguments: list) -> None:
+def test_it_agrees_with_the_strict_parser_wherever_that_accepts(
+    content: str, reasoning: str, arguments: list
+) -> None:
     messages = messages_with(content, reasoning, arguments)
     text = encode_messages(messages[1:], "thinking", context=messages[:1])
     tools = [
         {"function": {"name": name, "parameters": {"properties": {"arguments": {}, "input": {}}}}}
         for name, _ in arguments
     ]
-    assert parse(text, "thinking", tools) == Completion(parse_message_from_completion_text(text, "thinking"), (), True)
+    assert parse(text, "thinking", tools) == Completion(
+        parse_message_from_completion_text(text, "thinking"), (), True
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "reasoning", "content"),
-    [("r</think>half an ans", "r", "half an ans"), ("half a thou", "half a thou", ""), ("", "", "")],
+    [
+        ("r</think>half an ans", "r", "half an ans"),
+        ("half a thou", "half a thou", ""),
+        ("", "", ""),
+    ],
 )
 def test_truncated_text_is_kept_and_incomplete(text: str, reasoning: str, content: str) -> None:
     completion = parse(text)
@@ -62,7 +75,9 @@ def test_every_truncation_of_a_completion_is_incomplete_and_shows_no_marker() ->
         assert calls(completion) in ([], [("f", {"a": "x", "b": [1]})])
 
 
-@pytest.mark.parametrize("end", [CALL.index(">x<") + 2, CALL.index("</｜DSML｜inv") + 5, CALL.index("</｜DSML｜inv")])
+@pytest.mark.parametrize(
+    "end", [CALL.index(">x<") + 2, CALL.index("</｜DSML｜inv") + 5, CALL.index("</｜DSML｜inv")]
+)
 def test_a_call_cut_off_in_the_middle_is_left_out(end: int) -> None:
     completion = parse(f"r</think>\n\n{OPEN}{CALL}{CALL[:end]}")
     assert calls(completion) == [("f", {"a": "x"})]
@@ -95,7 +110,9 @@ def test_tool_block_inside_the_reasoning() -> None:
     assert unclosed.repairs == ("tool_block_in_reasoning", "missing_think_close")
 
 
-@pytest.mark.parametrize(("breaks", "content"), [("", "c"), ("\n", "c"), ("\n\n", "c"), ("\n\n\n", "c\n")])
+@pytest.mark.parametrize(
+    ("breaks", "content"), [("", "c"), ("\n", "c"), ("\n\n", "c"), ("\n\n\n", "c\n")]
+)
 def test_line_breaks_before_the_block_are_not_content(breaks: str, content: str) -> None:
     completion = parse(f"c{breaks}{OPEN}{CALL}{CLOSE}{EOS}", "chat")
     assert texts(completion) == ("", content)
@@ -119,7 +136,13 @@ def test_missing_markers() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["use <tool_calls> here", 'an <invoke name="f"> tag', "<tool_calls>\n<tool>", "a < b </think", "</parameter>"],
+    [
+        "use <tool_calls> here",
+        'an <invoke name="f"> tag',
+        "<tool_calls>\n<tool>",
+        "a < b </think",
+        "</parameter>",
+    ],
 )
 def test_text_about_tags_without_markers_stays_text(text: str) -> None:
     assert texts(parse(f"{text}{EOS}", "chat")) == ("", text)
@@ -133,7 +156,11 @@ def test_a_call_without_a_block_around_it() -> None:
 
 
 def call_with(*parameters: str) -> str:
-    return f'\n\n{OPEN}<｜DSML｜invoke name="f">\n' + "".join(parameters) + f"</｜DSML｜invoke>\n{CLOSE}{EOS}"
+    return (
+        f'\n\n{OPEN}<｜DSML｜invoke name="f">\n'
+        + "".join(parameters)
+        + f"</｜DSML｜invoke>\n{CLOSE}{EOS}"
+    )
 
 
 def parameter(name: str, value: str, string: str | None = "true") -> str:
@@ -151,12 +178,18 @@ def test_a_parameter_that_wraps_the_arguments_is_unwrapped(name: str, string: st
 
 def test_what_only_looks_like_a_wrapper_is_kept() -> None:
     wrapper = parameter("input", '{"q": 1}')
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"input": {}}}}}]
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"input": {}}}}}
+    ]
     assert calls(parse(call_with(wrapper), "chat", tools)) == [("f", {"input": '{"q": 1}'})]
     two = call_with(wrapper, parameter("b", "y"))
     assert calls(parse(two, "chat")) == [("f", {"input": '{"q": 1}', "b": "y"})]
-    assert calls(parse(call_with(parameter("input", "plain")), "chat")) == [("f", {"input": "plain"})]
-    assert calls(parse(call_with(parameter("input", "[1]", "false")), "chat")) == [("f", {"input": [1]})]
+    assert calls(parse(call_with(parameter("input", "plain")), "chat")) == [
+        ("f", {"input": "plain"})
+    ]
+    assert calls(parse(call_with(parameter("input", "[1]", "false")), "chat")) == [
+        ("f", {"input": [1]})
+    ]
 
 
 def test_json_instead_of_parameters() -> None:
@@ -170,9 +203,13 @@ def test_json_instead_of_parameters() -> None:
 
 
 def test_missing_string_attribute_takes_json_where_the_schema_allows_it() -> None:
-    text = call_with(parameter("n", "5", None), parameter("s", "5", None), parameter("t", "a b", None))
+    text = call_with(
+        parameter("n", "5", None), parameter("s", "5", None), parameter("t", "a b", None)
+    )
     properties = {"n": {"type": "integer"}, "s": {"type": "string"}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    ]
     completion = parse(text, "chat", tools)
     assert calls(completion) == [("f", {"n": 5, "s": "5", "t": "a b"})]
     assert completion.repairs == ("missing_string_attribute",)
@@ -193,9 +230,12 @@ def test_the_first_of_two_equal_parameters_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    "closing", ["</|DSML|parameter>", "<｜DSML｜/parameter>", "</｜DSML｜parameter >", "</parameter>", ""]
+    "closing",
+    ["</|DSML|parameter>", "<｜DSML｜/parameter>", "</｜DSML｜parameter >", "</parameter>", ""],
 )
-@pytest.mark.parametrize("after", [CALL.split("\n")[1] + "\n</｜DSML｜invoke>\n", "</｜DSML｜invoke>\n", ""])
+@pytest.mark.parametrize(
+    "after", [CALL.split("\n")[1] + "\n</｜DSML｜invoke>\n", "</｜DSML｜invoke>\n", ""]
+)
 def test_variants_of_the_closing_tag(closing: str, after: str) -> None:
     start = '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="p" string="true"><b>v</b>'
     completion = parse(f"\n\n{OPEN}{start}{closing}\n{after}{CLOSE}{EOS}", "chat")
@@ -214,7 +254,14 @@ def test_closing_tags_without_marker_after_an_opening_with_it() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["</parameter>", "<a></parameter>\n</invoke></a>", "</think>", "a < b > c", "<｜x｜>\n", "a<｜DSML｜tool_calls>b"],
+    [
+        "</parameter>",
+        "<a></parameter>\n</invoke></a>",
+        "</think>",
+        "a < b > c",
+        "<｜x｜>\n",
+        "a<｜DSML｜tool_calls>b",
+    ],
 )
 def test_only_the_prescribed_tag_ends_a_value(value: str) -> None:
     completion = parse(call_with(parameter("a", value)), "chat")
@@ -223,7 +270,9 @@ def test_only_the_prescribed_tag_ends_a_value(value: str) -> None:
 
 
 def test_a_stray_tag_does_not_end_a_call() -> None:
-    text = call_with(parameter("a", "x"), "</｜DSML｜parameter>\n<｜DSML｜tool_calls>\n", parameter("b", "y"))
+    text = call_with(
+        parameter("a", "x"), "</｜DSML｜parameter>\n<｜DSML｜tool_calls>\n", parameter("b", "y")
+    )
     completion = parse(text, "chat")
     assert calls(completion) == [("f", {"a": "x", "b": "y"})]
     assert completion.repairs == ("stray_dsml_tag",)
@@ -277,7 +326,9 @@ def test_calls_and_parameters_without_name_are_left_out() -> None:
     completion = parse(f"\n\n{OPEN}{nameless}{CALL}{CLOSE}{EOS}", "chat")
     assert calls(completion) == [("f", {"a": "x"})]
     assert completion.repairs[0] == "tool_call_without_name"
-    completion = parse(call_with('<｜DSML｜parameter string="true">x</｜DSML｜parameter>\n'), "chat")
+    completion = parse(
+        call_with('<｜DSML｜parameter string="true">x</｜DSML｜parameter>\n'), "chat"
+    )
     assert calls(completion) == [("f", {})]
     assert completion.repairs == ("parameter_without_name",)
 
@@ -289,7 +340,10 @@ def test_unknown_mode_and_malformed_tools_are_refused() -> None:
         parse("x", "chat", [{}])
 
 
-@given(text=st.text(max_size=60) | st.lists(st.sampled_from([*GOOD, OPEN, CALL, CLOSE, EOS])).map("".join))
+@given(
+    text=st.text(max_size=60)
+    | st.lists(st.sampled_from([*GOOD, OPEN, CALL, CLOSE, EOS])).map("".join)
+)
 def test_any_text_gives_a_message_with_valid_arguments(text: str) -> None:
     for mode in ("chat", "thinking"):
         completion = parse(text, mode)

@@ -1,4 +1,4 @@
-"""Recorded prompts, token ids and parsed completions of the official encoder (spec 9)."""
+"""Recorded prompts, token ids and parsed completions of the official encoder (model.md#chat-encoding)."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,9 @@ import pytest
 
 from encoding import Tokenizer, encode_messages, parse_message_from_completion_text
 
-VECTORS = json.loads((Path(__file__).resolve().parent.parent / "data/encoding_vectors.json").read_text("utf-8"))
+VECTORS = json.loads(
+    (Path(__file__).resolve().parent.parent / "data/encoding_vectors.json").read_text("utf-8")
+)
 ENCODE = {case["name"]: case for case in VECTORS["encode"]}
 PARSE = {case["name"]: case for case in VECTORS["parse"]}
 
@@ -15,7 +17,10 @@ PARSE = {case["name"]: case for case in VECTORS["parse"]}
 @pytest.mark.parametrize("name", ENCODE)
 def test_prompt_equals_the_recorded_one_byte_for_byte(name: str) -> None:
     case = ENCODE[name]
-    assert encode_messages(case["messages"], case["thinking_mode"], **case["options"]) == case["prompt"]
+    assert (
+        encode_messages(case["messages"], case["thinking_mode"], **case["options"])
+        == case["prompt"]
+    )
 
 
 @pytest.mark.parametrize("name", ENCODE)
@@ -44,5 +49,7 @@ def test_strict_parser_gives_the_recorded_message_or_refuses(name: str) -> None:
 
 def test_tools_block_equals_the_recorded_one() -> None:
     tools = [{"type": "function", "function": {"name": "lookup"}}]
-    prompt = encode_messages([{"role": "system", "content": "", "tools": tools}], "chat", add_default_bos_token=False)
+    prompt = encode_messages(
+        [{"role": "system", "content": "", "tools": tools}], "chat", add_default_bos_token=False
+    )
     assert prompt == "\n\n" + VECTORS["tools_block"]

@@ -1,4 +1,4 @@
-"""What the layers hand to their ops, against the formulas of the spec computed from the weights in float64.
+"""What the layers hand to their ops, against the formulas of docs/model.md computed in float64.
 
 A recording op table shows the arguments. The whole model is compared with transformers elsewhere; here a wrong wire is
 named.
@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import ModelConfig
+from dsv4.engine_config import EngineConfig
 from dsv4.layers.attention import Attention
 from dsv4.layers.head import Head
 from dsv4.layers.hyper_connection import HyperConnection, Unmixed
 from dsv4.layers.moe import MoE
 from dsv4.layers.weights import WeightReader, Weights
-from dsv4.ops import TORCH, Ops
+from dsv4.ops import TORCH, TORCH_PACKING, Ops
 from dsv4.ops.rope import layer_inv_freq
 from dsv4.ops.router import route
 from dsv4.quant import QuantTensor
@@ -76,7 +77,9 @@ def exact_norm(x: Tensor) -> Tensor:
 
 def exact_c_q(x_TE: Tensor, layer: int) -> Tensor:
     prefix = f"layers.{layer}.attn"
-    return exact_norm(x_TE.double() @ matrix(f"{prefix}.wq_a.weight").T) * vector(f"{prefix}.q_norm.weight")
+    return exact_norm(x_TE.double() @ matrix(f"{prefix}.wq_a.weight").T) * vector(
+        f"{prefix}.q_norm.weight"
+    )
 
 
 @dataclasses.dataclass
@@ -90,15 +93,16 @@ class AttentionRun:
 
 def run_attention(layer: int) -> AttentionRun:
     recorder = Recorder()
-    reader = WeightReader(WEIGHTS, recorder.table()).below(f"layers.{layer}.attn")
-    attention = Attention.build(CONFIG, reader, recorder.table(), RATIOS[layer], torch.float32)
+    reader = WeightReader(WEIGHTS, TORCH_PACKING).below(f"layers.{layer}.attn")
+    attention = Attention.build(CONFIG, reader, RATIOS[layer], torch.float32)
+    ops = recorder.table()
     engine = EngineConfig(kv_dtype="bf16", index_dtype="bf16", compute_dtype="float32")
     state = DecodeState.allocate(CONFIG, engine, 64, (torch.device("cpu"),) * 3).layers[layer]
     x_TE = normal(START + TOKENS, CONFIG.hidden_size, seed=50)
-    attention.attend(attention.project(x_TE[:START]), torch.arange(START), state)
+    attention.attend(ops, attention.project(ops, x_TE[:START]), torch.arange(START), state)
     recorder.calls.clear()
-    projections = attention.project(x_TE[START:])
-    out_TE = attention.attend(projections, torch.arange(START, START + TOKENS), state)
+    projections = attention.project(ops, x_TE[START:])
+    out_TE = attention.attend(ops, projections, torch.arange(START, START + TOKENS), state)
     return AttentionRun(x_TE[START:], out_TE, recorder)
 
 
@@ -130,7 +134,9 @@ def test_lesson_04_index_queries_come_from_c_q_and_both_sides_are_rotated() -> N
     run = run_attention(1)
     ((q_TID, weight_TI, score_scale, *_),) = run.recorder.arguments("index_select")
     heads, width = CONFIG.index_n_heads, CONFIG.index_head_dim
-    raw = (exact_c_q(run.x_TE, 1) @ matrix("layers.1.attn.indexer.wq_b.weight").T).unflatten(1, (heads, width))
+    raw = (exact_c_q(run.x_TE, 1) @ matrix("layers.1.attn.indexer.wq_b.weight").T).unflatten(
+        1, (heads, width)
+    )
     frequencies = layer_inv_freq(CONFIG, 4)
     turned = torch.stack([exact_rope(q, START + t, frequencies) for t, q in enumerate(raw)])
     assert_near(q_TID, turned @ exact_sylvester(width) * width**-0.5, BOUND)
@@ -145,7 +151,9 @@ def test_lesson_04_index_queries_come_from_c_q_and_both_sides_are_rotated() -> N
 @pytest.mark.parametrize("layer", [1, 2], ids=["csa", "hca"])
 def test_compressors_read_the_attention_input(layer: int) -> None:
     run = run_attention(layer)
-    parts = [f"layers.{layer}.attn.compressor", f"layers.{layer}.attn.indexer.compressor"][: 2 if layer == 1 else 1]
+    parts = [f"layers.{layer}.attn.compressor", f"layers.{layer}.attn.indexer.compressor"][
+        : 2 if layer == 1 else 1
+    ]
     ((_, _, positions_T, *_, compressions),) = run.recorder.arguments("prepare_attention")
     assert positions_T.tolist() == list(range(START, START + TOKENS))
     for prefix, compression in zip(parts, compressions, strict=True):
@@ -164,15 +172,26 @@ def test_output_heads_are_grouped_contiguously(layer: int) -> None:
     prefix, groups = f"layers.{layer}.attn", CONFIG.o_groups
     wo_a = matrix(f"{prefix}.wo_a.weight").unflatten(0, (groups, -1))
     per_group = CONFIG.num_attention_heads // groups
-    low_rank = [o_THD[:, per_group * g : per_group * (g + 1)].double().flatten(1) @ wo_a[g].T for g in range(groups)]
+    low_rank = [
+        o_THD[:, per_group * g : per_group * (g + 1)].double().flatten(1) @ wo_a[g].T
+        for g in range(groups)
+    ]
     assert_near(run.out_TE, torch.cat(low_rank, dim=1) @ matrix(f"{prefix}.wo_b.weight").T, BOUND)
 
 
 def test_keys_are_written_before_they_are_read_from_the_same_caches(layer: int) -> None:
     """A token sees its own key and the entries and index keys that it completes."""
     recorder = run_attention(layer).recorder
-    order = [name for name, _, _ in recorder.calls if name in ("prepare_attention", "index_select", "sparse_attention")]
-    assert order == ["prepare_attention", *["index_select"] * (RATIOS[layer] == 4), "sparse_attention"]
+    order = [
+        name
+        for name, _, _ in recorder.calls
+        if name in ("prepare_attention", "index_select", "sparse_attention")
+    ]
+    assert order == [
+        "prepare_attention",
+        *["index_select"] * (RATIOS[layer] == 4),
+        "sparse_attention",
+    ]
     ((*_, ring, compressions),) = recorder.arguments("prepare_attention")
     ((_, keys, *_),) = recorder.arguments("sparse_attention")
     written = [ring, *[compression.state.rows for compression in compressions]]
@@ -202,9 +221,9 @@ def test_spec11_b14_positions_and_indices_are_64_bit(layer: int) -> None:
 
 def run_moe(layer: int, hashed: bool) -> tuple[Recorder, Tensor]:
     recorder = Recorder()
-    reader = WeightReader(WEIGHTS, recorder.table()).below(f"layers.{layer}.ffn")
+    reader = WeightReader(WEIGHTS, TORCH_PACKING).below(f"layers.{layer}.ffn")
     x_TE = normal(TOKENS, CONFIG.hidden_size, seed=51)
-    MoE.build(CONFIG, reader, recorder.table(), hashed)(x_TE, 2 * torch.arange(TOKENS))
+    MoE.build(CONFIG, reader, hashed)(recorder.table(), x_TE, 2 * torch.arange(TOKENS))
     return recorder, x_TE
 
 
@@ -214,7 +233,9 @@ def test_lesson_06_routing_weights_come_from_the_gate(layer: int, hashed: bool) 
     ((found_TE, tokens_T, router, *_),) = recorder.arguments("moe")
     assert torch.equal(found_TE, x_TE)
     ids_TP, weights_TP = route(found_TE, tokens_T, router)
-    scores = torch.nn.functional.softplus(x_TE.double() @ matrix(f"layers.{layer}.ffn.gate.weight").T).sqrt()
+    scores = torch.nn.functional.softplus(
+        x_TE.double() @ matrix(f"layers.{layer}.ffn.gate.weight").T
+    ).sqrt()
     if hashed:
         expected = vector(f"layers.{layer}.ffn.gate.tid2eid").long()[2 * torch.arange(TOKENS)]
     else:
@@ -222,7 +243,9 @@ def test_lesson_06_routing_weights_come_from_the_gate(layer: int, hashed: bool) 
         expected = biased.topk(CONFIG.num_experts_per_tok, dim=1).indices
     assert torch.equal(ids_TP, expected)
     selected = scores.gather(1, expected)
-    assert_near(weights_TP, selected / selected.sum(1, keepdim=True) * CONFIG.routed_scaling_factor, BOUND)
+    assert_near(
+        weights_TP, selected / selected.sum(1, keepdim=True) * CONFIG.routed_scaling_factor, BOUND
+    )
     assert float(selected.std()) > 0.1, "equal weights would prove nothing"
 
 
@@ -238,24 +261,29 @@ def test_experts_and_the_shared_expert_are_not_mixed_up() -> None:
 @pytest.mark.parametrize("sublayer", ["attn", "ffn"])
 def test_seams_use_their_own_parameters(sublayer: str) -> None:
     recorder = Recorder()
-    seam = HyperConnection.build(
-        CONFIG, WeightReader(WEIGHTS, recorder.table(), "layers.1."), recorder.table(), sublayer
-    )
+    ops = recorder.table()
+    reader = WeightReader(WEIGHTS, TORCH_PACKING, "layers.1.")
+    seam = HyperConnection.build(CONFIG, reader, sublayer)
     streams_TME = normal(2, CONFIG.hc_mult, CONFIG.hidden_size, seed=52)
-    x_TE, residual = seam.enter(streams_TME)
+    x_TE, residual = seam.enter(ops, streams_TME)
     unmixed = Unmixed(normal(2, CONFIG.hidden_size, seed=54), residual)
-    next_TE, next_residual = seam.enter(unmixed)
-    ((_, *pre_parameters),), (seam_arguments,) = recorder.arguments("hc_pre"), recorder.arguments("hc_seam")
+    next_TE, next_residual = seam.enter(ops, unmixed)
+    ((_, *pre_parameters),), (seam_arguments,) = (
+        recorder.arguments("hc_pre"),
+        recorder.arguments("hc_seam"),
+    )
     for mix, norm_weight in (pre_parameters, seam_arguments[4:]):
         for name in ("fn", "base", "scale"):
-            assert torch.equal(getattr(mix, name).double(), vector(f"layers.1.hc_{sublayer}_{name}"))
+            assert torch.equal(
+                getattr(mix, name).double(), vector(f"layers.1.hc_{sublayer}_{name}")
+            )
         assert (mix.norm_eps, mix.hc_eps, mix.sinkhorn_iters) == (1e-6, 1e-6, 20)
         assert torch.equal(norm_weight.double(), vector(f"layers.1.{sublayer}_norm.weight"))
     (pre,), (mixed,) = recorder.results("hc_pre"), recorder.results("hc_seam")
     assert_same((x_TE, *residual), (pre[0], streams_TME, *pre[1:]))
     assert_same(seam_arguments[:4], (unmixed.y_TE, streams_TME, *pre[1:]))
     assert_same((next_TE, *next_residual), (mixed[1], mixed[0], *mixed[2:]))
-    assert_same([seam.mix(unmixed)], [mixed[0]])
+    assert_same([seam.mix(ops, unmixed)], [mixed[0]])
 
 
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -264,9 +292,9 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 def test_logits_are_float32_products_of_the_rounded_norm() -> None:
-    head = Head.build(CONFIG, WeightReader(WEIGHTS, TORCH), TORCH)
+    head = Head.build(CONFIG, WeightReader(WEIGHTS, TORCH_PACKING))
     streams_TME = normal(3, CONFIG.hc_mult, CONFIG.hidden_size, seed=53, dtype=torch.bfloat16)
-    hidden_TE = head.hidden(streams_TME)
-    logits_TV = head.logits(hidden_TE)
+    hidden_TE = head.hidden(TORCH, streams_TME)
+    logits_TV = head.logits(TORCH, hidden_TE)
     assert (hidden_TE.dtype, logits_TV.dtype) == (torch.bfloat16, torch.float32)
     assert_near(logits_TV, hidden_TE.double() @ matrix("head.weight").T, 1e-6)

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4 import Engine, EngineConfig
 from dsv4.ops import TORCH, Ops
 from tests.model.oracle import oracle_trace, random_oracle, relative_error
-from tests.model.tiny import random_ids, raw_config
+from tests.model.tiny import direct, random_ids, raw_config
 
 PARITY_BOUND = 5e-5
 
@@ -23,8 +23,10 @@ class SavedOracle:
     logits_TV: Tensor
 
     def engine(self, ops: Ops = TORCH) -> Engine:
-        config = EngineConfig(device="cpu", kv_dtype="bf16", compute_dtype="float32", max_context=1024)
-        return Engine.load(self.folder, config, wrap_ops=lambda _: ops)
+        config = EngineConfig(
+            device="cpu", kv_dtype="bf16", compute_dtype="float32", max_context=1024
+        )
+        return Engine.load(self.folder, config, change_table=lambda _: direct(ops))
 
     def errors(self, ops: Ops = TORCH, count: int | None = None) -> list[float]:
         """Error of the logits at every position, relative to the largest logit; after ``count`` tokens if given."""
@@ -45,7 +47,11 @@ class SavedOracle:
 def saved_oracle(tmp_path_factory: pytest.TempPathFactory) -> SavedOracle:
     """Every layer kind, both routers, 150 tokens: a CSA selection that leaves entries out and one HCA entry."""
     raw = raw_config((0, 4, 128), 1)
-    oracle, folder, token_ids = random_oracle(raw), tmp_path_factory.mktemp("oracle"), random_ids(150)
+    oracle, folder, token_ids = (
+        random_oracle(raw),
+        tmp_path_factory.mktemp("oracle"),
+        random_ids(150),
+    )
     oracle.save_pretrained(folder)
     logits_TV = oracle_trace(oracle, token_ids)["logits"]
     saved = SavedOracle(folder, token_ids, logits_TV)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4 import Engine, EngineConfig
 from dsv4.ops import TORCH, Ops
-from tests.model.tiny import random_values
+from tests.model.tiny import direct, random_values
 
 if TYPE_CHECKING:
     from transformers.models.deepseek_v4 import DeepseekV4ForCausalLM
@@ -26,22 +26,37 @@ def random_oracle(raw: dict[str, Any], seed: int = 0) -> "DeepseekV4ForCausalLM"
     model = DeepseekV4ForCausalLM(config).eval().float()
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
-        tensor.copy_(random_values(native_style(name), tuple(tensor.shape), raw["n_routed_experts"], generator))
+        tensor.copy_(
+            random_values(
+                native_style(name), tuple(tensor.shape), raw["n_routed_experts"], generator
+            )
+        )
     return model
 
 
 def native_style(name: str) -> str:
     """Enough of the native name for ``random_values`` to know the kind of parameter."""
     endings = {"sinks": "attn_sink", "position_bias": "ape", "e_score_correction_bias": "gate.bias"}
-    endings |= {f"{sub}_hc.{part}": f"hc_{sub}_{part}" for sub in ("attn", "ffn") for part in ("fn", "base", "scale")}
-    return next((name.replace(ours, theirs) for ours, theirs in endings.items() if name.endswith(ours)), name)
+    endings |= {
+        f"{sub}_hc.{part}": f"hc_{sub}_{part}"
+        for sub in ("attn", "ffn")
+        for part in ("fn", "base", "scale")
+    }
+    return next(
+        (name.replace(ours, theirs) for ours, theirs in endings.items() if name.endswith(ours)),
+        name,
+    )
 
 
-def load_saved(model: "DeepseekV4ForCausalLM", folder: Path, ops: Ops = TORCH, **settings: Any) -> Engine:
+def load_saved(
+    model: "DeepseekV4ForCausalLM", folder: Path, ops: Ops = TORCH, **settings: Any
+) -> Engine:
     """``save_pretrained`` into ``folder``, then ``Engine.load`` of it, float32 and without quantised caches."""
     model.save_pretrained(folder)
     exact = {"device": "cpu", "kv_dtype": "bf16", "compute_dtype": "float32", "max_context": 1024}
-    return Engine.load(folder, EngineConfig(**{**exact, **settings}), wrap_ops=lambda _: ops)
+    return Engine.load(
+        folder, EngineConfig(**{**exact, **settings}), change_table=lambda _: direct(ops)
+    )
 
 
 @torch.inference_mode()
@@ -60,5 +75,7 @@ def oracle_trace(model: "DeepseekV4ForCausalLM", token_ids: list[int]) -> dict[s
 
 def relative_error(found: Tensor, reference: Tensor) -> float:
     """max |found − reference| / max |reference|."""
-    assert found.shape == reference.shape, f"found {tuple(found.shape)}, expected {tuple(reference.shape)}"
+    assert found.shape == reference.shape, (
+        f"found {tuple(found.shape)}, expected {tuple(reference.shape)}"
+    )
     return float((found - reference).abs().max() / reference.abs().max())

@@ -39,7 +39,9 @@ def mixed_steps(count: int) -> list[int]:
     sizes: list[int] = []
     while sum(sizes) < count:
         sizes += [3, 1, 8, 2, 5, 7, 4, 6, 1]
-    sizes = sizes[: next(index for index in range(len(sizes)) if sum(sizes[: index + 1]) >= count) + 1]
+    sizes = sizes[
+        : next(index for index in range(len(sizes)) if sum(sizes[: index + 1]) >= count) + 1
+    ]
     return [*sizes[:-1], count - sum(sizes[:-1])]
 
 
@@ -64,7 +66,9 @@ def test_a_ring_sized_for_the_chunk_gives_the_same_bits(settings: str) -> None:
     token_ids = random_ids(270)
     whole = bitwise_engine(**SETTINGS[settings]).logits(token_ids)
     for chunk in (7, 64, 128):
-        chunked = tiny_engine(THREE_LAYERS, ops=one_token_at_a_time(), prefill_chunk=chunk, **SETTINGS[settings])
+        chunked = tiny_engine(
+            THREE_LAYERS, ops=one_token_at_a_time(), prefill_chunk=chunk, **SETTINGS[settings]
+        )
         assert torch.equal(chunked.logits(token_ids), whole), chunk
 
 
@@ -82,7 +86,12 @@ def test_float32_chunks_agree_while_entries_pass_index_topk(index_topk: int) -> 
     engine = tiny_engine(small_config(index_topk=index_topk), prefill_chunk=WHOLE)
     token_ids = random_ids(140)
     whole = engine.logits(token_ids)
-    for sizes in (equal_steps(140, 7), equal_steps(140, 64), [131, 1, 8], [1] * 10 + [120] + [2] * 5):
+    for sizes in (
+        equal_steps(140, 7),
+        equal_steps(140, 64),
+        [131, 1, 8],
+        [1] * 10 + [120] + [2] * 5,
+    ):
         assert_close(engine.logits(token_ids, sizes), whole, str(sizes))
 
 
@@ -90,7 +99,11 @@ def test_the_smallest_ring_holds_a_chunk_and_its_window() -> None:
     token_ids = random_ids(300)
     whole = tiny_engine(THREE_LAYERS, prefill_chunk=WHOLE).logits(token_ids)
     for chunk in (8, 100):
-        assert_close(tiny_engine(THREE_LAYERS, prefill_chunk=chunk).logits(token_ids), whole, f"chunk {chunk}")
+        assert_close(
+            tiny_engine(THREE_LAYERS, prefill_chunk=chunk).logits(token_ids),
+            whole,
+            f"chunk {chunk}",
+        )
 
 
 @pytest.mark.slow
@@ -100,7 +113,11 @@ def test_every_length_and_chunking_of_the_regression_matrix() -> None:
     reference = tiny_engine(prefill_chunk=1).logits(token_ids)
     for chunk, engine in engines.items():
         for length in LENGTHS:
-            assert_close(engine.logits(token_ids[:length]), reference[:length], f"length {length}, chunk {chunk}")
+            assert_close(
+                engine.logits(token_ids[:length]),
+                reference[:length],
+                f"length {length}, chunk {chunk}",
+            )
 
 
 @pytest.mark.slow
@@ -109,7 +126,11 @@ def test_chunks_around_2048_tokens() -> None:
     token_ids = random_ids(2060)
     whole = tiny_engine(raw, prefill_chunk=WHOLE, max_context=2060).logits(token_ids)
     engine = tiny_engine(raw, prefill_chunk=512, max_context=2060)
-    for sizes in (equal_steps(2060, 512), equal_steps(2060, 64), [*equal_steps(2045, 512), *([1] * 7), 8]):
+    for sizes in (
+        equal_steps(2060, 512),
+        equal_steps(2060, 64),
+        [*equal_steps(2045, 512), *([1] * 7), 8],
+    ):
         assert_close(engine.logits(token_ids, sizes), whole, str(sizes))
 
 
@@ -120,7 +141,11 @@ def test_prefill_then_decode_equals_a_longer_prefill(count: int) -> None:
     for step in (1, 3, 8):
         engine.reset()
         assert_close(engine.prefill(token_ids[:count]), whole[count - 1], f"prefill {count}")
-        assert_close(engine.decode(token_ids[count : count + step]), whole[count : count + step], f"step {step}")
+        assert_close(
+            engine.decode(token_ids[count : count + step]),
+            whole[count : count + step],
+            f"step {step}",
+        )
 
 
 @pytest.mark.slow
@@ -131,13 +156,20 @@ def test_prefill_then_every_decode_step_equals_a_longer_prefill(count: int) -> N
     for step in range(1, 9):
         engine.reset()
         engine.prefill(token_ids[:count])
-        after = torch.cat((engine.decode(token_ids[count : count + step]), engine.decode([token_ids[count + step]])))
+        after = torch.cat(
+            (
+                engine.decode(token_ids[count : count + step]),
+                engine.decode([token_ids[count + step]]),
+            )
+        )
         assert_close(after, whole[count : count + step + 1], f"step {step}")
 
 
 @pytest.mark.parametrize("forgotten", ["kv", "score"])
 def test_a_compressor_that_forgets_the_previous_chunk_is_noticed(forgotten: str) -> None:
-    def forgetful(kv_TW: torch.Tensor, score_TW: torch.Tensor, positions_T: torch.Tensor, *rest: Any) -> None:
+    def forgetful(
+        kv_TW: torch.Tensor, score_TW: torch.Tensor, positions_T: torch.Tensor, *rest: Any
+    ) -> None:
         rest[1].ring.__dict__[forgotten].zero_()
         compress(kv_TW, score_TW, positions_T, *rest)
 

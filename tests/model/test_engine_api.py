@@ -44,7 +44,10 @@ def test_a_folder_loads_with_progress_and_with_default_settings(folder: Path) ->
     assert engine.engine_config == EngineConfig()
     assert engine.max_context == 4096
     logits_TV = engine.logits([3, 4, 5])
-    assert (logits_TV.dtype, tuple(logits_TV.shape)) == (torch.float32, (3, engine.config.vocab_size))
+    assert (logits_TV.dtype, tuple(logits_TV.shape)) == (
+        torch.float32,
+        (3, engine.config.vocab_size),
+    )
 
 
 def test_plan_and_load_agree_on_the_context_and_the_state(folder: Path) -> None:
@@ -79,7 +82,12 @@ def test_prefill_then_decode_continue_one_sequence(engine: Engine) -> None:
 def test_ids_may_come_as_a_tensor_or_another_iterable(engine: Engine) -> None:
     token_ids = random_ids(5)
     expected = engine.logits(token_ids)
-    for form in (tuple(token_ids), torch.tensor(token_ids), torch.tensor(token_ids).numpy(), iter(token_ids)):
+    for form in (
+        tuple(token_ids),
+        torch.tensor(token_ids),
+        torch.tensor(token_ids).numpy(),
+        iter(token_ids),
+    ):
         assert torch.equal(engine.logits(form), expected)  # type: ignore[arg-type]
 
 
@@ -162,7 +170,11 @@ def test_using_the_engine_before_the_first_token_does_not_disturb_a_run(engine: 
 
 def test_prefill_progress_counts_tokens(engine: Engine) -> None:
     seen: list[tuple[int, int]] = []
-    next(engine.generate(random_ids(19), 1, GREEDY, NO_STOP, lambda done, total: seen.append((done, total))))
+    next(
+        engine.generate(
+            random_ids(19), 1, GREEDY, NO_STOP, lambda done, total: seen.append((done, total))
+        )
+    )
     assert seen == [(8, 19), (16, 19), (19, 19)]
 
 
@@ -170,15 +182,24 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     "empty prompt": (lambda e: e.generate([], 1), "token_ids: found none"),
     "empty logits": (lambda e: e.logits([]), "token_ids: found none"),
     "empty decode": (lambda e: e.decode([]), "token_ids: found none"),
-    "id beyond the vocabulary": (lambda e: e.logits([3, 89]), "found 89, expected ids from 0 to 88"),
+    "id beyond the vocabulary": (
+        lambda e: e.logits([3, 89]),
+        "found 89, expected ids from 0 to 88",
+    ),
     "negative id": (lambda e: e.trace([-1]), "found -1, expected ids from 0 to 88"),
     "id that is no integer": (lambda e: e.prefill([1.5]), "expected integers"),  # type: ignore[list-item]
     "text instead of ids": (lambda e: e.prefill("ab"), "expected integers"),  # type: ignore[arg-type]
-    "prompt beyond the context": (lambda e: e.generate(random_ids(65), 1), "65 tokens, expected at most 64"),
+    "prompt beyond the context": (
+        lambda e: e.generate(random_ids(65), 1),
+        "65 tokens, expected at most 64",
+    ),
     "nine tokens at once": (lambda e: e.decode(random_ids(9)), "found 9 tokens, expected 1 to 8"),
     "no new tokens": (lambda e: e.generate([3], 0), "max_new_tokens: found 0"),
     "new tokens that are no integer": (lambda e: e.generate([3], 2.5), "max_new_tokens: found 2.5"),  # type: ignore[arg-type]
-    "chunks that do not add up": (lambda e: e.logits([3, 4, 5], [1, 1]), "chunk_sizes: found [1, 1]"),
+    "chunks that do not add up": (
+        lambda e: e.logits([3, 4, 5], [1, 1]),
+        "chunk_sizes: found [1, 1]",
+    ),
     "no chunks": (lambda e: e.logits([3, 4, 5], []), "chunk_sizes: found []"),
     "an empty chunk": (lambda e: e.logits([3, 4, 5], [3, 0]), "chunk_sizes: found [3, 0]"),
 }
@@ -209,12 +230,16 @@ def test_max_context_is_at_most_what_the_model_was_made_for() -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(seed=0)], ids=["greedy", "sampled"])
-def test_spec11_f40_nan_logits_stop_the_run_instead_of_giving_token_0(sampling: SamplingParams) -> None:
+def test_spec11_f40_nan_logits_stop_the_run_instead_of_giving_token_0(
+    sampling: SamplingParams,
+) -> None:
     config = ModelConfig.from_dict(small_config())
     weights = dict(random_weights(config))
     norm = weights["norm.weight"]
     assert isinstance(norm, torch.Tensor)
     weights["norm.weight"] = torch.full_like(norm, math.nan)
-    engine = Engine(config, EngineConfig(device="cpu", max_context=64), weights, Placement((CPU,) * 4))
+    engine = Engine(
+        config, EngineConfig(device="cpu", max_context=64), weights, Placement((CPU,) * 4)
+    )
     with pytest.raises(FloatingPointError, match="the logits after 5 tokens contain NaN"):
         next(engine.generate(random_ids(5), 3, sampling))

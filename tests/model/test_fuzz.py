@@ -22,9 +22,13 @@ scalars = st.one_of(
     st.integers(),
     st.floats(),
     st.text(max_size=4),
-    st.sampled_from(["fp8", "bf16", "cpu", "auto", "cuda", "pipeline", "float32", "bfloat16", b"fp8", math.nan]),
+    st.sampled_from(
+        ["fp8", "bf16", "cpu", "auto", "cuda", "pipeline", "float32", "bfloat16", b"fp8", math.nan]
+    ),
 )
-hostile = st.one_of(scalars, st.lists(scalars, max_size=2), st.tuples(scalars), st.dictionaries(st.text(), scalars))
+hostile = st.one_of(
+    scalars, st.lists(scalars, max_size=2), st.tuples(scalars), st.dictionaries(st.text(), scalars)
+)
 ENGINE_FIELDS = list(EngineConfig.__dataclass_fields__)
 SAMPLING_FIELDS = list(SamplingParams.__dataclass_fields__)
 
@@ -50,7 +54,7 @@ def test_engine_config_takes_valid_values_or_refuses(values: dict[str, Any]) -> 
     config = refused_cleanly(lambda: EngineConfig(**values))
     if config is not None:
         assert config.kv_dtype in ("fp8", "bf16")
-        assert type(config.prefill_chunk) is int
+        assert config.prefill_chunk is None or type(config.prefill_chunk) is int
         assert type(config.load_mtp) is bool
         assert config.max_context is None or type(config.max_context) is int
 
@@ -110,9 +114,16 @@ def test_chunk_sizes_are_used_or_refused(engine: Engine, chunk_sizes: list[int])
         engine.logits(token_ids, chunk_sizes)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["prefill", "decode", "rewind", "reset"]), st.integers(0, 9)), max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["prefill", "decode", "rewind", "reset"]), st.integers(0, 9)),
+        max_size=12,
+    )
+)
 @settings(max_examples=30)
-def test_any_order_of_calls_keeps_the_sequence_right(engine: Engine, calls: list[tuple[str, int]]) -> None:
+def test_any_order_of_calls_keeps_the_sequence_right(
+    engine: Engine, calls: list[tuple[str, int]]
+) -> None:
     # A model of the engine: the list of tokens it has been fed. Refused calls change nothing.
     engine.reset()
     tokens: list[int] = []

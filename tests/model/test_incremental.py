@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 
 
 @torch.inference_mode()
-def oracle_steps(model: "DeepseekV4ForCausalLM", token_ids: list[int], prefill: int) -> torch.Tensor:
+def oracle_steps(
+    model: "DeepseekV4ForCausalLM", token_ids: list[int], prefill: int
+) -> torch.Tensor:
     """Logits of the last token of the prefill and of every decoded token, with transformers' cache."""
     output = model(torch.tensor([token_ids[:prefill]]), use_cache=True)
     rows = [output.logits[0, -1]]
     for token in token_ids[prefill:]:
-        output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+        output = model(
+            torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True
+        )
         rows.append(output.logits[0, -1])
     return torch.stack(rows)
 

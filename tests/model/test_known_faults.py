@@ -28,7 +28,9 @@ SWA, COMPRESSED = 0, 4
 def window_table(choose: Callable[[Tensor], Tensor]) -> Ops:
     """Queries, window keys and the inverse rotation with another table than the compressed entries."""
 
-    def attend(q: Any, keys: Any, selected: Any, sink: Any, positions: Any, inv_freq: Any) -> Tensor:
+    def attend(
+        q: Any, keys: Any, selected: Any, sink: Any, positions: Any, inv_freq: Any
+    ) -> Tensor:
         return TORCH.sparse_attention(q, keys, selected, sink, positions, choose(inv_freq))
 
     def write(kv: Any, norm: Any, positions: Any, inv_freq: Any, ring: Any, eps: Any) -> None:
@@ -37,7 +39,9 @@ def window_table(choose: Callable[[Tensor], Tensor]) -> Ops:
     def rotate(q: Any, positions: Any, inv_freq: Any, eps: float) -> Tensor:
         return query_rope(q, positions, choose(inv_freq), eps)
 
-    return with_parts(dataclasses.replace(TORCH, sparse_attention=attend), kv_write=write, query_rope=rotate)
+    return with_parts(
+        dataclasses.replace(TORCH, sparse_attention=attend), kv_write=write, query_rope=rotate
+    )
 
 
 def weighting(change: Callable[[Tensor, Router], Tensor]) -> Ops:
@@ -67,14 +71,18 @@ def test_spec11_a02_window_layers_turned_with_the_compress_table(
     saved_oracle: SavedOracle, tables: tuple[Tensor, Tensor]
 ) -> None:
     main, compressed = tables
-    assert saved_oracle.clearly_differs(window_table(lambda table: compressed if torch.equal(table, main) else table))
+    assert saved_oracle.clearly_differs(
+        window_table(lambda table: compressed if torch.equal(table, main) else table)
+    )
 
 
 def test_lesson_03_yarn_on_the_main_table(
     saved_oracle: SavedOracle, tables: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ModelConfig.from_folder(saved_oracle.folder)
-    yarn_main = layer_inv_freq(dataclasses.replace(config, compress_rope_theta=config.rope_theta), COMPRESSED)
+    yarn_main = layer_inv_freq(
+        dataclasses.replace(config, compress_rope_theta=config.rope_theta), COMPRESSED
+    )
     assert not torch.equal(yarn_main, tables[0])
 
     def yarn_everywhere(config: ModelConfig, ratio: int) -> Tensor:
@@ -94,8 +102,14 @@ def test_spec11_a03_mscale_in_the_rotation(saved_oracle: SavedOracle) -> None:
 
 
 def test_spec11_a03_no_inverse_rotation_of_the_output(saved_oracle: SavedOracle) -> None:
-    def attend(q: Any, keys: Any, selected: Any, sink: Any, positions: Any, inv_freq: Any) -> Tensor:
-        return rope(TORCH.sparse_attention(q, keys, selected, sink, positions, inv_freq), positions, inv_freq)
+    def attend(
+        q: Any, keys: Any, selected: Any, sink: Any, positions: Any, inv_freq: Any
+    ) -> Tensor:
+        return rope(
+            TORCH.sparse_attention(q, keys, selected, sink, positions, inv_freq),
+            positions,
+            inv_freq,
+        )
 
     assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, sparse_attention=attend))
 
@@ -120,7 +134,12 @@ def test_spec11_a05_half_split_rotation_in_the_indexer(
             return rope(x, positions_T, inv_freq)
         pairs = 2 * inv_freq.shape[0]
         interleaved = x[..., -pairs:].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-        rotated = rope(interleaved, positions_T, inv_freq).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        rotated = (
+            rope(interleaved, positions_T, inv_freq)
+            .unflatten(-1, (-1, 2))
+            .transpose(-1, -2)
+            .flatten(-2)
+        )
         return torch.cat((x[..., :-pairs], rotated), dim=-1)
 
     monkeypatch.setattr("dsv4.ops.indexer.rope", half_split)
@@ -149,35 +168,47 @@ def test_lesson_04_index_queries_and_keys_without_rotation(
 
 
 def test_lesson_05_positional_bias_added_to_the_content(saved_oracle: SavedOracle) -> None:
-    def biased(kv_TW: Tensor, score_TW: Tensor, positions_T: Tensor, weights: Any, state: Any) -> None:
-        compress(kv_TW + weights.ape[positions_T % weights.ratio], score_TW, positions_T, weights, state)
+    def biased(
+        kv_TW: Tensor, score_TW: Tensor, positions_T: Tensor, weights: Any, state: Any
+    ) -> None:
+        compress(
+            kv_TW + weights.ape[positions_T % weights.ratio], score_TW, positions_T, weights, state
+        )
 
     assert saved_oracle.clearly_differs(with_parts(compress=biased))
 
 
 def test_lesson_06_hash_layers_with_equal_weights(saved_oracle: SavedOracle) -> None:
     def table_only(weights_TP: Tensor, router: Router) -> Tensor:
-        return weights_TP.mean(-1, keepdim=True).expand_as(weights_TP) if router.hashed else weights_TP
+        return (
+            weights_TP.mean(-1, keepdim=True).expand_as(weights_TP) if router.hashed else weights_TP
+        )
 
     assert saved_oracle.clearly_differs(weighting(table_only))
 
 
 def test_spec11_d24_d25_d26_experts_without_the_clamp(saved_oracle: SavedOracle) -> None:
-    def shared_unclamped(x: Any, tokens: Any, router: Router, experts: Any, shared: Any, limit: float) -> Tensor:
+    def shared_unclamped(
+        x: Any, tokens: Any, router: Router, experts: Any, shared: Any, limit: float
+    ) -> Tensor:
         right = TORCH.moe(x, tokens, router, experts, shared, limit)
         without_routed = dataclasses.replace(router, scaling=0.0)
-        clamped, free = (TORCH.moe(x, tokens, without_routed, experts, shared, bound) for bound in (limit, 1e9))
+        clamped, free = (
+            TORCH.moe(x, tokens, without_routed, experts, shared, bound) for bound in (limit, 1e9)
+        )
         return right - clamped + free
 
-    def unclamped(*arguments: Any) -> Tensor:
-        return TORCH.moe(*arguments[:-1], 1e9)
+    def unclamped(x: Any, tokens: Any, router: Any, experts: Any, shared: Any, _: float) -> Tensor:
+        return TORCH.moe(x, tokens, router, experts, shared, 1e9)
 
     for moe in (shared_unclamped, unclamped):
         assert saved_oracle.clearly_differs(dataclasses.replace(TORCH, moe=moe))
 
 
 @pytest.mark.parametrize("times", [0, 2])
-def test_spec11_d28_routed_scaling_factor_missing_or_twice(times: int, saved_oracle: SavedOracle) -> None:
+def test_spec11_d28_routed_scaling_factor_missing_or_twice(
+    times: int, saved_oracle: SavedOracle
+) -> None:
     factor = ModelConfig.from_folder(saved_oracle.folder).routed_scaling_factor
 
     def scaled(weights_TP: Tensor, router: Router) -> Tensor:

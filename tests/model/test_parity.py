@@ -52,12 +52,18 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "without YaRN": {"rope_scaling": None},
     "window 16, top-2 entries, two streams": {"sliding_window": 16, "index_topk": 2, "hc_mult": 2},
     "window 100, entries for all": {"sliding_window": 100, "index_topk": 512},
-    "one expert, one group, loose clamp": {"num_experts_per_tok": 1, "o_groups": 1, "swiglu_limit": 10.0},
+    "one expert, one group, loose clamp": {
+        "num_experts_per_tok": 1,
+        "o_groups": 1,
+        "swiglu_limit": 10.0,
+    },
 }
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 126, 127, 128, 129, 130, 254, 255, 256, 257, 258)
 
 
-def largest_error(raw: dict[str, Any], folder: Path, lengths: tuple[int, ...] = (300,), ops: Ops = TORCH) -> float:
+def largest_error(
+    raw: dict[str, Any], folder: Path, lengths: tuple[int, ...] = (300,), ops: Ops = TORCH
+) -> float:
     """The largest relative error of any block, the final hidden state and the logits, over prompts of these lengths."""
     oracle = random_oracle(raw)
     engine = load_saved(oracle, folder, ops, prefill_chunk=4096, max_context=4096)
@@ -65,17 +71,27 @@ def largest_error(raw: dict[str, Any], folder: Path, lengths: tuple[int, ...] = 
     for length in lengths:
         token_ids = random_ids(length, raw["vocab_size"], seed=length)
         found, expected = tensors(engine.trace(token_ids)), tensors(oracle_trace(oracle, token_ids))
-        worst = max(worst, *(relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)))
+        worst = max(
+            worst,
+            *(relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)),
+        )
     return worst
 
 
 def tensors(trace: dict[str, Tensor | list[Tensor]]) -> list[Tensor]:
     """Streams after each block, final hidden state, logits."""
-    return [*trace["layers"], *(part for part in (trace["final"], trace["logits"]) if isinstance(part, Tensor))]
+    return [
+        *trace["layers"],
+        *(part for part in (trace["final"], trace["logits"]) if isinstance(part, Tensor)),
+    ]
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "every kind" else pytest.mark.slow) for kind in LAYER_KINDS]
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "every kind" else pytest.mark.slow)
+        for kind in LAYER_KINDS
+    ],
 )
 def test_every_layer_kind_matches_transformers(kind: str, tmp_path: Path) -> None:
     ratios, hash_layers = LAYER_KINDS[kind]
@@ -97,11 +113,18 @@ def test_prompt_lengths_around_every_boundary_match_transformers(tmp_path: Path)
 @pytest.mark.parametrize(("length", "index_topk"), [(513, 16), (2058, 512)])
 def test_long_prompts_match_transformers(length: int, index_topk: int, tmp_path: Path) -> None:
     # With index_topk 512 the indexer has to leave entries out from token 2052 on.
-    assert largest_error(raw_config((4, 128), 0, index_topk=index_topk), tmp_path, (length,)) <= BOUND
+    assert (
+        largest_error(raw_config((4, 128), 0, index_topk=index_topk), tmp_path, (length,)) <= BOUND
+    )
 
 
 def without_sink(
-    q_THD: Tensor, keys: KeySet, selected_TK: Tensor | None, sink_H: Tensor, positions_T: Tensor, inv_freq: Tensor
+    q_THD: Tensor,
+    keys: KeySet,
+    selected_TK: Tensor | None,
+    sink_H: Tensor,
+    positions_T: Tensor,
+    inv_freq: Tensor,
 ) -> Tensor:
     return TORCH.sparse_attention(q_THD, keys, selected_TK, sink_H - 1e9, positions_T, inv_freq)
 
@@ -128,8 +151,8 @@ def unscaled_queries(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: 
     return query_rope(q_THD, positions_T, inv_freq, eps + 1.0)
 
 
-def unclamped(*operands: Any) -> Tensor:
-    return TORCH.moe(*operands[:-1], 1e9)
+def unclamped(x: Any, tokens: Any, router: Any, experts: Any, shared: Any, _: float) -> Tensor:
+    return TORCH.moe(x, tokens, router, experts, shared, 1e9)
 
 
 def unbiased_routes(x_TE: Tensor, tokens_T: Tensor, router: Router, *rest: Any) -> Tensor:

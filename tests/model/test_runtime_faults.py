@@ -1,4 +1,4 @@
-"""Known faults of the runtime and of speculative modules (spec §11 F, G, H; lessons 13 to 16), as far as they apply."""
+"""Known faults of the runtime and of speculative modules: rows F, G, H and L13 to L16 of docs/regressions.md."""
 
 import dataclasses
 import logging
@@ -36,7 +36,9 @@ def test_spec11_f38_f39_tokens_do_not_depend_on_how_many_are_fed_at_once() -> No
     one_by_one = list(engine.generate(prompt, 24, GREEDY, frozenset()))
     engine.reset()
     engine.prefill(prompt)
-    eight_by_eight = torch.cat([engine.decode(one_by_one[start : start + 8]) for start in range(0, 24, 8)])
+    eight_by_eight = torch.cat(
+        [engine.decode(one_by_one[start : start + 8]) for start in range(0, 24, 8)]
+    )
     assert eight_by_eight.argmax(-1).tolist()[:-1] == one_by_one[1:]
 
 
@@ -45,7 +47,8 @@ def engine_with_a_nan_embedding(**settings: Any) -> Engine:
     engine = tiny_engine(**settings)
     table = engine.model.embed.table_VE.clone()
     table[NAN_TOKEN_ID] = math.nan
-    engine.model = dataclasses.replace(engine.model, embed=dataclasses.replace(engine.model.embed, table_VE=table))
+    embed = dataclasses.replace(engine.model.embed, table_VE=table)
+    engine.steps.model = dataclasses.replace(engine.model, embed=embed)
     return engine
 
 
@@ -56,7 +59,7 @@ def test_spec11_f40_a_nan_row_of_a_rejected_draft_is_no_token_and_leaves_no_trac
     engine.reset()
     engine.prefill(clean[:20])
     rows = engine.decode([clean[20], NAN_TOKEN_ID, clean[21]])
-    assert [int(TORCH.argmax_token(row)) for row in rows[1:]] == [NAN_TOKEN, NAN_TOKEN]
+    assert bool(rows[1:].isnan().any(-1).all())
     engine.rewind(3)
     torch.testing.assert_close(engine.decode(clean[20:23]), expected[20:23], rtol=1e-4, atol=1e-5)
 
@@ -104,7 +107,9 @@ def test_lesson_13_a_step_reads_only_buffers_that_the_engine_keeps() -> None:
 
 def packed_matrices(engine: Engine) -> list[QuantTensor]:
     parts = [part for block in engine.model.blocks for part in (block.attn, block.ffn)]
-    return [value for part in parts for value in vars(part).values() if isinstance(value, QuantTensor)]
+    return [
+        value for part in parts for value in vars(part).values() if isinstance(value, QuantTensor)
+    ]
 
 
 @pytest.mark.slow
@@ -118,7 +123,11 @@ list(tiny_engine().generate([3, 4, 5], 2))
 assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
 
@@ -134,13 +143,19 @@ def test_lesson_16_running_prints_and_logs_nothing(
 
 def test_spec11_h49_the_mtp_block_is_a_window_layer_with_a_learned_router() -> None:
     config = ModelConfig.from_dict(small_config((4, 128), 2, num_nextn_predict_layers=1))
-    inside = {name.removeprefix("mtp.0.") for name in parameters(config, "classic") if name.startswith("mtp.0.")}
+    inside = {
+        name.removeprefix("mtp.0.")
+        for name in parameters(config, "classic")
+        if name.startswith("mtp.0.")
+    }
     assert not any(part in name for name in inside for part in ("compressor", "indexer", "tid2eid"))
     assert "ffn.gate.bias" in inside
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_spec11_h50_the_four_streams_and_not_their_collapse_are_what_a_drafter_can_read(count: int) -> None:
+def test_spec11_h50_the_four_streams_and_not_their_collapse_are_what_a_drafter_can_read(
+    count: int,
+) -> None:
     engine = tiny_engine()
     trace = engine.trace(random_ids(count))
     last = trace["layers"][-1]
@@ -168,7 +183,11 @@ def test_spec11_h51_speculative_weights_are_skipped_or_loaded_knowingly(
     assert torch.equal(loaded.logits(token_ids), skipped.logits(token_ids))
 
 
-def test_spec11_h51_a_checkpoint_without_speculative_weights_has_none_to_load(tmp_path: Path) -> None:
+def test_spec11_h51_a_checkpoint_without_speculative_weights_has_none_to_load(
+    tmp_path: Path,
+) -> None:
     write_synthetic(tmp_path / "without", tiny_config(max_position_embeddings=4096), "bf16", 0)
-    engine = Engine.load(tmp_path / "without", EngineConfig(device="cpu", max_context=64, load_mtp=True))
+    engine = Engine.load(
+        tmp_path / "without", EngineConfig(device="cpu", max_context=64, load_mtp=True)
+    )
     assert engine.mtp_weights == {}

@@ -83,7 +83,10 @@ def test_twenty_sequences_of_all_lengths_leave_no_trace() -> None:
         assert torch.equal(engine.logits(token_ids), fresh)
 
 
-SLOW_STARTS = [pytest.param(start, marks=pytest.mark.slow) for start in (1, 2, 4, 5, 6, 7, 8, 125, 126, 128, 256)]
+SLOW_STARTS = [
+    pytest.param(start, marks=pytest.mark.slow)
+    for start in (1, 2, 4, 5, 6, 7, 8, 125, 126, 128, 256)
+]
 
 
 @pytest.mark.parametrize("start", [3, 127, *SLOW_STARTS])
@@ -115,7 +118,9 @@ def test_partly_accepted_drafts_equal_plain_decoding() -> None:
         true = token_ids[engine.position : engine.position + accepted]
         logits = engine.decode([*true, *random_ids(8 - accepted, seed=engine.position)])
         engine.rewind(8 - accepted)
-        assert torch.equal(logits[:accepted], expected[engine.position - accepted : engine.position])
+        assert torch.equal(
+            logits[:accepted], expected[engine.position - accepted : engine.position]
+        )
 
 
 @pytest.mark.parametrize("start", [30, 126, 131])
@@ -157,12 +162,16 @@ def test_rewinding_further_than_the_rings_remember_is_refused() -> None:
 def test_buffers_stay_where_they_were_allocated(settings: dict[str, Any]) -> None:
     engine = tiny_engine(**settings)
     places = {name: buffer.data_ptr() for name, buffer in buffers(engine)}
-    position = {device: position_1.data_ptr() for device, position_1 in engine.state.positions_1.items()}
+    position = {
+        device: position_1.data_ptr() for device, position_1 in engine.state.positions_1.items()
+    }
     list(engine.generate(random_ids(140), 6, stop_token_ids=frozenset()))
     engine.rewind(2)
     engine.logits(random_ids(9))
     assert {name: buffer.data_ptr() for name, buffer in buffers(engine)} == places
-    assert {device: position_1.data_ptr() for device, position_1 in engine.state.positions_1.items()} == position
+    assert {
+        device: position_1.data_ptr() for device, position_1 in engine.state.positions_1.items()
+    } == position
 
 
 @pytest.mark.parametrize("settings", [DEFAULT_DTYPES, {}], ids=["fp8", "plain float32"])
@@ -176,11 +185,13 @@ def test_byte_table_state_and_plan_agree(settings: dict[str, Any]) -> None:
         for ratio in engine.config.compress_ratios
     ]
     assert by_layer == planned
-    assert engine.state.nbytes == sum(by_layer) == sum(buffer.nbytes for _, buffer in buffers(engine))
+    assert (
+        engine.state.nbytes == sum(by_layer) == sum(buffer.nbytes for _, buffer in buffers(engine))
+    )
 
 
 def test_fp8_rows_take_the_specified_bytes() -> None:
-    # Spec §6.3: 584 bytes for a row of 512 with 64 rotary values, 132 for an index row of 128.
+    # model.md#cache-rows: 584 bytes for a row of 512 with 64 rotary values, 132 for an index row of 128.
     raw = small_config((4,), 0, head_dim=512, qk_rope_head_dim=64, index_head_dim=128)
     engine = tiny_engine(raw, max_context=400, prefill_chunk=8, kv_dtype="fp8", index_dtype="fp8")
     table = {name: size for _, name, size in engine.state.byte_table()}
@@ -229,7 +240,9 @@ def test_a_ring_without_room_for_the_draft_is_noticed() -> None:
             continue
         short = dataclasses.replace(layer.compressed.ring, kv=layer.compressed.ring.kv[:8].clone())
         short = dataclasses.replace(short, score=layer.compressed.ring.score[:8].clone())
-        layers.append(dataclasses.replace(layer, compressed=dataclasses.replace(layer.compressed, ring=short)))
+        layers.append(
+            dataclasses.replace(layer, compressed=dataclasses.replace(layer.compressed, ring=short))
+        )
     engine.state = dataclasses.replace(engine.state, layers=tuple(layers))
     engine.reset()
     engine.prefill(token_ids[:26])
@@ -240,7 +253,9 @@ def test_a_ring_without_room_for_the_draft_is_noticed() -> None:
 
 def test_a_stale_compressor_row_is_noticed() -> None:
     # The reset test has teeth: an op that reads entries that do not exist yet sees the poison.
-    def reads_everything(q_THD: Tensor, keys: Any, selected_TK: Tensor | None, *rest: Any) -> Tensor:
+    def reads_everything(
+        q_THD: Tensor, keys: Any, selected_TK: Tensor | None, *rest: Any
+    ) -> Tensor:
         early = None if selected_TK is None else selected_TK.clamp(min=0)
         return TORCH.sparse_attention(q_THD, keys, early, *rest)
 

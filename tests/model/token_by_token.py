@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops import TORCH, Ops
-from dsv4.ops.prepare_attention import TORCH_PARTS
-from tests.model.parts import with_parts
+from tests.model.parts import Parts, with_parts
 
 # Operands with one row per token, by position in the signature.
 PER_TOKEN_OPERANDS = {
@@ -33,8 +32,13 @@ PER_TOKEN_OPERANDS = {
 
 def one_token_at_a_time(ops: Ops = TORCH) -> Ops:
     """``ops`` with every stateless op called once per token."""
-    wrapped = {name: per_token(ops.__dict__[name], operands) for name, operands in PER_TOKEN_OPERANDS.items()}
-    parts = {name: per_token(TORCH_PARTS._asdict()[name], (0, 1)) for name in ("query_rope", "index_query")}
+    wrapped = {
+        name: per_token(ops.__dict__[name], operands)
+        for name, operands in PER_TOKEN_OPERANDS.items()
+    }
+    parts = {
+        name: per_token(Parts()._asdict()[name], (0, 1)) for name in ("query_rope", "index_query")
+    }
     return with_parts(dataclasses.replace(ops, **wrapped), **parts)
 
 
@@ -43,7 +47,10 @@ def per_token(op: Callable[..., Any], operands: tuple[int, ...]) -> Callable[...
 
     def apply(*arguments: Any) -> Any:
         rows = range(arguments[operands[0]].shape[0])
-        results = [op(*(row_of(arguments, operands, index, row) for index in range(len(arguments)))) for row in rows]
+        results = [
+            op(*(row_of(arguments, operands, index, row) for index in range(len(arguments))))
+            for row in rows
+        ]
         if isinstance(results[0], Tensor):
             return torch.cat(results)
         return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

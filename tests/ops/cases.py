@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.ops import TORCH, Ops, op_table
+from dsv4.ops import TORCH, TORCH_PACKING, Ops, Packing, PackRows, PackWeight
+from dsv4.ops.immediate import immediate_ops
 from dsv4.ops.rope import layer_inv_freq
+from dsv4.ops.tables import CUDA_PACKING
 
 VECTORS: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data/numeric_vectors.json").read_text(encoding="utf-8")
@@ -24,16 +26,28 @@ HEAD_DIM, ROPE_DIM, WINDOW, EPS = 512, 64, 128, 1e-6
 
 
 @dataclass(frozen=True)
+class OpsUnderTest(Ops):
+    """The ops of a table and its layouts of weights."""
+
+    pack_weight: PackWeight
+    pack_rows: PackRows
+
+    @classmethod
+    def of(cls, ops: Ops, packing: Packing) -> "OpsUnderTest":
+        return cls(**vars(ops), **vars(packing))
+
+
+@dataclass(frozen=True)
 class Backend:
     """One op table and the device that its tensors live on."""
 
-    ops: Ops
+    ops: OpsUnderTest
     device: str
 
 
-BACKENDS = {"torch": Backend(TORCH, "cpu")}
+BACKENDS = {"torch": Backend(OpsUnderTest.of(TORCH, TORCH_PACKING), "cpu")}
 if torch.cuda.is_available():
-    BACKENDS["cuda"] = Backend(op_table("cuda"), "cuda")
+    BACKENDS["cuda"] = Backend(OpsUnderTest.of(immediate_ops(), CUDA_PACKING), "cuda")
 
 TINY_CONFIG: dict[str, Any] = {
     "model_type": "deepseek_v4",
@@ -90,16 +104,22 @@ def on_device(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_default_device())
 
 
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+def normal(
+    *shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> Tensor:
     """Normal values with deviation ``scale``, the same on every device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return on_device((torch.randn(shape, generator=generator, device="cpu") * scale).to(dtype))
 
 
-def integers(low: int, high: int, *shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def integers(
+    low: int, high: int, *shape: int, seed: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Whole numbers from ``low`` to ``high`` inclusive: sums and products of them are exact in float32."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    return on_device(torch.randint(low, high + 1, shape, generator=generator, device="cpu").to(dtype))
+    return on_device(
+        torch.randint(low, high + 1, shape, generator=generator, device="cpu").to(dtype)
+    )
 
 
 def positions(*values: int) -> Tensor:
@@ -107,12 +127,14 @@ def positions(*values: int) -> Tensor:
 
 
 def exact_rope(x: Tensor, position: int, frequencies: Tensor, inverse: bool = False) -> Tensor:
-    """float64 ``[..., D]`` rotated as complex numbers; the angle is the float32 product that the spec asks for."""
+    """float64 ``[..., D]`` rotated as complex numbers by the float32 angle of model.md#rope."""
     angle = (torch.tensor(float(position)) * frequencies).double()
     turn = torch.polar(torch.ones_like(angle), -angle if inverse else angle)
     width = 2 * frequencies.shape[0]
     pairs = torch.view_as_complex(x.double()[..., -width:].unflatten(-1, (-1, 2)).contiguous())
-    return torch.cat((x.double()[..., :-width], torch.view_as_real(pairs * turn).flatten(-2)), dim=-1)
+    return torch.cat(
+        (x.double()[..., :-width], torch.view_as_real(pairs * turn).flatten(-2)), dim=-1
+    )
 
 
 def exact_sylvester(width: int) -> Tensor:
@@ -130,7 +152,9 @@ def assert_rounded_once(actual: Tensor, exact: Tensor, slack: float = 2e-6) -> N
     error = (actual.double() - exact).abs()
     half_ulp = torch.finfo(actual.dtype).eps / 2
     allowed = half_ulp * exact.abs() + slack * exact.abs().amax()
-    assert bool((error <= allowed).all()), f"largest error {float(error.max()):.3g} at {float(exact.abs().max()):.3g}"
+    assert bool((error <= allowed).all()), (
+        f"largest error {float(error.max()):.3g} at {float(exact.abs().max()):.3g}"
+    )
 
 
 def assert_near(actual: Tensor, exact: Tensor, relative_to_peak: float) -> None:

@@ -3,7 +3,6 @@
 Compiling every kernel for every architecture takes minutes, so those tests are left out of ``make check``.
 """
 
-import importlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -15,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.ops import Ops
-from tests.ops.cases import BACKENDS
+from tests.ops.cases import BACKENDS, OpsUnderTest
 
 # What the CUDA ops refuse by design: activations and weights that are not 16 bit.
 NOT_16_BIT = re.compile(r"found torch\.float32.*, expected torch\.bfloat16|F32 weight")
@@ -24,7 +22,9 @@ NOT_16_BIT = re.compile(r"found torch\.float32.*, expected torch\.bfloat16|F32 w
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents and item.path.name.startswith("test_compile_"):
+        if Path(__file__).parent in item.path.parents and item.path.name.startswith(
+            "test_compile_"
+        ):
             item.add_marker(pytest.mark.slow)
 
 
@@ -38,19 +38,13 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def ops(backend: str) -> Ops:
+def ops(backend: str) -> OpsUnderTest:
     """An op table."""
     table = BACKENDS[backend].ops
     if backend == "torch":
         return table
-    return replace(table, **{field.name: skipping_float32(getattr(table, field.name)) for field in fields(Ops)})
-
-
-def op_part(backend: str, module: str, name: str) -> Callable[..., Any]:
-    """A function that ops of a table are made of: ``dsv4.ops.<module>.<name>`` or the launcher of that name."""
-    if backend == "torch":
-        return getattr(importlib.import_module(f"dsv4.ops.{module}"), name)
-    return skipping_float32(getattr(importlib.import_module(f"dsv4.ops.{module}.{backend}"), name))
+    names = [field.name for field in fields(OpsUnderTest)]
+    return replace(table, **{name: skipping_float32(getattr(table, name)) for name in names})
 
 
 def skipping_float32(op: Callable[..., Any]) -> Callable[..., Any]:

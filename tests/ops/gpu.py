@@ -9,11 +9,16 @@ from torch import Tensor
 def poison(nbytes: int = 256 << 20) -> None:
     """Fills what the caching allocator will hand out next with NaN bytes (0xFF), so that unwritten outputs show."""
     blocks = [torch.full((nbytes // 4,), -1, dtype=torch.int8, device="cuda") for _ in range(4)]
-    small = [torch.full((1 << exponent,), -1, dtype=torch.int8, device="cuda") for exponent in range(9, 21)]
+    small = [
+        torch.full((1 << exponent,), -1, dtype=torch.int8, device="cuda")
+        for exponent in range(9, 21)
+    ]
     del blocks, small
 
 
-def assert_replay_is_eager(call: Callable[[], Sequence[Tensor] | Tensor], state: Sequence[Tensor] = ()) -> None:
+def assert_replay_is_eager(
+    call: Callable[[], Sequence[Tensor] | Tensor], state: Sequence[Tensor] = ()
+) -> None:
     """Captures ``call`` in a CUDA graph; its replay must give bit for bit what the eager call gave.
 
     ``state``: tensors the call changes in place; they are set back before the replay and compared after it. Also
@@ -35,7 +40,9 @@ def assert_replay_is_eager(call: Callable[[], Sequence[Tensor] | Tensor], state:
         graph.replay()
         torch.cuda.synchronize()
         for found, expected in zip([*captured, *state], [*eager, *after], strict=True):
-            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), "replay differs from eager"
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), (
+                "replay differs from eager"
+            )
 
 
 def assert_no_synchronisation(call: Callable[[], object]) -> None:

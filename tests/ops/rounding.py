@@ -20,4 +20,6 @@ def assert_rounded_twice(actual: Tensor, inner: Tensor, outer: Callable[[Tensor]
     half_ulp = torch.finfo(actual.dtype).eps / 2
     allowed = half_ulp * exact.abs() + SLACK * exact.abs().amax() + (high - low).abs()
     error = (actual.double() - exact).abs()
-    assert bool((error <= allowed).all()), f"largest error {float(error.max()):.3g} at {float(exact.abs().max()):.3g}"
+    assert bool((error <= allowed).all()), (
+        f"largest error {float(error.max()):.3g} at {float(exact.abs().max()):.3g}"
+    )

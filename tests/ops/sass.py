@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.launch.loader import Defines, compile_source
+from dsv4.launch.compiler import compile_source
+from dsv4.launch.kernel import Defines
 
 
 def resources(log: str) -> dict[str, tuple[int, int]]:
@@ -32,12 +33,20 @@ def disassemble(source: str, architecture: str, defines: Defines = ()) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compile_source(source, architecture, defines).cubin)
         file.flush()
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [tool, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def count(sass: str, mnemonic: str) -> int:
     """Instructions whose mnemonic starts with ``mnemonic``, e.g. HMMA or LDG.E.128."""
-    return len(re.findall(rf"^\s+(?:/\*[0-9a-f]+\*/)?\s+(?:@!?U?P\d\s+)?{re.escape(mnemonic)}\b", sass, re.MULTILINE))
+    return len(
+        re.findall(
+            rf"^\s+(?:/\*[0-9a-f]+\*/)?\s+(?:@!?U?P\d\s+)?{re.escape(mnemonic)}\b",
+            sass,
+            re.MULTILINE,
+        )
+    )
 
 
 def _wheel_tool() -> str | None:

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from dsv4.demo import CHECKPOINT
-from dsv4.ops import TORCH, swap_ops
+from dsv4.ops import TORCH
+from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE, RecordedTable, swap_ops
 from dsv4.validate import traces
 from dsv4.validate.cosine import agreement, main
+from tests.model.tiny import direct
 
 
 def test_agreement_of_equal_opposite_and_nan_values() -> None:
@@ -41,7 +43,7 @@ def test_a_wrong_op_is_found_under_the_threshold(
 ) -> None:
     """Both sides are the torch ops; the first engine's attention has the wrong sign."""
     broken = replace(TORCH, sparse_attention=lambda *arguments: -TORCH.sparse_attention(*arguments))
-    tables = iter((broken, TORCH))
+    tables = iter((direct(broken), TORCH_TABLE))
     monkeypatch.setattr(traces, "swap_ops", lambda table, swaps: next(tables))
     assert main(["--device", "cpu", "--random-tokens", "9"]) == 1
     assert "under the threshold" in capsys.readouterr().out
@@ -49,7 +51,11 @@ def test_a_wrong_op_is_found_under_the_threshold(
 
 @pytest.mark.parametrize(
     ("swap", "message"),
-    [("moe", "found 'moe', expected OP=torch or OP=cuda"), ("mo=torch", "found op 'mo', expected one of argmax_token")],
+    [
+        ("moe", "found 'moe', expected OP=torch or OP=cuda"),
+        ("mo=torch", "found op 'mo', expected one of embed, grouped_linear"),
+        ("moe=cuda", "found moe=cuda in the torch ops"),
+    ],
 )
 def test_a_wrong_swap_is_one_line(swap: str, message: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["--device", "cpu", "--model", str(CHECKPOINT), "--swap", swap]) == 2
@@ -58,12 +64,31 @@ def test_a_wrong_swap_is_one_line(swap: str, message: str, capsys: pytest.Captur
     assert error.count("\n") == 1
 
 
-def test_swapping_takes_the_named_op_only() -> None:
-    table = swap_ops(TORCH, {"moe": "torch"})
-    assert table == TORCH
+def test_swapping_changes_the_cuda_table_only() -> None:
+    assert swap_ops(TORCH_TABLE, {"moe": "torch"}) is TORCH_TABLE
+    assert swap_ops(CUDA_TABLE, {"moe": "cuda"}) is CUDA_TABLE
+    swapped = swap_ops(CUDA_TABLE, {"moe": "torch"})
+    assert isinstance(swapped, RecordedTable)
+    assert swapped.exact
+    assert swapped.packing is CUDA_TABLE.packing
+
+
+def test_graphs_of_the_torch_ops_are_refused_in_one_line(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--device", "cpu", "--random-tokens", "9", "--cuda-graph", "full"]) == 2
+    expected = "error: --cuda-graph full: found the torch ops, expected 'cuda'\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.slow
 def test_transformers_as_reference() -> None:
-    arguments = ["--device", "cpu", "--reference", "transformers", "--kv-dtype", "bf16", "--compute-dtype", "float32"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--reference",
+        "transformers",
+        "--kv-dtype",
+        "bf16",
+        "--compute-dtype",
+        "float32",
+    ]
     assert main([*arguments, "--random-tokens", "20"]) == 0

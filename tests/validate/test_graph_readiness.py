@@ -1,4 +1,6 @@
-"""The readiness checks: each passes a decoder that replays the eager step and fails one with the fault it looks for."""
+"""The readiness checks: each passes a decoder that replays the eager step and fails one with the
+fault it looks for.
+"""
 
 import json
 import math
@@ -13,8 +15,12 @@ import torch
 from torch import Tensor
 
 from dsv4 import Engine
-from dsv4.validate import graph_readiness
-from dsv4.validate.graph_readiness import (
+from dsv4.decode import Mode
+from dsv4.errors import UserError
+from dsv4.ops import TORCH
+from dsv4.validate import decode_checks, graph_readiness
+from dsv4.validate.decode_checks import (
+    REPLAYS,
     START,
     STEPS,
     Check,
@@ -24,18 +30,20 @@ from dsv4.validate.graph_readiness import (
     check_capture,
     check_memory,
     check_replay,
-    main,
+    expected_regions,
+    no_synchronization,
     positions,
     same_bits,
     start_sequence,
 )
-from dsv4.validate.sync_scan import Finding
+from dsv4.validate.graph_readiness import main
+from dsv4.validate.sync_scan import Finding, Place
 from tests.model.tiny import small_config, tiny_engine
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    room = START + STEPS + graph_readiness.REPLAYS
+    room = START + STEPS + REPLAYS
     return tiny_engine(small_config((4, 128)), max_context=room, kv_dtype="fp8")
 
 
@@ -46,29 +54,19 @@ def run(engine: Engine) -> EagerRun:
 
 @dataclass
 class FakeDecoder:
-    """Replays eagerly on ``engine``; ``fault(position, logits)`` changes something after each step."""
+    """Replays eagerly on ``engine``; ``fault(position, logits)`` spoils something after a step."""
 
     engine: Engine
     fault: Callable[[int, Tensor], object] = lambda position, logits_TV: None
-    mode: str = "split"
     regions: list[str] = field(default_factory=list)
 
-    @property
-    def model(self) -> Any:
-        return self.engine.model
-
-    @property
-    def state(self) -> Any:
-        return self.engine.state
-
     def replay(self, token_ids: int, position: int) -> Tensor:
-        self.state.set_position(position)
-        logits_TV = self.engine.decode([token_ids]).clone()  # No longer an inference tensor: faults may change it.
+        self.engine.state.set_position(position)
+        logits_TV = self.engine.decode(
+            [token_ids]
+        ).clone()  # No longer an inference tensor: faults may change it.
         self.fault(position, logits_TV)
         return logits_TV
-
-    def capture(self) -> None:
-        self.fault(self.state.position, torch.zeros(1, 1))
 
 
 def ring(engine: Engine) -> Tensor:
@@ -82,7 +80,9 @@ def test_a_decoder_that_replays_the_eager_step_passes(engine: Engine, run: Eager
     assert START // 128 < (START + STEPS) // 128, "the steps complete a window of 128"
 
 
-def test_what_an_earlier_check_left_in_the_caches_is_no_difference(engine: Engine, run: EagerRun) -> None:
+def test_what_an_earlier_check_left_in_the_caches_is_no_difference(
+    engine: Engine, run: EagerRun
+) -> None:
     start_sequence(engine, run.prompt + run.tokens + run.tokens)
     assert check_replay("full", engine, FakeDecoder(engine), run).passed
 
@@ -91,11 +91,25 @@ def test_what_an_earlier_check_left_in_the_caches_is_no_difference(engine: Engin
     ("fault", "message"),
     [
         # The window of 128 is complete with position 127, and the one of 4 before it with 123.
-        (lambda engine, position, logits: logits.add_((position == 127) * 1e-6), "position 127: logits differ"),
-        (lambda engine, position, logits: logits[0, 5].mul_(-0.0 if position == 123 else 1), "position 123: logits"),
-        (lambda engine, position, logits: logits.fill_(math.nan), "differ from the eager ones by up to nan"),
+        (
+            lambda engine, position, logits: logits.add_((position == 127) * 1e-6),
+            "position 127: logits differ",
+        ),
+        (
+            lambda engine, position, logits: logits[0, 5].mul_(-0.0 if position == 123 else 1),
+            "position 123: logits",
+        ),
+        (
+            lambda engine, position, logits: logits.fill_(math.nan),
+            "differ from the eager ones by up to nan",
+        ),
         (lambda engine, position, logits: engine.state.advance(1), "position: found"),
-        (lambda engine, position, logits: engine.state.positions_1[torch.device("cpu")].add_(position == 133), "found"),
+        (
+            lambda engine, position, logits: engine.state.positions_1[torch.device("cpu")].add_(
+                position == 133
+            ),
+            "found",
+        ),
         (
             lambda engine, position, logits: ring(engine)[133].bitwise_xor_(position == 133),
             "first in layer 1 window ring",
@@ -103,15 +117,23 @@ def test_what_an_earlier_check_left_in_the_caches_is_no_difference(engine: Engin
     ],
 )
 def test_a_wrong_replay_fails(engine: Engine, run: EagerRun, fault: Callable, message: str) -> None:
-    check = check_replay("full", engine, FakeDecoder(engine, lambda *step: fault(engine, *step)), run)
+    check = check_replay(
+        "full", engine, FakeDecoder(engine, lambda *step: fault(engine, *step)), run
+    )
     assert not check.passed
     assert message in check.detail
-    assert check.detail.startswith("dsv4/validate/graph_readiness.py:")
+    assert check.detail.startswith("dsv4/validate/decode_checks.py:")
 
 
 def test_the_caches_of_every_layer_are_compared(engine: Engine) -> None:
     tensors = dict(cache_tensors(engine.state))
-    for name in ("0 window ring", "0 index rows", "0 compressed rows", "1 compressed rows", "1 window ring scales"):
+    for name in (
+        "0 window ring",
+        "0 index rows",
+        "0 compressed rows",
+        "1 compressed rows",
+        "1 window ring scales",
+    ):
         assert f"layer {name}" in tensors
     assert sum(tensor.nbytes for tensor in tensors.values()) == engine.state.nbytes
 
@@ -123,42 +145,67 @@ def test_bits_are_compared_not_values() -> None:
     assert not same_bits(torch.tensor([0.0]), torch.tensor([0.0], dtype=torch.float64))
 
 
-def test_memory_that_grows_fails(engine: Engine, run: EagerRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_readiness, "REPLAYS", 5)
+def test_memory_that_grows_fails(
+    engine: Engine, run: EagerRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_checks, "REPLAYS", 5)
     counts = iter([{"allocated": 7}, {"allocated": 7}, {"allocated": 7}, {"allocated": 8}])
-    passed, failed = (check_memory("full", engine, FakeDecoder(engine), run, lambda: next(counts)) for _ in range(2))
+    passed, failed = (
+        check_memory("full", engine, FakeDecoder(engine), run, lambda: next(counts))
+        for _ in range(2)
+    )
     assert passed.passed
     assert not failed.passed
     assert "found {'allocated': 8} after 5 replays, expected {'allocated': 7}" in failed.detail
 
 
-def test_a_capture_without_some_layer_or_that_moves_the_position_fails(engine: Engine, run: EagerRun) -> None:
+def test_a_capture_without_some_layer_or_that_moves_the_position_fails(
+    engine: Engine, run: EagerRun
+) -> None:
     start_sequence(engine, run.prompt[:9])
-    whole = [f"layer {layer} graph {part}" for layer in range(2) for part in "AB"] + ["head"]
+    graphs = [f"layer {layer} graph {part}" for layer in range(2) for part in "AB"]
+    whole = [*graphs, "layer 1 mix", "head", "sample"]
 
-    def checked(decoder: FakeDecoder) -> Check:
-        return check_capture(cast(Any, decoder))
+    def checked(
+        regions: list[str], mode: Mode = "split", action: Callable[[], object] = lambda: None
+    ) -> Check:
+        def make() -> FakeDecoder:
+            action()
+            return FakeDecoder(engine, regions=regions)
 
-    assert checked(FakeDecoder(engine, regions=whole)).passed
-    assert checked(FakeDecoder(engine, regions=["layers 0 to 1", "head"], mode="full")).passed
-    missing = checked(FakeDecoder(engine, regions=whole[:3] + whole[4:]))
+        check, decoder = check_capture(mode, engine, make)
+        assert decoder is not None or not check.passed
+        return check
+
+    assert checked(whole).passed
+    assert checked(["layers 0 to 1", "head", "sample"], "full").passed
+    missing = checked(whole[:3] + whole[4:])
     assert (missing.passed, "expected layer 1 graph B as well" in missing.detail) == (False, True)
-    moved = checked(FakeDecoder(engine, lambda *_: engine.state.set_position(8), regions=whole))
+    moved = checked(whole, action=lambda: engine.state.set_position(8))
     assert "found [8, 8] on the host and the devices, expected [9, 9]" in moved.detail
     assert positions(engine.state) == [8, 8]
 
-    def fail(*_: object) -> None:
+    def fail() -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    failed = checked(FakeDecoder(engine, fail, regions=whole))
+    failed = checked(whole, action=fail)
     assert failed.detail.endswith(": operation not permitted when stream is capturing")
+
+
+def test_every_segment_has_its_regions(engine: Engine) -> None:
+    (segment,) = engine.model.segments
+    halves = [replace(segment, layers=(layer,)) for layer in segment.layers]
+    assert expected_regions("full", halves) == {"layers 0 to 0", "layers 1 to 1", "head", "sample"}
+    mixes = {"layer 0 mix", "layer 1 mix"}
+    assert mixes <= expected_regions("split", halves)
+    assert mixes - expected_regions("split", [segment]) == {"layer 0 mix"}
 
 
 def test_eager_steps_that_fail_are_a_failed_check_and_the_last_one(engine: Engine) -> None:
     def fail(*_: object) -> Tensor:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
 
-    broken = tiny_engine(small_config((4,)), ops=replace(engine.ops, sparse_attention=fail))
+    broken = tiny_engine(small_config((4,)), ops=replace(TORCH, sparse_attention=fail))
     (check,), regions = graph_readiness.check_engine(broken, ["full"])
     assert (check.name, check.passed, regions) == ("eager steps", False, {})
     assert check.detail.startswith("dsv4/layers/attention.py:")
@@ -167,7 +214,9 @@ def test_eager_steps_that_fail_are_a_failed_check_and_the_last_one(engine: Engin
 
 def test_an_error_names_the_line_of_the_package() -> None:
     def action() -> str:
-        return str(Engine.rewind(cast(Any, SimpleNamespace(state=SimpleNamespace(undoable_tokens=0))), 1))
+        return str(
+            Engine.rewind(cast(Any, SimpleNamespace(state=SimpleNamespace(undoable_tokens=0))), 1)
+        )
 
     with pytest.raises(ValueError, match="tokens: found 1"):
         attempt("a user error is no check", action)
@@ -182,15 +231,28 @@ def test_the_static_part_needs_no_gpu(
     assert main(["--static-only", "--json", str(report)]) == 0
     assert capsys.readouterr().out.startswith("passed  static scan  ")
     written = json.loads(report.read_text())
-    assert written["command"] == f"python -m dsv4.validate.graph_readiness --static-only --json {report}"
+    assert (
+        written["command"]
+        == f"python -m dsv4.validate.graph_readiness --static-only --json {report}"
+    )
     assert [check["passed"] for check in written["checks"]] == [True]
 
 
-def test_a_finding_is_a_failed_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    finding = Finding("dsv4/model.py", 7, "dsv4.model.step", "item", "x_TE.item()")
+def test_a_finding_is_a_failed_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    finding = Finding(Place("dsv4/model.py", "Model.step", "item"), 7)
     monkeypatch.setattr(graph_readiness, "scan_tree", lambda: [finding, finding])
     assert main(["--static-only"]) == 1
-    assert capsys.readouterr().out.count("FAILED  static scan  dsv4/model.py:7: item in dsv4.model.step") == 2
+    assert (
+        capsys.readouterr().out.count("FAILED  static scan  dsv4/model.py:7: item in Model.step")
+        == 2
+    )
+
+
+def test_the_checks_need_recorded_steps(engine: Engine) -> None:
+    with pytest.raises(UserError, match="found the torch ops, expected 'cuda'"):
+        graph_readiness.check_engine(engine, ["full"])
 
 
 def test_without_a_gpu_the_rest_is_refused_in_one_line(
@@ -200,7 +262,8 @@ def test_without_a_gpu_the_rest_is_refused_in_one_line(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([]) == 2
     output = capsys.readouterr()
-    assert output.err == "error: graph_readiness: found no CUDA device, expected one; --static-only does without\n"
+    expected = "found no CUDA device, expected one; --static-only does without"
+    assert output.err == f"error: graph_readiness: {expected}\n"
     assert output.out == ""
 
 
@@ -216,6 +279,6 @@ def test_the_demo_is_ready(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
 @pytest.mark.gpu
 def test_a_step_that_waits_is_found() -> None:
     value = torch.ones(1, device="cuda")
-    with graph_readiness.no_synchronization():
+    with no_synchronization():
         assert not attempt("waits", lambda: str(value.item())).passed
     assert attempt("waits outside", lambda: str(value.item())).passed

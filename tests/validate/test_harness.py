@@ -1,4 +1,6 @@
-"""``fire_b200_test``: the limit kills everything, exit codes pass through, the log tells, ssh gets one command."""
+"""``fire_b200_test``: the limit kills everything, exit codes pass through, the log tells, ssh gets
+one command.
+"""
 
 import os
 import signal
@@ -28,7 +30,8 @@ if grandchild:
 time.sleep(60)
 """
 
-# Runs its last argument in a session of its own, as sshd does: what it runs ends only if it notices that ssh has.
+# Runs its last argument in a session of its own, as sshd does: what it runs ends only if it notices
+# that ssh has.
 SSH = """
 import json, subprocess, sys
 with open("ssh.json", "w") as file:
@@ -48,7 +51,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     modules = {
         "stubborn": STUBBORN,
         "leaver": STUBBORN.replace("time.sleep(60)", "grandchild or time.sleep(60)"),
-        "coded": "import sys\nprint('out')\nprint('err', file=sys.stderr)\nsys.exit(int(sys.argv[1]))",
+        "coded": "import sys\nprint('out')\nprint('err', file=sys.stderr)\n"
+        "sys.exit(int(sys.argv[1]))",
         "killed": "import os\nos.kill(os.getpid(), 6)",
         "reader": "import sys\nprint(sys.stdin.read() or 'nothing')",
     }
@@ -146,7 +150,9 @@ def test_an_interrupt_kills_the_child(
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_what_a_test_leaves_behind_is_killed(remote: bool, folder: Path, request: pytest.FixtureRequest) -> None:
+def test_what_a_test_leaves_behind_is_killed(
+    remote: bool, folder: Path, request: pytest.FixtureRequest
+) -> None:
     if remote:
         request.getfixturevalue("ssh")
     assert fire("leaver", "left", "run.log") == 0
@@ -155,7 +161,9 @@ def test_what_a_test_leaves_behind_is_killed(remote: bool, folder: Path, request
 
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize(("test", "code"), [("coded 0", 0), ("coded 3", 3), ("killed", 134)])
-def test_exit_codes_pass_through(test: str, code: int, remote: bool, request: pytest.FixtureRequest, capsys) -> None:
+def test_exit_codes_pass_through(
+    test: str, code: int, remote: bool, request: pytest.FixtureRequest, capsys
+) -> None:
     if remote:
         request.getfixturevalue("ssh")
     assert fire(test, "codes", "run.log") == code
@@ -175,7 +183,11 @@ def test_a_pytest_node_runs_under_pytest(folder: Path) -> None:
 def test_the_log_has_a_header_the_output_and_a_footer(capsys) -> None:
     assert fire("coded 3", "a label", "logs/new/run.log", "20") == 3
     lines = Path("logs/new/run.log").read_text().splitlines()
-    assert lines[:3] == ["# name: a label", f"# command: {sys.executable} -m coded 3", f"# host: {os.uname().nodename}"]
+    assert lines[:3] == [
+        "# name: a label",
+        f"# command: {sys.executable} -m coded 3",
+        f"# host: {os.uname().nodename}",
+    ]
     assert lines[3].startswith("# started: 20")
     assert lines[3].endswith("Z")
     assert sorted(lines[4:-3]) == ["", "", "err", "out"]
@@ -190,7 +202,9 @@ def test_a_test_has_no_standard_input(capsys) -> None:
     assert "nothing" in Path("run.log").read_text()
 
 
-def test_ssh_gets_the_host_and_one_command_in_the_checkout(folder: Path, ssh: Path, monkeypatch) -> None:
+def test_ssh_gets_the_host_and_one_command_in_the_checkout(
+    folder: Path, ssh: Path, monkeypatch
+) -> None:
     there = folder / "check out"
     there.mkdir()
     (there / "spelled.py").write_text("import sys\nprint(sys.argv[1:])")
@@ -200,7 +214,13 @@ def test_ssh_gets_the_host_and_one_command_in_the_checkout(folder: Path, ssh: Pa
     assert "['two words', '$HOME']" in text
     assert "# host: b200-node\n" in text
     recorded = ssh.read_text()
-    for part in ('"b200-node"', '"BatchMode=yes"', "timeout --kill-after", f"cd '{there}' && exec sh -c", " 0.2 20 "):
+    for part in (
+        '"b200-node"',
+        '"BatchMode=yes"',
+        "timeout --kill-after",
+        f"cd '{there}' && exec sh -c",
+        " 0.2 20 ",
+    ):
         assert part in recorded
 
 
@@ -244,11 +264,16 @@ def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], message: str, 
 def test_wrong_settings_are_one_line(monkeypatch, capsys) -> None:
     monkeypatch.setenv("FIRE_B200_HOST", "-oProxyCommand=x")
     assert fire("coded", "n", "run.log") == 2
-    assert "FIRE_B200_HOST: found '-oProxyCommand=x', expected a host name" in capsys.readouterr().err
+    assert (
+        "FIRE_B200_HOST: found '-oProxyCommand=x', expected a host name" in capsys.readouterr().err
+    )
     monkeypatch.delenv("FIRE_B200_HOST")
     monkeypatch.setenv("FIRE_B200_PYTHON", "/nowhere/python")
     assert fire("coded", "n", "run.log") == 2
-    assert capsys.readouterr().err == "error: /nowhere/python: cannot be run (No such file or directory)\n"
+    assert (
+        capsys.readouterr().err
+        == "error: /nowhere/python: cannot be run (No such file or directory)\n"
+    )
 
 
 def test_the_console_script_is_declared() -> None:

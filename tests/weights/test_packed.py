@@ -1,4 +1,4 @@
-"""pack_weight: every stored byte comes back, the documented position of an element is the real one."""
+"""pack_weight: every stored byte comes back, and elements lie where the documentation says."""
 
 from math import prod
 
@@ -10,7 +10,16 @@ from dsv4.quant import QuantFormat, QuantTensor, e8m0_to_float, quantize
 from dsv4.weights.packed import PackedWeight, chunk_columns, pack_weight, padded
 
 FORMATS = [format for format in QuantFormat if format is not QuantFormat.F32]
-SHAPES = [(16, 64), (64, 64), (8, 32), (48, 96), (160, 192), (3, 20, 160), (2, 3, 64, 128), (129, 320)]
+SHAPES = [
+    (16, 64),
+    (64, 64),
+    (8, 32),
+    (48, 96),
+    (160, 192),
+    (3, 20, 160),
+    (2, 3, 64, 128),
+    (129, 320),
+]
 
 
 def stored(format: QuantFormat, shape: tuple[int, ...]) -> QuantTensor:
@@ -87,10 +96,41 @@ def test_elements_lie_where_the_kernels_read_them(format: QuantFormat) -> None:
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
 def test_padding_is_zero(format: QuantFormat) -> None:
     packed = pack_weight(stored(format, (24, 96)))
-    whole = PackedWeight(packed.data, packed.block_scale, packed.global_scale, format, (padded(24), padded(96)))
+    whole = PackedWeight(
+        packed.data, packed.block_scale, packed.global_scale, format, (padded(24), padded(96))
+    )
     values = whole.dequantize()
     assert not values[24:].any()
     assert not values[:, 96:].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
+def test_without_memory_the_shapes_are_the_same(
+    format: QuantFormat, shape: tuple[int, ...]
+) -> None:
+    weight = stored(format, shape)
+    packed, meta = pack_weight(weight), pack_weight(weight.to("meta"))
+    assert (meta.format, meta.shape, meta.nbytes) == (packed.format, packed.shape, packed.nbytes)
+    for part, expected in ((meta.data, packed.data), (meta.block_scale, packed.block_scale)):
+        if expected is None:
+            assert part is None
+        else:
+            assert part is not None
+            assert part.is_meta
+            assert (part.shape, part.stride()) == (expected.shape, expected.stride())
+
+
+def test_a_stack_without_memory_is_packed_at_once() -> None:
+    """Not expert by expert: a plan packs thousands of them."""
+    packed = pack_weight(
+        QuantTensor.dense(torch.empty(1 << 20, 64, 64, dtype=torch.bfloat16, device="meta"))
+    )
+    assert packed.data.shape == (1 << 20, 4, 4, 32, 16)
+    assert (
+        pack_weight(QuantTensor.dense(torch.empty(16, 64, device="meta"))).format
+        is QuantFormat.BF16
+    )
 
 
 def test_stack_member_shares_memory() -> None:

@@ -16,6 +16,13 @@ __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;"
 // Lets the next kernel start its prologue. It still waits, in its own pdl_wait(), for all of this kernel.
 __device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// Stops the kernel if it was launched with less dynamic shared memory than it is about to use.
+__device__ __forceinline__ void assert_shared_memory(unsigned needed_bytes) {
+    unsigned found;
+    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(found));
+    if (found < needed_bytes) __trap();
+}
+
 // 16 bytes that no other block will read: not kept in L1.
 __device__ __forceinline__ uint4 load_stream(const void* address) {
     uint4 value;

@@ -8,8 +8,7 @@
 constexpr int KV_GROUP = 64;
 constexpr float E4M3_LARGEST = 448.0f;
 
-// Values of the `format` arguments below (RowFormat, and the dtype of PLAIN rows).
-enum : int { ROW_KV_FP8 = 0, ROW_BF16 = 1, ROW_F32 = 2, ROW_INDEX_FP8 = 3 };
+// The `format` arguments below are ROW_KV_FP8, ROW_BF16, ROW_F32 or ROW_INDEX_FP8 of dsv4/launch/constants.py.
 
 // One cache. `scale` is null for plain rows. Pointers are those of slot 0.
 struct RowStore {

@@ -23,7 +23,8 @@
 #pragma once
 #include "cluster.cuh"
 
-constexpr int NVFP4 = 0, MXFP4 = 1, FP8 = 2, BF16 = 3;
+// The codes of dsv4/launch/constants.py.
+constexpr int NVFP4 = FORMAT_NVFP4, MXFP4 = FORMAT_MXFP4, FP8 = FORMAT_FP8, BF16 = FORMAT_BF16;
 constexpr int TILE_ROWS = 16, STAGE_LOADS = 4, LOAD_BYTES = 512, STAGE_DATA = STAGE_LOADS * LOAD_BYTES;
 
 // How far the 4-bit loops are unrolled; the assembler for Blackwell holds more values alive and would spill.
@@ -45,7 +46,12 @@ struct Stage {
     static constexpr int BYTES = STAGE_DATA + SCALE_BYTES;
 };
 
-// Of a format; -1: none.
+static_assert(Stage<NVFP4>::SCALE_BYTES == FORMAT_NVFP4_STAGE_SCALE_BYTES, "as the launchers count them");
+static_assert(Stage<MXFP4>::SCALE_BYTES == FORMAT_MXFP4_STAGE_SCALE_BYTES, "as the launchers count them");
+static_assert(Stage<FP8>::SCALE_BYTES == FORMAT_FP8_STAGE_SCALE_BYTES, "as the launchers count them");
+static_assert(Stage<BF16>::SCALE_BYTES == FORMAT_BF16_STAGE_SCALE_BYTES, "as the launchers count them");
+
+// Bytes of a stage of `format`; -1, no format: 0.
 constexpr __host__ __device__ int stage_bytes(int format) {
     return format < 0 ? 0 : format == NVFP4 ? Stage<NVFP4>::BYTES : format == MXFP4 ? Stage<MXFP4>::BYTES
          : format == FP8 ? Stage<FP8>::BYTES : Stage<BF16>::BYTES;

@@ -1,7 +1,7 @@
-"""Attention of H query heads over one shared key-value row per slot, with sinks (spec §3.3, §3.4).
+"""Attention of H query heads over one key-value row per slot, with sinks (model.md#attention).
 
-A token sees the last ``window`` tokens from the ring plus compressed entries: those the indexer selected (CSA), or all
-that are complete (HCA). It is one softmax over all of them and the sink.
+A token sees the last ``window`` tokens from the ring plus compressed entries: those the indexer
+selected (CSA), or all that are complete (HCA). It is one softmax over all of them and the sink.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ from torch import Tensor
 from dsv4.cache_rows import RowCache
 from dsv4.ops.rope import rope
 
-_TILE_TOKENS = 64
-_TILE_BYTES = 64 << 20
+# Tokens at a time, and bytes of their logits: what the torch op holds at once.
+TILE_TOKENS = 64
+TILE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,20 @@ class KeySet:
 
 
 def sparse_attention(
-    q_THD: Tensor, keys: KeySet, selected_TK: Tensor | None, sink_H: Tensor, positions_T: Tensor, inv_freq: Tensor
+    q_THD: Tensor,
+    keys: KeySet,
+    selected_TK: Tensor | None,
+    sink_H: Tensor,
+    positions_T: Tensor,
+    inv_freq: Tensor,
 ) -> Tensor:
-    """softmax(q · kᵀ / √D, sink) · k, then the inverse rotary embedding at the query position: ``[T, H, D]``.
+    """softmax(q · kᵀ / √D, sink) · k, then the inverse rotary embedding at the query position:
+    ``[T, H, D]``.
 
-    q and the result are in the compute dtype, everything between is float32. ``selected_TK`` int64 lists compressed
-    entries (−1: none); None means every entry s < (position + 1) // ratio. The sink is a logit per head that enters
-    the denominator only. A token always sees its own key, so no row is empty. The keys of these T tokens must be in
-    the caches already.
+    q and the result are in the compute dtype, everything between is float32. ``selected_TK`` int64
+    lists compressed entries (−1: none); None means every entry s < (position + 1) // ratio. The
+    sink is a logit per head that enters the denominator only. A token always sees its own key, so
+    no row is empty. The keys of these T tokens must be in the caches already.
     """
     listed, decoded_CD = 0, None
     if keys.compressed is not None:
@@ -42,7 +49,8 @@ def sparse_attention(
         # Decoding every row once is cheaper when the tokens together list more rows than there are.
         if listed * q_THD.shape[0] >= keys.compressed.slots:
             decoded_CD = keys.compressed.read_all()
-    tile = max(1, min(_TILE_TOKENS, _TILE_BYTES // (4 * q_THD.shape[1] * (keys.window + _TILE_TOKENS + listed))))
+    logit_bytes = 4 * q_THD.shape[1] * (keys.window + TILE_TOKENS + listed)
+    tile = max(1, min(TILE_TOKENS, TILE_BYTES // logit_bytes))
     outputs = []
     for start in range(0, q_THD.shape[0], tile):
         part = slice(start, start + tile)
@@ -51,14 +59,14 @@ def sparse_attention(
             selected = None if selected_TK is None else selected_TK[part]
             sources.append(_compressed_rows(keys, decoded_CD, selected, positions_T[part]))
         outputs.append(_attend(q_THD[part], sources, sink_H))
-    out = torch.cat(outputs) if outputs else torch.empty_like(q_THD, dtype=torch.float32)
-    return rope(out.to(q_THD.dtype), positions_T, inv_freq, inverse=True)
+    out_THD = torch.cat(outputs).to(q_THD.dtype)
+    return rope(out_THD, positions_T, inv_freq, inverse=True)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Key rows float32, shared by the tokens ``[N, D]`` or per token ``[T, N, D]``, and bool ``[T, N]``: which are
-    seen.
+    """Key rows float32, shared by the tokens ``[N, D]`` or per token ``[T, N, D]``; bool which of
+    them each token sees.
     """
 
     rows: Tensor
@@ -77,8 +85,8 @@ def _window_rows(keys: KeySet, positions_T: Tensor) -> _Source:
 def _compressed_rows(
     keys: KeySet, decoded_CD: Tensor | None, selected_TK: Tensor | None, positions_T: Tensor
 ) -> _Source:
-    """The complete entries, or those selected; ``decoded_CD`` are all rows of the cache where they are decoded
-    already.
+    """The complete entries, or those selected; ``decoded_CD`` are all rows of the cache where they
+    are decoded already.
     """
     assert keys.compressed is not None
     if selected_TK is None:
@@ -93,13 +101,17 @@ def _compressed_rows(
 
 
 def _without_unseen(rows_ND: Tensor, valid_TN: Tensor) -> Tensor:
-    """Zeroes rows no token sees: such a slot may hold anything, and 0 · NaN would spread through the value product."""
+    """Zeroes rows no token sees: such a slot may hold anything, and 0 · NaN would spread through
+    the value product.
+    """
     return rows_ND.masked_fill(~valid_TN.any(0)[:, None], 0.0)
 
 
 def _attend(q_THD: Tensor, sources: list[_Source], sink_H: Tensor) -> Tensor:
     valid_TN = torch.cat([source.valid_TN for source in sources], dim=1)
-    logits = torch.cat([q_THD.float() @ source.rows.transpose(-1, -2) for source in sources], dim=-1)
+    logits = torch.cat(
+        [q_THD.float() @ source.rows.transpose(-1, -2) for source in sources], dim=-1
+    )
     logits = (logits * q_THD.shape[-1] ** -0.5).masked_fill(~valid_TN[:, None], -torch.inf)
     peak = logits.amax(-1, keepdim=True)
     weights = torch.exp(logits - peak)

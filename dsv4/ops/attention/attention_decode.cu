@@ -1,8 +1,9 @@
 // Attention of a few tokens (dsv4/ops/attention/__init__.py): flash-decoding in one launch, for rows of 512 values.
 //
 // A cluster of blocks serves 16 heads of one token; its blocks split the keys and merge through distributed shared
-// memory. With many keys several clusters (SPLITS) do, and the last of them to finish merges their results. All heads share one row per key, which is both key and value, so a block gathers each of its rows once, as
-// stored, and decodes it in registers on the way into the tensor cores, once for q·k and once for p·v:
+// memory. With many keys several clusters (SPLITS) do, and the last of them to finish merges their results. All heads
+// share one row per key, which is both key and value, so a block gathers each of its rows once, as stored, and decodes it
+// in registers on the way into the tensor cores, once for q·k and once for p·v:
 //   - the row is 8 groups of 64 values; a KV_FP8 row has 7 of e4m3 with a scale each, and one of bf16 (rotary);
 //   - q·k: a warp takes two groups and half of the keys; per group the codes are multiplied as f16, exact, and the
 //     scale is applied to the float32 sum. The four partial sums of a logit meet in shared memory;
@@ -16,7 +17,7 @@
 #include <math_constants.h>
 
 #ifndef FORMAT  // ROW_KV_FP8 or ROW_BF16
-#define FORMAT 0
+#define FORMAT ROW_KV_FP8
 #endif
 #ifndef LISTED  // 1: compressed entries come from a list, 0: all complete ones
 #define LISTED 1
@@ -582,11 +583,14 @@ __device__ __forceinline__ void weights_values(float (&out)[NTILES][4], const un
     }
 }
 
+// The most of `keys` keys that one block of the cluster can have.
+__device__ __forceinline__ int most_turns(int keys) { return ((keys + 3) / 4 + CLUSTER - 1) / CLUSTER * 4; }
+
 // This block's keys, without those that do not exist, in the order in which they are listed. Returns how many.
 __device__ __forceinline__ int list_keys(int* list, Shared& shared, const Caches& caches, const int64* selected,
                                          int listed, int window, int entries, int64 first_selected) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int turns = ((window + listed + 3) / 4 + CLUSTER - 1) / CLUSTER * 4;
+    const int turns = most_turns(window + listed);
     int count = 0;
     for (int base = 0; base < turns; base += THREADS) {
         const int j = base + threadIdx.x, key = turn_of(j, caches.rank, CLUSTER);
@@ -661,12 +665,13 @@ __device__ __forceinline__ void merge_splits(float (&values)[OUT], float& peak, 
 // (SPLITS · CLUSTER, ...), `partial` has OUT + 2 floats per thread and `counters` a zero per SPLITS blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const bf16* q, const int64* positions, const float* sinks, const float* inv_freq, const unsigned char* ring_data,
-    const unsigned char* ring_scale, const unsigned char* entries_data, const unsigned char* entry_scale,
+    const unsigned char* ring_scale, const unsigned char* entries_data, const unsigned char* entries_scale,
     const int64* selected, bf16* out, float* partial, int* counters, int heads, int ring_slots, int entries, int listed, int ratio, int window,
     float scale_log2) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     int* list = reinterpret_cast<int*>(memory + sizeof(Shared));
+    assert_shared_memory(sizeof(Shared) + (LISTED ? 4 * most_turns(window + listed) : 0));
     const int rank = cluster_rank(), split = blockIdx.x / CLUSTER, token = blockIdx.z, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int first_head = blockIdx.y * HEADS;
 
@@ -683,7 +688,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_d
     cluster_arrive();
 
     pdl_launch();
-    Caches caches{ring_data, ring_scale, entries_data, entry_scale, ring_slots, 0, 0, rank, CLUSTER};
+    Caches caches{ring_data, ring_scale, entries_data, entries_scale, ring_slots, 0, 0, rank, CLUSTER};
     pdl_wait();
     if constexpr (LISTED) selected += (int64)token * listed;
     int64 first_selected = -1;

@@ -1,5 +1,5 @@
-// Attention of many tokens over the window ring and compressed entries, by mma.sync, and the pass before it that decodes
-// fp8 rows to bf16. dsv4.ops.attention.sparse_attention is the meaning.
+// Attention of many tokens over the window ring and compressed entries, by mma.sync, and the pass before it that
+// dequantizes fp8 rows to bf16. dsv4.ops.attention.sparse_attention is the meaning.
 #include "attention_prefill.cuh"
 
 constexpr int THREADS = 256;
@@ -14,6 +14,9 @@ constexpr int SHRINK = PEAKS + 512;               // float [64]: factor of the o
 constexpr int SUMS = SHRINK + 256;                // float [2][64]
 constexpr int TURNS = SUMS + 512;                 // Turn [32]
 constexpr int MASKS = TURNS + 256;                // TileMask [2]
+#ifdef SHARED_BYTES
+static_assert(MASKS + 2 * sizeof(TileMask) + 1024 <= SHARED_BYTES, "the launcher allocates less");
+#endif
 
 __device__ __forceinline__ void load_matrices(unsigned (&fragment)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -270,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill(
 
 // KV_FP8 rows to bf16 (exact: three mantissa bits times a power of two), one warp per row at a time: the window rows of
 // these tokens, to their own slots, and every compressed entry that is complete for the last of them.
-extern "C" __global__ void attention_prefill_decode(
+extern "C" __global__ void attention_prefill_dequantize(
     const unsigned char* ring, const unsigned char* ring_scale, const unsigned char* compressed,
     const unsigned char* compressed_scale, const int64* positions, bf16* ring_out, bf16* compressed_out, int tokens,
     int ring_slots, int compressed_slots, int ratio, int window) {

@@ -21,6 +21,9 @@ constexpr int TURNS = INVERSE + 256;             // Turn [32]
 constexpr int MASKS = TURNS + 256;               // TileMask [2 tiles]
 constexpr int NOTES = MASKS + 32;                // TileNote [2 tiles]
 constexpr int BARRIERS = NOTES + 32;             // int64 [5]
+#ifdef SHARED_BYTES
+static_assert(BARRIERS + 5 * sizeof(int64) + 1024 <= SHARED_BYTES, "the launcher allocates less");
+#endif
 
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading_bytes, int stride_bytes) {
     constexpr unsigned long long swizzle_128_bytes = 1ull << 62;

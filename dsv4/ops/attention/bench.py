@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.attention import KeySet
 from dsv4.ops.attention.decode import sparse_attention
-from dsv4.ops.kv_write.cuda import kv_write
+from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.kv_write import decode as kv_write_decode
+from dsv4.ops.kv_write import prefill as kv_write_prefill
 from dsv4.ops.op_case import OpCase
-from dsv4.ops.rope.cuda import query_rope
+from dsv4.ops.rope.cuda import DECODE_ROWS_PER_BLOCK, query_rope
 
 WIDTH, ROPE_WIDTH, WINDOW, EPS = 512, 64, 128, 1e-6
 HEADS = {"Flash": 64, "Pro": 128}
@@ -18,7 +21,9 @@ ROW_BYTES = {RowFormat.KV_FP8: WIDTH + ROPE_WIDTH + 8, RowFormat.PLAIN: 2 * WIDT
 
 
 def cases() -> Iterator[OpCase]:
-    """One token at contexts where the lists are full, several tokens, long contexts, bf16 rows; then the small ops."""
+    """One token at contexts where the lists are full, several tokens, long contexts, bf16 rows;
+    then the small ops.
+    """
     for model in HEADS:
         yield _attention(model, "CSA", 4, 8192, 1)
         yield _attention(model, "HCA", 128, 8192, 1)
@@ -38,14 +43,21 @@ def cases() -> Iterator[OpCase]:
 
 
 def _attention(
-    model: str, kind: str, ratio: int, context: int, tokens: int, format: RowFormat = RowFormat.KV_FP8
+    model: str,
+    kind: str,
+    ratio: int,
+    context: int,
+    tokens: int,
+    format: RowFormat = RowFormat.KV_FP8,
 ) -> OpCase:
     heads, complete = HEADS[model], (context + tokens) // ratio if ratio else 0
     listed = LISTED[model] if kind == "CSA" else 0
     seen = WINDOW + (min(listed, complete) if listed else complete)
     activations = 2 * tokens * heads * WIDTH * 2
-    # Tokens of one step share the window and the complete entries; lists are different rows in the worst case.
-    rows = (WINDOW + tokens + (tokens * min(listed, complete) if listed else complete)) * ROW_BYTES[format]
+    # Tokens of one step share the window and the complete entries; lists are different rows in the
+    # worst case.
+    entries = tokens * min(listed, complete) if listed else complete
+    rows = (WINDOW + tokens + entries) * ROW_BYTES[format]
     slots = WINDOW + 2 * 8
 
     def make(index: int) -> Callable[[], object]:
@@ -61,7 +73,8 @@ def _attention(
         q_THD = torch.randn(tokens, heads, WIDTH, dtype=torch.bfloat16, device="cuda")
         sink_H, keys = torch.randn(heads, device="cuda"), KeySet(ring, compressed, ratio, WINDOW)
         frequencies = _inv_freq()
-        return lambda: sparse_attention(q_THD, keys, selected_TK, sink_H, positions_T, frequencies)
+        arguments = (q_THD, keys, selected_TK, sink_H, positions_T, frequencies)
+        return PreparedOp(sparse_attention, *arguments).run
 
     name = f"{model} {kind} T={tokens} at {context}, {seen} keys, {format.value}"
     nbytes = rows + activations + 8 * tokens * listed
@@ -76,10 +89,13 @@ def _query_rope(model: str, tokens: int) -> OpCase:
     def make(index: int) -> Callable[[], object]:
         q_THD = torch.randn(tokens, heads, WIDTH, dtype=torch.bfloat16, device="cuda")
         positions_T, frequencies = 8192 + torch.arange(tokens, device="cuda"), _inv_freq()
-        return lambda: query_rope(q_THD, positions_T, frequencies, EPS)
+        rows = DECODE_ROWS_PER_BLOCK if tokens <= MAX_DECODE_TOKENS else None
+        return PreparedOp(query_rope, q_THD, positions_T, frequencies, EPS, rows).run
 
     nbytes = 2 * tokens * heads * WIDTH * 2
-    return OpCase("query_rope", f"{model} T={tokens}", make, nbytes, 4 * tokens * heads * WIDTH, nbytes)
+    return OpCase(
+        "query_rope", f"{model} T={tokens}", make, nbytes, 4 * tokens * heads * WIDTH, nbytes
+    )
 
 
 def _kv_write(tokens: int) -> OpCase:
@@ -88,14 +104,18 @@ def _kv_write(tokens: int) -> OpCase:
         kv_TD = torch.randn(tokens, WIDTH, dtype=torch.bfloat16, device="cuda")
         norm_weight, frequencies = torch.ones(WIDTH, device="cuda"), _inv_freq()
         positions_T = 8192 + torch.arange(tokens, device="cuda")
-        return lambda: kv_write(kv_TD, norm_weight, positions_T, frequencies, ring, EPS)
+        form = kv_write_decode if tokens <= MAX_DECODE_TOKENS else kv_write_prefill
+        arguments = (kv_TD, norm_weight, positions_T, frequencies, ring, EPS)
+        return PreparedOp(form.kv_write, *arguments).run
 
     nbytes = tokens * (2 * WIDTH + ROW_BYTES[RowFormat.KV_FP8])
     return OpCase("kv_write", f"T={tokens}, fp8", make, nbytes, 8 * tokens * WIDTH, nbytes)
 
 
 def _random_cache(slots: int, format: RowFormat) -> RowCache:
-    cache = RowCache.allocate(slots, WIDTH, ROPE_WIDTH, format, torch.bfloat16, torch.device("cuda"))
+    cache = RowCache.allocate(
+        slots, WIDTH, ROPE_WIDTH, format, torch.bfloat16, torch.device("cuda")
+    )
     cache.write(torch.arange(slots, device="cuda"), torch.randn(slots, WIDTH, device="cuda"))
     return cache
 

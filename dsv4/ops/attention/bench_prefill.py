@@ -1,4 +1,6 @@
-"""Prefill attention: one layer of each kind over a chunk of tokens, fp8 caches, decoding of the rows included."""
+"""Prefill attention: one layer of each kind over a chunk of tokens, fp8 caches, decoding of the
+rows included.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -6,7 +8,8 @@ import torch
 
 from dsv4.cache_rows import RowCache, RowFormat
 from dsv4.ops.attention import KeySet
-from dsv4.ops.attention.prefill import attention_prefill
+from dsv4.ops.attention.prefill import sparse_attention, sparse_attention_portable
+from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.op_case import OpCase
 
 WIDTH, ROPE_WIDTH, WINDOW = 512, 64, 128
@@ -27,10 +30,14 @@ def cases() -> Iterator[OpCase]:
     yield _case("Pro", "CSA", 4, 64, 8192)
 
 
-def _case(model: str, kind: str, ratio: int, tokens: int, start: int, portable: bool = False) -> OpCase:
+def _case(
+    model: str, kind: str, ratio: int, tokens: int, start: int, portable: bool = False
+) -> OpCase:
     heads, listed = HEADS[model], LISTED[model] if ratio == 4 else 0
     ring_slots, entries = WINDOW + tokens + 8, (start + tokens) // ratio + 1 if ratio else 0
-    seen = sum(WINDOW + (listed or ((start + t + 1) // ratio if ratio else 0)) for t in range(tokens))
+    seen = sum(
+        WINDOW + (listed or ((start + t + 1) // ratio if ratio else 0)) for t in range(tokens)
+    )
     activations = 2 * tokens * heads * WIDTH * 2
     row_bytes = WIDTH + ROPE_WIDTH + 8
     cache = (tokens + WINDOW + entries) * row_bytes + 8 * tokens * listed
@@ -41,19 +48,32 @@ def _case(model: str, kind: str, ratio: int, tokens: int, start: int, portable: 
         positions_T = start + torch.arange(tokens, device="cuda")
         selected_TK = None
         if listed:
-            rows = torch.rand(tokens, (start + 1) // ratio, device="cuda").topk(listed, dim=1).indices
+            rows = (
+                torch.rand(tokens, (start + 1) // ratio, device="cuda").topk(listed, dim=1).indices
+            )
             selected_TK = rows.sort(dim=1).values
         q_THD = torch.randn(tokens, heads, WIDTH, dtype=torch.bfloat16, device="cuda")
         sink_H = torch.randn(heads, device="cuda")
         inv_freq = 160000.0 ** (-torch.arange(0, ROPE_WIDTH, 2, device="cuda") / ROPE_WIDTH)
         keys = KeySet(ring, compressed, ratio, WINDOW)
-        return lambda: attention_prefill(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq, portable)
+        op = sparse_attention_portable if portable else sparse_attention
+        arguments = (q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
+        return PreparedOp(op, *arguments).run
 
     name = f"{model} {kind}, {tokens} tokens at {start}{', mma.sync' if portable else ''}"
-    return OpCase("attention_prefill", name, make, activations + cache, 4 * WIDTH * heads * seen, activations + cache)
+    return OpCase(
+        "attention_prefill",
+        name,
+        make,
+        activations + cache,
+        4 * WIDTH * heads * seen,
+        activations + cache,
+    )
 
 
 def _random_cache(slots: int) -> RowCache:
-    cache = RowCache.allocate(slots, WIDTH, ROPE_WIDTH, RowFormat.KV_FP8, torch.bfloat16, torch.device("cuda"))
+    cache = RowCache.allocate(
+        slots, WIDTH, ROPE_WIDTH, RowFormat.KV_FP8, torch.bfloat16, torch.device("cuda")
+    )
     cache.write(torch.arange(slots, device="cuda"), torch.randn(slots, WIDTH, device="cuda"))
     return cache

@@ -1,145 +1,197 @@
-"""Launcher of the prefill attention kernels: many tokens, 64 heads of one token per block."""
+"""Attention of 9 and more tokens: a block, or unit of work, is 64 heads of one token."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4.cache_rows import RowCache, RowFormat
-from dsv4.launch import loader
+from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.recording import Recording
 from dsv4.ops.attention import KeySet
+from dsv4.ops.attention.any_geometry import attention_any_geometry
+from dsv4.ops.attention.inputs import AttentionInputs, check_alignment
 
 _HEADS_PER_BLOCK, _TILE_KEYS = 64, 64
-_THREADS = {"attention_prefill": 256, "attention_prefill_sm90": 384}
-_DECODE_THREADS = 256
-_DECODE_BLOCKS_PER_SM = 8
-# Besides queries and two tiles of keys: exchange, statistics, alignment (the offsets at the top of the two sources).
-_OTHER_SHARED_BYTES = {"attention_prefill": 16384 + 1664 + 1024, "attention_prefill_sm90": 24576 + 1024 + 1024}
+# The longest list that is tested; the kernels know no limit.
+_MOST_LISTED = 2048
+_WARP = 32
+_DEQUANTIZE_THREADS = 256
+# As many as a multiprocessor holds: 2048 threads.
+_DEQUANTIZE_BLOCKS_PER_MULTIPROCESSOR = 8
 
 
-def attention_prefill(
+@dataclass(frozen=True)
+class _Form:
+    """A kernel. ``other_shared_bytes``: besides queries and two tiles of keys (see its source).
+
+    ``persistent``: blocks fill the GPU once and take units of work in turns.
+    """
+
+    name: str
+    threads: int
+    other_shared_bytes: int
+    persistent: bool
+
+    def kernel(self, ring: RowCache) -> Kernel:
+        return Kernel(f"attention/{self.name}", self.name, self.defines(ring))
+
+    def defines(self, ring: RowCache) -> tuple[tuple[str, int], ...]:
+        return (
+            ("DIM", ring.width),
+            ("ROPE", ring.rope_width),
+            ("SHARED_BYTES", self.shared_bytes(ring.width)),
+        )
+
+    def shared_bytes(self, width: int) -> int:
+        return (_HEADS_PER_BLOCK + 2 * _TILE_KEYS) * 2 * width + self.other_shared_bytes
+
+
+# Exchange, statistics, alignment.
+_MMA = _Form("attention_prefill", 256, 16384 + 1664 + 1024, persistent=False)
+_WGMMA = _Form("attention_prefill_sm90", 384, 24576 + 1024 + 1024, persistent=True)
+
+
+class _PlainRows(NamedTuple):
+    """The caches as bfloat16 ``[slots, D]``."""
+
+    ring_SD: Tensor
+    compressed_CD: Tensor | None
+
+
+def sparse_attention(
+    recording: Recording,
     q_THD: Tensor,
     keys: KeySet,
     selected_TK: Tensor | None,
     sink_H: Tensor,
     positions_T: Tensor,
     inv_freq: Tensor,
-    portable: bool = False,
 ) -> Tensor:
-    """``sparse_attention`` of ``dsv4.ops.attention`` for many tokens: bfloat16 ``[T, H, D]``.
+    """``dsv4.ops.attention.sparse_attention`` for bfloat16 q ``[T, H, D]``: bfloat16 ``[T, H, D]``.
 
-    q bfloat16; caches KV_FP8 or PLAIN bfloat16; ``selected_TK`` int64 or None, any number of entries per token, each
-    complete for the last token of the step (s < (positions[-1] + 1) // ratio), −1 anywhere; sink float32 ``[H]``;
-    positions int64, consecutive; inv_freq float32 ``[R/2]``. D is a multiple of 64 up to 512, R of 8 up to 64.
+    Caches KV_FP8 or PLAIN; ``selected_TK`` int64 or None, each entry complete for the last token of
+    the step (s < (positions[-1] + 1) // ratio), −1 anywhere; sink float32 ``[H]``; positions int64,
+    consecutive; inv_freq float32 ``[R/2]``. Any geometry; the fast kernels take D a multiple of 64
+    up to 512 and R of 8 up to 64, fp8 or bfloat16 rows, and up to 2048 listed entries.
 
-    Products bfloat16 × bfloat16 with float32 sums; weights are rounded to bfloat16 before the value product, the
-    denominator is not. The result is rounded before and after the rotation. Same bits on every call. fp8 caches are
-    decoded into a bfloat16 copy first, so a call needs 2·D bytes per slot of both caches meanwhile. No tokens: empty.
-    ``portable`` takes the mma.sync kernel on GPUs that have wgmma too. Raises ``ValueError`` for anything else.
+    Fast kernels: products bfloat16 × bfloat16 with float32 sums; weights are rounded to bfloat16
+    before the value product, the denominator is not. The result is rounded before and after the
+    rotation. Same bits on every call. fp8 caches are dequantized into a bfloat16 copy first: 2·D
+    bytes per slot of both caches. Raises ``ValueError`` for another dtype, shape or layout.
     """
-    _check(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
-    q_THD = q_THD.contiguous()
-    out_THD = torch.empty_like(q_THD)
-    tokens, heads, width = q_THD.shape
-    if tokens == 0 or heads == 0:
-        return out_THD
-    compressed = keys.compressed
-    if selected_TK is not None and selected_TK.shape[1] == 0:
-        compressed = selected_TK = None
-    ring_SD, compressed_CD = _plain_rows(keys, compressed, positions_T)
-    device, units = q_THD.device, tokens * -(-heads // _HEADS_PER_BLOCK)
-    kernel, blocks = "attention_prefill", units
-    if not portable and width == 512 and loader.architecture_of(device.index or 0) == "sm_90a":
-        kernel, blocks = "attention_prefill_sm90", min(units, loader.multiprocessors(device))
-    loader.launch(
-        kernel,
-        kernel,
-        blocks,
-        _THREADS[kernel],
-        *(q_THD, ring_SD, compressed_CD, selected_TK, sink_H, positions_T, inv_freq, out_THD),
-        *(tokens, heads, keys.ring.slots, 0 if compressed is None else compressed.slots),
-        *(0 if selected_TK is None else selected_TK.shape[1], max(keys.ratio, 1), keys.window, float(width**-0.5)),
-        device=device,
-        shared_bytes=(_HEADS_PER_BLOCK + 2 * _TILE_KEYS) * 2 * width + _OTHER_SHARED_BYTES[kernel],
-        defines=_geometry(keys.ring),
+    inputs = AttentionInputs.checked(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
+    if not _is_usual(inputs):
+        return attention_any_geometry(recording, inputs)
+    hopper = recording.target.architecture == "sm_90a"
+    form = _WGMMA if hopper and keys.ring.width == 512 else _MMA
+    return _by_matrix_products(recording, inputs, form)
+
+
+def sparse_attention_portable(
+    recording: Recording,
+    q_THD: Tensor,
+    keys: KeySet,
+    selected_TK: Tensor | None,
+    sink_H: Tensor,
+    positions_T: Tensor,
+    inv_freq: Tensor,
+) -> Tensor:
+    """``sparse_attention`` by the mma.sync kernel on GPUs that have wgmma too; ``ValueError`` where
+    it does not fit.
+    """
+    inputs = AttentionInputs.checked(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
+    if not _is_usual(inputs):
+        found = f"width {keys.ring.width} with {keys.ring.rope_width} rotary"
+        raise ValueError(f"keys.ring: found {found}, expected 64·n up to 512 with 8·n up to 64")
+    return _by_matrix_products(recording, inputs, _MMA)
+
+
+def _by_matrix_products(recording: Recording, inputs: AttentionInputs, form: _Form) -> Tensor:
+    check_alignment(inputs.q_THD)
+    if inputs.selected_TK is not None and inputs.listed == 0:
+        inputs = inputs.without_entries()
+    rows = _plain_rows(recording, inputs)
+    keys = inputs.keys
+    _, heads, width = inputs.q_THD.shape
+    kernel = form.kernel(keys.ring)
+    groups = ceil_div(heads, _HEADS_PER_BLOCK)
+    multiprocessors = recording.target.multiprocessors
+
+    def shape(tokens: int) -> Shape:
+        units = tokens * groups
+        return Shape(
+            kernel,
+            min(units, multiprocessors) if form.persistent else units,
+            form.threads,
+            form.shared_bytes(width),
+            numbers={"tokens": tokens},
+        )
+
+    out_THD = recording.empty_like(inputs.q_THD)
+    recording.launch(
+        shape,
+        q=inputs.q_THD,
+        ring=rows.ring_SD,
+        compressed=rows.compressed_CD,
+        selected=inputs.selected_TK,
+        sink=inputs.sink_H,
+        positions=inputs.positions_T,
+        inv_freq=inputs.inv_freq,
+        out=out_THD,
+        heads=heads,
+        ring_slots=keys.ring.slots,
+        compressed_slots=inputs.entries,
+        listed=inputs.listed,
+        ratio=max(keys.ratio, 1),
+        window=keys.window,
+        softmax_scale=width**-0.5,
     )
     return out_THD
 
 
-def _plain_rows(keys: KeySet, compressed: RowCache | None, positions_T: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The caches as bfloat16 ``[S, D]``, slot by slot; of fp8 caches a copy of the rows that these tokens can see."""
-    ring = keys.ring
+def _plain_rows(recording: Recording, inputs: AttentionInputs) -> _PlainRows:
+    """Of fp8 caches a copy, slot by slot, of the rows that these tokens can see."""
+    ring, compressed = inputs.keys.ring, inputs.keys.compressed
     if ring.format is RowFormat.PLAIN:
-        return ring.data, None if compressed is None else compressed.data
-    ring_SD = torch.empty(ring.slots, ring.width, dtype=torch.bfloat16, device=ring.data.device)
-    compressed_CD = None if compressed is None else ring_SD.new_empty(compressed.slots, ring.width)
-    rows = min(positions_T.shape[0] + keys.window, ring.slots) + (0 if compressed is None else compressed.slots)
-    most_blocks = _DECODE_BLOCKS_PER_SM * loader.multiprocessors(ring.data.device)
-    loader.launch(
-        "attention_prefill",
-        "attention_prefill_decode",
-        min(-(-rows * 32 // _DECODE_THREADS), most_blocks),
-        _DECODE_THREADS,
-        ring.data,
-        ring.block_scale,
-        None if compressed is None else compressed.data,
-        None if compressed is None else compressed.block_scale,
-        positions_T,
-        ring_SD,
-        compressed_CD,
-        positions_T.shape[0],
-        ring.slots,
-        0 if compressed is None else compressed.slots,
-        max(keys.ratio, 1),
-        keys.window,
-        device=ring.data.device,
-        defines=_geometry(ring),
+        return _PlainRows(ring.data, None if compressed is None else compressed.data)
+    ring_SD = recording.empty((ring.slots, ring.width), torch.bfloat16)
+    compressed_CD = None
+    if compressed is not None:
+        compressed_CD = recording.empty((compressed.slots, ring.width), torch.bfloat16)
+    kernel = Kernel(f"attention/{_MMA.name}", "attention_prefill_dequantize", _MMA.defines(ring))
+    window, entries = inputs.keys.window, inputs.entries
+    most_blocks = _DEQUANTIZE_BLOCKS_PER_MULTIPROCESSOR * recording.target.multiprocessors
+
+    def shape(tokens: int) -> Shape:
+        rows = min(tokens + window, ring.slots) + entries
+        blocks = min(ceil_div(rows * _WARP, _DEQUANTIZE_THREADS), most_blocks)
+        return Shape(kernel, blocks, _DEQUANTIZE_THREADS, numbers={"tokens": tokens})
+
+    recording.launch(
+        shape,
+        ring=ring.data,
+        ring_scale=ring.block_scale,
+        compressed=None if compressed is None else compressed.data,
+        compressed_scale=None if compressed is None else compressed.block_scale,
+        positions=inputs.positions_T,
+        ring_out=ring_SD,
+        compressed_out=compressed_CD,
+        ring_slots=ring.slots,
+        compressed_slots=entries,
+        ratio=max(inputs.keys.ratio, 1),
+        window=window,
     )
-    return ring_SD, compressed_CD
+    return _PlainRows(ring_SD, compressed_CD)
 
 
-def _geometry(ring: RowCache) -> loader.Defines:
-    return (("DIM", ring.width), ("ROPE", ring.rope_width))
-
-
-def _check(
-    q_THD: Tensor, keys: KeySet, selected_TK: Tensor | None, sink_H: Tensor, positions_T: Tensor, inv_freq: Tensor
-) -> None:
-    tokens, heads, width = q_THD.shape
-    rope_width = keys.ring.rope_width
-    _expect("q_THD", q_THD, torch.bfloat16, (tokens, heads, keys.ring.width), q_THD.device, contiguous=False)
-    _expect("sink_H", sink_H, torch.float32, (heads,), q_THD.device)
-    _expect("positions_T", positions_T, torch.int64, (tokens,), q_THD.device)
-    _expect("inv_freq", inv_freq, torch.float32, (rope_width // 2,), q_THD.device)
-    if width % 64 or width > 512 or rope_width % 8 or rope_width > 64:
-        found = f"width {width} with {rope_width} rotary"
-        raise ValueError(f"q_THD: found {found}, expected 64·n up to 512 with 8·n up to 64")
-    for name, cache in (("keys.ring", keys.ring), ("keys.compressed", keys.compressed)):
-        if cache is not None:
-            _check_cache(name, cache, keys.ring)
-    if selected_TK is not None:
-        if keys.compressed is None:
-            raise ValueError("selected_TK: found a tensor, expected None without compressed entries")
-        _expect("selected_TK", selected_TK, torch.int64, (tokens, selected_TK.shape[-1]), q_THD.device)
-
-
-def _check_cache(name: str, cache: RowCache, ring: RowCache) -> None:
-    quantised = cache.width - cache.rope_width
-    if cache.format is RowFormat.KV_FP8 and quantised % 16 == 0:
-        expected = torch.uint8
-    elif cache.format is RowFormat.PLAIN:
-        expected = torch.bfloat16
-    else:
-        found = f"{cache.format.value} with {quantised} quantised values"
-        raise ValueError(f"{name}: found {found}, expected kv_fp8 with 16·n or plain")
-    if (cache.format, cache.width, cache.rope_width) != (ring.format, ring.width, ring.rope_width):
-        raise ValueError(f"{name}: found {cache.format.value} {cache.width}, expected that of the ring")
-    _expect(name, cache.data, expected, tuple(cache.data.shape), ring.data.device)
-
-
-def _expect(
-    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, contiguous: bool = True
-) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device != device or device.type != "cuda":
-        found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-        raise ValueError(f"{name}: found {found}, expected {dtype} {shape} on {device} (CUDA)")
-    if contiguous and not tensor.is_contiguous():
-        raise ValueError(f"{name}: found strides {tensor.stride()}, expected contiguous")
+def _is_usual(inputs: AttentionInputs) -> bool:
+    """Whether the kernels of matrix products know these rows."""
+    ring = inputs.keys.ring
+    widths = ring.width % 64 == 0 and ring.width <= 512
+    rotary = ring.rope_width % 8 == 0 and ring.rope_width <= 64
+    # Codes are read 16 at a time.
+    whole = ring.format is RowFormat.PLAIN or (ring.width - ring.rope_width) % 16 == 0
+    short = inputs.listed <= _MOST_LISTED
+    return widths and rotary and whole and short and ring.data.dtype != torch.float32

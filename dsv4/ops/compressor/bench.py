@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dsv4.cache_rows import RowCache, RowFormat
-from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights
-from dsv4.ops.compressor.cuda import compress
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights, decode, prefill
+from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.op_case import OpCase
 
 ROPE_WIDTH = 64
@@ -35,16 +36,24 @@ def _case(kind: str, what: str, start: int, tokens: int) -> OpCase:
 
     def make(index: int) -> Callable[[], object]:
         device = torch.device("cuda", torch.cuda.current_device())
-        rows = RowCache.allocate((start + tokens) // ratio + 1, width, ROPE_WIDTH, format, torch.bfloat16, device)
+        rows = RowCache.allocate(
+            (start + tokens) // ratio + 1, width, ROPE_WIDTH, format, torch.bfloat16, device
+        )
         state = CompressedState(CompressorRing.allocate(ratio, columns, device), rows)
         state.ring.kv.normal_()
         state.ring.score.normal_()
         ape, norm = torch.randn(ratio, columns, device=device), torch.ones(width, device=device)
         inv_freq = 160000.0 ** (-torch.arange(0, ROPE_WIDTH, 2, device=device) / ROPE_WIDTH)
-        weights = CompressorWeights(ape, norm, inv_freq, 1e-6, ratio, kind == "index", torch.bfloat16)
+        weights = CompressorWeights(
+            ape, norm, inv_freq, 1e-6, ratio, kind == "index", torch.bfloat16
+        )
         kv_TW, score_TW = (torch.randn(tokens, columns, device=device) for _ in range(2))
         position_T = start + torch.arange(tokens, device=device)
-        return lambda: compress(kv_TW, score_TW, position_T, weights, state)
+        form = decode if tokens <= MAX_DECODE_TOKENS else prefill
+        arguments = (kv_TW, score_TW, position_T, weights, state)
+        return PreparedOp(form.compress, *arguments).run
 
     flops = entries * width * 5 * (2 * ratio if ratio == 4 else ratio)
-    return OpCase("compress", f"{kind}, {tokens} tokens, {what}", make, nbytes, flops, nbytes + (4 << 20))
+    return OpCase(
+        "compress", f"{kind}, {tokens} tokens, {what}", make, nbytes, flops, nbytes + (4 << 20)
+    )

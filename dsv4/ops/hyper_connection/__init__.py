@@ -1,6 +1,7 @@
-"""Manifold-constrained hyper-connections: mixing M residual streams into and out of a sublayer (spec §2.3).
+"""Manifold-constrained hyper-connections: M residual streams (model.md#residual-streams).
 
-All mixing arithmetic is float32 until the last cast; the streams themselves stay in the compute dtype.
+All mixing arithmetic is float32 until the last cast; the streams themselves stay in the compute
+dtype.
 """
 
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from dsv4.ops.norm import rms_norm
 
 @dataclass(frozen=True)
 class HcWeights:
-    """Parameters of one seam, float32: fn ``[(2 + M)·M, M·E]``, base ``[(2 + M)·M]``, scale ``[3]`` (pre, post,
-    comb).
+    """Parameters of one seam, float32.
+
+    fn ``[(2 + M)·M, M·E]``, base ``[(2 + M)·M]``, scale ``[3]`` (pre, post, comb).
     """
 
     fn: Tensor
@@ -36,12 +38,15 @@ class HcHeadWeights:
     hc_eps: float
 
 
-def hc_pre(streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Collapses the streams for a sublayer, normalises, and computes how the sublayer's output goes back.
+def hc_pre(
+    streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Collapses the streams for a sublayer, and computes how the sublayer's output goes back.
 
-    Returns (x ``[T, E]`` = rms_norm(Σ pre_i · x_i) in the dtype of the streams, the sum rounded to it as well, post
-    float32 ``[T, M]``, comb float32 ``[T, M, M]``, doubly stochastic, first index = residual stream, second = output
-    stream). ``norm_weight`` float32 ``[E]`` is the sublayer's norm.
+    Returns (x ``[T, E]`` = rms_norm(Σ pre_i · x_i) in the dtype of the streams, the sum rounded to
+    it as well, post float32 ``[T, M]``, comb float32 ``[T, M, M]``, doubly stochastic, first index
+    = residual stream, second = output stream). ``norm_weight`` float32 ``[E]`` is the sublayer's
+    norm.
     """
     streams = streams_TME.shape[1]
     mixes = _mixes(streams_TME, weights.fn, weights.norm_eps)
@@ -55,23 +60,29 @@ def hc_pre(streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor) -> tupl
 
 
 def hc_post(y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor) -> Tensor:
-    """x'_k = post_k · y + Σ_j comb_jk · x_j: the sublayer output y spread over the mixed residual streams ``[T, M,
-    E]``.
+    """x'_k = post_k · y + Σ_j comb_jk · x_j: the sublayer's output y spread over the mixed streams.
+
+    y ``[T, E]``, streams ``[T, M, E]`` in and out.
     """
     mixed = comb_TMM.transpose(1, 2) @ streams_TME.float()
     return (post_TM.unsqueeze(-1) * y_TE.float().unsqueeze(1) + mixed).to(streams_TME.dtype)
 
 
 def hc_seam(
-    y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor, weights: HcWeights, norm_weight: Tensor
+    y_TE: Tensor,
+    streams_TME: Tensor,
+    post_TM: Tensor,
+    comb_TMM: Tensor,
+    weights: HcWeights,
+    norm_weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``hc_post`` of one sublayer and ``hc_pre`` of the next: (streams ``[T, M, E]``, x, post, comb)."""
+    """``hc_post`` of one sublayer and ``hc_pre`` of the next: (streams, x, post, comb)."""
     streams_TME = hc_post(y_TE, streams_TME, post_TM, comb_TMM)
     return streams_TME, *hc_pre(streams_TME, weights, norm_weight)
 
 
 def hc_head(streams_TME: Tensor, weights: HcHeadWeights, norm_weight: Tensor) -> Tensor:
-    """Final hidden state ``[T, E]`` = rms_norm(Σ pre_i · x_i) of the streams after the last block, without Sinkhorn.
+    """Final hidden state ``[T, E]`` = rms_norm(Σ pre_i · x_i) of the last streams, no Sinkhorn.
 
     ``norm_weight`` float32 ``[E]`` is the final norm.
     """
@@ -81,7 +92,7 @@ def hc_head(streams_TME: Tensor, weights: HcHeadWeights, norm_weight: Tensor) ->
 
 
 def sinkhorn(logits_TMM: Tensor, iterations: int, eps: float) -> Tensor:
-    """Row softmax + eps, column normalisation, then ``iterations`` − 1 times rows and columns; ends with columns."""
+    """Row softmax + eps, columns normalised, then ``iterations`` − 1 times rows and columns."""
     comb = torch.softmax(logits_TMM, dim=-1) + eps
     comb = comb / (comb.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):

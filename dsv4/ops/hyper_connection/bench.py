@@ -4,15 +4,21 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
-from dsv4.ops.hyper_connection.cuda import hc_head, hc_post, hc_pre, hc_seam
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, decode, prefill
+from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.op_case import OpCase
 
 STREAMS, EPS = 4, 1e-6
 WIDTHS = {"Flash": 4096, "Pro": 7168}
 MIXES = {"hc_pre": 24, "hc_seam": 24, "hc_post": 0, "hc_head": 4}
 # Rows of E bf16 values per token that are read or written.
-ROWS = {"hc_pre": STREAMS + 1, "hc_seam": 2 * STREAMS + 2, "hc_post": 2 * STREAMS + 1, "hc_head": STREAMS + 1}
+ROWS = {
+    "hc_pre": STREAMS + 1,
+    "hc_seam": 2 * STREAMS + 2,
+    "hc_post": 2 * STREAMS + 1,
+    "hc_head": STREAMS + 1,
+}
 
 
 def cases() -> Iterator[OpCase]:
@@ -27,10 +33,13 @@ def cases() -> Iterator[OpCase]:
 
 
 def _case(model: str, op: str, tokens: int) -> OpCase:
-    width, mixes = WIDTHS[model], MIXES[op]
+    width = WIDTHS[model]
+    mixes = MIXES[op]
+    module = decode if tokens <= MAX_DECODE_TOKENS else prefill
     weight_bytes = 4 * width * (mixes * STREAMS + (mixes > 0))
     nbytes = weight_bytes + 2 * tokens * width * ROWS[op]
-    flops = 2 * tokens * width * STREAMS * (mixes + (STREAMS + 1) * (op in ("hc_seam", "hc_post")) + 1)
+    mixed = STREAMS + 1 if op in ("hc_seam", "hc_post") else 0
+    flops = 2 * tokens * width * STREAMS * (mixes + mixed + 1)
 
     def make(index: int) -> Callable[[], object]:
         streams_TME = torch.randn(tokens, STREAMS, width, device="cuda").bfloat16()
@@ -38,16 +47,18 @@ def _case(model: str, op: str, tokens: int) -> OpCase:
         post_TM = torch.rand(tokens, STREAMS, device="cuda")
         comb_TMM = torch.rand(tokens, STREAMS, STREAMS, device="cuda") / STREAMS
         if op == "hc_post":
-            return lambda: hc_post(y_TE, streams_TME, post_TM, comb_TMM)
+            return PreparedOp(module.hc_post, y_TE, streams_TME, post_TM, comb_TMM).run
         fn = torch.randn(mixes, STREAMS * width, device="cuda") * (STREAMS * width) ** -0.5
-        base, norm_weight = torch.randn(mixes, device="cuda"), torch.rand(width, device="cuda")
+        base = torch.randn(mixes, device="cuda")
+        norm_weight = torch.rand(width, device="cuda")
         if op == "hc_head":
             head = HcHeadWeights(fn, base, torch.ones(1, device="cuda"), EPS, EPS)
-            return lambda: hc_head(streams_TME, head, norm_weight)
+            return PreparedOp(module.hc_head, streams_TME, head, norm_weight).run
         weights = HcWeights(fn, base, torch.ones(3, device="cuda"), EPS, EPS, sinkhorn_iters=20)
         if op == "hc_pre":
-            return lambda: hc_pre(streams_TME, weights, norm_weight)
-        return lambda: hc_seam(y_TE, streams_TME, post_TM, comb_TMM, weights, norm_weight)
+            return PreparedOp(module.hc_pre, streams_TME, weights, norm_weight).run
+        incoming = y_TE, streams_TME, post_TM, comb_TMM
+        return PreparedOp(module.hc_seam, *incoming, weights, norm_weight).run
 
     resident = weight_bytes + 4 * tokens * width * (STREAMS + 1)
     return OpCase(op, f"{model}, {tokens} tokens", make, nbytes, flops, resident)

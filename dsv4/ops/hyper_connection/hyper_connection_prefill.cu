@@ -1,7 +1,8 @@
 // Hyper-connection mixes of many tokens: hc_post arithmetic if asked for, then fn · x and Σ x² of the (rounded) streams.
 //
 // Defines: STREAMS (M ≤ 4), MIXES (rows of fn), POST (1: mix y into the streams first, 0: read them), SPLITS of the
-// columns over blocks. A block has 16 tokens; lane / 4 is a token of the first and, in `half` 1, of the second eight.
+// columns over blocks, SHARED_BYTES of dynamic shared memory. A block has 16 tokens; lane / 4 is a token of the first and,
+// in `half` 1, of the second eight.
 //
 // The products run on the tensor cores and keep float32 accuracy: the streams are bf16, so exact in tf32; fn is the sum
 // of two tf32 numbers up to 2⁻²⁰ of itself, and sums leave the tensor core every CHUNK columns. A lane's fragments hold
@@ -21,6 +22,7 @@ constexpr int ITEMS = STREAMS + POST;  // rows of a token that are read: the str
 struct Stage {
     Columns<8> item[2][ITEMS][WARP];
 };
+static_assert(WARPS * 2 * sizeof(Stage) <= SHARED_BYTES);
 
 // Zeros where `present` is false.
 __device__ __forceinline__ void copy_columns(Columns<8>& shared, const bf16* address, bool present) {

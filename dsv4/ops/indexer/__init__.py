@@ -1,4 +1,4 @@
-"""Lightning indexer: scores every visible compressed entry and selects the best ones for each token (spec §4.3)."""
+"""Lightning indexer: scores visible compressed entries and selects the best (model.md#indexer)."""
 
 import torch
 from torch import Tensor
@@ -12,28 +12,36 @@ _TILE_BYTES = 64 << 20
 
 
 def index_query(q_TID: Tensor, positions_T: Tensor, inv_freq: Tensor) -> Tensor:
-    """Rotary embedding on the last R of D dimensions, then the Hadamard rotation, of index queries ``[T, I, D]``."""
+    """Index queries ``[T, I, D]`` rotated twice: rotary embedding of the last R, then Hadamard."""
     return hadamard(rope(q_TID, positions_T, inv_freq))
 
 
 def index_select(
-    q_TID: Tensor, weight_TI: Tensor, score_scale: float, keys: RowCache, positions_T: Tensor, index_topk: int
+    q_TID: Tensor,
+    weight_TI: Tensor,
+    score_scale: float,
+    keys: RowCache,
+    positions_T: Tensor,
+    index_topk: int,
 ) -> Tensor:
-    """The ``index_topk`` best compressed entries of each token: int64 ``[T, K]``, −1 where fewer are visible.
+    """The best compressed entries of each token: int64 ``[T, K]``, −1 where fewer are visible.
 
-    score(t, s) = Σ_i relu(q_ti · k_s) · w_ti · ``score_scale`` in float32, over entries s < (position + 1) // 4; w is
-    float32 ``[T, I]`` and may be negative; the relu is per head. K = min(index_topk, slots of ``keys``). Ties: the
-    lowest entry wins. With fp8 keys the queries are rounded to fp8 rows as well. The order of the list has no meaning.
-    NaN scores sort first.
+    score(t, s) = Σ_i relu(q_ti · k_s) · w_ti · ``score_scale`` in float32, over entries
+    s < (position + 1) // 4; w is float32 ``[T, I]`` and may be negative; the relu is per head. K =
+    min(index_topk, slots of ``keys``). Ties: the lowest entry wins. With fp8 keys the queries are
+    rounded to fp8 rows as well. The order of the list has no meaning. NaN scores sort first.
     """
     rows_SD = keys.read_all()
-    queries, weight_TI = q_TID.float(), weight_TI.float() * score_scale
+    queries = q_TID.float()
+    weight_TI = weight_TI.float() * score_scale
     if keys.format is RowFormat.INDEX_FP8:
         queries = unpack_index_rows(*pack_index_rows(queries))
     entry = torch.arange(keys.slots, device=positions_T.device)
     tile = max(1, _TILE_BYTES // (4 * q_TID.shape[1] * keys.slots))
     selected = []
-    for q, weight, position in zip(queries.split(tile), weight_TI.split(tile), positions_T.split(tile), strict=True):
+    for q, weight, position in zip(
+        queries.split(tile), weight_TI.split(tile), positions_T.split(tile), strict=True
+    ):
         score = (torch.relu(q @ rows_SD.T) * weight.unsqueeze(-1)).sum(1)
         score = score.masked_fill(entry >= ((position + 1) // CSA_RATIO)[:, None], -torch.inf)
         best, index = score.sort(dim=-1, descending=True, stable=True)

@@ -1,11 +1,14 @@
-"""Indexer of a CSA layer: query rotation, and selection at short and long contexts, decode and chunks."""
+"""Indexer of a CSA layer: query rotation, and selection at short and long contexts."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 
 from dsv4.cache_rows import RowCache, RowFormat
-from dsv4.ops.indexer.cuda import index_query, index_select
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.indexer import decode, prefill
+from dsv4.ops.indexer.query import index_query
 from dsv4.ops.op_case import OpCase
 
 HEADS, WIDTH, ROPE_WIDTH = 64, 128, 64
@@ -33,28 +36,32 @@ def _query_case(tokens: int) -> OpCase:
         q_TID = torch.randn(tokens, HEADS, WIDTH, dtype=torch.bfloat16, device="cuda")
         inv_freq = 160000.0 ** (-torch.arange(0, ROPE_WIDTH, 2, device="cuda") / ROPE_WIDTH)
         position_T = 1024 + torch.arange(tokens, device="cuda")
-        return lambda: index_query(q_TID, position_T, inv_freq)
+        return PreparedOp(index_query, q_TID, position_T, inv_freq).run
 
     return OpCase("index_query", f"{tokens} tokens", make, nbytes, 0, nbytes)
 
 
 def _select_case(model: str, tokens: int, context: int, capacity: int = 0) -> OpCase:
-    listed, entries, slots = LISTED[model], context // 4, max(capacity, context) // 4 + 1
+    listed = LISTED[model]
+    entries = context // 4
+    slots = max(capacity, context) // 4 + 1
     scored = entries if entries > listed else 0
     nbytes = 2 * tokens * HEADS * WIDTH + scored * (WIDTH + 4) + 8 * tokens * listed
 
     def make(index: int) -> Callable[[], object]:
         device = torch.device("cuda", torch.cuda.current_device())
-        keys = RowCache.allocate(slots, WIDTH, ROPE_WIDTH, RowFormat.INDEX_FP8, torch.bfloat16, device)
+        plain, format = torch.bfloat16, RowFormat.INDEX_FP8
+        keys = RowCache.allocate(slots, WIDTH, ROPE_WIDTH, format, plain, device)
         for part in torch.arange(slots, device=device).split(65536):
             keys.write(part, torch.randn(len(part), WIDTH, device=device))
         q_TID = torch.randn(tokens, HEADS, WIDTH, dtype=torch.bfloat16, device=device)
         weight_TI = torch.randn(tokens, HEADS, device=device)
         position_T = context - tokens + torch.arange(tokens, device=device)
-        return lambda: index_select(q_TID, weight_TI, 0.01, keys, position_T, listed)
+        module = decode if tokens <= MAX_DECODE_TOKENS else prefill
+        arguments = q_TID, weight_TI, 0.01, keys, position_T, listed
+        return PreparedOp(module.index_select, *arguments).run
 
     flops = 2 * tokens * scored * HEADS * WIDTH
     held = f", capacity {capacity}" if capacity else ""
-    return OpCase(
-        "index_select", f"{model}, {tokens} tokens, context {context}{held}", make, nbytes, flops, slots * (WIDTH + 4)
-    )
+    name = f"{model}, {tokens} tokens, context {context}{held}"
+    return OpCase("index_select", name, make, nbytes, flops, slots * (WIDTH + 4))

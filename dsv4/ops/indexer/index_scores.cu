@@ -5,7 +5,7 @@
 // index_scores: tensor cores, rows of 128 values, HEADS a multiple of 8. Keys are the rows of the m16n8k16 product, 16 a
 // tile, and queries its columns, so that a key is converted once for all heads; each warp owns whole tiles. With FP8 1
 // both sides are e4m3, whose values float16 holds exactly; their scales multiply the float32 sums. With FP8 0 keys are
-// bfloat16. index_scores_any: one warp per entry, float32 arithmetic, for every other shape.
+// bfloat16. index_scores_any_geometry: one warp per entry, float32 arithmetic, for every other shape.
 #include "index_order.cuh"
 
 #ifndef HEADS
@@ -13,6 +13,10 @@
 #endif
 #ifndef FP8
 #define FP8 1
+#endif
+// Dynamic shared memory of index_scores.
+#ifndef SHARED_BYTES
+#define SHARED_BYTES (200 << 10)
 #endif
 
 constexpr int DIM = 128, KEYS = 16, WARPS = 8, STAGES = 4;
@@ -29,6 +33,7 @@ struct Shared {
     alignas(16) char keys[WARPS][STAGES][TILE_BYTES];
     float key_scales[WARPS][STAGES][KEYS];
 };
+static_assert(sizeof(Shared) <= SHARED_BYTES);
 
 __device__ __forceinline__ void copy16(void* to, const void* from, bool valid) {
     const unsigned address = (unsigned)__cvta_generic_to_shared(to);
@@ -275,18 +280,19 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
 }
 
 __device__ __forceinline__ float any_value(const void* data, int64 index, int format) {
-    if (format == 0) return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<const __nv_fp8_storage_t*>(data)[index], __NV_E4M3)));
-    if (format == 1) return __bfloat162float(static_cast<const bf16*>(data)[index]);
+    if (format == ROW_INDEX_FP8) return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<const __nv_fp8_storage_t*>(data)[index], __NV_E4M3)));
+    if (format == ROW_BF16) return __bfloat162float(static_cast<const bf16*>(data)[index]);
     return static_cast<const float*>(data)[index];
 }
 
-// `key_format`: 0 e4m3 with a scale per row, 1 bfloat16, 2 float32. Grid (blocks, tokens); every block rounds the queries
-// of its token. Shared memory: heads · dim + heads floats.
+// `key_format`: ROW_INDEX_FP8 (e4m3 with a scale per row), ROW_BF16 or ROW_F32. Grid (blocks, tokens); every block rounds
+// the queries of its token. Shared memory: heads · dim + heads floats.
 extern "C" __global__ void __launch_bounds__(256)
-    index_scores_any(const bf16* q, const float* weights, float score_scale, const void* data, const float* scales,
-                     const int64* positions, unsigned* scores, int slots, int score_stride, int weight_stride, int selected, int heads,
-                     int dim, int key_format) {
+    index_scores_any_geometry(const bf16* q, const float* weights, float score_scale, const void* data, const float* scales,
+                              const int64* positions, unsigned* scores, int slots, int score_stride, int weight_stride, int selected,
+                              int heads, int dim, int key_format) {
     extern __shared__ __align__(16) char memory[];
+    assert_shared_memory(heads * (dim + 1) * sizeof(float));
     float* queries = reinterpret_cast<float*>(memory);
     float* factors = queries + heads * dim;
     const int token = blockIdx.y, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
@@ -303,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(256)
         const float scale = peak > 0.0f ? peak / 448.0f : 1.0f;
         for (int i = lane; i < dim; i += WARP) {
             float value = __bfloat162float(row[i]);
-            if (key_format == 0) {
+            if (key_format == ROW_INDEX_FP8) {
                 const __half_raw rounded = __nv_cvt_fp8_to_halfraw(__nv_cvt_float_to_fp8(value / scale, __NV_SATFINITE, __NV_E4M3), __NV_E4M3);
                 value = __half2float(__half(rounded)) * scale;
             }
@@ -313,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     __syncthreads();
     for (int entry = blockIdx.x * warps + warp; entry < visible; entry += gridDim.x * warps) {
-        const float scale = key_format == 0 ? scales[entry] : 1.0f;
+        const float scale = key_format == ROW_INDEX_FP8 ? scales[entry] : 1.0f;
         float score = 0.0f;
         for (int head = 0; head < heads; ++head) {
             float dot = 0.0f;

@@ -1,4 +1,4 @@
-"""Window key rows: normalise, rotate, quantise and store in the ring (spec §3.1, §3.5, §6.2)."""
+"""Window keys: normalise, rotate, quantise, store in the ring (model.md#queries-and-keys)."""
 
 from torch import Tensor
 
@@ -8,9 +8,15 @@ from dsv4.ops.rope import rope
 
 
 def kv_write(
-    kv_TD: Tensor, norm_weight: Tensor, positions_T: Tensor, inv_freq: Tensor, ring: RowCache, eps: float
+    kv_TD: Tensor,
+    norm_weight: Tensor,
+    positions_T: Tensor,
+    inv_freq: Tensor,
+    ring: RowCache,
+    eps: float,
 ) -> None:
-    """ring[position mod slots] = quantise(rope(rms_norm(kv) · w)) for kv ``[T, D]`` at int64 ``positions`` ``[T]``.
+    """ring[position mod slots] = quantise(rope(rms_norm(kv) · w)) for kv ``[T, D]`` at int64
+    ``positions`` ``[T]``.
 
     T must not exceed the ring. The one row serves as key and as value.
     """

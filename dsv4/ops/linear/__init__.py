@@ -1,4 +1,6 @@
-"""Weight-only linear layers: weights as stored, activations 16 or 32 bit, float32 accumulation, one rounding."""
+"""Weight-only linear layers: weights as stored, activations 16 or 32 bit, float32 accumulation, one
+rounding.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,50 +24,60 @@ class RowList:
 
 
 def decode_weight(weight: QuantTensor) -> QuantTensor:
-    """The torch ops' weight layout: the same values decoded once to float32, so that no step pays for decoding."""
+    """The torch ops' weight layout: the same values decoded once to float32, so that no step pays
+    for decoding.
+    """
     return QuantTensor.dense(weight.dequantize())
 
 
-def decode_rows(weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype | None]) -> RowList:
+def decode_rows(
+    weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype | None]
+) -> RowList:
     """The torch ops' row list: every matrix by ``decode_weight``."""
     return RowList(tuple(map(decode_weight, weights)), tuple(out_dtypes))
 
 
 def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
-    """y = x · Wᵀ for x ``[T, K]`` and W ``[N, K]``: ``[T, N]`` in ``out_dtype`` (default: the dtype of x).
+    """y = x · Wᵀ for x ``[T, K]`` and W ``[N, K]``: ``[T, N]`` in ``out_dtype`` (default: the dtype
+    of x).
 
-    float32 accumulation, one rounding at the end; T = 0 gives an empty result. Raises ``ValueError`` on a width
-    mismatch.
+    float32 accumulation, one rounding at the end; T = 0 gives an empty result. Raises
+    ``ValueError`` on a width mismatch.
     """
     if x.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"x: found width {x.shape[-1]}, expected K = {weight.shape[-1]} of the weight {weight.shape}")
+        expected = f"K = {weight.shape[-1]} of the weight {weight.shape}"
+        raise ValueError(f"x: found width {x.shape[-1]}, expected {expected}")
     return (x.float() @ weight.dequantize().T).to(out_dtype or x.dtype)
 
 
 def linear_rows(
     x: Tensor, rows: RowList, norm_weight: Tensor | None = None, norm_eps: float = 0.0
 ) -> tuple[Tensor, ...]:
-    """``linear(x, W_i, out_dtype_i)`` for every matrix of the list, of x ``[T, K]``: a tuple of ``[T, N_i]``.
+    """``linear(x, W_i, out_dtype_i)`` for every matrix of the list, of x ``[T, K]``: a tuple of
+    ``[T, N_i]``.
 
-    With ``norm_weight`` float32 ``[K]``, x is replaced by ``rms_norm(x, norm_weight, norm_eps)`` first, rounded to
-    the dtype of x.
+    With ``norm_weight`` float32 ``[K]``, x is replaced by ``rms_norm(x, norm_weight, norm_eps)``
+    first, rounded to the dtype of x.
     """
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, norm_eps)
-    return tuple(linear(x, weight, dtype) for weight, dtype in zip(rows.weights, rows.out_dtypes, strict=True))
+    return tuple(
+        linear(x, weight, dtype)
+        for weight, dtype in zip(rows.weights, rows.out_dtypes, strict=True)
+    )
 
 
 def grouped_linear(x_TGK: Tensor, weight: Weight) -> Tensor:
-    """Block-diagonal linear (o_a, spec §3.4): group g of x ``[T, G, K]`` times rows g·R … g·R + R − 1 of W ``[G·R,
-    K]``.
+    """Block-diagonal linear: group g of x ``[T, G, K]`` times rows g·R … g·R + R − 1 of W
+    ``[G·R, K]`` (model.md#grouped-output).
 
-    Returns ``[T, G, R]`` in the dtype of x. Raises ``ValueError`` when the rows do not divide into G groups.
+    Returns ``[T, G, R]`` in the dtype of x. Raises ``ValueError`` when the rows do not divide into
+    G groups.
     """
     groups = x_TGK.shape[1]
     if weight.shape[0] % groups or x_TGK.shape[2] != weight.shape[1]:
-        raise ValueError(
-            f"x: found {tuple(x_TGK.shape)}, expected [T, G, {weight.shape[1]}], G a divisor of {weight.shape[0]}"
-        )
+        expected = f"[T, G, {weight.shape[1]}], G a divisor of {weight.shape[0]}"
+        raise ValueError(f"x: found {tuple(x_TGK.shape)}, expected {expected}")
     weight_GRK = weight.dequantize().unflatten(0, (groups, -1))
     y_GTR = x_TGK.float().transpose(0, 1) @ weight_GRK.transpose(1, 2)
     return y_GTR.transpose(0, 1).to(x_TGK.dtype)

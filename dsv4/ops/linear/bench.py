@@ -1,16 +1,25 @@
-"""Linear layers of a decode step on both models' shapes: single matrices, row lists, o_a and the head."""
+"""Linear layers of a decode step on both models' shapes: single matrices, row lists, o_a and the
+head.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from dsv4.ops.linear.decode import grouped_linear, linear, linear_rows, pack_rows
+from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.linear.decode import grouped_linear, linear, linear_rows
+from dsv4.ops.linear.row_list import pack_rows
 from dsv4.ops.op_case import OpCase
 from dsv4.quant import QuantFormat, QuantTensor, packed_shapes
 from dsv4.weights.packed import PackedWeight, chunk_columns, padded
 
-NVFP4, MXFP4, FP8, BF16 = QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16
+NVFP4, MXFP4, FP8, BF16 = (
+    QuantFormat.NVFP4,
+    QuantFormat.MXFP4,
+    QuantFormat.FP8_BLOCK128,
+    QuantFormat.BF16,
+)
 EPS = 1e-6
 # (hidden size, query low rank, rows of wq_b, of the indexer's wq_b, o_a groups)
 GEOMETRIES = {"Pro": (7168, 1536, 65536, 8192, 16), "Flash": (4096, 1024, 32768, 8192, 8)}
@@ -18,7 +27,9 @@ HEAD_DIM, LOW_RANK, VOCABULARY = 512, 1024, 129280
 
 
 def cases() -> Iterator[OpCase]:
-    """Every linear of a CSA and an HCA layer in FP8 and NVFP4 at one token, the large ones at 4 and 8 as well."""
+    """Every linear of a CSA and an HCA layer in FP8 and NVFP4 at one token, the large ones at 4 and
+    8 as well.
+    """
     for model, (hidden, low_rank, query_rows, index_rows, groups) in GEOMETRIES.items():
         for format in (FP8, NVFP4):
             inputs = [(low_rank, format), (HEAD_DIM, format)]
@@ -27,7 +38,13 @@ def cases() -> Iterator[OpCase]:
             yield _rows(f"{model} CSA input rows", csa, hidden, 1)
             yield _rows(f"{model} HCA input rows", hca, hidden, 1)
             for tokens in (1, 4, 8):
-                yield _rows(f"{model} query rows", [(query_rows, format), (index_rows, format)], low_rank, tokens, True)
+                yield _rows(
+                    f"{model} query rows",
+                    [(query_rows, format), (index_rows, format)],
+                    low_rank,
+                    tokens,
+                    True,
+                )
                 yield _grouped(f"{model} o_a", groups, format, tokens)
                 yield _single(f"{model} o_b", hidden, groups * LOW_RANK, format, tokens)
         for tokens in (1, 4):
@@ -42,10 +59,15 @@ def random_packed(rows: int, columns: int, format: QuantFormat) -> PackedWeight:
     data = codes.contiguous().view(torch.uint8).view(tiles, chunks, 32, 16)
     scale = None
     if format is FP8:
-        scale = torch.rand(packed_shapes(FP8, (rows, columns))["block_scale"] or (), device="cuda") * 0.01
+        scale = (
+            torch.rand(packed_shapes(FP8, (rows, columns))["block_scale"] or (), device="cuda")
+            * 0.01
+        )
     elif format is not BF16:
         shape = (tiles, padded(columns) // 64, 8, 8 if format is NVFP4 else 4)
-        scale = torch.randint(100, 120, shape, dtype=torch.uint8, device="cuda") - (68 if format is NVFP4 else 0)
+        scale = torch.randint(100, 120, shape, dtype=torch.uint8, device="cuda") - (
+            68 if format is NVFP4 else 0
+        )
     total = torch.tensor(0.01, device="cuda") if format is NVFP4 else None
     return PackedWeight(data, scale, total, format, (rows, columns))
 
@@ -54,17 +76,27 @@ def random_weight(rows: int, columns: int, format: QuantFormat) -> QuantTensor:
     """Random codes and scales as stored, on the current device; values of the order of 0.1."""
     shapes = packed_shapes(format, (rows, columns))
     if format is BF16:
-        return QuantTensor.dense(torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda") * 0.1)
+        return QuantTensor.dense(
+            torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda") * 0.1
+        )
     codes = torch.randint(0, 256, shapes["data"] or (), dtype=torch.uint8, device="cuda")
     if format is FP8:
         # All but NaN (0x7F and 0xFF), and no value above 2.
         codes = (codes & 0xBF).view(torch.float8_e4m3fn)
-        return QuantTensor(codes, torch.rand(shapes["block_scale"] or (), device="cuda"), None, format, (rows, columns))
+        return QuantTensor(
+            codes,
+            torch.rand(shapes["block_scale"] or (), device="cuda"),
+            None,
+            format,
+            (rows, columns),
+        )
     scale = torch.randint(32, 52, shapes["block_scale"] or (), dtype=torch.uint8, device="cuda")
     if format is NVFP4:
         total = torch.tensor(0.1, device="cuda")
         return QuantTensor(codes, scale.view(torch.float8_e4m3fn), total, format, (rows, columns))
-    return QuantTensor(codes, (scale // 4 + 112).view(torch.float8_e8m0fnu), None, format, (rows, columns))
+    return QuantTensor(
+        codes, (scale // 4 + 112).view(torch.float8_e8m0fnu), None, format, (rows, columns)
+    )
 
 
 def _x(*shape: int) -> Tensor:
@@ -77,21 +109,32 @@ def _weight_bytes(rows: int, columns: int, format: QuantFormat) -> int:
 
 
 def _case(
-    name: str, weight_bytes: int, io_bytes: int, flops: int, make: Callable[[int], Callable[[], object]]
+    name: str,
+    weight_bytes: int,
+    io_bytes: int,
+    flops: int,
+    make: Callable[[int], Callable[[], object]],
 ) -> OpCase:
     return OpCase("linear", name, make, weight_bytes + io_bytes, flops, weight_bytes)
 
 
 def _single(
-    name: str, rows: int, columns: int, format: QuantFormat, tokens: int, out_dtype: torch.dtype = torch.bfloat16
+    name: str,
+    rows: int,
+    columns: int,
+    format: QuantFormat,
+    tokens: int,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> OpCase:
     def make(index: int) -> Callable[[], object]:
         weight, x = random_packed(rows, columns, format), _x(tokens, columns)
-        return lambda: linear(x, weight, out_dtype)
+        return PreparedOp(linear, x, weight, out_dtype).run
 
     io_bytes = tokens * (2 * columns + out_dtype.itemsize * rows)
     name = f"{name} {rows}x{columns} {format.value} T={tokens}"
-    return _case(name, _weight_bytes(rows, columns, format), io_bytes, 2 * tokens * rows * columns, make)
+    return _case(
+        name, _weight_bytes(rows, columns, format), io_bytes, 2 * tokens * rows * columns, make
+    )
 
 
 def _grouped(name: str, groups: int, format: QuantFormat, tokens: int) -> OpCase:
@@ -99,26 +142,37 @@ def _grouped(name: str, groups: int, format: QuantFormat, tokens: int) -> OpCase
 
     def make(index: int) -> Callable[[], object]:
         weight, x = random_packed(groups * LOW_RANK, columns, format), _x(tokens, groups, columns)
-        return lambda: grouped_linear(x, weight)
+        return PreparedOp(grouped_linear, x, weight).run
 
     rows = groups * LOW_RANK
     io_bytes = 2 * tokens * (groups * columns + rows)
     name = f"{name} {groups}x{LOW_RANK}x{columns} {format.value} T={tokens}"
-    return _case(name, _weight_bytes(rows, columns, format), io_bytes, 2 * tokens * rows * columns, make)
+    return _case(
+        name, _weight_bytes(rows, columns, format), io_bytes, 2 * tokens * rows * columns, make
+    )
 
 
 def _rows(
-    name: str, matrices: Sequence[tuple[int, QuantFormat]], columns: int, tokens: int, norm: bool = False
+    name: str,
+    matrices: Sequence[tuple[int, QuantFormat]],
+    columns: int,
+    tokens: int,
+    norm: bool = False,
 ) -> OpCase:
     dtypes = [torch.float32 if format is BF16 else None for _, format in matrices]
 
     def make(index: int) -> Callable[[], object]:
-        rows = pack_rows([random_weight(count, columns, format) for count, format in matrices], dtypes)
+        rows = pack_rows(
+            [random_weight(count, columns, format) for count, format in matrices], dtypes
+        )
         x, norm_weight = _x(tokens, columns), torch.rand(columns, device="cuda") if norm else None
-        return lambda: linear_rows(x, rows, norm_weight, EPS)
+        return PreparedOp(linear_rows, x, rows, norm_weight, EPS).run
 
     weight_bytes = sum(_weight_bytes(count, columns, format) for count, format in matrices)
     total = sum(count for count, _ in matrices)
-    io_bytes = tokens * (2 * columns + sum((4 if format is BF16 else 2) * count for count, format in matrices))
-    name = f"{name} {'+'.join(str(count) for count, _ in matrices)}x{columns} {matrices[0][1].value} T={tokens}"
+    io_bytes = tokens * (
+        2 * columns + sum((4 if format is BF16 else 2) * count for count, format in matrices)
+    )
+    counts = "+".join(str(count) for count, _ in matrices)
+    name = f"{name} {counts}x{columns} {matrices[0][1].value} T={tokens}"
     return _case(name, weight_bytes, io_bytes, 2 * tokens * total * columns, make)

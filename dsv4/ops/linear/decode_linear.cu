@@ -6,11 +6,11 @@
 // fills before it waits for the kernel before.
 //
 // Defines: FORMAT0, FORMAT1 (-1: none), PADDED_TOKENS (1, 2, 4, 8), FUSED_NORM, RAGGED_K (K is no multiple of a stage),
-// WARPS, PIECES (HELD of stage_activations), DEPTH (stages of a warp's ring), MIN_BLOCKS (per SM, which bounds the
-// registers), CLUSTER (blocks), ROTATE.
+// WARPS, PIECES (HELD of stage_activations), DEPTH (stages of a warp's ring), CLUSTER (blocks).
 #include "weight_tile.cuh"
 
 constexpr int SLOT = slot_bytes(FORMAT0, FORMAT1);
+// MAX_MATRICES and MAX_SLICES as in decode_plan.py.
 constexpr int TP = PADDED_TOKENS, MAX_MATRICES = 8, MAX_SLICES = 8;
 constexpr int TILE_OUTPUTS = TILE_ROWS * TP, THREADS = WARPS * WARP;
 
@@ -77,7 +77,7 @@ struct Slice {
 
 // Blocks begin the columns of their tiles at different stages: where K is a power of two, blocks in step would otherwise
 // keep reading the same few memory channels.
-__device__ __forceinline__ int first_turn(int stages) { return ROTATE ? blockIdx.x * 5 % stages : 0; }
+__device__ __forceinline__ int first_turn(int stages) { return blockIdx.x * 5 % stages; }
 
 // The next stage a warp fetches.
 template <int F>
@@ -283,9 +283,14 @@ struct Matrices {
     }
 };
 
+// Of the sums that a block of a cluster may get for its share of `tiles`.
+__device__ __forceinline__ int received_bytes(int tiles) {
+    return CLUSTER > 1 ? (tiles + CLUSTER - 1) / CLUSTER * CLUSTER * TILE_OUTPUTS * 4 : 0;
+}
+
 // See Product. Shared memory: rings, x_bytes for the activations of a slice, the partial tiles, with CLUSTER > 1 the sums
 // received.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_linear(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_linear(
     const bf16* x, int row_stride, int group_stride, int tokens, const float* norm_weight, float eps, char* y, int columns,
     int slice_columns, const char* data0, const char* scale0, int tiles0, int clusters0, int groups, const char* data1,
     const char* scale1, int tiles1, int clusters1, int scale_shift, const float* global_scale, const int4* table, int matrices,
@@ -302,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_linear(
     const Workspace space = {shared, x_shared, reinterpret_cast<float*>(x_shared + x_bytes), inverse, scratch};
     const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
     const Share share(product, blockIdx.x / CLUSTER);
+    assert_shared_memory(x_shared - shared + x_bytes + partial_bytes + received_bytes(share.tiles()));
     const int tiles = share.tiles(), inbox_bytes = (CLUSTER - 1) * ((tiles + CLUSTER - 1 - rank) / CLUSTER) * TILE_OUTPUTS * 4;
     if (CLUSTER > 1) {
         cluster_start(&inbox, 1);

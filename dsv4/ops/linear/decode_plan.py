@@ -1,37 +1,41 @@
-"""How ``decode_linear.cu`` splits a product over blocks, warps and shared memory: a pure function of the shape."""
+"""How ``decode_linear.cu`` splits a product over blocks, warps and shared memory: a pure function
+of the shape.
+"""
 
 import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from dsv4.launch.constants import STAGE_SCALE_BYTES
+from dsv4.launch.kernel import Defines, ceil_div, round_up
 from dsv4.quant import QuantFormat
 
-FORMAT_CODES = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK128: 2, QuantFormat.BF16: 3}
-MAX_TOKENS, MAX_MATRICES, MAX_SLICES = 8, 8, 8
+# Both as in decode_linear.cu.
+MAX_MATRICES, MAX_SLICES = 8, 8
+# 8 to 16 warps with rings of 2 to 6 stages were within 3 % of each other (docs/kernels/linear.md).
+WARPS, _DEPTH = 12, 4
 # The static arrays of the kernel come out of the 227 KiB that a block may have.
 _SHARED_LIMIT = (227 << 10) - (4 << 10)
+# Asked for by every block: two on one SM double up where a launch that begins early finds others
+# free, and were slower (docs/kernels/linear.md); a block of another kernel still fits beside one.
+_LEAST_SHARED = 116 << 10
 _TILE_ROWS, _STAGE_DATA, _SLICE_MULTIPLE = 16, 2048, 256
-_STAGE_COLUMNS = {QuantFormat.NVFP4: 256, QuantFormat.MXFP4: 256, QuantFormat.FP8_BLOCK128: 128, QuantFormat.BF16: 64}
+_STAGE_COLUMNS = {
+    QuantFormat.NVFP4: 256,
+    QuantFormat.MXFP4: 256,
+    QuantFormat.FP8_BLOCK128: 128,
+    QuantFormat.BF16: 64,
+}
 # Eights of activations that a thread may hold, of all tokens together.
 _MOST_PIECES, _THREAD_COLUMNS = 8, 8
-_SCALE_BYTES = {QuantFormat.NVFP4: 256, QuantFormat.MXFP4: 128, QuantFormat.FP8_BLOCK128: 16, QuantFormat.BF16: 0}
 # Cycles of one SM of an H200 for a stage, where instructions bound it.
-_STAGE_CYCLES = {QuantFormat.NVFP4: 124, QuantFormat.MXFP4: 115, QuantFormat.FP8_BLOCK128: 95, QuantFormat.BF16: 90}
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """``warps`` per block, ``depth`` stages of 2 KiB in each warp's ring (one less where that saves sharing K),
-    ``min_blocks`` per SM for the registers, ``least_shared_kib`` that a block asks for, ``rotate`` 1: every block
-    begins K at a column of its own.
-    """
-
-    warps: int = 12
-    depth: int = 4
-    min_blocks: int = 1
-    least_shared_kib: int = 116
-    rotate: int = 1
+_STAGE_CYCLES = {
+    QuantFormat.NVFP4: 124,
+    QuantFormat.MXFP4: 115,
+    QuantFormat.FP8_BLOCK128: 95,
+    QuantFormat.BF16: 90,
+}
 
 
 class ProductShape(NamedTuple):
@@ -45,7 +49,11 @@ class ProductShape(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """Launch parameters of ``decode_linear``. ``clusters[i]`` is for the matrices of format i, per group."""
+    """Launch parameters of ``decode_linear``. ``clusters[i]`` is for the matrices of format i, per
+    group.
+
+    ``depth``: stages of 2 KiB in each warp's ring.
+    """
 
     padded_tokens: int
     cluster: int
@@ -55,53 +63,55 @@ class LinearPlan:
     partial_bytes: int
     shared_bytes: int
     ragged: bool
-    tuning: Tuning
+    depth: int
 
     def blocks(self, groups: int) -> int:
         """Blocks of the launch."""
         return self.cluster * (groups * self.clusters[0] + sum(self.clusters[1:]))
 
     @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
+    def defines(self) -> Defines:
         """Those of ``decode_linear.cu`` that the plan decides."""
         return (
             ("PADDED_TOKENS", self.padded_tokens),
             ("RAGGED_K", int(self.ragged)),
-            ("WARPS", self.tuning.warps),
-            ("DEPTH", self.tuning.depth),
+            ("WARPS", WARPS),
+            ("DEPTH", self.depth),
             ("PIECES", self._pieces),
             ("CLUSTER", self.cluster),
-            ("ROTATE", self.tuning.rotate),
         )
 
     @property
     def _pieces(self) -> int:
-        """Eights of columns per thread and token, if registers hold a slice of all tokens; else 1."""
-        pieces = -(-self.slice_columns // (_THREAD_COLUMNS * 32 * self.tuning.warps))
+        """Eights of columns per thread and token, if registers hold all of a slice; else 1."""
+        pieces = ceil_div(self.slice_columns, _THREAD_COLUMNS * 32 * WARPS)
         return pieces if 0 < pieces * self.padded_tokens <= _MOST_PIECES else 1
 
 
 @functools.cache
-def plan_linear(shape: ProductShape, tokens: int, multiprocessors: int, tuning: Tuning = Tuning()) -> LinearPlan:
+def plan_linear(shape: ProductShape, tokens: int, multiprocessors: int) -> LinearPlan:
     """The plan of one product of up to 8 tokens.
 
-    A block gets whole tiles of one format and all of K; the number of blocks is what makes the busiest one least busy.
-    Where the activations of all of K do not fit into a block, clusters of 2 or 4 blocks take a slice of K each, which
-    was slower wherever both fit (docs/kernels.md), and where that is not enough, blocks take their K in several slices.
-    Raises ``ValueError`` when even the smallest slices do not fit.
+    A block gets whole tiles of one format and all of K; the number of blocks is what makes the
+    busiest one least busy. Where the activations of all of K do not fit into a block, clusters of 2
+    or 4 blocks take a slice of K each, which was slower wherever both fit (docs/kernels/linear.md).
+    Where that is not enough, blocks take their K in several slices. Rings have one stage less where
+    that saves sharing K. Raises ``ValueError`` when even the smallest slices do not fit.
     """
     padded_tokens = next(size for size in (1, 2, 4, 8) if size >= tokens)
-    shallow = replace(tuning, depth=max(tuning.depth - 1, 1))
-    problem = _Problem(shape, padded_tokens, multiprocessors, shallow)
-    for cluster, depth in itertools.product((1, 2, 4), (tuning, shallow)):
-        if (plan := _plan(replace(problem, tuning=depth), cluster, cluster, 1)) is not None:
+    problem = _Problem(shape, padded_tokens, multiprocessors, _DEPTH - 1)
+    for cluster, depth in itertools.product((1, 2, 4), (_DEPTH, _DEPTH - 1)):
+        plan = _plan(replace(problem, depth=depth), cluster, cluster, 1)
+        if plan is not None:
             return plan
     for waves in range(1, 65):
         for slices in range(2, MAX_SLICES + 1):
-            if (plan := _plan(problem, 1, slices, waves)) is not None:
+            plan = _plan(problem, 1, slices, waves)
+            if plan is not None:
                 return plan
     raise ValueError(
-        f"weight: found {shape.tiles} row tiles of K = {shape.columns}, more than the decode kernel can hold"
+        f"weight: found {shape.tiles} row tiles of K = {shape.columns}, "
+        "more than the decode kernel can hold"
     )
 
 
@@ -110,58 +120,83 @@ class _Problem:
     shape: ProductShape
     padded_tokens: int
     multiprocessors: int
-    tuning: Tuning
+    depth: int
 
 
 def _stages(shape: ProductShape) -> list[int]:
-    padded_columns = -(-shape.columns // 64) * 64
-    return [-(-padded_columns // _STAGE_COLUMNS[format]) for format in shape.formats]
+    padded_columns = round_up(shape.columns, 64)
+    return [ceil_div(padded_columns, _STAGE_COLUMNS[format]) for format in shape.formats]
 
 
 def _tiles_per_cluster(shape: ProductShape, clusters: tuple[int, ...]) -> int:
-    return max(-(-count // used) for count, used in zip(shape.tiles, clusters, strict=True))
+    return max(ceil_div(count, used) for count, used in zip(shape.tiles, clusters, strict=True))
 
 
 def _plan(problem: _Problem, cluster: int, slices: int, waves: int) -> LinearPlan | None:
-    """The plan with K in ``slices`` slices on clusters of ``cluster`` blocks; None when it does not work out."""
-    shape, tuning, padded_tokens = problem.shape, problem.tuning, problem.padded_tokens
-    padded_columns = -(-shape.columns // 64) * 64
-    whole = -(-padded_columns // _SLICE_MULTIPLE) * _SLICE_MULTIPLE
-    slice_columns = -(-whole // (slices * _SLICE_MULTIPLE)) * _SLICE_MULTIPLE
+    """The plan with K in ``slices`` slices on clusters of ``cluster`` blocks; None when it does not
+    work out.
+    """
+    shape, padded_tokens = problem.shape, problem.padded_tokens
+    padded_columns = round_up(shape.columns, 64)
+    whole = round_up(padded_columns, _SLICE_MULTIPLE)
+    slice_columns = round_up(ceil_div(whole, slices), _SLICE_MULTIPLE)
     # Clusters of 4 need 4 free SMs of one GPC, whose number of SMs is only a multiple of 2.
     usable = problem.multiprocessors // 16 * 16 if cluster == 4 else problem.multiprocessors
     budget = usable * waves // (cluster * shape.groups)
-    if -(-padded_columns // slice_columns) != slices or (cluster > 1 and budget < len(shape.tiles)):
+    too_few = cluster > 1 and budget < len(shape.tiles)
+    if ceil_div(padded_columns, slice_columns) != slices or too_few:
         return None
-    costs = [stages * _STAGE_CYCLES[format] for stages, format in zip(_stages(shape), shape.formats, strict=True)]
+    pairs = zip(_stages(shape), shape.formats, strict=True)
+    costs = [stages * _STAGE_CYCLES[format] for stages, format in pairs]
     clusters = _balance(shape.tiles, costs, max(len(shape.tiles), budget))
     most_tiles = _tiles_per_cluster(shape, clusters)
-    ring = tuning.warps * tuning.depth * (_STAGE_DATA + max(_SCALE_BYTES[format] for format in shape.formats))
-    activations, tile_bytes = 2 * padded_tokens * slice_columns, _TILE_ROWS * padded_tokens * 4
-    partials = -(-slices // cluster) * (most_tiles + tuning.warps - 1) * tile_bytes
-    received = -(-most_tiles // cluster) * cluster * tile_bytes if cluster > 1 else 0
+    stage_bytes = _STAGE_DATA + max(STAGE_SCALE_BYTES[format] for format in shape.formats)
+    ring = WARPS * problem.depth * stage_bytes
+    activations = 2 * padded_tokens * slice_columns
+    tile_bytes = _TILE_ROWS * padded_tokens * 4
+    partials = ceil_div(slices, cluster) * (most_tiles + WARPS - 1) * tile_bytes
+    received = round_up(most_tiles, cluster) * tile_bytes if cluster > 1 else 0
     shared = ring + activations + partials + received
     if shared > _SHARED_LIMIT:
         return None
-    ragged = any(padded_columns % _STAGE_COLUMNS[format] for format in shape.formats)
-    shared = max(shared, tuning.least_shared_kib << 10)
-    return LinearPlan(padded_tokens, cluster, clusters, slice_columns, activations, partials, shared, ragged, tuning)
+    return LinearPlan(
+        padded_tokens,
+        cluster,
+        clusters,
+        slice_columns,
+        activations,
+        partials,
+        shared_bytes=max(shared, _LEAST_SHARED),
+        ragged=any(padded_columns % _STAGE_COLUMNS[format] for format in shape.formats),
+        depth=problem.depth,
+    )
 
 
 def _balance(tiles: tuple[int, ...], costs: list[int], budget: int) -> tuple[int, ...]:
     """Clusters per format, at most ``budget`` together, that minimise the cost of the busiest."""
     if sum(tiles) <= budget:
         return tiles
-    limits = sorted({count * cost for most, cost in zip(tiles, costs, strict=True) for count in range(1, most + 1)})
+    limits = sorted(
+        {
+            count * cost
+            for most, cost in zip(tiles, costs, strict=True)
+            for count in range(1, most + 1)
+        }
+    )
     for limit in limits:
         if limit < max(costs):
             continue
         # The small term undoes the rounding of limit = count · cost.
-        blocks = [-(-count // int(limit / cost + 1e-9)) for count, cost in zip(tiles, costs, strict=True)]
+        blocks = [
+            ceil_div(count, int(limit / cost + 1e-9))
+            for count, cost in zip(tiles, costs, strict=True)
+        ]
         if sum(blocks) <= budget:
             break
     while sum(blocks) < budget:
-        loads = [count * cost / used for count, cost, used in zip(tiles, costs, blocks, strict=True)]
+        loads = [
+            count * cost / used for count, cost, used in zip(tiles, costs, blocks, strict=True)
+        ]
         growable = [index for index, count in enumerate(tiles) if blocks[index] < count]
         blocks[max(growable, key=loads.__getitem__)] += 1
     return tuple(blocks)

@@ -1,38 +1,53 @@
-"""Weight-only products of many tokens (more than a decode step): one GEMM that decodes weights in registers."""
+"""Weight-only products of many tokens (more than a decode step): one GEMM that decodes weights in
+registers.
+"""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.launch.loader import Defines, architecture_of, launch, multiprocessors, zeroed_counters
-from dsv4.ops.linear.prefill_cutedsl import cutedsl_linear_batches, cutedsl_supports
-from dsv4.quant import QuantFormat
-from dsv4.weights.packed import PADDING, PackedWeight, padded
+from dsv4.launch.constants import FORMAT_CODE
+from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
+from dsv4.launch.recording import Recording
+from dsv4.ops.linear import RowList
+from dsv4.ops.linear.aligned import aligned_rows, copy_rows
+from dsv4.ops.linear.checks import check_grouped, check_linear, check_norm
+from dsv4.ops.linear.row_list import packed_rows
+from dsv4.ops.norm.cuda import rms_norm
+from dsv4.quant import QuantFormat, Weight
+from dsv4.weights.packed import PADDING, TILE_ROWS, PackedWeight, padded
 
 # Constants of dsv4/ops/linear/prefill_gemm.cuh.
 TILE_TOKENS, THREADS = 128, 384
 MODE_LINEAR, MODE_GATE_UP, MODE_DOWN = range(3)
 _LINEAR_ROWS, _PARTIAL_FLOATS = 256, 2 * TILE_TOKENS // 8 * 4 * 256
+# One stage: 64 columns (128 bytes) of x. Besides the stages: their alignment, barriers and a flag.
 _TOKEN_BYTES, _OTHER_SHARED, _SHARED_LIMIT, _MAX_STAGES = TILE_TOKENS * 128, 2048, 227 << 10, 8
-_MIN_SPLIT_STEPS, _MAX_SPLITS, _COUNTERS = 4, 16, 1024
-# Tokens from which the CuTe DSL form is faster (docs/kernels.md); for fewer the split over K of the other one wins.
-_CUTEDSL_TOKENS = 128
+# A split has at least 4 stages, so that its pipeline fills; 16 splits are the most that one block
+# sums.
+_MIN_SPLIT_STEPS, _MAX_SPLITS = 4, 16
+# One per tile. Split tiles are at most half as many as there are multiprocessors.
+_COUNTERS = 1024
 
 
-@dataclass(frozen=True)
-class _Format:
-    code: int
-    weight_bytes: int  # of 16 rows and 64 columns
-    scale_bytes: int
+class _StageBytes(NamedTuple):
+    """Of 16 rows and 64 columns."""
+
+    weight: int
+    scale: int
 
 
-_FORMATS = {
-    QuantFormat.NVFP4: _Format(0, 512, 64),
-    QuantFormat.MXFP4: _Format(1, 512, 32),
-    QuantFormat.FP8_BLOCK128: _Format(2, 1024, 0),
-    QuantFormat.BF16: _Format(3, 2048, 0),
+_STAGE_BYTES = {
+    QuantFormat.NVFP4: _StageBytes(512, 64),
+    QuantFormat.MXFP4: _StageBytes(512, 32),
+    QuantFormat.FP8_BLOCK128: _StageBytes(1024, 0),
+    QuantFormat.BF16: _StageBytes(2048, 0),
 }
+
+Batches = Callable[[Recording, Tensor, PackedWeight, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,125 +58,220 @@ class Build:
     defines: Defines
     shared_bytes: int
 
+    def shape(self, function: str, blocks: int, **numbers: int) -> Shape:
+        """The launch of an entry; ``numbers``: arguments that depend on the tokens."""
+        kernel = Kernel(self.source, function, self.defines)
+        return Shape(kernel, blocks, THREADS, self.shared_bytes, numbers=numbers)
+
 
 def build_for(
-    format: QuantFormat, mode: int, device: torch.device, out_float: bool = False, wide: bool = False
+    format: QuantFormat,
+    mode: int,
+    architecture: str,
+    out_float: bool = False,
+    wide: bool = False,
 ) -> Build:
-    """The variant for a weight format and a mode on ``device``: wgmma on Hopper, mma.sync elsewhere.
+    """The variant for a weight format and a mode: wgmma on Hopper, mma.sync elsewhere.
 
     ``wide``: for tiles that hold about 100 tokens on average.
     """
-    hopper = architecture_of(device.index or 0) == "sm_90a"
-    return build("prefill_gemm_sm90" if hopper else "prefill_gemm", format, mode, out_float, wide)
+    source = "linear/prefill_gemm_sm90" if architecture == "sm_90a" else "linear/prefill_gemm"
+    return build(source, format, mode, out_float, wide)
 
 
-def build(source: str, format: QuantFormat, mode: int, out_float: bool = False, wide: bool = False) -> Build:
+def build(
+    source: str, format: QuantFormat, mode: int, out_float: bool = False, wide: bool = False
+) -> Build:
     """The variant of ``source``; as many pipeline stages as shared memory holds."""
-    layout = _FORMATS[format]
-    used = _TOKEN_BYTES + 16 * (layout.weight_bytes + layout.scale_bytes)
-    stage_bytes = -(-used // 1024) * 1024
+    used = _TOKEN_BYTES + 16 * sum(_STAGE_BYTES[format])
+    stage_bytes = round_up(used, 1024)
     stages = min(_MAX_STAGES, (_SHARED_LIMIT - _OTHER_SHARED) // stage_bytes)
-    defines = (("FORMAT", layout.code), ("MODE", mode), ("STAGES", stages))
-    defines += (("OUT_FLOAT", int(out_float)), ("WIDE", int(wide)))
-    return Build(source, defines, stages * stage_bytes + _OTHER_SHARED)
+    shared_bytes = stages * stage_bytes + _OTHER_SHARED
+    defines = (
+        ("FORMAT", FORMAT_CODE[format]),
+        ("MODE", mode),
+        ("STAGES", stages),
+        ("OUT_FLOAT", int(out_float)),
+        ("WIDE", int(wide)),
+        ("SHARED_BYTES", shared_bytes),
+    )
+    return Build(source, defines, shared_bytes)
 
 
-def prefill_linear(x_TK: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:
-    """y = x · Wᵀ for x bfloat16 ``[T, K]`` and packed W ``[N, K]``: ``[T, N]`` in bfloat16 (default) or float32.
+def linear(
+    recording: Recording, x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """y = x · Wᵀ for x bfloat16 ``[T, K]`` and packed W ``[N, K]``: bfloat16 or float32 ``[T, N]``.
 
-    Exact products of the stored weights (NVFP4: before its global scale) with x, float32 sums, one rounding
-    (``tests/ops/linear/test_prefill_linear.py``). Raises ``ValueError`` naming the argument for anything else.
+    Exact products of the stored weights (NVFP4: before its global scale) with x, float32 sums, one
+    rounding (``tests/ops/linear/test_prefill_linear.py``). T is the recording's number of tokens.
+    Raises ``ValueError`` naming the argument for anything else.
     """
-    out_dtype = out_dtype or x_TK.dtype
-    _check(x_TK, weight, 2, out_dtype)
-    if x_TK.shape[1] != weight.shape[1]:
-        raise ValueError(f"x: found width {x_TK.shape[1]}, expected K = {weight.shape[1]} of the weight {weight.shape}")
-    return linear_batches(x_TK.unsqueeze(1), weight, out_dtype)[:, 0]
+    return linear_with(linear_batches, recording, x, weight, out_dtype)
 
 
-def prefill_grouped_linear(x_TGK: Tensor, weight: PackedWeight) -> Tensor:
-    """Group g of x bfloat16 ``[T, G, K]`` times rows g·R … g·R + R − 1 of W ``[G·R, K]``: bfloat16 ``[T, G, R]``.
+def grouped_linear(recording: Recording, x_TGK: Tensor, weight: Weight) -> Tensor:
+    """Group g of x ``[T, G, K]`` times rows g·R … g·R + R − 1 of W ``[G·R, K]``: ``[T, G, R]``.
 
-    Raises ``ValueError`` as ``dsv4.ops.linear.grouped_linear`` does.
+    All bfloat16. Raises ``ValueError`` as ``dsv4.ops.linear.grouped_linear`` does.
     """
-    _check(x_TGK, weight, 3, torch.bfloat16)
-    groups = x_TGK.shape[1]
-    if weight.shape[0] % groups or x_TGK.shape[2] != weight.shape[1]:
-        raise ValueError(
-            f"x: found {tuple(x_TGK.shape)}, expected [T, G, {weight.shape[1]}], G a divisor of {weight.shape[0]}"
-        )
-    rows = weight.shape[0] // groups
-    if rows % 16 == 0 or groups == 1:
-        return linear_batches(x_TGK, weight, torch.bfloat16)
-    # Row tiles would straddle groups: every group by all rows, of which its own are kept. Tiny models only.
-    products = [prefill_linear(x_TGK[:, g], weight)[:, g * rows : (g + 1) * rows] for g in range(groups)]
-    return torch.stack(products, dim=1)
+    return grouped_linear_with(linear_batches, recording, x_TGK, weight)
 
 
-def linear_batches(x_TGK: Tensor, weight: PackedWeight, out_dtype: torch.dtype) -> Tensor:
-    """The launch behind both: ``[T, G, R]`` with R a multiple of 16 unless G is 1. Arguments are already checked.
+def linear_rows(
+    recording: Recording,
+    x: Tensor,
+    rows: RowList,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> tuple[Tensor, ...]:
+    """``linear`` of one x ``[T, K]`` with every matrix: see ``dsv4.ops.linear.linear_rows``.
 
-    The only place that chooses an implementation of a dense prefill product.
+    The norm is a launch of its own, and every product is one with a buffer of its own.
     """
-    wanted = weight.cutedsl and x_TGK.shape[0] >= _CUTEDSL_TOKENS
-    if wanted and architecture_of(x_TGK.device.index or 0) == "sm_90a":
-        x_TGK = aligned_rows(x_TGK)
-        if cutedsl_supports(x_TGK, weight):
-            return cutedsl_linear_batches(x_TGK, weight, out_dtype)
-    return _split_linear_batches(x_TGK, weight, out_dtype)
+    x = normalised(recording, x, rows, norm_weight, norm_eps)
+    return products_with(linear_batches, recording, x, rows)
 
 
-def _split_linear_batches(x_TGK: Tensor, weight: PackedWeight, out_dtype: torch.dtype) -> Tensor:
+def linear_with(
+    batches: Batches,
+    recording: Recording,
+    x: Tensor,
+    weight: Weight,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """``linear`` by an implementation of ``linear_batches``."""
+    dtype = out_dtype or torch.bfloat16
+    packed = check_linear(x, weight, dtype)
+    return batches(recording, x.unsqueeze(1), packed, dtype)[:, 0]
+
+
+def grouped_linear_with(
+    batches: Batches, recording: Recording, x_TGK: Tensor, weight: Weight
+) -> Tensor:
+    """``grouped_linear`` by an implementation of ``linear_batches``."""
+    packed = check_grouped(x_TGK, weight)
+    tokens, groups, _ = x_TGK.shape
+    rows = packed.shape[0] // groups
+    if rows % TILE_ROWS == 0 or groups == 1:
+        return batches(recording, x_TGK, packed, torch.bfloat16)
+    # Row tiles would straddle groups: every group by all rows, of which its own are kept. Only tiny
+    # models have such groups.
+    y_TGR = recording.empty((tokens, groups, rows), torch.bfloat16)
+    for group in range(groups):
+        product = linear_with(batches, recording, x_TGK[:, group], packed, torch.bfloat16)
+        own = product[:, group * rows : (group + 1) * rows]
+        recording.call(copy_rows, y_TGR[:, group], own)
+    return y_TGR
+
+
+def products_with(
+    batches: Batches, recording: Recording, x: Tensor, rows: RowList
+) -> tuple[Tensor, ...]:
+    """``linear`` of x with every matrix of the list by an implementation of ``linear_batches``."""
+    packed = packed_rows(rows)
+    pairs = zip(packed.weights, packed.dtypes, strict=True)
+    return tuple([linear_with(batches, recording, x, weight, dtype) for weight, dtype in pairs])
+
+
+def normalised(
+    recording: Recording, x: Tensor, rows: RowList, norm_weight: Tensor | None, norm_eps: float
+) -> Tensor:
+    """x ``[T, K]``, checked, its norm if there is a weight for one, in rows that kernels read."""
+    packed = packed_rows(rows)
+    packed.check(x)
+    check_norm(norm_weight, packed.width)
+    if norm_weight is not None:
+        x = rms_norm(recording, x, norm_weight, norm_eps)
+    return aligned_rows(recording, x)
+
+
+def linear_batches(
+    recording: Recording,
+    x_TGK: Tensor,
+    weight: PackedWeight,
+    out_dtype: torch.dtype,
+    fewer_than: int | None = None,
+) -> Tensor:
+    """The launch behind all: ``[T, G, R]`` with R a multiple of 16 unless G is 1.
+
+    Operands are already checked. ``fewer_than``: launched for fewer tokens than this only.
+    Raises ``ValueError`` when T is not the recording's number of tokens.
+    """
     tokens, groups, columns = x_TGK.shape
-    rows, device = weight.shape[0] // groups, x_TGK.device
+    if tokens != recording.tokens:
+        raise ValueError(f"x: found {tokens} tokens, expected {recording.tokens} of the recording")
+    rows = weight.shape[0] // groups
     # bf16 results are written in pairs of rows.
-    width = groups * rows + (groups * rows) % 2
-    y = torch.empty((tokens, width), dtype=out_dtype, device=device)
-    if tokens:
-        x_TGK = aligned_rows(x_TGK)
-        tiles = -(-rows // _LINEAR_ROWS) * -(-tokens // TILE_TOKENS) * groups
-        processors = multiprocessors(device)
-        splits = max(1, min(processors // tiles, -(-columns // PADDING) // _MIN_SPLIT_STEPS, _MAX_SPLITS))
-        partial = counters = None
-        if splits > 1:
-            partial = torch.empty(tiles * splits * _PARTIAL_FLOATS, dtype=torch.float32, device=device)
-            counters = zeroed_counters(device, "prefill_linear", _COUNTERS)
-        variant = build_for(weight.format, MODE_LINEAR, device, out_dtype == torch.float32)
-        launch(
-            *(variant.source, "prefill_linear", min(tiles * splits, processors), THREADS, x_TGK),
-            *matrix_arguments(weight),
-            *(y, partial, counters, tokens, rows, columns, padded(weight.shape[0]) // 16),
-            *(x_TGK.stride(0), x_TGK.stride(1), width, groups, splits),
-            device=device,
-            shared_bytes=variant.shared_bytes,
-            defines=variant.defines,
-        )
-    return y[:, : groups * rows].unflatten(1, (groups, rows)) if width == groups * rows else y[:, None, :rows]
+    width = round_up(groups * rows, 2)
+    x_TGK = aligned_rows(recording, x_TGK)
+    y = recording.empty((tokens, width), out_dtype)
+    target = recording.target
+    row_blocks = ceil_div(rows, _LINEAR_ROWS) * groups
+    split = _Split(row_blocks, ceil_div(columns, PADDING), target.multiprocessors)
+    variant = build_for(weight.format, MODE_LINEAR, target.architecture, out_dtype == torch.float32)
+
+    def shape(tokens: int) -> Shape | None:
+        if fewer_than is not None and tokens >= fewer_than:
+            return None
+        splits = split.splits(tokens)
+        blocks = min(split.tiles(tokens) * splits, target.multiprocessors)
+        return variant.shape("prefill_linear", blocks, tokens=tokens, splits=splits)
+
+    partial = counters = None
+    most_partials = split.most_partials(tokens)
+    if most_partials:
+        partial = recording.empty((most_partials * _PARTIAL_FLOATS,), torch.float32)
+        counters = recording.zeroed("prefill_linear", _COUNTERS)
+    recording.launch(
+        shape,
+        x=x_TGK,
+        **matrix_arguments(weight, "weight"),
+        y=y,
+        partial=partial,
+        counters=counters,
+        rows=rows,
+        columns=columns,
+        row_tiles=padded(weight.shape[0]) // TILE_ROWS,
+        x_stride=x_TGK.stride(0),
+        batch_stride=x_TGK.stride(1),
+        y_stride=width,
+        batches=groups,
+    )
+    if width == groups * rows:
+        return y.unflatten(1, (groups, rows))
+    return y[:, None, :rows]
 
 
-def matrix_arguments(weight: PackedWeight) -> tuple[Tensor | None, ...]:
-    """Data, block scales and global scales, as the kernels take them."""
-    return weight.data, weight.block_scale, weight.global_scale
+def matrix_arguments(weight: PackedWeight, prefix: str) -> dict[str, Tensor | None]:
+    """Data, block scales and global scales by the names of a kernel's arguments for a matrix."""
+    return {
+        f"{prefix}_data": weight.data,
+        f"{prefix}_block_scale": weight.block_scale,
+        f"{prefix}_global_scale": weight.global_scale,
+    }
 
 
-def aligned_rows(x: Tensor) -> Tensor:
-    """x ``[..., K]`` such that every row starts at a multiple of 16 bytes: itself, or a copy."""
-    steps = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in steps):
-        return x
-    copy = torch.zeros((*x.shape[:-1], -(-x.shape[-1] // 8) * 8), dtype=x.dtype, device=x.device)
-    copy[..., : x.shape[-1]] = x
-    return copy[..., : x.shape[-1]]
+class _Split(NamedTuple):
+    """What the number of splits over K follows from.
 
+    ``row_blocks``: of all groups; ``steps``: stages of K.
+    """
 
-def _check(x: Tensor, weight: PackedWeight, dimensions: int, out_dtype: torch.dtype) -> None:
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"x: found {x.dtype}, expected torch.bfloat16")
-    if x.dim() != dimensions:
-        raise ValueError(f"x: found {x.dim()} dimensions, expected {dimensions}")
-    if len(weight.shape) != 2:
-        raise ValueError(f"weight: found shape {weight.shape}, expected one matrix [N, K]")
-    if x.device != weight.device:
-        raise ValueError(f"x: found on {x.device}, expected on {weight.device}, where the weight is")
-    if out_dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"out_dtype: found {out_dtype}, expected torch.bfloat16 or torch.float32")
+    row_blocks: int
+    steps: int
+    multiprocessors: int
+
+    def tiles(self, tokens: int) -> int:
+        return self.row_blocks * ceil_div(tokens, TILE_TOKENS)
+
+    def splits(self, tokens: int) -> int:
+        """So many that no block gets a second tile where one tile for each leaves some idle."""
+        per_tile = self.multiprocessors // self.tiles(tokens)
+        return max(1, min(per_tile, self.steps // _MIN_SPLIT_STEPS, _MAX_SPLITS))
+
+    def most_partials(self, tokens: int) -> int:
+        """Partial tiles that any number of tokens up to this needs; 0 where K is never split."""
+        counts = range(TILE_TOKENS, round_up(tokens, TILE_TOKENS) + 1, TILE_TOKENS)
+        partials = [self.tiles(n) * self.splits(n) for n in counts if self.splits(n) > 1]
+        return max(partials, default=0)

@@ -1,71 +1,125 @@
-"""Prefill linear in CuTe DSL: y = x · Wᵀ on Hopper's wgmma, where ``nvidia-cutlass-dsl`` is installed."""
+"""Prefill products in CuTe DSL, from 128 tokens on and where they fit: wgmma on Hopper
+(``nvidia-cutlass-dsl``).
+
+Its compiler is imported and the kernels compiled when a product is recorded. What it does not take
+is recorded as ``dsv4.ops.linear.prefill`` does.
+"""
 
 import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsv4.launch import loader
+from dsv4.launch.kernel import ceil_div, round_up
+from dsv4.launch.recording import Recording
+from dsv4.ops.linear import RowList
+from dsv4.ops.linear.aligned import aligned_rows
+from dsv4.ops.linear.prefill import (
+    grouped_linear_with,
+    linear_batches,
+    linear_with,
+    normalised,
+    products_with,
+)
+from dsv4.quant import Weight
 from dsv4.weights.packed import PackedWeight
 
-INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("nvidia_cutlass_dsl", "tvm_ffi"))
-MAX_DECODE_TOKENS = 8
-_OUT_DTYPES = (torch.bfloat16, torch.float32)
+_PACKAGES = ("nvidia_cutlass_dsl", "tvm_ffi")
+INSTALLED = all(importlib.util.find_spec(name) is not None for name in _PACKAGES)
+# From here on it is faster (docs/kernels/linear.md); for fewer tokens the split over K of the
+# other form wins.
+CUTEDSL_TOKENS = 128
+# Numbers of tokens that are equal in units of this have the same kernel.
+_TOKEN_STEP = 16
+# Of K and of the rows of a group.
+_MULTIPLE = 64
+
+Gemm = Callable[..., object]
 
 
-def cutedsl_supports(x_TGK: Tensor, weight: PackedWeight) -> bool:
-    """Whether ``cutedsl_linear_batches`` takes these: package installed, sm_90, more than 8 tokens, K and the rows of a
-    group multiples of 64, rows of x at multiples of 16 bytes.
-    """
-    tokens, groups, columns = x_TGK.shape
+def linear(
+    recording: Recording, x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``dsv4.ops.linear.prefill.linear``: exact weights, float32 sums, one rounding."""
+    return linear_with(_linear_batches, recording, x, weight, out_dtype)
+
+
+def grouped_linear(recording: Recording, x_TGK: Tensor, weight: Weight) -> Tensor:
+    """``dsv4.ops.linear.prefill.grouped_linear``."""
+    return grouped_linear_with(_linear_batches, recording, x_TGK, weight)
+
+
+def linear_rows(
+    recording: Recording,
+    x: Tensor,
+    rows: RowList,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> tuple[Tensor, ...]:
+    """``dsv4.ops.linear.prefill.linear_rows``."""
+    x = normalised(recording, x, rows, norm_weight, norm_eps)
+    return products_with(_linear_batches, recording, x, rows)
+
+
+def cutedsl_supports(recording: Recording, x_TGK: Tensor, weight: PackedWeight) -> bool:
+    """Whether long steps of this recording take the CuTe DSL product for these operands."""
+    _, groups, columns = x_TGK.shape
     return (
         INSTALLED
-        and tokens > MAX_DECODE_TOKENS
-        and len(weight.shape) == 2
-        and weight.shape[0] % (64 * groups) == 0
-        and columns == weight.shape[1]
-        and columns % 64 == 0
-        and _aligned(x_TGK)
-        and loader.architecture_of(x_TGK.device.index or 0) == "sm_90a"
+        and recording.target.architecture == "sm_90a"
+        and recording.tokens >= CUTEDSL_TOKENS
+        and weight.shape[0] % (_MULTIPLE * groups) == 0
+        and columns % _MULTIPLE == 0
+        and x_TGK.stride(0) % 8 == x_TGK.stride(1) % 8 == 0
     )
 
 
-def cutedsl_linear_batches(x_TGK: Tensor, weight: PackedWeight, out_dtype: torch.dtype) -> Tensor:
-    """Group g of x bfloat16 ``[T, G, K]`` times rows g·R … g·R + R − 1 of a packed W ``[G·R, K]``: ``[T, G, R]`` in
-    bfloat16 or float32. Arguments are those ``cutedsl_supports`` accepts, already checked.
-    """
+def gemms_for(
+    recording: Recording, weight: PackedWeight, groups: int, out_dtype: torch.dtype
+) -> tuple[Gemm, ...]:
+    """The compiled kernels for 128, 144, 160, … tokens up to those of the recording."""
     from dsv4.ops.linear.cutedsl import jit
 
-    (tokens, groups, _), features = x_TGK.shape, weight.shape[0]
-    y = torch.empty((tokens, features), dtype=out_dtype, device=x_TGK.device)
-    gemm = jit.gemm_for(weight.format, out_dtype, tokens, features, groups, loader.multiprocessors(x_TGK.device))
+    most = round_up(recording.tokens, _TOKEN_STEP)
+    counts = range(CUTEDSL_TOKENS, most + 1, _TOKEN_STEP)
+    features, multiprocessors = weight.shape[0], recording.target.multiprocessors
+    fixed = (features, groups, multiprocessors)
+    return tuple([jit.gemm_for(weight.format, out_dtype, tokens, *fixed) for tokens in counts])
+
+
+def gemm_operands(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Data, block scales and global scale as the kernels take them; formats without scales ignore
+    those.
+    """
     block_scale = weight.data if weight.block_scale is None else weight.block_scale
     global_scale = weight.data if weight.global_scale is None else weight.global_scale.view(1)
-    gemm(x_TGK, weight.data, block_scale, global_scale, y)
-    return y.view(tokens, groups, features // groups)
+    return weight.data, block_scale, global_scale
 
 
-def cutedsl_prefill_linear(x_TK: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:
-    """y = x · Wᵀ for x bfloat16 ``[T, K]`` and a packed W ``[N, K]``: ``[T, N]`` in ``out_dtype`` (bfloat16 or float32,
-    default bfloat16).
-
-    Products of the bfloat16 activations with the exact weights (NVFP4: before its global scale), float32 accumulation
-    in ascending K, one rounding (``tests/ops/linear/test_cutedsl_linear.py``). Raises ``ValueError`` for arguments that
-    ``cutedsl_supports`` refuses and ``ImportError`` without ``nvidia-cutlass-dsl``.
-    """
-    out_dtype = out_dtype or torch.bfloat16
-    if x_TK.dtype != torch.bfloat16:
-        raise ValueError(f"x: found {x_TK.dtype}, expected torch.bfloat16")
-    if out_dtype not in _OUT_DTYPES:
-        raise ValueError(f"out_dtype: found {out_dtype}, expected one of {_OUT_DTYPES}")
-    x_TGK = x_TK.unsqueeze(1)
-    if not _aligned(x_TGK):
-        x_TGK = x_TGK.clone(memory_format=torch.contiguous_format)
-    if x_TK.dim() != 2 or not cutedsl_supports(x_TGK, weight):
-        found = f"{tuple(x_TK.shape)} on {x_TK.device} for a weight {weight.shape}"
-        raise ValueError(f"x: found {found}, expected what cutedsl_supports accepts")
-    return cutedsl_linear_batches(x_TGK, weight, out_dtype)[:, 0]
+def _linear_batches(
+    recording: Recording, x_TGK: Tensor, weight: PackedWeight, out_dtype: torch.dtype
+) -> Tensor:
+    x_TGK = aligned_rows(recording, x_TGK)
+    if not cutedsl_supports(recording, x_TGK, weight):
+        return linear_batches(recording, x_TGK, weight, out_dtype)
+    y_TGR = linear_batches(recording, x_TGK, weight, out_dtype, fewer_than=CUTEDSL_TOKENS)
+    product = _LongProduct(gemms_for(recording, weight, x_TGK.shape[1], out_dtype))
+    recording.call(product, x_TGK, *gemm_operands(weight), y_TGR.flatten(1))
+    return y_TGR
 
 
-def _aligned(x_TGK: Tensor) -> bool:
-    return x_TGK.stride(2) == 1 and x_TGK.stride(0) % 8 == x_TGK.stride(1) % 8 == x_TGK.data_ptr() % 16 == 0
+@dataclass(frozen=True)
+class _LongProduct:
+    """``gemms``: for 128 tokens and 16 more each. Fewer tokens are left to another launch."""
+
+    gemms: tuple[Gemm, ...]
+
+    def __call__(self, tokens: int, x_TGK: Tensor, *operands: Tensor) -> None:
+        """``operands``: data and both scales of the weight, and the result ``[T, N]``."""
+        if tokens < CUTEDSL_TOKENS:
+            return
+        *weight, y = operands
+        gemm = self.gemms[ceil_div(tokens - CUTEDSL_TOKENS, _TOKEN_STEP)]
+        gemm(x_TGK[:tokens], *weight, y[:tokens])

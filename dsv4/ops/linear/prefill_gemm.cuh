@@ -12,10 +12,10 @@
 #pragma once
 #include "ptx.cuh"
 
-#define NVFP4 0
-#define MXFP4 1
-#define FP8 2
-#define BF16 3
+#define NVFP4 FORMAT_NVFP4
+#define MXFP4 FORMAT_MXFP4
+#define FP8 FORMAT_FP8
+#define BF16 FORMAT_BF16
 #define MODE_LINEAR 0
 #define MODE_GATE_UP 1
 #define MODE_DOWN 2
@@ -613,6 +613,7 @@ __device__ __forceinline__ void run(const Gemm& g, Output out) {
     const Pipe pipe = {stages, full, full + 8 * STAGES, 0, 0};
     out.flag = reinterpret_cast<int*>(rest + 16 * STAGES);
     static_assert(16 * STAGES + 4 <= 1024, "barriers and flag");
+    static_assert(STAGES * STAGE_BYTES + 2048 <= SHARED_BYTES, "as the launchers count it");
     static_assert(STAGES > LAG + 1, "the consumers hold one stage while the next is announced");
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
@@ -637,12 +638,12 @@ __device__ __forceinline__ void run(const Gemm& g, Output out) {
 // x [tokens, batches, columns] (strides in elements), weight [batches * rows, columns], y [tokens, batches, rows] with
 // an even y_stride for bf16.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    prefill_linear(const bf16* x, const unsigned char* data, const unsigned char* block_scale, const float* global_scale,
-                   void* y, float* partial, int* counters, int tokens, int rows, int columns, int row_tiles,
-                   int x_stride, int batch_stride, int y_stride, int batches, int splits) {
+    prefill_linear(const bf16* x, const unsigned char* weight_data, const unsigned char* weight_block_scale,
+                   const float* weight_global_scale, void* y, float* partial, int* counters, int tokens, int rows,
+                   int columns, int row_tiles, int x_stride, int batch_stride, int y_stride, int batches, int splits) {
     pdl_wait();
     pdl_launch();
-    const Matrix matrix = {data, block_scale, global_scale};
+    const Matrix matrix = {weight_data, weight_block_scale, weight_global_scale};
     const Gemm g = {x,      x_stride, batch_stride, {matrix, matrix}, row_tiles, columns, rows,
                     tokens, batches,  splits,       nullptr,          nullptr,   (tokens + TOKENS - 1) / TOKENS, 1};
     run(g, {y, y_stride, nullptr, 0.0f, partial, counters, nullptr});
@@ -650,13 +651,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #elif MODE == MODE_GATE_UP
 // h[i] = gated products of x[slots[i] / per_token]; without tiles: of x[i] for every token, with weight 1.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    prefill_gate_up(const bf16* x, const unsigned char* gate, const unsigned char* gate_scale, const float* gate_global,
-                    const unsigned char* up, const unsigned char* up_scale, const float* up_global, const int4* tiles,
-                    const int* tile_count, const int* slots, const float* routing, bf16* h, int tokens, int rows,
-                    int columns, int row_tiles, int x_stride, int h_stride, int per_token, float limit) {
+    prefill_gate_up(const bf16* x, const unsigned char* w1_data, const unsigned char* w1_block_scale,
+                    const float* w1_global_scale, const unsigned char* w3_data, const unsigned char* w3_block_scale,
+                    const float* w3_global_scale, const int4* tiles, const int* tile_count, const int* slots,
+                    const float* routing, bf16* h, int tokens, int rows, int columns, int row_tiles, int x_stride,
+                    int h_stride, int per_token, float limit) {
     pdl_wait();
     pdl_launch();
-    const Matrix first = {gate, gate_scale, gate_global}, second = {up, up_scale, up_global};
+    const Matrix first = {w1_data, w1_block_scale, w1_global_scale};
+    const Matrix second = {w3_data, w3_block_scale, w3_global_scale};
     const int count = tiles ? *tile_count : (tokens + TOKENS - 1) / TOKENS;
     const Gemm g = {x,      x_stride, 0, {first, second}, row_tiles, columns, rows,
                     tokens, 1,        1, tiles,           slots,     count,   per_token};
@@ -665,12 +668,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #else
 // y[slots[i]] = W2[expert of i] * h[i], float rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    prefill_down(const bf16* h, const unsigned char* data, const unsigned char* block_scale, const float* global_scale,
-                 const int4* tiles, const int* tile_count, const int* slots, float* y, int rows, int columns,
-                 int row_tiles, int h_stride) {
+    prefill_down(const bf16* h, const unsigned char* w2_data, const unsigned char* w2_block_scale,
+                 const float* w2_global_scale, const int4* tiles, const int* tile_count, const int* slots, float* y,
+                 int rows, int columns, int row_tiles, int h_stride) {
     pdl_wait();
     pdl_launch();
-    const Matrix matrix = {data, block_scale, global_scale};
+    const Matrix matrix = {w2_data, w2_block_scale, w2_global_scale};
     const Gemm g = {h, h_stride, 0, {matrix, matrix}, row_tiles, columns, rows, 0, 1, 1, tiles, slots, *tile_count, 1};
     run(g, {y, rows, nullptr, 0.0f, nullptr, nullptr, nullptr});
 }

@@ -1,4 +1,4 @@
-"""Mixture of experts: routed experts and the shared expert, clamped SwiGLU (spec §5.2)."""
+"""Mixture of experts: routed experts and the shared expert, clamped SwiGLU (model.md#experts)."""
 
 from dataclasses import dataclass
 from typing import Generic
@@ -32,7 +32,12 @@ def moe(
 
 
 def expert_sum(
-    x_TE: Tensor, ids_TP: Tensor, weights_TP: Tensor, experts: ExpertWeights, shared: ExpertWeights, limit: float
+    x_TE: Tensor,
+    ids_TP: Tensor,
+    weights_TP: Tensor,
+    experts: ExpertWeights,
+    shared: ExpertWeights,
+    limit: float,
 ) -> Tensor:
     """Σ_p expert(ids_p, x, weight_p) + shared(x): ``[T, E]`` in the dtype of x, summed in float32, expert order
     ascending.
@@ -45,11 +50,15 @@ def expert_sum(
     for expert in ids_TP.unique().tolist():
         tokens, slots = (ids_TP == expert).nonzero(as_tuple=True)
         one = ExpertWeights(experts.w1[expert], experts.w2[expert], experts.w3[expert])
-        total.index_add_(0, tokens, clamped_swiglu_mlp(x_TE[tokens], one, limit, weights_TP[tokens, slots, None]))
+        total.index_add_(
+            0, tokens, clamped_swiglu_mlp(x_TE[tokens], one, limit, weights_TP[tokens, slots, None])
+        )
     return total.to(x_TE.dtype)
 
 
-def clamped_swiglu_mlp(x_TE: Tensor, expert: ExpertWeights, limit: float, weight: Tensor | float = 1.0) -> Tensor:
+def clamped_swiglu_mlp(
+    x_TE: Tensor, expert: ExpertWeights, limit: float, weight: Tensor | float = 1.0
+) -> Tensor:
     """One expert on x ``[T, E]``: float32 ``[T, E]``; ``weight`` is a float32 ``[T, 1]`` routing weight or 1."""
     gate = (x_TE.float() @ expert.w1.dequantize().T).clamp(max=limit)
     up = (x_TE.float() @ expert.w3.dequantize().T).clamp(-limit, limit)

@@ -1,10 +1,11 @@
-"""Mixture of experts, decode: Flash and Pro with NVIDIA's mix of formats (routed NVFP4, shared FP8)."""
+"""Mixture of experts, decode: Flash and Pro in NVIDIA's formats (routed NVFP4, shared FP8)."""
 
 import itertools
 from collections.abc import Callable, Iterator
 
 import torch
 
+from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.moe.decode import moe
 from dsv4.ops.op_case import OpCase
@@ -30,8 +31,8 @@ def cases() -> Iterator[OpCase]:
 
 
 def moe_case(model: str, tokens: int, routed: QuantFormat, shared: QuantFormat) -> OpCase:
-    """One case. Every call of a copy takes the next of 24 inputs, each with a router and a shared expert of its own;
-    the bytes are those of as many experts as random routers choose on average.
+    """One case. Every call of a copy takes the next of 24 inputs, each with a router and a shared
+    expert of its own; the bytes are those of as many experts as random routers choose on average.
     """
     (width, inner), count = GEOMETRIES[model], EXPERTS[model]
     distinct = count * (1 - (1 - PER_TOKEN / count) ** tokens)
@@ -50,13 +51,13 @@ def moe_case(model: str, tokens: int, routed: QuantFormat, shared: QuantFormat) 
 
     def make(index: int) -> Callable[[], object]:
         experts = ExpertWeights(*(random_weight(routed, (count, *shape)) for shape in shapes))
-        inputs = itertools.cycle([one_input() for _ in range(_INPUTS)])
 
-        def run() -> object:
-            x_TE, tokens_T, router, common = next(inputs)
-            return moe(x_TE, tokens_T, router, experts, common, LIMIT)
+        def prepared() -> PreparedOp:
+            x_TE, tokens_T, router, common = one_input()
+            return PreparedOp(moe, x_TE, tokens_T, router, experts, common, LIMIT)
 
-        return run
+        runs = itertools.cycle([prepared().run for _ in range(_INPUTS)])
+        return lambda: next(runs)()
 
     flops = 2 * tokens * width * (3 * inner * (PER_TOKEN + 1) + count)
     name = f"{model} T={tokens}, {routed.value}, shared {shared.value}, with its router"
@@ -64,7 +65,7 @@ def moe_case(model: str, tokens: int, routed: QuantFormat, shared: QuantFormat) 
 
 
 def random_weight(format: QuantFormat, shape: tuple[int, ...]) -> PackedWeight:
-    """Random codes and moderate random scales in the packed layout, without a detour over float32."""
+    """Random codes and moderate random scales, packed, without a detour over float32."""
     *stack, rows, columns = shape
     tiles, chunks = padded(rows) // 16, padded(columns) // chunk_columns(format)
     data = torch.randint(0, 256, (*stack, tiles, chunks, 32, 16), dtype=torch.uint8, device="cuda")
@@ -82,6 +83,8 @@ def random_weight(format: QuantFormat, shape: tuple[int, ...]) -> PackedWeight:
         scales = (*stack, tiles, padded(columns) // 64, 8, 4)
         block_scale = torch.randint(117, 122, scales, dtype=torch.uint8, device="cuda")
     else:
-        values = torch.randn(*stack, tiles, chunks, 32, 8, dtype=torch.bfloat16, device="cuda") * 0.02
+        values = (
+            torch.randn(*stack, tiles, chunks, 32, 8, dtype=torch.bfloat16, device="cuda") * 0.02
+        )
         data = values.view(torch.uint8)
     return PackedWeight(data, block_scale, global_scale, format, shape)

@@ -1,102 +1,64 @@
-"""Mixture of experts on the GPU: one launch routes and computes a decode step; longer ones are routed first, then take
-grouped GEMMs (``moe_prefill``).
-"""
+"""Mixture of experts of a decode step on the GPU: one launch routes and computes 1 to 8 tokens."""
 
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.launch.loader import Defines, Launch, multiprocessors, prepare, zeroed_counters
+from dsv4.launch.checks import expect
+from dsv4.launch.constants import FORMAT_CODE, MAX_EXPERTS, STAGE_SCALE_BYTES
+from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
+from dsv4.launch.recording import Recording, is_aligned
+from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.moe import ExpertWeights
-from dsv4.ops.moe.prefill import moe_prefill
-from dsv4.ops.remembered import layouts, remembered
+from dsv4.ops.moe.operands import Layer, check_experts, expert_arguments
 from dsv4.ops.router import Router
-from dsv4.ops.router.cuda import MAX_EXPERTS, check_router, route, selection_arguments, selection_defines
-from dsv4.quant import QuantFormat, QuantTensor
+from dsv4.ops.router.selection import (
+    WARP,
+    check_router,
+    selection_arguments,
+    selection_defines,
+)
+from dsv4.quant import QuantFormat
 from dsv4.weights.packed import PackedWeight, chunk_columns, padded
 
-MAX_DECODE_TOKENS = 8
-# The grid barrier's four and two per word of the score exchange. All shapes share them, so that the number of a launch,
-# which marks its words, is its own.
+# The grid barrier's four and two per word of the score exchange. All shapes share them, so that the
+# number of a launch, which marks its words, is its own.
 COUNTERS = 4 + 2 * MAX_DECODE_TOKENS * MAX_EXPERTS
-_FORMAT_CODE = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK128: 2, QuantFormat.BF16: 3}
 _STAGE_LOADS, _LOAD_BYTES = 4, 512
-# Of the parts of the scratch memory.
-_ALIGNMENT = 512
-# Dynamic shared memory a block may use: 227 KB less the kernels' static tables.
-_SHARED_LIMIT, _SHARED_LEAST = (227 << 10) - (8 << 10), 114 << 10
+# Rows of the output that a work item of the second phase computes, and their partial sums.
+_PAIR_ROWS = 32
+# Dynamic shared memory a block may use: 227 KB less the kernel's static tables.
+_SHARED_LIMIT = (227 << 10) - (8 << 10)
+# Half of what a multiprocessor has, so that two blocks never share one: with less, two blocks of a
+# launch land on whichever multiprocessor drains first, and all wait for it (docs/kernels/moe.md).
+_SHARED_LEAST = 114 << 10
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """Launch shape of the decode kernel: warps per block, ring depth (stages per warp)."""
+class Ring(NamedTuple):
+    """Warps per block, and the stages of weights that each of them has in flight."""
 
-    warps: int = 12
-    stages: int = 2
+    warps: int
+    stages: int
 
 
-# By padded token count.
-_TUNING = {1: Tuning(12, 2), 2: Tuning(12, 2), 4: Tuning(12, 2), 8: Tuning(16, 1)}
+# By padded token count. 8 warps are 3 to 10 % slower (latency of the decode chains), more than 12
+# or a deeper ring slower as well; but with 8 tokens, whose activations leave room for one stage per
+# warp only, 16 warps are faster than 12 (docs/kernels/moe.md).
+RINGS = {1: Ring(12, 2), 2: Ring(12, 2), 4: Ring(12, 2), 8: Ring(16, 1)}
 
 
 class Decoded(NamedTuple):
-    """What a decode launch returns: the result ``[T, E]`` and the routes, int64 and float32 ``[T, P]``."""
+    """The result ``[T, E]`` and the routes, int64 and float32 ``[T, P]``."""
 
     y_TE: Tensor
     ids_TP: Tensor
     weights_TP: Tensor
 
 
-class DecodeStep(NamedTuple):
-    """Arguments of one launch, x and token ids contiguous and x at a multiple of 16 bytes."""
-
-    x_TE: Tensor
-    tokens_T: Tensor
-    router: Router[PackedWeight]
-    experts: ExpertWeights[PackedWeight]
-    shared: ExpertWeights[PackedWeight]
-    limit: float
-    tuning: Tuning
-
-    @property
-    def formats(self) -> tuple[QuantFormat, QuantFormat]:
-        """Of the routed and the shared experts."""
-        return _formats(self.experts, self.shared)
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """T, P, X, E, F."""
-        count, inner, width = self.experts.w1.shape
-        return self.x_TE.shape[0], self.router.experts_per_token, count, width, inner
-
-    @property
-    def stages(self) -> int:
-        """Ring depth that fits."""
-        return _ring_depth(self.sizes[0], self.sizes[3], self.formats, self.tuning)
-
-    @property
-    def defines(self) -> Defines:
-        columns = max(map(_stage_columns, self.formats))
-        _, _, count, width, _ = self.sizes
-        row_pairs, blocks = -(-count // 16) * 8, multiprocessors(self.x_TE.device)
-        vectors = -(-width // columns) * columns // 8
-        return (
-            *selection_defines(self.router),
-            ("GATE_ROUNDS", -(-row_pairs // blocks)),
-            ("VECTORS", -(-vectors // (32 * self.tuning.warps))),
-            ("ROUTED", _FORMAT_CODE[self.formats[0]]),
-            ("SHARED", _FORMAT_CODE[self.formats[1]]),
-            ("TOKENS", _padded_tokens(self.x_TE.shape[0])),
-            ("TAILS", int(any(size % columns for size in self.sizes[3:]))),
-            ("WARPS", self.tuning.warps),
-            ("STAGES", self.stages),
-        )
-
-
 def moe(
+    recording: Recording,
     x_TE: Tensor,
     tokens_T: Tensor,
     router: Router[PackedWeight],
@@ -104,193 +66,173 @@ def moe(
     shared: ExpertWeights[PackedWeight],
     limit: float,
 ) -> Tensor:
-    """``dsv4.ops.moe.moe`` for bfloat16 x: bfloat16 ``[T, E]``, float32 sums in a fixed order, one final rounding.
+    """``dsv4.ops.moe.moe`` for bfloat16 x of 1 to 8 tokens: bfloat16 ``[T, E]``.
 
-    Routes as ``dsv4.ops.router.cuda.route``; packed expert weights. An id outside [0, X) adds nothing. Steps of up to
-    8 tokens take one launch, whose blocks all have to be resident at once: on one device, such launches must not run
-    at the same time on several streams. Hidden values below 2^-31 of limit² · max(1, Σ weights) of a token lose bits.
-    Raises ``ValueError`` for anything else than the above.
+    float32 sums in a fixed order, one final rounding. Routes as ``dsv4.ops.router.prefill.route``;
+    packed expert weights. An id outside [0, X) adds nothing. All blocks of the launch have to be
+    resident at once: on one device, such launches must not run at the same time on several streams.
+    Hidden values below 2^-31 of limit² · max(1, Σ weights) of a token lose bits. Raises
+    ``ValueError`` for anything else than the above, and for x that is not contiguous or, where its
+    rows are whole vectors of 16 bytes, not aligned to them.
     """
-    tokens = x_TE.shape[0]
-    if 1 <= tokens <= MAX_DECODE_TOKENS:
-        step = _step(x_TE, tokens_T, router, experts, shared, limit, None)
-        decode = _prepared(step)
-        return _in_halves(step).y_TE if decode is None else decode(step)[0]
-    check_router(x_TE, tokens_T, router)
-    _check_experts(x_TE, router, experts, shared)
-    if tokens == 0:
-        return torch.empty_like(x_TE)
-    ids_TP, weights_TP = route(x_TE, tokens_T, router)
-    return moe_prefill(x_TE, ids_TP, weights_TP, experts, shared, limit)
+    return moe_with_routes(recording, x_TE, tokens_T, router, experts, shared, limit).y_TE
 
 
-def moe_decode(
+def moe_with_routes(
+    recording: Recording,
     x_TE: Tensor,
     tokens_T: Tensor,
     router: Router[PackedWeight],
     experts: ExpertWeights[PackedWeight],
     shared: ExpertWeights[PackedWeight],
     limit: float,
-    tuning: Tuning | None = None,
 ) -> Decoded:
-    """``moe`` for 1 to 8 tokens, with the routes. ``tuning`` changes only the order of the sums."""
-    step = _step(x_TE, tokens_T, router, experts, shared, limit, tuning)
-    decode = _prepared(step)
-    return _in_halves(step) if decode is None else decode.with_routes(*decode(step))
-
-
-def _step(
-    x_TE: Tensor,
-    tokens_T: Tensor,
-    router: Router[PackedWeight],
-    experts: ExpertWeights[PackedWeight],
-    shared: ExpertWeights[PackedWeight],
-    limit: float,
-    tuning: Tuning | None,
-) -> DecodeStep:
-    x_TE, tuning = x_TE.contiguous(), tuning or _TUNING[_padded_tokens(x_TE.shape[0])]
-    if x_TE.data_ptr() % 16:
-        x_TE = x_TE.clone()
-    return DecodeStep(x_TE, tokens_T.contiguous(), router, experts, shared, float(limit), tuning)
-
-
-def _in_halves(step: DecodeStep) -> Decoded:
-    half = step.x_TE.shape[0] // 2
-    halves = [(step.x_TE[part], step.tokens_T[part]) for part in (slice(half), slice(half, None))]
-    parts = [moe_decode(*step._replace(x_TE=x_TE, tokens_T=tokens_T)) for x_TE, tokens_T in halves]
-    return Decoded(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-
-
-class _Decode(NamedTuple):
-    """A decode step on weights: the launch, and where in its scratch memory ids, weights, hidden values and partial
-    sums begin and it ends. One allocation, because each takes the host microseconds.
-    """
-
-    launch: Launch
-    routes: tuple[int, int]
-    offsets: tuple[int, ...]
-
-    def __call__(self, step: DecodeStep) -> tuple[Tensor, Tensor]:
-        """The result and the scratch memory."""
-        x_TE, read = step.x_TE, (step.x_TE, step.tokens_T) if step.router.hashed else (step.x_TE,)
-        y_TE, scratch = torch.empty_like(x_TE), torch.empty(self.offsets[-1], dtype=torch.uint8, device=x_TE.device)
-        ids, weights, hidden, partial, _ = [scratch.data_ptr() + offset for offset in self.offsets]
-        self.launch(*read, hidden, y_TE, ids, weights, partial)
-        return y_TE, scratch
-
-    def with_routes(self, y_TE: Tensor, scratch: Tensor) -> Decoded:
-        """The result with the routes, which are views of the scratch memory."""
-        ids, weights, *_ = (scratch[offset:] for offset in self.offsets)
-        strides = (self.routes[1], 1)
-        ids_TP = ids.view(torch.int64).as_strided(self.routes, strides)
-        return Decoded(y_TE, ids_TP, weights.view(torch.float32).as_strided(self.routes, strides))
-
-
-def _prepared(step: DecodeStep) -> _Decode | None:
-    """The launch for such a step; None where its tokens have to be shared out over several."""
-    varying = (step.x_TE, step.tokens_T) if step.router.hashed else (step.x_TE,)
-    key = (step.limit, step.tuning, layouts(*varying))
-    return remembered(step.experts, (step.router, step.shared), key, _prepare, step)
-
-
-def _prepare(step: DecodeStep) -> _Decode | None:
-    check_router(step.x_TE, step.tokens_T, step.router)
-    _check_experts(step.x_TE, step.router, step.experts, step.shared)
-    tokens, per_token, _, width, inner = step.sizes
-    if step.stages == 0:
-        # Activations in both 16-bit types do not fit beside the ring.
-        if tokens == 1:
-            raise ValueError(f"x_TE: found width {width}, more than a multiprocessor's shared memory holds")
-        return None
-    router, tuning, device = step.router, step.tuning, step.x_TE.device
-    pairs, blocks = padded(width) // 32, multiprocessors(device)
-    groups = ((group.w1, group.w3, group.w2) for group in (step.experts, step.shared))
-    vocabulary = router.selection.shape[0] if router.hashed else 0
-    launch = prepare(
-        *("moe_decode", "moe_decode", blocks, tuning.warps * 32, Tensor, router.gate.data),
-        *selection_arguments(router, Tensor),
-        *(part for group in groups for weight in group for part in _parts(weight)),
-        *[Tensor] * 5,
-        zeroed_counters(device, "moe_decode", COUNTERS),
-        zeroed_counters(device, "moe_decode pairs", pairs),
-        *(*step.sizes, vocabulary, step.limit, float(router.scaling)),
-        device=device,
-        shared_bytes=_shared_bytes(tokens, width, step.formats, tuning, step.stages),
-        defines=step.defines,
+    """``moe`` with the routes that it chose."""
+    layer = Layer(experts, shared, float(limit))
+    _check(x_TE, tokens_T, router, layer)
+    step = _Step(x_TE, tokens_T, router, layer, RINGS[_padded_tokens(x_TE.shape[0])])
+    shape = (x_TE.shape[0], router.experts_per_token)
+    results = Decoded(
+        recording.empty_like(x_TE),
+        recording.empty(shape, torch.int64),
+        recording.empty(shape, torch.float32),
     )
-    hidden, partial = tokens * (per_token + 1) * padded(inner), (pairs + blocks) * tokens * 32
-    sizes = (8 * tokens * per_token, 4 * tokens * per_token, 2 * hidden, 4 * partial)
-    offsets = tuple(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
-    return _Decode(launch, (tokens, per_token), offsets)
+    _record(recording, step, results)
+    return results
 
 
-def _formats(
-    experts: ExpertWeights[PackedWeight], shared: ExpertWeights[PackedWeight]
-) -> tuple[QuantFormat, QuantFormat]:
-    return experts.w1.format, shared.w1.format
+@dataclass(frozen=True)
+class _Step:
+    """Arguments of one launch, and how much of the GPU it takes. ``most``: the ring, if it fits."""
 
+    x_TE: Tensor
+    tokens_T: Tensor
+    router: Router[PackedWeight]
+    layer: Layer
+    most: Ring
 
-def _parts(weight: PackedWeight | QuantTensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return weight.data, weight.block_scale, weight.global_scale
+    @property
+    def tokens(self) -> int:
+        return self.x_TE.shape[0]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """X, F, E."""
+        count, inner, width = self.layer.experts.w1.shape
+        return count, inner, width
+
+    @property
+    def padded_tokens(self) -> int:
+        """1, 2, 4 or 8."""
+        return _padded_tokens(self.tokens)
+
+    @property
+    def formats(self) -> tuple[QuantFormat, QuantFormat]:
+        """Of the routed and the shared experts."""
+        return self.layer.experts.w1.format, self.layer.shared.w1.format
+
+    @property
+    def stage_columns(self) -> int:
+        """The larger of both formats' stages."""
+        return _STAGE_LOADS * max(map(chunk_columns, self.formats))
+
+    @property
+    def ring(self) -> Ring | None:
+        """As many stages as leave room for the activations; None where these do not fit at all."""
+        for stages in range(self.most.stages, 0, -1):
+            ring = Ring(self.most.warps, stages)
+            if self.shared_bytes(ring) <= _SHARED_LIMIT:
+                return ring
+        return None
+
+    def shared_bytes(self, ring: Ring) -> int:
+        """Ring of weights, sums of the warps, and x or (phase 2) the ring of hidden rows."""
+        _, _, width = self.sizes
+        scales = max(STAGE_SCALE_BYTES[format] for format in self.formats)
+        weights = ring.warps * ring.stages * 2 * (_STAGE_LOADS * _LOAD_BYTES + scales)
+        # Items whose warp sums, of two tiles of 16 rows, may be there at a time (BUFFERS).
+        buffers = 2 if self.padded_tokens == 8 else 4
+        sums = buffers * ring.warps * 2 * self.padded_tokens * 16 * 4
+        # x is there in each of the 16-bit types that a format multiplies in.
+        copies = len({format is QuantFormat.BF16 for format in self.formats})
+        activations = copies * self.tokens * 2 * round_up(width, self.stage_columns)
+        hidden = ring.warps * ring.stages * self.padded_tokens * 2 * self.stage_columns
+        return max(weights + sums + max(activations, hidden), _SHARED_LEAST)
+
+    def defines(self, ring: Ring, blocks: int) -> Defines:
+        """What moe_decode.cu is compiled with."""
+        count, inner, width = self.sizes
+        row_pairs = ceil_div(count, 16) * 8
+        vectors = round_up(width, self.stage_columns) // 8
+        routed, shared = self.formats
+        return (
+            *selection_defines(self.router),
+            ("GATE_ROUNDS", ceil_div(row_pairs, blocks)),
+            ("VECTORS", ceil_div(vectors, WARP * ring.warps)),
+            ("ROUTED", FORMAT_CODE[routed]),
+            ("SHARED", FORMAT_CODE[shared]),
+            ("TOKENS", self.padded_tokens),
+            ("TAILS", int(width % self.stage_columns != 0 or inner % self.stage_columns != 0)),
+            ("WARPS", ring.warps),
+            ("STAGES", ring.stages),
+        )
+
+    def part(self, tokens: slice) -> "_Step":
+        """The same, its ring as well, for some of the tokens."""
+        return replace(self, x_TE=self.x_TE[tokens], tokens_T=self.tokens_T[tokens])
 
 
 def _padded_tokens(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
-def _stage_columns(format: QuantFormat) -> int:
-    return _STAGE_LOADS * chunk_columns(format)
+def _check(x_TE: Tensor, tokens_T: Tensor, router: Router[PackedWeight], layer: Layer) -> None:
+    check_router(x_TE, tokens_T, router)
+    check_experts(x_TE, router, layer)
+    tokens, width = x_TE.shape
+    if not 1 <= tokens <= MAX_DECODE_TOKENS:
+        raise ValueError(f"x_TE: found {tokens} tokens, expected 1 to {MAX_DECODE_TOKENS}")
+    expect("x_TE", x_TE, torch.bfloat16, (tokens, width))
+    if width % 8 == 0 and not is_aligned(x_TE, 16):
+        raise ValueError("x_TE: found a start between 16-byte borders, expected one on a border")
 
 
-def _pair_bytes(formats: tuple[QuantFormat, QuantFormat]) -> int:
-    """Bytes of one ring slot: a stage of two row tiles with its block scales (Stage<F>::BYTES of weight_tile.cuh)."""
-    scale = {QuantFormat.NVFP4: 256, QuantFormat.MXFP4: 128, QuantFormat.FP8_BLOCK128: 16, QuantFormat.BF16: 0}
-    return 2 * (_STAGE_LOADS * _LOAD_BYTES + max(scale[format] for format in formats))
+def _record(recording: Recording, step: _Step, results: Decoded) -> None:
+    """One launch, or one for each half of the tokens where their activations do not fit."""
+    ring = step.ring
+    if ring is not None:
+        _launch(recording, step, ring, results)
+        return
+    if step.tokens == 1:
+        found = f"width {step.sizes[-1]}"
+        raise ValueError(f"x_TE: found {found}, more than a multiprocessor's shared memory holds")
+    half = step.tokens // 2
+    for part in (slice(half), slice(half, None)):
+        _record(recording, step.part(part), Decoded(*(result[part] for result in results)))
 
 
-def _partial_bytes(tokens: int, tuning: Tuning) -> int:
-    buffers = 2 if tokens > 4 else 4
-    return buffers * tuning.warps * 2 * _padded_tokens(tokens) * 16 * 4
-
-
-def _shared_bytes(
-    tokens: int, width: int, formats: tuple[QuantFormat, QuantFormat], tuning: Tuning, stages: int
-) -> int:
-    """Ring of weights, sums of the warps, and x or (phase 2) the ring of hidden rows. At least half of what a
-    multiprocessor has, so that two blocks never share one.
-    """
-    columns = max(map(_stage_columns, formats))
-    copies = len({format is QuantFormat.BF16 for format in formats})
-    activations = copies * tokens * 2 * -(-width // columns) * columns
-    hidden = tuning.warps * stages * _padded_tokens(tokens) * 2 * columns
-    nbytes = tuning.warps * stages * _pair_bytes(formats) + _partial_bytes(tokens, tuning) + max(activations, hidden)
-    return max(nbytes, _SHARED_LEAST)
-
-
-def _ring_depth(tokens: int, width: int, formats: tuple[QuantFormat, QuantFormat], tuning: Tuning) -> int:
-    """Ring depth that leaves room for the activations; 0 when they do not fit at all."""
-    depths = range(tuning.stages, 0, -1)
-    fits = (depth for depth in depths if _shared_bytes(tokens, width, formats, tuning, depth) <= _SHARED_LIMIT)
-    return next(fits, 0)
-
-
-def _check_experts(
-    x_TE: Tensor,
-    router: Router[PackedWeight],
-    experts: ExpertWeights[PackedWeight],
-    shared: ExpertWeights[PackedWeight],
-) -> None:
-    width, (count, inner) = x_TE.shape[1], experts.w1.shape[:2]
-    if count != router.gate.shape[0]:
-        raise ValueError(f"experts: found {count}, expected {router.gate.shape[0]}, the rows of the gate")
-    for name, group, stack in (("experts", experts, (count,)), ("shared", shared, ())):
-        for part, rows, columns in (("w1", inner, width), ("w2", width, inner), ("w3", inner, width)):
-            weight = getattr(group, part)
-            if not isinstance(weight, PackedWeight) or weight.format != group.w1.format:
-                expected = group.w1.format.value
-                raise ValueError(f"{name}.{part}: found {weight.format.value}, expected a packed {expected}")
-            if tuple(weight.shape) != (*stack, rows, columns):
-                expected = [*stack, rows, columns]
-                raise ValueError(f"{name}.{part}: found {list(weight.shape)}, expected {expected}")
-            if weight.device != x_TE.device:
-                raise ValueError(f"{name}.{part}: found {weight.device}, expected {x_TE.device}")
+def _launch(recording: Recording, step: _Step, ring: Ring, results: Decoded) -> None:
+    _, inner, width = step.sizes
+    blocks = recording.target.multiprocessors
+    pairs = padded(width) // _PAIR_ROWS
+    hidden_rows = step.tokens * (step.router.experts_per_token + 1)
+    kernel = Kernel("moe/moe_decode", "moe_decode", step.defines(ring, blocks))
+    recording.launch(
+        Shape(kernel, blocks, ring.warps * WARP, step.shared_bytes(ring)),
+        x_TE=step.x_TE,
+        gate=step.router.gate.data,
+        **expert_arguments(step.layer),
+        **selection_arguments(step.router, step.tokens_T),
+        # 16-bit values of either type, by the format of their expert.
+        h=recording.empty((hidden_rows, padded(inner)), torch.int16),
+        y_TE=results.y_TE,
+        ids_TP=results.ids_TP,
+        weights_TP=results.weights_TP,
+        parts_workspace=recording.empty((pairs + blocks, step.tokens, _PAIR_ROWS), torch.float32),
+        counters=recording.zeroed("moe_decode", COUNTERS),
+        pair_counters=recording.zeroed("moe_decode pairs", pairs),
+        T=step.tokens,
+        E=width,
+        F=inner,
+        limit=step.layer.limit,
+    )

@@ -1,11 +1,12 @@
 // y[t] = shared[t] + sum over the token's experts in ascending order of routed[t, slot], in float32, rounded once.
 #include "common.cuh"
 
-constexpr int MAX_PER_TOKEN = 16;
+constexpr int MAX_PER_TOKEN = MAX_EXPERTS_PER_TOKEN;
 
-// shared [T, width], routed [T * per_token, width], ids [T, per_token]; one block per token; per_token <= 16.
-extern "C" __global__ void moe_combine(const float* shared, const float* routed, const int64* ids, bf16* y, int width,
-                                       int per_token, int experts) {
+// shared [T, width], its rows `shared_stride` floats apart, which is `width` where that is a multiple of 4, routed
+// [T * per_token, width], ids [T, per_token]; one block per token; per_token <= 16.
+extern "C" __global__ void moe_combine(const float* shared, int shared_stride, const float* routed, const int64* ids,
+                                       bf16* y, int width, int per_token, int experts) {
     __shared__ int64 expert[MAX_PER_TOKEN];
     __shared__ int order[MAX_PER_TOKEN];
     __shared__ int listed;
@@ -42,7 +43,7 @@ extern "C" __global__ void moe_combine(const float* shared, const float* routed,
         return;
     }
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
-        float sum = shared[token * width + i];
+        float sum = shared[token * shared_stride + i];
         for (int p = 0; p < listed; p++) sum += rows[(int64)order[p] * width + i];
         y[token * width + i] = __float2bfloat16(sum);
     }

@@ -502,16 +502,25 @@ __device__ __forceinline__ int block_of(int position, int pairs, int total) {
 }
 
 // counters: four of the barrier, then the words of the score exchange; pair_counters: one per 32 output rows.
-// parts_workspace: [pairs + blocks, T, 32]. One block also writes the routes to ids_TP and weights_TP.
+// parts_workspace: [pairs + blocks, T, 32]. h: T * (P + 1) rows of F, padded to 64, 16-bit values. One block also writes
+// the routes to ids_TP and weights_TP.
+//
+// In torch, with experts = ids_TP.unique(), which the comments of the stages below refer to:
+//     log_score_TX = 0.5 * softplus(x_TE.float() @ gate.T).log()
+//     ids_TP = table_VP[tokens_T] if HASH else (log_score_TX.exp() + bias_X).sort(-1, descending=True, stable=True)[1][:, :P]
+//     weights_TP = log_score_TX.gather(1, ids_TP).softmax(-1) * scaling
+//     h = (silu((x @ w1.T).clamp(max=limit)) * (x @ w3.T).clamp(-limit, limit) * weight).bfloat16()    of shared and experts
+//     y_TE = sum(h.float() @ w2.T).bfloat16()    over shared and experts
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_decode(const bf16* x_TE, const char* gate, const float* bias_X, const int64* table_VP, const int64* tokens_T,
-               const char* r1_data, const char* r1_scale, const float* r1_global, const char* r3_data,
-               const char* r3_scale, const float* r3_global, const char* r2_data, const char* r2_scale,
-               const float* r2_global, const char* s1_data, const char* s1_scale, const float* s1_global,
-               const char* s3_data, const char* s3_scale, const float* s3_global, const char* s2_data,
-               const char* s2_scale, const float* s2_global, char* h, bf16* y_TE, int64* ids_TP, float* weights_TP,
-               float* parts_workspace, int* counters, int* pair_counters, int T, int P, int X, int E, int F, int V,
-               float limit, float scaling) {
+               const char* w1_data, const char* w1_block_scale, const float* w1_global_scale, const char* w3_data,
+               const char* w3_block_scale, const float* w3_global_scale, const char* w2_data,
+               const char* w2_block_scale, const float* w2_global_scale, const char* shared_w1_data,
+               const char* shared_w1_block_scale, const float* shared_w1_global_scale, const char* shared_w3_data,
+               const char* shared_w3_block_scale, const float* shared_w3_global_scale, const char* shared_w2_data,
+               const char* shared_w2_block_scale, const float* shared_w2_global_scale, char* h, bf16* y_TE,
+               int64* ids_TP, float* weights_TP, float* parts_workspace, int* counters, int* pair_counters, int T, int P,
+               int X, int E, int F, int V, float limit, float scaling) {
     constexpr int HIDDEN_BYTES = TOKENS * STAGE_COLUMNS * 2;
     extern __shared__ __align__(128) char dynamic_shared[];
     __shared__ Routes routes;
@@ -520,6 +529,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ __align__(16) float largest[MAX_TOKENS * WARPS];
     __shared__ float unscale[MAX_TOKENS];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int activation_bytes = (int(ANY_F16) + int(ANY_BF16)) * T * stage_padded(E) * 2;
+    assert_shared_memory(WARPS * STAGES * PAIR_BYTES + BUFFERS * WARPS * PARTIAL * 4 +
+                         max(activation_bytes, WARPS * STAGES * HIDDEN_BYTES));
 
     float* partial_data = reinterpret_cast<float*>(dynamic_shared + WARPS * STAGES * PAIR_BYTES);
     // x in phase 1, the rings of h in phase 2.
@@ -530,11 +542,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     const Partials partials = {partial_data, full, empty};
 
+    // This block's rows of gate, on their way to registers.
     GateRows gate_rows;
     gate_rows.request(gate, E, X);
     int launch;
 
-    // Phase 1
+    // Phase 1: routes, then h.
     int first_item;
     {
         const Layout<ROUTED> routed(F, E);
@@ -546,16 +559,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const auto issue = [&](int place) {
             const unsigned slot = ring + place * PAIR_BYTES;
             if (producer.slot < 0) {
-                shared.fetch(slot, s1_data, s1_scale, 0, producer.tile, producer.stage, lane);
-                shared.fetch(slot + Stage<SHARED>::BYTES, s3_data, s3_scale, 0, producer.tile, producer.stage, lane);
+                shared.fetch(slot, shared_w1_data, shared_w1_block_scale, 0, producer.tile, producer.stage, lane);
+                shared.fetch(slot + Stage<SHARED>::BYTES, shared_w3_data, shared_w3_block_scale, 0, producer.tile,
+                             producer.stage, lane);
             } else {
                 const int expert = routes.experts[producer.slot];
-                routed.fetch(slot, r1_data, r1_scale, expert, producer.tile, producer.stage, lane);
-                routed.fetch(slot + Stage<ROUTED>::BYTES, r3_data, r3_scale, expert, producer.tile, producer.stage, lane);
+                routed.fetch(slot, w1_data, w1_block_scale, expert, producer.tile, producer.stage, lane);
+                routed.fetch(slot + Stage<ROUTED>::BYTES, w3_data, w3_block_scale, expert, producer.tile, producer.stage,
+                             lane);
             }
             producer.stage += WARPS;
             producer.settle();
         };
+        // The first stages of shared.w1 and shared.w3, on their way to the ring.
         // Empty slots of the ring. The last STAGES groups of copies are those of the next STAGES stages, in order.
         int vacant = 0;
         producer.settle();
@@ -581,11 +597,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(launch) : "l"(counters + 2));
         const ScoreExchange exchange = {reinterpret_cast<unsigned long long*>(counters + 4), unsigned(launch) + 1};
         const int64 listed = HASH && warp < T ? listed_expert(table_VP, tokens_T, warp, P, V) : 0;
+        // x_TE.abs().amax(-1), and this thread's columns of x_TE.float() @ gate.T
         inputs.measure(x_TE, T, E, gate_rows, partial_data);
         __syncthreads();
+        // log_score_TX = 0.5 * softplus(x_TE.float() @ gate.T).log(): this block's rows of gate, to all blocks
         exchange.send(partial_data, T, X);
+        // (x_TE / unscale).half() and x_TE itself, whichever of them the formats multiply
         inputs.stage(x_TE, T, E, unscale);
         __syncthreads();
+        // ids_TP = table_VP[tokens_T] or the P largest of log_score_TX.exp() + bias_X
+        // weights_TP = log_score_TX.gather(1, ids_TP).softmax(-1) * scaling
+        // experts = ids_TP.unique(); mask = (ids_TP == expert).any(-1) of each
         if (warp < T) {
             float score[PER_LANE], bias[PER_LANE] = {};
             if (!HASH) load_bias(bias, bias_X, X);
@@ -608,6 +630,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const unsigned lane_address = token * 64 + (lane & 3) * 16;
         const unsigned x_f16 = shared_address(inputs.f16) + lane_address;
         const unsigned x_bf16 = shared_address(inputs.bf16_rows) + lane_address;
+        // h[rows of the expert] = (silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * weight).bfloat16()
         const auto finish = [&](int number) {
             if (number < 0 || !Partials::mine(number, warp)) return;
             GateUpItems past = items;
@@ -615,8 +638,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             past.place();
             const bool is_shared = past.slot < 0;
             // Up and gate rows may have different global scales.
-            const float* shared_global = lane < 16 ? s1_global : s3_global;
-            const float* routed_global = lane < 16 ? r1_global : r3_global;
+            const float* shared_global = lane < 16 ? shared_w1_global_scale : shared_w3_global_scale;
+            const float* routed_global = lane < 16 ? w1_global_scale : w3_global_scale;
             float global_scale = is_shared ? format_factor<SHARED>() : format_factor<ROUTED>();
             if (is_shared && SHARED == NVFP4) global_scale *= __ldg(shared_global);
             if (!is_shared && ROUTED == NVFP4) global_scale *= __ldg(routed_global + routes.experts[past.slot]);
@@ -634,6 +657,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float total[2][4] = {};
         int place = 0;
         bool routes_known = false;
+        // gate, up = x_TE[mask] @ w1.T, x_TE[mask] @ w3.T for shared and every one of experts.
         // A turn is a stage of this warp or the end of an item. The shared expert's stages do not wait for the routes.
 #pragma unroll 1
         while (true) {
@@ -683,7 +707,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         first_item = items.number;
     }
 
-    // Phase 2
+    // Phase 2: y_TE.
     pdl_launch();
     {
         const Layout<ROUTED> routed(E, F);
@@ -707,12 +731,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             int stage;
             const int slot = locate(from.first + from.stage, stage);
             if (slot < 0) {
-                shared.fetch(to, s2_data, s2_scale, 0, 2 * from.pair, stage, lane);
-                shared.fetch(to + Stage<SHARED>::BYTES, s2_data, s2_scale, 0, 2 * from.pair + 1, stage, lane);
+                shared.fetch(to, shared_w2_data, shared_w2_block_scale, 0, 2 * from.pair, stage, lane);
+                shared.fetch(to + Stage<SHARED>::BYTES, shared_w2_data, shared_w2_block_scale, 0, 2 * from.pair + 1,
+                             stage, lane);
             } else {
                 const int expert = routes.experts[slot];
-                routed.fetch(to, r2_data, r2_scale, expert, 2 * from.pair, stage, lane);
-                routed.fetch(to + Stage<ROUTED>::BYTES, r2_data, r2_scale, expert, 2 * from.pair + 1, stage, lane);
+                routed.fetch(to, w2_data, w2_block_scale, expert, 2 * from.pair, stage, lane);
+                routed.fetch(to + Stage<ROUTED>::BYTES, w2_data, w2_block_scale, expert, 2 * from.pair + 1, stage, lane);
             }
         };
         const auto fetch_hidden = [&](const DownItems& from, int place) {
@@ -735,6 +760,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         DownItems items = producer;
         producer.settle();
         DownItems prefetched = producer;
+        // All of h is written, behind the barrier; the first stages of w2 are on their way to the ring.
         const GridBarrier barrier = {counters, launch};
         // All warps but the one whose fence would wait for them request their first weights before the block arrives.
 #pragma unroll 1
@@ -750,11 +776,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             if (turn == 0) barrier.arrive();
         }
+        // Global scales of w2, times what the formats' decoding leaves out.
         for (int i = threadIdx.x; i <= routes.count; i += THREADS) {
             if (i == 0)
-                units[0] = format_factor<SHARED>() * (SHARED == NVFP4 ? __ldg(s2_global) : 1.0f);
+                units[0] = format_factor<SHARED>() * (SHARED == NVFP4 ? __ldg(shared_w2_global_scale) : 1.0f);
             else
-                units[i] = format_factor<ROUTED>() * (ROUTED == NVFP4 ? __ldg(r2_global + routes.experts[i - 1]) : 1.0f);
+                units[i] = format_factor<ROUTED>() *
+                           (ROUTED == NVFP4 ? __ldg(w2_global_scale + routes.experts[i - 1]) : 1.0f);
         }
         barrier.pass();
 #pragma unroll 1
@@ -772,6 +800,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const float low = ANY_BF16 ? 1.0f / routes.unscale[column] : 1.0f;
         const float high = ANY_BF16 ? 1.0f / routes.unscale[EVEN_COLUMNS ? column : min(column + 1, T - 1)] : 1.0f;
         int place = 0, number = first_item;
+        // y = sum(h[rows of the expert].float() @ w2.T) over shared and experts: 32 rows of w2 at a time
 #pragma unroll 1
         while (items.active()) {
             float total[2][4] = {};
@@ -803,6 +832,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             items.stage -= items.stages;
 
+            // y_TE = y.bfloat16()
             partials.put(number, total, warp, lane);
             if (Partials::mine(number, warp)) {
                 const int pair = items.pair, row = pair * 32 + lane;

@@ -7,7 +7,7 @@
 #include "weight_tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int MAX_ENTRIES = 128, MAX_TOKENS = 8;
+constexpr int MAX_ENTRIES = 128, MAX_TOKENS = MAX_DECODE_TOKENS;
 constexpr int GATE_ROWS = 2 * GATE_ROUNDS;
 
 // ---- scores --------------------------------------------------------------------------------------------------------

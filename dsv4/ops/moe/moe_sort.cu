@@ -28,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     unsigned short* expert_of = reinterpret_cast<unsigned short*>(first + classes);
     unsigned short* rank = expert_of + count;   // among the pairs of one expert and warp
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, bits = 32 - __clz(experts);
+    assert_shared_memory(4 * ((WARPS + 2) * classes + count));
     for (int i = threadIdx.x; i < WARPS * classes; i += THREADS) before[i] = 0;
     pdl_wait();
     pdl_launch();

@@ -1,13 +1,15 @@
-"""RMS normalisation, weighted (spec §2.2) and per head without a weight (spec §3.1)."""
+"""RMS normalisation with a weight, and per head without one (model.md#rmsnorm)."""
 
 import torch
 from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """y = w · x · rsqrt(mean(x²) + eps) over the last dimension, float32 inside, one rounding to the dtype of x.
+    """y = w · x · rsqrt(mean(x²) + eps) over the last dimension, float32 inside, one rounding to
+    the dtype of x.
 
-    x ``[..., D]``; ``weight`` ``[D]`` (any float dtype, plain weight) or None for the unweighted norm.
+    x ``[..., D]``; ``weight`` ``[D]`` (any float dtype, plain weight) or None for the unweighted
+    norm.
     """
     values = x.float()
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)

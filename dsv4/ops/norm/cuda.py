@@ -3,32 +3,48 @@
 import torch
 from torch import Tensor
 
-from dsv4.launch.loader import launch
+from dsv4.launch.checks import expect
+from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
+from dsv4.launch.recording import Recording, is_aligned
 
+# Columns of one 16-byte access.
 _VECTOR = 8
 _MAX_THREADS = 1024
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """``dsv4.ops.norm.rms_norm`` for bfloat16 x ``[..., D]``; float32 inside, one rounding.
+def rms_norm(recording: Recording, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """``dsv4.ops.norm.rms_norm`` for contiguous bfloat16 x ``[T, ..., D]``; float32 inside, one
+    rounding.
 
-    Strided x is made contiguous first; a ``weight`` that is not float32 is converted in a launch of its own. Raises
-    ``ValueError`` for another dtype of x, a weight of another width, or tensors on different devices.
+    ``weight``: float32 ``[D]`` or None. Where T is the recording's number of tokens, fewer tokens
+    are fewer rows. Raises ``ValueError`` for another dtype, shape or layout.
     """
     width = x.shape[-1]
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x: found {x.dtype}, expected torch.bfloat16")
-    if weight is not None and (weight.shape != (width,) or weight.device != x.device):
-        raise ValueError(f"weight: found {list(weight.shape)} on {weight.device}, expected [{width}] on {x.device}")
-    x, weight = x.contiguous(), weight if weight is None else weight.float().contiguous()
-    y = torch.empty_like(x)
-    if x.numel() == 0:
-        return y
-    aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in (x, weight))
+    expect("x", x, torch.bfloat16, tuple(x.shape))
+    if weight is not None:
+        expect("weight", weight, torch.float32, (width,))
+    aligned = is_aligned(x, 16) and (weight is None or is_aligned(weight, 16))
     count = _VECTOR if width % _VECTOR == 0 and aligned else 1
     accesses = width // count
-    threads = min(-(-accesses // 32) * 32, _MAX_THREADS)
-    defines = (("COUNT", count), ("GROUPS", -(-accesses // threads)))
+    threads = min(round_up(accesses, 32), _MAX_THREADS)
+    defines = (("COUNT", count), ("GROUPS", ceil_div(accesses, threads)))
+    kernel = Kernel("norm/rms_norm", "rms_norm", defines)
+    y = recording.empty_like(x)
     rows = x.numel() // width
-    launch("rms_norm", "rms_norm", rows, threads, x, weight, y, width, eps, device=x.device, defines=defines)
+    per_token = rows // x.shape[0]
+
+    def shape(tokens: int) -> Shape:
+        return Shape(kernel, tokens * per_token, threads)
+
+    by_token = x.shape[0] == recording.tokens
+    recording.launch(
+        shape if by_token else Shape(kernel, rows, threads),
+        x=x,
+        weight=weight,
+        y=y,
+        width=width,
+        eps=eps,
+    )
     return y

@@ -3,50 +3,74 @@
 import torch
 from torch import Tensor
 
-from dsv4.launch.loader import launch
-from dsv4.ops.attention.decode import expect
+from dsv4.launch.checks import expect
+from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.recording import Recording, is_aligned
 
+_SOURCE = "opening/opening"
+# A thread copies 16 bytes; small blocks spread the row of a single token over multiprocessors.
 _THREADS, _PART_BYTES = 128, 16
 
 
 def embed(
-    tokens_T: Tensor, position_1: Tensor, table_VE: Tensor, streams: int, dtype: torch.dtype
+    recording: Recording,
+    tokens_T: Tensor,
+    position_1: Tensor,
+    rejected_1: Tensor,
+    table_VE: Tensor,
+    streams: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """``dsv4.ops.opening.embed`` of a bfloat16 table to bfloat16; ``ValueError`` for others. An id outside the table
-    ends as a CUDA fault.
+    """``dsv4.ops.opening.embed`` of a bfloat16 table to bfloat16; ``ValueError`` for others.
+
+    An id outside the table ends as a CUDA fault.
     """
     if dtype != torch.bfloat16:
         raise ValueError(f"dtype: found {dtype}, expected torch.bfloat16")
-    (tokens,), (rows, width), device = tokens_T.shape, table_VE.shape, position_1.device
-    expect("position_1", position_1, torch.int64, (1,), device)
-    expect("tokens_T", tokens_T, torch.int64, (tokens,), device)
-    expect("table_VE", table_VE, dtype, (rows, width), device)
-    positions_T = torch.empty_like(tokens_T)
-    streams_TME = torch.empty(tokens, streams, width, dtype=dtype, device=device)
-    if tokens:
-        wide = width * dtype.itemsize % _PART_BYTES == 0 and table_VE.data_ptr() % _PART_BYTES == 0
-        parts = width * dtype.itemsize // _PART_BYTES if wide else width
-        launch(
-            "opening",
-            "embed" if wide else "embed_any_width",
-            (tokens, -(-parts // _THREADS)),
-            _THREADS,
-            tokens_T,
-            position_1,
-            table_VE,
-            positions_T,
-            streams_TME,
-            rows,
-            parts,
-            streams,
-            device=device,
-        )
+    rows, width = table_VE.shape
+    _check_positions(position_1, rejected_1)
+    expect("tokens_T", tokens_T, torch.int64, (recording.tokens,))
+    expect("table_VE", table_VE, dtype, (rows, width))
+    nbytes = width * dtype.itemsize
+    if nbytes % _PART_BYTES == 0 and is_aligned(table_VE, _PART_BYTES):
+        kernel, parts = Kernel(_SOURCE, "embed"), nbytes // _PART_BYTES
+    else:
+        kernel, parts = Kernel(_SOURCE, "embed_any_geometry"), width
+    positions_T = recording.empty((recording.tokens,), torch.int64)
+    streams_TME = recording.empty((recording.tokens, streams, width), dtype)
+    recording.launch(
+        lambda tokens: Shape(kernel, (tokens, ceil_div(parts, _THREADS)), _THREADS),
+        tokens=tokens_T,
+        position=position_1,
+        rejected=rejected_1,
+        table=table_VE,
+        positions=positions_T,
+        streams=streams_TME,
+        rows=rows,
+        parts=parts,
+        copies=streams,
+    )
     return positions_T, streams_TME
 
 
-def next_positions(position_1: Tensor, tokens: int) -> Tensor:
-    """``dsv4.ops.opening.next_positions``."""
-    expect("position_1", position_1, torch.int64, (1,), position_1.device)
-    positions_T = torch.empty(tokens, dtype=torch.int64, device=position_1.device)
-    launch("opening", "next_positions", 1, _THREADS, position_1, positions_T, tokens, device=position_1.device)
+def next_positions(
+    recording: Recording, position_1: Tensor, rejected_1: Tensor, tokens: int
+) -> Tensor:
+    """``dsv4.ops.opening.next_positions`` of as many tokens as the recording is for."""
+    if tokens != recording.tokens:
+        raise ValueError(f"tokens: found {tokens}, expected {recording.tokens} of the recording")
+    _check_positions(position_1, rejected_1)
+    kernel = Kernel(_SOURCE, "next_positions")
+    positions_T = recording.empty((tokens,), torch.int64)
+    recording.launch(
+        lambda count: Shape(kernel, 1, _THREADS, numbers={"tokens": count}),
+        position=position_1,
+        rejected=rejected_1,
+        positions=positions_T,
+    )
     return positions_T
+
+
+def _check_positions(position_1: Tensor, rejected_1: Tensor) -> None:
+    expect("position_1", position_1, torch.int64, (1,))
+    expect("rejected_1", rejected_1, torch.int64, (1,))

@@ -1,6 +1,7 @@
-"""What attention of a step reads: rotated queries, window keys, and the compressed rows that these tokens complete."""
+"""What attention of a step reads: rotated queries, window keys, and the compressed rows that these
+tokens complete.
+"""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,8 +23,8 @@ class Queries(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryKeyNorm:
-    """Norm and rotation of a layer's queries and window keys: ``kv_norm`` float32 ``[D]`` (queries have no weight),
-    ``inv_freq`` float32 ``[R/2]``.
+    """Norm and rotation of a layer's queries and window keys: ``kv_norm`` float32 ``[D]`` (queries
+    have no weight), ``inv_freq`` float32 ``[R/2]``.
     """
 
     kv_norm: Tensor
@@ -33,24 +34,14 @@ class QueryKeyNorm:
 
 @dataclass(frozen=True)
 class Compression:
-    """One compressor's part of a step: float32 products kv and score ``[T, W]``, its weights and its caches."""
+    """One compressor's part of a step: float32 products kv and score ``[T, W]``, its weights and
+    its caches.
+    """
 
     kv_TW: Tensor
     score_TW: Tensor
     weights: CompressorWeights
     state: CompressedState
-
-
-class Parts(NamedTuple):
-    """The functions that ``prepare_attention`` consists of, each with the signature of its torch form."""
-
-    query_rope: Callable[..., Tensor]
-    kv_write: Callable[..., None]
-    compress: Callable[..., None]
-    index_query: Callable[..., Tensor]
-
-
-TORCH_PARTS = Parts(query_rope, kv_write, compress, index_query)
 
 
 def prepare_attention(
@@ -60,18 +51,18 @@ def prepare_attention(
     norm: QueryKeyNorm,
     ring: RowCache,
     compressions: tuple[Compression, ...],
-    parts: Parts = TORCH_PARTS,
 ) -> Queries:
-    """``query_rope`` and ``index_query`` of the queries, ``kv_write`` of kv ``[T, D]`` into ``ring``, and ``compress``.
+    """``query_rope`` and ``index_query`` of the queries, ``kv_write`` of kv ``[T, D]`` into
+    ``ring``, and ``compress``.
 
-    ``compressions``: none in a window-only layer, the main one in an HCA layer, the main one and the indexer's in a
-    CSA layer. positions int64 ``[T]`` are consecutive. No part reads what another one writes. ``parts`` says who does
-    the work.
+    ``compressions``: none in a window-only layer, the main one in an HCA layer, the main one and
+    the indexer's in a CSA layer. positions int64 ``[T]`` are consecutive. No part reads what
+    another one writes.
     """
-    q_THD = parts.query_rope(queries.q_THD, positions_T, norm.inv_freq, norm.eps)
-    parts.kv_write(kv_TD, norm.kv_norm, positions_T, norm.inv_freq, ring, norm.eps)
+    q_THD = query_rope(queries.q_THD, positions_T, norm.inv_freq, norm.eps)
+    kv_write(kv_TD, norm.kv_norm, positions_T, norm.inv_freq, ring, norm.eps)
     for part in compressions:
-        parts.compress(part.kv_TW, part.score_TW, positions_T, part.weights, part.state)
+        compress(part.kv_TW, part.score_TW, positions_T, part.weights, part.state)
     if queries.index_TID is None:
         return Queries(q_THD, None)
-    return Queries(q_THD, parts.index_query(queries.index_TID, positions_T, norm.inv_freq))
+    return Queries(q_THD, index_query(queries.index_TID, positions_T, norm.inv_freq))

@@ -1,4 +1,6 @@
-"""Everything between a layer's projections and its attention, by kind of layer: one launch for a decode step."""
+"""Everything between a layer's projections and its attention, by kind of layer: one launch for a
+decode step.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -6,9 +8,10 @@ import torch
 
 from dsv4.cache_rows import RowCache, RowFormat
 from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights
+from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.op_case import OpCase
 from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm
-from dsv4.ops.prepare_attention.cuda import prepare_attention
+from dsv4.ops.prepare_attention.decode import prepare_attention
 
 WIDTH, INDEX_WIDTH, ROPE_WIDTH, INDEX_HEADS, EPS = 512, 128, 64, 64, 1e-6
 HEADS = {"Flash": 64, "Pro": 128}
@@ -30,7 +33,9 @@ def _case(model: str, kind: str, what: str, start: int, tokens: int) -> OpCase:
     heads, ratio = HEADS[model], RATIOS[kind]
     index_heads = INDEX_HEADS if kind == "CSA" else 0
     widths = {"window": [], "HCA": [WIDTH], "CSA": [WIDTH, INDEX_WIDTH]}[kind]
-    nbytes = tokens * (4 * heads * WIDTH + 4 * index_heads * INDEX_WIDTH + 2 * WIDTH + WIDTH + ROPE_WIDTH + 8)
+    nbytes = tokens * (
+        4 * heads * WIDTH + 4 * index_heads * INDEX_WIDTH + 2 * WIDTH + WIDTH + ROPE_WIDTH + 8
+    )
     resident = nbytes
     for width in widths:
         columns = 2 * width if ratio == 4 else width
@@ -48,21 +53,28 @@ def _case(model: str, kind: str, what: str, start: int, tokens: int) -> OpCase:
         queries = Queries(q_THD, _random(tokens, index_heads, INDEX_WIDTH) if index_heads else None)
         compressions = tuple(_compression(ratio, width, start, tokens, norm) for width in widths)
         positions_T = start + torch.arange(tokens, device=device)
-        return lambda: prepare_attention(queries, kv_TD, positions_T, norm, ring, compressions)
+        arguments = (queries, kv_TD, positions_T, norm, ring, compressions)
+        return PreparedOp(prepare_attention, *arguments).run
 
     name = f"{model} {kind}, {tokens} tokens, {what}"
     return OpCase("prepare_attention", name, make, nbytes, 8 * tokens * heads * WIDTH, resident)
 
 
-def _compression(ratio: int, width: int, start: int, tokens: int, norm: QueryKeyNorm) -> Compression:
+def _compression(
+    ratio: int, width: int, start: int, tokens: int, norm: QueryKeyNorm
+) -> Compression:
     device, columns = norm.kv_norm.device, 2 * width if ratio == 4 else width
     format = RowFormat.KV_FP8 if width == WIDTH else RowFormat.INDEX_FP8
-    rows = RowCache.allocate((start + tokens) // ratio + 1, width, ROPE_WIDTH, format, torch.bfloat16, device)
+    rows = RowCache.allocate(
+        (start + tokens) // ratio + 1, width, ROPE_WIDTH, format, torch.bfloat16, device
+    )
     state = CompressedState(CompressorRing.allocate(ratio, columns, device), rows)
     state.ring.kv.normal_()
     state.ring.score.normal_()
     ape, weight = torch.randn(ratio, columns, device=device), torch.ones(width, device=device)
-    weights = CompressorWeights(ape, weight, norm.inv_freq, norm.eps, ratio, width == INDEX_WIDTH, torch.bfloat16)
+    weights = CompressorWeights(
+        ape, weight, norm.inv_freq, norm.eps, ratio, width == INDEX_WIDTH, torch.bfloat16
+    )
     kv_TW, score_TW = (torch.randn(tokens, columns, device=device) for _ in range(2))
     return Compression(kv_TW, score_TW, weights, state)
 

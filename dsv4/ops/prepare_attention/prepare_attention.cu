@@ -10,12 +10,12 @@
 #ifndef WIDTH
 #define WIDTH 512
 #define ROPE 64
-#define KEY_FORMAT 0
+#define KEY_FORMAT ROW_KV_FP8
 #define RATIO 4
 #define GROUPS 1
 #define BLOCKS 1
 #define INDEX_WIDTH 128
-#define INDEX_FORMAT 3
+#define INDEX_FORMAT ROW_INDEX_FP8
 #define INDEX_GROUPS 4
 #define ROW_WARPS 8
 #endif

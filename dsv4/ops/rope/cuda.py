@@ -3,52 +3,84 @@
 import torch
 from torch import Tensor
 
-from dsv4.launch.loader import launch
-from dsv4.ops.attention.decode import expect
-from dsv4.ops.kv_write.cuda import in_vectors, launch_rows
+from dsv4.launch.checks import expect
+from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.recording import Recording
+from dsv4.ops.key_rows import in_vectors
 
+WARP, WARPS = 32, 8
+# Few tokens: a warp per head, so that the heads of a token spread over the multiprocessors.
+DECODE_ROWS_PER_BLOCK = WARPS
 _ANY_THREADS = 128
 
 
-def query_rope(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: float) -> Tensor:
-    """``dsv4.ops.rope.query_rope`` for bfloat16 q ``[T, H, D]``: rounded after the norm and after the rotation.
+def query_rope(
+    recording: Recording,
+    q_THD: Tensor,
+    positions_T: Tensor,
+    inv_freq: Tensor,
+    eps: float,
+    rows_per_block: int | None = None,
+) -> Tensor:
+    """``dsv4.ops.rope.query_rope`` for contiguous bfloat16 q ``[T, H, D]``.
 
-    Strided q is made contiguous first. Raises ``ValueError`` for another dtype, shape or device.
+    Rounded after the norm and after the rotation. ``rows_per_block``: heads of a token that a block
+    takes; None, for steps of many tokens, are all of them, which share one rotation. Raises
+    ``ValueError`` for another dtype, shape or layout.
     """
     check_queries(q_THD, positions_T, inv_freq)
-    q_THD, rope_width = q_THD.contiguous(), 2 * inv_freq.shape[0]
-    if q_THD.numel() == 0:
-        return torch.empty_like(q_THD)
-    if in_vectors(q_THD, rope_width):
-        out_THD = launch_rows(q_THD, positions_T, inv_freq, eps, None)
-        assert out_THD is not None
-        return out_THD
-    out_THD = torch.empty_like(q_THD)
-    tokens, heads, width = q_THD.shape
-    launch(
-        "query_rope",
-        "query_rope_any",
-        (heads, tokens),
-        _ANY_THREADS,
-        q_THD,
-        positions_T,
-        inv_freq,
-        out_THD,
-        heads,
-        width,
-        rope_width,
-        float(eps),
-        device=q_THD.device,
+    rope_width = 2 * inv_freq.shape[0]
+    if not in_vectors(q_THD, rope_width):
+        return _any_geometry(recording, q_THD, positions_T, inv_freq, eps)
+    _, heads, width = q_THD.shape
+    rows = rows_per_block or heads
+    kernel = Kernel("rope/query_rope", "query_rope", (("WIDTH", width), ("ROPE", rope_width)))
+    out_THD = recording.empty_like(q_THD)
+    recording.launch(
+        lambda tokens: Shape(kernel, (ceil_div(heads, rows), tokens), WARP * min(WARPS, heads)),
+        q=q_THD,
+        positions=positions_T,
+        inv_freq=inv_freq,
+        out=out_THD,
+        kv=None,
+        norm_weight=None,
+        ring_data=None,
+        ring_scale=None,
+        format=0,
+        slots=1,
+        heads=heads,
+        rows_per_block=rows,
+        eps=eps,
     )
     return out_THD
 
 
 def check_queries(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor) -> None:
     """Raises ``ValueError`` unless ``query_rope`` takes these."""
-    if q_THD.dtype != torch.bfloat16:
-        raise ValueError(f"q_THD: found {q_THD.dtype}, expected torch.bfloat16")
     rope_width = 2 * inv_freq.shape[0]
     if q_THD.dim() != 3 or q_THD.shape[2] < rope_width:
-        raise ValueError(f"q_THD: found {list(q_THD.shape)}, expected [T, H, D] with D at least {rope_width}")
-    expect("positions_T", positions_T, torch.int64, (q_THD.shape[0],), q_THD.device)
-    expect("inv_freq", inv_freq, torch.float32, (rope_width // 2,), q_THD.device)
+        expected = f"[T, H, D] with D at least {rope_width}"
+        raise ValueError(f"q_THD: found {list(q_THD.shape)}, expected {expected}")
+    expect("q_THD", q_THD, torch.bfloat16, tuple(q_THD.shape))
+    expect("positions_T", positions_T, torch.int64, (q_THD.shape[0],))
+    expect("inv_freq", inv_freq, torch.float32, (rope_width // 2,))
+
+
+def _any_geometry(
+    recording: Recording, q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: float
+) -> Tensor:
+    _, heads, width = q_THD.shape
+    kernel = Kernel("rope/query_rope", "query_rope_any_geometry")
+    out_THD = recording.empty_like(q_THD)
+    recording.launch(
+        lambda tokens: Shape(kernel, (heads, tokens), _ANY_THREADS),
+        q=q_THD,
+        positions=positions_T,
+        inv_freq=inv_freq,
+        out=out_THD,
+        heads=heads,
+        width=width,
+        rope_width=2 * inv_freq.shape[0],
+        eps=eps,
+    )
+    return out_THD

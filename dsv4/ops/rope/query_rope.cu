@@ -52,9 +52,9 @@ extern "C" __global__ void __launch_bounds__(256) query_rope(
 }
 
 // Queries of any width up to 4096 and any even rotary width. One block per head (x) and token (y).
-extern "C" __global__ void __launch_bounds__(128) query_rope_any(const bf16* q, const int64* positions,
-                                                                 const float* inv_freq, bf16* out, int heads, int width,
-                                                                 int rope_width, float eps) {
+extern "C" __global__ void __launch_bounds__(128)
+    query_rope_any_geometry(const bf16* q, const int64* positions, const float* inv_freq, bf16* out, int heads, int width,
+                            int rope_width, float eps) {
     __shared__ float scratch[WARP + 1];
     pdl_launch();
     pdl_wait();

@@ -1,4 +1,4 @@
-"""Router: which P experts a token goes to and with what weights (spec §5.1)."""
+"""Router: which P experts a token goes to and with what weights (model.md#routing)."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -28,7 +28,9 @@ def route(x_TE: Tensor, tokens_T: Tensor, router: Router) -> tuple[Tensor, Tenso
     """``route_hash`` or ``route_learned``, which does not look at the token ids int64 ``[T]``."""
     if router.hashed:
         return route_hash(x_TE, router.gate, router.selection, tokens_T, router.scaling)
-    return route_learned(x_TE, router.gate, router.selection, router.experts_per_token, router.scaling)
+    return route_learned(
+        x_TE, router.gate, router.selection, router.experts_per_token, router.scaling
+    )
 
 
 def route_learned(

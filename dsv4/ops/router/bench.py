@@ -1,12 +1,13 @@
-"""Router of a prefill chunk: logits, selection and weights of one layer. A decode step routes in ``moe``."""
+"""Router of a prefill chunk: logits, selection and weights. A decode step routes in ``moe``."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 
+from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.op_case import OpCase
 from dsv4.ops.router import Router
-from dsv4.ops.router.cuda import route
+from dsv4.ops.router.prefill import route
 from dsv4.quant import QuantTensor
 from dsv4.weights.packed import pack_weight
 
@@ -26,11 +27,10 @@ def _case(model: str, tokens: int) -> OpCase:
     def make(index: int) -> Callable[[], object]:
         x_TE = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
         weight = torch.randn(experts, width, dtype=torch.bfloat16, device="cuda") * width**-0.5
-        gate, bias_X = pack_weight(QuantTensor.dense(weight)), torch.randn(experts, device="cuda")
-        router, tokens_T = (
-            Router(gate, bias_X, False, 6, scaling),
-            torch.zeros(tokens, dtype=torch.int64, device="cuda"),
-        )
-        return lambda: route(x_TE, tokens_T, router)
+        bias_X = torch.randn(experts, device="cuda")
+        router = Router(pack_weight(QuantTensor.dense(weight)), bias_X, False, 6, scaling)
+        tokens_T = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+        return PreparedOp(route, x_TE, tokens_T, router).run
 
-    return OpCase("route", f"{model} T={tokens}", make, nbytes, 2 * tokens * width * experts, nbytes)
+    flops = 2 * tokens * width * experts
+    return OpCase("route", f"{model} T={tokens}", make, nbytes, flops, nbytes)

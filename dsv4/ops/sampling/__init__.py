@@ -1,4 +1,7 @@
-"""Sampling one token from logits on the device: greedy, or temperature with min-p and top-p, seeded (spec §10)."""
+"""Choosing one token from logits on the device: greedy, or a seeded draw (model.md#sampling).
+
+The settings and the seed are values on the device, so that one captured step serves every sampler.
+"""
 
 import torch
 from torch import Tensor
@@ -7,24 +10,38 @@ NAN_TOKEN = -1
 _MASK = 0xFFFFFFFF
 
 
-def argmax_token(logits_V: Tensor) -> Tensor:
-    """int64 scalar: the largest logit, the lowest id on ties; ``NAN_TOKEN`` when any logit is NaN."""
+def sample_token(
+    logits_V: Tensor, settings_3: Tensor, seed_1: Tensor, position_1: Tensor
+) -> Tensor:
+    """int64 scalar: the next token, chosen by float32 ``settings_3`` = (temperature, top_p, min_p).
+
+    Temperature 0: the largest logit, the lowest id on ties; ``NAN_TOKEN`` when any logit is NaN.
+
+    Else a draw from softmax(logits / temperature), restricted by min-p and top-p, by the Gumbel-max
+    rule. min-p keeps tokens with probability ≥ min_p · the largest one; top-p keeps the smallest
+    set of most likely tokens whose probabilities sum to at least top_p (never empty; ties in
+    probability: lowest id first). The noise is a pure function of (seed, position, token id), so a
+    run can be repeated and does not depend on how the vocabulary is split. ``NAN_TOKEN`` when there
+    is no distribution: a logit is NaN or +∞, or all are −∞.
+
+    ``seed_1`` and ``position_1``: int64 ``[1]``; the position is that of the new token.
+    """
+    temperature, top_p, min_p = settings_3.tolist()
+    if temperature == 0:
+        return _greedy_token(logits_V)
+    noise_V = gumbel_noise(logits_V.shape[0], int(seed_1), position_1)
+    return _drawn_token(logits_V, temperature, top_p, min_p, noise_V)
+
+
+def _greedy_token(logits_V: Tensor) -> Tensor:
     ids = torch.arange(logits_V.shape[0], device=logits_V.device)
     token = torch.where(logits_V == logits_V.max(), ids, logits_V.shape[0]).min()
     return _guard(token, logits_V)
 
 
-def sample_token(
-    logits_V: Tensor, temperature: float, top_p: float, min_p: float, seed: int, position_1: Tensor
+def _drawn_token(
+    logits_V: Tensor, temperature: float, top_p: float, min_p: float, noise_V: Tensor
 ) -> Tensor:
-    """int64 scalar drawn from softmax(logits / temperature), restricted by min-p and top-p, by the Gumbel-max rule.
-
-    min-p keeps tokens with probability ≥ min_p · the largest one; top-p keeps the smallest set of most likely tokens
-    whose probabilities sum to at least top_p (never empty; ties in probability: lowest id first). The noise is a
-    pure function of (seed, position, token id), so a run can be repeated and does not depend on how the vocabulary
-    is split. ``position_1`` is the int position of the new token, on the device. ``NAN_TOKEN`` when there is no
-    distribution: a logit is NaN or +∞, or all are −∞.
-    """
     # Relative to the largest logit, so that a temperature close to 0 cannot overflow.
     scaled = (logits_V.float() - logits_V.max()) / temperature
     probability = torch.softmax(scaled, dim=-1)
@@ -33,12 +50,12 @@ def sample_token(
         ordered, order = probability.sort(descending=True, stable=True)
         before = ordered.cumsum(0) - ordered
         keep &= torch.zeros_like(keep).index_copy_(0, order, before < top_p)
-    noisy = torch.where(keep, scaled + gumbel_noise(logits_V.shape[0], seed, position_1), -torch.inf)
+    noisy = torch.where(keep, scaled + noise_V, -torch.inf)
     return _guard(noisy.argmax(), scaled)
 
 
 def gumbel_noise(vocab_size: int, seed: int, position_1: Tensor) -> Tensor:
-    """float32 ``[V]`` standard Gumbel noise: a counter-based hash of (seed, position, token id), no hidden state."""
+    """float32 ``[V]`` standard Gumbel noise: a pure hash of (seed, position, token id)."""
     ids = torch.arange(vocab_size, dtype=torch.int64, device=position_1.device)
     state = _mix(position_1.to(torch.int64) ^ _mix(torch.full_like(ids[:1], seed & _MASK)))
     state = _mix(ids ^ _mix(state ^ ((seed >> 32) & _MASK)))
@@ -47,7 +64,10 @@ def gumbel_noise(vocab_size: int, seed: int, position_1: Tensor) -> Tensor:
 
 
 def _mix(word: Tensor) -> Tensor:
-    """A 32-bit finaliser (xor-shift and odd multiply) on int64 lanes; a wrapped int64 product keeps its low 32 bits."""
+    """A 32-bit finaliser (xor-shift and odd multiply) on int64 lanes.
+
+    A wrapped int64 product keeps its low 32 bits.
+    """
     word = (word ^ (word >> 16)) * 0x7FEB352D & _MASK
     word = (word ^ (word >> 15)) * 0x846CA68B & _MASK
     return word ^ (word >> 16)

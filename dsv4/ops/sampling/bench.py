@@ -4,30 +4,37 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.op_case import OpCase
-from dsv4.ops.sampling.cuda import argmax_token, sample_token
+from dsv4.ops.sampling.cuda import sample_token
 
 VOCABULARY = 129_280
-DRAWS = {"temperature": (1.0, 0.0), "min-p 0.05": (1.0, 0.05), "top-p 0.95": (0.95, 0.0)}
+# (temperature, top_p, min_p)
+SETTINGS = {
+    "greedy": (0.0, 1.0, 0.0),
+    "temperature": (1.0, 1.0, 0.0),
+    "min-p 0.05": (1.0, 1.0, 0.05),
+    "top-p 0.95": (1.0, 0.95, 0.0),
+}
 
 
 def cases() -> Iterator[OpCase]:
-    """Greedy, and draws with every restriction. In a step the logits have just been written, here they are cold."""
+    """Greedy, and draws with every restriction.
+
+    In a step the logits have just been written, here they are cold.
+    """
     nbytes = 4 * VOCABULARY
-    yield OpCase("argmax_token", "greedy", _greedy, nbytes, VOCABULARY, nbytes)
-    for name, (top_p, min_p) in DRAWS.items():
-        yield OpCase("sample_token", name, _draw(top_p, min_p), nbytes, 10 * VOCABULARY, nbytes)
+    for name, settings in SETTINGS.items():
+        flops = 10 * VOCABULARY if settings[0] else VOCABULARY
+        yield OpCase("sample_token", name, _draw(*settings), nbytes, flops, nbytes)
 
 
-def _greedy(index: int) -> Callable[[], object]:
-    logits_V = 3 * torch.randn(VOCABULARY, device="cuda")
-    return lambda: argmax_token(logits_V)
-
-
-def _draw(top_p: float, min_p: float) -> Callable[[int], Callable[[], object]]:
+def _draw(temperature: float, top_p: float, min_p: float) -> Callable[[int], Callable[[], object]]:
     def make(index: int) -> Callable[[], object]:
         logits_V = 3 * torch.randn(VOCABULARY, device="cuda")
+        settings_3 = torch.tensor((temperature, top_p, min_p), device="cuda")
+        seed_1 = torch.tensor([7], device="cuda")
         position_1 = torch.tensor([index], device="cuda")
-        return lambda: sample_token(logits_V, 1.0, top_p, min_p, 7, position_1)
+        return PreparedOp(sample_token, logits_V, settings_3, seed_1, position_1).run
 
     return make

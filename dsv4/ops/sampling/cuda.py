@@ -1,68 +1,55 @@
 """Choosing a token on the GPU: one launch of one cluster of 8 blocks, without a copy to the host.
 
-The noise and its addition to the scaled logits are bit for bit those of ``dsv4.ops.sampling``. Sums of probabilities
-are float32 in another order than torch's, and tokens whose scaled logits differ by less than 2⁻²⁰ count as tied at the
-edge of top-p: a token within rounding (about 1e-6 of probability) of the edge of top-p or min-p may be kept by one and
-not by the other.
+The noise and its addition to the scaled logits are bit for bit those of ``dsv4.ops.sampling``. Sums
+of probabilities are float32 in another order than torch's, and tokens whose scaled logits differ by
+less than 2⁻²⁰ count as tied at the edge of top-p: a token within rounding (about 1e-6 of
+probability) of the edge of top-p or min-p may be kept by one and not by the other.
 """
 
 import torch
 from torch import Tensor
 
-from dsv4.launch.loader import launch
+from dsv4.launch.checks import expect
+from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.recording import Recording, is_aligned
 
+# The largest cluster that every GPU allows, of the largest blocks.
 _BLOCKS, _THREADS = 8, 1024
-_MAX_VALUES = 24
-_WORD = 0xFFFFFFFF
-
-
-def argmax_token(logits_V: Tensor) -> Tensor:
-    """``dsv4.ops.sampling.argmax_token``; logits of another dtype are converted to float32 in a launch of their own."""
-    logits_V, token = _checked(logits_V)
-    _launch("argmax_token", logits_V, token, arrays=0)
-    return token
+# Both arrays of top-p then take 192 KB of a block's 227 KB of shared memory.
+_MOST_VALUES = 24
 
 
 def sample_token(
-    logits_V: Tensor, temperature: float, top_p: float, min_p: float, seed: int, position_1: Tensor
+    recording: Recording, logits_V: Tensor, settings_3: Tensor, seed_1: Tensor, position_1: Tensor
 ) -> Tensor:
-    """``dsv4.ops.sampling.sample_token``; ``position_1`` int64 on the device of the logits."""
-    logits_V, token = _checked(logits_V)
-    if position_1.dtype != torch.int64 or position_1.numel() != 1 or position_1.device != logits_V.device:
-        found = f"{position_1.dtype} {list(position_1.shape)} on {position_1.device}"
-        raise ValueError(f"position_1: found {found}, expected torch.int64 [1] on {logits_V.device}")
-    settings = (float(temperature), float(top_p), float(min_p), seed & _WORD, seed >> 32 & _WORD)
-    arrays = 2 if top_p < 1.0 else 1
-    _launch("sample_token", logits_V, position_1, token, *settings, arrays=arrays)
-    return token
-
-
-def _checked(logits_V: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 logits, and the memory for the token."""
-    largest = _BLOCKS * _THREADS * _MAX_VALUES
-    if logits_V.dim() != 1 or not 1 <= logits_V.shape[0] <= largest:
-        raise ValueError(f"logits_V: found {list(logits_V.shape)}, expected [V] with V from 1 to {largest}")
-    return logits_V.float().contiguous(), torch.empty((), dtype=torch.int64, device=logits_V.device)
-
-
-def _launch(function: str, logits_V: Tensor, *arguments: Tensor | int | float, arrays: int) -> None:
-    """Each block keeps ``arrays`` float32 arrays of its part of the vocabulary in shared memory.
-
-    The loader raises the limit for more than 48 KB, but static shared memory counts as well: hence 16 bytes more.
-    """
-    vocabulary, device = logits_V.shape[0], logits_V.device
-    values = -(-vocabulary // (_BLOCKS * _THREADS * 4)) * 4
-    vector = vocabulary % 4 == 0 and logits_V.data_ptr() % 16 == 0
-    launch(
-        "sampling",
-        function,
-        _BLOCKS,
-        _THREADS,
-        logits_V,
-        vocabulary,
-        *arguments,
-        device=device,
-        shared_bytes=4 * arrays * values * _THREADS + 16,
-        cluster=_BLOCKS,
-        defines=(("BLOCKS", _BLOCKS), ("VALUES", values), ("VECTOR", int(vector)), ("TOP_P", int(arrays == 2))),
+    """``dsv4.ops.sampling.sample_token`` of float32 logits; ``ValueError`` for others."""
+    most = _BLOCKS * _THREADS * _MOST_VALUES
+    if logits_V.dim() != 1 or not 1 <= logits_V.shape[0] <= most:
+        found = list(logits_V.shape)
+        raise ValueError(f"logits_V: found {found}, expected [V] with V from 1 to {most}")
+    vocabulary = logits_V.shape[0]
+    expect("logits_V", logits_V, torch.float32, (vocabulary,))
+    expect("settings_3", settings_3, torch.float32, (3,))
+    expect("seed_1", seed_1, torch.int64, (1,))
+    expect("position_1", position_1, torch.int64, (1,))
+    # Each thread has this many logits, in loads of four. Top-p keeps two float32 arrays of them.
+    values = 4 * ceil_div(vocabulary, _BLOCKS * _THREADS * 4)
+    shared_bytes = 2 * 4 * values * _THREADS
+    defines = (
+        ("BLOCKS", _BLOCKS),
+        ("VALUES", values),
+        ("VECTOR", int(vocabulary % 4 == 0 and is_aligned(logits_V))),
+        ("SHARED_BYTES", shared_bytes),
     )
+    kernel = Kernel("sampling/sampling", "sample_token", defines)
+    token = recording.empty((), torch.int64)
+    recording.launch(
+        Shape(kernel, _BLOCKS, _THREADS, shared_bytes, _BLOCKS),
+        logits=logits_V,
+        vocabulary=vocabulary,
+        settings=settings_3,
+        seed=seed_1,
+        position=position_1,
+        token=token,
+    )
+    return token

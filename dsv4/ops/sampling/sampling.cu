@@ -1,8 +1,9 @@
 // One token from float32 logits, by one cluster. Its blocks keep their parts of the logits in shared memory.
 //
-// Defines: BLOCKS (cluster size), VALUES per thread (a multiple of 4), VECTOR (1: 16-byte loads are allowed), TOP_P (1:
-// restrict to the smallest set that reaches top_p). Every sum has a fixed order: equal inputs give equal tokens. Loops
-// stay rolled, because a launch pays for every instruction that it fetches for the first time.
+// Defines: BLOCKS (cluster size), VALUES per thread (a multiple of 4), VECTOR (1: 16-byte loads are allowed), SHARED_BYTES
+// of dynamic shared memory. How the token is chosen is read on the device: every thread takes the same branches, and what
+// a sampler does not ask for costs nothing. Every sum has a fixed order: equal inputs give equal tokens. Loops stay
+// rolled, because a launch pays for every instruction that it fetches for the first time.
 #include <math_constants.h>
 
 #include "cluster.cuh"
@@ -10,6 +11,7 @@
 constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / WARP;
 constexpr int SLICE = VALUES * THREADS;  // ids of a block
+static_assert(2 * SLICE * sizeof(float) <= SHARED_BYTES);
 constexpr long long NO_TOKEN = -1;
 // The noise of the filter is off by less than 1e-4, see fast_noise.
 constexpr float MARGIN = 1e-3f;
@@ -90,44 +92,41 @@ __device__ __forceinline__ float value_of(uint64 key) {
 // Offset in the block's slice of this thread's n-th four values.
 __device__ __forceinline__ int four_at(int n) { return (n * THREADS + int(threadIdx.x)) * 4; }
 
-// The key of this thread's largest logit. Keeps the logits in `slice` unless it is null, −∞ beyond the vocabulary.
-__device__ __forceinline__ uint64 load_logits(const float* logits, int vocabulary, float* slice) {
+// The key of this thread's largest logit. Keeps the logits in `slice` if asked to, −∞ beyond the vocabulary. All loads are
+// on their way before anything waits: whether to keep them is read from memory as well.
+__device__ __forceinline__ uint64 load_logits(const float* logits, int vocabulary, float* slice, bool keep) {
     const int first = cluster_rank() * SLICE;
+    float values[VALUES / 4][4];
+#pragma unroll
+    for (int n = 0; n < VALUES / 4; n++) {
+        const int id = first + four_at(n);
+#if VECTOR
+        const float4 four = id < vocabulary ? *reinterpret_cast<const float4*>(logits + id)
+                                            : float4{-CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F};
+        values[n][0] = four.x, values[n][1] = four.y, values[n][2] = four.z, values[n][3] = four.w;
+#else
+#pragma unroll
+        for (int j = 0; j < 4; j++) values[n][j] = id + j < vocabulary ? logits[id + j] : -CUDART_INF_F;
+#endif
+    }
     float best = -CUDART_INF_F;
     int best_id = first + four_at(0);
     bool nan = false;
 #pragma unroll
     for (int n = 0; n < VALUES / 4; n++) {
-        const int id = first + four_at(n);
-        float values[4];
-#if VECTOR
-        const float4 four = id < vocabulary ? *reinterpret_cast<const float4*>(logits + id)
-                                            : float4{-CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F};
-        values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
-#else
-#pragma unroll
-        for (int j = 0; j < 4; j++) values[j] = id + j < vocabulary ? logits[id + j] : -CUDART_INF_F;
-#endif
-        if (slice) *reinterpret_cast<float4*>(slice + four_at(n)) = {values[0], values[1], values[2], values[3]};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            nan |= isnan(values[j]);
-            if (values[j] > best) best = values[j], best_id = id + j;
+            nan |= isnan(values[n][j]);
+            if (values[n][j] > best) best = values[n][j], best_id = first + four_at(n) + j;
         }
+    }
+    if (keep) {
+#pragma unroll
+        for (int n = 0; n < VALUES / 4; n++)
+            *reinterpret_cast<float4*>(slice + four_at(n)) = {values[n][0], values[n][1], values[n][2], values[n][3]};
     }
     if (nan) return ~0ull;
     return best_id < vocabulary ? key_of(best, best_id) : 0;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) argmax_token(const float* logits, int vocabulary, int64* token) {
-    __shared__ Cluster cluster;
-    pdl_launch();
-    cluster_start(cluster.inboxes, 2);
-    pdl_wait();
-    uint64 best = load_logits(logits, vocabulary, nullptr);
-    cluster_started();  // every block has started: its shared memory may be written
-    best = largest_of_all(cluster, 0, best);
-    if (cluster_rank() == 0 && threadIdx.x == 0) *token = best == ~0ull ? NO_TOKEN : (long long)id_of(best);
 }
 
 // dsv4.ops.sampling._mix, and the state of gumbel_noise before the token id enters.
@@ -189,7 +188,6 @@ struct Kept {
     unsigned limit;
 };
 
-#if TOP_P
 // The edge is found two bits at a time, in units of 2⁻²⁰ up to 64: it is the largest of which the tokens closer than it
 // do not yet reach top_p. Of the tokens at the edge the lowest ids stay, as many as are needed.
 constexpr float UNIT = 0x1p-20f;
@@ -255,26 +253,62 @@ __device__ __forceinline__ Kept keep_top(const Draw& draw, float* slice, float* 
     kept.limit = high;
     return kept;
 }
-#endif
 
+// The better of `best` and what this thread has; with TOP_P, `slice` holds distances and only `kept` counts.
+template <bool TOP_P>
+__device__ __forceinline__ Candidate best_of_slice(const Draw& draw, Candidate best, const float* logits, const float* slice,
+                                                   const Kept& kept, float min_p, unsigned top_id, float reference) {
+    // noise > bound − scaled needs 1 − u ≤ exp(scaled − bound), with 1 % for the roundings here.
+    const float rate = fminf(1.0f / draw.temperature, 1e38f) * 1.44269504f;
+    float offset = -1.44269504f * (reference - 2 * MARGIN);
+#pragma unroll 4
+    for (int n = 0; n < VALUES; n++) {
+        // A thread reads back what it wrote itself.
+        const int at = four_at(n / 4) + n % 4;
+        const unsigned id = cluster_rank() * SLICE + at;
+        float power;
+        if constexpr (TOP_P) {
+            const float distance = slice[at];
+            if (distance >= kept.edge && (distance >= kept.next || id >= kept.limit)) continue;
+            power = fmaf(distance, -1.44269504f, offset);
+        } else {
+            power = fmaf(slice[at] - draw.largest, rate, offset);
+        }
+        if (complement(noise_bits(draw.state, id)) > 1.01f * exp2f(power) || id == top_id) continue;
+        const float logit = logits[id];
+        if (min_p > 0.0f && expf(scaled(draw, logit)) < min_p) continue;
+        best = better(draw, best, logit, id);
+        offset = fminf(offset, -1.44269504f * (best.noisy - 2 * MARGIN));
+    }
+    return best;
+}
+
+// settings: temperature (0: the largest logit), top_p (1: all tokens), min_p (0: all tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sample_token(const float* logits, int vocabulary, const int64* position, int64* token, float temperature,
-                 float top_p, float min_p, unsigned seed_low, unsigned seed_high) {
+    sample_token(const float* logits, int vocabulary, const float* settings, const int64* seed, const int64* position,
+                 int64* token) {
     extern __shared__ float4 dynamic[];
     __shared__ Cluster cluster;
     float* slice = reinterpret_cast<float*>(dynamic);
     pdl_launch();
     cluster_start(cluster.inboxes, 2);
     pdl_wait();
-    const uint64 own = load_logits(logits, vocabulary, slice);
-    const unsigned state = noise_state(*position, seed_low, seed_high);
+    const float temperature = settings[0], top_p = settings[1], min_p = settings[2];
+    const int64 at = *position, seed_value = *seed;
+    const bool greedy = temperature == 0.0f;
+    const uint64 own = load_logits(logits, vocabulary, slice, !greedy);
+    const unsigned state = noise_state(at, unsigned(seed_value), unsigned(uint64(seed_value) >> 32));
     cluster_started();  // every block has started: its shared memory may be written
     int exchange = 0;
     const uint64 top = largest_of_all(cluster, exchange++, own);
-    Draw draw{value_of(top), temperature, state};
     const bool first = cluster_rank() == 0 && threadIdx.x == 0;
+    if (greedy) {
+        if (first) *token = top == ~0ull ? NO_TOKEN : (long long)id_of(top);
+        return;
+    }
+    Draw draw{value_of(top), temperature, state};
     // No distribution (a NaN key reads as NaN): the same for every thread of the cluster.
-    if (!isfinite(draw.largest) || temperature == 0.0f) {
+    if (!isfinite(draw.largest)) {
         if (first) *token = NO_TOKEN;
         return;
     }
@@ -282,29 +316,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Candidate best{draw.largest, -CUDART_INF_F, 0};
     const float reference = fast_noise(noise_bits(state, id_of(top)));
     if (first) best = {draw.largest, reference, id_of(top)};
-#if TOP_P
-    const Kept kept = keep_top(draw, slice, slice + SLICE, top_p, cluster, exchange);
-#endif
-    // noise > bound − scaled needs 1 − u ≤ exp(scaled − bound), with 1 % for the roundings here.
-    const float rate = fminf(1.0f / temperature, 1e38f) * 1.44269504f;
-    float offset = -1.44269504f * (reference - 2 * MARGIN);
-#pragma unroll 4
-    for (int n = 0; n < VALUES; n++) {
-        // A thread reads back what it wrote itself.
-        const int at = four_at(n / 4) + n % 4;
-        const unsigned id = cluster_rank() * SLICE + at;
-#if TOP_P
-        const float distance = slice[at];
-        if (distance >= kept.edge && (distance >= kept.next || id >= kept.limit)) continue;
-        const float power = fmaf(distance, -1.44269504f, offset);
-#else
-        const float power = fmaf(slice[at] - draw.largest, rate, offset);
-#endif
-        if (complement(noise_bits(state, id)) > 1.01f * exp2f(power) || id == id_of(top)) continue;
-        const float logit = logits[id];
-        if (min_p > 0.0f && expf(scaled(draw, logit)) < min_p) continue;
-        best = better(draw, best, logit, id);
-        offset = fminf(offset, -1.44269504f * (best.noisy - 2 * MARGIN));
+    if (top_p < 1.0f) {
+        const Kept kept = keep_top(draw, slice, slice + SLICE, top_p, cluster, exchange);
+        best = best_of_slice<true>(draw, best, logits, slice, kept, min_p, id_of(top), reference);
+    } else {
+        best = best_of_slice<false>(draw, best, logits, slice, Kept{}, min_p, id_of(top), reference);
     }
     float most = warp_max(best.noisy);
     if (threadIdx.x % WARP == 0) cluster.block_best[threadIdx.x / WARP] = most;

@@ -1,4 +1,6 @@
-"""Decode attention on the GPU: real shapes, every kind of layer, lengths at every boundary, graphs, bad input."""
+"""Decode attention on the GPU: real shapes, every kind of layer, lengths at every boundary, graphs,
+bad input.
+"""
 
 from dataclasses import replace
 
@@ -8,20 +10,24 @@ from torch import Tensor
 
 from dsv4.cache_rows import RowCache, RowFormat
 from dsv4.ops import TORCH
-from dsv4.ops.attention import KeySet
-from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, guarded, poison, relative_error
+from dsv4.ops.attention import KeySet, decode, prefill
+from dsv4.ops.immediate import PreparedOp, immediately
+from tests.ops.forms import by_tokens
+from tests.ops.gpu import (
+    assert_no_synchronisation,
+    assert_replay_is_eager,
+    guarded,
+    poison,
+    relative_error,
+)
 
 pytestmark = pytest.mark.gpu
 HEAD_DIM, ROPE_DIM, WINDOW, RING, ENTRIES = 512, 64, 128, 144, 1400
 CSA, HCA, WINDOW_ONLY = 4, 128, 0
 FORMATS = [RowFormat.KV_FP8, RowFormat.PLAIN]
 IDS = ["fp8", "bf16"]
-
-
-def sparse_attention(*arguments: object) -> Tensor:
-    from dsv4.ops.attention.decode import sparse_attention as op
-
-    return op(*arguments)  # pyright: ignore[reportArgumentType]
+RECORDED = by_tokens(decode.sparse_attention, prefill.sparse_attention)
+sparse_attention = immediately(RECORDED)
 
 
 def inv_freq(rope_width: int = ROPE_DIM) -> Tensor:
@@ -32,22 +38,32 @@ def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).cuda()
 
 
-def row_cache(slots: int, format: RowFormat, seed: int, width: int = HEAD_DIM, rope_width: int = ROPE_DIM) -> RowCache:
+def row_cache(
+    slots: int, format: RowFormat, seed: int, width: int = HEAD_DIM, rope_width: int = ROPE_DIM
+) -> RowCache:
     """Rows whose groups of 64 differ in size by up to 2^9, between rows and within them."""
-    cache = RowCache.allocate(slots, width, rope_width, format, torch.bfloat16, torch.device("cuda"))
+    cache = RowCache.allocate(
+        slots, width, rope_width, format, torch.bfloat16, torch.device("cuda")
+    )
     groups = -(-width // 64)
-    exponent = torch.randint(-6, 4, (slots, groups, 1), generator=torch.Generator().manual_seed(seed + 1)).cuda()
+    exponent = torch.randint(
+        -6, 4, (slots, groups, 1), generator=torch.Generator().manual_seed(seed + 1)
+    ).cuda()
     spread = torch.exp2(exponent.float()).expand(slots, groups, 64).reshape(slots, -1)[:, :width]
     cache.write(torch.arange(slots, device="cuda"), normal(slots, width, seed=seed) * spread)
     return cache
 
 
 def random_keys(ratio: int, format: RowFormat, ring: int = RING, entries: int = ENTRIES) -> KeySet:
-    return KeySet(row_cache(ring, format, 1), row_cache(entries, format, 3) if ratio else None, ratio, WINDOW)
+    return KeySet(
+        row_cache(ring, format, 1), row_cache(entries, format, 3) if ratio else None, ratio, WINDOW
+    )
 
 
 def selection(tokens: int, start: int, listed: int, entries: int = ENTRIES) -> Tensor:
-    """Distinct complete entries in ascending order, −1 scattered between them where there are fewer."""
+    """Distinct complete entries in ascending order, −1 scattered between them where there are
+    fewer.
+    """
     generator = torch.Generator().manual_seed(start + tokens)
     selected_TK = torch.full((tokens, listed), -1, dtype=torch.int64)
     for t in range(tokens):
@@ -59,9 +75,13 @@ def selection(tokens: int, start: int, listed: int, entries: int = ENTRIES) -> T
 
 
 def hide_unseen(keys: KeySet, selected_TK: Tensor | None, positions_T: Tensor) -> KeySet:
-    """The same caches with every byte 0xFF, which is NaN in any format, in slots that no token may see."""
+    """The same caches with every byte 0xFF, which is NaN in any format, in slots that no token may
+    see.
+    """
     last, tokens = int(positions_T[-1]), positions_T.shape[0]
-    ring_seen = {p % keys.ring.slots for p in range(max(0, last - tokens - keys.window + 2), last + 1)}
+    ring_seen = {
+        p % keys.ring.slots for p in range(max(0, last - tokens - keys.window + 2), last + 1)
+    }
     hidden = [poisoned(keys.ring, ring_seen)]
     if keys.compressed is not None:
         complete = range(min(keys.compressed.slots, (last + 1) // keys.ratio))
@@ -73,7 +93,10 @@ def hide_unseen(keys: KeySet, selected_TK: Tensor | None, positions_T: Tensor) -
 def poisoned(cache: RowCache, seen: set[int]) -> RowCache:
     unseen = torch.ones(cache.slots, dtype=torch.bool, device="cuda")
     unseen[list(seen)] = False
-    data, scale = cache.data.clone(), None if cache.block_scale is None else cache.block_scale.clone()
+    data, scale = (
+        cache.data.clone(),
+        None if cache.block_scale is None else cache.block_scale.clone(),
+    )
     data.view(torch.uint8)[unseen] = 0xFF
     if scale is not None:
         scale[unseen] = 0xFF
@@ -81,7 +104,9 @@ def poisoned(cache: RowCache, seen: set[int]) -> RowCache:
 
 
 def check(q_THD: Tensor, keys: KeySet, selected_TK: Tensor | None, start: int) -> None:
-    """Within twice the error that the bf16 torch op has against float32, plus one unit of the largest value."""
+    """Within twice the error that the bf16 torch op has against float32, plus one unit of the
+    largest value.
+    """
     tokens, heads, width = q_THD.shape
     positions_T = start + torch.arange(tokens, device="cuda")
     sink_H, frequencies = normal(heads, seed=9), inv_freq(keys.ring.rope_width)
@@ -93,18 +118,27 @@ def check(q_THD: Tensor, keys: KeySet, selected_TK: Tensor | None, start: int) -
     assert out.shape == q_THD.shape
     assert out.dtype == torch.bfloat16
     peak = exact.abs().amax(-1, keepdim=True)
-    error, allowed = (out.float() - exact).abs(), 2 * (rounded.float() - exact).abs().amax(-1, keepdim=True)
+    error, allowed = (
+        (out.float() - exact).abs(),
+        2 * (rounded.float() - exact).abs().amax(-1, keepdim=True),
+    )
     allowed = allowed + 2**-8 * peak
     bad = ~(error <= allowed)
     where = bad.nonzero()[:4].tolist()
-    assert not bool(bad.any()), f"{int(bad.sum())} of {bad.numel()} wrong, first {where}, error {float(error.max())}"
+    assert not bool(bad.any()), (
+        f"{int(bad.sum())} of {bad.numel()} wrong, first {where}, error {float(error.max())}"
+    )
     assert relative_error(out, exact) < 1.2 * relative_error(rounded, exact) + 5e-4
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 @pytest.mark.parametrize(("heads", "listed"), [(128, 1024), (64, 512), (4, 64), (20, 3)])
-@pytest.mark.parametrize(("start", "tokens"), [(0, 1), (3, 2), (127, 1), (500, 3), (2047, 1), (5600, 1), (5590, 8)])
-def test_selected_entries(format: RowFormat, heads: int, listed: int, start: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("start", "tokens"), [(0, 1), (3, 2), (127, 1), (500, 3), (2047, 1), (5600, 1), (5590, 8)]
+)
+def test_selected_entries(
+    format: RowFormat, heads: int, listed: int, start: int, tokens: int
+) -> None:
     q_THD = normal(tokens, heads, HEAD_DIM, seed=5).bfloat16()
     check(q_THD, random_keys(CSA, format), selection(tokens, start, listed), start)
 
@@ -115,13 +149,17 @@ def test_selected_entries(format: RowFormat, heads: int, listed: int, start: int
 @pytest.mark.parametrize("start", [0, 1, 126, 127, 128, 255, 4095, 65_535, 170_000, 1_000_000])
 def test_all_complete_entries(format: RowFormat, heads: int, ratio: int, start: int) -> None:
     tokens = 1 + start % 3
-    check(normal(tokens, heads, HEAD_DIM, seed=6).bfloat16(), random_keys(ratio, format), None, start)
+    check(
+        normal(tokens, heads, HEAD_DIM, seed=6).bfloat16(), random_keys(ratio, format), None, start
+    )
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 @pytest.mark.parametrize(("heads", "tokens"), [(128, 1), (64, 1), (4, 1), (128, 2), (64, 8)])
 @pytest.mark.parametrize("start", [100, 128 * 1920 - 2, 128 * 1930, 128 * 8200 + 5])
-def test_a_million_tokens_of_context(format: RowFormat, heads: int, tokens: int, start: int) -> None:
+def test_a_million_tokens_of_context(
+    format: RowFormat, heads: int, tokens: int, start: int
+) -> None:
     """Room for 8200 entries; from 2048 keys on several clusters share them."""
     q_THD = normal(tokens, heads, HEAD_DIM, seed=7).bfloat16()
     check(q_THD, random_keys(HCA, format, entries=8200), None, start)
@@ -131,14 +169,18 @@ def test_replay_where_clusters_share_the_keys() -> None:
     keys, start = random_keys(HCA, RowFormat.KV_FP8, entries=5000), 128 * 4000
     q_THD, sink_H = normal(1, 64, HEAD_DIM, seed=5).bfloat16(), normal(64, seed=9)
     positions_T, frequencies = torch.tensor([start]).cuda(), inv_freq()
-    assert_replay_is_eager(lambda: sparse_attention(q_THD, keys, None, sink_H, positions_T, frequencies))
+    op = PreparedOp(RECORDED, q_THD, keys, None, sink_H, positions_T, frequencies)
+    assert_replay_is_eager(op.run)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 1e4])
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 def test_queries_of_any_size(format: RowFormat, scale: float) -> None:
     check(
-        normal(1, 64, HEAD_DIM, seed=8, scale=scale).bfloat16(), random_keys(CSA, format), selection(1, 700, 512), 700
+        normal(1, 64, HEAD_DIM, seed=8, scale=scale).bfloat16(),
+        random_keys(CSA, format),
+        selection(1, 700, 512),
+        700,
     )
 
 
@@ -146,9 +188,14 @@ def test_queries_of_any_size(format: RowFormat, scale: float) -> None:
 @pytest.mark.parametrize(("width", "rope_width"), [(64, 16), (32, 8), (96, 32), (20, 6), (512, 32)])
 @pytest.mark.parametrize("ratio", [CSA, HCA])
 @pytest.mark.parametrize("tokens", [2, 20])
-def test_other_geometries(format: RowFormat, width: int, rope_width: int, ratio: int, tokens: int) -> None:
+def test_other_geometries(
+    format: RowFormat, width: int, rope_width: int, ratio: int, tokens: int
+) -> None:
     keys = KeySet(
-        row_cache(160, format, 1, width, rope_width), row_cache(60, format, 3, width, rope_width), ratio, WINDOW
+        row_cache(160, format, 1, width, rope_width),
+        row_cache(60, format, 3, width, rope_width),
+        ratio,
+        WINDOW,
     )
     selected_TK = selection(tokens, 200, 12, 60) if ratio == CSA else None
     check(normal(tokens, 3, width, seed=5).bfloat16(), keys, selected_TK, 200)
@@ -193,7 +240,9 @@ def test_entries_outside_the_cache_are_not_read() -> None:
     q_THD, sink_H = normal(1, 64, HEAD_DIM, seed=5).bfloat16(), normal(64, seed=9)
     outside = torch.tensor([[4, ENTRIES, 1 << 40, -5, 7]]).cuda()
     found = sparse_attention(q_THD, keys, outside, sink_H, positions_T, inv_freq())
-    expected = sparse_attention(q_THD, keys, torch.tensor([[4, -1, -1, -1, 7]]).cuda(), sink_H, positions_T, inv_freq())
+    expected = sparse_attention(
+        q_THD, keys, torch.tensor([[4, -1, -1, -1, 7]]).cuda(), sink_H, positions_T, inv_freq()
+    )
     assert torch.equal(found, expected)
 
 
@@ -206,11 +255,9 @@ def test_graph_replay_and_no_synchronisation(format: RowFormat, ratio: int, toke
     q_THD, sink_H = normal(tokens, 128, HEAD_DIM, seed=5).bfloat16(), normal(128, seed=9)
     positions_T, frequencies = start + torch.arange(tokens, device="cuda"), inv_freq()
 
-    def call() -> Tensor:
-        return sparse_attention(q_THD, keys, selected_TK, sink_H, positions_T, frequencies)
-
-    assert_replay_is_eager(call)
-    assert_no_synchronisation(call)
+    op = PreparedOp(RECORDED, q_THD, keys, selected_TK, sink_H, positions_T, frequencies)
+    assert_replay_is_eager(op.run)
+    assert_no_synchronisation(op.run)
 
 
 def test_nothing_but_the_output_is_written() -> None:
@@ -219,7 +266,14 @@ def test_nothing_but_the_output_is_written() -> None:
     data, check_data = guarded(keys.ring.data)
     before = data.clone()
     keys = replace(keys, ring=replace(keys.ring, data=data))
-    sparse_attention(q_THD, keys, selected_TK, normal(64, seed=9), 3000 + torch.arange(2, device="cuda"), inv_freq())
+    sparse_attention(
+        q_THD,
+        keys,
+        selected_TK,
+        normal(64, seed=9),
+        3000 + torch.arange(2, device="cuda"),
+        inv_freq(),
+    )
     check_q()
     check_data()
     assert torch.equal(data, before)
@@ -247,4 +301,6 @@ def test_bad_input_is_named(name: str, broken: dict[str, Tensor]) -> None:
     }
     q, selected, sink, positions, frequencies = ({**given, **broken}[key].cuda() for key in given)
     with pytest.raises(ValueError, match=f"{name}.*: found .* expected"):
-        sparse_attention(q, random_keys(CSA, RowFormat.KV_FP8), selected, sink, positions, frequencies)
+        sparse_attention(
+            q, random_keys(CSA, RowFormat.KV_FP8), selected, sink, positions, frequencies
+        )

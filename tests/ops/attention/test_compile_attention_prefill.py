@@ -2,24 +2,32 @@
 
 import pytest
 
-from dsv4.launch import loader
+from dsv4.launch.compiler import compile_source
+from dsv4.launch.target import ARCHITECTURES
+from tests.ops.attention.meta import Case
+from tests.ops.recorded import BLACKWELL, HOPPER
 from tests.ops.sass import resources
 
+CASES = {"real": Case(64, 4, 512), "tiny": Case(4, 4, 16, width=64, rope_width=16)}
 
-@pytest.mark.parametrize("architecture", loader.ARCHITECTURES)
-@pytest.mark.parametrize("geometry", [(512, 64), (64, 16)], ids=["real", "tiny"])
-def test_compiles_without_spills(architecture: str, geometry: tuple[int, int]) -> None:
-    compiled = loader.compile_source("attention_prefill", architecture, (("DIM", geometry[0]), ("ROPE", geometry[1])))
-    found = resources(compiled.log)
-    assert set(found) == {"attention_prefill", "attention_prefill_decode"}
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_without_spills(architecture: str, name: str) -> None:
+    dequantize, attend = (launch.shape.kernel for launch in CASES[name].record(512, BLACKWELL))
+    assert (dequantize.source, dequantize.defines) == (attend.source, attend.defines)
+    found = resources(compile_source(attend.source, architecture, attend.defines).log)
+    assert set(found) == {"attention_prefill", "attention_prefill_dequantize"}
     assert {spills for _, spills in found.values()} == {0}
 
 
 def test_wgmma_products_are_not_serialised() -> None:
-    """The assembler says so when it has to wait after every product because accumulators are touched in between.
+    """The assembler says so when it has to wait after every product because accumulators are
+    touched in between.
 
     One or two loop constants may spill: the accumulators fill the registers.
     """
-    compiled = loader.compile_source("attention_prefill_sm90", "sm_90a", (("DIM", 512), ("ROPE", 64)))
+    *_, attend = (launch.shape.kernel for launch in CASES["real"].record(512, HOPPER))
+    compiled = compile_source(attend.source, "sm_90a", attend.defines)
     assert resources(compiled.log)["attention_prefill_sm90"][1] <= 32
     assert "serialized" not in compiled.log

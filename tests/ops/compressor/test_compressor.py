@@ -12,8 +12,8 @@ from torch import Tensor
 from dsv4.cache_rows import RowCache, RowFormat, pack_kv_rows
 from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights, history_tokens
 from dsv4.ops.compressor import compress as torch_compress
+from tests.ops import forms
 from tests.ops.cases import EPS, VECTORS, assert_near, exact_rope, exact_sylvester, inv_freq, normal
-from tests.ops.conftest import op_part
 
 Compress = Callable[[Tensor, Tensor, Tensor, CompressorWeights, CompressedState], None]
 
@@ -24,26 +24,34 @@ BOUNDARIES = (1, 2, 3, 4, 5, 7, 8, 9, 126, 127, 128, 129, 130, 254, 255, 256, 25
 
 @pytest.fixture
 def compress(backend: str) -> Compress:
-    return op_part(backend, "compressor", "compress")
+    return forms.part(backend, torch_compress, forms.compress)
 
 
 def columns(ratio: int) -> int:
     return 2 * WIDTH if ratio == 4 else WIDTH
 
 
-def weights_for(ratio: int, rotate_keys: bool = False, compute_dtype: torch.dtype = torch.float32) -> CompressorWeights:
+def weights_for(
+    ratio: int, rotate_keys: bool = False, compute_dtype: torch.dtype = torch.float32
+) -> CompressorWeights:
     ape, norm = normal(ratio, columns(ratio), seed=100), normal(WIDTH, seed=101)
     return CompressorWeights(ape, norm, inv_freq(ratio), EPS, ratio, rotate_keys, compute_dtype)
 
 
 def unit_norm(weights: CompressorWeights, width: int) -> CompressorWeights:
-    """The same pooling without normalisation or rotation: an eps of 1e12 makes the root mean square 1e6."""
+    """The same pooling without normalisation or rotation: an eps of 1e12 makes the root mean square
+    1e6.
+    """
     norm, still = torch.full((width,), 1e6), torch.zeros_like(weights.inv_freq)
     return CompressorWeights(weights.ape, norm, still, 1e12, weights.ratio, False, torch.float32)
 
 
 def empty_state(
-    ratio: int, slots: int, format: RowFormat = RowFormat.PLAIN, junk: float = torch.nan, width: int = WIDTH
+    ratio: int,
+    slots: int,
+    format: RowFormat = RowFormat.PLAIN,
+    junk: float = torch.nan,
+    width: int = WIDTH,
 ) -> CompressedState:
     """Every row and the whole ring hold ``junk``, as an earlier sequence might have left them."""
     device = torch.get_default_device()
@@ -56,7 +64,9 @@ def empty_state(
 
 
 def projections(tokens: int, ratio: int, seed: int = 102) -> tuple[Tensor, Tensor]:
-    return normal(tokens, columns(ratio), seed=seed), normal(tokens, columns(ratio), seed=seed + 1, scale=2.0)
+    return normal(tokens, columns(ratio), seed=seed), normal(
+        tokens, columns(ratio), seed=seed + 1, scale=2.0
+    )
 
 
 def feed(
@@ -72,7 +82,9 @@ def feed(
 
 
 def exact_pool(kv: Tensor, score: Tensor, ape: Tensor, ratio: int, m: int) -> Tensor:
-    """Entry m before normalisation: one softmax per channel over the tokens of its window or windows, float64."""
+    """Entry m before normalisation: one softmax per channel over the tokens of its window or
+    windows, float64.
+    """
     width = kv.shape[1] // 2 if ratio == 4 else kv.shape[1]
     terms = [(t, width if ratio == 4 else 0) for t in range(ratio * m, ratio * (m + 1))]
     if ratio == 4 and m > 0:
@@ -85,7 +97,7 @@ def exact_pool(kv: Tensor, score: Tensor, ape: Tensor, ratio: int, m: int) -> Te
 
 
 def exact_entry(tokens: tuple[Tensor, Tensor], weights: CompressorWeights, m: int) -> Tensor:
-    """The row before quantisation; rounded to the compute dtype where the spec rounds."""
+    """The row before quantisation, rounded where model.md#compressor rounds."""
     dtype = weights.compute_dtype
     pooled = exact_pool(*tokens, weights.ape, weights.ratio, m).to(dtype).double()
     normed = pooled * (pooled.square().mean() + weights.norm_eps) ** -0.5 * weights.norm.double()
@@ -118,18 +130,31 @@ def test_published_overlapping_pool(compress: Compress) -> None:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_lesson_05_the_positional_bias_is_in_the_softmax_only(compress: Compress, ratio: int) -> None:
-    """Equal contents pool to that content whatever the gate says, so no bias may have been added to it."""
+def test_lesson_05_the_positional_bias_is_in_the_softmax_only(
+    compress: Compress, ratio: int
+) -> None:
+    """Equal contents pool to that content whatever the gate says, so no bias may have been added to
+    it.
+    """
     count = 2 * ratio
     _, score = projections(count, ratio)
     content = normal(columns(ratio), seed=1)
     content[-WIDTH:] = content[:WIDTH]
     state = empty_state(ratio, 2)
-    feed(compress, state, (content.expand(count, -1), score), 0, count, unit_norm(weights_for(ratio), WIDTH))
+    feed(
+        compress,
+        state,
+        (content.expand(count, -1), score),
+        0,
+        count,
+        unit_norm(weights_for(ratio), WIDTH),
+    )
     torch.testing.assert_close(state.rows.data, content[:WIDTH].expand(2, -1), rtol=2e-6, atol=1e-6)
 
 
-def test_lesson_09_decoding_keeps_the_previous_window_of_overlapping_pools(compress: Compress) -> None:
+def test_lesson_09_decoding_keeps_the_previous_window_of_overlapping_pools(
+    compress: Compress,
+) -> None:
     """Token by token, entry 1 still holds the first half of tokens 0 to 3."""
     weights, tokens, state = weights_for(4), projections(8, 4), empty_state(4, 2)
     for t in range(8):
@@ -139,8 +164,12 @@ def test_lesson_09_decoding_keeps_the_previous_window_of_overlapping_pools(compr
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("split", [0, 9], ids=["one_chunk", "two_chunks"])
-def test_spec11_a04_every_entry_is_rotated_at_its_own_window(compress: Compress, ratio: int, split: int) -> None:
-    """Equal tokens pool to equal contents, so rows differ by rotation alone: entry m at position ratio · m."""
+def test_spec11_a04_every_entry_is_rotated_at_its_own_window(
+    compress: Compress, ratio: int, split: int
+) -> None:
+    """Equal tokens pool to equal contents, so rows differ by rotation alone: entry m at position
+    ratio · m.
+    """
     weights, count = weights_for(ratio), 5 * ratio
     kv, score = (part[:1].expand(count, -1) for part in projections(1, ratio))
     state = empty_state(ratio, 5)
@@ -160,25 +189,45 @@ def written_entries(state: CompressedState) -> list[bool]:
 def test_spec11_b06_entries_appear_exactly_when_their_window_is_complete(
     compress: Compress, ratio: int, count: int
 ) -> None:
-    weights, tokens, state = weights_for(ratio), projections(count, ratio), empty_state(ratio, count // ratio + 2)
+    weights, tokens, state = (
+        weights_for(ratio),
+        projections(count, ratio),
+        empty_state(ratio, count // ratio + 2),
+    )
     feed(compress, state, tokens, 0, count, weights)
     assert written_entries(state) == [m < count // ratio for m in range(count // ratio + 2)]
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_spec11_b06_decoding_writes_an_entry_with_the_last_token_of_its_window(compress: Compress, ratio: int) -> None:
+def test_spec11_b06_decoding_writes_an_entry_with_the_last_token_of_its_window(
+    compress: Compress, ratio: int
+) -> None:
     count = BOUNDARIES[-1]
-    weights, tokens, state = weights_for(ratio), projections(count, ratio), empty_state(ratio, count // ratio + 2)
+    weights, tokens, state = (
+        weights_for(ratio),
+        projections(count, ratio),
+        empty_state(ratio, count // ratio + 2),
+    )
     for t in range(count):
         feed(compress, state, tokens, t, t + 1, weights)
-        assert written_entries(state) == [m < (t + 1) // ratio for m in range(count // ratio + 2)], f"token {t}"
+        assert written_entries(state) == [
+            m < (t + 1) // ratio for m in range(count // ratio + 2)
+        ], f"token {t}"
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("format", [RowFormat.PLAIN, RowFormat.KV_FP8], ids=lambda format: format.value)
-def test_spec11_b07_tokens_inside_a_window_touch_no_slot(compress: Compress, ratio: int, format: RowFormat) -> None:
+@pytest.mark.parametrize(
+    "format", [RowFormat.PLAIN, RowFormat.KV_FP8], ids=lambda format: format.value
+)
+def test_spec11_b07_tokens_inside_a_window_touch_no_slot(
+    compress: Compress, ratio: int, format: RowFormat
+) -> None:
     """Slot 0 included, where a masked write to a clamped index would land."""
-    weights, tokens, state = weights_for(ratio), projections(2 * ratio, ratio), empty_state(ratio, 3, format)
+    weights, tokens, state = (
+        weights_for(ratio),
+        projections(2 * ratio, ratio),
+        empty_state(ratio, 3, format),
+    )
     feed(compress, state, tokens, 0, ratio, weights)
     before = state.rows.data.clone().view(torch.uint8)
     for t in range(ratio, 2 * ratio - 1):
@@ -196,7 +245,11 @@ def rows_after(compress: Compress, chunks: list[int], ratio: int, format: RowFor
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-@given(chunks=st.lists(st.integers(1, 150) | st.integers(1, 9), min_size=1, max_size=8).filter(lambda c: sum(c) <= 300))
+@given(
+    chunks=st.lists(st.integers(1, 150) | st.integers(1, 9), min_size=1, max_size=8).filter(
+        lambda c: sum(c) <= 300
+    )
+)
 def test_any_chunking_gives_the_same_bytes_as_one_shot(ratio: int, chunks: list[int]) -> None:
     one_shot = rows_after(torch_compress, [sum(chunks)], ratio, RowFormat.PLAIN)
     assert torch.equal(rows_after(torch_compress, chunks, ratio, RowFormat.PLAIN), one_shot)
@@ -205,12 +258,16 @@ def test_any_chunking_gives_the_same_bytes_as_one_shot(ratio: int, chunks: list[
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("step", [1, 3, 7, 64, 127, 129])
-@pytest.mark.parametrize("format", [RowFormat.PLAIN, RowFormat.KV_FP8], ids=lambda format: format.value)
+@pytest.mark.parametrize(
+    "format", [RowFormat.PLAIN, RowFormat.KV_FP8], ids=lambda format: format.value
+)
 def test_equal_chunks_give_the_same_bytes_as_one_shot(
     compress: Compress, ratio: int, step: int, format: RowFormat
 ) -> None:
     chunks = [min(step, 300 - start) for start in range(0, 300, step)]
-    assert torch.equal(rows_after(compress, chunks, ratio, format), rows_after(compress, [300], ratio, format))
+    assert torch.equal(
+        rows_after(compress, chunks, ratio, format), rows_after(compress, [300], ratio, format)
+    )
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -219,9 +276,15 @@ def test_equal_chunks_give_the_same_bytes_as_one_shot(
 def test_a_rejected_draft_can_be_taken_back(
     compress: Compress, ratio: int, start: int, drafted: int, accepted: int
 ) -> None:
-    """Draft tokens are fed in one step, all but the accepted ones are replaced: rows as if they had never been."""
+    """Draft tokens are fed in one step, all but the accepted ones are replaced: rows as if they had
+    never been.
+    """
     count = start + accepted + ratio + 8
-    weights, tokens, wrong = weights_for(ratio), projections(count, ratio), projections(count + 8, ratio, seed=900)
+    weights, tokens, wrong = (
+        weights_for(ratio),
+        projections(count, ratio),
+        projections(count + 8, ratio, seed=900),
+    )
     state, straight = empty_state(ratio, count // ratio + 9), empty_state(ratio, count // ratio + 9)
     feed(compress, state, tokens, 0, start, weights)
     draft = tuple(
@@ -240,7 +303,9 @@ def test_a_rejected_draft_can_be_taken_back(
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("junk", [1e30, torch.inf, torch.nan])
 @pytest.mark.parametrize("first", [1, 3, 300])
-def test_a_new_sequence_sees_nothing_of_an_earlier_one(compress: Compress, ratio: int, junk: float, first: int) -> None:
+def test_a_new_sequence_sees_nothing_of_an_earlier_one(
+    compress: Compress, ratio: int, junk: float, first: int
+) -> None:
     """A ring full of anything, NaN included, gives the rows of a fresh ring."""
     weights, tokens = weights_for(ratio), projections(300, ratio)
     states = [empty_state(ratio, 80, junk=value) for value in (junk, 0.0)]
@@ -281,7 +346,9 @@ def test_ring_holds_the_history_and_the_longest_draft(ratio: int, slots: int) ->
 
 
 def test_infinite_scores_of_one_token_take_the_whole_pool(compress: Compress) -> None:
-    """A gate of 1e30 makes one token the entry; float32 softmax subtracts the maximum and stays finite."""
+    """A gate of 1e30 makes one token the entry; float32 softmax subtracts the maximum and stays
+    finite.
+    """
     tokens, state = projections(4, 4), empty_state(4, 1)
     tokens[1][2] = 1e30
     feed(compress, state, tokens, 0, 4, unit_norm(weights_for(4), WIDTH))

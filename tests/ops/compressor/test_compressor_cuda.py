@@ -9,11 +9,13 @@ from torch import Tensor
 from dsv4.cache_rows import RowCache, RowFormat
 from dsv4.ops import compressor as reference
 from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights, history_tokens
-from dsv4.ops.compressor.cuda import compress
+from dsv4.ops.immediate import PreparedOp, immediately
+from tests.ops import forms
 from tests.ops.cases import EPS, inv_freq, normal
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager
 
 pytestmark = pytest.mark.gpu
+compress = immediately(forms.compress)
 
 # ratio, width of a row, format: the main compressors of both kinds, the indexer's, and plain rows.
 SHAPES = {
@@ -26,7 +28,26 @@ SHAPES = {
     "narrow_csa": (4, 96, RowFormat.KV_FP8),
     "narrow_hca": (128, 96, RowFormat.KV_FP8),
 }
-EDGES = (0, 3, 4, 7, 8, 120, 121, 127, 128, 129, 251, 255, 256, 511, 512, 1_048_560, 1_048_571, 1_048_575)
+EDGES = (
+    0,
+    3,
+    4,
+    7,
+    8,
+    120,
+    121,
+    127,
+    128,
+    129,
+    251,
+    255,
+    256,
+    511,
+    512,
+    1_048_560,
+    1_048_571,
+    1_048_575,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +144,9 @@ def test_a_whole_chunk(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("chunks", [[1] * 520, [8] * 65, [3, 5, 200, 1, 1, 8, 7, 40, 255], [300, *[1] * 220]])
+@pytest.mark.parametrize(
+    "chunks", [[1] * 520, [8] * 65, [3, 5, 200, 1, 1, 8, 7, 40, 255], [300, *[1] * 220]]
+)
 def test_any_chunking_gives_the_same_bytes(name: str, chunks: list[int]) -> None:
     weights, (kv_TW, score_TW) = weights_for(name), projections(520, name)
     one_shot, state = (state_for(name, 520 // SHAPES[name][0] + 1, seed) for seed in (3, 30))
@@ -144,9 +167,13 @@ def test_any_chunking_gives_the_same_bytes(name: str, chunks: list[int]) -> None
 def test_columns_of_a_wider_tensor(name: str, tokens: int) -> None:
     weights, state = weights_for(name), state_for(name, 70)
     kv_TW, score_TW = projections(tokens, name)
-    wide = torch.cat((normal(tokens, 24, seed=8), kv_TW, score_TW, normal(tokens, 8, seed=9)), dim=1)
+    wide = torch.cat(
+        (normal(tokens, 24, seed=8), kv_TW, score_TW, normal(tokens, 8, seed=9)), dim=1
+    )
     width, position_T, other = kv_TW.shape[1], torch.arange(127, 127 + tokens), twin(state)
-    compress(wide[:, 24 : 24 + width], wide[:, 24 + width : 24 + 2 * width], position_T, weights, state)
+    compress(
+        wide[:, 24 : 24 + width], wide[:, 24 + width : 24 + 2 * width], position_T, weights, state
+    )
     compress(kv_TW, score_TW, position_T, weights, other)
     for found, expected in zip(buffers(state), buffers(other), strict=True):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
@@ -155,22 +182,31 @@ def test_columns_of_a_wider_tensor(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("name", ["csa", "index", "hca"])
 @pytest.mark.parametrize(("start", "tokens"), [(127, 1), (126, 1), (120, 8), (100, 60)])
 def test_replay_equals_the_eager_call(name: str, start: int, tokens: int) -> None:
-    weights, state, position_T = weights_for(name), state_for(name, 50), torch.arange(start, start + tokens)
+    weights, state, position_T = (
+        weights_for(name),
+        state_for(name, 50),
+        torch.arange(start, start + tokens),
+    )
     kv_TW, score_TW = projections(tokens, name)
-
-    def call() -> list[Tensor]:
-        compress(kv_TW, score_TW, position_T, weights, state)
-        return []
-
-    assert_replay_is_eager(call, buffers(state))
-    assert_no_synchronisation(call)
+    op = PreparedOp(forms.compress, kv_TW, score_TW, position_T, weights, state)
+    assert_replay_is_eager(op.run, buffers(state))
+    assert_no_synchronisation(op.run)
 
 
-def test_no_tokens_and_wrong_arguments() -> None:
+@pytest.mark.parametrize("name", ["csa", "index", "hca"])
+@pytest.mark.parametrize("tokens", [9, 130, 299, 300])
+def test_a_recording_serves_shorter_chunks_with_the_same_bytes(name: str, tokens: int) -> None:
+    weights, state, position_T = weights_for(name), state_for(name, 120), torch.arange(100, 400)
+    kv_TW, score_TW = projections(300, name)
+    other = twin(state)
+    PreparedOp(forms.compress, kv_TW, score_TW, position_T, weights, state).run(tokens)
+    compress(kv_TW[:tokens], score_TW[:tokens], position_T[:tokens], weights, other)
+    for found, expected in zip(buffers(state), buffers(other), strict=True):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_wrong_arguments() -> None:
     weights, state = weights_for("csa"), state_for("csa", 4)
-    before = [part.clone() for part in buffers(state)]
-    compress(*projections(0, "csa"), torch.arange(0), weights, state)
-    assert all(torch.equal(one, two) for one, two in zip(before, buffers(state), strict=True))
     kv_TW, score_TW = projections(2, "csa")
     with pytest.raises(ValueError, match=r"kv_TW: found torch\.bfloat16"):
         compress(kv_TW.bfloat16(), score_TW, torch.arange(2), weights, state)

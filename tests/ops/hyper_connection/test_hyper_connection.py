@@ -16,7 +16,9 @@ STREAMS, MIXES = 4, 24
 
 def seam(width: int, seed: int) -> HcWeights:
     fn = normal(MIXES, STREAMS * width, seed=seed, scale=width**-0.5)
-    return HcWeights(fn, normal(MIXES, seed=seed + 1), torch.tensor([0.9, 1.1, 0.5]), EPS, EPS, sinkhorn_iters=20)
+    return HcWeights(
+        fn, normal(MIXES, seed=seed + 1), torch.tensor([0.9, 1.1, 0.5]), EPS, EPS, sinkhorn_iters=20
+    )
 
 
 def sigmoid(value: float) -> float:
@@ -44,9 +46,13 @@ def exact_collapse(pre: list[float], streams_ME: Tensor) -> Tensor:
     return (torch.tensor(pre, dtype=torch.float64)[:, None] * streams_ME.double()).sum(0)
 
 
-def assert_normalised_collapse(x_E: Tensor, pre: list[float], streams_ME: Tensor, norm_weight: Tensor) -> None:
+def assert_normalised_collapse(
+    x_E: Tensor, pre: list[float], streams_ME: Tensor, norm_weight: Tensor
+) -> None:
     """x = rms_norm(Σ pre_i · x_i), the sum rounded to the dtype of x."""
-    assert_rounded_twice(x_E, exact_collapse(pre, streams_ME), lambda u_E: exact_norm(u_E, norm_weight))
+    assert_rounded_twice(
+        x_E, exact_collapse(pre, streams_ME), lambda u_E: exact_norm(u_E, norm_weight)
+    )
 
 
 def exact_mixes(streams: Tensor, fn: Tensor, eps: float) -> list[float]:
@@ -68,39 +74,58 @@ def test_hc_pre_equals_the_formula(ops: Ops, dtype: torch.dtype, size: float) ->
         m = exact_mixes(streams, weights.fn, EPS)
         pre = [sigmoid(m[i] * scale[0] + base[i]) + EPS for i in range(4)]
         post = [2 * sigmoid(m[4 + i] * scale[1] + base[4 + i]) for i in range(4)]
-        logits = [[m[8 + 4 * j + k] * scale[2] + base[8 + 4 * j + k] for k in range(4)] for j in range(4)]
+        logits = [
+            [m[8 + 4 * j + k] * scale[2] + base[8 + 4 * j + k] for k in range(4)] for j in range(4)
+        ]
         assert_normalised_collapse(x_TE[t], pre, streams, norm_weight)
         assert post_TM[t].tolist() == pytest.approx(post, rel=1e-5)
         exact = exact_sinkhorn(logits, 20, EPS)
-        assert comb_TMM[t].flatten().tolist() == pytest.approx([v for row in exact for v in row], rel=1e-5)
+        assert comb_TMM[t].flatten().tolist() == pytest.approx(
+            [v for row in exact for v in row], rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_hc_post_mixes_over_the_first_index_of_comb(ops: Ops, dtype: torch.dtype) -> None:
-    y_TE, streams_TME = normal(2, 32, seed=6, dtype=dtype), normal(2, STREAMS, 32, seed=7, dtype=dtype)
+    y_TE, streams_TME = (
+        normal(2, 32, seed=6, dtype=dtype),
+        normal(2, STREAMS, 32, seed=7, dtype=dtype),
+    )
     post_TM, comb_TMM = normal(2, STREAMS, seed=8), normal(2, STREAMS, STREAMS, seed=9)
     out = ops.hc_post(y_TE, streams_TME, post_TM, comb_TMM)
     assert out.dtype == dtype
     y, x, post, comb = y_TE.double(), streams_TME.double(), post_TM.double(), comb_TMM.double()
     for k in range(STREAMS):
-        exact = post[:, k, None] * y + sum((comb[:, j, k, None] * x[:, j] for j in range(STREAMS)), torch.zeros(1))
+        exact = post[:, k, None] * y + sum(
+            (comb[:, j, k, None] * x[:, j] for j in range(STREAMS)), torch.zeros(1)
+        )
         assert_rounded_once(out[:, k], exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_hc_seam_is_post_then_pre_of_the_rounded_streams(ops: Ops, dtype: torch.dtype, tokens: int) -> None:
+def test_hc_seam_is_post_then_pre_of_the_rounded_streams(
+    ops: Ops, dtype: torch.dtype, tokens: int
+) -> None:
     weights, norm_weight = seam(64, seed=20), normal(64, seed=21)
     y_TE = normal(tokens, 64, seed=22, dtype=dtype)
     streams_TME = normal(tokens, STREAMS, 64, seed=23, dtype=dtype)
-    mixing = 2 * normal(tokens, STREAMS, seed=24).sigmoid(), normal(tokens, STREAMS, STREAMS, seed=25).softmax(1)
+    mixing = (
+        2 * normal(tokens, STREAMS, seed=24).sigmoid(),
+        normal(tokens, STREAMS, STREAMS, seed=25).softmax(1),
+    )
     before_TME = streams_TME.clone()
-    found_TME, x_TE, post_TM, comb_TMM = ops.hc_seam(y_TE, streams_TME, *mixing, weights, norm_weight)
+    found_TME, x_TE, post_TM, comb_TMM = ops.hc_seam(
+        y_TE, streams_TME, *mixing, weights, norm_weight
+    )
     assert torch.equal(streams_TME, before_TME), "the streams before the seam are not overwritten"
     assert (found_TME.dtype, x_TE.dtype) == (dtype, dtype)
     post, comb = (part.double() for part in mixing)
     for k in range(STREAMS):
-        mixed = sum((comb[:, j, k, None] * streams_TME[:, j].double() for j in range(STREAMS)), torch.zeros(1))
+        mixed = sum(
+            (comb[:, j, k, None] * streams_TME[:, j].double() for j in range(STREAMS)),
+            torch.zeros(1),
+        )
         assert_rounded_once(found_TME[:, k], post[:, k, None] * y_TE.double() + mixed)
     expected = TORCH.hc_pre(found_TME, weights, norm_weight)
     base, scale = weights.base.tolist(), weights.scale.tolist()
@@ -113,13 +138,16 @@ def test_hc_seam_is_post_then_pre_of_the_rounded_streams(ops: Ops, dtype: torch.
 
 
 def test_published_split(ops: Ops) -> None:
-    """Streams 2·e_i have mean square 1 and show pre one by one, up to the norm; fn reads the mixes out of the first
-    value.
+    """Streams 2·e_i have mean square 1 and show pre one by one, up to the norm.
+
+    fn reads the mixes out of the first value.
     """
     case = VECTORS["hc_split"]
     fn = torch.zeros(MIXES, STREAMS * STREAMS)
     fn[:, 0] = torch.tensor(case["mixes"]) / 2
-    weights = HcWeights(fn, torch.tensor(case["base"]), torch.tensor(case["scale"]), 0.0, EPS, sinkhorn_iters=20)
+    weights = HcWeights(
+        fn, torch.tensor(case["base"]), torch.tensor(case["scale"]), 0.0, EPS, sinkhorn_iters=20
+    )
     x, post, comb = ops.hc_pre(2 * torch.eye(STREAMS)[None], weights, torch.ones(STREAMS))
     mean_square = sum(value**2 for value in case["pre"]) / STREAMS
     assert (x[0] * mean_square**0.5).tolist() == pytest.approx(case["pre"], abs=2e-7)
@@ -146,7 +174,9 @@ def test_sinkhorn_ends_with_columns() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [1.0, 1e-3], ids=["normal", "where_eps_matters"])
 def test_hc_head_is_a_sigmoid_collapse(ops: Ops, dtype: torch.dtype, size: float) -> None:
-    weights = HcHeadWeights(normal(4, 256, seed=11), normal(4, seed=12), torch.tensor([0.7]), EPS, EPS)
+    weights = HcHeadWeights(
+        normal(4, 256, seed=11), normal(4, seed=12), torch.tensor([0.7]), EPS, EPS
+    )
     streams_TME = normal(2, STREAMS, 64, seed=13, dtype=dtype, scale=size)
     norm_weight = normal(64, seed=17)
     z_TE = ops.hc_head(streams_TME, weights, norm_weight)
@@ -162,19 +192,12 @@ def test_sinkhorn_counts_its_first_softmax(iterations: int) -> None:
     logits = normal(4, 4, seed=14, scale=4.0)
     exact = exact_sinkhorn(logits.tolist(), iterations, EPS)
     found = sinkhorn(logits[None], iterations, EPS)[0].tolist()
-    assert [v for row in found for v in row] == pytest.approx([v for row in exact for v in row], rel=2e-6)
+    assert [v for row in found for v in row] == pytest.approx(
+        [v for row in exact for v in row], rel=2e-6
+    )
 
 
 def test_extreme_logits_stay_finite_and_doubly_stochastic() -> None:
     """A permutation with huge logits: eps keeps every division defined."""
     comb = sinkhorn(1e4 * torch.eye(4)[[1, 0, 3, 2]][None], 20, EPS)
     torch.testing.assert_close(comb[0], torch.eye(4)[[1, 0, 3, 2]], rtol=0, atol=1e-5)
-
-
-def test_no_tokens(ops: Ops) -> None:
-    streams_TME, weights, norm_weight = torch.empty(0, STREAMS, 64, dtype=torch.bfloat16), seam(64, 15), torch.ones(64)
-    x_TE, post_TM, comb_TMM = ops.hc_pre(streams_TME, weights, norm_weight)
-    assert (x_TE.shape, post_TM.shape, comb_TMM.shape) == ((0, 64), (0, 4), (0, 4, 4))
-    assert ops.hc_post(x_TE, streams_TME, post_TM, comb_TMM).shape == (0, STREAMS, 64)
-    parts = ops.hc_seam(x_TE, streams_TME, post_TM, comb_TMM, weights, norm_weight)
-    assert [part.shape for part in parts] == [(0, STREAMS, 64), (0, 64), (0, 4), (0, 4, 4)]

@@ -6,23 +6,55 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
-from dsv4.ops.hyper_connection.cuda import hc_head, hc_post, hc_pre, hc_seam
+from dsv4.launch.recording import Recording
+from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, decode, prefill
+from dsv4.ops.immediate import PreparedOp, immediately
 from tests.ops.cases import EPS, assert_rounded_once
+from tests.ops.forms import by_tokens
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, guarded, poison
 from tests.ops.rounding import assert_rounded_twice
 
 pytestmark = pytest.mark.gpu
 
 DECODE = [(1, 4, 7168), (2, 4, 7168), (8, 4, 7168), (1, 4, 4096), (7, 4, 4096)]
-PREFILL = [(9, 4, 7168), (16, 4, 7168), (17, 4, 4096), (300, 4, 7168), (513, 4, 4096), (1100, 4, 7168)]
+PREFILL = [
+    (9, 4, 7168),
+    (16, 4, 7168),
+    (17, 4, 4096),
+    (300, 4, 7168),
+    (513, 4, 4096),
+    (1100, 4, 7168),
+]
 ODD = [
-    *((1, 4, 2), (3, 4, 4), (1, 4, 96), (5, 1, 32), (2, 2, 64), (9, 3, 64), (8, 3, 200), (2, 8, 64)),
-    *((20, 8, 192), (17, 4, 36), (33, 4, 40), (12, 2, 1000), (64, 1, 8), (1, 4, 16_384), (10, 4, 9000)),
+    *(
+        (1, 4, 2),
+        (3, 4, 4),
+        (1, 4, 96),
+        (5, 1, 32),
+        (2, 2, 64),
+        (9, 3, 64),
+        (8, 3, 200),
+        (2, 8, 64),
+    ),
+    *(
+        (20, 8, 192),
+        (17, 4, 36),
+        (33, 4, 40),
+        (12, 2, 1000),
+        (64, 1, 8),
+        (1, 4, 16_384),
+        (10, 4, 9000),
+    ),
 ]
 SHAPES = [*DECODE, *PREFILL, *ODD]
 # Relative, of the pre, post and comb that follow from a mix; the mix itself is a float32 sum.
 MIX_BOUND = 2e-5
+
+
+hc_pre = immediately(by_tokens(decode.hc_pre, prefill.hc_pre))
+hc_seam = immediately(by_tokens(decode.hc_seam, prefill.hc_seam))
+hc_post = immediately(by_tokens(decode.hc_post, prefill.hc_post))
+hc_head = immediately(by_tokens(decode.hc_head, prefill.hc_head))
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +70,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def seam_weights(streams: int, width: int, spread: float = 1.0) -> HcWeights:
     mixes = (2 + streams) * streams
     fn = normal(mixes, streams * width) * (streams * width) ** -0.5
-    return HcWeights(fn, spread * normal(mixes), torch.tensor([0.9, 1.1, 0.5], device="cuda") * spread, EPS, EPS, 20)
+    return HcWeights(
+        fn,
+        spread * normal(mixes),
+        torch.tensor([0.9, 1.1, 0.5], device="cuda") * spread,
+        EPS,
+        EPS,
+        20,
+    )
 
 
 def mixing(tokens: int, streams: int) -> tuple[Tensor, Tensor]:
@@ -58,8 +97,14 @@ def exact_mixes(streams_TME: Tensor, fn: Tensor) -> Tensor:
 def exact_parts(streams_TME: Tensor, weights: HcWeights) -> tuple[Tensor, Tensor, Tensor]:
     streams = streams_TME.shape[1]
     sizes = [streams, streams, streams * streams]
-    mixes, bases = exact_mixes(streams_TME, weights.fn).split(sizes, dim=-1), weights.base.double().split(sizes)
-    logits = [mix * scale + base for mix, scale, base in zip(mixes, weights.scale.double(), bases, strict=True)]
+    mixes, bases = (
+        exact_mixes(streams_TME, weights.fn).split(sizes, dim=-1),
+        weights.base.double().split(sizes),
+    )
+    logits = [
+        mix * scale + base
+        for mix, scale, base in zip(mixes, weights.scale.double(), bases, strict=True)
+    ]
     comb = torch.softmax(logits[2].unflatten(-1, (streams, streams)), dim=-1) + EPS
     comb = comb / (comb.sum(-2, keepdim=True) + EPS)
     for _ in range(weights.sinkhorn_iters - 1):
@@ -68,7 +113,9 @@ def exact_parts(streams_TME: Tensor, weights: HcWeights) -> tuple[Tensor, Tensor
     return logits[0].sigmoid() + EPS, 2 * logits[1].sigmoid(), comb
 
 
-def assert_normalised(x_TE: Tensor, pre_TM: Tensor, streams_TME: Tensor, norm_weight: Tensor) -> None:
+def assert_normalised(
+    x_TE: Tensor, pre_TM: Tensor, streams_TME: Tensor, norm_weight: Tensor
+) -> None:
     def normalised(u_E: Tensor) -> Tensor:
         return u_E * (u_E.square().mean() + EPS) ** -0.5 * norm_weight.double()
 
@@ -77,9 +124,15 @@ def assert_normalised(x_TE: Tensor, pre_TM: Tensor, streams_TME: Tensor, norm_we
         assert_rounded_twice(x_E, u_E, normalised)
 
 
-def assert_pre(found: tuple[Tensor, ...], streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor) -> None:
+def assert_pre(
+    found: tuple[Tensor, ...], streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor
+) -> None:
     x_TE, post_TM, comb_TMM = found
-    assert (x_TE.dtype, post_TM.dtype, comb_TMM.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert (x_TE.dtype, post_TM.dtype, comb_TMM.dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    )
     pre, post, comb = exact_parts(streams_TME, weights)
     torch.testing.assert_close(post_TM.double(), post, rtol=MIX_BOUND, atol=1e-9)
     torch.testing.assert_close(comb_TMM.double(), comb, rtol=MIX_BOUND, atol=1e-9)
@@ -89,7 +142,10 @@ def assert_pre(found: tuple[Tensor, ...], streams_TME: Tensor, weights: HcWeight
 @pytest.mark.parametrize(("tokens", "streams", "width"), SHAPES)
 def test_seam(tokens: int, streams: int, width: int) -> None:
     weights, norm_weight = seam_weights(streams, width), normal(width)
-    y_TE, streams_TME = normal(tokens, width, dtype=torch.bfloat16), normal(tokens, streams, width).bfloat16()
+    y_TE, streams_TME = (
+        normal(tokens, width, dtype=torch.bfloat16),
+        normal(tokens, streams, width).bfloat16(),
+    )
     incoming = mixing(tokens, streams)
     before_TME = streams_TME.clone()
     found_TME, *found = hc_seam(y_TE, streams_TME, *incoming, weights, norm_weight)
@@ -103,14 +159,19 @@ def test_pre_and_head(tokens: int, streams: int, width: int) -> None:
     weights, norm_weight = seam_weights(streams, width), normal(width)
     streams_TME = normal(tokens, streams, width).bfloat16()
     assert_pre(hc_pre(streams_TME, weights, norm_weight), streams_TME, weights, norm_weight)
-    head = HcHeadWeights(weights.fn[:streams].contiguous(), normal(streams), torch.tensor([0.7]).cuda(), EPS, EPS)
+    head = HcHeadWeights(
+        weights.fn[:streams].contiguous(), normal(streams), torch.tensor([0.7]).cuda(), EPS, EPS
+    )
     pre_TM = (exact_mixes(streams_TME, head.fn) * 0.7 + head.base.double()).sigmoid() + EPS
     assert_normalised(hc_head(streams_TME, head, norm_weight), pre_TM, streams_TME, norm_weight)
 
 
 @pytest.mark.parametrize(("tokens", "streams", "width"), SHAPES)
 def test_post(tokens: int, streams: int, width: int) -> None:
-    y_TE, streams_TME = normal(tokens, width, dtype=torch.bfloat16), normal(tokens, streams, width).bfloat16()
+    y_TE, streams_TME = (
+        normal(tokens, width, dtype=torch.bfloat16),
+        normal(tokens, streams, width).bfloat16(),
+    )
     post_TM, comb_TMM = normal(tokens, streams), normal(tokens, streams, streams)
     found_TME = hc_post(y_TE, streams_TME, post_TM, comb_TMM)
     assert_rounded_once(found_TME, exact_post(y_TE, streams_TME, post_TM, comb_TMM))
@@ -127,7 +188,10 @@ def test_sinkhorn_of_unbalanced_logits(tokens: int, width: int) -> None:
     torch.testing.assert_close(comb_TMM.double(), exact, rtol=5e-4, atol=1e-8)
     one = replace(weights, sinkhorn_iters=1)
     torch.testing.assert_close(
-        hc_pre(streams_TME, one, norm_weight)[2].double(), exact_parts(streams_TME, one)[2], rtol=5e-4, atol=1e-8
+        hc_pre(streams_TME, one, norm_weight)[2].double(),
+        exact_parts(streams_TME, one)[2],
+        rtol=5e-4,
+        atol=1e-8,
     )
 
 
@@ -147,10 +211,10 @@ def test_tokens_do_not_depend_on_each_other(tokens: int) -> None:
     """A token gives the same bits in every row of a call of the same number of tokens."""
     weights, norm_weight, incoming = seam_weights(4, 7168), normal(7168), mixing(1, 4)
     y_TE, streams_TME = normal(1, 7168).bfloat16(), normal(1, 4, 7168).bfloat16()
-    post_TM, comb_TMM = incoming[0].expand(tokens, 4), incoming[1].expand(tokens, 4, 4)
-    parts = hc_seam(
-        y_TE.expand(tokens, -1), streams_TME.expand(tokens, -1, -1), post_TM, comb_TMM, weights, norm_weight
-    )
+    given = y_TE.expand(tokens, -1), streams_TME.expand(tokens, -1, -1)
+    mixed = incoming[0].expand(tokens, 4), incoming[1].expand(tokens, 4, 4)
+    contiguous = [part.contiguous() for part in (*given, *mixed)]
+    parts = hc_seam(*contiguous, weights, norm_weight)
     for part in parts:
         assert torch.equal(part, part[:1].expand_as(part))
 
@@ -170,30 +234,47 @@ def test_the_prefill_kernel_agrees_with_the_decode_kernel_on_every_token() -> No
 @pytest.mark.parametrize("tokens", [1, 4, 64])
 def test_replay_repeats_and_nothing_synchronises(tokens: int) -> None:
     weights, norm_weight, incoming = seam_weights(4, 7168), normal(7168), mixing(tokens, 4)
-    head = HcHeadWeights(weights.fn[:4].contiguous(), normal(4), torch.tensor([0.7]).cuda(), EPS, EPS)
+    head = HcHeadWeights(
+        weights.fn[:4].contiguous(), normal(4), torch.tensor([0.7]).cuda(), EPS, EPS
+    )
     y_TE, streams_TME = normal(tokens, 7168).bfloat16(), normal(tokens, 4, 7168).bfloat16()
 
-    def chain() -> list[Tensor]:
-        found_TME, x_TE, post_TM, comb_TMM = hc_seam(y_TE, streams_TME, *incoming, weights, norm_weight)
-        after_TME = hc_post(x_TE, found_TME, post_TM, comb_TMM)
+    def chain(recording: Recording, y_TE: Tensor, streams_TME: Tensor) -> list[Tensor]:
+        module = decode if recording.tokens <= 8 else prefill
+        seam = module.hc_seam(recording, y_TE, streams_TME, *incoming, weights, norm_weight)
+        found_TME, x_TE, post_TM, comb_TMM = seam
+        after_TME = module.hc_post(recording, x_TE, found_TME, post_TM, comb_TMM)
         return [
             found_TME,
             x_TE,
             after_TME,
-            *hc_pre(after_TME, weights, norm_weight),
-            hc_head(after_TME, head, norm_weight),
+            *module.hc_pre(recording, after_TME, weights, norm_weight),
+            module.hc_head(recording, after_TME, head, norm_weight),
         ]
 
-    first = chain()
-    assert_no_synchronisation(chain)
-    for part, again in zip(first, chain(), strict=True):
+    prepared = PreparedOp(chain, y_TE, streams_TME)
+    first = [part.clone() for part in prepared.run()]
+    assert_no_synchronisation(prepared.run)
+    for part, again in zip(first, prepared.run(), strict=True):
         assert torch.equal(part, again)
-    assert_replay_is_eager(chain)
+    assert_replay_is_eager(prepared.run)
+
+
+def test_a_recording_of_a_long_chunk_serves_shorter_ones() -> None:
+    """Bit for bit what a recording of just as many tokens gives, whatever the splits."""
+    weights, norm_weight, incoming = seam_weights(4, 4096), normal(4096), mixing(1100, 4)
+    y_TE, streams_TME = normal(1100, 4096).bfloat16(), normal(1100, 4, 4096).bfloat16()
+    prepared = PreparedOp(prefill.hc_seam, y_TE, streams_TME, *incoming, weights, norm_weight)
+    for tokens in (9, 1100, 17, 300, 16):
+        few = [part[:tokens] for part in (y_TE, streams_TME, *incoming)]
+        expected = hc_seam(*few, weights, norm_weight)
+        for part, exact in zip(prepared.run(tokens), expected, strict=True):
+            assert torch.equal(part[:tokens], exact)
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_inputs_between_guards(tokens: int) -> None:
-    """Reads stay inside as well: the bytes around the inputs are not numbers that would do no harm."""
+    """Reads stay inside as well: the bytes around the inputs are not harmless numbers."""
     streams_TME, check_streams = guarded(normal(tokens, 4, 96).bfloat16())
     y_TE, check_y = guarded(normal(tokens, 96).bfloat16())
     weights, norm_weight = seam_weights(4, 96), normal(96)
@@ -204,19 +285,8 @@ def test_inputs_between_guards(tokens: int) -> None:
     check_y()
 
 
-def test_refuses_what_it_cannot_compute() -> None:
-    weights, norm_weight, streams_TME = seam_weights(4, 64), normal(64), normal(2, 4, 64).bfloat16()
-    with pytest.raises(ValueError, match=r"streams_TME: found torch\.float32, expected torch\.bfloat16"):
-        hc_pre(streams_TME.float(), weights, norm_weight)
-    with pytest.raises(ValueError, match=r"norm_weight: found .*\[32\].*, expected \[64\]"):
-        hc_pre(streams_TME, weights, norm_weight[:32])
-    with pytest.raises(ValueError, match=r"norm_weight: found torch\.bfloat16, expected torch\.float32"):
-        hc_pre(streams_TME, weights, norm_weight.bfloat16())
-    with pytest.raises(ValueError, match="fn: found"):
-        hc_pre(streams_TME, replace(weights, fn=weights.fn[:, 1:]), norm_weight)
-    with pytest.raises(ValueError, match=r"streams_TME: found \[2, 9, 64\], expected \[T, 1 to 8, E\]"):
-        hc_pre(normal(2, 9, 64).bfloat16(), weights, norm_weight)
-    with pytest.raises(ValueError, match=r"y_TE: found \[1, 64\]"):
-        hc_post(normal(1, 64).bfloat16(), streams_TME, *mixing(2, 4))
-    with pytest.raises(ValueError, match="post_TM: found .* on cpu"):
-        hc_post(normal(2, 64).bfloat16(), streams_TME, torch.zeros(2, 4), mixing(2, 4)[1])
+def test_refuses_what_is_elsewhere() -> None:
+    """Other dtypes, shapes and layouts: test_hyper_connection_launches.py."""
+    streams_TME, y_TE = normal(2, 4, 64).bfloat16(), normal(2, 64).bfloat16()
+    with pytest.raises(ValueError, match="hc_post: found a tensor on cpu, expected cuda"):
+        hc_post(y_TE, streams_TME, torch.zeros(2, 4), mixing(2, 4)[1])

@@ -6,25 +6,39 @@ from torch import Tensor
 
 from dsv4.cache_rows import RowCache, RowFormat, pack_index_rows, unpack_index_rows
 from dsv4.ops import Ops, indexer
-from tests.ops.cases import assert_rounded_once, exact_rope, exact_sylvester, integers, inv_freq, normal, positions
-from tests.ops.conftest import op_part
+from dsv4.ops.immediate import immediately
+from dsv4.ops.indexer import index_query, query
+from tests.ops.cases import (
+    assert_rounded_once,
+    exact_rope,
+    exact_sylvester,
+    integers,
+    inv_freq,
+    normal,
+    positions,
+)
+from tests.ops.conftest import skipping_float32
 
 WIDTH, ROPE = 128, 64
 POSITIONS = (0, 2, 3, 4, 6, 7, 8, 30, 79, 99, 159)
 
 
 def key_cache(rows_SD: Tensor, format: RowFormat = RowFormat.PLAIN) -> RowCache:
-    cache = RowCache.allocate(rows_SD.shape[0], WIDTH, ROPE, format, torch.float32, torch.get_default_device())
+    cache = RowCache.allocate(
+        rows_SD.shape[0], WIDTH, ROPE, format, torch.float32, torch.get_default_device()
+    )
     cache.write(torch.arange(rows_SD.shape[0]), rows_SD)
     return cache
 
 
 def exact_scores(q_ID: Tensor, weight_I: Tensor, rows_SD: Tensor, position: int) -> list[float]:
-    """Score of every visible entry: relu of each head's product, then weighted and summed, float64."""
+    """Score of every visible entry: relu of each head's product, then weighted and summed."""
     scores = []
     for row in rows_SD[: (position + 1) // 4].double():
         products = q_ID.double() @ row
-        scores.append(sum(max(float(p), 0.0) * float(w) for p, w in zip(products, weight_I, strict=True)))
+        scores.append(
+            sum(max(float(p), 0.0) * float(w) for p, w in zip(products, weight_I, strict=True))
+        )
     return scores
 
 
@@ -38,10 +52,15 @@ def entries(selected_K: Tensor) -> list[int]:
 
 @pytest.mark.parametrize("topk", [1, 5, 64])
 def test_selects_the_best_visible_entries(ops: Ops, topk: int) -> None:
-    """Whole numbers make the scores exact, with negative weights and many ties: the lowest entry wins."""
-    q_TID, weight_TI = integers(-2, 2, len(POSITIONS), 4, WIDTH, seed=1), integers(-3, 3, len(POSITIONS), 4, seed=2)
+    """Whole numbers make the scores exact, with negative weights and many ties."""
+    q_TID, weight_TI = (
+        integers(-2, 2, len(POSITIONS), 4, WIDTH, seed=1),
+        integers(-3, 3, len(POSITIONS), 4, seed=2),
+    )
     rows_SD = integers(-1, 1, 8, WIDTH, seed=3).repeat(5, 1)
-    selected_TK = ops.index_select(q_TID, weight_TI, 1.0, key_cache(rows_SD), positions(*POSITIONS), topk)
+    selected_TK = ops.index_select(
+        q_TID, weight_TI, 1.0, key_cache(rows_SD), positions(*POSITIONS), topk
+    )
     assert selected_TK.dtype == torch.int64
     assert selected_TK.shape == (len(POSITIONS), min(topk, 40))
     for t, position in enumerate(POSITIONS):
@@ -52,7 +71,9 @@ def test_selects_the_best_visible_entries(ops: Ops, topk: int) -> None:
 
 
 @pytest.mark.parametrize("position", range(20))
-def test_an_entry_is_visible_to_the_token_that_completes_its_window(ops: Ops, position: int) -> None:
+def test_an_entry_is_visible_to_the_token_that_completes_its_window(
+    ops: Ops, position: int
+) -> None:
     selected_TK = ops.index_select(
         normal(1, 2, WIDTH, seed=4),
         normal(1, 2, seed=5),
@@ -71,15 +92,21 @@ def test_slots_without_an_entry_may_hold_anything(ops: Ops) -> None:
     poisoned_SD[4:] = torch.nan
     arguments = normal(1, 2, WIDTH, seed=8), normal(1, 2, seed=9), 1.0
     clean, poisoned = (
-        ops.index_select(*arguments, key_cache(rows), positions(17), 3) for rows in (rows_SD, poisoned_SD)
+        ops.index_select(*arguments, key_cache(rows), positions(17), 3)
+        for rows in (rows_SD, poisoned_SD)
     )
     assert set(entries(poisoned[0])) == set(entries(clean[0]))
 
 
-@pytest.mark.parametrize("format", [RowFormat.PLAIN, RowFormat.INDEX_FP8], ids=lambda format: format.value)
+@pytest.mark.parametrize(
+    "format", [RowFormat.PLAIN, RowFormat.INDEX_FP8], ids=lambda format: format.value
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scores_real_values_in_float32(ops: Ops, format: RowFormat, dtype: torch.dtype) -> None:
-    """Up to float32 rounding of the scores nothing outside the selection is better; fp8 rounds keys and queries."""
+    """Up to float32 rounding of the scores nothing outside the selection is better.
+
+    fp8 rounds keys and queries.
+    """
     q_TID, weight_TI = normal(3, 8, WIDTH, seed=10, dtype=dtype), normal(3, 8, seed=11, scale=0.01)
     keys, position_T = key_cache(normal(200, WIDTH, seed=12), format), positions(500, 799, 801)
     selected_TK = ops.index_select(q_TID, weight_TI, 1.0, keys, position_T, 32)
@@ -88,7 +115,10 @@ def test_scores_real_values_in_float32(ops: Ops, format: RowFormat, dtype: torch
         scores = exact_scores(queries[t], weight_TI[t], keys.read_all(), int(position_T[t]))
         found = set(entries(selected_TK[t]))
         assert len(found) == 32
-        worst_in, best_out = min(scores[e] for e in found), max(s for e, s in enumerate(scores) if e not in found)
+        worst_in, best_out = (
+            min(scores[e] for e in found),
+            max(s for e, s in enumerate(scores) if e not in found),
+        )
         assert worst_in >= best_out - 1e-5
 
 
@@ -117,9 +147,12 @@ def test_spec11_c18_relu_is_per_head_before_weighting(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_lesson_04_queries_are_rotated_then_hadamard_rotated(backend: str, dtype: torch.dtype) -> None:
+def test_lesson_04_queries_are_rotated_then_hadamard_rotated(
+    backend: str, dtype: torch.dtype
+) -> None:
     position_T, q_TID = positions(0, 3, 5000), normal(3, 4, WIDTH, seed=13, dtype=dtype)
-    out = op_part(backend, "indexer", "index_query")(q_TID, position_T, inv_freq(4))
+    rotated_twice = index_query if backend == "torch" else immediately(query.index_query)
+    out = skipping_float32(rotated_twice)(q_TID, position_T, inv_freq(4))
     assert out.dtype == dtype
     for t, position in enumerate(position_T.tolist()):
         rotated = exact_rope(q_TID[t], position, inv_freq(4)).to(dtype).double()
@@ -135,19 +168,23 @@ def test_the_scale_multiplies_the_weights(ops: Ops) -> None:
     q_TID, weight_TI = integers(-2, 2, 1, 4, WIDTH, seed=18), integers(1, 3, 1, 4, seed=19)
     rows_SD = normal(40, WIDTH, seed=20)
     scores = exact_scores(q_TID[0], weight_TI[0], rows_SD, 159)
-    for scale, expected in ((0.125, best(scores, 5)), (-1.0, best([-score for score in scores], 5))):
-        selected_TK = ops.index_select(q_TID, weight_TI, scale, key_cache(rows_SD), positions(159), 5)
+    for scale, expected in (
+        (0.125, best(scores, 5)),
+        (-1.0, best([-score for score in scores], 5)),
+    ):
+        selected_TK = ops.index_select(
+            q_TID, weight_TI, scale, key_cache(rows_SD), positions(159), 5
+        )
         assert set(entries(selected_TK[0])) == expected
 
 
-def test_no_tokens(ops: Ops) -> None:
-    keys = key_cache(normal(5, WIDTH, seed=14))
-    selected_TK = ops.index_select(torch.empty(0, 2, WIDTH), torch.empty(0, 2), 1.0, keys, positions(), 3)
-    assert selected_TK.shape == (0, 3)
-
-
 def test_torch_tiles_give_the_same_selection(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = normal(9, 2, WIDTH, seed=15), normal(9, 2, seed=16), 0.5, key_cache(normal(30, WIDTH, seed=17))
+    arguments = (
+        normal(9, 2, WIDTH, seed=15),
+        normal(9, 2, seed=16),
+        0.5,
+        key_cache(normal(30, WIDTH, seed=17)),
+    )
     whole = ops.index_select(*arguments, torch.arange(60, 69), 4)
     monkeypatch.setattr(indexer, "_TILE_BYTES", 4 * 2 * 30 * 2)
     assert torch.equal(ops.index_select(*arguments, torch.arange(60, 69), 4), whole)

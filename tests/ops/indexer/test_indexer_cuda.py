@@ -6,14 +6,21 @@ from torch import Tensor
 
 from dsv4.cache_rows import RowCache, RowFormat, pack_index_rows, unpack_index_rows
 from dsv4.ops import indexer as reference
-from dsv4.ops.indexer.cuda import index_query, index_select
+from dsv4.ops.immediate import PreparedOp, immediately
+from dsv4.ops.indexer import decode, prefill, query
 from tests.ops.cases import integers, inv_freq, normal
+from tests.ops.forms import by_tokens
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison
 
 pytestmark = pytest.mark.gpu
 
 HEADS, WIDTH, ROPE = 64, 128, 64
 FP8, PLAIN = RowFormat.INDEX_FP8, RowFormat.PLAIN
+
+
+select = by_tokens(decode.index_select, prefill.index_select)
+index_select = immediately(select)
+index_query = immediately(query.index_query)
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +37,10 @@ def cache(slots: int, format: RowFormat, width: int = WIDTH) -> RowCache:
 def exact_case(
     slots: int, tokens: int, format: RowFormat, heads: int = HEADS, spread: int = 2, seed: int = 1
 ) -> tuple[Tensor, Tensor, RowCache]:
-    """Queries, weights and keys of whole numbers whose scores are exact in float32, with very many ties.
+    """Queries, weights and keys of whole numbers: scores are exact in float32, with very many ties.
 
-    Every query has a 448, which meets zeros, so that its fp8 scale is 1; fp8 keys are written with scale 1.
+    Every query has a 448, which meets zeros, so that its fp8 scale is 1; fp8 keys are written with
+    scale 1.
     """
     q_TID = integers(-spread, spread, tokens, heads, WIDTH, seed=seed)
     q_TID[..., 0] = 448
@@ -55,11 +63,18 @@ def ascending(selected_TK: Tensor) -> Tensor:
 
 
 def assert_selects_like_torch(
-    q_TID: Tensor, weight_TI: Tensor, keys: RowCache, position_T: Tensor, topk: int, score_scale: float = 0.5
+    q_TID: Tensor,
+    weight_TI: Tensor,
+    keys: RowCache,
+    position_T: Tensor,
+    topk: int,
+    score_scale: float = 0.5,
 ) -> None:
     poison(16 << 20)
     found_TK = index_select(q_TID, weight_TI, score_scale, keys, position_T, topk)
-    expected_TK = ascending(reference.index_select(q_TID, weight_TI, score_scale, keys, position_T, topk))
+    expected_TK = ascending(
+        reference.index_select(q_TID, weight_TI, score_scale, keys, position_T, topk)
+    )
     assert found_TK.dtype == torch.int64
     assert found_TK.shape == expected_TK.shape
     wrong = (found_TK != expected_TK).any(1).nonzero().flatten().tolist()
@@ -68,13 +83,16 @@ def assert_selects_like_torch(
         found, expected = set(found_TK[t].tolist()), set(expected_TK[t].tolist())
         pytest.fail(
             f"tokens {wrong[:8]} of {len(found_TK)} differ; token {t} at {int(position_T[t])}: "
-            f"{len(found)} distinct, missing {sorted(expected - found)[:8]}, extra {sorted(found - expected)[:8]}, "
+            f"{len(found)} distinct, missing {sorted(expected - found)[:8]}, "
+            f"extra {sorted(found - expected)[:8]}, "
             f"ascending {bool((found_TK[t].diff() > 0).all())}, first {found_TK[t][:8].tolist()}"
         )
 
 
 @pytest.mark.parametrize("format", [FP8, PLAIN], ids=lambda format: format.value)
-@pytest.mark.parametrize("position", [0, 2, 3, 4, 7, 8, 63, 67, 127, 128, 129, 511, 512, 515, 2047, 2050, 2051, 2055])
+@pytest.mark.parametrize(
+    "position", [0, 2, 3, 4, 7, 8, 63, 67, 127, 128, 129, 511, 512, 515, 2047, 2050, 2051, 2055]
+)
 def test_one_token_at_the_boundaries(format: RowFormat, position: int) -> None:
     case = exact_case(600, 1, format)
     for topk in (1, 16, 512, 1024):
@@ -100,8 +118,9 @@ def test_other_list_lengths(slots: int, topk: int) -> None:
 @pytest.mark.parametrize("slots", [12000, 262145])
 @pytest.mark.parametrize("kind", ["equal", "rising", "falling", "cluster", "few"])
 def test_extreme_distributions(slots: int, kind: str) -> None:
-    """One query picks column 1: scores are what the keys hold there. 'equal': only ties, 'cluster': the best lie
-    together, 'few': two values.
+    """One query picks column 1: scores are what the keys hold there.
+
+    'equal': only ties, 'cluster': the best lie together, 'few': two values.
     """
     entry = torch.arange(slots)
     value = {
@@ -116,12 +135,15 @@ def test_extreme_distributions(slots: int, kind: str) -> None:
     q_TID = torch.zeros(1, HEADS, WIDTH, dtype=torch.bfloat16)
     q_TID[0, 5, 1] = 1
     for topk in (512, 1024):
-        assert_selects_like_torch(q_TID, torch.ones(1, HEADS), keys, torch.tensor([4 * slots - 1]), topk)
+        assert_selects_like_torch(
+            q_TID, torch.ones(1, HEADS), keys, torch.tensor([4 * slots - 1]), topk
+        )
 
 
 @pytest.mark.parametrize("format", [FP8, PLAIN], ids=lambda format: format.value)
 @pytest.mark.parametrize(
-    ("start", "tokens", "slots"), [(0, 9, 40), (3000, 200, 1000), (0, 4500, 1200), (400, 300, 262145)]
+    ("start", "tokens", "slots"),
+    [(0, 9, 40), (3000, 200, 1000), (0, 4500, 1200), (400, 300, 262145)],
 )
 def test_prefill(format: RowFormat, start: int, tokens: int, slots: int) -> None:
     case = exact_case(slots, tokens, format, seed=tokens)
@@ -145,11 +167,17 @@ def test_other_numbers_of_heads(heads: int, format: RowFormat) -> None:
         assert_selects_like_torch(*case, torch.arange(2700 - tokens, 2700), 64)
 
 
-def real_case(slots: int, tokens: int, format: RowFormat, width: int = WIDTH) -> tuple[Tensor, Tensor, RowCache]:
+def real_case(
+    slots: int, tokens: int, format: RowFormat, width: int = WIDTH
+) -> tuple[Tensor, Tensor, RowCache]:
     keys = cache(slots, format, width)
     for part in torch.arange(slots).split(65536):
         keys.write(part, normal(len(part), width, seed=int(part[0])))
-    return normal(tokens, HEADS, width, seed=20, dtype=torch.bfloat16), normal(tokens, HEADS, seed=21), keys
+    return (
+        normal(tokens, HEADS, width, seed=20, dtype=torch.bfloat16),
+        normal(tokens, HEADS, seed=21),
+        keys,
+    )
 
 
 @pytest.mark.parametrize("format", [FP8, PLAIN], ids=lambda format: format.value)
@@ -161,8 +189,10 @@ def test_real_values(format: RowFormat, slots: int, tokens: int, width: int) -> 
     q_TID, weight_TI, keys = real_case(slots, tokens, format, width)
     position_T = torch.arange(4 * slots - tokens - 1, 4 * slots - 1)
     selected_TK = index_select(q_TID, weight_TI, 0.01, keys, position_T, 512)
-    # Rounded on the CPU: torch on CUDA divides by a number as it multiplies by the reciprocal, so its scales are off.
-    queries = unpack_index_rows(*pack_index_rows(q_TID.cpu())).cuda() if format is FP8 else q_TID.float()
+    # Rounded on the CPU: torch on CUDA multiplies by a reciprocal instead, so its scales are off.
+    queries = (
+        unpack_index_rows(*pack_index_rows(q_TID.cpu())).cuda() if format is FP8 else q_TID.float()
+    )
     rows_SD = keys.read_all().double()
     for t in range(tokens):
         score_S = torch.relu(queries[t].double() @ rows_SD.T).T @ (weight_TI[t] * 0.01).double()
@@ -190,34 +220,38 @@ def test_replay_equals_the_eager_call(slots: int, tokens: int) -> None:
     q_TID, weight_TI, keys = real_case(slots, tokens, FP8)
     position_T = torch.arange(4 * slots - tokens, 4 * slots)
 
-    def call() -> Tensor:
-        return index_select(q_TID, weight_TI, 0.01, keys, position_T, 512)
+    prepared = PreparedOp(select, q_TID, weight_TI, 0.01, keys, position_T, 512)
+    assert_replay_is_eager(prepared.run)
+    assert_no_synchronisation(prepared.run)
 
-    assert_replay_is_eager(call)
-    assert_no_synchronisation(call)
+
+@pytest.mark.parametrize("slots", [5000, 262145])
+def test_a_recording_of_a_long_chunk_serves_shorter_ones(slots: int) -> None:
+    """At 262145 slots tiles have 255 tokens; 259 tokens leave 4 for the second one."""
+    most = 600
+    q_TID, weight_TI, keys = exact_case(slots, most, FP8, heads=8, seed=slots)
+    position_T = torch.arange(4 * slots - most, 4 * slots)
+    prepared = PreparedOp(select, q_TID, weight_TI, 0.5, keys, position_T, 512)
+    for tokens in (9, most, 259, 255, 100):
+        found_TK = prepared.run(tokens)[:tokens]
+        few = q_TID[:tokens], weight_TI[:tokens]
+        expected_TK = reference.index_select(*few, 0.5, keys, position_T[:tokens], 512)
+        assert torch.equal(found_TK, ascending(expected_TK)), tokens
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 300])
-@pytest.mark.parametrize(("heads", "width"), [(64, 128), (4, 128), (32, 32), (8, 64), (3, 256), (5, 16)])
+@pytest.mark.parametrize(
+    ("heads", "width"), [(64, 128), (4, 128), (32, 32), (8, 64), (3, 256), (5, 16)]
+)
 def test_queries_are_rotated_twice(tokens: int, heads: int, width: int) -> None:
     frequencies = inv_freq(4)[: width // 4]
     for start in (0, 3, 70_000, 1_048_575 - tokens):
         position_T = torch.arange(start, start + tokens)
         q_TID = normal(tokens, heads, width, seed=start + 1, dtype=torch.bfloat16)
-        found, expected = (op(q_TID, position_T, frequencies) for op in (index_query, reference.index_query))
+        found, expected = (
+            op(q_TID, position_T, frequencies) for op in (index_query, reference.index_query)
+        )
         different = float((found != expected).float().mean())
         error = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
         assert different < 0.01, f"at {start}: {different:.4f} of the values differ"
         assert error <= 2**-7, f"at {start}: {error}"
-
-
-def test_no_tokens_and_wrong_arguments() -> None:
-    q_TID, weight_TI, keys = exact_case(40, 2, FP8)
-    assert index_select(q_TID[:0], weight_TI[:0], 1.0, keys, torch.arange(0), 16).shape == (0, 16)
-    assert index_query(q_TID[:0], torch.arange(0), inv_freq(4)).shape == (0, HEADS, WIDTH)
-    with pytest.raises(ValueError, match=r"q_TID: found torch\.float32, expected torch\.bfloat16"):
-        index_select(q_TID.float(), weight_TI, 1.0, keys, torch.arange(2), 16)
-    with pytest.raises(ValueError, match="weight_TI: found"):
-        index_select(q_TID, weight_TI[:1], 1.0, keys, torch.arange(2), 16)
-    with pytest.raises(ValueError, match="keys: found"):
-        index_select(q_TID[..., :64].contiguous(), weight_TI, 1.0, keys, torch.arange(2), 16)

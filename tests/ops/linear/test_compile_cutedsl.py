@@ -1,6 +1,9 @@
-"""The CuTe DSL GEMMs compile for sm_90a without a GPU, use wgmma with weights in registers, and spill nothing."""
+"""The CuTe DSL GEMMs compile for sm_90a without a GPU, use wgmma with weights in registers, and
+spill nothing.
+"""
 
 import importlib.util
+import os
 import re
 import shutil
 import struct
@@ -21,26 +24,35 @@ needs_cutedsl = pytest.mark.skipif(
 
 @needs_cutedsl
 @pytest.mark.parametrize(
-    ("format", "tile_tokens", "warpgroups", "stacked", "cluster"),
+    ("format", "tile_tokens", "warpgroups", "cluster"),
     [
-        (QuantFormat.NVFP4, 256, 2, 1, 1),
-        pytest.param(QuantFormat.MXFP4, 32, 1, 1, 1, marks=pytest.mark.slow),
-        pytest.param(QuantFormat.FP8_BLOCK128, 256, 2, 1, 1, marks=pytest.mark.slow),
-        (QuantFormat.BF16, 128, 2, 2, 2),
+        (QuantFormat.NVFP4, 256, 2, 1),
+        pytest.param(QuantFormat.MXFP4, 32, 1, 1, marks=pytest.mark.slow),
+        pytest.param(QuantFormat.FP8_BLOCK128, 256, 2, 1, marks=pytest.mark.slow),
+        (QuantFormat.BF16, 128, 2, 2),
     ],
 )
 def test_compiles_without_a_gpu(
-    format: QuantFormat, tile_tokens: int, warpgroups: int, stacked: int, cluster: int, tmp_path: Path
+    format: QuantFormat,
+    tile_tokens: int,
+    warpgroups: int,
+    cluster: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The architecture is passed on, not taken from the environment.
+    monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
     from dsv4.ops.linear.cutedsl import jit
     from dsv4.ops.linear.cutedsl.hopper_gemm import STEPS, GemmConfig
 
-    config = GemmConfig(format, jit.DTYPES[torch.bfloat16], tile_tokens, warpgroups, stacked, cluster, 132)
-    jit.compile_gemm(config, f"--enable-tvm-ffi --keep-ptx --keep-cubin --dump-dir={tmp_path}")
+    config = GemmConfig(format, jit.DTYPES[torch.bfloat16], tile_tokens, warpgroups, cluster, 132)
+    jit.compile_gemm(config, f"--keep-ptx --keep-cubin --dump-dir={tmp_path}")
     (ptx,) = [file.read_text() for file in tmp_path.glob("*.ptx")]
     name = rf"wgmma\.mma_async\.sync\.aligned\.m64n{tile_tokens}k16\.f32\.bf16\.bf16"
     register_operand = r"\s*\{[^}]*\},\s*\{[^}]*\},"
-    assert len(re.findall(name, ptx)) == len(re.findall(name + register_operand, ptx)) == STEPS * stacked
+    assert len(re.findall(name, ptx)) == len(re.findall(name + register_operand, ptx)) == STEPS
+    assert f".target {jit.ARCHITECTURE}" in ptx
+    assert "CUTE_DSL_ARCH" not in os.environ
     multicast = "multicast::cluster" in ptx
     assert multicast == (cluster > 1)
     assert "griddepcontrol.wait" in ptx
@@ -53,15 +65,20 @@ def test_compiles_without_a_gpu(
     )
     assert 128 * (int(producer) + warpgroups * int(consumer)) <= reserved
     if format is QuantFormat.BF16:
-        # The compiler must not move the rounding of the accumulators before the wait for the last MMAs.
-        assert ptx.index("cvt.rn.bf16x2.f32") > max(found.start() for found in re.finditer(r"wgmma\.wait_group", ptx))
+        # The compiler must not move the rounding of the accumulators before the wait for the last
+        # MMAs.
+        assert ptx.index("cvt.rn.bf16x2.f32") > max(
+            found.start() for found in re.finditer(r"wgmma\.wait_group", ptx)
+        )
     code = disassemble(cubin)
-    assert len(re.findall(r"\bHGMMA\b", code)) == STEPS * stacked
+    assert len(re.findall(r"\bHGMMA\b", code)) == STEPS
     assert not re.search(r"\b(STL|LDL)\b", code), "registers spill"
 
 
 def registers(cubin: Path) -> int:
-    """Registers per thread at launch: attribute EIATTR_REGCOUNT (0x2f, a pair of 32-bit words) of the ELF file."""
+    """Registers per thread at launch: attribute EIATTR_REGCOUNT (0x2f, a pair of 32-bit words) of
+    the ELF file.
+    """
     content = cubin.read_bytes()
     return struct.unpack_from("<II", content, content.index(b"\x04\x2f\x08\x00") + 4)[1]
 

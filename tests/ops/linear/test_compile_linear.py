@@ -1,31 +1,41 @@
-"""The decode kernel compiles for every target without spills, and within its instruction budget on Hopper."""
+"""The decode kernel compiles for every target without spills, and within its instruction budget on
+Hopper.
+"""
 
 import itertools
 
 import pytest
 
-from dsv4.launch.loader import ARCHITECTURES, Defines, compile_source
-from dsv4.ops.linear.decode_plan import LinearPlan, Tuning
+from dsv4.launch.compiler import compile_source
+from dsv4.launch.constants import FORMAT_CODE
+from dsv4.launch.kernel import Defines
+from dsv4.launch.target import ARCHITECTURES
+from dsv4.ops.linear.decode_plan import LinearPlan
+from dsv4.quant import QuantFormat
 from tests.ops.sass import count, disassemble, resources
 
-NVFP4, MXFP4, FP8, BF16 = range(4)
+NVFP4, MXFP4 = FORMAT_CODE[QuantFormat.NVFP4], FORMAT_CODE[QuantFormat.MXFP4]
+FP8, BF16 = FORMAT_CODE[QuantFormat.FP8_BLOCK128], FORMAT_CODE[QuantFormat.BF16]
 
 
 def defines(first: int, second: int, tokens: int, norm: bool, ragged: bool) -> Defines:
-    tuning = Tuning()
+    plan = LinearPlan(tokens, 4 if tokens == 8 else 1, (1,), 0, 0, 0, 0, ragged, depth=4)
     return (
         ("FORMAT0", first),
         ("FORMAT1", second),
         ("FUSED_NORM", int(norm)),
-        ("MIN_BLOCKS", tuning.min_blocks),
-        *LinearPlan(tokens, 4 if tokens == 8 else 1, (1,), 0, 0, 0, 0, ragged, tuning).defines,
+        *plan.defines,
     )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("formats", [(NVFP4, -1), (FP8, -1), (BF16, -1), (FP8, BF16), (NVFP4, BF16)], ids=str)
+@pytest.mark.parametrize(
+    "formats", [(NVFP4, -1), (FP8, -1), (BF16, -1), (FP8, BF16), (NVFP4, BF16)], ids=str
+)
 def test_one_token_kernels_do_not_spill(architecture: str, formats: tuple[int, int]) -> None:
-    log = compile_source("decode_linear", architecture, defines(*formats, 1, norm=False, ragged=False)).log
+    log = compile_source(
+        "linear/decode_linear", architecture, defines(*formats, 1, norm=False, ragged=False)
+    ).log
     ((registers, spills),) = resources(log).values()
     assert spills == 0
     assert registers <= (112 if architecture == "sm_90a" else 160)
@@ -34,12 +44,20 @@ def test_one_token_kernels_do_not_spill(architecture: str, formats: tuple[int, i
 @pytest.mark.parametrize("ragged", [False, True])
 def test_every_variant_compiles(ragged: bool) -> None:
     for format, tokens in itertools.product((NVFP4, MXFP4, FP8, BF16), (2, 4, 8)):
-        compile_source("decode_linear", "sm_90a", defines(format, -1, tokens, norm=tokens == 4, ragged=ragged))
+        compile_source(
+            "linear/decode_linear",
+            "sm_90a",
+            defines(format, -1, tokens, norm=tokens == 4, ragged=ragged),
+        )
 
 
 def test_four_bit_weights_are_decoded_with_few_instructions() -> None:
-    """Per MMA (8 weights a lane): 6 logic operations, 3 multiplications by shift pairs, 2 accumulations."""
-    sass = disassemble("decode_linear", "sm_90a", defines(NVFP4, -1, 1, norm=False, ragged=False))
+    """Per MMA (8 weights a lane): 6 logic operations, 3 multiplications by shift pairs, 2
+    accumulations.
+    """
+    sass = disassemble(
+        "linear/decode_linear", "sm_90a", defines(NVFP4, -1, 1, norm=False, ragged=False)
+    )
     steps = count(sass, "HMMA")
     assert steps == 16
     assert count(sass, "LDGSTS") > 0

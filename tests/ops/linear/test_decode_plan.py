@@ -1,13 +1,21 @@
-"""The split of decode products over blocks: everything is covered once, shared memory fits, real shapes use the GPU."""
+"""The split of decode products over blocks: everything is covered once, shared memory fits, real
+shapes use the GPU.
+"""
 
 import pytest
 
 from dsv4.ops.linear.decode_plan import MAX_SLICES, ProductShape, plan_linear
 from dsv4.quant import QuantFormat
 
-NVFP4, MXFP4, FP8, BF16 = QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16
+NVFP4, MXFP4, FP8, BF16 = (
+    QuantFormat.NVFP4,
+    QuantFormat.MXFP4,
+    QuantFormat.FP8_BLOCK128,
+    QuantFormat.BF16,
+)
 SHARED_PER_BLOCK = 227 << 10
-# (formats, tiles, K, groups): Pro and Flash input rows (CSA, HCA), query rows, o_a, o_b, down, head; tiny ones.
+# (formats, tiles, K, groups): Pro and Flash input rows (CSA, HCA), query rows, o_a, o_b, down,
+# head; tiny ones.
 SHAPES = [
     ((FP8, BF16), (128, 164), 7168, 1),
     ((NVFP4, BF16), (128, 64), 7168, 1),
@@ -70,7 +78,9 @@ def test_a_cluster_shares_activations_that_one_block_cannot_hold() -> None:
 
 
 def test_one_token_leaves_room_for_other_kernels_only() -> None:
-    """Two such blocks never share an SM (the scheduler would leave others empty), small ones of other kernels can."""
+    """Two such blocks never share an SM (the scheduler would leave others empty), small ones of
+    other kernels can.
+    """
     for formats, tiles, columns, groups in SHAPES[:10]:
         plan = plan_linear(ProductShape(formats, tiles, columns, groups), 1, 132)
         assert 114 << 10 <= plan.shared_bytes <= 145 << 10
@@ -79,7 +89,8 @@ def test_one_token_leaves_room_for_other_kernels_only() -> None:
 def test_ring_is_shallower_where_that_saves_a_cluster() -> None:
     shape = ProductShape((QuantFormat.FP8_BLOCK128,), (448,), 16384)
     assert [
-        (plan_linear(shape, tokens, 132).tuning.depth, plan_linear(shape, tokens, 132).cluster) for tokens in (1, 4)
+        (plan_linear(shape, tokens, 132).depth, plan_linear(shape, tokens, 132).cluster)
+        for tokens in (1, 4)
     ] == [
         (4, 1),
         (3, 1),

@@ -1,4 +1,6 @@
-"""The decode kernel on real and odd shapes, 1 to 8 tokens, against float64 products of the dequantised weights."""
+"""The decode kernel on real and odd shapes, 1 to 8 tokens, against float64 products of the
+dequantised weights.
+"""
 
 from collections.abc import Sequence
 
@@ -6,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.launch.recording import Recording
+from dsv4.ops.immediate import PreparedOp, immediately
+from dsv4.ops.linear import decode
 from dsv4.ops.linear.bench import random_weight
-from dsv4.ops.linear.decode import grouped_linear, linear, linear_rows, pack_rows
+from dsv4.ops.linear.row_list import pack_rows
 from dsv4.ops.norm import rms_norm
 from dsv4.quant import QuantFormat, QuantTensor
 from dsv4.weights.packed import pack_weight
@@ -15,11 +20,21 @@ from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poi
 
 pytestmark = pytest.mark.gpu
 
-NVFP4, MXFP4, FP8, BF16 = QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16
+NVFP4, MXFP4, FP8, BF16 = (
+    QuantFormat.NVFP4,
+    QuantFormat.MXFP4,
+    QuantFormat.FP8_BLOCK128,
+    QuantFormat.BF16,
+)
 FORMATS = (NVFP4, MXFP4, FP8, BF16)
-# Largest error of a float32 product, as a share of Σ|x·w| of its row: a few units of float32 rounding, whatever K is.
+# Largest error of a float32 product, as a share of Σ|x·w| of its row: a few units of float32
+# rounding, whatever K is.
 FLOAT32_BOUND = 1e-6
 EPS = 1e-6
+
+linear = immediately(decode.linear)
+grouped_linear = immediately(decode.grouped_linear)
+linear_rows = immediately(decode.linear_rows)
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -36,13 +51,24 @@ def assert_product(found: Tensor, x: Tensor, weight: QuantTensor | Tensor) -> No
     excess = (found.double() - exact).abs() / room.clamp(min=1e-300)
     worst = float(excess.max()) if bool(torch.isfinite(found).all()) else float("nan")
     assert found.shape == exact.shape
-    assert worst <= 1, f"{worst:.3g} times the bound at {divmod(int(excess.argmax()), exact.shape[1])} of {exact.shape}"
+    place = divmod(int(excess.argmax()), exact.shape[1])
+    assert worst <= 1, f"{worst:.3g} times the bound at {place} of {exact.shape}"
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
 @pytest.mark.parametrize(
     ("rows", "columns"),
-    [(7168, 16384), (4096, 8192), (1536, 7168), (512, 4096), (8192, 1024), (7168, 3072), (64, 64), (8, 32), (200, 160)],
+    [
+        (7168, 16384),
+        (4096, 8192),
+        (1536, 7168),
+        (512, 4096),
+        (8192, 1024),
+        (7168, 3072),
+        (64, 64),
+        (8, 32),
+        (200, 160),
+    ],
     ids=str,
 )
 def test_linear(format: QuantFormat, rows: int, columns: int) -> None:
@@ -62,23 +88,53 @@ def test_head() -> None:
         x = normal(tokens, 7168)
         y = linear(x, packed, torch.float32)
         for first in range(0, 129280, 16160):
-            assert_product(y[:, first : first + 16160], x, weight.data[first : first + 16160].float())
+            assert_product(
+                y[:, first : first + 16160], x, weight.data[first : first + 16160].float()
+            )
 
 
 LISTS: list[tuple[int, list[tuple[int, QuantFormat, torch.dtype | None]]]] = [
-    (7168, [(1536, FP8, None), (512, FP8, None), *[(n, BF16, torch.float32) for n in (1024, 1024, 256, 256, 64)]]),
-    (4096, [(1024, NVFP4, None), (512, NVFP4, None), (512, BF16, torch.float32), (512, BF16, torch.float32)]),
+    (
+        7168,
+        [
+            (1536, FP8, None),
+            (512, FP8, None),
+            *[(n, BF16, torch.float32) for n in (1024, 1024, 256, 256, 64)],
+        ],
+    ),
+    (
+        4096,
+        [
+            (1024, NVFP4, None),
+            (512, NVFP4, None),
+            (512, BF16, torch.float32),
+            (512, BF16, torch.float32),
+        ],
+    ),
     (1536, [(65536, FP8, None), (8192, FP8, None)]),
     (1024, [(32768, NVFP4, None), (8192, NVFP4, None)]),
-    (128, [(64, MXFP4, None), (40, FP8, torch.float32), (24, BF16, None), (72, NVFP4, None), (8, FP8, None)]),
+    (
+        128,
+        [
+            (64, MXFP4, None),
+            (40, FP8, torch.float32),
+            (24, BF16, None),
+            (72, NVFP4, None),
+            (8, FP8, None),
+        ],
+    ),
     (96, [(64, FP8, None), (200, FP8, torch.float32), (8, FP8, None)]),
     (64, [(7, BF16, None), (8, BF16, torch.float32)]),
 ]
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize(("columns", "matrices"), LISTS, ids=lambda value: str(value) if isinstance(value, int) else "")
-def test_rows(columns: int, matrices: Sequence[tuple[int, QuantFormat, torch.dtype | None]], norm: bool) -> None:
+@pytest.mark.parametrize(
+    ("columns", "matrices"), LISTS, ids=lambda value: str(value) if isinstance(value, int) else ""
+)
+def test_rows(
+    columns: int, matrices: Sequence[tuple[int, QuantFormat, torch.dtype | None]], norm: bool
+) -> None:
     weights = [random_weight(count, columns, format) for count, format, _ in matrices]
     rows = pack_rows(weights, [dtype for _, _, dtype in matrices])
     for weight, packed in zip(weights, rows.weights, strict=True):
@@ -93,16 +149,19 @@ def test_rows(columns: int, matrices: Sequence[tuple[int, QuantFormat, torch.dty
             assert product.dtype == (dtype or torch.bfloat16)
             assert product.is_contiguous()
             if norm:
-                # The sum of squares may differ in its last bit, and with it the rounding of single inputs.
+                # The sum of squares may differ in its last bit, and with it the rounding of single
+                # inputs.
                 exact = inner.double() @ weight.dequantize().double().T
                 assert float((product.double() - exact).norm() / exact.norm()) < 4e-3
             else:
                 assert_product(product, x, weight)
-    assert_replay_is_eager(lambda: linear_rows(x, rows, norm_weight, EPS))
+    assert_replay_is_eager(PreparedOp(decode.linear_rows, x, rows, norm_weight, EPS).run)
 
 
 def test_norm_agrees_with_the_norm_alone() -> None:
-    """Against the list without a norm on rms_norm's output: the same bits wherever the rounded inputs are the same."""
+    """Against the list without a norm on rms_norm's output: the same bits wherever the rounded
+    inputs are the same.
+    """
     rows = pack_rows([random_weight(2048, 1536, FP8)], [torch.float32])
     weight, x = torch.rand(1536, device="cuda") + 0.5, normal(4, 1536)
     (fused,) = linear_rows(x, rows, weight, EPS)
@@ -112,7 +171,9 @@ def test_norm_agrees_with_the_norm_alone() -> None:
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
 @pytest.mark.parametrize(
-    ("groups", "rows", "columns"), [(16, 1024, 4096), (8, 1024, 4096), (4, 32, 128), (2, 20, 96), (8, 4, 64)], ids=str
+    ("groups", "rows", "columns"),
+    [(16, 1024, 4096), (8, 1024, 4096), (4, 32, 128), (2, 20, 96), (8, 4, 64)],
+    ids=str,
 )
 def test_grouped(format: QuantFormat, groups: int, rows: int, columns: int) -> None:
     weight = random_weight(groups * rows, columns, format)
@@ -122,15 +183,19 @@ def test_grouped(format: QuantFormat, groups: int, rows: int, columns: int) -> N
         poison(4 << 20)
         y_TGR = grouped_linear(x_TGK, packed)
         for group in range(groups):
-            assert_product(y_TGR[:, group], x_TGK[:, group], values[group * rows : (group + 1) * rows])
+            assert_product(
+                y_TGR[:, group], x_TGK[:, group], values[group * rows : (group + 1) * rows]
+            )
     strided = x_TGK.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(grouped_linear(strided, packed), grouped_linear(x_TGK, packed))
-    assert_replay_is_eager(lambda: grouped_linear(x_TGK, packed))
+    assert_replay_is_eager(PreparedOp(decode.grouped_linear, x_TGK, packed).run)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
 def test_activations_of_any_size(format: QuantFormat) -> None:
-    """Each token has its own power of two: tiny, huge, zero and mixed rows are as exact as ordinary ones."""
+    """Each token has its own power of two: tiny, huge, zero and mixed rows are as exact as ordinary
+    ones.
+    """
     weight = random_weight(256, 512, format)
     packed = pack_weight(weight)
     x = normal(8, 512)
@@ -156,21 +221,28 @@ def test_tokens_do_not_touch_each_other() -> None:
 
 
 def test_stacked_strided_and_chained() -> None:
-    """A member of a stack, rows of a wider x, and a product that is the next product's x, in a graph."""
+    """A member of a stack, rows of a wider x, and a product that is the next product's x, in a
+    graph.
+    """
     weight = random_weight(3 * 64, 256, FP8)
     stack = QuantTensor.dense(weight.dequantize().bfloat16().view(3, 64, 256))
     packed, wide = pack_weight(stack), normal(5, 512)
     assert_product(linear(wide[:, 256:], packed[1]), wide[:, 256:], stack[1])
-    assert torch.equal(linear(wide[:, ::2], packed[2]), linear(wide[:, ::2].contiguous(), packed[2]))
+    with pytest.raises(
+        ValueError, match=r"^x: found strides \(512, 2\), expected rows without gaps"
+    ):
+        linear(wide[:, ::2], packed[2])
     chain = [pack_weight(random_weight(2048, 2048, format)) for format in FORMATS * 3]
-    x = normal(1, 2048)
 
-    def step() -> Tensor:
+    def chained(recording: Recording, x: Tensor) -> Tensor:
         y = x
         for link in chain:
-            y = linear((y * 0.02).bfloat16(), link)
+            scaled = recording.empty_like(y)
+            recording.call(lambda _, y, scaled: torch.mul(y, 0.02, out=scaled), y, scaled)
+            y = decode.linear(recording, scaled, link)
         return y
 
+    step = PreparedOp(chained, normal(1, 2048)).run
     assert_replay_is_eager(step)
     assert_no_synchronisation(step)
 
@@ -184,5 +256,9 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="^out_dtype: found"):
         linear(normal(1, 128), packed, torch.float16)
     with pytest.raises(ValueError, match="^norm_weight: found"):
-        linear_rows(normal(1, 128), pack_rows([random_weight(8, 128, FP8)], [None]), torch.ones(64, device="cuda"), EPS)
-    assert linear(normal(0, 128), packed).shape == (0, 64)
+        linear_rows(
+            normal(1, 128),
+            pack_rows([random_weight(8, 128, FP8)], [None]),
+            torch.ones(64, device="cuda"),
+            EPS,
+        )

@@ -2,46 +2,64 @@
 asynchronous copies.
 """
 
+from dataclasses import replace
+
 import pytest
 
-from dsv4.launch.loader import ARCHITECTURES, Defines, compile_source
+from dsv4.launch.compiler import compile_source
+from dsv4.launch.kernel import Kernel
+from dsv4.launch.recording import Recording
+from dsv4.launch.target import ARCHITECTURES
+from dsv4.ops.moe import decode
+from dsv4.ops.router.prefill import route
+from tests.ops.moe.meta_layer import BF16, FLASH, MXFP4, PRO, Geometry, launches, step
+from tests.ops.recorded import TARGETS
 from tests.ops.sass import count, disassemble, resources
 
-NAMES = ("ROUTED", "SHARED", "TOKENS", "TAILS", "WARPS", "STAGES", "PER_LANE", "HASH", "GATE_ROUNDS", "VECTORS")
-# Routed and shared formats (NVFP4 0, MXFP4 1, FP8 2, BF16 3), padded tokens, tails, warps, ring depth; the routers of
-# Flash and Pro: experts / 32, hash or not, pairs of gate rows per block; eights of activations per thread.
-VARIANTS = {
-    "nvfp4+fp8": (0, 2, 1, 0, 12, 2, 8, 0, 1, 2),
-    "nvfp4+fp8 Pro": (0, 2, 1, 0, 12, 2, 12, 0, 2, 3),
-    "mxfp4+bf16 T=8": (1, 3, 8, 1, 16, 1, 8, 1, 1, 1),
-}
+# One of each kind: plain and ragged widths, one and many tokens, learned and hash routers.
+PRO_STEP = (PRO, 1)
+FLASH_STEP = (FLASH, 1)
+RAGGED_STEP = (Geometry(2080, 1000, 256, 6, (MXFP4, BF16), hashed=True), 8)
 
 
-def moe_defines(*values: int) -> Defines:
-    return tuple(zip(NAMES, values, strict=True))
+def decode_kernel(geometry: Geometry, tokens: int) -> Kernel:
+    recording = Recording(TARGETS["sm_90a"], tokens)
+    inputs = step(recording, geometry)
+    decode.moe(recording, *inputs, geometry.router(), *geometry.weights(), 10.0)
+    (launch,) = launches(recording)
+    return launch.shape.kernel
+
+
+def router_kernel(geometry: Geometry) -> Kernel:
+    recording = Recording(TARGETS["sm_90a"], 64)
+    route(recording, *step(recording, geometry), geometry.router())
+    return launches(recording)[-1].shape.kernel
+
+
+def assert_no_spills(kernel: Kernel, architecture: str) -> None:
+    found = resources(compile_source(kernel.source, architecture, kernel.defines).log)
+    assert set(found) == {kernel.function}
+    assert found[kernel.function][1] == 0
 
 
 @pytest.mark.parametrize(
-    ("architecture", "variant"),
-    [*((architecture, "nvfp4+fp8 Pro") for architecture in ARCHITECTURES), ("sm_90a", "mxfp4+bf16 T=8")],
+    ("architecture", "decode_step"),
+    [*((architecture, PRO_STEP) for architecture in ARCHITECTURES), ("sm_90a", RAGGED_STEP)],
 )
-def test_moe_has_no_spills(architecture: str, variant: str) -> None:
-    found = resources(compile_source("moe_decode", architecture, moe_defines(*VARIANTS[variant])).log)
-    assert set(found) == {"moe_decode"}
-    assert found["moe_decode"][1] == 0
+def test_moe_has_no_spills(architecture: str, decode_step: tuple[Geometry, int]) -> None:
+    assert_no_spills(decode_kernel(*decode_step), architecture)
 
 
 def test_moe_uses_mma_and_asynchronous_copies() -> None:
-    sass = disassemble("moe_decode", "sm_90a", moe_defines(*VARIANTS["nvfp4+fp8"]))
+    kernel = decode_kernel(*FLASH_STEP)
+    sass = disassemble(kernel.source, "sm_90a", kernel.defines)
     # In each phase: 32 MMAs of a 4-bit stage (two row tiles of 256 columns) and 16 of an FP8 stage (128 columns).
     assert count(sass, "HMMA") >= 2 * (32 + 16)
     assert count(sass, "LDGSTS") > 0
     assert count(sass, "STL") == count(sass, "LDL") == 0
 
 
-@pytest.mark.parametrize("hashed", [0, 1])
+@pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_router_has_no_spills(architecture: str, hashed: int) -> None:
-    found = resources(compile_source("router", architecture, (("PER_LANE", 12), ("HASH", hashed))).log)
-    assert set(found) == {"router_select"}
-    assert found["router_select"][1] == 0
+def test_router_has_no_spills(architecture: str, hashed: bool) -> None:
+    assert_no_spills(router_kernel(replace(PRO, hashed=hashed)), architecture)

@@ -4,15 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.ops.linear import prefill as prefill_linear
-from dsv4.ops.moe import ExpertWeights, expert_sum
-from dsv4.ops.moe import prefill as module
-from dsv4.ops.moe.prefill import moe_prefill, sort_by_expert
-from dsv4.quant import QuantFormat, quantize
+from dsv4.ops.immediate import PreparedOp, immediately
+from dsv4.ops.linear import prefill as linear_prefill
+from dsv4.ops.linear.prefill import Build, build_for
+from dsv4.ops.moe import ExpertWeights, expert_sum, grouped, prefill
+from dsv4.ops.router import Router
+from dsv4.ops.router.prefill import route
+from dsv4.quant import QuantFormat, QuantTensor, quantize
 from dsv4.weights.packed import pack_weight
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison, relative_error
 
 pytestmark = pytest.mark.gpu
+moe_prefill = immediately(prefill.expert_sum)
 FORMATS = [QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16]
 LIMIT = 10.0
 
@@ -23,16 +26,25 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.param == "wgmma" and not hopper:
         pytest.skip("wgmma is Hopper's")
     if request.param == "mma" and hopper:
-        monkeypatch.setattr(prefill_linear, "architecture_of", lambda index: "sm_100a")
-    monkeypatch.setattr(prefill_linear, "cutedsl_supports", lambda x, weight: False)
+        for module in (linear_prefill, grouped):
+            monkeypatch.setattr(module, "build_for", without_wgmma)
     return request.param
+
+
+def without_wgmma(
+    format: QuantFormat, mode: int, architecture: str, out_float: bool = False, wide: bool = False
+) -> Build:
+    """The variant of GPUs other than Hopper."""
+    return build_for(format, mode, "sm_100a", out_float, wide)
 
 
 def random(seed: int) -> torch.Generator:
     return torch.Generator("cuda").manual_seed(seed)
 
 
-def stack(experts: int | None, width: int, inner: int, format: QuantFormat, seed: int) -> tuple[ExpertWeights, ...]:
+def stack(
+    experts: int | None, width: int, inner: int, format: QuantFormat, seed: int
+) -> tuple[ExpertWeights, ...]:
     """Stored and packed expert weights; ``experts`` None: one expert without the leading dimension."""
     lead = () if experts is None else (experts,)
     shapes = ((*lead, inner, width), (*lead, width, inner), (*lead, inner, width))
@@ -43,7 +55,9 @@ def stack(experts: int | None, width: int, inner: int, format: QuantFormat, seed
     return ExpertWeights(*stored), ExpertWeights(*map(pack_weight, stored))
 
 
-def inputs(tokens: int, width: int, experts: int, per_token: int, skew: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    tokens: int, width: int, experts: int, per_token: int, skew: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(tokens, width, generator=random(1), device="cuda").bfloat16()
     scores = torch.rand(tokens, experts, generator=random(2), device="cuda")
     scores[:, : experts // 4] += skew
@@ -68,10 +82,21 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
 @pytest.mark.parametrize(
     ("tokens", "width", "inner", "experts", "per_token", "skew"),
-    [(9, 64, 32, 8, 2, 0.0), (100, 256, 128, 16, 6, 0.5), (513, 512, 384, 8, 6, 0.0), (300, 1024, 512, 64, 6, 0.7)],
+    [
+        (9, 64, 32, 8, 2, 0.0),
+        (100, 256, 128, 16, 6, 0.5),
+        (513, 512, 384, 8, 6, 0.0),
+        (300, 1024, 512, 64, 6, 0.7),
+    ],
 )
 def test_moe(
-    format: QuantFormat, tokens: int, width: int, inner: int, experts: int, per_token: int, skew: float
+    format: QuantFormat,
+    tokens: int,
+    width: int,
+    inner: int,
+    experts: int,
+    per_token: int,
+    skew: float,
 ) -> None:
     stored, packed = stack(experts, width, inner, format, 10)
     stored_shared, packed_shared = stack(None, width, inner, QuantFormat.FP8_BLOCK128, 20)
@@ -111,17 +136,38 @@ def test_parts_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None
     _, packed_shared = stack(None, 256, 128, QuantFormat.MXFP4, 80)
     x, ids, weights = inputs(700, 256, 16, 6)
     whole = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
-    monkeypatch.setattr(module, "_WORKSPACE_BYTES", 256 * 6 * 1500)
+    monkeypatch.setattr(prefill, "_WORKSPACE_BYTES", 256 * 6 * 1500)
     parts = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
     assert relative_error(parts, whole) < 1e-3
+
+
+def test_a_recording_of_the_longest_chunk_serves_shorter_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Routed, and in parts of 256 tokens: what the launches of a chunk of that length compute."""
+    monkeypatch.setattr(prefill, "_WORKSPACE_BYTES", 256 * 6 * 1500)
+    _, experts = stack(16, 256, 128, QuantFormat.NVFP4, 110)
+    _, shared = stack(None, 256, 128, QuantFormat.FP8_BLOCK128, 120)
+    x, _, _ = inputs(700, 256, 16, 6)
+    gate = pack_weight(
+        QuantTensor.dense(torch.randn(16, 256, generator=random(5), device="cuda").bfloat16())
+    )
+    router = Router(gate, torch.zeros(16, device="cuda"), False, 6, 1.5)
+    token_ids = torch.zeros(700, dtype=torch.int64, device="cuda")
+    op = PreparedOp(prefill.moe, x, token_ids, router, experts, shared, LIMIT)
+    for tokens in (700, 9, 257, 256, 600, 700):
+        ids, weights = immediately(route)(x[:tokens], token_ids[:tokens], router)
+        expected = moe_prefill(x[:tokens], ids, weights, experts, shared, LIMIT)
+        assert torch.equal(op.run(tokens)[:tokens], expected)
 
 
 def test_replay_repetition_and_no_synchronisation() -> None:
     _, packed = stack(16, 256, 128, QuantFormat.NVFP4, 90)
     _, packed_shared = stack(None, 256, 128, QuantFormat.FP8_BLOCK128, 100)
     x, ids, weights = inputs(200, 256, 16, 6)
-    assert_replay_is_eager(lambda: moe_prefill(x, ids, weights, packed, packed_shared, LIMIT))
-    assert_no_synchronisation(lambda: moe_prefill(x, ids, weights, packed, packed_shared, LIMIT))
+    op = PreparedOp(prefill.expert_sum, x, ids, weights, packed, packed_shared, LIMIT)
+    assert_replay_is_eager(op.run)
+    assert_no_synchronisation(op.run)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +176,7 @@ def test_replay_repetition_and_no_synchronisation() -> None:
 def test_sort(tokens: int, experts: int, per_token: int) -> None:
     """The stable order of torch, and tiles that cover every pair once in ascending expert order."""
     ids = torch.randint(0, experts, (tokens, per_token), generator=random(4), device="cuda")
-    found = sort_by_expert(ids, experts)
+    found = immediately(grouped.sort_by_expert)(ids, experts)
     flat = ids.flatten()
     assert torch.equal(found.slots.long(), flat.argsort(stable=True))
     expected, start = [], 0

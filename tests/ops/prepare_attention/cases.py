@@ -1,4 +1,6 @@
-"""Inputs of ``prepare_attention`` for every kind of layer, on the default device."""
+"""Inputs of ``prepare_attention`` for every kind of layer, on the default device, which may be
+torch's meta device.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +10,8 @@ from torch import Tensor
 from dsv4.cache_rows import RowCache, RowFormat
 from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights
 from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm
-from tests.ops.cases import EPS, HEAD_DIM, ROPE_DIM, inv_freq, normal
+from tests.ops import cases
+from tests.ops.cases import EPS, HEAD_DIM, ROPE_DIM
 
 INDEX_WIDTH, RING_SLOTS = 128, 144
 RATIOS = {"window": 0, "csa": 4, "hca": 128}
@@ -27,7 +30,9 @@ class Step:
     ring: RowCache
     compressions: tuple[Compression, ...]
 
-    def arguments(self) -> tuple[Queries, Tensor, Tensor, QueryKeyNorm, RowCache, tuple[Compression, ...]]:
+    def arguments(
+        self,
+    ) -> tuple[Queries, Tensor, Tensor, QueryKeyNorm, RowCache, tuple[Compression, ...]]:
         return self.queries, self.kv_TD, self.positions_T, self.norm, self.ring, self.compressions
 
     def caches(self) -> list[Tensor]:
@@ -43,14 +48,42 @@ class Step:
         compressions = []
         for compression in self.compressions:
             ring, rows = compression.state.ring, compression.state.rows
-            copy = CompressedState(CompressorRing(ring.kv.clone(), ring.score.clone()), copy_of(rows))
+            copy = CompressedState(
+                CompressorRing(ring.kv.clone(), ring.score.clone()), copy_of(rows)
+            )
             compressions.append(replace(compression, state=copy))
         return replace(self, ring=copy_of(self.ring), compressions=tuple(compressions))
 
 
+def on_meta() -> bool:
+    """Whether tensors are to have no values, which takes no time."""
+    return torch.get_default_device().type == "meta"
+
+
+def normal(
+    *shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> Tensor:
+    """``tests.ops.cases.normal``."""
+    if on_meta():
+        return torch.empty(shape, dtype=dtype)
+    return cases.normal(*shape, seed=seed, dtype=dtype, scale=scale)
+
+
+def norm_weight(width: int, seed: int) -> Tensor:
+    """Values near 1."""
+    return torch.empty(width) if on_meta() else 1 + 0.1 * normal(width, seed=seed)
+
+
+def inv_freq(ratio: int) -> Tensor:
+    """``tests.ops.cases.inv_freq``."""
+    return torch.empty(ROPE_DIM // 2) if on_meta() else cases.inv_freq(ratio)
+
+
 def copy_of(rows: RowCache) -> RowCache:
     return replace(
-        rows, data=rows.data.clone(), block_scale=None if rows.block_scale is None else rows.block_scale.clone()
+        rows,
+        data=rows.data.clone(),
+        block_scale=None if rows.block_scale is None else rows.block_scale.clone(),
     )
 
 
@@ -64,8 +97,10 @@ def step(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Step:
     """``tokens`` tokens from ``start`` on, the caches full of junk and of the tokens before."""
-    ratio, norm = RATIOS[kind], QueryKeyNorm(1 + 0.1 * normal(HEAD_DIM, seed=1), inv_freq(RATIOS[kind]), EPS)
-    ring = junk_rows(RING_SLOTS, HEAD_DIM, RowFormat.KV_FP8 if quantised else RowFormat.PLAIN, dtype)
+    ratio = RATIOS[kind]
+    norm = QueryKeyNorm(norm_weight(HEAD_DIM, seed=1), inv_freq(ratio), EPS)
+    format = RowFormat.KV_FP8 if quantised else RowFormat.PLAIN
+    ring = junk_rows(RING_SLOTS, HEAD_DIM, format, dtype)
     index_TID, compressions = None, []
     if ratio:
         rows = junk_rows((start + tokens) // ratio + 1, HEAD_DIM, ring.format, dtype)
@@ -90,12 +125,15 @@ def compression(
 ) -> Compression:
     """The main compressor, or for rows of another width the indexer's."""
     columns = 2 * rows.width if ratio == 4 else rows.width
-    ape, norm = normal(ratio, columns, seed=seed), 1 + 0.1 * normal(rows.width, seed=seed + 1)
+    ape, norm = normal(ratio, columns, seed=seed), norm_weight(rows.width, seed=seed + 1)
     weights = CompressorWeights(ape, norm, frequencies, EPS, ratio, rows.width != HEAD_DIM, dtype)
     ring = CompressorRing.allocate(ratio, columns, rows.data.device)
     ring.kv.copy_(normal(*ring.kv.shape, seed=seed + 2))
     ring.score.copy_(normal(*ring.score.shape, seed=seed + 3))
-    products = normal(tokens, columns, seed=seed + 4), normal(tokens, columns, seed=seed + 5, scale=2.0)
+    products = (
+        normal(tokens, columns, seed=seed + 4),
+        normal(tokens, columns, seed=seed + 5, scale=2.0),
+    )
     return Compression(*products, weights, CompressedState(ring, rows))
 
 

@@ -1,24 +1,29 @@
-"""prepare_attention on the GPU: one launch against the torch op at every phase of a window, in graphs and guards."""
+"""prepare_attention on the GPU: one launch against the torch op at every phase of a window, in
+graphs and guards.
+"""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4.cache_rows import RowCache
-from dsv4.ops.prepare_attention import Queries
-from dsv4.ops.prepare_attention import prepare_attention as prepare_in_parts
-from dsv4.ops.prepare_attention.cuda import CUDA_PARTS, prepare_attention
+from dsv4.launch.recording import Recording
+from dsv4.ops.immediate import PreparedOp, immediately
+from dsv4.ops.indexer.query import index_query
+from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm, decode, prefill
+from dsv4.ops.prepare_attention import prepare_attention as torch_prepare_attention
+from tests.ops import forms
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, guarded, poison
-from tests.ops.prepare_attention.cases import JUNK, RATIOS, Step, step
+from tests.ops.prepare_attention.cases import JUNK, RATIOS, Step, junk_rows, step
 
 pytestmark = pytest.mark.gpu
 
+RECORDED = forms.by_tokens(decode.prepare_attention, prefill.prepare_attention)
+prepare_attention = immediately(RECORDED)
 HEADS = {"Flash": 64, "Pro": 128}
 INDEX_HEADS = 64
 # Every phase of a window of 4, the ends of windows of 128, long contexts.
@@ -61,13 +66,15 @@ def test_equals_the_torch_op_at_every_boundary(kind: str, quantised: bool, token
         expected = found.twin()
         poison(1 << 20)
         queries = prepare_attention(*found.arguments())
-        right = prepare_in_parts(*expected.arguments())
+        right = torch_prepare_attention(*expected.arguments())
         assert_close_queries(queries.q_THD, right.q_THD, f"queries at {start}")
         if right.index_TID is not None:
             assert queries.index_TID is not None
             assert_close_queries(queries.index_TID, right.index_TID, f"index queries at {start}")
         assert_close_rows(found.ring, expected.ring, f"window keys at {start}")
-        for index, (one, two) in enumerate(zip(found.compressions, expected.compressions, strict=True)):
+        for index, (one, two) in enumerate(
+            zip(found.compressions, expected.compressions, strict=True)
+        ):
             assert_close_rows(one.state.rows, two.state.rows, f"compressor {index} at {start}")
             assert torch.equal(one.state.ring.kv, two.state.ring.kv)
             assert torch.equal(one.state.ring.score, two.state.ring.score)
@@ -76,18 +83,20 @@ def test_equals_the_torch_op_at_every_boundary(kind: str, quantised: bool, token
 @pytest.mark.parametrize("kind", RATIOS)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("tokens", range(1, 9))
-def test_one_launch_gives_the_bits_of_the_separate_ones(
-    kind: str, heads: int, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launches = counted(monkeypatch)
+def test_one_launch_gives_the_bits_of_the_separate_ones(kind: str, heads: int, tokens: int) -> None:
     for start in EDGES:
         found = step(kind, start, tokens, heads, INDEX_HEADS)
         expected = found.twin()
         poison(1 << 20)
-        queries = prepare_attention(*found.arguments())
-        right = prepare_in_parts(*expected.arguments(), CUDA_PARTS)
-        assert_same_bytes([*tensors(queries), *found.caches()], [*tensors(right), *expected.caches()], f"at {start}")
-    assert launches == ["prepare_attention"] * len(EDGES)
+        op = PreparedOp(RECORDED, *found.arguments())
+        assert len(op.program.recording.items) == 1
+        queries = op.run()
+        right = immediately(in_parts)(*expected.arguments())
+        assert_same_bytes(
+            [*tensors(queries), *found.caches()],
+            [*tensors(right), *expected.caches()],
+            f"at {start}",
+        )
 
 
 @pytest.mark.parametrize("kind", RATIOS)
@@ -100,7 +109,9 @@ def test_any_steps_give_the_same_rows(kind: str) -> None:
     for start, stop in pairwise(starts):
         prepare_attention(*part_of(whole, start, stop).arguments())
     for one, two in zip(whole.compressions, expected.compressions, strict=True):
-        assert torch.equal(one.state.rows.data.view(torch.uint8), two.state.rows.data.view(torch.uint8))
+        assert torch.equal(
+            one.state.rows.data.view(torch.uint8), two.state.rows.data.view(torch.uint8)
+        )
         assert torch.equal(one.state.ring.score, two.state.ring.score)
 
 
@@ -108,9 +119,10 @@ def test_any_steps_give_the_same_rows(kind: str) -> None:
 @pytest.mark.parametrize(("start", "tokens"), [(126, 1), (127, 1), (120, 8), (3, 4)])
 def test_replay_guards_and_no_synchronisation(kind: str, start: int, tokens: int) -> None:
     case, checks = in_guards(step(kind, start, tokens, HEADS["Flash"], INDEX_HEADS))
+    op = PreparedOp(RECORDED, *case.arguments())
 
     def call() -> list[Tensor]:
-        return tensors(prepare_attention(*case.arguments()))
+        return tensors(op.run())
 
     assert_replay_is_eager(call, case.caches())
     assert_no_synchronisation(call)
@@ -127,30 +139,34 @@ def test_junk_of_an_earlier_sequence_is_never_seen() -> None:
     for case in (clean, dirty):
         prepare_attention(*case.arguments())
     for one, two in zip(clean.compressions, dirty.compressions, strict=True):
-        assert torch.equal(one.state.rows.data.view(torch.uint8), two.state.rows.data.view(torch.uint8))
+        assert torch.equal(
+            one.state.rows.data.view(torch.uint8), two.state.rows.data.view(torch.uint8)
+        )
 
 
-def test_strided_projections_and_what_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = counted(monkeypatch)
+def test_what_goes_in_parts() -> None:
+    """Another table of frequencies, and compressors' products that are columns of wider tensors."""
     case = step("csa", 3, 2, HEADS["Flash"], INDEX_HEADS)
-    right = tensors(prepare_attention(*case.arguments()))
-    wide = torch.cat((case.queries.q_THD, case.queries.q_THD), dim=2)[:, :, :512]
-    strided = replace(case, queries=Queries(wide, case.queries.index_TID), kv_TD=case.kv_TD.repeat(1, 2)[:, :512])
-    assert_same_bytes(tensors(prepare_attention(*strided.arguments())), right, "strided")
-    assert launches == ["prepare_attention"] * 2
-    other_table = replace(case, norm=replace(case.norm, inv_freq=case.norm.inv_freq.clone()))
-    assert_same_bytes(tensors(prepare_attention(*other_table.arguments())), right, "a table of its own")
-    prepare_attention(*step("hca", 3, 9).arguments())
-    assert launches == ["prepare_attention"] * 2, "another table and 9 tokens go in parts"
+    own_table = replace(case.twin(), norm=replace(case.norm, inv_freq=case.norm.inv_freq.clone()))
+    strided = case.twin()
+    strided = replace(strided, compressions=tuple(map(in_wider_tensors, strided.compressions)))
+    right = [*tensors(prepare_attention(*case.arguments())), *case.caches()]
+    for what, other in (("a table of its own", own_table), ("strided", strided)):
+        op = PreparedOp(RECORDED, *other.arguments())
+        assert len(op.program.recording.items) > 1
+        assert_same_bytes([*tensors(op.run()), *other.caches()], right, what)
 
 
 @pytest.mark.parametrize("kind", RATIOS)
-def test_no_tokens(kind: str) -> None:
-    case = step(kind, 5, 0)
-    before = [cache.clone() for cache in case.caches()]
-    queries = prepare_attention(*case.arguments())
-    assert [tensor.shape for tensor in tensors(queries)] == [tensor.shape for tensor in tensors(case.queries)]
-    assert_same_bytes(case.caches(), before, "changed")
+@pytest.mark.parametrize("tokens", [9, 130, 299])
+def test_a_recording_serves_shorter_chunks_with_the_same_bytes(kind: str, tokens: int) -> None:
+    found = step(kind, 100, 300, HEADS["Flash"], INDEX_HEADS)
+    found = replace(found, ring=junk_rows(443, 512, found.ring.format, torch.bfloat16))
+    expected = found.twin()
+    queries = PreparedOp(RECORDED, *found.arguments()).run(tokens)
+    right = prepare_attention(*part_of(expected, 0, tokens).arguments())
+    one = [tensor[:tokens] for tensor in tensors(queries)]
+    assert_same_bytes([*one, *found.caches()], [*tensors(right), *expected.caches()], kind)
 
 
 def test_wrong_arguments() -> None:
@@ -176,23 +192,31 @@ def assert_same_bytes(found: list[Tensor], expected: list[Tensor], what: str) ->
         assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), f"tensor {index} {what}"
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that the one-launch form launches from now on."""
-    # The package has a function of this name, which hides the module.
-    launcher = importlib.import_module("dsv4.ops.prepare_attention.cuda")
-    launches, prepare = [], launcher.prepare
+def in_parts(
+    recording: Recording,
+    queries: Queries,
+    kv_TD: Tensor,
+    positions_T: Tensor,
+    norm: QueryKeyNorm,
+    ring: RowCache,
+    compressions: tuple[Compression, ...],
+) -> Queries:
+    """The launches that the one launch stands for."""
+    q_THD = forms.query_rope(recording, queries.q_THD, positions_T, norm.inv_freq, norm.eps)
+    forms.kv_write(recording, kv_TD, norm.kv_norm, positions_T, norm.inv_freq, ring, norm.eps)
+    for part in compressions:
+        products = part.kv_TW, part.score_TW
+        forms.compress(recording, *products, positions_T, part.weights, part.state)
+    if queries.index_TID is None:
+        return Queries(q_THD, None)
+    return Queries(q_THD, index_query(recording, queries.index_TID, positions_T, norm.inv_freq))
 
-    def counting(source: str, *arguments: Any, **named: Any) -> Callable[..., None]:
-        launch = prepare(source, *arguments, **named)
 
-        def call(*tensors: Tensor) -> None:
-            launches.append(source)
-            launch(*tensors)
-
-        return call
-
-    monkeypatch.setattr(launcher, "prepare", counting)
-    return launches
+def in_wider_tensors(part: Compression) -> Compression:
+    """The same products, the score right of kv."""
+    both = torch.cat((part.kv_TW, part.score_TW), dim=1)
+    columns = part.kv_TW.shape[1]
+    return replace(part, kv_TW=both[:, :columns], score_TW=both[:, columns:])
 
 
 def part_of(whole: Step, start: int, stop: int) -> Step:
@@ -200,10 +224,13 @@ def part_of(whole: Step, start: int, stop: int) -> Step:
     tokens, (q_THD, index_TID) = slice(start, stop), whole.queries
     queries = Queries(q_THD[tokens], None if index_TID is None else index_TID[tokens])
     compressions = tuple(
-        replace(one, kv_TW=one.kv_TW[tokens], score_TW=one.score_TW[tokens]) for one in whole.compressions
+        replace(one, kv_TW=one.kv_TW[tokens], score_TW=one.score_TW[tokens])
+        for one in whole.compressions
     )
     kv_TD, positions_T = whole.kv_TD[tokens], whole.positions_T[tokens]
-    return replace(whole, queries=queries, kv_TD=kv_TD, positions_T=positions_T, compressions=compressions)
+    return replace(
+        whole, queries=queries, kv_TD=kv_TD, positions_T=positions_T, compressions=compressions
+    )
 
 
 def in_guards(case: Step) -> tuple[Step, list[Callable[[], None]]]:
@@ -217,11 +244,15 @@ def in_guards(case: Step) -> tuple[Step, list[Callable[[], None]]]:
 
     def keep_rows(rows: RowCache) -> RowCache:
         return replace(
-            rows, data=keep(rows.data), block_scale=None if rows.block_scale is None else keep(rows.block_scale)
+            rows,
+            data=keep(rows.data),
+            block_scale=None if rows.block_scale is None else keep(rows.block_scale),
         )
 
     compressions = []
     for one in case.compressions:
         ring = replace(one.state.ring, kv=keep(one.state.ring.kv), score=keep(one.state.ring.score))
-        compressions.append(replace(one, state=replace(one.state, ring=ring, rows=keep_rows(one.state.rows))))
+        compressions.append(
+            replace(one, state=replace(one.state, ring=ring, rows=keep_rows(one.state.rows)))
+        )
     return replace(case, ring=keep_rows(case.ring), compressions=tuple(compressions)), checks

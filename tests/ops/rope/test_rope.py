@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from dsv4.config import Yarn
+from dsv4.ops import rope as reference
 from dsv4.ops.rope import layer_inv_freq, rope
+from tests.ops import forms
 from tests.ops.cases import (
     EPS,
     HEAD_DIM,
@@ -21,14 +23,15 @@ from tests.ops.cases import (
     positions,
     tiny_config,
 )
-from tests.ops.conftest import op_part
 from tests.ops.rounding import assert_rounded_twice
 
 POSITIONS = (0, 1, 5, 127, 4096, 65_537, 1_000_000)
 
 
 def exact_yarn(theta: float, width: int, yarn: Yarn) -> list[float]:
-    """Blend of theta^(−2i/width) and the same over ``factor``, by the ramp between two correction dimensions."""
+    """Blend of theta^(−2i/width) and the same over ``factor``, by the ramp between two correction
+    dimensions.
+    """
 
     def correction(rotations: float) -> float:
         wavelengths = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
@@ -68,21 +71,20 @@ def test_query_rope_normalises_every_head_then_rotates(
     frequencies = inv_freq(ratio)
     q_THD = normal(len(POSITIONS), 3, HEAD_DIM, seed=7, dtype=dtype, scale=size)
     q_THD = (q_THD.float() * torch.tensor([0.1, 1.0, 40.0])[:, None]).to(dtype)
-    out_THD = op_part(backend, "rope", "query_rope")(q_THD, positions(*POSITIONS), frequencies, EPS)
+    query_rope = forms.part(backend, reference.query_rope, forms.query_rope)
+    out_THD = query_rope(q_THD, positions(*POSITIONS), frequencies, EPS)
     assert out_THD.dtype == dtype
     for position, out_HD, q_HD in zip(POSITIONS, out_THD, q_THD.double(), strict=True):
         normalised = q_HD * (q_HD.square().mean(-1, keepdim=True) + EPS) ** -0.5
         for out, head in zip(out_HD, normalised, strict=True):
-            assert_rounded_twice(out, head, lambda value, at=position: exact_rope(value, at, frequencies))
+            assert_rounded_twice(
+                out, head, lambda value, at=position: exact_rope(value, at, frequencies)
+            )
 
 
-def test_query_rope_of_no_tokens(backend: str) -> None:
-    q_THD = torch.empty(0, 2, HEAD_DIM, dtype=torch.bfloat16)
-    out_THD = op_part(backend, "rope", "query_rope")(q_THD, positions(), inv_freq(4), EPS)
-    assert out_THD.shape == (0, 2, HEAD_DIM)
-
-
-@pytest.mark.parametrize(("ratio", "name"), [(0, "inv_freq_swa_theta1e4"), (4, "inv_freq_compress_theta16e4_yarn16")])
+@pytest.mark.parametrize(
+    ("ratio", "name"), [(0, "inv_freq_swa_theta1e4"), (4, "inv_freq_compress_theta16e4_yarn16")]
+)
 def test_tables_are_the_published_ones(ratio: int, name: str) -> None:
     assert inv_freq(ratio).dtype == torch.float32
     assert inv_freq(ratio).tolist() == pytest.approx(VECTORS[name], rel=5e-7)
@@ -95,7 +97,9 @@ def test_tables_are_the_published_ones(ratio: int, name: str) -> None:
 )
 def test_yarn_equals_the_formula(yarn: Yarn) -> None:
     config = dataclasses.replace(tiny_config(), yarn=yarn)
-    assert layer_inv_freq(config, 4).tolist() == pytest.approx(exact_yarn(160000, 64, yarn), rel=1e-6)
+    assert layer_inv_freq(config, 4).tolist() == pytest.approx(
+        exact_yarn(160000, 64, yarn), rel=1e-6
+    )
 
 
 def test_published_example() -> None:
@@ -108,9 +112,14 @@ def test_published_example() -> None:
 
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_lesson_02_one_table_per_layer_by_its_ratio(ratio: int) -> None:
-    """Compressed layers depend on compress_rope_theta alone, window-only layers on rope_theta alone."""
+    """Compressed layers depend on compress_rope_theta alone, window-only layers on rope_theta
+    alone.
+    """
     config = tiny_config()
-    other_main, other_compress = tiny_config(rope_theta=777.0), tiny_config(compress_rope_theta=777.0)
+    other_main, other_compress = (
+        tiny_config(rope_theta=777.0),
+        tiny_config(compress_rope_theta=777.0),
+    )
     assert torch.equal(layer_inv_freq(config, ratio), layer_inv_freq(other_main, ratio))
     assert torch.equal(layer_inv_freq(config, 0), layer_inv_freq(other_compress, 0))
     assert not torch.equal(layer_inv_freq(config, ratio), layer_inv_freq(other_compress, ratio))
@@ -138,7 +147,9 @@ def test_spec11_a02_window_layers_turn_with_theta_10000_without_yarn() -> None:
 
 
 def test_spec11_a05_pairs_are_neighbours_not_halves() -> None:
-    """A quarter turn takes (a, b) to (−b, a) in dimensions 0 and 1; a half-split rotation pairs 0 with 32."""
+    """A quarter turn takes (a, b) to (−b, a) in dimensions 0 and 1; a half-split rotation pairs 0
+    with 32.
+    """
     x, quarter = torch.zeros(1, 128), torch.zeros(32)
     x[0, 64], x[0, 65], quarter[0] = 1.0, 2.0, math.pi / 2
     out = rope(x, positions(1), quarter)[0]
@@ -156,14 +167,19 @@ def test_dot_products_depend_on_the_distance() -> None:
     q, k = normal(1, HEAD_DIM, seed=4), normal(1, HEAD_DIM, seed=5)
 
     def product(query_position: int, key_position: int) -> Tensor:
-        turned = (rope(x, positions(p), inv_freq(0)).double() for x, p in ((q, query_position), (k, key_position)))
+        turned = (
+            rope(x, positions(p), inv_freq(0)).double()
+            for x, p in ((q, query_position), (k, key_position))
+        )
         return (next(turned) * next(turned)).sum()
 
     torch.testing.assert_close(product(120, 100), product(20, 0), rtol=0, atol=1e-4)
 
 
 def test_angle_is_the_float32_product() -> None:
-    """At a million tokens the float32 product differs from the exact angle by up to 0.03; the spec wants float32."""
+    """At a million tokens the float32 product differs from the exact angle by up to 0.03;
+    model.md#rope wants float32.
+    """
     position, frequencies = 999_983, inv_freq(4)
     x = torch.zeros(1, 64)
     x[0, ::2] = 1.0

@@ -1,10 +1,9 @@
 """Router: sqrt(softplus) scores, biased selection, unbiased weights, hash layers.
 
 Runs through the torch definition and both forms on a GPU: the router's own launches and the decode launch of the
-experts, which routes itself.
+experts, which routes itself; both take any number of tokens that the tests have.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,13 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.ops import router as reference
+from dsv4.ops.immediate import immediately
 from dsv4.ops.router import Router
+from dsv4.ops.router.prefill import route
 from dsv4.quant import QuantTensor, Weight
 from tests.ops.cases import BACKENDS, VECTORS, integers, normal, on_device
-from tests.ops.conftest import op_part, skipping_float32
+from tests.ops.conftest import skipping_float32
+from tests.ops.moe.routes import decode_routes
 
 SCALING = 1.5
-FORMS = ["torch", *(["cuda", "cuda decode"] if "cuda" in BACKENDS else [])]
+Route = Callable[[Tensor, Tensor, Router], tuple[Tensor, Tensor]]
+# The torch definition and both forms on a GPU: for a prefill chunk, and in the decode launch of the experts.
+FORMS: dict[str, tuple[str, Route]] = {"torch": ("torch", reference.route)}
+if "cuda" in BACKENDS:
+    FORMS["cuda prefill"] = ("cuda", skipping_float32(immediately(route)))
+    FORMS["cuda decode"] = ("cuda", skipping_float32(decode_routes))
 
 
 @dataclass(frozen=True)
@@ -27,27 +35,28 @@ class Routing:
     """``dsv4.ops.router``, with dense gates."""
 
     pack_weight: Callable[[QuantTensor], Weight]
-    route: Callable[[Tensor, Tensor, Router], tuple[Tensor, Tensor]]
+    route: Route
 
     def learned(self, x_TE: Tensor, gate_XE: Tensor, bias_X: Tensor, count: int, scaling: float):
         router = Router(self.pack_weight(QuantTensor.dense(gate_XE)), bias_X, False, count, scaling)
         return self.route(x_TE, torch.zeros(x_TE.shape[0], dtype=torch.int64), router)
 
-    def hashed(self, x_TE: Tensor, gate_XE: Tensor, table_VP: Tensor, tokens_T: Tensor, scaling: float):
-        router = Router(self.pack_weight(QuantTensor.dense(gate_XE)), table_VP, True, table_VP.shape[1], scaling)
+    def hashed(
+        self, x_TE: Tensor, gate_XE: Tensor, table_VP: Tensor, tokens_T: Tensor, scaling: float
+    ):
+        router = Router(
+            self.pack_weight(QuantTensor.dense(gate_XE)), table_VP, True, table_VP.shape[1], scaling
+        )
         return self.route(x_TE, tokens_T, router)
 
 
 @pytest.fixture(params=FORMS)
 def routing(request: pytest.FixtureRequest) -> Iterator[Routing]:
     """A form of the router; tensors created inside the test live on its device."""
-    name, *decode = request.param.split()
+    name, form = FORMS[request.param]
     backend = BACKENDS[name]
-    route = op_part(name, "router", "route")
-    if decode:
-        route = skipping_float32(importlib.import_module("tests.ops.moe.routes").decode_routes)
     with torch.device(backend.device):
-        yield Routing(skipping_float32(backend.ops.pack_weight), route)
+        yield Routing(skipping_float32(backend.ops.pack_weight), form)
 
 
 def score(logit: float) -> float:
@@ -80,15 +89,21 @@ def test_learned_routing_equals_the_formula(routing: Routing, dtype: torch.dtype
         scores = [score(float(row.double() @ x.double())) for row in weight]
         assert ids == sorted(range(32), key=lambda e: -(scores[e] + float(bias_X[e])))[:4]
         total = sum(scores[e] for e in ids)
-        assert weights.tolist() == pytest.approx([scores[e] / total * SCALING for e in ids], rel=1e-5)
+        assert weights.tolist() == pytest.approx(
+            [scores[e] / total * SCALING for e in ids], rel=1e-5
+        )
 
 
 def test_published_scores(routing: Routing) -> None:
     """Weights of a pair are in the ratio of their scores."""
     published = {float(logit): value for logit, value in VECTORS["sqrtsoftplus"].items()}
     for logit, value in published.items():
-        _, weights_TP = routing.learned(first_unit(), gate_for([0.0, logit]), torch.tensor([1e3, 0.0]), 2, 1.0)
-        assert float(weights_TP[0, 1] / weights_TP[0, 0]) == pytest.approx(value / published[0.0], rel=2e-6)
+        _, weights_TP = routing.learned(
+            first_unit(), gate_for([0.0, logit]), torch.tensor([1e3, 0.0]), 2, 1.0
+        )
+        assert float(weights_TP[0, 1] / weights_TP[0, 0]) == pytest.approx(
+            value / published[0.0], rel=2e-6
+        )
 
 
 def test_lesson_06_hash_layers_take_weights_from_the_gate(routing: Routing) -> None:
@@ -99,7 +114,9 @@ def test_lesson_06_hash_layers_take_weights_from_the_gate(routing: Routing) -> N
     assert torch.equal(ids_TP, table_VP[tokens_T])
     for x, ids, weights in zip(x_TE, ids_TP.tolist(), weights_TP, strict=True):
         scores = [score(float(weight[e].double() @ x.double())) for e in ids]
-        assert weights.tolist() == pytest.approx([s / sum(scores) * SCALING for s in scores], rel=1e-5)
+        assert weights.tolist() == pytest.approx(
+            [s / sum(scores) * SCALING for s in scores], rel=1e-5
+        )
 
 
 def test_bias_moves_the_selection_but_not_the_weights(routing: Routing) -> None:
@@ -108,7 +125,9 @@ def test_bias_moves_the_selection_but_not_the_weights(routing: Routing) -> None:
     ids_TP, weights_TP = routing.learned(first_unit(), gate, bias_X, 2, 1.0)
     assert ids_TP.tolist() == [[3, 1]]
     total = score(-1.0) + score(1.0)
-    assert weights_TP[0].tolist() == pytest.approx([score(-1.0) / total, score(1.0) / total], rel=1e-6)
+    assert weights_TP[0].tolist() == pytest.approx(
+        [score(-1.0) / total, score(1.0) / total], rel=1e-6
+    )
 
 
 def test_ties_go_to_the_lowest_expert(routing: Routing) -> None:
@@ -132,23 +151,33 @@ def test_spec11_d27_very_negative_logits_keep_their_weights(routing: Routing, lo
 
 
 @pytest.mark.parametrize("scaling", [1.0, 1.5, 2.5])
-def test_spec11_d28_weights_sum_to_the_scaling_factor_once(routing: Routing, scaling: float) -> None:
+def test_spec11_d28_weights_sum_to_the_scaling_factor_once(
+    routing: Routing, scaling: float
+) -> None:
     gate = normal(16, 32, seed=7)
     x_TE = normal(8, 32, seed=8)
     _, learned = routing.learned(x_TE, gate, torch.zeros(16), 6, scaling)
-    table_VP = torch.arange(6).expand(4, 6)
+    table_VP = torch.arange(6).repeat(4, 1)
     _, hashed = routing.hashed(x_TE, gate, table_VP, torch.zeros(8, dtype=torch.int64), scaling)
     for weights_TP in (learned, hashed):
         torch.testing.assert_close(weights_TP.sum(1), torch.full((8,), scaling))
 
 
-@pytest.mark.parametrize("logit", [-1e4, -300.0, -100.0, -15.001, -15.0, -14.999, -1e-3, 0.0, 19.9, 20.1, 300.0])
-def test_scores_are_continuous_and_right_over_the_whole_range(routing: Routing, logit: float) -> None:
+@pytest.mark.parametrize(
+    "logit", [-1e4, -300.0, -100.0, -15.001, -15.0, -14.999, -1e-3, 0.0, 19.9, 20.1, 300.0]
+)
+def test_scores_are_continuous_and_right_over_the_whole_range(
+    routing: Routing, logit: float
+) -> None:
     """Against an expert of the same logit plus 1, so that no weight underflows."""
-    _, weights_TP = routing.learned(first_unit(), gate_for([logit, logit + 1.0]), torch.tensor([9.0, 0.0]), 2, 1.0)
+    _, weights_TP = routing.learned(
+        first_unit(), gate_for([logit, logit + 1.0]), torch.tensor([9.0, 0.0]), 2, 1.0
+    )
     lower, upper = (log_score(float(torch.tensor(value))) for value in (logit, logit + 1.0))
     exact = 1 / (1 + math.exp(upper - lower))
-    assert sorted(weights_TP[0].tolist())[0] == pytest.approx(exact, rel=2e-4 if abs(logit) > 1e3 else 1e-5)
+    assert sorted(weights_TP[0].tolist())[0] == pytest.approx(
+        exact, rel=2e-4 if abs(logit) > 1e3 else 1e-5
+    )
 
 
 def test_very_negative_scores_can_win_by_their_bias(routing: Routing) -> None:
@@ -164,9 +193,3 @@ def test_equal_gate_rows_share_the_weight_equally(routing: Routing) -> None:
     ids_TP, weights_TP = routing.learned(normal(3, 64, seed=10), gate, torch.zeros(8), 4, 2.0)
     assert ids_TP.tolist() == [[0, 1, 2, 3]] * 3
     torch.testing.assert_close(weights_TP, torch.full((3, 4), 0.5))
-
-
-def test_no_tokens(routing: Routing) -> None:
-    gate = normal(8, 64, seed=11)
-    ids_TP, weights_TP = routing.learned(torch.empty(0, 64), gate, torch.zeros(8), 3, 1.0)
-    assert (ids_TP.shape, weights_TP.shape) == ((0, 3), (0, 3))

@@ -10,18 +10,26 @@ import torch
 from torch import Tensor
 
 from dsv4.ops import router as reference
-from dsv4.ops.router import Router
-from dsv4.ops.router.cuda import route
+from dsv4.ops.immediate import PreparedOp, immediately
+from dsv4.ops.moe.decode import moe_with_routes
+from dsv4.ops.router import Router, prefill
 from dsv4.quant import QuantTensor
 from dsv4.weights.packed import pack_weight
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison
-from tests.ops.moe.routes import decode_routes
+from tests.ops.moe.routes import decode_routes, on_zero_experts
 
 pytestmark = pytest.mark.gpu
 
+route = immediately(prefill.route)
 Form = Callable[[Tensor, Tensor, Router], tuple[Tensor, Tensor]]
 
-SHAPES = {"pro": (7168, 384), "flash": (4096, 256), "demo": (256, 16), "tiny": (128, 8), "odd": (72, 37)}
+SHAPES = {
+    "pro": (7168, 384),
+    "flash": (4096, 256),
+    "demo": (256, 16),
+    "tiny": (128, 8),
+    "odd": (72, 37),
+}
 DECODE = [(decode_routes, tokens) for tokens in (1, 2, 3, 8)]
 ANY = [(route, tokens) for tokens in (1, 3, 9, 64, 1000)]
 
@@ -33,15 +41,21 @@ def inputs(width: int, experts: int, tokens: int, seed: int = 0):
     return x_TE, QuantTensor.dense(weight), draw(experts) * 0.1
 
 
-def learned(form: Form, x_TE: Tensor, gate: QuantTensor, bias_X: Tensor, per_token: int, scaling: float):
+def learned(
+    form: Form, x_TE: Tensor, gate: QuantTensor, bias_X: Tensor, per_token: int, scaling: float
+):
     """A form of the router with a bias."""
     tokens_T = torch.zeros(x_TE.shape[0], dtype=torch.int64, device="cuda")
     return form(x_TE, tokens_T, Router(pack_weight(gate), bias_X, False, per_token, scaling))
 
 
-def hashed(form: Form, x_TE: Tensor, gate: QuantTensor, table_VP: Tensor, tokens_T: Tensor, scaling: float):
+def hashed(
+    form: Form, x_TE: Tensor, gate: QuantTensor, table_VP: Tensor, tokens_T: Tensor, scaling: float
+):
     """A form of the router with a table."""
-    return form(x_TE, tokens_T, Router(pack_weight(gate), table_VP, True, table_VP.shape[1], scaling))
+    return form(
+        x_TE, tokens_T, Router(pack_weight(gate), table_VP, True, table_VP.shape[1], scaling)
+    )
 
 
 def exact_log_scores(x_TE: torch.Tensor, gate: QuantTensor) -> torch.Tensor:
@@ -123,10 +137,29 @@ def test_token_outside_the_table_reads_no_stray_memory(form: Form) -> None:
 @pytest.mark.parametrize(("form", "tokens"), [(decode_routes, 1), (decode_routes, 8), (route, 40)])
 def test_replay_and_no_synchronisation(form: Form, tokens: int) -> None:
     x_TE, gate, bias_X = inputs(4096, 256, tokens)
-    router, tokens_T = Router(pack_weight(gate), bias_X, False, 6, 1.5), torch.zeros(tokens, device="cuda").long()
-    call = lambda: form(x_TE, tokens_T, router)  # noqa: E731
-    assert_replay_is_eager(call)
-    assert_no_synchronisation(call)
+    router, tokens_T = (
+        Router(pack_weight(gate), bias_X, False, 6, 1.5),
+        torch.zeros(tokens, device="cuda").long(),
+    )
+    if form is decode_routes:
+        op = PreparedOp(moe_with_routes, *on_zero_experts(x_TE, tokens_T, router))
+    else:
+        op = PreparedOp(prefill.route, x_TE, tokens_T, router)
+    assert_replay_is_eager(op.run)
+    assert_no_synchronisation(op.run)
+
+
+def test_a_recording_of_the_longest_chunk_routes_shorter_ones() -> None:
+    x_TE, gate, bias_X = inputs(4096, 256, 300)
+    router, tokens_T = (
+        Router(pack_weight(gate), bias_X, False, 6, 1.5),
+        torch.zeros(300, device="cuda").long(),
+    )
+    op = PreparedOp(prefill.route, x_TE, tokens_T, router)
+    for tokens in (300, 9, 128, 300):
+        expected = route(x_TE[:tokens], tokens_T[:tokens], router)
+        for found, exact in zip(op.run(tokens), expected, strict=True):
+            assert torch.equal(found[:tokens], exact)
 
 
 def test_bad_arguments() -> None:

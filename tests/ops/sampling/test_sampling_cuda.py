@@ -1,11 +1,12 @@
-"""The sampling kernels against the torch ops on the same logits, at the size of the real vocabulary."""
+"""The sampling kernel against the torch op on the same logits, at the real vocabulary's size."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4.ops import sampling as reference
-from dsv4.ops.sampling.cuda import argmax_token, sample_token
+from dsv4.ops.immediate import PreparedOp, immediately
+from dsv4.ops.sampling import cuda
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison
 
 pytestmark = pytest.mark.gpu
@@ -23,9 +24,28 @@ def position(value: int) -> Tensor:
     return torch.tensor([value], device="cuda")
 
 
-def same_on_cpu(logits_V: Tensor, temperature: float, top_p: float, min_p: float, seed: int, at: int) -> int:
+def settings(temperature: float, top_p: float, min_p: float, device: str = "cuda") -> Tensor:
+    return torch.tensor([temperature, top_p, min_p], dtype=torch.float32, device=device)
+
+
+def sample_token(
+    logits_V: Tensor, temperature: float, top_p: float, min_p: float, seed: int, position_1: Tensor
+) -> Tensor:
+    settings_3 = settings(temperature, top_p, min_p)
+    return immediately(cuda.sample_token)(logits_V, settings_3, position(seed), position_1)
+
+
+def argmax_token(logits_V: Tensor) -> Tensor:
+    return sample_token(logits_V, 0.0, 1.0, 0.0, 0, position(0))
+
+
+def same_on_cpu(
+    logits_V: Tensor, temperature: float, top_p: float, min_p: float, seed: int, at: int
+) -> int:
     """The torch op on the CPU, whose logarithms and division are correctly rounded."""
-    return int(reference.sample_token(logits_V.cpu(), temperature, top_p, min_p, seed, torch.tensor([at])))
+    settings_3 = settings(temperature, top_p, min_p, "cpu")
+    seed_1, position_1 = torch.tensor([seed]), torch.tensor([at])
+    return int(reference.sample_token(logits_V.cpu(), settings_3, seed_1, position_1))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -58,18 +78,26 @@ def test_argmax_of_special_values() -> None:
         assert int(sample_token(poisoned_V, 1.0, 0.9, 0.1, 1, position(0))) == reference.NAN_TOKEN
 
 
-def test_misaligned_and_bfloat16_logits() -> None:
-    logits_V = random_logits(VOCABULARY + 1)
-    assert int(argmax_token(logits_V[1:])) == int(logits_V[1:].argmax())
-    half_V = random_logits(1000).bfloat16()
-    assert int(argmax_token(half_V)) == int(reference.argmax_token(half_V))
+def test_misaligned_logits() -> None:
+    logits_V = random_logits(VOCABULARY + 1)[1:]
+    assert int(argmax_token(logits_V)) == int(logits_V.argmax())
+    assert int(sample_token(logits_V, 1.0, 0.9, 0.0, 3, position(4))) == same_on_cpu(
+        logits_V, 1.0, 0.9, 0.0, 3, 4
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("min_p", [0.0, 0.05])
 def test_draws_are_those_of_the_torch_op(size: int, min_p: float) -> None:
     logits_V = random_logits(size)
-    for at, seed in ((0, 0), (1, 7), (4095, 2**63 - 1), (1_000_000, 2**40 + 5), (17, 2**32), (3, 12345)):
+    for at, seed in (
+        (0, 0),
+        (1, 7),
+        (4095, 2**63 - 1),
+        (1_000_000, 2**40 + 5),
+        (17, 2**32),
+        (3, 12345),
+    ):
         for temperature in (1.0, 0.6, 1.7):
             token = int(sample_token(logits_V, temperature, 1.0, min_p, seed, position(at)))
             assert token == same_on_cpu(logits_V, temperature, 1.0, min_p, seed, at)
@@ -78,7 +106,7 @@ def test_draws_are_those_of_the_torch_op(size: int, min_p: float) -> None:
 @pytest.mark.parametrize("size", [3, 1000, VOCABULARY])
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.95, 0.999])
 def test_top_p_draws_are_those_of_the_torch_op(size: int, top_p: float) -> None:
-    """A different token is allowed only if it lies within rounding of the edge: none does with these logits."""
+    """Another token is allowed only within rounding of the edge: none is with these logits."""
     for seed in range(6):
         logits_V = random_logits(size, seed)
         token = int(sample_token(logits_V, 0.8, top_p, 0.0, seed, position(seed)))
@@ -95,7 +123,7 @@ def test_top_p_of_a_flat_distribution_keeps_the_lowest_ids(top_p: float) -> None
 
 
 def test_ties_at_the_edge_across_threads_and_blocks() -> None:
-    """8 tokens of equal weight spread over the vocabulary, of which top-p 0.6 keeps the first five."""
+    """8 tokens of equal weight spread over the vocabulary: top-p 0.6 keeps the first five."""
     logits_V = torch.full((VOCABULARY,), -torch.inf, device="cuda")
     ids = [3, 20_000, 20_001, 40_000, 70_000, 90_000, 90_001, VOCABULARY - 1]
     logits_V[ids] = 1.25
@@ -111,30 +139,37 @@ def test_no_distribution_gives_the_nan_token() -> None:
     assert int(sample_token(logits_V, 1.0, 0.5, 0.0, 1, position(0))) == reference.NAN_TOKEN
 
 
-def test_replay_follows_the_position_on_the_device() -> None:
-    logits_V, at = random_logits(VOCABULARY), position(5)
+# Greedy, a draw, and one restricted by both.
+SETTINGS = ((0.0, 1.0, 0.0), (1.0, 1.0, 0.0), (1.0, 0.9, 0.02))
 
-    def call() -> list[Tensor]:
-        tokens = argmax_token(logits_V), sample_token(logits_V, 1.0, 1.0, 0.0, 3, at)
-        return [token.reshape(1) for token in (*tokens, sample_token(logits_V, 1.0, 0.9, 0.02, 3, at))]
 
-    call()
-    assert_no_synchronisation(call)
-    assert_replay_is_eager(call)
+def prepared_op(logits_V: Tensor) -> tuple[PreparedOp, Tensor, Tensor, Tensor]:
+    """The op, and the settings, the seed and the position that it reads."""
+    read = settings(*SETTINGS[1]), position(3), position(5)
+    return PreparedOp(cuda.sample_token, logits_V, *read), *read
+
+
+@pytest.mark.parametrize("chosen", SETTINGS)
+def test_replay_is_the_eager_call(chosen: tuple[float, float, float]) -> None:
+    prepared, settings_3, _, _ = prepared_op(random_logits(VOCABULARY))
+    settings_3.copy_(settings(*chosen))
+    prepared.run()
+    assert_no_synchronisation(prepared.run)
+    assert_replay_is_eager(lambda: prepared.run().reshape(1))
+
+
+def test_one_captured_graph_serves_every_sampler_and_position() -> None:
+    logits_V = random_logits(VOCABULARY)
+    prepared, settings_3, seed_1, position_1 = prepared_op(logits_V)
+    prepared.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _, token, _ = call()
-    found = []
-    for value in range(20):
-        at.fill_(value)
-        graph.replay()
-        found.append(int(token))
-    assert found == [same_on_cpu(logits_V, 1.0, 1.0, 0.0, 3, value) for value in range(20)]
-
-
-def test_refuses_what_it_cannot_compute() -> None:
-    for shape in ((2, 8), (0,), (196_609,)):
-        with pytest.raises(ValueError, match="logits_V: found .*, expected .V. with V from 1 to 196608"):
-            argmax_token(torch.zeros(shape, device="cuda"))
-    with pytest.raises(ValueError, match="position_1: found .* on cpu"):
-        sample_token(random_logits(8), 1.0, 1.0, 0.0, 1, torch.tensor([1]))
+        token = prepared.run()
+    for at in range(12):
+        for chosen in SETTINGS:
+            for seed in (0, 3, 2**40 + at):
+                settings_3.copy_(settings(*chosen))
+                seed_1.fill_(seed)
+                position_1.fill_(at)
+                graph.replay()
+                assert int(token) == same_on_cpu(logits_V, *chosen, seed, at)

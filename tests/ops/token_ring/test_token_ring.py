@@ -4,12 +4,16 @@ import pytest
 import torch
 
 from dsv4.ops import Ops
+from dsv4.ops.immediate import immediately
 from dsv4.ops.sampling import NAN_TOKEN
+from dsv4.ops.token_ring.cuda import store_token
 
 
 @pytest.mark.parametrize(("position", "slot"), [(0, 0), (5, 5), (7, 0), (1_000_003, 1_000_003 % 7)])
 @pytest.mark.parametrize("token", [0, 129_279, NAN_TOKEN])
-def test_token_goes_to_its_slot_and_to_the_next_step(ops: Ops, position: int, slot: int, token: int) -> None:
+def test_token_goes_to_its_slot_and_to_the_next_step(
+    ops: Ops, position: int, slot: int, token: int
+) -> None:
     ring_R, next_1 = torch.full((7,), -9), torch.full((1,), -9)
     ops.store_token(torch.tensor(token), torch.tensor([position]), next_1, ring_R)
     assert ring_R.tolist() == [token if index == slot else -9 for index in range(7)]
@@ -18,14 +22,11 @@ def test_token_goes_to_its_slot_and_to_the_next_step(ops: Ops, position: int, sl
 
 @pytest.mark.gpu
 def test_pinned_memory_is_a_ring_too() -> None:
-    from dsv4.ops.tables import CUDA
-
-    ring_R, next_1 = (
-        torch.zeros(4, dtype=torch.int64, pin_memory=True),
-        torch.zeros(1, dtype=torch.int64, device="cuda"),
-    )
-    CUDA.store_token(torch.tensor(3, device="cuda"), torch.tensor([6], device="cuda"), next_1, ring_R)
+    ring_R = torch.zeros(4, dtype=torch.int64, pin_memory=True)
+    next_1 = torch.zeros(1, dtype=torch.int64, device="cuda")
+    token, position_1 = torch.tensor(3, device="cuda"), torch.tensor([6], device="cuda")
+    immediately(store_token)(token, position_1, next_1, ring_R)
     torch.cuda.synchronize()
     assert (ring_R.tolist(), next_1.tolist()) == ([0, 0, 3, 0], [3])
-    with pytest.raises(ValueError, match="ring_R: found torch.int64 .4. on cpu, expected .* or pinned"):
-        CUDA.store_token(torch.tensor(3, device="cuda"), torch.tensor([6], device="cuda"), next_1, ring_R.clone())
+    with pytest.raises(ValueError, match="store_token: found a tensor on cpu, expected cuda"):
+        immediately(store_token)(token, position_1, next_1, ring_R.clone())

@@ -1,6 +1,8 @@
-"""Weight bytes to bf16 wgmma A registers, four per k16 step: what each lane does with its share of a ``PackedWeight``.
+"""Weight bytes to bf16 wgmma A registers, four per k16 step: what each lane does with its share of
+a ``PackedWeight``.
 
-Every decoder is exact: E2M1 · E4M3 has six significant bits, E2M1 · 2^e and E4M3 fewer, and bf16 has eight.
+Every decoder is exact: E2M1 · E4M3 has six significant bits, E2M1 · 2^e and E4M3 fewer, and bf16
+has eight.
 """
 
 from cutlass import Float32, Uint32
@@ -14,7 +16,9 @@ _TWO_TO_126 = 0x7E807E80
 
 
 def decode_e2m1(word: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
-    """The four A registers of one k16 step, each bf16x2, as value · 2^-126; ``word`` is the step's 32 bits."""
+    """The four A registers of one k16 step, each bf16x2, as value · 2^-126; ``word`` is the step's
+    32 bits.
+    """
     return (
         ((word >> 3) & _MAGNITUDE) | (word & _SIGN),
         (word & _MAGNITUDE) | ((word << 3) & _SIGN),
@@ -33,7 +37,8 @@ def decode_nvfp4(word: Uint32, scales: Uint32) -> tuple[Uint32, Uint32, Uint32, 
 def decode_mxfp4(word: Uint32, scales: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     """E2M1 · E8M0: the low two bytes of ``scales`` belong to rows g and g + 8.
 
-    An E8M0 byte is a bf16 exponent field. Scale 2^-127 (byte 0) reads as 0 and the NaN byte as infinity.
+    An E8M0 byte is a bf16 exponent field. Scale 2^-127 (byte 0) reads as 0 and the NaN byte as
+    infinity.
     """
     low = (scales & 0xFF) * 0x00800080
     high = ((scales >> 8) & 0xFF) * 0x00800080
@@ -49,14 +54,18 @@ def decode_fp8(first: Uint32, second: Uint32) -> tuple[Uint32, Uint32, Uint32, U
 
 
 @dsl_user_op
-def mul_bf16x2(a: Uint32, b: Uint32, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None) -> Uint32:
+def mul_bf16x2(
+    a: Uint32, b: Uint32, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None
+) -> Uint32:
     """Two bf16 products in one register."""
     operands = [Uint32(a).ir_value(loc=loc, ip=ip), Uint32(b).ir_value(loc=loc, ip=ip)]
     return Uint32(_assembly(T.i32(), operands, "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", loc, ip))
 
 
 @dsl_user_op
-def e4m3x2_to_bf16x2(pair: Uint32, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None) -> Uint32:
+def e4m3x2_to_bf16x2(
+    pair: Uint32, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None
+) -> Uint32:
     """The low two bytes of ``pair`` as bf16x2; there is no direct conversion."""
     code = """{
         .reg .b16 e, h0, h1; .reg .b32 p; .reg .f32 f0, f1;
@@ -67,14 +76,18 @@ def e4m3x2_to_bf16x2(pair: Uint32, *, loc: ir.Location | None = None, ip: ir.Ins
         cvt.f32.f16 f1, h1;
         cvt.rn.bf16x2.f32 $0, f1, f0;
     }"""
-    return Uint32(_assembly(T.i32(), [Uint32(pair).ir_value(loc=loc, ip=ip)], code, "=r,r", loc, ip))
+    return Uint32(
+        _assembly(T.i32(), [Uint32(pair).ir_value(loc=loc, ip=ip)], code, "=r,r", loc, ip)
+    )
 
 
 @dsl_user_op
 def nvfp4_scale_pairs(
     scales: Uint32, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None
 ) -> tuple[Uint32, Uint32]:
-    """Two E4M3 bytes, each times 2^118 and twice in a bf16x2 register: 2^126 undoes ``decode_e2m1``, 2^-8 stays."""
+    """Two E4M3 bytes, each times 2^118 and twice in a bf16x2 register: 2^126 undoes
+    ``decode_e2m1``, 2^-8 stays.
+    """
     code = """{
         .reg .b16 e, h0, h1; .reg .b32 p; .reg .f32 f0, f1;
         cvt.u16.u32 e, $2;
@@ -94,7 +107,9 @@ def nvfp4_scale_pairs(
 
 
 @dsl_user_op
-def after_wait(value: Float32, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None) -> Float32:
+def after_wait(
+    value: Float32, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None
+) -> Float32:
     """``value``, which the compiler may not use before the statements that precede this.
 
     It sees no connection between the registers of an MMA in flight and the wait for it.

@@ -1,10 +1,13 @@
-"""Hopper GEMM with packed weights: y = x · Wᵀ, or block-diagonal; decoded weights are the register operand of wgmma.
+"""Hopper GEMM with packed weights: y = x · Wᵀ, or block-diagonal; decoded weights are the register
+operand of wgmma.
 
-Output features are the M of the MMA (64 per consumer warpgroup), tokens its N. One producer warp fills a ring of shared
-memory stages, each 64 columns deep, by TMA: tokens (swizzled for wgmma), weight bytes and block scales as they are
-stored. Consumers read 16 bytes per lane, decode one k16 step into four registers while earlier steps' MMAs run, and
-keep float32 accumulators. NVFP4 and MXFP4 scales are part of the decoded value. FP8 block scales change every 128
-columns: the accumulators are kept in units of the current block's scale, so only a change of scale costs anything.
+Output features are the M of the MMA (64 per consumer warpgroup), tokens its N. One producer warp
+fills a ring of shared memory stages, each 64 columns deep, by TMA: tokens (swizzled for wgmma),
+weight bytes and block scales as they are stored. Consumers read 16 bytes per lane, decode one k16
+step into four registers while earlier steps' MMAs run, and keep float32 accumulators. NVFP4 and
+MXFP4 scales are part of the decoded value. FP8 block scales change every 128 columns: the
+accumulators are kept in units of the current block's scale, so only a change of scale costs
+anything.
 """
 
 from typing import NamedTuple
@@ -22,23 +25,28 @@ from dsv4.quant import QuantFormat
 
 TILE_K, STEPS = 64, 4
 SMEM_BYTES = 227 << 10
-# 32-bit words of one row tile (16 rows) per 64 columns in units of 128 words, and words of its block scales.
-_CHUNKS = {QuantFormat.NVFP4: 1, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK128: 2, QuantFormat.BF16: 4}
+# 32-bit words of one row tile (16 rows) per 64 columns in units of 128 words, and words of its
+# block scales.
+_CHUNKS = {
+    QuantFormat.NVFP4: 1,
+    QuantFormat.MXFP4: 1,
+    QuantFormat.FP8_BLOCK128: 2,
+    QuantFormat.BF16: 4,
+}
 _SCALE_WORDS = {QuantFormat.NVFP4: 16, QuantFormat.MXFP4: 8}
 
 
 class GemmConfig(NamedTuple):
     """What one compiled kernel is made for.
 
-    A block computes ``tile_tokens`` tokens times 64 · ``warpgroups`` · ``stacked`` features, ``stacked`` m64 products
-    per warpgroup and k16 step. ``cluster`` blocks along the features share each token tile.
+    A block computes ``tile_tokens`` tokens times 64 · ``warpgroups`` features, one m64 product per
+    warpgroup and k16 step. ``cluster`` blocks along the features share each token tile.
     """
 
     format: QuantFormat
     out_dtype: type[cutlass.Numeric]
     tile_tokens: int
     warpgroups: int
-    stacked: int
     cluster: int
     multiprocessors: int
 
@@ -49,7 +57,7 @@ class HopperGemm:
     def __init__(self, config: GemmConfig):
         self.config = config
         self.format = config.format
-        self.tile_m = 64 * config.warpgroups * config.stacked
+        self.tile_m = 64 * config.warpgroups
         self.tile_n = config.tile_tokens
         self.row_tiles = self.tile_m // 16
         self.chunks = _CHUNKS[config.format]
@@ -60,9 +68,13 @@ class HopperGemm:
         self.threads = 128 * (1 + config.warpgroups)
         self.producer_registers = 40 if config.warpgroups == 2 else 56
         self.consumer_registers = 232
-        self.stage_bytes = 2 * self.tile_n * TILE_K + self.row_tiles * 4 * (128 * self.chunks + self.scale_words)
+        self.stage_bytes = 2 * self.tile_n * TILE_K + self.row_tiles * 4 * (
+            128 * self.chunks + self.scale_words
+        )
         out_bytes = config.out_dtype.width // 8
-        epilogue_bytes = 64 * config.warpgroups * self.epilogue_n * self.epilogue_buffers * out_bytes
+        epilogue_bytes = (
+            64 * config.warpgroups * self.epilogue_n * self.epilogue_buffers * out_bytes
+        )
         self.stages = min(16, (SMEM_BYTES - 2048 - epilogue_bytes) // self.stage_bytes)
 
     @cute.jit
@@ -75,10 +87,11 @@ class HopperGemm:
         y: cute.Tensor,
         stream: CUstream,
     ):
-        """x bf16 ``[T, G, K]``, weight uint8 ``[N/16, K/CK, 32, 16]``, y ``[T, N]``: feature n takes group n / (N/G).
+        """x bf16 ``[T, G, K]``, weight uint8 ``[N/16, K/CK, 32, 16]``, y ``[T, N]``: feature n
+        takes group n / (N/G).
 
-        N / G must be a multiple of the features of a cluster unless G is 1. Scales are as ``PackedWeight`` has them;
-        formats without a block or global scale ignore that argument.
+        N / G must be a multiple of the features of a cluster unless G is 1. Scales are as
+        ``PackedWeight`` has them; formats without a block or global scale ignore that argument.
         """
         row_tiles, k_tiles = weight.shape[0], x.shape[2] // TILE_K
         mma = hopper.make_trivial_tiled_mma(
@@ -92,14 +105,20 @@ class HopperGemm:
             warpgroup.OperandSource.RMEM,
         )
         load = cpasync.CopyBulkTensorTileG2SOp()
-        load_x = load if const_expr(self.config.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        load_x = (
+            load
+            if const_expr(self.config.cluster == 1)
+            else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        )
 
         x_layout = hopper.make_smem_layout_b(
             LayoutEnum.ROW_MAJOR, (self.tile_m, self.tile_n, TILE_K), BFloat16, self.stages
         )
         x_tkg = cute.make_tensor(
             x.iterator,
-            cute.make_layout((x.shape[0], x.shape[2], x.shape[1]), stride=(x.stride[0], 1, x.stride[1])),
+            cute.make_layout(
+                (x.shape[0], x.shape[2], x.shape[1]), stride=(x.stride[0], 1, x.stride[1])
+            ),
         )
         tma_x, gX = cpasync.make_tiled_tma_atom(
             load_x,
@@ -111,14 +130,18 @@ class HopperGemm:
         words = 128 * self.chunks
         weight_words = cute.make_tensor(
             cute.recast_ptr(weight.iterator, dtype=Int32),
-            cute.make_layout((128, self.chunks * k_tiles, row_tiles), stride=(1, 128, cutlass.Int64(words) * k_tiles)),
+            cute.make_layout(
+                (128, self.chunks * k_tiles, row_tiles),
+                stride=(1, 128, cutlass.Int64(words) * k_tiles),
+            ),
         )
         weight_box = (128, self.chunks, self.row_tiles)
         weight_layout = cute.make_ordered_layout((*weight_box, self.stages), order=(0, 1, 2, 3))
         tma_weight, gW = cpasync.make_tiled_tma_atom(
             load, weight_words, cute.slice_(weight_layout, (None, None, None, 0)), weight_box
         )
-        # Formats without TMA block scales pass the weights' atom, which the kernel then leaves alone.
+        # Formats without TMA block scales pass the weights' atom, which the kernel then leaves
+        # alone.
         tma_scale, gS = tma_weight, gW
         scale_box = (max(self.scale_words, 4), 1, self.row_tiles)
         scale_layout = cute.make_ordered_layout((*scale_box, self.stages), order=(0, 1, 2, 3))
@@ -134,7 +157,9 @@ class HopperGemm:
                 load, scale_words, cute.slice_(scale_layout, (None, None, None, 0)), scale_box
             )
         # The output is stored transposed: the accumulator's rows are features, contiguous in y.
-        y_mn = cute.make_tensor(y.iterator, cute.make_layout((y.shape[1], y.shape[0]), stride=(1, y.stride[0])))
+        y_mn = cute.make_tensor(
+            y.iterator, cute.make_layout((y.shape[1], y.shape[0]), stride=(1, y.stride[0]))
+        )
         epilogue_tile = (64, self.epilogue_n)
         y_layout = hopper.make_smem_layout_epi(
             self.config.out_dtype,
@@ -143,17 +168,23 @@ class HopperGemm:
             self.epilogue_buffers * self.config.warpgroups,
         )
         tma_y, gY = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), y_mn, cute.slice_(y_layout, (None, None, 0)), epilogue_tile
+            cpasync.CopyBulkTensorTileS2GOp(),
+            y_mn,
+            cute.slice_(y_layout, (None, None, 0)),
+            epilogue_tile,
         )
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, self.stages * 2]
             x: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(x_layout)], 1024]
-            y: cute.struct.Align[cute.struct.MemRange[self.config.out_dtype, cute.cosize(y_layout)], 1024]
+            y: cute.struct.Align[
+                cute.struct.MemRange[self.config.out_dtype, cute.cosize(y_layout)], 1024
+            ]
             weight: cute.struct.Align[cute.struct.MemRange[Int32, cute.cosize(weight_layout)], 128]
             scale: cute.struct.Align[
-                cute.struct.MemRange[Int32, cute.cosize(scale_layout) if self.scale_words else 4], 128
+                cute.struct.MemRange[Int32, cute.cosize(scale_layout) if self.scale_words else 4],
+                128,
             ]
 
         self.storage = Storage
@@ -175,7 +206,8 @@ class HopperGemm:
             cluster=(cluster, 1, 1),
             stream=stream,
             use_pdl=True,
-            # Makes ptxas take all registers the block may have, which is what setmaxnreg redistributes.
+            # Makes ptxas take all registers the block may have, which is what setmaxnreg
+            # redistributes.
             min_blocks_per_mp=1,
         )
 
@@ -196,7 +228,9 @@ class HopperGemm:
             barrier_storage=storage.barriers.data_ptr(),
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, config.cluster * config.warpgroups * 4),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, config.cluster * config.warpgroups * 4
+            ),
             tx_count=self.stage_bytes,
             cta_layout_vmnk=cute.make_layout((1, *cluster, 1)),
             defer_sync=True,
@@ -211,14 +245,20 @@ class HopperGemm:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
-                self.produce(ring, (tma_x, tma_weight, tma_scale), (gX, gW, gS), (sX, sW, sS), rank, counts)
+                self.produce(
+                    ring, (tma_x, tma_weight, tma_scale), (gX, gW, gS), (sX, sW, sS), rank, counts
+                )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(ring, mma, tma_y, gY, (sX, sW, sS, sY), block_scale, global_scale, rank, counts)
+            self.consume(
+                ring, mma, tma_y, gY, (sX, sW, sS, sY), block_scale, global_scale, rank, counts
+            )
 
     @cute.jit
     def tile_of(self, index: Int32, tiles_m: Int32, tiles_n: Int32, rank: Int32):
-        """(feature tile, token tile) of a work index: bands of ``group_m`` feature tiles, features fastest."""
+        """(feature tile, token tile) of a work index: bands of ``group_m`` feature tiles, features
+        fastest.
+        """
         band = index // (self.group_m * tiles_n)
         first = band * self.group_m
         height = cutlass.min(tiles_m - first, self.group_m)
@@ -228,7 +268,7 @@ class HopperGemm:
 
     @cute.jit
     def produce(self, ring, atoms, tensors, buffers, rank, counts):
-        """The loading warp: every k tile of every work tile of this block, in the consumers' order."""
+        """The loading warp: all k tiles of this block's work tiles, in the consumers' order."""
         tma_x, tma_weight, tma_scale = atoms
         gX, gW, gS = tensors
         sX, sW, sS = buffers
@@ -239,7 +279,11 @@ class HopperGemm:
         # (tokens, columns, token tiles, k tiles, groups)
         tiled_x = cute.local_tile(gX, (self.tile_n, TILE_K), (None, None, None))
         x_smem, x_gmem = cpasync.tma_partition(
-            tma_x, rank, cute.make_layout(cluster), cute.group_modes(sX, 0, 2), cute.group_modes(tiled_x, 0, 2)
+            tma_x,
+            rank,
+            cute.make_layout(cluster),
+            cute.group_modes(sX, 0, 2),
+            cute.group_modes(tiled_x, 0, 2),
         )
         alone = cute.make_layout(1)
         tiled_w = cute.local_tile(gW, (128, self.chunks, self.row_tiles), (None, None, None))
@@ -268,14 +312,24 @@ class HopperGemm:
                 barrier = ring.producer_get_barrier(state)
                 stage = state.index
                 if const_expr(cluster == 1):
-                    cute.copy(tma_x, x_gmem[None, n, k, group], x_smem[None, stage], tma_bar_ptr=barrier)
+                    cute.copy(
+                        tma_x, x_gmem[None, n, k, group], x_smem[None, stage], tma_bar_ptr=barrier
+                    )
                 else:
                     cute.copy(
-                        tma_x, x_gmem[None, n, k, group], x_smem[None, stage], tma_bar_ptr=barrier, mcast_mask=everyone
+                        tma_x,
+                        x_gmem[None, n, k, group],
+                        x_smem[None, stage],
+                        tma_bar_ptr=barrier,
+                        mcast_mask=everyone,
                     )
-                cute.copy(tma_weight, w_gmem[None, 0, k, m], w_smem[None, stage], tma_bar_ptr=barrier)
+                cute.copy(
+                    tma_weight, w_gmem[None, 0, k, m], w_smem[None, stage], tma_bar_ptr=barrier
+                )
                 if const_expr(self.scale_words > 0):
-                    cute.copy(tma_scale, s_gmem[None, 0, k, m], s_smem[None, stage], tma_bar_ptr=barrier)
+                    cute.copy(
+                        tma_scale, s_gmem[None, 0, k, m], s_smem[None, stage], tma_bar_ptr=barrier
+                    )
                 ring.producer_commit(state)
                 state.advance()
             index += step
@@ -284,20 +338,20 @@ class HopperGemm:
 
     @cute.jit
     def consume(self, ring, mma, tma_y, gY, buffers, block_scale, global_scale, rank, counts):
-        """A consumer warpgroup: 64 · stacked consecutive features of every work tile."""
+        """A consumer warpgroup: 64 consecutive features of every work tile."""
         sX, sW, sS, sY = buffers
         tiles_m, tiles_n, k_tiles, group_tiles = counts
-        cluster, stacked = self.config.cluster, self.config.stacked
+        cluster = self.config.cluster
         thread, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(thread // 128) - 1
         lane = thread % 32
-        row_tile = 4 * stacked * group + (thread // 32) % 4
+        row_tile = 4 * group + (thread // 32) % 4
 
         thr_mma = mma.get_slice(thread % 128)
         tokens = mma.make_fragment_B(thr_mma.partition_B(sX))
-        fragment = mma.make_fragment_A(mma.partition_shape_A((64 * stacked, TILE_K)))
-        acc = mma.make_fragment_C(mma.partition_shape_C((64 * stacked, self.tile_n)))
-        sources = self.sources(sW, sS, lane, row_tile, 4)
+        fragment = mma.make_fragment_A(mma.partition_shape_A((64, TILE_K)))
+        acc = mma.make_fragment_C(mma.partition_shape_C((64, self.tile_n)))
+        sources = self.sources(sW, sS, lane, row_tile)
 
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -306,12 +360,22 @@ class HopperGemm:
         index, step = index // cluster, blocks // cluster
         while index < tiles_m * tiles_n:
             m, n = self.tile_of(index, tiles_m, tiles_n, rank)
-            row_block = (m * self.tile_m + group * (64 * stacked)) // 128
+            row_block = (m * self.tile_m + group * 64) // 128
             if const_expr(self.format == QuantFormat.FP8_BLOCK128):
                 # The last cluster may reach beyond the features.
                 row_block = cutlass.min(row_block, block_scale.shape[0] - 1)
             read, release, factor = self.multiply(
-                ring, mma, acc, fragment, tokens, sources, k_tiles, read, release, block_scale, row_block
+                ring,
+                mma,
+                acc,
+                fragment,
+                tokens,
+                sources,
+                k_tiles,
+                read,
+                release,
+                block_scale,
+                row_block,
             )
             if const_expr(self.format == QuantFormat.NVFP4):
                 factor = global_scale[0] * 256.0
@@ -321,8 +385,23 @@ class HopperGemm:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def multiply(self, ring, mma, acc, fragment, tokens, sources, k_tiles, read, release, block_scale, row_block):
-        """acc = the products of one work tile; returns the ring's states and, for FP8, the unit of acc (else 1)."""
+    def multiply(
+        self,
+        ring,
+        mma,
+        acc,
+        fragment,
+        tokens,
+        sources,
+        k_tiles,
+        read,
+        release,
+        block_scale,
+        row_block,
+    ):
+        """acc = the products of one work tile; returns the ring's states and, for FP8, the unit of
+        acc (else 1).
+        """
         registers = cute.recast_tensor(fragment, Uint32)
         acc.fill(0.0)
         factor = Float32(1.0)
@@ -375,54 +454,54 @@ class HopperGemm:
 
     @cute.jit
     def nonzero(self, scale: Float32, otherwise: Float32) -> Float32:
-        """A zero scale marks a block of zero codes: any other scale gives the same product, and divides."""
+        """A zero scale marks a block of zero codes: any other scale gives the same product, and
+        divides.
+        """
         if scale == 0.0:
             scale = otherwise
         return scale
 
-    def sources(self, sW, sS, lane, row_tile, apart):
-        """What ``decode_step`` reads and keeps: this lane's words of a row tile and of those ``apart`` row tiles on."""
-        stacked, words = self.config.stacked, 128 * self.chunks
-        raw = cute.make_rmem_tensor((4, 2, stacked), Uint32)
-        raw_scale = cute.make_rmem_tensor((max(self.scale_words // 8, 1), stacked), Uint32)
-        # (word, chunk, m64 product, stage)
+    def sources(self, sW, sS, lane, row_tile):
+        """What ``decode_step`` reads and keeps: this lane's words of a row tile."""
+        words = 128 * self.chunks
+        raw = cute.make_rmem_tensor((4, 2), Uint32)
+        raw_scale = cute.make_rmem_tensor((max(self.scale_words // 8, 1),), Uint32)
+        # (word, chunk, stage)
         lane_words = cute.make_tensor(
             cute.recast_ptr(sW.iterator, dtype=Uint32) + (lane * 4 + row_tile * words),
             cute.make_layout(
-                (4, self.chunks, stacked, self.stages), stride=(1, 128, apart * words, self.row_tiles * words)
+                (4, self.chunks, self.stages), stride=(1, 128, self.row_tiles * words)
             ),
         )
         words = self.scale_words
         lane_scales = cute.make_tensor(
-            cute.recast_ptr(sS.iterator, dtype=Uint32) + (row_tile * words + lane // 4 * (words // 8)),
-            cute.make_layout(
-                (max(words // 8, 1), stacked, self.stages), stride=(1, apart * words, self.row_tiles * words)
-            ),
+            cute.recast_ptr(sS.iterator, dtype=Uint32)
+            + (row_tile * words + lane // 4 * (words // 8)),
+            cute.make_layout((max(words // 8, 1), self.stages), stride=(1, self.row_tiles * words)),
         )
         return raw, raw_scale, lane_words, lane_scales
 
     def decode_step(self, registers, s, sources, stage):
-        """Fills the A registers of k16 step ``s``; a k tile's bytes are read with its first step."""
+        """Fills the A registers of k16 step ``s``; a k tile is read with its first step."""
         raw, raw_scale, lane_words, lane_scales = sources
-        for i in range(self.config.stacked):
-            if self.format is QuantFormat.BF16:
-                cute.autovec_copy(lane_words[None, s, i, stage], raw[None, 0, i])
-                decoded = tuple(raw[word, 0, i] for word in range(4))
-            elif self.format is QuantFormat.FP8_BLOCK128:
-                if s == 0:
-                    for chunk in range(2):
-                        cute.autovec_copy(lane_words[None, chunk, i, stage], raw[None, chunk, i])
-                decoded = decode.decode_fp8(raw[2 * (s % 2), s // 2, i], raw[2 * (s % 2) + 1, s // 2, i])
+        if self.format is QuantFormat.BF16:
+            cute.autovec_copy(lane_words[None, s, stage], raw[None, 0])
+            decoded = tuple(raw[word, 0] for word in range(4))
+        elif self.format is QuantFormat.FP8_BLOCK128:
+            if s == 0:
+                for chunk in range(2):
+                    cute.autovec_copy(lane_words[None, chunk, stage], raw[None, chunk])
+            decoded = decode.decode_fp8(raw[2 * (s % 2), s // 2], raw[2 * (s % 2) + 1, s // 2])
+        else:
+            if s == 0:
+                cute.autovec_copy(lane_words[None, 0, stage], raw[None, 0])
+                cute.autovec_copy(lane_scales[None, stage], raw_scale)
+            if self.format is QuantFormat.NVFP4:
+                decoded = decode.decode_nvfp4(raw[s, 0], raw_scale[s // 2] >> (16 * (s % 2)))
             else:
-                if s == 0:
-                    cute.autovec_copy(lane_words[None, 0, i, stage], raw[None, 0, i])
-                    cute.autovec_copy(lane_scales[None, i, stage], raw_scale[None, i])
-                if self.format is QuantFormat.NVFP4:
-                    decoded = decode.decode_nvfp4(raw[s, 0, i], raw_scale[s // 2, i] >> (16 * (s % 2)))
-                else:
-                    decoded = decode.decode_mxfp4(raw[s, 0, i], raw_scale[0, i] >> (16 * (s // 2)))
-            for register, value in enumerate(decoded):
-                registers[(0, register % 2, register // 2), i, s] = value
+                decoded = decode.decode_mxfp4(raw[s, 0], raw_scale[0] >> (16 * (s // 2)))
+        for register, value in enumerate(decoded):
+            registers[(0, register % 2, register // 2), 0, s] = value
 
     @cute.jit
     def store(self, mma, acc, factor, tma_y, gY, sY, group, m, n):
@@ -431,34 +510,40 @@ class HopperGemm:
         thread, _, _ = cute.arch.thread_idx()
         atom = hopper.sm90_get_smem_store_op(LayoutEnum.COL_MAJOR, config.out_dtype, Float32)
         per_quad = cute.make_copy_atom(
-            cute.nvgpu.warp.StMatrix8x8x16bOp(True, 2 if self.epilogue_n == 8 else 4), config.out_dtype
+            cute.nvgpu.warp.StMatrix8x8x16bOp(True, 2 if self.epilogue_n == 8 else 4),
+            config.out_dtype,
         )
-        copy = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(per_quad, mma)).get_slice(thread % 128)
+        copy = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(per_quad, mma)).get_slice(
+            thread % 128
+        )
         destination = copy.partition_D(sY)
         # (64, epilogue_n, feature tiles of 64, token tiles)
         tiled_y = cute.local_tile(gY, (64, self.epilogue_n), (None, None))
         y_smem, y_gmem = cpasync.tma_partition(
-            tma_y, 0, cute.make_layout(1), cute.group_modes(sY, 0, 2), cute.group_modes(tiled_y, 0, 2)
+            tma_y,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sY, 0, 2),
+            cute.group_modes(tiled_y, 0, 2),
         )
         part = cute.make_rmem_tensor(cute.shape(copy.partition_S(sY))[:3], config.out_dtype)
         size, parts = cute.size(part), self.tile_n // self.epilogue_n
         # Stores still reading when a buffer is written again; every work tile starts with buffer 0.
-        pending = self.epilogue_buffers - 1 if parts * config.stacked % self.epilogue_buffers == 0 else 0
-        for i in range_constexpr(config.stacked):
-            rounded = cute.make_rmem_tensor(mma.partition_shape_C((64, self.tile_n)), config.out_dtype)
-            rounded[None, 0, None].store((acc[None, i, None].load() * factor).to(config.out_dtype))
-            source = copy.retile(rounded)
-            for j in range_constexpr(parts):
-                buffer = group * self.epilogue_buffers + (i * parts + j) % self.epilogue_buffers
-                for v in range_constexpr(size):
-                    part[v] = source[j * size + v]
-                if (thread // 32) % 4 == 0:
-                    cute.arch.cp_async_bulk_wait_group(pending, read=True)
-                cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
-                cute.copy(copy, part, destination[None, None, None, buffer])
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
-                if (thread // 32) % 4 == 0:
-                    features = (m * config.warpgroups + group) * config.stacked + i
-                    cute.copy(tma_y, y_smem[None, buffer], y_gmem[None, features, n * parts + j])
-                    cute.arch.cp_async_bulk_commit_group()
+        pending = self.epilogue_buffers - 1 if parts % self.epilogue_buffers == 0 else 0
+        rounded = cute.make_rmem_tensor(mma.partition_shape_C((64, self.tile_n)), config.out_dtype)
+        rounded[None, 0, None].store((acc[None, 0, None].load() * factor).to(config.out_dtype))
+        source = copy.retile(rounded)
+        for j in range_constexpr(parts):
+            buffer = group * self.epilogue_buffers + j % self.epilogue_buffers
+            for v in range_constexpr(size):
+                part[v] = source[j * size + v]
+            if (thread // 32) % 4 == 0:
+                cute.arch.cp_async_bulk_wait_group(pending, read=True)
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+            cute.copy(copy, part, destination[None, None, None, buffer])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+            if (thread // 32) % 4 == 0:
+                features = m * config.warpgroups + group
+                cute.copy(tma_y, y_smem[None, buffer], y_gmem[None, features, n * parts + j])
+                cute.arch.cp_async_bulk_commit_group()

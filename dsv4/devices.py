@@ -1,0 +1,89 @@
+"""Which devices a run configuration means, and which op table runs on them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from dsv4.engine_config import EngineConfig
+from dsv4.errors import UserError
+from dsv4.launch.target import ARCHITECTURES, compile_target
+from dsv4.ops.tables import Table, TableName, op_table
+
+# Tokens per forward on GPUs: the products have enough rows, and the host is ahead of the devices.
+GPU_PREFILL_CHUNK = 2048
+
+
+def with_device_defaults(engine: EngineConfig, devices: Sequence[torch.device]) -> EngineConfig:
+    """``engine`` with what it leaves to the devices: the chunk of a prompt."""
+    if engine.prefill_chunk is not None or devices[0].type != "cuda":
+        return engine
+    return replace(engine, prefill_chunk=GPU_PREFILL_CHUNK)
+
+
+def table_name(engine: EngineConfig, devices: Sequence[torch.device]) -> TableName:
+    """The op table an ``EngineConfig`` asks for on ``devices``. Raises ``UserError`` for CUDA ops on a CPU."""
+    on_cuda = devices[0].type == "cuda"
+    if engine.ops in ("cuda", "cutedsl") and not on_cuda:
+        raise UserError(
+            f"EngineConfig.ops: found {engine.ops!r} on the CPU, expected 'torch' or a CUDA device"
+        )
+    if engine.ops == "auto":
+        return "cuda" if on_cuda and engine.compute_dtype == "bfloat16" else "torch"
+    return engine.ops
+
+
+def table_on(engine: EngineConfig, devices: Sequence[torch.device]) -> Table:
+    """The op table that ``engine`` asks for. Raises ``UserError`` for a GPU that its kernels are not compiled for."""
+    name = table_name(engine, devices)
+    table = op_table(name)
+    if name != "torch":
+        check_architectures(devices)
+    return table
+
+
+def check_architectures(devices: Sequence[torch.device]) -> None:
+    """Raises ``UserError`` for a GPU that the CUDA kernels have no compile target for."""
+    for device in dict.fromkeys(devices):
+        major, minor = torch.cuda.get_device_capability(device)
+        if compile_target(major, minor) is None:
+            name = torch.cuda.get_device_name(device)
+            found = f"{device} ({name}) of compute capability {major}.{minor}"
+            expected = f"one that the kernels are compiled for ({', '.join(ARCHITECTURES)})"
+            raise UserError(
+                f"EngineConfig.ops: found {found}, expected {expected}; EngineConfig.ops='torch' runs on any GPU"
+            )
+
+
+def check_cuda_graph(engine: EngineConfig, devices: Sequence[torch.device]) -> None:
+    """Raises ``UserError`` when graphs are asked for where nothing can be captured."""
+    if engine.cuda_graph is None:
+        return
+    if devices[0].type != "cuda":
+        raise UserError(
+            f"EngineConfig.cuda_graph={engine.cuda_graph!r}: found no CUDA device, expected one"
+        )
+    if table_name(engine, devices) == "torch":
+        raise UserError(
+            f"EngineConfig.cuda_graph={engine.cuda_graph!r}: found the torch ops, expected 'cuda'"
+        )
+
+
+def engine_devices(engine: EngineConfig) -> tuple[torch.device, ...]:
+    """The devices an ``EngineConfig`` asks for. Raises ``UserError`` when this machine does not have them."""
+    if engine.parallel == "tensor" and engine.gpus > 1:
+        raise UserError(
+            "EngineConfig.parallel: found 'tensor' with more than one GPU, expected 'pipeline' or 'round-robin' "
+            "(not available in this version)"
+        )
+    available = torch.cuda.device_count()
+    if engine.device == "cpu" or (engine.device == "auto" and available == 0):
+        if engine.gpus > 1:
+            raise UserError(
+                f"EngineConfig.gpus: found {engine.gpus}, expected 1 when running on the CPU"
+            )
+        return (torch.device("cpu"),)
+    if available < engine.gpus:
+        expected = f"at most {available} (CUDA devices on this machine)"
+        raise UserError(f"EngineConfig.gpus: found {engine.gpus}, expected {expected}")
+    return tuple(torch.device("cuda", index) for index in range(engine.gpus))

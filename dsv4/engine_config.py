@@ -1,0 +1,75 @@
+"""EngineConfig: how to run a model; frozen and validated."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dsv4.errors import UserError, shorten
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "device": ("auto", "cpu", "cuda"),
+    "parallel": ("pipeline", "round-robin", "tensor"),
+    "kv_dtype": ("fp8", "bf16"),
+    "index_dtype": ("fp8", "bf16", None),
+    "compute_dtype": ("bfloat16", "float32"),
+    "ops": ("auto", "torch", "cuda", "cutedsl"),
+    "cuda_graph": ("auto", "split", "full", None),
+}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to run the model; everything that is not a property of the checkpoint.
+
+    ``device`` is "auto" (CUDA when there is a device), "cpu" or "cuda". ``parallel`` spreads the
+    layers over ``gpus`` devices: contiguous and balanced by bytes ("pipeline") or layer l on device
+    l mod N ("round-robin"). ``kv_dtype`` and ``index_dtype`` choose what the caches hold: "fp8"
+    rows (model.md#cache-rows) or "bf16", not quantised, stored in ``compute_dtype``;
+    ``index_dtype`` None follows ``kv_dtype``. ``max_context`` is in tokens (``None``: the model's
+    maximum, at most 8192); ``prefill_chunk`` in tokens per forward (None: by the devices).
+    ``load_mtp`` also loads the speculative module. ``ops``: the op table; "auto" is "cuda" on a GPU
+    in bfloat16, else "torch"; "cutedsl" is "cuda" with faster prefill products, whose compiler
+    takes seconds to import. ``cuda_graph``: how single tokens are decoded: eagerly (None) or by
+    ``CUDAGraphDecoder`` in a mode; "auto" takes the faster one that is exact. Raises ``UserError``.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpus: int = 1
+    parallel: Literal["pipeline", "round-robin", "tensor"] = "pipeline"
+    kv_dtype: Literal["fp8", "bf16"] = "fp8"
+    index_dtype: Literal["fp8", "bf16"] | None = None
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_context: int | None = None
+    prefill_chunk: int | None = None
+    load_mtp: bool = False
+    ops: Literal["auto", "torch", "cuda", "cutedsl"] = "auto"
+    cuda_graph: Literal["auto", "split", "full"] | None = None
+
+    def __post_init__(self) -> None:
+        for field, allowed in _CHOICES.items():
+            value = self.__dict__[field]
+            if value not in allowed:
+                expected = ", ".join(map(str, allowed))
+                raise UserError(
+                    f"EngineConfig.{field}: found {shorten(value)}, expected one of {expected}"
+                )
+        for field, low, high in (
+            ("gpus", 1, 8),
+            ("prefill_chunk", 1, 65536),
+            ("max_context", 1, 2**31 - 1),
+        ):
+            value = self.__dict__[field]
+            if value is None and field != "gpus":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                found = shorten(value)
+                raise UserError(
+                    f"EngineConfig.{field}: found {found}, expected an integer from {low} to {high}"
+                )
+        if not isinstance(self.load_mtp, bool):
+            raise UserError(
+                f"EngineConfig.load_mtp: found {shorten(self.load_mtp)}, expected True or False"
+            )
+        if self.ops in ("cuda", "cutedsl") and self.compute_dtype != "bfloat16":
+            raise UserError(
+                f"EngineConfig.ops: found {self.ops!r} with compute_dtype float32, expected bfloat16"
+            )

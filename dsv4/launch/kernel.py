@@ -1,0 +1,47 @@
+"""Which machine code a launch runs, and in what shape."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Defines = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An entry of ``dsv4/ops/<source>.cu``, compiled with ``defines``. ``source``: ``"<op>/<stem>"``."""
+
+    source: str
+    function: str
+    defines: Defines = ()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel is launched: blocks (x, or x, y, z), threads per block, dynamic shared memory, blocks per cluster.
+
+    ``numbers``: arguments by name that go with the shape, where it depends on the number of tokens.
+    """
+
+    kernel: Kernel
+    blocks: int | tuple[int, ...]
+    threads: int
+    shared_bytes: int = 0
+    cluster: int = 1
+    numbers: Mapping[str, int | float] = field(default_factory=dict)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks along x, y and z."""
+        blocks = self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
+        x, y, z = (*blocks, 1, 1)[:3]
+        return x, y, z
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+def round_up(a: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``a``."""
+    return ceil_div(a, multiple) * multiple

@@ -1,0 +1,282 @@
+"""A program: a recording whose buffers have memory and whose kernels are loaded, ready to be queued again and again."""
+
+import ctypes
+import functools
+import importlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.launch.compiler import cached_cubin
+from dsv4.launch.kernel import Defines, Kernel, Shape
+from dsv4.launch.recording import Call, Launch, Recording, byte_offset, storage_key
+from dsv4.launch.signature import Parameter, Signature
+from dsv4.launch.target import Target
+from dsv4.launch.workspace import ALIGNMENT, Layout, lay_out
+
+_WORD_BYTES = 8
+# Above this the driver has to be asked: the 48 KiB that need no asking count the static shared memory as well.
+_FREE_SHARED_BYTES = 16 << 10
+
+
+class Memory:
+    """The bytes that the buffers of a device's recordings lie in. Recordings that share it run one after another."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.bytes = torch.empty(max(nbytes, ALIGNMENT), dtype=torch.uint8, device=device)
+
+
+class Program:
+    """The items of a recording in their order, to be run whole or by ranges."""
+
+    def __init__(self, recording: Recording, memory: Memory | None = None) -> None:
+        """Without ``memory``, or with too little, the program has its own."""
+        self.recording = recording
+        self.device = recording.target.device
+        self._layout = lay_out(recording)
+        if memory is None or memory.bytes.nbytes < self._layout.nbytes:
+            memory = Memory(self.device, self._layout.nbytes)
+        self._memory = memory
+        self._zeroed = {
+            storage_key(tensor): torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
+            for tensor in recording.zeroed_tensors
+        }
+        self._tokens = recording.tokens
+        self._stream = 0
+        self._items = [self._ready(item) for item in recording.items]
+
+    @property
+    def layout(self) -> Layout:
+        """Where the buffers are."""
+        return self._layout
+
+    def tensor(self, recorded: Tensor) -> Tensor:
+        """The memory of a recorded tensor: a buffer's, or the tensor itself where it had memory already."""
+        if not recorded.is_meta:
+            return recorded
+        key = storage_key(recorded)
+        if key in self._zeroed:
+            return self._zeroed[key]
+        start = self._layout.offsets[key]
+        storage = self._memory.bytes[start:].view(recorded.dtype)
+        return storage.as_strided(
+            recorded.size(), recorded.stride(), storage.storage_offset() + recorded.storage_offset()
+        )
+
+    def run(self, tokens: int, start: int = 0, stop: int | None = None) -> None:
+        """Queues the items ``start`` to ``stop`` for this many tokens on the device's current stream.
+
+        The device must be the current one.
+        """
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
+        if stream != self._stream or tokens != self._tokens:
+            self._retarget(tokens, stream)
+        launch_kernel = _driver().cuLaunchKernelEx
+        for item in self._items[start:stop]:
+            if item.config is None:
+                item.call(tokens)
+                continue
+            (error,) = launch_kernel(item.config, item.function, item.parameters, 0)
+            if error:
+                raise RuntimeError(f"CUDA driver error: {error.name} at a launch of {item.name}")
+
+    def _retarget(self, tokens: int, stream: int) -> None:
+        for item in self._items:
+            item.retarget(tokens, stream)
+        self._tokens = tokens
+        self._stream = stream
+
+    def _ready(self, item: Launch | Call) -> Any:
+        if isinstance(item, Call):
+            return _ReadyCall(item, [self.tensor(tensor) for tensor in item.tensors])
+        values = {
+            name: self._address(value) if value is None or isinstance(value, Tensor) else value
+            for name, value in item.arguments.items()
+        }
+        kept = [value for value in item.tensors if not value.is_meta]
+        return _ReadyLaunch(item, values, kept, self.recording.target, self._tokens)
+
+    def _address(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        if not tensor.is_meta:
+            return tensor.data_ptr()
+        key = storage_key(tensor)
+        if key in self._zeroed:
+            return self._zeroed[key].data_ptr() + byte_offset(tensor)
+        return self._memory.bytes.data_ptr() + self._layout.offsets[key] + byte_offset(tensor)
+
+
+class _ReadyCall:
+    """A function with its tensors."""
+
+    config = function = parameters = None
+
+    def __init__(self, item: Call, tensors: list[Tensor]) -> None:
+        self._function = item.function
+        self._tensors = tensors
+
+    def call(self, tokens: int) -> None:
+        self._function(tokens, *self._tensors)
+
+    def retarget(self, tokens: int, stream: int) -> None:
+        """A call has nothing that depends on them."""
+
+
+class _Prepared:
+    """A launch as the driver takes it: its configuration, the kernel, and pointers to the words of its arguments."""
+
+    def __init__(self, signature: Signature, target: Target) -> None:
+        parameters = signature.parameters
+        self._target = target
+        self._pack = struct.Struct("".join(map(_word, parameters))).pack_into
+        self._names = [parameter.name for parameter in parameters]
+        self._words = (ctypes.c_uint64 * len(parameters))()
+        start = ctypes.addressof(self._words)
+        addresses = range(start, start + _WORD_BYTES * len(parameters), _WORD_BYTES)
+        self._pointers = (ctypes.c_void_p * len(parameters))(*addresses)
+        self._shape: Shape | None = None
+        self.parameters = ctypes.addressof(self._pointers)
+        self.config = _driver().CUlaunchConfig()
+        self.function: Any = None
+
+    def take(self, shape: Shape, values: Mapping[str, int | float]) -> None:
+        """Launches in this shape from now on."""
+        before = self._shape
+        if before is None or shape.kernel != before.kernel:
+            self.function = _loaded(shape.kernel, self._target)
+        if shape.shared_bytes > _FREE_SHARED_BYTES:
+            _allow_shared_memory(shape.kernel, self._target, shape.shared_bytes)
+        config = self.config
+        config.gridDimX, config.gridDimY, config.gridDimZ = shape.grid
+        if before is None or shape.threads != before.threads:
+            config.blockDimX = shape.threads
+            config.blockDimY = 1
+            config.blockDimZ = 1
+        if before is None or shape.cluster != before.cluster:
+            config.attrs = _attributes(shape.cluster)
+            config.numAttrs = len(config.attrs)
+        config.sharedMemBytes = shape.shared_bytes
+        self._shape = shape
+        numbers = {**values, **shape.numbers}
+        self._pack(self._words, 0, *[numbers[name] for name in self._names])
+
+
+class _ReadyLaunch:
+    """A launch with its memory: prepared once for the most tokens, and anew for every other number."""
+
+    def __init__(
+        self,
+        item: Launch,
+        values: dict[str, int | float],
+        kept: list[Tensor],
+        target: Target,
+        tokens: int,
+    ) -> None:
+        self.name = item.signature.kernel
+        self._item = item
+        self._values = values
+        self._kept = kept
+        self._most_tokens = tokens
+        self._whole = _Prepared(item.signature, target)
+        self._other = None if item.shape_of is None else _Prepared(item.signature, target)
+        self._launches_whole = item.shape_of is None or item.shape_of(tokens) is not None
+        self._whole.take(item.shape, values)
+        self.retarget(tokens, 0)
+
+    def call(self, tokens: int) -> None:
+        """Without a configuration there is nothing to launch."""
+
+    def retarget(self, tokens: int, stream: int) -> None:
+        """For another number of tokens, or another stream."""
+        if self._item.shape_of is None or self._other is None or tokens == self._most_tokens:
+            self._use(self._whole if self._launches_whole else None, stream)
+            return
+        shape = self._item.shape_of(tokens)
+        if shape is not None:
+            self._other.take(shape, self._values)
+        self._use(None if shape is None else self._other, stream)
+
+    def _use(self, prepared: _Prepared | None, stream: int) -> None:
+        """None: nothing is launched."""
+        if prepared is None:
+            self.config: Any = None
+            return
+        prepared.config.hStream = stream
+        self.config = prepared.config
+        self.function = prepared.function
+        self.parameters = prepared.parameters
+
+
+def run_now(recording: Recording, results: Sequence[Tensor]) -> list[Tensor]:
+    """Runs a recording once with memory of its own; the memory of ``results``."""
+    program = Program(recording)
+    with torch.cuda.device(program.device):
+        program.run(recording.tokens)
+    return [program.tensor(result) for result in results]
+
+
+def _word(parameter: Parameter) -> str:
+    """The format of ``struct`` for one argument in eight bytes."""
+    if parameter.pointer:
+        return "Q"
+    return {"float": "f4x", "int": "i4x", "unsigned": "I4x", "int64": "q"}[parameter.type]
+
+
+@functools.cache
+def _driver() -> Any:
+    """The driver's bindings, imported when a program is made: recording and planning work without them."""
+    return importlib.import_module("cuda.bindings.driver")
+
+
+@functools.cache
+def _attributes(cluster: int) -> list[Any]:
+    """Every launch may overlap the end of the one before it, so a kernel calls ``pdl_wait()`` before it touches
+    anything that another one writes.
+    """
+    driver = _driver()
+    overlap = driver.CUlaunchAttribute()
+    overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    overlap.value.programmaticStreamSerializationAllowed = 1
+    if cluster == 1:
+        return [overlap]
+    clusters = driver.CUlaunchAttribute()
+    clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    clusters.value.clusterDim.x = cluster
+    clusters.value.clusterDim.y = 1
+    clusters.value.clusterDim.z = 1
+    return [overlap, clusters]
+
+
+@functools.cache
+def _module(source: str, architecture: str, defines: Defines) -> Any:
+    return importlib.import_module("cuda.core").ObjectCode.from_cubin(
+        cached_cubin(source, architecture, defines)
+    )
+
+
+@functools.cache
+def _loaded(kernel: Kernel, target: Target) -> Any:
+    device = importlib.import_module("cuda.core").Device(target.device.index or 0)
+    device.set_current()
+    module = _module(kernel.source, target.architecture, kernel.defines)
+    return _driver().CUfunction(int(module.get_kernel(kernel.function).handle))
+
+
+@functools.cache
+def _allow_shared_memory(kernel: Kernel, target: Target, shared_bytes: int) -> None:
+    """One kernel is launched with several sizes: the limit only grows, or an earlier, larger launch would fail."""
+    driver = _driver()
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    device = driver.CUdevice(target.device.index or 0)
+    handle = driver.CUkernel(int(_loaded(kernel, target)))
+    error, allowed = driver.cuKernelGetAttribute(attribute, handle, device)
+    if error == driver.CUresult.CUDA_SUCCESS and allowed >= shared_bytes:
+        return
+    (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, handle, device)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        found = f"{kernel.function} with {shared_bytes} bytes per block"
+        raise RuntimeError(f"shared memory: found {found}, more than there are ({error.name})")

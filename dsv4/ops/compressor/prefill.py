@@ -1,0 +1,42 @@
+"""Compressor of 9 and more tokens: one launch pools the windows, a second one stores the tokens in
+the ring.
+"""
+
+from torch import Tensor
+
+from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.recording import Recording
+from dsv4.ops.compressor import CompressedState, CompressorWeights
+from dsv4.ops.compressor.windows import (
+    Windows,
+    check_windows,
+    kernel_defines,
+    pool_windows,
+    ring_arguments,
+)
+
+_RING_THREADS = 256
+
+
+def compress(
+    recording: Recording,
+    kv_TW: Tensor,
+    score_TW: Tensor,
+    positions_T: Tensor,
+    weights: CompressorWeights,
+    state: CompressedState,
+) -> None:
+    """As ``dsv4.ops.compressor.decode.compress``, for any number of tokens.
+
+    Windows read what the ring held before the step, so a step that is longer than the ring's
+    reserve overwrites it only when all of them are done.
+    """
+    windows = Windows(kv_TW, score_TW, positions_T, weights, state)
+    check_windows(windows)
+    ratio, slots = weights.ratio, state.ring.kv.shape[0]
+    pool_windows(recording, windows, lambda tokens: ceil_div(tokens, ratio), store=False)
+    kernel = Kernel("compressor/compressor", "compress_ring", kernel_defines(windows))
+    recording.launch(
+        lambda tokens: Shape(kernel, min(tokens, slots), _RING_THREADS, numbers={"count": tokens}),
+        **ring_arguments(windows),
+    )

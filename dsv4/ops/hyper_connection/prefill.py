@@ -1,0 +1,127 @@
+"""Hyper-connections of a long step: mixes on the tensor cores, a block for each token's rest."""
+
+from torch import Tensor
+
+from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.recording import Recording
+from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
+from dsv4.ops.hyper_connection.seam import (
+    Incoming,
+    Seam,
+    SeamShapes,
+    checked_seam,
+    finish_shape,
+    mix_shape,
+    mix_splits,
+    record_head,
+    record_post,
+    record_pre,
+    record_seam,
+)
+
+# hyper_connection_prefill.cu: tokens and warps of a block, columns of a warp's step, and the most
+# streams that it takes.
+_TILE_TOKENS, _WARPS, _CHUNK, _MOST_STREAMS = 16, 8, 32, 4
+# Blocks of hc_mix have so many tokens, which share the weights of fn in registers.
+_MIX_TOKENS = 8
+# 480 workers and the warp of post and comb are 512 threads: two blocks of 64 registers a thread
+# fill a multiprocessor, and the second one hides the latencies. Pro has two accesses a thread.
+_MOST_WORKERS = 480
+_POST_THREADS = 128
+
+
+def hc_pre(
+    recording: Recording, streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dsv4.ops.hyper_connection.hc_pre`` of 9 tokens and more for 1 to 8 bfloat16 streams.
+
+    Raises ``ValueError`` for others.
+    """
+    seam = checked_seam(streams_TME, None, weights, norm_weight)
+    return record_pre(recording, seam, _shapes(recording, seam))
+
+
+def hc_seam(
+    recording: Recording,
+    y_TE: Tensor,
+    streams_TME: Tensor,
+    post_TM: Tensor,
+    comb_TMM: Tensor,
+    weights: HcWeights,
+    norm_weight: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``dsv4.ops.hyper_connection.hc_seam``; the streams are written to new memory."""
+    incoming = Incoming(y_TE, post_TM, comb_TMM)
+    seam = checked_seam(streams_TME, incoming, weights, norm_weight)
+    return record_seam(recording, seam, _shapes(recording, seam))
+
+
+def hc_head(
+    recording: Recording, streams_TME: Tensor, weights: HcHeadWeights, norm_weight: Tensor
+) -> Tensor:
+    """``dsv4.ops.hyper_connection.hc_head`` for bfloat16 streams."""
+    seam = checked_seam(streams_TME, None, weights, norm_weight)
+    return record_head(recording, seam, _shapes(recording, seam))
+
+
+def hc_post(
+    recording: Recording, y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor
+) -> Tensor:
+    """``dsv4.ops.hyper_connection.hc_post`` for bfloat16 y and streams."""
+    incoming = Incoming(y_TE, post_TM, comb_TMM)
+    return record_post(recording, incoming, streams_TME, _POST_THREADS)
+
+
+def _shapes(recording: Recording, seam: Seam) -> SeamShapes:
+    multiprocessors = recording.target.multiprocessors
+    if seam.streams > _MOST_STREAMS or seam.mix_columns(8) != 8:
+        return _unusual_shapes(recording, seam)
+
+    def splits(tokens: int) -> int:
+        return _splits(tokens, seam.width, multiprocessors)
+
+    tiles = range(_TILE_TOKENS, recording.tokens + _TILE_TOKENS, _TILE_TOKENS)
+    return SeamShapes(
+        lambda tokens: _tile_shape(seam, tokens, splits(tokens)),
+        lambda tokens: finish_shape(seam, tokens, splits(tokens), 1, _MOST_WORKERS),
+        max(min(tokens, recording.tokens) * splits(tokens) for tokens in tiles),
+    )
+
+
+def _unusual_shapes(recording: Recording, seam: Seam) -> SeamShapes:
+    """The decode step's kernel: for more streams, and for rows that cannot be read in vectors."""
+    multiprocessors = recording.target.multiprocessors
+    splits = mix_splits(seam, multiprocessors)
+    return SeamShapes(
+        lambda tokens: mix_shape(seam, multiprocessors, tokens, _MIX_TOKENS),
+        lambda tokens: finish_shape(seam, tokens, splits, 1, _MOST_WORKERS),
+        recording.tokens * splits,
+    )
+
+
+def _tile_shape(seam: Seam, tokens: int, splits: int) -> Shape:
+    """``hc_mix_many``: a block for every tile of tokens and split of the columns."""
+    post = int(seam.incoming is not None)
+    # Two stages of a chunk of every row that the warps read: the streams, and y.
+    rows = _TILE_TOKENS * (seam.streams + post)
+    shared_bytes = 2 * _WARPS * rows * 2 * _CHUNK
+    defines = (
+        *seam.defines,
+        ("POST", post),
+        ("SPLITS", splits),
+        ("SHARED_BYTES", shared_bytes),
+    )
+    kernel = Kernel("hyper_connection/hyper_connection_prefill", "hc_mix_many", defines)
+    grid = ceil_div(tokens, _TILE_TOKENS), splits
+    return Shape(kernel, grid, 32 * _WARPS, shared_bytes, numbers={"tokens": tokens})
+
+
+def _splits(tokens: int, width: int, multiprocessors: int) -> int:
+    """Splits of the columns: a power of two that gives at most two blocks per multiprocessor.
+
+    Every split has a chunk of columns for each warp.
+    """
+    blocks, splits = ceil_div(tokens, _TILE_TOKENS), 1
+    while blocks * splits <= multiprocessors and _WARPS * _CHUNK * splits < width:
+        splits *= 2
+    return splits

@@ -1,0 +1,28 @@
+"""Rows that the prefill kernels can read: 16 bytes at a time."""
+
+from torch import Tensor
+
+from dsv4.launch.kernel import round_up
+from dsv4.launch.recording import Recording, is_aligned
+
+# bfloat16 values in 16 bytes.
+_VECTOR = 8
+
+
+def aligned_rows(recording: Recording, x: Tensor) -> Tensor:
+    """x bfloat16 ``[..., K]`` with every row at a multiple of 16 bytes: itself, or a copy.
+
+    A copy is needed where K is no multiple of 8, which no published model has.
+    """
+    sizes = zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    if is_aligned(x, 16) and all(step % _VECTOR == 0 for step, size in sizes if size > 1):
+        return x
+    width = x.shape[-1]
+    copy = recording.empty((*x.shape[:-1], round_up(width, _VECTOR)), x.dtype)[..., :width]
+    recording.call(copy_rows, copy, x)
+    return copy
+
+
+def copy_rows(tokens: int, to: Tensor, source: Tensor) -> None:
+    """For ``Recording.call``: the rows of the tokens of a step."""
+    to[:tokens].copy_(source[:tokens])

@@ -1,0 +1,48 @@
+"""Some tokens of a long chunk as a recording of their own."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from dsv4.launch.kernel import Shape
+from dsv4.launch.recording import Recording, ShapeOf
+
+
+class TokenPart(Recording):
+    """At most ``most`` tokens of another recording, from the token ``start`` on.
+
+    Whatever is recorded here goes to the other one, with shapes for the tokens of the part; a step
+    that ends before ``start`` leaves it out. Tensors are given and made for the part alone.
+    """
+
+    def __init__(self, whole: Recording, start: int, most: int) -> None:
+        super().__init__(whole.target, min(most, whole.tokens - start))
+        self.items = whole.items
+        self.kept = whole.kept
+        self._buffers = whole._buffers
+        self._zeroed = whole._zeroed
+        self._whole = whole
+        self._start = start
+        self._most = most
+
+    def launch(self, shape: Shape | ShapeOf, **arguments: Tensor | int | float | None) -> None:
+        """As ``Recording.launch``; a function for ``shape`` is asked for the tokens of the part."""
+
+        def shape_of(tokens: int) -> Shape | None:
+            if tokens <= self._start:
+                return None
+            return shape if isinstance(shape, Shape) else shape(self._tokens_of(tokens))
+
+        self._whole.launch(shape_of, **arguments)
+
+    def call(self, function: Callable[..., object], *tensors: Tensor) -> None:
+        """As ``Recording.call``; ``function`` gets the tokens of the part."""
+
+        def of_part(tokens: int, *memory: Tensor) -> None:
+            if tokens > self._start:
+                function(self._tokens_of(tokens), *memory)
+
+        self._whole.call(of_part, *tensors)
+
+    def _tokens_of(self, tokens: int) -> int:
+        return min(tokens - self._start, self._most)

@@ -1,0 +1,116 @@
+"""Steps with ops that compute when they are called: the torch ops, on any device."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from dsv4.model import Outputs, PartKind, Transformer
+from dsv4.ops import Ops
+from dsv4.sampling import Sampler, SamplerState, checked_token
+from dsv4.state import DecodeState
+from dsv4.step.observer import Observer, open_part
+
+Seen = Callable[[str, Tensor], None]
+
+
+class DirectParts:
+    """The ``Parts`` of a step that is computed as it is written."""
+
+    def __init__(
+        self, ops: Ops, tokens_T: Tensor, seen: Seen | None, observer: Observer | None = None
+    ) -> None:
+        """``seen`` gets the values of a traced step on the host."""
+        self._ops = ops
+        self._tokens_T = tokens_T
+        self._seen = seen
+        self._observer = observer
+
+    @property
+    def traced(self) -> bool:
+        """Whether ``value`` is called."""
+        return self._seen is not None
+
+    def part(
+        self, kind: PartKind, device: torch.device, layer: int | None = None
+    ) -> AbstractContextManager[Ops]:
+        """The table, with ``device`` as the current one."""
+        return open_part(self._ops, self._observer, kind, device, layer)
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """A copy on ``device``."""
+        return self._tokens_T.to(device)
+
+    def hand_off(self, streams_TME: Tensor, source: torch.device, target: torch.device) -> Tensor:
+        """A copy on ``target``."""
+        if self._observer is None:
+            return streams_TME.to(target)
+        with self._observer.hand_off(source, target):
+            return streams_TME.to(target)
+
+    def value(self, name: str, tensor: Tensor) -> None:
+        """Shown to ``seen``."""
+        assert self._seen is not None
+        self._seen(name, tensor.cpu())
+
+
+class DirectSteps:
+    """Every step of an engine, of any length. ``observer`` sees them."""
+
+    def __init__(self, model: Transformer, state: DecodeState, ops: Ops) -> None:
+        self.model = model
+        self.state = state
+        self.ops = ops
+        self.observer: Observer | None = None
+        self._sampler = SamplerState.allocate(model.head_device)
+
+    def run(self, token_ids: Sequence[int]) -> Tensor:
+        """Appends tokens: final hidden states ``[T, E]``."""
+        return self._run(token_ids, None, logits=False).hidden_TE
+
+    def decode(self, token_ids: Sequence[int]) -> Tensor:
+        """Appends tokens: float32 logits ``[T, V]``."""
+        logits_TV = self._run(token_ids, None, logits=True).logits_TV
+        assert logits_TV is not None
+        return logits_TV
+
+    def trace(self, token_ids: Sequence[int], seen: Seen) -> Tensor:
+        """``run`` that shows every named value, on the host, as it is computed."""
+        return self._run(token_ids, seen, logits=False).hidden_TE
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """float32 ``[T, V]`` of final hidden states."""
+        with self._head_part("head") as ops:
+            return self.model.head.logits(ops, hidden_TE)
+
+    def sample(self, sampler: Sampler, logits_V: Tensor) -> int:
+        """The token that follows, chosen by ``sampler``. Raises ``FloatingPointError`` for NaN."""
+        self._sampler.load(sampler)
+        settings = self._sampler
+        position_1 = self.state.positions_1[self.model.head_device]
+        with self._head_part("sample") as ops:
+            token = ops.sample_token(logits_V, settings.settings_3, settings.seed_1, position_1)
+        return checked_token(int(token), self.state.position)
+
+    def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:
+        """The token behind a prompt whose last hidden state is the last row."""
+        return self.sample(sampler, self.logits(hidden_TE[-1:])[0])
+
+    def following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
+        """Yields the tokens behind ``token``, one step each."""
+        for _ in range(steps):
+            token = self.sample(sampler, self.decode([token])[0])
+            yield token
+
+    @torch.inference_mode()
+    def _run(self, token_ids: Sequence[int], seen: Seen | None, logits: bool) -> Outputs:
+        if self.observer is not None:
+            self.observer.begin_step()
+        tokens_T = torch.tensor(token_ids, dtype=torch.int64)
+        parts = DirectParts(self.ops, tokens_T, seen, self.observer)
+        self.state.advance(len(token_ids))
+        return self.model(parts, self.state, logits)
+
+    def _head_part(self, kind: PartKind) -> AbstractContextManager[Ops]:
+        return open_part(self.ops, self.observer, kind, self.model.head_device)

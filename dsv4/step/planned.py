@@ -1,0 +1,86 @@
+"""What a step will take, before any weight is read: the model recorded on weights and caches that have no memory."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.engine_config import EngineConfig
+from dsv4.launch.kernel import Kernel
+from dsv4.launch.target import Target
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.model import Transformer
+from dsv4.ops.tables import RecordedTable
+from dsv4.parameters import Parameter, Role
+from dsv4.quant import QuantFormat, QuantTensor, planned_quant_tensor
+from dsv4.sampling import SamplerState
+from dsv4.state import COMPUTE_DTYPES, DecodeState, prefill_tokens
+from dsv4.step.recorded import RING_TOKENS, RecordedStep, StepRecorder, TokenLoopMemory, record_step
+
+StoredFormats = Iterable[tuple[Parameter, QuantFormat | None]]
+
+
+@dataclass(frozen=True)
+class PlannedSteps:
+    """The longest decode and prefill steps of an engine, recorded without memory."""
+
+    steps: tuple[RecordedStep, ...]
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        engine: EngineConfig,
+        stored: StoredFormats,
+        table: RecordedTable,
+        targets: Mapping[torch.device, Target],
+        layer_devices: tuple[torch.device, ...],
+        max_context: int,
+    ) -> "PlannedSteps":
+        """``stored``: every parameter with its format; ``layer_devices[l]`` will own layer l."""
+        weights = {
+            parameter.name: planned_weight(parameter, format) for parameter, format in stored
+        }
+        dtype = COMPUTE_DTYPES[engine.compute_dtype]
+        model = Transformer.build(config, weights, table.packing, layer_devices, dtype)
+        state = DecodeState.allocate(config, engine, max_context, layer_devices, planned=True)
+        lengths = {1, MAX_DECODE_TOKENS, prefill_tokens(engine, max_context)}
+        return cls(tuple(_record(model, state, table, targets, n) for n in sorted(lengths)))
+
+    def workspace_bytes(self) -> dict[torch.device, int]:
+        """The largest workspace of any step, by device: steps share it."""
+        sizes = [step.workspace_bytes() for step in self.steps]
+        return {device: max(size[device] for size in sizes) for device in sizes[0]}
+
+    def kernels(self) -> set[tuple[Kernel, str]]:
+        """Every kernel of the steps, with its architecture."""
+        return {kernel for step in self.steps for kernel in step.kernels()}
+
+
+def planned_weight(parameter: Parameter, format: QuantFormat | None) -> QuantTensor | Tensor:
+    """A parameter of this format without its values."""
+    if format is not None:
+        return planned_quant_tensor(format, parameter.shape)
+    dtype = torch.int64 if parameter.role is Role.TABLE else torch.float32
+    return torch.empty(parameter.shape, dtype=dtype, device="meta")
+
+
+def _record(
+    model: Transformer,
+    state: DecodeState,
+    table: RecordedTable,
+    targets: Mapping[torch.device, Target],
+    tokens: int,
+) -> RecordedStep:
+    inputs = {
+        device: torch.empty(tokens, dtype=torch.int64, device="meta") for device in state.devices
+    }
+    recorder = StepRecorder(table, targets, state, inputs)
+    loop = None
+    if tokens == 1:
+        meta = torch.device("meta")
+        ring_R = torch.empty(RING_TOKENS, dtype=torch.int64, device=meta)
+        loop = TokenLoopMemory(SamplerState.allocate(meta), ring_R)
+    return record_step(model, state, recorder, logits=tokens <= MAX_DECODE_TOKENS, loop=loop)

@@ -1,0 +1,284 @@
+"""Recording a step: the model's parts in order, each with its items on one device's recording.
+
+Nothing here needs a GPU: on a planned state and planned weights (torch's meta device) the result is the memory plan and
+the list of kernels to compile; on real ones it is what ``dsv4.step.step`` runs.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsv4.launch.kernel import Kernel
+from dsv4.launch.recording import Item, Launch, Recording
+from dsv4.launch.target import Target
+from dsv4.launch.workspace import lay_out
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.model import Outputs, PartKind, Transformer, part_name
+from dsv4.ops import Ops
+from dsv4.ops.tables import RecordedTable
+from dsv4.sampling import SamplerState
+from dsv4.state import DecodeState
+
+_LOG = logging.getLogger("dsv4")
+_UNUSUAL = "_any_geometry"
+# What a call of a recording is named where kernels are listed.
+CALL = "(torch or CuTe DSL)"
+
+TracedTo = Literal["host", "device"]
+# The host reads tokens a few steps behind the device, which stores them in a ring of this length.
+RING_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named part of a step: the items ``start`` to ``stop`` of its device's recording.
+
+    ``layer``: the layer that it belongs to. ``drains``: behind the part nothing reads what the hand-off
+    from this device brought.
+    """
+
+    kind: PartKind
+    device: torch.device
+    layer: int | None
+    start: int
+    stop: int
+    drains: torch.device | None = None
+
+    @property
+    def name(self) -> str:
+        """Its kind, with its layer."""
+        return part_name(self.kind, self.layer)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A hand-off: ``tensor`` of ``source`` goes to the arrival memory of ``target``."""
+
+    source: torch.device
+    target: torch.device
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        """With the indices of the devices."""
+        return f"hand-off {self.source.index}→{self.target.index}"
+
+
+@dataclass(frozen=True)
+class TokenLoopMemory:
+    """What a step reads and writes so that the next one follows without the host: the sampler's settings, and the
+    ring in which the host finds the tokens (int64 ``[R]``, pinned).
+    """
+
+    sampler: SamplerState
+    ring_R: Tensor
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A step of up to ``tokens`` tokens: its parts in order, and what each device does; ``head`` computes the outputs.
+
+    ``values``: of a step traced to the device, by name the device and the tensor. ``token``: the sampled one, int64
+    scalar.
+    """
+
+    tokens: int
+    head: torch.device
+    parts: tuple[Part | Transfer, ...]
+    recordings: Mapping[torch.device, Recording]
+    outputs: Outputs
+    values: Mapping[str, tuple[torch.device, Tensor]]
+    token: Tensor | None
+
+    def kernels(self) -> set[tuple[Kernel, str]]:
+        """Every kernel of the step with its architecture; of a prefill step, those of shorter chunks too."""
+        found = set()
+        for recording in self.recordings.values():
+            for item in recording.items:
+                if isinstance(item, Launch):
+                    found |= {
+                        (kernel, recording.target.architecture)
+                        for kernel in _kernels(item, self.tokens)
+                    }
+        return found
+
+    def workspace_bytes(self) -> dict[torch.device, int]:
+        """Memory that the buffers of each device share."""
+        return {device: lay_out(recording).nbytes for device, recording in self.recordings.items()}
+
+    def launches(self, part: Part) -> list[str]:
+        """Names of the items of a part, in order: kernels, and ``CALL`` for a function."""
+        items = self.recordings[part.device].items[part.start : part.stop]
+        return [item.signature.kernel if isinstance(item, Launch) else CALL for item in items]
+
+    def launched(self, part: Part, tokens: int) -> list[tuple[int, str]]:
+        """Index and kernel of every item of a part that runs for this many tokens, in order."""
+        items = enumerate(self.recordings[part.device].items[part.start : part.stop], part.start)
+        names = ((index, _kernel_name(item, tokens)) for index, item in items)
+        return [(index, name) for index, name in names if name is not None]
+
+    def unusual_kernels(self) -> list[str]:
+        """Kernels for geometries that the fast ones do not know."""
+        names = {
+            name for part in self.parts if isinstance(part, Part) for name in self.launches(part)
+        }
+        return sorted(name for name in names if name.endswith(_UNUSUAL))
+
+
+class StepRecorder:
+    """The ``Parts`` of a recorded step."""
+
+    def __init__(
+        self,
+        table: RecordedTable,
+        targets: Mapping[torch.device, Target],
+        state: DecodeState,
+        inputs: Mapping[torch.device, Tensor],
+        traced_to: TracedTo | None = None,
+    ) -> None:
+        """``inputs``: int64 ``[T]`` on every device, where the token ids will be."""
+        self._tokens = next(iter(inputs.values())).shape[0]
+        self._state = state
+        self._inputs = inputs
+        self._traced_to = traced_to
+        self._recordings = {device: Recording(targets[device], self._tokens) for device in inputs}
+        self._ops = {device: table.on(recording) for device, recording in self._recordings.items()}
+        self._parts: list[Part | Transfer] = []
+        self._undrained: torch.device | None = None
+        self._open: Recording | None = None
+        self.values: dict[str, tuple[torch.device, Tensor]] = {}
+        self.seen: dict[str, list[Tensor]] = {}
+
+    @property
+    def traced(self) -> bool:
+        """Whether ``value`` is called."""
+        return self._traced_to is not None
+
+    @contextmanager
+    def part(self, kind: PartKind, device: torch.device, layer: int | None = None) -> Iterator[Ops]:
+        """What is recorded inside is this part."""
+        recording = self._recordings[device]
+        start = len(recording.items)
+        self._open = recording
+        yield self._ops[device]
+        drains = self._undrained if kind == "experts" else None
+        if drains is not None:
+            self._undrained = None
+        self._parts.append(Part(kind, device, layer, start, len(recording.items), drains))
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """The input of the step on ``device``."""
+        return self._inputs[device]
+
+    def hand_off(self, streams_TME: Tensor, source: torch.device, target: torch.device) -> Tensor:
+        """The arrival memory of the state."""
+        self._recordings[source].keep(streams_TME)
+        self._parts.append(Transfer(source, target, streams_TME))
+        self._undrained = source
+        return self._state.arrivals[source, target][: self._tokens]
+
+    def value(self, name: str, tensor: Tensor) -> None:
+        """Kept until the end of the step, or copied to the host (``seen``) as it is computed."""
+        assert self._open is not None, "a value belongs to a part"
+        if self._traced_to == "device":
+            self.values[name] = self._open.target.device, self._open.keep(tensor)
+            return
+        collected = self.seen.setdefault(name, [])
+        self._open.call(lambda tokens, value: collected.append(value[:tokens].cpu()), tensor)
+
+    def finish(self, outputs: Outputs, token: Tensor | None, head: torch.device) -> RecordedStep:
+        """The step, whose outputs are kept."""
+        for tensor in (*outputs, token):
+            if tensor is not None:
+                self._recordings[head].keep(tensor)
+        parts = tuple(self._parts)
+        return RecordedStep(
+            self._tokens, head, parts, self._recordings, outputs, self.values, token
+        )
+
+
+def record_step(
+    model: Transformer,
+    state: DecodeState,
+    recorder: StepRecorder,
+    logits: bool,
+    loop: TokenLoopMemory | None = None,
+) -> RecordedStep:
+    """The whole model; with ``loop`` (one token) also the choice of the next token and its way back into the input."""
+    outputs = model(recorder, state, logits)
+    head = model.head_device
+    token = None
+    if loop is not None:
+        assert outputs.logits_TV is not None, "a token is sampled from logits"
+        with recorder.part("sample", head) as ops:
+            position_1 = state.positions_1[head]
+            token = sample(ops, outputs.logits_TV, loop.sampler, position_1)
+            ops.store_token(token, position_1, recorder.tokens(head), loop.ring_R)
+    return recorder.finish(outputs, token, head)
+
+
+def record_logits(
+    model: Transformer,
+    table: RecordedTable,
+    target: Target,
+    hidden_TE: Tensor,
+    state: DecodeState,
+    sampler: SamplerState,
+) -> RecordedStep:
+    """Logits of final hidden states that lie in ``hidden_TE``, and the token sampled from the last row."""
+    recording = Recording(target, hidden_TE.shape[0])
+    ops = table.on(recording)
+    head = model.head_device
+    logits_TV = recording.keep(model.head.logits(ops, hidden_TE))
+    logits_stop = len(recording.items)
+    parts = [Part("head", head, None, 0, logits_stop)]
+    token = None
+    if hidden_TE.shape[0] == 1:
+        token = recording.keep(sample(ops, logits_TV, sampler, state.positions_1[head]))
+        parts.append(Part("sample", head, None, logits_stop, len(recording.items)))
+    outputs = Outputs(hidden_TE, logits_TV)
+    return RecordedStep(
+        hidden_TE.shape[0], head, tuple(parts), {head: recording}, outputs, {}, token
+    )
+
+
+def sample(ops: Ops, logits_TV: Tensor, sampler: SamplerState, position_1: Tensor) -> Tensor:
+    """The token that follows the last row."""
+    return ops.sample_token(logits_TV[-1], sampler.settings_3, sampler.seed_1, position_1)
+
+
+def log_unusual_kernels(steps: list[RecordedStep]) -> None:
+    """Says once which kernels for unusual geometry the steps use: nothing is a silent slow path."""
+    names = sorted({name for step in steps for name in step.unusual_kernels()})
+    if names:
+        _LOG.warning("unusual geometry: %s instead of the fast kernels", ", ".join(names))
+
+
+def _kernel_name(item: Item, tokens: int) -> str | None:
+    """None where nothing is launched for this many tokens; a call is named ``CALL``."""
+    if not isinstance(item, Launch):
+        return CALL
+    shape = item.shape if item.shape_of is None else item.shape_of(tokens)
+    return None if shape is None else shape.kernel.function
+
+
+def _kernels(launch: Launch, tokens: int) -> set[Kernel]:
+    found = {launch.shape.kernel}
+    if launch.shape_of is not None:
+        for length in _lengths(tokens):
+            shape = launch.shape_of(length)
+            if shape is not None:
+                found.add(shape.kernel)
+    return found
+
+
+def _lengths(tokens: int) -> list[int]:
+    """Lengths around the powers of two, where kernels change."""
+    powers = [1 << exponent for exponent in range(3, tokens.bit_length() + 1)]
+    candidates = {length for power in powers for length in (power, power + 1)}
+    return sorted(length for length in candidates if MAX_DECODE_TOKENS < length <= tokens)

@@ -1,0 +1,143 @@
+"""A step that can run: a recorded one whose buffers have memory."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from dsv4.hand_off import HandOff
+from dsv4.launch.program import Memory, Program
+from dsv4.step.current_device import on_device
+from dsv4.step.observer import Observer
+from dsv4.step.recorded import Part, RecordedStep, Transfer
+from dsv4.step.token_feed import TokenFeed
+
+HandOffs = Mapping[tuple[torch.device, torch.device], HandOff]
+
+
+def is_sample(part: Part | Transfer) -> bool:
+    """Whether it chooses the next token, which steps of given tokens leave out."""
+    return isinstance(part, Part) and part.kind == "sample"
+
+
+class Step:
+    """Runs the parts of ``recorded`` in order, each on the current stream of its device."""
+
+    def __init__(
+        self,
+        recorded: RecordedStep,
+        memory: Mapping[torch.device, Memory],
+        hand_offs: HandOffs,
+        feed: TokenFeed | None = None,
+    ) -> None:
+        """A device without ``memory``, or with too little, gets memory of the step's own. ``feed``: its input."""
+        self.recorded = recorded
+        self.feed = feed
+        self.programs = {
+            device: Program(recording, memory.get(device))
+            for device, recording in recorded.recordings.items()
+        }
+        self._hand_offs = hand_offs
+        self.head_program = self.programs[recorded.head]
+        self.model_parts = [part for part in recorded.parts if not is_sample(part)]
+        self.sample_parts = [part for part in recorded.parts if is_sample(part)]
+        self._model = self._actions(self.model_parts)
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a run."""
+        return self.recorded.tokens
+
+    @property
+    def hidden_TE(self) -> Tensor:
+        """Final hidden states of the last run, ``[T, E]``."""
+        return self.head_program.tensor(self.recorded.outputs.hidden_TE)
+
+    @property
+    def logits_TV(self) -> Tensor:
+        """float32 ``[T, V]`` of the last run."""
+        assert self.recorded.outputs.logits_TV is not None, "this step computes no logits"
+        return self.head_program.tensor(self.recorded.outputs.logits_TV)
+
+    @property
+    def token(self) -> Tensor:
+        """The token that was sampled last, int64 scalar."""
+        assert self.recorded.token is not None, "this step samples no token"
+        return self.head_program.tensor(self.recorded.token)
+
+    def values(self) -> dict[str, Tensor]:
+        """What a step traced to the device computed in its last run, by name."""
+        values = self.recorded.values.items()
+        return {name: self.programs[device].tensor(value) for name, (device, value) in values}
+
+    def run(self, tokens: int, observer: Observer | None = None) -> None:
+        """Queues the model's parts for this many tokens."""
+        if observer is not None:
+            self._run_observed(self.model_parts, tokens, observer)
+            return
+        for action in self._model:
+            action(tokens)
+
+    def sample(self, observer: Observer | None = None) -> None:
+        """Queues the choice of the next token."""
+        if observer is not None:
+            self._run_observed(self.sample_parts, 1, observer)
+            return
+        for part in self.sample_parts:
+            self.run_part(part, 1)
+
+    def run_part(self, part: Part | Transfer, tokens: int) -> None:
+        """Queues one part."""
+        if isinstance(part, Transfer):
+            self.send(part, tokens)
+            return
+        with torch.cuda.device(part.device):
+            self.programs[part.device].run(tokens, part.start, part.stop)
+        self._drain(part)
+
+    def send(self, transfer: Transfer, tokens: int) -> None:
+        """Queues a hand-off."""
+        streams_TME = self.programs[transfer.source].tensor(transfer.tensor)
+        self._hand_offs[transfer.source, transfer.target].send(streams_TME[:tokens])
+
+    def _run_observed(
+        self, parts: Sequence[Part | Transfer], tokens: int, observer: Observer
+    ) -> None:
+        """Queues parts item by item."""
+        for part in parts:
+            if isinstance(part, Transfer):
+                with observer.hand_off(part.source, part.target):
+                    self.send(part, tokens)
+                continue
+            program = self.programs[part.device]
+            with on_device(part.device), observer.part(part.name, part.device, part.layer):
+                for index, name in self.recorded.launched(part, tokens):
+                    with observer.item(name):
+                        program.run(tokens, index, index + 1)
+            self._drain(part)
+
+    def _drain(self, part: Part) -> None:
+        if part.drains is not None:
+            self._hand_offs[part.drains, part.device].drain()
+
+    def _actions(self, parts: Sequence[Part | Transfer]) -> list[Callable[[int], None]]:
+        """Consecutive parts of one device run as one range; a part that drains a hand-off ends its range."""
+        actions: list[Callable[[int], None]] = []
+        ranges = 0
+
+        def group(part: Part | Transfer) -> tuple[object, int]:
+            nonlocal ranges
+            key = (part.device, ranges) if isinstance(part, Part) else (part, ranges)
+            ranges += isinstance(part, Part) and part.drains is not None
+            return key
+
+        for _, found in groupby(parts, group):
+            run = list(found)
+            first, last = run[0], run[-1]
+            if isinstance(first, Part) and isinstance(last, Part):
+                merged = Part(first.kind, first.device, None, first.start, last.stop, last.drains)
+                actions.append(lambda tokens, part=merged: self.run_part(part, tokens))
+            else:
+                actions.append(lambda tokens, part=first: self.run_part(part, tokens))
+        return actions

@@ -1,0 +1,184 @@
+"""What the driver is asked to launch, with a driver that only writes it down."""
+
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.launch import program
+from dsv4.launch.kernel import Kernel, Shape
+from dsv4.launch.program import Memory, Program
+from dsv4.launch.recording import Recording
+from dsv4.launch.target import Target
+
+bindings = pytest.importorskip("cuda.bindings.driver")
+CPU = torch.device("cpu")
+NORM = Kernel("norm/rms_norm", "rms_norm")
+SORT = Kernel("moe/moe_sort", "moe_sort")
+
+
+class Driver:
+    """Writes down launches: the configuration's numbers, and the words behind the pointers while they are valid."""
+
+    def __init__(self) -> None:
+        self.error = bindings.CUresult.CUDA_SUCCESS
+        self.launches: list[SimpleNamespace] = []
+
+    def launch(self, config: Any, function: str, parameters: int, extra: int) -> tuple[Any]:
+        kinds = {"rms_norm": "pppif", "moe_sort": "ppppii"}[function]
+        types = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "f": ctypes.c_float}
+        pointers = (ctypes.c_void_p * len(kinds)).from_address(parameters)
+        words = [types[k].from_address(at).value for k, at in zip(kinds, pointers, strict=True)]
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        found = SimpleNamespace(
+            function=function,
+            words=words,
+            grid=grid,
+            threads=config.blockDimX,
+            shared_bytes=config.sharedMemBytes,
+            attributes=config.numAttrs,
+            stream=int(config.hStream),
+        )
+        self.launches.append(found)
+        return (self.error,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    driver = Driver()
+    names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
+    fake = SimpleNamespace(**{name: getattr(bindings, name) for name in names})
+    fake.cuLaunchKernelEx = driver.launch
+    program._attributes.cache_clear()
+    monkeypatch.setattr(program, "_driver", lambda: fake)
+    monkeypatch.setattr(program, "_loaded", lambda kernel, device: kernel.function)
+    monkeypatch.setattr(program, "_allow_shared_memory", lambda *_: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100, raising=False)
+    yield driver
+    program._attributes.cache_clear()
+
+
+def normalise(recording: Recording, x: Tensor, y: Tensor, shape: Any) -> None:
+    recording.launch(shape, x=x, weight=None, y=y, width=x.shape[1], eps=1e-6)
+
+
+def test_arguments_arrive_by_name_in_the_order_of_the_signature(driver: Driver) -> None:
+    recording = Recording(Target(CPU), 2)
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    y = recording.empty((2, 64), torch.bfloat16)
+    recording.launch(Shape(NORM, 2, 32), eps=0.5, width=64, y=y[1:], x=x[1:], weight=None)
+    running = Program(recording)
+    running.run(2)
+    (launched,) = driver.launches
+    assert launched.words == [x[1:].data_ptr(), 0, running.tensor(y[1:]).data_ptr(), 64, 0.5]
+    assert running.tensor(y).data_ptr() % 16 == 0
+    assert running.tensor(x) is x
+
+
+def test_the_configuration_has_the_grid_the_cluster_and_the_stream(driver: Driver) -> None:
+    recording = Recording(Target(CPU), 1)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    y = recording.empty((1, 64), torch.bfloat16)
+    normalise(recording, x, y, Shape(NORM, (8, 3), 64, shared_bytes=1000, cluster=4))
+    normalise(recording, x, y, Shape(NORM, 5, 96))
+    Program(recording).run(1)
+    clustered, single = driver.launches
+    assert (clustered.grid, clustered.threads, clustered.shared_bytes) == ((8, 3, 1), 64, 1000)
+    assert (single.grid, single.threads, single.shared_bytes) == ((5, 1, 1), 96, 0)
+    assert (clustered.attributes, single.attributes) == (2, 1)
+    assert {launched.stream for launched in driver.launches} == {100}
+
+
+def test_a_program_follows_the_current_stream(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Recording(Target(CPU), 1)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    normalise(recording, x, recording.empty((1, 64), torch.bfloat16), Shape(NORM, 1, 32))
+    running = Program(recording)
+    for stream in (7, 7, 9):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, s=stream: s)
+        running.run(1)
+    assert [launched.stream for launched in driver.launches] == [7, 7, 9]
+
+
+def test_shorter_chunks_take_their_own_shapes_and_the_longest_its_own_again(
+    driver: Driver,
+) -> None:
+    """The second launch has nothing to do below 40 tokens."""
+    recording = Recording(Target(CPU), 64)
+    ids = torch.zeros(64, dtype=torch.int64)
+    slots = recording.empty((64,), torch.int32)
+    tiles = recording.empty((8, 4), torch.int32)
+    tile_count = recording.empty((1,), torch.int32)
+
+    def sort(first: int) -> None:
+        def shape(tokens: int) -> Shape | None:
+            if tokens <= first:
+                return None
+            return Shape(SORT, 1 + tokens // 16, 32, 4 * tokens, numbers={"count": tokens - first})
+
+        recording.launch(shape, ids=ids, slots=slots, tiles=tiles, tile_count=tile_count, experts=8)
+
+    sort(0)
+    sort(40)
+    running = Program(recording)
+    for tokens in (64, 30, 50, 64):
+        running.run(tokens)
+    found = [
+        (launched.grid[0], launched.shared_bytes, launched.words[4]) for launched in driver.launches
+    ]
+    whole = [(5, 256, 64), (5, 256, 24)]
+    assert found == [*whole, (2, 120, 30), (4, 200, 50), (4, 200, 10), *whole]
+
+
+def test_a_range_of_items_runs_alone_and_calls_get_their_memory(driver: Driver) -> None:
+    recording = Recording(Target(CPU), 3)
+    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+    y = recording.empty((3, 64), torch.bfloat16)
+    calls: list[tuple[int, int]] = []
+    normalise(recording, x, y, Shape(NORM, 3, 32))
+    recording.call(lambda tokens, memory: calls.append((tokens, memory.data_ptr())), y)
+    running = Program(recording)
+    running.run(3, 1, 2)
+    assert driver.launches == []
+    assert calls == [(3, running.tensor(y).data_ptr())]
+
+
+def test_zeroed_counters_belong_to_one_program_and_are_shared_inside_it(driver: Driver) -> None:
+    def counted() -> tuple[Program, Tensor]:
+        recording = Recording(Target(CPU), 1)
+        assert recording.zeroed("counters", 4) is recording.zeroed("counters", 4)
+        counters = recording.zeroed("counters", 4)
+        return Program(recording), counters
+
+    (first, counters), (second, others) = counted(), counted()
+    assert first.tensor(counters).tolist() == [0] * 4
+    first.tensor(counters).fill_(1)
+    assert second.tensor(others).tolist() == [0] * 4
+
+
+def test_programs_share_memory_that_is_large_enough(driver: Driver) -> None:
+    recording = Recording(Target(CPU), 1)
+    x = torch.zeros(1, 4096, dtype=torch.bfloat16)
+    y = recording.empty((1, 4096), torch.bfloat16)
+    normalise(recording, x, y, Shape(NORM, 1, 32))
+    memory = Memory(CPU, 8192)
+    running = Program(recording, memory)
+    assert running.tensor(y).data_ptr() == memory.bytes.data_ptr()
+    small = Memory(CPU, 4096)
+    assert Program(recording, small).tensor(y).data_ptr() != small.bytes.data_ptr()
+
+
+def test_an_error_of_the_driver_names_the_kernel(driver: Driver) -> None:
+    recording = Recording(Target(CPU), 1)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    normalise(recording, x, recording.empty((1, 64), torch.bfloat16), Shape(NORM, 1, 32))
+    driver.error = bindings.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    expected = "^CUDA driver error: CUDA_ERROR_ILLEGAL_ADDRESS at a launch of rms_norm"
+    with pytest.raises(RuntimeError, match=expected):
+        Program(recording).run(1)

@@ -1,0 +1,178 @@
+"""What a recording notes, and what it refuses before anything can run."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
+from dsv4.launch.recording import (
+    Call,
+    Launch,
+    Recording,
+    byte_offset,
+    is_aligned,
+    storage_key,
+)
+from dsv4.launch.target import ARCHITECTURES, Target, compile_target
+
+TARGET = Target(torch.device("cuda", 0), "sm_90a", 132)
+# A kernel of the package with pointers and one number.
+STORE = Kernel("token_ring/token_ring", "store_token")
+
+
+def store_arguments(recording: Recording) -> dict[str, Any]:
+    """Everything ``store_token`` takes but the number of slots."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "token": (),
+        "position": (1,),
+        "next": (1,),
+        "ring": (16,),
+    }
+    return {name: recording.empty(shape, torch.int64) for name, shape in shapes.items()}
+
+
+def test_buffers_are_contiguous_and_known_with_their_views() -> None:
+    recording = Recording(TARGET, 8)
+    buffer = recording.empty((8, 64), torch.bfloat16)
+    assert buffer.is_meta
+    assert buffer.is_contiguous()
+    assert (buffer.shape, buffer.dtype) == ((8, 64), torch.bfloat16)
+    view = buffer[2:4, 32:].unflatten(1, (2, 16))
+    for tensor in (buffer, view, buffer.view(torch.int16)):
+        assert recording.owns(tensor)
+        assert storage_key(tensor) == storage_key(buffer)
+    like = recording.empty_like(view)
+    assert recording.owns(like)
+    assert (like.shape, like.dtype, like.is_contiguous()) == (view.shape, view.dtype, True)
+    assert storage_key(like) != storage_key(buffer)
+    for stranger in (torch.empty(4), torch.empty(4, device="meta"), buffer.float()):
+        assert not recording.owns(stranger)
+    assert not Recording(TARGET, 8).owns(buffer)
+
+
+def test_places_inside_a_buffer() -> None:
+    buffer = Recording(TARGET, 8).empty((8, 64), torch.bfloat16)
+    assert byte_offset(buffer[3]) == 3 * 128
+    assert is_aligned(buffer)
+    assert is_aligned(buffer[0, 8:])
+    assert not is_aligned(buffer[0, 1:])
+    assert is_aligned(buffer[0, 2:], 4)
+    real = torch.zeros(64, dtype=torch.uint8)
+    first = -real.data_ptr() % 16
+    assert is_aligned(real[first:])
+    assert not is_aligned(real[first + 1 :])
+
+
+def test_counters_are_one_tensor_by_name() -> None:
+    recording = Recording(TARGET, 1)
+    arrivals = recording.zeroed("arrivals", 64)
+    assert recording.zeroed("arrivals", 64) is arrivals
+    others = recording.zeroed("others", 64)
+    assert storage_key(others) != storage_key(arrivals)
+    assert (arrivals.dtype, arrivals.shape) == (torch.int32, (64,))
+    assert not recording.owns(arrivals)
+    assert [id(tensor) for tensor in recording.zeroed_tensors] == [id(arrivals), id(others)]
+    with pytest.raises(ValueError, match="arrivals: found 65 counters, expected 64 as asked"):
+        recording.zeroed("arrivals", 65)
+    assert Recording(TARGET, 1).zeroed("arrivals", 65).shape == (65,)
+
+
+def test_a_launch_is_noted_with_its_signature_and_arguments() -> None:
+    recording = Recording(TARGET, 1)
+    arguments = store_arguments(recording)
+    recording.launch(Shape(STORE, 1, 32), **arguments, slots=16)
+    (item,) = recording.items
+    assert isinstance(item, Launch)
+    assert item.signature.kernel == "store_token"
+    assert item.shape == Shape(STORE, 1, 32)
+    assert item.shape_of is None
+    assert item.arguments == {**arguments, "slots": 16}
+    assert [id(tensor) for tensor in item.tensors] == [id(one) for one in arguments.values()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slots": None}, "store_token: slots: found None, expected int"),
+        ({"slot": 16}, "store_token: slot: not an argument"),
+        ({"ring": torch.empty(16)}, "store_token: ring: found torch.float32, expected int64"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_not_noted(changes: dict[str, Any], message: str) -> None:
+    recording = Recording(TARGET, 1)
+    arguments = {**store_arguments(recording), "slots": 16, **changes}
+    with pytest.raises(TypeError, match=message):
+        recording.launch(Shape(STORE, 1, 32), **arguments)
+    assert recording.items == []
+
+
+def test_a_missing_argument_is_refused() -> None:
+    recording = Recording(TARGET, 1)
+    with pytest.raises(TypeError, match="store_token: slots: missing"):
+        recording.launch(Shape(STORE, 1, 32), **store_arguments(recording))
+
+
+def test_an_unknown_kernel_is_refused() -> None:
+    with pytest.raises(KeyError, match="found no .* store_nothing"):
+        Recording(TARGET, 1).launch(Shape(Kernel("token_ring/token_ring", "store_nothing"), 1, 32))
+
+
+def test_a_tensor_elsewhere_is_refused() -> None:
+    recording = Recording(TARGET, 1)
+    arguments = store_arguments(recording)
+    on_cpu = torch.zeros(16, dtype=torch.int64)
+    with pytest.raises(ValueError, match="store_token: found a tensor on cpu, expected cuda:0"):
+        recording.launch(Shape(STORE, 1, 32), **{**arguments, "ring": on_cpu}, slots=16)
+    assert recording.items == []
+
+
+def test_a_shape_by_tokens_is_checked_at_its_longest() -> None:
+    recording = Recording(TARGET, 100)
+    asked: list[int] = []
+
+    def shape_of(tokens: int) -> Shape | None:
+        asked.append(tokens)
+        return None if tokens > 96 else Shape(STORE, tokens, 32, numbers={"slots": tokens})
+
+    arguments = store_arguments(recording)
+    recording.launch(shape_of, **arguments)
+    (item,) = recording.items
+    assert isinstance(item, Launch)
+    assert (item.shape.blocks, asked) == (96, [100, 99, 98, 97, 96])
+    assert item.shape_of is shape_of
+    assert "slots" not in item.arguments
+    with pytest.raises(TypeError, match="slots: missing"):
+        recording.launch(lambda tokens: Shape(STORE, 1, 32), **arguments)
+    with pytest.raises(ValueError, match="shape: found None for 1 to 100 tokens"):
+        recording.launch(lambda tokens: None, **arguments)
+    assert len(recording.items) == 1
+
+
+def test_calls_and_kept_tensors() -> None:
+    recording = Recording(TARGET, 1)
+    buffer = recording.empty((4,), torch.float32)
+    weight = torch.empty(4, device="meta")
+
+    def function(tokens: int, *tensors: torch.Tensor) -> None:
+        raise AssertionError("recording runs nothing")
+
+    recording.call(function, buffer, weight)
+    assert recording.items == [Call(function, [buffer, weight])]
+    view = buffer[:2]
+    assert recording.keep(view) is view
+    assert [id(tensor) for tensor in recording.kept] == [id(view)]
+
+
+def test_grids_have_three_sizes() -> None:
+    assert Shape(STORE, 7, 32).grid == (7, 1, 1)
+    assert Shape(STORE, (7, 2), 32).grid == (7, 2, 1)
+    assert Shape(STORE, (7, 2, 3), 32).grid == (7, 2, 3)
+    assert (ceil_div(9, 4), ceil_div(8, 4), round_up(9, 4), round_up(8, 4)) == (3, 2, 12, 8)
+
+
+def test_targets_are_what_is_compiled_for() -> None:
+    found = {compile_target(major, minor) for major, minor in ((9, 0), (10, 0), (10, 3))}
+    assert found == set(ARCHITECTURES)
+    for major, minor in ((8, 0), (8, 9), (12, 0)):
+        assert compile_target(major, minor) is None

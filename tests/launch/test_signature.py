@@ -1,0 +1,154 @@
+"""Kernel signatures: every kernel of the package is understood, and wrong arguments are named."""
+
+import re
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.launch import signature as module
+from dsv4.launch.signature import OPS, Parameter, Signature, entries, signature
+
+FILES = sorted(OPS.glob("*/*.cu*"))
+DECLARED = """
+// extern "C" __global__ void commented_out(float* x) {}
+#include "shared.cuh"
+#include <cuda_bf16.h>
+/* extern "C" __global__ void also_commented_out(int a,
+   int b) {} */
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) scale(
+    const bf16* __restrict__ x,  // the input, [T, E]
+    float *y,
+    const int64 *__restrict__ positions, /* a comment, with a comma */
+    const unsigned char* codes,
+    unsigned mask, int rows, const int64 stride, float factor) {
+  if (rows) { scale_row(x, y); }
+}
+__global__ void not_an_entry(int a) {}
+extern "C" __global__
+void nothing() {}
+"""
+HEADER = 'extern "C" __global__ void from_header(const void* bytes) {}'
+# Sources are remembered by name, so every test has its own.
+_NUMBERS = count()
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a planted source with ``DECLARED`` and a header beside it."""
+    name = f"planted{next(_NUMBERS)}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "kernel.cu").write_text(DECLARED)
+    (tmp_path / name / "shared.cuh").write_text(HEADER)
+    monkeypatch.setattr(module, "OPS", tmp_path)
+    return f"{name}/kernel"
+
+
+def test_parameters_are_read_with_names_types_and_pointers(source: str) -> None:
+    found = signature(source, "scale")
+    assert found.kernel == "scale"
+    assert found.parameters == (
+        Parameter("x", "bf16", True),
+        Parameter("y", "float", True),
+        Parameter("positions", "int64", True),
+        Parameter("codes", "unsigned char", True),
+        Parameter("mask", "unsigned", False),
+        Parameter("rows", "int", False),
+        Parameter("stride", "int64", False),
+        Parameter("factor", "float", False),
+    )
+
+
+def test_headers_are_searched_and_comments_are_not(source: str) -> None:
+    assert signature(source, "nothing").parameters == ()
+    assert signature(source, "from_header").parameters == (Parameter("bytes", "void", True),)
+    for name in ("commented_out", "also_commented_out", "not_an_entry", "scale_row"):
+        with pytest.raises(KeyError, match=f"kernel.cu: found no .* {name}"):
+            signature(source, name)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Right arguments of ``scale``, with changes; a change to ``...`` leaves one out."""
+    right: dict[str, Any] = {
+        "x": torch.empty(4, dtype=torch.bfloat16, device="meta"),
+        "y": torch.empty(4, device="meta"),
+        "positions": torch.empty(4, dtype=torch.int64, device="meta"),
+        "codes": torch.empty(4, dtype=torch.uint8, device="meta"),
+        "mask": 1 << 31,
+        "rows": 4,
+        "stride": 1 << 40,
+        "factor": 0.5,
+    }
+    return {name: value for name, value in {**right, **changes}.items() if value is not ...}
+
+
+RIGHT = [
+    {},
+    {"x": None, "y": None},
+    {"codes": torch.empty(1, dtype=torch.float8_e4m3fn, device="meta")},
+    {"factor": 3},
+    {"rows": True},
+    {"rows": -(1 << 31), "stride": -(1 << 63), "mask": 0},
+]
+WRONG = [
+    ({"y": ...}, "y: missing"),
+    ({"x": ..., "factor": ...}, "x: missing; factor: missing"),
+    ({"z": 3}, "z: not an argument"),
+    ({"x": torch.empty(4)}, "x: found torch.float32, expected bf16*"),
+    ({"y": torch.empty(4).half()}, "y: found torch.float16, expected float*"),
+    ({"positions": torch.empty(4).int()}, "positions: found torch.int32, expected int64*"),
+    ({"codes": 5}, "codes: found 5, expected a tensor or None (unsigned char*)"),
+    ({"rows": torch.zeros(())}, "rows: found tensor(0.), expected int"),
+    ({"rows": 1.0}, "rows: found 1.0, expected int"),
+    ({"rows": 1 << 31}, "rows: found 2147483648, expected int"),
+    ({"rows": None}, "rows: found None, expected int"),
+    ({"mask": -1}, "mask: found -1, expected unsigned"),
+    ({"stride": 1 << 63}, "stride: found 9223372036854775808, expected int64"),
+    ({"factor": "x"}, "factor: found 'x', expected a float"),
+    ({"factor": None}, "factor: found None, expected a float"),
+    ({"y": ..., "z": 1, "rows": 0.5}, "y: missing; z: not an argument; rows: found 0.5"),
+]
+
+
+@pytest.mark.parametrize("changes", RIGHT)
+def test_right_arguments_pass(source: str, changes: dict[str, Any]) -> None:
+    signature(source, "scale").check(arguments(**changes))
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_wrong_arguments_are_named(source: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^scale: {re.escape(message)}"):
+        signature(source, "scale").check(arguments(**changes))
+
+
+def test_there_are_kernels() -> None:
+    assert sum(len(entries(path)) for path in FILES) > 30
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_kernel_of_the_package_is_understood(path: Path) -> None:
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = entries(path)
+    assert len(found) == len(re.findall(r'extern\s+"C"\s+__global__', text))
+    assert len({kernel.kernel for kernel in found}) == len(found)
+    for kernel in found:
+        assert kernel.kernel.isidentifier()
+        names = [parameter.name for parameter in kernel.parameters]
+        assert all(name.isidentifier() for name in names)
+        assert len(set(names)) == len(names)
+        scalars = {parameter.type for parameter in kernel.parameters if not parameter.pointer}
+        assert scalars <= {"int", "unsigned", "int64", "float"}, kernel.kernel
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if path.suffix == ".cu"],
+    ids=lambda path: f"{path.parent.name}/{path.stem}",
+)
+def test_every_kernel_is_found_by_its_source(path: Path) -> None:
+    for kernel in entries(path):
+        found = signature(f"{path.parent.name}/{path.stem}", kernel.kernel)
+        assert isinstance(found, Signature)
+        assert found == kernel

@@ -1,0 +1,314 @@
+"""Recorded products: kernels and their order on published and unusual shapes, chunks shorter than
+the recording.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.launch.recording import Call, Launch, Recording, storage_key
+from dsv4.launch.target import Target
+from dsv4.launch.workspace import lay_out
+from dsv4.ops.linear import decode, prefill, prefill_cutedsl
+from dsv4.ops.linear.row_list import PackedRows, pack_rows
+from dsv4.quant import QuantFormat
+from dsv4.weights.packed import pack_weight
+from tests.ops.linear.meta import (
+    BF16,
+    FP8,
+    MXFP4,
+    NVFP4,
+    TARGETS,
+    activations,
+    empty,
+    names,
+    shapes,
+    stored,
+)
+
+TOKENS = (9, 10, 100, 129, 511, 512)
+LISTS: dict[str, tuple[int, list[tuple[int, QuantFormat]]]] = {
+    "Pro CSA input": (7168, [(1536, FP8), (512, FP8), *((n, BF16) for n in (1024, 1024, 256, 64))]),
+    "Flash HCA input": (4096, [(1024, NVFP4), (512, NVFP4), (512, BF16), (512, BF16)]),
+    "Pro query": (1536, [(65536, FP8), (8192, FP8)]),
+    "Flash query": (1024, [(32768, NVFP4), (8192, NVFP4)]),
+    "four formats": (128, [(64, MXFP4), (40, FP8), (24, BF16), (72, NVFP4), (8, FP8)]),
+    "tiny": (64, [(7, BF16), (8, BF16)]),
+}
+# (format, N, K): o_b, w2 of a shared expert, heads, tiny and odd ones.
+MATRICES = [
+    (FP8, 7168, 16384),
+    (NVFP4, 4096, 8192),
+    (MXFP4, 7168, 3072),
+    (BF16, 129280, 7168),
+    (BF16, 65, 32),
+    (NVFP4, 8, 32),
+]
+# (format, G, R, K): o_a, and groups whose rows are no tiles.
+GROUPS = [(FP8, 16, 1024, 4096), (NVFP4, 8, 1024, 4096), (BF16, 4, 32, 128), (BF16, 2, 20, 96)]
+
+
+def packed_list(matrices: list[tuple[int, QuantFormat]], columns: int) -> PackedRows:
+    dtypes = [torch.float32 if format is BF16 else None for _, format in matrices]
+    return pack_rows([stored(format, rows, columns) for rows, format in matrices], dtypes)
+
+
+def record_everything(entry: Any, recording: Recording) -> None:
+    """Every product of the tables above by the functions of ``entry``."""
+    for columns, matrices in LISTS.values():
+        rows = packed_list(matrices, columns)
+        x = activations(recording, columns)
+        entry.linear_rows(recording, x, rows)
+        entry.linear_rows(recording, x, rows, empty(torch.float32, columns), 1e-6)
+    for format, rows, columns in MATRICES:
+        weight = pack_weight(stored(format, rows, columns))
+        for dtype in (None, torch.float32):
+            y = entry.linear(recording, activations(recording, columns), weight, dtype)
+            assert y.shape == (recording.tokens, rows)
+            assert y.dtype == (dtype or torch.bfloat16)
+    for format, groups, rows, columns in GROUPS:
+        weight = pack_weight(stored(format, groups * rows, columns))
+        y = entry.grouped_linear(recording, activations(recording, groups, columns), weight)
+        assert y.shape == (recording.tokens, groups, rows)
+
+
+@pytest.mark.parametrize("tokens", range(1, 9))
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.architecture)
+def test_decode_is_one_launch_per_two_formats(target: Target, tokens: int) -> None:
+    for columns, matrices in LISTS.values():
+        recording = Recording(target, tokens)
+        rows = packed_list(matrices, columns)
+        x, norm_weight = activations(recording, columns), empty(torch.float32, columns)
+        products = decode.linear_rows(recording, x, rows, norm_weight, 1e-6)
+        formats = len({format for _, format in matrices})
+        assert names(recording) == ["decode_linear"] * (1 + (formats > 2))
+        assert {
+            dict(shape.kernel.defines)["FUSED_NORM"] for shape in shapes(recording, tokens)
+        } == {1}
+        assert [tuple(product.shape) for product in products] == [(tokens, n) for n, _ in matrices]
+    recording = Recording(target, tokens)
+    record_everything(decode, recording)
+    assert set(names(recording)) == {"decode_linear"}
+
+
+def test_decode_products_are_views_of_one_buffer() -> None:
+    """float32 products lie first; none overlap, for every number of tokens."""
+    for tokens in range(1, 9):
+        recording = Recording(TARGETS[0], tokens)
+        rows = packed_list(LISTS["four formats"][1], 128)
+        products = decode.linear_rows(recording, activations(recording, 128), rows)
+        assert len({storage_key(product) for product in products}) == 1
+        spans = sorted(
+            (product.storage_offset() * product.itemsize, product.nbytes) for product in products
+        )
+        assert all(start % 2 == 0 for start, _ in spans)
+        ends = [start + nbytes for start, nbytes in spans]
+        assert [start for start, _ in spans] == [0, *ends[:-1]]
+        assert ends[-1] <= products[0].untyped_storage().nbytes()
+        assert min(products, key=Tensor.storage_offset).dtype == torch.float32
+
+
+def test_decode_normalises_first_where_a_block_sees_k_in_slices() -> None:
+    recording = Recording(TARGETS[0], 8)
+    rows = pack_rows([stored(FP8, 1024, 16384)], [None])
+    norm_weight = empty(torch.float32, 16384)
+    decode.linear_rows(recording, activations(recording, 16384), rows, norm_weight, 1e-6)
+    assert names(recording) == ["rms_norm", "decode_linear"]
+    assert dict(shapes(recording, 8)[1].kernel.defines)["FUSED_NORM"] == 0
+
+
+@pytest.mark.parametrize("most", [512, 2048])
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.architecture)
+def test_a_shorter_chunk_is_launched_as_if_recorded_for_it(target: Target, most: int) -> None:
+    recording = Recording(target, most)
+    record_everything(prefill, recording)
+    for tokens in TOKENS:
+        exact = Recording(target, tokens)
+        record_everything(prefill, exact)
+        assert names(exact) == names(recording)
+        assert shapes(recording, tokens) == shapes(exact, tokens)
+
+
+def test_prefill_is_a_norm_and_a_launch_per_matrix() -> None:
+    recording = Recording(TARGETS[0], 512)
+    rows = packed_list(LISTS["Pro CSA input"][1], 7168)
+    x, norm_weight = activations(recording, 7168), empty(torch.float32, 7168)
+    products = prefill.linear_rows(recording, x, rows, norm_weight, 1e-6)
+    assert names(recording) == ["rms_norm"] + ["prefill_linear"] * 6
+    assert len({storage_key(product) for product in products}) == 6
+    assert all(product.is_contiguous() for product in products)
+
+
+def test_partial_sums_have_room_for_every_number_of_tokens() -> None:
+    """The split over K depends on the tokens: most partial tiles are not those of the longest
+    chunk.
+    """
+    weight = pack_weight(stored(FP8, 1536, 7168))
+    recording = Recording(TARGETS[0], 1024)
+    prefill.linear(recording, activations(recording, 7168), weight)
+    (launch,) = recording.items
+    assert isinstance(launch, Launch)
+    *_, y, partial, counters = launch.tensors
+    assert y.shape == (1024, 1536)
+    splits = {}
+    for tokens in range(9, 1025):
+        (shape,) = shapes(recording, tokens)
+        splits[tokens] = shape.numbers["splits"]
+        tiles = 6 * -(-tokens // 128)
+        # Per tile and split: 2 row tiles of 16 tokens' eights, 4 values, 256 threads.
+        assert tiles * splits[tokens] * 2 * 16 * 4 * 256 <= partial.numel() or splits[tokens] == 1
+        assert tiles <= counters.numel()
+        assert shape.numbers["tokens"] == tokens
+    assert splits[9] == 16
+    assert splits[1024] == 2
+    head = pack_weight(stored(BF16, 129280, 7168))
+    prefill.linear(recording, activations(recording, 7168), head)
+    whole = recording.items[-1]
+    assert isinstance(whole, Launch)
+    assert whole.arguments["partial"] is None
+
+
+def test_rows_that_no_access_fits_are_copied() -> None:
+    """K that is no multiple of 8: one copy with padded rows; groups that share a tile: each one."""
+    recording = Recording(TARGETS[0], 40)
+    odd = pack_weight(stored(BF16, 65, 33))
+    assert prefill.linear(recording, activations(recording, 33), odd).shape == (40, 65)
+    assert names(recording) == ["call", "prefill_linear"]
+    launch = recording.items[-1]
+    assert isinstance(launch, Launch)
+    assert launch.arguments["x_stride"] == 40
+    # bf16 results are written in pairs of rows.
+    assert launch.arguments["y_stride"] == 66
+    recording = Recording(TARGETS[0], 40)
+    weight = pack_weight(stored(BF16, 2 * 20, 96))
+    prefill.grouped_linear(recording, activations(recording, 2, 96), weight)
+    assert names(recording) == ["prefill_linear", "call"] * 2
+
+
+def test_recorded_copies_give_the_products_their_rows() -> None:
+    """The copies run on any device: those of a shorter chunk leave the rows behind it alone."""
+    source, target = torch.randn(10, 6).bfloat16(), torch.zeros(10, 8).bfloat16()
+    recording = Recording(TARGETS[0], 10)
+    prefill.aligned_rows(recording, activations(recording, 6))
+    (item,) = recording.items
+    assert isinstance(item, Call)
+    item.function(4, target[:, :6], source)
+    assert torch.equal(target[:4, :6], source[:4])
+    assert not target[4:].any()
+    assert not target[:, 6:].any()
+
+
+def test_buffers_share_memory() -> None:
+    """Partial sums of one product lie where those of the last did."""
+    recording = Recording(TARGETS[0], 512)
+    weight = pack_weight(stored(FP8, 4096, 4096))
+    x = activations(recording, 4096)
+    for _ in range(8):
+        x = prefill.linear(recording, x, weight)
+    *_, partial, _ = recording.items[0].tensors
+    assert lay_out(recording).nbytes < 2 * partial.nbytes
+
+
+def test_wrong_operands_are_value_errors_that_name_the_argument() -> None:
+    weight = pack_weight(stored(FP8, 64, 128))
+    rows = pack_rows([stored(FP8, 64, 128)], [None])
+    for entry, tokens in ((decode, 2), (prefill, 16)):
+        recording = Recording(TARGETS[0], tokens)
+        x = activations(recording, 128)
+        with pytest.raises(ValueError, match=r"^x: found torch\.float32, expected torch\.bfloat16"):
+            entry.linear(recording, empty(torch.float32, tokens, 128), weight)
+        with pytest.raises(ValueError, match=r"^x: found width 64, expected K = 128"):
+            entry.linear(recording, x[:, :64], weight)
+        with pytest.raises(ValueError, match=r"^x: found strides .*, expected rows without gaps"):
+            entry.linear(recording, activations(recording, 256)[:, ::2], weight)
+        with pytest.raises(ValueError, match=r"^out_dtype: found torch\.float16"):
+            entry.linear(recording, x, weight, torch.float16)
+        with pytest.raises(ValueError, match=r"^weight: found shape \(2, 64, 128\)"):
+            entry.linear(recording, x, pack_weight(stored(FP8, 2, 64, 128)))
+        with pytest.raises(ValueError, match=r"^x: found \(\d+, 3, 128\), expected \[T, G, 128\]"):
+            entry.grouped_linear(recording, activations(recording, 3, 128), weight)
+        with pytest.raises(ValueError, match=r"^norm_weight: found .*\(64,\), expected .*\(128,\)"):
+            entry.linear_rows(recording, x, rows, empty(torch.float32, 64), 1e-6)
+        with pytest.raises(ValueError, match=r"^x: found \(\d+, 64\), expected \[T, 128\]"):
+            entry.linear_rows(recording, x[:, :64], rows)
+        assert recording.items == []
+    with pytest.raises(ValueError, match=r"^x: found 9 tokens, expected 1 to 8"):
+        decode.linear(Recording(TARGETS[0], 9), empty(torch.bfloat16, 9, 128), weight)
+    with pytest.raises(ValueError, match=r"^x: found 9 tokens, expected 16 of the recording"):
+        prefill.linear(Recording(TARGETS[0], 16), empty(torch.bfloat16, 9, 128), weight)
+
+
+class Gemms:
+    """Stands for the compiled kernels: notes which one was called with how many tokens."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int]] = []
+
+    def compile(self, recording: Recording, *_: object) -> tuple[Any, ...]:
+        counts = range(128, recording.tokens + 16, 16)
+        return tuple(
+            lambda x, *rest, index=index: self.calls.append((index, x.shape[0], rest[-1].shape[0]))
+            for index in range(len(counts))
+        )
+
+
+@pytest.fixture
+def gemms(monkeypatch: pytest.MonkeyPatch) -> Gemms:
+    """As if the package were installed."""
+    found = Gemms()
+    monkeypatch.setattr(prefill_cutedsl, "INSTALLED", True)
+    monkeypatch.setattr(prefill_cutedsl, "gemms_for", found.compile)
+    return found
+
+
+def test_cutedsl_products_are_for_long_chunks(gemms: Gemms) -> None:
+    """From 128 tokens on the other launch is left out, for fewer the CuTe DSL one."""
+    weight = pack_weight(stored(NVFP4, 1024, 1024))
+    recording, plain = Recording(TARGETS[0], 500), Recording(TARGETS[0], 500)
+    y = prefill_cutedsl.linear(recording, activations(recording, 1024), weight)
+    prefill.linear(plain, activations(plain, 1024), weight)
+    assert y.shape == (500, 1024)
+    assert names(recording) == ["prefill_linear", "call"]
+    call = recording.items[1]
+    assert isinstance(call, Call)
+    assert storage_key(call.tensors[-1]) == storage_key(y)
+    for tokens in (9, 100, 127):
+        assert shapes(recording, tokens) == shapes(plain, tokens)
+        call.function(tokens, *call.tensors)
+    assert gemms.calls == []
+    for tokens in (128, 129, 144, 145, 500):
+        assert shapes(recording, tokens) == []
+        call.function(tokens, *call.tensors)
+    indices = {128: 0, 129: 1, 144: 1, 145: 2, 500: 24}
+    assert gemms.calls == [(index, tokens, tokens) for tokens, index in indices.items()]
+
+
+def test_cutedsl_leaves_to_the_other_form_what_it_does_not_take(gemms: Gemms) -> None:
+    cases = [
+        (TARGETS[1], 500, (1024, 1024)),
+        (TARGETS[0], 127, (1024, 1024)),
+        (TARGETS[0], 500, (1000, 1024)),
+        (TARGETS[0], 500, (1024, 1000)),
+    ]
+    for target, tokens, (rows, columns) in cases:
+        recording = Recording(target, tokens)
+        weight = pack_weight(stored(BF16, rows, columns))
+        prefill_cutedsl.linear(recording, activations(recording, columns), weight)
+        assert names(recording) == ["prefill_linear"], (target.architecture, tokens, rows, columns)
+    recording = Recording(TARGETS[0], 500)
+    weight = pack_weight(stored(FP8, 4 * 32, 128))
+    prefill_cutedsl.grouped_linear(recording, activations(recording, 4, 128), weight)
+    assert names(recording) == ["prefill_linear"]
+
+
+@pytest.mark.parametrize("most", [512, 2048])
+def test_cutedsl_records_every_product(gemms: Gemms, most: int) -> None:
+    recording = Recording(TARGETS[0], most)
+    record_everything(prefill_cutedsl, recording)
+    assert "call" in names(recording)
+    for tokens in (9, 10, 100):
+        exact = Recording(TARGETS[0], tokens)
+        record_everything(prefill, exact)
+        assert shapes(recording, tokens) == shapes(exact, tokens)

@@ -1,0 +1,64 @@
+"""What an op would launch, from a recording on meta tensors: nothing has to be on a GPU."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.target import Target
+
+HOPPER = Target(torch.device("cuda", 0), "sm_90a", 132)
+BLACKWELL = Target(torch.device("cuda", 0), "sm_100a", 148)
+TARGETS = {"sm_90a": HOPPER, "sm_100a": BLACKWELL}
+# Chunks that a recording of the longest one serves, where they are not longer than that.
+SHORTER = (9, 10, 100, 129, 511, 512)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launches(
+    op: Callable[..., Any], *arguments: Any, tokens: int, target: Target = HOPPER
+) -> list[Launch]:
+    """The items that ``op(recording, *arguments)`` writes, all of them launches."""
+    recording = Recording(target, tokens)
+    op(recording, *arguments)
+    found = [item for item in recording.items if isinstance(item, Launch)]
+    assert len(found) == len(recording.items)
+    return found
+
+
+def functions(found: Sequence[Launch]) -> list[str]:
+    """The names of the kernels in their order."""
+    return [launch.shape.kernel.function for launch in found]
+
+
+def assert_serves_shorter_chunks(record: Callable[[int], list[Launch]], most: int) -> None:
+    """``record(tokens)``: the launches of a recording for chunks of up to that many tokens.
+
+    Those of the longest one, asked for fewer tokens, are what a recording for these would hold.
+    """
+    longest = record(most)
+    for tokens in (count for count in SHORTER if count <= most):
+        exact = record(tokens)
+        assert [shape_at(launch, tokens) for launch in longest] == [
+            launch.shape for launch in exact
+        ], tokens
+        assert list(map(numbers, longest)) == list(map(numbers, exact)), tokens
+
+
+def shape_at(launch: Launch, tokens: int) -> object:
+    """Of a launch for a step of this many tokens."""
+    return launch.shape if launch.shape_of is None else launch.shape_of(tokens)
+
+
+def numbers(launch: Launch) -> dict[str, int | float]:
+    """The arguments that are no tensors and do not go with the shape."""
+    return {
+        name: value
+        for name, value in launch.arguments.items()
+        if value is not None and not isinstance(value, Tensor)
+    }

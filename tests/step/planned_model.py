@@ -1,0 +1,215 @@
+"""Whole models on weights and caches that have no memory, recorded without a GPU; and stand-ins
+that say what a step would queue.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.checkpoint import Geometry, Layout, describe, geometry_config, open_checkpoint
+from dsv4.checkpoint.layouts import format_in
+from dsv4.config import ModelConfig
+from dsv4.demo import CHECKPOINT
+from dsv4.engine_config import EngineConfig
+from dsv4.launch.recording import Recording, storage_key
+from dsv4.launch.target import Target
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.model import Transformer
+from dsv4.ops.tables import CUDA_TABLE, RecordedTable, Table
+from dsv4.ops.trees import tensors_in
+from dsv4.parameters import parameters
+from dsv4.placement import Placement
+from dsv4.plan import max_context_tokens
+from dsv4.sampling import SamplerState
+from dsv4.state import DecodeState
+from dsv4.step.planned import StoredFormats, planned_weight
+from dsv4.step.recorded import (
+    Part,
+    RecordedStep,
+    StepRecorder,
+    TokenLoopMemory,
+    TracedTo,
+    Transfer,
+    record_step,
+)
+from dsv4.step.step import Step
+from dsv4.step.token_loop import RING_TOKENS
+
+META = torch.device("meta")
+GPUS = tuple(torch.device("cuda", index) for index in range(8))
+TARGETS = {device: Target(device, "sm_90a", 132) for device in GPUS}
+ENGINE = EngineConfig(prefill_chunk=512, max_context=8192)
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model and its state, as ``dsv4.step.planned`` makes them. ``layer_devices[l]`` owns layer
+    l.
+    """
+
+    config: ModelConfig
+    table: RecordedTable
+    layer_devices: tuple[torch.device, ...]
+    model: Transformer
+    state: DecodeState
+    loop: TokenLoopMemory
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        stored: StoredFormats,
+        layer_devices: tuple[torch.device, ...],
+        engine: EngineConfig = ENGINE,
+    ) -> "PlannedModel":
+        table = CUDA_TABLE
+        weights = {
+            parameter.name: planned_weight(parameter, format) for parameter, format in stored
+        }
+        model = Transformer.build(config, weights, table.packing, layer_devices, torch.bfloat16)
+        context = max_context_tokens(config, engine)
+        state = DecodeState.allocate(config, engine, context, layer_devices, planned=True)
+        ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=META)
+        loop = TokenLoopMemory(SamplerState.allocate(META), ring)
+        return cls(config, table, layer_devices, model, state, loop)
+
+    def on(self, table: Table) -> "PlannedModel":
+        """The same with other ops of the same layouts."""
+        assert isinstance(table, RecordedTable)
+        return replace(self, table=table)
+
+    def record(
+        self, tokens: int, traced_to: TracedTo | None = None, logits: bool | None = None
+    ) -> RecordedStep:
+        """A step: with logits up to 8 tokens, with the choice of a token where there is one."""
+        inputs = {
+            device: torch.empty(tokens, dtype=torch.int64, device=META)
+            for device in self.state.devices
+        }
+        recorder = StepRecorder(self.table, TARGETS, self.state, inputs, traced_to)
+        has_logits = tokens <= MAX_DECODE_TOKENS if logits is None else logits
+        loop = self.loop if tokens == 1 and has_logits else None
+        return record_step(self.model, self.state, recorder, has_logits, loop)
+
+    def owners(self) -> dict[int, torch.device]:
+        """Which device has the memory of a weight or a buffer of the state, by storage."""
+        found: dict[int, torch.device] = {}
+
+        def own(value: object, device: torch.device) -> None:
+            found.update({storage_key(tensor): device for tensor in tensors_in(value)})
+
+        own(self.model.embed, self.layer_devices[0])
+        own(self.model.head, self.layer_devices[-1])
+        layers = zip(self.model.blocks, self.state.layers, self.layer_devices, strict=True)
+        for block, caches, device in layers:
+            own((block, caches), device)
+        for device in self.state.devices:
+            own(self.state.place(device), device)
+        for (_, target), arrived in self.state.arrivals.items():
+            own(arrived, target)
+        sampler = self.loop.sampler
+        own((sampler.settings_3, sampler.seed_1, self.loop.ring_R), self.layer_devices[-1])
+        return found
+
+
+def geometry(
+    name: Geometry,
+    layout: Layout = "nvfp4-experts",
+    layers: int | None = None,
+    gpus: int = 1,
+    round_robin: bool = False,
+    engine: EngineConfig = ENGINE,
+) -> PlannedModel:
+    """A published geometry in a layout, its layers spread evenly over ``gpus``."""
+    config = ModelConfig.from_dict(geometry_config(name, layers))
+    stored = [(p, format_in(layout, p)) for p in parameters(config).values()]
+    return PlannedModel.of(config, stored, _spread(config, gpus, round_robin), engine)
+
+
+def demo(gpus: int = 1) -> PlannedModel:
+    """The embedded checkpoint, from its headers."""
+    checkpoint = open_checkpoint(CHECKPOINT)
+    config = ModelConfig.from_dict(checkpoint.raw_config)
+    stored = [(parameter, format) for parameter, format, _ in describe(checkpoint, config)]
+    return PlannedModel.of(config, stored, _spread(config, gpus, False))
+
+
+def _spread(config: ModelConfig, gpus: int, round_robin: bool) -> tuple[torch.device, ...]:
+    layers = config.num_hidden_layers
+    if round_robin:
+        return Placement.round_robin(layers, GPUS[:gpus]).layer_devices
+    return Placement.pipeline([1] * layers, GPUS[:gpus]).layer_devices
+
+
+def compute_parts(step: RecordedStep) -> list[Part]:
+    """The parts without the hand-offs."""
+    return [part for part in step.parts if isinstance(part, Part)]
+
+
+def items_of(parts: Iterable[Part | Transfer]) -> list[tuple[Any, ...]]:
+    """Every item by device and index, and every hand-off by its devices, in order."""
+    found: list[tuple[Any, ...]] = []
+    for part in parts:
+        if isinstance(part, Transfer):
+            found.append((part.source, part.target))
+        else:
+            found += [(part.device, index) for index in range(part.start, part.stop)]
+    return found
+
+
+class FakeProgram:
+    """Stands for ``Program``: notes items instead of queueing them."""
+
+    def __init__(self, log: list[Any], recording: Recording) -> None:
+        self.device = recording.target.device
+        self._log = log
+
+    def run(self, tokens: int, start: int, stop: int) -> None:
+        self._log += [(self.device, index) for index in range(start, stop)]
+
+    def tensor(self, recorded: Tensor) -> Tensor:
+        return recorded
+
+
+class FakeHandOff:
+    """Stands for ``HandOff``."""
+
+    def __init__(self, log: list[Any], source: torch.device, target: torch.device) -> None:
+        self._log = log
+        self._ends = (source, target)
+        self.rows: list[int] = []
+
+    def send(self, tensor: Tensor) -> None:
+        self.rows.append(tensor.shape[0])
+        self._log.append(self._ends)
+
+    def drain(self) -> None:
+        self._log.append(("drain", *self._ends))
+
+
+def fake_step(
+    planned: PlannedModel, step: RecordedStep, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Step, list[Any], dict[Any, FakeHandOff]]:
+    """``step`` on stand-ins, the log of what it queues, and its hand-offs."""
+    log: list[Any] = []
+    monkeypatch.setattr("dsv4.step.step.Program", lambda recording, _: FakeProgram(log, recording))
+    monkeypatch.setattr("torch.cuda.device", _NoDevice)
+    hand_offs: Any = {ends: FakeHandOff(log, *ends) for ends in planned.state.arrivals}
+    return Step(step, {}, hand_offs), log, hand_offs
+
+
+class _NoDevice:
+    """Stands for ``torch.cuda.device`` where there is none."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Any device."""
+
+    def __enter__(self) -> None:
+        """Nothing changes."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing changes."""

@@ -1,0 +1,102 @@
+"""What steps take, known before any weight is read: memory that holds for every length, and every
+kernel.
+"""
+
+import torch
+
+from dsv4.checkpoint import geometry_config
+from dsv4.checkpoint.layouts import format_in
+from dsv4.config import ModelConfig
+from dsv4.engine_config import EngineConfig
+from dsv4.launch.workspace import lay_out
+from dsv4.ops.tables import CUDA_TABLE
+from dsv4.parameters import Role, parameters
+from dsv4.quant import QuantTensor
+from dsv4.step.planned import PlannedSteps, planned_weight
+from tests.launch.simulated_memory import assert_buffers_survive
+from tests.step.planned_model import GPUS, TARGETS, PlannedModel, demo, geometry
+
+CONFIG = ModelConfig.from_dict(geometry_config("v4-flash", 6))
+STORED = [(p, format_in("nvfp4-experts", p)) for p in parameters(CONFIG).values()]
+TWO_GPUS = (*[GPUS[0]] * 3, *[GPUS[1]] * 3)
+
+
+def planned_steps(engine: EngineConfig, max_context: int = 4096) -> PlannedSteps:
+    targets = {device: TARGETS[device] for device in GPUS[:2]}
+    return PlannedSteps.of(CONFIG, engine, STORED, CUDA_TABLE, targets, TWO_GPUS, max_context)
+
+
+def test_the_longest_steps_are_planned() -> None:
+    def lengths(chunk: int, context: int = 4096) -> list[int]:
+        steps = planned_steps(EngineConfig(prefill_chunk=chunk), context).steps
+        return [step.tokens for step in steps]
+
+    assert lengths(512) == [1, 8, 512]
+    assert lengths(512, context=100) == [1, 8, 100]
+    assert lengths(8) == [1, 8]
+    assert lengths(3) == [1, 3, 8]
+
+
+def test_the_workspace_is_that_of_the_largest_step() -> None:
+    planned = planned_steps(EngineConfig(prefill_chunk=512))
+    sizes = [step.workspace_bytes() for step in planned.steps]
+    assert planned.workspace_bytes() == {
+        device: max(size[device] for size in sizes) for device in GPUS[:2]
+    }
+    longest = planned.steps[-1].recordings[GPUS[0]]
+    assert planned.workspace_bytes()[GPUS[0]] == lay_out(longest).nbytes
+
+
+def test_kernels_of_all_steps_are_known() -> None:
+    planned = planned_steps(EngineConfig(prefill_chunk=512))
+    assert planned.kernels() == {kernel for step in planned.steps for kernel in step.kernels()}
+    assert {architecture for _, architecture in planned.kernels()} == {"sm_90a"}
+    functions = {kernel.function for kernel, _ in planned.kernels()}
+    assert {"moe_decode", "prefill_linear", "embed", "next_positions", "hc_post"} <= functions
+
+
+def test_planned_weights_have_shapes_and_formats_without_memory() -> None:
+    for parameter, format in STORED:
+        weight = planned_weight(parameter, format)
+        if isinstance(weight, QuantTensor):
+            assert weight.format is format
+            assert weight.shape == parameter.shape
+            assert weight.data.is_meta
+        else:
+            assert weight.is_meta
+            assert tuple(weight.shape) == parameter.shape
+            assert (weight.dtype == torch.int64) == (parameter.role is Role.TABLE)
+
+
+def assert_steps_fit(planned: PlannedModel) -> None:
+    """Every decode length into the memory of 1 and 8 tokens, and no buffer into another."""
+    sizes = {}
+    for tokens in (*range(1, 9), 512):
+        step = planned.record(tokens)
+        sizes[tokens] = step.workspace_bytes()
+        for device, recording in step.recordings.items():
+            layout = lay_out(recording)
+            assert layout.nbytes == sizes[tokens][device]
+            assert_buffers_survive(recording, layout)
+    for device in planned.state.devices:
+        largest = max(sizes[1][device], sizes[8][device])
+        assert all(sizes[tokens][device] <= largest for tokens in range(1, 9))
+
+
+def test_no_buffer_of_a_step_lies_in_another_that_is_alive() -> None:
+    assert_steps_fit(demo(2))
+    assert_steps_fit(geometry("v4-flash", layers=5, gpus=2))
+    assert_steps_fit(geometry("v4-pro", layers=4))
+
+
+def test_traced_values_and_outputs_survive_to_the_end() -> None:
+    planned = geometry("v4-flash", layers=4, gpus=2)
+    step = planned.record(5, traced_to="device")
+    for recording in step.recordings.values():
+        assert_buffers_survive(recording, lay_out(recording))
+
+
+def test_a_deeper_model_needs_no_more_workspace() -> None:
+    few, many = geometry("v4-flash", layers=6), geometry("v4-flash", layers=24)
+    for tokens in (1, 8, 512):
+        assert few.record(tokens).workspace_bytes() == many.record(tokens).workspace_bytes()

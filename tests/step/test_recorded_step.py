@@ -1,0 +1,287 @@
+"""A whole model recorded without a GPU: its parts, what they launch, and where hand-offs come."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dsv4.checkpoint import Geometry, Layout
+from dsv4.launch.recording import Call, storage_key
+from dsv4.layer_kinds import layer_kinds
+from dsv4.ops.tables import CUDA_TABLE, CUTEDSL_TABLE, swap_ops
+from dsv4.ops.trees import tensors_in
+from dsv4.step.recorded import CALL, Part, RecordedStep, Transfer
+from tests.step.planned_model import PlannedModel, compute_parts, demo, geometry
+
+PLANNED = {
+    "flash, 1 GPU": lambda: geometry("v4-flash"),
+    "flash, 2 GPUs": lambda: geometry("v4-flash", gpus=2),
+    "flash, 8 GPUs": lambda: geometry("v4-flash", gpus=8),
+    "flash, round robin": lambda: geometry("v4-flash", layers=9, gpus=2, round_robin=True),
+    "pro, 1 GPU": lambda: geometry("v4-pro", layers=12),
+    "pro, 8 GPUs": lambda: geometry("v4-pro", gpus=8),
+    "demo, 1 GPU": demo,
+    "demo, 2 GPUs": lambda: demo(2),
+}
+GEOMETRIES: tuple[Geometry, ...] = ("v4-flash", "v4-pro")
+LAYOUTS: tuple[Layout, ...] = ("nvfp4-experts", "nvfp4-all", "native", "bf16", "f32")
+SEAM = ["hc_mix", "hc_finish"]
+LINEAR = "decode_linear"
+SELECTION = ["index_scores", "top_k_tokens"]
+
+
+@pytest.fixture(scope="module", params=PLANNED)
+def planned(request: pytest.FixtureRequest) -> PlannedModel:
+    return PLANNED[request.param]()
+
+
+@pytest.fixture(scope="module")
+def step(planned: PlannedModel) -> RecordedStep:
+    return planned.record(1)
+
+
+def expected_parts(planned: PlannedModel) -> list[tuple[str, torch.device, int | None]]:
+    """Name, device and layer of every part; of a hand-off the device that sends."""
+    expected: list[tuple[str, torch.device, int | None]] = []
+    before: torch.device | None = None
+    for layer, device in enumerate(planned.layer_devices):
+        if before is not None and before != device:
+            expected.append((f"layer {layer - 1} mix", before, layer - 1))
+            expected.append((f"hand-off {before.index}→{device.index}", before, None))
+        names = ("projections", "attention", "experts")
+        expected += [(f"layer {layer} {name}", device, layer) for name in names]
+        before = device
+    last = len(planned.layer_devices) - 1
+    head = planned.layer_devices[-1]
+    expected.append((f"layer {last} mix", head, last))
+    return [*expected, ("head", head, None), ("sample", head, None)]
+
+
+def test_parts_are_named_in_the_order_of_the_model(
+    planned: PlannedModel, step: RecordedStep
+) -> None:
+    found = [
+        (part.name, part.source, None)
+        if isinstance(part, Transfer)
+        else (part.name, part.device, part.layer)
+        for part in step.parts
+    ]
+    assert found == expected_parts(planned)
+    without_sampling = [part for part in found if part[0] != "sample"]
+    longer = [part.name for part in planned.record(8).parts]
+    assert longer == [name for name, *_ in without_sampling]
+
+
+def test_every_item_belongs_to_one_part(step: RecordedStep) -> None:
+    ends = dict.fromkeys(step.recordings, 0)
+    for part in compute_parts(step):
+        assert part.start == ends[part.device]
+        assert part.stop > part.start
+        ends[part.device] = part.stop
+    assert ends == {device: len(recording.items) for device, recording in step.recordings.items()}
+
+
+def test_a_device_touches_only_what_it_has(planned: PlannedModel, step: RecordedStep) -> None:
+    """Weights, caches and arrivals of its own, its own buffers, and nothing else."""
+    owners = planned.owners()
+    inputs = 0
+    for device, recording in step.recordings.items():
+        known = {storage_key(tensor) for tensor in recording.zeroed_tensors}
+        strangers: set[int] = set()
+        for item in recording.items:
+            for tensor in item.tensors:
+                key = storage_key(tensor)
+                if recording.owns(tensor) or key in known:
+                    continue
+                assert owners.get(key, device) == device
+                strangers |= {key} - owners.keys()
+        # What is left is the device's input of token ids.
+        assert len(strangers) <= 1
+        inputs += len(strangers)
+    assert inputs >= 1
+
+
+def test_hand_offs_send_streams_that_are_kept_and_drain_behind_their_last_reader(
+    planned: PlannedModel, step: RecordedStep
+) -> None:
+    streams = [1, planned.config.hc_mult, planned.config.hidden_size]
+    for index, part in enumerate(step.parts):
+        if not isinstance(part, Transfer):
+            continue
+        assert list(part.tensor.shape) == streams
+        sender = step.recordings[part.source]
+        assert any(part.tensor is kept for kept in sender.kept)
+        arrived = storage_key(planned.state.arrivals[part.source, part.target])
+        after = step.parts[index + 1 :]
+        again = [
+            later
+            for later, other in enumerate(after)
+            if isinstance(other, Transfer) and (other.source, other.target) == part_ends(part)
+        ]
+        until = after[: again[0]] if again else after
+        readers = [later for later, other in enumerate(until) if reads(step, other, arrived)]
+        drains = [
+            later
+            for later, other in enumerate(until)
+            if isinstance(other, Part) and (other.drains, other.device) == part_ends(part)
+        ]
+        assert readers
+        assert len(drains) == 1
+        assert readers[-1] <= drains[0]
+    transfers = sum(isinstance(part, Transfer) for part in step.parts)
+    assert sum(part.drains is not None for part in compute_parts(step)) == transfers
+
+
+def part_ends(transfer: Transfer) -> tuple[torch.device, torch.device]:
+    return transfer.source, transfer.target
+
+
+def reads(step: RecordedStep, part: Part | Transfer, key: int) -> bool:
+    if isinstance(part, Transfer):
+        return False
+    items = step.recordings[part.device].items[part.start : part.stop]
+    return any(storage_key(tensor) == key for item in items for tensor in item.tensors)
+
+
+def expected_decode_kernels(planned: PlannedModel, part: Part) -> list[str]:
+    """Of the published geometries, whose shapes the fast kernels know."""
+    if part.name in ("head", "sample"):
+        return [*SEAM, LINEAR] if part.name == "head" else ["sample_token", "store_token"]
+    assert part.layer is not None
+    if part.kind == "mix":
+        return ["hc_post"]
+    if part.kind == "experts":
+        return [*SEAM, "moe_decode"]
+    if part.kind == "attention":
+        kind = list(layer_kinds(planned.config))[part.layer]
+        selection = SELECTION if kind == "CSA" else []
+        return ["prepare_attention", *selection, "attention_decode", LINEAR, LINEAR]
+    first = part.layer == planned.layer_devices.index(part.device)
+    opening = ["embed" if part.layer == 0 else "next_positions"] if first else []
+    return [*opening, *SEAM, LINEAR, LINEAR]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_the_kernels_of_every_part_of_a_decode_step(name: Geometry, layout: Layout) -> None:
+    planned = geometry(name, layout, layers=6, gpus=2)
+    for tokens in (1, 3, 8):
+        step = planned.record(tokens)
+        for part in compute_parts(step):
+            assert step.launches(part) == expected_decode_kernels(planned, part), part.name
+        assert step.unusual_kernels() == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_how_much_every_part_of_a_prefill_step_launches(name: Geometry, layout: Layout) -> None:
+    planned = geometry(name, layout, layers=6, gpus=2)
+    step = planned.record(512)
+    products = {"SWA": 3, "HCA": 5, "CSA": 9}
+    kinds = list(layer_kinds(planned.config))
+    for part in compute_parts(step):
+        launched = step.launches(part)
+        assert "moe_decode" not in launched
+        assert LINEAR not in launched
+        if part.layer is None or part.kind == "mix":
+            assert launched in (["hc_mix_many", "hc_finish"], ["hc_post"])
+            continue
+        kind = kinds[part.layer]
+        if part.kind == "projections":
+            assert launched.count("prefill_linear") == products[kind]
+            assert launched.count("rms_norm") == 1
+        elif part.kind == "attention":
+            compressors = {"SWA": 0, "HCA": 1, "CSA": 2}[kind]
+            assert launched.count("compress") == launched.count("compress_ring") == compressors
+            assert launched.count("prefill_linear") == 2
+            assert ("top_k_tokens" in launched) == (kind == "CSA")
+        else:
+            assert launched[-1] == "moe_combine"
+            assert launched.count("moe_sort") == 1
+
+
+def test_every_kernel_of_a_shorter_chunk_is_known_ahead() -> None:
+    """``kernels`` is what is compiled at load: nothing may be missing when a prompt comes."""
+    for name in GEOMETRIES:
+        step = geometry(name, layers=6).record(512)
+        known = {kernel for kernel, _ in step.kernels()}
+        shapes = [
+            item.shape_of
+            for recording in step.recordings.values()
+            for item in recording.items
+            if not isinstance(item, Call) and item.shape_of is not None
+        ]
+        for tokens in (*range(9, 140, 3), 200, 255, 256, 257, 300, 511, 512):
+            found = [shape_of(tokens) for shape_of in shapes]
+            assert {shape.kernel for shape in found if shape is not None} <= known, tokens
+
+
+def test_a_traced_step_names_the_streams_of_every_layer() -> None:
+    planned = geometry("v4-flash", layers=4, gpus=2)
+    plain, traced = planned.record(2), planned.record(2, traced_to="device")
+    names = [f"layer {layer} streams" for layer in range(4)]
+    assert list(traced.values) == names
+    streams = [2, planned.config.hc_mult, planned.config.hidden_size]
+    for layer, (device, value) in enumerate(traced.values.values()):
+        assert device == planned.layer_devices[layer]
+        assert list(value.shape) == streams
+        assert any(value is kept for kept in traced.recordings[device].kept)
+    for before, after in zip(compute_parts(plain), compute_parts(traced), strict=True):
+        mixed = ["hc_post"] if after.kind == "experts" else []
+        assert traced.launches(after) == plain.launches(before) + mixed
+    on_host = planned.record(2, traced_to="host")
+    assert on_host.values == {}
+    experts = [part for part in compute_parts(on_host) if part.kind == "experts"]
+    assert all(on_host.launches(part)[-1] == CALL for part in experts)
+
+
+def test_outputs_belong_to_the_head() -> None:
+    planned = geometry("v4-flash", layers=4, gpus=2)
+    step = planned.record(1)
+    head = step.recordings[step.head]
+    outputs = list(tensors_in((*step.outputs, step.token)))
+    assert [list(tensor.shape) for tensor in outputs] == [[1, 4096], [1, 129280], []]
+    assert all(any(tensor is kept for kept in head.kept) for tensor in outputs)
+    assert planned.record(512).outputs.logits_TV is None
+
+
+@pytest.mark.parametrize(
+    ("op", "part", "left"),
+    [
+        ("moe", "experts", [*SEAM, CALL]),
+        ("sparse_attention", "attention", ["prepare_attention", CALL, LINEAR, LINEAR]),
+        ("linear_rows", "projections", [*SEAM, CALL, CALL]),
+    ],
+)
+def test_swapped_ops_are_calls(op: str, part: str, left: list[str]) -> None:
+    planned = geometry("v4-flash", layers=4)
+    plain = planned.record(1)
+    swapped = planned.on(swap_ops(CUDA_TABLE, {op: "torch"})).record(1)
+    for before, after in zip(compute_parts(plain), compute_parts(swapped), strict=True):
+        if after.name == f"layer 1 {part}":
+            assert swapped.launches(after) == left
+        elif not after.name.endswith(part):
+            assert swapped.launches(after) == plain.launches(before)
+    gone = {kernel.function for kernel, _ in plain.kernels()} - {
+        kernel.function for kernel, _ in swapped.kernels()
+    }
+    assert gone == {"moe": {"moe_decode"}, "sparse_attention": {"attention_decode"}}.get(op, set())
+    for recording in swapped.recordings.values():
+        for item in recording.items:
+            assert not isinstance(item, Call) or all(tensor.is_meta for tensor in item.tensors)
+
+
+def test_swapped_ops_serve_one_length() -> None:
+    swapped = swap_ops(CUDA_TABLE, {"moe": "torch"})
+    assert cast(Any, swapped).exact
+    assert not CUDA_TABLE.exact
+    step = geometry("v4-flash", layers=4).on(swapped).record(100)
+    experts = next(part for part in compute_parts(step) if part.name == "layer 3 experts")
+    assert step.launches(experts) == ["hc_mix_many", "hc_finish", CALL]
+
+
+def test_the_cutedsl_table_decodes_with_the_same_kernels() -> None:
+    planned = geometry("v4-flash", layers=4)
+    other = planned.on(CUTEDSL_TABLE)
+    for tokens in (1, 8):
+        assert planned.record(tokens).kernels() == other.record(tokens).kernels()

@@ -1,0 +1,174 @@
+"""In what order a step queues its items and hand-offs, eagerly and by replays, on stand-ins for the
+device: every item once, whatever is captured.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, get_args
+
+import pytest
+
+from dsv4.step import captured
+from dsv4.step.captured import CapturedStep, Mode, regions_of
+from dsv4.step.recorded import Part, Transfer
+from dsv4.step.step import Step
+from tests.step.planned_model import (
+    GPUS,
+    PlannedModel,
+    compute_parts,
+    demo,
+    fake_step,
+    geometry,
+    items_of,
+)
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+PLANNED = {
+    "flash, 1 GPU": lambda: geometry("v4-flash", layers=9),
+    "flash, 3 GPUs": lambda: geometry("v4-flash", layers=9, gpus=3),
+    "pro, 8 GPUs": lambda: geometry("v4-pro", layers=9, gpus=8),
+    "round robin": lambda: geometry("v4-flash", layers=9, gpus=2, round_robin=True),
+    "demo": lambda: demo(2),
+}
+STREAMS: Any = dict.fromkeys(GPUS)
+
+
+@pytest.fixture(scope="module", params=PLANNED)
+def planned(request: pytest.FixtureRequest) -> PlannedModel:
+    return PLANNED[request.param]()
+
+
+def without_drains(log: list[Any]) -> list[Any]:
+    return [entry for entry in log if entry[0] != "drain"]
+
+
+def test_an_eager_step_queues_every_item_and_hand_off_once(
+    planned: PlannedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = planned.record(1)
+    step, log, hand_offs = fake_step(planned, recorded, monkeypatch)
+    step.run(1)
+    step.sample()
+    assert without_drains(log) == items_of(recorded.parts)
+    assert all(hand_off.rows == [1] * len(hand_off.rows) for hand_off in hand_offs.values())
+
+
+def test_a_shorter_chunk_hands_off_its_own_rows(
+    planned: PlannedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, log, hand_offs = fake_step(planned, planned.record(512), monkeypatch)
+    step.run(100)
+    assert without_drains(log) == items_of(step.model_parts)
+    assert all(set(hand_off.rows) == {100} for hand_off in hand_offs.values())
+
+
+def test_arrivals_drain_right_behind_the_part_that_reads_them_last(
+    planned: PlannedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = planned.record(1)
+    step, log, _ = fake_step(planned, recorded, monkeypatch)
+    step.run(1)
+    found = [(log[at - 1], entry) for at, entry in enumerate(log) if entry[0] == "drain"]
+    expected = [
+        ((part.device, part.stop - 1), ("drain", part.drains, part.device))
+        for part in compute_parts(recorded)
+        if part.drains is not None
+    ]
+    assert found == expected
+    # A hand-off is drained before the next one between the same devices.
+    for ends in planned.state.arrivals:
+        order = [entry[0] == "drain" for entry in log if entry[-2:] == ends and entry[0] != ends[1]]
+        assert order == [False, True] * (len(order) // 2)
+
+
+class FakeGraph:
+    """Replays what its body queued."""
+
+    def __init__(self, log: list[Any], body: Callable[[], object]) -> None:
+        before = len(log)
+        body()
+        self._items = log[before:]
+        self._log = log
+
+    def replay(self) -> None:
+        self._log += self._items
+
+
+def capture(
+    mode: Mode, step: Step, log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> CapturedStep:
+    """``step`` captured on stand-ins; the log is empty afterwards."""
+
+    def capture_graph(_stream: object, _pool: object, body: Callable[[], object]) -> FakeGraph:
+        return FakeGraph(log, body)
+
+    monkeypatch.setattr(captured, "capture_graph", capture_graph)
+    made = CapturedStep(step, STREAMS, mode, (0, 0))
+    log.clear()
+    return made
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replays_queue_every_item_and_hand_off_once(
+    planned: PlannedModel, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
+    captured_step = capture(mode, step, log, monkeypatch)
+    captured_step.run()
+    assert without_drains(log) == items_of(step.model_parts)
+    log.clear()
+    captured_step.sample()
+    assert log == items_of(step.sample_parts)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_regions_hold_everything_but_attention_and_hand_offs(
+    planned: PlannedModel, mode: Mode
+) -> None:
+    parts = planned.record(1).parts
+    regions = regions_of(parts, mode)
+    assert [part for _, run in regions for part in run] == list(parts)
+    outside = [part for name, run in regions if name is None for part in run]
+    assert all(
+        isinstance(part, Transfer) or (mode == "split" and part.kind == "attention")
+        for part in outside
+    )
+    inside = [part for name, run in regions if name is not None for part in run]
+    assert {part.name for part in parts if part not in inside} == {part.name for part in outside}
+    for name, run in regions:
+        devices = {part.device for part in run if isinstance(part, Part)}
+        assert len(devices) <= 1, name
+        ranges = [(part.start, part.stop) for part in run if isinstance(part, Part)]
+        assert all(first[1] == second[0] for first, second in pairwise(ranges)), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_regions_are_named_by_layers(
+    planned: PlannedModel, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = []
+    for segment in planned.model.segments:
+        if mode == "full":
+            expected.append(f"layers {segment.layers[0]} to {segment.layers[-1]}")
+        else:
+            expected += [f"layer {at} graph {half}" for at in segment.layers for half in "AB"]
+            expected.append(f"layer {segment.layers[-1]} mix")
+    step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
+    assert capture(mode, step, log, monkeypatch).regions == [*expected, "head", "sample"]
+    longer, log, _ = fake_step(planned, planned.record(8), monkeypatch)
+    assert capture(mode, longer, log, monkeypatch).regions == [*expected, "head"]
+
+
+def test_the_values_of_a_traced_step_come_from_their_devices(
+    planned: PlannedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = planned.record(2, traced_to="device")
+    step, *_ = fake_step(planned, recorded, monkeypatch)
+    values = step.values()
+    assert list(values) == [f"layer {layer} streams" for layer in range(len(values))]
+    assert len(values) == planned.config.num_hidden_layers
+    for (device, recorded_value), value in zip(
+        recorded.values.values(), values.values(), strict=True
+    ):
+        assert value is recorded_value
+        assert any(value is kept for kept in recorded.recordings[device].kept)

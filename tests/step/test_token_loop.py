@@ -1,0 +1,118 @@
+"""Decoding behind the host, on stand-ins: how far it runs ahead, what it takes back, and where it
+ends.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.limits import STEPS_AHEAD
+from dsv4.ops.sampling import NAN_TOKEN
+from dsv4.sampling import Sampler, SamplingParams
+from dsv4.state import DecodeState
+from dsv4.step.token_loop import RING_TOKENS, TokenLoop
+
+GREEDY = Sampler(SamplingParams(temperature=0))
+START = 100
+
+
+class World:
+    """A device on which every step adds 1 to its token, and a log of what is asked of it."""
+
+    def __init__(self, nan_at: int | None = None) -> None:
+        self.log: list[str] = []
+        self.nan_at = nan_at
+        self.input = 0
+        self.ring: dict[int, int] = {}
+        self.marked: list[int] = []
+        device = torch.device("cpu")
+        zero = torch.zeros(1, dtype=torch.int64)
+        self.state = DecodeState((), {device: zero}, {device: zero.clone()}, {})
+        self.state.set_position(START)
+        self.feed = SimpleNamespace(put=self.put, pass_on=lambda: self.log.append("pass on"))
+        self.sampler = SimpleNamespace(load=lambda sampler: self.log.append("sampler"))
+        self.step = SimpleNamespace(feed=self.feed, run=self.run, sample=self.sample)
+
+    def put(self, ids: list[int]) -> None:
+        (self.input,) = ids
+        self.log.append("put")
+
+    def run(self, tokens: int) -> None:
+        assert tokens == 1
+        self.log.append("run")
+
+    def sample(self) -> None:
+        self.log.append("sample")
+        self.input += 1
+        position = self.state.position
+        self.ring[position % RING_TOKENS] = NAN_TOKEN if position == self.nan_at else self.input
+
+    def mark(self, position: int) -> None:
+        self.marked.append(position)
+
+    def read(self, position: int) -> int:
+        assert position in self.marked
+        assert self.state.position - position < STEPS_AHEAD
+        return self.ring[position % RING_TOKENS]
+
+    def loop(self) -> TokenLoop:
+        ring: Any = SimpleNamespace(mark=self.mark, read=self.read)
+        step: Any = self.step
+        sampler: Any = self.sampler
+        return TokenLoop(step, self.state, sampler, ring)
+
+
+def test_tokens_come_in_order_and_the_host_stays_a_few_steps_behind() -> None:
+    world = World()
+    tokens = world.loop().generate(7, GREEDY, 50)
+    assert next(tokens) == 8
+    assert world.state.position == START + STEPS_AHEAD
+    assert list(tokens) == list(range(9, 58))
+    assert world.state.position == START + 50
+    assert world.marked == list(range(START + 1, START + 51))
+    assert world.log[:2] == ["sampler", "put"]
+    assert world.log[2:] == ["run", "sample", "pass on"] * 50
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_no_step_is_queued_beyond_what_is_asked_for(steps: int) -> None:
+    world = World()
+    assert list(world.loop().generate(7, GREEDY, steps)) == list(range(8, 8 + steps))
+    assert world.log.count("run") == steps
+    assert world.state.position == START + steps
+
+
+def test_a_closed_loop_takes_back_what_it_queued_in_vain() -> None:
+    world = World()
+    tokens = world.loop().generate(7, GREEDY, 50)
+    taken = [next(tokens) for _ in range(5)]
+    tokens.close()
+    assert taken == [8, 9, 10, 11, 12]
+    (device,) = world.state.devices
+    assert world.state.position == int(world.state.positions_1[device]) == START + 5
+    assert world.state.furthest == START + 5 + STEPS_AHEAD - 1
+
+
+def test_nan_ends_it_by_name() -> None:
+    world = World(nan_at=START + 3)
+    tokens = world.loop().generate(7, GREEDY, 50)
+    assert [next(tokens), next(tokens)] == [8, 9]
+    with pytest.raises(FloatingPointError, match=f"after {START + 3} tokens contain NaN"):
+        next(tokens)
+    assert world.state.position == START + 3
+
+
+def test_others_may_queue_the_step() -> None:
+    world = World()
+    queued: list[str] = []
+
+    def sample() -> None:
+        queued.append("sample")
+        world.sample()
+
+    tokens = world.loop().generate(7, GREEDY, 3, lambda: queued.append("run"), sample)
+    assert list(tokens) == [8, 9, 10]
+    assert queued == ["run", "sample"] * 3
+    assert "run" not in world.log
