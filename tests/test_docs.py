@@ -1,0 +1,124 @@
+"""docs/model.md has every section that code, tests and documents refer to, and its tables are those of the code."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsv4.checkpoint import Geometry, geometry_config
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "docs" / "model.md"
+FOLDERS = ("dsv4", "encoding", "tests", "docs")
+SUFFIXES = {".py", ".cu", ".cuh", ".md"}
+# A numbered section is none of this repository's.
+NUMBERED_SECTION = re.compile(r"\u00a7|\bspec(ification)? [0-9]", re.IGNORECASE)
+REFERENCE = re.compile(r"\bmodel\.md(?:#([\w-]*))?")
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Path and text of every source file and document."""
+    files = [
+        file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in SUFFIXES
+    ]
+    for file in sorted(files):
+        yield file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
+
+
+def headings(text: str) -> list[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    outside_code = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", outside_code, flags=re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def lines_with_numbered_sections(path: str, text: str) -> list[str]:
+    return [
+        f"{path}:{line}"
+        for line, words in enumerate(text.splitlines(), 1)
+        if NUMBERED_SECTION.search(words)
+    ]
+
+
+def broken_references(path: str, text: str, anchors: set[str]) -> list[str]:
+    """References to a section that is not there; outside documents also those to no section."""
+    found = []
+    for line, words in enumerate(text.splitlines(), 1):
+        for reference in REFERENCE.finditer(words):
+            anchor = reference[1]
+            page_as_a_whole = anchor is None and (path.endswith(".md") or "docs/model.md" in words)
+            if anchor not in anchors and not page_as_a_whole:
+                found.append(f"{path}:{line}: {reference[0]}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    return MODEL.read_text(encoding="utf-8")
+
+
+def test_anchors_are_unique(model: str) -> None:
+    assert [anchor for anchor, count in Counter(headings(model)).items() if count > 1] == []
+
+
+def test_every_reference_has_its_section(model: str) -> None:
+    anchors = set(headings(model))
+    broken = [
+        line
+        for path, text in texts()
+        if path != "tests/test_docs.py"
+        for line in broken_references(path, text, anchors)
+    ]
+    assert broken == []
+
+
+def test_no_section_numbers_of_another_document() -> None:
+    assert [
+        line for path, text in texts() for line in lines_with_numbered_sections(path, text)
+    ] == []
+
+
+def test_links_inside_the_page_lead_somewhere(model: str) -> None:
+    links = re.findall(r"\]\(([\w./]*)#?([\w-]*)\)", model)
+    assert links
+    for page, anchor in links:
+        target = MODEL.parent / page if page else MODEL
+        assert target.is_file()
+        assert not anchor or anchor in headings(target.read_text(encoding="utf-8"))
+
+
+def test_a_missing_section_and_a_section_number_are_noticed() -> None:
+    assert headings("# A b\n```\n# c\n```\n## D-e, f") == ["a-b", "d-e-f"]
+    assert broken_references(
+        "a.py", "see model.md#b, (model.md#c)\nmodel.md\ndocs/model.md", {"b"}
+    ) == [
+        "a.py:1: model.md#c",
+        "a.py:2: model.md",
+    ]
+    assert lines_with_numbered_sections("a.py", "x\n(Spec \u00a73)\nspec 9.4\nspec11") == [
+        "a.py:2",
+        "a.py:3",
+    ]
+
+
+def section(text: str, title: str) -> str:
+    """What stands between a heading of the third level and the next heading."""
+    return re.split(
+        r"^##+ ", text.partition(f"\n### {title}\n")[2], maxsplit=1, flags=re.MULTILINE
+    )[0]
+
+
+@pytest.mark.parametrize(("column", "name"), [(1, "v4-flash"), (2, "v4-pro")])
+def test_tables_hold_the_published_values(model: str, column: int, name: Geometry) -> None:
+    config = geometry_config(name)
+    common = re.findall(r"`(\w+)` \| \w* ?\| ([\de-]+) \|", section(model, "Common values"))
+    per_model = re.findall(
+        r"^\| `(\w+)` \| \w* ?\| ([\d.]+) \| ([\d.]+) \|$", section(model, "Geometry"), re.MULTILINE
+    )
+    assert (len(common), len(per_model)) == (18, 9)
+    shown = {row[0]: float(row[1]) for row in common} | {
+        row[0]: float(row[column]) for row in per_model
+    }
+    assert shown == {key: config[key] for key in shown}
