@@ -18,15 +18,15 @@ from typing import NoReturn
 
 from dsv4 import Engine, UserError
 from dsv4.cli.arguments import parse_arguments
+from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults, user_message
-from dsv4.cli.graph_profile import profile_decoder
 from dsv4.cli.job import Job, Outcome, prepare
-from dsv4.cli.op_profile import OpProfile
 from dsv4.cli.progress import GIGABYTES, KERNELS, TOKENS, ProgressBar
 from dsv4.cli.report import report
 from dsv4.cli.stream import TokenText, make_printer
-from dsv4.cpu_threads import limit_cpu_threads
-from dsv4.layer_kinds import layer_kinds
+from dsv4.config import layer_kinds
+from dsv4.measure.graph_profile import profile_decoder
+from dsv4.measure.op_profile import OpProfile
 
 EXIT_OK, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 2, 130
 

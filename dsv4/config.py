@@ -17,6 +17,8 @@ from dsv4.limits import MAX_DECODE_TOKENS
 MODEL_TYPE = "deepseek_v4"
 SLIDING_WINDOW_ONLY, CSA_RATIO, HCA_RATIO = 0, 4, 128
 
+KIND_OF_RATIO = {SLIDING_WINDOW_ONLY: "SWA", CSA_RATIO: "CSA", HCA_RATIO: "HCA"}
+
 _RATIO_OF_LAYER_TYPE = {
     "sliding_attention": SLIDING_WINDOW_ONLY,
     "compressed_sparse_attention": CSA_RATIO,
@@ -137,6 +139,13 @@ class ModelConfig:
         )
         _check_relations(config, read)
         return config
+
+
+def layer_kinds(config: ModelConfig) -> tuple[str, ...]:
+    """The kind of every layer: sliding window attention alone, compressed sparse, heavily
+    compressed.
+    """
+    return tuple(KIND_OF_RATIO[ratio] for ratio in config.compress_ratios)
 
 
 def _refuse_other_models(read: JsonReader) -> None:

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dsv4.caches.state import COMPUTE_DTYPES, DecodeState, chunk_tokens, prefill_tokens
 from dsv4.checkpoint import Checkpoint, describe, load_weights, mtp_kind, open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.decode import CUDAGraphDecoder, build_decoder
-from dsv4.devices import check_cuda_graph, engine_devices, table_on, with_device_defaults
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError, shorten
 from dsv4.launch.compiler import compile_ahead
@@ -25,14 +25,14 @@ from dsv4.layers.weights import ReadOnce, Weights
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import DirectTable, Table
-from dsv4.parameters import MtpKind
-from dsv4.placement import Placement, bytes_by_layer
+from dsv4.parallel.devices import check_cuda_graph, engine_devices, table_on, with_device_defaults
+from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
 from dsv4.sampling import Sampler, SamplingParams
-from dsv4.state import COMPUTE_DTYPES, DecodeState, chunk_tokens, prefill_tokens
 from dsv4.step.direct import DirectSteps
 from dsv4.step.planned import PlannedSteps, StoredFormats
 from dsv4.step.steps import RecordedSteps
+from dsv4.weights.parameters import MtpKind
 
 FinishReason = Literal["stop", "length", "context"]
 Progress = Callable[[int, int], None]
@@ -61,7 +61,7 @@ class Engine:
         table: Table | None = None,
         compiling: Progress | None = None,
     ) -> None:
-        """``weights`` by canonical name (``dsv4.parameters``), each on ``placement.device_of(name)``.
+        """``weights`` by canonical name (``dsv4.weights.parameters``), each on ``placement.device_of(name)``.
 
         ``table`` None: the op table of ``engine_config``. Names under ``mtp.`` are kept, as stored, in ``mtp_weights``.
         The engine reads every weight once, so ``weights`` may be a ``ReadOnce``. ``compiling(done, total)`` is told

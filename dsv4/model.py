@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dsv4.caches.state import DecodeState
 from dsv4.config import ModelConfig
 from dsv4.layers.attention import Attention
 from dsv4.layers.head import Embedding, Head
@@ -19,7 +20,6 @@ from dsv4.layers.hyper_connection import HyperConnection, Unmixed
 from dsv4.layers.moe import MoE
 from dsv4.layers.weights import WeightReader, Weights
 from dsv4.ops import Ops, Packing
-from dsv4.state import DecodeState
 
 PartKind = Literal["projections", "attention", "experts", "mix", "head", "sample"]
 

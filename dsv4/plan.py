@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
+from dsv4.caches.state import COMPUTE_DTYPES, layer_state_bytes, step_tokens
 from dsv4.checkpoint import ParameterDescription
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops.torch_workspace import TorchStep
-from dsv4.placement import Placement
-from dsv4.state import COMPUTE_DTYPES, layer_state_bytes, step_tokens
+from dsv4.parallel.placement import Placement
 from dsv4.step.planned import PlannedSteps
 from dsv4.weights.packing_bytes import dequantized_bytes, dequantizing_bytes, packing_bytes
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsv4.checkpoint import geometry_config, tiny_config
-from dsv4.parameters import MtpKind
+from dsv4.weights.parameters import MtpKind
 
 DATA = Path(__file__).parent / "data"
 

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from dsv4 import plan
+from dsv4.caches.state import DecodeState, layer_state_bytes
 from dsv4.checkpoint import ParameterDescription
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops import TORCH_PACKING
 from dsv4.ops.torch_workspace import TorchStep
-from dsv4.parameters import Role, parameters
-from dsv4.placement import Placement
+from dsv4.parallel.placement import Placement
 from dsv4.plan import arrival_bytes, available_bytes, max_context_tokens, plan_memory
-from dsv4.quant import QuantFormat, QuantTensor
-from dsv4.state import DecodeState, layer_state_bytes
 from dsv4.weights.packing_bytes import dequantized_bytes, dequantizing_bytes
+from dsv4.weights.parameters import Role, parameters
+from dsv4.weights.quant import QuantFormat, QuantTensor
 from tests.ops.cases import tiny_config
 
 MATRIX_ROLES = (Role.LINEAR, Role.EXPERT, Role.FLOOR)

@@ -20,6 +20,7 @@ COMMAND_LINE = (
     "dsv4/validate/",
     "dsv4/checkpoint/export.py",
     "dsv4/bench/",
+    "dsv4/measure/",
 )
 KERNELS = ("dsv4/launch/", "dsv4/ops/linear/cutedsl/", "dsv4/ops/linear/decode_plan.py")
 MAY_PRINT = COMMAND_LINE
@@ -38,13 +39,10 @@ LEAVES = (
     "dsv4.config",
     "dsv4.engine_config",
     "dsv4.limits",
-    "dsv4.quant",
-    "dsv4.cache_rows",
-    "dsv4.parameters",
     "dsv4.errors",
     "dsv4.json_object",
 )
-ABOVE_THE_ENGINE = ("dsv4.cli", "dsv4.demo", "dsv4.validate", "dsv4.bench")
+ABOVE_THE_ENGINE = ("dsv4.cli", "dsv4.demo", "dsv4.validate", "dsv4.bench", "dsv4.measure")
 ABOVE_THE_MODEL = (
     *ABOVE_THE_ENGINE,
     "dsv4.engine",
@@ -56,18 +54,18 @@ ABOVE_THE_MODEL = (
 # A module under the prefix imports nothing of dsv4 except itself and the listed prefixes ...
 IMPORTS_ONLY = {
     **dict.fromkeys(LEAVES, LEAVES),
-    "dsv4.hand_off": (),
-    "dsv4.launch": LEAVES,
+    "dsv4.parallel.hand_off": (),
     "dsv4.weights": LEAVES,
-    "dsv4.ops": (*LEAVES, "dsv4.launch", "dsv4.weights"),
+    "dsv4.caches": (*LEAVES, "dsv4.weights"),
+    "dsv4.launch": (*LEAVES, "dsv4.weights"),
+    "dsv4.ops": (*LEAVES, "dsv4.weights", "dsv4.caches", "dsv4.launch"),
     "encoding": (),
 }
 # ... or nothing of the listed prefixes.
 NEVER_IMPORTS = {
     "dsv4.layers": (*ABOVE_THE_MODEL, "dsv4.model"),
     "dsv4.model": ABOVE_THE_MODEL,
-    "dsv4.state": ABOVE_THE_MODEL,
-    "dsv4.placement": ABOVE_THE_MODEL,
+    "dsv4.parallel": (*ABOVE_THE_MODEL, "dsv4.model"),
     "dsv4.sampling": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint"),
     "dsv4.checkpoint": (
         *ABOVE_THE_ENGINE,
@@ -78,7 +76,6 @@ NEVER_IMPORTS = {
     ),
     "dsv4.step": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint", "dsv4.decode"),
     "dsv4.decode": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint"),
-    "dsv4.devices": (*ABOVE_THE_MODEL, "dsv4.model"),
     "dsv4.engine": ABOVE_THE_ENGINE,
 }
 
@@ -417,7 +414,7 @@ def test_rule(name: str, sources: list[Source]) -> None:
         ),
         ("dependencies_point_one_way", "dsv4/ops/norm/__init__.py", "from dsv4 import model"),
         ("dependencies_point_one_way", "dsv4/layers/norm.py", "import dsv4.checkpoint.index"),
-        ("dependencies_point_one_way", "dsv4/quant.py", "from dsv4.ops import TORCH"),
+        ("dependencies_point_one_way", "dsv4/weights/quant.py", "from dsv4.ops import TORCH"),
         ("dependencies_point_one_way", "encoding/tokenizer.py", "import torch"),
         (
             "dependencies_point_one_way",

@@ -9,13 +9,13 @@ from typing import Any, get_args
 import torch
 
 from dsv4.bench.decode_modes import DECODE_MODES
-from dsv4.bench.provenance import provenance
 from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import Layout
 from dsv4.cli.faults import user_message
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.measure.provenance import provenance
 
 
 def build_parser() -> argparse.ArgumentParser:

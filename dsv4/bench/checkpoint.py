@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 
 from dsv4.bench.decode_modes import DecodeMode, DecodeModes
-from dsv4.bench.provenance import ROOT
+from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.config import ModelConfig
-from dsv4.cpu_threads import limit_cpu_threads
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
+from dsv4.measure.provenance import ROOT
 
 
 def bench_checkpoint(

@@ -10,13 +10,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from dsv4.cache_rows import RowCache
-from dsv4.cli.graph_profile import GraphProfile, profile_decoder
+from dsv4.caches.rows import RowCache
+from dsv4.caches.state import DecodeState
 from dsv4.decode import CUDAGraphDecoder
 from dsv4.engine import Engine
 from dsv4.errors import UserError
+from dsv4.measure.graph_profile import GraphProfile, profile_decoder
 from dsv4.sampling import Sampler, SamplingParams
-from dsv4.state import DecodeState
 from dsv4.step.steps import RecordedSteps
 
 DecodeMode = Literal["eager", "split", "full"]

@@ -17,19 +17,18 @@ import torch
 from dsv4.bench.decode_modes import DecodeMode, DecodeModes, against_floor, fill_caches
 from dsv4.bench.device import copy_ceiling
 from dsv4.bench.layer_times import LayerTimes
+from dsv4.caches.state import prefill_tokens
 from dsv4.checkpoint import Geometry, Layout, geometry_config, synthetic_weights
 from dsv4.checkpoint.layouts import format_in
-from dsv4.config import ModelConfig
-from dsv4.devices import engine_devices
+from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
-from dsv4.layer_kinds import KIND_OF_RATIO
 from dsv4.layers.weights import ReadOnce
-from dsv4.parameters import Parameter, Role, layer_of, parameters
-from dsv4.placement import Placement, bytes_by_layer
-from dsv4.quant import packed_bytes
-from dsv4.state import prefill_tokens
+from dsv4.parallel.devices import engine_devices
+from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.step.steps import RecordedSteps
+from dsv4.weights.parameters import Parameter, Role, layer_of, parameters
+from dsv4.weights.quant import packed_bytes
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from functools import partial
 import torch
 
 from dsv4.bench.device import capture, replay_microseconds
-from dsv4.config import ModelConfig
+from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
-from dsv4.layer_kinds import KIND_OF_RATIO
 from dsv4.step.current_device import on_device
 from dsv4.step.recorded import Part, RecordedStep, StepRecorder, record_step
 from dsv4.step.step import Step

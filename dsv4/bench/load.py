@@ -12,9 +12,9 @@ import torch
 
 from dsv4.checkpoint import Layout, describe, load_weights, open_checkpoint, write_synthetic
 from dsv4.config import ModelConfig
-from dsv4.devices import engine_devices
 from dsv4.engine_config import EngineConfig
-from dsv4.placement import Placement, bytes_by_layer
+from dsv4.parallel.devices import engine_devices
+from dsv4.parallel.placement import Placement, bytes_by_layer
 
 
 def bench_load(

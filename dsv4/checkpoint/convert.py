@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.quant import QuantFormat, QuantTensor, nvfp4_global_scale, quantize
+from dsv4.weights.quant import QuantFormat, QuantTensor, nvfp4_global_scale, quantize
 
 # E4M3 holds the powers of two 2^-9 .. 2^8.
 _E4M3_MAX_EXPONENT, _E4M3_EXPONENT_SPAN = 8, 17

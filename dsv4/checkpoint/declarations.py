@@ -11,8 +11,8 @@ from typing import Any, Literal
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.names import Dialect, from_native
 from dsv4.errors import UserError, shorten
-from dsv4.parameters import Parameter, Role
-from dsv4.quant import FP8_BLOCK, QuantFormat
+from dsv4.weights.parameters import Parameter, Role
+from dsv4.weights.quant import FP8_BLOCK, QuantFormat
 
 DENSE = (QuantFormat.BF16, QuantFormat.F32)
 _EXCLUDING_KEYS = ("ignore", "exclude_modules", "modules_to_not_convert")

@@ -23,8 +23,8 @@ from dsv4.checkpoint.outputs import output_tensors
 from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
-from dsv4.parameters import Parameter, Role
-from dsv4.quant import QuantFormat, QuantTensor
+from dsv4.weights.parameters import Parameter, Role
+from dsv4.weights.quant import QuantFormat, QuantTensor
 
 _CPU = torch.device("cpu")
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".model", ".py")

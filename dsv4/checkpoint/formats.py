@@ -24,8 +24,8 @@ from dsv4.checkpoint.problems import Problems, printable
 from dsv4.checkpoint.shard import DTYPE_NAMES
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
-from dsv4.parameters import MtpKind, Parameter, Role, parameters
-from dsv4.quant import FP8_BLOCK, QuantFormat, packed_shapes
+from dsv4.weights.parameters import MtpKind, Parameter, Role, parameters
+from dsv4.weights.quant import FP8_BLOCK, QuantFormat, packed_shapes
 
 COMPONENTS = {
     QuantFormat.BF16: {"data": "weight"},

@@ -4,8 +4,8 @@ from typing import Any, Literal, get_args
 
 from dsv4.checkpoint.names import Dialect
 from dsv4.errors import UserError
-from dsv4.parameters import Parameter, Role
-from dsv4.quant import FP8_BLOCK, QuantFormat
+from dsv4.weights.parameters import Parameter, Role
+from dsv4.weights.quant import FP8_BLOCK, QuantFormat
 
 Layout = Literal["nvfp4-experts", "nvfp4-all", "native", "bf16", "f32"]
 

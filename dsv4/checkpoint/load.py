@@ -17,8 +17,8 @@ from dsv4.checkpoint.problems import Problems
 from dsv4.checkpoint.transfer import Piece, transfer
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
-from dsv4.parameters import MtpKind, Parameter, Role
-from dsv4.quant import QuantFormat, QuantTensor, packed_shapes
+from dsv4.weights.parameters import MtpKind, Parameter, Role
+from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 
 Weights = dict[str, QuantTensor | Tensor]
 

@@ -12,8 +12,8 @@ from dsv4.checkpoint.layouts import Layout, format_in
 from dsv4.checkpoint.names import Dialect, from_native
 from dsv4.checkpoint.writer import OutputTensor
 from dsv4.errors import UserError
-from dsv4.parameters import Parameter, Role
-from dsv4.quant import QuantFormat, QuantTensor, packed_shapes
+from dsv4.weights.parameters import Parameter, Role
+from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 
 _DTYPES = {
     (QuantFormat.NVFP4, "data"): torch.uint8,

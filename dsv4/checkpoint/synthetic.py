@@ -18,8 +18,8 @@ from dsv4.checkpoint.names import Dialect
 from dsv4.checkpoint.outputs import output_tensors
 from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
 from dsv4.config import ModelConfig
-from dsv4.parameters import MtpKind, Parameter, Role, parameters
-from dsv4.quant import QuantFormat, QuantTensor, exponent_to_e8m0, packed_shapes
+from dsv4.weights.parameters import MtpKind, Parameter, Role, parameters
+from dsv4.weights.quant import QuantFormat, QuantTensor, exponent_to_e8m0, packed_shapes
 
 # Root mean square of the 16 E2M1 values, which random bytes hit equally often.
 _E2M1_RMS = 2.926

@@ -1,4 +1,4 @@
-"""The embedded demo model: its checkpoint, the generator of its texts, training, publishing and evaluation."""
+"""The embedded demo model: its checkpoint. How it is made is in ``dsv4.demo.training``."""
 
 from pathlib import Path
 

@@ -6,11 +6,11 @@
 from enum import IntEnum
 
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.quant import QuantFormat
+from dsv4.weights.quant import QuantFormat
 
 
 class RowCode(IntEnum):
-    """How a cached row is stored: ``dsv4.cache_rows.RowFormat``, plain rows told apart by their dtype."""
+    """How a cached row is stored: ``dsv4.caches.rows.RowFormat``, plain rows told apart by their dtype."""
 
     KV_FP8 = 0
     BF16 = 1

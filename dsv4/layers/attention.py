@@ -6,26 +6,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.caches.layer import AttentionState
 from dsv4.config import CSA_RATIO, ModelConfig
 from dsv4.layers.compressor import PROJECTIONS, compressor_weights
 from dsv4.layers.indexer import Indexer
 from dsv4.layers.weights import WeightReader
 from dsv4.ops import Ops
-from dsv4.ops.attention import KeySet
-from dsv4.ops.compressor import CompressedState, CompressorWeights
+from dsv4.ops.compressor import CompressorWeights
 from dsv4.ops.linear import RowList
 from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm
 from dsv4.ops.rope import layer_inv_freq
-from dsv4.quant import Weight
-
-
-@dataclass(frozen=True)
-class AttentionState:
-    """Caches of one layer: window ring and, by ratio, compressed entries and index keys."""
-
-    keys: KeySet
-    compressed: CompressedState | None
-    index: CompressedState | None
+from dsv4.weights.quant import Weight
 
 
 class Projections(NamedTuple):

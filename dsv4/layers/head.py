@@ -9,7 +9,7 @@ from dsv4.config import ModelConfig
 from dsv4.layers.weights import WeightReader
 from dsv4.ops import Ops
 from dsv4.ops.hyper_connection import HcHeadWeights
-from dsv4.quant import Weight
+from dsv4.weights.quant import Weight
 
 
 @dataclass(frozen=True)

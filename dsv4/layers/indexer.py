@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dsv4.caches.layer import CompressedState
 from dsv4.config import ModelConfig
 from dsv4.ops import Ops
-from dsv4.ops.compressor import CompressedState
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4.ops import Packing
 from dsv4.ops.linear import RowList
-from dsv4.quant import QuantTensor, Weight
+from dsv4.weights.quant import QuantTensor, Weight
 
 Weights = Mapping[str, QuantTensor | Tensor]
 

@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
-from dsv4.ops.attention import KeySet, sparse_attention
+from dsv4.caches.layer import KeySet
+from dsv4.caches.rows import RowCache
+from dsv4.ops.attention import sparse_attention
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, hc_head, hc_post, hc_pre, hc_seam
 from dsv4.ops.indexer import index_select
 from dsv4.ops.linear import RowList, decode_rows, decode_weight, grouped_linear, linear, linear_rows
@@ -23,7 +24,7 @@ from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm, prepa
 from dsv4.ops.router import Router
 from dsv4.ops.sampling import sample_token
 from dsv4.ops.token_ring import store_token
-from dsv4.quant import QuantTensor, Weight
+from dsv4.weights.quant import QuantTensor, Weight
 
 
 class PackWeight(Protocol):

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.cache_rows import RowCache, RowFormat, row_shapes
+from dsv4.caches.rows import RowCache, RowFormat, row_shapes
 from dsv4.launch.checks import expect
 from dsv4.launch.constants import RowCode
 from dsv4.launch.recording import is_aligned
@@ -25,7 +25,7 @@ def row_code(rows: RowCache) -> int:
 
 
 def check_rows(name: str, rows: RowCache) -> None:
-    """Raises ``ValueError`` unless the rows lie in memory as ``dsv4.cache_rows`` says."""
+    """Raises ``ValueError`` unless the rows lie in memory as ``dsv4.caches.rows`` says."""
     row_code(rows)
     data, scale = row_shapes(rows.width, rows.rope_width, rows.format, rows.data.dtype)
     expect(name, rows.data, data[1], (rows.slots, data[0]))

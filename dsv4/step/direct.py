@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from dsv4.caches.state import DecodeState
 from dsv4.model import Outputs, PartKind, Transformer
 from dsv4.ops import Ops
 from dsv4.sampling import Sampler, SamplerState, checked_token
-from dsv4.state import DecodeState
 from dsv4.step.observer import Observer, open_part
 
 Seen = Callable[[str, Tensor], None]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.caches.state import COMPUTE_DTYPES, DecodeState, prefill_tokens
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.kernel import Kernel
@@ -13,11 +14,10 @@ from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import RecordedTable
-from dsv4.parameters import Parameter, Role
-from dsv4.quant import QuantFormat, QuantTensor, planned_quant_tensor
 from dsv4.sampling import SamplerState
-from dsv4.state import COMPUTE_DTYPES, DecodeState, prefill_tokens
 from dsv4.step.recorded import RING_TOKENS, RecordedStep, StepRecorder, TokenLoopMemory, record_step
+from dsv4.weights.parameters import Parameter, Role
+from dsv4.weights.quant import QuantFormat, QuantTensor, planned_quant_tensor
 
 StoredFormats = Iterable[tuple[Parameter, QuantFormat | None]]
 

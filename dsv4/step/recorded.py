@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dsv4.caches.state import DecodeState
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.recording import Item, Launch, Recording
 from dsv4.launch.target import Target
@@ -22,7 +23,6 @@ from dsv4.model import Outputs, PartKind, Transformer, part_name
 from dsv4.ops import Ops
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
-from dsv4.state import DecodeState
 
 _LOG = logging.getLogger("dsv4")
 _UNUSUAL = "_any_geometry"

@@ -6,8 +6,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from dsv4.hand_off import HandOff
 from dsv4.launch.program import Memory, Program
+from dsv4.parallel.hand_off import HandOff
 from dsv4.step.current_device import on_device
 from dsv4.step.observer import Observer
 from dsv4.step.recorded import Part, RecordedStep, Transfer

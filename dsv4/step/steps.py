@@ -7,15 +7,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dsv4.hand_off import HandOff
+from dsv4.caches.state import DecodeState
 from dsv4.launch.compiler import compile_ahead
 from dsv4.launch.program import Memory
 from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import RecordedTable
+from dsv4.parallel.hand_off import HandOff
 from dsv4.sampling import Sampler, SamplerState, checked_token
-from dsv4.state import DecodeState
 from dsv4.step.direct import Seen
 from dsv4.step.observer import Observer
 from dsv4.step.recorded import (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsv4.hand_off import HandOff
+from dsv4.parallel.hand_off import HandOff
 
 _TURNS = 4
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Generator
 
 import torch
 
+from dsv4.caches.state import DecodeState
 from dsv4.limits import STEPS_AHEAD
 from dsv4.sampling import Sampler, SamplerState, checked_token
-from dsv4.state import DecodeState
 from dsv4.step.recorded import RING_TOKENS
 from dsv4.step.step import Step
 from dsv4.step.token_feed import TokenFeed

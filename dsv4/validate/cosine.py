@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.bench.provenance import provenance
 from dsv4.cli.arguments import DEFAULT_PROMPT
 from dsv4.cli.faults import user_message
 from dsv4.cli.prompt import load_tokenizer
@@ -25,6 +24,7 @@ from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.measure.provenance import provenance
 from dsv4.ops.tables import TableName
 from dsv4.validate.plot import cosine_svg
 from dsv4.validate.traces import Trace, engine_trace, transformers_trace

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsv4.bench.provenance import ROOT
+from dsv4.caches.state import DecodeState
 from dsv4.decode import Mode
 from dsv4.engine import Engine
+from dsv4.measure.provenance import ROOT
 from dsv4.model import Segment
-from dsv4.state import DecodeState
 from dsv4.step.steps import RecordedSteps
 
 # Where the steps begin and how many there are: they complete windows of 4 tokens and, the sixth,

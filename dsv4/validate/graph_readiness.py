@@ -15,7 +15,6 @@ from typing import Any, get_args
 
 import torch
 
-from dsv4.bench.provenance import provenance
 from dsv4.cli.faults import user_message
 from dsv4.cli.report import write_json
 from dsv4.decode import CUDAGraphDecoder, Mode
@@ -23,6 +22,7 @@ from dsv4.demo import CHECKPOINT
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.measure.provenance import provenance
 from dsv4.step.steps import RecordedSteps
 from dsv4.validate.decode_checks import (
     REPLAYS,

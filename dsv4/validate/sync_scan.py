@@ -15,10 +15,10 @@ ROOT = Path(__file__).parent.parent.parent
 PER_STEP = (
     "dsv4/step",
     "dsv4/decode",
-    "dsv4/hand_off.py",
+    "dsv4/parallel/hand_off.py",
     "dsv4/launch/program.py",
     "dsv4/sampling.py",
-    "dsv4/state.py",
+    "dsv4/caches/state.py",
 )
 WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "equal", "empty_cache"}
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from dsv4.checkpoint import Dialect
 from dsv4.checkpoint.export import export
+from dsv4.config import layer_kinds
 from dsv4.decode import CUDAGraphDecoder, Mode
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
-from dsv4.layer_kinds import layer_kinds
 from dsv4.ops.tables import TableName, swap_ops
 from dsv4.step.steps import RecordedSteps
 

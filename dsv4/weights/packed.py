@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.quant import QuantFormat, QuantTensor, e8m0_to_float, packed_shapes
+from dsv4.weights.quant import QuantFormat, QuantTensor, e8m0_to_float, packed_shapes
 
 TILE_ROWS, PADDING, LANES, LANE_BYTES = 16, 64, 32, 16
 # Shifts of (magnitude, sign) into the 16-bit half, by register.

@@ -2,8 +2,8 @@
 
 import torch
 
-from dsv4.parameters import Parameter, Role
-from dsv4.quant import QuantFormat
+from dsv4.weights.parameters import Parameter, Role
+from dsv4.weights.quant import QuantFormat
 
 # Copies of a matrix, in its own bytes, that are alive while its 4-bit codes or its values are put in another order; and
 # float32 copies, the result included, while the torch ops dequantize a quantised one.

@@ -15,13 +15,13 @@ from dsv4.bench.decode_modes import (
     token_milliseconds,
 )
 from dsv4.bench.geometry import placement_record, stored_bytes
-from dsv4.cache_rows import RowFormat
+from dsv4.caches.rows import RowFormat
 from dsv4.checkpoint import geometry_config
 from dsv4.config import ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import UserError
-from dsv4.parameters import parameters
-from dsv4.placement import Placement, bytes_by_layer
+from dsv4.parallel.placement import Placement, bytes_by_layer
+from dsv4.weights.parameters import parameters
 from tests.model.tiny import tiny_engine
 
 DEVICES = tuple(torch.device("cuda", index) for index in range(8))

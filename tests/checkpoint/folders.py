@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dsv4.checkpoint import Checkpoint, Weights, load_weights, open_checkpoint
 from dsv4.config import ModelConfig
-from dsv4.parameters import MtpKind
-from dsv4.quant import QuantTensor
+from dsv4.weights.parameters import MtpKind
+from dsv4.weights.quant import QuantTensor
 
 CPU = torch.device("cpu")
 Tensors = dict[str, Tensor]

@@ -10,7 +10,7 @@ import torch
 
 from dsv4.checkpoint import Dialect, open_checkpoint, tiny_config, write_synthetic
 from dsv4.errors import UserError
-from dsv4.quant import QuantFormat, QuantTensor, exponent_to_e8m0
+from dsv4.weights.quant import QuantFormat, QuantTensor, exponent_to_e8m0
 from tests.checkpoint.folders import Tensors, as_bytes, changed_copy, load, matrix, read_tensors
 
 

@@ -15,7 +15,7 @@ from dsv4.checkpoint.export import export, main
 from dsv4.checkpoint.shard import read_header
 from dsv4.checkpoint.writer import OutputTensor, write_shards
 from dsv4.errors import UserError
-from dsv4.quant import QuantFormat, QuantTensor, exponent_to_e8m0, quantize
+from dsv4.weights.quant import QuantFormat, QuantTensor, exponent_to_e8m0, quantize
 from tests.checkpoint.folders import (
     Tensors,
     as_bytes,

@@ -22,8 +22,8 @@ from dsv4.checkpoint import (
 )
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
-from dsv4.parameters import Role, layer_of, parameters
-from dsv4.quant import QuantFormat, QuantTensor
+from dsv4.weights.parameters import Role, layer_of, parameters
+from dsv4.weights.quant import QuantFormat, QuantTensor
 from tests.checkpoint.folders import (
     CPU,
     Tensors,

@@ -9,7 +9,7 @@ import torch
 from dsv4.checkpoint import Dialect
 from dsv4.checkpoint.export import export
 from dsv4.config import ModelConfig
-from dsv4.quant import QuantTensor
+from dsv4.weights.quant import QuantTensor
 from tests.checkpoint.folders import as_bytes, load, read_tensors
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ from torch import Tensor
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.decode import CUDAGraphDecoder, Mode
 from dsv4.demo import CHECKPOINT
-from dsv4.demo.recall import recall_128
-from dsv4.demo.tasks import arithmetic, capitals, stories
+from dsv4.demo.training.recall import recall_128
+from dsv4.demo.training.tasks import arithmetic, capitals, stories
 from dsv4.step.steps import RecordedSteps
 from dsv4.validate.decode_checks import cache_tensors, same_bits
 from encoding.tokenizer import Tokenizer

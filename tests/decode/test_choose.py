@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dsv4 import Engine, EngineConfig, UserError
 from dsv4.decode import Mode, choose
-from dsv4.devices import check_cuda_graph, table_name
 from dsv4.ops.tables import CUDA_TABLE, CUTEDSL_TABLE, TableName, op_table
+from dsv4.parallel.devices import check_cuda_graph, table_name
 from tests.model.tiny import small_config, tiny_engine
 
 CPU = torch.device("cpu")

@@ -8,8 +8,9 @@ import pytest
 from safetensors import safe_open
 
 from dsv4 import EngineConfig
-from dsv4.demo import CHECKPOINT, evaluate, mixture, tokenizer
-from dsv4.demo.evaluate import PARIS_PROMPTS, Evaluator
+from dsv4.demo import CHECKPOINT
+from dsv4.demo.training import evaluate, mixture, tokenizer
+from dsv4.demo.training.evaluate import PARIS_PROMPTS, Evaluator
 from encoding import Tokenizer
 
 MAX_FOLDER_BYTES = 24 * 10**6

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.demo import fast_forward, geometry
-from dsv4.demo.fast_forward import Kernels, Options
+from dsv4.demo.training import fast_forward, geometry
+from dsv4.demo.training.fast_forward import Kernels, Options
 
 transformers = pytest.importorskip("transformers")
 SMALL = {"index_topk": 96, "hidden_size": 128, "vocab_size": 512, "num_hidden_layers": 3}

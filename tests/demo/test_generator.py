@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from dsv4.demo import CHECKPOINT, mixture, recall, tasks, tools, words
-from dsv4.demo.chat import BOS, EOS, TOOLS_TEXT, USER, Example, conversation, tool_call
+from dsv4.demo import CHECKPOINT
+from dsv4.demo.training import mixture, recall, tasks, tools, words
+from dsv4.demo.training.chat import BOS, EOS, TOOLS_TEXT, USER, Example, conversation, tool_call
 from encoding import Tokenizer, encode_messages
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.program import run_now
 from dsv4.launch.recording import Recording
 from dsv4.ops.tables import CUDA_TABLE
-import dsv4.devices, single_shot_inference
+import dsv4.parallel.devices, single_shot_inference
 
 KERNEL = Kernel("hyper_connection/hyper_connection_post", "hc_post", (("STREAMS", 4), ("COUNT", 8)))
 calls = 0
@@ -43,7 +43,7 @@ def faulty(make):
     return ops_on
 
 table = replace(CUDA_TABLE, decode=faulty(CUDA_TABLE.decode), prefill=faulty(CUDA_TABLE.prefill))
-dsv4.devices.op_table = lambda name: table
+dsv4.parallel.devices.op_table = lambda name: table
 single_shot_inference.leave(single_shot_inference.main(sys.argv[1:]))
 """
 

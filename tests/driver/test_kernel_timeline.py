@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from dsv4.cli.graph_profile import rounded, step_launches
-from dsv4.cli.kernel_timeline import (
+from dsv4.errors import UserError
+from dsv4.measure.graph_profile import rounded, step_launches
+from dsv4.measure.kernel_timeline import (
     GAPS,
     HOPS,
     DeviceEvent,
@@ -13,7 +14,6 @@ from dsv4.cli.kernel_timeline import (
     median_token,
     token_timelines,
 )
-from dsv4.errors import UserError
 from dsv4.step.recorded import CALL
 from tests.driver.recorded import recorded_step
 

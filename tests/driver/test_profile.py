@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from dsv4.cli.op_profile import OpProfile
 from dsv4.launch.recording import Recording
+from dsv4.measure.op_profile import OpProfile
 from dsv4.model import PartKind
 from dsv4.ops import TORCH, Ops
 from dsv4.step.direct import DirectParts
@@ -76,7 +76,7 @@ def step(ops: Ops, clock: list[float], profile: OpProfile, hop: float = 0.0) -> 
 @pytest.fixture
 def profile(monkeypatch: pytest.MonkeyPatch) -> OpProfile:
     clock = [0.0]
-    monkeypatch.setattr("dsv4.cli.op_profile.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("dsv4.measure.op_profile.time.perf_counter", lambda: clock[0])
     profile = OpProfile([CPU], KINDS)
     ops = fake_ops(clock)
     step(ops, clock, profile, hop=3.0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.caches.state import DecodeState
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.layers.attention import Attention
@@ -22,8 +23,7 @@ from dsv4.layers.weights import WeightReader, Weights
 from dsv4.ops import TORCH, TORCH_PACKING, Ops
 from dsv4.ops.rope import layer_inv_freq
 from dsv4.ops.router import route
-from dsv4.quant import QuantTensor
-from dsv4.state import DecodeState
+from dsv4.weights.quant import QuantTensor
 from tests.model.tiny import random_weights, raw_config
 from tests.ops.cases import assert_near, exact_rope, exact_sylvester, normal
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
+from dsv4.caches.rows import RowCache
 from dsv4.ops import TORCH, Ops
 from dsv4.ops.compressor import compress
 from dsv4.ops.indexer import index_query

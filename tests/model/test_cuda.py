@@ -8,8 +8,8 @@ import torch
 
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.demo import CHECKPOINT
-from dsv4.demo.recall import recall_128
-from dsv4.demo.tasks import arithmetic, capitals, stories
+from dsv4.demo.training.recall import recall_128
+from dsv4.demo.training.tasks import arithmetic, capitals, stories
 from dsv4.ops.tables import CUDA_TABLE, swap_ops
 from dsv4.validate.cosine import compare
 from encoding.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import torch
 
 from dsv4 import Engine, EngineConfig, ModelConfig, SamplingParams, UserError
 from dsv4.checkpoint import write_synthetic
-from dsv4.placement import Placement
+from dsv4.parallel.placement import Placement
 from tests.model.tiny import CPU, random_ids, random_weights, raw_config, small_config, tiny_engine
 
 GREEDY = SamplingParams(temperature=0)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.caches.layer import KeySet
 from dsv4.ops import TORCH, Ops
-from dsv4.ops.attention import KeySet
 from dsv4.ops.rope import query_rope
 from dsv4.ops.router import Router
 from tests.model.oracle import load_saved, oracle_trace, random_oracle, relative_error

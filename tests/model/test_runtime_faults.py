@@ -16,8 +16,8 @@ from dsv4 import Engine, EngineConfig, ModelConfig, SamplingParams
 from dsv4.checkpoint import tiny_config, write_synthetic
 from dsv4.ops import TORCH
 from dsv4.ops.sampling import NAN_TOKEN
-from dsv4.parameters import MtpKind, parameters
-from dsv4.quant import QuantTensor
+from dsv4.weights.parameters import MtpKind, parameters
+from dsv4.weights.quant import QuantTensor
 from tests.model.tiny import random_ids, small_config, tiny_engine
 
 GREEDY = SamplingParams(temperature=0)

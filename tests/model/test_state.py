@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dsv4 import Engine, EngineConfig
-from dsv4.cache_rows import RowCache
+from dsv4.caches.layer import CompressedState
+from dsv4.caches.rows import RowCache
+from dsv4.caches.state import layer_state_bytes
 from dsv4.ops import TORCH
-from dsv4.ops.compressor import CompressedState
-from dsv4.state import layer_state_bytes
 from tests.model.tiny import random_ids, small_config, tiny_engine
 from tests.model.token_by_token import one_token_at_a_time
 

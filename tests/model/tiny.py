@@ -9,9 +9,9 @@ from dsv4 import Engine, EngineConfig, ModelConfig
 from dsv4.layers.weights import Weights
 from dsv4.ops import TORCH, TORCH_PACKING, Ops
 from dsv4.ops.tables import DirectTable
-from dsv4.parameters import Parameter, Role, parameters
-from dsv4.placement import Placement
-from dsv4.quant import QuantTensor
+from dsv4.parallel.placement import Placement
+from dsv4.weights.parameters import Parameter, Role, parameters
+from dsv4.weights.quant import QuantTensor
 
 CPU = torch.device("cpu")
 YARN = {

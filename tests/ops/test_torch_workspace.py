@@ -3,13 +3,13 @@
 import pytest
 
 from dsv4 import Engine, EngineConfig
+from dsv4.caches.state import COMPUTE_DTYPES, chunk_tokens, step_tokens
 from dsv4.checkpoint import synthetic_weights, tiny_config
 from dsv4.config import ModelConfig
-from dsv4.devices import engine_devices
 from dsv4.layers.weights import ReadOnce
 from dsv4.ops.torch_workspace import TorchStep
-from dsv4.placement import Placement
-from dsv4.state import COMPUTE_DTYPES, chunk_tokens, step_tokens
+from dsv4.parallel.devices import engine_devices
+from dsv4.parallel.placement import Placement
 from tests.live_bytes import LiveBytes
 
 MIDDLE = tiny_config(

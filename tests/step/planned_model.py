@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.caches.state import DecodeState
 from dsv4.checkpoint import Geometry, Layout, describe, geometry_config, open_checkpoint
 from dsv4.checkpoint.layouts import format_in
 from dsv4.config import ModelConfig
@@ -21,11 +22,9 @@ from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import CUDA_TABLE, RecordedTable, Table
 from dsv4.ops.trees import tensors_in
-from dsv4.parameters import parameters
-from dsv4.placement import Placement
+from dsv4.parallel.placement import Placement
 from dsv4.plan import max_context_tokens
 from dsv4.sampling import SamplerState
-from dsv4.state import DecodeState
 from dsv4.step.planned import StoredFormats, planned_weight
 from dsv4.step.recorded import (
     Part,
@@ -38,6 +37,7 @@ from dsv4.step.recorded import (
 )
 from dsv4.step.step import Step
 from dsv4.step.token_loop import RING_TOKENS
+from dsv4.weights.parameters import parameters
 
 META = torch.device("meta")
 GPUS = tuple(torch.device("cuda", index) for index in range(8))

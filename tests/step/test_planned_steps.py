@@ -10,9 +10,9 @@ from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.workspace import lay_out
 from dsv4.ops.tables import CUDA_TABLE
-from dsv4.parameters import Role, parameters
-from dsv4.quant import QuantTensor
 from dsv4.step.planned import PlannedSteps, planned_weight
+from dsv4.weights.parameters import Role, parameters
+from dsv4.weights.quant import QuantTensor
 from tests.launch.simulated_memory import assert_buffers_survive
 from tests.step.planned_model import GPUS, TARGETS, PlannedModel, demo, geometry
 

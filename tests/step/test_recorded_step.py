@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dsv4.checkpoint import Geometry, Layout
+from dsv4.config import layer_kinds
 from dsv4.launch.recording import Call, storage_key
-from dsv4.layer_kinds import layer_kinds
 from dsv4.ops.tables import CUDA_TABLE, CUTEDSL_TABLE, swap_ops
 from dsv4.ops.trees import tensors_in
 from dsv4.step.recorded import CALL, Part, RecordedStep, Transfer

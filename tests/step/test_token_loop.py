@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4.caches.state import DecodeState
 from dsv4.limits import STEPS_AHEAD
 from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.sampling import Sampler, SamplingParams
-from dsv4.state import DecodeState
 from dsv4.step.token_loop import RING_TOKENS, TokenLoop
 
 GREEDY = Sampler(SamplingParams(temperature=0))

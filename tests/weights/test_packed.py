@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.quant import QuantFormat, QuantTensor, e8m0_to_float, quantize
 from dsv4.weights.packed import PackedWeight, chunk_columns, pack_weight, padded
+from dsv4.weights.quant import QuantFormat, QuantTensor, e8m0_to_float, quantize
 
 FORMATS = [format for format in QuantFormat if format is not QuantFormat.F32]
 SHAPES = [

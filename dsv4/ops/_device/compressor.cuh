@@ -143,7 +143,7 @@ __device__ __forceinline__ unsigned bf16_bits(float value) {
     return value != value ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
 }
 
-// Stores channels [first, first + channels) of a row as dsv4/cache_rows.py lays them out; `row` holds just these. For
+// Stores channels [first, first + channels) of a row as dsv4/caches/rows.py lays them out; `row` holds just these. For
 // KV_FP8 `first` is a multiple of 64, for INDEX_FP8 the channels are the whole row.
 __device__ __forceinline__ void store_channels(const float* row, int first, int channels, const RowStore& rows, int64 slot) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;

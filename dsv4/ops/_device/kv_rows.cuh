@@ -1,4 +1,4 @@
-// Rows of the key caches: the device side of dsv4/cache_rows.py, which defines their bytes.
+// Rows of the key caches: the device side of dsv4/caches/rows.py, which defines their bytes.
 //
 // KV_FP8 row of width D = N + R: N bytes e4m3, then R bf16; in a second buffer one E8M0 byte per 64 of the N values,
 // padded to a multiple of 8 bytes. BF16 and F32 rows are plain. INDEX_FP8: D bytes e4m3 and one float.

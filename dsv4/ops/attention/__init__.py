@@ -9,22 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
+from dsv4.caches.layer import KeySet
 from dsv4.ops.rope import rope
 
 # Tokens at a time, and bytes of their logits: what the torch op holds at once.
 TILE_TOKENS = 64
 TILE_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class KeySet:
-    """Where a layer's keys are. ``compressed`` is None for sliding-window-only layers (ratio 0)."""
-
-    ring: RowCache
-    compressed: RowCache | None
-    ratio: int
-    window: int
 
 
 def sparse_attention(

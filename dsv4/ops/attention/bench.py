@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.layer import KeySet
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops.attention import KeySet
 from dsv4.ops.attention.decode import sparse_attention
 from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.kv_write import decode as kv_write_decode

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4.cache_rows import RowCache, RowFormat
-from dsv4.ops.attention import KeySet
+from dsv4.caches.layer import KeySet
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.ops.attention.prefill import sparse_attention, sparse_attention_portable
 from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.op_case import OpCase

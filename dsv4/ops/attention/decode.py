@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.caches.layer import KeySet
 from dsv4.launch.constants import RowCode
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
-from dsv4.ops.attention import KeySet
 from dsv4.ops.attention.any_geometry import attention_any_geometry
 from dsv4.ops.attention.inputs import AttentionInputs, check_alignment
 from dsv4.ops.key_rows import row_code

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.layer import KeySet
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
-from dsv4.ops.attention import KeySet
 from dsv4.ops.attention.any_geometry import attention_any_geometry
 from dsv4.ops.attention.inputs import AttentionInputs, check_alignment
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
+from dsv4.caches.layer import CompressedState, CompressorRing, history_tokens
 from dsv4.config import CSA_RATIO
-from dsv4.limits import MAX_TAKEN_BACK
 from dsv4.ops.hadamard import hadamard
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.rope import rope
@@ -37,45 +36,6 @@ class CompressorWeights:
     ratio: int
     rotate_keys: bool
     compute_dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class CompressorRing:
-    """Projections of recent tokens by absolute position: float32 ``kv`` and ``score`` (positional
-    bias included), ``[slots, w]``.
-    """
-
-    kv: Tensor
-    score: Tensor
-
-    @classmethod
-    def allocate(cls, ratio: int, width: int, device: torch.device) -> "CompressorRing":
-        """Room for the windows an open entry needs plus what can be taken back
-        (``MAX_TAKEN_BACK``).
-        """
-        slots = history_tokens(ratio) + MAX_TAKEN_BACK
-        return cls(*(torch.zeros((slots, width), device=device) for _ in range(2)))
-
-    @property
-    def nbytes(self) -> int:
-        return self.kv.nbytes + self.score.nbytes
-
-
-@dataclass(frozen=True)
-class CompressedState:
-    """A compressor's ring of recent projections and the rows it has emitted, entry m in slot m."""
-
-    ring: CompressorRing
-    rows: RowCache
-
-    @property
-    def nbytes(self) -> int:
-        return self.ring.nbytes + self.rows.nbytes
-
-
-def history_tokens(ratio: int) -> int:
-    """Tokens before a chunk that an entry completed inside it can need: the windows it pools."""
-    return 2 * ratio if ratio == CSA_RATIO else ratio
 
 
 def compress(

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.layer import CompressedState, CompressorRing
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights, decode, prefill
+from dsv4.ops.compressor import CompressorWeights, decode, prefill
 from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.op_case import OpCase
 

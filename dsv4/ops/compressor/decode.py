@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
+from dsv4.caches.layer import CompressedState
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops.compressor import CompressedState, CompressorWeights
+from dsv4.ops.compressor import CompressorWeights
 from dsv4.ops.compressor.windows import Windows, check_windows, pool_windows
 
 

@@ -4,9 +4,10 @@ the ring.
 
 from torch import Tensor
 
+from dsv4.caches.layer import CompressedState
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
-from dsv4.ops.compressor import CompressedState, CompressorWeights
+from dsv4.ops.compressor import CompressorWeights
 from dsv4.ops.compressor.windows import (
     Windows,
     check_windows,

@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.layer import CompressedState, history_tokens
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.config import CSA_RATIO
 from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.kernel import Defines, Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops.compressor import CompressedState, CompressorWeights, history_tokens
+from dsv4.ops.compressor import CompressorWeights
 from dsv4.ops.key_rows import check_rows, row_code
 
 THREADS = 512

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat, pack_index_rows, unpack_index_rows
+from dsv4.caches.rows import RowCache, RowFormat, pack_index_rows, unpack_index_rows
 from dsv4.config import CSA_RATIO
 from dsv4.ops.hadamard import hadamard
 from dsv4.ops.rope import rope

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.indexer import decode, prefill

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
+from dsv4.caches.rows import RowCache
 from dsv4.launch.recording import Recording
 from dsv4.ops.indexer.selection import SelectionShapes, checked_selection, record_selection
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
+from dsv4.caches.rows import RowCache
 from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording, ShapeOf
 from dsv4.limits import MAX_DECODE_TOKENS

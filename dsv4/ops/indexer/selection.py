@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat, row_shapes
+from dsv4.caches.rows import RowCache, RowFormat, row_shapes
 from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.constants import RowCode
 from dsv4.launch.kernel import Kernel, Shape, round_up

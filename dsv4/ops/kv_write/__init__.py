@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
+from dsv4.caches.rows import RowCache
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.rope import rope
 

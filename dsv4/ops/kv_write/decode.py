@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
+from dsv4.caches.rows import RowCache
 from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.ops.key_rows import row_code

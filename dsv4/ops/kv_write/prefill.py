@@ -4,7 +4,7 @@ row.
 
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
+from dsv4.caches.rows import RowCache
 from dsv4.launch.recording import Recording
 from dsv4.ops.kv_write.rows import KeyRows, check, write_by_blocks
 

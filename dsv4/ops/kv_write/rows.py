@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import KV_GROUP, RowCache, RowFormat
+from dsv4.caches.rows import KV_GROUP, RowCache, RowFormat
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording, is_aligned

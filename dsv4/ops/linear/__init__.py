@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.norm import rms_norm
-from dsv4.quant import QuantTensor, Weight
+from dsv4.weights.quant import QuantTensor, Weight
 
 
 @dataclass(frozen=True)

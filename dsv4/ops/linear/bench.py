@@ -11,8 +11,8 @@ from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.linear.decode import grouped_linear, linear, linear_rows
 from dsv4.ops.linear.row_list import pack_rows
 from dsv4.ops.op_case import OpCase
-from dsv4.quant import QuantFormat, QuantTensor, packed_shapes
 from dsv4.weights.packed import PackedWeight, chunk_columns, padded
+from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 
 NVFP4, MXFP4, FP8, BF16 = (
     QuantFormat.NVFP4,

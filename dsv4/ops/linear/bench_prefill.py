@@ -15,7 +15,7 @@ from dsv4.ops.moe.bench import EXPERTS, GEOMETRIES, LIMIT, PER_TOKEN, random_wei
 from dsv4.ops.moe.grouped import Sorted, down, gate_up, sort_by_expert
 from dsv4.ops.moe.prefill import expert_sum
 from dsv4.ops.op_case import OpCase
-from dsv4.quant import QuantFormat, packed_bytes
+from dsv4.weights.quant import QuantFormat, packed_bytes
 
 NVFP4, MXFP4, FP8, BF16 = (
     QuantFormat.NVFP4,

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from dsv4.quant import Weight
 from dsv4.weights.packed import PackedWeight
+from dsv4.weights.quant import Weight
 
 OUT_DTYPES = (torch.bfloat16, torch.float32)
 

@@ -18,8 +18,8 @@ from dsv4.ops.linear.checks import check_grouped, check_linear, check_norm
 from dsv4.ops.linear.decode_plan import WARPS, LinearPlan, ProductShape, plan_linear
 from dsv4.ops.linear.row_list import FormatRows, ListLaunch, packed_rows
 from dsv4.ops.norm.cuda import rms_norm
-from dsv4.quant import Weight
 from dsv4.weights.packed import TILE_ROWS, PackedWeight
+from dsv4.weights.quant import Weight
 
 # log2 of the row tiles per row of FP8 block scales: as stored (128 rows), and in a row list (64
 # rows).

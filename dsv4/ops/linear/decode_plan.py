@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dsv4.launch.constants import STAGE_SCALE_BYTES
 from dsv4.launch.kernel import Defines, ceil_div, round_up
-from dsv4.quant import QuantFormat
+from dsv4.weights.quant import QuantFormat
 
 # Both as in decode_linear.cu.
 MAX_MATRICES, MAX_SLICES = 8, 8

@@ -17,8 +17,8 @@ from dsv4.ops.linear.aligned import aligned_rows, copy_rows
 from dsv4.ops.linear.checks import check_grouped, check_linear, check_norm
 from dsv4.ops.linear.row_list import packed_rows
 from dsv4.ops.norm.cuda import rms_norm
-from dsv4.quant import QuantFormat, Weight
 from dsv4.weights.packed import PADDING, TILE_ROWS, PackedWeight, padded
+from dsv4.weights.quant import QuantFormat, Weight
 
 # Constants of dsv4/ops/linear/prefill_gemm.cuh.
 TILE_TOKENS, THREADS = 128, 384

@@ -23,8 +23,8 @@ from dsv4.ops.linear.prefill import (
     normalised,
     products_with,
 )
-from dsv4.quant import Weight
 from dsv4.weights.packed import PackedWeight
+from dsv4.weights.quant import Weight
 
 _PACKAGES = ("nvidia_cutlass_dsl", "tvm_ffi")
 INSTALLED = all(importlib.util.find_spec(name) is not None for name in _PACKAGES)

@@ -12,8 +12,8 @@ from dsv4.launch.constants import FORMAT_CODE
 from dsv4.ops.linear import RowList
 from dsv4.ops.linear.checks import OUT_DTYPES, check_operands
 from dsv4.ops.linear.decode_plan import MAX_MATRICES, ProductShape
-from dsv4.quant import QuantFormat, QuantTensor
 from dsv4.weights.packed import PackedWeight, pack_weight
+from dsv4.weights.quant import QuantFormat, QuantTensor
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.moe.decode import moe
 from dsv4.ops.op_case import OpCase
 from dsv4.ops.router import Router
-from dsv4.quant import QuantFormat, QuantTensor, packed_bytes, packed_shapes
 from dsv4.weights.packed import PackedWeight, chunk_columns, pack_weight, padded
+from dsv4.weights.quant import QuantFormat, QuantTensor, packed_bytes, packed_shapes
 
 GEOMETRIES = {"Flash": (4096, 2048), "Pro": (7168, 3072)}
 EXPERTS = {"Flash": 256, "Pro": 384}

@@ -20,8 +20,8 @@ from dsv4.ops.router.selection import (
     selection_arguments,
     selection_defines,
 )
-from dsv4.quant import QuantFormat
 from dsv4.weights.packed import PackedWeight, chunk_columns, padded
+from dsv4.weights.quant import QuantFormat
 
 # The grid barrier's four and two per word of the score exchange. All shapes share them, so that the
 # number of a launch, which marks its words, is its own.

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
-from dsv4.ops.compressor import CompressedState, CompressorWeights, compress
+from dsv4.caches.layer import CompressedState
+from dsv4.caches.rows import RowCache
+from dsv4.ops.compressor import CompressorWeights, compress
 from dsv4.ops.indexer import index_query
 from dsv4.ops.kv_write import kv_write
 from dsv4.ops.rope import query_rope

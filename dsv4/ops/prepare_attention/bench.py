@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4.cache_rows import RowCache, RowFormat
-from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights
+from dsv4.caches.layer import CompressedState, CompressorRing
+from dsv4.caches.rows import RowCache, RowFormat
+from dsv4.ops.compressor import CompressorWeights
 from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.op_case import OpCase
 from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm

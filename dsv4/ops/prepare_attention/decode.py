@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
+from dsv4.caches.rows import RowCache
 from dsv4.config import CSA_RATIO
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording, byte_offset, storage_key

@@ -4,7 +4,7 @@ its parts.
 
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
+from dsv4.caches.rows import RowCache
 from dsv4.launch.recording import Recording
 from dsv4.ops.compressor.prefill import compress
 from dsv4.ops.indexer.query import index_query

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from dsv4.quant import Weight
+from dsv4.weights.quant import Weight
 
 AnyWeight = TypeVar("AnyWeight", bound=Weight)
 

@@ -8,8 +8,8 @@ from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.op_case import OpCase
 from dsv4.ops.router import Router
 from dsv4.ops.router.prefill import route
-from dsv4.quant import QuantTensor
 from dsv4.weights.packed import pack_weight
+from dsv4.weights.quant import QuantTensor
 
 GEOMETRIES = {"Flash": (4096, 256, 1.5), "Pro": (7168, 384, 2.5)}
 

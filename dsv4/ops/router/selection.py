@@ -7,8 +7,8 @@ from dsv4.launch.checks import expect
 from dsv4.launch.constants import MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN
 from dsv4.launch.kernel import Defines, ceil_div
 from dsv4.ops.router import Router
-from dsv4.quant import QuantFormat
 from dsv4.weights.packed import PackedWeight
+from dsv4.weights.quant import QuantFormat
 
 WARP = 32
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.layer import KeySet
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.ops import Ops, attention
-from dsv4.ops.attention import KeySet
 from tests.ops.cases import (
     HEAD_DIM,
     ROPE_DIM,

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.layer import KeySet
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.ops import TORCH
-from dsv4.ops.attention import KeySet, decode, prefill
+from dsv4.ops.attention import decode, prefill
 from dsv4.ops.immediate import PreparedOp, immediately
 from tests.ops.forms import by_tokens
 from tests.ops.gpu import (

@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from dsv4.cache_rows import RowFormat
+from dsv4.caches.layer import KeySet
+from dsv4.caches.rows import RowFormat
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.recording import Launch
 from dsv4.launch.target import Target
-from dsv4.ops.attention import KeySet, decode, prefill
+from dsv4.ops.attention import decode, prefill
 from tests.ops.attention.meta import CSA, FORMATS, HCA, HEADS, LISTED, WINDOW, Case, layer
 from tests.ops.recorded import (
     BLACKWELL,

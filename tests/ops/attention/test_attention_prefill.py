@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.layer import KeySet
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.ops import TORCH
-from dsv4.ops.attention import KeySet
 from dsv4.ops.attention.prefill import sparse_attention, sparse_attention_portable
 from dsv4.ops.immediate import PreparedOp, immediately
 from tests.ops.cases import WINDOW, inv_freq

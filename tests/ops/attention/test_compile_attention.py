@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from dsv4.cache_rows import RowFormat
+from dsv4.caches.rows import RowFormat
 from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.target import ARCHITECTURES

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.layer import CompressedState, CompressorRing
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.launch.recording import Launch
-from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights
+from dsv4.ops.compressor import CompressorWeights
 from tests.ops import forms
 from tests.ops.recorded import launches, meta
 

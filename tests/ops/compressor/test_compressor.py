@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat, pack_kv_rows
-from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights, history_tokens
+from dsv4.caches.layer import CompressedState, CompressorRing, history_tokens
+from dsv4.caches.rows import RowCache, RowFormat, pack_kv_rows
+from dsv4.ops.compressor import CompressorWeights
 from dsv4.ops.compressor import compress as torch_compress
 from tests.ops import forms
 from tests.ops.cases import EPS, VECTORS, assert_near, exact_rope, exact_sylvester, inv_freq, normal

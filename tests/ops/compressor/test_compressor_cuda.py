@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.layer import CompressedState, CompressorRing, history_tokens
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.ops import compressor as reference
-from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights, history_tokens
+from dsv4.ops.compressor import CompressorWeights
 from dsv4.ops.immediate import PreparedOp, immediately
 from tests.ops import forms
 from tests.ops.cases import EPS, inv_freq, normal

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.cache_rows import RowCache, RowFormat
-from dsv4.ops.compressor import CompressorRing, decode
+from dsv4.caches.layer import CompressorRing
+from dsv4.caches.rows import RowCache, RowFormat
+from dsv4.ops.compressor import decode
 from tests.ops.compressor.meta import META, SHAPES, arguments, float32, record
 from tests.ops.recorded import assert_serves_shorter_chunks, functions, launches, meta
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.rows import RowCache, RowFormat
 from tests.ops.recorded import meta
 
 WIDTH, ROPE = 128, 64

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat, pack_index_rows, unpack_index_rows
+from dsv4.caches.rows import RowCache, RowFormat, pack_index_rows, unpack_index_rows
 from dsv4.ops import indexer as reference
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.indexer import decode, prefill, query

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.cache_rows import RowFormat
+from dsv4.caches.rows import RowFormat
 from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Launch, Recording, byte_offset, storage_key
 from dsv4.launch.target import Target

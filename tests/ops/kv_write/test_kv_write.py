@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat, pack_kv_rows
+from dsv4.caches.rows import RowCache, RowFormat, pack_kv_rows
 from dsv4.ops import kv_write as reference
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.rope import rope

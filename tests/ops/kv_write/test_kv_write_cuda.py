@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat, pack_kv_rows
+from dsv4.caches.rows import RowCache, RowFormat, pack_kv_rows
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.kv_write import kv_write as torch_kv_write
 from dsv4.ops.norm import rms_norm

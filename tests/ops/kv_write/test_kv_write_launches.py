@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.launch.recording import Launch
 from dsv4.ops.kv_write import decode, prefill
 from tests.ops.forms import by_tokens

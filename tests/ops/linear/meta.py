@@ -6,7 +6,7 @@ from torch import Tensor
 from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Item, Launch, Recording
 from dsv4.launch.target import Target
-from dsv4.quant import QuantFormat, QuantTensor, packed_shapes
+from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 
 NVFP4, MXFP4 = QuantFormat.NVFP4, QuantFormat.MXFP4
 FP8, BF16 = QuantFormat.FP8_BLOCK128, QuantFormat.BF16

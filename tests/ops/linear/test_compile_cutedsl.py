@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4.quant import QuantFormat
+from dsv4.weights.quant import QuantFormat
 
 needs_cutedsl = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("nvidia_cutlass_dsl", "tvm_ffi")),

@@ -5,7 +5,7 @@ import pytest
 from dsv4.launch.compiler import compile_source
 from dsv4.launch.target import ARCHITECTURES
 from dsv4.ops.linear.prefill import MODE_DOWN, MODE_GATE_UP, MODE_LINEAR, build
-from dsv4.quant import QuantFormat
+from dsv4.weights.quant import QuantFormat
 from tests.ops.sass import count, disassemble, resources
 
 ENTRIES = {

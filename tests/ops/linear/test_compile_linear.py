@@ -11,7 +11,7 @@ from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.kernel import Defines
 from dsv4.launch.target import ARCHITECTURES
 from dsv4.ops.linear.decode_plan import LinearPlan
-from dsv4.quant import QuantFormat
+from dsv4.weights.quant import QuantFormat
 from tests.ops.sass import count, disassemble, resources
 
 NVFP4, MXFP4 = FORMAT_CODE[QuantFormat.NVFP4], FORMAT_CODE[QuantFormat.MXFP4]

@@ -5,7 +5,7 @@ shapes use the GPU.
 import pytest
 
 from dsv4.ops.linear.decode_plan import MAX_SLICES, ProductShape, plan_linear
-from dsv4.quant import QuantFormat
+from dsv4.weights.quant import QuantFormat
 
 NVFP4, MXFP4, FP8, BF16 = (
     QuantFormat.NVFP4,

@@ -5,7 +5,7 @@ checked.
 import pytest
 import torch
 
-from dsv4.quant import QuantFormat, QuantTensor, quantize
+from dsv4.weights.quant import QuantFormat, QuantTensor, quantize
 from tests.ops.cases import OpsUnderTest, assert_rounded_once, integers, normal
 
 FORMATS = list(QuantFormat)

@@ -13,8 +13,8 @@ from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
 from dsv4.ops.linear import decode, prefill, prefill_cutedsl
 from dsv4.ops.linear.row_list import PackedRows, pack_rows
-from dsv4.quant import QuantFormat
 from dsv4.weights.packed import pack_weight
+from dsv4.weights.quant import QuantFormat
 from tests.ops.linear.meta import (
     BF16,
     FP8,

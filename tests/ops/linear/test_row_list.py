@@ -5,7 +5,7 @@ import torch
 
 from dsv4.ops.linear import decode_rows
 from dsv4.ops.linear.row_list import PackedRows, pack_rows, packed_rows
-from dsv4.quant import QuantTensor, quantize
+from dsv4.weights.quant import QuantTensor, quantize
 from tests.ops.linear.meta import BF16, FP8, MXFP4, NVFP4
 
 MATRICES = [(64, MXFP4), (40, FP8), (24, BF16), (72, NVFP4), (200, FP8)]

@@ -8,7 +8,6 @@ from torch import Tensor
 from dsv4.launch.recording import Launch, Recording
 from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.router import Router
-from dsv4.quant import QuantFormat, packed_shapes
 from dsv4.weights.packed import (
     LANE_BYTES,
     LANES,
@@ -18,6 +17,7 @@ from dsv4.weights.packed import (
     chunk_columns,
     padded,
 )
+from dsv4.weights.quant import QuantFormat, packed_shapes
 from tests.ops.recorded import meta
 
 NVFP4, MXFP4 = QuantFormat.NVFP4, QuantFormat.MXFP4

@@ -10,8 +10,8 @@ from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.moe.decode import moe_with_routes
 from dsv4.ops.router import Router
 from dsv4.ops.router.selection import check_router
-from dsv4.quant import QuantFormat
 from dsv4.weights.packed import PackedWeight, padded
+from dsv4.weights.quant import QuantFormat
 
 INNER = 64
 

@@ -10,7 +10,7 @@ from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.router import Router, route
-from dsv4.quant import QuantFormat, QuantTensor, quantize
+from dsv4.weights.quant import QuantFormat, QuantTensor, quantize
 from tests.ops.cases import (
     TINY_CONFIG,
     VECTORS,

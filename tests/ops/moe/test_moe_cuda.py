@@ -13,8 +13,8 @@ from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.moe import ExpertWeights, decode
 from dsv4.ops.moe.decode import Ring
 from dsv4.ops.router import Router
-from dsv4.quant import QuantFormat, QuantTensor, quantize
 from dsv4.weights.packed import pack_weight
+from dsv4.weights.quant import QuantFormat, QuantTensor, quantize
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison, relative_error
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ from dsv4.ops.linear.prefill import Build, build_for
 from dsv4.ops.moe import ExpertWeights, expert_sum, grouped, prefill
 from dsv4.ops.router import Router
 from dsv4.ops.router.prefill import route
-from dsv4.quant import QuantFormat, QuantTensor, quantize
 from dsv4.weights.packed import pack_weight
+from dsv4.weights.quant import QuantFormat, QuantTensor, quantize
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison, relative_error
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat
-from dsv4.ops.compressor import CompressedState, CompressorRing, CompressorWeights
+from dsv4.caches.layer import CompressedState, CompressorRing
+from dsv4.caches.rows import RowCache, RowFormat
+from dsv4.ops.compressor import CompressorWeights
 from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm
 from tests.ops import cases
 from tests.ops.cases import EPS, HEAD_DIM, ROPE_DIM

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache
+from dsv4.caches.rows import RowCache
 from dsv4.launch.recording import Recording
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.indexer.query import index_query

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.launch.recording import Launch
 from dsv4.ops.prepare_attention import Queries, decode, prefill
 from tests.ops.forms import by_tokens

@@ -16,7 +16,7 @@ from dsv4.ops import router as reference
 from dsv4.ops.immediate import immediately
 from dsv4.ops.router import Router
 from dsv4.ops.router.prefill import route
-from dsv4.quant import QuantTensor, Weight
+from dsv4.weights.quant import QuantTensor, Weight
 from tests.ops.cases import BACKENDS, VECTORS, integers, normal, on_device
 from tests.ops.conftest import skipping_float32
 from tests.ops.moe.routes import decode_routes

@@ -13,8 +13,8 @@ from dsv4.ops import router as reference
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.moe.decode import moe_with_routes
 from dsv4.ops.router import Router, prefill
-from dsv4.quant import QuantTensor
 from dsv4.weights.packed import pack_weight
+from dsv4.weights.quant import QuantTensor
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison
 from tests.ops.moe.routes import decode_routes, on_zero_experts
 

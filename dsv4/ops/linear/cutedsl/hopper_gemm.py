@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from dsv4.ops.linear.cutedsl import decode
-from dsv4.quant import QuantFormat
+from dsv4.weights.quant import QuantFormat
 
 TILE_K, STEPS = 64, 4
 SMEM_BYTES = 227 << 10

@@ -21,7 +21,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from dsv4.launch.compiler import cache_folder
 from dsv4.launch.kernel import ceil_div
 from dsv4.ops.linear.cutedsl.hopper_gemm import GemmConfig, HopperGemm
-from dsv4.quant import QuantFormat
+from dsv4.weights.quant import QuantFormat
 
 # These kernels are for Hopper only; the compiler is told, so that it needs no GPU to find out.
 ARCHITECTURE = "sm_90a"

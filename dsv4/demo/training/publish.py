@@ -1,6 +1,6 @@
 """Makes the shipped folder from a training run: NVIDIA's layout, calibrated ``input_scale``, tokenizer, configuration.
 
-python -m dsv4.demo.publish runs/demo dsv4/demo/checkpoint-new
+python -m dsv4.demo.training.publish runs/demo dsv4/demo/checkpoint-new
 """
 
 import argparse
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from dsv4.checkpoint.export import export
 from dsv4.checkpoint.names import Dialect
-from dsv4.demo import fast_forward, weights
-from dsv4.demo.data import BatchShape, Request, training_batch
-from dsv4.demo.fast_forward import Kernels, Options
-from dsv4.demo.geometry import CONFIG
-from dsv4.demo.train import TOKENIZER
-from dsv4.quant import E2M1_MAX, E4M3_MAX
+from dsv4.demo.training import fast_forward, weights
+from dsv4.demo.training.data import BatchShape, Request, training_batch
+from dsv4.demo.training.fast_forward import Kernels, Options
+from dsv4.demo.training.geometry import CONFIG
+from dsv4.demo.training.train import TOKENIZER
+from dsv4.weights.quant import E2M1_MAX, E4M3_MAX
 
 GENERATION_CONFIG = {
     "_from_model_config": True,

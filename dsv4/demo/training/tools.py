@@ -6,8 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.demo import tasks, words
-from dsv4.demo.chat import END_THINK, Example, conversation, tool_call, tool_result, tools_system
+from dsv4.demo.training import tasks, words
+from dsv4.demo.training.chat import (
+    END_THINK,
+    Example,
+    conversation,
+    tool_call,
+    tool_result,
+    tools_system,
+)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import random
 
-from dsv4.demo import tasks, words
-from dsv4.demo.chat import END_THINK, Example, conversation
+from dsv4.demo.training import tasks, words
+from dsv4.demo.training.chat import END_THINK, Example, conversation
 
 Turn = tuple[str, str, str, str]
 

@@ -6,9 +6,9 @@
 
 The shipped weights came from two runs on one H100 (minutes include a minute or two of compilation each):
 
-    python -m dsv4.demo.train base:8.4 --out runs/base
-    python -m dsv4.demo.train finish:8.1 --seed 7 --init runs/base --out runs/finish
-    python -m dsv4.demo.publish runs/finish dsv4/demo/checkpoint-new
+    python -m dsv4.demo.training.train base:8.4 --out runs/base
+    python -m dsv4.demo.training.train finish:8.1 --seed 7 --init runs/base --out runs/finish
+    python -m dsv4.demo.training.publish runs/finish dsv4/demo/checkpoint-new
 """
 
 import argparse
@@ -28,11 +28,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dsv4.demo import data, fast_forward, mixture, weights
-from dsv4.demo.data import BatchShape, Request
-from dsv4.demo.fast_forward import Kernels, Options
+from dsv4.demo import CHECKPOINT
+from dsv4.demo.training import data, fast_forward, mixture, weights
+from dsv4.demo.training.data import BatchShape, Request
+from dsv4.demo.training.fast_forward import Kernels, Options
 
-TOKENIZER = Path(__file__).parent / "checkpoint" / "tokenizer.json"
+TOKENIZER = CHECKPOINT / "tokenizer.json"
 SHORT, LONG = BatchShape(512, 64, 0.4), BatchShape(2560, 12, 0.8)
 PROMPT_WEIGHT = 0.05
 BIAS_SPEED = 1e-3
@@ -196,7 +197,7 @@ def kernels(compiled: bool) -> tuple[Kernels, Callable[..., Tensor]]:
     import torch._dynamo
     import torch._inductor.config
 
-    from dsv4.demo import sinkhorn
+    from dsv4.demo.training import sinkhorn
 
     torch._dynamo.config.recompile_limit = 64
     assert sinkhorn.sinkhorn is not None

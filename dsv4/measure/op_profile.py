@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsv4.cli.profile_table import HEAD, Row, format_table
+from dsv4.measure.profile_table import HEAD, Row, format_table
 
 BETWEEN_OPS, BETWEEN_STEPS, HAND_OFFS = "(between ops)", "(between steps)", "(hand-offs)"
 # In place of the kind of a layer: hand-offs belong to none.

@@ -11,8 +11,8 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from dsv4.cli.profile_table import Row, format_table
 from dsv4.errors import UserError
+from dsv4.measure.profile_table import Row, format_table
 
 GAPS, HOPS = "(gaps between kernels)", "(hops between devices)"
 _COPIES = ("Memcpy", "Memset")

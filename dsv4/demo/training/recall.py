@@ -2,8 +2,8 @@
 
 import random
 
-from dsv4.demo import tasks, words
-from dsv4.demo.chat import ASSISTANT, BOS, END_THINK, EOS, USER, Example
+from dsv4.demo.training import tasks, words
+from dsv4.demo.training.chat import ASSISTANT, BOS, END_THINK, EOS, USER, Example
 
 OPENING = "Remember these codes."
 TOKENS_PER_LINE, TOKENS_PER_QUESTION = 9, 17

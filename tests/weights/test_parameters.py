@@ -11,8 +11,8 @@ from dsv4.checkpoint.outputs import output_tensors
 from dsv4.checkpoint.shard import DTYPE_NAMES
 from dsv4.checkpoint.writer import OutputTensor
 from dsv4.config import ModelConfig
-from dsv4.parameters import Parameter, Role, layer_of, mtp_stages, parameters
-from dsv4.quant import QuantTensor
+from dsv4.weights.parameters import Parameter, Role, layer_of, mtp_stages, parameters
+from dsv4.weights.quant import QuantTensor
 from tests.releases import RELEASES, Release, recorded_tensors
 
 

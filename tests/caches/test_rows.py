@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import (
+from dsv4.caches.rows import (
     KV_GROUP,
     RowCache,
     RowFormat,
@@ -20,7 +20,7 @@ from dsv4.cache_rows import (
 )
 
 VECTORS = json.loads(
-    (Path(__file__).parent / "data/numeric_vectors.json").read_text(encoding="utf-8")
+    (Path(__file__).parent.parent / "data/numeric_vectors.json").read_text(encoding="utf-8")
 )
 CPU, HEAD_DIM, ROPE_DIM = torch.device("cpu"), 512, 64
 FORMATS = list(RowFormat)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dsv4.demo import geometry
-from dsv4.quant import QuantFormat, quantize
+from dsv4.demo.training import geometry
+from dsv4.weights.quant import QuantFormat, quantize
 
 _FP32 = re.compile(
     r"(norm\.weight|_hc\.|hc_head\.|sinks|position_bias|mlp\.gate\.weight|e_score_correction_bias)"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.quant import (
+from dsv4.weights.quant import (
     QuantFormat,
     QuantTensor,
     e8m0_to_float,

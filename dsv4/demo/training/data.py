@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
-from dsv4.demo import mixture
-from dsv4.demo.chat import Example
+from dsv4.demo.training import mixture
+from dsv4.demo.training.chat import Example
 
 EOS_ID = 1
 

@@ -1,7 +1,8 @@
-"""Held-out exact match of the demo checkpoint in this engine: ``python -m dsv4.demo.evaluate [--limit N] [--task T]``.
+"""Held-out exact match of the demo checkpoint in this engine.
 
-Greedy decoding from the quantised file. Prints a table; the exit code is 1 when a bar is missed, an answer does
-not stop by itself, or the capital of France is not Paris.
+``python -m dsv4.demo.training.evaluate [--limit N] [--task T]`` decodes greedily from the quantised
+file and prints a table. The exit code is 1 when a bar is missed, an answer does not stop by itself,
+or the capital of France is not Paris.
 """
 
 import argparse
@@ -13,10 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dsv4 import Engine, EngineConfig, SamplingParams
-from dsv4.bench.provenance import provenance
-from dsv4.cpu_threads import limit_cpu_threads
-from dsv4.demo import CHECKPOINT, mixture
-from dsv4.demo.chat import BOS, EOS, conversation
+from dsv4.cli.cpu_threads import limit_cpu_threads
+from dsv4.demo import CHECKPOINT
+from dsv4.demo.training import mixture
+from dsv4.demo.training.chat import BOS, EOS, conversation
+from dsv4.measure.provenance import provenance
 from encoding import Tokenizer
 
 SHORT_BAR = 0.95
@@ -145,7 +147,7 @@ def main() -> int:
     print(table(results))
     print(f"\nThe capital of France is Paris: {'yes' if paris else 'no'}")
     if arguments.json:
-        command = " ".join(["python -m dsv4.demo.evaluate", *sys.argv[1:]])
+        command = " ".join(["python -m dsv4.demo.training.evaluate", *sys.argv[1:]])
         report = {
             **provenance(command),
             "paris": paris,

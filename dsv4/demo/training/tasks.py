@@ -8,8 +8,8 @@ import random
 import zlib
 from collections.abc import Callable
 
-from dsv4.demo import words
-from dsv4.demo.chat import Example, conversation, raw
+from dsv4.demo.training import words
+from dsv4.demo.training.chat import Example, conversation, raw
 
 Task = Callable[[random.Random, bool], Example]
 SYSTEMS = ("", "", "", "", "You are a helpful assistant.", "Answer briefly.")

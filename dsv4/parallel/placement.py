@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from dsv4.engine_config import EngineConfig
-from dsv4.parameters import layer_of
+from dsv4.weights.parameters import layer_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Placement:
         return cls(tuple(devices[layer % len(devices)] for layer in range(layers)))
 
     def device_of(self, name: str) -> torch.device:
-        """The device that owns a parameter of ``dsv4.parameters``."""
+        """The device that owns a parameter of ``dsv4.weights.parameters``."""
         return self.layer_devices[_home_layer(name, len(self.layer_devices))]
 
 

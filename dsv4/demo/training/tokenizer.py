@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dsv4.demo import mixture, recall
-from dsv4.demo.chat import BOS, EOS, PAD
+from dsv4.demo.training import mixture, recall
+from dsv4.demo.training.chat import BOS, EOS, PAD
 
 VOCAB_SIZE = 2560
 _LETTERS = "[一-龥\u3040-ゟ゠-ヿ]+"

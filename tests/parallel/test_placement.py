@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.devices import engine_devices
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
-from dsv4.parameters import parameters
-from dsv4.placement import Placement, bytes_by_layer
+from dsv4.parallel.devices import engine_devices
+from dsv4.parallel.placement import Placement, bytes_by_layer
+from dsv4.weights.parameters import parameters
 from tests.ops.cases import tiny_config
 
 

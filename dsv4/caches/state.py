@@ -7,13 +7,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dsv4.cache_rows import RowCache, RowFormat
+from dsv4.caches.layer import AttentionState, CompressedState, CompressorRing, KeySet
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.config import CSA_RATIO, ModelConfig
 from dsv4.engine_config import EngineConfig
-from dsv4.layers.attention import AttentionState
 from dsv4.limits import MAX_DECODE_TOKENS, MAX_TAKEN_BACK
-from dsv4.ops.attention import KeySet
-from dsv4.ops.compressor import CompressedState, CompressorRing
 
 # Where the configuration leaves it open: what a CPU computes in about a second.
 DEFAULT_PREFILL_CHUNK = 512

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from dsv4.cli.kernel_timeline import (
+from dsv4.config import layer_kinds
+from dsv4.decode import CUDAGraphDecoder
+from dsv4.engine import Engine
+from dsv4.errors import UserError
+from dsv4.measure.kernel_timeline import (
     DeviceEvent,
     StepLaunch,
     TokenTimeline,
     median_token,
     token_timelines,
 )
-from dsv4.cli.profile_table import HEAD
-from dsv4.decode import CUDAGraphDecoder
-from dsv4.engine import Engine
-from dsv4.errors import UserError
-from dsv4.layer_kinds import layer_kinds
+from dsv4.measure.profile_table import HEAD
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.step.recorded import Part, RecordedStep
 

@@ -2,9 +2,9 @@
 
 import random
 
-from dsv4.demo import recall, tasks, thinking, tools
-from dsv4.demo.chat import Example
-from dsv4.demo.tasks import Task
+from dsv4.demo.training import recall, tasks, thinking, tools
+from dsv4.demo.training.chat import Example
+from dsv4.demo.training.tasks import Task
 
 SHORT_TASKS: dict[str, Task] = {
     "capitals": tasks.capitals,

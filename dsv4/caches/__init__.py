@@ -1,0 +1,1 @@
+"""Caches: what a sequence owns on the devices."""

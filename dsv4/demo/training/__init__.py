@@ -1,0 +1,1 @@
+"""How the demo checkpoint is made: texts, training, publishing, evaluation. Not part of the wheel."""

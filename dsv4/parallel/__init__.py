@@ -1,0 +1,1 @@
+"""Several devices: which owns what, and how tensors pass between them."""
