@@ -1,4 +1,6 @@
-"""Answers one prompt with a DeepSeek-V4 checkpoint: load, prefill, decode, text as it is produced, one summary line."""
+"""Answers one prompt with a DeepSeek-V4 checkpoint: load, prefill, decode, text as it is produced,
+one summary line.
+"""
 
 import signal
 import sys
@@ -32,7 +34,9 @@ EXIT_OK, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 2, 130
 
 
 def load(job: Job, outcome: Outcome, show_bars: bool) -> Engine:
-    """The engine, which enters ``outcome``; its eager steps are observed where their profile is wanted."""
+    """The engine, which enters ``outcome``; its eager steps are observed where their profile is
+    wanted.
+    """
     started = time.perf_counter()
     with (
         ProgressBar("compile", KERNELS, sys.stderr, show_bars) as compiling,
@@ -128,7 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Ends the process as it is: torch aborts when Python tries to free the tensors of a device that has failed."""
+    """Ends the process as it is: torch aborts when Python tries to free the tensors of a device
+    that has failed.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):
             stream.flush()

@@ -2,10 +2,10 @@
 
 Dimension key, used as suffixes of tensor names (``q_THD``, ``logits_TV``) throughout the package:
 
-``T`` tokens of this step · ``S`` cache slots · ``C`` compressed entries · ``K`` selected entries · ``N`` listed key
-rows · ``H`` heads · ``I`` index heads · ``D`` head dim · ``R`` rope dims or low rank · ``G`` output groups · ``W``
-compressor width · ``E`` model dim · ``F`` expert inner dim · ``X`` experts · ``P`` experts per token · ``M``
-residual streams · ``V`` vocabulary.
+``T`` tokens of this step · ``S`` cache slots · ``C`` compressed entries · ``K`` selected entries ·
+``N`` listed key rows · ``H`` heads · ``I`` index heads · ``D`` head dim · ``R`` rope dims or low
+rank · ``G`` output groups · ``W`` compressor width · ``E`` model dim · ``F`` expert inner dim ·
+``X`` experts · ``P`` experts per token · ``M`` residual streams · ``V`` vocabulary.
 """
 
 from dsv4.config import ModelConfig

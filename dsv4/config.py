@@ -1,9 +1,9 @@
 """ModelConfig, from ``config.json`` in both dialects: frozen, validated, derived once.
 
 Two dialects of ``config.json`` describe the same model (model.md#config-dialects): DeepSeek's own
-(``compress_ratios``, ``num_hash_layers``, ``rope_scaling``) and the one of transformers (``layer_types``,
-``mlp_layer_types``, ``rope_parameters``). Both end in the same ``ModelConfig``; nothing about the geometry comes from
-anywhere else.
+(``compress_ratios``, ``num_hash_layers``, ``rope_scaling``) and the one of transformers
+(``layer_types``, ``mlp_layer_types``, ``rope_parameters``). Both end in the same ``ModelConfig``;
+nothing about the geometry comes from anywhere else.
 """
 
 import math
@@ -38,7 +38,9 @@ class Yarn:
 
 @dataclass(frozen=True)
 class DSpark:
-    """Keys of the DSpark speculative module of the -DSpark, -0731 and -0813 releases (model.md#dspark)."""
+    """Keys of the DSpark speculative module of the -DSpark, -0731 and -0813 releases
+    (model.md#dspark).
+    """
 
     block_size: int
     noise_token_id: int
@@ -48,10 +50,11 @@ class DSpark:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Geometry and constants of one DeepSeek-V4 model, by the names of ``config.json`` (model.md#configuration).
+    """Geometry and constants of one DeepSeek-V4 model, by the names of ``config.json``
+    (model.md#configuration).
 
-    ``compress_ratios`` and ``hash_layers`` have one entry per main layer; ratio 0 is sliding window only, 4 is CSA,
-    128 is HCA.
+    ``compress_ratios`` and ``hash_layers`` have one entry per main layer; ratio 0 is sliding window
+    only, 4 is CSA, 128 is HCA.
     """
 
     vocab_size: int
@@ -89,14 +92,18 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
-        """Reads ``folder/config.json``. Raises ``UserError`` for a missing, damaged or unsupported file."""
+        """Reads ``folder/config.json``. Raises ``UserError`` for a missing, damaged or unsupported
+        file.
+        """
         return cls.from_dict(
             read_json_object(Path(folder) / "config.json"), str(Path(folder) / "config.json")
         )
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "config.json") -> "ModelConfig":
-        """Builds the config from the parsed JSON of either dialect; ``source`` names it in errors (``UserError``)."""
+        """Builds the config from the parsed JSON of either dialect; ``source`` names it in errors
+        (``UserError``).
+        """
         read = JsonReader(raw, source)
         _refuse_other_models(read)
         layers = read.integer("num_hidden_layers", 1, 1024)

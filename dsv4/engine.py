@@ -61,11 +61,12 @@ class Engine:
         table: Table | None = None,
         compiling: Progress | None = None,
     ) -> None:
-        """``weights`` by canonical name (``dsv4.weights.parameters``), each on ``placement.device_of(name)``.
+        """``weights`` by canonical name (``dsv4.weights.parameters``), each on
+        ``placement.device_of(name)``.
 
-        ``table`` None: the op table of ``engine_config``. Names under ``mtp.`` are kept, as stored, in ``mtp_weights``.
-        The engine reads every weight once, so ``weights`` may be a ``ReadOnce``. ``compiling(done, total)`` is told
-        about kernels that have to be compiled.
+        ``table`` None: the op table of ``engine_config``. Names under ``mtp.`` are kept, as stored,
+        in ``mtp_weights``. The engine reads every weight once, so ``weights`` may be a
+        ``ReadOnce``. ``compiling(done, total)`` is told about kernels that have to be compiled.
         """
         self.config = config
         self.devices = placement.layer_devices
@@ -78,7 +79,8 @@ class Engine:
         self.table = table or table_on(engine_config, self.devices)
         dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
         self.model = Transformer.build(config, weights, self.table.packing, self.devices, dtype)
-        # What packing leaves in torch's cache goes back to the device, so that everything else finds room.
+        # What packing leaves in torch's cache goes back to the device, so that everything else
+        # finds room.
         torch.cuda.empty_cache()
         self.state = DecodeState.allocate(config, engine_config, self.max_context, self.devices)
         self.steps = self._build_steps(compiling)
@@ -98,13 +100,14 @@ class Engine:
         change_table: Callable[[Table], Table] | None = None,
         compiling: Progress | None = None,
     ) -> "Engine":
-        """Loads a checkpoint folder (model.md#checkpoints). ``progress(done_bytes, total_bytes)`` is called on the way,
-        before that ``compiling(done, total)`` as kernels are compiled.
+        """Loads a checkpoint folder (model.md#checkpoints). ``progress(done_bytes, total_bytes)``
+        is called on the way, before that ``compiling(done, total)`` as kernels are compiled.
 
-        ``change_table`` makes the op table that is used of the one that ``config`` chooses: to swap ops.
+        ``change_table`` makes the op table that is used of the one that ``config`` chooses: to swap
+        ops.
 
-        Raises ``UserError`` before any weight is read: for a bad folder, when the memory plan does not fit, and for a
-        GPU or an installation without the ops that are asked for.
+        Raises ``UserError`` before any weight is read: for a bad folder, when the memory plan does
+        not fit, and for a GPU or an installation without the ops that are asked for.
         """
         engine_config = config or EngineConfig()
         opened = _Opened.open(path, engine_config)
@@ -138,8 +141,8 @@ class Engine:
         self.state.set_position(0)
 
     def rewind(self, tokens: int) -> None:
-        """Takes back the last ``tokens`` tokens, e.g. rejected draft tokens: at most 8 behind the furthest position
-        that this sequence has reached, because the rings remember no more.
+        """Takes back the last ``tokens`` tokens, e.g. rejected draft tokens: at most 8 behind the
+        furthest position that this sequence has reached, because the rings remember no more.
         """
         limit = self.state.undoable_tokens
         if not 0 <= tokens <= limit:
@@ -148,7 +151,9 @@ class Engine:
 
     @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Tensor:
-        """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32 ``[V]``."""
+        """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32
+        ``[V]``.
+        """
         token_ids = self._checked(token_ids)
         hidden_TE = self._prefill(token_ids, progress)
         return self.steps.logits(hidden_TE[-1:])[0].clone()
@@ -157,7 +162,8 @@ class Engine:
         """Final hidden states of the last chunk."""
         hidden_TE = self.model.embed.table_VE.new_empty(0)
         done = 0
-        # The host runs ahead, so that every device has a chunk to work on, but not so far that progress means nothing.
+        # The host runs ahead, so that every device has a chunk to work on, but not so far that
+        # progress means nothing.
         in_flight: deque[torch.cuda.Event] = deque()
         for chunk in self._chunks(token_ids, None):
             hidden_TE = self.steps.run(chunk)
@@ -173,9 +179,11 @@ class Engine:
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int]) -> Tensor:
-        """Appends 1 to 8 tokens in one step; returns float32 ``[T, V]``, row t the logits after token t.
+        """Appends 1 to 8 tokens in one step; returns float32 ``[T, V]``, row t the logits after
+        token t.
 
-        With ``cuda_graph`` a step of as many tokens as were captured (1) replays; others run eagerly.
+        With ``cuda_graph`` a step of as many tokens as were captured (1) replays; others run
+        eagerly.
         """
         token_ids = self._checked(token_ids)
         if len(token_ids) > MAX_DECODE_TOKENS:
@@ -190,7 +198,8 @@ class Engine:
     def logits(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None) -> Tensor:
         """Teacher-forced logits of a fresh sequence at all positions, float32 ``[T, V]``.
 
-        ``chunk_sizes`` (summing to T) says how the tokens are fed; a size above ``prefill_chunk`` and 8 is split.
+        ``chunk_sizes`` (summing to T) says how the tokens are fed; a size above ``prefill_chunk``
+        and 8 is split.
         """
         self.reset()
         chunks = self._chunks(token_ids, chunk_sizes)
@@ -200,8 +209,9 @@ class Engine:
     def trace(self, token_ids: Sequence[int]) -> dict[str, Tensor | list[Tensor]]:
         """What passes through the model on a fresh sequence, for layer-by-layer comparison.
 
-        ``layers``: the streams ``[T, M, E]`` after each block; ``final``: the normalised hidden state ``[T, E]`` the
-        head reads; ``logits``: float32 ``[T, V]``. All on the CPU, in the dtype they had.
+        ``layers``: the streams ``[T, M, E]`` after each block; ``final``: the normalised hidden
+        state ``[T, E]`` the head reads; ``logits``: float32 ``[T, V]``. All on the CPU, in the
+        dtype they had.
         """
         self.reset()
         layers: dict[str, list[Tensor]] = {}
@@ -229,11 +239,12 @@ class Engine:
         stop_token_ids: Iterable[int] | None = None,
         prefill_progress: Progress | None = None,
     ) -> Generator[int, None, None]:
-        """Yields sampled ids of a fresh sequence until a stop token (not yielded), the limit or the context's end.
+        """Yields sampled ids of a fresh sequence until a stop token (not yielded), the limit or the
+        context's end.
 
-        ``stop_token_ids`` defaults to the model's EOS ids. ``last_run`` holds the statistics once the iterator ends,
-        also when the caller closes it early. Raises ``UserError`` for a prompt that does not fit and
-        ``FloatingPointError`` when a logit is NaN.
+        ``stop_token_ids`` defaults to the model's EOS ids. ``last_run`` holds the statistics once
+        the iterator ends, also when the caller closes it early. Raises ``UserError`` for a prompt
+        that does not fit and ``FloatingPointError`` when a logit is NaN.
         """
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise UserError(
@@ -254,7 +265,8 @@ class Engine:
         stops: frozenset[int],
         prefill_progress: Progress | None,
     ) -> Generator[int, None, None]:
-        # The caller may have used the engine between making this generator and asking it for the first token.
+        # The caller may have used the engine between making this generator and asking it for the
+        # first token.
         self.reset()
         started = time.perf_counter()
         with torch.inference_mode():
@@ -278,7 +290,8 @@ class Engine:
     def following(
         self, token: int, sampler: Sampler, steps: int, decoder: CUDAGraphDecoder | None
     ) -> Generator[int, None, None]:
-        """Yields the tokens after ``token``, one step each: replayed by ``decoder``, or run eagerly without one.
+        """Yields the tokens after ``token``, one step each: replayed by ``decoder``, or run eagerly
+        without one.
 
         Raises ``FloatingPointError`` when a logit is NaN.
         """
@@ -378,7 +391,9 @@ def plan_steps(
     table: Table,
     devices: tuple[torch.device, ...],
 ) -> PlannedSteps | None:
-    """The steps of a recorded table on the GPUs of this machine, without memory; None for the torch ops."""
+    """The steps of a recorded table on the GPUs of this machine, without memory; None for the torch
+    ops.
+    """
     if isinstance(table, DirectTable):
         return None
     targets = {device: Target.of(device) for device in dict.fromkeys(devices)}

@@ -4,8 +4,9 @@
 class UserError(ValueError):
     """Wrong input from outside: a file, a tensor in a file, a flag or a value.
 
-    The message is one line that names the file, tensor or flag, what was found and what was expected.
-    The driver prints it after ``error: `` and exits with code 2; it never shows a traceback for it.
+    The message is one line that names the file, tensor or flag, what was found and what was
+    expected. The driver prints it after ``error: `` and exits with code 2; it never shows a
+    traceback for it.
     """
 
 

@@ -20,7 +20,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(text: str, source: str) -> dict[str, Any]:
-    """Parses JSON text that must be an object without repeated keys; ``source`` names it in errors (``UserError``)."""
+    """Parses JSON text that must be an object without repeated keys; ``source`` names it in errors
+    (``UserError``).
+    """
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:

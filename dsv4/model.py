@@ -1,7 +1,9 @@
-"""The architecture: Block, Segment and Transformer, and the order of a step (model.md#forward-pass).
+"""The architecture: Block, Segment and Transformer, and the order of a step
+(model.md#forward-pass).
 
-``Transformer.__call__`` is the only place that states the order. It writes the step part by part into ``Parts``: a
-direct step computes each part at once, a recorded one keeps it to be run, captured and measured (``dsv4.step``).
+``Transformer.__call__`` is the only place that states the order. It writes the step part by part
+into ``Parts``: a direct step computes each part at once, a recorded one keeps it to be run,
+captured and measured (``dsv4.step``).
 """
 
 from contextlib import AbstractContextManager
@@ -57,7 +59,9 @@ class Parts(Protocol):
 
 
 class Outputs(NamedTuple):
-    """What a step computes: final hidden states ``[T, E]`` and, if wanted, float32 logits ``[T, V]``."""
+    """What a step computes: final hidden states ``[T, E]`` and, if wanted, float32 logits ``[T,
+    V]``.
+    """
 
     hidden_TE: Tensor
     logits_TV: Tensor | None
@@ -119,7 +123,9 @@ class Transformer:
         devices: tuple[torch.device, ...],
         compute_dtype: torch.dtype,
     ) -> "Transformer":
-        """``devices[l]`` is where the weights of block l are; matrices are kept as ``packing`` makes them."""
+        """``devices[l]`` is where the weights of block l are; matrices are kept as ``packing``
+        makes them.
+        """
         root = WeightReader(weights, packing)
         kinds = zip(config.compress_ratios, config.hash_layers, strict=True)
         blocks = tuple(
@@ -165,9 +171,11 @@ class Transformer:
         arrived_TME: Tensor | None,
         positions: dict[torch.device, Tensor],
     ) -> Tensor:
-        """The streams ``[T, M, E]`` after the segment; nothing arrives at the first one, which embeds the tokens.
+        """The streams ``[T, M, E]`` after the segment; nothing arrives at the first one, which
+        embeds the tokens.
 
-        A device's first segment of a step moves the device's position on and enters its int64 ``[T]`` in ``positions``.
+        A device's first segment of a step moves the device's position on and enters its int64
+        ``[T]`` in ``positions``.
         """
         device = segment.device
         tokens_T = parts.tokens(device)

@@ -25,9 +25,10 @@ CUDA_RESERVE_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Bytes of one device: weights; ``ops_bytes``, what the op table keeps besides (the torch ops every matrix decoded
-    to float32, the CUDA ops nothing); the decode state; and ``work_bytes``, which come and go: packing the largest
-    weight or the longest step, whichever needs more, and a reserve for the CUDA driver.
+    """Bytes of one device: weights; ``ops_bytes``, what the op table keeps besides (the torch ops
+    every matrix decoded to float32, the CUDA ops nothing); the decode state; and ``work_bytes``,
+    which come and go: packing the largest weight or the longest step, whichever needs more, and a
+    reserve for the CUDA driver.
     """
 
     device: torch.device
@@ -90,7 +91,9 @@ class MemoryPlan:
 
 
 def max_context_tokens(config: ModelConfig, engine: EngineConfig) -> int:
-    """The context the caches are sized for. Raises ``UserError`` beyond what the model was made for."""
+    """The context the caches are sized for. Raises ``UserError`` beyond what the model was made
+    for.
+    """
     if engine.max_context is None:
         return min(config.max_position_embeddings, DEFAULT_MAX_CONTEXT)
     if engine.max_context > config.max_position_embeddings:
@@ -108,7 +111,8 @@ def plan_memory(
     stored: Iterable[ParameterDescription],
     steps: PlannedSteps | None,
 ) -> MemoryPlan:
-    """Sums the checkpoint's ``stored`` parameters, the decode state and the work over the devices of ``placement``.
+    """Sums the checkpoint's ``stored`` parameters, the decode state and the work over the devices
+    of ``placement``.
 
     ``steps``: the recorded steps of the CUDA ops; None plans for the torch ops.
     """
@@ -164,7 +168,8 @@ def _torch_work(
 def available_bytes(device: torch.device) -> int:
     """Free memory of a CUDA device, or memory the operating system can give without swapping.
 
-    Raises ``UserError`` for a CUDA device that cannot be used, e.g. one that is full: this is the first use of it.
+    Raises ``UserError`` for a CUDA device that cannot be used, e.g. one that is full: this is the
+    first use of it.
     """
     if device.type == "cuda":
         try:

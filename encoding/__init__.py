@@ -1,4 +1,6 @@
-"""Strings only: DeepSeek-V4 prompts and completions, and the tokenizer. Needs neither torch nor `dsv4`."""
+"""Strings only: DeepSeek-V4 prompts and completions, and the tokenizer. Needs neither torch nor
+`dsv4`.
+"""
 
 from encoding.chat_file import load_messages, messages_of_request
 from encoding.completion import (

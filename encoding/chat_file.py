@@ -5,10 +5,12 @@ from pathlib import Path
 
 
 def load_messages(path: str | Path) -> list[dict]:
-    """Messages of a JSON file: a list of messages, or a request object with messages, tools and response_format.
+    """Messages of a JSON file: a list of messages, or a request object with messages, tools and
+    response_format.
 
-    Raises FileNotFoundError, or ValueError that names the file. Other fields of a request object are not for the
-    encoder and are left out; what the messages hold is checked by `encode_messages`.
+    Raises FileNotFoundError, or ValueError that names the file. Other fields of a request object
+    are not for the encoder and are left out; what the messages hold is checked by
+    `encode_messages`.
     """
     file = Path(path)
     if not file.is_file():
@@ -24,10 +26,12 @@ def load_messages(path: str | Path) -> list[dict]:
 
 
 def messages_of_request(request: object) -> list[dict]:
-    """The messages of a parsed chat request, its tools and response format put where the encoder reads them.
+    """The messages of a parsed chat request, its tools and response format put where the encoder
+    reads them.
 
-    They are attached to the leading system or developer message; where there is none, an empty system message is put
-    in front. The request is not changed. ValueError if it is neither a list nor an object with a list of messages.
+    They are attached to the leading system or developer message; where there is none, an empty
+    system message is put in front. The request is not changed. ValueError if it is neither a list
+    nor an object with a list of messages.
     """
     if isinstance(request, list):
         return request
@@ -49,7 +53,9 @@ def messages_of_request(request: object) -> list[dict]:
 
 
 def _response_schema(response_format: object) -> object:
-    """What the model is shown of an OpenAI response_format: nothing for plain text, the schema itself for a schema."""
+    """What the model is shown of an OpenAI response_format: nothing for plain text, the schema
+    itself for a schema.
+    """
     if not isinstance(response_format, dict):
         return response_format
     if response_format.get("type") == "text":

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 class Completion:
     """A parsed completion.
 
-    message: as `parse_message_from_completion_text` returns it. The arguments of every tool call are a valid JSON
+    message: as `parse_message_from_completion_text` returns it. The arguments of every tool call
+    are a valid JSON
         object; a call that was cut off is left out.
-    repairs: names of the deviations that were mended, in the order of their first occurrence; empty for a completion
+    repairs: names of the deviations that were mended, in the order of their first occurrence; empty
+    for a completion
         that follows the format. `encoding.streaming_parser` lists the names.
     complete: whether the model ended its turn itself (EOS), so that nothing is missing at the end.
     """
@@ -35,7 +37,9 @@ class ContentDelta:
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """The model begins call number `index`. A call that never gets a `ToolCallEnd` was cut off and does not count."""
+    """The model begins call number `index`. A call that never gets a `ToolCallEnd` was cut off and
+    does not count.
+    """
 
     index: int
     name: str
@@ -43,7 +47,9 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """More JSON text of the arguments of call `index`; all pieces together are the final `arguments`."""
+    """More JSON text of the arguments of call `index`; all pieces together are the final
+    `arguments`.
+    """
 
     index: int
     text: str

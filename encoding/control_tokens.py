@@ -1,12 +1,13 @@
 """The tokenizer's control tokens, and how text that merely quotes them is made harmless.
 
-The chat markers of DeepSeek-V4 are ordinary strings that the tokenizer turns into single control tokens wherever they
-stand, also inside what a user typed or a tool returned (model.md#tokenizer). `neutralize` puts one U+200B (zero
-width space) before the last character of every such literal. The text then looks the same but no longer tokenises
-to a control token; text without such a literal comes back unchanged.
+The chat markers of DeepSeek-V4 are ordinary strings that the tokenizer turns into single control
+tokens wherever they stand, also inside what a user typed or a tool returned (model.md#tokenizer).
+`neutralize` puts one U+200B (zero width space) before the last character of every such literal. The
+text then looks the same but no longer tokenises to a control token; text without such a literal
+comes back unchanged.
 
-The space stands before the *last* character so that a literal that begins in an already encoded context and ends in
-new text is broken inside the new text.
+The space stands before the *last* character so that a literal that begins in an already encoded
+context and ends in new text is broken inside the new text.
 """
 
 import re
@@ -59,12 +60,16 @@ _TOOL_RESULT_CLOSE = re.compile(f"(?=({re.escape(TOOL_RESULT_CLOSE)}))")
 
 
 def neutralize(text: str) -> str:
-    """`text` with U+200B before the last character of every control-token literal; other text is returned as it is."""
+    """`text` with U+200B before the last character of every control-token literal; other text is
+    returned as it is.
+    """
     return _break_literals(_CONTROL_TOKEN, text)
 
 
 def neutralize_tool_result(text: str) -> str:
-    """As `neutralize`, and also for `</tool_result>`, with which a tool could end its result and go on as user."""
+    """As `neutralize`, and also for `</tool_result>`, with which a tool could end its result and go
+    on as user.
+    """
     return _break_literals(_TOOL_RESULT_CLOSE, neutralize(text))
 
 

@@ -1,8 +1,8 @@
 """Messages → DeepSeek-V4 prompt text, and completion text → message (model.md#chat-encoding).
 
-Control tokens that are quoted in somebody's text (system, user, developer, assistant history, tool results, tool
-schemas, names and arguments of earlier calls) are neutralised by default: see `encoding.control_tokens`. Text without
-such literals is never changed.
+Control tokens that are quoted in somebody's text (system, user, developer, assistant history, tool
+results, tool schemas, names and arguments of earlier calls) are neutralised by default: see
+`encoding.control_tokens`. Text without such literals is never changed.
 """
 
 from dataclasses import replace
@@ -28,20 +28,24 @@ def encode_messages(
     profile: str = "preview",
     neutralize_control_tokens: bool = True,
 ) -> str:
-    """The prompt for `messages`, to be tokenised without adding special tokens: it already begins with BOS.
+    """The prompt for `messages`, to be tokenised without adding special tokens: it already begins
+    with BOS.
 
-    messages: OpenAI-style dictionaries with role system, user, assistant, tool, developer or latest_reminder. `tools`
+    messages: OpenAI-style dictionaries with role system, user, assistant, tool, developer or
+    latest_reminder. `tools`
         and `response_format` belong to a system or developer message. They are read, never changed.
-    thinking_mode: "thinking" lets the model reason first, "chat" does not.
-    context: earlier messages whose text the caller already has; only what follows it is returned, without BOS.
-    drop_thinking: leave out the reasoning of turns before the last user message. Ignored if any message has tools.
-    reasoning_effort, profile: see `encoding.reasoning_effort`; the effort has no effect in chat mode.
-    neutralize_control_tokens: False writes all text as it is, like the official encoder. With True an assistant's
+    thinking_mode: "thinking" lets the model reason first, "chat" does not. context: earlier
+    messages whose text the caller already has; only what follows it is returned, without BOS.
+    drop_thinking: leave out the reasoning of turns before the last user message. Ignored if any
+    message has tools. reasoning_effort, profile: see `encoding.reasoning_effort`; the effort has no
+    effect in chat mode. neutralize_control_tokens: False writes all text as it is, like the
+    official encoder. With True an assistant's
         reasoning that still carries its `<think>` tags loses them, since the format writes its own.
 
-    The generation prompt is written after a final user, developer or tool message. A conversation that ends with an
-    assistant message is closed by EOS, or left open for continuation if that message has `wo_eos`.
-    Raises ValueError, with one line, for anything in the arguments that the format cannot express.
+    The generation prompt is written after a final user, developer or tool message. A conversation
+    that ends with an assistant message is closed by EOS, or left open for continuation if that
+    message has `wo_eos`. Raises ValueError, with one line, for anything in the arguments that the
+    format cannot express.
     """
     if thinking_mode not in ("chat", "thinking"):
         raise ValueError(f"thinking_mode is {thinking_mode!r}, expected 'chat' or 'thinking'")

@@ -1,9 +1,9 @@
 """Reading tool-call tags as models really write them (model.md#parsing).
 
-The prescribed tags are `<｜DSML｜tool_calls>`, `<｜DSML｜invoke name="f">`,
-`<｜DSML｜parameter name="p" string="true">` and `</｜DSML｜…>`. Accepted besides: ASCII bars (`|DSML|`), spaces and
-line breaks around attributes, single quotes, a slash behind the marker (`<｜DSML｜/invoke>`), and tags without marker
-where the caller allows them.
+The prescribed tags are `<｜DSML｜tool_calls>`, `<｜DSML｜invoke name="f">`, `<｜DSML｜parameter name="p"
+string="true">` and `</｜DSML｜…>`. Accepted besides: ASCII bars (`|DSML|`), spaces and line breaks
+around attributes, single quotes, a slash behind the marker (`<｜DSML｜/invoke>`), and tags without
+marker where the caller allows them.
 """
 
 import re
@@ -20,7 +20,8 @@ MARKED_STARTS = tuple(
     f"<{slash}{left}DSML{right}" for slash in ("", "/") for left in "｜|" for right in "｜|"
 )
 
-# Not possessive, although nothing is gained by backtracking: Python 3.11.2 misreads possessive groups.
+# Not possessive, although nothing is gained by backtracking: Python 3.11.2 misreads possessive
+# groups.
 _ATTRIBUTES = r"""(?:[^"'<>]|"[^"]*"|'[^']*')*"""
 _MARKER = r"[｜|]DSML[｜|]"
 _TAG = re.compile(rf"<(/?)({_MARKER})?(/?)\s*({'|'.join(TAG_NAMES)})(?=[\s>])({_ATTRIBUTES})>")
@@ -62,7 +63,9 @@ def read_tag(text: str, start: int) -> Tag | None:
 
 
 def may_become_tag(text: str, start: int) -> bool:
-    """Whether the text from `start` to its end is the beginning of a tag, or of EOS, that more text could complete."""
+    """Whether the text from `start` to its end is the beginning of a tag, or of EOS, that more text
+    could complete.
+    """
     if len(text) - start >= MAX_TAG_CHARACTERS:
         return False
     if any(literal.startswith(text[start:]) for literal in (EOS, *MARKED_STARTS)):
@@ -77,7 +80,9 @@ def may_become_tag(text: str, start: int) -> bool:
 
 
 def find_tag_start(text: str, start: int, also_unmarked: bool) -> int | None:
-    """Where from `start` on a marker, an EOS or, if asked for, a tag name without marker follows; None if nowhere."""
+    """Where from `start` on a marker, an EOS or, if asked for, a tag name without marker follows;
+    None if nowhere.
+    """
     match = (_START_ALSO_UNMARKED if also_unmarked else _START).search(text, start)
     return None if match is None else match.start()
 

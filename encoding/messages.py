@@ -1,7 +1,7 @@
 """OpenAI-style message dictionaries, checked and turned into typed messages (model.md#messages).
 
-Everything behind this module may rely on the types; everything a caller can get wrong is refused here with a
-ValueError that names the message.
+Everything behind this module may rely on the types; everything a caller can get wrong is refused
+here with a ValueError that names the message.
 """
 
 import json
@@ -51,7 +51,9 @@ class Message:
 
 
 def to_json(value: object, where: str) -> str:
-    """JSON text as the model was trained on it: default separators, no ASCII escapes, key order kept."""
+    """JSON text as the model was trained on it: default separators, no ASCII escapes, key order
+    kept.
+    """
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -59,7 +61,9 @@ def to_json(value: object, where: str) -> str:
 
 
 def parse_messages(messages: object, where: str) -> list[Message]:
-    """Typed copies of the dictionaries in `messages`; the input is not changed. ValueError names the faulty message."""
+    """Typed copies of the dictionaries in `messages`; the input is not changed. ValueError names
+    the faulty message.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise ValueError(f"{where} is {type(messages).__name__}, expected a list of messages")
     return [_parse_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
@@ -100,7 +104,9 @@ def _parse_message(message: object, where: str) -> Message:
 
 
 def text_of(content: object, where: str) -> str:
-    """A content as one string: None is empty, parts are joined with blank lines (model.md#messages)."""
+    """A content as one string: None is empty, parts are joined with blank lines
+    (model.md#messages).
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -113,7 +119,9 @@ def text_of(content: object, where: str) -> str:
 
 
 def parse_tools(tools: object, where: str) -> list[dict[str, object]]:
-    """The function schemas of a `tools` list in the OpenAI format; None is no tools. ValueError names `where`."""
+    """The function schemas of a `tools` list in the OpenAI format; None is no tools. ValueError
+    names `where`.
+    """
     if tools is None:
         return []
     if not isinstance(tools, (list, tuple)):
@@ -182,7 +190,9 @@ def _parse_tool_call(call: object, where: str) -> ToolCall:
 
 
 def _parse_arguments(arguments: object, where: str) -> dict[str, object]:
-    """Arguments as a dictionary, text that is no JSON object as the one argument `arguments` (model.md#messages)."""
+    """Arguments as a dictionary, text that is no JSON object as the one argument `arguments`
+    (model.md#messages).
+    """
     if isinstance(arguments, Mapping):
         arguments = to_json(arguments, where)
     if not isinstance(arguments, str):

@@ -1,4 +1,6 @@
-"""What happens to a conversation before it is rendered (model.md#messages): merge, sort, drop reasoning."""
+"""What happens to a conversation before it is rendered (model.md#messages): merge, sort, drop
+reasoning.
+"""
 
 from dataclasses import replace
 
@@ -8,10 +10,11 @@ _ROLES_ALWAYS_KEPT = ("user", "system", "tool", "latest_reminder", "direct_searc
 
 
 def merge_user_turns(messages: list[Message]) -> list[Message]:
-    """Tool and user messages that follow each other become one user turn; the model has no tool role.
+    """Tool and user messages that follow each other become one user turn; the model has no tool
+    role.
 
-    A user message does not join a turn that carries a task. The task of a user message that does join is lost,
-    as in the official encoder.
+    A user message does not join a turn that carries a task. The task of a user message that does
+    join is lost, as in the official encoder.
     """
     merged: list[Message] = []
     for message in messages:
@@ -38,7 +41,9 @@ def merge_user_turns(messages: list[Message]) -> list[Message]:
 
 
 def sort_tool_results(messages: list[Message]) -> list[Message]:
-    """Tool results in the order of the calls they answer; text blocks stay where they are, unknown calls count as 0."""
+    """Tool results in the order of the calls they answer; text blocks stay where they are, unknown
+    calls count as 0.
+    """
     call_order: dict[str, int] = {}
     result = []
     for message in messages:
@@ -69,7 +74,9 @@ def last_user_index(messages: list[Message]) -> int:
 
 
 def drop_old_reasoning(messages: list[Message]) -> list[Message | None]:
-    """Before the last user message: assistants lose their reasoning, developer and unknown messages become None."""
+    """Before the last user message: assistants lose their reasoning, developer and unknown messages
+    become None.
+    """
     last_user = last_user_index(messages)
     result: list[Message | None] = []
     for index, message in enumerate(messages):

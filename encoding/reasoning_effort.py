@@ -1,4 +1,6 @@
-"""Reasoning-effort prefixes of both prompt profiles, and a checkpoint's profile (model.md#reasoning-effort)."""
+"""Reasoning-effort prefixes of both prompt profiles, and a checkpoint's profile
+(model.md#reasoning-effort).
+"""
 
 import json
 import re
@@ -23,7 +25,8 @@ _BEYOND_MAXIMUM = (
     "that no assumption remains unchecked and no error remains undiscovered.\n\n"
 )
 
-# profile -> effort -> text written before the first message; None is the effort of a caller who names none.
+# profile -> effort -> text written before the first message; None is the effort of a caller who
+# names none.
 _PREFIXES: dict[str, dict[str | None, str]] = {
     "preview": {None: "", "high": "", "max": _ABSOLUTE_MAXIMUM},
     "official": {None: "", "low": "", "high": _ABSOLUTE_MAXIMUM, "max": _BEYOND_MAXIMUM},
@@ -41,7 +44,9 @@ _EFFORT_TABLE_KEY = r"""["']{}["']\s*:"""
 
 
 def effort_prefix(effort: str | None, profile: str) -> str:
-    """Text that opens a thinking prompt. ValueError for an unknown profile, or an effort that the profile lacks."""
+    """Text that opens a thinking prompt. ValueError for an unknown profile, or an effort that the
+    profile lacks.
+    """
     prefixes = _PREFIXES.get(profile) if isinstance(profile, str) else None
     if prefixes is None:
         raise ValueError(f"profile is {profile!r}, expected one of {', '.join(_PREFIXES)}")
@@ -56,7 +61,8 @@ def effort_prefix(effort: str | None, profile: str) -> str:
 def fold_reasoning_effort(effort: str, profile: str) -> str:
     """The profile's own name for an API effort: minimal, low, medium, high, xhigh or max.
 
-    Preview weights know only high and max, so everything below high is high there. ValueError for other names.
+    Preview weights know only high and max, so everything below high is high there. ValueError for
+    other names.
     """
     folded = _FOLDED_EFFORTS.get(profile, {}).get(effort, effort)
     effort_prefix(folded, profile)
@@ -67,7 +73,8 @@ def detect_profile(checkpoint_dir: str | Path) -> Profile:
     """Which profile the checkpoint in `checkpoint_dir` was trained with.
 
     1. Its own `encoding/encoding_dsv4.py` decides where it is shipped: "official" if it sets
-       `DEFAULT_REASONING_EFFORT = "low"` and has a table with the keys low, high and max, else "preview".
+       `DEFAULT_REASONING_EFFORT = "low"` and has a table with the keys low, high and max, else
+       "preview".
     2. Without that file: "official" if config.json has `dspark_*` keys, which came with the official releases.
        (The DSpark builds of the preview weights have them too, but ship the file.)
     3. Else "preview".

@@ -1,7 +1,8 @@
 """Typed messages → pieces of prompt text (model.md#rendering).
 
-A piece is either markup, written by this module, or data, written by somebody else. The distinction is kept until the
-very end, so that control tokens quoted in data can be told from those that give the prompt its form.
+A piece is either markup, written by this module, or data, written by somebody else. The distinction
+is kept until the very end, so that control tokens quoted in data can be told from those that give
+the prompt its form.
 """
 
 from collections.abc import Iterator
@@ -77,7 +78,8 @@ class Rendering(NamedTuple):
 def join_pieces(pieces: list[Piece], neutralize_data: bool) -> str:
     """The prompt text. With `neutralize_data`, control tokens stand only where markup put them.
 
-    Neighbouring data pieces are looked at together: two system messages may split a literal between them.
+    Neighbouring data pieces are looked at together: two system messages may split a literal between
+    them.
     """
     runs = groupby((piece for piece in pieces if piece.text), key=lambda piece: piece.kind)
     texts = []
@@ -92,7 +94,9 @@ def join_pieces(pieces: list[Piece], neutralize_data: bool) -> str:
 
 
 def render_messages(messages: list[Message], rendering: Rendering) -> Iterator[list[Piece]]:
-    """One list of pieces per message of the preprocessed conversation. ValueError for a role that has no rendering."""
+    """One list of pieces per message of the preprocessed conversation. ValueError for a role that
+    has no rendering.
+    """
     last_user = last_user_index(messages)
     for index, message in enumerate(messages):
         previous_has_task = index > 0 and messages[index - 1].task is not None
@@ -193,7 +197,9 @@ def _tool_call(call: ToolCall) -> list[Piece]:
 def _transition(
     message: Message, next_role: str | None, thinking: bool, opens_thinking: bool
 ) -> list[Piece]:
-    """What asks the model to speak, where the message is followed by nothing, an assistant or a reminder."""
+    """What asks the model to speak, where the message is followed by nothing, an assistant or a
+    reminder.
+    """
     if next_role not in (None, "assistant", "latest_reminder"):
         return []
     if message.task == "action":

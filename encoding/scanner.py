@@ -6,9 +6,11 @@ _SPACE = re.compile(r"\s*")
 
 
 class Scanner:
-    """`text` from `at` on is unused, and up to `scanned` it is known to hold no marker, so that it is searched once.
+    """`text` from `at` on is unused, and up to `scanned` it is known to hold no marker, so that it
+    is searched once.
 
-    `final` says that no more text will come. Positions are valid until the next `append` or `push_back`.
+    `final` says that no more text will come. Positions are valid until the next `append` or
+    `push_back`.
     """
 
     def __init__(self) -> None:

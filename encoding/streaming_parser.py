@@ -1,4 +1,5 @@
-"""Completion text → events, as it is produced (model.md#parsing). Accepts any text and says what it had to mend.
+"""Completion text → events, as it is produced (model.md#parsing). Accepts any text and says what it
+had to mend.
 
 Repairs and their names:
 
@@ -47,14 +48,18 @@ _CONTROL_BEGINNING = re.compile("</?｜|｜D")
 
 
 class StreamingParser:
-    """Feed it text in pieces of any size: neither the final message nor the joined events depend on the split.
+    """Feed it text in pieces of any size: neither the final message nor the joined events depend on
+    the split.
 
-    Text that could be the beginning of a marker is held back until it is known not to be one. The line breaks in front
-    of a tool block do not belong to the content, so up to two at the end are held back as well.
+    Text that could be the beginning of a marker is held back until it is known not to be one. The
+    line breaks in front of a tool block do not belong to the content, so up to two at the end are
+    held back as well.
     """
 
     def __init__(self, thinking_mode: str, tools: list[dict] | None = None) -> None:
-        """`tools`, in the OpenAI format, tell declared parameters from wrappers. ValueError for a wrong argument."""
+        """`tools`, in the OpenAI format, tell declared parameters from wrappers. ValueError for a
+        wrong argument.
+        """
         if thinking_mode not in ("chat", "thinking"):
             raise ValueError(f"thinking_mode is {thinking_mode!r}, expected 'chat' or 'thinking'")
         self._chat_mode = thinking_mode == "chat"

@@ -19,12 +19,14 @@ _PARAMETER = re.compile(r' name="(.*?)" string="(true|false)">(.*)<', re.DOTALL)
 
 
 def parse_message_from_completion_text(text: str, thinking_mode: str) -> dict:
-    """{"role": "assistant", "content", "reasoning_content", "tool_calls"} of a completion that ends with EOS.
+    """{"role": "assistant", "content", "reasoning_content", "tool_calls"} of a completion that ends
+    with EOS.
 
-    In thinking mode `text` begins with the reasoning, since `<think>` is the end of the prompt. `tool_calls` are in the
-    OpenAI format without ids; `arguments` is JSON text in which values of other types than string stand as the model
-    wrote them. Raises ValueError, with one line, for every deviation from the format; `parse_completion` of
-    `encoding.tolerant_parser` accepts any text.
+    In thinking mode `text` begins with the reasoning, since `<think>` is the end of the prompt.
+    `tool_calls` are in the OpenAI format without ids; `arguments` is JSON text in which values of
+    other types than string stand as the model wrote them. Raises ValueError, with one line, for
+    every deviation from the format; `parse_completion` of `encoding.tolerant_parser` accepts any
+    text.
     """
     if thinking_mode not in ("chat", "thinking"):
         raise ValueError(f"thinking_mode is {thinking_mode!r}, expected 'chat' or 'thinking'")
@@ -64,7 +66,9 @@ class _Reader:
     position: int = 0
 
     def read_until(self, *stops: str) -> tuple[str, str | None]:
-        """Text before the nearest of `stops`, and which one it was; all the rest and None if there is none."""
+        """Text before the nearest of `stops`, and which one it was; all the rest and None if there
+        is none.
+        """
         found = [(self.text.find(stop, self.position), stop) for stop in stops]
         start = self.position
         end, stop = min(

@@ -1,4 +1,6 @@
-"""tokenizer.json → token ids and back, and text that streams without broken characters (model.md#tokenizer)."""
+"""tokenizer.json → token ids and back, and text that streams without broken characters
+(model.md#tokenizer).
+"""
 
 import codecs
 from pathlib import Path
@@ -11,12 +13,15 @@ from encoding.control_tokens import BOS, EOS
 class Tokenizer:
     """The tokenizer of a checkpoint folder.
 
-    Control tokens in the text become their ids; no token is added, since the encoder writes BOS itself.
-    `bos_id` and `eos_id` are found by their names; `vocab_size` is one more than the highest token id.
+    Control tokens in the text become their ids; no token is added, since the encoder writes BOS
+    itself. `bos_id` and `eos_id` are found by their names; `vocab_size` is one more than the
+    highest token id.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """`path` is a tokenizer.json or the folder that holds it. FileNotFoundError or ValueError names the file."""
+        """`path` is a tokenizer.json or the folder that holds it. FileNotFoundError or ValueError
+        names the file.
+        """
         file = Path(path)
         if file.is_dir():
             file = file / "tokenizer.json"
@@ -74,7 +79,9 @@ class Tokenizer:
 
 
 class IncrementalDecoder:
-    """Text of a growing list of tokens. A character that is split over tokens appears when its last byte is there."""
+    """Text of a growing list of tokens. A character that is split over tokens appears when its last
+    byte is there.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -85,12 +92,16 @@ class IncrementalDecoder:
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an unfinished character, else nothing. The decoder is then fresh."""
+        """What is left at the end: U+FFFD for an unfinished character, else nothing. The decoder is
+        then fresh.
+        """
         return self._utf8.decode(b"", final=True)
 
 
 def _byte_symbols() -> dict[str, bytes]:
-    """Byte-level BPE writes every byte as a printable character: itself if it is one, else from U+0100 upwards."""
+    """Byte-level BPE writes every byte as a printable character: itself if it is one, else from
+    U+0100 upwards.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     symbols = {chr(byte): bytes([byte]) for byte in printable}

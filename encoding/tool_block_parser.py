@@ -11,10 +11,11 @@ _UNMARKED_CLOSE = "</parameter>"
 
 
 class ToolBlockParser:
-    """Reads from behind `<｜DSML｜tool_calls>`, or from a call without it, until the block is `finished`.
+    """Reads from behind `<｜DSML｜tool_calls>`, or from a call without it, until the block is
+    `finished`.
 
-    `step` returns False if only more text, or its end, can tell how to go on. The block also ends before EOS and
-    before text that belongs to no call; both are left to the caller.
+    `step` returns False if only more text, or its end, can tell how to go on. The block also ends
+    before EOS and before text that belongs to no call; both are left to the caller.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class ToolBlockParser:
         if tag.name == "parameter" and tag.closing:
             self._use(tag)
         elif tag.name == "eos" and not self._unmarked_close and _UNMARKED_CLOSE in value:
-            # The value never ended as it should have: then it ended with the first tag that is closed without marker.
+            # The value never ended as it should have: then it ended with the first tag that is
+            # closed without marker.
             self._unmarked_close = True
             self._value = []
             scanner.push_back(value)
@@ -125,7 +127,9 @@ class ToolBlockParser:
         return True
 
     def _next_tag(self, also_unmarked: bool) -> Tag | None:
-        """The nearest whole tag or EOS. None while there is none: then the text up to `scanned` holds none for sure."""
+        """The nearest whole tag or EOS. None while there is none: then the text up to `scanned`
+        holds none for sure.
+        """
         scanner = self._scanner
         while True:
             start = find_tag_start(scanner.text, scanner.scanned, also_unmarked)

@@ -10,7 +10,9 @@ _WRAPPERS = ("arguments", "input")
 
 
 def declared_parameters(tools: list[dict[str, object]]) -> dict[str, Mapping[str, object]]:
-    """Tool name → its declared properties, of function schemas in the JSON-schema form; unclear schemas are empty."""
+    """Tool name → its declared properties, of function schemas in the JSON-schema form; unclear
+    schemas are empty.
+    """
     result = {}
     for function in tools:
         parameters = function.get("parameters")
@@ -20,7 +22,9 @@ def declared_parameters(tools: list[dict[str, object]]) -> dict[str, Mapping[str
 
 
 class ToolCallBuilder:
-    """Collects the parameters of one call. `add` and `close` return the JSON text that is certain by then."""
+    """Collects the parameters of one call. `add` and `close` return the JSON text that is certain
+    by then.
+    """
 
     def __init__(
         self, properties: Mapping[str, object], note_repair: Callable[[str], None]
@@ -35,7 +39,9 @@ class ToolCallBuilder:
         self._json = ""
 
     def add(self, name: str, value: str, string_attribute: str | None) -> str:
-        """Takes a parameter as written; `string_attribute` says whether its value is text ("true") or JSON."""
+        """Takes a parameter as written; `string_attribute` says whether its value is text ("true")
+        or JSON.
+        """
         if name in self._values:
             self._note_repair("duplicate_parameter")
             return ""

@@ -1,4 +1,6 @@
-"""Shared test configuration: GPU tests are deselected where there is no CUDA device; property tests are repeatable."""
+"""Shared test configuration: GPU tests are deselected where there is no CUDA device; property tests
+are repeatable.
+"""
 
 import pytest
 from hypothesis import settings

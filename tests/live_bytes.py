@@ -1,4 +1,6 @@
-"""How many bytes of tensors are alive at once: what torch.cuda.max_memory_allocated says, for the CPU."""
+"""How many bytes of tensors are alive at once: what torch.cuda.max_memory_allocated says, for the
+CPU.
+"""
 
 import weakref
 from typing import Any
@@ -9,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operators return while it is active; ``peak`` is the most that lived together.
+    """Counts the storages that operators return while it is active; ``peak`` is the most that lived
+    together.
 
     What an operator allocates inside and gives back before it returns is not seen.
     """

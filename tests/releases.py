@@ -1,4 +1,6 @@
-"""The geometry of four published native checkpoints (model.md#releases) and their recorded tensor lists."""
+"""The geometry of four published native checkpoints (model.md#releases) and their recorded tensor
+lists.
+"""
 
 import gzip
 import json
@@ -52,7 +54,9 @@ RELEASES = {
 
 
 def recorded_tensors(release: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name → (safetensors dtype, shape) of a published checkpoint; of the experts only the first and the last."""
+    """Name → (safetensors dtype, shape) of a published checkpoint; of the experts only the first
+    and the last.
+    """
     lines = gzip.decompress((DATA / f"keys_{release}.txt.gz").read_bytes()).decode().splitlines()
     rows = [line.split("\t") for line in lines if not line.startswith("#")]
     return {name: (dtype, tuple(json.loads(shape))) for name, dtype, shape in rows}

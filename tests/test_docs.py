@@ -1,4 +1,6 @@
-"""docs/model.md has every section that code, tests and documents refer to, and its tables are those of the code."""
+"""docs/model.md has every section that code, tests and documents refer to, and its tables are those
+of the code.
+"""
 
 import re
 from collections import Counter

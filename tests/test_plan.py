@@ -79,7 +79,9 @@ def test_state_bytes_are_what_the_state_allocates(engine: EngineConfig) -> None:
 
 
 def test_every_boundary_counts_its_hand_off_once() -> None:
-    """One arrival memory per pair of devices, on the one that receives, however many layers send to it."""
+    """One arrival memory per pair of devices, on the one that receives, however many layers send to
+    it.
+    """
     config, engine = tiny_config(), EngineConfig(prefill_chunk=100, max_context=300)
     devices = [torch.device("cpu"), torch.device("meta")]
     alone = plan_memory(config, engine, Placement((devices[0],) * 4), [], None)

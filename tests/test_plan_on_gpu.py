@@ -27,7 +27,9 @@ def flash_slice(folder: Path) -> Path:
 def test_the_peak_of_loading_and_running_is_what_was_planned(
     tmp_path: Path, checkpoint: Callable[[Path], Path], chunk: int
 ) -> None:
-    """Bytes that torch hands out: weights, packing, state and workspace; the driver's reserve is not among them."""
+    """Bytes that torch hands out: weights, packing, state and workspace; the driver's reserve is
+    not among them.
+    """
     folder = checkpoint(tmp_path / "x")
     config = EngineConfig(device="cuda", prefill_chunk=chunk, max_context=4096)
     (planned,) = Engine.plan(folder, config).devices

@@ -1,4 +1,6 @@
-"""docs/regressions.md has every row of both lists, every test it names exists, and names of tests give their rows."""
+"""docs/regressions.md has every row of both lists, every test it names exists, and names of tests
+give their rows.
+"""
 
 import ast
 import re
@@ -56,7 +58,9 @@ def missing_tests(text: str) -> list[str]:
 
 
 def rows_of_name(test: str) -> set[str]:
-    """The rows that a test's name carries: test_lesson_09_x is L9, test_spec11_d24_d25_x is D24 and D25."""
+    """The rows that a test's name carries: test_lesson_09_x is L9, test_spec11_d24_d25_x is D24 and
+    D25.
+    """
     lessons = {f"L{int(number)}" for number in re.findall(r"_lesson_?(\d+)(?=_)", test)}
     reported = re.search(r"_spec11((?:_[a-i]\d+)+)(?=_)", test)
     rows = [] if reported is None else re.findall(r"([a-i])(\d+)", reported[1])

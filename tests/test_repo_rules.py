@@ -1,4 +1,6 @@
-"""The structural rules of docs/contributing.md, checked on the syntax trees of ``dsv4`` and ``encoding``."""
+"""The structural rules of docs/contributing.md, checked on the syntax trees of ``dsv4`` and
+``encoding``.
+"""
 
 import ast
 import re
@@ -236,7 +238,9 @@ def function_caches(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def module_state(source: Source) -> Iterator[tuple[int, str]]:
-    """Mutable containers at module level: only as UPPER_CASE constants that nothing in the module changes."""
+    """Mutable containers at module level: only as UPPER_CASE constants that nothing in the module
+    changes.
+    """
     constants = set()
     for node in source.tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and is_mutable_container(node.value):
@@ -316,7 +320,8 @@ def imported_modules(source: Source) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # `from dsv4 import config` names a module as well as `from dsv4.config import ModelConfig` does.
+            # `from dsv4 import config` names a module as well as `from dsv4.config import
+            # ModelConfig` does.
             yield from ((node.lineno, f"{node.module}.{name.name}") for name in node.names)
 
 
@@ -456,7 +461,8 @@ def test_front_page_and_driver_stay_short(name: str, limit: int) -> None:
 
 @pytest.mark.slow
 def test_importing_dsv4_touches_neither_cuda_nor_the_environment() -> None:
-    # The libraries may read their own variables, so they are imported before the environment is taken away.
+    # The libraries may read their own variables, so they are imported before the environment is
+    # taken away.
     code = """
 import os, numpy, safetensors.torch, tokenizers, torch
 class Forbidden:

@@ -1,7 +1,8 @@
 """RowCache: key rows in device memory, quantised or plain, addressed by slot.
 
-The byte layouts of cached rows live here and nowhere else (model.md#cache-rows). Reading a row always gives the
-values that attention sees, so a token attends to its own key after the round trip through the cache.
+The byte layouts of cached rows live here and nowhere else (model.md#cache-rows). Reading a row
+always gives the values that attention sees, so a token attends to its own key after the round trip
+through the cache.
 """
 
 import enum
@@ -19,10 +20,11 @@ KV_GROUP = 64
 class RowFormat(enum.Enum):
     """How a row of ``width`` values, the last ``rope_width`` of them rotary, is stored.
 
-    KV_FP8: data uint8 ``[S, N + 2R]`` = N = width − R values e4m3, then R values bfloat16; block_scale uint8
-    ``[S, 8·⌈G/8⌉]``, one E8M0 byte per 64 of the N values (G groups), the rest 0. 576 + 8 bytes for 448 + 64.
-    INDEX_FP8: data uint8 ``[S, width]`` e4m3; block_scale float32 ``[S, 1]`` = amax / 448. 132 bytes for 128.
-    PLAIN: data ``[S, width]`` bfloat16 or float32, not quantised.
+    KV_FP8: data uint8 ``[S, N + 2R]`` = N = width − R values e4m3, then R values bfloat16;
+    block_scale uint8 ``[S, 8·⌈G/8⌉]``, one E8M0 byte per 64 of the N values (G groups), the rest 0.
+    576 + 8 bytes for 448 + 64. INDEX_FP8: data uint8 ``[S, width]`` e4m3; block_scale float32 ``[S,
+    1]`` = amax / 448. 132 bytes for 128. PLAIN: data ``[S, width]`` bfloat16 or float32, not
+    quantised.
     """
 
     KV_FP8 = "kv_fp8"
@@ -77,8 +79,8 @@ class RowCache:
         return self._dequantize(self.data, self.block_scale)
 
     def write(self, slots: Tensor, rows: Tensor, where: Tensor | None = None) -> None:
-        """Stores float ``rows`` ``[n, width]`` in distinct ``slots`` ``[n]``; rows whose ``where`` is false keep their
-        bytes.
+        """Stores float ``rows`` ``[n, width]`` in distinct ``slots`` ``[n]``; rows whose ``where``
+        is false keep their bytes.
         """
         parts = zip((self.data, self.block_scale), self._quantize(rows), strict=True)
         for store, new in parts:
@@ -117,7 +119,8 @@ def row_shapes(
 
 
 def pack_kv_rows(rows: Tensor, rope_width: int) -> tuple[Tensor, Tensor]:
-    """Float ``[..., D]`` to (data, block_scale) of ``RowFormat.KV_FP8``: scale 2^⌈log2(max(amax, 1e-4) / 448)⌉ per
+    """Float ``[..., D]`` to (data, block_scale) of ``RowFormat.KV_FP8``: scale 2^⌈log2(max(amax,
+    1e-4) / 448)⌉ per
     64.
     """
     quantised = rows.shape[-1] - rope_width
@@ -146,7 +149,9 @@ def unpack_kv_rows(data: Tensor, block_scale: Tensor, rope_width: int) -> Tensor
 
 
 def pack_index_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Float ``[..., D]`` to (uint8 e4m3 ``[..., D]``, float32 scale ``[..., 1]`` = amax / 448, 1 for a zero row)."""
+    """Float ``[..., D]`` to (uint8 e4m3 ``[..., D]``, float32 scale ``[..., 1]`` = amax / 448, 1
+    for a zero row).
+    """
     rows = rows.float()
     amax = rows.abs().amax(-1, keepdim=True)
     scale = torch.where(amax > 0, amax / E4M3_MAX, torch.ones_like(amax))

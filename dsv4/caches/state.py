@@ -20,16 +20,19 @@ COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass
 class DecodeState:
-    """Everything a step reads and writes besides weights. ``position_1`` int64 ``[1]``: tokens processed so far.
+    """Everything a step reads and writes besides weights. ``position_1`` int64 ``[1]``: tokens
+    processed so far.
 
-    One copy of the position lives on every device that owns layers (``positions_1``); the host never reads them
-    inside a step, it keeps count in ``position``. Starting a new sequence means setting them to 0: every cache is
-    addressed by absolute position and every read is masked by it, so nothing of the previous sequence can be seen.
-    ``furthest`` is the largest position that this sequence has reached.
+    One copy of the position lives on every device that owns layers (``positions_1``); the host
+    never reads them inside a step, it keeps count in ``position``. Starting a new sequence means
+    setting them to 0: every cache is addressed by absolute position and every read is masked by it,
+    so nothing of the previous sequence can be seen. ``furthest`` is the largest position that this
+    sequence has reached.
 
-    ``rejected_1`` int64 ``[1]``, on every device too: how many of the last step's tokens the next step takes back
-    first, where only the device knows the number (rejected drafts); the step sets it to 0.
-    ``arrivals[source, target]``: where streams from another device arrive, ``[T, M, E]`` of the longest step.
+    ``rejected_1`` int64 ``[1]``, on every device too: how many of the last step's tokens the next
+    step takes back first, where only the device knows the number (rejected drafts); the step sets
+    it to 0. ``arrivals[source, target]``: where streams from another device arrive, ``[T, M, E]``
+    of the longest step.
     """
 
     layers: tuple[AttentionState, ...]
@@ -48,7 +51,8 @@ class DecodeState:
         devices: tuple[torch.device, ...],
         planned: bool = False,
     ) -> "DecodeState":
-        """``devices[l]`` owns layer l. ``planned``: on torch's meta device, to plan and record without memory.
+        """``devices[l]`` owns layer l. ``planned``: on torch's meta device, to plan and record
+        without memory.
 
         Raises nothing; the memory plan has checked that it fits.
         """
@@ -102,17 +106,23 @@ class DecodeState:
             self.set_position(position)
 
     def advance(self, tokens: int) -> None:
-        """Counts ``tokens`` that are queued on the devices: called by the step that moves the devices' positions."""
+        """Counts ``tokens`` that are queued on the devices: called by the step that moves the
+        devices' positions.
+        """
         self.position += tokens
         self.furthest = max(self.furthest, self.position)
 
     def settle(self, rejected: int) -> None:
-        """Counts back tokens that the devices take back by ``rejected_1``, once the host knows how many."""
+        """Counts back tokens that the devices take back by ``rejected_1``, once the host knows how
+        many.
+        """
         self.position -= rejected
 
     @property
     def undoable_tokens(self) -> int:
-        """How many of the last tokens can be taken back: 8, or as far as the rings reach behind ``furthest``."""
+        """How many of the last tokens can be taken back: 8, or as far as the rings reach behind
+        ``furthest``.
+        """
         return min(
             MAX_DECODE_TOKENS, MAX_TAKEN_BACK - (self.furthest - self.position), self.position
         )
@@ -132,7 +142,9 @@ class DecodeState:
 
 
 def ring_slots(config: ModelConfig, engine: EngineConfig) -> int:
-    """Slots of the window ring: the longest step plus the window before it, and room to undo a rejected draft."""
+    """Slots of the window ring: the longest step plus the window before it, and room to undo a
+    rejected draft.
+    """
     return config.sliding_window + step_tokens(engine) + MAX_DECODE_TOKENS
 
 

@@ -1,4 +1,6 @@
-"""Checkpoint folders: opening, strict loading, conversion and synthetic weights (docs/checkpoints.md)."""
+"""Checkpoint folders: opening, strict loading, conversion and synthetic weights
+(docs/checkpoints.md).
+"""
 
 from dsv4.checkpoint.formats import mtp_kind
 from dsv4.checkpoint.geometries import Geometry, geometry_config

@@ -1,4 +1,6 @@
-"""Changes the format of matrices: exactly where that is possible, else by quantising (model.md#nvfp4)."""
+"""Changes the format of matrices: exactly where that is possible, else by quantising
+(model.md#nvfp4).
+"""
 
 import torch
 
@@ -9,10 +11,11 @@ _E4M3_MAX_EXPONENT, _E4M3_EXPONENT_SPAN = 8, 17
 
 
 def convert(weights: list[QuantTensor], format: QuantFormat) -> list[QuantTensor]:
-    """Matrices ``[N, K]`` in ``format``; in NVFP4 they share one global scale (w1 and w3 of an expert must).
+    """Matrices ``[N, K]`` in ``format``; in NVFP4 they share one global scale (w1 and w3 of an
+    expert must).
 
-    A matrix that is in ``format`` already is returned as it is. MXFP4 to NVFP4 keeps every value whenever E4M3 can hold
-    the block scales. Raises ``ValueError`` for NaN or infinity.
+    A matrix that is in ``format`` already is returned as it is. MXFP4 to NVFP4 keeps every value
+    whenever E4M3 can hold the block scales. Raises ``ValueError`` for NaN or infinity.
     """
     if all(weight.format is format for weight in weights):
         return weights
@@ -32,9 +35,11 @@ def _quantize_together(values: list[torch.Tensor]) -> list[QuantTensor]:
 
 
 def _cast_mxfp4(weights: list[QuantTensor]) -> list[QuantTensor] | None:
-    """The same codes with block scale 2^(k − kmax + 8) and global scale 2^(kmax − 8), or None where that is not exact.
+    """The same codes with block scale 2^(k − kmax + 8) and global scale 2^(kmax − 8), or None where
+    that is not exact.
 
-    Every 32-group becomes two 16-groups of equal scale. A group of zeros may have any scale, so it limits nothing.
+    Every 32-group becomes two 16-groups of equal scale. A group of zeros may have any scale, so it
+    limits nothing.
     """
     if any(weight.format is not QuantFormat.MXFP4 for weight in weights):
         return None

@@ -1,7 +1,8 @@
 """What a checkpoint declares about its formats (model.md#declarations).
 
-A declaration says which formats a parameter may have; the tensor names must agree (``formats.py``). ``config_groups``
-is not read: its ``targets: ["Linear"]`` would claim every linear layer, while only ``quantized_layers`` are meant.
+A declaration says which formats a parameter may have; the tensor names must agree (``formats.py``).
+``config_groups`` is not read: its ``targets: ["Linear"]`` would claim every linear layer, while
+only ``quantized_layers`` are meant.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ _EXPERT_FORMATS = {"fp4": QuantFormat.MXFP4, "fp8": QuantFormat.FP8_BLOCK128}
 
 
 class ModulePatterns:
-    """Module names, exact or with wildcards, in native or stored names; a name covers everything below it."""
+    """Module names, exact or with wildcards, in native or stored names; a name covers everything
+    below it.
+    """
 
     def __init__(self, patterns: list[str]) -> None:
         self._exact = {pattern for pattern in patterns if "*" not in pattern}
@@ -37,9 +40,11 @@ class ModulePatterns:
 
 @dataclass(frozen=True)
 class Declaration:
-    """``method`` is what holds for a LINEAR or EXPERT that no list names; ``expert_format`` goes with "fp8".
+    """``method`` is what holds for a LINEAR or EXPERT that no list names; ``expert_format`` goes
+    with "fp8".
 
-    "undeclared" is a checkpoint without any declaration: the scales that stand beside a weight then say what it is.
+    "undeclared" is a checkpoint without any declaration: the scales that stand beside a weight then
+    say what it is.
     """
 
     method: Literal["undeclared", "none", "fp8", "nvfp4"]
@@ -49,7 +54,9 @@ class Declaration:
     excluded: ModulePatterns
 
     def allowed(self, parameter: Parameter, dialect: Dialect) -> tuple[QuantFormat, ...]:
-        """Formats that the declaration admits for a LINEAR, EXPERT or FLOOR parameter, most likely first."""
+        """Formats that the declaration admits for a LINEAR, EXPERT or FLOOR parameter, most likely
+        first.
+        """
         if parameter.role is Role.FLOOR:
             return DENSE
         modules = _module_names(parameter, dialect)
@@ -74,7 +81,9 @@ class Declaration:
 
 
 def _module_names(parameter: Parameter, dialect: Dialect) -> list[str]:
-    """Names under which a list may mention the module: native and stored, for experts those of expert 0."""
+    """Names under which a list may mention the module: native and stored, for experts those of
+    expert 0.
+    """
     name = (
         parameter.name.replace(".experts.", ".experts.0.")
         if parameter.role is Role.EXPERT
@@ -88,7 +97,9 @@ def _module_names(parameter: Parameter, dialect: Dialect) -> list[str]:
 
 
 def read_declaration(checkpoint: Checkpoint) -> Declaration:
-    """Parses both files. Raises ``UserError`` naming methods, algorithms and sizes that are not supported."""
+    """Parses both files. Raises ``UserError`` naming methods, algorithms and sizes that are not
+    supported.
+    """
     source = f"{checkpoint.folder}/config.json: quantization_config"
     quantization = checkpoint.raw_config.get("quantization_config", {})
     if not isinstance(quantization, dict):

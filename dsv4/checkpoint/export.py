@@ -1,7 +1,9 @@
-"""Converts a checkpoint: ``python -m dsv4.checkpoint.export SRC DST --format FORMAT --names {native,hf}``.
+"""Converts a checkpoint: ``python -m dsv4.checkpoint.export SRC DST --format FORMAT --names
+{native,hf}``.
 
-Streams one matrix at a time, so the memory needed is a few times the largest matrix. ``DST`` appears only when it is
-complete. Matrices that are in the wanted format already keep their bytes, ``input_scale`` included.
+Streams one matrix at a time, so the memory needed is a few times the largest matrix. ``DST``
+appears only when it is complete. Matrices that are in the wanted format already keep their bytes,
+``input_scale`` included.
 """
 
 import argparse
@@ -39,10 +41,12 @@ def export(
     names: Dialect,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Writes the checkpoint ``source`` to the new folder ``destination`` in another layout and dialect.
+    """Writes the checkpoint ``source`` to the new folder ``destination`` in another layout and
+    dialect.
 
-    The speculative module, tokenizer, generation and encoding files come along. Raises ``UserError`` when ``source``
-    cannot be loaded or ``destination`` exists; nothing is left behind then.
+    The speculative module, tokenizer, generation and encoding files come along. Raises
+    ``UserError`` when ``source`` cannot be loaded or ``destination`` exists; nothing is left behind
+    then.
     """
     check_layout(layout)
     checkpoint = open_checkpoint(source)
@@ -76,7 +80,8 @@ class _Converted:
         self._checkpoint = checkpoint
         self._found = found
         self._layout: Layout = layout
-        # The matrices of one expert (or one other matrix) at a time: their data and scales are asked for one by one.
+        # The matrices of one expert (or one other matrix) at a time: their data and scales are
+        # asked for one by one.
         self._unit: tuple[str, int | None] = ("", None)
         self._converted: dict[str, QuantTensor] = {}
 

@@ -1,4 +1,5 @@
-"""Finds every parameter of the config in a checkpoint and decides its format, from names and declarations together.
+"""Finds every parameter of the config in a checkpoint and decides its format, from names and
+declarations together.
 
 ============ =========================== ================= ======================================
 format       data                        block scale       further tensors
@@ -46,7 +47,8 @@ _ALL_COMPONENTS = (
     "input_scale",
     "weight_packed",
 )
-# E8M0 and packed E2M1 are bytes whatever they are called: some writers know no E8M0, some have only signed bytes.
+# E8M0 and packed E2M1 are bytes whatever they are called: some writers know no E8M0, some have only
+# signed bytes.
 _BYTES = (torch.int8, torch.uint8)
 _DTYPES = {
     (QuantFormat.BF16, "data"): (torch.bfloat16,),
@@ -75,8 +77,8 @@ MAX_MATRICES = 10**6
 class Part:
     """The tensors that hold one part (data or a scale) of a parameter, by their names in the files.
 
-    One name, or one per expert; a ``fused`` one holds all experts. ``half`` is None, or 0 / 1 for the gate / up rows of
-    a fused ``gate_up_proj``.
+    One name, or one per expert; a ``fused`` one holds all experts. ``half`` is None, or 0 / 1 for
+    the gate / up rows of a fused ``gate_up_proj``.
     """
 
     names: tuple[str, ...]
@@ -87,7 +89,8 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter and where it lies: ``parts`` by "data", "block_scale", "global_scale", "input_scale".
+    """A parameter and where it lies: ``parts`` by "data", "block_scale", "global_scale",
+    "input_scale".
 
     ``format`` is None for NORM, FLOAT and TABLE.
     """
@@ -111,10 +114,12 @@ def mtp_kind(checkpoint: Checkpoint) -> MtpKind | None:
 def find_parameters(
     checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None = None
 ) -> list[StoredParameter]:
-    """Every parameter of ``config`` (with ``mtp``, also of the speculative module) with its format and its tensors.
+    """Every parameter of ``config`` (with ``mtp``, also of the speculative module) with its format
+    and its tensors.
 
-    Strict both ways. Raises one ``UserError`` that lists everything: damaged shards, missing and unexpected tensors,
-    wrong shapes and dtypes, names that contradict the declared format. ``mtp`` tensors not asked for are left out.
+    Strict both ways. Raises one ``UserError`` that lists everything: damaged shards, missing and
+    unexpected tensors, wrong shapes and dtypes, names that contradict the declared format. ``mtp``
+    tensors not asked for are left out.
     """
     names = (*checkpoint.tensors, *checkpoint.unreadable)
     dialect = detect_dialect(names, str(checkpoint.folder))
@@ -149,7 +154,9 @@ def _check_mtp(checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None)
 
 
 class _Finder:
-    """One comparison of a checkpoint with the parameter list; remembers what was used and what was wrong."""
+    """One comparison of a checkpoint with the parameter list; remembers what was used and what was
+    wrong.
+    """
 
     def __init__(self, checkpoint: Checkpoint, dialect: Dialect, declaration: Declaration) -> None:
         self.checkpoint = checkpoint
@@ -160,7 +167,9 @@ class _Finder:
         self.unused: dict[str, str] = {}
 
     def index_names(self, names: tuple[str, ...]) -> None:
-        """Fills native name → name in the files; reports names without a native form and two names for one tensor."""
+        """Fills native name → name in the files; reports names without a native form and two names
+        for one tensor.
+        """
         for name in names:
             native = to_native(name, self.dialect)
             if native is None:
@@ -265,7 +274,9 @@ class _Finder:
     def _check(
         self, natives: tuple[str, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
     ) -> tuple[tuple[str, ...], torch.dtype]:
-        """Names in the files and the dtype all tensors of a part share; what does not fit goes to ``problems``."""
+        """Names in the files and the dtype all tensors of a part share; what does not fit goes to
+        ``problems``.
+        """
         names = []
         for native in natives:
             self.unused.pop(native, None)
@@ -295,7 +306,9 @@ class _Finder:
 
 @dataclass(frozen=True)
 class _Place:
-    """Native modules that store a parameter: one, or one per expert; see ``Part`` for ``fused`` and ``half``."""
+    """Native modules that store a parameter: one, or one per expert; see ``Part`` for ``fused`` and
+    ``half``.
+    """
 
     modules: tuple[str, ...]
     fused: bool = False
@@ -305,7 +318,8 @@ class _Place:
 def _format_shown_by(
     present: set[str], dtype: torch.dtype | None
 ) -> tuple[str, QuantFormat] | None:
-    """What a set of components means although it was not declared, in words and as the format to go on checking with.
+    """What a set of components means although it was not declared, in words and as the format to go
+    on checking with.
 
     None when the components are only incomplete.
     """

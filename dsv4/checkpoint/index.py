@@ -1,4 +1,6 @@
-"""Opens a checkpoint folder: ``config.json``, the shards and which tensor lies where. No tensor byte is read."""
+"""Opens a checkpoint folder: ``config.json``, the shards and which tensor lies where. No tensor
+byte is read.
+"""
 
 import re
 from dataclasses import dataclass
@@ -18,11 +20,12 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]{0,200}\.safetensors")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened folder. ``tensors`` maps the names in the files to where they lie; ``unreadable`` are the names that
-    the index puts into a damaged or missing shard.
+    """An opened folder. ``tensors`` maps the names in the files to where they lie; ``unreadable``
+    are the names that the index puts into a damaged or missing shard.
 
-    ``problems`` holds damaged shards and disagreements between index and shards, so that they are reported together
-    with what the comparison with the config finds; ``load_weights`` and ``describe`` raise for them.
+    ``problems`` holds damaged shards and disagreements between index and shards, so that they are
+    reported together with what the comparison with the config finds; ``load_weights`` and
+    ``describe`` raise for them.
     """
 
     folder: Path
@@ -33,7 +36,9 @@ class Checkpoint:
     problems: Problems
 
     def read(self, name: str) -> Tensor:
-        """One tensor as stored, memory-mapped: it costs no memory beyond the pages that are touched while it lives."""
+        """One tensor as stored, memory-mapped: it costs no memory beyond the pages that are touched
+        while it lives.
+        """
         if name not in self.tensors:
             raise UserError(f"{self.folder}: {printable(name)}: no such tensor")
         return map_tensor(self.tensors[name])
@@ -42,8 +47,9 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Opens a Hugging Face folder: an index with shards, or one single ``.safetensors`` file.
 
-    Raises ``UserError`` when there is no folder, no readable ``config.json``, no weights, or an index that is not one
-    or names anything but files of the folder. What is wrong inside the shards goes to ``Checkpoint.problems``.
+    Raises ``UserError`` when there is no folder, no readable ``config.json``, no weights, or an
+    index that is not one or names anything but files of the folder. What is wrong inside the shards
+    goes to ``Checkpoint.problems``.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -67,10 +73,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def resolve_inside(folder: Path, name: str, source: str) -> Path:
-    """``folder/name`` when that file really lies in the folder; ``source`` names who asked for it in errors.
+    """``folder/name`` when that file really lies in the folder; ``source`` names who asked for it
+    in errors.
 
-    Links may lead to another file of the folder or, in a Hugging Face cache (``snapshots/REVISION``), to its ``blobs``.
-    Raises ``UserError`` for anything else.
+    Links may lead to another file of the folder or, in a Hugging Face cache
+    (``snapshots/REVISION``), to its ``blobs``. Raises ``UserError`` for anything else.
     """
     try:
         home, target = folder.resolve(), (folder / name).resolve()
@@ -116,7 +123,9 @@ def _single_file(folder: Path) -> Path:
 def _read_headers(
     files: dict[str, Path], problems: Problems
 ) -> dict[str, dict[str, StoredTensor] | None]:
-    """Tensors of every shard; None for a damaged one, whose tensors then do not count as missing as well."""
+    """Tensors of every shard; None for a damaged one, whose tensors then do not count as missing as
+    well.
+    """
     shards: dict[str, dict[str, StoredTensor] | None] = {}
     for name, path in files.items():
         try:

@@ -1,4 +1,6 @@
-"""The layouts that are written: formats of parameters, and what the config declares (model.md#declarations)."""
+"""The layouts that are written: formats of parameters, and what the config declares
+(model.md#declarations).
+"""
 
 from typing import Any, Literal, get_args
 
@@ -53,7 +55,8 @@ def check_layout(layout: str) -> None:
 def format_in(layout: Layout, parameter: Parameter) -> QuantFormat | None:
     """Format of a matrix in ``layout``; None for NORM, FLOAT and TABLE.
 
-    FLOOR stays 16 bit. The routed experts of ``mtp`` stay MXFP4 in "nvfp4-experts", as in NVIDIA's exports.
+    FLOOR stays 16 bit. The routed experts of ``mtp`` stay MXFP4 in "nvfp4-experts", as in NVIDIA's
+    exports.
     """
     if parameter.role is Role.FLOOR:
         return QuantFormat.F32 if layout == "f32" else QuantFormat.BF16
@@ -70,7 +73,9 @@ def format_in(layout: Layout, parameter: Parameter) -> QuantFormat | None:
 def declare(
     raw_config: dict[str, Any], layout: Layout, dialect: Dialect, layers: int
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """``config.json`` and ``hf_quant_config.json`` (None: not written) that go with ``layout`` in ``dialect``."""
+    """``config.json`` and ``hf_quant_config.json`` (None: not written) that go with ``layout`` in
+    ``dialect``.
+    """
     names = Dialect.HF if dialect is Dialect.HF else Dialect.NATIVE
     config = {
         key: value

@@ -1,4 +1,6 @@
-"""Loads the parameters of a config from a checkpoint, bytes as stored, straight to the devices that own them."""
+"""Loads the parameters of a config from a checkpoint, bytes as stored, straight to the devices that
+own them.
+"""
 
 import logging
 import math
@@ -36,7 +38,9 @@ class ParameterDescription(NamedTuple):
 def describe(
     checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None = None
 ) -> list[ParameterDescription]:
-    """Format and device bytes of every parameter, from names and headers alone. Raises like ``load_weights``."""
+    """Format and device bytes of every parameter, from names and headers alone. Raises like
+    ``load_weights``.
+    """
     found = find_parameters(checkpoint, config, mtp)
     return [
         ParameterDescription(stored.parameter, stored.format, stored.nbytes) for stored in found
@@ -53,11 +57,12 @@ def load_weights(
 ) -> Weights:
     """All parameters by canonical name, each on ``device_of(name)``.
 
-    LINEAR, EXPERT (stacked) and FLOOR become ``QuantTensor``s of the stored bytes; NORM a bfloat16 or float32 vector as
-    stored; FLOAT float32; TABLE int64. One thread per device fills its matrices (``transfer``); ``progress`` is called
-    with (bytes done, bytes in all), by one thread at a time. Raises one ``UserError`` with everything that does not
-    fit, before anything is loaded; and one for what only the values show: NaN or infinity in small tensors, expert ids
-    or global scales out of range.
+    LINEAR, EXPERT (stacked) and FLOOR become ``QuantTensor``s of the stored bytes; NORM a bfloat16
+    or float32 vector as stored; FLOAT float32; TABLE int64. One thread per device fills its
+    matrices (``transfer``); ``progress`` is called with (bytes done, bytes in all), by one thread
+    at a time. Raises one ``UserError`` with everything that does not fit, before anything is
+    loaded; and one for what only the values show: NaN or infinity in small tensors, expert ids or
+    global scales out of range.
     """
     found = find_parameters(checkpoint, config, mtp)
     skipped = mtp_kind(checkpoint)
@@ -91,7 +96,8 @@ def load_weights(
 def load_matrix(
     checkpoint: Checkpoint, stored: StoredParameter, device: torch.device, expert: int | None = None
 ) -> QuantTensor:
-    """One LINEAR, EXPERT or FLOOR parameter on ``device``, or only one ``expert`` of it (without the stack dimension).
+    """One LINEAR, EXPERT or FLOOR parameter on ``device``, or only one ``expert`` of it (without
+    the stack dimension).
 
     Raises ``UserError`` for a global scale that is not a finite number above 0.
     """
@@ -118,7 +124,9 @@ def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callabl
 def _unfilled_matrix(
     checkpoint: Checkpoint, stored: StoredParameter, device: torch.device, expert: int | None = None
 ) -> tuple[QuantTensor, list[Piece]]:
-    """A matrix, or one ``expert`` of it, whose memory is not filled yet, and the pieces of the files that fill it."""
+    """A matrix, or one ``expert`` of it, whose memory is not filled yet, and the pieces of the
+    files that fill it.
+    """
     format, shape = stored.format, stored.parameter.shape
     assert format is not None
     count = shape[0] if stored.parameter.role is Role.EXPERT else 1

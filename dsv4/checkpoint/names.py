@@ -1,11 +1,14 @@
-"""Tensor names: the three dialects in use and the rename table between them (model.md#tensor-names).
+"""Tensor names: the three dialects in use and the rename table between them
+(model.md#tensor-names).
 
-* native: DeepSeek's own, ``layers.0.attn.wq_a.weight``; everything else in this package speaks native only;
+  * native: DeepSeek's own, ``layers.0.attn.wq_a.weight``; everything else in this package speaks
+  native only;
 * hf: the module names of transformers, ``model.layers.0.self_attn.q_a_proj.weight``;
 * hybrid: what ``save_pretrained`` of transformers 5 writes, ``model.layers.0.attn.wq_a.weight``.
 
-``mtp.*`` has native names in all three. A name is ``module.component``; ``.scale`` is ``.weight_scale_inv`` in hf.
-Fused experts of hf become ``layers.N.ffn.experts.w13.weight`` (gate rows, then up rows) and ``….experts.w2.weight``.
+``mtp.*`` has native names in all three. A name is ``module.component``; ``.scale`` is
+``.weight_scale_inv`` in hf. Fused experts of hf become ``layers.N.ffn.experts.w13.weight`` (gate
+rows, then up rows) and ``….experts.w2.weight``.
 """
 
 import enum
@@ -186,9 +189,11 @@ def _component(component: str, *, to_hf: bool) -> str:
 
 
 def detect_dialect(names: Iterable[str], source: str) -> Dialect:
-    """The dialect that all names with a known form share; names without one are left for the strict comparison.
+    """The dialect that all names with a known form share; names without one are left for the strict
+    comparison.
 
-    Raises ``UserError`` for a mixture, for the shared-expert names of broken re-saves, and when no name is known.
+    Raises ``UserError`` for a mixture, for the shared-expert names of broken re-saves, and when no
+    name is known.
     """
     possible, witness = set(Dialect), {}
     for name in names:

@@ -1,4 +1,6 @@
-"""From parameters to the tensors that are written: names, dtypes and shapes of a layout, values on demand."""
+"""From parameters to the tensors that are written: names, dtypes and shapes of a layout, values on
+demand.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -28,10 +30,14 @@ _DTYPES = {
 
 
 class WeightSource(Protocol):
-    """Gives the values that are written, one matrix at a time; ``expert`` is None except for EXPERT parameters."""
+    """Gives the values that are written, one matrix at a time; ``expert`` is None except for EXPERT
+    parameters.
+    """
 
     def matrix(self, parameter: Parameter, expert: int | None) -> QuantTensor:
-        """A LINEAR or FLOOR matrix, or one expert of an EXPERT parameter, in the format of the layout."""
+        """A LINEAR or FLOOR matrix, or one expert of an EXPERT parameter, in the format of the
+        layout.
+        """
         ...
 
     def plain(self, parameter: Parameter) -> Tensor:
@@ -50,10 +56,12 @@ class WeightSource(Protocol):
 def output_tensors(
     layout: Layout, dialect: Dialect, parameters: dict[str, Parameter], source: WeightSource
 ) -> list[OutputTensor]:
-    """All tensors of a checkpoint in ``layout`` with the names of ``dialect``, in the order of ``parameters``.
+    """All tensors of a checkpoint in ``layout`` with the names of ``dialect``, in the order of
+    ``parameters``.
 
-    The experts of a layer follow each other, each with w1, w2 and w3. Unquantised experts in the hf dialect are fused
-    into ``gate_up_proj`` [X, 2F, E] and ``down_proj`` [X, E, F], as transformers has them.
+    The experts of a layer follow each other, each with w1, w2 and w3. Unquantised experts in the hf
+    dialect are fused into ``gate_up_proj`` [X, 2F, E] and ``down_proj`` [X, E, F], as transformers
+    has them.
     """
     fused = dialect is Dialect.HF and layout in ("bf16", "f32")
     tensors: list[OutputTensor] = []

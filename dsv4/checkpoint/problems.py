@@ -49,5 +49,7 @@ class Problems:
 
 
 def printable(name: str) -> str:
-    """A name from outside as a message may show it: unchanged if plain, otherwise escaped and shortened."""
+    """A name from outside as a message may show it: unchanged if plain, otherwise escaped and
+    shortened.
+    """
     return name if re.fullmatch(r"[A-Za-z0-9_./*+-]{1,160}", name) else shorten(name)

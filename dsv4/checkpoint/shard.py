@@ -1,6 +1,8 @@
-"""One safetensors file: its header, checked before anything is believed, and its tensors, memory-mapped one at a time.
+"""One safetensors file: its header, checked before anything is believed, and its tensors,
+memory-mapped one at a time.
 
-Layout of a file: 8 bytes header length (little endian), the header (JSON: name → dtype, shape, data_offsets), the data.
+Layout of a file: 8 bytes header length (little endian), the header (JSON: name → dtype, shape,
+data_offsets), the data.
 """
 
 import math
@@ -51,9 +53,9 @@ class StoredTensor(NamedTuple):
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """All tensors of a safetensors file by name, in file order; reads no tensor bytes.
 
-    Raises ``UserError`` naming the file when it is not a regular file, is truncated (found and expected bytes), or has
-    a header that is not JSON, repeats a name, has an unknown dtype, or whose byte ranges overlap, leave gaps or end
-    outside the file.
+    Raises ``UserError`` naming the file when it is not a regular file, is truncated (found and
+    expected bytes), or has a header that is not JSON, repeats a name, has an unknown dtype, or
+    whose byte ranges overlap, leave gaps or end outside the file.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -128,14 +130,17 @@ def _check_ranges(path: Path, tensors: dict[str, StoredTensor], data_start: int,
 
 
 def map_tensor(stored: StoredTensor) -> Tensor:
-    """The tensor, memory-mapped; its pages are released with it. Raises ``UserError`` when the file has changed."""
+    """The tensor, memory-mapped; its pages are released with it. Raises ``UserError`` when the file
+    has changed.
+    """
     if stored.nbytes == 0:
         return torch.empty(stored.shape, dtype=stored.dtype)
     start = stored.offset - stored.offset % mmap.ALLOCATIONGRANULARITY
     inside = stored.offset - start
     try:
         with stored.file.open("rb") as file:
-            # Copy-on-write: torch wants writable memory, and the file stays as it is whatever is done with the tensor.
+            # Copy-on-write: torch wants writable memory, and the file stays as it is whatever is
+            # done with the tensor.
             mapped = mmap.mmap(
                 file.fileno(), inside + stored.nbytes, access=mmap.ACCESS_COPY, offset=start
             )

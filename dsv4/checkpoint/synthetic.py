@@ -1,7 +1,8 @@
 """Random weights of any geometry: in memory for measurements, as a checkpoint folder for tests.
 
-Magnitudes keep activations near 1 through the depth of the model: matrices have a standard deviation near 1/√K, norms
-are near 1. Quantised matrices are drawn as codes, so that nothing larger than the result is ever allocated.
+Magnitudes keep activations near 1 through the depth of the model: matrices have a standard
+deviation near 1/√K, norms are near 1. Quantised matrices are drawn as codes, so that nothing larger
+than the result is ever allocated.
 """
 
 import math
@@ -27,7 +28,8 @@ _FP8_RMS = 64.0
 
 
 def tiny_config(**overrides: Any) -> dict[str, Any]:
-    """A small valid ``config.json`` with every layer kind: SWA, CSA, HCA, CSA; hash routing in the first two layers.
+    """A small valid ``config.json`` with every layer kind: SWA, CSA, HCA, CSA; hash routing in the
+    first two layers.
 
     ``overrides`` replace or add keys.
     """
@@ -90,9 +92,11 @@ def synthetic_weights(
     device_of: Callable[[str], torch.device],
     mtp: MtpKind | None = None,
 ) -> Weights:
-    """Random parameters of ``config`` in the formats of ``layout``: the same type of result as ``load_weights``.
+    """Random parameters of ``config`` in the formats of ``layout``: the same type of result as
+    ``load_weights``.
 
-    Drawn on the device itself, in the order of ``parameters``; equal arguments give equal bytes on one kind of device.
+    Drawn on the device itself, in the order of ``parameters``; equal arguments give equal bytes on
+    one kind of device.
     """
     check_layout(layout)
     generators: dict[torch.device, Generator] = {}
@@ -120,7 +124,8 @@ def write_synthetic(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     device: torch.device | None = None,
 ) -> None:
-    """Writes a folder of random weights, drawn on ``device`` (default: the CPU, which takes some 10 s per GB).
+    """Writes a folder of random weights, drawn on ``device`` (default: the CPU, which takes some 10
+    s per GB).
 
     Raises ``UserError`` for an invalid config or an existing folder.
     """
@@ -176,7 +181,9 @@ def _random_plain(
 def _random_matrix(
     shape: tuple[int, ...], format: QuantFormat, generator: Generator
 ) -> QuantTensor:
-    """Values of standard deviation near 1/√K; block scales vary by factors of 2, so that a misplaced one is seen."""
+    """Values of standard deviation near 1/√K; block scales vary by factors of 2, so that a
+    misplaced one is seen.
+    """
     device, std = generator.device, 1 / math.sqrt(shape[-1])
     if format in (QuantFormat.BF16, QuantFormat.F32):
         dtype = torch.bfloat16 if format is QuantFormat.BF16 else torch.float32

@@ -1,4 +1,6 @@
-"""Moves bytes of files to the devices that own them: a thread per device, in file order, copying beside the reading."""
+"""Moves bytes of files to the devices that own them: a thread per device, in file order, copying
+beside the reading.
+"""
 
 import os
 import sys
@@ -19,7 +21,9 @@ STAGING_BYTES = 64 << 20
 
 
 class Piece(NamedTuple):
-    """Bytes of ``file`` from ``offset`` on, and where they go: ``target``, contiguous uint8 ``[bytes]``."""
+    """Bytes of ``file`` from ``offset`` on, and where they go: ``target``, contiguous uint8
+    ``[bytes]``.
+    """
 
     file: Path
     offset: int
@@ -29,12 +33,13 @@ class Piece(NamedTuple):
 def transfer(
     pieces: Mapping[torch.device, Iterable[Piece]], on_bytes: Callable[[int], None]
 ) -> None:
-    """Fills the targets of each device; its thread calls ``on_bytes`` with the number of bytes that have arrived.
+    """Fills the targets of each device; its thread calls ``on_bytes`` with the number of bytes that
+    have arrived.
 
-    Files are read, not mapped: a file that shrinks meanwhile is an error and not a signal. For CUDA devices the bytes
-    pass two pinned buffers of ``STAGING_BYTES``, which torch gets back at the end. The first error of any thread, or
-    Ctrl-C, ends the others within one buffer and is raised. ``UserError`` for a file that cannot be read or is too
-    short.
+    Files are read, not mapped: a file that shrinks meanwhile is an error and not a signal. For CUDA
+    devices the bytes pass two pinned buffers of ``STAGING_BYTES``, which torch gets back at the
+    end. The first error of any thread, or Ctrl-C, ends the others within one buffer and is raised.
+    ``UserError`` for a file that cannot be read or is too short.
     """
     stop = Event()
     with ThreadPoolExecutor(max(len(pieces), 1), "dsv4-load") as threads:
@@ -49,7 +54,8 @@ def transfer(
             stop.set()
 
 
-# Targets that were made in inference mode can be written to only in inference mode, which is a matter of the thread.
+# Targets that were made in inference mode can be written to only in inference mode, which is a
+# matter of the thread.
 @torch.inference_mode()
 def _fill(
     device: torch.device, pieces: Iterable[Piece], on_bytes: Callable[[int], None], stop: Event
@@ -84,7 +90,9 @@ def in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """The pieces, cut where one is larger than ``STAGING_BYTES``, in lists that together are at most as large."""
+    """The pieces, cut where one is larger than ``STAGING_BYTES``, in lists that together are at
+    most as large.
+    """
     batch, total = [], 0
     for file, offset, target in pieces:
         for start in range(0, target.numel(), STAGING_BYTES):

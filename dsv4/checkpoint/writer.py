@@ -1,4 +1,6 @@
-"""Writes safetensors files: sharded, streamed, with the data ordered so that every tensor is aligned."""
+"""Writes safetensors files: sharded, streamed, with the data ordered so that every tensor is
+aligned.
+"""
 
 import json
 import math
@@ -20,7 +22,9 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
 class OutputTensor(NamedTuple):
-    """A tensor to be written; ``produce`` gives its rows, in one or several tensors whose bytes follow each other."""
+    """A tensor to be written; ``produce`` gives its rows, in one or several tensors whose bytes
+    follow each other.
+    """
 
     name: str
     dtype: torch.dtype
@@ -34,7 +38,8 @@ class OutputTensor(NamedTuple):
 
 @contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
-    """A temporary folder beside ``destination`` that becomes ``destination`` at the end, or disappears on any error.
+    """A temporary folder beside ``destination`` that becomes ``destination`` at the end, or
+    disappears on any error.
 
     Raises ``UserError`` when ``destination`` exists or its parent is not a folder.
     """
@@ -62,7 +67,9 @@ def write_shards(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Writes all tensors in order: one ``model.safetensors``, or shards of up to ``shard_bytes`` and their index."""
+    """Writes all tensors in order: one ``model.safetensors``, or shards of up to ``shard_bytes``
+    and their index.
+    """
     total, done = sum(tensor.nbytes for tensor in tensors), 0
     shards = _split(tensors, shard_bytes)
     weight_map = {}
@@ -96,7 +103,8 @@ def _split(tensors: list[OutputTensor], shard_bytes: int) -> list[list[OutputTen
 
 
 def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
-    # Readers view the bytes in place: the widest elements first keep every offset a multiple of its element size.
+    # Readers view the bytes in place: the widest elements first keep every offset a multiple of its
+    # element size.
     offsets, end = {}, 0
     for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
         offsets[tensor.name] = end

@@ -1,1 +1,3 @@
-"""What the driver ``single_shot_inference.py`` is made of: arguments, prompt, progress, streamed text and report."""
+"""What the driver ``single_shot_inference.py`` is made of: arguments, prompt, progress, streamed
+text and report.
+"""

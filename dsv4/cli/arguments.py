@@ -15,7 +15,9 @@ DEFAULT_MAX_TOKENS = 512
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a wrong flag as a ``UserError`` in one line instead of printing the usage and leaving."""
+    """Reports a wrong flag as a ``UserError`` in one line instead of printing the usage and
+    leaving.
+    """
 
     def error(self, message: str) -> NoReturn:
         """Raises ``UserError`` with argparse's message, without its leading word."""
@@ -197,7 +199,9 @@ def add_output_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses ``argv`` (``None``: the process's own). Raises ``UserError`` for a wrong flag or combination."""
+    """Parses ``argv`` (``None``: the process's own). Raises ``UserError`` for a wrong flag or
+    combination.
+    """
     arguments = build_parser().parse_args(argv)
     chat_only = {
         "--messages": arguments.messages is not None,

@@ -31,9 +31,11 @@ def _flag(field: re.Match[str]) -> str:
 
 @contextmanager
 def device_faults(plan: Callable[[], MemoryPlan]) -> Iterator[None]:
-    """Raises what a device reports inside the block as ``UserError``: out of memory, and errors of CUDA or its kernels.
+    """Raises what a device reports inside the block as ``UserError``: out of memory, and errors of
+    CUDA or its kernels.
 
-    Other errors are bugs and stay as they are. ``plan`` is asked for what the devices were to hold when memory ran out.
+    Other errors are bugs and stay as they are. ``plan`` is asked for what the devices were to hold
+    when memory ran out.
     """
     try:
         yield
@@ -47,13 +49,16 @@ def device_faults(plan: Callable[[], MemoryPlan]) -> Iterator[None]:
         plain = isinstance(error, RuntimeError) and not isinstance(error, torch.AcceleratorError)
         if plain and _CUDA_ERROR.match(message) is None:
             raise
-        # After such an error torch aborts the process when it frees what the device holds, so the error keeps it alive.
+        # After such an error torch aborts the process when it frees what the device holds, so the
+        # error keeps it alive.
         sys.last_value = error
         raise UserError(f"CUDA: {_one_line(error)}") from None
 
 
 def out_of_memory(message: str, plan: MemoryPlan) -> str:
-    """Which device ran out of memory, as far as torch's ``message`` says, and what the plan said it would hold."""
+    """Which device ran out of memory, as far as torch's ``message`` says, and what the plan said it
+    would hold.
+    """
     named = re.search(r"GPU (\d+)", message)
     matching = [
         device
@@ -68,14 +73,16 @@ def out_of_memory(message: str, plan: MemoryPlan) -> str:
 
 
 def _error_types() -> tuple[type[Exception], ...]:
-    """RuntimeError includes those of torch; cuda.core has no public name for its own, and need not be installed."""
+    """RuntimeError includes those of torch; cuda.core has no public name for its own, and need not
+    be installed.
+    """
     cuda_core = sys.modules.get(_CUDA_CORE_ERRORS)
     return (RuntimeError, MemoryError, *(() if cuda_core is None else (cuda_core.CUDAError,)))
 
 
 def _one_line(error: Exception) -> str:
-    """What happened, without the prefix that goes without saying and the advice: torch gives it in further lines,
-    cuda.core in further sentences.
+    """What happened, without the prefix that goes without saying and the advice: torch gives it in
+    further lines, cuda.core in further sentences.
     """
     message = _CUDA_ERROR.sub("", str(error), count=1)
     first = message.split("\n")[0] if isinstance(error, RuntimeError) else message.split(". ")[0]

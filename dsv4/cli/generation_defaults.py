@@ -1,4 +1,6 @@
-"""Sampling and stop tokens: the flags, else generation_config.json, else the defaults (model.md#sampling)."""
+"""Sampling and stop tokens: the flags, else generation_config.json, else the defaults
+(model.md#sampling).
+"""
 
 import argparse
 from pathlib import Path
@@ -13,13 +15,17 @@ FILE_NAME = "generation_config.json"
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's generation_config.json, empty if there is none. Raises ``UserError`` for a damaged file."""
+    """The checkpoint's generation_config.json, empty if there is none. Raises ``UserError`` for a
+    damaged file.
+    """
     path = folder / FILE_NAME
     return read_json_object(path) if path.exists() else {}
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> SamplingParams:
-    """Each of temperature, top-p and min-p from its flag, else from ``defaults``; ``do_sample: false`` is greedy."""
+    """Each of temperature, top-p and min-p from its flag, else from ``defaults``; ``do_sample:
+    false`` is greedy.
+    """
     greedy = defaults.get("do_sample") is False
     return SamplingParams(
         temperature=choose(

@@ -42,9 +42,11 @@ class Outcome:
 
 
 def prepare(arguments: argparse.Namespace) -> Job:
-    """Reads the small files and checks everything that can be checked without the weights. Raises ``UserError``.
+    """Reads the small files and checks everything that can be checked without the weights. Raises
+    ``UserError``.
 
-    Without ``--max-context`` the caches hold the prompt and the answer, and at least the engine's default.
+    Without ``--max-context`` the caches hold the prompt and the answer, and at least the engine's
+    default.
     """
     if not arguments.model.is_dir():
         raise UserError(f"--model: {arguments.model}: no such folder")

@@ -28,9 +28,11 @@ KERNELS = Unit("kernels", 1, 0)
 
 
 class ProgressBar:
-    """``bar(done, total)`` draws ``label ━━── 43 %  12.3 of 28.6 GB  3.1 GB/s``; leaving the ``with`` block erases it.
+    """``bar(done, total)`` draws ``label ━━── 43 % 12.3 of 28.6 GB 3.1 GB/s``; leaving the ``with``
+    block erases it.
 
-    Draws only where ``enabled``; at most every ``REDRAW_SECONDS``. The rate is that since the first call.
+    Draws only where ``enabled``; at most every ``REDRAW_SECONDS``. The rate is that since the first
+    call.
     """
 
     def __init__(self, label: str, unit: Unit, stream: TextIO, enabled: bool) -> None:

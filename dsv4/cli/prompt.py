@@ -23,8 +23,8 @@ from encoding import (
 class Prompt:
     """What the model reads.
 
-    ``thinking_mode`` is the encoder's ("chat" or "thinking"), ``None`` for plain text. ``tools`` are those of the
-    conversation, in the OpenAI format.
+    ``thinking_mode`` is the encoder's ("chat" or "thinking"), ``None`` for plain text. ``tools``
+    are those of the conversation, in the OpenAI format.
     """
 
     text: str
@@ -84,7 +84,9 @@ def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Pr
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of the prompt. Raises ``UserError`` for text that is not Unicode, as broken arguments are."""
+    """Token ids of the prompt. Raises ``UserError`` for text that is not Unicode, as broken
+    arguments are.
+    """
     with user_errors("prompt: "):
         return tokenizer.encode(text)
 
@@ -101,7 +103,9 @@ def prompt_text(arguments: argparse.Namespace) -> str:
 
 @contextmanager
 def user_errors(prefix: str = "") -> Iterator[None]:
-    """Turns ``ValueError`` and ``OSError`` of code that knows no ``UserError`` into one that begins with ``prefix``."""
+    """Turns ``ValueError`` and ``OSError`` of code that knows no ``UserError`` into one that begins
+    with ``prefix``.
+    """
     try:
         yield
     except OSError as error:

@@ -18,7 +18,9 @@ from dsv4.errors import UserError
 
 
 def report(job: Job, outcome: Outcome) -> None:
-    """The summary line and the profile's table on stderr unless ``--quiet``, and the ``--json`` file."""
+    """The summary line and the profile's table on stderr unless ``--quiet``, and the ``--json``
+    file.
+    """
     measured = timing(
         outcome.load_seconds, outcome.engine.last_run if outcome.engine is not None else None
     )
@@ -102,7 +104,9 @@ def graph_mode(engine: Engine | None) -> str | None:
 
 
 def summary_line(measured: dict[str, Any], mode: str | None, finish_reason: str) -> str:
-    """One line: prefill tokens and tok/s, decode tokens, ms/token and tok/s, mode of the graphs, why it ended."""
+    """One line: prefill tokens and tok/s, decode tokens, ms/token and tok/s, mode of the graphs,
+    why it ended.
+    """
     prefill, decode = measured["prefill_tokens_per_second"], measured["decode_tokens_per_second"]
     parts = [
         f"load {measured['load_seconds']:.1f} s",
@@ -119,7 +123,9 @@ def summary_line(measured: dict[str, Any], mode: str | None, finish_reason: str)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes ``value`` as one line, so that ``path`` holds all of it or what it held before. Raises ``UserError``."""
+    """Writes ``value`` as one line, so that ``path`` holds all of it or what it held before. Raises
+    ``UserError``.
+    """
     text = json.dumps(value, ensure_ascii=False) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

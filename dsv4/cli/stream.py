@@ -81,7 +81,8 @@ class PlainPrinter:
 class ChatPrinter:
     """Writes a parsed completion: thinking, then the answer, every tool call as one line of JSON.
 
-    Thinking is dimmed on a terminal and stands between lines ``<think>`` and ``</think>`` elsewhere.
+    Thinking is dimmed on a terminal and stands between lines ``<think>`` and ``</think>``
+    elsewhere.
     """
 
     def __init__(self, out: TextIO, thinking_mode: str, tools: list[dict] | None) -> None:
@@ -96,7 +97,9 @@ class ChatPrinter:
             self._show(event)
 
     def finish(self, stopped: bool) -> None:
-        """Shows what was held back. Unless the model ``stopped`` by itself, a tool call at the end may be cut off."""
+        """Shows what was held back. Unless the model ``stopped`` by itself, a tool call at the end
+        may be cut off.
+        """
         if stopped:
             self.feed(EOS)
         for event in self._parser.finish():
@@ -140,7 +143,9 @@ def make_printer(
 def parse_message(
     text: str, stopped: bool, thinking_mode: str | None, tools: list[dict] | None
 ) -> dict[str, Any]:
-    """The assistant message of a whole completion; plain text (``thinking_mode`` None) is its content."""
+    """The assistant message of a whole completion; plain text (``thinking_mode`` None) is its
+    content.
+    """
     if thinking_mode is None:
         return {"role": "assistant", "content": text}
     return parse_completion(text + EOS if stopped else text, thinking_mode, tools).message

@@ -1,4 +1,6 @@
-"""Which decoder an engine gets: the mode that was asked for, or the faster one that reproduces the eager step."""
+"""Which decoder an engine gets: the mode that was asked for, or the faster one that reproduces the
+eager step.
+"""
 
 import logging
 import time
@@ -16,7 +18,8 @@ from dsv4.step.steps import RecordedSteps
 
 # Steps of a self-check, and where they begin: they complete windows of both ratios (4 and 128).
 _CHECK_STEPS, _CHECK_START = 8, 122
-# Token ids of a self-check are multiples of this prime, so that they are spread over the vocabulary.
+# Token ids of a self-check are multiples of this prime, so that they are spread over the
+# vocabulary.
 _TOKEN_STRIDE = 7919
 
 _LOG = logging.getLogger("dsv4")
@@ -36,8 +39,8 @@ def build_decoder(
 ) -> CUDAGraphDecoder:
     """A decoder captured for one token a step.
 
-    "auto" captures both modes, lets each run a few steps against the eager ones and keeps the fastest that is exact.
-    Raises ``UserError`` when none is.
+    "auto" captures both modes, lets each run a few steps against the eager ones and keeps the
+    fastest that is exact. Raises ``UserError`` when none is.
     """
     if mode != "auto":
         return CUDAGraphDecoder(steps, mode, max_context)

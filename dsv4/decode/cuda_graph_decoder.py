@@ -1,9 +1,10 @@
 """CUDAGraphDecoder: decode steps as replays of captured graphs, on a stream of its own per device.
 
-Two modes run the same recorded step. ``full``: one graph per device segment, attention included. ``split``: per layer a
-Graph A (mHC seam, norm, projections) and a Graph B (mHC seam, router, experts), and between them attention (KV write,
-compressor, indexer, top-k, FMHA, inverse RoPE, output projection) launched eagerly, so that any attention can be put
-there. How a token flows is drawn in docs/decode.md.
+Two modes run the same recorded step. ``full``: one graph per device segment, attention included.
+``split``: per layer a Graph A (mHC seam, norm, projections) and a Graph B (mHC seam, router,
+experts), and between them attention (KV write, compressor, indexer, top-k, FMHA, inverse RoPE,
+output projection) launched eagerly, so that any attention can be put there. How a token flows is
+drawn in docs/decode.md.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -32,11 +33,12 @@ class CUDAGraphDecoder:
         lengths: Sequence[int] = (1,),
         traced: bool = False,
     ) -> None:
-        """Captures a step of each of ``lengths`` tokens (1 to 8), after one eager run of it, which loads its kernels.
-        What that run writes lies behind the current position and is overwritten by the next step.
+        """Captures a step of each of ``lengths`` tokens (1 to 8), after one eager run of it, which
+        loads its kernels. What that run writes lies behind the current position and is overwritten
+        by the next step.
 
-        ``traced``: the steps keep their named values (``values``). Raises ``ValueError`` for a length out of range, and
-        without room for the longest step.
+        ``traced``: the steps keep their named values (``values``). Raises ``ValueError`` for a
+        length out of range, and without room for the longest step.
         """
         for tokens in lengths:
             if not 1 <= tokens <= MAX_DECODE_TOKENS:
@@ -70,10 +72,12 @@ class CUDAGraphDecoder:
 
     @torch.inference_mode()
     def replay(self, token_ids: int | Sequence[int], position: int) -> Tensor:
-        """The step that appends ``token_ids`` at ``position``: float32 logits ``[T, V]``, overwritten by the next step.
+        """The step that appends ``token_ids`` at ``position``: float32 logits ``[T, V]``,
+        overwritten by the next step.
 
-        ``position`` is the current one or up to 8 tokens before it: rejected drafts are taken back by it. Raises
-        ``ValueError`` for a number of tokens that was not captured, a position out of reach, and at the context's end.
+        ``position`` is the current one or up to 8 tokens before it: rejected drafts are taken back
+        by it. Raises ``ValueError`` for a number of tokens that was not captured, a position out of
+        reach, and at the context's end.
         """
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         if len(ids) not in self._captured:
@@ -93,9 +97,9 @@ class CUDAGraphDecoder:
     def generate(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
         """Yields the tokens that follow ``token``, one step each, sampled on the device.
 
-        A step takes its token from the device, and the host stays up to four steps behind. Steps that were queued in
-        vain, because the caller closed the generator, are taken back. Raises ``ValueError`` unless captured for one
-        token, ``FloatingPointError`` for NaN logits.
+        A step takes its token from the device, and the host stays up to four steps behind. Steps
+        that were queued in vain, because the caller closed the generator, are taken back. Raises
+        ``ValueError`` unless captured for one token, ``FloatingPointError`` for NaN logits.
         """
         if 1 not in self._captured:
             raise ValueError(f"generate: found steps of {self.lengths} tokens, expected one of 1")
@@ -148,7 +152,9 @@ class CUDAGraphDecoder:
 
     @contextmanager
     def _entered_from_outside(self) -> Iterator[None]:
-        """On the own streams, behind what the caller's streams have queued; they wait for what is queued here."""
+        """On the own streams, behind what the caller's streams have queued; they wait for what is
+        queued here.
+        """
         self._enter()
         try:
             with self._on_own_streams():

@@ -1,4 +1,6 @@
-"""Checks of the tensors that launchers get: one line that names the tensor, what was found and what was expected."""
+"""Checks of the tensors that launchers get: one line that names the tensor, what was found and what
+was expected.
+"""
 
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ def expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def expect_rows(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raises ``ValueError`` unless ``tensor`` has this dtype and shape and a last dimension without gaps."""
+    """Raises ``ValueError`` unless ``tensor`` has this dtype and shape and a last dimension without
+    gaps.
+    """
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
         found = f"{tensor.dtype} {list(tensor.shape)}"
         raise ValueError(f"{name}: found {found}, expected {dtype} {list(shape)}")

@@ -1,9 +1,10 @@
 """Compiles CUDA C++ with NVRTC and keeps the cubins on disk; needs no GPU.
 
-The cache key covers everything that decides the machine code: the source, every device header, this file with its
-options, the shared constants, the defines and the compiler's version. Entries are written to a temporary name and
-renamed, so that processes can share the folder; an entry that cannot be read counts as absent.
-``DSV4_KERNEL_CACHE`` names the folder (default ``~/.cache/dsv4/kernels``).
+The cache key covers everything that decides the machine code: the source, every device header, this
+file with its options, the shared constants, the defines and the compiler's version. Entries are
+written to a temporary name and renamed, so that processes can share the folder; an entry that
+cannot be read counts as absent. ``DSV4_KERNEL_CACHE`` names the folder (default
+``~/.cache/dsv4/kernels``).
 """
 
 import functools
@@ -29,7 +30,9 @@ _COMPILER_PACKAGES = ("cuda-core", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime")
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code of one ``.cu`` file. ``log`` is the assembler's resource report: registers, stack, spills."""
+    """Machine code of one ``.cu`` file. ``log`` is the assembler's resource report: registers,
+    stack, spills.
+    """
 
     cubin: bytes
     log: str
@@ -106,7 +109,9 @@ def _stored(path: Path) -> bytes | None:
 
 
 def _store(path: Path, content: bytes) -> None:
-    """Writes whole or not at all; a folder that cannot be written only costs the next process its time."""
+    """Writes whole or not at all; a folder that cannot be written only costs the next process its
+    time.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -124,8 +129,8 @@ def _cache_path(source: str, architecture: str, defines: Defines) -> Path:
 
 @functools.cache
 def _cuda_core() -> Any:
-    """Imported where it is used, since recording and planning work without it; before threads use it, which must not
-    import it at the same time.
+    """Imported where it is used, since recording and planning work without it; before threads use
+    it, which must not import it at the same time.
     """
     return importlib.import_module("cuda.core")
 

@@ -1,4 +1,5 @@
-"""Enums and limits that Python and the device code share: this file is the only place that states them.
+"""Enums and limits that Python and the device code share: this file is the only place that states
+them.
 
 ``device_header`` is put in front of every source that is compiled.
 """
@@ -10,7 +11,9 @@ from dsv4.weights.quant import QuantFormat
 
 
 class RowCode(IntEnum):
-    """How a cached row is stored: ``dsv4.caches.rows.RowFormat``, plain rows told apart by their dtype."""
+    """How a cached row is stored: ``dsv4.caches.rows.RowFormat``, plain rows told apart by their
+    dtype.
+    """
 
     KV_FP8 = 0
     BF16 = 1
@@ -30,7 +33,8 @@ FORMAT_NAME = {
     QuantFormat.FP8_BLOCK128: "FORMAT_FP8",
     QuantFormat.BF16: "FORMAT_BF16",
 }
-# Bytes of block scales beside one stage of 16 rows in a decode kernel's ring (four 512-byte loads of codes).
+# Bytes of block scales beside one stage of 16 rows in a decode kernel's ring (four 512-byte loads
+# of codes).
 STAGE_SCALE_BYTES = {
     QuantFormat.NVFP4: 256,
     QuantFormat.MXFP4: 128,

@@ -8,7 +8,9 @@ Defines = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry of ``dsv4/ops/<source>.cu``, compiled with ``defines``. ``source``: ``"<op>/<stem>"``."""
+    """An entry of ``dsv4/ops/<source>.cu``, compiled with ``defines``. ``source``:
+    ``"<op>/<stem>"``.
+    """
 
     source: str
     function: str
@@ -17,7 +19,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel is launched: blocks (x, or x, y, z), threads per block, dynamic shared memory, blocks per cluster.
+    """How a kernel is launched: blocks (x, or x, y, z), threads per block, dynamic shared memory,
+    blocks per cluster.
 
     ``numbers``: arguments by name that go with the shape, where it depends on the number of tokens.
     """

@@ -1,4 +1,6 @@
-"""A program: a recording whose buffers have memory and whose kernels are loaded, ready to be queued again and again."""
+"""A program: a recording whose buffers have memory and whose kernels are loaded, ready to be queued
+again and again.
+"""
 
 import ctypes
 import functools
@@ -18,12 +20,15 @@ from dsv4.launch.target import Target
 from dsv4.launch.workspace import ALIGNMENT, Layout, lay_out
 
 _WORD_BYTES = 8
-# Above this the driver has to be asked: the 48 KiB that need no asking count the static shared memory as well.
+# Above this the driver has to be asked: the 48 KiB that need no asking count the static shared
+# memory as well.
 _FREE_SHARED_BYTES = 16 << 10
 
 
 class Memory:
-    """The bytes that the buffers of a device's recordings lie in. Recordings that share it run one after another."""
+    """The bytes that the buffers of a device's recordings lie in. Recordings that share it run one
+    after another.
+    """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.bytes = torch.empty(max(nbytes, ALIGNMENT), dtype=torch.uint8, device=device)
@@ -54,7 +59,9 @@ class Program:
         return self._layout
 
     def tensor(self, recorded: Tensor) -> Tensor:
-        """The memory of a recorded tensor: a buffer's, or the tensor itself where it had memory already."""
+        """The memory of a recorded tensor: a buffer's, or the tensor itself where it had memory
+        already.
+        """
         if not recorded.is_meta:
             return recorded
         key = storage_key(recorded)
@@ -67,7 +74,8 @@ class Program:
         )
 
     def run(self, tokens: int, start: int = 0, stop: int | None = None) -> None:
-        """Queues the items ``start`` to ``stop`` for this many tokens on the device's current stream.
+        """Queues the items ``start`` to ``stop`` for this many tokens on the device's current
+        stream.
 
         The device must be the current one.
         """
@@ -127,7 +135,9 @@ class _ReadyCall:
 
 
 class _Prepared:
-    """A launch as the driver takes it: its configuration, the kernel, and pointers to the words of its arguments."""
+    """A launch as the driver takes it: its configuration, the kernel, and pointers to the words of
+    its arguments.
+    """
 
     def __init__(self, signature: Signature, target: Target) -> None:
         parameters = signature.parameters
@@ -228,14 +238,16 @@ def _word(parameter: Parameter) -> str:
 
 @functools.cache
 def _driver() -> Any:
-    """The driver's bindings, imported when a program is made: recording and planning work without them."""
+    """The driver's bindings, imported when a program is made: recording and planning work without
+    them.
+    """
     return importlib.import_module("cuda.bindings.driver")
 
 
 @functools.cache
 def _attributes(cluster: int) -> list[Any]:
-    """Every launch may overlap the end of the one before it, so a kernel calls ``pdl_wait()`` before it touches
-    anything that another one writes.
+    """Every launch may overlap the end of the one before it, so a kernel calls ``pdl_wait()``
+    before it touches anything that another one writes.
     """
     driver = _driver()
     overlap = driver.CUlaunchAttribute()
@@ -268,7 +280,9 @@ def _loaded(kernel: Kernel, target: Target) -> Any:
 
 @functools.cache
 def _allow_shared_memory(kernel: Kernel, target: Target, shared_bytes: int) -> None:
-    """One kernel is launched with several sizes: the limit only grows, or an earlier, larger launch would fail."""
+    """One kernel is launched with several sizes: the limit only grows, or an earlier, larger launch
+    would fail.
+    """
     driver = _driver()
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     device = driver.CUdevice(target.device.index or 0)

@@ -1,9 +1,10 @@
 """A recording: what one device is to do, in order, on buffers that have no memory yet.
 
-Ops write to it: ``empty`` makes a buffer, ``launch`` notes a kernel with its arguments by name, ``call`` a function of
-torch. Buffers are tensors of torch's meta device, so views of them are made as of any tensor and nothing has to be on
-a GPU: a recording on meta weights is also the memory plan and the list of kernels to compile. ``dsv4.launch.program``
-gives the buffers memory and runs what was recorded.
+Ops write to it: ``empty`` makes a buffer, ``launch`` notes a kernel with its arguments by name,
+``call`` a function of torch. Buffers are tensors of torch's meta device, so views of them are made
+as of any tensor and nothing has to be on a GPU: a recording on meta weights is also the memory plan
+and the list of kernels to compile. ``dsv4.launch.program`` gives the buffers memory and runs what
+was recorded.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,9 @@ ShapeOf = Callable[[int], Shape | None]
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its arguments. ``shape_of`` gives its shape for a number of tokens; None: it is not launched."""
+    """A kernel with its arguments. ``shape_of`` gives its shape for a number of tokens; None: it is
+    not launched.
+    """
 
     signature: Signature
     shape: Shape
@@ -36,7 +39,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Call:
-    """``function(tokens, *tensors)`` on the tensors' memory, queued on the current stream like a launch."""
+    """``function(tokens, *tensors)`` on the tensors' memory, queued on the current stream like a
+    launch.
+    """
 
     function: Callable[..., object]
     tensors: list[Tensor]
@@ -46,7 +51,9 @@ Item = Launch | Call
 
 
 class Recording:
-    """Items of steps of up to ``tokens`` tokens on ``target``. A prefill recording serves every number up to that."""
+    """Items of steps of up to ``tokens`` tokens on ``target``. A prefill recording serves every
+    number up to that.
+    """
 
     def __init__(self, target: Target, tokens: int) -> None:
         self.target = target
@@ -57,7 +64,9 @@ class Recording:
         self._zeroed: dict[str, Tensor] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous buffer whose address is a multiple of 512 bytes. It holds anything when an item writes it."""
+        """A contiguous buffer whose address is a multiple of 512 bytes. It holds anything when an
+        item writes it.
+        """
         buffer = torch.empty(shape, dtype=dtype, device="meta")
         self._buffers[storage_key(buffer)] = buffer
         return buffer
@@ -67,10 +76,11 @@ class Recording:
         return self.empty(tuple(tensor.shape), tensor.dtype)
 
     def zeroed(self, name: str, count: int) -> Tensor:
-        """int32 ``[count]`` of this name, the same tensor for all of the recording: zeros before the first run.
+        """int32 ``[count]`` of this name, the same tensor for all of the recording: zeros before
+        the first run.
 
-        For kernels whose blocks count arrivals: every launch leaves zeros behind. Launches of one recording follow each
-        other, so that they can share it.
+        For kernels whose blocks count arrivals: every launch leaves zeros behind. Launches of one
+        recording follow each other, so that they can share it.
         """
         tensor = self._zeroed.setdefault(name, torch.empty(count, dtype=torch.int32, device="meta"))
         if tensor.shape[0] != count:
@@ -80,12 +90,14 @@ class Recording:
         return tensor
 
     def launch(self, shape: Shape | ShapeOf, **arguments: Tensor | int | float | None) -> None:
-        """Notes a kernel. Arguments are those of its signature; those of ``shape.numbers`` are added.
+        """Notes a kernel. Arguments are those of its signature; those of ``shape.numbers`` are
+        added.
 
-        A function for ``shape`` is asked for every number of tokens from 1 to ``tokens``; it may return None where
-        there is nothing to do.
+        A function for ``shape`` is asked for every number of tokens from 1 to ``tokens``; it may
+        return None where there is nothing to do.
 
-        Raises ``TypeError`` for a missing, extra or mistyped argument, ``ValueError`` for a tensor elsewhere.
+        Raises ``TypeError`` for a missing, extra or mistyped argument, ``ValueError`` for a tensor
+        elsewhere.
         """
         shape_of = None if isinstance(shape, Shape) else shape
         full = shape if isinstance(shape, Shape) else self._longest(shape)
@@ -96,7 +108,9 @@ class Recording:
         self.items.append(launch)
 
     def call(self, function: Callable[..., object], *tensors: Tensor) -> None:
-        """Notes ``function(tokens, *tensors)``, which queues work of torch; it gets the tensors whole."""
+        """Notes ``function(tokens, *tensors)``, which queues work of torch; it gets the tensors
+        whole.
+        """
         self.items.append(Call(function, list(tensors)))
 
     def keep(self, tensor: Tensor) -> Tensor:

@@ -33,7 +33,9 @@ _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel. ``type`` without const; ``pointer``: it points to values of that type."""
+    """One parameter of a kernel. ``type`` without const; ``pointer``: it points to values of that
+    type.
+    """
 
     name: str
     type: str

@@ -1,4 +1,6 @@
-"""What a recording has to know of the GPU that it is made for; a value, so that none has to be there."""
+"""What a recording has to know of the GPU that it is made for; a value, so that none has to be
+there.
+"""
 
 from dataclasses import dataclass
 
@@ -17,7 +19,9 @@ class Target:
 
     @classmethod
     def of(cls, device: torch.device) -> "Target":
-        """The target of a CUDA device of this machine; ``RuntimeError`` for one without a compile target."""
+        """The target of a CUDA device of this machine; ``RuntimeError`` for one without a compile
+        target.
+        """
         properties = torch.cuda.get_device_properties(device)
         architecture = compile_target(properties.major, properties.minor)
         if architecture is None:

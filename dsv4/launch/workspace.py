@@ -1,6 +1,7 @@
 """Where the buffers of a recording lie: those that are alive at the same time never overlap.
 
-A buffer is alive from the first item that names it to the last, or to the end of the recording if it is kept.
+A buffer is alive from the first item that names it to the last, or to the end of the recording if
+it is kept.
 """
 
 from collections import defaultdict
@@ -17,7 +18,9 @@ ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class Layout:
-    """``offsets``: of every buffer by its ``storage_key``; ``nbytes``: of the memory that they share."""
+    """``offsets``: of every buffer by its ``storage_key``; ``nbytes``: of the memory that they
+    share.
+    """
 
     offsets: Mapping[int, int]
     nbytes: int

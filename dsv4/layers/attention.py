@@ -1,4 +1,6 @@
-"""The attention sublayer: projections, window keys, compressor, indexer, output (model.md#attention)."""
+"""The attention sublayer: projections, window keys, compressor, indexer, output
+(model.md#attention).
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,8 +22,9 @@ from dsv4.weights.quant import Weight
 
 
 class Projections(NamedTuple):
-    """What attention reads of its input: queries ``[T, H·D]``, key-value row ``[T, D]``, and by ratio the compressors'
-    products (float32, in the order of ``Attention.input_rows``) and the indexer's queries.
+    """What attention reads of its input: queries ``[T, H·D]``, key-value row ``[T, D]``, and by
+    ratio the compressors' products (float32, in the order of ``Attention.input_rows``) and the
+    indexer's queries.
     """
 
     q_TN: Tensor
@@ -32,10 +35,11 @@ class Projections(NamedTuple):
 
 @dataclass(frozen=True)
 class Attention:
-    """One layer's attention. ``compressors``: none for ratio 0, else the main one, and for ratio 4 the ``indexer``'s.
+    """One layer's attention. ``compressors``: none for ratio 0, else the main one, and for ratio 4
+    the ``indexer``'s.
 
-    ``input_rows``: wq_a, wkv, then the compressor's projections, the indexer's compressor's and its weights_proj.
-    ``query_rows``: wq_b, then the indexer's wq_b.
+    ``input_rows``: wq_a, wkv, then the compressor's projections, the indexer's compressor's and its
+    weights_proj. ``query_rows``: wq_b, then the indexer's wq_b.
     """
 
     config: ModelConfig
@@ -90,7 +94,9 @@ class Attention:
         )
 
     def project(self, ops: Ops, x_TE: Tensor) -> Projections:
-        """x ``[T, E]`` (attn_norm output): everything that does not depend on the position or on ``AttentionState``."""
+        """x ``[T, E]`` (attn_norm output): everything that does not depend on the position or on
+        ``AttentionState``.
+        """
         low_rank_TR, kv_TD, *compressor_inputs = ops.linear_rows(x_TE, self.input_rows)
         q_TN, *index_queries = ops.linear_rows(
             low_rank_TR, self.query_rows, self.q_norm, self.config.rms_norm_eps
@@ -132,7 +138,9 @@ class Attention:
     def _compressions(
         self, inputs: tuple[Tensor, ...], state: AttentionState
     ) -> tuple[Compression, ...]:
-        """``inputs`` are the two products of each compressor, then in a CSA layer the index head weights."""
+        """``inputs`` are the two products of each compressor, then in a CSA layer the index head
+        weights.
+        """
         found, caches = [], (state.compressed, state.index)
         for weights, cache, kv_TW, score_TW in zip(
             self.compressors, caches, inputs[::2], inputs[1::2], strict=False

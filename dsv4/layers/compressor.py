@@ -1,4 +1,6 @@
-"""A compressor: pools two projections of the attention input into cached rows every ``ratio`` tokens."""
+"""A compressor: pools two projections of the attention input into cached rows every ``ratio``
+tokens.
+"""
 
 import torch
 from torch import Tensor

@@ -32,8 +32,8 @@ class Embedding:
     def __call__(
         self, ops: Ops, tokens_T: Tensor, position_1: Tensor, rejected_1: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """int64 ``[T]`` → their positions, int64 ``[T]``, by which ``position_1`` moves on, and the streams
-        ``[T, M, E]`` in the compute dtype. ``rejected_1``: see ``dsv4.ops.opening``.
+        """int64 ``[T]`` → their positions, int64 ``[T]``, by which ``position_1`` moves on, and the
+        streams ``[T, M, E]`` in the compute dtype. ``rejected_1``: see ``dsv4.ops.opening``.
         """
         return ops.embed(
             tokens_T, position_1, rejected_1, self.table_VE, self.streams, self.compute_dtype

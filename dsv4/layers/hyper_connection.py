@@ -12,8 +12,8 @@ from dsv4.ops.hyper_connection import HcWeights
 
 
 class Residual(NamedTuple):
-    """The streams ``[T, M, E]`` before a sublayer, and post ``[T, M]`` and comb ``[T, M, M]``, which say how its result
-    goes back into them.
+    """The streams ``[T, M, E]`` before a sublayer, and post ``[T, M]`` and comb ``[T, M, M]``,
+    which say how its result goes back into them.
     """
 
     streams_TME: Tensor
@@ -22,8 +22,8 @@ class Residual(NamedTuple):
 
 
 class Unmixed(NamedTuple):
-    """A sublayer's result y ``[T, E]`` that is not in the streams yet: the next seam mixes it in and goes on in one
-    launch.
+    """A sublayer's result y ``[T, E]`` that is not in the streams yet: the next seam mixes it in
+    and goes on in one launch.
     """
 
     y_TE: Tensor
@@ -50,7 +50,9 @@ class HyperConnection:
         return cls(mix, weights.vector(f"{sublayer}_norm.weight"))
 
     def enter(self, ops: Ops, incoming: Tensor | Unmixed) -> tuple[Tensor, Residual]:
-        """Streams, or what the sublayer before this one left unmixed → normalised input x ``[T, E]`` and residual."""
+        """Streams, or what the sublayer before this one left unmixed → normalised input x ``[T,
+        E]`` and residual.
+        """
         if isinstance(incoming, Unmixed):
             streams_TME, x_TE, *mixing = ops.hc_seam(
                 incoming.y_TE, *incoming.residual, self.weights, self.norm

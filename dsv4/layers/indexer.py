@@ -26,7 +26,8 @@ class Indexer:
         positions_T: Tensor,
         state: CompressedState,
     ) -> Tensor:
-        """Selects int64 ``[T, K]`` compressed entries, −1 for none, among the index keys stored so far.
+        """Selects int64 ``[T, K]`` compressed entries, −1 for none, among the index keys stored so
+        far.
 
         q ``[T, I, D]`` are the rotated queries, weight float32 ``[T, I]`` = weights_proj · x.
         """

@@ -1,4 +1,6 @@
-"""The feed-forward sublayer: router, routed experts, shared expert. Every layer has one; there are no dense layers."""
+"""The feed-forward sublayer: router, routed experts, shared expert. Every layer has one; there are
+no dense layers.
+"""
 
 from dataclasses import dataclass
 

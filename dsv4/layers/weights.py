@@ -13,7 +13,9 @@ Weights = Mapping[str, QuantTensor | Tensor]
 
 
 class ReadOnce(Mapping[str, QuantTensor | Tensor]):
-    """Weights that are let go as they are read: a stored matrix lives only until its packed form exists."""
+    """Weights that are let go as they are read: a stored matrix lives only until its packed form
+    exists.
+    """
 
     def __init__(self, weights: dict[str, QuantTensor | Tensor]) -> None:
         self._weights = weights

@@ -1,7 +1,8 @@
 """Where the time of one decoded token goes, from the events that its devices recorded.
 
-Kernels of a step follow each other, on one device after the other, so the token's time is the sum of what every kernel
-adds, the gaps between kernels of one device, and the hops from device to device.
+Kernels of a step follow each other, on one device after the other, so the token's time is the sum
+of what every kernel adds, the gaps between kernels of one device, and the hops from device to
+device.
 """
 
 from collections import Counter, defaultdict
@@ -39,7 +40,9 @@ class DeviceEvent:
 
 @dataclass(frozen=True)
 class StepLaunch:
-    """A kernel of the recorded step and its place there: part, layer and the layer's kind, or the head."""
+    """A kernel of the recorded step and its place there: part, layer and the layer's kind, or the
+    head.
+    """
 
     name: str
     part: str
@@ -51,8 +54,8 @@ class StepLaunch:
 class Node:
     """A kernel in its token.
 
-    ``added_us`` is its duration less what overlaps the kernel before, ``gap_us`` the time since that one ended. After a
-    ``hop`` the kernel before was on another device.
+    ``added_us`` is its duration less what overlaps the kernel before, ``gap_us`` the time since
+    that one ended. After a ``hop`` the kernel before was on another device.
     """
 
     name: str
@@ -99,8 +102,9 @@ class TokenTimeline:
         return dict(sorted(layers.items()))
 
     def layer_sequences(self) -> dict[str, list[tuple[str, float]]]:
-        """By kind, the kernels of a layer in their order with the mean µs that each adds to the token, its gap included
-        and hops left out; of the layers that launch what most layers of their kind do.
+        """By kind, the kernels of a layer in their order with the mean µs that each adds to the
+        token, its gap included and hops left out; of the layers that launch what most layers of
+        their kind do.
         """
         layers: defaultdict[tuple[int, str], list[Node]] = defaultdict(list)
         for node in self.nodes:
@@ -146,7 +150,9 @@ class TokenTimeline:
                 yield HOPS if node.hop else GAPS, node.kind, node.gap_us
 
     def table(self) -> str:
-        """The rows, what they sum up to, a line per device, and the kernels of a layer of every kind in their order."""
+        """The rows, what they sum up to, a line per device, and the kernels of a layer of every
+        kind in their order.
+        """
         copies = sum(event.duration_us for event in self.hand_offs)
         lines = [
             format_table("decode, one token", self.rows(), self.us),
@@ -193,10 +199,12 @@ class TokenTimeline:
 def token_timelines(
     events: Iterable[DeviceEvent], step: Mapping[int, Sequence[StepLaunch]], tokens: int
 ) -> list[TokenTimeline]:
-    """The second and later ones of ``tokens`` tokens whose events, from the first to the last, are ``events``.
+    """The second and later ones of ``tokens`` tokens whose events, from the first to the last, are
+    ``events``.
 
-    ``step``: what every device launches for one token, in order. A device executes launches in their order, so the
-    n-th kernel of a token is the n-th launch. Raises ``UserError`` when a device executed another number of kernels.
+    ``step``: what every device launches for one token, in order. A device executes launches in
+    their order, so the n-th kernel of a token is the n-th launch. Raises ``UserError`` when a
+    device executed another number of kernels.
     """
     ordered = sorted(events, key=lambda event: (event.start_us, event.end_us))
     copies = [event for event in ordered if event.is_copy]

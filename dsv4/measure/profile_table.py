@@ -10,7 +10,8 @@ COLUMNS = ("SWA", "CSA", "HCA", HEAD)
 
 @dataclass(frozen=True)
 class Row:
-    """``us`` in all ``count`` calls; ``by_kind``: of it, µs per layer of a kind, or per step at its head.
+    """``us`` in all ``count`` calls; ``by_kind``: of it, µs per layer of a kind, or per step at its
+    head.
 
     ``gap_us``: how long the device had nothing to do before these calls, where that is known.
     """
@@ -23,7 +24,9 @@ class Row:
 
 
 def format_table(title: str, rows: Sequence[Row], total_us: float) -> str:
-    """The slowest row first, with its share of ``total_us``; a column for every kind that has a value."""
+    """The slowest row first, with its share of ``total_us``; a column for every kind that has a
+    value.
+    """
     kinds = [kind for kind in COLUMNS if any(kind in row.by_kind for row in rows)]
     gaps = any(row.gap_us is not None for row in rows)
     heading = "".join(f"{kind:>11}" for kind in kinds)

@@ -1,8 +1,10 @@
-"""The operations of the model: one room per operation, and the types of the table that layers call them through.
+"""The operations of the model: one room per operation, and the types of the table that layers call
+them through.
 
-``TORCH`` is the reference that runs anywhere and gives every kernel its meaning. Layers are handed a table with every
-call, so ``dataclasses.replace(table, sparse_attention=TORCH.sparse_attention)`` swaps one op, which is how a numerical
-fault is bisected. The tables of the CUDA kernels are in ``dsv4.ops.tables``.
+``TORCH`` is the reference that runs anywhere and gives every kernel its meaning. Layers are handed
+a table with every call, so ``dataclasses.replace(table, sparse_attention=TORCH.sparse_attention)``
+swaps one op, which is how a numerical fault is bisected. The tables of the CUDA kernels are in
+``dsv4.ops.tables``.
 """
 
 from collections.abc import Sequence
@@ -195,8 +197,8 @@ class StoreToken(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """How an op table keeps weights: every layout has ``dequantize()`` and ``shape``, so that the torch ops accept any
-    of them. Norm weights, biases, sinks and positional biases are float32.
+    """How an op table keeps weights: every layout has ``dequantize()`` and ``shape``, so that the
+    torch ops accept any of them. Norm weights, biases, sinks and positional biases are float32.
     """
 
     pack_weight: PackWeight
@@ -205,7 +207,9 @@ class Packing:
 
 @dataclass(frozen=True)
 class Ops:
-    """The operations of a step. Shapes and meanings are those of the torch functions of the same names."""
+    """The operations of a step. Shapes and meanings are those of the torch functions of the same
+    names.
+    """
 
     embed: Embed
     next_positions: NextPositions

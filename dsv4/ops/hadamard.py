@@ -5,10 +5,12 @@ from torch import Tensor
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Sylvester-ordered Hadamard transform of the last dimension (a power of two n), times n^(−1/2).
+    """Sylvester-ordered Hadamard transform of the last dimension (a power of two n), times
+    n^(−1/2).
 
-    float32 inside, one rounding to the dtype of x. It is its own inverse; applying it to one side of a dot product
-    only is a bug, applying it to both changes nothing but how well the sides quantise.
+    float32 inside, one rounding to the dtype of x. It is its own inverse; applying it to one side
+    of a dot product only is a bug, applying it to both changes nothing but how well the sides
+    quantise.
     """
     values = x.float()
     width = x.shape[-1]

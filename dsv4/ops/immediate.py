@@ -1,5 +1,5 @@
-"""CUDA ops one at a time: recorded, given memory and run. For tests and benchmarks; a step records all of its ops once
-instead (``dsv4.step``).
+"""CUDA ops one at a time: recorded, given memory and run. For tests and benchmarks; a step records
+all of its ops once instead (``dsv4.step``).
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ class PreparedOp:
     def __init__(
         self, op: Callable[..., Any], *arguments: Any, tokens: int | None = None, **named: Any
     ) -> None:
-        """``op(recording, *arguments, **named)`` records it. ``tokens``: by default the first size of the first tensor
-        among the arguments.
+        """``op(recording, *arguments, **named)`` records it. ``tokens``: by default the first size
+        of the first tensor among the arguments.
         """
         first = next(tensors_in([list(arguments), list(named.values())]))
         self._tokens = tokens or (first.shape[0] if first.dim() else 1)
@@ -36,7 +36,9 @@ class PreparedOp:
         self.result = map_tensors(recorded, self.program.tensor)
 
     def run(self, tokens: int | None = None) -> Any:
-        """Queues the op on the current stream of its device, for as many tokens as it was recorded for or fewer."""
+        """Queues the op on the current stream of its device, for as many tokens as it was recorded
+        for or fewer.
+        """
         with torch.cuda.device(self.program.device):
             self.program.run(tokens or self._tokens)
         return self.result

@@ -1,6 +1,8 @@
-"""Op tables: torch ops run when they are called; CUDA ops are recorded, once for a step (``dsv4.launch``).
+"""Op tables: torch ops run when they are called; CUDA ops are recorded, once for a step
+(``dsv4.launch``).
 
-The choice between decode and prefill forms, and between kernel libraries, is made here and nowhere else.
+The choice between decode and prefill forms, and between kernel libraries, is made here and nowhere
+else.
 """
 
 import importlib.util
@@ -51,7 +53,8 @@ class DirectTable:
 class RecordedTable:
     """Ops that write to a recording, apart for steps of up to 8 tokens and for longer ones.
 
-    ``exact``: a recording serves only the number of tokens that it was made for, because ops of torch are in it.
+    ``exact``: a recording serves only the number of tokens that it was made for, because ops of
+    torch are in it.
     """
 
     packing: Packing
@@ -139,9 +142,11 @@ def op_table(name: TableName) -> Table:
 
 
 def swap_ops(table: Table, swaps: Mapping[str, TableName]) -> Table:
-    """``table`` with some ops taken from other tables, by name of the op: CUDA ops replaced by torch ops.
+    """``table`` with some ops taken from other tables, by name of the op: CUDA ops replaced by
+    torch ops.
 
-    Raises ``UserError`` for an unknown op, and for CUDA ops in a torch table, whose weights they cannot read.
+    Raises ``UserError`` for an unknown op, and for CUDA ops in a torch table, whose weights they
+    cannot read.
     """
     names = sorted(field.name for field in fields(Ops))
     for name, source in swaps.items():
@@ -175,7 +180,9 @@ def _with_torch_ops(
 def _recorded_torch_op(
     recording: Recording, cuda_op: Callable[..., Any], torch_op: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``torch_op`` as an item of a recording, into buffers of the sizes and dtypes that ``cuda_op`` returns."""
+    """``torch_op`` as an item of a recording, into buffers of the sizes and dtypes that ``cuda_op``
+    returns.
+    """
 
     def op(*arguments: Any, **named: Any) -> Any:
         items = len(recording.items)

@@ -8,7 +8,9 @@ from dsv4.ops.attention import TILE_BYTES, TILE_TOKENS
 
 @dataclass(frozen=True)
 class TorchStep:
-    """A step of ``tokens`` tokens in one layer of ``ratio``; ``itemsize`` of an activation. Properties are bytes."""
+    """A step of ``tokens`` tokens in one layer of ``ratio``; ``itemsize`` of an activation.
+    Properties are bytes.
+    """
 
     config: ModelConfig
     itemsize: int
@@ -35,8 +37,8 @@ class TorchStep:
 
     @property
     def streams(self) -> int:
-        """Streams at the entrance of the segment, behind the layer before, before and behind attention; inputs and
-        results of the sublayers, and the mixes.
+        """Streams at the entrance of the segment, behind the layer before, before and behind
+        attention; inputs and results of the sublayers, and the mixes.
         """
         config = self.config
         mixes = 4 * (config.hc_mult + 2) * config.hc_mult
@@ -51,7 +53,9 @@ class TorchStep:
 
     @property
     def projections(self) -> int:
-        """Products with the attention input: queries, key row, and float32 what compressors and indexer read."""
+        """Products with the attention input: queries, key row, and float32 what compressors and
+        indexer read.
+        """
         config = self.config
         overlap = 2 if self.ratio == CSA_RATIO else 1
         per_token = self.itemsize * (config.head_dim + config.q_lora_rank)
@@ -65,8 +69,8 @@ class TorchStep:
 
     @property
     def attention(self) -> int:
-        """float32 queries and results, all rows dequantized, and of one tile logits and listed rows, several times
-        each.
+        """float32 queries and results, all rows dequantized, and of one tile logits and listed
+        rows, several times each.
         """
         config = self.config
         keys = config.sliding_window + TILE_TOKENS + self.selected

@@ -1,4 +1,6 @@
-"""Tensors inside the arguments and results of ops: tuples and dataclasses of tensors, weights and numbers."""
+"""Tensors inside the arguments and results of ops: tuples and dataclasses of tensors, weights and
+numbers.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -20,7 +22,9 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``function`` of every tensor in its place; what holds none that changes stays the same object."""
+    """``value`` with ``function`` of every tensor in its place; what holds none that changes stays
+    the same object.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple | list):

@@ -22,7 +22,9 @@ def with_device_defaults(engine: EngineConfig, devices: Sequence[torch.device]) 
 
 
 def table_name(engine: EngineConfig, devices: Sequence[torch.device]) -> TableName:
-    """The op table an ``EngineConfig`` asks for on ``devices``. Raises ``UserError`` for CUDA ops on a CPU."""
+    """The op table an ``EngineConfig`` asks for on ``devices``. Raises ``UserError`` for CUDA ops
+    on a CPU.
+    """
     on_cuda = devices[0].type == "cuda"
     if engine.ops in ("cuda", "cutedsl") and not on_cuda:
         raise UserError(
@@ -34,7 +36,9 @@ def table_name(engine: EngineConfig, devices: Sequence[torch.device]) -> TableNa
 
 
 def table_on(engine: EngineConfig, devices: Sequence[torch.device]) -> Table:
-    """The op table that ``engine`` asks for. Raises ``UserError`` for a GPU that its kernels are not compiled for."""
+    """The op table that ``engine`` asks for. Raises ``UserError`` for a GPU that its kernels are
+    not compiled for.
+    """
     name = table_name(engine, devices)
     table = op_table(name)
     if name != "torch":
@@ -70,7 +74,9 @@ def check_cuda_graph(engine: EngineConfig, devices: Sequence[torch.device]) -> N
 
 
 def engine_devices(engine: EngineConfig) -> tuple[torch.device, ...]:
-    """The devices an ``EngineConfig`` asks for. Raises ``UserError`` when this machine does not have them."""
+    """The devices an ``EngineConfig`` asks for. Raises ``UserError`` when this machine does not
+    have them.
+    """
     if engine.parallel == "tensor" and engine.gpus > 1:
         raise UserError(
             "EngineConfig.parallel: found 'tensor' with more than one GPU, expected 'pipeline' or 'round-robin' "

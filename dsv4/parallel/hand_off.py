@@ -11,9 +11,9 @@ _LOG = logging.getLogger("dsv4")
 class HandOff:
     """Tensors from ``source`` to ``target``, one after another into the same memory, ``arrived``.
 
-    The copy runs on the source's current stream and the target's current stream waits for it. The next copy waits until
-    the target has read this one: up to where ``drain`` is called, else up to what is queued by then. Without peer
-    access a copy goes through pinned host memory.
+    The copy runs on the source's current stream and the target's current stream waits for it. The
+    next copy waits until the target has read this one: up to where ``drain`` is called, else up to
+    what is queued by then. Without peer access a copy goes through pinned host memory.
     """
 
     def __init__(self, source: torch.device, arrived: Tensor) -> None:
@@ -27,8 +27,9 @@ class HandOff:
                 "no peer access from %s to %s: copies go through host memory", source, self.target
             )
             self._staged = torch.empty(arrived.shape, dtype=arrived.dtype, pin_memory=True)
-        # torch makes both current streams of a peer copy wait for each other. The target's own stream must not hold the
-        # source back, hence a stream on which nothing but arrivals happens.
+        # torch makes both current streams of a peer copy wait for each other. The target's own
+        # stream must not hold the source back, hence a stream on which nothing but arrivals
+        # happens.
         with torch.cuda.device(self.target):
             self._arrivals = torch.cuda.Stream(self.target)
             self._filled = torch.cuda.Event()

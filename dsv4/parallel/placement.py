@@ -12,7 +12,9 @@ from dsv4.weights.parameters import layer_of
 
 @dataclass(frozen=True)
 class Placement:
-    """``layer_devices[l]`` owns layer l; the embedding is with the first layer, everything else with the last."""
+    """``layer_devices[l]`` owns layer l; the embedding is with the first layer, everything else
+    with the last.
+    """
 
     layer_devices: tuple[torch.device, ...]
 
@@ -27,7 +29,8 @@ class Placement:
 
     @classmethod
     def pipeline(cls, layer_bytes: Sequence[int], devices: Sequence[torch.device]) -> "Placement":
-        """Contiguous segments balanced by bytes, so that a token crosses between devices once per boundary.
+        """Contiguous segments balanced by bytes, so that a token crosses between devices once per
+        boundary.
 
         No device is without a layer while there are layers.
         """
@@ -50,8 +53,8 @@ class Placement:
 
 
 def bytes_by_layer(sizes: Iterable[tuple[str, int]], layers: int) -> list[int]:
-    """Sums (parameter name, bytes) over the layers, those of the embedding and the head with the layers they live
-    with.
+    """Sums (parameter name, bytes) over the layers, those of the embedding and the head with the
+    layers they live with.
     """
     totals = [0] * layers
     for name, nbytes in sizes:
@@ -60,8 +63,8 @@ def bytes_by_layer(sizes: Iterable[tuple[str, int]], layers: int) -> list[int]:
 
 
 def _balanced_ends(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Where ``parts`` consecutive parts of ``sizes`` end: the largest part is as small as it can be, and of such cuts
-    the parts are as equal as possible.
+    """Where ``parts`` consecutive parts of ``sizes`` end: the largest part is as small as it can
+    be, and of such cuts the parts are as equal as possible.
     """
     total = [0, *accumulate(sizes)]
     # Of the ways to cut the first ``end`` sizes: largest part, sum of squares, ends.

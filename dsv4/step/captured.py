@@ -84,7 +84,9 @@ def part_device(part: Part | Transfer) -> torch.device:
 
 
 class CapturedStep:
-    """A step whose parts are replayed on ``streams``. ``regions`` names what was captured, in order."""
+    """A step whose parts are replayed on ``streams``. ``regions`` names what was captured, in
+    order.
+    """
 
     def __init__(self, step: Step, streams: Streams, mode: Mode, pool: Pool) -> None:
         """The step must have run before: what is loaded at a first launch cannot be captured."""

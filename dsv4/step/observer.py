@@ -1,4 +1,6 @@
-"""Watching eager steps: an observer is entered around every part and around every op or kernel inside it."""
+"""Watching eager steps: an observer is entered around every part and around every op or kernel
+inside it.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +16,9 @@ from dsv4.step.current_device import on_device
 
 
 class Observer(Protocol):
-    """What ``DirectSteps.observer`` and ``RecordedSteps.observer`` may be. Captured graphs are not watched."""
+    """What ``DirectSteps.observer`` and ``RecordedSteps.observer`` may be. Captured graphs are not
+    watched.
+    """
 
     def begin_step(self) -> None:
         """The parts of a step follow."""

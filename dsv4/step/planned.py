@@ -1,4 +1,6 @@
-"""What a step will take, before any weight is read: the model recorded on weights and caches that have no memory."""
+"""What a step will take, before any weight is read: the model recorded on weights and caches that
+have no memory.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

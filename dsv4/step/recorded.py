@@ -1,7 +1,7 @@
 """Recording a step: the model's parts in order, each with its items on one device's recording.
 
-Nothing here needs a GPU: on a planned state and planned weights (torch's meta device) the result is the memory plan and
-the list of kernels to compile; on real ones it is what ``dsv4.step.step`` runs.
+Nothing here needs a GPU: on a planned state and planned weights (torch's meta device) the result is
+the memory plan and the list of kernels to compile; on real ones it is what ``dsv4.step.step`` runs.
 """
 
 import logging
@@ -38,8 +38,8 @@ RING_TOKENS = 16
 class Part:
     """A named part of a step: the items ``start`` to ``stop`` of its device's recording.
 
-    ``layer``: the layer that it belongs to. ``drains``: behind the part nothing reads what the hand-off
-    from this device brought.
+    ``layer``: the layer that it belongs to. ``drains``: behind the part nothing reads what the
+    hand-off from this device brought.
     """
 
     kind: PartKind
@@ -71,8 +71,8 @@ class Transfer:
 
 @dataclass(frozen=True)
 class TokenLoopMemory:
-    """What a step reads and writes so that the next one follows without the host: the sampler's settings, and the
-    ring in which the host finds the tokens (int64 ``[R]``, pinned).
+    """What a step reads and writes so that the next one follows without the host: the sampler's
+    settings, and the ring in which the host finds the tokens (int64 ``[R]``, pinned).
     """
 
     sampler: SamplerState
@@ -81,10 +81,11 @@ class TokenLoopMemory:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step of up to ``tokens`` tokens: its parts in order, and what each device does; ``head`` computes the outputs.
+    """A step of up to ``tokens`` tokens: its parts in order, and what each device does; ``head``
+    computes the outputs.
 
-    ``values``: of a step traced to the device, by name the device and the tensor. ``token``: the sampled one, int64
-    scalar.
+    ``values``: of a step traced to the device, by name the device and the tensor. ``token``: the
+    sampled one, int64 scalar.
     """
 
     tokens: int
@@ -96,7 +97,9 @@ class RecordedStep:
     token: Tensor | None
 
     def kernels(self) -> set[tuple[Kernel, str]]:
-        """Every kernel of the step with its architecture; of a prefill step, those of shorter chunks too."""
+        """Every kernel of the step with its architecture; of a prefill step, those of shorter
+        chunks too.
+        """
         found = set()
         for recording in self.recordings.values():
             for item in recording.items:
@@ -209,7 +212,9 @@ def record_step(
     logits: bool,
     loop: TokenLoopMemory | None = None,
 ) -> RecordedStep:
-    """The whole model; with ``loop`` (one token) also the choice of the next token and its way back into the input."""
+    """The whole model; with ``loop`` (one token) also the choice of the next token and its way back
+    into the input.
+    """
     outputs = model(recorder, state, logits)
     head = model.head_device
     token = None
@@ -230,7 +235,9 @@ def record_logits(
     state: DecodeState,
     sampler: SamplerState,
 ) -> RecordedStep:
-    """Logits of final hidden states that lie in ``hidden_TE``, and the token sampled from the last row."""
+    """Logits of final hidden states that lie in ``hidden_TE``, and the token sampled from the last
+    row.
+    """
     recording = Recording(target, hidden_TE.shape[0])
     ops = table.on(recording)
     head = model.head_device

@@ -31,7 +31,9 @@ class Step:
         hand_offs: HandOffs,
         feed: TokenFeed | None = None,
     ) -> None:
-        """A device without ``memory``, or with too little, gets memory of the step's own. ``feed``: its input."""
+        """A device without ``memory``, or with too little, gets memory of the step's own. ``feed``:
+        its input.
+        """
         self.recorded = recorded
         self.feed = feed
         self.programs = {
@@ -122,7 +124,9 @@ class Step:
             self._hand_offs[part.drains, part.device].drain()
 
     def _actions(self, parts: Sequence[Part | Transfer]) -> list[Callable[[int], None]]:
-        """Consecutive parts of one device run as one range; a part that drains a hand-off ends its range."""
+        """Consecutive parts of one device run as one range; a part that drains a hand-off ends its
+        range.
+        """
         actions: list[Callable[[int], None]] = []
         ranges = 0
 

@@ -1,4 +1,6 @@
-"""The recorded steps of an engine, side by side on one state: decode steps by length, prefill, logits."""
+"""The recorded steps of an engine, side by side on one state: decode steps by length, prefill,
+logits.
+"""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -35,8 +37,8 @@ Progress = Callable[[int, int], None]
 
 
 class RecordedSteps:
-    """Every step of an engine. Steps share one workspace per device, so each overwrites what the one before returned.
-    ``observer`` sees them, item by item.
+    """Every step of an engine. Steps share one workspace per device, so each overwrites what the
+    one before returned. ``observer`` sees them, item by item.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class RecordedSteps:
         prefill_tokens: int,
         compiling: Progress | None = None,
     ) -> None:
-        """Records the decode step of one token and the prefill step of up to ``prefill_tokens``, compiles their kernels
-        (``compiling(done, total)`` is told) and gives them memory. Other lengths are built when they are first run.
+        """Records the decode step of one token and the prefill step of up to ``prefill_tokens``,
+        compiles their kernels (``compiling(done, total)`` is told) and gives them memory. Other
+        lengths are built when they are first run.
         """
         self.model = model
         self.state = state
@@ -75,7 +78,8 @@ class RecordedSteps:
         sizes = [step.workspace_bytes() for step, _ in recorded.values()]
         for device in state.devices:
             self._memory[device] = Memory(device, max(size[device] for size in sizes))
-        # The step of 8 tokens says how much memory decoding takes at most; it is built when it is first run.
+        # The step of 8 tokens says how much memory decoding takes at most; it is built when it is
+        # first run.
         del recorded[MAX_DECODE_TOKENS]
         for tokens, (step, feed) in recorded.items():
             self._steps[tokens] = Step(step, self._memory, self.hand_offs, feed)

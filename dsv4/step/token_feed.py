@@ -1,4 +1,6 @@
-"""The token ids that steps read: static memory on every device, filled by the host or by the sampler."""
+"""The token ids that steps read: static memory on every device, filled by the host or by the
+sampler.
+"""
 
 from collections.abc import Sequence
 
@@ -11,8 +13,8 @@ _TURNS = 4
 
 
 class TokenFeed:
-    """``inputs``: int64 ``[T]`` per device. The host's ids come through pinned memory; a token that the head's device
-    has written into its own input is handed on to the others.
+    """``inputs``: int64 ``[T]`` per device. The host's ids come through pinned memory; a token that
+    the head's device has written into its own input is handed on to the others.
     """
 
     def __init__(self, devices: Sequence[torch.device], head: torch.device, tokens: int) -> None:
@@ -28,7 +30,8 @@ class TokenFeed:
         self._puts = 0
 
     def put(self, token_ids: Sequence[int]) -> None:
-        """Queues copies of the ids to the first places of every device's input, on the devices' current streams.
+        """Queues copies of the ids to the first places of every device's input, on the devices'
+        current streams.
 
         Pinned memory is written again only when it has been read.
         """

@@ -1,4 +1,6 @@
-"""Decoding without the host: a step takes its token from the device, the host reads tokens several steps behind."""
+"""Decoding without the host: a step takes its token from the device, the host reads tokens several
+steps behind.
+"""
 
 from collections.abc import Callable, Generator
 
@@ -13,7 +15,9 @@ from dsv4.step.token_feed import TokenFeed
 
 
 class TokenRing:
-    """A ring of pinned memory: the device stores the token of position p in slot p mod 16, an event tells the host."""
+    """A ring of pinned memory: the device stores the token of position p in slot p mod 16, an event
+    tells the host.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,9 +58,9 @@ class TokenLoop:
     ) -> Generator[int, None, None]:
         """Yields the tokens that follow ``token``, one step each.
 
-        ``run`` and ``sample`` queue the step and its choice of a token; by default the step's own. The host stays up to
-        four steps behind. Steps that were queued in vain, because the caller closed the generator, are taken back.
-        Raises ``FloatingPointError`` for NaN logits.
+        ``run`` and ``sample`` queue the step and its choice of a token; by default the step's own.
+        The host stays up to four steps behind. Steps that were queued in vain, because the caller
+        closed the generator, are taken back. Raises ``FloatingPointError`` for NaN logits.
         """
         start = self._state.position
         queued = 0
@@ -74,7 +78,9 @@ class TokenLoop:
             self._state.set_position(start + read)
 
     def _queue(self, run: Callable[[], None], sample: Callable[[], None]) -> None:
-        """A step, the choice of its token, and the way of that token to the host and to every device."""
+        """A step, the choice of its token, and the way of that token to the host and to every
+        device.
+        """
         run()
         self._state.advance(1)
         sample()

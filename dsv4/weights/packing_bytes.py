@@ -5,15 +5,18 @@ import torch
 from dsv4.weights.parameters import Parameter, Role
 from dsv4.weights.quant import QuantFormat
 
-# Copies of a matrix, in its own bytes, that are alive while its 4-bit codes or its values are put in another order; and
-# float32 copies, the result included, while the torch ops dequantize a quantised one.
+# Copies of a matrix, in its own bytes, that are alive while its 4-bit codes or its values are put
+# in another order; and float32 copies, the result included, while the torch ops dequantize a
+# quantised one.
 _CODE_COPIES = 8
 _VALUE_COPIES = 2
 _DEQUANTIZING_COPIES = 4
 
 
 def is_packed(parameter: Parameter) -> bool:
-    """Whether the op table packs it: the embedding is looked up, and the speculative module kept, as stored."""
+    """Whether the op table packs it: the embedding is looked up, and the speculative module kept,
+    as stored.
+    """
     is_matrix = parameter.role in (Role.LINEAR, Role.EXPERT, Role.FLOOR)
     return is_matrix and not parameter.name.startswith(("embed.", "mtp."))
 
@@ -27,7 +30,8 @@ def packing_bytes(parameter: Parameter, format: QuantFormat | None, nbytes: int)
     """What packing a stored parameter of ``nbytes`` for the CUDA ops takes besides it."""
     if format is None or not is_packed(parameter):
         return 0
-    # A stack is allocated whole (F32 is rounded first) and filled matrix by matrix; only then the stored one goes.
+    # A stack is allocated whole (F32 is rounded first) and filled matrix by matrix; only then the
+    # stored one goes.
     stack = 2 * nbytes if format is QuantFormat.F32 else nbytes
     matrices = parameter.shape[0] if parameter.role is Role.EXPERT else 1
     copies = _VALUE_COPIES if format.group_size is None else _CODE_COPIES

@@ -1,9 +1,10 @@
-"""The canonical list of a model's parameters: name, logical shape and role, derived from ``ModelConfig`` alone.
+"""The canonical list of a model's parameters: name, logical shape and role, derived from
+``ModelConfig`` alone.
 
 Names are those of the native checkpoint dialect (model.md#parameters). Routed experts are stacked:
 ``layers.N.ffn.experts.w1.weight`` has shape ``[X, F, E]`` and stands for the X tensors
-``layers.N.ffn.experts.{x}.w1.weight``. The loader checks a checkpoint against this list in both directions, the
-synthetic generator fills it, the memory plan sums it, the layers read from it.
+``layers.N.ffn.experts.{x}.w1.weight``. The loader checks a checkpoint against this list in both
+directions, the synthetic generator fills it, the memory plan sums it, the layers read from it.
 """
 
 import enum
@@ -19,9 +20,10 @@ MtpKind = Literal["classic", "dspark"]
 class Role(enum.Enum):
     """What a parameter is, which decides the storage formats it may have.
 
-    LINEAR and EXPERT matrices may be quantised. FLOOR matrices stay 16 or 32 bit (the "precision floor": embeddings,
-    head, router gate, compressor and indexer helper projections). NORM is a bfloat16 or float32 vector, FLOAT is
-    float32 (mHC, sinks, biases, positional biases), TABLE is int64 (hash routing).
+    LINEAR and EXPERT matrices may be quantised. FLOOR matrices stay 16 or 32 bit (the "precision
+    floor": embeddings, head, router gate, compressor and indexer helper projections). NORM is a
+    bfloat16 or float32 vector, FLOAT is float32 (mHC, sinks, biases, positional biases), TABLE is
+    int64 (hash routing).
     """
 
     LINEAR = "linear"
@@ -34,7 +36,9 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One logical parameter. ``shape`` is ``[out, in]`` for matrices, ``[X, out, in]`` for routed experts."""
+    """One logical parameter. ``shape`` is ``[out, in]`` for matrices, ``[X, out, in]`` for routed
+    experts.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +46,9 @@ class Parameter:
 
 
 def parameters(config: ModelConfig, mtp: MtpKind | None = None) -> dict[str, Parameter]:
-    """All parameters of the main model by name, in execution order; with ``mtp``, the speculative module's as well."""
+    """All parameters of the main model by name, in execution order; with ``mtp``, the speculative
+    module's as well.
+    """
     found = list(_main_parameters(config))
     if mtp is not None:
         found += _mtp_parameters(config, mtp)
@@ -50,7 +56,9 @@ def parameters(config: ModelConfig, mtp: MtpKind | None = None) -> dict[str, Par
 
 
 def mtp_stages(config: ModelConfig, mtp: MtpKind) -> int:
-    """Number of ``mtp.{s}`` blocks: one for MTP, one per target layer for DSpark (model.md#releases)."""
+    """Number of ``mtp.{s}`` blocks: one for MTP, one per target layer for DSpark
+    (model.md#releases).
+    """
     if mtp == "classic":
         return max(config.num_nextn_predict_layers, 1)
     assert config.dspark is not None
@@ -58,7 +66,9 @@ def mtp_stages(config: ModelConfig, mtp: MtpKind) -> int:
 
 
 def layer_of(name: str) -> int | None:
-    """Index of the main layer a parameter belongs to; None for embedding, head, final norm and ``mtp.*``."""
+    """Index of the main layer a parameter belongs to; None for embedding, head, final norm and
+    ``mtp.*``.
+    """
     parts = name.split(".")
     return int(parts[1]) if parts[0] == "layers" else None
 

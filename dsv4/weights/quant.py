@@ -60,7 +60,9 @@ _SCALE_DTYPES = {
 
 
 class Weight(Protocol):
-    """A weight matrix ``[..., N, K]`` in any layout: as stored (``QuantTensor``) or as an op table packs it."""
+    """A weight matrix ``[..., N, K]`` in any layout: as stored (``QuantTensor``) or as an op table
+    packs it.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,7 +85,8 @@ class Weight(Protocol):
 
 @dataclass(frozen=True)
 class QuantTensor:
-    """A weight as stored: codes plus scales. ``shape`` is the logical shape ``[..., N, K]``; scales are multipliers.
+    """A weight as stored: codes plus scales. ``shape`` is the logical shape ``[..., N, K]``; scales
+    are multipliers.
 
     Raises ``ValueError`` when a dtype or shape contradicts ``format`` and ``shape``.
     """
@@ -144,8 +147,8 @@ class QuantTensor:
     def dequantize(self) -> Tensor:
         """The values as float32 ``[..., N, K]``.
 
-        Exact for FP8, MXFP4, BF16 and F32. NVFP4 is (E2M1 · E4M3), exact, times the float32 global scale, rounded once.
-        An E8M0 scale of 255 and an E4M3 NaN code give NaN.
+        Exact for FP8, MXFP4, BF16 and F32. NVFP4 is (E2M1 · E4M3), exact, times the float32 global
+        scale, rounded once. An E8M0 scale of 255 and an E4M3 NaN code give NaN.
         """
         if self.format in (QuantFormat.BF16, QuantFormat.F32):
             return self.data.float()
@@ -164,7 +167,8 @@ class QuantTensor:
 
 
 def packed_shapes(format: QuantFormat, shape: tuple[int, ...]) -> dict[str, tuple[int, ...] | None]:
-    """Shapes of ``data``, ``block_scale`` and ``global_scale`` (None: absent) for a logical shape ``[..., N, K]``.
+    """Shapes of ``data``, ``block_scale`` and ``global_scale`` (None: absent) for a logical shape
+    ``[..., N, K]``.
 
     Raises ``ValueError`` when K is not a multiple of the group size of a 4-bit format.
     """
@@ -229,8 +233,8 @@ def _expand_blocks(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def e8m0_to_float(scale: Tensor) -> Tensor:
-    """E8M0 bytes (``float8_e8m0fnu``) to float32 2^(b − 127); byte 255 is NaN. The bytes are viewed, never
-    converted.
+    """E8M0 bytes (``float8_e8m0fnu``) to float32 2^(b − 127); byte 255 is NaN. The bytes are
+    viewed, never converted.
     """
     code = scale.view(torch.uint8).to(torch.int32)
     # Code 0 is 2^-127, a float32 subnormal, which the exponent field alone cannot express.
@@ -239,7 +243,9 @@ def e8m0_to_float(scale: Tensor) -> Tensor:
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
-    """uint8 ``[..., K/2]`` to float32 ``[..., K]``: element 2k in the low nibble, 2k + 1 in the high nibble."""
+    """uint8 ``[..., K/2]`` to float32 ``[..., K]``: element 2k in the low nibble, 2k + 1 in the
+    high nibble.
+    """
     table = torch.tensor(
         _E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES), device=packed.device
     )
@@ -248,7 +254,9 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 
 
 def pack_e2m1(values: Tensor) -> Tensor:
-    """Rounds float ``[..., K]`` (K even) to E2M1, ties to even, saturating at ±6, into uint8 ``[..., K/2]``."""
+    """Rounds float ``[..., K]`` (K even) to E2M1, ties to even, saturating at ±6, into uint8
+    ``[..., K/2]``.
+    """
     magnitude = values.abs()
     code = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
     for index, midpoint in enumerate(_E2M1_MIDPOINTS):
@@ -259,7 +267,9 @@ def pack_e2m1(values: Tensor) -> Tensor:
 
 
 def ceil_power_of_two_exponent(values: Tensor) -> Tensor:
-    """int32 exponent e of the smallest power of two 2^e ≥ value, from the float32 bits (positive normal values)."""
+    """int32 exponent e of the smallest power of two 2^e ≥ value, from the float32 bits (positive
+    normal values).
+    """
     bits = values.float().view(torch.int32)
     return ((bits >> 23) & 0xFF) - 127 + ((bits & 0x7FFFFF) != 0).to(torch.int32)
 
@@ -274,8 +284,8 @@ def quantize(
 ) -> QuantTensor:
     """Quantises float ``[..., N, K]`` to ``format``; round to nearest even everywhere.
 
-    NVFP4 takes an optional ``global_scale`` (float32, stack shape) so that w1 and w3 of an expert can share one
-    (model.md#nvfp4). Raises ``ValueError`` for values that are not finite.
+    NVFP4 takes an optional ``global_scale`` (float32, stack shape) so that w1 and w3 of an expert
+    can share one (model.md#nvfp4). Raises ``ValueError`` for values that are not finite.
     """
     weight = weight.float()
     if not bool(torch.isfinite(weight).all()):
@@ -336,7 +346,8 @@ def _quantize_fp8_block(weight: Tensor) -> QuantTensor:
 
 
 def swizzle_block_scale(scale: Tensor) -> Tensor:
-    """Block scales ``[R, S]`` (1 byte each) to the 128 × 4 layout of Blackwell tensor cores, zero padded.
+    """Block scales ``[R, S]`` (1 byte each) to the 128 × 4 layout of Blackwell tensor cores, zero
+    padded.
 
     model.md#scale-swizzle. Returns uint8 ``[⌈R/128⌉ · ⌈S/4⌉ · 512]`` with scale (r, s) at
     ``((r/128)·⌈S/4⌉ + s/4)·512 + (r%32)·16 + ((r%128)/32)·4 + s%4`` (integer divisions).

@@ -1,4 +1,6 @@
-"""Small checkpoint folders for the loader tests, read and changed with the safetensors library instead of our code."""
+"""Small checkpoint folders for the loader tests, read and changed with the safetensors library
+instead of our code.
+"""
 
 import json
 import shutil
@@ -33,7 +35,9 @@ def changed_copy(
     edit: Callable[[Tensors], Tensors | None] = lambda _: None,
     config: dict[str, Any] | None = None,
 ) -> Path:
-    """Copies a folder into a single-file one with other tensors and config keys; ``edit`` changes or replaces them."""
+    """Copies a folder into a single-file one with other tensors and config keys; ``edit`` changes
+    or replaces them.
+    """
     target.mkdir()
     tensors = read_tensors(source)
     edited = edit(tensors)

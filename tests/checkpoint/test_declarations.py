@@ -1,4 +1,6 @@
-"""Formats come from declarations and names together: rows E of docs/regressions.md that a loader can get wrong."""
+"""Formats come from declarations and names together: rows E of docs/regressions.md that a loader
+can get wrong.
+"""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""Conversion between layouts and dialects: bitwise where nothing changes, exact where it can be, never half written."""
+"""Conversion between layouts and dialects: bitwise where nothing changes, exact where it can be,
+never half written.
+"""
 
 import json
 from pathlib import Path
@@ -71,7 +73,8 @@ def test_values_survive_every_conversion_as_well_as_the_target_allows(
 ) -> None:
     export(source, tmp_path / "x", target, Dialect.HF)
     before, after = load(source, mtp="classic"), load(tmp_path / "x", mtp="classic")
-    # Half of the largest relative step: E2M1 1/6, E4M3 1/16, bfloat16 1/256; two quantisations at most meet.
+    # Half of the largest relative step: E2M1 1/6, E4M3 1/16, bfloat16 1/256; two quantisations at
+    # most meet.
     bound = {"bf16": 2**-8}.get(target, 0.15) if target != layout else 0.0
     for name, weight in before.items():
         if isinstance(weight, QuantTensor):

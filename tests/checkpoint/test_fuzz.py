@@ -1,4 +1,6 @@
-"""Damaged and hostile folders: loading gives the weights or one clean ``UserError``, never anything else."""
+"""Damaged and hostile folders: loading gives the weights or one clean ``UserError``, never anything
+else.
+"""
 
 import json
 import shutil

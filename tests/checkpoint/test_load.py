@@ -1,4 +1,6 @@
-"""Strict loading of every layout and dialect: the right bytes, or one line with everything that is wrong."""
+"""Strict loading of every layout and dialect: the right bytes, or one line with everything that is
+wrong.
+"""
 
 import logging
 from pathlib import Path

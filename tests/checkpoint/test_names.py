@@ -1,4 +1,6 @@
-"""The rename table, against the names of the published checkpoints and against what transformers has."""
+"""The rename table, against the names of the published checkpoints and against what transformers
+has.
+"""
 
 import pytest
 

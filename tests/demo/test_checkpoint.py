@@ -1,4 +1,6 @@
-"""The embedded checkpoint: small enough, in NVIDIA's layout, with the real control tokens, and it answers."""
+"""The embedded checkpoint: small enough, in NVIDIA's layout, with the real control tokens, and it
+answers.
+"""
 
 import json
 import re

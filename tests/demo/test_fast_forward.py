@@ -16,7 +16,9 @@ PLAIN = Kernels(fast_forward.plain_sinkhorn, fast_forward.block)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Random weights in every layer kind; 96 entries are all there are at 384 tokens, so no score ties decide."""
+    """Random weights in every layer kind; 96 entries are all there are at 384 tokens, so no score
+    ties decide.
+    """
     torch.manual_seed(0)
     config = transformers.DeepseekV4Config(**{**copy.deepcopy(geometry.CONFIG), **SMALL})
     model = transformers.DeepseekV4ForCausalLM(config).eval()

@@ -1,4 +1,6 @@
-"""The generator: deterministic, split by instance, in the model's own chat encoding, at the distances it promises."""
+"""The generator: deterministic, split by instance, in the model's own chat encoding, at the
+distances it promises.
+"""
 
 import json
 import random
@@ -31,7 +33,9 @@ def test_the_same_seed_gives_the_same_examples(task: str) -> None:
 
 @pytest.mark.parametrize("task", mixture.SHORT_TASKS)
 def test_no_held_out_question_is_trained(task: str) -> None:
-    """The whole last exchange counts: the text before it may differ in system text and earlier turns only."""
+    """The whole last exchange counts: the text before it may differ in system text and earlier
+    turns only.
+    """
     name = "tools" if task == "tools_recipient" else task
     trained = {example.parts for example in examples(name, False, 2000)}
     assert not trained & {example.parts for example in examples(task, True)}

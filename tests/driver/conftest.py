@@ -59,7 +59,9 @@ class Result:
 
 @pytest.fixture
 def drive(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """Runs the driver's ``main`` in this process, on the random checkpoint unless ``--model`` is given."""
+    """Runs the driver's ``main`` in this process, on the random checkpoint unless ``--model`` is
+    given.
+    """
 
     def run(*arguments: object) -> Result:
         texts = [str(argument) for argument in arguments]

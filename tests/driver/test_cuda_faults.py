@@ -8,7 +8,8 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-# The last op of the layers, with a kernel before it that writes to address 0 from its CALLS-th run on.
+# The last op of the layers, with a kernel before it that writes to address 0 from its CALLS-th run
+# on.
 FAULTY_DRIVER = """
 import sys
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""What a device reports ends the run with one line, wherever it happens; Ctrl-C ends it with what there is."""
+"""What a device reports ends the run with one line, wherever it happens; Ctrl-C ends it with what
+there is.
+"""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""The timeline of a decoded token from invented events: places, gaps, overlaps, hops between devices."""
+"""The timeline of a decoded token from invented events: places, gaps, overlaps, hops between
+devices.
+"""
 
 import pytest
 import torch
@@ -34,7 +36,8 @@ def layer_launches(layer: int) -> list[StepLaunch]:
     ]
 
 
-# A kernel of the layers is the head's too, and one of the layers' has the name of the token's last one.
+# A kernel of the layers is the head's too, and one of the layers' has the name of the token's last
+# one.
 HEAD = [*launches("head", None, "mix", "gemm"), *launches("sample", None, "argmax", "csa")]
 ONE_DEVICE = {
     0: [
@@ -74,7 +77,9 @@ class Recorder:
 
 
 def one_device() -> list[TokenTimeline]:
-    """Four tokens: 1 µs before every kernel of a layer, and another gap before the last layer's mix."""
+    """Four tokens: 1 µs before every kernel of a layer, and another gap before the last layer's
+    mix.
+    """
     recorder = Recorder()
     for extra in (3.0, 0.0, 5.0, 1.0):
         for launch in ONE_DEVICE[0]:

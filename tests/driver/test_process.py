@@ -55,7 +55,8 @@ def test_ctrl_c_while_starting_is_quiet() -> None:
         [sys.executable, "-v", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
-    # `python -v` says on stderr what it imports, which shows when the long import of torch has begun.
+    # `python -v` says on stderr what it imports, which shows when the long import of torch has
+    # begun.
     while (
         "import 'torch'" not in (line := process.stderr.readline()) and "torch/__init__" not in line
     ):

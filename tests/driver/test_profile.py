@@ -50,7 +50,9 @@ class Arriving(torch.Tensor):
 
 
 def step(ops: Ops, clock: list[float], profile: OpProfile, hop: float = 0.0) -> None:
-    """Two layers with a hand-off between them, the head and a token; half a second before every moe."""
+    """Two layers with a hand-off between them, the head and a token; half a second before every
+    moe.
+    """
     profile.begin_step()
     parts = DirectParts(ops, torch.zeros(1, dtype=torch.int64), None, profile)
 

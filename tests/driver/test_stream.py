@@ -1,4 +1,6 @@
-"""What a reader sees of a completion: thinking apart from the answer, tool calls, no half characters or markers."""
+"""What a reader sees of a completion: thinking apart from the answer, tool calls, no half
+characters or markers.
+"""
 
 import io
 import json

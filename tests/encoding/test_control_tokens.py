@@ -1,4 +1,6 @@
-"""Control tokens quoted in somebody's text never become control tokens of the prompt (model.md#tokenizer)."""
+"""Control tokens quoted in somebody's text never become control tokens of the prompt
+(model.md#tokenizer).
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Rules of the prompt format that the recorded vectors do not reach (model.md#messages, model.md#rendering)."""
+"""Rules of the prompt format that the recorded vectors do not reach (model.md#messages,
+model.md#rendering).
+"""
 
 import copy
 import json

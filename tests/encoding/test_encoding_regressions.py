@@ -1,4 +1,6 @@
-"""Publicly reported faults of chat encodings and tool parsers: rows G47 and I of docs/regressions.md."""
+"""Publicly reported faults of chat encodings and tool parsers: rows G47 and I of
+docs/regressions.md.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The streaming parser gives the same however the text is split, and never shows half a marker (model.md#parsing)."""
+"""The streaming parser gives the same however the text is split, and never shows half a marker
+(model.md#parsing).
+"""
 
 import itertools
 import json

@@ -1,4 +1,6 @@
-"""Recorded prompts, token ids and parsed completions of the official encoder (model.md#chat-encoding)."""
+"""Recorded prompts, token ids and parsed completions of the official encoder
+(model.md#chat-encoding).
+"""
 
 import json
 from pathlib import Path

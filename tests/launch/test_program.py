@@ -22,7 +22,9 @@ SORT = Kernel("moe/moe_sort", "moe_sort")
 
 
 class Driver:
-    """Writes down launches: the configuration's numbers, and the words behind the pointers while they are valid."""
+    """Writes down launches: the configuration's numbers, and the words behind the pointers while
+    they are valid.
+    """
 
     def __init__(self) -> None:
         self.error = bindings.CUresult.CUDA_SUCCESS

@@ -1,7 +1,7 @@
 """What the layers hand to their ops, against the formulas of docs/model.md computed in float64.
 
-A recording op table shows the arguments. The whole model is compared with transformers elsewhere; here a wrong wire is
-named.
+A recording op table shows the arguments. The whole model is compared with transformers elsewhere;
+here a wrong wire is named.
 """
 
 import dataclasses

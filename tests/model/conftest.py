@@ -1,4 +1,6 @@
-"""One saved transformers model for the tests of known faults: parity holds, and fails once the fault is put in."""
+"""One saved transformers model for the tests of known faults: parity holds, and fails once the
+fault is put in.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,9 @@ class SavedOracle:
         return Engine.load(self.folder, config, change_table=lambda _: direct(ops))
 
     def errors(self, ops: Ops = TORCH, count: int | None = None) -> list[float]:
-        """Error of the logits at every position, relative to the largest logit; after ``count`` tokens if given."""
+        """Error of the logits at every position, relative to the largest logit; after ``count``
+        tokens if given.
+        """
         reference = self.logits_TV[:count]
         found = self.engine(ops).logits(self.token_ids[:count])
         return ((found - reference).abs().amax(-1) / reference.abs().max()).tolist()
@@ -45,7 +49,9 @@ class SavedOracle:
 
 @pytest.fixture(scope="session")
 def saved_oracle(tmp_path_factory: pytest.TempPathFactory) -> SavedOracle:
-    """Every layer kind, both routers, 150 tokens: a CSA selection that leaves entries out and one HCA entry."""
+    """Every layer kind, both routers, 150 tokens: a CSA selection that leaves entries out and one
+    HCA entry.
+    """
     raw = raw_config((0, 4, 128), 1)
     oracle, folder, token_ids = (
         random_oracle(raw),

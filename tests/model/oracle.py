@@ -1,4 +1,6 @@
-"""The oracle: transformers' DeepseekV4ForCausalLM with random weights, saved as a checkpoint our engine loads."""
+"""The oracle: transformers' DeepseekV4ForCausalLM with random weights, saved as a checkpoint our
+engine loads.
+"""
 
 import logging
 from pathlib import Path
@@ -51,7 +53,9 @@ def native_style(name: str) -> str:
 def load_saved(
     model: "DeepseekV4ForCausalLM", folder: Path, ops: Ops = TORCH, **settings: Any
 ) -> Engine:
-    """``save_pretrained`` into ``folder``, then ``Engine.load`` of it, float32 and without quantised caches."""
+    """``save_pretrained`` into ``folder``, then ``Engine.load`` of it, float32 and without
+    quantised caches.
+    """
     model.save_pretrained(folder)
     exact = {"device": "cpu", "kv_dtype": "bf16", "compute_dtype": "float32", "max_context": 1024}
     return Engine.load(

@@ -1,4 +1,6 @@
-"""Op tables whose ``prepare_attention`` has one part replaced: what faults and stand-ins are put in with."""
+"""Op tables whose ``prepare_attention`` has one part replaced: what faults and stand-ins are put in
+with.
+"""
 
 import dataclasses
 from collections.abc import Callable

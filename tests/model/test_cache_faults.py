@@ -150,7 +150,8 @@ def test_spec11_b11_a_ring_that_is_one_ahead_is_noticed() -> None:
 
 @pytest.mark.parametrize("shared", [1, 4, 130, 150, 151, 153])
 def test_spec11_b12_a_shared_prefix_is_not_served_from_a_stale_ring(shared: int) -> None:
-    # The sequence before has the same beginning, is longer, and has left its window and its open windows behind.
+    # The sequence before has the same beginning, is longer, and has left its window and its open
+    # windows behind.
     engine, prefix = tiny_engine(), random_ids(shared)
     ours, other = prefix + random_ids(9, seed=1), prefix + random_ids(60, seed=2)
     expected = tiny_engine().logits(ours)
@@ -175,7 +176,8 @@ def test_spec11_b13_decode_that_reuses_the_slots_of_the_prefill_is_noticed() -> 
 
 
 def test_spec11_c22_all_four_prompt_lengths_mod_4_select_alike(saved_oracle: SavedOracle) -> None:
-    # An entry becomes visible with the last token of its window. Off by one, a quarter of all lengths is wrong.
+    # An entry becomes visible with the last token of its window. Off by one, a quarter of all
+    # lengths is wrong.
     def one_late(
         q: Tensor, weight: Tensor, scale: float, keys: Any, positions_T: Tensor, topk: int
     ) -> Tensor:

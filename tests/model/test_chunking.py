@@ -1,8 +1,9 @@
-"""However a sequence is fed, in one piece, in chunks, token by token or in steps of up to 8, its logits are the same.
+"""However a sequence is fed, in one piece, in chunks, token by token or in steps of up to 8, its
+logits are the same.
 
-With one matrix product per token (``token_by_token``) the same means the same bits, in every dtype of the caches. With
-the normal ops, products of different heights round differently: float32 logits agree to 5e-6 of their largest value
-(measured: 1e-6).
+With one matrix product per token (``token_by_token``) the same means the same bits, in every dtype
+of the caches. With the normal ops, products of different heights round differently: float32 logits
+agree to 5e-6 of their largest value (measured: 1e-6).
 """
 
 from typing import Any
@@ -35,7 +36,9 @@ def equal_steps(count: int, step: int) -> list[int]:
 
 
 def mixed_steps(count: int) -> list[int]:
-    """All sizes 1 to 8 again and again, in an order that meets boundaries of 4 and 128 at every phase."""
+    """All sizes 1 to 8 again and again, in an order that meets boundaries of 4 and 128 at every
+    phase.
+    """
     sizes: list[int] = []
     while sum(sizes) < count:
         sizes += [3, 1, 8, 2, 5, 7, 4, 6, 1]
@@ -62,7 +65,8 @@ def test_chunked_equals_whole_bit_by_bit(settings: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", ["fp8 rows, bfloat16", "plain rows, float32"])
 def test_a_ring_sized_for_the_chunk_gives_the_same_bits(settings: str) -> None:
-    # prefill_chunk decides how many slots the window ring has, so every chunk size wraps it elsewhere.
+    # prefill_chunk decides how many slots the window ring has, so every chunk size wraps it
+    # elsewhere.
     token_ids = random_ids(270)
     whole = bitwise_engine(**SETTINGS[settings]).logits(token_ids)
     for chunk in (7, 64, 128):

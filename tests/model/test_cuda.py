@@ -1,4 +1,6 @@
-"""The demo checkpoint on the CUDA op table against the torch ops on the CPU, and what a captured step needs."""
+"""The demo checkpoint on the CUDA op table against the torch ops on the CPU, and what a captured
+step needs.
+"""
 
 import random
 from typing import Any, Literal
@@ -16,7 +18,8 @@ from encoding.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
 
-# Of the demo's own kinds: on other texts a single bfloat16 rounding may send a token to another expert.
+# Of the demo's own kinds: on other texts a single bfloat16 rounding may send a token to another
+# expert.
 PROMPTS = {
     task.__name__: task(random.Random(1), True).prompt
     for task in (capitals, stories, arithmetic, recall_128)
@@ -77,8 +80,9 @@ def test_every_layer_agrees_with_the_cpu(
 def test_a_long_prompt_is_as_exact_as_bfloat16_on_the_cpu(
     on_cpu: Engine, exact: Engine, tokenizer: Tokenizer, chunk: int
 ) -> None:
-    """Over hundreds of tokens some expert is chosen the other way by a rounding, so the CPU's own error is the measure:
-    the distance of the worst layer from float32 is at most twice that of the torch ops in bfloat16.
+    """Over hundreds of tokens some expert is chosen the other way by a rounding, so the CPU's own
+    error is the measure: the distance of the worst layer from float32 is at most twice that of the
+    torch ops in bfloat16.
     """
     ids, kinds = tokenizer.encode(LONG), [""] * on_cpu.config.num_hidden_layers
     reference = exact.trace(ids)

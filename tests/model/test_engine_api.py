@@ -144,7 +144,8 @@ def test_the_limit_ends_the_run(engine: Engine) -> None:
 
 
 def test_the_end_of_the_context_ends_the_run(engine: Engine) -> None:
-    # 60 tokens of prompt leave room for 4 more; a fifth is sampled from the last position but cannot be fed.
+    # 60 tokens of prompt leave room for 4 more; a fifth is sampled from the last position but
+    # cannot be fed.
     assert len(list(engine.generate(random_ids(60), 100, GREEDY, NO_STOP))) == 5
     assert engine.last_run is not None
     assert engine.last_run.finish_reason == "context"

@@ -1,4 +1,5 @@
-"""Known faults of position embeddings, norms, routing and experts: each moves the logits away from transformers'.
+"""Known faults of position embeddings, norms, routing and experts: each moves the logits away from
+transformers'.
 
 The fixture checks that the model without a fault agrees; every test puts one fault in and sees it.
 """

@@ -1,8 +1,10 @@
-"""Our model against transformers' on random tiny models of every layer kind, through the real checkpoint loader.
+"""Our model against transformers' on random tiny models of every layer kind, through the real
+checkpoint loader.
 
-Bound: 5e-5 of the largest reference value, for the streams after every block and for the logits; measured errors are
-below 3e-6. A near tie between two experts or two index entries could go either way by rounding: with these seeds the
-closest choice of an entry is decided by 3e-6 of the largest score, of an expert by 1e-5.
+Bound: 5e-5 of the largest reference value, for the streams after every block and for the logits;
+measured errors are below 3e-6. A near tie between two experts or two index entries could go either
+way by rounding: with these seeds the closest choice of an entry is decided by 3e-6 of the largest
+score, of an expert by 1e-5.
 """
 
 import dataclasses
@@ -64,7 +66,9 @@ LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 126, 127, 128, 129, 130, 254, 255, 256, 257, 
 def largest_error(
     raw: dict[str, Any], folder: Path, lengths: tuple[int, ...] = (300,), ops: Ops = TORCH
 ) -> float:
-    """The largest relative error of any block, the final hidden state and the logits, over prompts of these lengths."""
+    """The largest relative error of any block, the final hidden state and the logits, over prompts
+    of these lengths.
+    """
     oracle = random_oracle(raw)
     engine = load_saved(oracle, folder, ops, prefill_chunk=4096, max_context=4096)
     worst = 0.0

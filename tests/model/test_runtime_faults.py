@@ -1,4 +1,6 @@
-"""Known faults of the runtime and of speculative modules: rows F, G, H and L13 to L16 of docs/regressions.md."""
+"""Known faults of the runtime and of speculative modules: rows F, G, H and L13 to L16 of
+docs/regressions.md.
+"""
 
 import dataclasses
 import logging
@@ -98,7 +100,8 @@ def test_spec11_g46_repeated_runs_and_a_fresh_engine_give_the_same_tokens() -> N
 
 
 def test_lesson_13_a_step_reads_only_buffers_that_the_engine_keeps() -> None:
-    # Weights, packed at construction, are the same tensors after many steps: none is made during a step and kept.
+    # Weights, packed at construction, are the same tensors after many steps: none is made during a
+    # step and kept.
     engine = tiny_engine()
     before = [matrix.data.data_ptr() for matrix in packed_matrices(engine)]
     list(engine.generate(random_ids(20), 5, GREEDY, frozenset()))

@@ -1,4 +1,6 @@
-"""What persists between steps: nothing of a rejected draft or of an earlier sequence, and no memory that grows."""
+"""What persists between steps: nothing of a rejected draft or of an earlier sequence, and no memory
+that grows.
+"""
 
 import dataclasses
 import gc
@@ -91,7 +93,8 @@ SLOW_STARTS = [
 
 @pytest.mark.parametrize("start", [3, 127, *SLOW_STARTS])
 def test_rejected_drafts_leave_no_trace(start: int) -> None:
-    # Every length of draft and of its accepted part, at consecutive positions, against a run that never drafted.
+    # Every length of draft and of its accepted part, at consecutive positions, against a run that
+    # never drafted.
     engine, token_ids = bitwise_engine(), random_ids(start + 12)
     expected = engine.logits(token_ids)
     engine.reset()
@@ -125,7 +128,9 @@ def test_partly_accepted_drafts_equal_plain_decoding() -> None:
 
 @pytest.mark.parametrize("start", [30, 126, 131])
 def test_what_was_queued_in_vain_and_a_draft_behind_it_are_taken_back(start: int) -> None:
-    """A stop leaves three steps behind the last token: eleven tokens are forgotten, across windows of 4 and 128."""
+    """A stop leaves three steps behind the last token: eleven tokens are forgotten, across windows
+    of 4 and 128.
+    """
     engine, token_ids = bitwise_engine(), random_ids(start + 14)
     expected = engine.logits(token_ids)
     engine.reset()
@@ -191,7 +196,8 @@ def test_byte_table_state_and_plan_agree(settings: dict[str, Any]) -> None:
 
 
 def test_fp8_rows_take_the_specified_bytes() -> None:
-    # model.md#cache-rows: 584 bytes for a row of 512 with 64 rotary values, 132 for an index row of 128.
+    # model.md#cache-rows: 584 bytes for a row of 512 with 64 rotary values, 132 for an index row of
+    # 128.
     raw = small_config((4,), 0, head_dim=512, qk_rope_head_dim=64, index_head_dim=128)
     engine = tiny_engine(raw, max_context=400, prefill_chunk=8, kv_dtype="fp8", index_dtype="fp8")
     table = {name: size for _, name, size in engine.state.byte_table()}
@@ -229,8 +235,8 @@ def test_index_dtype_follows_kv_dtype_unless_given() -> None:
 
 
 def test_a_ring_without_room_for_the_draft_is_noticed() -> None:
-    # The compressor ring keeps the 8 tokens of a draft beside the history; with the history alone a rejected draft
-    # has overwritten tokens that the next entry still needs.
+    # The compressor ring keeps the 8 tokens of a draft beside the history; with the history alone a
+    # rejected draft has overwritten tokens that the next entry still needs.
     engine, token_ids = tiny_engine(), random_ids(40)
     expected = engine.logits(token_ids)
     layers = []

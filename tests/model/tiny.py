@@ -1,4 +1,6 @@
-"""Tiny random models for the whole-model tests: their config.json, their weights, and engines that run them."""
+"""Tiny random models for the whole-model tests: their config.json, their weights, and engines that
+run them.
+"""
 
 from typing import Any
 
@@ -26,7 +28,9 @@ YARN = {
 def raw_config(
     ratios: tuple[int, ...] = (0, 4, 128, 4), hash_layers: int = 1, **changes: Any
 ) -> dict[str, Any]:
-    """A ``config.json`` in DeepSeek's dialect. 32 index heads: with few, all relus of a score are often 0 and tie."""
+    """A ``config.json`` in DeepSeek's dialect. 32 index heads: with few, all relus of a score are
+    often 0 and tie.
+    """
     return {
         "model_type": "deepseek_v4",
         "vocab_size": 89,
@@ -68,7 +72,9 @@ def raw_config(
 def small_config(
     ratios: tuple[int, ...] = (0, 4, 128, 4), hash_layers: int = 1, **changes: Any
 ) -> dict[str, Any]:
-    """``raw_config`` with fewer Sinkhorn iterations and narrower projections: for tests that take many steps."""
+    """``raw_config`` with fewer Sinkhorn iterations and narrower projections: for tests that take
+    many steps.
+    """
     cheap = {
         "hc_sinkhorn_iters": 3,
         "num_attention_heads": 2,
@@ -128,7 +134,9 @@ def direct(ops: Ops) -> DirectTable:
 def tiny_engine(
     raw: dict[str, Any] | None = None, *, seed: int = 0, ops: Ops = TORCH, **settings: Any
 ) -> Engine:
-    """An engine of random weights on the CPU; float32 and caches that are not quantised unless ``settings`` differ."""
+    """An engine of random weights on the CPU; float32 and caches that are not quantised unless
+    ``settings`` differ.
+    """
     config = ModelConfig.from_dict(small_config() if raw is None else raw)
     exact = {"device": "cpu", "kv_dtype": "bf16", "compute_dtype": "float32", "max_context": 1024}
     weights = random_weights(config, seed)

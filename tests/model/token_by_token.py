@@ -1,8 +1,10 @@
-"""An op table whose arithmetic does not depend on how many tokens a step has, for bitwise tests of the state.
+"""An op table whose arithmetic does not depend on how many tokens a step has, for bitwise tests of
+the state.
 
-Matrix products of different heights round differently, and one different last bit moves a value across a rounding
-boundary of bfloat16 or fp8. With one product per token nothing is left but what a step does to the caches and the
-position, which is then compared bit by bit. What writes state (``kv_write``, ``compress``) is the normal code.
+Matrix products of different heights round differently, and one different last bit moves a value
+across a rounding boundary of bfloat16 or fp8. With one product per token nothing is left but what a
+step does to the caches and the position, which is then compared bit by bit. What writes state
+(``kv_write``, ``compress``) is the normal code.
 """
 
 import dataclasses
@@ -43,7 +45,9 @@ def one_token_at_a_time(ops: Ops = TORCH) -> Ops:
 
 
 def per_token(op: Callable[..., Any], operands: tuple[int, ...]) -> Callable[..., Any]:
-    """``op`` applied to one row of each of its per-token operands at a time, the results concatenated."""
+    """``op`` applied to one row of each of its per-token operands at a time, the results
+    concatenated.
+    """
 
     def apply(*arguments: Any) -> Any:
         rows = range(arguments[operands[0]].shape[0])

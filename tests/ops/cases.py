@@ -1,8 +1,8 @@
 """Op tables under test, shared inputs and error measures of the op tests.
 
-The tests say what an op means, not how ``TORCH`` computes it: an op table that is added to ``BACKENDS`` runs through
-all of them. Inputs are drawn on the CPU, so that every backend sees the same values, and moved to the default device,
-which the ``ops`` fixture sets.
+The tests say what an op means, not how ``TORCH`` computes it: an op table that is added to
+``BACKENDS`` runs through all of them. Inputs are drawn on the CPU, so that every backend sees the
+same values, and moved to the default device, which the ``ops`` fixture sets.
 """
 
 import json
@@ -91,7 +91,9 @@ TINY_CONFIG: dict[str, Any] = {
 
 
 def tiny_config(**overrides: Any) -> ModelConfig:
-    """A model of four layers (window only, HCA, CSA, CSA) with the real head geometry and RoPE tables."""
+    """A model of four layers (window only, HCA, CSA, CSA) with the real head geometry and RoPE
+    tables.
+    """
     return ModelConfig.from_dict({**TINY_CONFIG, **overrides})
 
 
@@ -115,7 +117,9 @@ def normal(
 def integers(
     low: int, high: int, *shape: int, seed: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Whole numbers from ``low`` to ``high`` inclusive: sums and products of them are exact in float32."""
+    """Whole numbers from ``low`` to ``high`` inclusive: sums and products of them are exact in
+    float32.
+    """
     generator = torch.Generator("cpu").manual_seed(seed)
     return on_device(
         torch.randint(low, high + 1, shape, generator=generator, device="cpu").to(dtype)
@@ -146,7 +150,8 @@ def exact_sylvester(width: int) -> Tensor:
 def assert_rounded_once(actual: Tensor, exact: Tensor, slack: float = 2e-6) -> None:
     """Every element is the exact float64 value after one rounding to the dtype of ``actual``.
 
-    ``slack`` is what float32 arithmetic may add before that rounding, relative to the largest element.
+    ``slack`` is what float32 arithmetic may add before that rounding, relative to the largest
+    element.
     """
     assert actual.shape == exact.shape
     error = (actual.double() - exact).abs()

@@ -1,6 +1,7 @@
 """The ``ops`` fixture: every op test runs with every op table that this machine can run.
 
-Compiling every kernel for every architecture takes minutes, so those tests are left out of ``make check``.
+Compiling every kernel for every architecture takes minutes, so those tests are left out of ``make
+check``.
 """
 
 import re

@@ -1,4 +1,6 @@
-"""What every GPU op test needs: poisoned memory, guarded outputs, replay of a captured call against the eager one."""
+"""What every GPU op test needs: poisoned memory, guarded outputs, replay of a captured call against
+the eager one.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +9,9 @@ from torch import Tensor
 
 
 def poison(nbytes: int = 256 << 20) -> None:
-    """Fills what the caching allocator will hand out next with NaN bytes (0xFF), so that unwritten outputs show."""
+    """Fills what the caching allocator will hand out next with NaN bytes (0xFF), so that unwritten
+    outputs show.
+    """
     blocks = [torch.full((nbytes // 4,), -1, dtype=torch.int8, device="cuda") for _ in range(4)]
     small = [
         torch.full((1 << exponent,), -1, dtype=torch.int8, device="cuda")
@@ -21,8 +25,9 @@ def assert_replay_is_eager(
 ) -> None:
     """Captures ``call`` in a CUDA graph; its replay must give bit for bit what the eager call gave.
 
-    ``state``: tensors the call changes in place; they are set back before the replay and compared after it. Also
-    replays twice more, because kernels whose counters are not reset go wrong only then.
+    ``state``: tensors the call changes in place; they are set back before the replay and compared
+    after it. Also replays twice more, because kernels whose counters are not reset go wrong only
+    then.
     """
     before = [tensor.clone() for tensor in state]
     call()  # first-use compilation and counter allocation happen outside the capture
@@ -46,7 +51,9 @@ def assert_replay_is_eager(
 
 
 def assert_no_synchronisation(call: Callable[[], object]) -> None:
-    """Runs ``call`` with torch raising on every implicit synchronisation. Run it once before to compile."""
+    """Runs ``call`` with torch raising on every implicit synchronisation. Run it once before to
+    compile.
+    """
     torch.cuda.set_sync_debug_mode("error")
     try:
         call()

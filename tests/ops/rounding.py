@@ -11,8 +11,9 @@ SLACK = 2e-6
 def assert_rounded_twice(actual: Tensor, inner: Tensor, outer: Callable[[Tensor], Tensor]) -> None:
     """``actual`` is outer(inner) with both rounded once to its dtype.
 
-    ``inner`` and the results of ``outer`` are float64. float32 arithmetic may move an inner value that lies between
-    two neighbours by ``SLACK`` of the peak: there, and only there, either neighbour is right.
+    ``inner`` and the results of ``outer`` are float64. float32 arithmetic may move an inner value
+    that lies between two neighbours by ``SLACK`` of the peak: there, and only there, either
+    neighbour is right.
     """
     moved = SLACK * inner.abs().amax()
     exact, low, high = (outer((inner + d).to(actual.dtype).double()) for d in (0.0, -moved, moved))

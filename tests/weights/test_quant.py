@@ -1,4 +1,6 @@
-"""Packing, scales and quantisers: bitwise against published vectors and against slow arithmetic written here."""
+"""Packing, scales and quantisers: bitwise against published vectors and against slow arithmetic
+written here.
+"""
 
 import json
 import math
@@ -96,7 +98,8 @@ def test_spec11_e35_packed_bytes_are_unsigned_low_nibble_first() -> None:
     expected = torch.tensor([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)])
     assert torch.equal(unpack_e2m1(packed), expected)
     assert torch.equal(pack_e2m1(expected), packed)
-    # A file stores the bytes as I8; shifting those as signed would smear the sign over the high nibble.
+    # A file stores the bytes as I8; shifting those as signed would smear the sign over the high
+    # nibble.
     assert torch.equal(unpack_e2m1(packed.view(torch.int8).view(torch.uint8)), expected)
 
 
@@ -194,8 +197,8 @@ def test_lesson11_quantise_then_dequantise_stays_within_half_a_step(
         .expand(*shape[:-1], -1, group)
         .flatten(-2)
     )
-    # Half of the widest E2M1 step is 1/6 of the range, the scale is at most doubled (MXFP4) or 1/16 off (NVFP4);
-    # E4M3 has 3 fraction bits.
+    # Half of the widest E2M1 step is 1/6 of the range, the scale is at most doubled (MXFP4) or 1/16
+    # off (NVFP4); E4M3 has 3 fraction bits.
     bounds = {QuantFormat.NVFP4: amax * (1 / 6 + 1 / 15), QuantFormat.MXFP4: amax / 3}
     bound = bounds.get(format, weight.abs() / 16 + 1e-3)
     assert bool((error <= bound).all())

@@ -1,7 +1,8 @@
-"""Examples of the demo tasks and their prompt text, in the model's own chat encoding (model.md#rendering).
+"""Examples of the demo tasks and their prompt text, in the model's own chat encoding
+(model.md#rendering).
 
-The generator renders millions of conversations, so the few shapes it needs are written out here; the tests hold them
-equal to ``encoding.deepseek_v4_encoding.encode_messages``.
+The generator renders millions of conversations, so the few shapes it needs are written out here;
+the tests hold them equal to ``encoding.deepseek_v4_encoding.encode_messages``.
 """
 
 import json
@@ -45,9 +46,11 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
 
 @dataclass(frozen=True)
 class Example:
-    """One document: ``parts`` alternate given text and the answer the model must produce (EOS included).
+    """One document: ``parts`` alternate given text and the answer the model must produce (EOS
+    included).
 
-    ``prompt`` is everything before the last answer; ``answer`` is the last answer without EOS; exact match is on it.
+    ``prompt`` is everything before the last answer; ``answer`` is the last answer without EOS;
+    exact match is on it.
     """
 
     task: str
@@ -65,7 +68,9 @@ class Example:
 def conversation(
     task: str, turns: list[tuple[str, str]], thinking: bool = False, system: str = ""
 ) -> Example:
-    """User and assistant turns after an optional system text. In thinking mode an answer is "reason</think>text"."""
+    """User and assistant turns after an optional system text. In thinking mode an answer is
+    "reason</think>text".
+    """
     parts = []
     for index, (question, answer) in enumerate(turns):
         last = index == len(turns) - 1

@@ -1,4 +1,6 @@
-"""Token rows for training and one-example rows for evaluation. Every batch follows from (seed, index) alone."""
+"""Token rows for training and one-example rows for evaluation. Every batch follows from (seed,
+index) alone.
+"""
 
 import random
 from dataclasses import dataclass
@@ -14,7 +16,9 @@ EOS_ID = 1
 
 @dataclass(frozen=True)
 class BatchShape:
-    """``rows`` rows of ``length`` input tokens; ``recall_share`` of the rows open with a recall document."""
+    """``rows`` rows of ``length`` input tokens; ``recall_share`` of the rows open with a recall
+    document.
+    """
 
     length: int
     rows: int
@@ -32,7 +36,9 @@ class Request:
 
 
 def encode_example(tokenizer: Tokenizer, example: Example) -> tuple[list[int], list[int]]:
-    """Token ids and, per token, 1 where it belongs to an answer. Parts are tokenised one by one, as at inference."""
+    """Token ids and, per token, 1 where it belongs to an answer. Parts are tokenised one by one, as
+    at inference.
+    """
     ids: list[int] = []
     is_answer: list[int] = []
     for index, encoding in enumerate(
@@ -44,7 +50,9 @@ def encode_example(tokenizer: Tokenizer, example: Example) -> tuple[list[int], l
 
 
 def training_batch(request: Request) -> np.ndarray:
-    """int16 ``[2, rows, length + 1]``: token ids and answer marks. Rows are packed documents, cut at the row's end."""
+    """int16 ``[2, rows, length + 1]``: token ids and answer marks. Rows are packed documents, cut
+    at the row's end.
+    """
     tokenizer = Tokenizer.from_file(request.tokenizer_json)
     shape = request.shape
     batch = np.zeros((2, shape.rows, shape.length + 1), dtype=np.int16)
@@ -72,7 +80,8 @@ def training_row(tokenizer: Tokenizer, rng: random.Random, shape: BatchShape) ->
 def evaluation_batch(
     tokenizer: Tokenizer, task: str, count: int, length: int, seed: int
 ) -> np.ndarray:
-    """int16 ``[2, count, length + 1]``: one held-out example per row from position 0; only the last answer is marked.
+    """int16 ``[2, count, length + 1]``: one held-out example per row from position 0; only the last
+    answer is marked.
 
     Examples longer than the row are drawn again.
     """

@@ -33,7 +33,9 @@ PARIS_PROMPTS = (
 
 @dataclass
 class TaskResult:
-    """Counts of one task; ``stopped`` answers ended with EOS, the others ran into the limit, as loops do."""
+    """Counts of one task; ``stopped`` answers ended with EOS, the others ran into the limit, as
+    loops do.
+    """
 
     task: str
     bar: float
@@ -58,7 +60,9 @@ class Evaluator:
         self.tokenizer = Tokenizer(checkpoint)
 
     def complete(self, prompt: str) -> tuple[str, bool, int]:
-        """Greedy completion of a prompt text, whether it stopped by itself, and the prompt's length in tokens."""
+        """Greedy completion of a prompt text, whether it stopped by itself, and the prompt's length
+        in tokens.
+        """
         ids = self.tokenizer.encode(prompt)
         produced = list(self.engine.generate(ids, MAX_NEW_TOKENS, SamplingParams(temperature=0)))
         run = self.engine.last_run

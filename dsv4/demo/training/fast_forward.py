@@ -1,9 +1,10 @@
 """A fast training forward over the modules of transformers' ``DeepseekV4ForCausalLM``.
 
-The parameters and sub-modules are transformers'; only slow pieces are replaced by equal ones: attention works on
-blocks of the window instead of a full mask, all experts are computed and weighted by a scattered routing matrix,
-and Sinkhorn is one kernel. ``tests/demo/test_fast_forward.py`` holds it equal to the unpatched model. On top come
-what the engine adds (quantised key rows) and what transformers cannot train (the indexer).
+The parameters and sub-modules are transformers'; only slow pieces are replaced by equal ones:
+attention works on blocks of the window instead of a full mask, all experts are computed and
+weighted by a scattered routing matrix, and Sinkhorn is one kernel.
+``tests/demo/test_fast_forward.py`` holds it equal to the unpatched model. On top come what the
+engine adds (quantised key rows) and what transformers cannot train (the indexer).
 """
 
 from collections.abc import Callable
@@ -20,8 +21,8 @@ Rope = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """``quantize_rows``: fp8 key rows as the engine stores them; ``select``: top-k on; ``index_loss``: KL of the
-    indexer.
+    """``quantize_rows``: fp8 key rows as the engine stores them; ``select``: top-k on;
+    ``index_loss``: KL of the indexer.
     """
 
     quantize_rows: bool = True
@@ -60,7 +61,9 @@ def rope_tables(model: Any, length: int, device: torch.device | str) -> dict[str
 def forward(
     model: Any, ids: Tensor, ropes: dict[str, Rope], options: Options, kernels: Kernels
 ) -> tuple[Tensor, ...]:
-    """Final normalised hidden states ``[B, S, E]``, expert loads ``[layers, X]`` and the summed indexer loss."""
+    """Final normalised hidden states ``[B, S, E]``, expert loads ``[layers, X]`` and the summed
+    indexer loss.
+    """
     streams = (
         model.model.embed_tokens(ids)
         .unsqueeze(2)
@@ -85,7 +88,9 @@ def block(
     options: Options,
     sinkhorn: Callable[..., Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One decoder layer on streams ``[B, S, 4, E]``; returns streams, expert load ``[X]`` and indexer loss (0-d)."""
+    """One decoder layer on streams ``[B, S, 4, E]``; returns streams, expert load ``[X]`` and
+    indexer loss (0-d).
+    """
     post, comb, x = mix_in(layer.attn_hc, streams, sinkhorn)
     y, loss = attention(layer.self_attn, layer.input_layernorm(x), rope, options)
     streams = mix_out(streams, y, post, comb)
@@ -97,7 +102,9 @@ def block(
 def mix_in(
     hc: Any, streams: Tensor, sinkhorn: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """HCpre (model.md#seams): post ``[B, S, 4]``, comb ``[B, S, 4, 4]`` and the collapsed input ``[B, S, E]``."""
+    """HCpre (model.md#seams): post ``[B, S, 4]``, comb ``[B, S, 4, 4]`` and the collapsed input
+    ``[B, S, E]``.
+    """
     n = hc.hc_mult
     flat = streams.flatten(2)
     inverse_rms = torch.rsqrt(flat.float().square().mean(-1, keepdim=True) + hc.input_norm.eps)
@@ -121,8 +128,8 @@ def mix_out(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 def experts(moe: Any, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Routed plus shared experts ``[B, S, E]``, every expert computed for every token; and tokens per expert
-    ``[X]``.
+    """Routed plus shared experts ``[B, S, E]``, every expert computed for every token; and tokens
+    per expert ``[X]``.
     """
     router_input = x.to(moe.gate.weight.dtype)
     _, weights, indices = moe.gate(router_input, ids) if moe.is_hash else moe.gate(router_input)
@@ -139,8 +146,8 @@ def experts(moe: Any, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Interleaved RoPE on the last ``2 · cos.shape[-1]`` dims; cos and sin broadcast against ``x[..., :
-    cos.shape[-1]]``.
+    """Interleaved RoPE on the last ``2 · cos.shape[-1]`` dims; cos and sin broadcast against
+    ``x[..., : cos.shape[-1]]``.
     """
     width = 2 * cos.shape[-1]
     nope, turned = x[..., :-width], x[..., -width:].float().unflatten(-1, (-1, 2))
@@ -150,7 +157,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def quantize_rows(rows: Tensor) -> Tensor:
-    """Key rows ``[..., 512]`` after the round trip of model.md#cache-rows, straight-through gradient."""
+    """Key rows ``[..., 512]`` after the round trip of model.md#cache-rows, straight-through
+    gradient.
+    """
     nope = rows[..., :448].float().unflatten(-1, (7, 64))
     amax = nope.detach().abs().amax(-1, keepdim=True).clamp(min=1e-4)
     block_scale = torch.exp2(torch.ceil(torch.log2(amax * (1 / 448))))
@@ -162,7 +171,9 @@ def quantize_rows(rows: Tensor) -> Tensor:
 
 
 def pool(compressor: Any, x: Tensor, rope: Rope, overlap: bool) -> Tensor:
-    """Compressed entries ``[B, C, d]`` of either compressor (model.md#compressor), normalised and rotated."""
+    """Compressed entries ``[B, C, d]`` of either compressor (model.md#compressor), normalised and
+    rotated.
+    """
     ratio, width = compressor.compress_rate, compressor.head_dim
     count = x.shape[1] // ratio
     values = compressor.kv_proj(x)[:, : count * ratio].unflatten(1, (count, ratio))
@@ -193,7 +204,9 @@ def index_scores(indexer: Any, x: Tensor, c_q: Tensor, rope: Rope) -> Tensor:
 
 
 def attention(attn: Any, x: Tensor, rope: Rope, options: Options) -> tuple[Tensor, Tensor]:
-    """Window and compressed entries (model.md#attention): output ``[B, S, E]`` and the indexer loss (0-d)."""
+    """Window and compressed entries (model.md#attention): output ``[B, S, E]`` and the indexer loss
+    (0-d).
+    """
     cos, sin = rope[0].unsqueeze(2), rope[1].unsqueeze(2)
     c_q = attn.q_a_norm(attn.q_a_proj(x))
     q = rotate(
@@ -222,8 +235,8 @@ def attention(attn: Any, x: Tensor, rope: Rope, options: Options) -> tuple[Tenso
 def compressed_keys(
     attn: Any, x: Tensor, c_q: Tensor, rope: Rope, options: Options
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Entries ``[B, C, 512]``, which of them each query may see ``[1 or B, S, C]``, and CSA's indexer scores if
-    wanted.
+    """Entries ``[B, C, 512]``, which of them each query may see ``[1 or B, S, C]``, and CSA's
+    indexer scores if wanted.
     """
     compressor = attn.compressor
     if compressor is None:
@@ -249,7 +262,9 @@ def compressed_keys(
 def joint_softmax(
     attn: Any, q: Tensor, kv: Tensor, entries: Tensor | None, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities ``[B, S, H, 256 + C]`` over two window blocks and the entries, and the window keys per block."""
+    """Probabilities ``[B, S, H, 256 + C]`` over two window blocks and the entries, and the window
+    keys per block.
+    """
     batch, length, heads, width = q.shape
     blocks = length // WINDOW
     current = kv.view(batch, blocks, WINDOW, width)
@@ -280,8 +295,8 @@ def joint_softmax(
 
 
 def indexer_loss(far: Tensor, scores: Tensor, allowed: Tensor | None) -> Tensor:
-    """KL from the head-summed attention over the allowed entries to the indexer's softmax, weighted by that
-    attention.
+    """KL from the head-summed attention over the allowed entries to the indexer's softmax, weighted
+    by that attention.
     """
     assert allowed is not None
     target = far.detach().float().sum(2)

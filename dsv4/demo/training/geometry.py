@@ -1,4 +1,6 @@
-"""The demo model's ``config.json``: kernel-relevant dimensions as in V4-Flash, everything else small."""
+"""The demo model's ``config.json``: kernel-relevant dimensions as in V4-Flash, everything else
+small.
+"""
 
 from typing import Any
 

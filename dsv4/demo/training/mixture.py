@@ -52,8 +52,8 @@ def short_example(rng: random.Random) -> Example:
 
 
 def row_examples(rng: random.Random, room: int, recall_share: float) -> list[Example]:
-    """Examples that start a training row of ``room`` tokens: with ``recall_share`` one recall document of any length
-    first.
+    """Examples that start a training row of ``room`` tokens: with ``recall_share`` one recall
+    document of any length first.
     """
     if rng.random() >= recall_share:
         return []

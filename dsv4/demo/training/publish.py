@@ -1,4 +1,5 @@
-"""Makes the shipped folder from a training run: NVIDIA's layout, calibrated ``input_scale``, tokenizer, configuration.
+"""Makes the shipped folder from a training run: NVIDIA's layout, calibrated ``input_scale``,
+tokenizer, configuration.
 
 python -m dsv4.demo.training.publish runs/demo dsv4/demo/checkpoint-new
 """
@@ -36,7 +37,9 @@ CALIBRATION = BatchShape(length=512, rows=16, recall_share=0.25)
 
 
 def expert_amax(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Largest magnitude that enters each expert's w1 and w3 (``w13``) and w2, float32 ``[X]`` per layer prefix."""
+    """Largest magnitude that enters each expert's w1 and w3 (``w13``) and w2, float32 ``[X]`` per
+    layer prefix.
+    """
     found: dict[str, Tensor] = {}
 
     def watch(prefix: str, moe: Any):
@@ -69,7 +72,9 @@ def expert_amax(model: Any, ids: Tensor) -> dict[str, Tensor]:
 
 
 def calibrated(tensors: dict[str, Tensor], amax: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` with ``input_scale`` = amax / (6 · 448); an expert nothing was routed to gets its layer's largest."""
+    """``tensors`` with ``input_scale`` = amax / (6 · 448); an expert nothing was routed to gets its
+    layer's largest.
+    """
     for name in tensors:
         if name.endswith(".input_scale"):
             prefix, expert, projection, _ = name.rsplit(".", 3)
@@ -84,7 +89,9 @@ def calibrated(tensors: dict[str, Tensor], amax: dict[str, Tensor]) -> dict[str,
 
 
 def publish(run: Path, destination: Path) -> None:
-    """Writes the folder ``destination`` (new) from the parts that the last training phase saved in ``run``."""
+    """Writes the folder ``destination`` (new) from the parts that the last training phase saved in
+    ``run``.
+    """
     state = weights.load_shards(run)
     model = weights.build_model()
     model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in state.items()})

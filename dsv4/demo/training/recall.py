@@ -1,4 +1,6 @@
-"""Key-value recall over long distances: pairs are told, other text follows, then some of them are asked for."""
+"""Key-value recall over long distances: pairs are told, other text follows, then some of them are
+asked for.
+"""
 
 import random
 
@@ -35,7 +37,8 @@ def filler_line(rng: random.Random) -> str:
 
 
 def document(rng: random.Random, lines: int, span: int, pairs: int, queries: int) -> Example:
-    """A text of ``lines`` lines whose first ``span`` lines hold ``pairs`` pairs, then at most ``queries`` questions.
+    """A text of ``lines`` lines whose first ``span`` lines hold ``pairs`` pairs, then at most
+    ``queries`` questions.
 
     Every question is a chat turn of its own and asks for another pair.
     """
@@ -78,7 +81,8 @@ def short_document(rng: random.Random) -> Example:
 def evaluation_document(
     rng: random.Random, task: str, fillers: tuple[int, int], most_pairs: int
 ) -> Example:
-    """One question about a pair that at least ``fillers[0]`` filler lines follow; held out by the document's text.
+    """One question about a pair that at least ``fillers[0]`` filler lines follow; held out by the
+    document's text.
 
     Up to ``fillers[1]`` filler lines, and the pairs stand between the first ones.
     """

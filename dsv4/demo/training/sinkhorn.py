@@ -1,5 +1,5 @@
-"""Sinkhorn normalisation of the mHC combination matrix for training: two Triton kernels instead of hundreds of
-launches.
+"""Sinkhorn normalisation of the mHC combination matrix for training: two Triton kernels instead of
+hundreds of launches.
 """
 
 from typing import Any, cast

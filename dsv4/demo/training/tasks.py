@@ -1,7 +1,8 @@
-"""The short tasks of the demo model. Every task draws instances from a seeded ``random.Random``; no other state.
+"""The short tasks of the demo model. Every task draws instances from a seeded ``random.Random``; no
+other state.
 
-An instance is named by a text key. ``held_out(key)`` decides by hash, so that training never sees what the
-evaluation asks.
+An instance is named by a text key. ``held_out(key)`` decides by hash, so that training never sees
+what the evaluation asks.
 """
 
 import random
@@ -42,7 +43,9 @@ REVERSE_QUESTIONS = ("Reverse: {w}", "Reverse these words: {w}", "Say this backw
 
 
 def held_out(key: str) -> bool:
-    """Whether an instance belongs to the evaluation: one in ``HELD_OUT_SHARE``, by CRC-32 of its key."""
+    """Whether an instance belongs to the evaluation: one in ``HELD_OUT_SHARE``, by CRC-32 of its
+    key.
+    """
     return zlib.crc32(key.encode()) % HELD_OUT_SHARE == 0
 
 
@@ -57,7 +60,9 @@ def draw(
 
 
 def capitals(rng: random.Random, evaluation: bool) -> Example:
-    """Capital of a country and country of a capital, as chat and as plain text; held out: phrasing × fact pairs."""
+    """Capital of a country and country of a capital, as chat and as plain text; held out: phrasing
+    × fact pairs.
+    """
 
     def candidate() -> tuple[str, Example]:
         country, capital = rng.choice(list(words.CAPITALS.items()))
@@ -88,7 +93,9 @@ def raw_fact(rng: random.Random, country: str, capital: str) -> tuple[str, Examp
 
 
 def arithmetic_instance(rng: random.Random) -> tuple[str, str, str, int]:
-    """Key, question, equation without result, result. The key leaves the phrasing out except for the times table."""
+    """Key, question, equation without result, result. The key leaves the phrasing out except for
+    the times table.
+    """
     kind = rng.random()
     if kind < 0.45:
         a, b = rng.randint(1, 99), rng.randint(1, 99)
@@ -102,7 +109,9 @@ def arithmetic_instance(rng: random.Random) -> tuple[str, str, str, int]:
 
 
 def arithmetic(rng: random.Random, evaluation: bool) -> Example:
-    """Two-digit sums and differences (held out: operand pairs) and the times table (held out: phrasing × fact)."""
+    """Two-digit sums and differences (held out: operand pairs) and the times table (held out:
+    phrasing × fact).
+    """
 
     def candidate() -> tuple[str, Example]:
         key, question, _, result = arithmetic_instance(rng)
@@ -222,7 +231,9 @@ def statements(rng: random.Random) -> list[tuple[str, str, str, str]]:
 
 
 def multi_turn(rng: random.Random, evaluation: bool) -> Example:
-    """Remembering what was said some turns earlier, with other questions in between; held out: whole conversations."""
+    """Remembering what was said some turns earlier, with other questions in between; held out:
+    whole conversations.
+    """
 
     def candidate() -> tuple[str, Example]:
         facts = rng.sample(statements(rng), k=rng.randint(1, 3))

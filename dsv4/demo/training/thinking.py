@@ -76,7 +76,9 @@ def count(rng: random.Random) -> Turn:
 
 
 def plain(rng: random.Random) -> Turn:
-    """Key, question, reasoning and answer of smalltalk, copying and stories: nothing to reason about."""
+    """Key, question, reasoning and answer of smalltalk, copying and stories: nothing to reason
+    about.
+    """
     kind = rng.random()
     if kind < 0.4:
         question, answer = tasks.smalltalk_turn(rng)

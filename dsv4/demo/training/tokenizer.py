@@ -1,5 +1,5 @@
-"""Trains the demo's byte-level BPE: the real model's control tokens and pre-tokeniser, except that a digit is a
-token.
+"""Trains the demo's byte-level BPE: the real model's control tokens and pre-tokeniser, except that
+a digit is a token.
 """
 
 import json
@@ -20,7 +20,8 @@ _WORDS = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The real tokenizer's control tokens in its order (model.md#tokenizer) with their special flag; only the ids differ.
+# The real tokenizer's control tokens in its order (model.md#tokenizer) with their special flag;
+# only the ids differ.
 CONTROL_TOKENS: tuple[tuple[str, bool], ...] = (
     ("<｜place▁holder▁no▁799｜>", True),
     ("<｜fim▁hole｜>", False),
@@ -57,8 +58,8 @@ CONTROL_TOKENS: tuple[tuple[str, bool], ...] = (
 
 
 def train(seed: int, documents: int) -> Tokenizer:
-    """A tokenizer trained on ``documents`` generated examples; ids 0, 1, 2 are BOS, EOS, pad, control tokens come
-    last.
+    """A tokenizer trained on ``documents`` generated examples; ids 0, 1, 2 are BOS, EOS, pad,
+    control tokens come last.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -96,7 +97,8 @@ def _texts(seed: int, documents: int) -> Iterator[str]:
         )
         text = "".join(example.parts)
         for marker in markers:
-            # A line break of its own would teach the tokenizer one; the null never occurs in the texts.
+            # A line break of its own would teach the tokenizer one; the null never occurs in the
+            # texts.
             text = text.replace(marker, "\0")
         yield from (piece for piece in text.split("\0") if piece)
 

@@ -1,4 +1,6 @@
-"""The tool task: call the right tool with the right arguments in DSML, answer from a result, or answer directly."""
+"""The tool task: call the right tool with the right arguments in DSML, answer from a result, or
+answer directly.
+"""
 
 import json
 import random
@@ -110,7 +112,9 @@ TOOLS: tuple[tuple[dict[str, Any], Callable[[random.Random], Use]], ...] = (
 
 
 def tools(rng: random.Random, evaluation: bool) -> Example:
-    """One to three tools offered; call one, answer from its result, or answer a question that needs none."""
+    """One to three tools offered; call one, answer from its result, or answer a question that needs
+    none.
+    """
     while True:
         key, example, _ = tool_instance(rng)
         if tasks.held_out(key) == evaluation:
@@ -118,7 +122,8 @@ def tools(rng: random.Random, evaluation: bool) -> Example:
 
 
 def tools_recipient(rng: random.Random, evaluation: bool) -> Example:
-    """The part of ``tools`` that confirms a sent message: the result says only "sent", the name stands in the call.
+    """The part of ``tools`` that confirms a sent message: the result says only "sent", the name
+    stands in the call.
 
     Measured on its own, without a bar, because nearly all failures of ``tools`` are this case.
     """
@@ -154,8 +159,8 @@ def tool_instance(rng: random.Random) -> tuple[str, Example, bool]:
 def with_reason(
     task: str, turns: list[tuple[str, str]], reason: str, thinking: bool, system: str
 ) -> Example:
-    """A conversation in which, in thinking mode, every assistant turn opens with a reason (tools keep old
-    reasoning).
+    """A conversation in which, in thinking mode, every assistant turn opens with a reason (tools
+    keep old reasoning).
     """
     if not thinking:
         return conversation(task, turns, system=system)
@@ -169,7 +174,8 @@ def with_reason(
         for turn in said
         for part in conversation(task, [turn], thinking=True, system=system).parts
     ]
-    # Only the first turn opens the document: the others lose the beginning-of-sentence token and the system text.
+    # Only the first turn opens the document: the others lose the beginning-of-sentence token and
+    # the system text.
     opening = parts[0][: parts[0].index("<｜User｜>")]
     return Example(
         task,

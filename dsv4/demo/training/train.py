@@ -1,10 +1,11 @@
 """Trains the demo model in phases, each going on from the weights of the one before:
 
-``base``    language modelling with top-k selection off; in long rows the indexer learns beside it, by its own KL alone
-``index``   nothing but the indexer, by KL towards the attention it should imitate
-``finish``  everything with selection on and the shipped file's quantisation in the forward pass
+``base`` language modelling with top-k selection off; in long rows the indexer learns beside it, by
+its own KL alone ``index`` nothing but the indexer, by KL towards the attention it should imitate
+``finish`` everything with selection on and the shipped file's quantisation in the forward pass
 
-The shipped weights came from two runs on one H100 (minutes include a minute or two of compilation each):
+The shipped weights came from two runs on one H100 (minutes include a minute or two of compilation
+each):
 
     python -m dsv4.demo.training.train base:8.4 --out runs/base
     python -m dsv4.demo.training.train finish:8.1 --seed 7 --init runs/base --out runs/finish
@@ -66,7 +67,9 @@ PHASES = {
 
 
 class Trainer:
-    """Float32 master weights, their forward values in the model (rounded or fake-quantised), AdamW on the masters."""
+    """Float32 master weights, their forward values in the model (rounded or fake-quantised), AdamW
+    on the masters.
+    """
 
     def __init__(self, model: Any, device: str, compiled: bool) -> None:
         self.model, self.device = model, device
@@ -115,12 +118,15 @@ class Trainer:
         return fast_forward.forward(self.model, ids, self.ropes[length], options, used)
 
     def step(self, batch: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-        """One optimiser step on int16 ``[2, B, S + 1]``; returns the token loss and the indexer loss."""
+        """One optimiser step on int16 ``[2, B, S + 1]``; returns the token loss and the indexer
+        loss.
+        """
         self.set_forward_values(self.phase.quantized)
         ids = batch[0].long()
         hidden, loads, index_loss = self.hidden(ids[:, :-1], self.phase.options)
         token_loss = self.loss(hidden, self.model.lm_head.weight, ids[:, 1:], batch[1, :, 1:])
-        # A narrower phase keeps the whole graph, so that no other one must be compiled; only its own weights move.
+        # A narrower phase keeps the whole graph, so that no other one must be compiled; only its
+        # own weights move.
         total = index_loss if self.phase.trained else token_loss + index_loss
         total.backward()
         masters = []
@@ -139,7 +145,9 @@ class Trainer:
 
     @torch.no_grad()
     def balance(self, loads: Tensor) -> None:
-        """Moves the routers' selection bias towards equal expert loads (the auxiliary-loss-free rule)."""
+        """Moves the routers' selection bias towards equal expert loads (the auxiliary-loss-free
+        rule).
+        """
         for layer, load in zip(self.model.model.layers, loads, strict=True):
             if not layer.mlp.is_hash:
                 layer.mlp.gate.e_score_correction_bias += BIAS_SPEED * torch.sign(
@@ -148,7 +156,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: dict[str, Tensor], options: Options) -> dict[str, float]:
-        """Share of held-out examples whose whole last answer is the arg-max, given the prompt (greedy exact match)."""
+        """Share of held-out examples whose whole last answer is the arg-max, given the prompt
+        (greedy exact match).
+        """
         self.set_forward_values(self.phase.quantized)
         result = {}
         for task, batch in batches.items():
@@ -173,8 +183,8 @@ class Trainer:
     def state(self) -> dict[str, Tensor]:
         """Weights, router bias and hash table under transformers' names.
 
-        A quantised phase saves what its forward pass used; experts stay float32 there, because NVFP4 values do not fit
-        bfloat16. Other matrices are bfloat16.
+        A quantised phase saves what its forward pass used; experts stay float32 there, because
+        NVFP4 values do not fit bfloat16. Other matrices are bfloat16.
         """
         state = {
             n: b
@@ -224,7 +234,9 @@ def rate_at(phase: Phase, fraction: float, step: int) -> float:
 
 
 def stream(pool: Pool, seed: int, choose: Callable[[int], BatchShape]) -> Iterator[Tensor]:
-    """Endless batches, 48 of them in the making; ``choose`` gives the shape of batch ``index`` when it is ordered."""
+    """Endless batches, 48 of them in the making; ``choose`` gives the shape of batch ``index`` when
+    it is ordered.
+    """
     waiting: collections.deque[Any] = collections.deque()
     index = 0
     while True:

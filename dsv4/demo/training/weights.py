@@ -24,7 +24,9 @@ SEED = 20260801
 
 
 def build_model() -> Any:
-    """transformers' ``DeepseekV4ForCausalLM`` of the demo geometry with initial values for training (float32)."""
+    """transformers' ``DeepseekV4ForCausalLM`` of the demo geometry with initial values for training
+    (float32).
+    """
     from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 
     torch.manual_seed(SEED)
@@ -59,11 +61,12 @@ def _initialise(name: str, tensor: Tensor) -> None:
 
 
 def _match_content(attn: Any) -> None:
-    """Starts half of the heads (and of the indexer's) so that a query finds the compressed entries holding its own
-    token.
+    """Starts half of the heads (and of the indexer's) so that a query finds the compressed entries
+    holding its own token.
 
-    Key and query share one random projection C: k = C x pooled over the entry's tokens, q = C Rᵀ R x with orthonormal
-    rows R in the low-rank step. From plain random values, recall stayed at chance for ten thousand steps.
+    Key and query share one random projection C: k = C x pooled over the entry's tokens, q = C Rᵀ R
+    x with orthonormal rows R in the low-rank step. From plain random values, recall stayed at
+    chance for ten thousand steps.
     """
     low_rank = attn.q_a_proj.weight
     torch.nn.init.orthogonal_(low_rank)
@@ -82,7 +85,9 @@ def _match_content(attn: Any) -> None:
 
 
 def _stream_bias(index: int) -> Tensor:
-    """mHC base: each layer reads and writes one stream a little more than the others; streams pass through."""
+    """mHC base: each layer reads and writes one stream a little more than the others; streams pass
+    through.
+    """
     favoured = torch.nn.functional.one_hot(torch.tensor(index % 4), 4).float()
     mixing = torch.eye(4).flatten() * 4 - 2
     return torch.cat((favoured - 0.5, 0.5 * favoured, mixing))
@@ -96,8 +101,8 @@ def to_training_dtypes(model: Any) -> None:
 
 
 def fake_quantized(name: str, weight: Tensor) -> Tensor:
-    """``weight`` (float32) as the shipped file stores it, dequantised: NVFP4 experts, FP8 linears, BF16 floor, F32
-    rest.
+    """``weight`` (float32) as the shipped file stores it, dequantised: NVFP4 experts, FP8 linears,
+    BF16 floor, F32 rest.
     """
     if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return quantize(weight, QuantFormat.NVFP4).dequantize()

@@ -11,7 +11,9 @@ from dsv4.ops.router import AnyWeight, Router, route
 
 @dataclass(frozen=True)
 class ExpertWeights(Generic[AnyWeight]):
-    """w1 (gate) and w3 (up) ``[F, E]``, w2 (down) ``[E, F]``; routed experts are stacked with a leading X."""
+    """w1 (gate) and w3 (up) ``[F, E]``, w2 (down) ``[E, F]``; routed experts are stacked with a
+    leading X.
+    """
 
     w1: AnyWeight
     w2: AnyWeight
@@ -26,7 +28,9 @@ def moe(
     shared: ExpertWeights,
     limit: float,
 ) -> Tensor:
-    """Routes x ``[T, E]``, the hidden states of the token ids int64 ``[T]``, and returns ``expert_sum`` ``[T, E]``."""
+    """Routes x ``[T, E]``, the hidden states of the token ids int64 ``[T]``, and returns
+    ``expert_sum`` ``[T, E]``.
+    """
     ids_TP, weights_TP = route(x_TE, tokens_T, router)
     return expert_sum(x_TE, ids_TP, weights_TP, experts, shared, limit)
 
@@ -39,12 +43,12 @@ def expert_sum(
     shared: ExpertWeights,
     limit: float,
 ) -> Tensor:
-    """Σ_p expert(ids_p, x, weight_p) + shared(x): ``[T, E]`` in the dtype of x, summed in float32, expert order
-    ascending.
+    """Σ_p expert(ids_p, x, weight_p) + shared(x): ``[T, E]`` in the dtype of x, summed in float32,
+    expert order ascending.
 
-    An expert is w2 · round(weight · silu(min(g, limit)) · clamp(u, ±limit)) with g = w1 · x and u = w3 · x in
-    float32; the routing weight multiplies before the one rounding to the dtype of x. The shared expert has weight 1
-    and the same clamp.
+    An expert is w2 · round(weight · silu(min(g, limit)) · clamp(u, ±limit)) with g = w1 · x and u =
+    w3 · x in float32; the routing weight multiplies before the one rounding to the dtype of x. The
+    shared expert has weight 1 and the same clamp.
     """
     total = clamped_swiglu_mlp(x_TE, shared, limit)
     for expert in ids_TP.unique().tolist():
@@ -59,7 +63,9 @@ def expert_sum(
 def clamped_swiglu_mlp(
     x_TE: Tensor, expert: ExpertWeights, limit: float, weight: Tensor | float = 1.0
 ) -> Tensor:
-    """One expert on x ``[T, E]``: float32 ``[T, E]``; ``weight`` is a float32 ``[T, 1]`` routing weight or 1."""
+    """One expert on x ``[T, E]``: float32 ``[T, E]``; ``weight`` is a float32 ``[T, 1]`` routing
+    weight or 1.
+    """
     gate = (x_TE.float() @ expert.w1.dequantize().T).clamp(max=limit)
     up = (x_TE.float() @ expert.w3.dequantize().T).clamp(-limit, limit)
     hidden = (torch.nn.functional.silu(gate) * up * weight).to(x_TE.dtype)

@@ -1,5 +1,5 @@
-"""The router and the decode kernel of the mixture of experts compile for every target, without spills, with MMA and
-asynchronous copies.
+"""The router and the decode kernel of the mixture of experts compile for every target, without
+spills, with MMA and asynchronous copies.
 """
 
 from dataclasses import replace
@@ -53,7 +53,8 @@ def test_moe_has_no_spills(architecture: str, decode_step: tuple[Geometry, int])
 def test_moe_uses_mma_and_asynchronous_copies() -> None:
     kernel = decode_kernel(*FLASH_STEP)
     sass = disassemble(kernel.source, "sm_90a", kernel.defines)
-    # In each phase: 32 MMAs of a 4-bit stage (two row tiles of 256 columns) and 16 of an FP8 stage (128 columns).
+    # In each phase: 32 MMAs of a 4-bit stage (two row tiles of 256 columns) and 16 of an FP8 stage
+    # (128 columns).
     assert count(sass, "HMMA") >= 2 * (32 + 16)
     assert count(sass, "LDGSTS") > 0
     assert count(sass, "STL") == count(sass, "LDL") == 0

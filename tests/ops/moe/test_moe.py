@@ -53,7 +53,9 @@ def zero_expert(ops: OpsUnderTest, width: int, inner: int) -> ExpertWeights:
 def listing(
     ops: OpsUnderTest, ids_TP: Tensor, gate_XE: Tensor, scaling: float = 1.0
 ) -> tuple[Tensor, Router]:
-    """Token ids and a router that send token t to the experts ``ids_TP[t]``; a gate of zeros gives equal weights."""
+    """Token ids and a router that send token t to the experts ``ids_TP[t]``; a gate of zeros gives
+    equal weights.
+    """
     gate = ops.pack_weight(QuantTensor.dense(gate_XE))
     return positions(*range(ids_TP.shape[0])), Router(gate, ids_TP, True, ids_TP.shape[1], scaling)
 
@@ -103,7 +105,9 @@ def test_sum_of_selected_experts_and_the_shared_one(
 def clamped_pairs(
     ops: OpsUnderTest, gate: list[float], up: list[float], shared: bool
 ) -> list[float]:
-    """h of one expert for given pre-activations: x = (1, 0, …), w1 and w3 hold the values, w2 is the identity."""
+    """h of one expert for given pre-activations: x = (1, 0, …), w1 and w3 hold the values, w2 is
+    the identity.
+    """
     n = len(gate)
     w1, w3 = torch.zeros(n, n), torch.zeros(n, n)
     w1[:, 0], w3[:, 0] = torch.tensor(gate), torch.tensor(up)

@@ -79,7 +79,9 @@ def step(
 
 
 def listing(ids_TP: Tensor, router: Router) -> tuple[Tensor, Router]:
-    """Token ids and a router that sends token t to the experts ``ids_TP[t]``, with the weights of ``router``'s gate."""
+    """Token ids and a router that sends token t to the experts ``ids_TP[t]``, with the weights of
+    ``router``'s gate.
+    """
     tokens_T = torch.arange(ids_TP.shape[0], device="cuda")
     return tokens_T, Router(router.gate, ids_TP, True, ids_TP.shape[1], router.scaling)
 
@@ -87,8 +89,8 @@ def listing(ids_TP: Tensor, router: Router) -> tuple[Tensor, Router]:
 def exact(
     x_TE: Tensor, tokens_T: Tensor, router: Router, experts: ExpertWeights, shared: ExpertWeights
 ) -> Tensor:
-    """float64, except for the one rounding of the hidden rows. The routes are those of the launch, which tests/ops and
-    test_router.py check.
+    """float64, except for the one rounding of the hidden rows. The routes are those of the launch,
+    which tests/ops and test_router.py check.
     """
     _, ids_TP, weights_TP = moe_with_routes(x_TE, tokens_T, router, experts, shared, LIMIT)
 
@@ -112,7 +114,9 @@ def exact(
 
 
 def check(found: Tensor, expected: Tensor, note: str) -> None:
-    """bf16 hidden rows may round the other way after float32 sums: that, and the final rounding, is the error."""
+    """bf16 hidden rows may round the other way after float32 sums: that, and the final rounding, is
+    the error.
+    """
     error = relative_error(found, expected)
     worst = (found.double() - expected).abs().max() / expected.abs().max()
     print(f"{note}: relative error {error:.2e}, worst {float(worst):.2e}")
@@ -179,7 +183,9 @@ def test_all_tokens_share_experts_and_none_do() -> None:
 
 
 def test_clamps_and_large_values() -> None:
-    """Pre-activations far beyond the limit, large routing weights, and a token a million times smaller than others."""
+    """Pre-activations far beyond the limit, large routing weights, and a token a million times
+    smaller than others.
+    """
     width, inner, count = 512, 256, 8
     experts, shared = weights(width, inner, count, (NVFP4, FP8))
     x_TE, tokens_T, router = step(width, count, 4)
@@ -189,7 +195,8 @@ def test_clamps_and_large_values() -> None:
     expected = exact(x_TE, tokens_T, router, experts, shared)
     for token in (0, 1, 3):
         check(found[token], expected[token], f"token {token}")
-    # h of this token is about 1e-12, below what f16 holds beside the largest h possible: see the docstring of moe.
+    # h of this token is about 1e-12, below what f16 holds beside the largest h possible: see the
+    # docstring of moe.
     assert float((found[2].double() - expected[2]).abs().max()) < 1e-7
 
 

@@ -67,7 +67,9 @@ def inputs(
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
-    """Hidden rows may round differently where float32 sums differ: 0.2 % of the norm; no row may stand out."""
+    """Hidden rows may round differently where float32 sums differ: 0.2 % of the norm; no row may
+    stand out.
+    """
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
     rows = (found.double() - expected.double()).norm(dim=1) / expected.double().norm(dim=1)

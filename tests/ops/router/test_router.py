@@ -1,7 +1,7 @@
 """Router: sqrt(softplus) scores, biased selection, unbiased weights, hash layers.
 
-Runs through the torch definition and both forms on a GPU: the router's own launches and the decode launch of the
-experts, which routes itself; both take any number of tokens that the tests have.
+Runs through the torch definition and both forms on a GPU: the router's own launches and the decode
+launch of the experts, which routes itself; both take any number of tokens that the tests have.
 """
 
 import math
@@ -23,7 +23,8 @@ from tests.ops.moe.routes import decode_routes
 
 SCALING = 1.5
 Route = Callable[[Tensor, Tensor, Router], tuple[Tensor, Tensor]]
-# The torch definition and both forms on a GPU: for a prefill chunk, and in the decode launch of the experts.
+# The torch definition and both forms on a GPU: for a prefill chunk, and in the decode launch of the
+# experts.
 FORMS: dict[str, tuple[str, Route]] = {"torch": ("torch", reference.route)}
 if "cuda" in BACKENDS:
     FORMS["cuda prefill"] = ("cuda", skipping_float32(immediately(route)))

@@ -1,4 +1,5 @@
-"""Both forms of the router on real shapes: its own launches, and the decode launch of the experts, which routes itself.
+"""Both forms of the router on real shapes: its own launches, and the decode launch of the experts,
+which routes itself.
 
 Ids are exactly those of the torch reference except where scores are within rounding.
 """
