@@ -30,7 +30,9 @@ from dsv4.config import layer_kinds
 from dsv4.measure.graph_profile import profile_decoder
 from dsv4.measure.op_profile import OpProfile
 
-EXIT_OK, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 2, 130
+EXIT_OK = 0
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
 
 
 def load(job: Job, outcome: Outcome, show_bars: bool) -> Engine:

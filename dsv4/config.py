@@ -15,7 +15,9 @@ from dsv4.json_object import JsonReader, read_json_object
 from dsv4.limits import MAX_DECODE_TOKENS
 
 MODEL_TYPE = "deepseek_v4"
-SLIDING_WINDOW_ONLY, CSA_RATIO, HCA_RATIO = 0, 4, 128
+SLIDING_WINDOW_ONLY = 0
+CSA_RATIO = 4
+HCA_RATIO = 128
 
 KIND_OF_RATIO = {SLIDING_WINDOW_ONLY: "SWA", CSA_RATIO: "CSA", HCA_RATIO: "HCA"}
 

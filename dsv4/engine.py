@@ -308,15 +308,18 @@ class Engine:
         self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None
     ) -> list[Sequence[int]]:
         token_ids = self._checked(token_ids)
-        count, largest = len(token_ids), chunk_tokens(self.engine_config)
+        count = len(token_ids)
+        largest = chunk_tokens(self.engine_config)
         sizes = [count]
         if chunk_sizes is not None:
-            sizes, largest = list(chunk_sizes), max(largest, MAX_DECODE_TOKENS)
+            sizes = list(chunk_sizes)
+            largest = max(largest, MAX_DECODE_TOKENS)
         if sum(sizes) != count or any(size < 1 for size in sizes):
             raise ValueError(
                 f"chunk_sizes: found {sizes}, expected positive sizes that sum to {count}"
             )
-        chunks, start = [], 0
+        chunks = []
+        start = 0
         for size in sizes:
             part = token_ids[start : start + size]
             chunks += [part[first : first + largest] for first in range(0, size, largest)]

@@ -65,7 +65,8 @@ class CompletionBuilder:
 
     def take_events(self) -> list[Event]:
         """The events since the last time."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def completion(self, complete: bool) -> Completion:

@@ -33,7 +33,8 @@ class Scanner:
     def push_back(self, text: str) -> None:
         """Puts used text back in front of the unused, to be searched again."""
         self.text = text + self.text[self.at :]
-        self.at = self.scanned = 0
+        self.at = 0
+        self.scanned = 0
 
     def take_until(self, position: int) -> str:
         """Uses the text before `position` and returns it."""

@@ -75,7 +75,8 @@ class ToolCallBuilder:
     def _unwrapped_so_far(self) -> str:
         if self._wrapped is None:
             return ""
-        name, self._wrapped = self._wrapped[0], None
+        name = self._wrapped[0]
+        self._wrapped = None
         return self._append(name)
 
     def _append(self, name: str) -> str:

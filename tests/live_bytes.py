@@ -19,7 +19,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.live = 0
+        self.peak = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(

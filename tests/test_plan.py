@@ -82,7 +82,8 @@ def test_every_boundary_counts_its_hand_off_once() -> None:
     """One arrival memory per pair of devices, on the one that receives, however many layers send to
     it.
     """
-    config, engine = tiny_config(), EngineConfig(prefill_chunk=100, max_context=300)
+    config = tiny_config()
+    engine = EngineConfig(prefill_chunk=100, max_context=300)
     devices = [torch.device("cpu"), torch.device("meta")]
     alone = plan_memory(config, engine, Placement((devices[0],) * 4), [], None)
     one = sum(device.state_bytes for device in alone.devices)
@@ -132,7 +133,8 @@ def test_layer_state_bytes_allocate_nothing_at_a_million_tokens(ratio: int) -> N
 
 def test_weights_are_counted_where_they_go() -> None:
     config = tiny_config()
-    placement, stored = two_devices(config), bfloat16_checkpoint(config, mtp=True)
+    placement = two_devices(config)
+    stored = bfloat16_checkpoint(config, mtp=True)
     planned = plan_memory(config, EngineConfig(), placement, stored, None)
     for device in planned.devices:
         owned = [d for d in stored if placement.device_of(d.parameter.name) == device.device]
@@ -146,7 +148,8 @@ def test_weights_are_counted_where_they_go() -> None:
 
 
 def test_work_of_the_torch_ops_is_the_largest_dequantizing_or_step() -> None:
-    config, stored = tiny_config(), bfloat16_checkpoint(tiny_config())
+    config = tiny_config()
+    stored = bfloat16_checkpoint(tiny_config())
     placement = Placement((torch.device("cpu"),) * 4)
     for chunk in (8, 60_000):
         engine = EngineConfig(prefill_chunk=chunk, max_context=4096)
@@ -168,7 +171,8 @@ def test_dequantized_bytes_are_those_of_the_torch_ops_weights() -> None:
 
 def test_a_plan_that_does_not_fit_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config()
-    stored, placement = bfloat16_checkpoint(config), two_devices(config)
+    stored = bfloat16_checkpoint(config)
+    placement = two_devices(config)
     fitting = plan_memory(config, EngineConfig(), placement, stored, None)
     fitting.refuse_if_too_large()
     needed = fitting.devices[1].total_bytes

@@ -14,7 +14,10 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_DRIVER_LINES, MAX_README_LINES = 400, 60, 200, 150
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_DRIVER_LINES = 200
+MAX_README_LINES = 150
 
 COMMAND_LINE = (
     "dsv4/cli/",

@@ -78,7 +78,8 @@ def test_a_seed_repeats_and_no_seed_does_not() -> None:
 
 
 def test_key_of_greedy_samplers_leaves_the_seed_out() -> None:
-    greedy, drawing = SamplingParams(temperature=0), SamplingParams()
+    greedy = SamplingParams(temperature=0)
+    drawing = SamplingParams()
     assert Sampler(greedy).key == Sampler(greedy).key
     assert Sampler(drawing).key != Sampler(drawing).key
 
@@ -90,7 +91,8 @@ def next_tokens(state: SamplerState, logits_V: torch.Tensor, count: int) -> list
 
 
 def test_a_loaded_sampler_chooses_the_tokens() -> None:
-    state, logits_V = SamplerState.allocate(torch.device("cpu")), torch.zeros(10_000)
+    state = SamplerState.allocate(torch.device("cpu"))
+    logits_V = torch.zeros(10_000)
     memory = state.settings_3.data_ptr(), state.seed_1.data_ptr()
     logits_V[[7, 9]] = 1.0
     assert (state.settings_3.dtype, state.settings_3.shape) == (torch.float32, (3,))

@@ -34,7 +34,8 @@ def bench_checkpoint(
     """
     limit_cpu_threads(ModelConfig.from_folder(model))
     config = EngineConfig(device=device, max_context=prompt_tokens + decode_tokens + 64)
-    load, prefill = [], []
+    load = []
+    prefill = []
     for _ in range(repeats):
         started = time.perf_counter()
         engine = Engine.load(model, config)

@@ -17,7 +17,12 @@ from typing import Any
 from dsv4.bench.decode_modes import DECODE_MODES
 from dsv4.errors import UserError
 
-_WIDTH, _HEIGHT, _TOP, _BOTTOM, _MARGIN, _AXIS = 900, 340, 64, 44, 20, 50
+_WIDTH = 900
+_HEIGHT = 340
+_TOP = 64
+_BOTTOM = 44
+_MARGIN = 20
+_AXIS = 50
 _COLORS = {"eager": "#bbb", "split": "#7ab", "full": "#06c", "prefill": "#06c"}
 
 
@@ -43,7 +48,8 @@ class Panel:
 
     def parts(self) -> list[str]:
         """Grid, bars with their values, the floor, the title."""
-        right, start = self.left + self.width, self.left + _AXIS
+        right = self.left + self.width
+        start = self.left + _AXIS
         parts = [f'<text x="{self.left}" y="44" font-size="12">{self.title}</text>']
         for value in ticks(self.top):
             y = self.y(value)
@@ -74,7 +80,8 @@ class Panel:
     def _bars(self, bars: Mapping[str, float], middle: float, width: float) -> list[str]:
         parts = []
         for index, (series, value) in enumerate(bars.items()):
-            x, y = middle + (index - len(bars) / 2) * width, self.y(value)
+            x = middle + (index - len(bars) / 2) * width
+            y = self.y(value)
             parts.append(
                 f'<rect x="{x + 1:.1f}" y="{y:.1f}" width="{width - 2:.1f}" '
                 f'height="{self.y(0) - y:.1f}" fill="{_COLORS[series]}">'
@@ -108,10 +115,8 @@ def engine_svg(record: Any) -> str:
         Panel("prefill, tokens per second, by prompt length", prefill, 2 * _MARGIN + half, half),
     ]
     gpus = record["machine"]["gpus"][: len(result["placement"]["layers"])]
-    layout, parallel = (
-        result["layout"],
-        result["placement"]["parallel"] if len(gpus) > 1 else "one device",
-    )
+    layout = result["layout"]
+    parallel = result["placement"]["parallel"] if len(gpus) > 1 else "one device"
     model = f"{result['geometry']}, {result['layers']} layers, {layout}"
     title = f"{model}, {len(gpus)} × {gpus[0]}, {parallel}"
     return "\n".join(

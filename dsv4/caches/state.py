@@ -180,11 +180,13 @@ def _allocate_layer(
     index_format = (
         RowFormat.INDEX_FP8 if (engine.index_dtype or engine.kv_dtype) == "fp8" else RowFormat.PLAIN
     )
-    width, rope_width = config.head_dim, config.qk_rope_head_dim
+    width = config.head_dim
+    rope_width = config.qk_rope_head_dim
     ring = RowCache.allocate(
         ring_slots(config, engine), width, rope_width, kv_format, dtype, device
     )
-    compressed = index = None
+    compressed = None
+    index = None
     if ratio:
         entries = max_context // ratio + 1
         overlap = 2 if ratio == CSA_RATIO else 1

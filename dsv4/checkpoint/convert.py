@@ -7,7 +7,8 @@ import torch
 from dsv4.weights.quant import QuantFormat, QuantTensor, nvfp4_global_scale, quantize
 
 # E4M3 holds the powers of two 2^-9 .. 2^8.
-_E4M3_MAX_EXPONENT, _E4M3_EXPONENT_SPAN = 8, 17
+_E4M3_MAX_EXPONENT = 8
+_E4M3_EXPONENT_SPAN = 17
 
 
 def convert(weights: list[QuantTensor], format: QuantFormat) -> list[QuantTensor]:
@@ -43,7 +44,8 @@ def _cast_mxfp4(weights: list[QuantTensor]) -> list[QuantTensor] | None:
     """
     if any(weight.format is not QuantFormat.MXFP4 for weight in weights):
         return None
-    exponents, used = [], []
+    exponents = []
+    used = []
     for weight in weights:
         assert weight.block_scale is not None
         code = weight.block_scale.view(torch.uint8).to(torch.int32)

@@ -91,7 +91,8 @@ class _Converted:
             expert,
         )
         if unit != self._unit:
-            self._unit, self._converted = unit, {}
+            self._unit = unit
+            self._converted = {}
         if parameter.name not in self._converted:
             self._convert(_together(parameter), expert)
         return self._converted[parameter.name]

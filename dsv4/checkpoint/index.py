@@ -14,7 +14,8 @@ from dsv4.checkpoint.shard import StoredTensor, map_tensor, read_header
 from dsv4.errors import UserError, shorten
 from dsv4.json_object import read_json_object
 
-INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]{0,200}\.safetensors")
 
 
@@ -68,7 +69,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         tensors = _merge(weight_map, shards, problems)
         unreadable = frozenset(name for name, file in weight_map.items() if shards[file] is None)
     else:
-        tensors, unreadable = read_header(_single_file(folder)), frozenset()
+        tensors = read_header(_single_file(folder))
+        unreadable = frozenset()
     return Checkpoint(folder, raw_config, hf_quant_config, tensors, unreadable, problems)
 
 
@@ -80,7 +82,8 @@ def resolve_inside(folder: Path, name: str, source: str) -> Path:
     (``snapshots/REVISION``), to its ``blobs``. Raises ``UserError`` for anything else.
     """
     try:
-        home, target = folder.resolve(), (folder / name).resolve()
+        home = folder.resolve()
+        target = (folder / name).resolve()
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f"{folder}: {printable(name)} named by {source} cannot be resolved ({error})"

@@ -109,7 +109,8 @@ def load_matrix(
 
 def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
     """Adds up the bytes that the threads of a load report, and shows them one at a time."""
-    lock, done = Lock(), 0
+    lock = Lock()
+    done = 0
 
     def count(nbytes: int) -> None:
         nonlocal done
@@ -127,12 +128,14 @@ def _unfilled_matrix(
     """A matrix, or one ``expert`` of it, whose memory is not filled yet, and the pieces of the
     files that fill it.
     """
-    format, shape = stored.format, stored.parameter.shape
+    format = stored.format
+    shape = stored.parameter.shape
     assert format is not None
     count = shape[0] if stored.parameter.role is Role.EXPERT else 1
     experts = range(count)
     if expert is not None:
-        experts, shape = range(expert, expert + 1), shape[1:]
+        experts = range(expert, expert + 1)
+        shape = shape[1:]
     tensors: dict[str, Tensor] = {}
     pieces: list[Piece] = []
     for name, part_shape in packed_shapes(format, shape).items():

@@ -80,7 +80,8 @@ def _inverse(table: dict[str, str]) -> dict[str, str]:
     return {theirs: ours for ours, theirs in table.items()}
 
 
-_NATIVE_GLOBAL_MODULES, _NATIVE_GLOBAL_LEAVES = _inverse(_GLOBAL_MODULES), _inverse(_GLOBAL_LEAVES)
+_NATIVE_GLOBAL_MODULES = _inverse(_GLOBAL_MODULES)
+_NATIVE_GLOBAL_LEAVES = _inverse(_GLOBAL_LEAVES)
 _NATIVE_BLOCK_MODULES = {**_inverse(_BLOCK_MODULES), **_OLDER_BLOCK_MODULES}
 _NATIVE_BLOCK_LEAVES = _inverse(_BLOCK_LEAVES)
 _NATIVE_PROJECTIONS = _inverse(_PROJECTIONS)
@@ -182,7 +183,8 @@ def _rename_module(name: str, table: dict[str, str], *, to_hf: bool) -> str | No
 
 
 def _component(component: str, *, to_hf: bool) -> str:
-    ours, theirs = "scale", "weight_scale_inv"
+    ours = "scale"
+    theirs = "weight_scale_inv"
     if to_hf:
         return theirs if component == ours else component
     return ours if component == theirs else component
@@ -195,7 +197,8 @@ def detect_dialect(names: Iterable[str], source: str) -> Dialect:
     Raises ``UserError`` for a mixture, for the shared-expert names of broken re-saves, and when no
     name is known.
     """
-    possible, witness = set(Dialect), {}
+    possible = set(Dialect)
+    witness = {}
     for name in names:
         if _BROKEN_RESAVE.fullmatch(name):
             raise UserError(

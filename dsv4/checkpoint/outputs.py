@@ -124,10 +124,8 @@ def _matrix(
     except ValueError as error:
         raise UserError(f"{parameter.name}: {error}") from None
     for part, component in COMPONENTS[format].items():
-        dtype, shape = (
-            _DTYPES.get((format, part)) or source.fp8_scale_dtype(parameter),
-            shapes[part],
-        )
+        dtype = _DTYPES.get((format, part)) or source.fp8_scale_dtype(parameter)
+        shape = shapes[part]
         assert shape is not None
         produce = partial(_produce, source, parameter, expert, part, dtype)
         yield OutputTensor(f"{module}.{component}", dtype, shape, produce)

@@ -38,7 +38,8 @@ class Problems:
         return "; ".join(self._summary_of(kind) for kind in self._counts)
 
     def _summary_of(self, kind: str) -> str:
-        listed, count = self._listed[kind], self._counts[kind]
+        listed = self._listed[kind]
+        count = self._counts[kind]
         more = f" (and {count - len(listed)} more)" if count > len(listed) else ""
         return f"{count} {kind}: {', '.join(listed)}{more}"
 

@@ -20,7 +20,8 @@ from dsv4.errors import UserError, shorten
 from dsv4.json_object import parse_json_object
 
 MAX_HEADER_BYTES = 100_000_000
-MAX_DIMENSIONS, MAX_DIMENSION = 8, 2**40
+MAX_DIMENSIONS = 8
+MAX_DIMENSION = 2**40
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -87,7 +88,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    dtype = fields.get("dtype")
+    shape = fields.get("shape")
+    offsets = fields.get("data_offsets")
     where = f"{path}: header of {printable(name)}"
     if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
         raise UserError(

@@ -166,7 +166,8 @@ class _InMemory:
 def _random_plain(
     parameter: Parameter, config: ModelConfig, layout: Layout, generator: Generator
 ) -> Tensor:
-    shape, device = parameter.shape, generator.device
+    shape = parameter.shape
+    device = generator.device
     if parameter.role is Role.TABLE:
         rows = torch.rand((shape[0], config.n_routed_experts), generator=generator, device=device)
         return rows.argsort(dim=-1)[:, : shape[1]].contiguous()
@@ -184,7 +185,8 @@ def _random_matrix(
     """Values of standard deviation near 1/√K; block scales vary by factors of 2, so that a
     misplaced one is seen.
     """
-    device, std = generator.device, 1 / math.sqrt(shape[-1])
+    device = generator.device
+    std = 1 / math.sqrt(shape[-1])
     if format in (QuantFormat.BF16, QuantFormat.F32):
         dtype = torch.bfloat16 if format is QuantFormat.BF16 else torch.float32
         return QuantTensor.dense(

@@ -93,13 +93,15 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """The pieces, cut where one is larger than ``STAGING_BYTES``, in lists that together are at
     most as large.
     """
-    batch, total = [], 0
+    batch = []
+    total = 0
     for file, offset, target in pieces:
         for start in range(0, target.numel(), STAGING_BYTES):
             part = target[start : start + STAGING_BYTES]
             if total + part.numel() > STAGING_BYTES:
                 yield batch
-                batch, total = [], 0
+                batch = []
+                total = 0
             batch.append(Piece(file, offset + start, part))
             total += part.numel()
     if batch:

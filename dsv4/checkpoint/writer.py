@@ -70,7 +70,8 @@ def write_shards(
     """Writes all tensors in order: one ``model.safetensors``, or shards of up to ``shard_bytes``
     and their index.
     """
-    total, done = sum(tensor.nbytes for tensor in tensors), 0
+    total = sum(tensor.nbytes for tensor in tensors)
+    done = 0
     shards = _split(tensors, shard_bytes)
     weight_map = {}
     for number, shard in enumerate(shards, 1):
@@ -105,7 +106,8 @@ def _split(tensors: list[OutputTensor], shard_bytes: int) -> list[list[OutputTen
 def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
     # Readers view the bytes in place: the widest elements first keep every offset a multiple of its
     # element size.
-    offsets, end = {}, 0
+    offsets = {}
+    end = 0
     for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
         offsets[tensor.name] = end
         end += tensor.nbytes

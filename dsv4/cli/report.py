@@ -37,7 +37,8 @@ def report(job: Job, outcome: Outcome) -> None:
 
 def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, Any]:
     """The content of the ``--json`` file."""
-    prompt, arguments = job.prompt, vars(job.arguments)
+    prompt = job.prompt
+    arguments = vars(job.arguments)
     text = text_of(
         job.tokenizer, (token for token in outcome.token_ids if token not in job.eos_token_ids)
     )
@@ -107,7 +108,8 @@ def summary_line(measured: dict[str, Any], mode: str | None, finish_reason: str)
     """One line: prefill tokens and tok/s, decode tokens, ms/token and tok/s, mode of the graphs,
     why it ended.
     """
-    prefill, decode = measured["prefill_tokens_per_second"], measured["decode_tokens_per_second"]
+    prefill = measured["prefill_tokens_per_second"]
+    decode = measured["decode_tokens_per_second"]
     parts = [
         f"load {measured['load_seconds']:.1f} s",
         f"prefill {measured['prefill_tokens']} tokens",

@@ -16,7 +16,8 @@ from encoding import (
 )
 from encoding.control_tokens import EOS
 
-DIM, RESET = "\x1b[2m", "\x1b[0m"
+DIM = "\x1b[2m"
+RESET = "\x1b[0m"
 UNKNOWN_TOKEN = "\ufffd"
 # A model can be talked into writing escape sequences; a terminal gets to see them as U+FFFD.
 CONTROL_CHARACTERS = {

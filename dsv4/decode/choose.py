@@ -17,7 +17,8 @@ from dsv4.step.captured import Mode
 from dsv4.step.steps import RecordedSteps
 
 # Steps of a self-check, and where they begin: they complete windows of both ratios (4 and 128).
-_CHECK_STEPS, _CHECK_START = 8, 122
+_CHECK_STEPS = 8
+_CHECK_START = 122
 # Token ids of a self-check are multiples of this prime, so that they are spread over the
 # vocabulary.
 _TOKEN_STRIDE = 7919

@@ -104,7 +104,8 @@ def _stored(path: Path) -> bytes | None:
         stored = path.read_bytes()
     except OSError:
         return None
-    digest, cubin = stored[:32], stored[32:]
+    digest = stored[:32]
+    cubin = stored[32:]
     return cubin if hashlib.sha256(cubin).digest() == digest else None
 
 

@@ -121,7 +121,9 @@ class Program:
 class _ReadyCall:
     """A function with its tensors."""
 
-    config = function = parameters = None
+    config = None
+    function = None
+    parameters = None
 
     def __init__(self, item: Call, tensors: list[Tensor]) -> None:
         self._function = item.function

@@ -141,7 +141,8 @@ class Attention:
         """``inputs`` are the two products of each compressor, then in a CSA layer the index head
         weights.
         """
-        found, caches = [], (state.compressed, state.index)
+        found = []
+        caches = (state.compressed, state.index)
         for weights, cache, kv_TW, score_TW in zip(
             self.compressors, caches, inputs[::2], inputs[1::2], strict=False
         ):

@@ -33,7 +33,8 @@ class MoE:
             if hashed
             else weights.vector("gate.bias")
         )
-        gate, per_token = weights.matrix("gate.weight"), config.num_experts_per_tok
+        gate = weights.matrix("gate.weight")
+        per_token = config.num_experts_per_tok
         router = Router(gate, selection, hashed, per_token, config.routed_scaling_factor)
         return cls(router, experts, shared, config.swiglu_limit)
 

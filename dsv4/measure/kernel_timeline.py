@@ -15,7 +15,8 @@ from typing import Any
 from dsv4.errors import UserError
 from dsv4.measure.profile_table import Row, format_table
 
-GAPS, HOPS = "(gaps between kernels)", "(hops between devices)"
+GAPS = "(gaps between kernels)"
+HOPS = "(hops between devices)"
 _COPIES = ("Memcpy", "Memset")
 
 

@@ -10,7 +10,9 @@ import torch
 
 from dsv4.measure.profile_table import HEAD, Row, format_table
 
-BETWEEN_OPS, BETWEEN_STEPS, HAND_OFFS = "(between ops)", "(between steps)", "(hand-offs)"
+BETWEEN_OPS = "(between ops)"
+BETWEEN_STEPS = "(between steps)"
+HAND_OFFS = "(hand-offs)"
 # In place of the kind of a layer: hand-offs belong to none.
 BETWEEN_DEVICES = "between devices"
 

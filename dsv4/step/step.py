@@ -138,7 +138,8 @@ class Step:
 
         for _, found in groupby(parts, group):
             run = list(found)
-            first, last = run[0], run[-1]
+            first = run[0]
+            last = run[-1]
             if isinstance(first, Part) and isinstance(last, Part):
                 merged = Part(first.kind, first.device, None, first.start, last.stop, last.drains)
                 actions.append(lambda tokens, part=merged: self.run_part(part, tokens))

@@ -146,7 +146,8 @@ class RecordedSteps:
 
     def following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
         """Yields the tokens behind ``token``, one step each, sampled on the device."""
-        run = sample = None
+        run = None
+        sample = None
         if self.observer is not None:
             run = partial(self._queue, self.step(1), 1)
             sample = partial(self.step(1).sample, self.observer)

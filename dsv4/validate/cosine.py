@@ -50,7 +50,8 @@ def agreement(name: str, kind: str, found: Tensor, reference: Tensor) -> Agreeme
     """Compares in float64; NaN on either side makes both cosines NaN, which is under every
     threshold.
     """
-    a, b = found.double().flatten(1), reference.double().flatten(1)
+    a = found.double().flatten(1)
+    b = reference.double().flatten(1)
     cosine = (a * b).sum() / (a.norm() * b.norm()).clamp(min=1e-300)
     by_token = (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1)).clamp(min=1e-300)
     worst = float(by_token.min()) if bool(by_token.isfinite().all()) else float("nan")

@@ -69,7 +69,8 @@ class EagerRun:
         ids = torch.randint(
             engine.config.vocab_size, (START + STEPS,), generator=generator
         ).tolist()
-        prompt, tokens = ids[:START], ids[START:]
+        prompt = ids[:START]
+        tokens = ids[START:]
         start_sequence(engine, prompt)
         logits = [engine.decode([token]) for token in tokens]
         caches = {name: cache.clone() for name, cache in cache_tensors(engine.state)}
@@ -112,7 +113,8 @@ def check_capture(
         regions = made[0].regions
         missing = sorted(expected_regions(mode, engine.model.segments) - set(regions))
         if missing:
-            found, expected = ", ".join(regions), ", ".join(missing)
+            found = ", ".join(regions)
+            expected = ", ".join(missing)
             raise RuntimeError(f"regions: found {found}, expected {expected} as well")
         expect_positions(engine.state, before)
         return f"{len(regions)} regions, the position unchanged"
@@ -127,7 +129,8 @@ def expected_regions(mode: Mode, segments: Sequence[Segment]) -> set[str]:
     """
     names = {"head", "sample"}
     for segment in segments:
-        first, last = segment.layers[0], segment.layers[-1]
+        first = segment.layers[0]
+        last = segment.layers[-1]
         if mode == "full":
             names.add(f"layers {first} to {last}")
         else:
@@ -145,10 +148,8 @@ def check_replay(mode: str, engine: Engine, decoder: Replayer, run: EagerRun) ->
     def replay() -> str:
         start_sequence(engine, run.prompt)
         for position in [*range(START, end), *range(end - REWOUND, end)]:
-            logits_TV, eager_TV = (
-                decoder.replay(run.tokens[position - START], position),
-                run.logits[position - START],
-            )
+            logits_TV = decoder.replay(run.tokens[position - START], position)
+            eager_TV = run.logits[position - START]
             if not same_bits(logits_TV, eager_TV):
                 difference = (logits_TV - eager_TV).abs().max()
                 found = f"logits differ from the eager ones by up to {difference:.3g}"

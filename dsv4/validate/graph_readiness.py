@@ -72,7 +72,8 @@ def check_engine(engine: Engine, modes: list[Mode]) -> tuple[list[Check], dict[s
         runs.append(EagerRun.of(engine))
         return f"{STEPS} steps from position {START}"
 
-    checks, regions = [attempt("eager steps", steps)], {}
+    checks = [attempt("eager steps", steps)]
+    regions = {}
     if not runs:
         return checks, regions
     recorded = engine.steps
@@ -125,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     options = build_parser().parse_args(arguments)
     try:
-        checks, regions = check_sources(), {}
+        checks = check_sources()
+        regions = {}
         if not options.static_only:
             found, regions = check_checkpoint(
                 options.model, options.mode or [*get_args(Mode)], options.gpus

@@ -29,8 +29,12 @@ from typing import IO
 
 from dsv4.errors import UserError
 
-DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS = 600.0, 10.0
-TIMED_OUT, INTERRUPTED, _SSH_FAILED, _KILLED = 124, 130, 255, 128 + signal.SIGKILL
+DEFAULT_TIMEOUT_SECONDS = 600.0
+GRACE_SECONDS = 10.0
+TIMED_OUT = 124
+INTERRUPTED = 130
+_SSH_FAILED = 255
+_KILLED = 128 + signal.SIGKILL
 # What ssh may take to connect, on top of the limit that the node keeps.
 _CONNECT_SECONDS = 30.0
 
@@ -157,7 +161,8 @@ def run_limited(
         )
     except OSError as error:
         raise UserError(f"{command[0]}: cannot be run ({error.strerror})") from None
-    ended = interrupted = False
+    ended = False
+    interrupted = False
     with child:
         try:
             ended = _ends_within(child, limit_seconds)

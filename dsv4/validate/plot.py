@@ -4,7 +4,11 @@ needed for it.
 
 import math
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 900, 360, 70, 40, 60
+_WIDTH = 900
+_HEIGHT = 360
+_LEFT = 70
+_TOP = 40
+_BOTTOM = 60
 _DECADES = (-12, 0)
 
 

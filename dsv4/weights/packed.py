@@ -19,7 +19,10 @@ from torch import Tensor
 
 from dsv4.weights.quant import QuantFormat, QuantTensor, e8m0_to_float, packed_shapes
 
-TILE_ROWS, PADDING, LANES, LANE_BYTES = 16, 64, 32, 16
+TILE_ROWS = 16
+PADDING = 64
+LANES = 32
+LANE_BYTES = 16
 # Shifts of (magnitude, sign) into the 16-bit half, by register.
 _CODE_BITS = ((9, 15), (6, 12), (3, 14), (0, 13))
 _FORMATS = (QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16)
@@ -62,13 +65,13 @@ class PackedWeight:
         self,
     ) -> list[tuple[str, Tensor | None, tuple[int, ...] | None, torch.dtype]]:
         *stack, rows, columns = self.shape
-        tiles, chunks = padded(rows) // TILE_ROWS, padded(columns) // PADDING
-        scale_shape, scale_dtype = None, torch.uint8
+        tiles = padded(rows) // TILE_ROWS
+        chunks = padded(columns) // PADDING
+        scale_shape = None
+        scale_dtype = torch.uint8
         if self.format is QuantFormat.FP8_BLOCK128:
-            scale_shape, scale_dtype = (
-                packed_shapes(self.format, self.shape)["block_scale"],
-                torch.float32,
-            )
+            scale_shape = packed_shapes(self.format, self.shape)["block_scale"]
+            scale_dtype = torch.float32
         elif self.format is not QuantFormat.BF16:
             scale_shape = (*stack, tiles, chunks, 8, 8 if self.format is QuantFormat.NVFP4 else 4)
         data_shape = (

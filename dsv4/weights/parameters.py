@@ -134,11 +134,9 @@ def _compressor(config: ModelConfig, prefix: str, ratio: int, head_dim: int) -> 
 
 
 def _moe(config: ModelConfig, prefix: str, hashed: bool) -> Iterator[Parameter]:
-    experts, width, hidden = (
-        config.n_routed_experts,
-        config.moe_intermediate_size,
-        config.hidden_size,
-    )
+    experts = config.n_routed_experts
+    width = config.moe_intermediate_size
+    hidden = config.hidden_size
     yield Parameter(f"{prefix}.gate.weight", (experts, hidden), Role.FLOOR)
     if hashed:
         yield Parameter(
@@ -164,7 +162,8 @@ def _hc_head(config: ModelConfig, prefix: str) -> Iterator[Parameter]:
 
 
 def _mtp_parameters(config: ModelConfig, mtp: MtpKind) -> Iterator[Parameter]:
-    stages, hidden = mtp_stages(config, mtp), config.hidden_size
+    stages = mtp_stages(config, mtp)
+    hidden = config.hidden_size
     for stage in range(stages):
         prefix = f"mtp.{stage}"
         yield from _block(config, prefix, ratio=0, hashed=False)
@@ -181,7 +180,8 @@ def _mtp_parameters(config: ModelConfig, mtp: MtpKind) -> Iterator[Parameter]:
 
 def _dspark_ends(config: ModelConfig, last: int) -> Iterator[Parameter]:
     assert config.dspark is not None
-    hidden, rank = config.hidden_size, config.dspark.markov_rank
+    hidden = config.hidden_size
+    rank = config.dspark.markov_rank
     taps = len(config.dspark.target_layer_ids)
     yield Parameter("mtp.0.main_proj.weight", (hidden, taps * hidden), Role.LINEAR)
     yield Parameter("mtp.0.main_norm.weight", (hidden,), Role.NORM)

@@ -12,7 +12,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-E2M1_MAX, E4M3_MAX = 6.0, 448.0
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
 FP8_BLOCK = 128
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Midpoints between neighbours; a tie goes to the even code (model.md#codes-and-scales), so every
@@ -363,6 +364,7 @@ def swizzle_block_scale(scale: Tensor) -> Tensor:
 
 def unswizzle_block_scale(swizzled: Tensor, rows: int, columns: int) -> Tensor:
     """Inverse of ``swizzle_block_scale``: uint8 ``[rows, columns]``."""
-    row_atoms, column_atoms = math.ceil(rows / 128), math.ceil(columns / 4)
+    row_atoms = math.ceil(rows / 128)
+    column_atoms = math.ceil(columns / 4)
     atoms = swizzled.view(row_atoms, column_atoms, 32, 4, 4).permute(0, 3, 2, 1, 4)
     return atoms.reshape(row_atoms * 128, column_atoms * 4)[:rows, :columns].contiguous()

@@ -49,7 +49,8 @@ def test_floor_is_drawn_at_its_value() -> None:
     svg = ElementTree.fromstring(engine_svg(record()))
     (floor,) = (line for line in svg.iter(f"{SVG}line") if "stroke-dasharray" in line.attrib)
     bar = next(rect for rect in svg.iter(f"{SVG}rect") if rect.findtext(f"{SVG}title") == "full: 2")
-    base, top = 340 - 44, float(bar.attrib["y"])
+    base = 340 - 44
+    top = float(bar.attrib["y"])
     assert base - float(floor.attrib["y1"]) == pytest.approx((base - top) / 2, abs=0.1)
 
 

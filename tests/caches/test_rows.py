@@ -22,7 +22,9 @@ from dsv4.caches.rows import (
 VECTORS = json.loads(
     (Path(__file__).parent.parent / "data/numeric_vectors.json").read_text(encoding="utf-8")
 )
-CPU, HEAD_DIM, ROPE_DIM = torch.device("cpu"), 512, 64
+CPU = torch.device("cpu")
+HEAD_DIM = 512
+ROPE_DIM = 64
 FORMATS = list(RowFormat)
 
 
@@ -64,7 +66,8 @@ def exact_e4m3(value: float) -> float:
 
 
 def test_a_key_row_has_584_bytes_and_an_index_row_132() -> None:
-    key, index = allocate(RowFormat.KV_FP8, slots=1), allocate(RowFormat.INDEX_FP8, slots=1)
+    key = allocate(RowFormat.KV_FP8, slots=1)
+    index = allocate(RowFormat.INDEX_FP8, slots=1)
     assert key.block_scale is not None
     assert index.block_scale is not None
     assert (key.data.nbytes, key.block_scale.nbytes, key.nbytes) == (576, 8, 584)
@@ -117,7 +120,8 @@ def test_key_row_layout_is_448_codes_then_64_bfloat16() -> None:
     data, _ = pack_kv_rows(rows, ROPE_DIM)
     assert torch.equal(data[:, 448:].contiguous().view(torch.bfloat16), rows[:, 448:].bfloat16())
     one = torch.zeros(HEAD_DIM)
-    one[3], one[70] = 448.0, 448.0
+    one[3] = 448.0
+    one[70] = 448.0
     codes, scale = pack_kv_rows(one, ROPE_DIM)
     assert (int(codes[3]), int(codes[70]), int(codes[0])) == (0x7E, 0x7E, 0), (
         "0x7E is 448, the largest e4m3 value"
@@ -164,7 +168,8 @@ def test_index_rows_survive_packing_twice() -> None:
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
 def test_write_then_read_gives_the_round_trip(format: RowFormat) -> None:
-    cache, slots = allocate(format), torch.tensor([4, 0, 5])
+    cache = allocate(format)
+    slots = torch.tensor([4, 0, 5])
     rows = normal(3, cache.width, seed=6)
     cache.write(slots, rows)
     expected = {
@@ -188,7 +193,8 @@ def test_masked_rows_keep_their_bytes(format: RowFormat) -> None:
     for part in (cache.data, cache.block_scale):
         if part is not None:
             part.view(torch.uint8).fill_(0x7F)
-    before, rows = raw_bytes(cache), normal(3, cache.width, seed=7)
+    before = raw_bytes(cache)
+    rows = normal(3, cache.width, seed=7)
     rows[0] = torch.nan
     cache.write(torch.tensor([1, 3, 5]), rows, where=torch.tensor([False, True, False]))
     for old, new in zip(before, raw_bytes(cache), strict=True):
@@ -208,7 +214,8 @@ def test_writing_nothing(format: RowFormat) -> None:
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
 def test_nan_is_not_hidden_by_the_cache(format: RowFormat) -> None:
     """A NaN key must show in the logits, where it is reported, and not turn into a number."""
-    cache, rows = allocate(format), normal(2, 512, seed=8)
+    cache = allocate(format)
+    rows = normal(2, 512, seed=8)
     rows = rows[:, : cache.width].clone()
     rows[0, 5] = torch.nan
     cache.write(torch.tensor([0, 1]), rows)

@@ -181,7 +181,8 @@ def test_spec11_e31_w1_and_w3_keep_their_own_global_scales(
     def edit(tensors: Tensors) -> None:
         tensors["layers.2.ffn.experts.4.w3.weight_scale_2"] *= 2
 
-    before, after = load(nvfp4_experts), load(changed_copy(nvfp4_experts, tmp_path / "x", edit))
+    before = load(nvfp4_experts)
+    after = load(changed_copy(nvfp4_experts, tmp_path / "x", edit))
     w1, w3 = (
         matrix(after, f"layers.2.ffn.experts.{name}.weight").dequantize() for name in ("w1", "w3")
     )
@@ -255,7 +256,8 @@ def test_nvfp4_scalars_may_have_one_dimension(nvfp4_experts: Path, tmp_path: Pat
 
 
 def test_spec11_e35_e8m0_and_packed_bytes_arrive_as_they_are(native: Path, tmp_path: Path) -> None:
-    weight, scale = "layers.2.ffn.experts.0.w1.weight", "layers.2.ffn.experts.0.w1.scale"
+    weight = "layers.2.ffn.experts.0.w1.weight"
+    scale = "layers.2.ffn.experts.0.w1.scale"
 
     def edit(tensors: Tensors) -> None:
         tensors[weight] = (
@@ -300,7 +302,8 @@ def test_spec11_e37_base_models_have_fp8_experts_and_float32_scales(
         for name in [name for name in tensors if name.endswith(".scale")]:
             weight = name.replace(".scale", ".weight")
             if ".ffn.experts." in name:
-                rows, columns = tensors[weight].shape[0], 2 * tensors[weight].shape[1]
+                rows = tensors[weight].shape[0]
+                columns = 2 * tensors[weight].shape[1]
                 tensors[weight] = torch.ones(rows, columns).to(torch.float8_e4m3fn)
             blocks = [math.ceil(size / 128) for size in tensors[weight].shape]
             tensors[name] = torch.full(blocks, 0.3)

@@ -72,7 +72,8 @@ def test_values_survive_every_conversion_as_well_as_the_target_allows(
     source: Path, layout: Layout, target: Layout, tmp_path: Path
 ) -> None:
     export(source, tmp_path / "x", target, Dialect.HF)
-    before, after = load(source, mtp="classic"), load(tmp_path / "x", mtp="classic")
+    before = load(source, mtp="classic")
+    after = load(tmp_path / "x", mtp="classic")
     # Half of the largest relative step: E2M1 1/6, E4M3 1/16, bfloat16 1/256; two quantisations at
     # most meet.
     bound = {"bf16": 2**-8}.get(target, 0.15) if target != layout else 0.0
@@ -87,7 +88,8 @@ def test_values_survive_every_conversion_as_well_as_the_target_allows(
 
 def test_mxfp4_to_nvfp4_is_lossless(native: Path, tmp_path: Path) -> None:
     export(native, tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
-    before, after = load(native), load(tmp_path / "x")
+    before = load(native)
+    after = load(tmp_path / "x")
     for name, weight in before.items():
         if isinstance(weight, QuantTensor) and ".experts." in name:
             assert matrix(after, name).format is QuantFormat.NVFP4
@@ -99,7 +101,8 @@ def test_untouched_tensors_of_an_nvidia_export_keep_their_bytes(
     native: Path, tmp_path: Path
 ) -> None:
     export(native, tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
-    before, after = read_tensors(native), read_tensors(tmp_path / "x")
+    before = read_tensors(native)
+    after = read_tensors(tmp_path / "x")
     kept = [name for name in before if name.startswith("mtp.") or ".experts." not in name]
     assert "mtp.0.ffn.experts.0.w1.scale" in kept
     assert all(as_bytes(before[name]) == as_bytes(after[name]) for name in kept)
@@ -136,7 +139,8 @@ def test_cast_covers_exactly_the_exponents_of_e4m3() -> None:
 
 
 def test_groups_of_zeros_do_not_limit_the_cast() -> None:
-    zeros, ones = mxfp4([-126], code=0x80), mxfp4([3])
+    zeros = mxfp4([-126], code=0x80)
+    ones = mxfp4([3])
     joined = QuantTensor(
         torch.cat([zeros.data, ones.data], dim=1),
         exponent_to_e8m0(torch.tensor([[-126, 3]])),
@@ -164,7 +168,8 @@ def test_spec11_e31_quantised_w1_and_w3_share_their_global_scale(
     bf16: Path, tmp_path: Path
 ) -> None:
     export(bf16, tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
-    before, after = load(bf16), load(tmp_path / "x")
+    before = load(bf16)
+    after = load(tmp_path / "x")
     w1, w2, w3 = (
         matrix(after, f"layers.1.ffn.experts.{name}.weight").global_scale
         for name in ("w1", "w2", "w3")

@@ -119,7 +119,8 @@ def test_json_files_that_are_not_json(small: Path, work: Path, name: str, text: 
 def test_index_with_hostile_values(small: Path, work: Path, data: st.DataObject) -> None:
     path = restore(small, work) / INDEX
     index = json.loads(path.read_text())
-    names, files = sorted(index["weight_map"]), sorted(index["weight_map"].values())
+    names = sorted(index["weight_map"])
+    files = sorted(index["weight_map"].values())
     for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=3)):
         index["weight_map"][name] = data.draw(st.sampled_from(files) | st.text(max_size=20) | SIZES)
     index["weight_map"].update(
@@ -162,7 +163,8 @@ def test_headers_with_hostile_entries(
 def check_file(path: Path, header: dict[str, Any], body: bytes) -> None:
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + body)
-    stored, message = {}, ""
+    stored = {}
+    message = ""
     try:
         stored = read_header(path)
     except UserError as error:

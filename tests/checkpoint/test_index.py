@@ -199,7 +199,8 @@ def test_link_loop_is_a_clean_error(sharded: Path) -> None:
 
 
 def test_hugging_face_cache_links_to_blobs_are_followed(sharded: Path, tmp_path: Path) -> None:
-    blobs, snapshot = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0123"
+    blobs = tmp_path / "models--a--b/blobs"
+    snapshot = tmp_path / "models--a--b/snapshots/0123"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for number, file in enumerate(sharded.iterdir()):

@@ -92,8 +92,10 @@ def test_bfloat16_floats_become_float32_and_int32_tables_int64(bf16: Path, tmp_p
         tensors["layers.0.hc_attn_fn"] = tensors["layers.0.hc_attn_fn"].bfloat16()
         tensors["layers.0.ffn.gate.tid2eid"] = tensors["layers.0.ffn.gate.tid2eid"].int()
 
-    expected, weights = load(bf16), load(changed_copy(bf16, tmp_path / "x", edit))
-    fn, expected_fn = weights["layers.0.hc_attn_fn"], expected["layers.0.hc_attn_fn"]
+    expected = load(bf16)
+    weights = load(changed_copy(bf16, tmp_path / "x", edit))
+    fn = weights["layers.0.hc_attn_fn"]
+    expected_fn = expected["layers.0.hc_attn_fn"]
     assert isinstance(expected_fn, Tensor)
     assert as_bytes(fn) == as_bytes(expected_fn.bfloat16().float())
     assert as_bytes(weights["layers.0.ffn.gate.tid2eid"]) == as_bytes(
@@ -215,7 +217,9 @@ def test_mtp_that_is_not_there_cannot_be_asked_for(tmp_path: Path) -> None:
 
 def test_device_of_is_asked_once_and_progress_ends_at_the_total(native: Path) -> None:
     """Of two devices, which are the CPU under two names."""
-    checkpoint, seen, asked = open_checkpoint(native), [], []
+    checkpoint = open_checkpoint(native)
+    seen = []
+    asked = []
 
     def device_of(name: str) -> torch.device:
         asked.append(name)
@@ -240,7 +244,8 @@ def test_every_gpu_gets_the_bytes_of_the_files(
 ) -> None:
     """Through staging buffers that are smaller than most tensors."""
     monkeypatch.setattr(transfer, "STAGING_BYTES", 1000)
-    checkpoint, count = open_checkpoint(nvfp4_experts), torch.cuda.device_count()
+    checkpoint = open_checkpoint(nvfp4_experts)
+    count = torch.cuda.device_count()
 
     def device_of(name: str) -> torch.device:
         layer = layer_of(name)
@@ -304,19 +309,15 @@ def test_hf_names_may_have_experts_fused_or_one_by_one(tmp_path: Path) -> None:
     def unfuse(tensors: Tensors) -> None:
         for layer in range(4):
             prefix = f"model.layers.{layer}.mlp.experts"
-            gate_up, down = (
-                tensors.pop(f"{prefix}.gate_up_proj"),
-                tensors.pop(f"{prefix}.down_proj"),
-            )
+            gate_up = tensors.pop(f"{prefix}.gate_up_proj")
+            down = tensors.pop(f"{prefix}.down_proj")
             for expert in range(8):
                 tensors[f"{prefix}.{expert}.gate_proj.weight"] = gate_up[expert, :64].clone()
                 tensors[f"{prefix}.{expert}.up_proj.weight"] = gate_up[expert, 64:].clone()
                 tensors[f"{prefix}.{expert}.down_proj.weight"] = down[expert].clone()
 
-    left, right = (
-        load(tmp_path / "fused"),
-        load(changed_copy(tmp_path / "fused", tmp_path / "x", unfuse)),
-    )
+    left = load(tmp_path / "fused")
+    right = load(changed_copy(tmp_path / "fused", tmp_path / "x", unfuse))
     assert {name: as_bytes(weight) for name, weight in left.items()} == {
         n: as_bytes(w) for n, w in right.items()
     }

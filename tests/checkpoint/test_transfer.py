@@ -77,7 +77,9 @@ def test_batches_hold_everything_once_and_never_too_much(files: list[Path]) -> N
 
 
 def test_every_device_gets_its_bytes_and_all_are_counted(files: list[Path]) -> None:
-    pieces, counted, names = {device: shuffled_pieces(files) for device in DEVICES}, [], set()
+    pieces = {device: shuffled_pieces(files) for device in DEVICES}
+    counted = []
+    names = set()
 
     def count(nbytes: int) -> None:
         counted.append(nbytes)
@@ -149,7 +151,8 @@ def test_error_in_the_report_is_raised_as_it_is(files: list[Path]) -> None:
 
 
 def test_ctrl_c_ends_all_threads(files: list[Path]) -> None:
-    reports, once = Reports(), iter([True])
+    reports = Reports()
+    once = iter([True])
 
     def report(nbytes: int) -> None:
         reports(nbytes)

@@ -57,7 +57,8 @@ def test_both_dialects_that_transformers_writes_load_the_same_weights(saved: Pat
     names = read_tensors(saved / "hybrid")
     assert "model.layers.1.attn.norm.weight" in names
     assert "head.weight" in names
-    hybrid, hf = load(saved / "hybrid"), load(saved / "hf")
+    hybrid = load(saved / "hybrid")
+    hf = load(saved / "hf")
     assert {name: as_bytes(weight) for name, weight in hybrid.items()} == {
         n: as_bytes(w) for n, w in hf.items()
     }
@@ -97,7 +98,8 @@ def test_exported_module_names_are_what_transformers_loads(
 
 def test_quantised_export_of_a_transformers_model_loads(saved: Path, tmp_path: Path) -> None:
     export(saved / "hybrid", tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
-    before, after = load(saved / "hybrid"), load(tmp_path / "x")
+    before = load(saved / "hybrid")
+    after = load(tmp_path / "x")
     for name, weight in before.items():
         loaded = after[name]
         if isinstance(weight, QuantTensor):

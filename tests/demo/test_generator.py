@@ -91,7 +91,8 @@ def test_chat_equals_the_encoder() -> None:
 
 @pytest.mark.parametrize("mode", ["chat", "thinking"])
 def test_tools_equal_the_encoder(mode: str) -> None:
-    use, schema = tools.alarm(random.Random(3)), tools.TOOLS[4][0]
+    use = tools.alarm(random.Random(3))
+    schema = tools.TOOLS[4][0]
     call = {"name": "set_alarm", "arguments": json.dumps(use.arguments)}
     messages = [
         {

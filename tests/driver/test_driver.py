@@ -186,7 +186,8 @@ def test_long_prompts_widen_the_context_by_themselves(drive: Drive, tmp_path: Pa
 
 
 def test_messages_with_tools_are_encoded(drive: Drive, tmp_path: Path) -> None:
-    conversation, path = tmp_path / "messages.json", tmp_path / "report.json"
+    conversation = tmp_path / "messages.json"
+    path = tmp_path / "report.json"
     messages = [{"role": "user", "content": "Weather in Oslo?"}]
     conversation.write_text(json.dumps({"messages": messages, "tools": [WEATHER_TOOL]}))
     drive("--messages", conversation, "--thinking", "on", "--max-tokens", 3, "--json", path)
@@ -347,6 +348,7 @@ def test_cuda_device_answers_and_is_named(drive: Drive, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["auto", "split", "full"])
 def test_cuda_graph_answers_like_eager(drive: Drive, mode: str) -> None:
     flags = ("--device", "cuda", "--seed", 1)
-    eager, graph = drive(*flags), drive(*flags, "--cuda-graph", mode)
+    eager = drive(*flags)
+    graph = drive(*flags, "--cuda-graph", mode)
     assert (graph.code, graph.out) == (0, eager.out)
     assert "(cuda graph " in graph.err

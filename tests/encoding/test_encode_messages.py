@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from encoding import encode_messages
 
-BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+USER = "<｜User｜>"
+ASSISTANT = "<｜Assistant｜>"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HI = {"role": "user", "content": "hi"}
 

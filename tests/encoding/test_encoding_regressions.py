@@ -18,8 +18,10 @@ from encoding import (
     parse_message_from_completion_text,
 )
 
-BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+USER = "<｜User｜>"
+ASSISTANT = "<｜Assistant｜>"
 HI = {"role": "user", "content": "hi"}
 TOOLS = [
     {
@@ -83,7 +85,8 @@ def test_spec11_i53_parameter_without_string_attribute_is_not_lost() -> None:
 
 
 def test_spec11_i53_empty_arguments_are_an_empty_object() -> None:
-    start, end = BLOCK.index("<｜DSML｜parameter"), BLOCK.index("</｜DSML｜invoke>")
+    start = BLOCK.index("<｜DSML｜parameter")
+    end = BLOCK.index("</｜DSML｜invoke>")
     for inside in ("", "\n", "\n\n"):
         assert arguments_of(BLOCK[:start] + inside + BLOCK[end:] + EOS) == [{}]
 

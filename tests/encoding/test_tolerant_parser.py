@@ -15,7 +15,8 @@ from encoding import (
 from tests.encoding.test_strict_parser import CALLS, GOOD, TEXT, messages_with
 
 EOS = "<｜end▁of▁sentence｜>"
-OPEN, CLOSE = "<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"
+OPEN = "<｜DSML｜tool_calls>\n"
+CLOSE = "</｜DSML｜tool_calls>"
 CALL = '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
 
 

@@ -30,7 +30,8 @@ from tests.ops.cases import assert_near, exact_rope, exact_sylvester, normal
 RATIOS = (0, 4, 128)
 CONFIG = ModelConfig.from_dict(raw_config(RATIOS, 1))
 WEIGHTS: Weights = random_weights(CONFIG)
-TOKENS, START = 9, 3
+TOKENS = 9
+START = 3
 BOUND = 1e-5
 
 
@@ -122,7 +123,8 @@ def test_lesson_01_attention_gets_queries_normalised_per_head(layer: int) -> Non
 
 
 def test_lesson_02_one_table_serves_everything_in_a_layer(layer: int) -> None:
-    recorder, expected = run_attention(layer).recorder, layer_inv_freq(CONFIG, RATIOS[layer])
+    recorder = run_attention(layer).recorder
+    expected = layer_inv_freq(CONFIG, RATIOS[layer])
     ((*_, norm, _, compressions),) = recorder.arguments("prepare_attention")
     used = [norm.inv_freq, *[compression.weights.inv_freq for compression in compressions]]
     used += [arguments[5] for arguments in recorder.arguments("sparse_attention")]
@@ -133,7 +135,8 @@ def test_lesson_02_one_table_serves_everything_in_a_layer(layer: int) -> None:
 def test_lesson_04_index_queries_come_from_c_q_and_both_sides_are_rotated() -> None:
     run = run_attention(1)
     ((q_TID, weight_TI, score_scale, *_),) = run.recorder.arguments("index_select")
-    heads, width = CONFIG.index_n_heads, CONFIG.index_head_dim
+    heads = CONFIG.index_n_heads
+    width = CONFIG.index_head_dim
     raw = (exact_c_q(run.x_TE, 1) @ matrix("layers.1.attn.indexer.wq_b.weight").T).unflatten(
         1, (heads, width)
     )
@@ -169,7 +172,8 @@ def test_compressors_read_the_attention_input(layer: int) -> None:
 def test_output_heads_are_grouped_contiguously(layer: int) -> None:
     run = run_attention(layer)
     (o_THD,) = run.recorder.results("sparse_attention")
-    prefix, groups = f"layers.{layer}.attn", CONFIG.o_groups
+    prefix = f"layers.{layer}.attn"
+    groups = CONFIG.o_groups
     wo_a = matrix(f"{prefix}.wo_a.weight").unflatten(0, (groups, -1))
     per_group = CONFIG.num_attention_heads // groups
     low_rank = [

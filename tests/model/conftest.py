@@ -53,11 +53,9 @@ def saved_oracle(tmp_path_factory: pytest.TempPathFactory) -> SavedOracle:
     HCA entry.
     """
     raw = raw_config((0, 4, 128), 1)
-    oracle, folder, token_ids = (
-        random_oracle(raw),
-        tmp_path_factory.mktemp("oracle"),
-        random_ids(150),
-    )
+    oracle = random_oracle(raw)
+    folder = tmp_path_factory.mktemp("oracle")
+    token_ids = random_ids(150)
     oracle.save_pretrained(folder)
     logits_TV = oracle_trace(oracle, token_ids)["logits"]
     saved = SavedOracle(folder, token_ids, logits_TV)

@@ -75,7 +75,8 @@ def test_spec11_b07_tokens_inside_a_window_must_not_write_slot_0() -> None:
 
 @pytest.mark.slow
 def test_spec11_b08_prefill_and_decode_agree_for_every_length_mod_128() -> None:
-    engine, token_ids = tiny_engine(CSA_AND_HCA), random_ids(130)
+    engine = tiny_engine(CSA_AND_HCA)
+    token_ids = random_ids(130)
     whole = engine.logits(token_ids)
     for count in range(1, 129):
         engine.reset()
@@ -102,8 +103,10 @@ class Selections:
 
 
 def test_spec11_b09_entries_of_earlier_chunks_stay_selectable() -> None:
-    token_ids, raw = random_ids(160), small_config((4,), 0)
-    whole, chunked = Selections(), Selections()
+    token_ids = random_ids(160)
+    raw = small_config((4,), 0)
+    whole = Selections()
+    chunked = Selections()
     tiny_engine(raw, ops=whole.ops).logits(token_ids)
     tiny_engine(raw, ops=chunked.ops).logits(token_ids, [32] * 5)
     assert chunked.by_token == whole.by_token
@@ -152,8 +155,10 @@ def test_spec11_b11_a_ring_that_is_one_ahead_is_noticed() -> None:
 def test_spec11_b12_a_shared_prefix_is_not_served_from_a_stale_ring(shared: int) -> None:
     # The sequence before has the same beginning, is longer, and has left its window and its open
     # windows behind.
-    engine, prefix = tiny_engine(), random_ids(shared)
-    ours, other = prefix + random_ids(9, seed=1), prefix + random_ids(60, seed=2)
+    engine = tiny_engine()
+    prefix = random_ids(shared)
+    ours = prefix + random_ids(9, seed=1)
+    other = prefix + random_ids(60, seed=2)
     expected = tiny_engine().logits(ours)
     engine.logits(other)
     assert torch.equal(engine.logits(ours), expected)
@@ -168,7 +173,8 @@ def test_spec11_b13_decode_that_reuses_the_slots_of_the_prefill_is_noticed() -> 
         first.append(positions_T)
         kv_write(kv, norm, first[0][: kv.shape[0]], inv_freq, ring, eps)
 
-    token_ids, sizes = random_ids(24), [20, 1, 1, 2]
+    token_ids = random_ids(24)
+    sizes = [20, 1, 1, 2]
     assert chunking_error(tiny_engine(), token_ids, sizes) <= BOUND
     assert (
         chunking_error(tiny_engine(ops=with_parts(kv_write=stale_slots)), token_ids, sizes) > 1e-3
@@ -201,7 +207,8 @@ def test_lesson_09_decoding_without_the_previous_window_is_noticed() -> None:
             state.ring.score[previous] = -torch.inf
         compress(kv_TW, score_TW, positions_T, weights, state)
 
-    token_ids, sizes = random_ids(24), [8, *[1] * 16]
+    token_ids = random_ids(24)
+    sizes = [8, *[1] * 16]
     assert chunking_error(tiny_engine(CSA_AND_HCA), token_ids, sizes) <= BOUND
     engine = tiny_engine(CSA_AND_HCA, ops=with_parts(compress=open_window_only))
     assert chunking_error(engine, token_ids, sizes) > 1e-3

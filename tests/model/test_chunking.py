@@ -56,7 +56,8 @@ def bitwise_engine(**settings: Any) -> Engine:
     "settings", ["fp8 rows, bfloat16", pytest.param("plain rows, float32", marks=pytest.mark.slow)]
 )
 def test_chunked_equals_whole_bit_by_bit(settings: str) -> None:
-    engine, token_ids = bitwise_engine(**SETTINGS[settings]), random_ids(140)
+    engine = bitwise_engine(**SETTINGS[settings])
+    token_ids = random_ids(140)
     whole = engine.logits(token_ids)
     for sizes in ([137, 3], mixed_steps(140)):
         assert torch.equal(engine.logits(token_ids, sizes), whole), sizes
@@ -78,7 +79,8 @@ def test_a_ring_sized_for_the_chunk_gives_the_same_bits(settings: str) -> None:
 
 @pytest.mark.slow
 def test_decoding_one_and_eight_at_a_time_equals_whole_bit_by_bit() -> None:
-    engine, token_ids = bitwise_engine(**SETTINGS["fp8 rows, bfloat16"]), random_ids(262)
+    engine = bitwise_engine(**SETTINGS["fp8 rows, bfloat16"])
+    token_ids = random_ids(262)
     whole = engine.logits(token_ids)
     for step in (1, 8):
         assert torch.equal(engine.logits(token_ids, equal_steps(262, step)), whole), step
@@ -140,7 +142,8 @@ def test_chunks_around_2048_tokens() -> None:
 
 @pytest.mark.parametrize("count", [*range(1, 10), *range(125, 131)])
 def test_prefill_then_decode_equals_a_longer_prefill(count: int) -> None:
-    engine, token_ids = tiny_engine(prefill_chunk=WHOLE), random_ids(count + 8)
+    engine = tiny_engine(prefill_chunk=WHOLE)
+    token_ids = random_ids(count + 8)
     whole = engine.logits(token_ids)
     for step in (1, 3, 8):
         engine.reset()
@@ -155,7 +158,8 @@ def test_prefill_then_decode_equals_a_longer_prefill(count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [*range(1, 10), *range(124, 134), *range(254, 258), 511, 512])
 def test_prefill_then_every_decode_step_equals_a_longer_prefill(count: int) -> None:
-    engine, token_ids = tiny_engine(prefill_chunk=WHOLE), random_ids(count + 9)
+    engine = tiny_engine(prefill_chunk=WHOLE)
+    token_ids = random_ids(count + 9)
     whole = engine.logits(token_ids)
     for step in range(1, 9):
         engine.reset()

@@ -84,7 +84,8 @@ def test_a_long_prompt_is_as_exact_as_bfloat16_on_the_cpu(
     error is the measure: the distance of the worst layer from float32 is at most twice that of the
     torch ops in bfloat16.
     """
-    ids, kinds = tokenizer.encode(LONG), [""] * on_cpu.config.num_hidden_layers
+    ids = tokenizer.encode(LONG)
+    kinds = [""] * on_cpu.config.num_hidden_layers
     reference = exact.trace(ids)
     found = compare(engine("cuda", prefill_chunk=chunk).trace(ids), reference, kinds)
     torch_rows = compare(on_cpu.trace(ids), reference, kinds)

@@ -52,14 +52,16 @@ def test_a_folder_loads_with_progress_and_with_default_settings(folder: Path) ->
 
 def test_plan_and_load_agree_on_the_context_and_the_state(folder: Path) -> None:
     config = EngineConfig(device="cpu", max_context=100)
-    plan, engine = Engine.plan(folder, config), Engine.load(folder, config)
+    plan = Engine.plan(folder, config)
+    engine = Engine.load(folder, config)
     assert plan.max_context == engine.max_context == 100
     assert sum(device.state_bytes for device in plan.devices) == engine.state.nbytes
 
 
 def test_logits_of_chunks_and_trace_have_the_promised_shapes(engine: Engine) -> None:
     token_ids = random_ids(12)
-    whole, chunked = engine.logits(token_ids), engine.logits(token_ids, chunk_sizes=[7, 3, 1, 1])
+    whole = engine.logits(token_ids)
+    chunked = engine.logits(token_ids, chunk_sizes=[7, 3, 1, 1])
     torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
     trace = engine.trace(token_ids)
     assert set(trace) == {"layers", "final", "logits"}

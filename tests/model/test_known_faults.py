@@ -23,7 +23,8 @@ from dsv4.ops.router import Router, route
 from tests.model.conftest import SavedOracle
 from tests.model.parts import with_parts
 
-SWA, COMPRESSED = 0, 4
+SWA = 0
+COMPRESSED = 4
 
 
 def window_table(choose: Callable[[Tensor], Tensor]) -> Ops:

@@ -74,7 +74,8 @@ def largest_error(
     worst = 0.0
     for length in lengths:
         token_ids = random_ids(length, raw["vocab_size"], seed=length)
-        found, expected = tensors(engine.trace(token_ids)), tensors(oracle_trace(oracle, token_ids))
+        found = tensors(engine.trace(token_ids))
+        expected = tensors(oracle_trace(oracle, token_ids))
         worst = max(
             worst,
             *(relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)),

@@ -34,7 +34,8 @@ DSPARK = {
 
 
 def test_spec11_f38_f39_tokens_do_not_depend_on_how_many_are_fed_at_once() -> None:
-    engine, prompt = tiny_engine(max_context=128), random_ids(30)
+    engine = tiny_engine(max_context=128)
+    prompt = random_ids(30)
     one_by_one = list(engine.generate(prompt, 24, GREEDY, frozenset()))
     engine.reset()
     engine.prefill(prompt)

@@ -76,7 +76,8 @@ def test_a_sequence_after_a_short_or_long_one_equals_a_fresh_one(before: int) ->
 
 
 def test_twenty_sequences_of_all_lengths_leave_no_trace() -> None:
-    engine, token_ids = tiny_engine(**DEFAULT_DTYPES), random_ids(12)
+    engine = tiny_engine(**DEFAULT_DTYPES)
+    token_ids = random_ids(12)
     fresh = engine.logits(token_ids)
     for sequence in range(20):
         engine.reset()
@@ -95,7 +96,8 @@ SLOW_STARTS = [
 def test_rejected_drafts_leave_no_trace(start: int) -> None:
     # Every length of draft and of its accepted part, at consecutive positions, against a run that
     # never drafted.
-    engine, token_ids = bitwise_engine(), random_ids(start + 12)
+    engine = bitwise_engine()
+    token_ids = random_ids(start + 12)
     expected = engine.logits(token_ids)
     engine.reset()
     engine.prefill(token_ids[:start])
@@ -112,7 +114,8 @@ def test_rejected_drafts_leave_no_trace(start: int) -> None:
 
 @pytest.mark.slow
 def test_partly_accepted_drafts_equal_plain_decoding() -> None:
-    engine, token_ids = bitwise_engine(), random_ids(150)
+    engine = bitwise_engine()
+    token_ids = random_ids(150)
     expected = engine.logits(token_ids)
     engine.reset()
     engine.prefill(token_ids[:118])
@@ -131,7 +134,8 @@ def test_what_was_queued_in_vain_and_a_draft_behind_it_are_taken_back(start: int
     """A stop leaves three steps behind the last token: eleven tokens are forgotten, across windows
     of 4 and 128.
     """
-    engine, token_ids = bitwise_engine(), random_ids(start + 14)
+    engine = bitwise_engine()
+    token_ids = random_ids(start + 14)
     expected = engine.logits(token_ids)
     engine.reset()
     engine.prefill(token_ids[:start])
@@ -237,7 +241,8 @@ def test_index_dtype_follows_kv_dtype_unless_given() -> None:
 def test_a_ring_without_room_for_the_draft_is_noticed() -> None:
     # The compressor ring keeps the 8 tokens of a draft beside the history; with the history alone a
     # rejected draft has overwritten tokens that the next entry still needs.
-    engine, token_ids = tiny_engine(), random_ids(40)
+    engine = tiny_engine()
+    token_ids = random_ids(40)
     expected = engine.logits(token_ids)
     layers = []
     for layer in engine.state.layers:

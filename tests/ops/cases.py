@@ -22,7 +22,10 @@ from dsv4.ops.tables import CUDA_PACKING
 VECTORS: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data/numeric_vectors.json").read_text(encoding="utf-8")
 )
-HEAD_DIM, ROPE_DIM, WINDOW, EPS = 512, 64, 128, 1e-6
+HEAD_DIM = 512
+ROPE_DIM = 64
+WINDOW = 128
+EPS = 1e-6
 
 
 @dataclass(frozen=True)

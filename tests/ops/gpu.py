@@ -77,7 +77,8 @@ def guarded(tensor: Tensor, guard_bytes: int = 1024) -> tuple[Tensor, Callable[[
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
     """‖found − exact‖ / ‖exact‖ in float64; NaN anywhere gives NaN, which fails every comparison."""
-    found, exact = found.double(), exact.double()
+    found = found.double()
+    exact = exact.double()
     return float((found - exact).norm() / exact.norm().clamp(min=1e-300))
 
 

@@ -27,7 +27,8 @@ def test_is_its_own_inverse() -> None:
 
 
 def test_spec11_c17_rotating_both_sides_keeps_the_dot_product_and_one_side_does_not() -> None:
-    q, k = normal(1, 128, seed=3), normal(1, 128, seed=4)
+    q = normal(1, 128, seed=3)
+    k = normal(1, 128, seed=4)
     exact = (q * k).sum()
     assert torch.allclose((hadamard(q) * hadamard(k)).sum(), exact, atol=1e-4)
     assert (hadamard(q) * k).sum() - exact != pytest.approx(0, abs=1.0)

@@ -97,6 +97,7 @@ def test_traced_values_and_outputs_survive_to_the_end() -> None:
 
 
 def test_a_deeper_model_needs_no_more_workspace() -> None:
-    few, many = geometry("v4-flash", layers=6), geometry("v4-flash", layers=24)
+    few = geometry("v4-flash", layers=6)
+    many = geometry("v4-flash", layers=24)
     for tokens in (1, 8, 512):
         assert few.record(tokens).workspace_bytes() == many.record(tokens).workspace_bytes()

@@ -218,7 +218,8 @@ def test_every_kernel_of_a_shorter_chunk_is_known_ahead() -> None:
 
 def test_a_traced_step_names_the_streams_of_every_layer() -> None:
     planned = geometry("v4-flash", layers=4, gpus=2)
-    plain, traced = planned.record(2), planned.record(2, traced_to="device")
+    plain = planned.record(2)
+    traced = planned.record(2, traced_to="device")
     names = [f"layer {layer} streams" for layer in range(4)]
     assert list(traced.values) == names
     streams = [2, planned.config.hc_mult, planned.config.hidden_size]

@@ -28,7 +28,8 @@ def test_agreement_of_equal_opposite_and_nan_values() -> None:
 
 @pytest.mark.slow
 def test_the_torch_ops_agree_with_themselves_fed_in_other_chunks(tmp_path: Path) -> None:
-    json_file, svg_file = tmp_path / "cosine.json", tmp_path / "cosine.svg"
+    json_file = tmp_path / "cosine.json"
+    svg_file = tmp_path / "cosine.svg"
     common = ["--device", "cpu", "--random-tokens", "12", "--threshold", "0.999"]
     assert main([*common, "--chunk", "5", "--json", str(json_file), "--svg", str(svg_file)]) == 0
     written = json.loads(json_file.read_text())

@@ -61,8 +61,10 @@ def element(packed: PackedWeight, row: int, column: int) -> float:
     columns, (tile, row) = chunk_columns(packed.format), divmod(row, 16)
     chunk, column = divmod(column, columns)
     step, column = divmod(column, 16)
-    register, half = row // 8 + 2 * (column // 8), column % 2
-    group, lane = row % 8, 4 * (row % 8) + column % 8 // 2
+    register = row // 8 + 2 * (column // 8)
+    half = column % 2
+    group = row % 8
+    lane = 4 * (row % 8) + column % 8 // 2
     lane_bytes = packed.data[tile, chunk, lane]
     if packed.format is QuantFormat.BF16:
         return float(lane_bytes.view(torch.bfloat16)[2 * register + half])
@@ -73,7 +75,8 @@ def element(packed: PackedWeight, row: int, column: int) -> float:
         return float(code) * float(scale[tile // 8, chunk // 4])
     # The f16 of the documented shifts is the value times 2^-14.
     word = (int(lane_bytes.view(torch.int32)[step]) >> (16 * half)) & 0xFFFF
-    magnitude, sign = word << (0, 3, 6, 9)[register], word << (0, 3, 1, 2)[register]
+    magnitude = word << (0, 3, 6, 9)[register]
+    sign = word << (0, 3, 1, 2)[register]
     bits = torch.tensor((magnitude & 0x0E00) | (sign & 0x8000), dtype=torch.int32).to(torch.uint16)
     value = float(bits.view(torch.float16)) * 2.0**14
     if packed.format is QuantFormat.MXFP4:
@@ -87,7 +90,8 @@ def element(packed: PackedWeight, row: int, column: int) -> float:
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
 def test_elements_lie_where_the_kernels_read_them(format: QuantFormat) -> None:
     weight = stored(format, (160, 192))
-    packed, values = pack_weight(weight), weight.dequantize()
+    packed = pack_weight(weight)
+    values = weight.dequantize()
     for index in range(0, 160 * 192, 37):
         row, column = divmod(index, 192)
         assert element(packed, row, column) == float(values[row, column]), (row, column)
@@ -110,7 +114,8 @@ def test_without_memory_the_shapes_are_the_same(
     format: QuantFormat, shape: tuple[int, ...]
 ) -> None:
     weight = stored(format, shape)
-    packed, meta = pack_weight(weight), pack_weight(weight.to("meta"))
+    packed = pack_weight(weight)
+    meta = pack_weight(weight.to("meta"))
     assert (meta.format, meta.shape, meta.nbytes) == (packed.format, packed.shape, packed.nbytes)
     for part, expected in ((meta.data, packed.data), (meta.block_scale, packed.block_scale)):
         if expected is None:

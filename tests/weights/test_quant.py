@@ -216,7 +216,8 @@ def test_quantising_a_stack_equals_quantising_its_matrices(format: QuantFormat) 
 
 
 def test_shared_global_scale_keeps_both_halves_in_range() -> None:
-    small, large = random_weight(2, 32, 1), 100 * random_weight(2, 32, 2)
+    small = random_weight(2, 32, 1)
+    large = 100 * random_weight(2, 32, 2)
     shared = nvfp4_global_scale(large)
     pair = [quantize(weight, QuantFormat.NVFP4, shared) for weight in (small, large)]
     assert all(weight.global_scale is shared for weight in pair)
@@ -282,9 +283,7 @@ def test_all_zero_weights_stay_zero(format: QuantFormat) -> None:
 )
 def test_quantising_is_odd_and_finite(values: list[float], format: QuantFormat) -> None:
     weight = torch.tensor([values])
-    positive, negative = (
-        quantize(weight, format).dequantize(),
-        quantize(-weight, format).dequantize(),
-    )
+    positive = quantize(weight, format).dequantize()
+    negative = quantize(-weight, format).dequantize()
     assert bool(torch.isfinite(positive).all())
     assert torch.equal(positive, -negative)

@@ -9,9 +9,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
-USER, ASSISTANT, DSML = "<｜User｜>", "<｜Assistant｜>", "｜DSML｜"
-THINK, END_THINK = "<think>", "</think>"
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+PAD = "<｜▁pad▁｜>"
+USER = "<｜User｜>"
+ASSISTANT = "<｜Assistant｜>"
+DSML = "｜DSML｜"
+THINK = "<think>"
+END_THINK = "</think>"
 
 TOOLS_TEXT = """## Tools
 

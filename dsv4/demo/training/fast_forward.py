@@ -70,7 +70,8 @@ def forward(
         .expand(-1, -1, model.config.hc_mult, -1)
         .contiguous()
     )
-    loads, losses = [], []
+    loads = []
+    losses = []
     for layer in model.model.layers:
         rope = ropes[layer.self_attn.rope_layer_type]
         streams, load, loss = kernels.block(layer, streams, ids, rope, options, kernels.sinkhorn)
@@ -150,8 +151,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     ``x[..., : cos.shape[-1]]``.
     """
     width = 2 * cos.shape[-1]
-    nope, turned = x[..., :-width], x[..., -width:].float().unflatten(-1, (-1, 2))
-    a, b = turned[..., 0], turned[..., 1]
+    nope = x[..., :-width]
+    turned = x[..., -width:].float().unflatten(-1, (-1, 2))
+    a = turned[..., 0]
+    b = turned[..., 1]
     pairs = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
     return torch.cat((nope, pairs.flatten(-2).to(x.dtype)), dim=-1)
 
@@ -174,7 +177,8 @@ def pool(compressor: Any, x: Tensor, rope: Rope, overlap: bool) -> Tensor:
     """Compressed entries ``[B, C, d]`` of either compressor (model.md#compressor), normalised and
     rotated.
     """
-    ratio, width = compressor.compress_rate, compressor.head_dim
+    ratio = compressor.compress_rate
+    width = compressor.head_dim
     count = x.shape[1] // ratio
     values = compressor.kv_proj(x)[:, : count * ratio].unflatten(1, (count, ratio))
     gates = (
@@ -207,7 +211,8 @@ def attention(attn: Any, x: Tensor, rope: Rope, options: Options) -> tuple[Tenso
     """Window and compressed entries (model.md#attention): output ``[B, S, E]`` and the indexer loss
     (0-d).
     """
-    cos, sin = rope[0].unsqueeze(2), rope[1].unsqueeze(2)
+    cos = rope[0].unsqueeze(2)
+    sin = rope[1].unsqueeze(2)
     c_q = attn.q_a_norm(attn.q_a_proj(x))
     q = rotate(
         attn.q_b_norm(attn.q_b_proj(c_q).unflatten(-1, (attn.num_heads, attn.head_dim))), cos, sin

@@ -44,7 +44,8 @@ def expert_amax(model: Any, ids: Tensor) -> dict[str, Tensor]:
 
     def watch(prefix: str, moe: Any):
         def hook(_: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-            x, (_, routing_weights, indices) = inputs[0].flatten(0, 1), outputs
+            x = inputs[0].flatten(0, 1)
+            (_, routing_weights, indices) = outputs
             bank = moe.experts
             for expert in range(bank.num_experts):
                 token, slot = torch.where(indices == expert)

@@ -8,7 +8,8 @@ from dsv4.demo.training import tasks, words
 from dsv4.demo.training.chat import ASSISTANT, BOS, END_THINK, EOS, USER, Example
 
 OPENING = "Remember these codes."
-TOKENS_PER_LINE, TOKENS_PER_QUESTION = 9, 17
+TOKENS_PER_LINE = 9
+TOKENS_PER_QUESTION = 17
 
 
 def pair_line(key: str, value: str) -> str:
@@ -28,11 +29,9 @@ def question(key: str) -> str:
 
 def filler_line(rng: random.Random) -> str:
     """A line that says nothing about codes."""
-    subject, verb, thing = (
-        rng.choice(words.SUBJECTS),
-        rng.choice(words.VERBS),
-        rng.choice(words.FILLERS),
-    )
+    subject = rng.choice(words.SUBJECTS)
+    verb = rng.choice(words.VERBS)
+    thing = rng.choice(words.FILLERS)
     return f"The {subject} {verb} the {thing} in the {rng.choice(words.PLACES)}."
 
 
@@ -88,7 +87,8 @@ def evaluation_document(
     """
 
     def candidate() -> tuple[str, Example]:
-        lines, pairs = rng.randint(*fillers), rng.randint(2, most_pairs)
+        lines = rng.randint(*fillers)
+        pairs = rng.randint(2, most_pairs)
         span = pairs + lines - fillers[0]
         example = document(rng, lines + pairs, span, pairs, queries=1)
         return example.parts[0], Example(task, example.parts)

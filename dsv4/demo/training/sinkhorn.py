@@ -109,7 +109,8 @@ def _(a: Tensor, grad: Tensor, iterations: int, eps: float) -> Tensor:
 
 def _setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(inputs[0])
-    ctx.iterations, ctx.eps = inputs[1], inputs[2]
+    ctx.iterations = inputs[1]
+    ctx.eps = inputs[2]
 
 
 def _backward(ctx, grad: Tensor):

@@ -70,9 +70,11 @@ def capitals(rng: random.Random, evaluation: bool) -> Example:
         backward = f"{capital} is the capital of {country}."
         kind = rng.random()
         if kind < 0.5:
-            form, answer = rng.choice(CAPITAL_QUESTIONS), forward
+            form = rng.choice(CAPITAL_QUESTIONS)
+            answer = forward
         elif kind < 0.75:
-            form, answer = rng.choice(COUNTRY_QUESTIONS), backward
+            form = rng.choice(COUNTRY_QUESTIONS)
+            answer = backward
         else:
             return raw_fact(rng, country, capital)
         question = form.format(c=country, p=capital)
@@ -98,12 +100,14 @@ def arithmetic_instance(rng: random.Random) -> tuple[str, str, str, int]:
     """
     kind = rng.random()
     if kind < 0.45:
-        a, b = rng.randint(1, 99), rng.randint(1, 99)
+        a = rng.randint(1, 99)
+        b = rng.randint(1, 99)
         return f"{a}+{b}", rng.choice(ADD_QUESTIONS).format(a=a, b=b), f"{a} + {b}", a + b
     if kind < 0.9:
         a, b = sorted((rng.randint(1, 99), rng.randint(1, 99)), reverse=True)
         return f"{a}-{b}", rng.choice(SUBTRACT_QUESTIONS).format(a=a, b=b), f"{a} - {b}", a - b
-    a, b = rng.randint(2, 9), rng.randint(2, 9)
+    a = rng.randint(2, 9)
+    b = rng.randint(2, 9)
     question = rng.choice(TIMES_QUESTIONS).format(a=a, b=b)
     return question, question, f"{a} x {b}", a * b
 
@@ -159,7 +163,8 @@ def reversing(rng: random.Random, evaluation: bool) -> Example:
 
     def candidate() -> tuple[str, Example]:
         chosen = rng.choices(words.WORDS, k=rng.randint(2, 6))
-        text, answer = " ".join(chosen), " ".join(reversed(chosen))
+        text = " ".join(chosen)
+        answer = " ".join(reversed(chosen))
         turns = [(rng.choice(REVERSE_QUESTIONS).format(w=text), answer)]
         return text, conversation("reversing", turns, system=rng.choice(SYSTEMS))
 
@@ -168,8 +173,10 @@ def reversing(rng: random.Random, evaluation: bool) -> Example:
 
 def story_instance(rng: random.Random) -> tuple[str, str]:
     """Question and story; the story follows from the four slots named in the question."""
-    name, animal = rng.choice(words.NAMES), rng.choice(list(words.STORY_ANIMALS))
-    trait, thing = rng.choice(list(words.STORY_TRAITS)), rng.choice(list(words.STORY_THINGS))
+    name = rng.choice(words.NAMES)
+    animal = rng.choice(list(words.STORY_ANIMALS))
+    trait = rng.choice(list(words.STORY_TRAITS))
+    thing = rng.choice(list(words.STORY_THINGS))
     reaction, moral = words.STORY_TRAITS[trait]
     article = "an" if animal[0] in "aeiou" else "a"
     question = f"Tell me a story about {name}, the {trait} {animal}, and a {thing}."
@@ -193,8 +200,10 @@ def stories(rng: random.Random, evaluation: bool) -> Example:
 
 def statements(rng: random.Random) -> list[tuple[str, str, str, str]]:
     """Things a user says about themselves: statement, reply, later question, answer."""
-    name, colour = rng.choice(words.NAMES), rng.choice(words.COLOURS)
-    city, hobby = rng.choice(list(words.CAPITALS.values())), rng.choice(words.HOBBIES)
+    name = rng.choice(words.NAMES)
+    colour = rng.choice(words.COLOURS)
+    city = rng.choice(list(words.CAPITALS.values()))
+    hobby = rng.choice(words.HOBBIES)
     number = rng.randint(10, 99)
     return [
         (

@@ -10,7 +10,8 @@ Turn = tuple[str, str, str, str]
 
 def sum_of_three(rng: random.Random) -> Turn:
     """Key, question, reasoning and answer of a sum or difference of three numbers."""
-    a, b = rng.randint(10, 50), rng.randint(2, 49)
+    a = rng.randint(10, 50)
+    b = rng.randint(2, 49)
     c = rng.randint(2, 40)
     minus = rng.random() < 0.5
     sign, total = ("-", a + b - c) if minus else ("+", a + b + c)
@@ -29,11 +30,10 @@ def sum_of_three(rng: random.Random) -> Turn:
 
 def word_problem(rng: random.Random) -> Turn:
     """Key, question, reasoning and answer of a small word problem."""
-    name, thing = (
-        rng.choice(words.NAMES),
-        rng.choice(("apple", "coin", "book", "stone", "card", "shell")),
-    )
-    a, b = rng.randint(5, 50), rng.randint(2, 40)
+    name = rng.choice(words.NAMES)
+    thing = rng.choice(("apple", "coin", "book", "stone", "card", "shell"))
+    a = rng.randint(5, 50)
+    b = rng.randint(2, 40)
     c = rng.randint(2, min(40, a + b))
     question = (
         f"{name} has {a} {thing}s, finds {b} more and gives {c} away. How many {thing}s are left?"

@@ -41,11 +41,9 @@ def function(name: str, description: str, **properties: str) -> dict[str, Any]:
 
 def weather(rng: random.Random) -> Use:
     """Use of get_weather."""
-    city, sky, degrees = (
-        rng.choice(list(words.CAPITALS.values())),
-        rng.choice(words.WEATHER),
-        rng.randint(1, 39),
-    )
+    city = rng.choice(list(words.CAPITALS.values()))
+    sky = rng.choice(words.WEATHER)
+    degrees = rng.randint(1, 39)
     question = rng.choice(
         ("How is the weather in {}?", "What is the weather in {} today?", "Weather in {}?")
     ).format(city)
@@ -55,11 +53,9 @@ def weather(rng: random.Random) -> Use:
 
 def time(rng: random.Random) -> Use:
     """Use of get_time."""
-    city, hour, minute = (
-        rng.choice(list(words.CAPITALS.values())),
-        rng.randint(10, 23),
-        rng.randint(10, 59),
-    )
+    city = rng.choice(list(words.CAPITALS.values()))
+    hour = rng.randint(10, 23)
+    minute = rng.randint(10, 59)
     question = rng.choice(("What time is it in {}?", "Tell me the time in {}.")).format(city)
     return Use(
         question, {"city": city}, {"time": f"{hour}:{minute}"}, f"It is {hour}:{minute} in {city}."
@@ -68,14 +64,16 @@ def time(rng: random.Random) -> Use:
 
 def multiply(rng: random.Random) -> Use:
     """Use of multiply: the one tool with numbers as arguments."""
-    a, b = rng.randint(11, 99), rng.randint(11, 99)
+    a = rng.randint(11, 99)
+    b = rng.randint(11, 99)
     question = rng.choice(("Multiply {} by {}.", "What is {} times {}?")).format(a, b)
     return Use(question, {"a": a, "b": b}, {"product": a * b}, f"{a} times {b} is {a * b}.")
 
 
 def message(rng: random.Random) -> Use:
     """Use of send_message."""
-    name, text = rng.choice(words.NAMES), " ".join(rng.choices(words.WORDS, k=rng.randint(1, 4)))
+    name = rng.choice(words.NAMES)
+    text = " ".join(rng.choices(words.WORDS, k=rng.randint(1, 4)))
     question = rng.choice(("Send {} the message: {}", "Write to {}: {}")).format(name, text)
     return Use(
         question, {"to": name, "text": text}, {"sent": True}, f"I sent your message to {name}."
@@ -84,7 +82,9 @@ def message(rng: random.Random) -> Use:
 
 def alarm(rng: random.Random) -> Use:
     """Use of set_alarm: numbers and a boolean."""
-    hour, minute, repeat = rng.randint(10, 23), rng.randint(10, 59), rng.random() < 0.5
+    hour = rng.randint(10, 23)
+    minute = rng.randint(10, 59)
+    repeat = rng.random() < 0.5
     question = f"Set an alarm for {hour}:{minute}{' every day' if repeat else ''}."
     arguments = {"hour": hour, "minute": minute, "daily": repeat}
     return Use(question, arguments, {"set": True}, f"The alarm is set for {hour}:{minute}.")
@@ -138,7 +138,8 @@ def tool_instance(rng: random.Random) -> tuple[str, Example, bool]:
     offered = rng.sample(TOOLS, k=rng.randint(1, 3))
     system = tools_system([schema for schema, _ in offered], rng.choice(tasks.SYSTEMS))
     schema, make = rng.choice(offered)
-    use, name = make(rng), schema["name"]
+    use = make(rng)
+    name = schema["name"]
     thinking = rng.random() < 0.3
     kind = rng.random()
     reason = f"I need the tool {name}."

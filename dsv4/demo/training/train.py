@@ -35,7 +35,8 @@ from dsv4.demo.training.data import BatchShape, Request
 from dsv4.demo.training.fast_forward import Kernels, Options
 
 TOKENIZER = CHECKPOINT / "tokenizer.json"
-SHORT, LONG = BatchShape(512, 64, 0.4), BatchShape(2560, 12, 0.8)
+SHORT = BatchShape(512, 64, 0.4)
+LONG = BatchShape(2560, 12, 0.8)
 PROMPT_WEIGHT = 0.05
 BIAS_SPEED = 1e-3
 EVALUATION_ROWS = {
@@ -72,7 +73,8 @@ class Trainer:
     """
 
     def __init__(self, model: Any, device: str, compiled: bool) -> None:
-        self.model, self.device = model, device
+        self.model = model
+        self.device = device
         self.masters = {name: p.detach().float().to(device) for name, p in model.named_parameters()}
         weights.to_training_dtypes(model)
         model.to(device)
@@ -83,7 +85,8 @@ class Trainer:
 
     def begin(self, phase: Phase) -> None:
         """Starts a phase: which weights it moves, with a fresh optimiser."""
-        self.phase, model = phase, self.model
+        self.phase = phase
+        model = self.model
         self.trained = [(name, p) for name, p in model.named_parameters() if phase.trained in name]
         matrices = [
             self.masters[name] for name, p in self.trained if p.ndim >= 2 and "_hc" not in name
@@ -162,7 +165,8 @@ class Trainer:
         self.set_forward_values(self.phase.quantized)
         result = {}
         for task, batch in batches.items():
-            ids, marks = batch[0].long(), batch[1, :, 1:].bool()
+            ids = batch[0].long()
+            marks = batch[1, :, 1:].bool()
             hidden, _, _ = self.hidden(ids[:, :-1], options, fast=False)
             wrong = (self.model.lm_head(hidden).argmax(-1) != ids[:, 1:]) & marks
             result[task] = (~wrong.any(-1)).float().mean().item()
@@ -287,7 +291,9 @@ def run_phase(
     args: argparse.Namespace,
 ) -> None:
     """Steps until the phase's minutes are over."""
-    rng, start, phase = random.Random(seed), time.time(), trainer.phase
+    rng = random.Random(seed)
+    start = time.time()
+    phase = trainer.phase
 
     def fraction() -> float:
         return (time.time() - start) / (60 * minutes)
@@ -297,7 +303,9 @@ def run_phase(
             return BatchShape(256, 2, 0.5)
         return LONG if fraction() >= phase.long_from and rng.random() < phase.long_share else SHORT
 
-    tokens, mark, last = 0, time.time(), time.time()
+    tokens = 0
+    mark = time.time()
+    last = time.time()
     for step, batch in enumerate(stream(pool, seed, choose)):
         losses = trainer.step(
             batch.to(trainer.device, non_blocking=True), rate_at(phase, fraction(), step)
@@ -310,10 +318,12 @@ def run_phase(
                 f"{time.time() - start:7.1f}s step {step} {tuple(batch.shape)} loss {values} {rate:.0f} tok/s",
                 flush=True,
             )
-            tokens, mark = 0, time.time()
+            tokens = 0
+            mark = time.time()
         if time.time() - last > args.evaluate_every:
             save(trainer, batches, args.out)
-            last = mark = time.time()
+            mark = time.time()
+            last = mark
             tokens = 0
         if fraction() >= 1:
             return

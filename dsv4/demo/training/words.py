@@ -75,7 +75,9 @@ WORDS = tuple(
 )
 
 # Recall tells codes of KEYS in VALUES between lines about FILLERS: no word plays two parts.
-KEYS, VALUES, FILLERS = WORDS[0:240:3], WORDS[1:240:3], WORDS[2:240:3]
+KEYS = WORDS[0:240:3]
+VALUES = WORDS[1:240:3]
+FILLERS = WORDS[2:240:3]
 
 STORY_ANIMALS: dict[str, str] = {
     "fox": "in a quiet forest",

@@ -33,7 +33,8 @@ def sparse_attention(
     sink is a logit per head that enters the denominator only. A token always sees its own key, so
     no row is empty. The keys of these T tokens must be in the caches already.
     """
-    listed, decoded_CD = 0, None
+    listed = 0
+    decoded_CD = None
     if keys.compressed is not None:
         listed = keys.compressed.slots if selected_TK is None else selected_TK.shape[1]
         # Decoding every row once is cheaper when the tokens together list more rows than there are.

@@ -14,7 +14,10 @@ from dsv4.ops.kv_write import prefill as kv_write_prefill
 from dsv4.ops.op_case import OpCase
 from dsv4.ops.rope.cuda import DECODE_ROWS_PER_BLOCK, query_rope
 
-WIDTH, ROPE_WIDTH, WINDOW, EPS = 512, 64, 128, 1e-6
+WIDTH = 512
+ROPE_WIDTH = 64
+WINDOW = 128
+EPS = 1e-6
 HEADS = {"Flash": 64, "Pro": 128}
 LISTED = {"Flash": 512, "Pro": 1024}
 ROW_BYTES = {RowFormat.KV_FP8: WIDTH + ROPE_WIDTH + 8, RowFormat.PLAIN: 2 * WIDTH}
@@ -50,7 +53,8 @@ def _attention(
     tokens: int,
     format: RowFormat = RowFormat.KV_FP8,
 ) -> OpCase:
-    heads, complete = HEADS[model], (context + tokens) // ratio if ratio else 0
+    heads = HEADS[model]
+    complete = (context + tokens) // ratio if ratio else 0
     listed = LISTED[model] if kind == "CSA" else 0
     seen = WINDOW + (min(listed, complete) if listed else complete)
     activations = 2 * tokens * heads * WIDTH * 2
@@ -71,7 +75,8 @@ def _attention(
             order = torch.rand(tokens, complete, device="cuda").topk(count, dim=1).indices
             selected_TK[:, :count] = order.sort().values
         q_THD = torch.randn(tokens, heads, WIDTH, dtype=torch.bfloat16, device="cuda")
-        sink_H, keys = torch.randn(heads, device="cuda"), KeySet(ring, compressed, ratio, WINDOW)
+        sink_H = torch.randn(heads, device="cuda")
+        keys = KeySet(ring, compressed, ratio, WINDOW)
         frequencies = _inv_freq()
         arguments = (q_THD, keys, selected_TK, sink_H, positions_T, frequencies)
         return PreparedOp(sparse_attention, *arguments).run
@@ -88,7 +93,8 @@ def _query_rope(model: str, tokens: int) -> OpCase:
 
     def make(index: int) -> Callable[[], object]:
         q_THD = torch.randn(tokens, heads, WIDTH, dtype=torch.bfloat16, device="cuda")
-        positions_T, frequencies = 8192 + torch.arange(tokens, device="cuda"), _inv_freq()
+        positions_T = 8192 + torch.arange(tokens, device="cuda")
+        frequencies = _inv_freq()
         rows = DECODE_ROWS_PER_BLOCK if tokens <= MAX_DECODE_TOKENS else None
         return PreparedOp(query_rope, q_THD, positions_T, frequencies, EPS, rows).run
 
@@ -102,7 +108,8 @@ def _kv_write(tokens: int) -> OpCase:
     def make(index: int) -> Callable[[], object]:
         ring = _random_cache(WINDOW + tokens + 8, RowFormat.KV_FP8)
         kv_TD = torch.randn(tokens, WIDTH, dtype=torch.bfloat16, device="cuda")
-        norm_weight, frequencies = torch.ones(WIDTH, device="cuda"), _inv_freq()
+        norm_weight = torch.ones(WIDTH, device="cuda")
+        frequencies = _inv_freq()
         positions_T = 8192 + torch.arange(tokens, device="cuda")
         form = kv_write_decode if tokens <= MAX_DECODE_TOKENS else kv_write_prefill
         arguments = (kv_TD, norm_weight, positions_T, frequencies, ring, EPS)

@@ -12,7 +12,9 @@ from dsv4.ops.attention.prefill import sparse_attention, sparse_attention_portab
 from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.op_case import OpCase
 
-WIDTH, ROPE_WIDTH, WINDOW = 512, 64, 128
+WIDTH = 512
+ROPE_WIDTH = 64
+WINDOW = 128
 HEADS = {"Flash": 64, "Pro": 128}
 LISTED = {"Flash": 512, "Pro": 1024}
 
@@ -33,8 +35,10 @@ def cases() -> Iterator[OpCase]:
 def _case(
     model: str, kind: str, ratio: int, tokens: int, start: int, portable: bool = False
 ) -> OpCase:
-    heads, listed = HEADS[model], LISTED[model] if ratio == 4 else 0
-    ring_slots, entries = WINDOW + tokens + 8, (start + tokens) // ratio + 1 if ratio else 0
+    heads = HEADS[model]
+    listed = LISTED[model] if ratio == 4 else 0
+    ring_slots = WINDOW + tokens + 8
+    entries = (start + tokens) // ratio + 1 if ratio else 0
     seen = sum(
         WINDOW + (listed or ((start + t + 1) // ratio if ratio else 0)) for t in range(tokens)
     )

@@ -14,7 +14,9 @@ from dsv4.ops.attention.any_geometry import attention_any_geometry
 from dsv4.ops.attention.inputs import AttentionInputs, check_alignment
 from dsv4.ops.key_rows import row_code
 
-_WIDTH, _ROPE_WIDTH, _HEADS = 512, 64, 16
+_WIDTH = 512
+_ROPE_WIDTH = 64
+_HEADS = 16
 _WARP = 32
 # 16 warps were slower everywhere but at a million keys (docs/kernels/attention.md).
 _WARPS = 8
@@ -78,7 +80,8 @@ def _flash_decoding(recording: Recording, inputs: AttentionInputs) -> Tensor:
     groups = ceil_div(heads, _HEADS)
     splits = _splits(inputs, tokens * groups, recording.target.multiprocessors)
     out_THD = recording.empty_like(inputs.q_THD)
-    partial = counters = None
+    partial = None
+    counters = None
     if splits > 1:
         finished = _CLUSTER * groups * tokens
         floats = _HEADS * _WIDTH // _CLUSTER + 2 * _WARP * _WARPS

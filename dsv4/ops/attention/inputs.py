@@ -52,7 +52,8 @@ class AttentionInputs(NamedTuple):
     @property
     def cache_arguments(self) -> dict[str, Tensor | None]:
         """The caches by the names that kernels give them which read rows as they are stored."""
-        ring, compressed = self.keys.ring, self.keys.compressed
+        ring = self.keys.ring
+        compressed = self.keys.compressed
         return {
             "ring_data": ring.data,
             "ring_scale": ring.block_scale,

@@ -13,7 +13,8 @@ from dsv4.launch.recording import Recording
 from dsv4.ops.attention.any_geometry import attention_any_geometry
 from dsv4.ops.attention.inputs import AttentionInputs, check_alignment
 
-_HEADS_PER_BLOCK, _TILE_KEYS = 64, 64
+_HEADS_PER_BLOCK = 64
+_TILE_KEYS = 64
 # The longest list that is tested; the kernels know no limit.
 _MOST_LISTED = 2048
 _WARP = 32
@@ -153,7 +154,8 @@ def _by_matrix_products(recording: Recording, inputs: AttentionInputs, form: _Fo
 
 def _plain_rows(recording: Recording, inputs: AttentionInputs) -> _PlainRows:
     """Of fp8 caches a copy, slot by slot, of the rows that these tokens can see."""
-    ring, compressed = inputs.keys.ring, inputs.keys.compressed
+    ring = inputs.keys.ring
+    compressed = inputs.keys.compressed
     if ring.format is RowFormat.PLAIN:
         return _PlainRows(ring.data, None if compressed is None else compressed.data)
     ring_SD = recording.empty((ring.slots, ring.width), torch.bfloat16)
@@ -161,7 +163,8 @@ def _plain_rows(recording: Recording, inputs: AttentionInputs) -> _PlainRows:
     if compressed is not None:
         compressed_CD = recording.empty((compressed.slots, ring.width), torch.bfloat16)
     kernel = Kernel(f"attention/{_MMA.name}", "attention_prefill_dequantize", _MMA.defines(ring))
-    window, entries = inputs.keys.window, inputs.entries
+    window = inputs.keys.window
+    entries = inputs.entries
     most_blocks = _DEQUANTIZE_BLOCKS_PER_MULTIPROCESSOR * recording.target.multiprocessors
 
     def shape(tokens: int) -> Shape:

@@ -81,7 +81,8 @@ def _with_history(
     0, score −∞.
     """
     past = start - history_tokens(ratio) + _count(history_tokens(ratio), start)
-    slots, seen = past % ring.kv.shape[0], (past >= 0)[:, None]
+    slots = past % ring.kv.shape[0]
+    seen = (past >= 0)[:, None]
     # A slot of an earlier sequence may hold anything, and a weight of 0 times NaN or infinity would
     # be NaN.
     past_kv = torch.where(seen, ring.kv[slots], 0.0)
@@ -92,11 +93,13 @@ def _with_history(
 def _pool(
     kv: Tensor, score: Tensor, windows: Tensor, start: Tensor, weights: CompressorWeights
 ) -> Tensor:
-    ratio, history = weights.ratio, history_tokens(weights.ratio)
+    ratio = weights.ratio
+    history = history_tokens(weights.ratio)
     last = (windows + 1) * ratio - 1 - start + history
     tokens = last[:, None] - history + 1 + _count(history, last)
     tokens = tokens.clamp(max=kv.shape[0] - 1)
-    kv, score = kv[tokens], score[tokens]
+    kv = kv[tokens]
+    score = score[tokens]
     if ratio == CSA_RATIO:
         half = kv.shape[-1] // 2
         kv, score = (

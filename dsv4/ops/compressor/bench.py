@@ -43,7 +43,8 @@ def _case(kind: str, what: str, start: int, tokens: int) -> OpCase:
         state = CompressedState(CompressorRing.allocate(ratio, columns, device), rows)
         state.ring.kv.normal_()
         state.ring.score.normal_()
-        ape, norm = torch.randn(ratio, columns, device=device), torch.ones(width, device=device)
+        ape = torch.randn(ratio, columns, device=device)
+        norm = torch.ones(width, device=device)
         inv_freq = 160000.0 ** (-torch.arange(0, ROPE_WIDTH, 2, device=device) / ROPE_WIDTH)
         weights = CompressorWeights(
             ape, norm, inv_freq, 1e-6, ratio, kind == "index", torch.bfloat16

@@ -34,7 +34,8 @@ def compress(
     """
     windows = Windows(kv_TW, score_TW, positions_T, weights, state)
     check_windows(windows)
-    ratio, slots = weights.ratio, state.ring.kv.shape[0]
+    ratio = weights.ratio
+    slots = state.ring.kv.shape[0]
     pool_windows(recording, windows, lambda tokens: ceil_div(tokens, ratio), store=False)
     kernel = Kernel("compressor/compressor", "compress_ring", kernel_defines(windows))
     recording.launch(

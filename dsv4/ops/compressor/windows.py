@@ -20,10 +20,12 @@ from dsv4.ops.key_rows import check_rows, row_code
 
 THREADS = 512
 # Blocks of a window form a cluster, of at most 8; 64 channels of an fp8 row have one scale.
-_MOST_BLOCKS, _BLOCK_CHANNELS = 8, 64
+_MOST_BLOCKS = 8
+_BLOCK_CHANNELS = 64
 # Threads that share the tokens of a window: 8 groups for the 128 of HCA, 4 for the 8 of CSA where
 # the row is so narrow that threads would be idle.
-_HCA_GROUPS, _CSA_GROUPS = 8, 4
+_HCA_GROUPS = 8
+_CSA_GROUPS = 4
 # A block keeps a row and two values per thread in the 48 KiB that need no asking.
 _WIDEST_ROW = (48 << 10) // 4 - 2 * THREADS
 
@@ -56,7 +58,8 @@ def split(weights: CompressorWeights, rows: RowCache) -> Split:
 
 def kernel_defines(windows: Windows) -> Defines:
     """What compressor.cu is compiled with."""
-    weights, rows = windows.weights, windows.state.rows
+    weights = windows.weights
+    rows = windows.state.rows
     blocks, groups = split(weights, rows)
     return (
         ("RATIO", weights.ratio),
@@ -76,7 +79,8 @@ def pool_windows(
 
     ``store``: the blocks of the nth window put the nth token in the ring, so there are as many.
     """
-    weights, rows = windows.weights, windows.state.rows
+    weights = windows.weights
+    rows = windows.state.rows
     defines = kernel_defines(windows)
     kernel = Kernel("compressor/compressor", "compress", defines)
     shared_bytes = dict(defines)["SHARED_BYTES"]
@@ -122,8 +126,11 @@ def check_windows(windows: Windows) -> None:
     """Raises ``ValueError`` unless ``compress`` takes these; kv and score may be columns of wider
     tensors.
     """
-    weights, ring, rows = windows.weights, windows.state.ring, windows.state.rows
-    ratio, slots = weights.ratio, ring.kv.shape[0]
+    weights = windows.weights
+    ring = windows.state.ring
+    rows = windows.state.rows
+    ratio = weights.ratio
+    slots = ring.kv.shape[0]
     columns = rows.width * (2 if ratio == CSA_RATIO else 1)
     tokens = windows.kv_TW.shape[0]
     expect_rows("kv_TW", windows.kv_TW, torch.float32, (tokens, columns))

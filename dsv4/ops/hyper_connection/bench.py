@@ -9,7 +9,8 @@ from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, decode, prefill
 from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.op_case import OpCase
 
-STREAMS, EPS = 4, 1e-6
+STREAMS = 4
+EPS = 1e-6
 WIDTHS = {"Flash": 4096, "Pro": 7168}
 MIXES = {"hc_pre": 24, "hc_seam": 24, "hc_post": 0, "hc_head": 4}
 # Rows of E bf16 values per token that are read or written.

@@ -21,7 +21,8 @@ from dsv4.ops.hyper_connection.seam import (
 
 # Four blocks share a token in hc_finish, which shortens their loads: 3.07 to 2.35 µs for Pro, and
 # eight are no better. Narrow streams of fewer than 256 accesses have nothing to share.
-_FINISH_BLOCKS, _SHARED_ACCESSES = 4, 256
+_FINISH_BLOCKS = 4
+_SHARED_ACCESSES = 256
 # Whole warps that, with the warp of post and comb, stay below the 1,024 threads of a block: wider
 # streams take several accesses a thread.
 _MOST_WORKERS = 960

@@ -21,7 +21,10 @@ from dsv4.ops.hyper_connection.seam import (
 
 # hyper_connection_prefill.cu: tokens and warps of a block, columns of a warp's step, and the most
 # streams that it takes.
-_TILE_TOKENS, _WARPS, _CHUNK, _MOST_STREAMS = 16, 8, 32, 4
+_TILE_TOKENS = 16
+_WARPS = 8
+_CHUNK = 32
+_MOST_STREAMS = 4
 # Blocks of hc_mix have so many tokens, which share the weights of fn in registers.
 _MIX_TOKENS = 8
 # 480 workers and the warp of post and comb are 512 threads: two blocks of 64 registers a thread
@@ -121,7 +124,8 @@ def _splits(tokens: int, width: int, multiprocessors: int) -> int:
 
     Every split has a chunk of columns for each warp.
     """
-    blocks, splits = ceil_div(tokens, _TILE_TOKENS), 1
+    blocks = ceil_div(tokens, _TILE_TOKENS)
+    splits = 1
     while blocks * splits <= multiprocessors and _WARPS * _CHUNK * splits < width:
         splits *= 2
     return splits

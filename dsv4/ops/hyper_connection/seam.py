@@ -96,9 +96,11 @@ def checked_seam(
     check_streams(streams_TME)
     _, streams, width = streams_TME.shape
     if isinstance(weights, HcWeights):
-        mixes, scales = (2 + streams) * streams, 3
+        mixes = (2 + streams) * streams
+        scales = 3
     else:
-        mixes, scales = streams, 1
+        mixes = streams
+        scales = 1
     expect("fn", weights.fn, torch.float32, (mixes, streams * width))
     expect("base", weights.base, torch.float32, (mixes,))
     expect("scale", weights.scale, torch.float32, (scales,))
@@ -253,7 +255,8 @@ class _Outgoing(NamedTuple):
 
 def _record(recording: Recording, seam: Seam, shapes: SeamShapes, out: _Outgoing) -> None:
     partials = recording.empty((shapes.partial_rows, seam.mixes + 1), torch.float32)
-    incoming, weights = seam.incoming, seam.weights
+    incoming = seam.incoming
+    weights = seam.weights
     recording.launch(
         shapes.mix,
         y=incoming.y if incoming else None,

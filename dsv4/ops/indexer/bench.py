@@ -11,7 +11,9 @@ from dsv4.ops.indexer import decode, prefill
 from dsv4.ops.indexer.query import index_query
 from dsv4.ops.op_case import OpCase
 
-HEADS, WIDTH, ROPE_WIDTH = 64, 128, 64
+HEADS = 64
+WIDTH = 128
+ROPE_WIDTH = 64
 LISTED = {"Flash": 512, "Pro": 1024}
 
 
@@ -50,7 +52,8 @@ def _select_case(model: str, tokens: int, context: int, capacity: int = 0) -> Op
 
     def make(index: int) -> Callable[[], object]:
         device = torch.device("cuda", torch.cuda.current_device())
-        plain, format = torch.bfloat16, RowFormat.INDEX_FP8
+        plain = torch.bfloat16
+        format = RowFormat.INDEX_FP8
         keys = RowCache.allocate(slots, WIDTH, ROPE_WIDTH, format, plain, device)
         for part in torch.arange(slots, device=device).split(65536):
             keys.write(part, torch.randn(len(part), WIDTH, device=device))

@@ -31,7 +31,8 @@ def index_select(
     """
     selection = checked_selection(q_TID, weight_TI, score_scale, keys, positions_T, index_topk)
     shapes = SelectionShapes(recording, selection)
-    tokens, stride = q_TID.shape[0], selection.score_stride
+    tokens = q_TID.shape[0]
+    stride = selection.score_stride
     tile = min(tokens, max(1, _SCORE_BYTES // (torch.int32.itemsize * stride)))
     score_TS = recording.empty((tile, stride), torch.int32)
     selected_TK = recording.empty((tokens, selection.selected), torch.int64)

@@ -17,9 +17,13 @@ from dsv4.launch.recording import Recording, ShapeOf, is_aligned
 from dsv4.ops.indexer.query import check_queries
 
 _SCORES = "indexer/index_scores"
-_WARP, _WARPS = 32, 8
+_WARP = 32
+_WARPS = 8
 # index_scores.cu: width of a row, heads at once, keys of a tile, stages of a warp's ring.
-_WIDTH, _HEAD_TILE, _TILE_KEYS, _STAGES = 128, 8, 16, 4
+_WIDTH = 128
+_HEAD_TILE = 8
+_TILE_KEYS = 16
+_STAGES = 4
 # Every thread keeps its part of the queries in registers: 128 of them for 64 heads.
 _MOST_HEADS = 64
 # Every block that takes a part of a token's keys rounds its queries again: parts of long steps
@@ -33,15 +37,20 @@ _ROW_CODES = {
 # Shared memory of a block on Hopper and Blackwell.
 _MOST_SHARED_BYTES = 227 << 10
 # Top-k: one block is faster up to 16,384 visible entries, a cluster of 8 above.
-_CLUSTER, _SPREAD = 8, 16384
+_CLUSTER = 8
+_SPREAD = 16384
 # (threads, loads in a row) of a selecting block: in a cluster, alone in a decode step, one of many
 # tokens. 1,024 threads have 64 registers each, half as many as 512; two blocks of 256 threads share
 # a multiprocessor.
-_CLUSTER_BLOCK, _DECODE_BLOCK, _PREFILL_BLOCK = (1024, 4), (512, 8), (256, 8)
+_CLUSTER_BLOCK = (1024, 4)
+_DECODE_BLOCK = (512, 8)
+_PREFILL_BLOCK = (256, 8)
 # Entries that a warp of top_k keeps in shared memory after the first digit.
 _KEPT = 512
 # top_k.cuh: bins of a digit, sets of them that a cluster adds up, values ranked one by one.
-_BINS, _DIGITS, _FEW = 2048, 7, 128
+_BINS = 2048
+_DIGITS = 7
+_FEW = 128
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,8 @@ class SelectionShapes:
         return self._scores(tokens, parts, part_tiles=_SHARE_KEYS // _TILE_KEYS)
 
     def _scores(self, tokens: int, parts: int, part_tiles: int) -> Shape:
-        kernel, nbytes = self._score_kernel, self._score_bytes
+        kernel = self._score_kernel
+        nbytes = self._score_bytes
         if not self.tensor_cores:
             grid = (max(1, 2 * self._blocks // tokens), tokens)
             return Shape(kernel, grid, _WARP * _WARPS, nbytes, numbers=self._geometry)

@@ -39,7 +39,8 @@ class KeyRows(NamedTuple):
 
 def check(rows: KeyRows) -> None:
     """Raises ``ValueError`` unless ``kv_write`` takes these."""
-    kv_TD, ring = rows.kv_TD, rows.ring
+    kv_TD = rows.kv_TD
+    ring = rows.ring
     if kv_TD.dim() != 2 or kv_TD.shape[1] != ring.width or ring.width > _WIDEST_ROW:
         expected = f"[T, {ring.width}], at most {_WIDEST_ROW} wide"
         raise ValueError(f"kv_TD: found {list(kv_TD.shape)}, expected {expected}")

@@ -14,16 +14,16 @@ from dsv4.ops.op_case import OpCase
 from dsv4.weights.packed import PackedWeight, chunk_columns, padded
 from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 
-NVFP4, MXFP4, FP8, BF16 = (
-    QuantFormat.NVFP4,
-    QuantFormat.MXFP4,
-    QuantFormat.FP8_BLOCK128,
-    QuantFormat.BF16,
-)
+NVFP4 = QuantFormat.NVFP4
+MXFP4 = QuantFormat.MXFP4
+FP8 = QuantFormat.FP8_BLOCK128
+BF16 = QuantFormat.BF16
 EPS = 1e-6
 # (hidden size, query low rank, rows of wq_b, of the indexer's wq_b, o_a groups)
 GEOMETRIES = {"Pro": (7168, 1536, 65536, 8192, 16), "Flash": (4096, 1024, 32768, 8192, 8)}
-HEAD_DIM, LOW_RANK, VOCABULARY = 512, 1024, 129280
+HEAD_DIM = 512
+LOW_RANK = 1024
+VOCABULARY = 129280
 
 
 def cases() -> Iterator[OpCase]:
@@ -54,7 +54,8 @@ def cases() -> Iterator[OpCase]:
 
 def random_packed(rows: int, columns: int, format: QuantFormat) -> PackedWeight:
     """Random codes and small random scales in packed order, on the current device."""
-    tiles, chunks = padded(rows) // 16, padded(columns) // chunk_columns(format)
+    tiles = padded(rows) // 16
+    chunks = padded(columns) // chunk_columns(format)
     codes = random_weight(tiles * 16, chunks * chunk_columns(format), format).data
     data = codes.contiguous().view(torch.uint8).view(tiles, chunks, 32, 16)
     scale = None
@@ -127,7 +128,8 @@ def _single(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> OpCase:
     def make(index: int) -> Callable[[], object]:
-        weight, x = random_packed(rows, columns, format), _x(tokens, columns)
+        weight = random_packed(rows, columns, format)
+        x = _x(tokens, columns)
         return PreparedOp(linear, x, weight, out_dtype).run
 
     io_bytes = tokens * (2 * columns + out_dtype.itemsize * rows)
@@ -141,7 +143,8 @@ def _grouped(name: str, groups: int, format: QuantFormat, tokens: int) -> OpCase
     columns = 8 * HEAD_DIM
 
     def make(index: int) -> Callable[[], object]:
-        weight, x = random_packed(groups * LOW_RANK, columns, format), _x(tokens, groups, columns)
+        weight = random_packed(groups * LOW_RANK, columns, format)
+        x = _x(tokens, groups, columns)
         return PreparedOp(grouped_linear, x, weight).run
 
     rows = groups * LOW_RANK
@@ -165,7 +168,8 @@ def _rows(
         rows = pack_rows(
             [random_weight(count, columns, format) for count, format in matrices], dtypes
         )
-        x, norm_weight = _x(tokens, columns), torch.rand(columns, device="cuda") if norm else None
+        x = _x(tokens, columns)
+        norm_weight = torch.rand(columns, device="cuda") if norm else None
         return PreparedOp(linear_rows, x, rows, norm_weight, EPS).run
 
     weight_bytes = sum(_weight_bytes(count, columns, format) for count, format in matrices)

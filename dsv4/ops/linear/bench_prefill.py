@@ -17,12 +17,10 @@ from dsv4.ops.moe.prefill import expert_sum
 from dsv4.ops.op_case import OpCase
 from dsv4.weights.quant import QuantFormat, packed_bytes
 
-NVFP4, MXFP4, FP8, BF16 = (
-    QuantFormat.NVFP4,
-    QuantFormat.MXFP4,
-    QuantFormat.FP8_BLOCK128,
-    QuantFormat.BF16,
-)
+NVFP4 = QuantFormat.NVFP4
+MXFP4 = QuantFormat.MXFP4
+FP8 = QuantFormat.FP8_BLOCK128
+BF16 = QuantFormat.BF16
 # (rows, columns) of wq_b and wo_b.
 DENSE = {"Flash": ((32768, 1024), (4096, 8192)), "Pro": ((65536, 1536), (7168, 16384))}
 
@@ -48,10 +46,12 @@ def cases() -> Iterator[OpCase]:
 
 def _linear(model: str, tokens: int, rows: int, columns: int, format: QuantFormat) -> OpCase:
     def make(index: int) -> Callable[[], object]:
-        weight, x = random_weight(format, (rows, columns)), _x(tokens, columns)
+        weight = random_weight(format, (rows, columns))
+        x = _x(tokens, columns)
         return PreparedOp(linear, x, weight).run
 
-    weight_bytes, io_bytes = packed_bytes(format, (rows, columns)), 2 * tokens * (rows + columns)
+    weight_bytes = packed_bytes(format, (rows, columns))
+    io_bytes = 2 * tokens * (rows + columns)
     name = f"{model} {rows}x{columns} {format.value} T={tokens}"
     flops = 2 * tokens * rows * columns
     return OpCase(
@@ -60,7 +60,8 @@ def _linear(model: str, tokens: int, rows: int, columns: int, format: QuantForma
 
 
 def _grouped(model: str, tokens: int, groups: int, format: QuantFormat) -> OpCase:
-    rows, columns = 1024, 4096
+    rows = 1024
+    columns = 4096
 
     def make(index: int) -> Callable[[], object]:
         weight = random_weight(format, (groups * rows, columns))
@@ -83,7 +84,8 @@ def _grouped(model: str, tokens: int, groups: int, format: QuantFormat) -> OpCas
 
 def _moe(model: str, tokens: int) -> OpCase:
     width, inner = GEOMETRIES[model]
-    nbytes, flops = _expert_bytes(model), 6 * tokens * width * inner
+    nbytes = _expert_bytes(model)
+    flops = 6 * tokens * width * inner
 
     def make(index: int) -> Callable[[], object]:
         experts = _experts(model)
@@ -107,13 +109,15 @@ def _pair(model: str, tokens: int) -> OpCase:
         pairs = immediately(sort_by_expert)(ids_TP, EXPERTS[model])
 
         def both(recording: Recording, x_TE: Tensor, pairs: Sorted) -> Tensor:
-            w1, w3 = experts.w1, experts.w3
+            w1 = experts.w1
+            w3 = experts.w3
             hidden = gate_up(recording, x_TE, w1, w3, LIMIT, pairs, weights_TP)
             return down(recording, hidden, experts.w2, pairs)
 
         return PreparedOp(both, x_TE, pairs).run
 
-    nbytes, rows = _expert_bytes(model), tokens * PER_TOKEN
+    nbytes = _expert_bytes(model)
+    rows = tokens * PER_TOKEN
     name = f"{model} T={tokens}, {rows} rows over {EXPERTS[model]} experts nvfp4"
     io_bytes = 2 * tokens * width + rows * (4 * inner + 4 * width)
     return OpCase(

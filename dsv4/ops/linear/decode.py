@@ -23,7 +23,8 @@ from dsv4.weights.quant import Weight
 
 # log2 of the row tiles per row of FP8 block scales: as stored (128 rows), and in a row list (64
 # rows).
-_STORED_SCALE_SHIFT, _LIST_SCALE_SHIFT = 3, 2
+_STORED_SCALE_SHIFT = 3
+_LIST_SCALE_SHIFT = 2
 
 
 class _Norm(NamedTuple):
@@ -52,7 +53,8 @@ class _Product:
 
     def arguments(self, plan: LinearPlan) -> dict[str, Tensor | int | None]:
         """Those of ``decode_linear`` that describe the product."""
-        first, second = self.parts[0], self.parts[1] if len(self.parts) > 1 else None
+        first = self.parts[0]
+        second = self.parts[1] if len(self.parts) > 1 else None
         return {
             "columns": self.shape.columns,
             "slice_columns": plan.slice_columns,

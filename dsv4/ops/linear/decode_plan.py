@@ -12,15 +12,19 @@ from dsv4.launch.kernel import Defines, ceil_div, round_up
 from dsv4.weights.quant import QuantFormat
 
 # Both as in decode_linear.cu.
-MAX_MATRICES, MAX_SLICES = 8, 8
+MAX_MATRICES = 8
+MAX_SLICES = 8
 # 8 to 16 warps with rings of 2 to 6 stages were within 3 % of each other (docs/kernels/linear.md).
-WARPS, _DEPTH = 12, 4
+WARPS = 12
+_DEPTH = 4
 # The static arrays of the kernel come out of the 227 KiB that a block may have.
 _SHARED_LIMIT = (227 << 10) - (4 << 10)
 # Asked for by every block: two on one SM double up where a launch that begins early finds others
 # free, and were slower (docs/kernels/linear.md); a block of another kernel still fits beside one.
 _LEAST_SHARED = 116 << 10
-_TILE_ROWS, _STAGE_DATA, _SLICE_MULTIPLE = 16, 2048, 256
+_TILE_ROWS = 16
+_STAGE_DATA = 2048
+_SLICE_MULTIPLE = 256
 _STAGE_COLUMNS = {
     QuantFormat.NVFP4: 256,
     QuantFormat.MXFP4: 256,
@@ -28,7 +32,8 @@ _STAGE_COLUMNS = {
     QuantFormat.BF16: 64,
 }
 # Eights of activations that a thread may hold, of all tokens together.
-_MOST_PIECES, _THREAD_COLUMNS = 8, 8
+_MOST_PIECES = 8
+_THREAD_COLUMNS = 8
 # Cycles of one SM of an H200 for a stage, where instructions bound it.
 _STAGE_CYCLES = {
     QuantFormat.NVFP4: 124,
@@ -136,7 +141,8 @@ def _plan(problem: _Problem, cluster: int, slices: int, waves: int) -> LinearPla
     """The plan with K in ``slices`` slices on clusters of ``cluster`` blocks; None when it does not
     work out.
     """
-    shape, padded_tokens = problem.shape, problem.padded_tokens
+    shape = problem.shape
+    padded_tokens = problem.padded_tokens
     padded_columns = round_up(shape.columns, 64)
     whole = round_up(padded_columns, _SLICE_MULTIPLE)
     slice_columns = round_up(ceil_div(whole, slices), _SLICE_MULTIPLE)

@@ -21,14 +21,20 @@ from dsv4.weights.packed import PADDING, TILE_ROWS, PackedWeight, padded
 from dsv4.weights.quant import QuantFormat, Weight
 
 # Constants of dsv4/ops/linear/prefill_gemm.cuh.
-TILE_TOKENS, THREADS = 128, 384
+TILE_TOKENS = 128
+THREADS = 384
 MODE_LINEAR, MODE_GATE_UP, MODE_DOWN = range(3)
-_LINEAR_ROWS, _PARTIAL_FLOATS = 256, 2 * TILE_TOKENS // 8 * 4 * 256
+_LINEAR_ROWS = 256
+_PARTIAL_FLOATS = 2 * TILE_TOKENS // 8 * 4 * 256
 # One stage: 64 columns (128 bytes) of x. Besides the stages: their alignment, barriers and a flag.
-_TOKEN_BYTES, _OTHER_SHARED, _SHARED_LIMIT, _MAX_STAGES = TILE_TOKENS * 128, 2048, 227 << 10, 8
+_TOKEN_BYTES = TILE_TOKENS * 128
+_OTHER_SHARED = 2048
+_SHARED_LIMIT = 227 << 10
+_MAX_STAGES = 8
 # A split has at least 4 stages, so that its pipeline fills; 16 splits are the most that one block
 # sums.
-_MIN_SPLIT_STEPS, _MAX_SPLITS = 4, 16
+_MIN_SPLIT_STEPS = 4
+_MAX_SPLITS = 16
 # One per tile. Split tiles are at most half as many as there are multiprocessors.
 _COUNTERS = 1024
 
@@ -218,7 +224,8 @@ def linear_batches(
         blocks = min(split.tiles(tokens) * splits, target.multiprocessors)
         return variant.shape("prefill_linear", blocks, tokens=tokens, splits=splits)
 
-    partial = counters = None
+    partial = None
+    counters = None
     most_partials = split.most_partials(tokens)
     if most_partials:
         partial = recording.empty((most_partials * _PARTIAL_FLOATS,), torch.float32)

@@ -84,7 +84,8 @@ def gemms_for(
 
     most = round_up(recording.tokens, _TOKEN_STEP)
     counts = range(CUTEDSL_TOKENS, most + 1, _TOKEN_STEP)
-    features, multiprocessors = weight.shape[0], recording.target.multiprocessors
+    features = weight.shape[0]
+    multiprocessors = recording.target.multiprocessors
     fixed = (features, groups, multiprocessors)
     return tuple([jit.gemm_for(weight.format, out_dtype, tokens, *fixed) for tokens in counts])
 

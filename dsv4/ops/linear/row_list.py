@@ -137,7 +137,9 @@ def _join_formats(
     memory.
     """
     device = packed[0].device
-    parts, table, scales = [], [], []
+    parts = []
+    table = []
+    scales = []
     first = 0
     for format in formats:
         members = [index for index, weight in enumerate(packed) if weight.format is format]

@@ -15,14 +15,16 @@ from dsv4.weights.quant import QuantFormat, QuantTensor, packed_bytes, packed_sh
 
 GEOMETRIES = {"Flash": (4096, 2048), "Pro": (7168, 3072)}
 EXPERTS = {"Flash": 256, "Pro": 384}
-PER_TOKEN, LIMIT = 6, 10.0
+PER_TOKEN = 6
+LIMIT = 10.0
 # Calls before one finds its router and its shared expert a second time.
 _INPUTS = 24
 
 
 def cases() -> Iterator[OpCase]:
     """Routing and experts of a layer for 1 to 8 tokens, which choose among all of its experts."""
-    nvfp4, fp8 = QuantFormat.NVFP4, QuantFormat.FP8_BLOCK128
+    nvfp4 = QuantFormat.NVFP4
+    fp8 = QuantFormat.FP8_BLOCK128
     for model in GEOMETRIES:
         for tokens in (1, 2, 4, 8):
             yield moe_case(model, tokens, nvfp4, fp8)
@@ -34,7 +36,8 @@ def moe_case(model: str, tokens: int, routed: QuantFormat, shared: QuantFormat) 
     """One case. Every call of a copy takes the next of 24 inputs, each with a router and a shared
     expert of its own; the bytes are those of as many experts as random routers choose on average.
     """
-    (width, inner), count = GEOMETRIES[model], EXPERTS[model]
+    (width, inner) = GEOMETRIES[model]
+    count = EXPERTS[model]
     distinct = count * (1 - (1 - PER_TOKEN / count) ** tokens)
     shapes = ((inner, width), (width, inner), (inner, width))
     expert_bytes = sum(packed_bytes(routed, shape) for shape in shapes)
@@ -67,9 +70,11 @@ def moe_case(model: str, tokens: int, routed: QuantFormat, shared: QuantFormat) 
 def random_weight(format: QuantFormat, shape: tuple[int, ...]) -> PackedWeight:
     """Random codes and moderate random scales, packed, without a detour over float32."""
     *stack, rows, columns = shape
-    tiles, chunks = padded(rows) // 16, padded(columns) // chunk_columns(format)
+    tiles = padded(rows) // 16
+    chunks = padded(columns) // chunk_columns(format)
     data = torch.randint(0, 256, (*stack, tiles, chunks, 32, 16), dtype=torch.uint8, device="cuda")
-    block_scale = global_scale = None
+    block_scale = None
+    global_scale = None
     if format is QuantFormat.FP8_BLOCK128:
         data &= 0xF7  # no NaN codes
         scales = packed_shapes(format, shape)["block_scale"]

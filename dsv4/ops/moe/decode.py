@@ -26,7 +26,8 @@ from dsv4.weights.quant import QuantFormat
 # The grid barrier's four and two per word of the score exchange. All shapes share them, so that the
 # number of a launch, which marks its words, is its own.
 COUNTERS = 4 + 2 * MAX_DECODE_TOKENS * MAX_EXPERTS
-_STAGE_LOADS, _LOAD_BYTES = 4, 512
+_STAGE_LOADS = 4
+_LOAD_BYTES = 512
 # Rows of the output that a work item of the second phase computes, and their partial sums.
 _PAIR_ROWS = 32
 # Dynamic shared memory a block may use: 227 KB less the kernel's static tables.

@@ -21,7 +21,8 @@ from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
 # By entry of prefill_gemm.cuh: its mode, and the weight rows of one tile (ROWS_PER_BLOCK).
 _MODE_AND_ROWS = {"prefill_gate_up": (MODE_GATE_UP, 128), "prefill_down": (MODE_DOWN, 256)}
 # Of moe_sort.cu.
-_SORT_THREADS, _SORT_WARPS = 1024, 32
+_SORT_THREADS = 1024
+_SORT_WARPS = 32
 # bfloat16 values in 16 bytes, which rows that a GEMM reads begin at multiples of.
 _VECTOR = 8
 

@@ -9,7 +9,8 @@ from dsv4.launch.recording import Recording, is_aligned
 
 _SOURCE = "opening/opening"
 # A thread copies 16 bytes; small blocks spread the row of a single token over multiprocessors.
-_THREADS, _PART_BYTES = 128, 16
+_THREADS = 128
+_PART_BYTES = 16
 
 
 def embed(
@@ -33,9 +34,11 @@ def embed(
     expect("table_VE", table_VE, dtype, (rows, width))
     nbytes = width * dtype.itemsize
     if nbytes % _PART_BYTES == 0 and is_aligned(table_VE, _PART_BYTES):
-        kernel, parts = Kernel(_SOURCE, "embed"), nbytes // _PART_BYTES
+        kernel = Kernel(_SOURCE, "embed")
+        parts = nbytes // _PART_BYTES
     else:
-        kernel, parts = Kernel(_SOURCE, "embed_any_geometry"), width
+        kernel = Kernel(_SOURCE, "embed_any_geometry")
+        parts = width
     positions_T = recording.empty((recording.tokens,), torch.int64)
     streams_TME = recording.empty((recording.tokens, streams, width), dtype)
     recording.launch(

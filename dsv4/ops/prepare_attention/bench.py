@@ -14,10 +14,15 @@ from dsv4.ops.op_case import OpCase
 from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm
 from dsv4.ops.prepare_attention.decode import prepare_attention
 
-WIDTH, INDEX_WIDTH, ROPE_WIDTH, INDEX_HEADS, EPS = 512, 128, 64, 64, 1e-6
+WIDTH = 512
+INDEX_WIDTH = 128
+ROPE_WIDTH = 64
+INDEX_HEADS = 64
+EPS = 1e-6
 HEADS = {"Flash": 64, "Pro": 128}
 RATIOS = {"window": 0, "CSA": 4, "HCA": 128}
-INSIDE, LAST = 8192, 8191
+INSIDE = 8192
+LAST = 8191
 
 
 def cases() -> Iterator[OpCase]:
@@ -31,7 +36,8 @@ def cases() -> Iterator[OpCase]:
 
 
 def _case(model: str, kind: str, what: str, start: int, tokens: int) -> OpCase:
-    heads, ratio = HEADS[model], RATIOS[kind]
+    heads = HEADS[model]
+    ratio = RATIOS[kind]
     index_heads = INDEX_HEADS if kind == "CSA" else 0
     widths = {"window": [], "HCA": [WIDTH], "CSA": [WIDTH, INDEX_WIDTH]}[kind]
     nbytes = tokens * (
@@ -64,7 +70,8 @@ def _case(model: str, kind: str, what: str, start: int, tokens: int) -> OpCase:
 def _compression(
     ratio: int, width: int, start: int, tokens: int, norm: QueryKeyNorm
 ) -> Compression:
-    device, columns = norm.kv_norm.device, 2 * width if ratio == 4 else width
+    device = norm.kv_norm.device
+    columns = 2 * width if ratio == 4 else width
     format = RowFormat.KV_FP8 if width == WIDTH else RowFormat.INDEX_FP8
     rows = RowCache.allocate(
         (start + tokens) // ratio + 1, width, ROPE_WIDTH, format, torch.bfloat16, device
@@ -72,7 +79,8 @@ def _compression(
     state = CompressedState(CompressorRing.allocate(ratio, columns, device), rows)
     state.ring.kv.normal_()
     state.ring.score.normal_()
-    ape, weight = torch.randn(ratio, columns, device=device), torch.ones(width, device=device)
+    ape = torch.randn(ratio, columns, device=device)
+    weight = torch.ones(width, device=device)
     weights = CompressorWeights(
         ape, weight, norm.inv_freq, norm.eps, ratio, width == INDEX_WIDTH, torch.bfloat16
     )

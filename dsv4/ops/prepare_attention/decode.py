@@ -71,7 +71,9 @@ def prepare_attention(
 
 
 def _in_parts(recording: Recording, step: _Step) -> Queries:
-    (q_TND, index_TID), norm, positions_T = step.queries, step.norm, step.positions_T
+    (q_TND, index_TID) = step.queries
+    norm = step.norm
+    positions_T = step.positions_T
     rows = DECODE_ROWS_PER_BLOCK
     q_THD = query_rope(recording, q_TND, positions_T, norm.inv_freq, norm.eps, rows)
     kv_write(recording, *step.key_rows)
@@ -83,7 +85,9 @@ def _in_parts(recording: Recording, step: _Step) -> Queries:
 
 
 def _one_launch(recording: Recording, step: _Step) -> Queries:
-    (q_THD, index_TID), norm, ring = step.queries, step.norm, step.ring
+    (q_THD, index_TID) = step.queries
+    norm = step.norm
+    ring = step.ring
     tokens, heads, _ = q_THD.shape
     index_heads, index_width = (0, 1) if index_TID is None else index_TID.shape[1:]
     rotated_THD = recording.empty_like(q_THD)
@@ -129,7 +133,8 @@ def _compressor_arguments(
         tensors = ("kv", "score", "ape", "norm", "ring_kv", "ring_score", "data", "scale")
         absent = {f"{prefix}_{name}": None for name in tensors}
         return {**absent, f"{prefix}_row_slots": 0, f"{prefix}_ring_slots": 0}
-    weights, state = compression.weights, compression.state
+    weights = compression.weights
+    state = compression.state
     return {
         f"{prefix}_kv": compression.kv_TW,
         f"{prefix}_score": compression.score_TW,
@@ -146,14 +151,20 @@ def _compressor_arguments(
 
 def _defines(step: _Step) -> Defines:
     """The geometry and the formats of a layer."""
-    ratio, blocks, groups = 0, 1, 1
-    index_width, index_format, index_groups = 0, 0, 1
+    ratio = 0
+    blocks = 1
+    groups = 1
+    index_width = 0
+    index_format = 0
+    index_groups = 1
     if step.main is not None:
-        weights, rows = step.main.weights, step.main.state.rows
+        weights = step.main.weights
+        rows = step.main.state.rows
         ratio, (blocks, groups) = weights.ratio, split(weights, rows)
     if step.index is not None:
         rows = step.index.state.rows
-        index_width, index_format = rows.width, row_code(rows)
+        index_width = rows.width
+        index_format = row_code(rows)
         _, index_groups = split(step.index.weights, rows)
     return (
         ("WIDTH", step.ring.width),
@@ -171,7 +182,8 @@ def _defines(step: _Step) -> Defines:
 
 def _is_usual(step: _Step) -> bool:
     """Whether the kernel knows this geometry: rows in vectors, everything in the layer's formats."""
-    (q_THD, index_TID), compressions = step.queries, step.compressions
+    (q_THD, index_TID) = step.queries
+    compressions = step.compressions
     if not in_vectors(q_THD, 2 * step.norm.inv_freq.shape[0]) or not step.key_rows.in_vectors:
         return False
     if q_THD.shape[-1] != step.ring.width or len(compressions) > 2:
@@ -186,7 +198,8 @@ def _is_usual(step: _Step) -> bool:
 
 def _is_usual_part(compression: Compression, step: _Step, index_TID: Tensor | None) -> bool:
     """The main compressor pools rows like the ring's, the indexer's rows like its queries."""
-    weights, rows = compression.weights, compression.state.rows
+    weights = compression.weights
+    rows = compression.state.rows
     if not compression.kv_TW.is_contiguous() or not compression.score_TW.is_contiguous():
         return False
     same_table = _is_same_memory(weights.inv_freq, step.norm.inv_freq)
@@ -206,7 +219,8 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _check(step: _Step) -> None:
-    (q_THD, index_TID), positions_T = step.queries, step.positions_T
+    (q_THD, index_TID) = step.queries
+    positions_T = step.positions_T
     if q_THD.shape[0] > MAX_DECODE_TOKENS:
         found = f"{q_THD.shape[0]} tokens"
         raise ValueError(f"q_THD: found {found}, expected at most {MAX_DECODE_TOKENS}")

@@ -22,7 +22,8 @@ def rope(x: Tensor, positions_T: Tensor, inv_freq: Tensor, inverse: bool = False
     angle = positions_T.float()[:, None] * inv_freq
     if x.dim() == 3:
         angle = angle[:, None]
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
     if inverse:
         sin = -sin
     rotary_width = 2 * inv_freq.shape[0]
@@ -61,7 +62,8 @@ def _apply_yarn(inv_freq: Tensor, theta: float, yarn: Yarn) -> Tensor:
     """Blends f and f / factor with a linear ramp between the dimensions that turn beta_fast and
     beta_slow times.
     """
-    pairs, width = inv_freq.shape[0], 2 * inv_freq.shape[0]
+    pairs = inv_freq.shape[0]
+    width = 2 * inv_freq.shape[0]
 
     def correction(rotations: float) -> float:
         return (

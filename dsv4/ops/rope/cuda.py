@@ -8,7 +8,8 @@ from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.ops.key_rows import in_vectors
 
-WARP, WARPS = 32, 8
+WARP = 32
+WARPS = 8
 # Few tokens: a warp per head, so that the heads of a token spread over the multiprocessors.
 DECODE_ROWS_PER_BLOCK = WARPS
 _ANY_THREADS = 128

@@ -14,7 +14,8 @@ from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording, is_aligned
 
 # The largest cluster that every GPU allows, of the largest blocks.
-_BLOCKS, _THREADS = 8, 1024
+_BLOCKS = 8
+_THREADS = 1024
 # Both arrays of top-p then take 192 KB of a block's 227 KB of shared memory.
 _MOST_VALUES = 24
 

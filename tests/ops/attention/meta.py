@@ -14,7 +14,9 @@ from tests.ops.recorded import HOPPER, launches, meta
 
 HEADS = {"Flash": 64, "Pro": 128}
 LISTED = {"Flash": 512, "Pro": 1024}
-WINDOW, CSA, HCA = 128, 4, 128
+WINDOW = 128
+CSA = 4
+HCA = 128
 FORMATS = [RowFormat.KV_FP8, RowFormat.PLAIN]
 
 

@@ -57,7 +57,8 @@ def exact_attention(
     frequencies: Tensor,
 ) -> Tensor:
     """One query in float64, key by key."""
-    ring, window = keys.ring.read_all(), range(max(0, position - keys.window + 1), position + 1)
+    ring = keys.ring.read_all()
+    window = range(max(0, position - keys.window + 1), position + 1)
     seen = [ring[p % keys.ring.slots] for p in window]
     if keys.compressed is not None:
         entries = (
@@ -84,11 +85,9 @@ def exact_attention(
 def test_dense_layers_equal_the_formula(
     ops: Ops, ratio: int, start: int, dtype: torch.dtype
 ) -> None:
-    keys, q_THD, sink_H = (
-        random_keys(ratio),
-        normal(3, 2, HEAD_DIM, seed=3, dtype=dtype),
-        normal(2, seed=4),
-    )
+    keys = random_keys(ratio)
+    q_THD = normal(3, 2, HEAD_DIM, seed=3, dtype=dtype)
+    sink_H = normal(2, seed=4)
     out = ops.sparse_attention(q_THD, keys, None, sink_H, start + torch.arange(3), inv_freq(ratio))
     assert out.dtype == dtype
     for t in range(3):
@@ -104,11 +103,9 @@ def test_dense_layers_equal_the_formula(
 def test_selected_entries_equal_the_formula(
     ops: Ops, format: RowFormat, start: int, dtype: torch.dtype
 ) -> None:
-    keys, q_THD, sink_H = (
-        random_keys(4, format),
-        normal(5, 3, HEAD_DIM, seed=5, dtype=dtype),
-        normal(3, seed=6),
-    )
+    keys = random_keys(4, format)
+    q_THD = normal(5, 3, HEAD_DIM, seed=5, dtype=dtype)
+    sink_H = normal(3, seed=6)
     selected_TK = (
         integers(-8, 39, 5, 12, seed=7, dtype=torch.int64).clamp(min=-1).sort(dim=1).values
     )
@@ -158,15 +155,18 @@ def test_sink_is_in_the_denominator_only_and_not_scaled(ops: Ops, sink: float) -
 def test_window_is_128_tokens_with_itself_and_entries_that_overlap_it_count_again(
     ops: Ops, position: int
 ) -> None:
-    ring, entry = torch.zeros(160, HEAD_DIM), torch.zeros(8, HEAD_DIM)
-    ring[:, 0], entry[:, 1] = 1.0, 1.0
+    ring = torch.zeros(160, HEAD_DIM)
+    entry = torch.zeros(8, HEAD_DIM)
+    ring[:, 0] = 1.0
+    entry[:, 1] = 1.0
     keys = KeySet(row_cache(ring), row_cache(entry), 128, WINDOW)
     position_T = position + torch.arange(3)
     out = ops.sparse_attention(
         torch.zeros(3, 1, HEAD_DIM), keys, None, torch.tensor([NO_SINK]), position_T, inv_freq(128)
     )
     for t in range(3):
-        window, entries = min(position + t + 1, 128), (position + t + 1) // 128
+        window = min(position + t + 1, 128)
+        entries = (position + t + 1) // 128
         assert float(out[t, 0, 0]) == pytest.approx(window / (window + entries))
         assert float(out[t, 0, 1]) == pytest.approx(entries / (window + entries))
 
@@ -193,7 +193,9 @@ def test_spec11_a03_logits_are_scaled_by_the_head_dimension_alone(ops: Ops) -> N
     show.
     """
     rows_SD = torch.zeros(160, HEAD_DIM)
-    rows_SD[1, :448], rows_SD[0, 448], rows_SD[1, 449] = 0.1, 1.0, 1.0
+    rows_SD[1, :448] = 0.1
+    rows_SD[0, 448] = 1.0
+    rows_SD[1, 449] = 1.0
     q_THD = torch.ones(1, 1, HEAD_DIM)
     q_THD[..., 448:] = 0.0
     keys = KeySet(row_cache(rows_SD), None, 0, WINDOW)
@@ -211,7 +213,8 @@ def test_spec11_a03_logits_are_scaled_by_the_head_dimension_alone(ops: Ops) -> N
 def test_slots_that_hold_no_visible_key_may_hold_anything(
     ops: Ops, ratio: int, position: int, poison: float
 ) -> None:
-    q_THD, sink_H = normal(1, 2, HEAD_DIM, seed=10), normal(2, seed=11)
+    q_THD = normal(1, 2, HEAD_DIM, seed=10)
+    sink_H = normal(2, seed=11)
     selected_TK = torch.tensor([[0, -1, 2, -1]]) if ratio == 4 and position > 11 else None
     if ratio == 4 and selected_TK is None:
         selected_TK = torch.full((1, 4), -1)
@@ -239,8 +242,11 @@ def test_tokens_together_give_what_each_gives_alone(
     ops: Ops, ratio: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks and tiles of any size agree; 70 tokens are more than one tile."""
-    keys, count, start = random_keys(ratio, ring=300), 70, 200
-    q_THD, sink_H = normal(count, 2, HEAD_DIM, seed=12), normal(2, seed=13)
+    keys = random_keys(ratio, ring=300)
+    count = 70
+    start = 200
+    q_THD = normal(count, 2, HEAD_DIM, seed=12)
+    sink_H = normal(2, seed=13)
     position_T = start + torch.arange(count)
     selected_TK = integers(0, 39, count, 6, seed=14, dtype=torch.int64) if ratio == 4 else None
     whole = ops.sparse_attention(q_THD, keys, selected_TK, sink_H, position_T, inv_freq(ratio))
@@ -271,7 +277,8 @@ def test_caches_are_left_as_they_are(ops: Ops, ratio: int) -> None:
 
 
 def test_large_logits_do_not_overflow(ops: Ops) -> None:
-    keys, q_THD = random_keys(0), normal(1, 2, HEAD_DIM, seed=16, scale=1e4)
+    keys = random_keys(0)
+    q_THD = normal(1, 2, HEAD_DIM, seed=16, scale=1e4)
     out = ops.sparse_attention(
         q_THD, keys, None, torch.tensor([-50.0, 50.0]), positions(150), inv_freq(0)
     )

@@ -23,8 +23,14 @@ from tests.ops.gpu import (
 )
 
 pytestmark = pytest.mark.gpu
-HEAD_DIM, ROPE_DIM, WINDOW, RING, ENTRIES = 512, 64, 128, 144, 1400
-CSA, HCA, WINDOW_ONLY = 4, 128, 0
+HEAD_DIM = 512
+ROPE_DIM = 64
+WINDOW = 128
+RING = 144
+ENTRIES = 1400
+CSA = 4
+HCA = 128
+WINDOW_ONLY = 0
 FORMATS = [RowFormat.KV_FP8, RowFormat.PLAIN]
 IDS = ["fp8", "bf16"]
 RECORDED = by_tokens(decode.sparse_attention, prefill.sparse_attention)
@@ -79,7 +85,8 @@ def hide_unseen(keys: KeySet, selected_TK: Tensor | None, positions_T: Tensor) -
     """The same caches with every byte 0xFF, which is NaN in any format, in slots that no token may
     see.
     """
-    last, tokens = int(positions_T[-1]), positions_T.shape[0]
+    last = int(positions_T[-1])
+    tokens = positions_T.shape[0]
     ring_seen = {
         p % keys.ring.slots for p in range(max(0, last - tokens - keys.window + 2), last + 1)
     }
@@ -94,10 +101,8 @@ def hide_unseen(keys: KeySet, selected_TK: Tensor | None, positions_T: Tensor) -
 def poisoned(cache: RowCache, seen: set[int]) -> RowCache:
     unseen = torch.ones(cache.slots, dtype=torch.bool, device="cuda")
     unseen[list(seen)] = False
-    data, scale = (
-        cache.data.clone(),
-        None if cache.block_scale is None else cache.block_scale.clone(),
-    )
+    data = cache.data.clone()
+    scale = None if cache.block_scale is None else cache.block_scale.clone()
     data.view(torch.uint8)[unseen] = 0xFF
     if scale is not None:
         scale[unseen] = 0xFF
@@ -110,7 +115,8 @@ def check(q_THD: Tensor, keys: KeySet, selected_TK: Tensor | None, start: int) -
     """
     tokens, heads, width = q_THD.shape
     positions_T = start + torch.arange(tokens, device="cuda")
-    sink_H, frequencies = normal(heads, seed=9), inv_freq(keys.ring.rope_width)
+    sink_H = normal(heads, seed=9)
+    frequencies = inv_freq(keys.ring.rope_width)
     hidden = hide_unseen(keys, selected_TK, positions_T)
     poison(16 << 20)
     out = sparse_attention(q_THD, hidden, selected_TK, sink_H, positions_T, frequencies)
@@ -119,10 +125,8 @@ def check(q_THD: Tensor, keys: KeySet, selected_TK: Tensor | None, start: int) -
     assert out.shape == q_THD.shape
     assert out.dtype == torch.bfloat16
     peak = exact.abs().amax(-1, keepdim=True)
-    error, allowed = (
-        (out.float() - exact).abs(),
-        2 * (rounded.float() - exact).abs().amax(-1, keepdim=True),
-    )
+    error = (out.float() - exact).abs()
+    allowed = 2 * (rounded.float() - exact).abs().amax(-1, keepdim=True)
     allowed = allowed + 2**-8 * peak
     bad = ~(error <= allowed)
     where = bad.nonzero()[:4].tolist()
@@ -167,9 +171,12 @@ def test_a_million_tokens_of_context(
 
 
 def test_replay_where_clusters_share_the_keys() -> None:
-    keys, start = random_keys(HCA, RowFormat.KV_FP8, entries=5000), 128 * 4000
-    q_THD, sink_H = normal(1, 64, HEAD_DIM, seed=5).bfloat16(), normal(64, seed=9)
-    positions_T, frequencies = torch.tensor([start]).cuda(), inv_freq()
+    keys = random_keys(HCA, RowFormat.KV_FP8, entries=5000)
+    start = 128 * 4000
+    q_THD = normal(1, 64, HEAD_DIM, seed=5).bfloat16()
+    sink_H = normal(64, seed=9)
+    positions_T = torch.tensor([start]).cuda()
+    frequencies = inv_freq()
     op = PreparedOp(RECORDED, q_THD, keys, None, sink_H, positions_T, frequencies)
     assert_replay_is_eager(op.run)
 
@@ -211,12 +218,11 @@ def test_float32_rows() -> None:
 
 
 def test_nan_queries_give_nan_and_leave_other_heads_alone() -> None:
-    keys, selected_TK = random_keys(CSA, RowFormat.KV_FP8), selection(1, 3000, 512)
-    q_THD, sink_H, positions_T = (
-        normal(1, 64, HEAD_DIM, seed=5).bfloat16(),
-        normal(64, seed=9),
-        torch.tensor([3000]).cuda(),
-    )
+    keys = random_keys(CSA, RowFormat.KV_FP8)
+    selected_TK = selection(1, 3000, 512)
+    q_THD = normal(1, 64, HEAD_DIM, seed=5).bfloat16()
+    sink_H = normal(64, seed=9)
+    positions_T = torch.tensor([3000]).cuda()
     clean = sparse_attention(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq())
     q_THD[0, 5, 100] = torch.nan
     out = sparse_attention(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq())
@@ -228,17 +234,21 @@ def test_nan_queries_give_nan_and_leave_other_heads_alone() -> None:
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 @pytest.mark.parametrize("value", [7, 470])
 def test_a_visible_row_with_nan_gives_nan(format: RowFormat, value: int) -> None:
-    keys, positions_T = random_keys(WINDOW_ONLY, format), torch.tensor([70]).cuda()
+    keys = random_keys(WINDOW_ONLY, format)
+    positions_T = torch.tensor([70]).cuda()
     row = normal(1, HEAD_DIM, seed=4)
     row[0, value] = torch.nan
     keys.ring.write(torch.tensor([33]).cuda(), row)
-    q_THD, sink_H = normal(1, 20, HEAD_DIM, seed=5).bfloat16(), normal(20, seed=9)
+    q_THD = normal(1, 20, HEAD_DIM, seed=5).bfloat16()
+    sink_H = normal(20, seed=9)
     assert bool(sparse_attention(q_THD, keys, None, sink_H, positions_T, inv_freq()).isnan().all())
 
 
 def test_entries_outside_the_cache_are_not_read() -> None:
-    keys, positions_T = random_keys(CSA, RowFormat.KV_FP8), torch.tensor([3000]).cuda()
-    q_THD, sink_H = normal(1, 64, HEAD_DIM, seed=5).bfloat16(), normal(64, seed=9)
+    keys = random_keys(CSA, RowFormat.KV_FP8)
+    positions_T = torch.tensor([3000]).cuda()
+    q_THD = normal(1, 64, HEAD_DIM, seed=5).bfloat16()
+    sink_H = normal(64, seed=9)
     outside = torch.tensor([[4, ENTRIES, 1 << 40, -5, 7]]).cuda()
     found = sparse_attention(q_THD, keys, outside, sink_H, positions_T, inv_freq())
     expected = sparse_attention(
@@ -251,10 +261,13 @@ def test_entries_outside_the_cache_are_not_read() -> None:
 @pytest.mark.parametrize("ratio", [CSA, HCA, WINDOW_ONLY])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_graph_replay_and_no_synchronisation(format: RowFormat, ratio: int, tokens: int) -> None:
-    keys, start = random_keys(ratio, format), 4000
+    keys = random_keys(ratio, format)
+    start = 4000
     selected_TK = selection(tokens, start, 1024) if ratio == CSA else None
-    q_THD, sink_H = normal(tokens, 128, HEAD_DIM, seed=5).bfloat16(), normal(128, seed=9)
-    positions_T, frequencies = start + torch.arange(tokens, device="cuda"), inv_freq()
+    q_THD = normal(tokens, 128, HEAD_DIM, seed=5).bfloat16()
+    sink_H = normal(128, seed=9)
+    positions_T = start + torch.arange(tokens, device="cuda")
+    frequencies = inv_freq()
 
     op = PreparedOp(RECORDED, q_THD, keys, selected_TK, sink_H, positions_T, frequencies)
     assert_replay_is_eager(op.run)
@@ -262,7 +275,8 @@ def test_graph_replay_and_no_synchronisation(format: RowFormat, ratio: int, toke
 
 
 def test_nothing_but_the_output_is_written() -> None:
-    keys, selected_TK = random_keys(CSA, RowFormat.KV_FP8), selection(2, 3000, 512)
+    keys = random_keys(CSA, RowFormat.KV_FP8)
+    selected_TK = selection(2, 3000, 512)
     q_THD, check_q = guarded(normal(2, 64, HEAD_DIM, seed=5).bfloat16())
     data, check_data = guarded(keys.ring.data)
     before = data.clone()

@@ -82,7 +82,8 @@ def test_clusters_share_many_keys(heads: int, tokens: int, target: Target, split
     (launch,) = Case(heads, HCA, None, 8200).record(tokens, target)
     assert defined(launch)["SPLITS"] == splits
     assert launch.shape.grid == (8 * splits, heads // 16, tokens)
-    partial, counters = launch.arguments["partial"], launch.arguments["counters"]
+    partial = launch.arguments["partial"]
+    counters = launch.arguments["counters"]
     assert (partial is None) == (counters is None) == (splits == 1)
     if isinstance(partial, torch.Tensor) and isinstance(counters, torch.Tensor):
         units = heads // 16 * tokens
@@ -120,7 +121,8 @@ def test_decode_of_unusual_geometries(name: str) -> None:
 def test_prefill_of_a_model(model: str, kind: str, format: RowFormat) -> None:
     case = layer(model, kind, format)
     first = ["attention_prefill_dequantize"] if format is RowFormat.KV_FP8 else []
-    hopper, other = case.record(512), case.record(512, BLACKWELL)
+    hopper = case.record(512)
+    other = case.record(512, BLACKWELL)
     assert functions(hopper) == [*first, "attention_prefill_sm90"]
     assert functions(other) == [*first, "attention_prefill"]
     units = 512 * HEADS[model] // 64

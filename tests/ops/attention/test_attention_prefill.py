@@ -97,7 +97,8 @@ def make_case(
     slots = window + tokens + spare_slots
     seen = torch.arange(max(0, start - window + 1), start + tokens, device="cuda") % slots
     ring = unseen_are_nan(slots, seen, width, rope_width, format)
-    compressed = selected_TK = None
+    compressed = None
+    selected_TK = None
     if ratio:
         count = (start + tokens) // ratio
         compressed = unseen_are_nan(
@@ -271,7 +272,8 @@ def test_replay_and_no_synchronisation(ratio: int) -> None:
 
 
 def test_replay_reads_positions_from_the_device() -> None:
-    case, later = make_case(40, 64, 128, 0, 2000), make_case(40, 64, 128, 0, 2600)
+    case = make_case(40, 64, 128, 0, 2000)
+    later = make_case(40, 64, 128, 0, 2600)
     call = Case(case.q_THD, later.keys, None, case.sink_H, later.positions_T.clone(), case.inv_freq)
     op = PreparedOp(sparse_attention, *call.arguments())
     op.run()

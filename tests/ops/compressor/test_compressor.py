@@ -18,7 +18,8 @@ from tests.ops.cases import EPS, VECTORS, assert_near, exact_rope, exact_sylvest
 
 Compress = Callable[[Tensor, Tensor, Tensor, CompressorWeights, CompressedState], None]
 
-WIDTH, ROPE = 128, 64
+WIDTH = 128
+ROPE = 64
 RATIOS = (4, 128)
 BOUNDARIES = (1, 2, 3, 4, 5, 7, 8, 9, 126, 127, 128, 129, 130, 254, 255, 256, 257)
 
@@ -35,7 +36,8 @@ def columns(ratio: int) -> int:
 def weights_for(
     ratio: int, rotate_keys: bool = False, compute_dtype: torch.dtype = torch.float32
 ) -> CompressorWeights:
-    ape, norm = normal(ratio, columns(ratio), seed=100), normal(WIDTH, seed=101)
+    ape = normal(ratio, columns(ratio), seed=100)
+    norm = normal(WIDTH, seed=101)
     return CompressorWeights(ape, norm, inv_freq(ratio), EPS, ratio, rotate_keys, compute_dtype)
 
 
@@ -43,7 +45,8 @@ def unit_norm(weights: CompressorWeights, width: int) -> CompressorWeights:
     """The same pooling without normalisation or rotation: an eps of 1e12 makes the root mean square
     1e6.
     """
-    norm, still = torch.full((width,), 1e6), torch.zeros_like(weights.inv_freq)
+    norm = torch.full((width,), 1e6)
+    still = torch.zeros_like(weights.inv_freq)
     return CompressorWeights(weights.ape, norm, still, 1e12, weights.ratio, False, torch.float32)
 
 
@@ -111,8 +114,10 @@ def exact_entry(tokens: tuple[Tensor, Tensor], weights: CompressorWeights, m: in
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("rotate_keys", [False, True])
 def test_entries_equal_the_formula(compress: Compress, ratio: int, rotate_keys: bool) -> None:
-    weights, count = weights_for(ratio, rotate_keys), 3 * ratio + 1
-    tokens, state = projections(count, ratio), empty_state(ratio, 5)
+    weights = weights_for(ratio, rotate_keys)
+    count = 3 * ratio + 1
+    tokens = projections(count, ratio)
+    state = empty_state(ratio, 5)
     feed(compress, state, tokens, 0, count, weights)
     for m in range(3):
         assert_near(state.rows.data[m], exact_entry(tokens, weights, m), 2e-6)
@@ -157,7 +162,9 @@ def test_lesson_09_decoding_keeps_the_previous_window_of_overlapping_pools(
     compress: Compress,
 ) -> None:
     """Token by token, entry 1 still holds the first half of tokens 0 to 3."""
-    weights, tokens, state = weights_for(4), projections(8, 4), empty_state(4, 2)
+    weights = weights_for(4)
+    tokens = projections(8, 4)
+    state = empty_state(4, 2)
     for t in range(8):
         feed(compress, state, tokens, t, t + 1, weights)
     assert_near(state.rows.data[1], exact_entry(tokens, weights, 1), 2e-6)
@@ -171,7 +178,8 @@ def test_spec11_a04_every_entry_is_rotated_at_its_own_window(
     """Equal tokens pool to equal contents, so rows differ by rotation alone: entry m at position
     ratio · m.
     """
-    weights, count = weights_for(ratio), 5 * ratio
+    weights = weights_for(ratio)
+    count = 5 * ratio
     kv, score = (part[:1].expand(count, -1) for part in projections(1, ratio))
     state = empty_state(ratio, 5)
     for start, stop in ((0, split), (split, count)) if split else ((0, count),):
@@ -190,11 +198,9 @@ def written_entries(state: CompressedState) -> list[bool]:
 def test_spec11_b06_entries_appear_exactly_when_their_window_is_complete(
     compress: Compress, ratio: int, count: int
 ) -> None:
-    weights, tokens, state = (
-        weights_for(ratio),
-        projections(count, ratio),
-        empty_state(ratio, count // ratio + 2),
-    )
+    weights = weights_for(ratio)
+    tokens = projections(count, ratio)
+    state = empty_state(ratio, count // ratio + 2)
     feed(compress, state, tokens, 0, count, weights)
     assert written_entries(state) == [m < count // ratio for m in range(count // ratio + 2)]
 
@@ -204,11 +210,9 @@ def test_spec11_b06_decoding_writes_an_entry_with_the_last_token_of_its_window(
     compress: Compress, ratio: int
 ) -> None:
     count = BOUNDARIES[-1]
-    weights, tokens, state = (
-        weights_for(ratio),
-        projections(count, ratio),
-        empty_state(ratio, count // ratio + 2),
-    )
+    weights = weights_for(ratio)
+    tokens = projections(count, ratio)
+    state = empty_state(ratio, count // ratio + 2)
     for t in range(count):
         feed(compress, state, tokens, t, t + 1, weights)
         assert written_entries(state) == [
@@ -224,11 +228,9 @@ def test_spec11_b07_tokens_inside_a_window_touch_no_slot(
     compress: Compress, ratio: int, format: RowFormat
 ) -> None:
     """Slot 0 included, where a masked write to a clamped index would land."""
-    weights, tokens, state = (
-        weights_for(ratio),
-        projections(2 * ratio, ratio),
-        empty_state(ratio, 3, format),
-    )
+    weights = weights_for(ratio)
+    tokens = projections(2 * ratio, ratio)
+    state = empty_state(ratio, 3, format)
     feed(compress, state, tokens, 0, ratio, weights)
     before = state.rows.data.clone().view(torch.uint8)
     for t in range(ratio, 2 * ratio - 1):
@@ -238,7 +240,8 @@ def test_spec11_b07_tokens_inside_a_window_touch_no_slot(
 
 def rows_after(compress: Compress, chunks: list[int], ratio: int, format: RowFormat) -> Tensor:
     count = sum(chunks)
-    weights, tokens = weights_for(ratio), projections(count, ratio)
+    weights = weights_for(ratio)
+    tokens = projections(count, ratio)
     state = empty_state(ratio, count // ratio + 1, format)
     for start, stop in pairwise(accumulate(chunks, initial=0)):
         feed(compress, state, tokens, start, stop, weights)
@@ -281,12 +284,11 @@ def test_a_rejected_draft_can_be_taken_back(
     never been.
     """
     count = start + accepted + ratio + 8
-    weights, tokens, wrong = (
-        weights_for(ratio),
-        projections(count, ratio),
-        projections(count + 8, ratio, seed=900),
-    )
-    state, straight = empty_state(ratio, count // ratio + 9), empty_state(ratio, count // ratio + 9)
+    weights = weights_for(ratio)
+    tokens = projections(count, ratio)
+    wrong = projections(count + 8, ratio, seed=900)
+    state = empty_state(ratio, count // ratio + 9)
+    straight = empty_state(ratio, count // ratio + 9)
     feed(compress, state, tokens, 0, start, weights)
     draft = tuple(
         torch.cat((right[: start + accepted], other[start + accepted :]))
@@ -308,7 +310,8 @@ def test_a_new_sequence_sees_nothing_of_an_earlier_one(
     compress: Compress, ratio: int, junk: float, first: int
 ) -> None:
     """A ring full of anything, NaN included, gives the rows of a fresh ring."""
-    weights, tokens = weights_for(ratio), projections(300, ratio)
+    weights = weights_for(ratio)
+    tokens = projections(300, ratio)
     states = [empty_state(ratio, 80, junk=value) for value in (junk, 0.0)]
     for state in states:
         feed(compress, state, tokens, 0, first, weights)
@@ -320,8 +323,10 @@ def test_a_new_sequence_sees_nothing_of_an_earlier_one(
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_bfloat16_rows_round_where_the_spec_rounds(compress: Compress, ratio: int) -> None:
     """Pooled value, norm and rotation each round to bfloat16 once, then the row is quantised."""
-    weights, count = weights_for(ratio, compute_dtype=torch.bfloat16), 4 * ratio
-    tokens, state = projections(count, ratio), empty_state(ratio, 4, RowFormat.KV_FP8)
+    weights = weights_for(ratio, compute_dtype=torch.bfloat16)
+    count = 4 * ratio
+    tokens = projections(count, ratio)
+    state = empty_state(ratio, 4, RowFormat.KV_FP8)
     feed(compress, state, tokens, 0, count, weights)
     exact = torch.stack([exact_entry(tokens, weights, m) for m in range(4)])
     data, block_scale = pack_kv_rows(exact.to(torch.bfloat16), ROPE)
@@ -350,7 +355,8 @@ def test_infinite_scores_of_one_token_take_the_whole_pool(compress: Compress) ->
     """A gate of 1e30 makes one token the entry; float32 softmax subtracts the maximum and stays
     finite.
     """
-    tokens, state = projections(4, 4), empty_state(4, 1)
+    tokens = projections(4, 4)
+    state = empty_state(4, 1)
     tokens[1][2] = 1e30
     feed(compress, state, tokens, 0, 4, unit_norm(weights_for(4), WIDTH))
     torch.testing.assert_close(state.rows.data[0], tokens[0][2, WIDTH:], rtol=1e-6, atol=0)

@@ -63,7 +63,8 @@ def columns(ratio: int, width: int) -> int:
 
 def weights_for(name: str) -> CompressorWeights:
     ratio, width, _ = SHAPES[name]
-    ape, norm = normal(ratio, columns(ratio, width), seed=1), 1 + 0.1 * normal(width, seed=2)
+    ape = normal(ratio, columns(ratio, width), seed=1)
+    norm = 1 + 0.1 * normal(width, seed=2)
     rotate = name.startswith("index")
     return CompressorWeights(ape, norm, inv_freq(ratio), EPS, ratio, rotate, torch.bfloat16)
 
@@ -83,7 +84,8 @@ def state_for(name: str, entries: int, seed: int = 3) -> CompressedState:
 
 
 def twin(state: CompressedState) -> CompressedState:
-    ring, rows = state.ring, state.rows
+    ring = state.ring
+    rows = state.rows
     scale = None if rows.block_scale is None else rows.block_scale.clone()
     copy = RowCache(rows.data.clone(), scale, rows.format, rows.width, rows.rope_width)
     return CompressedState(CompressorRing(ring.kv.clone(), ring.score.clone()), copy)
@@ -103,7 +105,8 @@ def assert_same_state(found: CompressedState, expected: CompressedState) -> None
     """Equal rings; rows equal but for roundings to bfloat16 and fp8 that fell the other way."""
     assert torch.equal(found.ring.kv, expected.ring.kv)
     assert torch.equal(found.ring.score, expected.ring.score)
-    one, two = found.rows.data.view(torch.uint8), expected.rows.data.view(torch.uint8)
+    one = found.rows.data.view(torch.uint8)
+    two = expected.rows.data.view(torch.uint8)
     written = (two != 0x7F).any(1)
     assert bool((one[~written] == 0x7F).all()), "a row was written that is not complete"
     if not bool(written.any()):
@@ -117,7 +120,8 @@ def assert_same_state(found: CompressedState, expected: CompressedState) -> None
 
 
 def both(name: str, start: int, tokens: int, state: CompressedState) -> None:
-    weights, other = weights_for(name), twin(state)
+    weights = weights_for(name)
+    other = twin(state)
     kv_TW, score_TW = projections(tokens, name, seed=10 + start % 97)
     position_T = torch.arange(start, start + tokens)
     compress(kv_TW, score_TW, position_T, weights, state)
@@ -166,12 +170,15 @@ def test_any_chunking_gives_the_same_bytes(name: str, chunks: list[int]) -> None
 @pytest.mark.parametrize("name", ["csa", "index", "hca"])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_columns_of_a_wider_tensor(name: str, tokens: int) -> None:
-    weights, state = weights_for(name), state_for(name, 70)
+    weights = weights_for(name)
+    state = state_for(name, 70)
     kv_TW, score_TW = projections(tokens, name)
     wide = torch.cat(
         (normal(tokens, 24, seed=8), kv_TW, score_TW, normal(tokens, 8, seed=9)), dim=1
     )
-    width, position_T, other = kv_TW.shape[1], torch.arange(127, 127 + tokens), twin(state)
+    width = kv_TW.shape[1]
+    position_T = torch.arange(127, 127 + tokens)
+    other = twin(state)
     compress(
         wide[:, 24 : 24 + width], wide[:, 24 + width : 24 + 2 * width], position_T, weights, state
     )
@@ -183,11 +190,9 @@ def test_columns_of_a_wider_tensor(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("name", ["csa", "index", "hca"])
 @pytest.mark.parametrize(("start", "tokens"), [(127, 1), (126, 1), (120, 8), (100, 60)])
 def test_replay_equals_the_eager_call(name: str, start: int, tokens: int) -> None:
-    weights, state, position_T = (
-        weights_for(name),
-        state_for(name, 50),
-        torch.arange(start, start + tokens),
-    )
+    weights = weights_for(name)
+    state = state_for(name, 50)
+    position_T = torch.arange(start, start + tokens)
     kv_TW, score_TW = projections(tokens, name)
     op = PreparedOp(forms.compress, kv_TW, score_TW, position_T, weights, state)
     assert_replay_is_eager(op.run, buffers(state))
@@ -197,7 +202,9 @@ def test_replay_equals_the_eager_call(name: str, start: int, tokens: int) -> Non
 @pytest.mark.parametrize("name", ["csa", "index", "hca"])
 @pytest.mark.parametrize("tokens", [9, 130, 299, 300])
 def test_a_recording_serves_shorter_chunks_with_the_same_bytes(name: str, tokens: int) -> None:
-    weights, state, position_T = weights_for(name), state_for(name, 120), torch.arange(100, 400)
+    weights = weights_for(name)
+    state = state_for(name, 120)
+    position_T = torch.arange(100, 400)
     kv_TW, score_TW = projections(300, name)
     other = twin(state)
     PreparedOp(forms.compress, kv_TW, score_TW, position_T, weights, state).run(tokens)
@@ -207,7 +214,8 @@ def test_a_recording_serves_shorter_chunks_with_the_same_bytes(name: str, tokens
 
 
 def test_wrong_arguments() -> None:
-    weights, state = weights_for("csa"), state_for("csa", 4)
+    weights = weights_for("csa")
+    state = state_for("csa", 4)
     kv_TW, score_TW = projections(2, "csa")
     with pytest.raises(ValueError, match=r"kv_TW: found torch\.bfloat16"):
         compress(kv_TW.bfloat16(), score_TW, torch.arange(2), weights, state)

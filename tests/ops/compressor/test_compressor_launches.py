@@ -55,7 +55,8 @@ def test_a_prefill_recording_serves_shorter_chunks(name: str, most: int) -> None
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_bad_input_is_named(tokens: int) -> None:
     good = arguments("csa", tokens)
-    weights, state = good["weights"], good["state"]
+    weights = good["weights"]
+    state = good["state"]
     short = CompressorRing(float32(15, 1024), float32(15, 1024))
     wide = RowCache.allocate(4, 16_384, 64, RowFormat.PLAIN, torch.bfloat16, META)
     bad = [

@@ -13,17 +13,20 @@ from tests.ops.recorded import HOPPER, launches, meta
 
 F32 = torch.float32
 # (M, E)
-FLASH, PRO = (4, 4096), (4, 7168)
+FLASH = (4, 4096)
+PRO = (4, 7168)
 
 
 def seam_weights(streams: int, width: int) -> HcWeights:
     mixes = (2 + streams) * streams
-    fn, base = meta(mixes, streams * width, dtype=F32), meta(mixes, dtype=F32)
+    fn = meta(mixes, streams * width, dtype=F32)
+    base = meta(mixes, dtype=F32)
     return HcWeights(fn, base, meta(3, dtype=F32), EPS, EPS, sinkhorn_iters=20)
 
 
 def head_weights(streams: int, width: int) -> HcHeadWeights:
-    fn, base = meta(streams, streams * width, dtype=F32), meta(streams, dtype=F32)
+    fn = meta(streams, streams * width, dtype=F32)
+    base = meta(streams, dtype=F32)
     return HcHeadWeights(fn, base, meta(1, dtype=F32), EPS, EPS)
 
 

@@ -11,7 +11,8 @@ from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, sinkhorn
 from tests.ops.cases import EPS, VECTORS, assert_rounded_once, normal
 from tests.ops.rounding import assert_rounded_twice
 
-STREAMS, MIXES = 4, 24
+STREAMS = 4
+MIXES = 24
 
 
 def seam(width: int, seed: int) -> HcWeights:
@@ -69,7 +70,8 @@ def test_hc_pre_equals_the_formula(ops: Ops, dtype: torch.dtype, size: float) ->
     norm_weight = normal(64, seed=16)
     x_TE, post_TM, comb_TMM = ops.hc_pre(streams_TME, weights, norm_weight)
     assert (x_TE.dtype, post_TM.dtype, comb_TMM.dtype) == (dtype, torch.float32, torch.float32)
-    base, scale = weights.base.tolist(), weights.scale.tolist()
+    base = weights.base.tolist()
+    scale = weights.scale.tolist()
     for t, streams in enumerate(streams_TME):
         m = exact_mixes(streams, weights.fn, EPS)
         pre = [sigmoid(m[i] * scale[0] + base[i]) + EPS for i in range(4)]
@@ -87,14 +89,16 @@ def test_hc_pre_equals_the_formula(ops: Ops, dtype: torch.dtype, size: float) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_hc_post_mixes_over_the_first_index_of_comb(ops: Ops, dtype: torch.dtype) -> None:
-    y_TE, streams_TME = (
-        normal(2, 32, seed=6, dtype=dtype),
-        normal(2, STREAMS, 32, seed=7, dtype=dtype),
-    )
-    post_TM, comb_TMM = normal(2, STREAMS, seed=8), normal(2, STREAMS, STREAMS, seed=9)
+    y_TE = normal(2, 32, seed=6, dtype=dtype)
+    streams_TME = normal(2, STREAMS, 32, seed=7, dtype=dtype)
+    post_TM = normal(2, STREAMS, seed=8)
+    comb_TMM = normal(2, STREAMS, STREAMS, seed=9)
     out = ops.hc_post(y_TE, streams_TME, post_TM, comb_TMM)
     assert out.dtype == dtype
-    y, x, post, comb = y_TE.double(), streams_TME.double(), post_TM.double(), comb_TMM.double()
+    y = y_TE.double()
+    x = streams_TME.double()
+    post = post_TM.double()
+    comb = comb_TMM.double()
     for k in range(STREAMS):
         exact = post[:, k, None] * y + sum(
             (comb[:, j, k, None] * x[:, j] for j in range(STREAMS)), torch.zeros(1)
@@ -107,7 +111,8 @@ def test_hc_post_mixes_over_the_first_index_of_comb(ops: Ops, dtype: torch.dtype
 def test_hc_seam_is_post_then_pre_of_the_rounded_streams(
     ops: Ops, dtype: torch.dtype, tokens: int
 ) -> None:
-    weights, norm_weight = seam(64, seed=20), normal(64, seed=21)
+    weights = seam(64, seed=20)
+    norm_weight = normal(64, seed=21)
     y_TE = normal(tokens, 64, seed=22, dtype=dtype)
     streams_TME = normal(tokens, STREAMS, 64, seed=23, dtype=dtype)
     mixing = (
@@ -128,7 +133,8 @@ def test_hc_seam_is_post_then_pre_of_the_rounded_streams(
         )
         assert_rounded_once(found_TME[:, k], post[:, k, None] * y_TE.double() + mixed)
     expected = TORCH.hc_pre(found_TME, weights, norm_weight)
-    base, scale = weights.base.tolist(), weights.scale.tolist()
+    base = weights.base.tolist()
+    scale = weights.scale.tolist()
     for x_E, streams_ME in zip(x_TE, found_TME, strict=True):
         m = exact_mixes(streams_ME, weights.fn, EPS)
         pre = [sigmoid(m[i] * scale[0] + base[i]) + EPS for i in range(4)]
@@ -156,7 +162,8 @@ def test_published_split(ops: Ops) -> None:
 
 
 def test_published_post(ops: Ops) -> None:
-    split, case = VECTORS["hc_split"], VECTORS["hc_post"]
+    split = VECTORS["hc_split"]
+    case = VECTORS["hc_post"]
     out = ops.hc_post(
         torch.tensor([case["y"]]),
         torch.tensor(case["residual_4x2"]).reshape(1, 4, 2),

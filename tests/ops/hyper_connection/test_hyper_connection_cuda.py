@@ -97,10 +97,8 @@ def exact_mixes(streams_TME: Tensor, fn: Tensor) -> Tensor:
 def exact_parts(streams_TME: Tensor, weights: HcWeights) -> tuple[Tensor, Tensor, Tensor]:
     streams = streams_TME.shape[1]
     sizes = [streams, streams, streams * streams]
-    mixes, bases = (
-        exact_mixes(streams_TME, weights.fn).split(sizes, dim=-1),
-        weights.base.double().split(sizes),
-    )
+    mixes = exact_mixes(streams_TME, weights.fn).split(sizes, dim=-1)
+    bases = weights.base.double().split(sizes)
     logits = [
         mix * scale + base
         for mix, scale, base in zip(mixes, weights.scale.double(), bases, strict=True)
@@ -141,11 +139,10 @@ def assert_pre(
 
 @pytest.mark.parametrize(("tokens", "streams", "width"), SHAPES)
 def test_seam(tokens: int, streams: int, width: int) -> None:
-    weights, norm_weight = seam_weights(streams, width), normal(width)
-    y_TE, streams_TME = (
-        normal(tokens, width, dtype=torch.bfloat16),
-        normal(tokens, streams, width).bfloat16(),
-    )
+    weights = seam_weights(streams, width)
+    norm_weight = normal(width)
+    y_TE = normal(tokens, width, dtype=torch.bfloat16)
+    streams_TME = normal(tokens, streams, width).bfloat16()
     incoming = mixing(tokens, streams)
     before_TME = streams_TME.clone()
     found_TME, *found = hc_seam(y_TE, streams_TME, *incoming, weights, norm_weight)
@@ -156,7 +153,8 @@ def test_seam(tokens: int, streams: int, width: int) -> None:
 
 @pytest.mark.parametrize(("tokens", "streams", "width"), SHAPES)
 def test_pre_and_head(tokens: int, streams: int, width: int) -> None:
-    weights, norm_weight = seam_weights(streams, width), normal(width)
+    weights = seam_weights(streams, width)
+    norm_weight = normal(width)
     streams_TME = normal(tokens, streams, width).bfloat16()
     assert_pre(hc_pre(streams_TME, weights, norm_weight), streams_TME, weights, norm_weight)
     head = HcHeadWeights(
@@ -168,11 +166,10 @@ def test_pre_and_head(tokens: int, streams: int, width: int) -> None:
 
 @pytest.mark.parametrize(("tokens", "streams", "width"), SHAPES)
 def test_post(tokens: int, streams: int, width: int) -> None:
-    y_TE, streams_TME = (
-        normal(tokens, width, dtype=torch.bfloat16),
-        normal(tokens, streams, width).bfloat16(),
-    )
-    post_TM, comb_TMM = normal(tokens, streams), normal(tokens, streams, streams)
+    y_TE = normal(tokens, width, dtype=torch.bfloat16)
+    streams_TME = normal(tokens, streams, width).bfloat16()
+    post_TM = normal(tokens, streams)
+    comb_TMM = normal(tokens, streams, streams)
     found_TME = hc_post(y_TE, streams_TME, post_TM, comb_TMM)
     assert_rounded_once(found_TME, exact_post(y_TE, streams_TME, post_TM, comb_TMM))
 
@@ -180,7 +177,8 @@ def test_post(tokens: int, streams: int, width: int) -> None:
 @pytest.mark.parametrize(("tokens", "width"), [(1, 7168), (3, 64), (40, 4096)])
 def test_sinkhorn_of_unbalanced_logits(tokens: int, width: int) -> None:
     """Spread 12: many iterations change something, and eps decides small entries."""
-    weights, norm_weight = seam_weights(4, width, spread=12.0), normal(width)
+    weights = seam_weights(4, width, spread=12.0)
+    norm_weight = normal(width)
     streams_TME = normal(tokens, 4, width).bfloat16()
     _, _, comb_TMM = hc_pre(streams_TME, weights, norm_weight)
     exact = exact_parts(streams_TME, weights)[2]
@@ -197,7 +195,8 @@ def test_sinkhorn_of_unbalanced_logits(tokens: int, width: int) -> None:
 
 def test_mixes_of_extreme_streams() -> None:
     """Streams from 1e-3 to 1e4 in size, and a token of zeros."""
-    weights, norm_weight = seam_weights(4, 7168), normal(7168)
+    weights = seam_weights(4, 7168)
+    norm_weight = normal(7168)
     for tokens in (5, 20):
         size = torch.logspace(-3, 4, tokens, device="cuda")[:, None, None]
         streams_TME = (normal(tokens, 4, 7168) * size).bfloat16()
@@ -209,8 +208,11 @@ def test_mixes_of_extreme_streams() -> None:
 @pytest.mark.parametrize("tokens", [1, 8, 9, 200])
 def test_tokens_do_not_depend_on_each_other(tokens: int) -> None:
     """A token gives the same bits in every row of a call of the same number of tokens."""
-    weights, norm_weight, incoming = seam_weights(4, 7168), normal(7168), mixing(1, 4)
-    y_TE, streams_TME = normal(1, 7168).bfloat16(), normal(1, 4, 7168).bfloat16()
+    weights = seam_weights(4, 7168)
+    norm_weight = normal(7168)
+    incoming = mixing(1, 4)
+    y_TE = normal(1, 7168).bfloat16()
+    streams_TME = normal(1, 4, 7168).bfloat16()
     given = y_TE.expand(tokens, -1), streams_TME.expand(tokens, -1, -1)
     mixed = incoming[0].expand(tokens, 4), incoming[1].expand(tokens, 4, 4)
     contiguous = [part.contiguous() for part in (*given, *mixed)]
@@ -220,7 +222,8 @@ def test_tokens_do_not_depend_on_each_other(tokens: int) -> None:
 
 
 def test_the_prefill_kernel_agrees_with_the_decode_kernel_on_every_token() -> None:
-    weights, norm_weight = seam_weights(4, 4096), normal(4096)
+    weights = seam_weights(4, 4096)
+    norm_weight = normal(4096)
     streams_TME = normal(4096, 4, 4096).bfloat16()
     x_TE, post_TM, comb_TMM = hc_pre(streams_TME, weights, norm_weight)
     for start in (0, 17, 2044, 4088):
@@ -233,11 +236,14 @@ def test_the_prefill_kernel_agrees_with_the_decode_kernel_on_every_token() -> No
 
 @pytest.mark.parametrize("tokens", [1, 4, 64])
 def test_replay_repeats_and_nothing_synchronises(tokens: int) -> None:
-    weights, norm_weight, incoming = seam_weights(4, 7168), normal(7168), mixing(tokens, 4)
+    weights = seam_weights(4, 7168)
+    norm_weight = normal(7168)
+    incoming = mixing(tokens, 4)
     head = HcHeadWeights(
         weights.fn[:4].contiguous(), normal(4), torch.tensor([0.7]).cuda(), EPS, EPS
     )
-    y_TE, streams_TME = normal(tokens, 7168).bfloat16(), normal(tokens, 4, 7168).bfloat16()
+    y_TE = normal(tokens, 7168).bfloat16()
+    streams_TME = normal(tokens, 4, 7168).bfloat16()
 
     def chain(recording: Recording, y_TE: Tensor, streams_TME: Tensor) -> list[Tensor]:
         module = decode if recording.tokens <= 8 else prefill
@@ -262,8 +268,11 @@ def test_replay_repeats_and_nothing_synchronises(tokens: int) -> None:
 
 def test_a_recording_of_a_long_chunk_serves_shorter_ones() -> None:
     """Bit for bit what a recording of just as many tokens gives, whatever the splits."""
-    weights, norm_weight, incoming = seam_weights(4, 4096), normal(4096), mixing(1100, 4)
-    y_TE, streams_TME = normal(1100, 4096).bfloat16(), normal(1100, 4, 4096).bfloat16()
+    weights = seam_weights(4, 4096)
+    norm_weight = normal(4096)
+    incoming = mixing(1100, 4)
+    y_TE = normal(1100, 4096).bfloat16()
+    streams_TME = normal(1100, 4, 4096).bfloat16()
     prepared = PreparedOp(prefill.hc_seam, y_TE, streams_TME, *incoming, weights, norm_weight)
     for tokens in (9, 1100, 17, 300, 16):
         few = [part[:tokens] for part in (y_TE, streams_TME, *incoming)]
@@ -277,7 +286,8 @@ def test_inputs_between_guards(tokens: int) -> None:
     """Reads stay inside as well: the bytes around the inputs are not harmless numbers."""
     streams_TME, check_streams = guarded(normal(tokens, 4, 96).bfloat16())
     y_TE, check_y = guarded(normal(tokens, 96).bfloat16())
-    weights, norm_weight = seam_weights(4, 96), normal(96)
+    weights = seam_weights(4, 96)
+    norm_weight = normal(96)
     incoming = mixing(tokens, 4)
     found_TME, *found = hc_seam(y_TE, streams_TME, *incoming, weights, norm_weight)
     assert_pre(tuple(found), found_TME, weights, norm_weight)
@@ -287,6 +297,7 @@ def test_inputs_between_guards(tokens: int) -> None:
 
 def test_refuses_what_is_elsewhere() -> None:
     """Other dtypes, shapes and layouts: test_hyper_connection_launches.py."""
-    streams_TME, y_TE = normal(2, 4, 64).bfloat16(), normal(2, 64).bfloat16()
+    streams_TME = normal(2, 4, 64).bfloat16()
+    y_TE = normal(2, 64).bfloat16()
     with pytest.raises(ValueError, match="hc_post: found a tensor on cpu, expected cuda"):
         hc_post(y_TE, streams_TME, torch.zeros(2, 4), mixing(2, 4)[1])

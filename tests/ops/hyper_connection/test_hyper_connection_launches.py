@@ -65,7 +65,8 @@ def test_partial_sums_of_every_chunk_have_room(most: int, target: Target) -> Non
         assert partials is finish.arguments["partials"]
         rows = (2 + streams) * streams + 1
         for tokens in range(9, most + 1) if most > 8 else (most,):
-            mixed, finished = at(mix, tokens), at(finish, tokens)
+            mixed = at(mix, tokens)
+            finished = at(finish, tokens)
             splits = dict(finished.kernel.defines)["SPLITS"]
             many = mixed.kernel.function == "hc_mix_many"
             assert mixed.grid[1 if many else 0] == splits
@@ -100,7 +101,8 @@ def test_what_comes_out_is_shaped_like_what_goes_in() -> None:
 
 def test_misaligned_inputs_are_read_a_column_at_a_time() -> None:
     streams_TME = meta(2 * 4 * 64 + 1)[1:].view(2, 4, 64)
-    weights, norm_weight = seam_weights(4, 64), meta(64, dtype=F32)
+    weights = seam_weights(4, 64)
+    norm_weight = meta(64, dtype=F32)
     mix, finish = launches(decode.hc_pre, streams_TME, weights, norm_weight, tokens=2)
     assert dict(mix.shape.kernel.defines)["COUNT"] == 1
     assert dict(finish.shape.kernel.defines)["COUNT"] == 1

@@ -8,7 +8,8 @@ from torch import Tensor
 from dsv4.caches.rows import RowCache, RowFormat
 from tests.ops.recorded import meta
 
-WIDTH, ROPE = 128, 64
+WIDTH = 128
+ROPE = 64
 
 
 class Arguments(NamedTuple):

@@ -19,7 +19,8 @@ from tests.ops.cases import (
 )
 from tests.ops.conftest import skipping_float32
 
-WIDTH, ROPE = 128, 64
+WIDTH = 128
+ROPE = 64
 POSITIONS = (0, 2, 3, 4, 6, 7, 8, 30, 79, 99, 159)
 
 
@@ -53,10 +54,8 @@ def entries(selected_K: Tensor) -> list[int]:
 @pytest.mark.parametrize("topk", [1, 5, 64])
 def test_selects_the_best_visible_entries(ops: Ops, topk: int) -> None:
     """Whole numbers make the scores exact, with negative weights and many ties."""
-    q_TID, weight_TI = (
-        integers(-2, 2, len(POSITIONS), 4, WIDTH, seed=1),
-        integers(-3, 3, len(POSITIONS), 4, seed=2),
-    )
+    q_TID = integers(-2, 2, len(POSITIONS), 4, WIDTH, seed=1)
+    weight_TI = integers(-3, 3, len(POSITIONS), 4, seed=2)
     rows_SD = integers(-1, 1, 8, WIDTH, seed=3).repeat(5, 1)
     selected_TK = ops.index_select(
         q_TID, weight_TI, 1.0, key_cache(rows_SD), positions(*POSITIONS), topk
@@ -107,18 +106,18 @@ def test_scores_real_values_in_float32(ops: Ops, format: RowFormat, dtype: torch
 
     fp8 rounds keys and queries.
     """
-    q_TID, weight_TI = normal(3, 8, WIDTH, seed=10, dtype=dtype), normal(3, 8, seed=11, scale=0.01)
-    keys, position_T = key_cache(normal(200, WIDTH, seed=12), format), positions(500, 799, 801)
+    q_TID = normal(3, 8, WIDTH, seed=10, dtype=dtype)
+    weight_TI = normal(3, 8, seed=11, scale=0.01)
+    keys = key_cache(normal(200, WIDTH, seed=12), format)
+    position_T = positions(500, 799, 801)
     selected_TK = ops.index_select(q_TID, weight_TI, 1.0, keys, position_T, 32)
     queries = q_TID if format is RowFormat.PLAIN else unpack_index_rows(*pack_index_rows(q_TID))
     for t in range(3):
         scores = exact_scores(queries[t], weight_TI[t], keys.read_all(), int(position_T[t]))
         found = set(entries(selected_TK[t]))
         assert len(found) == 32
-        worst_in, best_out = (
-            min(scores[e] for e in found),
-            max(s for e, s in enumerate(scores) if e not in found),
-        )
+        worst_in = min(scores[e] for e in found)
+        best_out = max(s for e, s in enumerate(scores) if e not in found)
         assert worst_in >= best_out - 1e-5
 
 
@@ -150,7 +149,8 @@ def test_spec11_c18_relu_is_per_head_before_weighting(
 def test_lesson_04_queries_are_rotated_then_hadamard_rotated(
     backend: str, dtype: torch.dtype
 ) -> None:
-    position_T, q_TID = positions(0, 3, 5000), normal(3, 4, WIDTH, seed=13, dtype=dtype)
+    position_T = positions(0, 3, 5000)
+    q_TID = normal(3, 4, WIDTH, seed=13, dtype=dtype)
     rotated_twice = index_query if backend == "torch" else immediately(query.index_query)
     out = skipping_float32(rotated_twice)(q_TID, position_T, inv_freq(4))
     assert out.dtype == dtype
@@ -165,7 +165,8 @@ def test_lesson_04_queries_are_rotated_then_hadamard_rotated(
 
 def test_the_scale_multiplies_the_weights(ops: Ops) -> None:
     """A negative scale turns the order around, and a power of two changes no comparison."""
-    q_TID, weight_TI = integers(-2, 2, 1, 4, WIDTH, seed=18), integers(1, 3, 1, 4, seed=19)
+    q_TID = integers(-2, 2, 1, 4, WIDTH, seed=18)
+    weight_TI = integers(1, 3, 1, 4, seed=19)
     rows_SD = normal(40, WIDTH, seed=20)
     scores = exact_scores(q_TID[0], weight_TI[0], rows_SD, 159)
     for scale, expected in (

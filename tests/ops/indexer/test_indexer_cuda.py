@@ -14,8 +14,11 @@ from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poi
 
 pytestmark = pytest.mark.gpu
 
-HEADS, WIDTH, ROPE = 64, 128, 64
-FP8, PLAIN = RowFormat.INDEX_FP8, RowFormat.PLAIN
+HEADS = 64
+WIDTH = 128
+ROPE = 64
+FP8 = RowFormat.INDEX_FP8
+PLAIN = RowFormat.PLAIN
 
 
 select = by_tokens(decode.index_select, prefill.index_select)
@@ -80,7 +83,8 @@ def assert_selects_like_torch(
     wrong = (found_TK != expected_TK).any(1).nonzero().flatten().tolist()
     if wrong:
         t = wrong[0]
-        found, expected = set(found_TK[t].tolist()), set(expected_TK[t].tolist())
+        found = set(found_TK[t].tolist())
+        expected = set(expected_TK[t].tolist())
         pytest.fail(
             f"tokens {wrong[:8]} of {len(found_TK)} differ; token {t} at {int(position_T[t])}: "
             f"{len(found)} distinct, missing {sorted(expected - found)[:8]}, "

@@ -43,7 +43,8 @@ def exact_row(kv: Tensor, weight: Tensor, position: int) -> Tensor:
 def test_rows_land_in_their_ring_slots(kv_write: KvWrite, start: int) -> None:
     cache = ring(144, RowFormat.PLAIN, torch.float32)
     cache.data.fill_(torch.nan)
-    kv_TD, weight = normal(20, HEAD_DIM, seed=1), normal(HEAD_DIM, seed=2)
+    kv_TD = normal(20, HEAD_DIM, seed=1)
+    weight = normal(HEAD_DIM, seed=2)
     kv_write(kv_TD, weight, start + torch.arange(20), inv_freq(0), cache, EPS)
     written = [(start + t) % 144 for t in range(20)]
     for t, slot in enumerate(written):
@@ -54,7 +55,8 @@ def test_rows_land_in_their_ring_slots(kv_write: KvWrite, start: int) -> None:
 
 def test_quantised_rows_hold_the_bytes_of_pack_kv_rows(kv_write: KvWrite) -> None:
     cache = ring(136, RowFormat.KV_FP8, torch.bfloat16)
-    kv_TD, weight = normal(9, HEAD_DIM, seed=3, dtype=torch.bfloat16), normal(HEAD_DIM, seed=4)
+    kv_TD = normal(9, HEAD_DIM, seed=3, dtype=torch.bfloat16)
+    weight = normal(HEAD_DIM, seed=4)
     position_T = 131 + torch.arange(9)
     kv_write(kv_TD, weight, position_T, inv_freq(4), cache, EPS)
     data, block_scale = pack_kv_rows(

@@ -53,7 +53,8 @@ def test_equals_the_torch_op(
     spread = torch.exp2(
         torch.randint(-12, 12, (tokens, 1), generator=torch.Generator().manual_seed(3)).float()
     ).cuda()
-    kv_TD, weight = (normal(tokens, width, seed=1) * spread).bfloat16(), normal(width, seed=2)
+    kv_TD = (normal(tokens, width, seed=1) * spread).bfloat16()
+    weight = normal(width, seed=2)
     position_T = start + torch.arange(tokens, device="cuda")
     kv_write(kv_TD, weight, position_T, inv_freq(rope_width), found, EPS)
     torch_kv_write(kv_TD, weight, position_T, inv_freq(rope_width), expected, EPS)
@@ -76,7 +77,8 @@ def test_bytes_are_those_of_pack_kv_rows() -> None:
     """Of the same bf16 row, which is what a plain ring gets: tiny, zero, and full-range groups
     included.
     """
-    tokens, width = 300, 512
+    tokens = 300
+    width = 512
     kv_TD = normal(tokens, width, seed=4)
     kv_TD[:, :64] *= 1e-6
     kv_TD[1, :] = 0
@@ -87,7 +89,8 @@ def test_bytes_are_those_of_pack_kv_rows() -> None:
     kv_TD = kv_TD.bfloat16()
     cache = ring(tokens, width, 64, RowFormat.KV_FP8, torch.bfloat16)
     plain = ring(tokens, width, 64, RowFormat.PLAIN, torch.bfloat16)
-    weight, position_T = normal(width, seed=6), torch.arange(tokens, device="cuda")
+    weight = normal(width, seed=6)
+    position_T = torch.arange(tokens, device="cuda")
     for target in (cache, plain):
         kv_write(kv_TD, weight, position_T, inv_freq(64), target, EPS)
     data, block_scale = pack_kv_rows(plain.data.cpu(), 64)
@@ -104,11 +107,9 @@ def test_graph_replay_guards_and_no_synchronisation() -> None:
     data, check_data = guarded(cache.data)
     scale, check_scale = guarded(cache.block_scale)
     cache = RowCache(data, scale, cache.format, cache.width, cache.rope_width)
-    kv_TD, weight, position_T = (
-        normal(4, 512, seed=1).bfloat16(),
-        normal(512, seed=2),
-        torch.arange(134, 138).cuda(),
-    )
+    kv_TD = normal(4, 512, seed=1).bfloat16()
+    weight = normal(512, seed=2)
+    position_T = torch.arange(134, 138).cuda()
     frequencies = inv_freq(64)
 
     op = PreparedOp(forms.kv_write, kv_TD, weight, position_T, frequencies, cache, EPS)
@@ -119,8 +120,11 @@ def test_graph_replay_guards_and_no_synchronisation() -> None:
 
 
 def test_bad_input() -> None:
-    cache, weight, frequencies = ring(136, 512, 64, *FORMATS[0]), normal(512, seed=2), inv_freq(64)
-    wide, position_T = normal(3, 1024, seed=1).bfloat16(), torch.arange(3, device="cuda")
+    cache = ring(136, 512, 64, *FORMATS[0])
+    weight = normal(512, seed=2)
+    frequencies = inv_freq(64)
+    wide = normal(3, 1024, seed=1).bfloat16()
+    position_T = torch.arange(3, device="cuda")
     kv_TD = wide[:, :512].contiguous()
     with pytest.raises(ValueError, match="kv_TD: found strides"):
         kv_write(wide[:, :512], weight, position_T, frequencies, cache, EPS)

@@ -8,8 +8,10 @@ from dsv4.launch.recording import Item, Launch, Recording
 from dsv4.launch.target import Target
 from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 
-NVFP4, MXFP4 = QuantFormat.NVFP4, QuantFormat.MXFP4
-FP8, BF16 = QuantFormat.FP8_BLOCK128, QuantFormat.BF16
+NVFP4 = QuantFormat.NVFP4
+MXFP4 = QuantFormat.MXFP4
+FP8 = QuantFormat.FP8_BLOCK128
+BF16 = QuantFormat.BF16
 DEVICE = torch.device("cuda", 0)
 TARGETS = [Target(DEVICE, "sm_90a", 132), Target(DEVICE, "sm_100a", 148)]
 _DATA = {NVFP4: torch.uint8, MXFP4: torch.uint8, FP8: torch.float8_e4m3fn, BF16: torch.bfloat16}
@@ -20,7 +22,8 @@ def stored(format: QuantFormat, *shape: int) -> QuantTensor:
     """A weight as stored."""
     shapes = packed_shapes(format, shape)
     data = empty(_DATA[format], *(shapes["data"] or ()))
-    block_shape, total_shape = shapes["block_scale"], shapes["global_scale"]
+    block_shape = shapes["block_scale"]
+    total_shape = shapes["global_scale"]
     block_scale = None if block_shape is None else empty(_SCALE[format], *block_shape)
     global_scale = None if total_shape is None else empty(torch.float32, *total_shape)
     return QuantTensor(data, block_scale, global_scale, format, shape)

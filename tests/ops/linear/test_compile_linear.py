@@ -14,8 +14,10 @@ from dsv4.ops.linear.decode_plan import LinearPlan
 from dsv4.weights.quant import QuantFormat
 from tests.ops.sass import count, disassemble, resources
 
-NVFP4, MXFP4 = FORMAT_CODE[QuantFormat.NVFP4], FORMAT_CODE[QuantFormat.MXFP4]
-FP8, BF16 = FORMAT_CODE[QuantFormat.FP8_BLOCK128], FORMAT_CODE[QuantFormat.BF16]
+NVFP4 = FORMAT_CODE[QuantFormat.NVFP4]
+MXFP4 = FORMAT_CODE[QuantFormat.MXFP4]
+FP8 = FORMAT_CODE[QuantFormat.FP8_BLOCK128]
+BF16 = FORMAT_CODE[QuantFormat.BF16]
 
 
 def defines(first: int, second: int, tokens: int, norm: bool, ragged: bool) -> Defines:

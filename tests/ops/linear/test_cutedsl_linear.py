@@ -46,7 +46,8 @@ def product(x_TGK: Tensor, weight: PackedWeight, out_dtype: torch.dtype = torch.
     from dsv4.ops.linear.cutedsl import jit
 
     tokens, groups, _ = x_TGK.shape
-    features, multiprocessors = weight.shape[0], Target.of(x_TGK.device).multiprocessors
+    features = weight.shape[0]
+    multiprocessors = Target.of(x_TGK.device).multiprocessors
     gemm = jit.gemm_for(weight.format, out_dtype, tokens, features, groups, multiprocessors)
     y = torch.empty((tokens, features), dtype=out_dtype, device="cuda")
     gemm(x_TGK, *gemm_operands(weight), y)

@@ -7,12 +7,10 @@ import pytest
 from dsv4.ops.linear.decode_plan import MAX_SLICES, ProductShape, plan_linear
 from dsv4.weights.quant import QuantFormat
 
-NVFP4, MXFP4, FP8, BF16 = (
-    QuantFormat.NVFP4,
-    QuantFormat.MXFP4,
-    QuantFormat.FP8_BLOCK128,
-    QuantFormat.BF16,
-)
+NVFP4 = QuantFormat.NVFP4
+MXFP4 = QuantFormat.MXFP4
+FP8 = QuantFormat.FP8_BLOCK128
+BF16 = QuantFormat.BF16
 SHARED_PER_BLOCK = 227 << 10
 # (formats, tiles, K, groups): Pro and Flash input rows (CSA, HCA), query rows, o_a, o_b, down,
 # head; tiny ones.

@@ -51,24 +51,21 @@ def test_whole_numbers_are_exact(ops: OpsUnderTest, dtype: torch.dtype) -> None:
     """Sums below 2²⁴ are exact in float32 in any order, so the only rounding is the one to the
     dtype of x.
     """
-    x, weight = (
-        integers(-8, 8, 5, 640, seed=7, dtype=dtype),
-        integers(-8, 8, 48, 640, seed=8, dtype=torch.bfloat16),
-    )
+    x = integers(-8, 8, 5, 640, seed=7, dtype=dtype)
+    weight = integers(-8, 8, 48, 640, seed=8, dtype=torch.bfloat16)
     y = ops.linear(x, ops.pack_weight(QuantTensor.dense(weight)))
     assert torch.equal(y, (x.double() @ weight.double().T).to(dtype))
 
 
 def test_strided_input(ops: OpsUnderTest) -> None:
-    weight, wide = (
-        ops.pack_weight(QuantTensor.dense(normal(8, 64, seed=9))),
-        normal(4, 128, seed=10),
-    )
+    weight = ops.pack_weight(QuantTensor.dense(normal(8, 64, seed=9)))
+    wide = normal(4, 128, seed=10)
     assert torch.equal(
         ops.linear(wide[:, ::2], weight), ops.linear(wide[:, ::2].contiguous(), weight)
     )
     x_GTK = normal(2, 4, 64, seed=11)
-    strided, packed = x_GTK.transpose(0, 1), x_GTK.transpose(0, 1).contiguous()
+    strided = x_GTK.transpose(0, 1)
+    packed = x_GTK.transpose(0, 1).contiguous()
     assert torch.equal(ops.grouped_linear(strided, weight), ops.grouped_linear(packed, weight))
 
 

@@ -20,12 +20,10 @@ from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poi
 
 pytestmark = pytest.mark.gpu
 
-NVFP4, MXFP4, FP8, BF16 = (
-    QuantFormat.NVFP4,
-    QuantFormat.MXFP4,
-    QuantFormat.FP8_BLOCK128,
-    QuantFormat.BF16,
-)
+NVFP4 = QuantFormat.NVFP4
+MXFP4 = QuantFormat.MXFP4
+FP8 = QuantFormat.FP8_BLOCK128
+BF16 = QuantFormat.BF16
 FORMATS = (NVFP4, MXFP4, FP8, BF16)
 # Largest error of a float32 product, as a share of Σ|x·w| of its row: a few units of float32
 # rounding, whatever K is.
@@ -163,7 +161,8 @@ def test_norm_agrees_with_the_norm_alone() -> None:
     inputs are the same.
     """
     rows = pack_rows([random_weight(2048, 1536, FP8)], [torch.float32])
-    weight, x = torch.rand(1536, device="cuda") + 0.5, normal(4, 1536)
+    weight = torch.rand(1536, device="cuda") + 0.5
+    x = normal(4, 1536)
     (fused,) = linear_rows(x, rows, weight, EPS)
     (apart,) = linear_rows(rms_norm(x, weight, EPS), rows)
     assert float((fused - apart).norm() / apart.norm()) < 1e-3
@@ -177,7 +176,8 @@ def test_norm_agrees_with_the_norm_alone() -> None:
 )
 def test_grouped(format: QuantFormat, groups: int, rows: int, columns: int) -> None:
     weight = random_weight(groups * rows, columns, format)
-    packed, values = pack_weight(weight), weight.dequantize()
+    packed = pack_weight(weight)
+    values = weight.dequantize()
     for tokens in (1, 3, 8):
         x_TGK = normal(tokens, groups, columns)
         poison(4 << 20)
@@ -226,7 +226,8 @@ def test_stacked_strided_and_chained() -> None:
     """
     weight = random_weight(3 * 64, 256, FP8)
     stack = QuantTensor.dense(weight.dequantize().bfloat16().view(3, 64, 256))
-    packed, wide = pack_weight(stack), normal(5, 512)
+    packed = pack_weight(stack)
+    wide = normal(5, 512)
     assert_product(linear(wide[:, 256:], packed[1]), wide[:, 256:], stack[1])
     with pytest.raises(
         ValueError, match=r"^x: found strides \(512, 2\), expected rows without gaps"

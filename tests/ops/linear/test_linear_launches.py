@@ -80,7 +80,8 @@ def test_decode_is_one_launch_per_two_formats(target: Target, tokens: int) -> No
     for columns, matrices in LISTS.values():
         recording = Recording(target, tokens)
         rows = packed_list(matrices, columns)
-        x, norm_weight = activations(recording, columns), empty(torch.float32, columns)
+        x = activations(recording, columns)
+        norm_weight = empty(torch.float32, columns)
         products = decode.linear_rows(recording, x, rows, norm_weight, 1e-6)
         formats = len({format for _, format in matrices})
         assert names(recording) == ["decode_linear"] * (1 + (formats > 2))
@@ -134,7 +135,8 @@ def test_a_shorter_chunk_is_launched_as_if_recorded_for_it(target: Target, most:
 def test_prefill_is_a_norm_and_a_launch_per_matrix() -> None:
     recording = Recording(TARGETS[0], 512)
     rows = packed_list(LISTS["Pro CSA input"][1], 7168)
-    x, norm_weight = activations(recording, 7168), empty(torch.float32, 7168)
+    x = activations(recording, 7168)
+    norm_weight = empty(torch.float32, 7168)
     products = prefill.linear_rows(recording, x, rows, norm_weight, 1e-6)
     assert names(recording) == ["rms_norm"] + ["prefill_linear"] * 6
     assert len({storage_key(product) for product in products}) == 6
@@ -189,7 +191,8 @@ def test_rows_that_no_access_fits_are_copied() -> None:
 
 def test_recorded_copies_give_the_products_their_rows() -> None:
     """The copies run on any device: those of a shorter chunk leave the rows behind it alone."""
-    source, target = torch.randn(10, 6).bfloat16(), torch.zeros(10, 8).bfloat16()
+    source = torch.randn(10, 6).bfloat16()
+    target = torch.zeros(10, 8).bfloat16()
     recording = Recording(TARGETS[0], 10)
     prefill.aligned_rows(recording, activations(recording, 6))
     (item,) = recording.items
@@ -266,7 +269,8 @@ def gemms(monkeypatch: pytest.MonkeyPatch) -> Gemms:
 def test_cutedsl_products_are_for_long_chunks(gemms: Gemms) -> None:
     """From 128 tokens on the other launch is left out, for fewer the CuTe DSL one."""
     weight = pack_weight(stored(NVFP4, 1024, 1024))
-    recording, plain = Recording(TARGETS[0], 500), Recording(TARGETS[0], 500)
+    recording = Recording(TARGETS[0], 500)
+    plain = Recording(TARGETS[0], 500)
     y = prefill_cutedsl.linear(recording, activations(recording, 1024), weight)
     prefill.linear(plain, activations(plain, 1024), weight)
     assert y.shape == (500, 1024)

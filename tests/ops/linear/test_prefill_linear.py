@@ -109,7 +109,8 @@ def test_grouped_linear(
 ) -> None:
     weight = quantize(normal(groups * rows, columns, seed=5, scale=0.1), format)
     x_GTK = normal(groups, tokens, columns, seed=6, dtype=torch.bfloat16)
-    x_TGK, packed = x_GTK.transpose(0, 1), pack_weight(weight)
+    x_TGK = x_GTK.transpose(0, 1)
+    packed = pack_weight(weight)
     poison(1 << 20)
     y = grouped_linear(x_TGK, packed)
     dense = weight.dequantize().double().unflatten(0, (groups, rows))
@@ -201,7 +202,8 @@ def test_rows_with_a_norm() -> None:
     weights = [
         quantize(normal(rows, 512, seed=rows), QuantFormat.FP8_BLOCK128) for rows in (256, 40)
     ]
-    rows, norm_weight = pack_rows(weights, [None, torch.float32]), normal(512, seed=16).abs() + 0.5
+    rows = pack_rows(weights, [None, torch.float32])
+    norm_weight = normal(512, seed=16).abs() + 0.5
     x = normal(50, 512, seed=17, dtype=torch.bfloat16)
     for norm in (None, norm_weight):
         inner = x if norm is None else immediately(rms_norm)(x, norm, 1e-6)

@@ -20,8 +20,10 @@ from dsv4.weights.packed import (
 from dsv4.weights.quant import QuantFormat, packed_shapes
 from tests.ops.recorded import meta
 
-NVFP4, MXFP4 = QuantFormat.NVFP4, QuantFormat.MXFP4
-FP8, BF16 = QuantFormat.FP8_BLOCK128, QuantFormat.BF16
+NVFP4 = QuantFormat.NVFP4
+MXFP4 = QuantFormat.MXFP4
+FP8 = QuantFormat.FP8_BLOCK128
+BF16 = QuantFormat.BF16
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Geometry:
         return experts, ExpertWeights(*(weight(shared, *shape) for shape in shapes))
 
 
-FLASH, PRO = Geometry(4096, 2048, 256), Geometry(7168, 3072, 384)
+FLASH = Geometry(4096, 2048, 256)
+PRO = Geometry(7168, 3072, 384)
 GEOMETRIES = {
     "flash": FLASH,
     "pro": PRO,
@@ -67,7 +70,8 @@ def weight(format: QuantFormat, *shape: int) -> PackedWeight:
     *stack, rows, columns = shape
     tiles = padded(rows) // TILE_ROWS
     chunks = padded(columns) // chunk_columns(format)
-    block_scale = global_scale = None
+    block_scale = None
+    global_scale = None
     if format is FP8:
         sizes = packed_shapes(format, shape)["block_scale"] or ()
         block_scale = meta(*sizes, dtype=torch.float32)

@@ -30,7 +30,8 @@ def on_zero_experts(
 ) -> tuple[Any, ...]:
     """Arguments of such a launch."""
     check_router(x_TE, tokens_T, router)
-    (count, width), device = router.gate.shape, x_TE.device
+    (count, width) = router.gate.shape
+    device = x_TE.device
     shapes = ((INNER, width), (width, INNER), (INNER, width))
     experts = ExpertWeights(*(zeros(device, count, *shape) for shape in shapes))
     shared = ExpertWeights(*(weight[0] for weight in (experts.w1, experts.w2, experts.w3)))
@@ -40,7 +41,8 @@ def on_zero_experts(
 def zeros(device: torch.device, *shape: int) -> PackedWeight:
     """A stack of MXFP4 matrices of zeros."""
     *stack, rows, columns = shape
-    tiles, chunks = padded(rows) // 16, padded(columns) // 64
+    tiles = padded(rows) // 16
+    chunks = padded(columns) // 64
     data = torch.zeros((*stack, tiles, chunks, 32, 16), dtype=torch.uint8, device=device)
     block_scale = torch.full((*stack, tiles, chunks, 8, 4), 127, dtype=torch.uint8, device=device)
     return PackedWeight(data, block_scale, None, QuantFormat.MXFP4, shape)

@@ -80,12 +80,11 @@ def exact_expert(x: Tensor, matrices: list[Tensor], weight: float) -> Tensor:
 def test_sum_of_selected_experts_and_the_shared_one(
     ops: OpsUnderTest, format: QuantFormat, dtype: torch.dtype, bound: float
 ) -> None:
-    experts, shared = stack(ops, 8, 64, 32, 1, format), stack(ops, 1, 64, 32, 9, format)
+    experts = stack(ops, 8, 64, 32, 1, format)
+    shared = stack(ops, 1, 64, 32, 9, format)
     shared = ExpertWeights(shared.w1[0], shared.w2[0], shared.w3[0])
-    x_TE, ids_TP = (
-        normal(7, 64, seed=4, dtype=dtype),
-        integers(0, 7, 7, 3, seed=5, dtype=torch.int64),
-    )
+    x_TE = normal(7, 64, seed=4, dtype=dtype)
+    ids_TP = integers(0, 7, 7, 3, seed=5, dtype=torch.int64)
     tokens_T, router = listing(
         ops, ids_TP, normal(8, 64, seed=6, dtype=torch.bfloat16, scale=0.3), 1.5
     )
@@ -109,11 +108,14 @@ def clamped_pairs(
     the identity.
     """
     n = len(gate)
-    w1, w3 = torch.zeros(n, n), torch.zeros(n, n)
+    w1 = torch.zeros(n, n)
+    w3 = torch.zeros(n, n)
     w1[:, 0], w3[:, 0] = torch.tensor(gate), torch.tensor(up)
-    silent, active = torch.zeros(n, n), (w1, torch.eye(n), w3)
+    silent = torch.zeros(n, n)
+    active = (w1, torch.eye(n), w3)
     routed, common = ((silent,) * 3, active) if shared else (active, (silent,) * 3)
-    experts, shared_expert = one(ops, *(w[None] for w in routed)), one(ops, *common)
+    experts = one(ops, *(w[None] for w in routed))
+    shared_expert = one(ops, *common)
     return ops.moe(torch.eye(1, n), *to_expert_0(ops, n), experts, shared_expert, LIMIT)[0].tolist()
 
 
@@ -143,11 +145,13 @@ def test_gate_is_not_clamped_from_below_and_silu_times_up_not_at_all(
 def test_routing_weight_multiplies_before_the_rounding(ops: OpsUnderTest) -> None:
     """With w2 the identity the output is round(h · weight), not round(h) · weight rounded again."""
     n = 64
-    w1, w3 = normal(n, n, seed=1), normal(n, n, seed=2)
+    w1 = normal(n, n, seed=1)
+    w3 = normal(n, n, seed=2)
     expert = one(ops, w1[None], torch.eye(n)[None], w3[None])
     x = normal(1, n, seed=3, dtype=torch.bfloat16, scale=0.1)
     y = ops.moe(x, *to_expert_0(ops, n, 0.3), expert, zero_expert(ops, n, n), LIMIT)[0]
-    gate, up = w1.double() @ x[0].double(), w3.double() @ x[0].double()
+    gate = w1.double() @ x[0].double()
+    up = w3.double() @ x[0].double()
     hidden = gate / (1 + torch.exp(-gate)) * up
     right = (hidden * 0.3).to(torch.bfloat16)
     wrong = (hidden.to(torch.bfloat16).double() * 0.3).to(torch.bfloat16)
@@ -163,8 +167,11 @@ def test_routing_weight_multiplies_before_the_rounding(ops: OpsUnderTest) -> Non
 def test_spec11_d25_quantised_experts_are_clamped(ops: OpsUnderTest, format: QuantFormat) -> None:
     """Pre-activations of 96 and −96: the routed and the shared expert each give ± silu(10) · 10."""
     width = 128
-    w1, w3 = torch.zeros(width, width), torch.zeros(width, width)
-    w1[:, 0], w3[::2, 0], w3[1::2, 0] = 6.0, 6.0, -6.0
+    w1 = torch.zeros(width, width)
+    w3 = torch.zeros(width, width)
+    w1[:, 0] = 6.0
+    w3[::2, 0] = 6.0
+    w3[1::2, 0] = -6.0
     w1, w2, w3 = (quantize(matrix, format) for matrix in (w1, torch.eye(width), w3))
     stacked = (quantize(matrix.dequantize()[None], format) for matrix in (w1, w2, w3))
     experts = ExpertWeights(*map(ops.pack_weight, stacked))
@@ -193,7 +200,8 @@ def test_spec11_d26_the_limit_is_required_and_the_one_of_the_config(ops: OpsUnde
 def test_an_expert_listed_twice_counts_twice_and_unlisted_experts_not_at_all(
     ops: OpsUnderTest,
 ) -> None:
-    experts, shared = stack(ops, 4, 32, 16, 20, QuantFormat.BF16), zero_expert(ops, 32, 16)
+    experts = stack(ops, 4, 32, 16, 20, QuantFormat.BF16)
+    shared = zero_expert(ops, 32, 16)
     x_TE = normal(1, 32, seed=21)
     gate_XE = torch.zeros(4, 32)
     twice = ops.moe(
@@ -210,7 +218,8 @@ def test_tokens_do_not_mix(ops: OpsUnderTest) -> None:
         *(QuantTensor.dense(w.dequantize()[0]) for w in (experts.w1, experts.w2, experts.w3))
     )
     shared = ExpertWeights(*map(ops.pack_weight, (shared.w1, shared.w2, shared.w3)))
-    x_TE, ids_TP = normal(6, 32, seed=31), integers(0, 1, 6, 2, seed=32, dtype=torch.int64)
+    x_TE = normal(6, 32, seed=31)
+    ids_TP = integers(0, 1, 6, 2, seed=32, dtype=torch.int64)
     routing = listing(ops, ids_TP, normal(4, 32, seed=33, dtype=torch.bfloat16))
     clean = ops.moe(x_TE, *routing, experts, shared, LIMIT)
     x_TE[3] = torch.nan

@@ -22,12 +22,10 @@ pytestmark = pytest.mark.gpu
 moe = immediately(decode.moe)
 moe_with_routes = immediately(decode.moe_with_routes)
 LIMIT = 10.0
-NVFP4, MXFP4, FP8, BF16 = (
-    QuantFormat.NVFP4,
-    QuantFormat.MXFP4,
-    QuantFormat.FP8_BLOCK128,
-    QuantFormat.BF16,
-)
+NVFP4 = QuantFormat.NVFP4
+MXFP4 = QuantFormat.MXFP4
+FP8 = QuantFormat.FP8_BLOCK128
+BF16 = QuantFormat.BF16
 PAIRS = [
     (NVFP4, FP8),
     (MXFP4, FP8),
@@ -95,10 +93,8 @@ def exact(
     _, ids_TP, weights_TP = moe_with_routes(x_TE, tokens_T, router, experts, shared, LIMIT)
 
     def mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, weight: Tensor | float) -> Tensor:
-        gate, up = (
-            (x.double() @ w1.double().T).clamp(max=LIMIT),
-            (x.double() @ w3.double().T).clamp(-LIMIT, LIMIT),
-        )
+        gate = (x.double() @ w1.double().T).clamp(max=LIMIT)
+        up = (x.double() @ w3.double().T).clamp(-LIMIT, LIMIT)
         return (gate * torch.sigmoid(gate) * up * weight).bfloat16().double() @ w2.double().T
 
     total = mlp(x_TE, shared.w1.dequantize(), shared.w2.dequantize(), shared.w3.dequantize(), 1.0)
@@ -140,7 +136,8 @@ def test_formats(formats: tuple[QuantFormat, QuantFormat], tokens: int) -> None:
     for name in ("demo", "odd", "ragged"):
         width, inner, count = SMALL[name]
         if name == "ragged" and MXFP4 in formats:
-            width, inner = 352, 160
+            width = 352
+            inner = 160
         experts, shared = weights(width, inner, count, formats)
         arguments = step(width, count, tokens)
         poison(1 << 22)
@@ -164,14 +161,18 @@ def test_small_shapes(geometry: str, tokens: int) -> None:
 
 
 def test_both_activation_types_that_do_not_fit_are_split() -> None:
-    width, inner, count = 7168, 256, 4
+    width = 7168
+    inner = 256
+    count = 4
     experts, shared = weights(width, inner, count, (NVFP4, BF16))
     arguments = step(width, count, 8)
     check(moe(*arguments, experts, shared, LIMIT), exact(*arguments, experts, shared), "split")
 
 
 def test_all_tokens_share_experts_and_none_do() -> None:
-    width, inner, count = 512, 256, 64
+    width = 512
+    inner = 256
+    count = 64
     experts, shared = weights(width, inner, count, (NVFP4, FP8))
     x_TE, _, router = step(width, count, 8)
     same = torch.tensor([[63, 0, 5, 9, 31, 32]], device="cuda").repeat(8, 1)
@@ -186,7 +187,9 @@ def test_clamps_and_large_values() -> None:
     """Pre-activations far beyond the limit, large routing weights, and a token a million times
     smaller than others.
     """
-    width, inner, count = 512, 256, 8
+    width = 512
+    inner = 256
+    count = 8
     experts, shared = weights(width, inner, count, (NVFP4, FP8))
     x_TE, tokens_T, router = step(width, count, 4)
     x_TE = (x_TE * torch.tensor([[300.0], [1.0], [1e-6], [3e4]], device="cuda")).bfloat16()
@@ -201,7 +204,9 @@ def test_clamps_and_large_values() -> None:
 
 
 def test_an_expert_listed_twice_and_ids_out_of_range() -> None:
-    width, inner, count = 256, 128, 8
+    width = 256
+    inner = 128
+    count = 8
     experts, shared = weights(width, inner, count, (NVFP4, FP8))
     x_TE, _, router = step(width, count, 3)
     ids_TP = torch.tensor(
@@ -214,7 +219,9 @@ def test_an_expert_listed_twice_and_ids_out_of_range() -> None:
 
 
 def test_tokens_do_not_mix() -> None:
-    width, inner, count = 512, 256, 8
+    width = 512
+    inner = 256
+    count = 8
     experts, shared = weights(width, inner, count, (NVFP4, FP8))
     for tokens in (3, 8):
         x_TE, tokens_T, router = step(width, count, tokens)

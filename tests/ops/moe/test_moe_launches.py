@@ -145,13 +145,15 @@ def test_a_prefill_recording_serves_every_shorter_chunk(geometry: Geometry, targ
 
 
 def test_parts_of_a_long_chunk_share_their_memory() -> None:
-    geometry, most = PRO, 4352
+    geometry = PRO
+    most = 4352
     layer = Layer(*geometry.weights(), LIMIT)
     assert prefill.tokens_of_a_part(layer, geometry.per_token) == most
     recording = recorded_prefill(geometry, HOPPER, 8192)
     assert names(recording) == ROUTE + PART + PART
     assert lay_out(recording).nbytes < (1 << 30) + (256 << 20)
-    first, second = launches(recording)[2:8], launches(recording)[8:]
+    first = launches(recording)[2:8]
+    second = launches(recording)[8:]
     for tokens in (9, 100, 3840):
         alone = launches(recorded_prefill(geometry, HOPPER, tokens))[2:]
         for launch, single in zip(first, alone, strict=True):

@@ -129,7 +129,8 @@ def test_odd_sizes_duplicates_and_ids_that_are_no_expert() -> None:
     assert_same(found, expert_sum(x, ids, weights, stored, stored_shared, LIMIT))
     weights[5, 1] = 0.0
     expected = moe_prefill(x, ids, weights, packed, packed_shared, LIMIT)
-    ids[5, 1], weights[5, 1] = -1, torch.nan
+    ids[5, 1] = -1
+    weights[5, 1] = torch.nan
     assert torch.equal(moe_prefill(x, ids, weights, packed, packed_shared, LIMIT), expected)
 
 
@@ -181,7 +182,8 @@ def test_sort(tokens: int, experts: int, per_token: int) -> None:
     found = immediately(grouped.sort_by_expert)(ids, experts)
     flat = ids.flatten()
     assert torch.equal(found.slots.long(), flat.argsort(stable=True))
-    expected, start = [], 0
+    expected = []
+    start = 0
     for expert, count in enumerate(torch.bincount(flat, minlength=experts).tolist()):
         expected += [[expert, start + i, min(128, count - i), 0] for i in range(0, count, 128)]
         start += count

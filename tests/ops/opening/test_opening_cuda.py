@@ -40,7 +40,8 @@ def test_bits_are_those_of_the_torch_op(
     values = normal(1000 * width + offset, seed=1).bfloat16().cuda()
     table_VE = values[offset:].view(1000, width)
     tokens_T = torch.randint(1000, (tokens,), device="cuda")
-    position_1, rejected_1 = one(130), one(rejected)
+    position_1 = one(130)
+    rejected_1 = one(rejected)
     poison(64 << 20)
     found = immediately(embed)(tokens_T, position_1, rejected_1, table_VE, 4, torch.bfloat16)
     expected = TORCH.embed(tokens_T, one(130), one(rejected), table_VE, 4, torch.bfloat16)
@@ -52,7 +53,8 @@ def test_bits_are_those_of_the_torch_op(
 @pytest.mark.parametrize("tokens", [1, 2, 8, 128, 2049])
 def test_the_other_devices_place_the_tokens_alike(tokens: int) -> None:
     for rejected in (0, 7):
-        position_1, rejected_1 = one(130), one(rejected)
+        position_1 = one(130)
+        rejected_1 = one(rejected)
         prepared = PreparedOp(next_positions, position_1, rejected_1, tokens, tokens=tokens)
         start = 130 - rejected
         assert prepared.run().tolist() == list(range(start, start + tokens))
@@ -62,7 +64,8 @@ def test_the_other_devices_place_the_tokens_alike(tokens: int) -> None:
 def test_a_recording_of_a_long_chunk_serves_shorter_ones() -> None:
     table_VE = normal(1000, 4096, seed=3).bfloat16().cuda()
     tokens_T = torch.randint(1000, (700,), device="cuda")
-    position_1, rejected_1 = one(7), one(2)
+    position_1 = one(7)
+    rejected_1 = one(2)
     prepared = PreparedOp(embed, tokens_T, position_1, rejected_1, table_VE, 4, torch.bfloat16)
     start = 5
     for tokens in (9, 700, 100):
@@ -77,7 +80,8 @@ def test_a_recording_of_a_long_chunk_serves_shorter_ones() -> None:
 def test_replays_move_the_position_on() -> None:
     table_VE = normal(50, 4096, seed=2).bfloat16().cuda()
     tokens_T = torch.tensor([49, 0], device="cuda")
-    position_1, rejected_1 = one(7), one(3)
+    position_1 = one(7)
+    rejected_1 = one(3)
     place = position_1, rejected_1
     embedding = PreparedOp(embed, tokens_T, *place, table_VE, 4, torch.bfloat16)
     assert_replay_is_eager(embedding.run, place)

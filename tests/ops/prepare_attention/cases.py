@@ -14,7 +14,8 @@ from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm
 from tests.ops import cases
 from tests.ops.cases import EPS, HEAD_DIM, ROPE_DIM
 
-INDEX_WIDTH, RING_SLOTS = 128, 144
+INDEX_WIDTH = 128
+RING_SLOTS = 144
 RATIOS = {"window": 0, "csa": 4, "hca": 128}
 # The bytes of a row that nobody has written.
 JUNK = 0x5A
@@ -40,7 +41,8 @@ class Step:
         """Every buffer that the call may change."""
         buffers = [self.ring.data, self.ring.block_scale]
         for compression in self.compressions:
-            ring, rows = compression.state.ring, compression.state.rows
+            ring = compression.state.ring
+            rows = compression.state.rows
             buffers += [ring.kv, ring.score, rows.data, rows.block_scale]
         return [buffer for buffer in buffers if buffer is not None]
 
@@ -48,7 +50,8 @@ class Step:
         """The same inputs and copies of the caches."""
         compressions = []
         for compression in self.compressions:
-            ring, rows = compression.state.ring, compression.state.rows
+            ring = compression.state.ring
+            rows = compression.state.rows
             copy = CompressedState(
                 CompressorRing(ring.kv.clone(), ring.score.clone()), copy_of(rows)
             )
@@ -102,7 +105,8 @@ def step(
     norm = QueryKeyNorm(norm_weight(HEAD_DIM, seed=1), inv_freq(ratio), EPS)
     format = RowFormat.KV_FP8 if quantised else RowFormat.PLAIN
     ring = junk_rows(RING_SLOTS, HEAD_DIM, format, dtype)
-    index_TID, compressions = None, []
+    index_TID = None
+    compressions = []
     if ratio:
         rows = junk_rows((start + tokens) // ratio + 1, HEAD_DIM, ring.format, dtype)
         compressions.append(compression(ratio, rows, tokens, norm.inv_freq, dtype, seed=10))
@@ -126,7 +130,8 @@ def compression(
 ) -> Compression:
     """The main compressor, or for rows of another width the indexer's."""
     columns = 2 * rows.width if ratio == 4 else rows.width
-    ape, norm = normal(ratio, columns, seed=seed), norm_weight(rows.width, seed=seed + 1)
+    ape = normal(ratio, columns, seed=seed)
+    norm = norm_weight(rows.width, seed=seed + 1)
     weights = CompressorWeights(ape, norm, frequencies, EPS, ratio, rows.width != HEAD_DIM, dtype)
     ring = CompressorRing.allocate(ratio, columns, rows.data.device)
     ring.kv.copy_(normal(*ring.kv.shape, seed=seed + 2))

@@ -45,7 +45,8 @@ def test_equals_its_parts_bit_by_bit(
         found = step(kind, start, tokens, quantised=quantised)
         expected = found.twin()
         queries = ops.prepare_attention(*found.arguments())
-        norm, position_T = expected.norm, expected.positions_T
+        norm = expected.norm
+        position_T = expected.positions_T
         q_THD = parts.query_rope(expected.queries.q_THD, position_T, norm.inv_freq, norm.eps)
         parts.kv_write(
             expected.kv_TD, norm.kv_norm, position_T, norm.inv_freq, expected.ring, norm.eps

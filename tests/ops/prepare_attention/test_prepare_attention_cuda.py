@@ -38,13 +38,15 @@ def on_cuda():
 
 def assert_close_rows(found: RowCache, expected: RowCache, what: str) -> None:
     """Rows that the torch op wrote hold nearly its values, all others their junk."""
-    one, two = found.data.view(torch.uint8), expected.data.view(torch.uint8)
+    one = found.data.view(torch.uint8)
+    two = expected.data.view(torch.uint8)
     written = (two != JUNK).any(1)
     assert bool((one[~written] == JUNK).all()), f"{what}: a row was written that should not be"
     if not bool(written.any()):
         return
     slots = written.nonzero().flatten()
-    values, right = found.read(slots), expected.read(slots)
+    values = found.read(slots)
+    right = expected.read(slots)
     error = (values - right).abs() - 0.14 * right.abs() - 2**-6 * right.abs().amax(1, keepdim=True)
     assert float(error.max()) <= 0, what
     assert float((one[written] != two[written]).float().mean()) < 0.04, what
@@ -221,13 +223,15 @@ def in_wider_tensors(part: Compression) -> Compression:
 
 def part_of(whole: Step, start: int, stop: int) -> Step:
     """Tokens [start, stop) of a step, with the same caches."""
-    tokens, (q_THD, index_TID) = slice(start, stop), whole.queries
+    tokens = slice(start, stop)
+    (q_THD, index_TID) = whole.queries
     queries = Queries(q_THD[tokens], None if index_TID is None else index_TID[tokens])
     compressions = tuple(
         replace(one, kv_TW=one.kv_TW[tokens], score_TW=one.score_TW[tokens])
         for one in whole.compressions
     )
-    kv_TD, positions_T = whole.kv_TD[tokens], whole.positions_T[tokens]
+    kv_TD = whole.kv_TD[tokens]
+    positions_T = whole.positions_T[tokens]
     return replace(
         whole, queries=queries, kv_TD=kv_TD, positions_T=positions_T, compressions=compressions
     )

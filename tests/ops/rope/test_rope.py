@@ -116,10 +116,8 @@ def test_lesson_02_one_table_per_layer_by_its_ratio(ratio: int) -> None:
     alone.
     """
     config = tiny_config()
-    other_main, other_compress = (
-        tiny_config(rope_theta=777.0),
-        tiny_config(compress_rope_theta=777.0),
-    )
+    other_main = tiny_config(rope_theta=777.0)
+    other_compress = tiny_config(compress_rope_theta=777.0)
     assert torch.equal(layer_inv_freq(config, ratio), layer_inv_freq(other_main, ratio))
     assert torch.equal(layer_inv_freq(config, 0), layer_inv_freq(other_compress, 0))
     assert not torch.equal(layer_inv_freq(config, ratio), layer_inv_freq(other_compress, ratio))
@@ -150,21 +148,26 @@ def test_spec11_a05_pairs_are_neighbours_not_halves() -> None:
     """A quarter turn takes (a, b) to (−b, a) in dimensions 0 and 1; a half-split rotation pairs 0
     with 32.
     """
-    x, quarter = torch.zeros(1, 128), torch.zeros(32)
-    x[0, 64], x[0, 65], quarter[0] = 1.0, 2.0, math.pi / 2
+    x = torch.zeros(1, 128)
+    quarter = torch.zeros(32)
+    x[0, 64] = 1.0
+    x[0, 65] = 2.0
+    quarter[0] = math.pi / 2
     out = rope(x, positions(1), quarter)[0]
     assert out[64:66].tolist() == pytest.approx([-2.0, 1.0], abs=1e-6)
     assert out[66:].tolist() == pytest.approx([0.0] * 62, abs=1e-6)
 
 
 def test_inverse_undoes_the_rotation() -> None:
-    x, position_T = normal(3, 2, HEAD_DIM, seed=3), positions(0, 17, 999_999)
+    x = normal(3, 2, HEAD_DIM, seed=3)
+    position_T = positions(0, 17, 999_999)
     back = rope(rope(x, position_T, inv_freq(4)), position_T, inv_freq(4), inverse=True)
     torch.testing.assert_close(back, x, rtol=0, atol=2e-6)
 
 
 def test_dot_products_depend_on_the_distance() -> None:
-    q, k = normal(1, HEAD_DIM, seed=4), normal(1, HEAD_DIM, seed=5)
+    q = normal(1, HEAD_DIM, seed=4)
+    k = normal(1, HEAD_DIM, seed=5)
 
     def product(query_position: int, key_position: int) -> Tensor:
         turned = (
@@ -180,7 +183,8 @@ def test_angle_is_the_float32_product() -> None:
     """At a million tokens the float32 product differs from the exact angle by up to 0.03;
     model.md#rope wants float32.
     """
-    position, frequencies = 999_983, inv_freq(4)
+    position = 999_983
+    frequencies = inv_freq(4)
     x = torch.zeros(1, 64)
     x[0, ::2] = 1.0
     turned = rope(x, positions(position), frequencies)[0].double().unflatten(0, (-1, 2))

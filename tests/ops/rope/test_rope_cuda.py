@@ -44,10 +44,8 @@ def test_equals_the_torch_op(
     """Equal but for roundings between two neighbours of bf16 that the order of the sum of squares
     decides.
     """
-    q_THD, position_T = (
-        normal(tokens, heads, width, seed=1),
-        start + torch.arange(tokens, device="cuda"),
-    )
+    q_THD = normal(tokens, heads, width, seed=1)
+    position_T = start + torch.arange(tokens, device="cuda")
     poison(16 << 20)
     found = query_rope(q_THD, position_T, inv_freq(rope_width), EPS).float()
     expected = torch_query_rope(q_THD, position_T, inv_freq(rope_width), EPS).float()
@@ -75,7 +73,8 @@ def test_angles_of_long_contexts_are_exact() -> None:
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_graph_replay_and_no_synchronisation(tokens: int) -> None:
     q_THD, check_q = guarded(normal(tokens, 128, 512, seed=1))
-    position_T, frequencies = 5000 + torch.arange(tokens, device="cuda"), inv_freq(64)
+    position_T = 5000 + torch.arange(tokens, device="cuda")
+    frequencies = inv_freq(64)
     op = PreparedOp(forms.query_rope, q_THD, position_T, frequencies, EPS)
     assert_replay_is_eager(op.run)
     assert_no_synchronisation(op.run)
@@ -83,11 +82,9 @@ def test_graph_replay_and_no_synchronisation(tokens: int) -> None:
 
 
 def test_unaligned_and_bad_input() -> None:
-    wide, position_T, frequencies = (
-        normal(3, 4, 1024, seed=1),
-        torch.arange(3, device="cuda"),
-        inv_freq(64),
-    )
+    wide = normal(3, 4, 1024, seed=1)
+    position_T = torch.arange(3, device="cuda")
+    frequencies = inv_freq(64)
     expected = query_rope(wide[..., :512].contiguous(), position_T, frequencies, EPS)
     shifted = torch.empty(3 * 4 * 512 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(3, 4, 512)
     shifted.copy_(wide[..., :512])

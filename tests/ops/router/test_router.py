@@ -82,7 +82,8 @@ def first_unit() -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_learned_routing_equals_the_formula(routing: Routing, dtype: torch.dtype) -> None:
-    x_TE, bias_X = normal(6, 64, seed=1, dtype=dtype), normal(32, seed=2)
+    x_TE = normal(6, 64, seed=1, dtype=dtype)
+    bias_X = normal(32, seed=2)
     weight = normal(32, 64, seed=3, scale=0.3, dtype=torch.bfloat16)
     ids_TP, weights_TP = routing.learned(x_TE, weight, bias_X, 4, SCALING)
     assert (ids_TP.dtype, weights_TP.dtype) == (torch.int64, torch.float32)
@@ -108,7 +109,8 @@ def test_published_scores(routing: Routing) -> None:
 
 
 def test_lesson_06_hash_layers_take_weights_from_the_gate(routing: Routing) -> None:
-    x_TE, table_VP = normal(5, 64, seed=4), integers(0, 31, 10, 4, seed=5, dtype=torch.int64)
+    x_TE = normal(5, 64, seed=4)
+    table_VP = integers(0, 31, 10, 4, seed=5, dtype=torch.int64)
     weight = normal(32, 64, seed=6, scale=0.3)
     tokens_T = on_device(torch.tensor([3, 3, 9, 0, 1]))
     ids_TP, weights_TP = routing.hashed(x_TE, weight, table_VP, tokens_T, SCALING)

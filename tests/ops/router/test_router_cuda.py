@@ -38,7 +38,8 @@ ANY = [(route, tokens) for tokens in (1, 3, 9, 64, 1000)]
 def inputs(width: int, experts: int, tokens: int, seed: int = 0):
     generator = torch.Generator("cuda").manual_seed(seed)
     draw = lambda *shape: torch.randn(shape, generator=generator, device="cuda")  # noqa: E731
-    x_TE, weight = draw(tokens, width).bfloat16(), (draw(experts, width) * width**-0.5).bfloat16()
+    x_TE = draw(tokens, width).bfloat16()
+    weight = (draw(experts, width) * width**-0.5).bfloat16()
     return x_TE, QuantTensor.dense(weight), draw(experts) * 0.1
 
 
@@ -138,10 +139,8 @@ def test_token_outside_the_table_reads_no_stray_memory(form: Form) -> None:
 @pytest.mark.parametrize(("form", "tokens"), [(decode_routes, 1), (decode_routes, 8), (route, 40)])
 def test_replay_and_no_synchronisation(form: Form, tokens: int) -> None:
     x_TE, gate, bias_X = inputs(4096, 256, tokens)
-    router, tokens_T = (
-        Router(pack_weight(gate), bias_X, False, 6, 1.5),
-        torch.zeros(tokens, device="cuda").long(),
-    )
+    router = Router(pack_weight(gate), bias_X, False, 6, 1.5)
+    tokens_T = torch.zeros(tokens, device="cuda").long()
     if form is decode_routes:
         op = PreparedOp(moe_with_routes, *on_zero_experts(x_TE, tokens_T, router))
     else:
@@ -152,10 +151,8 @@ def test_replay_and_no_synchronisation(form: Form, tokens: int) -> None:
 
 def test_a_recording_of_the_longest_chunk_routes_shorter_ones() -> None:
     x_TE, gate, bias_X = inputs(4096, 256, 300)
-    router, tokens_T = (
-        Router(pack_weight(gate), bias_X, False, 6, 1.5),
-        torch.zeros(300, device="cuda").long(),
-    )
+    router = Router(pack_weight(gate), bias_X, False, 6, 1.5)
+    tokens_T = torch.zeros(300, device="cuda").long()
     op = PreparedOp(prefill.route, x_TE, tokens_T, router)
     for tokens in (300, 9, 128, 300):
         expected = route(x_TE[:tokens], tokens_T[:tokens], router)

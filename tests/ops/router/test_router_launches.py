@@ -53,7 +53,8 @@ def test_logits_of_an_odd_number_of_experts_have_gaps_between_their_rows() -> No
 def test_what_a_kernel_cannot_read_is_refused() -> None:
     recording = Recording(HOPPER, 9)
     x_TE, tokens_T = step(recording, FLASH)
-    learned, hashed = FLASH.router(), replace(FLASH, hashed=True).router()
+    learned = FLASH.router()
+    hashed = replace(FLASH, hashed=True).router()
     for changed, message in (
         (replace(learned, experts_per_token=17), "experts_per_token: found 17, expected 1 to 16"),
         (replace(learned, selection=meta(5, dtype=torch.float32)), r"selection: found .* \[5\]"),

@@ -83,7 +83,9 @@ def test_impossible_tokens_are_never_drawn(ops: Ops) -> None:
 @pytest.mark.slow
 def test_draws_follow_the_softmax(ops: Ops) -> None:
     """χ² over 6 tokens, 5 degrees of freedom: 20.5 is exceeded for one seed in a thousand."""
-    logits_V, temperature, count = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 1.5]), 1.3, 3000
+    logits_V = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 1.5])
+    temperature = 1.3
+    count = 3000
     probability = torch.softmax(logits_V.double() / temperature, 0).tolist()
     found = draws(ops, logits_V, count, temperature)
     chi_square = sum(
@@ -142,10 +144,8 @@ def test_the_smaller_of_top_p_and_min_p_wins(ops: Ops) -> None:
 
 def test_temperature_flattens_and_sharpens(ops: Ops) -> None:
     logits_V = torch.tensor([0.0, 1.0])
-    hot, cold = (
-        draws(ops, logits_V, 500, temperature=50.0),
-        draws(ops, logits_V, 500, temperature=0.05),
-    )
+    hot = draws(ops, logits_V, 500, temperature=50.0)
+    cold = draws(ops, logits_V, 500, temperature=0.05)
     assert 0.4 < sum(hot) / 500 < 0.6
     assert set(cold) == {1}
 
@@ -217,8 +217,10 @@ def test_greedy_needs_neither_seed_nor_restrictions(ops: Ops) -> None:
 
 def test_settings_are_read_when_the_op_runs(ops: Ops) -> None:
     """The same tensors serve every sampler, which is what a captured step needs."""
-    logits_V, settings_3 = torch.zeros(1000), torch.tensor([1.0, 1.0, 0.0])
-    seed_1, position_1 = torch.tensor([5]), positions(9)
+    logits_V = torch.zeros(1000)
+    settings_3 = torch.tensor([1.0, 1.0, 0.0])
+    seed_1 = torch.tensor([5])
+    position_1 = positions(9)
 
     def token() -> int:
         return int(ops.sample_token(logits_V, settings_3, seed_1, position_1))

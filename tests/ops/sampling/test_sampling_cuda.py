@@ -44,7 +44,8 @@ def same_on_cpu(
 ) -> int:
     """The torch op on the CPU, whose logarithms and division are correctly rounded."""
     settings_3 = settings(temperature, top_p, min_p, "cpu")
-    seed_1, position_1 = torch.tensor([seed]), torch.tensor([at])
+    seed_1 = torch.tensor([seed])
+    position_1 = torch.tensor([at])
     return int(reference.sample_token(logits_V.cpu(), settings_3, seed_1, position_1))
 
 
@@ -116,7 +117,8 @@ def test_top_p_draws_are_those_of_the_torch_op(size: int, top_p: float) -> None:
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.750001, 1e-9])
 def test_top_p_of_a_flat_distribution_keeps_the_lowest_ids(top_p: float) -> None:
     """All tie, so the edge is drawn by id: no token beyond top_p · V, and tokens up to it."""
-    logits_V, size = torch.zeros(VOCABULARY, device="cuda"), VOCABULARY
+    logits_V = torch.zeros(VOCABULARY, device="cuda")
+    size = VOCABULARY
     found = [int(sample_token(logits_V, 1.0, top_p, 0.0, seed, position(0))) for seed in range(64)]
     assert max(found) < max(1, top_p * size + 1)
     assert max(found) >= (top_p * size) * 0.9 - 1

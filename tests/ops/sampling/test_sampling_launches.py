@@ -9,8 +9,10 @@ from dsv4.launch.target import Target
 from dsv4.ops.sampling.cuda import sample_token
 from tests.ops.recorded import HOPPER, TARGETS, functions, launches, meta
 
-F32, I64 = torch.float32, torch.int64
-SETTINGS, ONE = meta(3, dtype=F32), meta(1, dtype=I64)
+F32 = torch.float32
+I64 = torch.int64
+SETTINGS = meta(3, dtype=F32)
+ONE = meta(1, dtype=I64)
 
 
 def record(logits_V: Tensor, target: Target = HOPPER) -> list[Launch]:

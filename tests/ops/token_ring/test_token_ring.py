@@ -14,7 +14,8 @@ from dsv4.ops.token_ring.cuda import store_token
 def test_token_goes_to_its_slot_and_to_the_next_step(
     ops: Ops, position: int, slot: int, token: int
 ) -> None:
-    ring_R, next_1 = torch.full((7,), -9), torch.full((1,), -9)
+    ring_R = torch.full((7,), -9)
+    next_1 = torch.full((1,), -9)
     ops.store_token(torch.tensor(token), torch.tensor([position]), next_1, ring_R)
     assert ring_R.tolist() == [token if index == slot else -9 for index in range(7)]
     assert next_1.tolist() == [max(token, 0)]
@@ -24,7 +25,8 @@ def test_token_goes_to_its_slot_and_to_the_next_step(
 def test_pinned_memory_is_a_ring_too() -> None:
     ring_R = torch.zeros(4, dtype=torch.int64, pin_memory=True)
     next_1 = torch.zeros(1, dtype=torch.int64, device="cuda")
-    token, position_1 = torch.tensor(3, device="cuda"), torch.tensor([6], device="cuda")
+    token = torch.tensor(3, device="cuda")
+    position_1 = torch.tensor([6], device="cuda")
     immediately(store_token)(token, position_1, next_1, ring_R)
     torch.cuda.synchronize()
     assert (ring_R.tolist(), next_1.tolist()) == ([0, 0, 3, 0], [3])

@@ -7,7 +7,8 @@ from dsv4.ops.token_ring.cuda import store_token
 from tests.ops.recorded import functions, launches, meta, numbers
 
 I64 = torch.int64
-TOKEN, ONE = meta(dtype=I64), meta(1, dtype=I64)
+TOKEN = meta(dtype=I64)
+ONE = meta(1, dtype=I64)
 
 
 def test_one_launch_stores_the_token() -> None:
