@@ -49,7 +49,8 @@ def load(job: Job, outcome: Outcome, show_bars: bool) -> Engine:
     outcome.load_seconds = time.perf_counter() - started
     if job.arguments.profile and engine.decoder is None:
         profile = OpProfile(engine.state.devices, layer_kinds(engine.config))
-        engine.steps.observer = outcome.profile = profile
+        engine.steps.observer = profile
+        outcome.profile = profile
     return engine
 
 
@@ -113,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def silence_stdout() -> None:
-    """Sends what is left to nowhere, so that the interpreter's last flush does not fail."""
+    """Discards unwritten output, so that the interpreter's last flush does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

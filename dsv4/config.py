@@ -11,31 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsv4.config_dialects import (
+    CSA_RATIO,
+    HCA_RATIO,
+    SLIDING_WINDOW_ONLY,
+    Yarn,
+    compress_ratios,
+    hash_layers,
+    rope_head_dim,
+    rope_theta,
+    yarn,
+)
 from dsv4.json_object import JsonReader, read_json_object
 from dsv4.limits import MAX_DECODE_TOKENS
 
 MODEL_TYPE = "deepseek_v4"
-SLIDING_WINDOW_ONLY = 0
-CSA_RATIO = 4
-HCA_RATIO = 128
-
 KIND_OF_RATIO = {SLIDING_WINDOW_ONLY: "SWA", CSA_RATIO: "CSA", HCA_RATIO: "HCA"}
-
-_RATIO_OF_LAYER_TYPE = {
-    "sliding_attention": SLIDING_WINDOW_ONLY,
-    "compressed_sparse_attention": CSA_RATIO,
-    "heavily_compressed_attention": HCA_RATIO,
-}
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """Static YaRN scaling of the compress RoPE table (model.md#rope). cos and sin are never scaled."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
 
 
 @dataclass(frozen=True)
@@ -116,13 +107,13 @@ class ModelConfig:
             num_hidden_layers=layers,
             num_attention_heads=read.integer("num_attention_heads", 1, 4096),
             head_dim=head_dim,
-            qk_rope_head_dim=_rope_head_dim(read, head_dim),
+            qk_rope_head_dim=rope_head_dim(read, head_dim),
             q_lora_rank=read.integer("q_lora_rank", 1, 2**17),
             o_lora_rank=read.integer("o_lora_rank", 1, 2**17),
             o_groups=read.integer("o_groups", 1, 4096),
             sliding_window=read.integer("sliding_window", 1, 2**16),
-            compress_ratios=_compress_ratios(read, layers),
-            hash_layers=_hash_layers(read, layers),
+            compress_ratios=compress_ratios(read, layers),
+            hash_layers=hash_layers(read, layers),
             moe_intermediate_size=read.integer("moe_intermediate_size", 1, 2**17),
             n_routed_experts=read.integer("n_routed_experts", 1, 2**14),
             num_experts_per_tok=read.integer("num_experts_per_tok", 1, 64),
@@ -135,9 +126,9 @@ class ModelConfig:
             hc_sinkhorn_iters=read.integer("hc_sinkhorn_iters", 1, 1000),
             hc_eps=read.number("hc_eps", 0.0, 1.0),
             rms_norm_eps=read.number("rms_norm_eps", 0.0, 1.0),
-            rope_theta=_rope_theta(read, "main", "rope_theta"),
-            compress_rope_theta=_rope_theta(read, "compress", "compress_rope_theta"),
-            yarn=_yarn(read),
+            rope_theta=rope_theta(read, "main", "rope_theta"),
+            compress_rope_theta=rope_theta(read, "compress", "compress_rope_theta"),
+            yarn=yarn(read),
             max_position_embeddings=read.integer("max_position_embeddings", 1, 2**31 - 1),
             bos_token_id=read.integer("bos_token_id", 0, 2**24)
             if read.raw.get("bos_token_id") is not None
@@ -177,103 +168,6 @@ def _refuse_other_models(read: JsonReader) -> None:
         ("tie_word_embeddings", False),
     ):
         read.exactly(key, value)
-
-
-def _rope_head_dim(read: JsonReader, head_dim: int) -> int:
-    if "qk_rope_head_dim" in read.raw:
-        return read.integer("qk_rope_head_dim", 2, head_dim)
-    return round(head_dim * read.number("partial_rotary_factor", 0.0, 1.0))
-
-
-def _list(read: JsonReader, key: str, length: int) -> list[Any]:
-    value = read.raw[key]
-    if not isinstance(value, list) or len(value) < length:
-        found = f"{len(value)} entries" if isinstance(value, list) else value
-        raise read.fail(key, found, f"a list with one entry for each of the {length} layers")
-    return value
-
-
-def _compress_ratios(read: JsonReader, layers: int) -> tuple[int, ...]:
-    if "compress_ratios" in read.raw:
-        ratios = _list(read, "compress_ratios", layers)
-        tail = ratios[layers:]
-        if any(ratio != SLIDING_WINDOW_ONLY for ratio in tail):
-            raise read.fail("compress_ratios", tail, "only zeros after the main layers")
-    elif "layer_types" in read.raw:
-        types = _list(read, "layer_types", layers)
-        unknown = [t for t in types if not isinstance(t, str) or t not in _RATIO_OF_LAYER_TYPE]
-        if unknown or len(types) != layers:
-            raise read.fail(
-                "layer_types",
-                unknown or len(types),
-                f"{layers} of {', '.join(_RATIO_OF_LAYER_TYPE)}",
-            )
-        rates = read.child("compress_rates")
-        if rates is not None:
-            rates.exactly("compressed_sparse_attention", CSA_RATIO)
-            rates.exactly("heavily_compressed_attention", HCA_RATIO)
-        ratios = [_RATIO_OF_LAYER_TYPE[t] for t in types]
-    else:
-        raise read.fail("compress_ratios", None, "compress_ratios or layer_types")
-    for ratio in ratios[:layers]:
-        if type(ratio) is not int or ratio not in (SLIDING_WINDOW_ONLY, CSA_RATIO, HCA_RATIO):
-            raise read.fail("compress_ratios", ratio, "0, 4 or 128")
-    return tuple(ratios[:layers])
-
-
-def _hash_layers(read: JsonReader, layers: int) -> tuple[bool, ...]:
-    if "num_hash_layers" in read.raw:
-        hashed = read.integer("num_hash_layers", 0, layers)
-        return tuple(layer < hashed for layer in range(layers))
-    if "mlp_layer_types" not in read.raw:
-        raise read.fail("num_hash_layers", None, "num_hash_layers or mlp_layer_types")
-    types = _list(read, "mlp_layer_types", layers)
-    unknown = [t for t in types if t not in ("hash_moe", "moe")]
-    if unknown or len(types) != layers:
-        raise read.fail("mlp_layer_types", unknown or len(types), f"{layers} of hash_moe, moe")
-    return tuple(t == "hash_moe" for t in types)
-
-
-def _rope_theta(read: JsonReader, table: str, key: str) -> float:
-    parameters = read.child("rope_parameters")
-    nested = parameters.child(table) if parameters is not None else None
-    return (
-        (nested.number("rope_theta", 1.0, 1e12))
-        if nested is not None
-        else read.number(key, 1.0, 1e12)
-    )
-
-
-def _yarn(read: JsonReader) -> Yarn | None:
-    """YaRN of the compress table; the main table never has one (model.md#rope)."""
-    parameters = read.child("rope_parameters")
-    if parameters is not None and "compress" in parameters.raw:
-        main = parameters.child("main")
-        if main is not None:
-            main.exactly("rope_type", "default")
-        scaling = parameters.child("compress")
-    else:
-        scaling = read.child("rope_scaling") or parameters
-    if scaling is None:
-        return None
-    kind = scaling.raw.get("rope_type", scaling.raw.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "yarn":
-        raise scaling.fail("type", kind, "'yarn' or 'default'")
-    for key in ("attention_factor", "mscale", "mscale_all_dim"):
-        if scaling.raw.get(key) not in (None, 1, 1.0):
-            raise scaling.fail(
-                key, scaling.raw[key], "1.0 (DeepSeek-V4 does not scale cos, sin or the softmax)"
-            )
-    return Yarn(
-        factor=scaling.number("factor", 0.0, 1e6),
-        original_max_position_embeddings=scaling.integer(
-            "original_max_position_embeddings", 1, 2**31 - 1
-        ),
-        beta_fast=scaling.number("beta_fast", 0.0, 1e6) if "beta_fast" in scaling.raw else 32.0,
-        beta_slow=scaling.number("beta_slow", 0.0, 1e6) if "beta_slow" in scaling.raw else 1.0,
-    )
 
 
 def _eos_token_ids(read: JsonReader) -> tuple[int, ...]:

@@ -1,52 +1,37 @@
 """Engine: load a checkpoint, prefill in chunks, decode, generate, and look inside."""
 
-import operator
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dsv4.caches.state import COMPUTE_DTYPES, DecodeState, chunk_tokens, prefill_tokens
-from dsv4.checkpoint import Checkpoint, describe, load_weights, mtp_kind, open_checkpoint
+from dsv4.checkpoint import load_weights
 from dsv4.config import ModelConfig
 from dsv4.decode import CUDAGraphDecoder, build_decoder
 from dsv4.engine_config import EngineConfig
-from dsv4.errors import UserError, shorten
+from dsv4.errors import UserError
 from dsv4.launch.compiler import compile_ahead
-from dsv4.launch.target import Target
 from dsv4.layers.weights import ReadOnce, Weights
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
+from dsv4.opened_checkpoint import OpenedCheckpoint
 from dsv4.ops.tables import DirectTable, Table
-from dsv4.parallel.devices import check_cuda_graph, engine_devices, table_on, with_device_defaults
-from dsv4.parallel.placement import Placement, bytes_by_layer
-from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
+from dsv4.parallel.devices import table_on, with_device_defaults
+from dsv4.parallel.placement import Placement
+from dsv4.plan import MemoryPlan, max_context_tokens
+from dsv4.prompt_chunks import run_chunks, split_ids
+from dsv4.run_stats import FinishReason, RunStats
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.step.direct import DirectSteps
-from dsv4.step.planned import PlannedSteps, StoredFormats
 from dsv4.step.steps import RecordedSteps
-from dsv4.weights.parameters import MtpKind
+from dsv4.token_ids import check_ids
 
-FinishReason = Literal["stop", "length", "context"]
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class RunStats:
-    """What the last ``generate`` did. Decode time excludes the prefill that gave the first token."""
-
-    prefill_tokens: int
-    prefill_seconds: float
-    decode_tokens: int
-    decode_seconds: float
-    finish_reason: FinishReason
 
 
 class Engine:
@@ -79,8 +64,8 @@ class Engine:
         self.table = table or table_on(engine_config, self.devices)
         dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
         self.model = Transformer.build(config, weights, self.table.packing, self.devices, dtype)
-        # What packing leaves in torch's cache goes back to the device, so that everything else
-        # finds room.
+        # Packing leaves free blocks in torch's cache. The device gets them back for everything
+        # else.
         torch.cuda.empty_cache()
         self.state = DecodeState.allocate(config, engine_config, self.max_context, self.devices)
         self.steps = self._build_steps(compiling)
@@ -103,17 +88,16 @@ class Engine:
         """Loads a checkpoint folder (model.md#checkpoints). ``progress(done_bytes, total_bytes)``
         is called on the way, before that ``compiling(done, total)`` as kernels are compiled.
 
-        ``change_table`` makes the op table that is used of the one that ``config`` chooses: to swap
-        ops.
+        ``change_table`` replaces the op table that ``config`` chooses, e.g. to swap ops.
 
         Raises ``UserError`` before any weight is read: for a bad folder, when the memory plan does
         not fit, and for a GPU or an installation without the ops that are asked for.
         """
         engine_config = config or EngineConfig()
-        opened = _Opened.open(path, engine_config)
+        opened = OpenedCheckpoint.open(path, engine_config)
         opened.plan.refuse_if_too_large()
         if opened.steps is not None:
-            _compile(opened.steps, compiling)
+            compile_ahead(opened.steps.kernels(), compiling)
         weights = load_weights(
             opened.checkpoint,
             opened.config,
@@ -128,8 +112,8 @@ class Engine:
 
     @staticmethod
     def plan(path: str | Path, config: EngineConfig | None = None) -> MemoryPlan:
-        """The memory plan of ``load`` with the same arguments, from the checkpoint's headers alone."""
-        return _Opened.open(path, config or EngineConfig()).plan
+        """The memory plan of ``load`` with the same arguments, from the headers alone."""
+        return OpenedCheckpoint.open(path, config or EngineConfig()).plan
 
     @property
     def position(self) -> int:
@@ -160,22 +144,8 @@ class Engine:
 
     def _prefill(self, token_ids: list[int], progress: Progress | None) -> Tensor:
         """Final hidden states of the last chunk."""
-        hidden_TE = self.model.embed.table_VE.new_empty(0)
-        done = 0
-        # The host runs ahead, so that every device has a chunk to work on, but not so far that
-        # progress means nothing.
-        in_flight: deque[torch.cuda.Event] = deque()
-        for chunk in self._chunks(token_ids, None):
-            hidden_TE = self.steps.run(chunk)
-            if hidden_TE.is_cuda:
-                in_flight.append(torch.cuda.Event())
-                in_flight[-1].record(torch.cuda.current_stream(hidden_TE.device))
-            if len(in_flight) > 2 * len(self.state.devices):
-                in_flight.popleft().synchronize()
-            done += len(chunk)
-            if progress is not None:
-                progress(done, len(token_ids))
-        return hidden_TE
+        ahead = 2 * len(self.state.devices)
+        return run_chunks(self.steps, self._chunks(token_ids, None), ahead, progress)
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int]) -> Tensor:
@@ -207,7 +177,7 @@ class Engine:
 
     @torch.inference_mode()
     def trace(self, token_ids: Sequence[int]) -> dict[str, Tensor | list[Tensor]]:
-        """What passes through the model on a fresh sequence, for layer-by-layer comparison.
+        """The values inside the model on a fresh sequence, for layer-by-layer comparison.
 
         ``layers``: the streams ``[T, M, E]`` after each block; ``final``: the normalised hidden
         state ``[T, E]`` the head reads; ``logits``: float32 ``[T, V]``. All on the CPU, in the
@@ -306,99 +276,20 @@ class Engine:
 
     def _chunks(
         self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None
-    ) -> list[Sequence[int]]:
+    ) -> list[list[int]]:
         token_ids = self._checked(token_ids)
-        count = len(token_ids)
         largest = chunk_tokens(self.engine_config)
-        sizes = [count]
-        if chunk_sizes is not None:
-            sizes = list(chunk_sizes)
-            largest = max(largest, MAX_DECODE_TOKENS)
-        if sum(sizes) != count or any(size < 1 for size in sizes):
-            raise ValueError(
-                f"chunk_sizes: found {sizes}, expected positive sizes that sum to {count}"
-            )
-        chunks = []
-        start = 0
-        for size in sizes:
-            part = token_ids[start : start + size]
-            chunks += [part[first : first + largest] for first in range(0, size, largest)]
-            start += size
-        return chunks
+        if chunk_sizes is None:
+            return split_ids(token_ids, [len(token_ids)], largest)
+        return split_ids(token_ids, list(chunk_sizes), max(largest, MAX_DECODE_TOKENS))
 
     def _checked(self, token_ids: Iterable[int]) -> list[int]:
         """The ids as a list, if they are ids of this model and fit behind the current position."""
-        try:
-            checked = [operator.index(token) for token in token_ids]
-        except TypeError:
-            raise UserError(f"token_ids: found {shorten(token_ids)}, expected integers") from None
-        if not checked:
-            raise UserError("token_ids: found none, expected at least 1")
-        for token in checked:
-            if not 0 <= token < self.config.vocab_size:
-                raise UserError(
-                    f"token_ids: found {token}, expected ids from 0 to {self.config.vocab_size - 1}"
-                )
+        checked = check_ids(token_ids, self.config.vocab_size)
         total = self.position + len(checked)
         if total > self.max_context:
             raise UserError(
-                f"EngineConfig.max_context: found a sequence of {total} tokens, expected at most {self.max_context}"
+                f"EngineConfig.max_context: found a sequence of {total} tokens, "
+                f"expected at most {self.max_context}"
             )
         return checked
-
-
-def _compile(steps: PlannedSteps, compiling: Progress | None) -> None:
-    """Compiles the kernels of ``steps`` that no earlier process has compiled."""
-    compile_ahead(steps.kernels(), compiling)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A checkpoint looked at, headers only: what is in it, where it goes and whether it fits.
-
-    ``steps``: what the CUDA ops will do; None with the torch ops.
-    """
-
-    checkpoint: Checkpoint
-    config: ModelConfig
-    mtp: MtpKind | None
-    placement: Placement
-    table: Table
-    steps: PlannedSteps | None
-    plan: MemoryPlan
-
-    @classmethod
-    def open(cls, path: str | Path, engine: EngineConfig) -> "_Opened":
-        checkpoint = open_checkpoint(path)
-        config = ModelConfig.from_dict(
-            checkpoint.raw_config, str(checkpoint.folder / "config.json")
-        )
-        mtp = mtp_kind(checkpoint) if engine.load_mtp else None
-        stored = describe(checkpoint, config, mtp)
-        sizes = ((description.parameter.name, description.nbytes) for description in stored)
-        layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
-        placement = Placement.of(engine, engine_devices(engine), layer_bytes)
-        devices = placement.layer_devices
-        engine = with_device_defaults(engine, devices)
-        check_cuda_graph(engine, devices)
-        table = table_on(engine, devices)
-        steps = plan_steps(config, engine, [(p, format) for p, format, _ in stored], table, devices)
-        plan = plan_memory(config, engine, placement, stored, steps)
-        return cls(checkpoint, config, mtp, placement, table, steps, plan)
-
-
-def plan_steps(
-    config: ModelConfig,
-    engine: EngineConfig,
-    stored: StoredFormats,
-    table: Table,
-    devices: tuple[torch.device, ...],
-) -> PlannedSteps | None:
-    """The steps of a recorded table on the GPUs of this machine, without memory; None for the torch
-    ops.
-    """
-    if isinstance(table, DirectTable):
-        return None
-    targets = {device: Target.of(device) for device in dict.fromkeys(devices)}
-    context = max_context_tokens(config, engine)
-    return PlannedSteps.of(config, engine, stored, table, targets, devices, context)

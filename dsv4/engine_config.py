@@ -11,7 +11,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "kv_dtype": ("fp8", "bf16"),
     "index_dtype": ("fp8", "bf16", None),
     "compute_dtype": ("bfloat16", "float32"),
-    "ops": ("auto", "torch", "cuda", "cutedsl"),
+    "ops": ("auto", "torch", "cuda"),
     "cuda_graph": ("auto", "split", "full", None),
 }
 
@@ -27,8 +27,7 @@ class EngineConfig:
     ``index_dtype`` None follows ``kv_dtype``. ``max_context`` is in tokens (``None``: the model's
     maximum, at most 8192); ``prefill_chunk`` in tokens per forward (None: by the devices).
     ``load_mtp`` also loads the speculative module. ``ops``: the op table; "auto" is "cuda" on a GPU
-    in bfloat16, else "torch"; "cutedsl" is "cuda" with faster prefill products, whose compiler
-    takes seconds to import. ``cuda_graph``: how single tokens are decoded: eagerly (None) or by
+    in bfloat16, else "torch". ``cuda_graph``: how single tokens are decoded: eagerly (None) or by
     ``CUDAGraphDecoder`` in a mode; "auto" takes the faster one that is exact. Raises ``UserError``.
     """
 
@@ -41,7 +40,7 @@ class EngineConfig:
     max_context: int | None = None
     prefill_chunk: int | None = None
     load_mtp: bool = False
-    ops: Literal["auto", "torch", "cuda", "cutedsl"] = "auto"
+    ops: Literal["auto", "torch", "cuda"] = "auto"
     cuda_graph: Literal["auto", "split", "full"] | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +68,8 @@ class EngineConfig:
             raise UserError(
                 f"EngineConfig.load_mtp: found {shorten(self.load_mtp)}, expected True or False"
             )
-        if self.ops in ("cuda", "cutedsl") and self.compute_dtype != "bfloat16":
+        if self.ops == "cuda" and self.compute_dtype != "bfloat16":
             raise UserError(
-                f"EngineConfig.ops: found {self.ops!r} with compute_dtype float32, expected bfloat16"
+                f"EngineConfig.ops: found {self.ops!r} with compute_dtype float32, "
+                "expected bfloat16"
             )

@@ -66,7 +66,7 @@ class JsonReader:
         return float(value)
 
     def exactly(self, key: str, expected: Any) -> None:
-        """A key that may be absent but, if present, must hold the one value this architecture has."""
+        """Refuses any other value of a key than the one of this architecture; it may be absent."""
         if key in self.raw and self.raw[key] != expected:
             raise self.fail(key, self.raw[key], repr(expected))
 

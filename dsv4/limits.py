@@ -1,8 +1,7 @@
 """Limits of decoding that caches, ops and steps share."""
 
 MAX_DECODE_TOKENS = 8
-# Steps that may be queued, the one whose token the host waits for included: enough to hide the
-# host.
+# Steps in the queue, with the one that the host waits for: enough to hide the host.
 STEPS_AHEAD = 4
-# How far caches remember: the longest draft, behind what a stop leaves queued in vain.
+# Tokens that caches can take back: the longest draft and the steps that a stop leaves queued.
 MAX_TAKEN_BACK = MAX_DECODE_TOKENS + STEPS_AHEAD - 1

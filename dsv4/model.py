@@ -42,7 +42,7 @@ class Parts(Protocol):
     def part(
         self, kind: PartKind, device: torch.device, layer: int | None = None
     ) -> AbstractContextManager[Ops]:
-        """The ops that compute what comes next, on ``device``, for ``layer`` if it belongs to one."""
+        """The ops for the next part of the step: on ``device``, and of ``layer`` if it has one."""
         ...
 
     def tokens(self, device: torch.device) -> Tensor:
@@ -59,7 +59,7 @@ class Parts(Protocol):
 
 
 class Outputs(NamedTuple):
-    """What a step computes: final hidden states ``[T, E]`` and, if wanted, float32 logits ``[T,
+    """The result of a step: final hidden states ``[T, E]`` and, if wanted, float32 logits ``[T,
     V]``.
     """
 
@@ -108,7 +108,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Transformer:
-    """The whole model. The embedding is on the first segment's device, the head on the last one's."""
+    """The whole model. The first segment's device holds the embedding, the last one's the head."""
 
     embed: Embedding
     segments: tuple[Segment, ...]

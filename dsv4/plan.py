@@ -19,16 +19,16 @@ from dsv4.weights.packing_bytes import dequantized_bytes, dequantizing_bytes, pa
 
 DEFAULT_MAX_CONTEXT = 8192
 _MIB = 1 << 20
-# What the CUDA driver takes for kernels and graphs and torch for blocks between those in use.
+# The CUDA driver's share for kernels and graphs, and torch's for blocks between those in use.
 CUDA_RESERVE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Bytes of one device: weights; ``ops_bytes``, what the op table keeps besides (the torch ops
-    every matrix decoded to float32, the CUDA ops nothing); the decode state; and ``work_bytes``,
-    which come and go: packing the largest weight or the longest step, whichever needs more, and a
-    reserve for the CUDA driver.
+    """Bytes of one device: weights; ``ops_bytes``, what the op table keeps in addition (the torch
+    ops: every matrix dequantized to float32; the CUDA ops: nothing); the decode state; and
+    ``work_bytes``, which come and go: packing the largest weight or the longest step, whichever
+    needs more, and a reserve for the CUDA driver.
     """
 
     device: torch.device
@@ -84,8 +84,9 @@ class MemoryPlan:
                     size // _MIB for size in _columns(device)
                 )
                 raise UserError(
-                    f"memory: {device.device} needs {needed:,} MiB (weights {weights:,}, ops {ops:,}, state "
-                    f"{state:,}, work {work:,}), found {available:,} MiB available; use more GPUs or a smaller "
+                    f"memory: {device.device} needs {needed:,} MiB (weights {weights:,}, "
+                    f"ops {ops:,}, state {state:,}, work {work:,}), "
+                    f"found {available:,} MiB available; use more GPUs or a smaller "
                     "EngineConfig.max_context or EngineConfig.prefill_chunk"
                 )
 
@@ -99,7 +100,8 @@ def max_context_tokens(config: ModelConfig, engine: EngineConfig) -> int:
     if engine.max_context > config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise UserError(
-            f"EngineConfig.max_context: found {engine.max_context}, expected at most {limit} (max_position_embeddings)"
+            f"EngineConfig.max_context: found {engine.max_context}, "
+            f"expected at most {limit} (max_position_embeddings)"
         )
     return engine.max_context
 

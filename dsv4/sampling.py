@@ -92,7 +92,7 @@ class _Settings:
         return cls(words, words[1:].view(torch.float32)[:3], words[:1])
 
     def write(self, sampler: Sampler) -> None:
-        """From the host; for memory of the CPU."""
+        """Writes the settings from the host, into memory of the CPU."""
         settings, seed = sampler.settings()
         for index, value in enumerate(settings):
             self.settings_3[index] = value

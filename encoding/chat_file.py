@@ -53,7 +53,7 @@ def messages_of_request(request: object) -> list[dict]:
 
 
 def _response_schema(response_format: object) -> object:
-    """What the model is shown of an OpenAI response_format: nothing for plain text, the schema
+    """The part of an OpenAI response_format that the model sees: nothing for plain text, the schema
     itself for a schema.
     """
     if not isinstance(response_format, dict):

@@ -1,4 +1,4 @@
-"""What a parsed completion consists of, at once (`Completion`) or piece by piece (`Event`)."""
+"""The parts of a parsed completion, at once (`Completion`) or piece by piece (`Event`)."""
 
 from dataclasses import dataclass
 

@@ -36,13 +36,14 @@ ZERO_WIDTH_SPACE = "\u200b"
 
 # The words between "<｜" and "｜>", in the order of their ids.
 _BAR_WORDS = (
-    "begin▁of▁sentence end▁of▁sentence ▁pad▁ fim▁hole fim▁begin fim▁end User Assistant tool▁calls▁begin "
-    "tool▁calls▁end tool▁call▁begin tool▁call▁end tool▁outputs▁begin tool▁outputs▁end tool▁output▁begin "
-    "tool▁output▁end tool▁sep begin▁of▁repo▁name end▁of▁repo▁name begin▁of▁file▁name end▁of▁file▁name "
-    "begin▁of▁file end▁of▁file place▁holder▁for▁copy place▁holder▁for▁pointer▁replace begin▁sys end▁sys "
-    "latest_reminder action query authority domain task political entity title safety answer search "
-    "search▁begin search▁end extracted_url read_url end_of_query rl_image_pad rl_image_start image2 table /td "
-    "td /tr tr /polygon polygon /point point /box box /ref ref image"
+    "begin▁of▁sentence end▁of▁sentence ▁pad▁ fim▁hole fim▁begin fim▁end User Assistant "
+    "tool▁calls▁begin tool▁calls▁end tool▁call▁begin tool▁call▁end tool▁outputs▁begin "
+    "tool▁outputs▁end tool▁output▁begin tool▁output▁end tool▁sep begin▁of▁repo▁name "
+    "end▁of▁repo▁name begin▁of▁file▁name end▁of▁file▁name begin▁of▁file end▁of▁file "
+    "place▁holder▁for▁copy place▁holder▁for▁pointer▁replace begin▁sys end▁sys latest_reminder "
+    "action query authority domain task political entity title safety answer search "
+    "search▁begin search▁end extracted_url read_url end_of_query rl_image_pad rl_image_start "
+    "image2 table /td td /tr tr /polygon polygon /point point /box box /ref ref image"
 )
 _OTHER_LITERALS = ("<|EOT|>", THINK_OPEN, THINK_CLOSE, DSML, "<dsml:", "</dsml:", "<｜/table>｜")
 _NUMBERED = (r"<｜place▁holder▁no▁[0-9]+｜>", r"<\|place_holder_mm_span_[0-9]+\|>")

@@ -1,9 +1,9 @@
 """Reading tool-call tags as models really write them (model.md#parsing).
 
-The prescribed tags are `<｜DSML｜tool_calls>`, `<｜DSML｜invoke name="f">`, `<｜DSML｜parameter name="p"
-string="true">` and `</｜DSML｜…>`. Accepted besides: ASCII bars (`|DSML|`), spaces and line breaks
-around attributes, single quotes, a slash behind the marker (`<｜DSML｜/invoke>`), and tags without
-marker where the caller allows them.
+The prescribed tags are `<｜DSML｜tool_calls>`, `<｜DSML｜invoke name="f">`,
+`<｜DSML｜parameter name="p" string="true">` and `</｜DSML｜…>`. Also accepted: ASCII bars
+(`|DSML|`), spaces and line breaks around attributes, single quotes, a slash after the marker
+(`<｜DSML｜/invoke>`), and tags without a marker where the caller allows them.
 """
 
 import re

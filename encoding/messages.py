@@ -20,7 +20,7 @@ class TextBlock:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool returned for the call `call_id` ("" if the caller did not say)."""
+    """The result of the call `call_id` ("" if the caller did not say)."""
 
     call_id: str
     text: str
@@ -37,7 +37,7 @@ class ToolCall:
 
 @dataclass
 class Message:
-    """One message. `blocks` holds what user and tool messages say, `content` what all others say."""
+    """One message. User and tool messages have `blocks`, all others have `content`."""
 
     role: str
     content: str = ""

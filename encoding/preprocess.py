@@ -1,4 +1,4 @@
-"""What happens to a conversation before it is rendered (model.md#messages): merge, sort, drop
+"""Preprocessing of a conversation before it is rendered (model.md#messages): merge, sort, drop
 reasoning.
 """
 

@@ -11,18 +11,22 @@ Profile = Literal["preview", "official"]
 
 _ABSOLUTE_MAXIMUM = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
-    "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, "
-    "rigorously stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.\n"
-    "Explicitly write out your entire deliberation process, documenting every intermediate step, considered "
-    "alternative, and rejected hypothesis to ensure absolutely no assumption is left unchecked.\n\n"
+    "You MUST be very thorough in your thinking and comprehensively decompose the problem to "
+    "resolve the root cause, rigorously stress-testing your logic against all potential paths, "
+    "edge cases, and adversarial scenarios.\n"
+    "Explicitly write out your entire deliberation process, documenting every intermediate "
+    "step, considered alternative, and rejected hypothesis to ensure absolutely no assumption "
+    "is left unchecked.\n\n"
 )
 _BEYOND_MAXIMUM = (
     "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\n"
-    "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the "
-    "problem into its most fundamental components, trace every causal chain to its root, and resolve the underlying "
-    "cause rather than any surface symptom.\n"
-    "Do not stop reasoning until you have independently verified the solution from multiple angles and are certain "
-    "that no assumption remains unchecked and no error remains undiscovered.\n\n"
+    "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: "
+    "exhaustively decompose the problem into its most fundamental components, trace every "
+    "causal chain to its root, and resolve the underlying cause rather than any surface "
+    "symptom.\n"
+    "Do not stop reasoning until you have independently verified the solution from multiple "
+    "angles and are certain that no assumption remains unchecked and no error remains "
+    "undiscovered.\n\n"
 )
 
 # profile -> effort -> text written before the first message; None is the effort of a caller who
@@ -31,7 +35,7 @@ _PREFIXES: dict[str, dict[str | None, str]] = {
     "preview": {None: "", "high": "", "max": _ABSOLUTE_MAXIMUM},
     "official": {None: "", "low": "", "high": _ABSOLUTE_MAXIMUM, "max": _BEYOND_MAXIMUM},
 }
-# What callers of chat APIs may say besides the names above (model.md#reasoning-effort).
+# Other names that callers of chat APIs may use (model.md#reasoning-effort).
 _FOLDED_EFFORTS = {
     "preview": {"minimal": "high", "low": "high", "medium": "high", "xhigh": "high"},
     "official": {"minimal": "low", "medium": "low", "xhigh": "high"},
@@ -53,7 +57,8 @@ def effort_prefix(effort: str | None, profile: str) -> str:
     if not (effort is None or isinstance(effort, str)) or effort not in prefixes:
         names = ", ".join(name for name in prefixes if name is not None)
         raise ValueError(
-            f"reasoning_effort is {effort!r}, expected None or one of {names} for the {profile} profile"
+            f"reasoning_effort is {effort!r}, "
+            f"expected None or one of {names} for the {profile} profile"
         )
     return prefixes[effort]
 
@@ -70,13 +75,14 @@ def fold_reasoning_effort(effort: str, profile: str) -> str:
 
 
 def detect_profile(checkpoint_dir: str | Path) -> Profile:
-    """Which profile the checkpoint in `checkpoint_dir` was trained with.
+    """The training profile of the checkpoint in `checkpoint_dir`.
 
     1. Its own `encoding/encoding_dsv4.py` decides where it is shipped: "official" if it sets
        `DEFAULT_REASONING_EFFORT = "low"` and has a table with the keys low, high and max, else
        "preview".
-    2. Without that file: "official" if config.json has `dspark_*` keys, which came with the official releases.
-       (The DSpark builds of the preview weights have them too, but ship the file.)
+    2. Without that file: "official" if config.json has `dspark_*` keys, which came with the
+       official releases. (The DSpark builds of the preview weights have them too, but ship the
+       file.)
     3. Else "preview".
 
     The file is only read, never run. ValueError if config.json is needed and is not a JSON object.

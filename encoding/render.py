@@ -42,10 +42,12 @@ You can invoke tools by writing a "<{DSML}tool_calls>" block like the following:
 </{DSML}tool_calls>
 
 String parameters should be specified as is and set `string="true"`. \
-For all other types (numbers, booleans, arrays, objects), pass the value in JSON format and set `string="false"`.
+For all other types (numbers, booleans, arrays, objects), \
+pass the value in JSON format and set `string="false"`.
 
 If thinking_mode is enabled (triggered by {THINK_OPEN}), \
-you MUST output your complete reasoning inside {THINK_OPEN}...{THINK_CLOSE} BEFORE any tool calls or final response.
+you MUST output your complete reasoning inside {THINK_OPEN}...{THINK_CLOSE} \
+BEFORE any tool calls or final response.
 
 Otherwise, output directly after {THINK_CLOSE} with tool calls or final response.
 
@@ -69,7 +71,7 @@ class Piece(NamedTuple):
 
 
 class Rendering(NamedTuple):
-    """What the rendering of every message depends on besides the messages."""
+    """The settings that the rendering of every message depends on."""
 
     thinking: bool
     drop_thinking: bool
@@ -123,7 +125,8 @@ def _other_role(message: Message) -> list[Piece]:
         case "latest_reminder":
             return [Piece(LATEST_REMINDER), Piece(message.content, "data")]
     raise ValueError(
-        f"unknown role {message.role!r}, expected system, user, assistant, tool, developer or latest_reminder"
+        f"unknown role {message.role!r}, "
+        "expected system, user, assistant, tool, developer or latest_reminder"
     )
 
 

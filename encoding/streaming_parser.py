@@ -6,7 +6,7 @@ Repairs and their names:
 missing_eos                 the text ends without EOS, for instance at max_tokens
 text_after_eos              ignored
 missing_think_close         thinking mode without `</think>`: everything is reasoning
-tool_block_in_reasoning     the tool calls count; the text after them is still reasoning until `</think>`
+tool_block_in_reasoning     the tool calls count; the text after them is reasoning until `</think>`
 stray_think_open, stray_think_close, stray_control_token    left out (BOS or the bare DSML marker)
 reasoning_in_chat_mode      a `<think>` at the very beginning in chat mode
 stray_dsml_tag              a tag where it has no meaning, left out
@@ -17,11 +17,13 @@ multiple_tool_blocks, text_after_tool_block, whitespace_after_tool_block
 unclosed_tool_block, unclosed_tool_call, unclosed_parameter     ended by what follows
 unfinished_tool_call        cut off before its end without EOS: left out, half a call is no call
 tool_call_without_name, parameter_without_name    left out
-ascii_bars, missing_dsml_marker, opening_tag_variant, closing_tag_variant     see `encoding.dsml_tags`
+ascii_bars, missing_dsml_marker, opening_tag_variant, closing_tag_variant
+                            see `encoding.dsml_tags`
 duplicate_parameter         the first one counts
-missing_string_attribute    the value is JSON if it can be read so and its schema does not say string
+missing_string_attribute    the value is JSON if it is valid JSON and its schema is not string
 value_is_not_json           with string="false": taken as text
-wrapped_arguments           the only parameter is named arguments or input, is not declared, and holds a JSON object
+wrapped_arguments           the only parameter is named arguments or input, is not declared, and
+                            holds a JSON object
 json_instead_of_parameters  the call holds a JSON object without parameter tags
 text_in_tool_call           left out
 """
@@ -179,7 +181,7 @@ class StreamingParser:
         return True
 
     def _at_unmarked_block(self, start: int, end: int) -> bool:
-        """`<tool_calls>` opens a block only if a call follows; otherwise somebody writes about XML."""
+        """`<tool_calls>` opens a block only if a call follows; else it is text about XML."""
         text = self._scanner.text
         if _CALL_AFTER_UNMARKED_BLOCK.match(text, end):
             self._enter_block(Tag(start, end, "tool_calls", repair="missing_dsml_marker"))
@@ -248,7 +250,7 @@ class StreamingParser:
 
 
 def _may_become_call(text: str) -> bool:
-    """Whether the text behind `<tool_calls>` is all white space, or the beginning of an invoke tag."""
+    """Whether the text after `<tool_calls>` is white space or the beginning of an invoke tag."""
     rest = text.lstrip()
     if len(text) - len(rest) > 16:
         return False

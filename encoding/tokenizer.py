@@ -92,8 +92,8 @@ class IncrementalDecoder:
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an unfinished character, else nothing. The decoder is
-        then fresh.
+        """The rest at the end: U+FFFD for an unfinished character, else nothing. Resets the
+        decoder.
         """
         return self._utf8.decode(b"", final=True)
 

@@ -53,7 +53,7 @@ class ToolCallBuilder:
         return before + self._append(name)
 
     def add_loose_text(self, text: str) -> None:
-        """Takes what stands between the parameters, where nothing but line breaks should."""
+        """Takes the text between the parameters, which should be line breaks only."""
         self._loose_text.append(text)
 
     def close(self) -> tuple[str, str]:

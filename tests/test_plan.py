@@ -119,7 +119,7 @@ def tensors_of(value: object) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_layer_state_bytes_allocate_nothing_at_a_million_tokens(ratio: int) -> None:
-    """584 bytes per window slot and compressed entry, 132 per index key, float32 compressor rings."""
+    """584 bytes per window slot and compressed entry, 132 per index key, float32 rings."""
     engine = EngineConfig(max_context=1 << 20, index_dtype="fp8", prefill_chunk=512)
     found = layer_state_bytes(tiny_config(max_position_embeddings=1 << 20), engine, 1 << 20, ratio)
     expected = (128 + 512 + 8) * 584

@@ -1,4 +1,4 @@
-"""The memory plan against what a GPU gives away: within 5 % for slices of Flash and for the demo."""
+"""The memory plan against what a GPU gives away: within 5 % for slices of Flash and the demo."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def flash_slice(folder: Path) -> Path:
-    """Four layers of Flash, which hold every kind, with 64 of its experts and the whole vocabulary."""
+    """Four layers of Flash, every kind, with 64 of its experts and all of the vocabulary."""
     write_synthetic(
         folder, {**geometry_config("v4-flash", 4), "n_routed_experts": 64}, "nvfp4-experts", 0
     )

@@ -16,6 +16,8 @@ from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.measure.provenance import provenance
+from dsv4.ops.tables import op_table
+from dsv4.parallel.devices import GPU_PREFILL_CHUNK
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -25,6 +27,23 @@ def build_parser() -> argparse.ArgumentParser:
     engine = kinds.add_parser(
         "engine", help="load, prefill and decode of a checkpoint or of a geometry"
     )
+    _add_engine_options(engine)
+    ops = kinds.add_parser("ops", help="every op on real shapes, on the current CUDA device")
+    ops.add_argument("--only", default="", help="cases whose 'op: name' contains this")
+    load = kinds.add_parser("load", help="from files to devices, random weights of a geometry")
+    load.add_argument("--geometry", choices=get_args(Geometry), default="v4-flash")
+    load.add_argument("--format", choices=get_args(Layout), default="nvfp4-experts")
+    load.add_argument("--layers", type=int, default=4, help="the first N layers")
+    load.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    load.add_argument("--gpus", type=int, default=1)
+    load.add_argument("--parallel", choices=("pipeline", "round-robin"), default="pipeline")
+    load.add_argument("--repeats", type=int, default=3)
+    for command in (engine, ops, load):
+        command.add_argument("--out", type=Path, help="write the JSON here as well as to stdout")
+    return parser
+
+
+def _add_engine_options(engine: argparse.ArgumentParser) -> None:
     source = engine.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, default=CHECKPOINT, help="a checkpoint folder")
     source.add_argument(
@@ -50,14 +69,21 @@ def build_parser() -> argparse.ArgumentParser:
         default=DECODE_MODES,
         help="on CUDA: ways to decode",
     )
-    engine.add_argument("--ops", choices=("auto", "torch", "cuda", "cutedsl"), default="auto")
+    engine.add_argument(
+        "--ops",
+        choices=("auto", "torch", "cuda", "cutedsl"),
+        default="auto",
+        help="cutedsl: CUDA ops with the prefill products of the CuTe DSL kernel, with --geometry",
+    )
     engine.add_argument(
         "--prompts", type=int, nargs="+", default=[128, 2048, 8192], help="with --geometry"
     )
     engine.add_argument(
         "--positions", type=int, nargs="+", default=[1024], help="with --geometry: decode there"
     )
-    engine.add_argument("--prefill-chunk", type=int, default=4096, help="with --geometry")
+    engine.add_argument(
+        "--prefill-chunk", type=int, default=GPU_PREFILL_CHUNK, help="with --geometry"
+    )
     engine.add_argument(
         "--profile", action="store_true", help="with --geometry: where the time of a token goes"
     )
@@ -65,19 +91,6 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument("--prompt-tokens", type=int, default=512, help="with --model")
     engine.add_argument("--decode-tokens", type=int, default=64)
     engine.add_argument("--repeats", type=int, default=3, help="with --model")
-    ops = kinds.add_parser("ops", help="every op on real shapes, on the current CUDA device")
-    ops.add_argument("--only", default="", help="cases whose 'op: name' contains this")
-    load = kinds.add_parser("load", help="from files to devices, random weights of a geometry")
-    load.add_argument("--geometry", choices=get_args(Geometry), default="v4-flash")
-    load.add_argument("--format", choices=get_args(Layout), default="nvfp4-experts")
-    load.add_argument("--layers", type=int, default=4, help="the first N layers")
-    load.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    load.add_argument("--gpus", type=int, default=1)
-    load.add_argument("--parallel", choices=("pipeline", "round-robin"), default="pipeline")
-    load.add_argument("--repeats", type=int, default=3)
-    for command in (engine, ops, load):
-        command.add_argument("--out", type=Path, help="write the JSON here as well as to stdout")
-    return parser
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -103,7 +116,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             gpus=options.gpus,
             parallel=options.parallel,
             prefill_chunk=options.prefill_chunk,
-            ops=options.ops,
+            ops="cuda" if options.ops == "cutedsl" else options.ops,
         )
         return bench_geometry(
             GeometryRun(
@@ -116,6 +129,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 options.decode_tokens,
                 tuple(options.modes),
                 options.profile,
+                op_table("cutedsl") if options.ops == "cutedsl" else None,
             ),
             sys.stderr.write,
         )

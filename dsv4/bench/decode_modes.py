@@ -31,7 +31,7 @@ class DecodeModes:
     """
 
     def __init__(self, engine: Engine, modes: Sequence[DecodeMode]) -> None:
-        """Raises ``UserError`` for a mode that captures where there is nothing to capture."""
+        """Raises ``UserError`` for a mode that captures if there is nothing to capture."""
         self.engine = engine
         self.capture_seconds: dict[str, float] = {}
         self._decoders = {mode: None if mode == "eager" else self._captured(mode) for mode in modes}

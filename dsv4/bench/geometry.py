@@ -24,6 +24,7 @@ from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.layers.weights import ReadOnce
+from dsv4.ops.tables import Table
 from dsv4.parallel.devices import engine_devices
 from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.step.steps import RecordedSteps
@@ -33,11 +34,11 @@ from dsv4.weights.quant import packed_bytes
 
 @dataclass(frozen=True)
 class GeometryRun:
-    """What ``bench engine --geometry`` measures. ``layers`` None: all. Positions and prompts in
-    tokens.
+    """The run that ``bench engine --geometry`` measures. ``layers`` None: all. Positions and
+    prompts in tokens.
 
     ``engine`` says where and how; its ``max_context`` is set to what the prompts and positions
-    need.
+    need. ``table`` None: the op table that ``engine`` asks for.
     """
 
     geometry: Geometry
@@ -49,6 +50,7 @@ class GeometryRun:
     decode_tokens: int
     modes: tuple[DecodeMode, ...]
     profile: bool
+    table: Table | None = None
 
 
 def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    engine = _build(config, replace(run.engine, max_context=room), run.layout)
+    engine = _build(config, replace(run.engine, max_context=room), run.layout, run.table)
     build_seconds = time.perf_counter() - started
     nbytes = sum(token_bytes(config, run.layout).values())
     build_peak = _peak_gigabytes(engine)
@@ -129,9 +131,7 @@ def stored_bytes(parameter: Parameter, layout: Layout) -> int:
 
 
 def placement_record(parallel: str, layer_devices: tuple[torch.device, ...]) -> dict[str, Any]:
-    """Which placement, how many layers each device has, and how often a token's streams change
-    devices.
-    """
+    """The placement, the layers of each device, and how often a token's streams change devices."""
     return {
         "parallel": parallel,
         "layers": {
@@ -141,14 +141,16 @@ def placement_record(parallel: str, layer_devices: tuple[torch.device, ...]) -> 
     }
 
 
-def _build(config: ModelConfig, engine_config: EngineConfig, layout: Layout) -> Engine:
+def _build(
+    config: ModelConfig, engine_config: EngineConfig, layout: Layout, table: Table | None
+) -> Engine:
     sizes = (
         (name, stored_bytes(parameter, layout)) for name, parameter in parameters(config).items()
     )
     layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
     placement = Placement.of(engine_config, engine_devices(engine_config), layer_bytes)
     weights = synthetic_weights(config, layout, 0, placement.device_of)
-    engine = Engine(config, engine_config, ReadOnce(weights), placement)
+    engine = Engine(config, engine_config, ReadOnce(weights), placement, table)
     _synchronize(engine)
     return engine
 
@@ -183,7 +185,7 @@ def _layer_microseconds(engine: Engine, positions: tuple[int, ...]) -> dict[str,
 
 
 def _workspace_bytes(engine: Engine) -> dict[str, dict[str, int]]:
-    """What the buffers of the decode step of one token and of the prefill step take, by tokens and
+    """Bytes of the buffers of the one-token decode step and of the prefill step, by tokens and
     device.
     """
     if not isinstance(engine.steps, RecordedSteps):

@@ -24,8 +24,7 @@ _REPLAYS = 20
 
 
 class LayerTimes:
-    """The layers of the first device, by kind, in a step in which no buffer lies where another one
-    does.
+    """The layers of the first device, by kind, in a step whose buffers share no memory.
 
     So each layer finds its input, what the layer before it left in the last run of the whole step,
     and can be run again and again without the others.
@@ -70,8 +69,8 @@ def layers_by_kind(
 ) -> dict[str, list[int]]:
     """Up to eight layers of every kind on the first device, those with hash routing apart.
 
-    The first layer, which also embeds and moves the position on, counts only where it is the only
-    one of its kind.
+    The first layer also embeds and advances the position. It counts only as the only one of its
+    kind.
     """
     kinds: defaultdict[str, list[int]] = defaultdict(list)
     for layer, (ratio, hashed) in enumerate(

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from dsv4.checkpoint import Layout, describe, load_weights, open_checkpoint, write_synthetic
+from dsv4.checkpoint import (
+    Layout,
+    describe,
+    load_weights,
+    open_checkpoint,
+    synthetic_weights,
+    write_weights,
+)
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.parallel.devices import engine_devices
@@ -27,7 +34,11 @@ def bench_load(
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"
-        write_synthetic(path, raw_config, layout, 0, device=engine_devices(engine)[0])
+        device = engine_devices(engine)[0]
+        config = ModelConfig.from_dict(raw_config)
+        write_weights(
+            path, raw_config, layout, synthetic_weights(config, layout, 0, lambda _: device)
+        )
         torch.cuda.empty_cache()
         for file in path.glob("*.safetensors"):
             _forget(file)
@@ -60,7 +71,7 @@ def _gb_per_s(path: Path, engine: EngineConfig) -> float:
 
 
 def _forget(file: Path) -> None:
-    """Drops a file from the page cache, which keeps what is not on the disk yet."""
+    """Drops a file from the page cache. Unwritten pages stay, so the file is synced first."""
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

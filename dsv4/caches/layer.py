@@ -1,4 +1,4 @@
-"""What one layer remembers of a sequence: its window keys, compressed entries and index keys."""
+"""The state of a sequence in one layer: its window keys, compressed entries and index keys."""
 
 from dataclasses import dataclass
 

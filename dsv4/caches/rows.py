@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.weights.quant import E4M3_MAX, ceil_power_of_two_exponent, e8m0_to_float, exponent_to_e8m0
+from dsv4.weights.codes import E4M3_MAX, ceil_power_of_two_exponent, e8m0_to_float, exponent_to_e8m0
 
 KV_GROUP = 64
 

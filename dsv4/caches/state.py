@@ -1,4 +1,4 @@
-"""DecodeState: every persistent device buffer of one sequence, allocated once, with a byte table."""
+"""DecodeState: every persistent device buffer of one sequence, allocated once; and its bytes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass
 class DecodeState:
-    """Everything a step reads and writes besides weights. ``position_1`` int64 ``[1]``: tokens
-    processed so far.
+    """Everything that a step reads and writes, except the weights. ``position_1`` int64 ``[1]``:
+    tokens processed so far.
 
     One copy of the position lives on every device that owns layers (``positions_1``); the host
     never reads them inside a step, it keeps count in ``position``. Starting a new sequence means
@@ -98,7 +98,7 @@ class DecodeState:
             self.furthest = 0
 
     def rollback(self, position: int) -> None:
-        """Takes tokens back, to ``position``. Raises ``ValueError`` where the caches do not reach."""
+        """Takes tokens back, to ``position``. Raises ``ValueError`` beyond what the caches hold."""
         lowest = self.position - self.undoable_tokens
         if not lowest <= position <= self.position:
             raise ValueError(f"position: found {position}, expected {lowest} to {self.position}")

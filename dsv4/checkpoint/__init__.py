@@ -2,13 +2,18 @@
 (docs/checkpoints.md).
 """
 
-from dsv4.checkpoint.formats import mtp_kind
 from dsv4.checkpoint.geometries import Geometry, geometry_config
 from dsv4.checkpoint.index import Checkpoint, open_checkpoint
 from dsv4.checkpoint.layouts import Layout
 from dsv4.checkpoint.load import ParameterDescription, Weights, describe, load_weights
 from dsv4.checkpoint.names import Dialect
-from dsv4.checkpoint.synthetic import synthetic_weights, tiny_config, write_synthetic
+from dsv4.checkpoint.stored_parameters import mtp_kind
+from dsv4.checkpoint.synthetic import (
+    synthetic_weights,
+    tiny_config,
+    write_synthetic,
+    write_weights,
+)
 
 __all__ = [
     "Checkpoint",
@@ -25,4 +30,5 @@ __all__ = [
     "synthetic_weights",
     "tiny_config",
     "write_synthetic",
+    "write_weights",
 ]

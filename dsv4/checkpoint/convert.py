@@ -4,7 +4,8 @@
 
 import torch
 
-from dsv4.weights.quant import QuantFormat, QuantTensor, nvfp4_global_scale, quantize
+from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.quantize import nvfp4_global_scale, quantize
 
 # E4M3 holds the powers of two 2^-9 .. 2^8.
 _E4M3_MAX_EXPONENT = 8
@@ -36,7 +37,7 @@ def _quantize_together(values: list[torch.Tensor]) -> list[QuantTensor]:
 
 
 def _cast_mxfp4(weights: list[QuantTensor]) -> list[QuantTensor] | None:
-    """The same codes with block scale 2^(k − kmax + 8) and global scale 2^(kmax − 8), or None where
+    """The same codes with block scale 2^(k − kmax + 8) and global scale 2^(kmax − 8), or None if
     that is not exact.
 
     Every 32-group becomes two 16-groups of equal scale. A group of zeros may have any scale, so it

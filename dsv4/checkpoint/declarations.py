@@ -1,4 +1,4 @@
-"""What a checkpoint declares about its formats (model.md#declarations).
+"""A checkpoint's declarations of its formats (model.md#declarations).
 
 A declaration says which formats a parameter may have; the tensor names must agree (``formats.py``).
 ``config_groups`` is not read: its ``targets: ["Linear"]`` would claim every linear layer, while
@@ -40,7 +40,7 @@ class ModulePatterns:
 
 @dataclass(frozen=True)
 class Declaration:
-    """``method`` is what holds for a LINEAR or EXPERT that no list names; ``expert_format`` goes
+    """``method`` holds for a LINEAR or EXPERT that no list names; ``expert_format`` goes
     with "fp8".
 
     "undeclared" is a checkpoint without any declaration: the scales that stand beside a weight then
@@ -152,7 +152,8 @@ def _check_agreement(quantization: dict[str, Any], separate: dict[str, Any], sou
 def _check_values(method: Any, merged: dict[str, Any], source: str) -> None:
     if method not in (None, "fp8", "modelopt"):
         raise UserError(
-            f"{source}: quant_method: found {shorten(method)}, expected 'fp8' or 'modelopt' (not supported)"
+            f"{source}: quant_method: found {shorten(method)}, expected 'fp8' or 'modelopt' "
+            "(not supported)"
         )
     expected = {
         "quant_algo": ("NVFP4", "MIXED_PRECISION"),
@@ -164,7 +165,8 @@ def _check_values(method: Any, merged: dict[str, Any], source: str) -> None:
     for key, values in expected.items():
         if merged.get(key) is not None and merged[key] not in values:
             raise UserError(
-                f"{source}: {key}: found {shorten(merged[key])}, expected {' or '.join(map(repr, values))}"
+                f"{source}: {key}: found {shorten(merged[key])}, "
+                f"expected {' or '.join(map(repr, values))}"
             )
     layers = merged.get("quantized_layers", {})
     if not isinstance(layers, dict):

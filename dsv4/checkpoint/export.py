@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint.convert import convert
-from dsv4.checkpoint.formats import StoredParameter, find_parameters, mtp_kind
 from dsv4.checkpoint.index import INDEX_NAME, Checkpoint, open_checkpoint, resolve_inside
 from dsv4.checkpoint.layouts import Layout, check_layout, declare, format_in
 from dsv4.checkpoint.load import load_matrix
 from dsv4.checkpoint.names import Dialect, detect_dialect
 from dsv4.checkpoint.outputs import output_tensors
+from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters, mtp_kind
 from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
@@ -72,7 +72,7 @@ def export(
 
 
 class _Converted:
-    """``WeightSource`` of a checkpoint: loads one matrix, or one pair w1 and w3, and converts it."""
+    """``WeightSource`` of a checkpoint: loads one matrix, or a pair w1 and w3, and converts it."""
 
     def __init__(
         self, checkpoint: Checkpoint, found: dict[str, StoredParameter], layout: Layout
@@ -146,7 +146,7 @@ def _declarations(
     names: Dialect,
     layers: int,
 ) -> tuple[dict, dict | None]:
-    """What the source declares where nothing changes, else what the layout needs."""
+    """The source's declaration if nothing changes, else the one of the layout."""
     same_names = detect_dialect(checkpoint.tensors, str(checkpoint.folder)) is names
     if same_names and all(stored.format is format_in(layout, stored.parameter) for stored in found):
         return checkpoint.raw_config, checkpoint.hf_quant_config

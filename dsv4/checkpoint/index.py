@@ -1,4 +1,4 @@
-"""Opens a checkpoint folder: ``config.json``, the shards and which tensor lies where. No tensor
+"""Opens a checkpoint folder: ``config.json``, the shards and the place of every tensor. No tensor
 byte is read.
 """
 
@@ -49,8 +49,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Opens a Hugging Face folder: an index with shards, or one single ``.safetensors`` file.
 
     Raises ``UserError`` when there is no folder, no readable ``config.json``, no weights, or an
-    index that is not one or names anything but files of the folder. What is wrong inside the shards
-    goes to ``Checkpoint.problems``.
+    index that is not one or names anything but files of the folder. Faults inside the shards go to
+    ``Checkpoint.problems``.
     """
     folder = Path(path)
     if not folder.is_dir():

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.checkpoint.formats import Part, StoredParameter, find_parameters, mtp_kind
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.problems import Problems
+from dsv4.checkpoint.stored_parameters import Part, StoredParameter, find_parameters, mtp_kind
 from dsv4.checkpoint.transfer import Piece, transfer
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
@@ -28,7 +28,7 @@ _LOG = logging.getLogger("dsv4")
 
 
 class ParameterDescription(NamedTuple):
-    """What a parameter will cost once loaded; ``format`` is None for NORM, FLOAT and TABLE."""
+    """The bytes of a parameter once loaded; ``format`` is None for NORM, FLOAT and TABLE."""
 
     parameter: Parameter
     format: QuantFormat | None
@@ -125,8 +125,8 @@ def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callabl
 def _unfilled_matrix(
     checkpoint: Checkpoint, stored: StoredParameter, device: torch.device, expert: int | None = None
 ) -> tuple[QuantTensor, list[Piece]]:
-    """A matrix, or one ``expert`` of it, whose memory is not filled yet, and the pieces of the
-    files that fill it.
+    """A matrix, or one ``expert`` of it, with empty memory, and the pieces of the files that fill
+    it.
     """
     format = stored.format
     shape = stored.parameter.shape

@@ -161,7 +161,8 @@ def _hf_block_to_native(inside: str) -> str | None:
     module, _, component = inside.rpartition(".")
     expert = _HF_EXPERT.fullmatch(module)
     if expert is not None:
-        return f"ffn.experts.{expert[1]}.{_NATIVE_PROJECTIONS[expert[2]]}.{_component(component, to_hf=False)}"
+        projection = _NATIVE_PROJECTIONS[expert[2]]
+        return f"ffn.experts.{expert[1]}.{projection}.{_component(component, to_hf=False)}"
     return _rename_module(inside, _NATIVE_BLOCK_MODULES, to_hf=False)
 
 

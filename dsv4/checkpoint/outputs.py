@@ -1,4 +1,4 @@
-"""From parameters to the tensors that are written: names, dtypes and shapes of a layout, values on
+"""Parameters to the tensors that are written: names, dtypes and shapes of a layout, values on
 demand.
 """
 

@@ -19,8 +19,9 @@ from dsv4.checkpoint.names import Dialect
 from dsv4.checkpoint.outputs import output_tensors
 from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
 from dsv4.config import ModelConfig
+from dsv4.weights.codes import exponent_to_e8m0
 from dsv4.weights.parameters import MtpKind, Parameter, Role, parameters
-from dsv4.weights.quant import QuantFormat, QuantTensor, exponent_to_e8m0, packed_shapes
+from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 
 # Root mean square of the 16 E2M1 values, which random bytes hit equally often.
 _E2M1_RMS = 2.926
@@ -122,15 +123,33 @@ def write_synthetic(
     names: Dialect = Dialect.NATIVE,
     mtp: MtpKind | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    device: torch.device | None = None,
 ) -> None:
-    """Writes a folder of random weights, drawn on ``device`` (default: the CPU, which takes some 10
-    s per GB).
+    """Writes a folder of random weights. The CPU draws them, which takes some 10 s per GB.
 
     Raises ``UserError`` for an invalid config or an existing folder.
     """
     config = ModelConfig.from_dict(raw_config)
-    weights = synthetic_weights(config, layout, seed, lambda _: device or torch.device("cpu"), mtp)
+    weights = synthetic_weights(config, layout, seed, lambda _: torch.device("cpu"), mtp)
+    write_weights(
+        folder, raw_config, layout, weights, names=names, mtp=mtp, shard_bytes=shard_bytes
+    )
+
+
+def write_weights(
+    folder: str | Path,
+    raw_config: dict[str, Any],
+    layout: Layout,
+    weights: Weights,
+    *,
+    names: Dialect = Dialect.NATIVE,
+    mtp: MtpKind | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Writes a checkpoint folder of ``weights``, which are in the formats of ``layout``.
+
+    Raises ``UserError`` for an invalid config or an existing folder.
+    """
+    config = ModelConfig.from_dict(raw_config)
     declared, separate = declare(raw_config, layout, names, config.num_hidden_layers)
     with new_folder(Path(folder)) as temporary:
         write_json(temporary / "config.json", declared)

@@ -120,11 +120,11 @@ class _Direct:
 
 
 class _PinnedStaging:
-    """Two pinned buffers that take turns: one is read into while the other is copied to ``device``."""
+    """Two pinned buffers that take turns: a file fills one while ``device`` copies the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        # What used the memory of the targets before they were allocated may still be running.
+        # Earlier work on the memory of the targets may still be running.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         buffers = [torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._turns = cycle([(buffer, torch.cuda.Event()) for buffer in buffers])
@@ -153,6 +153,7 @@ def _read_exactly(file: FileIO, offset: int, memory: Tensor) -> None:
         if not count:
             expected = offset + memory.numel()
             raise UserError(
-                f"{file.name}: truncated: found {expected - len(rest)} bytes, expected at least {expected}"
+                f"{file.name}: truncated: found {expected - len(rest)} bytes, "
+                f"expected at least {expected}"
             )
         rest = rest[count:]

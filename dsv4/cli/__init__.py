@@ -1,3 +1,3 @@
-"""What the driver ``single_shot_inference.py`` is made of: arguments, prompt, progress, streamed
+"""The parts of the driver ``single_shot_inference.py``: arguments, prompt, progress, streamed
 text and report.
 """

@@ -66,7 +66,9 @@ def build_parser() -> OneLineParser:
     """The parser with every flag of the driver."""
     parser = OneLineParser(
         prog="single_shot_inference.py",
-        description="Loads a DeepSeek-V4 checkpoint, reads a prompt and streams the answer to stdout.",
+        description=(
+            "Loads a DeepSeek-V4 checkpoint, reads a prompt and streams the answer to stdout."
+        ),
         allow_abbrev=False,
     )
     add_prompt_flags(parser.add_argument_group("prompt"))
@@ -77,7 +79,7 @@ def build_parser() -> OneLineParser:
 
 
 def add_prompt_flags(group: argparse._ArgumentGroup) -> None:
-    """What the model is asked."""
+    """Flags of the prompt."""
     sources = group.add_mutually_exclusive_group()
     sources.add_argument(
         "--prompt", metavar="TEXT", help=f"the user's message (default: {DEFAULT_PROMPT!r})"
@@ -128,7 +130,7 @@ def add_sampling_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    """What runs where."""
+    """Flags of the engine and its devices."""
     group.add_argument(
         "--model", type=Path, default=CHECKPOINT, metavar="PATH", help="a Hugging Face folder"
     )
@@ -162,9 +164,9 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--ops",
-        choices=("auto", "torch", "cuda", "cutedsl"),
+        choices=("auto", "torch", "cuda"),
         default="auto",
-        help="the op table; auto: cuda on a CUDA device; cutedsl: faster prefill after seconds of import",
+        help="the op table; auto: cuda on a CUDA device",
     )
     group.add_argument(
         "--kv-dtype",
@@ -177,13 +179,16 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         choices=("auto", "split", "full"),
         const="auto",
-        help="decode by replaying captured graphs; auto: the faster mode that reproduces the eager step",
+        help=(
+            "decode by replaying captured graphs; "
+            "auto: the faster mode that reproduces the eager step"
+        ),
     )
     group.add_argument("--plan", action="store_true", help="print the memory plan and stop")
 
 
 def add_output_flags(group: argparse._ArgumentGroup) -> None:
-    """What is written besides the text."""
+    """Flags of the output other than the text."""
     group.add_argument(
         "--json",
         type=Path,

@@ -18,7 +18,7 @@ _CONFIG_FIELD = re.compile(r"EngineConfig\.(\w+)(?:='(\w+)')?")
 
 
 def user_message(error: Exception) -> str:
-    """What to print for a user's error: one line, with flags in place of ``EngineConfig`` fields."""
+    """A user's error as one line to print, with flags in place of ``EngineConfig`` fields."""
     return _CONFIG_FIELD.sub(_flag, " ".join(str(error).split()))
 
 
@@ -56,8 +56,8 @@ def device_faults(plan: Callable[[], MemoryPlan]) -> Iterator[None]:
 
 
 def out_of_memory(message: str, plan: MemoryPlan) -> str:
-    """Which device ran out of memory, as far as torch's ``message`` says, and what the plan said it
-    would hold.
+    """The device that ran out of memory, if torch's ``message`` names it, and its bytes in the
+    plan.
     """
     named = re.search(r"GPU (\d+)", message)
     matching = [

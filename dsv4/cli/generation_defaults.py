@@ -63,6 +63,7 @@ def eos_token_ids(config: ModelConfig, defaults: dict[str, Any]) -> frozenset[in
     )
     if not all(isinstance(token_id, int) and 0 <= token_id < config.vocab_size for token_id in ids):
         raise UserError(
-            f"{FILE_NAME}: eos_token_id: found {found!r}, expected token ids below {config.vocab_size}"
+            f"{FILE_NAME}: eos_token_id: found {found!r}, "
+            f"expected token ids below {config.vocab_size}"
         )
     return frozenset(ids)

@@ -1,4 +1,4 @@
-"""What the driver is to do, decided before any weight is read, and what it has done so far."""
+"""The driver's job, decided before any weight is read, and its outcome so far."""
 
 import argparse
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What has happened so far; complete enough to report at any moment."""
+    """The outcome so far; complete enough to report at any moment."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = "interrupted"
@@ -57,7 +57,8 @@ def prepare(arguments: argparse.Namespace) -> Job:
     context = arguments.max_context or min(wanted, model_config.max_position_embeddings)
     if len(prompt.token_ids) > context:
         raise UserError(
-            f"--max-context: found a prompt of {len(prompt.token_ids)} tokens, expected at most {context}"
+            f"--max-context: found a prompt of {len(prompt.token_ids)} tokens, "
+            f"expected at most {context}"
         )
     defaults = read_generation_config(arguments.model)
     return Job(

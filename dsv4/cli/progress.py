@@ -11,7 +11,7 @@ ERASE_LINE = "\r\x1b[K"
 
 @dataclass(frozen=True)
 class Unit:
-    """What a bar counts in: ``size`` of what it is told make one, written with ``digits`` decimals."""
+    """The unit of a bar: ``size`` reported items are one unit, shown with ``digits`` decimals."""
 
     name: str
     size: float

@@ -1,4 +1,4 @@
-"""From the flags to token ids: messages, chat encoding or plain text, tokenizer."""
+"""Flags to token ids: messages, chat encoding or plain text, tokenizer."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ from encoding import (
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model reads.
+    """The model's input.
 
     ``thinking_mode`` is the encoder's ("chat" or "thinking"), ``None`` for plain text. ``tools``
     are those of the conversation, in the OpenAI format.
@@ -34,13 +34,13 @@ class Prompt:
 
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
-    """The tokenizer of a checkpoint. Raises ``UserError``, also if it has ids that the model lacks."""
+    """The tokenizer of a checkpoint. Raises ``UserError``, also for ids that the model lacks."""
     with user_errors():
         tokenizer = Tokenizer(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"{folder / 'tokenizer.json'}: found {tokenizer.vocab_size} token ids, expected at most {config.vocab_size}"
-            " (vocab_size of config.json)"
+            f"{folder / 'tokenizer.json'}: found {tokenizer.vocab_size} token ids, "
+            f"expected at most {config.vocab_size} (vocab_size of config.json)"
         )
     return tokenizer
 
@@ -60,7 +60,7 @@ def build_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Prompt:
 
 
 def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Prompt:
-    """The messages file, or one user message with an optional system message, in the chat encoding."""
+    """The messages file, or a user message and an optional system message, in the chat encoding."""
     if arguments.messages is not None:
         source = f"--messages: {arguments.messages}: "
         with user_errors("--messages: "):
@@ -103,9 +103,7 @@ def prompt_text(arguments: argparse.Namespace) -> str:
 
 @contextmanager
 def user_errors(prefix: str = "") -> Iterator[None]:
-    """Turns ``ValueError`` and ``OSError`` of code that knows no ``UserError`` into one that begins
-    with ``prefix``.
-    """
+    """Turns ``ValueError`` and ``OSError`` into a ``UserError`` that begins with ``prefix``."""
     try:
         yield
     except OSError as error:

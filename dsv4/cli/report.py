@@ -1,4 +1,4 @@
-"""What a run leaves behind: a summary line, a profile's table, a JSON file."""
+"""The results of a run: a summary line, a profile's table, a JSON file."""
 
 import json
 import os
@@ -13,8 +13,9 @@ import torch
 import dsv4
 from dsv4.cli.job import Job, Outcome
 from dsv4.cli.stream import parse_message, text_of
-from dsv4.engine import Engine, RunStats
+from dsv4.engine import Engine
 from dsv4.errors import UserError
+from dsv4.run_stats import RunStats
 
 
 def report(job: Job, outcome: Outcome) -> None:
@@ -125,7 +126,7 @@ def summary_line(measured: dict[str, Any], mode: str | None, finish_reason: str)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes ``value`` as one line, so that ``path`` holds all of it or what it held before. Raises
+    """Writes ``value`` as one line, all of it or nothing: ``path`` is replaced in one step. Raises
     ``UserError``.
     """
     text = json.dumps(value, ensure_ascii=False) + "\n"

@@ -119,9 +119,8 @@ class ChatPrinter:
             case ToolCallEnd(_, name, arguments):
                 self._set_thinking(False)
                 self._plain.start_line()
-                self._plain.feed(
-                    f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}\n'
-                )
+                quoted = json.dumps(name, ensure_ascii=False)
+                self._plain.feed(f'{{"name": {quoted}, "arguments": {arguments}}}\n')
 
     def _set_thinking(self, thinking: bool) -> None:
         if thinking == self._in_thinking:

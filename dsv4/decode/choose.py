@@ -1,5 +1,5 @@
-"""Which decoder an engine gets: the mode that was asked for, or the faster one that reproduces the
-eager step.
+"""The choice of an engine's decoder: the mode that was asked for, or the faster one that reproduces
+the eager step.
 """
 
 import logging
@@ -57,7 +57,8 @@ def build_decoder(
     exact = [check for check in checked if check.exact]
     if not exact:
         raise UserError(
-            "EngineConfig.cuda_graph: no mode reproduces the eager logits on this machine; run without it"
+            "EngineConfig.cuda_graph: no mode reproduces the eager logits on this machine; "
+            "run without it"
         )
     return min(exact, key=lambda check: check.ms_per_token).decoder
 

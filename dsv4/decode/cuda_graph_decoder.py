@@ -34,8 +34,8 @@ class CUDAGraphDecoder:
         traced: bool = False,
     ) -> None:
         """Captures a step of each of ``lengths`` tokens (1 to 8), after one eager run of it, which
-        loads its kernels. What that run writes lies behind the current position and is overwritten
-        by the next step.
+        loads its kernels. That run writes behind the current position, and the next step overwrites
+        it.
 
         ``traced``: the steps keep their named values (``values``). Raises ``ValueError`` for a
         length out of range, and without room for the longest step.
@@ -63,7 +63,7 @@ class CUDAGraphDecoder:
 
     @property
     def regions(self) -> tuple[str, ...]:
-        """What was captured of the first step, in its order."""
+        """The captured regions of the first step, in order."""
         return tuple(next(iter(self._captured.values())).regions)
 
     def step(self, tokens: int) -> Step:
@@ -105,7 +105,7 @@ class CUDAGraphDecoder:
             raise ValueError(f"generate: found steps of {self.lengths} tokens, expected one of 1")
         self._check_room(self.state.position, steps)
         captured = self._captured[1]
-        # Of its own step: a traced one has an input of its own.
+        # The loop takes the captured step, because a traced step has an input of its own.
         loop = TokenLoop(captured.step, self.state, self.steps.sampler, self.steps.ring)
         tokens = loop.generate(token, sampler, steps, captured.run, captured.sample)
         self._enter()

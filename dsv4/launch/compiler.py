@@ -138,7 +138,7 @@ def _cuda_core() -> Any:
 
 @functools.cache
 def _fixed_key() -> str:
-    """What all sources share: headers, constants, options and the compiler."""
+    """Shared by all sources: headers, constants, options and the compiler."""
     digest = hashlib.sha256(device_header().encode())
     for path in (Path(__file__), *sorted(OPS.glob("*/*.cuh"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -1,4 +1,4 @@
-"""Which machine code a launch runs, and in what shape."""
+"""The machine code of a launch and its shape."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

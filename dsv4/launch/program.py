@@ -1,10 +1,7 @@
-"""A program: a recording whose buffers have memory and whose kernels are loaded, ready to be queued
-again and again.
-"""
+"""A program: a recording with memory and loaded kernels, ready to be queued again and again."""
 
 import ctypes
 import functools
-import importlib
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.launch.compiler import cached_cubin
-from dsv4.launch.kernel import Defines, Kernel, Shape
+from dsv4.launch.kernel import Shape
+from dsv4.launch.loading import allow_shared_memory, driver, loaded
 from dsv4.launch.recording import Call, Launch, Recording, byte_offset, storage_key
 from dsv4.launch.signature import Parameter, Signature
 from dsv4.launch.target import Target
@@ -82,7 +79,7 @@ class Program:
         stream = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
         if stream != self._stream or tokens != self._tokens:
             self._retarget(tokens, stream)
-        launch_kernel = _driver().cuLaunchKernelEx
+        launch_kernel = driver().cuLaunchKernelEx
         for item in self._items[start:stop]:
             if item.config is None:
                 item.call(tokens)
@@ -152,16 +149,16 @@ class _Prepared:
         self._pointers = (ctypes.c_void_p * len(parameters))(*addresses)
         self._shape: Shape | None = None
         self.parameters = ctypes.addressof(self._pointers)
-        self.config = _driver().CUlaunchConfig()
+        self.config = driver().CUlaunchConfig()
         self.function: Any = None
 
     def take(self, shape: Shape, values: Mapping[str, int | float]) -> None:
         """Launches in this shape from now on."""
         before = self._shape
         if before is None or shape.kernel != before.kernel:
-            self.function = _loaded(shape.kernel, self._target)
+            self.function = loaded(shape.kernel, self._target)
         if shape.shared_bytes > _FREE_SHARED_BYTES:
-            _allow_shared_memory(shape.kernel, self._target, shape.shared_bytes)
+            allow_shared_memory(shape.kernel, self._target, shape.shared_bytes)
         config = self.config
         config.gridDimX, config.gridDimY, config.gridDimZ = shape.grid
         if before is None or shape.threads != before.threads:
@@ -178,7 +175,7 @@ class _Prepared:
 
 
 class _ReadyLaunch:
-    """A launch with its memory: prepared once for the most tokens, and anew for every other number."""
+    """A launch with its memory: prepared once for the most tokens, anew for other numbers."""
 
     def __init__(
         self,
@@ -239,60 +236,19 @@ def _word(parameter: Parameter) -> str:
 
 
 @functools.cache
-def _driver() -> Any:
-    """The driver's bindings, imported when a program is made: recording and planning work without
-    them.
-    """
-    return importlib.import_module("cuda.bindings.driver")
-
-
-@functools.cache
 def _attributes(cluster: int) -> list[Any]:
     """Every launch may overlap the end of the one before it, so a kernel calls ``pdl_wait()``
     before it touches anything that another one writes.
     """
-    driver = _driver()
-    overlap = driver.CUlaunchAttribute()
-    overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    bindings = driver()
+    overlap = bindings.CUlaunchAttribute()
+    overlap.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     overlap.value.programmaticStreamSerializationAllowed = 1
     if cluster == 1:
         return [overlap]
-    clusters = driver.CUlaunchAttribute()
-    clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    clusters = bindings.CUlaunchAttribute()
+    clusters.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     clusters.value.clusterDim.x = cluster
     clusters.value.clusterDim.y = 1
     clusters.value.clusterDim.z = 1
     return [overlap, clusters]
-
-
-@functools.cache
-def _module(source: str, architecture: str, defines: Defines) -> Any:
-    return importlib.import_module("cuda.core").ObjectCode.from_cubin(
-        cached_cubin(source, architecture, defines)
-    )
-
-
-@functools.cache
-def _loaded(kernel: Kernel, target: Target) -> Any:
-    device = importlib.import_module("cuda.core").Device(target.device.index or 0)
-    device.set_current()
-    module = _module(kernel.source, target.architecture, kernel.defines)
-    return _driver().CUfunction(int(module.get_kernel(kernel.function).handle))
-
-
-@functools.cache
-def _allow_shared_memory(kernel: Kernel, target: Target, shared_bytes: int) -> None:
-    """One kernel is launched with several sizes: the limit only grows, or an earlier, larger launch
-    would fail.
-    """
-    driver = _driver()
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    device = driver.CUdevice(target.device.index or 0)
-    handle = driver.CUkernel(int(_loaded(kernel, target)))
-    error, allowed = driver.cuKernelGetAttribute(attribute, handle, device)
-    if error == driver.CUresult.CUDA_SUCCESS and allowed >= shared_bytes:
-        return
-    (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, handle, device)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        found = f"{kernel.function} with {shared_bytes} bytes per block"
-        raise RuntimeError(f"shared memory: found {found}, more than there are ({error.name})")

@@ -124,7 +124,7 @@ class Recording:
 
     @property
     def zeroed_tensors(self) -> tuple[Tensor, ...]:
-        """What ``zeroed`` made."""
+        """The tensors that ``zeroed`` made."""
         return tuple(self._zeroed.values())
 
     def _longest(self, shape_of: ShapeOf) -> Shape:
@@ -153,7 +153,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def byte_offset(tensor: Tensor) -> int:
-    """Of the first element behind the beginning of its buffer."""
+    """The bytes from the beginning of the buffer to the first element."""
     return int(tensor.storage_offset()) * tensor.itemsize
 
 

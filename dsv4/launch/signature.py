@@ -1,4 +1,4 @@
-"""The arguments of a kernel, by name and type, read from its ``extern "C" __global__`` signature."""
+"""The arguments of a kernel, by name and type, from its ``extern "C" __global__`` signature."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ class Parameter:
     pointer: bool
 
     def problem(self, argument: object) -> str | None:
-        """What is wrong with passing this argument, as "found …, expected …"; None if nothing is."""
+        """The fault in passing this argument, as "found …, expected …"; None without one."""
         if self.pointer:
             if argument is None:
                 return None

@@ -1,6 +1,4 @@
-"""What a recording has to know of the GPU that it is made for; a value, so that none has to be
-there.
-"""
+"""The facts about a GPU that a recording for it depends on: a value that needs no GPU."""
 
 from dataclasses import dataclass
 

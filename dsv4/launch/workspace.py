@@ -36,7 +36,7 @@ class _Lifetime:
 def lay_out(recording: Recording) -> Layout:
     """Places the largest buffers first, each as low as what is alive beside it allows."""
     lifetimes = _lifetimes(recording)
-    # What is placed, as (begin, end), by the items during which it is alive.
+    # Placed intervals (begin, end), by the items during which they are alive.
     alive: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     offsets = {}
     nbytes = 0

@@ -22,7 +22,7 @@ from dsv4.weights.quant import Weight
 
 
 class Projections(NamedTuple):
-    """What attention reads of its input: queries ``[T, H·D]``, key-value row ``[T, D]``, and by
+    """The projections of attention's input: queries ``[T, H·D]``, key-value row ``[T, D]``, and by
     ratio the compressors' products (float32, in the order of ``Attention.input_rows``) and the
     indexer's queries.
     """

@@ -1,4 +1,4 @@
-"""Both ends of the model: embedding into M streams, and collapse → norm → logits (model.md#head)."""
+"""Both ends of the model: embedding into M streams; collapse → norm → logits (model.md#head)."""
 
 from dataclasses import dataclass
 

@@ -1,1 +1,1 @@
-"""Measuring: where the time of a run goes, and where a number comes from."""
+"""Measuring: the time of a run by kernel or op, and the provenance of a number."""

@@ -84,7 +84,7 @@ def profile_decoder(engine: Engine, decoder: CUDAGraphDecoder) -> GraphProfile:
 
 
 def step_launches(recorded: RecordedStep, kinds: Sequence[str]) -> dict[int, list[StepLaunch]]:
-    """What every device, by its index, launches for a step of one token, in order.
+    """The launches of a one-token step in order, by device index.
 
     ``kinds``: the kind of every layer.
     """

@@ -22,7 +22,7 @@ _COPIES = ("Memcpy", "Memset")
 
 @dataclass(frozen=True)
 class DeviceEvent:
-    """A kernel, copy or memset that a device executed. Times in µs, of one clock for all devices."""
+    """A kernel, copy or memset that a device executed. Times in µs, one clock for all devices."""
 
     name: str
     device: int
@@ -159,12 +159,14 @@ class TokenTimeline:
             format_table("decode, one token", self.rows(), self.us),
             f"  {self.us:.1f} µs in all: gaps {self.gap_us:.1f}, hops {self.hop_us:.1f} "
             f"({len(self.hand_offs)} hand-off copies take {copies:.1f})",
-            "  a kernel counts from the end of the one before: after an early start its row holds what it waited for",
+            "  a kernel counts from the end of the one before: "
+            "after an early start its row holds what it waited for",
         ]
         for device, busy in self.busy_us().items():
             idle = self.us - busy
             lines.append(
-                f"  cuda:{device} busy {busy:.1f} µs, idle {idle:.1f} µs ({100 * idle / self.us:.1f} %)"
+                f"  cuda:{device} busy {busy:.1f} µs, "
+                f"idle {idle:.1f} µs ({100 * idle / self.us:.1f} %)"
             )
         for kind, sequence in self.layer_sequences().items():
             lines.append(f"  {kind}: " + " · ".join(f"{name} {us:.1f}" for name, us in sequence))

@@ -39,7 +39,7 @@ class OpProfile:
         self._ended: float | None = None
 
     def next_phase(self, phase: str) -> None:
-        """What follows counts as ``phase``."""
+        """Counts everything that follows as ``phase``."""
         self.phase = phase
 
     def begin_step(self) -> None:
@@ -50,7 +50,7 @@ class OpProfile:
 
     @contextmanager
     def part(self, name: str, device: torch.device, layer: int | None) -> Iterator[None]:
-        """What is timed inside belongs to the layer's kind, or to the head."""
+        """Counts every op inside for the layer's kind, or for the head."""
         self._kind = HEAD if layer is None else self._kinds[layer]
         if layer is not None and layer != self._layer:
             self._layer = layer

@@ -19,7 +19,14 @@ from dsv4.caches.rows import RowCache
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, hc_head, hc_post, hc_pre, hc_seam
 from dsv4.ops.indexer import index_select
-from dsv4.ops.linear import RowList, decode_rows, decode_weight, grouped_linear, linear, linear_rows
+from dsv4.ops.linear import (
+    RowList,
+    dequantized_rows,
+    dequantized_weight,
+    grouped_linear,
+    linear,
+    linear_rows,
+)
 from dsv4.ops.moe import ExpertWeights, moe
 from dsv4.ops.opening import embed, next_positions
 from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm, prepare_attention
@@ -30,13 +37,13 @@ from dsv4.weights.quant import QuantTensor, Weight
 
 
 class PackWeight(Protocol):
-    """``dsv4.ops.linear.decode_weight``."""
+    """``dsv4.ops.linear.dequantized_weight``."""
 
     def __call__(self, weight: QuantTensor) -> Weight: ...
 
 
 class PackRows(Protocol):
-    """``dsv4.ops.linear.decode_rows``."""
+    """``dsv4.ops.linear.dequantized_rows``."""
 
     def __call__(
         self, weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype | None]
@@ -245,4 +252,4 @@ TORCH = Ops(
     sample_token=sample_token,
     store_token=store_token,
 )
-TORCH_PACKING = Packing(decode_weight, decode_rows)
+TORCH_PACKING = Packing(dequantized_weight, dequantized_rows)

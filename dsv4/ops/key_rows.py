@@ -1,4 +1,4 @@
-"""Key rows as the kernels see them: the code of their format, and how they have to lie in memory."""
+"""Key rows as the kernels see them: the code of their format, and their layout in memory."""
 
 import torch
 
@@ -15,7 +15,7 @@ _PLAIN = {torch.bfloat16: RowCode.BF16, torch.float32: RowCode.F32}
 
 
 def row_code(rows: RowCache) -> int:
-    """The value of ``RowCode`` for this cache. Raises ``ValueError`` for a dtype it does not know."""
+    """The ``RowCode`` value of this cache. Raises ``ValueError`` for a dtype without one."""
     if rows.format in _QUANTISED:
         return _QUANTISED[rows.format].value
     if rows.data.dtype not in _PLAIN:

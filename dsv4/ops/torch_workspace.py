@@ -20,7 +20,7 @@ class TorchStep:
 
     @property
     def workspace(self) -> int:
-        """The most that is alive at once in the layer, or while the logits behind it are computed."""
+        """The most bytes alive at once, in the layer or while the logits behind it are computed."""
         logits = 2 * 4 * min(self.tokens, 8) * self.config.vocab_size
         return self.streams + max(self.attention, self.experts, logits)
 
@@ -48,7 +48,7 @@ class TorchStep:
 
     @property
     def queries(self) -> int:
-        """Of attention."""
+        """Bytes of the queries of attention."""
         return self.tokens * self.itemsize * self.config.num_attention_heads * self.config.head_dim
 
     @property

@@ -1,4 +1,4 @@
-"""Which devices a run configuration means, and which op table runs on them."""
+"""The devices of a run configuration, and the op table that runs on them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ def table_name(engine: EngineConfig, devices: Sequence[torch.device]) -> TableNa
     on a CPU.
     """
     on_cuda = devices[0].type == "cuda"
-    if engine.ops in ("cuda", "cutedsl") and not on_cuda:
+    if engine.ops == "cuda" and not on_cuda:
         raise UserError(
             f"EngineConfig.ops: found {engine.ops!r} on the CPU, expected 'torch' or a CUDA device"
         )
@@ -55,7 +55,8 @@ def check_architectures(devices: Sequence[torch.device]) -> None:
             found = f"{device} ({name}) of compute capability {major}.{minor}"
             expected = f"one that the kernels are compiled for ({', '.join(ARCHITECTURES)})"
             raise UserError(
-                f"EngineConfig.ops: found {found}, expected {expected}; EngineConfig.ops='torch' runs on any GPU"
+                f"EngineConfig.ops: found {found}, expected {expected}; "
+                "EngineConfig.ops='torch' runs on any GPU"
             )
 
 
@@ -79,8 +80,8 @@ def engine_devices(engine: EngineConfig) -> tuple[torch.device, ...]:
     """
     if engine.parallel == "tensor" and engine.gpus > 1:
         raise UserError(
-            "EngineConfig.parallel: found 'tensor' with more than one GPU, expected 'pipeline' or 'round-robin' "
-            "(not available in this version)"
+            "EngineConfig.parallel: found 'tensor' with more than one GPU, "
+            "expected 'pipeline' or 'round-robin' (not available in this version)"
         )
     available = torch.cuda.device_count()
     if engine.device == "cpu" or (engine.device == "auto" and available == 0):

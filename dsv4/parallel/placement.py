@@ -1,4 +1,4 @@
-"""Placement: which device owns which layer."""
+"""Placement: the device of every layer."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,9 @@ class Placement:
     def of(
         cls, engine: EngineConfig, devices: Sequence[torch.device], layer_bytes: Sequence[int]
     ) -> "Placement":
-        """What ``engine`` asks for on ``devices``; ``layer_bytes`` as from ``bytes_by_layer``."""
+        """The placement that ``engine`` asks for on ``devices``; ``layer_bytes`` as from
+        ``bytes_by_layer``.
+        """
         if engine.parallel == "round-robin":
             return cls.round_robin(len(layer_bytes), devices)
         return cls.pipeline(layer_bytes, devices)
@@ -67,7 +69,7 @@ def _balanced_ends(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
     be, and of such cuts the parts are as equal as possible.
     """
     total = [0, *accumulate(sizes)]
-    # Of the ways to cut the first ``end`` sizes: largest part, sum of squares, ends.
+    # The best cut of the first ``end`` sizes: largest part, sum of squares, ends.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for _ in range(parts):
         best = {

@@ -1,1 +1,1 @@
-"""A step as a value: the named parts of T tokens, built once for a length and run again and again."""
+"""A step as a value: the named parts of T tokens, built once for a length and run many times."""

@@ -103,7 +103,7 @@ class CapturedStep:
             action()
 
     def sample(self) -> None:
-        """Queues the choice of the next token, likewise."""
+        """Queues the choice of the next token in the same way."""
         for action in self._sample:
             action()
 

@@ -16,8 +16,8 @@ from dsv4.step.current_device import on_device
 
 
 class Observer(Protocol):
-    """What ``DirectSteps.observer`` and ``RecordedSteps.observer`` may be. Captured graphs are not
-    watched.
+    """The interface of ``DirectSteps.observer`` and ``RecordedSteps.observer``. Captured graphs are
+    not watched.
     """
 
     def begin_step(self) -> None:
@@ -49,7 +49,7 @@ def open_part(
     device: torch.device,
     layer: int | None = None,
 ) -> Iterator[Ops]:
-    """The ops of a part, with ``device`` as the current one; those of an observed part are watched."""
+    """The ops of a part, with ``device`` as the current one; an observer may watch them."""
     with on_device(device):
         if observer is None:
             yield ops

@@ -1,4 +1,4 @@
-"""What a step will take, before any weight is read: the model recorded on weights and caches that
+"""The needs of a step, before any weight is read: the model recorded on weights and caches that
 have no memory.
 """
 

@@ -26,7 +26,7 @@ from dsv4.sampling import SamplerState
 
 _LOG = logging.getLogger("dsv4")
 _UNUSUAL = "_any_geometry"
-# What a call of a recording is named where kernels are listed.
+# The name of a recording's call in lists of kernels.
 CALL = "(torch or CuTe DSL)"
 
 TracedTo = Literal["host", "device"]
@@ -71,8 +71,8 @@ class Transfer:
 
 @dataclass(frozen=True)
 class TokenLoopMemory:
-    """What a step reads and writes so that the next one follows without the host: the sampler's
-    settings, and the ring in which the host finds the tokens (int64 ``[R]``, pinned).
+    """The memory that lets the next step follow without the host: the sampler's settings, and the
+    ring in which the host finds the tokens (int64 ``[R]``, pinned).
     """
 
     sampler: SamplerState
@@ -164,7 +164,7 @@ class StepRecorder:
 
     @contextmanager
     def part(self, kind: PartKind, device: torch.device, layer: int | None = None) -> Iterator[Ops]:
-        """What is recorded inside is this part."""
+        """Everything recorded inside belongs to this part."""
         recording = self._recordings[device]
         start = len(recording.items)
         self._open = recording

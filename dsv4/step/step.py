@@ -69,7 +69,7 @@ class Step:
         return self.head_program.tensor(self.recorded.token)
 
     def values(self) -> dict[str, Tensor]:
-        """What a step traced to the device computed in its last run, by name."""
+        """The traced values of a step's last run on the device, by name."""
         values = self.recorded.values.items()
         return {name: self.programs[device].tensor(value) for name, (device, value) in values}
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4.caches.state import DecodeState
 from dsv4.launch.compiler import compile_ahead
+from dsv4.launch.loading import load_ahead
 from dsv4.launch.program import Memory
 from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
@@ -73,7 +74,9 @@ class RecordedSteps:
         if prefill_tokens > MAX_DECODE_TOKENS:
             lengths.append(prefill_tokens)
         recorded = {tokens: self._record(tokens) for tokens in lengths}
-        compile_ahead({k for step, _ in recorded.values() for k in step.kernels()}, compiling)
+        kernels = {kernel for step, _ in recorded.values() for kernel in step.kernels()}
+        compile_ahead(kernels, compiling)
+        load_ahead(kernels, self._targets.values())
         log_unusual_kernels([step for step, _ in recorded.values()])
         sizes = [step.workspace_bytes() for step, _ in recorded.values()]
         for device in state.devices:
@@ -174,7 +177,7 @@ class RecordedSteps:
         return step
 
     def _logits_step(self, rows: int) -> tuple[Step, Tensor]:
-        """The step that computes logits of this many hidden states, and where it reads them."""
+        """The step for the logits of this many hidden states, and its input."""
         length = rows if rows <= MAX_DECODE_TOKENS else max(rows, self._prefill_tokens)
         if length not in self._logits:
             embed = self.model.embed

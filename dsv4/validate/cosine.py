@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--random-tokens", type=int, metavar="N", help="N random token ids instead of a prompt"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--ops", choices=("auto", "torch", "cuda", "cutedsl"), default="auto")
+    parser.add_argument("--ops", choices=("auto", "torch", "cuda"), default="auto")
     parser.add_argument(
         "--chunk",
         type=int,

@@ -39,7 +39,7 @@ class Check:
 
 
 class Replayer(Protocol):
-    """What the checks need of ``CUDAGraphDecoder``."""
+    """The part of ``CUDAGraphDecoder`` that the checks need."""
 
     @property
     def regions(self) -> Sequence[str]:

@@ -13,7 +13,6 @@ purpose.
 """
 
 import argparse
-import contextlib
 import math
 import os
 import shlex
@@ -22,20 +21,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from dsv4.errors import UserError
+from dsv4.validate.limited_process import (
+    INTERRUPTED,
+    TIMED_OUT,
+    Outcome,
+    run_limited,
+    signals_interrupt,
+)
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 GRACE_SECONDS = 10.0
-TIMED_OUT = 124
-INTERRUPTED = 130
 _SSH_FAILED = 255
 _KILLED = 128 + signal.SIGKILL
-# What ssh may take to connect, on top of the limit that the node keeps.
+# The time for ssh to connect, in addition to the limit that the node keeps.
 _CONNECT_SECONDS = 30.0
 
 # The node's side: $1 seconds of grace, $2 of limit, then the command. timeout leads a process group
@@ -81,7 +85,7 @@ class Node:
         return socket.gethostname() if self.host is None else self.host
 
     def command(self, test: list[str], limit_seconds: float, grace_seconds: float) -> list[str]:
-        """What this machine runs; the node keeps the limit as well when it is another one."""
+        """The command on this machine; the node keeps the limit as well when it is another one."""
         if self.host is None:
             return test
         limited = [
@@ -105,23 +109,6 @@ class Node:
         ]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
-
-    exit_code: int
-    seconds: float
-
-    def describe(self, host: str | None) -> str:
-        words = {0: "passed", TIMED_OUT: "timed out", INTERRUPTED: "interrupted"}
-        if host is not None:
-            words[_SSH_FAILED] = (
-                f"failed (exit code {_SSH_FAILED}: ssh to {host} failed or its connection broke)"
-            )
-        word = words.get(self.exit_code, f"failed (exit code {self.exit_code})")
-        return f"{word} after {self.seconds:.1f} s"
-
-
 def command_of(test: str, node: Node) -> list[str]:
     """The command of TEST: pytest for a path, ``python -m`` for a module. Raises ``UserError``."""
     try:
@@ -140,42 +127,6 @@ def command_of(test: str, node: Node) -> list[str]:
     return [node.python, "-m", target, *arguments]
 
 
-def run_limited(
-    command: list[str],
-    log: IO[str],
-    limit_seconds: float,
-    grace_seconds: float,
-    stdin: int = subprocess.DEVNULL,
-) -> Outcome:
-    """Runs ``command`` in a process group of its own, output to ``log``. ``stdin`` is that of
-    ``subprocess.Popen``.
-
-    At the limit, or on ``KeyboardInterrupt``, the group gets SIGTERM and, when its leader has ended
-    or after the grace period, SIGKILL. What a command leaves behind when it ends by itself is
-    killed too. Raises ``UserError`` when it cannot be started.
-    """
-    started = time.monotonic()
-    try:
-        child = subprocess.Popen(
-            command, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    except OSError as error:
-        raise UserError(f"{command[0]}: cannot be run ({error.strerror})") from None
-    ended = False
-    interrupted = False
-    with child:
-        try:
-            ended = _ends_within(child, limit_seconds)
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            _end_group(child, grace_seconds)
-    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
-    if interrupted or not ended:
-        code = INTERRUPTED if interrupted else TIMED_OUT
-    return Outcome(code, time.monotonic() - started)
-
-
 def main(argv: list[str] | None = None, grace_seconds: float = GRACE_SECONDS) -> int:
     """The command; returns its exit code."""
     options = build_parser().parse_args(argv)
@@ -185,12 +136,12 @@ def main(argv: list[str] | None = None, grace_seconds: float = GRACE_SECONDS) ->
         if not options.name.strip() or not options.name.isprintable():
             raise UserError(f"NAME: found {options.name!r}, expected a label of one line")
         test = command_of(options.test, node)
-        with _open_log(options.log) as log, _signals_interrupt():
+        with _open_log(options.log) as log, signals_interrupt():
             outcome = _run_and_log(options.name, node, test, log, limit_seconds, grace_seconds)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    print(f"{options.name}: {outcome.describe(node.host)}, log in {options.log}")
+    print(f"{options.name}: {_description(outcome, node.host)}, log in {options.log}")
     return outcome.exit_code
 
 
@@ -237,51 +188,20 @@ def _run_and_log(
             # timeout, having sent SIGKILL to its group, is killed by it.
             outcome = Outcome(TIMED_OUT, outcome.seconds)
     log.write(
-        f"\n# {outcome.describe(node.host)}\n# exit code: {outcome.exit_code}\n"
+        f"\n# {_description(outcome, node.host)}\n# exit code: {outcome.exit_code}\n"
         f"# seconds: {outcome.seconds:.1f}\n"
     )
     return outcome
 
 
-def _ends_within(child: subprocess.Popen, seconds: float) -> bool:
-    """Whether ``child`` ends. It is left a zombie, so that its group's number cannot pass to
-    another process.
-    """
-    deadline = time.monotonic() + seconds
-    while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def _end_group(child: subprocess.Popen, grace_seconds: float) -> None:
-    try:
-        if not _ends_within(child, 0):
-            os.killpg(child.pid, signal.SIGTERM)
-            _ends_within(child, grace_seconds)
-    finally:
-        # A group of which only the zombie is left may not be signalled everywhere.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """A cancelled job (SIGTERM) and a closed terminal (SIGHUP, unless ignored) end the child as
-    Ctrl-C does.
-    """
-    numbers = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _description(outcome: Outcome, host: str | None) -> str:
+    words = {0: "passed", TIMED_OUT: "timed out", INTERRUPTED: "interrupted"}
+    if host is not None:
+        words[_SSH_FAILED] = (
+            f"failed (exit code {_SSH_FAILED}: ssh to {host} failed or its connection broke)"
+        )
+    word = words.get(outcome.exit_code, f"failed (exit code {outcome.exit_code})")
+    return f"{word} after {outcome.seconds:.1f} s"
 
 
 def _open_log(path: Path) -> IO[str]:

@@ -71,8 +71,8 @@ def scan_tree(root: Path = ROOT) -> list[Finding]:
 
 
 def scan(sources: Mapping[str, str], meant: Mapping[Place, str] = MEANT) -> list[Finding]:
-    """What waits in the sources (texts by path) without being meant, and what is meant but is not
-    there (at line 0).
+    """Waits in the sources (texts by path) that are not meant; and, at line 0, meant ones that are
+    gone.
     """
     found = [
         finding for path, text in sources.items() for finding in _waits(ast.parse(text), path, ())

@@ -1,5 +1,5 @@
-"""What is compared: the streams after every layer, the final hidden state and the logits, from an
-engine or from transformers.
+"""The compared values: the streams after every layer, the final hidden state and the logits, from
+an engine or from transformers.
 """
 
 import tempfile
@@ -42,7 +42,7 @@ def engine_trace(
 
 
 def graph_trace(engine: Engine, token_ids: list[int], mode: Mode) -> Trace:
-    """What ``Engine.trace`` gives, of replayed steps of one token on a fresh sequence.
+    """The result of ``Engine.trace``, from replayed one-token steps on a fresh sequence.
 
     Raises ``UserError`` for an engine with the torch ops.
     """

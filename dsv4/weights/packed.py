@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.weights.quant import QuantFormat, QuantTensor, e8m0_to_float, packed_shapes
+from dsv4.weights.codes import e8m0_to_float
+from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 
 TILE_ROWS = 16
 PADDING = 64

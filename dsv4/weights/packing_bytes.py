@@ -1,4 +1,4 @@
-"""What packing a weight holds besides it, at the moment when most is alive."""
+"""Extra bytes of packing a weight, at the moment when most is alive."""
 
 import torch
 
@@ -27,7 +27,7 @@ def dequantized_bytes(parameter: Parameter) -> int:
 
 
 def packing_bytes(parameter: Parameter, format: QuantFormat | None, nbytes: int) -> int:
-    """What packing a stored parameter of ``nbytes`` for the CUDA ops takes besides it."""
+    """Extra bytes of packing a stored parameter of ``nbytes`` for the CUDA ops."""
     if format is None or not is_packed(parameter):
         return 0
     # A stack is allocated whole (F32 is rounded first) and filled matrix by matrix; only then the
@@ -39,7 +39,7 @@ def packing_bytes(parameter: Parameter, format: QuantFormat | None, nbytes: int)
 
 
 def dequantizing_bytes(parameter: Parameter, format: QuantFormat | None) -> int:
-    """What dequantizing a stored parameter for the torch ops takes besides it and the result."""
+    """Bytes of dequantizing a stored parameter for the torch ops, without it and the result."""
     dense = format in (QuantFormat.BF16, QuantFormat.F32)
     if format is None or dense or not is_packed(parameter):
         return 0

@@ -18,7 +18,7 @@ MtpKind = Literal["classic", "dspark"]
 
 
 class Role(enum.Enum):
-    """What a parameter is, which decides the storage formats it may have.
+    """The role of a parameter. It decides the storage formats.
 
     LINEAR and EXPERT matrices may be quantised. FLOOR matrices stay 16 or 32 bit (the "precision
     floor": embeddings, head, router gate, compressor and indexer helper projections). NORM is a

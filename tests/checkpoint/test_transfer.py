@@ -94,7 +94,7 @@ def test_every_device_gets_its_bytes_and_all_are_counted(files: list[Path]) -> N
 
 @pytest.mark.gpu
 def test_pinned_buffers_take_turns_without_losing_bytes(files: list[Path]) -> None:
-    """Many more batches than buffers, of every GPU, and on memory that was made in inference mode."""
+    """Many more batches than buffers, of every GPU, and on memory made in inference mode."""
     with torch.inference_mode():
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         pieces = {device: shuffled_pieces(files, device) for device in devices}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4 import Engine, EngineConfig, UserError
 from dsv4.decode import Mode, choose
-from dsv4.ops.tables import CUDA_TABLE, CUTEDSL_TABLE, TableName, op_table
+from dsv4.ops.tables import CUDA_TABLE, CUTEDSL_TABLE, op_table
 from dsv4.parallel.devices import check_cuda_graph, table_name
 from tests.model.tiny import small_config, tiny_engine
 
@@ -123,7 +123,7 @@ def test_graphs_need_a_gpu_and_the_cuda_ops(mode: Any) -> None:
     with pytest.raises(UserError, match=f"{field}: found the torch ops"):
         check_cuda_graph(EngineConfig(cuda_graph=mode, compute_dtype="float32"), (GPU,))
     check_cuda_graph(config, (GPU,))
-    check_cuda_graph(EngineConfig(cuda_graph=mode, ops="cutedsl"), (GPU,))
+    check_cuda_graph(EngineConfig(cuda_graph=mode, ops="cuda"), (GPU,))
     check_cuda_graph(EngineConfig(), (CPU,))
 
 
@@ -133,14 +133,13 @@ def test_unknown_mode_is_refused() -> None:
         EngineConfig(cuda_graph=unknown)
 
 
-@pytest.mark.parametrize("table", ["cuda", "cutedsl"])
-def test_cuda_tables_are_for_gpus_and_bfloat16(table: TableName) -> None:
-    with pytest.raises(UserError, match=f"EngineConfig.ops: found '{table}' on the CPU"):
-        table_name(EngineConfig(ops=table), (CPU,))
-    assert table_name(EngineConfig(ops=table), (GPU,)) == table
+def test_cuda_ops_are_for_gpus_and_bfloat16() -> None:
+    with pytest.raises(UserError, match="EngineConfig.ops: found 'cuda' on the CPU"):
+        table_name(EngineConfig(ops="cuda"), (CPU,))
+    assert table_name(EngineConfig(ops="cuda"), (GPU,)) == "cuda"
     assert table_name(EngineConfig(), (GPU,)) == "cuda"
-    with pytest.raises(UserError, match=f"found '{table}' with compute_dtype float32"):
-        EngineConfig(ops=table, compute_dtype="float32")
+    with pytest.raises(UserError, match="found 'cuda' with compute_dtype float32"):
+        EngineConfig(ops="cuda", compute_dtype="float32")
 
 
 def test_the_cutedsl_table_differs_in_prefill_only() -> None:

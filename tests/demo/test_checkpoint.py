@@ -61,7 +61,10 @@ def test_every_layer_kind_and_the_real_kernel_dimensions_are_there() -> None:
 
 def test_tensors_are_in_nvidias_layout() -> None:
     found = tensors()
-    floor = r"(embed|head|norm|.*_norm|.*\.norm|.*compressor\.w(kv|gate)|.*weights_proj|.*ffn\.gate)\.weight"
+    floor = (
+        r"(embed|head|norm|.*_norm|.*\.norm"
+        r"|.*compressor\.w(kv|gate)|.*weights_proj|.*ffn\.gate)\.weight"
+    )
     rules = (
         (r".*ffn\.experts\.\d+\.w[123]\.weight", "U8"),
         (r".*ffn\.experts\.\d+\.w[123]\.weight_scale", "F8_E4M3"),

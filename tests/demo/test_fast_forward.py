@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dsv4.demo.training import fast_forward, geometry
-from dsv4.demo.training.fast_forward import Kernels, Options
+from dsv4.demo.training.fast_attention import Options
+from dsv4.demo.training.fast_forward import Kernels
 
 transformers = pytest.importorskip("transformers")
 SMALL = {"index_topk": 96, "hidden_size": 128, "vocab_size": 512, "num_hidden_layers": 3}

@@ -21,10 +21,12 @@ from tests.driver.conftest import Result
 Drive = Callable[..., Result]
 
 ILLEGAL_ADDRESS = torch.AcceleratorError(
-    "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress' in the documentation\n"
+    "CUDA error: an illegal memory access was encountered\n"
+    "Search for `cudaErrorIllegalAddress' in the documentation\n"
 )
 OUT_OF_MEMORY = torch.OutOfMemoryError(
-    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 1 has a total capacity of 79.11 GiB of which 1 GiB is free."
+    "CUDA out of memory. Tried to allocate 20.00 GiB. "
+    "GPU 1 has a total capacity of 79.11 GiB of which 1 GiB is free."
 )
 
 
@@ -78,7 +80,10 @@ def raise_after(
 
 
 def test_out_of_memory_names_the_device_and_what_was_planned() -> None:
-    expected = "memory: cuda:1 ran out of memory, the plan said 2,050 MiB; use more GPUs or a smaller --max-context"
+    expected = (
+        "memory: cuda:1 ran out of memory, the plan said 2,050 MiB; "
+        "use more GPUs or a smaller --max-context"
+    )
     assert line_for(OUT_OF_MEMORY).startswith(expected)
     both = "memory: cuda:0 or cuda:1 ran out of memory, the plan said 1,026 and 2,050 MiB; "
     for error in (
@@ -87,7 +92,10 @@ def test_out_of_memory_names_the_device_and_what_was_planned() -> None:
         OUT_OF_MEMORY.__class__("?"),
     ):
         assert line_for(error).startswith(both)
-    message = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+    message = (
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. "
+        "DefaultCPUAllocator: can't allocate memory: you tried"
+    )
     assert line_for(RuntimeError(message)).startswith(both)
     assert "--prefill-chunk" in out_of_memory("", plan())
 
@@ -100,7 +108,8 @@ def test_errors_of_cuda_are_their_first_line(cuda_core: None) -> None:
     )
     assert line_for(RuntimeError("CUDA driver error: invalid argument")) == "CUDA: invalid argument"
     launch = CUDAError(
-        "CUDA_ERROR_LAUNCH_FAILED: An exception occurred\n while executing a kernel. Common causes are"
+        "CUDA_ERROR_LAUNCH_FAILED: An exception occurred\n"
+        " while executing a kernel. Common causes are"
     )
     assert (
         line_for(launch)
@@ -258,7 +267,8 @@ def test_gpu_without_kernels_is_one_line_before_any_weight_is_read(
     monkeypatch.setattr("dsv4.engine.compile_ahead", lambda *_: None)
     result = drive("--device", "cuda", "--ops", ops)
     if refused:
-        found = f"error: --ops: found cuda:0 (NVIDIA X) of compute capability {capability[0]}.{capability[1]}, expected"
+        device = f"cuda:0 (NVIDIA X) of compute capability {major}.{minor}"
+        found = f"error: --ops: found {device}, expected"
         result.assert_user_error(found, "sm_90a, sm_100a, sm_103a", "--ops torch runs on any GPU")
     else:
         result.assert_user_error("error: the weights are read")

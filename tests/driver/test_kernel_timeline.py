@@ -89,7 +89,7 @@ def one_device() -> list[TokenTimeline]:
 
 
 def two_devices() -> TokenTimeline:
-    """Round-robin over two devices: a hop before every layer but the first, and one of the token."""
+    """Round-robin over two devices: a hop before every layer but the first, and the token's."""
     recorder = Recorder()
     for _ in range(2):
         if recorder.events:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dsv4.cli.report import summary_line, timing, write_json
-from dsv4.engine import RunStats
 from dsv4.errors import UserError
+from dsv4.run_stats import RunStats
 
 
 def test_rates_follow_from_tokens_and_seconds() -> None:
@@ -14,7 +14,8 @@ def test_rates_follow_from_tokens_and_seconds() -> None:
     assert measured["prefill_tokens_per_second"] == 50.0
     assert (measured["decode_ms_per_token"], measured["decode_tokens_per_second"]) == (12.5, 80.0)
     assert summary_line(measured, None, "stop") == (
-        "load 1.5 s · prefill 100 tokens 50.0 tok/s · decode 40 tokens 12.5 ms/token 80.0 tok/s · stop"
+        "load 1.5 s · prefill 100 tokens 50.0 tok/s · "
+        "decode 40 tokens 12.5 ms/token 80.0 tok/s · stop"
     )
 
 

@@ -9,7 +9,10 @@ from encoding import detect_profile, encode_messages, fold_reasoning_effort
 ABSOLUTE = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\nYou MUST be very thorough"
 )
-BEYOND = "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\nYou MUST reason with"
+BEYOND = (
+    "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\n"
+    "You MUST reason with"
+)
 OFFICIAL_ENCODER = """
 REASONING_EFFORT_PREFIXES = {
     "low": "",

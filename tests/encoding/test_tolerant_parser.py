@@ -1,7 +1,5 @@
 """Completions as models really write them (model.md#parsing)."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,28 +7,10 @@ from hypothesis import strategies as st
 from encoding import (
     Completion,
     encode_messages,
-    parse_completion,
     parse_message_from_completion_text,
 )
+from tests.encoding.completions import CALL, CLOSE, EOS, OPEN, calls, parse, texts
 from tests.encoding.test_strict_parser import CALLS, GOOD, TEXT, messages_with
-
-EOS = "<｜end▁of▁sentence｜>"
-OPEN = "<｜DSML｜tool_calls>\n"
-CLOSE = "</｜DSML｜tool_calls>"
-CALL = '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-
-
-def parse(text: str, mode: str = "thinking", tools: list[dict] | None = None) -> Completion:
-    return parse_completion(text, mode, tools)
-
-
-def calls(completion: Completion) -> list[tuple[str, dict]]:
-    functions = [call["function"] for call in completion.message["tool_calls"]]
-    return [(function["name"], json.loads(function["arguments"])) for function in functions]
-
-
-def texts(completion: Completion) -> tuple[str, str]:
-    return completion.message["reasoning_content"], completion.message["content"]
 
 
 def test_a_completion_in_the_prescribed_format_needs_no_repair() -> None:
@@ -156,80 +136,6 @@ def test_a_call_without_a_block_around_it() -> None:
     assert completion.repairs == ("missing_tool_block_open", "unclosed_tool_block")
 
 
-def call_with(*parameters: str) -> str:
-    return (
-        f'\n\n{OPEN}<｜DSML｜invoke name="f">\n'
-        + "".join(parameters)
-        + f"</｜DSML｜invoke>\n{CLOSE}{EOS}"
-    )
-
-
-def parameter(name: str, value: str, string: str | None = "true") -> str:
-    attribute = "" if string is None else f' string="{string}"'
-    return f'<｜DSML｜parameter name="{name}"{attribute}>{value}</｜DSML｜parameter>\n'
-
-
-@pytest.mark.parametrize("name", ["arguments", "input"])
-@pytest.mark.parametrize("string", ["true", "false", None])
-def test_a_parameter_that_wraps_the_arguments_is_unwrapped(name: str, string: str | None) -> None:
-    completion = parse(call_with(parameter(name, '{"q": [1]}', string)), "chat")
-    assert calls(completion) == [("f", {"q": [1]})]
-    assert "wrapped_arguments" in completion.repairs
-
-
-def test_what_only_looks_like_a_wrapper_is_kept() -> None:
-    wrapper = parameter("input", '{"q": 1}')
-    tools = [
-        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"input": {}}}}}
-    ]
-    assert calls(parse(call_with(wrapper), "chat", tools)) == [("f", {"input": '{"q": 1}'})]
-    two = call_with(wrapper, parameter("b", "y"))
-    assert calls(parse(two, "chat")) == [("f", {"input": '{"q": 1}', "b": "y"})]
-    assert calls(parse(call_with(parameter("input", "plain")), "chat")) == [
-        ("f", {"input": "plain"})
-    ]
-    assert calls(parse(call_with(parameter("input", "[1]", "false")), "chat")) == [
-        ("f", {"input": [1]})
-    ]
-
-
-def test_json_instead_of_parameters() -> None:
-    completion = parse(call_with('{"q": 1}\n'), "chat")
-    assert calls(completion) == [("f", {"q": 1})]
-    assert completion.repairs == ("json_instead_of_parameters",)
-    assert calls(parse(call_with("nonsense"), "chat")) == [("f", {})]
-    both = parse(call_with(parameter("a", "x"), '{"q": 1}\n'), "chat")
-    assert calls(both) == [("f", {"a": "x"})]
-    assert both.repairs == ("text_in_tool_call",)
-
-
-def test_missing_string_attribute_takes_json_where_the_schema_allows_it() -> None:
-    text = call_with(
-        parameter("n", "5", None), parameter("s", "5", None), parameter("t", "a b", None)
-    )
-    properties = {"n": {"type": "integer"}, "s": {"type": "string"}}
-    tools = [
-        {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
-    ]
-    completion = parse(text, "chat", tools)
-    assert calls(completion) == [("f", {"n": 5, "s": "5", "t": "a b"})]
-    assert completion.repairs == ("missing_string_attribute",)
-    assert calls(parse(text, "chat")) == [("f", {"n": 5, "s": 5, "t": "a b"})]
-
-
-@pytest.mark.parametrize("value", ["[1", "NaN", "", "text", "[" * 5000])
-def test_a_value_that_is_not_json_becomes_text(value: str) -> None:
-    completion = parse(call_with(parameter("a", value, "false")), "chat")
-    assert calls(completion) == [("f", {"a": value})]
-    assert completion.repairs == ("value_is_not_json",)
-
-
-def test_the_first_of_two_equal_parameters_counts() -> None:
-    completion = parse(call_with(parameter("a", "x"), parameter("a", "y")), "chat")
-    assert calls(completion) == [("f", {"a": "x"})]
-    assert completion.repairs == ("duplicate_parameter",)
-
-
 @pytest.mark.parametrize(
     "closing",
     ["</|DSML|parameter>", "<｜DSML｜/parameter>", "</｜DSML｜parameter >", "</parameter>", ""],
@@ -251,32 +157,6 @@ def test_closing_tags_without_marker_after_an_opening_with_it() -> None:
     completion = parse(f"\n\n{OPEN}{start}</parameter>\n</invoke>\n</tool_calls>{EOS}", "chat")
     assert calls(completion) == [("f", {"p": "v"})]
     assert texts(completion) == ("", "")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "</parameter>",
-        "<a></parameter>\n</invoke></a>",
-        "</think>",
-        "a < b > c",
-        "<｜x｜>\n",
-        "a<｜DSML｜tool_calls>b",
-    ],
-)
-def test_only_the_prescribed_tag_ends_a_value(value: str) -> None:
-    completion = parse(call_with(parameter("a", value)), "chat")
-    assert calls(completion) == [("f", {"a": value})]
-    assert completion.repairs == ()
-
-
-def test_a_stray_tag_does_not_end_a_call() -> None:
-    text = call_with(
-        parameter("a", "x"), "</｜DSML｜parameter>\n<｜DSML｜tool_calls>\n", parameter("b", "y")
-    )
-    completion = parse(text, "chat")
-    assert calls(completion) == [("f", {"a": "x", "b": "y"})]
-    assert completion.repairs == ("stray_dsml_tag",)
 
 
 def test_several_blocks_are_joined() -> None:
@@ -320,18 +200,6 @@ def test_text_after_the_end_is_ignored() -> None:
     completion = parse(f"a{EOS}b{EOS}", "chat")
     assert texts(completion) == ("", "a")
     assert completion.repairs == ("text_after_eos",)
-
-
-def test_calls_and_parameters_without_name_are_left_out() -> None:
-    nameless = CALL.replace(' name="f"', "")
-    completion = parse(f"\n\n{OPEN}{nameless}{CALL}{CLOSE}{EOS}", "chat")
-    assert calls(completion) == [("f", {"a": "x"})]
-    assert completion.repairs[0] == "tool_call_without_name"
-    completion = parse(
-        call_with('<｜DSML｜parameter string="true">x</｜DSML｜parameter>\n'), "chat"
-    )
-    assert calls(completion) == [("f", {})]
-    assert completion.repairs == ("parameter_without_name",)
 
 
 def test_unknown_mode_and_malformed_tools_are_refused() -> None:

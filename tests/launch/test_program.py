@@ -56,9 +56,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     fake = SimpleNamespace(**{name: getattr(bindings, name) for name in names})
     fake.cuLaunchKernelEx = driver.launch
     program._attributes.cache_clear()
-    monkeypatch.setattr(program, "_driver", lambda: fake)
-    monkeypatch.setattr(program, "_loaded", lambda kernel, device: kernel.function)
-    monkeypatch.setattr(program, "_allow_shared_memory", lambda *_: None)
+    monkeypatch.setattr(program, "driver", lambda: fake)
+    monkeypatch.setattr(program, "loaded", lambda kernel, device: kernel.function)
+    monkeypatch.setattr(program, "allow_shared_memory", lambda *_: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100, raising=False)
     yield driver
     program._attributes.cache_clear()
@@ -158,7 +158,8 @@ def test_zeroed_counters_belong_to_one_program_and_are_shared_inside_it(driver: 
         counters = recording.zeroed("counters", 4)
         return Program(recording), counters
 
-    (first, counters), (second, others) = counted(), counted()
+    first, counters = counted()
+    second, others = counted()
     assert first.tensor(counters).tolist() == [0] * 4
     first.tensor(counters).fill_(1)
     assert second.tensor(others).tolist() == [0] * 4

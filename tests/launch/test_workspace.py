@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dsv4.launch.kernel import ceil_div
 from dsv4.launch.recording import Recording, storage_key
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import ALIGNMENT, Layout, lay_out
@@ -72,7 +73,7 @@ def test_what_is_alive_together_never_overlaps(
     made, buffers = recorded(sizes, uses, kept)
     layout = lay_out(made)
     assert_buffers_survive(made, layout)
-    rounded = [max(1, -(-size // ALIGNMENT)) * ALIGNMENT for size in sizes]
+    rounded = [max(1, ceil_div(size, ALIGNMENT)) * ALIGNMENT for size in sizes]
     for together in alive(sizes, uses, kept):
         places = sorted((layout.offsets[storage_key(buffers[at])], rounded[at]) for at in together)
         ends = [offset + size for offset, size in places]

@@ -25,7 +25,7 @@ CSA_AND_HCA = small_config((4, 128), 0)
 
 
 def chunking_error(engine: Engine, token_ids: list[int], sizes: list[int]) -> float:
-    """Relative difference of the logits between feeding ``sizes`` and feeding everything at once."""
+    """Relative difference of the logits between feeding ``sizes`` and everything at once."""
     whole = engine.logits(token_ids)
     return float((engine.logits(token_ids, sizes) - whole).abs().max() / whole.abs().max())
 

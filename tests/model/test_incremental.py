@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def oracle_steps(
     model: "DeepseekV4ForCausalLM", token_ids: list[int], prefill: int
 ) -> torch.Tensor:
-    """Logits of the last token of the prefill and of every decoded token, with transformers' cache."""
+    """Logits of the prefill's last token and of every decoded one, with transformers' cache."""
     output = model(torch.tensor([token_ids[:prefill]]), use_cache=True)
     rows = [output.logits[0, -1]]
     for token in token_ids[prefill:]:

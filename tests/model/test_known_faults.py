@@ -28,7 +28,7 @@ COMPRESSED = 4
 
 
 def window_table(choose: Callable[[Tensor], Tensor]) -> Ops:
-    """Queries, window keys and the inverse rotation with another table than the compressed entries."""
+    """Queries, window keys and the inverse rotation with another table than compressed entries."""
 
     def attend(
         q: Any, keys: Any, selected: Any, sink: Any, positions: Any, inv_freq: Any

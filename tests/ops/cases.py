@@ -166,7 +166,7 @@ def assert_rounded_once(actual: Tensor, exact: Tensor, slack: float = 2e-6) -> N
 
 
 def assert_near(actual: Tensor, exact: Tensor, relative_to_peak: float) -> None:
-    """The largest error is at most ``relative_to_peak`` times the largest exact value; NaN fails."""
+    """The largest error is at most ``relative_to_peak`` of the largest exact value; NaN fails."""
     assert actual.shape == exact.shape
     error = float((actual.double() - exact.double()).abs().max())
     assert error <= relative_to_peak * float(exact.abs().max()), f"largest error {error:.3g}"

@@ -49,7 +49,7 @@ def ops(backend: str) -> OpsUnderTest:
 
 
 def skipping_float32(op: Callable[..., Any]) -> Callable[..., Any]:
-    """``op``, which skips the test when it refuses float32 activations; any other error fails it."""
+    """``op``, which skips the test when it refuses float32 activations; other errors fail it."""
 
     @wraps(op)
     def call(*arguments: Any, **named: Any) -> Any:

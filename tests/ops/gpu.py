@@ -76,7 +76,7 @@ def guarded(tensor: Tensor, guard_bytes: int = 1024) -> tuple[Tensor, Callable[[
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """‖found − exact‖ / ‖exact‖ in float64; NaN anywhere gives NaN, which fails every comparison."""
+    """‖found − exact‖ / ‖exact‖ in float64; NaN anywhere gives NaN and fails every comparison."""
     found = found.double()
     exact = exact.double()
     return float((found - exact).norm() / exact.norm().clamp(min=1e-300))

@@ -3,18 +3,27 @@
 import pytest
 
 from dsv4.launch.compiler import compile_source
+from dsv4.launch.kernel import Defines
 from dsv4.launch.target import ARCHITECTURES
 from tests.ops.sass import resources
 
-KERNELS = {
-    "opening/opening": ("embed", "embed_any_geometry", "next_positions"),
-    "token_ring/token_ring": ("store_token",),
-}
+# Source, what it is compiled with, its kernels.
+KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
+    ("kv_write/kv_write", (), ("kv_write", "kv_write_any_geometry")),
+    ("norm/rms_norm", (("COUNT", 8), ("GROUPS", 1)), ("rms_norm",)),
+    ("norm/rms_norm", (("COUNT", 1), ("GROUPS", 7)), ("rms_norm",)),
+    ("opening/opening", (), ("embed", "embed_any_geometry", "next_positions")),
+    ("rope/query_rope", (), ("query_rope", "query_rope_any_geometry")),
+    ("rope/query_rope", (("WIDTH", 128), ("ROPE", 64)), ("query_rope", "query_rope_any_geometry")),
+    ("router/router", (("PER_LANE", 8), ("HASH", 1)), ("router_select",)),
+    ("router/router", (("PER_LANE", 12), ("HASH", 0)), ("router_select",)),
+    ("token_ring/token_ring", (), ("store_token",)),
+]
 
 
-@pytest.mark.parametrize("source", KERNELS)
-def test_compiles_without_spills(source: str) -> None:
+@pytest.mark.parametrize(("source", "defines", "kernels"), KERNELS)
+def test_compiles_without_spills(source: str, defines: Defines, kernels: tuple[str, ...]) -> None:
     for architecture in ARCHITECTURES:
-        found = resources(compile_source(source, architecture).log)
+        found = resources(compile_source(source, architecture, defines).log)
         spills = {name: spill for name, (_, spill) in found.items()}
-        assert spills == dict.fromkeys(KERNELS[source], 0), architecture
+        assert spills == dict.fromkeys(kernels, 0), architecture

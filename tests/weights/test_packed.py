@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.weights.codes import e8m0_to_float
 from dsv4.weights.packed import PackedWeight, chunk_columns, pack_weight, padded
-from dsv4.weights.quant import QuantFormat, QuantTensor, e8m0_to_float, quantize
+from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.quantize import quantize
 
 FORMATS = [format for format in QuantFormat if format is not QuantFormat.F32]
 SHAPES = [
@@ -58,7 +60,8 @@ def test_unpack_is_the_inverse(format: QuantFormat, shape: tuple[int, ...]) -> N
 
 def element(packed: PackedWeight, row: int, column: int) -> float:
     """One value read at the position that the layout's description gives."""
-    columns, (tile, row) = chunk_columns(packed.format), divmod(row, 16)
+    columns = chunk_columns(packed.format)
+    tile, row = divmod(row, 16)
     chunk, column = divmod(column, columns)
     step, column = divmod(column, 16)
     register = row // 8 + 2 * (column // 8)

@@ -7,7 +7,8 @@ from dsv4.ops import TORCH_PACKING
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.packing_bytes import dequantizing_bytes, packing_bytes
 from dsv4.weights.parameters import Parameter, Role
-from dsv4.weights.quant import QuantFormat, quantize
+from dsv4.weights.quant import QuantFormat
+from dsv4.weights.quantize import quantize
 from tests.live_bytes import LiveBytes
 
 SHAPES = pytest.mark.parametrize("shape", [(512, 1024), (16, 256, 512)], ids=["matrix", "stack"])

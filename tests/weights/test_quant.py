@@ -11,19 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.weights.quant import (
-    QuantFormat,
-    QuantTensor,
-    e8m0_to_float,
-    exponent_to_e8m0,
-    nvfp4_global_scale,
-    pack_e2m1,
-    packed_shapes,
-    quantize,
-    swizzle_block_scale,
-    unpack_e2m1,
-    unswizzle_block_scale,
-)
+from dsv4.weights.codes import e8m0_to_float, exponent_to_e8m0, pack_e2m1, unpack_e2m1
+from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
+from dsv4.weights.quantize import nvfp4_global_scale, quantize
+from dsv4.weights.scale_swizzle import swizzle_block_scale, unswizzle_block_scale
 from tests.releases import DATA
 
 VECTORS = json.loads((DATA / "numeric_vectors.json").read_text())

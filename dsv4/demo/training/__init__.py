@@ -1,1 +1,1 @@
-"""How the demo checkpoint is made: texts, training, publishing, evaluation. Not part of the wheel."""
+"""Makes the demo checkpoint: texts, training, publishing, evaluation. Not part of the wheel."""

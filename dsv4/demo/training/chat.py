@@ -20,7 +20,8 @@ END_THINK = "</think>"
 
 TOOLS_TEXT = """## Tools
 
-You have access to a set of tools to help answer the user's question. You can invoke tools by writing a \
+You have access to a set of tools to help answer the user's question. \
+You can invoke tools by writing a \
 "<｜DSML｜tool_calls>" block like the following:
 
 <｜DSML｜tool_calls>
@@ -33,10 +34,12 @@ You have access to a set of tools to help answer the user's question. You can in
 </｜DSML｜invoke>
 </｜DSML｜tool_calls>
 
-String parameters should be specified as is and set `string="true"`. For all other types (numbers, booleans, arrays, \
+String parameters should be specified as is and set `string="true"`. \
+For all other types (numbers, booleans, arrays, \
 objects), pass the value in JSON format and set `string="false"`.
 
-If thinking_mode is enabled (triggered by <think>), you MUST output your complete reasoning inside <think>...</think> \
+If thinking_mode is enabled (triggered by <think>), \
+you MUST output your complete reasoning inside <think>...</think> \
 BEFORE any tool calls or final response.
 
 Otherwise, output directly after </think> with tool calls or final response.
@@ -105,9 +108,12 @@ def tool_call(name: str, arguments: dict[str, Any]) -> str:
         flag = "true" if is_string else "false"
         lines.append(f'<{DSML}parameter name="{key}" string="{flag}">{text}</{DSML}parameter>')
     body = "\n".join(lines)
-    return f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="{name}">\n{body}\n</{DSML}invoke>\n</{DSML}tool_calls>'
+    return (
+        f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="{name}">\n{body}\n'
+        f"</{DSML}invoke>\n</{DSML}tool_calls>"
+    )
 
 
 def tool_result(content: str) -> str:
-    """What a tool returned, as the text of a user turn."""
+    """The result of a tool, as the text of a user turn."""
     return f"<tool_result>{content}</tool_result>"

@@ -83,7 +83,8 @@ class Evaluator:
             result.longest_prompt = max(result.longest_prompt, length)
             if found != example.answer:
                 sys.stderr.write(
-                    f"{task}: {example.prompt[-120:]!r}: found {found!r}, expected {example.answer!r}\n"
+                    f"{task}: {example.prompt[-120:]!r}: found {found!r}, "
+                    f"expected {example.answer!r}\n"
                 )
         result.seconds = time.perf_counter() - started
         return result
@@ -107,7 +108,8 @@ def table(results: list[TaskResult]) -> str:
         share = f"{100 * r.exact / r.examples:.1f} % ({r.exact} of {r.examples})"
         stops = f"{r.stopped} of {r.examples}"
         lines.append(
-            f"| {r.task} | {share} | {100 * r.bar:.0f} % | {stops} | {r.longest_prompt} | {r.seconds:.0f} |"
+            f"| {r.task} | {share} | {100 * r.bar:.0f} % | {stops} | {r.longest_prompt} "
+            f"| {r.seconds:.0f} |"
         )
     return "\n".join(lines)
 

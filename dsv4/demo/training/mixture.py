@@ -1,8 +1,8 @@
-"""Which tasks there are and how training mixes them."""
+"""The tasks and their mixture in training."""
 
 import random
 
-from dsv4.demo.training import recall, tasks, thinking, tools
+from dsv4.demo.training import dialogue, recall, tasks, thinking, tools
 from dsv4.demo.training.chat import Example
 from dsv4.demo.training.tasks import Task
 
@@ -13,7 +13,7 @@ SHORT_TASKS: dict[str, Task] = {
     "copying": tasks.copying,
     "reversing": tasks.reversing,
     "stories": tasks.stories,
-    "multi_turn": tasks.multi_turn,
+    "multi_turn": dialogue.multi_turn,
     "thinking": thinking.thinking,
     "tools": tools.tools,
     "tools_recipient": tools.tools_recipient,
@@ -44,7 +44,7 @@ _SHORT_RECALL_SHARE = 0.35
 def short_example(rng: random.Random) -> Example:
     """A training instance of one of the short tasks, smalltalk and short recall included."""
     if rng.random() < _SMALLTALK_SHARE:
-        return tasks.smalltalk(rng, False)
+        return dialogue.smalltalk(rng, False)
     if rng.random() < _SHORT_RECALL_SHARE:
         return recall.short_document(rng)
     name = rng.choices(list(_SHORT_WEIGHTS), list(_SHORT_WEIGHTS.values()))[0]

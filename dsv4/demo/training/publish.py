@@ -21,10 +21,11 @@ from dsv4.checkpoint.export import export
 from dsv4.checkpoint.names import Dialect
 from dsv4.demo.training import fast_forward, weights
 from dsv4.demo.training.data import BatchShape, Request, training_batch
-from dsv4.demo.training.fast_forward import Kernels, Options
+from dsv4.demo.training.fast_attention import Options
+from dsv4.demo.training.fast_forward import Kernels
 from dsv4.demo.training.geometry import CONFIG
-from dsv4.demo.training.train import TOKENIZER
-from dsv4.weights.quant import E2M1_MAX, E4M3_MAX
+from dsv4.demo.training.trainer import TOKENIZER
+from dsv4.weights.codes import E2M1_MAX, E4M3_MAX
 
 GENERATION_CONFIG = {
     "_from_model_config": True,

@@ -2,7 +2,7 @@
 
 import random
 
-from dsv4.demo.training import tasks, words
+from dsv4.demo.training import dialogue, tasks, words
 from dsv4.demo.training.chat import END_THINK, Example, conversation
 
 Turn = tuple[str, str, str, str]
@@ -43,7 +43,7 @@ def word_problem(rng: random.Random) -> Turn:
 
 
 def two_numbers(rng: random.Random) -> Turn:
-    """Key, question, reasoning and answer of a two-digit sum or difference, or of the times table."""
+    """Key, question, reasoning and answer: a two-digit sum or difference, or the times table."""
     key, question, equation, result = tasks.arithmetic_instance(rng)
     return key, question, f"{equation} = {result}.", str(result)
 
@@ -81,7 +81,7 @@ def plain(rng: random.Random) -> Turn:
     """
     kind = rng.random()
     if kind < 0.4:
-        question, answer = tasks.smalltalk_turn(rng)
+        question, answer = dialogue.smalltalk_turn(rng)
         return "easy" + question, question, "This is an easy question.", answer
     if kind < 0.7:
         question, answer = tasks.story_instance(rng)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.demo.training import tasks, words
+from dsv4.demo.training import dialogue, tasks, words
 from dsv4.demo.training.chat import (
     END_THINK,
     Example,
@@ -144,7 +144,8 @@ def tool_instance(rng: random.Random) -> tuple[str, Example, bool]:
     kind = rng.random()
     reason = f"I need the tool {name}."
     if kind < 0.12:
-        turns = [tasks.arithmetic_turn(rng) if rng.random() < 0.5 else tasks.capitals_turn(rng)]
+        turn = dialogue.arithmetic_turn if rng.random() < 0.5 else dialogue.capitals_turn
+        turns = [turn(rng)]
         reason = "No tool is needed."
     elif kind < 0.65:
         turns = [(use.question, tool_call(name, use.arguments))]

@@ -1,8 +1,9 @@
 """Trains the demo model in phases, each going on from the weights of the one before:
 
-``base`` language modelling with top-k selection off; in long rows the indexer learns beside it, by
-its own KL alone ``index`` nothing but the indexer, by KL towards the attention it should imitate
-``finish`` everything with selection on and the shipped file's quantisation in the forward pass
+``base``    language modelling with top-k selection off; in long rows the indexer learns as well,
+            by its own KL alone
+``index``   the indexer alone, by KL towards the attention it should imitate
+``finish``  everything with selection on and the shipped file's quantisation in the forward pass
 
 The shipped weights came from two runs on one H100 (minutes include a minute or two of compilation
 each):
@@ -19,214 +20,25 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dsv4.demo import CHECKPOINT
-from dsv4.demo.training import data, fast_forward, mixture, weights
+from dsv4.demo.training import data, mixture, weights
 from dsv4.demo.training.data import BatchShape, Request
-from dsv4.demo.training.fast_forward import Kernels, Options
+from dsv4.demo.training.trainer import LONG, PHASES, TOKENIZER, Phase, Trainer
 
-TOKENIZER = CHECKPOINT / "tokenizer.json"
 SHORT = BatchShape(512, 64, 0.4)
-LONG = BatchShape(2560, 12, 0.8)
-PROMPT_WEIGHT = 0.05
-BIAS_SPEED = 1e-3
 EVALUATION_ROWS = {
     "recall_near": (512, 64),
     "recall_128": (640, 32),
     "recall_512": (2048, 16),
     "recall_2000": (2560, 16),
 }
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What a phase trains and how fast."""
-
-    options: Options
-    peak_rate: float
-    final_rate: float
-    quantized: bool
-    trained: str
-    long_from: float
-    long_share: float
-
-
-PHASES = {
-    "base": Phase(Options(index_loss=True), 2e-3, 2e-4, False, "", 0.4, 0.5),
-    "index": Phase(Options(index_loss=True), 1e-3, 1e-4, False, ".indexer.", 0.0, 1.0),
-    "finish": Phase(Options(select=True, index_loss=True), 5e-4, 1e-5, True, "", 0.0, 0.5),
-}
-
-
-class Trainer:
-    """Float32 master weights, their forward values in the model (rounded or fake-quantised), AdamW
-    on the masters.
-    """
-
-    def __init__(self, model: Any, device: str, compiled: bool) -> None:
-        self.model = model
-        self.device = device
-        self.masters = {name: p.detach().float().to(device) for name, p in model.named_parameters()}
-        weights.to_training_dtypes(model)
-        model.to(device)
-        self.kernels, self.loss = kernels(compiled)
-        self.tokenizer = Tokenizer.from_file(str(TOKENIZER))
-        self.ropes: dict[int, dict[str, fast_forward.Rope]] = {}
-        self.begin(PHASES["base"])
-
-    def begin(self, phase: Phase) -> None:
-        """Starts a phase: which weights it moves, with a fresh optimiser."""
-        self.phase = phase
-        model = self.model
-        self.trained = [(name, p) for name, p in model.named_parameters() if phase.trained in name]
-        matrices = [
-            self.masters[name] for name, p in self.trained if p.ndim >= 2 and "_hc" not in name
-        ]
-        vectors = [self.masters[name] for name, p in self.trained if p.ndim < 2 or "_hc" in name]
-        groups = [
-            {"params": matrices, "weight_decay": 0.02},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=0.0, betas=(0.9, 0.97), fused=self.device == "cuda"
-        )
-
-    def set_forward_values(self, quantized: bool) -> None:
-        """Writes the masters into the model, through the file's quantisers if asked."""
-        values = list(self.masters.values())
-        with torch.no_grad():
-            if quantized:
-                values = [
-                    weights.fake_quantized(name, master) for name, master in self.masters.items()
-                ]
-            torch._foreach_copy_(list(self.model.parameters()), values)
-
-    def hidden(self, ids: Tensor, options: Options, fast: bool = True) -> tuple[Tensor, ...]:
-        """Final hidden states, expert loads and indexer loss of token ids ``[B, S]``."""
-        length = ids.shape[1]
-        if length not in self.ropes:
-            self.ropes[length] = fast_forward.rope_tables(self.model, length, self.device)
-        if length < LONG.length and not options.select and not self.phase.trained:
-            options = replace(options, index_loss=False)
-        used = self.kernels if fast else Kernels(self.kernels.sinkhorn, fast_forward.block)
-        return fast_forward.forward(self.model, ids, self.ropes[length], options, used)
-
-    def step(self, batch: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-        """One optimiser step on int16 ``[2, B, S + 1]``; returns the token loss and the indexer
-        loss.
-        """
-        self.set_forward_values(self.phase.quantized)
-        ids = batch[0].long()
-        hidden, loads, index_loss = self.hidden(ids[:, :-1], self.phase.options)
-        token_loss = self.loss(hidden, self.model.lm_head.weight, ids[:, 1:], batch[1, :, 1:])
-        # A narrower phase keeps the whole graph, so that no other one must be compiled; only its
-        # own weights move.
-        total = index_loss if self.phase.trained else token_loss + index_loss
-        total.backward()
-        masters = []
-        for name, p in self.trained:
-            if p.grad is not None:
-                self.masters[name].grad = p.grad.float()
-                masters.append(self.masters[name])
-        self.model.zero_grad(set_to_none=True)
-        torch.nn.utils.clip_grad_norm_(masters, 1.0, foreach=True)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        if not self.phase.quantized and not self.phase.trained:
-            self.balance(loads)
-        return token_loss.detach(), index_loss.detach()
-
-    @torch.no_grad()
-    def balance(self, loads: Tensor) -> None:
-        """Moves the routers' selection bias towards equal expert loads (the auxiliary-loss-free
-        rule).
-        """
-        for layer, load in zip(self.model.model.layers, loads, strict=True):
-            if not layer.mlp.is_hash:
-                layer.mlp.gate.e_score_correction_bias += BIAS_SPEED * torch.sign(
-                    load.mean() - load
-                )
-
-    @torch.no_grad()
-    def evaluate(self, batches: dict[str, Tensor], options: Options) -> dict[str, float]:
-        """Share of held-out examples whose whole last answer is the arg-max, given the prompt
-        (greedy exact match).
-        """
-        self.set_forward_values(self.phase.quantized)
-        result = {}
-        for task, batch in batches.items():
-            ids = batch[0].long()
-            marks = batch[1, :, 1:].bool()
-            hidden, _, _ = self.hidden(ids[:, :-1], options, fast=False)
-            wrong = (self.model.lm_head(hidden).argmax(-1) != ids[:, 1:]) & marks
-            result[task] = (~wrong.any(-1)).float().mean().item()
-            if result[task] < 0.95:
-                self.show_failure(task, ids[:, 1:], marks, wrong)
-        return result
-
-    def show_failure(self, task: str, targets: Tensor, marks: Tensor, wrong: Tensor) -> None:
-        """Prints where the first failing answer of a task goes wrong."""
-        row = int(wrong.any(-1).nonzero()[0])
-        wanted = targets[row][marks[row]].tolist()
-        missed = targets[row][wrong[row]].tolist()
-        print(
-            f"    {task}: {self.tokenizer.decode(wanted)!r} misses {self.tokenizer.decode(missed)!r}",
-            flush=True,
-        )
-
-    def state(self) -> dict[str, Tensor]:
-        """Weights, router bias and hash table under transformers' names.
-
-        A quantised phase saves what its forward pass used; experts stay float32 there, because
-        NVFP4 values do not fit bfloat16. Other matrices are bfloat16.
-        """
-        state = {
-            n: b
-            for n, b in self.model.named_buffers()
-            if n.endswith(("tid2eid", "e_score_correction_bias"))
-        }
-        for name, p in self.model.named_parameters():
-            value = self.masters[name]
-            if self.phase.quantized:
-                value = weights.fake_quantized(name, value)
-            keep = p.dtype == torch.float32 or (self.phase.quantized and ".experts." in name)
-            state[name] = value if keep else value.bfloat16()
-        return state
-
-
-def kernels(compiled: bool) -> tuple[Kernels, Callable[..., Tensor]]:
-    """The fast pieces: compiled block and Triton Sinkhorn on a GPU, the plain ones elsewhere."""
-    if not compiled:
-        return Kernels(fast_forward.plain_sinkhorn, fast_forward.block), token_loss
-    import torch._dynamo
-    import torch._inductor.config
-
-    from dsv4.demo.training import sinkhorn
-
-    torch._dynamo.config.recompile_limit = 64
-    assert sinkhorn.sinkhorn is not None
-    block = torch.compile(fast_forward.block, fullgraph=True, dynamic=False)
-    return Kernels(torch.ops.dsv4_demo.sinkhorn.default, block), torch.compile(
-        token_loss, dynamic=False
-    )
-
-
-def token_loss(hidden: Tensor, head: Tensor, targets: Tensor, marks: Tensor) -> Tensor:
-    """Cross entropy, weight 1 on answer tokens and ``PROMPT_WEIGHT`` elsewhere."""
-    logits = F.linear(hidden.flatten(0, 1), head).float()
-    losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
-    importance = PROMPT_WEIGHT + (1 - PROMPT_WEIGHT) * marks.flatten().float()
-    return (losses * importance).sum() / importance.sum()
 
 
 def rate_at(phase: Phase, fraction: float, step: int) -> float:
@@ -315,7 +127,8 @@ def run_phase(
             values = [round(loss.item(), 4) for loss in losses]
             rate = tokens / (time.time() - mark)
             print(
-                f"{time.time() - start:7.1f}s step {step} {tuple(batch.shape)} loss {values} {rate:.0f} tok/s",
+                f"{time.time() - start:7.1f}s step {step} {tuple(batch.shape)} "
+                f"loss {values} {rate:.0f} tok/s",
                 flush=True,
             )
             tokens = 0

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsv4.demo.training import geometry
-from dsv4.weights.quant import QuantFormat, quantize
+from dsv4.weights.quant import QuantFormat
+from dsv4.weights.quantize import quantize
 
 _FP32 = re.compile(
     r"(norm\.weight|_hc\.|hc_head\.|sinks|position_bias|mlp\.gate\.weight|e_score_correction_bias)"
@@ -65,7 +66,7 @@ def _match_content(attn: Any) -> None:
     holding its own token.
 
     Key and query share one random projection C: k = C x pooled over the entry's tokens, q = C Rᵀ R
-    x with orthonormal rows R in the low-rank step. From plain random values, recall stayed at
+    x with orthonormal rows R in the low-rank step. With plain random values, recall stayed at
     chance for ten thousand steps.
     """
     low_rank = attn.q_a_proj.weight

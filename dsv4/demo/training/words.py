@@ -52,7 +52,10 @@ CAPITALS: dict[str, str] = {
 }
 
 NAMES = tuple(
-    "Alice Bob Carla David Emma Frank Grace Henry Ivy Jack Kate Leo Mia Noah Olga Paul Rosa Sam Tina Victor".split()
+    (
+        "Alice Bob Carla David Emma Frank Grace Henry Ivy Jack Kate Leo Mia Noah Olga Paul Rosa "
+        "Sam Tina Victor"
+    ).split()
 )
 COLOURS = tuple("red blue green yellow purple orange white black brown pink".split())
 HOBBIES = tuple(
@@ -60,18 +63,20 @@ HOBBIES = tuple(
 )
 
 WORDS = tuple(
-    """apple arrow autumn badge bag ball banana basket beach bear bell bench berry bird boat bone book bottle box branch
-    bread brick bridge brush bucket butter cabin cake camel camera candle car card carpet castle cat chain chair cheese
-    cherry circle city clock cloud coat coffee coin corn cow crown cup curtain daisy deer desert desk diamond dog dollar
-    door dragon drum duck eagle ear egg engine farm feather fence field finger fire fish flag flame flower forest fork
-    fox frog garden gate ghost giant glass globe glove goat gold grape grass guitar hammer hand harbor hat hill honey
-    horse hotel house island jacket jar jewel juice jungle kettle key king kite knife ladder lake lamp leaf lemon letter
-    lion lizard magnet map market mask melon metal milk mirror monkey moon mountain mouse needle nest night nut ocean
-    onion oven owl paint palace paper park peach pear pencil pepper piano picture pillow pizza planet plate pocket
-    potato prince queen rabbit radio rain ribbon rice ring river road robot rocket roof rope rose salad salt sand
-    school shell ship shirt shoe silver snow soap spider spoon spring star stone storm sugar summer sun table tea tent
-    tiger tomato tower train tree truck turtle valley violin wagon wall water whale wheel window winter wolf wood
-    zebra""".split()
+    """apple arrow autumn badge bag ball banana basket beach bear bell bench berry bird boat bone
+    book bottle box branch bread brick bridge brush bucket butter cabin cake camel camera candle
+    car card carpet castle cat chain chair cheese cherry circle city clock cloud coat coffee
+    coin corn cow crown cup curtain daisy deer desert desk diamond dog dollar door dragon drum
+    duck eagle ear egg engine farm feather fence field finger fire fish flag flame flower forest
+    fork fox frog garden gate ghost giant glass globe glove goat gold grape grass guitar hammer
+    hand harbor hat hill honey horse hotel house island jacket jar jewel juice jungle kettle key
+    king kite knife ladder lake lamp leaf lemon letter lion lizard magnet map market mask melon
+    metal milk mirror monkey moon mountain mouse needle nest night nut ocean onion oven owl
+    paint palace paper park peach pear pencil pepper piano picture pillow pizza planet plate
+    pocket potato prince queen rabbit radio rain ribbon rice ring river road robot rocket roof
+    rope rose salad salt sand school shell ship shirt shoe silver snow soap spider spoon spring
+    star stone storm sugar summer sun table tea tent tiger tomato tower train tree truck turtle
+    valley violin wagon wall water whale wheel window winter wolf wood zebra""".split()
 )
 
 # Recall tells codes of KEYS in VALUES between lines about FILLERS: no word plays two parts.

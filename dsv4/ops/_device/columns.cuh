@@ -1,4 +1,5 @@
-// A thread's neighbouring columns of a bf16 or float32 row, in one memory access where the count allows.
+// A thread's neighbouring columns of a bf16 or float32 row, in one memory access where the count
+// allows.
 #pragma once
 #include "common.cuh"
 
@@ -48,7 +49,8 @@ __device__ __forceinline__ Columns<Count> round_columns(const float (&values)[Co
 #pragma unroll
         for (int i = 0; i < Count; i += 2) {
             const __nv_bfloat162 pair = __floats2bfloat162_rn(values[i], values[i + 1]);
-            reinterpret_cast<unsigned*>(&columns.words)[i / 2] = *reinterpret_cast<const unsigned*>(&pair);
+            reinterpret_cast<unsigned*>(&columns.words)[i / 2] =
+                *reinterpret_cast<const unsigned*>(&pair);
         }
     }
     return columns;
@@ -63,12 +65,14 @@ __device__ __forceinline__ void load_constants(const float* address, float (&val
 #pragma unroll
         for (int i = 0; i < Count; i += 4) {
             const float4 four = __ldg(reinterpret_cast<const float4*>(address + i));
-            values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
+            values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z,
+            values[i + 3] = four.w;
         }
     }
 }
 
-// The same where the program says, so that pdl_wait() stays behind it: the compiler moves other loads of constants.
+// The same where the program says, so that pdl_wait() stays behind it: the compiler moves other
+// loads of constants.
 __device__ __forceinline__ float fetch_constant(const float* address) {
     float value;
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(address));

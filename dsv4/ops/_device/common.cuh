@@ -1,4 +1,5 @@
-// Shared by every kernel: programmatic dependent launch, memory access with cache hints, warp and block reductions.
+// Shared by every kernel: programmatic dependent launch, memory access with cache hints, warp and
+// block reductions.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -9,12 +10,16 @@ using int64 = long long;
 
 constexpr int WARP = 32;
 
-// Waits until every kernel before this one has finished and its writes are visible. Before it a kernel may only read
-// constants (weights, scales, tables); every thread that reads or writes anything else calls it.
+// Waits until every kernel before this one has finished and its writes are visible. Before it a
+// kernel may only read constants (weights, scales, tables); every thread that reads or writes
+// anything else calls it.
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets the next kernel start its prologue. It still waits, in its own pdl_wait(), for all of this kernel.
-__device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Lets the next kernel start its prologue. It still waits, in its own pdl_wait(), for all of this
+// kernel.
+__device__ __forceinline__ void pdl_launch() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 // Stops the kernel if it was launched with less dynamic shared memory than it is about to use.
 __device__ __forceinline__ void assert_shared_memory(unsigned needed_bytes) {
@@ -32,21 +37,26 @@ __device__ __forceinline__ uint4 load_stream(const void* address) {
     return value;
 }
 
-__device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
-    for (int offset = WARP / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+    for (int offset = WARP / 2; offset > 0; offset /= 2)
+        value += __shfl_xor_sync(~0u, value, offset);
     return value;
 }
 
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
-    for (int offset = WARP / 2; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
+    for (int offset = WARP / 2; offset > 0; offset /= 2)
+        value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
     return value;
 }
 
-// Sum over a block of at most 1024 threads, in a fixed order, for every thread. `scratch` holds 33 floats.
+// Sum over a block of at most 1024 threads, in a fixed order, for every thread. `scratch` holds 33
+// floats.
 __device__ __forceinline__ float block_sum(float value, float* scratch) {
     value = warp_sum(value);
     const int warps = (blockDim.x + WARP - 1) / WARP, lane = threadIdx.x % WARP;
@@ -60,8 +70,8 @@ __device__ __forceinline__ float block_sum(float value, float* scratch) {
     return scratch[WARP];
 }
 
-// True in the block that arrives last of `expected`, which then sees what the others wrote before; resets the counter.
-// Every thread of every block calls it. `flag` is one int of shared memory.
+// True in the block that arrives last of `expected`, which then sees what the others wrote before;
+// resets the counter. Every thread of every block calls it. `flag` is one int of shared memory.
 __device__ __forceinline__ bool last_arriver(int* counter, int expected, int* flag) {
     __threadfence();
     __syncthreads();

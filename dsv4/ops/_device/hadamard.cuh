@@ -1,5 +1,5 @@
-// torch: hadamard(x) without its factor, of one row in the registers of a warp (dsv4/ops/hadamard.py): lane l of Lanes holds
-// the Count consecutive values from l · Count on.
+// torch: hadamard(x) without its factor, of one row in the registers of a warp
+// (dsv4/ops/hadamard.py): lane l of Lanes holds the Count consecutive values from l · Count on.
 #pragma once
 #include "common.cuh"
 

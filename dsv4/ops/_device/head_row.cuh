@@ -1,5 +1,6 @@
-// A row of Width bf16 values in the registers of one warp: queries and window keys, which are normalised, rotated and stored,
-// keys as the cache's format says. Width and Rope are multiples of 8; for fp8 rows Width − Rope is a multiple of 64.
+// A row of Width bf16 values in the registers of one warp: queries and window keys, which are
+// normalised, rotated and stored, keys as the cache's format says. Width and Rope are multiples of
+// 8; for fp8 rows Width − Rope is a multiple of 64.
 #pragma once
 #include "kv_rows.cuh"
 #include "rope.cuh"
@@ -7,13 +8,15 @@
 template <int Width, int Rope>
 struct HeadRow {
     static constexpr int VECTOR = 8;  // bf16 values in 16 bytes
-    static constexpr int CHUNKS = Width / VECTOR, PER_LANE = (CHUNKS + WARP - 1) / WARP, FIRST_ROTARY = (Width - Rope) / VECTOR;
+    static constexpr int CHUNKS = Width / VECTOR;
+    static constexpr int PER_LANE = (CHUNKS + WARP - 1) / WARP;
+    static constexpr int FIRST_ROTARY = (Width - Rope) / VECTOR;
 
     union Packed {
         uint4 raw;
         __nv_bfloat162 pairs[VECTOR / 2];
     };
-    // By the chunks of a lane, which are lane, lane + 32, ...
+    // One entry per chunk of a lane; its chunks are lane, lane + 32, ...
     using Factors = float[PER_LANE][VECTOR];
     using Turns = Turn[PER_LANE][VECTOR / 2];
 
@@ -25,7 +28,8 @@ struct HeadRow {
     static __device__ __forceinline__ void fetch(const float* weight, Factors& factors) {
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
-            if (chunk_of(i) < CHUNKS) fetch_constants<VECTOR>(weight + chunk_of(i) * VECTOR, factors[i]);
+            if (chunk_of(i) < CHUNKS)
+                fetch_constants<VECTOR>(weight + chunk_of(i) * VECTOR, factors[i]);
         }
     }
 
@@ -43,7 +47,8 @@ struct HeadRow {
     __device__ __forceinline__ void load(const bf16* row) {
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
-            values[i].raw = chunk_of(i) < CHUNKS ? load_stream(row + chunk_of(i) * VECTOR) : make_uint4(0, 0, 0, 0);
+            values[i].raw = chunk_of(i) < CHUNKS ? load_stream(row + chunk_of(i) * VECTOR)
+                                                 : make_uint4(0, 0, 0, 0);
         }
     }
 
@@ -74,7 +79,9 @@ struct HeadRow {
     __device__ __forceinline__ void rotate_by(const Turns& turns) {
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
-            if ((i + 1) * WARP <= FIRST_ROTARY || chunk_of(i) < FIRST_ROTARY || chunk_of(i) >= CHUNKS) continue;
+            if ((i + 1) * WARP <= FIRST_ROTARY || chunk_of(i) < FIRST_ROTARY ||
+                chunk_of(i) >= CHUNKS)
+                continue;
 #pragma unroll
             for (int j = 0; j < VECTOR / 2; ++j) {
                 const float2 pair = __bfloat1622float2(values[i].pairs[j]);
@@ -87,7 +94,8 @@ struct HeadRow {
     __device__ __forceinline__ void store(bf16* row) const {
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
-            if (chunk_of(i) < CHUNKS) *reinterpret_cast<uint4*>(row + chunk_of(i) * VECTOR) = values[i].raw;
+            if (chunk_of(i) < CHUNKS)
+                *reinterpret_cast<uint4*>(row + chunk_of(i) * VECTOR) = values[i].raw;
         }
     }
 
@@ -103,12 +111,14 @@ struct HeadRow {
 #pragma unroll
             for (int j = 0; j < VECTOR / 2; ++j) {
                 pairs[j] = __bfloat1622float2(values[i].pairs[j]);
-                amax = max(amax, max(__float_as_uint(fabsf(pairs[j].x)), __float_as_uint(fabsf(pairs[j].y))));
+                amax = max(amax, max(__float_as_uint(fabsf(pairs[j].x)),
+                                     __float_as_uint(fabsf(pairs[j].y))));
             }
             if (rows.format == ROW_F32) {
 #pragma unroll
                 for (int j = 0; j < VECTOR / 2 && chunk < CHUNKS; ++j) {
-                    *reinterpret_cast<float2*>(reinterpret_cast<float*>(out) + chunk * VECTOR + 2 * j) = pairs[j];
+                    *reinterpret_cast<float2*>(reinterpret_cast<float*>(out) + chunk * VECTOR +
+                                               2 * j) = pairs[j];
                 }
                 continue;
             }
@@ -117,7 +127,9 @@ struct HeadRow {
                 amax = max(amax, __shfl_xor_sync(~0u, amax, offset));
             }
             if (chunk >= FIRST_ROTARY) {
-                if (chunk < CHUNKS) *reinterpret_cast<uint4*>(out + (2 * chunk - FIRST_ROTARY) * VECTOR) = values[i].raw;
+                if (chunk < CHUNKS)
+                    *reinterpret_cast<uint4*>(out + (2 * chunk - FIRST_ROTARY) * VECTOR) =
+                        values[i].raw;
                 continue;
             }
             const int code = kv_scale_code(amax);
@@ -128,10 +140,12 @@ struct HeadRow {
             codes.y = floats_to_e4m3x2(pairs[2].x * factor, pairs[2].y * factor) |
                       (unsigned)floats_to_e4m3x2(pairs[3].x * factor, pairs[3].y * factor) << 16;
             *reinterpret_cast<uint2*>(out + chunk * VECTOR) = codes;
-            if (chunk % (KV_GROUP / VECTOR) == 0) rows.row_scale(slot)[chunk / (KV_GROUP / VECTOR)] = code;
+            if (chunk % (KV_GROUP / VECTOR) == 0)
+                rows.row_scale(slot)[chunk / (KV_GROUP / VECTOR)] = code;
         }
         if (rows.format != ROW_KV_FP8) return;
         const int scales = (Width - Rope) / KV_GROUP;
-        for (int i = scales + threadIdx.x % WARP; i < rows.scale_bytes(); i += WARP) rows.row_scale(slot)[i] = 0;
+        for (int i = scales + threadIdx.x % WARP; i < rows.scale_bytes(); i += WARP)
+            rows.row_scale(slot)[i] = 0;
     }
 };

@@ -1,14 +1,16 @@
 // Rows of the key caches: the device side of dsv4/caches/rows.py, which defines their bytes.
 //
-// KV_FP8 row of width D = N + R: N bytes e4m3, then R bf16; in a second buffer one E8M0 byte per 64 of the N values,
-// padded to a multiple of 8 bytes. BF16 and F32 rows are plain. INDEX_FP8: D bytes e4m3 and one float.
+// KV_FP8 row of width D = N + R: N bytes e4m3, then R bf16; in a second buffer one E8M0 byte per 64
+// of the N values, padded to a multiple of 8 bytes. BF16 and F32 rows are plain. INDEX_FP8: D bytes
+// e4m3 and one float.
 #pragma once
 #include "common.cuh"
 
 constexpr int KV_GROUP = 64;
 constexpr float E4M3_LARGEST = 448.0f;
 
-// The `format` arguments below are ROW_KV_FP8, ROW_BF16, ROW_F32 or ROW_INDEX_FP8 of dsv4/launch/constants.py.
+// The `format` arguments below are ROW_KV_FP8, ROW_BF16, ROW_F32 or ROW_INDEX_FP8 of
+// dsv4/launch/constants.py.
 
 // One cache. `scale` is null for plain rows. Pointers are those of slot 0.
 struct RowStore {
@@ -24,11 +26,15 @@ struct RowStore {
     __device__ __forceinline__ int scale_bytes() const {
         return format == ROW_INDEX_FP8 ? 4 : ((quantised() + KV_GROUP - 1) / KV_GROUP + 7) / 8 * 8;
     }
-    __device__ __forceinline__ unsigned char* row(int64 slot) const { return data + slot * row_bytes(); }
-    __device__ __forceinline__ unsigned char* row_scale(int64 slot) const { return scale + slot * scale_bytes(); }
+    __device__ __forceinline__ unsigned char* row(int64 slot) const {
+        return data + slot * row_bytes();
+    }
+    __device__ __forceinline__ unsigned char* row_scale(int64 slot) const {
+        return scale + slot * scale_bytes();
+    }
 };
 
-// ---- E8M0 and E4M3 ----------------------------------------------------------------------------------------------
+// ---- E8M0 and E4M3 ------------------------------------------------------------------------------
 
 // 2^(code - 127); 255 is NaN. Code 0 is a subnormal, which the exponent field alone cannot express.
 __device__ __forceinline__ float e8m0_to_float(int code) {
@@ -41,7 +47,8 @@ __device__ __forceinline__ float e8m0_reciprocal(int code) {
     return __int_as_float(code == 254 ? 1 << 22 : (254 - code) << 23);
 }
 
-// E8M0 code of 2^⌈log2(max(amax, 1e-4) / 448)⌉. `amax_bits` are the bits of a non-negative float (NaN counts as large).
+// E8M0 code of 2^⌈log2(max(amax, 1e-4) / 448)⌉. `amax_bits` are the bits of a non-negative float
+// (NaN counts as large).
 __device__ __forceinline__ int kv_scale_code(unsigned amax_bits) {
     const float amax = __uint_as_float(max(amax_bits, __float_as_uint(1e-4f)));
     const int bits = __float_as_int(__fmul_rn(amax, (float)(1.0 / 448.0)));
@@ -71,17 +78,22 @@ __device__ __forceinline__ unsigned e4m3x2_to_f16x2(unsigned short pair) {
 
 // Four codes to f16, in order, exact, without the block scale.
 __device__ __forceinline__ uint2 e4m3x4_to_f16x4(unsigned codes) {
-    return make_uint2(e4m3x2_to_f16x2((unsigned short)codes), e4m3x2_to_f16x2((unsigned short)(codes >> 16)));
+    return make_uint2(e4m3x2_to_f16x2((unsigned short)codes),
+                      e4m3x2_to_f16x2((unsigned short)(codes >> 16)));
 }
 
-// bf16x2 factor for e4m3x4_to_bf16x4: 2^(code - 127) · 2^120, twice. Exact for code 7..134 (block scales to 2^7).
-__device__ __forceinline__ unsigned bf16x2_factor(int scale_code) { return ((scale_code + 120) << 7) * 0x10001u; }
+// bf16x2 factor for e4m3x4_to_bf16x4: 2^(code - 127) · 2^120, twice. Exact for code 7..134 (block
+// scales to 2^7).
+__device__ __forceinline__ unsigned bf16x2_factor(int scale_code) {
+    return ((scale_code + 120) << 7) * 0x10001u;
+}
 
-// Four codes times a block scale to bf16, in order: exact (three mantissa bits times a power of two). A NaN code
-// becomes 480 · scale: use it only where NaN need not survive. The sign and the seven other bits of a code are the
-// bits of a bf16 that is 2^120 too small.
+// Four codes times a block scale to bf16, in order: exact (three mantissa bits times a power of
+// two). A NaN code becomes 480 · scale: use it only where NaN need not survive. The sign and the
+// seven other bits of a code are the bits of a bf16 that is 2^120 too small.
 __device__ __forceinline__ uint2 e4m3x4_to_bf16x4(unsigned codes, unsigned factor) {
-    const unsigned low = __byte_perm(codes, 0, 0x1404), high = __byte_perm(codes, 0, 0x3424);
+    const unsigned low = __byte_perm(codes, 0, 0x1404);
+    const unsigned high = __byte_perm(codes, 0, 0x3424);
     const unsigned a = (low & 0x80008000u) | ((low >> 4) & 0x07f007f0u);
     const unsigned b = (high & 0x80008000u) | ((high >> 4) & 0x07f007f0u);
     uint2 out;
@@ -90,7 +102,7 @@ __device__ __forceinline__ uint2 e4m3x4_to_bf16x4(unsigned codes, unsigned facto
     return out;
 }
 
-// ---- whole rows -------------------------------------------------------------------------------------------------
+// ---- whole rows ---------------------------------------------------------------------------------
 
 // Value d of a row, any format: for paths where speed does not matter.
 __device__ __forceinline__ float row_value(const RowStore& rows, int64 slot, int d) {
@@ -109,22 +121,26 @@ __device__ __forceinline__ float row_value(const RowStore& rows, int64 slot, int
     return e4m3_to_float(row[d]) * e8m0_to_float(rows.row_scale(slot)[d / KV_GROUP]);
 }
 
-// 64 values of one KV_FP8 group by one warp: lane holds values 2·lane and 2·lane + 1 (0 beyond the group's end).
-// Returns the two codes; `scale_code` is the same in every lane.
-__device__ __forceinline__ unsigned short encode_kv_group(float first, float second, int& scale_code) {
-    // Bits of non-negative floats compare like unsigned integers, and NaN is the largest, as in torch's amax.
+// 64 values of one KV_FP8 group by one warp: lane holds values 2·lane and 2·lane + 1 (0 beyond the
+// group's end). Returns the two codes; `scale_code` is the same in every lane.
+__device__ __forceinline__ unsigned short encode_kv_group(float first, float second,
+                                                          int& scale_code) {
+    // Bits of non-negative floats compare like unsigned integers, and NaN is the largest, as in
+    // torch's amax.
     const unsigned amax = max(__float_as_uint(fabsf(first)), __float_as_uint(fabsf(second)));
     scale_code = kv_scale_code(__reduce_max_sync(~0u, amax));
     const float factor = e8m0_reciprocal(scale_code);
     return floats_to_e4m3x2(first * factor, second * factor);
 }
 
-// Stores a row: pack_kv_rows, pack_index_rows or a plain copy. `row` [width] bf16 lies in shared memory, where every
-// thread sees it; called by all threads of the block (blockDim.x a multiple of 32, at least 32); ends without a barrier.
+// Stores a row: pack_kv_rows, pack_index_rows or a plain copy. `row` [width] bf16 lies in shared
+// memory, where every thread sees it; called by all threads of the block (blockDim.x a multiple of
+// 32, at least 32); ends without a barrier.
 __device__ inline void store_row(const bf16* row, const RowStore& rows, int64 slot) {
     unsigned char* out = rows.row(slot);
     if (rows.format == ROW_BF16) {
-        for (int d = threadIdx.x; d < rows.width; d += blockDim.x) reinterpret_cast<bf16*>(out)[d] = row[d];
+        for (int d = threadIdx.x; d < rows.width; d += blockDim.x)
+            reinterpret_cast<bf16*>(out)[d] = row[d];
         return;
     }
     if (rows.format == ROW_F32) {
@@ -133,7 +149,9 @@ __device__ inline void store_row(const bf16* row, const RowStore& rows, int64 sl
         }
         return;
     }
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    const int warp = threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP;
+    const int warps = blockDim.x / WARP;
     if (rows.format == ROW_INDEX_FP8) {
         // Every warp finds the scale, so that no barrier is needed.
         unsigned amax_bits = 0;
@@ -148,7 +166,8 @@ __device__ inline void store_row(const bf16* row, const RowStore& rows, int64 sl
         if (threadIdx.x == 0) *reinterpret_cast<float*>(rows.row_scale(slot)) = scale;
         return;
     }
-    const int quantised = rows.quantised(), groups = (quantised + KV_GROUP - 1) / KV_GROUP;
+    const int quantised = rows.quantised();
+    const int groups = (quantised + KV_GROUP - 1) / KV_GROUP;
     unsigned char* scale = rows.row_scale(slot);
     for (int group = warp; group < groups; group += warps) {
         const int d = group * KV_GROUP + 2 * lane;
@@ -160,7 +179,9 @@ __device__ inline void store_row(const bf16* row, const RowStore& rows, int64 sl
         if (d + 1 < quantised) out[d + 1] = codes >> 8;
         if (lane == 0) scale[group] = code;
     }
-    for (int group = groups + threadIdx.x; group < rows.scale_bytes(); group += blockDim.x) scale[group] = 0;
+    for (int group = groups + threadIdx.x; group < rows.scale_bytes(); group += blockDim.x)
+        scale[group] = 0;
     const unsigned char* rotary = reinterpret_cast<const unsigned char*>(row + quantised);
-    for (int i = threadIdx.x; i < 2 * rows.rope_width; i += blockDim.x) out[quantised + i] = rotary[i];
+    for (int i = threadIdx.x; i < 2 * rows.rope_width; i += blockDim.x)
+        out[quantised + i] = rotary[i];
 }

@@ -2,9 +2,11 @@
 #pragma once
 #include "common.cuh"
 
-// ---- shared memory -------------------------------------------------------------------------------------------------
+// ---- shared memory ------------------------------------------------------------------------------
 
-__device__ __forceinline__ unsigned shared_address(const void* shared) { return unsigned(__cvta_generic_to_shared(shared)); }
+__device__ __forceinline__ unsigned shared_address(const void* shared) {
+    return unsigned(__cvta_generic_to_shared(shared));
+}
 
 __device__ __forceinline__ uint4 load_shared16(unsigned address) {
     uint4 value;
@@ -26,19 +28,23 @@ __device__ __forceinline__ unsigned load_shared4(unsigned address) {
     return value;
 }
 
-// ---- asynchronous copies -------------------------------------------------------------------------------------------
+// ---- asynchronous copies ------------------------------------------------------------------------
 
 // Copies 16 bytes, of which the first `bytes` come from `source` and the rest is zero.
 __device__ __forceinline__ void cp_async16(unsigned target, const void* source, int bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target),
+                 "l"(source), "r"(bytes)
+                 : "memory");
 }
 
 __device__ __forceinline__ void cp_async16(unsigned target, const void* source) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
+                 : "memory");
 }
 
-// The same for bytes that nobody reads again before they would have left the L2 cache anyway, such as the weights of a
-// decode step: first to leave it, so that activations, cache rows and instructions stay.
+// The same for bytes that nobody reads again before they would have left the L2 cache anyway, such
+// as the weights of a decode step: first to leave it, so that activations, cache rows and
+// instructions stay.
 __device__ __forceinline__ unsigned long long read_once() {
     unsigned long long policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -46,28 +52,33 @@ __device__ __forceinline__ unsigned long long read_once() {
 }
 
 __device__ __forceinline__ void cp_async16_once(unsigned target, const void* source, int bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source), "r"(bytes),
-                 "l"(read_once())
-                 : "memory");
+    asm volatile(
+        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(target),
+        "l"(source), "r"(bytes), "l"(read_once())
+        : "memory");
 }
 
 __device__ __forceinline__ void cp_async16_once(unsigned target, const void* source) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "l"(read_once())
-                 : "memory");
+    asm volatile(
+        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(target),
+        "l"(source), "l"(read_once())
+        : "memory");
 }
 
 __device__ __forceinline__ void cp_async4(unsigned target, const void* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
 
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// ---- waits ---------------------------------------------------------------------------------------------------------
+// ---- waits --------------------------------------------------------------------------------------
 
 // A wait of about two seconds is a fault of the program: it ends as a CUDA error, not as a hang.
 struct Deadline {
@@ -79,11 +90,14 @@ struct Deadline {
 };
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
+                 : "memory");
 }
 
 // Behind barrier_init, by the same thread.
-__device__ __forceinline__ void barrier_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -92,20 +106,28 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
 // Whether the phase of this parity has ended.
 __device__ __forceinline__ bool barrier_test(unsigned barrier, unsigned parity) {
     unsigned done;
-    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
     return done;
 }
 
 // The same, but may sleep a little before it says no.
 __device__ __forceinline__ bool barrier_try(unsigned barrier, unsigned parity) {
     unsigned done;
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
     return done;
 }
 

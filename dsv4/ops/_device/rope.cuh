@@ -48,7 +48,8 @@ struct WarpTurns {
         Turn found{1.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
-            const float cosine = __shfl_sync(~0u, turns[i].cosine, pair % WARP), sine = __shfl_sync(~0u, turns[i].sine, pair % WARP);
+            const float cosine = __shfl_sync(~0u, turns[i].cosine, pair % WARP);
+            const float sine = __shfl_sync(~0u, turns[i].sine, pair % WARP);
             if (PER_LANE == 1 || pair / WARP == i) found = {cosine, sine};
         }
         return found;

@@ -1,5 +1,6 @@
-// What a router makes of the logits of a token: scores, the P best experts or those of a table, and their weights.
-// One warp per token; lane l holds the experts l, l + 32, ..., and after the choice the l-th chosen one.
+// What a router makes of the logits of a token: scores, the P best experts or those of a table, and
+// their weights. One warp per token; lane l holds the experts l, l + 32, ..., and after the choice
+// the l-th chosen one.
 //
 // Defines: PER_LANE (experts per lane, ceil(X / 32)), HASH (1: the experts come from a table).
 #pragma once
@@ -18,8 +19,10 @@ __device__ __forceinline__ unsigned sort_key(float value) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// The entry of lane p < P in the table of a hash router. Token ids beyond the table read its first or last row.
-__device__ __forceinline__ int64 listed_expert(const int64* table_VP, const int64* tokens_T, int token, int P, int V) {
+// The entry of lane p < P in the table of a hash router. Token ids beyond the table read its first
+// or last row.
+__device__ __forceinline__ int64 listed_expert(const int64* table_VP, const int64* tokens_T,
+                                               int token, int P, int V) {
     const int p = threadIdx.x % WARP;
     const int64 row = min(max(__ldcg(tokens_T + token), 0ll), int64(V - 1));
     return p < P ? table_VP[row * P + p] : -1;
@@ -31,7 +34,8 @@ __device__ __forceinline__ void load_bias(float (&bias)[PER_LANE], const float* 
     for (int i = 0; i < PER_LANE; ++i) {
         const int expert = i * WARP + threadIdx.x % WARP;
         bias[i] = 0.0f;
-        if (expert < X) asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(bias[i]) : "l"(bias_X + expert));
+        if (expert < X)
+            asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(bias[i]) : "l"(bias_X + expert));
     }
 }
 
@@ -41,14 +45,16 @@ struct Choice {
 };
 
 // `score`: log scores of all experts. `bias` matters only without HASH, `listed` only with it.
-__device__ __forceinline__ Choice choose(const float (&score)[PER_LANE], const float (&bias)[PER_LANE], int64 listed, int X,
-                                         int P, float scaling) {
+__device__ __forceinline__ Choice choose(const float (&score)[PER_LANE],
+                                         const float (&bias)[PER_LANE], int64 listed, int X, int P,
+                                         float scaling) {
     const int lane = threadIdx.x % WARP;
     int64 id = listed;
 #if !HASH
     unsigned key[PER_LANE];
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) key[i] = i * WARP + lane < X ? sort_key(expf(score[i]) + bias[i]) : 0;
+    for (int i = 0; i < PER_LANE; ++i)
+        key[i] = i * WARP + lane < X ? sort_key(expf(score[i]) + bias[i]) : 0;
 #pragma unroll 1
     for (int p = 0; p < P; ++p) {
         unsigned best = 0;

@@ -1,33 +1,48 @@
-// Streams row tiles of a PackedWeight (dsv4/weights/packed.py) against up to 8 tokens, with mma.sync m16n8k16.
+// Streams row tiles of a PackedWeight (dsv4/weights/packed.py) against up to 8 tokens, with
+// mma.sync m16n8k16.
 //
-// A stage is 4 warp-wide 16-byte loads, 2048 bytes of codes: 16 rows × Stage<F>::COLUMNS columns (NVFP4, MXFP4: 256;
-// FP8: 128; BF16: 64) and its block scales. One warp owns one stage slot of Stage<F>::BYTES bytes of shared memory
-// (16-byte aligned) at a time; several slots make a private ring, so warps never wait for each other:
+// A stage is 4 warp-wide 16-byte loads, 2048 bytes of codes: 16 rows × Stage<F>::COLUMNS columns
+// (NVFP4, MXFP4: 256; FP8: 128; BF16: 64) and its block scales. One warp owns one stage slot of
+// Stage<F>::BYTES bytes of shared memory (16-byte aligned) at a time; several slots make a private
+// ring, so warps never wait for each other:
 //
-//     stage_activations<TP, NORM, is_f16(F), HELD>(...);               // whole block, after pdl_wait()
+//     // The whole block, after pdl_wait():
+//     stage_activations<TP, NORM, is_f16(F), HELD>(...);
 //     float acc[accumulators(TP)] = {};
-//     for (d < DEPTH) { stage_fetch<F, RAGGED>(slot d, ...); cp_async_commit(); }   // weights: may come before pdl_wait()
+//     // Weights may come before pdl_wait():
+//     for (d < DEPTH) { stage_fetch<F, RAGGED>(slot d, ...); cp_async_commit(); }
 //     for (stages) {
-//         cp_async_wait<DEPTH - 1>(); __syncwarp();                    // this stage's bytes, also those of other lanes
+//         // This stage's bytes, also those of other lanes:
+//         cp_async_wait<DEPTH - 1>(); __syncwarp();
 //         stage_multiply<F, TP>(slot, x_stage + lane_offset<TP>(lane), acc);
-//         __syncwarp(); stage_fetch<F, RAGGED>(slot, stage + DEPTH); cp_async_commit();   // commit even if nothing is left
+//         // A commit even if nothing is left:
+//         __syncwarp(); stage_fetch<F, RAGGED>(slot, stage + DEPTH); cp_async_commit();
 //     }
 //
-// TP, the padded token count (1, 2, 4 or 8), decides what a lane l = 4·g + t holds: for TP ≤ 4 tokens sit in the even
-// columns of the MMA, acc[0] is (row g, token t) and acc[1] (row g + 8, token t), meaningful for t < TP; for TP = 8 acc is
-// {(g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)}. The product is acc · format_factor<F>() · inverse[token] (·
-// global_scale), see stage_activations.
+// TP, the padded token count (1, 2, 4 or 8), decides what a lane l = 4·g + t holds: for TP ≤ 4
+// tokens sit in the even columns of the MMA, acc[0] is (row g, token t) and acc[1] (row g + 8,
+// token t), meaningful for t < TP; for TP = 8 acc is
+// {(g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)}. The product is acc · format_factor<F>() ·
+// inverse[token] (· global_scale), see stage_activations.
 //
-// f16 activations are exact: each token's row is brought to an amax in [2^14, 2^15) by a power of two, so that only
-// values below 2^-29 of the row's largest lose bits. MXFP4 scale code 0 (2^-127) counts as 0, code 255 as infinity.
+// f16 activations are exact: each token's row is brought to an amax in [2^14, 2^15) by a power of
+// two, so that only values below 2^-29 of the row's largest lose bits. MXFP4 scale code 0 (2^-127)
+// counts as 0, code 255 as infinity.
 #pragma once
 #include "cluster.cuh"
 
 // The codes of dsv4/launch/constants.py.
-constexpr int NVFP4 = FORMAT_NVFP4, MXFP4 = FORMAT_MXFP4, FP8 = FORMAT_FP8, BF16 = FORMAT_BF16;
-constexpr int TILE_ROWS = 16, STAGE_LOADS = 4, LOAD_BYTES = 512, STAGE_DATA = STAGE_LOADS * LOAD_BYTES;
+constexpr int NVFP4 = FORMAT_NVFP4;
+constexpr int MXFP4 = FORMAT_MXFP4;
+constexpr int FP8 = FORMAT_FP8;
+constexpr int BF16 = FORMAT_BF16;
+constexpr int TILE_ROWS = 16;
+constexpr int STAGE_LOADS = 4;
+constexpr int LOAD_BYTES = 512;
+constexpr int STAGE_DATA = STAGE_LOADS * LOAD_BYTES;
 
-// How far the 4-bit loops are unrolled; the assembler for Blackwell holds more values alive and would spill.
+// How far the 4-bit loops are unrolled; the assembler for Blackwell holds more values alive and
+// would spill.
 #if __CUDA_ARCH__ >= 1000
 constexpr int CHUNKS_AT_ONCE = 1;
 #else
@@ -35,26 +50,37 @@ constexpr int CHUNKS_AT_ONCE = STAGE_LOADS;
 #endif
 
 constexpr __host__ __device__ bool is_f16(int format) { return format != BF16; }
-constexpr __host__ __device__ int accumulators(int padded_tokens) { return padded_tokens == 8 ? 4 : 2; }
+constexpr __host__ __device__ int accumulators(int padded_tokens) {
+    return padded_tokens == 8 ? 4 : 2;
+}
 
 template <int F>
 struct Stage {
     static constexpr int CHUNK = F == FP8 ? 32 : F == BF16 ? 16 : 64;  // columns of one load
     static constexpr int COLUMNS = STAGE_LOADS * CHUNK;
-    static constexpr int CHUNK_SCALE = F == NVFP4 ? 64 : F == MXFP4 ? 32 : 0;  // scale bytes of one load
+    static constexpr int CHUNK_SCALE = F == NVFP4   ? 64
+                                       : F == MXFP4 ? 32
+                                                    : 0;  // scale bytes of one load
     static constexpr int SCALE_BYTES = F == FP8 ? 16 : STAGE_LOADS * CHUNK_SCALE;
     static constexpr int BYTES = STAGE_DATA + SCALE_BYTES;
 };
 
-static_assert(Stage<NVFP4>::SCALE_BYTES == FORMAT_NVFP4_STAGE_SCALE_BYTES, "as the launchers count them");
-static_assert(Stage<MXFP4>::SCALE_BYTES == FORMAT_MXFP4_STAGE_SCALE_BYTES, "as the launchers count them");
-static_assert(Stage<FP8>::SCALE_BYTES == FORMAT_FP8_STAGE_SCALE_BYTES, "as the launchers count them");
-static_assert(Stage<BF16>::SCALE_BYTES == FORMAT_BF16_STAGE_SCALE_BYTES, "as the launchers count them");
+static_assert(Stage<NVFP4>::SCALE_BYTES == FORMAT_NVFP4_STAGE_SCALE_BYTES,
+              "as the launchers count them");
+static_assert(Stage<MXFP4>::SCALE_BYTES == FORMAT_MXFP4_STAGE_SCALE_BYTES,
+              "as the launchers count them");
+static_assert(Stage<FP8>::SCALE_BYTES == FORMAT_FP8_STAGE_SCALE_BYTES,
+              "as the launchers count them");
+static_assert(Stage<BF16>::SCALE_BYTES == FORMAT_BF16_STAGE_SCALE_BYTES,
+              "as the launchers count them");
 
 // Bytes of a stage of `format`; -1, no format: 0.
 constexpr __host__ __device__ int stage_bytes(int format) {
-    return format < 0 ? 0 : format == NVFP4 ? Stage<NVFP4>::BYTES : format == MXFP4 ? Stage<MXFP4>::BYTES
-         : format == FP8 ? Stage<FP8>::BYTES : Stage<BF16>::BYTES;
+    return format < 0        ? 0
+           : format == NVFP4 ? Stage<NVFP4>::BYTES
+           : format == MXFP4 ? Stage<MXFP4>::BYTES
+           : format == FP8   ? Stage<FP8>::BYTES
+                             : Stage<BF16>::BYTES;
 }
 
 // Bytes of a slot that a stage of either format fits into.
@@ -62,19 +88,20 @@ constexpr __host__ __device__ int slot_bytes(int first, int second) {
     return stage_bytes(first) > stage_bytes(second) ? stage_bytes(first) : stage_bytes(second);
 }
 
-// What the codes' f16 form lacks: 4-bit values are decoded as value · 2^-14.
+// What the codes' f16 form lacks: 4-bit values are dequantized as value · 2^-14.
 template <int F>
 __device__ __forceinline__ float format_factor() {
     return F == NVFP4 || F == MXFP4 ? 16384.0f : 1.0f;
 }
 
-// Starts the copy of one stage into `slot` (shared address). `data`: the tile's first byte of this stage, that is
-// data + (tile · K/CHUNK + stage · STAGE_LOADS) · LOAD_BYTES. `scale`: NVFP4 and MXFP4 block_scale + (tile · K/64 + stage ·
-// STAGE_LOADS) · CHUNK_SCALE, FP8 the float of (tile / 8, stage), BF16 unused. RAGGED: only `loads` of the 4 loads exist
-// (K is not a multiple of COLUMNS), the others become zero.
+// Starts the copy of one stage into `slot` (shared address). `data`: the tile's first byte of this
+// stage, that is data + (tile · K/CHUNK + stage · STAGE_LOADS) · LOAD_BYTES. `scale`: NVFP4 and
+// MXFP4 block_scale + (tile · K/64 + stage · STAGE_LOADS) · CHUNK_SCALE, FP8 the float of (tile /
+// 8, stage), BF16 unused. RAGGED: only `loads` of the 4 loads exist (K is not a multiple of
+// COLUMNS), the others become zero.
 template <int F, bool RAGGED>
-__device__ __forceinline__ void stage_fetch(
-    unsigned slot, const char* data, const char* scale, int lane, int loads = STAGE_LOADS) {
+__device__ __forceinline__ void stage_fetch(unsigned slot, const char* data, const char* scale,
+                                            int lane, int loads = STAGE_LOADS) {
 #pragma unroll
     for (int i = 0; i < STAGE_LOADS; ++i) {
         const unsigned target = slot + i * LOAD_BYTES + lane * 16;
@@ -95,7 +122,8 @@ __device__ __forceinline__ void stage_fetch(
     }
 }
 
-// Byte offset of a lane's 16-byte unit inside the activations of 32 columns, which take 64 · TP bytes.
+// Byte offset of a lane's 16-byte unit inside the activations of 32 columns, which take 64 · TP
+// bytes.
 template <int TP>
 __device__ __forceinline__ unsigned lane_offset(int lane) {
     const int group = lane / 4;
@@ -104,20 +132,24 @@ __device__ __forceinline__ unsigned lane_offset(int lane) {
 }
 
 template <bool IS_F16>
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                    unsigned b1) {
     if (IS_F16)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+            "{%8, %9}, {%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, "
+            "%7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // acc += d · (scale of row g, scale of row g + 8).
 template <int TP>
-__device__ __forceinline__ void add_scaled(float (&acc)[accumulators(TP)], const float (&d)[4], float low, float high) {
+__device__ __forceinline__ void add_scaled(float (&acc)[accumulators(TP)], const float (&d)[4],
+                                           float low, float high) {
     if constexpr (TP == 8) {
         acc[0] += d[0] * low;
         acc[1] += d[1] * low;
@@ -140,9 +172,10 @@ __device__ __forceinline__ void add_plain(float (&acc)[accumulators(TP)], const 
     }
 }
 
-// The A fragment of one MMA step from a word of eight 4-bit codes, as value · 2^-14. A product with 2^a + 2^b shifts sign
-// and magnitude by different amounts at once; the masks keep the stray copies from carrying into the kept bits.
-__device__ __forceinline__ void decode4(unsigned word, unsigned (&a)[4]) {
+// The A fragment of one MMA step from a word of eight 4-bit codes, as value · 2^-14. A product with
+// 2^a + 2^b shifts sign and magnitude by different amounts at once; the masks keep the stray copies
+// from carrying into the kept bits.
+__device__ __forceinline__ void dequantize4(unsigned word, unsigned (&a)[4]) {
     constexpr unsigned KEEP = 0x8E008E00;
     a[0] = word & KEEP;
     a[1] = (word << 3) & KEEP;
@@ -150,22 +183,24 @@ __device__ __forceinline__ void decode4(unsigned word, unsigned (&a)[4]) {
     a[3] = ((word & 0x20072007) * 516) & KEEP;
 }
 
-__device__ __forceinline__ unsigned decode8(unsigned codes) {
+__device__ __forceinline__ unsigned dequantize8(unsigned codes) {
     unsigned halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(codes)));
     return halves;
 }
 
-// acc += 16 rows × COLUMNS columns of weights times the activations. `slot` and `x` are shared addresses; x points to
-// the activations of the stage's first column plus lane_offset<TP>(lane).
+// acc += 16 rows × COLUMNS columns of weights times the activations. `slot` and `x` are shared
+// addresses; x points to the activations of the stage's first column plus lane_offset<TP>(lane).
 template <int F, int TP>
-__device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int lane, float (&acc)[accumulators(TP)]) {
+__device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int lane,
+                                               float (&acc)[accumulators(TP)]) {
     constexpr int X32 = 64 * TP;  // bytes of 32 columns of activations
     if constexpr (F == NVFP4 || F == MXFP4) {
 #pragma unroll CHUNKS_AT_ONCE
         for (int chunk = 0; chunk < STAGE_LOADS; ++chunk) {
             const uint4 words = load_shared16(slot + chunk * LOAD_BYTES + lane * 16);
-            const uint4 b0 = load_shared16(x + 2 * chunk * X32), b1 = load_shared16(x + (2 * chunk + 1) * X32);
+            const uint4 b0 = load_shared16(x + 2 * chunk * X32);
+            const uint4 b1 = load_shared16(x + (2 * chunk + 1) * X32);
             const unsigned word[4] = {words.x, words.y, words.z, words.w};
             const unsigned b[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
             unsigned a[4];
@@ -174,9 +209,10 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
 #pragma unroll
                 for (int s = 0; s < 4; ++s) {
                     float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                    decode4(word[s], a);
+                    dequantize4(word[s], a);
                     mma<true>(d, a, b[2 * s], b[2 * s + 1]);
-                    const unsigned pair = decode8((s < 2 ? scales.x : scales.y) >> (s % 2 * 16));
+                    const unsigned pair =
+                        dequantize8((s < 2 ? scales.x : scales.y) >> (s % 2 * 16));
                     const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&pair));
                     add_scaled<TP>(acc, d, scale.x, scale.y);
                 }
@@ -187,11 +223,13 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
                     float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
                     for (int s = 2 * pair; s < 2 * pair + 2; ++s) {
-                        decode4(word[s], a);
+                        dequantize4(word[s], a);
                         mma<true>(d, a, b[2 * s], b[2 * s + 1]);
                     }
-                    const unsigned low = pair ? scales << 7 : scales << 23, high = pair ? scales >> 1 : scales << 15;
-                    add_scaled<TP>(acc, d, __uint_as_float(low & 0x7F800000), __uint_as_float(high & 0x7F800000));
+                    const unsigned low = pair ? scales << 7 : scales << 23;
+                    const unsigned high = pair ? scales >> 1 : scales << 15;
+                    add_scaled<TP>(acc, d, __uint_as_float(low & 0x7F800000),
+                                   __uint_as_float(high & 0x7F800000));
                 }
             }
         }
@@ -203,8 +241,10 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
         for (int chunk = 0; chunk < STAGE_LOADS; ++chunk) {
             const uint4 words = load_shared16(slot + chunk * LOAD_BYTES + lane * 16);
             const uint4 b = load_shared16(x + chunk * X32);
-            const unsigned first[4] = {decode8(words.x), decode8(words.x >> 16), decode8(words.y), decode8(words.y >> 16)};
-            const unsigned second[4] = {decode8(words.z), decode8(words.z >> 16), decode8(words.w), decode8(words.w >> 16)};
+            const unsigned first[4] = {dequantize8(words.x), dequantize8(words.x >> 16),
+                                       dequantize8(words.y), dequantize8(words.y >> 16)};
+            const unsigned second[4] = {dequantize8(words.z), dequantize8(words.z >> 16),
+                                        dequantize8(words.w), dequantize8(words.w >> 16)};
             mma<true>(d[0], first, b.x, b.y);
             mma<true>(d[1], second, b.z, b.w);
         }
@@ -217,7 +257,8 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
             const uint4 first = load_shared16(slot + chunk * LOAD_BYTES + lane * 16);
             const uint4 second = load_shared16(slot + (chunk + 1) * LOAD_BYTES + lane * 16);
             const uint4 b = load_shared16(x + chunk / 2 * X32);
-            const unsigned a0[4] = {first.x, first.y, first.z, first.w}, a1[4] = {second.x, second.y, second.z, second.w};
+            const unsigned a0[4] = {first.x, first.y, first.z, first.w};
+            const unsigned a1[4] = {second.x, second.y, second.z, second.w};
             mma<false>(d[0], a0, b.x, b.y);
             mma<false>(d[1], a1, b.z, b.w);
         }
@@ -226,7 +267,8 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
     }
 }
 
-// load_columns where the 16 bytes are not aligned or not all there: rare, so kept out of the way of the instruction cache.
+// load_columns where the 16 bytes are not aligned or not all there: rare, so kept out of the way of
+// the instruction cache.
 __device__ __noinline__ uint4 load_columns_one_by_one(const bf16* row, int first, int columns) {
     uint4 value = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
@@ -239,18 +281,23 @@ __device__ __noinline__ uint4 load_columns_one_by_one(const bf16* row, int first
     return value;
 }
 
-// Columns first … first + 7 of a row; zeros beyond `columns`. `aligned`: every row starts on 16 bytes.
-__device__ __forceinline__ uint4 load_columns(const bf16* row, int first, int columns, bool aligned) {
+// Columns first … first + 7 of a row; zeros beyond `columns`. `aligned`: every row starts on 16
+// bytes.
+__device__ __forceinline__ uint4 load_columns(const bf16* row, int first, int columns,
+                                              bool aligned) {
     if (first >= columns) return make_uint4(0, 0, 0, 0);
     if (aligned && first + 8 <= columns) return *reinterpret_cast<const uint4*>(row + first);
     return load_columns_one_by_one(row, first, columns);
 }
 
 __device__ __forceinline__ float bf16_low(unsigned word) { return __uint_as_float(word << 16); }
-__device__ __forceinline__ float bf16_high(unsigned word) { return __uint_as_float(word & 0xFFFF0000); }
+__device__ __forceinline__ float bf16_high(unsigned word) {
+    return __uint_as_float(word & 0xFFFF0000);
+}
 
 // Norm weights of columns first … first + 7; zeros beyond `columns`.
-__device__ __forceinline__ void load_norm_weight(const float* weight, int first, int columns, float (&values)[8]) {
+__device__ __forceinline__ void load_norm_weight(const float* weight, int first, int columns,
+                                                 float (&values)[8]) {
     if (first + 8 <= columns && (reinterpret_cast<size_t>(weight) & 15) == 0) {
         const float4 low = *reinterpret_cast<const float4*>(weight + first);
         const float4 high = *reinterpret_cast<const float4*>(weight + first + 4);
@@ -262,7 +309,8 @@ __device__ __forceinline__ void load_norm_weight(const float* weight, int first,
     }
 }
 
-// The power of two (as float bits) that brings `amax` into [2^14, 2^15); its inverse is a normal number as well.
+// The power of two (as float bits) that brings `amax` into [2^14, 2^15); its inverse is a normal
+// number as well.
 __device__ __forceinline__ unsigned activation_factor(float amax) {
     const int exponent = __float_as_uint(amax) >> 23 & 0xFF;
     return static_cast<unsigned>(min(max(268 - exponent, 1), 253)) << 23;
@@ -278,8 +326,8 @@ __device__ __forceinline__ char* activation_words(char* target, int first, int t
     return target + (first / 32 * TP + token) * 64 + first % 32 / 8 * 4;
 }
 
-// values[s] = values[(s + turn) % 4]. Threads of a warp store their four words in different orders, because words of the
-// same number lie in few banks.
+// values[s] = values[(s + turn) % 4]. Threads of a warp store their four words in different orders,
+// because words of the same number lie in few banks.
 __device__ __forceinline__ void rotate(unsigned (&values)[4], int turn) {
     if (turn & 1) {
         const unsigned first = values[0];
@@ -291,19 +339,25 @@ __device__ __forceinline__ void rotate(unsigned (&values)[4], int turn) {
     }
 }
 
-// Puts columns [0, columns) of `tokens` rows x + token · row_stride into shared memory `target` (activation_bytes(TP,
-// padded_columns), 16-byte aligned) in the order of the B fragments: the 16-byte unit t of 32 columns b and token n is
-// number (b · TP + n) · 4 + t and holds columns 2t, 2t + 1 of each 8 columns. Columns up to padded_columns (a multiple of
-// 32) and tokens up to TP become zero. IS_F16: f16 values times a power of two per token whose inverse goes to
-// inverse[token]; otherwise bf16 and inverse = 1. NORM: the row is rms-normalised over `columns`, times norm_weight, and
-// rounded to bf16 first. HELD: 16-byte loads in flight per thread and token; rows that fit into them are read once,
-// longer ones twice. `scratch`: 2 · TP · 32 floats. Every thread of the block calls it; it ends with a barrier.
+// Puts columns [0, columns) of `tokens` rows x + token · row_stride into shared memory `target`
+// (activation_bytes(TP, padded_columns), 16-byte aligned) in the order of the B fragments: the
+// 16-byte unit t of 32 columns b and token n is number (b · TP + n) · 4 + t and holds columns 2t,
+// 2t + 1 of each 8 columns. Columns up to padded_columns (a multiple of 32) and tokens up to TP
+// become zero. IS_F16: f16 values times a power of two per token whose inverse goes to
+// inverse[token]; otherwise bf16 and inverse = 1. NORM: the row is rms-normalised over `columns`,
+// times norm_weight, and rounded to bf16 first. HELD: 16-byte loads in flight per thread and token;
+// rows that fit into them are read once, longer ones twice. `scratch`: 2 · TP · 32 floats. Every
+// thread of the block calls it; it ends with a barrier.
 template <int TP, bool NORM, bool IS_F16, int HELD>
-__device__ __forceinline__ void stage_activations(
-    const bf16* x, int64 row_stride, int tokens, int columns, int padded_columns, const float* norm_weight, float eps,
-    char* target, float* inverse, float* scratch) {
+__device__ __forceinline__ void stage_activations(const bf16* x, int64 row_stride, int tokens,
+                                                  int columns, int padded_columns,
+                                                  const float* norm_weight, float eps, char* target,
+                                                  float* inverse, float* scratch) {
     const bool aligned = (reinterpret_cast<size_t>(x) & 15) == 0 && row_stride % 8 == 0;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP, stride = blockDim.x * 8;
+    const int lane = threadIdx.x % WARP;
+    const int warp = threadIdx.x / WARP;
+    const int warps = blockDim.x / WARP;
+    const int stride = blockDim.x * 8;
     uint4 pieces[HELD][TP];
     const auto load = [&](int base) {
 #pragma unroll
@@ -311,7 +365,9 @@ __device__ __forceinline__ void stage_activations(
 #pragma unroll
             for (int n = 0; n < TP; ++n) {
                 pieces[b][n] = make_uint4(0, 0, 0, 0);
-                if (n < tokens) pieces[b][n] = load_columns(x + n * row_stride, base + b * stride, columns, aligned);
+                if (n < tokens)
+                    pieces[b][n] =
+                        load_columns(x + n * row_stride, base + b * stride, columns, aligned);
             }
         }
     };
@@ -320,7 +376,8 @@ __device__ __forceinline__ void stage_activations(
     for (int n = 0; n < TP; ++n) norms[n] = factors[n] = 1.0f;
     if constexpr (NORM || IS_F16) {
         float squares[TP] = {}, amax[TP] = {};
-        unsigned packed_amax[TP] = {};  // without a norm: two bf16 magnitudes, which compare like integers
+        // without a norm: two bf16 magnitudes, which compare like integers
+        unsigned packed_amax[TP] = {};
         for (int base = threadIdx.x * 8; base < padded_columns; base += HELD * stride) {
             load(base);
 #pragma unroll
@@ -329,13 +386,16 @@ __device__ __forceinline__ void stage_activations(
                 if (NORM) load_norm_weight(norm_weight, base + b * stride, columns, weights);
 #pragma unroll
                 for (int n = 0; n < TP; ++n) {
-                    const unsigned words[4] = {pieces[b][n].x, pieces[b][n].y, pieces[b][n].z, pieces[b][n].w};
+                    const unsigned words[4] = {pieces[b][n].x, pieces[b][n].y, pieces[b][n].z,
+                                               pieces[b][n].w};
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         if (NORM) {
-                            const float low = bf16_low(words[i]), high = bf16_high(words[i]);
+                            const float low = bf16_low(words[i]);
+                            const float high = bf16_high(words[i]);
                             squares[n] += low * low + high * high;
-                            amax[n] = fmaxf(amax[n], fmaxf(fabsf(low * weights[2 * i]), fabsf(high * weights[2 * i + 1])));
+                            amax[n] = fmaxf(amax[n], fmaxf(fabsf(low * weights[2 * i]),
+                                                           fabsf(high * weights[2 * i + 1])));
                         } else {
                             packed_amax[n] = __vmaxu2(packed_amax[n], words[i] & 0x7FFF7FFF);
                         }
@@ -345,7 +405,8 @@ __device__ __forceinline__ void stage_activations(
         }
 #pragma unroll
         for (int n = 0; n < TP; ++n) {
-            if (!NORM) amax[n] = __uint_as_float(max(packed_amax[n] << 16, packed_amax[n] & 0xFFFF0000));
+            if (!NORM)
+                amax[n] = __uint_as_float(max(packed_amax[n] << 16, packed_amax[n] & 0xFFFF0000));
             const unsigned largest = __reduce_max_sync(~0u, __float_as_uint(amax[n]));
             if (NORM) squares[n] = warp_sum(squares[n]);
             if (lane == 0) {
@@ -360,7 +421,9 @@ __device__ __forceinline__ void stage_activations(
             const unsigned bits = lane < warps ? __float_as_uint(scratch[n * WARP + lane]) : 0u;
             float largest = __uint_as_float(__reduce_max_sync(~0u, bits));
             if (NORM) {
-                norms[n] = rsqrtf(warp_sum(lane < warps ? scratch[(TP + n) * WARP + lane] : 0.0f) / columns + eps);
+                norms[n] = rsqrtf(warp_sum(lane < warps ? scratch[(TP + n) * WARP + lane] : 0.0f) /
+                                      columns +
+                                  eps);
                 largest *= norms[n];
             }
             if (IS_F16) factors[n] = __uint_as_float(activation_factor(largest));
@@ -368,7 +431,8 @@ __device__ __forceinline__ void stage_activations(
     }
     if (threadIdx.x == 0) {
 #pragma unroll
-        for (int n = 0; n < TP; ++n) inverse[n] = __uint_as_float((254u << 23) - __float_as_uint(factors[n]));
+        for (int n = 0; n < TP; ++n)
+            inverse[n] = __uint_as_float((254u << 23) - __float_as_uint(factors[n]));
     }
     const int turn = (TP == 1 ? lane / 8 : lane / 4) % 4;
     const bool kept = (NORM || IS_F16) && padded_columns <= HELD * stride;
@@ -382,23 +446,27 @@ __device__ __forceinline__ void stage_activations(
             if (NORM) load_norm_weight(norm_weight, first, columns, weights);
 #pragma unroll
             for (int n = 0; n < TP; ++n) {
-                unsigned words[4] = {pieces[b][n].x, pieces[b][n].y, pieces[b][n].z, pieces[b][n].w};
+                unsigned words[4] = {pieces[b][n].x, pieces[b][n].y, pieces[b][n].z,
+                                     pieces[b][n].w};
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     if (NORM) {
-                        const __nv_bfloat162 rounded = __floats2bfloat162_rn(bf16_low(words[i]) * norms[n] * weights[2 * i],
-                                                                             bf16_high(words[i]) * norms[n] * weights[2 * i + 1]);
+                        const __nv_bfloat162 rounded = __floats2bfloat162_rn(
+                            bf16_low(words[i]) * norms[n] * weights[2 * i],
+                            bf16_high(words[i]) * norms[n] * weights[2 * i + 1]);
                         words[i] = *reinterpret_cast<const unsigned*>(&rounded);
                     }
                     if (IS_F16) {
-                        const __half2 scaled = __floats2half2_rn(bf16_low(words[i]) * factors[n], bf16_high(words[i]) * factors[n]);
+                        const __half2 scaled = __floats2half2_rn(bf16_low(words[i]) * factors[n],
+                                                                 bf16_high(words[i]) * factors[n]);
                         words[i] = *reinterpret_cast<const unsigned*>(&scaled);
                     }
                 }
                 rotate(words, turn);
                 char* unit = activation_words<TP>(target, first, n);
 #pragma unroll
-                for (int s = 0; s < 4; ++s) *reinterpret_cast<unsigned*>(unit + (s + turn) % 4 * 16) = words[s];
+                for (int s = 0; s < 4; ++s)
+                    *reinterpret_cast<unsigned*>(unit + (s + turn) % 4 * 16) = words[s];
             }
         }
     }

@@ -34,12 +34,13 @@ def sparse_attention(
     no row is empty. The keys of these T tokens must be in the caches already.
     """
     listed = 0
-    decoded_CD = None
+    dense_CD = None
     if keys.compressed is not None:
         listed = keys.compressed.slots if selected_TK is None else selected_TK.shape[1]
-        # Decoding every row once is cheaper when the tokens together list more rows than there are.
+        # It is cheaper to dequantize every row once when the tokens together list more rows than
+        # there are.
         if listed * q_THD.shape[0] >= keys.compressed.slots:
-            decoded_CD = keys.compressed.read_all()
+            dense_CD = keys.compressed.read_all()
     logit_bytes = 4 * q_THD.shape[1] * (keys.window + TILE_TOKENS + listed)
     tile = max(1, min(TILE_TOKENS, TILE_BYTES // logit_bytes))
     outputs = []
@@ -48,7 +49,7 @@ def sparse_attention(
         sources = [_window_rows(keys, positions_T[part])]
         if keys.compressed is not None:
             selected = None if selected_TK is None else selected_TK[part]
-            sources.append(_compressed_rows(keys, decoded_CD, selected, positions_T[part]))
+            sources.append(_compressed_rows(keys, dense_CD, selected, positions_T[part]))
         outputs.append(_attend(q_THD[part], sources, sink_H))
     out_THD = torch.cat(outputs).to(q_THD.dtype)
     return rope(out_THD, positions_T, inv_freq, inverse=True)
@@ -74,19 +75,19 @@ def _window_rows(keys: KeySet, positions_T: Tensor) -> _Source:
 
 
 def _compressed_rows(
-    keys: KeySet, decoded_CD: Tensor | None, selected_TK: Tensor | None, positions_T: Tensor
+    keys: KeySet, dense_CD: Tensor | None, selected_TK: Tensor | None, positions_T: Tensor
 ) -> _Source:
-    """The complete entries, or those selected; ``decoded_CD`` are all rows of the cache where they
-    are decoded already.
+    """The complete entries, or those selected; ``dense_CD`` are all rows of the cache where they
+    are dequantized already.
     """
     assert keys.compressed is not None
     if selected_TK is None:
-        assert decoded_CD is not None
-        entry = torch.arange(decoded_CD.shape[0], device=positions_T.device)
+        assert dense_CD is not None
+        entry = torch.arange(dense_CD.shape[0], device=positions_T.device)
         valid_TN = entry < ((positions_T + 1) // keys.ratio)[:, None]
-        return _Source(_without_unseen(decoded_CD, valid_TN), valid_TN)
+        return _Source(_without_unseen(dense_CD, valid_TN), valid_TN)
     slots = selected_TK.clamp(min=0)
-    rows = keys.compressed.read(slots) if decoded_CD is None else decoded_CD[slots]
+    rows = keys.compressed.read(slots) if dense_CD is None else dense_CD[slots]
     seen_TK = selected_TK >= 0
     return _Source(rows.masked_fill(~seen_TK[..., None], 0.0), seen_TK)
 

@@ -7,6 +7,7 @@ from dsv4.launch.recording import Recording
 from dsv4.ops.attention.inputs import AttentionInputs
 from dsv4.ops.key_rows import row_code
 
+# THREADS of attention_any_geometry.cu.
 _THREADS = 128
 # A block keeps a query and its sums in static shared memory.
 _WIDEST_HEAD = 4096

@@ -1,14 +1,20 @@
-// Attention for any head width, rotary width and row format (dsv4/ops/attention/__init__.py): the small geometries of tests. One
-// block per head and token, float32 throughout; speed does not matter.
+// Attention for any head width, rotary width and row format (dsv4/ops/attention/__init__.py): the
+// small geometries of tests. One block per head and token, float32 throughout; speed does not
+// matter.
 #include "kv_rows.cuh"
 #include "rope.cuh"
 #include <math_constants.h>
 
-constexpr int THREADS = 128, WARPS = THREADS / WARP, TILE = 64, WIDEST_ROW = 4096;
+constexpr int THREADS = 128;
+constexpr int WARPS = THREADS / WARP;
+constexpr int TILE = 64;
+constexpr int WIDEST_ROW = 4096;
 
-// The key with index `index` among all that the token may see: window first, then compressed entries. False: none.
-__device__ __forceinline__ bool find_key(int64 index, int64 position, int window_keys, const int64* selected,
-                                         const RowStore& ring, int ring_slots, const RowStore& entries, int entry_slots,
+// The key with index `index` among all that the token may see: window first, then compressed
+// entries. False: none.
+__device__ __forceinline__ bool find_key(int64 index, int64 position, int window_keys,
+                                         const int64* selected, const RowStore& ring,
+                                         int ring_slots, const RowStore& entries, int entry_slots,
                                          RowStore& rows, int64& slot) {
     if (index < window_keys) {
         rows = ring;
@@ -20,16 +26,23 @@ __device__ __forceinline__ bool find_key(int64 index, int64 position, int window
     return slot >= 0 && slot < entry_slots;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention_any_geometry(
-    const bf16* q, const int64* positions, const float* sinks, const float* inv_freq, unsigned char* ring_data,
-    unsigned char* ring_scale, unsigned char* entries_data, unsigned char* entries_scale, const int64* selected, bf16* out,
-    int format, int heads, int width, int rope_width, int ring_slots, int entry_slots, int listed, int ratio,
-    int window, float softmax_scale) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_any_geometry(const bf16* q, const int64* positions, const float* sinks,
+                           const float* inv_freq, unsigned char* ring_data,
+                           unsigned char* ring_scale, unsigned char* entries_data,
+                           unsigned char* entries_scale, const int64* selected, bf16* out,
+                           int format, int heads, int width, int rope_width, int ring_slots,
+                           int entry_slots, int listed, int ratio, int window,
+                           float softmax_scale) {
     __shared__ float query[WIDEST_ROW], sums[WIDEST_ROW], logits[TILE];
-    const int head = blockIdx.x, token = blockIdx.y, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int head = blockIdx.x;
+    const int token = blockIdx.y;
+    const int warp = threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP;
     pdl_wait();
     pdl_launch();
-    const int64 position = positions[token], start = ((int64)token * heads + head) * width;
+    const int64 position = positions[token];
+    const int64 start = ((int64)token * heads + head) * width;
     const RowStore ring{ring_data, ring_scale, format, width, rope_width};
     const RowStore entries{entries_data, entries_scale, format, width, rope_width};
     if (selected) selected += (int64)token * listed;
@@ -39,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_any_geometry(
     }
     const int window_keys = (int)min(position + 1, (int64)window);
     int64 compressed = 0;
-    if (entries_data) compressed = selected ? listed : min((position + 1) / ratio, (int64)entry_slots);
+    if (entries_data)
+        compressed = selected ? listed : min((position + 1) / ratio, (int64)entry_slots);
     const int64 keys = window_keys + compressed;
     // The sink counts as a key without a value.
     float peak = sinks[head], denominator = 1.0f;
@@ -50,10 +64,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_any_geometry(
             RowStore rows;
             int64 slot;
             float logit = -CUDART_INF_F;
-            if (find_key(first + i, position, window_keys, selected, ring, ring_slots, entries, entry_slots, rows,
-                         slot)) {
+            if (find_key(first + i, position, window_keys, selected, ring, ring_slots, entries,
+                         entry_slots, rows, slot)) {
                 float product = 0.0f;
-                for (int d = lane; d < width; d += WARP) product += query[d] * row_value(rows, slot, d);
+                for (int d = lane; d < width; d += WARP)
+                    product += query[d] * row_value(rows, slot, d);
                 logit = warp_sum(product) * softmax_scale;
             }
             if (lane == 0) logits[i] = logit;
@@ -69,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_any_geometry(
             for (int i = 0; i < count; ++i) {
                 RowStore rows;
                 int64 slot;
-                if (find_key(first + i, position, window_keys, selected, ring, ring_slots, entries, entry_slots, rows,
-                             slot)) {
+                if (find_key(first + i, position, window_keys, selected, ring, ring_slots, entries,
+                             entry_slots, rows, slot)) {
                     sum += expf(logits[i] - raised) * row_value(rows, slot, d);
                 }
             }
@@ -80,7 +95,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_any_geometry(
     }
     __syncthreads();
     const int plain = width - rope_width;
-    for (int d = threadIdx.x; d < plain; d += THREADS) out[start + d] = __float2bfloat16(sums[d] / denominator);
+    for (int d = threadIdx.x; d < plain; d += THREADS)
+        out[start + d] = __float2bfloat16(sums[d] / denominator);
     for (int pair = threadIdx.x; pair < rope_width / 2; pair += THREADS) {
         const int d = plain + 2 * pair;
         const float a = __bfloat162float(__float2bfloat16(sums[d] / denominator));

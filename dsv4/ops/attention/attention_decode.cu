@@ -1,18 +1,24 @@
-// Attention of a few tokens (dsv4/ops/attention/__init__.py): flash-decoding in one launch, for rows of 512 values.
+// Attention of a few tokens (dsv4/ops/attention/__init__.py): flash-decoding in one launch, for
+// rows of 512 values.
 //
-// A cluster of blocks serves 16 heads of one token; its blocks split the keys and merge through distributed shared
-// memory. With many keys several clusters (SPLITS) do, and the last of them to finish merges their results. All heads
-// share one row per key, which is both key and value, so a block gathers each of its rows once, as stored, and decodes it
-// in registers on the way into the tensor cores, once for q·k and once for p·v:
-//   - the row is 8 groups of 64 values; a KV_FP8 row has 7 of e4m3 with a scale each, and one of bf16 (rotary);
-//   - q·k: a warp takes two groups and half of the keys; per group the codes are multiplied as f16, exact, and the
-//     scale is applied to the float32 sum. The four partial sums of a logit meet in shared memory;
-//   - p·v: a warp takes one group of all keys; the scale is applied to p, relative to the largest scale of the tile.
-// bf16 groups use bf16 products and weights. Dimensions and keys are dealt to the lanes such that every
-// shared memory access is conflict-free 8 or 16 bytes; the order inside a sum is arbitrary.
+// A cluster of blocks serves 16 heads of one token; its blocks split the keys and merge through
+// distributed shared memory. With many keys several clusters (SPLITS) do, and the last of them to
+// finish merges their results. All heads share one row per key, which is both key and value, so a
+// block gathers each of its rows once, as stored, and dequantizes it in registers on the way into
+// the tensor cores, once for q·k and once for p·v:
+//   - The row is 8 groups of 64 values. A KV_FP8 row has 7 of e4m3 with a scale each, and one of
+//     bf16 (rotary).
+//   - q·k: a warp takes two groups and half of the keys. Per group the codes are multiplied as f16,
+//     exactly, and the scale is applied to the float32 sum. The four partial sums of a logit meet
+//     in shared memory.
+//   - p·v: a warp takes one group of all keys. The scale is applied to p, relative to the largest
+//     scale of the tile.
+// bf16 groups use bf16 products and weights. Dimensions and keys are dealt to the lanes such that
+// every shared memory access is conflict-free 8 or 16 bytes; the order inside a sum is arbitrary.
 //
 // Slots that no token may see are never read; rows that fill a tile up are zero.
 #include "kv_rows.cuh"
+#include "ptx.cuh"
 #include "rope.cuh"
 #include <math_constants.h>
 
@@ -28,7 +34,8 @@
 #ifndef TILE  // rows in a stage
 #define TILE 80
 #endif
-#ifndef STAGES  // 1: a block has at most TILE keys; they are multiplied in chunks, as they arrive. 2: any number
+// 1: a block has at most TILE keys; they are multiplied in chunks, as they arrive. 2: any number
+#ifndef STAGES
 #define STAGES 2
 #endif
 #ifndef WARPS  // 8 or 16
@@ -43,27 +50,36 @@
 
 namespace {
 
-constexpr int DIM = 512, ROTARY = 64, HEADS = 16, THREADS = WARPS * WARP;
-constexpr int SPLIT = WARPS / 8;      // warps that share a group of 64 values in p·v, or a fourth of q·k and half the keys
-constexpr int NTILES = 8 / SPLIT;     // n-tiles of a warp in p·v
-constexpr int CHUNKS = STAGES == 1 ? (TILE + 79) / 80 : 1, CHUNK = TILE / CHUNKS;  // rows that are awaited together
+constexpr int DIM = 512;
+constexpr int ROTARY = 64;
+constexpr int HEADS = 16;
+constexpr int THREADS = WARPS * WARP;
+// Warps that share a group of 64 values in p·v, or a fourth of q·k and half the keys.
+constexpr int SPLIT = WARPS / 8;
+constexpr int NTILES = 8 / SPLIT;  // n-tiles of a warp in p·v
+constexpr int CHUNKS = STAGES == 1 ? (TILE + 79) / 80 : 1;
+constexpr int CHUNK = TILE / CHUNKS;  // rows that are awaited together
 constexpr bool FP8 = FORMAT == ROW_KV_FP8;
-constexpr int ROW_BYTES = FP8 ? 576 : 1024, SCALE_BYTES = 8;
-// Rows r and r + 2 lie 64 bytes apart modulo the 128 of a shared memory access, four neighbours 32 bytes apart.
+constexpr int ROW_BYTES = FP8 ? 576 : 1024;
+constexpr int SCALE_BYTES = 8;
+// Rows r and r + 2 lie 64 bytes apart modulo the 128 of a shared memory access, four neighbours 32
+// bytes apart.
 constexpr int PITCH = ROW_BYTES + 32;
-constexpr int LOGIT_PITCH = TILE + 8;                          // floats
+constexpr int LOGIT_PITCH = TILE + 8;                           // floats
 constexpr int WEIGHT_PITCH = (2 * TILE + 127) / 128 * 64 + 16;  // halves
-constexpr int PIECE = 8;                                // values that are merged together: 16 bytes of f16
-constexpr int PIECES = 4 * NTILES / PIECE;              // of a thread
-constexpr int SLOTS = WARPS * PIECES / CLUSTER;         // pieces per lane that a block finishes
-constexpr int OUT = SLOTS * WARP * PIECE / THREADS;     // values that a thread finishes
-constexpr float QUERY_SCALE = 0.0625f;                  // room in f16 for queries up to 2^20
-constexpr int QUERY_LOG2 = 4;                           // taken back with the block scale
-constexpr int WEIGHT_LOG2 = 10;  // softmax weights are kept times 2^10, far from the subnormals of f16
+constexpr int PIECE = 8;                         // values that are merged together: 16 bytes of f16
+constexpr int PIECES = 4 * NTILES / PIECE;       // of a thread
+constexpr int SLOTS = WARPS * PIECES / CLUSTER;  // pieces per lane that a block finishes
+constexpr int OUT = SLOTS * WARP * PIECE / THREADS;  // values that a thread finishes
+constexpr float QUERY_SCALE = 0.0625f;               // room in f16 for queries up to 2^20
+constexpr int QUERY_LOG2 = 4;                        // taken back with the block scale
+// Softmax weights are kept times 2^10, far from the subnormals of f16
+constexpr int WEIGHT_LOG2 = 10;
 // Half of the registers where two blocks also have room in shared memory.
 constexpr int BLOCKS_PER_SM = STAGES == 1 && WARPS == 8 && TILE <= 80 ? 2 : 1;
 static_assert(CHUNK % 16 == 0 && CHUNK * CHUNKS == TILE, "unsupported shape");
-static_assert(SLOTS * CLUSTER == WARPS * PIECES && OUT % 2 == 0 && OUT <= PIECE, "unsupported shape");
+static_assert(SLOTS * CLUSTER == WARPS * PIECES && OUT % 2 == 0 && OUT <= PIECE,
+              "unsupported shape");
 static_assert((SPLIT == 1 || SPLIT == 2) && (STAGES == 1 || STAGES == 2), "unsupported shape");
 
 struct Shared {
@@ -72,8 +88,8 @@ struct Shared {
     __half weights[FP8 ? HEADS : 1][WEIGHT_PITCH];  // for e4m3 groups
     bf16 weights_bf16[HEADS][WEIGHT_PITCH];         // for bf16 groups
     __half factors[8][TILE];  // block scale of a column relative to the largest, by group
-    // What the blocks of the cluster, this one too, have sent to this block: its pieces of their results (f16), the power
-    // of two to multiply them with, and the maximum and sum of every head.
+    // What the blocks of the cluster, this one too, have sent to this block: its pieces of their
+    // results (f16), the power of two to multiply them with, and the maximum and sum of every head.
     uint4 merge[CLUSTER][SLOTS][WARP];
     float2 peak_sum[CLUSTER][HEADS];
     float merge_scale[CLUSTER][SLOTS];
@@ -110,32 +126,29 @@ struct Caches {
     }
 };
 
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-    return (unsigned)__cvta_generic_to_shared(pointer);
-}
-
 // Copies BYTES, or writes as many zeros. 16-byte copies bypass L1.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned to, const void* from, bool wanted) {
     if constexpr (BYTES == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0));
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                     "r"(wanted ? 16 : 0));
     } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(wanted ? 8 : 0));
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from),
+                     "r"(wanted ? 8 : 0));
     }
 }
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
-__device__ __forceinline__ void mma_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+__device__ __forceinline__ void mma_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                        unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                         unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -146,14 +159,22 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-__device__ __forceinline__ unsigned bits(__half2 value) { return *reinterpret_cast<unsigned*>(&value); }
-__device__ __forceinline__ unsigned bits(__nv_bfloat162 value) { return *reinterpret_cast<unsigned*>(&value); }
+__device__ __forceinline__ unsigned bits(__half2 value) {
+    return *reinterpret_cast<unsigned*>(&value);
+}
+__device__ __forceinline__ unsigned bits(__nv_bfloat162 value) {
+    return *reinterpret_cast<unsigned*>(&value);
+}
 __device__ __forceinline__ float2 as_floats_bf16(unsigned pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 __device__ __forceinline__ unsigned cluster_rank() {
     unsigned rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -164,39 +185,42 @@ __device__ __forceinline__ unsigned remote(unsigned address, unsigned rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
     return mapped;
 }
-// Stores into a block of the cluster that count on its mbarrier: it need not wait for the sender, only for the bytes.
+// Stores into a block of the cluster that count on its mbarrier: it need not wait for the sender,
+// only for the bytes.
 __device__ __forceinline__ void store_remote(unsigned address, uint4 value, unsigned barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     address),
-                 "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(address),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
+        : "memory");
 }
 __device__ __forceinline__ void store_remote2(unsigned address, float2 value, unsigned barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
-                 "f"(value.x), "f"(value.y), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+            "r"(address),
+        "f"(value.x), "f"(value.y), "r"(barrier)
+        : "memory");
 }
 __device__ __forceinline__ void store_remote1(unsigned address, float value, unsigned barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address),
-                 "f"(value), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+            address),
+        "f"(value), "r"(barrier)
+        : "memory");
 }
 
-__device__ __forceinline__ void barrier_init(unsigned barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barriers_ready() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
 __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
 }
-// Every byte that is waited for has been sent by a block that is running; the bound only turns a fault into an error.
-__device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
+// Every byte that is waited for has been sent by a block that is running; the bound only turns a
+// fault into an error.
+__device__ __forceinline__ void mail_wait(unsigned barrier, int parity) {
     for (int tries = 0; tries < 1 << 24; ++tries) {
         int done;
         asm volatile(
-            "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.s32 %0, 1, 0, p;}"
+            "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
+            "selp.s32 %0, 1, 0, p;}"
             : "=r"(done)
             : "r"(barrier), "r"(parity)
             : "memory");
@@ -207,28 +231,34 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
 // Waits for rows until PENDING groups of copies are left.
 template <int PENDING>
 __device__ __forceinline__ void rows_wait() {
-    copies_wait<PENDING>();
+    cp_async_wait<PENDING>();
     __syncthreads();
 }
 
-// 2^(code - 127 + QUERY_LOG2); NaN for codes beyond float32, which only rows with NaN or infinity have.
+// 2^(code - 127 + QUERY_LOG2); NaN for codes beyond float32, which only rows with NaN or infinity
+// have.
 __device__ __forceinline__ float scale_factor(unsigned code) {
     return __uint_as_float(min((code + QUERY_LOG2) << 23, 0x7fc00000u));
 }
 
-// Column x of a logit or weight row is row `tile_row(x)` of the tile, inside blocks of 16. A lane of p·v multiplies rows
-// of columns 4q .. 4q + 3: their four neighbours in q have different row % 4, columns 2i and 2i + 1 differ by 2 mod 4.
+// Column x of a logit or weight row is row `tile_row(x)` of the tile, inside blocks of 16. A lane
+// of p·v multiplies rows of columns 4q .. 4q + 3: their four neighbours in q have different row %
+// 4, columns 2i and 2i + 1 differ by 2 mod 4.
 __device__ __forceinline__ int tile_row(int x) {
     const int quarter = (x >> 2) & 3, i = x & 3;
     return (x & ~15) + 4 * i + (quarter ^ (2 * (i & 1)));
 }
 
-// The j-th key of block `rank` of `ranks` among all: blocks take turns of four, so that they share any prefix evenly.
-__device__ __forceinline__ int turn_of(int j, int rank, int ranks) { return ((j >> 2) * ranks + rank) * 4 + (j & 3); }
+// The j-th key of block `rank` of `ranks` among all: blocks take turns of four, so that they share
+// any prefix evenly.
+__device__ __forceinline__ int turn_of(int j, int rank, int ranks) {
+    return ((j >> 2) * ranks + rank) * 4 + (j & 3);
+}
 
 // Row and scale address of key j of this block. `list`: ring slots as ~slot, entries as they are.
 __device__ __forceinline__ void key_address(const Caches& caches, const int* list, int j,
-                                            const unsigned char*& row, const unsigned char*& scale) {
+                                            const unsigned char*& row,
+                                            const unsigned char*& scale) {
     bool in_ring;
     int slot;
     if constexpr (LISTED) {
@@ -242,13 +272,17 @@ __device__ __forceinline__ void key_address(const Caches& caches, const int* lis
         if (in_ring && slot >= caches.ring_slots) slot -= caches.ring_slots;
     }
     row = (in_ring ? caches.ring : caches.entries) + (int64)slot * ROW_BYTES;
-    if constexpr (FP8) scale = (in_ring ? caches.ring_scale : caches.entry_scale) + (int64)slot * SCALE_BYTES;
+    if constexpr (FP8)
+        scale = (in_ring ? caches.ring_scale : caches.entry_scale) + (int64)slot * SCALE_BYTES;
 }
 
-// Starts copying keys first .. first + rows - 1 into a stage; zeros up to a multiple of 16 rows. A warp takes 8 rows at
-// a time, 512 bytes of one row with each copy.
-__device__ __forceinline__ void gather(const Caches& caches, const int* list, unsigned char* stage, int first, int rows) {
-    const int padded = (rows + 15) & ~15, lane = threadIdx.x % WARP, part = lane % 4;
+// Starts copying keys first .. first + rows - 1 into a stage; zeros up to a multiple of 16 rows. A
+// warp takes 8 rows at a time, 512 bytes of one row with each copy.
+__device__ __forceinline__ void gather(const Caches& caches, const int* list, unsigned char* stage,
+                                       int first, int rows) {
+    const int padded = (rows + 15) & ~15;
+    const int lane = threadIdx.x % WARP;
+    const int part = lane % 4;
     for (int r = threadIdx.x / WARP * 8; r < padded; r += WARPS * 8) {
         const int mine = r + lane / 4;
         const unsigned char *row, *scale;
@@ -256,11 +290,12 @@ __device__ __forceinline__ void gather(const Caches& caches, const int* list, un
         const unsigned to = shared_address(stage) + r * PITCH;
 #pragma unroll 4
         for (int i = 0; i < 8; ++i) {
-            const unsigned char* from =
-                reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), 4 * i));
+            const unsigned char* from = reinterpret_cast<const unsigned char*>(
+                __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), 4 * i));
 #pragma unroll
             for (int half = 0; half < ROW_BYTES / 512; ++half) {
-                copy_async<16>(to + i * PITCH + half * 512 + lane * 16, from + half * 512 + lane * 16, r + i < rows);
+                copy_async<16>(to + i * PITCH + half * 512 + lane * 16,
+                               from + half * 512 + lane * 16, r + i < rows);
             }
         }
         if constexpr (FP8) {
@@ -271,15 +306,18 @@ __device__ __forceinline__ void gather(const Caches& caches, const int* list, un
     }
 }
 
-// The A fragments of one group of q for this lane's two heads, and how dimensions are dealt to the lanes:
-// e4m3: 16 consecutive values per lane of a quad; bf16: 8 in each half of the group.
+// The A fragments of one group of q for this lane's two heads. A lane of a quad has 16 consecutive
+// dimensions where keys are e4m3, and 8 in each half of the group where they are bf16.
 struct QueryGroup {
     unsigned a[4][4];
 
-    // Reads the fragments as bf16. `head` is the first of the lane's two; heads that do not exist are zero.
-    __device__ __forceinline__ void load(const bf16* q, int group, int head, int heads, bool codes) {
+    // Reads the fragments as bf16. `head` is the first of the lane's two; heads that do not exist
+    // are zero.
+    __device__ __forceinline__ void load(const bf16* q, int group, int head, int heads,
+                                         bool codes) {
         const int quad = threadIdx.x % 4;
-        const int first = group * 64 + (codes ? 16 : 8) * quad, second = first + (codes ? 8 : 32);
+        const int first = group * 64 + (codes ? 16 : 8) * quad;
+        const int second = first + (codes ? 8 : 32);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint4 low = make_uint4(0, 0, 0, 0), high = low;
@@ -289,11 +327,13 @@ struct QueryGroup {
                 high = *reinterpret_cast<const uint4*>(row + second);
             }
             a[0][half] = low.x, a[0][half + 2] = low.y, a[1][half] = low.z, a[1][half + 2] = low.w;
-            a[2][half] = high.x, a[2][half + 2] = high.y, a[3][half] = high.z, a[3][half + 2] = high.w;
+            a[2][half] = high.x, a[2][half + 2] = high.y, a[3][half] = high.z,
+            a[3][half + 2] = high.w;
         }
     }
 
-    // bf16 to f16 times QUERY_SCALE, for e4m3 groups. Apart from load(), so that nothing waits for the queries early.
+    // bf16 to f16 times QUERY_SCALE, for e4m3 groups. Apart from load(), so that nothing waits for
+    // the queries early.
     __device__ __forceinline__ void to_f16() {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -304,10 +344,10 @@ struct QueryGroup {
             }
         }
     }
-
 };
 
-// The B fragments of one group of this lane's key, as stored, and one of the four steps of its product.
+// The B fragments of one group of this lane's key, as stored, and one of the four steps of its
+// product.
 template <bool CODES>
 struct KeyGroup {
     unsigned words[CODES ? 4 : 8];
@@ -331,16 +371,20 @@ struct KeyGroup {
     }
 };
 
-// logits[pair][head][column] = q · k over the two groups of `pair`, for columns first .. padded - 1; this warp: columns
-// 8·half .. + 7 of every 16, of every SPLIT-th 16. Two blocks of columns at a time, so that four sums are in flight.
+// logits[pair][head][column] = q · k over the two groups of `pair`, for columns first .. padded -
+// 1; this warp: columns 8·half .. + 7 of every 16, of every SPLIT-th 16. Two blocks of columns at a
+// time, so that four sums are in flight.
 template <bool FIRST_CODES, bool SECOND_CODES>
-__device__ __forceinline__ void query_key_pair(const unsigned char* stage, const QueryGroup (&q)[2], Shared& shared,
-                                               int first_column, int padded) {
+__device__ __forceinline__ void query_key_pair(const unsigned char* stage, const QueryGroup (&q)[2],
+                                               Shared& shared, int first_column, int padded) {
     constexpr int STEP = 16 * SPLIT;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int pair = warp / (2 * SPLIT), half = warp % 2, part = warp / 2 % SPLIT;
+    const int pair = warp / (2 * SPLIT);
+    const int half = warp % 2;
+    const int part = warp / 2 % SPLIT;
     const int column = 8 * half + 2 * (lane % 4);
-    const unsigned char* key = stage + tile_row(8 * half + lane / 4) * PITCH + (FP8 ? 128 : 256) * pair;
+    const unsigned char* key =
+        stage + tile_row(8 * half + lane / 4) * PITCH + (FP8 ? 128 : 256) * pair;
     const unsigned char* scale0 = stage + tile_row(column) * PITCH + ROW_BYTES + 2 * pair;
     const unsigned char* scale1 = stage + tile_row(column + 1) * PITCH + ROW_BYTES + 2 * pair;
     float* out = &shared.logits[pair][lane / 4][column];
@@ -372,10 +416,12 @@ __device__ __forceinline__ void query_key_pair(const unsigned char* stage, const
         for (int b = 0; b < 2; ++b) {
             float factors[2][2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
             if constexpr (FIRST_CODES) {
-                factors[0][0] = scale_factor(codes0[b] & 0xff), factors[0][1] = scale_factor(codes1[b] & 0xff);
+                factors[0][0] = scale_factor(codes0[b] & 0xff);
+                factors[0][1] = scale_factor(codes1[b] & 0xff);
             }
             if constexpr (SECOND_CODES) {
-                factors[1][0] = scale_factor(codes0[b] >> 8), factors[1][1] = scale_factor(codes1[b] >> 8);
+                factors[1][0] = scale_factor(codes0[b] >> 8);
+                factors[1][1] = scale_factor(codes1[b] >> 8);
             }
             float logits[4];
 #pragma unroll
@@ -383,13 +429,14 @@ __device__ __forceinline__ void query_key_pair(const unsigned char* stage, const
                 logits[i] = sums[b][0][i] * factors[0][i % 2] + sums[b][1][i] * factors[1][i % 2];
             }
             *reinterpret_cast<float2*>(out + blocks[b]) = make_float2(logits[0], logits[1]);
-            *reinterpret_cast<float2*>(out + 8 * LOGIT_PITCH + blocks[b]) = make_float2(logits[2], logits[3]);
+            *reinterpret_cast<float2*>(out + 8 * LOGIT_PITCH + blocks[b]) =
+                make_float2(logits[2], logits[3]);
         }
     }
 }
 
-__device__ __forceinline__ void query_key(const unsigned char* stage, const QueryGroup (&q)[2], Shared& shared,
-                                          int first_column, int padded) {
+__device__ __forceinline__ void query_key(const unsigned char* stage, const QueryGroup (&q)[2],
+                                          Shared& shared, int first_column, int padded) {
     if constexpr (FP8) {
         if (threadIdx.x / WARP / (2 * SPLIT) < 3) {
             query_key_pair<true, true>(stage, q, shared, first_column, padded);
@@ -401,13 +448,15 @@ __device__ __forceinline__ void query_key(const unsigned char* stage, const Quer
     }
 }
 
-// Running maximum (of logits times log2 e) of one head, and the lane's part of the sum; LANES lanes per head.
+// Running maximum (of logits times log2 e) of one head, and the lane's part of the sum; LANES lanes
+// per head.
 constexpr int LANES = THREADS / HEADS;
 
 struct Softmax {
     float peak = -CUDART_INF_F, sum = 0.0f;
 
-    // Turns the logits of a tile into weights 2^(logit - peak) and writes them and the factor for what came before.
+    // Turns the logits of a tile into weights 2^(logit - peak) and writes them and the factor for
+    // what came before.
     __device__ __forceinline__ void tile(Shared& shared, int rows, int padded, float scale_log2) {
         constexpr int STEPS = (TILE + 4 * LANES - 1) / (4 * LANES);
         const int head = threadIdx.x / LANES, column = threadIdx.x % LANES * 4;
@@ -432,7 +481,8 @@ struct Softmax {
             }
         }
 #pragma unroll
-        for (int offset = LANES / 2; offset > 0; offset /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
+        for (int offset = LANES / 2; offset > 0; offset /= 2)
+            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
         const float raised = fmaxf(peak, highest);
         const float before = exp2_fast(peak - raised);
         float added = 0.0f;
@@ -448,11 +498,11 @@ struct Softmax {
                 p[i] *= 1 << WEIGHT_LOG2;
             }
             if constexpr (FP8) {
-                *reinterpret_cast<uint2*>(&shared.weights[head][x]) =
-                    make_uint2(bits(__floats2half2_rn(p[0], p[1])), bits(__floats2half2_rn(p[2], p[3])));
+                *reinterpret_cast<uint2*>(&shared.weights[head][x]) = make_uint2(
+                    bits(__floats2half2_rn(p[0], p[1])), bits(__floats2half2_rn(p[2], p[3])));
             }
-            *reinterpret_cast<uint2*>(&shared.weights_bf16[head][x]) =
-                make_uint2(bits(__floats2bfloat162_rn(p[0], p[1])), bits(__floats2bfloat162_rn(p[2], p[3])));
+            *reinterpret_cast<uint2*>(&shared.weights_bf16[head][x]) = make_uint2(
+                bits(__floats2bfloat162_rn(p[0], p[1])), bits(__floats2bfloat162_rn(p[2], p[3])));
         }
         sum = sum * before + added;
         peak = raised;
@@ -461,29 +511,34 @@ struct Softmax {
 
     __device__ __forceinline__ void finish() {
 #pragma unroll
-        for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+        for (int offset = LANES / 2; offset > 0; offset /= 2)
+            sum += __shfl_xor_sync(~0u, sum, offset);
     }
 };
 
 // Weights of 16 keys for this lane's two heads, as the A fragment of a product.
 template <typename Value>
-__device__ __forceinline__ void load_weights(unsigned (&a)[4], const Value (*weights)[WEIGHT_PITCH], int block) {
+__device__ __forceinline__ void load_weights(unsigned (&a)[4], const Value (*weights)[WEIGHT_PITCH],
+                                             int block) {
     const int lane = threadIdx.x % WARP;
     const uint2 top = *reinterpret_cast<const uint2*>(&weights[lane / 4][block + 4 * (lane % 4)]);
-    const uint2 bottom = *reinterpret_cast<const uint2*>(&weights[lane / 4 + 8][block + 4 * (lane % 4)]);
+    const uint2 bottom =
+        *reinterpret_cast<const uint2*>(&weights[lane / 4 + 8][block + 4 * (lane % 4)]);
     a[0] = top.x, a[1] = bottom.x, a[2] = top.y, a[3] = bottom.y;
 }
 
-// sum[j] += p · v for e4m3 values at `group` of every row, of which this warp takes NTILES · 8 from `value` on: lane value
-// NTILES · (lane / 4) + j in n-tile j.
-__device__ __forceinline__ void weights_codes(float (&sum)[NTILES][4], const unsigned char* stage, int group, int value,
-                                              const Shared& shared, int padded) {
+// sum[j] += p · v for e4m3 values at `group` of every row, of which this warp takes NTILES · 8 from
+// `value` on: lane value NTILES · (lane / 4) + j in n-tile j.
+__device__ __forceinline__ void weights_codes(float (&sum)[NTILES][4], const unsigned char* stage,
+                                              int group, int value, const Shared& shared,
+                                              int padded) {
     const int lane = threadIdx.x % WARP, quad = lane % 4;
 #pragma unroll 2
     for (int block = 0; block < padded; block += 16) {
         unsigned a[4], codes[4][2];
         load_weights(a, shared.weights, block);
-        const uint2 factors = *reinterpret_cast<const uint2*>(&shared.factors[group][block + 4 * quad]);
+        const uint2 factors =
+            *reinterpret_cast<const uint2*>(&shared.factors[group][block + 4 * quad]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const unsigned char* row = stage + (block + tile_row(4 * quad + i)) * PITCH;
@@ -495,13 +550,16 @@ __device__ __forceinline__ void weights_codes(float (&sum)[NTILES][4], const uns
                 codes[i][0] = *reinterpret_cast<const unsigned*>(at);
             }
             const unsigned factor = i < 2 ? factors.x : factors.y;
-            a[i] = bits(__hmul2(*reinterpret_cast<const __half2*>(&a[i]), *reinterpret_cast<const __half2*>(&factor)));
+            a[i] = bits(__hmul2(*reinterpret_cast<const __half2*>(&a[i]),
+                                *reinterpret_cast<const __half2*>(&factor)));
         }
 #pragma unroll
         for (int j = 0; j < NTILES; j += 2) {
             const unsigned select = j % 4 ? 0x7362 : 0x5140;
-            const uint2 low = e4m3x4_to_f16x4(__byte_perm(codes[0][j / 4], codes[1][j / 4], select));
-            const uint2 high = e4m3x4_to_f16x4(__byte_perm(codes[2][j / 4], codes[3][j / 4], select));
+            const uint2 low =
+                e4m3x4_to_f16x4(__byte_perm(codes[0][j / 4], codes[1][j / 4], select));
+            const uint2 high =
+                e4m3x4_to_f16x4(__byte_perm(codes[2][j / 4], codes[3][j / 4], select));
             mma_f16(sum[j], a, low.x, high.x);
             mma_f16(sum[j + 1], a, low.y, high.y);
         }
@@ -509,8 +567,8 @@ __device__ __forceinline__ void weights_codes(float (&sum)[NTILES][4], const uns
 }
 
 // The same for bf16 values, from byte `offset` of every row on.
-__device__ __forceinline__ void weights_bf16(float (&sum)[NTILES][4], const unsigned char* stage, int offset,
-                                             const Shared& shared, int padded) {
+__device__ __forceinline__ void weights_bf16(float (&sum)[NTILES][4], const unsigned char* stage,
+                                             int offset, const Shared& shared, int padded) {
     const int lane = threadIdx.x % WARP, quad = lane % 4;
 #pragma unroll 2
     for (int block = 0; block < padded; block += 16) {
@@ -518,10 +576,12 @@ __device__ __forceinline__ void weights_bf16(float (&sum)[NTILES][4], const unsi
         load_weights(a, shared.weights_bf16, block);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const unsigned char* at = stage + (block + tile_row(4 * quad + i)) * PITCH + offset + 2 * NTILES * (lane / 4);
+            const unsigned char* at =
+                stage + (block + tile_row(4 * quad + i)) * PITCH + offset + 2 * NTILES * (lane / 4);
             if constexpr (NTILES == 8) {
                 const uint4 row = *reinterpret_cast<const uint4*>(at);
-                values[i][0] = row.x, values[i][1] = row.y, values[i][2] = row.z, values[i][3] = row.w;
+                values[i][0] = row.x, values[i][1] = row.y;
+                values[i][2] = row.z, values[i][3] = row.w;
             } else {
                 const uint2 row = *reinterpret_cast<const uint2*>(at);
                 values[i][0] = row.x, values[i][1] = row.y;
@@ -537,23 +597,25 @@ __device__ __forceinline__ void weights_bf16(float (&sum)[NTILES][4], const unsi
     }
 }
 
-// Finds the largest scale code of `group` among the tile's rows and writes the factors of all columns relative to it.
-// Every warp that needs them does this, those of one group alike.
-__device__ __forceinline__ int relative_scales(Shared& shared, const unsigned char* stage, int group, int rows,
-                                               int padded) {
+// Finds the largest scale code of `group` among the tile's rows and writes the factors of all
+// columns relative to it. Every warp that needs them does this, those of one group alike.
+__device__ __forceinline__ int relative_scales(Shared& shared, const unsigned char* stage,
+                                               int group, int rows, int padded) {
     constexpr int STEPS = (TILE + WARP - 1) / WARP;
     int codes[STEPS], largest = 0;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         const int x = step * WARP + threadIdx.x % WARP;
-        codes[step] = x < padded && tile_row(x) < rows ? stage[tile_row(x) * PITCH + ROW_BYTES + group] : 0;
+        codes[step] =
+            x < padded && tile_row(x) < rows ? stage[tile_row(x) * PITCH + ROW_BYTES + group] : 0;
         largest = max(largest, codes[step]);
     }
     largest = __reduce_max_sync(~0u, (unsigned)largest);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         const int x = step * WARP + threadIdx.x % WARP;
-        const unsigned short half = max(codes[step] - largest + 15, 0) << 10;  // 2^(code - largest) in f16, or 0
+        // 2^(code - largest) in f16, or 0
+        const unsigned short half = max(codes[step] - largest + 15, 0) << 10;
         if (x < padded) shared.factors[group][x] = __ushort_as_half(half);
     }
     __syncwarp();
@@ -561,9 +623,10 @@ __device__ __forceinline__ int relative_scales(Shared& shared, const unsigned ch
 }
 
 // out = out · rescale + this tile's p · v, for the values of this warp.
-__device__ __forceinline__ void weights_values(float (&out)[NTILES][4], const unsigned char* stage, const Shared& shared,
-                                               int largest, int padded) {
-    const int group = threadIdx.x / WARP / SPLIT, value = threadIdx.x / WARP % SPLIT * 8 * NTILES;
+__device__ __forceinline__ void weights_values(float (&out)[NTILES][4], const unsigned char* stage,
+                                               const Shared& shared, int largest, int padded) {
+    const int group = threadIdx.x / WARP / SPLIT;
+    const int value = threadIdx.x / WARP % SPLIT * 8 * NTILES;
     const int head = threadIdx.x % WARP / 4;
     float sum[NTILES][4] = {}, factor = 1.0f / (1 << WEIGHT_LOG2);
     if (FP8 && group < 7) {
@@ -577,23 +640,29 @@ __device__ __forceinline__ void weights_values(float (&out)[NTILES][4], const un
     for (int j = 0; j < NTILES; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            // With a single tile nothing came before, and `out` need not live through the other phases.
+            // With a single tile nothing came before, and `out` need not live through the other
+            // phases.
             out[j][i] = sum[j][i] * factor + (STAGES == 1 ? 0.0f : out[j][i] * before[i / 2]);
         }
     }
 }
 
 // The most of `keys` keys that one block of the cluster can have.
-__device__ __forceinline__ int most_turns(int keys) { return ((keys + 3) / 4 + CLUSTER - 1) / CLUSTER * 4; }
+__device__ __forceinline__ int most_turns(int keys) {
+    return ((keys + 3) / 4 + CLUSTER - 1) / CLUSTER * 4;
+}
 
-// This block's keys, without those that do not exist, in the order in which they are listed. Returns how many.
-__device__ __forceinline__ int list_keys(int* list, Shared& shared, const Caches& caches, const int64* selected,
-                                         int listed, int window, int entries, int64 first_selected) {
+// This block's keys, without those that do not exist, in the order in which they are listed.
+// Returns how many.
+__device__ __forceinline__ int list_keys(int* list, Shared& shared, const Caches& caches,
+                                         const int64* selected, int listed, int window, int entries,
+                                         int64 first_selected) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int turns = most_turns(window + listed);
     int count = 0;
     for (int base = 0; base < turns; base += THREADS) {
-        const int j = base + threadIdx.x, key = turn_of(j, caches.rank, CLUSTER);
+        const int j = base + threadIdx.x;
+        const int key = turn_of(j, caches.rank, CLUSTER);
         int code = 0;
         bool seen = false;
         if (j < turns && key < window) {
@@ -622,10 +691,12 @@ __device__ __forceinline__ int list_keys(int* list, Shared& shared, const Caches
     return count;
 }
 
-// Leaves what this block has finished for the last of the SPLITS blocks that have finished the same values, which sets
-// shared.last and gets the sum of all. The order of the sum is that of the splits.
-__device__ __forceinline__ void merge_splits(float (&values)[OUT], float& peak, float& denominator, float* partial,
-                                             int* counters, int rank, int split, Shared& shared) {
+// Leaves what this block has finished for the last of the SPLITS blocks that have finished the same
+// values, which sets shared.last and gets the sum of all. The order of the sum is that of the
+// splits.
+__device__ __forceinline__ void merge_splits(float (&values)[OUT], float& peak, float& denominator,
+                                             float* partial, int* counters, int rank, int split,
+                                             Shared& shared) {
     const int unit = (blockIdx.z * gridDim.y + blockIdx.y) * CLUSTER + rank;
     float* records = partial + ((int64)unit * SPLITS * THREADS + threadIdx.x) * (OUT + 2);
     constexpr int STRIDE = THREADS * (OUT + 2);
@@ -660,19 +731,26 @@ __device__ __forceinline__ void merge_splits(float (&values)[OUT], float& peak, 
 
 }  // namespace
 
-// Grid: (CLUSTER, ⌈heads / 16⌉, tokens), clusters along x. Dynamic shared memory: Shared, then the list of keys.
-// `entries_data` is null without compressed entries; `listed` is the length of a token's list. With SPLITS > 1 the grid is
-// (SPLITS · CLUSTER, ...), `partial` has OUT + 2 floats per thread and `counters` a zero per SPLITS blocks.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
-    const bf16* q, const int64* positions, const float* sinks, const float* inv_freq, const unsigned char* ring_data,
-    const unsigned char* ring_scale, const unsigned char* entries_data, const unsigned char* entries_scale,
-    const int64* selected, bf16* out, float* partial, int* counters, int heads, int ring_slots, int entries, int listed, int ratio, int window,
-    float scale_log2) {
+// Grid: (CLUSTER, ⌈heads / 16⌉, tokens), clusters along x. Dynamic shared memory: Shared, then the
+// list of keys. `entries_data` is null without compressed entries; `listed` is the length of a
+// token's list. With SPLITS > 1 the grid is (SPLITS · CLUSTER, ...), `partial` has OUT + 2 floats
+// per thread and `counters` a zero per SPLITS blocks.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    attention_decode(const bf16* q, const int64* positions, const float* sinks,
+                     const float* inv_freq, const unsigned char* ring_data,
+                     const unsigned char* ring_scale, const unsigned char* entries_data,
+                     const unsigned char* entries_scale, const int64* selected, bf16* out,
+                     float* partial, int* counters, int heads, int ring_slots, int entries,
+                     int listed, int ratio, int window, float scale_log2) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     int* list = reinterpret_cast<int*>(memory + sizeof(Shared));
     assert_shared_memory(sizeof(Shared) + (LISTED ? 4 * most_turns(window + listed) : 0));
-    const int rank = cluster_rank(), split = blockIdx.x / CLUSTER, token = blockIdx.z, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int rank = cluster_rank();
+    const int split = blockIdx.x / CLUSTER;
+    const int token = blockIdx.z;
+    const int warp = threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP;
     const int first_head = blockIdx.y * HEADS;
 
     // Needed at the end; until then they cost no registers.
@@ -680,16 +758,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_d
         prefetch_l2(sinks + first_head);
         prefetch_l2(inv_freq);
         const unsigned merged = shared_address(&shared.merged);
-        barrier_init(merged);
-        barrier_expect(merged, sizeof(Shared::merge) + sizeof(Shared::merge_scale) + sizeof(Shared::peak_sum));
-        barriers_ready();
+        barrier_init(merged, 1);
+        barrier_expect(
+            merged, sizeof(Shared::merge) + sizeof(Shared::merge_scale) + sizeof(Shared::peak_sum));
+        barrier_fence();
     }
     __syncthreads();
     cluster_arrive();
 
     pdl_launch();
-    Caches caches{ring_data, ring_scale, entries_data, entries_scale, ring_slots, 0, 0, rank, CLUSTER};
+    Caches caches{ring_data, ring_scale, entries_data, entries_scale, ring_slots,
+                  0,         0,          rank,         CLUSTER};
     pdl_wait();
+    // position = positions_T[token]; indices = selected_TK[token]
     if constexpr (LISTED) selected += (int64)token * listed;
     int64 first_selected = -1;
     if constexpr (LISTED) {
@@ -700,17 +781,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_d
     QueryGroup query[2];
     const bf16* q_token = q + (int64)token * heads * DIM;
     const int pair = warp / (2 * SPLIT);
+    // q_HD = q_THD[token]
     query[0].load(q_token, 2 * pair, first_head + lane / 4, heads, FP8);
     query[1].load(q_token, 2 * pair + 1, first_head + lane / 4, heads, FP8 && pair < 3);
 
+    // keys_KD = torch.cat([window_rows, entries[indices]])
     caches.see(position, window);
     int count;
     if constexpr (LISTED) {
         count = list_keys(list, shared, caches, selected, listed, window, entries, first_selected);
     } else {
-        const int complete = entries_data ? (int)min(divide(position + 1, ratio), (int64)entries) : 0;
+        const int complete =
+            entries_data ? (int)min(divide(position + 1, ratio), (int64)entries) : 0;
         const int keys = caches.window_keys + complete;
-        if (SPLITS > 1 && keys > SPLIT_KEYS) caches.rank += split * CLUSTER, caches.ranks = SPLITS * CLUSTER;
+        if (SPLITS > 1 && keys > SPLIT_KEYS)
+            caches.rank += split * CLUSTER, caches.ranks = SPLITS * CLUSTER;
         if (SPLITS > 1 && keys <= SPLIT_KEYS && split > 0) {
             cluster_wait();
             return;
@@ -718,6 +803,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_d
         count = caches.share(keys);
     }
 
+    // The first rows: keys_KD, as stored.
     const int tiles = (count + TILE - 1) / TILE;
     const auto rows_of = [&](int tile) { return min(count - tile * TILE, TILE); };
 #pragma unroll
@@ -726,7 +812,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_d
         if (rows > 0) {
             gather(caches, list, shared.rows[0] + chunk * CHUNK * PITCH, chunk * CHUNK, rows);
         }
-        copies_commit();
+        cp_async_commit();
     }
     if (FP8) query[0].to_f16();
     if (FP8 && pair < 3) query[1].to_f16();
@@ -735,6 +821,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_d
     for (int tile = 0; tile < (STAGES == 1 ? min(tiles, 1) : tiles); ++tile) {
         const unsigned char* stage = shared.rows[tile % STAGES];
         const int rows = rows_of(tile), padded = (rows + 15) & ~15;
+        // logits_HK = q_HD @ keys_KD.T * softmax_scale; the scale comes with the softmax
         if constexpr (STAGES == 1) {
             rows_wait<CHUNKS - 1>();
             query_key(stage, query, shared, 0, min(padded, CHUNK));
@@ -749,21 +836,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_d
                 rows_wait<0>();
             }
             if (tile > 0 && tile + 1 < tiles) {
-                gather(caches, list, shared.rows[(tile + 1) % STAGES], (tile + 1) * TILE, rows_of(tile + 1));
-                copies_commit();
+                gather(caches, list, shared.rows[(tile + 1) % STAGES], (tile + 1) * TILE,
+                       rows_of(tile + 1));
+                cp_async_commit();
             }
             query_key(stage, query, shared, 0, padded);
         }
         int largest = 0;
-        if (FP8 && warp / SPLIT < 7) largest = relative_scales(shared, stage, warp / SPLIT, rows, padded);
+        // Block scales of the values, relative to the largest of the tile.
+        if (FP8 && warp / SPLIT < 7)
+            largest = relative_scales(shared, stage, warp / SPLIT, rows, padded);
         __syncthreads();
+        // p_HK = exp(logits_HK - peak_H)
         softmax.tile(shared, rows, padded, scale_log2);
         __syncthreads();
+        // out_HD += p_HK @ keys_KD
         weights_values(result, stage, shared, largest, padded);
     }
 
-    // Each block sends every other, and itself, the pieces that the other finishes: f16, relative to the warp's largest.
-    // A block without keys sends zeros.
+    // Each block sends every other, and itself, the pieces that the other finishes: f16, relative
+    // to the warp's largest. A block without keys sends zeros.
     softmax.finish();
     cluster_wait();
     const auto largest_of = [&](bool finite) {
@@ -783,52 +875,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_d
     if (exponent == 255) exponent = largest_of(true) >> 23;
     // The largest becomes less than 2^15; below 2^-100 nothing is lost that matters.
     exponent = max(exponent, 27u);
-    const float shrink = __uint_as_float((268 - exponent) << 23), grow = __uint_as_float((exponent - 14) << 23);
+    const float shrink = __uint_as_float((268 - exponent) << 23);
+    const float grow = __uint_as_float((exponent - 14) << 23);
     const unsigned merged = shared_address(&shared.merged);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
         unsigned packed[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            // 8 warps: 8 values of sum j = 0 .. 7 in column `piece`; 16 warps: j = 0 .. 3 of two columns.
-            const int j = 2 * i % NTILES, c = PIECES == 4 ? piece : 2 * piece + i / 2;
+            // 8 warps: 8 values of sum j = 0 .. 7 in column `piece`; 16 warps: j = 0 .. 3 of two
+            // columns.
+            const int j = 2 * i % NTILES;
+            const int c = PIECES == 4 ? piece : 2 * piece + i / 2;
             packed[i] = bits(__floats2half2_rn(result[j][c] * shrink, result[j + 1][c] * shrink));
         }
-        const int target = (warp * PIECES + piece) % CLUSTER, at = (warp * PIECES + piece) / CLUSTER;
+        const int target = (warp * PIECES + piece) % CLUSTER;
+        const int at = (warp * PIECES + piece) / CLUSTER;
         const unsigned barrier = remote(merged, target);
         store_remote(remote(shared_address(&shared.merge[rank][at][lane]), target),
                      make_uint4(packed[0], packed[1], packed[2], packed[3]), barrier);
-        if (lane == 0) store_remote1(remote(shared_address(&shared.merge_scale[rank][at]), target), grow, barrier);
+        if (lane == 0)
+            store_remote1(remote(shared_address(&shared.merge_scale[rank][at]), target), grow,
+                          barrier);
     }
     if (threadIdx.x % LANES < CLUSTER) {
         const int target = threadIdx.x % LANES;
         store_remote2(remote(shared_address(&shared.peak_sum[rank][threadIdx.x / LANES]), target),
                       make_float2(softmax.peak, softmax.sum), remote(merged, target));
     }
-    // The values that this thread finishes: OUT of piece `slot` of a lane. A piece is half of the values that a lane of
-    // p·v has of one head (8 warps), or all of them (16 warps).
-    const int slot = threadIdx.x * OUT / (WARP * PIECE), out_lane = threadIdx.x * OUT / PIECE % WARP;
-    const int out_warp = (slot * CLUSTER + rank) / PIECES, out_piece = (slot * CLUSTER + rank) % PIECES;
+    // The values that this thread finishes: OUT of piece `slot` of a lane. A piece is half of the
+    // values that a lane of p·v has of one head (8 warps), or all of them (16 warps).
+    const int slot = threadIdx.x * OUT / (WARP * PIECE);
+    const int out_lane = threadIdx.x * OUT / PIECE % WARP;
+    const int out_warp = (slot * CLUSTER + rank) / PIECES;
+    const int out_piece = (slot * CLUSTER + rank) % PIECES;
     const int owned = out_lane / 4 + 8 * (out_piece * 2 / PIECES);
-    const int out_dim = 8 * NTILES * out_warp + 2 * NTILES * (out_lane % 4) + out_piece % (PIECES / 2) * PIECE +
-                        threadIdx.x * OUT % PIECE;
+    const int out_dim = 8 * NTILES * out_warp + 2 * NTILES * (out_lane % 4) +
+                        out_piece % (PIECES / 2) * PIECE + threadIdx.x * OUT % PIECE;
     const int out_head = first_head + owned;
     const float sink_log2 = out_head < heads ? sinks[out_head] * 1.4426950408889634f : 0.0f;
     float frequencies[OUT / 2];
 #pragma unroll
     for (int i = 0; i < OUT / 2; ++i) {
-        frequencies[i] = out_dim >= DIM - ROTARY ? inv_freq[(out_dim - (DIM - ROTARY)) / 2 + i] : 0.0f;
+        frequencies[i] =
+            out_dim >= DIM - ROTARY ? inv_freq[(out_dim - (DIM - ROTARY)) / 2 + i] : 0.0f;
     }
     Turn turns[OUT / 2];
 #pragma unroll
     for (int i = 0; i < OUT / 2; ++i) {
-        turns[i] = out_dim >= DIM - ROTARY ? conjugate(rope_turn(positions[token], frequencies[i])) : Turn{1.0f, 0.0f};
+        turns[i] = out_dim >= DIM - ROTARY ? conjugate(rope_turn(positions[token], frequencies[i]))
+                                           : Turn{1.0f, 0.0f};
     }
 
-    barrier_wait(merged, 0);
+    mail_wait(merged, 0);
 
+    // denominator_H = exp(logits_HK - peak_H).sum(-1) + exp(sink_H - peak_H), from every block's
+    // parts
     float2 parts[CLUSTER];
-    float peak = sink_log2, denominator = 0.0f, values[OUT] = {};
+    float peak = sink_log2;
+    float denominator = 0.0f;
+    float values[OUT] = {};
 #pragma unroll
     for (int block = 0; block < CLUSTER; ++block) {
         parts[block] = shared.peak_sum[block][owned];
@@ -836,9 +942,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_d
     }
 #pragma unroll
     for (int block = 0; block < CLUSTER; ++block) {
-        const float share = exp2_fast(parts[block].x - peak), factor = share * shared.merge_scale[block][slot];
+        const float share = exp2_fast(parts[block].x - peak);
+        const float factor = share * shared.merge_scale[block][slot];
         denominator += parts[block].y * share;
-        const __half2* from = reinterpret_cast<const __half2*>(&shared.merge[block][slot][out_lane]);
+        const __half2* from =
+            reinterpret_cast<const __half2*>(&shared.merge[block][slot][out_lane]);
 #pragma unroll
         for (int i = 0; i < OUT; i += 2) {
             const float2 pair_values = __half22float2(from[(threadIdx.x * OUT % PIECE + i) / 2]);
@@ -851,11 +959,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_d
         if (!shared.last) return;
     }
     if (out_head >= heads) return;
+    // out_HD = rope(out_HD / denominator_H, position, inverse=True)
     const float normaliser = 1.0f / (denominator + exp2_fast(sink_log2 - peak));
     bf16* to = out + ((int64)token * heads + out_head) * DIM + out_dim;
 #pragma unroll
     for (int i = 0; i < OUT; i += 2) {
-        __nv_bfloat162 rounded = __floats2bfloat162_rn(values[i] * normaliser, values[i + 1] * normaliser);
+        __nv_bfloat162 rounded =
+            __floats2bfloat162_rn(values[i] * normaliser, values[i + 1] * normaliser);
         if (out_dim >= DIM - ROTARY) {
             const float2 pair_values = __bfloat1622float2(rounded);
             const float2 turned = rotate(pair_values.x, pair_values.y, turns[i / 2]);

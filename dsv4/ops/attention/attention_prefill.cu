@@ -1,5 +1,5 @@
-// Attention of many tokens over the window ring and compressed entries, by mma.sync, and the pass before it that
-// dequantizes fp8 rows to bf16. dsv4.ops.attention.sparse_attention is the meaning.
+// Attention of many tokens over the window ring and compressed entries, by mma.sync, and the pass
+// before it that dequantizes fp8 rows to bf16. dsv4.ops.attention.sparse_attention is the meaning.
 #include "attention_prefill.cuh"
 
 constexpr int THREADS = 256;
@@ -10,10 +10,10 @@ constexpr int QUERIES = 0;
 constexpr int TILES = QUERIES + TILE_BYTES;
 constexpr int EXCHANGE = TILES + 2 * TILE_BYTES;  // partial logits, then the weights of the tile
 constexpr int PEAKS = EXCHANGE + 16384;           // float [2][64]: row maxima of the two key halves
-constexpr int SHRINK = PEAKS + 512;               // float [64]: factor of the old sums, at the end 1 / denominator
-constexpr int SUMS = SHRINK + 256;                // float [2][64]
-constexpr int TURNS = SUMS + 512;                 // Turn [32]
-constexpr int MASKS = TURNS + 256;                // TileMask [2]
+constexpr int SHRINK = PEAKS + 512;  // float [64]: factor of the old sums, then 1 / denominator
+constexpr int SUMS = SHRINK + 256;   // float [2][64]
+constexpr int TURNS = SUMS + 512;    // Turn [32]
+constexpr int MASKS = TURNS + 256;   // TileMask [2]
 #ifdef SHARED_BYTES
 static_assert(MASKS + 2 * sizeof(TileMask) + 1024 <= SHARED_BYTES, "the launcher allocates less");
 #endif
@@ -25,25 +25,29 @@ __device__ __forceinline__ void load_matrices(unsigned (&fragment)[4], unsigned 
                  : "memory");
 }
 
-__device__ __forceinline__ void load_matrices_transposed(unsigned (&fragment)[4], unsigned address) {
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&fragment)[4],
+                                                         unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                  : "r"(address)
                  : "memory");
 }
 
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                         unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Logits of 32 heads and 32 keys over half of the columns (`half`).
-__device__ __forceinline__ void partial_logits(
-    float (&s)[2][4][4], unsigned queries, unsigned keys, int first_head, int first_key, int half, int lane) {
+__device__ __forceinline__ void partial_logits(float (&s)[2][4][4], unsigned queries, unsigned keys,
+                                               int first_head, int first_key, int half, int lane) {
     const int a_row = first_head + (lane & 15), a_chunk = lane >> 4;
-    const int b_row = first_key + (lane & 7) + ((lane >> 4) << 3), b_chunk = (lane >> 3) & 1;
+    const int b_row = first_key + (lane & 7) + ((lane >> 4) << 3);
+    const int b_chunk = (lane >> 3) & 1;
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -59,41 +63,49 @@ __device__ __forceinline__ void partial_logits(
         for (int m = 0; m < 2; m++)
             load_matrices(a[m], queries + block + swizzled(a_row + m * 16, chunk + a_chunk));
 #pragma unroll
-        for (int n = 0; n < 2; n++) load_matrices(b[n], keys + block + swizzled(b_row + n * 16, chunk + b_chunk));
+        for (int n = 0; n < 2; n++)
+            load_matrices(b[n], keys + block + swizzled(b_row + n * 16, chunk + b_chunk));
 #pragma unroll
         for (int m = 0; m < 2; m++)
 #pragma unroll
-            for (int n = 0; n < 4; n++) multiply(s[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+            for (int n = 0; n < 4; n++)
+                multiply(s[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
     }
 }
 
 // sums += weights [64 heads, 64 keys] times one column block of the tile.
-__device__ __forceinline__ void add_values(float (&o)[4][8][4], unsigned weights, unsigned block, int lane) {
+__device__ __forceinline__ void add_values(float (&o)[4][8][4], unsigned weights, unsigned block,
+                                           int lane) {
     const int row = lane & 15, chunk = lane >> 4;
 #pragma unroll
     for (int step = 0; step < TILE / 16; step++) {
         unsigned b[4][4];
 #pragma unroll
-        for (int n = 0; n < 4; n++) load_matrices_transposed(b[n], block + swizzled(step * 16 + row, n * 2 + chunk));
+        for (int n = 0; n < 4; n++)
+            load_matrices_transposed(b[n], block + swizzled(step * 16 + row, n * 2 + chunk));
 #pragma unroll
         for (int m = 0; m < 4; m++) {
             unsigned a[4];
             load_matrices(a, weights + swizzled(m * 16 + row, step * 2 + chunk));
 #pragma unroll
-            for (int n = 0; n < 8; n++) multiply(o[m][n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+            for (int n = 0; n < 8; n++)
+                multiply(o[m][n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
         }
     }
 }
 
-// Running softmax of 2 x 8 logits of a thread: rows `row` and `row + 8`, columns 8n + 2 (lane % 4) + {0, 1}.
+// Running softmax of 2 x 8 logits of a thread: rows `row` and `row + 8`, columns 8n + 2 (lane % 4)
+// + {0, 1}.
 struct RowState {
     float peak[2], sum[2];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill(
-    const bf16* q, const bf16* ring, const bf16* compressed, const int64* selected, const float* sink,
-    const int64* positions, const float* inv_freq, bf16* out, int tokens, int heads, int ring_slots,
-    int compressed_slots, int listed, int ratio, int window, float softmax_scale) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention_prefill(const bf16* q, const bf16* ring, const bf16* compressed,
+                      const int64* selected, const float* sink, const int64* positions,
+                      const float* inv_freq, bf16* out, int tokens, int heads, int ring_slots,
+                      int compressed_slots, int listed, int ratio, int window,
+                      float softmax_scale) {
     extern __shared__ unsigned char shared_raw[];
     unsigned char* shared = shared_raw + (-shared_address(shared_raw) & 1023);
     const unsigned base = shared_address(shared);
@@ -101,36 +113,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill(
     float* shrink = reinterpret_cast<float*>(shared + SHRINK);
     float* sums = reinterpret_cast<float*>(shared + SUMS);
     Turn* turns = reinterpret_cast<Turn*>(shared + TURNS);
-    const int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP;
-    const Keys keys{ring, compressed, selected, ring_slots, compressed_slots, listed, ratio, window};
+    const int thread = threadIdx.x;
+    const int warp = thread / WARP;
+    const int lane = thread % WARP;
+    const Keys keys{
+        ring, compressed, selected, ring_slots, compressed_slots, listed, ratio, window,
+    };
 
     pdl_wait();
     pdl_launch();
     // Late tokens see most keys: they go first, so that the last blocks to run are short.
     const int groups = (heads + HEADS - 1) / HEADS;
-    const int token = tokens - 1 - blockIdx.x / groups, head0 = blockIdx.x % groups * HEADS;
+    const int token = tokens - 1 - blockIdx.x / groups;
+    const int head0 = blockIdx.x % groups * HEADS;
+    // q_HD = q_THD[token, head0 : head0 + HEADS]
+    // keys_KD = torch.cat([window_rows, entries[indices]])
     const int head_count = min(heads - head0, HEADS);
     const int64 position = positions[token];
     const Seen seen = seen_by(keys, token, position);
     unsigned char* masks = shared + MASKS;
 
-    load_queries<THREADS, COLUMN_BLOCKS>(
-        base + QUERIES, q + ((int64)token * heads + head0) * DIM, head_count, 0, thread);
+    load_queries<THREADS, COLUMN_BLOCKS>(base + QUERIES, q + ((int64)token * heads + head0) * DIM,
+                                         head_count, 0, thread);
     TileRows<THREADS> rows;
     auto gather = [&](int tile) {
         rows.find(seen, tile * TILE, thread);
-        rows.gather<COLUMN_BLOCKS>(
-            base + TILES + (tile & 1) * TILE_BYTES, masks + (tile & 1) * 16, keys, seen, tile * TILE, 0, thread);
-        copy_commit();
+        rows.gather<COLUMN_BLOCKS>(base + TILES + (tile & 1) * TILE_BYTES, masks + (tile & 1) * 16,
+                                   keys, seen, tile * TILE, 0, thread);
+        cp_async_commit();
         return rows.any(seen, tile * TILE, thread);
     };
     gather(0);
     bool any = gather(1);
     output_turns(turns, inv_freq, position, thread);
 
-    // Logits: 32 heads x 32 keys x half of the columns per warp; warps w and w ^ 4 hold the two halves of one tile and
-    // finish 16 heads each.
-    const int head_half = warp & 1, key_half = warp >> 1 & 1, column_half = warp >> 2;
+    // Logits: 32 heads x 32 keys x half of the columns per warp; warps w and w ^ 4 hold the two
+    // halves of one tile and finish 16 heads each.
+    const int head_half = warp & 1;
+    const int key_half = warp >> 1 & 1;
+    const int column_half = warp >> 2;
     const int row = head_half * 32 + column_half * 16 + lane / 4;
     float* mailbox = reinterpret_cast<float*>(shared + EXCHANGE) + warp * 512 + lane;
     const float* partner = reinterpret_cast<float*>(shared + EXCHANGE) + (warp ^ 4) * 512 + lane;
@@ -147,19 +168,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill(
     const int tiles = (seen.keys + TILE - 1) / TILE;
     for (int tile = 0; tile < tiles; tile++) {
         const unsigned current = base + TILES + (tile & 1) * TILE_BYTES;
-        if (tile == 0) copy_wait<1>();
-        else copy_wait<0>();
-        // This tile is there and everyone is done with the one before; a tile of -1s changes nothing.
+        if (tile == 0) cp_async_wait<1>();
+        else cp_async_wait<0>();
+        // This tile is there and everyone is done with the one before; a tile of -1s changes
+        // nothing.
         const bool empty = !__syncthreads_or(tile == 0 || any);
         if (tile > 0 && tile + 1 < tiles) any = gather(tile + 1);
         if (empty) continue;
 
         float s[2][4][4];
-        partial_logits(s, base + QUERIES, current, head_half * 32, key_half * 32, column_half, lane);
+        // logits_HK = q_HD @ keys_KD.T: the two halves of the columns meet in the mailboxes
+        partial_logits(s, base + QUERIES, current, head_half * 32, key_half * 32, column_half,
+                       lane);
 #pragma unroll
         for (int n = 0; n < 4; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) mailbox[(n * 4 + i) * WARP] = column_half ? s[0][n][i] : s[1][n][i];
+            for (int i = 0; i < 4; i++)
+                mailbox[(n * 4 + i) * WARP] = column_half ? s[0][n][i] : s[1][n][i];
         __syncthreads();
         float logit[4][4];
         float peak[2] = {NO_LOGIT, NO_LOGIT};
@@ -168,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill(
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 logit[n][i] = (column_half ? s[1][n][i] : s[0][n][i]) + partner[(n * 4 + i) * WARP];
+        // logits_HK[:, ~visible_K] = -inf
         TileMask mask(masks + (tile & 1) * 16);
         if (!mask.full()) {
             if (key_half) mask.words[0] = mask.words[2], mask.words[1] = mask.words[3];
@@ -189,8 +215,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill(
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float raised =
-                raised_peak(state.peak[i], fmaxf(peak[i], peaks[(key_half ^ 1) * 64 + row + i * 8]));
+            // peak_H = max(peak_H, logits_HK.amax(-1)); sum_H *= exp(old_peak_H - peak_H)
+            const float raised = raised_peak(
+                state.peak[i], fmaxf(peak[i], peaks[(key_half ^ 1) * 64 + row + i * 8]));
             const float factor = raised == state.peak[i] ? 1.0f : exp2_fast(state.peak[i] - raised);
             state.peak[i] = raised;
             state.sum[i] *= factor;
@@ -200,13 +227,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill(
         for (int n = 0; n < 4; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
+                // p_HK = exp(logits_HK - peak_H); sum_H += p_HK.sum(-1)
                 const float left = exp2_fast(fmaf(logit[n][2 * i], to_log2, -state.peak[i]));
                 const float right = exp2_fast(fmaf(logit[n][2 * i + 1], to_log2, -state.peak[i]));
                 state.sum[i] += left + right;
-                store_shared(base + EXCHANGE + swizzled(row + i * 8, key_half * 4 + n) + lane % 4 * 4,
-                             packed_bits(left, right));
+                store_shared(
+                    base + EXCHANGE + swizzled(row + i * 8, key_half * 4 + n) + lane % 4 * 4,
+                    packed_bits(left, right));
             }
         __syncthreads();
+        // out_HD = out_HD * exp(old_peak_H - peak_H) + p_HK @ keys_KD
         if (warp < COLUMN_BLOCKS) {
             float factor[4][2];
             bool changed = false;
@@ -229,9 +259,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill(
         }
     }
 
-    copy_wait<0>();
+    cp_async_wait<0>();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
+        // denominator_H = sum_H + exp(sink_H - peak_H)
         state.sum[i] = quad_sum(state.sum[i]);
         if (lane % 4 == 0) {
             sums[key_half * 64 + row + i * 8] = state.sum[i];
@@ -241,11 +272,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill(
     __syncthreads();
     if (thread < HEADS) {
         const float sink_log2 = thread < head_count ? sink[head0 + thread] * LOG2_E : 0.0f;
-        shrink[thread] = 1.0f / (sums[thread] + sums[64 + thread] + exp2_fast(sink_log2 - peaks[thread]));
+        shrink[thread] =
+            1.0f / (sums[thread] + sums[64 + thread] + exp2_fast(sink_log2 - peaks[thread]));
     }
     __syncthreads();
     if (warp >= COLUMN_BLOCKS) return;
     // Through shared memory (the tiles are no longer needed), so that whole lines are written.
+    // out_HD = rope(out_HD / denominator_H, position, inverse=True)
     const unsigned block = base + TILES + warp * BLOCK_BYTES;
 #pragma unroll
     for (int m = 0; m < 4; m++)
@@ -256,9 +289,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill(
 #pragma unroll
             for (int n = 0; n < 8; n++) {
                 const int column = n * 8 + lane % 4 * 2;
-                const float a = o[m][n][2 * i] * factor, b = o[m][n][2 * i + 1] * factor;
-                store_shared(block + swizzled(head, n) + lane % 4 * 4,
-                             warp == COLUMN_BLOCKS - 1 ? rotated(a, b, column, turns) : packed_bits(a, b));
+                const float a = o[m][n][2 * i] * factor;
+                const float b = o[m][n][2 * i + 1] * factor;
+                store_shared(
+                    block + swizzled(head, n) + lane % 4 * 4,
+                    warp == COLUMN_BLOCKS - 1 ? rotated(a, b, column, turns) : packed_bits(a, b));
             }
         }
     __syncwarp();
@@ -271,44 +306,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill(
     }
 }
 
-// KV_FP8 rows to bf16 (exact: three mantissa bits times a power of two), one warp per row at a time: the window rows of
-// these tokens, to their own slots, and every compressed entry that is complete for the last of them.
+// KV_FP8 rows to bf16 (exact: three mantissa bits times a power of two), one warp per row at a
+// time: the window rows of these tokens, to their own slots, and every compressed entry that is
+// complete for the last of them.
 extern "C" __global__ void attention_prefill_dequantize(
     const unsigned char* ring, const unsigned char* ring_scale, const unsigned char* compressed,
-    const unsigned char* compressed_scale, const int64* positions, bf16* ring_out, bf16* compressed_out, int tokens,
-    int ring_slots, int compressed_slots, int ratio, int window) {
+    const unsigned char* compressed_scale, const int64* positions, bf16* ring_out,
+    bf16* compressed_out, int tokens, int ring_slots, int compressed_slots, int ratio, int window) {
     constexpr int QUANTIZED = DIM - ROPE, ROW_BYTES = QUANTIZED + 2 * ROPE;
     constexpr int SCALE_BYTES = ((QUANTIZED + 63) / 64 + 7) / 8 * 8;
     static_assert(QUANTIZED % 16 == 0 && ROPE % 8 == 0, "rows are read 16 bytes at a time");
-    const int lane = threadIdx.x % WARP, warps = gridDim.x * (blockDim.x / WARP);
+    const int lane = threadIdx.x % WARP;
+    const int warps = gridDim.x * (blockDim.x / WARP);
     pdl_wait();
     pdl_launch();
     const int64 last = positions[tokens - 1];
     const int window_rows = (int)min((int64)tokens + window - 1, last + 1);
     const int entries = compressed ? (int)min((last + 1) / ratio, (int64)compressed_slots) : 0;
-    for (int index = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP; index < window_rows + entries;
-         index += warps) {
+    for (int index = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
+         index < window_rows + entries; index += warps) {
         const bool windowed = index < window_rows;
         const int64 slot = windowed ? (last - index) % ring_slots : index - window_rows;
         const unsigned char* row = (windowed ? ring : compressed) + slot * ROW_BYTES;
-        const unsigned char* scale = (windowed ? ring_scale : compressed_scale) + slot * SCALE_BYTES;
+        const unsigned char* scale =
+            (windowed ? ring_scale : compressed_scale) + slot * SCALE_BYTES;
         bf16* target = (windowed ? ring_out : compressed_out) + slot * DIM;
         for (int piece = lane; piece < QUANTIZED / 16; piece += WARP) {
             const uint4 codes = *reinterpret_cast<const uint4*>(row + piece * 16);
             const float factor = e8m0_to_float(scale[piece / 4]);
             const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
-            unsigned decoded[8];
+            unsigned dequantized[8];
 #pragma unroll
             for (int i = 0; i < 8; i++) {
-                const unsigned half = e4m3x2_to_f16x2((unsigned short)(words[i / 2] >> (i % 2 * 16)));
+                const unsigned half =
+                    e4m3x2_to_f16x2((unsigned short)(words[i / 2] >> (i % 2 * 16)));
                 const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&half));
-                decoded[i] = packed_bits(pair.x * factor, pair.y * factor);
+                dequantized[i] = packed_bits(pair.x * factor, pair.y * factor);
             }
+            // row = (codes.float() * scale).bfloat16()
             uint4* store = reinterpret_cast<uint4*>(target + piece * 16);
-            store[0] = make_uint4(decoded[0], decoded[1], decoded[2], decoded[3]);
-            store[1] = make_uint4(decoded[4], decoded[5], decoded[6], decoded[7]);
+            store[0] = make_uint4(dequantized[0], dequantized[1], dequantized[2], dequantized[3]);
+            store[1] = make_uint4(dequantized[4], dequantized[5], dequantized[6], dequantized[7]);
         }
-        // The rotary values are bf16 already; the lanes that have no codes in the real geometry copy them.
+        // The rotary values are bf16 already; the lanes that have no codes in the real geometry
+        // copy them.
         for (int piece = WARP - 1 - lane; piece < ROPE / 8; piece += WARP)
             *reinterpret_cast<uint4*>(target + QUANTIZED + piece * 8) =
                 *reinterpret_cast<const uint4*>(row + QUANTIZED + piece * 16);

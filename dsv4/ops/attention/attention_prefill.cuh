@@ -1,14 +1,16 @@
-// Shared by the prefill attention kernels: which keys a token sees, how their rows are gathered into shared memory, and
-// the rotation of the result.
+// Shared by the prefill attention kernels: which keys a token sees, how their rows are gathered
+// into shared memory, and the rotation of the result.
 //
-// One block (or work unit) is one token and 64 heads: all heads of a token share one key = value row per slot, so the
-// heads are the rows of the matrix products and 64 gathered keys at a time are the columns.
+// One block (or work unit) is one token and 64 heads: all heads of a token share one key = value
+// row per slot, so the heads are the rows of the matrix products and 64 gathered keys at a time are
+// the columns.
 //
-// Shared tiles are column blocks of 64 bf16: block b of a tile is `rows` lines of 128 bytes, line r holding columns
-// 64b .. 64b + 63 of row r, its 16-byte chunks permuted by r & 7 (the 128-byte swizzle that wgmma reads and that makes
-// ldmatrix free of bank conflicts in both directions).
+// Shared tiles are column blocks of 64 bf16: block b of a tile is `rows` lines of 128 bytes, line r
+// holding columns 64b .. 64b + 63 of row r, its 16-byte chunks permuted by r & 7 (the 128-byte
+// swizzle that wgmma reads and that makes ldmatrix free of bank conflicts in both directions).
 #pragma once
 #include "kv_rows.cuh"
+#include "ptx.cuh"
 #include "rope.cuh"
 #include <math_constants.h>
 
@@ -19,27 +21,29 @@
 #define ROPE 64
 #endif
 
-constexpr int TILE = 64;                  // keys per tile
-constexpr int HEADS = 64;                 // heads per work unit
-constexpr int COLUMN_BLOCKS = DIM / 64;   // of 128 bytes
-constexpr int BLOCK_BYTES = 64 * 128;     // one column block of 64 rows
+constexpr int TILE = 64;                 // keys per tile
+constexpr int HEADS = 64;                // heads per work unit
+constexpr int COLUMN_BLOCKS = DIM / 64;  // of 128 bytes
+constexpr int BLOCK_BYTES = 64 * 128;    // one column block of 64 rows
 constexpr int TILE_BYTES = COLUMN_BLOCKS * BLOCK_BYTES;
 #define NO_LOGIT (-CUDART_INF_F)
 constexpr float LOG2_E = 1.4426950408889634f;
-// A row's running maximum is raised, and its sums are rescaled, only when a logit exceeds it by this power of two:
-// weights stay below 2^8, where bf16 and float32 are as precise as below 1.
+// A row's running maximum is raised, and its sums are rescaled, only when a logit exceeds it by
+// this power of two: weights stay below 2^8, where bf16 and float32 are as precise as below 1.
 constexpr float PEAK_SLACK = 8.0f;
-static_assert(DIM % 64 == 0 && DIM <= 512 && ROPE % 2 == 0 && ROPE <= 64, "unsupported head geometry");
+static_assert(DIM % 64 == 0 && DIM <= 512 && ROPE % 2 == 0 && ROPE <= 64,
+              "unsupported head geometry");
 
 struct Keys {
     const bf16* ring;
-    const bf16* compressed;   // null: none
-    const int64* selected;    // null: all complete entries
+    const bf16* compressed;  // null: none
+    const int64* selected;   // null: all complete entries
     int ring_slots, compressed_slots, listed, ratio, window;
 };
 
-// What one token sees: `window_keys` consecutive tokens from ring slot `first_slot` on, then compressed entries: those of
-// `list`, which may hold -1s, or the first ones. The window comes first, so the first tile always has a key.
+// What one token sees: `window_keys` consecutive tokens from ring slot `first_slot` on, then
+// compressed entries: those of `list`, which may hold -1s, or the first ones. The window comes
+// first, so the first tile always has a key.
 struct Seen {
     int first_slot, window_keys, keys;
     const int64* list;
@@ -52,27 +56,21 @@ __device__ __forceinline__ Seen seen_by(const Keys& keys, int token, int64 posit
     seen.list = keys.selected ? keys.selected + (int64)token * keys.listed : nullptr;
     seen.keys = seen.window_keys;
     if (seen.list) seen.keys += keys.listed;
-    else if (keys.compressed) seen.keys += min((unsigned)(position + 1) / (unsigned)keys.ratio, (unsigned)keys.compressed_slots);
+    else if (keys.compressed)
+        seen.keys +=
+            min((unsigned)(position + 1) / (unsigned)keys.ratio, (unsigned)keys.compressed_slots);
     return seen;
 }
 
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-    return (unsigned)__cvta_generic_to_shared(pointer);
+__device__ __forceinline__ unsigned swizzled(int row, int chunk) {
+    return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
-
-__device__ __forceinline__ unsigned swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
 // 16 bytes to shared memory, zeros if `take` is false (`source` is then not read).
 __device__ __forceinline__ void copy_async(unsigned target, const void* source, bool take) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(take ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                 "r"(take ? 16 : 0)
                  : "memory");
-}
-
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int pending>
-__device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
 // Reads *source if `take`, else gives `otherwise`; without a branch, so that several reads overlap.
@@ -84,7 +82,8 @@ __device__ __forceinline__ int read_entry(const int64* source, bool take, int ot
     return (int)value;
 }
 
-// The rows of one tile that a thread copies a part of, eight threads per row: compressed entries, negative for none.
+// The rows of one tile that a thread copies a part of, eight threads per row: compressed entries,
+// negative for none.
 template <int threads>
 struct TileRows {
     static constexpr int passes = TILE * 8 / threads;
@@ -95,11 +94,13 @@ struct TileRows {
         for (int pass = 0; pass < passes; pass++) {
             const int index = first_key + pass * (threads / 8) + thread / 8 - seen.window_keys;
             const bool exists = index < seen.keys - seen.window_keys;
-            entry[pass] = read_entry(seen.list + index, exists && index >= 0 && seen.list, exists ? index : -1);
+            entry[pass] = read_entry(seen.list + index, exists && index >= 0 && seen.list,
+                                     exists ? index : -1);
         }
     }
 
-    __device__ __forceinline__ bool takes(const Seen& seen, int first_key, int thread, int pass) const {
+    __device__ __forceinline__ bool takes(const Seen& seen, int first_key, int thread,
+                                          int pass) const {
         return first_key + pass * (threads / 8) + thread / 8 < seen.window_keys || entry[pass] >= 0;
     }
 
@@ -111,23 +112,26 @@ struct TileRows {
         return any;
     }
 
-    // Copies `blocks` column blocks from `first_column` on. Rows without a key become zeros: their weight is 0, and 0
-    // times a stale NaN would not be. `mask` (see TileMask) says which rows have one.
+    // Copies `blocks` column blocks from `first_column` on. Rows without a key become zeros: their
+    // weight is 0, and 0 times a stale NaN would not be. `mask` (see TileMask) says which rows have
+    // one.
     template <int blocks>
-    __device__ __forceinline__ void gather(
-        unsigned tile, unsigned char* mask, const Keys& keys, const Seen& seen, int first_key, int first_column,
-        int thread) const {
+    __device__ __forceinline__ void gather(unsigned tile, unsigned char* mask, const Keys& keys,
+                                           const Seen& seen, int first_key, int first_column,
+                                           int thread) const {
         const int chunk = thread % 8;
 #pragma unroll
         for (int pass = 0; pass < passes; pass++) {
             const int row = pass * (threads / 8) + thread / 8;
-            const bool windowed = first_key + row < seen.window_keys, take = takes(seen, first_key, thread, pass);
+            const bool windowed = first_key + row < seen.window_keys;
+            const bool take = takes(seen, first_key, thread, pass);
             const unsigned four = __ballot_sync(~0u, take) & 0x01010101u;
             if (thread % WARP == 0) mask[row / 4] = four * 0x01020408u >> 24;
             int slot = seen.first_slot + first_key + row;
             if (slot >= keys.ring_slots) slot -= keys.ring_slots;
             const bf16* source = windowed || !take ? keys.ring : keys.compressed;
-            source += (int64)(windowed ? slot : take ? entry[pass] : 0) * DIM + first_column + chunk * 8;
+            const int row_slot = windowed ? slot : take ? entry[pass] : 0;
+            source += (int64)row_slot * DIM + first_column + chunk * 8;
             const unsigned target = tile + swizzled(row, chunk);
 #pragma unroll
             for (int block = 0; block < blocks; block++)
@@ -136,7 +140,8 @@ struct TileRows {
     }
 };
 
-// Which of 64 keys exist, as shared memory holds it: byte i has one bit for each of keys 4i .. 4i + 3.
+// Which of 64 keys exist, as shared memory holds it: byte i has one bit for each of keys 4i .. 4i
+// + 3.
 struct TileMask {
     unsigned words[4];
 
@@ -154,11 +159,11 @@ struct TileMask {
     }
 };
 
-// `blocks` column blocks of the queries of 64 heads of one token, from `first` on; heads beyond `count` become zeros.
-// Head i goes to row i ^ `exchange`.
+// `blocks` column blocks of the queries of 64 heads of one token, from `first` on; heads beyond
+// `count` become zeros. Head i goes to row i ^ `exchange`.
 template <int threads, int blocks>
-__device__ __forceinline__ void load_queries(
-    unsigned tile, const bf16* first, int count, int exchange, int thread) {
+__device__ __forceinline__ void load_queries(unsigned tile, const bf16* first, int count,
+                                             int exchange, int thread) {
     const int chunk = thread % 8;
 #pragma unroll
     for (int pass = 0; pass < HEADS * 8 / threads; pass++) {
@@ -178,12 +183,13 @@ __device__ __forceinline__ unsigned packed_bits(float low, float high) {
 }
 
 // The inverse rotation at `position`, for pairs 0 .. ROPE / 2 - 1.
-__device__ __forceinline__ void output_turns(Turn* turns, const float* inv_freq, int64 position, int thread) {
+__device__ __forceinline__ void output_turns(Turn* turns, const float* inv_freq, int64 position,
+                                             int thread) {
     if (thread < ROPE / 2) turns[thread] = conjugate(rope_turn(position, inv_freq[thread]));
 }
 
-// Two neighbouring results of a head, columns `column`, `column + 1` of the last column block: rounded, rotated back if
-// rotary, and rounded again, as torch does.
+// Two neighbouring results of a head, columns `column`, `column + 1` of the last column block:
+// rounded, rotated back if rotary, and rounded again, as torch does.
 __device__ __forceinline__ unsigned rotated(float a, float b, int column, const Turn* turns) {
     const unsigned pair = packed_bits(a, b);
     if (column < 64 - ROPE) return pair;
@@ -215,13 +221,4 @@ __device__ __forceinline__ float raised_peak(float peak, float highest) {
 
 __device__ __forceinline__ void store_shared(unsigned address, unsigned value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared16(unsigned address) {
-    uint4 value;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "r"(address)
-                 : "memory");
-    return value;
 }

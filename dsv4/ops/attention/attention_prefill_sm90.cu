@@ -1,11 +1,14 @@
-// attention_prefill by wgmma: Hopper only, rows of 512. The blocks are persistent and each takes one token and 64 heads at
-// a time. Two warpgroups split the 512 columns: warpgroup g multiplies columns 256g .. 256g + 255 of queries and keys,
-// the two partial logits are added through shared memory (g finishes 8 of every 16 heads), and both multiply the same
-// weights with their half of the values. A third warpgroup gathers tiles and queries ahead of them.
+// attention_prefill by wgmma: Hopper only, rows of 512. The blocks are persistent and each takes
+// one token and 64 heads at a time. Two warpgroups split the 512 columns: warpgroup g multiplies
+// columns 256g .. 256g + 255 of queries and keys, the two partial logits are added through shared
+// memory (g finishes 8 of every 16 heads), and both multiply the same weights with their half of
+// the values. A third warpgroup gathers tiles and queries ahead of them.
 #include "attention_prefill.cuh"
 
 static_assert(DIM == 512, "two warpgroups hold 256 columns each");
-constexpr int GROUP_THREADS = 128, CONSUMERS = 2 * GROUP_THREADS, THREADS = CONSUMERS + GROUP_THREADS;
+constexpr int GROUP_THREADS = 128;
+constexpr int CONSUMERS = 2 * GROUP_THREADS;
+constexpr int THREADS = CONSUMERS + GROUP_THREADS;
 // Registers per thread: as many as three equal groups of 168 have.
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
 constexpr int HALF_BLOCKS = COLUMN_BLOCKS / 2;
@@ -25,28 +28,37 @@ constexpr int BARRIERS = NOTES + 32;             // int64 [5]
 static_assert(BARRIERS + 5 * sizeof(int64) + 1024 <= SHARED_BYTES, "the launcher allocates less");
 #endif
 
-__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading_bytes, int stride_bytes) {
+__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading_bytes,
+                                                         int stride_bytes) {
     constexpr unsigned long long swizzle_128_bytes = 1ull << 62;
     return swizzle_128_bytes | (unsigned long long)(stride_bytes >> 4) << 32 |
            (unsigned long long)(leading_bytes >> 4) << 16 | ((address & 0x3ffff) >> 4);
 }
 
 // Rows of 128 bytes along the summed dimension: groups of eight rows are 1024 bytes apart.
-__device__ __forceinline__ unsigned long long row_descriptor(unsigned address) { return descriptor(address, 16, 1024); }
+__device__ __forceinline__ unsigned long long row_descriptor(unsigned address) {
+    return descriptor(address, 16, 1024);
+}
 
 // Rows of 128 bytes across the summed dimension: blocks of 64 columns, groups of eight summed rows.
 __device__ __forceinline__ unsigned long long column_descriptor(unsigned address) {
     return descriptor(address, BLOCK_BYTES, 1024);
 }
 
-__device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void multiply_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void multiply_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 template <int pending>
 __device__ __forceinline__ void multiply_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 // What this thread wrote to shared memory becomes visible to wgmma.
-__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Keeps the compiler from moving accesses of accumulators across the asynchronous products.
 template <int count>
@@ -59,37 +71,46 @@ __device__ __forceinline__ void pin(float (&values)[count]) {
 __device__ __forceinline__ bool producer_any(bool value) {
     unsigned result;
     asm volatile(
-        "{\n.reg .pred in, out;\nsetp.ne.u32 in, %1, 0;\nbar.red.or.pred out, 1, 128, in;\nselp.u32 %0, 1, 0, out;\n}"
+        "{\n"
+        ".reg .pred in, out;\n"
+        "setp.ne.u32 in, %1, 0;\n"
+        "bar.red.or.pred out, 1, 128, in;\n"
+        "selp.u32 %0, 1, 0, out;\n}"
         : "=r"(result)
         : "r"((unsigned)value)
         : "memory");
     return result != 0;
 }
 
-__device__ __forceinline__ void consumer_barrier() { asm volatile("bar.sync 2, 256;" ::: "memory"); }
+__device__ __forceinline__ void consumer_barrier() {
+    asm volatile("bar.sync 2, 256;" ::: "memory");
+}
 
 // True if `value` is true in any thread of the consumers.
 __device__ __forceinline__ bool consumer_any(bool value) {
     unsigned result;
     asm volatile(
-        "{\n.reg .pred in, out;\nsetp.ne.u32 in, %1, 0;\nbar.red.or.pred out, 2, 256, in;\nselp.u32 %0, 1, 0, out;\n}"
+        "{\n"
+        ".reg .pred in, out;\n"
+        "setp.ne.u32 in, %1, 0;\n"
+        "bar.red.or.pred out, 2, 256, in;\n"
+        "selp.u32 %0, 1, 0, out;\n}"
         : "=r"(result)
         : "r"((unsigned)value)
         : "memory");
     return result != 0;
 }
 
-__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
-    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Waits for the end of phase `phase` (0, 1, ...), which must not lie two or more phases back or ahead.
-__device__ __forceinline__ void barrier_wait(unsigned barrier, int phase) {
+// Waits for the end of phase `phase` (0, 1, ...), which must not lie two or more phases back or
+// ahead.
+__device__ __forceinline__ void phase_wait(unsigned barrier, int phase) {
     asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier),
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra "
+        "again;\n}" ::"r"(barrier),
         "r"(phase & 1)
         : "memory");
 }
@@ -112,39 +133,46 @@ __device__ __forceinline__ void fewer_registers() {
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 
 // d [64, 64] = or += a [64, 16] b [64, 16]^T, both with the summed dimension contiguous.
-__device__ __forceinline__ void multiply_rows(
-    float (&d)[32], unsigned long long a, unsigned long long b, int accumulate) {
+__device__ __forceinline__ void multiply_rows(float (&d)[32], unsigned long long a,
+                                              unsigned long long b, int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
-        "%23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n}"
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
+        "%26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n}"
         : F16(d, 0), F16(d, 16)
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
 // d [64, 256] = or += a [64, 16] b [16, 256]; b has its columns contiguous.
-__device__ __forceinline__ void multiply_columns(
-    float (&d)[128], unsigned long long a, unsigned long long b, int accumulate) {
+__device__ __forceinline__ void multiply_columns(float (&d)[128], unsigned long long a,
+                                                 unsigned long long b, int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
-        "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "
-        "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, "
-        "%65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, "
-        "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "
-        "%106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, "
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
+        "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, "
+        "%43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
+        "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, "
+        "%77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, "
+        "%94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, "
+        "%109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, "
         "%123, %124, %125, %126, %127}, %128, %129, p, 1, 1, 0, 1;\n}"
-        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48), F16(d, 64), F16(d, 80), F16(d, 96), F16(d, 112)
+        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48), F16(d, 64), F16(d, 80), F16(d, 96),
+          F16(d, 112)
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// Four 8 x 8 matrices of bf16 from the registers of a warp to shared memory; lane l has the address of row l % 8 of
-// matrix l / 8.
-__device__ __forceinline__ void store_matrices(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
+// Four 8 x 8 matrices of bf16 from the registers of a warp to shared memory; lane l has the address
+// of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices(unsigned address, unsigned a, unsigned b, unsigned c,
+                                               unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
 }
 
@@ -153,14 +181,16 @@ struct Unit {
     int token, first_head, position;
 };
 
-// What the producer says about a tile: its unit, and if it is the unit's first, an ordinary one, or none at all.
+// What the producer says about a tile: its unit, and if it is the unit's first, an ordinary one, or
+// none at all.
 enum : int { TILE_ENDS = 0, TILE_STARTS_UNIT = 1, TILE_CONTINUES = 2 };
 struct alignas(16) TileNote {
     Unit unit;
     int kind;
 };
 
-// Walks over the tiles of a block's units, without those that hold no key. For the producer's threads.
+// Walks over the tiles of a block's units, without those that hold no key. For the producer's
+// threads.
 struct Cursor {
     int index, step, units, head_groups, tokens;
     Unit unit;
@@ -174,23 +204,25 @@ struct Cursor {
     }
     __device__ __forceinline__ bool alive() const { return index < units; }
     // The queries and the list of the unit after this one are brought to the L2 cache meanwhile.
-    __device__ __forceinline__ void start_unit(
-        const Keys& keys, const int64* positions, const bf16* q, int heads, int thread) {
+    __device__ __forceinline__ void start_unit(const Keys& keys, const int64* positions,
+                                               const bf16* q, int heads, int thread) {
         unit = Unit{token_at(index), index % head_groups * HEADS, next_position};
         seen = seen_by(keys, unit.token, unit.position);
         tile = 0;
         if (index + step >= units) return;
-        const int token = token_at(index + step), first_head = (index + step) % head_groups * HEADS;
+        const int token = token_at(index + step);
+        const int first_head = (index + step) % head_groups * HEADS;
         next_position = (int)positions[token];
         if (thread == 0) {
-            prefetch_bulk(q + ((int64)token * heads + first_head) * DIM, min(heads - first_head, HEADS) * DIM * 2);
+            prefetch_bulk(q + ((int64)token * heads + first_head) * DIM,
+                          min(heads - first_head, HEADS) * DIM * 2);
             if (keys.selected && keys.listed % 2 == 0)
                 prefetch_bulk(keys.selected + (int64)token * keys.listed, keys.listed * 8);
         }
     }
     // To the next tile that has a key; true if it is the first of a unit.
-    __device__ __forceinline__ bool advance(
-        const Keys& keys, const int64* positions, const bf16* q, int heads, int thread) {
+    __device__ __forceinline__ bool advance(const Keys& keys, const int64* positions, const bf16* q,
+                                            int heads, int thread) {
         bool first = false;
         for (tile++; alive(); tile++) {
             if (tile * TILE >= seen.keys) {
@@ -206,18 +238,25 @@ struct Cursor {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_sm90(
-    const bf16* q, const bf16* ring, const bf16* compressed, const int64* selected, const float* sink,
-    const int64* positions, const float* inv_freq, bf16* out, int tokens, int heads, int ring_slots,
-    int compressed_slots, int listed, int ratio, int window, float softmax_scale) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention_prefill_sm90(const bf16* q, const bf16* ring, const bf16* compressed,
+                           const int64* selected, const float* sink, const int64* positions,
+                           const float* inv_freq, bf16* out, int tokens, int heads, int ring_slots,
+                           int compressed_slots, int listed, int ratio, int window,
+                           float softmax_scale) {
     extern __shared__ unsigned char shared_raw[];
     unsigned char* shared = shared_raw + (-shared_address(shared_raw) & 1023);
     const unsigned base = shared_address(shared);
     TileNote* notes = reinterpret_cast<TileNote*>(shared + NOTES);
-    // `arrived` and `released`: of each buffer; `multiplied`: the logits of a tile are done, and with them the queries.
-    const unsigned arrived = base + BARRIERS, released = arrived + 16, multiplied = released + 16;
+    // `arrived` and `released`: of each buffer; `multiplied`: the logits of a tile are done, and
+    // with them the queries.
+    const unsigned arrived = base + BARRIERS;
+    const unsigned released = arrived + 16;
+    const unsigned multiplied = released + 16;
     const int group = __shfl_sync(~0u, threadIdx.x / GROUP_THREADS, 0);
-    const int thread = threadIdx.x % GROUP_THREADS, warp = thread / WARP, lane = thread % WARP;
+    const int thread = threadIdx.x % GROUP_THREADS;
+    const int warp = thread / WARP;
+    const int lane = thread % WARP;
     if (threadIdx.x == 0) {
         for (int buffer = 0; buffer < 2; buffer++) {
             barrier_init(arrived + buffer * 8, GROUP_THREADS);
@@ -231,7 +270,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_sm90(
 
     if (group == 2) {
         fewer_registers<PRODUCER_REGISTERS>();
-        const Keys keys{ring, compressed, selected, ring_slots, compressed_slots, listed, ratio, window};
+        const Keys keys{
+            ring, compressed, selected, ring_slots, compressed_slots, listed, ratio, window,
+        };
         Cursor cursor;
         cursor.index = blockIdx.x, cursor.step = gridDim.x, cursor.tokens = tokens;
         cursor.head_groups = (heads + HEADS - 1) / HEADS;
@@ -242,26 +283,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_sm90(
         bool first = true;
         for (int count = 0;; count++) {
             const int buffer = count & 1;
-            if (count >= 2) barrier_wait(released + buffer * 8, count / 2 - 1);
+            if (count >= 2) phase_wait(released + buffer * 8, count / 2 - 1);
             if (cursor.alive()) {
-                cursor.rows.gather<COLUMN_BLOCKS>(
-                    base + TILES + buffer * TILE_BYTES, shared + MASKS + buffer * 16, keys, cursor.seen,
-                    cursor.tile * TILE, 0, thread);
+                // keys_KD = torch.cat([window_rows, entries[indices]])[tile]
+                cursor.rows.gather<COLUMN_BLOCKS>(base + TILES + buffer * TILE_BYTES,
+                                                  shared + MASKS + buffer * 16, keys, cursor.seen,
+                                                  cursor.tile * TILE, 0, thread);
                 if (first) {
-                    if (count > 0) barrier_wait(multiplied, count - 1);
-                    const bf16* from = q + ((int64)cursor.unit.token * heads + cursor.unit.first_head) * DIM;
+                    // q_HD = q_THD[token, first_head : first_head + HEADS]
+                    if (count > 0) phase_wait(multiplied, count - 1);
+                    const bf16* from =
+                        q + ((int64)cursor.unit.token * heads + cursor.unit.first_head) * DIM;
                     const int head_count = heads - cursor.unit.first_head;
-                    load_queries<GROUP_THREADS, HALF_BLOCKS>(base + QUERIES, from, head_count, 0, thread);
+                    load_queries<GROUP_THREADS, HALF_BLOCKS>(base + QUERIES, from, head_count, 0,
+                                                             thread);
                     load_queries<GROUP_THREADS, HALF_BLOCKS>(
-                        base + QUERIES + HALF_BLOCKS * BLOCK_BYTES, from + HALF_BLOCKS * 64, head_count, 8, thread);
+                        base + QUERIES + HALF_BLOCKS * BLOCK_BYTES, from + HALF_BLOCKS * 64,
+                        head_count, 8, thread);
                 }
             }
             if (thread == 0) {
-                const int kind = !cursor.alive() ? TILE_ENDS : first ? TILE_STARTS_UNIT : TILE_CONTINUES;
+                const int kind = !cursor.alive() ? TILE_ENDS
+                                 : first         ? TILE_STARTS_UNIT
+                                                 : TILE_CONTINUES;
                 notes[buffer] = TileNote{cursor.unit, kind};
             }
-            copy_commit();
-            copy_wait<0>();
+            cp_async_commit();
+            cp_async_wait<0>();
             proxy_fence();
             barrier_arrive(arrived + buffer * 8);
             if (!cursor.alive()) return;
@@ -274,16 +322,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_sm90(
     float* inverse = reinterpret_cast<float*>(shared + INVERSE);
     Turn* turns = reinterpret_cast<Turn*>(shared + TURNS);
     const unsigned half = group * HALF_BLOCKS * BLOCK_BYTES;  // of a tile
-    // This thread's logits: keys 8n + 2 (lane % 4) + {0, 1} of head `row`. Its results: heads first_row, first_row + 8.
-    // The second warpgroup's queries have heads i and i ^ 8 exchanged, so that both keep the first half of what they
-    // compute and send the second.
+    // This thread's logits: keys 8n + 2 (lane % 4) + {0, 1} of head `row`. Its results: heads
+    // first_row, first_row + 8. The second warpgroup's queries have heads i and i ^ 8 exchanged, so
+    // that both keep the first half of what they compute and send the second.
     const int first_row = warp * 16 + lane / 4, row = first_row + group * 8;
     float* mailbox = reinterpret_cast<float*>(shared + EXCHANGE) + group * 2048 + thread;
-    const float* partner = reinterpret_cast<float*>(shared + EXCHANGE) + (group ^ 1) * 2048 + thread;
-    const unsigned weights_store = base + WEIGHTS + swizzled(warp * 16 + group * 8 + lane % 8, lane / 8);
+    const float* partner =
+        reinterpret_cast<float*>(shared + EXCHANGE) + (group ^ 1) * 2048 + thread;
+    const unsigned weights_store =
+        base + WEIGHTS + swizzled(warp * 16 + group * 8 + lane % 8, lane / 8);
     const float to_log2 = softmax_scale * LOG2_E;
 
     float s[32], o[128];
+    // logits_HK = q_HD @ keys_KD.T, over this warpgroup's half of the columns
     auto start_logits = [&](int buffer) {
         pin(s);
         multiply_fence();
@@ -296,11 +347,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_sm90(
         multiply_commit();
     };
 
-    barrier_wait(arrived, 0);
+    phase_wait(arrived, 0);
     start_logits(0);
     Unit unit = notes[0].unit;
     bool unit_starts = true;
-    float peak = NO_LOGIT, sum = 0.0f, sink_log2 = 0.0f;
+    float peak = NO_LOGIT;
+    float sum = 0.0f;
+    float sink_log2 = 0.0f;
     for (int count = 0;; count++) {
         const int buffer = count & 1;
         multiply_wait<0>();
@@ -312,18 +365,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_sm90(
         consumer_barrier();
         if (threadIdx.x == 0) barrier_arrive(multiplied);
 
+        // logits_HK = half_HK + other_half_HK; logits_HK[:, ~visible_K] = -inf
         float logit[16], highest = NO_LOGIT;
 #pragma unroll
         for (int n = 0; n < 8; n++)
 #pragma unroll
-            for (int i = 0; i < 2; i++) logit[n * 2 + i] = s[n * 4 + i] + partner[(n * 2 + i) * GROUP_THREADS];
+            for (int i = 0; i < 2; i++)
+                logit[n * 2 + i] = s[n * 4 + i] + partner[(n * 2 + i) * GROUP_THREADS];
         const TileMask mask(shared + MASKS + buffer * 16);
         if (!mask.full()) {
 #pragma unroll
             for (int i = 0; i < 16; i++)
                 if (!mask.has(i / 2, i % 2, lane)) logit[i] = NO_LOGIT;
         }
-        // The maximum rarely rises: the weights are computed with the old one while the new one is being found.
+        // The maximum rarely rises: the weights are computed with the old one while the new one is
+        // being found.
+        // p_HK = exp(logits_HK * softmax_scale - peak_H)
         unsigned weights[8];
         float added;
         auto weigh = [&] {
@@ -339,6 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_sm90(
         weigh();
 #pragma unroll
         for (int i = 0; i < 16; i++) highest = fmaxf(highest, logit[i]);
+        // peak_H = max(peak_H, logits_HK.amax(-1)); sum_H = sum_H * factor_H + p_HK.sum(-1)
         const float raised = raised_peak(peak, quad_max(highest) * to_log2);
         float factor = 1.0f;
         if (__any_sync(~0u, raised != peak)) {
@@ -359,15 +417,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_sm90(
         }
         pin(o);
         multiply_fence();
+        // out_HD = out_HD * factor_H + p_HK @ keys_KD
 #pragma unroll
         for (int step = 0; step < TILE / 16; step++)
-            multiply_columns(o, row_descriptor(base + WEIGHTS + step * 32),
-                             column_descriptor(base + TILES + buffer * TILE_BYTES + half + step * 16 * 128),
-                             step > 0 || !unit_starts);
+            multiply_columns(
+                o, row_descriptor(base + WEIGHTS + step * 32),
+                column_descriptor(base + TILES + buffer * TILE_BYTES + half + step * 16 * 128),
+                step > 0 || !unit_starts);
         multiply_commit();
 
-        // The logits of the next tile follow at once; after the last tile they are computed from anything and dropped.
-        barrier_wait(arrived + (buffer ^ 1) * 8, (count + 1) / 2);
+        // The logits of the next tile follow at once; after the last tile they are computed from
+        // anything and dropped.
+        phase_wait(arrived + (buffer ^ 1) * 8, (count + 1) / 2);
         start_logits(buffer ^ 1);
         const TileNote next = notes[buffer ^ 1];
         const bool unit_ends = next.kind != TILE_CONTINUES;
@@ -378,6 +439,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_sm90(
         multiply_wait<1>();
         pin(o);
         if (unit_ends) {
+            // out_HD = rope(out_HD / (sum_H + exp(sink_H - peak_H)), position, inverse=True)
             sum = quad_sum(sum);
             if (lane % 4 == 0) inverse[row] = 1.0f / (sum + exp2_fast(sink_log2 - peak));
             peak = NO_LOGIT, sum = 0.0f;
@@ -388,8 +450,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_sm90(
             if (group == 1) {
 #pragma unroll
                 for (int i = 96; i < 128; i += 2) {
-                    const unsigned pair = rotated(o[i], o[i + 1], (i - 96) / 4 * 8 + lane % 4 * 2, turns);
-                    o[i] = __uint_as_float(pair << 16), o[i + 1] = __uint_as_float(pair & 0xffff0000u);
+                    const unsigned pair =
+                        rotated(o[i], o[i + 1], (i - 96) / 4 * 8 + lane % 4 * 2, turns);
+                    o[i] = __uint_as_float(pair << 16);
+                    o[i + 1] = __uint_as_float(pair & 0xffff0000u);
                 }
             }
             // Through the buffer of this tile, so that whole lines are written.
@@ -400,18 +464,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_sm90(
 #pragma unroll
                 for (int n = 0; n < 32; n += 4) {
                     const float* from = o + n * 4 + i * 2;
-                    store_matrices((store ^ n % 8 * 16) + n / 8 * BLOCK_BYTES, packed_bits(from[0], from[1]),
-                                   packed_bits(from[4], from[5]), packed_bits(from[8], from[9]),
-                                   packed_bits(from[12], from[13]));
+                    store_matrices((store ^ n % 8 * 16) + n / 8 * BLOCK_BYTES,
+                                   packed_bits(from[0], from[1]), packed_bits(from[4], from[5]),
+                                   packed_bits(from[8], from[9]), packed_bits(from[12], from[13]));
                 }
             }
             __syncwarp();
-            bf16* target = out + ((int64)unit.token * heads + unit.first_head) * DIM + group * 256 + lane * 8;
+            bf16* target =
+                out + ((int64)unit.token * heads + unit.first_head) * DIM + group * 256 + lane * 8;
 #pragma unroll 8
             for (int i = 0; i < 16; i++) {
                 const int head = warp * 16 + i;
-                const uint4 value = load_shared16(staged + lane / 8 * BLOCK_BYTES + swizzled(head, lane % 8));
-                if (head < heads - unit.first_head) *reinterpret_cast<uint4*>(target + head * DIM) = value;
+                const uint4 value =
+                    load_shared16(staged + lane / 8 * BLOCK_BYTES + swizzled(head, lane % 8));
+                if (head < heads - unit.first_head)
+                    *reinterpret_cast<uint4*>(target + head * DIM) = value;
             }
         }
         if (next.kind == TILE_ENDS) break;

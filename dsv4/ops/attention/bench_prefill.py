@@ -1,5 +1,5 @@
-"""Prefill attention: one layer of each kind over a chunk of tokens, fp8 caches, decoding of the
-rows included.
+"""Prefill attention: one layer of each kind over a chunk of tokens, with fp8 caches and the
+dequantization of their rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ LISTED = {"Flash": 512, "Pro": 1024}
 
 
 def cases() -> Iterator[OpCase]:
-    """Chunks of 512 and 4096 tokens from a position where every list is full, and a long context."""
+    """Chunks of 512 and 4096 tokens from where every list is full, and a long context."""
     yield _case("Flash", "CSA", 4, 4096, 8192, portable=True)
     yield _case("Pro", "CSA", 4, 4096, 8192, portable=True)
     for model in HEADS:

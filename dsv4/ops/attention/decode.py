@@ -18,12 +18,15 @@ _WIDTH = 512
 _ROPE_WIDTH = 64
 _HEADS = 16
 _WARP = 32
-# 16 warps were slower everywhere but at a million keys (docs/kernels/attention.md).
+# Chosen by measurement (docs/benchmarks/kernel_rounds_h200.txt, "16 warps"). 16 were slower at most
+# shapes; they won for HCA from 1,152 keys on, and for Flash CSA at T = 2 in one of the rounds.
 _WARPS = 8
 # The largest cluster that every GPU of an architecture can launch.
 _CLUSTER = 8
-# Below this many keys one cluster is faster than several and their merging.
+# Below this many keys one cluster is taken to be faster than several and their merging. No record
+# holds the crossing point.
 _SPLIT_KEYS = 2048
+# A thread of the last cluster holds the results of all splits in registers, OUT + 2 floats of each.
 _MOST_SPLITS = 4
 # Clusters do not fit everywhere: about 15 on the 132 multiprocessors of an H200. One more takes a
 # second wave, which costs more than the split gains.
@@ -153,7 +156,7 @@ def _defines(inputs: AttentionInputs, splits: int) -> Defines:
 
 
 def _most_keys(inputs: AttentionInputs) -> int:
-    """Of one token."""
+    """The most keys of one token."""
     compressed = inputs.entries if inputs.selected_TK is None else inputs.listed
     return inputs.keys.window + compressed
 

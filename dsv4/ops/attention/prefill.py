@@ -18,8 +18,9 @@ _TILE_KEYS = 64
 # The longest list that is tested; the kernels know no limit.
 _MOST_LISTED = 2048
 _WARP = 32
+# A warp takes a row at a time; 8 blocks of 8 warps fill a multiprocessor.
 _DEQUANTIZE_THREADS = 256
-# As many as a multiprocessor holds: 2048 threads.
+# A multiprocessor holds so many blocks: 2048 threads.
 _DEQUANTIZE_BLOCKS_PER_MULTIPROCESSOR = 8
 
 
@@ -153,7 +154,7 @@ def _by_matrix_products(recording: Recording, inputs: AttentionInputs, form: _Fo
 
 
 def _plain_rows(recording: Recording, inputs: AttentionInputs) -> _PlainRows:
-    """Of fp8 caches a copy, slot by slot, of the rows that these tokens can see."""
+    """A bfloat16 copy of fp8 caches, slot by slot: the rows that these tokens can see."""
     ring = inputs.keys.ring
     compressed = inputs.keys.compressed
     if ring.format is RowFormat.PLAIN:

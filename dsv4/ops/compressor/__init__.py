@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4.caches.layer import CompressedState, CompressorRing, history_tokens
 from dsv4.config import CSA_RATIO
+from dsv4.launch.kernel import ceil_div
 from dsv4.ops.hadamard import hadamard
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.rope import rope
@@ -56,9 +57,8 @@ def compress(
     ring = state.ring
     score_TW = score_TW + weights.ape[positions_T % weights.ratio]
     local_kv, local_score = _with_history(kv_TW, score_TW, positions_T[0], weights.ratio, ring)
-    windows = positions_T[0] // weights.ratio + _count(
-        -(-kv_TW.shape[0] // weights.ratio), positions_T
-    )
+    count = ceil_div(kv_TW.shape[0], weights.ratio)
+    windows = positions_T[0] // weights.ratio + _count(count, positions_T)
     pooled = _pool(local_kv, local_score, windows, positions_T[0], weights).to(
         weights.compute_dtype
     )

@@ -1,4 +1,4 @@
-"""Compressors of one layer: decode steps inside and at the end of a window, and a chunk of tokens."""
+"""Compressors of one layer: decode steps inside and at the end of a window, and a chunk."""
 
 from collections.abc import Callable, Iterator
 

@@ -16,6 +16,7 @@ from dsv4.ops.compressor.windows import (
     ring_arguments,
 )
 
+# The launch copies; no record compares other numbers.
 _RING_THREADS = 256
 
 

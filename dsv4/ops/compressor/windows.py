@@ -18,6 +18,7 @@ from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.compressor import CompressorWeights
 from dsv4.ops.key_rows import check_rows, row_code
 
+# 128 registers a thread, which the rows of 16 tokens nearly fill (docs/kernels/compressor.md).
 THREADS = 512
 # Blocks of a window form a cluster, of at most 8; 64 channels of an fp8 row have one scale.
 _MOST_BLOCKS = 8

@@ -1,11 +1,13 @@
-// Hyper-connection mixes of few tokens: hc_post arithmetic if asked for, then fn · x and Σ x² of the (rounded) streams.
+// Hyper-connection mixes of few tokens: hc_post arithmetic if asked for, then fn · x and Σ x² of
+// the (rounded) streams.
 //
-// Defines: STREAMS (M), MIXES (rows of fn), POST (1: mix y into the streams first, 0: read them), COUNT columns per
-// access (4 or 1), PER_LANE accesses per lane, TOKENS per block.
+// Defines: STREAMS (M), MIXES (rows of fn), POST (1: mix y into the streams first, 0: read them),
+// COUNT columns per access (4 or 1), PER_LANE accesses per lane, TOKENS per block.
 //
-// A block owns PER_LANE · 32 / M neighbouring groups of COUNT columns of all M streams; every warp visits all of them for
-// its own rows of fn, whose values wait in registers before the dependency on the kernel before is met. So no step
-// crosses warps: one shuffle reduction per row ends in partials[token][row][block]. hyper_connection_finish.cu adds them.
+// A block owns PER_LANE · 32 / M neighbouring groups of COUNT columns of all M streams; every warp
+// visits all of them for its own rows of fn, whose values wait in registers before the dependency
+// on the kernel before is met. So no step crosses warps: one shuffle reduction per row ends in
+// partials[token][row][block]. hyper_connection_finish.cu adds them.
 #include "columns.cuh"
 
 constexpr int WARPS = 8;
@@ -18,8 +20,8 @@ struct Inputs {
 };
 
 struct Place {
-    int stream;     // k: the stream this lane computes
-    int64 column;   // first of its COUNT columns
+    int stream;    // k: the stream this lane computes
+    int64 column;  // first of its COUNT columns
     bool valid;
 };
 
@@ -31,25 +33,29 @@ __device__ __forceinline__ Place place(int access, int lane, int width) {
     return {valid ? int(position / GROUPS) : 0, valid ? column : 0, valid};
 }
 
-__device__ __forceinline__ void load_inputs(Inputs& in, const Place (&at)[PER_LANE], const bf16* y, const bf16* streams,
-                                            const float* post, const float* comb, int64 token, int width) {
+__device__ __forceinline__ void load_inputs(Inputs& in, const Place (&at)[PER_LANE], const bf16* y,
+                                            const bf16* streams, const float* post,
+                                            const float* comb, int64 token, int width) {
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
         const bf16* row = streams + token * STREAMS * width + at[i].column;
 #if POST
 #pragma unroll
-        for (int j = 0; j < STREAMS; j++) in.stream[i][j] = load_columns<COUNT>(row + (int64)j * width);
+        for (int j = 0; j < STREAMS; j++)
+            in.stream[i][j] = load_columns<COUNT>(row + (int64)j * width);
         in.y[i] = load_columns<COUNT>(y + token * width + at[i].column);
         in.post[i] = post[token * STREAMS + at[i].stream];
 #pragma unroll
-        for (int j = 0; j < STREAMS; j++) in.comb[i][j] = comb[(token * STREAMS + j) * STREAMS + at[i].stream];
+        for (int j = 0; j < STREAMS; j++)
+            in.comb[i][j] = comb[(token * STREAMS + j) * STREAMS + at[i].stream];
 #else
         in.stream[i][0] = load_columns<COUNT>(row + (int64)at[i].stream * width);
 #endif
     }
 }
 
-// x'_k = post_k · y + Σ_j comb_jk · x_j, rounded: the value that the next sublayer and the mixes see.
+// x'_k = post_k · y + Σ_j comb_jk · x_j, rounded: the value that the next sublayer and the mixes
+// see.
 __device__ __forceinline__ Columns<COUNT> new_stream(const Inputs& in, int i) {
 #if POST
     float values[COUNT];
@@ -57,7 +63,8 @@ __device__ __forceinline__ Columns<COUNT> new_stream(const Inputs& in, int i) {
     for (int c = 0; c < COUNT; c++) {
         float mixed = in.comb[i][0] * column(in.stream[i][0], c);
 #pragma unroll
-        for (int j = 1; j < STREAMS; j++) mixed = fmaf(in.comb[i][j], column(in.stream[i][j], c), mixed);
+        for (int j = 1; j < STREAMS; j++)
+            mixed = fmaf(in.comb[i][j], column(in.stream[i][j], c), mixed);
         values[c] = fmaf(in.post[i], column(in.y[i], c), mixed);
     }
     return round_columns(values);
@@ -67,8 +74,8 @@ __device__ __forceinline__ Columns<COUNT> new_stream(const Inputs& in, int i) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
-    hc_mix(const bf16* y, const bf16* streams, const float* post, const float* comb, const float* fn, bf16* streams_out,
-           float* partials, int tokens, int width) {
+    hc_mix(const bf16* y, const bf16* streams, const float* post, const float* comb,
+           const float* fn, bf16* streams_out, float* partials, int tokens, int width) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     Place at[PER_LANE];
     float weights[PER_LANE][ROWS][COUNT];
@@ -79,7 +86,9 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
         for (int r = 0; r < ROWS; r++) {
             const int row = warp * ROWS + r;
             if (at[i].valid && row < MIXES) {
-                fetch_constants<COUNT>(fn + ((int64)row * STREAMS + at[i].stream) * width + at[i].column, weights[i][r]);
+                fetch_constants<COUNT>(
+                    fn + ((int64)row * STREAMS + at[i].stream) * width + at[i].column,
+                    weights[i][r]);
             } else {
 #pragma unroll
                 for (int c = 0; c < COUNT; c++) weights[i][r][c] = 0.0f;
@@ -97,20 +106,25 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
         float sums[ROWS] = {}, squares = 0.0f;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
+            // x_MD = post_M[:, None] * y_D + comb_MM.T @ x_MD (POST)
             const Columns<COUNT> x = new_stream(in, i);
 #if POST
             if (at[i].valid && warp == i % WARPS)
-                store_columns(streams_out + ((int64)token * STREAMS + at[i].stream) * width + at[i].column, x);
+                store_columns(
+                    streams_out + ((int64)token * STREAMS + at[i].stream) * width + at[i].column,
+                    x);
 #endif
             // The weights of a lane without a place are 0, its values those of place 0.
 #pragma unroll
             for (int c = 0; c < COUNT; c++) {
                 const float value = column(x, c);
+                // mixes = fn @ x_MD.flatten(); squares = x_MD.square().sum()
                 if (at[i].valid) squares = fmaf(value, value, squares);
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) sums[r] = fmaf(weights[i][r][c], value, sums[r]);
             }
         }
+        // partials[token, :, block] = torch.cat([mixes, squares])
         float* out = partials + (int64)token * (MIXES + 1) * gridDim.x + blockIdx.x;
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {

@@ -1,17 +1,19 @@
-// Partial mixes → pre, post, comb; the collapsed stream Σ pre_i · x_i, rounded, normalised and rounded again.
+// Partial mixes → pre, post, comb; the collapsed stream Σ pre_i · x_i, rounded, normalised and
+// rounded again.
 //
-// Defines: STREAMS (M), MIXES (rows of fn; M for the head, which has no post and comb), SPLITS (partials per row), COUNT
-// columns per access (8 or 1), GROUPS accesses per thread, WORKERS threads with columns, BLOCKS (cluster size: blocks that
-// share one token).
+// Defines: STREAMS (M), MIXES (rows of fn; M for the head, which has no post and comb), SPLITS
+// (partials per row), COUNT columns per access (8 or 1), GROUPS accesses per thread, WORKERS
+// threads with columns, BLOCKS (cluster size: blocks that share one token).
 //
-// One cluster per token. The warp after the workers has no columns: in rank 0 it computes post and comb, whose Sinkhorn
-// iterations are as long as everything else, beside the others.
+// One cluster per token. The warp after the workers has no columns: in rank 0 it computes post and
+// comb, whose Sinkhorn iterations are as long as everything else, beside the others.
 #include "cluster.cuh"
 #include "columns.cuh"
 
 constexpr bool HEAD = MIXES == STREAMS;
 
-// What a lane of the last warp needs of the parameters: those of post_lane and of row `lane` of comb.
+// What a lane of the last warp needs of the parameters: those of post_lane and of row `lane` of
+// comb.
 struct SideParameters {
     float post_base, post_scale, comb_base[STREAMS], comb_scale;
 };
@@ -34,7 +36,8 @@ __device__ __forceinline__ void load_partials(Partials& out, const float* partia
 #pragma unroll
         for (int s = 0; s < LOADS; s++) {
             const int split = s * WARP + lane;
-            out.values[r][s] = row <= MIXES && split < SPLITS ? partials[row * SPLITS + split] : 0.0f;
+            out.values[r][s] =
+                row <= MIXES && split < SPLITS ? partials[row * SPLITS + split] : 0.0f;
         }
     }
 }
@@ -52,10 +55,13 @@ __device__ __forceinline__ void add_partials(const Partials& in, float* sums) {
     }
 }
 
-// One half of a Sinkhorn iteration: own_j ← own_j / (own_j · Σ_k kernel_jk · other_k + eps). Returns the largest
-// distance of a divisor 1 − e from 1. The reciprocal is 1 + e + … + e^(TERMS − 1) where |e| is known to be small enough for
-// float32, and comes from the special function unit, which takes longer, if TERMS is 0.
-constexpr float FOR_8_TERMS = 0.1f, FOR_3_TERMS = 3e-3f, SETTLED = 2.5e-7f;
+// One half of a Sinkhorn iteration: own_j ← own_j / (own_j · Σ_k kernel_jk · other_k + eps).
+// Returns the largest distance of a divisor 1 − e from 1. The reciprocal is 1 + e + … + e^(TERMS −
+// 1) where |e| is known to be small enough for float32, and comes from the special function unit,
+// which takes longer, if TERMS is 0.
+constexpr float FOR_8_TERMS = 0.1f;
+constexpr float FOR_3_TERMS = 3e-3f;
+constexpr float SETTLED = 2.5e-7f;
 
 template <int TERMS, bool TRANSPOSED>
 __device__ __forceinline__ float balance(float (&own)[STREAMS], const float (&other)[STREAMS],
@@ -65,7 +71,8 @@ __device__ __forceinline__ float balance(float (&own)[STREAMS], const float (&ot
     for (int j = 0; j < STREAMS; j++) {
         float dot = (TRANSPOSED ? kernel[0][j] : kernel[j][0]) * other[0];
 #pragma unroll
-        for (int k = 1; k < STREAMS; k++) dot = fmaf(TRANSPOSED ? kernel[k][j] : kernel[j][k], other[k], dot);
+        for (int k = 1; k < STREAMS; k++)
+            dot = fmaf(TRANSPOSED ? kernel[k][j] : kernel[j][k], other[k], dot);
         const float e = fmaf(-own[j], dot, 1.0f - eps), square = e * e;
         change = fmaxf(change, fabsf(e));
         if constexpr (TERMS == 3) {
@@ -80,11 +87,13 @@ __device__ __forceinline__ float balance(float (&own)[STREAMS], const float (&ot
     return change;
 }
 
-// Row softmax + eps, then columns and rows in turn, as scaling factors: comb_jk = rows_j · kernel_jk · columns_k. Every
-// lane computes all of it, which saves the exchange between lanes. Divisors only come closer to 1. Once an iteration changes
-// nothing by more than a rounding, the rest would not either.
-__device__ __forceinline__ void sinkhorn(const float* sums, float rms, const SideParameters& p, float eps, int iterations,
-                                         float* comb_out, float* scratch) {
+// Row softmax + eps, then columns and rows in turn, as scaling factors: comb_jk = rows_j ·
+// kernel_jk · columns_k. Every lane computes all of it, which saves the exchange between lanes.
+// Divisors only come closer to 1. Once an iteration changes nothing by more than a rounding, the
+// rest would not either.
+__device__ __forceinline__ void sinkhorn(const float* sums, float rms, const SideParameters& p,
+                                         float eps, int iterations, float* comb_out,
+                                         float* scratch) {
     const int lane = threadIdx.x % WARP, own = lane < STREAMS ? lane : 0;
     float row[STREAMS], largest = -3.4e38f, total = 0.0f;
 #pragma unroll
@@ -93,6 +102,7 @@ __device__ __forceinline__ void sinkhorn(const float* sums, float rms, const Sid
         row[k] = fmaf(sums[mix] * rms, p.comb_scale, p.comb_base[k]);
         largest = fmaxf(largest, row[k]);
     }
+    // kernel_MM = softmax(mixes[2 * M :].view(M, M) * rms * scale[2] + base[2 * M :], -1) + eps
 #pragma unroll
     for (int k = 0; k < STREAMS; k++) total += row[k] = expf(row[k] - largest);
 #pragma unroll
@@ -105,6 +115,7 @@ __device__ __forceinline__ void sinkhorn(const float* sums, float rms, const Sid
 #pragma unroll
         for (int k = 0; k < STREAMS; k++) kernel[j][k] = scratch[j * STREAMS + k];
     }
+    // In turn: comb /= comb.sum(-2, keepdim=True) + eps; comb /= comb.sum(-1, keepdim=True) + eps
     float change = 1.0f;
     balance<0, true>(columns, rows, kernel, eps);
     int iteration = 1;
@@ -124,16 +135,23 @@ __device__ __forceinline__ void sinkhorn(const float* sums, float rms, const Sid
     for (int j = 0; j < STREAMS; j++) {
 #pragma unroll
         for (int k = 0; k < STREAMS; k++)
-            if (lane == (j * STREAMS + k) % WARP) comb_out[j * STREAMS + k] = rows[j] * kernel[j][k] * columns[k];
+            if (lane == (j * STREAMS + k) % WARP)
+                comb_out[j * STREAMS + k] = rows[j] * kernel[j][k] * columns[k];
     }
 }
 
-__device__ __forceinline__ void worker_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
+__device__ __forceinline__ void worker_barrier() {
+    asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+}
 
 extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
-    hc_finish(const bf16* streams, const float* partials, const float* base, const float* scale, const float* norm_weight,
-              bf16* x, float* post, float* comb, int width, float norm_eps, float hc_eps, int iterations) {
-    __shared__ float sums[MIXES + 1], warp_squares[WARP], kernel[STREAMS * STREAMS], block_squares[BLOCKS];
+    hc_finish(const bf16* streams, const float* partials, const float* base, const float* scale,
+              const float* norm_weight, bf16* x, float* post, float* comb, int width,
+              float norm_eps, float hc_eps, int iterations) {
+    __shared__ float sums[MIXES + 1];
+    __shared__ float warp_squares[WARP];
+    __shared__ float kernel[STREAMS * STREAMS];
+    __shared__ float block_squares[BLOCKS];
     __shared__ uint64 inbox;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const unsigned rank = BLOCKS > 1 ? cluster_rank() : 0;
@@ -149,13 +167,16 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
     }
     // Lane i of every warp holds what makes pre_i.
     const int own = lane < STREAMS ? lane : 0;
-    const float own_base = fetch_constant(base + own), own_scale = fetch_constant(scale);
+    const float own_base = fetch_constant(base + own);
+    const float own_scale = fetch_constant(scale);
     SideParameters parameters;
     if (!HEAD && side) {
-        parameters.post_base = fetch_constant(base + STREAMS + own), parameters.post_scale = fetch_constant(scale + 1);
+        parameters.post_base = fetch_constant(base + STREAMS + own);
+        parameters.post_scale = fetch_constant(scale + 1);
         parameters.comb_scale = fetch_constant(scale + 2);
 #pragma unroll
-        for (int k = 0; k < STREAMS; k++) parameters.comb_base[k] = fetch_constant(base + (2 + own) * STREAMS + k);
+        for (int k = 0; k < STREAMS; k++)
+            parameters.comb_base[k] = fetch_constant(base + (2 + own) * STREAMS + k);
     }
     if constexpr (BLOCKS > 1) cluster_start(&inbox, 1);
     pdl_launch();
@@ -168,26 +189,35 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
     for (int g = 0; g < GROUPS; g++) {
 #pragma unroll
         for (int i = 0; i < STREAMS; i++)
-            stream[g][i] = at[g] >= 0 ? load_columns<COUNT>(streams + (token * STREAMS + i) * width + at[g]) : Columns<COUNT>{};
+            stream[g][i] =
+                at[g] >= 0 ? load_columns<COUNT>(streams + (token * STREAMS + i) * width + at[g])
+                           : Columns<COUNT>{};
     }
+    // mixes = partials[token].sum(-1); rms = rsqrt(mixes[-1] / (M * D) + norm_eps)
     add_partials(parts, sums);
     __syncthreads();
     const float rms = rsqrtf(sums[MIXES] / (STREAMS * width) + norm_eps);
     if constexpr (BLOCKS > 1) cluster_started();
     if (side) {
         if constexpr (!HEAD) {
+            // post = 2 * sigmoid(mixes[M : 2 * M] * rms * scale[1] + base[M : 2 * M])
+            // comb = sinkhorn(mixes[2 * M :] * rms * scale[2] + base[2 * M :])
             if (rank == 0) {
-                const float mix = fmaf(sums[STREAMS + own] * rms, parameters.post_scale, parameters.post_base);
+                const float mix =
+                    fmaf(sums[STREAMS + own] * rms, parameters.post_scale, parameters.post_base);
                 if (lane < STREAMS) post[token * STREAMS + lane] = 2.0f * sigmoid(mix);
-                sinkhorn(sums, rms, parameters, hc_eps, iterations, comb + token * STREAMS * STREAMS, kernel);
+                sinkhorn(sums, rms, parameters, hc_eps, iterations,
+                         comb + token * STREAMS * STREAMS, kernel);
             }
         }
         return;
     }
+    // pre = sigmoid(mixes[:M] * rms * scale[0] + base[:M]) + hc_eps
     const float own_pre = sigmoid(fmaf(sums[own] * rms, own_scale, own_base)) + hc_eps;
     float pre[STREAMS];
 #pragma unroll
     for (int i = 0; i < STREAMS; i++) pre[i] = __shfl_sync(~0u, own_pre, i);
+    // collapsed_D = (pre_M[:, None] * x_MD).sum(0)
     Columns<COUNT> collapsed[GROUPS];
     float squares = 0.0f;
 #pragma unroll
@@ -197,12 +227,15 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
         for (int c = 0; c < COUNT; c++) {
             values[c] = pre[0] * column(stream[g][0], c);
 #pragma unroll
-            for (int i = 1; i < STREAMS; i++) values[c] = fmaf(pre[i], column(stream[g][i], c), values[c]);
+            for (int i = 1; i < STREAMS; i++)
+                values[c] = fmaf(pre[i], column(stream[g][i], c), values[c]);
         }
         collapsed[g] = round_columns(values);
 #pragma unroll
-        for (int c = 0; c < COUNT; c++) squares = fmaf(column(collapsed[g], c), column(collapsed[g], c), squares);
+        for (int c = 0; c < COUNT; c++)
+            squares = fmaf(column(collapsed[g], c), column(collapsed[g], c), squares);
     }
+    // x_D = rms_norm(collapsed_D, norm_weight)
     squares = warp_sum(squares);
     if (lane == 0) warp_squares[warp] = squares;
     worker_barrier();
@@ -223,7 +256,8 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
         if (GROUPS > 1) load_constants<COUNT>(norm_weight + at[g], factors[g]);
         float values[COUNT];
 #pragma unroll
-        for (int c = 0; c < COUNT; c++) values[c] = column(collapsed[g], c) * inverse * factors[g][c];
+        for (int c = 0; c < COUNT; c++)
+            values[c] = column(collapsed[g], c) * inverse * factors[g][c];
         store_columns(x + token * width + at[g], round_columns(values));
     }
 }

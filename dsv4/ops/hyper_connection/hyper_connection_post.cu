@@ -1,11 +1,13 @@
-// x'_k = post_k · y + Σ_j comb_jk · x_j of every token. Defines: STREAMS (M), COUNT columns per thread (8 or 1).
+// x'_k = post_k · y + Σ_j comb_jk · x_j of every token. Defines: STREAMS (M), COUNT columns per
+// thread (8 or 1).
 #include "columns.cuh"
 
-extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const float* post, const float* comb, bf16* out,
-                                   int width) {
+extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const float* post,
+                                   const float* comb, bf16* out, int width) {
     pdl_launch();
     pdl_wait();
-    const int64 token = blockIdx.y, column_0 = ((int64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
+    const int64 token = blockIdx.y;
+    const int64 column_0 = ((int64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
     if (column_0 >= width) return;
     Columns<COUNT> stream[STREAMS];
 #pragma unroll
@@ -22,7 +24,8 @@ extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const flo
         for (int j = 0; j < STREAMS; j++) {
             const float factor = comb[(token * STREAMS + j) * STREAMS + k];
 #pragma unroll
-            for (int c = 0; c < COUNT; c++) values[c] = fmaf(factor, column(stream[j], c), values[c]);
+            for (int c = 0; c < COUNT; c++)
+                values[c] = fmaf(factor, column(stream[j], c), values[c]);
         }
 #pragma unroll
         for (int c = 0; c < COUNT; c++) values[c] = fmaf(share, column(added, c), values[c]);

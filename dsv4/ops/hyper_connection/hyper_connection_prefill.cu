@@ -1,15 +1,18 @@
-// Hyper-connection mixes of many tokens: hc_post arithmetic if asked for, then fn · x and Σ x² of the (rounded) streams.
+// Hyper-connection mixes of many tokens: hc_post arithmetic if asked for, then fn · x and Σ x² of
+// the (rounded) streams.
 //
-// Defines: STREAMS (M ≤ 4), MIXES (rows of fn), POST (1: mix y into the streams first, 0: read them), SPLITS of the
-// columns over blocks, SHARED_BYTES of dynamic shared memory. A block has 16 tokens; lane / 4 is a token of the first and,
-// in `half` 1, of the second eight.
+// Defines: STREAMS (M ≤ 4), MIXES (rows of fn), POST (1: mix y into the streams first, 0: read
+// them), SPLITS of the columns over blocks, SHARED_BYTES of dynamic shared memory. A block has 16
+// tokens; lane / 4 is a token of the first and, in `half` 1, of the second eight.
 //
-// The products run on the tensor cores and keep float32 accuracy: the streams are bf16, so exact in tf32; fn is the sum
-// of two tf32 numbers up to 2⁻²⁰ of itself, and sums leave the tensor core every CHUNK columns. A lane's fragments hold
-// 8 neighbouring columns, which permutes the summation index of both operands alike. While a warp computes, its next chunk
-// comes to shared memory, where every lane keeps its own columns. Partials [token][row][split] are added by
+// The products run on the tensor cores and keep float32 accuracy: the streams are bf16, so exact in
+// tf32; fn is the sum of two tf32 numbers up to 2⁻²⁰ of itself, and sums leave the tensor core
+// every CHUNK columns. A lane's fragments hold 8 neighbouring columns, which permutes the summation
+// index of both operands alike. While a warp computes, its next chunk comes to shared memory, where
+// every lane keeps its own columns. Partials [token][row][split] are added by
 // hyper_connection_finish.cu.
 #include "columns.cuh"
+#include "ptx.cuh"
 
 constexpr int WARPS = 8;
 constexpr int CHUNK = 32;  // columns of every stream per warp and step
@@ -25,38 +28,46 @@ struct Stage {
 static_assert(WARPS * 2 * sizeof(Stage) <= SHARED_BYTES);
 
 // Zeros where `present` is false.
-__device__ __forceinline__ void copy_columns(Columns<8>& shared, const bf16* address, bool present) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(&shared))),
+__device__ __forceinline__ void copy_columns(Columns<8>& shared, const bf16* address,
+                                             bool present) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(&shared)),
                  "l"(address), "r"(present ? 16 : 0)
                  : "memory");
 }
 
-__device__ __forceinline__ void mma_tf32(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
+__device__ __forceinline__ void mma_tf32(float (&sum)[4], const unsigned (&a)[4],
+                                         const unsigned (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-__device__ __forceinline__ void copy_chunk(Stage& stage, const bf16* y, const bf16* streams, int chunk, int first,
-                                           int tokens, int width) {
-    const int lane = threadIdx.x % WARP, group = lane / 4, column_0 = chunk * CHUNK + lane % 4 * 8;
+__device__ __forceinline__ void copy_chunk(Stage& stage, const bf16* y, const bf16* streams,
+                                           int chunk, int first, int tokens, int width) {
+    const int lane = threadIdx.x % WARP;
+    const int group = lane / 4;
+    const int column_0 = chunk * CHUNK + lane % 4 * 8;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const bool present = column_0 < width && first + half * 8 + group < tokens;
-        const int64 token = present ? first + half * 8 + group : 0, column = present ? column_0 : 0;
+        const int64 token = present ? first + half * 8 + group : 0;
+        const int64 column = present ? column_0 : 0;
 #pragma unroll
         for (int j = 0; j < STREAMS; j++)
-            copy_columns(stage.item[half][j][lane], streams + (token * STREAMS + j) * width + column, present);
+            copy_columns(stage.item[half][j][lane],
+                         streams + (token * STREAMS + j) * width + column, present);
 #if POST
         copy_columns(stage.item[half][STREAMS][lane], y + token * width + column, present);
 #endif
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    cp_async_commit();
 }
 
-// x'_k = post_k · y + Σ_j comb_jk · x_j for 8 columns of one token; coefficients: post, then comb, of the token.
-__device__ __forceinline__ void mix_in(Columns<8> (&stream)[STREAMS], const Columns<8>& y, const float* coefficients) {
+// x'_k = post_k · y + Σ_j comb_jk · x_j for 8 columns of one token; coefficients: post, then comb,
+// of the token.
+__device__ __forceinline__ void mix_in(Columns<8> (&stream)[STREAMS], const Columns<8>& y,
+                                       const float* coefficients) {
     Columns<8> out[STREAMS];
 #pragma unroll
     for (int k = 0; k < STREAMS; k++) {
@@ -78,12 +89,15 @@ __device__ __forceinline__ void mix_in(Columns<8> (&stream)[STREAMS], const Colu
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 2)
-    hc_mix_many(const bf16* y, const bf16* streams, const float* post, const float* comb, const float* fn,
-                bf16* streams_out, float* partials, int tokens, int width) {
+    hc_mix_many(const bf16* y, const bf16* streams, const float* post, const float* comb,
+                const float* fn, bf16* streams_out, float* partials, int tokens, int width) {
     extern __shared__ uint4 dynamic[];
     __shared__ float coefficients[POST ? TOKENS * COEFFICIENTS : 1];
     __shared__ float warp_sums[WARPS][MIXES + 1][TOKENS];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, quarter = lane % 4;
+    const int lane = threadIdx.x % WARP;
+    const int warp = threadIdx.x / WARP;
+    const int group = lane / 4;
+    const int quarter = lane % 4;
     const int first = blockIdx.x * TOKENS;
     Stage* stages = reinterpret_cast<Stage*>(dynamic) + warp * 2;
     pdl_launch();
@@ -92,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 2)
     for (int i = threadIdx.x; i < TOKENS * COEFFICIENTS; i += WARPS * WARP) {
         const int64 token = min(first + i / COEFFICIENTS, tokens - 1);
         const int c = i % COEFFICIENTS;
-        coefficients[i] = c < STREAMS ? post[token * STREAMS + c] : comb[token * STREAMS * STREAMS + c - STREAMS];
+        coefficients[i] =
+            c < STREAMS ? post[token * STREAMS + c] : comb[token * STREAMS * STREAMS + c - STREAMS];
     }
     __syncthreads();
 #endif
@@ -101,12 +116,13 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 2)
     int chunk = blockIdx.y * WARPS + warp;
     if (chunk < chunks) copy_chunk(stages[0], y, streams, chunk, first, tokens, width);
     for (int turn = 0; chunk < chunks; chunk += SPLITS * WARPS, turn ^= 1) {
-        const int column_0 = chunk * CHUNK + quarter * 8, next = chunk + SPLITS * WARPS;
+        const int column_0 = chunk * CHUNK + quarter * 8;
+        const int next = chunk + SPLITS * WARPS;
         if (next < chunks) {
             copy_chunk(stages[turn ^ 1], y, streams, next, first, tokens, width);
-            asm volatile("cp.async.wait_group 1;" ::: "memory");
+            cp_async_wait<1>();
         } else {
-            asm volatile("cp.async.wait_group 0;" ::: "memory");
+            cp_async_wait<0>();
         }
         Stage& stage = stages[turn];
         const bool valid = column_0 < width;
@@ -117,13 +133,16 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 2)
             Columns<8> stream[STREAMS];
 #pragma unroll
             for (int j = 0; j < STREAMS; j++) stream[j] = stage.item[half][j][lane];
+            // x_MD = post_M[:, None] * y_D + comb_MM.T @ x_MD (POST)
             mix_in(stream, stage.item[half][STREAMS][lane], coefficients + slot * COEFFICIENTS);
             const bool present = valid && first + slot < tokens;
 #pragma unroll
             for (int k = 0; k < STREAMS; k++) {
                 stage.item[half][k][lane] = stream[k];
                 if (present)
-                    store_columns(streams_out + ((int64)(first + slot) * STREAMS + k) * width + column_0, stream[k]);
+                    store_columns(
+                        streams_out + ((int64)(first + slot) * STREAMS + k) * width + column_0,
+                        stream[k]);
             }
         }
 #endif
@@ -137,6 +156,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 2)
 #pragma unroll
                 for (int c = 0; c < 8; c++) {
                     const float value = column(stream[half], c);
+                    // squares = x_MD.square().sum()
                     squares[half] = fmaf(value, value, squares[half]);
                 }
             }
@@ -152,12 +172,14 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 2)
 #pragma unroll
                     for (int b = 0; b < 2; b++) {
                         const float weight = weights[2 * s + b];
+                        // mixes = fn @ x_MD.flatten(), with fn = high + low
                         high[b] = __float_as_uint(weight) & 0xffffe000u;
                         low[b] = __float_as_uint(weight - __uint_as_float(high[b])) & 0xffffe000u;
                     }
-                    const unsigned a[4] = {
-                        __float_as_uint(column(stream[0], 2 * s)), __float_as_uint(column(stream[1], 2 * s)),
-                        __float_as_uint(column(stream[0], 2 * s + 1)), __float_as_uint(column(stream[1], 2 * s + 1))};
+                    const unsigned a[4] = {__float_as_uint(column(stream[0], 2 * s)),
+                                           __float_as_uint(column(stream[1], 2 * s)),
+                                           __float_as_uint(column(stream[0], 2 * s + 1)),
+                                           __float_as_uint(column(stream[1], 2 * s + 1))};
                     mma_tf32(sum[n], a, high);
                     mma_tf32(sum[n], a, low);
                 }
@@ -191,6 +213,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 2)
         float sum = 0.0f;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) sum += warp_sums[w][row][slot];
+        // partials[token, :, split] = torch.cat([mixes, squares])
         partials[((int64)(first + slot) * (MIXES + 1) + row) * SPLITS + blockIdx.y] = sum;
     }
 }

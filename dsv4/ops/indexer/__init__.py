@@ -8,6 +8,7 @@ from dsv4.config import CSA_RATIO
 from dsv4.ops.hadamard import hadamard
 from dsv4.ops.rope import rope
 
+# Bytes of the scores that the torch op holds at once.
 _TILE_BYTES = 64 << 20
 
 

@@ -1,4 +1,5 @@
-// What the indexer's scoring and selection agree on: which entries a token sees, and how scores are ordered.
+// What the indexer's scoring and selection agree on: which entries a token sees, and how scores are
+// ordered.
 #pragma once
 #include "common.cuh"
 

@@ -10,10 +10,12 @@
 
 // Block (x, y): token y, `heads_per_block` heads from x · heads_per_block on.
 extern "C" __global__ void __launch_bounds__(256)
-    index_query(const bf16* q, const int64* positions, const float* inv_freq, bf16* out, int heads, int heads_per_block, float normaliser) {
+    index_query(const bf16* q, const int64* positions, const float* inv_freq, bf16* out, int heads,
+                int heads_per_block, float normaliser) {
     using Row = IndexRow<WIDTH, ROPE>;
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-    const int first = blockIdx.x * heads_per_block + warp, stop = min((int)(blockIdx.x + 1) * heads_per_block, heads);
+    const int first = blockIdx.x * heads_per_block + warp;
+    const int stop = min((int)(blockIdx.x + 1) * heads_per_block, heads);
     WarpTurns<ROPE / 2> of_token;
     of_token.fetch(inv_freq);
     pdl_launch();

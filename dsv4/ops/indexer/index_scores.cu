@@ -1,12 +1,14 @@
-// Scores of the lightning indexer: score(t, s) = Σ_h relu(q_th · k_s) · w_th · score_scale over the entries that token t
-// sees, written as integers that sort like the scores (index_order.cuh). Tokens that see no more entries than they may
-// select are skipped: top_k lists all of them.
+// Scores of the lightning indexer: score(t, s) = Σ_h relu(q_th · k_s) · w_th · score_scale over the
+// entries that token t sees, written as integers that sort like the scores (index_order.cuh).
+// Tokens that see no more entries than they may select are skipped: top_k lists all of them.
 //
-// index_scores: tensor cores, rows of 128 values, HEADS a multiple of 8. Keys are the rows of the m16n8k16 product, 16 a
-// tile, and queries its columns, so that a key is converted once for all heads; each warp owns whole tiles. With FP8 1
-// both sides are e4m3, whose values float16 holds exactly; their scales multiply the float32 sums. With FP8 0 keys are
-// bfloat16. index_scores_any_geometry: one warp per entry, float32 arithmetic, for every other shape.
+// index_scores: tensor cores, rows of 128 values, HEADS a multiple of 8. Keys are the rows of the
+// m16n8k16 product, 16 a tile, and queries its columns, so that a key is converted once for all
+// heads; each warp owns whole tiles. With FP8 1 both sides are e4m3, whose values float16 holds
+// exactly; their scales multiply the float32 sums. With FP8 0 keys are bfloat16.
+// index_scores_any_geometry: one warp per entry, float32 arithmetic, for every other shape.
 #include "index_order.cuh"
+#include "ptx.cuh"
 
 #ifndef HEADS
 #define HEADS 64
@@ -19,11 +21,16 @@
 #define SHARED_BYTES (200 << 10)
 #endif
 
-constexpr int DIM = 128, KEYS = 16, WARPS = 8, STAGES = 4;
+constexpr int DIM = 128;
+constexpr int KEYS = 16;
+constexpr int WARPS = 8;
+constexpr int STAGES = 4;
 constexpr int HEAD_TILES = HEADS / 8, STEPS = DIM / 16;
-constexpr int ROW_BYTES = FP8 ? DIM : 2 * DIM, ROW_CHUNKS = ROW_BYTES / 16, TILE_BYTES = KEYS * ROW_BYTES;
-// A lane takes 16-byte chunks of a row, CHUNK_VALUES values each, LANE_CHUNKS of them: the order of the products along
-// a row is free as long as keys and queries agree.
+constexpr int ROW_BYTES = FP8 ? DIM : 2 * DIM;
+constexpr int ROW_CHUNKS = ROW_BYTES / 16;
+constexpr int TILE_BYTES = KEYS * ROW_BYTES;
+// A lane takes 16-byte chunks of a row, CHUNK_VALUES values each, LANE_CHUNKS of them: the order of
+// the products along a row is free as long as keys and queries agree.
 constexpr int CHUNK_VALUES = FP8 ? 16 : 8, LANE_CHUNKS = DIM / CHUNK_VALUES / 4;
 
 struct Shared {
@@ -36,30 +43,28 @@ struct Shared {
 static_assert(sizeof(Shared) <= SHARED_BYTES);
 
 __device__ __forceinline__ void copy16(void* to, const void* from, bool valid) {
-    const unsigned address = (unsigned)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+                 "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
 }
 
 __device__ __forceinline__ void copy4(void* to, const void* from, bool valid) {
-    const unsigned address = (unsigned)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(from), "r"(valid ? 4 : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)),
+                 "l"(from), "r"(valid ? 4 : 0)
+                 : "memory");
 }
 
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int PENDING>
-__device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-__device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+__device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
+                                         unsigned b1) {
 #if FP8
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
 #else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
 #endif
-                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ unsigned half_pair(unsigned e4m3_pair) {
@@ -72,7 +77,8 @@ __device__ __forceinline__ unsigned bf16_pair(unsigned pair) { return pair; }
 // Two queries' values, divided by the head's scale, as a B fragment register.
 __device__ __forceinline__ unsigned query_pair(unsigned pair, float scale) {
 #if FP8
-    const float2 values = make_float2(__uint_as_float(pair << 16) / scale, __uint_as_float(pair & 0xFFFF0000u) / scale);
+    const float2 values = make_float2(__uint_as_float(pair << 16) / scale,
+                                      __uint_as_float(pair & 0xFFFF0000u) / scale);
     return half_pair(__nv_cvt_float2_to_fp8x2(values, __NV_SATFINITE, __NV_E4M3));
 #else
     return bf16_pair(pair);
@@ -82,13 +88,18 @@ __device__ __forceinline__ unsigned query_pair(unsigned pair, float scale) {
 // Starts the copy of one token's queries; the caller commits.
 __device__ __forceinline__ void fetch_queries(Shared& shared, const bf16* q, int token) {
     const bf16* from = q + (int64)token * HEADS * DIM;
-    for (int i = threadIdx.x; i < HEADS * DIM / 8; i += WARPS * WARP) copy16(shared.raw_queries + 8 * i, from + 8 * i, true);
+    for (int i = threadIdx.x; i < HEADS * DIM / 8; i += WARPS * WARP)
+        copy16(shared.raw_queries + 8 * i, from + 8 * i, true);
 }
 
-// torch: queries = unpack_index_rows(*pack_index_rows(queries)). Each warp rounds eight heads and lays them out as the
-// fragments that all warps multiply by; the head's factor takes the query's scale along.
-__device__ __forceinline__ void prepare_queries(Shared& shared, const float* weights, float score_scale) {
-    const int lane = threadIdx.x % WARP, column = lane / 4, part = lane % 4;
+// torch: queries = unpack_index_rows(*pack_index_rows(queries)). Each warp rounds eight heads and
+// lays them out as the fragments that all warps multiply by; the head's factor takes the query's
+// scale along.
+__device__ __forceinline__ void prepare_queries(Shared& shared, const float* weights,
+                                                float score_scale) {
+    const int lane = threadIdx.x % WARP;
+    const int column = lane / 4;
+    const int part = lane % 4;
     for (int tile = threadIdx.x / WARP; tile < HEAD_TILES; tile += WARPS) {
         const int head = 8 * tile + column;
         const char* row = reinterpret_cast<const char*>(shared.raw_queries + head * DIM);
@@ -96,8 +107,10 @@ __device__ __forceinline__ void prepare_queries(Shared& shared, const float* wei
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             // Values chunk · CHUNK_VALUES · 4 + part · CHUNK_VALUES + ..., 8 per load.
-            const int chunk = i / (4 / LANE_CHUNKS), half = i % (4 / LANE_CHUNKS);
-            raw[i] = *reinterpret_cast<const uint4*>(row + 2 * (CHUNK_VALUES * (4 * chunk + part) + 8 * half));
+            const int chunk = i / (4 / LANE_CHUNKS);
+            const int half = i % (4 / LANE_CHUNKS);
+            raw[i] = *reinterpret_cast<const uint4*>(
+                row + 2 * (CHUNK_VALUES * (4 * chunk + part) + 8 * half));
         }
         float scale = 1.0f;
 #if FP8
@@ -118,35 +131,42 @@ __device__ __forceinline__ void prepare_queries(Shared& shared, const float* wei
         if (part == 0) shared.factors[head] = weights[head] * score_scale * scale;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            shared.query_fragments[tile][i][lane] = make_uint4(
-                query_pair(raw[i].x, scale), query_pair(raw[i].y, scale),
-                query_pair(raw[i].z, scale), query_pair(raw[i].w, scale));
+            shared.query_fragments[tile][i][lane] =
+                make_uint4(query_pair(raw[i].x, scale), query_pair(raw[i].y, scale),
+                           query_pair(raw[i].z, scale), query_pair(raw[i].w, scale));
         }
     }
 }
 
-// Starts the copy of 16 key rows and their scales into a stage of this warp's ring. Rows past the last visible entry
-// become zeros: what they hold must not be read.
-__device__ __forceinline__ void fetch_keys(Shared& shared, int warp, int stage, const char* data, const float* scales, int tile,
-                                           int visible) {
+// Starts the copy of 16 key rows and their scales into a stage of this warp's ring. Rows past the
+// last visible entry become zeros: what they hold must not be read.
+__device__ __forceinline__ void fetch_keys(Shared& shared, int warp, int stage, const char* data,
+                                           const float* scales, int tile, int visible) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int i = 0; i < KEYS * ROW_CHUNKS / WARP; ++i) {
-        const int row = (lane + WARP * i) / ROW_CHUNKS, chunk = (lane + WARP * i) % ROW_CHUNKS;
+        const int row = (lane + WARP * i) / ROW_CHUNKS;
+        const int chunk = (lane + WARP * i) % ROW_CHUNKS;
         const bool valid = tile * KEYS + row < visible;
         const int64 entry = valid ? tile * KEYS + row : 0;
-        // Odd rows swap chunks 0-3 with 4-7, so that the eight lanes of a load phase meet all banks.
-        copy16(shared.keys[warp][stage] + 16 * (row * ROW_CHUNKS + (chunk ^ (row & 1) << 2)), data + entry * ROW_BYTES + 16 * chunk, valid);
+        // Odd rows swap chunks 0-3 with 4-7, so that the eight lanes of a load phase meet all
+        // banks.
+        copy16(shared.keys[warp][stage] + 16 * (row * ROW_CHUNKS + (chunk ^ (row & 1) << 2)),
+               data + entry * ROW_BYTES + 16 * chunk, valid);
     }
     if (FP8 && lane < KEYS) {
         const bool valid = tile * KEYS + lane < visible;
-        copy4(&shared.key_scales[warp][stage][lane], scales + (valid ? tile * KEYS + lane : 0), valid);
+        copy4(&shared.key_scales[warp][stage][lane], scales + (valid ? tile * KEYS + lane : 0),
+              valid);
     }
 }
 
-__device__ __forceinline__ void score_tile(const Shared& shared, int warp, int stage, const uint4 (&queries)[HEAD_TILES][STEPS / 2],
+__device__ __forceinline__ void score_tile(const Shared& shared, int warp, int stage,
+                                           const uint4 (&queries)[HEAD_TILES][STEPS / 2],
                                            const float2 (&factors)[HEAD_TILES], float (&score)[2]) {
-    const int lane = threadIdx.x % WARP, row = lane / 4, part = lane % 4;
+    const int lane = threadIdx.x % WARP;
+    const int row = lane / 4;
+    const int part = lane % 4;
     const char* keys = shared.keys[warp][stage];
     uint4 raw[2][LANE_CHUNKS];
 #pragma unroll
@@ -154,7 +174,8 @@ __device__ __forceinline__ void score_tile(const Shared& shared, int warp, int s
 #pragma unroll
         for (int i = 0; i < LANE_CHUNKS; ++i) {
             const int chunk = (4 * i + part) ^ (row & 1) << 2;
-            raw[half][i] = *reinterpret_cast<const uint4*>(keys + 16 * ((row + 8 * half) * ROW_CHUNKS + chunk));
+            raw[half][i] = *reinterpret_cast<const uint4*>(
+                keys + 16 * ((row + 8 * half) * ROW_CHUNKS + chunk));
         }
     }
     float sums[HEAD_TILES][4] = {};
@@ -177,16 +198,19 @@ __device__ __forceinline__ void score_tile(const Shared& shared, int warp, int s
 #pragma unroll
         for (int tile = 0; tile < HEAD_TILES; ++tile) {
             const uint4& b = queries[tile][step / 2];
+            // dots_HS += queries_HD @ keys_SD.T
             multiply(sums[tile], a, step % 2 ? b.z : b.x, step % 2 ? b.w : b.y);
         }
     }
+    // score_S = (relu(dots_HS) * factors_H[:, None]).sum(0)
     score[0] = score[1] = 0.0f;
 #pragma unroll
     for (int tile = 0; tile < HEAD_TILES; ++tile) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             score[half] = fmaf(nan_max(sums[tile][2 * half], 0.0f), factors[tile].x, score[half]);
-            score[half] = fmaf(nan_max(sums[tile][2 * half + 1], 0.0f), factors[tile].y, score[half]);
+            score[half] =
+                fmaf(nan_max(sums[tile][2 * half + 1], 0.0f), factors[tile].y, score[half]);
         }
     }
 #pragma unroll
@@ -196,14 +220,15 @@ __device__ __forceinline__ void score_tile(const Shared& shared, int warp, int s
     }
 }
 
-// The first item from `item` on, in steps of the grid, that has work: an item is a token and one of max_parts shares of its
-// tiles. A token of few tiles is cut into fewer parts, of at least part_tiles tiles.
+// The first item from `item` on, in steps of the grid, that has work: an item is a token and one of
+// max_parts shares of its tiles. A token of few tiles is cut into fewer parts, of at least
+// part_tiles tiles.
 struct Item {
     int token, part, parts, visible;
 };
 
-__device__ __forceinline__ bool next_item(Item& found, int& item, const int64* positions, int slots, int tokens, int selected, int max_parts,
-                                          int part_tiles) {
+__device__ __forceinline__ bool next_item(Item& found, int& item, const int64* positions, int slots,
+                                          int tokens, int selected, int max_parts, int part_tiles) {
     for (; item < tokens * max_parts; item += gridDim.x) {
         found.token = item / max_parts, found.part = item % max_parts;
         found.visible = visible_entries(positions[found.token], slots);
@@ -213,10 +238,13 @@ __device__ __forceinline__ bool next_item(Item& found, int& item, const int64* p
     return false;
 }
 
-// Blocks take items round robin; the queries of the next item are fetched while this one is computed.
+// Blocks take items round robin; the queries of the next item are fetched while this one is
+// computed.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
-    index_scores(const bf16* q, const float* weights, float score_scale, const char* data, const float* scales, const int64* positions,
-                 unsigned* scores, int slots, int score_stride, int weight_stride, int tokens, int selected, int max_parts, int part_tiles) {
+    index_scores(const bf16* q, const float* weights, float score_scale, const char* data,
+                 const float* scales, const int64* positions, unsigned* scores, int slots,
+                 int score_stride, int weight_stride, int tokens, int selected, int max_parts,
+                 int part_tiles) {
     extern __shared__ __align__(16) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -229,73 +257,88 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
     Item now;
     bool more = next_item(now, item, positions, slots, tokens, selected, max_parts, part_tiles);
     if (more && now.token != guess) {
-        copy_commit();
-        copy_wait<0>();
+        cp_async_commit();
+        cp_async_wait<0>();
         fetch_queries(shared, q, now.token);
     }
-    copy_commit();
+    cp_async_commit();
     while (more) {
-        const int tiles = (now.visible + KEYS - 1) / KEYS, first = now.part + now.parts * warp, stride = now.parts * WARPS;
+        const int tiles = (now.visible + KEYS - 1) / KEYS;
+        const int first = now.part + now.parts * warp;
+        const int stride = now.parts * WARPS;
         const int visible = now.visible, token = now.token;
 #pragma unroll
         for (int stage = 0; stage < STAGES - 1; ++stage) {
-            if (first + stage * stride < tiles) fetch_keys(shared, warp, stage, data, scales, first + stage * stride, visible);
-            copy_commit();
+            if (first + stage * stride < tiles)
+                fetch_keys(shared, warp, stage, data, scales, first + stage * stride, visible);
+            cp_async_commit();
         }
-        copy_wait<STAGES - 1>();
+        cp_async_wait<STAGES - 1>();
         __syncthreads();
+        // queries_HD = unpack_index_rows(*pack_index_rows(queries_HD))
+        // factors_H = weights_H * score_scale
         prepare_queries(shared, weights + (int64)token * weight_stride, score_scale);
         __syncthreads();
         item += gridDim.x;
         more = next_item(now, item, positions, slots, tokens, selected, max_parts, part_tiles);
         if (more) fetch_queries(shared, q, now.token);
-        copy_commit();
+        cp_async_commit();
         uint4 queries[HEAD_TILES][STEPS / 2];
         float2 factors[HEAD_TILES];
 #pragma unroll
         for (int tile = 0; tile < HEAD_TILES; ++tile) {
 #pragma unroll
-            for (int i = 0; i < STEPS / 2; ++i) queries[tile][i] = shared.query_fragments[tile][i][lane];
-            factors[tile] = *reinterpret_cast<const float2*>(shared.factors + 8 * tile + 2 * (lane % 4));
+            for (int i = 0; i < STEPS / 2; ++i)
+                queries[tile][i] = shared.query_fragments[tile][i][lane];
+            factors[tile] =
+                *reinterpret_cast<const float2*>(shared.factors + 8 * tile + 2 * (lane % 4));
         }
         unsigned* row = scores + (int64)token * score_stride;
         int stage = 0;
         for (int tile = first; tile < tiles; tile += stride) {
-            copy_wait<STAGES - 2>();
+            cp_async_wait<STAGES - 2>();
             __syncwarp();
             float score[2];
+            // score_S = (relu(queries_HD @ keys_SD.T) * factors_H[:, None]).sum(0)
             score_tile(shared, warp, stage, queries, factors, score);
             const int entry = tile * KEYS + lane / 4 + 8 * (lane % 2);
             float mine = lane % 2 ? score[1] : score[0];
             if (FP8) mine *= shared.key_scales[warp][stage][entry % KEYS];
             if (lane % 4 < 2 && entry < visible) row[entry] = order_of(mine);
-            const int ahead = tile + (STAGES - 1) * stride, target = (stage + STAGES - 1) % STAGES;
+            const int ahead = tile + (STAGES - 1) * stride;
+            const int target = (stage + STAGES - 1) % STAGES;
             __syncwarp();
             if (ahead < tiles) fetch_keys(shared, warp, target, data, scales, ahead, visible);
-            copy_commit();
+            cp_async_commit();
             stage = (stage + 1) % STAGES;
         }
     }
-    copy_wait<0>();
+    cp_async_wait<0>();
 }
 
 __device__ __forceinline__ float any_value(const void* data, int64 index, int format) {
-    if (format == ROW_INDEX_FP8) return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<const __nv_fp8_storage_t*>(data)[index], __NV_E4M3)));
+    if (format == ROW_INDEX_FP8)
+        return __half2float(__half(__nv_cvt_fp8_to_halfraw(
+            static_cast<const __nv_fp8_storage_t*>(data)[index], __NV_E4M3)));
     if (format == ROW_BF16) return __bfloat162float(static_cast<const bf16*>(data)[index]);
     return static_cast<const float*>(data)[index];
 }
 
-// `key_format`: ROW_INDEX_FP8 (e4m3 with a scale per row), ROW_BF16 or ROW_F32. Grid (blocks, tokens); every block rounds
-// the queries of its token. Shared memory: heads · dim + heads floats.
+// `key_format`: ROW_INDEX_FP8 (e4m3 with a scale per row), ROW_BF16 or ROW_F32. Grid (blocks,
+// tokens); every block rounds the queries of its token. Shared memory: heads · dim + heads floats.
 extern "C" __global__ void __launch_bounds__(256)
-    index_scores_any_geometry(const bf16* q, const float* weights, float score_scale, const void* data, const float* scales,
-                              const int64* positions, unsigned* scores, int slots, int score_stride, int weight_stride, int selected,
-                              int heads, int dim, int key_format) {
+    index_scores_any_geometry(const bf16* q, const float* weights, float score_scale,
+                              const void* data, const float* scales, const int64* positions,
+                              unsigned* scores, int slots, int score_stride, int weight_stride,
+                              int selected, int heads, int dim, int key_format) {
     extern __shared__ __align__(16) char memory[];
     assert_shared_memory(heads * (dim + 1) * sizeof(float));
     float* queries = reinterpret_cast<float*>(memory);
     float* factors = queries + heads * dim;
-    const int token = blockIdx.y, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    const int token = blockIdx.y;
+    const int warp = threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP;
+    const int warps = blockDim.x / WARP;
     pdl_launch();
     pdl_wait();
     const int visible = visible_entries(positions[token], slots);
@@ -303,14 +346,18 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int head = warp; head < heads; head += warps) {
         const bf16* row = q + ((int64)token * heads + head) * dim;
         float peak = 0.0f;
-        for (int i = lane; i < dim; i += WARP) peak = nan_max(peak, fabsf(__bfloat162float(row[i])));
+        for (int i = lane; i < dim; i += WARP)
+            peak = nan_max(peak, fabsf(__bfloat162float(row[i])));
 #pragma unroll
-        for (int offset = WARP / 2; offset > 0; offset /= 2) peak = nan_max(peak, __shfl_xor_sync(~0u, peak, offset));
+        for (int offset = WARP / 2; offset > 0; offset /= 2)
+            peak = nan_max(peak, __shfl_xor_sync(~0u, peak, offset));
+        // queries_HD = unpack_index_rows(*pack_index_rows(queries_HD))
         const float scale = peak > 0.0f ? peak / 448.0f : 1.0f;
         for (int i = lane; i < dim; i += WARP) {
             float value = __bfloat162float(row[i]);
             if (key_format == ROW_INDEX_FP8) {
-                const __half_raw rounded = __nv_cvt_fp8_to_halfraw(__nv_cvt_float_to_fp8(value / scale, __NV_SATFINITE, __NV_E4M3), __NV_E4M3);
+                const __half_raw rounded = __nv_cvt_fp8_to_halfraw(
+                    __nv_cvt_float_to_fp8(value / scale, __NV_SATFINITE, __NV_E4M3), __NV_E4M3);
                 value = __half2float(__half(rounded)) * scale;
             }
             queries[head * dim + i] = value;
@@ -323,7 +370,10 @@ extern "C" __global__ void __launch_bounds__(256)
         float score = 0.0f;
         for (int head = 0; head < heads; ++head) {
             float dot = 0.0f;
-            for (int i = lane; i < dim; i += WARP) dot = fmaf(queries[head * dim + i], any_value(data, (int64)entry * dim + i, key_format) * scale, dot);
+            for (int i = lane; i < dim; i += WARP)
+                dot = fmaf(queries[head * dim + i],
+                           any_value(data, (int64)entry * dim + i, key_format) * scale, dot);
+            // score_S = (relu(queries_HD @ keys_SD.T) * factors_H[:, None]).sum(0)
             score = fmaf(nan_max(warp_sum(dot), 0.0f), factors[head], score);
         }
         if (lane == 0) scores[(int64)token * score_stride + entry] = order_of(score);

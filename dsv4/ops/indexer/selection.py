@@ -18,6 +18,7 @@ from dsv4.ops.indexer.query import check_queries
 
 _SCORES = "indexer/index_scores"
 _WARP = 32
+# 8 warps of 255 registers are all that a multiprocessor holds: the queries take 128 of them.
 _WARPS = 8
 # index_scores.cu: width of a row, heads at once, keys of a tile, stages of a warp's ring.
 _WIDTH = 128
@@ -45,7 +46,8 @@ _SPREAD = 16384
 _CLUSTER_BLOCK = (1024, 4)
 _DECODE_BLOCK = (512, 8)
 _PREFILL_BLOCK = (256, 8)
-# Entries that a warp of top_k keeps in shared memory after the first digit.
+# Entries that a warp of top_k keeps in shared memory after the first digit: 4 KiB a warp, so that
+# 32 warps take 128 of the 227 KiB.
 _KEPT = 512
 # top_k.cuh: bins of a digit, sets of them that a cluster adds up, values ranked one by one.
 _BINS = 2048

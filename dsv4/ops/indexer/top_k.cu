@@ -1,5 +1,5 @@
-// Top-k of tokens whose scores are in memory; see top_k.cuh. One cluster of CLUSTER blocks per token; with CLUSTER 1, or
-// when few entries are visible, one block does the work.
+// Top-k of tokens whose scores are in memory; see top_k.cuh. One cluster of CLUSTER blocks per
+// token; with CLUSTER 1, or when few entries are visible, one block does the work.
 #ifndef CLUSTER
 #define CLUSTER 8
 #endif
@@ -25,7 +25,8 @@ static_assert(sizeof(top_k::Shared) <= SHARED_BYTES);
 
 // `stride`: orders from one token to the next, a multiple of 4. Shared memory: SHARED_BYTES.
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 2)
-    top_k_tokens(const unsigned* orders, const int64* positions, int64* out, int slots, int stride, int selected) {
+    top_k_tokens(const unsigned* orders, const int64* positions, int64* out, int slots, int stride,
+                 int selected) {
     extern __shared__ __align__(16) char memory[];
     top_k::Shared& shared = *reinterpret_cast<top_k::Shared*>(memory);
     const int token = blockIdx.x / CLUSTER, rank = top_k::own_rank();
@@ -37,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 2)
     if (visible <= selected) return top_k::list_all(list, visible, selected, rank, CLUSTER);
     const bool spread = CLUSTER > 1 && visible > SPREAD;
     if (rank > 0 && !spread) return;
-    // The other blocks' counters must be zero before this block adds to them: waited for before the first addition.
+    // The other blocks' counters must be zero before this block adds to them: waited for before the
+    // first addition.
     if (spread) cluster_arrive();
     __syncthreads();
     top_k::select(shared, orders + (int64)token * stride, visible, list, selected, spread);

@@ -1,11 +1,12 @@
-// The `selected` best entries of a token, from the orders that index_scores wrote: exact, ascending, the lowest entry first
-// among equals, -1 where fewer can be selected.
+// The `selected` best entries of a token, from the orders that index_scores wrote: exact,
+// ascending, the lowest entry first among equals, -1 where fewer can be selected.
 //
-// Entries are compared by their value: the order above the complement of the entry, so that no two are equal. A radix
-// selection of 11 bits at a time narrows the interval that holds the last selected value until it holds few, which are
-// then ranked one by one. CLUSTER blocks of THREADS threads work on a token, or one of them. Every warp owns a contiguous
-// range of entries: it reads them with STRIPS loads in a row, and after the first digit keeps those that can still
-// be selected in shared memory if they are no more than KEPT.
+// Entries are compared by their value: the order above the complement of the entry, so that no two
+// are equal. A radix selection of 11 bits at a time narrows the interval that holds the last
+// selected value until it holds few, which are then ranked one by one. CLUSTER blocks of THREADS
+// threads work on a token, or one of them. Every warp owns a contiguous range of entries: it reads
+// them with STRIPS loads in a row, and after the first digit keeps those that can still be selected
+// in shared memory if they are no more than KEPT.
 #pragma once
 #include "cluster.cuh"
 #include "index_order.cuh"
@@ -14,15 +15,23 @@ namespace top_k {
 
 using uint64 = unsigned long long;
 
-constexpr int WARPS = THREADS / WARP, BINS = 2048, SHARE = CLUSTER > 1 ? BINS / CLUSTER : 1, BINS_PER_THREAD = BINS / THREADS;
-constexpr int DIGITS = 6, DIGIT_BITS = 11, VALUE_BITS = 64;
-constexpr int LANE_ENTRIES = 4, STRIP = WARP * LANE_ENTRIES, AHEAD = STRIPS;  // what a warp loads at once, and how often in a row
+constexpr int WARPS = THREADS / WARP;
+constexpr int BINS = 2048;
+constexpr int SHARE = CLUSTER > 1 ? BINS / CLUSTER : 1;
+constexpr int BINS_PER_THREAD = BINS / THREADS;
+constexpr int DIGITS = 6;
+constexpr int DIGIT_BITS = 11;
+constexpr int VALUE_BITS = 64;
+// A warp loads a strip of entries at once, AHEAD strips in a row.
+constexpr int LANE_ENTRIES = 4;
+constexpr int STRIP = WARP * LANE_ENTRIES;
+constexpr int AHEAD = STRIPS;
 constexpr int FEW = 128;  // values that are ranked against each other
 constexpr int MANY = 12;  // entries of a lane from which on most are dropped before counting
 
 struct Shared {
-    unsigned bins[2][BINS];                  // this block's counts of the current digit; the other half is zero
-    unsigned share[DIGITS + 1][SHARE];       // the cluster's counts of this block's share of the bins
+    unsigned bins[2][BINS];  // this block's counts of the current digit; the other half is zero
+    unsigned share[DIGITS + 1][SHARE];  // the cluster's counts of this block's share of the bins
     unsigned total[CLUSTER > 1 ? BINS : 1];  // the cluster's counts
     uint64 few[FEW];                         // the values of the last bin
     unsigned ranks[FEW];
@@ -38,20 +47,29 @@ struct Shared {
 __device__ __forceinline__ unsigned own_rank() { return CLUSTER > 1 ? cluster_rank() : 0; }
 
 __device__ __forceinline__ void remote_add(unsigned* shared, unsigned rank, unsigned value) {
-    asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(remote_address(shared, rank)), "r"(value) : "memory");
+    asm volatile(
+        "red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(remote_address(shared, rank)),
+        "r"(value)
+        : "memory");
 }
 
 __device__ __forceinline__ unsigned remote_increment(unsigned* shared, unsigned rank) {
     unsigned before;
-    asm volatile("atom.relaxed.cluster.shared::cluster.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(remote_address(shared, rank)) : "memory");
+    asm volatile("atom.relaxed.cluster.shared::cluster.add.u32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "r"(remote_address(shared, rank))
+                 : "memory");
     return before;
 }
 
 __device__ __forceinline__ void remote_store(unsigned* shared, unsigned rank, unsigned value) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote_address(shared, rank)), "r"(value) : "memory");
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote_address(shared, rank)), "r"(value)
+                 : "memory");
 }
 
-__device__ __forceinline__ uint64 value_of(unsigned order, int entry) { return (uint64)order << 32 | ~(unsigned)entry; }
+__device__ __forceinline__ uint64 value_of(unsigned order, int entry) {
+    return (uint64)order << 32 | ~(unsigned)entry;
+}
 
 // The entries one warp looks at: a range of the token's row, or what it kept of it.
 struct Source {
@@ -61,10 +79,13 @@ struct Source {
 };
 
 __device__ __forceinline__ uint4 load_orders(const Source& source, int at) {
-    return at < source.count ? __ldcg(reinterpret_cast<const uint4*>(source.orders + source.first + at)) : make_uint4(0, 0, 0, 0);
+    return at < source.count
+               ? __ldcg(reinterpret_cast<const uint4*>(source.orders + source.first + at))
+               : make_uint4(0, 0, 0, 0);
 }
 
-// Calls body(orders, entry, valid) with four consecutive orders per lane, of which the first `valid` exist.
+// Calls body(orders, entry, valid) with four consecutive orders per lane, of which the first
+// `valid` exist.
 template <class Body>
 __device__ __forceinline__ void for_each_strip(const Source& source, Body body) {
     const int lane = threadIdx.x % WARP;
@@ -76,7 +97,8 @@ __device__ __forceinline__ void for_each_strip(const Source& source, Body body) 
     for (int start = 0; start < source.count; start += STRIP * AHEAD) {
         uint4 orders[AHEAD];
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) orders[i] = load_orders(source, start + STRIP * i + LANE_ENTRIES * lane);
+        for (int i = 0; i < AHEAD; ++i)
+            orders[i] = load_orders(source, start + STRIP * i + LANE_ENTRIES * lane);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             if (start + STRIP * i >= source.count) break;
@@ -90,9 +112,10 @@ template <class Body>
 __device__ __forceinline__ void for_each(const Source& source, const Shared& shared, Body body) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (!source.kept) {
-        for_each_strip(source, [&](const unsigned(&orders)[LANE_ENTRIES], int entry, int valid) {
+        for_each_strip(source, [&](const unsigned (&orders)[LANE_ENTRIES], int entry, int valid) {
 #pragma unroll
-            for (int i = 0; i < LANE_ENTRIES; ++i) body(value_of(orders[i], entry + i), i < valid && orders[i] > LOWEST);
+            for (int i = 0; i < LANE_ENTRIES; ++i)
+                body(value_of(orders[i], entry + i), i < valid && orders[i] > LOWEST);
         });
         return;
     }
@@ -102,13 +125,13 @@ __device__ __forceinline__ void for_each(const Source& source, const Shared& sha
     }
 }
 
-// Calls put(place, order, entry) for the warp's entries of at least `least`, places counting up from 0 in the order of
-// entries; returns their number. For a source that is not kept.
+// Calls put(place, order, entry) for the warp's entries of at least `least`, places counting up
+// from 0 in the order of entries; returns their number. For a source that is not kept.
 template <class Put>
 __device__ __forceinline__ int place_each(const Source& source, uint64 least, Put put) {
     const unsigned below = (1u << threadIdx.x % WARP) - 1;
     int count = 0;
-    for_each_strip(source, [&](const unsigned(&orders)[LANE_ENTRIES], int entry, int valid) {
+    for_each_strip(source, [&](const unsigned (&orders)[LANE_ENTRIES], int entry, int valid) {
         bool wanted[LANE_ENTRIES];
         int mine = 0;
 #pragma unroll
@@ -116,8 +139,11 @@ __device__ __forceinline__ int place_each(const Source& source, uint64 least, Pu
             wanted[i] = i < valid && orders[i] > LOWEST && value_of(orders[i], entry + i) >= least;
             mine += wanted[i];
         }
-        const unsigned ones = __ballot_sync(~0u, mine & 1), twos = __ballot_sync(~0u, mine & 2), fours = __ballot_sync(~0u, mine & 4);
-        int at = count + __popc(ones & below) + 2 * __popc(twos & below) + 4 * __popc(fours & below);
+        const unsigned ones = __ballot_sync(~0u, mine & 1);
+        const unsigned twos = __ballot_sync(~0u, mine & 2);
+        const unsigned fours = __ballot_sync(~0u, mine & 4);
+        int at =
+            count + __popc(ones & below) + 2 * __popc(twos & below) + 4 * __popc(fours & below);
         count += __popc(ones) + 2 * __popc(twos) + 4 * __popc(fours);
 #pragma unroll
         for (int i = 0; i < LANE_ENTRIES; ++i) {
@@ -127,7 +153,8 @@ __device__ __forceinline__ int place_each(const Source& source, uint64 least, Pu
     return count;
 }
 
-// Moves the entries of at least `least` to shared memory, in order; leaves the source as it is when they do not fit.
+// Moves the entries of at least `least` to shared memory, in order; leaves the source as it is when
+// they do not fit.
 __device__ __forceinline__ void keep(Source& source, Shared& shared, uint64 least) {
     if (source.kept) return;
     const int warp = threadIdx.x / WARP;
@@ -153,8 +180,8 @@ __device__ __forceinline__ unsigned block_prefix(unsigned value, unsigned* scan)
     return __reduce_add_sync(~0u, other) + sum - value;
 }
 
-// Finds the bin that holds the wanted-th largest value: shared.bin, shared.wanted (its rank in the bin), shared.bin_count.
-// With fewer values than that, bin_count is 0.
+// Finds the bin that holds the wanted-th largest value: shared.bin, shared.wanted (its rank in the
+// bin), shared.bin_count. With fewer values than that, bin_count is 0.
 __device__ __forceinline__ void find_bin(Shared& shared, const unsigned* counts, unsigned wanted) {
     // Threads take bins from the top.
     const int top = BINS - 1 - BINS_PER_THREAD * (int)threadIdx.x;
@@ -174,7 +201,8 @@ __device__ __forceinline__ void find_bin(Shared& shared, const unsigned* counts,
 }
 
 // Adds up the blocks' counts: each block sums its share of the bins, then sends it to all.
-__device__ __forceinline__ const unsigned* merge_bins(Shared& shared, const unsigned* bins, int digit, bool spread) {
+__device__ __forceinline__ const unsigned* merge_bins(Shared& shared, const unsigned* bins,
+                                                      int digit, bool spread) {
     if (!spread) return bins;
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS) {
         if (bins[bin]) remote_add(&shared.share[digit][bin % SHARE], bin / SHARE, bins[bin]);
@@ -183,28 +211,36 @@ __device__ __forceinline__ const unsigned* merge_bins(Shared& shared, const unsi
     cluster_wait();
     const unsigned own = own_rank();
     for (int i = threadIdx.x; i < BINS; i += THREADS) {
-        remote_store(&shared.total[own * SHARE + i % SHARE], i / SHARE, shared.share[digit][i % SHARE]);
+        remote_store(&shared.total[own * SHARE + i % SHARE], i / SHARE,
+                     shared.share[digit][i % SHARE]);
     }
     cluster_arrive();
     cluster_wait();
     return shared.total;
 }
 
-// The interval [low, low + size) of values that holds the wanted-th largest of them, and how many it holds.
+// The interval [low, low + size) of values that holds the wanted-th largest of them, and how many
+// it holds.
 struct Interval {
     uint64 low;
     int bits;  // size is 2^bits
     unsigned wanted, count;
 
-    __device__ __forceinline__ bool holds(uint64 value) const { return value >> bits == low >> bits; }
-    __device__ __forceinline__ bool exceeded_by(uint64 value) const { return value >> bits > low >> bits; }
+    __device__ __forceinline__ bool holds(uint64 value) const {
+        return value >> bits == low >> bits;
+    }
+    __device__ __forceinline__ bool exceeded_by(uint64 value) const {
+        return value >> bits > low >> bits;
+    }
 };
 
-// Drops what is below a lower bound of the last selected value: that many threads' largest values are at least as large.
-__device__ __forceinline__ void drop_most(Shared& shared, Source& source, int selected, bool spread) {
+// Drops what is below a lower bound of the last selected value: that many threads' largest values
+// are at least as large.
+__device__ __forceinline__ void drop_most(Shared& shared, Source& source, int selected,
+                                          bool spread) {
     unsigned* bins = shared.bins[1];
     unsigned largest = 0;
-    for_each_strip(source, [&](const unsigned(&orders)[LANE_ENTRIES], int, int valid) {
+    for_each_strip(source, [&](const unsigned (&orders)[LANE_ENTRIES], int, int valid) {
 #pragma unroll
         for (int i = 0; i < LANE_ENTRIES; ++i) largest = max(largest, i < valid ? orders[i] : 0u);
     });
@@ -215,17 +251,24 @@ __device__ __forceinline__ void drop_most(Shared& shared, Source& source, int se
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS) bins[bin] = 0;
 }
 
-// Narrows the interval until all of it is selected or few values are left; keeps what is not below it.
-__device__ __forceinline__ Interval narrow(Shared& shared, Source& source, int range, int selected, bool spread) {
+// Narrows the interval until all of it is selected or few values are left; keeps what is not below
+// it.
+__device__ __forceinline__ Interval narrow(Shared& shared, Source& source, int range, int selected,
+                                           bool spread) {
     Interval interval{0, VALUE_BITS, (unsigned)selected, 0};
     if (spread) cluster_wait();
-    // Counting every entry costs an atomic each; with many entries a thread, its largest alone says nearly as much.
-    if (range >= MANY * WARP && selected <= (spread ? CLUSTER * THREADS : THREADS) / 2) drop_most(shared, source, selected, spread);
+    // Counting every entry costs an atomic each; with many entries a thread, its largest alone says
+    // nearly as much.
+    if (range >= MANY * WARP && selected <= (spread ? CLUSTER * THREADS : THREADS) / 2)
+        drop_most(shared, source, selected, spread);
     for (int digit = 0; digit < DIGITS; ++digit) {
-        const int bits = max(interval.bits - DIGIT_BITS, 0), width = interval.bits - bits;
+        const int bits = max(interval.bits - DIGIT_BITS, 0);
+        const int width = interval.bits - bits;
         unsigned* bins = shared.bins[digit % 2];
         for_each(source, shared, [&](uint64 value, bool valid) {
-            if (valid && (digit == 0 || interval.holds(value))) atomicAdd(&bins[value >> bits & ((1u << width) - 1)], 1u);
+            if (valid && (digit == 0 || interval.holds(value)))
+                // counts = digit(value_S).bincount(minlength=BINS)
+                atomicAdd(&bins[value >> bits & ((1u << width) - 1)], 1u);
         });
         __syncthreads();
         find_bin(shared, merge_bins(shared, bins, digit, spread), interval.wanted);
@@ -234,7 +277,9 @@ __device__ __forceinline__ Interval narrow(Shared& shared, Source& source, int r
             // Fewer than `selected` may be selected: all of them are.
             interval.low = (uint64)(LOWEST + 1) << 32, interval.bits = 32, interval.wanted = 0;
         } else {
-            interval.low |= (uint64)shared.bin << bits, interval.bits = bits, interval.wanted = shared.wanted;
+            interval.low |= (uint64)shared.bin << bits;
+            interval.bits = bits;
+            interval.wanted = shared.wanted;
         }
         keep(source, shared, interval.low);
         if (interval.count <= FEW || interval.count == interval.wanted) break;
@@ -246,20 +291,24 @@ __device__ __forceinline__ Interval narrow(Shared& shared, Source& source, int r
 // The least selected value, in shared.least: that of rank `wanted` among the few of the interval.
 __device__ __forceinline__ void rank_few(Shared& shared, const Interval& interval) {
     // Thread (part, member) compares one member with a share of the others.
-    const int member = threadIdx.x % FEW, part = threadIdx.x / FEW, count = interval.count;
+    const int member = threadIdx.x % FEW;
+    const int part = threadIdx.x / FEW;
+    const int count = interval.count;
     if (member < count) {
         unsigned greater = 0;
-        for (int other = part; other < count; other += THREADS / FEW) greater += shared.few[other] > shared.few[member];
+        for (int other = part; other < count; other += THREADS / FEW)
+            greater += shared.few[other] > shared.few[member];
         if (greater) atomicAdd(&shared.ranks[member], greater);
     }
     __syncthreads();
-    if (threadIdx.x < count && shared.ranks[threadIdx.x] == interval.wanted - 1) shared.least = shared.few[threadIdx.x];
+    if (threadIdx.x < count && shared.ranks[threadIdx.x] == interval.wanted - 1)
+        shared.least = shared.few[threadIdx.x];
     __syncthreads();
 }
 
 // Sets shared.least, and returns how many selected entries belong to blocks before this one.
-__device__ __forceinline__ int find_least(Shared& shared, const Source& source, const Interval& interval,
-                                          bool spread, int block_first) {
+__device__ __forceinline__ int find_least(Shared& shared, const Source& source,
+                                          const Interval& interval, bool spread, int block_first) {
     const bool whole = interval.count == interval.wanted;
     if (!spread && whole) {
         if (threadIdx.x == 0) shared.least = interval.low;
@@ -277,7 +326,8 @@ __device__ __forceinline__ int find_least(Shared& shared, const Source& source, 
                 const unsigned place = remote_increment(&shared.few_count, 0);
                 for (int block = 0; block < CLUSTER; ++block) {
                     unsigned* halves = reinterpret_cast<unsigned*>(&shared.few[place]);
-                    remote_store(halves, block, (unsigned)value), remote_store(halves + 1, block, value >> 32);
+                    remote_store(halves, block, (unsigned)value);
+                    remote_store(halves + 1, block, value >> 32);
                 }
             }
         }
@@ -286,7 +336,8 @@ __device__ __forceinline__ int find_least(Shared& shared, const Source& source, 
         above = __reduce_add_sync(~0u, above);
         if (threadIdx.x % WARP == 0 && above) atomicAdd(&shared.above, above);
         __syncthreads();
-        if (threadIdx.x < CLUSTER && threadIdx.x > own_rank()) remote_add(&shared.above_before, threadIdx.x, shared.above);
+        if (threadIdx.x < CLUSTER && threadIdx.x > own_rank())
+            remote_add(&shared.above_before, threadIdx.x, shared.above);
         cluster_arrive();
         cluster_wait();
     } else {
@@ -309,7 +360,8 @@ __device__ __forceinline__ int find_least(Shared& shared, const Source& source, 
 
 // Before anything else of this file: sets the counters; the caller's barrier makes them visible.
 __device__ __forceinline__ void clear(Shared& shared) {
-    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.bins[0][bin] = shared.bins[1][bin] = 0;
+    for (int bin = threadIdx.x; bin < BINS; bin += THREADS)
+        shared.bins[0][bin] = shared.bins[1][bin] = 0;
     if (CLUSTER > 1) {
         for (int digit = 0; digit <= DIGITS; ++digit) {
             for (int bin = threadIdx.x; bin < SHARE; bin += THREADS) shared.share[digit][bin] = 0;
@@ -319,21 +371,32 @@ __device__ __forceinline__ void clear(Shared& shared) {
     if (threadIdx.x == 0) shared.few_count = shared.above = shared.above_before = 0;
 }
 
-// A token that sees no more than `selected` entries gets all of them. By `blocks` blocks, of which this is `rank`.
-__device__ __forceinline__ void list_all(int64* list, int visible, int selected, int rank, int blocks) {
-    for (int i = rank * THREADS + threadIdx.x; i < selected; i += blocks * THREADS) list[i] = i < visible ? i : -1;
+// A token that sees no more than `selected` entries gets all of them. By `blocks` blocks, of which
+// this is `rank`.
+__device__ __forceinline__ void list_all(int64* list, int visible, int selected, int rank,
+                                         int blocks) {
+    for (int i = rank * THREADS + threadIdx.x; i < selected; i += blocks * THREADS)
+        list[i] = i < visible ? i : -1;
 }
 
-// Selects from the `visible` orders of a token, with all blocks of the cluster (`spread`) or with this one alone. `orders`
-// is aligned to 16 bytes. The blocks of a cluster have arrived at its barrier after clear(), and not waited yet.
-__device__ __forceinline__ void select(Shared& shared, const unsigned* orders, int visible, int64* list, int selected, bool spread) {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, rank = spread ? own_rank() : 0;
-    const int workers = spread ? CLUSTER * WARPS : WARPS, worker = rank * WARPS + warp;
+// Selects from the `visible` orders of a token, with all blocks of the cluster (`spread`) or with
+// this one alone. `orders` is aligned to 16 bytes. The blocks of a cluster have arrived at its
+// barrier after clear(), and not waited yet.
+__device__ __forceinline__ void select(Shared& shared, const unsigned* orders, int visible,
+                                       int64* list, int selected, bool spread) {
+    const int warp = threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP;
+    const int rank = spread ? own_rank() : 0;
+    const int workers = spread ? CLUSTER * WARPS : WARPS;
+    const int worker = rank * WARPS + warp;
     const int range = (visible + workers * STRIP - 1) / (workers * STRIP) * STRIP;
     const int first = min(worker * range, visible);
     Source source{orders, first, min(range, visible - first), false};
+    // least = value_S.topk(selected).values[-1]: first an interval that holds it, then itself
     const Interval interval = narrow(shared, source, range, selected, spread);
-    int before = find_least(shared, source, interval, spread, min((int)(rank * WARPS) * range, visible));
+    int before =
+        find_least(shared, source, interval, spread, min((int)(rank * WARPS) * range, visible));
+    // list = (value_S >= least).nonzero(), every warp behind those before it
     const uint64 least = shared.least;
     int count = 0;
     for_each(source, shared, [&](uint64 value, bool valid) { count += valid && value >= least; });
@@ -350,8 +413,10 @@ __device__ __forceinline__ void select(Shared& shared, const unsigned* orders, i
             before += __popc(all);
         });
     } else {
-        before += place_each(source, least, [&](int place, unsigned, int entry) { list[before + place] = entry; });
+        before += place_each(source, least,
+                             [&](int place, unsigned, int entry) { list[before + place] = entry; });
     }
+    // list = F.pad(list, (0, selected - len(list)), value=-1)
     if (rank == (spread ? CLUSTER - 1 : 0) && warp == WARPS - 1) {
         for (int i = before + lane; i < selected; i += WARP) list[i] = -1;
     }

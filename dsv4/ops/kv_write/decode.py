@@ -1,4 +1,4 @@
-"""Window key rows of 1 to 8 tokens: norm, rotation, quantisation and the store by one warp per row."""
+"""Window key rows of 1 to 8 tokens: one warp per row norms, rotates, quantises and stores it."""
 
 from torch import Tensor
 

@@ -13,6 +13,7 @@ from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording, is_aligned
 from dsv4.ops.key_rows import check_key_rows, in_vectors, row_code
 
+# A thread takes values of one row in steps of the block. No record compares other numbers.
 _THREADS = 256
 # A block keeps its row in static shared memory.
 _WIDEST_ROW = 4096
@@ -30,7 +31,7 @@ class KeyRows(NamedTuple):
 
     @property
     def in_vectors(self) -> bool:
-        """Whether a warp can keep a row in its registers (head_row.cuh) and store it in the ring."""
+        """Whether a warp can keep a row in registers (head_row.cuh) and store it in the ring."""
         ring = self.ring
         grouped = ring.format is RowFormat.PLAIN or (ring.width - ring.rope_width) % KV_GROUP == 0
         aligned = is_aligned(self.norm_weight) and is_aligned(ring.data)

@@ -23,18 +23,18 @@ class RowList:
     out_dtypes: tuple[torch.dtype | None, ...]
 
 
-def decode_weight(weight: QuantTensor) -> QuantTensor:
-    """The torch ops' weight layout: the same values decoded once to float32, so that no step pays
-    for decoding.
+def dequantized_weight(weight: QuantTensor) -> QuantTensor:
+    """The torch ops' weight layout: the same values dequantized once to float32, so that no
+    step pays for it.
     """
     return QuantTensor.dense(weight.dequantize())
 
 
-def decode_rows(
+def dequantized_rows(
     weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype | None]
 ) -> RowList:
-    """The torch ops' row list: every matrix by ``decode_weight``."""
-    return RowList(tuple(map(decode_weight, weights)), tuple(out_dtypes))
+    """The torch ops' row list: every matrix by ``dequantized_weight``."""
+    return RowList(tuple(map(dequantized_weight, weights)), tuple(out_dtypes))
 
 
 def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -1,17 +1,22 @@
-// y = x · Wᵀ for up to 8 tokens in one launch: W is a list of matrices of one or two formats, or the groups of one matrix.
+// y = x · Wᵀ for up to 8 tokens in one launch: W is a list of matrices of one or two formats, or
+// the groups of one matrix.
 //
-// Every cluster (of one block where the activations are few) owns whole row tiles of one format; its blocks share K in
-// slices. A block's (tile, stage) list is cut into equal pieces, one per warp, whose partial tiles meet in shared memory
-// in a fixed order, and then those of the cluster's blocks. Each warp streams its weights through a private ring, which it
-// fills before it waits for the kernel before.
+// Every cluster (of one block where the activations are few) owns whole row tiles of one format;
+// its blocks share K in slices. A block's (tile, stage) list is cut into equal pieces, one per
+// warp, whose partial tiles meet in shared memory in a fixed order, and then those of the cluster's
+// blocks. Each warp streams its weights through a private ring, which it fills before it waits for
+// the kernel before.
 //
-// Defines: FORMAT0, FORMAT1 (-1: none), PADDED_TOKENS (1, 2, 4, 8), FUSED_NORM, RAGGED_K (K is no multiple of a stage),
-// WARPS, PIECES (HELD of stage_activations), DEPTH (stages of a warp's ring), CLUSTER (blocks).
+// Defines: FORMAT0, FORMAT1 (-1: none), PADDED_TOKENS (1, 2, 4, 8), FUSED_NORM, RAGGED_K (K is no
+// multiple of a stage), WARPS, PIECES (HELD of stage_activations), DEPTH (stages of a warp's ring),
+// CLUSTER (blocks).
 #include "weight_tile.cuh"
 
 constexpr int SLOT = slot_bytes(FORMAT0, FORMAT1);
 // MAX_MATRICES and MAX_SLICES as in decode_plan.py.
-constexpr int TP = PADDED_TOKENS, MAX_MATRICES = 8, MAX_SLICES = 8;
+constexpr int TP = PADDED_TOKENS;
+constexpr int MAX_MATRICES = 8;
+constexpr int MAX_SLICES = 8;
 constexpr int TILE_OUTPUTS = TILE_ROWS * TP, THREADS = WARPS * WARP;
 
 // Row tiles of one format, `tiles` of them (per group) for `clusters` clusters (per group).
@@ -20,10 +25,12 @@ struct Rows {
     int tiles, clusters;
 };
 
-// x + token · row_stride + group · group_stride, [tokens, columns]. Clusters [0, groups · first.clusters) share the tiles of
-// `first` per group of rows; the other second.clusters those of `second`. scale_shift: log2 of the row tiles per row of FP8
-// block scales. `table` (or null): per matrix (first tile, tiles of `second` following those of `first`; rows; y offset in
-// bytes per token; 1 for float32) with its global_scale; null: one matrix of groups · rows rows to y [tokens, groups · rows].
+// x + token · row_stride + group · group_stride, [tokens, columns]. Clusters [0, groups ·
+// first.clusters) share the tiles of `first` per group of rows; the other second.clusters those of
+// `second`. scale_shift: log2 of the row tiles per row of FP8 block scales. `table` (or null): per
+// matrix (first tile, tiles of `second` following those of `first`; rows; y offset in bytes per
+// token; 1 for float32) with its global_scale; null: one matrix of groups · rows rows to y [tokens,
+// groups · rows].
 struct Product {
     const bf16* x;
     int row_stride, group_stride, tokens;
@@ -52,7 +59,8 @@ struct Share {
         second = cluster >= firsts;
         group = second ? 0 : cluster / p.first.clusters;
         const int member = second ? cluster - firsts : cluster % p.first.clusters;
-        const int tiles = second ? p.second.tiles : p.first.tiles, members = second ? p.second.clusters : p.first.clusters;
+        const int tiles = second ? p.second.tiles : p.first.tiles;
+        const int members = second ? p.second.clusters : p.first.clusters;
         const int group_tile = p.table ? 0 : group * p.rows / TILE_ROWS;
         const int limit = p.table ? 1 << 30 : (p.groups * p.rows + TILE_ROWS - 1) / TILE_ROWS;
         begin = group_tile + (int)((int64)member * tiles / members);
@@ -62,21 +70,22 @@ struct Share {
     __device__ __forceinline__ int tiles() const { return end - begin; }
 };
 
-// How K is cut: slice s begins at column s · slice_columns and has `stages` stages, of which each warp takes `share` of the
-// (tile, stage) list.
+// How K is cut: slice s begins at column s · slice_columns and has `stages` stages, of which each
+// warp takes `share` of the (tile, stage) list.
 template <int F>
 struct Slice {
     int begin, columns, stages, share;
     __device__ __forceinline__ Slice(const Product& p, int index, int tiles) {
         begin = index * p.slice_columns;
         columns = min(p.slice_columns, p.columns - begin);
-        stages = (min(p.slice_columns, p.padded_columns() - begin) + Stage<F>::COLUMNS - 1) / Stage<F>::COLUMNS;
+        stages = (min(p.slice_columns, p.padded_columns() - begin) + Stage<F>::COLUMNS - 1) /
+                 Stage<F>::COLUMNS;
         share = (tiles * stages + WARPS - 1) / WARPS;
     }
 };
 
-// Blocks begin the columns of their tiles at different stages: where K is a power of two, blocks in step would otherwise
-// keep reading the same few memory channels.
+// Blocks begin the columns of their tiles at different stages: where K is a power of two, blocks in
+// step would otherwise keep reading the same few memory channels.
 __device__ __forceinline__ int first_turn(int stages) { return blockIdx.x * 5 % stages; }
 
 // The next stage a warp fetches.
@@ -86,10 +95,10 @@ struct Cursor {
     const char *data, *scale;
     int tile, stage, left, stages, loads, scale_blocks, tile_mask, loads_left;
 
-    // From the `done`-th of the `stages` stages of `tile` on; a tile's stages are first_stage + (first_turn + 0, 1, …) %
-    // stages. padded_columns is K as stored, a multiple of 64.
-    __device__ __forceinline__ Cursor(const Rows& rows, int tile, int done, int stages, int first_stage, int padded_columns,
-                                      int scale_shift)
+    // From the `done`-th of the `stages` stages of `tile` on; a tile's stages are first_stage +
+    // (first_turn + 0, 1, …) % stages. padded_columns is K as stored, a multiple of 64.
+    __device__ __forceinline__ Cursor(const Rows& rows, int tile, int done, int stages,
+                                      int first_stage, int padded_columns, int scale_shift)
         : tile(tile), left(stages - done), stages(stages), tile_mask((1 << scale_shift) - 1) {
         loads = padded_columns / Stage<F>::CHUNK;
         scale_blocks = (padded_columns + 127) / 128;
@@ -116,7 +125,8 @@ struct Cursor {
         if (--left == 0) {
             left = stages;
             data += loads * LOAD_BYTES;
-            // The next tile shares the FP8 scales of this one unless it begins another row of blocks.
+            // The next tile shares the FP8 scales of this one unless it begins another row of
+            // blocks.
             if (F == FP8) scale += (++tile & tile_mask) == 0 ? 4 * scale_blocks : 0;
             else scale += loads * Stage<F>::CHUNK_SCALE;
         }
@@ -130,7 +140,8 @@ struct Workspace {
 };
 
 // A warp's partial tile: [token][row].
-__device__ __forceinline__ void store_partial(float* partial, int lane, const float (&acc)[accumulators(TP)]) {
+__device__ __forceinline__ void store_partial(float* partial, int lane,
+                                              const float (&acc)[accumulators(TP)]) {
     const int row = lane / 4, token = lane % 4;
     if constexpr (TP == 8) {
         float* at = partial + 2 * token * TILE_ROWS + row;
@@ -141,22 +152,27 @@ __device__ __forceinline__ void store_partial(float* partial, int lane, const fl
     }
 }
 
-// What one block has of its tiles: partial tiles, slice after slice of its own, entry (tile + warp) of a slice being what a
-// warp has of a tile.
+// What one block has of its tiles: partial tiles, slice after slice of its own, entry (tile + warp)
+// of a slice being what a warp has of a tile.
 template <int F>
-__device__ __forceinline__ void multiply_tiles(
-    const Product& p, const Rows& rows, const Share& share, int rank, const Workspace& space) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, tiles = share.tiles();
+__device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& rows,
+                                               const Share& share, int rank,
+                                               const Workspace& space) {
+    const int lane = threadIdx.x % WARP;
+    const int warp = threadIdx.x / WARP;
+    const int tiles = share.tiles();
     const bf16* x = p.x + (int64)share.group * p.group_stride;
     const unsigned x_lane = shared_address(space.x) + lane_offset<TP>(lane);
     const unsigned ring = shared_address(space.rings) + warp * (DEPTH * SLOT);
-    for (int index = rank, turn = 0; index * p.slice_columns < p.columns; index += CLUSTER, ++turn) {
+    for (int index = rank, turn = 0; index * p.slice_columns < p.columns;
+         index += CLUSTER, ++turn) {
         const Slice<F> slice(p, index, tiles);
         const int total = tiles * slice.stages;
-        const int first = min(warp * slice.share, total), last = min(first + slice.share, total);
+        const int first = min(warp * slice.share, total);
+        const int last = min(first + slice.share, total);
         int tile = first / slice.stages, stage = first % slice.stages;
-        Cursor<F> cursor(rows, share.begin + tile, stage, slice.stages, slice.begin / Stage<F>::COLUMNS, p.padded_columns(),
-                         p.scale_shift);
+        Cursor<F> cursor(rows, share.begin + tile, stage, slice.stages,
+                         slice.begin / Stage<F>::COLUMNS, p.padded_columns(), p.scale_shift);
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
             if (first + d < last) {
@@ -167,18 +183,22 @@ __device__ __forceinline__ void multiply_tiles(
         }
         if (turn == 0) pdl_wait();
         else __syncthreads();
+        // x_TK = rms_norm(x_TK, norm_weight) if FUSED_NORM; f16 rows also get a power of two
         stage_activations<TP, FUSED_NORM, is_f16(F), PIECES>(
-            x + slice.begin, p.row_stride, p.tokens, slice.columns, slice.stages * Stage<F>::COLUMNS, p.norm_weight, p.eps,
-            space.x, space.inverse + turn * TP, space.scratch);
+            x + slice.begin, p.row_stride, p.tokens, slice.columns,
+            slice.stages * Stage<F>::COLUMNS, p.norm_weight, p.eps, space.x,
+            space.inverse + turn * TP, space.scratch);
         float* partials = space.partials + turn * (tiles + WARPS - 1) * TILE_OUTPUTS;
         float acc[accumulators(TP)] = {};
         constexpr unsigned X_BYTES = activation_bytes(TP, Stage<F>::COLUMNS);
         const unsigned x_end = x_lane + slice.stages * X_BYTES;
-        unsigned slot = ring, x_stage = x_lane + (first_turn(slice.stages) + stage) % slice.stages * X_BYTES;
+        unsigned slot = ring;
+        unsigned x_stage = x_lane + (first_turn(slice.stages) + stage) % slice.stages * X_BYTES;
 #pragma unroll 1
         for (int i = first; i < last; ++i) {
             cp_async_wait<DEPTH - 1>();
             __syncwarp();
+            // partial_TN += x_TK[:, stage] @ weight_NK[tile, stage].T
             stage_multiply<F, TP>(slot, x_stage, lane, acc);
             __syncwarp();
             if (i + DEPTH < last) {
@@ -201,18 +221,21 @@ __device__ __forceinline__ void multiply_tiles(
     __syncthreads();
 }
 
-// Calls emit(tile, output, sum) for every output = 16 · token + row of every tile: the sum over the block's slices and
-// warps, in that order. A warp takes a tile.
+// Calls emit(tile, output, sum) for every output = 16 · token + row of every tile: the sum over the
+// block's slices and warps, in that order. A warp takes a tile.
 template <int F, typename Emit>
-__device__ __forceinline__ void collect_tiles(
-    const Product& p, const Share& share, int rank, const Workspace& space, Emit emit) {
+__device__ __forceinline__ void collect_tiles(const Product& p, const Share& share, int rank,
+                                              const Workspace& space, Emit emit) {
     const int lane = threadIdx.x % WARP, tiles = share.tiles();
     for (int tile = threadIdx.x / WARP; tile < tiles; tile += WARPS) {
         float sums[(TILE_OUTPUTS + WARP - 1) / WARP] = {};
-        for (int index = rank, turn = 0; index * p.slice_columns < p.columns; index += CLUSTER, ++turn) {
+        for (int index = rank, turn = 0; index * p.slice_columns < p.columns;
+             index += CLUSTER, ++turn) {
             const Slice<F> slice(p, index, tiles);
-            const int first = tile * slice.stages / slice.share, last = ((tile + 1) * slice.stages - 1) / slice.share;
-            const float* entries = space.partials + (turn * (tiles + WARPS - 1) + tile) * TILE_OUTPUTS;
+            const int first = tile * slice.stages / slice.share;
+            const int last = ((tile + 1) * slice.stages - 1) / slice.share;
+            const float* entries =
+                space.partials + (turn * (tiles + WARPS - 1) + tile) * TILE_OUTPUTS;
 #pragma unroll
             for (int j = 0; j < (TILE_OUTPUTS + WARP - 1) / WARP; ++j) {
                 const int output = lane + j * WARP;
@@ -222,10 +245,13 @@ __device__ __forceinline__ void collect_tiles(
                 for (int warp = first; warp <= last; warp += 4) {
                     float values[4];
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) values[i] = warp + i <= last ? entries[(warp + i) * TILE_OUTPUTS + output] : 0.0f;
+                    for (int i = 0; i < 4; ++i)
+                        values[i] =
+                            warp + i <= last ? entries[(warp + i) * TILE_OUTPUTS + output] : 0.0f;
 #pragma unroll
                     for (int i = 0; i < 4; ++i) sum += values[i];
                 }
+                // y_TN = partial_TN.sum(warps), less the power of two of x_TK
                 sums[j] += sum * space.inverse[turn * TP + output / TILE_ROWS];
             }
         }
@@ -237,7 +263,8 @@ __device__ __forceinline__ void collect_tiles(
     }
 }
 
-__device__ __forceinline__ void multiply(const Product& p, const Share& share, int rank, const Workspace& space) {
+__device__ __forceinline__ void multiply(const Product& p, const Share& share, int rank,
+                                         const Workspace& space) {
     if constexpr (FORMAT1 >= 0) {
         if (share.second) return multiply_tiles<FORMAT1>(p, p.second, share, rank, space);
     }
@@ -245,7 +272,8 @@ __device__ __forceinline__ void multiply(const Product& p, const Share& share, i
 }
 
 template <typename Emit>
-__device__ __forceinline__ void collect(const Product& p, const Share& share, int rank, const Workspace& space, Emit emit) {
+__device__ __forceinline__ void collect(const Product& p, const Share& share, int rank,
+                                        const Workspace& space, Emit emit) {
     if constexpr (FORMAT1 >= 0) {
         if (share.second) return collect_tiles<FORMAT1>(p, share, rank, space, emit);
     }
@@ -262,12 +290,15 @@ struct Matrices {
         if (threadIdx.x >= p.matrices) return;
         if (p.table) cp_async16(shared_address(entries + threadIdx.x), p.table + threadIdx.x);
         else entries[threadIdx.x] = make_int4(0, p.groups * p.rows, 0, p.float32_out);
-        if (p.global_scale) cp_async4(shared_address(global_scales + threadIdx.x), p.global_scale + threadIdx.x);
+        if (p.global_scale)
+            cp_async4(shared_address(global_scales + threadIdx.x), p.global_scale + threadIdx.x);
         else global_scales[threadIdx.x] = 1.0f;
     }
 
-    __device__ __forceinline__ void store(const Product& p, const Share& share, int tile, int output, float value) const {
-        const int row_begin = p.table ? 0 : share.group * p.rows, row_end = p.table ? 1 << 30 : row_begin + p.rows;
+    __device__ __forceinline__ void store(const Product& p, const Share& share, int tile,
+                                          int output, float value) const {
+        const int row_begin = p.table ? 0 : share.group * p.rows;
+        const int row_end = p.table ? 1 << 30 : row_begin + p.rows;
         const int row_in_tile = output % TILE_ROWS, token = output / TILE_ROWS;
         const int listed = share.begin + tile + (share.second ? p.first.tiles : 0);
         int m = 0;
@@ -275,6 +306,7 @@ struct Matrices {
         const int4 entry = entries[m];
         const int row = (listed - entry.x) * TILE_ROWS + row_in_tile;
         if (token >= p.tokens || row >= entry.y || row < row_begin || row >= row_end) return;
+        // y_TN = (global_scale * y_TN).to(out_dtype)
         value *= global_scales[m];
         char* out = p.y + (int64)entry.z * p.tokens;
         const int64 at = (int64)token * entry.y + row;
@@ -283,32 +315,53 @@ struct Matrices {
     }
 };
 
-// Of the sums that a block of a cluster may get for its share of `tiles`.
+// Bytes of the sums that a block of a cluster may get for its share of `tiles`.
 __device__ __forceinline__ int received_bytes(int tiles) {
     return CLUSTER > 1 ? (tiles + CLUSTER - 1) / CLUSTER * CLUSTER * TILE_OUTPUTS * 4 : 0;
 }
 
-// See Product. Shared memory: rings, x_bytes for the activations of a slice, the partial tiles, with CLUSTER > 1 the sums
-// received.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_linear(
-    const bf16* x, int row_stride, int group_stride, int tokens, const float* norm_weight, float eps, char* y, int columns,
-    int slice_columns, const char* data0, const char* scale0, int tiles0, int clusters0, int groups, const char* data1,
-    const char* scale1, int tiles1, int clusters1, int scale_shift, const float* global_scale, const int4* table, int matrices,
-    int rows, int float32_out, int x_bytes, int partial_bytes) {
+// See Product. Shared memory: rings, x_bytes for the activations of a slice, the partial tiles,
+// with CLUSTER > 1 the sums received.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    decode_linear(const bf16* x, int row_stride, int group_stride, int tokens,
+                  const float* norm_weight, float eps, char* y, int columns, int slice_columns,
+                  const char* data0, const char* scale0, int tiles0, int clusters0, int groups,
+                  const char* data1, const char* scale1, int tiles1, int clusters1, int scale_shift,
+                  const float* global_scale, const int4* table, int matrices, int rows,
+                  int float32_out, int x_bytes, int partial_bytes) {
     pdl_launch();
     extern __shared__ __align__(16) char shared[];
     __shared__ float inverse[MAX_SLICES * TP], scratch[2 * TP * WARP];
     __shared__ Matrices listed;
     __shared__ uint64 inbox;
-    const Product product = {x,       row_stride, group_stride,  tokens, norm_weight, eps,         y,
-                             columns, slice_columns, {data0, scale0, tiles0, clusters0}, groups,
-                             {data1, scale1, tiles1, clusters1}, scale_shift, global_scale, table, matrices, rows, float32_out};
+    const Product product = {x,
+                             row_stride,
+                             group_stride,
+                             tokens,
+                             norm_weight,
+                             eps,
+                             y,
+                             columns,
+                             slice_columns,
+                             {data0, scale0, tiles0, clusters0},
+                             groups,
+                             {data1, scale1, tiles1, clusters1},
+                             scale_shift,
+                             global_scale,
+                             table,
+                             matrices,
+                             rows,
+                             float32_out};
     char* x_shared = shared + WARPS * DEPTH * SLOT;
-    const Workspace space = {shared, x_shared, reinterpret_cast<float*>(x_shared + x_bytes), inverse, scratch};
+    const Workspace space = {shared, x_shared, reinterpret_cast<float*>(x_shared + x_bytes),
+                             inverse, scratch};
     const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
     const Share share(product, blockIdx.x / CLUSTER);
-    assert_shared_memory(x_shared - shared + x_bytes + partial_bytes + received_bytes(share.tiles()));
-    const int tiles = share.tiles(), inbox_bytes = (CLUSTER - 1) * ((tiles + CLUSTER - 1 - rank) / CLUSTER) * TILE_OUTPUTS * 4;
+    assert_shared_memory(x_shared - shared + x_bytes + partial_bytes +
+                         received_bytes(share.tiles()));
+    const int tiles = share.tiles();
+    const int inbox_bytes =
+        (CLUSTER - 1) * ((tiles + CLUSTER - 1 - rank) / CLUSTER) * TILE_OUTPUTS * 4;
     if (CLUSTER > 1) {
         cluster_start(&inbox, 1);
         if (threadIdx.x == 0 && inbox_bytes > 0) expect_mail(&inbox, inbox_bytes);
@@ -317,12 +370,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_linear(
     if (FUSED_NORM) {
         for (int i = threadIdx.x * 32; i < columns; i += THREADS * 32) prefetch_l2(norm_weight + i);
     }
+    // y_TN = F.linear(x_TK, dequantize(weight_NK)), as partial tiles
     multiply(product, share, rank, space);
-    const auto store = [&](int tile, int output, float value) { listed.store(product, share, tile, output, value); };
+    const auto store = [&](int tile, int output, float value) {
+        listed.store(product, share, tile, output, value);
+    };
     if constexpr (CLUSTER == 1) {
         collect(product, share, rank, space, store);
     } else {
-        // Tile t is finished by the block of rank t % CLUSTER: [t / CLUSTER][rank of the sender][output].
+        // Tile t is finished by the block of rank t % CLUSTER: [t / CLUSTER][rank of the
+        // sender][output].
         float* received = reinterpret_cast<float*>(x_shared + x_bytes + partial_bytes);
         const auto pass_on = [&](int tile, int output, float value) {
             float* slot = received + ((tile / CLUSTER) * CLUSTER + rank) * TILE_OUTPUTS + output;
@@ -339,6 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_linear(
             float sum = 0.0f;
 #pragma unroll
             for (int sender = 0; sender < CLUSTER; ++sender)
+                // y_TN = received_TN.sum(senders)
                 sum += received[((tile / CLUSTER) * CLUSTER + sender) * TILE_OUTPUTS + output];
             store(tile, output, sum);
         }

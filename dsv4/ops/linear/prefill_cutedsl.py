@@ -33,7 +33,7 @@ INSTALLED = all(importlib.util.find_spec(name) is not None for name in _PACKAGES
 CUTEDSL_TOKENS = 128
 # Numbers of tokens that are equal in units of this have the same kernel.
 _TOKEN_STEP = 16
-# Of K and of the rows of a group.
+# K and the rows of a group are multiples of this: the columns and rows of a wgmma tile.
 _MULTIPLE = 64
 
 Gemm = Callable[..., object]

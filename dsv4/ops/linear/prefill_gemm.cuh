@@ -1,14 +1,18 @@
-// Weight-only matrix products of many tokens: y[t, n] = sum_k x[t, k] * W[n, k], W decoded to bf16 in registers.
+// Weight-only matrix products of many tokens: y[t, n] = sum_k x[t, k] * W[n, k], W dequantized to
+// bf16 in registers.
 //
-// The weights are the A operand (rows of W along M, in the packed fragment order), tokens are N. A block of 8 consumer
-// warps and 4 producer warps computes 16 row tiles of 16 rows times up to 128 tokens; warp w owns row tiles w and 8 + w.
-// Blocks are persistent: the producer runs ahead of the consumers across tile borders, so that the next tile's operands
-// arrive during this tile's epilogue.
+// The weights are the A operand (rows of W along M, in the packed fragment order), tokens are N. A
+// block of 8 consumer warps and 4 producer warps computes 16 row tiles of 16 rows times up to 128
+// tokens; warp w owns row tiles w and 8 + w. Blocks are persistent: the producer runs ahead of the
+// consumers across tile borders, so that the next tile's operands arrive during this tile's
+// epilogue.
 //
 // MODE_LINEAR   y = x * W^T, with batches (grouped linear) and split K (fixed order of summation)
-// MODE_GATE_UP  h = bf16(routing weight * silu(min(gate, limit)) * clamp(up)), tokens gathered by index
+// MODE_GATE_UP  h = bf16(routing weight * silu(min(gate, limit)) * clamp(up)), gathered tokens
 // MODE_DOWN     float rows of W2 * h, scattered to (token, slot)
-// -DWGMMA=1 multiplies by wgmma (sm_90a only); else by mma.sync. Operand layouts in registers and shared memory agree.
+//
+// -DWGMMA=1 multiplies by wgmma (sm_90a only); else by mma.sync. Operand layouts in registers and
+// shared memory agree.
 #pragma once
 #include "ptx.cuh"
 
@@ -34,28 +38,32 @@
 #ifndef WIDE
 #define WIDE 0
 #endif
+// Stages whose copies the producers have issued but not yet announced.
 #ifndef LAG
-#define LAG (STAGES >= 6 ? 2 : 1)    // stages whose copies the producers have issued but not yet announced
+#define LAG (STAGES >= 6 ? 2 : 1)
 #endif
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-constexpr int TOKENS = 128;     // of one tile
-constexpr int STEP = 64;        // columns of one pipeline stage: 128-byte rows of x
-constexpr int CONSUMERS = 8;    // warps
-constexpr int PRODUCERS = 4;    // warps: one warpgroup, which gives most of its registers to the consumers
+constexpr int TOKENS = 128;   // of one tile
+constexpr int STEP = 64;      // columns of one pipeline stage: 128-byte rows of x
+constexpr int CONSUMERS = 8;  // warps
+// Warps: one warpgroup, which gives most of its registers to the consumers
+constexpr int PRODUCERS = 4;
 constexpr int THREADS = (CONSUMERS + PRODUCERS) * WARP;
-constexpr int SIDES = 2;        // row tiles per warp: gate and up, or 128 rows apart
+constexpr int SIDES = 2;  // row tiles per warp: gate and up, or 128 rows apart
 constexpr int ROW_TILES = CONSUMERS * SIDES;
-constexpr int WEIGHT_BYTES = FORMAT == BF16 ? 2048 : FORMAT == FP8 ? 1024 : 512;       // one row tile of one step
+// One row tile of one step.
+constexpr int WEIGHT_BYTES = FORMAT == BF16 ? 2048 : FORMAT == FP8 ? 1024 : 512;
 constexpr int SCALE_BYTES = FORMAT == NVFP4 ? 64 : FORMAT == MXFP4 ? 32 : 0;
 constexpr int X_BYTES = TOKENS * STEP * 2;
 constexpr int STAGE_USED = X_BYTES + ROW_TILES * (WEIGHT_BYTES + SCALE_BYTES);
-constexpr int STAGE_BYTES = (STAGE_USED + 1023) / 1024 * 1024;                         // 128-byte swizzle atoms
+constexpr int STAGE_BYTES = (STAGE_USED + 1023) / 1024 * 1024;  // 128-byte swizzle atoms
 constexpr int ROWS_PER_BLOCK = MODE == MODE_GATE_UP ? 128 : 256;
 
-// Decoded weights are the stored values times a power of two that keeps every intermediate bf16 normal.
+// Dequantized weights are the stored values times a power of two that keeps every intermediate bf16
+// normal.
 constexpr float UNIT = FORMAT == NVFP4 ? 128.0f : FORMAT == BF16 ? 1.0f : 4294967296.0f;
 
 struct Matrix {
@@ -66,12 +74,12 @@ struct Matrix {
 
 struct Gemm {
     const bf16* x;
-    int64 x_stride, batch_stride;     // elements between tokens and between batches of x
+    int64 x_stride, batch_stride;  // elements between tokens and between batches of x
     Matrix side[SIDES];
-    int row_tiles, columns, rows;     // row tiles of the padded matrix; logical K and N (of one batch)
+    int row_tiles, columns, rows;  // row tiles of the padded matrix; logical K and N (of one batch)
     int tokens, batches, splits;
-    const int4* tiles;                // {expert, first, count, 0} by the sort kernel, or null: tokens in order
-    const int* slots;                 // sorted position -> token * per_token + slot
+    const int4* tiles;  // {expert, first, count, 0} by the sort kernel, or null: tokens in order
+    const int* slots;   // sorted position -> token * per_token + slot
     int tile_count, per_token;
 
     __device__ int steps() const { return (columns + STEP - 1) / STEP; }
@@ -83,7 +91,8 @@ struct Tile {
     int expert, first, count, row_block, batch, split, first_step, last_step;
 };
 
-// 8 token tiles by all row blocks at a time: the blocks that run together share both operands in L2.
+// 8 token tiles by all row blocks at a time: the blocks that run together share both operands in
+// L2.
 __device__ __forceinline__ Tile tile_at(const Gemm& g, int index) {
     Tile t;
     const int row_blocks = g.row_blocks(), steps = g.steps();
@@ -99,7 +108,8 @@ __device__ __forceinline__ Tile tile_at(const Gemm& g, int index) {
         const int per_batch = row_blocks * g.tile_count;
         t.batch = index / per_batch;
         index -= t.batch * per_batch;
-        const int group = index / (8 * row_blocks), width = min(8, g.tile_count - 8 * group);
+        const int group = index / (8 * row_blocks);
+        const int width = min(8, g.tile_count - 8 * group);
         index -= group * 8 * row_blocks;
         t.row_block = index / width;
         column = 8 * group + index % width;
@@ -110,9 +120,9 @@ __device__ __forceinline__ Tile tile_at(const Gemm& g, int index) {
     return t;
 }
 
-// Eights of tokens that are computed for a tile; the rest of the 128 columns costs nothing. Three widths: with a fourth
-// the assembler runs out of registers for asynchronous wgmma and serialises all of them. WIDE is for tiles that hold
-// about 100 tokens on average.
+// Eights of tokens that are computed for a tile; the rest of the 128 columns costs nothing. Three
+// widths: with a fourth the assembler runs out of registers for asynchronous wgmma and serialises
+// all of them. WIDE is for tiles that hold about 100 tokens on average.
 #if MODE == MODE_LINEAR
 #define WIDTH_0 4
 #define WIDTH_1 8
@@ -128,7 +138,8 @@ __device__ __forceinline__ int token_blocks(int count) {
 }
 
 __device__ __forceinline__ int first_row_tile(const Gemm& g, const Tile& t, int side) {
-    return t.batch * (g.rows / 16) + (MODE == MODE_GATE_UP ? t.row_block : t.row_block * SIDES + side) * CONSUMERS;
+    return t.batch * (g.rows / 16) +
+           (MODE == MODE_GATE_UP ? t.row_block : t.row_block * SIDES + side) * CONSUMERS;
 }
 
 // Row tile of (side, warp), clamped so that warps beyond the matrix read something harmless.
@@ -140,7 +151,8 @@ __device__ __forceinline__ int row_tile(const Gemm& g, const Tile& t, int side, 
 
 // Without the deadline of barrier_wait: its clock costs registers that the consumers do not have.
 __device__ __forceinline__ void stage_wait(u32 barrier, u32 parity) {
-    while (!barrier_try(barrier, parity)) {}
+    while (!barrier_try(barrier, parity)) {
+    }
 }
 
 // The copies were made by the generic proxy; wgmma reads them through the async proxy.
@@ -150,10 +162,12 @@ __device__ __forceinline__ void announce(u32 full_barrier) {
     if (threadIdx.x % WARP == 0) barrier_arrive(full_barrier);
 }
 
-__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS * WARP) : "memory"); }
+__device__ __forceinline__ void consumers_sync() {
+    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS * WARP) : "memory");
+}
 
 struct Pipe {
-    u32 stages, full, empty;    // shared addresses
+    u32 stages, full, empty;  // shared addresses
     int stage;
     u32 phase;
 
@@ -167,13 +181,16 @@ struct Pipe {
 
 // ---------------------------------------------------------------- producer
 
-// One stage's data or scales of all row tiles, BYTES each, in 16-byte parts. Bulk copies would be 16 or 32 a stage, and
-// one warp issues about one in 75 clocks.
+// One stage's data or scales of all row tiles, BYTES each, in 16-byte parts. Bulk copies would be
+// 16 or 32 a stage, and one warp issues about one in 75 clocks.
 template <int BYTES>
 __device__ __forceinline__ void copy_weights(u32 to, const unsigned char* const (&from)[SIDES],
-                                             const int (&first)[SIDES], int last, int stride, int thread) {
-    constexpr int COPIERS = PRODUCERS * WARP, PER_TILE = BYTES / 16, PARTS = ROW_TILES * PER_TILE;
-    constexpr int APART = COPIERS / PER_TILE;    // row tiles between the parts of one thread
+                                             const int (&first)[SIDES], int last, int stride,
+                                             int thread) {
+    constexpr int COPIERS = PRODUCERS * WARP;
+    constexpr int PER_TILE = BYTES / 16;
+    constexpr int PARTS = ROW_TILES * PER_TILE;
+    constexpr int APART = COPIERS / PER_TILE;  // row tiles between the parts of one thread
 #pragma unroll
     for (int i = 0; i * COPIERS < PARTS; i++) {
         const int place = thread / PER_TILE + i * APART;
@@ -181,24 +198,30 @@ __device__ __forceinline__ void copy_weights(u32 to, const unsigned char* const 
         const int tile = min((side ? first[1] : first[0]) + place % CONSUMERS, last);
         if (PARTS % COPIERS == 0 || place < ROW_TILES)
             cp_async16(to + (thread + i * COPIERS) * 16,
-                    (side ? from[1] : from[0]) + (u64)((u32)tile * (u32)(stride / 16) + thread % PER_TILE) * 16, 16);
+                       (side ? from[1] : from[0]) +
+                           (u64)((u32)tile * (u32)(stride / 16) + thread % PER_TILE) * 16,
+                       16);
     }
 }
 
 // Eight threads copy one row's 128 bytes of x; 16-byte chunk c of row r goes to place c ^ (r % 8).
 __device__ __forceinline__ void produce(const Gemm& g, Pipe pipe) {
-    constexpr int ROWS = TOKENS / (PRODUCERS * WARP / 8), APART = TOKENS / ROWS;    // rows of one thread
-    const int thread = threadIdx.x - CONSUMERS * WARP, chunk = thread % 8, row = thread / 8;
+    constexpr int ROWS = TOKENS / (PRODUCERS * WARP / 8);  // of one thread
+    constexpr int APART = TOKENS / ROWS;                   // between them
+    const int thread = threadIdx.x - CONSUMERS * WARP;
+    const int chunk = thread % 8;
+    const int row = thread / 8;
     const u32 place = row * 128 + ((chunk ^ (row % 8)) << 4);
     const int steps = g.steps(), last = g.row_tiles - 1;
     Pipe landed = pipe;
-    int waiting = 0;    // stages issued and not announced
+    int waiting = 0;  // stages issued and not announced
     for (int index = blockIdx.x; index < g.total(); index += gridDim.x) {
         const Tile t = tile_at(g, index);
         const int rows = 8 * token_blocks(t.count);
-        u32 offset[ROWS];    // in 16-byte units: a register less than a pointer
+        u32 offset[ROWS];  // in 16-byte units: a register less than a pointer
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
+            // x_TK = x[slots // per_token]
             int source = t.first + min(row + i * APART, t.count - 1);
             if (MODE == MODE_GATE_UP && g.slots) source = g.slots[source] / g.per_token;
             offset[i] = source * (g.x_stride / 8);
@@ -213,11 +236,13 @@ __device__ __forceinline__ void produce(const Gemm& g, Pipe pipe) {
         for (int step = t.first_step; step < t.last_step; step++) {
             stage_wait(pipe.empty_barrier(), pipe.phase ^ 1);
             const u32 buffer = pipe.buffer();
-            copy_weights<WEIGHT_BYTES>(buffer + X_BYTES, data, first, last, steps * WEIGHT_BYTES, thread);
+            copy_weights<WEIGHT_BYTES>(buffer + X_BYTES, data, first, last, steps * WEIGHT_BYTES,
+                                       thread);
             if constexpr (SCALE_BYTES > 0)
-                copy_weights<SCALE_BYTES>(buffer + X_BYTES + ROW_TILES * WEIGHT_BYTES, scale, first, last,
-                                          steps * SCALE_BYTES, thread);
-            for (int side = 0; side < SIDES; side++) data[side] += WEIGHT_BYTES, scale[side] += SCALE_BYTES;
+                copy_weights<SCALE_BYTES>(buffer + X_BYTES + ROW_TILES * WEIGHT_BYTES, scale, first,
+                                          last, steps * SCALE_BYTES, thread);
+            for (int side = 0; side < SIDES; side++)
+                data[side] += WEIGHT_BYTES, scale[side] += SCALE_BYTES;
             const int column = step * STEP + chunk * 8;
             const int valid = max(0, min(16, 2 * (g.columns - column)));
             const bf16* from = x + (valid ? column : 0);
@@ -225,7 +250,7 @@ __device__ __forceinline__ void produce(const Gemm& g, Pipe pipe) {
             for (int i = 0; i < ROWS; i++)
                 if (i * APART < rows)
                     cp_async16(buffer + place + i * APART * 128, from + (u64)offset[i] * 8,
-                            row + i * APART < t.count ? valid : 0);
+                               row + i * APART < t.count ? valid : 0);
             cp_async_commit();
             pipe.advance();
             if (waiting == LAG) {
@@ -255,9 +280,9 @@ __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
 // One row tile of one stage, as this lane holds it.
 struct Weights {
     uint4 words[FORMAT == FP8 ? 2 : 1];
-    u32 data;         // shared address
+    u32 data;  // shared address
     uint2 scales;
-    u32 low, high;    // current factors of rows g and g + 8, twice each
+    u32 low, high;  // current factors of rows g and g + 8, twice each
 
     __device__ void load(u32 buffer, int tile, int lane) {
         data = buffer + X_BYTES + tile * WEIGHT_BYTES + lane * 16;
@@ -277,18 +302,20 @@ struct Weights {
 
     // NVFP4: e4m3 bits at bf16 exponent and mantissa are s * 2^-120; twice multiplied: s * 2^119.
     // MXFP4: e8m0 code b to the bf16 2^(b - 127 + 94), infinity where that has no code.
-    __device__ void decode_scales(int s) {
+    __device__ void expand_scales(int s) {
         if (FORMAT == NVFP4) {
             u32 pair = __byte_perm(s < 2 ? scales.x : scales.y, 0, s % 2 ? 0x4342 : 0x4140) << 4;
             pair = multiply(multiply(pair, 0x7F007F00), 0x77807780);
             spread(pair);
         } else if (FORMAT == MXFP4 && s % 2 == 0) {
-            const u32 pair = __vminu2(__byte_perm(scales.x, 0, s ? 0x4342 : 0x4140) + 0x005E005E, 0x00FF00FF) << 7;
+            const u32 pair =
+                __vminu2(__byte_perm(scales.x, 0, s ? 0x4342 : 0x4140) + 0x005E005E, 0x00FF00FF)
+                << 7;
             spread(pair);
         }
     }
 
-    __device__ void decode(u32 (&a)[4], int s) {
+    __device__ void dequantize(u32 (&a)[4], int s) {
         if (FORMAT == BF16) {
             const uint4 w = load_shared16(data + s * 512);
             a[0] = w.x, a[1] = w.y, a[2] = w.z, a[3] = w.w;
@@ -309,7 +336,7 @@ struct Weights {
         // e2m1 code as bf16 is its value * 2^-126.
         constexpr u32 MAGNITUDE = 0x01C001C0;
         const u32 w = s == 0 ? words[0].x : s == 1 ? words[0].y : s == 2 ? words[0].z : words[0].w;
-        decode_scales(s);
+        expand_scales(s);
         const u32 by3 = w << 3;
         a[0] = multiply((w & SIGN) | ((w >> 3) & MAGNITUDE), low);
         a[1] = multiply((by3 & SIGN) | (w & MAGNITUDE), high);
@@ -318,23 +345,26 @@ struct Weights {
     }
 };
 
-// FP8 block scale s = m * 2^e, 1 <= m < 2: 2^e goes on the weights (exactly), m on the accumulators when it changes,
-// which it never does for the power-of-two scales of the real checkpoints.
+// FP8 block scale s = m * 2^e, 1 <= m < 2: 2^e goes on the weights (exactly), m on the accumulators
+// when it changes, which it never does for the power-of-two scales of the real checkpoints.
 struct BlockScale {
     const float* row;
     int last;
     float upcoming, mantissa;
 
     __device__ void start(const Gemm& g, const Tile& t, int side, int tile) {
-        const int columns = (g.columns + 127) / 128, rows = (g.row_tiles * 16 + 127) / 128;
+        const int columns = (g.columns + 127) / 128;
+        const int rows = (g.row_tiles * 16 + 127) / 128;
         // The scale has ceil(N / 128) rows; padding N to 64 never adds one.
-        row = reinterpret_cast<const float*>(g.side[side].scale) + ((int64)t.expert * rows + tile / 8) * columns;
+        row = reinterpret_cast<const float*>(g.side[side].scale) +
+              ((int64)t.expert * rows + tile / 8) * columns;
         last = columns - 1;
         upcoming = __ldg(row + min(t.first_step / 2, last));
         mantissa = 1.0f;
     }
 
-    // Returns the bf16 pair 2^(e + 88) for `step`; `change` is what accumulators must be multiplied by first.
+    // Returns the bf16 pair 2^(e + 88) for `step`; `change` is what accumulators must be multiplied
+    // by first.
     __device__ u32 next(int step, float& change) {
         const u32 bits = __float_as_uint(upcoming);
         upcoming = __ldg(row + min((step + 1) / 2, last));
@@ -352,8 +382,8 @@ template <int BLOCKS>
 using Accumulators = float[SIDES][BLOCKS][4];
 
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
-        "%2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -377,13 +407,15 @@ __device__ __forceinline__ void rescale(float (&acc)[BLOCKS][4], float factor) {
 #else
 
 template <int BLOCKS>
-__device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&unit)[SIDES], const Gemm& g,
-                                           const Tile& t, Pipe& pipe, int warp, int lane) {
+__device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&unit)[SIDES],
+                                           const Gemm& g, const Tile& t, Pipe& pipe, int warp,
+                                           int lane) {
     BlockScale block_scale[SIDES];
     if (FORMAT == FP8)
         for (int side = 0; side < SIDES; side++)
             block_scale[side].start(g, t, side, row_tile(g, t, side, warp));
-    // Lane l gives the address of row l % 8 of matrix l / 8: (tokens 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    // Lane l gives the address of row l % 8 of matrix l / 8: (tokens 0-7, k 0-7), (0-7, 8-15),
+    // (8-15, 0-7), (8-15, 8-15).
     const int row = lane % 8 + (lane / 16) * 8, half = lane / 8 % 2;
     for (int step = t.first_step; step < t.last_step; step++) {
         stage_wait(pipe.full_barrier(), pipe.phase);
@@ -391,6 +423,7 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
         Weights weights[SIDES];
 #pragma unroll
         for (int side = 0; side < SIDES; side++) {
+            // weight_NK = dequantize(data, block_scale)
             weights[side].load(buffer, side * CONSUMERS + warp, lane);
             if (FORMAT == FP8) {
                 float change;
@@ -402,11 +435,12 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
         for (int s = 0; s < STEP / 16; s++) {
             u32 a[SIDES][4];
 #pragma unroll
-            for (int side = 0; side < SIDES; side++) weights[side].decode(a[side], s);
+            for (int side = 0; side < SIDES; side++) weights[side].dequantize(a[side], s);
             const u32 address = buffer + row * 128 + (((2 * s + half) ^ (lane % 8)) << 4);
 #pragma unroll
             for (int j = 0; j < BLOCKS; j += 2) {
                 u32 b[4];
+                // y_NT += weight_NK @ x_TK.T
                 load_matrices(b, address + j * 1024);
 #pragma unroll
                 for (int side = 0; side < SIDES; side++) {
@@ -419,7 +453,8 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
         if (lane == 0) barrier_arrive(pipe.empty_barrier());
         pipe.advance();
     }
-    for (int side = 0; side < SIDES; side++) unit[side] = FORMAT == FP8 ? UNIT * block_scale[side].mantissa : UNIT;
+    for (int side = 0; side < SIDES; side++)
+        unit[side] = FORMAT == FP8 ? UNIT * block_scale[side].mantissa : UNIT;
 }
 #endif
 
@@ -437,19 +472,20 @@ __device__ __forceinline__ u32 transpose(float first, float second) {
 
 struct Output {
     void* y;
-    int64 y_stride;                // elements between tokens
-    const float* routing;          // MODE_GATE_UP: weight by (token, slot), or null: 1
+    int64 y_stride;        // elements between tokens
+    const float* routing;  // MODE_GATE_UP: weight by (token, slot), or null: 1
     float limit;
-    float* partial;                // MODE_LINEAR with splits: [tile][split][value][consumer thread]
+    float* partial;  // MODE_LINEAR with splits: [tile][split][value][consumer thread]
     int* counters;
     int* flag;
 };
 
 // Sums the splits in order in the block that arrives last; false in the others.
 template <int BLOCKS>
-__device__ __forceinline__ bool join_splits(Accumulators<BLOCKS>& acc, const Gemm& g, const Tile& t, const Output& out,
-                                            int index) {
-    constexpr int COUNT = CONSUMERS * WARP, SIZE = SIDES * TOKENS / 8 * 4 * COUNT;
+__device__ __forceinline__ bool join_splits(Accumulators<BLOCKS>& acc, const Gemm& g, const Tile& t,
+                                            const Output& out, int index) {
+    constexpr int COUNT = CONSUMERS * WARP;
+    constexpr int SIZE = SIDES * TOKENS / 8 * 4 * COUNT;
     float* mine = out.partial + (int64)index * SIZE + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < SIDES * BLOCKS * 4; i++) mine[i * COUNT] = (&acc[0][0][0])[i];
@@ -462,6 +498,7 @@ __device__ __forceinline__ bool join_splits(Accumulators<BLOCKS>& acc, const Gem
         *out.flag = last;
     }
     consumers_sync();
+    // y_NT = partial_NT.sum(splits)
     const bool last = *out.flag;
     consumers_sync();
     if (!last) return false;
@@ -472,16 +509,18 @@ __device__ __forceinline__ bool join_splits(Accumulators<BLOCKS>& acc, const Gem
     for (int split = 0; split < g.splits; split++) {
         const float* other = out.partial + (int64)(index - t.split + split) * SIZE + threadIdx.x;
 #pragma unroll
-        for (int i = 0; i < SIDES * BLOCKS * 4; i++) (&acc[0][0][0])[i] += __ldcg(other + i * COUNT);
+        for (int i = 0; i < SIDES * BLOCKS * 4; i++)
+            (&acc[0][0][0])[i] += __ldcg(other + i * COUNT);
     }
     return true;
 }
 
 // Float rows: eight lanes write one token's 32 bytes.
 template <int BLOCKS>
-__device__ __forceinline__ void store_float(const Accumulators<BLOCKS>& acc, const float (&alpha)[SIDES], const Gemm& g,
-                                            const Tile& t, const Output& out, const int (&slot)[TOKENS / WARP],
-                                            int warp, int lane) {
+__device__ __forceinline__ void store_float(const Accumulators<BLOCKS>& acc,
+                                            const float (&alpha)[SIDES], const Gemm& g,
+                                            const Tile& t, const Output& out,
+                                            const int (&slot)[TOKENS / WARP], int warp, int lane) {
     const int row = t.row_block * ROWS_PER_BLOCK + warp * 16 + lane / 4;
     float* y = static_cast<float*>(out.y) + (int64)t.batch * g.rows + row;
 #pragma unroll
@@ -497,24 +536,30 @@ __device__ __forceinline__ void store_float(const Accumulators<BLOCKS>& acc, con
 #pragma unroll
                     for (int below = 0; below < 16; below += 8)
                         if (row + side * CONSUMERS * 16 + below < g.rows)
-                            to[side * CONSUMERS * 16 + below] = acc[side][j][below / 4 + half] * alpha[side];
+                            to[side * CONSUMERS * 16 + below] =
+                                acc[side][j][below / 4 + half] * alpha[side];
         }
 }
 
-// bf16 rows of stride y_stride (even): four lanes write one token's 16 bytes. Writes an even number of rows.
+// bf16 rows of stride y_stride (even): four lanes write one token's 16 bytes. Writes an even number
+// of rows.
 template <int BLOCKS>
-__device__ __forceinline__ void store_rounded(const Accumulators<BLOCKS>& acc, const float (&alpha)[SIDES],
-                                              const Gemm& g, const Tile& t, const Output& out, int warp, int lane) {
+__device__ __forceinline__ void store_rounded(const Accumulators<BLOCKS>& acc,
+                                              const float (&alpha)[SIDES], const Gemm& g,
+                                              const Tile& t, const Output& out, int warp,
+                                              int lane) {
     const int row = t.row_block * ROWS_PER_BLOCK + warp * 16 + 2 * (lane % 4);
-    bf16* y = static_cast<bf16*>(out.y) + (int64)t.batch * g.rows + row + (t.first + lane / 4) * out.y_stride;
+    bf16* y = static_cast<bf16*>(out.y) + (int64)t.batch * g.rows + row +
+              (t.first + lane / 4) * out.y_stride;
 #pragma unroll
     for (int j = 0; j < BLOCKS; j++)
 #pragma unroll
         for (int side = 0; side < SIDES; side++)
 #pragma unroll
             for (int below = 0; below < 16; below += 8) {
-                const float(&c)[4] = acc[side][j];
-                const u32 pair = transpose(c[below / 4] * alpha[side], c[below / 4 + 1] * alpha[side]);
+                const float (&c)[4] = acc[side][j];
+                const u32 pair =
+                    transpose(c[below / 4] * alpha[side], c[below / 4 + 1] * alpha[side]);
                 const int offset = side * CONSUMERS * 16 + below;
                 if (8 * j + lane / 4 < t.count && row + offset < g.rows)
                     *reinterpret_cast<u32*>(y + 8 * j * out.y_stride + offset) = pair;
@@ -529,9 +574,11 @@ __device__ __forceinline__ float gated(float gate, float up, float weight, float
 }
 
 template <int BLOCKS>
-__device__ __forceinline__ void store_gated(const Accumulators<BLOCKS>& acc, const float (&alpha)[SIDES], const Gemm& g,
-                                            const Tile& t, const Output& out, const float (&routing)[TOKENS / WARP],
-                                            int warp, int lane) {
+__device__ __forceinline__ void store_gated(const Accumulators<BLOCKS>& acc,
+                                            const float (&alpha)[SIDES], const Gemm& g,
+                                            const Tile& t, const Output& out,
+                                            const float (&routing)[TOKENS / WARP], int warp,
+                                            int lane) {
     const int row = t.row_block * ROWS_PER_BLOCK + warp * 16 + 2 * (lane % 4);
     bf16* y = static_cast<bf16*>(out.y) + row + (t.first + lane / 4) * out.y_stride;
 #pragma unroll
@@ -539,8 +586,11 @@ __device__ __forceinline__ void store_gated(const Accumulators<BLOCKS>& acc, con
         float h[4];
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            const float weight = __shfl_sync(~0u, routing[j / 4], (8 * j + 2 * (lane % 4) + r % 2) % WARP);
-            h[r] = gated(acc[0][j][r] * alpha[0], acc[SIDES - 1][j][r] * alpha[SIDES - 1], weight, out.limit);
+            const float weight =
+                __shfl_sync(~0u, routing[j / 4], (8 * j + 2 * (lane % 4) + r % 2) % WARP);
+            // h = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * routing
+            h[r] = gated(acc[0][j][r] * alpha[0], acc[SIDES - 1][j][r] * alpha[SIDES - 1], weight,
+                         out.limit);
         }
         const u32 top = transpose(h[0], h[1]), bottom = transpose(h[2], h[3]);
         bf16* to = y + 8 * j * out.y_stride;
@@ -552,9 +602,11 @@ __device__ __forceinline__ void store_gated(const Accumulators<BLOCKS>& acc, con
 }
 
 template <int BLOCKS>
-__device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Output& out, Pipe& pipe, int index) {
+__device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Output& out, Pipe& pipe,
+                                             int index) {
     // Uniform for the compiler: the same warp number in every lane.
-    const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
+    const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
+    const int lane = threadIdx.x % WARP;
     int slot[TOKENS / WARP] = {};
     float routing[TOKENS / WARP];
     float alpha[SIDES];
@@ -570,6 +622,7 @@ __device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Outpu
         alpha[side] = FORMAT == NVFP4 ? g.side[side].global_scale[t.expert] : 1.0f;
     Accumulators<BLOCKS> acc = {};
     float unit[SIDES];
+    // y_NT = weight_NK @ x_TK.T
     accumulate<BLOCKS>(acc, unit, g, t, pipe, warp, lane);
 #pragma unroll
     for (int side = 0; side < SIDES; side++) {
@@ -578,18 +631,18 @@ __device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Outpu
             rescale(acc[side], unit[side] / UNIT);
             unit[side] = UNIT;
         }
+        // y_NT *= global_scale, and the power of two of the dequantized weights
         alpha[side] *= unit[side];
     }
     const Tile done = t;
     // Read here, the next tile's entry arrives while this one's results are written.
     if (index + (int)gridDim.x < g.total()) t = tile_at(g, index + gridDim.x);
-    if (MODE == MODE_LINEAR && g.splits > 1 && !join_splits<BLOCKS>(acc, g, done, out, index)) return;
-    if (MODE == MODE_GATE_UP)
-        store_gated<BLOCKS>(acc, alpha, g, done, out, routing, warp, lane);
+    if (MODE == MODE_LINEAR && g.splits > 1 && !join_splits<BLOCKS>(acc, g, done, out, index))
+        return;
+    if (MODE == MODE_GATE_UP) store_gated<BLOCKS>(acc, alpha, g, done, out, routing, warp, lane);
     else if (MODE == MODE_DOWN || OUT_FLOAT)
         store_float<BLOCKS>(acc, alpha, g, done, out, slot, warp, lane);
-    else
-        store_rounded<BLOCKS>(acc, alpha, g, done, out, warp, lane);
+    else store_rounded<BLOCKS>(acc, alpha, g, done, out, warp, lane);
 }
 
 __device__ __forceinline__ void consume(const Gemm& g, const Output& out, Pipe pipe) {
@@ -597,14 +650,21 @@ __device__ __forceinline__ void consume(const Gemm& g, const Output& out, Pipe p
     Tile t = tile_at(g, blockIdx.x);
     for (int index = blockIdx.x; index < g.total(); index += gridDim.x) {
         switch (token_blocks(t.count)) {
-            case WIDTH_0: consume_tile<WIDTH_0>(g, t, out, pipe, index); break;
-            case WIDTH_1: consume_tile<WIDTH_1>(g, t, out, pipe, index); break;
-            default: consume_tile<16>(g, t, out, pipe, index); break;
+            case WIDTH_0:
+                consume_tile<WIDTH_0>(g, t, out, pipe, index);
+                break;
+            case WIDTH_1:
+                consume_tile<WIDTH_1>(g, t, out, pipe, index);
+                break;
+            default:
+                consume_tile<16>(g, t, out, pipe, index);
+                break;
         }
     }
 }
 
-// Shared memory: STAGES stages from a 1024-byte border, then barriers and a flag. 2048 bytes besides the stages.
+// Shared memory: STAGES stages from a 1024-byte border, then barriers and a flag. 2048 bytes
+// besides the stages.
 __device__ __forceinline__ void run(const Gemm& g, Output out) {
     extern __shared__ unsigned char shared[];
     const u32 base = shared_address(shared), stages = (base + 1023) / 1024 * 1024;
@@ -635,46 +695,68 @@ __device__ __forceinline__ void run(const Gemm& g, Output out) {
 }
 
 #if MODE == MODE_LINEAR
-// x [tokens, batches, columns] (strides in elements), weight [batches * rows, columns], y [tokens, batches, rows] with
-// an even y_stride for bf16.
+// x [tokens, batches, columns] (strides in elements), weight [batches * rows, columns], y [tokens,
+// batches, rows] with an even y_stride for bf16.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    prefill_linear(const bf16* x, const unsigned char* weight_data, const unsigned char* weight_block_scale,
-                   const float* weight_global_scale, void* y, float* partial, int* counters, int tokens, int rows,
-                   int columns, int row_tiles, int x_stride, int batch_stride, int y_stride, int batches, int splits) {
+    prefill_linear(const bf16* x, const unsigned char* weight_data,
+                   const unsigned char* weight_block_scale, const float* weight_global_scale,
+                   void* y, float* partial, int* counters, int tokens, int rows, int columns,
+                   int row_tiles, int x_stride, int batch_stride, int y_stride, int batches,
+                   int splits) {
     pdl_wait();
     pdl_launch();
     const Matrix matrix = {weight_data, weight_block_scale, weight_global_scale};
-    const Gemm g = {x,      x_stride, batch_stride, {matrix, matrix}, row_tiles, columns, rows,
-                    tokens, batches,  splits,       nullptr,          nullptr,   (tokens + TOKENS - 1) / TOKENS, 1};
+    const Gemm g = {x,
+                    x_stride,
+                    batch_stride,
+                    {matrix, matrix},
+                    row_tiles,
+                    columns,
+                    rows,
+                    tokens,
+                    batches,
+                    splits,
+                    nullptr,
+                    nullptr,
+                    (tokens + TOKENS - 1) / TOKENS,
+                    1};
     run(g, {y, y_stride, nullptr, 0.0f, partial, counters, nullptr});
 }
 #elif MODE == MODE_GATE_UP
-// h[i] = gated products of x[slots[i] / per_token]; without tiles: of x[i] for every token, with weight 1.
+// h[i] = gated products of x[slots[i] / per_token]; without tiles: of x[i] for every token, with
+// weight 1.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    prefill_gate_up(const bf16* x, const unsigned char* w1_data, const unsigned char* w1_block_scale,
-                    const float* w1_global_scale, const unsigned char* w3_data, const unsigned char* w3_block_scale,
-                    const float* w3_global_scale, const int4* tiles, const int* tile_count, const int* slots,
-                    const float* routing, bf16* h, int tokens, int rows, int columns, int row_tiles, int x_stride,
-                    int h_stride, int per_token, float limit) {
+    prefill_gate_up(const bf16* x, const unsigned char* w1_data,
+                    const unsigned char* w1_block_scale, const float* w1_global_scale,
+                    const unsigned char* w3_data, const unsigned char* w3_block_scale,
+                    const float* w3_global_scale, const int4* tiles, const int* tile_count,
+                    const int* slots, const float* routing, bf16* h, int tokens, int rows,
+                    int columns, int row_tiles, int x_stride, int h_stride, int per_token,
+                    float limit) {
     pdl_wait();
     pdl_launch();
     const Matrix first = {w1_data, w1_block_scale, w1_global_scale};
     const Matrix second = {w3_data, w3_block_scale, w3_global_scale};
     const int count = tiles ? *tile_count : (tokens + TOKENS - 1) / TOKENS;
-    const Gemm g = {x,      x_stride, 0, {first, second}, row_tiles, columns, rows,
-                    tokens, 1,        1, tiles,           slots,     count,   per_token};
+    const Gemm g = {
+        x,      x_stride, 0, {first, second}, row_tiles, columns, rows,
+        tokens, 1,        1, tiles,           slots,     count,   per_token,
+    };
     run(g, {h, h_stride, routing, limit, nullptr, nullptr, nullptr});
 }
 #else
 // y[slots[i]] = W2[expert of i] * h[i], float rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill_down(const bf16* h, const unsigned char* w2_data, const unsigned char* w2_block_scale,
-                 const float* w2_global_scale, const int4* tiles, const int* tile_count, const int* slots, float* y,
-                 int rows, int columns, int row_tiles, int h_stride) {
+                 const float* w2_global_scale, const int4* tiles, const int* tile_count,
+                 const int* slots, float* y, int rows, int columns, int row_tiles, int h_stride) {
     pdl_wait();
     pdl_launch();
     const Matrix matrix = {w2_data, w2_block_scale, w2_global_scale};
-    const Gemm g = {h, h_stride, 0, {matrix, matrix}, row_tiles, columns, rows, 0, 1, 1, tiles, slots, *tile_count, 1};
+    const Gemm g = {
+        h, h_stride, 0,     {matrix, matrix}, row_tiles, columns, rows, 0, 1,
+        1, tiles,    slots, *tile_count,      1,
+    };
     run(g, {y, rows, nullptr, 0.0f, nullptr, nullptr, nullptr});
 }
 #endif

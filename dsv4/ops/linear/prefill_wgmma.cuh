@@ -1,10 +1,15 @@
-// The inner loop of prefill_gemm.cuh by wgmma: one warpgroup multiplies m64 (four consecutive row tiles, one per warp,
-// in registers) by 8 * BLOCKS tokens, whose rows lie in shared memory with the 128-byte swizzle.
+// The inner loop of prefill_gemm.cuh by wgmma: one warpgroup multiplies m64 (four consecutive row
+// tiles, one per warp, in registers) by 8 * BLOCKS tokens, whose rows lie in shared memory with the
+// 128-byte swizzle.
 #pragma once
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
@@ -14,39 +19,48 @@ __device__ __forceinline__ void wgmma_wait() {
 #define ACC4(j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
 #define ACC16(j) ACC4(j), ACC4(j + 1), ACC4(j + 2), ACC4(j + 3)
 #define REGS16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define REGS32 REGS16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define REGS48 REGS32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define REGS32 \
+    REGS16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGS48 \
+    REGS32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define REGS56 REGS48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define REGS64 REGS56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_CASE(N, REGS, A0, A1, A2, A3, B, ...)                                                              \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS "}, {%" #A0 ", %" #A1 ", %" #A2 \
-                 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"                                                             \
-                 : __VA_ARGS__                                                                                   \
+#define WGMMA_CASE(N, REGS, A0, A1, A2, A3, B, ...)                                            \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS "}, {%" #A0 \
+                 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"                       \
+                 : __VA_ARGS__                                                                 \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
 template <int BLOCKS>
-__device__ __forceinline__ void wgmma(float (&c)[BLOCKS][4], const u32 (&a)[4], unsigned long long b) {
+__device__ __forceinline__ void wgmma(float (&c)[BLOCKS][4], const u32 (&a)[4],
+                                      unsigned long long b) {
     if constexpr (BLOCKS == 4) WGMMA_CASE(32, REGS16, 16, 17, 18, 19, 20, ACC16(0));
     if constexpr (BLOCKS == 8) WGMMA_CASE(64, REGS32, 32, 33, 34, 35, 36, ACC16(0), ACC16(4));
-    if constexpr (BLOCKS == 12) WGMMA_CASE(96, REGS48, 48, 49, 50, 51, 52, ACC16(0), ACC16(4), ACC16(8));
+    if constexpr (BLOCKS == 12)
+        WGMMA_CASE(96, REGS48, 48, 49, 50, 51, 52, ACC16(0), ACC16(4), ACC16(8));
     if constexpr (BLOCKS == 14)
-        WGMMA_CASE(112, REGS56, 56, 57, 58, 59, 60, ACC16(0), ACC16(4), ACC16(8), ACC4(12), ACC4(13));
-    if constexpr (BLOCKS == 16) WGMMA_CASE(128, REGS64, 64, 65, 66, 67, 68, ACC16(0), ACC16(4), ACC16(8), ACC16(12));
+        WGMMA_CASE(112, REGS56, 56, 57, 58, 59, 60, ACC16(0), ACC16(4), ACC16(8), ACC4(12),
+                   ACC4(13));
+    if constexpr (BLOCKS == 16)
+        WGMMA_CASE(128, REGS64, 64, 65, 66, 67, 68, ACC16(0), ACC16(4), ACC16(8), ACC16(12));
 }
 
-// Keeps the registers of fragments that a product in flight still reads from being reused before this point.
+// Keeps the registers of fragments that a product in flight still reads from being reused before
+// this point.
 __device__ __forceinline__ void keep(u32 (&a)[4]) {
     asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
 }
 
-// Products of the k16 steps before the last that may still be in flight while the next step's weights are decoded.
+// Products of the k16 steps before the last that may still be in flight while the next step's
+// weights are dequantized.
 #ifndef IN_FLIGHT
 #define IN_FLIGHT 2
 #endif
 
 template <int BLOCKS>
-__device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&unit)[SIDES], const Gemm& g,
-                                           const Tile& t, Pipe& pipe, int warp, int lane) {
+__device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&unit)[SIDES],
+                                           const Gemm& g, const Tile& t, Pipe& pipe, int warp,
+                                           int lane) {
     BlockScale block_scale[SIDES];
     if (FORMAT == FP8)
         for (int side = 0; side < SIDES; side++)
@@ -54,21 +68,22 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
     Weights weights[SIDES];
     float change[SIDES];
     u32 a[STEP / 16][SIDES][4] = {};
-    // Waits for the next stage and decodes its first k16 step.
+    // Waits for the next stage and dequantizes its first k16 step.
     const auto begin_stage = [&](int step) {
         stage_wait(pipe.full_barrier(), pipe.phase);
 #pragma unroll
         for (int side = 0; side < SIDES; side++) {
             weights[side].load(pipe.buffer(), side * CONSUMERS + warp, lane);
             if (FORMAT == FP8) weights[side].low = block_scale[side].next(step, change[side]);
-            weights[side].decode(a[0][side], 0);
+            weights[side].dequantize(a[0][side], 0);
         }
     };
     begin_stage(t.first_step);
-    u32 previous = 0;    // barrier that frees the stage before this one
+    u32 previous = 0;  // barrier that frees the stage before this one
     for (int step = t.first_step; step < t.last_step; step++) {
         // K-major, swizzle 128 bytes, 1024 bytes between groups of eight tokens.
-        const u64 b = ((u64)1 << 62) | ((u64)64 << 32) | ((u64)1 << 16) | ((pipe.buffer() & 0x3FFFF) >> 4);
+        const u64 b =
+            ((u64)1 << 62) | ((u64)64 << 32) | ((u64)1 << 16) | ((pipe.buffer() & 0x3FFFF) >> 4);
         const u32 current = pipe.empty_barrier();
         pipe.advance();
         if (FORMAT == FP8 && (change[0] != 1.0f || change[1] != 1.0f)) {
@@ -81,7 +96,8 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
             const int next = (s + 1) % (STEP / 16);
             wgmma_fence();
 #pragma unroll
-            for (int side = 0; side < SIDES; side++) wgmma<BLOCKS>(acc[side], a[s][side], b + 2 * s);
+            for (int side = 0; side < SIDES; side++)
+                wgmma<BLOCKS>(acc[side], a[s][side], b + 2 * s);
             wgmma_commit();
             wgmma_wait<IN_FLIGHT>();
 #pragma unroll
@@ -90,7 +106,8 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
             if (s == IN_FLIGHT - 1 && previous && lane == 0) barrier_arrive(previous);
             if (next != 0) {
 #pragma unroll
-                for (int side = 0; side < SIDES; side++) weights[side].decode(a[next][side], next);
+                for (int side = 0; side < SIDES; side++)
+                    weights[side].dequantize(a[next][side], next);
             } else if (step + 1 < t.last_step) {
                 begin_stage(step + 1);
             }
@@ -102,5 +119,6 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
     for (int s = 0; s < STEP / 16; s++)
         for (int side = 0; side < SIDES; side++) keep(a[s][side]);
     if (lane == 0) barrier_arrive(previous);
-    for (int side = 0; side < SIDES; side++) unit[side] = FORMAT == FP8 ? UNIT * block_scale[side].mantissa : UNIT;
+    for (int side = 0; side < SIDES; side++)
+        unit[side] = FORMAT == FP8 ? UNIT * block_scale[side].mantissa : UNIT;
 }

@@ -59,12 +59,12 @@ class PackedRows(RowList):
 
     @property
     def width(self) -> int:
-        """K."""
+        """K, the columns of every matrix."""
         return self.weights[0].shape[1]
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Of the products."""
+        """The dtypes of the products."""
         return [dtype or torch.bfloat16 for dtype in self.out_dtypes]
 
     def check(self, x: Tensor) -> None:

@@ -129,7 +129,7 @@ class _Step:
 
     @property
     def formats(self) -> tuple[QuantFormat, QuantFormat]:
-        """Of the routed and the shared experts."""
+        """The formats of the routed and the shared experts."""
         return self.layer.experts.w1.format, self.layer.shared.w1.format
 
     @property

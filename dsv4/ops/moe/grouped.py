@@ -18,9 +18,9 @@ from dsv4.ops.linear.prefill import (
 )
 from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
 
-# By entry of prefill_gemm.cuh: its mode, and the weight rows of one tile (ROWS_PER_BLOCK).
+# Per entry of prefill_gemm.cuh: its mode, and the weight rows of one tile (ROWS_PER_BLOCK).
 _MODE_AND_ROWS = {"prefill_gate_up": (MODE_GATE_UP, 128), "prefill_down": (MODE_DOWN, 256)}
-# Of moe_sort.cu.
+# Threads and warps of moe_sort.cu.
 _SORT_THREADS = 1024
 _SORT_WARPS = 32
 # bfloat16 values in 16 bytes, which rows that a GEMM reads begin at multiples of.
@@ -42,12 +42,12 @@ class Sorted:
     experts: int
 
     def tiling(self, tokens: int) -> "Tiling":
-        """Of the pairs of so many tokens, every expert's by themselves."""
+        """The tiling of the pairs of ``tokens``; an expert's pairs share no tile with others."""
         return Tiling.of_pairs(tokens * self.per_token, self.experts)
 
 
 class Tiling(NamedTuple):
-    """How rows are cut into tiles of at most ``TILE_TOKENS``: how many tiles that can be.
+    """How rows are cut into tiles of at most ``TILE_TOKENS``: ``most`` tiles can result.
 
     ``wide``: the average tile holds more than half of that.
     """
@@ -57,13 +57,13 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of_pairs(cls, pairs: int, experts: int) -> "Tiling":
-        """Of every expert's pairs by themselves."""
+        """The tiling of pairs; an expert's pairs share no tile with others."""
         most = pairs // TILE_TOKENS + min(experts, pairs)
         return cls(most, pairs > TILE_TOKENS // 2 * experts)
 
     @classmethod
     def of_tokens(cls, tokens: int) -> "Tiling":
-        """Of all tokens in their order."""
+        """The tiling of all tokens in their order."""
         return cls(ceil_div(tokens, TILE_TOKENS), tokens > TILE_TOKENS // 2)
 
 

@@ -1,12 +1,15 @@
-// y[t] = shared[t] + sum over the token's experts in ascending order of routed[t, slot], in float32, rounded once.
+// y[t] = shared[t] + sum over the token's experts in ascending order of routed[t, slot], in
+// float32, rounded once.
 #include "common.cuh"
 
 constexpr int MAX_PER_TOKEN = MAX_EXPERTS_PER_TOKEN;
 
-// shared [T, width], its rows `shared_stride` floats apart, which is `width` where that is a multiple of 4, routed
-// [T * per_token, width], ids [T, per_token]; one block per token; per_token <= 16.
-extern "C" __global__ void moe_combine(const float* shared, int shared_stride, const float* routed, const int64* ids,
-                                       bf16* y, int width, int per_token, int experts) {
+// shared [T, width], its rows `shared_stride` floats apart, which is `width` where that is a
+// multiple of 4, routed [T * per_token, width], ids [T, per_token]; one block per token; per_token
+// <= 16.
+extern "C" __global__ void moe_combine(const float* shared, int shared_stride, const float* routed,
+                                       const int64* ids, bf16* y, int width, int per_token,
+                                       int experts) {
     __shared__ int64 expert[MAX_PER_TOKEN];
     __shared__ int order[MAX_PER_TOKEN];
     __shared__ int listed;
@@ -23,7 +26,8 @@ extern "C" __global__ void moe_combine(const float* shared, int shared_stride, c
     if (threadIdx.x < per_token) {
         int rank = 0;
         for (int p = 0; p < per_token; p++)
-            rank += expert[p] < expert[threadIdx.x] || (expert[p] == expert[threadIdx.x] && p < threadIdx.x);
+            rank += expert[p] < expert[threadIdx.x] ||
+                    (expert[p] == expert[threadIdx.x] && p < threadIdx.x);
         order[rank] = threadIdx.x;
         if (expert[threadIdx.x] < experts) atomicAdd(&listed, 1);
     }
@@ -33,7 +37,8 @@ extern "C" __global__ void moe_combine(const float* shared, int shared_stride, c
         for (int i = threadIdx.x * 4; i < width; i += blockDim.x * 4) {
             float4 sum = *reinterpret_cast<const float4*>(shared + token * width + i);
             for (int p = 0; p < listed; p++) {
-                const float4 add = *reinterpret_cast<const float4*>(rows + (int64)order[p] * width + i);
+                const float4 add =
+                    *reinterpret_cast<const float4*>(rows + (int64)order[p] * width + i);
                 sum.x += add.x, sum.y += add.y, sum.z += add.z, sum.w += add.w;
             }
             __nv_bfloat162* to = reinterpret_cast<__nv_bfloat162*>(y + token * width + i);

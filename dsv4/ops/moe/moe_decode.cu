@@ -1,25 +1,27 @@
 // Router and mixture of experts for 1 to 8 tokens in one launch that streams every weight once.
 //
-//   routing  scores of all experts, shared out over the blocks and exchanged (moe_routes.cuh), while the first weights of
-//            phase 1 are on their way
-//   phase 1  h = round(weight * silu(min(w1 x, limit)) * clamp(w3 x, limit)) for the shared expert and every distinct
-//            routed expert of the step
+//   routing  scores of all experts, shared out over the blocks and exchanged (moe_routes.cuh),
+//            while the first weights of phase 1 are on their way
+//   phase 1  h = round(weight * silu(min(w1 x, limit)) * clamp(w3 x, limit)) for the shared expert
+//            and every distinct routed expert of the step
 //   phase 2  y = sum over those experts of w2 h, one list of K per 32 output rows
 //
-// One block per multiprocessor; all blocks meet between the phases, while the first weights of phase 2 are on their way.
-// A work item is two row tiles of 16 (gate and up rows, or two tiles of the output) over a range of K. The K stages of an
-// item are dealt to the warps of a block; each warp streams its own stages through its own ring in shared memory, so that
-// no warp waits for another one's loads. The warps' sums meet in shared memory and one warp finishes the item. All orders
-// of summation are fixed.
+// One block per multiprocessor; all blocks meet between the phases, while the first weights of
+// phase 2 are on their way. A work item is two row tiles of 16 (gate and up rows, or two tiles of
+// the output) over a range of K. The K stages of an item are dealt to the warps of a block; each
+// warp streams its own stages through its own ring in shared memory, so that no warp waits for
+// another one's loads. The warps' sums meet in shared memory and one warp finishes the item. All
+// orders of summation are fixed.
 //
-// Defines: ROUTED, SHARED (weight formats), TOKENS (1, 2, 4 or 8: tokens rounded up), TAILS (1: E or F is no multiple
-// of a stage's columns), WARPS, STAGES (ring depth), VECTORS (eights of activations of a token per thread), and those of
-// moe_routes.cuh.
+// Defines: ROUTED, SHARED (weight formats), TOKENS (1, 2, 4 or 8: tokens rounded up), TAILS (1: E
+// or F is no multiple of a stage's columns), WARPS, STAGES (ring depth), VECTORS (eights of
+// activations of a token per thread), and those of moe_routes.cuh.
 #include "grid_barrier.cuh"
 #include "weight_tile.cuh"
 
-// Lanes of a warp that arrive at the barriers of its sums. One is enough behind __syncwarp and up to 4 % faster than all;
-// but racecheck does not see what the other lanes hand over with it, so it looks at a build with 32.
+// Lanes of a warp that arrive at the barriers of its sums. One is enough behind __syncwarp and up
+// to 4 % faster than all; but racecheck does not see what the other lanes hand over with it, so it
+// looks at a build with 32.
 #ifndef ARRIVALS
 #define ARRIVALS 1
 #endif
@@ -30,13 +32,17 @@ constexpr int UNROLL = 2;
 #else
 constexpr int UNROLL = 4;
 #endif
-constexpr int PAIR_BYTES = 2 * (Stage<ROUTED>::BYTES > Stage<SHARED>::BYTES ? Stage<ROUTED>::BYTES : Stage<SHARED>::BYTES);
-constexpr int STAGE_COLUMNS =
-    Stage<ROUTED>::COLUMNS > Stage<SHARED>::COLUMNS ? Stage<ROUTED>::COLUMNS : Stage<SHARED>::COLUMNS;
-// Items whose warp sums may be in shared memory at a time; the activations of eight tokens leave room for two.
+constexpr int PAIR_BYTES =
+    2 * (Stage<ROUTED>::BYTES > Stage<SHARED>::BYTES ? Stage<ROUTED>::BYTES : Stage<SHARED>::BYTES);
+constexpr int STAGE_COLUMNS = Stage<ROUTED>::COLUMNS > Stage<SHARED>::COLUMNS
+                                  ? Stage<ROUTED>::COLUMNS
+                                  : Stage<SHARED>::COLUMNS;
+// Items whose warp sums may be in shared memory at a time; the activations of eight tokens leave
+// room for two.
 constexpr int BUFFERS = TOKENS == 8 ? 2 : 4;
 constexpr int PARTIAL = 2 * TOKENS * 16;
-// Up to four tokens sit in the even columns of the MMA, so that only two of its four results per lane are live.
+// Up to four tokens sit in the even columns of the MMA, so that only two of its four results per
+// lane are live.
 constexpr bool EVEN_COLUMNS = TOKENS <= 4;
 constexpr bool ANY_BF16 = ROUTED == BF16 || SHARED == BF16;
 constexpr bool ANY_F16 = ROUTED != BF16 || SHARED != BF16;
@@ -44,14 +50,18 @@ constexpr bool ANY_F16 = ROUTED != BF16 || SHARED != BF16;
 #include "moe_routes.cuh"
 
 static_assert(WARPS >= TOKENS, "a warp per token chooses its experts");
-static_assert(GATE_ROWS <= BUFFERS * PARTIAL / TOKENS, "the warps' parts of the logits lie where those of an item will");
+static_assert(GATE_ROWS <= BUFFERS * PARTIAL / TOKENS,
+              "the warps' parts of the logits lie where those of an item will");
 
-// ---- matrix products -----------------------------------------------------------------------------------------------
+// ---- matrix products ----------------------------------------------------------------------------
 
 // 2^(code - 127); code 0 is a subnormal. Code 255 (a NaN in the format) gives infinity.
-__device__ __forceinline__ float decode_e8m0(unsigned code) { return __uint_as_float(max(code << 23, 1u << 22)); }
+__device__ __forceinline__ float decode_e8m0(unsigned code) {
+    return __uint_as_float(max(code << 23, 1u << 22));
+}
 
-__device__ __forceinline__ void add_rows_scaled(float (&sum)[4], const float (&d)[4], float low, float high) {
+__device__ __forceinline__ void add_rows_scaled(float (&sum)[4], const float (&d)[4], float low,
+                                                float high) {
     sum[0] = fmaf(d[0], low, sum[0]);
     sum[2] = fmaf(d[2], high, sum[2]);
     if (!EVEN_COLUMNS) {
@@ -74,27 +84,31 @@ struct Activations {
 
 // sum += both row tiles of one load of weights, 4-bit ones with block scales, times activations.
 template <int FORMAT>
-__device__ __forceinline__ void multiply_load(float (&sum)[2][4], unsigned slot, int load, const Activations& x, int lane) {
+__device__ __forceinline__ void multiply_load(float (&sum)[2][4], unsigned slot, int load,
+                                              const Activations& x, int lane) {
     uint4 words[2];
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
-        words[tile] = load_shared16(slot + tile * Stage<FORMAT>::BYTES + load * LOAD_BYTES + lane * 16);
+        words[tile] =
+            load_shared16(slot + tile * Stage<FORMAT>::BYTES + load * LOAD_BYTES + lane * 16);
     if constexpr (FORMAT == NVFP4 || FORMAT == MXFP4) {
         const uint4 low = x.read(2 * load), high = x.read(2 * load + 1);
         const unsigned b[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
             const unsigned word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
-            const unsigned scales = slot + tile * Stage<FORMAT>::BYTES + STAGE_DATA + load * Stage<FORMAT>::CHUNK_SCALE;
+            const unsigned scales =
+                slot + tile * Stage<FORMAT>::BYTES + STAGE_DATA + load * Stage<FORMAT>::CHUNK_SCALE;
             unsigned a[4];
             if constexpr (FORMAT == NVFP4) {
                 const uint2 codes = load_shared8(scales + (lane >> 2) * 8);
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
                     float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                    decode4(word[step], a);
+                    dequantize4(word[step], a);
                     mma<true>(d, a, b[2 * step], b[2 * step + 1]);
-                    const unsigned halves = decode8((step < 2 ? codes.x : codes.y) >> (16 * (step & 1)));
+                    const unsigned halves =
+                        dequantize8((step < 2 ? codes.x : codes.y) >> (16 * (step & 1)));
                     const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&halves));
                     add_rows_scaled(sum[tile], d, scale.x, scale.y);
                 }
@@ -103,9 +117,9 @@ __device__ __forceinline__ void multiply_load(float (&sum)[2][4], unsigned slot,
 #pragma unroll
                 for (int block = 0; block < 2; ++block) {
                     float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                    decode4(word[2 * block], a);
+                    dequantize4(word[2 * block], a);
                     mma<true>(d, a, b[4 * block], b[4 * block + 1]);
-                    decode4(word[2 * block + 1], a);
+                    dequantize4(word[2 * block + 1], a);
                     mma<true>(d, a, b[4 * block + 2], b[4 * block + 3]);
                     add_rows_scaled(sum[tile], d, decode_e8m0((codes >> (16 * block)) & 255),
                                     decode_e8m0((codes >> (16 * block + 8)) & 255));
@@ -117,8 +131,10 @@ __device__ __forceinline__ void multiply_load(float (&sum)[2][4], unsigned slot,
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
             const uint4 w = words[tile];
-            const unsigned first[4] = {decode8(w.x), decode8(w.x >> 16), decode8(w.y), decode8(w.y >> 16)};
-            const unsigned second[4] = {decode8(w.z), decode8(w.z >> 16), decode8(w.w), decode8(w.w >> 16)};
+            const unsigned first[4] = {dequantize8(w.x), dequantize8(w.x >> 16), dequantize8(w.y),
+                                       dequantize8(w.y >> 16)};
+            const unsigned second[4] = {dequantize8(w.z), dequantize8(w.z >> 16), dequantize8(w.w),
+                                        dequantize8(w.w >> 16)};
             mma<true>(sum[tile], first, b.x, b.y);
             mma<true>(sum[tile], second, b.z, b.w);
         }
@@ -132,10 +148,12 @@ __device__ __forceinline__ void multiply_load(float (&sum)[2][4], unsigned slot,
     }
 }
 
-// total += (low, high) * (both row tiles of one stage). `low` and `high` belong to the two columns of a lane.
+// total += (low, high) * (both row tiles of one stage). `low` and `high` belong to the two columns
+// of a lane.
 template <int FORMAT>
-__device__ __forceinline__ void multiply_stage(float (&total)[2][4], unsigned slot, const Activations& x, float low,
-                                               float high, int lane) {
+__device__ __forceinline__ void multiply_stage(float (&total)[2][4], unsigned slot,
+                                               const Activations& x, float low, float high,
+                                               int lane) {
     float sum[2][4] = {};
 #pragma unroll UNROLL
     for (int load = 0; load < STAGE_LOADS; ++load) multiply_load<FORMAT>(sum, slot, load, x, lane);
@@ -153,7 +171,7 @@ __device__ __forceinline__ void multiply_stage(float (&total)[2][4], unsigned sl
     }
 }
 
-// ---- weights -------------------------------------------------------------------------------------------------------
+// ---- weights ------------------------------------------------------------------------------------
 
 // Where the stages of a packed matrix [rows, columns] (or a stack of them) lie.
 template <int FORMAT>
@@ -166,26 +184,29 @@ struct Layout {
         loads = (columns + 63) / 64 * (64 / Stage<FORMAT>::CHUNK);
         tile_bytes = loads * LOAD_BYTES;
         matrix_bytes = tiles * tile_bytes;
-        scale_tile_bytes = FORMAT == FP8 ? (columns + 127) / 128 * 4 : loads * Stage<FORMAT>::CHUNK_SCALE;
+        scale_tile_bytes =
+            FORMAT == FP8 ? (columns + 127) / 128 * 4 : loads * Stage<FORMAT>::CHUNK_SCALE;
         scale_matrix_bytes = (FORMAT == FP8 ? (rows + 127) / 128 : tiles) * scale_tile_bytes;
     }
 
-    __device__ __forceinline__ int stages() const { return (loads + STAGE_LOADS - 1) / STAGE_LOADS; }
+    __device__ __forceinline__ int stages() const {
+        return (loads + STAGE_LOADS - 1) / STAGE_LOADS;
+    }
 
-    __device__ __forceinline__ void fetch(unsigned slot, const char* data, const char* scale, int matrix, int tile,
-                                          int stage, int lane) const {
+    __device__ __forceinline__ void fetch(unsigned slot, const char* data, const char* scale,
+                                          int matrix, int tile, int stage, int lane) const {
         data += size_t(unsigned(matrix)) * matrix_bytes + (tile * tile_bytes + stage * STAGE_DATA);
         if (FORMAT == FP8)
-            scale += size_t(unsigned(matrix)) * scale_matrix_bytes + ((tile >> 3) * scale_tile_bytes + stage * 4);
+            scale += size_t(unsigned(matrix)) * scale_matrix_bytes +
+                     ((tile >> 3) * scale_tile_bytes + stage * 4);
         else if (FORMAT != BF16)
             scale += size_t(unsigned(matrix)) * scale_matrix_bytes +
                      (tile * scale_tile_bytes + stage * (STAGE_LOADS * Stage<FORMAT>::CHUNK_SCALE));
         stage_fetch<FORMAT, TAILS>(slot, data, scale, lane, loads - stage * STAGE_LOADS);
     }
-
 };
 
-// ---- sums over the warps of a block --------------------------------------------------------------------------------
+// ---- sums over the warps of a block -------------------------------------------------------------
 
 struct Partials {
     float* data;
@@ -195,7 +216,8 @@ struct Partials {
     __device__ __forceinline__ static unsigned parity(int item) { return item / BUFFERS & 1; }
     __device__ __forceinline__ static bool mine(int item, int warp) { return item % WARPS == warp; }
 
-    __device__ __forceinline__ void put(int item, const float (&total)[2][4], int warp, int lane) const {
+    __device__ __forceinline__ void put(int item, const float (&total)[2][4], int warp,
+                                        int lane) const {
         if (item >= BUFFERS) barrier_wait(empty + 8 * buffer(item), parity(item) ^ 1);
         float* to = data + (buffer(item) * WARPS + warp) * PARTIAL + (lane >> 2);
         const int t = lane & 3;
@@ -218,11 +240,14 @@ struct Partials {
         if (lane < ARRIVALS) barrier_arrive(full + 8 * buffer(item));
     }
 
-    __device__ __forceinline__ void begin_get(int item) const { barrier_wait(full + 8 * buffer(item), parity(item)); }
+    __device__ __forceinline__ void begin_get(int item) const {
+        barrier_wait(full + 8 * buffer(item), parity(item));
+    }
 
     // Lane = row of the two tiles (0..31); sum over the warps for one token.
     __device__ __forceinline__ float get(int item, int token, int lane) const {
-        const float* from = data + buffer(item) * WARPS * PARTIAL + (lane >> 4) * TOKENS * 16 + token * 16 + (lane & 15);
+        const float* from = data + buffer(item) * WARPS * PARTIAL + (lane >> 4) * TOKENS * 16 +
+                            token * 16 + (lane & 15);
         float sum = 0.0f;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) sum += from[warp * PARTIAL];
@@ -235,7 +260,7 @@ struct Partials {
     }
 };
 
-// ---- gate and up ---------------------------------------------------------------------------------------------------
+// ---- gate and up --------------------------------------------------------------------------------
 
 // Exact n / divisor for n · divisor < 2^32.
 struct Divisor {
@@ -246,20 +271,23 @@ struct Divisor {
         reciprocal = divisor > 1 ? 0xFFFFFFFFu / divisor + 1 : 0;
     }
 
-    __device__ __forceinline__ int divide(int n) const { return reciprocal ? __umulhi(n, reciprocal) : n; }
+    __device__ __forceinline__ int divide(int n) const {
+        return reciprocal ? __umulhi(n, reciprocal) : n;
+    }
 };
 
-// The items of a block: first its share of the shared expert's tiles, then routed tiles. The routed ones are dealt in
-// rounds, so that all blocks get nearly equal bytes: blocks that have one shared tile more ("late") sit out the first
-// `skipped` + 1 rounds, about as long as their extra tile takes.
+// The items of a block: first its share of the shared expert's tiles, then routed tiles. The routed
+// ones are dealt in rounds, so that all blocks get nearly equal bytes: blocks that have one shared
+// tile more ("late") sit out the first `skipped` + 1 rounds, about as long as their extra tile
+// takes.
 struct GateUpItems {
     int number, tile, slot, stage;
     int tiles, shared_tiles, shared_stages, routed_stages;
     int routed_items, late, first, skipped;
     Divisor by_tiles;
 
-    __device__ __forceinline__ GateUpItems(int row_tiles, int shared_n, int routed_n, int shared_bytes, int routed_bytes,
-                                           int warp)
+    __device__ __forceinline__ GateUpItems(int row_tiles, int shared_n, int routed_n,
+                                           int shared_bytes, int routed_bytes, int warp)
         : by_tiles(row_tiles) {
         const int blocks = gridDim.x, block = blockIdx.x;
         tiles = row_tiles, shared_stages = shared_n, routed_stages = routed_n;
@@ -279,14 +307,17 @@ struct GateUpItems {
         tile = blockIdx.x + number * gridDim.x;
         if (round >= 0) {
             // In early rounds the late blocks take nothing.
-            const int item = first + round * int(gridDim.x) - (skipped < 0 ? 0 : min(round, skipped) * late);
+            const int item =
+                first + round * int(gridDim.x) - (skipped < 0 ? 0 : min(round, skipped) * late);
             slot = item < routed_items ? by_tiles.divide(item) : MAX_ENTRIES;
             tile = item - slot * tiles;
         }
     }
 
     __device__ __forceinline__ bool active() const { return slot < MAX_ENTRIES; }
-    __device__ __forceinline__ int stages() const { return slot < 0 ? shared_stages : routed_stages; }
+    __device__ __forceinline__ int stages() const {
+        return slot < 0 ? shared_stages : routed_stages;
+    }
 
     __device__ __forceinline__ void next_item() {
         ++number;
@@ -324,7 +355,8 @@ __device__ __forceinline__ uint4 load_row8(const bf16* row, int k, int E) {
     unsigned word[4] = {0, 0, 0, 0};
     for (int i = 0; i < 8; ++i)
         if (k + i < E)
-            word[i / 2] |= unsigned(__ldcg(reinterpret_cast<const unsigned short*>(row) + k + i)) << (16 * (i & 1));
+            word[i / 2] |= unsigned(__ldcg(reinterpret_cast<const unsigned short*>(row) + k + i))
+                           << (16 * (i & 1));
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
@@ -332,13 +364,15 @@ __device__ __forceinline__ float largest8(const uint4& raw) {
     float value = 0.0f;
     const unsigned word[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) value = fmaxf(value, fmaxf(fabsf(bf16_low(word[i])), fabsf(bf16_high(word[i]))));
+    for (int i = 0; i < 4; ++i)
+        value = fmaxf(value, fmaxf(fabsf(bf16_low(word[i])), fabsf(bf16_high(word[i]))));
     return value;
 }
 
-// Eight consecutive k (from a multiple of 8) of a token, in B fragment order: four 32-bit words, 16 bytes apart.
-__device__ __forceinline__ void store_fragments(char* to, const uint4& raw, int token, int k, int tokens, float factor,
-                                                bool as_f16) {
+// Eight consecutive k (from a multiple of 8) of a token, in B fragment order: four 32-bit words, 16
+// bytes apart.
+__device__ __forceinline__ void store_fragments(char* to, const uint4& raw, int token, int k,
+                                                int tokens, float factor, bool as_f16) {
     char* at = to + ((k >> 5) * tokens + token) * 64 + (k >> 3 & 3) * 4;
     const unsigned word[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
@@ -352,8 +386,9 @@ __device__ __forceinline__ int stage_padded(int columns) {
     return TAILS ? (columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS * STAGE_COLUMNS : columns;
 }
 
-// Activations of the step, in shared memory once per 16-bit type that a weight format needs: measure, a barrier, stage, a
-// barrier. Up to AT_ONCE tokens stay in registers between the two; more are read again.
+// Activations of the step, in shared memory once per 16-bit type that a weight format needs:
+// measure, a barrier, stage, a barrier. Up to AT_ONCE tokens stay in registers between the two;
+// more are read again.
 struct Inputs {
     static constexpr int ROOM = VECTORS == 1 ? 8 : VECTORS == 2 ? 4 : VECTORS <= 4 ? 2 : 1;
     static constexpr int AT_ONCE = TOKENS < ROOM ? TOKENS : ROOM;
@@ -368,11 +403,14 @@ struct Inputs {
         for (int t = 0; t < AT_ONCE; ++t)
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i)
-                rows[t][i] = load_row8(x_TE + size_t(min(first + t, T - 1)) * E, (threadIdx.x + i * THREADS) * 8, E);
+                rows[t][i] = load_row8(x_TE + size_t(min(first + t, T - 1)) * E,
+                                       (threadIdx.x + i * THREADS) * 8, E);
     }
 
-    // Also multiplies with the block's rows of the gate; parts: float [T, GATE_ROWS, WARPS] in shared memory.
-    __device__ __forceinline__ void measure(const bf16* x_TE, int T, int E, const GateRows& gate, float* parts) {
+    // Also multiplies with the block's rows of the gate; parts: float [T, GATE_ROWS, WARPS] in
+    // shared memory.
+    __device__ __forceinline__ void measure(const bf16* x_TE, int T, int E, const GateRows& gate,
+                                            float* parts) {
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 #pragma unroll 1
         for (int first = 0; first < (TOKENS > AT_ONCE ? T : 1); first += AT_ONCE) {
@@ -388,7 +426,8 @@ struct Inputs {
 #pragma unroll
                 for (int row = 0; row < GATE_ROWS; ++row) {
                     const float sum = warp_sum(gate.product(row, rows[t]));
-                    if (lane == 0 && token < T) parts[(token * GATE_ROWS + row) * WARPS + warp] = sum;
+                    if (lane == 0 && token < T)
+                        parts[(token * GATE_ROWS + row) * WARPS + warp] = sum;
                 }
             }
         }
@@ -416,7 +455,8 @@ struct Inputs {
         }
     }
 
-    __device__ __forceinline__ void store(const uint4& raw, int token, int k, int T, float factor) const {
+    __device__ __forceinline__ void store(const uint4& raw, int token, int k, int T,
+                                          float factor) const {
         if (ANY_F16) store_fragments(f16, raw, token, k, T, factor, true);
         if (ANY_BF16) store_fragments(bf16_rows, raw, token, k, T, factor, false);
     }
@@ -431,12 +471,15 @@ __device__ __forceinline__ float clamped_swiglu(float gate, float up, float weig
 
 // One finished item: lanes 0..15 hold the gate rows, lanes 16..31 the up rows.
 template <int FORMAT>
-__device__ __forceinline__ void write_hidden(const Partials& partials, int item, const Routes& routes, const float* unscale,
-                                             float global_scale, unsigned mask, int slot, int tile, char* h, int T, int F,
-                                             float limit, int lane) {
-    const int rows = __popc(mask), padded = (F + 63) / 64 * 64, k = tile * 16 + (lane & 15);
-    char* to = h + size_t(slot < 0 ? 0 : routes.first_row[slot]) * padded * 2 + size_t(k >> 5) * rows * 64 +
-               (k >> 1 & 3) * 16 + (k >> 3 & 3) * 4 + (k & 1) * 2;
+__device__ __forceinline__ void write_hidden(const Partials& partials, int item,
+                                             const Routes& routes, const float* unscale,
+                                             float global_scale, unsigned mask, int slot, int tile,
+                                             char* h, int T, int F, float limit, int lane) {
+    const int rows = __popc(mask);
+    const int padded = (F + 63) / 64 * 64;
+    const int k = tile * 16 + (lane & 15);
+    char* to = h + size_t(slot < 0 ? 0 : routes.first_row[slot]) * padded * 2 +
+               size_t(k >> 5) * rows * 64 + (k >> 1 & 3) * 16 + (k >> 3 & 3) * 4 + (k & 1) * 2;
     for (int token = 0; token < T; ++token) {
         if (!(mask >> token & 1)) continue;
         float value = partials.get(item, token, lane) * global_scale;
@@ -446,21 +489,27 @@ __device__ __forceinline__ void write_hidden(const Partials& partials, int item,
         const bf16 hidden = __float2bfloat16_rn(clamped_swiglu(value, up, weight, limit));
         if (lane < 16) {
             if (FORMAT == BF16) *reinterpret_cast<bf16*>(to) = hidden;
-            else *reinterpret_cast<__half*>(to) = __float2half_rn(__bfloat162float(hidden) / routes.unscale[token]);
+            else
+                *reinterpret_cast<__half*>(to) =
+                    __float2half_rn(__bfloat162float(hidden) / routes.unscale[token]);
         }
         to += 64;
     }
 }
 
 // Columns of the MMA: which token a lane feeds (B fragment).
-__device__ __forceinline__ int lane_token(int lane) { return TOKENS == 1 ? 0 : EVEN_COLUMNS ? lane >> 3 : lane >> 2; }
+__device__ __forceinline__ int lane_token(int lane) {
+    return TOKENS == 1 ? 0 : EVEN_COLUMNS ? lane >> 3 : lane >> 2;
+}
 
-// ---- down ----------------------------------------------------------------------------------------------------------
+// ---- down ---------------------------------------------------------------------------------------
 
-// The stages of all 32-row pairs of the output form one line, the shared expert first within a pair; each of `sharers`
-// blocks takes an equal, contiguous share of it. One item is what such a share has of one pair.
+// The stages of all 32-row pairs of the output form one line, the shared expert first within a
+// pair; each of `sharers` blocks takes an equal, contiguous share of it. One item is what such a
+// share has of one pair.
 __device__ __forceinline__ unsigned sharers(int pairs, int stages_per_pair) {
-    // A pair that is cut costs an exchange between blocks at the very end: not for a few idle multiprocessors.
+    // A pair that is cut costs an exchange between blocks at the very end: not for a few idle
+    // multiprocessors.
     if (pairs <= int(gridDim.x) && pairs * 20 >= int(gridDim.x) * 19) return pairs;
     return min(unsigned(pairs * stages_per_pair), gridDim.x);
 }
@@ -470,7 +519,9 @@ struct DownItems {
 
     __device__ __forceinline__ DownItems(int pairs, int stages_per_pair, int warp) {
         total = stages_per_pair, stage = warp;
-        const unsigned all = pairs * total, count = sharers(pairs, total), share = min(blockIdx.x, count);
+        const unsigned all = pairs * total;
+        const unsigned count = sharers(pairs, total);
+        const unsigned share = min(blockIdx.x, count);
         position = share * all / count;
         end = min(share + 1, count) * all / count;
         pair = position / total;
@@ -501,26 +552,32 @@ __device__ __forceinline__ int block_of(int position, int pairs, int total) {
     return (unsigned(position + 1) * sharers(pairs, total) - 1) / unsigned(pairs * total);
 }
 
-// counters: four of the barrier, then the words of the score exchange; pair_counters: one per 32 output rows.
-// parts_workspace: [pairs + blocks, T, 32]. h: T * (P + 1) rows of F, padded to 64, 16-bit values. One block also writes
-// the routes to ids_TP and weights_TP.
+// counters: four of the barrier, then the words of the score exchange; pair_counters: one per 32
+// output rows. parts_workspace: [pairs + blocks, T, 32]. h: T * (P + 1) rows of F, padded to 64,
+// 16-bit values. One block also writes the routes to ids_TP and weights_TP.
 //
 // In torch, with experts = ids_TP.unique(), which the comments of the stages below refer to:
 //     log_score_TX = 0.5 * softplus(x_TE.float() @ gate.T).log()
-//     ids_TP = table_VP[tokens_T] if HASH else (log_score_TX.exp() + bias_X).sort(-1, descending=True, stable=True)[1][:, :P]
+//     score_TX = log_score_TX.exp() + bias_X
+//     ids_TP = table_VP[tokens_T] if HASH else sort(score_TX, descending=True)[1][:, :P]  # stable
 //     weights_TP = log_score_TX.gather(1, ids_TP).softmax(-1) * scaling
-//     h = (silu((x @ w1.T).clamp(max=limit)) * (x @ w3.T).clamp(-limit, limit) * weight).bfloat16()    of shared and experts
-//     y_TE = sum(h.float() @ w2.T).bfloat16()    over shared and experts
+//     # h of the shared expert and of experts
+//     gate, up = (x @ w1.T).clamp(max=limit), (x @ w3.T).clamp(-limit, limit)
+//     h = (silu(gate) * up * weight).bfloat16()
+//     y_TE = sum(h.float() @ w2.T).bfloat16()  # over the shared expert and experts
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    moe_decode(const bf16* x_TE, const char* gate, const float* bias_X, const int64* table_VP, const int64* tokens_T,
-               const char* w1_data, const char* w1_block_scale, const float* w1_global_scale, const char* w3_data,
-               const char* w3_block_scale, const float* w3_global_scale, const char* w2_data,
-               const char* w2_block_scale, const float* w2_global_scale, const char* shared_w1_data,
-               const char* shared_w1_block_scale, const float* shared_w1_global_scale, const char* shared_w3_data,
-               const char* shared_w3_block_scale, const float* shared_w3_global_scale, const char* shared_w2_data,
-               const char* shared_w2_block_scale, const float* shared_w2_global_scale, char* h, bf16* y_TE,
-               int64* ids_TP, float* weights_TP, float* parts_workspace, int* counters, int* pair_counters, int T, int P,
-               int X, int E, int F, int V, float limit, float scaling) {
+    moe_decode(const bf16* x_TE, const char* gate, const float* bias_X, const int64* table_VP,
+               const int64* tokens_T, const char* w1_data, const char* w1_block_scale,
+               const float* w1_global_scale, const char* w3_data, const char* w3_block_scale,
+               const float* w3_global_scale, const char* w2_data, const char* w2_block_scale,
+               const float* w2_global_scale, const char* shared_w1_data,
+               const char* shared_w1_block_scale, const float* shared_w1_global_scale,
+               const char* shared_w3_data, const char* shared_w3_block_scale,
+               const float* shared_w3_global_scale, const char* shared_w2_data,
+               const char* shared_w2_block_scale, const float* shared_w2_global_scale, char* h,
+               bf16* y_TE, int64* ids_TP, float* weights_TP, float* parts_workspace, int* counters,
+               int* pair_counters, int T, int P, int X, int E, int F, int V, float limit,
+               float scaling) {
     constexpr int HIDDEN_BYTES = TOKENS * STAGE_COLUMNS * 2;
     extern __shared__ __align__(128) char dynamic_shared[];
     __shared__ Routes routes;
@@ -538,7 +595,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     char* after = reinterpret_cast<char*>(partial_data + BUFFERS * WARPS * PARTIAL);
     Inputs inputs = {after, after + (ANY_F16 ? T * stage_padded(E) * 2 : 0), largest};
     const unsigned ring = shared_address(dynamic_shared) + warp * STAGES * PAIR_BYTES;
-    const unsigned full = shared_address(barriers), empty = full + 8 * BUFFERS, known = empty + 8 * BUFFERS;
+    const unsigned full = shared_address(barriers);
+    const unsigned empty = full + 8 * BUFFERS;
+    const unsigned known = empty + 8 * BUFFERS;
 
     const Partials partials = {partial_data, full, empty};
 
@@ -553,26 +612,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Layout<ROUTED> routed(F, E);
         const Layout<SHARED> shared(F, E);
         const int tiles = (F + 63) / 64 * 4;
-        GateUpItems producer(tiles, shared.stages(), routed.stages(), shared.tile_bytes + shared.scale_tile_bytes,
+        GateUpItems producer(tiles, shared.stages(), routed.stages(),
+                             shared.tile_bytes + shared.scale_tile_bytes,
                              routed.tile_bytes + routed.scale_tile_bytes, warp);
         GateUpItems items = producer;
         const auto issue = [&](int place) {
             const unsigned slot = ring + place * PAIR_BYTES;
             if (producer.slot < 0) {
-                shared.fetch(slot, shared_w1_data, shared_w1_block_scale, 0, producer.tile, producer.stage, lane);
-                shared.fetch(slot + Stage<SHARED>::BYTES, shared_w3_data, shared_w3_block_scale, 0, producer.tile,
+                shared.fetch(slot, shared_w1_data, shared_w1_block_scale, 0, producer.tile,
                              producer.stage, lane);
+                shared.fetch(slot + Stage<SHARED>::BYTES, shared_w3_data, shared_w3_block_scale, 0,
+                             producer.tile, producer.stage, lane);
             } else {
                 const int expert = routes.experts[producer.slot];
-                routed.fetch(slot, w1_data, w1_block_scale, expert, producer.tile, producer.stage, lane);
-                routed.fetch(slot + Stage<ROUTED>::BYTES, w3_data, w3_block_scale, expert, producer.tile, producer.stage,
+                routed.fetch(slot, w1_data, w1_block_scale, expert, producer.tile, producer.stage,
                              lane);
+                routed.fetch(slot + Stage<ROUTED>::BYTES, w3_data, w3_block_scale, expert,
+                             producer.tile, producer.stage, lane);
             }
             producer.stage += WARPS;
             producer.settle();
         };
         // The first stages of shared.w1 and shared.w3, on their way to the ring.
-        // Empty slots of the ring. The last STAGES groups of copies are those of the next STAGES stages, in order.
+        // Empty slots of the ring. The last STAGES groups of copies are those of the next STAGES
+        // stages, in order.
         int vacant = 0;
         producer.settle();
 #pragma unroll 1
@@ -595,12 +658,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         pdl_wait();
         // Volatile: requested here, not where it is needed.
         asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(launch) : "l"(counters + 2));
-        const ScoreExchange exchange = {reinterpret_cast<unsigned long long*>(counters + 4), unsigned(launch) + 1};
+        const ScoreExchange exchange = {reinterpret_cast<unsigned long long*>(counters + 4),
+                                        unsigned(launch) + 1};
         const int64 listed = HASH && warp < T ? listed_expert(table_VP, tokens_T, warp, P, V) : 0;
         // x_TE.abs().amax(-1), and this thread's columns of x_TE.float() @ gate.T
         inputs.measure(x_TE, T, E, gate_rows, partial_data);
         __syncthreads();
-        // log_score_TX = 0.5 * softplus(x_TE.float() @ gate.T).log(): this block's rows of gate, to all blocks
+        // log_score_TX = 0.5 * softplus(x_TE.float() @ gate.T).log(): this block's rows of gate, to
+        // all blocks
         exchange.send(partial_data, T, X);
         // (x_TE / unscale).half() and x_TE itself, whichever of them the formats multiply
         inputs.stage(x_TE, T, E, unscale);
@@ -630,7 +695,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const unsigned lane_address = token * 64 + (lane & 3) * 16;
         const unsigned x_f16 = shared_address(inputs.f16) + lane_address;
         const unsigned x_bf16 = shared_address(inputs.bf16_rows) + lane_address;
-        // h[rows of the expert] = (silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * weight).bfloat16()
+        // h[rows of the expert] = (silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) *
+        // weight).bfloat16()
         const auto finish = [&](int number) {
             if (number < 0 || !Partials::mine(number, warp)) return;
             GateUpItems past = items;
@@ -638,27 +704,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             past.place();
             const bool is_shared = past.slot < 0;
             // Up and gate rows may have different global scales.
-            const float* shared_global = lane < 16 ? shared_w1_global_scale : shared_w3_global_scale;
+            const float* shared_global =
+                lane < 16 ? shared_w1_global_scale : shared_w3_global_scale;
             const float* routed_global = lane < 16 ? w1_global_scale : w3_global_scale;
             float global_scale = is_shared ? format_factor<SHARED>() : format_factor<ROUTED>();
             if (is_shared && SHARED == NVFP4) global_scale *= __ldg(shared_global);
-            if (!is_shared && ROUTED == NVFP4) global_scale *= __ldg(routed_global + routes.experts[past.slot]);
+            if (!is_shared && ROUTED == NVFP4)
+                global_scale *= __ldg(routed_global + routes.experts[past.slot]);
             // The shared expert's hidden rows, too, are scaled by what the routes allow.
             barrier_wait(known, 0);
             partials.begin_get(number);
             if (is_shared)
-                write_hidden<SHARED>(partials, number, routes, unscale, global_scale, (1u << T) - 1, -1, past.tile, h, T,
-                                     F, limit, lane);
+                write_hidden<SHARED>(partials, number, routes, unscale, global_scale, (1u << T) - 1,
+                                     -1, past.tile, h, T, F, limit, lane);
             else
-                write_hidden<ROUTED>(partials, number, routes, unscale, global_scale, routes.mask[past.slot], past.slot,
-                                     past.tile, h, T, F, limit, lane);
+                write_hidden<ROUTED>(partials, number, routes, unscale, global_scale,
+                                     routes.mask[past.slot], past.slot, past.tile, h, T, F, limit,
+                                     lane);
             partials.end_get(number, lane);
         };
         float total[2][4] = {};
         int place = 0;
         bool routes_known = false;
         // gate, up = x_TE[mask] @ w1.T, x_TE[mask] @ w3.T for shared and every one of experts.
-        // A turn is a stage of this warp or the end of an item. The shared expert's stages do not wait for the routes.
+        // A turn is a stage of this warp or the end of an item. The shared expert's stages do not
+        // wait for the routes.
 #pragma unroll 1
         while (true) {
             if (!routes_known && (!items.active() || __any_sync(~0u, barrier_test(known, 0)))) {
@@ -680,12 +750,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 __syncwarp();
                 if (items.slot < 0) {
                     const unsigned x = SHARED == BF16 ? x_bf16 : x_f16;
-                    multiply_stage<SHARED>(total, slot, {x + items.stage * (Stage<SHARED>::COLUMNS * 2) * T, T * 64, true},
-                                           1.0f, 1.0f, lane);
+                    multiply_stage<SHARED>(
+                        total, slot,
+                        {x + items.stage * (Stage<SHARED>::COLUMNS * 2) * T, T * 64, true}, 1.0f,
+                        1.0f, lane);
                 } else {
                     const unsigned x = ROUTED == BF16 ? x_bf16 : x_f16;
-                    multiply_stage<ROUTED>(total, slot, {x + items.stage * (Stage<ROUTED>::COLUMNS * 2) * T, T * 64, true},
-                                           1.0f, 1.0f, lane);
+                    multiply_stage<ROUTED>(
+                        total, slot,
+                        {x + items.stage * (Stage<ROUTED>::COLUMNS * 2) * T, T * 64, true}, 1.0f,
+                        1.0f, lane);
                 }
                 __syncwarp();
                 if (producer.active()) issue(place);
@@ -695,7 +769,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 items.stage += WARPS;
             } else {
                 items.stage -= items.stages();
-                // The item before is finished now, when no warp is likely to be behind in it: waiting here would add up.
+                // The item before is finished now, when no warp is likely to be behind in it:
+                // waiting here would add up.
                 partials.put(items.number, total, warp, lane);
                 finish(items.number - 1);
                 items.next_item();
@@ -712,12 +787,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     {
         const Layout<ROUTED> routed(E, F);
         const Layout<SHARED> shared(E, F);
-        const int routed_stages = routed.stages(), shared_stages = shared.stages();
+        const int routed_stages = routed.stages();
+        const int shared_stages = shared.stages();
         const Divisor by_routed_stages(routed_stages);
         const unsigned hidden_ring = shared_address(after) + warp * STAGES * HIDDEN_BYTES;
         const int pairs = (E + 63) / 64 * 2, hidden_k32 = (F + 63) / 64 * 2;
 
-        // Slot of a position in the concatenated list of stages (-1: the shared expert), and the stage inside it.
+        // Slot of a position in the concatenated list of stages (-1: the shared expert), and the
+        // stage inside it.
         const auto locate = [&](int position, int& stage) {
             stage = position;
             if (position < shared_stages) return -1;
@@ -731,22 +808,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             int stage;
             const int slot = locate(from.first + from.stage, stage);
             if (slot < 0) {
-                shared.fetch(to, shared_w2_data, shared_w2_block_scale, 0, 2 * from.pair, stage, lane);
-                shared.fetch(to + Stage<SHARED>::BYTES, shared_w2_data, shared_w2_block_scale, 0, 2 * from.pair + 1,
-                             stage, lane);
+                shared.fetch(to, shared_w2_data, shared_w2_block_scale, 0, 2 * from.pair, stage,
+                             lane);
+                shared.fetch(to + Stage<SHARED>::BYTES, shared_w2_data, shared_w2_block_scale, 0,
+                             2 * from.pair + 1, stage, lane);
             } else {
                 const int expert = routes.experts[slot];
                 routed.fetch(to, w2_data, w2_block_scale, expert, 2 * from.pair, stage, lane);
-                routed.fetch(to + Stage<ROUTED>::BYTES, w2_data, w2_block_scale, expert, 2 * from.pair + 1, stage, lane);
+                routed.fetch(to + Stage<ROUTED>::BYTES, w2_data, w2_block_scale, expert,
+                             2 * from.pair + 1, stage, lane);
             }
         };
         const auto fetch_hidden = [&](const DownItems& from, int place) {
             int stage;
             const int slot = locate(from.first + from.stage, stage);
             const int rows = TOKENS == 1 ? 1 : slot < 0 ? T : __popc(routes.mask[slot]);
-            const int k32 = (slot < 0 ? Stage<SHARED>::COLUMNS : Stage<ROUTED>::COLUMNS) / 32, units_here = k32 * rows * 4;
+            const int k32 = (slot < 0 ? Stage<SHARED>::COLUMNS : Stage<ROUTED>::COLUMNS) / 32;
+            const int units_here = k32 * rows * 4;
             const int first_row = slot < 0 ? 0 : routes.first_row[slot];
-            const char* source = h + (size_t(first_row) * hidden_k32 + size_t(stage) * k32 * rows) * 64;
+            const char* source =
+                h + (size_t(first_row) * hidden_k32 + size_t(stage) * k32 * rows) * 64;
             const unsigned to = hidden_ring + place * HIDDEN_BYTES;
             const int exist = TAILS ? (hidden_k32 - stage * k32) * rows * 4 : units_here;
 #pragma unroll 1
@@ -760,9 +841,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         DownItems items = producer;
         producer.settle();
         DownItems prefetched = producer;
-        // All of h is written, behind the barrier; the first stages of w2 are on their way to the ring.
+        // All of h is written, behind the barrier; the first stages of w2 are on their way to the
+        // ring.
         const GridBarrier barrier = {counters, launch};
-        // All warps but the one whose fence would wait for them request their first weights before the block arrives.
+        // All warps but the one whose fence would wait for them request their first weights before
+        // the block arrives.
 #pragma unroll 1
         for (int turn = 0; turn < 2; ++turn) {
             if (turn == (warp == 0)) {
@@ -779,10 +862,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // Global scales of w2, times what the formats' decoding leaves out.
         for (int i = threadIdx.x; i <= routes.count; i += THREADS) {
             if (i == 0)
-                units[0] = format_factor<SHARED>() * (SHARED == NVFP4 ? __ldg(shared_w2_global_scale) : 1.0f);
+                units[0] = format_factor<SHARED>() *
+                           (SHARED == NVFP4 ? __ldg(shared_w2_global_scale) : 1.0f);
             else
-                units[i] = format_factor<ROUTED>() *
-                           (ROUTED == NVFP4 ? __ldg(w2_global_scale + routes.experts[i - 1]) : 1.0f);
+                units[i] =
+                    format_factor<ROUTED>() *
+                    (ROUTED == NVFP4 ? __ldg(w2_global_scale + routes.experts[i - 1]) : 1.0f);
         }
         barrier.pass();
 #pragma unroll 1
@@ -798,9 +883,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // Hidden rows of BF16 experts are not scaled; the sums are, when other experts' rows are.
         const int column = EVEN_COLUMNS ? min(lane & 3, T - 1) : min(2 * (lane & 3), T - 1);
         const float low = ANY_BF16 ? 1.0f / routes.unscale[column] : 1.0f;
-        const float high = ANY_BF16 ? 1.0f / routes.unscale[EVEN_COLUMNS ? column : min(column + 1, T - 1)] : 1.0f;
+        const float high =
+            ANY_BF16 ? 1.0f / routes.unscale[EVEN_COLUMNS ? column : min(column + 1, T - 1)] : 1.0f;
         int place = 0, number = first_item;
-        // y = sum(h[rows of the expert].float() @ w2.T) over shared and experts: 32 rows of w2 at a time
+        // y = sum(h[rows of the expert].float() @ w2.T) over shared and experts: 32 rows of w2 at a
+        // time
 #pragma unroll 1
         while (items.active()) {
             float total[2][4] = {};
@@ -811,15 +898,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const int slot = locate(items.first + items.stage, stage);
                 const unsigned mask = slot < 0 || TOKENS == 1 ? (1u << T) - 1 : routes.mask[slot];
                 const int rank = TOKENS == 1 ? 0 : __popc(mask & ((1u << token) - 1));
-                const Activations x = {hidden_ring + place * HIDDEN_BYTES + rank * 64 + (lane & 3) * 16, __popc(mask) * 64,
-                                       (mask >> token & 1) != 0};
+                const Activations x = {
+                    hidden_ring + place * HIDDEN_BYTES + rank * 64 + (lane & 3) * 16,
+                    __popc(mask) * 64, (mask >> token & 1) != 0};
                 const float unit = units[slot + 1];
                 cp_async_wait<STAGES - 1>();
                 __syncwarp();
                 if (slot < 0)
-                    multiply_stage<SHARED>(total, at, x, SHARED == BF16 ? low : unit, SHARED == BF16 ? high : unit, lane);
+                    multiply_stage<SHARED>(total, at, x, SHARED == BF16 ? low : unit,
+                                           SHARED == BF16 ? high : unit, lane);
                 else
-                    multiply_stage<ROUTED>(total, at, x, ROUTED == BF16 ? low : unit, ROUTED == BF16 ? high : unit, lane);
+                    multiply_stage<ROUTED>(total, at, x, ROUTED == BF16 ? low : unit,
+                                           ROUTED == BF16 ? high : unit, lane);
                 __syncwarp();
                 if (producer.active()) {
                     fetch_weights(producer, place);
@@ -839,14 +929,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 partials.begin_get(number);
                 if (items.stages == items.total) {
                     for (int t = 0; t < T; ++t)
-                        if (row < E) y_TE[size_t(t) * E + row] = __float2bfloat16_rn(partials.get(number, t, lane) * routes.unscale[t]);
+                        if (row < E)
+                            y_TE[size_t(t) * E + row] = __float2bfloat16_rn(
+                                partials.get(number, t, lane) * routes.unscale[t]);
                     partials.end_get(number, lane);
                 } else {
-                    // The pair is cut: the last of its blocks to finish adds the parts, in the order of K.
-                    const int begin = pair * items.total, last = begin + items.total - 1;
-                    const int first_block = block_of(begin, pairs, items.total), last_block = block_of(last, pairs, items.total);
-                    const auto part = [&](int block) { return parts_workspace + size_t(pair + block) * T * 32 + lane; };
-                    for (int t = 0; t < T; ++t) __stcg(part(blockIdx.x) + t * 32, partials.get(number, t, lane));
+                    // The pair is cut: the last of its blocks to finish adds the parts, in the
+                    // order of K.
+                    const int begin = pair * items.total;
+                    const int last = begin + items.total - 1;
+                    const int first_block = block_of(begin, pairs, items.total);
+                    const int last_block = block_of(last, pairs, items.total);
+                    const auto part = [&](int block) {
+                        return parts_workspace + size_t(pair + block) * T * 32 + lane;
+                    };
+                    for (int t = 0; t < T; ++t)
+                        __stcg(part(blockIdx.x) + t * 32, partials.get(number, t, lane));
                     partials.end_get(number, lane);
                     __threadfence();
                     __syncwarp();
@@ -858,8 +956,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         for (int t = 0; t < T; ++t) {
                             float sum = 0.0f;
 #pragma unroll 4
-                            for (int block = first_block; block <= last_block; ++block) sum += __ldcg(part(block) + t * 32);
-                            if (row < E) y_TE[size_t(t) * E + row] = __float2bfloat16_rn(sum * routes.unscale[t]);
+                            for (int block = first_block; block <= last_block; ++block)
+                                sum += __ldcg(part(block) + t * 32);
+                            if (row < E)
+                                y_TE[size_t(t) * E + row] =
+                                    __float2bfloat16_rn(sum * routes.unscale[t]);
                         }
                     }
                 }

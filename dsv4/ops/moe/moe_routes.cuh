@@ -1,5 +1,6 @@
-// Routing inside the decode launch of the experts. Every block multiplies some rows of the gate with all tokens and sends
-// the scores to all blocks; every block then chooses the experts of the step for itself, all of them alike.
+// Routing inside the decode launch of the experts. Every block multiplies some rows of the gate
+// with all tokens and sends the scores to all blocks; every block then chooses the experts of the
+// step for itself, all of them alike.
 //
 // Defines: those of moe_decode.cu and router.cuh; GATE_ROUNDS (pairs of gate rows per block).
 #pragma once
@@ -10,11 +11,11 @@ constexpr int THREADS = WARPS * WARP;
 constexpr int MAX_ENTRIES = 128, MAX_TOKENS = MAX_DECODE_TOKENS;
 constexpr int GATE_ROWS = 2 * GATE_ROUNDS;
 
-// ---- scores --------------------------------------------------------------------------------------------------------
+// ---- scores -------------------------------------------------------------------------------------
 
-// Rows g and g + 8 of a row tile lie side by side in the packed layout: 8 bytes hold two columns of both. A block has the
-// pairs of rows blockIdx.x, blockIdx.x + gridDim.x, ...; a thread their columns 8 v to 8 v + 7, where v is threadIdx.x,
-// threadIdx.x + THREADS, ...
+// Rows g and g + 8 of a row tile lie side by side in the packed layout: 8 bytes hold two columns of
+// both. A block has the pairs of rows blockIdx.x, blockIdx.x + gridDim.x, ...; a thread their
+// columns 8 v to 8 v + 7, where v is threadIdx.x, threadIdx.x + THREADS, ...
 struct GateRows {
     uint2 columns[GATE_ROUNDS][VECTORS][4];
 
@@ -31,9 +32,10 @@ struct GateRows {
                 const char* from = rows + size_t(vector / 2) * LOAD_BYTES + vector % 2 * 8;
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    columns[round][i][j] = pair < pairs && vector < 2 * chunks
-                                               ? __ldg(reinterpret_cast<const uint2*>(from + j * 16))
-                                               : make_uint2(0, 0);
+                    columns[round][i][j] =
+                        pair < pairs && vector < 2 * chunks
+                            ? __ldg(reinterpret_cast<const uint2*>(from + j * 16))
+                            : make_uint2(0, 0);
             }
         }
     }
@@ -48,30 +50,37 @@ struct GateRows {
             for (int j = 0; j < 4; ++j) {
                 const uint2 both = columns[row / 2][i][j];
                 const unsigned w = row % 2 ? both.y : both.x;
-                sum = fmaf(bf16_high(w), bf16_high(word[j]), fmaf(bf16_low(w), bf16_low(word[j]), sum));
+                sum = fmaf(bf16_high(w), bf16_high(word[j]),
+                           fmaf(bf16_low(w), bf16_low(word[j]), sum));
             }
         }
         return sum;
     }
 };
 
-// Log scores on their way between blocks: words of {number of the launch, value}, so that one that has arrived says so
-// itself and nothing has to be reset. Launches that share the words have different numbers.
+// Log scores on their way between blocks: words of {number of the launch, value}, so that one that
+// has arrived says so itself and nothing has to be reset. Launches that share the words have
+// different numbers.
 struct ScoreExchange {
-    unsigned long long* words;    // [MAX_TOKENS, PER_LANE * WARP], zeros before the first launch
-    unsigned launch;              // not 0
+    unsigned long long* words;  // [MAX_TOKENS, PER_LANE * WARP], zeros before the first launch
+    unsigned launch;            // not 0
 
     // parts: the logits by warp, float [T, GATE_ROWS, WARPS] in shared memory.
     __device__ __forceinline__ void send(const float* parts, int T, int X) const {
         for (int i = threadIdx.x; i < T * GATE_ROWS; i += THREADS) {
-            const int token = i / GATE_ROWS, row = i % GATE_ROWS, pair = blockIdx.x + row / 2 * gridDim.x;
+            const int token = i / GATE_ROWS;
+            const int row = i % GATE_ROWS;
+            const int pair = blockIdx.x + row / 2 * gridDim.x;
             const int expert = pair / 8 * 16 + pair % 8 + row % 2 * 8;
             if (expert >= X) continue;
             float logit = 0.0f;
 #pragma unroll
             for (int warp = 0; warp < WARPS; ++warp) logit += parts[i * WARPS + warp];
-            const unsigned long long word = (unsigned long long)launch << 32 | __float_as_uint(log_score(logit));
-            asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(words + token * (PER_LANE * WARP) + expert), "l"(word)
+            const unsigned long long word =
+                (unsigned long long)launch << 32 | __float_as_uint(log_score(logit));
+            asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(
+                             words + token * (PER_LANE * WARP) + expert),
+                         "l"(word)
                          : "memory");
         }
     }
@@ -99,10 +108,10 @@ struct ScoreExchange {
     }
 };
 
-// ---- routes --------------------------------------------------------------------------------------------------------
+// ---- routes -------------------------------------------------------------------------------------
 
-// The distinct experts of the step in ascending order ("slots"), and which tokens go to them. In h, the rows of the shared
-// expert (all tokens) come first, then those of each slot, ascending tokens.
+// The distinct experts of the step in ascending order ("slots"), and which tokens go to them. In h,
+// the rows of the shared expert (all tokens) come first, then those of each slot, ascending tokens.
 struct Routes {
     // A bit per expert, and how many experts a token lists again.
     unsigned members[WARP];
@@ -125,7 +134,9 @@ __device__ __forceinline__ void routes_clear(Routes& routes) {
 }
 
 // The power of two that brings `bound` into [2^14, 2^15).
-__device__ __forceinline__ float f16_factor(float bound) { return __uint_as_float(activation_factor(bound)); }
+__device__ __forceinline__ float f16_factor(float bound) {
+    return __uint_as_float(activation_factor(bound));
+}
 
 __device__ __forceinline__ float inverse_power(float power_of_two) {
     return __uint_as_float((254u << 23) - __float_as_uint(power_of_two));
@@ -146,18 +157,22 @@ __device__ __forceinline__ int inclusive_sum(int value) {
     return value;
 }
 
-// A token's warp counts its experts in; lane p < P has the p-th one. Returns the lanes whose expert a lower lane has, too.
-__device__ __forceinline__ unsigned routes_count(Routes& routes, const Choice& choice, int token, bool valid) {
-    const int lane = threadIdx.x % WARP, id = valid ? int(choice.id) : -1 - lane;
+// A token's warp counts its experts in; lane p < P has the p-th one. Returns the lanes whose expert
+// a lower lane has, too.
+__device__ __forceinline__ unsigned routes_count(Routes& routes, const Choice& choice, int token,
+                                                 bool valid) {
+    const int lane = threadIdx.x % WARP;
+    const int id = valid ? int(choice.id) : -1 - lane;
     if (valid) atomicOr(&routes.members[id >> 5], 1u << (id & 31));
     const unsigned again = __ballot_sync(~0u, __match_any_sync(~0u, id) & ((1u << lane) - 1));
     if (lane == 0) routes.repeats[token] = __popc(again);
     return again;
 }
 
-// After a barrier that follows routes_count. |h| of a token is at most limit^2 times the sum of its weights.
-__device__ __forceinline__ void routes_enter(Routes& routes, const Choice& choice, int token, bool valid, unsigned again,
-                                             int P, float limit) {
+// After a barrier that follows routes_count. |h| of a token is at most limit^2 times the sum of its
+// weights.
+__device__ __forceinline__ void routes_enter(Routes& routes, const Choice& choice, int token,
+                                             bool valid, unsigned again, int P, float limit) {
     const int lane = threadIdx.x % WARP, id = valid ? int(choice.id) : 0;
     const unsigned word = routes.members[lane], below = (1u << lane) - 1;
     const int sum = inclusive_sum(__popc(word));
@@ -165,7 +180,8 @@ __device__ __forceinline__ void routes_enter(Routes& routes, const Choice& choic
                __popc(__shfl_sync(~0u, word, id >> 5) & ((1u << (id & 31)) - 1));
     const int distinct = __shfl_sync(~0u, sum, WARP - 1);
     if (again >> lane & 1) {
-        // An expert that a token lists again counts, and rounds, again: in a slot of its own behind all others.
+        // An expert that a token lists again counts, and rounds, again: in a slot of its own behind
+        // all others.
         slot = distinct + __popc(again & below);
         for (int t = 0; t < token; ++t) slot += routes.repeats[t];
     }
@@ -176,7 +192,9 @@ __device__ __forceinline__ void routes_enter(Routes& routes, const Choice& choic
     }
     const float total = warp_sum(lane < P ? fabsf(choice.weight) : 0.0f);
     if (lane == 0)
-        routes.unscale[token] = ANY_F16 ? inverse_power(f16_factor(limit * fmaxf(limit, 1.0f) * fmaxf(total, 1.0f))) : 1.0f;
+        routes.unscale[token] =
+            ANY_F16 ? inverse_power(f16_factor(limit * fmaxf(limit, 1.0f) * fmaxf(total, 1.0f)))
+                    : 1.0f;
 }
 
 // One warp, after a barrier that follows routes_enter.

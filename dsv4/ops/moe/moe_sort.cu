@@ -1,9 +1,10 @@
-// The routed (token, slot) pairs in expert order, and the token tiles of the grouped products. One block; stable, so the
-// order within an expert is that of the tokens. torch: slots = ids.flatten().argsort(stable=True).
+// The routed (token, slot) pairs in expert order, and the token tiles of the grouped products. One
+// block; stable, so the order within an expert is that of the tokens. torch: slots =
+// ids.flatten().argsort(stable=True).
 #include "common.cuh"
 
 constexpr int THREADS = 1024, WARPS = THREADS / WARP;
-constexpr int TILE = 128;    // TOKENS of prefill_gemm.cuh
+constexpr int TILE = 128;  // TOKENS of prefill_gemm.cuh
 
 // Lanes that hold the same expert. (match.any takes one pass per distinct value.)
 __device__ __forceinline__ unsigned same_expert(int expert, int bits) {
@@ -16,18 +17,20 @@ __device__ __forceinline__ unsigned same_expert(int expert, int bits) {
     return same;
 }
 
-// ids [count], an id outside [0, experts) is left out. slots [count], tiles {expert, first, pairs, 0}, tile_count [1].
-// Shared: (WARPS + 2) * (experts + 1) ints, then twice count 16-bit values.
+// ids [count], an id outside [0, experts) is left out. slots [count], tiles {expert, first, pairs,
+// 0}, tile_count [1]. Shared: (WARPS + 2) * (experts + 1) ints, then twice count 16-bit values.
 extern "C" __global__ void __launch_bounds__(THREADS)
     moe_sort(const int64* ids, int* slots, int4* tiles, int* tile_count, int count, int experts) {
     extern __shared__ int shared[];
-    const int classes = experts + 1;            // the last one: no expert
-    int* before = shared;                       // [warp][class]: pairs of earlier warps
-    int* total = before + WARPS * classes;      // [class]
-    int* first = total + classes;               // [class]: position of its first pair
+    const int classes = experts + 1;        // the last one: no expert
+    int* before = shared;                   // [warp][class]: pairs of earlier warps
+    int* total = before + WARPS * classes;  // [class]
+    int* first = total + classes;           // [class]: position of its first pair
     unsigned short* expert_of = reinterpret_cast<unsigned short*>(first + classes);
-    unsigned short* rank = expert_of + count;   // among the pairs of one expert and warp
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, bits = 32 - __clz(experts);
+    unsigned short* rank = expert_of + count;  // among the pairs of one expert and warp
+    const int warp = threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP;
+    const int bits = 32 - __clz(experts);
     assert_shared_memory(4 * ((WARPS + 2) * classes + count));
     for (int i = threadIdx.x; i < WARPS * classes; i += THREADS) before[i] = 0;
     pdl_wait();
@@ -41,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     // Each warp walks its own stretch of the pairs in order.
     const int stretch = (count + THREADS - 1) / THREADS * WARP;
-    const int begin = min(warp * stretch, count), end = min(begin + stretch, count);
+    const int begin = min(warp * stretch, count);
+    const int end = min(begin + stretch, count);
     int* mine = before + warp * classes;
     for (int base = begin; base < end; base += WARP) {
         const int i = base + lane, expert = i < end ? expert_of[i] : experts;
@@ -66,10 +70,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (warp == 0) {
         int pairs_so_far = 0, tiles_so_far = 0;
         for (int base = 0; base < experts; base += WARP) {
-            const int e = base + lane, pairs = e < experts ? total[e] : 0, parts = (pairs + TILE - 1) / TILE;
+            const int e = base + lane;
+            const int pairs = e < experts ? total[e] : 0;
+            const int parts = (pairs + TILE - 1) / TILE;
             int pairs_up_to = pairs, tiles_up_to = parts;
             for (int offset = 1; offset < WARP; offset *= 2) {
-                const int p = __shfl_up_sync(~0u, pairs_up_to, offset), t = __shfl_up_sync(~0u, tiles_up_to, offset);
+                const int p = __shfl_up_sync(~0u, pairs_up_to, offset);
+                const int t = __shfl_up_sync(~0u, tiles_up_to, offset);
                 if (lane >= offset) pairs_up_to += p, tiles_up_to += t;
             }
             const int start = pairs_so_far + pairs_up_to - pairs;

@@ -25,6 +25,7 @@ from dsv4.weights.packed import PackedWeight
 _WORKSPACE_BYTES = 1 << 30
 # Dynamic shared memory of the sort, of the 227 KB that a block may have.
 _SORT_SHARED_LIMIT = 220 << 10
+# The launch adds rows; no record compares other numbers.
 _COMBINE_THREADS = 256
 
 

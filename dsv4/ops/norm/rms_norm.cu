@@ -1,5 +1,6 @@
-// Rows of x normalised by their root mean square, optionally weighted. One block per row, the row kept in registers.
-// Defines: COUNT columns per access (8, or 1 for widths and addresses that do not allow it), GROUPS accesses per thread.
+// Rows of x normalised by their root mean square, optionally weighted. One block per row, the row
+// kept in registers. Defines: COUNT columns per access (8, or 1 for widths and addresses that do
+// not allow it), GROUPS accesses per thread.
 #include "columns.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)
@@ -29,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(1024)
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
 #pragma unroll
-        for (int c = 0; c < COUNT; c++) squares = fmaf(column(values[g], c), column(values[g], c), squares);
+        for (int c = 0; c < COUNT; c++)
+            squares = fmaf(column(values[g], c), column(values[g], c), squares);
     }
     const float inverse = rsqrtf(block_sum(squares, scratch) / width + eps);
 #pragma unroll

@@ -20,6 +20,8 @@ from dsv4.ops.kv_write.rows import check as check_key_rows
 from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm
 from dsv4.ops.rope.cuda import DECODE_ROWS_PER_BLOCK, WARP, check_queries, query_rope
 
+# Warps of a block that take one row each. No record compares other numbers. 8 keep a block without
+# a compressor at 256 threads, and the 65 or more rows of a token spread over blocks.
 _ROW_WARPS = 8
 
 
@@ -128,7 +130,7 @@ def _one_launch(recording: Recording, step: _Step) -> Queries:
 def _compressor_arguments(
     prefix: str, compression: Compression | None
 ) -> dict[str, Tensor | int | None]:
-    """Of the compressor that the kernel calls ``prefix``; null where the layer has none."""
+    """Arguments of the compressor that the kernel calls ``prefix``; null without one."""
     if compression is None:
         tensors = ("kv", "score", "ape", "norm", "ring_kv", "ring_score", "data", "scale")
         absent = {f"{prefix}_{name}": None for name in tensors}
@@ -160,7 +162,8 @@ def _defines(step: _Step) -> Defines:
     if step.main is not None:
         weights = step.main.weights
         rows = step.main.state.rows
-        ratio, (blocks, groups) = weights.ratio, split(weights, rows)
+        ratio = weights.ratio
+        blocks, groups = split(weights, rows)
     if step.index is not None:
         rows = step.index.state.rows
         index_width = rows.width
@@ -181,7 +184,7 @@ def _defines(step: _Step) -> Defines:
 
 
 def _is_usual(step: _Step) -> bool:
-    """Whether the kernel knows this geometry: rows in vectors, everything in the layer's formats."""
+    """Whether the kernel knows this geometry: rows in vectors, all in the layer's formats."""
     (q_THD, index_TID) = step.queries
     compressions = step.compressions
     if not in_vectors(q_THD, 2 * step.norm.inv_freq.shape[0]) or not step.key_rows.in_vectors:

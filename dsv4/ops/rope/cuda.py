@@ -12,6 +12,7 @@ WARP = 32
 WARPS = 8
 # Few tokens: a warp per head, so that the heads of a token spread over the multiprocessors.
 DECODE_ROWS_PER_BLOCK = WARPS
+# Threads of a block of the form for any geometry. No record compares other numbers.
 _ANY_THREADS = 128
 
 

@@ -1,5 +1,6 @@
-// The inputs of attention: queries normalised per head without a weight, rounded and rotated (dsv4/ops/rope/__init__.py,
-// query_rope), and, in the same launch, the window key row (dsv4/ops/kv_write/__init__.py). One warp per row of WIDTH values.
+// The inputs of attention: queries normalised per head without a weight, rounded and rotated
+// (dsv4/ops/rope/__init__.py, query_rope), and, in the same launch, the window key row
+// (dsv4/ops/kv_write/__init__.py). One warp per row of WIDTH values.
 #include "head_row.cuh"
 
 #ifndef WIDTH
@@ -9,11 +10,14 @@
 #define ROPE 64
 #endif
 
-// Block (x, y): `rows_per_block` rows from x · rows_per_block on, of token y. Rows are the token's `heads` queries and,
-// where `kv` is not null, the key row, which goes to slot position mod `slots` of the ring.
-extern "C" __global__ void __launch_bounds__(256) query_rope(
-    const bf16* q, const int64* positions, const float* inv_freq, bf16* out, const bf16* kv, const float* norm_weight,
-    unsigned char* ring_data, unsigned char* ring_scale, int format, int slots, int heads, int rows_per_block, float eps) {
+// Block (x, y): `rows_per_block` rows from x · rows_per_block on, of token y. Rows are the token's
+// `heads` queries and, where `kv` is not null, the key row, which goes to slot position mod `slots`
+// of the ring.
+extern "C" __global__ void __launch_bounds__(256)
+    query_rope(const bf16* q, const int64* positions, const float* inv_freq, bf16* out,
+               const bf16* kv, const float* norm_weight, unsigned char* ring_data,
+               unsigned char* ring_scale, int format, int slots, int heads, int rows_per_block,
+               float eps) {
     using Row = HeadRow<WIDTH, ROPE>;
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int64 token = blockIdx.y;
@@ -23,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(256) query_rope(
     of_token.fetch(inv_freq);
     pdl_launch();
     if (kv && stop > heads) {
-        for (int i = threadIdx.x * WARP; i < WIDTH; i += blockDim.x * WARP) prefetch_l2(norm_weight + i);
+        for (int i = threadIdx.x * WARP; i < WIDTH; i += blockDim.x * WARP)
+            prefetch_l2(norm_weight + i);
     }
     pdl_wait();
     const int64 position = positions[token];
@@ -53,25 +58,29 @@ extern "C" __global__ void __launch_bounds__(256) query_rope(
 
 // Queries of any width up to 4096 and any even rotary width. One block per head (x) and token (y).
 extern "C" __global__ void __launch_bounds__(128)
-    query_rope_any_geometry(const bf16* q, const int64* positions, const float* inv_freq, bf16* out, int heads, int width,
-                            int rope_width, float eps) {
+    query_rope_any_geometry(const bf16* q, const int64* positions, const float* inv_freq, bf16* out,
+                            int heads, int width, int rope_width, float eps) {
     __shared__ float scratch[WARP + 1];
     pdl_launch();
     pdl_wait();
-    const int64 position = positions[blockIdx.y], start = ((int64)blockIdx.y * heads + blockIdx.x) * width;
+    const int64 position = positions[blockIdx.y];
+    const int64 start = ((int64)blockIdx.y * heads + blockIdx.x) * width;
     float squares = 0.0f;
     for (int d = threadIdx.x; d < width; d += blockDim.x) {
         const float value = __bfloat162float(q[start + d]);
         squares += value * value;
     }
     const float inverse = rsqrtf(block_sum(squares, scratch) / width + eps);
-    const auto normalised = [&](int d) { return __float2bfloat16(__bfloat162float(q[start + d]) * inverse); };
+    const auto normalised = [&](int d) {
+        return __float2bfloat16(__bfloat162float(q[start + d]) * inverse);
+    };
     const int plain = width - rope_width;
     for (int d = threadIdx.x; d < plain; d += blockDim.x) out[start + d] = normalised(d);
     for (int pair = threadIdx.x; pair < rope_width / 2; pair += blockDim.x) {
         const int d = plain + 2 * pair;
-        const float2 turned = rotate(__bfloat162float(normalised(d)), __bfloat162float(normalised(d + 1)),
-                                     rope_turn(position, inv_freq[pair]));
+        const float2 turned =
+            rotate(__bfloat162float(normalised(d)), __bfloat162float(normalised(d + 1)),
+                   rope_turn(position, inv_freq[pair]));
         out[start + d] = __float2bfloat16(turned.x);
         out[start + d + 1] = __float2bfloat16(turned.y);
     }

@@ -1,12 +1,15 @@
-// Ids and weights from logits that exist, rows of `logits_stride` floats: one warp per token. Defines: see router.cuh.
+// Ids and weights from logits that exist, rows of `logits_stride` floats: one warp per token.
+// Defines: see router.cuh.
 #include "router.cuh"
 
 constexpr int WARPS = 8;
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
-    router_select(const float* logits_TX, int logits_stride, const float* bias_X, const int64* table_VP,
-                  const int64* tokens_T, int64* ids_TP, float* weights_TP, int T, int X, int P, int V, float scaling) {
-    const int lane = threadIdx.x % WARP, token = blockIdx.x * WARPS + threadIdx.x / WARP;
+    router_select(const float* logits_TX, int logits_stride, const float* bias_X,
+                  const int64* table_VP, const int64* tokens_T, int64* ids_TP, float* weights_TP,
+                  int T, int X, int P, int V, float scaling) {
+    const int lane = threadIdx.x % WARP;
+    const int token = blockIdx.x * WARPS + threadIdx.x / WARP;
     float bias[PER_LANE] = {};
     if (!HASH) load_bias(bias, bias_X, X);
     pdl_wait();
@@ -17,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
         const int expert = i * WARP + lane;
-        score[i] = expert < X ? log_score(__ldcg(logits_TX + int64(token) * logits_stride + expert)) : 0.0f;
+        score[i] = expert < X ? log_score(__ldcg(logits_TX + int64(token) * logits_stride + expert))
+                              : 0.0f;
     }
     const Choice choice = choose(score, bias, listed, X, P, scaling);
     if (lane < P) {

@@ -1,9 +1,11 @@
-// One token from float32 logits, by one cluster. Its blocks keep their parts of the logits in shared memory.
+// One token from float32 logits, by one cluster. Its blocks keep their parts of the logits in
+// shared memory.
 //
-// Defines: BLOCKS (cluster size), VALUES per thread (a multiple of 4), VECTOR (1: 16-byte loads are allowed), SHARED_BYTES
-// of dynamic shared memory. How the token is chosen is read on the device: every thread takes the same branches, and what
-// a sampler does not ask for costs nothing. Every sum has a fixed order: equal inputs give equal tokens. Loops stay
-// rolled, because a launch pays for every instruction that it fetches for the first time.
+// Defines: BLOCKS (cluster size), VALUES per thread (a multiple of 4), VECTOR (1: 16-byte loads are
+// allowed), SHARED_BYTES of dynamic shared memory. How the token is chosen is read on the device:
+// every thread takes the same branches, and what a sampler does not ask for costs nothing. Every
+// sum has a fixed order: equal inputs give equal tokens. Loops stay rolled, because a launch pays
+// for every instruction that it fetches for the first time.
 #include <math_constants.h>
 
 #include "cluster.cuh"
@@ -20,8 +22,9 @@ struct Sums {
     float of[3];
 };
 
-// Exchanges between all threads of the cluster, numbered. They use two inboxes and two halves of every array in turn: a
-// block is at most one exchange ahead of another, because every exchange waits for all blocks.
+// Exchanges between all threads of the cluster, numbered. They use two inboxes and two halves of
+// every array in turn: a block is at most one exchange ahead of another, because every exchange
+// waits for all blocks.
 struct Cluster {
     uint64 inboxes[2];
     uint64 warp_keys[WARPS], keys[2][BLOCKS];
@@ -33,15 +36,18 @@ __device__ __noinline__ uint64 largest_of_all(Cluster& cluster, int exchange, ui
     const int half = exchange % 2;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
 #pragma unroll
-    for (int offset = 1; offset < WARP; offset *= 2) key = max(key, __shfl_xor_sync(~0u, key, offset));
+    for (int offset = 1; offset < WARP; offset *= 2)
+        key = max(key, __shfl_xor_sync(~0u, key, offset));
     if (lane == 0) cluster.warp_keys[warp] = key;
     __syncthreads();
     if (warp == 0) {
         key = cluster.warp_keys[lane];
 #pragma unroll
-        for (int offset = 1; offset < WARP; offset *= 2) key = max(key, __shfl_xor_sync(~0u, key, offset));
+        for (int offset = 1; offset < WARP; offset *= 2)
+            key = max(key, __shfl_xor_sync(~0u, key, offset));
         if (lane == 0) expect_mail(&cluster.inboxes[half], BLOCKS * sizeof(uint64));
-        if (lane < BLOCKS) send(&cluster.keys[half][cluster_rank()], &cluster.inboxes[half], lane, key);
+        if (lane < BLOCKS)
+            send(&cluster.keys[half][cluster_rank()], &cluster.inboxes[half], lane, key);
     }
     wait_mail(&cluster.inboxes[half], exchange / 2);
     key = cluster.keys[half][0];
@@ -50,7 +56,8 @@ __device__ __noinline__ uint64 largest_of_all(Cluster& cluster, int exchange, ui
     return key;
 }
 
-// Adding a non-negative number to any thread's value never lowers a sum: the same tree adds every time.
+// Adding a non-negative number to any thread's value never lowers a sum: the same tree adds every
+// time.
 __device__ __noinline__ Sums sums_of_all(Cluster& cluster, int exchange, Sums values) {
     const int half = exchange % 2;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -63,7 +70,8 @@ __device__ __noinline__ Sums sums_of_all(Cluster& cluster, int exchange, Sums va
     if (warp < 3) {
         const float sum = warp_sum(cluster.warp_sums[warp][lane]);
         if (threadIdx.x == 0) expect_mail(&cluster.inboxes[half], 3 * BLOCKS * sizeof(float));
-        if (lane < BLOCKS) send(&cluster.sums[half][warp][cluster_rank()], &cluster.inboxes[half], lane, sum);
+        if (lane < BLOCKS)
+            send(&cluster.sums[half][warp][cluster_rank()], &cluster.inboxes[half], lane, sum);
     }
     wait_mail(&cluster.inboxes[half], exchange / 2);
 #pragma unroll
@@ -82,7 +90,9 @@ __device__ __forceinline__ unsigned ordered(float value) {
 }
 
 // The larger value wins, then the lower id. 0 is below every key, all ones (NaN) above.
-__device__ __forceinline__ uint64 key_of(float value, unsigned id) { return uint64(ordered(value)) << 32 | ~id; }
+__device__ __forceinline__ uint64 key_of(float value, unsigned id) {
+    return uint64(ordered(value)) << 32 | ~id;
+}
 __device__ __forceinline__ unsigned id_of(uint64 key) { return ~unsigned(key); }
 __device__ __forceinline__ float value_of(uint64 key) {
     const unsigned bits = unsigned(key >> 32);
@@ -92,21 +102,25 @@ __device__ __forceinline__ float value_of(uint64 key) {
 // Offset in the block's slice of this thread's n-th four values.
 __device__ __forceinline__ int four_at(int n) { return (n * THREADS + int(threadIdx.x)) * 4; }
 
-// The key of this thread's largest logit. Keeps the logits in `slice` if asked to, −∞ beyond the vocabulary. All loads are
-// on their way before anything waits: whether to keep them is read from memory as well.
-__device__ __forceinline__ uint64 load_logits(const float* logits, int vocabulary, float* slice, bool keep) {
+// The key of this thread's largest logit. Keeps the logits in `slice` if asked to, −∞ beyond the
+// vocabulary. All loads are on their way before anything waits: whether to keep them is read from
+// memory as well.
+__device__ __forceinline__ uint64 load_logits(const float* logits, int vocabulary, float* slice,
+                                              bool keep) {
     const int first = cluster_rank() * SLICE;
     float values[VALUES / 4][4];
 #pragma unroll
     for (int n = 0; n < VALUES / 4; n++) {
         const int id = first + four_at(n);
 #if VECTOR
-        const float4 four = id < vocabulary ? *reinterpret_cast<const float4*>(logits + id)
-                                            : float4{-CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F};
+        const float4 four =
+            id < vocabulary ? *reinterpret_cast<const float4*>(logits + id)
+                            : float4{-CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F};
         values[n][0] = four.x, values[n][1] = four.y, values[n][2] = four.z, values[n][3] = four.w;
 #else
 #pragma unroll
-        for (int j = 0; j < 4; j++) values[n][j] = id + j < vocabulary ? logits[id + j] : -CUDART_INF_F;
+        for (int j = 0; j < 4; j++)
+            values[n][j] = id + j < vocabulary ? logits[id + j] : -CUDART_INF_F;
 #endif
     }
     float best = -CUDART_INF_F;
@@ -123,7 +137,8 @@ __device__ __forceinline__ uint64 load_logits(const float* logits, int vocabular
     if (keep) {
 #pragma unroll
         for (int n = 0; n < VALUES / 4; n++)
-            *reinterpret_cast<float4*>(slice + four_at(n)) = {values[n][0], values[n][1], values[n][2], values[n][3]};
+            *reinterpret_cast<float4*>(slice + four_at(n)) = {values[n][0], values[n][1],
+                                                              values[n][2], values[n][3]};
     }
     if (nan) return ~0ull;
     return best_id < vocabulary ? key_of(best, best_id) : 0;
@@ -135,20 +150,26 @@ __device__ __forceinline__ unsigned mix(unsigned word) {
     word = (word ^ word >> 15) * 0x846CA68Bu;
     return word ^ word >> 16;
 }
-__device__ __forceinline__ unsigned noise_state(int64 position, unsigned seed_low, unsigned seed_high) {
+__device__ __forceinline__ unsigned noise_state(int64 position, unsigned seed_low,
+                                                unsigned seed_high) {
     const uint64 word = uint64(position) ^ mix(seed_low);
     // The first step of _mix works on all 64 bits of the position.
     unsigned low = unsigned(word ^ word >> 16) * 0x7FEB352Du;
     low = (low ^ low >> 15) * 0x846CA68Bu;
     return mix(low ^ low >> 16 ^ seed_high);
 }
-__device__ __forceinline__ unsigned noise_bits(unsigned state, unsigned id) { return mix(id ^ state) >> 8; }
+__device__ __forceinline__ unsigned noise_bits(unsigned state, unsigned id) {
+    return mix(id ^ state) >> 8;
+}
 
 // 1 − u of the uniform number u = (bits + ½) / 2²⁴.
-__device__ __forceinline__ float complement(unsigned bits) { return fmaf(float(0xffffffu - bits), 0x1p-24f, 0x1p-25f); }
+__device__ __forceinline__ float complement(unsigned bits) {
+    return fmaf(float(0xffffffu - bits), 0x1p-24f, 0x1p-25f);
+}
 
-// −log(−log(u)) from single-precision hardware logarithms. The inner one is a series where u is close to 1; elsewhere its
-// error of 2⁻²¹ is below 4e-5 of it. So the noise is off by less than 1e-4.
+// −log(−log(u)) from single-precision hardware logarithms. The inner one is a series where u is
+// close to 1; elsewhere its error of 2⁻²¹ is below 4e-5 of it. So the noise is off by less than
+// 1e-4.
 __device__ __forceinline__ float fast_noise(unsigned bits) {
     const float w = complement(bits);
     const float series = w * fmaf(w, fmaf(w, fmaf(w, 0.25f, 1.0f / 3), 0.5f), 1.0f);
@@ -160,7 +181,9 @@ struct Draw {
     unsigned state;
 };
 
-__device__ __forceinline__ float scaled(const Draw& draw, float logit) { return (logit - draw.largest) / draw.temperature; }
+__device__ __forceinline__ float scaled(const Draw& draw, float logit) {
+    return (logit - draw.largest) / draw.temperature;
+}
 
 // The key that decides: noise in double precision, rounded, and added as the torch op does.
 __device__ __noinline__ uint64 exact_key(Draw draw, float logit, unsigned id) {
@@ -181,25 +204,27 @@ __device__ __noinline__ Candidate better(Draw draw, Candidate best, float logit,
     return exact_key(draw, logit, id) > exact_key(draw, best.logit, best.id) ? other : best;
 }
 
-// What top-p keeps, by distance = −(logit − largest) / temperature: all below `edge`, and below `next` the ids below
-// `limit`.
+// What top-p keeps, by distance = −(logit − largest) / temperature: all below `edge`, and below
+// `next` the ids below `limit`.
 struct Kept {
     float edge, next;
     unsigned limit;
 };
 
-// The edge is found two bits at a time, in units of 2⁻²⁰ up to 64: it is the largest of which the tokens closer than it
-// do not yet reach top_p. Of the tokens at the edge the lowest ids stay, as many as are needed.
+// The edge is found two bits at a time, in units of 2⁻²⁰ up to 64: it is the largest of which the
+// tokens closer than it do not yet reach top_p. Of the tokens at the edge the lowest ids stay, as
+// many as are needed.
 constexpr float UNIT = 0x1p-20f;
 
-__device__ __forceinline__ Kept keep_top(const Draw& draw, float* slice, float* weights, float top_p, Cluster& cluster,
-                                         int& exchange) {
+__device__ __forceinline__ Kept keep_top(const Draw& draw, float* slice, float* weights,
+                                         float top_p, Cluster& cluster, int& exchange) {
     float whole = 0.0f;
 #pragma unroll 1
     for (int n = 0; n < VALUES; n++) {
         const int at = n * THREADS + threadIdx.x;
         const float distance = -scaled(draw, slice[at]);
         slice[at] = distance;
+        // weights = exp(-distance); distance = (logits.max() - logits) / temperature
         whole += weights[at] = expf(-distance);
     }
     whole = sums_of_all(cluster, exchange++, {whole}).of[0];
@@ -254,10 +279,13 @@ __device__ __forceinline__ Kept keep_top(const Draw& draw, float* slice, float* 
     return kept;
 }
 
-// The better of `best` and what this thread has; with TOP_P, `slice` holds distances and only `kept` counts.
+// The better of `best` and what this thread has; with TOP_P, `slice` holds distances and only
+// `kept` counts.
 template <bool TOP_P>
-__device__ __forceinline__ Candidate best_of_slice(const Draw& draw, Candidate best, const float* logits, const float* slice,
-                                                   const Kept& kept, float min_p, unsigned top_id, float reference) {
+__device__ __forceinline__ Candidate best_of_slice(const Draw& draw, Candidate best,
+                                                   const float* logits, const float* slice,
+                                                   const Kept& kept, float min_p, unsigned top_id,
+                                                   float reference) {
     // noise > bound − scaled needs 1 − u ≤ exp(scaled − bound), with 1 % for the roundings here.
     const float rate = fminf(1.0f / draw.temperature, 1e38f) * 1.44269504f;
     float offset = -1.44269504f * (reference - 2 * MARGIN);
@@ -276,6 +304,7 @@ __device__ __forceinline__ Candidate best_of_slice(const Draw& draw, Candidate b
         }
         if (complement(noise_bits(draw.state, id)) > 1.01f * exp2f(power) || id == top_id) continue;
         const float logit = logits[id];
+        // noisy[probability < min_p * probability.max()] = -inf
         if (min_p > 0.0f && expf(scaled(draw, logit)) < min_p) continue;
         best = better(draw, best, logit, id);
         offset = fminf(offset, -1.44269504f * (best.noisy - 2 * MARGIN));
@@ -285,21 +314,25 @@ __device__ __forceinline__ Candidate best_of_slice(const Draw& draw, Candidate b
 
 // settings: temperature (0: the largest logit), top_p (1: all tokens), min_p (0: all tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sample_token(const float* logits, int vocabulary, const float* settings, const int64* seed, const int64* position,
-                 int64* token) {
+    sample_token(const float* logits, int vocabulary, const float* settings, const int64* seed,
+                 const int64* position, int64* token) {
     extern __shared__ float4 dynamic[];
     __shared__ Cluster cluster;
     float* slice = reinterpret_cast<float*>(dynamic);
     pdl_launch();
     cluster_start(cluster.inboxes, 2);
     pdl_wait();
-    const float temperature = settings[0], top_p = settings[1], min_p = settings[2];
+    const float temperature = settings[0];
+    const float top_p = settings[1];
+    const float min_p = settings[2];
     const int64 at = *position, seed_value = *seed;
     const bool greedy = temperature == 0.0f;
     const uint64 own = load_logits(logits, vocabulary, slice, !greedy);
-    const unsigned state = noise_state(at, unsigned(seed_value), unsigned(uint64(seed_value) >> 32));
+    const unsigned state =
+        noise_state(at, unsigned(seed_value), unsigned(uint64(seed_value) >> 32));
     cluster_started();  // every block has started: its shared memory may be written
     int exchange = 0;
+    // top = logits.argmax()
     const uint64 top = largest_of_all(cluster, exchange++, own);
     const bool first = cluster_rank() == 0 && threadIdx.x == 0;
     if (greedy) {
@@ -312,22 +345,28 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (first) *token = NO_TOKEN;
         return;
     }
-    // The most likely token is never left out: one thread enters it, and what cannot beat it needs no logarithm.
+    // The most likely token is never left out: one thread enters it, and what cannot beat it needs
+    // no logarithm.
     Candidate best{draw.largest, -CUDART_INF_F, 0};
+    // noisy = (logits - logits.max()) / temperature + gumbel_noise(seed, position)
     const float reference = fast_noise(noise_bits(state, id_of(top)));
     if (first) best = {draw.largest, reference, id_of(top)};
     if (top_p < 1.0f) {
+        // noisy[cumulative_probability - probability >= top_p] = -inf
         const Kept kept = keep_top(draw, slice, slice + SLICE, top_p, cluster, exchange);
         best = best_of_slice<true>(draw, best, logits, slice, kept, min_p, id_of(top), reference);
     } else {
-        best = best_of_slice<false>(draw, best, logits, slice, Kept{}, min_p, id_of(top), reference);
+        best =
+            best_of_slice<false>(draw, best, logits, slice, Kept{}, min_p, id_of(top), reference);
     }
+    // token = noisy.argmax(): exactly, among what comes within MARGIN of the largest
     float most = warp_max(best.noisy);
     if (threadIdx.x % WARP == 0) cluster.block_best[threadIdx.x / WARP] = most;
     __syncthreads();
     most = warp_max(cluster.block_best[threadIdx.x % WARP]);
     uint64 key = 0;
-    if (best.noisy > -CUDART_INF_F && best.noisy >= most - MARGIN) key = exact_key(draw, best.logit, best.id);
+    if (best.noisy > -CUDART_INF_F && best.noisy >= most - MARGIN)
+        key = exact_key(draw, best.logit, best.id);
     key = largest_of_all(cluster, exchange, key);
     if (first) *token = (long long)id_of(key);
 }

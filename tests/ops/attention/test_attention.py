@@ -128,7 +128,8 @@ def test_published_sink_softmax(ops: Ops) -> None:
     """
     case = VECTORS["sink"]
     rows_SD = torch.zeros(160, HEAD_DIM)
-    rows_SD[:3, 0], rows_SD[:3, 1:4] = torch.tensor(case["logits"]), torch.eye(3)
+    rows_SD[:3, 0] = torch.tensor(case["logits"])
+    rows_SD[:3, 1:4] = torch.eye(3)
     q_THD = torch.zeros(1, 1, HEAD_DIM)
     q_THD[0, 0, 0] = math.sqrt(HEAD_DIM)
     keys = KeySet(row_cache(rows_SD), None, 0, WINDOW)

@@ -2,133 +2,25 @@
 of the window.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from dsv4.caches.layer import KeySet
-from dsv4.caches.rows import RowCache, RowFormat
-from dsv4.ops import TORCH
-from dsv4.ops.attention.prefill import sparse_attention, sparse_attention_portable
+from dsv4.caches.rows import RowFormat
+from dsv4.ops.attention.prefill import sparse_attention
 from dsv4.ops.immediate import PreparedOp, immediately
-from tests.ops.cases import WINDOW, inv_freq
+from tests.ops.attention.prefill_cases import LAUNCHERS, Case, Rows, check, make_case
 from tests.ops.gpu import (
     assert_no_synchronisation,
     assert_replay_is_eager,
     guarded,
     poison,
-    relative_error,
 )
 
 pytestmark = pytest.mark.gpu
 
-# Norm of the error over the norm of the float32 result. Two roundings to bfloat16 (result,
-# rotation) and the weights' give 2.5e-3 together.
-BOUND = 5e-3
-# That of the GPU, and the one that every GPU has.
-LAUNCHERS = {"wgmma": sparse_attention, "mma": sparse_attention_portable}
 STARTS = [0, 3, 4, 119, 126, 127, 128, 129, 511, 513, 5000, 65_531]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Arguments of one call."""
-
-    q_THD: Tensor
-    keys: KeySet
-    selected_TK: Tensor | None
-    sink_H: Tensor
-    positions_T: Tensor
-    inv_freq: Tensor
-
-    def arguments(self) -> tuple[Tensor, KeySet, Tensor | None, Tensor, Tensor, Tensor]:
-        return self.q_THD, self.keys, self.selected_TK, self.sink_H, self.positions_T, self.inv_freq
-
-    def reference(self) -> Tensor:
-        """float32, from the same bfloat16 queries."""
-        return TORCH.sparse_attention(self.q_THD.float(), *self.arguments()[1:])
-
-
-def unseen_are_nan(
-    slots: int, seen: Tensor, width: int, rope_width: int, format: RowFormat
-) -> RowCache:
-    """Random rows in the slots ``seen``, bytes 0xFF (NaN in every format) in the others."""
-    cache = RowCache.allocate(
-        slots, width, rope_width, format, torch.bfloat16, torch.device("cuda")
-    )
-    cache.data.view(torch.uint8).fill_(0xFF)
-    if cache.block_scale is not None:
-        cache.block_scale.fill_(0xFF)
-    # Group sizes of different magnitude, so that a wrong block scale shows.
-    magnitude = torch.linspace(-2, 2, width, device="cuda").exp2()
-    cache.write(seen, torch.randn(len(seen), width, device="cuda") * magnitude)
-    return cache
-
-
-def selection(positions_T: Tensor, ratio: int, listed: int) -> Tensor:
-    """Distinct complete entries in random order; −1 at random places where there are fewer."""
-    count = int(positions_T[-1] + 1) // ratio
-    score = torch.rand(len(positions_T), max(count, listed), device="cuda")
-    entry = torch.arange(score.shape[1], device="cuda")
-    score[entry >= ((positions_T + 1) // ratio)[:, None]] = -1.0
-    best, index = score.topk(listed, dim=1)
-    index = torch.where(best < 0, -1, index)
-    return torch.take_along_dim(
-        index, torch.rand(index.shape, device="cuda").argsort(1), dim=1
-    ).contiguous()
-
-
-def make_case(
-    tokens: int,
-    heads: int,
-    ratio: int,
-    listed: int,
-    start: int,
-    format: RowFormat = RowFormat.KV_FP8,
-    width: int = 512,
-    rope_width: int = 64,
-    window: int = WINDOW,
-    spare_slots: int = 8,
-) -> Case:
-    torch.manual_seed(tokens * 7919 + heads * 31 + start)
-    positions_T = start + torch.arange(tokens, device="cuda")
-    slots = window + tokens + spare_slots
-    seen = torch.arange(max(0, start - window + 1), start + tokens, device="cuda") % slots
-    ring = unseen_are_nan(slots, seen, width, rope_width, format)
-    compressed = None
-    selected_TK = None
-    if ratio:
-        count = (start + tokens) // ratio
-        compressed = unseen_are_nan(
-            count + 5, torch.arange(count, device="cuda"), width, rope_width, format
-        )
-        if listed:
-            selected_TK = selection(positions_T, ratio, listed)
-    frequencies = inv_freq(ratio).cuda()[:: 32 // (rope_width // 2)].contiguous()
-    q_THD = torch.randn(tokens, heads, width, device="cuda").bfloat16()
-    keys = KeySet(ring, compressed, ratio, window)
-    return Case(
-        q_THD, keys, selected_TK, torch.randn(heads, device="cuda") * 2, positions_T, frequencies
-    )
-
-
-def check(case: Case, kernel: str = "wgmma") -> None:
-    poison(64 << 20)
-    out = immediately(LAUNCHERS[kernel])(*case.arguments())
-    exact = case.reference()
-    assert out.dtype == torch.bfloat16
-    assert out.shape == exact.shape
-    assert not bool(exact.isnan().any())
-    error = relative_error(out, exact)
-    worst = (out.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
-    where = divmod(int(worst.nan_to_num(torch.inf).argmax()), exact.shape[1])
-    peak = float((out.float() - exact).abs().max() / exact.abs().max())
-    of_row = f"worst row (token, head) {where}: {float(worst.max()):.3g}"
-    message = f"error {error:.3g}, of the peak {peak:.3g}, {of_row}"
-    assert error <= BOUND, message
-    assert peak <= 2**-7, message
 
 
 @pytest.mark.parametrize("kernel", LAUNCHERS)
@@ -138,7 +30,7 @@ def check(case: Case, kernel: str = "wgmma") -> None:
 @pytest.mark.parametrize(("heads", "listed"), [(64, 512), (128, 1024)], ids=["flash", "pro"])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_real_shapes(heads: int, listed: int, ratio: int, format: RowFormat, kernel: str) -> None:
-    check(make_case(200, heads, ratio, listed if ratio == 4 else 0, 3001, format), kernel)
+    check(make_case(200, heads, ratio, listed if ratio == 4 else 0, 3001, Rows(format)), kernel)
 
 
 @pytest.mark.parametrize("kernel", LAUNCHERS)
@@ -186,17 +78,17 @@ def test_tiles_without_an_entry(kernel: str) -> None:
 )
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_other_head_sizes(width: int, rope_width: int, ratio: int, format: RowFormat) -> None:
-    check(make_case(40, 8, ratio, 16 if ratio == 4 else 0, 300, format, width, rope_width))
+    check(make_case(40, 8, ratio, 16 if ratio == 4 else 0, 300, Rows(format, width, rope_width)))
 
 
 @pytest.mark.parametrize("window", [1, 2, 16, 63, 64, 65, 100, 200])
 def test_other_windows(window: int) -> None:
-    check(make_case(30, 16, 128, 0, 250, window=window))
+    check(make_case(30, 16, 128, 0, 250, Rows(window=window)))
 
 
 @pytest.mark.parametrize("spare_slots", [8, 1000, 60_000])
 def test_ring_sizes(spare_slots: int) -> None:
-    check(make_case(100, 64, 4, 512, 5000, spare_slots=spare_slots))
+    check(make_case(100, 64, 4, 512, 5000, Rows(spare_slots=spare_slots)))
 
 
 @pytest.mark.parametrize("kernel", LAUNCHERS)

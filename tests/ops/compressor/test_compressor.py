@@ -1,88 +1,27 @@
 """Compressor: pooling windows of tokens into rows, in any chunking, with drafts taken back."""
 
-from collections.abc import Callable
-from itertools import accumulate, pairwise
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.caches.layer import CompressedState, CompressorRing, history_tokens
+from dsv4.caches.layer import CompressedState
 from dsv4.caches.rows import RowCache, RowFormat, pack_kv_rows
 from dsv4.ops.compressor import CompressorWeights
-from dsv4.ops.compressor import compress as torch_compress
-from tests.ops import forms
-from tests.ops.cases import EPS, VECTORS, assert_near, exact_rope, exact_sylvester, inv_freq, normal
+from tests.ops.cases import EPS, VECTORS, assert_near, exact_rope, exact_sylvester, normal
+from tests.ops.compressor.cases import (
+    RATIOS,
+    ROPE,
+    WIDTH,
+    Compress,
+    columns,
+    empty_state,
+    feed,
+    projections,
+    unit_norm,
+    weights_for,
+)
 
-Compress = Callable[[Tensor, Tensor, Tensor, CompressorWeights, CompressedState], None]
-
-WIDTH = 128
-ROPE = 64
-RATIOS = (4, 128)
 BOUNDARIES = (1, 2, 3, 4, 5, 7, 8, 9, 126, 127, 128, 129, 130, 254, 255, 256, 257)
-
-
-@pytest.fixture
-def compress(backend: str) -> Compress:
-    return forms.part(backend, torch_compress, forms.compress)
-
-
-def columns(ratio: int) -> int:
-    return 2 * WIDTH if ratio == 4 else WIDTH
-
-
-def weights_for(
-    ratio: int, rotate_keys: bool = False, compute_dtype: torch.dtype = torch.float32
-) -> CompressorWeights:
-    ape = normal(ratio, columns(ratio), seed=100)
-    norm = normal(WIDTH, seed=101)
-    return CompressorWeights(ape, norm, inv_freq(ratio), EPS, ratio, rotate_keys, compute_dtype)
-
-
-def unit_norm(weights: CompressorWeights, width: int) -> CompressorWeights:
-    """The same pooling without normalisation or rotation: an eps of 1e12 makes the root mean square
-    1e6.
-    """
-    norm = torch.full((width,), 1e6)
-    still = torch.zeros_like(weights.inv_freq)
-    return CompressorWeights(weights.ape, norm, still, 1e12, weights.ratio, False, torch.float32)
-
-
-def empty_state(
-    ratio: int,
-    slots: int,
-    format: RowFormat = RowFormat.PLAIN,
-    junk: float = torch.nan,
-    width: int = WIDTH,
-) -> CompressedState:
-    """Every row and the whole ring hold ``junk``, as an earlier sequence might have left them."""
-    device = torch.get_default_device()
-    rows = RowCache.allocate(slots, width, min(ROPE, width), format, torch.float32, device)
-    ring = CompressorRing.allocate(ratio, 2 * width if ratio == 4 else width, device)
-    ring.kv.fill_(junk)
-    ring.score.fill_(junk)
-    rows.data.fill_(0x7F if rows.data.dtype == torch.uint8 else junk)
-    return CompressedState(ring, rows)
-
-
-def projections(tokens: int, ratio: int, seed: int = 102) -> tuple[Tensor, Tensor]:
-    return normal(tokens, columns(ratio), seed=seed), normal(
-        tokens, columns(ratio), seed=seed + 1, scale=2.0
-    )
-
-
-def feed(
-    compress: Compress,
-    state: CompressedState,
-    tokens: tuple[Tensor, Tensor],
-    start: int,
-    stop: int,
-    weights: CompressorWeights,
-) -> None:
-    kv_TW, score_TW = (part[start:stop] for part in tokens)
-    compress(kv_TW, score_TW, torch.arange(start, stop), weights, state)
 
 
 def exact_pool(kv: Tensor, score: Tensor, ape: Tensor, ratio: int, m: int) -> Tensor:
@@ -238,88 +177,6 @@ def test_spec11_b07_tokens_inside_a_window_touch_no_slot(
         assert torch.equal(state.rows.data.view(torch.uint8), before), f"token {t} changed a row"
 
 
-def rows_after(compress: Compress, chunks: list[int], ratio: int, format: RowFormat) -> Tensor:
-    count = sum(chunks)
-    weights = weights_for(ratio)
-    tokens = projections(count, ratio)
-    state = empty_state(ratio, count // ratio + 1, format)
-    for start, stop in pairwise(accumulate(chunks, initial=0)):
-        feed(compress, state, tokens, start, stop, weights)
-    return state.rows.data.view(torch.uint8)
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-@given(
-    chunks=st.lists(st.integers(1, 150) | st.integers(1, 9), min_size=1, max_size=8).filter(
-        lambda c: sum(c) <= 300
-    )
-)
-def test_any_chunking_gives_the_same_bytes_as_one_shot(ratio: int, chunks: list[int]) -> None:
-    one_shot = rows_after(torch_compress, [sum(chunks)], ratio, RowFormat.PLAIN)
-    assert torch.equal(rows_after(torch_compress, chunks, ratio, RowFormat.PLAIN), one_shot)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("step", [1, 3, 7, 64, 127, 129])
-@pytest.mark.parametrize(
-    "format", [RowFormat.PLAIN, RowFormat.KV_FP8], ids=lambda format: format.value
-)
-def test_equal_chunks_give_the_same_bytes_as_one_shot(
-    compress: Compress, ratio: int, step: int, format: RowFormat
-) -> None:
-    chunks = [min(step, 300 - start) for start in range(0, 300, step)]
-    assert torch.equal(
-        rows_after(compress, chunks, ratio, format), rows_after(compress, [300], ratio, format)
-    )
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("start", [1, 3, 4, 5, 6, 7, 120, 127, 128, 251])
-@pytest.mark.parametrize(("drafted", "accepted"), [(8, 0), (8, 3), (5, 4), (1, 0)])
-def test_a_rejected_draft_can_be_taken_back(
-    compress: Compress, ratio: int, start: int, drafted: int, accepted: int
-) -> None:
-    """Draft tokens are fed in one step, all but the accepted ones are replaced: rows as if they had
-    never been.
-    """
-    count = start + accepted + ratio + 8
-    weights = weights_for(ratio)
-    tokens = projections(count, ratio)
-    wrong = projections(count + 8, ratio, seed=900)
-    state = empty_state(ratio, count // ratio + 9)
-    straight = empty_state(ratio, count // ratio + 9)
-    feed(compress, state, tokens, 0, start, weights)
-    draft = tuple(
-        torch.cat((right[: start + accepted], other[start + accepted :]))
-        for right, other in zip(tokens, wrong, strict=True)
-    )
-    feed(compress, state, (draft[0], draft[1]), start, start + drafted, weights)
-    feed(compress, straight, tokens, 0, count, weights)
-    resumed = start + accepted
-    for first, last in ((resumed, resumed + 1), (resumed + 1, resumed + 4), (resumed + 4, count)):
-        feed(compress, state, tokens, first, last, weights)
-    assert torch.equal(state.rows.data[: count // ratio], straight.rows.data[: count // ratio])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("junk", [1e30, torch.inf, torch.nan])
-@pytest.mark.parametrize("first", [1, 3, 300])
-def test_a_new_sequence_sees_nothing_of_an_earlier_one(
-    compress: Compress, ratio: int, junk: float, first: int
-) -> None:
-    """A ring full of anything, NaN included, gives the rows of a fresh ring."""
-    weights = weights_for(ratio)
-    tokens = projections(300, ratio)
-    states = [empty_state(ratio, 80, junk=value) for value in (junk, 0.0)]
-    for state in states:
-        feed(compress, state, tokens, 0, first, weights)
-        for start in range(first, 300, 9):
-            feed(compress, state, tokens, start, min(start + 9, 300), weights)
-    assert torch.equal(states[0].rows.data[: 300 // ratio], states[1].rows.data[: 300 // ratio])
-
-
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_bfloat16_rows_round_where_the_spec_rounds(compress: Compress, ratio: int) -> None:
     """Pooled value, norm and rotation each round to bfloat16 once, then the row is quantised."""
@@ -340,15 +197,6 @@ def test_bfloat16_rows_round_where_the_spec_rounds(compress: Compress, ratio: in
 
 def pack_round_trip(data: Tensor, block_scale: Tensor) -> Tensor:
     return RowCache(data, block_scale, RowFormat.KV_FP8, WIDTH, ROPE).read_all()
-
-
-@pytest.mark.parametrize(("ratio", "slots"), [(4, 19), (128, 139)])
-def test_ring_holds_the_history_and_the_longest_draft(ratio: int, slots: int) -> None:
-    ring = CompressorRing.allocate(ratio, 32, torch.device("cpu"))
-    assert ring.kv.shape == ring.score.shape == (slots, 32)
-    assert ring.kv.dtype == ring.score.dtype == torch.float32
-    assert ring.nbytes == 2 * slots * 32 * 4
-    assert history_tokens(ratio) == slots - 11
 
 
 def test_infinite_scores_of_one_token_take_the_whole_pool(compress: Compress) -> None:

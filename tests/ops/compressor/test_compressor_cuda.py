@@ -153,7 +153,8 @@ def test_a_whole_chunk(name: str) -> None:
     "chunks", [[1] * 520, [8] * 65, [3, 5, 200, 1, 1, 8, 7, 40, 255], [300, *[1] * 220]]
 )
 def test_any_chunking_gives_the_same_bytes(name: str, chunks: list[int]) -> None:
-    weights, (kv_TW, score_TW) = weights_for(name), projections(520, name)
+    weights = weights_for(name)
+    kv_TW, score_TW = projections(520, name)
     one_shot, state = (state_for(name, 520 // SHAPES[name][0] + 1, seed) for seed in (3, 30))
     position_T = torch.arange(520)
     compress(kv_TW, score_TW, position_T, weights, one_shot)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4.caches.rows import RowFormat
-from dsv4.launch.kernel import Shape
+from dsv4.launch.kernel import Shape, ceil_div
 from dsv4.launch.recording import Launch, Recording, byte_offset, storage_key
 from dsv4.launch.target import Target
 from dsv4.ops.indexer import decode, prefill
@@ -96,7 +96,7 @@ def test_scores_take_at_most_256_mb_in_tiles_that_short_chunks_do_not_reach() ->
         assert tensor.nbytes <= 256 << 20
     for tokens in (*SHORTER, 255, 256, 259, 263, 264, 1024):
         exact = selected(selection(tokens, 262145))
-        assert len(exact) == 2 * -(-tokens // 255)
+        assert len(exact) == 2 * ceil_div(tokens, 255)
         assert reached(longest, tokens) == reached(exact, tokens)
     few = longest[-1].shape_of
     assert few is not None
@@ -125,7 +125,7 @@ def test_queries_are_rotated_in_one_launch(heads: int, width: int, target: Targe
     for tokens in range(1, 9):
         found = record(tokens)
         assert functions(found) == ["index_query"]
-        assert found[0].shape.grid == (-(-heads // 2), tokens, 1)
+        assert found[0].shape.grid == (ceil_div(heads, 2), tokens, 1)
     assert record(9)[0].shape.grid == (1, 9, 1)
     for most in (512, 2048):
         assert_serves_shorter_chunks(record, most)

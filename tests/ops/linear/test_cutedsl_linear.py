@@ -12,7 +12,8 @@ from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.linear import prefill, prefill_cutedsl
 from dsv4.ops.linear.prefill_cutedsl import INSTALLED, cutedsl_supports, gemm_operands
 from dsv4.weights.packed import PackedWeight, pack_weight
-from dsv4.weights.quant import QuantFormat, QuantTensor, quantize
+from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.quantize import quantize
 from tests.ops.gpu import (
     assert_no_synchronisation,
     assert_replay_is_eager,

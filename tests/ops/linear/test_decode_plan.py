@@ -4,6 +4,7 @@ shapes use the GPU.
 
 import pytest
 
+from dsv4.launch.kernel import ceil_div
 from dsv4.ops.linear.decode_plan import MAX_SLICES, ProductShape, plan_linear
 from dsv4.weights.quant import QuantFormat
 
@@ -46,12 +47,12 @@ def test_plan_fits_the_machine(
     assert plan.shared_bytes <= SHARED_PER_BLOCK - 4096
     assert all(0 < clusters <= count for clusters, count in zip(plan.clusters, tiles, strict=True))
     assert plan.slice_columns % 256 == 0
-    assert -(-columns // plan.slice_columns) <= MAX_SLICES
+    assert ceil_div(columns, plan.slice_columns) <= MAX_SLICES
     assert plan.activation_bytes == 2 * plan.padded_tokens * plan.slice_columns
     stage = {NVFP4: 256, MXFP4: 256, FP8: 128, BF16: 64}
-    assert plan.ragged == any(-(-columns // 64) * 64 % stage[format] for format in formats)
+    assert plan.ragged == any(ceil_div(columns, 64) * 64 % stage[format] for format in formats)
     # Every block of a cluster has a slice: one without would not wait for the kernel before.
-    assert plan.cluster == 1 or -(-columns // plan.slice_columns) == plan.cluster
+    assert plan.cluster == 1 or ceil_div(columns, plan.slice_columns) == plan.cluster
     if tiles != (20000,):
         assert plan.blocks(groups) <= 132
     if columns <= 2048 and tiles[0] > 1000:
@@ -61,7 +62,9 @@ def test_plan_fits_the_machine(
 def test_blocks_share_the_work_evenly() -> None:
     def busiest(formats: tuple[QuantFormat, ...], tiles: tuple[int, ...]) -> list[int]:
         plan = plan_linear(ProductShape(formats, tiles, 7168), 1, 132)
-        return [-(-count // clusters) for count, clusters in zip(tiles, plan.clusters, strict=True)]
+        return [
+            ceil_div(count, clusters) for count, clusters in zip(tiles, plan.clusters, strict=True)
+        ]
 
     assert busiest((BF16,), (8080,)) == [62]
     # A BF16 tile has twice the bytes of an FP8 tile.

@@ -5,7 +5,8 @@ checked.
 import pytest
 import torch
 
-from dsv4.weights.quant import QuantFormat, QuantTensor, quantize
+from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.quantize import quantize
 from tests.ops.cases import OpsUnderTest, assert_rounded_once, integers, normal
 
 FORMATS = list(QuantFormat)

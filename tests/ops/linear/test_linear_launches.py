@@ -2,24 +2,20 @@
 the recording.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
+from dsv4.launch.kernel import ceil_div
 from dsv4.launch.recording import Call, Launch, Recording, storage_key
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
-from dsv4.ops.linear import decode, prefill, prefill_cutedsl
-from dsv4.ops.linear.row_list import PackedRows, pack_rows
+from dsv4.ops.linear import decode, prefill
+from dsv4.ops.linear.row_list import pack_rows
 from dsv4.weights.packed import pack_weight
-from dsv4.weights.quant import QuantFormat
 from tests.ops.linear.meta import (
     BF16,
     FP8,
-    MXFP4,
-    NVFP4,
     TARGETS,
     activations,
     empty,
@@ -27,51 +23,9 @@ from tests.ops.linear.meta import (
     shapes,
     stored,
 )
+from tests.ops.linear.products import LISTS, packed_list, record_everything
 
 TOKENS = (9, 10, 100, 129, 511, 512)
-LISTS: dict[str, tuple[int, list[tuple[int, QuantFormat]]]] = {
-    "Pro CSA input": (7168, [(1536, FP8), (512, FP8), *((n, BF16) for n in (1024, 1024, 256, 64))]),
-    "Flash HCA input": (4096, [(1024, NVFP4), (512, NVFP4), (512, BF16), (512, BF16)]),
-    "Pro query": (1536, [(65536, FP8), (8192, FP8)]),
-    "Flash query": (1024, [(32768, NVFP4), (8192, NVFP4)]),
-    "four formats": (128, [(64, MXFP4), (40, FP8), (24, BF16), (72, NVFP4), (8, FP8)]),
-    "tiny": (64, [(7, BF16), (8, BF16)]),
-}
-# (format, N, K): o_b, w2 of a shared expert, heads, tiny and odd ones.
-MATRICES = [
-    (FP8, 7168, 16384),
-    (NVFP4, 4096, 8192),
-    (MXFP4, 7168, 3072),
-    (BF16, 129280, 7168),
-    (BF16, 65, 32),
-    (NVFP4, 8, 32),
-]
-# (format, G, R, K): o_a, and groups whose rows are no tiles.
-GROUPS = [(FP8, 16, 1024, 4096), (NVFP4, 8, 1024, 4096), (BF16, 4, 32, 128), (BF16, 2, 20, 96)]
-
-
-def packed_list(matrices: list[tuple[int, QuantFormat]], columns: int) -> PackedRows:
-    dtypes = [torch.float32 if format is BF16 else None for _, format in matrices]
-    return pack_rows([stored(format, rows, columns) for rows, format in matrices], dtypes)
-
-
-def record_everything(entry: Any, recording: Recording) -> None:
-    """Every product of the tables above by the functions of ``entry``."""
-    for columns, matrices in LISTS.values():
-        rows = packed_list(matrices, columns)
-        x = activations(recording, columns)
-        entry.linear_rows(recording, x, rows)
-        entry.linear_rows(recording, x, rows, empty(torch.float32, columns), 1e-6)
-    for format, rows, columns in MATRICES:
-        weight = pack_weight(stored(format, rows, columns))
-        for dtype in (None, torch.float32):
-            y = entry.linear(recording, activations(recording, columns), weight, dtype)
-            assert y.shape == (recording.tokens, rows)
-            assert y.dtype == (dtype or torch.bfloat16)
-    for format, groups, rows, columns in GROUPS:
-        weight = pack_weight(stored(format, groups * rows, columns))
-        y = entry.grouped_linear(recording, activations(recording, groups, columns), weight)
-        assert y.shape == (recording.tokens, groups, rows)
 
 
 @pytest.mark.parametrize("tokens", range(1, 9))
@@ -158,7 +112,7 @@ def test_partial_sums_have_room_for_every_number_of_tokens() -> None:
     for tokens in range(9, 1025):
         (shape,) = shapes(recording, tokens)
         splits[tokens] = shape.numbers["splits"]
-        tiles = 6 * -(-tokens // 128)
+        tiles = 6 * ceil_div(tokens, 128)
         # Per tile and split: 2 row tiles of 16 tokens' eights, 4 values, 256 threads.
         assert tiles * splits[tokens] * 2 * 16 * 4 * 256 <= partial.numel() or splits[tokens] == 1
         assert tiles <= counters.numel()
@@ -241,78 +195,3 @@ def test_wrong_operands_are_value_errors_that_name_the_argument() -> None:
         decode.linear(Recording(TARGETS[0], 9), empty(torch.bfloat16, 9, 128), weight)
     with pytest.raises(ValueError, match=r"^x: found 9 tokens, expected 16 of the recording"):
         prefill.linear(Recording(TARGETS[0], 16), empty(torch.bfloat16, 9, 128), weight)
-
-
-class Gemms:
-    """Stands for the compiled kernels: notes which one was called with how many tokens."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, int, int]] = []
-
-    def compile(self, recording: Recording, *_: object) -> tuple[Any, ...]:
-        counts = range(128, recording.tokens + 16, 16)
-        return tuple(
-            lambda x, *rest, index=index: self.calls.append((index, x.shape[0], rest[-1].shape[0]))
-            for index in range(len(counts))
-        )
-
-
-@pytest.fixture
-def gemms(monkeypatch: pytest.MonkeyPatch) -> Gemms:
-    """As if the package were installed."""
-    found = Gemms()
-    monkeypatch.setattr(prefill_cutedsl, "INSTALLED", True)
-    monkeypatch.setattr(prefill_cutedsl, "gemms_for", found.compile)
-    return found
-
-
-def test_cutedsl_products_are_for_long_chunks(gemms: Gemms) -> None:
-    """From 128 tokens on the other launch is left out, for fewer the CuTe DSL one."""
-    weight = pack_weight(stored(NVFP4, 1024, 1024))
-    recording = Recording(TARGETS[0], 500)
-    plain = Recording(TARGETS[0], 500)
-    y = prefill_cutedsl.linear(recording, activations(recording, 1024), weight)
-    prefill.linear(plain, activations(plain, 1024), weight)
-    assert y.shape == (500, 1024)
-    assert names(recording) == ["prefill_linear", "call"]
-    call = recording.items[1]
-    assert isinstance(call, Call)
-    assert storage_key(call.tensors[-1]) == storage_key(y)
-    for tokens in (9, 100, 127):
-        assert shapes(recording, tokens) == shapes(plain, tokens)
-        call.function(tokens, *call.tensors)
-    assert gemms.calls == []
-    for tokens in (128, 129, 144, 145, 500):
-        assert shapes(recording, tokens) == []
-        call.function(tokens, *call.tensors)
-    indices = {128: 0, 129: 1, 144: 1, 145: 2, 500: 24}
-    assert gemms.calls == [(index, tokens, tokens) for tokens, index in indices.items()]
-
-
-def test_cutedsl_leaves_to_the_other_form_what_it_does_not_take(gemms: Gemms) -> None:
-    cases = [
-        (TARGETS[1], 500, (1024, 1024)),
-        (TARGETS[0], 127, (1024, 1024)),
-        (TARGETS[0], 500, (1000, 1024)),
-        (TARGETS[0], 500, (1024, 1000)),
-    ]
-    for target, tokens, (rows, columns) in cases:
-        recording = Recording(target, tokens)
-        weight = pack_weight(stored(BF16, rows, columns))
-        prefill_cutedsl.linear(recording, activations(recording, columns), weight)
-        assert names(recording) == ["prefill_linear"], (target.architecture, tokens, rows, columns)
-    recording = Recording(TARGETS[0], 500)
-    weight = pack_weight(stored(FP8, 4 * 32, 128))
-    prefill_cutedsl.grouped_linear(recording, activations(recording, 4, 128), weight)
-    assert names(recording) == ["prefill_linear"]
-
-
-@pytest.mark.parametrize("most", [512, 2048])
-def test_cutedsl_records_every_product(gemms: Gemms, most: int) -> None:
-    recording = Recording(TARGETS[0], most)
-    record_everything(prefill_cutedsl, recording)
-    assert "call" in names(recording)
-    for tokens in (9, 10, 100):
-        exact = Recording(TARGETS[0], tokens)
-        record_everything(prefill, exact)
-        assert shapes(recording, tokens) == shapes(exact, tokens)

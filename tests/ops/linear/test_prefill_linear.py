@@ -14,7 +14,8 @@ from dsv4.ops.linear import prefill
 from dsv4.ops.linear.row_list import pack_rows
 from dsv4.ops.norm.cuda import rms_norm
 from dsv4.weights.packed import pack_weight
-from dsv4.weights.quant import QuantFormat, QuantTensor, quantize
+from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.quantize import quantize
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison
 
 pytestmark = pytest.mark.gpu

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from dsv4.ops.linear import decode_rows
+from dsv4.ops.linear import dequantized_rows
 from dsv4.ops.linear.row_list import PackedRows, pack_rows, packed_rows
-from dsv4.weights.quant import QuantTensor, quantize
+from dsv4.weights.quant import QuantTensor
+from dsv4.weights.quantize import quantize
 from tests.ops.linear.meta import BF16, FP8, MXFP4, NVFP4
 
 MATRICES = [(64, MXFP4), (40, FP8), (24, BF16), (72, NVFP4), (200, FP8)]
@@ -76,5 +77,5 @@ def test_lists_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ValueError, match="^out_dtypes: found"):
         pack_rows([narrow], [torch.float16])
     with pytest.raises(ValueError, match="^rows: found RowList, expected the PackedRows"):
-        packed_rows(decode_rows([narrow], [None]))
+        packed_rows(dequantized_rows([narrow], [None]))
     assert isinstance(packed_rows(pack_rows([narrow], [None])), PackedRows)

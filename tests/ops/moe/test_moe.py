@@ -10,7 +10,8 @@ from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.router import Router, route
-from dsv4.weights.quant import QuantFormat, QuantTensor, quantize
+from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.quantize import quantize
 from tests.ops.cases import (
     TINY_CONFIG,
     VECTORS,
@@ -110,7 +111,8 @@ def clamped_pairs(
     n = len(gate)
     w1 = torch.zeros(n, n)
     w3 = torch.zeros(n, n)
-    w1[:, 0], w3[:, 0] = torch.tensor(gate), torch.tensor(up)
+    w1[:, 0] = torch.tensor(gate)
+    w3[:, 0] = torch.tensor(up)
     silent = torch.zeros(n, n)
     active = (w1, torch.eye(n), w3)
     routed, common = ((silent,) * 3, active) if shared else (active, (silent,) * 3)

@@ -11,7 +11,8 @@ from dsv4.ops.moe import ExpertWeights, expert_sum, grouped, prefill
 from dsv4.ops.router import Router
 from dsv4.ops.router.prefill import route
 from dsv4.weights.packed import pack_weight
-from dsv4.weights.quant import QuantFormat, QuantTensor, quantize
+from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.quantize import quantize
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +46,7 @@ def random(seed: int) -> torch.Generator:
 def stack(
     experts: int | None, width: int, inner: int, format: QuantFormat, seed: int
 ) -> tuple[ExpertWeights, ...]:
-    """Stored and packed expert weights; ``experts`` None: one expert without the leading dimension."""
+    """Stored and packed expert weights; ``experts`` None: one without the leading dimension."""
     lead = () if experts is None else (experts,)
     shapes = ((*lead, inner, width), (*lead, width, inner), (*lead, inner, width))
     stored = [
@@ -75,7 +76,8 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
     rows = (found.double() - expected.double()).norm(dim=1) / expected.double().norm(dim=1)
     worst = int(rows.nan_to_num(torch.inf).argmax())
     assert float(rows[worst]) < 5e-3, (
-        f"relative error {relative_error(found, expected):.3g}, worst row {worst}: {float(rows[worst]):.3g}, "
+        f"relative error {relative_error(found, expected):.3g}, "
+        f"worst row {worst}: {float(rows[worst]):.3g}, "
         f"{int((rows > 5e-3).sum())} rows wrong, {int(found.isnan().any(1).sum())} with NaN"
     )
     assert relative_error(found, expected) < 2e-3

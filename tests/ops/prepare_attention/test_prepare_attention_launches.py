@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.rows import RowCache, RowFormat
+from dsv4.launch.kernel import ceil_div
 from dsv4.launch.recording import Launch
 from dsv4.ops.prepare_attention import Queries, decode, prefill
 from tests.ops.forms import by_tokens
@@ -77,8 +78,8 @@ def test_a_decode_step_of_a_model_is_one_launch(kind: str, model: str, quantised
         )
         # A warp per row: the key, the queries and the index queries; blocks fill clusters.
         rows = 1 + HEADS[model] + (INDEX_HEADS if kind == "csa" else 0)
-        blocks = {"window": 0, "csa": 2, "hca": 8}[kind] + -(-rows // 8)
-        assert shape.grid == (-(-blocks // shape.cluster) * shape.cluster, tokens, 1)
+        blocks = {"window": 0, "csa": 2, "hca": 8}[kind] + ceil_div(rows, 8)
+        assert shape.grid == (ceil_div(blocks, shape.cluster) * shape.cluster, tokens, 1)
 
 
 def test_arguments_of_the_two_compressors_are_told_apart() -> None:

@@ -58,7 +58,7 @@ def test_equals_the_torch_op(
 
 
 def test_angles_of_long_contexts_are_exact() -> None:
-    """Against float64 sines of the float32 angle, at angles where fast intrinsics lose every digit."""
+    """Against float64 sines of the float32 angle, where fast intrinsics lose every digit."""
     position_T = torch.tensor([999_983, 131_071, 123_456_789]).cuda()
     frequencies = inv_freq(64)
     q_THD = torch.zeros(3, 1, 64, device="cuda", dtype=torch.bfloat16)

@@ -134,7 +134,7 @@ def test_bias_moves_the_selection_but_not_the_weights(routing: Routing) -> None:
 
 
 def test_ties_go_to_the_lowest_expert(routing: Routing) -> None:
-    """As many experts as Pro has: a sort that is not stable keeps the order of a few by accident."""
+    """As many experts as Pro has: an unstable sort keeps the order of a few by accident."""
     logits = [0.0] * 384
     for expert in (7, 130, 131, 200, 383):
         logits[expert] = 1.0

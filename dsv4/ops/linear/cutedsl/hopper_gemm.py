@@ -1,11 +1,11 @@
-"""Hopper GEMM with packed weights: y = x · Wᵀ, or block-diagonal; decoded weights are the register
-operand of wgmma.
+"""Hopper GEMM with packed weights: y = x · Wᵀ, or block-diagonal. The register operand of wgmma
+holds dequantized weights.
 
 Output features are the M of the MMA (64 per consumer warpgroup), tokens its N. One producer warp
 fills a ring of shared memory stages, each 64 columns deep, by TMA: tokens (swizzled for wgmma),
-weight bytes and block scales as they are stored. Consumers read 16 bytes per lane, decode one k16
-step into four registers while earlier steps' MMAs run, and keep float32 accumulators. NVFP4 and
-MXFP4 scales are part of the decoded value. FP8 block scales change every 128 columns: the
+weight bytes and block scales as they are stored. Consumers read 16 bytes per lane, dequantize one
+k16 step into four registers while earlier steps' MMAs run, and keep float32 accumulators. NVFP4 and
+MXFP4 scales are part of the dequantized value. FP8 block scales change every 128 columns: the
 accumulators are kept in units of the current block's scale, so only a change of scale costs
 anything.
 """
@@ -20,10 +20,12 @@ from cutlass import BFloat16, Float32, Int32, Uint32, const_expr, pipeline, rang
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from dsv4.ops.linear.cutedsl import decode
+from dsv4.ops.linear.cutedsl import dequantize
 from dsv4.weights.quant import QuantFormat
 
-TILE_K, STEPS = 64, 4
+# Columns of a k tile, and its k16 steps.
+TILE_K = 64
+STEPS = 4
 SMEM_BYTES = 227 << 10
 # 32-bit words of one row tile (16 rows) per 64 columns in units of 128 words, and words of its
 # block scales.
@@ -93,7 +95,8 @@ class HopperGemm:
         N / G must be a multiple of the features of a cluster unless G is 1. Scales are as
         ``PackedWeight`` has them; formats without a block or global scale ignore that argument.
         """
-        row_tiles, k_tiles = weight.shape[0], x.shape[2] // TILE_K
+        row_tiles = weight.shape[0]
+        k_tiles = x.shape[2] // TILE_K
         mma = hopper.make_trivial_tiled_mma(
             BFloat16,
             BFloat16,
@@ -142,7 +145,8 @@ class HopperGemm:
         )
         # Formats without TMA block scales pass the weights' atom, which the kernel then leaves
         # alone.
-        tma_scale, gS = tma_weight, gW
+        tma_scale = tma_weight
+        gS = gW
         scale_box = (max(self.scale_words, 4), 1, self.row_tiles)
         scale_layout = cute.make_ordered_layout((*scale_box, self.stages), order=(0, 1, 2, 3))
         if const_expr(self.scale_words > 0):
@@ -290,7 +294,8 @@ class HopperGemm:
         w_smem, w_gmem = cpasync.tma_partition(
             tma_weight, 0, alone, cute.group_modes(sW, 0, 3), cute.group_modes(tiled_w, 0, 3)
         )
-        s_smem, s_gmem = w_smem, w_gmem
+        s_smem = w_smem
+        s_gmem = w_gmem
         if const_expr(self.scale_words > 0):
             tiled_s = cute.local_tile(gS, (self.scale_words, 1, self.row_tiles), (None, None, None))
             s_smem, s_gmem = cpasync.tma_partition(
@@ -300,12 +305,13 @@ class HopperGemm:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         index, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        index, step = index // cluster, blocks // cluster
+        index = index // cluster
+        step = blocks // cluster
         # The tokens come from the kernel before this one.
         cute.arch.griddepcontrol_wait()
         while index < tiles_m * tiles_n:
             m, n = self.tile_of(index, tiles_m, tiles_n, rank)
-            # Of the cluster: its blocks load parts of one token tile for each other.
+            # The tile of the cluster: its blocks load parts of one token tile for each other.
             group = (m - rank) // group_tiles
             for k in cutlass.range(k_tiles, unroll=1):
                 ring.producer_acquire(state)
@@ -357,7 +363,8 @@ class HopperGemm:
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         index, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        index, step = index // cluster, blocks // cluster
+        index = index // cluster
+        step = blocks // cluster
         while index < tiles_m * tiles_n:
             m, n = self.tile_of(index, tiles_m, tiles_n, rank)
             row_block = (m * self.tile_m + group * 64) // 128
@@ -409,7 +416,7 @@ class HopperGemm:
             factor = self.nonzero(block_scale[row_block, 0], Float32(1.0))
         following = factor
         ring.consumer_wait(read)
-        self.decode_step(registers, 0, sources, read.index)
+        self.dequantize_step(registers, 0, sources, read.index)
         for k in cutlass.range(k_tiles, unroll=1):
             stage = read.index
             read.advance()
@@ -428,19 +435,19 @@ class HopperGemm:
                 atom.set(warpgroup.Field.ACCUMULATE, True)
                 cute.gemm(atom, acc, fragment[None, None, s], tokens[None, None, s, stage], acc)
                 warpgroup.commit_group()
-                # The registers decoded next were read three steps ago.
+                # The registers dequantized next were read three steps ago.
                 warpgroup.wait_group(2)
                 if const_expr(s == 1):  # noqa: SIM102
                     if k > 0:
                         ring.consumer_release(release)
                         release.advance()
                 if const_expr(s + 1 < STEPS):
-                    self.decode_step(registers, s + 1, sources, stage)
+                    self.dequantize_step(registers, s + 1, sources, stage)
                 else:
-                    # After the last k tile this decodes stale bytes that no MMA reads.
+                    # After the last k tile this dequantizes stale bytes that no MMA reads.
                     if k + 1 < k_tiles:
                         ring.consumer_wait(read)
-                    self.decode_step(registers, 0, sources, read.index)
+                    self.dequantize_step(registers, 0, sources, read.index)
         self.finish(acc)
         ring.consumer_release(release)
         release.advance()
@@ -450,7 +457,7 @@ class HopperGemm:
         """Waits for all MMAs; only then may the accumulators be read."""
         warpgroup.wait_group(0)
         for i in range(cute.size(acc)):
-            acc[i] = decode.after_wait(acc[i])
+            acc[i] = dequantize.after_wait(acc[i])
 
     @cute.jit
     def nonzero(self, scale: Float32, otherwise: Float32) -> Float32:
@@ -462,7 +469,7 @@ class HopperGemm:
         return scale
 
     def sources(self, sW, sS, lane, row_tile):
-        """What ``decode_step`` reads and keeps: this lane's words of a row tile."""
+        """What ``dequantize_step`` reads and keeps: this lane's words of a row tile."""
         words = 128 * self.chunks
         raw = cute.make_rmem_tensor((4, 2), Uint32)
         raw_scale = cute.make_rmem_tensor((max(self.scale_words // 8, 1),), Uint32)
@@ -481,26 +488,28 @@ class HopperGemm:
         )
         return raw, raw_scale, lane_words, lane_scales
 
-    def decode_step(self, registers, s, sources, stage):
+    def dequantize_step(self, registers, s, sources, stage):
         """Fills the A registers of k16 step ``s``; a k tile is read with its first step."""
         raw, raw_scale, lane_words, lane_scales = sources
         if self.format is QuantFormat.BF16:
             cute.autovec_copy(lane_words[None, s, stage], raw[None, 0])
-            decoded = tuple(raw[word, 0] for word in range(4))
+            values = tuple(raw[word, 0] for word in range(4))
         elif self.format is QuantFormat.FP8_BLOCK128:
             if s == 0:
                 for chunk in range(2):
                     cute.autovec_copy(lane_words[None, chunk, stage], raw[None, chunk])
-            decoded = decode.decode_fp8(raw[2 * (s % 2), s // 2], raw[2 * (s % 2) + 1, s // 2])
+            values = dequantize.dequantize_fp8(
+                raw[2 * (s % 2), s // 2], raw[2 * (s % 2) + 1, s // 2]
+            )
         else:
             if s == 0:
                 cute.autovec_copy(lane_words[None, 0, stage], raw[None, 0])
                 cute.autovec_copy(lane_scales[None, stage], raw_scale)
             if self.format is QuantFormat.NVFP4:
-                decoded = decode.decode_nvfp4(raw[s, 0], raw_scale[s // 2] >> (16 * (s % 2)))
+                values = dequantize.dequantize_nvfp4(raw[s, 0], raw_scale[s // 2] >> (16 * (s % 2)))
             else:
-                decoded = decode.decode_mxfp4(raw[s, 0], raw_scale[0] >> (16 * (s // 2)))
-        for register, value in enumerate(decoded):
+                values = dequantize.dequantize_mxfp4(raw[s, 0], raw_scale[0] >> (16 * (s // 2)))
+        for register, value in enumerate(values):
             registers[(0, register % 2, register // 2), 0, s] = value
 
     @cute.jit
@@ -527,7 +536,8 @@ class HopperGemm:
             cute.group_modes(tiled_y, 0, 2),
         )
         part = cute.make_rmem_tensor(cute.shape(copy.partition_S(sY))[:3], config.out_dtype)
-        size, parts = cute.size(part), self.tile_n // self.epilogue_n
+        size = cute.size(part)
+        parts = self.tile_n // self.epilogue_n
         # Stores still reading when a buffer is written again; every work tile starts with buffer 0.
         pending = self.epilogue_buffers - 1 if parts % self.epilogue_buffers == 0 else 0
         rounded = cute.make_rmem_tensor(mma.partition_shape_C((64, self.tile_n)), config.out_dtype)

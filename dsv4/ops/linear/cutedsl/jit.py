@@ -72,7 +72,8 @@ def choose_tile(
 @functools.cache
 def load(config: GemmConfig):
     """The compiled kernel of ``config``, from disk where an earlier process left it."""
-    folder, key = cache_folder(), _key(config)
+    folder = cache_folder()
+    key = _key(config)
     for path in folder.glob(f"{_FUNCTION}-{key}-*.o"):
         if path.stem.endswith(_digest(path.read_bytes())):
             return _module(path)[_FUNCTION]
@@ -112,18 +113,17 @@ def _digest(content: bytes) -> str:
 @functools.cache
 def compile_gemm(config: GemmConfig, more_options: str = ""):
     """The compiled kernel of ``config``; needs no GPU."""
-    tokens, k, features = (
-        cute.sym_int32(),
-        cute.sym_int32(divisibility=64),
-        cute.sym_int32(divisibility=64),
-    )
+    tokens = cute.sym_int32()
+    k = cute.sym_int32(divisibility=64)
+    features = cute.sym_int32(divisibility=64)
     strides = cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1
     x = make_fake_tensor(cutlass.BFloat16, (tokens, cute.sym_int32(), k), strides, assumed_align=16)
     y = make_fake_tensor(
         config.out_dtype, (tokens, features), (cute.sym_int64(divisibility=8), 1), assumed_align=16
     )
     weight = _bytes(4)
-    block_scale = global_scale = weight
+    block_scale = weight
+    global_scale = weight
     if config.format is QuantFormat.FP8_BLOCK128:
         columns = cute.sym_int32()
         block_scale = make_fake_tensor(

@@ -1,8 +1,8 @@
 """Weight bytes to bf16 wgmma A registers, four per k16 step: what each lane does with its share of
 a ``PackedWeight``.
 
-Every decoder is exact: E2M1 · E4M3 has six significant bits, E2M1 · 2^e and E4M3 fewer, and bf16
-has eight.
+Every function here is exact: E2M1 · E4M3 has six significant bits, E2M1 · 2^e and E4M3 fewer, and
+bf16 has eight.
 """
 
 from cutlass import Float32, Uint32
@@ -10,12 +10,13 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-_SIGN, _MAGNITUDE = 0x80008000, 0x01C001C0
+_SIGN = 0x80008000
+_MAGNITUDE = 0x01C001C0
 # bf16 holds an E2M1 code in its lowest exponent bits and highest mantissa bit as code · 2^-126.
 _TWO_TO_126 = 0x7E807E80
 
 
-def decode_e2m1(word: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+def dequantize_e2m1(word: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     """The four A registers of one k16 step, each bf16x2, as value · 2^-126; ``word`` is the step's
     32 bits.
     """
@@ -27,14 +28,14 @@ def decode_e2m1(word: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     )
 
 
-def decode_nvfp4(word: Uint32, scales: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+def dequantize_nvfp4(word: Uint32, scales: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     """E2M1 · E4M3 · 2^-8: the low two bytes of ``scales`` belong to rows g and g + 8."""
     low, high = nvfp4_scale_pairs(scales)
-    r0, r1, r2, r3 = decode_e2m1(word)
+    r0, r1, r2, r3 = dequantize_e2m1(word)
     return mul_bf16x2(r0, low), mul_bf16x2(r1, high), mul_bf16x2(r2, low), mul_bf16x2(r3, high)
 
 
-def decode_mxfp4(word: Uint32, scales: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+def dequantize_mxfp4(word: Uint32, scales: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     """E2M1 · E8M0: the low two bytes of ``scales`` belong to rows g and g + 8.
 
     An E8M0 byte is a bf16 exponent field. Scale 2^-127 (byte 0) reads as 0 and the NaN byte as
@@ -43,11 +44,11 @@ def decode_mxfp4(word: Uint32, scales: Uint32) -> tuple[Uint32, Uint32, Uint32, 
     low = (scales & 0xFF) * 0x00800080
     high = ((scales >> 8) & 0xFF) * 0x00800080
     one = Uint32(_TWO_TO_126)
-    r0, r1, r2, r3 = (mul_bf16x2(register, one) for register in decode_e2m1(word))
+    r0, r1, r2, r3 = (mul_bf16x2(register, one) for register in dequantize_e2m1(word))
     return mul_bf16x2(r0, low), mul_bf16x2(r1, high), mul_bf16x2(r2, low), mul_bf16x2(r3, high)
 
 
-def decode_fp8(first: Uint32, second: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+def dequantize_fp8(first: Uint32, second: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     """E4M3 values: the step's eight bytes, two per register."""
     r0, r1, r2, r3 = (e4m3x2_to_bf16x2(pair) for pair in (first, first >> 16, second, second >> 16))
     return r0, r1, r2, r3
@@ -86,7 +87,7 @@ def nvfp4_scale_pairs(
     scales: Uint32, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None
 ) -> tuple[Uint32, Uint32]:
     """Two E4M3 bytes, each times 2^118 and twice in a bf16x2 register: 2^126 undoes
-    ``decode_e2m1``, 2^-8 stays.
+    ``dequantize_e2m1``, 2^-8 stays.
     """
     code = """{
         .reg .b16 e, h0, h1; .reg .b32 p; .reg .f32 f0, f1;

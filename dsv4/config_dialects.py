@@ -1,0 +1,131 @@
+"""The keys of ``config.json`` in which its two dialects differ (model.md#config-dialects).
+
+DeepSeek writes ``compress_ratios``, ``num_hash_layers`` and ``rope_scaling``. transformers writes
+``layer_types``, ``mlp_layer_types`` and ``rope_parameters``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4.json_object import JsonReader
+
+SLIDING_WINDOW_ONLY = 0
+CSA_RATIO = 4
+HCA_RATIO = 128
+
+_RATIO_OF_LAYER_TYPE = {
+    "sliding_attention": SLIDING_WINDOW_ONLY,
+    "compressed_sparse_attention": CSA_RATIO,
+    "heavily_compressed_attention": HCA_RATIO,
+}
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Static YaRN scaling of the compress RoPE table (model.md#rope); cos and sin stay unscaled."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+
+
+def rope_head_dim(read: JsonReader, head_dim: int) -> int:
+    """Values of a head that are rotated, stated as a number or as a share."""
+    if "qk_rope_head_dim" in read.raw:
+        return read.integer("qk_rope_head_dim", 2, head_dim)
+    return round(head_dim * read.number("partial_rotary_factor", 0.0, 1.0))
+
+
+def _list(read: JsonReader, key: str, length: int) -> list[Any]:
+    value = read.raw[key]
+    if not isinstance(value, list) or len(value) < length:
+        found = f"{len(value)} entries" if isinstance(value, list) else value
+        raise read.fail(key, found, f"a list with one entry for each of the {length} layers")
+    return value
+
+
+def compress_ratios(read: JsonReader, layers: int) -> tuple[int, ...]:
+    """The ratio of every main layer, from ratios or from layer types."""
+    if "compress_ratios" in read.raw:
+        ratios = _list(read, "compress_ratios", layers)
+        tail = ratios[layers:]
+        if any(ratio != SLIDING_WINDOW_ONLY for ratio in tail):
+            raise read.fail("compress_ratios", tail, "only zeros after the main layers")
+    elif "layer_types" in read.raw:
+        types = _list(read, "layer_types", layers)
+        unknown = [t for t in types if not isinstance(t, str) or t not in _RATIO_OF_LAYER_TYPE]
+        if unknown or len(types) != layers:
+            raise read.fail(
+                "layer_types",
+                unknown or len(types),
+                f"{layers} of {', '.join(_RATIO_OF_LAYER_TYPE)}",
+            )
+        rates = read.child("compress_rates")
+        if rates is not None:
+            rates.exactly("compressed_sparse_attention", CSA_RATIO)
+            rates.exactly("heavily_compressed_attention", HCA_RATIO)
+        ratios = [_RATIO_OF_LAYER_TYPE[t] for t in types]
+    else:
+        raise read.fail("compress_ratios", None, "compress_ratios or layer_types")
+    for ratio in ratios[:layers]:
+        if type(ratio) is not int or ratio not in (SLIDING_WINDOW_ONLY, CSA_RATIO, HCA_RATIO):
+            raise read.fail("compress_ratios", ratio, "0, 4 or 128")
+    return tuple(ratios[:layers])
+
+
+def hash_layers(read: JsonReader, layers: int) -> tuple[bool, ...]:
+    """Whether each main layer routes by hash."""
+    if "num_hash_layers" in read.raw:
+        hashed = read.integer("num_hash_layers", 0, layers)
+        return tuple(layer < hashed for layer in range(layers))
+    if "mlp_layer_types" not in read.raw:
+        raise read.fail("num_hash_layers", None, "num_hash_layers or mlp_layer_types")
+    types = _list(read, "mlp_layer_types", layers)
+    unknown = [t for t in types if t not in ("hash_moe", "moe")]
+    if unknown or len(types) != layers:
+        raise read.fail("mlp_layer_types", unknown or len(types), f"{layers} of hash_moe, moe")
+    return tuple(t == "hash_moe" for t in types)
+
+
+def rope_theta(read: JsonReader, table: str, key: str) -> float:
+    """The base of a RoPE table, in either dialect."""
+    parameters = read.child("rope_parameters")
+    nested = parameters.child(table) if parameters is not None else None
+    return (
+        (nested.number("rope_theta", 1.0, 1e12))
+        if nested is not None
+        else read.number(key, 1.0, 1e12)
+    )
+
+
+def yarn(read: JsonReader) -> Yarn | None:
+    """YaRN of the compress table; the main table never has one (model.md#rope)."""
+    parameters = read.child("rope_parameters")
+    if parameters is not None and "compress" in parameters.raw:
+        main = parameters.child("main")
+        if main is not None:
+            main.exactly("rope_type", "default")
+        scaling = parameters.child("compress")
+    else:
+        scaling = read.child("rope_scaling") or parameters
+    if scaling is None:
+        return None
+    kind = scaling.raw.get("rope_type", scaling.raw.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        raise scaling.fail("type", kind, "'yarn' or 'default'")
+    for key in ("attention_factor", "mscale", "mscale_all_dim"):
+        if scaling.raw.get(key) not in (None, 1, 1.0):
+            raise scaling.fail(
+                key, scaling.raw[key], "1.0 (DeepSeek-V4 does not scale cos, sin or the softmax)"
+            )
+    return Yarn(
+        factor=scaling.number("factor", 0.0, 1e6),
+        original_max_position_embeddings=scaling.integer(
+            "original_max_position_embeddings", 1, 2**31 - 1
+        ),
+        beta_fast=scaling.number("beta_fast", 0.0, 1e6) if "beta_fast" in scaling.raw else 32.0,
+        beta_slow=scaling.number("beta_slow", 0.0, 1e6) if "beta_slow" in scaling.raw else 1.0,
+    )

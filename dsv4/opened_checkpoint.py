@@ -1,0 +1,73 @@
+"""A checkpoint before any weight is read: its parameters, their devices and the memory plan."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dsv4.checkpoint import Checkpoint, describe, mtp_kind, open_checkpoint
+from dsv4.config import ModelConfig
+from dsv4.engine_config import EngineConfig
+from dsv4.launch.target import Target
+from dsv4.ops.tables import DirectTable, Table
+from dsv4.parallel.devices import check_cuda_graph, engine_devices, table_on, with_device_defaults
+from dsv4.parallel.placement import Placement, bytes_by_layer
+from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
+from dsv4.step.planned import PlannedSteps, StoredFormats
+from dsv4.weights.parameters import MtpKind
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """The contents of a checkpoint, their placement and whether they fit.
+
+    ``steps``: the recorded steps of the CUDA ops; None with the torch ops.
+    """
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    mtp: MtpKind | None
+    placement: Placement
+    table: Table
+    steps: PlannedSteps | None
+    plan: MemoryPlan
+
+    @classmethod
+    def open(cls, path: str | Path, engine: EngineConfig) -> "OpenedCheckpoint":
+        """Reads the headers of a checkpoint folder. Raises ``UserError`` for a bad folder and for
+        a GPU or an installation without the ops that ``engine`` asks for.
+        """
+        checkpoint = open_checkpoint(path)
+        config = ModelConfig.from_dict(
+            checkpoint.raw_config, str(checkpoint.folder / "config.json")
+        )
+        mtp = mtp_kind(checkpoint) if engine.load_mtp else None
+        stored = describe(checkpoint, config, mtp)
+        sizes = ((description.parameter.name, description.nbytes) for description in stored)
+        layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
+        placement = Placement.of(engine, engine_devices(engine), layer_bytes)
+        devices = placement.layer_devices
+        engine = with_device_defaults(engine, devices)
+        check_cuda_graph(engine, devices)
+        table = table_on(engine, devices)
+        formats = [(parameter, format) for parameter, format, _ in stored]
+        steps = _plan_steps(config, engine, formats, table, devices)
+        plan = plan_memory(config, engine, placement, stored, steps)
+        return cls(checkpoint, config, mtp, placement, table, steps, plan)
+
+
+def _plan_steps(
+    config: ModelConfig,
+    engine: EngineConfig,
+    stored: StoredFormats,
+    table: Table,
+    devices: tuple[torch.device, ...],
+) -> PlannedSteps | None:
+    """The steps of a recorded table on the GPUs of this machine, without memory; None for the torch
+    ops.
+    """
+    if isinstance(table, DirectTable):
+        return None
+    targets = {device: Target.of(device) for device in dict.fromkeys(devices)}
+    context = max_context_tokens(config, engine)
+    return PlannedSteps.of(config, engine, stored, table, targets, devices, context)

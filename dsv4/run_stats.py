@@ -1,0 +1,17 @@
+"""RunStats: how long a generation took and why it ended."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "context"]
+
+
+@dataclass(frozen=True)
+class RunStats:
+    """Tokens and times of one ``generate``. The first token comes from prefill, not from decode."""
+
+    prefill_tokens: int
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+    finish_reason: FinishReason

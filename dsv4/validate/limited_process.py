@@ -1,0 +1,100 @@
+"""Runs a command with a time limit and leaves none of its processes behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO
+
+from dsv4.errors import UserError
+
+TIMED_OUT = 124
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    seconds: float
+
+
+def run_limited(
+    command: list[str],
+    log: IO[str],
+    limit_seconds: float,
+    grace_seconds: float,
+    stdin: int = subprocess.DEVNULL,
+) -> Outcome:
+    """Runs ``command`` in a process group of its own, output to ``log``. ``stdin`` is that of
+    ``subprocess.Popen``.
+
+    At the limit, or on ``KeyboardInterrupt``, the group gets SIGTERM and, when its leader has ended
+    or after the grace period, SIGKILL. Processes that a command leaves behind are killed too.
+    Raises ``UserError`` when it cannot be started.
+    """
+    started = time.monotonic()
+    try:
+        child = subprocess.Popen(
+            command, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    except OSError as error:
+        raise UserError(f"{command[0]}: cannot be run ({error.strerror})") from None
+    ended = False
+    interrupted = False
+    with child:
+        try:
+            ended = _ends_within(child, limit_seconds)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            _end_group(child, grace_seconds)
+    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+    if interrupted or not ended:
+        code = INTERRUPTED if interrupted else TIMED_OUT
+    return Outcome(code, time.monotonic() - started)
+
+
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """A cancelled job (SIGTERM) and a closed terminal (SIGHUP, unless ignored) end the child as
+    Ctrl-C does.
+    """
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ends_within(child: subprocess.Popen, seconds: float) -> bool:
+    """Whether ``child`` ends. It is left a zombie, so that its group's number cannot pass to
+    another process.
+    """
+    deadline = time.monotonic() + seconds
+    while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _end_group(child: subprocess.Popen, grace_seconds: float) -> None:
+    try:
+        if not _ends_within(child, 0):
+            os.killpg(child.pid, signal.SIGTERM)
+            _ends_within(child, grace_seconds)
+    finally:
+        # Some systems refuse to signal a group with nothing but the zombie left.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)

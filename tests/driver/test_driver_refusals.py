@@ -1,0 +1,104 @@
+"""What the driver refuses, in this process: one line on stderr and exit code 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.driver.drive import Drive
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--max-tokens", "-1"], ["--max-tokens", "'-1'", "from 1"]),
+        (["--max-tokens", "many"], ["--max-tokens", "'many'"]),
+        (["--temperature", "-0.1"], ["--temperature", "'-0.1'"]),
+        (["--temperature", "nan"], ["--temperature", "'nan'"]),
+        (["--top-p", "0"], ["--top-p", "above 0"]),
+        (["--top-p", "1.5"], ["--top-p", "'1.5'"]),
+        (["--min-p", "2"], ["--min-p", "'2'"]),
+        (["--seed", "-1"], ["--seed", "'-1'"]),
+        (["--gpus", "9"], ["--gpus", "'9'", "to 8"]),
+        (["--prefill-chunk", "0"], ["--prefill-chunk", "'0'"]),
+        (["--max-context", "0"], ["--max-context", "'0'"]),
+        (["--device", "tpu"], ["--device", "'tpu'"]),
+        (["--kv-dtype", "fp4"], ["--kv-dtype", "'fp4'"]),
+        (["--no-such-flag"], ["--no-such-flag"]),
+        (["--prom", "x"], ["--prom"]),
+        (["--prompt", "a", "--prompt-file", "b"], ["--prompt-file", "--prompt"]),
+        (["--raw", "--system", "x"], ["--raw", "--system"]),
+        (["--raw", "--thinking", "on"], ["--raw", "--thinking on"]),
+        (["--reasoning-effort", "max"], ["--reasoning-effort", "--thinking on"]),
+        (["--json", "/no/such/folder/x.json"], ["--json", "/no/such/folder/x.json"]),
+        (["--json", "/"], ["--json", "folder"]),
+        (["--prompt-file", "/no/such/file"], ["--prompt-file", "/no/such/file"]),
+        (["--messages", "/no/such/file"], ["--messages", "/no/such/file"]),
+        (["--model", "/no/such/folder"], ["--model", "/no/such/folder"]),
+        (["--cuda-graph", "--device", "cpu"], ["--cuda-graph", "no CUDA device"]),
+        (["--cuda-graph", "split", "--device", "cpu"], ["--cuda-graph split", "no CUDA device"]),
+        (["--cuda-graph", "half"], ["--cuda-graph", "'half'"]),
+        (["--prompt", "\ud800"], ["prompt", "Unicode"]),
+        (["--device", "cpu", "--gpus", "2"], ["gpus"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_flags_are_one_line_and_exit_code_2(
+    drive: Drive, flags: list[str], parts: list[str]
+) -> None:
+    drive(*flags).assert_user_error(*parts)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "parts"),
+    [
+        ("config.json", None, ["config.json"]),
+        ("config.json", "{", ["config.json"]),
+        (
+            "config.json",
+            '{"model_type": "deepseek_v41"}',
+            ["config.json", "model_type", "deepseek_v41"],
+        ),
+        ("tokenizer.json", None, ["tokenizer.json"]),
+        ("tokenizer.json", "{}", ["tokenizer.json"]),
+        ("generation_config.json", "[]", ["generation_config.json"]),
+        (
+            "generation_config.json",
+            '{"temperature": "hot"}',
+            ["generation_config.json", "temperature", "'hot'"],
+        ),
+        (
+            "generation_config.json",
+            '{"eos_token_id": -4}',
+            ["generation_config.json", "eos_token_id", "-4"],
+        ),
+        ("model.safetensors", "junk", ["model.safetensors"]),
+        ("model.safetensors", None, ["safetensors"]),
+    ],
+)
+def test_damaged_checkpoints_are_one_line_and_exit_code_2(
+    drive: Drive, broken_copy: Path, file: str, text: str | None, parts: list[str]
+) -> None:
+    path = broken_copy / file
+    if text is None:
+        path.unlink()
+    else:
+        path.write_text(text)
+    drive("--model", broken_copy).assert_user_error(*parts)
+
+
+def test_tokenizer_of_another_model_is_refused(drive: Drive, broken_copy: Path) -> None:
+    config = json.loads((broken_copy / "config.json").read_text())
+    (broken_copy / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    drive("--model", broken_copy).assert_user_error("tokenizer.json", "at most 100", "vocab_size")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"messages": 3}', '[{"role": "pirate", "content": "x"}]', "\udcff"]
+)
+def test_bad_messages_file_is_one_line_and_exit_code_2(
+    drive: Drive, tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "messages.json"
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    drive("--messages", path).assert_user_error("--messages", "messages.json")
