@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dsv4.caches.state import DecodeState
 from dsv4.launch.compiler import compile_ahead
-from dsv4.launch.loading import load_ahead
 from dsv4.launch.program import Memory
 from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
@@ -76,7 +75,6 @@ class RecordedSteps:
         recorded = {tokens: self._record(tokens) for tokens in lengths}
         kernels = {kernel for step, _ in recorded.values() for kernel in step.kernels()}
         compile_ahead(kernels, compiling)
-        load_ahead(kernels, self._targets.values())
         log_unusual_kernels([step for step, _ in recorded.values()])
         sizes = [step.workspace_bytes() for step, _ in recorded.values()]
         for device in state.devices:

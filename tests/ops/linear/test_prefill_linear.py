@@ -2,15 +2,13 @@
 instruction sets.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch.target import Target
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.linear import prefill
+from dsv4.ops.linear.prefill import build_for
 from dsv4.ops.linear.row_list import pack_rows
 from dsv4.ops.norm.cuda import rms_norm
 from dsv4.weights.packed import pack_weight
@@ -25,6 +23,13 @@ linear = immediately(prefill.linear)
 grouped_linear = immediately(prefill.grouped_linear)
 
 
+def portable_build(
+    format: QuantFormat, mode: int, architecture: str, out_float: bool = False, wide: bool = False
+) -> prefill.Build:
+    """The choice on a GPU without wgmma."""
+    return build_for(format, mode, "sm_100a", out_float, wide)
+
+
 @pytest.fixture(params=["mma", "wgmma"], autouse=True)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both kernels, where the GPU has both."""
@@ -32,11 +37,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.param == "wgmma" and not hopper:
         pytest.skip("wgmma is Hopper's")
     if request.param == "mma" and hopper:
-        # The launcher chooses by the target; what runs is compiled for the device.
-        found = Target.of
-        monkeypatch.setattr(
-            Target, "of", lambda device: replace(found(device), architecture="sm_100a")
-        )
+        monkeypatch.setattr(prefill, "build_for", portable_build)
     return request.param
 
 
