@@ -17,7 +17,6 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.measure.provenance import provenance
 from dsv4.ops.tables import op_table
-from dsv4.parallel.devices import GPU_PREFILL_CHUNK
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,9 +80,7 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--positions", type=int, nargs="+", default=[1024], help="with --geometry: decode there"
     )
-    engine.add_argument(
-        "--prefill-chunk", type=int, default=GPU_PREFILL_CHUNK, help="with --geometry"
-    )
+    engine.add_argument("--prefill-chunk", type=int, help="with --geometry (default: by the GPUs)")
     engine.add_argument(
         "--profile", action="store_true", help="with --geometry: where the time of a token goes"
     )

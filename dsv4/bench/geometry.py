@@ -86,7 +86,7 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
         "layout": run.layout,
         "layers": config.num_hidden_layers,
         "placement": placement_record(run.engine.parallel, engine.devices),
-        "prefill_chunk": run.engine.prefill_chunk,
+        "prefill_chunk": engine.engine_config.prefill_chunk,
         "max_context": room,
         "build_seconds": round(build_seconds, 1),
         "capture_seconds": modes.capture_seconds,

@@ -10,15 +10,19 @@ from dsv4.errors import UserError
 from dsv4.launch.target import ARCHITECTURES, compile_target
 from dsv4.ops.tables import Table, TableName, op_table
 
-# Tokens per forward on GPUs: the products have enough rows, and the host is ahead of the devices.
-GPU_PREFILL_CHUNK = 2048
+# Tokens per forward, measured (docs/log.md): on one GPU longer chunks give every product more rows;
+# several GPUs share a prompt, which must have a chunk for each of them to work on.
+ONE_GPU_PREFILL_CHUNK = 4096
+SEVERAL_GPUS_PREFILL_CHUNK = 2048
 
 
 def with_device_defaults(engine: EngineConfig, devices: Sequence[torch.device]) -> EngineConfig:
     """``engine`` with what it leaves to the devices: the chunk of a prompt."""
     if engine.prefill_chunk is not None or devices[0].type != "cuda":
         return engine
-    return replace(engine, prefill_chunk=GPU_PREFILL_CHUNK)
+    alone = len(set(devices)) == 1
+    chunk = ONE_GPU_PREFILL_CHUNK if alone else SEVERAL_GPUS_PREFILL_CHUNK
+    return replace(engine, prefill_chunk=chunk)
 
 
 def table_name(engine: EngineConfig, devices: Sequence[torch.device]) -> TableName:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
-from dsv4.parallel.devices import engine_devices
+from dsv4.parallel.devices import engine_devices, with_device_defaults
 from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.weights.parameters import parameters
 from tests.ops.cases import tiny_config
@@ -166,3 +166,15 @@ def test_tensor_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     with pytest.raises(UserError, match="EngineConfig.parallel: found 'tensor'"):
         engine_devices(EngineConfig(gpus=2, parallel="tensor"))
+
+
+def test_the_chunk_of_a_prompt_follows_the_devices() -> None:
+    one, *others = gpus(2)
+
+    def chunk(engine: EngineConfig, *devices: torch.device) -> int | None:
+        return with_device_defaults(engine, devices).prefill_chunk
+
+    assert chunk(EngineConfig(), one, one) == 4096
+    assert chunk(EngineConfig(), one, one, *others) == 2048
+    assert chunk(EngineConfig(prefill_chunk=7), one) == 7
+    assert chunk(EngineConfig(), torch.device("cpu")) is None
