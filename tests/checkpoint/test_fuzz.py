@@ -96,7 +96,8 @@ def test_truncated_and_extended_shards(
     file = shard(restore(small, work), number)
     content = file.read_bytes()
     changed = content[: int(keep * len(content))] + tail
-    assume(changed != content)
+    # A file of the same length may differ in values alone, which nothing can notice.
+    assume(len(changed) != len(content))
     file.write_bytes(changed)
     with pytest.raises(
         UserError, match="truncated|bytes after|not valid JSON|not UTF-8|not a safetensors|header"

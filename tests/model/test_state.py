@@ -255,6 +255,7 @@ def test_a_ring_without_room_for_the_draft_is_noticed() -> None:
             dataclasses.replace(layer, compressed=dataclasses.replace(layer.compressed, ring=short))
         )
     engine.state = dataclasses.replace(engine.state, layers=tuple(layers))
+    engine.steps.state = engine.state
     engine.reset()
     engine.prefill(token_ids[:26])
     engine.decode(random_ids(8, seed=1))
