@@ -24,9 +24,9 @@ from dsv4.ops.tables import DirectTable, Table
 from dsv4.parallel.devices import table_on, with_device_defaults
 from dsv4.parallel.placement import Placement
 from dsv4.plan import MemoryPlan, max_context_tokens
-from dsv4.prompt_chunks import run_chunks, split_ids
 from dsv4.run_stats import FinishReason, RunStats
 from dsv4.sampling import Sampler, SamplingParams
+from dsv4.step.chunks import run_chunks, split_ids
 from dsv4.step.direct import DirectSteps
 from dsv4.step.steps import RecordedSteps
 from dsv4.token_ids import check_ids

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-from collections.abc import Iterable
 from typing import Any
 
 from dsv4.launch.compiler import cached_cubin
@@ -51,11 +50,3 @@ def allow_shared_memory(kernel: Kernel, target: Target, shared_bytes: int) -> No
     if error != bindings.CUresult.CUDA_SUCCESS:
         found = f"{kernel.function} with {shared_bytes} bytes per block"
         raise RuntimeError(f"shared memory: found {found}, more than there are ({error.name})")
-
-
-def load_ahead(kernels: Iterable[tuple[Kernel, str]], targets: Iterable[Target]) -> None:
-    """Loads compiled kernels on every device of their architecture: a first launch need not."""
-    for target in targets:
-        for kernel, architecture in kernels:
-            if architecture == target.architecture:
-                loaded(kernel, target)

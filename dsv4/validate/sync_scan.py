@@ -47,6 +47,9 @@ MEANT = {
     Place("dsv4/step/direct.py", "DirectParts.value", "cpu"): "a trace is read on the host",
     Place("dsv4/step/recorded.py", "StepRecorder.value", "cpu"): "a trace is read on the host",
     Place(
+        "dsv4/step/chunks.py", "run_chunks", "synchronize"
+    ): "a chunk is queued when only a given number before it are unfinished",
+    Place(
         "dsv4/step/token_feed.py", "TokenFeed.put", "synchronize"
     ): "pinned memory is written again only when its copy of four steps ago has been read",
     Place(
