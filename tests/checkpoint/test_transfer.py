@@ -4,6 +4,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,15 @@ def test_error_in_the_report_is_raised_as_it_is(files: list[Path]) -> None:
         transfer({CPU: [Piece(files[1], 0, memory(100))]}, fail)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, which background jobs of a shell start without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_all_threads(files: list[Path]) -> None:
     reports = Reports()
     once = iter([True])
