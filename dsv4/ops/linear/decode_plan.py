@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from dsv4.launch.constants import STAGE_SCALE_BYTES
 from dsv4.launch.kernel import Defines, ceil_div, round_up
+from dsv4.weights.packed import chunk_columns
 from dsv4.weights.quant import QuantFormat
 
 # Both as in decode_linear.cu.
@@ -23,14 +24,9 @@ _SHARED_LIMIT = (227 << 10) - (4 << 10)
 # free, and were slower (docs/kernels/linear.md); a block of another kernel still fits beside one.
 _LEAST_SHARED = 116 << 10
 _TILE_ROWS = 16
+_STAGE_LOADS = 4
 _STAGE_DATA = 2048
 _SLICE_MULTIPLE = 256
-_STAGE_COLUMNS = {
-    QuantFormat.NVFP4: 256,
-    QuantFormat.MXFP4: 256,
-    QuantFormat.FP8_BLOCK128: 128,
-    QuantFormat.BF16: 64,
-}
 # Eights of activations that a thread may hold, of all tokens together.
 _MOST_PIECES = 8
 _THREAD_COLUMNS = 8
@@ -128,9 +124,13 @@ class _Problem:
     depth: int
 
 
+def _stage_columns(format: QuantFormat) -> int:
+    return _STAGE_LOADS * chunk_columns(format)
+
+
 def _stages(shape: ProductShape) -> list[int]:
     padded_columns = round_up(shape.columns, 64)
-    return [ceil_div(padded_columns, _STAGE_COLUMNS[format]) for format in shape.formats]
+    return [ceil_div(padded_columns, _stage_columns(format)) for format in shape.formats]
 
 
 def _tiles_per_cluster(shape: ProductShape, clusters: tuple[int, ...]) -> int:
@@ -173,7 +173,7 @@ def _plan(problem: _Problem, cluster: int, slices: int, waves: int) -> LinearPla
         activations,
         partials,
         shared_bytes=max(shared, _LEAST_SHARED),
-        ragged=any(padded_columns % _STAGE_COLUMNS[format] for format in shape.formats),
+        ragged=any(padded_columns % _stage_columns(format) for format in shape.formats),
         depth=problem.depth,
     )
 
