@@ -1,23 +1,9 @@
 """Hyper-connections of a long step: mixes on the tensor cores, a block for each token's rest."""
 
-from torch import Tensor
-
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
-from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
-from dsv4.ops.hyper_connection.seam import (
-    Incoming,
-    Seam,
-    SeamShapes,
-    checked_seam,
-    finish_shape,
-    mix_shape,
-    mix_splits,
-    record_head,
-    record_post,
-    record_pre,
-    record_seam,
-)
+from dsv4.ops.hyper_connection.recorded_ops import RecordedOps
+from dsv4.ops.hyper_connection.seam import Seam, SeamShapes, finish_shape, mix_shape, mix_splits
 
 # hyper_connection_prefill.cu: tokens and warps of a block, columns of a warp's step, and the most
 # streams that it takes.
@@ -30,49 +16,6 @@ _MIX_TOKENS = 8
 # 480 workers and the warp of post and comb are 512 threads: two blocks of 64 registers a thread
 # fill a multiprocessor, and the second one hides the latencies. Pro has two accesses a thread.
 _MOST_WORKERS = 480
-_POST_THREADS = 128
-
-
-def hc_pre(
-    recording: Recording, streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``dsv4.ops.hyper_connection.hc_pre`` of 9 tokens and more for 1 to 8 bfloat16 streams.
-
-    Raises ``ValueError`` for others.
-    """
-    seam = checked_seam(streams_TME, None, weights, norm_weight)
-    return record_pre(recording, seam, _shapes(recording, seam))
-
-
-def hc_seam(
-    recording: Recording,
-    y_TE: Tensor,
-    streams_TME: Tensor,
-    post_TM: Tensor,
-    comb_TMM: Tensor,
-    weights: HcWeights,
-    norm_weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``dsv4.ops.hyper_connection.hc_seam``; the streams are written to new memory."""
-    incoming = Incoming(y_TE, post_TM, comb_TMM)
-    seam = checked_seam(streams_TME, incoming, weights, norm_weight)
-    return record_seam(recording, seam, _shapes(recording, seam))
-
-
-def hc_head(
-    recording: Recording, streams_TME: Tensor, weights: HcHeadWeights, norm_weight: Tensor
-) -> Tensor:
-    """``dsv4.ops.hyper_connection.hc_head`` for bfloat16 streams."""
-    seam = checked_seam(streams_TME, None, weights, norm_weight)
-    return record_head(recording, seam, _shapes(recording, seam))
-
-
-def hc_post(
-    recording: Recording, y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor
-) -> Tensor:
-    """``dsv4.ops.hyper_connection.hc_post`` for bfloat16 y and streams."""
-    incoming = Incoming(y_TE, post_TM, comb_TMM)
-    return record_post(recording, incoming, streams_TME, _POST_THREADS)
 
 
 def _shapes(recording: Recording, seam: Seam) -> SeamShapes:
@@ -129,3 +72,10 @@ def _splits(tokens: int, width: int, multiprocessors: int) -> int:
     while blocks * splits <= multiprocessors and _WARPS * _CHUNK * splits < width:
         splits *= 2
     return splits
+
+
+_OPS = RecordedOps(_shapes, post_threads=128)
+hc_pre = _OPS.hc_pre
+hc_seam = _OPS.hc_seam
+hc_post = _OPS.hc_post
+hc_head = _OPS.hc_head

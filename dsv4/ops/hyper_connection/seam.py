@@ -1,11 +1,4 @@
-"""What decode and prefill share of a seam: its checks and its two launches.
-
-A mixing kernel writes the streams and partial sums of fn · x and Σ x²; ``hc_finish`` the rest.
-
-Rounding is that of ``dsv4.ops.hyper_connection``: streams, collapsed stream and normalised stream
-to bfloat16, all else float32. Sinkhorn iterations stop once one changes no row or column sum by
-more than 2.5e-7.
-"""
+"""A seam as the kernels see it: its checks, and the launch shapes that both phases use."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +8,7 @@ from torch import Tensor
 
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
-from dsv4.launch.recording import Recording, ShapeOf, is_aligned
+from dsv4.launch.recording import ShapeOf, is_aligned
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
 
 # Every lane of Sinkhorn's warp keeps the matrix in registers, 64 of them for 8 streams.
@@ -68,11 +61,11 @@ class Seam:
 
     def mix_columns(self, most: int) -> int:
         """Columns of one memory access of the mixing kernel, at most ``most``."""
-        return _columns(most, self.width, self.mix_aligned)
+        return memory_columns(most, self.width, self.mix_aligned)
 
     def finish_columns(self) -> int:
         """Columns of one memory access of ``hc_finish``."""
-        return _columns(8, self.width, self.finish_aligned)
+        return memory_columns(8, self.width, self.finish_aligned)
 
 
 class SeamShapes(NamedTuple):
@@ -134,7 +127,7 @@ def check_incoming(incoming: Incoming, streams_TME: Tensor) -> None:
     expect("comb_TMM", incoming.comb, torch.float32, (tokens, streams, streams))
 
 
-def _columns(most: int, width: int, aligned: bool) -> int:
+def memory_columns(most: int, width: int, aligned: bool) -> int:
     """Columns of one access: ``most`` where the width and all addresses allow it, else 1."""
     return most if aligned and width % most == 0 else 1
 
@@ -185,101 +178,3 @@ def _mix_plan(seam: Seam, multiprocessors: int) -> tuple[int, int]:
     accesses = ceil_div(seam.width, seam.mix_columns(4))
     one, two = (ceil_div(accesses, per_lane * _WARP // seam.streams) for per_lane in (1, 2))
     return (1, one) if one <= multiprocessors else (2, two)
-
-
-def record_pre(
-    recording: Recording, seam: Seam, shapes: SeamShapes
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x, post and comb of the streams as they are."""
-    tokens, streams, width = seam.streams_TME.shape
-    x_TE = recording.empty((tokens, width), torch.bfloat16)
-    post_TM = recording.empty((tokens, streams), torch.float32)
-    comb_TMM = recording.empty((tokens, streams, streams), torch.float32)
-    _record(recording, seam, shapes, _Outgoing(None, x_TE, post_TM, comb_TMM))
-    return x_TE, post_TM, comb_TMM
-
-
-def record_seam(
-    recording: Recording, seam: Seam, shapes: SeamShapes
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The streams after ``hc_post``, in memory of their own, and their x, post and comb."""
-    assert seam.incoming is not None
-    streams_TME = recording.empty_like(seam.streams_TME)
-    x_TE = recording.empty_like(seam.incoming.y)
-    post_TM = recording.empty_like(seam.incoming.post)
-    comb_TMM = recording.empty_like(seam.incoming.comb)
-    _record(recording, seam, shapes, _Outgoing(streams_TME, x_TE, post_TM, comb_TMM))
-    return streams_TME, x_TE, post_TM, comb_TMM
-
-
-def record_head(recording: Recording, seam: Seam, shapes: SeamShapes) -> Tensor:
-    """x alone."""
-    tokens, _, width = seam.streams_TME.shape
-    x_TE = recording.empty((tokens, width), torch.bfloat16)
-    _record(recording, seam, shapes, _Outgoing(None, x_TE, None, None))
-    return x_TE
-
-
-def record_post(
-    recording: Recording, incoming: Incoming, streams_TME: Tensor, threads: int
-) -> Tensor:
-    """``hc_post`` by blocks of ``threads`` threads."""
-    check_streams(streams_TME)
-    check_incoming(incoming, streams_TME)
-    _, streams, width = streams_TME.shape
-    count = _columns(8, width, is_aligned(incoming.y) and is_aligned(streams_TME))
-    defines = ("STREAMS", streams), ("COUNT", count)
-    kernel = Kernel("hyper_connection/hyper_connection_post", "hc_post", defines)
-    blocks = ceil_div(width, count * threads)
-    out_TME = recording.empty_like(streams_TME)
-    recording.launch(
-        lambda tokens: Shape(kernel, (blocks, tokens), threads),
-        y=incoming.y,
-        streams=streams_TME,
-        post=incoming.post,
-        comb=incoming.comb,
-        out=out_TME,
-        width=width,
-    )
-    return out_TME
-
-
-class _Outgoing(NamedTuple):
-    """What a seam writes; None where it does not."""
-
-    streams: Tensor | None
-    x: Tensor
-    post: Tensor | None
-    comb: Tensor | None
-
-
-def _record(recording: Recording, seam: Seam, shapes: SeamShapes, out: _Outgoing) -> None:
-    partials = recording.empty((shapes.partial_rows, seam.mixes + 1), torch.float32)
-    incoming = seam.incoming
-    weights = seam.weights
-    recording.launch(
-        shapes.mix,
-        y=incoming.y if incoming else None,
-        streams=seam.streams_TME,
-        post=incoming.post if incoming else None,
-        comb=incoming.comb if incoming else None,
-        fn=weights.fn,
-        streams_out=out.streams,
-        partials=partials,
-        width=seam.width,
-    )
-    recording.launch(
-        shapes.finish,
-        streams=seam.streams_TME if out.streams is None else out.streams,
-        partials=partials,
-        base=weights.base,
-        scale=weights.scale,
-        norm_weight=seam.norm_weight,
-        x=out.x,
-        post=out.post,
-        comb=out.comb,
-        width=seam.width,
-        norm_eps=weights.norm_eps,
-        hc_eps=weights.hc_eps,
-        iterations=weights.sinkhorn_iters if isinstance(weights, HcWeights) else 0,
-    )

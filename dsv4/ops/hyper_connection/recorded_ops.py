@@ -1,0 +1,152 @@
+"""The ops of hyper-connections, recorded: two launches a seam, shaped by the phase.
+
+A mixing kernel writes the streams and partial sums of fn · x and Σ x²; ``hc_finish`` the rest.
+
+Rounding is that of ``dsv4.ops.hyper_connection``: streams, collapsed stream and normalised stream
+to bfloat16, all else float32. Sinkhorn iterations stop once one changes no row or column sum by
+more than 2.5e-7.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.recording import Recording, is_aligned
+from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
+from dsv4.ops.hyper_connection.seam import (
+    Incoming,
+    Seam,
+    SeamShapes,
+    check_incoming,
+    check_streams,
+    checked_seam,
+    memory_columns,
+)
+
+
+@dataclass(frozen=True)
+class RecordedOps:
+    """The ops of ``dsv4.ops.hyper_connection`` for 1 to 8 bfloat16 streams.
+
+    ``shapes``: of the two launches of a seam. ``post_threads``: of a block of ``hc_post``. Every op
+    raises ``ValueError`` for a dtype, shape or layout that the kernels do not take.
+    """
+
+    shapes: Callable[[Recording, Seam], SeamShapes]
+    post_threads: int
+
+    def hc_pre(
+        self, recording: Recording, streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``dsv4.ops.hyper_connection.hc_pre``."""
+        seam = checked_seam(streams_TME, None, weights, norm_weight)
+        tokens, streams, width = streams_TME.shape
+        x_TE = recording.empty((tokens, width), torch.bfloat16)
+        post_TM = recording.empty((tokens, streams), torch.float32)
+        comb_TMM = recording.empty((tokens, streams, streams), torch.float32)
+        self._record(recording, seam, _Outgoing(None, x_TE, post_TM, comb_TMM))
+        return x_TE, post_TM, comb_TMM
+
+    def hc_seam(
+        self,
+        recording: Recording,
+        y_TE: Tensor,
+        streams_TME: Tensor,
+        post_TM: Tensor,
+        comb_TMM: Tensor,
+        weights: HcWeights,
+        norm_weight: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``dsv4.ops.hyper_connection.hc_seam``; the streams are written to new memory."""
+        incoming = Incoming(y_TE, post_TM, comb_TMM)
+        seam = checked_seam(streams_TME, incoming, weights, norm_weight)
+        new_streams_TME = recording.empty_like(streams_TME)
+        x_TE = recording.empty_like(y_TE)
+        new_post_TM = recording.empty_like(post_TM)
+        new_comb_TMM = recording.empty_like(comb_TMM)
+        out = _Outgoing(new_streams_TME, x_TE, new_post_TM, new_comb_TMM)
+        self._record(recording, seam, out)
+        return new_streams_TME, x_TE, new_post_TM, new_comb_TMM
+
+    def hc_head(
+        self, recording: Recording, streams_TME: Tensor, weights: HcHeadWeights, norm_weight: Tensor
+    ) -> Tensor:
+        """``dsv4.ops.hyper_connection.hc_head``."""
+        seam = checked_seam(streams_TME, None, weights, norm_weight)
+        tokens, _, width = streams_TME.shape
+        x_TE = recording.empty((tokens, width), torch.bfloat16)
+        self._record(recording, seam, _Outgoing(None, x_TE, None, None))
+        return x_TE
+
+    def hc_post(
+        self,
+        recording: Recording,
+        y_TE: Tensor,
+        streams_TME: Tensor,
+        post_TM: Tensor,
+        comb_TMM: Tensor,
+    ) -> Tensor:
+        """``dsv4.ops.hyper_connection.hc_post``."""
+        check_streams(streams_TME)
+        check_incoming(Incoming(y_TE, post_TM, comb_TMM), streams_TME)
+        _, streams, width = streams_TME.shape
+        count = memory_columns(8, width, is_aligned(y_TE) and is_aligned(streams_TME))
+        defines = ("STREAMS", streams), ("COUNT", count)
+        kernel = Kernel("hyper_connection/hyper_connection_post", "hc_post", defines)
+        blocks = ceil_div(width, count * self.post_threads)
+        out_TME = recording.empty_like(streams_TME)
+        recording.launch(
+            lambda tokens: Shape(kernel, (blocks, tokens), self.post_threads),
+            y=y_TE,
+            streams=streams_TME,
+            post=post_TM,
+            comb=comb_TMM,
+            out=out_TME,
+            width=width,
+        )
+        return out_TME
+
+    def _record(self, recording: Recording, seam: Seam, out: "_Outgoing") -> None:
+        shapes = self.shapes(recording, seam)
+        partials = recording.empty((shapes.partial_rows, seam.mixes + 1), torch.float32)
+        incoming = seam.incoming
+        weights = seam.weights
+        recording.launch(
+            shapes.mix,
+            y=incoming.y if incoming else None,
+            streams=seam.streams_TME,
+            post=incoming.post if incoming else None,
+            comb=incoming.comb if incoming else None,
+            fn=weights.fn,
+            streams_out=out.streams,
+            partials=partials,
+            width=seam.width,
+        )
+        recording.launch(
+            shapes.finish,
+            streams=seam.streams_TME if out.streams is None else out.streams,
+            partials=partials,
+            base=weights.base,
+            scale=weights.scale,
+            norm_weight=seam.norm_weight,
+            x=out.x,
+            post=out.post,
+            comb=out.comb,
+            width=seam.width,
+            norm_eps=weights.norm_eps,
+            hc_eps=weights.hc_eps,
+            iterations=weights.sinkhorn_iters if isinstance(weights, HcWeights) else 0,
+        )
+
+
+class _Outgoing(NamedTuple):
+    """What a seam writes; None where it does not."""
+
+    streams: Tensor | None
+    x: Tensor
+    post: Tensor | None
+    comb: Tensor | None
