@@ -23,6 +23,7 @@ from dsv4.cli.arguments import parse_arguments
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults, user_message
 from dsv4.cli.job import Job, Outcome, prepare
+from dsv4.cli.log_lines import log_lines
 from dsv4.cli.progress import GIGABYTES, KERNELS, TOKENS, ProgressBar
 from dsv4.cli.report import report
 from dsv4.cli.stream import TokenText, make_printer
@@ -58,7 +59,7 @@ def generate(job: Job, outcome: Outcome) -> None:
     """Loads the model and streams the answer to stdout; ``outcome`` is filled as it goes."""
     arguments = job.arguments
     limit_cpu_threads(job.model_config)
-    show_bars = sys.stderr.isatty() and not arguments.quiet
+    show_bars = sys.stderr.isatty() and not (arguments.quiet or arguments.verbose)
     engine = load(job, outcome, show_bars)
 
     text = TokenText(job.tokenizer)
@@ -126,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):  # An answer may hold what the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="replace")
     try:
-        return run(parse_arguments(argv))
+        arguments = parse_arguments(argv)
+        with log_lines(sys.stderr, arguments.verbose):
+            return run(arguments)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except (UserError, FloatingPointError, OSError) as error:

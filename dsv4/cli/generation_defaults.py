@@ -3,6 +3,7 @@
 """
 
 import argparse
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from dsv4.json_object import read_json_object
 from dsv4.sampling import SamplingParams
 
 FILE_NAME = "generation_config.json"
+# Readers of JSON that know only doubles keep such an integer.
+_SEED_BITS = 53
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
@@ -24,7 +27,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> SamplingParams:
     """Each of temperature, top-p and min-p from its flag, else from ``defaults``; ``do_sample:
-    false`` is greedy.
+    false`` is greedy. Without ``--seed`` one is drawn here, so that the report can hold it.
     """
     greedy = defaults.get("do_sample") is False
     return SamplingParams(
@@ -36,7 +39,7 @@ def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> 
         ),
         top_p=choose(arguments.top_p, defaults.get("top_p"), 1.0, "top_p"),
         min_p=choose(arguments.min_p, defaults.get("min_p"), 0.0, "min_p"),
-        seed=arguments.seed,
+        seed=secrets.randbits(_SEED_BITS) if arguments.seed is None else arguments.seed,
     )
 
 

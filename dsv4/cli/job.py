@@ -1,7 +1,9 @@
 """The driver's job, decided before any weight is read, and its outcome so far."""
 
 import argparse
+import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from dsv4.cli.arguments import engine_config
 from dsv4.cli.generation_defaults import eos_token_ids, read_generation_config, sampling_params
@@ -15,6 +17,8 @@ from dsv4.measure.op_profile import OpProfile
 from dsv4.plan import DEFAULT_MAX_CONTEXT
 from dsv4.sampling import SamplingParams
 from encoding import Tokenizer
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,21 @@ class Outcome:
     profile: OpProfile | GraphProfile | None = None
 
 
+def check_model_folder(folder: Path) -> None:
+    """Raises ``UserError`` without such a folder; for what may be a name of the Hugging Face hub
+    with the command that fetches it.
+    """
+    if folder.is_dir():
+        return
+    advice = ""
+    if _HUB_NAME.fullmatch(str(folder)):
+        advice = (
+            f"; to fetch it from the Hugging Face hub: hf download {folder} "
+            f"--local-dir {folder.name}, then --model {folder.name}"
+        )
+    raise UserError(f"--model: {folder}: no such folder{advice}")
+
+
 def prepare(arguments: argparse.Namespace) -> Job:
     """Reads the small files and checks everything that can be checked without the weights. Raises
     ``UserError``.
@@ -48,11 +67,10 @@ def prepare(arguments: argparse.Namespace) -> Job:
     Without ``--max-context`` the caches hold the prompt and the answer, and at least the engine's
     default.
     """
-    if not arguments.model.is_dir():
-        raise UserError(f"--model: {arguments.model}: no such folder")
+    check_model_folder(arguments.model)
     model_config = ModelConfig.from_folder(arguments.model)
     tokenizer = load_tokenizer(arguments.model, model_config)
-    prompt = build_prompt(arguments, tokenizer)
+    prompt = build_prompt(arguments, tokenizer, model_config)
     wanted = max(DEFAULT_MAX_CONTEXT, len(prompt.token_ids) + arguments.max_tokens)
     context = arguments.max_context or min(wanted, model_config.max_position_embeddings)
     if len(prompt.token_ids) > context:

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4.cli.arguments import DEFAULT_PROMPT
+from dsv4.cli.flags import DEFAULT_PROMPT
+from dsv4.cli.stream import text_of
+from dsv4.cli.token_id_file import read_token_ids
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from encoding import (
@@ -45,11 +47,17 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
     return tokenizer
 
 
-def build_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Prompt:
+def build_prompt(
+    arguments: argparse.Namespace, tokenizer: Tokenizer, config: ModelConfig
+) -> Prompt:
     """Encodes what the flags ask for. Raises ``UserError`` naming the flag or file.
 
-    Plain text (``--raw``) gets the beginning-of-sequence token in front unless it begins with it.
+    Token ids are taken as they are. Plain text (``--raw``) gets the beginning-of-sequence token in
+    front unless it begins with it.
     """
+    if arguments.token_ids is not None:
+        token_ids = read_token_ids(arguments.token_ids, config.vocab_size)
+        return Prompt(text_of(tokenizer, token_ids), token_ids, None, [])
     if not arguments.raw:
         return build_chat_prompt(arguments, tokenizer)
     text = prompt_text(arguments)

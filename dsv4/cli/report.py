@@ -2,7 +2,7 @@
 
 import json
 import os
-import platform
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-import dsv4
 from dsv4.cli.job import Job, Outcome
 from dsv4.cli.stream import parse_message, text_of
 from dsv4.engine import Engine
 from dsv4.errors import UserError
+from dsv4.measure.provenance import provenance
+from dsv4.parallel.devices import table_name
 from dsv4.run_stats import RunStats
 
 
@@ -39,6 +40,7 @@ def report(job: Job, outcome: Outcome) -> None:
 def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, Any]:
     """The content of the ``--json`` file."""
     prompt = job.prompt
+    engine = outcome.engine
     arguments = vars(job.arguments)
     text = text_of(
         job.tokenizer, (token for token in outcome.token_ids if token not in job.eos_token_ids)
@@ -53,24 +55,21 @@ def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, 
         },
         "finish_reason": outcome.finish_reason,
         "timing": measured,
-        "cuda_graph": graph_mode(outcome.engine),
+        "cuda_graph": graph_mode(engine),
         "profile": None if outcome.profile is None else outcome.profile.record(),
         "config": {
             "arguments": {
                 key: str(value) if isinstance(value, Path) else value
                 for key, value in arguments.items()
             },
-            "engine": asdict(job.engine_config),
+            "engine": asdict(job.engine_config if engine is None else engine.engine_config),
             "model": asdict(job.model_config),
             "sampling": asdict(job.sampling),
             "eos_token_ids": sorted(job.eos_token_ids),
         },
-        "devices": [] if outcome.engine is None else device_names(outcome.engine),
-        "versions": {
-            "dsv4": dsv4.__version__,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-        },
+        "devices": [] if engine is None else device_names(engine),
+        "ops": None if engine is None else table_name(engine.engine_config, engine.devices),
+        "provenance": provenance(shlex.join(sys.argv)),
     }
 
 

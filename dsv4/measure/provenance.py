@@ -15,17 +15,10 @@ ROOT = Path(__file__).parent.parent.parent
 
 def provenance(command: str) -> dict[str, Any]:
     """Machine, versions, commit and ``command`` of this process."""
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run(
-        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    changed = subprocess.run(
-        [*git, "status", "--porcelain"], capture_output=True, text=True, check=False
-    ).stdout
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "command": command,
-        "commit": (commit or "unknown") + ("+changes" if changed else ""),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": {"cpu": _cpu_name(), "torch_threads": torch.get_num_threads(), "gpus": gpus},
         "versions": {
@@ -34,6 +27,25 @@ def provenance(command: str) -> dict[str, Any]:
             "torch": str(torch.__version__),
         },
     }
+
+
+def commit() -> str:
+    """The commit of this code, "+changes" behind it where the working tree has any; "unknown" where
+    the package is not in a repository of its own.
+    """
+    if _git("rev-parse", "--show-toplevel") != str(ROOT):
+        return "unknown"
+    return _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain") else "")
+
+
+def _git(*arguments: str) -> str:
+    """What git says of the folder of this code, nothing where it fails or is not installed."""
+    try:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _cpu_name() -> str:

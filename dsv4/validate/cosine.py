@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.cli.arguments import DEFAULT_PROMPT
 from dsv4.cli.faults import user_message
+from dsv4.cli.flags import DEFAULT_PROMPT
 from dsv4.cli.prompt import load_tokenizer
 from dsv4.cli.report import write_json
 from dsv4.config import ModelConfig

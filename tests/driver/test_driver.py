@@ -65,7 +65,9 @@ def test_json_report_holds_the_whole_run(drive: Drive, checkpoint: Path, tmp_pat
         "seed": 1,
     }
     assert report["devices"]
-    assert set(report["versions"]) == {"dsv4", "python", "torch"}
+    assert report["ops"] in ("torch", "cuda")
+    assert set(report["provenance"]["versions"]) == {"dsv4", "python", "torch"}
+    assert report["provenance"]["commit"]
 
 
 def test_json_file_is_replaced_whole_and_leaves_no_temporary_file(
@@ -92,6 +94,19 @@ def test_same_seed_gives_the_same_tokens_and_greedy_needs_none(
     assert tokens("--seed", 7) != tokens("--seed", 8)
     assert tokens("--temperature", 0) == tokens("--temperature", 0, "--seed", 9)
     assert tokens("--top-p", 1e-9) == tokens("--temperature", 0)
+
+
+def test_a_drawn_seed_is_recorded_and_repeats_the_run(drive: Drive, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    flags = ("--max-tokens", 6, "--ignore-eos", "--json", path)
+    drive(*flags)
+    first = read_json(path)
+    drive(*flags)
+    seed = first["config"]["sampling"]["seed"]
+    assert 0 <= seed < 2**53
+    assert read_json(path)["config"]["sampling"]["seed"] != seed
+    drive(*flags, "--seed", seed)
+    assert read_json(path)["completion"] == first["completion"]
 
 
 @pytest.mark.slow

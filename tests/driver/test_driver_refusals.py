@@ -35,6 +35,13 @@ from tests.driver.drive import Drive
         (["--prompt-file", "/no/such/file"], ["--prompt-file", "/no/such/file"]),
         (["--messages", "/no/such/file"], ["--messages", "/no/such/file"]),
         (["--model", "/no/such/folder"], ["--model", "/no/such/folder"]),
+        (
+            ["--model", "deepseek-ai/Some-V4"],
+            ["deepseek-ai/Some-V4: no such", "hf download deepseek-ai/Some-V4 --local-dir Some-V4"],
+        ),
+        (["--compute-dtype", "fp16"], ["--compute-dtype", "'fp16'"]),
+        (["--compute-dtype", "float32", "--ops", "cuda"], ["--ops", "float32"]),
+        (["--index-dtype", "fp4"], ["--index-dtype", "'fp4'"]),
         (["--cuda-graph", "--device", "cpu"], ["--cuda-graph", "no CUDA device"]),
         (["--cuda-graph", "split", "--device", "cpu"], ["--cuda-graph split", "no CUDA device"]),
         (["--cuda-graph", "half"], ["--cuda-graph", "'half'"]),

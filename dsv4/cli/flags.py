@@ -1,0 +1,221 @@
+"""The driver's flags: names, ranges, defaults and what ``--help`` says of them."""
+
+import argparse
+import math
+from pathlib import Path
+
+import dsv4
+from dsv4.cli.flag_types import OneLineParser, integer, number
+from dsv4.demo import CHECKPOINT
+
+DEFAULT_PROMPT = "What is the capital of France?"
+DEFAULT_MAX_TOKENS = 512
+EXAMPLE = """example:
+  single_shot_inference.py --model /models/DeepSeek-V4-Flash --gpus 2 --cuda-graph \\
+      --thinking on --max-tokens 4096 --prompt "What is 29 + 27 - 4?" --json run.json
+
+Every flag is explained in docs/driver.md."""
+
+
+def build_parser() -> OneLineParser:
+    """The parser with every flag of the driver."""
+    parser = OneLineParser(
+        prog="single_shot_inference.py",
+        description=(
+            "Loads a DeepSeek-V4 checkpoint, reads a prompt and streams the answer to stdout."
+        ),
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"dsv4 {dsv4.__version__}")
+    add_prompt_flags(parser.add_argument_group("prompt"))
+    add_sampling_flags(parser.add_argument_group("sampling"))
+    add_engine_flags(parser.add_argument_group("engine"))
+    add_output_flags(parser.add_argument_group("output"))
+    return parser
+
+
+def add_prompt_flags(group: argparse._ArgumentGroup) -> None:
+    """Flags of the prompt."""
+    sources = group.add_mutually_exclusive_group()
+    sources.add_argument(
+        "--prompt", metavar="TEXT", help=f"the user's message (default: {DEFAULT_PROMPT!r})"
+    )
+    sources.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="the user's message from a UTF-8 file; - is stdin (default: --prompt)",
+    )
+    sources.add_argument(
+        "--messages",
+        metavar="FILE",
+        help="a conversation: OpenAI-style messages, tools included (default: --prompt)",
+    )
+    sources.add_argument(
+        "--token-ids",
+        metavar="FILE",
+        help="the prompt as token ids, a JSON array or numbers between spaces or commas; "
+        "- is stdin; no chat encoding, no parsing (default: --prompt)",
+    )
+    group.add_argument(
+        "--system", metavar="TEXT", help="a system message before the prompt (default: none)"
+    )
+    group.add_argument(
+        "--thinking",
+        choices=("off", "on"),
+        default="off",
+        help="reason before answering (default: off)",
+    )
+    group.add_argument(
+        "--reasoning-effort",
+        choices=("low", "high", "max"),
+        help="with --thinking on (default: the model's own)",
+    )
+    group.add_argument(
+        "--raw", action="store_true", help="the prompt is plain text: no chat encoding, no parsing"
+    )
+
+
+def add_sampling_flags(group: argparse._ArgumentGroup) -> None:
+    """How tokens are chosen; what is not given comes from generation_config.json."""
+    group.add_argument(
+        "--max-tokens",
+        type=integer(1),
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help="at most N tokens (default: %(default)s)",
+    )
+    from_file = "(default: generation_config.json's, else"
+    group.add_argument(
+        "--temperature",
+        type=number(0, math.inf),
+        metavar="X",
+        help=f"0 is greedy {from_file} 1)",
+    )
+    group.add_argument(
+        "--top-p",
+        type=number(0, 1, low_included=False),
+        metavar="X",
+        help=f"nucleus, 1 is off {from_file} 1)",
+    )
+    group.add_argument(
+        "--min-p",
+        type=number(0, 1),
+        metavar="X",
+        help=f"minimum relative to the best, 0 is off {from_file} 0)",
+    )
+    group.add_argument(
+        "--seed",
+        type=integer(0, 2**63 - 1),
+        metavar="N",
+        help="makes sampling repeatable (default: drawn, and recorded by --json)",
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the end-of-sequence token"
+    )
+
+
+def add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    """Flags of the engine and its devices."""
+    group.add_argument(
+        "--model",
+        type=Path,
+        default=CHECKPOINT,
+        metavar="PATH",
+        help="a Hugging Face folder (default: the embedded demo)",
+    )
+    group.add_argument(
+        "--max-context",
+        type=integer(1, 2**31 - 1),
+        metavar="N",
+        help="prompt and answer together, in tokens "
+        "(default: what they need, at least 8192, at most the model's)",
+    )
+    group.add_argument(
+        "--prefill-chunk",
+        type=integer(1, 65536),
+        metavar="N",
+        help="tokens per forward (default: 4096 on one GPU, 2048 on several, 512 on the CPU)",
+    )
+    group.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="auto: cuda where there is one (default: auto)",
+    )
+    group.add_argument(
+        "--gpus",
+        type=integer(1, 8),
+        default=1,
+        metavar="N",
+        help="devices to spread the model over (default: 1)",
+    )
+    group.add_argument(
+        "--parallel",
+        choices=("pipeline", "round-robin", "tensor"),
+        default="pipeline",
+        help="contiguous layers balanced by bytes, or layer l on device l mod N "
+        "(default: pipeline)",
+    )
+    group.add_argument(
+        "--ops",
+        choices=("auto", "torch", "cuda"),
+        default="auto",
+        help="the op table; auto: cuda on a CUDA device in bfloat16, else torch (default: auto)",
+    )
+    add_number_flags(group)
+    group.add_argument(
+        "--cuda-graph",
+        nargs="?",
+        choices=("auto", "split", "full"),
+        const="auto",
+        help="decode by replaying captured graphs; auto, also without a value: the faster mode "
+        "that reproduces the eager step (default: eager steps)",
+    )
+    group.add_argument("--plan", action="store_true", help="print the memory plan and stop")
+
+
+def add_number_flags(group: argparse._ArgumentGroup) -> None:
+    """In which precision the engine computes and remembers, and what it loads."""
+    group.add_argument(
+        "--compute-dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="what is computed in; float32 takes the torch ops (default: bfloat16)",
+    )
+    group.add_argument(
+        "--kv-dtype",
+        choices=("fp8", "bf16"),
+        default="fp8",
+        help="what the caches hold; bf16: not quantised, in the compute dtype (default: fp8)",
+    )
+    group.add_argument(
+        "--index-dtype",
+        choices=("fp8", "bf16"),
+        help="what the caches of the indexer hold (default: as --kv-dtype)",
+    )
+    group.add_argument(
+        "--load-mtp",
+        action="store_true",
+        help="load the speculative module too, which nothing uses: it is for counting and looking",
+    )
+
+
+def add_output_flags(group: argparse._ArgumentGroup) -> None:
+    """Flags of the output other than the text."""
+    group.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write texts, token ids, timings and configuration (default: none)",
+    )
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="time every op, or every kernel of a graph; a table on stderr",
+    )
+    group.add_argument(
+        "--verbose", action="store_true", help="log lines on stderr in place of progress bars"
+    )
+    group.add_argument("--quiet", action="store_true", help="nothing but the text")

@@ -1,0 +1,47 @@
+"""A prompt as token ids: a file with a JSON array, or with numbers between spaces or commas."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from dsv4.errors import UserError, shorten
+
+_NUMBER = re.compile(r"[0-9]+")
+_BETWEEN = re.compile(r"\s*,\s*|\s+")
+
+
+def read_token_ids(file: str, vocab_size: int) -> list[int]:
+    """The ids in ``file`` (``-``: stdin). Raises ``UserError`` for a file that cannot be read, for
+    no ids, and for the first one that is not an integer below ``vocab_size``.
+    """
+    try:
+        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except (OSError, AttributeError, ValueError) as error:  # a closed stdin, a zero in a name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"--token-ids: {file}: cannot be read: {reason}") from None
+    found = parse_token_ids(raw, file)
+    if not found:
+        raise UserError(f"--token-ids: {file}: found no token ids, expected at least 1")
+    for place, token in enumerate(found):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise UserError(
+                f"--token-ids: {file}: found {shorten(token)} at index {place}, "
+                f"expected token ids from 0 to {vocab_size - 1}"
+            )
+    return found
+
+
+def parse_token_ids(raw: bytes, file: str) -> list:
+    """The items of a JSON array or of a plain list; one that is no number stays what it is. Raises
+    ``UserError`` for anything else.
+    """
+    try:
+        text = raw.decode("utf-8").strip()
+        if not text.startswith("["):
+            items = _BETWEEN.split(text.strip(",")) if text else []
+            return [int(item) if _NUMBER.fullmatch(item) else item for item in items]
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"--token-ids: {file}: expected token ids, found {problem}") from None

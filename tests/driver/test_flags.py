@@ -1,0 +1,58 @@
+"""The flags themselves: help with every default, the version, and what reaches the engine."""
+
+import logging
+
+import pytest
+
+import dsv4
+import single_shot_inference
+from dsv4.cli.arguments import engine_config, parse_arguments
+from dsv4.cli.flags import build_parser
+from dsv4.engine_config import EngineConfig
+from tests.driver.drive import Drive
+
+VALUED = [action for action in build_parser()._actions if action.nargs != 0]
+
+
+@pytest.mark.parametrize("action", VALUED, ids=lambda action: action.option_strings[0])
+def test_help_says_the_default_of_every_flag_with_a_value(action: object) -> None:
+    assert "(default: " in str(action.__dict__["help"])
+
+
+def test_help_shows_an_example_and_the_defaults(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        single_shot_inference.main(["--help"])
+    text = " ".join(capfd.readouterr().out.split())
+    assert "example: single_shot_inference.py --model" in text
+    assert "at most N tokens (default: 512)" in text
+    assert "tokens per forward (default: 4096 on one GPU, 2048 on several" in text
+
+
+def test_version(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        single_shot_inference.main(["--version"])
+    assert capfd.readouterr().out == f"dsv4 {dsv4.__version__}\n"
+
+
+def test_without_flags_the_engine_has_its_own_defaults() -> None:
+    assert engine_config(parse_arguments([])) == EngineConfig()
+
+
+def test_precision_and_the_speculative_module_reach_the_engine() -> None:
+    flags = ["--compute-dtype", "float32", "--kv-dtype", "bf16", "--index-dtype", "fp8"]
+    assert engine_config(parse_arguments([*flags, "--load-mtp"])) == EngineConfig(
+        compute_dtype="float32", kv_dtype="bf16", index_dtype="fp8", load_mtp=True
+    )
+
+
+def test_verbose_shows_log_lines_while_it_runs(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*_: object) -> None:
+        logging.getLogger("dsv4").info("about %s", "weights")
+
+    monkeypatch.setattr(single_shot_inference, "generate", said)
+    monkeypatch.setattr(single_shot_inference, "report", lambda *_: None)
+    assert drive("--verbose").err == "dsv4: about weights\n"
+    assert drive().err == ""
+    drive("--verbose", "--quiet").assert_user_error("--verbose", "--quiet")
