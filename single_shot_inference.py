@@ -19,7 +19,7 @@ from functools import partial
 from typing import NoReturn
 
 from dsv4 import Engine, UserError
-from dsv4.cli.arguments import parse_arguments
+from dsv4.cli.arguments import gpu_bytes, parse_arguments
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults, user_message
 from dsv4.cli.job import Job, Outcome, prepare
@@ -88,7 +88,7 @@ def generate(job: Job, outcome: Outcome) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """The whole job; returns the exit code."""
     job = prepare(arguments)
-    plan = partial(Engine.plan, arguments.model, job.engine_config)
+    plan = partial(Engine.plan, arguments.model, job.engine_config, gpu_bytes(arguments))
     if arguments.plan:
         print(plan())
         return EXIT_OK

@@ -111,9 +111,14 @@ class Engine:
         )
 
     @staticmethod
-    def plan(path: str | Path, config: EngineConfig | None = None) -> MemoryPlan:
-        """The memory plan of ``load`` with the same arguments, from the headers alone."""
-        return OpenedCheckpoint.open(path, config or EngineConfig()).plan
+    def plan(
+        path: str | Path, config: EngineConfig | None = None, gpu_memory: int | None = None
+    ) -> MemoryPlan:
+        """The memory plan of ``load`` with the same arguments, from the headers alone.
+
+        ``gpu_memory``: the plan of GPUs with this many bytes each, which need not be there.
+        """
+        return OpenedCheckpoint.open(path, config or EngineConfig(), gpu_memory).plan
 
     @property
     def position(self) -> int:

@@ -9,8 +9,14 @@ from dsv4.checkpoint import Checkpoint, describe, mtp_kind, open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.target import Target
-from dsv4.ops.tables import DirectTable, Table
-from dsv4.parallel.devices import check_cuda_graph, engine_devices, table_on, with_device_defaults
+from dsv4.ops.tables import TABLES, DirectTable, Table
+from dsv4.parallel.devices import (
+    check_cuda_graph,
+    engine_devices,
+    table_name,
+    table_on,
+    with_device_defaults,
+)
 from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
 from dsv4.step.planned import PlannedSteps, StoredFormats
@@ -33,10 +39,15 @@ class OpenedCheckpoint:
     plan: MemoryPlan
 
     @classmethod
-    def open(cls, path: str | Path, engine: EngineConfig) -> "OpenedCheckpoint":
+    def open(
+        cls, path: str | Path, engine: EngineConfig, gpu_memory: int | None = None
+    ) -> "OpenedCheckpoint":
         """Reads the headers of a checkpoint folder. Raises ``UserError`` for a bad folder and for
         a GPU or an installation without the ops that ``engine`` asks for.
+
+        ``gpu_memory``: plans for Hopper GPUs with this many bytes each, which need not be there.
         """
+        absent = gpu_memory is not None
         checkpoint = open_checkpoint(path)
         config = ModelConfig.from_dict(
             checkpoint.raw_config, str(checkpoint.folder / "config.json")
@@ -45,14 +56,14 @@ class OpenedCheckpoint:
         stored = describe(checkpoint, config, mtp)
         sizes = ((description.parameter.name, description.nbytes) for description in stored)
         layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
-        placement = Placement.of(engine, engine_devices(engine), layer_bytes)
+        placement = Placement.of(engine, engine_devices(engine, absent), layer_bytes)
         devices = placement.layer_devices
         engine = with_device_defaults(engine, devices)
         check_cuda_graph(engine, devices)
-        table = table_on(engine, devices)
+        table = TABLES[table_name(engine, devices)] if absent else table_on(engine, devices)
         formats = [(parameter, format) for parameter, format, _ in stored]
-        steps = _plan_steps(config, engine, formats, table, devices)
-        plan = plan_memory(config, engine, placement, stored, steps)
+        steps = _plan_steps(config, engine, formats, table, devices, absent)
+        plan = plan_memory(config, engine, placement, stored, steps, gpu_memory)
         return cls(checkpoint, config, mtp, placement, table, steps, plan)
 
 
@@ -62,12 +73,14 @@ def _plan_steps(
     stored: StoredFormats,
     table: Table,
     devices: tuple[torch.device, ...],
+    absent: bool,
 ) -> PlannedSteps | None:
-    """The steps of a recorded table on the GPUs of this machine, without memory; None for the torch
-    ops.
+    """The steps of a recorded table on the GPUs of this machine, or on ``absent`` ones, without
+    memory; None for the torch ops.
     """
     if isinstance(table, DirectTable):
         return None
-    targets = {device: Target.of(device) for device in dict.fromkeys(devices)}
+    target_of = Target if absent else Target.of
+    targets = {device: target_of(device) for device in dict.fromkeys(devices)}
     context = max_context_tokens(config, engine)
     return PlannedSteps.of(config, engine, stored, table, targets, devices, context)

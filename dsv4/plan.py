@@ -19,6 +19,8 @@ from dsv4.weights.packing_bytes import dequantized_bytes, dequantizing_bytes, pa
 
 DEFAULT_MAX_CONTEXT = 8192
 _MIB = 1 << 20
+_GIB = 1 << 30
+_GB = 10**9
 # The CUDA driver's share for kernels and graphs, and torch's for blocks between those in use.
 CUDA_RESERVE_BYTES = 512 << 20
 
@@ -64,17 +66,20 @@ class MemoryPlan:
         return all(device.fits for device in self.devices)
 
     def __str__(self) -> str:
-        names = ("weights", "ops", "state", "work", "total", "available")
-        header = f"{'device':<8}{'layers':>7}" + "".join(f"{name:>11}" for name in names)
-        rows = [
-            f"{device.device!s:<8}{device.layers:>7}"
-            + "".join(f"{size / _MIB:>11,.1f}" for size in _columns(device))
-            + ("" if device.fits else "  does not fit")
-            for device in self.devices
+        in_gib = ("weights", "ops", "state", "work", "total", "available")
+        names = (*in_gib, "total GB", "avail. GB")
+        lines = [
+            f"memory plan in GiB (2^30 bytes; GB are 10^9) for a context of "
+            f"{self.max_context:,} tokens",
+            f"{'device':<8}{'layers':>7}" + "".join(f"{name:>11}" for name in names),
         ]
-        return "\n".join(
-            [f"memory plan in MiB for a context of {self.max_context:,} tokens", header, *rows]
-        )
+        for device in self.devices:
+            sizes = [size / _GIB for size in _columns(device)]
+            sizes += [device.total_bytes / _GB, device.available_bytes / _GB]
+            row = f"{device.device!s:<8}{device.layers:>7}"
+            row += "".join(f"{size:>11,.3f}" for size in sizes)
+            lines.append(row + ("" if device.fits else "  does not fit"))
+        return "\n".join(lines)
 
     def refuse_if_too_large(self) -> None:
         """Raises ``UserError`` with the numbers of the first device that cannot hold its part."""
@@ -112,11 +117,13 @@ def plan_memory(
     placement: Placement,
     stored: Iterable[ParameterDescription],
     steps: PlannedSteps | None,
+    gpu_memory: int | None = None,
 ) -> MemoryPlan:
     """Sums the checkpoint's ``stored`` parameters, the decode state and the work over the devices
     of ``placement``.
 
-    ``steps``: the recorded steps of the CUDA ops; None plans for the torch ops.
+    ``steps``: the recorded steps of the CUDA ops; None plans for the torch ops. ``gpu_memory``:
+    bytes of every device, in place of what this machine has.
     """
     max_context = max_context_tokens(config, engine)
     devices = tuple(dict.fromkeys(placement.layer_devices))
@@ -140,7 +147,7 @@ def plan_memory(
         # Once the weights are packed, steps take the place of what packing took.
         work = max(packing[device], step[device])
         work += CUDA_RESERVE_BYTES if device.type == "cuda" else 0
-        available = available_bytes(device)
+        available = available_bytes(device) if gpu_memory is None else gpu_memory
         plans.append(
             DevicePlan(device, layers, weights[device], ops[device], state[device], work, available)
         )

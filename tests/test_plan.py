@@ -10,6 +10,8 @@ from dsv4 import plan
 from dsv4.caches.state import DecodeState, layer_state_bytes
 from dsv4.checkpoint import ParameterDescription
 from dsv4.config import ModelConfig
+from dsv4.demo import CHECKPOINT
+from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops import TORCH_PACKING
@@ -202,6 +204,37 @@ def test_the_table_names_every_device_and_the_one_that_does_not_fit(
     assert "2,048 tokens" in lines[0]
     assert [line.split()[0] for line in lines[1:]] == ["device", "cpu", "meta"]
     assert [line.endswith("does not fit") for line in lines[2:]] == [False, True]
+
+
+def test_the_table_has_both_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 GB are 2.794 GiB."""
+    monkeypatch.setattr(plan, "available_bytes", lambda _: 3 * 10**9)
+    device = torch.device("cpu")
+    table = plan.MemoryPlan((plan.DevicePlan(device, 1, 10**9, 0, 0, 0, 3 * 10**9),), 100)
+    title, header, row = str(table).splitlines()
+    assert title == "memory plan in GiB (2^30 bytes; GB are 10^9) for a context of 100 tokens"
+    assert header.split()[-6:] == ["total", "available", "total", "GB", "avail.", "GB"]
+    assert row.split()[-4:] == ["0.931", "2.794", "1.000", "3.000"]
+
+
+def test_plan_of_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without GPUs, or with others: nothing is asked of CUDA."""
+
+    def asked(*_: object) -> None:
+        raise AssertionError("CUDA was asked")
+
+    for name in ("device_count", "get_device_properties", "get_device_capability", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+    for ops in ("auto", "torch"):
+        planned = Engine.plan(CHECKPOINT, EngineConfig(gpus=2, ops=ops), gpu_memory=10**9)
+        assert [str(device.device) for device in planned.devices] == ["cuda:0", "cuda:1"]
+        assert [device.available_bytes for device in planned.devices] == [10**9, 10**9]
+        assert [device.ops_bytes > 0 for device in planned.devices] == [ops == "torch"] * 2
+        assert planned.fits
+    small = Engine.plan(CHECKPOINT, EngineConfig(gpus=2), gpu_memory=10**8)
+    assert not small.fits
+    with pytest.raises(UserError, match="EngineConfig.device: found 'cpu' in the plan of GPUs"):
+        Engine.plan(CHECKPOINT, EngineConfig(device="cpu"), gpu_memory=10**9)
 
 
 def test_context_defaults_to_the_models_own_up_to_8192_and_is_bounded_by_it() -> None:

@@ -32,6 +32,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(
             "--system: found together with --messages, which holds its own system message"
         )
+    if arguments.gpu_memory is not None and not arguments.plan:
+        raise UserError("--gpu-memory: found without --plan, expected both")
     if arguments.verbose and arguments.quiet:
         raise UserError("--verbose: found together with --quiet, expected one of them")
     if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
@@ -39,6 +41,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.json is not None and arguments.json.is_dir():
         raise UserError(f"--json: {arguments.json}: found a folder, expected a file name")
     return arguments
+
+
+def gpu_bytes(arguments: argparse.Namespace) -> int | None:
+    """``--gpu-memory`` in bytes."""
+    return None if arguments.gpu_memory is None else round(arguments.gpu_memory * 10**9)
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:

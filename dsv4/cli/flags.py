@@ -32,6 +32,7 @@ def build_parser() -> OneLineParser:
     add_prompt_flags(parser.add_argument_group("prompt"))
     add_sampling_flags(parser.add_argument_group("sampling"))
     add_engine_flags(parser.add_argument_group("engine"))
+    add_computation_flags(parser.add_argument_group("computation"))
     add_output_flags(parser.add_argument_group("output"))
     return parser
 
@@ -126,6 +127,11 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         help="a Hugging Face folder (default: the embedded demo)",
     )
     group.add_argument(
+        "--load-mtp",
+        action="store_true",
+        help="load the speculative module too, which nothing uses: it is for counting and looking",
+    )
+    group.add_argument(
         "--max-context",
         type=integer(1, 2**31 - 1),
         metavar="N",
@@ -158,13 +164,24 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         help="contiguous layers balanced by bytes, or layer l on device l mod N "
         "(default: pipeline)",
     )
+    group.add_argument("--plan", action="store_true", help="print the memory plan and stop")
+    group.add_argument(
+        "--gpu-memory",
+        type=number(0, 10**6, low_included=False),
+        metavar="GB",
+        help="with --plan: the plan for --gpus GPUs of this size, 10^9 bytes as printed on the "
+        "box, which need not be there (default: the GPUs of this machine)",
+    )
+
+
+def add_computation_flags(group: argparse._ArgumentGroup) -> None:
+    """With which kernels and in which precision the engine computes and remembers."""
     group.add_argument(
         "--ops",
         choices=("auto", "torch", "cuda"),
         default="auto",
         help="the op table; auto: cuda on a CUDA device in bfloat16, else torch (default: auto)",
     )
-    add_number_flags(group)
     group.add_argument(
         "--cuda-graph",
         nargs="?",
@@ -173,11 +190,6 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         help="decode by replaying captured graphs; auto, also without a value: the faster mode "
         "that reproduces the eager step (default: eager steps)",
     )
-    group.add_argument("--plan", action="store_true", help="print the memory plan and stop")
-
-
-def add_number_flags(group: argparse._ArgumentGroup) -> None:
-    """In which precision the engine computes and remembers, and what it loads."""
     group.add_argument(
         "--compute-dtype",
         choices=("bfloat16", "float32"),
@@ -194,11 +206,6 @@ def add_number_flags(group: argparse._ArgumentGroup) -> None:
         "--index-dtype",
         choices=("fp8", "bf16"),
         help="what the caches of the indexer hold (default: as --kv-dtype)",
-    )
-    group.add_argument(
-        "--load-mtp",
-        action="store_true",
-        help="load the speculative module too, which nothing uses: it is for counting and looking",
     )
 
 

@@ -78,16 +78,20 @@ def check_cuda_graph(engine: EngineConfig, devices: Sequence[torch.device]) -> N
         )
 
 
-def engine_devices(engine: EngineConfig) -> tuple[torch.device, ...]:
+def engine_devices(engine: EngineConfig, absent: bool = False) -> tuple[torch.device, ...]:
     """The devices an ``EngineConfig`` asks for. Raises ``UserError`` when this machine does not
     have them.
+
+    ``absent``: the GPUs of a machine that need not be there.
     """
     if engine.parallel == "tensor" and engine.gpus > 1:
         raise UserError(
             "EngineConfig.parallel: found 'tensor' with more than one GPU, "
             "expected 'pipeline' or 'round-robin' (not available in this version)"
         )
-    available = torch.cuda.device_count()
+    if absent and engine.device == "cpu":
+        raise UserError("EngineConfig.device: found 'cpu' in the plan of GPUs, expected 'cuda'")
+    available = engine.gpus if absent else torch.cuda.device_count()
     if engine.device == "cpu" or (engine.device == "auto" and available == 0):
         if engine.gpus > 1:
             raise UserError(

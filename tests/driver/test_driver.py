@@ -247,6 +247,15 @@ def test_plan_prints_the_table_and_reads_no_weight(drive: Drive, broken_copy: Pa
     assert result.err == ""
 
 
+def test_plan_of_gpus_that_are_not_there_takes_gigabytes(drive: Drive) -> None:
+    result = drive("--plan", "--gpus", 2, "--gpu-memory", 0.75)
+    rows = result.out.splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["cuda:0", "cuda:1"]
+    assert [row.split()[8:10] for row in rows] == [[row.split()[8], "0.750"] for row in rows]
+    drive("--gpu-memory", 192).assert_user_error("--gpu-memory", "--plan")
+    drive("--plan", "--gpu-memory", 0).assert_user_error("--gpu-memory", "above 0")
+
+
 @pytest.mark.gpu
 def test_cuda_device_answers_and_is_named(drive: Drive, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
