@@ -10,6 +10,7 @@ import argparse
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,13 +41,14 @@ def export(
     layout: Layout,
     names: Dialect,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Writes the checkpoint ``source`` to the new folder ``destination`` in another layout and
-    dialect.
+    dialect. ``progress(done_bytes, total_bytes)`` is told of what is written.
 
     The speculative module, tokenizer, generation and encoding files come along. Raises
-    ``UserError`` when ``source`` cannot be loaded or ``destination`` exists; nothing is left behind
-    then.
+    ``UserError`` when ``source`` cannot be loaded, ``destination`` exists or there is not enough
+    room for it; nothing is left behind then.
     """
     check_layout(layout)
     checkpoint = open_checkpoint(source)
@@ -68,6 +70,7 @@ def export(
             folder,
             output_tensors(layout, names, parameters, _Converted(checkpoint, found, layout)),
             shard_bytes,
+            progress,
         )
 
 

@@ -68,10 +68,20 @@ def write_shards(
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Writes all tensors in order: one ``model.safetensors``, or shards of up to ``shard_bytes``
-    and their index.
+    and their index. ``progress(done_bytes, total_bytes)`` is told of every piece.
+
+    Raises ``UserError`` before anything is written where there is not enough room.
     """
     total = sum(tensor.nbytes for tensor in tensors)
+    check_room(folder, total)
     done = 0
+
+    def wrote(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
     shards = _split(tensors, shard_bytes)
     weight_map = {}
     for number, shard in enumerate(shards, 1):
@@ -80,15 +90,22 @@ def write_shards(
             if len(shards) == 1
             else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         )
-        _write_file(folder / name, shard)
+        _write_file(folder / name, shard, wrote)
         weight_map.update({tensor.name: name for tensor in shard})
-        done += sum(tensor.nbytes for tensor in shard)
-        if progress is not None:
-            progress(done, total)
     if len(shards) > 1:
         write_json(
             folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
         )
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Raises ``UserError`` when the file system of ``folder``, a temporary one, has less than
+    ``nbytes`` free; it names the folder around.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        found = f"found {free / 1e9:,.1f} GB free, expected at least {nbytes / 1e9:,.1f} GB"
+        raise UserError(f"{folder.parent}: {found}")
 
 
 def _split(tensors: list[OutputTensor], shard_bytes: int) -> list[list[OutputTensor]]:
@@ -103,7 +120,7 @@ def _split(tensors: list[OutputTensor], shard_bytes: int) -> list[list[OutputTen
     return shards
 
 
-def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
+def _write_file(path: Path, tensors: list[OutputTensor], wrote: Callable[[int], object]) -> None:
     # Readers view the bytes in place: the widest elements first keep every offset a multiple of its
     # element size.
     offsets = {}
@@ -128,7 +145,8 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
             written = 0
             for rows in tensor.produce():
                 assert rows.dtype == tensor.dtype
-                written += file.write(
-                    rows.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-                )
+                data = rows.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+                nbytes = file.write(data)
+                written += nbytes
+                wrote(nbytes)
             assert written == tensor.nbytes
