@@ -2,38 +2,36 @@
 one summary line.
 """
 
+import os
 import signal
 import sys
 
 if __name__ == "__main__":
-    # Importing torch takes seconds: Ctrl-C during it ends as quietly as later.
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    # Importing torch takes seconds: a signal during it ends as quietly as later.
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, lambda number, _: os._exit(128 + number))
 
 import argparse
-import io
-import os
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
-from typing import NoReturn
 
-from dsv4 import Engine, UserError
+from dsv4 import Engine
 from dsv4.cli.arguments import gpu_bytes, parse_arguments
 from dsv4.cli.cpu_threads import limit_cpu_threads
-from dsv4.cli.faults import device_faults, user_message
+from dsv4.cli.faults import device_faults
 from dsv4.cli.job import Job, Outcome, prepare
 from dsv4.cli.log_lines import log_lines
-from dsv4.cli.progress import GIGABYTES, KERNELS, TOKENS, ProgressBar
 from dsv4.cli.report import report
 from dsv4.cli.stream import TokenText, make_printer
+from dsv4.command.program import EXIT_OK, command, run_program
+from dsv4.command.progress import GIGABYTES, KERNELS, TOKENS, ProgressBar
+from dsv4.command.signals import stop_code
+from dsv4.command.streams import say, silence_stdout
 from dsv4.config import layer_kinds
 from dsv4.measure.graph_profile import profile_decoder
 from dsv4.measure.op_profile import OpProfile
-
-EXIT_OK = 0
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 
 
 def load(job: Job, outcome: Outcome, show_bars: bool) -> Engine:
@@ -93,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(plan())
         return EXIT_OK
     if arguments.gpus > 1 and not arguments.quiet:
-        print(plan(), file=sys.stderr)
+        say(str(plan()))
     outcome = Outcome()
     exit_code = EXIT_OK
     try:
@@ -106,46 +104,21 @@ def run(arguments: argparse.Namespace) -> int:
                 and outcome.engine.decoder is not None
             ):
                 outcome.profile = profile_decoder(outcome.engine, outcome.engine.decoder)
-    except KeyboardInterrupt:
-        exit_code = EXIT_INTERRUPTED
+    except KeyboardInterrupt as stop:
+        exit_code = stop_code(stop)
     except BrokenPipeError:
         silence_stdout()  # The reader has seen enough, which is no error.
     report(job, outcome)
     return exit_code
 
 
-def silence_stdout() -> None:
-    """Discards unwritten output, so that the interpreter's last flush does not fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the driver. A user error is one line on stderr and exit code 2; Ctrl-C is 130."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # An answer may hold what the terminal's encoding lacks.
-        sys.stdout.reconfigure(errors="replace")
-    try:
-        arguments = parse_arguments(argv)
-        with log_lines(sys.stderr, arguments.verbose):
-            return run(arguments)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except (UserError, FloatingPointError, OSError) as error:
-        print(f"error: {user_message(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
-
-
-def leave(exit_code: int) -> NoReturn:
-    """Ends the process as it is: torch aborts when Python tries to free the tensors of a device
-    that has failed.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(BrokenPipeError):
-            stream.flush()
-    os._exit(exit_code)
+    """The command; docs/commands.md has its exit codes."""
+    arguments = parse_arguments(argv)
+    with log_lines(sys.stderr, arguments.verbose):
+        return run(arguments)
 
 
 if __name__ == "__main__":
-    leave(main())
+    run_program(main)

@@ -11,7 +11,9 @@ import torch
 from dsv4.bench.decode_modes import DECODE_MODES
 from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import Layout
-from dsv4.cli.faults import user_message
+from dsv4.command.flags import OneLineParser, integer
+from dsv4.command.output_file import check_output, write_output
+from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
@@ -19,9 +21,9 @@ from dsv4.measure.provenance import provenance
 from dsv4.ops.tables import op_table
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> OneLineParser:
     """The parser of ``python -m dsv4.bench``."""
-    parser = argparse.ArgumentParser(prog="python -m dsv4.bench")
+    parser = OneLineParser(prog="python -m dsv4.bench")
     kinds = parser.add_subparsers(dest="kind", required=True)
     engine = kinds.add_parser(
         "engine", help="load, prefill and decode of a checkpoint or of a geometry"
@@ -32,13 +34,13 @@ def build_parser() -> argparse.ArgumentParser:
     load = kinds.add_parser("load", help="from files to devices, random weights of a geometry")
     load.add_argument("--geometry", choices=get_args(Geometry), default="v4-flash")
     load.add_argument("--format", choices=get_args(Layout), default="nvfp4-experts")
-    load.add_argument("--layers", type=int, default=4, help="the first N layers")
+    load.add_argument("--layers", type=integer(1), default=4, help="the first N layers")
     load.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    load.add_argument("--gpus", type=int, default=1)
+    load.add_argument("--gpus", type=integer(1, 8), default=1)
     load.add_argument("--parallel", choices=("pipeline", "round-robin"), default="pipeline")
-    load.add_argument("--repeats", type=int, default=3)
-    for command in (engine, ops, load):
-        command.add_argument("--out", type=Path, help="write the JSON here as well as to stdout")
+    load.add_argument("--repeats", type=integer(1), default=3)
+    for kind in (engine, ops, load):
+        kind.add_argument("--out", type=Path, help="write the JSON here as well as to stdout")
     return parser
 
 
@@ -52,9 +54,9 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
         "--format", choices=get_args(Layout), default="nvfp4-experts", help="with --geometry"
     )
     engine.add_argument(
-        "--layers", type=int, help="with --geometry: the first N layers (default: all)"
+        "--layers", type=integer(1), help="with --geometry: the first N layers (default: all)"
     )
-    engine.add_argument("--gpus", type=int, default=1, help="with --geometry")
+    engine.add_argument("--gpus", type=integer(1, 8), default=1, help="with --geometry")
     engine.add_argument(
         "--parallel",
         choices=("pipeline", "round-robin"),
@@ -75,19 +77,25 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
         help="cutedsl: CUDA ops with the prefill products of the CuTe DSL kernel, with --geometry",
     )
     engine.add_argument(
-        "--prompts", type=int, nargs="+", default=[128, 2048, 8192], help="with --geometry"
+        "--prompts", type=integer(1), nargs="+", default=[128, 2048, 8192], help="with --geometry"
     )
     engine.add_argument(
-        "--positions", type=int, nargs="+", default=[1024], help="with --geometry: decode there"
+        "--positions",
+        type=integer(1),
+        nargs="+",
+        default=[1024],
+        help="with --geometry: decode there",
     )
-    engine.add_argument("--prefill-chunk", type=int, help="with --geometry (default: by the GPUs)")
+    engine.add_argument(
+        "--prefill-chunk", type=integer(1), help="with --geometry (default: by the GPUs)"
+    )
     engine.add_argument(
         "--profile", action="store_true", help="with --geometry: where the time of a token goes"
     )
     engine.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="with --model")
-    engine.add_argument("--prompt-tokens", type=int, default=512, help="with --model")
-    engine.add_argument("--decode-tokens", type=int, default=64)
-    engine.add_argument("--repeats", type=int, default=3, help="with --model")
+    engine.add_argument("--prompt-tokens", type=integer(1), default=512, help="with --model")
+    engine.add_argument("--decode-tokens", type=integer(1), default=64)
+    engine.add_argument("--repeats", type=integer(1), default=3, help="with --model")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -148,22 +156,21 @@ def _need_cuda() -> None:
         raise UserError("this benchmark needs a CUDA device, found none")
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
-    """The command: 0, or 2 for a user error (one line on stderr)."""
+    """The command."""
     arguments = sys.argv[1:] if argv is None else argv
     options = build_parser().parse_args(arguments)
-    try:
-        result = measure(options)
-    except UserError as error:
-        sys.stderr.write(f"error: {user_message(error)}\n")
-        return 2
-    command = " ".join(["python -m dsv4.bench", *arguments])
-    text = json.dumps({**provenance(command), "result": result}, indent=2) + "\n"
+    if options.out is not None:
+        check_output("--out", options.out)
+    result = measure(options)
+    called = " ".join(["python -m dsv4.bench", *arguments])
+    text = json.dumps({**provenance(called), "result": result}, indent=2) + "\n"
     sys.stdout.write(text)
     if options.out is not None:
-        options.out.write_text(text)
+        write_output("--out", options.out, text)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -5,16 +5,17 @@ Decode in ms per token, by position and mode, against the floor; prefill in toke
 prompt length.
 """
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsv4.bench.decode_modes import DECODE_MODES
+from dsv4.command.flags import OneLineParser
+from dsv4.command.output_file import write_output
+from dsv4.command.program import command, run_program
 from dsv4.errors import UserError
 
 _WIDTH = 900
@@ -155,22 +156,22 @@ def _short(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
-    """The command: 0, or 2 for a file that is not such a record (one line on stderr)."""
-    parser = argparse.ArgumentParser(prog="python -m dsv4.bench.plot", description=__doc__)
+    """The command; a file that is not such a record is a user error."""
+    parser = OneLineParser(prog="python -m dsv4.bench.plot", description=__doc__)
     parser.add_argument(
         "files", type=Path, nargs="+", help="JSON files, each plotted beside itself as .svg"
     )
     for path in parser.parse_args(argv).files:
+        text = path.read_bytes()
         try:
-            path.with_suffix(".svg").write_text(
-                engine_svg(json.loads(path.read_text(encoding="utf-8")))
-            )
-        except (UserError, OSError, ValueError) as error:
-            sys.stderr.write(f"error: {path}: {error}\n")
-            return 2
+            plot = engine_svg(json.loads(text))
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from None
+        write_output("FILE", path.with_suffix(".svg"), plot)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

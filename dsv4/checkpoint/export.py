@@ -9,7 +9,6 @@ appears only when it is complete. Matrices that are in the wanted format already
 import argparse
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +23,8 @@ from dsv4.checkpoint.names import Dialect, detect_dialect
 from dsv4.checkpoint.outputs import output_tensors
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters, mtp_kind
 from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
+from dsv4.command.flags import OneLineParser
+from dsv4.command.program import command, run_program
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.weights.parameters import Parameter, Role
@@ -178,9 +179,10 @@ def _size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
-    """The command: 0, 2 for a user error (one line on stderr), 130 when interrupted."""
-    parser = argparse.ArgumentParser(
+    """The command."""
+    parser = OneLineParser(
         prog="python -m dsv4.checkpoint.export", description="Convert a checkpoint folder."
     )
     parser.add_argument(
@@ -198,21 +200,15 @@ def main(arguments: list[str] | None = None) -> int:
         help="bytes, or 500MB, 5GB (default)",
     )
     options = parser.parse_args(arguments)
-    try:
-        export(
-            options.source,
-            options.destination,
-            options.format,
-            Dialect(options.names),
-            options.shard_size,
-        )
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    export(
+        options.source,
+        options.destination,
+        options.format,
+        Dialect(options.names),
+        options.shard_size,
+    )
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

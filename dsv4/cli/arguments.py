@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from dsv4.cli.flags import build_parser
+from dsv4.command.output_file import check_output
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 
@@ -36,10 +37,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError("--gpu-memory: found without --plan, expected both")
     if arguments.verbose and arguments.quiet:
         raise UserError("--verbose: found together with --quiet, expected one of them")
-    if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
-        raise UserError(f"--json: {arguments.json}: its folder does not exist")
-    if arguments.json is not None and arguments.json.is_dir():
-        raise UserError(f"--json: {arguments.json}: found a folder, expected a file name")
+    if arguments.json is not None:
+        check_output("--json", arguments.json)
     return arguments
 
 

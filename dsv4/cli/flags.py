@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import dsv4
-from dsv4.cli.flag_types import OneLineParser, integer, number
+from dsv4.command.flags import OneLineParser, integer, number
 from dsv4.demo import CHECKPOINT
 
 DEFAULT_PROMPT = "What is the capital of France?"
@@ -26,7 +26,6 @@ def build_parser() -> OneLineParser:
         ),
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"dsv4 {dsv4.__version__}")
     add_prompt_flags(parser.add_argument_group("prompt"))
@@ -215,7 +214,8 @@ def add_output_flags(group: argparse._ArgumentGroup) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="write texts, token ids, timings and configuration (default: none)",
+        help="write texts, token ids, timings and configuration; - is stdout, after the text "
+        "(default: none)",
     )
     group.add_argument(
         "--profile",

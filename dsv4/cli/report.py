@@ -1,7 +1,6 @@
 """The results of a run: a summary line, a profile's table, a JSON file."""
 
 import json
-import os
 import shlex
 import sys
 from dataclasses import asdict
@@ -12,8 +11,9 @@ import torch
 
 from dsv4.cli.job import Job, Outcome
 from dsv4.cli.stream import parse_message, text_of
+from dsv4.command.output_file import write_output
+from dsv4.command.streams import say
 from dsv4.engine import Engine
-from dsv4.errors import UserError
 from dsv4.measure.provenance import provenance
 from dsv4.parallel.devices import table_name
 from dsv4.run_stats import RunStats
@@ -28,13 +28,11 @@ def report(job: Job, outcome: Outcome) -> None:
     )
     if not job.arguments.quiet:
         if outcome.profile is not None:
-            print(outcome.profile.table(), file=sys.stderr)
-        print(
-            summary_line(measured, graph_mode(outcome.engine), outcome.finish_reason),
-            file=sys.stderr,
-        )
+            say(outcome.profile.table())
+        say(summary_line(measured, graph_mode(outcome.engine), outcome.finish_reason))
     if job.arguments.json is not None:
-        write_json(job.arguments.json, describe(job, outcome, measured))
+        text = json.dumps(describe(job, outcome, measured), ensure_ascii=False)
+        write_output("--json", job.arguments.json, f"{text}\n")
 
 
 def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, Any]:
@@ -122,17 +120,3 @@ def summary_line(measured: dict[str, Any], mode: str | None, finish_reason: str)
     if mode is not None:
         parts[-1] += f" (cuda graph {mode})"
     return " · ".join([*parts, finish_reason])
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes ``value`` as one line, all of it or nothing: ``path`` is replaced in one step. Raises
-    ``UserError``.
-    """
-    text = json.dumps(value, ensure_ascii=False) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"--json: {path}: cannot be written ({error.strerror})") from None

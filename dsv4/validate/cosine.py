@@ -8,6 +8,7 @@ prefill kernels.
 """
 
 import argparse
+import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.cli.faults import user_message
 from dsv4.cli.flags import DEFAULT_PROMPT
 from dsv4.cli.prompt import load_tokenizer
-from dsv4.cli.report import write_json
+from dsv4.command.flags import OneLineParser, given_flags, integer, number
+from dsv4.command.output_file import check_output, write_output
+from dsv4.command.program import command, run_program
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
@@ -86,17 +88,20 @@ def table(rows: list[Agreement], threshold: float) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``python -m dsv4.validate.cosine``."""
-    parser = argparse.ArgumentParser(prog="python -m dsv4.validate.cosine", description=__doc__)
+    parser = OneLineParser(prog="python -m dsv4.validate.cosine", description=__doc__)
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="a checkpoint folder")
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="plain text that both sides read")
     parser.add_argument(
-        "--random-tokens", type=int, metavar="N", help="N random token ids instead of a prompt"
+        "--random-tokens",
+        type=integer(1),
+        metavar="N",
+        help="N random token ids instead of a prompt",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--ops", choices=("auto", "torch", "cuda"), default="auto")
     parser.add_argument(
         "--chunk",
-        type=int,
+        type=integer(1),
         default=DEFAULT_CHUNK,
         help="tokens per forward; up to 8: decode kernels",
     )
@@ -111,7 +116,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-dtype", choices=("fp8", "bf16"), default="fp8", help="on both sides")
     parser.add_argument("--compute-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument(
-        "--threshold", type=float, default=DEFAULT_THRESHOLD, help="of every row's cosine"
+        "--threshold",
+        type=number(-1, 1),
+        default=DEFAULT_THRESHOLD,
+        help="of every row's cosine",
     )
     parser.add_argument("--json", type=Path, help="write the rows and where they come from")
     parser.add_argument("--svg", type=Path, help="write a plot of 1 − cosine by layer")
@@ -170,33 +178,40 @@ def run(options: argparse.Namespace) -> tuple[list[Agreement], dict[str, Any]]:
     return rows, {"tokens": len(token_ids), "same_argmax_at_every_token": same}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command: 0, 1 when a row is under the threshold, 2 for a user error (one line on
-    stderr).
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The flags. Raises ``UserError``, also for a combination that would be ignored and for a file
+    that cannot be written.
     """
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    given = given_flags(parser, options)
+    if "prompt" in given and options.random_tokens is not None:
+        raise UserError("--prompt: found together with --random-tokens, which replaces it")
+    if "reference_device" in given and options.reference == "transformers":
+        raise UserError("--reference-device: found with transformers, which runs on the CPU")
+    for flag, path in (("--json", options.json), ("--svg", options.svg)):
+        if path is not None:
+            check_output(flag, path)
+    return options
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """The command: 1 when a row is under the threshold."""
     arguments = sys.argv[1:] if argv is None else argv
-    options = build_parser().parse_args(arguments)
-    try:
-        rows, facts = run(options)
-        print(table(rows, options.threshold))
-        print(
-            f"same argmax at every token: {'yes' if facts['same_argmax_at_every_token'] else 'no'}"
-        )
-        if options.json is not None:
-            command = " ".join(["python -m dsv4.validate.cosine", *arguments])
-            write_json(
-                options.json,
-                {**provenance(command), **facts, "rows": [asdict(row) for row in rows]},
-            )
-        if options.svg is not None:
-            options.svg.write_text(
-                cosine_svg([(row.name, row.cosine) for row in rows], options.threshold)
-            )
-    except UserError as error:
-        sys.stderr.write(f"error: {user_message(error)}\n")
-        return 2
+    options = parse(arguments)
+    rows, facts = run(options)
+    print(table(rows, options.threshold))
+    print(f"same argmax at every token: {'yes' if facts['same_argmax_at_every_token'] else 'no'}")
+    if options.json is not None:
+        called = " ".join(["python -m dsv4.validate.cosine", *arguments])
+        record = {**provenance(called), **facts, "rows": [asdict(row) for row in rows]}
+        write_output("--json", options.json, json.dumps(record, ensure_ascii=False) + "\n")
+    if options.svg is not None:
+        plot = cosine_svg([(row.name, row.cosine) for row in rows], options.threshold)
+        write_output("--svg", options.svg, plot)
     return 0 if all(row.cosine >= options.threshold for row in rows) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

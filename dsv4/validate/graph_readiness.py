@@ -7,6 +7,7 @@ writes JSON, and ends with exit code 1 when a check fails.
 """
 
 import argparse
+import json
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -15,8 +16,9 @@ from typing import Any, get_args
 
 import torch
 
-from dsv4.cli.faults import user_message
-from dsv4.cli.report import write_json
+from dsv4.command.flags import OneLineParser, given_flags, integer
+from dsv4.command.output_file import check_output, write_output
+from dsv4.command.program import command, run_program
 from dsv4.decode import CUDAGraphDecoder, Mode
 from dsv4.demo import CHECKPOINT
 from dsv4.engine import Engine
@@ -104,16 +106,14 @@ def table(checks: list[Check]) -> str:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> OneLineParser:
     """The parser of ``python -m dsv4.validate.graph_readiness``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dsv4.validate.graph_readiness", description=__doc__
-    )
+    parser = OneLineParser(prog="python -m dsv4.validate.graph_readiness", description=__doc__)
     parser.add_argument(
         "--static-only", action="store_true", help="only the scan of the sources; needs no GPU"
     )
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="a checkpoint folder")
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gpus", type=integer(1, 8), default=1)
     parser.add_argument(
         "--mode", choices=get_args(Mode), action="append", help="repeatable (default: all)"
     )
@@ -121,31 +121,40 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The flags. Raises ``UserError``, also for a combination that would be ignored and for a file
+    that cannot be written.
+    """
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    unused = given_flags(parser, options) & {"model", "gpus", "mode"}
+    if options.static_only and unused:
+        raise UserError(f"--{min(unused)}: found together with --static-only, which loads no model")
+    if options.json is not None:
+        check_output("--json", options.json)
+    return options
+
+
+@command
 def main(argv: list[str] | None = None) -> int:
-    """The command: 0, 1 when a check fails, 2 for a user error (one line on stderr)."""
+    """The command: 1 when a check fails."""
     arguments = sys.argv[1:] if argv is None else argv
-    options = build_parser().parse_args(arguments)
-    try:
-        checks = check_sources()
-        regions = {}
-        if not options.static_only:
-            found, regions = check_checkpoint(
-                options.model, options.mode or [*get_args(Mode)], options.gpus
-            )
-            checks += found
-        print(table(checks))
-        if options.json is not None:
-            command = " ".join(["python -m dsv4.validate.graph_readiness", *arguments])
-            facts: dict[str, Any] = {"model": str(options.model), "regions": regions}
-            write_json(
-                options.json,
-                {**provenance(command), **facts, "checks": [asdict(check) for check in checks]},
-            )
-    except UserError as error:
-        sys.stderr.write(f"error: {user_message(error)}\n")
-        return 2
+    options = parse(arguments)
+    checks = check_sources()
+    regions = {}
+    if not options.static_only:
+        found, regions = check_checkpoint(
+            options.model, options.mode or [*get_args(Mode)], options.gpus
+        )
+        checks += found
+    print(table(checks))
+    if options.json is not None:
+        called = " ".join(["python -m dsv4.validate.graph_readiness", *arguments])
+        facts: dict[str, Any] = {"model": str(options.model), "regions": regions}
+        record = {**provenance(called), **facts, "checks": [asdict(check) for check in checks]}
+        write_output("--json", options.json, json.dumps(record, ensure_ascii=False) + "\n")
     return 0 if all(check.passed for check in checks) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from dsv4.command.flags import OneLineParser
+from dsv4.command.program import command, run_program
 from dsv4.errors import UserError
 from dsv4.validate.limited_process import (
     INTERRUPTED,
@@ -127,27 +129,27 @@ def command_of(test: str, node: Node) -> list[str]:
     return [node.python, "-m", target, *arguments]
 
 
+@command
 def main(argv: list[str] | None = None, grace_seconds: float = GRACE_SECONDS) -> int:
-    """The command; returns its exit code."""
+    """The command; returns the exit code of the test."""
     options = build_parser().parse_args(argv)
+    node = Node.of_environment(os.environ)
+    limit_seconds = _seconds(options.timeout)
+    if not options.name.strip() or not options.name.isprintable():
+        raise UserError(f"NAME: found {options.name!r}, expected a label of one line")
+    test = command_of(options.test, node)
     try:
-        node = Node.of_environment(os.environ)
-        limit_seconds = _seconds(options.timeout)
-        if not options.name.strip() or not options.name.isprintable():
-            raise UserError(f"NAME: found {options.name!r}, expected a label of one line")
-        test = command_of(options.test, node)
         with _open_log(options.log) as log, signals_interrupt():
             outcome = _run_and_log(options.name, node, test, log, limit_seconds, grace_seconds)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    except OSError as error:
+        raise UserError(f"LOG: {options.log}: cannot be written ({error.strerror})") from None
     print(f"{options.name}: {_description(outcome, node.host)}, log in {options.log}")
     return outcome.exit_code
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> OneLineParser:
     """The parser of ``fire_b200_test``."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="fire_b200_test",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -223,4 +225,4 @@ def _seconds(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

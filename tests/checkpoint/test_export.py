@@ -3,6 +3,8 @@ never half written.
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +182,8 @@ def test_command_line(bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("size", ["0", "-1", "5XB", "", "1e9"])
 def test_command_line_refuses_sizes_that_are_none(bf16: Path, tmp_path: Path, size: str) -> None:
-    with pytest.raises(SystemExit):
-        main([str(bf16), str(tmp_path / "x"), "--format", "native", f"--shard-size={size}"])
+    arguments = [str(bf16), str(tmp_path / "x"), "--format", "native", f"--shard-size={size}"]
+    assert main(arguments) == 2
 
 
 def test_dspark_modules_come_along(tmp_path: Path) -> None:
@@ -221,3 +223,28 @@ def test_written_tensors_are_aligned_in_any_order(tmp_path: Path) -> None:
 def test_open_checkpoint_accepts_what_was_exported(source: Path, tmp_path: Path) -> None:
     export(source, tmp_path / "x", "bf16", Dialect.HF)
     assert not open_checkpoint(tmp_path / "x").problems
+
+
+@pytest.mark.slow
+def test_sigterm_leaves_nothing_of_an_export(bf16: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from dsv4.checkpoint import export, writer\n"
+        "from dsv4.command.program import run_program\n"
+        "export.write_shards = lambda *_: (print('ready', flush=True), time.sleep(60))\n"
+        "run_program(lambda: export.main(sys.argv[1:]))"
+    )
+    arguments = [str(bf16), str(tmp_path / "x"), "--format", "native"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    unfinished = [path.name for path in tmp_path.iterdir() if path.name.startswith(".x.")]
+    assert len(unfinished) == 1
+    process.terminate()
+    assert process.communicate()[1] == "ended by SIGTERM\n"
+    assert process.returncode == 143
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".x.")] == []

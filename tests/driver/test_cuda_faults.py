@@ -17,6 +17,7 @@ from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.program import run_now
 from dsv4.launch.recording import Recording
 from dsv4.ops.tables import CUDA_TABLE
+from dsv4.command.program import leave
 import dsv4.parallel.devices, single_shot_inference
 
 KERNEL = Kernel("hyper_connection/hyper_connection_post", "hc_post", (("STREAMS", 4), ("COUNT", 8)))
@@ -45,7 +46,7 @@ def faulty(make):
 
 table = replace(CUDA_TABLE, decode=faulty(CUDA_TABLE.decode), prefill=faulty(CUDA_TABLE.prefill))
 dsv4.parallel.devices.op_table = lambda name: table
-single_shot_inference.leave(single_shot_inference.main(sys.argv[1:]))
+leave(single_shot_inference.main(sys.argv[1:]))
 """
 
 
@@ -69,13 +70,14 @@ def test_memory_that_runs_out_is_one_line_and_exit_code_2(checkpoint: Path) -> N
     """Another process has taken the memory that the plan found free: torch gets none of it."""
     script = """
 import sys, torch, single_shot_inference
+from dsv4.command.program import leave
 import dsv4.engine
 load_weights = dsv4.engine.load_weights
 def load(*arguments, **named):
     torch.cuda.set_per_process_memory_fraction(1e-5)
     return load_weights(*arguments, **named)
 dsv4.engine.load_weights = load
-single_shot_inference.leave(single_shot_inference.main(sys.argv[1:]))
+leave(single_shot_inference.main(sys.argv[1:]))
 """
     command = [sys.executable, "-c", script, "--model", str(checkpoint), "--device", "cuda"]
     result = subprocess.run(

@@ -12,7 +12,8 @@ import torch
 
 import single_shot_inference
 from dsv4 import Engine
-from dsv4.cli.faults import device_faults, out_of_memory, user_message
+from dsv4.cli.faults import device_faults, out_of_memory
+from dsv4.command.errors import user_message
 from dsv4.errors import UserError
 from dsv4.plan import DevicePlan, MemoryPlan
 from dsv4.step.direct import DirectSteps
@@ -97,7 +98,7 @@ def test_out_of_memory_names_the_device_and_what_was_planned() -> None:
         "DefaultCPUAllocator: can't allocate memory: you tried"
     )
     assert line_for(RuntimeError(message)).startswith(both)
-    assert "--prefill-chunk" in out_of_memory("", plan())
+    assert "--prefill-chunk" in out_of_memory("", plan)
 
 
 def test_errors_of_cuda_are_their_first_line(cuda_core: None) -> None:

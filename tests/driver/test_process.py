@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,24 @@ def test_ctrl_c_keeps_what_was_produced(start: Start, tmp_path: Path) -> None:
     assert report["timing"]["decode_tokens"] > 0
     assert err.decode().rstrip("\n").endswith("interrupted")
     assert err.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_however_many_end_a_run_in_order(
+    start: Start, tmp_path: Path, number: signal.Signals
+) -> None:
+    path = tmp_path / "report.json"
+    process = start(*ENDLESS, "--json", path)
+    read_some(process)
+    for _ in range(4):
+        process.send_signal(number)
+        time.sleep(0.02)
+    _, err = process.communicate()
+    assert process.returncode == 128 + number
+    assert err.decode().rstrip("\n").endswith("interrupted")
+    assert err.count(b"\n") == 1
+    assert read_json(path)["completion"]["token_ids"]
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
 
 
 def test_ctrl_c_while_starting_is_quiet() -> None:

@@ -1,11 +1,8 @@
-"""The report: rates, the summary line, and a file that is never half written."""
-
-from pathlib import Path
+"""The report: rates and the summary line."""
 
 import pytest
 
-from dsv4.cli.report import summary_line, timing, write_json
-from dsv4.errors import UserError
+from dsv4.cli.report import summary_line, timing
 from dsv4.run_stats import RunStats
 
 
@@ -27,23 +24,3 @@ def test_what_was_not_measured_has_no_rate(stats: RunStats | None) -> None:
         summary_line(measured, None, "interrupted")
         == "load 0.0 s · prefill 0 tokens · decode 0 tokens · interrupted"
     )
-
-
-def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    path.write_text("old")
-    with pytest.raises(TypeError):
-        write_json(path, {"a": object()})
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--json: .*report\.json: cannot be written"):
-        write_json(tmp_path / "gone" / "report.json", {})
-
-
-def test_text_is_readable_utf8_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    write_json(path, {"text": "漢字\n"})
-    assert path.read_text(encoding="utf-8") == '{"text": "漢字\\n"}\n'

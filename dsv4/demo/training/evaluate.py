@@ -15,6 +15,9 @@ from pathlib import Path
 
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.cli.cpu_threads import limit_cpu_threads
+from dsv4.command.flags import OneLineParser, integer
+from dsv4.command.output_file import check_output, write_output
+from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import mixture
 from dsv4.demo.training.chat import BOS, EOS, conversation
@@ -114,12 +117,14 @@ def table(results: list[TaskResult]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Command line; 0 when every bar is met, else 1."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The flags. Raises ``UserError``, also for a file that cannot be written."""
+    parser = OneLineParser(
+        prog="python -m dsv4.demo.training.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--limit", type=int, default=100, help="examples of each task")
+    parser.add_argument("--limit", type=integer(1), default=100, help="examples of each task")
     parser.add_argument(
         "--task",
         choices=mixture.MEASURED_TASKS,
@@ -132,36 +137,43 @@ def main() -> int:
     parser.add_argument(
         "--cuda-graph", choices=["split", "full"], help="decode by replaying captured graphs"
     )
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--gpus", type=integer(1, 8), default=1)
+    parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.json is not None:
+        check_output("--json", options.json)
+    return options
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """The command: 1 when a bar is missed."""
+    arguments = sys.argv[1:] if argv is None else argv
+    options = parse(arguments)
     config = EngineConfig(
-        device=arguments.device,
-        gpus=arguments.gpus,
-        compute_dtype=arguments.compute_dtype,
-        cuda_graph=arguments.cuda_graph,
+        device=options.device,
+        gpus=options.gpus,
+        compute_dtype=options.compute_dtype,
+        cuda_graph=options.cuda_graph,
     )
-    evaluator = Evaluator(arguments.model, config)
+    evaluator = Evaluator(options.model, config)
     results = []
-    for task in arguments.task or mixture.MEASURED_TASKS:
-        results.append(evaluator.measure(task, arguments.limit, arguments.seed))
+    for task in options.task or mixture.MEASURED_TASKS:
+        results.append(evaluator.measure(task, options.limit, options.seed))
         sys.stderr.write(
             f"{task}: {results[-1].exact} of {results[-1].examples}, {results[-1].seconds:.0f} s\n"
         )
     paris = knows_paris(evaluator)
     print(table(results))
     print(f"\nThe capital of France is Paris: {'yes' if paris else 'no'}")
-    if arguments.json:
-        command = " ".join(["python -m dsv4.demo.training.evaluate", *sys.argv[1:]])
-        report = {
-            **provenance(command),
-            "paris": paris,
-            "tasks": [asdict(result) for result in results],
-        }
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if options.json is not None:
+        called = " ".join(["python -m dsv4.demo.training.evaluate", *arguments])
+        tasks = [asdict(result) for result in results]
+        report = {**provenance(called), "paris": paris, "tasks": tasks}
+        write_output("--json", options.json, json.dumps(report, indent=2) + "\n")
     return 0 if paris and all(result.passed for result in results) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

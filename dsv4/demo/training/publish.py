@@ -19,6 +19,8 @@ from torch import Tensor
 
 from dsv4.checkpoint.export import export
 from dsv4.checkpoint.names import Dialect
+from dsv4.command.flags import OneLineParser
+from dsv4.command.program import command, run_program
 from dsv4.demo.training import fast_forward, weights
 from dsv4.demo.training.data import BatchShape, Request, training_batch
 from dsv4.demo.training.fast_attention import Options
@@ -115,9 +117,10 @@ def publish(run: Path, destination: Path) -> None:
     file.chmod(0o644)
 
 
-def main() -> None:
+@command
+def main() -> int:
     """Command line: run folder, new folder."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path)
@@ -127,7 +130,8 @@ def main() -> None:
     size = sum(file.stat().st_size for file in arguments.destination.iterdir())
     vocabulary = Tokenizer.from_file(str(TOKENIZER)).get_vocab_size()
     print(f"{arguments.destination}: {size} bytes, vocabulary {vocabulary}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -18,6 +18,7 @@ import collections
 import math
 import multiprocessing
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.pool import Pool
@@ -28,6 +29,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from dsv4.command.flags import OneLineParser
+from dsv4.command.program import command
 from dsv4.demo.training import data, mixture, weights
 from dsv4.demo.training.data import BatchShape, Request
 from dsv4.demo.training.trainer import LONG, PHASES, TOKENIZER, Phase, Trainer
@@ -149,9 +152,10 @@ def save(trainer: Trainer, batches: dict[str, Tensor], out: Path) -> None:
     weights.save_shards(trainer.state(), out)
 
 
-def main() -> None:
+@command
+def main() -> int:
     """Command line: phases with their minutes, folders."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("phases", nargs="+", metavar="PHASE:MINUTES")
@@ -165,7 +169,8 @@ def main() -> None:
     args = parser.parse_args()
     with multiprocessing.get_context("fork").Pool(args.workers) as pool:
         run(args, pool)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())  # Not run_program: the workers would inherit its signal handlers.

@@ -4,13 +4,13 @@ import io
 
 import pytest
 
-from dsv4.cli.progress import BAR_CELLS, ERASE_LINE, GIGABYTES, TOKENS, ProgressBar, Unit
+from dsv4.command.progress import BAR_CELLS, ERASE_LINE, GIGABYTES, TOKENS, ProgressBar, Unit
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("dsv4.cli.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dsv4.command.progress.time.monotonic", lambda: now[0])
     return now
 
 

@@ -1,0 +1,3 @@
+"""What all commands share: flags, errors in one line, exit codes, signals, output files, progress
+(docs/commands.md).
+"""

@@ -1,0 +1,67 @@
+"""Bad input to any command: one line and exit code 2, before anything long begins."""
+
+from collections.abc import Callable
+
+import pytest
+
+import dsv4.bench.__main__ as bench
+from dsv4.bench import plot
+from dsv4.checkpoint import export
+from dsv4.demo import CHECKPOINT
+from dsv4.demo.training import evaluate
+from dsv4.validate import cosine, graph_readiness, harness
+
+MAINS = {
+    "bench": bench.main,
+    "plot": plot.main,
+    "export": export.main,
+    "evaluate": evaluate.main,
+    "cosine": cosine.main,
+    "graph_readiness": graph_readiness.main,
+    "fire_b200_test": harness.main,
+}
+
+
+@pytest.mark.parametrize("command", MAINS)
+def test_an_unknown_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert MAINS[command](["--nonsense"]) == 2
+    assert_one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("evaluate --model /nonexistent", "/nonexistent: no such folder"),
+        ("evaluate --cuda-graph full", "--cuda-graph full: found no CUDA device"),
+        ("evaluate --gpus 2", "--gpus: found 2"),
+        ("evaluate --limit 0", "--limit: found '0', expected an integer from 1"),
+        ("evaluate --json /nonexistent/x", "--json: /nonexistent/x: its folder does not exist"),
+        ("cosine --random-tokens -1", "--random-tokens: found '-1'"),
+        ("cosine --cuda-graph full --device cpu", "--cuda-graph full: found the torch ops"),
+        ("cosine --json /nonexistent/x", "--json: /nonexistent/x: its folder does not exist"),
+        ("cosine --svg /nonexistent/x", "--svg: /nonexistent/x: its folder does not exist"),
+        ("cosine --prompt a --random-tokens 2", "--prompt: found together with --random-tokens"),
+        ("cosine --reference transformers --reference-device cuda", "--reference-device: found"),
+        ("bench engine --decode-tokens 0", "--decode-tokens: found '0'"),
+        ("bench engine --repeats 0", "--repeats: found '0'"),
+        ("bench engine --out /nonexistent/x", "--out: /nonexistent/x: its folder does not exist"),
+        ("graph_readiness --static-only --gpus 2", "--gpus: found together with --static-only"),
+        ("graph_readiness --static-only --json /", "--json: /: found a folder"),
+        ("fire_b200_test dsv4 n /dev/full", "LOG: /dev/full: cannot be written (No space left"),
+        ("plot /nonexistent", "/nonexistent: No such file or directory"),
+        (f"export {CHECKPOINT} /proc/x --format bf16", "/proc"),
+    ],
+)
+def test_bad_input(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *arguments = line.split()
+    main: Callable[[list[str]], int] = MAINS[command]
+    assert main(arguments) == 2
+    assert f"error: {message}" in assert_one_line(capsys)
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
