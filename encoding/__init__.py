@@ -1,9 +1,12 @@
 """Strings only: DeepSeek-V4 prompts and completions, and the tokenizer. Needs neither torch nor
 `dsv4`.
+
+Its modules import one another relatively: the package is also loaded as `dsv4.encoding`, the name
+that the folder `encoding/` of a checkpoint in the current directory cannot take.
 """
 
-from encoding.chat_file import load_messages, messages_of_request
-from encoding.completion import (
+from .chat_file import load_messages, messages_of_request
+from .completion import (
     Completion,
     ContentDelta,
     Event,
@@ -12,14 +15,15 @@ from encoding.completion import (
     ToolCallEnd,
     ToolCallStart,
 )
-from encoding.control_tokens import neutralize
-from encoding.deepseek_v4_encoding import encode_messages, parse_message_from_completion_text
-from encoding.reasoning_effort import detect_profile, fold_reasoning_effort
-from encoding.streaming_parser import StreamingParser
-from encoding.tokenizer import IncrementalDecoder, Tokenizer
-from encoding.tolerant_parser import parse_completion
+from .control_tokens import EOS, neutralize
+from .deepseek_v4_encoding import encode_messages, parse_message_from_completion_text
+from .reasoning_effort import detect_profile, fold_reasoning_effort
+from .streaming_parser import StreamingParser
+from .tokenizer import IncrementalDecoder, Tokenizer
+from .tolerant_parser import parse_completion
 
 __all__ = [
+    "EOS",
     "Completion",
     "ContentDelta",
     "Event",

@@ -1,6 +1,6 @@
 """Collects what a completion holds, as events and as the final message."""
 
-from encoding.completion import (
+from .completion import (
     Completion,
     ContentDelta,
     Event,

@@ -7,12 +7,12 @@ results, tool schemas, names and arguments of earlier calls) are neutralised by 
 
 from dataclasses import replace
 
-from encoding.control_tokens import BOS, THINK_CLOSE, THINK_OPEN
-from encoding.messages import Message, parse_messages
-from encoding.preprocess import drop_old_reasoning, merge_user_turns, sort_tool_results
-from encoding.reasoning_effort import effort_prefix
-from encoding.render import Piece, Rendering, join_pieces, render_messages
-from encoding.strict_parser import parse_message_from_completion_text
+from .control_tokens import BOS, THINK_CLOSE, THINK_OPEN
+from .messages import Message, parse_messages
+from .preprocess import drop_old_reasoning, merge_user_turns, sort_tool_results
+from .reasoning_effort import effort_prefix
+from .render import Piece, Rendering, join_pieces, render_messages
+from .strict_parser import parse_message_from_completion_text
 
 __all__ = ["encode_messages", "parse_message_from_completion_text"]
 

@@ -9,7 +9,7 @@ The prescribed tags are `<｜DSML｜tool_calls>`, `<｜DSML｜invoke name="f">`,
 import re
 from dataclasses import dataclass
 
-from encoding.control_tokens import DSML, EOS
+from .control_tokens import DSML, EOS
 
 TAG_NAMES = ("tool_calls", "invoke", "parameter")
 # A tag is at most this long, so that a stray marker never holds text back for long.

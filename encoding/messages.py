@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from encoding.control_tokens import TASK_TOKENS
+from .control_tokens import TASK_TOKENS
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ reasoning.
 
 from dataclasses import replace
 
-from encoding.messages import Message, ToolResult
+from .messages import Message, ToolResult
 
 _ROLES_ALWAYS_KEPT = ("user", "system", "tool", "latest_reminder", "direct_search_results")
 

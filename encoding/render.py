@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from encoding.control_tokens import (
+from .control_tokens import (
     ASSISTANT,
     DSML,
     EOS,
@@ -23,8 +23,8 @@ from encoding.control_tokens import (
     neutralize,
     neutralize_tool_result,
 )
-from encoding.messages import Message, ToolCall, ToolResult, to_json
-from encoding.preprocess import last_user_index
+from .messages import Message, ToolCall, ToolResult, to_json
+from .preprocess import last_user_index
 
 _TOOLS_BEFORE_SCHEMAS = f"""## Tools
 

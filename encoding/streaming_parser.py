@@ -30,14 +30,14 @@ text_in_tool_call           left out
 
 import re
 
-from encoding.completion import Completion, Event
-from encoding.completion_builder import CompletionBuilder
-from encoding.control_tokens import BOS, DSML, EOS, THINK_CLOSE, THINK_OPEN
-from encoding.dsml_tags import MARKED_STARTS, Tag, may_become_tag, read_tag
-from encoding.messages import parse_tools
-from encoding.scanner import Scanner
-from encoding.tool_block_parser import ToolBlockParser
-from encoding.tool_call_builder import declared_parameters
+from .completion import Completion, Event
+from .completion_builder import CompletionBuilder
+from .control_tokens import BOS, DSML, EOS, THINK_CLOSE, THINK_OPEN
+from .dsml_tags import MARKED_STARTS, Tag, may_become_tag, read_tag
+from .messages import parse_tools
+from .scanner import Scanner
+from .tool_block_parser import ToolBlockParser
+from .tool_call_builder import declared_parameters
 
 _UNMARKED_BLOCK = "<tool_calls>"
 _CALL_AFTER_UNMARKED_BLOCK = re.compile(r"\s{0,16}<(?:[｜|]DSML[｜|])?invoke\s")

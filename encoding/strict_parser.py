@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from encoding.control_tokens import BOS, DSML, EOS, THINK_CLOSE, THINK_OPEN
+from .control_tokens import BOS, DSML, EOS, THINK_CLOSE, THINK_OPEN
 
 _BLOCK_OPEN = f"\n\n<{DSML}tool_calls"
 _BLOCK_CLOSE = f"</{DSML}tool_calls>"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tokenizers
 
-from encoding.control_tokens import BOS, EOS
+from .control_tokens import BOS, EOS
 
 
 class Tokenizer:

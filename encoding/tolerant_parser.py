@@ -1,7 +1,7 @@
 """Completion text → message, for text as models really write it (model.md#parsing)."""
 
-from encoding.completion import Completion
-from encoding.streaming_parser import StreamingParser
+from .completion import Completion
+from .streaming_parser import StreamingParser
 
 
 def parse_completion(text: str, thinking_mode: str, tools: list[dict] | None = None) -> Completion:

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from encoding.completion_builder import CompletionBuilder
-from encoding.dsml_tags import MAX_START_CHARACTERS, Tag, find_tag_start, may_become_tag, read_tag
-from encoding.scanner import Scanner
-from encoding.tool_call_builder import ToolCallBuilder
+from .completion_builder import CompletionBuilder
+from .dsml_tags import MAX_START_CHARACTERS, Tag, find_tag_start, may_become_tag, read_tag
+from .scanner import Scanner
+from .tool_call_builder import ToolCallBuilder
 
 _UNMARKED_CLOSE = "</parameter>"
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 
-from encoding.strict_parser import is_json
+from .strict_parser import is_json
 
 # Names under which models wrap all arguments of a call in one parameter.
 _WRAPPERS = ("arguments", "input")

@@ -47,6 +47,8 @@ ABOVE_THE_MODEL = (
     "dsv4.step",
     "dsv4.sampling",
 )
+# Everything else imports dsv4.encoding: the current directory may hold another folder encoding/.
+FINDS_ENCODING = ("dsv4/encoding.py",)
 # Not in the wheel, so that only it may import itself.
 WITHOUT_WHEEL = ("dsv4.demo.training",)
 # A module under the prefix imports nothing of dsv4 except itself and the listed prefixes ...
@@ -214,6 +216,8 @@ def wrong_imports(source: Source) -> Iterator[tuple[int, str]]:
             module, ("torch", "numpy", "transformers")
         ):
             yield line, f"encoding must not import {module}"
+        if is_under(module, ("encoding",)) and source.path not in FINDS_ENCODING:
+            yield line, f"a checkpoint's folder could take the place of {module}"
 
 
 RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {
@@ -282,6 +286,8 @@ def test_rule(name: str) -> None:
             "encoding/tokenizer.py",
             "from dsv4.errors import UserError",
         ),
+        ("dependencies_point_one_way", "dsv4/cli/prompt.py", "from encoding import Tokenizer"),
+        ("dependencies_point_one_way", "encoding/render.py", "from encoding import Tokenizer"),
     ],
 )
 def test_rule_finds_what_it_forbids(name: str, path: str, text: str) -> None:

@@ -9,6 +9,7 @@ from dsv4.cli.arguments import engine_config
 from dsv4.cli.generation_defaults import eos_token_ids, read_generation_config, sampling_params
 from dsv4.cli.prompt import Prompt, build_prompt, load_tokenizer
 from dsv4.config import ModelConfig
+from dsv4.encoding import Tokenizer
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
@@ -16,7 +17,6 @@ from dsv4.measure.graph_profile import GraphProfile
 from dsv4.measure.op_profile import OpProfile
 from dsv4.plan import DEFAULT_MAX_CONTEXT
 from dsv4.sampling import SamplingParams
-from encoding import Tokenizer
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

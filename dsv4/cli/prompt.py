@@ -11,14 +11,14 @@ from dsv4.cli.flags import DEFAULT_PROMPT
 from dsv4.cli.stream import text_of
 from dsv4.cli.token_id_file import read_token_ids
 from dsv4.config import ModelConfig
-from dsv4.errors import UserError
-from encoding import (
+from dsv4.encoding import (
     Tokenizer,
     detect_profile,
     encode_messages,
     fold_reasoning_effort,
     load_messages,
 )
+from dsv4.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from encoding import (
+from dsv4.encoding import (
+    EOS,
     ContentDelta,
     Event,
     IncrementalDecoder,
@@ -14,7 +15,6 @@ from encoding import (
     ToolCallEnd,
     parse_completion,
 )
-from encoding.control_tokens import EOS
 
 DIM = "\x1b[2m"
 RESET = "\x1b[0m"

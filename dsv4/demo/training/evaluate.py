@@ -21,8 +21,8 @@ from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import mixture
 from dsv4.demo.training.chat import BOS, EOS, conversation
+from dsv4.encoding import Tokenizer
 from dsv4.measure.provenance import provenance
-from encoding import Tokenizer
 
 SHORT_BAR = 0.95
 OTHER_BARS = {"recall_128": 0.9, "recall_512": 0.9, "recall_2000": 0.8, "tools_recipient": 0.0}
