@@ -19,6 +19,8 @@ MANY_PARAMETERS = {("encoding/deepseek_v4_encoding.py", "encode_messages")}
 # Functions of as many tensors as are noted with them; torch.compile's result has no signature.
 ANY_NUMBER_OF_TENSORS = ("dsv4/launch/recording.py", "dsv4/demo/training/fast_forward.py")
 MAY_HAVE_MANY_PARAMETERS = (CUTEDSL, "dsv4/demo/training/sinkhorn.py")
+MAY_TAKE_THE_DEFAULT_DTYPE = ("dsv4/bench/", "dsv4/demo/", "dsv4/measure/", "dsv4/validate/")
+FLOAT_FACTORIES = {"tensor", "empty", "zeros", "ones", "full", "rand", "randn", "eye", "linspace"}
 MAPPING_WRITES = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
 ENVIRONMENTS = {"os.environ", "os.environb", "environ", "environb"}
 
@@ -158,6 +160,16 @@ def unnamed_signatures(source: Source) -> Iterator[tuple[int, str]]:
                         yield field.lineno, f"{ast.unparse(field)}: name the signature"
 
 
+def tensors_of_the_default_dtype(source: Source) -> Iterator[tuple[int, str]]:
+    """New tensors without a dtype: theirs is what the caller's process has as its default."""
+    if source.path.rpartition("/")[2].startswith("bench"):
+        return
+    for call, name in calls(source):
+        new = name in FLOAT_FACTORIES and ast.unparse(call.func) == f"torch.{name}"
+        if new and not any(keyword.arg == "dtype" for keyword in call.keywords):
+            yield call.lineno, f"torch.{name} without dtype"
+
+
 RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {
     "no_hasattr_or_getattr_with_default": (optional_state, ()),
     "no_broad_except": (broad_handlers, ()),
@@ -171,6 +183,7 @@ RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {
     "one_assignment_per_statement": (several_assignments, ()),
     "functions_have_few_parameters": (many_parameters, MAY_HAVE_MANY_PARAMETERS),
     "callable_fields_name_their_signature": (unnamed_signatures, ANY_NUMBER_OF_TENSORS),
+    "new_tensors_name_their_dtype": (tensors_of_the_default_dtype, MAY_TAKE_THE_DEFAULT_DTYPE),
 }
 
 
@@ -216,6 +229,7 @@ def test_rule(name: str) -> None:
             "@dataclass(frozen=True)\nclass A:\n    f: Callable[..., int] | None = None",
         ),
         ("callable_fields_name_their_signature", "class A(NamedTuple):\n    f: Callable[..., int]"),
+        ("new_tensors_name_their_dtype", "torch.zeros(3, device=device)"),
     ],
 )
 def test_rule_finds_what_it_forbids(name: str, text: str) -> None:

@@ -40,7 +40,9 @@ class CompressorRing:
         (``MAX_TAKEN_BACK``).
         """
         slots = history_tokens(ratio) + MAX_TAKEN_BACK
-        return cls(*(torch.zeros((slots, width), device=device) for _ in range(2)))
+        return cls(
+            *(torch.zeros((slots, width), dtype=torch.float32, device=device) for _ in range(2))
+        )
 
     @property
     def nbytes(self) -> int:

@@ -32,7 +32,11 @@ def convert(weights: list[QuantTensor], format: QuantFormat) -> list[QuantTensor
 def _quantize_together(values: list[torch.Tensor]) -> list[QuantTensor]:
     # An all-zero matrix has the neutral scale 1, which must not decide for the others.
     scales = [nvfp4_global_scale(value) for value in values if bool(value.any())]
-    shared = torch.stack(scales).amax() if scales else torch.tensor(1.0, device=values[0].device)
+    shared = (
+        torch.stack(scales).amax()
+        if scales
+        else torch.tensor(1.0, dtype=torch.float32, device=values[0].device)
+    )
     return [quantize(value, QuantFormat.NVFP4, shared) for value in values]
 
 
@@ -59,7 +63,9 @@ def _cast_mxfp4(weights: list[QuantTensor]) -> list[QuantTensor] | None:
     lowest = highest - _E4M3_EXPONENT_SPAN
     if in_use.numel() and int(in_use.min()) < lowest:
         return None
-    global_scale = torch.tensor(2.0 ** (highest - _E4M3_MAX_EXPONENT), device=weights[0].device)
+    global_scale = torch.tensor(
+        2.0 ** (highest - _E4M3_MAX_EXPONENT), dtype=torch.float32, device=weights[0].device
+    )
     casts = []
     for weight, exponent in zip(weights, exponents, strict=True):
         shifted = exponent.clamp(lowest, highest) - highest + _E4M3_MAX_EXPONENT

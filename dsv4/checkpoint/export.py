@@ -118,7 +118,7 @@ class _Converted:
     def input_scale(self, parameter: Parameter, expert: int | None) -> Tensor | None:
         stored = self._found[parameter.name]
         if stored.format is not QuantFormat.NVFP4:
-            return torch.tensor(1.0)
+            return torch.tensor(1.0, dtype=torch.float32)
         if "input_scale" not in stored.parts:
             return None
         name = stored.parts["input_scale"].names[expert or 0]

@@ -176,7 +176,7 @@ class _InMemory:
         return weight
 
     def input_scale(self, parameter: Parameter, expert: int | None) -> Tensor | None:
-        return torch.tensor(1.0)
+        return torch.tensor(1.0, dtype=torch.float32)
 
     def fp8_scale_dtype(self, parameter: Parameter) -> torch.dtype:
         return torch.float8_e8m0fnu
@@ -188,9 +188,10 @@ def _random_plain(
     shape = parameter.shape
     device = generator.device
     if parameter.role is Role.TABLE:
-        rows = torch.rand((shape[0], config.n_routed_experts), generator=generator, device=device)
+        size = (shape[0], config.n_routed_experts)
+        rows = torch.rand(size, generator=generator, device=device, dtype=torch.float32)
         return rows.argsort(dim=-1)[:, : shape[1]].contiguous()
-    noise = torch.randn(shape, generator=generator, device=device)
+    noise = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
     if parameter.role is Role.NORM:
         return (1 + 0.1 * noise).to(torch.float32 if layout == "f32" else torch.bfloat16)
     if parameter.name.endswith("_fn"):
@@ -233,5 +234,7 @@ def _random_matrix(
             data, exponent_to_e8m0(steps + round(math.log2(std / _E2M1_RMS))), None, format, shape
         )
     block_scale = torch.exp2(steps.float()).to(torch.float8_e4m3fn)
-    total = torch.full(packed["global_scale"] or (), std / _E2M1_RMS, device=device)
+    total = torch.full(
+        packed["global_scale"] or (), std / _E2M1_RMS, dtype=torch.float32, device=device
+    )
     return QuantTensor(data, block_scale, total, format, shape)

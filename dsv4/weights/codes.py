@@ -26,7 +26,9 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     high nibble.
     """
     table = torch.tensor(
-        _E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES), device=packed.device
+        _E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES),
+        dtype=torch.float32,
+        device=packed.device,
     )
     codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
     return table[codes.to(torch.int32)]

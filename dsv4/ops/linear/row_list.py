@@ -156,7 +156,7 @@ def _join_formats(
         first += start
         parts.append(part)
     shape = ProductShape(tuple(formats), tuple(part.tiles for part in parts), packed[0].shape[1])
-    one = torch.ones((), device=device)
+    one = torch.ones((), dtype=torch.float32, device=device)
     global_scale = _join_tensors([(one if scale is None else scale).view(1) for scale in scales])
     rows = torch.tensor(table, dtype=torch.int32).to(device)
     return ListLaunch(tuple(parts), shape, rows, global_scale)
