@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,6 +13,7 @@ from dsv4.config import ModelConfig
 from dsv4.decode import CUDAGraphDecoder, build_decoder
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.generation import Request, Run
 from dsv4.launch.compiler import compile_ahead
 from dsv4.layers.weights import ReadOnce, Weights
 from dsv4.limits import MAX_DECODE_TOKENS
@@ -24,18 +23,22 @@ from dsv4.ops.tables import DirectTable, Table
 from dsv4.parallel.devices import table_on, with_device_defaults
 from dsv4.parallel.placement import Placement
 from dsv4.plan import MemoryPlan, max_context_tokens
-from dsv4.run_stats import FinishReason, RunStats
+from dsv4.run_stats import RunStats
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.step.chunks import run_chunks, split_ids
 from dsv4.step.direct import DirectSteps
 from dsv4.step.steps import RecordedSteps
-from dsv4.token_ids import check_ids
+from dsv4.token_ids import check_ids, check_integer
 
 Progress = Callable[[int, int], None]
 
 
 class Engine:
-    """One model and the state of one sequence. Not thread safe."""
+    """One model and the state of one sequence. Not thread safe.
+
+    Every call that changes the sequence ends a ``generate`` that is under way. Steps compute in
+    inference mode; what the engine returns is copied outside it, so that callers may change it.
+    """
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class Engine:
                 raise UserError("EngineConfig.cuda_graph: found the torch ops, expected 'cuda'")
             self.decoder = build_decoder(engine_config.cuda_graph, self.steps, self.max_context)
         self.last_run: RunStats | None = None
+        self._run: Run | None = None
 
     @classmethod
     def load(
@@ -127,22 +131,22 @@ class Engine:
 
     def reset(self) -> None:
         """Starts a new sequence: nothing of the previous one is visible to it."""
+        self._end_run()
         self.state.set_position(0)
 
     def rewind(self, tokens: int) -> None:
         """Takes back the last ``tokens`` tokens, e.g. rejected draft tokens: at most 8 behind the
         furthest position that this sequence has reached, because the rings remember no more.
         """
-        limit = self.state.undoable_tokens
-        if not 0 <= tokens <= limit:
-            raise ValueError(f"tokens: found {tokens}, expected 0 to {limit}")
-        self.state.set_position(self.position - tokens)
+        self._end_run()
+        taken_back = check_integer("tokens", tokens, 0, self.state.undoable_tokens)
+        self.state.set_position(self.position - taken_back)
 
-    @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Tensor:
         """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32
         ``[V]``.
         """
+        self._end_run()
         token_ids = self._checked(token_ids)
         hidden_TE = self._prefill(token_ids, progress)
         return self.steps.logits(hidden_TE[-1:])[0].clone()
@@ -152,7 +156,6 @@ class Engine:
         ahead = 2 * len(self.state.devices)
         return run_chunks(self.steps, self._chunks(token_ids, None), ahead, progress)
 
-    @torch.inference_mode()
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """Appends 1 to 8 tokens in one step; returns float32 ``[T, V]``, row t the logits after
         token t.
@@ -160,6 +163,7 @@ class Engine:
         With ``cuda_graph`` a step of as many tokens as were captured (1) replays; others run
         eagerly.
         """
+        self._end_run()
         token_ids = self._checked(token_ids)
         if len(token_ids) > MAX_DECODE_TOKENS:
             raise ValueError(
@@ -169,7 +173,6 @@ class Engine:
             return self.decoder.replay(token_ids, self.position).clone()
         return self.steps.decode(token_ids).clone()
 
-    @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None) -> Tensor:
         """Teacher-forced logits of a fresh sequence at all positions, float32 ``[T, V]``.
 
@@ -180,7 +183,6 @@ class Engine:
         chunks = self._chunks(token_ids, chunk_sizes)
         return torch.cat([self.steps.logits(self.steps.run(chunk)).clone() for chunk in chunks])
 
-    @torch.inference_mode()
     def trace(self, token_ids: Sequence[int]) -> dict[str, Tensor | list[Tensor]]:
         """The values inside the model on a fresh sequence, for layer-by-layer comparison.
 
@@ -219,48 +221,38 @@ class Engine:
 
         ``stop_token_ids`` defaults to the model's EOS ids. ``last_run`` holds the statistics once
         the iterator ends, also when the caller closes it early. Raises ``UserError`` for a prompt
-        that does not fit and ``FloatingPointError`` when a logit is NaN.
+        that does not fit and for wrong arguments, ``FloatingPointError`` when a logit is NaN, and
+        ``RuntimeError`` when the sequence was changed by another call since the last token.
         """
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise UserError(
-                f"max_new_tokens: found {max_new_tokens!r}, expected an integer of at least 1"
-            )
-        stops = frozenset(self.config.eos_token_ids if stop_token_ids is None else stop_token_ids)
-        sampler = Sampler(sampling or SamplingParams())
         self.reset()
+        prompt = self._checked(token_ids)
         return self._generate(
-            self._checked(token_ids), max_new_tokens, sampler, stops, prefill_progress
+            Request.checked(
+                self.config, prompt, max_new_tokens, sampling, stop_token_ids, prefill_progress
+            )
         )
 
-    def _generate(
-        self,
-        token_ids: Sequence[int],
-        max_new_tokens: int,
-        sampler: Sampler,
-        stops: frozenset[int],
-        prefill_progress: Progress | None,
-    ) -> Generator[int, None, None]:
-        # The caller may have used the engine between making this generator and asking it for the
-        # first token.
-        self.reset()
+    def _generate(self, request: Request) -> Generator[int, None, None]:
+        self.reset()  # The engine may have been used since this generator was made.
         started = time.perf_counter()
-        with torch.inference_mode():
-            hidden_TE = self._prefill(list(token_ids), prefill_progress)
-            first = self.steps.first_token(sampler, hidden_TE)
-        prefilled = time.perf_counter()
-        steps = min(max_new_tokens - 1, self.max_context - len(token_ids))
-        reason: FinishReason = "length" if steps == max_new_tokens - 1 else "context"
+        hidden_TE = self._prefill(request.token_ids, request.progress)
+        first = self.steps.first_token(request.sampler, hidden_TE)
+        seconds = time.perf_counter() - started
+        steps = request.most_steps(self.max_context)
+        following = self.following(first, request.sampler, steps, self.decoder)
+        run = Run(request, seconds, first, following)
+        self._run = run
         try:
-            with closing(self.following(first, sampler, steps, self.decoder)) as following:
-                for token in chain((first,), following):
-                    if token in stops:
-                        reason = "stop"
-                        break
-                    yield token
+            yield from run.tokens()
         finally:
-            seconds = time.perf_counter() - prefilled
-            steps = self.position - len(token_ids)
-            self.last_run = RunStats(len(token_ids), prefilled - started, steps, seconds, reason)
+            if self._run is run:
+                self._end_run()
+                self.last_run = run.stats(self.position)
+
+    def _end_run(self) -> None:
+        if self._run is not None:
+            self._run.end()
+            self._run = None
 
     def following(
         self, token: int, sampler: Sampler, steps: int, decoder: CUDAGraphDecoder | None

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "context"]
+# "interrupted": closed by the caller, or ended by an error, before its end.
+FinishReason = Literal["stop", "length", "context", "interrupted"]
 
 
 @dataclass(frozen=True)

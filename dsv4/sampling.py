@@ -58,6 +58,9 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams) -> None:
+        """Raises ``UserError`` for anything but ``SamplingParams``."""
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"sampling: found {shorten(params)}, expected SamplingParams(...)")
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
 

@@ -1,4 +1,4 @@
-"""The check of token ids that a caller gives."""
+"""Checks of the integers and token ids that a caller gives."""
 
 import operator
 from collections.abc import Iterable
@@ -6,15 +6,41 @@ from collections.abc import Iterable
 from dsv4.errors import UserError, shorten
 
 
-def check_ids(token_ids: Iterable[int], vocab_size: int) -> list[int]:
-    """The ids as a list. Raises ``UserError`` for no ids and for ids outside the vocabulary."""
+def check_ids(
+    token_ids: Iterable[int], vocab_size: int, name: str = "token_ids", at_least: int = 1
+) -> list[int]:
+    """The ids as a list of ``at_least`` so many. Raises ``UserError`` that begins with ``name``,
+    also for ids outside the vocabulary.
+    """
     try:
-        checked = [operator.index(token) for token in token_ids]
+        checked = [_index(token) for token in token_ids]
     except TypeError:
-        raise UserError(f"token_ids: found {shorten(token_ids)}, expected integers") from None
-    if not checked:
-        raise UserError("token_ids: found none, expected at least 1")
+        raise UserError(f"{name}: found {shorten(token_ids)}, expected integers") from None
+    if len(checked) < at_least:
+        raise UserError(f"{name}: found none, expected at least {at_least}")
     for token in checked:
         if not 0 <= token < vocab_size:
-            raise UserError(f"token_ids: found {token}, expected ids from 0 to {vocab_size - 1}")
+            raise UserError(f"{name}: found {token}, expected ids from 0 to {vocab_size - 1}")
     return checked
+
+
+def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    """The value as an int from ``low`` to ``high``; integers of numpy are some, booleans are none.
+    Raises ``UserError``.
+    """
+    expected = (
+        f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    )
+    try:
+        number = _index(value)
+    except TypeError:
+        raise UserError(f"{name}: found {shorten(value)}, expected {expected}") from None
+    if number < low or (high is not None and number > high):
+        raise UserError(f"{name}: found {number}, expected {expected}")
+    return number
+
+
+def _index(value: object) -> int:
+    if isinstance(value, bool):
+        raise TypeError("a boolean is no number")
+    return operator.index(value)  # type: ignore[arg-type]

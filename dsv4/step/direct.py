@@ -79,11 +79,13 @@ class DirectSteps:
         """``run`` that shows every named value, on the host, as it is computed."""
         return self._run(token_ids, seen, logits=False).hidden_TE
 
+    @torch.inference_mode()
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """float32 ``[T, V]`` of final hidden states."""
         with self._head_part("head") as ops:
             return self.model.head.logits(ops, hidden_TE)
 
+    @torch.inference_mode()
     def sample(self, sampler: Sampler, logits_V: Tensor) -> int:
         """The token that follows, chosen by ``sampler``. Raises ``FloatingPointError`` for NaN."""
         self._sampler.load(sampler)

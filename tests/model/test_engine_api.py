@@ -161,6 +161,7 @@ def test_closing_the_iterator_early_keeps_the_statistics(engine: Engine) -> None
     run.close()
     assert engine.last_run is not None
     assert engine.last_run.decode_tokens == 2
+    assert engine.last_run.finish_reason == "interrupted"
     assert engine.last_run.prefill_seconds > 0
 
 

@@ -151,17 +151,17 @@ def test_rewinding_further_than_the_rings_remember_is_refused() -> None:
     engine = tiny_engine()
     engine.prefill(random_ids(30))
     for tokens in (-1, 9):
-        with pytest.raises(ValueError, match="expected 0 to 8"):
+        with pytest.raises(ValueError, match="from 0 to 8"):
             engine.rewind(tokens)
     engine.rewind(5)
-    with pytest.raises(ValueError, match="expected 0 to 6"):
+    with pytest.raises(ValueError, match="from 0 to 6"):
         engine.rewind(7)
     engine.decode(random_ids(2))
-    with pytest.raises(ValueError, match="expected 0 to 8"):
+    with pytest.raises(ValueError, match="from 0 to 8"):
         engine.rewind(9)
     engine.reset()
     engine.prefill(random_ids(3))
-    with pytest.raises(ValueError, match="expected 0 to 3"):
+    with pytest.raises(ValueError, match="from 0 to 3"):
         engine.rewind(4)
     engine.rewind(3)
     assert engine.position == 0

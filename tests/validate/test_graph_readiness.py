@@ -214,9 +214,8 @@ def test_eager_steps_that_fail_are_a_failed_check_and_the_last_one(engine: Engin
 
 def test_an_error_names_the_line_of_the_package() -> None:
     def action() -> str:
-        return str(
-            Engine.rewind(cast(Any, SimpleNamespace(state=SimpleNamespace(undoable_tokens=0))), 1)
-        )
+        fresh = SimpleNamespace(state=SimpleNamespace(undoable_tokens=0), _end_run=lambda: None)
+        return str(Engine.rewind(cast(Any, fresh), 1))
 
     with pytest.raises(ValueError, match="tokens: found 1"):
         attempt("a user error is no check", action)

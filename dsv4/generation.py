@@ -1,0 +1,95 @@
+"""What ``Engine.generate`` is asked for, and the run of tokens that it becomes."""
+
+import time
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+from dsv4.config import ModelConfig
+from dsv4.run_stats import FinishReason, RunStats
+from dsv4.sampling import Sampler, SamplingParams
+from dsv4.token_ids import check_ids, check_integer
+
+
+@dataclass(frozen=True)
+class Request:
+    """The checked arguments of ``Engine.generate``. ``progress(done, total)``: of the prompt."""
+
+    token_ids: list[int]
+    max_new_tokens: int
+    sampler: Sampler
+    stops: frozenset[int]
+    progress: Callable[[int, int], None] | None
+
+    @classmethod
+    def checked(
+        cls,
+        config: ModelConfig,
+        token_ids: list[int],
+        max_new_tokens: int,
+        sampling: SamplingParams | None,
+        stop_token_ids: Iterable[int] | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> "Request":
+        """``token_ids`` are checked already. ``sampling`` and ``stop_token_ids`` None: the model's
+        own. Raises ``UserError``.
+        """
+        stops = config.eos_token_ids if stop_token_ids is None else stop_token_ids
+        return cls(
+            token_ids,
+            check_integer("max_new_tokens", max_new_tokens, 1),
+            Sampler(SamplingParams() if sampling is None else sampling),
+            frozenset(check_ids(stops, config.vocab_size, "stop_token_ids", at_least=0)),
+            progress,
+        )
+
+    def most_steps(self, max_context: int) -> int:
+        """Decode steps until the limit or the context's end: the first token needs none."""
+        return min(self.max_new_tokens - 1, max_context - len(self.token_ids))
+
+
+class Run:
+    """Tokens that an engine is giving out."""
+
+    def __init__(
+        self,
+        request: Request,
+        prefill_seconds: float,
+        first: int,
+        following: Generator[int, None, None],
+    ) -> None:
+        """``first`` comes of the prompt, ``following`` of one decode step each."""
+        self._request = request
+        self._prefill_seconds = prefill_seconds
+        self._prefilled = time.perf_counter()
+        self._first = first
+        self._following = following
+        self._reason: FinishReason = "interrupted"
+        self._ended = False
+
+    def tokens(self) -> Generator[int, None, None]:
+        """Yields tokens up to a stop token. Raises ``RuntimeError`` behind ``end``."""
+        given = 0
+        for token in chain((self._first,), self._following):
+            if token in self._request.stops:
+                self._reason = "stop"
+                return
+            yield token
+            given += 1
+            if self._ended:
+                raise RuntimeError(
+                    "generate: the engine was used for something else since the last token, "
+                    "which ended this sequence"
+                )
+        self._reason = "length" if given == self._request.max_new_tokens else "context"
+
+    def end(self) -> None:
+        """Takes back the steps that were queued ahead: the engine is wanted for something else."""
+        self._following.close()
+        self._ended = True
+
+    def stats(self, position: int) -> RunStats:
+        """How it went, once it has ended at ``position``."""
+        prompt = len(self._request.token_ids)
+        seconds = time.perf_counter() - self._prefilled
+        return RunStats(prompt, self._prefill_seconds, position - prompt, seconds, self._reason)

@@ -1,0 +1,191 @@
+"""One engine used by several callers: what ends a generation, and what a caller owns."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsv4 import Engine, SamplingParams, UserError
+from tests.model.tiny import random_ids, tiny_engine
+
+GREEDY = SamplingParams(temperature=0)
+NO_STOP: frozenset[int] = frozenset()
+FIRST = random_ids(10)
+SECOND = random_ids(12, seed=1)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return tiny_engine(max_context=64, prefill_chunk=8)
+
+
+def run_of(engine: Engine, prompt: list[int], tokens: int = 6) -> Generator[int, None, None]:
+    return engine.generate(prompt, tokens, GREEDY, NO_STOP)
+
+
+USES: dict[str, Callable[[Engine], Any]] = {
+    "another run": lambda e: next(run_of(e, SECOND)),
+    "another run that nobody asks": lambda e: run_of(e, SECOND),
+    "logits": lambda e: e.logits(SECOND),
+    "trace": lambda e: e.trace(SECOND),
+    "prefill": lambda e: e.prefill(SECOND),
+    "decode": lambda e: e.decode([3]),
+    "rewind": lambda e: e.rewind(1),
+    "reset": lambda e: e.reset(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_run_raises_when_the_engine_was_used_between_two_tokens(use: str, engine: Engine) -> None:
+    expected = list(run_of(engine, FIRST))
+    run = run_of(engine, FIRST)
+    assert list(islice(run, 2)) == expected[:2]
+    USES[use](engine)
+    with pytest.raises(RuntimeError, match="used for something else since the last token"):
+        next(run)
+    assert list(run) == []
+    assert list(run_of(engine, FIRST)) == expected
+
+
+def test_what_ended_a_run_is_itself_not_disturbed(engine: Engine) -> None:
+    expected = list(run_of(engine, SECOND))
+    old = run_of(engine, FIRST)
+    next(old)
+    new = run_of(engine, SECOND)
+    found = list(islice(new, 2))
+    with pytest.raises(RuntimeError, match="used for something else"):
+        next(old)
+    found += islice(new, 1)
+    old.close()
+    del old
+    assert found + list(new) == expected
+    assert engine.last_run is not None
+    assert (engine.last_run.prefill_tokens, engine.last_run.finish_reason) == (12, "length")
+
+
+@pytest.mark.parametrize("how", ["close", "delete", "keep"])
+def test_a_run_that_was_given_up_disturbs_nothing(how: str, engine: Engine) -> None:
+    expected = list(run_of(engine, SECOND))
+    run = run_of(engine, FIRST)
+    next(run)
+    if how == "close":
+        run.close()
+    elif how == "delete":
+        del run
+    assert list(run_of(engine, SECOND)) == expected
+
+
+def test_steps_that_were_queued_ahead_are_taken_back_before_anything_else_runs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ahead(*_: Any) -> Generator[int, None, None]:
+        start = engine.position
+        try:
+            for read in range(5):
+                engine.state.advance(1)
+                yield 3 + read
+        finally:
+            engine.state.set_position(start + 1)
+
+    monkeypatch.setattr(engine, "following", ahead)
+    run = run_of(engine, FIRST)
+    assert list(islice(run, 4))[1:] == [3, 4, 5]
+    assert engine.position == 13
+    engine.rewind(0)
+    assert engine.position == 11
+    run.close()
+    assert engine.position == 11
+
+
+def test_an_error_ends_a_run_as_interrupted(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Generator[int, None, None]:
+        yield 3
+        raise FloatingPointError("NaN")
+
+    monkeypatch.setattr(engine, "following", broken)
+    with closing(run_of(engine, FIRST)) as run, pytest.raises(FloatingPointError):
+        list(run)
+    assert engine.last_run is not None
+    assert engine.last_run.finish_reason == "interrupted"
+
+
+def test_integers_of_numpy_count(engine: Engine) -> None:
+    expected = list(run_of(engine, FIRST, 3))
+    stops = np.array([], dtype=np.int64)
+    assert list(engine.generate(np.array(FIRST), np.int64(3), GREEDY, stops)) == expected  # type: ignore[arg-type]
+    engine.rewind(np.int32(1))  # type: ignore[arg-type]
+    assert engine.position == 11
+
+
+REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
+    "True tokens": (lambda e: e.generate(FIRST, True), "max_new_tokens: found True, expected an"),
+    "text": (lambda e: e.generate(FIRST, "3"), "max_new_tokens: found '3', expected an integer"),  # type: ignore[arg-type]
+    "a dictionary": (
+        lambda e: e.generate(FIRST, 3, {"temperature": 0}),  # type: ignore[arg-type]
+        "sampling: found {'temperature': 0}, expected SamplingParams",
+    ),
+    "a class": (
+        lambda e: e.generate(FIRST, 3, SamplingParams),  # type: ignore[arg-type]
+        "sampling: found <class 'dsv4.sampling.SamplingParams'>, expected SamplingParams",
+    ),
+    "letters": (lambda e: e.generate(FIRST, 3, None, "ab"), "stop_token_ids: found 'ab', expected"),  # type: ignore[arg-type]
+    "one stop": (lambda e: e.generate(FIRST, 3, None, 1), "stop_token_ids: found 1, expected int"),  # type: ignore[arg-type]
+    "a stop beyond the vocabulary": (
+        lambda e: e.generate(FIRST, 3, None, [89]),
+        "stop_token_ids: found 89, expected ids from 0 to 88",
+    ),
+    "booleans": (lambda e: e.logits([True]), "token_ids: found [True], expected integers"),
+    "half a token": (lambda e: e.rewind(1.5), "tokens: found 1.5, expected an integer from 0 to 0"),  # type: ignore[arg-type]
+    "a word": (lambda e: e.rewind("x"), "tokens: found 'x', expected an integer from 0 to 0"),  # type: ignore[arg-type]
+    "a boolean": (
+        lambda e: e.rewind(False),
+        "tokens: found False, expected an integer from 0 to 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_wrong_arguments_are_refused_in_one_line(what: str, engine: Engine) -> None:
+    engine.reset()
+    call, message = REFUSED[what]
+    with pytest.raises(UserError) as caught:
+        call(engine)
+    assert str(caught.value).startswith(message)
+
+
+def test_results_may_be_changed_in_place(engine: Engine) -> None:
+    trace = engine.trace(FIRST)
+    engine.reset()
+    results = [engine.prefill(FIRST), engine.decode([3, 4]), engine.logits(FIRST)]
+    for tensor in (*results, *trace["layers"], trace["final"], trace["logits"]):
+        assert isinstance(tensor, torch.Tensor)
+        assert not tensor.is_inference()
+        tensor.zero_()
+
+
+@pytest.mark.slow
+def test_the_default_dtype_of_the_process_changes_nothing() -> None:
+    code = """
+import torch
+from dsv4 import Engine, EngineConfig, SamplingParams
+def run():
+    engine = Engine.load("dsv4/demo/checkpoint", EngineConfig(device="cpu"))
+    tokens = list(engine.generate(list(range(140)), 4, SamplingParams(seed=1), ()))
+    return engine.logits(list(range(140))), tokens
+logits, tokens = run()
+torch.set_default_dtype(torch.float64)
+again, same = run()
+assert torch.equal(logits, again) and tokens == same
+"""
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
