@@ -16,6 +16,7 @@ from dsv4.ops.sampling import NAN_TOKEN
 _TURNS = 4
 _SMALLEST = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
+_LARGEST_TOP_K = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,15 @@ class SamplingParams:
     """How the next token is chosen; the defaults are the model's own (model.md#sampling).
 
     ``temperature`` 0 is greedy (lowest id on ties). ``top_p`` in (0, 1], ``min_p`` in [0, 1].
-    ``seed`` None draws a fresh one. Raises ``UserError`` for values out of range.
+    ``seed`` None draws a fresh one. ``top_k`` most likely tokens are left before top-p, 0: all.
+    Raises ``UserError`` for values out of range.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         self._check(
@@ -37,6 +40,7 @@ class SamplingParams:
         )
         self._check("top_p", lambda v: 0 < v <= 1, "a number above 0 up to 1")
         self._check("min_p", lambda v: 0 <= v <= 1, "a number from 0 to 1")
+        self._check("top_k", lambda v: isinstance(v, int) and v >= 0, "an integer, 0 or more")
         if self.seed is not None:
             self._check(
                 "seed",
@@ -69,36 +73,38 @@ class Sampler:
         """Equal for samplers that choose the same tokens of the same logits."""
         return self.params, 0 if self.params.temperature == 0 else self.seed
 
-    def settings(self) -> tuple[tuple[float, float, float], int]:
-        """(temperature, top_p, min_p) and the seed, for ``dsv4.ops.sampling.sample_token``.
+    def settings(self) -> tuple[tuple[float, float, float, float], int]:
+        """(temperature, top_p, min_p, top_k) and the seed, for ``dsv4.ops.sampling.sample_token``.
 
-        Positive values that float32 would turn into 0 or infinity are moved into its range.
+        Positive values that float32 would turn into 0 or infinity are moved into its range, and a
+        top_k beyond any vocabulary to where it is still an integer.
         """
         temperature = float(self.params.temperature)
         if temperature > 0:
             temperature = min(max(temperature, _SMALLEST), _LARGEST)
         top_p = max(float(self.params.top_p), _SMALLEST)
-        return (temperature, top_p, float(self.params.min_p)), self.seed
+        top_k = float(min(self.params.top_k, _LARGEST_TOP_K))
+        return (temperature, top_p, float(self.params.min_p), top_k), self.seed
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """float32 (temperature, top_p, min_p) and the int64 seed, views of one piece of memory."""
+    """float32 (temperature, top_p, min_p, top_k) and the int64 seed, views of the same memory."""
 
     words: Tensor
-    settings_3: Tensor
+    settings_4: Tensor
     seed_1: Tensor
 
     @classmethod
     def allocate(cls, device: torch.device, pinned: bool) -> "_Settings":
         words = torch.zeros(3, dtype=torch.int64, device=device, pin_memory=pinned)
-        return cls(words, words[1:].view(torch.float32)[:3], words[:1])
+        return cls(words, words[1:].view(torch.float32)[:4], words[:1])
 
     def write(self, sampler: Sampler) -> None:
         """Writes the settings from the host, into memory of the CPU."""
         settings, seed = sampler.settings()
         for index, value in enumerate(settings):
-            self.settings_3[index] = value
+            self.settings_4[index] = value
         self.seed_1[0] = seed
 
 
@@ -106,11 +112,11 @@ class _Settings:
 class SamplerState:
     """The settings that steps read: static memory, so that one captured step serves every sampler.
 
-    ``settings_3`` float32 ``[3]``: temperature, top_p and min_p; ``seed_1`` int64 ``[1]``; both on
-    the device that samples. Greedy until a sampler is loaded.
+    ``settings_4`` float32 ``[4]``: temperature, top_p, min_p and top_k; ``seed_1`` int64 ``[1]``;
+    both on the device that samples. Greedy until a sampler is loaded.
     """
 
-    settings_3: Tensor
+    settings_4: Tensor
     seed_1: Tensor
     _static: _Settings
     # Pinned memory and when its last copy was done; without CUDA there is nothing to wait for.
@@ -125,7 +131,7 @@ class SamplerState:
             cpu = torch.device("cpu")
             for _ in range(_TURNS):
                 turns.append((_Settings.allocate(cpu, pinned=True), torch.cuda.Event()))
-        return cls(static.settings_3, static.seed_1, static, turns)
+        return cls(static.settings_4, static.seed_1, static, turns)
 
     def load(self, sampler: Sampler) -> None:
         """Queues the sampler's settings on the device's current stream, for the steps behind it.

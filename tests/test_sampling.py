@@ -19,6 +19,7 @@ from dsv4.sampling import Sampler, SamplerState, SamplingParams
         *(("top_p", value) for value in (0.0, -1.0, 1.01, math.nan)),
         *(("min_p", value) for value in (-0.01, 1.01, math.nan)),
         *(("seed", value) for value in (-1, 2**63)),
+        *(("top_k", value) for value in (-1, 1.5, True)),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
@@ -38,6 +39,8 @@ def test_values_out_of_range_are_refused_by_name(field: str, value: Any) -> None
         {"min_p": 0},
         {"seed": 0},
         {"seed": 2**63 - 1},
+        {"top_k": 0},
+        {"top_k": 10**9},
     ],
 )
 def test_the_ends_of_the_ranges_are_accepted(fields: dict[str, Any]) -> None:
@@ -46,23 +49,27 @@ def test_the_ends_of_the_ranges_are_accepted(fields: dict[str, Any]) -> None:
 
 
 def test_defaults_are_the_models_own() -> None:
-    assert SamplingParams() == SamplingParams(temperature=1.0, top_p=1.0, min_p=0.0, seed=None)
+    assert SamplingParams() == SamplingParams(1.0, top_p=1.0, min_p=0.0, seed=None, top_k=0)
 
 
 def test_settings_are_numbers_for_the_op() -> None:
-    params = SamplingParams(0.7, 0.9, 0.1, 2**40)
-    assert Sampler(params).settings() == ((0.7, 0.9, 0.1), 2**40)
+    params = SamplingParams(0.7, 0.9, 0.1, 2**40, 50)
+    assert Sampler(params).settings() == ((0.7, 0.9, 0.1, 50.0), 2**40)
     settings, seed = Sampler(SamplingParams(temperature=0)).settings()
-    assert settings == (0.0, 1.0, 0.0)
+    assert settings == (0.0, 1.0, 0.0, 0.0)
     assert all(isinstance(value, float) for value in settings)
     assert 0 <= seed < 2**63
 
 
 def test_settings_stay_in_the_range_of_float32() -> None:
-    """A small temperature is not greedy, a large one and a small top_p are numbers."""
+    """A small temperature is not greedy, a large one and a small top_p are numbers, a large top_k
+    is an integer.
+    """
+    (*_, top_k), _ = Sampler(SamplingParams(top_k=10**40)).settings()
+    assert float(torch.tensor(top_k)) == top_k > 10**7
     for temperature in (1e-60, 1e300):
         params = SamplingParams(temperature=temperature, top_p=1e-60)
-        (found, top_p, _), _ = Sampler(params).settings()
+        (found, top_p, *_), _ = Sampler(params).settings()
         stored = torch.tensor([found, top_p], dtype=torch.float32)
         assert bool((stored > 0).all())
         assert bool(stored.isfinite().all())
@@ -86,29 +93,29 @@ def test_key_of_greedy_samplers_leaves_the_seed_out() -> None:
 
 def next_tokens(state: SamplerState, logits_V: torch.Tensor, count: int) -> list[int]:
     places = (torch.tensor([at]) for at in range(count))
-    settings = state.settings_3, state.seed_1
+    settings = state.settings_4, state.seed_1
     return [int(TORCH.sample_token(logits_V, *settings, place)) for place in places]
 
 
 def test_a_loaded_sampler_chooses_the_tokens() -> None:
     state = SamplerState.allocate(torch.device("cpu"))
     logits_V = torch.zeros(10_000)
-    memory = state.settings_3.data_ptr(), state.seed_1.data_ptr()
+    memory = state.settings_4.data_ptr(), state.seed_1.data_ptr()
     logits_V[[7, 9]] = 1.0
-    assert (state.settings_3.dtype, state.settings_3.shape) == (torch.float32, (3,))
+    assert (state.settings_4.dtype, state.settings_4.shape) == (torch.float32, (4,))
     assert (state.seed_1.dtype, state.seed_1.shape) == (torch.int64, (1,))
     assert set(next_tokens(state, logits_V, 20)) == {7}, "greedy until a sampler is loaded"
     state.load(Sampler(SamplingParams(seed=3)))
     first = next_tokens(state, logits_V, 8)
-    state.load(Sampler(SamplingParams(0.7, 0.9, 0.1, 2**63 - 1)))
-    assert state.settings_3.tolist() == torch.tensor([0.7, 0.9, 0.1]).tolist()
+    state.load(Sampler(SamplingParams(0.7, 0.9, 0.1, 2**63 - 1, 50)))
+    assert state.settings_4.tolist() == torch.tensor([0.7, 0.9, 0.1, 50]).tolist()
     assert state.seed_1.tolist() == [2**63 - 1]
     assert next_tokens(state, logits_V, 8) != first
     state.load(Sampler(SamplingParams(temperature=0.0, seed=1)))
     assert set(next_tokens(state, logits_V, 20)) == {7}
     state.load(Sampler(SamplingParams(seed=3)))
     assert next_tokens(state, logits_V, 8) == first
-    assert (state.settings_3.data_ptr(), state.seed_1.data_ptr()) == memory
+    assert (state.settings_4.data_ptr(), state.seed_1.data_ptr()) == memory
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -126,7 +133,7 @@ def test_loads_that_follow_each_other_keep_their_order_without_waiting() -> None
     for seed in range(50):
         torch.cuda._sleep(100_000)
         state.load(Sampler(SamplingParams(temperature=0.5 + seed, seed=seed)))
-        found.append((state.settings_3.clone(), state.seed_1.clone()))
-    for seed, (settings_3, seed_1) in enumerate(found):
-        assert settings_3.tolist() == [0.5 + seed, 1.0, 0.0]
+        found.append((state.settings_4.clone(), state.seed_1.clone()))
+    for seed, (settings_4, seed_1) in enumerate(found):
+        assert settings_4.tolist() == [0.5 + seed, 1.0, 0.0, 0.0]
         assert seed_1.tolist() == [seed]

@@ -94,6 +94,12 @@ def add_sampling_flags(group: argparse._ArgumentGroup) -> None:
         help=f"0 is greedy {from_file} 1)",
     )
     group.add_argument(
+        "--top-k",
+        type=integer(0),
+        metavar="K",
+        help=f"the K most likely, before top-p, 0 is off {from_file} 0)",
+    )
+    group.add_argument(
         "--top-p",
         type=number(0, 1, low_included=False),
         metavar="X",

@@ -26,8 +26,9 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> SamplingParams:
-    """Each of temperature, top-p and min-p from its flag, else from ``defaults``; ``do_sample:
-    false`` is greedy. Without ``--seed`` one is drawn here, so that the report can hold it.
+    """Each value from its flag, else from ``defaults``; ``do_sample: false`` is greedy.
+
+    Without ``--seed`` one is drawn here, so that the report can hold it.
     """
     greedy = defaults.get("do_sample") is False
     return SamplingParams(
@@ -40,6 +41,7 @@ def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> 
         top_p=choose(arguments.top_p, defaults.get("top_p"), 1.0, "top_p"),
         min_p=choose(arguments.min_p, defaults.get("min_p"), 0.0, "min_p"),
         seed=secrets.randbits(_SEED_BITS) if arguments.seed is None else arguments.seed,
+        top_k=top_k(arguments.top_k, defaults.get("top_k")),
     )
 
 
@@ -52,6 +54,17 @@ def choose(flag: float | None, default: object, fallback: float, key: str) -> fl
     if isinstance(default, bool) or not isinstance(default, int | float):
         raise UserError(f"{FILE_NAME}: {key}: found {default!r}, expected a number")
     return float(default)
+
+
+def top_k(flag: int | None, default: object) -> int:
+    """The flag's value, else the file's (which must be an integer), else 0."""
+    if flag is not None:
+        return flag
+    if default is None:
+        return 0
+    if isinstance(default, bool) or not isinstance(default, int) or default < 0:
+        raise UserError(f"{FILE_NAME}: top_k: found {default!r}, expected an integer, 0 or more")
+    return default
 
 
 def eos_token_ids(config: ModelConfig, defaults: dict[str, Any]) -> frozenset[int]:

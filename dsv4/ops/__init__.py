@@ -190,7 +190,7 @@ class SampleToken(Protocol):
     """``dsv4.ops.sampling.sample_token``."""
 
     def __call__(
-        self, logits_V: Tensor, settings_3: Tensor, seed_1: Tensor, position_1: Tensor
+        self, logits_V: Tensor, settings_4: Tensor, seed_1: Tensor, position_1: Tensor
     ) -> Tensor: ...
 
 

@@ -92,7 +92,7 @@ class DirectSteps:
         settings = self._sampler
         position_1 = self.state.positions_1[self.model.head_device]
         with self._head_part("sample") as ops:
-            token = ops.sample_token(logits_V, settings.settings_3, settings.seed_1, position_1)
+            token = ops.sample_token(logits_V, settings.settings_4, settings.seed_1, position_1)
         return checked_token(int(token), self.state.position)
 
     def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:

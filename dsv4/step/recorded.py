@@ -256,7 +256,7 @@ def record_logits(
 
 def sample(ops: Ops, logits_TV: Tensor, sampler: SamplerState, position_1: Tensor) -> Tensor:
     """The token that follows the last row."""
-    return ops.sample_token(logits_TV[-1], sampler.settings_3, sampler.seed_1, position_1)
+    return ops.sample_token(logits_TV[-1], sampler.settings_4, sampler.seed_1, position_1)
 
 
 def log_unusual_kernels(steps: list[RecordedStep]) -> None:

@@ -63,6 +63,7 @@ def test_json_report_holds_the_whole_run(drive: Drive, checkpoint: Path, tmp_pat
         "top_p": 1.0,
         "min_p": 0.0,
         "seed": 1,
+        "top_k": 0,
     }
     assert report["devices"]
     assert report["ops"] in ("torch", "cuda")
@@ -94,6 +95,7 @@ def test_same_seed_gives_the_same_tokens_and_greedy_needs_none(
     assert tokens("--seed", 7) != tokens("--seed", 8)
     assert tokens("--temperature", 0) == tokens("--temperature", 0, "--seed", 9)
     assert tokens("--top-p", 1e-9) == tokens("--temperature", 0)
+    assert tokens("--top-k", 1) == tokens("--temperature", 0)
 
 
 def test_a_drawn_seed_is_recorded_and_repeats_the_run(drive: Drive, tmp_path: Path) -> None:
@@ -161,11 +163,14 @@ def test_ignored_end_of_sequence_is_neither_the_end_nor_shown(
 
 
 def test_flags_win_over_generation_config(drive: Drive, broken_copy: Path, tmp_path: Path) -> None:
-    (broken_copy / "generation_config.json").write_text('{"temperature": 0.5, "top_p": 0.25}')
+    generation = '{"temperature": 0.5, "top_p": 0.25, "top_k": 20}'
+    (broken_copy / "generation_config.json").write_text(generation)
     path = tmp_path / "report.json"
     drive("--model", broken_copy, "--max-tokens", 1, "--temperature", 0.75, "--json", path)
     sampling = read_json(path)["config"]["sampling"]
-    assert (sampling["temperature"], sampling["top_p"]) == (0.75, 0.25)
+    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.75, 0.25, 20)
+    drive("--model", broken_copy, "--max-tokens", 1, "--top-k", 1, "--json", path)
+    assert read_json(path)["config"]["sampling"]["top_k"] == 1
 
 
 def test_full_context_ends_the_run(drive: Drive, tmp_path: Path) -> None:

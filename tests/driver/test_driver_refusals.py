@@ -19,6 +19,7 @@ from tests.driver.drive import Drive
         (["--top-p", "1.5"], ["--top-p", "'1.5'"]),
         (["--min-p", "2"], ["--min-p", "'2'"]),
         (["--seed", "-1"], ["--seed", "'-1'"]),
+        (["--top-k", "-1"], ["--top-k", "'-1'"]),
         (["--gpus", "9"], ["--gpus", "'9'", "to 8"]),
         (["--prefill-chunk", "0"], ["--prefill-chunk", "'0'"]),
         (["--max-context", "0"], ["--max-context", "'0'"]),
@@ -73,6 +74,11 @@ def test_wrong_flags_are_one_line_and_exit_code_2(
             "generation_config.json",
             '{"temperature": "hot"}',
             ["generation_config.json", "temperature", "'hot'"],
+        ),
+        (
+            "generation_config.json",
+            '{"top_k": 2.5}',
+            ["generation_config.json", "top_k", "2.5"],
         ),
         (
             "generation_config.json",

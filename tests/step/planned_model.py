@@ -112,7 +112,7 @@ class PlannedModel:
         for (_, target), arrived in self.state.arrivals.items():
             own(arrived, target)
         sampler = self.loop.sampler
-        own((sampler.settings_3, sampler.seed_1, self.loop.ring_R), self.layer_devices[-1])
+        own((sampler.settings_4, sampler.seed_1, self.loop.ring_R), self.layer_devices[-1])
         return found
 
 

@@ -11,25 +11,30 @@ _MASK = 0xFFFFFFFF
 
 
 def sample_token(
-    logits_V: Tensor, settings_3: Tensor, seed_1: Tensor, position_1: Tensor
+    logits_V: Tensor, settings_4: Tensor, seed_1: Tensor, position_1: Tensor
 ) -> Tensor:
-    """int64 scalar: the next token, chosen by float32 ``settings_3`` = (temperature, top_p, min_p).
+    """int64 scalar: the next token, chosen by float32 ``settings_4`` = (temperature, top_p, min_p,
+    top_k).
 
     Temperature 0: the largest logit, the lowest id on ties; ``NAN_TOKEN`` when any logit is NaN.
 
-    Else a draw from softmax(logits / temperature), restricted by min-p and top-p, by the Gumbel-max
-    rule. min-p keeps tokens with probability ≥ min_p · the largest one; top-p keeps the smallest
-    set of most likely tokens whose probabilities sum to at least top_p (never empty; ties in
-    probability: lowest id first). The noise is a pure function of (seed, position, token id), so a
-    run can be repeated and does not depend on how the vocabulary is split. ``NAN_TOKEN`` when there
-    is no distribution: a logit is NaN or +∞, or all are −∞.
+    Else a draw from softmax(logits / temperature), restricted by top-k, top-p and min-p, by the
+    Gumbel-max rule. top-k keeps the top_k largest logits (0: all; ties: lowest id first), and the
+    softmax is that of what it keeps. top-p keeps the smallest set of most likely tokens whose
+    probabilities sum to at least top_p (never empty; ties in probability: lowest id first), min-p
+    tokens with probability ≥ min_p · the largest one. The noise is a pure function of (seed,
+    position, token id), so a run can be repeated and does not depend on how the vocabulary is
+    split. ``NAN_TOKEN`` when there is no distribution: a logit is NaN or +∞, or all are −∞.
 
     ``seed_1`` and ``position_1``: int64 ``[1]``; the position is that of the new token.
     """
-    temperature, top_p, min_p = settings_3.tolist()
+    temperature, top_p, min_p, top_k = settings_4.tolist()
     if temperature == 0:
         return _greedy_token(logits_V)
     noise_V = gumbel_noise(logits_V.shape[0], int(seed_1), position_1)
+    if 0 < top_k < logits_V.shape[0]:
+        order = logits_V.argsort(descending=True, stable=True)
+        logits_V = logits_V.index_fill(0, order[int(top_k) :], -torch.inf)
     return _drawn_token(logits_V, temperature, top_p, min_p, noise_V)
 
 

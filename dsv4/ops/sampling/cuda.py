@@ -1,6 +1,7 @@
 """Choosing a token on the GPU: one launch of one cluster of 8 blocks, without a copy to the host.
 
-The noise and its addition to the scaled logits are bit for bit those of ``dsv4.ops.sampling``. Sums
+The noise, its addition to the scaled logits and what top-k keeps are bit for bit those of
+``dsv4.ops.sampling``. Sums
 of probabilities are float32 in another order than torch's, and tokens whose scaled logits differ by
 less than 2⁻²⁰ count as tied at the edge of top-p: a token within rounding (about 1e-6 of
 probability) of the edge of top-p or min-p may be kept by one and not by the other.
@@ -21,7 +22,7 @@ _MOST_VALUES = 24
 
 
 def sample_token(
-    recording: Recording, logits_V: Tensor, settings_3: Tensor, seed_1: Tensor, position_1: Tensor
+    recording: Recording, logits_V: Tensor, settings_4: Tensor, seed_1: Tensor, position_1: Tensor
 ) -> Tensor:
     """``dsv4.ops.sampling.sample_token`` of float32 logits; ``ValueError`` for others."""
     most = _BLOCKS * _THREADS * _MOST_VALUES
@@ -30,7 +31,7 @@ def sample_token(
         raise ValueError(f"logits_V: found {found}, expected [V] with V from 1 to {most}")
     vocabulary = logits_V.shape[0]
     expect("logits_V", logits_V, torch.float32, (vocabulary,))
-    expect("settings_3", settings_3, torch.float32, (3,))
+    expect("settings_4", settings_4, torch.float32, (4,))
     expect("seed_1", seed_1, torch.int64, (1,))
     expect("position_1", position_1, torch.int64, (1,))
     # Each thread has this many logits, in loads of four. Top-p keeps two float32 arrays of them.
@@ -48,7 +49,7 @@ def sample_token(
         Shape(kernel, _BLOCKS, _THREADS, shared_bytes, _BLOCKS),
         logits=logits_V,
         vocabulary=vocabulary,
-        settings=settings_3,
+        settings=settings_4,
         seed=seed_1,
         position=position_1,
         token=token,

@@ -94,10 +94,10 @@ __device__ __forceinline__ uint64 key_of(float value, unsigned id) {
     return uint64(ordered(value)) << 32 | ~id;
 }
 __device__ __forceinline__ unsigned id_of(uint64 key) { return ~unsigned(key); }
-__device__ __forceinline__ float value_of(uint64 key) {
-    const unsigned bits = unsigned(key >> 32);
+__device__ __forceinline__ float float_of(unsigned bits) {
     return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
 }
+__device__ __forceinline__ float value_of(uint64 key) { return float_of(unsigned(key >> 32)); }
 
 // Offset in the block's slice of this thread's n-th four values.
 __device__ __forceinline__ int four_at(int n) { return (n * THREADS + int(threadIdx.x)) * 4; }
@@ -211,6 +211,74 @@ struct Kept {
     unsigned limit;
 };
 
+struct Limit {
+    unsigned id;
+    int exchange;  // the number of the next exchange: by reference it would live in memory
+};
+
+// The lowest limit below which `wanted` ids have a value from `low` to below `high`; ~0 if no more
+// have one, which the first count shows and which is usual.
+__device__ __forceinline__ Limit limit_of(const float* slice, float low, float high, float wanted,
+                                       Cluster& cluster, int exchange) {
+    unsigned from = 0, to = BLOCKS * SLICE;
+#pragma unroll 1
+    for (unsigned limit = to; from < to; limit = (from + to) / 2) {
+        float count = 0.0f;
+#pragma unroll 1
+        for (int n = 0; n < VALUES; n++) {
+            const int at = n * THREADS + threadIdx.x;
+            const unsigned id = cluster_rank() * SLICE + at;
+            if (slice[at] >= low && slice[at] < high && id < limit) count += 1.0f;
+        }
+        count = sums_of_all(cluster, exchange++, {count}).of[0];
+        if (limit == BLOCKS * SLICE && count <= wanted) return {~0u, exchange};
+        if (count >= wanted) to = limit;
+        else from = limit + 1;
+    }
+    return {to, exchange};
+}
+
+// Top-k: in `slice` only the k largest logits stay, of equal ones those with the lowest ids; the
+// others become −∞, so that nothing behind has to know of it. The k-th largest is found two bits at
+// a time, exactly: counts are integers below 2²⁴. Returns the number of the next exchange.
+__device__ __noinline__ int keep_largest(float* slice, float k, Cluster& cluster, int exchange) {
+    unsigned keys[VALUES];
+#pragma unroll
+    for (int n = 0; n < VALUES; n++) keys[n] = ordered(slice[n * THREADS + threadIdx.x]);
+    unsigned edge = 0;
+    float above = 0.0f;  // how many are larger than the edge will be
+#pragma unroll 1
+    for (int shift = 30; shift >= 0; shift -= 2) {
+        unsigned bounds[3];
+        Sums from = {};
+#pragma unroll
+        for (int c = 0; c < 3; c++) bounds[c] = edge + ((c + 1u) << shift);
+#pragma unroll
+        for (int n = 0; n < VALUES; n++) {
+#pragma unroll
+            for (int c = 0; c < 3; c++)
+                if (keys[n] >= bounds[c]) from.of[c] += 1.0f;
+        }
+        from = sums_of_all(cluster, exchange++, from);
+#pragma unroll
+        for (int c = 2; c >= 0; c--)
+            if (from.of[c] < k) above = from.of[c];
+#pragma unroll
+        for (int c = 0; c < 3; c++)
+            if (from.of[c] >= k) edge = bounds[c];
+    }
+    const float last = float_of(edge), next = float_of(edge + 1);
+    const Limit limit = limit_of(slice, last, next, k - above, cluster, exchange);
+#pragma unroll 1
+    for (int n = 0; n < VALUES; n++) {
+        const int at = n * THREADS + threadIdx.x;
+        const unsigned id = cluster_rank() * SLICE + at;
+        if (slice[at] < last || (slice[at] < next && id >= limit.id)) slice[at] = -CUDART_INF_F;
+    }
+    __syncthreads();  // threads read what others have changed
+    return limit.exchange;
+}
+
 // The edge is found two bits at a time, in units of 2⁻²⁰ up to 64: it is the largest of which the
 // tokens closer than it do not yet reach top_p. Of the tokens at the edge the lowest ids stay, as
 // many as are needed.
@@ -259,23 +327,9 @@ __device__ __forceinline__ Kept keep_top(const Draw& draw, float* slice, float* 
     Kept kept{float(edge) * UNIT, float(edge + 1) * UNIT, ~0u};
     // i tokens of the edge come before one more as long as before + i · weight < target.
     const float wanted = fmaxf(ceilf((target - before) / expf(-kept.edge)), 1.0f);
-    unsigned low = 0, high = BLOCKS * SLICE;
-    // The lowest limit that keeps as many; usually all, which the first count shows.
-#pragma unroll 1
-    for (unsigned limit = high; low < high; limit = (low + high) / 2) {
-        float count = 0.0f;
-#pragma unroll 1
-        for (int n = 0; n < VALUES; n++) {
-            const int at = n * THREADS + threadIdx.x;
-            const unsigned id = cluster_rank() * SLICE + at;
-            if (slice[at] >= kept.edge && slice[at] < kept.next && id < limit) count += 1.0f;
-        }
-        count = sums_of_all(cluster, exchange++, {count}).of[0];
-        if (limit == BLOCKS * SLICE && count <= wanted) return kept;
-        if (count >= wanted) high = limit;
-        else low = limit + 1;
-    }
-    kept.limit = high;
+    const Limit limit = limit_of(slice, kept.edge, kept.next, wanted, cluster, exchange);
+    kept.limit = limit.id;
+    exchange = limit.exchange;
     return kept;
 }
 
@@ -312,7 +366,8 @@ __device__ __forceinline__ Candidate best_of_slice(const Draw& draw, Candidate b
     return best;
 }
 
-// settings: temperature (0: the largest logit), top_p (1: all tokens), min_p (0: all tokens).
+// settings: temperature (0: the largest logit), top_p (1: all tokens), min_p (0: all tokens), top_k
+// (0: all tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
     sample_token(const float* logits, int vocabulary, const float* settings, const int64* seed,
                  const int64* position, int64* token) {
@@ -325,6 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float temperature = settings[0];
     const float top_p = settings[1];
     const float min_p = settings[2];
+    const float top_k = settings[3];
     const int64 at = *position, seed_value = *seed;
     const bool greedy = temperature == 0.0f;
     const uint64 own = load_logits(logits, vocabulary, slice, !greedy);
@@ -351,6 +407,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     // noisy = (logits - logits.max()) / temperature + gumbel_noise(seed, position)
     const float reference = fast_noise(noise_bits(state, id_of(top)));
     if (first) best = {draw.largest, reference, id_of(top)};
+    // logits[logits.argsort(descending=True, stable=True)[top_k:]] = -inf
+    if (top_k > 0.0f && top_k < vocabulary)
+        exchange = keep_largest(slice, top_k, cluster, exchange);
     if (top_p < 1.0f) {
         // noisy[cumulative_probability - probability >= top_p] = -inf
         const Kept kept = keep_top(draw, slice, slice + SLICE, top_p, cluster, exchange);

@@ -14,8 +14,8 @@ from tests.ops.sass import disassemble, resources
 
 def kernel(vocabulary: int = 129_280) -> Kernel:
     one = meta(1, dtype=torch.int64)
-    logits_V, settings_3 = (meta(size, dtype=torch.float32) for size in (vocabulary, 3))
-    (launch,) = launches(sample_token, logits_V, settings_3, one, one, tokens=1)
+    logits_V, settings_4 = (meta(size, dtype=torch.float32) for size in (vocabulary, 4))
+    (launch,) = launches(sample_token, logits_V, settings_4, one, one, tokens=1)
     return launch.shape.kernel
 
 
@@ -29,8 +29,10 @@ def test_compiles_almost_without_spills() -> None:
 
 
 def test_logits_are_on_their_way_before_the_settings_are_needed() -> None:
-    """All 16 logits of a thread and the settings are asked for before the first branch."""
+    """All 16 logits of a thread, the four settings, the position and the seed are asked for before
+    the first branch.
+    """
     sass = disassemble("sampling/sampling", "sm_90a", kernel().defines)
     loads, _, _ = sass.partition("ACQBULK")[2].partition("BRA")
     assert len(re.findall(r"LDG\.E\.128", loads)) == 4
-    assert len(re.findall(r"LDG\.E(?:\.64)? ", loads)) == 5
+    assert len(re.findall(r"LDG\.E(?:\.64)? ", loads)) == 6

@@ -1,4 +1,6 @@
-"""Sampling: greedy ties and NaN, the draw's distribution, top-p and min-p sets, seeded noise."""
+"""Sampling: greedy ties and NaN, the draw's distribution, top-k, top-p and min-p sets, seeded
+noise.
+"""
 
 import math
 
@@ -17,10 +19,11 @@ def choose(
     settings: tuple[float, float, float],
     seed: int = 7,
     position: int = 0,
+    top_k: int = 0,
 ) -> Tensor:
-    """The token for (temperature, top_p, min_p)."""
-    settings_3 = torch.tensor(settings, dtype=torch.float32)
-    return ops.sample_token(logits_V, settings_3, torch.tensor([seed]), positions(position))
+    """The token for (temperature, top_p, min_p) and top_k."""
+    settings_4 = torch.tensor((*settings, top_k), dtype=torch.float32)
+    return ops.sample_token(logits_V, settings_4, torch.tensor([seed]), positions(position))
 
 
 def greedy(ops: Ops, logits_V: Tensor) -> Tensor:
@@ -34,9 +37,11 @@ def draws(
     temperature: float = 1.0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    top_k: int = 0,
 ) -> list[int]:
     settings = temperature, top_p, min_p
-    return [int(choose(ops, logits_V, settings, position=at)) for at in range(count)]
+    places = range(count)
+    return [int(choose(ops, logits_V, settings, position=at, top_k=top_k)) for at in places]
 
 
 def logits_of(*probabilities: float) -> Tensor:
@@ -142,6 +147,44 @@ def test_the_smaller_of_top_p_and_min_p_wins(ops: Ops) -> None:
     assert set(draws(ops, logits_V, 200, top_p=0.6, min_p=0.2)) == {0, 1}
 
 
+@pytest.mark.parametrize(
+    ("top_k", "kept"), [(0, {0, 1, 2, 3}), (1, {2}), (2, {2, 0}), (3, {2, 0, 3}), (4, {0, 1, 2, 3})]
+)
+def test_top_k_keeps_the_most_likely(ops: Ops, top_k: int, kept: set[int]) -> None:
+    assert set(draws(ops, logits_of(0.3, 0.05, 0.5, 0.15), 150, top_k=top_k)) == kept
+
+
+def test_top_k_ties_keep_the_lowest_ids(ops: Ops) -> None:
+    """Exactly k stay, also where more tie with the k-th; both zeros are the same."""
+    assert set(draws(ops, torch.tensor([0.0, -0.0, -0.0, 0.0]), 100, top_k=2)) == {0, 1}
+    assert set(draws(ops, torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]), 200, top_k=3)) == {0, 1, 3}
+
+
+def test_top_k_is_exact_at_any_temperature(ops: Ops) -> None:
+    """The logits decide, not probabilities that rounding has made equal."""
+    logits_V = torch.tensor([1.0, 1.0 + 2**-23, 1.0 + 2**-22, 0.0])
+    assert set(draws(ops, logits_V, 50, temperature=1e6, top_k=2)) == {1, 2}
+
+
+def test_top_p_counts_what_top_k_has_left(ops: Ops) -> None:
+    """Of (0.4, 0.3) the first is 0.57, of all four 0.4: top-p 0.5 needs one, and two without."""
+    logits_V = logits_of(0.4, 0.3, 0.2, 0.1)
+    assert set(draws(ops, logits_V, 150, top_p=0.5, top_k=2)) == {0}
+    assert set(draws(ops, logits_V, 150, top_p=0.5)) == {0, 1}
+
+
+def test_min_p_restricts_what_top_k_has_left(ops: Ops) -> None:
+    logits_V = logits_of(0.4, 0.3, 0.2, 0.1)
+    assert set(draws(ops, logits_V, 150, min_p=0.4, top_k=2)) == {0, 1}
+    assert set(draws(ops, logits_V, 150, min_p=0.7, top_k=3)) == {0, 1}
+
+
+def test_top_k_among_impossible_tokens(ops: Ops) -> None:
+    logits_V = torch.tensor([-torch.inf, 1.0, -torch.inf, 0.5, -torch.inf])
+    assert set(draws(ops, logits_V, 100, top_k=4)) == {1, 3}
+    assert int(choose(ops, torch.tensor([0.0, torch.nan, 1.0]), (1.0, 1.0, 0.0), top_k=1)) == -1
+
+
 def test_temperature_flattens_and_sharpens(ops: Ops) -> None:
     logits_V = torch.tensor([0.0, 1.0])
     hot = draws(ops, logits_V, 500, temperature=50.0)
@@ -208,7 +251,8 @@ def test_bfloat16_logits_draw_like_their_float32_values() -> None:
 def test_greedy_needs_neither_seed_nor_restrictions(ops: Ops) -> None:
     logits_V = normal(500, seed=3)
     tokens = {
-        int(choose(ops, logits_V, (0.0, top_p, min_p), seed, position))
+        int(choose(ops, logits_V, (0.0, top_p, min_p), seed, position, top_k))
+        for top_k in (0, 3)
         for top_p, min_p in ((1.0, 0.0), (0.1, 0.9))
         for seed, position in ((0, 0), (2**63 - 1, 1_000_000))
     }
@@ -218,18 +262,18 @@ def test_greedy_needs_neither_seed_nor_restrictions(ops: Ops) -> None:
 def test_settings_are_read_when_the_op_runs(ops: Ops) -> None:
     """The same tensors serve every sampler, which is what a captured step needs."""
     logits_V = torch.zeros(1000)
-    settings_3 = torch.tensor([1.0, 1.0, 0.0])
+    settings_4 = torch.tensor([1.0, 1.0, 0.0, 0.0])
     seed_1 = torch.tensor([5])
     position_1 = positions(9)
 
     def token() -> int:
-        return int(ops.sample_token(logits_V, settings_3, seed_1, position_1))
+        return int(ops.sample_token(logits_V, settings_4, seed_1, position_1))
 
     first = token()
     seed_1.fill_(6)
     assert token() != first
-    settings_3[0] = 0
+    settings_4[0] = 0
     assert token() == 0
-    settings_3[0] = 1
+    settings_4[0] = 1
     seed_1.fill_(5)
     assert token() == first

@@ -24,29 +24,29 @@ def position(value: int) -> Tensor:
     return torch.tensor([value], device="cuda")
 
 
-def settings(temperature: float, top_p: float, min_p: float, device: str = "cuda") -> Tensor:
-    return torch.tensor([temperature, top_p, min_p], dtype=torch.float32, device=device)
+# (temperature, top_p, min_p, top_k)
+Settings = tuple[float, float, float, int]
 
 
-def sample_token(
-    logits_V: Tensor, temperature: float, top_p: float, min_p: float, seed: int, position_1: Tensor
-) -> Tensor:
-    settings_3 = settings(temperature, top_p, min_p)
-    return immediately(cuda.sample_token)(logits_V, settings_3, position(seed), position_1)
+def settings(chosen: Settings, device: str = "cuda") -> Tensor:
+    return torch.tensor(chosen, dtype=torch.float32, device=device)
+
+
+def sample_token(logits_V: Tensor, chosen: Settings, seed: int, position_1: Tensor) -> Tensor:
+    settings_4 = settings(chosen)
+    return immediately(cuda.sample_token)(logits_V, settings_4, position(seed), position_1)
 
 
 def argmax_token(logits_V: Tensor) -> Tensor:
-    return sample_token(logits_V, 0.0, 1.0, 0.0, 0, position(0))
+    return sample_token(logits_V, (0.0, 1.0, 0.0, 0), 0, position(0))
 
 
-def same_on_cpu(
-    logits_V: Tensor, temperature: float, top_p: float, min_p: float, seed: int, at: int
-) -> int:
+def same_on_cpu(logits_V: Tensor, chosen: Settings, seed: int, at: int) -> int:
     """The torch op on the CPU, whose logarithms and division are correctly rounded."""
-    settings_3 = settings(temperature, top_p, min_p, "cpu")
+    settings_4 = settings(chosen, "cpu")
     seed_1 = torch.tensor([seed])
     position_1 = torch.tensor([at])
-    return int(reference.sample_token(logits_V.cpu(), settings_3, seed_1, position_1))
+    return int(reference.sample_token(logits_V.cpu(), settings_4, seed_1, position_1))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -76,14 +76,16 @@ def test_argmax_of_special_values() -> None:
         poisoned_V = logits_V.clone()
         poisoned_V[index] = -torch.nan
         assert int(argmax_token(poisoned_V)) == reference.NAN_TOKEN
-        assert int(sample_token(poisoned_V, 1.0, 0.9, 0.1, 1, position(0))) == reference.NAN_TOKEN
+        assert (
+            int(sample_token(poisoned_V, (1.0, 0.9, 0.1, 7), 1, position(0))) == reference.NAN_TOKEN
+        )
 
 
 def test_misaligned_logits() -> None:
     logits_V = random_logits(VOCABULARY + 1)[1:]
     assert int(argmax_token(logits_V)) == int(logits_V.argmax())
-    assert int(sample_token(logits_V, 1.0, 0.9, 0.0, 3, position(4))) == same_on_cpu(
-        logits_V, 1.0, 0.9, 0.0, 3, 4
+    assert int(sample_token(logits_V, (1.0, 0.9, 0.0, 0), 3, position(4))) == same_on_cpu(
+        logits_V, (1.0, 0.9, 0.0, 0), 3, 4
     )
 
 
@@ -100,8 +102,9 @@ def test_draws_are_those_of_the_torch_op(size: int, min_p: float) -> None:
         (3, 12345),
     ):
         for temperature in (1.0, 0.6, 1.7):
-            token = int(sample_token(logits_V, temperature, 1.0, min_p, seed, position(at)))
-            assert token == same_on_cpu(logits_V, temperature, 1.0, min_p, seed, at)
+            chosen = temperature, 1.0, min_p, 0
+            token = int(sample_token(logits_V, chosen, seed, position(at)))
+            assert token == same_on_cpu(logits_V, chosen, seed, at)
 
 
 @pytest.mark.parametrize("size", [3, 1000, VOCABULARY])
@@ -110,8 +113,40 @@ def test_top_p_draws_are_those_of_the_torch_op(size: int, top_p: float) -> None:
     """Another token is allowed only within rounding of the edge: none is with these logits."""
     for seed in range(6):
         logits_V = random_logits(size, seed)
-        token = int(sample_token(logits_V, 0.8, top_p, 0.0, seed, position(seed)))
-        assert token == same_on_cpu(logits_V, 0.8, top_p, 0.0, seed, seed)
+        chosen = 0.8, top_p, 0.0, 0
+        token = int(sample_token(logits_V, chosen, seed, position(seed)))
+        assert token == same_on_cpu(logits_V, chosen, seed, seed)
+
+
+@pytest.mark.parametrize("size", [3, 31, 1000, 4097, VOCABULARY, 196_608])
+@pytest.mark.parametrize("top_k", [1, 2, 20, 999, 4096, 129_279, 129_280, 1 << 24])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_top_k_draws_are_those_of_the_torch_op(size: int, top_k: int, top_p: float) -> None:
+    """A high temperature, so that the tokens at the edge are drawn."""
+    for seed in range(4):
+        logits_V = random_logits(size, seed)
+        chosen = 20.0, top_p, 0.0, top_k
+        token = int(sample_token(logits_V, chosen, seed, position(seed)))
+        assert token == same_on_cpu(logits_V, chosen, seed, seed)
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 1000, 64_639, 64_640, 64_641, 129_279])
+def test_top_k_among_ties_is_that_of_the_torch_op(top_k: int) -> None:
+    """Few different values, both zeros and −∞ among them: most edges are ties across blocks."""
+    values = torch.tensor([-torch.inf, -1.5, -0.0, 0.0, 1e-40, 2.0])
+    generator = torch.Generator("cpu").manual_seed(top_k)
+    logits_V = values[torch.randint(6, (VOCABULARY,), generator=generator)].cuda()
+    for at in range(24):
+        chosen = 1e4, 1.0, 0.0, top_k
+        token = int(sample_token(logits_V, chosen, at, position(at)))
+        assert token == same_on_cpu(logits_V, chosen, at, at)
+
+
+def test_top_k_of_equal_logits_keeps_the_lowest_ids() -> None:
+    logits_V = torch.zeros(VOCABULARY, device="cuda")
+    chosen = 1.0, 1.0, 0.0, 10
+    found = {int(sample_token(logits_V, chosen, 3, position(at))) for at in range(300)}
+    assert found == set(range(10))
 
 
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.750001, 1e-9])
@@ -119,7 +154,8 @@ def test_top_p_of_a_flat_distribution_keeps_the_lowest_ids(top_p: float) -> None
     """All tie, so the edge is drawn by id: no token beyond top_p · V, and tokens up to it."""
     logits_V = torch.zeros(VOCABULARY, device="cuda")
     size = VOCABULARY
-    found = [int(sample_token(logits_V, 1.0, top_p, 0.0, seed, position(0))) for seed in range(64)]
+    chosen = 1.0, top_p, 0.0, 0
+    found = [int(sample_token(logits_V, chosen, seed, position(0))) for seed in range(64)]
     assert max(found) < max(1, top_p * size + 1)
     assert max(found) >= (top_p * size) * 0.9 - 1
 
@@ -129,32 +165,38 @@ def test_ties_at_the_edge_across_threads_and_blocks() -> None:
     logits_V = torch.full((VOCABULARY,), -torch.inf, device="cuda")
     ids = [3, 20_000, 20_001, 40_000, 70_000, 90_000, 90_001, VOCABULARY - 1]
     logits_V[ids] = 1.25
-    found = {int(sample_token(logits_V, 1.0, 0.6, 0.0, 5, position(at))) for at in range(200)}
+    chosen = 1.0, 0.6, 0.0, 0
+    found = {int(sample_token(logits_V, chosen, 5, position(at))) for at in range(200)}
     assert found == set(ids[:5])
 
 
 def test_no_distribution_gives_the_nan_token() -> None:
     logits_V = random_logits(VOCABULARY)
     logits_V[100] = torch.inf
-    assert int(sample_token(logits_V, 1.0, 1.0, 0.0, 1, position(0))) == reference.NAN_TOKEN
+    assert int(sample_token(logits_V, (1.0, 1.0, 0.0, 0), 1, position(0))) == reference.NAN_TOKEN
     logits_V[:] = -torch.inf
-    assert int(sample_token(logits_V, 1.0, 0.5, 0.0, 1, position(0))) == reference.NAN_TOKEN
+    assert int(sample_token(logits_V, (1.0, 0.5, 0.0, 3), 1, position(0))) == reference.NAN_TOKEN
 
 
-# Greedy, a draw, and one restricted by both.
-SETTINGS = ((0.0, 1.0, 0.0), (1.0, 1.0, 0.0), (1.0, 0.9, 0.02))
+# Greedy, a draw, and two that are restricted.
+SETTINGS: tuple[Settings, ...] = (
+    (0.0, 1.0, 0.0, 0),
+    (1.0, 1.0, 0.0, 0),
+    (1.0, 0.9, 0.02, 0),
+    (1.0, 0.9, 0.02, 50),
+)
 
 
 def prepared_op(logits_V: Tensor) -> tuple[PreparedOp, Tensor, Tensor, Tensor]:
     """The op, and the settings, the seed and the position that it reads."""
-    read = settings(*SETTINGS[1]), position(3), position(5)
+    read = settings(SETTINGS[1]), position(3), position(5)
     return PreparedOp(cuda.sample_token, logits_V, *read), *read
 
 
 @pytest.mark.parametrize("chosen", SETTINGS)
-def test_replay_is_the_eager_call(chosen: tuple[float, float, float]) -> None:
-    prepared, settings_3, _, _ = prepared_op(random_logits(VOCABULARY))
-    settings_3.copy_(settings(*chosen))
+def test_replay_is_the_eager_call(chosen: Settings) -> None:
+    prepared, settings_4, _, _ = prepared_op(random_logits(VOCABULARY))
+    settings_4.copy_(settings(chosen))
     prepared.run()
     assert_no_synchronisation(prepared.run)
     assert_replay_is_eager(lambda: prepared.run().reshape(1))
@@ -162,7 +204,7 @@ def test_replay_is_the_eager_call(chosen: tuple[float, float, float]) -> None:
 
 def test_one_captured_graph_serves_every_sampler_and_position() -> None:
     logits_V = random_logits(VOCABULARY)
-    prepared, settings_3, seed_1, position_1 = prepared_op(logits_V)
+    prepared, settings_4, seed_1, position_1 = prepared_op(logits_V)
     prepared.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -170,8 +212,8 @@ def test_one_captured_graph_serves_every_sampler_and_position() -> None:
     for at in range(12):
         for chosen in SETTINGS:
             for seed in (0, 3, 2**40 + at):
-                settings_3.copy_(settings(*chosen))
+                settings_4.copy_(settings(chosen))
                 seed_1.fill_(seed)
                 position_1.fill_(at)
                 graph.replay()
-                assert int(token) == same_on_cpu(logits_V, *chosen, seed, at)
+                assert int(token) == same_on_cpu(logits_V, chosen, seed, at)

@@ -11,7 +11,7 @@ from tests.ops.recorded import HOPPER, TARGETS, functions, launches, meta
 
 F32 = torch.float32
 I64 = torch.int64
-SETTINGS = meta(3, dtype=F32)
+SETTINGS = meta(4, dtype=F32)
 ONE = meta(1, dtype=I64)
 
 
@@ -55,7 +55,7 @@ def test_refuses_what_it_cannot_compute() -> None:
     with pytest.raises(ValueError, match=r"logits_V: found torch\.bfloat16 .*, expected torch\.fl"):
         record(meta(8))
     logits_V = meta(8, dtype=F32)
-    with pytest.raises(ValueError, match=r"settings_3: found .*, expected torch\.float32 \[3\]"):
+    with pytest.raises(ValueError, match=r"settings_4: found .*, expected torch\.float32 \[4\]"):
         launches(sample_token, logits_V, ONE, ONE, ONE, tokens=1)
     with pytest.raises(ValueError, match=r"seed_1: found .*, expected torch\.int64 \[1\]"):
         launches(sample_token, logits_V, SETTINGS, ONE.int(), ONE, tokens=1)
