@@ -25,6 +25,9 @@ from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 Weights = dict[str, QuantTensor | Tensor]
 
 _LOG = logging.getLogger("dsv4")
+# Scales of released weights are far below 1. A converter that took the E8M0 byte of one for a
+# number writes 100 or more.
+_LARGEST_BLOCK_SCALE = 64.0
 
 
 class ParameterDescription(NamedTuple):
@@ -62,7 +65,7 @@ def load_weights(
     matrices (``transfer``); ``progress`` is called with (bytes done, bytes in all), by one thread
     at a time. Raises one ``UserError`` with everything that does not fit, before anything is
     loaded; and one for what only the values show: NaN or infinity in small tensors, expert ids or
-    global scales out of range.
+    scales out of range.
     """
     found = find_parameters(checkpoint, config, mtp)
     skipped = mtp_kind(checkpoint)
@@ -89,7 +92,9 @@ def load_weights(
         pieces[devices[name]] += needed
     transfer(pieces, count)
     for stored in matrices:
-        _check_global_scale(checkpoint, stored, weights[stored.parameter.name])
+        weight = weights[stored.parameter.name]
+        assert isinstance(weight, QuantTensor)
+        _check_scales(checkpoint, stored, weight)
     return {name: weights[name] for name in devices}
 
 
@@ -99,11 +104,11 @@ def load_matrix(
     """One LINEAR, EXPERT or FLOOR parameter on ``device``, or only one ``expert`` of it (without
     the stack dimension).
 
-    Raises ``UserError`` for a global scale that is not a finite number above 0.
+    Raises ``UserError`` for scales out of range.
     """
     weight, pieces = _unfilled_matrix(checkpoint, stored, device, expert)
     transfer({device: pieces}, lambda _: None)
-    _check_global_scale(checkpoint, stored, weight, expert or 0)
+    _check_scales(checkpoint, stored, weight, expert or 0)
     return weight
 
 
@@ -171,19 +176,38 @@ def _loaded_dtype(format: QuantFormat, name: str, part: Part) -> torch.dtype:
     return torch.float8_e8m0fnu if format is QuantFormat.MXFP4 else part.dtype
 
 
-def _check_global_scale(
-    checkpoint: Checkpoint,
-    stored: StoredParameter,
-    weight: QuantTensor | Tensor,
-    first_expert: int = 0,
+def _check_scales(
+    checkpoint: Checkpoint, stored: StoredParameter, weight: QuantTensor, first_expert: int = 0
 ) -> None:
-    if isinstance(weight, QuantTensor) and weight.global_scale is not None:
+    """Raises ``UserError`` for the first scale that is no finite number above 0, or so large that
+    it was an exponent.
+    """
+    if weight.global_scale is not None:
         names = stored.parts["global_scale"].names[first_expert:]
         for name, value in zip(names, weight.global_scale.reshape(-1).tolist(), strict=False):
             if not 0.0 < value < math.inf:
                 raise UserError(
                     f"{checkpoint.folder}: {name}: found {value}, expected a finite number above 0"
                 )
+    if weight.block_scale is None or weight.format is QuantFormat.NVFP4:
+        return
+    part = stored.parts["block_scale"]
+    names = part.names if part.fused else part.names[first_expert:]
+    groups = weight.block_scale.view(1 if part.fused else math.prod(weight.shape[:-2]), -1)
+    for name, (least, most) in zip(names, _extremes(groups), strict=False):
+        if not (least >= 0.0 and most <= _LARGEST_BLOCK_SCALE):
+            found = least if least < 0.0 else most
+            expected = f"0 to {_LARGEST_BLOCK_SCALE:g}: E8M0 bytes are exponents, not numbers"
+            raise UserError(f"{checkpoint.folder}: {name}: found {found:g}, expected {expected}")
+
+
+def _extremes(scale_NB: Tensor) -> list[tuple[float, float]]:
+    """The least and the largest scale of every row; NaN where there is one."""
+    if scale_NB.dtype != torch.float8_e8m0fnu:
+        least, most = scale_NB.aminmax(dim=1)
+        return list(zip(least.tolist(), most.tolist(), strict=True))
+    codes = scale_NB.view(torch.uint8).amax(1).tolist()
+    return [(0.0, math.nan if code == 255 else 2.0 ** (code - 127)) for code in codes]
 
 
 def _load_plain(

@@ -1,6 +1,7 @@
 """Scales and packed bytes of every format, read as they are: rows E of docs/regressions.md."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def test_spec11_e35_e8m0_and_packed_bytes_arrive_as_they_are(native: Path, tmp_p
         tensors[weight] = (
             torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).repeat(16).view(64, 64)
         )
-        tensors[scale] = exponent_to_e8m0(torch.arange(64 * 4).view(64, 4) % 20 - 10)
+        tensors[scale] = exponent_to_e8m0(torch.arange(64 * 4).view(64, 4) % 16 - 10)
 
     folder = changed_copy(native, tmp_path / "x", edit)
     stored = read_tensors(folder)
@@ -99,7 +100,7 @@ def test_spec11_e35_e8m0_and_packed_bytes_arrive_as_they_are(native: Path, tmp_p
     # Byte 0x9A: low nibble 0xA = -1, high nibble 0x9 = -0.5; the row's first scale is 2^-10.
     place = int((loaded.data[0, 0] == 0x9A).nonzero()[0])
     values = loaded.dequantize()[0, 0, 2 * place : 2 * place + 2]
-    exponent = (place // 16) % 20 - 10
+    exponent = (place // 16) % 16 - 10
     assert values.tolist() == [-1.0 * 2.0**exponent, -0.5 * 2.0**exponent]
 
 
@@ -148,3 +149,40 @@ def test_width_that_the_format_cannot_hold_is_a_clean_error(
 ) -> None:
     with pytest.raises(UserError, match="found K = 72, expected a multiple of 16 for nvfp4"):
         load(changed_copy(nvfp4_all, tmp_path / "x", config={"q_lora_rank": 72}))
+
+
+def scale_of(weight: str) -> str:
+    """The name of a weight's block scales in a file."""
+    return weight.replace(".weight", ".scale")
+
+
+@pytest.mark.parametrize("name", ["layers.0.attn.wkv.weight", "layers.2.ffn.experts.5.w1.weight"])
+@pytest.mark.parametrize("code", [255, 254, 134])
+def test_spec11_j88_e8m0_scales_out_of_range_are_refused_by_name(
+    native: Path, tmp_path: Path, name: str, code: int
+) -> None:
+    """NaN, 2^127, and 2^7: the byte 120 of a scale of 2^-7, rounded to a power of two."""
+
+    def edit(tensors: Tensors) -> None:
+        tensors[scale_of(name)].view(torch.uint8)[-1, -1] = code
+
+    folder = changed_copy(native, tmp_path / "x", edit)
+    shown = {255: "nan", 254: "1.70141e+38", 134: "128"}[code]
+    with pytest.raises(UserError, match=re.escape(f"{scale_of(name)}: found {shown}, expected 0")):
+        load(folder)
+
+
+@pytest.mark.parametrize("value", [121.0, -0.01, math.inf, math.nan])
+def test_spec11_j88_float32_scales_out_of_range_are_refused_by_name(
+    native: Path, tmp_path: Path, value: float
+) -> None:
+    """121 is the byte of 2^-6 as a number."""
+    name = "layers.1.attn.wq_b.weight"
+
+    def edit(tensors: Tensors) -> None:
+        for scale in [one for one in tensors if one.endswith(".scale") and ".experts." not in one]:
+            tensors[scale] = torch.full(tensors[scale].shape, 0.02)
+        tensors[scale_of(name)][0, 0] = value
+
+    with pytest.raises(UserError, match=f"{scale_of(name)}: found {value:g}, expected 0 to 64"):
+        load(changed_copy(native, tmp_path / "x", edit))
