@@ -196,3 +196,15 @@ def test_equal_gate_rows_share_the_weight_equally(routing: Routing) -> None:
     ids_TP, weights_TP = routing.learned(normal(3, 64, seed=10), gate, torch.zeros(8), 4, 2.0)
     assert ids_TP.tolist() == [[0, 1, 2, 3]] * 3
     torch.testing.assert_close(weights_TP, torch.full((3, 4), 0.5))
+
+
+@pytest.mark.parametrize("where", ["token", "gate", "bias"])
+def test_spec11_j68_nan_scores_choose_experts_that_exist_once(routing: Routing, where: str) -> None:
+    x_TE = normal(3, 64, seed=11, dtype=torch.bfloat16)
+    gate = normal(40, 64, seed=12, dtype=torch.bfloat16)
+    bias_X = normal(40, seed=13)
+    {"token": x_TE[1], "gate": gate[7:9], "bias": bias_X}[where][...] = torch.nan
+    ids_TP, _ = routing.learned(x_TE, gate, bias_X, 6, SCALING)
+    for ids in ids_TP.tolist():
+        assert len(set(ids)) == 6
+        assert all(0 <= expert < 40 for expert in ids)
