@@ -80,7 +80,7 @@ def _plan_steps(
     """
     if isinstance(table, DirectTable):
         return None
-    target_of = Target if absent else Target.of
+    target_of = Target.of_absent if absent else Target.of
     targets = {device: target_of(device) for device in dict.fromkeys(devices)}
     context = max_context_tokens(config, engine)
     return PlannedSteps.of(config, engine, stored, table, targets, devices, context)

@@ -12,8 +12,13 @@ class Target:
     """A device, its compile target and how many streaming multiprocessors it has."""
 
     device: torch.device
-    architecture: str = "sm_90a"
-    multiprocessors: int = 132
+    architecture: str
+    multiprocessors: int
+
+    @classmethod
+    def of_absent(cls, device: torch.device) -> "Target":
+        """What a plan takes a GPU for that is not on this machine: an H200."""
+        return cls(device, "sm_90a", 132)
 
     @classmethod
     def of(cls, device: torch.device) -> "Target":

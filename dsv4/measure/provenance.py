@@ -1,5 +1,6 @@
 """Where a measurement comes from: machine, versions, commit and command."""
 
+import importlib.metadata
 import platform
 import subprocess
 import time
@@ -23,10 +24,19 @@ def provenance(command: str) -> dict[str, Any]:
         "machine": {"cpu": _cpu_name(), "torch_threads": torch.get_num_threads(), "gpus": gpus},
         "versions": {
             "dsv4": dsv4.__version__,
+            "nvrtc": version_of("nvidia-cuda-nvrtc"),
             "python": platform.python_version(),
             "torch": str(torch.__version__),
         },
     }
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def commit() -> str:

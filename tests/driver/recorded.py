@@ -14,7 +14,7 @@ def recorded_step(first: torch.device, second: torch.device) -> RecordedStep:
     """Two layers with a hand-off between them: launches, one of them only for two and more tokens,
     and a call.
     """
-    recordings = {device: Recording(Target(device), 8) for device in (first, second)}
+    recordings = {device: Recording(Target(device, "sm_90a", 132), 8) for device in (first, second)}
     recordings[first].items += [_launch("embed"), _launch("many", least=2), _launch("gemm")]
     recordings[second].items += [_launch("gemm"), Call(len, []), _launch("store")]
     parts = (

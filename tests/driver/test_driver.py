@@ -67,7 +67,7 @@ def test_json_report_holds_the_whole_run(drive: Drive, checkpoint: Path, tmp_pat
     }
     assert report["devices"]
     assert report["ops"] in ("torch", "cuda")
-    assert set(report["provenance"]["versions"]) == {"dsv4", "python", "torch"}
+    assert set(report["provenance"]["versions"]) == {"dsv4", "nvrtc", "python", "torch"}
     assert report["provenance"]["commit"]
 
 

@@ -17,6 +17,7 @@ from dsv4.launch.target import Target
 
 bindings = pytest.importorskip("cuda.bindings.driver")
 CPU = torch.device("cpu")
+TARGET = Target(CPU, "sm_90a", 132)
 NORM = Kernel("norm/rms_norm", "rms_norm")
 SORT = Kernel("moe/moe_sort", "moe_sort")
 
@@ -69,7 +70,7 @@ def normalise(recording: Recording, x: Tensor, y: Tensor, shape: Any) -> None:
 
 
 def test_arguments_arrive_by_name_in_the_order_of_the_signature(driver: Driver) -> None:
-    recording = Recording(Target(CPU), 2)
+    recording = Recording(TARGET, 2)
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     y = recording.empty((2, 64), torch.bfloat16)
     recording.launch(Shape(NORM, 2, 32), eps=0.5, width=64, y=y[1:], x=x[1:], weight=None)
@@ -82,7 +83,7 @@ def test_arguments_arrive_by_name_in_the_order_of_the_signature(driver: Driver) 
 
 
 def test_the_configuration_has_the_grid_the_cluster_and_the_stream(driver: Driver) -> None:
-    recording = Recording(Target(CPU), 1)
+    recording = Recording(TARGET, 1)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     y = recording.empty((1, 64), torch.bfloat16)
     normalise(recording, x, y, Shape(NORM, (8, 3), 64, shared_bytes=1000, cluster=4))
@@ -98,7 +99,7 @@ def test_the_configuration_has_the_grid_the_cluster_and_the_stream(driver: Drive
 def test_a_program_follows_the_current_stream(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording = Recording(Target(CPU), 1)
+    recording = Recording(TARGET, 1)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     normalise(recording, x, recording.empty((1, 64), torch.bfloat16), Shape(NORM, 1, 32))
     running = Program(recording)
@@ -112,7 +113,7 @@ def test_shorter_chunks_take_their_own_shapes_and_the_longest_its_own_again(
     driver: Driver,
 ) -> None:
     """The second launch has nothing to do below 40 tokens."""
-    recording = Recording(Target(CPU), 64)
+    recording = Recording(TARGET, 64)
     ids = torch.zeros(64, dtype=torch.int64)
     slots = recording.empty((64,), torch.int32)
     tiles = recording.empty((8, 4), torch.int32)
@@ -139,7 +140,7 @@ def test_shorter_chunks_take_their_own_shapes_and_the_longest_its_own_again(
 
 
 def test_a_range_of_items_runs_alone_and_calls_get_their_memory(driver: Driver) -> None:
-    recording = Recording(Target(CPU), 3)
+    recording = Recording(TARGET, 3)
     x = torch.zeros(3, 64, dtype=torch.bfloat16)
     y = recording.empty((3, 64), torch.bfloat16)
     calls: list[tuple[int, int]] = []
@@ -153,7 +154,7 @@ def test_a_range_of_items_runs_alone_and_calls_get_their_memory(driver: Driver) 
 
 def test_zeroed_counters_belong_to_one_program_and_are_shared_inside_it(driver: Driver) -> None:
     def counted() -> tuple[Program, Tensor]:
-        recording = Recording(Target(CPU), 1)
+        recording = Recording(TARGET, 1)
         assert recording.zeroed("counters", 4) is recording.zeroed("counters", 4)
         counters = recording.zeroed("counters", 4)
         return Program(recording), counters
@@ -166,7 +167,7 @@ def test_zeroed_counters_belong_to_one_program_and_are_shared_inside_it(driver: 
 
 
 def test_programs_share_memory_that_is_large_enough(driver: Driver) -> None:
-    recording = Recording(Target(CPU), 1)
+    recording = Recording(TARGET, 1)
     x = torch.zeros(1, 4096, dtype=torch.bfloat16)
     y = recording.empty((1, 4096), torch.bfloat16)
     normalise(recording, x, y, Shape(NORM, 1, 32))
@@ -178,7 +179,7 @@ def test_programs_share_memory_that_is_large_enough(driver: Driver) -> None:
 
 
 def test_an_error_of_the_driver_names_the_kernel(driver: Driver) -> None:
-    recording = Recording(Target(CPU), 1)
+    recording = Recording(TARGET, 1)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     normalise(recording, x, recording.empty((1, 64), torch.bfloat16), Shape(NORM, 1, 32))
     driver.error = bindings.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS

@@ -14,7 +14,7 @@ from dsv4.launch.target import Target
 from dsv4.launch.workspace import ALIGNMENT, Layout, lay_out
 from tests.launch.simulated_memory import assert_buffers_survive
 
-TARGET = Target(torch.device("cuda", 0))
+TARGET = Target(torch.device("cuda", 0), "sm_90a", 132)
 Uses = Sequence[Sequence[int]]
 
 

@@ -1,5 +1,6 @@
 """Where a record comes from: the commit of this code, or "unknown", but never somebody else's."""
 
+import importlib.metadata
 import subprocess
 from pathlib import Path
 
@@ -43,3 +44,9 @@ def test_a_package_inside_another_repository_has_no_commit(
 def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert provenance.commit() == "unknown"
+
+
+def test_spec11_j91_records_name_the_compiler_of_the_kernels() -> None:
+    versions = provenance.provenance("a command")["versions"]
+    assert versions["nvrtc"] == importlib.metadata.version("nvidia-cuda-nvrtc")
+    assert provenance.version_of("no such package") is None

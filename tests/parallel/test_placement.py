@@ -84,6 +84,19 @@ def test_parameters_live_with_their_layer_and_the_ends_with_the_ends() -> None:
     assert placement.device_of("layers.2.ffn.experts.w1.weight").index == 1
 
 
+@pytest.mark.parametrize("parallel", ["pipeline", "round-robin"])
+@pytest.mark.parametrize("count", range(1, 9))
+def test_spec11_j90_every_parameter_has_a_device_for_any_number_of_gpus(
+    parallel: str, count: int
+) -> None:
+    """Layers are placed whole, so no number has to divide anything, nor be one of layers."""
+    config = tiny_config()
+    engine = EngineConfig(gpus=count, parallel=parallel)  # pyright: ignore[reportArgumentType]
+    placement = Placement.of(engine, gpus(count), [1] * config.num_hidden_layers)
+    devices = {placement.device_of(name).index for name in parameters(config, mtp="classic")}
+    assert devices == set(range(min(count, config.num_hidden_layers)))
+
+
 def test_embedding_and_head_count_where_they_live() -> None:
     config = tiny_config()
     layers = config.num_hidden_layers

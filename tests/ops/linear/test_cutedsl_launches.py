@@ -1,10 +1,14 @@
 """Recorded products with the CuTe DSL kernels: which they take and which they leave."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dsv4.launch.recording import Call, Recording, storage_key
+from dsv4.launch.target import Target
 from dsv4.ops.linear import prefill, prefill_cutedsl
 from dsv4.weights.packed import pack_weight
 from tests.ops.linear.meta import (
@@ -93,3 +97,21 @@ def test_cutedsl_records_every_product(gemms: Gemms, most: int) -> None:
         exact = Recording(TARGETS[0], tokens)
         record_everything(prefill, exact)
         assert shapes(recording, tokens) == shapes(exact, tokens)
+
+
+def test_spec11_j92_every_product_is_compiled_for_the_multiprocessors_of_its_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a part with 78 of them as well, and there is no number to fall back on."""
+    counts: list[int] = []
+    jit = SimpleNamespace(gemm_for=lambda *problem: counts.append(problem[-1]))
+    monkeypatch.setitem(sys.modules, "dsv4.ops.linear.cutedsl.jit", jit)
+    device = TARGETS[0].device
+    weight = pack_weight(stored(NVFP4, 1024, 1024))
+    for multiprocessors in (78, 132):
+        counts.clear()
+        recording = Recording(Target(device, "sm_90a", multiprocessors), 500)
+        prefill_cutedsl.gemms_for(recording, weight, 1, torch.bfloat16)
+        assert counts == [multiprocessors] * 25
+    with pytest.raises(TypeError, match="multiprocessors"):
+        Target(device, "sm_90a")  # pyright: ignore[reportCallIssue]
