@@ -1,6 +1,7 @@
 """``config.json`` in both dialects, and everything that is refused."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,26 @@ from tests.releases import RELEASES
 
 def test_both_dialects_give_the_same_config() -> None:
     assert ModelConfig.from_dict(hf_config()) == ModelConfig.from_dict(tiny_config())
+
+
+@pytest.mark.parametrize("dialect", [tiny_config, hf_config])
+def test_the_two_eps_are_not_exchanged(dialect: Callable[..., dict[str, Any]]) -> None:
+    """Both are 1e-6 in the published configurations."""
+    config = ModelConfig.from_dict(dialect(hc_eps=1e-3, rms_norm_eps=1e-5))
+    assert (config.hc_eps, config.rms_norm_eps) == (1e-3, 1e-5)
+
+
+@pytest.mark.parametrize("dialect", [tiny_config, hf_config])
+def test_turns_of_yarn_default_to_the_published_ones(
+    dialect: Callable[..., dict[str, Any]],
+) -> None:
+    raw = dialect()
+    scaling = raw["rope_scaling"] if "rope_scaling" in raw else raw["rope_parameters"]["compress"]
+    for name in ("beta_fast", "beta_slow"):
+        del scaling[name]
+    yarn = ModelConfig.from_dict(raw).yarn
+    assert yarn is not None
+    assert (yarn.beta_fast, yarn.beta_slow) == (32.0, 1.0)
 
 
 def test_published_pro_config() -> None:

@@ -111,6 +111,7 @@ def test_compressors_read_the_attention_input(layer: int) -> None:
             assert product_TW.dtype == torch.float32
             assert_near(product_TW, run.x_TE.double() @ matrix(f"{prefix}.{name}.weight").T, BOUND)
         assert compression.weights.ratio == RATIOS[layer]
+        assert compression.weights.norm_eps == CONFIG.rms_norm_eps
         assert torch.equal(compression.weights.ape.double(), vector(f"{prefix}.ape"))
         assert torch.equal(compression.weights.norm.double(), vector(f"{prefix}.norm.weight"))
 

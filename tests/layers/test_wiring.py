@@ -76,7 +76,8 @@ def test_seams_use_their_own_parameters(sublayer: str) -> None:
             assert torch.equal(
                 getattr(mix, name).double(), vector(f"layers.1.hc_{sublayer}_{name}")
             )
-        assert (mix.norm_eps, mix.hc_eps, mix.sinkhorn_iters) == (1e-6, 1e-6, 20)
+        assert (mix.norm_eps, mix.hc_eps) == (CONFIG.rms_norm_eps, CONFIG.hc_eps)
+        assert mix.sinkhorn_iters == CONFIG.hc_sinkhorn_iters
         assert torch.equal(norm_weight.double(), vector(f"layers.1.{sublayer}_norm.weight"))
     (pre,) = recorder.results("hc_pre")
     (mixed,) = recorder.results("hc_seam")
@@ -89,6 +90,19 @@ def test_seams_use_their_own_parameters(sublayer: str) -> None:
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     assert len(found) == len(expected)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_the_head_collapses_with_its_own_parameters() -> None:
+    recorder = Recorder()
+    head = Head.build(CONFIG, WeightReader(WEIGHTS, TORCH_PACKING))
+    streams_TME = normal(3, CONFIG.hc_mult, CONFIG.hidden_size, seed=55)
+    head.hidden(recorder.table(), streams_TME)
+    ((found_TME, collapse, norm_weight),) = recorder.arguments("hc_head")
+    assert found_TME is streams_TME
+    for name in ("fn", "base", "scale"):
+        assert torch.equal(getattr(collapse, name).double(), vector(f"hc_head_{name}"))
+    assert (collapse.norm_eps, collapse.hc_eps) == (CONFIG.rms_norm_eps, CONFIG.hc_eps)
+    assert torch.equal(norm_weight.double(), vector("norm.weight"))
 
 
 def test_logits_are_float32_products_of_the_rounded_norm() -> None:

@@ -26,6 +26,8 @@ HEAD_DIM = 512
 ROPE_DIM = 64
 WINDOW = 128
 EPS = 1e-6
+# Equal to EPS in the published models; here an exchange of the two shows.
+HC_EPS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ TINY_CONFIG: dict[str, Any] = {
     "index_topk": 16,
     "hc_mult": 4,
     "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6,
+    "hc_eps": HC_EPS,
     "rms_norm_eps": EPS,
     "rope_theta": 10000,
     "compress_rope_theta": 160000,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.hyper_connection import HcWeights
-from tests.ops.cases import EPS
+from tests.ops.cases import EPS, HC_EPS
 from tests.ops.rounding import assert_rounded_twice
 
 # Relative, of the pre, post and comb that follow from a mix; the mix itself is a float32 sum.
@@ -23,7 +23,7 @@ def seam_weights(streams: int, width: int, spread: float = 1.0) -> HcWeights:
         spread * normal(mixes),
         torch.tensor([0.9, 1.1, 0.5], device="cuda") * spread,
         EPS,
-        EPS,
+        HC_EPS,
         20,
     )
 
@@ -51,12 +51,12 @@ def exact_parts(streams_TME: Tensor, weights: HcWeights) -> tuple[Tensor, Tensor
         mix * scale + base
         for mix, scale, base in zip(mixes, weights.scale.double(), bases, strict=True)
     ]
-    comb = torch.softmax(logits[2].unflatten(-1, (streams, streams)), dim=-1) + EPS
-    comb = comb / (comb.sum(-2, keepdim=True) + EPS)
+    comb = torch.softmax(logits[2].unflatten(-1, (streams, streams)), dim=-1) + HC_EPS
+    comb = comb / (comb.sum(-2, keepdim=True) + HC_EPS)
     for _ in range(weights.sinkhorn_iters - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + EPS)
-        comb = comb / (comb.sum(-2, keepdim=True) + EPS)
-    return logits[0].sigmoid() + EPS, 2 * logits[1].sigmoid(), comb
+        comb = comb / (comb.sum(-1, keepdim=True) + HC_EPS)
+        comb = comb / (comb.sum(-2, keepdim=True) + HC_EPS)
+    return logits[0].sigmoid() + HC_EPS, 2 * logits[1].sigmoid(), comb
 
 
 def assert_normalised(

@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4.launch.recording import Launch
 from dsv4.launch.target import Target
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, decode, prefill
-from tests.ops.cases import EPS
+from tests.ops.cases import EPS, HC_EPS
 from tests.ops.recorded import HOPPER, launches, meta
 
 F32 = torch.float32
@@ -21,13 +21,13 @@ def seam_weights(streams: int, width: int) -> HcWeights:
     mixes = (2 + streams) * streams
     fn = meta(mixes, streams * width, dtype=F32)
     base = meta(mixes, dtype=F32)
-    return HcWeights(fn, base, meta(3, dtype=F32), EPS, EPS, sinkhorn_iters=20)
+    return HcWeights(fn, base, meta(3, dtype=F32), EPS, HC_EPS, sinkhorn_iters=20)
 
 
 def head_weights(streams: int, width: int) -> HcHeadWeights:
     fn = meta(streams, streams * width, dtype=F32)
     base = meta(streams, dtype=F32)
-    return HcHeadWeights(fn, base, meta(1, dtype=F32), EPS, EPS)
+    return HcHeadWeights(fn, base, meta(1, dtype=F32), EPS, HC_EPS)
 
 
 def incoming(tokens: int, streams: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4.ops import TORCH, Ops
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, sinkhorn
-from tests.ops.cases import EPS, VECTORS, assert_rounded_once, normal
+from tests.ops.cases import EPS, HC_EPS, VECTORS, assert_rounded_once, normal
 from tests.ops.rounding import assert_rounded_twice
 
 STREAMS = 4
@@ -18,7 +18,12 @@ MIXES = 24
 def seam(width: int, seed: int) -> HcWeights:
     fn = normal(MIXES, STREAMS * width, seed=seed, scale=width**-0.5)
     return HcWeights(
-        fn, normal(MIXES, seed=seed + 1), torch.tensor([0.9, 1.1, 0.5]), EPS, EPS, sinkhorn_iters=20
+        fn,
+        normal(MIXES, seed=seed + 1),
+        torch.tensor([0.9, 1.1, 0.5]),
+        EPS,
+        HC_EPS,
+        sinkhorn_iters=20,
     )
 
 
@@ -74,14 +79,14 @@ def test_hc_pre_equals_the_formula(ops: Ops, dtype: torch.dtype, size: float) ->
     scale = weights.scale.tolist()
     for t, streams in enumerate(streams_TME):
         m = exact_mixes(streams, weights.fn, EPS)
-        pre = [sigmoid(m[i] * scale[0] + base[i]) + EPS for i in range(4)]
+        pre = [sigmoid(m[i] * scale[0] + base[i]) + HC_EPS for i in range(4)]
         post = [2 * sigmoid(m[4 + i] * scale[1] + base[4 + i]) for i in range(4)]
         logits = [
             [m[8 + 4 * j + k] * scale[2] + base[8 + 4 * j + k] for k in range(4)] for j in range(4)
         ]
         assert_normalised_collapse(x_TE[t], pre, streams, norm_weight)
         assert post_TM[t].tolist() == pytest.approx(post, rel=1e-5)
-        exact = exact_sinkhorn(logits, 20, EPS)
+        exact = exact_sinkhorn(logits, 20, HC_EPS)
         assert comb_TMM[t].flatten().tolist() == pytest.approx(
             [v for row in exact for v in row], rel=1e-5
         )
@@ -137,7 +142,7 @@ def test_hc_seam_is_post_then_pre_of_the_rounded_streams(
     scale = weights.scale.tolist()
     for x_E, streams_ME in zip(x_TE, found_TME, strict=True):
         m = exact_mixes(streams_ME, weights.fn, EPS)
-        pre = [sigmoid(m[i] * scale[0] + base[i]) + EPS for i in range(4)]
+        pre = [sigmoid(m[i] * scale[0] + base[i]) + HC_EPS for i in range(4)]
         assert_normalised_collapse(x_E, pre, streams_ME, norm_weight)
     torch.testing.assert_close(post_TM, expected[1], rtol=1e-5, atol=0)
     torch.testing.assert_close(comb_TMM, expected[2], rtol=1e-5, atol=0)
@@ -182,7 +187,7 @@ def test_sinkhorn_ends_with_columns() -> None:
 @pytest.mark.parametrize("size", [1.0, 1e-3], ids=["normal", "where_eps_matters"])
 def test_hc_head_is_a_sigmoid_collapse(ops: Ops, dtype: torch.dtype, size: float) -> None:
     weights = HcHeadWeights(
-        normal(4, 256, seed=11), normal(4, seed=12), torch.tensor([0.7]), EPS, EPS
+        normal(4, 256, seed=11), normal(4, seed=12), torch.tensor([0.7]), EPS, HC_EPS
     )
     streams_TME = normal(2, STREAMS, 64, seed=13, dtype=dtype, scale=size)
     norm_weight = normal(64, seed=17)
@@ -190,7 +195,7 @@ def test_hc_head_is_a_sigmoid_collapse(ops: Ops, dtype: torch.dtype, size: float
     assert z_TE.dtype == dtype
     for z, streams in zip(z_TE, streams_TME, strict=True):
         m = exact_mixes(streams, weights.fn, EPS)
-        pre = [sigmoid(m[i] * 0.7 + float(weights.base[i])) + EPS for i in range(4)]
+        pre = [sigmoid(m[i] * 0.7 + float(weights.base[i])) + HC_EPS for i in range(4)]
         assert_normalised_collapse(z, pre, streams, norm_weight)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4.launch.recording import Recording
 from dsv4.ops.hyper_connection import HcHeadWeights, decode, prefill
 from dsv4.ops.immediate import PreparedOp, immediately
-from tests.ops.cases import EPS, assert_rounded_once
+from tests.ops.cases import EPS, HC_EPS, assert_rounded_once
 from tests.ops.forms import by_tokens
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, guarded, poison
 from tests.ops.hyper_connection.exact import (
@@ -90,9 +90,9 @@ def test_pre_and_head(tokens: int, streams: int, width: int) -> None:
     streams_TME = normal(tokens, streams, width).bfloat16()
     assert_pre(hc_pre(streams_TME, weights, norm_weight), streams_TME, weights, norm_weight)
     head = HcHeadWeights(
-        weights.fn[:streams].contiguous(), normal(streams), torch.tensor([0.7]).cuda(), EPS, EPS
+        weights.fn[:streams].contiguous(), normal(streams), torch.tensor([0.7]).cuda(), EPS, HC_EPS
     )
-    pre_TM = (exact_mixes(streams_TME, head.fn) * 0.7 + head.base.double()).sigmoid() + EPS
+    pre_TM = (exact_mixes(streams_TME, head.fn) * 0.7 + head.base.double()).sigmoid() + HC_EPS
     assert_normalised(hc_head(streams_TME, head, norm_weight), pre_TM, streams_TME, norm_weight)
 
 
@@ -172,7 +172,7 @@ def test_replay_repeats_and_nothing_synchronises(tokens: int) -> None:
     norm_weight = normal(7168)
     incoming = mixing(tokens, 4)
     head = HcHeadWeights(
-        weights.fn[:4].contiguous(), normal(4), torch.tensor([0.7]).cuda(), EPS, EPS
+        weights.fn[:4].contiguous(), normal(4), torch.tensor([0.7]).cuda(), EPS, HC_EPS
     )
     y_TE = normal(tokens, 7168).bfloat16()
     streams_TME = normal(tokens, 4, 7168).bfloat16()

@@ -8,6 +8,7 @@ from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Launch, Recording
 from dsv4.launch.target import Target
 from dsv4.ops.hyper_connection import decode, prefill
+from tests.ops.cases import EPS, HC_EPS
 from tests.ops.hyper_connection.meta import F32, FLASH, PRO, arguments, record, seam_weights
 from tests.ops.recorded import (
     HOPPER,
@@ -83,6 +84,13 @@ def test_shapes_of_pro() -> None:
     assert (mix.shape.grid, mix.shape.shared_bytes) == ((256, 1, 1), 5 * 16384)
     assert (finish.shape.grid, finish.shape.threads, finish.shape.cluster) == ((1, 4096, 1), 480, 1)
     assert numbers(finish)["iterations"] == 20
+
+
+@pytest.mark.parametrize("op", ["hc_pre", "hc_seam", "hc_head"])
+def test_the_two_eps_are_not_exchanged(op: str) -> None:
+    for tokens in (2, 300):
+        found = numbers(record(op, tokens, FLASH)[-1])
+        assert (found["norm_eps"], found["hc_eps"]) == (EPS, HC_EPS)
 
 
 def test_what_comes_out_is_shaped_like_what_goes_in() -> None:
