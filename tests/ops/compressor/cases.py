@@ -43,10 +43,13 @@ def empty_state(
     format: RowFormat = RowFormat.PLAIN,
     junk: float = torch.nan,
     width: int = WIDTH,
+    dtype: torch.dtype = torch.float32,
 ) -> CompressedState:
-    """Every row and the whole ring hold ``junk``, as an earlier sequence might have left them."""
+    """Every row and the whole ring hold ``junk``, as an earlier sequence might have left them.
+    ``dtype``: that of plain rows.
+    """
     device = torch.get_default_device()
-    rows = RowCache.allocate(slots, width, min(ROPE, width), format, torch.float32, device)
+    rows = RowCache.allocate(slots, width, min(ROPE, width), format, dtype, device)
     ring = CompressorRing.allocate(ratio, 2 * width if ratio == 4 else width, device)
     ring.kv.fill_(junk)
     ring.score.fill_(junk)

@@ -24,9 +24,11 @@ ROPE = 64
 POSITIONS = (0, 2, 3, 4, 6, 7, 8, 30, 79, 99, 159)
 
 
-def key_cache(rows_SD: Tensor, format: RowFormat = RowFormat.PLAIN) -> RowCache:
+def key_cache(
+    rows_SD: Tensor, format: RowFormat = RowFormat.PLAIN, dtype: torch.dtype = torch.float32
+) -> RowCache:
     cache = RowCache.allocate(
-        rows_SD.shape[0], WIDTH, ROPE, format, torch.float32, torch.get_default_device()
+        rows_SD.shape[0], WIDTH, ROPE, format, dtype, torch.get_default_device()
     )
     cache.write(torch.arange(rows_SD.shape[0]), rows_SD)
     return cache
@@ -121,6 +123,28 @@ def test_scores_real_values_in_float32(ops: Ops, format: RowFormat, dtype: torch
         assert worst_in >= best_out - 1e-5
 
 
+@pytest.mark.parametrize("what", ["products", "weights", "sums"])
+def test_scores_are_not_rounded(ops: Ops, what: str) -> None:
+    """Entry 1 is better than entry 0 by 2^-10: rounded to bfloat16 they tie, and entry 0 wins."""
+    small = 2.0**-10
+    rows_SD = torch.zeros(2, WIDTH)
+    rows_SD[:, 0] = 1.0
+    rows_SD[1, 1] = small
+    q_TID = torch.zeros(1, 2, WIDTH)
+    weight_TI = torch.ones(1, 2)
+    if what == "products":
+        q_TID[0, 0, :2] = 1.0
+    elif what == "sums":
+        q_TID[0, 0, 0] = q_TID[0, 1, 1] = 1.0
+    else:
+        rows_SD[:, :2] = torch.eye(2)
+        q_TID[0] = torch.eye(2, WIDTH)
+        weight_TI[0, 1] += small
+    keys = key_cache(rows_SD, dtype=torch.bfloat16)
+    selected_TK = ops.index_select(q_TID.bfloat16(), weight_TI, 1.0, keys, positions(7), 1)
+    assert selected_TK.tolist() == [[1]]
+
+
 def one_hot_case(products: list[list[float]]) -> tuple[Tensor, RowCache]:
     """Queries (two unit heads) and keys whose products are as given: ``products[entry][head]``."""
     rows_SD = torch.zeros(len(products), WIDTH)
@@ -160,7 +184,9 @@ def test_lesson_04_queries_are_rotated_then_hadamard_rotated(
         if dtype == torch.float32:
             assert_rounded_once(out[t], exact)
         else:
-            assert float((out[t].double() - exact).abs().max()) <= 2**-7 * float(exact.abs().max())
+            # Found: 0. Queries that are not rounded between the rotations differ in 20 % of them.
+            different = int((out[t] != exact.to(dtype)).sum())
+            assert different <= out[t].numel() // 50, "float32 may round a few the other way"
 
 
 def test_the_scale_multiplies_the_weights(ops: Ops) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
-from tests.ops.cases import OpsUnderTest, assert_rounded_once, integers, normal
+from tests.ops.cases import EPS, OpsUnderTest, assert_rounded_once, integers, normal
 
 FORMATS = list(QuantFormat)
 
@@ -32,6 +32,22 @@ def test_out_dtype_keeps_the_float32_sum(ops: OpsUnderTest) -> None:
     y = ops.linear(x, ops.pack_weight(weight), torch.float32)
     assert y.dtype == torch.float32
     assert_rounded_once(y, x.double() @ weight.dequantize().double().T)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_norm_in_front_of_a_list_is_rounded_before_the_products(
+    ops: OpsUnderTest, dtype: torch.dtype
+) -> None:
+    weights = [quantize(normal(48, 256, seed=seed), QuantFormat.BF16) for seed in (15, 16)]
+    x = normal(3, 256, seed=17, dtype=dtype)
+    norm_weight = normal(256, seed=18)
+    rows = ops.pack_rows(weights, (None, torch.float32))
+    found = ops.linear_rows(x, rows, norm_weight, EPS)
+    assert [y.dtype for y in found] == [dtype, torch.float32]
+    scale = (x.double().square().mean(-1, keepdim=True) + EPS) ** -0.5
+    normed = (x.double() * scale * norm_weight.double()).to(dtype).double()
+    for y, weight in zip(found, weights, strict=True):
+        assert_rounded_once(y, normed @ weight.dequantize().double().T)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
-from dsv4.ops.moe import ExpertWeights
+from dsv4.ops.moe import ExpertWeights, expert_sum
 from dsv4.ops.router import Router, route
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
@@ -211,6 +211,31 @@ def test_an_expert_listed_twice_counts_twice_and_unlisted_experts_not_at_all(
     )
     once = ops.moe(x_TE, *listing(ops, torch.tensor([[2]]), gate_XE, 0.75), experts, shared, LIMIT)
     assert_near(twice, once.double(), 1e-6)
+
+
+def test_experts_are_summed_in_ascending_order_behind_the_shared_one() -> None:
+    """(1 + 2^24) − 2^24 is 0 in float32, (1 − 2^24) + 2^24 and (2^24 − 2^24) + 1 are 1."""
+    up = torch.zeros(1, 8, 8)
+    up[:, 0, 0] = 0.8
+    gate = torch.full((1, 8, 8), 20.0)
+    h = torch.nn.functional.silu(torch.tensor(LIMIT)).item() * 0.8
+
+    def experts(*results: float) -> ExpertWeights:
+        w2 = torch.stack([torch.eye(8) * result / 8 for result in results])
+        copies = len(results)
+        parts = (gate.expand(copies, -1, -1), w2, up.expand(copies, -1, -1))
+        return ExpertWeights(*(QuantTensor.dense(part.contiguous()) for part in parts))
+
+    assert torch.tensor(h).bfloat16() == 8
+    shared = experts(1.0)
+    shared = ExpertWeights(shared.w1[0], shared.w2[0], shared.w3[0])
+    x_TE = torch.eye(1, 8, dtype=torch.bfloat16)
+    for ids in ([0, 1], [1, 0]):
+        routed = positions(*ids)[None], torch.ones(1, 2)
+        y_TE = expert_sum(x_TE, *routed, experts(2.0**24, -(2.0**24)), shared, LIMIT)
+        assert y_TE[0, 0] == 0
+    other = expert_sum(x_TE, *routed, experts(-(2.0**24), 2.0**24), shared, LIMIT)
+    assert other[0, 0] == 1
 
 
 def test_tokens_do_not_mix(ops: OpsUnderTest) -> None:
