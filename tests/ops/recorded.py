@@ -12,6 +12,8 @@ from dsv4.launch.target import Target
 HOPPER = Target(torch.device("cuda", 0), "sm_90a", 132)
 BLACKWELL = Target(torch.device("cuda", 0), "sm_100a", 148)
 TARGETS = {"sm_90a": HOPPER, "sm_100a": BLACKWELL}
+# Shared memory that a block may ask for, on every architecture of TARGETS.
+MOST_SHARED_BYTES = 227 << 10
 # Chunks that a recording of the longest one serves, where they are not longer than that.
 SHORTER = (9, 10, 100, 129, 511, 512)
 

@@ -4,8 +4,9 @@ shapes use the GPU.
 
 import pytest
 
+from dsv4.launch.constants import STAGE_SCALE_BYTES
 from dsv4.launch.kernel import ceil_div
-from dsv4.ops.linear.decode_plan import MAX_SLICES, ProductShape, plan_linear
+from dsv4.ops.linear.decode_plan import MAX_SLICES, WARPS, ProductShape, plan_linear
 from dsv4.weights.quant import QuantFormat
 
 NVFP4 = QuantFormat.NVFP4
@@ -70,6 +71,28 @@ def test_blocks_share_the_work_evenly() -> None:
     # A BF16 tile has twice the bytes of an FP8 tile.
     assert busiest((FP8, BF16), (128, 164)) == [3, 2]
     assert busiest((FP8, BF16), (128, 64)) == [2, 1]
+
+
+@pytest.mark.parametrize(("formats", "tiles", "columns", "groups"), SHAPES)
+def test_shared_memory_holds_all_that_the_kernel_puts_there(
+    formats: tuple[QuantFormat, ...], tiles: tuple[int, ...], columns: int, groups: int
+) -> None:
+    """As decode_linear.cu counts it: rings, activations, partial sums, and in a cluster the sums
+    that the other blocks send.
+    """
+    for tokens in (1, 2, 4, 8):
+        plan = plan_linear(ProductShape(formats, tiles, columns, groups), tokens, 132)
+        most_tiles = max(
+            ceil_div(count, clusters) for count, clusters in zip(tiles, plan.clusters, strict=True)
+        )
+        tile_bytes = 16 * plan.padded_tokens * 4
+        slices = ceil_div(columns, plan.slice_columns)
+        assert plan.partial_bytes >= ceil_div(slices, plan.cluster) * most_tiles * tile_bytes
+        scales = max(STAGE_SCALE_BYTES[format] for format in formats)
+        used = WARPS * plan.depth * (2048 + scales) + plan.activation_bytes + plan.partial_bytes
+        if plan.cluster > 1:
+            used += ceil_div(most_tiles, plan.cluster) * plan.cluster * tile_bytes
+        assert used <= plan.shared_bytes
 
 
 def test_a_cluster_shares_activations_that_one_block_cannot_hold() -> None:

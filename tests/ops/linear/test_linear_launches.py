@@ -13,9 +13,12 @@ from dsv4.launch.workspace import lay_out
 from dsv4.ops.linear import decode, prefill
 from dsv4.ops.linear.row_list import pack_rows
 from dsv4.weights.packed import pack_weight
+from dsv4.weights.quant import QuantFormat
 from tests.ops.linear.meta import (
     BF16,
     FP8,
+    MXFP4,
+    NVFP4,
     TARGETS,
     activations,
     empty,
@@ -24,6 +27,7 @@ from tests.ops.linear.meta import (
     stored,
 )
 from tests.ops.linear.products import LISTS, packed_list, record_everything
+from tests.ops.recorded import MOST_SHARED_BYTES
 
 TOKENS = (9, 10, 100, 129, 511, 512)
 
@@ -95,6 +99,20 @@ def test_prefill_is_a_norm_and_a_launch_per_matrix() -> None:
     assert names(recording) == ["rms_norm"] + ["prefill_linear"] * 6
     assert len({storage_key(product) for product in products}) == 6
     assert all(product.is_contiguous() for product in products)
+
+
+@pytest.mark.parametrize("format", [NVFP4, MXFP4, FP8, BF16], ids=lambda format: format.value)
+def test_every_build_fits_into_shared_memory(format: QuantFormat) -> None:
+    """A stage is 128 tokens and 256 rows of 64 columns, as prefill_gemm.cuh lays it out."""
+    for target in TARGETS:
+        for mode in (prefill.MODE_LINEAR, prefill.MODE_GATE_UP, prefill.MODE_DOWN):
+            build = prefill.build_for(format, mode, target.architecture)
+            stages = dict(build.defines)["STAGES"]
+            assert dict(build.defines)["SHARED_BYTES"] == build.shared_bytes
+            weight_bytes = len(pack_weight(stored(format, 256, 64)).data.flatten())
+            assert stages * (128 * 64 * 2 + weight_bytes) < build.shared_bytes
+            assert build.shared_bytes <= MOST_SHARED_BYTES
+            assert stages >= 4
 
 
 def test_partial_sums_have_room_for_every_number_of_tokens() -> None:

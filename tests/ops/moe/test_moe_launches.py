@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.launch.kernel import ceil_div
 from dsv4.launch.recording import Launch, Recording, byte_offset
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
@@ -96,6 +97,44 @@ def test_published_decode_shapes() -> None:
         ("pro", 4): (12, 2, 192_512, 3),
         ("pro", 8): (16, 1, 221_184, 2),
     }
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_scratch_memory_of_a_decode_step_holds_what_moe_decode_writes(geometry: Geometry) -> None:
+    """A hidden row for every routed expert and the shared one; parts of 32 output rows, where the
+    part of pair p and block b is the (p + b)-th.
+    """
+    for tokens in (1, 3, 8):
+        for launch in launches(recorded_decode(geometry, HOPPER, tokens)):
+            count = launch.arguments["T"]
+            assert isinstance(count, int)
+            inner = ceil_div(geometry.inner, 64) * 64
+            assert bytes_of(launch, "h") >= count * (geometry.per_token + 1) * inner * 2
+            pairs = ceil_div(geometry.width, 32)
+            parts = pairs - 1 + HOPPER.multiprocessors
+            assert bytes_of(launch, "parts_workspace") >= parts * count * 32 * 4
+            assert bytes_of(launch, "pair_counters") >= pairs * 4
+            assert bytes_of(launch, "counters") >= (4 + 2 * count * geometry.experts) * 4
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_scratch_memory_of_a_chunk_holds_every_pair_and_the_most_tiles(geometry: Geometry) -> None:
+    """Most tiles of 128 pairs result when every expert has one pair more than whole tiles."""
+    for tokens in (9, 130, 2048):
+        _, _, sort, gate_up, down, shared, product, _ = launches(
+            recorded_prefill(geometry, HOPPER, tokens)
+        )
+        pairs = tokens * geometry.per_token
+        used = min(geometry.experts, pairs)
+        whole = (pairs - used) // 128
+        most = used + whole
+        assert bytes_of(sort, "slots") >= 4 * pairs
+        assert bytes_of(sort, "tiles") >= 16 * most
+        assert sort.shape.shared_bytes >= 4 * (34 * (geometry.experts + 1) + pairs)
+        assert bytes_of(gate_up, "h") >= 2 * pairs * geometry.inner
+        assert bytes_of(down, "y") >= 4 * pairs * geometry.width
+        assert bytes_of(shared, "h") >= 2 * tokens * geometry.inner
+        assert bytes_of(product, "y") >= 4 * tokens * geometry.width
 
 
 def test_tokens_that_do_not_fit_are_recorded_in_halves() -> None:
