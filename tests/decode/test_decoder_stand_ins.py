@@ -1,0 +1,99 @@
+"""CUDAGraphDecoder on stand-ins for streams and captured steps: what it takes back."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.decode import CUDAGraphDecoder, cuda_graph_decoder
+from dsv4.limits import STEPS_AHEAD
+from dsv4.sampling import Sampler, SamplingParams
+from dsv4.step.token_loop import TokenLoop
+from tests.step.test_token_loop import START, World
+
+GREEDY = Sampler(SamplingParams(temperature=0))
+
+
+class Quiet:
+    """Stands for a stream or an event of the only device."""
+
+    def __init__(self, *_: object) -> None:
+        """Any device."""
+
+    def record(self, *_: object) -> None:
+        """Nothing runs."""
+
+    wait_event = synchronize = record
+
+
+def decoder_on(world: World, monkeypatch: pytest.MonkeyPatch) -> CUDAGraphDecoder:
+    """A decoder of one token a step that replays the steps of ``world``."""
+
+    (position_1,) = world.state.positions_1.values()
+
+    def run() -> None:
+        world.run(1)
+        position_1.add_(1)
+
+    def captured(step: Any, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(step=step, run=run, sample=world.sample)
+
+    for name, stand_in in (
+        ("Stream", Quiet),
+        ("Event", Quiet),
+        ("graph_pool_handle", lambda: (0, 0)),
+        ("current_stream", Quiet),
+        ("synchronize", lambda device: None),
+        ("stream", lambda stream: nullcontext()),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(cuda_graph_decoder, "CapturedStep", captured)
+    world.step.tokens = 1
+    world.step.logits_TV = torch.zeros(1, 5)
+    ring = SimpleNamespace(mark=world.mark, read=world.read)
+    steps: Any = SimpleNamespace(
+        state=world.state,
+        head=torch.device("cpu"),
+        sampler=world.sampler,
+        ring=ring,
+        step=lambda tokens: world.step,
+    )
+    decoder = CUDAGraphDecoder(steps, "full", 512)
+    world.log.clear()
+    return decoder
+
+
+def test_closing_takes_back_at_once_what_was_queued_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not when the collector comes to it: somebody may still look at the loop."""
+    seen: list[object] = []
+    generate: Callable[..., Any] = TokenLoop.generate
+
+    def watched(loop: TokenLoop, *arguments: Any) -> Any:
+        seen.append(generate(loop, *arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(TokenLoop, "generate", watched)
+    world = World()
+    tokens = decoder_on(world, monkeypatch).generate(7, GREEDY, 50)
+    assert [next(tokens) for _ in range(3)] == [8, 9, 10]
+    assert world.state.position == START + 2 + STEPS_AHEAD
+    tokens.close()
+    (position_1,) = world.state.positions_1.values()
+    assert world.state.position == int(position_1) == START + 3
+
+
+def test_a_replay_takes_rejected_tokens_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    decoder = decoder_on(world, monkeypatch)
+    (position_1,) = world.state.positions_1.values()
+    for position in (START, START + 1, START):
+        decoder.replay(3, position)
+        assert world.state.position == int(position_1) == position + 1
+    assert world.log == ["put", "run"] * 3
+    with pytest.raises(ValueError, match=f"position: found {START + 2}"):
+        decoder.replay(3, START + 2)
