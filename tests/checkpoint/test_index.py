@@ -209,6 +209,38 @@ def test_hugging_face_cache_links_to_blobs_are_followed(sharded: Path, tmp_path:
     assert len(load(snapshot)) > 50
 
 
+@pytest.mark.parametrize("outside", ["other--model/blobs/0", "models--a--b/refs/0", "elsewhere"])
+def test_links_of_a_hugging_face_cache_lead_nowhere_but_to_its_own_blobs(
+    sharded: Path, tmp_path: Path, outside: str
+) -> None:
+    snapshot = tmp_path / "models--a--b/snapshots/0123"
+    (tmp_path / "models--a--b/blobs").mkdir(parents=True)
+    snapshot.parent.mkdir()
+    sharded.rename(snapshot)
+    target = tmp_path / outside
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shard = next(snapshot.glob("*.safetensors"))
+    shard.rename(target)
+    shard.symlink_to(target)
+    with pytest.raises(UserError, match=f"{shard.name}.*outside the folder"):
+        open_checkpoint(snapshot)
+
+
+def test_the_parent_of_a_folder_that_is_no_snapshot_has_no_blobs(
+    sharded: Path, tmp_path: Path
+) -> None:
+    home = tmp_path / "models" / "flash"
+    home.parent.mkdir()
+    sharded.rename(home)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    shard = next(home.glob("*.safetensors"))
+    shard.rename(blobs / "0")
+    shard.symlink_to(blobs / "0")
+    with pytest.raises(UserError, match="outside the folder"):
+        open_checkpoint(home)
+
+
 @pytest.mark.parametrize("weight_map", [None, [], {}, "x", {"a": 1}, {"a": None}])
 def test_index_that_is_not_one_is_refused(sharded: Path, weight_map: object) -> None:
     (sharded / INDEX).write_text(json.dumps({"weight_map": weight_map}))

@@ -1,6 +1,7 @@
 """The compiler without a GPU: every architecture, errors, and the cache on disk."""
 
 import hashlib
+import importlib.metadata
 import threading
 from pathlib import Path
 
@@ -77,6 +78,21 @@ def test_every_header_source_and_define_changes_the_entry(sources: Path, cache: 
     (sources / "scale.cu").write_text("4")
     entries.add(entry())
     assert len(entries) == 5
+
+
+@pytest.mark.parametrize("package", ["cuda-core", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"])
+def test_another_compiler_changes_every_entry(
+    package: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The NVRTC that compiles, the bindings that pass its options, and the headers it includes."""
+    before = compiler._cache_path("scale/scale", "sm_90a", ())
+    installed = importlib.metadata.version
+
+    def updated(name: str) -> str:
+        return "99.0" if name == package else installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", updated)
+    assert compiler._cache_path("scale/scale", "sm_90a", ()) != before
 
 
 def test_machine_code_is_stored_whole_and_read_back(
