@@ -1,5 +1,7 @@
 """What the torch ops hold in a step, against what is alive at the peak."""
 
+from typing import Any
+
 import pytest
 
 from dsv4 import Engine, EngineConfig
@@ -22,6 +24,32 @@ MIDDLE = tiny_config(
 )
 
 
+DENSE = tiny_config(
+    compress_ratios=[128, 0, 0],
+    num_hidden_layers=2,
+    num_hash_layers=0,
+    head_dim=512,
+)
+
+
+def planned_and_peak(raw: dict[str, Any], engine_config: EngineConfig) -> tuple[int, int]:
+    """Bytes of a chunk's step: as planned, and the most that were alive."""
+    config = ModelConfig.from_dict(raw)
+    layer_bytes = [1] * config.num_hidden_layers
+    placement = Placement.of(engine_config, engine_devices(engine_config), layer_bytes)
+    weights = synthetic_weights(config, "bf16", 0, placement.device_of)
+    engine = Engine(config, engine_config, ReadOnce(weights), placement)
+    with LiveBytes() as live:
+        engine.prefill([5] * (chunk_tokens(engine_config) + 20))
+    itemsize = COMPUTE_DTYPES[engine_config.compute_dtype].itemsize
+    tokens = min(step_tokens(engine_config), engine.max_context)
+    planned = max(
+        TorchStep(config, itemsize, tokens, engine.max_context, ratio).workspace
+        for ratio in config.compress_ratios
+    )
+    return planned, live.peak
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "engine_config",
@@ -40,19 +68,16 @@ MIDDLE = tiny_config(
 )
 @pytest.mark.parametrize("raw", [tiny_config(), MIDDLE], ids=["tiny", "middle"])
 def test_a_step_takes_what_is_planned_and_at_least_half(
-    raw: dict, engine_config: EngineConfig
+    raw: dict[str, Any], engine_config: EngineConfig
 ) -> None:
-    config = ModelConfig.from_dict({**raw, "max_position_embeddings": 8192})
-    layer_bytes = [1] * config.num_hidden_layers
-    placement = Placement.of(engine_config, engine_devices(engine_config), layer_bytes)
-    weights = synthetic_weights(config, "bf16", 0, placement.device_of)
-    engine = Engine(config, engine_config, ReadOnce(weights), placement)
-    with LiveBytes() as live:
-        engine.prefill([5] * (chunk_tokens(engine_config) + 20))
-    itemsize = COMPUTE_DTYPES[engine_config.compute_dtype].itemsize
-    tokens = min(step_tokens(engine_config), engine.max_context)
-    planned = max(
-        TorchStep(config, itemsize, tokens, engine.max_context, ratio).workspace
-        for ratio in config.compress_ratios
+    """Found: 1.27 to 1.69 times the peak is planned."""
+    planned, peak = planned_and_peak({**raw, "max_position_embeddings": 8192}, engine_config)
+    assert planned / 2 <= peak <= planned
+
+
+def test_rows_that_are_dequantized_together_are_counted_whole() -> None:
+    """They are nine tenths of a short step in a long context. Found: 1.15 times the peak."""
+    planned, peak = planned_and_peak(
+        DENSE, EngineConfig(device="cpu", prefill_chunk=8, max_context=1 << 18)
     )
-    assert planned / 2 <= live.peak <= planned
+    assert planned / 1.3 <= peak <= planned
