@@ -12,6 +12,8 @@ from encoding import (
     ReasoningDelta,
     StreamingParser,
     Tokenizer,
+    ToolCallArguments,
+    ToolCallStart,
     detect_profile,
     encode_messages,
     parse_completion,
@@ -97,7 +99,10 @@ def test_spec11_i53_ascii_bars_are_read() -> None:
 
 def test_spec11_i53_tool_calls_stream_before_the_text_ends() -> None:
     parser = StreamingParser("chat")
-    assert parser.feed(BLOCK[: BLOCK.index("</｜DSML｜invoke>")]) != []
+    assert parser.feed(BLOCK[: BLOCK.index("</｜DSML｜invoke>")]) == [
+        ToolCallStart(0, "f"),
+        ToolCallArguments(0, '{"city": "Paris"'),
+    ]
 
 
 def test_spec11_i54_dict_arguments_are_not_double_nested() -> None:

@@ -130,11 +130,14 @@ def test_partly_accepted_drafts_equal_plain_decoding() -> None:
 
 
 @pytest.mark.parametrize("start", [30, 126, 131])
-def test_what_was_queued_in_vain_and_a_draft_behind_it_are_taken_back(start: int) -> None:
+@pytest.mark.parametrize("chunk", [8, 512], ids=["smallest ring", "larger ring"])
+def test_what_was_queued_in_vain_and_a_draft_behind_it_are_taken_back(
+    start: int, chunk: int
+) -> None:
     """A stop leaves three steps behind the last token: eleven tokens are forgotten, across windows
-    of 4 and 128.
+    of 4 and 128. In the smallest ring (128 + 8 + 8 slots) they lie where the oldest keys did.
     """
-    engine = bitwise_engine()
+    engine = bitwise_engine(prefill_chunk=chunk)
     token_ids = random_ids(start + 14)
     expected = engine.logits(token_ids)
     engine.reset()
