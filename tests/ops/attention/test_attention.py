@@ -24,8 +24,8 @@ from tests.ops.cases import (
 
 NO_SINK = -1e9
 # Largest error over the largest value: float32 arithmetic, and two roundings to bfloat16 (before
-# and after rotation).
-BOUND = {torch.float32: 3e-6, torch.bfloat16: 2**-7}
+# and after rotation). Found: 7.8e-7 and 4.9e-3.
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
 def row_cache(rows_SD: Tensor, format: RowFormat = RowFormat.PLAIN) -> RowCache:
@@ -284,4 +284,4 @@ def test_large_logits_do_not_overflow(ops: Ops) -> None:
         q_THD, keys, None, torch.tensor([-50.0, 50.0]), positions(150), inv_freq(0)
     )
     exact = exact_attention(q_THD[0], keys, None, torch.tensor([-50.0, 50.0]), 150, inv_freq(0))
-    assert_near(out[0], exact, 1e-3)
+    assert_near(out[0], exact, 4e-6)  # found: 1.3e-6
