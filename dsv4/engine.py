@@ -15,6 +15,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.generation import Request, Run
 from dsv4.launch.compiler import compile_ahead
+from dsv4.layers.values import Watch
 from dsv4.layers.weights import ReadOnce, Weights
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
@@ -29,6 +30,8 @@ from dsv4.step.chunks import run_chunks, split_ids
 from dsv4.step.direct import DirectSteps
 from dsv4.step.steps import RecordedSteps
 from dsv4.token_ids import check_ids, check_integer
+from dsv4.trace.patterns import EVERY_VALUE, matching
+from dsv4.trace.steps import ShownValues, TracedSteps
 
 Progress = Callable[[int, int], None]
 
@@ -67,8 +70,7 @@ class Engine:
         self.table = table or table_on(engine_config, self.devices)
         dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
         self.model = Transformer.build(config, weights, self.table.packing, self.devices, dtype)
-        # Packing leaves free blocks in torch's cache. The device gets them back for everything
-        # else.
+        # Packing leaves free blocks in torch's cache: the device gets them back.
         torch.cuda.empty_cache()
         self.state = DecodeState.allocate(config, engine_config, self.max_context, self.devices)
         self.steps = self._build_steps(compiling)
@@ -151,10 +153,13 @@ class Engine:
         hidden_TE = self._prefill(token_ids, progress)
         return self.steps.logits(hidden_TE[-1:])[0].clone()
 
-    def _prefill(self, token_ids: list[int], progress: Progress | None) -> Tensor:
+    def _prefill(
+        self, token_ids: list[int], progress: Progress | None, traced: TracedSteps | None = None
+    ) -> Tensor:
         """Final hidden states of the last chunk."""
+        run = (traced or self.steps).run
         ahead = 2 * len(self.state.devices)
-        return run_chunks(self.steps, self._chunks(token_ids, None), ahead, progress)
+        return run_chunks(run, self._chunks(token_ids, None), ahead, progress)
 
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """Appends 1 to 8 tokens in one step; returns float32 ``[T, V]``, row t the logits after
@@ -183,30 +188,28 @@ class Engine:
         chunks = self._chunks(token_ids, chunk_sizes)
         return torch.cat([self.steps.logits(self.steps.run(chunk)).clone() for chunk in chunks])
 
-    def trace(self, token_ids: Sequence[int]) -> dict[str, Tensor | list[Tensor]]:
-        """The values inside the model on a fresh sequence, for layer-by-layer comparison.
-
-        ``layers``: the streams ``[T, M, E]`` after each block; ``final``: the normalised hidden
-        state ``[T, E]`` the head reads; ``logits``: float32 ``[T, V]``. All on the CPU, in the
-        dtype they had.
+    def trace(
+        self,
+        token_ids: Sequence[int],
+        at: Sequence[str] = EVERY_VALUE,
+        prompt_tokens: int | None = None,
+    ) -> dict[str, Tensor]:
+        """The values of a fresh sequence whose names match the patterns ``at``, on the CPU
+        (traces.md#values). Those after ``prompt_tokens`` (None: all) are fed one by one.
         """
+        found = ShownValues()
+        self.run_traced(token_ids, Watch(found.add, matching(self.config, at)), prompt_tokens)
+        return found.joined()
+
+    def run_traced(
+        self, token_ids: Sequence[int], watch: Watch, prompt_tokens: int | None = None
+    ) -> None:
+        """``trace`` that shows ``watch`` the rows of a value as each step computes them."""
         self.reset()
-        layers: dict[str, list[Tensor]] = {}
-        final = []
-        logits = []
-
-        def seen(name: str, value: Tensor) -> None:
-            layers.setdefault(name, []).append(value)
-
-        for chunk in self._chunks(token_ids, None):
-            hidden_TE = self.steps.trace(chunk, seen)
-            final.append(hidden_TE.cpu())
-            logits.append(self.steps.logits(hidden_TE).cpu())
-        return {
-            "layers": [torch.cat(values) for values in layers.values()],
-            "final": torch.cat(final),
-            "logits": torch.cat(logits),
-        }
+        ids = self._checked(token_ids)
+        prompt = ids[:prompt_tokens]
+        chunks = self._chunks(prompt, None) if prompt else []
+        TracedSteps(self.steps, watch, self.decoder).feed(chunks, ids[len(prompt) :])
 
     def generate(
         self,
@@ -215,11 +218,13 @@ class Engine:
         sampling: SamplingParams | None = None,
         stop_token_ids: Iterable[int] | None = None,
         prefill_progress: Progress | None = None,
+        watch: Watch | None = None,
     ) -> Generator[int, None, None]:
         """Yields sampled ids of a fresh sequence until a stop token (not yielded), the limit or the
         context's end.
 
-        ``stop_token_ids`` defaults to the model's EOS ids. ``last_run`` holds the statistics once
+        ``stop_token_ids`` defaults to the model's EOS ids. ``watch`` is shown the values of every
+        step. ``last_run`` holds the statistics once
         the iterator ends, also when the caller closes it early. Raises ``UserError`` for a prompt
         that does not fit and for wrong arguments, ``FloatingPointError`` when a logit is NaN, and
         ``RuntimeError`` when the sequence was changed by another call since the last token.
@@ -229,17 +234,22 @@ class Engine:
         return self._generate(
             Request.checked(
                 self.config, prompt, max_new_tokens, sampling, stop_token_ids, prefill_progress
-            )
+            ),
+            watch,
         )
 
-    def _generate(self, request: Request) -> Generator[int, None, None]:
+    def _generate(self, request: Request, watch: Watch | None) -> Generator[int, None, None]:
         self.reset()  # The engine may have been used since this generator was made.
         started = time.perf_counter()
-        hidden_TE = self._prefill(request.token_ids, request.progress)
+        traced = None if watch is None else TracedSteps(self.steps, watch, self.decoder)
+        hidden_TE = self._prefill(request.token_ids, request.progress, traced)
         first = self.steps.first_token(request.sampler, hidden_TE)
         seconds = time.perf_counter() - started
         steps = request.most_steps(self.max_context)
-        following = self.following(first, request.sampler, steps, self.decoder)
+        if traced is None:
+            following = self.following(first, request.sampler, steps, self.decoder)
+        else:
+            following = traced.following(first, request.sampler, steps)
         run = Run(request, seconds, first, following)
         self._run = run
         try:
@@ -257,9 +267,7 @@ class Engine:
     def following(
         self, token: int, sampler: Sampler, steps: int, decoder: CUDAGraphDecoder | None
     ) -> Generator[int, None, None]:
-        """Yields the tokens after ``token``, one step each: replayed by ``decoder``, or run eagerly
-        without one.
-
+        """Yields the tokens after ``token``, one step each: replayed by ``decoder``, or eagerly.
         Raises ``FloatingPointError`` when a logit is NaN.
         """
         follow = self.steps.following if decoder is None else decoder.generate

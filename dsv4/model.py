@@ -20,6 +20,7 @@ from dsv4.layers.attention import Attention
 from dsv4.layers.head import Embedding, Head
 from dsv4.layers.hyper_connection import HyperConnection, Unmixed
 from dsv4.layers.moe import MoE
+from dsv4.layers.values import ValueSink, show_attention, show_experts, show_seam
 from dsv4.layers.weights import WeightReader, Weights
 from dsv4.ops import Ops, Packing
 
@@ -35,8 +36,8 @@ class Parts(Protocol):
     """Where a step is written, in order."""
 
     @property
-    def traced(self) -> bool:
-        """Whether values inside the step are wanted: ``value`` is called for them."""
+    def values(self) -> ValueSink:
+        """Where the step shows what it computes."""
         ...
 
     def part(
@@ -51,10 +52,6 @@ class Parts(Protocol):
 
     def hand_off(self, streams_TME: Tensor, source: torch.device, target: torch.device) -> Tensor:
         """The streams on ``target``."""
-        ...
-
-    def value(self, name: str, tensor: Tensor) -> None:
-        """A value of a traced step, called inside the part that computes it."""
         ...
 
 
@@ -161,6 +158,9 @@ class Transformer:
         with parts.part("head", source) as ops:
             hidden_TE = self.head.hidden(ops, streams_TME)
             logits_TV = self.head.logits(ops, hidden_TE) if logits else None
+            parts.values.value("hidden", hidden_TE)
+            if logits_TV is not None:
+                parts.values.value("logits", logits_TV)
         return Outputs(hidden_TE, logits_TV)
 
     def _segment(
@@ -188,16 +188,27 @@ class Transformer:
                     positions[device] = ops.next_positions(*state.place(device), tokens_T.shape[0])
                 x_TE, residual = block.attn_hc.enter(ops, carried)
                 projections = block.attn.project(ops, x_TE)
+                if isinstance(carried, Unmixed):
+                    parts.values.value(f"layers.{layer - 1}.streams", residual.streams_TME)
+                show_seam(parts.values, f"layers.{layer}.attn_hc", x_TE, residual)
             with parts.part("attention", device, layer) as ops:
-                y_TE = block.attn.attend(ops, projections, positions[device], state.layers[layer])
+                attended = block.attn.attend(
+                    ops, projections, positions[device], state.layers[layer]
+                )
+                show_attention(
+                    parts.values, layer, attended, positions[device], state.layers[layer]
+                )
+            carried = Unmixed(attended.y_TE, residual)
+            # The torch ops would keep the memory of the queries during the experts.
+            del attended, projections
             with parts.part("experts", device, layer) as ops:
-                carried = self._experts(ops, block, Unmixed(y_TE, residual), tokens_T)
-                if parts.traced:
-                    parts.value(f"layer {layer} streams", block.mix(ops, carried))
+                x_TE, residual = block.ffn_hc.enter(ops, carried)
+                mixture = block.ffn(ops, x_TE, tokens_T)
+                carried = Unmixed(mixture.y_TE, residual)
+                show_seam(parts.values, f"layers.{layer}.ffn_hc", x_TE, residual)
+                show_experts(parts.values, layer, mixture)
         assert isinstance(carried, Unmixed), "a segment has at least one block"
         with parts.part("mix", device, segment.layers[-1]) as ops:
-            return segment.blocks[-1].mix(ops, carried)
-
-    def _experts(self, ops: Ops, block: Block, incoming: Unmixed, tokens_T: Tensor) -> Unmixed:
-        x_TE, residual = block.ffn_hc.enter(ops, incoming)
-        return Unmixed(block.ffn(ops, x_TE, tokens_T), residual)
+            streams_TME = segment.blocks[-1].mix(ops, carried)
+            parts.values.value(f"layers.{segment.layers[-1]}.streams", streams_TME)
+            return streams_TME

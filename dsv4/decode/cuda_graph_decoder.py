@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
+from dsv4.layers.values import Wants
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.sampling import Sampler
 from dsv4.step.captured import CapturedStep, Mode
@@ -31,14 +32,14 @@ class CUDAGraphDecoder:
         mode: Mode,
         max_context: int,
         lengths: Sequence[int] = (1,),
-        traced: bool = False,
+        traced: Wants | None = None,
     ) -> None:
         """Captures a step of each of ``lengths`` tokens (1 to 8), after one eager run of it, which
         loads its kernels. That run writes behind the current position, and the next step overwrites
         it.
 
-        ``traced``: the steps keep their named values (``values``). Raises ``ValueError`` for a
-        length out of range, and without room for the longest step.
+        ``traced``: the steps keep the values that it wants (``Step.show``). Raises ``ValueError``
+        for a length out of range, and without room for the longest step.
         """
         for tokens in lengths:
             if not 1 <= tokens <= MAX_DECODE_TOKENS:
@@ -53,7 +54,7 @@ class CUDAGraphDecoder:
         self._left = {device: torch.cuda.Event() for device in devices}
         self._pool: tuple[int, int] = torch.cuda.graph_pool_handle()
         self._check_room(self.state.position, max(lengths))
-        built = [steps.traced_step(n, True) if traced else steps.step(n) for n in lengths]
+        built = [steps.step(n) if traced is None else steps.traced_step(n, traced) for n in lengths]
         self._captured = {step.tokens: self._capture(step) for step in built}
 
     @property
@@ -65,6 +66,12 @@ class CUDAGraphDecoder:
     def regions(self) -> tuple[str, ...]:
         """The captured regions of the first step, in order."""
         return tuple(next(iter(self._captured.values())).regions)
+
+    def traced(self, wants: Wants) -> "CUDAGraphDecoder":
+        """A decoder of the same mode for single tokens, whose step keeps the values that ``wants``
+        names.
+        """
+        return CUDAGraphDecoder(self.steps, self.mode, self.max_context, traced=wants)
 
     def step(self, tokens: int) -> Step:
         """The step of this many tokens."""

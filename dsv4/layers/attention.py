@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4.caches.layer import AttentionState
 from dsv4.config import CSA_RATIO, ModelConfig
 from dsv4.layers.compressor import PROJECTIONS, compressor_weights
-from dsv4.layers.indexer import Indexer
+from dsv4.layers.indexer import Indexer, Selection
 from dsv4.layers.weights import WeightReader
 from dsv4.ops import Ops
 from dsv4.ops.compressor import CompressorWeights
@@ -31,6 +31,17 @@ class Projections(NamedTuple):
     kv_TD: Tensor
     compressor_inputs: tuple[Tensor, ...]
     index_queries: tuple[Tensor, ...]
+
+
+class Attended(NamedTuple):
+    """The sublayer's result ``[T, E]``, and what it comes of: the rotated queries, the indexer's
+    choice and the result of every head ``[T, H, D]``.
+    """
+
+    y_TE: Tensor
+    queries: Queries
+    selection: Selection | None
+    heads_THD: Tensor
 
 
 @dataclass(frozen=True)
@@ -105,9 +116,9 @@ class Attention:
 
     def attend(
         self, ops: Ops, projections: Projections, positions_T: Tensor, state: AttentionState
-    ) -> Tensor:
-        """The sublayer's result ``[T, E]`` at int64 ``positions`` ``[T]``; updates ``state``."""
-        q_THD, index_TID = ops.prepare_attention(
+    ) -> Attended:
+        """Attention at int64 ``positions`` ``[T]``; updates ``state``."""
+        queries = ops.prepare_attention(
             self._queries(projections),
             projections.kv_TD,
             positions_T,
@@ -115,18 +126,23 @@ class Attention:
             state.keys.ring,
             self._compressions(projections.compressor_inputs, state),
         )
-        selected_TK = None
+        selection = None
         if self.indexer is not None:
-            assert index_TID is not None
+            assert queries.index_TID is not None
             assert state.index is not None
-            selected_TK = self.indexer(
-                ops, index_TID, projections.compressor_inputs[-1], positions_T, state.index
-            )
-        o_THD = ops.sparse_attention(
-            q_THD, state.keys, selected_TK, self.sink_H, positions_T, self.norm.inv_freq
+            weight_TI = projections.compressor_inputs[-1]
+            selection = self.indexer(ops, queries.index_TID, weight_TI, positions_T, state.index)
+        heads_THD = ops.sparse_attention(
+            queries.q_THD,
+            state.keys,
+            None if selection is None else selection.selected_TK,
+            self.sink_H,
+            positions_T,
+            self.norm.inv_freq,
         )
-        o_TGK = o_THD.flatten(1).unflatten(1, (self.config.o_groups, -1))
-        return ops.linear(ops.grouped_linear(o_TGK, self.wo_a).flatten(1), self.wo_b)
+        o_TGK = heads_THD.flatten(1).unflatten(1, (self.config.o_groups, -1))
+        y_TE = ops.linear(ops.grouped_linear(o_TGK, self.wo_a).flatten(1), self.wo_b)
+        return Attended(y_TE, queries, selection, heads_THD)
 
     def _queries(self, projections: Projections) -> Queries:
         q_THD = projections.q_TN.unflatten(-1, (-1, self.config.head_dim))

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.layers.weights import WeightReader
 from dsv4.ops import Ops
-from dsv4.ops.moe import ExpertWeights
+from dsv4.ops.moe import ExpertWeights, Mixture
 from dsv4.ops.router import Router
 
 
@@ -38,6 +38,6 @@ class MoE:
         router = Router(gate, selection, hashed, per_token, config.routed_scaling_factor)
         return cls(router, experts, shared, config.swiglu_limit)
 
-    def __call__(self, ops: Ops, x_TE: Tensor, tokens_T: Tensor) -> Tensor:
-        """x ``[T, E]``, token ids int64 ``[T]`` → ``[T, E]``."""
+    def __call__(self, ops: Ops, x_TE: Tensor, tokens_T: Tensor) -> Mixture:
+        """x ``[T, E]``, token ids int64 ``[T]`` → ``[T, E]`` and the routes."""
         return ops.moe(x_TE, tokens_T, self.router, self.experts, self.shared, self.swiglu_limit)

@@ -27,7 +27,7 @@ from dsv4.ops.linear import (
     linear,
     linear_rows,
 )
-from dsv4.ops.moe import ExpertWeights, moe
+from dsv4.ops.moe import ExpertWeights, Mixture, moe
 from dsv4.ops.opening import embed, next_positions
 from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm, prepare_attention
 from dsv4.ops.router import Router
@@ -183,7 +183,7 @@ class Moe(Protocol):
         experts: ExpertWeights,
         shared: ExpertWeights,
         limit: float,
-    ) -> Tensor: ...
+    ) -> Mixture: ...
 
 
 class SampleToken(Protocol):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dsv4.step.direct import DirectSteps
-from dsv4.step.steps import RecordedSteps
+# Appends a chunk: its final hidden states.
+RunStep = Callable[[Sequence[int]], Tensor]
 
 
 def split_ids(token_ids: list[int], sizes: list[int], largest: int) -> list[list[int]]:
@@ -28,12 +28,12 @@ def split_ids(token_ids: list[int], sizes: list[int], largest: int) -> list[list
 
 
 def run_chunks(
-    steps: DirectSteps | RecordedSteps,
+    run: RunStep,
     chunks: Sequence[Sequence[int]],
     ahead: int,
     progress: Callable[[int, int], None] | None,
 ) -> Tensor:
-    """Appends ``chunks`` (at least one); returns the final hidden states of the last one.
+    """Appends ``chunks`` (at least one): the final hidden states of the last one.
 
     At most ``ahead`` chunks are in flight: enough for every device to have work, few enough for
     ``progress(done, total)`` to mean something.
@@ -43,7 +43,7 @@ def run_chunks(
     in_flight: deque[torch.cuda.Event] = deque()
     hidden_TE = None
     for chunk in chunks:
-        hidden_TE = steps.run(chunk)
+        hidden_TE = run(chunk)
         if hidden_TE.is_cuda:
             in_flight.append(torch.cuda.Event())
             in_flight[-1].record(torch.cuda.current_stream(hidden_TE.device))

@@ -7,30 +7,23 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.state import DecodeState
+from dsv4.layers.values import UNTRACED, ValueSink, Watch, completed_rows
 from dsv4.model import Outputs, PartKind, Transformer
 from dsv4.ops import Ops
 from dsv4.sampling import Sampler, SamplerState, checked_token
 from dsv4.step.observer import Observer, open_part
-
-Seen = Callable[[str, Tensor], None]
 
 
 class DirectParts:
     """The ``Parts`` of a step that is computed as it is written."""
 
     def __init__(
-        self, ops: Ops, tokens_T: Tensor, seen: Seen | None, observer: Observer | None = None
+        self, ops: Ops, tokens_T: Tensor, values: ValueSink, observer: Observer | None = None
     ) -> None:
-        """``seen`` gets the values of a traced step on the host."""
+        self.values = values
         self._ops = ops
         self._tokens_T = tokens_T
-        self._seen = seen
         self._observer = observer
-
-    @property
-    def traced(self) -> bool:
-        """Whether ``value`` is called."""
-        return self._seen is not None
 
     def part(
         self, kind: PartKind, device: torch.device, layer: int | None = None
@@ -49,10 +42,35 @@ class DirectParts:
         with self._observer.hand_off(source, target):
             return streams_TME.to(target)
 
-    def value(self, name: str, tensor: Tensor) -> None:
-        """Shown to ``seen``."""
-        assert self._seen is not None
-        self._seen(name, tensor.cpu())
+
+class DirectValues:
+    """The values of a step that is computed as it is written, copied to the host for ``watch``."""
+
+    def __init__(self, watch: Watch, state: DecodeState, tokens: int) -> None:
+        self._watch = watch
+        self._state = state
+        self._tokens = tokens
+
+    def wants(self, name: str) -> bool:
+        """As ``watch`` says."""
+        return self._watch.wants(name)
+
+    def value(self, name: str, tensor: Tensor, ratio: int = 1) -> None:
+        """Shows the rows that the step completed."""
+        if self.wants(name):
+            start = self._state.position - self._tokens
+            rows = completed_rows(start, self._tokens, ratio)
+            self._watch.seen(name, tensor[:rows].cpu())
+
+    def compute(
+        self,
+        function: Callable[..., Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *tensors: Tensor,
+    ) -> Tensor:
+        """At once."""
+        return function(*tensors)
 
 
 class DirectSteps:
@@ -67,17 +85,22 @@ class DirectSteps:
 
     def run(self, token_ids: Sequence[int]) -> Tensor:
         """Appends tokens: final hidden states ``[T, E]``."""
-        return self._run(token_ids, None, logits=False).hidden_TE
+        return self._run(token_ids, UNTRACED, logits=False).hidden_TE
 
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """Appends tokens: float32 logits ``[T, V]``."""
-        logits_TV = self._run(token_ids, None, logits=True).logits_TV
+        logits_TV = self._run(token_ids, UNTRACED, logits=True).logits_TV
         assert logits_TV is not None
         return logits_TV
 
-    def trace(self, token_ids: Sequence[int], seen: Seen) -> Tensor:
-        """``run`` that shows every named value, on the host, as it is computed."""
-        return self._run(token_ids, seen, logits=False).hidden_TE
+    def traced(self, watch: Watch) -> Callable[[Sequence[int]], Tensor]:
+        """``run`` that shows ``watch`` the values of each step."""
+
+        def run(token_ids: Sequence[int]) -> Tensor:
+            values = DirectValues(watch, self.state, len(token_ids))
+            return self._run(token_ids, values, logits=False).hidden_TE
+
+        return run
 
     @torch.inference_mode()
     def logits(self, hidden_TE: Tensor) -> Tensor:
@@ -106,11 +129,11 @@ class DirectSteps:
             yield token
 
     @torch.inference_mode()
-    def _run(self, token_ids: Sequence[int], seen: Seen | None, logits: bool) -> Outputs:
+    def _run(self, token_ids: Sequence[int], values: ValueSink, logits: bool) -> Outputs:
         if self.observer is not None:
             self.observer.begin_step()
         tokens_T = torch.tensor(token_ids, dtype=torch.int64)
-        parts = DirectParts(self.ops, tokens_T, seen, self.observer)
+        parts = DirectParts(self.ops, tokens_T, values, self.observer)
         self.state.advance(len(token_ids))
         return self.model(parts, self.state, logits)
 

@@ -5,10 +5,9 @@ the memory plan and the list of kernels to compile; on real ones it is what ``ds
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,18 +17,19 @@ from dsv4.launch.kernel import Kernel
 from dsv4.launch.recording import Item, Launch, Recording
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
+from dsv4.layers.values import UNTRACED, ValueSink
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Outputs, PartKind, Transformer, part_name
 from dsv4.ops import Ops
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
+from dsv4.step.traced_values import KeptValue, TracedValues
 
 _LOG = logging.getLogger("dsv4")
 _UNUSUAL = "_any_geometry"
 # The name of a recording's call in lists of kernels.
 CALL = "(torch or CuTe DSL)"
 
-TracedTo = Literal["host", "device"]
 # The host reads tokens a few steps behind the device, which stores them in a ring of this length.
 RING_TOKENS = 16
 
@@ -84,8 +84,7 @@ class RecordedStep:
     """A step of up to ``tokens`` tokens: its parts in order, and what each device does; ``head``
     computes the outputs.
 
-    ``values``: of a step traced to the device, by name the device and the tensor. ``token``: the
-    sampled one, int64 scalar.
+    ``values``: those that stay on the device. ``token``: the sampled one, int64 scalar.
     """
 
     tokens: int
@@ -93,7 +92,7 @@ class RecordedStep:
     parts: tuple[Part | Transfer, ...]
     recordings: Mapping[torch.device, Recording]
     outputs: Outputs
-    values: Mapping[str, tuple[torch.device, Tensor]]
+    values: Sequence[KeptValue]
     token: Tensor | None
 
     def kernels(self) -> set[tuple[Kernel, str]]:
@@ -142,32 +141,30 @@ class StepRecorder:
         targets: Mapping[torch.device, Target],
         state: DecodeState,
         inputs: Mapping[torch.device, Tensor],
-        traced_to: TracedTo | None = None,
+        traced: TracedValues | None = None,
     ) -> None:
         """``inputs``: int64 ``[T]`` on every device, where the token ids will be."""
         self._tokens = next(iter(inputs.values())).shape[0]
         self._state = state
         self._inputs = inputs
-        self._traced_to = traced_to
+        self._traced = traced
         self._recordings = {device: Recording(targets[device], self._tokens) for device in inputs}
         self._ops = {device: table.on(recording) for device, recording in self._recordings.items()}
         self._parts: list[Part | Transfer] = []
         self._undrained: torch.device | None = None
-        self._open: Recording | None = None
-        self.values: dict[str, tuple[torch.device, Tensor]] = {}
-        self.seen: dict[str, list[Tensor]] = {}
 
     @property
-    def traced(self) -> bool:
-        """Whether ``value`` is called."""
-        return self._traced_to is not None
+    def values(self) -> ValueSink:
+        """Those of a traced step, or none."""
+        return UNTRACED if self._traced is None else self._traced
 
     @contextmanager
     def part(self, kind: PartKind, device: torch.device, layer: int | None = None) -> Iterator[Ops]:
         """Everything recorded inside belongs to this part."""
         recording = self._recordings[device]
         start = len(recording.items)
-        self._open = recording
+        if self._traced is not None:
+            self._traced.open(recording)
         yield self._ops[device]
         drains = self._undrained if kind == "experts" else None
         if drains is not None:
@@ -185,24 +182,14 @@ class StepRecorder:
         self._undrained = source
         return self._state.arrivals[source, target][: self._tokens]
 
-    def value(self, name: str, tensor: Tensor) -> None:
-        """Kept until the end of the step, or copied to the host (``seen``) as it is computed."""
-        assert self._open is not None, "a value belongs to a part"
-        if self._traced_to == "device":
-            self.values[name] = self._open.target.device, self._open.keep(tensor)
-            return
-        collected = self.seen.setdefault(name, [])
-        self._open.call(lambda tokens, value: collected.append(value[:tokens].cpu()), tensor)
-
     def finish(self, outputs: Outputs, token: Tensor | None, head: torch.device) -> RecordedStep:
         """The step, whose outputs are kept."""
         for tensor in (*outputs, token):
             if tensor is not None:
                 self._recordings[head].keep(tensor)
         parts = tuple(self._parts)
-        return RecordedStep(
-            self._tokens, head, parts, self._recordings, outputs, self.values, token
-        )
+        kept = () if self._traced is None else tuple(self._traced.kept)
+        return RecordedStep(self._tokens, head, parts, self._recordings, outputs, kept, token)
 
 
 def record_step(
@@ -250,7 +237,7 @@ def record_logits(
         parts.append(Part("sample", head, None, logits_stop, len(recording.items)))
     outputs = Outputs(hidden_TE, logits_TV)
     return RecordedStep(
-        hidden_TE.shape[0], head, tuple(parts), {head: recording}, outputs, {}, token
+        hidden_TE.shape[0], head, tuple(parts), {head: recording}, outputs, (), token
     )
 
 

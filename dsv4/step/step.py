@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.launch.program import Memory, Program
+from dsv4.layers.values import Seen, completed_rows
 from dsv4.parallel.hand_off import HandOff
 from dsv4.step.current_device import on_device
 from dsv4.step.observer import Observer
@@ -68,10 +69,11 @@ class Step:
         assert self.recorded.token is not None, "this step samples no token"
         return self.head_program.tensor(self.recorded.token)
 
-    def values(self) -> dict[str, Tensor]:
-        """The traced values of a step's last run on the device, by name."""
-        values = self.recorded.values.items()
-        return {name: self.programs[device].tensor(value) for name, (device, value) in values}
+    def show(self, seen: Seen, position: int) -> None:
+        """The kept values of a traced step's last run, at ``position``, on the host."""
+        for name, device, tensor, ratio in self.recorded.values:
+            rows = completed_rows(position, self.tokens, ratio)
+            seen(name, self.programs[device].tensor(tensor)[:rows].cpu())
 
     def run(self, tokens: int, observer: Observer | None = None) -> None:
         """Queues the model's parts for this many tokens."""

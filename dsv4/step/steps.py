@@ -13,18 +13,17 @@ from dsv4.caches.state import DecodeState
 from dsv4.launch.compiler import compile_ahead
 from dsv4.launch.program import Memory
 from dsv4.launch.target import Target
+from dsv4.layers.values import Wants, Watch
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import RecordedTable
 from dsv4.parallel.hand_off import HandOff
 from dsv4.sampling import Sampler, SamplerState, checked_token
-from dsv4.step.direct import Seen
 from dsv4.step.observer import Observer
 from dsv4.step.recorded import (
     RecordedStep,
     StepRecorder,
     TokenLoopMemory,
-    TracedTo,
     log_unusual_kernels,
     record_logits,
     record_step,
@@ -32,6 +31,7 @@ from dsv4.step.recorded import (
 from dsv4.step.step import Step
 from dsv4.step.token_feed import TokenFeed
 from dsv4.step.token_loop import TokenLoop, TokenRing
+from dsv4.step.traced_values import TracedValues
 
 Progress = Callable[[int, int], None]
 
@@ -93,8 +93,7 @@ class RecordedSteps:
 
         With ops of torch among its own a prefill step serves one length; only the last one is kept.
         """
-        exact = self.table.exact or tokens <= MAX_DECODE_TOKENS
-        length = tokens if exact else self._prefill_tokens
+        length = self._length(tokens)
         if length not in self._steps:
             if length > MAX_DECODE_TOKENS:
                 for other in [key for key in self._steps if key > MAX_DECODE_TOKENS]:
@@ -102,9 +101,9 @@ class RecordedSteps:
             self._steps[length] = self._build(length)
         return self._steps[length]
 
-    def traced_step(self, tokens: int, logits: bool) -> Step:
-        """A decode step that keeps its named values on the device (``Step.values``)."""
-        return self._build(tokens, traced_to="device", logits=logits)
+    def traced_step(self, tokens: int, wants: Wants) -> Step:
+        """A decode step that keeps its values on the device (``Step.show``)."""
+        return self._build(tokens, TracedValues(wants, self.state))
 
     @torch.inference_mode()
     def run(self, token_ids: Sequence[int]) -> Tensor:
@@ -116,18 +115,19 @@ class RecordedSteps:
         """Appends 1 to 8 tokens: float32 logits ``[T, V]``, overwritten by the next step."""
         return self._run(self.step(len(token_ids)), token_ids).logits_TV
 
-    @torch.inference_mode()
-    def trace(self, token_ids: Sequence[int], seen: Seen) -> Tensor:
-        """``run`` in a step built for it, whose named values go to ``seen``, on the host."""
-        recorder, feed = self._recorder(len(token_ids), traced_to="host")
-        recorded = record_step(self.model, self.state, recorder, logits=False)
-        compile_ahead(recorded.kernels())
-        step = self._run(Step(recorded, {}, self.hand_offs, feed), token_ids)
-        hidden_TE = step.hidden_TE[: len(token_ids)].clone()
-        for name, values in recorder.seen.items():
-            for value in values:
-                seen(name, value)
-        return hidden_TE
+    def traced(self, watch: Watch) -> Callable[[Sequence[int]], Tensor]:
+        """``run`` in steps of their own, which show ``watch`` their values."""
+        built: dict[int, Step] = {}
+
+        @torch.inference_mode()
+        def run(token_ids: Sequence[int]) -> Tensor:
+            length = self._length(len(token_ids))
+            if length not in built:
+                traced = TracedValues(watch.wants, self.state, watch.seen)
+                built[length] = self._build(length, traced, logits=False)
+            return self._run(built[length], token_ids).hidden_TE[: len(token_ids)]
+
+        return run
 
     @torch.inference_mode()
     def logits(self, hidden_TE: Tensor) -> Tensor:
@@ -189,21 +189,24 @@ class RecordedSteps:
             self._logits[length] = Step(recorded, memory, {}), rows_TE
         return self._logits[length]
 
-    def _build(self, tokens: int, traced_to: TracedTo | None = None, logits: bool = True) -> Step:
-        recorded, feed = self._record(tokens, traced_to, logits)
+    def _length(self, tokens: int) -> int:
+        """The length of the step that runs this many tokens."""
+        exact = self.table.exact or tokens <= MAX_DECODE_TOKENS
+        return tokens if exact else self._prefill_tokens
+
+    def _build(self, tokens: int, traced: TracedValues | None = None, logits: bool = True) -> Step:
+        recorded, feed = self._record(tokens, traced, logits)
         compile_ahead(recorded.kernels())
-        memory = self._memory if traced_to is None else {}
+        keeps = traced is not None and traced.keeps
+        memory = {} if keeps else self._memory
         return Step(recorded, memory, self.hand_offs, feed)
 
     def _record(
-        self, tokens: int, traced_to: TracedTo | None = None, logits: bool = True
+        self, tokens: int, traced: TracedValues | None = None, logits: bool = True
     ) -> tuple[RecordedStep, TokenFeed]:
-        recorder, feed = self._recorder(tokens, traced_to)
-        has_logits = logits and tokens <= MAX_DECODE_TOKENS
-        loop = TokenLoopMemory(self.sampler, self.ring.tokens) if tokens == 1 else None
-        return record_step(self.model, self.state, recorder, has_logits, loop), feed
-
-    def _recorder(self, tokens: int, traced_to: TracedTo | None) -> tuple[StepRecorder, TokenFeed]:
         feed = TokenFeed(self.state.devices, self.head, tokens)
-        recorder = StepRecorder(self.table, self._targets, self.state, feed.inputs, traced_to)
-        return recorder, feed
+        recorder = StepRecorder(self.table, self._targets, self.state, feed.inputs, traced)
+        has_logits = logits and tokens <= MAX_DECODE_TOKENS
+        one = has_logits and tokens == 1
+        loop = TokenLoopMemory(self.sampler, self.ring.tokens) if one else None
+        return record_step(self.model, self.state, recorder, has_logits, loop), feed

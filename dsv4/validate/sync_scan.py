@@ -44,8 +44,11 @@ class Finding(NamedTuple):
 
 # Where waiting is meant, and why.
 MEANT = {
-    Place("dsv4/step/direct.py", "DirectParts.value", "cpu"): "a trace is read on the host",
-    Place("dsv4/step/recorded.py", "StepRecorder.value", "cpu"): "a trace is read on the host",
+    Place("dsv4/step/direct.py", "DirectValues.value", "cpu"): "a trace is read on the host",
+    Place(
+        "dsv4/step/traced_values.py", "TracedValues.value.copy", "cpu"
+    ): "a trace is read on the host",
+    Place("dsv4/step/step.py", "Step.show", "cpu"): "a trace is read on the host",
     Place(
         "dsv4/step/chunks.py", "run_chunks", "synchronize"
     ): "a chunk is queued when only a given number before it are unfinished",

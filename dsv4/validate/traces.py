@@ -4,22 +4,18 @@ an engine or from transformers.
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dsv4.checkpoint import Dialect
 from dsv4.checkpoint.export import export
 from dsv4.config import layer_kinds
-from dsv4.decode import CUDAGraphDecoder, Mode
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops.tables import TableName, swap_ops
-from dsv4.step.steps import RecordedSteps
 
 Trace = dict[str, Any]
 
@@ -33,31 +29,18 @@ def engine_trace(
     With ``config.cuda_graph`` "split" or "full" it is the trace of that mode's replays, token by
     token.
     """
-    eager = replace(config, cuda_graph=None)
-    engine = Engine.load(model, eager, change_table=lambda table: swap_ops(table, swaps))
+    engine = Engine.load(model, config, change_table=lambda table: swap_ops(table, swaps))
     kinds = list(layer_kinds(engine.config))
-    if config.cuda_graph is None or config.cuda_graph == "auto":
-        return engine.trace(token_ids), kinds
-    return graph_trace(engine, token_ids, config.cuda_graph), kinds
+    is_replayed = config.cuda_graph not in (None, "auto")
+    return block_trace(engine, token_ids, 0 if is_replayed else None), kinds
 
 
-def graph_trace(engine: Engine, token_ids: list[int], mode: Mode) -> Trace:
-    """The result of ``Engine.trace``, from replayed one-token steps on a fresh sequence.
-
-    Raises ``UserError`` for an engine with the torch ops.
-    """
-    if not isinstance(engine.steps, RecordedSteps):
-        raise UserError(f"EngineConfig.cuda_graph={mode!r}: found the torch ops, expected 'cuda'")
-    engine.reset()
-    decoder = CUDAGraphDecoder(engine.steps, mode, engine.max_context, traced=True)
-    step = decoder.step(1)
-    streams = list(step.values().values())
-    found: list[list[Tensor]] = []
-    for position, token in enumerate(token_ids):
-        logits_TV = decoder.replay(token, position)
-        found.append([tensor.cpu() for tensor in (*streams, step.hidden_TE, logits_TV)])
-    *layers, final, logits = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return {"layers": layers, "final": final, "logits": logits}
+def block_trace(engine: Engine, token_ids: list[int], prompt_tokens: int | None = None) -> Trace:
+    """The streams after every layer, the final hidden state and the logits of ``Engine.trace``."""
+    at = ("layers.*.streams", "hidden", "logits")
+    values = engine.trace(token_ids, at, prompt_tokens)
+    layers = [values[f"layers.{layer}.streams"] for layer in range(engine.config.num_hidden_layers)]
+    return {"layers": layers, "final": values["hidden"], "logits": values["logits"]}
 
 
 def transformers_trace(model: Path, token_ids: list[int]) -> Trace:

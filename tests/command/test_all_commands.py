@@ -37,7 +37,7 @@ def test_an_unknown_flag(command: str, capsys: pytest.CaptureFixture[str]) -> No
         ("evaluate --limit 0", "--limit: found '0', expected an integer from 1"),
         ("evaluate --json /nonexistent/x", "--json: /nonexistent/x: its folder does not exist"),
         ("cosine --random-tokens -1", "--random-tokens: found '-1'"),
-        ("cosine --cuda-graph full --device cpu", "--cuda-graph full: found the torch ops"),
+        ("cosine --cuda-graph full --device cpu", "--cuda-graph full: found no CUDA device"),
         ("cosine --json /nonexistent/x", "--json: /nonexistent/x: its folder does not exist"),
         ("cosine --svg /nonexistent/x", "--svg: /nonexistent/x: its folder does not exist"),
         ("cosine --prompt a --random-tokens 2", "--prompt: found together with --random-tokens"),

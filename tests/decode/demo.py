@@ -39,11 +39,9 @@ def steps_of(engine: Engine) -> RecordedSteps:
     return engine.steps
 
 
-def decoder_of(
-    engine: Engine, mode: Mode, lengths: Sequence[int] = (1,), traced: bool = False
-) -> CUDAGraphDecoder:
+def decoder_of(engine: Engine, mode: Mode, lengths: Sequence[int] = (1,)) -> CUDAGraphDecoder:
     """A decoder for the engine's state, beside whatever decoder the engine has."""
-    return CUDAGraphDecoder(steps_of(engine), mode, engine.max_context, lengths, traced)
+    return CUDAGraphDecoder(steps_of(engine), mode, engine.max_context, lengths)
 
 
 def bits(tensor: Tensor) -> Tensor:

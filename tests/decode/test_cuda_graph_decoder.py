@@ -4,7 +4,7 @@ ahead.
 
 import gc
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dsv4 import Engine, SamplingParams
 from dsv4.decode import Mode
+from dsv4.layers.values import value_names
 from dsv4.sampling import Sampler
-from dsv4.validate.traces import Trace, graph_trace
-from tests.decode.demo import GREEDY, LAYERS, MODES, PROMPTS, bits, decoder_of, load
+from tests.decode.demo import GREEDY, MODES, PROMPTS, bits, decoder_of, load
 
 pytestmark = pytest.mark.gpu
 
@@ -164,27 +164,25 @@ def test_steps_of_several_tokens_and_rejected_drafts(fresh: Engine, mode: Mode) 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_streams_after_every_block_are_the_eager_ones(fresh: Engine, mode: Mode) -> None:
-    ids = PROMPTS["capitals"][:20]
-    found = graph_trace(fresh, ids, mode)
-    expected = cast("Trace", load(prefill_chunk=1).trace(ids))
-    for layer, (streams, others) in enumerate(
-        zip(found["layers"], expected["layers"], strict=True)
-    ):
-        assert torch.equal(streams, others), f"layer {layer}"
-    assert torch.equal(found["final"], expected["final"])
-    assert torch.equal(found["logits"], expected["logits"])
+def test_traced_values_are_the_eager_ones(fresh: Engine, mode: Mode) -> None:
+    ids = PROMPTS["recall_128"][:20]
+    found = load(cuda_graph=mode).trace(ids, prompt_tokens=8)
+    eager = load().trace(ids, prompt_tokens=8)
+    assert list(found) == [*value_names(fresh.config), "positions", "token_ids"]
+    for name, rows in found.items():
+        assert torch.equal(rows, eager[name]), name
 
 
 def test_a_traced_decoder_generates_as_well(fresh: Engine) -> None:
     prompt = PROMPTS["capitals"]
     expected = list(fresh.generate(prompt, 12, GREEDY, stop_token_ids=()))
-    decoder = decoder_of(fresh, "full", traced=True)
+    decoder = decoder_of(fresh, "full").traced(lambda name: True)
     fresh.reset()
     fresh.prefill(prompt)
     assert list(decoder.generate(expected[0], Sampler(GREEDY), 11)) == expected[1:]
-    names = list(decoder.step(1).values())
-    assert names == [f"layer {layer} streams" for layer in range(LAYERS)]
+    shown: list[str] = []
+    decoder.step(1).show(lambda name, rows: shown.append(name), fresh.position)
+    assert shown == value_names(fresh.config)
 
 
 @pytest.mark.parametrize("mode", MODES)

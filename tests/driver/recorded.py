@@ -26,7 +26,7 @@ def recorded_step(first: torch.device, second: torch.device) -> RecordedStep:
         Part("sample", second, None, 2, 3),
     )
     outputs = Outputs(torch.zeros(1), None)
-    return RecordedStep(8, second, parts, recordings, outputs, {}, None)
+    return RecordedStep(8, second, parts, recordings, outputs, (), None)
 
 
 def _launch(name: str, least: int = 1) -> Launch:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsv4.launch.recording import Recording
+from dsv4.layers.values import UNTRACED
 from dsv4.measure.op_profile import OpProfile
 from dsv4.model import PartKind
 from dsv4.ops import TORCH, Ops
@@ -54,7 +55,7 @@ def step(ops: Ops, clock: list[float], profile: OpProfile, hop: float = 0.0) -> 
     moe.
     """
     profile.begin_step()
-    parts = DirectParts(ops, torch.zeros(1, dtype=torch.int64), None, profile)
+    parts = DirectParts(ops, torch.zeros(1, dtype=torch.int64), UNTRACED, profile)
 
     def part(kind: PartKind, layer: int | None, *names: str) -> None:
         with parts.part(kind, CPU, layer) as watched:

@@ -49,8 +49,8 @@ def run_attention(layer: int) -> AttentionRun:
     attention.attend(ops, attention.project(ops, x_TE[:START]), torch.arange(START), state)
     recorder.calls.clear()
     projections = attention.project(ops, x_TE[START:])
-    out_TE = attention.attend(ops, projections, torch.arange(START, START + TOKENS), state)
-    return AttentionRun(x_TE[START:], out_TE, recorder)
+    attended = attention.attend(ops, projections, torch.arange(START, START + TOKENS), state)
+    return AttentionRun(x_TE[START:], attended.y_TE, recorder)
 
 
 @pytest.fixture(params=range(len(RATIOS)), ids=["window", "csa", "hca"])

@@ -14,6 +14,7 @@ from dsv4.demo.training.recall import recall_128
 from dsv4.demo.training.tasks import arithmetic, capitals, stories
 from dsv4.ops.tables import CUDA_TABLE, swap_ops
 from dsv4.validate.cosine import compare
+from dsv4.validate.traces import block_trace
 from encoding.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -71,8 +72,8 @@ def test_every_layer_agrees_with_the_cpu(
     on_cpu: Engine, tokenizer: Tokenizer, task: str, chunk: int
 ) -> None:
     ids = tokenizer.encode(PROMPTS[task])
-    found = engine("cuda", prefill_chunk=chunk).trace(ids)
-    rows = compare(found, on_cpu.trace(ids), [""] * on_cpu.config.num_hidden_layers)
+    found = block_trace(engine("cuda", prefill_chunk=chunk), ids)
+    rows = compare(found, block_trace(on_cpu, ids), [""] * on_cpu.config.num_hidden_layers)
     assert all(row.cosine >= 0.9999 for row in rows), "\n".join(map(str, rows))
 
 
@@ -86,9 +87,9 @@ def test_a_long_prompt_is_as_exact_as_bfloat16_on_the_cpu(
     """
     ids = tokenizer.encode(LONG)
     kinds = [""] * on_cpu.config.num_hidden_layers
-    reference = exact.trace(ids)
-    found = compare(engine("cuda", prefill_chunk=chunk).trace(ids), reference, kinds)
-    torch_rows = compare(on_cpu.trace(ids), reference, kinds)
+    reference = block_trace(exact, ids)
+    found = compare(block_trace(engine("cuda", prefill_chunk=chunk), ids), reference, kinds)
+    torch_rows = compare(block_trace(on_cpu, ids), reference, kinds)
     worst, torch_worst = (min(row.cosine for row in rows) for rows in (found, torch_rows))
     assert 1 - worst <= 2 * (1 - torch_worst), "\n".join(map(str, found))
 
@@ -122,5 +123,6 @@ def test_swapping_one_op_for_its_reference_keeps_the_layers(
     swapped = Engine.load(
         CHECKPOINT, config, change_table=lambda table: swap_ops(table, {op: "torch"})
     )
-    rows = compare(swapped.trace(ids), on_cpu.trace(ids), [""] * on_cpu.config.num_hidden_layers)
+    kinds = [""] * on_cpu.config.num_hidden_layers
+    rows = compare(block_trace(swapped, ids), block_trace(on_cpu, ids), kinds)
     assert all(row.cosine >= 0.9999 for row in rows), "\n".join(map(str, rows))

@@ -64,11 +64,10 @@ def test_logits_of_chunks_and_trace_have_the_promised_shapes(engine: Engine) -> 
     chunked = engine.logits(token_ids, chunk_sizes=[7, 3, 1, 1])
     torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
     trace = engine.trace(token_ids)
-    assert set(trace) == {"layers", "final", "logits"}
-    assert [tuple(streams.shape) for streams in trace["layers"]] == [(12, 4, 64)] * 4
-    assert isinstance(trace["final"], torch.Tensor)
-    assert tuple(trace["final"].shape) == (12, 64)
-    assert isinstance(trace["logits"], torch.Tensor)
+    assert [tuple(trace[f"layers.{layer}.streams"].shape) for layer in range(4)] == [
+        (12, 4, 64)
+    ] * 4
+    assert tuple(trace["hidden"].shape) == (12, 64)
     assert torch.equal(trace["logits"], engine.logits(token_ids))
 
 

@@ -16,7 +16,7 @@ from dsv4 import ModelConfig
 from dsv4.ops import TORCH, Ops
 from dsv4.ops.compressor import compress
 from dsv4.ops.kv_write import kv_write
-from dsv4.ops.moe import expert_sum
+from dsv4.ops.moe import Mixture, expert_sum
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.rope import layer_inv_freq, query_rope, rope
 from dsv4.ops.router import Router, route
@@ -49,9 +49,13 @@ def window_table(choose: Callable[[Tensor], Tensor]) -> Ops:
 def weighting(change: Callable[[Tensor, Router], Tensor]) -> Ops:
     """Experts with other routing weights than the router gives."""
 
-    def moe(x: Any, tokens: Any, router: Router, experts: Any, shared: Any, limit: float) -> Tensor:
+    def moe(
+        x: Any, tokens: Any, router: Router, experts: Any, shared: Any, limit: float
+    ) -> Mixture:
         ids_TP, weights_TP = route(x, tokens, router)
-        return expert_sum(x, ids_TP, change(weights_TP, router), experts, shared, limit)
+        changed_TP = change(weights_TP, router)
+        y_TE = expert_sum(x, ids_TP, changed_TP, experts, shared, limit)
+        return Mixture(y_TE, ids_TP, changed_TP)
 
     return dataclasses.replace(TORCH, moe=moe)
 
@@ -192,15 +196,15 @@ def test_lesson_06_hash_layers_with_equal_weights(saved_oracle: SavedOracle) -> 
 def test_spec11_d24_d25_d26_experts_without_the_clamp(saved_oracle: SavedOracle) -> None:
     def shared_unclamped(
         x: Any, tokens: Any, router: Router, experts: Any, shared: Any, limit: float
-    ) -> Tensor:
+    ) -> Mixture:
         right = TORCH.moe(x, tokens, router, experts, shared, limit)
         without_routed = dataclasses.replace(router, scaling=0.0)
         clamped, free = (
             TORCH.moe(x, tokens, without_routed, experts, shared, bound) for bound in (limit, 1e9)
         )
-        return right - clamped + free
+        return right._replace(y_TE=right.y_TE - clamped.y_TE + free.y_TE)
 
-    def unclamped(x: Any, tokens: Any, router: Any, experts: Any, shared: Any, _: float) -> Tensor:
+    def unclamped(x: Any, tokens: Any, router: Any, experts: Any, shared: Any, _: float) -> Mixture:
         return TORCH.moe(x, tokens, router, experts, shared, 1e9)
 
     for moe in (shared_unclamped, unclamped):

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from dsv4.caches.layer import KeySet
 from dsv4.ops import TORCH, Ops
+from dsv4.ops.moe import Mixture
 from dsv4.ops.rope import query_rope
 from dsv4.ops.router import Router
+from dsv4.validate.traces import block_trace
 from tests.model.oracle import load_saved, oracle_trace, random_oracle, relative_error
 from tests.model.parts import with_parts
 from tests.model.tiny import random_ids, raw_config
@@ -74,7 +76,7 @@ def largest_error(
     worst = 0.0
     for length in lengths:
         token_ids = random_ids(length, raw["vocab_size"], seed=length)
-        found = tensors(engine.trace(token_ids))
+        found = tensors(block_trace(engine, token_ids))
         expected = tensors(oracle_trace(oracle, token_ids))
         worst = max(
             worst,
@@ -156,17 +158,17 @@ def unscaled_queries(q_THD: Tensor, positions_T: Tensor, inv_freq: Tensor, eps: 
     return query_rope(q_THD, positions_T, inv_freq, eps + 1.0)
 
 
-def unclamped(x: Any, tokens: Any, router: Any, experts: Any, shared: Any, _: float) -> Tensor:
+def unclamped(x: Any, tokens: Any, router: Any, experts: Any, shared: Any, _: float) -> Mixture:
     return TORCH.moe(x, tokens, router, experts, shared, 1e9)
 
 
-def unbiased_routes(x_TE: Tensor, tokens_T: Tensor, router: Router, *rest: Any) -> Tensor:
+def unbiased_routes(x_TE: Tensor, tokens_T: Tensor, router: Router, *rest: Any) -> Mixture:
     if not router.hashed:
         router = dataclasses.replace(router, selection=torch.zeros_like(router.selection))
     return TORCH.moe(x_TE, tokens_T, router, *rest)
 
 
-def reversed_table(x_TE: Tensor, tokens_T: Tensor, router: Router, *rest: Any) -> Tensor:
+def reversed_table(x_TE: Tensor, tokens_T: Tensor, router: Router, *rest: Any) -> Mixture:
     if router.hashed:
         router = dataclasses.replace(router, selection=router.selection.flip(0))
     return TORCH.moe(x_TE, tokens_T, router, *rest)

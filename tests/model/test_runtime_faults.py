@@ -162,7 +162,7 @@ def test_spec11_h50_the_four_streams_and_not_their_collapse_are_what_a_drafter_c
 ) -> None:
     engine = tiny_engine()
     trace = engine.trace(random_ids(count))
-    last = trace["layers"][-1]
+    last = trace[f"layers.{engine.config.num_hidden_layers - 1}.streams"]
     assert tuple(last.shape) == (count, engine.config.hc_mult, engine.config.hidden_size)
     assert not torch.allclose(last[:, 0], last[:, 1])
 

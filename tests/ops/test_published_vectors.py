@@ -219,7 +219,7 @@ def test_clamped_swiglu(ops: OpsUnderTest, tokens: int, shared: bool) -> None:
     token_T = torch.zeros(tokens, dtype=torch.int64)
     router = Router(gate, torch.zeros(1, 1, dtype=torch.int64), True, 1, 1.0)
     x_TE = for_tokens(torch.eye(64)[0], tokens)
-    y_TE = ops.moe(x_TE, token_T, router, experts, shared_expert, 10.0)
+    y_TE, _, _ = ops.moe(x_TE, token_T, router, experts, shared_expert, 10.0)
     assert_within(y_TE[:, :count], published.expand(tokens, count), 2 * UNIT * published.abs())
 
 
@@ -245,7 +245,7 @@ def test_routing_scores(ops: OpsUnderTest, tokens: int) -> None:
     x_TE = for_tokens(torch.eye(64)[0], tokens)
     token_T = torch.zeros(tokens, dtype=torch.int64)
     shared = ExpertWeights(silent, silent, silent)
-    y_TE = ops.moe(x_TE, token_T, router, ExpertWeights(*parts), shared, 10.0)
+    y_TE, _, _ = ops.moe(x_TE, token_T, router, ExpertWeights(*parts), shared, 10.0)
     expected = scores / scores.sum() * 8 / (1 + math.exp(-8))
     assert_within(y_TE[:, :count], expected.expand(tokens, count), 2 * UNIT * expected)
 

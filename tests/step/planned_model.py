@@ -18,6 +18,7 @@ from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.recording import Recording, storage_key
 from dsv4.launch.target import Target
+from dsv4.layers.values import Wants
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import CUDA_TABLE, RecordedTable, Table
@@ -31,12 +32,12 @@ from dsv4.step.recorded import (
     RecordedStep,
     StepRecorder,
     TokenLoopMemory,
-    TracedTo,
     Transfer,
     record_step,
 )
 from dsv4.step.step import Step
 from dsv4.step.token_loop import RING_TOKENS
+from dsv4.step.traced_values import TracedValues
 from dsv4.weights.parameters import parameters
 
 META = torch.device("meta")
@@ -83,17 +84,21 @@ class PlannedModel:
         return replace(self, table=table)
 
     def record(
-        self, tokens: int, traced_to: TracedTo | None = None, logits: bool | None = None
+        self, tokens: int, traced: TracedValues | None = None, logits: bool | None = None
     ) -> RecordedStep:
         """A step: with logits up to 8 tokens, with the choice of a token where there is one."""
         inputs = {
             device: torch.empty(tokens, dtype=torch.int64, device=META)
             for device in self.state.devices
         }
-        recorder = StepRecorder(self.table, TARGETS, self.state, inputs, traced_to)
+        recorder = StepRecorder(self.table, TARGETS, self.state, inputs, traced)
         has_logits = tokens <= MAX_DECODE_TOKENS if logits is None else logits
         loop = self.loop if tokens == 1 and has_logits else None
         return record_step(self.model, self.state, recorder, has_logits, loop)
+
+    def record_traced(self, tokens: int, wants: Wants = lambda name: True) -> RecordedStep:
+        """A step that keeps the values that ``wants`` names on its devices."""
+        return self.record(tokens, TracedValues(wants, self.state))
 
     def owners(self) -> dict[int, torch.device]:
         """Which device has the memory of a weight or a buffer of the state, by storage."""

@@ -91,7 +91,7 @@ def test_no_buffer_of_a_step_lies_in_another_that_is_alive() -> None:
 
 def test_traced_values_and_outputs_survive_to_the_end() -> None:
     planned = geometry("v4-flash", layers=4, gpus=2)
-    step = planned.record(5, traced_to="device")
+    step = planned.record_traced(5)
     for recording in step.recordings.values():
         assert_buffers_survive(recording, lay_out(recording))
 

@@ -216,26 +216,6 @@ def test_every_kernel_of_a_shorter_chunk_is_known_ahead() -> None:
             assert {shape.kernel for shape in found if shape is not None} <= known, tokens
 
 
-def test_a_traced_step_names_the_streams_of_every_layer() -> None:
-    planned = geometry("v4-flash", layers=4, gpus=2)
-    plain = planned.record(2)
-    traced = planned.record(2, traced_to="device")
-    names = [f"layer {layer} streams" for layer in range(4)]
-    assert list(traced.values) == names
-    streams = [2, planned.config.hc_mult, planned.config.hidden_size]
-    for layer, (device, value) in enumerate(traced.values.values()):
-        assert device == planned.layer_devices[layer]
-        assert list(value.shape) == streams
-        assert any(value is kept for kept in traced.recordings[device].kept)
-    for before, after in zip(compute_parts(plain), compute_parts(traced), strict=True):
-        mixed = ["hc_post"] if after.kind == "experts" else []
-        assert traced.launches(after) == plain.launches(before) + mixed
-    on_host = planned.record(2, traced_to="host")
-    assert on_host.values == {}
-    experts = [part for part in compute_parts(on_host) if part.kind == "experts"]
-    assert all(on_host.launches(part)[-1] == CALL for part in experts)
-
-
 def test_outputs_belong_to_the_head() -> None:
     planned = geometry("v4-flash", layers=4, gpus=2)
     step = planned.record(1)

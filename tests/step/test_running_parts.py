@@ -7,11 +7,14 @@ from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
+from torch import Tensor
 
+from dsv4.layers.values import value_names
 from dsv4.step import captured
 from dsv4.step.captured import CapturedStep, Mode, regions_of
 from dsv4.step.recorded import Part, Transfer
 from dsv4.step.step import Step
+from dsv4.trace.steps import ShownValues
 from tests.step.planned_model import (
     GPUS,
     PlannedModel,
@@ -162,13 +165,16 @@ def test_regions_are_named_by_layers(
 def test_the_values_of_a_traced_step_come_from_their_devices(
     planned: PlannedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded = planned.record(2, traced_to="device")
+    """Those that the step completed: of the tokens at 3 and 4 one entry of a CSA layer, at 4 and 5
+    none.
+    """
+    recorded = planned.record_traced(2)
     step, *_ = fake_step(planned, recorded, monkeypatch)
-    values = step.values()
-    assert list(values) == [f"layer {layer} streams" for layer in range(len(values))]
-    assert len(values) == planned.config.num_hidden_layers
-    for (device, recorded_value), value in zip(
-        recorded.values.values(), values.values(), strict=True
-    ):
-        assert value is recorded_value
-        assert any(value is kept for kept in recorded.recordings[device].kept)
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: tensor)
+    for position, completed in ((3, 1), (4, 0)):
+        shown = ShownValues()
+        step.show(shown.add, position)
+        seen = {name: rows.shape[0] for name, rows in shown.joined().items()}
+        assert list(seen) == value_names(planned.config)
+        for name, _, _, ratio in recorded.values:
+            assert seen[name] == {1: 2, 4: completed}.get(ratio, 0), name

@@ -74,9 +74,9 @@ def test_swapping_changes_the_cuda_table_only() -> None:
     assert swapped.packing is CUDA_TABLE.packing
 
 
-def test_graphs_of_the_torch_ops_are_refused_in_one_line(capsys: pytest.CaptureFixture) -> None:
+def test_graphs_without_a_gpu_are_refused_in_one_line(capsys: pytest.CaptureFixture) -> None:
     assert main(["--device", "cpu", "--random-tokens", "9", "--cuda-graph", "full"]) == 2
-    expected = "error: --cuda-graph full: found the torch ops, expected 'cuda'\n"
+    expected = "error: --cuda-graph full: found no CUDA device, expected one\n"
     assert capsys.readouterr().err == expected
 
 

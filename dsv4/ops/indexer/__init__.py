@@ -33,10 +33,8 @@ def index_select(
     rounded to fp8 rows as well. The order of the list has no meaning. NaN scores sort first.
     """
     rows_SD = keys.read_all()
-    queries = q_TID.float()
+    queries = _rounded_queries(q_TID, keys)
     weight_TI = weight_TI.float() * score_scale
-    if keys.format is RowFormat.INDEX_FP8:
-        queries = unpack_index_rows(*pack_index_rows(queries))
     entry = torch.arange(keys.slots, device=positions_T.device)
     tile = max(1, _TILE_BYTES // (4 * q_TID.shape[1] * keys.slots))
     selected = []
@@ -48,3 +46,36 @@ def index_select(
         best, index = score.sort(dim=-1, descending=True, stable=True)
         selected.append(torch.where(best == -torch.inf, -1, index)[:, :index_topk])
     return torch.cat(selected)
+
+
+def ascending_entries(selected_TK: Tensor) -> Tensor:
+    """The entries that ``index_select`` lists, int64 ``[T, K]``: ascending, then −1 for none."""
+    none = torch.iinfo(torch.int64).max
+    ordered_TK = selected_TK.masked_fill(selected_TK < 0, none).sort(-1).values
+    return ordered_TK.masked_fill(ordered_TK == none, -1)
+
+
+def entry_scores(
+    q_TID: Tensor, weight_TI: Tensor, score_scale: float, keys: RowCache, entries_TK: Tensor
+) -> Tensor:
+    """The scores by which ``index_select`` chooses, of the entries int64 ``[T, K]``: float32 ``[T,
+    K]``, −inf for −1.
+    """
+    queries = _rounded_queries(q_TID, keys)
+    weight_TI = weight_TI.float() * score_scale
+    tile = max(1, _TILE_BYTES // (4 * entries_TK.shape[1] * (keys.width + q_TID.shape[1])))
+    scores = []
+    for q, weight, entries in zip(
+        queries.split(tile), weight_TI.split(tile), entries_TK.split(tile), strict=True
+    ):
+        rows_TKD = keys.read(entries.clamp(0, keys.slots - 1))
+        score = (torch.relu(q @ rows_TKD.transpose(1, 2)) * weight.unsqueeze(-1)).sum(1)
+        scores.append(score.masked_fill(entries < 0, -torch.inf))
+    return torch.cat(scores)
+
+
+def _rounded_queries(q_TID: Tensor, keys: RowCache) -> Tensor:
+    """float32, in the precision of the keys."""
+    if keys.format is RowFormat.INDEX_FP8:
+        return unpack_index_rows(*pack_index_rows(q_TID.float()))
+    return q_TID.float()

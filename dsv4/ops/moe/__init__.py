@@ -1,7 +1,7 @@
 """Mixture of experts: routed experts and the shared expert, clamped SwiGLU (model.md#experts)."""
 
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,16 @@ class ExpertWeights(Generic[AnyWeight]):
     w3: AnyWeight
 
 
+class Mixture(NamedTuple):
+    """The result ``[T, E]`` and the routes behind it: expert ids int64 and weights float32 ``[T,
+    P]``.
+    """
+
+    y_TE: Tensor
+    ids_TP: Tensor
+    weights_TP: Tensor
+
+
 def moe(
     x_TE: Tensor,
     tokens_T: Tensor,
@@ -27,12 +37,13 @@ def moe(
     experts: ExpertWeights,
     shared: ExpertWeights,
     limit: float,
-) -> Tensor:
+) -> Mixture:
     """Routes x ``[T, E]``, the hidden states of the token ids int64 ``[T]``, and returns
-    ``expert_sum`` ``[T, E]``.
+    ``expert_sum`` ``[T, E]`` with the routes.
     """
     ids_TP, weights_TP = route(x_TE, tokens_T, router)
-    return expert_sum(x_TE, ids_TP, weights_TP, experts, shared, limit)
+    y_TE = expert_sum(x_TE, ids_TP, weights_TP, experts, shared, limit)
+    return Mixture(y_TE, ids_TP, weights_TP)
 
 
 def expert_sum(

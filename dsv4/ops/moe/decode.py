@@ -11,7 +11,7 @@ from dsv4.launch.constants import FORMAT_CODE, MAX_EXPERTS, STAGE_SCALE_BYTES
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording, is_aligned
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops.moe import ExpertWeights
+from dsv4.ops.moe import ExpertWeights, Mixture
 from dsv4.ops.moe.operands import Layer, check_experts, expert_arguments
 from dsv4.ops.router import Router
 from dsv4.ops.router.selection import (
@@ -50,14 +50,6 @@ class Ring(NamedTuple):
 RINGS = {1: Ring(12, 2), 2: Ring(12, 2), 4: Ring(12, 2), 8: Ring(16, 1)}
 
 
-class Decoded(NamedTuple):
-    """The result ``[T, E]`` and the routes, int64 and float32 ``[T, P]``."""
-
-    y_TE: Tensor
-    ids_TP: Tensor
-    weights_TP: Tensor
-
-
 def moe(
     recording: Recording,
     x_TE: Tensor,
@@ -66,7 +58,7 @@ def moe(
     experts: ExpertWeights[PackedWeight],
     shared: ExpertWeights[PackedWeight],
     limit: float,
-) -> Tensor:
+) -> Mixture:
     """``dsv4.ops.moe.moe`` for bfloat16 x of 1 to 8 tokens: bfloat16 ``[T, E]``.
 
     float32 sums in a fixed order, one final rounding. Routes as ``dsv4.ops.router.prefill.route``;
@@ -76,24 +68,11 @@ def moe(
     ``ValueError`` for anything else than the above, and for x that is not contiguous or, where its
     rows are whole vectors of 16 bytes, not aligned to them.
     """
-    return moe_with_routes(recording, x_TE, tokens_T, router, experts, shared, limit).y_TE
-
-
-def moe_with_routes(
-    recording: Recording,
-    x_TE: Tensor,
-    tokens_T: Tensor,
-    router: Router[PackedWeight],
-    experts: ExpertWeights[PackedWeight],
-    shared: ExpertWeights[PackedWeight],
-    limit: float,
-) -> Decoded:
-    """``moe`` with the routes that it chose."""
     layer = Layer(experts, shared, float(limit))
     _check(x_TE, tokens_T, router, layer)
     step = _Step(x_TE, tokens_T, router, layer, RINGS[_padded_tokens(x_TE.shape[0])])
     shape = (x_TE.shape[0], router.experts_per_token)
-    results = Decoded(
+    results = Mixture(
         recording.empty_like(x_TE),
         recording.empty(shape, torch.int64),
         recording.empty(shape, torch.float32),
@@ -198,7 +177,7 @@ def _check(x_TE: Tensor, tokens_T: Tensor, router: Router[PackedWeight], layer: 
         raise ValueError("x_TE: found a start between 16-byte borders, expected one on a border")
 
 
-def _record(recording: Recording, step: _Step, results: Decoded) -> None:
+def _record(recording: Recording, step: _Step, results: Mixture) -> None:
     """One launch, or one for each half of the tokens where their activations do not fit."""
     ring = step.ring
     if ring is not None:
@@ -209,10 +188,10 @@ def _record(recording: Recording, step: _Step, results: Decoded) -> None:
         raise ValueError(f"x_TE: found {found}, more than a multiprocessor's shared memory holds")
     half = step.tokens // 2
     for part in (slice(half), slice(half, None)):
-        _record(recording, step.part(part), Decoded(*(result[part] for result in results)))
+        _record(recording, step.part(part), Mixture(*(result[part] for result in results)))
 
 
-def _launch(recording: Recording, step: _Step, ring: Ring, results: Decoded) -> None:
+def _launch(recording: Recording, step: _Step, ring: Ring, results: Mixture) -> None:
     _, inner, width = step.sizes
     blocks = recording.target.multiprocessors
     pairs = padded(width) // _PAIR_ROWS

@@ -12,7 +12,7 @@ from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.ops.linear.prefill import TILE_TOKENS, aligned_rows, linear
-from dsv4.ops.moe import ExpertWeights
+from dsv4.ops.moe import ExpertWeights, Mixture
 from dsv4.ops.moe.grouped import down, gate_up, sort_by_expert, sort_shared_bytes
 from dsv4.ops.moe.operands import Layer, check_experts
 from dsv4.ops.moe.token_part import TokenPart
@@ -49,7 +49,7 @@ def moe(
     experts: ExpertWeights[PackedWeight],
     shared: ExpertWeights[PackedWeight],
     limit: float,
-) -> Tensor:
+) -> Mixture:
     """``dsv4.ops.moe.moe`` for bfloat16 x ``[T, E]`` of many tokens and packed weights.
 
     Routes as ``dsv4.ops.router.prefill.route``, then computes ``expert_sum``. Raises ``ValueError``
@@ -90,13 +90,14 @@ def moe_with(
     tokens_T: Tensor,
     router: Router[PackedWeight],
     layer: Layer,
-) -> Tensor:
+) -> Mixture:
     """``moe`` by an implementation of ``linear``, for the gate and the shared expert's w2."""
     check_router(x_TE, tokens_T, router)
     check_experts(x_TE, router, layer)
     x_TE = aligned_rows(recording, x_TE)
     ids_TP, weights_TP = route(recording, x_TE, tokens_T, router, linear)
-    return _sum_in_parts(linear, recording, Routed(x_TE, ids_TP, weights_TP), layer)
+    y_TE = _sum_in_parts(linear, recording, Routed(x_TE, ids_TP, weights_TP), layer)
+    return Mixture(y_TE, ids_TP, weights_TP)
 
 
 def tokens_of_a_part(layer: Layer, per_token: int) -> int:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from dsv4.launch.recording import Recording
 from dsv4.ops.linear.prefill_cutedsl import linear
-from dsv4.ops.moe import ExpertWeights
+from dsv4.ops.moe import ExpertWeights, Mixture
 from dsv4.ops.moe.operands import Layer
 from dsv4.ops.moe.prefill import moe_with
 from dsv4.ops.router import Router
@@ -19,7 +19,7 @@ def moe(
     experts: ExpertWeights[PackedWeight],
     shared: ExpertWeights[PackedWeight],
     limit: float,
-) -> Tensor:
+) -> Mixture:
     """``dsv4.ops.moe.prefill.moe`` by ``dsv4.ops.linear.prefill_cutedsl.linear``."""
     layer = Layer(experts, shared, float(limit))
     return moe_with(linear, recording, x_TE, tokens_T, router, layer)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4.ops.immediate import immediately
 from dsv4.ops.moe import ExpertWeights
-from dsv4.ops.moe.decode import moe_with_routes
+from dsv4.ops.moe.decode import moe
 from dsv4.ops.router import Router
 from dsv4.ops.router.selection import check_router
 from dsv4.weights.packed import PackedWeight, padded
@@ -21,7 +21,7 @@ def decode_routes(
 ) -> tuple[Tensor, Tensor]:
     """Ids and weights ``[T, P]`` of a decode launch on experts of zeros."""
     arguments = on_zero_experts(x_TE, tokens_T, router)
-    _, ids_TP, weights_TP = immediately(moe_with_routes)(*arguments)
+    _, ids_TP, weights_TP = immediately(moe)(*arguments)
     return ids_TP, weights_TP
 
 

@@ -89,7 +89,7 @@ def test_sum_of_selected_experts_and_the_shared_one(
     tokens_T, router = listing(
         ops, ids_TP, normal(8, 64, seed=6, dtype=torch.bfloat16, scale=0.3), 1.5
     )
-    y_TE = ops.moe(x_TE, tokens_T, router, experts, shared, LIMIT)
+    y_TE, _, _ = ops.moe(x_TE, tokens_T, router, experts, shared, LIMIT)
     assert y_TE.dtype == dtype
     _, weights_TP = route(x_TE, tokens_T, router)
     dense = [part.dequantize() for part in (experts.w1, experts.w2, experts.w3)]
@@ -118,7 +118,8 @@ def clamped_pairs(
     routed, common = ((silent,) * 3, active) if shared else (active, (silent,) * 3)
     experts = one(ops, *(w[None] for w in routed))
     shared_expert = one(ops, *common)
-    return ops.moe(torch.eye(1, n), *to_expert_0(ops, n), experts, shared_expert, LIMIT)[0].tolist()
+    found = ops.moe(torch.eye(1, n), *to_expert_0(ops, n), experts, shared_expert, LIMIT)
+    return found.y_TE[0].tolist()
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
@@ -151,7 +152,8 @@ def test_routing_weight_multiplies_before_the_rounding(ops: OpsUnderTest) -> Non
     w3 = normal(n, n, seed=2)
     expert = one(ops, w1[None], torch.eye(n)[None], w3[None])
     x = normal(1, n, seed=3, dtype=torch.bfloat16, scale=0.1)
-    y = ops.moe(x, *to_expert_0(ops, n, 0.3), expert, zero_expert(ops, n, n), LIMIT)[0]
+    found = ops.moe(x, *to_expert_0(ops, n, 0.3), expert, zero_expert(ops, n, n), LIMIT)
+    y = found.y_TE[0]
     gate = w1.double() @ x[0].double()
     up = w3.double() @ x[0].double()
     hidden = gate / (1 + torch.exp(-gate)) * up
@@ -178,7 +180,8 @@ def test_spec11_d25_quantised_experts_are_clamped(ops: OpsUnderTest, format: Qua
     stacked = (quantize(matrix.dequantize()[None], format) for matrix in (w1, w2, w3))
     experts = ExpertWeights(*map(ops.pack_weight, stacked))
     shared = ExpertWeights(*map(ops.pack_weight, (w1, w2, w3)))
-    y = ops.moe(16 * torch.eye(1, width), *to_expert_0(ops, width, 0.5), experts, shared, LIMIT)[0]
+    x = 16 * torch.eye(1, width)
+    y = ops.moe(x, *to_expert_0(ops, width, 0.5), experts, shared, LIMIT).y_TE[0]
     silu_limit = LIMIT / (1 + math.exp(-LIMIT)) * LIMIT
     assert y[:2].tolist() == pytest.approx([1.5 * silu_limit, -1.5 * silu_limit], rel=2e-6)
 
@@ -195,7 +198,7 @@ def test_spec11_d26_the_limit_is_required_and_the_one_of_the_config(ops: OpsUnde
     for limit in (7.0, 10.0):
         y = ops.moe(
             torch.ones(1, 1), *to_expert_0(ops, 1), nothing, one(ops, w, torch.ones(1, 1), w), limit
-        )
+        ).y_TE
         assert float(y) == pytest.approx(limit / (1 + math.exp(-limit)) * limit)
 
 
@@ -210,7 +213,7 @@ def test_an_expert_listed_twice_counts_twice_and_unlisted_experts_not_at_all(
         x_TE, *listing(ops, torch.tensor([[2, 2]]), gate_XE, 0.75), experts, shared, LIMIT
     )
     once = ops.moe(x_TE, *listing(ops, torch.tensor([[2]]), gate_XE, 0.75), experts, shared, LIMIT)
-    assert_near(twice, once.double(), 1e-6)
+    assert_near(twice.y_TE, once.y_TE.double(), 1e-6)
 
 
 def test_experts_are_summed_in_ascending_order_behind_the_shared_one() -> None:
@@ -248,9 +251,9 @@ def test_tokens_do_not_mix(ops: OpsUnderTest) -> None:
     x_TE = normal(6, 32, seed=31)
     ids_TP = integers(0, 1, 6, 2, seed=32, dtype=torch.int64)
     routing = listing(ops, ids_TP, normal(4, 32, seed=33, dtype=torch.bfloat16))
-    clean = ops.moe(x_TE, *routing, experts, shared, LIMIT)
+    clean = ops.moe(x_TE, *routing, experts, shared, LIMIT).y_TE
     x_TE[3] = torch.nan
-    found = ops.moe(x_TE, *routing, experts, shared, LIMIT)
+    found = ops.moe(x_TE, *routing, experts, shared, LIMIT).y_TE
     assert bool(found[3].isnan().all())
     others = [0, 1, 2, 4, 5]
     assert_near(found[others], clean[others].double(), 1e-6)

@@ -173,7 +173,7 @@ def test_replay_is_eager_and_nothing_synchronises(tokens: int) -> None:
     width, inner, count = GEOMETRIES["pro"]
     experts, shared = weights(width, inner, count, (NVFP4, FP8))
     arguments = step(width, count, tokens)
-    op = PreparedOp(decode.moe_with_routes, *arguments, experts, shared, LIMIT)
+    op = PreparedOp(decode.moe, *arguments, experts, shared, LIMIT)
     assert_replay_is_eager(op.run)
     assert_no_synchronisation(op.run)
 

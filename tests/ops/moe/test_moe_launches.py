@@ -43,7 +43,7 @@ TOKENS = (9, 10, 100, 129, 511, 512)
 def recorded_decode(geometry: Geometry, target: Target, tokens: int) -> Recording:
     recording = Recording(target, tokens)
     inputs = step(recording, geometry)
-    y_TE = decode.moe(recording, *inputs, geometry.router(), *geometry.weights(), LIMIT)
+    y_TE, _, _ = decode.moe(recording, *inputs, geometry.router(), *geometry.weights(), LIMIT)
     assert (tuple(y_TE.shape), y_TE.dtype) == ((tokens, geometry.width), torch.bfloat16)
     return recording
 
@@ -51,7 +51,7 @@ def recorded_decode(geometry: Geometry, target: Target, tokens: int) -> Recordin
 def recorded_prefill(geometry: Geometry, target: Target, tokens: int) -> Recording:
     recording = Recording(target, tokens)
     inputs = step(recording, geometry)
-    y_TE = prefill.moe(recording, *inputs, geometry.router(), *geometry.weights(), LIMIT)
+    y_TE, _, _ = prefill.moe(recording, *inputs, geometry.router(), *geometry.weights(), LIMIT)
     assert (tuple(y_TE.shape), y_TE.dtype) == ((tokens, geometry.width), torch.bfloat16)
     return recording
 
@@ -143,7 +143,7 @@ def test_tokens_that_do_not_fit_are_recorded_in_halves() -> None:
     recording = Recording(HOPPER, 8)
     inputs = step(recording, geometry)
     arguments = (geometry.router(), *geometry.weights(), LIMIT)
-    results = decode.moe_with_routes(recording, *inputs, *arguments)
+    results = decode.moe(recording, *inputs, *arguments)
     first, second = launches(recording)
     assert (first.arguments["T"], second.arguments["T"]) == (4, 4)
     assert first.shape == second.shape

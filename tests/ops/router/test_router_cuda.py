@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.ops import router as reference
 from dsv4.ops.immediate import PreparedOp, immediately
-from dsv4.ops.moe.decode import moe_with_routes
+from dsv4.ops.moe.decode import moe
 from dsv4.ops.router import Router, prefill
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantTensor
@@ -142,7 +142,7 @@ def test_replay_and_no_synchronisation(form: Form, tokens: int) -> None:
     router = Router(pack_weight(gate), bias_X, False, 6, 1.5)
     tokens_T = torch.zeros(tokens, device="cuda").long()
     if form is decode_routes:
-        op = PreparedOp(moe_with_routes, *on_zero_experts(x_TE, tokens_T, router))
+        op = PreparedOp(moe, *on_zero_experts(x_TE, tokens_T, router))
     else:
         op = PreparedOp(prefill.route, x_TE, tokens_T, router)
     assert_replay_is_eager(op.run)

@@ -1,0 +1,145 @@
+"""Trace files: written value by value as steps end, in memory that does not grow (traces.md)."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.checkpoint.shard import DTYPE_NAMES
+from dsv4.errors import UserError
+
+FORMAT = "dsv4-trace/1"
+_COPIED_BYTES = 16 << 20
+
+
+@dataclass
+class _Value:
+    """A value so far: its rows lie in ``part``, of which ``rows`` belong to steps that ended."""
+
+    part: Path
+    dtype: torch.dtype
+    row_shape: tuple[int, ...]
+    written: int = 0
+    rows: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.row_shape).numel()
+
+
+class TraceFile:
+    """Writes the trace ``path``, which appears when the block ends, with the steps that ended.
+
+    A hidden folder beside it holds the rows until then. An interruption by the keyboard ends the
+    block as usual; after any other exception nothing is left behind.
+    """
+
+    def __init__(self, path: Path, metadata: Mapping[str, str], tokens: int) -> None:
+        """``metadata``: strings for the header. ``tokens``: the most that will be traced.
+
+        Raises ``UserError`` when ``path`` cannot be a file.
+        """
+        self._path = path.resolve()
+        if self._path.exists() and not self._path.is_file():
+            raise UserError(f"{path}: found no regular file, expected the name of a file")
+        if not self._path.parent.is_dir():
+            raise UserError(f"{path.parent}: no such folder")
+        self._metadata = {"format": FORMAT, **metadata}
+        self._tokens = tokens
+        self._values: dict[str, _Value] = {}
+        self._has_room = False
+        self._parts = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=self._path.parent))
+
+    def __enter__(self) -> "TraceFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+            if self._has_room and (kind is None or interrupted):
+                self._finish()
+        finally:
+            shutil.rmtree(self._parts, ignore_errors=True)
+
+    def add(self, name: str, rows: Tensor) -> None:
+        """Appends rows of a value; ``token_ids``, the last one of a step, ends the step.
+
+        Raises ``UserError`` when the disk cannot hold the trace, judged by the first step.
+        """
+        value = self._values.get(name)
+        if value is None:
+            part = self._parts / str(len(self._values))
+            value = _Value(part, rows.dtype, tuple(rows.shape[1:]))
+            self._values[name] = value
+        assert (rows.dtype, tuple(rows.shape[1:])) == (value.dtype, value.row_shape), name
+        if rows.numel():
+            with value.part.open("ab") as file:
+                file.write(rows.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        value.written += rows.shape[0]
+        if name == "token_ids":
+            self._end_step()
+
+    def _end_step(self) -> None:
+        for value in self._values.values():
+            value.rows = value.written
+        if not self._has_room:
+            self._check_room()
+            self._has_room = True
+
+    def _check_room(self) -> None:
+        nbytes = sum(value.rows * value.row_bytes for value in self._values.values())
+        tokens = self._values["token_ids"].rows
+        needed = nbytes * (self._tokens - tokens) // tokens
+        free = shutil.disk_usage(self._parts).free
+        if needed > free:
+            raise UserError(
+                f"{self._path}: found {free / 1e9:.1f} GB free, expected {needed / 1e9:.1f} GB "
+                f"for {self._tokens} tokens; patterns choose fewer values"
+            )
+
+    def _finish(self) -> None:
+        """The header, then the rows of each value, whose part goes as soon as it is copied."""
+        header: dict[str, Any] = {"__metadata__": self._metadata}
+        end = 0
+        # Readers view the bytes in place: the widest elements first keep every value aligned.
+        ordered = sorted(self._values.items(), key=lambda item: -item[1].dtype.itemsize)
+        for name, value in ordered:
+            begin = end
+            end += value.rows * value.row_bytes
+            header[name] = {
+                "dtype": DTYPE_NAMES[value.dtype],
+                "shape": [value.rows, *value.row_shape],
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        whole = self._parts / "trace"
+        with whole.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _, value in ordered:
+                _copy(value, file)
+        whole.replace(self._path)
+
+
+def _copy(value: _Value, file: Any) -> None:
+    remaining = value.rows * value.row_bytes
+    if not remaining:
+        return
+    with value.part.open("rb") as part:
+        while remaining:
+            block = part.read(min(remaining, _COPIED_BYTES))
+            file.write(block)
+            remaining -= len(block)
+    value.part.unlink()

@@ -1,0 +1,28 @@
+"""The choice of values by pattern."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from dsv4.config import ModelConfig
+from dsv4.errors import UserError
+from dsv4.layers.values import Wants, value_names
+
+EVERY_VALUE = ("*",)
+
+
+def matching(config: ModelConfig, at: Sequence[str]) -> Wants:
+    """Whether a value has a name that one of the shell patterns ``at`` matches.
+
+    Raises ``UserError`` for no pattern, and for one that matches no value of the model.
+    """
+    if isinstance(at, str) or not at:
+        raise UserError(f"at: found {at!r}, expected at least one pattern in a list")
+    names = value_names(config)
+    for pattern in at:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"at: {pattern!r} matches no value of this model, "
+                f"expected names such as {names[0]!r} or 'layers.*.streams'"
+            )
+    wanted = frozenset(name for name in names if any(fnmatchcase(name, part) for part in at))
+    return wanted.__contains__

@@ -1,0 +1,62 @@
+"""Writing traces of an engine to files: of given tokens, and of a generation."""
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import dsv4
+from dsv4.engine import Engine
+from dsv4.layers.values import Watch
+from dsv4.ops.tables import DirectTable
+from dsv4.trace.file import TraceFile
+from dsv4.trace.patterns import EVERY_VALUE, matching
+
+
+def write_trace(
+    engine: Engine,
+    token_ids: Sequence[int],
+    path: str | Path,
+    at: Sequence[str] = EVERY_VALUE,
+    prompt_tokens: int | None = None,
+    model: str = "",
+) -> None:
+    """``Engine.trace`` into the file ``path``, which replaces an older one when it is complete.
+
+    ``model``: the checkpoint's name, for the file's metadata. Raises ``UserError`` for a pattern
+    without a value, for a path that cannot be a file, and when the disk has no room.
+    """
+    prompt_tokens = len(token_ids) if prompt_tokens is None else prompt_tokens
+    metadata = trace_metadata(engine, model, prompt_tokens)
+    with TraceFile(Path(path), metadata, len(token_ids)) as file:
+        engine.run_traced(token_ids, Watch(file.add, matching(engine.config, at)), prompt_tokens)
+
+
+def trace_metadata(engine: Engine, model: str, prompt_tokens: int) -> dict[str, str]:
+    """The header's metadata (traces.md#metadata)."""
+    settings = {**asdict(engine.engine_config), "devices": [str(d) for d in engine.state.devices]}
+    mode = None if engine.decoder is None else engine.decoder.mode
+    return {
+        "engine": "dsv4",
+        "versions": json.dumps(_versions()),
+        "model": model,
+        "config": json.dumps(asdict(engine.config)),
+        "settings": json.dumps({**settings, "cuda_graph": mode}),
+        "form": "torch" if isinstance(engine.table, DirectTable) else "launches",
+        "prompt_tokens": str(prompt_tokens),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"dsv4": dsv4.__version__, "python": platform.python_version()}
+    found["torch"] = str(torch.__version__)
+    for package in ("transformers", "nvidia-cutlass-dsl", "cuda-core"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

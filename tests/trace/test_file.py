@@ -1,0 +1,119 @@
+"""Trace files: what they hold, how they appear, and what an error leaves behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from dsv4 import Engine, UserError
+from dsv4.trace.file import TraceFile
+from dsv4.trace.write import write_trace
+from tests.model.tiny import random_ids, tiny_engine
+
+IDS = random_ids(21)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return tiny_engine(max_context=64, prefill_chunk=8)
+
+
+def test_a_file_holds_the_values_of_the_trace_and_where_they_come_from(
+    engine: Engine, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.safetensors"
+    write_trace(engine, IDS, path, prompt_tokens=18, model="tiny")
+    expected = engine.trace(IDS, prompt_tokens=18)
+    with safe_open(path, "pt") as file:
+        assert set(file.keys()) == set(expected)
+        for name, rows in expected.items():
+            assert torch.equal(file.get_tensor(name), rows), name
+        metadata = file.metadata()
+    assert metadata["format"] == "dsv4-trace/1"
+    assert metadata["engine"] == "dsv4"
+    assert (metadata["model"], metadata["form"]) == ("tiny", "torch")
+    assert metadata["prompt_tokens"] == "18"
+    assert json.loads(metadata["config"])["hidden_size"] == engine.config.hidden_size
+    assert json.loads(metadata["settings"])["kv_dtype"] == engine.engine_config.kv_dtype
+    assert "torch" in json.loads(metadata["versions"])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["trace.safetensors"]
+
+
+def test_chosen_values_come_with_tokens_and_positions(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "trace.safetensors"
+    write_trace(engine, IDS, path, at=["layers.2.streams"])
+    with safe_open(path, "pt") as file:
+        assert set(file.keys()) == {"layers.2.streams", "positions", "token_ids"}
+        assert file.get_tensor("token_ids").tolist() == IDS
+        assert file.get_tensor("positions").tolist() == list(range(len(IDS)))
+
+
+def steps(file: TraceFile, count: int) -> None:
+    for position in range(count):
+        file.add("hidden", torch.full((1, 4), float(position)))
+        file.add("token_ids", torch.tensor([position]))
+
+
+def broken_off(path: Path, count: int, error: type[BaseException]) -> None:
+    with TraceFile(path, {}, 8) as file:
+        steps(file, count)
+        file.add("hidden", torch.ones(1, 4))
+        raise error
+
+
+def test_an_interrupted_trace_holds_the_steps_that_ended(tmp_path: Path) -> None:
+    path = tmp_path / "trace.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        broken_off(path, 3, KeyboardInterrupt)
+    with safe_open(path, "pt") as found:
+        assert found.get_tensor("token_ids").tolist() == [0, 1, 2]
+        assert found.get_tensor("hidden")[:, 0].tolist() == [0, 1, 2]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["trace.safetensors"]
+
+
+@pytest.mark.parametrize("before", [None, b"older"])
+def test_an_error_leaves_things_as_they_were(tmp_path: Path, before: bytes | None) -> None:
+    path = tmp_path / "trace.safetensors"
+    if before is not None:
+        path.write_bytes(before)
+    with pytest.raises(ZeroDivisionError):
+        broken_off(path, 2, ZeroDivisionError)
+    with pytest.raises(KeyboardInterrupt):
+        broken_off(path, 0, KeyboardInterrupt)
+    assert [entry.read_bytes() for entry in tmp_path.iterdir()] == ([before] if before else [])
+
+
+def test_a_trace_that_the_disk_cannot_hold_is_refused_at_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = (100, 90, 250)
+    monkeypatch.setattr(
+        "dsv4.trace.file.shutil.disk_usage", lambda path: type("Usage", (), {"free": usage[2]})
+    )
+    with TraceFile(tmp_path / "fits", {}, 11) as file:
+        steps(file, 11)
+    with (
+        pytest.raises(UserError, match="expected .* GB for 12 tokens"),
+        TraceFile(tmp_path / "large", {}, 12) as file,
+    ):
+        steps(file, 12)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["fits"]
+
+
+def test_links_are_followed_and_other_targets_refused(tmp_path: Path) -> None:
+    target = tmp_path / "target.safetensors"
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(target)
+    with TraceFile(link, {}, 1) as file:
+        steps(file, 1)
+    assert link.is_symlink()
+    assert target.is_file()
+    for path, message in (
+        (tmp_path, "no regular file"),
+        (Path("/dev/null"), "no regular file"),
+        (tmp_path / "missing" / "x", "no such folder"),
+    ):
+        with pytest.raises(UserError, match=message):
+            TraceFile(path, {}, 1)

@@ -1,0 +1,161 @@
+"""The values of a trace, each against what the definition says it is."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4 import Engine, SamplingParams, UserError
+from dsv4.config import CSA_RATIO
+from dsv4.layers.values import INDEXER, Watch, completed_rows, value_names
+from dsv4.ops.hyper_connection import hc_post
+from dsv4.trace.steps import ShownValues
+from tests.model.tiny import random_ids, tiny_engine
+
+TOKENS = 58
+IDS = random_ids(TOKENS)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return tiny_engine(max_context=64, prefill_chunk=16)
+
+
+@pytest.fixture(scope="module")
+def values(engine: Engine) -> dict[str, Tensor]:
+    return engine.trace(IDS)
+
+
+def test_every_named_value_is_there_with_its_documented_shape(
+    engine: Engine, values: dict[str, Tensor]
+) -> None:
+    config = engine.config
+    assert set(values) == {*value_names(config), "positions", "token_ids"}
+    widths = {
+        "streams": (config.hc_mult, config.hidden_size),
+        "x": (config.hidden_size,),
+        "post": (config.hc_mult,),
+        "comb": (config.hc_mult, config.hc_mult),
+        "attn.q": (config.num_attention_heads, config.head_dim),
+        "attn.kv": (config.head_dim,),
+        "attn.compressed": (config.head_dim,),
+        "indexer.q": (config.index_n_heads, config.index_head_dim),
+        "indexer.keys": (config.index_head_dim,),
+        "attn.heads": (config.num_attention_heads, config.head_dim),
+        "output": (config.hidden_size,),
+        "router.experts": (config.num_experts_per_tok,),
+        "router.weights": (config.num_experts_per_tok,),
+        "hidden": (config.hidden_size,),
+        "logits": (config.vocab_size,),
+    }
+    for name, rows in values.items():
+        part = ".".join(name.split(".")[2:])
+        width = widths.get(part) or widths.get(part.rpartition(".")[2]) or widths.get(name)
+        if width is not None:
+            assert tuple(rows.shape[1:]) == width, name
+        is_compressed = part in ("attn.compressed", "indexer.keys")
+        ratio = config.compress_ratios[int(name.split(".")[1])] if is_compressed else 1
+        assert rows.shape[0] == TOKENS // ratio, name
+
+
+def test_the_order_of_names_is_that_of_the_computation(engine: Engine) -> None:
+    seen: list[str] = []
+    engine.run_traced(IDS[:5], Watch(lambda name, rows: seen.append(name)))
+    assert seen == [*value_names(engine.config), "positions", "token_ids"]
+
+
+def test_values_do_not_depend_on_how_the_tokens_are_fed(
+    engine: Engine, values: dict[str, Tensor]
+) -> None:
+    """Chunks of 16 and 11, one chunk and single tokens complete the same compressed rows."""
+    one_by_one = engine.trace(IDS, prompt_tokens=0)
+    mixed = engine.trace(IDS, prompt_tokens=13)
+    for name, rows in values.items():
+        for other in (one_by_one[name], mixed[name]):
+            assert other.shape == rows.shape, name
+            if rows.is_floating_point():
+                torch.testing.assert_close(other, rows, rtol=1e-4, atol=1e-4)
+            else:
+                assert torch.equal(other, rows), name
+
+
+def test_seams_mix_the_results_into_the_streams(engine: Engine, values: dict[str, Tensor]) -> None:
+    """post and comb of a seam, with the sublayer's result, give the streams of the next one."""
+    for layer in range(engine.config.num_hidden_layers):
+        at = f"layers.{layer}"
+        for seam, output, after in (
+            ("attn_hc", "attn.output", f"{at}.ffn_hc.streams"),
+            ("ffn_hc", "ffn.output", f"{at}.streams"),
+        ):
+            streams, _, post, comb = (
+                values[f"{at}.{seam}.{part}"] for part in ("streams", "x", "post", "comb")
+            )
+            mixed = hc_post(values[f"{at}.{output}"], streams, post, comb)
+            torch.testing.assert_close(values[after], mixed, rtol=1e-5, atol=1e-5)
+        if layer:
+            before = values[f"layers.{layer - 1}.streams"]
+            assert torch.equal(values[f"{at}.attn_hc.streams"], before)
+
+
+def test_scores_order_the_chosen_entries_before_the_others(
+    engine: Engine, values: dict[str, Tensor]
+) -> None:
+    """All scores come of the traced queries, weights and keys; no other entry is better."""
+    config = engine.config
+    visible_T = (torch.arange(TOKENS) + 1) // CSA_RATIO
+    assert int((visible_T > config.index_topk).sum()) > 3, "some tokens have to choose"
+    for layer in (at for at, ratio in enumerate(config.compress_ratios) if ratio == CSA_RATIO):
+        q, weights, keys, entries_TK, scores_TK = (
+            values[f"layers.{layer}.indexer.{part}"] for part in INDEXER
+        )
+        scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+        exact_TS = (torch.relu(q.double() @ keys.double().T) * weights[..., None]).sum(1) * scale
+        for token, visible in enumerate(visible_T.tolist()):
+            chosen = entries_TK[token][entries_TK[token] >= 0]
+            best = exact_TS[token, :visible].topk(min(visible, config.index_topk)).indices
+            assert chosen.tolist() == sorted(best.tolist())
+            found = scores_TK[token, : len(chosen)].double()
+            torch.testing.assert_close(found, exact_TS[token, chosen], rtol=1e-4, atol=1e-5)
+            assert bool((scores_TK[token, len(chosen) :] == -torch.inf).all())
+
+
+def test_patterns_choose_values(engine: Engine, values: dict[str, Tensor]) -> None:
+    found = engine.trace(IDS, at=["layers.1.attn.*", "hidden"])
+    expected = [name for name in values if name.startswith("layers.1.attn.") or name == "hidden"]
+    assert list(found) == [*expected, "positions", "token_ids"]
+    for name, rows in found.items():
+        assert torch.equal(rows, values[name]), name
+
+
+def test_a_pattern_without_a_value_is_refused(engine: Engine) -> None:
+    with pytest.raises(UserError, match=r"at: 'layer\.3' matches no value"):
+        engine.trace(IDS, at=["hidden", "layer.3"])
+    with pytest.raises(UserError, match="at least one pattern"):
+        engine.trace(IDS, at=[])
+
+
+def test_a_trace_does_not_change_what_follows(engine: Engine) -> None:
+    greedy = SamplingParams(temperature=0)
+    before = list(engine.generate(IDS, 6, greedy, stop_token_ids=()))
+    engine.trace(IDS)
+    assert engine.position == TOKENS
+    assert list(engine.generate(IDS, 6, greedy, stop_token_ids=())) == before
+
+
+def test_completed_rows_add_up() -> None:
+    for ratio in (1, 4, 128):
+        steps = [(0, 7), (7, 1), (8, 256), (264, 3)]
+        assert sum(completed_rows(*step, ratio) for step in steps) == 267 // ratio
+
+
+def test_a_watched_generation_shows_what_a_trace_of_its_tokens_does(engine: Engine) -> None:
+    greedy = SamplingParams(temperature=0)
+    expected = list(engine.generate(IDS, 5, greedy, stop_token_ids=()))
+    shown = ShownValues()
+    watch = Watch(shown.add)
+    found = list(engine.generate(IDS, 5, greedy, stop_token_ids=(), watch=watch))
+    assert found == expected
+    values = shown.joined()
+    traced = engine.trace([*IDS, *found[:-1]], prompt_tokens=TOKENS)
+    assert values.keys() == traced.keys()
+    for name, rows in values.items():
+        assert torch.equal(rows, traced[name]), name
