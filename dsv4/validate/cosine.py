@@ -1,7 +1,7 @@
 """Per-layer cosine of the engine against the torch ops or transformers: ``python -m
 dsv4.validate.cosine --help``.
 
-Prints a table, writes JSON and an SVG plot, and ends with exit code 1 when a layer is under the
+Prints a table, writes JSON and an SVG plot, and ends with exit code 1 when a token is under the
 threshold. ``--swap op=torch`` takes one op from the torch table, which is how a fault is traced to
 its op; ``--chunk 1`` feeds token by token and so compares the decode kernels, a larger chunk the
 prefill kernels.
@@ -10,12 +10,11 @@ prefill kernels.
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from dsv4.cli.flags import DEFAULT_PROMPT
 from dsv4.cli.prompt import load_tokenizer
@@ -28,62 +27,35 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.measure.provenance import provenance
 from dsv4.ops.tables import TableName
-from dsv4.validate.plot import cosine_svg
+from dsv4.validate.agreement import DEFAULT_THRESHOLD, Agreement, agreement, table
+from dsv4.validate.plot import Point, cosine_svg
 from dsv4.validate.traces import Trace, engine_trace, transformers_trace
 
-DEFAULT_THRESHOLD = 0.9999
 DEFAULT_CHUNK = 512
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How far two tensors ``[T, ...]`` agree: cosine over all tokens and of the worst one, max |a −
-    b| / max |b|.
-    """
+class Report(NamedTuple):
+    """What a comparison prints, writes as JSON and plots, and whether all of it agrees."""
 
-    name: str
-    kind: str
-    cosine: float
-    worst_token: float
-    relative_error: float
+    text: str
+    facts: dict[str, Any]
+    points: list[Point]
+    passes: bool
 
 
-def agreement(name: str, kind: str, found: Tensor, reference: Tensor) -> Agreement:
-    """Compares in float64; NaN on either side makes both cosines NaN, which is under every
-    threshold.
-    """
-    a = found.double().flatten(1)
-    b = reference.double().flatten(1)
-    cosine = (a * b).sum() / (a.norm() * b.norm()).clamp(min=1e-300)
-    by_token = (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1)).clamp(min=1e-300)
-    worst = float(by_token.min()) if bool(by_token.isfinite().all()) else float("nan")
-    error = float((a - b).abs().max() / b.abs().max().clamp(min=1e-300))
-    return Agreement(name, kind, float(cosine), worst, error)
-
-
-def compare(found: Trace, reference: Trace, kinds: list[str]) -> list[Agreement]:
+def compare(
+    found: Trace, reference: Trace, kinds: list[str], threshold: float = DEFAULT_THRESHOLD
+) -> list[Agreement]:
     """One row per layer (streams after it), then the final hidden state and the logits."""
     rows = [
-        agreement(f"layer {index}", kind, a, b)
+        agreement(f"layer {index}", kind, a, b, threshold)
         for index, (kind, a, b) in enumerate(
             zip(kinds, found["layers"], reference["layers"], strict=True)
         )
     ]
     return rows + [
-        agreement(name, "", found[name], reference[name]) for name in ("final", "logits")
+        agreement(name, "", found[name], reference[name], threshold) for name in ("final", "logits")
     ]
-
-
-def table(rows: list[Agreement], threshold: float) -> str:
-    """The rows as text; those under the threshold are marked."""
-    lines = [f"{'':<10} {'kind':<5} {'cosine':>11} {'worst token':>12} {'rel. error':>11}"]
-    for row in rows:
-        mark = "" if row.cosine >= threshold else "  under the threshold"
-        lines.append(
-            f"{row.name:<10} {row.kind:<5} {row.cosine:>11.8f} {row.worst_token:>12.8f} "
-            f"{row.relative_error:>11.2e}{mark}"
-        )
-    return "\n".join(lines)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -119,10 +91,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--threshold",
         type=number(-1, 1),
         default=DEFAULT_THRESHOLD,
-        help="of every row's cosine",
+        help="of every token",
     )
     parser.add_argument("--json", type=Path, help="write the rows and where they come from")
-    parser.add_argument("--svg", type=Path, help="write a plot of 1 − cosine by layer")
+    parser.add_argument("--svg", type=Path, help="write a plot of 1 − agreement by layer")
     return parser
 
 
@@ -146,19 +118,23 @@ def token_ids_of(options: argparse.Namespace) -> list[int]:
     return torch.randint(config.vocab_size, (options.random_tokens,), generator=generator).tolist()
 
 
-def run(options: argparse.Namespace) -> tuple[list[Agreement], dict[str, Any]]:
-    """Both traces and their comparison; the second value is what the JSON file adds to the rows."""
-    token_ids = token_ids_of(options)
-    room = len(token_ids) + 8
-    config = EngineConfig(
+def engine_config(options: argparse.Namespace, tokens: int) -> EngineConfig:
+    """The configuration of our side for a sequence of that length."""
+    return EngineConfig(
         device=options.device,
         ops=options.ops,
         kv_dtype=options.kv_dtype,
         compute_dtype=options.compute_dtype,
-        max_context=room,
+        max_context=tokens + 8,
         prefill_chunk=options.chunk,
         cuda_graph=options.cuda_graph,
     )
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Both traces and their comparison."""
+    token_ids = token_ids_of(options)
+    config = engine_config(options, len(token_ids))
     found, kinds = engine_trace(options.model, token_ids, config, parse_swaps(options.swap))
     if options.reference == "transformers":
         reference = transformers_trace(options.model, token_ids)
@@ -171,11 +147,20 @@ def run(options: argparse.Namespace) -> tuple[list[Agreement], dict[str, Any]]:
             cuda_graph=None,
         )
         reference, _ = engine_trace(options.model, token_ids, torch_config, {})
-    rows = compare(found, reference, kinds)
+    rows = compare(found, reference, kinds, options.threshold)
     same = [int(row.argmax()) for row in found["logits"]] == [
         int(row.argmax()) for row in reference["logits"]
     ]
-    return rows, {"tokens": len(token_ids), "same_argmax_at_every_token": same}
+    return Report(
+        f"{table(rows)}\nsame argmax at every token: {'yes' if same else 'no'}",
+        {
+            "tokens": len(token_ids),
+            "same_argmax_at_every_token": same,
+            "rows": [asdict(row) for row in rows],
+        },
+        [Point(row.name, row.name, row.kind, row.worst_token, row.cosine) for row in rows],
+        all(row.passes for row in rows),
+    )
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -197,20 +182,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """The command: 1 when a row is under the threshold."""
+    """The command: 1 when a token is under the threshold."""
     arguments = sys.argv[1:] if argv is None else argv
     options = parse(arguments)
-    rows, facts = run(options)
-    print(table(rows, options.threshold))
-    print(f"same argmax at every token: {'yes' if facts['same_argmax_at_every_token'] else 'no'}")
+    report = run(options)
+    print(report.text)
     if options.json is not None:
         called = " ".join(["python -m dsv4.validate.cosine", *arguments])
-        record = {**provenance(called), **facts, "rows": [asdict(row) for row in rows]}
+        record = {**provenance(called), **report.facts}
         write_output("--json", options.json, json.dumps(record, ensure_ascii=False) + "\n")
     if options.svg is not None:
-        plot = cosine_svg([(row.name, row.cosine) for row in rows], options.threshold)
-        write_output("--svg", options.svg, plot)
-    return 0 if all(row.cosine >= options.threshold for row in rows) else 1
+        write_output("--svg", options.svg, cosine_svg(report.points, options.threshold))
+    return 0 if report.passes else 1
 
 
 if __name__ == "__main__":

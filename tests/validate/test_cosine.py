@@ -1,7 +1,6 @@
 """The cosine validator: table, exit codes, swaps, JSON and SVG."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,19 +10,9 @@ import torch
 from dsv4.demo import CHECKPOINT
 from dsv4.ops import TORCH
 from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE, RecordedTable, swap_ops
-from dsv4.validate import traces
-from dsv4.validate.cosine import agreement, main
+from dsv4.validate import cosine, traces
+from dsv4.validate.cosine import main
 from tests.model.tiny import direct
-
-
-def test_agreement_of_equal_opposite_and_nan_values() -> None:
-    a = torch.tensor([[1.0, 2.0], [3.0, -4.0]])
-    assert agreement("", "", a, a).cosine == pytest.approx(1.0)
-    opposite = agreement("", "", torch.stack((a[0], -a[1])), a)
-    assert opposite.cosine == pytest.approx((5 - 25) / 30)
-    assert opposite.worst_token == pytest.approx(-1.0)
-    assert opposite.relative_error == pytest.approx(2.0)
-    assert math.isnan(agreement("", "", torch.full_like(a, math.nan), a).cosine)
 
 
 @pytest.mark.slow
@@ -36,7 +25,7 @@ def test_the_torch_ops_agree_with_themselves_fed_in_other_chunks(tmp_path: Path)
     assert [row["name"] for row in written["rows"][-2:]] == ["final", "logits"]
     assert written["tokens"] == 12
     assert "dsv4.validate.cosine --device cpu" in written["command"]
-    assert svg_file.read_text().count("<circle") == len(written["rows"])
+    assert svg_file.read_text().count("<title>") == len(written["rows"])
 
 
 def test_a_wrong_op_is_found_under_the_threshold(
@@ -48,6 +37,20 @@ def test_a_wrong_op_is_found_under_the_threshold(
     monkeypatch.setattr(traces, "swap_ops", lambda table, swaps: next(tables))
     assert main(["--device", "cpu", "--random-tokens", "9"]) == 1
     assert "under the threshold" in capsys.readouterr().out
+
+
+def test_one_large_token_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cosine over all tokens is above the threshold, 31 of 32 tokens are unrelated."""
+    sides = [torch.randn(32, 4, 16, generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
+    sides[1][0] = sides[0][0]
+    for side in sides:
+        side[0] *= 3000
+    found = iter(
+        ({"layers": [side], "final": sides[0][:, 0], "logits": sides[0][:, 0]}, ["SWA"])
+        for side in sides
+    )
+    monkeypatch.setattr(cosine, "engine_trace", lambda *arguments: next(found))
+    assert main(["--random-tokens", "32", "--threshold", "0.99"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,194 @@
+"""How far two values agree, token by token: gathered from slices, so that a long value is never
+held as a whole.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Of the worst token. Rounding to bfloat16 alone moves logits of the demo by 1.6e-4
+# (docs/validation.md); values in float32 stay above 1 − 1e-6.
+DEFAULT_THRESHOLD = 0.999
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two values ``[T, ...]`` agree.
+
+    ``cosine`` is over all tokens. ``worst_token`` is the least 2a·b / (|a|² + |b|²) of a token,
+    ``worst_at``: its cosine, less where the lengths differ, 1 − |a − b|² / (|a|² + |b|²).
+    ``relative_error`` is max |a − b| / max |b|. Of chosen experts or entries both numbers are the
+    share that is on both sides, and there is no error. ``first_under`` is the first token whose
+    number is under the threshold. NaN is under every threshold.
+    """
+
+    name: str
+    kind: str
+    cosine: float
+    worst_token: float
+    worst_at: int | None
+    relative_error: float | None
+    first_under: int | None
+
+    @property
+    def passes(self) -> bool:
+        return self.first_under is None
+
+
+class Tally:
+    """Gathers an ``Agreement`` from slices of two values, in float64."""
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self._rows = 0
+        self._dot = 0.0
+        self._squares = (0.0, 0.0)
+        self._error = 0.0
+        self._largest = 0.0
+        self._worst = math.inf
+        self._worst_at: int | None = None
+        self._first_under: int | None = None
+
+    def add(self, found: Tensor, reference: Tensor) -> None:
+        """The next rows of both values ``[rows, ...]``."""
+        a = found.double().unsqueeze(-1).flatten(1)
+        b = reference.double().unsqueeze(-1).flatten(1)
+        dots = (a * b).sum(1)
+        a_squares = a.square().sum(1)
+        b_squares = b.square().sum(1)
+        both = a_squares + b_squares
+        self._note(torch.where(both == 0, 1.0, 2 * dots / both))
+        self._dot += float(dots.sum())
+        self._squares = (
+            self._squares[0] + float(a_squares.sum()),
+            self._squares[1] + float(b_squares.sum()),
+        )
+        if a.numel():
+            self._error = _larger(self._error, float((a - b).abs().max()))
+            self._largest = _larger(self._largest, float(b.abs().max()))
+
+    def add_chosen(self, found: Tensor, reference: Tensor) -> None:
+        """The next rows of ids ``[rows, K]``, whose order and number may differ; negative: none."""
+        match = match_ids(found, reference)
+        most = torch.maximum(match.found_count, match.reference_count)
+        shared = match.both.sum(1)
+        self._note(torch.where(most == 0, 1.0, shared.double() / most))
+        self._dot += float(shared.sum())
+        size = math.sqrt(float(most.sum()))
+        self._squares = (self._squares[0] + size * size, self._squares[1] + size * size)
+
+    def result(self, name: str, kind: str, chosen: bool = False) -> Agreement:
+        """What the rows so far say; without rows everything agrees."""
+        lengths = math.sqrt(self._squares[0]) * math.sqrt(self._squares[1])
+        same = self._squares == (0.0, 0.0)
+        cosine = 1.0 if same else self._dot / lengths if lengths != 0 else 0.0
+        error = self._error / self._largest if self._largest else self._error
+        return Agreement(
+            name,
+            kind,
+            cosine,
+            1.0 if self._worst_at is None else self._worst,
+            self._worst_at,
+            None if chosen else error,
+            self._first_under,
+        )
+
+    def _note(self, agreements_R: Tensor) -> None:
+        """The next rows' numbers, float64 ``[rows]``."""
+        if agreements_R.numel():
+            at = int(agreements_R.nan_to_num(-math.inf).argmin())
+            value = float(agreements_R[at])
+            if not math.isnan(self._worst) and not value >= self._worst:
+                self._worst = value
+                self._worst_at = self._rows + at
+            under = (~(agreements_R >= self._threshold)).nonzero()
+            if self._first_under is None and len(under):
+                self._first_under = self._rows + int(under[0])
+        self._rows += len(agreements_R)
+
+
+class Match(NamedTuple):
+    """Which ids ``[rows, K]`` of one side the other has, bool, and where, int64 ``[rows, K]``; and
+    how many different ones each side has, int64 ``[rows]``.
+    """
+
+    both: Tensor
+    place: Tensor
+    found_count: Tensor
+    reference_count: Tensor
+
+
+def match_ids(found: Tensor, reference: Tensor) -> Match:
+    """``found`` int ``[rows, K]`` in ``reference`` int ``[rows, L]``; negative and repeated ids do
+    not count.
+    """
+    a, a_order = found.long().sort(1)
+    b, b_order = reference.long().sort(1)
+    a_counts = _counts(a)
+    b_counts = _counts(b)
+    if not b.shape[1]:
+        nothing = torch.zeros_like(found, dtype=torch.int64)
+        return Match(nothing.bool(), nothing, a_counts.sum(1), b_counts.sum(1))
+    place = torch.searchsorted(b, a).clamp(max=b.shape[1] - 1)
+    both = a_counts & (b.gather(1, place) == a)
+    back = a_order.argsort(1)
+    return Match(
+        both.gather(1, back),
+        b_order.gather(1, place).gather(1, back),
+        a_counts.sum(1),
+        b_counts.sum(1),
+    )
+
+
+def align(values: Tensor, ids: Tensor, other: Tensor, other_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Two float ``[rows, K]``: the values of the ids that both sides chose, in the order of
+    ``ids``; 0 elsewhere.
+    """
+    match = match_ids(ids, other_ids)
+    theirs = other.double().gather(1, match.place) if other.shape[1] else match.place.double()
+    return values.double().where(match.both, 0.0), theirs.where(match.both, 0.0)
+
+
+def agreement(
+    name: str,
+    kind: str,
+    found: Tensor,
+    reference: Tensor,
+    threshold: float = DEFAULT_THRESHOLD,
+) -> Agreement:
+    """Compares two values ``[T, ...]`` at once."""
+    tally = Tally(threshold)
+    tally.add(found, reference)
+    return tally.result(name, kind)
+
+
+def table(rows: list[Agreement]) -> str:
+    """The rows as text; those under the threshold are marked with their first token."""
+    width = max(10, *(len(row.name) for row in rows)) if rows else 10
+    head = (
+        f"{'':<{width}} {'kind':<5} {'cosine':>11} {'worst token':>12} {'at':>7} {'rel. error':>11}"
+    )
+    return "\n".join([head, *(_line(row, width) for row in rows)])
+
+
+def _line(row: Agreement, width: int) -> str:
+    at = "" if row.worst_at is None else row.worst_at
+    error = "" if row.relative_error is None else f"{row.relative_error:.2e}"
+    mark = "" if row.passes else f"  under the threshold from {row.first_under}"
+    numbers = f"{row.cosine:>11.8f} {row.worst_token:>12.8f} {at:>7} {error:>11}"
+    return f"{row.name:<{width}} {row.kind:<5} {numbers}{mark}".rstrip()
+
+
+def _counts(ids: Tensor) -> Tensor:
+    """Which of sorted ids count: not negative, and not the one before."""
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return first & (ids >= 0)
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger one; NaN if either is."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)

@@ -1,0 +1,124 @@
+"""How two values are compared: worst token, lengths, NaN, sets of ids, and any slices."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.validate.agreement import Agreement, Tally, agreement, align, table
+from tests.validate.trace_files import random
+
+
+def chosen(found: list[list[int]], reference: list[list[int]]) -> Agreement:
+    tally = Tally(0.9999)
+    tally.add_chosen(torch.tensor(found), torch.tensor(reference))
+    return tally.result("", "", chosen=True)
+
+
+def test_equal_opposite_and_nan_values() -> None:
+    a = torch.tensor([[1.0, 2.0], [3.0, -4.0]])
+    same = agreement("", "", a, a)
+    assert same.cosine == pytest.approx(1.0)
+    assert same.passes
+    opposite = agreement("", "", torch.stack((a[0], -a[1])), a)
+    assert opposite.cosine == pytest.approx((5 - 25) / 30)
+    assert (opposite.worst_token, opposite.worst_at) == (pytest.approx(-1.0), 1)
+    assert opposite.first_under == 1
+    assert opposite.relative_error == pytest.approx(2.0)
+    nan = agreement("", "", torch.stack((a[0], a[1] * math.nan)), a)
+    assert math.isnan(nan.cosine)
+    assert math.isnan(nan.worst_token)
+    assert math.isnan(nan.relative_error or 0)
+    assert (nan.worst_at, nan.first_under) == (1, 1)
+
+
+def test_one_large_token_does_not_hide_the_others() -> None:
+    a = random(512, 4, 64)
+    b = random(512, 4, 64, seed=1)
+    b[0] = a[0]
+    for side in (a, b):
+        side[0] *= 3000
+    found = agreement("", "", a, b)
+    assert found.cosine > 0.9999
+    assert found.worst_token < 0.5
+    assert not found.passes
+    assert found.first_under == 1
+
+
+def test_another_length_is_another_value() -> None:
+    a = random(3, 8)
+    b = a.clone()
+    b[2] *= 1.5
+    found = agreement("", "", a, b)
+    assert found.worst_token == pytest.approx(2 * 1.5 / (1 + 1.5**2))
+    assert found.first_under == 2
+    assert agreement("", "", a, a * 1.01).passes
+
+
+def test_zeros_agree_with_zeros_only() -> None:
+    zeros = torch.zeros(2, 3)
+    assert agreement("", "", zeros, zeros).worst_token == 1.0
+    assert agreement("", "", zeros, torch.ones(2, 3)).worst_token == 0.0
+    nothing = agreement("", "", torch.zeros(0, 3), torch.zeros(0, 3))
+    assert nothing.passes
+    assert nothing.worst_at is None
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_slices_say_what_the_whole_says(step: int) -> None:
+    a = random(7, 5)
+    b = a + 0.1 * random(7, 5, seed=1)
+    tally = Tally(0.99)
+    for start in range(0, 7, step):
+        tally.add(a[start : start + step], b[start : start + step])
+    whole = agreement("", "", a, b, 0.99)
+    found = tally.result("", "")
+    assert found.cosine == pytest.approx(whole.cosine)
+    assert found.worst_token == pytest.approx(whole.worst_token)
+    assert (found.worst_at, found.first_under) == (whole.worst_at, whole.first_under)
+    assert found.relative_error == whole.relative_error
+
+
+def test_ids_are_sets() -> None:
+    assert chosen([[3, 1, -1]], [[1, 3]]).worst_token == 1.0
+    assert chosen([[-1, -1]], [[-1]]).passes
+    half = chosen([[1, 2], [1, 2], [5, -1]], [[2, 1], [2, 3], [5, -1]])
+    assert (half.worst_token, half.worst_at, half.first_under) == (0.5, 1, 1)
+    assert half.cosine == pytest.approx(4 / 5)
+    assert half.relative_error is None
+    assert chosen([[1]], [[-1]]).worst_token == 0.0
+
+
+def test_an_id_given_twice_counts_once() -> None:
+    assert chosen([[3, 3]], [[3, 4]]).worst_token == 0.5
+    assert chosen([[3, 4]], [[3, 3]]).worst_token == 0.5
+
+
+def test_values_are_aligned_by_id() -> None:
+    ids = torch.tensor([[4, 2, -1], [0, 1, 2]])
+    others = torch.tensor([[2, 4], [7, 1]])
+    none = -math.inf
+    a, b = align(
+        torch.tensor([[0.4, 0.2, none], [1.0, 1.1, 1.2]]),
+        ids,
+        torch.tensor([[20.0, 40.0], [70.0, 11.0]]),
+        others,
+    )
+    rounded: Tensor = a.float()
+    assert rounded.tolist() == torch.tensor([[0.4, 0.2, 0.0], [0.0, 1.1, 0.0]]).tolist()
+    assert b.tolist() == [[40.0, 20.0, 0.0], [0.0, 11.0, 0.0]]
+    no_entries = torch.zeros(2, 0)
+    a, b = align(no_entries.expand(2, 0), no_entries.long(), no_entries, no_entries.long())
+    assert (a.shape, b.shape) == ((2, 0), (2, 0))
+
+
+def test_the_table_marks_what_fails_and_from_where() -> None:
+    rows = [
+        Agreement("layers.0.attn.q", "SWA", 1.0, 0.99995, 3, 1e-4, None),
+        Agreement("layers.0.router.experts", "SWA", 0.5, 0.0, 2, None, 1),
+    ]
+    head, good, bad = table(rows).splitlines()
+    assert "worst token" in head
+    assert "threshold" not in good
+    assert bad.endswith("under the threshold from 1")
