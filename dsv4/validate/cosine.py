@@ -1,5 +1,5 @@
-"""Per-layer cosine of the engine against the torch ops or transformers: ``python -m
-dsv4.validate.cosine --help``.
+"""Per-layer cosine of the engine against the torch ops, transformers or anybody's trace files:
+``python -m dsv4.validate.cosine --help``.
 
 Prints a table, writes JSON and an SVG plot, and ends with exit code 1 when a token is under the
 threshold. ``--swap op=torch`` takes one op from the torch table, which is how a fault is traced to
@@ -10,6 +10,7 @@ prefill kernels.
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +28,10 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.measure.provenance import provenance
 from dsv4.ops.tables import TableName
+from dsv4.validate.against import column_of, compare_files
 from dsv4.validate.agreement import DEFAULT_THRESHOLD, Agreement, agreement, table
 from dsv4.validate.plot import Point, cosine_svg
-from dsv4.validate.traces import Trace, engine_trace, transformers_trace
+from dsv4.validate.traces import Trace, engine_trace, transformers_trace, write_engine_trace
 
 DEFAULT_CHUNK = 512
 
@@ -91,7 +93,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--threshold",
         type=number(-1, 1),
         default=DEFAULT_THRESHOLD,
-        help="of every token",
+        help="of every token: its cosine, or the share of its experts or entries that agree",
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="somebody's trace (docs/traces.md), or those of all its ranks, instead of a reference",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="ours, for --against; without it the engine runs on the tokens of their file",
     )
     parser.add_argument("--json", type=Path, help="write the rows and where they come from")
     parser.add_argument("--svg", type=Path, help="write a plot of 1 − agreement by layer")
@@ -163,6 +178,22 @@ def run(options: argparse.Namespace) -> Report:
     )
 
 
+def run_against(options: argparse.Namespace) -> Report:
+    """Their trace files with ours."""
+
+    def write(token_ids: list[int], path: Path, names: Sequence[str]) -> None:
+        config = engine_config(options, len(token_ids))
+        swaps = parse_swaps(options.swap)
+        write_engine_trace(path, options.model, token_ids, config, swaps, names)
+
+    found = compare_files(options.against, options.trace, write, options.threshold)
+    points = [
+        Point(column_of(row.name), row.name, row.kind, row.worst_token, row.cosine)
+        for row in found.rows
+    ]
+    return Report(found.text(), found.facts(), points, found.passes)
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The flags. Raises ``UserError``, also for a combination that would be ignored and for a file
     that cannot be written.
@@ -174,10 +205,28 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         raise UserError("--prompt: found together with --random-tokens, which replaces it")
     if "reference_device" in given and options.reference == "transformers":
         raise UserError("--reference-device: found with transformers, which runs on the CPU")
+    refuse_unused(options, given)
     for flag, path in (("--json", options.json), ("--svg", options.svg)):
         if path is not None:
             check_output(flag, path)
     return options
+
+
+def refuse_unused(options: argparse.Namespace, given: frozenset[str]) -> None:
+    """Raises ``UserError`` for a flag that ``--against`` would not look at, or only it would."""
+    if options.against is None:
+        unused = ["trace"]
+        reason = "found without --against"
+    else:
+        unused = ["prompt", "random_tokens", "reference", "reference_device"]
+        reason = "found with --against, whose files say what is compared"
+        if options.trace is not None:
+            unused += ["model", "device", "ops", "chunk", "cuda_graph", "swap"]
+            unused += ["kv_dtype", "compute_dtype"]
+            reason = "found with --against and --trace, which say what is compared"
+    for name in unused:
+        if name in given:
+            raise UserError(f"--{name.replace('_', '-')}: {reason}")
 
 
 @command
@@ -185,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command: 1 when a token is under the threshold."""
     arguments = sys.argv[1:] if argv is None else argv
     options = parse(arguments)
-    report = run(options)
+    report = run(options) if options.against is None else run_against(options)
     print(report.text)
     if options.json is not None:
         called = " ".join(["python -m dsv4.validate.cosine", *arguments])

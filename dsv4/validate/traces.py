@@ -3,7 +3,7 @@ an engine or from transformers.
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from dsv4.config import layer_kinds
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.layers.values import value_names
 from dsv4.ops.tables import TableName, swap_ops
+from dsv4.trace.write import write_trace
 
 Trace = dict[str, Any]
 
@@ -29,10 +31,24 @@ def engine_trace(
     With ``config.cuda_graph`` "split" or "full" it is the trace of that mode's replays, token by
     token.
     """
-    engine = Engine.load(model, config, change_table=lambda table: swap_ops(table, swaps))
-    kinds = list(layer_kinds(engine.config))
-    is_replayed = config.cuda_graph not in (None, "auto")
-    return block_trace(engine, token_ids, 0 if is_replayed else None), kinds
+    engine = _load(model, config, swaps)
+    return block_trace(engine, token_ids, _prompt_tokens(config)), list(layer_kinds(engine.config))
+
+
+def write_engine_trace(
+    path: Path,
+    model: Path,
+    token_ids: list[int],
+    config: EngineConfig,
+    swaps: Mapping[str, TableName],
+    names: Sequence[str],
+) -> None:
+    """Writes those of the values ``names`` that the engine has to the trace file ``path``, of an
+    engine as that of ``engine_trace``. Raises ``UserError`` when it has none of them.
+    """
+    engine = _load(model, config, swaps)
+    common = [name for name in value_names(engine.config) if name in names]
+    write_trace(engine, token_ids, path, common, _prompt_tokens(config), model.name)
 
 
 def block_trace(engine: Engine, token_ids: list[int], prompt_tokens: int | None = None) -> Trace:
@@ -41,6 +57,15 @@ def block_trace(engine: Engine, token_ids: list[int], prompt_tokens: int | None 
     values = engine.trace(token_ids, at, prompt_tokens)
     layers = [values[f"layers.{layer}.streams"] for layer in range(engine.config.num_hidden_layers)]
     return {"layers": layers, "final": values["hidden"], "logits": values["logits"]}
+
+
+def _load(model: Path, config: EngineConfig, swaps: Mapping[str, TableName]) -> Engine:
+    return Engine.load(model, config, change_table=lambda table: swap_ops(table, swaps))
+
+
+def _prompt_tokens(config: EngineConfig) -> int | None:
+    """None of them when steps are replayed: a replay has one token."""
+    return None if config.cuda_graph in (None, "auto") else 0
 
 
 def transformers_trace(model: Path, token_ids: list[int]) -> Trace:

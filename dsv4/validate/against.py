@@ -1,0 +1,204 @@
+"""``dsv4.validate.cosine --against``: a trace of this engine with somebody else's, value by value
+in the order of execution (docs/validation.md).
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from dsv4.config import KIND_OF_RATIO
+from dsv4.config_dialects import compress_ratios
+from dsv4.errors import UserError
+from dsv4.json_object import JsonReader
+from dsv4.validate.agreement import Agreement, Tally, align, table
+from dsv4.validate.trace_file import JoinedTrace, Unequal, expect_same_tokens, slices
+
+# The values of a layer as they are computed (docs/traces.md); then those behind the layers.
+LAYER_ORDER = (
+    *(f"attn_hc.{part}" for part in ("streams", "post", "comb", "x")),
+    *("attn.q", "attn.kv", "attn.compressed"),
+    *(f"indexer.{part}" for part in ("q", "weights", "keys", "scores", "entries")),
+    *("attn.heads", "attn.output"),
+    *(f"ffn_hc.{part}" for part in ("streams", "post", "comb", "x")),
+    *("router.experts", "router.weights", "ffn.output", "streams"),
+)
+LAST = ("hidden", "logits")
+# Ids whose order means nothing, and the values that belong to them.
+CHOSEN = ("indexer.entries", "router.experts")
+ALIGNED = {"indexer.scores": "indexer.entries", "router.weights": "router.experts"}
+# Rows of these are entries, of all others tokens.
+ENTRIES = ("attn.compressed", "indexer.keys")
+
+# Writes a trace of the engine: the token ids, the file, and the names that are wanted.
+WriteTrace = Callable[[list[int], Path, Sequence[str]], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows in the order of execution; names that only one side has, or that cannot be compared
+    without ids of one that it lacks; values that ranks do not have in common as they should.
+    """
+
+    rows: list[Agreement]
+    only_ours: list[str]
+    only_theirs: list[str]
+    unequal: dict[str, Unequal]
+
+    @property
+    def first(self) -> Agreement | None:
+        """The first value that leaves the threshold."""
+        return next((row for row in self.rows if not row.passes), None)
+
+    @property
+    def passes(self) -> bool:
+        return self.first is None and not self.unequal
+
+    def text(self) -> str:
+        """The table and what else there is to say."""
+        return "\n".join([table(self.rows), *self._lines()])
+
+    def facts(self) -> dict[str, Any]:
+        """What the JSON file holds."""
+        first = self.first
+        return {
+            "first": None if first is None else {"name": first.name, "row": first.first_under},
+            "only_ours": self.only_ours,
+            "only_theirs": self.only_theirs,
+            "unequal": {name: value._asdict() for name, value in self.unequal.items()},
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+    def _lines(self) -> Iterator[str]:
+        for side, names in (("ours", self.only_ours), ("theirs", self.only_theirs)):
+            if names:
+                yield f"only in {side}, or without its ids: {', '.join(_layers_folded(names))}"
+        for name, (ranks, difference) in self.unequal.items():
+            apart = f"ranks {ranks[0]} and {ranks[1]} differ by up to {difference:.3g}"
+            yield f"{name}: {apart}; a value of which ranks hold parts needs a join of its own"
+        if self.first is None:
+            yield "every value is above the threshold"
+        else:
+            first = self.first
+            what = "entry" if suffix(first.name) in ENTRIES else "token"
+            kind = f" ({first.kind})" if first.kind else ""
+            where = f"{first.name}{kind}, {what} {first.first_under}"
+            yield f"first under the threshold: {where}"
+
+
+def compare_files(
+    theirs: Sequence[Path], ours: Path | None, write: WriteTrace, threshold: float
+) -> Comparison:
+    """Their trace, given as the files of its ranks, with ours, which ``write`` makes when there is
+    none yet. Raises ``UserError`` for files that do not fit together.
+    """
+    with ExitStack() as stack:
+        reference = JoinedTrace(theirs, stack)
+        if ours is None:
+            ours = Path(stack.enter_context(TemporaryDirectory())) / "dsv4.safetensors"
+            write(reference.token_ids, ours, sorted(reference.names))
+        found = JoinedTrace([ours], stack)
+        expect_same_tokens(reference, found)
+        return compare_traces(found, reference, threshold)
+
+
+def compare_traces(found: JoinedTrace, reference: JoinedTrace, threshold: float) -> Comparison:
+    """Every value that both traces have; one slice of tokens is in memory at a time."""
+    kinds = _kinds(found) or _kinds(reference)
+    both = found.names & reference.names
+    names = [name for name in sorted(both, key=execution_order) if _ids_of(name) in (None, *both)]
+    for name in names:
+        _expect_same_shape(name, found, reference)
+    rows = [
+        _compare_value(name, kinds.get(layer_of(name), ""), found, reference, threshold)
+        for name in names
+    ]
+    return Comparison(
+        rows,
+        sorted(found.names - {*names}, key=execution_order),
+        sorted(reference.names - {*names}, key=execution_order),
+        {**found.unequal, **reference.unequal},
+    )
+
+
+def execution_order(name: str) -> tuple[float, int, str]:
+    """Sorts names of values as they are computed; unknown ones of a layer come at its end."""
+    layer = layer_of(name)
+    if layer is None:
+        return math.inf, LAST.index(name) if name in LAST else len(LAST), name
+    last = suffix(name)
+    return layer, LAYER_ORDER.index(last) if last in LAYER_ORDER else len(LAYER_ORDER), name
+
+
+def layer_of(name: str) -> int | None:
+    """3 of ``layers.3.attn.q``; None for what belongs to no layer."""
+    match = re.match(r"layers\.(\d+)\.", name)
+    return None if match is None else int(match[1])
+
+
+def column_of(name: str) -> str:
+    """The column of a plot that a value stands in: its layer, or itself."""
+    layer = layer_of(name)
+    return name if layer is None else f"layer {layer}"
+
+
+def suffix(name: str) -> str:
+    """``attn.q`` of ``layers.3.attn.q``."""
+    return re.sub(r"^layers\.\d+\.", "", name)
+
+
+def _ids_of(name: str) -> str | None:
+    """The name of the ids that a value's columns belong to, if they do."""
+    last = suffix(name)
+    return name.removesuffix(last) + ALIGNED[last] if last in ALIGNED else None
+
+
+def _expect_same_shape(name: str, found: JoinedTrace, reference: JoinedTrace) -> None:
+    """Ids may differ in how many there are for a token."""
+    shape = found.shape(name)
+    other = reference.shape(name)
+    by_id = suffix(name) in (*CHOSEN, *ALIGNED)
+    if other[0] != shape[0]:
+        expected = f"{shape[0]} rows as in {found.path.name}"
+        raise UserError(f"{reference.path}: {name}: found {other[0]}, expected {expected}")
+    if (len(other), by_id or other) != (len(shape), by_id or shape):
+        expected = f"{shape} as in {found.path.name}"
+        raise UserError(f"{reference.path}: {name}: found {other}, expected {expected}")
+
+
+def _compare_value(
+    name: str, kind: str, found: JoinedTrace, reference: JoinedTrace, threshold: float
+) -> Agreement:
+    chosen = suffix(name) in CHOSEN
+    ids = _ids_of(name)
+    tally = Tally(threshold)
+    rows, *width = found.shape(name)
+    for start, stop in slices(rows, math.prod(width)):
+        a = found.rows(name, start, stop)
+        b = reference.rows(name, start, stop)
+        if chosen:
+            tally.add_chosen(a, b)
+        elif ids is None:
+            tally.add(a, b)
+        else:
+            other_ids = reference.rows(ids, start, stop)
+            tally.add(*align(a, found.rows(ids, start, stop), b, other_ids))
+    return tally.result(name, kind, chosen)
+
+
+def _kinds(trace: JoinedTrace) -> dict[int | None, str]:
+    """Kinds of layers by the trace's configuration. They are labels: none without one."""
+    layers = trace.config.get("num_hidden_layers")
+    if not isinstance(layers, int):
+        return {}
+    ratios = compress_ratios(JsonReader(trace.config, f"{trace.path}: config"), layers)
+    return {layer: KIND_OF_RATIO[ratio] for layer, ratio in enumerate(ratios)}
+
+
+def _layers_folded(names: list[str]) -> list[str]:
+    """``layers.*.attn.q`` for any number of layers."""
+    return list(dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.*.", name) for name in names))

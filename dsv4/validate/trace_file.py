@@ -1,0 +1,242 @@
+"""Reads trace files (docs/traces.md) by slices of tokens, so that memory stays bounded, and joins
+those of several ranks.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dsv4.errors import UserError
+from dsv4.json_object import parse_json_object
+
+FORMAT = "dsv4-trace/1"
+TOKENS = "token_ids"
+POSITIONS = "positions"
+# How the parts of ranks become one value where the files do not say it (docs/traces.md): the first
+# pattern that fits.
+DEFAULT_JOINS = {
+    "layers.*.attn.q": "concat:1",
+    "layers.*.attn.heads": "concat:1",
+    "logits": "concat:-1",
+    "*": "equal",
+}
+
+
+class TraceFile:
+    """One open trace file. Tensors are read when asked for.
+
+    Raises ``UserError`` for a file that cannot be read, has another format, or lacks token ids or
+    positions.
+    """
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        try:
+            self._file = stack.enter_context(safe_open(str(path), framework="pt"))
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file") from None
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: not a readable safetensors file ({error})") from None
+        self.metadata: dict[str, str] = self._file.metadata() or {}
+        found = self.metadata.get("format")
+        if found != FORMAT:
+            raise UserError(f"{path}: format: found {found!r}, expected {FORMAT!r}")
+        self._all = frozenset(self._file.keys())
+        self.names = self._all - {TOKENS, POSITIONS}
+        self.token_ids = self._integers(TOKENS)
+        self.positions = self._integers(POSITIONS)
+        if self.positions != list(range(len(self.token_ids))):
+            expected = f"0 to {len(self.token_ids) - 1}, one for every token"
+            raise UserError(
+                f"{path}: positions: found {_ends(self.positions)}, expected {expected}"
+            )
+
+    def _integers(self, name: str) -> list[int]:
+        if name not in self._all:
+            raise UserError(f"{self.path}: {name}: not in the file")
+        tensor = self._file.get_tensor(name)
+        if tensor.dtype != torch.int64 or tensor.dim() != 1:
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise UserError(f"{self.path}: {name}: found {found}, expected int64 [T]")
+        return tensor.tolist()
+
+    def shape(self, name: str) -> list[int]:
+        """Of a value that is in the file."""
+        return self._file.get_slice(name).get_shape()
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of a value ``[rows, ...]``, in the dtype of the file."""
+        return self._file.get_slice(name)[start:stop]
+
+    def object(self, key: str) -> dict[str, Any]:
+        """The JSON object of a metadata key; empty if it is absent."""
+        return parse_json_object(self.metadata.get(key, "{}"), f"{self.path}: {key}")
+
+
+class Unequal(NamedTuple):
+    """A value that ranks should have in common and do not: which ranks, and by how much at most."""
+
+    ranks: tuple[int, int]
+    difference: float
+
+
+class JoinedTrace:
+    """The trace of one engine: a file, or the files of its ranks in any order, joined.
+
+    ``unequal`` gathers, while rows are read, the values that were to be equal on all ranks and are
+    not. Raises ``UserError`` for a missing rank, a rank given twice, ranks of different tokens or
+    of another number of ranks.
+    """
+
+    def __init__(self, paths: Sequence[Path], stack: ExitStack) -> None:
+        self.files = _in_rank_order([TraceFile(path, stack) for path in paths])
+        self.unequal: dict[str, Unequal] = {}
+        first = self.files[0]
+        for file in self.files[1:]:
+            expect_same_tokens(file, first)
+        self.path = first.path
+        self.token_ids = first.token_ids
+        self.names = frozenset[str]().union(*(file.names for file in self.files))
+        self.config = first.object("config")
+        self._rules = [*first.object("join").items(), *DEFAULT_JOINS.items()]
+
+    def shape(self, name: str) -> list[int]:
+        """Of the joined value. Raises ``UserError`` when the ranks' shapes do not fit together."""
+        rule = self._rule(name)
+        held = self._held(name, rule)
+        shapes = [file.shape(name) for file in held]
+        shape = list(shapes[0])
+        dim = _dimension(rule, len(shape))
+        for file, found in zip(held, shapes, strict=True):
+            fits = len(found) == len(shape) and all(
+                a == b or index == dim
+                for index, (a, b) in enumerate(zip(found, shape, strict=True))
+            )
+            if not fits:
+                expected = f"{shape} as in {held[0].path.name} (join: {rule})"
+                raise UserError(f"{file.path}: {name}: found {found}, expected {expected}")
+        if dim is not None:
+            shape[dim] = sum(found[dim] for found in shapes)
+        return self._cut(name, shape)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of the joined value; a sum is float32."""
+        rule = self._rule(name)
+        held = self._held(name, rule)
+        parts = [file.rows(name, start, stop) for file in held]
+        if rule == "sum" and len(parts) > 1:
+            joined = torch.stack([part.float() for part in parts]).sum(0)
+        elif (dim := _dimension(rule, parts[0].dim())) is not None:
+            joined = torch.cat(parts, dim)
+        else:
+            joined = parts[0]
+            for file, part in zip(held[1:], parts[1:], strict=True):
+                self._note(name, self.files.index(file), joined, part)
+        return joined[..., : self._columns(name, joined.shape[-1])]
+
+    def _rule(self, name: str) -> str:
+        rule = next(rule for pattern, rule in self._rules if fnmatchcase(name, pattern))
+        if isinstance(rule, str) and re.fullmatch(r"equal|sum|concat:(-?[1-9])", rule):
+            return rule
+        expected = "'equal', 'sum' or 'concat:DIM' with another dimension than 0"
+        raise UserError(f"{self.path}: join: {name}: found {rule!r}, expected {expected}")
+
+    def _held(self, name: str, rule: str) -> list[TraceFile]:
+        """The files with the value: for ``equal`` some are enough, the other rules need all."""
+        held = [file for file in self.files if name in file.names]
+        if rule != "equal":
+            for file in self.files:
+                if name not in file.names:
+                    raise UserError(f"{file.path}: {name}: not in this rank (join: {rule})")
+        return held
+
+    def _columns(self, name: str, width: int) -> int:
+        """Columns without the padding of the vocabulary."""
+        vocabulary = self.config.get("vocab_size")
+        return min(width, vocabulary) if name == "logits" and isinstance(vocabulary, int) else width
+
+    def _cut(self, name: str, shape: list[int]) -> list[int]:
+        return [*shape[:-1], self._columns(name, shape[-1])]
+
+    def _note(self, name: str, rank: int, first: Tensor, part: Tensor) -> None:
+        same = (first == part) | (first.isnan() & part.isnan())
+        if not bool(same.all()):
+            apart = (first.double() - part.double()).abs().nan_to_num(torch.inf)
+            difference = float(apart.masked_fill(same, 0).max())
+            before = self.unequal.get(name)
+            if before is None or before.difference < difference:
+                self.unequal[name] = Unequal((0, rank), difference)
+
+
+def expect_same_tokens(found: TraceFile | JoinedTrace, expected: TraceFile | JoinedTrace) -> None:
+    """Raises ``UserError`` with the first token that differs between two traces."""
+    tokens = found.token_ids
+    others = expected.token_ids
+    where = f"as in {expected.path.name}"
+    if len(tokens) != len(others):
+        raise UserError(
+            f"{found.path}: token_ids: found {len(tokens)}, expected {len(others)} {where}"
+        )
+    for token, (a, b) in enumerate(zip(tokens, others, strict=True)):
+        if a != b:
+            raise UserError(f"{found.path}: token_ids[{token}]: found {a}, expected {b} {where}")
+
+
+def _in_rank_order(files: list[TraceFile]) -> list[TraceFile]:
+    by_rank: dict[int, TraceFile] = {}
+    ranks = _number(files[0], "ranks", len(files) == 1)
+    for file in files:
+        rank = _number(file, "rank", len(files) == 1)
+        found = _number(file, "ranks", len(files) == 1)
+        if found != ranks:
+            where = f"as in {files[0].path.name}"
+            raise UserError(f"{file.path}: ranks: found {found}, expected {ranks} {where}")
+        if rank in by_rank:
+            raise UserError(f"{file.path}: rank: found {rank}, which {by_rank[rank].path} is too")
+        by_rank[rank] = file
+    wanted = range(max(ranks, 1))
+    for rank in wanted:
+        if rank not in by_rank:
+            given = ", ".join(map(str, sorted(by_rank)))
+            raise UserError(f"{files[0].path}: ranks: found rank {given}, expected rank {rank} too")
+    for rank in sorted(by_rank):
+        if rank not in wanted:
+            raise UserError(f"{by_rank[rank].path}: rank: found {rank}, expected below {ranks}")
+    return [by_rank[rank] for rank in wanted]
+
+
+def _number(file: TraceFile, key: str, alone: bool) -> int:
+    text = file.metadata.get(key)
+    if text is None and alone:
+        return 0 if key == "rank" else 1
+    if text is None or not text.isdecimal():
+        raise UserError(f"{file.path}: {key}: found {text!r}, expected a number")
+    return int(text)
+
+
+def _dimension(rule: str, dimensions: int) -> int | None:
+    kind, _, dim = rule.partition(":")
+    return int(dim) % dimensions if kind == "concat" else None
+
+
+def _without(shape: Sequence[int], dim: int | None) -> list[int]:
+    """The other dimensions, -1 in place of the joined one."""
+    return [-1 if index == dim else size for index, size in enumerate(shape)]
+
+
+def _ends(values: Sequence[int]) -> str:
+    return f"{values[0]} to {values[-1]}" if values else "none"
+
+
+def slices(rows: int, width: int, most: int = 1 << 21) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges of ``rows`` rows with at most ``most`` values of ``width`` each."""
+    step = max(1, most // max(1, width))
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)

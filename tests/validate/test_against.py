@@ -1,0 +1,184 @@
+"""``--against``: the first wrong value in the order of execution, names of one side, and what does
+not fit together.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.validate.against import LAYER_ORDER, execution_order
+from dsv4.validate.cosine import main
+from tests.model.tiny import raw_config
+from tests.validate.trace_files import random, write
+
+CONFIG = raw_config((0, 4))
+
+
+def values() -> dict[str, Tensor]:
+    """Of two layers, the second with an indexer."""
+    experts = random(6, 8).argsort(1)[:, :3].contiguous()
+    entries = torch.tensor([[-1, -1]] * 3 + [[0, -1]] * 3)
+    scores = random(6, 2).masked_fill(entries < 0, -torch.inf)
+    return {
+        "layers.0.attn.q": random(6, 4, 8),
+        "layers.0.streams": random(6, 4, 16, seed=1),
+        "layers.1.attn_hc.post": random(6, 4, seed=2),
+        "layers.1.attn.compressed": random(1, 8, seed=3),
+        "layers.1.indexer.entries": entries,
+        "layers.1.indexer.scores": scores,
+        "layers.1.router.experts": experts,
+        "layers.1.router.weights": random(6, 3, seed=4),
+        "layers.1.streams": random(6, 4, 16, seed=5),
+        "hidden": random(6, 16, seed=6),
+        "logits": random(6, 89, seed=7),
+    }
+
+
+def changed(name: str, token: int) -> dict[str, Tensor]:
+    result = values()
+    result[name][token] += 9
+    return result
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    return write(tmp_path / "ours.safetensors", values(), config=CONFIG)
+
+
+def compare(ours: Path, *theirs: Path, options: tuple[str, ...] = ()) -> int:
+    return main(["--trace", str(ours), *options, "--against", *map(str, theirs)])
+
+
+def test_the_same_values_in_another_order_of_ids_pass(
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    other = values()
+    for ids, numbers in (
+        ("layers.1.router.experts", "layers.1.router.weights"),
+        ("layers.1.indexer.entries", "layers.1.indexer.scores"),
+    ):
+        other[ids] = other[ids].flip(1).contiguous()
+        other[numbers] = other[numbers].flip(1).contiguous()
+    theirs = write(tmp_path / "theirs.safetensors", other)
+    assert compare(ours, theirs) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("every value is above the threshold\n")
+    names = list(values())
+    names[4:6] = names[5:3:-1]
+    assert [line.split()[0] for line in out.splitlines()[1:-1]] == names
+    assert "layers.1.streams         CSA" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "found"),
+    [
+        ("layers.0.attn.q", 4, "layers.0.attn.q (SWA), token 4"),
+        ("layers.1.attn.compressed", 0, "layers.1.attn.compressed (CSA), entry 0"),
+        ("layers.1.indexer.scores", 5, "layers.1.indexer.scores (CSA), token 5"),
+        ("layers.1.indexer.entries", 3, "layers.1.indexer.entries (CSA), token 3"),
+        ("layers.1.router.experts", 2, "layers.1.router.experts (CSA), token 2"),
+        ("layers.1.router.weights", 1, "layers.1.router.weights (CSA), token 1"),
+        ("logits", 5, "logits, token 5"),
+    ],
+)
+def test_the_first_wrong_value_and_token_are_named(
+    name: str, token: int, found: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    theirs = write(tmp_path / "theirs.safetensors", changed(name, token))
+    json_file = tmp_path / "out.json"
+    svg_file = tmp_path / "out.svg"
+    options = ("--json", str(json_file), "--svg", str(svg_file))
+    assert compare(ours, theirs, options=options) == 1
+    assert capsys.readouterr().out.endswith(f"first under the threshold: {found}\n")
+    written = json.loads(json_file.read_text())
+    assert written["first"] == {"name": name, "row": token}
+    assert len(written["rows"]) == len(values())
+    assert "--against" in written["command"]
+    assert svg_file.read_text().count("<title>") == len(values())
+
+
+def test_names_of_one_side_are_listed_and_ids_are_needed_for_weights(
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    other = values()
+    del other["layers.1.router.experts"]
+    del other["hidden"]
+    other["layers.0.mine"] = random(6, 2)
+    assert compare(ours, write(tmp_path / "theirs.safetensors", other)) == 0
+    out = capsys.readouterr().out
+    names = "layers.*.router.experts, layers.*.router.weights, hidden"
+    assert f"only in ours, or without its ids: {names}\n" in out
+    names = "layers.*.mine, layers.*.router.weights"
+    assert f"only in theirs, or without its ids: {names}\n" in out
+
+
+def test_ranks_that_differ_fail(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    q = values()["layers.0.attn.q"]
+    hidden = values()["hidden"]
+    paths = [
+        write(
+            tmp_path / f"{rank}.safetensors",
+            {
+                "layers.0.attn.q": q[:, 2 * rank : 2 * rank + 2].contiguous(),
+                "hidden": hidden + 1e-6 * rank,
+            },
+            rank=str(rank),
+            ranks="2",
+        )
+        for rank in range(2)
+    ]
+    assert compare(ours, *paths) == 1
+    out = capsys.readouterr().out
+    assert "hidden: ranks 0 and 1 differ by up to" in out
+    assert "every value is above the threshold" in out
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"token_ids": torch.arange(11, 17)}, "token_ids[0]: found 11, expected 10 as in ours"),
+        ({"token_ids": torch.arange(7), "positions": torch.arange(7)}, "found 7, expected 6"),
+        ({"hidden": random(5, 16)}, "hidden: found 5, expected 6 rows as in ours"),
+        ({"hidden": random(6, 17)}, "hidden: found [6, 17], expected [6, 16] as in ours"),
+        ({"hidden": random(6, 4, 4)}, "hidden: found [6, 4, 4], expected [6, 16] as in ours"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    other: dict[str, Any], message: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    theirs = write(tmp_path / "theirs.safetensors", {**values(), **other})
+    assert compare(ours, theirs) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trace", "a"], "--trace: found without --against"),
+        (["--against", "a", "--random-tokens", "3"], "--random-tokens: found with --against"),
+        (["--against", "a", "--trace", "b", "--chunk", "3"], "--chunk: found with --against and"),
+        (["--against", "none.safetensors"], "none.safetensors: no such file"),
+    ],
+)
+def test_unused_flags_and_missing_files_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_the_order_of_execution_is_that_of_the_document() -> None:
+    names = ["logits", "hidden", "layers.10.attn_hc.x", "layers.2.streams", "layers.2.mine", "odd"]
+    assert sorted(names, key=execution_order) == [
+        *("layers.2.streams", "layers.2.mine", "layers.10.attn_hc.x"),
+        *("hidden", "logits", "odd"),
+    ]
+    assert len(LAYER_ORDER) == len(set(LAYER_ORDER)) == 22

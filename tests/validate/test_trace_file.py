@@ -1,0 +1,169 @@
+"""Trace files: what is refused, and how the files of ranks become one trace (docs/traces.md)."""
+
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.errors import UserError
+from dsv4.validate.trace_file import JoinedTrace, Unequal, slices
+from tests.validate.trace_files import random, write
+
+
+@pytest.fixture
+def stack() -> Any:
+    with ExitStack() as stack:
+        yield stack
+
+
+def ranks(folder: Path, *values: dict[str, Tensor], **metadata: Any) -> list[Path]:
+    """One file per rank, given in another order than theirs."""
+    count = str(len(values))
+    paths = [
+        write(folder / f"r{rank}.safetensors", held, rank=str(rank), ranks=count, **metadata)
+        for rank, held in enumerate(values)
+    ]
+    return paths[::-1]
+
+
+def whole(trace: JoinedTrace, name: str) -> Tensor:
+    """Read in two slices."""
+    rows = trace.shape(name)[0]
+    return torch.cat([trace.rows(name, 0, 2), trace.rows(name, 2, rows)])
+
+
+def test_heads_vocabulary_and_partial_results_are_joined(tmp_path: Path, stack: ExitStack) -> None:
+    q = random(6, 4, 8)
+    logits = random(6, 11)
+    padded = torch.cat([logits, torch.zeros(6, 1)], 1)
+    result = random(6, 5)
+    same = random(6, 3)
+    parts = [
+        {
+            "layers.0.attn.q": q[:, 2 * rank : 2 * rank + 2].contiguous(),
+            "logits": padded[:, 6 * rank : 6 * rank + 6].contiguous(),
+            "layers.0.ffn.output": result * (0.25 + 0.5 * rank),
+            "layers.0.attn.kv": same,
+        }
+        for rank in range(2)
+    ]
+    join = {"layers.*.ffn.output": "sum"}
+    paths = ranks(tmp_path, *parts, join=join, config={"vocab_size": 11})
+    trace = JoinedTrace(paths, stack)
+    assert trace.shape("layers.0.attn.q") == [6, 4, 8]
+    assert torch.equal(whole(trace, "layers.0.attn.q"), q)
+    assert trace.shape("logits") == [6, 11]
+    assert torch.equal(whole(trace, "logits"), logits)
+    assert torch.allclose(whole(trace, "layers.0.ffn.output"), result)
+    assert torch.equal(whole(trace, "layers.0.attn.kv"), same)
+    assert trace.unequal == {}
+
+
+def test_ranks_that_differ_where_they_should_not_are_reported(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    kv = random(6, 3)
+    other = kv.clone()
+    other[1, 0] += 0.25
+    other[4, 1] -= 0.5
+    trace = JoinedTrace(ranks(tmp_path, {"a": kv, "b": kv * 2}, {"a": other, "b": kv * 2}), stack)
+    assert torch.equal(whole(trace, "a"), kv)
+    whole(trace, "b")
+    assert trace.unequal == {"a": Unequal((0, 1), 0.5)}
+
+
+def test_nan_and_inf_on_all_ranks_are_equal(tmp_path: Path, stack: ExitStack) -> None:
+    value = torch.full((6, 2), -math.inf)
+    value[0] = math.nan
+    trace = JoinedTrace(ranks(tmp_path, {"a": value}, {"a": value * 1}), stack)
+    whole(trace, "a")
+    assert trace.unequal == {}
+
+
+def test_a_common_value_may_be_on_some_ranks_only(tmp_path: Path, stack: ExitStack) -> None:
+    paths = ranks(tmp_path, {}, {"hidden": random(6, 3)})
+    assert JoinedTrace(paths, stack).shape("hidden") == [6, 3]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([{"rank": "0", "ranks": "2"}], "ranks: found rank 0, expected rank 1 too"),
+        (
+            [{"rank": "0", "ranks": "2"}, {"rank": "0", "ranks": "2"}],
+            r"1.safetensors: rank: found 0, which .*0.safetensors is too",
+        ),
+        (
+            [{"rank": "0", "ranks": "2"}, {"rank": "1", "ranks": "4"}],
+            "1.safetensors: ranks: found 4, expected 2 as in 0.safetensors",
+        ),
+        (
+            [{"rank": "0", "ranks": "2"}, {"rank": "5", "ranks": "2"}],
+            "expected rank 1 too",
+        ),
+        ([{}, {}], "0.safetensors: ranks: found None, expected a number"),
+        ([{"rank": "x", "ranks": "1"}], "rank: found 'x', expected a number"),
+        ([{"format": "mine"}], "format: found 'mine', expected 'dsv4-trace/1'"),
+        ([{"join": {"a": "concat:0"}}], "join: a: found 'concat:0', expected 'equal', 'sum' or"),
+        ([{"join": "["}], "join: not valid JSON"),
+    ],
+)
+def test_wrong_metadata_is_one_line(
+    files: list[dict[str, Any]], message: str, tmp_path: Path, stack: ExitStack
+) -> None:
+    paths = [
+        write(tmp_path / f"{index}.safetensors", {"a": random(6, 3)}, **metadata)
+        for index, metadata in enumerate(files)
+    ]
+    with pytest.raises(UserError, match=message) as error:
+        JoinedTrace(paths, stack).shape("a")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"token_ids": torch.arange(4)}, "positions: found 0 to 5, expected 0 to 3, one for every"),
+        ({"positions": torch.arange(6) + 1}, "positions: found 1 to 6, expected 0 to 5"),
+        ({"token_ids": torch.zeros(6)}, "token_ids: found torch.float32 [6], expected int64 [T]"),
+    ],
+)
+def test_wrong_tokens_are_one_line(
+    values: dict[str, Tensor], message: str, tmp_path: Path, stack: ExitStack
+) -> None:
+    path = write(tmp_path / "a.safetensors", values)
+    with pytest.raises(UserError) as error:
+        JoinedTrace([path], stack)
+    assert message in str(error.value)
+
+
+def test_ranks_of_other_tokens_and_shapes_are_refused(tmp_path: Path, stack: ExitStack) -> None:
+    tokens = torch.arange(10, 16)
+    tokens[3] = 99
+    paths = ranks(tmp_path, {}, {"token_ids": tokens})
+    with pytest.raises(UserError, match=r"token_ids\[3\]: found 99, expected 13 as in r0"):
+        JoinedTrace(paths, stack)
+    paths = ranks(tmp_path, {"a": random(6, 3)}, {"a": random(6, 4)})
+    with pytest.raises(UserError, match=r"a: found \[6, 4\], expected \[6, 3\] as in r0"):
+        JoinedTrace(paths, stack).shape("a")
+    paths = ranks(tmp_path, {"logits": random(6, 3)}, {})
+    with pytest.raises(UserError, match=r"r1.*: logits: not in this rank \(join: concat:-1\)"):
+        JoinedTrace(paths, stack).shape("logits")
+
+
+def test_missing_and_damaged_files_are_one_line(tmp_path: Path, stack: ExitStack) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        JoinedTrace([tmp_path / "none.safetensors"], stack)
+    (tmp_path / "bad.safetensors").write_bytes(b"12345678nothing")
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        JoinedTrace([tmp_path / "bad.safetensors"], stack)
+
+
+def test_slices_cover_the_rows_once() -> None:
+    assert list(slices(5, 10, 20)) == [(0, 2), (2, 4), (4, 5)]
+    assert list(slices(2, 100, 20)) == [(0, 1), (1, 2)]
+    assert list(slices(0, 4)) == []
