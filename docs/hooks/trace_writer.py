@@ -1,0 +1,89 @@
+"""Writes trace files (docs/traces.md). Needs torch and safetensors only, so that it can be copied
+beside the engine that is traced.
+"""
+
+import json
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+class TraceWriter:
+    """Collects the values of one sequence over one or several forward passes, on the CPU. A pass
+    that begins at position 0 begins a new sequence.
+
+    ``folder`` is the checkpoint's, whose ``config.json`` goes into the file. ``join`` says how the
+    values of several ranks become one: name pattern to "concat:DIM", "sum" or "equal".
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        folder: str | Path,
+        rank: int = 0,
+        ranks: int = 1,
+        join: Mapping[str, str] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.folder = Path(folder)
+        self.rank = rank
+        self.ranks = ranks
+        self.join = dict(join or {})
+        self.parts: dict[str, list[Tensor]] = {}
+
+    def begin(self, token_ids: Tensor, positions: Tensor) -> None:
+        """A forward pass of the next tokens: both integer ``[T]``."""
+        if positions[0] == 0:
+            self.parts.clear()
+        self.add("token_ids", token_ids.long())
+        self.add("positions", positions.long())
+
+    def add(self, name: str, rows: Tensor) -> None:
+        """The next rows of a value; they are copied."""
+        copy = rows.detach().to("cpu", copy=True).contiguous()
+        self.parts.setdefault(name, []).append(copy)
+
+    def path(self, path: str | Path) -> Path:
+        """Of this rank's file: ``theirs.safetensors`` becomes ``theirs.rank2.safetensors``."""
+        path = Path(path)
+        return path if self.ranks == 1 else path.with_suffix(f".rank{self.rank}{path.suffix}")
+
+    @property
+    def whole(self) -> bool:
+        """Whether all passes so far are of one sequence: its positions count up from 0. Those that
+        an engine makes to warm up are not.
+        """
+        positions = torch.cat(self.parts["positions"])
+        return bool((positions == torch.arange(len(positions))).all())
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the file and gives its path."""
+        tensors = {name: torch.cat(parts) for name, parts in self.parts.items()}
+        metadata = {
+            "format": "dsv4-trace/1",
+            "engine": self.engine,
+            "versions": json.dumps(_versions("torch", "safetensors", self.engine)),
+            "model": self.folder.name,
+            "config": (self.folder / "config.json").read_text(encoding="utf-8"),
+            "settings": "{}",
+            "join": json.dumps(self.join),
+        }
+        if self.ranks > 1:
+            metadata |= {"rank": str(self.rank), "ranks": str(self.ranks)}
+        file = self.path(path)
+        save_file(tensors, file, metadata)
+        return file
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
