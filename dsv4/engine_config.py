@@ -7,7 +7,7 @@ from dsv4.errors import UserError, shorten
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu", "cuda"),
-    "parallel": ("pipeline", "round-robin", "tensor"),
+    "parallel": ("pipeline", "round-robin"),
     "kv_dtype": ("fp8", "bf16"),
     "index_dtype": ("fp8", "bf16", None),
     "compute_dtype": ("bfloat16", "float32"),
@@ -33,7 +33,7 @@ class EngineConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpus: int = 1
-    parallel: Literal["pipeline", "round-robin", "tensor"] = "pipeline"
+    parallel: Literal["pipeline", "round-robin"] = "pipeline"
     kv_dtype: Literal["fp8", "bf16"] = "fp8"
     index_dtype: Literal["fp8", "bf16"] | None = None
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -164,7 +164,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--parallel",
-        choices=("pipeline", "round-robin", "tensor"),
+        choices=("pipeline", "round-robin"),
         default="pipeline",
         help="contiguous layers balanced by bytes, or layer l on device l mod N "
         "(default: pipeline)",

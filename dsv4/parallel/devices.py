@@ -84,11 +84,6 @@ def engine_devices(engine: EngineConfig, absent: bool = False) -> tuple[torch.de
 
     ``absent``: the GPUs of a machine that need not be there.
     """
-    if engine.parallel == "tensor" and engine.gpus > 1:
-        raise UserError(
-            "EngineConfig.parallel: found 'tensor' with more than one GPU, "
-            "expected 'pipeline' or 'round-robin' (not available in this version)"
-        )
     if absent and engine.device == "cpu":
         raise UserError("EngineConfig.device: found 'cpu' in the plan of GPUs, expected 'cuda'")
     available = engine.gpus if absent else torch.cuda.device_count()
