@@ -19,6 +19,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--system": arguments.system is not None,
         "--thinking on": arguments.thinking == "on",
         "--reasoning-effort": arguments.reasoning_effort is not None,
+        "--allow-control-tokens": arguments.allow_control_tokens,
     }
     without_chat = {"--raw": arguments.raw, "--token-ids": arguments.token_ids is not None}
     for plain, plain_given in without_chat.items():

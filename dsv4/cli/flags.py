@@ -73,6 +73,12 @@ def add_prompt_flags(group: argparse._ArgumentGroup) -> None:
         help="with --thinking on (default: the model's own)",
     )
     group.add_argument(
+        "--allow-control-tokens",
+        action="store_true",
+        help="control tokens that a message quotes, such as <think>, stay control tokens "
+        "(default: a zero-width space makes them text)",
+    )
+    group.add_argument(
         "--raw", action="store_true", help="the prompt is plain text: no chat encoding, no parsing"
     )
 

@@ -86,7 +86,13 @@ def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Pr
         with user_errors("--reasoning-effort: "):
             effort = fold_reasoning_effort(effort, profile)
     with user_errors(source):
-        text = encode_messages(messages, mode, reasoning_effort=effort, profile=profile)
+        text = encode_messages(
+            messages,
+            mode,
+            reasoning_effort=effort,
+            profile=profile,
+            neutralize_control_tokens=not arguments.allow_control_tokens,
+        )
     tools = [tool for message in messages for tool in message.get("tools") or []]
     return Prompt(text, encode_text(tokenizer, text), mode, tools)
 
