@@ -24,6 +24,7 @@ from dsv4.config_dialects import (
 )
 from dsv4.json_object import JsonReader, read_json_object
 from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.model_files import model_file
 
 MODEL_TYPE = "deepseek_v4"
 KIND_OF_RATIO = {SLIDING_WINDOW_ONLY: "SWA", CSA_RATIO: "CSA", HCA_RATIO: "HCA"}
@@ -88,9 +89,8 @@ class ModelConfig:
         """Reads ``folder/config.json``. Raises ``UserError`` for a missing, damaged or unsupported
         file.
         """
-        return cls.from_dict(
-            read_json_object(Path(folder) / "config.json"), str(Path(folder) / "config.json")
-        )
+        path = model_file(folder, "config.json")
+        return cls.from_dict(read_json_object(path), str(path))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "config.json") -> "ModelConfig":

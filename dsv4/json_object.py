@@ -1,16 +1,29 @@
 """JSON files that must hold one object, with errors that name the file."""
 
 import json
+import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from dsv4.errors import UserError, shorten
 
+# The index of the largest published checkpoint, one entry per stored tensor, has about a third.
+MAX_JSON_BYTES = 100_000_000
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Parses a JSON file that must hold an object. Raises ``UserError`` naming the file."""
+    """Parses a JSON file that must hold an object, of at most ``MAX_JSON_BYTES``. Raises
+    ``UserError`` naming the file.
+    """
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path}: cannot be read (found something else than a regular file)")
+        if status.st_size > MAX_JSON_BYTES:
+            raise UserError(
+                f"{path}: found {status.st_size} bytes, expected at most {MAX_JSON_BYTES}"
+            )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None

@@ -32,6 +32,12 @@ TASK_TOKENS = {
     "read_url": "<｜read_url｜>",
 }
 
+# What the encoder writes as control tokens; a tool result is marked by ordinary text.
+WRITTEN_TOKENS = (
+    *(BOS, EOS, USER, ASSISTANT, LATEST_REMINDER, THINK_OPEN, THINK_CLOSE, DSML),
+    *TASK_TOKENS.values(),
+)
+
 ZERO_WIDTH_SPACE = "\u200b"
 
 # The words between "<｜" and "｜>", in the order of their ids.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tokenizers
 
-from .control_tokens import BOS, EOS
+from .control_tokens import BOS, EOS, WRITTEN_TOKENS
 
 
 class Tokenizer:
@@ -36,11 +36,16 @@ class Tokenizer:
         # A tokenizer.json may ask for truncation or padding; a prompt must never be cut or filled.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.bos_id = self._required_id(BOS, file)
-        self.eos_id = self._required_id(EOS, file)
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        ids = {token: self._required_id(token, file) for token in WRITTEN_TOKENS}
+        self.bos_id = ids[BOS]
+        self.eos_id = ids[EOS]
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self._added_tokens = {token_id: token.content for token_id, token in added.items()}
+        # In bytes: a symbol of the vocabulary stands for one, an added token is text.
+        longest_added = max(len(token.encode("utf-8")) for token in self._added_tokens.values())
+        self._longest_token = max(longest_added, max(map(len, vocabulary)))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, nothing added. ValueError if the text holds a lone surrogate."""
@@ -51,6 +56,12 @@ class Tokenizer:
                 f"text is not valid Unicode: lone surrogate at character {error.start}"
             ) from error
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """At least so many tokens `text` has, found without encoding it: no token stands for more
+        bytes than the longest one.
+        """
+        return -(-len(text.encode("utf-8", "replace")) // self._longest_token)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of `token_ids`, control tokens included; bytes that are not UTF-8 become U+FFFD."""
@@ -75,6 +86,12 @@ class Tokenizer:
         token_id = self._tokenizer.token_to_id(token)
         if token_id is None:
             raise ValueError(f"{file}: the vocabulary lacks {token}, not a DeepSeek-V4 tokenizer")
+        found = self.encode(token)
+        if found != [token_id]:
+            raise ValueError(
+                f"{file}: {token} becomes {len(found)} tokens, expected the control token "
+                f"{token_id}: it is missing from added_tokens"
+            )
         return token_id
 
 

@@ -36,6 +36,7 @@ LEAVES = (
     "dsv4.limits",
     "dsv4.errors",
     "dsv4.json_object",
+    "dsv4.model_files",
 )
 HIGHEST = ("dsv4.cli", "dsv4.demo", "dsv4.validate", "dsv4.bench", "dsv4.measure")
 ABOVE_THE_ENGINE = (*HIGHEST, "dsv4.command")

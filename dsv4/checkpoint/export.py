@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint.convert import convert
-from dsv4.checkpoint.index import INDEX_NAME, Checkpoint, open_checkpoint, resolve_inside
+from dsv4.checkpoint.index import INDEX_NAME, Checkpoint, open_checkpoint
 from dsv4.checkpoint.layouts import Layout, check_layout, declare, format_in
 from dsv4.checkpoint.load import load_matrix
 from dsv4.checkpoint.names import Dialect, detect_dialect
@@ -27,6 +27,7 @@ from dsv4.command.flags import OneLineParser
 from dsv4.command.program import command, run_program
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
+from dsv4.model_files import resolve_inside
 from dsv4.weights.parameters import Parameter, Role
 from dsv4.weights.quant import QuantFormat, QuantTensor
 

@@ -13,6 +13,7 @@ from dsv4.checkpoint.problems import Problems, printable
 from dsv4.checkpoint.shard import StoredTensor, map_tensor, read_header
 from dsv4.errors import UserError, shorten
 from dsv4.json_object import read_json_object
+from dsv4.model_files import model_file, resolve_inside
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -55,12 +56,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    raw_config = read_json_object(folder / "config.json")
-    declared = folder / "hf_quant_config.json"
+    raw_config = read_json_object(model_file(folder, "config.json"))
+    declared = model_file(folder, "hf_quant_config.json")
     hf_quant_config = read_json_object(declared) if declared.exists() else None
     problems = Problems()
-    if (folder / INDEX_NAME).exists():
-        weight_map = _weight_map(folder / INDEX_NAME)
+    index = model_file(folder, INDEX_NAME)
+    if index.exists():
+        weight_map = _weight_map(index)
         files = {
             name: resolve_inside(folder, name, INDEX_NAME)
             for name in dict.fromkeys(weight_map.values())
@@ -72,30 +74,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         tensors = read_header(_single_file(folder))
         unreadable = frozenset()
     return Checkpoint(folder, raw_config, hf_quant_config, tensors, unreadable, problems)
-
-
-def resolve_inside(folder: Path, name: str, source: str) -> Path:
-    """``folder/name`` when that file really lies in the folder; ``source`` names who asked for it
-    in errors.
-
-    Links may lead to another file of the folder or, in a Hugging Face cache
-    (``snapshots/REVISION``), to its ``blobs``. Raises ``UserError`` for anything else.
-    """
-    try:
-        home = folder.resolve()
-        target = (folder / name).resolve()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"{folder}: {printable(name)} named by {source} cannot be resolved ({error})"
-        ) from None
-    allowed = [home]
-    if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
-    if not any(target.is_relative_to(root) for root in allowed):
-        raise UserError(
-            f"{folder}: {printable(name)} named by {source} leads to {target}, outside the folder"
-        )
-    return target
 
 
 def _weight_map(path: Path) -> dict[str, str]:

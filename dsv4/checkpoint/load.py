@@ -84,6 +84,7 @@ def load_weights(
             checkpoint, stored, devices[name], config.n_routed_experts, problems
         )
         count(stored.nbytes)
+    _check_input_scales(checkpoint, matrices, problems)
     problems.raise_if_any(str(checkpoint.folder))
     pieces: defaultdict[torch.device, list[Piece]] = defaultdict(list)
     for stored in matrices:
@@ -210,6 +211,31 @@ def _extremes(scale_NB: Tensor) -> list[tuple[float, float]]:
     return [(0.0, math.nan if code == 255 else 2.0 ** (code - 127)) for code in codes]
 
 
+def _check_input_scales(
+    checkpoint: Checkpoint, matrices: list[StoredParameter], problems: Problems
+) -> None:
+    """Nothing here reads an ``input_scale``, but exports pass it on."""
+    names = [
+        name
+        for stored in matrices
+        if "input_scale" in stored.parts
+        for name in stored.parts["input_scale"].names
+    ]
+    values = torch.empty(len(names), dtype=torch.float32)
+    tensors = [checkpoint.tensors[name] for name in names]
+    rows = values.view(torch.uint8).view(-1, values.itemsize)
+    pieces = [
+        Piece(tensor.file, tensor.offset, row) for tensor, row in zip(tensors, rows, strict=True)
+    ]
+    transfer({values.device: pieces}, lambda _: None)
+    wrong = ~(values.isfinite() & (values >= 0))
+    for index in wrong.nonzero().flatten().tolist():
+        found = values[index].item()
+        problems.add(
+            "out of range", f"{names[index]} (found {found}, expected a finite number from 0)"
+        )
+
+
 def _load_plain(
     checkpoint: Checkpoint,
     stored: StoredParameter,
@@ -225,6 +251,13 @@ def _load_plain(
             found = f"{int(tensor.min())} to {int(tensor.max())}"
             problems.add(
                 "out of range", f"{name} (found expert ids {found}, expected 0 to {experts - 1})"
+            )
+        ids = tensor.sort(dim=-1).values
+        repeated = (ids[:, 1:] == ids[:, :-1]).any(-1).nonzero()
+        if len(repeated):
+            problems.add(
+                "out of range",
+                f"{name} (found an expert twice for token {int(repeated[0])}, expected once)",
             )
     elif not bool(torch.isfinite(tensor).all()):
         problems.add("not finite", f"{name} (found NaN or infinity)")

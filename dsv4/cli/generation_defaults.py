@@ -10,6 +10,7 @@ from typing import Any
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.json_object import read_json_object
+from dsv4.model_files import model_file
 from dsv4.sampling import SamplingParams
 
 FILE_NAME = "generation_config.json"
@@ -21,7 +22,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     """The checkpoint's generation_config.json, empty if there is none. Raises ``UserError`` for a
     damaged file.
     """
-    path = folder / FILE_NAME
+    path = model_file(folder, FILE_NAME)
     return read_json_object(path) if path.exists() else {}
 
 

@@ -19,6 +19,7 @@ from dsv4.encoding import (
     load_messages,
 )
 from dsv4.errors import UserError
+from dsv4.model_files import model_file
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,12 @@ class Prompt:
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
     """The tokenizer of a checkpoint. Raises ``UserError``, also for ids that the model lacks."""
+    file = model_file(folder, "tokenizer.json")
     with user_errors():
-        tokenizer = Tokenizer(folder)
+        tokenizer = Tokenizer(file)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"{folder / 'tokenizer.json'}: found {tokenizer.vocab_size} token ids, "
+            f"{file}: found {tokenizer.vocab_size} token ids, "
             f"expected at most {config.vocab_size} (vocab_size of config.json)"
         )
     return tokenizer
@@ -59,15 +61,20 @@ def build_prompt(
         token_ids = read_token_ids(arguments.token_ids, config.vocab_size)
         return Prompt(text_of(tokenizer, token_ids), token_ids, None, [])
     if not arguments.raw:
-        return build_chat_prompt(arguments, tokenizer)
+        return build_chat_prompt(arguments, tokenizer, most_tokens(arguments, config))
     text = prompt_text(arguments)
-    token_ids = encode_text(tokenizer, text)
+    token_ids = encode_text(tokenizer, text, most_tokens(arguments, config))
     if token_ids[:1] != [tokenizer.bos_id]:
         token_ids.insert(0, tokenizer.bos_id)
     return Prompt(text, token_ids, None, [])
 
 
-def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Prompt:
+def most_tokens(arguments: argparse.Namespace, config: ModelConfig) -> int:
+    """What a prompt can have at most."""
+    return arguments.max_context or config.max_position_embeddings
+
+
+def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer, most: int) -> Prompt:
     """The messages file, or a user message and an optional system message, in the chat encoding."""
     if arguments.messages is not None:
         source = f"--messages: {arguments.messages}: "
@@ -94,13 +101,18 @@ def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Pr
             neutralize_control_tokens=not arguments.allow_control_tokens,
         )
     tools = [tool for message in messages for tool in message.get("tools") or []]
-    return Prompt(text, encode_text(tokenizer, text), mode, tools)
+    return Prompt(text, encode_text(tokenizer, text, most), mode, tools)
 
 
-def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str, most: int) -> list[int]:
     """Token ids of the prompt. Raises ``UserError`` for text that is not Unicode, as broken
-    arguments are.
+    arguments are, and without encoding it for text that must have more than ``most`` tokens.
     """
+    fewest = tokenizer.fewest_tokens(text)
+    if fewest > most:
+        raise UserError(
+            f"--max-context: found a prompt of at least {fewest} tokens, expected at most {most}"
+        )
     with user_errors("prompt: "):
         return tokenizer.encode(text)
 

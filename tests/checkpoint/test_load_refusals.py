@@ -90,6 +90,16 @@ def test_hostile_names_are_escaped(native: Path, tmp_path: Path) -> None:
             float("nan"),
             r"experts.3.w1.weight_scale_2: found nan",
         ),
+        (
+            "layers.2.ffn.experts.3.w1.input_scale",
+            float("nan"),
+            r"experts.3.w1.input_scale \(found nan, expected a finite number from 0\)",
+        ),
+        (
+            "layers.2.ffn.experts.3.w1.input_scale",
+            -1.0,
+            r"experts.3.w1.input_scale \(found -1.0, expected a finite number from 0\)",
+        ),
     ],
 )
 def test_impossible_values_are_refused(
@@ -100,6 +110,14 @@ def test_impossible_values_are_refused(
 
     with pytest.raises(UserError, match=message):
         load(changed_copy(nvfp4_experts, tmp_path / "x", edit))
+
+
+def test_a_token_routed_to_one_expert_twice_is_refused(native: Path, tmp_path: Path) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors["layers.0.ffn.gate.tid2eid"][5, 1] = tensors["layers.0.ffn.gate.tid2eid"][5, 0]
+
+    with pytest.raises(UserError, match=r"tid2eid \(found an expert twice for token 5, expected"):
+        load(changed_copy(native, tmp_path / "x", edit))
 
 
 def test_file_that_shrinks_during_the_load_is_one_line(native: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encoding import IncrementalDecoder, Tokenizer
+from encoding.control_tokens import WRITTEN_TOKENS
 
 
 def pieces(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
@@ -100,7 +102,8 @@ def test_unknown_ids_and_lone_surrogates_are_refused(tokenizer: Tokenizer) -> No
         tokenizer.encode("a\ud800")
 
 
-CONTROL = {"<｜begin▁of▁sentence｜>": 0, "<｜end▁of▁sentence｜>": 1}
+CONTROL = {token: index for index, token in enumerate(WRITTEN_TOKENS)}
+A = len(CONTROL)
 SMALL: dict[str, Any] = {
     "version": "1.0",
     "truncation": None,
@@ -131,7 +134,7 @@ SMALL: dict[str, Any] = {
         "trim_offsets": True,
         "use_regex": True,
     },
-    "model": {"type": "BPE", "vocab": {**CONTROL, "a": 2, "b": 3, "Ġ": 4}, "merges": []},
+    "model": {"type": "BPE", "vocab": {**CONTROL, "a": A, "b": A + 1, "Ġ": A + 2}, "merges": []},
 }
 
 
@@ -142,8 +145,8 @@ def write_small(folder: Path, **changes: Any) -> Path:
 
 def test_a_folder_stands_for_its_tokenizer_json(tmp_path: Path) -> None:
     small = Tokenizer(write_small(tmp_path))
-    assert small.encode("a b") == [2, 4, 3]
-    assert (small.bos_id, small.eos_id, small.vocab_size) == (0, 1, 5)
+    assert small.encode("a b") == [A, A + 2, A + 1]
+    assert (small.bos_id, small.eos_id, small.vocab_size) == (0, 1, A + 3)
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
@@ -158,7 +161,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     }
     assert Tokenizer(write_small(tmp_path, truncation=truncation, padding=padding)).encode(
         "aaaa"
-    ) == [2, 2, 2, 2]
+    ) == [A, A, A, A]
 
 
 @pytest.mark.parametrize(
@@ -183,3 +186,23 @@ def test_a_missing_file_and_a_foreign_vocabulary_are_named(tmp_path: Path) -> No
                 tmp_path, added_tokens=[], model={"type": "BPE", "vocab": {"a": 0}, "merges": []}
             )
         )
+
+
+@pytest.mark.parametrize("token", WRITTEN_TOKENS)
+def test_a_control_token_that_is_no_single_token_is_named(tmp_path: Path, token: str) -> None:
+    added = [entry for entry in SMALL["added_tokens"] if entry["content"] != token]
+    with pytest.raises(ValueError, match=f"{re.escape(token)} becomes .* missing from added_tok"):
+        Tokenizer(write_small(tmp_path, added_tokens=added))
+
+
+def test_the_fewest_tokens_of_a_text_are_found_without_encoding_it(tmp_path: Path) -> None:
+    small = Tokenizer(write_small(tmp_path))
+    longest = max(len(token.encode()) for token in CONTROL)
+    assert small.fewest_tokens("") == 0
+    assert small.fewest_tokens("a" * longest) == 1
+    assert small.fewest_tokens("a" * longest + "b") == 2
+
+
+def test_the_fewest_tokens_are_never_too_many(tokenizer: Tokenizer) -> None:
+    for text in (" " * 1000, "=" * 1000, "你好" * 100, "<｜User｜>" * 50):
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))

@@ -1,0 +1,43 @@
+"""The small files of a model's folder: regular files that really lie in it."""
+
+from pathlib import Path
+
+from dsv4.errors import UserError, shorten
+
+
+def model_file(folder: str | Path, name: str) -> Path:
+    """``folder/name``, which need not exist. Raises ``UserError`` for a link that leads nowhere or
+    out of the folder, and for anything but a regular file.
+    """
+    path = Path(folder) / name
+    if path.is_symlink() or path.exists():
+        target = resolve_inside(Path(folder), name, "the folder listing")
+        if not target.exists():
+            raise UserError(f"{path}: found a link to {target}, which does not exist")
+        if not target.is_file():
+            raise UserError(f"{path}: cannot be read (found something else than a regular file)")
+    return path
+
+
+def resolve_inside(folder: Path, name: str, source: str) -> Path:
+    """``folder/name`` when that file really lies in the folder; ``source`` names who asked for it
+    in errors.
+
+    Links may lead to another file of the folder or, in a Hugging Face cache
+    (``snapshots/REVISION``), to its ``blobs``. Raises ``UserError`` for anything else.
+    """
+    try:
+        home = folder.resolve()
+        target = (folder / name).resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"{folder}: {shorten(name)} named by {source} cannot be resolved ({error})"
+        ) from None
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(root) for root in allowed):
+        raise UserError(
+            f"{folder}: {shorten(name)} named by {source} leads to {target}, outside the folder"
+        )
+    return target
