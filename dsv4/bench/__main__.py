@@ -19,6 +19,16 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.measure.provenance import provenance
 from dsv4.ops.tables import op_table
+from dsv4.parallel.devices import engine_devices, table_name
+
+# Flags of one source of the engine's weights, with their defaults.
+OF_GEOMETRY = {
+    "format": "nvfp4-experts",
+    "layers": None,
+    "prompts": (128, 2048, 8192),
+    "positions": (1024,),
+}
+OF_MODEL = {"device": "auto", "prompt_tokens": 512, "repeats": 3}
 
 
 def build_parser() -> OneLineParser:
@@ -50,52 +60,69 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--geometry", choices=get_args(Geometry), help="random weights of a published geometry"
     )
+    engine.add_argument("--gpus", type=integer(1, 8), default=1)
+    engine.add_argument("--parallel", choices=("pipeline", "round-robin"), default="pipeline")
+    engine.add_argument("--prefill-chunk", type=integer(1), help="(default: by the devices)")
     engine.add_argument(
-        "--format", choices=get_args(Layout), default="nvfp4-experts", help="with --geometry"
-    )
-    engine.add_argument(
-        "--layers", type=integer(1), help="with --geometry: the first N layers (default: all)"
-    )
-    engine.add_argument("--gpus", type=integer(1, 8), default=1, help="with --geometry")
-    engine.add_argument(
-        "--parallel",
-        choices=("pipeline", "round-robin"),
-        default="pipeline",
-        help="with --geometry",
+        "--ops",
+        choices=("auto", "torch", "cuda", "cutedsl"),
+        default="auto",
+        help="cutedsl: CUDA ops with the prefill products of the CuTe DSL kernel",
     )
     engine.add_argument(
         "--modes",
         choices=DECODE_MODES,
         nargs="+",
-        default=DECODE_MODES,
-        help="on CUDA: ways to decode",
+        help="ways to decode (default: all, and eager alone with the torch ops)",
     )
     engine.add_argument(
-        "--ops",
-        choices=("auto", "torch", "cuda", "cutedsl"),
-        default="auto",
-        help="cutedsl: CUDA ops with the prefill products of the CuTe DSL kernel, with --geometry",
+        "--profile", action="store_true", help="where the time of a token goes in split and full"
+    )
+    engine.add_argument("--decode-tokens", type=integer(2), default=64)
+    device = engine.add_argument("--device", choices=["auto", "cpu", "cuda"])
+    device.help = "with --model (default: auto)"
+    for flag, default in (("--prompt-tokens", 512), ("--repeats", 3)):
+        text = f"with --model (default: {default})"
+        engine.add_argument(flag, type=integer(1), help=text)
+    engine.add_argument(
+        "--format", choices=get_args(Layout), help="with --geometry (default: nvfp4-experts)"
     )
     engine.add_argument(
-        "--prompts", type=integer(1), nargs="+", default=[128, 2048, 8192], help="with --geometry"
+        "--layers", type=integer(1), help="with --geometry: the first N layers (default: all)"
     )
-    engine.add_argument(
-        "--positions",
-        type=integer(1),
-        nargs="+",
-        default=[1024],
-        help="with --geometry: decode there",
-    )
-    engine.add_argument(
-        "--prefill-chunk", type=integer(1), help="with --geometry (default: by the GPUs)"
-    )
-    engine.add_argument(
-        "--profile", action="store_true", help="with --geometry: where the time of a token goes"
-    )
-    engine.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="with --model")
-    engine.add_argument("--prompt-tokens", type=integer(1), default=512, help="with --model")
-    engine.add_argument("--decode-tokens", type=integer(1), default=64)
-    engine.add_argument("--repeats", type=integer(1), default=3, help="with --model")
+    for flag, text in (
+        ("--prompts", "with --geometry: lengths to prefill (default: 128 2048 8192)"),
+        ("--positions", "with --geometry: decode there (default: 1024)"),
+    ):
+        engine.add_argument(flag, type=integer(1), nargs="+", help=text)
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Fills in the defaults of ``bench engine``. Raises ``UserError`` for a flag that means nothing
+    with the source or the modes that are given.
+    """
+    sources = {"--model": OF_MODEL, "--geometry": OF_GEOMETRY}
+    source = "--model" if options.geometry is None else "--geometry"
+    for other in sources.keys() - {source}:
+        for name in sources[other]:
+            if getattr(options, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise UserError(f"{flag}: found with {source}, expected only with {other}")
+    for name, default in sources[source].items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+
+
+def check_modes(options: argparse.Namespace, engine: EngineConfig) -> None:
+    """Raises ``UserError`` for modes, and a profile of them, where nothing can be captured."""
+    captured = [mode for mode in options.modes or () if mode != "eager"]
+    if table_name(engine, engine_devices(engine)) == "torch":
+        if captured:
+            raise UserError(f"--modes: found {captured[0]!r} with the torch ops, expected 'eager'")
+        if options.profile:
+            raise UserError("--profile: found with the torch ops, which are not captured")
+    if options.profile and options.modes is not None and not captured:
+        raise UserError("--profile: found with --modes eager, expected split or full among them")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -112,43 +139,58 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         config = geometry_config(options.geometry, options.layers)
         engine = EngineConfig(device=options.device, gpus=options.gpus, parallel=options.parallel)
         return bench_load(config, options.format, engine, options.repeats)
+    settle(options)
     if options.geometry is not None:
-        from dsv4.bench.geometry import GeometryRun, bench_geometry
-
         _need_cuda()
-        engine = EngineConfig(
-            device="cuda",
-            gpus=options.gpus,
-            parallel=options.parallel,
-            prefill_chunk=options.prefill_chunk,
-            ops="cuda" if options.ops == "cutedsl" else options.ops,
-        )
-        return bench_geometry(
-            GeometryRun(
-                options.geometry,
-                options.format,
-                options.layers,
-                engine,
-                tuple(options.prompts),
-                tuple(options.positions),
-                options.decode_tokens,
-                tuple(options.modes),
-                options.profile,
-                op_table("cutedsl") if options.ops == "cutedsl" else None,
-            ),
-            sys.stderr.write,
-        )
-    from dsv4.bench.checkpoint import bench_checkpoint, bench_first_token
+    engine = EngineConfig(
+        device=options.device or "cuda",
+        gpus=options.gpus,
+        parallel=options.parallel,
+        prefill_chunk=options.prefill_chunk,
+        ops="cuda" if options.ops == "cutedsl" else options.ops,
+    )
+    check_modes(options, engine)
+    if options.geometry is not None:
+        return _measure_geometry(options, engine)
+    return _measure_checkpoint(options, engine)
 
-    result = bench_checkpoint(
+
+def _measure_geometry(options: argparse.Namespace, engine: EngineConfig) -> dict[str, Any]:
+    from dsv4.bench.geometry import GeometryRun, bench_geometry
+
+    return bench_geometry(
+        GeometryRun(
+            options.geometry,
+            options.format,
+            options.layers,
+            engine,
+            tuple(options.prompts),
+            tuple(options.positions),
+            options.decode_tokens,
+            None if options.modes is None else tuple(options.modes),
+            options.profile,
+            op_table("cutedsl") if options.ops == "cutedsl" else None,
+        ),
+        sys.stderr.write,
+    )
+
+
+def _measure_checkpoint(options: argparse.Namespace, engine: EngineConfig) -> dict[str, Any]:
+    from dsv4.bench.checkpoint import CheckpointRun, bench_checkpoint, bench_first_token
+
+    run = CheckpointRun(
         options.model,
-        options.device,
+        engine,
         options.prompt_tokens,
         options.decode_tokens,
         options.repeats,
-        tuple(options.modes) if options.device == "cuda" else ("eager",),
+        None if options.modes is None else tuple(options.modes),
+        options.profile,
+        op_table("cutedsl") if options.ops == "cutedsl" else None,
     )
-    return result | bench_first_token(options.model, options.device, options.repeats)
+    # Processes of their own come first: later this one holds the devices' memory.
+    first_token = bench_first_token(run)
+    return bench_checkpoint(run, sys.stderr.write) | first_token
 
 
 def _need_cuda() -> None:

@@ -30,9 +30,13 @@ class DecodeModes:
     measured.
     """
 
-    def __init__(self, engine: Engine, modes: Sequence[DecodeMode]) -> None:
-        """Raises ``UserError`` for a mode that captures if there is nothing to capture."""
+    def __init__(self, engine: Engine, modes: Sequence[DecodeMode] | None) -> None:
+        """``modes`` None: all, and eager alone where there is nothing to capture. Raises
+        ``UserError`` for a mode that captures then.
+        """
         self.engine = engine
+        if modes is None:
+            modes = DECODE_MODES if isinstance(engine.steps, RecordedSteps) else ("eager",)
         self.capture_seconds: dict[str, float] = {}
         self._decoders = {mode: None if mode == "eager" else self._captured(mode) for mode in modes}
 

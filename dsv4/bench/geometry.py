@@ -38,7 +38,8 @@ class GeometryRun:
     prompts in tokens.
 
     ``engine`` says where and how; its ``max_context`` is set to what the prompts and positions
-    need. ``table`` None: the op table that ``engine`` asks for.
+    need. ``modes`` None: all that the op table has. ``table`` None: the one that ``engine`` asks
+    for.
     """
 
     geometry: Geometry
@@ -48,7 +49,7 @@ class GeometryRun:
     prompts: tuple[int, ...]
     positions: tuple[int, ...]
     decode_tokens: int
-    modes: tuple[DecodeMode, ...]
+    modes: tuple[DecodeMode, ...] | None
     profile: bool
     table: Table | None = None
 
