@@ -13,7 +13,7 @@ from safetensors import safe_open
 from dsv4 import EngineConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import evaluate, mixture, tokenizer, words
-from dsv4.demo.training.evaluate import OTHER_BARS, PARIS_PROMPTS, Evaluator
+from dsv4.demo.training.evaluate import OTHER_BARS, PARIS_PROMPTS, Evaluator, TaskResult
 from encoding import Tokenizer
 
 MAX_FOLDER_BYTES = 24 * 10**6
@@ -164,3 +164,45 @@ def test_a_missed_bar_and_an_answer_without_end_fail() -> None:
     assert evaluate.TaskResult("x", 0.95, examples=100, exact=95, stopped=100).passed
     assert not evaluate.TaskResult("x", 0.95, examples=100, exact=94, stopped=100).passed
     assert not evaluate.TaskResult("x", 0.95, examples=100, exact=100, stopped=99).passed
+
+
+def test_a_known_miss_passes_only_when_it_is_no_worse_than_recorded() -> None:
+    def tools(exact: int, stopped: int = 120, recorded: float | None = 113 / 120) -> TaskResult:
+        return TaskResult("tools", 0.95, 120, exact, stopped, recorded=recorded)
+
+    assert (tools(113).passed, tools(113).as_recorded) == (False, True)
+    assert tools(113).verdict == "missed, as recorded"
+    assert tools(108).as_recorded  # Two standard deviations of 120 draws are 5.1.
+    assert not tools(107).as_recorded
+    assert not tools(113, stopped=119).as_recorded
+    assert not tools(113, recorded=None).as_recorded
+    assert (tools(107).verdict, tools(114).verdict) == ("MISSED", "met")
+
+
+def test_known_misses_stand_in_the_card() -> None:
+    card = (CHECKPOINT / "README.md").read_text(encoding="utf-8")
+    for task, share in evaluate.KNOWN_MISSES.items():
+        bar = evaluate.OTHER_BARS.get(task, evaluate.SHORT_BAR)
+        (row,) = re.findall(rf"^\| {task} \| ([\d.]+) % .*\| (\d+) % \|", card, re.MULTILINE)
+        assert (float(row[0]), float(row[1])) == (round(100 * share, 1), 100 * bar)
+
+
+def test_the_command_fails_for_what_is_worse_than_recorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"exact": 113}
+
+    class Recorded:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def measure(self, task: str, limit: int, seed: int) -> TaskResult:
+            return TaskResult(task, 0.95, 120, found["exact"], 120, recorded=113 / 120)
+
+    monkeypatch.setattr(evaluate, "Evaluator", Recorded)
+    monkeypatch.setattr(evaluate, "knows_paris", lambda _: True)
+    assert evaluate.main(["--task", "tools"]) == 0
+    assert "| missed, as recorded |" in capsys.readouterr().out
+    found["exact"] = 100
+    assert evaluate.main(["--task", "tools"]) == 1
+    assert "| MISSED |" in capsys.readouterr().out
