@@ -19,9 +19,10 @@ from dsv4.command.program import command, run_program
 from dsv4.errors import UserError
 
 _WIDTH = 900
-_HEIGHT = 340
+_HEIGHT = 356
 _TOP = 64
-_BOTTOM = 44
+_BOTTOM = 60
+_LEGEND = 333
 _MARGIN = 20
 _AXIS = 50
 _COLORS = {"eager": "#bbb", "split": "#7ab", "full": "#06c", "prefill": "#06c"}
@@ -73,8 +74,10 @@ class Panel:
             parts.append(
                 f'<line x1="{start}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#c00" '
                 f'stroke-dasharray="6 4"/>'
-                f'<text x="{right}" y="{_HEIGHT - 7}" text-anchor="end" fill="#c00">'
-                f"floor {self.floor:.2f}</text>"
+                f'<text x="{right}" y="{_LEGEND}" text-anchor="end" fill="#c00">'
+                f"floor {self.floor:.2f} ms</text>"
+                f'<text x="{start}" y="{_HEIGHT - 7}" fill="#c00">floor: reading the weights that '
+                "one token needs, once, device after device, at the measured copy rate</text>"
             )
         return parts
 
@@ -145,9 +148,9 @@ def ticks(top: float, most: int = 6) -> list[float]:
 def _legend(modes: Sequence[str]) -> list[str]:
     x = _MARGIN + _AXIS
     return [
-        f'<rect x="{x + 60 * index}" y="{_HEIGHT - 16}" width="10" height="10" '
+        f'<rect x="{x + 60 * index}" y="{_LEGEND - 9}" width="10" height="10" '
         f'fill="{_COLORS[mode]}"/>'
-        f'<text x="{x + 60 * index + 14}" y="{_HEIGHT - 7}">{mode}</text>'
+        f'<text x="{x + 60 * index + 14}" y="{_LEGEND}">{mode}</text>'
         for index, mode in enumerate(modes)
     ]
 

@@ -54,6 +54,32 @@ def test_floor_is_drawn_at_its_value() -> None:
     assert base - float(floor.attrib["y1"]) == pytest.approx((base - top) / 2, abs=0.1)
 
 
+def test_the_plot_says_what_the_floor_is() -> None:
+    texts = [text.text for text in ElementTree.fromstring(engine_svg(record())).iter(f"{SVG}text")]
+    assert "floor 1.00 ms" in texts
+    assert any("floor: reading the weights that one token needs" in (text or "") for text in texts)
+
+
+def test_no_text_lies_on_another_or_outside() -> None:
+    """Widths as in a sans-serif font: half the size for each character."""
+    svg = ElementTree.fromstring(engine_svg(record()))
+    boxes = []
+    for text in svg.iter(f"{SVG}text"):
+        size = float(text.get("font-size", 11))
+        width = len(text.text or "") * size * 0.5
+        left = float(text.attrib["x"])
+        left -= {"end": width, "middle": width / 2}.get(text.get("text-anchor", "start"), 0)
+        bottom = float(text.attrib["y"])
+        boxes.append((left, left + width, bottom - size * 0.8, bottom, text.text))
+    for index, (left, right, top, bottom, text) in enumerate(boxes):
+        assert left >= 0
+        assert right <= float(svg.attrib["width"])
+        assert bottom <= float(svg.attrib["height"]), text
+        for other in boxes[index + 1 :]:
+            apart = right <= other[0] or other[1] <= left or bottom <= other[2] or other[3] <= top
+            assert apart, (text, other[4])
+
+
 def test_title_says_what_ran_where() -> None:
     assert "v4-pro, 61 layers, nvfp4-experts, 2 × NVIDIA H200, pipeline" in engine_svg(record())
 
