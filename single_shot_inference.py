@@ -5,11 +5,17 @@ one summary line.
 import os
 import signal
 import sys
+from importlib.util import find_spec
 
 if __name__ == "__main__":
     # Importing torch takes seconds: a signal during it ends as quietly as later.
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, lambda number, _: os._exit(128 + number))
+    for library in ("torch", "numpy", "safetensors", "tokenizers"):
+        if find_spec(library) is None:
+            what = f"error: {sys.executable} has no {library}"
+            print(f"{what}: `make demo` installs it for .venv/bin/python", file=sys.stderr)
+            sys.exit(2)
 
 import argparse
 import time
