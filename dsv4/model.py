@@ -102,6 +102,55 @@ class Segment:
     layers: tuple[int, ...]
     blocks: tuple[Block, ...]
 
+    def __call__(
+        self,
+        parts: Parts,
+        state: DecodeState,
+        entering: Tensor | Embedding,
+        positions: dict[torch.device, Tensor],
+    ) -> Tensor:
+        """Writes the blocks: the streams ``[T, M, E]`` behind the last one.
+
+        ``entering``: the streams that arrive, or what embeds the step's tokens. A device's first
+        segment of a step moves the device's position on and enters its int64 ``[T]`` in
+        ``positions``.
+        """
+        device = self.device
+        tokens_T = parts.tokens(device)
+        carried: Tensor | Embedding | Unmixed = entering
+        for layer, block in zip(self.layers, self.blocks, strict=True):
+            with parts.part("projections", device, layer) as ops:
+                if isinstance(carried, Embedding):
+                    positions[device], carried = carried(ops, tokens_T, *state.place(device))
+                elif device not in positions:
+                    positions[device] = ops.next_positions(*state.place(device), tokens_T.shape[0])
+                x_TE, residual = block.attn_hc.enter(ops, carried)
+                projections = block.attn.project(ops, x_TE)
+                if isinstance(carried, Unmixed):
+                    parts.values.value(f"layers.{layer - 1}.streams", residual.streams_TME)
+                show_seam(parts.values, f"layers.{layer}.attn_hc", x_TE, residual)
+            with parts.part("attention", device, layer) as ops:
+                attended = block.attn.attend(
+                    ops, projections, positions[device], state.layers[layer]
+                )
+                show_attention(
+                    parts.values, layer, attended, positions[device], state.layers[layer]
+                )
+            carried = Unmixed(attended.y_TE, residual)
+            # The torch ops would keep the memory of the queries during the experts.
+            del attended, projections
+            with parts.part("experts", device, layer) as ops:
+                x_TE, residual = block.ffn_hc.enter(ops, carried)
+                mixture = block.ffn(ops, x_TE, tokens_T)
+                carried = Unmixed(mixture.y_TE, residual)
+                show_seam(parts.values, f"layers.{layer}.ffn_hc", x_TE, residual)
+                show_experts(parts.values, layer, mixture)
+        assert isinstance(carried, Unmixed), "a segment has at least one block"
+        with parts.part("mix", device, self.layers[-1]) as ops:
+            streams_TME = self.blocks[-1].mix(ops, carried)
+            parts.values.value(f"layers.{self.layers[-1]}.streams", streams_TME)
+            return streams_TME
+
 
 @dataclass(frozen=True)
 class Transformer:
@@ -147,14 +196,13 @@ class Transformer:
     def __call__(self, parts: Parts, state: DecodeState, logits: bool) -> Outputs:
         """Writes a step of the next T tokens, which moves the position on by T."""
         positions: dict[torch.device, Tensor] = {}
-        streams_TME: Tensor | None = None
-        source = self.segments[0].device
-        for segment in self.segments:
-            if streams_TME is not None:
-                streams_TME = parts.hand_off(streams_TME, source, segment.device)
-            streams_TME = self._segment(parts, state, segment, streams_TME, positions)
+        first, *others = self.segments
+        streams_TME = first(parts, state, self.embed, positions)
+        source = first.device
+        for segment in others:
+            arrived_TME = parts.hand_off(streams_TME, source, segment.device)
+            streams_TME = segment(parts, state, arrived_TME, positions)
             source = segment.device
-        assert streams_TME is not None, "a model has at least one segment"
         with parts.part("head", source) as ops:
             hidden_TE = self.head.hidden(ops, streams_TME)
             logits_TV = self.head.logits(ops, hidden_TE) if logits else None
@@ -162,53 +210,3 @@ class Transformer:
             if logits_TV is not None:
                 parts.values.value("logits", logits_TV)
         return Outputs(hidden_TE, logits_TV)
-
-    def _segment(
-        self,
-        parts: Parts,
-        state: DecodeState,
-        segment: Segment,
-        arrived_TME: Tensor | None,
-        positions: dict[torch.device, Tensor],
-    ) -> Tensor:
-        """The streams ``[T, M, E]`` after the segment; nothing arrives at the first one, which
-        embeds the tokens.
-
-        A device's first segment of a step moves the device's position on and enters its int64
-        ``[T]`` in ``positions``.
-        """
-        device = segment.device
-        tokens_T = parts.tokens(device)
-        carried: Tensor | Unmixed | None = arrived_TME
-        for layer, block in zip(segment.layers, segment.blocks, strict=True):
-            with parts.part("projections", device, layer) as ops:
-                if carried is None:
-                    positions[device], carried = self.embed(ops, tokens_T, *state.place(device))
-                elif device not in positions:
-                    positions[device] = ops.next_positions(*state.place(device), tokens_T.shape[0])
-                x_TE, residual = block.attn_hc.enter(ops, carried)
-                projections = block.attn.project(ops, x_TE)
-                if isinstance(carried, Unmixed):
-                    parts.values.value(f"layers.{layer - 1}.streams", residual.streams_TME)
-                show_seam(parts.values, f"layers.{layer}.attn_hc", x_TE, residual)
-            with parts.part("attention", device, layer) as ops:
-                attended = block.attn.attend(
-                    ops, projections, positions[device], state.layers[layer]
-                )
-                show_attention(
-                    parts.values, layer, attended, positions[device], state.layers[layer]
-                )
-            carried = Unmixed(attended.y_TE, residual)
-            # The torch ops would keep the memory of the queries during the experts.
-            del attended, projections
-            with parts.part("experts", device, layer) as ops:
-                x_TE, residual = block.ffn_hc.enter(ops, carried)
-                mixture = block.ffn(ops, x_TE, tokens_T)
-                carried = Unmixed(mixture.y_TE, residual)
-                show_seam(parts.values, f"layers.{layer}.ffn_hc", x_TE, residual)
-                show_experts(parts.values, layer, mixture)
-        assert isinstance(carried, Unmixed), "a segment has at least one block"
-        with parts.part("mix", device, segment.layers[-1]) as ops:
-            streams_TME = segment.blocks[-1].mix(ops, carried)
-            parts.values.value(f"layers.{segment.layers[-1]}.streams", streams_TME)
-            return streams_TME
