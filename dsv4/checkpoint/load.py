@@ -5,7 +5,7 @@ own them.
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -71,6 +71,17 @@ def load_weights(
     skipped = mtp_kind(checkpoint)
     if skipped is not None and mtp is None:
         _LOG.info("%s: skipping the mtp tensors (%s)", checkpoint.folder, skipped)
+    return load_found(checkpoint, config, found, device_of, progress)
+
+
+def load_found(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    found: Sequence[StoredParameter],
+    device_of: Callable[[str], torch.device],
+    progress: Callable[[int, int], None] | None = None,
+) -> Weights:
+    """``load_weights`` of some of the parameters that ``find_parameters`` gives."""
     devices = {stored.parameter.name: device_of(stored.parameter.name) for stored in found}
     count = _counter(progress, sum(stored.nbytes for stored in found))
     plain = [stored for stored in found if stored.format is None]

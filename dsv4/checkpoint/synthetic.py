@@ -106,12 +106,18 @@ def synthetic_weights(
         device = device_of(name)
         if device not in generators:
             generators[device] = Generator(device).manual_seed(seed)
-        format = format_in(layout, parameter)
-        if format is None:
-            weights[name] = _random_plain(parameter, config, layout, generators[device])
-        else:
-            weights[name] = _random_matrix(parameter.shape, format, generators[device])
+        weights[name] = random_parameter(parameter, config, layout, generators[device])
     return weights
+
+
+def random_parameter(
+    parameter: Parameter, config: ModelConfig, layout: Layout, generator: Generator
+) -> QuantTensor | Tensor:
+    """One random parameter in its format of ``layout``, on the generator's device."""
+    format = format_in(layout, parameter)
+    if format is None:
+        return _random_plain(parameter, config, layout, generator)
+    return _random_matrix(parameter.shape, format, generator)
 
 
 def write_synthetic(

@@ -1,26 +1,29 @@
 """Typed access to loaded weights under a name prefix."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dsv4.ops import Packing
 from dsv4.ops.linear import RowList
+from dsv4.weights.on_demand import WeightOnDemand
 from dsv4.weights.quant import QuantTensor, Weight
 
-Weights = Mapping[str, QuantTensor | Tensor]
+Weights = Mapping[str, QuantTensor | WeightOnDemand | Tensor]
+AnyParameter = TypeVar("AnyParameter")
 
 
-class ReadOnce(Mapping[str, QuantTensor | Tensor]):
+class ReadOnce(Mapping[str, AnyParameter]):
     """Weights that are let go as they are read: a stored matrix lives only until its packed form
     exists.
     """
 
-    def __init__(self, weights: dict[str, QuantTensor | Tensor]) -> None:
+    def __init__(self, weights: dict[str, AnyParameter]) -> None:
         self._weights = weights
 
-    def __getitem__(self, name: str) -> QuantTensor | Tensor:
+    def __getitem__(self, name: str) -> AnyParameter:
         return self._weights.pop(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -43,8 +46,14 @@ class WeightReader:
         return WeightReader(self._weights, self._packing, f"{self._prefix}{name}.")
 
     def matrix(self, name: str) -> Weight:
-        """A weight matrix in the op table's layout."""
-        return self._packing.pack_weight(self.stored_matrix(name))
+        """A weight matrix in the op table's layout; one that is read on demand as it is, which the
+        torch ops alone accept.
+        """
+        weight = self._weights[self._prefix + name]
+        if isinstance(weight, WeightOnDemand):
+            return weight
+        assert isinstance(weight, QuantTensor), f"{self._prefix}{name} is not a matrix"
+        return self._packing.pack_weight(weight)
 
     def stored_matrix(self, name: str) -> QuantTensor:
         """A weight matrix as stored in the checkpoint."""
