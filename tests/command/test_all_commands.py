@@ -9,7 +9,7 @@ from dsv4.bench import plot
 from dsv4.checkpoint import export
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import evaluate
-from dsv4.validate import cosine, graph_readiness, harness
+from dsv4.validate import cosine, graph_readiness, harness, layers
 
 MAINS = {
     "bench": bench.main,
@@ -17,6 +17,7 @@ MAINS = {
     "export": export.main,
     "evaluate": evaluate.main,
     "cosine": cosine.main,
+    "layers": layers.main,
     "graph_readiness": graph_readiness.main,
     "fire_b200_test": harness.main,
 }
@@ -42,6 +43,8 @@ def test_an_unknown_flag(command: str, capsys: pytest.CaptureFixture[str]) -> No
         ("cosine --svg /nonexistent/x", "--svg: /nonexistent/x: its folder does not exist"),
         ("cosine --prompt a --random-tokens 2", "--prompt: found together with --random-tokens"),
         ("cosine --reference transformers --reference-device cuda", "--reference-device: found"),
+        ("layers --json /nonexistent/x", "--json: /nonexistent/x: its folder does not exist"),
+        ("layers --layers 7", "--layers: found '7', expected A:B"),
         ("bench engine --decode-tokens 0", "--decode-tokens: found '0'"),
         ("bench engine --repeats 0", "--repeats: found '0'"),
         ("bench engine --out /nonexistent/x", "--out: /nonexistent/x: its folder does not exist"),

@@ -1,0 +1,200 @@
+"""Both sides of a comparison layer by layer: each layer is loaded, given streams and dropped."""
+
+import resource
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from dsv4.checkpoint.layer_weights import LayerSource
+from dsv4.config import KIND_OF_RATIO, ModelConfig
+from dsv4.engine_config import EngineConfig
+from dsv4.errors import UserError
+from dsv4.ops.tables import TORCH_TABLE, DirectTable, Table
+from dsv4.validate.against import ALIGNED, CHOSEN, execution_order, suffix
+from dsv4.validate.agreement import Agreement, Tally, align
+from dsv4.validate.followed_choices import ENTRIES, EXPERTS, FollowedChoices
+from dsv4.validate.one_layer import Given, OneLayer, Values
+from dsv4.validate.trace_file import JoinedTrace
+
+Input = Literal["own", "reference", "trace"]
+
+
+class Computed(NamedTuple):
+    """The values of a layer; ``choices``: the experts and entries that the reference would have
+    chosen, where it followed those of the other side.
+    """
+
+    values: Values
+    choices: Values
+
+
+class Reference(Protocol):
+    """The other side."""
+
+    def run(self, layer: int, given: Given, found: Values) -> Computed:
+        """The values of a layer on what it is given; ``found``: those of this engine."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineLayers:
+    """Layers as an engine of some configuration computes them, layer l on device l mod N."""
+
+    source: LayerSource
+    engine: EngineConfig
+    table: Table
+    devices: Sequence[torch.device]
+
+    def load(self, layer: int) -> OneLayer:
+        """The layer on its device."""
+        device = self.devices[layer % len(self.devices)]
+        return OneLayer.load(self.source, layer, self.engine, self.table, device)
+
+
+@dataclass(frozen=True)
+class TorchReference:
+    """The torch ops. They follow the choices of the engine, whose router and indexer are compared
+    apart.
+    """
+
+    layers: EngineLayers
+    chunk: int
+
+    def run(self, layer: int, given: Given, found: Values) -> Computed:
+        """See ``Reference``."""
+        prefix = f"layers.{layer}."
+        followed = FollowedChoices(found[prefix + EXPERTS], found.get(prefix + ENTRIES))
+        loaded = self.layers.load(layer)
+        following = replace(loaded, table=DirectTable(TORCH_TABLE.packing, followed.ops))
+        values = following.run(given, self.chunk)
+        return Computed(values, {prefix + name: ids for name, ids in followed.own().items()})
+
+
+@dataclass(frozen=True)
+class TraceReference:
+    """The layers of a trace."""
+
+    trace: JoinedTrace
+
+    def run(self, layer: int, given: Given, found: Values) -> Computed:
+        """See ``Reference``. Raises ``UserError`` when the trace has no value of the layer."""
+        names = [name for name in self.trace.names if name.startswith(f"layers.{layer}.")]
+        if not names:
+            raise UserError(f"{self.trace.path}: found no value of layer {layer}")
+        return Computed({name: whole_value(self.trace, name) for name in names}, {})
+
+
+class LayerResult(NamedTuple):
+    """The comparison of a layer run with ``chunk`` tokens per step: a row for every value."""
+
+    layer: int
+    kind: str
+    chunk: int
+    seconds: float
+    rows: Sequence[Agreement]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What is compared.
+
+    ``input``: a layer reads the streams that the engine ("own") or the reference left behind the
+    layer before, or with "trace" those that entered it in ``trace``. The first one reads the
+    embedded tokens if it is layer 0, else random streams. ``dtype``: of these streams; both sides
+    hold it exactly. ``threshold`` is that of a token, ``choices`` the least share of experts and
+    entries, over all tokens, that the reference chooses too.
+    """
+
+    found: EngineLayers
+    reference: Reference
+    layers: range
+    chunks: Sequence[int]
+    token_ids: Sequence[int]
+    position: int
+    input: Input
+    trace: JoinedTrace | None
+    dtype: torch.dtype
+    seed: int
+    threshold: float
+    choices: float
+
+    def __iter__(self) -> Iterator[LayerResult]:
+        """Layer by layer, and of each chunk by chunk; only streams are kept between two layers.
+        The last chunk's are what the next layer reads.
+        """
+        streams_TME = self._first()
+        for layer in self.layers:
+            if self.trace is not None and self.input == "trace":
+                streams_TME = streams_into(self.trace, layer)
+            given = Given(list(self.token_ids), streams_TME.to(self.dtype), self.position)
+            loaded = self.found.load(layer)
+            kind = kind_of(self.found.source.config, layer)
+            for chunk in self.chunks:
+                started = time.perf_counter()
+                own = loaded.run(given, chunk)
+                expected = self.reference.run(layer, given, own)
+                rows = self._compare(kind, own, expected)
+                yield LayerResult(layer, kind, chunk, time.perf_counter() - started, rows)
+                left = own if self.input != "reference" else expected.values
+                streams_TME = left.get(f"layers.{layer}.streams", streams_TME)
+
+    def _compare(self, kind: str, found: Values, expected: Computed) -> list[Agreement]:
+        rows = []
+        names = found.keys() & expected.values.keys()
+        for name in sorted(names, key=execution_order):
+            tally = Tally(self.threshold)
+            last = suffix(name)
+            if last in CHOSEN:
+                tally.add_chosen(found[name], expected.choices.get(name, expected.values[name]))
+            elif last in ALIGNED:
+                ids = name.removesuffix(last) + ALIGNED[last]
+                if ids not in names:
+                    continue
+                sides = (found, expected.values)
+                tally.add(*align(*(side[key] for side in sides for key in (name, ids))))
+            else:
+                tally.add(found[name], expected.values[name])
+            row = tally.result(name, kind, last in CHOSEN)
+            if last in CHOSEN and row.cosine >= self.choices:
+                row = replace(row, first_under=None)
+            rows.append(row)
+        return rows
+
+    def _first(self) -> Tensor:
+        source = self.found.source
+        shape = (len(self.token_ids), source.config.hc_mult, source.config.hidden_size)
+        if self.layers.start == 0:
+            return source.embedding(self.token_ids)[:, None].expand(shape)
+        return torch.randn(shape, generator=Generator().manual_seed(self.seed))
+
+
+def streams_into(trace: JoinedTrace, layer: int) -> Tensor:
+    """The streams that entered a layer. Raises ``UserError`` when the trace does not have them."""
+    names = [f"layers.{layer}.attn_hc.streams", f"layers.{layer - 1}.streams"]
+    for name in names:
+        if name in trace.names:
+            return whole_value(trace, name)
+    raise UserError(f"{trace.path}: found neither {names[0]} nor {names[1]}, expected one of them")
+
+
+def whole_value(trace: JoinedTrace, name: str) -> Tensor:
+    """All rows of a value."""
+    return trace.rows(name, 0, trace.shape(name)[0])
+
+
+def kind_of(config: ModelConfig, layer: int) -> str:
+    """SWA, CSA or HCA, and whether its router is hashed."""
+    kind = KIND_OF_RATIO[config.compress_ratios[layer]]
+    return f"{kind} hash" if config.hash_layers[layer] else kind
+
+
+def peak_bytes() -> Mapping[str, int]:
+    """The most memory that the process held so far, by "host" and device."""
+    peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
+    for index in range(torch.cuda.device_count()):
+        peaks[f"cuda:{index}"] = torch.cuda.max_memory_allocated(index)
+    return peaks

@@ -1,0 +1,106 @@
+"""Validation of one layer at a time, for models that do not fit: ``python -m dsv4.validate.layers
+--help``.
+
+Loads a layer, runs it on this engine and on a reference with the same input, compares every named
+value, drops the layer and goes on. The torch ops and transformers read and decode experts one at a
+time. Ends with exit code 1 when a value is under the threshold.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+from dsv4.command.output_file import write_output
+from dsv4.command.program import command, run_program
+from dsv4.measure.provenance import provenance
+from dsv4.validate.against import suffix
+from dsv4.validate.layer_flags import described, make_walk, parse
+from dsv4.validate.layer_walk import LayerResult, peak_bytes
+from dsv4.validate.plot import Point, cosine_svg
+
+_HEAD = f"{'layer':<5} {'kind':<9} {'chunk':>5}  {'streams':<10}  least of all values, choices"
+
+
+def line(result: LayerResult) -> str:
+    """A layer's worst token of the streams, the value with the worst token, the shares of choices,
+    and what is under the threshold.
+    """
+    values = [row for row in result.rows if row.relative_error is not None]
+    shares = [row for row in result.rows if row.relative_error is None]
+    least = min(values, key=lambda row: row.worst_token)
+    streams = next((row for row in values if suffix(row.name) == "streams"), least)
+    found = [f"{suffix(least.name)} {least.worst_token:.8f}"]
+    found += [f"{suffix(row.name)} {row.cosine:.4f}" for row in shares]
+    under = [suffix(row.name) for row in result.rows if not row.passes]
+    mark = f"  under the threshold: {', '.join(under)}" if under else ""
+    place = f"{result.layer:<5} {result.kind:<9} {result.chunk:>5}"
+    return f"{place}  {streams.worst_token:.8f}  {', '.join(found)}{mark}"
+
+
+def records(results: Sequence[LayerResult]) -> list[dict[str, Any]]:
+    """The results as JSON objects."""
+    return [
+        {
+            **result._asdict(),
+            "seconds": round(result.seconds, 1),
+            "rows": [asdict(row) for row in result.rows],
+        }
+        for result in results
+    ]
+
+
+def points(results: Sequence[LayerResult]) -> list[Point]:
+    """A column for every layer and chunk; of choices the share over all tokens."""
+    return [
+        Point(
+            f"layer {result.layer}, {result.chunk}",
+            row.name,
+            result.kind,
+            row.cosine if row.relative_error is None else row.worst_token,
+            row.cosine,
+        )
+        for result in results
+        for row in result.rows
+    ]
+
+
+def gigabytes(peaks: Mapping[str, int]) -> dict[str, float]:
+    """Bytes in GB."""
+    return {name: round(nbytes / 1e9, 2) for name, nbytes in peaks.items()}
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """The command: 1 when a value is under the threshold."""
+    arguments = sys.argv[1:] if argv is None else argv
+    options = parse(arguments, __doc__)
+    results: list[LayerResult] = []
+    with ExitStack() as stack:
+        walk = make_walk(options, stack)
+        for result in walk:
+            if not results:
+                print(_HEAD)
+            results.append(result)
+            print(line(result), flush=True)
+    memory = gigabytes(peak_bytes())
+    print(f"peak memory: {', '.join(f'{name} {size} GB' for name, size in memory.items())}")
+    if options.json is not None:
+        record = {
+            **provenance(" ".join(["python -m dsv4.validate.layers", *arguments])),
+            **described(options),
+            "tokens": len(walk.token_ids),
+            "context": walk.position,
+            "peak_memory_gb": memory,
+            "layers": records(results),
+        }
+        write_output("--json", options.json, json.dumps(record, ensure_ascii=False) + "\n")
+    if options.svg is not None:
+        write_output("--svg", options.svg, cosine_svg(points(results), options.threshold))
+    return 0 if all(row.passes for result in results for row in result.rows) else 1
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,228 @@
+"""Validation layer by layer: the bits of the whole model, faults in their layer, memory, flags."""
+
+import json
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4 import Engine, EngineConfig
+from dsv4.checkpoint import tiny_config, write_synthetic
+from dsv4.checkpoint.layer_weights import StoredLayers
+from dsv4.ops import TORCH
+from dsv4.ops.moe import Mixture
+from dsv4.ops.router import Router
+from dsv4.ops.tables import TORCH_TABLE
+from dsv4.trace.write import write_trace
+from dsv4.validate import layer_flags
+from dsv4.validate.layer_flags import make_walk, parse
+from dsv4.validate.layer_walk import EngineLayers, LayerResult
+from dsv4.validate.layers import main
+from dsv4.validate.one_layer import Given, OneLayer
+from dsv4.weights.on_demand import WeightOnDemand
+from tests.model.tiny import direct
+
+TOKENS = list(range(3, 24))
+CONFIG = EngineConfig(device="cpu", max_context=len(TOKENS), prefill_chunk=8)
+SMALL = tiny_config(hc_sinkhorn_iters=3, n_routed_experts=16)
+LAYERS = 4
+EXPERT_BYTES = 4 * 128 * 64
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layers") / "tiny"
+    write_synthetic(folder, SMALL, "nvfp4-experts", 0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trace_file(model: Path) -> Path:
+    path = model.parent / "trace.safetensors"
+    write_trace(Engine.load(model, CONFIG), TOKENS, path)
+    return path
+
+
+def walk(arguments: Sequence[str]) -> list[LayerResult]:
+    options = parse(["--device", "cpu", *arguments], None)
+    with ExitStack() as stack:
+        return list(make_walk(options, stack))
+
+
+def failing(results: Sequence[LayerResult]) -> list[str]:
+    return [row.name for result in results for row in result.rows if not row.passes]
+
+
+def test_layers_on_their_own_results_are_the_whole_model_bit_for_bit(model: Path) -> None:
+    source = StoredLayers(model)
+    whole = Engine.load(model, CONFIG).trace(TOKENS)
+    side = EngineLayers(source, CONFIG, TORCH_TABLE, [torch.device("cpu")])
+    shape = (len(TOKENS), source.config.hc_mult, source.config.hidden_size)
+    streams_TME = source.embedding(TOKENS)[:, None].expand(shape)
+    for layer in range(LAYERS):
+        values = side.load(layer).run(Given(TOKENS, streams_TME), chunk=8)
+        assert values.keys() == {name for name in whole if name.startswith(f"layers.{layer}.")}
+        for name, value in values.items():
+            assert torch.equal(value, whole[name]), name
+        streams_TME = values[f"layers.{layer}.streams"]
+
+
+def wrong_attention(*given: Any) -> Tensor:
+    return -TORCH.sparse_attention(*given)
+
+
+def wrong_router(x_TE: Tensor, tokens_T: Tensor, router: Router, *given: Any) -> Mixture:
+    return TORCH.moe(x_TE, tokens_T, replace(router, selection=-router.selection), *given)
+
+
+def wrong_indexer(q_TID: Tensor, weight_TI: Tensor, *given: Any) -> Tensor:
+    return TORCH.index_select(q_TID, -weight_TI, *given)
+
+
+def fault_in(monkeypatch: pytest.MonkeyPatch, faulty: int, **ops: Any) -> None:
+    """One layer of this engine has other ops; the reference is as it should be."""
+
+    class Faulty(EngineLayers):
+        def load(self, layer: int) -> OneLayer:
+            loaded = super().load(layer)
+            return (
+                replace(loaded, table=direct(replace(TORCH, **ops))) if layer == faulty else loaded
+            )
+
+    made = iter([EngineLayers, Faulty])
+    monkeypatch.setattr(layer_flags, "EngineLayers", lambda *fields: next(made)(*fields))
+
+
+@pytest.mark.parametrize("read", ["reference", "own", "trace"])
+def test_a_fault_is_found_in_its_layer_only(
+    model: Path, trace_file: Path, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    fault_in(monkeypatch, 1, sparse_attention=wrong_attention)
+    given = str(trace_file) if read == "trace" else read
+    results = walk(["--model", str(model), "--input", given])
+    assert {name.split(".")[1] for name in failing(results)} == {"1"}
+    assert failing(results)[0] == "layers.1.attn.heads"
+
+
+@pytest.mark.parametrize(
+    ("layer", "ops", "value"),
+    [
+        (2, {"moe": wrong_router}, "router.experts"),
+        (1, {"index_select": wrong_indexer}, "indexer.entries"),
+    ],
+)
+def test_wrong_choices_are_found_and_values_behind_them_are_still_compared(
+    model: Path, monkeypatch: pytest.MonkeyPatch, layer: int, ops: dict[str, Any], value: str
+) -> None:
+    fault_in(monkeypatch, layer, **ops)
+    results = walk(["--model", str(model), "--context", "300"])
+    assert failing(results) == [f"layers.{layer}.{value}"]
+    values = {row.name for row in results[layer].rows}
+    assert {f"layers.{layer}.ffn.output", f"layers.{layer}.streams"} <= values
+
+
+def test_decoded_experts_live_one_matrix_at_a_time(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = 0
+    peak = 0
+    read: set[tuple[int | None, int]] = set()
+    decode = WeightOnDemand.dequantize
+
+    def counted(weight: WeightOnDemand) -> Tensor:
+        nonlocal live, peak
+        values = decode(weight)
+        live += values.untyped_storage().nbytes()
+        peak = max(peak, live)
+        read.add((weight.index, id(weight.read)))
+        weakref.finalize(values.untyped_storage(), gone, values.untyped_storage().nbytes())
+        return values
+
+    def gone(nbytes: int) -> None:
+        nonlocal live
+        live -= nbytes
+
+    monkeypatch.setattr(WeightOnDemand, "dequantize", counted)
+    (result,) = walk(["--model", str(model), "--layers", "3", "--tokens", "3"])
+    assert not failing([result])
+    assert EXPERT_BYTES <= peak <= 2 * EXPERT_BYTES
+    assert live == 0
+    chosen = {index for index, _ in read}
+    assert len(chosen) <= 6
+    assert None not in chosen
+
+
+def test_a_trace_stands_for_the_reference_and_for_the_input(
+    model: Path, trace_file: Path, tmp_path: Path
+) -> None:
+    files = ["--input", str(trace_file), "--reference", str(trace_file)]
+    outputs = ["--json", str(tmp_path / "a.json"), "--svg", str(tmp_path / "a.svg")]
+    arguments = ["--device", "cpu", "--model", str(model), "--layers", "1:3", "--chunk", "8"]
+    assert main([*arguments, *files, *outputs]) == 0
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert [layer["layer"] for layer in written["layers"]] == [1, 2]
+    assert {row["worst_token"] for layer in written["layers"] for row in layer["rows"]} == {1.0}
+    assert written["tokens"] == len(TOKENS)
+    assert 0.05 < written["peak_memory_gb"]["host"] < 10
+    assert "layer 1, 8" in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.slow
+def test_every_length_of_a_step_reads_the_same_caches(model: Path) -> None:
+    source = StoredLayers(model)
+    exact = EngineConfig(device="cpu", kv_dtype="bf16", compute_dtype="float32")
+    side = EngineLayers(source, exact, TORCH_TABLE, [torch.device("cpu")])
+    shape = (9, source.config.hc_mult, source.config.hidden_size)
+    given = Given(TOKENS[:9], torch.randn(shape, generator=torch.Generator().manual_seed(1)), 300)
+    for layer in range(LAYERS):
+        name = f"layers.{layer}.streams"
+        one, all_at_once = (side.load(layer).run(given, chunk)[name] for chunk in (1, 9))
+        torch.testing.assert_close(one, all_at_once, rtol=0, atol=1e-4)
+        alone = side.load(layer).run(given._replace(position=0), 9)[name]
+        assert not torch.allclose(alone, all_at_once, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "2:2"], "--layers: found '2:2', expected A:B with 0 ≤ A < B ≤ 4, or A"),
+        (["--layers", "0:5"], "--layers: found '0:5'"),
+        (["--layers", "4"], "--layers: found '4'"),
+        (["--layers", "a"], "--layers: found 'a'"),
+        (["--layers", "-1:2"], "--layers: found '-1:2'"),
+        (["--layers", ""], "--layers: found ''"),
+        (["--tokens", "0"], "--tokens: found '0', expected an integer from 1 to 65536"),
+        (["--chunk", "0"], "--chunk: found '0'"),
+        (["--context", "-1"], "--context: found '-1'"),
+        (["--layout", "native"], "--layout: found without --geometry"),
+        (["--geometry", "v4-pro", "--layout", "int4"], "found 'int4', expected one of"),
+        (["--gpus", "2"], "--gpus: found 2, expected 1 when running on the CPU"),
+        (["--input", "nowhere"], "nowhere: no such file"),
+        (["--swap", "moe"], "--swap: found 'moe'"),
+        (["--reference", "transformers", "--context", "8"], "--context: found with --reference"),
+    ],
+)
+def test_wrong_flags_are_one_line(
+    model: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    place = [] if "--geometry" in arguments else ["--model", str(model)]
+    joined = [f"{arguments[0]}={arguments[1]}", *arguments[2:]]
+    assert main(["--device", "cpu", *place, *joined]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+@pytest.mark.slow
+def test_layers_of_transformers_as_reference() -> None:
+    exact = ["--kv-dtype", "bf16", "--compute-dtype", "float32", "--threshold", "0.9999999"]
+    length = ["--tokens", "140", "--layers", "1:4"]
+    assert main(["--device", "cpu", "--reference", "transformers", *exact, *length]) == 0
