@@ -65,23 +65,23 @@ class Run:
         self._first = first
         self._following = following
         self._reason: FinishReason = "interrupted"
+        self._given = 0
         self._ended = False
 
     def tokens(self) -> Generator[int, None, None]:
         """Yields tokens up to a stop token. Raises ``RuntimeError`` behind ``end``."""
-        given = 0
         for token in chain((self._first,), self._following):
             if token in self._request.stops:
                 self._reason = "stop"
                 return
+            self._given += 1
             yield token
-            given += 1
             if self._ended:
                 raise RuntimeError(
                     "generate: the engine was used for something else since the last token, "
                     "which ended this sequence"
                 )
-        self._reason = "length" if given == self._request.max_new_tokens else "context"
+        self._reason = "length" if self._given == self._request.max_new_tokens else "context"
 
     def end(self) -> None:
         """Takes back the steps that were queued ahead: the engine is wanted for something else."""
@@ -92,4 +92,8 @@ class Run:
         """How it went, once it has ended at ``position``."""
         prompt = len(self._request.token_ids)
         seconds = time.perf_counter() - self._prefilled
-        return RunStats(prompt, self._prefill_seconds, position - prompt, seconds, self._reason)
+        sampler = self._request.sampler
+        logprobs = None if sampler.params.logprobs is None else tuple(sampler.noted[: self._given])
+        return RunStats(
+            prompt, self._prefill_seconds, position - prompt, seconds, self._reason, logprobs
+        )

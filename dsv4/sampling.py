@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import UserError, shorten
+from dsv4.limits import MAX_LOGPROBS
+from dsv4.logprobs import TokenLogprobs, rank_tokens
 from dsv4.ops.sampling import NAN_TOKEN
 
 # Loads that can be on their way before one waits for the first of them.
@@ -25,7 +27,8 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy (lowest id on ties). ``top_p`` in (0, 1], ``min_p`` in [0, 1].
     ``seed`` None draws a fresh one. ``top_k`` most likely tokens are left before top-p, 0: all.
-    Raises ``UserError`` for values out of range.
+    ``logprobs`` changes no token: with every one its log-probability and this many most likely ones
+    are noted, for ``RunStats.logprobs``. Raises ``UserError`` for values out of range.
     """
 
     temperature: float = 1.0
@@ -33,6 +36,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     top_k: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._check(
@@ -40,6 +44,12 @@ class SamplingParams:
         )
         self._check("top_p", lambda v: 0 < v <= 1, "a number above 0 up to 1")
         self._check("min_p", lambda v: 0 <= v <= 1, "a number from 0 to 1")
+        if self.logprobs is not None:
+            self._check(
+                "logprobs",
+                lambda v: isinstance(v, int) and 0 <= v <= MAX_LOGPROBS,
+                f"an integer from 0 to {MAX_LOGPROBS}",
+            )
         self._check("top_k", lambda v: isinstance(v, int) and v >= 0, "an integer, 0 or more")
         if self.seed is not None:
             self._check(
@@ -56,7 +66,10 @@ class SamplingParams:
 
 
 class Sampler:
-    """How one sequence's tokens are chosen: the parameters with their seed.
+    """How one sequence's tokens are chosen: the parameters with their seed, and what is noted of
+    every choice.
+
+    ``noted``: with ``SamplingParams.logprobs`` one entry for every token that the host has read.
 
     The noise of a draw depends on the seed, the position and the token id only.
     """
@@ -67,6 +80,13 @@ class Sampler:
             raise UserError(f"sampling: found {shorten(params)}, expected SamplingParams(...)")
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.noted: list[TokenLogprobs] = []
+
+    def note(self, logits_V: Tensor, token: Tensor) -> None:
+        """Waits for the device and notes the choice of ``token``, if choices are noted."""
+        count = self.params.logprobs
+        if count is not None:
+            self.noted.append(TokenLogprobs.of(*rank_tokens(logits_V, token, count)))
 
     @property
     def key(self) -> tuple[SamplingParams, int]:

@@ -116,7 +116,9 @@ class DirectSteps:
         position_1 = self.state.positions_1[self.model.head_device]
         with self._head_part("sample") as ops:
             token = ops.sample_token(logits_V, settings.settings_4, settings.seed_1, position_1)
-        return checked_token(int(token), self.state.position)
+        chosen = checked_token(int(token), self.state.position)
+        sampler.note(logits_V, token)
+        return chosen
 
     def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:
         """The token behind a prompt whose last hidden state is the last row."""

@@ -144,7 +144,9 @@ class RecordedSteps:
         self.sampler.load(sampler)
         step = self._run_logits(hidden_TE[-1:])
         step.sample(self.observer)
-        return checked_token(int(step.token), self.state.position)
+        token = checked_token(int(step.token), self.state.position)
+        sampler.note(step.logits_TV[-1], step.token)
+        return token
 
     def following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
         """Yields the tokens behind ``token``, one step each, sampled on the device."""

@@ -18,6 +18,7 @@ PER_STEP = (
     "dsv4/parallel/hand_off.py",
     "dsv4/launch/program.py",
     "dsv4/sampling.py",
+    "dsv4/logprobs.py",
     "dsv4/caches/state.py",
 )
 WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "equal", "empty_cache"}
@@ -58,6 +59,9 @@ MEANT = {
     Place(
         "dsv4/step/token_loop.py", "TokenRing.read", "synchronize"
     ): "the caller asks for a token; later steps are queued",
+    Place(
+        "dsv4/logprobs.py", "TokenLogprobs.of", "tolist"
+    ): "asked for by the caller; in the token loop the copies to the host are done",
     Place(
         "dsv4/sampling.py", "SamplerState.load", "synchronize"
     ): "once per sequence, for the copy of four loads ago",

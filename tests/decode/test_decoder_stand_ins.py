@@ -52,7 +52,6 @@ def decoder_on(world: World, monkeypatch: pytest.MonkeyPatch) -> CUDAGraphDecode
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(cuda_graph_decoder, "CapturedStep", captured)
     world.step.tokens = 1
-    world.step.logits_TV = torch.zeros(1, 5)
     ring = SimpleNamespace(mark=world.mark, read=world.read)
     steps: Any = SimpleNamespace(
         state=world.state,

@@ -34,6 +34,8 @@ class World:
         self.feed = SimpleNamespace(put=self.put, pass_on=lambda: self.log.append("pass on"))
         self.sampler = SimpleNamespace(load=lambda sampler: self.log.append("sampler"))
         self.step = SimpleNamespace(feed=self.feed, run=self.run, sample=self.sample)
+        self.step.logits_TV = torch.zeros(1, 200)
+        self.step.token = torch.tensor(0)
 
     def put(self, ids: list[int]) -> None:
         (self.input,) = ids
@@ -48,6 +50,9 @@ class World:
         self.input += 1
         position = self.state.position
         self.ring[position % RING_TOKENS] = NAN_TOKEN if position == self.nan_at else self.input
+        # The next step writes over both.
+        self.step.logits_TV.zero_()[0, self.input] = float(position)
+        self.step.token.fill_(self.input)
 
     def mark(self, position: int) -> None:
         self.marked.append(position)
@@ -116,3 +121,15 @@ def test_others_may_queue_the_step() -> None:
     assert list(tokens) == [8, 9, 10]
     assert queued == ["run", "sample"] * 3
     assert "run" not in world.log
+
+
+def test_every_token_comes_with_its_own_log_probabilities() -> None:
+    """Though the host is behind, and the logits are overwritten by the steps ahead of it."""
+    world = World()
+    sampler = Sampler(SamplingParams(temperature=0, logprobs=2))
+    tokens = list(world.loop().generate(7, sampler, 40))
+    assert [noted.token_id for noted in sampler.noted] == tokens == list(range(8, 48))
+    for place, noted in enumerate(sampler.noted, START + 1):
+        (first, logprob), (second, other) = noted.top
+        assert (first, logprob, second) == (noted.token_id, noted.logprob, 0)
+        assert logprob - other == pytest.approx(place, rel=1e-5)
