@@ -66,7 +66,7 @@ def generate(job: Job, outcome: Outcome) -> None:
     show_bars = sys.stderr.isatty() and not (arguments.quiet or arguments.verbose)
     engine = load(job, outcome, show_bars)
 
-    text = TokenText(job.tokenizer)
+    text = TokenText(job.tokenizer, arguments.stop)
     printer = make_printer(sys.stdout, job.prompt.thinking_mode, job.prompt.tools)
     stops = frozenset() if arguments.ignore_eos else job.eos_token_ids
     try:
@@ -82,11 +82,15 @@ def generate(job: Job, outcome: Outcome) -> None:
                     outcome.token_ids.append(token)
                     if token not in job.eos_token_ids:
                         printer.feed(text.push(token))
+                    outcome.stop_string = text.stop_string
+                    if text.stop_string is not None:
+                        break
         assert engine.last_run is not None
-        outcome.finish_reason = engine.last_run.finish_reason
+        stopped = outcome.stop_string is not None
+        outcome.finish_reason = "stop" if stopped else engine.last_run.finish_reason
     finally:
         printer.feed(text.finish())
-        printer.finish(outcome.finish_reason == "stop")
+        printer.finish(outcome.complete)
 
 
 def run(arguments: argparse.Namespace) -> int:

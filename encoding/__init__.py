@@ -18,6 +18,7 @@ from .completion import (
 from .control_tokens import EOS, neutralize
 from .deepseek_v4_encoding import encode_messages, parse_message_from_completion_text
 from .reasoning_effort import detect_profile, fold_reasoning_effort
+from .stop_strings import StopStrings
 from .streaming_parser import StreamingParser
 from .tokenizer import IncrementalDecoder, Tokenizer
 from .tolerant_parser import parse_completion
@@ -29,6 +30,7 @@ __all__ = [
     "Event",
     "IncrementalDecoder",
     "ReasoningDelta",
+    "StopStrings",
     "StreamingParser",
     "Tokenizer",
     "ToolCallArguments",

@@ -36,6 +36,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     if arguments.gpu_memory is not None and not arguments.plan:
         raise UserError("--gpu-memory: found without --plan, expected both")
+    if arguments.logprobs is not None and arguments.json is None:
+        raise UserError("--logprobs: found without --json, expected both")
     if arguments.verbose and arguments.quiet:
         raise UserError("--verbose: found together with --quiet, expected one of them")
     if arguments.json is not None:

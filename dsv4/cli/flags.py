@@ -7,6 +7,7 @@ from pathlib import Path
 import dsv4
 from dsv4.command.flags import OneLineParser, integer, number
 from dsv4.demo import CHECKPOINT
+from dsv4.limits import MAX_LOGPROBS
 
 DEFAULT_PROMPT = "What is the capital of France?"
 DEFAULT_MAX_TOKENS = 512
@@ -83,6 +84,13 @@ def add_prompt_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def stop_string(text: str) -> str:
+    """A flag type: a string with characters."""
+    if not text:
+        raise argparse.ArgumentTypeError("found an empty string, expected some characters")
+    return text
+
+
 def add_sampling_flags(group: argparse._ArgumentGroup) -> None:
     """How tokens are chosen; what is not given comes from generation_config.json."""
     group.add_argument(
@@ -122,6 +130,15 @@ def add_sampling_flags(group: argparse._ArgumentGroup) -> None:
         type=integer(0, 2**63 - 1),
         metavar="N",
         help="makes sampling repeatable (default: drawn, and recorded by --json)",
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        type=stop_string,
+        metavar="STRING",
+        help="end before this string, also across tokens; may be given several times "
+        "(default: none)",
     )
     group.add_argument(
         "--ignore-eos", action="store_true", help="go on after the end-of-sequence token"
@@ -227,6 +244,13 @@ def add_output_flags(group: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="FILE",
         help="write texts, token ids, timings and configuration; - is stdout, after the text "
+        "(default: none)",
+    )
+    group.add_argument(
+        "--logprobs",
+        type=integer(0, MAX_LOGPROBS),
+        metavar="N",
+        help="with --json: the log-probability of every token and of the N most likely ones "
         "(default: none)",
     )
     group.add_argument(

@@ -42,6 +42,7 @@ def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> 
         top_p=choose(arguments.top_p, defaults.get("top_p"), 1.0, "top_p"),
         min_p=choose(arguments.min_p, defaults.get("min_p"), 0.0, "min_p"),
         seed=secrets.randbits(_SEED_BITS) if arguments.seed is None else arguments.seed,
+        logprobs=arguments.logprobs,
         top_k=top_k(arguments.top_k, defaults.get("top_k")),
     )
 

@@ -40,9 +40,15 @@ class Outcome:
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = "interrupted"
+    stop_string: str | None = None
     load_seconds: float = 0.0
     engine: Engine | None = None
     profile: OpProfile | GraphProfile | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the model ended by itself: nothing is cut off."""
+        return self.finish_reason == "stop" and self.stop_string is None
 
 
 def check_model_folder(folder: Path) -> None:

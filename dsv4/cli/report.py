@@ -13,6 +13,7 @@ from dsv4.cli.job import Job, Outcome
 from dsv4.cli.stream import parse_message, text_of
 from dsv4.command.output_file import write_output
 from dsv4.command.streams import say
+from dsv4.encoding import Tokenizer
 from dsv4.engine import Engine
 from dsv4.measure.provenance import provenance
 from dsv4.parallel.devices import table_name
@@ -40,18 +41,19 @@ def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, 
     prompt = job.prompt
     engine = outcome.engine
     arguments = vars(job.arguments)
-    text = text_of(
-        job.tokenizer, (token for token in outcome.token_ids if token not in job.eos_token_ids)
-    )
-    stopped = outcome.finish_reason == "stop"
+    stats = None if engine is None else engine.last_run
+    shown = [token for token in outcome.token_ids if token not in job.eos_token_ids]
+    text = text_of(job.tokenizer, shown, job.arguments.stop)
     return {
         "prompt": {"text": prompt.text, "token_ids": prompt.token_ids},
         "completion": {
             "text": text,
-            "message": parse_message(text, stopped, prompt.thinking_mode, prompt.tools),
+            "message": parse_message(text, outcome.complete, prompt.thinking_mode, prompt.tools),
             "token_ids": outcome.token_ids,
+            "logprobs": describe_logprobs(job.tokenizer, stats),
         },
         "finish_reason": outcome.finish_reason,
+        "stop_string": outcome.stop_string,
         "timing": measured,
         "cuda_graph": graph_mode(engine),
         "profile": None if outcome.profile is None else outcome.profile.record(),
@@ -69,6 +71,21 @@ def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, 
         "ops": None if engine is None else table_name(engine.engine_config, engine.devices),
         "provenance": provenance(shlex.join(sys.argv)),
     }
+
+
+def describe_logprobs(tokenizer: Tokenizer, stats: RunStats | None) -> list[dict[str, Any]] | None:
+    """Log-probabilities with the texts of their tokens, None where none were asked for."""
+    if stats is None or stats.logprobs is None:
+        return None
+
+    def described(token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token_id": token_id, "text": text_of(tokenizer, [token_id]), "logprob": logprob}
+
+    found = []
+    for chosen in stats.logprobs:
+        top = [described(*one) for one in chosen.top]
+        found.append({**described(chosen.token_id, chosen.logprob), "top": top})
+    return found
 
 
 def device_names(engine: Engine) -> list[str]:

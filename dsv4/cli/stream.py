@@ -10,6 +10,7 @@ from dsv4.encoding import (
     Event,
     IncrementalDecoder,
     ReasoningDelta,
+    StopStrings,
     StreamingParser,
     Tokenizer,
     ToolCallEnd,
@@ -26,27 +27,34 @@ CONTROL_CHARACTERS = {
 
 
 class TokenText:
-    """Text of a growing list of tokens; an id beyond the tokenizer's vocabulary becomes U+FFFD."""
+    """Text of a growing list of tokens up to the first of ``stops``; an id beyond the tokenizer's
+    vocabulary becomes U+FFFD.
+    """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = ()) -> None:
         self._decoder = IncrementalDecoder(tokenizer)
+        self._stops = StopStrings(stops)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The string that has ended the text."""
+        return self._stops.found
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """The characters that this token completes, and none that may belong to a stop string."""
         try:
-            return self._decoder.push(token_id)
+            return self._stops.push(self._decoder.push(token_id))
         except ValueError:
-            return self._decoder.flush() + UNKNOWN_TOKEN
+            return self._stops.push(self._decoder.flush() + UNKNOWN_TOKEN)
 
     def finish(self) -> str:
-        """U+FFFD for an unfinished character, else nothing."""
-        return self._decoder.flush()
+        """What was held back, U+FFFD for an unfinished character."""
+        return self._stops.push(self._decoder.flush()) + self._stops.finish()
 
 
-def text_of(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
-    """The text of all of ``token_ids``."""
-    text = TokenText(tokenizer)
+def text_of(tokenizer: Tokenizer, token_ids: Iterable[int], stops: Iterable[str] = ()) -> str:
+    """The text of all of ``token_ids``, up to the first of ``stops``."""
+    text = TokenText(tokenizer, stops)
     return "".join(map(text.push, token_ids)) + text.finish()
 
 

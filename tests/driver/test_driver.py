@@ -64,6 +64,7 @@ def test_json_report_holds_the_whole_run(drive: Drive, checkpoint: Path, tmp_pat
         "min_p": 0.0,
         "seed": 1,
         "top_k": 0,
+        "logprobs": None,
     }
     assert report["devices"]
     assert report["ops"] in ("torch", "cuda")

@@ -1,0 +1,60 @@
+"""``--stop`` and ``--logprobs``: where the text ends, and how likely its tokens were."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from dsv4.demo import CHECKPOINT
+from dsv4.encoding import Tokenizer
+from tests.driver.conftest import read_json
+from tests.driver.drive import Drive
+
+DEMO = ("--model", CHECKPOINT, "--prompt", "What is 29 + 27?", "--thinking", "on")
+GREEDY = (*DEMO, "--temperature", 0, "--device", "cpu")
+
+
+@pytest.mark.slow
+def test_a_stop_string_across_tokens_ends_text_and_run(drive: Drive, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    free = drive(*GREEDY, "--json", path)
+    assert free.out == "<think>\n29 + 27 = 56.\n</think>\n56\n"
+    every = read_json(path)["completion"]["token_ids"]
+    result = drive(*GREEDY, "--stop", "nothing", "--stop", "27 = 5", "--json", path)
+    assert (result.code, result.out) == (0, "<think>\n29 + \n</think>\n")
+    report = read_json(path)
+    completion = report["completion"]
+    assert (report["finish_reason"], report["stop_string"]) == ("stop", "27 = 5")
+    assert completion["text"] == "29 + "
+    assert completion["message"]["reasoning_content"] == "29 + "
+    taken = len(completion["token_ids"])
+    assert completion["token_ids"] == every[:taken]
+    assert Tokenizer(CHECKPOINT).decode(every[:taken]) == "29 + 27 = 5"
+
+
+@pytest.mark.slow
+def test_what_only_looks_like_a_stop_string_is_shown(drive: Drive) -> None:
+    result = drive(*GREEDY, "--stop", "56!", "--stop", "56</think>")
+    assert result.out == "<think>\n29 + 27 = 56.\n</think>\n56\n"
+
+
+def test_log_probabilities_of_every_token(drive: Drive, checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    drive("--max-tokens", 3, "--ignore-eos", "--seed", 1, "--logprobs", 2, "--json", path)
+    completion = read_json(path)["completion"]
+    logprobs = completion["logprobs"]
+    assert [entry["token_id"] for entry in logprobs] == completion["token_ids"]
+    for entry in logprobs:
+        first, second = entry["top"]
+        assert 0 >= first["logprob"] >= second["logprob"] > -math.inf
+        assert entry["logprob"] <= first["logprob"]
+        for one in (entry, first, second):
+            assert one["text"] == Tokenizer(checkpoint).decode([one["token_id"]])
+    drive("--max-tokens", 1, "--json", path)
+    assert read_json(path)["completion"]["logprobs"] is None
+
+
+def test_wrong_values(drive: Drive) -> None:
+    drive("--stop", "").assert_user_error("--stop", "empty")
+    drive("--logprobs", 3).assert_user_error("--logprobs", "--json")
+    drive("--logprobs", 1001, "--json", "x.json").assert_user_error("--logprobs", "to 1000")

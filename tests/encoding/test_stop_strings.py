@@ -1,0 +1,76 @@
+"""Stop strings: found across pieces, and nothing of them is let out."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoding import StopStrings
+
+
+def shown(pieces: list[str], *stops: str) -> tuple[str, str | None]:
+    """The text that comes out, and the string that ended it."""
+    text = StopStrings(stops)
+    return "".join([*map(text.push, pieces), text.finish()]), text.found
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("one two three", ("two",), ("one ", "two")),
+        ("one two three", ("four",), ("one two three", None)),
+        ("one two", (), ("one two", None)),
+        ("two one", ("two",), ("", "two")),
+        ("aaab", ("aab",), ("a", "aab")),
+        ("abcabd", ("abd",), ("abc", "abd")),
+        ("ab", ("abc",), ("ab", None)),
+        ("xabcd", ("bc", "abcd"), ("xa", "bc")),
+        ("xabc", ("c", "bc", "abc"), ("x", "abc")),
+        ("a\n\nb\n\n", ("\n\n",), ("a", "\n\n")),
+        ("Grüße 漢字!", ("漢字",), ("Grüße ", "漢字")),
+    ],
+)
+def test_every_split_of_the_text_gives_the_same(
+    text: str, stops: tuple[str, ...], expected: tuple[str, str | None]
+) -> None:
+    for cuts in itertools.combinations_with_replacement(range(len(text) + 1), 2):
+        first, second = cuts
+        pieces = [text[:first], text[first:second], text[second:]]
+        assert shown(pieces, *stops) == expected
+    assert shown(list(text), *stops) == expected
+
+
+def test_a_possible_beginning_is_held_back_and_then_let_out() -> None:
+    text = StopStrings(["END."])
+    assert [text.push(piece) for piece in ("an E", "N", "D", "!", "EN")] == [
+        "an ",
+        "",
+        "",
+        "END!",
+        "",
+    ]
+    assert (text.finish(), text.found) == ("EN", None)
+
+
+def test_nothing_comes_behind_a_stop_string() -> None:
+    text = StopStrings(["b"])
+    assert [text.push("abc"), text.push("abc"), text.finish()] == ["a", "", ""]
+
+
+def test_an_empty_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty stop string"):
+        StopStrings(["a", ""])
+
+
+letters = st.text("ab", max_size=12)
+
+
+@given(st.lists(letters, max_size=6), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_any_pieces_give_what_the_whole_text_gives(pieces: list[str], stops: list[str]) -> None:
+    whole = "".join(pieces)
+    found, stop = shown(pieces, *stops)
+    assert (found, stop) == shown([whole], *stops)
+    assert whole.startswith(found)
+    assert not any(one in found for one in stops)
+    assert (stop is None) == (not any(one in whole for one in stops))
