@@ -9,6 +9,7 @@ appears only when it is complete. Matrices that are in the wanted format already
 import argparse
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters, 
 from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
 from dsv4.command.flags import OneLineParser
 from dsv4.command.program import command, run_program
+from dsv4.command.progress import GIGABYTES, ProgressBar
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.model_files import resolve_inside
@@ -201,13 +203,15 @@ def main(arguments: list[str] | None = None) -> int:
         help="bytes, or 500MB, 5GB (default)",
     )
     options = parser.parse_args(arguments)
-    export(
-        options.source,
-        options.destination,
-        options.format,
-        Dialect(options.names),
-        options.shard_size,
-    )
+    with ProgressBar("export", GIGABYTES, sys.stderr, sys.stderr.isatty()) as bar:
+        export(
+            options.source,
+            options.destination,
+            options.format,
+            Dialect(options.names),
+            options.shard_size,
+            bar,
+        )
     return 0
 
 

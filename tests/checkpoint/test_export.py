@@ -2,6 +2,7 @@
 never half written.
 """
 
+import io
 import json
 import subprocess
 import sys
@@ -178,6 +179,17 @@ def test_command_line(bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
+
+
+def test_command_line_draws_a_bar_on_a_terminal_alone(
+    bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, is_terminal in (("a", True), ("b", False)):
+        stderr = io.StringIO()
+        monkeypatch.setattr(stderr, "isatty", lambda found=is_terminal: found)
+        monkeypatch.setattr("sys.stderr", stderr)
+        assert main([str(bf16), str(tmp_path / name), "--format", "bf16"]) == 0
+        assert ("export" in stderr.getvalue()) == is_terminal
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "5XB", "", "1e9"])
