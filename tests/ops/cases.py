@@ -25,6 +25,11 @@ VECTORS: dict[str, Any] = json.loads(
 HEAD_DIM = 512
 ROPE_DIM = 64
 WINDOW = 128
+# What float32 arithmetic of the torch ops may add, relative to the largest value, in products and
+# element by element. Found: 5.2e-7 and 1.0e-7. And what that of kernels may.
+SUMMED = 1.5e-6
+ELEMENTWISE = 3e-7
+KERNELS = 2e-6
 EPS = 1e-6
 # Equal to EPS in the published models; here an exchange of the two shows.
 HC_EPS = 1e-4
@@ -152,13 +157,21 @@ def exact_sylvester(width: int) -> Tensor:
     return torch.tensor(signs, dtype=torch.float64)
 
 
-def assert_rounded_once(actual: Tensor, exact: Tensor, slack: float = 2e-6) -> None:
+def by_device(torch_ops: float, kernels: float) -> float:
+    """A bound of the op table whose device is the default one: kernels add in another order and
+    have exponentials of their own.
+    """
+    return torch_ops if torch.get_default_device().type == "cpu" else kernels
+
+
+def assert_rounded_once(actual: Tensor, exact: Tensor, slack: float = SUMMED) -> None:
     """Every element is the exact float64 value after one rounding to the dtype of ``actual``.
 
     ``slack`` is what float32 arithmetic may add before that rounding, relative to the largest
-    element.
+    element; kernels may add 2e-6.
     """
     assert actual.shape == exact.shape
+    slack = max(slack, KERNELS) if actual.is_cuda else slack
     error = (actual.double() - exact).abs()
     half_ulp = torch.finfo(actual.dtype).eps / 2
     allowed = half_ulp * exact.abs() + slack * exact.abs().amax()

@@ -204,7 +204,7 @@ def test_spec11_a03_logits_are_scaled_by_the_head_dimension_alone(ops: Ops) -> N
         q_THD, keys, None, torch.tensor([NO_SINK]), positions(1), torch.zeros(32)
     )[0, 0]
     assert math.log(float(out[449] / out[448])) == pytest.approx(
-        448 * 0.1 / math.sqrt(512), rel=1e-5
+        448 * 0.1 / math.sqrt(512), rel=6e-7
     )
 
 
@@ -284,4 +284,4 @@ def test_large_logits_do_not_overflow(ops: Ops) -> None:
         q_THD, keys, None, torch.tensor([-50.0, 50.0]), positions(150), inv_freq(0)
     )
     exact = exact_attention(q_THD[0], keys, None, torch.tensor([-50.0, 50.0]), 150, inv_freq(0))
-    assert_near(out[0], exact, 4e-6)  # found: 1.3e-6
+    assert_near(out[0], exact, 4e-6)  # found: 1.3e-6, on some CPUs less

@@ -77,7 +77,7 @@ def exact_expert(x: Tensor, matrices: list[Tensor], weight: float) -> Tensor:
 @pytest.mark.parametrize(
     "format", [QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.BF16], ids=lambda f: f.value
 )
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1.5e-6), (torch.bfloat16, 4e-3)])
 def test_sum_of_selected_experts_and_the_shared_one(
     ops: OpsUnderTest, format: QuantFormat, dtype: torch.dtype, bound: float
 ) -> None:
@@ -142,7 +142,7 @@ def test_gate_is_not_clamped_from_below_and_silu_times_up_not_at_all(
     ops: OpsUnderTest, shared: bool
 ) -> None:
     found = clamped_pairs(ops, [-12.0, 9.0], [1.0, 9.0], shared)
-    assert found == pytest.approx([-12 / (1 + math.exp(12)), 81 / (1 + math.exp(-9))], rel=1e-5)
+    assert found == pytest.approx([-12 / (1 + math.exp(12)), 81 / (1 + math.exp(-9))])
 
 
 def test_routing_weight_multiplies_before_the_rounding(ops: OpsUnderTest) -> None:
