@@ -38,6 +38,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest, backend: str) -> torch.dtype:
+    """The dtype of activations and plain rows, of those that the op table takes."""
+    if backend == "cuda" and request.param == torch.float32:
+        pytest.skip("the CUDA ops compute in bfloat16")
+    return request.param
+
+
 @pytest.fixture
 def ops(backend: str) -> OpsUnderTest:
     """An op table."""

@@ -26,6 +26,8 @@ NO_SINK = -1e9
 # Largest error over the largest value: float32 arithmetic, and two roundings to bfloat16 (before
 # and after rotation). Found: 7.8e-7 and 4.9e-3.
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+# Relative, of one value: found 6e-8, and half a unit in the last place.
+ONE_ROUNDING = {torch.float32: 2e-7, torch.bfloat16: 2**-8}
 
 
 def row_cache(rows_SD: Tensor, format: RowFormat = RowFormat.PLAIN) -> RowCache:
@@ -140,21 +142,28 @@ def test_published_sink_softmax(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("sink", [-200.0, -3.0, 0.0, 3.0, 200.0])
-def test_sink_is_in_the_denominator_only_and_not_scaled(ops: Ops, sink: float) -> None:
+def test_sink_is_in_the_denominator_only_and_not_scaled(
+    ops: Ops, dtype: torch.dtype, sink: float
+) -> None:
     """With q = 0 every key has weight 1 / (keys + exp(sink)), at any size of the sink."""
     rows_SD = torch.zeros(160, HEAD_DIM)
     rows_SD[:, 0] = 1.0
     keys = KeySet(row_cache(rows_SD), None, 0, WINDOW)
     out = ops.sparse_attention(
-        torch.zeros(1, 1, HEAD_DIM), keys, None, torch.tensor([sink]), positions(9), inv_freq(0)
+        torch.zeros(1, 1, HEAD_DIM, dtype=dtype),
+        keys,
+        None,
+        torch.tensor([sink]),
+        positions(9),
+        inv_freq(0),
     )
     exact = 10 / (10 + math.exp(sink))
-    assert float(out[0, 0, 0]) == pytest.approx(exact, rel=1e-6, abs=1e-30)
+    assert float(out[0, 0, 0]) == pytest.approx(exact, rel=ONE_ROUNDING[dtype], abs=1e-30)
 
 
 @pytest.mark.parametrize("position", [0, 3, 125, 126, 127, 200, 700])
 def test_window_is_128_tokens_with_itself_and_entries_that_overlap_it_count_again(
-    ops: Ops, position: int
+    ops: Ops, dtype: torch.dtype, position: int
 ) -> None:
     ring = torch.zeros(160, HEAD_DIM)
     entry = torch.zeros(8, HEAD_DIM)
@@ -163,13 +172,19 @@ def test_window_is_128_tokens_with_itself_and_entries_that_overlap_it_count_agai
     keys = KeySet(row_cache(ring), row_cache(entry), 128, WINDOW)
     position_T = position + torch.arange(3)
     out = ops.sparse_attention(
-        torch.zeros(3, 1, HEAD_DIM), keys, None, torch.tensor([NO_SINK]), position_T, inv_freq(128)
+        torch.zeros(3, 1, HEAD_DIM, dtype=dtype),
+        keys,
+        None,
+        torch.tensor([NO_SINK]),
+        position_T,
+        inv_freq(128),
     )
+    rel = ONE_ROUNDING[dtype]
     for t in range(3):
         window = min(position + t + 1, 128)
         entries = (position + t + 1) // 128
-        assert float(out[t, 0, 0]) == pytest.approx(window / (window + entries))
-        assert float(out[t, 0, 1]) == pytest.approx(entries / (window + entries))
+        assert float(out[t, 0, 0]) == pytest.approx(window / (window + entries), rel=rel)
+        assert float(out[t, 0, 1]) == pytest.approx(entries / (window + entries), rel=rel)
 
 
 @pytest.mark.parametrize("position", [1, 77, 100_000])
@@ -212,9 +227,9 @@ def test_spec11_a03_logits_are_scaled_by_the_head_dimension_alone(ops: Ops) -> N
 @pytest.mark.parametrize("position", [2, 140, 300])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_slots_that_hold_no_visible_key_may_hold_anything(
-    ops: Ops, ratio: int, position: int, poison: float
+    ops: Ops, dtype: torch.dtype, ratio: int, position: int, poison: float
 ) -> None:
-    q_THD = normal(1, 2, HEAD_DIM, seed=10)
+    q_THD = normal(1, 2, HEAD_DIM, seed=10, dtype=dtype)
     sink_H = normal(2, seed=11)
     selected_TK = torch.tensor([[0, -1, 2, -1]]) if ratio == 4 and position > 11 else None
     if ratio == 4 and selected_TK is None:
@@ -263,11 +278,11 @@ def test_tokens_together_give_what_each_gives_alone(
 
 
 @pytest.mark.parametrize("ratio", [0, 128])
-def test_caches_are_left_as_they_are(ops: Ops, ratio: int) -> None:
+def test_caches_are_left_as_they_are(ops: Ops, dtype: torch.dtype, ratio: int) -> None:
     keys = random_keys(ratio)
     before = keys.ring.data.clone()
     ops.sparse_attention(
-        normal(2, 2, HEAD_DIM, seed=15),
+        normal(2, 2, HEAD_DIM, seed=15, dtype=dtype),
         keys,
         None,
         torch.zeros(2),
@@ -275,13 +290,3 @@ def test_caches_are_left_as_they_are(ops: Ops, ratio: int) -> None:
         inv_freq(ratio),
     )
     assert torch.equal(keys.ring.data, before)
-
-
-def test_large_logits_do_not_overflow(ops: Ops) -> None:
-    keys = random_keys(0)
-    q_THD = normal(1, 2, HEAD_DIM, seed=16, scale=1e4)
-    out = ops.sparse_attention(
-        q_THD, keys, None, torch.tensor([-50.0, 50.0]), positions(150), inv_freq(0)
-    )
-    exact = exact_attention(q_THD[0], keys, None, torch.tensor([-50.0, 50.0]), 150, inv_freq(0))
-    assert_near(out[0], exact, 4e-6)  # found: 1.3e-6, on some CPUs less

@@ -54,13 +54,13 @@ def entries(selected_K: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("topk", [1, 5, 64])
-def test_selects_the_best_visible_entries(ops: Ops, topk: int) -> None:
+def test_selects_the_best_visible_entries(ops: Ops, dtype: torch.dtype, topk: int) -> None:
     """Whole numbers make the scores exact, with negative weights and many ties."""
-    q_TID = integers(-2, 2, len(POSITIONS), 4, WIDTH, seed=1)
+    q_TID = integers(-2, 2, len(POSITIONS), 4, WIDTH, seed=1, dtype=dtype)
     weight_TI = integers(-3, 3, len(POSITIONS), 4, seed=2)
     rows_SD = integers(-1, 1, 8, WIDTH, seed=3).repeat(5, 1)
     selected_TK = ops.index_select(
-        q_TID, weight_TI, 1.0, key_cache(rows_SD), positions(*POSITIONS), topk
+        q_TID, weight_TI, 1.0, key_cache(rows_SD, dtype=dtype), positions(*POSITIONS), topk
     )
     assert selected_TK.dtype == torch.int64
     assert selected_TK.shape == (len(POSITIONS), min(topk, 40))
@@ -73,13 +73,13 @@ def test_selects_the_best_visible_entries(ops: Ops, topk: int) -> None:
 
 @pytest.mark.parametrize("position", range(20))
 def test_an_entry_is_visible_to_the_token_that_completes_its_window(
-    ops: Ops, position: int
+    ops: Ops, dtype: torch.dtype, position: int
 ) -> None:
     selected_TK = ops.index_select(
-        normal(1, 2, WIDTH, seed=4),
+        normal(1, 2, WIDTH, seed=4, dtype=dtype),
         normal(1, 2, seed=5),
         1.0,
-        key_cache(normal(6, WIDTH, seed=6)),
+        key_cache(normal(6, WIDTH, seed=6), dtype=dtype),
         positions(position),
         6,
     )
@@ -87,13 +87,13 @@ def test_an_entry_is_visible_to_the_token_that_completes_its_window(
     assert int((selected_TK == -1).sum()) == 6 - (position + 1) // 4
 
 
-def test_slots_without_an_entry_may_hold_anything(ops: Ops) -> None:
+def test_slots_without_an_entry_may_hold_anything(ops: Ops, dtype: torch.dtype) -> None:
     rows_SD = normal(10, WIDTH, seed=7)
     poisoned_SD = rows_SD.clone()
     poisoned_SD[4:] = torch.nan
-    arguments = normal(1, 2, WIDTH, seed=8), normal(1, 2, seed=9), 1.0
+    arguments = normal(1, 2, WIDTH, seed=8, dtype=dtype), normal(1, 2, seed=9), 1.0
     clean, poisoned = (
-        ops.index_select(*arguments, key_cache(rows), positions(17), 3)
+        ops.index_select(*arguments, key_cache(rows, dtype=dtype), positions(17), 3)
         for rows in (rows_SD, poisoned_SD)
     )
     assert set(entries(poisoned[0])) == set(entries(clean[0]))
@@ -145,11 +145,11 @@ def test_scores_are_not_rounded(ops: Ops, what: str) -> None:
     assert selected_TK.tolist() == [[1]]
 
 
-def one_hot_case(products: list[list[float]]) -> tuple[Tensor, RowCache]:
+def one_hot_case(products: list[list[float]], dtype: torch.dtype) -> tuple[Tensor, RowCache]:
     """Queries (two unit heads) and keys whose products are as given: ``products[entry][head]``."""
     rows_SD = torch.zeros(len(products), WIDTH)
     rows_SD[:, :2] = torch.tensor(products)
-    return torch.eye(2, WIDTH)[None], key_cache(rows_SD)
+    return torch.eye(2, WIDTH, dtype=dtype)[None], key_cache(rows_SD, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,13 @@ def one_hot_case(products: list[list[float]]) -> tuple[Tensor, RowCache]:
     ids=["without_relu_or_after_the_sum", "relu_after_weighting", "negative_scores_are_kept"],
 )
 def test_spec11_c18_relu_is_per_head_before_weighting(
-    ops: Ops, products: list[list[float]], weights: list[float], winner: int
+    ops: Ops,
+    dtype: torch.dtype,
+    products: list[list[float]],
+    weights: list[float],
+    winner: int,
 ) -> None:
-    q_TID, keys = one_hot_case(products)
+    q_TID, keys = one_hot_case(products, dtype)
     selected_TK = ops.index_select(q_TID, torch.tensor([weights]), 1.0, keys, positions(7), 1)
     assert selected_TK.tolist() == [[winner]]
 
@@ -189,18 +193,18 @@ def test_lesson_04_queries_are_rotated_then_hadamard_rotated(
             assert different <= out[t].numel() // 50, "float32 may round a few the other way"
 
 
-def test_the_scale_multiplies_the_weights(ops: Ops) -> None:
+def test_the_scale_multiplies_the_weights(ops: Ops, dtype: torch.dtype) -> None:
     """A negative scale turns the order around, and a power of two changes no comparison."""
-    q_TID = integers(-2, 2, 1, 4, WIDTH, seed=18)
+    q_TID = integers(-2, 2, 1, 4, WIDTH, seed=18, dtype=dtype)
     weight_TI = integers(1, 3, 1, 4, seed=19)
-    rows_SD = normal(40, WIDTH, seed=20)
+    rows_SD = normal(40, WIDTH, seed=20, dtype=dtype)
     scores = exact_scores(q_TID[0], weight_TI[0], rows_SD, 159)
     for scale, expected in (
         (0.125, best(scores, 5)),
         (-1.0, best([-score for score in scores], 5)),
     ):
         selected_TK = ops.index_select(
-            q_TID, weight_TI, scale, key_cache(rows_SD), positions(159), 5
+            q_TID, weight_TI, scale, key_cache(rows_SD, dtype=dtype), positions(159), 5
         )
         assert set(entries(selected_TK[0])) == expected
 
