@@ -28,8 +28,9 @@ from dsv4.run_stats import RunStats
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.step.chunks import run_chunks, split_ids
 from dsv4.step.direct import DirectSteps
+from dsv4.step.nan_search import NaNSearch
 from dsv4.step.steps import RecordedSteps
-from dsv4.token_ids import check_ids, check_integer
+from dsv4.token_ids import check_ids, check_integer, check_room
 from dsv4.trace.patterns import EVERY_VALUE, matching
 from dsv4.trace.steps import ShownValues, TracedSteps
 
@@ -81,6 +82,7 @@ class Engine:
             self.decoder = build_decoder(engine_config.cuda_graph, self.steps, self.max_context)
         self.last_run: RunStats | None = None
         self._run: Run | None = None
+        self._nan = NaNSearch(self.steps, chunk_tokens(engine_config))
 
     @classmethod
     def load(
@@ -134,7 +136,7 @@ class Engine:
     def reset(self) -> None:
         """Starts a new sequence: nothing of the previous one is visible to it."""
         self._end_run()
-        self.state.set_position(0)
+        self.state.start_sequence()
 
     def rewind(self, tokens: int) -> None:
         """Takes back the last ``tokens`` tokens, e.g. rejected draft tokens: at most 8 behind the
@@ -146,12 +148,15 @@ class Engine:
 
     def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Tensor:
         """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32
-        ``[V]``.
+        ``[V]``. NaN raises ``FloatingPointError``, and the next sequence begins.
         """
         self._end_run()
+        before = self.position
         token_ids = self._checked(token_ids)
+        self.state.forget_nan()
         hidden_TE = self._prefill(token_ids, progress)
-        return self.steps.logits(hidden_TE[-1:])[0].clone()
+        logits_V = self.steps.logits(hidden_TE[-1:])[0].clone()
+        return self._nan.checked(logits_V, token_ids, before)
 
     def _prefill(
         self, token_ids: list[int], progress: Progress | None, traced: TracedSteps | None = None
@@ -182,11 +187,13 @@ class Engine:
         """Teacher-forced logits of a fresh sequence at all positions, float32 ``[T, V]``.
 
         ``chunk_sizes`` (summing to T) says how the tokens are fed; a size above ``prefill_chunk``
-        and 8 is split.
+        and 8 is split. Raises ``FloatingPointError`` for NaN that the logits do not show.
         """
         self.reset()
-        chunks = self._chunks(token_ids, chunk_sizes)
-        return torch.cat([self.steps.logits(self.steps.run(chunk)).clone() for chunk in chunks])
+        ids = self._checked(token_ids)
+        chunks = self._chunks(ids, chunk_sizes)
+        logits = [self.steps.logits(self.steps.run(chunk)).clone() for chunk in chunks]
+        return self._nan.checked(torch.cat(logits), ids, shown=True)
 
     def trace(
         self,
@@ -220,23 +227,20 @@ class Engine:
         prefill_progress: Progress | None = None,
         watch: Watch | None = None,
     ) -> Generator[int, None, None]:
-        """Yields sampled ids of a fresh sequence until a stop token (not yielded), the limit or the
-        context's end.
+        """Yields sampled ids of a fresh sequence to a stop token, the limit or the context's end.
 
         ``stop_token_ids`` defaults to the model's EOS ids. ``watch`` is shown the values of every
-        step. ``last_run`` holds the statistics once
-        the iterator ends, also when the caller closes it early. Raises ``UserError`` for a prompt
-        that does not fit and for wrong arguments, ``FloatingPointError`` when a logit is NaN, and
-        ``RuntimeError`` when the sequence was changed by another call since the last token.
+        step. ``last_run`` holds the statistics once the iterator ends, also when the caller closes
+        it early. Raises ``UserError`` for a prompt that does not fit and for wrong arguments,
+        ``FloatingPointError`` for NaN, and ``RuntimeError`` when the sequence was changed by
+        another call since the last token.
         """
         self.reset()
         prompt = self._checked(token_ids)
-        return self._generate(
-            Request.checked(
-                self.config, prompt, max_new_tokens, sampling, stop_token_ids, prefill_progress
-            ),
-            watch,
+        request = Request.checked(
+            self.config, prompt, max_new_tokens, sampling, stop_token_ids, prefill_progress
         )
+        return self._nan.watched(prompt, self._generate(request, watch))
 
     def _generate(self, request: Request, watch: Watch | None) -> Generator[int, None, None]:
         self.reset()  # The engine may have been used since this generator was made.
@@ -268,7 +272,7 @@ class Engine:
         self, token: int, sampler: Sampler, steps: int, decoder: CUDAGraphDecoder | None
     ) -> Generator[int, None, None]:
         """Yields the tokens after ``token``, one step each: replayed by ``decoder``, or eagerly.
-        Raises ``FloatingPointError`` when a logit is NaN.
+        Raises ``FloatingPointError`` for NaN.
         """
         follow = self.steps.following if decoder is None else decoder.generate
         yield from follow(token, sampler, steps)
@@ -291,10 +295,5 @@ class Engine:
     def _checked(self, token_ids: Iterable[int]) -> list[int]:
         """The ids as a list, if they are ids of this model and fit behind the current position."""
         checked = check_ids(token_ids, self.config.vocab_size)
-        total = self.position + len(checked)
-        if total > self.max_context:
-            raise UserError(
-                f"EngineConfig.max_context: found a sequence of {total} tokens, "
-                f"expected at most {self.max_context}"
-            )
+        check_room(self.position + len(checked), self.max_context)
         return checked

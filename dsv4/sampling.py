@@ -169,11 +169,11 @@ class SamplerState:
         copied.record(torch.cuda.current_stream(self._static.words.device))
 
 
-def checked_token(token: int, position: int) -> int:
-    """The token, if it is one.
+def checked_token(token: int, position: int, met_nan: bool = False) -> int:
+    """The token, if it is one and nothing on the way to it ``met_nan``.
 
-    Raises ``FloatingPointError`` for ``NAN_TOKEN``, naming the tokens before it.
+    Raises ``FloatingPointError`` for anything else, naming the tokens before it.
     """
-    if token == NAN_TOKEN:
-        raise FloatingPointError(f"the logits after {position} tokens contain NaN")
+    if token == NAN_TOKEN or met_nan:
+        raise FloatingPointError(f"NaN after {position} tokens")
     return token

@@ -44,3 +44,12 @@ def _index(value: object) -> int:
     if isinstance(value, bool):
         raise TypeError("a boolean is no number")
     return operator.index(value)  # type: ignore[arg-type]
+
+
+def check_room(tokens: int, max_context: int) -> None:
+    """Raises ``UserError`` for a sequence of more tokens than the context holds."""
+    if tokens > max_context:
+        raise UserError(
+            f"EngineConfig.max_context: found a sequence of {tokens} tokens, "
+            f"expected at most {max_context}"
+        )

@@ -1,7 +1,7 @@
 """DecodeState: every persistent device buffer of one sequence, allocated once; and its bytes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -33,12 +33,16 @@ class DecodeState:
     step takes back first, where only the device knows the number (rejected drafts); the step sets
     it to 0. ``arrivals[source, target]``: where streams from another device arrive, ``[T, M, E]``
     of the longest step.
+
+    ``nan_1`` int32 ``[1]`` on the host, pinned where the devices are GPUs: not 0 once an op has met
+    NaN among values that it compares, since ``forget_nan``.
     """
 
     layers: tuple[AttentionState, ...]
     positions_1: dict[torch.device, Tensor]
     rejected_1: dict[torch.device, Tensor]
     arrivals: dict[tuple[torch.device, torch.device], Tensor]
+    nan_1: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
     position: int = 0
     furthest: int = 0
 
@@ -78,7 +82,10 @@ class DecodeState:
             for source, target in sorted(set(pairwise(devices)), key=str)
             if source != target
         }
-        return cls(layers, positions, rejected, arrivals)
+        pinned = not planned and any(device.type == "cuda" for device in devices)
+        host = memory(torch.device("cpu"))
+        nan_1 = torch.zeros(1, dtype=torch.int32, device=host, pin_memory=pinned)
+        return cls(layers, positions, rejected, arrivals, nan_1)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -96,6 +103,23 @@ class DecodeState:
         self.position = position
         if position == 0:
             self.furthest = 0
+
+    def start_sequence(self) -> None:
+        """Moves to position 0, with nothing met."""
+        self.set_position(0)
+        self.forget_nan()
+
+    @property
+    def met_nan(self) -> bool:
+        """Whether a step that is done has met NaN among values that it compares."""
+        return bool(self.nan_1)
+
+    def forget_nan(self) -> None:
+        """Waits for the steps that are queued, and forgets what they and others have met."""
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        self.nan_1.zero_()
 
     def rollback(self, position: int) -> None:
         """Takes tokens back, to ``position``. Raises ``ValueError`` beyond what the caches hold."""

@@ -55,9 +55,13 @@ class Recording:
     number up to that.
     """
 
-    def __init__(self, target: Target, tokens: int) -> None:
+    def __init__(self, target: Target, tokens: int, nan_1: Tensor | None = None) -> None:
+        """``nan_1``: int32 ``[1]`` of pinned memory, to which kernels that compare write 1 when
+        they meet NaN, because a comparison hides it. None: nobody wants to know.
+        """
         self.target = target
         self.tokens = tokens
+        self.nan_1 = nan_1
         self.items: list[Item] = []
         self.kept: list[Tensor] = []
         self._buffers: dict[int, Tensor] = {}

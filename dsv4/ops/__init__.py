@@ -7,9 +7,10 @@ swaps one op, which is how a numerical fault is bisected. The tables of the CUDA
 ``dsv4.ops.tables``.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -198,7 +199,7 @@ class StoreToken(Protocol):
     """``dsv4.ops.token_ring.store_token``."""
 
     def __call__(
-        self, token: Tensor, position_1: Tensor, next_1: Tensor, ring_R: Tensor
+        self, token: Tensor, position_1: Tensor, next_1: Tensor, ring_R: Tensor, nan_1: Tensor
     ) -> None: ...
 
 
@@ -252,4 +253,21 @@ TORCH = Ops(
     sample_token=sample_token,
     store_token=store_token,
 )
+
+
+def noticing_nan(ops: Ops, nan_1: Tensor) -> Ops:
+    """``ops`` whose torch functions that compare set int32 ``nan_1`` on the host to 1 when they
+    meet NaN. What stands in their place stays as it is.
+    """
+    noticing: dict[str, Callable[..., Any]] = {"index_select": index_select, "moe": moe}
+    return replace(
+        ops,
+        **{
+            name: partial(op, nan_1=nan_1)
+            for name, op in noticing.items()
+            if getattr(ops, name) is op
+        },
+    )
+
+
 TORCH_PACKING = Packing(dequantized_weight, dequantized_rows)

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4.caches.state import DecodeState
 from dsv4.layers.values import UNTRACED, ValueSink, Watch, completed_rows
 from dsv4.model import Outputs, PartKind, Transformer
-from dsv4.ops import Ops
+from dsv4.ops import Ops, noticing_nan
 from dsv4.sampling import Sampler, SamplerState, checked_token
 from dsv4.step.observer import Observer, open_part
 
@@ -79,7 +79,7 @@ class DirectSteps:
     def __init__(self, model: Transformer, state: DecodeState, ops: Ops) -> None:
         self.model = model
         self.state = state
-        self.ops = ops
+        self.ops = noticing_nan(ops, state.nan_1)
         self.observer: Observer | None = None
         self._sampler = SamplerState.allocate(model.head_device)
 
@@ -116,7 +116,7 @@ class DirectSteps:
         position_1 = self.state.positions_1[self.model.head_device]
         with self._head_part("sample") as ops:
             token = ops.sample_token(logits_V, settings.settings_4, settings.seed_1, position_1)
-        chosen = checked_token(int(token), self.state.position)
+        chosen = checked_token(int(token), self.state.position, self.state.met_nan)
         sampler.note(logits_V, token)
         return chosen
 

@@ -148,7 +148,9 @@ class StepRecorder:
         self._state = state
         self._inputs = inputs
         self._traced = traced
-        self._recordings = {device: Recording(targets[device], self._tokens) for device in inputs}
+        self._recordings = {
+            device: Recording(targets[device], self._tokens, state.nan_1) for device in inputs
+        }
         self._ops = {device: table.on(recording) for device, recording in self._recordings.items()}
         self._parts: list[Part | Transfer] = []
         self._undrained: torch.device | None = None
@@ -210,7 +212,8 @@ def record_step(
         with recorder.part("sample", head) as ops:
             position_1 = state.positions_1[head]
             token = sample(ops, outputs.logits_TV, loop.sampler, position_1)
-            ops.store_token(token, position_1, recorder.tokens(head), loop.ring_R)
+            next_1 = recorder.tokens(head)
+            ops.store_token(token, position_1, next_1, loop.ring_R, state.nan_1)
     return recorder.finish(outputs, token, head)
 
 

@@ -144,7 +144,7 @@ class RecordedSteps:
         self.sampler.load(sampler)
         step = self._run_logits(hidden_TE[-1:])
         step.sample(self.observer)
-        token = checked_token(int(step.token), self.state.position)
+        token = checked_token(int(step.token), self.state.position, self.state.met_nan)
         sampler.note(step.logits_TV[-1], step.token)
         return token
 

@@ -66,6 +66,9 @@ MEANT = {
         "dsv4/sampling.py", "SamplerState.load", "synchronize"
     ): "once per sequence, for the copy of four loads ago",
     Place(
+        "dsv4/caches/state.py", "DecodeState.forget_nan", "synchronize"
+    ): "once per sequence, for steps that a stop has left queued",
+    Place(
         "dsv4/decode/cuda_graph_decoder.py", "CUDAGraphDecoder._capture", "synchronize"
     ): "before a capture, at load",
     Place("dsv4/decode/choose.py", "_check", "equal"): "compares steps, once, at load",

@@ -1,9 +1,11 @@
 """What the driver refuses, in this process: one line on stderr and exit code 2."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.driver.drive import Drive
 
@@ -115,3 +117,17 @@ def test_bad_messages_file_is_one_line_and_exit_code_2(
     path = tmp_path / "messages.json"
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     drive("--messages", path).assert_user_error("--messages", "messages.json")
+
+
+def test_nan_in_an_indexer_is_one_line(drive: Drive, broken_copy: Path) -> None:
+    poisoned = 0
+    for shard in broken_copy.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name, tensor in tensors.items():
+            if name.endswith("indexer.weights_proj.weight"):
+                tensor.fill_(math.nan)
+                poisoned += 1
+        save_file(tensors, shard)
+    assert poisoned
+    result = drive("--prompt", "Hello, how are you today?", "--model", broken_copy)
+    result.assert_user_error("NaN")

@@ -29,7 +29,8 @@ def store_arguments(recording: Recording) -> dict[str, Any]:
         "next": (1,),
         "ring": (16,),
     }
-    return {name: recording.empty(shape, torch.int64) for name, shape in shapes.items()}
+    tensors = {name: recording.empty(shape, torch.int64) for name, shape in shapes.items()}
+    return {**tensors, "nan": recording.empty((1,), torch.int32)}
 
 
 def test_buffers_are_contiguous_and_known_with_their_views() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from dsv4.checkpoint import Geometry, Layout
 from dsv4.config import layer_kinds
-from dsv4.launch.recording import Call, storage_key
+from dsv4.launch.recording import Call, Launch, storage_key
 from dsv4.ops.tables import CUDA_TABLE, CUTEDSL_TABLE, swap_ops
 from dsv4.ops.trees import tensors_in
 from dsv4.step.recorded import CALL, Part, RecordedStep, Transfer
@@ -82,8 +82,11 @@ def test_every_item_belongs_to_one_part(step: RecordedStep) -> None:
 
 
 def test_a_device_touches_only_what_it_has(planned: PlannedModel, step: RecordedStep) -> None:
-    """Weights, caches and arrivals of its own, its own buffers, and nothing else."""
+    """Weights, caches and arrivals of its own, its own buffers, and nothing else but the word in
+    which the host looks for NaN.
+    """
     owners = planned.owners()
+    shared = {storage_key(planned.state.nan_1)}
     inputs = 0
     for device, recording in step.recordings.items():
         known = {storage_key(tensor) for tensor in recording.zeroed_tensors}
@@ -94,7 +97,7 @@ def test_a_device_touches_only_what_it_has(planned: PlannedModel, step: Recorded
                 if recording.owns(tensor) or key in known:
                     continue
                 assert owners.get(key, device) == device
-                strangers |= {key} - owners.keys()
+                strangers |= {key} - owners.keys() - shared
         # What is left is the device's input of token ids.
         assert len(strangers) <= 1
         inputs += len(strangers)
@@ -266,3 +269,18 @@ def test_the_cutedsl_table_decodes_with_the_same_kernels() -> None:
     other = planned.on(CUTEDSL_TABLE)
     for tokens in (1, 8):
         assert planned.record(tokens).kernels() == other.record(tokens).kernels()
+
+
+def test_every_kernel_that_compares_tells_the_host_of_nan(
+    planned: PlannedModel, step: RecordedStep
+) -> None:
+    ratios = planned.config.compress_ratios
+    words = [
+        item.arguments["nan"]
+        for recording in step.recordings.values()
+        for item in recording.items
+        if isinstance(item, Launch) and "nan" in item.arguments
+    ]
+    # Index scores, the router of every layer, and the store of the token.
+    assert len(words) >= ratios.count(4) + len(ratios) + (step.token is not None)
+    assert all(word is planned.state.nan_1 for word in words)

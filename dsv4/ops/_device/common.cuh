@@ -70,6 +70,13 @@ __device__ __forceinline__ float block_sum(float value, float* scratch) {
     return scratch[WARP];
 }
 
+// Tells the host, which reads `nan` in pinned memory (or nullptr), that one of the values which a
+// kernel compares is NaN: a comparison hides it.
+__device__ __forceinline__ void note_nan(int* nan, float value) {
+    if (value != value && nan != nullptr)
+        asm volatile("st.relaxed.sys.global.s32 [%0], 1;" ::"l"(nan) : "memory");
+}
+
 // True in the block that arrives last of `expected`, which then sees what the others wrote before;
 // resets the counter. Every thread of every block calls it. `flag` is one int of shared memory.
 __device__ __forceinline__ bool last_arriver(int* counter, int expected, int* flag) {

@@ -6,6 +6,7 @@ from torch import Tensor
 from dsv4.caches.rows import RowCache, RowFormat, pack_index_rows, unpack_index_rows
 from dsv4.config import CSA_RATIO
 from dsv4.ops.hadamard import hadamard
+from dsv4.ops.nan import note_nan
 from dsv4.ops.rope import rope
 
 # Bytes of the scores that the torch op holds at once.
@@ -24,13 +25,15 @@ def index_select(
     keys: RowCache,
     positions_T: Tensor,
     index_topk: int,
+    nan_1: Tensor | None = None,
 ) -> Tensor:
     """The best compressed entries of each token: int64 ``[T, K]``, −1 where fewer are visible.
 
     score(t, s) = Σ_i relu(q_ti · k_s) · w_ti · ``score_scale`` in float32, over entries
     s < (position + 1) // 4; w is float32 ``[T, I]`` and may be negative; the relu is per head. K =
     min(index_topk, slots of ``keys``). Ties: the lowest entry wins. With fp8 keys the queries are
-    rounded to fp8 rows as well. The order of the list has no meaning. NaN scores sort first.
+    rounded to fp8 rows as well. The order of the list has no meaning. NaN scores sort first, and
+    set int32 ``nan_1`` ``[1]`` to 1.
     """
     rows_SD = keys.read_all()
     queries = _rounded_queries(q_TID, keys)
@@ -43,6 +46,7 @@ def index_select(
     ):
         score = (torch.relu(q @ rows_SD.T) * weight.unsqueeze(-1)).sum(1)
         score = score.masked_fill(entry >= ((position + 1) // CSA_RATIO)[:, None], -torch.inf)
+        note_nan(nan_1, score)
         best, index = score.sort(dim=-1, descending=True, stable=True)
         selected.append(torch.where(best == -torch.inf, -1, index)[:, :index_topk])
     return torch.cat(selected)

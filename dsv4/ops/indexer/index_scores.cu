@@ -242,7 +242,7 @@ __device__ __forceinline__ bool next_item(Item& found, int& item, const int64* p
 // computed.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
     index_scores(const bf16* q, const float* weights, float score_scale, const char* data,
-                 const float* scales, const int64* positions, unsigned* scores, int slots,
+                 const float* scales, const int64* positions, unsigned* scores, int* nan, int slots,
                  int score_stride, int weight_stride, int tokens, int selected, int max_parts,
                  int part_tiles) {
     extern __shared__ __align__(16) char memory[];
@@ -304,7 +304,10 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
             const int entry = tile * KEYS + lane / 4 + 8 * (lane % 2);
             float mine = lane % 2 ? score[1] : score[0];
             if (FP8) mine *= shared.key_scales[warp][stage][entry % KEYS];
-            if (lane % 4 < 2 && entry < visible) row[entry] = order_of(mine);
+            if (lane % 4 < 2 && entry < visible) {
+                row[entry] = order_of(mine);
+                note_nan(nan, mine);
+            }
             const int ahead = tile + (STAGES - 1) * stride;
             const int target = (stage + STAGES - 1) % STAGES;
             __syncwarp();
@@ -329,8 +332,9 @@ __device__ __forceinline__ float any_value(const void* data, int64 index, int fo
 extern "C" __global__ void __launch_bounds__(256)
     index_scores_any_geometry(const bf16* q, const float* weights, float score_scale,
                               const void* data, const float* scales, const int64* positions,
-                              unsigned* scores, int slots, int score_stride, int weight_stride,
-                              int selected, int heads, int dim, int key_format) {
+                              unsigned* scores, int* nan, int slots, int score_stride,
+                              int weight_stride, int selected, int heads, int dim,
+                              int key_format) {
     extern __shared__ __align__(16) char memory[];
     assert_shared_memory(heads * (dim + 1) * sizeof(float));
     float* queries = reinterpret_cast<float*>(memory);
@@ -376,6 +380,9 @@ extern "C" __global__ void __launch_bounds__(256)
             // score_S = (relu(queries_HD @ keys_SD.T) * factors_H[:, None]).sum(0)
             score = fmaf(nan_max(warp_sum(dot), 0.0f), factors[head], score);
         }
-        if (lane == 0) scores[(int64)token * score_stride + entry] = order_of(score);
+        if (lane == 0) {
+            scores[(int64)token * score_stride + entry] = order_of(score);
+            note_nan(nan, score);
+        }
     }
 }

@@ -182,6 +182,7 @@ def record_selection(
         scales=keys.block_scale,
         positions=selection.positions_T,
         scores=score_TS,
+        nan=recording.nan_1,
         slots=keys.slots,
         score_stride=selection.score_stride,
         weight_stride=selection.weight_TI.stride(0),

@@ -6,6 +6,7 @@ from typing import Generic, NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.ops.nan import note_nan
 from dsv4.ops.router import AnyWeight, Router, route
 
 
@@ -37,11 +38,13 @@ def moe(
     experts: ExpertWeights,
     shared: ExpertWeights,
     limit: float,
+    nan_1: Tensor | None = None,
 ) -> Mixture:
     """Routes x ``[T, E]``, the hidden states of the token ids int64 ``[T]``, and returns
-    ``expert_sum`` ``[T, E]`` with the routes.
+    ``expert_sum`` ``[T, E]`` with the routes. Weights of NaN set int32 ``nan_1`` ``[1]`` to 1.
     """
     ids_TP, weights_TP = route(x_TE, tokens_T, router)
+    note_nan(nan_1, weights_TP)
     y_TE = expert_sum(x_TE, ids_TP, weights_TP, experts, shared, limit)
     return Mixture(y_TE, ids_TP, weights_TP)
 

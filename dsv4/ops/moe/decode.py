@@ -208,6 +208,7 @@ def _launch(recording: Recording, step: _Step, ring: Ring, results: Mixture) -> 
         y_TE=results.y_TE,
         ids_TP=results.ids_TP,
         weights_TP=results.weights_TP,
+        nan=recording.nan_1,
         parts_workspace=recording.empty((pairs + blocks, step.tokens, _PAIR_ROWS), torch.float32),
         counters=recording.zeroed("moe_decode", COUNTERS),
         pair_counters=recording.zeroed("moe_decode pairs", pairs),

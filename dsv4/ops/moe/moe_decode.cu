@@ -575,9 +575,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                const char* shared_w3_data, const char* shared_w3_block_scale,
                const float* shared_w3_global_scale, const char* shared_w2_data,
                const char* shared_w2_block_scale, const float* shared_w2_global_scale, char* h,
-               bf16* y_TE, int64* ids_TP, float* weights_TP, float* parts_workspace, int* counters,
-               int* pair_counters, int T, int P, int X, int E, int F, int V, float limit,
-               float scaling) {
+               bf16* y_TE, int64* ids_TP, float* weights_TP, int* nan, float* parts_workspace,
+               int* counters, int* pair_counters, int T, int P, int X, int E, int F, int V,
+               float limit, float scaling) {
     constexpr int HIDDEN_BYTES = TOKENS * STAGE_COLUMNS * 2;
     extern __shared__ __align__(128) char dynamic_shared[];
     __shared__ Routes routes;
@@ -678,8 +678,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (!HASH) load_bias(bias, bias_X, X);
             exchange.receive(score, warp, X);
             const Choice choice = choose(score, bias, listed, X, P, scaling);
-            if (lane < P && blockIdx.x == 0)
+            if (lane < P && blockIdx.x == 0) {
                 ids_TP[warp * P + lane] = choice.id, weights_TP[warp * P + lane] = choice.weight;
+                note_nan(nan, choice.weight);
+            }
             const bool valid = lane < P && choice.id >= 0 && choice.id < X;
             const unsigned again = routes_count(routes, choice, warp, valid);
             choosers_sync(T);

@@ -57,6 +57,7 @@ def route(
         logits_stride=logits_TX.stride(0),
         ids_TP=ids_TP,
         weights_TP=weights_TP,
+        nan=recording.nan_1,
         **selection_arguments(router, tokens_T),
     )
     return ids_TP, weights_TP

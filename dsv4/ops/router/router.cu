@@ -7,7 +7,7 @@ constexpr int WARPS = 8;
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     router_select(const float* logits_TX, int logits_stride, const float* bias_X,
                   const int64* table_VP, const int64* tokens_T, int64* ids_TP, float* weights_TP,
-                  int T, int X, int P, int V, float scaling) {
+                  int* nan, int T, int X, int P, int V, float scaling) {
     const int lane = threadIdx.x % WARP;
     const int token = blockIdx.x * WARPS + threadIdx.x / WARP;
     float bias[PER_LANE] = {};
@@ -27,5 +27,6 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     if (lane < P) {
         ids_TP[int64(token) * P + lane] = choice.id;
         weights_TP[int64(token) * P + lane] = choice.weight;
+        note_nan(nan, choice.weight);
     }
 }
