@@ -29,7 +29,7 @@ from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults
 from dsv4.cli.job import Job, Outcome, prepare
 from dsv4.cli.log_lines import log_lines
-from dsv4.cli.report import report
+from dsv4.cli.report import report, report_plan
 from dsv4.cli.stream import TokenText, make_printer
 from dsv4.command.program import EXIT_OK, command, run_program
 from dsv4.command.progress import GIGABYTES, KERNELS, TOKENS, ProgressBar
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = prepare(arguments)
     plan = partial(Engine.plan, arguments.model, job.engine_config, gpu_bytes(arguments))
     if arguments.plan:
-        print(plan())
+        report_plan(job, plan())
         return EXIT_OK
     if arguments.gpus > 1 and not arguments.quiet:
         say(str(plan()))

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from .messages import parse_tools
+
 
 def load_messages(path: str | Path) -> list[dict]:
     """Messages of a JSON file: a list of messages, or a request object with messages, tools and
@@ -13,16 +15,21 @@ def load_messages(path: str | Path) -> list[dict]:
     `encode_messages`.
     """
     file = Path(path)
-    if not file.is_file():
+    if not file.exists():
         raise FileNotFoundError(f"{file}: no such messages file")
     try:
-        value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not valid JSON ({error})") from error
-    try:
-        return messages_of_request(value)
+        return messages_of_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def messages_of_json(text: str | bytes) -> list[dict]:
+    """The messages of a chat file's content, as `load_messages` gives them. ValueError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON ({error})") from error
+    return messages_of_request(value)
 
 
 def messages_of_request(request: object) -> list[dict]:
@@ -38,6 +45,7 @@ def messages_of_request(request: object) -> list[dict]:
     if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
         raise ValueError('expected a list of messages or an object with a list "messages"')
     messages = list(request["messages"])
+    parse_tools(request.get("tools"), "tools")  # Where they go, they would be called by that name.
     response_format = _response_schema(request.get("response_format"))
     extra = {"tools": request.get("tools"), "response_format": response_format}
     extra = {key: value for key, value in extra.items() if value}

@@ -92,7 +92,10 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _single_file(folder: Path) -> Path:
-    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    try:
+        files = sorted(file.name for file in folder.iterdir() if file.suffix == ".safetensors")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be listed ({error.strerror})") from None
     if len(files) != 1:
         raise UserError(
             f"{folder}: found {len(files)} .safetensors files and no {INDEX_NAME}, "

@@ -4,16 +4,22 @@ import argparse
 from collections.abc import Sequence
 
 from dsv4.cli.flags import build_parser
+from dsv4.command.flags import given_flags
 from dsv4.command.output_file import check_output
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+
+NOT_IN_A_PLAN = frozenset(
+    "--temperature --top-k --top-p --min-p --seed --ignore-eos --stop --logprobs --profile".split()
+)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses ``argv`` (``None``: the process's own). Raises ``UserError`` for a wrong flag or
     combination.
     """
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
     chat_only = {
         "--messages": arguments.messages is not None,
         "--system": arguments.system is not None,
@@ -40,9 +46,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError("--logprobs: found without --json, expected both")
     if arguments.verbose and arguments.quiet:
         raise UserError("--verbose: found together with --quiet, expected one of them")
+    refuse_what_has_no_effect(arguments, given_flags(parser, arguments))
     if arguments.json is not None:
         check_output("--json", arguments.json)
     return arguments
+
+
+def refuse_what_has_no_effect(arguments: argparse.Namespace, given: frozenset[str]) -> None:
+    """Raises ``UserError`` for a flag that would be ignored beside the others."""
+    flags = {"--" + name.replace("_", "-") for name in given}
+    ignored = sorted(flags & NOT_IN_A_PLAN)
+    if arguments.plan and ignored:
+        raise UserError(f"{ignored[0]}: found together with --plan, which answers nothing")
+    if arguments.gpus == 1 and "--parallel" in flags:
+        raise UserError("--parallel: found with one device, expected --gpus 2 to 8")
+    if arguments.profile and arguments.quiet and arguments.json is None:
+        raise UserError("--profile: found together with --quiet, expected --json to write it to")
 
 
 def gpu_bytes(arguments: argparse.Namespace) -> int | None:

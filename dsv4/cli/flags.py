@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import dsv4
-from dsv4.command.flags import OneLineParser, integer, number
+from dsv4.command.flags import OneLineParser, integer, number, path
 from dsv4.demo import CHECKPOINT
 from dsv4.limits import MAX_LOGPROBS
 
@@ -46,12 +46,14 @@ def add_prompt_flags(group: argparse._ArgumentGroup) -> None:
     sources.add_argument(
         "--prompt-file",
         metavar="FILE",
-        help="the user's message from a UTF-8 file; - is stdin (default: --prompt)",
+        help="the user's message from a UTF-8 file, without one line break at its end; - is stdin "
+        "(default: --prompt)",
     )
     sources.add_argument(
         "--messages",
         metavar="FILE",
-        help="a conversation: OpenAI-style messages, tools included (default: --prompt)",
+        help="a conversation: OpenAI-style messages, tools included; - is stdin "
+        "(default: --prompt)",
     )
     sources.add_argument(
         "--token-ids",
@@ -149,7 +151,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     """Flags of the engine and its devices."""
     group.add_argument(
         "--model",
-        type=Path,
+        type=path,
         default=CHECKPOINT,
         metavar="PATH",
         help="a Hugging Face folder (default: the embedded demo)",

@@ -32,7 +32,7 @@ def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> 
     Without ``--seed`` one is drawn here, so that the report can hold it.
     """
     greedy = defaults.get("do_sample") is False
-    return SamplingParams(
+    params = SamplingParams(
         temperature=choose(
             arguments.temperature,
             0.0 if greedy else defaults.get("temperature"),
@@ -45,6 +45,19 @@ def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> 
         logprobs=arguments.logprobs,
         top_k=top_k(arguments.top_k, defaults.get("top_k")),
     )
+    refuse_what_has_no_effect(arguments, params)
+    return params
+
+
+def refuse_what_has_no_effect(arguments: argparse.Namespace, params: SamplingParams) -> None:
+    """Raises ``UserError`` for a flag that only sampling uses, where nothing is sampled."""
+    chosen_by = FILE_NAME if arguments.temperature is None else "--temperature"
+    for name in ("top_k", "top_p", "min_p", "seed"):
+        if params.temperature == 0 and vars(arguments)[name] is not None:
+            raise UserError(
+                f"--{name.replace('_', '-')}: found with greedy decoding (by {chosen_by}), "
+                "expected --temperature above 0"
+            )
 
 
 def choose(flag: float | None, default: object, fallback: float, key: str) -> float:

@@ -1,33 +1,37 @@
 """Flags to token ids: messages, chat encoding or plain text, tokenizer."""
 
 import argparse
-import sys
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4.cli.flags import DEFAULT_PROMPT
+from dsv4.cli.input_file import read_input, read_text
 from dsv4.cli.stream import text_of
 from dsv4.cli.token_id_file import read_token_ids
+from dsv4.command.errors import user_message
 from dsv4.config import ModelConfig
 from dsv4.encoding import (
     Tokenizer,
     detect_profile,
     encode_messages,
     fold_reasoning_effort,
-    load_messages,
+    messages_of_json,
 )
 from dsv4.errors import UserError
 from dsv4.model_files import model_file
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Prompt:
     """The model's input.
 
-    ``thinking_mode`` is the encoder's ("chat" or "thinking"), ``None`` for plain text. ``tools``
-    are those of the conversation, in the OpenAI format.
+    ``thinking_mode`` is how the answer is read: "chat" or "thinking", ``None`` for plain text.
+    ``tools`` are those of the conversation, in the OpenAI format.
     """
 
     text: str
@@ -76,14 +80,15 @@ def most_tokens(arguments: argparse.Namespace, config: ModelConfig) -> int:
 
 def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer, most: int) -> Prompt:
     """The messages file, or a user message and an optional system message, in the chat encoding."""
+    source = f"--messages: {arguments.messages}: "
     if arguments.messages is not None:
-        source = f"--messages: {arguments.messages}: "
-        with user_errors("--messages: "):
-            messages = load_messages(arguments.messages)
+        raw = read_input("--messages", arguments.messages)
+        with user_errors(source):
+            messages = messages_of_json(raw)
     else:
-        source = "prompt: "
         messages: list[dict] = [{"role": "user", "content": prompt_text(arguments)}]
         if arguments.system is not None:
+            check_unicode(arguments.system, "--system")
             messages.insert(0, {"role": "system", "content": arguments.system})
     mode = "thinking" if arguments.thinking == "on" else "chat"
     effort = arguments.reasoning_effort
@@ -92,6 +97,7 @@ def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer, most:
     if effort is not None:
         with user_errors("--reasoning-effort: "):
             effort = fold_reasoning_effort(effort, profile)
+    check_unicode(messages, "messages", source)
     with user_errors(source):
         text = encode_messages(
             messages,
@@ -100,8 +106,12 @@ def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer, most:
             profile=profile,
             neutralize_control_tokens=not arguments.allow_control_tokens,
         )
+    token_ids = encode_text(tokenizer, text, most)
+    check_last_message(messages, source)
+    # What goes on an assistant's message is its answer: reasoning has been closed before it.
+    shown_mode = "chat" if messages[-1]["role"] == "assistant" else mode
     tools = [tool for message in messages for tool in message.get("tools") or []]
-    return Prompt(text, encode_text(tokenizer, text, most), mode, tools)
+    return Prompt(text, token_ids, shown_mode, tools)
 
 
 def encode_text(tokenizer: Tokenizer, text: str, most: int) -> list[int]:
@@ -117,14 +127,56 @@ def encode_text(tokenizer: Tokenizer, text: str, most: int) -> list[int]:
         return tokenizer.encode(text)
 
 
+def check_last_message(messages: list[dict], source: str) -> None:
+    """Raises ``UserError`` unless the model is asked to speak: by the last message, by its task
+    token, or by an assistant's message that ``wo_eos`` leaves open.
+    """
+    expected = "expected one of user, tool or developer at the end"
+    if not messages:
+        raise UserError(f"{source}found no messages, {expected}")
+    last = messages[-1]
+    role = last["role"]
+    asks = role in ("user", "tool", "developer") or last.get("task") is not None
+    if not asks and not (role == "assistant" and last.get("wo_eos")):
+        advice = '; "wo_eos": true in it lets the model go on with it'
+        raise UserError(
+            f"{source}found a message of {role} at the end, {expected}"
+            f"{advice if role == 'assistant' else ''}"
+        )
+
+
 def prompt_text(arguments: argparse.Namespace) -> str:
-    """The text of ``--prompt`` or ``--prompt-file``, else the default prompt."""
+    """The text of ``--prompt`` or ``--prompt-file``, else the default prompt. Raises ``UserError``
+    when there is none, as behind a pipe that has failed.
+    """
     if arguments.prompt_file is None:
-        return DEFAULT_PROMPT if arguments.prompt is None else arguments.prompt
-    with user_errors(f"--prompt-file: {arguments.prompt_file}: cannot be read: "):
-        if arguments.prompt_file == "-":
-            return sys.stdin.buffer.read().decode("utf-8")
-        return Path(arguments.prompt_file).read_bytes().decode("utf-8")
+        source = "--prompt"
+        text = DEFAULT_PROMPT if arguments.prompt is None else arguments.prompt
+    else:
+        source = f"--prompt-file: {arguments.prompt_file}"
+        text = read_text("--prompt-file", arguments.prompt_file)
+    if not text:
+        raise UserError(f"{source}: found no text, expected a prompt")
+    check_unicode(text, source)
+    return text
+
+
+def check_unicode(value: object, where: str, source: str = "") -> None:
+    """Raises ``UserError`` that says in which of the strings of ``value`` a lone surrogate stands,
+    as broken arguments and JSON escapes have them. ``source`` begins the message.
+    """
+    waiting = [(value, where)]
+    for part, place in waiting:
+        if isinstance(part, dict):
+            waiting += [(key, f"a key of {place}") for key in part]
+            waiting += [(inner, f"{place}.{key}") for key, inner in part.items()]
+        elif isinstance(part, list):
+            waiting += [(inner, f"{place}[{index}]") for index, inner in enumerate(part)]
+        elif isinstance(part, str) and (found := _SURROGATE.search(part)) is not None:
+            raise UserError(
+                f"{source}{place}: found a lone surrogate at character {found.start()}, "
+                "expected valid Unicode"
+            )
 
 
 @contextmanager
@@ -132,7 +184,5 @@ def user_errors(prefix: str = "") -> Iterator[None]:
     """Turns ``ValueError`` and ``OSError`` into a ``UserError`` that begins with ``prefix``."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"{prefix}{error.strerror or error}") from None
-    except ValueError as error:
-        raise UserError(f"{prefix}{error}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{prefix}{user_message(error)}") from None

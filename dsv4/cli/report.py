@@ -12,11 +12,12 @@ import torch
 from dsv4.cli.job import Job, Outcome
 from dsv4.cli.stream import parse_message, text_of
 from dsv4.command.output_file import write_output
-from dsv4.command.streams import say
+from dsv4.command.streams import say, silence_stdout
 from dsv4.encoding import Tokenizer
 from dsv4.engine import Engine
 from dsv4.measure.provenance import provenance
 from dsv4.parallel.devices import table_name
+from dsv4.plan import MemoryPlan
 from dsv4.run_stats import RunStats
 
 
@@ -36,11 +37,30 @@ def report(job: Job, outcome: Outcome) -> None:
         write_output("--json", job.arguments.json, f"{text}\n")
 
 
+def report_plan(job: Job, plan: MemoryPlan) -> None:
+    """The plan as a table on stdout, and in the ``--json`` file."""
+    try:
+        print(plan, flush=True)
+    except BrokenPipeError:
+        silence_stdout()
+    if job.arguments.json is not None:
+        devices = [
+            {**asdict(device), "device": str(device.device), "fits": device.fits}
+            for device in plan.devices
+        ]
+        record = {
+            "plan": {"max_context": plan.max_context, "fits": plan.fits, "devices": devices},
+            "config": config_record(job, None),
+            "provenance": provenance(shlex.join(sys.argv)),
+        }
+        text = json.dumps(record, ensure_ascii=False)
+        write_output("--json", job.arguments.json, f"{text}\n")
+
+
 def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, Any]:
     """The content of the ``--json`` file."""
     prompt = job.prompt
     engine = outcome.engine
-    arguments = vars(job.arguments)
     stats = None if engine is None else engine.last_run
     shown = [token for token in outcome.token_ids if token not in job.eos_token_ids]
     text = text_of(job.tokenizer, shown, job.arguments.stop)
@@ -57,16 +77,7 @@ def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, 
         "timing": measured,
         "cuda_graph": graph_mode(engine),
         "profile": None if outcome.profile is None else outcome.profile.record(),
-        "config": {
-            "arguments": {
-                key: str(value) if isinstance(value, Path) else value
-                for key, value in arguments.items()
-            },
-            "engine": asdict(job.engine_config if engine is None else engine.engine_config),
-            "model": asdict(job.model_config),
-            "sampling": asdict(job.sampling),
-            "eos_token_ids": sorted(job.eos_token_ids),
-        },
+        "config": config_record(job, engine),
         "devices": [] if engine is None else device_names(engine),
         "ops": None if engine is None else table_name(engine.engine_config, engine.devices),
         "provenance": provenance(shlex.join(sys.argv)),
@@ -86,6 +97,20 @@ def describe_logprobs(tokenizer: Tokenizer, stats: RunStats | None) -> list[dict
         top = [described(*one) for one in chosen.top]
         found.append({**described(chosen.token_id, chosen.logprob), "top": top})
     return found
+
+
+def config_record(job: Job, engine: Engine | None) -> dict[str, Any]:
+    """Flags and configurations; the engine's as asked for unless there is one."""
+    return {
+        "arguments": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(job.arguments).items()
+        },
+        "engine": asdict(job.engine_config if engine is None else engine.engine_config),
+        "model": asdict(job.model_config),
+        "sampling": asdict(job.sampling),
+        "eos_token_ids": sorted(job.eos_token_ids),
+    }
 
 
 def device_names(engine: Engine) -> list[str]:

@@ -2,9 +2,8 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 
+from dsv4.cli.input_file import read_input
 from dsv4.errors import UserError, shorten
 
 _NUMBER = re.compile(r"[0-9]+")
@@ -15,12 +14,7 @@ def read_token_ids(file: str, vocab_size: int) -> list[int]:
     """The ids in ``file`` (``-``: stdin). Raises ``UserError`` for a file that cannot be read, for
     no ids, and for the first one that is not an integer below ``vocab_size``.
     """
-    try:
-        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    except (OSError, AttributeError, ValueError) as error:  # a closed stdin, a zero in a name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"--token-ids: {file}: cannot be read: {reason}") from None
-    found = parse_token_ids(raw, file)
+    found = parse_token_ids(read_input("--token-ids", file), file)
     if not found:
         raise UserError(f"--token-ids: {file}: found no token ids, expected at least 1")
     for place, token in enumerate(found):

@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from dsv4.errors import UserError, shorten
@@ -57,6 +58,13 @@ def number(low: float, high: float, low_included: bool = True) -> Callable[[str]
         return value
 
     return parse
+
+
+def path(text: str) -> Path:
+    """A flag type: a path that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("found '', expected a path")
+    return Path(text)
 
 
 def given_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> frozenset[str]:

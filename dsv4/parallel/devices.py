@@ -93,6 +93,8 @@ def engine_devices(engine: EngineConfig, absent: bool = False) -> tuple[torch.de
                 f"EngineConfig.gpus: found {engine.gpus}, expected 1 when running on the CPU"
             )
         return (torch.device("cpu"),)
+    if available == 0:
+        raise UserError("EngineConfig.device='cuda': found no CUDA device, expected one")
     if available < engine.gpus:
         expected = f"at most {available} (CUDA devices on this machine)"
         raise UserError(f"EngineConfig.gpus: found {engine.gpus}, expected {expected}")

@@ -50,6 +50,17 @@ from tests.driver.drive import Drive
         (["--cuda-graph", "half"], ["--cuda-graph", "'half'"]),
         (["--prompt", "\ud800"], ["prompt", "Unicode"]),
         (["--device", "cpu", "--gpus", "2"], ["gpus"]),
+        (["--max-tokens", "1_000"], ["--max-tokens", "'1_000'"]),
+        (["--model", ""], ["--model", "''"]),
+        (["--plan", "--seed", "1"], ["--seed", "--plan"]),
+        (["--plan", "--profile"], ["--profile", "--plan"]),
+        (["--plan", "--ignore-eos"], ["--ignore-eos", "--plan"]),
+        (["--parallel", "round-robin"], ["--parallel", "one device", "--gpus"]),
+        (["--quiet", "--profile"], ["--profile", "--quiet", "--json"]),
+        (["--temperature", "0", "--seed", "1"], ["--seed", "greedy", "--temperature"]),
+        (["--temperature", "0", "--top-p", "0.5"], ["--top-p", "greedy"]),
+        (["--temperature", "0", "--top-k", "5"], ["--top-k", "greedy"]),
+        (["--temperature", "0", "--min-p", "0.5"], ["--min-p", "greedy"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -100,6 +111,32 @@ def test_damaged_checkpoints_are_one_line_and_exit_code_2(
     else:
         path.write_text(text)
     drive("--model", broken_copy).assert_user_error(*parts)
+
+
+def test_sampling_flags_are_refused_where_the_checkpoint_decodes_greedily(
+    drive: Drive, broken_copy: Path
+) -> None:
+    (broken_copy / "generation_config.json").write_text('{"do_sample": false}')
+    drive("--model", broken_copy, "--top-p", 0.5).assert_user_error(
+        "--top-p", "generation_config.json", "--temperature above 0"
+    )
+    sampled = drive("--model", broken_copy, "--top-p", 0.5, "--temperature", 1, "--max-tokens", 1)
+    assert sampled.code == 0
+
+
+def test_a_folder_that_cannot_be_listed_is_named(
+    drive: Drive, broken_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    drive("--model", broken_copy).assert_user_error(f"{broken_copy}: cannot be listed")
+
+
+def test_cuda_without_a_gpu_names_the_device(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    drive("--device", "cuda").assert_user_error("--device cuda: found no CUDA device")
 
 
 def test_tokenizer_of_another_model_is_refused(drive: Drive, broken_copy: Path) -> None:

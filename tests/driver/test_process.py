@@ -98,6 +98,14 @@ def test_closed_pipe_ends_the_run_without_a_complaint(start: Start, tmp_path: Pa
     assert read_json(path)["finish_reason"] == "interrupted"
 
 
+def test_a_plan_that_nobody_reads_is_no_error(start: Start) -> None:
+    process = start("--plan")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
 def test_runs_from_any_directory(start: Start, tmp_path: Path) -> None:
     process = start("--max-tokens", 2, "--ignore-eos", "--quiet", cwd=tmp_path)
     out, err = process.communicate()

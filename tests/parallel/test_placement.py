@@ -162,7 +162,7 @@ def test_devices_of_an_engine_config_without_gpus(monkeypatch: pytest.MonkeyPatc
         UserError, match=r"EngineConfig.gpus: found 2, expected 1 when running on the CPU"
     ):
         engine_devices(EngineConfig(gpus=2))
-    with pytest.raises(UserError, match=r"EngineConfig.gpus: found 1, expected at most 0"):
+    with pytest.raises(UserError, match=r"EngineConfig.device='cuda': found no CUDA device"):
         engine_devices(EngineConfig(device="cuda"))
 
 

@@ -1,0 +1,161 @@
+"""Where the prompt comes from, and prompts that nobody can have meant."""
+
+import io
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.driver.conftest import read_json
+from tests.driver.drive import Drive
+
+USER = {"role": "user", "content": "Hi"}
+
+
+class Stdin(io.TextIOWrapper):
+    """Standard input that holds ``raw``."""
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(io.BytesIO(raw))
+
+
+def prompt_of(drive: Drive, folder: Path, *flags: object) -> str:
+    path = folder / "report.json"
+    assert drive(*flags, "--raw", "--max-tokens", 1, "--json", path).code == 0
+    return read_json(path)["prompt"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"a", "a"),
+        (b"a\n", "a"),
+        (b"a\r\n", "a"),
+        (b"a\n\n", "a\n"),
+        (b"a\n ", "a\n "),
+        (b"a\r", "a\r"),
+        (b"\na", "\na"),
+    ],
+)
+def test_one_line_break_at_the_end_of_a_file_or_pipe_is_not_part_of_the_prompt(
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: bytes, expected: str
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(raw)
+    assert prompt_of(drive, tmp_path, "--prompt-file", file) == expected
+    monkeypatch.setattr(sys, "stdin", Stdin(raw))
+    assert prompt_of(drive, tmp_path, "--prompt-file", "-") == expected
+
+
+def test_a_line_break_on_the_command_line_is_meant(drive: Drive, tmp_path: Path) -> None:
+    assert prompt_of(drive, tmp_path, "--prompt", "a\n") == "a\n"
+
+
+@pytest.mark.parametrize("raw", [b"", b"\n", b"\r\n"])
+def test_an_empty_prompt_is_refused(
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: bytes
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(raw)
+    drive("--prompt-file", file).assert_user_error(f"--prompt-file: {file}: found no text")
+    monkeypatch.setattr(sys, "stdin", Stdin(raw))
+    drive("--prompt-file", "-", "--raw").assert_user_error("--prompt-file: -: found no text")
+    drive("--prompt", "").assert_user_error("--prompt: found no text, expected a prompt")
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([], "found no messages"),
+        ([{"role": "system", "content": "x"}], "found a message of system at the end"),
+        ([USER, {"role": "assistant", "content": "x"}], "found a message of assistant at the end"),
+        ([USER, {"role": "latest_reminder", "content": "x"}], "found a message of latest_reminder"),
+    ],
+)
+def test_a_conversation_that_asks_for_no_answer_is_refused(
+    drive: Drive, tmp_path: Path, messages: list, found: str
+) -> None:
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps(messages))
+    result = drive("--messages", file)
+    result.assert_user_error(f"--messages: {file}: {found}")
+    assert ('"wo_eos": true' in result.err) == ("assistant" in found)
+
+
+@pytest.mark.parametrize("thinking", ["off", "on"])
+def test_an_open_message_of_the_assistant_is_gone_on_with(
+    drive: Drive, tmp_path: Path, thinking: str
+) -> None:
+    file = tmp_path / "messages.json"
+    last = {"role": "assistant", "content": "I think", "wo_eos": True}
+    file.write_text(json.dumps([USER, last]))
+    path = tmp_path / "report.json"
+    flags = ("--max-tokens", 3, "--seed", 1, "--ignore-eos", "--json", path)
+    result = drive("--messages", file, "--thinking", thinking, *flags)
+    report = read_json(path)
+    assert report["prompt"]["text"].endswith("</think>I think")
+    assert "<think>" not in result.out  # Reasoning was over before the message began.
+    assert report["completion"]["message"]["content"] == report["completion"]["text"]
+
+
+def test_a_quick_instruction_asks_for_an_answer(drive: Drive, tmp_path: Path) -> None:
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps([{**USER, "task": "title"}]))
+    assert drive("--messages", file, "--max-tokens", 1).code == 0
+
+
+def test_messages_come_from_pipes_too(
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = json.dumps([USER]).encode()
+    monkeypatch.setattr(sys, "stdin", Stdin(raw))
+    assert drive("--messages", "-", "--max-tokens", 1).code == 0
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(raw,))
+    writer.start()
+    assert drive("--messages", pipe, "--max-tokens", 1).code == 0
+    writer.join()
+
+
+@pytest.mark.parametrize(
+    ("request_text", "place"),
+    [
+        ('[{"role": "user", "content": "ab\\ud800"}]', "messages[0].content: found a lone"),
+        ('[{"role": "user", "content": "x", "\\udfff": 1}]', "a key of messages[0]: found a lone"),
+        ('{"messages": [], "tools": [3]}', ": tools[0] has no object"),
+    ],
+)
+def test_errors_name_the_place_in_the_messages_file(
+    drive: Drive, tmp_path: Path, request_text: str, place: str
+) -> None:
+    file = tmp_path / "messages.json"
+    file.write_text(request_text)
+    drive("--messages", file).assert_user_error(f"--messages: {file}: ", place)
+
+
+@pytest.mark.parametrize("flag", ["--prompt", "--system"])
+def test_lone_surrogates_are_counted_in_the_flag(drive: Drive, flag: str) -> None:
+    drive(flag, "ab\udcff").assert_user_error(f"{flag}: found a lone surrogate at character 2")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "prompt.txt", "messages.json"])
+def test_a_file_that_may_not_be_read_is_named(
+    drive: Drive, broken_copy: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    read_bytes = Path.read_bytes
+
+    def guarded(path: Path) -> bytes:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", guarded)
+    flags = {"prompt.txt": ["--prompt-file"], "messages.json": ["--messages"]}.get(name, [])
+    file = broken_copy / name
+    result = drive("--model", broken_copy, *(part for flag in flags for part in (flag, file)))
+    result.assert_user_error(str(file), "Permission denied")
+    assert result.err.count(str(file)) == 1
