@@ -32,7 +32,7 @@ from dsv4.cli.log_lines import log_lines
 from dsv4.cli.report import report, report_plan
 from dsv4.cli.stream import TokenText, make_printer
 from dsv4.command.program import EXIT_OK, command, run_program
-from dsv4.command.progress import GIGABYTES, KERNELS, TOKENS, ProgressBar
+from dsv4.command.progress import GIGABYTES, KERNELS, TOKENS, ProgressBar, StatusLine
 from dsv4.command.signals import stop_code
 from dsv4.command.streams import say, silence_stdout
 from dsv4.config import layer_kinds
@@ -47,9 +47,16 @@ def load(job: Job, outcome: Outcome, show_bars: bool) -> Engine:
     started = time.perf_counter()
     with (
         ProgressBar("compile", KERNELS, sys.stderr, show_bars) as compiling,
-        ProgressBar("load   ", GIGABYTES, sys.stderr, show_bars) as loading,
+        ProgressBar("read   ", GIGABYTES, sys.stderr, show_bars) as reading,
+        ProgressBar("pack   ", GIGABYTES, sys.stderr, show_bars) as packing,
     ):
-        engine = Engine.load(job.arguments.model, job.engine_config, loading, compiling=compiling)
+        engine = Engine.load(
+            job.arguments.model,
+            job.engine_config,
+            reading,
+            compiling=compiling,
+            packing=packing,
+        )
     outcome.engine = engine
     outcome.load_seconds = time.perf_counter() - started
     if job.arguments.profile and engine.decoder is None:
@@ -67,10 +74,12 @@ def generate(job: Job, outcome: Outcome) -> None:
     engine = load(job, outcome, show_bars)
 
     text = TokenText(job.tokenizer, arguments.stop)
-    printer = make_printer(sys.stdout, job.prompt.thinking_mode, job.prompt.tools)
+    status = StatusLine(sys.stderr, show_bars)
+    printer = make_printer(sys.stdout, job.prompt.thinking_mode, job.prompt.tools, status)
     stops = frozenset() if arguments.ignore_eos else job.eos_token_ids
     try:
         with ProgressBar("prefill", TOKENS, sys.stderr, show_bars) as bar:
+            bar(0, len(job.prompt.token_ids))
             tokens = engine.generate(
                 job.prompt.token_ids, arguments.max_tokens, job.sampling, stops, bar
             )

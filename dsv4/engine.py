@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.state import COMPUTE_DTYPES, DecodeState, chunk_tokens, prefill_tokens
-from dsv4.checkpoint import load_weights
 from dsv4.config import ModelConfig
 from dsv4.decode import CUDAGraphDecoder, build_decoder
 from dsv4.engine_config import EngineConfig
@@ -16,10 +15,10 @@ from dsv4.errors import UserError
 from dsv4.generation import Request, Run
 from dsv4.launch.compiler import compile_ahead
 from dsv4.layers.values import Watch
-from dsv4.layers.weights import ReadOnce, Weights
+from dsv4.layers.weights import Weights
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
-from dsv4.opened_checkpoint import OpenedCheckpoint
+from dsv4.opened_checkpoint import OpenedCheckpoint, Progress
 from dsv4.ops.tables import DirectTable, Table
 from dsv4.parallel.devices import table_on, with_device_defaults
 from dsv4.parallel.placement import Placement
@@ -33,8 +32,6 @@ from dsv4.step.steps import RecordedSteps
 from dsv4.token_ids import check_ids, check_integer, check_room
 from dsv4.trace.patterns import EVERY_VALUE, matching
 from dsv4.trace.steps import ShownValues, TracedSteps
-
-Progress = Callable[[int, int], None]
 
 
 class Engine:
@@ -92,9 +89,11 @@ class Engine:
         progress: Progress | None = None,
         change_table: Callable[[Table], Table] | None = None,
         compiling: Progress | None = None,
+        packing: Progress | None = None,
     ) -> "Engine":
         """Loads a checkpoint folder (model.md#checkpoints). ``progress(done_bytes, total_bytes)``
-        is called on the way, before that ``compiling(done, total)`` as kernels are compiled.
+        is called on the way, before that ``compiling(done, total)`` as kernels are compiled, after
+        it ``packing(done_bytes, total_bytes)`` as weights are put into the op table's layout.
 
         ``change_table`` replaces the op table that ``config`` chooses, e.g. to swap ops.
 
@@ -106,17 +105,9 @@ class Engine:
         opened.plan.refuse_if_too_large()
         if opened.steps is not None:
             compile_ahead(opened.steps.kernels(), compiling)
-        weights = load_weights(
-            opened.checkpoint,
-            opened.config,
-            device_of=opened.placement.device_of,
-            mtp=opened.mtp,
-            progress=progress,
-        )
+        weights = opened.read(progress, packing)
         table = opened.table if change_table is None else change_table(opened.table)
-        return cls(
-            opened.config, engine_config, ReadOnce(weights), opened.placement, table, compiling
-        )
+        return cls(opened.config, engine_config, weights, opened.placement, table, compiling)
 
     @staticmethod
     def plan(

@@ -1,14 +1,16 @@
 """A checkpoint before any weight is read: its parameters, their devices and the memory plan."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from dsv4.checkpoint import Checkpoint, describe, mtp_kind, open_checkpoint
+from dsv4.checkpoint import Checkpoint, describe, load_weights, mtp_kind, open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.target import Target
+from dsv4.layers.weights import ReadOnce
 from dsv4.ops.tables import TABLES, DirectTable, Table
 from dsv4.parallel.devices import (
     check_cuda_graph,
@@ -21,6 +23,8 @@ from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
 from dsv4.step.planned import PlannedSteps, StoredFormats
 from dsv4.weights.parameters import MtpKind
+
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,19 @@ class OpenedCheckpoint:
         steps = _plan_steps(config, engine, formats, table, devices, absent)
         plan = plan_memory(config, engine, placement, stored, steps, gpu_memory)
         return cls(checkpoint, config, mtp, placement, table, steps, plan)
+
+    def read(self, progress: Progress | None, packing: Progress | None) -> ReadOnce:
+        """The weights, each on its device; ``progress(done_bytes, total_bytes)`` is told as they
+        are read, ``packing`` as they are taken.
+        """
+        weights = load_weights(
+            self.checkpoint,
+            self.config,
+            device_of=self.placement.device_of,
+            mtp=self.mtp,
+            progress=progress,
+        )
+        return ReadOnce(weights, packing)
 
 
 def _plan_steps(

@@ -14,11 +14,14 @@ class Completion:
     for a completion
         that follows the format. `encoding.streaming_parser` lists the names.
     complete: whether the model ended its turn itself (EOS), so that nothing is missing at the end.
+    cut_off: what was left out at the end because it was cut off, as the model wrote it: a tool
+    call, or half a marker.
     """
 
     message: dict
     repairs: tuple[str, ...]
     complete: bool
+    cut_off: str = ""
 
 
 @dataclass(frozen=True)

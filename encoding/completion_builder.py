@@ -21,6 +21,7 @@ class CompletionBuilder:
         self._tool_calls: list[dict] = []
         self._started_calls = 0
         self._repairs: dict[str, None] = {}
+        self._cut_off = ""
 
     def note_repair(self, name: str) -> None:
         """Remembers that something was mended, once per name."""
@@ -63,6 +64,10 @@ class CompletionBuilder:
             {"type": "function", "function": {"name": name, "arguments": arguments}}
         )
 
+    def leave_out(self, text: str) -> None:
+        """The end of the text is the beginning of something that never came to its end."""
+        self._cut_off = text.strip()
+
     def take_events(self) -> list[Event]:
         """The events since the last time."""
         events = self._events
@@ -77,4 +82,4 @@ class CompletionBuilder:
             "reasoning_content": "".join(self._reasoning),
             "tool_calls": list(self._tool_calls),
         }
-        return Completion(message, tuple(self._repairs), complete)
+        return Completion(message, tuple(self._repairs), complete, self._cut_off)

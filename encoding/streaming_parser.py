@@ -69,6 +69,7 @@ class StreamingParser:
         self._declared = declared_parameters(parse_tools(tools, "tools"))
         self._scanner = Scanner()
         self._output = CompletionBuilder()
+        self._text: list[str] = []
         self._block: ToolBlockParser | None = None
         self._block_count = 0
         self._gap: str | None = (
@@ -78,6 +79,7 @@ class StreamingParser:
 
     def feed(self, text: str) -> list[Event]:
         """The events that the new text makes certain."""
+        self._text.append(text)
         self._scanner.append(text)
         while self._step():
             pass
@@ -89,6 +91,7 @@ class StreamingParser:
         events = self.feed("")
         if self._block is not None:
             self._block.abandon()
+            self._output.leave_out("".join(self._text)[self._block.whole_until :])
         if self._gap:
             self._output.note_repair("whitespace_after_tool_block")
         if self._in_reasoning:
@@ -166,7 +169,7 @@ class StreamingParser:
                 self._emit_until(self._before_line_breaks(start))
                 return False
             self._emit_until(start)
-            scanner.advance_to(len(scanner.text))
+            self._output.leave_out(scanner.take_until(len(scanner.text)))
             self._output.note_repair("half_marker")
         elif tag is None:
             self._emit_until(start)
@@ -206,10 +209,12 @@ class StreamingParser:
             self._output.note_repair("missing_tool_block_open")
         elif tag.repair is not None:
             self._output.note_repair(tag.repair)
-        self._scanner.advance_to(tag.start if tag.name == "invoke" else tag.end)
+        self._scanner.advance_to(tag.start)
+        self._block = ToolBlockParser(self._scanner, self._output, self._declared)
+        if tag.name != "invoke":
+            self._scanner.advance_to(tag.end)
         self._gap = None
         self._block_count += 1
-        self._block = ToolBlockParser(self._scanner, self._output, self._declared)
 
     def _emit_but_beginnings(self) -> None:
         """Emits the text, except for an end that could be the beginning of a marker."""
@@ -224,7 +229,7 @@ class StreamingParser:
             self._emit_until(self._before_line_breaks(start))
         elif _CONTROL_BEGINNING.match(scanner.text, start):
             self._emit_until(start)
-            scanner.advance_to(end)
+            self._output.leave_out(scanner.take_until(end))
             self._output.note_repair("half_marker")
         else:
             self._emit_until(end)

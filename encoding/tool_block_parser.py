@@ -25,6 +25,8 @@ class ToolBlockParser:
         declared: Mapping[str, Mapping[str, object]],
     ) -> None:
         self.finished = False
+        # Where the block begins, or what follows its last whole call.
+        self.whole_until = scanner.position
         self._scanner = scanner
         self._output = output
         self._declared = declared
@@ -147,6 +149,7 @@ class ToolBlockParser:
     def _end_call(self, call: "_OpenCall") -> None:
         call.end()
         self._call = None
+        self.whole_until = self._scanner.position
 
     def _use(self, tag: Tag) -> None:
         self._scanner.advance_to(tag.end)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dsv4.cli.job import Job, Outcome
-from dsv4.cli.stream import parse_message, text_of
+from dsv4.cli.stream import parse_answer, text_of
 from dsv4.command.output_file import write_output
 from dsv4.command.streams import say, silence_stdout
 from dsv4.encoding import Tokenizer
@@ -64,11 +64,14 @@ def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, 
     stats = None if engine is None else engine.last_run
     shown = [token for token in outcome.token_ids if token not in job.eos_token_ids]
     text = text_of(job.tokenizer, shown, job.arguments.stop)
+    answer = parse_answer(text, outcome.complete, prompt.thinking_mode, prompt.tools)
     return {
         "prompt": {"text": prompt.text, "token_ids": prompt.token_ids},
         "completion": {
             "text": text,
-            "message": parse_message(text, outcome.complete, prompt.thinking_mode, prompt.tools),
+            "message": answer.message,
+            "cut_off": answer.cut_off or None,
+            "repairs": list(answer.repairs),
             "token_ids": outcome.token_ids,
             "logprobs": describe_logprobs(job.tokenizer, stats),
         },

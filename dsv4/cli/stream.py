@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import TextIO
 
+from dsv4.command.progress import StatusLine
 from dsv4.encoding import (
     EOS,
+    Completion,
     ContentDelta,
     Event,
     IncrementalDecoder,
@@ -14,6 +16,7 @@ from dsv4.encoding import (
     StreamingParser,
     Tokenizer,
     ToolCallEnd,
+    ToolCallStart,
     parse_completion,
 )
 
@@ -88,14 +91,24 @@ class PlainPrinter:
 
 
 class ChatPrinter:
-    """Writes a parsed completion: thinking, then the answer, every tool call as one line of JSON.
+    """Writes a parsed completion: thinking, then the answer, every tool call as one line of JSON,
+    one that is cut off as the model wrote it. While a call grows, ``status`` says so.
 
     Thinking is dimmed on a terminal and stands between lines ``<think>`` and ``</think>``
     elsewhere.
     """
 
-    def __init__(self, out: TextIO, thinking_mode: str, tools: list[dict] | None) -> None:
+    def __init__(
+        self,
+        out: TextIO,
+        thinking_mode: str,
+        tools: list[dict] | None,
+        status: StatusLine | None = None,
+    ) -> None:
         self._plain = PlainPrinter(out)
+        self._status = status
+        self._call: str | None = None  # the name of a call under way
+        self._call_characters = 0
         self._parser = StreamingParser(thinking_mode, tools)
         self._is_terminal = out.isatty()
         self._in_thinking = False
@@ -104,6 +117,9 @@ class ChatPrinter:
         """Shows what ``text`` makes certain; half a marker is held back."""
         for event in self._parser.feed(text):
             self._show(event)
+        if self._call is not None and self._status is not None:
+            self._call_characters += len(text)
+            self._status.show(f"calling {self._call}: {self._call_characters:,} characters")
 
     def finish(self, stopped: bool) -> None:
         """Shows what was held back. Unless the model ``stopped`` by itself, a tool call at the end
@@ -113,7 +129,12 @@ class ChatPrinter:
             self.feed(EOS)
         for event in self._parser.finish():
             self._show(event)
+        self._end_call()
         self._set_thinking(False)
+        cut_off = self._parser.completion.cut_off
+        if cut_off:
+            self._plain.start_line()
+            self._plain.feed(cut_off)
         self._plain.finish(stopped)
 
     def _show(self, event: Event) -> None:
@@ -124,11 +145,20 @@ class ChatPrinter:
             case ContentDelta(text):
                 self._set_thinking(False)
                 self._plain.feed(text)
-            case ToolCallEnd(_, name, arguments):
+            case ToolCallStart(_, name):
                 self._set_thinking(False)
                 self._plain.start_line()
+                self._call = name.translate(CONTROL_CHARACTERS)
+            case ToolCallEnd(_, name, arguments):
+                self._end_call()
                 quoted = json.dumps(name, ensure_ascii=False)
                 self._plain.feed(f'{{"name": {quoted}, "arguments": {arguments}}}\n')
+
+    def _end_call(self) -> None:
+        self._call = None
+        self._call_characters = 0
+        if self._status is not None:
+            self._status.erase()
 
     def _set_thinking(self, thinking: bool) -> None:
         if thinking == self._in_thinking:
@@ -142,18 +172,21 @@ class ChatPrinter:
 
 
 def make_printer(
-    out: TextIO, thinking_mode: str | None, tools: list[dict] | None
+    out: TextIO,
+    thinking_mode: str | None,
+    tools: list[dict] | None,
+    status: StatusLine | None = None,
 ) -> PlainPrinter | ChatPrinter:
     """The printer for chat completions, or for plain text (``thinking_mode`` None)."""
-    return PlainPrinter(out) if thinking_mode is None else ChatPrinter(out, thinking_mode, tools)
-
-
-def parse_message(
-    text: str, stopped: bool, thinking_mode: str | None, tools: list[dict] | None
-) -> dict[str, Any]:
-    """The assistant message of a whole completion; plain text (``thinking_mode`` None) is its
-    content.
-    """
     if thinking_mode is None:
-        return {"role": "assistant", "content": text}
-    return parse_completion(text + EOS if stopped else text, thinking_mode, tools).message
+        return PlainPrinter(out)
+    return ChatPrinter(out, thinking_mode, tools, status)
+
+
+def parse_answer(
+    text: str, stopped: bool, thinking_mode: str | None, tools: list[dict] | None
+) -> Completion:
+    """The parsed completion; plain text (``thinking_mode`` None) is its content."""
+    if thinking_mode is None:
+        return Completion({"role": "assistant", "content": text}, (), stopped)
+    return parse_completion(text + EOS if stopped else text, thinking_mode, tools)

@@ -1,6 +1,6 @@
 """Typed access to loaded weights under a name prefix."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -12,19 +12,30 @@ from dsv4.weights.on_demand import WeightOnDemand
 from dsv4.weights.quant import QuantTensor, Weight
 
 Weights = Mapping[str, QuantTensor | WeightOnDemand | Tensor]
-AnyParameter = TypeVar("AnyParameter")
+AnyParameter = TypeVar("AnyParameter", bound=QuantTensor | WeightOnDemand | Tensor)
 
 
 class ReadOnce(Mapping[str, AnyParameter]):
     """Weights that are let go as they are read: a stored matrix lives only until its packed form
-    exists.
+    exists. ``progress(done, total)`` is told about the bytes that are read.
     """
 
-    def __init__(self, weights: dict[str, AnyParameter]) -> None:
+    def __init__(
+        self,
+        weights: dict[str, AnyParameter],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
         self._weights = weights
+        self._progress = progress
+        self._done = 0
+        self._total = sum(weight.nbytes for weight in weights.values())
 
     def __getitem__(self, name: str) -> AnyParameter:
-        return self._weights.pop(name)
+        weight = self._weights.pop(name)
+        self._done += weight.nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        return weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

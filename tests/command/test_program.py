@@ -95,16 +95,17 @@ def start(body: str, **settings: object) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_one_signal_or_many_end_a_program_alike(number: signal.Signals) -> None:
+    body = f"try: {WAITING}\n    finally: time.sleep(0.3); print('cleaned')"
     for times in (1, 5):
-        process = start(WAITING)
+        process = start(body)
         assert process.stdout is not None
         process.stdout.readline()
         for _ in range(times):
             process.send_signal(number)
             time.sleep(0.01)
-        _, err = process.communicate()
+        out, err = process.communicate()
         expected = "" if number == signal.SIGINT else f"ended by {number.name}\n"
-        assert (process.returncode, err) == (128 + number, expected)
+        assert (process.returncode, out, err) == (128 + number, "cleaned\n", expected)
 
 
 @pytest.mark.slow

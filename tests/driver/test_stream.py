@@ -14,9 +14,10 @@ from dsv4.cli.stream import (
     PlainPrinter,
     TokenText,
     make_printer,
-    parse_message,
+    parse_answer,
     text_of,
 )
+from dsv4.command.progress import ERASE_LINE, StatusLine
 from dsv4.demo import CHECKPOINT
 from encoding import Tokenizer
 
@@ -76,8 +77,39 @@ def test_tool_call_is_one_line_of_json() -> None:
     assert len(lines) == 2
 
 
-def test_tool_call_that_was_cut_off_is_not_shown() -> None:
-    assert shown(io.StringIO(), "chat", "I look." + CALL[:-40], stopped=False) == "I look.\n"
+@pytest.mark.parametrize("end", [len(CALL) - 40, 60, 30])
+def test_tool_call_that_was_cut_off_is_shown_as_it_was_written(end: int) -> None:
+    cut = CALL[:end]
+    found = shown(io.StringIO(), "chat", "I look." + cut, stopped=False)
+    assert found == f"I look.\n{cut.strip()}\n"
+    assert shown(io.StringIO(), "chat", cut, stopped=False) == f"{cut.strip()}\n"
+    assert shown(io.StringIO(), "chat", CALL[:8], stopped=False).strip() == "<｜DSML"
+
+
+def test_whole_calls_before_one_that_was_cut_off_are_shown_as_calls() -> None:
+    second = '\n<｜DSML｜invoke name="get_time">\n<｜DSML｜par'
+    text = CALL.removesuffix("\n</｜DSML｜tool_calls>") + second
+    call, cut, parameter = shown(io.StringIO(), "chat", text, stopped=False).splitlines()
+    assert json.loads(call)["name"] == "get_weather"
+    assert f"\n{cut}\n{parameter}" == second
+    answer = parse_answer(text, False, "chat", None)
+    assert answer.cut_off == second.strip()
+    assert [call["function"]["name"] for call in answer.message["tool_calls"]] == ["get_weather"]
+    assert "unfinished_tool_call" in answer.repairs
+
+
+def test_a_call_under_way_is_shown_on_the_status_line() -> None:
+    out = io.StringIO()
+    terminal = Terminal()
+    printer = ChatPrinter(out, "chat", None, StatusLine(terminal, True))
+    printer.feed("I look." + CALL[:70])
+    assert (out.getvalue(), terminal.getvalue()) == (
+        "I look.\n",
+        f"{ERASE_LINE}calling get_weather: 77 characters",
+    )
+    printer.feed(CALL[70:])
+    assert terminal.getvalue().endswith(ERASE_LINE)
+    assert out.getvalue().endswith("}\n")
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 7])
@@ -122,10 +154,10 @@ def test_plain_text_keeps_control_tokens_and_ends_its_line() -> None:
 
 
 def test_message_of_a_completion() -> None:
-    message = parse_message("Why.</think>I look." + CALL, True, "thinking", None)
+    message = parse_answer("Why.</think>I look." + CALL, True, "thinking", None).message
     assert (message["reasoning_content"], message["content"]) == ("Why.", "I look.")
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
-    assert parse_message("a</think>", True, None, None) == {
+    assert parse_answer("a</think>", True, None, None).message == {
         "role": "assistant",
         "content": "a</think>",
     }
