@@ -31,6 +31,7 @@ from dsv4.cli.job import Job, Outcome, prepare
 from dsv4.cli.log_lines import log_lines
 from dsv4.cli.report import report, report_plan
 from dsv4.cli.stream import TokenText, make_printer
+from dsv4.cli.trace import check_trace, traced
 from dsv4.command.program import EXIT_OK, command, run_program
 from dsv4.command.progress import GIGABYTES, KERNELS, TOKENS, ProgressBar, StatusLine
 from dsv4.command.signals import stop_code
@@ -78,10 +79,13 @@ def generate(job: Job, outcome: Outcome) -> None:
     printer = make_printer(sys.stdout, job.prompt.thinking_mode, job.prompt.tools, status)
     stops = frozenset() if arguments.ignore_eos else job.eos_token_ids
     try:
-        with ProgressBar("prefill", TOKENS, sys.stderr, show_bars) as bar:
+        with (
+            ProgressBar("prefill", TOKENS, sys.stderr, show_bars) as bar,
+            traced(job, engine) as watch,
+        ):
             bar(0, len(job.prompt.token_ids))
             tokens = engine.generate(
-                job.prompt.token_ids, arguments.max_tokens, job.sampling, stops, bar
+                job.prompt.token_ids, arguments.max_tokens, job.sampling, stops, bar, watch
             )
             with closing(tokens):
                 for token in tokens:
@@ -105,6 +109,7 @@ def generate(job: Job, outcome: Outcome) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """The whole job; returns the exit code."""
     job = prepare(arguments)
+    check_trace(arguments, job.model_config)
     plan = partial(Engine.plan, arguments.model, job.engine_config, gpu_bytes(arguments))
     if arguments.plan:
         report_plan(job, plan())

@@ -256,6 +256,19 @@ def add_output_flags(group: argparse._ArgumentGroup) -> None:
         "(default: none)",
     )
     group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="the values inside every layer as safetensors, docs/traces.md (default: none)",
+    )
+    group.add_argument(
+        "--trace-at",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="only values of such names, e.g. 'layers.3.*'; repeatable (default: all)",
+    )
+    group.add_argument(
         "--profile",
         action="store_true",
         help="time every op, or every kernel of a graph; a table on stderr",

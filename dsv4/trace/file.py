@@ -37,8 +37,8 @@ class _Value:
 class TraceFile:
     """Writes the trace ``path``, which appears when the block ends, with the steps that ended.
 
-    A hidden folder beside it holds the rows until then. An interruption by the keyboard ends the
-    block as usual; after any other exception nothing is left behind.
+    A hidden folder beside it holds the rows until then. An interruption ends the block as usual,
+    and so does a reader of the text who has gone; after another exception nothing is left behind.
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, str], tokens: int) -> None:
@@ -67,8 +67,8 @@ class TraceFile:
         trace: TracebackType | None,
     ) -> None:
         try:
-            interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-            if self._has_room and (kind is None or interrupted):
+            is_cut = kind is not None and issubclass(kind, KeyboardInterrupt | BrokenPipeError)
+            if self._has_room and (kind is None or is_cut):
                 self._finish()
         finally:
             shutil.rmtree(self._parts, ignore_errors=True)

@@ -10,19 +10,22 @@ from dsv4.layers.values import Wants, value_names
 EVERY_VALUE = ("*",)
 
 
-def matching(config: ModelConfig, at: Sequence[str]) -> Wants:
+def matching(config: ModelConfig, at: Sequence[str], name: str = "at") -> Wants:
     """Whether a value has a name that one of the shell patterns ``at`` matches.
 
-    Raises ``UserError`` for no pattern, and for one that matches no value of the model.
+    Raises ``UserError`` for no pattern, and for one that matches no value of the model; ``name`` is
+    what it calls them.
     """
     if isinstance(at, str) or not at:
-        raise UserError(f"at: found {at!r}, expected at least one pattern in a list")
+        raise UserError(f"{name}: found {at!r}, expected at least one pattern in a list")
     names = value_names(config)
     for pattern in at:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(fnmatchcase(value, pattern) for value in names):
             raise UserError(
-                f"at: {pattern!r} matches no value of this model, "
+                f"{name}: {pattern!r} matches no value of this model, "
                 f"expected names such as {names[0]!r} or 'layers.*.streams'"
             )
-    wanted = frozenset(name for name in names if any(fnmatchcase(name, part) for part in at))
+    wanted = frozenset(
+        value for value in names if any(fnmatchcase(value, pattern) for pattern in at)
+    )
     return wanted.__contains__

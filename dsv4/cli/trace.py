@@ -1,0 +1,45 @@
+"""``--trace``: the checks before the weights are read, and the file that a generation fills."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dsv4.cli.job import Job
+from dsv4.command.output_file import STDOUT, check_output
+from dsv4.config import ModelConfig
+from dsv4.engine import Engine
+from dsv4.errors import UserError
+from dsv4.layers.values import Watch
+from dsv4.trace.file import TraceFile
+from dsv4.trace.patterns import EVERY_VALUE, matching
+from dsv4.trace.write import trace_metadata
+
+
+def check_trace(arguments: argparse.Namespace, config: ModelConfig) -> None:
+    """Raises ``UserError`` for flags that ``traced`` cannot serve."""
+    path = arguments.trace
+    if path is None:
+        if arguments.trace_at:
+            raise UserError("--trace-at: found without --trace, expected both")
+        return
+    if arguments.profile:
+        raise UserError("--trace: found together with --profile, expected one of them")
+    if path == STDOUT or (path.exists() and not path.is_file()):
+        raise UserError(f"--trace: {path}: found no regular file, expected the name of a file")
+    check_output("--trace", path)
+    matching(config, arguments.trace_at or EVERY_VALUE, "--trace-at")
+
+
+@contextmanager
+def traced(job: Job, engine: Engine) -> Iterator[Watch | None]:
+    """What ``Engine.generate`` has to show; the file is whole when the block ends."""
+    arguments = job.arguments
+    if arguments.trace is None:
+        yield None
+        return
+    prompt_tokens = len(job.prompt.token_ids)
+    metadata = trace_metadata(engine, Path(arguments.model).resolve().name, prompt_tokens)
+    wants = matching(engine.config, arguments.trace_at or EVERY_VALUE, "--trace-at")
+    with TraceFile(arguments.trace, metadata, prompt_tokens + arguments.max_tokens) as file:
+        yield Watch(file.add, wants)
