@@ -84,6 +84,7 @@ def test_the_demo_is_measured_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureF
     assert result["process_start_to_first_token_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_driver_that_fails_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["engine", "--device", "cpu", "--model", str(tmp_path / "gone")]) == 2
     assert "the driver failed: --model:" in capsys.readouterr().err

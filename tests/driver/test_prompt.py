@@ -28,6 +28,7 @@ def prompt_of(drive: Drive, folder: Path, *flags: object) -> str:
     return read_json(path)["prompt"]["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [

@@ -22,6 +22,7 @@ def test_flags_that_mean_nothing_are_one_line(
     drive(*flags).assert_user_error(*parts)
 
 
+@pytest.mark.slow
 def test_a_huge_prompt_is_refused_before_it_is_encoded(
     drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

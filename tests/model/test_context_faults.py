@@ -70,6 +70,7 @@ def test_spec11_j63_index_keys_of_every_chunk_stay(forgetful: bool) -> None:
     assert [sum(column) > 10 for column in zip(*found, strict=True)] == [True] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [1, 4])
 def test_spec11_j69_a_whole_model_on_contexts_of_up_to_a_list_and_one_entry(topk: int) -> None:
     """Until more entries are visible than a list holds, its length makes no difference."""
@@ -85,6 +86,7 @@ def test_spec11_j69_a_whole_model_on_contexts_of_up_to_a_list_and_one_entry(topk
         assert relative_error(engine.prefill(token_ids[:count]), found[count - 1]) <= BOUND
 
 
+@pytest.mark.slow
 def test_spec11_j74_logits_do_not_depend_on_the_capacity() -> None:
     """35 entries in as many slots, and in 12,500."""
     token_ids = random_ids(140)
@@ -94,6 +96,7 @@ def test_spec11_j74_logits_do_not_depend_on_the_capacity() -> None:
     assert relative_error(found, expected) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
 def test_spec11_j95_the_first_tokens_after_the_start(count: int) -> None:
     """Of an engine that has done nothing else: each is the best of the logits before it."""

@@ -42,6 +42,7 @@ USES: dict[str, Callable[[Engine], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_a_run_raises_when_the_engine_was_used_between_two_tokens(use: str, engine: Engine) -> None:
     expected = list(run_of(engine, FIRST))

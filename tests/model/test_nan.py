@@ -71,6 +71,7 @@ def test_nan_in_a_weight_is_noticed_in_prefill(weights: Weights, name: str) -> N
     assert engine.position == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_nan_in_a_weight_is_noticed_in_decode(weights: Weights, name: str) -> None:
     engine = engine_of(weights)

@@ -75,6 +75,7 @@ def test_a_step_takes_what_is_planned_and_at_least_half(
     assert planned / 2 <= peak <= planned
 
 
+@pytest.mark.slow
 def test_rows_that_are_dequantized_together_are_counted_whole() -> None:
     """They are nine tenths of a short step in a long context. Found: 1.15 times the peak."""
     planned, peak = planned_and_peak(

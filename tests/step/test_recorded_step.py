@@ -57,6 +57,7 @@ def expected_parts(planned: PlannedModel) -> list[tuple[str, torch.device, int |
     return [*expected, ("head", head, None), ("sample", head, None)]
 
 
+@pytest.mark.slow
 def test_parts_are_named_in_the_order_of_the_model(
     planned: PlannedModel, step: RecordedStep
 ) -> None:

@@ -63,6 +63,7 @@ def test_the_order_of_names_is_that_of_the_computation(engine: Engine) -> None:
     assert seen == [*value_names(engine.config), "positions", "token_ids"]
 
 
+@pytest.mark.slow
 def test_values_do_not_depend_on_how_the_tokens_are_fed(
     engine: Engine, values: dict[str, Tensor]
 ) -> None:

@@ -99,6 +99,7 @@ def fault_in(monkeypatch: pytest.MonkeyPatch, faulty: int, **ops: Any) -> None:
     monkeypatch.setattr(layer_flags, "EngineLayers", lambda *fields: next(made)(*fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", ["reference", "own", "trace"])
 def test_a_fault_is_found_in_its_layer_only(
     model: Path, trace_file: Path, monkeypatch: pytest.MonkeyPatch, read: str
@@ -110,6 +111,7 @@ def test_a_fault_is_found_in_its_layer_only(
     assert failing(results)[0] == "layers.1.attn.heads"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "ops", "value"),
     [

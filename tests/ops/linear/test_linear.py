@@ -94,6 +94,7 @@ def test_packing_keeps_the_values(ops: OpsUnderTest) -> None:
         assert torch.equal(packed.dequantize(), stored.dequantize())
 
 
+@pytest.mark.slow
 def test_lesson_08_no_activation_scale_is_kept_from_an_earlier_step(ops: OpsUnderTest) -> None:
     """After a step with tiny activations a step with huge ones is as exact as it would have been
     first.
