@@ -18,8 +18,18 @@ from dsv4.ops.moe import Mixture
 Seen = Callable[[str, Tensor], None]
 Wants = Callable[[str], bool]
 
-SEAM = ("streams", "x", "post", "comb")
-INDEXER = ("q", "weights", "keys", "entries", "scores")
+SEAM = ("streams", "post", "comb", "x")
+INDEXER = ("q", "weights", "keys", "scores", "entries")
+# The values of a layer as they are computed, those behind the layers.
+LAYER_VALUES = (
+    *(f"attn_hc.{part}" for part in SEAM),
+    *("attn.q", "attn.kv", "attn.compressed"),
+    *(f"indexer.{part}" for part in INDEXER),
+    *("attn.heads", "attn.output"),
+    *(f"ffn_hc.{part}" for part in SEAM),
+    *("router.experts", "router.weights", "ffn.output", "streams"),
+)
+OUTPUT_VALUES = ("hidden", "logits")
 
 
 class ValueSink(Protocol):
@@ -86,20 +96,16 @@ def value_names(config: ModelConfig) -> list[str]:
     """The names of every value of a step, in the order in which they are computed."""
     names = []
     for layer, ratio in enumerate(config.compress_ratios):
-        values = [f"attn_hc.{part}" for part in SEAM] + ["attn.q", "attn.kv"]
-        if ratio:
-            values.append("attn.compressed")
-        if ratio == CSA_RATIO:
-            values += [f"indexer.{part}" for part in INDEXER]
-        values += ["attn.heads", "attn.output"] + [f"ffn_hc.{part}" for part in SEAM]
-        values += ["router.experts", "router.weights", "ffn.output", "streams"]
-        names += [f"layers.{layer}.{value}" for value in values]
-    return [*names, "hidden", "logits"]
+        absent = () if ratio else ("attn.compressed",)
+        if ratio != CSA_RATIO:
+            absent += tuple(f"indexer.{part}" for part in INDEXER)
+        names += [f"layers.{layer}.{value}" for value in LAYER_VALUES if value not in absent]
+    return [*names, *OUTPUT_VALUES]
 
 
 def show_seam(sink: ValueSink, name: str, x_TE: Tensor, residual: Residual) -> None:
     """The values of the seam ``layers.N.attn_hc`` or ``layers.N.ffn_hc``."""
-    tensors = (residual.streams_TME, x_TE, residual.post_TM, residual.comb_TMM)
+    tensors = (residual.streams_TME, residual.post_TM, residual.comb_TMM, x_TE)
     for part, tensor in zip(SEAM, tensors, strict=True):
         sink.value(f"{name}.{part}", tensor)
 
@@ -190,11 +196,11 @@ def _show_selection(
         entries_TK = ascending_entries(selected_TK)
         return entry_scores(q_TID, weight_TI, selection.score_scale, index.rows, entries_TK)
 
-    if sink.wants(f"{name}.entries"):
-        selected_TK = selection.selected_TK
-        entries_TK = sink.compute(ascending_entries, shape, torch.int64, selected_TK)
-        sink.value(f"{name}.entries", entries_TK)
     if sink.wants(f"{name}.scores"):
         read = (q_TID, selection.weight_TI, selection.selected_TK)
         scores_TK = sink.compute(scores, shape, torch.float32, *read)
         sink.value(f"{name}.scores", scores_TK)
+    if sink.wants(f"{name}.entries"):
+        selected_TK = selection.selected_TK
+        entries_TK = sink.compute(ascending_entries, shape, torch.int64, selected_TK)
+        sink.value(f"{name}.entries", entries_TK)

@@ -15,19 +15,10 @@ from dsv4.config import KIND_OF_RATIO
 from dsv4.config_dialects import compress_ratios
 from dsv4.errors import UserError
 from dsv4.json_object import JsonReader
+from dsv4.layers.values import LAYER_VALUES, OUTPUT_VALUES
 from dsv4.validate.agreement import Agreement, Tally, align, table
 from dsv4.validate.trace_file import JoinedTrace, Unequal, expect_same_tokens, slices
 
-# The values of a layer as they are computed (docs/traces.md); then those behind the layers.
-LAYER_ORDER = (
-    *(f"attn_hc.{part}" for part in ("streams", "post", "comb", "x")),
-    *("attn.q", "attn.kv", "attn.compressed"),
-    *(f"indexer.{part}" for part in ("q", "weights", "keys", "scores", "entries")),
-    *("attn.heads", "attn.output"),
-    *(f"ffn_hc.{part}" for part in ("streams", "post", "comb", "x")),
-    *("router.experts", "router.weights", "ffn.output", "streams"),
-)
-LAST = ("hidden", "logits")
 # Ids whose order means nothing, and the values that belong to them.
 CHOSEN = ("indexer.entries", "router.experts")
 ALIGNED = {"indexer.scores": "indexer.entries", "router.weights": "router.experts"}
@@ -129,9 +120,12 @@ def execution_order(name: str) -> tuple[float, int, str]:
     """Sorts names of values as they are computed; unknown ones of a layer come at its end."""
     layer = layer_of(name)
     if layer is None:
-        return math.inf, LAST.index(name) if name in LAST else len(LAST), name
-    last = suffix(name)
-    return layer, LAYER_ORDER.index(last) if last in LAYER_ORDER else len(LAYER_ORDER), name
+        return math.inf, _place(name, OUTPUT_VALUES), name
+    return layer, _place(suffix(name), LAYER_VALUES), name
+
+
+def _place(name: str, order: Sequence[str]) -> int:
+    return order.index(name) if name in order else len(order)
 
 
 def layer_of(name: str) -> int | None:

@@ -27,6 +27,7 @@ from dsv4.step.recorded import RecordedStep, StepRecorder
 from dsv4.step.step import Step
 from dsv4.step.token_feed import TokenFeed
 from dsv4.step.traced_values import TracedValues
+from dsv4.trace.steps import ShownValues
 
 Values = Mapping[str, Tensor]
 
@@ -84,7 +85,7 @@ class OneLayer:
 
     def _direct(self, state: DecodeState, given: Given, chunk: int) -> Values:
         assert isinstance(self.table, DirectTable)
-        found = _Collected()
+        found = ShownValues()
         for ids, streams_TME in _chunks(given, chunk):
             values = DirectValues(Watch(found.add), state, len(ids))
             parts = DirectParts(self.table.ops, torch.tensor(ids, dtype=torch.int64), values)
@@ -94,7 +95,7 @@ class OneLayer:
 
     def _recorded(self, state: DecodeState, given: Given, chunk: int) -> Values:
         assert isinstance(self.table, RecordedTable)
-        found = _Collected()
+        found = ShownValues()
         steps: dict[int, _LayerStep] = {}
         for ids, streams_TME in _chunks(given, chunk):
             if len(ids) not in steps:
@@ -148,19 +149,6 @@ class _LayerStep:
         self._entering_TME.copy_(streams_TME)
         self._state.advance(len(ids))
         self._step.run(len(ids))
-
-
-class _Collected:
-    """Values of one chunk after another."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, list[Tensor]] = {}
-
-    def add(self, name: str, value: Tensor) -> None:
-        self._parts.setdefault(name, []).append(value)
-
-    def joined(self) -> Values:
-        return {name: torch.cat(parts) for name, parts in self._parts.items()}
 
 
 def _chunks(given: Given, chunk: int) -> list[tuple[list[int], Tensor]]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.layers.values import LAYER_VALUES
 from dsv4.ops.rope import rope
-from dsv4.validate.against import LAYER_ORDER, suffix
+from dsv4.validate.against import suffix
 from dsv4.validate.trace_file import JoinedTrace
 from tests.hooks.loading import config_folder, load_hook
 from tests.hooks.vllm_stub import HEADS, DeepseekV4ForCausalLM, mhc_post_tilelang
@@ -60,7 +61,7 @@ def test_every_value_that_exists_outside_of_kernels_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = read(trace(tmp_path, monkeypatch))
-    assert {suffix(name) for name in found} == {*LAYER_ORDER, "hidden", "logits"} - IN_KERNELS
+    assert {suffix(name) for name in found} == {*LAYER_VALUES, "hidden", "logits"} - IN_KERNELS
     assert found["layers.1.indexer.entries"].tolist() == [[-1] * 3] * 4 + [[0] * 3] * 2
     mixed = mhc_post_tilelang(
         found["layers.0.ffn.output"],

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dsv4 import Engine, SamplingParams, UserError
 from dsv4.config import CSA_RATIO
-from dsv4.layers.values import INDEXER, Watch, completed_rows, value_names
+from dsv4.layers.values import INDEXER, SEAM, Watch, completed_rows, value_names
 from dsv4.ops.hyper_connection import hc_post
 from dsv4.trace.steps import ShownValues
 from tests.model.tiny import random_ids, tiny_engine
@@ -87,9 +87,7 @@ def test_seams_mix_the_results_into_the_streams(engine: Engine, values: dict[str
             ("attn_hc", "attn.output", f"{at}.ffn_hc.streams"),
             ("ffn_hc", "ffn.output", f"{at}.streams"),
         ):
-            streams, _, post, comb = (
-                values[f"{at}.{seam}.{part}"] for part in ("streams", "x", "post", "comb")
-            )
+            streams, post, comb, _ = (values[f"{at}.{seam}.{part}"] for part in SEAM)
             mixed = hc_post(values[f"{at}.{output}"], streams, post, comb)
             torch.testing.assert_close(values[after], mixed, rtol=1e-5, atol=1e-5)
         if layer:
@@ -105,7 +103,7 @@ def test_scores_order_the_chosen_entries_before_the_others(
     visible_T = (torch.arange(TOKENS) + 1) // CSA_RATIO
     assert int((visible_T > config.index_topk).sum()) > 3, "some tokens have to choose"
     for layer in (at for at, ratio in enumerate(config.compress_ratios) if ratio == CSA_RATIO):
-        q, weights, keys, entries_TK, scores_TK = (
+        q, weights, keys, scores_TK, entries_TK = (
             values[f"layers.{layer}.indexer.{part}"] for part in INDEXER
         )
         scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.validate.against import LAYER_ORDER, execution_order
+from dsv4.layers.values import LAYER_VALUES
+from dsv4.validate.against import execution_order
 from dsv4.validate.cosine import main
 from tests.model.tiny import raw_config
 from tests.validate.trace_files import random, write
@@ -181,4 +182,4 @@ def test_the_order_of_execution_is_that_of_the_document() -> None:
         *("layers.2.streams", "layers.2.mine", "layers.10.attn_hc.x"),
         *("hidden", "logits", "odd"),
     ]
-    assert len(LAYER_ORDER) == len(set(LAYER_ORDER)) == 22
+    assert len(LAYER_VALUES) == len(set(LAYER_VALUES)) == 22
