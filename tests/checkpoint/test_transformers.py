@@ -47,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = DeepseekV4ForCausalLM(DeepseekV4Config(**GEOMETRY))
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):
-            buffer.copy_(torch.randint(0, 8, buffer.shape))
+            buffer.copy_(torch.rand(buffer.shape[0], 8).argsort(-1)[:, : buffer.shape[1]])
     model.save_pretrained(folder / "hybrid")
     model.save_pretrained(folder / "hf", save_original_format=False)
     return folder

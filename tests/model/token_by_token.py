@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops import TORCH, Ops
+from dsv4.ops.trees import is_named_tuple
 from tests.model.parts import Parts, with_parts
 
 # Operands with one row per token, by position in the signature.
@@ -57,7 +58,8 @@ def per_token(op: Callable[..., Any], operands: tuple[int, ...]) -> Callable[...
         ]
         if isinstance(results[0], Tensor):
             return torch.cat(results)
-        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+        parts = [torch.cat(part) for part in zip(*results, strict=True)]
+        return type(results[0])(*parts) if is_named_tuple(results[0]) else tuple(parts)
 
     return apply
 
