@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsv4.weights.codes import e8m0_to_float
-from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
+from dsv4.weights.quant import QuantFormat, QuantTensor, WeightParts, packed_shapes
 
 TILE_ROWS = 16
 PADDING = 64
@@ -30,7 +30,7 @@ _FORMATS = (QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, Quan
 
 
 @dataclass(frozen=True)
-class PackedWeight:
+class PackedWeight(WeightParts):
     """A weight ``[..., N, K]`` in fragment order, N and K padded to multiples of 64 with zero codes
     and scales.
 
@@ -40,12 +40,6 @@ class PackedWeight:
     ``[..., ⌈N/128⌉, ⌈K/128⌉]``; BF16 none. ``global_scale``: float32 per matrix for NVFP4, else
     None. ``shape`` is the logical shape.
     """
-
-    data: Tensor
-    block_scale: Tensor | None
-    global_scale: Tensor | None
-    format: QuantFormat
-    shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
@@ -92,28 +86,6 @@ class PackedWeight:
                 torch.float32,
             ),
         ]
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales together, padding included."""
-        return sum(
-            part.nbytes
-            for part in (self.data, self.block_scale, self.global_scale)
-            if part is not None
-        )
-
-    def __getitem__(self, index: int) -> "PackedWeight":
-        """One matrix of a stack along the first dimension, without a copy."""
-        if len(self.shape) < 3:
-            raise ValueError(f"PackedWeight of shape {self.shape} is one matrix, not a stack")
-        scales = [
-            None if part is None else part[index] for part in (self.block_scale, self.global_scale)
-        ]
-        return PackedWeight(self.data[index], scales[0], scales[1], self.format, self.shape[1:])
 
     def unpack(self) -> QuantTensor:
         """The stored form again; FP8 with float32 block scales, a packed F32 weight as BF16."""

@@ -82,11 +82,9 @@ class Weight(Protocol):
 
 
 @dataclass(frozen=True)
-class QuantTensor:
-    """A weight as stored: codes plus scales. ``shape`` is the logical shape ``[..., N, K]``; scales
-    are multipliers.
-
-    Raises ``ValueError`` when a dtype or shape contradicts ``format`` and ``shape``.
+class WeightParts:
+    """What a weight consists of in every layout: codes, scales, and the logical shape ``[..., N,
+    K]`` of the matrix or stack of matrices.
     """
 
     data: Tensor
@@ -94,6 +92,35 @@ class QuantTensor:
     global_scale: Tensor | None
     format: QuantFormat
     shape: tuple[int, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales together, padding included."""
+        parts = (self.data, self.block_scale, self.global_scale)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def __getitem__(self, index: int) -> Self:
+        """One matrix of a stack along the first dimension, without a copy."""
+        if len(self.shape) < 3:
+            name = type(self).__name__
+            raise ValueError(f"{name} of shape {self.shape} is one matrix, not a stack")
+        block, total = (
+            None if part is None else part[index] for part in (self.block_scale, self.global_scale)
+        )
+        return type(self)(self.data[index], block, total, self.format, self.shape[1:])
+
+
+@dataclass(frozen=True)
+class QuantTensor(WeightParts):
+    """A weight as stored: codes plus scales. ``shape`` is the logical shape ``[..., N, K]``; scales
+    are multipliers.
+
+    Raises ``ValueError`` when a dtype or shape contradicts ``format`` and ``shape``.
+    """
 
     def __post_init__(self) -> None:
         expected = packed_shapes(self.format, self.shape)
@@ -111,28 +138,6 @@ class QuantTensor:
                 f"weight: found {weight.dtype}, expected torch.bfloat16 or torch.float32"
             )
         return cls(weight, None, None, formats[weight.dtype], tuple(weight.shape))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales together."""
-        return sum(
-            part.nbytes
-            for part in (self.data, self.block_scale, self.global_scale)
-            if part is not None
-        )
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    def __getitem__(self, index: int) -> "QuantTensor":
-        """One matrix of a stack along the first dimension, without a copy."""
-        if len(self.shape) < 3:
-            raise ValueError(f"QuantTensor of shape {self.shape} is one matrix, not a stack")
-        scales = [
-            None if part is None else part[index] for part in (self.block_scale, self.global_scale)
-        ]
-        return QuantTensor(self.data[index], scales[0], scales[1], self.format, self.shape[1:])
 
     def to(self, device: torch.device | str) -> "QuantTensor":
         """The same bytes on another device."""
