@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,17 @@ from dsv4.errors import UserError
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
+class StoredType(NamedTuple):
+    """The dtype and shape of a tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class OutputTensor(NamedTuple):
     """A tensor to be written; ``produce`` gives its rows, in one or several tensors whose bytes
     follow each other.
@@ -32,8 +43,12 @@ class OutputTensor(NamedTuple):
     produce: Callable[[], Iterable[Tensor]]
 
     @property
+    def stored(self) -> StoredType:
+        return StoredType(self.dtype, self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.stored.nbytes
 
 
 @contextmanager
@@ -120,28 +135,39 @@ def _split(tensors: list[OutputTensor], shard_bytes: int) -> list[list[OutputTen
     return shards
 
 
-def _write_file(path: Path, tensors: list[OutputTensor], wrote: Callable[[int], object]) -> None:
+def lay_out_file(
+    tensors: Mapping[str, StoredType], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file with the tensors in this order, and by name where in the
+    file the bytes of each begin.
+    """
     # Readers view the bytes in place: the widest elements first keep every offset a multiple of its
     # element size.
     offsets = {}
     end = 0
-    for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
-        offsets[tensor.name] = end
-        end += tensor.nbytes
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for tensor in tensors:
-        begin = offsets[tensor.name]
-        header[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, begin + tensor.nbytes],
+    for name, stored in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+        offsets[name] = end
+        end += stored.nbytes
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for name, stored in tensors.items():
+        header[name] = {
+            "dtype": DTYPE_NAMES[stored.dtype],
+            "shape": list(stored.shape),
+            "data_offsets": [offsets[name], offsets[name] + stored.nbytes],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    start = len(text).to_bytes(8, "little") + text
+    return start, {name: len(start) + offset for name, offset in offsets.items()}
+
+
+def _write_file(path: Path, tensors: list[OutputTensor], wrote: Callable[[int], object]) -> None:
+    stored = {tensor.name: tensor.stored for tensor in tensors}
+    header, offsets = lay_out_file(stored, {"format": "pt"})
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for tensor in tensors:
-            file.seek(8 + len(text) + offsets[tensor.name])
+            file.seek(offsets[tensor.name])
             written = 0
             for rows in tensor.produce():
                 assert rows.dtype == tensor.dtype

@@ -1,6 +1,5 @@
 """Trace files: written value by value as steps end, in memory that does not grow (traces.md)."""
 
-import json
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.checkpoint.shard import DTYPE_NAMES
+from dsv4.checkpoint.writer import StoredType, lay_out_file
 from dsv4.errors import UserError
 
 FORMAT = "dsv4-trace/1"
@@ -30,8 +29,9 @@ class _Value:
     rows: int = 0
 
     @property
-    def row_bytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.row_shape).numel()
+    def stored(self) -> StoredType:
+        """What of it belongs to steps that ended."""
+        return StoredType(self.dtype, (self.rows, *self.row_shape))
 
 
 class TraceFile:
@@ -99,7 +99,7 @@ class TraceFile:
             self._has_room = True
 
     def _check_room(self) -> None:
-        nbytes = sum(value.rows * value.row_bytes for value in self._values.values())
+        nbytes = sum(value.stored.nbytes for value in self._values.values())
         tokens = self._values["token_ids"].rows
         needed = nbytes * (self._tokens - tokens) // tokens
         free = shutil.disk_usage(self._parts).free
@@ -111,30 +111,19 @@ class TraceFile:
 
     def _finish(self) -> None:
         """The header, then the rows of each value, whose part goes as soon as it is copied."""
-        header: dict[str, Any] = {"__metadata__": self._metadata}
-        end = 0
-        # Readers view the bytes in place: the widest elements first keep every value aligned.
-        ordered = sorted(self._values.items(), key=lambda item: -item[1].dtype.itemsize)
-        for name, value in ordered:
-            begin = end
-            end += value.rows * value.row_bytes
-            header[name] = {
-                "dtype": DTYPE_NAMES[value.dtype],
-                "shape": [value.rows, *value.row_shape],
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        stored = {name: value.stored for name, value in self._values.items()}
+        header, offsets = lay_out_file(stored, self._metadata)
         whole = self._parts / "trace"
         with whole.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for _, value in ordered:
+            file.write(header)
+            for name, value in self._values.items():
+                file.seek(offsets[name])
                 _copy(value, file)
         whole.replace(self._path)
 
 
 def _copy(value: _Value, file: Any) -> None:
-    remaining = value.rows * value.row_bytes
+    remaining = value.stored.nbytes
     if not remaining:
         return
     with value.part.open("rb") as part:

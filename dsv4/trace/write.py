@@ -4,7 +4,6 @@ import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ import torch
 import dsv4
 from dsv4.engine import Engine
 from dsv4.layers.values import Watch
+from dsv4.measure.provenance import version_of
 from dsv4.ops.tables import DirectTable
 from dsv4.trace.file import TraceFile
 from dsv4.trace.patterns import EVERY_VALUE, matching
@@ -55,8 +55,7 @@ def _versions() -> dict[str, str]:
     found = {"dsv4": dsv4.__version__, "python": platform.python_version()}
     found["torch"] = str(torch.__version__)
     for package in ("transformers", "nvidia-cutlass-dsl", "cuda-core"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+        version = version_of(package)
+        if version is not None:
+            found[package] = version
     return found

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dsv4.errors import UserError
 from dsv4.json_object import parse_json_object
+from dsv4.trace.file import FORMAT
 
-FORMAT = "dsv4-trace/1"
 TOKENS = "token_ids"
 POSITIONS = "positions"
 # How the parts of ranks become one value where the files do not say it (docs/traces.md): the first
