@@ -1,18 +1,13 @@
 """The SGLang hook on stubs with its names: the values are those that the model computes, and two
 ranks are one."""
 
-import sys
-from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4.validate.against import suffix
-from dsv4.validate.trace_file import JoinedTrace
-from tests.hooks.loading import config_folder, load_hook
+from tests.hooks.loading import config_folder, load_hook, read_joined, stub_distributed
 from tests.hooks.sglang_stub import HEADS, SCALE, VOCABULARY, DeepseekV4ForCausalLM
 
 TOKENS = [3, 5, 7, 1, 0, 9]
@@ -27,16 +22,7 @@ NAMES = {
 def trace(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 1) -> list[Path]:
     """The files of one prompt in two chunks, after a pass that warms up."""
     for rank in range(ranks):
-        distributed = ModuleType("sglang.srt.distributed")
-        functions = {
-            "get_tensor_model_parallel_rank": lambda rank=rank: rank,
-            "get_tensor_model_parallel_world_size": lambda: ranks,
-        }
-        for name, function in functions.items():
-            monkeypatch.setattr(distributed, name, function, raising=False)
-        for package in ("sglang", "sglang.srt"):
-            monkeypatch.setitem(sys.modules, package, ModuleType(package))
-        monkeypatch.setitem(sys.modules, "sglang.srt.distributed", distributed)
+        stub_distributed("sglang.srt.distributed", rank, ranks, monkeypatch)
         hook = load_hook("sglang_trace", monkeypatch)
         path = str(folder / f"of{ranks}.safetensors")
         entry_class = hook.traced(DeepseekV4ForCausalLM, str(config_folder(folder)), path)
@@ -48,17 +34,8 @@ def trace(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 1) -> list
     return sorted(folder.glob(f"of{ranks}.*safetensors"))
 
 
-def read(paths: list[Path]) -> dict[str, Tensor]:
-    with ExitStack() as stack:
-        joined = JoinedTrace(paths, stack)
-        assert joined.token_ids == TOKENS
-        found = {name: joined.rows(name, 0, joined.shape(name)[0]) for name in joined.names}
-        assert joined.unequal == {}
-        return found
-
-
 def test_the_values_are_those_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = read(trace(tmp_path, monkeypatch))
+    found = read_joined(trace(tmp_path, monkeypatch), TOKENS)
     assert {suffix(name) for name in found} == NAMES
     assert torch.equal(found["layers.0.streams"], found["layers.1.attn_hc.streams"])
     for seam in ("attn_hc", "ffn_hc"):
@@ -74,8 +51,8 @@ def test_the_values_are_those_of_the_model(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_two_ranks_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = read(trace(tmp_path, monkeypatch))
-    two = read(trace(tmp_path, monkeypatch, 2))
+    one = read_joined(trace(tmp_path, monkeypatch), TOKENS)
+    two = read_joined(trace(tmp_path, monkeypatch, 2), TOKENS)
     assert two.keys() == one.keys()
     assert all(torch.equal(two[name], one[name]) for name in one.keys() - {"logits"})
     assert torch.allclose(two["logits"], one["logits"], atol=1e-6)

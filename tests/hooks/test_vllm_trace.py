@@ -1,20 +1,15 @@
 """The vLLM hook on stubs with its names: the values are those that the model computes, and two
 ranks are one."""
 
-import sys
-from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4.layers.values import LAYER_VALUES
 from dsv4.ops.rope import rope
 from dsv4.validate.against import suffix
-from dsv4.validate.trace_file import JoinedTrace
-from tests.hooks.loading import config_folder, load_hook
+from tests.hooks.loading import config_folder, load_hook, read_joined, stub_distributed
 from tests.hooks.vllm_stub import HEADS, DeepseekV4ForCausalLM, mhc_post_tilelang
 
 TOKENS = [3, 5, 7, 1, 0, 9]
@@ -29,15 +24,7 @@ def trace(
 ) -> list[Path]:
     """The files of one prompt in two chunks, after a pass that warms up."""
     for rank in range(ranks):
-        distributed = ModuleType("vllm.distributed")
-        functions = {
-            "get_tensor_model_parallel_rank": lambda rank=rank: rank,
-            "get_tensor_model_parallel_world_size": lambda: ranks,
-        }
-        for name, function in functions.items():
-            monkeypatch.setattr(distributed, name, function, raising=False)
-        monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-        monkeypatch.setitem(sys.modules, "vllm.distributed", distributed)
+        stub_distributed("vllm.distributed", rank, ranks, monkeypatch)
         hook = load_hook("vllm_trace", monkeypatch)
         model = DeepseekV4ForCausalLM(rank, ranks, mega, rank == 0)
         hook.install(model, str(config_folder(folder)), str(folder / f"of{ranks}.safetensors"))
@@ -48,19 +35,10 @@ def trace(
     return sorted(folder.glob(f"of{ranks}.*safetensors"))
 
 
-def read(paths: list[Path]) -> dict[str, Tensor]:
-    with ExitStack() as stack:
-        joined = JoinedTrace(paths, stack)
-        assert joined.token_ids == TOKENS
-        found = {name: joined.rows(name, 0, joined.shape(name)[0]) for name in joined.names}
-        assert joined.unequal == {}
-        return found
-
-
 def test_every_value_that_exists_outside_of_kernels_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = read(trace(tmp_path, monkeypatch))
+    found = read_joined(trace(tmp_path, monkeypatch), TOKENS)
     assert {suffix(name) for name in found} == {*LAYER_VALUES, "hidden", "logits"} - IN_KERNELS
     assert found["layers.1.indexer.entries"].tolist() == [[-1] * 3] * 4 + [[0] * 3] * 2
     mixed = mhc_post_tilelang(
@@ -83,10 +61,10 @@ def test_every_value_that_exists_outside_of_kernels_is_written(
 
 @pytest.mark.parametrize("mega", [False, True])
 def test_two_ranks_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mega: bool) -> None:
-    one = read(trace(tmp_path, monkeypatch, mega=mega))
+    one = read_joined(trace(tmp_path, monkeypatch, mega=mega), TOKENS)
     paths = trace(tmp_path, monkeypatch, 2, mega)
     assert [path.name for path in paths] == ["of2.rank0.safetensors", "of2.rank1.safetensors"]
-    two = read(paths)
+    two = read_joined(paths, TOKENS)
     assert two.keys() == one.keys()
     assert all(torch.equal(two[name], one[name]) for name in one)
     assert one["layers.0.attn.q"].shape[1] == HEADS
