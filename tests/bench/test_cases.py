@@ -2,11 +2,7 @@
 counts are plausible.
 """
 
-import pytest
-
 from dsv4.bench.ops import all_cases
-
-pytest.importorskip("cuda.core")
 
 
 def test_the_main_ops_have_cases() -> None:

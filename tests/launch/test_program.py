@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch import program
+from dsv4.launch import loading, program
 from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.program import Memory, Program
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 
-bindings = pytest.importorskip("cuda.bindings.driver")
+bindings = loading.driver()
 CPU = torch.device("cpu")
 TARGET = Target(CPU, "sm_90a", 132)
 NORM = Kernel("norm/rms_norm", "rms_norm")

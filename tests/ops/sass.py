@@ -7,8 +7,6 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Defines
 
@@ -26,16 +24,18 @@ def resources(log: str) -> dict[str, tuple[int, int]]:
 
 
 def disassemble(source: str, architecture: str, defines: Defines = ()) -> str:
-    """SASS text of one source; skips the test where no disassembler is installed."""
-    tool = shutil.which("nvdisasm") or _wheel_tool()
-    if tool is None:
-        pytest.skip("no nvdisasm (wheel nvidia-cuda-nvdisasm)")
+    """SASS text of one source."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compile_source(source, architecture, defines).cubin)
         file.flush()
-        return subprocess.run(
-            [tool, "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        return disassemble_cubin(Path(file.name))
+
+
+def disassemble_cubin(cubin: Path) -> str:
+    """SASS text of a file."""
+    wheel = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin" / "nvdisasm"
+    tool = shutil.which("nvdisasm") or wheel
+    return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
 
 
 def count(sass: str, mnemonic: str) -> int:
@@ -47,8 +47,3 @@ def count(sass: str, mnemonic: str) -> int:
             re.MULTILINE,
         )
     )
-
-
-def _wheel_tool() -> str | None:
-    tool = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin" / "nvdisasm"
-    return str(tool) if tool.is_file() else None

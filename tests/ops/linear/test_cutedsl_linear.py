@@ -10,7 +10,7 @@ from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.linear import prefill, prefill_cutedsl
-from dsv4.ops.linear.prefill_cutedsl import INSTALLED, cutedsl_supports, gemm_operands
+from dsv4.ops.linear.prefill_cutedsl import cutedsl_supports, gemm_operands
 from dsv4.weights.packed import PackedWeight, pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
@@ -22,7 +22,7 @@ from tests.ops.gpu import (
     relative_error,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not INSTALLED, reason="needs nvidia-cutlass-dsl")]
+pytestmark = pytest.mark.gpu
 
 FORMATS = [QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16]
 # One bf16 rounding of the result (at most 2^-9 each, 2^-9.6 in the mean square), or float32
