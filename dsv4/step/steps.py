@@ -135,7 +135,6 @@ class RecordedSteps:
         return self._run_logits(hidden_TE).logits_TV[: hidden_TE.shape[0]]
 
     @torch.inference_mode()
-    @torch.inference_mode()
     def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:
         """The token behind a prompt whose last hidden state is the last row.
 

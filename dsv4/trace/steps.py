@@ -48,8 +48,9 @@ class TracedSteps:
         self._decoder: CUDAGraphDecoder | None = None
 
     def run(self, token_ids: Sequence[int]) -> Tensor:
-        """Appends tokens eagerly: final hidden states ``[T, E]``, overwritten by the next step."""
-        hidden_TE = self._run(token_ids)
+        """Appends tokens eagerly: final hidden states ``[T, E]``."""
+        # The logits would overwrite it, and the caller may want them again.
+        hidden_TE = self._run(token_ids).clone()
         if self._watch.wants(LOGITS):
             self._watch.seen(LOGITS, self._steps.logits(hidden_TE).cpu())
         self._end_step(token_ids)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4 import Engine, SamplingParams
 from dsv4.decode import Mode
-from dsv4.layers.values import value_names
+from dsv4.layers.values import Watch, value_names
 from dsv4.sampling import Sampler
 from tests.decode.demo import GREEDY, MODES, PROMPTS, bits, decoder_of, load
 
@@ -171,6 +171,15 @@ def test_traced_values_are_the_eager_ones(fresh: Engine, mode: Mode) -> None:
     assert list(found) == [*value_names(fresh.config), "positions", "token_ids"]
     for name, rows in found.items():
         assert torch.equal(rows, eager[name]), name
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_a_watched_generation_is_the_unwatched_one(fresh: Engine, mode: Mode | None) -> None:
+    prompt = PROMPTS["capitals"]
+    expected = list(fresh.generate(prompt, 12, GREEDY, stop_token_ids=()))
+    watch = Watch(lambda name, rows: None)
+    found = load(cuda_graph=mode).generate(prompt, 12, GREEDY, stop_token_ids=(), watch=watch)
+    assert list(found) == expected
 
 
 def test_a_traced_decoder_generates_as_well(fresh: Engine) -> None:
