@@ -1,0 +1,66 @@
+"""Rows that quantisers have to get right, and the bytes they mean, one value at a time."""
+
+import bisect
+import math
+
+import torch
+from torch import Tensor
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E4M3 = [
+    code / 8 * 2.0**-6 if code < 8 else (1 + code % 8 / 8) * 2.0 ** (code // 8 - 7)
+    for code in range(127)
+]
+
+
+def nearest_code(magnitude: float, values: list[float]) -> int:
+    """The code of the nearest of ``values``, the even one of two; the last one beyond all."""
+    above = bisect.bisect_left(values, magnitude)
+    if above == len(values):
+        return above - 1
+    if above == 0:
+        return 0
+    below_by = magnitude - values[above - 1]
+    above_by = values[above] - magnitude
+    if below_by == above_by:
+        return above - above % 2
+    return above if above_by < below_by else above - 1
+
+
+def single(value: float) -> float:
+    """Rounded to float32."""
+    return torch.tensor(value, dtype=torch.float64).float().item()
+
+
+def fp8_bytes(group: list[float]) -> tuple[list[int], int]:
+    """Codes and E8M0 scale of 128 finite float32 values."""
+    amax = max(single(1e-4), *map(abs, group))
+    scaled = single(amax * single(1 / 448))
+    mantissa, exponent = math.frexp(scaled)
+    exponent -= mantissa == 0.5
+    codes = [
+        nearest_code(math.ldexp(abs(value), -exponent), E4M3) | (math.copysign(1, value) < 0) << 7
+        for value in group
+    ]
+    return codes, exponent + 127
+
+
+def nvfp4_bytes(group: list[float], total: float) -> tuple[list[int], int]:
+    """Codes, one per value, and E4M3 scale of 16 finite float32 values of a row with the global
+    scale ``total``.
+    """
+    per_total = single(1 / single(6 * total))
+    code = nearest_code(single(max(map(abs, group)) * per_total), E4M3)
+    if code == 0:
+        return [0] * len(group), 0
+    inverse = single(1 / single(E4M3[code] * total))
+    codes = [
+        nearest_code(single(abs(value) * inverse), E2M1) | (math.copysign(1, value) < 0) << 3
+        for value in group
+    ]
+    return codes, code
+
+
+def all_bfloat16() -> Tensor:
+    """bfloat16 ``[65536]``: every bit pattern, finite or not, in their order."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
