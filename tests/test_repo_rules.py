@@ -25,17 +25,18 @@ MAY_READ_FILES = (
     *KERNELS,
     "dsv4/checkpoint/",
     "dsv4/json_object.py",
+    "dsv4/native/",
     "dsv4/plan.py",
     "encoding/",
 )
 LEAVES = (
     "dsv4.config",
     "dsv4.config_dialects",
-    "dsv4.config_dialects",
     "dsv4.engine_config",
     "dsv4.limits",
     "dsv4.errors",
     "dsv4.json_object",
+    "dsv4.limited_process",
     "dsv4.model_files",
 )
 HIGHEST = ("dsv4.cli", "dsv4.demo", "dsv4.validate", "dsv4.bench", "dsv4.measure")
@@ -61,6 +62,7 @@ IMPORTS_ONLY = {
     "dsv4.command": LEAVES,
     "dsv4.launch": (*LEAVES, "dsv4.weights"),
     "dsv4.ops": (*LEAVES, "dsv4.weights", "dsv4.caches", "dsv4.launch"),
+    "dsv4.native": (*LEAVES, "dsv4.weights", "dsv4.caches", "dsv4.launch", "dsv4.ops"),
     "encoding": (),
 }
 # ... or nothing of the listed prefixes.

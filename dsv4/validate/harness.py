@@ -29,7 +29,7 @@ from typing import IO
 from dsv4.command.flags import OneLineParser
 from dsv4.command.program import command, run_program
 from dsv4.errors import UserError
-from dsv4.validate.limited_process import (
+from dsv4.limited_process import (
     INTERRUPTED,
     TIMED_OUT,
     Outcome,

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
@@ -13,6 +13,9 @@ from dsv4.errors import UserError
 
 TIMED_OUT = 124
 INTERRUPTED = 130
+# A process that the kernel cannot end, because its device does not answer, is left behind after
+# this: waiting for it would hang the caller too.
+_DEATH_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,11 @@ def run_limited(
     limit_seconds: float,
     grace_seconds: float,
     stdin: int = subprocess.DEVNULL,
+    progress: Callable[[], object] | None = None,
 ) -> Outcome:
     """Runs ``command`` in a process group of its own, output to ``log``. ``stdin`` is that of
-    ``subprocess.Popen``.
+    ``subprocess.Popen``. With ``progress`` the limit is that of the time in which its value stays
+    the same.
 
     At the limit, or on ``KeyboardInterrupt``, the group gets SIGTERM and, when its leader has ended
     or after the grace period, SIGKILL. Processes that a command leaves behind are killed too.
@@ -46,16 +51,19 @@ def run_limited(
         raise UserError(f"{command[0]}: cannot be run ({error.strerror})") from None
     ended = False
     interrupted = False
-    with child:
-        try:
-            ended = _ends_within(child, limit_seconds)
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            _end_group(child, grace_seconds)
-    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
-    if interrupted or not ended:
-        code = INTERRUPTED if interrupted else TIMED_OUT
+    try:
+        ended = _ends_within(child, limit_seconds, progress)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        _end_group(child, grace_seconds)
+    if child.stdin is not None:
+        child.stdin.close()
+    code = INTERRUPTED if interrupted else TIMED_OUT
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        returned = child.wait(_DEATH_SECONDS)
+        if ended and not interrupted:
+            code = returned if returned >= 0 else 128 - returned
     return Outcome(code, time.monotonic() - started)
 
 
@@ -77,12 +85,19 @@ def signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _ends_within(child: subprocess.Popen, seconds: float) -> bool:
+def _ends_within(
+    child: subprocess.Popen, seconds: float, progress: Callable[[], object] | None = None
+) -> bool:
     """Whether ``child`` ends. It is left a zombie, so that its group's number cannot pass to
     another process.
     """
     deadline = time.monotonic() + seconds
+    reached = None
     while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        now_reached = None if progress is None else progress()
+        if now_reached != reached:
+            reached = now_reached
+            deadline = time.monotonic() + seconds
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.02)
