@@ -68,7 +68,7 @@ def cached_cubin(source: str, architecture: str, defines: Defines) -> bytes:
     if stored is not None:
         return stored
     cubin = compile_source(source, architecture, defines).cubin
-    _store(path, hashlib.sha256(cubin).digest() + cubin)
+    keep_file(path, hashlib.sha256(cubin).digest() + cubin)
     return cubin
 
 
@@ -99,17 +99,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DSV4_KERNEL_CACHE") or Path.home() / ".cache" / "dsv4" / "kernels")
 
 
-def _stored(path: Path) -> bytes | None:
-    try:
-        stored = path.read_bytes()
-    except OSError:
-        return None
-    digest = stored[:32]
-    cubin = stored[32:]
-    return cubin if hashlib.sha256(cubin).digest() == digest else None
-
-
-def _store(path: Path, content: bytes) -> None:
+def keep_file(path: Path, content: bytes) -> None:
     """Writes whole or not at all; a folder that cannot be written only costs the next process its
     time.
     """
@@ -120,6 +110,16 @@ def _store(path: Path, content: bytes) -> None:
         Path(file.name).replace(path)
     except OSError:
         return
+
+
+def _stored(path: Path) -> bytes | None:
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        return None
+    digest = stored[:32]
+    cubin = stored[32:]
+    return cubin if hashlib.sha256(cubin).digest() == digest else None
 
 
 def _cache_path(source: str, architecture: str, defines: Defines) -> Path:
