@@ -17,6 +17,7 @@ from dsv4.launch.compiler import compile_ahead
 from dsv4.layers.values import Watch
 from dsv4.layers.weights import Weights
 from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.load_check import settled_table
 from dsv4.model import Transformer
 from dsv4.opened_checkpoint import OpenedCheckpoint, Progress
 from dsv4.ops.tables import DirectTable, Table
@@ -53,8 +54,9 @@ class Engine:
         """``weights`` by canonical name (``dsv4.weights.parameters``), each on
         ``placement.device_of(name)``.
 
-        ``table`` None: the op table of ``engine_config``. Names under ``mtp.`` are kept, as stored,
-        in ``mtp_weights``. The engine reads every weight once, so ``weights`` may be a
+        ``table`` None: the op table of ``engine_config``. One with native kernels is compared with
+        its portable one on these weights (``dsv4.load_check``). Names under ``mtp.`` are kept, as
+        stored, in ``mtp_weights``. The engine reads every weight once, so ``weights`` may be a
         ``ReadOnce``. ``compiling(done, total)`` is told about kernels that have to be compiled.
         """
         self.config = config
@@ -65,9 +67,10 @@ class Engine:
         self.mtp_weights = {
             name: weights[name] for name in list(weights) if name.startswith("mtp.")
         }
-        self.table = table or table_on(engine_config, self.devices)
+        table = table or table_on(engine_config, self.devices)
         dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
-        self.model = Transformer.build(config, weights, self.table.packing, self.devices, dtype)
+        self.model = Transformer.build(config, weights, table.packing, self.devices, dtype)
+        self.table = settled_table(table, self.model, engine_config.require_native)
         # Packing leaves free blocks in torch's cache: the device gets them back.
         torch.cuda.empty_cache()
         self.state = DecodeState.allocate(config, engine_config, self.max_context, self.devices)

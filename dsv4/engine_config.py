@@ -27,8 +27,10 @@ class EngineConfig:
     ``index_dtype`` None follows ``kv_dtype``. ``max_context`` is in tokens (``None``: the model's
     maximum, at most 8192); ``prefill_chunk`` in tokens per forward (None: by the devices).
     ``load_mtp`` also loads the speculative module. ``ops``: the op table; "auto" is "cuda" on a GPU
-    in bfloat16, else "torch". ``cuda_graph``: how single tokens are decoded: eagerly (None) or by
-    ``CUDAGraphDecoder`` in a mode; "auto" takes the faster one that is exact. Raises ``UserError``.
+    in bfloat16, with native kernels where they have passed their checks, else "torch".
+    ``require_native``: an error where native kernels are not used. ``cuda_graph``: how single
+    tokens are decoded: eagerly (None) or by ``CUDAGraphDecoder`` in a mode; "auto" takes the faster
+    one that is exact. Raises ``UserError``.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -42,6 +44,7 @@ class EngineConfig:
     load_mtp: bool = False
     ops: Literal["auto", "torch", "cuda"] = "auto"
     cuda_graph: Literal["auto", "split", "full"] | None = None
+    require_native: bool = False
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
@@ -64,9 +67,15 @@ class EngineConfig:
                 raise UserError(
                     f"EngineConfig.{field}: found {found}, expected an integer from {low} to {high}"
                 )
-        if not isinstance(self.load_mtp, bool):
+        for field in ("load_mtp", "require_native"):
+            value = self.__dict__[field]
+            if not isinstance(value, bool):
+                raise UserError(
+                    f"EngineConfig.{field}: found {shorten(value)}, expected True or False"
+                )
+        if self.require_native and self.ops != "auto":
             raise UserError(
-                f"EngineConfig.load_mtp: found {shorten(self.load_mtp)}, expected True or False"
+                f"EngineConfig.require_native: found with ops {self.ops!r}, expected 'auto'"
             )
         if self.ops == "cuda" and self.compute_dtype != "bfloat16":
             raise UserError(

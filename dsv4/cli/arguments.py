@@ -42,6 +42,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     if arguments.gpu_memory is not None and not arguments.plan:
         raise UserError("--gpu-memory: found without --plan, expected both")
+    if arguments.gpu_memory is not None and arguments.require_native:
+        raise UserError(
+            "--require-native: found together with --gpu-memory, whose GPUs need not be there"
+        )
     if arguments.logprobs is not None and arguments.json is None:
         raise UserError("--logprobs: found without --json, expected both")
     if arguments.verbose and arguments.quiet:
@@ -83,4 +87,5 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         load_mtp=arguments.load_mtp,
         ops=arguments.ops,
         cuda_graph=arguments.cuda_graph,
+        require_native=arguments.require_native,
     )

@@ -210,7 +210,14 @@ def add_computation_flags(group: argparse._ArgumentGroup) -> None:
         "--ops",
         choices=("auto", "torch", "cuda"),
         default="auto",
-        help="the op table; auto: cuda on a CUDA device in bfloat16, else torch (default: auto)",
+        help="the op table; auto: cuda on a CUDA device in bfloat16, with native kernels where "
+        "they have passed their checks, else torch (default: auto)",
+    )
+    group.add_argument(
+        "--require-native",
+        action="store_true",
+        help="with --ops auto: an error where native kernels are not used "
+        "(default: a warning, and the portable kernels)",
     )
     group.add_argument(
         "--cuda-graph",

@@ -82,7 +82,7 @@ def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, 
         "profile": None if outcome.profile is None else outcome.profile.record(),
         "config": config_record(job, engine),
         "devices": [] if engine is None else device_names(engine),
-        "ops": None if engine is None else table_name(engine.engine_config, engine.devices),
+        "ops": None if engine is None else ops_name(engine),
         "provenance": provenance(shlex.join(sys.argv)),
     }
 
@@ -114,6 +114,12 @@ def config_record(job: Job, engine: Engine | None) -> dict[str, Any]:
         "sampling": asdict(job.sampling),
         "eos_token_ids": sorted(job.eos_token_ids),
     }
+
+
+def ops_name(engine: Engine) -> str:
+    """The op table that the engine uses, after "auto" was decided."""
+    native = engine.table.portable is not None
+    return "native" if native else table_name(engine.engine_config, engine.devices)
 
 
 def device_names(engine: Engine) -> list[str]:

@@ -41,8 +41,19 @@ from dsv4.weights.packed import pack_weight
 TableName = Literal["torch", "cuda", "cutedsl"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """``portable``: what takes the place of a table with native kernels if these turn out to be
+    wrong; it reads the same packed weights. ``refused``: of a portable table, why the native
+    kernels that there are for its GPUs are not used.
+    """
+
+    portable: "Table | None" = None
+    refused: str | None = None
+
+
 @dataclass(frozen=True)
-class DirectTable:
+class DirectTable(_Choice):
     """Ops that compute when they are called."""
 
     packing: Packing
@@ -50,7 +61,7 @@ class DirectTable:
 
 
 @dataclass(frozen=True)
-class RecordedTable:
+class RecordedTable(_Choice):
     """Ops that write to a recording, apart for steps of up to 8 tokens and for longer ones.
 
     ``exact``: a recording serves only the number of tokens that it was made for, because ops of
@@ -157,9 +168,12 @@ def swap_ops(table: Table, swaps: Mapping[str, TableName]) -> Table:
     replaced = [name for name, source in swaps.items() if source == "torch"]
     if isinstance(table, DirectTable) or not replaced:
         return table
-    decode = _with_torch_ops(table.decode, replaced)
     return replace(
-        table, decode=decode, prefill=_with_torch_ops(table.prefill, replaced), exact=True
+        table,
+        decode=_with_torch_ops(table.decode, replaced),
+        prefill=_with_torch_ops(table.prefill, replaced),
+        exact=True,
+        portable=None if table.portable is None else swap_ops(table.portable, swaps),
     )
 
 

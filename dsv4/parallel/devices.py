@@ -8,6 +8,7 @@ import torch
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.launch.target import ARCHITECTURES, compile_target
+from dsv4.native.form import NativeForm, native_or_portable
 from dsv4.ops.tables import Table, TableName, op_table
 
 # Tokens per forward, measured (docs/log.md): on one GPU longer chunks give every product more rows;
@@ -40,14 +41,22 @@ def table_name(engine: EngineConfig, devices: Sequence[torch.device]) -> TableNa
 
 
 def table_on(engine: EngineConfig, devices: Sequence[torch.device]) -> Table:
-    """The op table that ``engine`` asks for. Raises ``UserError`` for a GPU that its kernels are
-    not compiled for.
+    """The op table that ``engine`` asks for; with ``ops`` "auto" one with native kernels where
+    they have passed their checks. Raises ``UserError`` for a GPU that its kernels are not compiled
+    for, and where native kernels are required and not to be had.
     """
     name = table_name(engine, devices)
     table = op_table(name)
     if name != "torch":
         check_architectures(devices)
-    return table
+    if engine.ops != "auto":
+        return table
+    return native_or_portable(native_form(engine), table, devices, engine.require_native)
+
+
+def native_form(engine: EngineConfig) -> NativeForm | None:
+    """The native kernels for what ``engine`` computes, if there are any."""
+    return None
 
 
 def check_architectures(devices: Sequence[torch.device]) -> None:

@@ -1,0 +1,225 @@
+"""The last check of native kernels: every class of products of a model, on the model's own weights,
+against the portable kernels.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from dsv4.errors import UserError
+from dsv4.layers.attention import Attention
+from dsv4.layers.moe import MoE
+from dsv4.model import Transformer
+from dsv4.native.difference import MIXTURE, PRODUCT, difference
+from dsv4.ops import Ops
+from dsv4.ops.immediate import immediate_ops
+from dsv4.ops.moe import Mixture
+from dsv4.ops.tables import DirectTable, Table
+from dsv4.weights.quant import Weight, WeightParts
+
+# More than two tiles of 128 tokens and more than a pair of them, the last one not full.
+TOKENS = 300
+# Of every token the experts have to be the same ones, but for near ties of the gate.
+_SAME_EXPERTS = 0.98
+# Token ids are multiples of this prime, so that they are spread over the vocabulary.
+_TOKEN_STRIDE = 7919
+
+AnyResult = TypeVar("AnyResult")
+
+_LOG = logging.getLogger("dsv4")
+
+
+class Product(NamedTuple):
+    """One use of an op with a model's weights. ``kind``: uses of equal kinds run the same kernels.
+
+    ``compare(native, portable)``: what is wrong with the first, None if nothing is.
+    """
+
+    name: str
+    kind: Hashable
+    compare: Callable[[Ops, Ops], str | None]
+
+
+def settled_table(table: Table, model: Transformer, required: bool) -> Table:
+    """``table``, or the portable one behind it where its kernels compute something else on the
+    weights of ``model``: then, and where native kernels were refused before, one warning says so.
+
+    Raises ``UserError`` instead of the first where native kernels are ``required``.
+    """
+    refused = table.refused
+    if table.portable is not None:
+        refused = first_difference(table, table.portable, model)
+        if refused is None:
+            return table
+        if required:
+            raise UserError(f"EngineConfig.require_native: {refused}")
+        table = table.portable
+    if refused is not None:
+        _LOG.warning("no native kernels, the portable ones are used: %s", refused)
+    return table
+
+
+@torch.inference_mode()
+def first_difference(native: Table, portable: Table, model: Transformer) -> str | None:
+    """What the native kernels compute wrong on the model's weights, in one line; None if all is
+    right.
+    """
+    native_ops = _ops_of(native)
+    portable_ops = _ops_of(portable)
+    seen = set()
+    for product in products(model):
+        if product.kind in seen:
+            continue
+        seen.add(product.kind)
+        wrong = product.compare(native_ops, portable_ops)
+        if wrong is not None:
+            return f"{product.name} on the model's weights: {wrong}"
+    return None
+
+
+def products(model: Transformer) -> Iterator[Product]:
+    """Every use of a matrix in a prefill step, in order."""
+    dtype = model.embed.compute_dtype
+    vocabulary = model.embed.table_VE.shape[0]
+    for segment in model.segments:
+        for block in segment.blocks:
+            inputs = _Inputs(segment.device, dtype)
+            yield from _attention_products(block.attn, inputs)
+            yield _experts(block.ffn, inputs, vocabulary)
+    lm_head = model.head.lm_head
+    yield _product(
+        "linear",
+        [lm_head],
+        _Inputs(model.head_device, dtype),
+        (lm_head.shape[-1],),
+        lambda ops, x: [ops.linear(x, lm_head, torch.float32)],
+    )
+
+
+class _Inputs(NamedTuple):
+    """Random rows on a device, the same each time."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def rows(self, *shape: int) -> Tensor:
+        """Values ``[TOKENS, *shape]`` of standard deviation 1."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        size = (TOKENS, *shape)
+        values = torch.randn(size, generator=generator, dtype=torch.float32, device=self.device)
+        return values.to(self.dtype)
+
+
+def _attention_products(attn: Attention, inputs: _Inputs) -> Iterator[Product]:
+    input_rows = attn.input_rows
+    query_rows = attn.query_rows
+    groups = attn.config.o_groups
+    eps = attn.config.rms_norm_eps
+    yield _product(
+        "linear_rows",
+        input_rows.weights,
+        inputs,
+        (input_rows.weights[0].shape[-1],),
+        lambda ops, x: ops.linear_rows(x, input_rows),
+    )
+    yield _product(
+        "linear_rows",
+        query_rows.weights,
+        inputs,
+        (query_rows.weights[0].shape[-1],),
+        lambda ops, x: ops.linear_rows(x, query_rows, attn.q_norm, eps),
+    )
+    yield _product(
+        "grouped_linear",
+        [attn.wo_a],
+        inputs,
+        (groups, attn.wo_a.shape[-1]),
+        lambda ops, x: [ops.grouped_linear(x, attn.wo_a)],
+    )
+    yield _product(
+        "linear",
+        [attn.wo_b],
+        inputs,
+        (attn.wo_b.shape[-1],),
+        lambda ops, x: [ops.linear(x, attn.wo_b)],
+    )
+
+
+def _product(
+    op: str,
+    weights: Sequence[Weight],
+    inputs: _Inputs,
+    shape: tuple[int, ...],
+    run: Callable[[Ops, Tensor], Sequence[Tensor]],
+) -> Product:
+    def compare(native: Ops, portable: Ops) -> str | None:
+        x = inputs.rows(*shape)
+        found, fault = _attempt(inputs.device, lambda: run(native, x))
+        if found is None:
+            return fault
+        pairs = zip(found, run(portable, x), strict=True)
+        return next(_found(difference(a, b, PRODUCT) for a, b in pairs), None)
+
+    return Product(f"{op} {_described(weights)}", (op, _kind(weights)), compare)
+
+
+def _experts(ffn: MoE, inputs: _Inputs, vocabulary: int) -> Product:
+    weights = [
+        *(ffn.router.gate, ffn.experts.w1, ffn.experts.w2, ffn.experts.w3),
+        *(ffn.shared.w1, ffn.shared.w2, ffn.shared.w3),
+    ]
+
+    def compare(native: Ops, portable: Ops) -> str | None:
+        x_TE = inputs.rows(ffn.shared.w1.shape[-1])
+        tokens_T = torch.arange(TOKENS, device=inputs.device) * _TOKEN_STRIDE % vocabulary
+        found, fault = _attempt(inputs.device, lambda: ffn(native, x_TE, tokens_T))
+        return fault if found is None else _mixtures(found, ffn(portable, x_TE, tokens_T))
+
+    return Product(
+        f"moe {_described(weights[1:2])}", ("moe", ffn.router.hashed, _kind(weights)), compare
+    )
+
+
+def _mixtures(found: Mixture, expected: Mixture) -> str | None:
+    """What is wrong in the rows of tokens that went to the same experts."""
+    same_T = (found.ids_TP.sort().values == expected.ids_TP.sort().values).all(dim=1)
+    if int(same_T.sum()) < _SAME_EXPERTS * TOKENS:
+        return f"{TOKENS - int(same_T.sum())} of {TOKENS} tokens go to other experts"
+    return difference(found.y_TE[same_T], expected.y_TE[same_T], MIXTURE)
+
+
+def _attempt(
+    device: torch.device, run: Callable[[], AnyResult]
+) -> tuple[AnyResult | None, str | None]:
+    """The result, or the error of the device in one line."""
+    try:
+        found = run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return None, " ".join(str(error).split("\n")[0].split())
+    return found, None
+
+
+def _found(wrong: Iterable[str | None]) -> Iterator[str]:
+    return (line for line in wrong if line is not None)
+
+
+def _ops_of(table: Table) -> Ops:
+    """The ops of a table as functions that compute when they are called."""
+    return table.ops if isinstance(table, DirectTable) else immediate_ops(table)
+
+
+def _kind(weights: Sequence[Weight]) -> Hashable:
+    return tuple((_format(weight), weight.shape) for weight in weights)
+
+
+def _described(weights: Sequence[Weight]) -> str:
+    return ", ".join(f"{_format(weight)} {list(weight.shape)}" for weight in weights)
+
+
+def _format(weight: Weight) -> str:
+    return weight.format.value if isinstance(weight, WeightParts) else type(weight).__name__

@@ -1,0 +1,119 @@
+"""Native kernels against the portable ones on a model's own weights."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from dsv4 import ModelConfig
+from dsv4.caches.state import COMPUTE_DTYPES
+from dsv4.errors import UserError
+from dsv4.load_check import first_difference, products, settled_table
+from dsv4.model import Transformer
+from dsv4.ops import TORCH, TORCH_PACKING
+from dsv4.ops.linear import grouped_linear, linear_rows
+from dsv4.ops.moe import Mixture, moe
+from dsv4.ops.tables import TORCH_TABLE, DirectTable
+from tests.model.tiny import CPU, random_weights, small_config
+from tests.native.fakes import failing_linear, table_of, wrong_linear
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    config = ModelConfig.from_dict(small_config())
+    devices = (CPU,) * config.num_hidden_layers
+    dtype = COMPUTE_DTYPES["bfloat16"]
+    return Transformer.build(config, random_weights(config), TORCH_PACKING, devices, dtype)
+
+
+def other(**ops: Any) -> DirectTable:
+    return DirectTable(TORCH_PACKING, replace(TORCH, **ops))
+
+
+def wrong_rows(*arguments: Any) -> tuple[Tensor, ...]:
+    *products, last = linear_rows(*arguments)
+    return (*products, last * 1.05)
+
+
+def wrong_groups(x_TGK: Tensor, weight: Any) -> Tensor:
+    return grouped_linear(x_TGK.flip(1), weight)
+
+
+def wrong_experts(*arguments: Any) -> Mixture:
+    mixture = moe(*arguments)
+    return mixture._replace(y_TE=mixture.y_TE * 1.02)
+
+
+def other_routes(*arguments: Any) -> Mixture:
+    mixture = moe(*arguments)
+    return mixture._replace(ids_TP=mixture.ids_TP.roll(1, 0))
+
+
+def test_every_matrix_is_in_a_product(model: Transformer) -> None:
+    kinds = [product.kind for product in products(model)]
+    assert len(kinds) == 5 * len(model.blocks) + 1
+    # SWA, CSA and HCA layers have other input rows, CSA layers other query rows, a hashed router.
+    assert len(set(kinds)) == 3 + 2 + 1 + 1 + 2 + 1
+
+
+def test_the_same_kernels_pass(model: Transformer) -> None:
+    assert first_difference(TORCH_TABLE, TORCH_TABLE, model) is None
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        (table_of(wrong_linear), "linear f32 [64, 32] on the model's weights: 300 of 19200"),
+        (table_of(failing_linear), "weights: CUDA driver error: CUDA_ERROR_INVALID_VALUE at a"),
+        (other(linear_rows=wrong_rows), "linear_rows f32 [32, 64], f32 [64, 64] on the model's"),
+        (other(grouped_linear=wrong_groups), "grouped_linear f32 [32, 64] on the model's"),
+        (other(moe=wrong_experts), "moe f32 [8, 32, 64] on the model's weights"),
+        (other(moe=other_routes), "tokens go to other experts"),
+    ],
+)
+def test_every_op_is_compared(model: Transformer, table: DirectTable, reason: str) -> None:
+    told = first_difference(table, TORCH_TABLE, model)
+    assert told is not None
+    assert reason in told
+
+
+def settle(
+    table: DirectTable, model: Transformer, caplog: pytest.LogCaptureFixture, required: bool = False
+) -> tuple[DirectTable, list[str]]:
+    """The table that an engine takes, and the lines of its log."""
+    with caplog.at_level(logging.INFO, "dsv4"):
+        settled = settled_table(table, model, required)
+    assert isinstance(settled, DirectTable)
+    return settled, caplog.messages
+
+
+def test_right_kernels_stay_without_a_word(
+    model: Transformer, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = replace(TORCH_TABLE, portable=TORCH_TABLE)
+    assert settle(table, model, caplog) == (table, [])
+
+
+def test_wrong_kernels_give_way_with_one_warning(
+    model: Transformer, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = replace(table_of(wrong_linear), portable=TORCH_TABLE)
+    settled, told = settle(table, model, caplog)
+    assert settled is TORCH_TABLE
+    assert len(told) == 1
+    assert told[0].startswith("no native kernels, the portable ones are used: linear f32 [64, 32]")
+    with pytest.raises(UserError, match=r"^EngineConfig.require_native: linear f32 \[64, 32\]"):
+        settle(table, model, caplog, required=True)
+
+
+def test_what_was_refused_before_is_told_once(
+    model: Transformer, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = replace(TORCH_TABLE, refused="gemm (small): 12 values are wrong")
+    settled, told = settle(table, model, caplog)
+    assert settled is table
+    assert told == [
+        "no native kernels, the portable ones are used: gemm (small): 12 values are wrong"
+    ]
