@@ -25,7 +25,9 @@ TOP_LEVEL_NAMES = {
     *("README.md", "docs", "dsv4", "encoding", "pyproject.toml", DRIVER, "tests"),
 }
 # Rooms whose kernels are compiled by tests/ops/test_compile_small.py, which reads no SASS.
-COMPILED_TOGETHER = ("kv_write", "norm", "opening", "rope", "router", "token_ring")
+COMPILED_TOGETHER = (
+    *("kv_write", "norm", "opening", "quantize_activations", "rope", "router", "token_ring"),
+)
 # Rooms whose tests on a GPU stand with the others, and why.
 NO_GPU_FILE = {
     "token_ring": "one launch of one thread: test_token_ring.py runs it on a GPU by the ops fixture"

@@ -13,6 +13,15 @@ KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
     ("norm/rms_norm", (("COUNT", 8), ("GROUPS", 1)), ("rms_norm",)),
     ("norm/rms_norm", (("COUNT", 1), ("GROUPS", 7)), ("rms_norm",)),
     ("opening/opening", (), ("embed", "embed_any_geometry", "next_positions")),
+    *(
+        (
+            "quantize_activations/quantize_activations",
+            (("NVFP4", nvfp4), ("NORM", norm), ("GROUPS", groups), ("ALIGNED", aligned)),
+            ("quantize_rows", "quantize_sorted_rows"),
+        )
+        for nvfp4 in (0, 1)
+        for norm, groups, aligned in ((0, 1, 1), (0, 1, 0), (0, 8, 1), (1, 1, 1), (1, 4, 1))
+    ),
     ("rope/query_rope", (), ("query_rope", "query_rope_any_geometry")),
     ("rope/query_rope", (("WIDTH", 128), ("ROPE", 64)), ("query_rope", "query_rope_any_geometry")),
     ("router/router", (("PER_LANE", 8), ("HASH", 1)), ("router_select",)),

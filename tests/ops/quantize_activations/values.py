@@ -6,6 +6,9 @@ import math
 import torch
 from torch import Tensor
 
+from dsv4.ops.quantize_activations import QuantizedRows
+from dsv4.weights.scale_swizzle import swizzle_block_scale
+
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E4M3 = [
     code / 8 * 2.0**-6 if code < 8 else (1 + code % 8 / 8) * 2.0 ** (code // 8 - 7)
@@ -64,3 +67,35 @@ def nvfp4_bytes(group: list[float], total: float) -> tuple[list[int], int]:
 def all_bfloat16() -> Tensor:
     """bfloat16 ``[65536]``: every bit pattern, finite or not, in their order."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def rows_of_all_values(group: int) -> Tensor:
+    """bfloat16 ``[R, 128]`` in which every bit pattern comes in every place of a group of ``group``
+    columns, beside values of its size and, in every place of the larger one, beside up to 2^27
+    times as large ones.
+    """
+    values = all_bfloat16()
+    rolled = [values.roll(offset).view(-1, 128) for offset in range(group)]
+    smaller = torch.nn.functional.pad(values.view(torch.int16), (0, -len(values) % (group - 1)))
+    smaller = smaller.view(torch.bfloat16).view(-1, group - 1)
+    finite = smaller.where(smaller.isfinite(), 0).float()
+    beside = []
+    for exponent in range(28):
+        larger = (finite.abs().amax(1, keepdim=True) * 2.0**exponent).clamp(max=3e38).bfloat16()
+        place = exponent * 5 % group
+        beside.append(torch.cat((smaller[:, :place], larger, smaller[:, place:]), dim=1))
+    rows = torch.cat(beside).flatten()
+    return torch.cat((*rolled, torch.nn.functional.pad(rows, (0, -len(rows) % 128)).view(-1, 128)))
+
+
+def swizzled(rows: QuantizedRows) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scales and global scales as kernels write them: zeros up to 128 rows, scales in the
+    order of the tensor cores.
+    """
+    missing = -rows.codes.shape[0] % 128
+    total = rows.global_scale
+    return (
+        torch.nn.functional.pad(rows.codes, (0, 0, 0, missing)),
+        swizzle_block_scale(rows.scales),
+        None if total is None else torch.nn.functional.pad(total, (0, missing)),
+    )
