@@ -18,9 +18,9 @@ from tests.ops.sass import disassemble_cubin
     ("format", "tile_tokens", "warpgroups", "cluster"),
     [
         (QuantFormat.MXFP4, 32, 1, 1),
-        pytest.param(QuantFormat.NVFP4, 256, 2, 1, marks=pytest.mark.slow),
-        pytest.param(QuantFormat.FP8_BLOCK128, 256, 2, 1, marks=pytest.mark.slow),
-        pytest.param(QuantFormat.BF16, 128, 2, 2, marks=pytest.mark.slow),
+        (QuantFormat.NVFP4, 256, 2, 1),
+        (QuantFormat.FP8_BLOCK128, 256, 2, 1),
+        (QuantFormat.BF16, 128, 2, 2),
     ],
 )
 def test_compiles_without_a_gpu(

@@ -1,6 +1,5 @@
 """Recorded products with the CuTe DSL kernels: which they take and which they leave."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from dsv4.launch.recording import Call, Recording, storage_key
 from dsv4.launch.target import Target
-from dsv4.ops.linear import prefill, prefill_cutedsl
+from dsv4.ops.linear import cutedsl, prefill, prefill_cutedsl
 from dsv4.weights.packed import pack_weight
 from tests.ops.linear.meta import (
     BF16,
@@ -105,7 +104,7 @@ def test_spec11_j92_every_product_is_compiled_for_the_multiprocessors_of_its_tar
     """Of a part with 78 of them as well, and there is no number to fall back on."""
     counts: list[int] = []
     jit = SimpleNamespace(gemm_for=lambda *problem: counts.append(problem[-1]))
-    monkeypatch.setitem(sys.modules, "dsv4.ops.linear.cutedsl.jit", jit)
+    monkeypatch.setattr(cutedsl, "jit", jit, raising=False)
     device = TARGETS[0].device
     weight = pack_weight(stored(NVFP4, 1024, 1024))
     for multiprocessors in (78, 132):
