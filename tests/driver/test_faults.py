@@ -276,6 +276,7 @@ def test_gpu_without_kernels_is_one_line_before_any_weight_is_read(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr("dsv4.launch.target.count_clusters", lambda *_: ())
     monkeypatch.setattr("dsv4.engine.compile_ahead", lambda *_: None)
     result = drive("--device", "cuda", "--ops", ops)
     if refused:

@@ -10,6 +10,7 @@ from dsv4.caches.layer import KeySet
 from dsv4.launch.constants import RowCode
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
+from dsv4.launch.target import Target
 from dsv4.ops.attention.any_geometry import attention_any_geometry
 from dsv4.ops.attention.inputs import AttentionInputs, check_alignment
 from dsv4.ops.key_rows import row_code
@@ -28,9 +29,6 @@ _CLUSTER = 8
 _SPLIT_KEYS = 2048
 # A thread of the last cluster holds the results of all splits in registers, OUT + 2 floats of each.
 _MOST_SPLITS = 4
-# Clusters do not fit everywhere: about 15 on the 132 multiprocessors of an H200. One more takes a
-# second wave, which costs more than the split gains.
-_SPARE_CLUSTERS = 2
 _SHARED_BYTES_LIMIT = 227 << 10
 _ROW_BYTES = {RowCode.KV_FP8.value: 576, RowCode.BF16.value: 1024}
 # Bytes behind a row in shared memory, which keep its neighbours' accesses apart.
@@ -81,7 +79,7 @@ def _flash_decoding(recording: Recording, inputs: AttentionInputs) -> Tensor:
     keys = inputs.keys
     tokens, heads, width = inputs.q_THD.shape
     groups = ceil_div(heads, _HEADS)
-    splits = _splits(inputs, tokens * groups, recording.target.multiprocessors)
+    splits = _splits(inputs, tokens * groups, recording.target)
     out_THD = recording.empty_like(inputs.q_THD)
     partial = None
     counters = None
@@ -129,12 +127,14 @@ def _is_usual(inputs: AttentionInputs) -> bool:
     return most_bytes + _list_bytes(inputs) <= _SHARED_BYTES_LIMIT
 
 
-def _splits(inputs: AttentionInputs, units: int, multiprocessors: int) -> int:
-    """Clusters that share the keys of a unit (16 heads of a token), if there are that many keys."""
+def _splits(inputs: AttentionInputs, units: int, target: Target) -> int:
+    """Clusters that share the keys of a unit (16 heads of a token), if there are that many keys.
+
+    No more than run at once: a second wave costs more than the split gains.
+    """
     if inputs.selected_TK is not None or _most_keys(inputs) <= _SPLIT_KEYS:
         return 1
-    fitting = multiprocessors // _CLUSTER - _SPARE_CLUSTERS
-    return min(max(fitting // units, 1), _MOST_SPLITS)
+    return min(max(target.resident_clusters(_CLUSTER) // units, 1), _MOST_SPLITS)
 
 
 def _defines(inputs: AttentionInputs, splits: int) -> Defines:

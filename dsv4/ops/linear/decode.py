@@ -11,7 +11,6 @@ from torch import Tensor
 from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
-from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.linear import RowList
 from dsv4.ops.linear.checks import check_grouped, check_linear, check_norm
@@ -123,7 +122,7 @@ def linear_rows(
     _check_tokens(tokens)
     norm = _Norm(norm_weight, norm_eps)
     # A block that sees K in slices has no row to normalise.
-    plans = [_plan(launch.shape, tokens, recording.target) for launch in packed.launches]
+    plans = [plan_linear(launch.shape, tokens, recording.target) for launch in packed.launches]
     if norm_weight is not None and any(plan.slice_columns < packed.width for plan in plans):
         x = rms_norm(recording, x, norm_weight, norm_eps)
         norm = _Norm()
@@ -163,7 +162,7 @@ def _record(recording: Recording, product: _Product, x_TGK: Tensor, norm: _Norm,
     """The launch of a product."""
     tokens, groups, _ = x_TGK.shape
     _check_tokens(tokens)
-    plan = _plan(product.shape, tokens, recording.target)
+    plan = plan_linear(product.shape, tokens, recording.target)
     formats = [FORMAT_CODE[part.format] for part in product.parts]
     defines = (
         ("FORMAT0", formats[0]),
@@ -191,10 +190,6 @@ def _record(recording: Recording, product: _Product, x_TGK: Tensor, norm: _Norm,
         x_bytes=plan.activation_bytes,
         partial_bytes=plan.partial_bytes,
     )
-
-
-def _plan(shape: ProductShape, tokens: int, target: Target) -> LinearPlan:
-    return plan_linear(shape, tokens, target.multiprocessors)
 
 
 def _check_tokens(tokens: int) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from dsv4.launch.constants import STAGE_SCALE_BYTES
 from dsv4.launch.kernel import Defines, ceil_div, round_up
+from dsv4.launch.target import Target
 from dsv4.weights.packed import chunk_columns
 from dsv4.weights.quant import QuantFormat
 
@@ -90,7 +91,7 @@ class LinearPlan:
 
 
 @functools.cache
-def plan_linear(shape: ProductShape, tokens: int, multiprocessors: int) -> LinearPlan:
+def plan_linear(shape: ProductShape, tokens: int, target: Target) -> LinearPlan:
     """The plan of one product of up to 8 tokens.
 
     A block gets whole tiles of one format and all of K; the number of blocks is what makes the
@@ -100,7 +101,7 @@ def plan_linear(shape: ProductShape, tokens: int, multiprocessors: int) -> Linea
     that saves sharing K. Raises ``ValueError`` when even the smallest slices do not fit.
     """
     padded_tokens = next(size for size in (1, 2, 4, 8) if size >= tokens)
-    problem = _Problem(shape, padded_tokens, multiprocessors, _DEPTH - 1)
+    problem = _Problem(shape, padded_tokens, target, _DEPTH - 1)
     for cluster, depth in itertools.product((1, 2, 4), (_DEPTH, _DEPTH - 1)):
         plan = _plan(replace(problem, depth=depth), cluster, cluster, 1)
         if plan is not None:
@@ -120,7 +121,7 @@ def plan_linear(shape: ProductShape, tokens: int, multiprocessors: int) -> Linea
 class _Problem:
     shape: ProductShape
     padded_tokens: int
-    multiprocessors: int
+    target: Target
     depth: int
 
 
@@ -146,9 +147,7 @@ def _plan(problem: _Problem, cluster: int, slices: int, waves: int) -> LinearPla
     padded_columns = round_up(shape.columns, 64)
     whole = round_up(padded_columns, _SLICE_MULTIPLE)
     slice_columns = round_up(ceil_div(whole, slices), _SLICE_MULTIPLE)
-    # Clusters of 4 need 4 free SMs of one GPC, whose number of SMs is only a multiple of 2.
-    usable = problem.multiprocessors // 16 * 16 if cluster == 4 else problem.multiprocessors
-    budget = usable * waves // (cluster * shape.groups)
+    budget = problem.target.resident_clusters(cluster) * waves // shape.groups
     too_few = cluster > 1 and budget < len(shape.tiles)
     if ceil_div(padded_columns, slice_columns) != slices or too_few:
         return None

@@ -76,6 +76,7 @@ def test_a_block_holds_its_keys_in_as_few_stages_as_fit(
         (64, 2, HOPPER, 1),
         (16, 1, HOPPER, 4),
         (16, 8, HOPPER, 1),
+        (64, 1, dataclasses.replace(BLACKWELL, clusters=((8, 11),)), 2),
     ],
 )
 def test_clusters_share_many_keys(heads: int, tokens: int, target: Target, splits: int) -> None:

@@ -2,12 +2,15 @@
 shapes use the GPU.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from dsv4.launch.constants import STAGE_SCALE_BYTES
 from dsv4.launch.kernel import ceil_div
 from dsv4.ops.linear.decode_plan import MAX_SLICES, WARPS, ProductShape, plan_linear
 from dsv4.weights.quant import QuantFormat
+from tests.ops.recorded import HOPPER
 
 NVFP4 = QuantFormat.NVFP4
 MXFP4 = QuantFormat.MXFP4
@@ -43,7 +46,7 @@ def test_plan_fits_the_machine(
     groups: int,
     tokens: int,
 ) -> None:
-    plan = plan_linear(ProductShape(formats, tiles, columns, groups), tokens, 132)
+    plan = plan_linear(ProductShape(formats, tiles, columns, groups), tokens, HOPPER)
     assert tokens <= plan.padded_tokens <= 8
     assert plan.shared_bytes <= SHARED_PER_BLOCK - 4096
     assert all(0 < clusters <= count for clusters, count in zip(plan.clusters, tiles, strict=True))
@@ -62,7 +65,7 @@ def test_plan_fits_the_machine(
 
 def test_blocks_share_the_work_evenly() -> None:
     def busiest(formats: tuple[QuantFormat, ...], tiles: tuple[int, ...]) -> list[int]:
-        plan = plan_linear(ProductShape(formats, tiles, 7168), 1, 132)
+        plan = plan_linear(ProductShape(formats, tiles, 7168), 1, HOPPER)
         return [
             ceil_div(count, clusters) for count, clusters in zip(tiles, plan.clusters, strict=True)
         ]
@@ -81,7 +84,7 @@ def test_shared_memory_holds_all_that_the_kernel_puts_there(
     that the other blocks send.
     """
     for tokens in (1, 2, 4, 8):
-        plan = plan_linear(ProductShape(formats, tiles, columns, groups), tokens, 132)
+        plan = plan_linear(ProductShape(formats, tiles, columns, groups), tokens, HOPPER)
         most_tiles = max(
             ceil_div(count, clusters) for count, clusters in zip(tiles, plan.clusters, strict=True)
         )
@@ -96,9 +99,16 @@ def test_shared_memory_holds_all_that_the_kernel_puts_there(
 
 
 def test_a_cluster_shares_activations_that_one_block_cannot_hold() -> None:
-    assert plan_linear(ProductShape((FP8,), (448,), 16384), 4, 132).cluster == 1
-    assert plan_linear(ProductShape((FP8,), (448,), 16384), 8, 132).cluster > 1
-    assert plan_linear(ProductShape((FP8,), (64,), 4096, 16), 8, 132).cluster == 1
+    assert plan_linear(ProductShape((FP8,), (448,), 16384), 4, HOPPER).cluster == 1
+    assert plan_linear(ProductShape((FP8,), (448,), 16384), 8, HOPPER).cluster > 1
+    assert plan_linear(ProductShape((FP8,), (64,), 4096, 16), 8, HOPPER).cluster == 1
+
+
+def test_clusters_are_as_many_as_run_at_once() -> None:
+    shape = ProductShape((BF16,), (448,), 16384)
+    for target, clusters in ((HOPPER, 66), (replace(HOPPER, clusters=((2, 60),)), 60)):
+        plan = plan_linear(shape, 8, target)
+        assert (plan.cluster, plan.clusters) == (2, (clusters,))
 
 
 def test_one_token_leaves_room_for_other_kernels_only() -> None:
@@ -106,14 +116,14 @@ def test_one_token_leaves_room_for_other_kernels_only() -> None:
     other kernels can.
     """
     for formats, tiles, columns, groups in SHAPES[:10]:
-        plan = plan_linear(ProductShape(formats, tiles, columns, groups), 1, 132)
+        plan = plan_linear(ProductShape(formats, tiles, columns, groups), 1, HOPPER)
         assert 114 << 10 <= plan.shared_bytes <= 145 << 10
 
 
 def test_ring_is_shallower_where_that_saves_a_cluster() -> None:
     shape = ProductShape((QuantFormat.FP8_BLOCK128,), (448,), 16384)
     assert [
-        (plan_linear(shape, tokens, 132).depth, plan_linear(shape, tokens, 132).cluster)
+        (plan_linear(shape, tokens, HOPPER).depth, plan_linear(shape, tokens, HOPPER).cluster)
         for tokens in (1, 4)
     ] == [
         (4, 1),
@@ -123,5 +133,5 @@ def test_ring_is_shallower_where_that_saves_a_cluster() -> None:
 
 def test_threads_hold_the_activations_that_fit_into_their_registers() -> None:
     shape = ProductShape((QuantFormat.FP8_BLOCK128,), (448,), 8192)
-    held = [dict(plan_linear(shape, tokens, 132).defines)["PIECES"] for tokens in (1, 2, 4, 8)]
+    held = [dict(plan_linear(shape, tokens, HOPPER).defines)["PIECES"] for tokens in (1, 2, 4, 8)]
     assert held == [3, 3, 1, 1]
