@@ -156,3 +156,10 @@ def test_threads_find_the_compiler_imported(cache: Path, monkeypatch: pytest.Mon
 
 def test_kernels_of_the_package_are_found_by_operation_and_name() -> None:
     assert signature.source_path("norm/rms_norm").is_file()
+
+
+def test_no_device_code_asks_for_its_architecture() -> None:
+    """What differs is a define, so that every form compiles for and runs on every architecture."""
+    sources = [path for path in signature.OPS.glob("*/*") if path.suffix in (".cu", ".cuh")]
+    assert len(sources) > 30
+    assert [path.name for path in sources if "__CUDA_ARCH__" in path.read_text()] == []

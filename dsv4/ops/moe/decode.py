@@ -10,6 +10,7 @@ from dsv4.launch.checks import expect
 from dsv4.launch.constants import FORMAT_CODE, MAX_EXPERTS, STAGE_SCALE_BYTES
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording, is_aligned
+from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.moe import ExpertWeights, Mixture
 from dsv4.ops.moe.operands import Layer, check_experts, expert_arguments
@@ -48,6 +49,9 @@ class Ring(NamedTuple):
 # or a deeper ring slower as well; but with 8 tokens, whose activations leave room for one stage per
 # warp only, 16 warps are faster than 12 (docs/kernels/moe.md).
 RINGS = {1: Ring(12, 2), 2: Ring(12, 2), 4: Ring(12, 2), 8: Ring(16, 1)}
+# Loads of a stage that are decoded side by side. All four take more than 128 registers on
+# Blackwell.
+LOADS_AT_ONCE = {"sm_90a": 4, "sm_100a": 2, "sm_103a": 2}
 
 
 def moe(
@@ -139,7 +143,7 @@ class _Step:
         hidden = ring.warps * ring.stages * self.padded_tokens * 2 * self.stage_columns
         return max(weights + sums + max(activations, hidden), _SHARED_LEAST)
 
-    def defines(self, ring: Ring, blocks: int) -> Defines:
+    def defines(self, ring: Ring, target: Target) -> Defines:
         """What moe_decode.cu is compiled with."""
         count, inner, width = self.sizes
         row_pairs = ceil_div(count, 16) * 8
@@ -147,7 +151,7 @@ class _Step:
         routed, shared = self.formats
         return (
             *selection_defines(self.router),
-            ("GATE_ROUNDS", ceil_div(row_pairs, blocks)),
+            ("GATE_ROUNDS", ceil_div(row_pairs, target.multiprocessors)),
             ("VECTORS", ceil_div(vectors, WARP * ring.warps)),
             ("ROUTED", FORMAT_CODE[routed]),
             ("SHARED", FORMAT_CODE[shared]),
@@ -155,6 +159,7 @@ class _Step:
             ("TAILS", int(width % self.stage_columns != 0 or inner % self.stage_columns != 0)),
             ("WARPS", ring.warps),
             ("STAGES", ring.stages),
+            ("LOADS_AT_ONCE", LOADS_AT_ONCE[target.architecture]),
         )
 
     def part(self, tokens: slice) -> "_Step":
@@ -196,7 +201,7 @@ def _launch(recording: Recording, step: _Step, ring: Ring, results: Mixture) -> 
     blocks = recording.target.multiprocessors
     pairs = padded(width) // _PAIR_ROWS
     hidden_rows = step.tokens * (step.router.experts_per_token + 1)
-    kernel = Kernel("moe/moe_decode", "moe_decode", step.defines(ring, blocks))
+    kernel = Kernel("moe/moe_decode", "moe_decode", step.defines(ring, recording.target))
     recording.launch(
         Shape(kernel, blocks, ring.warps * WARP, step.shared_bytes(ring)),
         x_TE=step.x_TE,

@@ -14,8 +14,9 @@
 // orders of summation are fixed.
 //
 // Defines: ROUTED, SHARED (weight formats), TOKENS (1, 2, 4 or 8: tokens rounded up), TAILS (1: E
-// or F is no multiple of a stage's columns), WARPS, STAGES (ring depth), VECTORS (eights of
-// activations of a token per thread), and those of moe_routes.cuh.
+// or F is no multiple of a stage's columns), WARPS, STAGES (ring depth), LOADS_AT_ONCE (loads of
+// a stage that are decoded side by side: 1, 2 or 4), VECTORS (eights of activations of a token per
+// thread), and those of moe_routes.cuh.
 #include "grid_barrier.cuh"
 #include "weight_tile.cuh"
 
@@ -26,12 +27,6 @@
 #define ARRIVALS 1
 #endif
 
-// Loads of a stage in flight to registers; all four take more than 128 registers on sm_100.
-#if __CUDA_ARCH__ >= 1000
-constexpr int UNROLL = 2;
-#else
-constexpr int UNROLL = 4;
-#endif
 constexpr int PAIR_BYTES =
     2 * (Stage<ROUTED>::BYTES > Stage<SHARED>::BYTES ? Stage<ROUTED>::BYTES : Stage<SHARED>::BYTES);
 constexpr int STAGE_COLUMNS = Stage<ROUTED>::COLUMNS > Stage<SHARED>::COLUMNS
@@ -155,7 +150,7 @@ __device__ __forceinline__ void multiply_stage(float (&total)[2][4], unsigned sl
                                                const Activations& x, float low, float high,
                                                int lane) {
     float sum[2][4] = {};
-#pragma unroll UNROLL
+#pragma unroll LOADS_AT_ONCE
     for (int load = 0; load < STAGE_LOADS; ++load) multiply_load<FORMAT>(sum, slot, load, x, lane);
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {

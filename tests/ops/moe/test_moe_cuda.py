@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4.launch.target import ARCHITECTURES
 from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.moe import ExpertWeights, decode
 from dsv4.ops.moe.decode import Ring
@@ -90,6 +91,24 @@ def test_small_shapes(geometry: str, tokens: int) -> None:
     poison(1 << 22)
     found = moe(*arguments, experts, shared, LIMIT)
     check(found, exact(*arguments, experts, shared), f"{geometry} T={tokens}")
+
+
+@pytest.mark.parametrize("formats", [(NVFP4, FP8), (MXFP4, FP8), (BF16, BF16)])
+def test_loads_decoded_at_once_change_no_bit(
+    formats: tuple[QuantFormat, QuantFormat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an architecture needs fewer of for its registers runs on every other one as well."""
+    width, inner, count = GEOMETRIES["flash"]
+    experts, shared = weights(width, inner, count, formats)
+    for tokens in (1, 4, 8):
+        arguments = step(width, count, tokens)
+        found = []
+        for loads in sorted(set(decode.LOADS_AT_ONCE.values())):
+            at_once = dict.fromkeys(ARCHITECTURES, loads)
+            monkeypatch.setattr(decode, "LOADS_AT_ONCE", at_once)
+            poison()
+            found.append(moe(*arguments, experts, shared, LIMIT))
+        assert torch.equal(found[0], found[1])
 
 
 def test_both_activation_types_that_do_not_fit_are_split() -> None:
