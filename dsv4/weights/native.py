@@ -85,11 +85,9 @@ class NativeWeight(WeightParts):
 
     def _row_scale(self) -> Tensor:
         """The scales in their plain order: uint8 ``[..., N, S]``."""
-        *stack, rows, columns = self.shape
+        *_, rows, columns = self.shape
         groups = columns // NATIVE_GROUP[self.format]
-        matrices = self.block_scale.reshape(-1, self.block_scale.shape[-1])
-        plain = [unswizzle_block_scale(matrix, rows, groups) for matrix in matrices]
-        return torch.stack(plain).view(*stack, rows, groups)
+        return unswizzle_block_scale(self.block_scale, rows, groups)
 
 
 @dataclass(frozen=True)
@@ -200,9 +198,7 @@ def native_weight(weight: QuantTensor, format: QuantFormat) -> NativeWeight:
         data, scale = _undisguised(weight)
     else:
         scale = _row_scales(weight)
-    matrices = scale.reshape(-1, *scale.shape[-2:])
-    swizzled = torch.stack([swizzle_block_scale(matrix) for matrix in matrices])
-    return NativeWeight(data, swizzled.view(*stack, -1), total, format, weight.shape)
+    return NativeWeight(data, swizzle_block_scale(scale), total, format, weight.shape)
 
 
 def native_bytes(format: QuantFormat, shape: tuple[int, ...]) -> int:
