@@ -3,6 +3,8 @@
 Nothing returns to the host.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.ops.linear.prefill import TILE_TOKENS, aligned_rows, linear
 from dsv4.ops.moe import ExpertWeights, Mixture
-from dsv4.ops.moe.grouped import down, gate_up, sort_by_expert, sort_shared_bytes
+from dsv4.ops.moe.grouped import Sorted, down, gate_up, sort_by_expert, sort_shared_bytes
 from dsv4.ops.moe.operands import Layer, check_experts
 from dsv4.ops.moe.token_part import TokenPart
 from dsv4.ops.router import Router
@@ -39,6 +41,10 @@ class Routed(NamedTuple):
     def part(self, tokens: slice) -> "Routed":
         """The same for some of the tokens."""
         return Routed(self.x_TE[tokens], self.ids_TP[tokens], self.weights_TP[tokens])
+
+
+# Records the experts of some tokens, which write bfloat16 y ``[T, E]``.
+SumPart = Callable[[Recording, Routed, Layer, Tensor], None]
 
 
 def moe(
@@ -80,7 +86,8 @@ def expert_sum(
     expect("ids_TP", ids_TP, torch.int64, (tokens, per_token))
     expect("weights_TP", weights_TP, torch.float32, (tokens, per_token))
     layer = Layer(experts, shared, float(limit))
-    return _sum_in_parts(linear, recording, Routed(x_TE, ids_TP, weights_TP), layer)
+    sum_part = partial(_sum_part, linear)
+    return _sum_in_parts(sum_part, recording, Routed(x_TE, ids_TP, weights_TP), layer)
 
 
 def moe_with(
@@ -90,13 +97,17 @@ def moe_with(
     tokens_T: Tensor,
     router: Router[PackedWeight],
     layer: Layer,
+    sum_part: SumPart | None = None,
 ) -> Mixture:
-    """``moe`` by an implementation of ``linear``, for the gate and the shared expert's w2."""
+    """``moe`` by an implementation of ``linear``, for the gate and the shared expert's w2, or of
+    all experts (``sum_part``).
+    """
     check_router(x_TE, tokens_T, router)
     check_experts(x_TE, router, layer)
     x_TE = aligned_rows(recording, x_TE)
     ids_TP, weights_TP = route(recording, x_TE, tokens_T, router, linear)
-    y_TE = _sum_in_parts(linear, recording, Routed(x_TE, ids_TP, weights_TP), layer)
+    sum_part = sum_part or partial(_sum_part, linear)
+    y_TE = _sum_in_parts(sum_part, recording, Routed(x_TE, ids_TP, weights_TP), layer)
     return Mixture(y_TE, ids_TP, weights_TP)
 
 
@@ -109,7 +120,32 @@ def tokens_of_a_part(layer: Layer, per_token: int) -> int:
     return max(TILE_TOKENS, fitting // TILE_TOKENS * TILE_TOKENS)
 
 
-def _sum_in_parts(linear: Linear, recording: Recording, routed: Routed, layer: Layer) -> Tensor:
+def combine(
+    recording: Recording,
+    shared_product: Tensor,
+    products: Tensor,
+    ids_TP: Tensor,
+    pairs: Sorted,
+    y_TE: Tensor,
+) -> None:
+    """y ``[T, E]`` = shared product + those of the token's experts in ascending order, float32
+    ``[T, E]`` and ``[T·P, E]``, rounded once to bfloat16.
+    """
+    kernel = Kernel("moe/moe_combine", "moe_combine")
+    recording.launch(
+        lambda tokens: Shape(kernel, tokens, _COMBINE_THREADS),
+        shared=shared_product,
+        shared_stride=shared_product.stride(0),
+        routed=products,
+        ids=ids_TP,
+        y=y_TE,
+        width=y_TE.shape[1],
+        per_token=pairs.per_token,
+        experts=pairs.experts,
+    )
+
+
+def _sum_in_parts(sum_part: SumPart, recording: Recording, routed: Routed, layer: Layer) -> Tensor:
     """The buffers of a part are free again for the next one."""
     routed = routed._replace(x_TE=aligned_rows(recording, routed.x_TE))
     tokens, width = routed.x_TE.shape
@@ -118,7 +154,7 @@ def _sum_in_parts(linear: Linear, recording: Recording, routed: Routed, layer: L
     for start in range(0, tokens, most):
         part = slice(start, min(start + most, tokens))
         part_recording = TokenPart(recording, start, most)
-        _sum_part(linear, part_recording, routed.part(part), layer, y_TE[part])
+        sum_part(part_recording, routed.part(part), layer, y_TE[part])
     return y_TE
 
 
@@ -132,15 +168,4 @@ def _sum_part(
     products = down(recording, hidden, experts.w2, pairs)
     shared_hidden = gate_up(recording, x_TE, shared.w1, shared.w3, limit)
     shared_product = linear(recording, shared_hidden, shared.w2, torch.float32)
-    kernel = Kernel("moe/moe_combine", "moe_combine")
-    recording.launch(
-        lambda tokens: Shape(kernel, tokens, _COMBINE_THREADS),
-        shared=shared_product,
-        shared_stride=shared_product.stride(0),
-        routed=products,
-        ids=ids_TP,
-        y=y_TE,
-        width=y_TE.shape[1],
-        per_token=pairs.per_token,
-        experts=pairs.experts,
-    )
+    combine(recording, shared_product, products, ids_TP, pairs, y_TE)
