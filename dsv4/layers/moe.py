@@ -24,10 +24,7 @@ class MoE:
 
     @classmethod
     def build(cls, config: ModelConfig, weights: WeightReader, hashed: bool) -> "MoE":
-        experts, shared = (
-            ExpertWeights(*(weights.matrix(f"{kind}.{w}.weight") for w in ("w1", "w2", "w3")))
-            for kind in ("experts", "shared_experts")
-        )
+        experts, shared = (weights.experts(kind) for kind in ("experts", "shared_experts"))
         selection = (
             weights.tensor("gate.tid2eid").long().contiguous()
             if hashed

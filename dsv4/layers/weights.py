@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4.ops import Packing
 from dsv4.ops.linear import RowList
+from dsv4.ops.moe import ExpertWeights
 from dsv4.weights.on_demand import WeightOnDemand
 from dsv4.weights.quant import QuantTensor, Weight
 
@@ -71,6 +72,13 @@ class WeightReader:
         weight = self._weights[self._prefix + name]
         assert isinstance(weight, QuantTensor), f"{self._prefix}{name} is not a matrix"
         return weight
+
+    def experts(self, name: str) -> ExpertWeights:
+        """The matrices of experts below ``name`` in the op table's layout."""
+        names = [f"{name}.{part}.weight" for part in ("w1", "w2", "w3")]
+        if self._packing.pack_experts is None:
+            return ExpertWeights(*map(self.matrix, names))
+        return self._packing.pack_experts(*map(self.stored_matrix, names))
 
     def row_list(self, names: Sequence[str], out_dtypes: Sequence[torch.dtype | None]) -> RowList:
         """Several weight matrices of one input width in the op table's layout."""

@@ -51,6 +51,12 @@ class PackRows(Protocol):
     ) -> RowList: ...
 
 
+class PackExperts(Protocol):
+    """w1, w2 and w3 of a stack of experts or of the shared one, at once."""
+
+    def __call__(self, w1: QuantTensor, w2: QuantTensor, w3: QuantTensor) -> ExpertWeights: ...
+
+
 class Embed(Protocol):
     """``dsv4.ops.opening.embed``."""
 
@@ -207,10 +213,12 @@ class StoreToken(Protocol):
 class Packing:
     """How an op table keeps weights: every layout has ``dequantize()`` and ``shape``, so that the
     torch ops accept any of them. Norm weights, biases, sinks and positional biases are float32.
+    ``pack_experts`` None: every matrix of experts by ``pack_weight``, one after the other.
     """
 
     pack_weight: PackWeight
     pack_rows: PackRows
+    pack_experts: PackExperts | None = None
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class OpsUnderTest(Ops):
 
     @classmethod
     def of(cls, ops: Ops, packing: Packing) -> "OpsUnderTest":
-        return cls(**vars(ops), **vars(packing))
+        return cls(**vars(ops), pack_weight=packing.pack_weight, pack_rows=packing.pack_rows)
 
 
 @dataclass(frozen=True)

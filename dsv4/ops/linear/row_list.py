@@ -2,7 +2,7 @@
 reads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,13 +91,15 @@ def packed_rows(rows: RowList) -> PackedRows:
 
 
 def pack_rows(
-    weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype | None]
+    weights: Sequence[QuantTensor],
+    out_dtypes: Sequence[torch.dtype | None],
+    pack: Callable[[QuantTensor], PackedWeight] = pack_weight,
 ) -> PackedRows:
-    """Packs up to 8 matrices of one K for ``linear_rows``; see ``pack_weight``.
+    """Packs up to 8 matrices of one K for ``linear_rows`` by ``pack``.
 
     Raises ``ValueError`` when the widths differ or a dtype is neither None, bfloat16 nor float32.
     """
-    packed = [pack_weight(weight) for weight in weights]
+    packed = [pack(weight) for weight in weights]
     if not 1 <= len(packed) <= MAX_MATRICES or len({weight.shape[1] for weight in packed}) != 1:
         shapes = [weight.shape for weight in packed]
         expected = f"1 to {MAX_MATRICES} matrices of one K"
