@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,10 +21,16 @@ _DEATH_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """How a run ended. ``interrupt``: what ended it, if the caller was interrupted meanwhile."""
 
     exit_code: int
     seconds: float
+    interrupt: KeyboardInterrupt | None = None
+
+
+def python_command(code: str) -> list[str]:
+    """``code`` in another Python that finds the modules that this one finds."""
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"]
 
 
 def run_limited(
@@ -50,21 +57,21 @@ def run_limited(
     except OSError as error:
         raise UserError(f"{command[0]}: cannot be run ({error.strerror})") from None
     ended = False
-    interrupted = False
+    interrupt = None
     try:
         ended = _ends_within(child, limit_seconds, progress)
-    except KeyboardInterrupt:
-        interrupted = True
+    except KeyboardInterrupt as stop:
+        interrupt = stop
     finally:
         _end_group(child, grace_seconds)
     if child.stdin is not None:
         child.stdin.close()
-    code = INTERRUPTED if interrupted else TIMED_OUT
+    code = TIMED_OUT if interrupt is None else INTERRUPTED
     with contextlib.suppress(subprocess.TimeoutExpired):
         returned = child.wait(_DEATH_SECONDS)
-        if ended and not interrupted:
+        if ended:
             code = returned if returned >= 0 else 128 - returned
-    return Outcome(code, time.monotonic() - started)
+    return Outcome(code, time.monotonic() - started, interrupt)
 
 
 @contextlib.contextmanager

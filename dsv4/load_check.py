@@ -13,17 +13,14 @@ from dsv4.errors import UserError
 from dsv4.layers.attention import Attention
 from dsv4.layers.moe import MoE
 from dsv4.model import Transformer
-from dsv4.native.difference import MIXTURE, PRODUCT, difference
+from dsv4.native.difference import PRODUCT, difference, mixture_difference
 from dsv4.ops import Ops
-from dsv4.ops.immediate import immediate_ops
-from dsv4.ops.moe import Mixture
-from dsv4.ops.tables import DirectTable, Table
+from dsv4.ops.immediate import ops_of
+from dsv4.ops.tables import Table
 from dsv4.weights.quant import Weight, WeightParts
 
 # More than two tiles of 128 tokens and more than a pair of them, the last one not full.
 TOKENS = 300
-# Of every token the experts have to be the same ones, but for near ties of the gate.
-_SAME_EXPERTS = 0.98
 # Token ids are multiples of this prime, so that they are spread over the vocabulary.
 _TOKEN_STRIDE = 7919
 
@@ -67,8 +64,8 @@ def first_difference(native: Table, portable: Table, model: Transformer) -> str 
     """What the native kernels compute wrong on the model's weights, in one line; None if all is
     right.
     """
-    native_ops = _ops_of(native)
-    portable_ops = _ops_of(portable)
+    native_ops = ops_of(native)
+    portable_ops = ops_of(portable)
     seen = set()
     for product in products(model):
         if product.kind in seen:
@@ -176,19 +173,11 @@ def _experts(ffn: MoE, inputs: _Inputs, vocabulary: int) -> Product:
         x_TE = inputs.rows(ffn.shared.w1.shape[-1])
         tokens_T = torch.arange(TOKENS, device=inputs.device) * _TOKEN_STRIDE % vocabulary
         found, fault = _attempt(inputs.device, lambda: ffn(native, x_TE, tokens_T))
-        return fault if found is None else _mixtures(found, ffn(portable, x_TE, tokens_T))
+        return fault if found is None else mixture_difference(found, ffn(portable, x_TE, tokens_T))
 
     return Product(
         f"moe {_described(weights[1:2])}", ("moe", ffn.router.hashed, _kind(weights)), compare
     )
-
-
-def _mixtures(found: Mixture, expected: Mixture) -> str | None:
-    """What is wrong in the rows of tokens that went to the same experts."""
-    same_T = (found.ids_TP.sort().values == expected.ids_TP.sort().values).all(dim=1)
-    if int(same_T.sum()) < _SAME_EXPERTS * TOKENS:
-        return f"{TOKENS - int(same_T.sum())} of {TOKENS} tokens go to other experts"
-    return difference(found.y_TE[same_T], expected.y_TE[same_T], MIXTURE)
 
 
 def _attempt(
@@ -206,11 +195,6 @@ def _attempt(
 
 def _found(wrong: Iterable[str | None]) -> Iterator[str]:
     return (line for line in wrong if line is not None)
-
-
-def _ops_of(table: Table) -> Ops:
-    """The ops of a table as functions that compute when they are called."""
-    return table.ops if isinstance(table, DirectTable) else immediate_ops(table)
 
 
 def _kind(weights: Sequence[Weight]) -> Hashable:

@@ -3,14 +3,13 @@ there.
 """
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsv4.limited_process import INTERRUPTED, TIMED_OUT, run_limited
+from dsv4.limited_process import TIMED_OUT, python_command, run_limited
 from dsv4.native.check import Result, Verdict
 
 # From the start to the first check, and for each check. A process that imports torch from a cold
@@ -28,21 +27,18 @@ def run_checks(checks: str, device: torch.device, step_seconds: float = STEP_SEC
         answers = Path(folder) / "answers"
         answers.touch()
         arguments = ", ".join(map(repr, (checks, str(device), str(answers))))
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from dsv4.native.child import answer; answer({arguments})"
-        )
+        code = f"from dsv4.native.child import answer; answer({arguments})"
         log = Path(folder) / "log"
         with log.open("w", encoding="utf-8") as file:
             outcome = run_limited(
-                [sys.executable, "-c", code],
+                python_command(code),
                 file,
                 step_seconds,
                 GRACE_SECONDS,
                 progress=lambda: answers.stat().st_size,
             )
-        if outcome.exit_code == INTERRUPTED:
-            raise KeyboardInterrupt
+        if outcome.interrupt is not None:
+            raise outcome.interrupt
         fault = None
         if outcome.exit_code != 0:
             fault = _fault(outcome.exit_code, log.read_bytes(), step_seconds)

@@ -13,7 +13,7 @@ from dsv4.launch.program import Program
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops import Ops
-from dsv4.ops.tables import CUDA_TABLE, RecordedTable
+from dsv4.ops.tables import CUDA_TABLE, DirectTable, RecordedTable, Table
 from dsv4.ops.trees import map_tensors, tensors_in
 
 
@@ -52,6 +52,11 @@ def immediately(op: Callable[..., Any]) -> Callable[..., Any]:
         return PreparedOp(op, *arguments, **named).run()
 
     return run
+
+
+def ops_of(table: Table) -> Ops:
+    """Every op of ``table`` as the torch ops are called."""
+    return table.ops if isinstance(table, DirectTable) else immediate_ops(table)
 
 
 def immediate_ops(table: RecordedTable = CUDA_TABLE) -> Ops:

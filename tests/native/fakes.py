@@ -17,6 +17,7 @@ from dsv4.ops.linear import linear
 from dsv4.ops.tables import DirectTable
 from dsv4.weights.quant import QuantTensor, Weight
 
+CPU = torch.device("cpu")
 KERNEL = "fake_gemm"
 _HOURS = 10_000
 

@@ -1,6 +1,7 @@
 """The choice between native and portable kernels, verdict by verdict."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,14 @@ from dsv4.errors import UserError
 from dsv4.native import form as native_form
 from dsv4.native.check import Result, Verdict
 from dsv4.native.form import NativeForm, native_or_portable
-from dsv4.ops.tables import TORCH_TABLE, Table
+from dsv4.ops.tables import (
+    CUDA_TABLE,
+    CUTEDSL_TABLE,
+    TORCH_TABLE,
+    RecordedTable,
+    Table,
+    swap_ops,
+)
 from tests.native.fakes import form
 
 CPU = torch.device("cpu")
@@ -67,6 +75,13 @@ def test_every_model_of_gpu_has_to_pass_once(verdicts: Callable[..., list[str]])
     assert asked == ["A", "B"]
     verdicts(A=PASSED, B=FAILED)
     assert choose(native, GPUS).refused is not None
+
+
+def test_swapped_ops_are_swapped_in_the_portable_table_too() -> None:
+    swapped = swap_ops(replace(CUTEDSL_TABLE, portable=CUDA_TABLE), {"moe": "torch"})
+    assert isinstance(swapped.portable, RecordedTable)
+    assert swapped.portable.exact
+    assert swapped.portable.prefill is not CUDA_TABLE.prefill
 
 
 @pytest.mark.parametrize("made", [False, True])
