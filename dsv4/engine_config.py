@@ -1,10 +1,13 @@
 """EngineConfig: how to run a model; frozen and validated."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dsv4.errors import UserError, shorten
 
+# What weights are multiplied with in steps of more than MAX_DECODE_TOKENS tokens.
+ActivationMode = Literal["bf16", "fp8", "nvfp4"]
+ACTIVATION_MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "parallel": ("pipeline", "round-robin"),
@@ -13,6 +16,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "compute_dtype": ("bfloat16", "float32"),
     "ops": ("auto", "torch", "cuda"),
     "cuda_graph": ("auto", "split", "full", None),
+    "prefill_activations": ACTIVATION_MODES,
 }
 
 
@@ -30,7 +34,9 @@ class EngineConfig:
     in bfloat16, with native kernels where they have passed their checks, else "torch".
     ``require_native``: an error where native kernels are not used. ``cuda_graph``: how single
     tokens are decoded: eagerly (None) or by ``CUDAGraphDecoder`` in a mode; "auto" takes the faster
-    one that is exact. Raises ``UserError``.
+    one that is exact. ``prefill_activations``: what quantised weights are multiplied with in a
+    prompt: activations of 16 bit ("bf16") or rounded ones (numerics.md#quantised-activations).
+    Raises ``UserError``.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -45,6 +51,7 @@ class EngineConfig:
     ops: Literal["auto", "torch", "cuda"] = "auto"
     cuda_graph: Literal["auto", "split", "full"] | None = None
     require_native: bool = False
+    prefill_activations: ActivationMode = "bf16"
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():

@@ -183,6 +183,7 @@ def test_a_missing_key_has_a_documented_default_or_is_named(missing: str) -> Non
             ("kv_dtype", "fp4"),
             ("index_dtype", "fp4"),
             ("compute_dtype", "float16"),
+            ("prefill_activations", "int8"),
         ),
         ("parallel", "x"),
         *(

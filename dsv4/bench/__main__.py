@@ -11,7 +11,7 @@ import torch
 from dsv4.bench.decode_modes import DECODE_MODES
 from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import Layout
-from dsv4.command.flags import OneLineParser, integer
+from dsv4.command.flags import OneLineParser, add_prefill_activations, integer
 from dsv4.command.output_file import check_output, write_output
 from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT
@@ -69,6 +69,7 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
         default="auto",
         help="cutedsl: CUDA ops with the prefill products of the CuTe DSL kernel",
     )
+    add_prefill_activations(engine)
     engine.add_argument(
         "--modes",
         choices=DECODE_MODES,
@@ -140,6 +141,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         engine = EngineConfig(device=options.device, gpus=options.gpus, parallel=options.parallel)
         return bench_load(config, options.format, engine, options.repeats)
     settle(options)
+    if options.ops == "cutedsl" and options.prefill_activations != "bf16":
+        found = f"{options.prefill_activations} with --ops cutedsl"
+        raise UserError(f"--prefill-activations: found {found}, expected bf16")
     if options.geometry is not None:
         _need_cuda()
     engine = EngineConfig(
@@ -148,6 +152,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         parallel=options.parallel,
         prefill_chunk=options.prefill_chunk,
         ops="cuda" if options.ops == "cutedsl" else options.ops,
+        prefill_activations=options.prefill_activations,
     )
     check_modes(options, engine)
     if options.geometry is not None:

@@ -77,6 +77,7 @@ def bench_checkpoint(run: CheckpointRun, write_text: Callable[[str], object]) ->
         "model": str(run.model),
         "placement": placement_record(run.engine.parallel, engine.devices),
         "prefill_chunk": engine.engine_config.prefill_chunk,
+        "prefill_activations": engine.engine_config.prefill_activations,
         "prompt_tokens": run.prompt_tokens,
         "load_seconds": statistics.median(load),
         "prefill_tokens_per_second": run.prompt_tokens / statistics.median(prefill),
@@ -115,6 +116,7 @@ def _first_token_seconds(run: CheckpointRun, environment: dict[str, str]) -> flo
         "--parallel": engine.parallel,
         "--ops": engine.ops,
         "--prefill-chunk": engine.prefill_chunk,
+        "--prefill-activations": engine.prefill_activations,
         "--max-tokens": 1,
     }
     given = [str(part) for flag in flags.items() if flag[1] is not None for part in flag]

@@ -88,6 +88,7 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
         "layers": config.num_hidden_layers,
         "placement": placement_record(run.engine.parallel, engine.devices),
         "prefill_chunk": engine.engine_config.prefill_chunk,
+        "prefill_activations": engine.engine_config.prefill_activations,
         "max_context": room,
         "build_seconds": round(build_seconds, 1),
         "capture_seconds": modes.capture_seconds,

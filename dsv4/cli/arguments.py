@@ -88,4 +88,5 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         ops=arguments.ops,
         cuda_graph=arguments.cuda_graph,
         require_native=arguments.require_native,
+        prefill_activations=arguments.prefill_activations,
     )

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import dsv4
-from dsv4.command.flags import OneLineParser, integer, number, path
+from dsv4.command.flags import OneLineParser, add_prefill_activations, integer, number, path
 from dsv4.demo import CHECKPOINT
 from dsv4.limits import MAX_LOGPROBS
 
@@ -233,6 +233,7 @@ def add_computation_flags(group: argparse._ArgumentGroup) -> None:
         default="bfloat16",
         help="what is computed in; float32 takes the torch ops (default: bfloat16)",
     )
+    add_prefill_activations(group)
     group.add_argument(
         "--kv-dtype",
         choices=("fp8", "bf16"),

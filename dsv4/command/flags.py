@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from dsv4.engine_config import ACTIVATION_MODES
 from dsv4.errors import UserError, shorten
 
 # What int() and float() accept beyond these (underscores, spaces, digits of other scripts) is more
@@ -65,6 +66,17 @@ def path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("found '', expected a path")
     return Path(text)
+
+
+def add_prefill_activations(parser: argparse._ActionsContainer) -> None:
+    """``--prefill-activations``, which every command that loads an engine has."""
+    parser.add_argument(
+        "--prefill-activations",
+        choices=ACTIVATION_MODES,
+        default="bf16",
+        help="what quantised weights are multiplied with in a prompt; fp8, nvfp4: rounded to 8, or "
+        "for NVFP4 weights 4 bit (default: bf16)",
+    )
 
 
 def given_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> frozenset[str]:

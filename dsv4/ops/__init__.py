@@ -17,20 +17,15 @@ from torch import Tensor
 
 from dsv4.caches.layer import KeySet
 from dsv4.caches.rows import RowCache
+from dsv4.engine_config import ActivationMode
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, hc_head, hc_post, hc_pre, hc_seam
 from dsv4.ops.indexer import index_select
-from dsv4.ops.linear import (
-    RowList,
-    dequantized_rows,
-    dequantized_weight,
-    grouped_linear,
-    linear,
-    linear_rows,
-)
+from dsv4.ops.linear import RowList, dequantized_rows, grouped_linear, linear, linear_rows
 from dsv4.ops.moe import ExpertWeights, Mixture, moe
 from dsv4.ops.opening import embed, next_positions
 from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm, prepare_attention
+from dsv4.ops.quantize_activations.emulated import dequantized_weight
 from dsv4.ops.router import Router
 from dsv4.ops.sampling import sample_token
 from dsv4.ops.token_ring import store_token
@@ -38,7 +33,7 @@ from dsv4.weights.quant import QuantTensor, Weight
 
 
 class PackWeight(Protocol):
-    """``dsv4.ops.linear.dequantized_weight``."""
+    """``dsv4.ops.quantize_activations.emulated.dequantized_weight``."""
 
     def __call__(self, weight: QuantTensor) -> Weight: ...
 
@@ -278,4 +273,9 @@ def noticing_nan(ops: Ops, nan_1: Tensor) -> Ops:
     )
 
 
-TORCH_PACKING = Packing(dequantized_weight, dequantized_rows)
+def torch_packing(mode: ActivationMode) -> Packing:
+    """The layouts of the torch ops, for activations of ``mode`` in prefill steps."""
+    return Packing(partial(dequantized_weight, mode=mode), partial(dequantized_rows, mode=mode))
+
+
+TORCH_PACKING = torch_packing("bf16")

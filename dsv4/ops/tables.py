@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from dsv4.engine_config import ActivationMode
 from dsv4.errors import UserError
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops import TORCH, TORCH_PACKING, Ops, Packing
+from dsv4.ops import TORCH, TORCH_PACKING, Ops, Packing, torch_packing
 from dsv4.ops.attention import decode as attention_decode
 from dsv4.ops.attention import prefill as attention_prefill
 from dsv4.ops.hyper_connection import decode as hc_decode
@@ -150,6 +151,11 @@ def op_table(name: TableName) -> Table:
     if name == "cutedsl":
         _expect_package(name, "nvidia_cutlass_dsl", "nvidia-cutlass-dsl")
     return TABLES[name]
+
+
+def torch_table(mode: ActivationMode) -> DirectTable:
+    """The torch ops with activations of ``mode`` in prefill steps."""
+    return DirectTable(torch_packing(mode), TORCH)
 
 
 def swap_ops(table: Table, swaps: Mapping[str, TableName]) -> Table:

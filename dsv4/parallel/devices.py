@@ -9,7 +9,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.launch.target import ARCHITECTURES, compile_target
 from dsv4.native.form import NativeForm, native_or_portable
-from dsv4.ops.tables import Table, TableName, op_table
+from dsv4.ops.tables import Table, TableName, op_table, torch_table
 
 # Tokens per forward, measured (docs/log.md): on one GPU longer chunks give every product more rows;
 # several GPUs share a prompt, which must have a chunk for each of them to work on.
@@ -43,12 +43,15 @@ def table_name(engine: EngineConfig, devices: Sequence[torch.device]) -> TableNa
 def table_on(engine: EngineConfig, devices: Sequence[torch.device]) -> Table:
     """The op table that ``engine`` asks for; with ``ops`` "auto" one with native kernels where
     they have passed their checks. Raises ``UserError`` for a GPU that its kernels are not compiled
-    for, and where native kernels are required and not to be had.
+    for, and where native kernels are required, also by ``prefill_activations``, and not to be had.
     """
     name = table_name(engine, devices)
-    table = op_table(name)
-    if name != "torch":
+    if name == "torch":
+        table: Table = torch_table(engine.prefill_activations)
+    else:
+        table = op_table(name)
         check_architectures(devices)
+        check_activations(engine, devices)
     if engine.ops != "auto":
         return table
     return native_or_portable(native_form(engine), table, devices, engine.require_native)
@@ -70,6 +73,23 @@ def check_architectures(devices: Sequence[torch.device]) -> None:
             raise UserError(
                 f"EngineConfig.ops: found {found}, expected {expected}; "
                 "EngineConfig.ops='torch' runs on any GPU"
+            )
+
+
+def check_activations(engine: EngineConfig, devices: Sequence[torch.device]) -> None:
+    """Raises ``UserError`` for quantised activations with the CUDA ops where no native kernels are
+    made for them.
+    """
+    if engine.prefill_activations == "bf16":
+        return
+    form = native_form(engine) if engine.ops == "auto" else None
+    for device in devices:
+        if form is None or not form.runs_on(device):
+            found = f"{engine.prefill_activations!r} with the CUDA ops on {device}"
+            name = torch.cuda.get_device_name(device)
+            raise UserError(
+                f"EngineConfig.prefill_activations: found {found} ({name}), expected native "
+                "kernels, which are made for Blackwell; EngineConfig.ops='torch' emulates them"
             )
 
 

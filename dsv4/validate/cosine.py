@@ -19,7 +19,13 @@ import torch
 
 from dsv4.cli.flags import DEFAULT_PROMPT
 from dsv4.cli.prompt import load_tokenizer
-from dsv4.command.flags import OneLineParser, given_flags, integer, number
+from dsv4.command.flags import (
+    OneLineParser,
+    add_prefill_activations,
+    given_flags,
+    integer,
+    number,
+)
 from dsv4.command.output_file import check_output, write_output
 from dsv4.command.program import command, run_program
 from dsv4.config import ModelConfig
@@ -89,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--reference-device", choices=("auto", "cpu", "cuda"), default="cpu")
     parser.add_argument("--kv-dtype", choices=("fp8", "bf16"), default="fp8", help="on both sides")
     parser.add_argument("--compute-dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add_prefill_activations(parser)
     parser.add_argument(
         "--threshold",
         type=number(-1, 1),
@@ -143,6 +150,7 @@ def engine_config(options: argparse.Namespace, tokens: int) -> EngineConfig:
         max_context=tokens + 8,
         prefill_chunk=options.chunk,
         cuda_graph=options.cuda_graph,
+        prefill_activations=options.prefill_activations,
     )
 
 
@@ -160,6 +168,7 @@ def run(options: argparse.Namespace) -> Report:
             ops="torch",
             prefill_chunk=DEFAULT_CHUNK,
             cuda_graph=None,
+            prefill_activations="bf16",
         )
         reference, _ = engine_trace(options.model, token_ids, torch_config, {})
     rows = compare(found, reference, kinds, options.threshold)
@@ -222,7 +231,7 @@ def refuse_unused(options: argparse.Namespace, given: frozenset[str]) -> None:
         reason = "found with --against, whose files say what is compared"
         if options.trace is not None:
             unused += ["model", "device", "ops", "chunk", "cuda_graph", "swap"]
-            unused += ["kv_dtype", "compute_dtype"]
+            unused += ["kv_dtype", "compute_dtype", "prefill_activations"]
             reason = "found with --against and --trace, which say what is compared"
     for name in unused:
         if name in given:

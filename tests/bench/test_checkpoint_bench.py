@@ -65,7 +65,7 @@ def test_flags_of_a_checkpoint_reach_the_engine_and_the_driver(
     assert (run.model, run.modes, run.profile) == (Path("ck"), ("full",), True)
     expected = (
         "--model ck --device auto --gpus 2 --parallel round-robin --ops auto --prefill-chunk 64 "
-        "--max-tokens 1 --quiet"
+        "--prefill-activations bf16 --max-tokens 1 --quiet"
     )
     # The second run has no kernel cache.
     assert [" ".join(call) for call in calls] == [expected] * 2

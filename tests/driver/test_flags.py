@@ -40,8 +40,13 @@ def test_without_flags_the_engine_has_its_own_defaults() -> None:
 
 def test_precision_and_the_speculative_module_reach_the_engine() -> None:
     flags = ["--compute-dtype", "float32", "--kv-dtype", "bf16", "--index-dtype", "fp8"]
-    assert engine_config(parse_arguments([*flags, "--load-mtp"])) == EngineConfig(
-        compute_dtype="float32", kv_dtype="bf16", index_dtype="fp8", load_mtp=True
+    flags += ["--prefill-activations", "nvfp4", "--load-mtp"]
+    assert engine_config(parse_arguments(flags)) == EngineConfig(
+        compute_dtype="float32",
+        kv_dtype="bf16",
+        index_dtype="fp8",
+        prefill_activations="nvfp4",
+        load_mtp=True,
     )
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.engine_config import ActivationMode
 from dsv4.ops.norm import rms_norm
+from dsv4.ops.quantize_activations.emulated import dequantized_weight, multiplied
 from dsv4.weights.quant import QuantTensor, Weight
 
 
@@ -23,31 +25,28 @@ class RowList:
     out_dtypes: tuple[torch.dtype | None, ...]
 
 
-def dequantized_weight(weight: QuantTensor) -> QuantTensor:
-    """The torch ops' weight layout: the same values dequantized once to float32, so that no
-    step pays for it.
-    """
-    return QuantTensor.dense(weight.dequantize())
-
-
 def dequantized_rows(
-    weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype | None]
+    weights: Sequence[QuantTensor],
+    out_dtypes: Sequence[torch.dtype | None],
+    mode: ActivationMode = "bf16",
 ) -> RowList:
     """The torch ops' row list: every matrix by ``dequantized_weight``."""
-    return RowList(tuple(map(dequantized_weight, weights)), tuple(out_dtypes))
+    matrices = tuple(dequantized_weight(weight, mode) for weight in weights)
+    return RowList(matrices, tuple(out_dtypes))
 
 
 def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
     """y = x · Wᵀ for x ``[T, K]`` and W ``[N, K]``: ``[T, N]`` in ``out_dtype`` (default: the dtype
     of x).
 
-    float32 accumulation, one rounding at the end; T = 0 gives an empty result. Raises
-    ``ValueError`` on a width mismatch.
+    float32 accumulation, one rounding at the end; T = 0 gives an empty result. An
+    ``EmulatedWeight`` multiplies x rounded to its activations. Raises ``ValueError`` on a width
+    mismatch.
     """
     if x.shape[-1] != weight.shape[-1]:
         expected = f"K = {weight.shape[-1]} of the weight {weight.shape}"
         raise ValueError(f"x: found width {x.shape[-1]}, expected {expected}")
-    return (x.float() @ weight.dequantize().T).to(out_dtype or x.dtype)
+    return (multiplied(x, weight, x.shape[0]) @ weight.dequantize().T).to(out_dtype or x.dtype)
 
 
 def linear_rows(
@@ -79,5 +78,6 @@ def grouped_linear(x_TGK: Tensor, weight: Weight) -> Tensor:
         expected = f"[T, G, {weight.shape[1]}], G a divisor of {weight.shape[0]}"
         raise ValueError(f"x: found {tuple(x_TGK.shape)}, expected {expected}")
     weight_GRK = weight.dequantize().unflatten(0, (groups, -1))
-    y_GTR = x_TGK.float().transpose(0, 1) @ weight_GRK.transpose(1, 2)
+    read_TGK = multiplied(x_TGK, weight, x_TGK.shape[0])
+    y_GTR = read_TGK.transpose(0, 1) @ weight_GRK.transpose(1, 2)
     return y_GTR.transpose(0, 1).to(x_TGK.dtype)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.nan import note_nan
+from dsv4.ops.quantize_activations import hidden_global_scale
+from dsv4.ops.quantize_activations.emulated import multiplied
 from dsv4.ops.router import AnyWeight, Router, route
 
 
@@ -31,6 +33,13 @@ class Mixture(NamedTuple):
     weights_TP: Tensor
 
 
+class RoutingWeight(NamedTuple):
+    """Float32 ``[T, 1]`` or one number, none above ``largest``."""
+
+    values: Tensor | float
+    largest: float
+
+
 def moe(
     x_TE: Tensor,
     tokens_T: Tensor,
@@ -45,7 +54,7 @@ def moe(
     """
     ids_TP, weights_TP = route(x_TE, tokens_T, router)
     note_nan(nan_1, weights_TP)
-    y_TE = expert_sum(x_TE, ids_TP, weights_TP, experts, shared, limit)
+    y_TE = expert_sum(x_TE, ids_TP, weights_TP, experts, shared, limit, router.scaling)
     return Mixture(y_TE, ids_TP, weights_TP)
 
 
@@ -56,31 +65,39 @@ def expert_sum(
     experts: ExpertWeights,
     shared: ExpertWeights,
     limit: float,
+    largest_weight: float = 1.0,
 ) -> Tensor:
     """Σ_p expert(ids_p, x, weight_p) + shared(x): ``[T, E]`` in the dtype of x, summed in float32,
     expert order ascending.
 
     An expert is w2 · round(weight · silu(min(g, limit)) · clamp(u, ±limit)) with g = w1 · x and u =
     w3 · x in float32; the routing weight multiplies before the one rounding to the dtype of x. The
-    shared expert has weight 1 and the same clamp.
+    shared expert has weight 1 and the same clamp. ``largest_weight``: no routing weight is above
+    it, which NVFP4 activations of w2 need (``hidden_global_scale``).
     """
-    total = clamped_swiglu_mlp(x_TE, shared, limit)
+    tokens_of_step = x_TE.shape[0]
+    total = clamped_swiglu_mlp(x_TE, shared, limit, tokens_of_step, RoutingWeight(1.0, 1.0))
     for expert in ids_TP.unique().tolist():
         tokens, slots = (ids_TP == expert).nonzero(as_tuple=True)
         one = ExpertWeights(experts.w1[expert], experts.w2[expert], experts.w3[expert])
-        total.index_add_(
-            0, tokens, clamped_swiglu_mlp(x_TE[tokens], one, limit, weights_TP[tokens, slots, None])
-        )
+        weight = RoutingWeight(weights_TP[tokens, slots, None], largest_weight)
+        y_TE = clamped_swiglu_mlp(x_TE[tokens], one, limit, tokens_of_step, weight)
+        total.index_add_(0, tokens, y_TE)
     return total.to(x_TE.dtype)
 
 
 def clamped_swiglu_mlp(
-    x_TE: Tensor, expert: ExpertWeights, limit: float, weight: Tensor | float = 1.0
+    x_TE: Tensor,
+    expert: ExpertWeights,
+    limit: float,
+    tokens_of_step: int,
+    weight: RoutingWeight,
 ) -> Tensor:
-    """One expert on x ``[T, E]``: float32 ``[T, E]``; ``weight`` is a float32 ``[T, 1]`` routing
-    weight or 1.
-    """
-    gate = (x_TE.float() @ expert.w1.dequantize().T).clamp(max=limit)
-    up = (x_TE.float() @ expert.w3.dequantize().T).clamp(-limit, limit)
-    hidden = (torch.nn.functional.silu(gate) * up * weight).to(x_TE.dtype)
-    return hidden.float() @ expert.w2.dequantize().T
+    """One expert on the rows x ``[T, E]`` of a step: float32 ``[T, E]``."""
+    gate = multiplied(x_TE, expert.w1, tokens_of_step) @ expert.w1.dequantize().T
+    up = multiplied(x_TE, expert.w3, tokens_of_step) @ expert.w3.dequantize().T
+    gated = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    hidden_TF = (gated * weight.values).to(x_TE.dtype)
+    global_scale = hidden_global_scale(limit, weight.largest)
+    read_TF = multiplied(hidden_TF, expert.w2, tokens_of_step, global_scale)
+    return read_TF @ expert.w2.dequantize().T

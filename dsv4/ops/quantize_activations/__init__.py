@@ -6,11 +6,11 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from dsv4.engine_config import ActivationMode
 from dsv4.launch.kernel import round_up
 from dsv4.weights.codes import (
     E2M1_MAX,
@@ -21,10 +21,8 @@ from dsv4.weights.codes import (
     pack_e2m1,
     unpack_e2m1,
 )
-from dsv4.weights.quant import QuantFormat
-
-ActivationMode = Literal["bf16", "fp8", "nvfp4"]
-MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
+from dsv4.weights.native import is_disguised_mxfp4, unsupported_reason
+from dsv4.weights.quant import QuantFormat, QuantTensor
 
 # Columns of one E8M0 scale of DeepSeek's arithmetic, and the smallest amax that it is made from.
 FP8_GROUP = 128
@@ -83,13 +81,21 @@ _TAKEN: Mapping[ActivationMode, Mapping[QuantFormat, ActivationFormat]] = {
 
 
 def activation_format(mode: ActivationMode, weight_format: QuantFormat) -> ActivationFormat | None:
-    """The format of the activations that a weight multiplies in steps of more than
-    ``MAX_DECODE_TOKENS`` tokens, None for 16 or 32 bit.
-
-    An NVFP4 weight that is MXFP4 in disguise is asked for as MXFP4 in mode "fp8"; an FP8 weight
-    whose scales are no powers of two is not asked for at all: it takes None.
+    """The format of the activations that a weight in ``weight_format`` multiplies in steps of more
+    than ``MAX_DECODE_TOKENS`` tokens, None for 16 or 32 bit.
     """
     return _TAKEN[mode].get(weight_format)
+
+
+def activations_of(mode: ActivationMode, weight: QuantTensor) -> ActivationFormat | None:
+    """The same of a stored weight: NVFP4 that is MXFP4 in disguise counts as MXFP4 in mode "fp8",
+    and what tensor cores cannot scale exactly, such as FP8 with float32 scales, takes None.
+    """
+    format = weight.format
+    if mode == "fp8" and is_disguised_mxfp4(weight):
+        format = QuantFormat.MXFP4
+    taken = activation_format(mode, format)
+    return taken if taken is None or unsupported_reason(weight, format) is None else None
 
 
 @dataclass(frozen=True)

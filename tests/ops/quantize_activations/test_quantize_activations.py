@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.engine_config import ACTIVATION_MODES
 from dsv4.ops.quantize_activations import (
-    MODES,
     ActivationFormat,
     QuantizedRows,
     activation_format,
@@ -51,7 +51,7 @@ def test_which_weights_take_which_activations() -> None:
             for format in QuantFormat
             if (found := activation_format(mode, format)) is not None
         }
-        for mode in MODES
+        for mode in ACTIVATION_MODES
     }
     coarse = {QuantFormat.FP8_BLOCK128: fp8, QuantFormat.MXFP4: fp8}
     assert taken == {

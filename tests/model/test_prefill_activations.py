@@ -1,0 +1,66 @@
+"""Quantised activations in a whole model: only prompts have them, and chunks do not matter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4 import Engine, EngineConfig, ModelConfig
+from dsv4.engine_config import ActivationMode
+from dsv4.layers.weights import Weights
+from dsv4.parallel.devices import table_on
+from dsv4.parallel.placement import Placement
+from dsv4.weights.parameters import Role, parameters
+from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.quantize import quantize
+from tests.model.tiny import CPU, random_ids, random_weights, small_config
+
+IDS = random_ids(40)
+FORMATS = {Role.EXPERT: QuantFormat.NVFP4, Role.LINEAR: QuantFormat.FP8_BLOCK128}
+
+
+def quantised_weights(config: ModelConfig) -> Weights:
+    """NVFP4 experts and FP8 projections, as the released checkpoints."""
+    found: dict[str, QuantTensor | Tensor] = {}
+    roles = {name: parameter.role for name, parameter in parameters(config).items()}
+    for name, weight in random_weights(config).items():
+        format = FORMATS.get(roles[name])
+        assert isinstance(weight, QuantTensor | Tensor)
+        if isinstance(weight, QuantTensor) and format is not None:
+            weight = quantize(weight.dequantize(), format)
+        found[name] = weight
+    return found
+
+
+def logits(mode: ActivationMode, chunks: list[int]) -> Tensor:
+    raw = small_config()
+    config = ModelConfig.from_dict(raw)
+    engine_config = EngineConfig(
+        device="cpu",
+        kv_dtype="bf16",
+        compute_dtype="float32",
+        max_context=64,
+        prefill_activations=mode,
+    )
+    placement = Placement((CPU,) * config.num_hidden_layers)
+    table = table_on(engine_config, [CPU])
+    engine = Engine(config, engine_config, quantised_weights(config), placement, table)
+    return engine.logits(IDS, chunks)
+
+
+def distance(found: Tensor, reference: Tensor) -> float:
+    return float((found - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("mode", ["fp8", "nvfp4"])
+def test_prompts_are_rounded_and_chunks_do_not_matter(mode: ActivationMode) -> None:
+    exact = logits("bf16", [40])
+    rounded = logits(mode, [40])
+    moved = distance(rounded, exact)
+    assert 0.005 < moved < 0.3
+    # Sums in another order may round a value the other way here and there.
+    assert distance(logits(mode, [20, 20]), rounded) < 0.1 * moved
+
+
+@pytest.mark.parametrize("mode", ["fp8", "nvfp4"])
+def test_decode_steps_are_not_rounded(mode: ActivationMode) -> None:
+    assert torch.equal(logits(mode, [8] * 5), logits("bf16", [8] * 5))
