@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Launch, Recording
 from dsv4.launch.target import Target
 
@@ -31,6 +32,20 @@ def launches(
     found = [item for item in recording.items if isinstance(item, Launch)]
     assert len(found) == len(recording.items)
     return found
+
+
+def limits_exceeded(shape: Shape) -> list[str]:
+    """What of a launch no multiprocessor or driver would take."""
+    across, down, deep = shape.grid
+    taken = {
+        f"{shape.shared_bytes} bytes": shape.shared_bytes <= MOST_SHARED_BYTES,
+        f"{shape.threads} threads": 0 < shape.threads <= 1024,
+        f"{across} blocks": 0 < across < 1 << 31,
+        f"{down} blocks along y": 0 < down < 1 << 16,
+        f"{deep} blocks along z": 0 < deep < 1 << 16,
+        f"clusters of {shape.cluster}": shape.cluster <= 8 and across % shape.cluster == 0,
+    }
+    return [what for what, fits in taken.items() if not fits]
 
 
 def functions(found: Sequence[Launch]) -> list[str]:

@@ -23,6 +23,13 @@ def resources(log: str) -> dict[str, tuple[int, int]]:
     return found
 
 
+def static_shared_bytes(log: str) -> dict[str, int]:
+    """Shared memory of every entry function that needs no asking, in the assembler's report."""
+    parts = re.split(r"Compiling entry function '", log)[1:]
+    found = {part.partition("'")[0]: re.search(r"(\d+) bytes smem", part) for part in parts}
+    return {name: int(size[1]) if size else 0 for name, size in found.items()}
+
+
 def disassemble(source: str, architecture: str, defines: Defines = ()) -> str:
     """SASS text of one source."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -2,8 +2,8 @@
 that say what a step would queue.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -58,6 +58,7 @@ class PlannedModel:
     model: Transformer
     state: DecodeState
     loop: TokenLoopMemory
+    targets: Mapping[torch.device, Target] = field(default_factory=lambda: TARGETS)
 
     @classmethod
     def of(
@@ -83,6 +84,11 @@ class PlannedModel:
         assert isinstance(table, RecordedTable)
         return replace(self, table=table)
 
+    def for_gpus(self, architecture: str, multiprocessors: int) -> "PlannedModel":
+        """The same on other GPUs."""
+        targets = {device: Target(device, architecture, multiprocessors) for device in GPUS}
+        return replace(self, targets=targets)
+
     def record(
         self, tokens: int, traced: TracedValues | None = None, logits: bool | None = None
     ) -> RecordedStep:
@@ -91,7 +97,7 @@ class PlannedModel:
             device: torch.empty(tokens, dtype=torch.int64, device=META)
             for device in self.state.devices
         }
-        recorder = StepRecorder(self.table, TARGETS, self.state, inputs, traced)
+        recorder = StepRecorder(self.table, self.targets, self.state, inputs, traced)
         has_logits = tokens <= MAX_DECODE_TOKENS if logits is None else logits
         loop = self.loop if tokens == 1 and has_logits else None
         return record_step(self.model, self.state, recorder, has_logits, loop)

@@ -8,7 +8,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Launch
 from dsv4.step.recorded import RecordedStep
-from tests.ops.recorded import MOST_SHARED_BYTES, shape_at
+from tests.ops.recorded import limits_exceeded, shape_at
 from tests.step.planned_model import PlannedModel, geometry
 
 LONG = EngineConfig(prefill_chunk=4096, max_context=1 << 20)
@@ -31,17 +31,11 @@ def shapes(step: RecordedStep, tokens: int) -> Iterator[Shape]:
                     yield shape
 
 
+@pytest.mark.parametrize("gpu", [("sm_90a", 132), ("sm_100a", 148), ("sm_103a", 160)], ids=str)
 @pytest.mark.parametrize("name", PLANNED)
-def test_launches_stay_within_the_limits_of_the_machine(name: str) -> None:
-    planned = PLANNED[name]()
+def test_launches_stay_within_the_limits_of_the_machine(name: str, gpu: tuple[str, int]) -> None:
+    planned = PLANNED[name]().for_gpus(*gpu)
     for tokens in (1, 2, 4, 8, 513, 4096):
         for shape in shapes(planned.record(tokens), tokens):
             what = f"{shape.kernel.function} of {tokens} tokens"
-            assert shape.shared_bytes <= MOST_SHARED_BYTES, what
-            assert 0 < shape.threads <= 1024, what
-            across, down, deep = shape.grid
-            assert 0 < across < 1 << 31, what
-            assert 0 < down < 1 << 16, what
-            assert 0 < deep < 1 << 16, what
-            assert shape.cluster <= 8, what
-            assert across % shape.cluster == 0, what
+            assert limits_exceeded(shape) == [], what

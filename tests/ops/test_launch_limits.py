@@ -1,0 +1,92 @@
+"""Every launch of the op benchmark fits on GPUs of 132, 148 and 160 multiprocessors, as data and as
+the compiler's report for their architecture.
+"""
+
+import functools
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from dsv4.bench.ops import all_cases
+from dsv4.launch.compiler import compile_source
+from dsv4.launch.kernel import Defines, Shape, round_up
+from dsv4.launch.recording import Launch
+from dsv4.launch.target import Target
+from dsv4.limits import MAX_DECODE_TOKENS
+from tests.ops.bench_launches import bench_recordings
+from tests.ops.recorded import MOST_SHARED_BYTES, limits_exceeded
+from tests.ops.sass import resources, static_shared_bytes
+
+pytestmark = pytest.mark.slow
+
+TARGETS = [
+    Target(torch.device("cuda", 0), architecture, multiprocessors)
+    for architecture, multiprocessors in (("sm_90a", 132), ("sm_100a", 148), ("sm_103a", 160))
+]
+OPS = sorted({case.op for case in all_cases("")})
+REGISTERS = 1 << 16
+# The launches of each target, of all ops together.
+LEAST_LAUNCHES = 140
+
+
+class Found(NamedTuple):
+    """A launch, one of the cases that it belongs to, and whether a decode step has it."""
+
+    shape: Shape
+    case: str
+    decodes: bool
+
+
+@functools.cache
+def launches(target: Target, op: str) -> tuple[Found, ...]:
+    """The different launches of an op's cases."""
+    found: dict[str, Found] = {}
+    for case, recordings in bench_recordings(target, op).items():
+        for recording in recordings:
+            for item in recording.items:
+                if isinstance(item, Launch):
+                    decodes = recording.tokens <= MAX_DECODE_TOKENS
+                    what = Found(item.shape, f"{op}: {case}", decodes)
+                    found.setdefault(repr(item.shape), what)
+    return tuple(found.values())
+
+
+@functools.cache
+def compiled(
+    source: str, architecture: str, defines: Defines
+) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """(registers, spilled bytes) and static shared memory of every kernel of a source."""
+    log = compile_source(source, architecture, defines).log
+    return resources(log), static_shared_bytes(log)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.architecture)
+def test_launches_are_many_and_stay_within_the_limits_of_a_grid(target: Target) -> None:
+    found = [launch for op in OPS for launch in launches(target, op)]
+    assert len({repr(launch.shape) for launch in found}) >= LEAST_LAUNCHES
+    assert [(launch, what) for launch in found for what in limits_exceeded(launch.shape)] == []
+    for shape, case, _ in found:
+        # Blocks that wait for all others: one to a multiprocessor.
+        if shape.kernel.function == "moe_decode":
+            assert shape.grid == (target.multiprocessors, 1, 1), case
+            assert 2 * shape.shared_bytes > MOST_SHARED_BYTES, case
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.architecture)
+def test_launches_fit_on_a_multiprocessor(target: Target, op: str) -> None:
+    """All of them for Blackwell; one of each kernel for Hopper, where tests run the others."""
+    found = launches(target, op)
+    if target.architecture == "sm_90a":
+        found = {launch.shape.kernel.function: launch for launch in found}.values()
+    for shape, case, decodes in found:
+        kernel = shape.kernel
+        used, static = compiled(kernel.source, target.architecture, kernel.defines)
+        registers, spilled = used[kernel.function]
+        what = f"{kernel.function} of {case}"
+        # A warp gets its registers by 256.
+        assert round_up(registers, 8) * round_up(shape.threads, 32) <= REGISTERS, what
+        assert static[kernel.function] + shape.shared_bytes <= MOST_SHARED_BYTES, what
+        if decodes:
+            assert spilled == 0, f"{what}: {spilled} bytes"
