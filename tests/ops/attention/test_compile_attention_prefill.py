@@ -29,5 +29,8 @@ def test_wgmma_products_are_not_serialised() -> None:
     """
     *_, attend = (launch.shape.kernel for launch in CASES["real"].record(512, HOPPER))
     compiled = compile_source(attend.source, "sm_90a", attend.defines)
-    assert resources(compiled.log)["attention_prefill_sm90"][1] <= 32
+    registers, spills = resources(compiled.log)["attention_prefill_sm90"]
+    # What three warpgroups share out again: one less, and the last of them would wait forever.
+    assert 3 * registers == 2 * 224 + 56
+    assert spills <= 32
     assert "serialized" not in compiled.log
