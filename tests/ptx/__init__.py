@@ -1,0 +1,36 @@
+"""A machine that executes compiled PTX on the CPU, and the host function in front of it.
+
+::
+
+    compiled = CompiledKernel.of(jit.compile_gemm(config, "--keep-ptx"))
+    run_kernel(compiled, [x, weight, scale, total, y], SCHEDULES["late"])
+
+``run_kernel`` (``tests.ptx.run``) takes what a call on a GPU takes: torch tensors, here on the CPU,
+or numpy arrays, and numbers. The host half of the compiled object is relocated into memory and
+called with a driver that writes down its launches; the PTX of each launch is executed, and the
+results are in the arguments. Kernels may touch the bytes of these tensors and nothing else.
+``record_launches`` stops after the host half: grid, cluster, shared memory, attributes, tensor maps
+(``TensorMap.decode``). ``run_launch`` executes one ``Launch`` that did not come from CuTe DSL.
+
+A ``Schedule`` resolves what the ISA leaves open: when copies and products happen between their
+issue and the wait for them, in which order warps run, which lane is elected. ``SCHEDULES`` has
+eight of them, ``random_schedule(seed)`` makes more. What the ISA forbids raises its own exception
+of ``tests.ptx.faults``. Registers, shared memory and tensor memory start as 0xFF bytes.
+
+| modules | hold |
+|---|---|
+| ``syntax``, ``parse`` | PTX text as data |
+| ``operands``, ``program``, ``warp`` | rows of 32 lanes, handlers of instructions, divergence |
+| ``scalar``, ``alu``, ``bits``, ``convert``, ``floats``, ``exchange`` | instructions of threads |
+| ``memory``, ``load_store`` | global and shared memory |
+| ``barriers``, ``asynchronous``, ``schedule``, ``cluster`` | what waits for what, and who is next |
+| ``tensor_map``, ``tma``, ``tma_store`` | tensor copies |
+| ``descriptors``, ``wgmma``, ``tensor_memory``, ``umma``, ``umma_operands`` | matrix products |
+| ``tensor_core``, ``rounding`` | the arithmetic of matrix products |
+| ``host``, ``driver``, ``launch``, ``run`` | the host function and the way in |
+
+The machine does not know: missing fences other than fence.proxy.async, memory orders, time, caches,
+programmatic dependent launches (each launch runs alone, and its clusters one after the other), and
+what ptxas makes of PTX. Approximate instructions return the correctly rounded value. An instruction
+it does not know raises ``Unsupported`` when it is reached.
+"""

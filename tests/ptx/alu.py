@@ -1,0 +1,167 @@
+"""Arithmetic of integers and floating-point numbers."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.ptx.faults import Unsupported
+from tests.ptx.floats import rounded_fma
+from tests.ptx.operands import DTYPES, Array, Layout, Mask
+from tests.ptx.scalar import FLOATS, PACKED, Build, Handler, Values, apply, elementwise, many, ufunc
+from tests.ptx.syntax import Instruction
+
+if TYPE_CHECKING:
+    from tests.ptx.warp import Warp
+
+
+def _minimum(x: Array, y: Array) -> Array:
+    """The number that is not NaN, -0 before +0."""
+    if x.dtype.kind != "f":
+        return np.minimum(x, y)
+    return np.where((x == y) & np.signbit(x), x, np.fmin(x, y))
+
+
+def _maximum(x: Array, y: Array) -> Array:
+    if x.dtype.kind != "f":
+        return np.maximum(x, y)
+    return np.where((x == y) & ~np.signbit(x), x, np.fmax(x, y))
+
+
+def _extreme(function: Values, strict: Values) -> Build:
+    def build(instruction: Instruction, layout: Layout) -> Handler:
+        return many(strict if "NaN" in instruction.parts else function, instruction, layout)
+
+    return build
+
+
+def _fused(instruction: Instruction, layout: Layout) -> Handler:
+    ptx_type = instruction.parts[-1]
+    if ptx_type == "f32":
+        return apply(rounded_fma, instruction, layout, ptx_type)
+    if ptx_type == "f32x2":
+        return apply(PACKED[ptx_type](rounded_fma), instruction, layout, ptx_type)
+    if ptx_type == "bf16x2":
+        return apply(PACKED[ptx_type](_wide_fma), instruction, layout, ptx_type)
+    raise Unsupported(instruction.text)
+
+
+def _wide_fma(x: Array, y: Array, z: Array) -> Array:
+    """float32 operands of eight significant bits: the product is exact."""
+    return rounded_fma(x, y, z)
+
+
+def _multiply(instruction: Instruction, layout: Layout) -> Handler:
+    parts = instruction.parts
+    ptx_type = parts[-1]
+    if "wide" in parts or "hi" in parts:
+        return _wide_product(instruction, layout)
+    if ptx_type in FLOATS or ptx_type in PACKED or "lo" in parts:
+        if parts[0] == "mad":
+            return apply(_low_mad, instruction, layout, ptx_type)
+        return ufunc(np.multiply)(instruction, layout)
+    raise Unsupported(instruction.text)
+
+
+def _low_mad(x: Array, y: Array, z: Array) -> Array:
+    return x * y + z
+
+
+def _wide_product(instruction: Instruction, layout: Layout) -> Handler:
+    """mul and mad, wide or hi."""
+    ptx_type = instruction.parts[-1]
+    bits = 8 * np.dtype(DTYPES[ptx_type]).itemsize
+    high = "hi" in instruction.parts
+    if bits == 64:
+        raise Unsupported(instruction.text)
+    wide = f"{ptx_type[0]}{2 * bits}"
+    result = ptx_type if high else wide
+    first, second = (layout.source(operand, ptx_type) for operand in instruction.operands[1:3])
+    more = [layout.source(operand, result) for operand in instruction.operands[3:]]
+    write = layout.target(instruction.operands[0], result)
+    dtype = DTYPES[wide]
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        product = first(warp).astype(dtype) * second(warp).astype(dtype)
+        if high:
+            product = (product >> bits).astype(DTYPES[ptx_type])
+        for read in more:
+            product = product + read(warp)
+        write(warp, product, mask)
+
+    return run
+
+
+def _divide(instruction: Instruction, layout: Layout) -> Handler:
+    if instruction.parts[-1] in FLOATS:
+        return ufunc(np.divide)(instruction, layout)
+    return elementwise(_quotient)(instruction, layout)
+
+
+def _quotient(x: Array, y: Array) -> Array:
+    """Towards zero. A division by zero gives all ones, which nobody should use."""
+    safe = np.where(y == 0, 1, y).astype(x.dtype)
+    quotient = x // safe
+    if x.dtype.kind == "i":
+        quotient = quotient + ((x % safe != 0) & ((x < 0) != (safe < 0)))
+    return np.where(y == 0, -1 if x.dtype.kind == "i" else np.iinfo(x.dtype).max, quotient).astype(
+        x.dtype
+    )
+
+
+def _remainder(x: Array, y: Array) -> Array:
+    return np.where(y == 0, x, x - _quotient(x, y) * y).astype(x.dtype)
+
+
+def _shift(function: Values) -> Build:
+    """Shifts by 32-bit amounts; those beyond the width leave zeros, or copies of the sign."""
+
+    def build(instruction: Instruction, layout: Layout) -> Handler:
+        ptx_type = instruction.parts[-1]
+        value = layout.source(instruction.operands[1], ptx_type)
+        amount = layout.source(instruction.operands[2], "u32")
+        write = layout.target(instruction.operands[0], ptx_type)
+        dtype = np.dtype(DTYPES[ptx_type])
+        bits = 8 * dtype.itemsize
+
+        def run(warp: "Warp", mask: Mask) -> None:
+            by = amount(warp)
+            shifted = function(value(warp), np.minimum(by, bits - 1).astype(dtype))
+            if dtype.kind == "u" and (by >= bits).any():
+                shifted = np.where(by >= bits, 0, shifted).astype(dtype)
+            write(warp, shifted, mask)
+
+        return run
+
+    return build
+
+
+def in_double(function: Values) -> Values:
+    """A float32 function, computed in float64 and rounded: what approximations are close to."""
+
+    def values(x: Array) -> Array:
+        return function(x.astype(np.float64)).astype(np.float32)
+
+    return values
+
+
+BUILDS: dict[str, Build] = {
+    "add": ufunc(np.add),
+    "sub": ufunc(np.subtract),
+    "neg": elementwise(np.negative),
+    "abs": elementwise(np.abs),
+    "mul": _multiply,
+    "mad": _multiply,
+    "fma": _fused,
+    "div": _divide,
+    "rem": elementwise(_remainder),
+    "min": _extreme(_minimum, np.minimum),
+    "max": _extreme(_maximum, np.maximum),
+    "shl": _shift(np.left_shift),
+    "shr": _shift(np.right_shift),
+    "ex2": elementwise(in_double(np.exp2)),
+    "lg2": elementwise(in_double(np.log2)),
+    "rcp": elementwise(in_double(np.reciprocal)),
+    "sqrt": elementwise(in_double(np.sqrt)),
+    "rsqrt": elementwise(in_double(lambda x: 1 / np.sqrt(x))),
+    "tanh": elementwise(in_double(np.tanh)),
+}

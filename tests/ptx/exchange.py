@@ -1,0 +1,146 @@
+"""What the lanes of a warp tell each other: shuffles, votes, elections."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.ptx.faults import Unsupported
+from tests.ptx.operands import LANES, Array, Layout, Mask, lanes
+from tests.ptx.scalar import Build, Handler, nothing
+from tests.ptx.syntax import Instruction, Pair
+
+if TYPE_CHECKING:
+    from tests.ptx.warp import Warp
+
+_LANES = np.arange(LANES, dtype=np.int64)
+
+
+def _elect(instruction: Instruction, layout: Layout) -> Handler:
+    """One lane is elected, the same one every time; which, the ISA leaves open."""
+    found, chosen = _pair(instruction)
+    write_lane = layout.target(found, "u32")
+    write_chosen = layout.target(chosen, "pred")
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        active = np.flatnonzero(lanes(mask))
+        leader = active[int(warp.block.cluster.elected * (active.size - 1))]
+        write_lane(warp, np.full(LANES, leader, np.uint32), mask)
+        write_chosen(warp, leader == _LANES, mask)
+
+    return run
+
+
+def _pair(instruction: Instruction) -> Pair:
+    operand = instruction.operands[0]
+    if not isinstance(operand, Pair):
+        raise Unsupported(instruction.text)
+    return operand
+
+
+def _shuffle(instruction: Instruction, layout: Layout) -> Handler:
+    """shfl.sync: d|p, a, b, c; c holds the clamp (bits 0-4) and the segment mask (bits 8-12)."""
+    mode = instruction.parts[2]
+    result = instruction.operands[0]
+    inside_target = None
+    if isinstance(result, Pair):
+        inside_target = layout.target(result.second, "pred")
+        result = result.first
+    write = layout.target(result, "b32")
+    value, by, limits = (layout.source(operand, "u32") for operand in instruction.operands[1:4])
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        amount = (by(warp) & 31).astype(np.int64)
+        segment = (limits(warp) >> 8 & 31).astype(np.int64)
+        clamp = (limits(warp) & 31).astype(np.int64)
+        top = (_LANES & segment) | (clamp & ~segment)
+        bottom = _LANES & segment
+        if mode == "up":
+            source = _LANES - amount
+            inside = source >= top
+        else:
+            source = _sources(mode, amount, bottom, segment)
+            inside = source <= top
+        values = value(warp)
+        write(warp, np.where(inside, values[source & 31], values), mask)
+        if inside_target is not None:
+            inside_target(warp, inside, mask)
+
+    return run
+
+
+def _sources(mode: str, amount: Array, bottom: Array, segment: Array) -> Array:
+    if mode == "down":
+        return _LANES + amount
+    if mode == "bfly":
+        return _LANES ^ amount
+    return bottom | (amount & ~segment)
+
+
+def _vote(instruction: Instruction, layout: Layout) -> Handler:
+    mode = instruction.parts[2]
+    predicate = layout.source(instruction.operands[1], "pred")
+    write = layout.target(instruction.operands[0], instruction.parts[-1])
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        active = lanes(mask)
+        votes = predicate(warp) & active
+        if mode == "ballot":
+            bits = int(np.sum(np.uint64(1) << _LANES[votes].astype(np.uint64)))
+            write(warp, np.full(LANES, bits, np.uint32), mask)
+            return
+        count = votes.sum()
+        result = {
+            "any": count > 0,
+            "all": count == active.sum(),
+            "uni": count in (0, active.sum()),
+        }[mode]
+        write(warp, np.full(LANES, result), mask)
+
+    return run
+
+
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "add": np.add.reduce,
+    "min": np.minimum.reduce,
+    "max": np.maximum.reduce,
+    "and": np.bitwise_and.reduce,
+    "or": np.bitwise_or.reduce,
+    "xor": np.bitwise_xor.reduce,
+}
+
+
+def _reduce(instruction: Instruction, layout: Layout) -> Handler:
+    ptx_type = instruction.parts[-1]
+    reduction = _REDUCTIONS[instruction.parts[2]]
+    if set(instruction.parts[3:-1]):
+        raise Unsupported(instruction.text)
+    value = layout.source(instruction.operands[1], ptx_type)
+    write = layout.target(instruction.operands[0], ptx_type)
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        values = value(warp)
+        write(warp, np.full(LANES, reduction(values[lanes(mask)]), values.dtype), mask)
+
+    return run
+
+
+def _active_mask(instruction: Instruction, layout: Layout) -> Handler:
+    write = layout.target(instruction.operands[0], "u32")
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        bits = sum(1 << int(lane) for lane in np.flatnonzero(lanes(mask)))
+        write(warp, np.full(LANES, bits, np.uint32), mask)
+
+    return run
+
+
+BUILDS: dict[str, Build] = {
+    "elect": _elect,
+    "shfl": _shuffle,
+    "vote": _vote,
+    "redux": _reduce,
+    "activemask": _active_mask,
+    "nop": nothing,
+    "nanosleep": nothing,
+}

@@ -1,0 +1,187 @@
+"""ld, st and stmatrix."""
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.ptx.faults import Misaligned, Unsupported
+from tests.ptx.operands import (
+    ALL,
+    DTYPES,
+    LANES,
+    PARAMETERS,
+    SHARED,
+    UNSIGNED,
+    Array,
+    Layout,
+    Mask,
+    lanes,
+)
+from tests.ptx.scalar import Build, Handler, nothing
+from tests.ptx.syntax import Address, Instruction, Symbol, Vector
+
+if TYPE_CHECKING:
+    from tests.ptx.warp import Warp
+
+_SPACES = ("global", "shared", "param", "const", "local")
+
+
+def _space(instruction: Instruction) -> str:
+    for part in instruction.parts[1:]:
+        if part.partition("::")[0] in _SPACES:
+            return part.partition("::")[0]
+    return "generic"
+
+
+def _count(instruction: Instruction) -> int:
+    found = [int(part[1]) for part in instruction.parts if re.fullmatch(r"v[248]", part)]
+    return found[0] if found else 1
+
+
+def _load(instruction: Instruction, layout: Layout) -> Handler:
+    space = _space(instruction)
+    count = _count(instruction)
+    ptx_type = instruction.parts[-1]
+    dtype = np.dtype(DTYPES[ptx_type])
+    result, address = instruction.operands[:2]
+    targets = result.items if isinstance(result, Vector) else (result,)
+    writes = [layout.target(target, ptx_type) for target in targets]
+    assert len(writes) == count
+    size = count * dtype.itemsize
+    if space == "local":
+        raise Unsupported(instruction.text)
+    where = layout.address(address)
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        active = lanes(mask)
+        raw = np.zeros((LANES, size), np.uint8)
+        raw[active] = read(warp, space, where(warp)[active], size)
+        values = raw.view(dtype)
+        for n, write in enumerate(writes):
+            write(warp, values[:, n], mask)
+
+    return run
+
+
+def read(warp: "Warp", space: str, addresses: Array, size: int) -> Array:
+    """uint8 ``[n, size]``: the bytes at n addresses of a state space."""
+    if (addresses % size).any():
+        raise Misaligned(f"{warp}: {size} bytes at {int(addresses[0]):#x}")
+    cluster = warp.block.cluster
+    if space == "generic" and addresses[0] >= SHARED:
+        in_process = addresses[0] >= SHARED + (1 << 32)
+        space = "global" if in_process else "shared"
+        addresses = addresses if in_process else addresses - np.uint64(SHARED)
+    if space == "shared":
+        memory, at = cluster.shared(addresses, size, str(warp))
+        return memory.content[at]
+    if space in ("param", "generic") and addresses[0] >= PARAMETERS:
+        low = addresses.astype(np.int64) - PARAMETERS
+        if low.min() >= 0 and low.max() + size <= cluster.parameters.size:
+            return cluster.parameters[low[:, None] + np.arange(size)]
+    return cluster.memory.gather(addresses, size, str(warp))
+
+
+def _store(instruction: Instruction, layout: Layout) -> Handler:
+    space = _space(instruction)
+    count = _count(instruction)
+    ptx_type = instruction.parts[-1]
+    dtype = np.dtype(DTYPES[ptx_type])
+    address, value = instruction.operands[:2]
+    sources = value.items if isinstance(value, Vector) else (value,)
+    plain = f"b{8 * dtype.itemsize}"
+    reads = [layout.source(source, plain) for source in sources]
+    assert len(reads) == count
+    if space not in ("global", "shared", "generic"):
+        raise Unsupported(instruction.text)
+    where = layout.address(address)
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        values = np.stack([source(warp) for source in reads], -1).view(np.uint8)
+        active = lanes(mask)
+        write(warp, space, where(warp)[active], values[active])
+
+    return run
+
+
+def write(warp: "Warp", space: str, addresses: Array, values: Array) -> None:
+    """Writes uint8 ``[n, size]`` to n addresses of a state space."""
+    size = values.shape[1]
+    if (addresses % size).any():
+        raise Misaligned(f"{warp}: {size} bytes at {int(addresses[0]):#x}")
+    cluster = warp.block.cluster
+    cluster.progress += 1
+    if space == "generic" and SHARED <= addresses[0] < SHARED + (1 << 32):
+        space = "shared"
+        addresses = addresses - np.uint64(SHARED)
+    if space == "shared":
+        memory, at = cluster.shared(addresses, size, str(warp))
+        memory.content[at] = values
+        memory.written_by_threads(at, warp.index)
+        return
+    cluster.memory.scatter(addresses, values, str(warp))
+
+
+def _store_matrix(instruction: Instruction, layout: Layout) -> Handler:
+    """stmatrix.m8n8.b16: matrix j's row r goes to the address in lane 8j + r.
+
+    Lane l holds the elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, or of column l / 4 if
+    transposed.
+    """
+    if "m8n8" not in instruction.parts or instruction.parts[-1] != "b16":
+        raise Unsupported(instruction.text)
+    transposed = "trans" in instruction.parts
+    address, value = instruction.operands
+    sources = value.items if isinstance(value, Vector) else (value,)
+    reads = [layout.source(source, "b32") for source in sources]
+    where = layout.address(address)
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        addresses = where(warp)
+        for j, source in enumerate(reads):
+            matrix = source(warp).copy().view(np.uint16).reshape(8, 8)
+            rows = np.ascontiguousarray(matrix.T if transposed else matrix)
+            write(warp, "shared", addresses[8 * j : 8 * j + 8], rows.view(np.uint8))
+
+    return run
+
+
+def _fence(instruction: Instruction, layout: Layout) -> Handler:
+    """fence.proxy.async makes a thread's writes visible to copies and products."""
+    if "proxy" not in instruction.parts or "async" not in instruction.parts[2]:
+        return nothing(instruction, layout)
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        warp.block.memory.fence(warp.index)
+
+    return run
+
+
+def map_to_block(instruction: Instruction, layout: Layout) -> Handler:
+    """mapa: the address of the same variable in another block of the cluster."""
+    ptx_type = instruction.parts[-1]
+    address = layout.source(instruction.operands[1], ptx_type)
+    rank = layout.source(instruction.operands[2], "u32")
+    write_target = layout.target(instruction.operands[0], ptx_type)
+    dtype = DTYPES[ptx_type]
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        of_rank = rank(warp).astype(dtype) << dtype(24)
+        write_target(warp, (address(warp) & ~dtype(0xFF << 24)) | of_rank, mask)
+
+    return run
+
+
+BUILDS: dict[str, Build] = {
+    "ld": _load,
+    "ldu": _load,
+    "st": _store,
+    "stmatrix": _store_matrix,
+    "fence": _fence,
+    "membar": nothing,
+    "mapa": map_to_block,
+    "prefetch": nothing,
+    "prefetchu": nothing,
+}
+_ = (ALL, Address, Symbol, UNSIGNED)

@@ -1,0 +1,110 @@
+"""Global memory made of registered tensors, and the shared memory of a block."""
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.ptx.faults import MissingFence, OutOfBounds
+from tests.ptx.operands import Array
+
+
+class _Tensor(NamedTuple):
+    name: str
+    start: int
+    end: int
+    content: Array
+
+
+class GlobalMemory:
+    """Only bytes of registered tensors may be touched."""
+
+    def __init__(self) -> None:
+        self._tensors: list[_Tensor] = []
+
+    def register(self, name: str, address: int, size: int) -> None:
+        """Makes ``size`` bytes at an address of this process accessible."""
+        if size:
+            content = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+            self._tensors.append(_Tensor(name, address, address + size, content))
+
+    def _tensor(self, address: int, size: int, what: str) -> _Tensor:
+        for tensor in self._tensors:
+            if tensor.start <= address and address + size <= tensor.end:
+                return tensor
+        near = min(
+            self._tensors,
+            key=lambda tensor: max(tensor.start - address, address - tensor.end),
+            default=None,
+        )
+        where = f"; {address - near.start} from the start of {near.name}" if near else ""
+        raise OutOfBounds(f"{what} of {size} bytes at {address:#x} outside every tensor{where}")
+
+    def view(self, address: int, size: int, what: str) -> Array:
+        """The bytes at an address, to be read or written."""
+        tensor = self._tensor(address, size, what)
+        return tensor.content[address - tensor.start : address - tensor.start + size]
+
+    def gather(self, addresses: Array, size: int, what: str) -> Array:
+        """uint8 ``[n, size]``: the bytes at n addresses."""
+        return np.stack([self.view(address, size, what) for address in addresses.tolist()])
+
+    def scatter(self, addresses: Array, values: Array, what: str) -> None:
+        """Writes uint8 ``[n, size]`` to n addresses, in their order."""
+        size = values.shape[1]
+        for address, value in zip(addresses.tolist(), values, strict=True):
+            self.view(address, size, what)[:] = value
+
+    def spread(self, start: int, offsets: Array, what: str) -> tuple[Array, Array]:
+        """A tensor's content and the indices of the bytes ``start + offsets``."""
+        low = start + int(offsets.min())
+        tensor = self._tensor(low, int(offsets.max()) - int(offsets.min()) + 1, what)
+        return tensor.content, offsets + (start - tensor.start)
+
+
+class SharedMemory:
+    """A block's shared memory, poisoned, with what the asynchronous proxy does not see yet."""
+
+    def __init__(self, size: int):
+        self.content = np.full(size, 0xFF, np.uint8)
+        # 1 + the warp that wrote a byte and has not executed fence.proxy.async since.
+        self.unfenced = np.zeros(size, np.uint8)
+        self.unfenced_count = 0
+
+    def reset(self) -> None:
+        """As at the start of a block."""
+        self.content[:] = 0xFF
+        self.unfenced[:] = 0
+        self.unfenced_count = 0
+
+    def check(self, low: int, high: int, what: str) -> None:
+        """Refuses bytes outside."""
+        if low < 0 or high > self.content.size:
+            raise OutOfBounds(f"{what}: shared memory {low} to {high} of {self.content.size} bytes")
+
+    def written_by_threads(self, at: Array, warp: int) -> None:
+        """Notes bytes that the asynchronous proxy sees only after a fence."""
+        self.unfenced[at] = warp + 1
+        self.unfenced_count += 1
+
+    def fence(self, warp: int) -> None:
+        """A warp's writes so far become visible to the asynchronous proxy."""
+        if self.unfenced_count:
+            self.unfenced[self.unfenced == warp + 1] = 0
+            self.unfenced_count = int(self.unfenced.any())
+
+    def read_by_proxy(self, at: Array, what: str) -> Array:
+        """Bytes that the asynchronous proxy reads."""
+        if at.size:
+            self.check(int(at.min()), int(at.max()) + 1, what)
+        if self.unfenced_count and self.unfenced[at].any():
+            warp = int(self.unfenced[at].max()) - 1
+            raise MissingFence(f"{what} reads what warp {warp} wrote without fence.proxy.async")
+        return self.content[at]
+
+    def write_by_proxy(self, at: Array, values: Array, what: str) -> None:
+        """Bytes that the asynchronous proxy writes."""
+        self.check(int(at.min()), int(at.max()) + 1, what)
+        self.content[at] = values
+        if self.unfenced_count:
+            self.unfenced[at] = 0

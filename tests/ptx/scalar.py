@@ -1,0 +1,216 @@
+"""Arithmetic, logic, comparisons and moves: what every lane does for itself."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.ptx.faults import Unsupported
+from tests.ptx.floats import bf16_bits, bf16_values, flush
+from tests.ptx.operands import SHARED, Array, Layout, Mask
+from tests.ptx.syntax import Immediate, Instruction
+
+if TYPE_CHECKING:
+    from tests.ptx.warp import Warp
+
+# Runs an instruction in the lanes of the mask.
+Handler = Callable[["Warp", Mask], Any]
+Build = Callable[[Instruction, Layout], Handler]
+Values = Callable[..., Array]
+
+FLOATS = ("f16", "f32", "f64")
+
+
+def elementwise(function: Values) -> Build:
+    """An instruction whose result is a function of its operands, all of the last part's type."""
+
+    def build(instruction: Instruction, layout: Layout) -> Handler:
+        return apply(function, instruction, layout, instruction.parts[-1])
+
+    return build
+
+
+def apply(
+    function: Values, instruction: Instruction, layout: Layout, ptx_type: str, result: str = ""
+) -> Handler:
+    """Writes ``function`` of the operands after the first, as values of a type, to the first."""
+    reads = [layout.source(operand, ptx_type) for operand in instruction.operands[1:]]
+    write = layout.target(instruction.operands[0], result or ptx_type)
+    if "ftz" in instruction.parts:
+        return _flushed(function, reads, write)
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        write(warp, function(*[read(warp) for read in reads]), mask)
+
+    return run
+
+
+def _flushed(function: Values, reads: list[Any], write: Any) -> Handler:
+    def run(warp: "Warp", mask: Mask) -> None:
+        write(warp, flush(function(*[flush(read(warp)) for read in reads])), mask)
+
+    return run
+
+
+def ufunc(function: np.ufunc) -> Build:
+    """The fast form of ``elementwise``: numpy writes the register's row itself."""
+
+    def build(instruction: Instruction, layout: Layout) -> Handler:
+        ptx_type = instruction.parts[-1]
+        if ptx_type in PACKED or "ftz" in instruction.parts or len(instruction.operands) != 3:
+            return many(function, instruction, layout)
+        first, second = (layout.source(operand, ptx_type) for operand in instruction.operands[1:])
+        out = layout.row(instruction.operands[0], ptx_type)
+
+        def run(warp: "Warp", mask: Mask) -> None:
+            function(first(warp), second(warp), out=out(warp), where=mask)
+
+        return run
+
+    return build
+
+
+def many(function: Values, instruction: Instruction, layout: Layout) -> Handler:
+    """More than two operands, or several numbers in a register."""
+    ptx_type = instruction.parts[-1]
+
+    def folded(first: Array, second: Array, *more: Array) -> Array:
+        result = function(first, second)
+        return folded(result, *more) if more else result
+
+    if ptx_type in PACKED:
+        return apply(PACKED[ptx_type](folded), instruction, layout, ptx_type)
+    return apply(folded, instruction, layout, ptx_type)
+
+
+def _pairs_of_bf16(function: Values) -> Values:
+    def values(*operands: Array) -> Array:
+        halves = [bf16_values(operand.view(np.uint16)) for operand in operands]
+        return bf16_bits(function(*halves)).view(np.uint32)
+
+    return values
+
+
+def _pairs_of(dtype: Any) -> Callable[[Values], Values]:
+    def pairs(function: Values) -> Values:
+        def values(*operands: Array) -> Array:
+            out = function(*[operand.view(dtype) for operand in operands])
+            return np.ascontiguousarray(out, dtype).view(operands[0].dtype)
+
+        return values
+
+    return pairs
+
+
+PACKED: dict[str, Callable[[Values], Values]] = {
+    "bf16x2": _pairs_of_bf16,
+    "f16x2": _pairs_of(np.float16),
+    "f32x2": _pairs_of(np.float32),
+}
+
+
+def _move(instruction: Instruction, layout: Layout) -> Handler:
+    ptx_type = instruction.parts[-1]
+    read = layout.source(instruction.operands[1], ptx_type)
+    write = layout.target(instruction.operands[0], ptx_type)
+    return lambda warp, mask: write(warp, read(warp), mask)
+
+
+def _generic(instruction: Instruction, layout: Layout) -> Handler:
+    """cvta: shared memory is a window of the generic addresses, everything else is its own."""
+    shared = any(part.startswith("shared") for part in instruction.parts)
+    offset = np.uint64(SHARED if shared else 0)
+    change = np.subtract if "to" in instruction.parts else np.add
+    return elementwise(lambda address: change(address, offset))(instruction, layout)
+
+
+def _not(instruction: Instruction, layout: Layout) -> Handler:
+    return apply(np.invert, instruction, layout, instruction.parts[-1])
+
+
+_COMPARISONS: dict[str, Values] = {
+    "eq": np.equal,
+    "ne": lambda x, y: (x != y) & ~_unordered(x, y),
+    "lt": np.less,
+    "lo": np.less,
+    "le": np.less_equal,
+    "ls": np.less_equal,
+    "gt": np.greater,
+    "hi": np.greater,
+    "ge": np.greater_equal,
+    "hs": np.greater_equal,
+    "equ": lambda x, y: (x == y) | _unordered(x, y),
+    "neu": np.not_equal,
+    "ltu": lambda x, y: ~(x >= y),
+    "leu": lambda x, y: ~(x > y),
+    "gtu": lambda x, y: ~(x <= y),
+    "geu": lambda x, y: ~(x < y),
+    "num": lambda x, y: ~_unordered(x, y),
+    "nan": lambda x, y: _unordered(x, y),
+}
+_JOINED: dict[str, Values] = {
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "xor": np.logical_xor,
+}
+
+
+def _unordered(x: Array, y: Array) -> Array:
+    return (x != x) | (y != y)
+
+
+def _compare(instruction: Instruction, layout: Layout) -> Handler:
+    parts = instruction.parts
+    ptx_type = parts[-1]
+    compare = _COMPARISONS[parts[1]]
+    if ptx_type not in FLOATS and parts[1] == "ne":
+        compare = np.not_equal
+    first, second = (layout.source(operand, ptx_type) for operand in instruction.operands[1:3])
+    write = layout.target(instruction.operands[0], "pred")
+    joined = _JOINED.get(parts[2])
+    third = layout.source(instruction.operands[3], "pred") if joined else None
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        result = compare(first(warp), second(warp))
+        if joined and third:
+            result = joined(result, third(warp))
+        write(warp, result, mask)
+
+    return run
+
+
+def _select(instruction: Instruction, layout: Layout) -> Handler:
+    ptx_type = instruction.parts[-1]
+    first, second = (layout.source(operand, ptx_type) for operand in instruction.operands[1:3])
+    predicate = layout.source(instruction.operands[3], "pred")
+    write = layout.target(instruction.operands[0], ptx_type)
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        write(warp, np.where(predicate(warp), first(warp), second(warp)), mask)
+
+    return run
+
+
+def constant(instruction: Instruction, index: int) -> int:
+    """An operand that must be a number in the text."""
+    operand = instruction.operands[index]
+    if not isinstance(operand, Immediate):
+        raise Unsupported(instruction.text)
+    return operand.bits
+
+
+def nothing(instruction: Instruction, layout: Layout) -> Handler:
+    """An instruction without an effect that the machine could show."""
+    return lambda warp, mask: None
+
+
+BUILDS: dict[str, Build] = {
+    "and": ufunc(np.bitwise_and),
+    "or": ufunc(np.bitwise_or),
+    "xor": ufunc(np.bitwise_xor),
+    "not": _not,
+    "mov": _move,
+    "cvta": _generic,
+    "setp": _compare,
+    "selp": _select,
+}

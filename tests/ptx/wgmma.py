@@ -1,0 +1,186 @@
+"""wgmma: products of a warpgroup with the first operand and the sums in registers."""
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.ptx import tensor_core
+from tests.ptx.descriptors import SharedMatrix
+from tests.ptx.faults import BadDescriptor, Unsupported
+from tests.ptx.operands import LANES, Array, Layout, Mask
+from tests.ptx.scalar import Build, Handler, constant, nothing
+from tests.ptx.syntax import Instruction, Register, Vector
+from tests.ptx.warp import Wait, Warp, first, whole
+
+if TYPE_CHECKING:
+    from tests.ptx.cluster import Cluster
+
+_WARPS = 4
+
+
+class Products:
+    """The products of a warp: committed groups, oldest first, and those not yet committed."""
+
+    def __init__(self) -> None:
+        self.open: list[Product] = []
+        self.committed: list[list[Product]] = []
+
+
+class Product:
+    """One wgmma of a warpgroup; it can happen when all four warps have issued it."""
+
+    def __init__(self, columns: int, descriptor: int, adds: bool):
+        self.columns = columns
+        self.descriptor = descriptor
+        self.adds = adds
+        self.parts: dict[int, tuple[Warp, list[Register], list[Register]]] = {}
+        self.done = False
+
+    def run(self, cluster: "Cluster") -> None:
+        """Adds a · b to the registers of all four warps."""
+        block = self.parts[0][0].block
+        matrix = SharedMatrix.of_wgmma(self.descriptor)
+        raw = matrix.rows(block.memory, self.columns, 32, "wgmma")
+        b = tensor_core.bf16_values(raw.view(np.uint16))
+        a = np.concatenate([_operand(self.parts[n][0], self.parts[n][2]) for n in range(_WARPS)])
+        sums = [_sums(self.parts[n][0], self.parts[n][1]) for n in range(_WARPS)]
+        c = np.concatenate(sums) if self.adds else np.zeros((16 * _WARPS, self.columns), np.float32)
+        result = tensor_core.mma_bf16(c, a, b)
+        for n in range(_WARPS):
+            warp, targets, _ = self.parts[n]
+            _set_sums(warp, targets, result[16 * n : 16 * n + 16])
+        self.done = True
+
+
+def _operand(warp: Warp, registers: list[Register]) -> Array:
+    """bf16 ``[16, 16]`` of a warp: lane l holds columns 2 (l % 4) of row l / 4, then row + 8, then
+    both with columns + 8.
+    """
+    words = np.stack([warp.rows["u32"][_row(warp, r)] for r in registers])
+    # (half of the columns, half of the rows, row, column pair, column)
+    values = words.view(np.uint16).reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4)
+    return tensor_core.bf16_values(np.ascontiguousarray(values).reshape(16, 16))
+
+
+def _row(warp: Warp, register: Register) -> int:
+    return warp.program.layout.places[register][1]
+
+
+def _sums(warp: Warp, registers: list[Register]) -> Array:
+    """float32 ``[16, N]`` of a warp: register 4i + 2j + k, lane l: row l / 4 + 8j, column
+    8i + 2 (l % 4) + k.
+    """
+    values = np.stack([warp.rows["f32"][_row(warp, r)] for r in registers])
+    return values.reshape(-1, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, -1)
+
+
+def _set_sums(warp: Warp, registers: list[Register], sums: Array) -> None:
+    values = sums.reshape(2, 8, -1, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, LANES)
+    for register, value in zip(registers, values, strict=True):
+        warp.rows["f32"][_row(warp, register)][:] = value
+
+
+def _registers(operand: object) -> list[Register]:
+    assert isinstance(operand, Vector)
+    found = [item for item in operand.items if isinstance(item, Register)]
+    assert len(found) == len(operand.items)
+    return found
+
+
+def _multiply(instruction: Instruction, layout: Layout) -> Handler:
+    shape = re.search(r"\.m64n(\d+)k16\.f32\.bf16\.bf16$", instruction.opcode)
+    operands = instruction.operands
+    if shape is None or not isinstance(operands[1], Vector):
+        raise Unsupported(instruction.text)
+    columns = int(shape[1])
+    targets = _registers(operands[0])
+    sources = _registers(operands[1])
+    descriptor = layout.source(operands[2], "u64")
+    adds = layout.source(operands[3], "pred")
+    if [constant(instruction, n) for n in (4, 5, 6)] != [1, 1, 0]:
+        raise Unsupported(f"{instruction.text}: signs or a transposed operand")
+
+    def run(warp: Warp, mask: Mask) -> None:
+        whole(warp, mask, "wgmma")
+        product = _join(
+            warp, Product(columns, first(descriptor(warp), True), bool(first(adds(warp), True)))
+        )
+        product.parts[warp.index % _WARPS] = (warp, targets, sources)
+        products(warp).open.append(product)
+        warp.written.update(dict.fromkeys(targets, "wgmma"))
+        warp.read.update(dict.fromkeys(sources, "wgmma"))
+        if len(product.parts) == _WARPS:
+            cluster = warp.block.cluster
+            line = ("wgmma", warp.block.rank, warp.index // _WARPS)
+            cluster.asynchronous.add_in_order(line, lambda: product.run(cluster))
+
+    return run
+
+
+def _join(warp: Warp, product: Product) -> Product:
+    """The product that the warpgroup's other warps have issued at this point, or a new one."""
+    key = ("wgmma", warp.index // _WARPS)
+    unfinished: list[Product] = warp.block.state.setdefault(key, [])
+    for other in unfinished:
+        if warp.index % _WARPS not in other.parts:
+            same = (other.columns, other.descriptor, other.adds)
+            if same != (product.columns, product.descriptor, product.adds):
+                raise BadDescriptor(f"wgmma differs between the warps of a warpgroup: {warp}")
+            if len(other.parts) == _WARPS - 1:
+                unfinished.remove(other)
+            return other
+    unfinished.append(product)
+    return product
+
+
+def products(warp: Warp) -> Products:
+    """The products of a warp."""
+    return warp.state.setdefault("wgmma", Products())
+
+
+def _commit(instruction: Instruction, layout: Layout) -> Handler:
+    def run(warp: Warp, mask: Mask) -> None:
+        own = products(warp)
+        own.committed.append(own.open)
+        own.open = []
+
+    return run
+
+
+def _wait(instruction: Instruction, layout: Layout) -> Handler:
+    newest = constant(instruction, 0)
+
+    def run(warp: Warp, mask: Mask) -> Wait | None:
+        own = products(warp)
+        older = own.committed[: max(len(own.committed) - newest, 0)]
+
+        def ended() -> bool:
+            return all(product.done for group in older for product in group)
+
+        if not ended():
+            return ended
+        own.committed = own.committed[len(older) :]
+        _release(warp, own)
+        return None
+
+    return run
+
+
+def _release(warp: Warp, own: Products) -> None:
+    """Only the products that may not have happened keep their registers."""
+    warp.written.clear()
+    warp.read.clear()
+    for group in (*own.committed, own.open):
+        for product in group:
+            _, targets, sources = product.parts[warp.index % _WARPS]
+            warp.written.update(dict.fromkeys(targets, "wgmma"))
+            warp.read.update(dict.fromkeys(sources, "wgmma"))
+
+
+BUILDS: dict[str, Build] = {
+    "wgmma.mma_async": _multiply,
+    "wgmma.commit_group": _commit,
+    "wgmma.wait_group": _wait,
+    "wgmma.fence": nothing,
+}
