@@ -2,7 +2,7 @@
 
 ::
 
-    compiled = CompiledKernel.of(jit.compile_gemm(config, "--keep-ptx"))
+    compiled = CompiledKernel.of(jit.compile_gemm(config, f"--keep-ptx --dump-dir={folder}"))
     run_kernel(compiled, [x, weight, scale, total, y], SCHEDULES["late"])
 
 ``run_kernel`` (``tests.ptx.run``) takes what a call on a GPU takes: torch tensors, here on the CPU,
