@@ -75,6 +75,7 @@ def bench_checkpoint(run: CheckpointRun, write_text: Callable[[str], object]) ->
         write_text(f"{mode}\n{profile.table()}\n")
     return {
         "model": str(run.model),
+        "native": engine.table.portable is not None,
         "placement": placement_record(run.engine.parallel, engine.devices),
         "prefill_chunk": engine.engine_config.prefill_chunk,
         "prefill_activations": engine.engine_config.prefill_activations,

@@ -86,6 +86,7 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
         "geometry": run.geometry,
         "layout": run.layout,
         "layers": config.num_hidden_layers,
+        "native": engine.table.portable is not None,
         "placement": placement_record(run.engine.parallel, engine.devices),
         "prefill_chunk": engine.engine_config.prefill_chunk,
         "prefill_activations": engine.engine_config.prefill_activations,

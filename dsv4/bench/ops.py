@@ -12,6 +12,7 @@ import torch
 import dsv4.ops
 from dsv4.bench.device import cache_bytes, capture, copy_ceiling, replay_microseconds
 from dsv4.launch.kernel import ceil_div
+from dsv4.native.bench import cases as native_cases
 from dsv4.ops.op_case import OpCase
 
 MAX_COPIES = 64
@@ -20,7 +21,15 @@ _CALLS_PER_GRAPH = 24
 
 
 def all_cases(only: str) -> Iterator[OpCase]:
-    """The cases of every ``dsv4/ops/<op>/bench*.py`` whose "op: name" contains ``only``."""
+    """The cases of every ``dsv4/ops/<op>/bench*.py``, and those of ``dsv4/native/bench.py``, whose
+    "op: name" contains ``only``.
+    """
+    for case in _every_case():
+        if only in f"{case.op}: {case.name}":
+            yield case
+
+
+def _every_case() -> Iterator[OpCase]:
     for room in pkgutil.iter_modules(dsv4.ops.__path__, "dsv4.ops."):
         if not room.ispkg:
             continue
@@ -28,9 +37,8 @@ def all_cases(only: str) -> Iterator[OpCase]:
             importlib.import_module(room.name).__path__, f"{room.name}."
         ):
             if module.name.rpartition(".")[2].startswith("bench"):
-                for case in importlib.import_module(module.name).cases():
-                    if only in f"{case.op}: {case.name}":
-                        yield case
+                yield from importlib.import_module(module.name).cases()
+    yield from native_cases()
 
 
 def measure(case: OpCase, ceiling: float, repeats: int = 20) -> dict[str, Any]:

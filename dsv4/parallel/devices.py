@@ -9,6 +9,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.launch.target import ARCHITECTURES, compile_target
 from dsv4.native.form import NativeForm, native_or_portable
+from dsv4.native.forms import NATIVE_FORMS
 from dsv4.ops.tables import Table, TableName, op_table, torch_table
 
 # Tokens per forward, measured (docs/log.md): on one GPU longer chunks give every product more rows;
@@ -59,7 +60,7 @@ def table_on(engine: EngineConfig, devices: Sequence[torch.device]) -> Table:
 
 def native_form(engine: EngineConfig) -> NativeForm | None:
     """The native kernels for what ``engine`` computes, if there are any."""
-    return None
+    return NATIVE_FORMS.get(engine.prefill_activations)
 
 
 def check_architectures(devices: Sequence[torch.device]) -> None:

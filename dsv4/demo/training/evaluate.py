@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.cli.cpu_threads import limit_cpu_threads
-from dsv4.command.flags import OneLineParser, integer
+from dsv4.command.flags import OneLineParser, add_prefill_activations, integer
 from dsv4.command.output_file import check_output, write_output
 from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT
@@ -157,6 +157,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, default=CHECKPOINT)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
+    parser.add_argument("--ops", choices=["auto", "torch", "cuda"], default="auto")
+    add_prefill_activations(parser)
     parser.add_argument("--compute-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument(
         "--cuda-graph", choices=["split", "full"], help="decode by replaying captured graphs"
@@ -178,6 +180,8 @@ def main(argv: list[str] | None = None) -> int:
     config = EngineConfig(
         device=options.device,
         gpus=options.gpus,
+        ops=options.ops,
+        prefill_activations=options.prefill_activations,
         compute_dtype=options.compute_dtype,
         cuda_graph=options.cuda_graph,
     )
