@@ -13,7 +13,7 @@ from dsv4.errors import UserError
 from dsv4.layers.attention import Attention
 from dsv4.layers.moe import MoE
 from dsv4.model import Transformer
-from dsv4.native.difference import PRODUCT, difference, mixture_difference
+from dsv4.native.difference import MIXTURE, PRODUCT, REQUANTISED, difference, mixture_difference
 from dsv4.ops import Ops
 from dsv4.ops.immediate import ops_of
 from dsv4.ops.tables import Table
@@ -32,12 +32,13 @@ _LOG = logging.getLogger("dsv4")
 class Product(NamedTuple):
     """One use of an op with a model's weights. ``kind``: uses of equal kinds run the same kernels.
 
-    ``compare(native, portable)``: what is wrong with the first, None if nothing is.
+    ``compare(native, reference, exact)``: what is wrong with the first, None if nothing is.
+    ``exact``: neither rounds rows to codes.
     """
 
     name: str
     kind: Hashable
-    compare: Callable[[Ops, Ops], str | None]
+    compare: Callable[[Ops, Ops, bool], str | None]
 
 
 def settled_table(table: Table, model: Transformer, required: bool) -> Table:
@@ -65,13 +66,14 @@ def first_difference(native: Table, portable: Table, model: Transformer) -> str 
     right.
     """
     native_ops = ops_of(native)
-    portable_ops = ops_of(portable)
+    reference_ops = ops_of(native.reference or portable)
+    exact = native.reference is None
     seen = set()
     for product in products(model):
         if product.kind in seen:
             continue
         seen.add(product.kind)
-        wrong = product.compare(native_ops, portable_ops)
+        wrong = product.compare(native_ops, reference_ops, exact)
         if wrong is not None:
             return f"{product.name} on the model's weights: {wrong}"
     return None
@@ -128,6 +130,7 @@ def _attention_products(attn: Attention, inputs: _Inputs) -> Iterator[Product]:
         inputs,
         (query_rows.weights[0].shape[-1],),
         lambda ops, x: ops.linear_rows(x, query_rows, attn.q_norm, eps),
+        normed=True,
     )
     yield _product(
         "grouped_linear",
@@ -151,14 +154,16 @@ def _product(
     inputs: _Inputs,
     shape: tuple[int, ...],
     run: Callable[[Ops, Tensor], Sequence[Tensor]],
+    normed: bool = False,
 ) -> Product:
-    def compare(native: Ops, portable: Ops) -> str | None:
+    def compare(native: Ops, reference: Ops, exact: bool) -> str | None:
         x = inputs.rows(*shape)
         found, fault = _attempt(inputs.device, lambda: run(native, x))
         if found is None:
             return fault
-        pairs = zip(found, run(portable, x), strict=True)
-        return next(_found(difference(a, b, PRODUCT) for a, b in pairs), None)
+        tolerance = PRODUCT if exact or not normed else REQUANTISED
+        pairs = zip(found, run(reference, x), strict=True)
+        return next(_found(difference(a, b, tolerance) for a, b in pairs), None)
 
     return Product(f"{op} {_described(weights)}", (op, _kind(weights)), compare)
 
@@ -169,11 +174,14 @@ def _experts(ffn: MoE, inputs: _Inputs, vocabulary: int) -> Product:
         *(ffn.shared.w1, ffn.shared.w2, ffn.shared.w3),
     ]
 
-    def compare(native: Ops, portable: Ops) -> str | None:
+    def compare(native: Ops, reference: Ops, exact: bool) -> str | None:
         x_TE = inputs.rows(ffn.shared.w1.shape[-1])
         tokens_T = torch.arange(TOKENS, device=inputs.device) * _TOKEN_STRIDE % vocabulary
         found, fault = _attempt(inputs.device, lambda: ffn(native, x_TE, tokens_T))
-        return fault if found is None else mixture_difference(found, ffn(portable, x_TE, tokens_T))
+        if found is None:
+            return fault
+        expected = ffn(reference, x_TE, tokens_T)
+        return mixture_difference(found, expected, MIXTURE if exact else REQUANTISED)
 
     return Product(
         f"moe {_described(weights[1:2])}", ("moe", ffn.router.hashed, _kind(weights)), compare

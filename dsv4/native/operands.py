@@ -1,6 +1,7 @@
 """Random operands of prefill products, packed as a table wants them: for checks and benchmarks."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.moe.bench import LIMIT, PER_TOKEN
 from dsv4.ops.router import Router
 from dsv4.ops.tables import Table
-from dsv4.weights.quant import QuantFormat
+from dsv4.weights.quant import QuantFormat, QuantTensor
 
 _ROUTED_SCALING = 1.5
 
@@ -74,11 +75,17 @@ class Product(NamedTuple):
             return random.rows(self.tokens, *groups, self.sizes[-1]), weight
         width, _, count = self.sizes
         weights = [random.weight(format, *shape) for format, shape in self.stored_shapes]
-        experts = ExpertWeights(*map(pack, weights[:3]))
-        shared = ExpertWeights(*map(pack, weights[3:6]))
+        experts, shared = (_packed_experts(table, part) for part in (weights[:3], weights[3:6]))
         bias_X = torch.zeros(count, dtype=torch.float32, device=device)
         per_token = min(PER_TOKEN, count)
         router = Router(pack(weights[6]), bias_X, False, per_token, _ROUTED_SCALING)
         tokens_T = torch.zeros(self.tokens, dtype=torch.int64, device=device)
         x_TE = random.rows(self.tokens, width)
         return x_TE, tokens_T, router, experts, shared, LIMIT
+
+
+def _packed_experts(table: Table, weights: Sequence[QuantTensor]) -> ExpertWeights:
+    packing = table.packing
+    if packing.pack_experts is None:
+        return ExpertWeights(*map(packing.pack_weight, weights))
+    return packing.pack_experts(*weights)

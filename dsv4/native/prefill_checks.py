@@ -11,7 +11,7 @@ import torch
 from dsv4.launch.recording import Item, Launch, Recording
 from dsv4.launch.target import Target
 from dsv4.native.check import Check
-from dsv4.native.difference import PRODUCT, difference, mixture_difference
+from dsv4.native.difference import MIXTURE, PRODUCT, REQUANTISED, difference, mixture_difference
 from dsv4.native.operands import Product
 from dsv4.ops.immediate import ops_of
 from dsv4.ops.linear.bench_prefill import DENSE
@@ -59,16 +59,13 @@ def mixtures(format: QuantFormat) -> Iterator[Product]:
 
 @dataclass(frozen=True)
 class PrefillChecks:
-    """Makes the checks of products that ``kernel`` computes in ``native``.
-
-    ``portable`` reads the weights that ``native`` packs. ``reference``: what the results are
-    compared with, None for ``portable``.
+    """Makes the checks of products that ``kernel`` computes in ``native``; ``portable`` reads the
+    weights that ``native`` packs.
     """
 
     kernel: str
     native: Table
     portable: Table
-    reference: Table | None = None
 
     def check(self, product: Product) -> Check:
         """Of one product."""
@@ -79,10 +76,11 @@ class PrefillChecks:
         if self._falls_back(product.op, operands):
             return "the portable kernel takes its place"
         found = getattr(ops_of(self.native), product.op)(*operands)
-        reference = self.reference or self.portable
+        reference = self.native.reference or self.portable
         expected = getattr(ops_of(reference), product.op)(*operands)
         if isinstance(expected, Mixture):
-            return mixture_difference(found, expected)
+            tolerance = MIXTURE if self.native.reference is None else REQUANTISED
+            return mixture_difference(found, expected, tolerance)
         return difference(found, expected, PRODUCT)
 
     def _falls_back(self, op: str, operands: tuple[Any, ...]) -> bool:

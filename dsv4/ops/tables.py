@@ -45,11 +45,13 @@ TableName = Literal["torch", "cuda", "cutedsl"]
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
     """``portable``: what takes the place of a table with native kernels if these turn out to be
-    wrong; it reads the same packed weights. ``refused``: of a portable table, why the native
-    kernels that there are for its GPUs are not used.
+    wrong; it reads the same packed weights. ``reference``: what their results are compared with,
+    None for ``portable``. ``refused``: of a portable table, why the native kernels that there are
+    for its GPUs are not used.
     """
 
     portable: "Table | None" = None
+    reference: "Table | None" = None
     refused: str | None = None
 
 

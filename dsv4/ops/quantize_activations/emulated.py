@@ -15,9 +15,11 @@ from dsv4.weights.quant import QuantTensor, Weight
 
 @dataclass(frozen=True)
 class EmulatedWeight:
-    """The float32 ``values`` ``[..., N, K]`` of a stored weight that multiplies ``activations``."""
+    """The ``values`` ``[..., N, K]`` of a weight that multiplies ``activations``: those of a stored
+    one in float32, or a packed one.
+    """
 
-    values: QuantTensor
+    values: Weight
     activations: ActivationFormat
 
     @property
@@ -35,7 +37,7 @@ class EmulatedWeight:
         return EmulatedWeight(self.values[index], self.activations)
 
     def dequantize(self) -> Tensor:
-        """The values, which are float32 already."""
+        """The values in float32."""
         return self.values.dequantize()
 
 
