@@ -12,7 +12,8 @@ chunk_columns·chunk + 16·s + 2·t + h + 8·(r >> 1).
 * FP8: byte 8·s + 2·r + h. BF16: 2-byte value 2·r + h.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ LANES = 32
 LANE_BYTES = 16
 # Shifts of (magnitude, sign) into the 16-bit half, by register.
 _CODE_BITS = ((9, 15), (6, 12), (3, 14), (0, 13))
+# The exponent's bits of a float32; all of them are infinity.
+_EXPONENT = 0x7F800000
 _FORMATS = (QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16)
 
 
@@ -38,8 +41,11 @@ class PackedWeight(WeightParts):
     ``[..., N/16, K/64, 8, 8]``, byte 2·s + j of g for row g + 8·j and the s-th 16 columns; MXFP4
     uint8 (E8M0 bits) ``[..., N/16, K/64, 8, 4]``, byte 2·s + j for the s-th 32 columns; FP8 float32
     ``[..., ⌈N/128⌉, ⌈K/128⌉]``; BF16 none. ``global_scale``: float32 per matrix for NVFP4, else
-    None. ``shape`` is the logical shape.
+    None. ``shape`` is the logical shape. ``power_of_two_scales``: FP8 block scales are powers of
+    two or zero; False where nobody has looked.
     """
+
+    power_of_two_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
@@ -86,6 +92,10 @@ class PackedWeight(WeightParts):
                 torch.float32,
             ),
         ]
+
+    def __getitem__(self, index: int) -> Self:
+        """One matrix of a stack along the first dimension, without a copy."""
+        return replace(super().__getitem__(index), power_of_two_scales=self.power_of_two_scales)
 
     def unpack(self) -> QuantTensor:
         """The stored form again; FP8 with float32 block scales, a packed F32 weight as BF16."""
@@ -159,8 +169,25 @@ def pack_weight(weight: QuantTensor) -> PackedWeight:
             data[index] = pack(matrix).view(shape)
     scale = _pack_block_scale(weight)
     return PackedWeight(
-        data.view(*stack, *shape), scale, weight.global_scale, weight.format, weight.shape
+        data.view(*stack, *shape),
+        scale,
+        weight.global_scale,
+        weight.format,
+        weight.shape,
+        weight.format is QuantFormat.FP8_BLOCK128 and _has_power_of_two_scales(weight),
     )
+
+
+def _has_power_of_two_scales(weight: QuantTensor) -> bool:
+    """Whether FP8 block scales are powers of two or zero; float32 ones on the meta device are not
+    known to be.
+    """
+    scale = weight.block_scale
+    if scale is None or scale.dtype == torch.float8_e8m0fnu or scale.is_meta:
+        return scale is not None and scale.dtype == torch.float8_e8m0fnu
+    bits = scale.view(torch.int32)
+    is_power = (bits & ~_EXPONENT) == 0
+    return bool((is_power & (bits != _EXPONENT)).all())
 
 
 def _pack_block_scale(weight: QuantTensor) -> Tensor | None:

@@ -2,7 +2,7 @@
 tensor cores the other.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from dsv4.weights.native import NativeWeight, native_weight, unsupported_reason
 from dsv4.weights.packed import PackedWeight, pack_weight
@@ -43,5 +43,5 @@ def with_native(
     packed: PackedWeight, native: NativeWeight | None, unsupported: str | None
 ) -> PackedWithNative:
     """A packed weight and its native copy as one."""
-    parts = (packed.data, packed.block_scale, packed.global_scale, packed.format, packed.shape)
-    return PackedWithNative(*parts, native, unsupported)
+    parts = {field.name: getattr(packed, field.name) for field in fields(PackedWeight)}
+    return PackedWithNative(**parts, native=native, unsupported=unsupported)

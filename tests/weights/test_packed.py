@@ -1,5 +1,6 @@
 """pack_weight: every stored byte comes back, and elements lie where the documentation says."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -166,3 +167,22 @@ def test_wrong_parts_are_refused() -> None:
         PackedWeight(packed.data, None, None, packed.format, packed.shape)
     with pytest.raises(ValueError, match="^data: found"):
         PackedWeight(packed.data, packed.block_scale, None, packed.format, (80, 64))
+
+
+def test_packing_notes_whether_fp8_scales_are_powers_of_two() -> None:
+    """By their type where they are stored as exponents, else by their values; not on meta."""
+    weight = quantize(torch.randn(2, 130, 256), QuantFormat.FP8_BLOCK128)
+    assert weight.block_scale is not None
+    assert weight.block_scale.dtype == torch.float8_e8m0fnu
+    packed = pack_weight(weight)
+    assert packed.power_of_two_scales
+    assert packed[1].power_of_two_scales
+    for value, expected in ((0.25, True), (0.0, True), (0.75, False), (-1.0, False)):
+        scale = torch.ones(weight.block_scale.shape)
+        scale[1, 1, 0] = value
+        floats = replace(weight, block_scale=scale)
+        assert pack_weight(floats).power_of_two_scales == expected, value
+        assert not pack_weight(
+            replace(floats, data=floats.data.to("meta"), block_scale=scale.to("meta"))
+        ).power_of_two_scales
+    assert not pack_weight(quantize(torch.randn(64, 64), QuantFormat.MXFP4)).power_of_two_scales
