@@ -128,11 +128,10 @@ def _codes(weight: QuantTensor) -> Tensor:
 def compile_problem(config: tuple[QuantFormat, torch.dtype, tuple[int, int, int]]) -> Any:
     """The compiled kernel of a problem's format, dtype of the result and tile, with its PTX."""
     from dsv4.ops.linear.cutedsl import jit
-    from dsv4.ops.linear.cutedsl.hopper_gemm import GemmConfig
+    from dsv4.ops.linear.cutedsl.hopper_gemm import GemmConfig, HopperGemm
 
     format, out_dtype, tile = config
     with tempfile.TemporaryDirectory() as folder:
-        return jit.compile_gemm(
-            GemmConfig(format, jit.DTYPES[out_dtype], *tile, MULTIPROCESSORS),
-            f"--keep-ptx --dump-dir={folder}",
-        )
+        gemm = GemmConfig(format, jit.DTYPES[out_dtype], *tile, MULTIPROCESSORS)
+        options = f"--keep-ptx --dump-dir={folder}"
+        return jit.compile_kernel(HopperGemm, gemm, "sm_90a", options)

@@ -4,14 +4,13 @@ spill nothing.
 
 import os
 import re
-import struct
 from pathlib import Path
 
 import pytest
 import torch
 
 from dsv4.weights.quant import QuantFormat
-from tests.ops.sass import disassemble_cubin
+from tests.ops.linear.compiled import compile_to_files
 
 
 @pytest.mark.parametrize(
@@ -34,23 +33,22 @@ def test_compiles_without_a_gpu(
     # The architecture is passed on, not taken from the environment.
     monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
     from dsv4.ops.linear.cutedsl import jit
-    from dsv4.ops.linear.cutedsl.hopper_gemm import STEPS, GemmConfig
+    from dsv4.ops.linear.cutedsl.hopper_gemm import STEPS, GemmConfig, HopperGemm
 
     config = GemmConfig(format, jit.DTYPES[torch.bfloat16], tile_tokens, warpgroups, cluster, 132)
-    jit.compile_gemm(config, f"--keep-ptx --keep-cubin --dump-dir={tmp_path}")
-    (ptx,) = [file.read_text() for file in tmp_path.glob("*.ptx")]
+    found = compile_to_files(HopperGemm, config, "sm_90a", tmp_path)
+    ptx = found.ptx
     name = rf"wgmma\.mma_async\.sync\.aligned\.m64n{tile_tokens}k16\.f32\.bf16\.bf16"
     register_operand = r"\s*\{[^}]*\},\s*\{[^}]*\},"
     assert len(re.findall(name, ptx)) == len(re.findall(name + register_operand, ptx)) == STEPS
-    assert f".target {jit.ARCHITECTURE}" in ptx
+    assert ".target sm_90a" in ptx
     assert "CUTE_DSL_ARCH" not in os.environ
     multicast = "multicast::cluster" in ptx
     assert multicast == (cluster > 1)
     assert "griddepcontrol.wait" in ptx
 
-    (cubin,) = tmp_path.glob("*.cubin")
     # setmaxnreg hands out what the launch reserved; asking for more would wait forever.
-    reserved = registers(cubin) * 128 * (1 + warpgroups)
+    reserved = found.registers * 128 * (1 + warpgroups)
     (producer,), (consumer,) = (
         re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32\s+(\d+)", ptx) for way in ("dec", "inc")
     )
@@ -61,14 +59,5 @@ def test_compiles_without_a_gpu(
         assert ptx.index("cvt.rn.bf16x2.f32") > max(
             found.start() for found in re.finditer(r"wgmma\.wait_group", ptx)
         )
-    code = disassemble_cubin(cubin)
-    assert len(re.findall(r"\bHGMMA\b", code)) == STEPS
-    assert not re.search(r"\b(STL|LDL)\b", code), "registers spill"
-
-
-def registers(cubin: Path) -> int:
-    """Registers per thread at launch: attribute EIATTR_REGCOUNT (0x2f, a pair of 32-bit words) of
-    the ELF file.
-    """
-    content = cubin.read_bytes()
-    return struct.unpack_from("<II", content, content.index(b"\x04\x2f\x08\x00") + 4)[1]
+    assert len(re.findall(r"\bHGMMA\b", found.sass)) == STEPS
+    assert not found.spills

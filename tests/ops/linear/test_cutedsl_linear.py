@@ -95,9 +95,10 @@ def test_sizes(format: QuantFormat, tokens: int, rows: int, columns: int) -> Non
 def test_every_tile(format: QuantFormat, tile: tuple[int, int, int]) -> None:
     """Few blocks, so that each computes several work tiles, ragged in both directions."""
     from dsv4.ops.linear.cutedsl import jit
-    from dsv4.ops.linear.cutedsl.hopper_gemm import GemmConfig
+    from dsv4.ops.linear.cutedsl.hopper_gemm import GemmConfig, HopperGemm
 
-    gemm = jit.load(GemmConfig(format, jit.DTYPES[torch.bfloat16], *tile, 6))
+    config = GemmConfig(format, jit.DTYPES[torch.bfloat16], *tile, 6)
+    gemm = jit.load(HopperGemm, config, "sm_90a")
     weight = random_weight(format, 1600, 576)
     x = torch.randn(700, 576, device="cuda").bfloat16()
     y, check = guarded(torch.full((700, 1600), torch.nan, dtype=torch.bfloat16, device="cuda"))

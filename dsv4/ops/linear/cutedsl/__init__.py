@@ -1,1 +1,3 @@
-"""GEMMs in CuTe DSL; importing a module of this package needs ``nvidia-cutlass-dsl``."""
+"""GEMMs in CuTe DSL. Importing a module of this package needs ``nvidia-cutlass-dsl``, but for
+``gemm_config``.
+"""

@@ -18,9 +18,11 @@ import cutlass.utils.hopper_helpers as hopper
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Uint32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
 
 from dsv4.ops.linear.cutedsl import dequantize
+from dsv4.ops.linear.cutedsl.fake_tensors import byte_tensor
 from dsv4.weights.quant import QuantFormat
 
 # Columns of a k tile, and its k16 steps.
@@ -78,6 +80,33 @@ class HopperGemm:
             64 * config.warpgroups * self.epilogue_n * self.epilogue_buffers * out_bytes
         )
         self.stages = min(16, (SMEM_BYTES - 2048 - epilogue_bytes) // self.stage_bytes)
+
+    def signature(self) -> tuple:
+        """Tensors without memory for the arguments of a call, whose sizes are free."""
+        tokens = cute.sym_int32()
+        k = cute.sym_int32(divisibility=64)
+        features = cute.sym_int32(divisibility=64)
+        strides = cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1
+        x = make_fake_tensor(BFloat16, (tokens, cute.sym_int32(), k), strides, assumed_align=16)
+        y = make_fake_tensor(
+            self.config.out_dtype,
+            (tokens, features),
+            (cute.sym_int64(divisibility=8), 1),
+            assumed_align=16,
+        )
+        weight = byte_tensor(4)
+        block_scale = weight
+        global_scale = weight
+        if self.format is QuantFormat.FP8_BLOCK128:
+            columns = cute.sym_int32()
+            block_scale = make_fake_tensor(
+                Float32, (cute.sym_int32(), columns), (columns, 1), assumed_align=4
+            )
+        elif self.format is not QuantFormat.BF16:
+            block_scale = byte_tensor(4)
+        if self.format is QuantFormat.NVFP4:
+            global_scale = make_fake_tensor(Float32, (1,), (1,), assumed_align=4)
+        return x, weight, block_scale, global_scale, y
 
     @cute.jit
     def __call__(

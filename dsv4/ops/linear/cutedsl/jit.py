@@ -1,5 +1,5 @@
-"""The bridge between torch and CuTe DSL: compiles a GEMM once per configuration and calls it with
-torch tensors.
+"""The bridge between torch and CuTe DSL: compiles a kernel once per configuration and architecture
+and calls it with torch tensors.
 
 The compiled function takes torch tensors through TVM FFI, runs on their device and on torch's
 current stream there, and costs about 5 us of host time per call. Object files are kept beside the
@@ -12,25 +12,42 @@ import hashlib
 import importlib.metadata
 import tempfile
 from pathlib import Path
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
 from dsv4.launch.compiler import cache_folder
 from dsv4.launch.kernel import ceil_div
 from dsv4.ops.linear.cutedsl.hopper_gemm import GemmConfig, HopperGemm
 from dsv4.weights.quant import QuantFormat
 
-# These kernels are for Hopper only; the compiler is told, so that it needs no GPU to find out.
-ARCHITECTURE = "sm_90a"
+_HOPPER = "sm_90a"
 _FUNCTION = "gemm"
-_OPTIONS = f"--enable-tvm-ffi --gpu-arch {ARCHITECTURE}"
 # (tile_tokens, warpgroups, nanoseconds per 64 columns), measured on an H200 with NVFP4
 # (docs/kernels/linear.md); of equals the first is taken.
 _TILES = ((256, 2, 640), (128, 2, 420), (64, 2, 375), (64, 1, 260), (32, 1, 250), (16, 1, 245))
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float32: cutlass.Float32}
+
+
+class Kernel(Protocol):
+    """A kernel of one configuration: traced when it is called with ``signature()`` and a stream."""
+
+    def __call__(self, *arguments: Any) -> None: ...
+
+    def signature(self) -> tuple[Any, ...]:
+        """Fake tensors and numbers for all arguments but the stream."""
+        ...
+
+
+class KernelType(Protocol):
+    """A class of kernels: makes one of a hashable configuration whose ``repr`` says all of it."""
+
+    __name__: str
+
+    def __call__(self, config: Any) -> Kernel: ...
 
 
 def gemm_for(
@@ -45,7 +62,8 @@ def gemm_for(
     y).
     """
     tile = choose_tile(tokens, features // groups, groups, multiprocessors)
-    return load(GemmConfig(format, DTYPES[out_dtype], *tile, multiprocessors))
+    config = GemmConfig(format, DTYPES[out_dtype], *tile, multiprocessors)
+    return load(HopperGemm, config, _HOPPER)
 
 
 def choose_tile(
@@ -70,14 +88,14 @@ def choose_tile(
 
 
 @functools.cache
-def load(config: GemmConfig):
+def load(kernel: KernelType, config: Any, architecture: str):
     """The compiled kernel of ``config``, from disk where an earlier process left it."""
     folder = cache_folder()
-    key = _key(config)
+    key = _key(kernel, config, architecture)
     for path in folder.glob(f"{_FUNCTION}-{key}-*.o"):
         if path.stem.endswith(_digest(path.read_bytes())):
             return _module(path)[_FUNCTION]
-    compiled = compile_gemm(config)
+    compiled = compile_kernel(kernel, config, architecture)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as work:
@@ -91,16 +109,32 @@ def load(config: GemmConfig):
 
 
 @functools.cache
+def compile_kernel(kernel: KernelType, config: Any, architecture: str, more_options: str = ""):
+    """The kernel of ``config`` for ``architecture``, which the compiler is told: no GPU is needed,
+    and no environment variable decides.
+    """
+    made = kernel(config)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    options = f"{_options(architecture)} {more_options}".strip()
+    return cute.compile(made, *made.signature(), stream, options=options)
+
+
+def _options(architecture: str) -> str:
+    return f"--enable-tvm-ffi --gpu-arch {architecture}"
+
+
+@functools.cache
 def _module(path: Path):
     """The loaded object file; the cache keeps it alive as long as its functions."""
     return cute.runtime.load_module(str(path), enable_tvm_ffi=True)
 
 
-def _key(config: GemmConfig) -> str:
+def _key(kernel: KernelType, config: Any, architecture: str) -> str:
     versions = [
         importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")
     ]
-    digest = hashlib.sha256(repr((type(config).__name__, config, _OPTIONS, versions)).encode())
+    facts = (kernel.__name__, config, _options(architecture), versions)
+    digest = hashlib.sha256(repr(facts).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]
@@ -108,41 +142,3 @@ def _key(config: GemmConfig) -> str:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
-
-
-@functools.cache
-def compile_gemm(config: GemmConfig, more_options: str = ""):
-    """The compiled kernel of ``config``; needs no GPU."""
-    tokens = cute.sym_int32()
-    k = cute.sym_int32(divisibility=64)
-    features = cute.sym_int32(divisibility=64)
-    strides = cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1
-    x = make_fake_tensor(cutlass.BFloat16, (tokens, cute.sym_int32(), k), strides, assumed_align=16)
-    y = make_fake_tensor(
-        config.out_dtype, (tokens, features), (cute.sym_int64(divisibility=8), 1), assumed_align=16
-    )
-    weight = _bytes(4)
-    block_scale = weight
-    global_scale = weight
-    if config.format is QuantFormat.FP8_BLOCK128:
-        columns = cute.sym_int32()
-        block_scale = make_fake_tensor(
-            cutlass.Float32, (cute.sym_int32(), columns), (columns, 1), assumed_align=4
-        )
-    elif config.format is not QuantFormat.BF16:
-        block_scale = _bytes(4)
-    if config.format is QuantFormat.NVFP4:
-        global_scale = make_fake_tensor(cutlass.Float32, (1,), (1,), assumed_align=4)
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    options = f"{_OPTIONS} {more_options}".strip()
-    return cute.compile(
-        HopperGemm(config), x, weight, block_scale, global_scale, y, stream, options=options
-    )
-
-
-def _bytes(rank: int):
-    """A contiguous uint8 tensor of sizes of its own, 16-byte aligned."""
-    shape = tuple(cute.sym_int32() for _ in range(rank))
-    return make_fake_compact_tensor(
-        cutlass.Uint8, shape, stride_order=tuple(range(rank))[::-1], assumed_align=16
-    )
