@@ -1,5 +1,5 @@
-"""Weight bytes to bf16 wgmma A registers, four per k16 step: what each lane does with its share of
-a ``PackedWeight``.
+"""Weight bytes to bf16 A registers of wgmma and ``tcgen05.st``, four per k16 step: what each lane
+does with its share of a ``PackedWeight``.
 
 Every function here is exact: E2M1 · E4M3 has six significant bits, E2M1 · 2^e and E4M3 fewer, and
 bf16 has eight.
@@ -113,7 +113,7 @@ def after_wait(
 ) -> Float32:
     """``value``, which the compiler may not use before the statements that precede this.
 
-    It sees no connection between the registers of an MMA in flight and the wait for it.
+    It sees no connection between the registers of an MMA or a load in flight and the wait for it.
     """
     operand = Float32(value).ir_value(loc=loc, ip=ip)
     return Float32(_assembly(T.f32(), [operand], "", "=f,0", loc, ip, ordered=True))
