@@ -28,8 +28,6 @@
 // f16 activations are exact: each token's row is brought to an amax in [2^14, 2^15) by a power of
 // two, so that only values below 2^-29 of the row's largest lose bits. MXFP4 scale code 0 (2^-127)
 // counts as 0, code 255 as infinity.
-//
-// Define: LOADS_AT_ONCE, how many loads of a 4-bit stage are decoded side by side (1, 2 or 4).
 #pragma once
 #include "cluster.cuh"
 
@@ -190,7 +188,7 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
                                                float (&acc)[accumulators(TP)]) {
     constexpr int X32 = 64 * TP;  // bytes of 32 columns of activations
     if constexpr (F == NVFP4 || F == MXFP4) {
-#pragma unroll LOADS_AT_ONCE
+#pragma unroll STAGE_LOADS
         for (int chunk = 0; chunk < STAGE_LOADS; ++chunk) {
             const uint4 words = load_shared16(slot + chunk * LOAD_BYTES + lane * 16);
             const uint4 b0 = load_shared16(x + 2 * chunk * X32);

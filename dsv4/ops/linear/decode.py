@@ -24,9 +24,6 @@ from dsv4.weights.quant import Weight
 # rows).
 _STORED_SCALE_SHIFT = 3
 _LIST_SCALE_SHIFT = 2
-# Loads of a 4-bit stage that are decoded side by side. The assembler for Blackwell holds more
-# values alive and would spill.
-LOADS_AT_ONCE = {"sm_90a": 4, "sm_100a": 1, "sm_103a": 1}
 
 
 class _Norm(NamedTuple):
@@ -171,7 +168,6 @@ def _record(recording: Recording, product: _Product, x_TGK: Tensor, norm: _Norm,
         ("FORMAT0", formats[0]),
         ("FORMAT1", formats[1] if len(formats) > 1 else -1),
         ("FUSED_NORM", int(norm.weight is not None)),
-        ("LOADS_AT_ONCE", LOADS_AT_ONCE[recording.target.architecture]),
         *plan.defines,
     )
     shape = Shape(

@@ -9,7 +9,7 @@
 //
 // Defines: FORMAT0, FORMAT1 (-1: none), PADDED_TOKENS (1, 2, 4, 8), FUSED_NORM, RAGGED_K (K is no
 // multiple of a stage), WARPS, PIECES (HELD of stage_activations), DEPTH (stages of a warp's ring),
-// CLUSTER (blocks), and that of weight_tile.cuh.
+// CLUSTER (blocks).
 #include "weight_tile.cuh"
 
 constexpr int SLOT = slot_bytes(FORMAT0, FORMAT1);

@@ -10,7 +10,6 @@ from dsv4.launch.compiler import compile_source
 from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.kernel import Defines
 from dsv4.launch.target import ARCHITECTURES
-from dsv4.ops.linear.decode import LOADS_AT_ONCE
 from dsv4.ops.linear.decode_plan import LinearPlan
 from dsv4.weights.quant import QuantFormat
 from tests.ops.sass import count, disassemble, resources
@@ -21,20 +20,12 @@ FP8 = FORMAT_CODE[QuantFormat.FP8_BLOCK128]
 BF16 = FORMAT_CODE[QuantFormat.BF16]
 
 
-def defines(
-    first: int,
-    second: int,
-    tokens: int,
-    norm: bool,
-    ragged: bool,
-    architecture: str = "sm_90a",
-) -> Defines:
+def defines(first: int, second: int, tokens: int, norm: bool, ragged: bool) -> Defines:
     plan = LinearPlan(tokens, 4 if tokens == 8 else 1, (1,), 0, 0, 0, 0, ragged, depth=4)
     return (
         ("FORMAT0", first),
         ("FORMAT1", second),
         ("FUSED_NORM", int(norm)),
-        ("LOADS_AT_ONCE", LOADS_AT_ONCE[architecture]),
         *plan.defines,
     )
 
@@ -45,9 +36,7 @@ def defines(
 )
 def test_one_token_kernels_do_not_spill(architecture: str, formats: tuple[int, int]) -> None:
     log = compile_source(
-        "linear/decode_linear",
-        architecture,
-        defines(*formats, 1, norm=False, ragged=False, architecture=architecture),
+        "linear/decode_linear", architecture, defines(*formats, 1, norm=False, ragged=False)
     ).log
     ((registers, spills),) = resources(log).values()
     assert spills == 0

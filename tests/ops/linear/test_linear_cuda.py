@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dsv4.launch.recording import Recording
-from dsv4.launch.target import ARCHITECTURES
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.linear import decode
 from dsv4.ops.linear.bench import random_weight
@@ -208,23 +207,6 @@ def test_activations_of_any_size(format: QuantFormat) -> None:
     assert_product(linear(x, packed, torch.float32), x, weight)
     alone = torch.cat([linear(x[t : t + 1], packed, torch.float32) for t in range(8)])
     assert torch.equal(linear(x, packed, torch.float32), alone)
-
-
-@pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda format: format.value)
-def test_loads_decoded_at_once_change_no_bit(
-    format: QuantFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What an architecture needs fewer of for its registers runs on every other one as well."""
-    packed = pack_weight(random_weight(1536, 7168, format))
-    for tokens in (1, 4, 8):
-        x = normal(tokens, 7168)
-        found = []
-        for loads in sorted(set(decode.LOADS_AT_ONCE.values())):
-            at_once = dict.fromkeys(ARCHITECTURES, loads)
-            monkeypatch.setattr(decode, "LOADS_AT_ONCE", at_once)
-            poison(4 << 20)
-            found.append(linear(x, packed, torch.float32))
-        assert torch.equal(found[0], found[1])
 
 
 def test_tokens_do_not_touch_each_other() -> None:
