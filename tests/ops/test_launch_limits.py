@@ -28,6 +28,9 @@ OPS = sorted({case.op for case in all_cases("")})
 REGISTERS = 1 << 16
 # The launches of each target, of all ops together.
 LEAST_LAUNCHES = 140
+# Bytes, stored and loaded: nothing in a decode step, except where 1,024 threads have 64 registers
+# each for their part of the vocabulary.
+MOST_SPILLED = {"decode": 0, "prefill": 40, "sample_token": 32}
 
 
 class Found(NamedTuple):
@@ -88,5 +91,5 @@ def test_launches_fit_on_a_multiprocessor(target: Target, op: str) -> None:
         # A warp gets its registers by 256.
         assert round_up(registers, 8) * round_up(shape.threads, 32) <= REGISTERS, what
         assert static[kernel.function] + shape.shared_bytes <= MOST_SHARED_BYTES, what
-        if decodes:
-            assert spilled == 0, f"{what}: {spilled} bytes"
+        phase = "decode" if decodes else "prefill"
+        assert spilled <= MOST_SPILLED.get(kernel.function, MOST_SPILLED[phase]), what
