@@ -123,12 +123,18 @@ def write(warp: "Warp", space: str, addresses: Array, values: Array) -> None:
     cluster.memory.scatter(addresses, values, str(warp))
 
 
-def _store_matrix(instruction: Instruction, layout: Layout) -> Handler:
-    """stmatrix.m8n8.b16: matrix j's row r goes to the address in lane 8j + r.
+def matrix_rows(words: Array, transposed: bool) -> Array:
+    """uint16 ``[8, 8]`` of a warp's register, uint32 ``[32]``.
 
     Lane l holds the elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, or of column l / 4 if
     transposed.
     """
+    matrix = words.copy().view(np.uint16).reshape(8, 8)
+    return np.ascontiguousarray(matrix.T if transposed else matrix)
+
+
+def _store_matrix(instruction: Instruction, layout: Layout) -> Handler:
+    """stmatrix.m8n8.b16: matrix j's row r goes to the address in lane 8j + r."""
     if "m8n8" not in instruction.parts or instruction.parts[-1] != "b16":
         raise Unsupported(instruction.text)
     transposed = "trans" in instruction.parts
@@ -140,8 +146,7 @@ def _store_matrix(instruction: Instruction, layout: Layout) -> Handler:
     def run(warp: "Warp", mask: Mask) -> None:
         addresses = where(warp)
         for j, source in enumerate(reads):
-            matrix = source(warp).copy().view(np.uint16).reshape(8, 8)
-            rows = np.ascontiguousarray(matrix.T if transposed else matrix)
+            rows = matrix_rows(source(warp), transposed)
             write(warp, "shared", addresses[8 * j : 8 * j + 8], rows.view(np.uint8))
 
     return run

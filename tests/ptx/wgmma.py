@@ -54,12 +54,18 @@ class Product:
 
 
 def _operand(warp: Warp, registers: list[Register]) -> Array:
-    """bf16 ``[16, 16]`` of a warp: lane l holds columns 2 (l % 4) of row l / 4, then row + 8, then
-    both with columns + 8.
+    return operand_of_words(np.stack([warp.rows["u32"][_row(warp, r)] for r in registers]))
+
+
+def operand_of_words(words: Array) -> Array:
+    """bf16 ``[16, 16]`` as float32 of a warp's registers, uint32 ``[4, 32]``.
+
+    Lane l holds columns 2 (l % 4) of row l / 4, then row + 8, then both with columns + 8.
     """
-    words = np.stack([warp.rows["u32"][_row(warp, r)] for r in registers])
     # (half of the columns, half of the rows, row, column pair, column)
-    values = words.view(np.uint16).reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4)
+    values = (
+        np.ascontiguousarray(words).view(np.uint16).reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4)
+    )
     return tensor_core.bf16_values(np.ascontiguousarray(values).reshape(16, 16))
 
 
@@ -68,10 +74,13 @@ def _row(warp: Warp, register: Register) -> int:
 
 
 def _sums(warp: Warp, registers: list[Register]) -> Array:
-    """float32 ``[16, N]`` of a warp: register 4i + 2j + k, lane l: row l / 4 + 8j, column
-    8i + 2 (l % 4) + k.
+    return sums_of_registers(np.stack([warp.rows["f32"][_row(warp, r)] for r in registers]))
+
+
+def sums_of_registers(values: Array) -> Array:
+    """float32 ``[16, N]`` of a warp's registers ``[N / 2, 32]``: register 4i + 2j + k of lane l is
+    row l / 4 + 8j, column 8i + 2 (l % 4) + k.
     """
-    values = np.stack([warp.rows["f32"][_row(warp, r)] for r in registers])
     return values.reshape(-1, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, -1)
 
 

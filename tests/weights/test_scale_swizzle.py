@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.ops.linear.prefill_cutedsl import INSTALLED
 from dsv4.weights.scale_swizzle import swizzle_block_scale, unswizzle_block_scale
 
 SHAPES = [(1, 1), (31, 3), (33, 5), (128, 4), (129, 4), (200, 9), (300, 28)]
@@ -74,6 +75,7 @@ def cute_offsets(rows: int, columns: int, stack: int, block: int) -> Tensor:
     return torch.tensor(found).view(stack, rows, columns)
 
 
+@pytest.mark.skipif(not INSTALLED, reason="needs nvidia-cutlass-dsl")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "columns", "stack", "block"),
