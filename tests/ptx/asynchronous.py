@@ -14,21 +14,30 @@ class Asynchronous:
     def __init__(self) -> None:
         self._free: list[Event] = []
         self._lines: dict[Hashable, deque[Event]] = {}
+        self._last: list[Event] = []
 
     def add(self, event: Event) -> None:
         """Something that may happen at any time."""
         self._free.append(event)
+
+    def add_last(self, event: Event) -> None:
+        """Something that happens when nothing else is on its way."""
+        self._last.append(event)
 
     def add_in_order(self, line: Hashable, event: Event) -> None:
         """Something that happens after everything added to the same line."""
         self._lines.setdefault(line, deque()).append(event)
 
     def __bool__(self) -> bool:
-        return bool(self._free or self._lines)
+        return bool(self._free or self._lines or self._last)
 
     def happen(self, choices: Choices) -> None:
         """Lets one thing happen."""
-        chosen = choices.one([*range(len(self._free)), *self._lines])
+        waiting = [*range(len(self._free)), *self._lines]
+        if not waiting:
+            self._last.pop(choices.one(range(len(self._last))))()
+            return
+        chosen = choices.one(waiting)
         if isinstance(chosen, int):
             self._free.pop(chosen)()
             return

@@ -81,7 +81,7 @@ def operands(problem: Problem) -> Operands:
     additions does not matter. ``expected`` is the sum, times NVFP4's global scale, rounded once to
     float32 and once to ``out_dtype``.
     """
-    generator = torch.Generator().manual_seed(PROBLEMS.index(problem))
+    generator = torch.Generator().manual_seed(problem.tokens + problem.columns)
     x = torch.randint(-3, 4, (problem.tokens, problem.groups, problem.columns), generator=generator)
     stored = _weight(problem, generator)
     rows = (problem.features, problem.columns)

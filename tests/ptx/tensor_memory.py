@@ -84,11 +84,18 @@ class TensorMemory:
 
 
 def _allocate(instruction: Instruction, layout: Layout) -> Handler:
-    """tcgen05.alloc, which for a pair of blocks does not wait for the other one."""
+    """tcgen05.alloc, which for a pair of blocks does not wait for the other one.
+
+    It may take as long as anything else can happen.
+    """
     where = layout.address(instruction.operands[0])
     number = layout.source(instruction.operands[1], "u32")
 
     def run(warp: "Warp", mask: Mask) -> Wait | None:
+        started = warp.state.setdefault("allocation", [])
+        if not started and not warp.block.cluster.choices.early():
+            warp.block.cluster.asynchronous.add_last(lambda: started.append(True))
+            return lambda: bool(started)
         memory = warp.block.tensor_memory
         count = first(number(warp), mask)
         if count not in (32, 64, 128, 256, 512) or not memory.permitted:
@@ -96,6 +103,7 @@ def _allocate(instruction: Instruction, layout: Layout) -> Handler:
         start = memory.allocate(count)
         if start is None:
             return lambda: memory.allocated + count <= COLUMNS
+        del warp.state["allocation"]
         address = where(warp)[:1]
         shared, at = warp.block.cluster.shared(address, 4, str(warp))
         shared.content[at] = np.array([start], np.uint32).view(np.uint8)
