@@ -59,8 +59,8 @@ class TensorMap:
         flags = words[2]
         rank = (flags >> 4 & 7) + 1
         kind = flags >> 7 & 15
-        if kind not in ELEMENTS:
-            raise BadDescriptor(f"tensor map of elements {kind}")
+        if kind not in ELEMENTS or flags >> 11 & 3 or flags >> 13 & 7 > 3:
+            raise BadDescriptor(f"tensor map of elements {kind} with flags {flags:#x}")
         strides = [_stride(words, n) for n in range(rank - 1)]
         return cls(
             words[0] | words[1] << 32,
@@ -70,6 +70,23 @@ class TensorMap:
             tuple(raw[55 + n] + 1 for n in range(rank)),
             flags >> 13 & 7,
         )
+
+    def encode(self) -> bytes:
+        """A descriptor that says the same."""
+        words = [0] * 32
+        words[0] = self.address & 0xFFFFFFFF
+        words[1] = self.address >> 32
+        kind = next(code for code, element in ELEMENTS.items() if element == self.element)
+        words[2] = 2 | len(self.sizes) - 1 << 4 | kind << 7 | self.swizzle << 13
+        for n, stride in enumerate(self.strides):
+            words[3 + n] = stride // 16 & 0xFFFFFFFF
+            words[7] |= (stride // 16 >> 32) << 4 * n
+        for n, size in enumerate(self.sizes):
+            words[8 + n] = size - 1
+        raw = bytearray(struct.pack("<32I", *words))
+        for n, size in enumerate(self.box):
+            raw[55 + n] = size - 1
+        return bytes(raw)
 
     @property
     def row_bytes(self) -> int:
