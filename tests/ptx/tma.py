@@ -1,12 +1,12 @@
 """cp.async.bulk: copies from global to shared memory that complete on an mbarrier."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tests.ptx.faults import BadDescriptor, Unsupported
-from tests.ptx.operands import Array, Layout, Mask
+from tests.ptx.operands import LANES, Array, Layout, Mask, lanes
 from tests.ptx.scalar import Build, Handler
 from tests.ptx.syntax import Instruction, TensorAddress
 from tests.ptx.warp import only
@@ -36,7 +36,7 @@ def load(instruction: Instruction, layout: Layout) -> Handler:
     if "multicast" in instruction.opcode:
         blocks = layout.source(instruction.operands[3], "u16")
 
-    def run(warp: "Warp", mask: Mask) -> None:
+    def issue(warp: "Warp", mask: Mask) -> None:
         cluster = warp.block.cluster
         address = only(where(warp), mask)
         bar = only(signal(warp), mask)
@@ -49,7 +49,18 @@ def load(instruction: Instruction, layout: Layout) -> Handler:
             _arrival(cluster, fetch, tensor_map, (address, bar), (ranks, pair))
         )
 
+    def run(warp: "Warp", mask: Mask) -> None:
+        # Lanes may gather rows of their own; a box that several load is a missing election.
+        for one in _each(mask) if gather else [mask]:
+            issue(warp, one)
+
     return run
+
+
+def _each(mask: Mask) -> Iterator[Mask]:
+    """The active lanes one by one."""
+    for lane in np.flatnonzero(lanes(mask)):
+        yield np.arange(LANES) == lane
 
 
 def _check(tensor_map: "TensorMap", address: int, gather: bool, who: str) -> None:
