@@ -23,21 +23,11 @@ from cutlass.tensor_utils import LayoutEnum
 
 from dsv4.ops.linear.cutedsl import dequantize
 from dsv4.ops.linear.cutedsl.fake_tensors import byte_tensor
+from dsv4.ops.linear.cutedsl.gemm_config import CHUNKS, SCALE_WORDS, SMEM_BYTES, TILE_K
 from dsv4.weights.quant import QuantFormat
 
-# Columns of a k tile, and its k16 steps.
-TILE_K = 64
+# k16 steps of a k tile.
 STEPS = 4
-SMEM_BYTES = 227 << 10
-# 32-bit words of one row tile (16 rows) per 64 columns in units of 128 words, and words of its
-# block scales.
-_CHUNKS = {
-    QuantFormat.NVFP4: 1,
-    QuantFormat.MXFP4: 1,
-    QuantFormat.FP8_BLOCK128: 2,
-    QuantFormat.BF16: 4,
-}
-_SCALE_WORDS = {QuantFormat.NVFP4: 16, QuantFormat.MXFP4: 8}
 
 
 class GemmConfig(NamedTuple):
@@ -64,8 +54,8 @@ class HopperGemm:
         self.tile_m = 64 * config.warpgroups
         self.tile_n = config.tile_tokens
         self.row_tiles = self.tile_m // 16
-        self.chunks = _CHUNKS[config.format]
-        self.scale_words = _SCALE_WORDS.get(config.format, 0)
+        self.chunks = CHUNKS[config.format]
+        self.scale_words = SCALE_WORDS.get(config.format, 0)
         self.epilogue_n = min(32, self.tile_n)
         self.epilogue_buffers = 2
         self.group_m = 16
