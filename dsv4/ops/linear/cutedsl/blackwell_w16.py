@@ -100,20 +100,21 @@ class BlackwellW16:
             assumed_align=16,
         )
         other = self._matrix_signature() if self.config.gated else weight
-        lists = [make_fake_tensor(Int32, (1,), (1,), assumed_align=4)] * 3
-        routing = make_fake_tensor(Float32, (1,), (1,), assumed_align=4)
+        # What a kernel does not read is given as its weight.
+        lists = [weight[0]] * 4
         if self.config.sorted:
-            tiles = make_fake_tensor(Int32, (cute.sym_int32(), 4), (4, 1), assumed_align=16)
-            slots = make_fake_tensor(Int32, (cute.sym_int32(),), (1,), assumed_align=4)
-            lists = [tiles, lists[0], slots]
-            routing = make_fake_tensor(Float32, (cute.sym_int32(),), (1,), assumed_align=4)
-        return (x, *weight, *other, *lists, routing, y, Float32(0.0), Int32(1))
+            lists[0] = make_fake_tensor(Int32, (cute.sym_int32(), 4), (4, 1), assumed_align=16)
+            lists[1] = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
+            lists[2] = make_fake_tensor(Int32, (cute.sym_int32(),), (1,), assumed_align=4)
+        if self.config.gathers:
+            lists[3] = make_fake_tensor(Float32, (cute.sym_int32(),), (1,), assumed_align=4)
+        return (x, *weight, *other, *lists, y, Float32(0.0), Int32(1))
 
     def _matrix_signature(self) -> tuple:
         """Data, block scales and global scales."""
         data = byte_tensor(4)
         block_scale = data
-        global_scale = make_fake_tensor(Float32, (1,), (1,), assumed_align=4)
+        global_scale = data
         if self.format is QuantFormat.FP8_BLOCK128:
             sizes = [cute.sym_int32() for _ in range(3)]
             strides = (cute.sym_int64(), sizes[2], 1)
@@ -147,7 +148,7 @@ class BlackwellW16:
 
         Block scales: NVFP4 and MXFP4 uint8 ``[B, R/16, K/64, 64 or 32]``, FP8 float32 ``[B or 1,
         rows/128, K/128]``; global scales float32 ``[B]``. B: groups, or experts. The up matrix,
-        ``limit`` and ``per_token`` belong to gated kernels; tiles, slots and routing weights to
+        ``limit``, ``per_token`` and routing weights belong to gated kernels; tiles and slots to
         sorted ones (``dsv4.ops.moe.grouped.Sorted``). Other kernels and formats ignore them.
         """
         mma = blackwell.make_trivial_tiled_mma(

@@ -1,0 +1,140 @@
+"""The compiled Blackwell kernel with 16-bit activations in the machine of ``tests/ptx``: every form
+and format, under every schedule.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.launch.kernel import ceil_div
+from dsv4.ops.linear.cutedsl.gemm_config import budget
+from dsv4.ops.linear.prefill_cutedsl import INSTALLED
+from tests.ops.linear.meta import BF16, FP8, MXFP4, NVFP4
+from tests.ops.linear.w16_problems import (
+    FORMATS,
+    W16Case,
+    make_ids,
+    make_operands,
+    run,
+    sort_pairs,
+)
+from tests.ptx.rounding import rounding
+from tests.ptx.schedule import SCHEDULES, random_schedule
+
+pytestmark = pytest.mark.skipif(not INSTALLED, reason="needs nvidia-cutlass-dsl")
+
+F32 = torch.float32
+FAST = W16Case("dense", MXFP4, 20, 24, 96, sides=1)
+# Ragged tokens, features and columns; experts without pairs and with one.
+EXACT = [
+    *(W16Case("dense", format, 70, 200, 224) for format in FORMATS),
+    *(W16Case("dense", format, 30, 144, 96, groups=2, sides=1) for format in FORMATS),
+    *(W16Case("down", format, 23, 136, 160, F32) for format in FORMATS),
+    *(W16Case("gate_up", format, 23, 72, 160) for format in FORMATS),
+    *(W16Case("shared", format, 21, 136, 96) for format in FORMATS),
+    W16Case("dense", NVFP4, 150, 40, 64, F32, tile_tokens=128),
+    W16Case("dense", FP8, 70, 130, 64, F32, sides=1),
+    W16Case("down", MXFP4, 150, 20, 64, F32, tile_tokens=128),
+    W16Case("gate_up", MXFP4, 150, 24, 64, tile_tokens=128),
+]
+SCHEDULED = {
+    "dense": W16Case("dense", NVFP4, 70, 144, 208, groups=2),
+    "down": W16Case("down", MXFP4, 11, 136, 224, F32),
+    "gate_up": W16Case("gate_up", FP8, 9, 72, 160),
+    "shared": W16Case("shared", BF16, 130, 24, 96),
+}
+RANDOM = [
+    W16Case("dense", NVFP4, 70, 200, 512, exact=False),
+    W16Case("dense", FP8, 64, 128, 640, sides=1, exact=False),
+    W16Case("dense", BF16, 64, 128, 448, sides=1, exact=False),
+    W16Case("down", NVFP4, 20, 136, 448, F32, exact=False),
+    W16Case("gate_up", MXFP4, 20, 72, 448, exact=False),
+    W16Case("shared", NVFP4, 30, 72, 448, exact=False),
+]
+
+
+def assert_exact(case: W16Case, schedule_seed: int) -> None:
+    operands = make_operands(case)
+    found = run(case, operands, random_schedule(schedule_seed))
+    assert_equal(found, operands.expected)
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    """Bit for bit where there is a result, the poison elsewhere."""
+    rounded = expected.float().to(found.dtype)
+    different = (found != rounded) & ~(found.isnan() & rounded.isnan())
+    assert int(different.sum()) == 0, f"{int(different.sum())} of {found.numel()} values differ"
+
+
+def test_a_small_product() -> None:
+    assert_exact(FAST, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(EXACT)), ids=[case.name for case in EXACT])
+def test_exact_sums(index: int) -> None:
+    """Every product and sum is exact, so that a wrong bit is a wrong address, phase or order."""
+    assert_exact(EXACT[index], index)
+
+
+def test_scheduled_products_go_round_every_ring() -> None:
+    """More k tiles than stages and fragments, more work tiles than accumulators."""
+    for form, case in SCHEDULED.items():
+        found = budget(case.config)
+        ids_TP = make_ids(case.tokens, torch.Generator().manual_seed(0))
+        tiles = case.groups * ceil_div(case.tokens, case.tile_tokens)
+        if case.sorted:
+            tiles = int(sort_pairs(ids_TP).tile_count)
+        assert tiles > found.accumulators
+        assert tiles * ceil_div(case.columns, 64) > max(found.stages, found.fragments), form
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("form", SCHEDULED)
+def test_any_schedule_gives_the_same(form: str, name: str) -> None:
+    case = SCHEDULED[form]
+    operands = make_operands(case)
+    assert_equal(run(case, operands, SCHEDULES[name]), operands.expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(RANDOM)), ids=[case.name for case in RANDOM])
+def test_results_are_rounded_correctly(index: int) -> None:
+    """At least 99.9 % of them, the others are 1 ulp away."""
+    case = RANDOM[index]
+    operands = make_operands(case)
+    found = run(case, operands, random_schedule(index))
+    written = ~operands.expected.isnan()
+    assert torch.equal(~found.isnan(), written)
+    codes = found[written].bfloat16().view(torch.uint16).numpy()
+    share = rounding(codes, operands.expected[written].numpy())
+    assert share.correct >= 0.999, share
+    assert share.worst_ulps <= 1, share
+
+
+@pytest.mark.slow
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """Not on how many there are, nor on their order, their tile or their contents."""
+    case = W16Case("dense", NVFP4, 70, 40, 192, sides=1, exact=False)
+    operands = make_operands(case)
+    together = run(case, operands, random_schedule(1))
+    x, *others = operands.arguments
+    few = [69, 3, 65]
+    y = torch.full((3, *together.shape[1:]), torch.nan, dtype=together.dtype)
+    arguments = [x[few].clone(), *others[:-3], y, *others[-2:]]
+    alone = run(case, operands._replace(arguments=arguments, y=y), random_schedule(2))
+    assert torch.equal(alone, together[few])
+
+
+@pytest.mark.slow
+def test_nan_and_infinity_stay_in_their_row() -> None:
+    """NaN passes the clamps of the gate."""
+    case = W16Case("shared", BF16, 20, 24, 96)
+    operands = make_operands(case)
+    x = operands.arguments[0]
+    x[5, 0, 7] = torch.nan
+    found = run(case, operands, random_schedule(3))
+    assert bool(found[5].isnan().all())
+    operands.expected[5] = torch.nan
+    assert_equal(found, operands.expected)
