@@ -70,7 +70,7 @@ class Engine:
         table = table or table_on(engine_config, self.devices)
         dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
         self.model = Transformer.build(config, weights, table.packing, self.devices, dtype)
-        self.table = settled_table(table, self.model, engine_config.require_native)
+        self.table = settled_table(table, self.model, engine_config)
         # Packing leaves free blocks in torch's cache: the device gets them back.
         torch.cuda.empty_cache()
         self.state = DecodeState.allocate(config, engine_config, self.max_context, self.devices)

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.layers.attention import Attention
 from dsv4.layers.moe import MoE
@@ -16,7 +17,7 @@ from dsv4.model import Transformer
 from dsv4.native.difference import MIXTURE, PRODUCT, REQUANTISED, difference, mixture_difference
 from dsv4.ops import Ops
 from dsv4.ops.immediate import ops_of
-from dsv4.ops.tables import Table
+from dsv4.ops.tables import RecordedTable, Table
 from dsv4.weights.quant import Weight, WeightParts
 
 # More than two tiles of 128 tokens and more than a pair of them, the last one not full.
@@ -41,22 +42,25 @@ class Product(NamedTuple):
     compare: Callable[[Ops, Ops, bool], str | None]
 
 
-def settled_table(table: Table, model: Transformer, required: bool) -> Table:
+def settled_table(table: Table, model: Transformer, engine: EngineConfig) -> Table:
     """``table``, or the portable one behind it where its kernels compute something else on the
     weights of ``model``: then, and where native kernels were refused before, one warning says so.
 
-    Raises ``UserError`` instead of the first where native kernels are ``required``.
+    Raises ``UserError`` instead of the first where ``engine`` requires native kernels.
     """
     refused = table.refused
     if table.portable is not None:
         refused = first_difference(table, table.portable, model)
         if refused is None:
             return table
-        if required:
+        if engine.require_native:
             raise UserError(f"EngineConfig.require_native: {refused}")
         table = table.portable
     if refused is not None:
-        _LOG.warning("no native kernels, the portable ones are used: %s", refused)
+        recorded = isinstance(table, RecordedTable)
+        rounding = recorded and engine.prefill_activations != "bf16"
+        kept = ", with 16-bit activations" if rounding else ""
+        _LOG.warning("no native kernels, the portable ones are used%s: %s", kept, refused)
     return table
 
 

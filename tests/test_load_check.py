@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dsv4 import ModelConfig
+from dsv4 import EngineConfig, ModelConfig
 from dsv4.caches.state import COMPUTE_DTYPES
 from dsv4.errors import UserError
 from dsv4.load_check import first_difference, products, settled_table
@@ -15,7 +15,7 @@ from dsv4.model import Transformer
 from dsv4.ops import TORCH, TORCH_PACKING
 from dsv4.ops.linear import grouped_linear, linear_rows
 from dsv4.ops.moe import Mixture, moe
-from dsv4.ops.tables import TORCH_TABLE, DirectTable
+from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE, DirectTable
 from tests.model.tiny import CPU, random_weights, small_config
 from tests.native.fakes import failing_linear, table_of, wrong_linear
 
@@ -84,7 +84,7 @@ def settle(
 ) -> tuple[DirectTable, list[str]]:
     """The table that an engine takes, and the lines of its log."""
     with caplog.at_level(logging.INFO, "dsv4"):
-        settled = settled_table(table, model, required)
+        settled = settled_table(table, model, EngineConfig(require_native=required))
     assert isinstance(settled, DirectTable)
     return settled, caplog.messages
 
@@ -117,3 +117,12 @@ def test_what_was_refused_before_is_told_once(
     assert told == [
         "no native kernels, the portable ones are used: gemm (small): 12 values are wrong"
     ]
+
+
+def test_activations_that_stay_as_they_are_are_told(
+    model: Transformer, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = replace(CUDA_TABLE, refused="gemm (small): 12 values are wrong")
+    settled_table(table, model, EngineConfig(prefill_activations="fp8"))
+    start = "no native kernels, the portable ones are used, with 16-bit activations: gemm (small)"
+    assert caplog.messages[0].startswith(start)

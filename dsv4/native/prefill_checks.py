@@ -21,7 +21,7 @@ from dsv4.ops.tables import RecordedTable, Table
 from dsv4.weights.quant import QuantFormat
 
 # (tokens, rows, columns) whose last tiles are not full.
-SMALL = ((130, 192, 320), (300, 384, 128), (257, 64, 1024))
+SMALL = ((130, 192, 384), (300, 384, 128), (257, 64, 1024))
 # A chunk of a prompt, and what is left of one.
 REAL_TOKENS = (300, 4096)
 # o_a: groups, rows and columns of one.

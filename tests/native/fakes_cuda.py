@@ -19,7 +19,9 @@ from dsv4.native.prefill_checks import (
     linear_products,
     mixtures,
 )
+from dsv4.native.quantiser_checks import quantiser_checks
 from dsv4.ops import Ops
+from dsv4.ops.quantize_activations import ActivationFormat
 from dsv4.ops.tables import CUDA_TABLE, CUTEDSL_TABLE, RecordedTable
 from dsv4.weights.quant import QuantFormat
 
@@ -35,6 +37,11 @@ def hopper() -> list[Check]:
     made = [product for format in formats for product in linear_products(format)]
     made += [*grouped_products(QuantFormat.FP8_BLOCK128), *mixtures(QuantFormat.NVFP4)]
     return [checks.check(product) for product in made]
+
+
+def quantisers() -> list[Check]:
+    """They are CUDA C++ for every GPU."""
+    return [check for format in ActivationFormat for check in quantiser_checks(format)]
 
 
 def portable_twice() -> list[Check]:

@@ -36,6 +36,12 @@ def test_products_of_two_kernels_pass_all_checks() -> None:
     assert len(found.results) > 40
 
 
+def test_quantisers_pass_all_checks() -> None:
+    found = verdict("quantisers")
+    assert found.complaint is None
+    assert len(found.results) == 15
+
+
 @pytest.mark.parametrize(
     ("checks", "reason"),
     [

@@ -74,9 +74,9 @@ def test_every_product_has_a_name_of_its_own() -> None:
         for product in kind(format)
     ]
     assert len({product.name for product in made}) == len(made)
-    assert made[0].name == "linear nvfp4 192x320 T=130"
-    assert made[0].flops == 2 * 130 * 192 * 320
-    assert made[0].values == 130 * (192 + 320)
+    assert made[0].name == "linear nvfp4 192x384 T=130"
+    assert made[0].flops == 2 * 130 * 192 * 384
+    assert made[0].values == 130 * (192 + 384)
     assert Product("grouped_linear", QuantFormat.BF16, 9, (2, 32, 64)).values == 9 * 2 * (32 + 64)
 
 
