@@ -100,10 +100,11 @@ def test_loads_decoded_at_once_change_no_bit(
     """What an architecture needs fewer of for its registers runs on every other one as well."""
     width, inner, count = GEOMETRIES["flash"]
     experts, shared = weights(width, inner, count, formats)
+    choices = sorted(set(decode.LOADS_AT_ONCE.values()))
     for tokens in (1, 4, 8):
         arguments = step(width, count, tokens)
         found = []
-        for loads in sorted(set(decode.LOADS_AT_ONCE.values())):
+        for loads in choices:
             at_once = dict.fromkeys(ARCHITECTURES, loads)
             monkeypatch.setattr(decode, "LOADS_AT_ONCE", at_once)
             poison()
