@@ -1,0 +1,55 @@
+"""The Blackwell products with quantised activations compile without a GPU for every shape of Flash
+and Pro, use block-scaled MMAs, spill nothing and fit a multiprocessor.
+"""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from dsv4.ops.linear.cutedsl.gemm_config import (
+    ARCHITECTURES,
+    REGISTERS,
+    SMEM_BYTES,
+    TENSOR_COLUMNS,
+)
+from dsv4.ops.linear.cutedsl.scaled_config import MMAS, WARPS, ScaledConfig, scaled_budget
+from dsv4.weights.quant import QuantFormat
+from tests.ops.linear.compiled import compile_to_files
+from tests.ops.linear.scaled_configurations import configurations, name
+
+# Processor time, so that a busy machine fails nothing.
+MOST_SECONDS = 10
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "config",
+    configurations(),
+    ids=name,
+)
+def test_compiles_within_the_limits_of_a_multiprocessor(
+    config: ScaledConfig, architecture: str, tmp_path: Path
+) -> None:
+    from dsv4.ops.linear.cutedsl.blackwell_scaled import ScaledGemm
+
+    begin = time.process_time()
+    found = compile_to_files(ScaledGemm, config, architecture, tmp_path)
+    assert time.process_time() - begin < MOST_SECONDS
+    nvfp4 = config.format is QuantFormat.NVFP4
+    kind = "kind::mxf4nvf4.block_scale.block16" if nvfp4 else "kind::mxf8f6f4.block_scale.block32"
+    assert len(re.findall(rf"tcgen05\.mma\.cta_group::{config.ctas}\.{kind}", found.ptx)) == MMAS
+    assert len(re.findall(r"\bUTCOMMA\b" if nvfp4 else r"\bUTCQMMA\b", found.sass)) == MMAS
+    assert f".target {architecture}" in found.ptx
+    if config.pair:
+        # An allocation need not wait for that of the other CTA.
+        assert found.ptx.index("tcgen05.alloc") < found.ptx.index("barrier.cluster.arrive")
+    assert "griddepcontrol.wait" in found.ptx
+    assert "griddepcontrol.launch_dependents" in found.ptx
+    assert not found.spills
+    assert found.registers * 32 * WARPS <= REGISTERS
+    budget = scaled_budget(config)
+    assert budget.smem_bytes <= SMEM_BYTES
+    assert budget.columns <= TENSOR_COLUMNS
+    assert budget.stages >= 4
