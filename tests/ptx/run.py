@@ -26,7 +26,7 @@ _BFLOAT = 4
 _INTEGER = 1
 _FLOAT = 3
 _TENSOR = 7
-Argument = torch.Tensor | np.ndarray | int | float
+Argument = torch.Tensor | np.ndarray | int | float | None
 
 
 class CompiledKernel(NamedTuple):
@@ -86,8 +86,9 @@ def run_kernel(
     """Calls the host function and executes what it launches; results are in the arguments.
 
     Tensors (torch on the CPU, or numpy arrays) stand for tensors on the device; kernels may touch
-    their bytes and nothing else. The stream that the function takes from its environment is no
-    argument. A fault of the kernel raises its exception from ``tests.ptx.faults``.
+    their bytes and nothing else. None stands for an operand that the kernel was compiled without.
+    The stream that the function takes from its environment is no argument. A fault of the kernel
+    raises its exception from ``tests.ptx.faults``.
     """
     launches = record_launches(compiled, arguments)
     memory = GlobalMemory()
@@ -138,6 +139,8 @@ def record_launches(compiled: CompiledKernel, arguments: Sequence[Argument]) -> 
     packed = (_Any * len(arguments))()
     kept: list[Any] = []
     for slot, argument in zip(packed, arguments, strict=True):
+        if argument is None:
+            continue
         if isinstance(argument, torch.Tensor | np.ndarray):
             tensor = _dl_tensor(argument, kept)
             slot.type_index = _TENSOR
