@@ -15,7 +15,13 @@ from dsv4.errors import UserError
 from dsv4.ops.torch_workspace import TorchStep
 from dsv4.parallel.placement import Placement
 from dsv4.step.planned import PlannedSteps
-from dsv4.weights.packing_bytes import dequantized_bytes, dequantizing_bytes, packing_bytes
+from dsv4.weights.packing_bytes import (
+    dequantized_bytes,
+    dequantizing_bytes,
+    native_copy_bytes,
+    packing_bytes,
+    packing_with_native_bytes,
+)
 
 DEFAULT_MAX_CONTEXT = 8192
 _MIB = 1 << 20
@@ -28,9 +34,9 @@ CUDA_RESERVE_BYTES = 512 << 20
 @dataclass(frozen=True)
 class DevicePlan:
     """Bytes of one device: weights; ``ops_bytes``, what the op table keeps in addition (the torch
-    ops: every matrix dequantized to float32; the CUDA ops: nothing); the decode state; and
-    ``work_bytes``, which come and go: packing the largest weight or the longest step, whichever
-    needs more, and a reserve for the CUDA driver.
+    ops: every matrix dequantized to float32; the CUDA ops: native copies, where there are some);
+    the decode state; and ``work_bytes``, which come and go: packing the largest weight or the
+    longest step, whichever needs more, and a reserve for the CUDA driver.
     """
 
     device: torch.device
@@ -52,10 +58,13 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """One ``DevicePlan`` per device; ``str()`` is the table the driver prints for ``--plan``."""
+    """One ``DevicePlan`` per device; ``str()`` is the table the driver prints for ``--plan``.
+    ``native_copies``: ``ops_bytes`` are those of native copies, of all layers or of none.
+    """
 
     devices: tuple[DevicePlan, ...]
     max_context: int
+    native_copies: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -92,8 +101,14 @@ class MemoryPlan:
                     f"memory: {device.device} needs {needed:,} MiB (weights {weights:,}, "
                     f"ops {ops:,}, state {state:,}, work {work:,}), "
                     f"found {available:,} MiB available; use more GPUs or a smaller "
-                    "EngineConfig.max_context or EngineConfig.prefill_chunk"
+                    f"EngineConfig.max_context or EngineConfig.prefill_chunk{self._without_copies}"
                 )
+
+    @property
+    def _without_copies(self) -> str:
+        """What else a refusal advises."""
+        advice = ", or EngineConfig.prefill_activations='bf16', which needs no native copies"
+        return advice if self.native_copies else ""
 
 
 def max_context_tokens(config: ModelConfig, engine: EngineConfig) -> int:
@@ -128,14 +143,19 @@ def plan_memory(
     max_context = max_context_tokens(config, engine)
     devices = tuple(dict.fromkeys(placement.layer_devices))
     weights, ops, state, packing = (dict.fromkeys(devices, 0) for _ in range(4))
+    native = None if steps is None else steps.packing.native
     for parameter, format, nbytes in stored:
         device = placement.device_of(parameter.name)
         weights[device] += nbytes
         if steps is None:
             ops[device] += dequantized_bytes(parameter)
             packing[device] = max(packing[device], dequantizing_bytes(parameter, format))
-        else:
+        elif native is None:
             packing[device] = max(packing[device], packing_bytes(parameter, format, nbytes))
+        else:
+            ops[device] += native_copy_bytes(parameter, format, native == "nvfp4")
+            peak = packing_with_native_bytes(parameter, format, nbytes)
+            packing[device] = max(packing[device], peak)
     for ratio, device in zip(config.compress_ratios, placement.layer_devices, strict=True):
         state[device] += layer_state_bytes(config, engine, max_context, ratio)
     for source, target in set(pairwise(placement.layer_devices)):
@@ -151,7 +171,7 @@ def plan_memory(
         plans.append(
             DevicePlan(device, layers, weights[device], ops[device], state[device], work, available)
         )
-    return MemoryPlan(tuple(plans), max_context)
+    return MemoryPlan(tuple(plans), max_context, native is not None)
 
 
 def arrival_bytes(config: ModelConfig, engine: EngineConfig) -> int:

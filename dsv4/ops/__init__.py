@@ -209,11 +209,13 @@ class Packing:
     """How an op table keeps weights: every layout has ``dequantize()`` and ``shape``, so that the
     torch ops accept any of them. Norm weights, biases, sinks and positional biases are float32.
     ``pack_experts`` None: every matrix of experts by ``pack_weight``, one after the other.
+    ``native``: weights have native copies beside them, for activations of this mode.
     """
 
     pack_weight: PackWeight
     pack_rows: PackRows
     pack_experts: PackExperts | None = None
+    native: ActivationMode | None = None
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,21 @@ native copy beside it where it has one.
 
 from functools import partial
 
+from dsv4.engine_config import ActivationMode
 from dsv4.ops import Packing
 from dsv4.ops.linear.row_list import pack_rows
 from dsv4.ops.moe.native import pack_native_experts
 from dsv4.weights.packed_native import pack_with_native
 
 
-def native_packing(nvfp4: bool) -> Packing:
-    """``nvfp4``: NVFP4 weights are to meet NVFP4 activations; else only those that are MXFP4 in
-    disguise have a native copy.
+def native_packing(activations: ActivationMode) -> Packing:
+    """For activations in "fp8", which NVFP4 weights meet only where they are MXFP4 in disguise, or
+    in "nvfp4".
 
-    ``PackedWithNative.unsupported`` and ``NativeExperts.unsupported`` say why a weight has none.
+    ``PackedWithNative.unsupported`` and ``NativeExperts.unsupported`` say why a weight has no
+    native copy.
     """
+    nvfp4 = activations == "nvfp4"
     pack = partial(pack_with_native, nvfp4=nvfp4)
     experts = partial(pack_native_experts, nvfp4=nvfp4)
-    return Packing(pack, partial(pack_rows, pack=pack), experts)
+    return Packing(pack, partial(pack_rows, pack=pack), experts, activations)

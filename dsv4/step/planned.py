@@ -15,6 +15,7 @@ from dsv4.launch.kernel import Kernel
 from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
+from dsv4.ops import Packing
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
 from dsv4.step.recorded import RING_TOKENS, RecordedStep, StepRecorder, TokenLoopMemory, record_step
@@ -26,9 +27,12 @@ StoredFormats = Iterable[tuple[Parameter, QuantFormat | None]]
 
 @dataclass(frozen=True)
 class PlannedSteps:
-    """The longest decode and prefill steps of an engine, recorded without memory."""
+    """The longest decode and prefill steps of an engine, recorded without memory, and how their
+    table packs weights.
+    """
 
     steps: tuple[RecordedStep, ...]
+    packing: Packing
 
     @classmethod
     def of(
@@ -49,7 +53,8 @@ class PlannedSteps:
         model = Transformer.build(config, weights, table.packing, layer_devices, dtype)
         state = DecodeState.allocate(config, engine, max_context, layer_devices, planned=True)
         lengths = {1, MAX_DECODE_TOKENS, prefill_tokens(engine, max_context)}
-        return cls(tuple(_record(model, state, table, targets, n) for n in sorted(lengths)))
+        steps = tuple(_record(model, state, table, targets, n) for n in sorted(lengths))
+        return cls(steps, table.packing)
 
     def workspace_bytes(self) -> dict[torch.device, int]:
         """The largest workspace of any step, by device: steps share it."""

@@ -170,11 +170,7 @@ def is_disguised_mxfp4(weight: QuantTensor) -> bool:
     if weight.format is not QuantFormat.NVFP4 or weight.shape[-1] % 32:
         return False
     assert weight.block_scale is not None
-    pairs = weight.block_scale.view(torch.uint8).unflatten(-1, (-1, 2))
-    if not torch.equal(pairs[..., 0], pairs[..., 1]):
-        return False
-    scale = weight.block_scale.float()
-    return _exact_e8m0(torch.where(scale == 0, torch.ones_like(scale), scale)) is not None
+    return all(_is_disguised(scale) for scale in _matrices(weight.block_scale))
 
 
 def native_weight(weight: QuantTensor, format: QuantFormat) -> NativeWeight:
@@ -247,15 +243,39 @@ def _row_scales(weight: QuantTensor) -> Tensor:
 
 
 def _undisguised(weight: QuantTensor) -> tuple[Tensor, Tensor]:
-    """Codes and E8M0 scales of an NVFP4 weight that is MXFP4 in disguise."""
+    """Codes and E8M0 scales of an NVFP4 weight that is MXFP4 in disguise, made one matrix of a
+    stack at a time.
+    """
     assert weight.block_scale is not None
-    scale = weight.block_scale.float()[..., ::2]
-    is_zero = scale == 0
-    exact = _exact_e8m0(torch.where(is_zero, torch.ones_like(scale), scale))
-    assert exact is not None
-    # 2^-127 would give codes that are not zero a value.
-    kept = torch.where(is_zero, 0, 0xFF).to(torch.uint8).repeat_interleave(16, -1)
-    return weight.data & kept, torch.where(is_zero, 0, exact).to(torch.uint8)
+    groups = weight.shape[-1] // 32
+    data = torch.empty_like(weight.data)
+    scale = data.new_empty((*weight.shape[:-1], groups))
+    parts = (weight.data, weight.block_scale, data, scale)
+    for stored, pairs, codes, exponents in zip(*map(_matrices, parts), strict=True):
+        of_group = pairs.float()[:, ::2]
+        exact = _exact_e8m0(_without_zeros(of_group))
+        assert exact is not None
+        is_zero = of_group == 0
+        exponents.copy_(exact.masked_fill(is_zero, 0))
+        # 2^-127 would give codes that are not zero a value.
+        lost = is_zero.repeat_interleave(16, -1)
+        codes.copy_(stored.masked_fill(lost, 0))
+    return data, scale
+
+
+def _is_disguised(scale: Tensor) -> bool:
+    pairs = scale.view(torch.uint8).unflatten(-1, (-1, 2))
+    if not torch.equal(pairs[..., 0], pairs[..., 1]):
+        return False
+    return _exact_e8m0(_without_zeros(scale.float())) is not None
+
+
+def _without_zeros(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def _matrices(part: Tensor) -> Tensor:
+    return part.view(-1, *part.shape[-2:])
 
 
 def _exact_e8m0(scale: Tensor) -> Tensor | None:

@@ -22,18 +22,20 @@ class PackedWithNative(PackedWeight):
         return replace(super().__getitem__(index), native=native, unsupported=self.unsupported)
 
 
-def native_format(weight: QuantTensor, nvfp4: bool) -> QuantFormat:
-    """The format of a native copy. ``nvfp4``: NVFP4 weights meet NVFP4 activations; else only those
-    that are MXFP4 in disguise have a copy, as MXFP4.
+def native_format(format: QuantFormat, nvfp4: bool) -> QuantFormat:
+    """The format of the native copy of a weight stored in ``format``.
+
+    ``nvfp4``: NVFP4 weights meet NVFP4 activations; else only those that are MXFP4 in disguise have
+    a copy, as MXFP4.
     """
-    if weight.format is QuantFormat.NVFP4 and not nvfp4:
+    if format is QuantFormat.NVFP4 and not nvfp4:
         return QuantFormat.MXFP4
-    return weight.format
+    return format
 
 
 def pack_with_native(weight: QuantTensor, nvfp4: bool) -> PackedWithNative:
     """``pack_weight`` and, where there is one, the native copy in ``native_format``."""
-    format = native_format(weight, nvfp4)
+    format = native_format(weight.format, nvfp4)
     reason = unsupported_reason(weight, format)
     native = native_weight(weight, format) if reason is None else None
     return with_native(pack_weight(weight), native, reason)

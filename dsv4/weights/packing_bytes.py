@@ -2,8 +2,10 @@
 
 import torch
 
+from dsv4.weights.native import native_bytes, unsupported_reason
+from dsv4.weights.packed_native import native_format
 from dsv4.weights.parameters import Parameter, Role
-from dsv4.weights.quant import QuantFormat
+from dsv4.weights.quant import QuantFormat, planned_quant_tensor
 
 # Copies of a matrix, in its own bytes, that are alive while its 4-bit codes or its values are put
 # in another order; and float32 copies, the result included, while the torch ops dequantize a
@@ -26,6 +28,19 @@ def dequantized_bytes(parameter: Parameter) -> int:
     return 4 * torch.Size(parameter.shape).numel() if is_packed(parameter) else 0
 
 
+def native_copy_bytes(parameter: Parameter, format: QuantFormat | None, nvfp4: bool) -> int:
+    """Bytes of the native copy of a stored parameter, 0 where its shape and format allow none.
+
+    What depends on values counts as allowed. ``nvfp4`` as in ``native_format``.
+    """
+    if format is None or not is_packed(parameter):
+        return 0
+    target = native_format(format, nvfp4)
+    if unsupported_reason(planned_quant_tensor(format, parameter.shape), target) is not None:
+        return 0
+    return native_bytes(target, parameter.shape)
+
+
 def packing_bytes(parameter: Parameter, format: QuantFormat | None, nbytes: int) -> int:
     """Extra bytes of packing a stored parameter of ``nbytes`` for the CUDA ops."""
     if format is None or not is_packed(parameter):
@@ -36,6 +51,12 @@ def packing_bytes(parameter: Parameter, format: QuantFormat | None, nbytes: int)
     matrices = parameter.shape[0] if parameter.role is Role.EXPERT else 1
     copies = _VALUE_COPIES if format.group_size is None else _CODE_COPIES
     return stack + copies * (nbytes // matrices)
+
+
+def packing_with_native_bytes(parameter: Parameter, format: QuantFormat | None, nbytes: int) -> int:
+    """The same beside native copies: w1, w2 and w3 of experts live as stored until all have one."""
+    together = 2 * nbytes if parameter.role is Role.EXPERT else 0
+    return packing_bytes(parameter, format, nbytes) + together
 
 
 def dequantizing_bytes(parameter: Parameter, format: QuantFormat | None) -> int:

@@ -35,7 +35,7 @@ def pack_native_experts(
     gate_up = None
     down = None
     if reason is None:
-        format = native_format(w1, nvfp4)
+        format = native_format(w1.format, nvfp4)
         gate_up = NativeGateUp.of(native_weight(w1, format), native_weight(w3, format))
         down = native_weight(w2, format)
     packed_w2 = with_native(pack_weight(w2), down, reason)
@@ -44,7 +44,7 @@ def pack_native_experts(
 
 def _unsupported(w1: QuantTensor, w2: QuantTensor, w3: QuantTensor, nvfp4: bool) -> str | None:
     for name, weight in (("w1", w1), ("w2", w2), ("w3", w3)):
-        reason = unsupported_reason(weight, native_format(weight, nvfp4))
+        reason = unsupported_reason(weight, native_format(weight.format, nvfp4))
         if reason is not None:
             return f"{name}: {reason}"
         if weight.format is not w1.format:

@@ -112,7 +112,7 @@ def test_groups_are_one_row(gemms: Gemms) -> None:
 
 def test_one_quantisation_serves_a_row_list(gemms: Gemms) -> None:
     formats = (FP8, NVFP4, MXFP4)
-    rows = native_packing(nvfp4=True).pack_rows(
+    rows = native_packing("nvfp4").pack_rows(
         [stored(format, 256, 1024) for format in formats], [None, None, torch.float32]
     )
     recording = Recording(BLACKWELL, 500)
@@ -130,7 +130,7 @@ def test_one_quantisation_serves_a_row_list(gemms: Gemms) -> None:
 
 
 def test_a_row_list_with_other_matrices_is_normed_once(gemms: Gemms) -> None:
-    rows = native_packing(nvfp4=False).pack_rows(
+    rows = native_packing("fp8").pack_rows(
         [stored(FP8, 256, 1024), stored(BF16, 64, 1024)], [None, torch.float32]
     )
     recording = Recording(BLACKWELL, 500)

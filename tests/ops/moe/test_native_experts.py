@@ -68,7 +68,7 @@ def test_experts_without_native_copies_say_why(
 def test_the_packing_of_a_model_makes_them() -> None:
     weights = {f"experts.{name}.weight": weight for name, weight in matrices(FP8).items()}
     weights["linear"] = stored(FP8, (64, 128))
-    reader = WeightReader(weights, native_packing(nvfp4=False))
+    reader = WeightReader(weights, native_packing("fp8"))
     experts = reader.experts("experts")
     assert isinstance(experts, NativeExperts)
     assert experts.gate_up is not None

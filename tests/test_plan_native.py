@@ -1,0 +1,55 @@
+"""Memory plan of native copies: all of them are counted, or the refusal has the numbers."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.checkpoint import Geometry, ParameterDescription, geometry_config
+from dsv4.checkpoint.layouts import format_in
+from dsv4.config import ModelConfig
+from dsv4.engine_config import ActivationMode, EngineConfig
+from dsv4.errors import UserError
+from dsv4.ops.native_packing import native_packing
+from dsv4.ops.tables import CUDA_TABLE
+from dsv4.parallel.placement import Placement
+from dsv4.plan import plan_memory
+from dsv4.weights.parameters import Parameter, parameters
+from dsv4.weights.quant import packed_bytes
+
+# Geometry, GPUs and GB of each, activations, whether it fits.
+CASES: list[tuple[Geometry, int, int, ActivationMode | None, bool]] = [
+    ("v4-pro", 8, 180, None, True),
+    ("v4-pro", 8, 180, "nvfp4", False),
+    ("v4-pro", 8, 288, "nvfp4", True),
+    ("v4-flash", 2, 180, "nvfp4", True),
+    ("v4-flash", 2, 180, "fp8", True),
+]
+
+
+def test_native_copies_are_counted_and_refused_with_numbers() -> None:
+    """Pro's experts twice need GPUs of more than 180 GB, eight of them; Flash's fit two."""
+    for name, count, memory, mode, fits in CASES:
+        config = ModelConfig.from_dict(geometry_config(name))
+        devices = [torch.device("cuda", index) for index in range(count)]
+        placement = Placement.pipeline([1] * config.num_hidden_layers, devices)
+        stored = [described(parameter) for parameter in parameters(config).values()]
+        packing = CUDA_TABLE.packing if mode is None else native_packing(mode)
+        workspace = dict.fromkeys(devices, 1 << 30)
+        steps: Any = SimpleNamespace(packing=packing, workspace_bytes=lambda it=workspace: it)
+        planned = plan_memory(config, EngineConfig(), placement, stored, steps, memory * 10**9)
+        assert planned.fits is fits, (name, memory, mode, str(planned))
+        assert all((device.ops_bytes > 0) == (mode is not None) for device in planned.devices)
+        if not fits:
+            with pytest.raises(UserError, match=r"ops [0-9,]+, .*prefill_activations='bf16'"):
+                planned.refuse_if_too_large()
+
+
+def described(parameter: Parameter) -> ParameterDescription:
+    """A parameter of NVIDIA's mix: NVFP4 experts, FP8 linears."""
+    format = format_in("nvfp4-experts", parameter)
+    nbytes = 4 * torch.Size(parameter.shape).numel()
+    if format is not None:
+        nbytes = packed_bytes(format, parameter.shape)
+    return ParameterDescription(parameter, format, nbytes)
