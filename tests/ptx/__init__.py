@@ -28,6 +28,7 @@ of ``tests.ptx.faults``. Registers, shared memory and tensor memory start as 0xF
 | ``descriptors``, ``wgmma``, ``tensor_memory``, ``umma``, ``umma_operands`` | matrix products |
 | ``tensor_core``, ``rounding`` | the arithmetic of matrix products |
 | ``host``, ``driver``, ``launch``, ``run`` | the host function and the way in |
+| ``edits``, ``planted``, ``kernels`` | faults planted into kernels, which the machine must find |
 
 The machine does not know: missing fences other than fence.proxy.async, memory orders, time, caches,
 programmatic dependent launches (each launch runs alone, and its clusters one after the other), and
