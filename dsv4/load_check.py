@@ -17,8 +17,12 @@ from dsv4.model import Transformer
 from dsv4.native.difference import MIXTURE, PRODUCT, REQUANTISED, difference, mixture_difference
 from dsv4.ops import Ops
 from dsv4.ops.immediate import ops_of
+from dsv4.ops.moe import ExpertWeights
+from dsv4.ops.moe.native import NativeExperts
 from dsv4.ops.tables import RecordedTable, Table
-from dsv4.weights.quant import Weight, WeightParts
+from dsv4.weights.packed import PackedWeight
+from dsv4.weights.packed_native import PackedWithNative
+from dsv4.weights.quant import QuantFormat, Weight, WeightParts
 
 # More than two tiles of 128 tokens and more than a pair of them, the last one not full.
 TOKENS = 300
@@ -187,9 +191,9 @@ def _experts(ffn: MoE, inputs: _Inputs, vocabulary: int) -> Product:
         expected = ffn(reference, x_TE, tokens_T)
         return mixture_difference(found, expected, MIXTURE if exact else REQUANTISED)
 
-    return Product(
-        f"moe {_described(weights[1:2])}", ("moe", ffn.router.hashed, _kind(weights)), compare
-    )
+    copies = (_copy_of(ffn.experts), _copy_of(ffn.shared))
+    kind = ("moe", ffn.router.hashed, copies, _kind(weights))
+    return Product(f"moe {_described(weights[1:2])}", kind, compare)
 
 
 def _attempt(
@@ -210,7 +214,21 @@ def _found(wrong: Iterable[str | None]) -> Iterator[str]:
 
 
 def _kind(weights: Sequence[Weight]) -> Hashable:
-    return tuple((_format(weight), weight.shape) for weight in weights)
+    return tuple((_format(weight), weight.shape, _form(weight)) for weight in weights)
+
+
+def _form(weight: Weight) -> Hashable:
+    """What kernels choose by, besides format and shape."""
+    if not isinstance(weight, PackedWeight):
+        return None
+    native = weight.native if isinstance(weight, PackedWithNative) else None
+    return weight.power_of_two_scales, None if native is None else native.format
+
+
+def _copy_of(experts: ExpertWeights) -> QuantFormat | None:
+    """The format of the native copy of w1 and w3."""
+    gate_up = experts.gate_up if isinstance(experts, NativeExperts) else None
+    return None if gate_up is None else gate_up.format
 
 
 def _described(weights: Sequence[Weight]) -> str:

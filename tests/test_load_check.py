@@ -7,15 +7,19 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dsv4 import EngineConfig, ModelConfig
+from dsv4 import EngineConfig, ModelConfig, load_check
 from dsv4.caches.state import COMPUTE_DTYPES
 from dsv4.errors import UserError
 from dsv4.load_check import first_difference, products, settled_table
 from dsv4.model import Transformer
+from dsv4.native.random_weights import RandomWeights
 from dsv4.ops import TORCH, TORCH_PACKING
 from dsv4.ops.linear import grouped_linear, linear_rows
 from dsv4.ops.moe import Mixture, moe
 from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE, DirectTable
+from dsv4.weights.packed import pack_weight
+from dsv4.weights.packed_native import pack_with_native
+from dsv4.weights.quant import QuantFormat
 from tests.model.tiny import CPU, random_weights, small_config
 from tests.native.fakes import failing_linear, table_of, wrong_linear
 
@@ -126,3 +130,20 @@ def test_activations_that_stay_as_they_are_are_told(
     settled_table(table, model, EngineConfig(prefill_activations="fp8"))
     start = "no native kernels, the portable ones are used, with 16-bit activations: gemm (small)"
     assert caplog.messages[0].startswith(start)
+
+
+def test_kernels_that_are_chosen_by_values_are_kinds_of_their_own() -> None:
+    fp8 = RandomWeights(CPU).weight(QuantFormat.FP8_BLOCK128, 128, 256)
+    assert fp8.block_scale is not None
+    other_scales = replace(fp8, block_scale=fp8.block_scale.float() * 1.5)
+    nvfp4 = RandomWeights(CPU).weight(QuantFormat.NVFP4, 128, 256)
+    disguised = RandomWeights(CPU).weight(QuantFormat.NVFP4, 128, 256, disguised=True)
+    packed = [
+        *(pack_weight(fp8), pack_weight(other_scales), pack_weight(nvfp4)),
+        *(pack_with_native(nvfp4, False), pack_with_native(nvfp4, True)),
+        *(pack_with_native(disguised, False), pack_with_native(fp8, False)),
+    ]
+    kinds = [load_check._kind([weight]) for weight in packed]
+    # Without a native copy a packed weight is the same with and without a place for one.
+    assert len(set(kinds)) == len(kinds) - 1
+    assert kinds[2] == kinds[3]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsv4.errors import UserError
-from dsv4.native.verdict_file import verdict_for
+from dsv4.native.verdict_file import package_version, verdict_for
 from dsv4.ops.tables import Table
 
 
@@ -15,12 +15,13 @@ class NativeForm:
     """A table with native kernels, for the devices that ``runs_on`` says.
 
     ``checks``: the function ``module:function`` that lists the checks which its kernels have to
-    pass (``dsv4.native.check``).
+    pass (``dsv4.native.check``). ``packages``: what compiles them.
     """
 
     table: Table
     checks: str
     runs_on: Callable[[torch.device], bool]
+    packages: tuple[str, ...] = ()
 
 
 def native_or_portable(
@@ -48,7 +49,10 @@ def native_or_portable(
 
 
 def _complaint(form: NativeForm, devices: Sequence[torch.device]) -> str | None:
-    """Of the first device whose model has not passed."""
+    """Of a package that is missing, or of the first device whose model has not passed."""
+    for package in form.packages:
+        if package_version(package) is None:
+            return f"needs {package}, found none: pip install dsv4[cuda]"
     models: dict[str, torch.device] = {}
     for device in devices:
         models.setdefault(_name(device), device)

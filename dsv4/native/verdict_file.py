@@ -7,6 +7,7 @@ counts as absent.
 import hashlib
 import importlib.metadata
 import json
+import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +26,7 @@ _PACKAGES = (
 )
 # The folders of dsv4 whose files decide what a kernel computes and what it is compared with.
 _SOURCES = ("caches", "launch", "native", "ops", "weights")
+_LOG = logging.getLogger("dsv4")
 _PACKAGE_FOLDER = Path(__file__).parent.parent
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
@@ -39,6 +41,7 @@ def verdict_for(checks: str, device: torch.device, anew: bool = False) -> Verdic
     path = verdict_path(facts)
     verdict = None if anew else _kept(path, facts)
     if verdict is None:
+        _LOG.info("native kernels are checked on %s, once until something changes", facts["gpu"])
         verdict = run_checks(checks, device)
         if verdict.conclusive:
             keep_file(path, _content(facts, verdict))
@@ -54,7 +57,7 @@ def verdict_facts(checks: str, device: torch.device) -> dict[str, Any]:
         "checks": checks,
         "gpu": torch.cuda.get_device_name(device) if on_gpu else str(device.type),
         "driver": driver_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: package_version(name) for name in _PACKAGES},
         "sources": _sources_digest(),
     }
 
@@ -63,6 +66,14 @@ def verdict_path(facts: dict[str, Any]) -> Path:
     """The file of the verdict that depends on ``facts``."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder() / f"verdict-{digest}.json"
+
+
+def package_version(package: str) -> str | None:
+    """The version of an installed package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def driver_version() -> str | None:
@@ -97,13 +108,6 @@ def _kept(path: Path, facts: dict[str, Any]) -> Verdict | None:
 
 def _digest(facts: dict[str, Any], results: object) -> str:
     return hashlib.sha256(json.dumps([facts, results], sort_keys=True).encode()).hexdigest()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _sources_digest() -> str:
