@@ -119,20 +119,31 @@ def decode_sections(gpus: int, machine: Machine, dry: bool) -> Iterator[Section]
 
 def geometry_sections(machine: Machine, dry: bool) -> Iterator[Section]:
     """Random weights of the published geometries: prefill and every decode form, with the op table
-    that "auto" takes; on one GPU also with the portable kernels.
+    that "auto" takes; on one GPU also with the portable kernels, and with rounded activations.
     """
-    cases = [("v4-flash", gpus, "auto") for gpus in GPU_COUNTS]
-    cases += [("v4-flash", 1, "cuda"), ("v4-pro", max(GPU_COUNTS), "auto")]
-    for geometry, gpus, ops in cases:
-        name = f"{geometry} on {_gpus(gpus)}, ops {ops}"
-        if machine.gpus < gpus:
-            yield skipped(name, f"found {_gpus(machine.gpus)}")
-            continue
-        sizes = "--prompts 2048 8192 --positions 1024 8192"
-        if dry:
-            sizes = f"--layers {max(4, gpus)} --prompts 64 --positions 64 --decode-tokens 4"
-        line = f"{_BENCH} engine --geometry {geometry} --gpus {gpus} --ops {ops} {sizes}"
-        yield _command(name, line, "--out", dry)
+    flash = f"v4-flash on {_gpus(1)}"
+    for gpus in GPU_COUNTS:
+        yield _geometry(f"v4-flash on {_gpus(gpus)}", "v4-flash", gpus, machine, dry)
+    yield _geometry(f"{flash}, ops cuda", "v4-flash --ops cuda", 1, machine, dry)
+    for mode, layout in (("fp8", "native"), ("nvfp4", "nvfp4-experts")):
+        name = f"{flash}, {mode}"
+        if mode in machine.native:
+            rounded = f"v4-flash --format {layout} --prefill-activations {mode}"
+            yield _geometry(name, rounded, 1, machine, dry)
+        else:
+            yield skipped(name, f"found {_gpus(machine.gpus)}, none with kernels for {mode}")
+    most = max(GPU_COUNTS)
+    yield _geometry(f"v4-pro on {_gpus(most)}", "v4-pro", most, machine, dry)
+
+
+def _geometry(name: str, flags: str, gpus: int, machine: Machine, dry: bool) -> Section:
+    if machine.gpus < gpus:
+        return skipped(name, f"found {_gpus(machine.gpus)}")
+    sizes = "--prompts 2048 8192 --positions 1024 8192"
+    if dry:
+        sizes = f"--layers {max(4, gpus)} --prompts 64 --positions 64 --decode-tokens 4"
+    line = f"{_BENCH} engine --geometry {flags} --gpus {gpus} {sizes}"
+    return _command(name, line, "--out", dry)
 
 
 def model_sections(mode: ActivationMode, machine: Machine, dry: bool) -> Iterator[Section]:

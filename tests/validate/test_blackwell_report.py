@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
+import dsv4.bench.__main__ as bench
+from dsv4.demo.training import evaluate
 from dsv4.engine_config import ACTIVATION_MODES
 from dsv4.native.check import Result, Verdict
-from dsv4.validate import blackwell_report
+from dsv4.validate import blackwell_report, cosine, graph_readiness
 from dsv4.validate.anonymous import Anonymiser
 from dsv4.validate.blackwell_report import Machine, main, sections
 from dsv4.validate.device_clocks import summaries
-from dsv4.validate.report_section import Finding, command_section
+from dsv4.validate.report_section import Finding, Section, command_section
 from tests.native import fakes
 
 STUB = "tests.validate.stub_command"
@@ -64,6 +66,27 @@ def test_every_machine_has_the_same_sections(machine: Machine, dry: bool) -> Non
     found = names(machine, dry)
     assert found == names(MACHINES[0], False)
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_commands_take_the_flags(monkeypatch: pytest.MonkeyPatch, dry: bool) -> None:
+    lines: list[list[str]] = []
+
+    def note(name: str, line: str, flag: str, limit_seconds: float) -> Section:
+        lines.append([*line.split(), flag, "record.json"])
+        return Section(name, lambda: Finding("done", None, None))
+
+    monkeypatch.setattr(blackwell_report, "command_section", note)
+    assert len(list(sections(BLACKWELL, dry))) == len(lines) + len(ACTIVATION_MODES)
+    parsers = {
+        "dsv4.bench": bench.build_parser().parse_args,
+        "dsv4.validate.cosine": cosine.build_parser().parse_args,
+        "dsv4.validate.graph_readiness": graph_readiness.build_parser().parse_args,
+        "dsv4.demo.training.evaluate": evaluate.parse,
+    }
+    for module, *arguments in lines:
+        parsers[module](arguments)
+    assert {module for module, *_ in lines} == set(parsers)
 
 
 def test_verdicts_are_asked_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
