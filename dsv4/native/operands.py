@@ -21,18 +21,21 @@ class Product(NamedTuple):
 
     ``linear``: rows and columns of the weight. ``grouped_linear``: groups, rows and columns of
     each. ``moe``: width, inner width and number of experts of this format; the shared one is FP8.
+    ``disguised``: NVFP4 weights that are MXFP4 in disguise.
     """
 
     op: str
     format: QuantFormat
     tokens: int
     sizes: tuple[int, ...]
+    disguised: bool = False
 
     @property
     def name(self) -> str:
         """As a row of a table shows it."""
         sizes = "x".join(map(str, self.sizes))
-        return f"{self.op} {self.format.value} {sizes} T={self.tokens}"
+        disguise = " in disguise" if self.disguised else ""
+        return f"{self.op} {self.format.value}{disguise} {sizes} T={self.tokens}"
 
     @property
     def stored_shapes(self) -> list[tuple[QuantFormat, tuple[int, ...]]]:
@@ -71,10 +74,13 @@ class Product(NamedTuple):
         if self.op != "moe":
             groups = self.sizes[:-2]
             ((format, shape),) = self.stored_shapes
-            weight = pack(random.weight(format, *shape))
+            weight = pack(random.weight(format, *shape, disguised=self.disguised))
             return random.rows(self.tokens, *groups, self.sizes[-1]), weight
         width, _, count = self.sizes
-        weights = [random.weight(format, *shape) for format, shape in self.stored_shapes]
+        weights = [
+            random.weight(format, *shape, disguised=self.disguised)
+            for format, shape in self.stored_shapes
+        ]
         experts, shared = (_packed_experts(table, part) for part in (weights[:3], weights[3:6]))
         bias_X = torch.zeros(count, dtype=torch.float32, device=device)
         per_token = min(PER_TOKEN, count)

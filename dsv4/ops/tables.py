@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from dsv4.engine_config import ActivationMode
+from dsv4.engine_config import ACTIVATION_MODES, ActivationMode
 from dsv4.errors import UserError
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
@@ -27,10 +27,15 @@ from dsv4.ops.indexer import prefill as indexer_prefill
 from dsv4.ops.linear import decode as linear_decode
 from dsv4.ops.linear import prefill as linear_prefill
 from dsv4.ops.linear import prefill_cutedsl as linear_cutedsl
+from dsv4.ops.linear import prefill_scaled as linear_scaled
+from dsv4.ops.linear import prefill_w16 as linear_w16
 from dsv4.ops.linear.row_list import pack_rows
 from dsv4.ops.moe import decode as moe_decode
 from dsv4.ops.moe import prefill as moe_prefill
 from dsv4.ops.moe import prefill_cutedsl as moe_cutedsl
+from dsv4.ops.moe import prefill_scaled as moe_scaled
+from dsv4.ops.moe import prefill_w16 as moe_w16
+from dsv4.ops.moe.native import pack_native_experts
 from dsv4.ops.opening import cuda as opening
 from dsv4.ops.prepare_attention import decode as prepare_decode
 from dsv4.ops.prepare_attention import prefill as prepare_prefill
@@ -38,6 +43,7 @@ from dsv4.ops.sampling import cuda as sampling
 from dsv4.ops.token_ring import cuda as token_ring
 from dsv4.ops.trees import map_tensors, tensors_in
 from dsv4.weights.packed import pack_weight
+from dsv4.weights.packed_native import pack_with_native
 
 TableName = Literal["torch", "cuda", "cutedsl"]
 
@@ -135,10 +141,44 @@ def cutedsl_prefill_ops(recording: Recording) -> Ops:
     )
 
 
+def native_prefill_ops(activations: ActivationMode) -> Callable[[Recording], Ops]:
+    """``prefill_ops`` with products on Blackwell's tensor cores: of activations in 16 bit, or
+    rounded where a weight has a native copy. What no kernel takes stays as it is.
+    """
+    linear_form = linear_w16 if activations == "bf16" else linear_scaled
+    moe_form = moe_w16 if activations == "bf16" else moe_scaled
+
+    def ops_on(recording: Recording) -> Ops:
+        return replace(
+            prefill_ops(recording),
+            linear=partial(linear_form.linear, recording),
+            linear_rows=partial(linear_form.linear_rows, recording),
+            grouped_linear=partial(linear_form.grouped_linear, recording),
+            moe=partial(moe_form.moe, recording),
+        )
+
+    return ops_on
+
+
+def native_packing(activations: ActivationMode) -> Packing:
+    """The layouts of ``native_prefill_ops``: those of the CUDA ops, and for rounded activations the
+    native copies beside them.
+    """
+    if activations == "bf16":
+        return CUDA_PACKING
+    nvfp4 = activations == "nvfp4"
+    pack = partial(pack_with_native, nvfp4=nvfp4)
+    return Packing(pack, partial(pack_rows, pack=pack), partial(pack_native_experts, nvfp4=nvfp4))
+
+
 CUDA_PACKING = Packing(pack_weight, pack_rows)
 TORCH_TABLE = DirectTable(TORCH_PACKING, TORCH)
 CUDA_TABLE = RecordedTable(CUDA_PACKING, decode_ops, prefill_ops)
 CUTEDSL_TABLE = RecordedTable(CUDA_PACKING, decode_ops, cutedsl_prefill_ops)
+NATIVE_TABLES: Mapping[ActivationMode, RecordedTable] = {
+    mode: RecordedTable(native_packing(mode), decode_ops, native_prefill_ops(mode))
+    for mode in ACTIVATION_MODES
+}
 TABLES: Mapping[TableName, Table] = {
     "torch": TORCH_TABLE,
     "cuda": CUDA_TABLE,

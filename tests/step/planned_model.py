@@ -67,8 +67,8 @@ class PlannedModel:
         stored: StoredFormats,
         layer_devices: tuple[torch.device, ...],
         engine: EngineConfig = ENGINE,
+        table: RecordedTable = CUDA_TABLE,
     ) -> "PlannedModel":
-        table = CUDA_TABLE
         weights = {
             parameter.name: planned_weight(parameter, format) for parameter, format in stored
         }
@@ -134,11 +134,12 @@ def geometry(
     gpus: int = 1,
     round_robin: bool = False,
     engine: EngineConfig = ENGINE,
+    table: RecordedTable = CUDA_TABLE,
 ) -> PlannedModel:
     """A published geometry in a layout, its layers spread evenly over ``gpus``."""
     config = ModelConfig.from_dict(geometry_config(name, layers))
     stored = [(p, format_in(layout, p)) for p in parameters(config).values()]
-    return PlannedModel.of(config, stored, _spread(config, gpus, round_robin), engine)
+    return PlannedModel.of(config, stored, _spread(config, gpus, round_robin), engine, table)
 
 
 def demo(gpus: int = 1) -> PlannedModel:

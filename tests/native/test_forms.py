@@ -1,0 +1,70 @@
+"""The native forms, recorded for GPUs that are not here: their checks are about native kernels."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.engine_config import ACTIVATION_MODES, ActivationMode
+from dsv4.launch.target import Target
+from dsv4.native import operands
+from dsv4.native.child import checks_of
+from dsv4.native.forms import NATIVE_FORMS, native_products, prefill_checks, runs_on_blackwell
+from dsv4.ops.linear import prefill_scaled, prefill_w16
+from dsv4.ops.linear.cutedsl.gemm_config import ARCHITECTURES
+from dsv4.weights.quant import QuantFormat, planned_quant_tensor
+
+META = torch.device("meta")
+
+
+class PlannedWeights:
+    """``RandomWeights`` without values."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def rows(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+
+    def weight(self, format: QuantFormat, *shape: int, disguised: bool = False) -> Any:
+        return planned_quant_tensor(format, shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("mode", ACTIVATION_MODES)
+def test_every_check_is_one_of_a_native_kernel(
+    monkeypatch: pytest.MonkeyPatch, mode: ActivationMode, architecture: str
+) -> None:
+    target = Target(META, architecture, 148)
+    monkeypatch.setattr(Target, "of", lambda device: target)
+    monkeypatch.setattr(operands, "RandomWeights", PlannedWeights)
+    monkeypatch.setattr(prefill_w16, "load_gemm", lambda config, architecture: None)
+    monkeypatch.setattr(prefill_scaled, "compiled", lambda config, architecture: None)
+    checks = prefill_checks(mode)
+    table = NATIVE_FORMS[mode].table
+    portable = [
+        product.name
+        for product in native_products(mode)
+        if checks._falls_back(product.op, product.operands(table, META))
+    ]
+    assert portable == []
+
+
+@pytest.mark.parametrize("mode", ACTIVATION_MODES)
+def test_a_child_finds_the_checks(mode: ActivationMode) -> None:
+    checks = checks_of(NATIVE_FORMS[mode].checks)
+    names = [check.name for check in checks]
+    assert len(set(names)) == len(names) > 30
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"), [((9, 0), False), ((10, 0), True), ((10, 3), True), ((12, 0), False)]
+)
+def test_blackwell_has_native_kernels(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], native: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert runs_on_blackwell(torch.device("cuda", 0)) == native
+    assert not runs_on_blackwell(torch.device("cpu"))
