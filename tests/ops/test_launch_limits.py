@@ -15,6 +15,7 @@ from dsv4.launch.recording import Launch
 from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
 from tests.ops.bench_launches import bench_recordings
+from tests.ops.linear.meta import PREFILL_REGISTERS
 from tests.ops.recorded import MOST_SHARED_BYTES, limits_exceeded
 from tests.ops.sass import resources, static_shared_bytes
 
@@ -91,5 +92,7 @@ def test_launches_fit_on_a_multiprocessor(target: Target, op: str) -> None:
         # A warp gets its registers by 256.
         assert round_up(registers, 8) * round_up(shape.threads, 32) <= REGISTERS, what
         assert static[kernel.function] + shape.shared_bytes <= MOST_SHARED_BYTES, what
+        if kernel.source.startswith("linear/prefill_gemm"):
+            assert registers == PREFILL_REGISTERS, what
         phase = "decode" if decodes else "prefill"
         assert spilled <= MOST_SPILLED.get(kernel.function, MOST_SPILLED[phase]), what
