@@ -14,7 +14,7 @@ from dsv4.engine_config import ActivationMode
 from dsv4.launch.recording import Launch, Recording, storage_key
 from dsv4.launch.target import Target
 from dsv4.ops import torch_packing
-from dsv4.ops.linear import grouped_linear
+from dsv4.ops.linear import grouped_linear, prefill_w16
 from dsv4.ops.linear import prefill_scaled as linear_scaled
 from dsv4.ops.linear.cutedsl.scaled_config import ScaledConfig
 from dsv4.ops.linear.prefill_cutedsl import INSTALLED
@@ -82,6 +82,7 @@ def in_the_machine(config: ScaledConfig, architecture: str) -> Callable[..., obj
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_w16, "INSTALLED", False)
     monkeypatch.setattr(linear_scaled, "compiled", in_the_machine)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4.launch.kernel import ceil_div, round_up
 from dsv4.launch.recording import Recording
 from dsv4.ops.linear import RowList
-from dsv4.ops.linear import prefill as unscaled
+from dsv4.ops.linear import prefill_w16 as unscaled
 from dsv4.ops.linear.checks import check_grouped, check_linear, check_norm
 from dsv4.ops.linear.cutedsl.scaled_config import (
     CTA_TOKENS,

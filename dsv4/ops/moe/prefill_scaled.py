@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.launch.recording import Recording
-from dsv4.ops.linear import prefill as unscaled
+from dsv4.ops.linear import prefill_w16 as linear_w16
 from dsv4.ops.linear.cutedsl.scaled_config import Rejected, ScaledProblem
 from dsv4.ops.linear.prefill_scaled import (
     ScaledCall,
@@ -23,10 +23,11 @@ from dsv4.ops.linear.prefill_scaled import (
     scaled_kernels,
 )
 from dsv4.ops.moe import ExpertWeights, Mixture
-from dsv4.ops.moe.grouped import Sorted, down, gate_up, sort_by_expert
+from dsv4.ops.moe.grouped import Sorted, sort_by_expert
 from dsv4.ops.moe.native import NativeExperts
 from dsv4.ops.moe.operands import Layer
 from dsv4.ops.moe.prefill import Routed, combine, moe_with
+from dsv4.ops.moe.prefill_w16 import down, gate_up
 from dsv4.ops.quantize_activations import ActivationFormat, hidden_global_scale
 from dsv4.ops.quantize_activations.cuda import (
     SwizzledRows,
@@ -54,7 +55,7 @@ def moe(
     """
     layer = Layer(experts, shared, float(limit))
     sum_part = partial(_sum_part, router.scaling)
-    return moe_with(unscaled.linear, recording, x_TE, tokens_T, router, layer, sum_part)
+    return moe_with(linear_w16.linear, recording, x_TE, tokens_T, router, layer, sum_part)
 
 
 def _sum_part(
@@ -96,7 +97,7 @@ def _shared_product(recording: Recording, x_TE: Tensor, layer: Layer) -> Tensor:
     kernels = _Kernels.of(recording, shared, is_sorted=False)
     if kernels is None:
         hidden = gate_up(recording, x_TE, shared.w1, shared.w3, layer.limit)
-        return unscaled.linear(recording, hidden, shared.w2, torch.float32)
+        return linear_w16.linear(recording, hidden, shared.w2, torch.float32)
     rows = quantize_rows(recording, x_TE, kernels.format)
     hidden = kernels.empty_hidden(recording, recording.tokens)
     hidden_global = hidden_global_scale(layer.limit, 1.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4.launch.recording import Call, Launch, Recording, storage_key
-from dsv4.ops.linear import prefill_scaled
+from dsv4.ops.linear import prefill_scaled, prefill_w16
 from dsv4.ops.linear.cutedsl.scaled_config import ScaledConfig
 from dsv4.ops.linear.prefill_scaled import ScaledCall
 from dsv4.ops.linear.row_list import PackedRows, pack_rows
@@ -43,16 +43,22 @@ class Gemms:
 
 @pytest.fixture
 def gemms(monkeypatch: pytest.MonkeyPatch) -> Gemms:
-    """As if the packages were installed."""
+    """As if the packages were installed, but no kernel for 16-bit activations."""
     found = Gemms()
+    monkeypatch.setattr(prefill_w16, "INSTALLED", False)
     monkeypatch.setattr(prefill_scaled, "INSTALLED", True)
     monkeypatch.setattr(prefill_scaled, "compiled", found.compiled)
     return found
 
 
-def call(recording: Recording, index: int = -1) -> Call:
-    item = recording.items[index]
+def call_of(recording: Recording) -> Call:
+    item = recording.items[-1]
     assert isinstance(item, Call)
+    return item
+
+
+def call(recording: Recording) -> Call:
+    item = call_of(recording)
     assert isinstance(item.function, ScaledCall)
     return item
 
@@ -161,6 +167,18 @@ def test_everything_else_is_left_to_the_other_form(
     recording = Recording(BLACKWELL, 500)
     prefill_scaled.linear(recording, activations(recording, 1024), native)
     assert names(recording) == ["prefill_linear"]
+
+
+def test_sixteen_bit_activations_are_the_other_form(
+    gemms: Gemms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_w16, "INSTALLED", True)
+    monkeypatch.setattr(prefill_w16, "load_gemm", lambda *_: None)
+    recording = Recording(BLACKWELL, 500)
+    weight = pack_with_native(stored(BF16, 256, 1024), nvfp4=False)
+    prefill_scaled.linear(recording, activations(recording, 1024), weight)
+    assert names(recording) == ["prefill_linear", "call"]
+    assert not isinstance(call_of(recording).function, ScaledCall)
 
 
 def test_everything_is_recorded(gemms: Gemms, monkeypatch: pytest.MonkeyPatch) -> None:

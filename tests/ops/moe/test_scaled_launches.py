@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4.launch.recording import Call, Recording, storage_key
 from dsv4.ops.linear import prefill_scaled as linear_scaled
+from dsv4.ops.linear import prefill_w16
 from dsv4.ops.linear.cutedsl.scaled_config import ScaledConfig
 from dsv4.ops.moe import prefill_scaled
 from dsv4.ops.moe.native import NativeExperts, pack_native_experts
@@ -26,13 +27,14 @@ SHARED = ["quantize_rows", "call", "call"]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ScaledConfig, tuple[Any, ...]]]:
-    """What the kernels were called with, as if they were compiled."""
+    """What the kernels were called with, as if they were compiled and none for 16 bit were."""
     made: list[tuple[ScaledConfig, tuple[Any, ...]]] = []
 
     def compiled(config: ScaledConfig, architecture: str) -> Any:
         assert architecture == "sm_100a"
         return lambda *operands: made.append((config, operands))
 
+    monkeypatch.setattr(prefill_w16, "INSTALLED", False)
     monkeypatch.setattr(linear_scaled, "INSTALLED", True)
     monkeypatch.setattr(linear_scaled, "compiled", compiled)
     return made
