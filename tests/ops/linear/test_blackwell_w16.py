@@ -12,9 +12,12 @@ from dsv4.ops.linear.prefill_cutedsl import INSTALLED
 from tests.ops.linear.meta import BF16, FP8, MXFP4, NVFP4
 from tests.ops.linear.w16_problems import (
     FORMATS,
+    PER_TOKEN,
+    Form,
     W16Case,
     make_ids,
     make_operands,
+    make_tokens,
     run,
     sort_pairs,
 )
@@ -125,6 +128,41 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     arguments = [x[few].clone(), *others[:-3], y, *others[-2:]]
     alone = run(case, operands._replace(arguments=arguments, y=y), random_schedule(2))
     assert torch.equal(alone, together[few])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["down", "gate_up"])
+def test_a_pair_does_not_depend_on_the_others(form: Form) -> None:
+    """The same token and expert among 40 tokens and among 3, in other places of other tiles."""
+    case = W16Case(form, NVFP4, 40, 24, 192, F32 if form == "down" else torch.bfloat16, exact=False)
+    ids_TP = make_ids(40, torch.Generator().manual_seed(0))
+    few = torch.tensor([35, 4, 14])
+    rows = []
+    for chosen in (torch.arange(40), few):
+        operands = make_operands(case)
+        x, *others = operands.arguments
+        pairs = sort_pairs(ids_TP[chosen])
+        slots = pairs.slots[: int((pairs.slots < len(chosen) * PER_TOKEN).sum())].long()
+        if form == "gate_up":
+            x = x[chosen].clone()
+        else:
+            # A hidden row is known by its pair.
+            hidden = make_tokens(case, 40 * PER_TOKEN, torch.Generator().manual_seed(1))
+            of_pair = chosen[slots // PER_TOKEN] * PER_TOKEN + slots % PER_TOKEN
+            x = torch.zeros_like(hidden[: len(chosen) * PER_TOKEN])
+            x[: len(slots)] = hidden[of_pair]
+        routing = (
+            others[9].view(40, PER_TOKEN)[chosen].flatten() if form == "gate_up" else others[9]
+        )
+        y = torch.full((ids_TP[chosen].numel(), 1, 24), torch.nan, dtype=case.out_dtype)
+        lists = [pairs.tiles, pairs.tile_count, pairs.slots, routing]
+        arguments = [x, *others[:6], *lists, y, *others[-2:]]
+        found = run(case, operands._replace(arguments=arguments, y=y), random_schedule(len(chosen)))
+        by_pair = torch.full((len(chosen) * PER_TOKEN, 24), torch.nan, dtype=case.out_dtype)
+        by_pair[slots] = found[slots, 0] if form == "down" else found[: len(slots), 0]
+        rows.append(by_pair.view(len(chosen), PER_TOKEN, 24))
+    together, alone = rows
+    assert torch.equal(alone.nan_to_num(7.5), together[few].nan_to_num(7.5))
 
 
 @pytest.mark.slow
