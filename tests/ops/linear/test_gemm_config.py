@@ -51,7 +51,8 @@ def test_choice() -> None:
         assert isinstance(found, W16Config)
         return found.tile_tokens, found.sides
 
-    assert tile(DENSE) == (128, 1)
+    assert tile(DENSE) == (64, 1)
+    assert tile(DENSE._replace(features=4096)) == (128, 1)
     assert tile(DENSE._replace(features=32768)) == (128, 2)
     assert tile(DENSE._replace(features=128, tokens=1 << 16)) == (128, 1)
     experts = DENSE._replace(experts=256, tokens=512 * 6, out_dtype=torch.float32)
@@ -95,7 +96,8 @@ def test_configurations_of_all_shorter_chunks() -> None:
     """Those of every number of tokens that a recording for the longest serves."""
     problem = DENSE._replace(tokens=4096, features=4096)
     found = w16_configs(problem, "sm_100a", 148)
-    assert {(config.tile_tokens, config.sides) for config in found} == {(128, 1), (128, 2)}
+    tiles = {(config.tile_tokens, config.sides) for config in found}
+    assert tiles == {(64, 1), (128, 1), (128, 2)}
     assert w16_configs(problem._replace(tokens=100), "sm_100a", 148) == frozenset()
     experts = problem._replace(experts=8, tokens=4096 * 6)
     found = w16_configs(experts, "sm_100a", 148, rows_per_token=6)

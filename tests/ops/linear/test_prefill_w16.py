@@ -77,7 +77,7 @@ def test_products_of_128_tokens_and_more(gemms: Gemms) -> None:
     call.function(300, *call.tensors)
     assert shapes(recording, 300) == []
     ((config, found),) = gemms.calls
-    assert (config.tile_tokens, config.sides, config.multiprocessors) == (128, 1, 148)
+    assert (config.tile_tokens, config.sides, config.multiprocessors) == (64, 1, 148)
     matrix = [(1, 16, 16, 512), (1, 16, 16, 64), (1,)]
     assert found == [(300, 1, 1024), *matrix, *matrix, *[matrix[0]] * 4, (300, 1, 200)]
 

@@ -122,13 +122,7 @@ def w16_config(
     reasons = tuple(_reasons(problem, architecture))
     if reasons:
         return Rejected(reasons)
-    tile_tokens = _tile_tokens(problem)
-    # Two accumulators share a token tile, unless that leaves multiprocessors without work.
-    tiles = ceil_div(problem.tokens, tile_tokens) * problem.groups
-    pairs = ceil_div(problem.features, 2 * SIDE_ROWS) * tiles
-    sides = 2 if problem.gated or problem.experts or pairs >= multiprocessors else 1
-    if problem.features <= SIDE_ROWS and not problem.gated:
-        sides = 1
+    tile_tokens, sides = _tile(problem, multiprocessors)
     return W16Config(
         problem.format,
         problem.out_dtype,
@@ -168,10 +162,19 @@ def w16_configs(
     return frozenset(config for config in found if isinstance(config, W16Config))
 
 
-def _tile_tokens(problem: W16Problem) -> int:
-    """128 where the average tile fills more than half of that, else 64."""
-    average = problem.tokens // max(problem.experts, 1)
-    return 128 if average > 64 else 64
+def _tile(problem: W16Problem, multiprocessors: int) -> tuple[int, int]:
+    """(tile_tokens, sides) of a work tile: the largest that leaves no multiprocessor without one,
+    but for half a token tile that an average expert would leave empty.
+    """
+    if problem.gated or problem.experts:
+        average = problem.tokens // max(problem.experts, 1)
+        return (128 if average > 64 else 64), 2
+    tiles = ceil_div(problem.tokens, 128) * problem.groups
+    pairs = ceil_div(problem.features, 2 * SIDE_ROWS) * tiles
+    if problem.features > SIDE_ROWS and pairs >= multiprocessors:
+        return 128, 2
+    alone = ceil_div(problem.features, SIDE_ROWS) * tiles
+    return (64 if 2 * alone <= multiprocessors else 128), 1
 
 
 def _reasons(problem: W16Problem, architecture: str) -> Iterator[str]:
