@@ -13,6 +13,8 @@ from tests.ptx.warp import Wait, first
 if TYPE_CHECKING:
     from tests.ptx.warp import Warp
 
+_NO_PHASE = -1
+
 
 class Barrier:
     """An mbarrier: a phase ends when all arrivals and all announced bytes have come."""
@@ -190,27 +192,29 @@ def _cluster(instruction: Instruction, layout: Layout) -> Handler:
 
 
 def _arrive_at_cluster(warp: "Warp", mask: Mask) -> None:
+    """Every lane arrives for itself."""
     cluster = warp.block.cluster
-    if mask is not True:
-        raise NotConverged(f"cluster barrier by a part of the warp: {warp}")
-    if warp in cluster.arrived:
+    arrived = cluster.arrived.setdefault(warp, np.zeros(LANES, bool))
+    if (arrived & mask).any():
         raise TooManyArrivals(f"second arrival at the cluster barrier: {warp}")
-    warp.state["cluster"] = cluster.phase
-    cluster.arrived.add(warp)
+    arrived |= mask
+    phases = warp.state.setdefault("cluster", np.full(LANES, _NO_PHASE))
+    phases[lanes(mask)] = cluster.phase
     cluster.end_phase()
 
 
 def _wait_for_cluster(warp: "Warp", mask: Mask) -> Wait | None:
     cluster = warp.block.cluster
-    if "cluster" not in warp.state:
+    phases = warp.state.get("cluster", np.full(LANES, _NO_PHASE))
+    phase = int(phases[lanes(mask)].max())
+    if phases[lanes(mask)].min() == _NO_PHASE:
         raise NotConverged(f"wait at the cluster barrier without an arrival: {warp}")
-    phase = warp.state["cluster"]
 
     def ended() -> bool:
         return cluster.phase > phase
 
     if ended():
-        del warp.state["cluster"]
+        phases[lanes(mask)] = _NO_PHASE
         return None
     return ended
 

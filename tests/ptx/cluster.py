@@ -118,6 +118,8 @@ class Cluster:
         self.parameters = _parameters(program, launch)
         # Which of the active lanes elect.sync takes, from 0 for the first to 1 for the last.
         self.elected = choices.one((0.0, 1.0))
+        # Which of the diverged lanes of a warp go on.
+        self.last_lanes_first = choices.one((False, True))
         self.executed = 0
         self.maps: dict[int, TensorMap] = {}
         self.blocks: list[Block] = []
@@ -127,7 +129,7 @@ class Cluster:
         """Executes the cluster whose first block has an index in the grid."""
         self.asynchronous = Asynchronous()
         self.barriers: dict[int, Barrier] = {}
-        self.arrived: set[Warp] = set()
+        self.arrived: dict[Warp, Array] = {}
         self.phase = 0
         # Grows with everything that another warp could wait for.
         self.progress = 0
@@ -166,11 +168,11 @@ class Cluster:
                 if warp.ended:
                     self.end_phase()
             else:
-                if timed_out_at == self.progress or not any(warp.timed for warp in running):
+                if timed_out_at == self.progress or not any(warp.may_time_out for warp in running):
                     self._deadlock(running)
                 timed_out_at = self.progress
                 for warp in running:
-                    if warp.timed:
+                    if warp.may_time_out:
                         warp.timed_out = True
                         warp.blocked = None
 
@@ -193,9 +195,15 @@ class Cluster:
 
     def end_phase(self) -> None:
         """Ends the phase of the cluster barrier when every warp that lives has arrived."""
-        living = [warp for block in self.blocks for warp in block.warps if not warp.ended]
-        if self.arrived and all(warp in self.arrived for warp in living):
-            self.arrived = set()
+        if not self.arrived:
+            return
+        none = np.zeros(LANES, bool)
+        if all(
+            not (warp.living() & ~self.arrived.get(warp, none)).any()
+            for block in self.blocks
+            for warp in block.warps
+        ):
+            self.arrived = {}
             self.phase += 1
             self.progress += 1
 

@@ -3,6 +3,8 @@
 import functools
 from dataclasses import dataclass
 
+import numpy as np
+
 from tests.ptx import (
     alu,
     barriers,
@@ -18,16 +20,17 @@ from tests.ptx import (
     wgmma,
 )
 from tests.ptx.faults import Unsupported
-from tests.ptx.operands import Layout, registers_in
+from tests.ptx.operands import ALL, LANES, Array, Layout, registers_in
 from tests.ptx.parse import parse
 from tests.ptx.scalar import Build, Handler
-from tests.ptx.syntax import Address, Function, Instruction, Label, Register
+from tests.ptx.syntax import Address, Function, Immediate, Instruction, Label, Register
 
 # Instructions whose first operand is no result.
 _WITHOUT_RESULT = ("st", "stmatrix", "red", "cp", "bar", "barrier", "prefetch", "fence", "bra")
 _SIGNALS = ("mbarrier", "bar", "barrier", "cp", "tcgen05", "wgmma", "fence")
 # Instructions of a whole warp whose name does not say so.
 _WHOLE = ("bar", "shfl", "elect", "vote", "redux")
+_NAMES_MEMBERS = ("shfl", "elect", "vote", "redux")
 
 BUILDS: dict[str, Build] = {
     **scalar.BUILDS,
@@ -56,6 +59,7 @@ class Step:
     target: int | None
     # Whether every lane must be there, whether other warps may notice it.
     whole: bool
+    members: Array
     signal: bool
     is_move: bool
     # Whether results of earlier instructions of its kind may still be on their way to it.
@@ -99,6 +103,7 @@ class Program:
             instruction.negated,
             target,
             "aligned" in instruction.parts or name in _WHOLE,
+            _members(instruction),
             name in _SIGNALS,
             name == "mov",
             name == "wgmma",
@@ -123,6 +128,14 @@ def find_build(instruction: Instruction) -> Build | None:
         if build is not None:
             return build
     return None
+
+
+def _members(instruction: Instruction) -> Array:
+    """The lanes that take part: a constant last operand of what names its members says which."""
+    last = instruction.operands[-1] if instruction.operands else None
+    if instruction.parts[0] in _NAMES_MEMBERS and isinstance(last, Immediate):
+        return (last.bits >> np.arange(LANES) & 1).astype(bool)
+    return ALL
 
 
 def _refuse(instruction: Instruction, reason: str) -> Handler:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.ptx.schedule import SCHEDULES
+from tests.ptx.schedule import SCHEDULES, random_schedule
 from tests.ptx.snippets import kernel, run_lanes, run_text
 
 LANES = np.arange(32)
@@ -82,3 +82,25 @@ def test_lanes_meet_before_an_instruction_of_the_whole_warp() -> None:
     """
     expected = np.where(LANES < 16, LANES + 116, LANES - 16)
     assert np.array_equal(run_lanes(code, []), expected)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lanes_that_wait_let_the_others_of_their_warp_go_on(seed: int) -> None:
+    """Lane 0 ends the phase that the other lanes wait for, whoever of them goes first."""
+    body = """
+    mov.u32 %r30, smem;
+    mov.b32 %r0, 1;
+    setp.eq.u32 %p0, %lane, 0;
+    @%p0 mbarrier.init.shared.b64 [%r30], %r0;
+    bar.sync 0;
+    @%p0 bra ARRIVE;
+    LOOP:
+    mbarrier.try_wait.parity.shared.b64 %p1, [%r30], 0;
+    @!%p1 bra LOOP;
+    bra MEET;
+    ARRIVE:
+    mbarrier.arrive.shared.b64 _, [%r30];
+    MEET:
+    bar.sync 0;
+    """
+    run_text(kernel(body), [], schedule=random_schedule(seed))

@@ -1,10 +1,12 @@
 """A warp: its registers, its diverged lanes and the step from one instruction to the next.
 
-Lanes at different instructions form fragments. The fragment with the lowest instruction runs first;
-fragments that meet become one. An instruction of the whole warp waits until all of its lanes came.
+Lanes at different instructions form fragments. One of them runs, the first or the last one in the
+text, as the schedule wants it; fragments that meet become one. An instruction of the whole warp
+waits until all of its lanes came, and while a fragment waits the others go on.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +24,24 @@ _ALL_BYTES = ALL.tobytes()
 _NONE_BYTES = _NONE.tobytes()
 # Says whether a warp that had to wait may try its instruction again.
 Wait = Callable[[], bool]
+
+
+def _never() -> bool:
+    """What lanes wait for at an instruction of the whole warp: that others join them."""
+    return False
+
+
+@dataclass
+class _Fragment:
+    """Lanes that stand at an instruction; ``wait`` is what they wait for.
+
+    ``timed``: the instruction may also end without it.
+    """
+
+    pc: int
+    mask: Mask
+    wait: Wait | None = None
+    timed: bool = False
 
 
 class Warp:
@@ -45,10 +65,10 @@ class Warp:
             self.rows[ptx_type][row][:] = address | self.block.rank << 24
         self.pc = 0
         self.mask: Mask = True
-        self.parked: list[tuple[int, Mask]] = []
+        self.parked: list[_Fragment] = []
         self.ended = False
         self.blocked: Wait | None = None
-        # Whether the instruction that waits may also end without what it waits for.
+        # Whether the instruction that waits may also end without what it waits for, and must.
         self.timed = False
         self.timed_out = False
         self.registers = self.program.registers_per_thread
@@ -69,6 +89,8 @@ class Warp:
     def run(self, turn: int, stop_at_signals: bool) -> None:
         """Up to ``turn`` instructions, fewer where the warp ends or must wait."""
         steps = self.program.steps
+        if self.parked:
+            self._park_or_block(None)
         for _ in range(turn):
             step = steps[self.pc]
             if not self._step(step) or (stop_at_signals and step.signal):
@@ -83,18 +105,57 @@ class Warp:
             return True
         if step.handler is None:
             return self._jump(step, mask)
-        if step.whole and self.parked:
-            self._wait_for_the_others(step)
-            return not self.ended
+        together = not step.whole or not (self.parked or mask is not self.mask)
+        if not together and not self._complete(step, mask):
+            return self._park_or_block(_never)
         if (self.written or self.read) and self._in_flight(step, mask):
             return True
         wait = step.handler(self, mask)
         if wait is not None:
-            self.blocked = wait
-            return False
+            return self._park_or_block(wait)
         self.timed = False
         self._advance(self.pc + 1)
         return True
+
+    def _complete(self, step: "Step", mask: Mask) -> bool:
+        """Whether every lane that takes part in an instruction of the warp has come."""
+        missing = step.members & self.living() & ~lanes(mask)
+        if (missing & self.mask).any():
+            raise NotConverged(f"only some lanes execute an instruction of the warp: {self}")
+        return not missing.any()
+
+    def _park_or_block(self, wait: Wait | None) -> bool:
+        """The lanes here wait (or, with None, have waited): others go on, or nobody can."""
+        if not self.parked:
+            self.blocked = wait
+            return False
+        fragments = [*self.parked, _Fragment(self.pc, self.mask, wait, self.timed)]
+        self.timed = False
+        free = [f for f in fragments if f.wait is None or f.wait()]
+        if not free and self.timed_out:
+            free = [f for f in fragments if f.timed]
+        if free:
+            self._continue(fragments, free)
+            return True
+        waits = [f.wait for f in fragments if f.wait is not None and f.wait is not _never]
+        if not waits:
+            texts = {self.program.steps[f.pc].instruction.text[:60] for f in fragments}
+            raise NotConverged(f"lanes wait for each other at {sorted(texts)}: {self}")
+        self.parked = fragments[:-1]
+        # What waits here is asked again with the others.
+        self.parked.append(fragments[-1])
+        self.pc, self.mask = self.parked[0].pc, self.parked[0].mask
+        del self.parked[0]
+        self.blocked = lambda: any(wait() for wait in waits)
+        return False
+
+    def _continue(self, fragments: list[_Fragment], free: list[_Fragment]) -> None:
+        """The first or the last of the free fragments goes on."""
+        choose = max if self.block.cluster.last_lanes_first else min
+        chosen = choose(free, key=lambda fragment: fragment.pc)
+        self.pc = chosen.pc
+        self.mask = chosen.mask
+        self.parked = [f for f in fragments if f is not chosen]
 
     def _guarded(self, step: "Step") -> Mask:
         """The lanes that execute the instruction; False where none does."""
@@ -113,20 +174,24 @@ class Warp:
             self._meet()
 
     def _meet(self) -> None:
-        """Joins the lanes that stand at one instruction; the lowest ones go on."""
-        waiting: dict[int, Mask] = {self.pc: self.mask}
-        for pc, mask in self.parked:
-            waiting[pc] = _joined(waiting[pc], mask) if pc in waiting else mask
-        self.pc = min(waiting)
-        self.mask = waiting.pop(self.pc)
-        self.parked = list(waiting.items())
+        """Joins the lanes that stand at one instruction, and chooses who goes on."""
+        for fragment in self.parked:
+            if fragment.pc == self.pc:
+                self.mask = _joined(self.mask, fragment.mask)
+                self.parked.remove(fragment)
+                break
+        if not self.parked:
+            return
+        here = _Fragment(self.pc, self.mask)
+        free = [f for f in self.parked if f.wait is None]
+        self._continue([*self.parked, here], [*free, here])
 
     def _jump(self, step: "Step", mask: Mask) -> bool:
         """A branch, or the end of the lanes in the mask."""
         rest = _without(self.mask, mask)
         if step.target is not None:
             if rest is not None:
-                self.parked.append((self.pc + 1, rest))
+                self._leave(_Fragment(self.pc + 1, rest))
             self.mask = mask
             self._advance(step.target)
             return True
@@ -137,21 +202,26 @@ class Warp:
         if not self.parked:
             self.ended = True
             return False
-        self.pc, self.mask = self.parked.pop()
-        self._meet()
-        return True
+        # Lanes that waited for those that have ended try again.
+        for fragment in self.parked:
+            fragment.wait = None if fragment.wait is _never else fragment.wait
+        last = self.parked.pop()
+        self.pc = last.pc
+        self.mask = last.mask
+        return self._park_or_block(last.wait) if self.parked else self._alone(last.wait)
 
-    def _wait_for_the_others(self, step: "Step") -> None:
-        """Parks the lanes that are here and runs the next ones."""
-        others = [fragment for fragment in self.parked if fragment[0] != self.pc]
-        ahead = min(pc for pc, _ in others)
-        if all(self.program.steps[pc].whole for pc, _ in others):
-            raise NotConverged(
-                f"{self}: other lanes wait at {self.program.steps[ahead].instruction.text}"
-            )
-        self.parked.append((self.pc, self.mask))
-        self.pc, self.mask = next(f for f in others if not self.program.steps[f[0]].whole)
-        self.parked = [f for f in self.parked if f[0] != self.pc]
+    def _alone(self, wait: Wait | None) -> bool:
+        self.blocked = wait
+        return wait is None
+
+    def _leave(self, fragment: _Fragment) -> None:
+        """Parks lanes, with those that stand at the same instruction."""
+        for other in self.parked:
+            if other.pc == fragment.pc:
+                other.mask = _joined(other.mask, fragment.mask)
+                other.wait = None
+                return
+        self.parked.append(fragment)
 
     def _in_flight(self, step: "Step", mask: Mask) -> bool:
         """Refuses what touches registers in flight; whether a move was put off."""
@@ -176,13 +246,18 @@ class Warp:
         self.written.update(dict.fromkeys(step.sets, "tcgen05.ld"))
         self._advance(self.pc + 1)
 
+    @property
+    def may_time_out(self) -> bool:
+        """Whether lanes wait for something that they need not get."""
+        return self.timed or any(fragment.timed for fragment in self.parked)
+
     def living(self) -> Array:
         """The lanes that have not ended."""
         alive = _NONE.copy()
         if not self.ended:
             alive |= self.mask
-            for _, mask in self.parked:
-                alive |= mask
+            for fragment in self.parked:
+                alive |= fragment.mask
         return alive
 
 
