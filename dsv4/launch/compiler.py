@@ -43,9 +43,18 @@ def compile_source(source: str, architecture: str, defines: Defines = ()) -> Com
 
     A source that does not compile raises cuda.core's error, which holds the compiler's messages.
     """
-    cuda_core = _cuda_core()
+    text, options = translation_unit(source, architecture, defines)
+    log = io.StringIO()
+    code = _cuda_core().Program(text, "c++", options).compile("cubin", logs=log)
+    return Compiled(bytes(code.code), log.getvalue())
+
+
+def translation_unit(source: str, architecture: str, defines: Defines = ()) -> tuple[str, Any]:
+    """What the compiler gets for ``dsv4/ops/<source>.cu``: the text, and cuda.core's
+    ``ProgramOptions``.
+    """
     path = source_path(source)
-    options = cuda_core.ProgramOptions(
+    options = _cuda_core().ProgramOptions(
         name=path.name,
         std="c++17",
         arch=architecture,
@@ -55,10 +64,8 @@ def compile_source(source: str, architecture: str, defines: Defines = ()) -> Com
         # Some versions take a generic lambda inside a kernel for host code otherwise.
         device_as_default_execution_space=True,
     )
-    log = io.StringIO()
     text = f'{device_header()}#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}'
-    code = cuda_core.Program(text, "c++", options).compile("cubin", logs=log)
-    return Compiled(bytes(code.code), log.getvalue())
+    return text, options
 
 
 def cached_cubin(source: str, architecture: str, defines: Defines) -> bytes:

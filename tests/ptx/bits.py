@@ -125,6 +125,16 @@ def _leading_zeros(x: Array) -> Array:
     return np.array([bits - int(value).bit_length() for value in x], np.uint32)
 
 
+def _find_highest(x: Array) -> Array:
+    """bfind: the place of the highest bit that is set, -1 where there is none."""
+    return np.array([int(value).bit_length() - 1 for value in x], np.int64).astype(np.uint32)
+
+
+def _shift_to_highest(x: Array) -> Array:
+    """bfind.shiftamt: by how much that bit would have to move to become the last one."""
+    return np.where(x == 0, np.uint32(0xFFFFFFFF), _leading_zeros(x))
+
+
 def _reversed(x: Array) -> Array:
     bits = 8 * x.dtype.itemsize
     return np.array([int(f"{value:0{bits}b}"[::-1], 2) for value in x.tolist()], x.dtype)
@@ -147,5 +157,7 @@ BUILDS: dict[str, Build] = {
     "bfi": _insert,
     "popc": _counted(_count_ones),
     "clz": _counted(_leading_zeros),
+    "bfind.u32": _counted(_find_highest),
+    "bfind.shiftamt.u32": _counted(_shift_to_highest),
     "brev": elementwise(_reversed),
 }

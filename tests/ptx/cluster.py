@@ -104,6 +104,7 @@ class Block:
             "cluster_ctarank": self.rank,
             "cluster_nctarank": len(self.cluster.blocks),
             "is_explicit_cluster": 1,
+            "dynamic_smem_size": self.cluster.launch.shared_bytes,
         }[name]
 
 

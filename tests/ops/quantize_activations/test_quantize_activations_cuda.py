@@ -14,7 +14,7 @@ from dsv4.ops.norm.cuda import rms_norm
 from dsv4.ops.quantize_activations import ActivationFormat, cuda, hidden_global_scale
 from dsv4.ops.quantize_activations.cuda import SwizzledRows
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison
-from tests.ops.quantize_activations.values import rows_of_all_values, swizzled
+from tests.ops.quantize_activations.values import rows_of_all_values, rows_of_tiles, swizzled
 
 pytestmark = pytest.mark.gpu
 
@@ -161,19 +161,9 @@ def test_sorted_rows(format: ActivationFormat, tokens: int, experts: int) -> Non
     for part in prepared.result[:2]:
         part.fill_(0xA5)
     *found, slots, tiles, tile_count = prepared.run()
-    count = int(tile_count)
-    padded = torch.zeros(count * 128, 384, dtype=torch.bfloat16, device="cuda")
-    is_pair = torch.zeros(count * 128, dtype=torch.bool, device="cuda")
-    for index, (_, first, pairs, _) in enumerate(tiles[:count].tolist()):
-        tokens_of_tile = slots[first : first + pairs].long() // ids.shape[1]
-        padded[index * 128 : index * 128 + pairs] = x[tokens_of_tile]
-        is_pair[index * 128 : index * 128 + pairs] = True
-    rows = reference.quantize_rows(padded.cpu(), format)
-    rows.codes[~is_pair.cpu()] = 0
-    rows.scales[~is_pair.cpu()] = 0
-    if rows.global_scale is not None:
-        rows.global_scale[~is_pair.cpu()] = 0
-    wanted = [part.cuda() for part in swizzled(rows) if part is not None]
+    in_use = tiles[: int(tile_count)].cpu()
+    rows = rows_of_tiles(x.cpu(), slots.cpu() // ids.shape[1], in_use, format)
+    wanted = [part.cuda() for part in rows if part is not None]
     assert_same([part[: len(whole)] for part, whole in zip(found, wanted, strict=True)], wanted)
     for part, whole in zip(found[:2], wanted[:2], strict=True):
         assert bool((part[len(whole) :] == 0xA5).all()), "wrote behind the last tile"

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from dsv4.ops.quantize_activations import QuantizedRows
+from dsv4.ops.quantize_activations import ActivationFormat, QuantizedRows, quantize_rows
 from dsv4.weights.scale_swizzle import swizzle_block_scale
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -99,3 +99,22 @@ def swizzled(rows: QuantizedRows) -> tuple[Tensor, Tensor, Tensor | None]:
         swizzle_block_scale(rows.scales),
         None if total is None else torch.nn.functional.pad(total, (0, missing)),
     )
+
+
+def rows_of_tiles(
+    x: Tensor, tokens: Tensor, tiles: Tensor, format: ActivationFormat
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``swizzled`` rows of the experts: those of x ``[T, K]`` that int ``tokens`` ``[pairs]`` and
+    the ``tiles`` ``[n, 4]`` in use name, tile i from row 128 · i on, zeros behind its last pair.
+    """
+    rows = torch.zeros(len(tiles) * 128, x.shape[1], dtype=x.dtype)
+    is_zero = torch.ones(len(rows), dtype=torch.bool)
+    for index, (_, first, pairs, _) in enumerate(tiles.tolist()):
+        at = slice(index * 128, index * 128 + pairs)
+        rows[at] = x[tokens[first : first + pairs].long()]
+        is_zero[at] = False
+    found = quantize_rows(rows, format)
+    for part in (found.codes, found.scales, found.global_scale):
+        if part is not None:
+            part[is_zero] = 0
+    return swizzled(found)
