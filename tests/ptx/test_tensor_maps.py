@@ -31,7 +31,7 @@ class Map(NamedTuple):
 
 # The ninth has a stride beyond 2^36 bytes: its upper bits lie in a word of their own.
 MAPS = (
-    Map("UINT8", (64,), (), (64,)),
+    Map("UINT8", (64, 3), (64,), (64, 1)),
     Map("UINT8", (512, 96), (512,), (128, 64), 3, 2),
     Map("UINT8", (48, 7), (48,), (16, 5)),
     Map("UINT16", (100, 100), (208,), (8, 100)),
