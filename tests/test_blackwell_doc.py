@@ -55,7 +55,7 @@ def targets_of(kernel: str) -> Sequence[str]:
     """What a kernel is compiled for."""
     if kernel.endswith("_sm90") or kernel.startswith("Hopper"):
         return [HOPPER]
-    return BLACKWELL if kernel.startswith("Blackwell") else ARCHITECTURES
+    return BLACKWELL if kernel.startswith(("Blackwell", "Scaled")) else ARCHITECTURES
 
 
 def unfounded_speeds(text: str, speed: re.Pattern[str] = SPEED) -> list[str]:
@@ -81,7 +81,7 @@ def test_rows_say_what_was_done() -> None:
     for kernel, cells in rows(PAGE.read_text(encoding="utf-8")).items():
         compiled, simulated, executed, never = cells
         assert compiled == ", ".join(targets_of(kernel)), kernel
-        for cell, needed in ((simulated, kernel), (executed, "gpu")):
+        for cell, needed in ((simulated, "tests.ptx"), (executed, "gpu")):
             tests = LINK.findall(cell)
             assert bool(tests) == (cell != "–"), (kernel, cell)
             for test in tests:
