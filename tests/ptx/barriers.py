@@ -8,7 +8,7 @@ from tests.ptx.faults import NotConverged, RegisterBudget, TooManyArrivals, Unsu
 from tests.ptx.operands import LANES, Layout, Mask, Source, lanes
 from tests.ptx.scalar import Build, Handler, constant, nothing
 from tests.ptx.syntax import Instruction
-from tests.ptx.warp import Wait, first
+from tests.ptx.warp import Wait, common
 
 if TYPE_CHECKING:
     from tests.ptx.warp import Warp
@@ -54,8 +54,8 @@ def _init(instruction: Instruction, layout: Layout) -> Handler:
     count = layout.source(instruction.operands[1], "u32")
 
     def run(warp: "Warp", mask: Mask) -> None:
-        address = first(where(warp), mask)
-        warp.block.cluster.set_barrier(address, first(count(warp), mask))
+        address = common(where(warp), mask)
+        warp.block.cluster.set_barrier(address, common(count(warp), mask))
 
     return run
 
@@ -64,7 +64,7 @@ def _invalidate(instruction: Instruction, layout: Layout) -> Handler:
     where = layout.address(instruction.operands[0])
 
     def run(warp: "Warp", mask: Mask) -> None:
-        warp.block.cluster.drop_barrier(first(where(warp), mask))
+        warp.block.cluster.drop_barrier(common(where(warp), mask))
 
     return run
 
@@ -116,18 +116,27 @@ def _wait(instruction: Instruction, layout: Layout) -> Handler:
     parity = layout.source(instruction.operands[2], "u32")
 
     def run(warp: "Warp", mask: Mask) -> Wait | None:
-        barrier = warp.block.cluster.barrier(first(where(warp), mask), warp)
-        expected = first(parity(warp), mask) & 1
+        # Lanes of different turns of a loop may meet here, each with its own barrier.
+        active = np.flatnonzero(lanes(mask))
+        pairs = set(
+            zip(where(warp)[active].tolist(), (parity(warp)[active] & 1).tolist(), strict=True)
+        )
+        cluster = warp.block.cluster
+        waited = [(cluster.barrier(address, warp), phase, address) for address, phase in pairs]
 
-        def ended() -> bool:
-            return barrier.phase & 1 != expected
+        def any_ended() -> bool:
+            return any(barrier.phase & 1 != phase for barrier, phase, _ in waited)
 
-        if ended() or warp.timed_out:
-            write(warp, np.full(LANES, ended()), mask)
-            warp.timed_out = False
-            return None
-        warp.timed = True
-        return ended
+        if not any_ended() and not warp.timed_out:
+            warp.timed = True
+            return any_ended
+        ended = np.zeros(LANES, bool)
+        for barrier, phase, address in waited:
+            mine = (where(warp) == address) & (parity(warp) & 1 == phase)
+            ended |= mine & (barrier.phase & 1 != phase)
+        write(warp, ended, mask)
+        warp.timed_out = False
+        return None
 
     return run
 
@@ -158,10 +167,10 @@ def _named(instruction: Instruction, layout: Layout) -> Handler:
     threads: Source | None = layout.source(more[0], "u32") if more else None
 
     def run(warp: "Warp", mask: Mask) -> Wait | None:
-        barrier = warp.block.named_barrier(first(number(warp), mask))
+        barrier = warp.block.named_barrier(common(number(warp), mask))
         if "named" not in warp.state:
             everyone = warp.block.live_threads()
-            expected = first(threads(warp), mask) if threads else everyone
+            expected = common(threads(warp), mask) if threads else everyone
             warp.state["named"] = barrier.phase
             barrier.arrive(LANES if threads else int(lanes(mask).sum()), expected)
             warp.block.cluster.progress += 1

@@ -10,7 +10,7 @@ from tests.ptx.faults import BeyondAllocation, TooEarly, Unsupported, WrongQuart
 from tests.ptx.operands import LANES, Array, Layout, Mask, registers_in
 from tests.ptx.scalar import Build, Handler, nothing
 from tests.ptx.syntax import Instruction, Vector
-from tests.ptx.warp import Wait, first
+from tests.ptx.warp import Wait, common
 
 if TYPE_CHECKING:
     from tests.ptx.warp import Warp
@@ -97,7 +97,7 @@ def _allocate(instruction: Instruction, layout: Layout) -> Handler:
             warp.block.cluster.asynchronous.add_last(lambda: started.append(True))
             return lambda: bool(started)
         memory = warp.block.tensor_memory
-        count = first(number(warp), mask)
+        count = common(number(warp), mask)
         if count not in (32, 64, 128, 256, 512) or not memory.permitted:
             raise BeyondAllocation(f"{warp}: {count} columns, permitted {memory.permitted}")
         start = memory.allocate(count)
@@ -119,7 +119,7 @@ def _free(instruction: Instruction, layout: Layout) -> Handler:
 
     def run(warp: "Warp", mask: Mask) -> None:
         memory = warp.block.tensor_memory
-        memory.free(first(address(warp), mask), first(number(warp), mask))
+        memory.free(common(address(warp), mask), common(number(warp), mask))
         warp.block.cluster.progress += 1
 
     return run
@@ -178,7 +178,7 @@ def _load(instruction: Instruction, layout: Layout) -> Handler:
     where = layout.address(instruction.operands[1])
 
     def run(warp: "Warp", mask: Mask) -> None:
-        rows, columns = _places(warp, first(where(warp), mask), shape)
+        rows, columns = _places(warp, common(where(warp), mask), shape)
         memory = warp.block.tensor_memory
         what = str(warp)
         early = None
@@ -220,7 +220,7 @@ def _store(instruction: Instruction, layout: Layout) -> Handler:
     where = layout.address(instruction.operands[0])
 
     def run(warp: "Warp", mask: Mask) -> None:
-        rows, columns = _places(warp, first(where(warp), mask), shape)
+        rows, columns = _places(warp, common(where(warp), mask), shape)
         memory = warp.block.tensor_memory
         values = np.stack([read(warp) for read in reads])
         what = str(warp)

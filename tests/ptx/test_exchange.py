@@ -104,3 +104,39 @@ def test_lanes_that_wait_let_the_others_of_their_warp_go_on(seed: int) -> None:
     bar.sync 0;
     """
     run_text(kernel(body), [], schedule=random_schedule(seed))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_lane_waits_for_its_own_barrier(seed: int) -> None:
+    """Half of the lanes wait for a phase that has ended, half for one that warp 1 ends."""
+    body = """
+    ld.param.u64 %out, [p0];
+    mad.wide.u32 %at, %thread, 4, %out;
+    mov.u32 %r30, smem;
+    mov.b32 %r0, 1;
+    setp.eq.u32 %p0, %thread, 0;
+    @%p0 mbarrier.init.shared.b64 [%r30], %r0;
+    @%p0 mbarrier.init.shared.b64 [%r30+8], %r0;
+    bar.sync 0;
+    setp.lt.u32 %p1, %thread, 32;
+    @%p1 bra WAIT;
+    setp.eq.u32 %p0, %lane, 0;
+    mov.b32 %r1, 77;
+    @%p0 st.global.b32 [%out+256], %r1;
+    @%p0 mbarrier.arrive.shared.b64 _, [%r30+8];
+    bra DONE;
+    WAIT:
+    setp.lt.u32 %p2, %lane, 16;
+    selp.b32 %r2, 0, 8, %p2;
+    selp.b32 %r3, 1, 0, %p2;
+    add.s32 %r2, %r2, %r30;
+    LOOP:
+    mbarrier.try_wait.parity.shared.b64 %p3, [%r2], %r3;
+    @!%p3 bra LOOP;
+    ld.global.b32 %r4, [%out+256];
+    st.global.b32 [%at], %r4;
+    DONE:
+    """
+    result = np.zeros(65, np.uint32)
+    run_text(kernel(body, 1, 64), [result], 64, schedule=random_schedule(seed))
+    assert (result[16:32] == 77).all()

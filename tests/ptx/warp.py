@@ -269,9 +269,12 @@ def only(values: Array, mask: Mask) -> int:
     return int(values[active[0]])
 
 
-def first(values: Array, mask: Mask) -> int:
-    """The value of the first active lane."""
-    return int(values[0 if mask is True else int(np.argmax(mask))])
+def common(values: Array, mask: Mask) -> int:
+    """The value that all active lanes have."""
+    active = values[lanes(mask)]
+    if (active != active[0]).any():
+        raise NotConverged(f"lanes disagree about an operand of the warp: {active.tolist()}")
+    return int(active[0])
 
 
 def whole(warp: Warp, mask: Mask, what: str) -> None:

@@ -11,7 +11,7 @@ from tests.ptx.faults import BadDescriptor, Unsupported
 from tests.ptx.operands import LANES, Array, Layout, Mask
 from tests.ptx.scalar import Build, Handler, constant, nothing
 from tests.ptx.syntax import Instruction, Register, Vector
-from tests.ptx.warp import Wait, Warp, first, whole
+from tests.ptx.warp import Wait, Warp, common, whole
 
 if TYPE_CHECKING:
     from tests.ptx.cluster import Cluster
@@ -113,7 +113,7 @@ def _multiply(instruction: Instruction, layout: Layout) -> Handler:
     def run(warp: Warp, mask: Mask) -> None:
         whole(warp, mask, "wgmma")
         product = _join(
-            warp, Product(columns, first(descriptor(warp), True), bool(first(adds(warp), True)))
+            warp, Product(columns, common(descriptor(warp), True), bool(common(adds(warp), True)))
         )
         product.parts[warp.index % _WARPS] = (warp, targets, sources)
         products(warp).open.append(product)
