@@ -208,7 +208,7 @@ class Cluster:
             self.phase += 1
             self.progress += 1
 
-    def block(self, address: int, what: str) -> Block:
+    def block(self, address: int, what: object) -> Block:
         """The block whose shared memory an address names."""
         rank = address >> 24
         if rank >= len(self.blocks):
@@ -217,7 +217,7 @@ class Cluster:
             raise EndedBlock(f"{what}: shared memory of block {rank}, which has ended")
         return self.blocks[rank]
 
-    def shared(self, addresses: Array, size: int, what: str) -> tuple[SharedMemory, Array]:
+    def shared(self, addresses: Array, size: int, what: object) -> tuple[SharedMemory, Array]:
         """The memory that addresses name, all of one block, and the indices ``[n, size]``."""
         at = addresses.astype(np.int64)
         rank = int(at[0]) >> 24
@@ -232,7 +232,7 @@ class Cluster:
         """The mbarrier at a shared address."""
         if address not in self.barriers:
             raise NoBarrier(f"no mbarrier at shared address {address:#x}: {warp or ''}")
-        self.block(address, f"mbarrier {warp or ''}")
+        self.block(address, warp or "mbarrier")
         return self.barriers[address]
 
     def set_barrier(self, address: int, count: int) -> None:

@@ -74,13 +74,13 @@ def read(warp: "Warp", space: str, addresses: Array, size: int) -> Array:
         space = "global" if in_process else "shared"
         addresses = addresses if in_process else addresses - np.uint64(SHARED)
     if space == "shared":
-        memory, at = cluster.shared(addresses, size, str(warp))
+        memory, at = cluster.shared(addresses, size, warp)
         return memory.content[at]
     if space in ("param", "generic") and addresses[0] >= PARAMETERS:
         low = addresses.astype(np.int64) - PARAMETERS
         if low.min() >= 0 and low.max() + size <= cluster.parameters.size:
             return cluster.parameters[low[:, None] + np.arange(size)]
-    return cluster.memory.gather(addresses, size, str(warp))
+    return cluster.memory.gather(addresses, size, warp)
 
 
 def _store(instruction: Instruction, layout: Layout) -> Handler:
@@ -116,11 +116,11 @@ def write(warp: "Warp", space: str, addresses: Array, values: Array) -> None:
         space = "shared"
         addresses = addresses - np.uint64(SHARED)
     if space == "shared":
-        memory, at = cluster.shared(addresses, size, str(warp))
+        memory, at = cluster.shared(addresses, size, warp)
         memory.content[at] = values
         memory.written_by_threads(at, warp.index)
         return
-    cluster.memory.scatter(addresses, values, str(warp))
+    cluster.memory.scatter(addresses, values, warp)
 
 
 def matrix_rows(words: Array, transposed: bool) -> Array:

@@ -28,7 +28,7 @@ class GlobalMemory:
             content = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
             self._tensors.append(_Tensor(name, address, address + size, content))
 
-    def _tensor(self, address: int, size: int, what: str) -> _Tensor:
+    def _tensor(self, address: int, size: int, what: object) -> _Tensor:
         for tensor in self._tensors:
             if tensor.start <= address and address + size <= tensor.end:
                 return tensor
@@ -40,22 +40,22 @@ class GlobalMemory:
         where = f"; {address - near.start} from the start of {near.name}" if near else ""
         raise OutOfBounds(f"{what} of {size} bytes at {address:#x} outside every tensor{where}")
 
-    def view(self, address: int, size: int, what: str) -> Array:
+    def view(self, address: int, size: int, what: object) -> Array:
         """The bytes at an address, to be read or written."""
         tensor = self._tensor(address, size, what)
         return tensor.content[address - tensor.start : address - tensor.start + size]
 
-    def gather(self, addresses: Array, size: int, what: str) -> Array:
+    def gather(self, addresses: Array, size: int, what: object) -> Array:
         """uint8 ``[n, size]``: the bytes at n addresses."""
         return np.stack([self.view(address, size, what) for address in addresses.tolist()])
 
-    def scatter(self, addresses: Array, values: Array, what: str) -> None:
+    def scatter(self, addresses: Array, values: Array, what: object) -> None:
         """Writes uint8 ``[n, size]`` to n addresses, in their order."""
         size = values.shape[1]
         for address, value in zip(addresses.tolist(), values, strict=True):
             self.view(address, size, what)[:] = value
 
-    def spread(self, start: int, offsets: Array, what: str) -> tuple[Array, Array]:
+    def spread(self, start: int, offsets: Array, what: object) -> tuple[Array, Array]:
         """A tensor's content and the indices of the bytes ``start + offsets``."""
         low = start + int(offsets.min())
         tensor = self._tensor(low, int(offsets.max()) - int(offsets.min()) + 1, what)
@@ -77,7 +77,7 @@ class SharedMemory:
         self.unfenced[:] = 0
         self.unfenced_count = 0
 
-    def check(self, low: int, high: int, what: str) -> None:
+    def check(self, low: int, high: int, what: object) -> None:
         """Refuses bytes outside."""
         if low < 0 or high > self.content.size:
             raise OutOfBounds(f"{what}: shared memory {low} to {high} of {self.content.size} bytes")
@@ -93,7 +93,7 @@ class SharedMemory:
             self.unfenced[self.unfenced == warp + 1] = 0
             self.unfenced_count = int(self.unfenced.any())
 
-    def read_by_proxy(self, at: Array, what: str) -> Array:
+    def read_by_proxy(self, at: Array, what: object) -> Array:
         """Bytes that the asynchronous proxy reads."""
         if at.size:
             self.check(int(at.min()), int(at.max()) + 1, what)
@@ -102,7 +102,7 @@ class SharedMemory:
             raise MissingFence(f"{what} reads what warp {warp} wrote without fence.proxy.async")
         return self.content[at]
 
-    def write_by_proxy(self, at: Array, values: Array, what: str) -> None:
+    def write_by_proxy(self, at: Array, values: Array, what: object) -> None:
         """Bytes that the asynchronous proxy writes."""
         self.check(int(at.min()), int(at.max()) + 1, what)
         self.content[at] = values
