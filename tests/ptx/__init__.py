@@ -2,7 +2,8 @@
 
 ::
 
-    compiled = CompiledKernel.of(jit.compile_gemm(config, f"--keep-ptx --dump-dir={folder}"))
+    options = f"--keep-ptx --dump-dir={folder}"
+    compiled = CompiledKernel.of(jit.compile_kernel(HopperGemm, config, "sm_90a", options))
     run_kernel(compiled, [x, weight, scale, total, y], SCHEDULES["late"])
 
 ``run_kernel`` (``tests.ptx.run``) takes what a call on a GPU takes: torch tensors, here on the CPU,
@@ -10,12 +11,14 @@ or numpy arrays, and numbers. The host half of the compiled object is relocated 
 called with a driver that writes down its launches; the PTX of each launch is executed, and the
 results are in the arguments. Kernels may touch the bytes of these tensors and nothing else.
 ``record_launches`` stops after the host half: grid, cluster, shared memory, attributes, tensor maps
-(``TensorMap.decode``). ``run_launch`` executes one ``Launch`` that did not come from CuTe DSL.
+(``TensorMap.decode``). ``run_recorded`` (``tests.ptx.nvrtc``) executes a recorded launch of a CUDA
+C++ kernel.
 
 A ``Schedule`` resolves what the ISA leaves open: when copies and products happen between their
-issue and the wait for them, in which order warps run, which lane is elected. ``SCHEDULES`` has
-eight of them, ``random_schedule(seed)`` makes more. What the ISA forbids raises its own exception
-of ``tests.ptx.faults``. Registers, shared memory and tensor memory start as 0xFF bytes.
+issue and the wait for them, in which order warps and diverged lanes run, which lane is elected.
+``SCHEDULES`` has eight of them, ``random_schedule(seed)`` makes more. What the ISA forbids raises
+its own exception of ``tests.ptx.faults``. Registers, shared memory and tensor memory start as 0xFF
+bytes.
 
 | modules | hold |
 |---|---|
@@ -27,7 +30,7 @@ of ``tests.ptx.faults``. Registers, shared memory and tensor memory start as 0xF
 | ``tensor_map``, ``tma``, ``tma_store`` | tensor copies |
 | ``descriptors``, ``wgmma``, ``tensor_memory``, ``umma``, ``umma_operands`` | matrix products |
 | ``tensor_core``, ``rounding`` | the arithmetic of matrix products |
-| ``host``, ``driver``, ``launch``, ``run`` | the host function and the way in |
+| ``host``, ``driver``, ``launch``, ``run``, ``nvrtc`` | the host function and the ways in |
 | ``edits``, ``planted``, ``kernels`` | faults planted into kernels, which the machine must find |
 
 The machine does not know: missing fences other than fence.proxy.async, memory orders, time, caches,
