@@ -37,6 +37,7 @@ EXACT = [
     *(W16Case("shared", format, 21, 136, 96) for format in FORMATS),
     W16Case("dense", NVFP4, 150, 40, 64, F32, tile_tokens=128),
     W16Case("dense", FP8, 70, 130, 64, F32, sides=1),
+    W16Case("dense", BF16, 33, 20, 100),
     W16Case("down", MXFP4, 150, 20, 64, F32, tile_tokens=128),
     W16Case("gate_up", MXFP4, 150, 24, 64, tile_tokens=128),
 ]
@@ -163,6 +164,18 @@ def test_a_pair_does_not_depend_on_the_others(form: Form) -> None:
         rows.append(by_pair.view(len(chosen), PER_TOKEN, 24))
     together, alone = rows
     assert torch.equal(alone.nan_to_num(7.5), together[few].nan_to_num(7.5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["down", "gate_up"])
+def test_no_pairs(form: Form) -> None:
+    """All ids may be no experts: nothing is written, and tensor memory is freed."""
+    case = SCHEDULED[form]
+    operands = make_operands(case)
+    tile_count = operands.arguments[8]
+    assert int(tile_count) > 0
+    tile_count.zero_()
+    assert bool(run(case, operands, random_schedule(4)).isnan().all())
 
 
 @pytest.mark.slow
