@@ -11,16 +11,15 @@ from dsv4.checkpoint.layouts import format_in
 from dsv4.config import ModelConfig
 from dsv4.engine_config import ActivationMode, EngineConfig
 from dsv4.errors import UserError
-from dsv4.ops.native_packing import native_packing
-from dsv4.ops.tables import CUDA_TABLE
+from dsv4.ops.tables import NATIVE_TABLES
 from dsv4.parallel.placement import Placement
 from dsv4.plan import plan_memory
 from dsv4.weights.parameters import Parameter, parameters
 from dsv4.weights.quant import packed_bytes
 
 # Geometry, GPUs and GB of each, activations, whether it fits.
-CASES: list[tuple[Geometry, int, int, ActivationMode | None, bool]] = [
-    ("v4-pro", 8, 180, None, True),
+CASES: list[tuple[Geometry, int, int, ActivationMode, bool]] = [
+    ("v4-pro", 8, 180, "bf16", True),
     ("v4-pro", 8, 180, "nvfp4", False),
     ("v4-pro", 8, 288, "nvfp4", True),
     ("v4-flash", 2, 180, "nvfp4", True),
@@ -35,12 +34,12 @@ def test_native_copies_are_counted_and_refused_with_numbers() -> None:
         devices = [torch.device("cuda", index) for index in range(count)]
         placement = Placement.pipeline([1] * config.num_hidden_layers, devices)
         stored = [described(parameter) for parameter in parameters(config).values()]
-        packing = CUDA_TABLE.packing if mode is None else native_packing(mode)
+        packing = NATIVE_TABLES[mode].packing
         workspace = dict.fromkeys(devices, 1 << 30)
         steps: Any = SimpleNamespace(packing=packing, workspace_bytes=lambda it=workspace: it)
         planned = plan_memory(config, EngineConfig(), placement, stored, steps, memory * 10**9)
         assert planned.fits is fits, (name, memory, mode, str(planned))
-        assert all((device.ops_bytes > 0) == (mode is not None) for device in planned.devices)
+        assert all((device.ops_bytes > 0) == (mode != "bf16") for device in planned.devices)
         if not fits:
             with pytest.raises(UserError, match=r"ops [0-9,]+, .*prefill_activations='bf16'"):
                 planned.refuse_if_too_large()

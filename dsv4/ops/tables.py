@@ -35,7 +35,7 @@ from dsv4.ops.moe import prefill as moe_prefill
 from dsv4.ops.moe import prefill_cutedsl as moe_cutedsl
 from dsv4.ops.moe import prefill_scaled as moe_scaled
 from dsv4.ops.moe import prefill_w16 as moe_w16
-from dsv4.ops.moe.native import pack_native_experts
+from dsv4.ops.native_packing import native_packing
 from dsv4.ops.opening import cuda as opening
 from dsv4.ops.prepare_attention import decode as prepare_decode
 from dsv4.ops.prepare_attention import prefill as prepare_prefill
@@ -43,7 +43,6 @@ from dsv4.ops.sampling import cuda as sampling
 from dsv4.ops.token_ring import cuda as token_ring
 from dsv4.ops.trees import map_tensors, tensors_in
 from dsv4.weights.packed import pack_weight
-from dsv4.weights.packed_native import pack_with_native
 
 TableName = Literal["torch", "cuda", "cutedsl"]
 
@@ -160,23 +159,16 @@ def native_prefill_ops(activations: ActivationMode) -> Callable[[Recording], Ops
     return ops_on
 
 
-def native_packing(activations: ActivationMode) -> Packing:
-    """The layouts of ``native_prefill_ops``: those of the CUDA ops, and for rounded activations the
-    native copies beside them.
-    """
-    if activations == "bf16":
-        return CUDA_PACKING
-    nvfp4 = activations == "nvfp4"
-    pack = partial(pack_with_native, nvfp4=nvfp4)
-    return Packing(pack, partial(pack_rows, pack=pack), partial(pack_native_experts, nvfp4=nvfp4))
-
-
 CUDA_PACKING = Packing(pack_weight, pack_rows)
 TORCH_TABLE = DirectTable(TORCH_PACKING, TORCH)
 CUDA_TABLE = RecordedTable(CUDA_PACKING, decode_ops, prefill_ops)
 CUTEDSL_TABLE = RecordedTable(CUDA_PACKING, decode_ops, cutedsl_prefill_ops)
 NATIVE_TABLES: Mapping[ActivationMode, RecordedTable] = {
-    mode: RecordedTable(native_packing(mode), decode_ops, native_prefill_ops(mode))
+    mode: RecordedTable(
+        CUDA_PACKING if mode == "bf16" else native_packing(mode),
+        decode_ops,
+        native_prefill_ops(mode),
+    )
     for mode in ACTIVATION_MODES
 }
 TABLES: Mapping[TableName, Table] = {
