@@ -55,6 +55,17 @@ def test_native_kernels_that_passed_are_used(
     assert caplog.messages == []
 
 
+def test_only_auto_asks_for_native_kernels(
+    native: Native, drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native()
+    asked: list[str] = []
+    monkeypatch.setattr(form, "verdict_for", lambda checks, device: asked.append(checks))
+    _, record = answered(drive, tmp_path, "--ops", "torch")
+    assert record["ops"] == "torch"
+    assert asked == []
+
+
 @pytest.mark.parametrize(
     ("table", "verdict", "reason"),
     [
