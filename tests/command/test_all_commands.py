@@ -8,7 +8,7 @@ import dsv4.bench.__main__ as bench
 from dsv4.bench import plot
 from dsv4.checkpoint import export
 from dsv4.demo import CHECKPOINT
-from dsv4.demo.training import evaluate
+from dsv4.demo.training import activation_modes, evaluate
 from dsv4.validate import blackwell_report, cosine, graph_readiness, harness, layers
 
 MAINS = {
@@ -16,6 +16,7 @@ MAINS = {
     "plot": plot.main,
     "export": export.main,
     "evaluate": evaluate.main,
+    "activation_modes": activation_modes.main,
     "cosine": cosine.main,
     "layers": layers.main,
     "graph_readiness": graph_readiness.main,
@@ -38,6 +39,7 @@ def test_an_unknown_flag(command: str, capsys: pytest.CaptureFixture[str]) -> No
         ("evaluate --gpus 2", "--gpus: found 2"),
         ("evaluate --limit 0", "--limit: found '0', expected an integer from 1"),
         ("evaluate --json /nonexistent/x", "--json: /nonexistent/x: its folder does not exist"),
+        ("activation_modes --json /nonexistent/x", "--json: /nonexistent/x: its folder does not"),
         ("cosine --random-tokens -1", "--random-tokens: found '-1'"),
         ("cosine --cuda-graph full --device cpu", "--cuda-graph full: found no CUDA device"),
         ("cosine --json /nonexistent/x", "--json: /nonexistent/x: its folder does not exist"),
