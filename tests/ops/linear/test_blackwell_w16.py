@@ -44,7 +44,7 @@ EXACT = [
 SCHEDULED = {
     "dense": W16Case("dense", NVFP4, 70, 144, 208, groups=2),
     "down": W16Case("down", MXFP4, 11, 136, 224, F32),
-    "gate_up": W16Case("gate_up", FP8, 9, 72, 160),
+    "gate_up": W16Case("gate_up", FP8, 20, 24, 320),
     "shared": W16Case("shared", BF16, 130, 24, 96),
 }
 RANDOM = [

@@ -461,6 +461,8 @@ class BlackwellW16:
                 numbers[i] = number
             if count > 0:
                 for k in cutlass.range(k_tiles, unroll=1):
+                    # Lanes without tokens must not fall behind: a wait tells two phases apart.
+                    cute.arch.sync_warp()
                     cute.arch.mbarrier_wait(storage.emptied.data_ptr() + state.index, state.phase)
                     barrier = storage.filled.data_ptr() + state.index
                     if lane < _WARP_GATHERS and begin < count:
