@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -77,12 +78,12 @@ def package_version(package: str) -> str | None:
 
 
 def driver_version() -> str | None:
-    """The version of the NVIDIA kernel module; None where there is none."""
+    """The version of the NVIDIA kernel module, without who built it; None where there is none."""
     try:
-        first, *_ = _DRIVER_FILE.read_text(encoding="utf-8").split("\n")
+        found = re.search(r"\d+(\.\d+)+", _DRIVER_FILE.read_text(encoding="utf-8"))
     except OSError:
         return None
-    return " ".join(first.split())
+    return found and found[0]
 
 
 def _content(facts: dict[str, Any], verdict: Verdict) -> bytes:

@@ -112,3 +112,16 @@ def test_changed_sources_need_another_verdict(
         kernel.write_text(text)
         found.add(verdict_facts("m:f", CPU)["sources"])
     assert len(found) == 2
+
+
+def test_the_driver_is_known_by_its_version_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "version"
+    monkeypatch.setattr(verdict_file, "_DRIVER_FILE", file)
+    assert verdict_file.driver_version() is None
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  "
+        "(builder@host)\nGCC version:  gcc version 14.3.0\n"
+    )
+    assert verdict_file.driver_version() == "580.159.04"
