@@ -10,6 +10,7 @@ from dsv4.bench.ops import all_cases
 from dsv4.caches.rows import RowCache
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
+from dsv4.native.random_weights import RandomWeights
 from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.trees import tensors_in
 
@@ -32,6 +33,8 @@ def bench_recordings(target: Target, op: str) -> dict[str, list[Recording]]:
     with pytest.MonkeyPatch.context() as patch, _OnMeta():
         # No values: what a launch is must not depend on them.
         patch.setattr(RowCache, "write", lambda *_: None)
+        # A build of torch for CPUs has no generators of GPUs.
+        patch.setattr(RandomWeights, "__post_init__", _without_generator)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         for case in all_cases(f"{op}: "):
             recordings: list[Recording] = []
@@ -40,6 +43,10 @@ def bench_recordings(target: Target, op: str) -> dict[str, list[Recording]]:
             case.make(0)()
             found[case.name] = recordings
     return found
+
+
+def _without_generator(weights: RandomWeights) -> None:
+    weights._generator = None
 
 
 def _recorder(recordings: list[Recording], target: Target) -> Any:
