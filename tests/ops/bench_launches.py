@@ -46,7 +46,7 @@ def bench_recordings(target: Target, op: str) -> dict[str, list[Recording]]:
 
 
 def _without_generator(weights: RandomWeights) -> None:
-    weights._generator = None
+    vars(weights)["_generator"] = None
 
 
 def _recorder(recordings: list[Recording], target: Target) -> Any:
