@@ -24,9 +24,9 @@ from dsv4.ops.router.selection import (
 from dsv4.weights.packed import PackedWeight, chunk_columns, padded
 from dsv4.weights.quant import QuantFormat
 
-# The grid barrier's four and two per word of the score exchange. All shapes share them, so that the
-# number of a launch, which marks its words, is its own.
-COUNTERS = 4 + 2 * MAX_DECODE_TOKENS * MAX_EXPERTS
+# Two of the number of the launch and two per word of the score exchange. All shapes share them, so
+# that the number of a launch, which marks its words, is its own.
+COUNTERS = 2 + 2 * MAX_DECODE_TOKENS * MAX_EXPERTS
 _STAGE_LOADS = 4
 _LOAD_BYTES = 512
 # Rows of the output that a work item of the second phase computes, and their partial sums.
@@ -130,7 +130,7 @@ class _Step:
         return None
 
     def shared_bytes(self, ring: Ring) -> int:
-        """Ring of weights, sums of the warps, and x or (phase 2) the ring of hidden rows."""
+        """Ring of weights, sums of the warps, and x or (phase 2) a stage of h for every warp."""
         _, _, width = self.sizes
         scales = max(STAGE_SCALE_BYTES[format] for format in self.formats)
         weights = ring.warps * ring.stages * 2 * (_STAGE_LOADS * _LOAD_BYTES + scales)
@@ -140,7 +140,7 @@ class _Step:
         # x is there in each of the 16-bit types that a format multiplies in.
         copies = len({format is QuantFormat.BF16 for format in self.formats})
         activations = copies * self.tokens * 2 * round_up(width, self.stage_columns)
-        hidden = ring.warps * ring.stages * self.padded_tokens * 2 * self.stage_columns
+        hidden = ring.warps * self.padded_tokens * 2 * self.stage_columns
         return max(weights + sums + max(activations, hidden), _SHARED_LEAST)
 
     def defines(self, ring: Ring, target: Target) -> Defines:
@@ -200,7 +200,9 @@ def _launch(recording: Recording, step: _Step, ring: Ring, results: Mixture) -> 
     _, inner, width = step.sizes
     blocks = recording.target.multiprocessors
     pairs = padded(width) // _PAIR_ROWS
-    hidden_rows = step.tokens * (step.router.experts_per_token + 1)
+    # Of all launches of the recording, which take its halves in turn: enough for the most tokens.
+    hidden_rows = recording.tokens * (step.router.experts_per_token + 1)
+    half_bytes = hidden_rows * padded(inner) * 2
     kernel = Kernel("moe/moe_decode", "moe_decode", step.defines(ring, recording.target))
     recording.launch(
         Shape(kernel, blocks, ring.warps * WARP, step.shared_bytes(ring)),
@@ -208,8 +210,8 @@ def _launch(recording: Recording, step: _Step, ring: Ring, results: Mixture) -> 
         gate=step.router.gate.data,
         **expert_arguments(step.layer),
         **selection_arguments(step.router, step.tokens_T),
-        # 16-bit values of either type, by the format of their expert.
-        h=recording.empty((hidden_rows, padded(inner)), torch.int16),
+        # 16-bit values of either type, by the format of their expert, two to a word.
+        h=recording.zeroed("moe_decode h", 2 * half_bytes // 4),
         y_TE=results.y_TE,
         ids_TP=results.ids_TP,
         weights_TP=results.weights_TP,
@@ -217,6 +219,7 @@ def _launch(recording: Recording, step: _Step, ring: Ring, results: Mixture) -> 
         parts_workspace=recording.empty((pairs + blocks, step.tokens, _PAIR_ROWS), torch.float32),
         counters=recording.zeroed("moe_decode", COUNTERS),
         pair_counters=recording.zeroed("moe_decode pairs", pairs),
+        half_bytes=half_bytes,
         T=step.tokens,
         E=width,
         F=inner,

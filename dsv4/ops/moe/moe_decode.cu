@@ -6,18 +6,17 @@
 //            and every distinct routed expert of the step
 //   phase 2  y = sum over those experts of w2 h, one list of K per 32 output rows
 //
-// One block per multiprocessor; all blocks meet between the phases, while the first weights of
-// phase 2 are on their way. A work item is two row tiles of 16 (gate and up rows, or two tiles of
-// the output) over a range of K. The K stages of an item are dealt to the warps of a block; each
-// warp streams its own stages through its own ring in shared memory, so that no warp waits for
-// another one's loads. The warps' sums meet in shared memory and one warp finishes the item. All
-// orders of summation are fixed.
+// One block per multiprocessor. Blocks never meet: scores and h are words that say themselves that
+// they have arrived (moe_routes.cuh, moe_hidden.cuh). A work item is two row tiles of 16 (gate and
+// up rows, or two tiles of the output) over a range of K. The K stages of an item are dealt to the
+// warps of a block; each warp streams its own stages through its own ring in shared memory, so that
+// no warp waits for another one's loads. The warps' sums meet in shared memory and one warp
+// finishes the item. All orders of summation are fixed.
 //
 // Defines: ROUTED, SHARED (weight formats), TOKENS (1, 2, 4 or 8: tokens rounded up), TAILS (1: E
 // or F is no multiple of a stage's columns), WARPS, STAGES (ring depth), LOADS_AT_ONCE (loads of
 // a stage that are decoded side by side: 1, 2 or 4), VECTORS (eights of activations of a token per
 // thread), and those of moe_routes.cuh.
-#include "grid_barrier.cuh"
 #include "weight_tile.cuh"
 
 // Lanes of a warp that arrive at the barriers of its sums. One is enough behind __syncwarp and up
@@ -25,6 +24,21 @@
 // looks at a build with 32.
 #ifndef ARRIVALS
 #define ARRIVALS 1
+#endif
+
+// Row tiles of w2 (2.3 KB) that a warp has in flight while it waits for its first hidden rows; all
+// of the ring are 2 * STAGES. Every trip of a block through L2, also to look for h, queues behind
+// what the block has in flight: 350 clocks behind nothing, 525 behind 32 KB, 1,240 behind 64 KB. 24
+// to 32 KB are enough to keep the memory busy.
+#ifndef WAITING_TILES
+#define WAITING_TILES 1
+#endif
+
+// Whether a stage's hidden rows are on their way to registers during the products of the stage
+// before it. With a ring of one stage, whose weights are requested behind these, nothing is gained
+// by it.
+#ifndef HIDDEN_AHEAD
+#define HIDDEN_AHEAD (STAGES > 1)
 #endif
 
 constexpr int PAIR_BYTES =
@@ -42,6 +56,7 @@ constexpr bool EVEN_COLUMNS = TOKENS <= 4;
 constexpr bool ANY_BF16 = ROUTED == BF16 || SHARED == BF16;
 constexpr bool ANY_F16 = ROUTED != BF16 || SHARED != BF16;
 
+#include "moe_hidden.cuh"
 #include "moe_routes.cuh"
 
 static_assert(WARPS >= TOKENS, "a warp per token chooses its experts");
@@ -472,9 +487,10 @@ __device__ __forceinline__ void write_hidden(const Partials& partials, int item,
                                              char* h, int T, int F, float limit, int lane) {
     const int rows = __popc(mask);
     const int padded = (F + 63) / 64 * 64;
-    const int k = tile * 16 + (lane & 15);
+    // Fragment order: lanes 0, 2, 4 and 6 have a pair of rows and the pair 8 rows on, whose words
+    // are neighbours.
     char* to = h + size_t(slot < 0 ? 0 : routes.first_row[slot]) * padded * 2 +
-               size_t(k >> 5) * rows * 64 + (k >> 1 & 3) * 16 + (k >> 3 & 3) * 4 + (k & 1) * 2;
+               size_t(tile >> 1) * rows * 64 + (tile & 1) * 8 + (lane >> 1 & 3) * 16;
     for (int token = 0; token < T; ++token) {
         if (!(mask >> token & 1)) continue;
         float value = partials.get(item, token, lane) * global_scale;
@@ -482,12 +498,13 @@ __device__ __forceinline__ void write_hidden(const Partials& partials, int item,
         const float up = __shfl_xor_sync(~0u, value, 16);
         const float weight = slot < 0 ? 1.0f : routes.weight[slot][token];
         const bf16 hidden = __float2bfloat16_rn(clamped_swiglu(value, up, weight, limit));
-        if (lane < 16) {
-            if (FORMAT == BF16) *reinterpret_cast<bf16*>(to) = hidden;
-            else
-                *reinterpret_cast<__half*>(to) =
-                    __float2half_rn(__bfloat162float(hidden) / routes.unscale[token]);
-        }
+        const unsigned bits = FORMAT == BF16
+                                  ? __bfloat16_as_ushort(hidden)
+                                  : __half_as_ushort(__float2half_rn(__bfloat162float(hidden) /
+                                                                     routes.unscale[token]));
+        const unsigned word = bits | __shfl_down_sync(~0u, bits, 1) << 16;
+        const unsigned next = __shfl_down_sync(~0u, word, 8);
+        if (lane < 8 && lane % 2 == 0) publish(to, word, next);
         to += 64;
     }
 }
@@ -547,9 +564,11 @@ __device__ __forceinline__ int block_of(int position, int pairs, int total) {
     return (unsigned(position + 1) * sharers(pairs, total) - 1) / unsigned(pairs * total);
 }
 
-// counters: four of the barrier, then the words of the score exchange; pair_counters: one per 32
-// output rows. parts_workspace: [pairs + blocks, T, 32]. h: T * (P + 1) rows of F, padded to 64,
-// 16-bit values. One block also writes the routes to ids_TP and weights_TP.
+// counters: the two words of LaunchNumber, then those of the score exchange; pair_counters: one per
+// 32 output rows. parts_workspace: [pairs + blocks, T, 32]. h: two halves of half_bytes, each with
+// room for T * (P + 1) rows of F, padded to 64, 16-bit values; zeros before the first launch. One
+// block also writes the routes to ids_TP and weights_TP. Launches that share counters share h, and
+// their half_bytes are equal.
 //
 // In torch, with experts = ids_TP.unique(), which the comments of the stages below refer to:
 //     log_score_TX = 0.5 * softplus(x_TE.float() @ gate.T).log()
@@ -571,9 +590,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                const float* shared_w3_global_scale, const char* shared_w2_data,
                const char* shared_w2_block_scale, const float* shared_w2_global_scale, char* h,
                bf16* y_TE, int64* ids_TP, float* weights_TP, int* nan, float* parts_workspace,
-               int* counters, int* pair_counters, int T, int P, int X, int E, int F, int V,
-               float limit, float scaling) {
-    constexpr int HIDDEN_BYTES = TOKENS * STAGE_COLUMNS * 2;
+               int* counters, int* pair_counters, int half_bytes, int T, int P, int X, int E, int F,
+               int V, float limit, float scaling) {
     extern __shared__ __align__(128) char dynamic_shared[];
     __shared__ Routes routes;
     __shared__ float units[MAX_ENTRIES + 1];
@@ -583,10 +601,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int activation_bytes = (int(ANY_F16) + int(ANY_BF16)) * T * stage_padded(E) * 2;
     assert_shared_memory(WARPS * STAGES * PAIR_BYTES + BUFFERS * WARPS * PARTIAL * 4 +
-                         max(activation_bytes, WARPS * STAGES * HIDDEN_BYTES));
+                         max(activation_bytes, WARPS * HiddenSlice::BYTES));
 
     float* partial_data = reinterpret_cast<float*>(dynamic_shared + WARPS * STAGES * PAIR_BYTES);
-    // x in phase 1, the rings of h in phase 2.
+    // x in phase 1, a slice of h for every warp in phase 2.
     char* after = reinterpret_cast<char*>(partial_data + BUFFERS * WARPS * PARTIAL);
     Inputs inputs = {after, after + (ANY_F16 ? T * stage_padded(E) * 2 : 0), largest};
     const unsigned ring = shared_address(dynamic_shared) + warp * STAGES * PAIR_BYTES;
@@ -599,7 +617,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // This block's rows of gate, on their way to registers.
     GateRows gate_rows;
     gate_rows.request(gate, E, X);
-    int launch;
+    const LaunchNumber launch = {reinterpret_cast<unsigned long long*>(counters)};
 
     // Phase 1: routes, then h.
     int first_item;
@@ -651,10 +669,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (!HASH && threadIdx.x * 32 < X) prefetch_l2(bias_X + threadIdx.x * 32);
 
         pdl_wait();
-        // Volatile: requested here, not where it is needed.
-        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(launch) : "l"(counters + 2));
-        const ScoreExchange exchange = {reinterpret_cast<unsigned long long*>(counters + 4),
-                                        unsigned(launch) + 1};
+        const unsigned number = launch.read();
+        const ScoreExchange exchange = {reinterpret_cast<unsigned long long*>(counters + 2),
+                                        number + 1};
         const int64 listed = HASH && warp < T ? listed_expert(table_VP, tokens_T, warp, P, V) : 0;
         // x_TE.abs().amax(-1), and this thread's columns of x_TE.float() @ gate.T
         inputs.measure(x_TE, T, E, gate_rows, partial_data);
@@ -665,6 +682,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // (x_TE / unscale).half() and x_TE itself, whichever of them the formats multiply
         inputs.stage(x_TE, T, E, unscale);
         __syncthreads();
+        clear_hidden(number & 1 ? h : h + half_bytes, half_bytes);
+        if (number & 1) h += half_bytes;
         // ids_TP = table_VP[tokens_T] or the P largest of log_score_TX.exp() + bias_X
         // weights_TP = log_score_TX.gather(1, ids_TP).softmax(-1) * scaling
         // experts = ids_TP.unique(); mask = (ids_TP == expert).any(-1) of each
@@ -776,10 +795,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         finish(items.number - 1);
+        // Global scales of w2, times what the formats' decoding leaves out; by a warp that had
+        // nothing to finish.
+        if (Partials::mine(items.number, warp)) {
+            for (int i = lane; i <= routes.count; i += WARP) {
+                if (i == 0)
+                    units[0] = format_factor<SHARED>() *
+                               (SHARED == NVFP4 ? __ldg(shared_w2_global_scale) : 1.0f);
+                else
+                    units[i] =
+                        format_factor<ROUTED>() *
+                        (ROUTED == NVFP4 ? __ldg(w2_global_scale + routes.experts[i - 1]) : 1.0f);
+            }
+        }
         first_item = items.number;
     }
 
     // Phase 2: y_TE.
+    if (threadIdx.x == 0) launch.end();
     pdl_launch();
     {
         const Layout<ROUTED> routed(E, F);
@@ -787,7 +820,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int routed_stages = routed.stages();
         const int shared_stages = shared.stages();
         const Divisor by_routed_stages(routed_stages);
-        const unsigned hidden_ring = shared_address(after) + warp * STAGES * HIDDEN_BYTES;
+        const unsigned hidden = shared_address(after) + warp * HiddenSlice::BYTES;
         const int pairs = (E + 63) / 64 * 2, hidden_k32 = (F + 63) / 64 * 2;
 
         // Slot of a position in the concatenated list of stages (-1: the shared expert), and the
@@ -800,82 +833,87 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             stage = position - slot * routed_stages;
             return slot;
         };
-        const auto fetch_weights = [&](const DownItems& from, int place) {
+        // Row tiles `begin` to `end` of the two of a stage.
+        const auto fetch_weights = [&](const DownItems& from, int place, int begin, int end) {
             const unsigned to = ring + place * PAIR_BYTES;
             int stage;
             const int slot = locate(from.first + from.stage, stage);
             if (slot < 0) {
-                shared.fetch(to, shared_w2_data, shared_w2_block_scale, 0, 2 * from.pair, stage,
-                             lane);
-                shared.fetch(to + Stage<SHARED>::BYTES, shared_w2_data, shared_w2_block_scale, 0,
-                             2 * from.pair + 1, stage, lane);
+#pragma unroll
+                for (int tile = begin; tile < end; ++tile)
+                    shared.fetch(to + tile * Stage<SHARED>::BYTES, shared_w2_data,
+                                 shared_w2_block_scale, 0, 2 * from.pair + tile, stage, lane);
             } else {
                 const int expert = routes.experts[slot];
-                routed.fetch(to, w2_data, w2_block_scale, expert, 2 * from.pair, stage, lane);
-                routed.fetch(to + Stage<ROUTED>::BYTES, w2_data, w2_block_scale, expert,
-                             2 * from.pair + 1, stage, lane);
-            }
-        };
-        const auto fetch_hidden = [&](const DownItems& from, int place) {
-            int stage;
-            const int slot = locate(from.first + from.stage, stage);
-            const int rows = TOKENS == 1 ? 1 : slot < 0 ? T : __popc(routes.mask[slot]);
-            const int k32 = (slot < 0 ? Stage<SHARED>::COLUMNS : Stage<ROUTED>::COLUMNS) / 32;
-            const int units_here = k32 * rows * 4;
-            const int first_row = slot < 0 ? 0 : routes.first_row[slot];
-            const char* source =
-                h + (size_t(first_row) * hidden_k32 + size_t(stage) * k32 * rows) * 64;
-            const unsigned to = hidden_ring + place * HIDDEN_BYTES;
-            const int exist = TAILS ? (hidden_k32 - stage * k32) * rows * 4 : units_here;
-#pragma unroll 1
-            for (int unit = lane; unit < units_here; unit += WARP) {
-                if (TAILS && unit >= exist) cp_async16(to + unit * 16, h, 0);
-                else cp_async16(to + unit * 16, source + unit * 16);
+#pragma unroll
+                for (int tile = begin; tile < end; ++tile)
+                    routed.fetch(to + tile * Stage<ROUTED>::BYTES, w2_data, w2_block_scale, expert,
+                                 2 * from.pair + tile, stage, lane);
             }
         };
 
         DownItems producer(pairs, shared_stages + routes.count * routed_stages, warp);
         DownItems items = producer;
         producer.settle();
-        DownItems prefetched = producer;
-        // All of h is written, behind the barrier; the first stages of w2 are on their way to the
-        // ring.
-        const GridBarrier barrier = {counters, launch};
-        // All warps but the one whose fence would wait for them request their first weights before
-        // the block arrives.
+
+        // h of this warp's stages, one slice after the other: the place of the next one among the
+        // stages of a pair, and what is left of the block's share from there.
+        HiddenSlice slice;
+        int next = items.first + warp, left = items.end - items.position - warp;
+        const auto request_next = [&] {
+            slice.units = 0;
+            if (left > 0) {
 #pragma unroll 1
-        for (int turn = 0; turn < 2; ++turn) {
-            if (turn == (warp == 0)) {
+                while (next >= items.total) next -= items.total;
+                int stage;
+                const int slot = locate(next, stage);
+                const int rows = TOKENS == 1 ? 1 : slot < 0 ? T : __popc(routes.mask[slot]);
+                const int first_row = TOKENS == 1 ? slot + 1
+                                      : slot < 0  ? 0
+                                                  : routes.first_row[slot];
+                int k32 = (slot < 0 ? Stage<SHARED>::COLUMNS : Stage<ROUTED>::COLUMNS) / 32;
+                slice.from = h + unsigned(first_row * hidden_k32 + stage * k32 * rows) * 64;
+                if (TAILS) k32 = min(k32, hidden_k32 - stage * k32);
+                slice.units = k32 * rows * 4;
+                next += WARPS;
+                left -= WARPS;
+            }
+            // Also where none is left, so that the registers of the one before are free.
+            slice.request(0, lane);
+        };
+
+        // The first stages of w2 go to the ring while h comes: WAITING_TILES at a time, when those
+        // before them have landed, and all the rest behind the first slice. Every stage ends with
+        // the end of a group of copies.
+        bool here = false;
+        int tiles = 0;
+        const Deadline deadline;
+        request_next();
 #pragma unroll 1
-                for (int i = 0; i < STAGES && producer.active(); ++i) {
-                    fetch_weights(producer, i);
+        while (true) {
+            const int until = here ? 2 * STAGES : min(tiles + WAITING_TILES, 2 * STAGES);
+#pragma unroll 1
+            for (; tiles < until; ++tiles) {
+                const int tile = tiles % 2;
+                if (producer.active()) fetch_weights(producer, tiles / 2, tile, tile + 1);
+                if (tile == 1) {
                     producer.stage += WARPS;
                     producer.settle();
                 }
-                cp_async_commit();
+                if (tile == 1 || tiles + 1 == until) cp_async_commit();
             }
-            if (turn == 0) barrier.arrive();
-        }
-        // Global scales of w2, times what the formats' decoding leaves out.
-        for (int i = threadIdx.x; i <= routes.count; i += THREADS) {
-            if (i == 0)
-                units[0] = format_factor<SHARED>() *
-                           (SHARED == NVFP4 ? __ldg(shared_w2_global_scale) : 1.0f);
-            else
-                units[i] =
-                    format_factor<ROUTED>() *
-                    (ROUTED == NVFP4 ? __ldg(w2_global_scale + routes.experts[i - 1]) : 1.0f);
-        }
-        barrier.pass();
-#pragma unroll 1
-        for (int i = 0; i < STAGES; ++i) {
-            if (prefetched.active()) {
-                fetch_hidden(prefetched, i);
-                prefetched.stage += WARPS;
-                prefetched.settle();
+            if (here) break;
+            here = slice.complete();
+            if (!here) {
+                deadline.check();
+                if (tiles < 2 * STAGES) cp_async_wait<0>();
+                slice.request(0, lane);
             }
-            cp_async_commit();
         }
+        // No warp of the block reads x any more, whose place h takes, and `units` are there. After
+        // a loop with a vote it is also what tells the compiler that warps are whole: otherwise a
+        // stage's copies take 14 instructions more.
+        __syncthreads();
         const int token = lane_token(lane);
         // Hidden rows of BF16 experts are not scaled; the sums are, when other experts' rows are.
         const int column = EVEN_COLUMNS ? min(lane & 3, T - 1) : min(2 * (lane & 3), T - 1);
@@ -895,10 +933,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const int slot = locate(items.first + items.stage, stage);
                 const unsigned mask = slot < 0 || TOKENS == 1 ? (1u << T) - 1 : routes.mask[slot];
                 const int rank = TOKENS == 1 ? 0 : __popc(mask & ((1u << token) - 1));
-                const Activations x = {
-                    hidden_ring + place * HIDDEN_BYTES + rank * 64 + (lane & 3) * 16,
-                    __popc(mask) * 64, (mask >> token & 1) != 0};
+                const Activations x = {hidden + rank * 64 + (lane & 3) * 16, __popc(mask) * 64,
+                                       (mask >> token & 1) != 0};
                 const float unit = units[slot + 1];
+                slice.take(hidden, lane);
+                if (HIDDEN_AHEAD) request_next();
                 cp_async_wait<STAGES - 1>();
                 __syncwarp();
                 if (slot < 0)
@@ -908,9 +947,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     multiply_stage<ROUTED>(total, at, x, ROUTED == BF16 ? low : unit,
                                            ROUTED == BF16 ? high : unit, lane);
                 __syncwarp();
+                if (!HIDDEN_AHEAD) request_next();
                 if (producer.active()) {
-                    fetch_weights(producer, place);
-                    fetch_hidden(producer, place);
+                    fetch_weights(producer, place, 0, 2);
                     producer.stage += WARPS;
                     producer.settle();
                 }

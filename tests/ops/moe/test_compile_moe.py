@@ -18,6 +18,7 @@ from tests.ops.sass import count, disassemble, resources
 
 # One of each kind: plain and ragged widths, one and many tokens, learned and hash routers.
 PRO_STEP = (PRO, 1)
+WIDE_STEP = (PRO, 4)
 FLASH_STEP = (FLASH, 1)
 RAGGED_STEP = (Geometry(2080, 1000, 256, 6, (MXFP4, BF16), hashed=True), 8)
 
@@ -44,7 +45,11 @@ def assert_no_spills(kernel: Kernel, architecture: str) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "decode_step"),
-    [*((architecture, PRO_STEP) for architecture in ARCHITECTURES), ("sm_90a", RAGGED_STEP)],
+    [
+        *((architecture, PRO_STEP) for architecture in ARCHITECTURES),
+        ("sm_90a", WIDE_STEP),
+        ("sm_90a", RAGGED_STEP),
+    ],
 )
 def test_moe_has_no_spills(architecture: str, decode_step: tuple[Geometry, int]) -> None:
     assert_no_spills(decode_kernel(*decode_step, architecture), architecture)
@@ -57,6 +62,9 @@ def test_moe_uses_mma_and_asynchronous_copies() -> None:
     # (128 columns).
     assert count(sass, "HMMA") >= 2 * (32 + 16)
     assert count(sass, "LDGSTS") > 0
+    # Hidden rows, past L1.
+    assert count(sass, "LDG.E.128.STRONG.GPU") > 0
+    assert count(sass, "STG.E.64.STRONG.GPU") > 0
     assert count(sass, "STL") == count(sass, "LDL") == 0
 
 

@@ -1,9 +1,6 @@
 """Mixture of experts, decode: real and awkward shapes, against float64 on dequantised weights."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -170,11 +167,13 @@ def test_an_expert_listed_twice_and_ids_out_of_range() -> None:
     check(found, exact(x_TE, *routing, experts, shared), "odd ids")
 
 
-def test_tokens_do_not_mix() -> None:
+@pytest.mark.parametrize("formats", [(NVFP4, FP8), (BF16, BF16)])
+def test_tokens_do_not_mix(formats: tuple[QuantFormat, QuantFormat]) -> None:
+    """Hidden values that are NaN arrive like others, in f16 and in bf16."""
     width = 512
     inner = 256
     count = 8
-    experts, shared = weights(width, inner, count, (NVFP4, FP8))
+    experts, shared = weights(width, inner, count, formats)
     for tokens in (3, 8):
         x_TE, tokens_T, router = step(width, count, tokens)
         # The same experts with and without the NaN, so that the sums have the same order.
@@ -209,30 +208,6 @@ def test_other_launch_shapes(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setitem(decode.RINGS, tokens, ring)
         found = moe(*arguments, experts, shared, LIMIT)
         check(found, expected, f"{ring} T={tokens}")
-
-
-WAITS_FOREVER = """
-import torch
-from dsv4.ops.immediate import PreparedOp
-from dsv4.ops.moe import decode
-from tests.ops.moe.decode_cases import FP8, LIMIT, NVFP4, step, weights
-
-op = PreparedOp(decode.moe, *step(256, 8, 1), *weights(256, 128, 8, (NVFP4, FP8)), LIMIT)
-counters = op.program.recording.zeroed("moe_decode", decode.COUNTERS)
-op.program.tensor(counters)[0] -= 1
-op.run()
-torch.cuda.synchronize()
-"""
-
-
-def test_a_wait_that_never_ends_is_an_error() -> None:
-    """One arrival too few at the grid barrier, in a process of its own, whose context is lost."""
-    root = Path(__file__).resolve().parents[3]
-    run = subprocess.run(
-        [sys.executable, "-c", WAITS_FOREVER], capture_output=True, text=True, timeout=90, cwd=root
-    )
-    assert run.returncode == 1
-    assert "CUDA error" in run.stderr
 
 
 def test_bad_arguments() -> None:

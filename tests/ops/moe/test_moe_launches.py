@@ -90,8 +90,8 @@ def test_published_decode_shapes() -> None:
             ring = (defines["WARPS"], defines["STAGES"])
             found[name, tokens] = (*ring, launch.shape.shared_bytes, defines["VECTORS"])
     assert found == {
-        ("flash", 1): (12, 2, 129_024, 2),
-        ("flash", 4): (12, 2, 184_320, 2),
+        ("flash", 1): (12, 2, 124_928, 2),
+        ("flash", 4): (12, 2, 167_936, 2),
         ("flash", 8): (16, 1, 172_032, 1),
         ("pro", 1): (12, 2, 131_072, 3),
         ("pro", 4): (12, 2, 192_512, 3),
@@ -101,20 +101,24 @@ def test_published_decode_shapes() -> None:
 
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_scratch_memory_of_a_decode_step_holds_what_moe_decode_writes(geometry: Geometry) -> None:
-    """A hidden row for every routed expert and the shared one; parts of 32 output rows, where the
-    part of pair p and block b is the (p + b)-th.
+    """Twice a hidden row for every routed expert and the shared one; parts of 32 output rows, where
+    the part of pair p and block b is the (p + b)-th.
     """
     for tokens in (1, 3, 8):
         for launch in launches(recorded_decode(geometry, HOPPER, tokens)):
             count = launch.arguments["T"]
             assert isinstance(count, int)
             inner = ceil_div(geometry.inner, 64) * 64
-            assert bytes_of(launch, "h") >= count * (geometry.per_token + 1) * inner * 2
+            half_bytes = launch.arguments["half_bytes"]
+            assert isinstance(half_bytes, int)
+            assert half_bytes >= count * (geometry.per_token + 1) * inner * 2
+            assert half_bytes % 128 == 0
+            assert bytes_of(launch, "h") == 2 * half_bytes
             pairs = ceil_div(geometry.width, 32)
             parts = pairs - 1 + HOPPER.multiprocessors
             assert bytes_of(launch, "parts_workspace") >= parts * count * 32 * 4
             assert bytes_of(launch, "pair_counters") >= pairs * 4
-            assert bytes_of(launch, "counters") >= (4 + 2 * count * geometry.experts) * 4
+            assert bytes_of(launch, "counters") >= (2 + 2 * count * geometry.experts) * 4
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
@@ -154,20 +158,30 @@ def test_tokens_that_do_not_fit_are_recorded_in_halves() -> None:
             assert half.untyped_storage()._cdata == result.untyped_storage()._cdata
             assert byte_offset(half) == offset
         recording.keep(result)
-    scratch = sum(bytes_of(first, name) for name in ("h", "parts_workspace"))
+    scratch = bytes_of(first, "parts_workspace")
     kept = sum(tensor.nbytes for tensor in (*results, *inputs))
     assert lay_out(recording).nbytes < kept + scratch + 16 * 512
 
 
-def test_arrivals_are_counted_in_counters_of_all_layers() -> None:
-    recording = Recording(HOPPER, 2)
+def test_all_launches_of_a_recording_share_what_they_number_and_hand_over() -> None:
+    """The number of a launch says which half of h is its own, so h is of one size for all layers
+    and all token counts.
+    """
+    recording = Recording(HOPPER, 5)
+    x_TE, tokens_T = step(recording, FLASH)
     for geometry in (FLASH, replace(FLASH, hashed=True, formats=(NVFP4, NVFP4))):
-        inputs = step(recording, geometry)
-        decode.moe(recording, *inputs, geometry.router(), *geometry.weights(), LIMIT)
-    first, second = launches(recording)
-    for name in ("counters", "pair_counters"):
-        assert first.arguments[name] is second.arguments[name]
-    assert [tensor.shape[0] for tensor in recording.zeroed_tensors] == [decode.COUNTERS, 128]
+        for part in (slice(2), slice(5)):
+            inputs = (x_TE[part], tokens_T[part])
+            decode.moe(recording, *inputs, geometry.router(), *geometry.weights(), LIMIT)
+    first, *others = launches(recording)
+    assert len(others) == 3
+    for other in others:
+        for name in ("counters", "pair_counters", "h"):
+            assert first.arguments[name] is other.arguments[name]
+    half = 5 * 7 * 2048 * 2
+    assert {launch.arguments["half_bytes"] for launch in (first, *others)} == {half}
+    sizes = [tensor.nbytes for tensor in recording.zeroed_tensors]
+    assert sorted(sizes) == sorted([2 * half, 4 * decode.COUNTERS, 4 * 128])
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
