@@ -83,8 +83,9 @@ class Recording:
         """int32 ``[count]`` of this name, the same tensor for all of the recording: zeros before
         the first run.
 
-        For kernels whose blocks count arrivals: every launch leaves zeros behind. Launches of one
-        recording follow each other, so that they can share it.
+        For kernels whose blocks count arrivals or hand words to each other: every launch leaves
+        zeros where the next one counts on them. Launches of one recording follow each other, so
+        that they can share it.
         """
         tensor = self._zeroed.setdefault(name, torch.empty(count, dtype=torch.int32, device="meta"))
         if tensor.shape[0] != count:
