@@ -24,16 +24,18 @@ from contextlib import closing
 from functools import partial
 
 from dsv4 import Engine
+from dsv4.cli.answer import answer
 from dsv4.cli.arguments import gpu_bytes, parse_arguments
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults
 from dsv4.cli.job import Job, Outcome, prepare
+from dsv4.cli.load import bars_are_shown, load_engine
 from dsv4.cli.log_lines import log_lines
 from dsv4.cli.report import report, report_plan
 from dsv4.cli.stream import TokenText, make_printer
 from dsv4.cli.trace import check_trace, traced
 from dsv4.command.program import EXIT_OK, command, run_program
-from dsv4.command.progress import GIGABYTES, KERNELS, TOKENS, ProgressBar, StatusLine
+from dsv4.command.progress import TOKENS, ProgressBar, StatusLine
 from dsv4.command.signals import stop_code
 from dsv4.command.streams import say, silence_stdout
 from dsv4.config import layer_kinds
@@ -41,23 +43,12 @@ from dsv4.measure.graph_profile import profile_decoder
 from dsv4.measure.op_profile import OpProfile
 
 
-def load(job: Job, outcome: Outcome, show_bars: bool) -> Engine:
+def load(job: Job, outcome: Outcome) -> Engine:
     """The engine, which enters ``outcome``; its eager steps are observed where their profile is
     wanted.
     """
     started = time.perf_counter()
-    with (
-        ProgressBar("compile", KERNELS, sys.stderr, show_bars) as compiling,
-        ProgressBar("read   ", GIGABYTES, sys.stderr, show_bars) as reading,
-        ProgressBar("pack   ", GIGABYTES, sys.stderr, show_bars) as packing,
-    ):
-        engine = Engine.load(
-            job.arguments.model,
-            job.engine_config,
-            reading,
-            compiling=compiling,
-            packing=packing,
-        )
+    engine = load_engine(job.arguments, job.engine_config)
     outcome.engine = engine
     outcome.load_seconds = time.perf_counter() - started
     if job.arguments.profile and engine.decoder is None:
@@ -69,38 +60,25 @@ def load(job: Job, outcome: Outcome, show_bars: bool) -> Engine:
 
 def generate(job: Job, outcome: Outcome) -> None:
     """Loads the model and streams the answer to stdout; ``outcome`` is filled as it goes."""
-    arguments = job.arguments
     limit_cpu_threads(job.model_config)
-    show_bars = sys.stderr.isatty() and not (arguments.quiet or arguments.verbose)
-    engine = load(job, outcome, show_bars)
+    engine = load(job, outcome)
 
-    text = TokenText(job.tokenizer, arguments.stop)
-    status = StatusLine(sys.stderr, show_bars)
+    shown = bars_are_shown(job.arguments)
+    text = TokenText(job.tokenizer, job.arguments.stop)
+    status = StatusLine(sys.stderr, shown)
     printer = make_printer(sys.stdout, job.prompt.thinking_mode, job.prompt.tools, status)
-    stops = frozenset() if arguments.ignore_eos else job.eos_token_ids
     try:
         with (
-            ProgressBar("prefill", TOKENS, sys.stderr, show_bars) as bar,
+            ProgressBar("prefill", TOKENS, sys.stderr, shown) as bar,
             traced(job, engine) as watch,
+            closing(answer(job, engine, outcome, text, bar, watch)) as pieces,
         ):
             bar(0, len(job.prompt.token_ids))
-            tokens = engine.generate(
-                job.prompt.token_ids, arguments.max_tokens, job.sampling, stops, bar, watch
-            )
-            with closing(tokens):
-                for token in tokens:
-                    bar.erase()
-                    if isinstance(outcome.profile, OpProfile):
-                        outcome.profile.next_phase("decode")
-                    outcome.token_ids.append(token)
-                    if token not in job.eos_token_ids:
-                        printer.feed(text.push(token))
-                    outcome.stop_string = text.stop_string
-                    if text.stop_string is not None:
-                        break
-        assert engine.last_run is not None
-        stopped = outcome.stop_string is not None
-        outcome.finish_reason = "stop" if stopped else engine.last_run.finish_reason
+            for piece in pieces:
+                bar.erase()
+                if isinstance(outcome.profile, OpProfile):
+                    outcome.profile.next_phase("decode")
+                printer.feed(piece)
     finally:
         printer.feed(text.finish())
         printer.finish(outcome.complete)

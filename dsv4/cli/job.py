@@ -4,10 +4,11 @@ import argparse
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from dsv4.cli.arguments import engine_config
 from dsv4.cli.generation_defaults import eos_token_ids, read_generation_config, sampling_params
-from dsv4.cli.prompt import Prompt, build_prompt, load_tokenizer
+from dsv4.cli.prompt import Prompt, PromptTooLong, build_prompt, load_tokenizer
 from dsv4.config import ModelConfig
 from dsv4.encoding import Tokenizer
 from dsv4.engine import Engine
@@ -66,31 +67,55 @@ def check_model_folder(folder: Path) -> None:
     raise UserError(f"--model: {folder}: no such folder{advice}")
 
 
+@dataclass(frozen=True)
+class ModelFiles:
+    """What the small files of a model's folder say; ``generation``: generation_config.json."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    generation: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> "ModelFiles":
+        """Reads them. Raises ``UserError``."""
+        check_model_folder(folder)
+        config = ModelConfig.from_folder(folder)
+        return cls(config, load_tokenizer(folder, config), read_generation_config(folder))
+
+
 def prepare(arguments: argparse.Namespace) -> Job:
     """Reads the small files and checks everything that can be checked without the weights. Raises
     ``UserError``.
-
-    Without ``--max-context`` the caches hold the prompt and the answer, and at least the engine's
-    default.
     """
-    check_model_folder(arguments.model)
-    model_config = ModelConfig.from_folder(arguments.model)
-    tokenizer = load_tokenizer(arguments.model, model_config)
-    prompt = build_prompt(arguments, tokenizer, model_config)
-    wanted = max(DEFAULT_MAX_CONTEXT, len(prompt.token_ids) + arguments.max_tokens)
-    context = arguments.max_context or min(wanted, model_config.max_position_embeddings)
+    files = ModelFiles.read(arguments.model)
+    prompt = build_prompt(arguments, files.tokenizer, files.config)
+    wanted = len(prompt.token_ids) + arguments.max_tokens
+    return make_job(arguments, files, prompt, context_tokens(arguments, files.config, wanted))
+
+
+def context_tokens(arguments: argparse.Namespace, config: ModelConfig, wanted: int) -> int:
+    """Tokens that the caches hold: ``--max-context``, else the ``wanted`` ones of prompt and answer
+    and at least the engine's default.
+    """
+    most = config.max_position_embeddings
+    return arguments.max_context or min(max(DEFAULT_MAX_CONTEXT, wanted), most)
+
+
+def make_job(arguments: argparse.Namespace, files: ModelFiles, prompt: Prompt, context: int) -> Job:
+    """The job of a prompt in caches of ``context`` tokens. Raises ``UserError``, for a prompt that
+    does not fit ``PromptTooLong``.
+    """
     if len(prompt.token_ids) > context:
-        raise UserError(
+        raise PromptTooLong(
             f"--max-context: found a prompt of {len(prompt.token_ids)} tokens, "
             f"expected at most {context}"
         )
-    defaults = read_generation_config(arguments.model)
     return Job(
         arguments,
-        model_config,
+        files.config,
         replace(engine_config(arguments), max_context=context),
-        sampling_params(arguments, defaults),
-        eos_token_ids(model_config, defaults),
-        tokenizer,
+        sampling_params(arguments, files.generation),
+        eos_token_ids(files.config, files.generation),
+        files.tokenizer,
         prompt,
     )

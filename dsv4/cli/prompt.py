@@ -40,6 +40,10 @@ class Prompt:
     tools: list[dict]
 
 
+class PromptTooLong(UserError):
+    """A prompt that the context cannot hold."""
+
+
 def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
     """The tokenizer of a checkpoint. Raises ``UserError``, also for ids that the model lacks."""
     file = model_file(folder, "tokenizer.json")
@@ -120,7 +124,7 @@ def encode_text(tokenizer: Tokenizer, text: str, most: int) -> list[int]:
     """
     fewest = tokenizer.fewest_tokens(text)
     if fewest > most:
-        raise UserError(
+        raise PromptTooLong(
             f"--max-context: found a prompt of at least {fewest} tokens, expected at most {most}"
         )
     with user_errors("prompt: "):

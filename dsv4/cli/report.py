@@ -59,22 +59,10 @@ def report_plan(job: Job, plan: MemoryPlan) -> None:
 
 def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, Any]:
     """The content of the ``--json`` file."""
-    prompt = job.prompt
     engine = outcome.engine
-    stats = None if engine is None else engine.last_run
-    shown = [token for token in outcome.token_ids if token not in job.eos_token_ids]
-    text = text_of(job.tokenizer, shown, job.arguments.stop)
-    answer = parse_answer(text, outcome.complete, prompt.thinking_mode, prompt.tools)
     return {
-        "prompt": {"text": prompt.text, "token_ids": prompt.token_ids},
-        "completion": {
-            "text": text,
-            "message": answer.message,
-            "cut_off": answer.cut_off or None,
-            "repairs": list(answer.repairs),
-            "token_ids": outcome.token_ids,
-            "logprobs": describe_logprobs(job.tokenizer, stats),
-        },
+        "prompt": describe_prompt(job),
+        "completion": describe_completion(job, outcome),
         "finish_reason": outcome.finish_reason,
         "stop_string": outcome.stop_string,
         "timing": measured,
@@ -84,6 +72,28 @@ def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, 
         "devices": [] if engine is None else device_names(engine),
         "ops": None if engine is None else ops_name(engine),
         "provenance": provenance(shlex.join(sys.argv)),
+    }
+
+
+def describe_prompt(job: Job) -> dict[str, Any]:
+    """What the model was given."""
+    return {"text": job.prompt.text, "token_ids": job.prompt.token_ids}
+
+
+def describe_completion(job: Job, outcome: Outcome) -> dict[str, Any]:
+    """What the model has answered, as text, as a message and as tokens."""
+    prompt = job.prompt
+    shown = [token for token in outcome.token_ids if token not in job.eos_token_ids]
+    text = text_of(job.tokenizer, shown, job.arguments.stop)
+    answer = parse_answer(text, outcome.complete, prompt.thinking_mode, prompt.tools)
+    stats = None if outcome.engine is None else outcome.engine.last_run
+    return {
+        "text": text,
+        "message": answer.message,
+        "cut_off": answer.cut_off or None,
+        "repairs": list(answer.repairs),
+        "token_ids": outcome.token_ids,
+        "logprobs": describe_logprobs(job.tokenizer, stats),
     }
 
 

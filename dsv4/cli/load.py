@@ -1,0 +1,24 @@
+"""Loading the engine with a progress bar for each part of it."""
+
+import argparse
+import sys
+
+from dsv4.command.progress import GIGABYTES, KERNELS, ProgressBar
+from dsv4.engine import Engine
+from dsv4.engine_config import EngineConfig
+
+
+def bars_are_shown(arguments: argparse.Namespace) -> bool:
+    """Whether stderr is a terminal whose lines a bar may use."""
+    return sys.stderr.isatty() and not (arguments.quiet or arguments.verbose)
+
+
+def load_engine(arguments: argparse.Namespace, config: EngineConfig) -> Engine:
+    """The engine of ``--model``. Raises what ``Engine.load`` does."""
+    shown = bars_are_shown(arguments)
+    with (
+        ProgressBar("compile", KERNELS, sys.stderr, shown) as compiling,
+        ProgressBar("read   ", GIGABYTES, sys.stderr, shown) as reading,
+        ProgressBar("pack   ", GIGABYTES, sys.stderr, shown) as packing,
+    ):
+        return Engine.load(arguments.model, config, reading, compiling=compiling, packing=packing)
