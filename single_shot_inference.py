@@ -1,5 +1,5 @@
 """Answers one prompt with a DeepSeek-V4 checkpoint: load, prefill, decode, text as it is produced,
-one summary line.
+one summary line. With ``--prompts`` the prompts of a file, one after another.
 """
 
 import os
@@ -31,6 +31,7 @@ from dsv4.cli.faults import device_faults
 from dsv4.cli.job import Job, Outcome, prepare
 from dsv4.cli.load import bars_are_shown, load_engine
 from dsv4.cli.log_lines import log_lines
+from dsv4.cli.prompts.run import answer_prompts
 from dsv4.cli.report import report, report_plan
 from dsv4.cli.stream import TokenText, make_printer
 from dsv4.cli.trace import check_trace, traced
@@ -86,6 +87,8 @@ def generate(job: Job, outcome: Outcome) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The whole job; returns the exit code."""
+    if arguments.prompts is not None:
+        return answer_prompts(arguments)
     job = prepare(arguments)
     check_trace(arguments, job.model_config)
     plan = partial(Engine.plan, arguments.model, job.engine_config, gpu_bytes(arguments))

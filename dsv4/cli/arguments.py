@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from dsv4.cli.flags import build_parser
+from dsv4.cli.prompts.flags import check_prompts_flags
 from dsv4.command.flags import given_flags
 from dsv4.command.output_file import check_output
 from dsv4.engine_config import EngineConfig
@@ -20,6 +21,26 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = build_parser()
     arguments = parser.parse_args(argv)
+    refuse_contradictions(arguments)
+    if arguments.gpu_memory is not None and not arguments.plan:
+        raise UserError("--gpu-memory: found without --plan, expected both")
+    if arguments.gpu_memory is not None and arguments.require_native:
+        raise UserError(
+            "--require-native: found together with --gpu-memory, whose GPUs need not be there"
+        )
+    if arguments.logprobs is not None and arguments.json is None and arguments.prompts is None:
+        raise UserError("--logprobs: found without --json, expected both")
+    check_prompts_flags(arguments)
+    if arguments.verbose and arguments.quiet:
+        raise UserError("--verbose: found together with --quiet, expected one of them")
+    refuse_what_has_no_effect(arguments, given_flags(parser, arguments))
+    if arguments.json is not None:
+        check_output("--json", arguments.json)
+    return arguments
+
+
+def refuse_contradictions(arguments: argparse.Namespace) -> None:
+    """Raises ``UserError`` for flags of the prompt that cannot go together."""
     chat_only = {
         "--messages": arguments.messages is not None,
         "--system": arguments.system is not None,
@@ -40,20 +61,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(
             "--system: found together with --messages, which holds its own system message"
         )
-    if arguments.gpu_memory is not None and not arguments.plan:
-        raise UserError("--gpu-memory: found without --plan, expected both")
-    if arguments.gpu_memory is not None and arguments.require_native:
-        raise UserError(
-            "--require-native: found together with --gpu-memory, whose GPUs need not be there"
-        )
-    if arguments.logprobs is not None and arguments.json is None:
-        raise UserError("--logprobs: found without --json, expected both")
-    if arguments.verbose and arguments.quiet:
-        raise UserError("--verbose: found together with --quiet, expected one of them")
-    refuse_what_has_no_effect(arguments, given_flags(parser, arguments))
-    if arguments.json is not None:
-        check_output("--json", arguments.json)
-    return arguments
 
 
 def refuse_what_has_no_effect(arguments: argparse.Namespace, given: frozenset[str]) -> None:

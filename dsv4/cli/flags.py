@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import dsv4
+from dsv4.cli.prompts.flags import add_answers_flags, add_prompts_flag
 from dsv4.command.flags import OneLineParser, add_prefill_activations, integer, number, path
 from dsv4.demo import CHECKPOINT
 from dsv4.limits import MAX_LOGPROBS
@@ -34,6 +35,7 @@ def build_parser() -> OneLineParser:
     add_engine_flags(parser.add_argument_group("engine"))
     add_computation_flags(parser.add_argument_group("computation"))
     add_output_flags(parser.add_argument_group("output"))
+    add_answers_flags(parser.add_argument_group("output of --prompts"))
     return parser
 
 
@@ -61,6 +63,7 @@ def add_prompt_flags(group: argparse._ArgumentGroup) -> None:
         help="the prompt as token ids, a JSON array or numbers between spaces or commas; "
         "- is stdin; no chat encoding, no parsing (default: --prompt)",
     )
+    add_prompts_flag(sources)
     group.add_argument(
         "--system", metavar="TEXT", help="a system message before the prompt (default: none)"
     )

@@ -19,6 +19,7 @@ from dsv4.encoding import (
     encode_messages,
     fold_reasoning_effort,
     messages_of_json,
+    messages_of_request,
 )
 from dsv4.errors import UserError
 from dsv4.model_files import model_file
@@ -83,17 +84,10 @@ def most_tokens(arguments: argparse.Namespace, config: ModelConfig) -> int:
 
 
 def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer, most: int) -> Prompt:
-    """The messages file, or a user message and an optional system message, in the chat encoding."""
-    source = f"--messages: {arguments.messages}: "
-    if arguments.messages is not None:
-        raw = read_input("--messages", arguments.messages)
-        with user_errors(source):
-            messages = messages_of_json(raw)
-    else:
-        messages: list[dict] = [{"role": "user", "content": prompt_text(arguments)}]
-        if arguments.system is not None:
-            check_unicode(arguments.system, "--system")
-            messages.insert(0, {"role": "system", "content": arguments.system})
+    """The messages, or a user message and an optional system message, in the chat encoding."""
+    of_file = isinstance(arguments.messages, str)
+    source = f"--messages: {arguments.messages}: " if of_file else "messages: "
+    messages = conversation(arguments, source)
     mode = "thinking" if arguments.thinking == "on" else "chat"
     effort = arguments.reasoning_effort
     with user_errors():
@@ -118,9 +112,27 @@ def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer, most:
     return Prompt(text, token_ids, shown_mode, tools)
 
 
+def conversation(arguments: argparse.Namespace, source: str) -> list[dict]:
+    """The messages of the file ``arguments.messages``, or of the chat request that it is (in a line
+    of ``--prompts``), or those that the prompt makes. ``source`` begins errors of the first two.
+    """
+    if isinstance(arguments.messages, str):
+        raw = read_input("--messages", arguments.messages)
+        with user_errors(source):
+            return messages_of_json(raw)
+    if arguments.messages is not None:
+        return messages_of_request(arguments.messages)
+    messages: list[dict] = [{"role": "user", "content": prompt_text(arguments)}]
+    if arguments.system is not None:
+        check_unicode(arguments.system, "--system")
+        messages.insert(0, {"role": "system", "content": arguments.system})
+    return messages
+
+
 def encode_text(tokenizer: Tokenizer, text: str, most: int) -> list[int]:
     """Token ids of the prompt. Raises ``UserError`` for text that is not Unicode, as broken
-    arguments are, and without encoding it for text that must have more than ``most`` tokens.
+    arguments are, and ``PromptTooLong`` without encoding it for text that must have more than
+    ``most`` tokens.
     """
     fewest = tokenizer.fewest_tokens(text)
     if fewest > most:

@@ -1,0 +1,56 @@
+"""The flags of ``--prompts`` and what cannot stand beside them."""
+
+import argparse
+from pathlib import Path
+
+from dsv4.errors import UserError
+
+
+def add_prompts_flag(sources: argparse._ActionsContainer) -> None:
+    """``--prompts``, one of the ``sources`` of prompts."""
+    sources.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="many prompts, a JSON object with prompt or messages and settings in every line; "
+        "- is stdin; with --out (default: --prompt)",
+    )
+
+
+def add_answers_flags(group: argparse._ArgumentGroup) -> None:
+    """Where the answers to ``--prompts`` go, and what they hold."""
+    group.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="every answer as a line of JSON; lines that are there already are not asked again "
+        "(default: none)",
+    )
+    group.add_argument(
+        "--with-token-ids",
+        action="store_true",
+        help="answers hold the prompt as the model got it, and token ids",
+    )
+
+
+def check_prompts_flags(arguments: argparse.Namespace) -> None:
+    """Raises ``UserError`` for flags that many prompts need or cannot have."""
+    if arguments.prompts is None:
+        for flag, given in (
+            ("--out", arguments.out is not None),
+            ("--with-token-ids", arguments.with_token_ids),
+        ):
+            if given:
+                raise UserError(f"{flag}: found without --prompts, expected both")
+        return
+    if arguments.out is None:
+        raise UserError("--prompts: found without --out, expected both")
+    of_one_prompt = {
+        "--json": arguments.json is not None,
+        "--trace": arguments.trace is not None,
+        "--trace-at": bool(arguments.trace_at),
+        "--profile": arguments.profile,
+        "--plan": arguments.plan,
+    }
+    for flag, given in of_one_prompt.items():
+        if given:
+            raise UserError(f"{flag}: found together with --prompts, expected a single prompt")

@@ -1,0 +1,137 @@
+"""Answering the lines of ``--prompts``, one after another."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from dsv4.cli.answer import answer
+from dsv4.cli.arguments import engine_config
+from dsv4.cli.cpu_threads import limit_cpu_threads
+from dsv4.cli.faults import device_faults
+from dsv4.cli.job import ModelFiles, Outcome, context_tokens, make_job
+from dsv4.cli.load import bars_are_shown, load_engine
+from dsv4.cli.prompt import build_prompt
+from dsv4.cli.prompts.answer_file import AnswerFile, open_answers
+from dsv4.cli.prompts.prompts_file import PromptLine, read_prompts
+from dsv4.cli.report import describe_completion, describe_prompt
+from dsv4.cli.stream import TokenText
+from dsv4.command.errors import user_message
+from dsv4.command.program import EXIT_CHECK_FAILED, EXIT_OK
+from dsv4.command.progress import ProgressBar, Unit
+from dsv4.command.signals import stop_code
+from dsv4.command.streams import say
+from dsv4.engine import Engine
+from dsv4.errors import UserError
+
+ANSWERS = Unit("answers", 1, 0)
+
+
+@dataclass
+class Tally:
+    """What a run has done so far; ``before``: lines that an earlier one has."""
+
+    before: int
+    answered: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Counts the answer to a line."""
+        if "error" in record:
+            self.failed += 1
+            return
+        self.answered += 1
+        self.prompt_tokens += record["tokens"]["prompt"]
+        self.tokens += record["tokens"]["completion"]
+
+    def line(self, seconds: float, end: str) -> str:
+        """The summary, without what there was none of."""
+        parts = [f"answered {self.answered}", f"failed {self.failed}"]
+        if self.before:
+            parts.append(f"there before {self.before}")
+        parts.append(f"prompts {self.prompt_tokens} tokens")
+        parts.append(f"answers {self.tokens} tokens")
+        return " · ".join([*parts, f"{seconds:.1f} s", *([end] if end else [])])
+
+
+def answer_prompts(arguments: argparse.Namespace) -> int:
+    """Answers the lines that ``--out`` has no answer to; returns the exit code. Raises
+    ``UserError``.
+    """
+    started = time.perf_counter()
+    files = ModelFiles.read(arguments.model)
+    lines = read_prompts(arguments, files)
+    with open_answers(arguments.out, arguments.prompts, lines) as answers:
+        tally = Tally(len(answers.failed))
+        code = EXIT_OK
+        end = ""
+        try:
+            answer_lines(arguments, files, lines, answers, tally)
+        except KeyboardInterrupt as stop:
+            code = stop_code(stop)
+            end = "interrupted"
+        if not arguments.quiet:
+            say(tally.line(time.perf_counter() - started, end))
+        return code or (EXIT_CHECK_FAILED if any(answers.failed.values()) else EXIT_OK)
+
+
+def answer_lines(
+    arguments: argparse.Namespace,
+    files: ModelFiles,
+    lines: Sequence[PromptLine],
+    answers: AnswerFile,
+    tally: Tally,
+) -> None:
+    """Loads the engine, unless everything is answered, and fills ``answers`` and ``tally``.
+
+    The context is that of all lines, so that it does not depend on where a run was resumed.
+    """
+    waiting = [line for line in lines if line.id not in answers.failed]
+    if not waiting:
+        return
+    context = context_tokens(arguments, files.config, max(line.tokens for line in lines))
+    config = replace(engine_config(arguments), max_context=context)
+    plan = partial(Engine.plan, arguments.model, config)
+    if arguments.gpus > 1 and not arguments.quiet:
+        say(str(plan()))
+    limit_cpu_threads(files.config)
+    shown = bars_are_shown(arguments)
+    with device_faults(plan):
+        engine = load_engine(arguments, config)
+        with ProgressBar("answers", ANSWERS, sys.stderr, shown) as bar:
+            for line in waiting:
+                bar(len(answers.failed), len(lines))
+                record = answer_line(line, files, engine)
+                answers.append(line, record)
+                tally.add(record)
+
+
+def answer_line(line: PromptLine, files: ModelFiles, engine: Engine) -> dict[str, Any]:
+    """What the line of the answer holds beside its id and request: the answer with the names of the
+    ``--json`` file, or the error in its place.
+    """
+    outcome = Outcome(engine=engine)
+    try:
+        prompt = build_prompt(line.arguments, files.tokenizer, files.config)
+        job = make_job(line.arguments, files, prompt, engine.max_context)
+        for _ in answer(job, engine, outcome, TokenText(files.tokenizer, line.arguments.stop)):
+            pass
+    except (UserError, FloatingPointError) as error:
+        return {"error": user_message(error)}
+    completion = describe_completion(job, outcome)
+    greedy = job.sampling.temperature == 0  # A seed that was drawn has changed nothing.
+    return {
+        "prompt": describe_prompt(job) if line.arguments.with_token_ids else None,
+        "completion": completion
+        if line.arguments.with_token_ids
+        else {**completion, "token_ids": None},
+        "finish_reason": outcome.finish_reason,
+        "stop_string": outcome.stop_string,
+        "tokens": {"prompt": len(prompt.token_ids), "completion": len(outcome.token_ids)},
+        "sampling": asdict(replace(job.sampling, seed=None) if greedy else job.sampling),
+    }
