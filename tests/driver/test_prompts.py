@@ -101,6 +101,32 @@ def test_flags_are_the_defaults_of_lines(drive: Drive, tmp_path: Path) -> None:
     assert len(greedy["completion"]["logprobs"]) == 1
 
 
+def test_a_terminal_shows_how_many_are_answered(
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    prompts = write_lines(tmp_path / "prompts", [{"prompt": "a", **SHORT}] * 2)
+    shown = drive("--prompts", prompts, "--out", tmp_path / "answers").err
+    assert "answers ────────────────────   0 %  0 of 2 answers" in shown
+    assert drive("--prompts", prompts, "--out", tmp_path / "others", "--quiet").err == ""
+
+
+def test_a_prompt_that_no_context_holds_makes_none_larger(
+    drive: Drive, broken_copy: Path, tmp_path: Path
+) -> None:
+    """One that must have too many tokens, and one whose tokens have to be counted."""
+    config = json.loads((broken_copy / "config.json").read_text())
+    (broken_copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 99}))
+    lines = [{"prompt": "a " * 150}, {"prompt": "a " * 100_000}, {"prompt": "a", **SHORT}]
+    prompts = write_lines(tmp_path / "prompts", lines)
+    out = tmp_path / "answers"
+    assert drive("--model", broken_copy, "--prompts", prompts, "--out", out).code == 1
+    counted, unread, answered = read_lines(out)
+    assert counted["error"].endswith(" tokens, expected at most 99")
+    assert unread["error"].startswith("--max-context: found a prompt of at least ")
+    assert answered["tokens"]["completion"] == 4
+
+
 def test_a_line_that_fails_is_told_and_the_others_are_answered(
     drive: Drive, broken_copy: Path, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from dsv4.cli.flags import build_parser
 from dsv4.cli.generation_defaults import sampling_params
 from dsv4.cli.input_file import read_input
 from dsv4.cli.job import ModelFiles
-from dsv4.cli.prompt import PromptTooLong, build_prompt
+from dsv4.cli.prompt import PromptTooLong, build_prompt, most_tokens
 from dsv4.cli.prompts.settings import SETTINGS, as_keys, line_arguments
 from dsv4.command.errors import user_message
 from dsv4.errors import UserError, shorten
@@ -84,12 +84,20 @@ def read_line(
         raise UserError(f"id: found {shorten(id_)}, expected a string or an integer")
     arguments = line_arguments(parser, defaults, line)
     sampling_params(arguments, files.generation)
+    tokens = most_line_tokens(arguments, files)
+    return PromptLine(number, id_, arguments, fingerprint(arguments), tokens)
+
+
+def most_line_tokens(arguments: argparse.Namespace, files: ModelFiles) -> int:
+    """Tokens of prompt and answer at most, 0 for a prompt that no context holds. Raises
+    ``UserError`` for what cannot be encoded.
+    """
     try:
         prompt = build_prompt(arguments, files.tokenizer, files.config)
-        tokens = len(prompt.token_ids) + arguments.max_tokens
     except PromptTooLong:
-        tokens = 0
-    return PromptLine(number, id_, arguments, fingerprint(arguments), tokens)
+        return 0
+    fits = len(prompt.token_ids) <= most_tokens(arguments, files.config)
+    return len(prompt.token_ids) + arguments.max_tokens if fits else 0
 
 
 def parse_line(text: bytes) -> dict[str, Any]:

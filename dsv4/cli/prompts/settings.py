@@ -67,7 +67,7 @@ def check_keys(line: dict[str, Any]) -> None:
     """Raises ``UserError`` for unknown keys, and unless there is one prompt."""
     for key in line:
         if key not in KEYS:
-            raise UserError(f"{key}: found an unknown key, expected {', '.join(KEYS)}")
+            raise UserError(f"{key[:80]}: found an unknown key, expected {', '.join(KEYS)}")
     if ("prompt" in line) == ("messages" in line):
         found = "both prompt and messages" if "prompt" in line else "neither prompt nor messages"
         raise UserError(f"found {found}, expected one of them")
