@@ -76,6 +76,24 @@ def test_every_answer_is_that_of_a_run_for_its_line_alone(drive: Drive, tmp_path
     assert answers[3]["completion"]["message"]["tool_calls"]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [[], ["--cuda-graph", "full"]], ids=["eager", "full"])
+def test_on_a_gpu_every_answer_is_that_of_a_run_alone(
+    drive: Drive, tmp_path: Path, mode: list[object]
+) -> None:
+    report = tmp_path / "report.json"
+    flags = ("--device", "cuda", "--ignore-eos", "--max-tokens", 20, *mode)
+    lines = [{"prompt": "a", "temperature": 0}, {"prompt": "b " * 300, "seed": 4}]
+    prompts = write_lines(tmp_path / "prompts", [*lines, *lines])
+    assert drive(*flags, "--prompts", prompts, "--out", tmp_path / "answers").code == 0
+    answers = [answer["completion"]["text"] for answer in read_lines(tmp_path / "answers")]
+    assert answers[:2] == answers[2:]
+    for line, found in zip(lines, answers, strict=False):
+        own = ["--seed", 4] if "seed" in line else ["--temperature", 0]
+        drive(*flags, *own, "--prompt", line["prompt"], "--json", report)
+        assert read_json(report)["completion"]["text"] == found
+
+
 def test_flags_are_the_defaults_of_lines(drive: Drive, tmp_path: Path) -> None:
     lines = [
         {"prompt": "a"},
@@ -116,13 +134,15 @@ def test_a_prompt_that_no_context_holds_makes_none_larger(
 ) -> None:
     """One that must have too many tokens, and one whose tokens have to be counted."""
     config = json.loads((broken_copy / "config.json").read_text())
-    (broken_copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 99}))
-    lines = [{"prompt": "a " * 150}, {"prompt": "a " * 100_000}, {"prompt": "a", **SHORT}]
+    (broken_copy / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": 9000})
+    )
+    lines = [{"prompt": "a " * 9001}, {"prompt": "a " * 1_000_000}, {"prompt": "a", **SHORT}]
     prompts = write_lines(tmp_path / "prompts", lines)
     out = tmp_path / "answers"
     assert drive("--model", broken_copy, "--prompts", prompts, "--out", out).code == 1
     counted, unread, answered = read_lines(out)
-    assert counted["error"].endswith(" tokens, expected at most 99")
+    assert counted["error"].endswith(" tokens, expected at most 8192")
     assert unread["error"].startswith("--max-context: found a prompt of at least ")
     assert answered["tokens"]["completion"] == 4
 
