@@ -147,6 +147,17 @@ def test_two_processes_do_not_share_a_file(ask: Ask, tmp_path: Path) -> None:
     assert ask().code == 0
 
 
+def test_a_folder_without_locks_is_refused(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("dsv4.cli.prompts.answer_file.fcntl.flock", flock)
+    out = tmp_path / "out"
+    ask().assert_user_error(f"--out: {out}: cannot be locked (No locks available)")
+
+
 @pytest.mark.parametrize(
     "name", ["-", "/", "/dev/null", "/no/such/folder/out", "fifo", "read-only"]
 )

@@ -98,6 +98,8 @@ def open_answers(path: Path, source: str, lines: Sequence[PromptLine]) -> Iterat
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"--out: {path}: another process is writing answers to it") from None
+        except OSError as error:
+            raise UserError(f"--out: {path}: cannot be locked ({error.strerror})") from None
         yield AnswerFile(file, str(path), source, lines)
 
 
