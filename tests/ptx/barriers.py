@@ -54,8 +54,10 @@ def _init(instruction: Instruction, layout: Layout) -> Handler:
     count = layout.source(instruction.operands[1], "u32")
 
     def run(warp: "Warp", mask: Mask) -> None:
-        address = common(where(warp), mask)
-        warp.block.cluster.set_barrier(address, common(count(warp), mask))
+        # Every lane may have a barrier of its own.
+        addresses, counts = where(warp), count(warp)
+        for lane in np.flatnonzero(lanes(mask)):
+            warp.block.cluster.set_barrier(int(addresses[lane]), int(counts[lane]))
 
     return run
 
@@ -107,8 +109,9 @@ def _expect(instruction: Instruction, layout: Layout) -> Handler:
 def _wait(instruction: Instruction, layout: Layout) -> Handler:
     """try_wait and test_wait by parity: whether the phase of that parity has ended.
 
-    Both wait as long as anything else can happen, and then say no.
+    Both wait as long as anything else can happen, and then say no; test_wait may say no at once.
     """
+    at_once = (True, False) if "test_wait" in instruction.parts else (False,)
     if "parity" not in instruction.parts:
         raise Unsupported(instruction.text)
     write = layout.target(instruction.operands[0], "pred")
@@ -127,7 +130,7 @@ def _wait(instruction: Instruction, layout: Layout) -> Handler:
         def any_ended() -> bool:
             return any(barrier.phase & 1 != phase for barrier, phase, _ in waited)
 
-        if not any_ended() and not warp.timed_out:
+        if not any_ended() and not warp.timed_out and not cluster.choices.one(at_once):
             warp.timed = True
             return any_ended
         ended = np.zeros(LANES, bool)

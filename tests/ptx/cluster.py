@@ -26,6 +26,9 @@ from tests.ptx.tma import OFFSET
 from tests.ptx.warp import Warp
 
 _AXES = "xyz"
+# Waits that may end without what they wait for end this often, with nothing else happening, before
+# it is a deadlock: between two looks at memory a warp may wait more than once.
+_LOOKS = 64
 
 
 class Block:
@@ -153,7 +156,7 @@ class Cluster:
 
     def _until_all_end(self, warps: list[Warp]) -> None:
         by_priority = self.choices.schedule.warps == "priority"
-        timed_out_at = -1
+        timed_out_at, times = -1, 0
         while running := [warp for warp in warps if not warp.ended]:
             ready = [warp for warp in running if warp.blocked is None or warp.blocked()]
             if self.asynchronous and (not ready or self.choices.asynchronous_now()):
@@ -169,7 +172,8 @@ class Cluster:
                 if warp.ended:
                     self.end_phase()
             else:
-                if timed_out_at == self.progress or not any(warp.may_time_out for warp in running):
+                times = times + 1 if timed_out_at == self.progress else 0
+                if times == _LOOKS or not any(warp.may_time_out for warp in running):
                     self._deadlock(running)
                 timed_out_at = self.progress
                 for warp in running:

@@ -38,6 +38,8 @@ def _single(instruction: Instruction, to: str, source: str) -> Values | None:
         return _to_integer(instruction, dtype)
     if instruction.parts[1] in _ROUNDINGS:
         return _to_whole(_ROUNDINGS[instruction.parts[1]], dtype)
+    if instruction.parts == ("cvt", "sat", "f32", "f32"):
+        return _saturated
     known = {"cvt", "rn", "ftz", to, source}
     if set(instruction.parts) - known:
         return None
@@ -49,6 +51,11 @@ def _to_bf16(towards_zero: bool) -> Values:
         return floats.bf16_bits(x, towards_zero)
 
     return converted
+
+
+def _saturated(x: Array) -> Array:
+    """In [0, 1]; NaN becomes 0."""
+    return np.where(x > 0, np.minimum(x, np.float32(1)), np.float32(0))
 
 
 def _cast(dtype: Any) -> Values:

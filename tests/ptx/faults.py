@@ -9,6 +9,10 @@ class Deadlock(Fault):
     """No warp can go on and nothing is on its way."""
 
 
+class Trap(Fault):
+    """The kernel itself says that something is wrong."""
+
+
 class OutOfBounds(Fault):
     """An access outside every registered tensor, shared memory or a parameter."""
 

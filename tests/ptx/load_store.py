@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _SPACES = ("global", "shared", "param", "const", "local")
 
 
-def _space(instruction: Instruction) -> str:
+def state_space(instruction: Instruction) -> str:
+    """The state space that an instruction names."""
     for part in instruction.parts[1:]:
         if part.partition("::")[0] in _SPACES:
             return part.partition("::")[0]
@@ -40,7 +41,7 @@ def _count(instruction: Instruction) -> int:
 
 
 def _load(instruction: Instruction, layout: Layout) -> Handler:
-    space = _space(instruction)
+    space = state_space(instruction)
     count = _count(instruction)
     ptx_type = instruction.parts[-1]
     dtype = np.dtype(DTYPES[ptx_type])
@@ -84,7 +85,7 @@ def read(warp: "Warp", space: str, addresses: Array, size: int) -> Array:
 
 
 def _store(instruction: Instruction, layout: Layout) -> Handler:
-    space = _space(instruction)
+    space = state_space(instruction)
     count = _count(instruction)
     ptx_type = instruction.parts[-1]
     dtype = np.dtype(DTYPES[ptx_type])

@@ -11,6 +11,7 @@ from dsv4.launch.compiler import translation_unit
 from dsv4.launch.kernel import Defines, Shape
 from dsv4.launch.recording import Launch
 from tests.ptx import program
+from tests.ptx.edits import Edit, unchanged
 from tests.ptx.launch import Launch as MachineLaunch
 from tests.ptx.memory import GlobalMemory
 from tests.ptx.run import run_launch
@@ -44,11 +45,15 @@ def run_recorded(
     tensors: Mapping[str, Tensor],
     tokens: int,
     schedule: Schedule = SCHEDULES["random"],
+    resident: bool = False,
+    edit: Edit = unchanged,
 ) -> int:
     """Executes a recorded launch for a number of tokens; returns its warp instructions.
 
     ``tensors``: memory on the CPU for the launch's tensor arguments, by name, in any dtype of as
-    many bytes. A fault of the kernel raises its exception from ``tests.ptx.faults``.
+    many bytes. ``resident``: all blocks of the grid run at once, as one cluster, where the kernel's
+    blocks wait for each other. ``edit`` is made in the PTX. A fault of the kernel raises its
+    exception from ``tests.ptx.faults``.
     """
     shape = recorded.shape if recorded.shape_of is None else recorded.shape_of(tokens)
     assert isinstance(shape, Shape)
@@ -66,13 +71,13 @@ def run_recorded(
             storage = value.untyped_storage()
             memory.register(parameter.name, storage.data_ptr(), storage.nbytes())
     kernel = shape.kernel
-    ptx = ptx_of(kernel.source, architecture, kernel.defines)
+    ptx = edit(ptx_of(kernel.source, architecture, kernel.defines))
     launch = MachineLaunch(
         kernel.function,
         shape.grid,
         (shape.threads, 1, 1),
         tuple(parameters),
-        (shape.cluster, 1, 1),
+        shape.grid if resident else (shape.cluster, 1, 1),
         shape.shared_bytes,
     )
     return run_launch(program.load(ptx)[kernel.function], launch, memory, Choices(schedule))

@@ -52,7 +52,7 @@ DTYPES: dict[str, Any] = {
     **dict.fromkeys(("b16", "u16", "bf16", "e4m3x2", "e5m2x2", "ue8m0x2"), np.uint16),
     "s16": np.int16,
     "f16": np.float16,
-    **dict.fromkeys(("b32", "u32", "f16x2", "bf16x2"), np.uint32),
+    **dict.fromkeys(("b32", "u32", "f16x2", "bf16x2", "u16x2", "s16x2"), np.uint32),
     "s32": np.int32,
     "f32": np.float32,
     **dict.fromkeys(("b64", "u64", "f32x2"), np.uint64),

@@ -29,7 +29,7 @@ from tests.ptx.syntax import (
 
 SPECIAL = re.compile(
     r"%(n?tid|n?ctaid|cluster_n?ctaid|cluster_n?ctarank|n?clusterid)(\.[xyz])?$"
-    r"|%(laneid|n?warpid|is_explicit_cluster|dynamic_smem_size)$"
+    r"|%(laneid|n?warpid|is_explicit_cluster|dynamic_smem_size|clock64)$"
 )
 
 

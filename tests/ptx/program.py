@@ -7,11 +7,14 @@ import numpy as np
 
 from tests.ptx import (
     alu,
+    atomics,
     barriers,
     bits,
     convert,
+    copies,
     exchange,
     load_store,
+    mma,
     scalar,
     tensor_memory,
     tma,
@@ -40,11 +43,14 @@ BUILDS: dict[str, Build] = {
     **exchange.BUILDS,
     **load_store.BUILDS,
     **barriers.BUILDS,
+    **atomics.BUILDS,
+    **copies.BUILDS,
     **tma.BUILDS,
     **tma_store.BUILDS,
     **tensor_memory.BUILDS,
     **umma.BUILDS,
     **wgmma.BUILDS,
+    **mma.BUILDS,
 }
 
 

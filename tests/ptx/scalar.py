@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.ptx.faults import Unsupported
+from tests.ptx import clock
+from tests.ptx.faults import Trap, Unsupported
 from tests.ptx.floats import bf16_bits, bf16_values, flush
-from tests.ptx.operands import SHARED, Array, Layout, Mask
-from tests.ptx.syntax import Immediate, Instruction
+from tests.ptx.operands import LANES, SHARED, Array, Layout, Mask
+from tests.ptx.syntax import Immediate, Instruction, Special
 
 if TYPE_CHECKING:
     from tests.ptx.warp import Warp
@@ -106,10 +107,14 @@ PACKED: dict[str, Callable[[Values], Values]] = {
     "bf16x2": _pairs_of_bf16,
     "f16x2": _pairs_of(np.float16),
     "f32x2": _pairs_of(np.float32),
+    "u16x2": _pairs_of(np.uint16),
+    "s16x2": _pairs_of(np.int16),
 }
 
 
 def _move(instruction: Instruction, layout: Layout) -> Handler:
+    if instruction.operands[1] == Special(clock.CLOCK):
+        return clock.read(instruction, layout)
     ptx_type = instruction.parts[-1]
     read = layout.source(instruction.operands[1], ptx_type)
     write = layout.target(instruction.operands[0], ptx_type)
@@ -204,6 +209,19 @@ def nothing(instruction: Instruction, layout: Layout) -> Handler:
     return lambda warp, mask: None
 
 
+def _trap(instruction: Instruction, layout: Layout) -> Handler:
+    def run(warp: "Warp", mask: Mask) -> None:
+        raise Trap(str(warp))
+
+    return run
+
+
+def _policy(instruction: Instruction, layout: Layout) -> Handler:
+    """createpolicy: a number that the machine, which has no caches, does not look at."""
+    write = layout.target(instruction.operands[0], "u64")
+    return lambda warp, mask: write(warp, np.zeros(LANES, np.uint64), mask)
+
+
 BUILDS: dict[str, Build] = {
     "and": ufunc(np.bitwise_and),
     "or": ufunc(np.bitwise_or),
@@ -213,4 +231,6 @@ BUILDS: dict[str, Build] = {
     "cvta": _generic,
     "setp": _compare,
     "selp": _select,
+    "trap": _trap,
+    "createpolicy": _policy,
 }

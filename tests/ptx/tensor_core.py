@@ -5,7 +5,7 @@ float32 accumulator:
 
 | instruction | K per step | one term | F |
 |---|---|---|---|
-| wgmma of Hopper, tcgen05 kind::f16 (bfloat16) | 16 | one product | 25 |
+| wgmma and mma.sync of Hopper, tcgen05 kind::f16 | 16 | one product | 25 |
 | tcgen05 kind::mxf8f6f4 | 32 | one product | 25 |
 | tcgen05 kind::mxf4, kind::mxf4nvf4 | 64 | the exact sum of 16 products | 35 |
 
@@ -79,6 +79,11 @@ def bf16_values(codes: NDArray[np.uint16]) -> Float32:
     return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def f16_values(codes: NDArray[np.uint16]) -> Float32:
+    """The float32 values of float16 bit patterns."""
+    return codes.view(np.float16).astype(np.float32)
+
+
 def e2m1_values(packed: NDArray[np.uint8]) -> Float32:
     """``[..., K / 2]`` bytes of two codes, the lower nibble first, as float32 ``[..., K]``."""
     codes = np.stack((packed & 15, packed >> 4), -1)
@@ -93,6 +98,13 @@ def mma_bf16(c: ArrayLike, a: ArrayLike, b: ArrayLike) -> Float32:
     """
     factors = (np.asarray(operand, np.float32) for operand in (a, b))
     plain_a, plain_b = (Factor(x.astype(np.float64), _exponent(x)) for x in factors)
+    return _steps(c, plain_a, plain_b, _F16)
+
+
+def mma_f16(c: ArrayLike, a: ArrayLike, b: ArrayLike) -> Float32:
+    """``mma_bf16`` of float16 numbers, whose smallest normal one is 2^-14."""
+    factors = (np.asarray(operand, np.float32) for operand in (a, b))
+    plain_a, plain_b = (Factor(x.astype(np.float64), _exponent(x, -14)) for x in factors)
     return _steps(c, plain_a, plain_b, _F16)
 
 

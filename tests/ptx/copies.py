@@ -1,0 +1,122 @@
+"""cp.async: copies of 4, 8 or 16 bytes of every lane, in groups that a thread waits for."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.ptx.faults import Misaligned, Unsupported
+from tests.ptx.load_store import write
+from tests.ptx.operands import Array, Layout, Mask, lanes
+from tests.ptx.scalar import Build, Handler, constant
+from tests.ptx.syntax import Instruction
+from tests.ptx.warp import Wait
+
+if TYPE_CHECKING:
+    from tests.ptx.warp import Warp
+
+
+class Copy:
+    """The copies that an instruction began, one for every active lane."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Groups:
+    """The copies of one lane: committed groups, oldest first, and the group that is open."""
+
+    def __init__(self) -> None:
+        self.open: list[Copy] = []
+        self.committed: list[list[Copy]] = []
+
+    def commit(self) -> None:
+        """Closes the open group."""
+        self.committed.append(self.open)
+        self.open = []
+
+    def complete(self, newest: int) -> bool:
+        """Whether all groups but the newest ones are."""
+        older = self.committed[: max(len(self.committed) - newest, 0)]
+        return all(copy.done for group in older for copy in group)
+
+    def all_complete(self) -> bool:
+        """Whether all copies are, also those of the open group."""
+        return self.complete(0) and all(copy.done for copy in self.open)
+
+
+def _groups(warp: "Warp", mask: Mask) -> list[Groups]:
+    """Those of the active lanes."""
+    kept: dict[int, Groups] = warp.state.setdefault("cp.async", {})
+    return [kept.setdefault(int(lane), Groups()) for lane in np.flatnonzero(lanes(mask))]
+
+
+def _copy(instruction: Instruction, layout: Layout) -> Handler:
+    size = constant(instruction, 2)
+    more = instruction.operands[3:]
+    if "L2::cache_hint" in instruction.parts:
+        more = more[:-1]
+    if "ignore" in instruction.opcode or size not in (4, 8, 16):
+        raise Unsupported(instruction.text)
+    where = layout.address(instruction.operands[0])
+    whence = layout.address(instruction.operands[1])
+    # Bytes that come from the source, in front of zeros.
+    taken = layout.source(more[0], "u32") if more else None
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        active = lanes(mask)
+        to, source = where(warp)[active], whence(warp)[active]
+        if (source % size).any():
+            raise Misaligned(f"{warp}: {size} bytes at {int(source[0]):#x}")
+        counts = np.full(to.shape, size) if taken is None else taken(warp)[active]
+        copy = Copy()
+
+        def happen() -> None:
+            write(warp, "shared", to, _fetch(warp, source, counts, size))
+            copy.done = True
+
+        warp.block.cluster.asynchronous.add(happen)
+        for group in _groups(warp, mask):
+            group.open.append(copy)
+
+    return run
+
+
+def _fetch(warp: "Warp", source: Array, counts: Array, size: int) -> Array:
+    values = np.zeros((source.size, size), np.uint8)
+    for value, address, count in zip(values, source.tolist(), counts.tolist(), strict=True):
+        if count:
+            value[:count] = warp.block.cluster.memory.view(address, count, "cp.async")
+    return values
+
+
+def _commit(instruction: Instruction, layout: Layout) -> Handler:
+    def run(warp: "Warp", mask: Mask) -> None:
+        for group in _groups(warp, mask):
+            group.commit()
+
+    return run
+
+
+def _wait(instruction: Instruction, layout: Layout) -> Handler:
+    newest = None if "wait_all" in instruction.parts else constant(instruction, 0)
+
+    def run(warp: "Warp", mask: Mask) -> Wait | None:
+        own = _groups(warp, mask)
+
+        def ended() -> bool:
+            return all(
+                group.all_complete() if newest is None else group.complete(newest) for group in own
+            )
+
+        return None if ended() else ended
+
+    return run
+
+
+BUILDS: dict[str, Build] = {
+    "cp.async.ca": _copy,
+    "cp.async.cg": _copy,
+    "cp.async.commit_group": _commit,
+    "cp.async.wait_group": _wait,
+    "cp.async.wait_all": _wait,
+}
