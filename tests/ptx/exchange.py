@@ -125,6 +125,22 @@ def _reduce(instruction: Instruction, layout: Layout) -> Handler:
     return run
 
 
+def _match(instruction: Instruction, layout: Layout) -> Handler:
+    """match.any.sync: the lanes that hold the value of each lane."""
+    if instruction.parts[1] != "any":
+        raise Unsupported(instruction.text)
+    value = layout.source(instruction.operands[1], instruction.parts[-1])
+    write = layout.target(instruction.operands[0], "b32")
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        values = value(warp)
+        equal = (values[:, None] == values) & lanes(mask)
+        bits = (equal * (np.uint64(1) << _LANES.astype(np.uint64))).sum(1)
+        write(warp, bits.astype(np.uint32), mask)
+
+    return run
+
+
 def _active_mask(instruction: Instruction, layout: Layout) -> Handler:
     write = layout.target(instruction.operands[0], "u32")
 
@@ -140,6 +156,7 @@ BUILDS: dict[str, Build] = {
     "shfl": _shuffle,
     "vote": _vote,
     "redux": _reduce,
+    "match": _match,
     "activemask": _active_mask,
     "nop": nothing,
     "nanosleep": nothing,

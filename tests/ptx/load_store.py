@@ -1,6 +1,7 @@
 """ld, st and stmatrix."""
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -97,13 +98,25 @@ def _store(instruction: Instruction, layout: Layout) -> Handler:
     if space not in ("global", "shared", "generic"):
         raise Unsupported(instruction.text)
     where = layout.address(address)
+    send = _write_later if "relaxed" in instruction.parts and space == "global" else write
 
     def run(warp: "Warp", mask: Mask) -> None:
         values = np.stack([source(warp) for source in reads], -1).view(np.uint8)
         active = lanes(mask)
-        write(warp, space, where(warp)[active], values[active])
+        send(warp, space, where(warp)[active], values[active])
 
     return run
+
+
+def _write_later(warp: "Warp", space: str, addresses: Array, values: Array) -> None:
+    """Relaxed stores: others see each lane's when the schedule wants, those to one address in their
+    order. So does the lane itself, which the ISA would let see it at once.
+    """
+    for n in range(len(addresses)):
+        one = slice(n, n + 1)
+        event = partial(write, warp, space, addresses[one].copy(), values[one].copy())
+        line = ("relaxed", int(addresses[n]))
+        warp.block.cluster.asynchronous.add_in_order(line, event)
 
 
 def write(warp: "Warp", space: str, addresses: Array, values: Array) -> None:

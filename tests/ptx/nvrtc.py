@@ -3,15 +3,18 @@
 import functools
 import importlib
 import struct
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from dsv4.launch.compiler import translation_unit
 from dsv4.launch.kernel import Defines, Shape
 from dsv4.launch.recording import Launch
+from dsv4.launch.signature import source_path
 from tests.ptx import program
-from tests.ptx.edits import Edit, unchanged
 from tests.ptx.launch import Launch as MachineLaunch
 from tests.ptx.memory import GlobalMemory
 from tests.ptx.run import run_launch
@@ -20,18 +23,45 @@ from tests.ptx.schedule import SCHEDULES, Choices, Schedule
 _CODES = {"int": "<i", "unsigned": "<I", "int64": "<q", "float": "<f"}
 
 
+class SourceEdit(NamedTuple):
+    """Text of a file in the kernel's folder that becomes another one; it must be there once."""
+
+    file: str
+    text: str
+    replacement: str
+
+
 @functools.cache
-def ptx_of(source: str, architecture: str, defines: Defines) -> str:
-    """The PTX from which the cubin of ``dsv4/ops/<source>.cu`` is made. (``cuda.core`` gives PTX
-    only where there is a driver.)
+def ptx_of(source: str, architecture: str, defines: Defines, edit: SourceEdit | None = None) -> str:
+    """The PTX from which the cubin of ``dsv4/ops/<source>.cu`` is made, or is with an edit.
+    (``cuda.core`` gives PTX only where there is a driver.)
     """
+    if edit is None:
+        return _compile(*translation_unit(source, architecture, defines))
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name)
+        for path in source_path(source).parent.glob("*.cu*"):
+            text = path.read_text()
+            if path.name == edit.file:
+                assert text.count(edit.text) == 1, edit
+                text = text.replace(edit.text, edit.replacement)
+            (copy / path.name).write_text(text)
+        assert (copy / edit.file).exists(), edit
+        text, options = translation_unit(source, architecture, defines)
+        original = source_path(source)
+        head = text.removesuffix(original.read_text())
+        # Headers of the copy are found in front of those of the folder.
+        options.include_path = [name, *options.include_path]
+        return _compile(head + (copy / original.name).read_text(), options)
+
+
+def _compile(text: str, options: Any) -> str:
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-    text, options = translation_unit(source, architecture, defines)
     flags = options.as_bytes("nvrtc")
     status, unit = nvrtc.nvrtcCreateProgram(text.encode(), options.name.encode(), 0, [], [])
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
     (status,) = nvrtc.nvrtcCompileProgram(unit, len(flags), flags)
-    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, source
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, options.name
     _, size = nvrtc.nvrtcGetPTXSize(unit)
     ptx = b" " * size
     nvrtc.nvrtcGetPTX(unit, ptx)
@@ -46,14 +76,14 @@ def run_recorded(
     tokens: int,
     schedule: Schedule = SCHEDULES["random"],
     resident: bool = False,
-    edit: Edit = unchanged,
+    edit: SourceEdit | None = None,
 ) -> int:
     """Executes a recorded launch for a number of tokens; returns its warp instructions.
 
     ``tensors``: memory on the CPU for the launch's tensor arguments, by name, in any dtype of as
     many bytes. ``resident``: all blocks of the grid run at once, as one cluster, where the kernel's
-    blocks wait for each other. ``edit`` is made in the PTX. A fault of the kernel raises its
-    exception from ``tests.ptx.faults``.
+    blocks wait for each other. ``edit`` plants a fault. A fault of the kernel raises its exception
+    from ``tests.ptx.faults``.
     """
     shape = recorded.shape if recorded.shape_of is None else recorded.shape_of(tokens)
     assert isinstance(shape, Shape)
@@ -71,7 +101,7 @@ def run_recorded(
             storage = value.untyped_storage()
             memory.register(parameter.name, storage.data_ptr(), storage.nbytes())
     kernel = shape.kernel
-    ptx = edit(ptx_of(kernel.source, architecture, kernel.defines))
+    ptx = ptx_of(kernel.source, architecture, kernel.defines, edit)
     launch = MachineLaunch(
         kernel.function,
         shape.grid,

@@ -32,8 +32,8 @@ from tests.ptx.syntax import Address, Function, Immediate, Instruction, Label, R
 _WITHOUT_RESULT = ("st", "stmatrix", "red", "cp", "bar", "barrier", "prefetch", "fence", "bra")
 _SIGNALS = ("mbarrier", "bar", "barrier", "cp", "tcgen05", "wgmma", "fence")
 # Instructions of a whole warp whose name does not say so.
-_WHOLE = ("bar", "shfl", "elect", "vote", "redux")
-_NAMES_MEMBERS = ("shfl", "elect", "vote", "redux")
+_WHOLE = ("bar", "shfl", "elect", "vote", "redux", "match")
+_NAMES_MEMBERS = ("shfl", "elect", "vote", "redux", "match")
 
 BUILDS: dict[str, Build] = {
     **scalar.BUILDS,

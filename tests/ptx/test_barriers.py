@@ -11,7 +11,7 @@ from tests.ptx.faults import (
     RegisterBudget,
     TooManyArrivals,
 )
-from tests.ptx.schedule import random_schedule
+from tests.ptx.schedule import SCHEDULES, random_schedule
 from tests.ptx.snippets import kernel, run_text
 
 # Leaves %p0 to be true in lane 0 of warp 0, %r30 at the barrier, initialised for %r31 arrivals.
@@ -117,6 +117,65 @@ def test_named_barriers_count_their_threads() -> None:
         run_text(kernel(half.replace("1, 64", "1, 96"), threads=96), [], 96)
     with pytest.raises(TooManyArrivals):
         run_text(kernel(half.replace("1, 64", "1, 48"), threads=96), [], 96)
+
+
+def test_some_warps_only_arrive() -> None:
+    body = """
+    ld.param.u64 %out, [p0];
+    setp.lt.u32 %p1, %thread, 32;
+    @%p1 bra WAITS;
+    mov.b32 %r0, 5;
+    st.global.b32 [%out], %r0;
+    bar.arrive 2, 64;
+    bra OUT;
+    WAITS:
+    bar.sync 2, 64;
+    ld.global.b32 %r0, [%out];
+    st.global.b32 [%out+4], %r0;
+    OUT:
+    """
+    for schedule in SCHEDULES.values():
+        result = np.zeros(2, np.uint32)
+        run_text(kernel(body, 1, 64), [result], 64, schedule=schedule)
+        assert (result == 5).all()
+
+
+def test_a_lane_may_have_a_barrier_of_its_own() -> None:
+    body = """
+    mov.u32 %r0, smem;
+    mad.lo.s32 %r0, %lane, 8, %r0;
+    add.s32 %r1, %lane, 1;
+    mbarrier.init.shared.b64 [%r0], %r1;
+    mbarrier.arrive.shared.b64 _, [%r0], %r1;
+    """
+    run_text(kernel(body), [])
+    with pytest.raises(TooManyArrivals):
+        run_text(kernel(body + "mbarrier.arrive.shared.b64 _, [%r0], 64;"), [])
+
+
+def test_a_test_says_no_or_waits() -> None:
+    test = "mbarrier.test_wait.parity.shared.b64 %p1, [%r30], 0;"
+    body = f"""
+    setp.lt.u32 %p2, %thread, 32;
+    @%p2 bra TESTS;
+    @!%p2 bra ARRIVES;
+    TESTS:
+    {test}
+    ld.param.u64 %out, [p0];
+    selp.b32 %r0, 7, 8, %p1;
+    st.global.b32 [%out], %r0;
+    bra OUT;
+    ARRIVES:
+    mbarrier.arrive.shared.b64 _, [%r30];
+    OUT:
+    """
+    found = set()
+    for seed in range(12):
+        result = np.zeros(1, np.uint32)
+        text = kernel(barrier(32, body), 1, 64)
+        run_text(text, [result], 64, schedule=random_schedule(seed))
+        found.add(int(result[0]))
+    assert found == {7, 8}
 
 
 def test_a_barrier_of_lanes_that_never_come() -> None:

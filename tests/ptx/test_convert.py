@@ -90,3 +90,11 @@ def test_integers_of_numbers(opcode: str, value: float, expected: int) -> None:
 )
 def test_integers_are_extended_by_the_sign_of_their_type(code: str, expected: int) -> None:
     assert (run_lanes(code, [np.int32(-5)], np.int64) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(-1.0, 0.0), (0.25, 0.25), (7.0, 1.0), (np.inf, 1.0), (np.nan, 0.0)]
+)
+def test_saturation(value: float, expected: float) -> None:
+    found = run_lanes("cvt.sat.f32.f32 %d, %a0;", [np.float32(value)], np.float32)
+    assert (found == np.float32(expected)).all()

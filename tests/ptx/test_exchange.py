@@ -54,6 +54,12 @@ def test_redux() -> None:
     assert (run_lanes("redux.sync.max.u32 %d, %a0, -1;", [VALUES]) == 310).all()
 
 
+def test_match_finds_the_lanes_of_the_same_value() -> None:
+    values = (LANES % 5).astype(np.uint32)
+    expected = [sum(1 << int(lane) for lane in np.flatnonzero(values == value)) for value in values]
+    assert np.array_equal(run_lanes("match.any.sync.b32 %d, %a0, -1;", [values]), expected)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_elect_takes_one_lane_and_always_the_same(name: str) -> None:
     body = """

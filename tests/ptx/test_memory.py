@@ -170,3 +170,19 @@ def test_what_is_unknown_is_refused_when_it_is_reached() -> None:
     run_text(kernel("bra OUT; tex.2d.v4.f32.f32 %r0, %r1; OUT:"), [])
     with pytest.raises(Unsupported, match="tex.2d"):
         run_text(kernel("tex.2d.v4.f32.f32 %r0, %r1;"), [])
+
+
+def test_atom_returns_what_was_there() -> None:
+    """Lanes add one after another, so that each of them finds another sum."""
+    body = """
+    ld.param.u64 %in, [p0]; ld.param.u64 %out, [p1];
+    atom.global.add.u32 %r0, [%in], 3;
+    mad.wide.u32 %at, %thread, 4, %out; st.global.b32 [%at], %r0;
+    mov.b32 %r1, 1; shl.b32 %r1, %r1, %lane; mov.u32 %r2, smem;
+    setp.eq.u32 %p0, %lane, 0; mov.b32 %r3, 0; @%p0 st.shared.b32 [%r2], %r3; bar.warp.sync -1;
+    atom.shared.or.b32 %r4, [%r2], %r1;
+    """
+    total, found = np.array([5], np.uint32), np.zeros(32, np.uint32)
+    run_text(kernel(body, 2), [total, found])
+    assert total[0] == 5 + 32 * 3
+    assert sorted(found) == [5 + 3 * lane for lane in range(32)]

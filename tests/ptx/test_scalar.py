@@ -39,6 +39,9 @@ def test_shifts_beyond_the_width(opcode: str, value: int, by: int, expected: int
         ("min.s32 %d, %a0, %a1;", -1, 1, -1),
         ("min.u32 %d, %a0, %a1;", -1, 1, 1),
         ("sub.s32 %d, %a0, %a1;", -(1 << 31), 1, (1 << 31) - 1),
+        ("max.u16x2 %d, %a0, %a1;", 0x0001FFFF, 0x00028000, 0x0002FFFF),
+        ("max.s16x2 %d, %a0, %a1;", 0x0001FFFF, 0x00028000, 0x0002FFFF),
+        ("min.s16x2 %d, %a0, %a1;", 0x00010001, 0x00028000, 0x00018000),
     ],
 )
 def test_integers(code: str, x: int, y: int, expected: int) -> None:

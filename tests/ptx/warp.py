@@ -180,10 +180,11 @@ class Warp:
                 self.mask = _joined(self.mask, fragment.mask)
                 self.parked.remove(fragment)
                 break
-        if not self.parked:
+        free = [f for f in self.parked if f.wait is None]
+        last = self.block.cluster.last_lanes_first
+        if all(self.pc > f.pc if last else self.pc < f.pc for f in free):
             return
         here = _Fragment(self.pc, self.mask)
-        free = [f for f in self.parked if f.wait is None]
         self._continue([*self.parked, here], [*free, here])
 
     def _jump(self, step: "Step", mask: Mask) -> bool:
