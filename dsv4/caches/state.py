@@ -104,6 +104,14 @@ class DecodeState:
         if position == 0:
             self.furthest = 0
 
+    def resume(self, position: int, furthest: int) -> None:
+        """Moves to ``position`` of a sequence that has reached ``furthest``, whose rows are there
+        (``filled_rows``).
+        """
+        self.start_sequence()
+        self.set_position(position)
+        self.furthest = furthest
+
     def start_sequence(self) -> None:
         """Moves to position 0, with nothing met."""
         self.set_position(0)
@@ -116,10 +124,14 @@ class DecodeState:
 
     def forget_nan(self) -> None:
         """Waits for the steps that are queued, and forgets what they and others have met."""
+        self.wait()
+        self.nan_1.zero_()
+
+    def wait(self) -> None:
+        """Waits for the steps that are queued."""
         for device in self.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        self.nan_1.zero_()
 
     def rollback(self, position: int) -> None:
         """Takes tokens back, to ``position``. Raises ``ValueError`` beyond what the caches hold."""
@@ -147,9 +159,7 @@ class DecodeState:
         """How many of the last tokens can be taken back: 8, or as far as the rings reach behind
         ``furthest``.
         """
-        return min(
-            MAX_DECODE_TOKENS, MAX_TAKEN_BACK - (self.furthest - self.position), self.position
-        )
+        return undoable_tokens(self.position, self.furthest)
 
     @property
     def nbytes(self) -> int:
@@ -163,6 +173,11 @@ class DecodeState:
                 if part is not None:
                     yield index, f"{name} rows", part.rows.nbytes
                     yield index, f"{name} compressor ring", part.ring.nbytes
+
+
+def undoable_tokens(position: int, furthest: int) -> int:
+    """How many tokens a sequence at ``position`` that has reached ``furthest`` can take back."""
+    return min(MAX_DECODE_TOKENS, MAX_TAKEN_BACK - (furthest - position), position)
 
 
 def ring_slots(config: ModelConfig, engine: EngineConfig) -> int:

@@ -1,0 +1,71 @@
+"""The rows of a decode state that later steps can read: what has to be kept to go on with it."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dsv4.caches.layer import AttentionState, CompressedState, history_tokens
+from dsv4.caches.rows import RowCache
+
+# What is copied at once between a device and a file.
+_PART_BYTES = 16 << 20
+
+
+class FilledRows(NamedTuple):
+    """``count`` rows of ``store`` ``[slots, w]``: row ``first`` of a sequence lies in slot
+    ``first`` mod slots, the following ones behind it.
+    """
+
+    name: str
+    store: Tensor
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of all rows together."""
+        return self.count, self.store.shape[1]
+
+    def parts(self) -> Iterator[Tensor]:
+        """Views of ``store`` that hold the rows in their order, each of bounded size."""
+        slots, width = self.store.shape
+        most = max(1, _PART_BYTES // (width * self.store.itemsize))
+        row = self.first
+        end = self.first + self.count
+        while row < end:
+            slot = row % slots
+            rows = min(end - row, slots - slot, most)
+            yield self.store[slot : slot + rows]
+            row += rows
+
+
+def filled_rows(
+    layers: tuple[AttentionState, ...], position: int, undoable: int
+) -> Iterator[FilledRows]:
+    """What a sequence at ``position`` of which ``undoable`` tokens can be taken back can read, by
+    layer. Nothing depends on the length of the rings or on the devices.
+    """
+    for index, layer in enumerate(layers):
+        name = f"layers.{index}"
+        keys = layer.keys
+        start = max(0, position - undoable - keys.window)
+        yield from _rows(f"{name}.window", keys.ring, start, position)
+        for kind, part in (("compressed", layer.compressed), ("index", layer.index)):
+            if part is not None:
+                yield from _compressed(f"{name}.{kind}", part, keys.ratio, position, undoable)
+
+
+def _compressed(
+    name: str, part: CompressedState, ratio: int, position: int, undoable: int
+) -> Iterator[FilledRows]:
+    yield from _rows(name, part.rows, 0, position // ratio)
+    start = max(0, position - undoable - history_tokens(ratio))
+    yield FilledRows(f"{name}.ring.kv", part.ring.kv, start, position - start)
+    yield FilledRows(f"{name}.ring.score", part.ring.score, start, position - start)
+
+
+def _rows(name: str, cache: RowCache, start: int, end: int) -> Iterator[FilledRows]:
+    yield FilledRows(f"{name}.data", cache.data, start, end - start)
+    if cache.block_scale is not None:
+        yield FilledRows(f"{name}.block_scale", cache.block_scale, start, end - start)
