@@ -53,8 +53,25 @@ class StoredTensor(NamedTuple):
     nbytes: int
 
 
+class Header(NamedTuple):
+    """What a safetensors file says before its data: ``text`` is its JSON, ``metadata`` as it
+    stands there, which may be anything.
+    """
+
+    text: bytes
+    metadata: Any
+    tensors: dict[str, StoredTensor]
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """All tensors of a safetensors file by name, in file order; reads no tensor bytes.
+    """All tensors of a safetensors file by name, in file order; reads no tensor bytes. Raises as
+    ``read_whole_header`` does.
+    """
+    return read_whole_header(path).tensors
+
+
+def read_whole_header(path: Path) -> Header:
+    """The header of a safetensors file; reads no tensor bytes.
 
     Raises ``UserError`` naming the file when it is not a regular file, is truncated (found and
     expected bytes), or has a header that is not JSON, repeats a name, has an unknown dtype, or
@@ -85,12 +102,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header = parse_json_object(text.decode("utf-8"), f"{path}: header")
     except UnicodeDecodeError:
         raise UserError(f"{path}: header: found bytes that are not UTF-8, expected JSON") from None
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     tensors = {
         name: _stored_tensor(path, name, entry, 8 + length) for name, entry in header.items()
     }
     _check_ranges(path, tensors, 8 + length, size)
-    return tensors
+    return Header(text, metadata, tensors)
 
 
 def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:

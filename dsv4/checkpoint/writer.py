@@ -4,12 +4,13 @@ aligned.
 
 import json
 import math
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +70,36 @@ def new_folder(destination: Path) -> Iterator[Path]:
         temporary.rename(destination)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
+    """A file that becomes ``destination`` at the end, in the place of an older one whose mode it
+    takes over, or disappears on any error.
+
+    Raises ``UserError`` that names ``destination`` when it is no regular file, cannot be written,
+    or ``nbytes`` do not fit beside it.
+    """
+    path = destination.resolve()
+    if path.exists() and not path.is_file():
+        raise UserError(f"{destination}: found no regular file, expected the name of a file")
+    if not path.parent.is_dir():
+        raise UserError(f"{path.parent}: no such folder")
+    free = shutil.disk_usage(path.parent).free
+    if free < nbytes:
+        found = f"found {free / 1e9:.3g} GB free, expected at least {nbytes / 1e9:.3g} GB"
+        raise UserError(f"{destination}: {found}")
+    temporary = path.with_name(f".dsv4-{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+        if path.exists():
+            shutil.copymode(path, temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f"{destination}: cannot be written ({error.strerror})") from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
