@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.state import COMPUTE_DTYPES, DecodeState, chunk_tokens, prefill_tokens
+from dsv4.checkpoint.identity import checkpoint_identity
+from dsv4.checkpoint.state_file import StateKey
 from dsv4.config import ModelConfig
 from dsv4.decode import CUDAGraphDecoder, build_decoder
 from dsv4.engine_config import EngineConfig
@@ -26,16 +28,17 @@ from dsv4.parallel.placement import Placement
 from dsv4.plan import MemoryPlan, max_context_tokens
 from dsv4.run_stats import RunStats
 from dsv4.sampling import Sampler, SamplingParams
+from dsv4.sequence import EngineSequence
 from dsv4.step.chunks import run_chunks, split_ids
 from dsv4.step.direct import DirectSteps
 from dsv4.step.nan_search import NaNSearch
 from dsv4.step.steps import RecordedSteps
-from dsv4.token_ids import check_ids, check_integer, check_room
+from dsv4.token_ids import check_ids, check_room
 from dsv4.trace.patterns import EVERY_VALUE, matching
 from dsv4.trace.steps import ShownValues, TracedSteps
 
 
-class Engine:
+class Engine(EngineSequence):
     """One model and the state of one sequence. Not thread safe.
 
     Every call that changes the sequence ends a ``generate`` that is under way. Steps compute in
@@ -50,6 +53,7 @@ class Engine:
         placement: Placement,
         table: Table | None = None,
         compiling: Progress | None = None,
+        checkpoint: str = "",
     ) -> None:
         """``weights`` by canonical name (``dsv4.weights.parameters``), each on
         ``placement.device_of(name)``.
@@ -58,12 +62,13 @@ class Engine:
         its portable one on these weights (``dsv4.load_check``). Names under ``mtp.`` are kept, as
         stored, in ``mtp_weights``. The engine reads every weight once, so ``weights`` may be a
         ``ReadOnce``. ``compiling(done, total)`` is told about kernels that have to be compiled.
+        ``checkpoint``: what saved states call it (``dsv4.checkpoint.identity``).
         """
         self.config = config
         self.devices = placement.layer_devices
         engine_config = with_device_defaults(engine_config, self.devices)
         self.engine_config = engine_config
-        self.max_context = max_context_tokens(config, engine_config)
+        max_context = max_context_tokens(config, engine_config)
         self.mtp_weights = {
             name: weights[name] for name in list(weights) if name.startswith("mtp.")
         }
@@ -73,7 +78,8 @@ class Engine:
         self.table = settled_table(table, self.model, engine_config)
         # Packing leaves free blocks in torch's cache: the device gets them back.
         torch.cuda.empty_cache()
-        self.state = DecodeState.allocate(config, engine_config, self.max_context, self.devices)
+        state = DecodeState.allocate(config, engine_config, max_context, self.devices)
+        super().__init__(state, StateKey.of(config, engine_config, checkpoint), max_context)
         self.steps = self._build_steps(compiling)
         self.decoder: CUDAGraphDecoder | None = None
         if engine_config.cuda_graph is not None:
@@ -81,7 +87,6 @@ class Engine:
                 raise UserError("EngineConfig.cuda_graph: found the torch ops, expected 'cuda'")
             self.decoder = build_decoder(engine_config.cuda_graph, self.steps, self.max_context)
         self.last_run: RunStats | None = None
-        self._run: Run | None = None
         self._nan = NaNSearch(self.steps, chunk_tokens(engine_config))
 
     @classmethod
@@ -110,7 +115,9 @@ class Engine:
             compile_ahead(opened.steps.kernels(), compiling)
         weights = opened.read(progress, packing)
         table = opened.table if change_table is None else change_table(opened.table)
-        return cls(opened.config, engine_config, weights, opened.placement, table, compiling)
+        identity = checkpoint_identity(opened.checkpoint)
+        placement = opened.placement
+        return cls(opened.config, engine_config, weights, placement, table, compiling, identity)
 
     @staticmethod
     def plan(
@@ -122,24 +129,6 @@ class Engine:
         """
         return OpenedCheckpoint.open(path, config or EngineConfig(), gpu_memory).plan
 
-    @property
-    def position(self) -> int:
-        """Tokens of the current sequence so far."""
-        return self.state.position
-
-    def reset(self) -> None:
-        """Starts a new sequence: nothing of the previous one is visible to it."""
-        self._end_run()
-        self.state.start_sequence()
-
-    def rewind(self, tokens: int) -> None:
-        """Takes back the last ``tokens`` tokens, e.g. rejected draft tokens: at most 8 behind the
-        furthest position that this sequence has reached, because the rings remember no more.
-        """
-        self._end_run()
-        taken_back = check_integer("tokens", tokens, 0, self.state.undoable_tokens)
-        self.state.set_position(self.position - taken_back)
-
     def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Tensor:
         """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32
         ``[V]``. NaN raises ``FloatingPointError``, and the next sequence begins.
@@ -148,6 +137,7 @@ class Engine:
         before = self.position
         token_ids = self._checked(token_ids)
         self.state.forget_nan()
+        self._token_ids[before:] = token_ids
         hidden_TE = self._prefill(token_ids, progress)
         logits_V = self.steps.logits(hidden_TE[-1:])[0].clone()
         return self._nan.checked(logits_V, token_ids, before)
@@ -158,7 +148,7 @@ class Engine:
         """Final hidden states of the last chunk."""
         run = (traced or self.steps).run
         ahead = 2 * len(self.state.devices)
-        return run_chunks(run, self._chunks(token_ids, None), ahead, progress)
+        return run_chunks(run, self._chunks(token_ids), ahead, progress)
 
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """Appends 1 to 8 tokens in one step; returns float32 ``[T, V]``, row t the logits after
@@ -173,6 +163,7 @@ class Engine:
             raise ValueError(
                 f"token_ids: found {len(token_ids)} tokens, expected 1 to {MAX_DECODE_TOKENS}"
             )
+        self._token_ids[self.position :] = token_ids
         if self.decoder is not None and len(token_ids) in self.decoder.lengths:
             return self.decoder.replay(token_ids, self.position).clone()
         return self.steps.decode(token_ids).clone()
@@ -185,7 +176,10 @@ class Engine:
         """
         self.reset()
         ids = self._checked(token_ids)
-        chunks = self._chunks(ids, chunk_sizes)
+        self._token_ids = list(ids)
+        most = max(chunk_tokens(self.engine_config), MAX_DECODE_TOKENS)
+        sizes = None if chunk_sizes is None else list(chunk_sizes)
+        chunks = self._chunks(ids) if sizes is None else split_ids(ids, sizes, most)
         logits = [self.steps.logits(self.steps.run(chunk)).clone() for chunk in chunks]
         return self._nan.checked(torch.cat(logits), ids, shown=True)
 
@@ -208,8 +202,9 @@ class Engine:
         """``trace`` that shows ``watch`` the rows of a value as each step computes them."""
         self.reset()
         ids = self._checked(token_ids)
+        self._token_ids = list(ids)
         prompt = ids[:prompt_tokens]
-        chunks = self._chunks(prompt, None) if prompt else []
+        chunks = self._chunks(prompt)
         TracedSteps(self.steps, watch, self.decoder).feed(chunks, ids[len(prompt) :])
 
     def generate(
@@ -220,27 +215,36 @@ class Engine:
         stop_token_ids: Iterable[int] | None = None,
         prefill_progress: Progress | None = None,
         watch: Watch | None = None,
+        reuse: bool = False,
     ) -> Generator[int, None, None]:
         """Yields sampled ids of a fresh sequence to a stop token, the limit or the context's end.
 
         ``stop_token_ids`` defaults to the model's EOS ids. ``watch`` is shown the values of every
-        step. ``last_run`` holds the statistics once the iterator ends, also when the caller closes
-        it early. Raises ``UserError`` for a prompt that does not fit and for wrong arguments,
-        ``FloatingPointError`` for NaN, and ``RuntimeError`` when the sequence was changed by
-        another call since the last token.
+        step. ``reuse``: what the current sequence has in common with ``token_ids`` is not computed
+        again (``reusable_tokens``). ``last_run`` holds the statistics once the iterator ends, also
+        when the caller closes it early. Raises ``UserError`` for a prompt that does not fit and
+        for wrong arguments, ``FloatingPointError`` for NaN, and ``RuntimeError`` when the sequence
+        was changed by another call since the last token.
         """
-        self.reset()
-        prompt = self._checked(token_ids)
+        if reuse:
+            self._end_run()
+        else:
+            self.reset()
+        prompt = check_ids(token_ids, self.config.vocab_size)
+        check_room(len(prompt), self.max_context)
         request = Request.checked(
             self.config, prompt, max_new_tokens, sampling, stop_token_ids, prefill_progress
         )
-        return self._nan.watched(prompt, self._generate(request, watch))
+        return self._nan.watched(prompt, self._generate(request, watch, reuse))
 
-    def _generate(self, request: Request, watch: Watch | None) -> Generator[int, None, None]:
-        self.reset()  # The engine may have been used since this generator was made.
+    def _generate(
+        self, request: Request, watch: Watch | None, reuse: bool
+    ) -> Generator[int, None, None]:
+        # Here, because the engine may have been used since this generator was made.
+        reused = self._begin(request.token_ids, reuse)
         started = time.perf_counter()
         traced = None if watch is None else TracedSteps(self.steps, watch, self.decoder)
-        hidden_TE = self._prefill(request.token_ids, request.progress, traced)
+        hidden_TE = self._prefill(request.token_ids[reused:], request.progress, traced)
         first = self.steps.first_token(request.sampler, hidden_TE)
         seconds = time.perf_counter() - started
         steps = request.most_steps(self.max_context)
@@ -248,19 +252,16 @@ class Engine:
             following = self.following(first, request.sampler, steps, self.decoder)
         else:
             following = traced.following(first, request.sampler, steps)
-        run = Run(request, seconds, first, following)
+        run = Run(request, seconds, first, following, reused)
         self._run = run
         try:
-            yield from run.tokens()
+            for token in run.tokens():
+                self._token_ids.append(token)
+                yield token
         finally:
             if self._run is run:
                 self._end_run()
                 self.last_run = run.stats(self.position)
-
-    def _end_run(self) -> None:
-        if self._run is not None:
-            self._run.end()
-            self._run = None
 
     def following(
         self, token: int, sampler: Sampler, steps: int, decoder: CUDAGraphDecoder | None
@@ -277,14 +278,10 @@ class Engine:
         tokens = prefill_tokens(self.engine_config, self.max_context)
         return RecordedSteps(self.model, self.state, self.table, tokens, compiling)
 
-    def _chunks(
-        self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None
-    ) -> list[list[int]]:
-        token_ids = self._checked(token_ids)
+    def _chunks(self, token_ids: list[int]) -> list[list[int]]:
+        """A prompt in chunks of ``prefill_chunk``."""
         largest = chunk_tokens(self.engine_config)
-        if chunk_sizes is None:
-            return split_ids(token_ids, [len(token_ids)], largest)
-        return split_ids(token_ids, list(chunk_sizes), max(largest, MAX_DECODE_TOKENS))
+        return [token_ids[start:][:largest] for start in range(0, len(token_ids), largest)]
 
     def _checked(self, token_ids: Iterable[int]) -> list[int]:
         """The ids as a list, if they are ids of this model and fit behind the current position."""

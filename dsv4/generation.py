@@ -57,13 +57,17 @@ class Run:
         prefill_seconds: float,
         first: int,
         following: Generator[int, None, None],
+        reused_tokens: int = 0,
     ) -> None:
-        """``first`` comes of the prompt, ``following`` of one decode step each."""
+        """``first`` comes of the prompt, of which ``reused_tokens`` were there already,
+        ``following`` of one decode step each.
+        """
         self._request = request
         self._prefill_seconds = prefill_seconds
         self._prefilled = time.perf_counter()
         self._first = first
         self._following = following
+        self._reused_tokens = reused_tokens
         self._reason: FinishReason = "interrupted"
         self._given = 0
         self._ended = False
@@ -95,5 +99,11 @@ class Run:
         sampler = self._request.sampler
         logprobs = None if sampler.params.logprobs is None else tuple(sampler.noted[: self._given])
         return RunStats(
-            prompt, self._prefill_seconds, position - prompt, seconds, self._reason, logprobs
+            prompt - self._reused_tokens,
+            self._prefill_seconds,
+            position - prompt,
+            seconds,
+            self._reason,
+            logprobs,
+            self._reused_tokens,
         )

@@ -13,7 +13,9 @@ FinishReason = Literal["stop", "length", "context", "interrupted"]
 class RunStats:
     """Tokens and times of one ``generate``. The first token comes from prefill, not from decode.
 
-    ``logprobs``: of every token that was yielded, with ``SamplingParams.logprobs``.
+    ``reused_tokens``: those of the prompt that the engine had processed before; they are not among
+    ``prefill_tokens``. ``logprobs``: of every token that was yielded, with
+    ``SamplingParams.logprobs``.
     """
 
     prefill_tokens: int
@@ -22,3 +24,4 @@ class RunStats:
     decode_seconds: float
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    reused_tokens: int = 0

@@ -1,0 +1,108 @@
+"""The sequence of an engine: its tokens, what of it can be taken back or reused, and its file."""
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from dsv4.caches.state import DecodeState
+from dsv4.checkpoint.state_file import SavedState, StateKey, write_state
+from dsv4.errors import UserError
+from dsv4.generation import Run
+from dsv4.token_ids import check_ids, check_integer
+
+
+class EngineSequence:
+    """What an engine does with its one sequence besides computing."""
+
+    def __init__(self, state: DecodeState, key: StateKey, max_context: int) -> None:
+        self.state = state
+        self.max_context = max_context
+        self._key = key
+        self._run: Run | None = None
+        # Set before a step runs, so that it is right wherever an interruption leaves the state;
+        # longer than the sequence where tokens were taken back.
+        self._token_ids: list[int] = []
+
+    @property
+    def position(self) -> int:
+        """Tokens of the current sequence so far."""
+        return self.state.position
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the current sequence so far."""
+        return self._token_ids[: self.position]
+
+    def reset(self) -> None:
+        """Starts a new sequence: nothing of the previous one is visible to it."""
+        self._end_run()
+        self.state.start_sequence()
+
+    def rewind(self, tokens: int) -> None:
+        """Takes back the last ``tokens`` tokens, e.g. rejected draft tokens: at most 8 behind the
+        furthest position that this sequence has reached, because the rings remember no more.
+        """
+        self._end_run()
+        taken_back = check_integer("tokens", tokens, 0, self.state.undoable_tokens)
+        self.state.set_position(self.position - taken_back)
+
+    def reusable_tokens(self, token_ids: Sequence[int]) -> int:
+        """How many of ``token_ids``, a prompt from its start, ``generate(reuse=True)`` need not
+        prefill: the beginning that the current sequence shares with them, 0 where more than 8 of
+        its tokens would have to be taken back. The last token is always prefilled.
+        """
+        pairs = zip(self.token_ids, token_ids[:-1], strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return shared if self.position - shared <= self.state.undoable_tokens else 0
+
+    def save_state(self, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
+        """Writes the sequence to a file that ``load_state`` goes on from: what the caches hold of
+        it (decode.md#a-state-on-disk). ``path`` appears, or is replaced, when it is complete.
+
+        ``notes``: strings of the caller's, which ``SavedState.notes`` has. Raises ``UserError`` for
+        a sequence that has met NaN or was fed past the engine, a path that cannot be a file, and a
+        disk without room.
+        """
+        self._end_run()
+        token_ids = self.token_ids
+        if len(token_ids) != self.position:
+            found = f"found {self.position} tokens, {len(token_ids)} of which the engine was given"
+            raise UserError(f"save_state: {found}, expected all")
+        self.state.wait()
+        if self.state.met_nan:
+            raise UserError("save_state: found a sequence that has met NaN, expected numbers")
+        write_state(Path(path), self._key, self.state, token_ids, notes or {})
+
+    def load_state(self, path: str | Path) -> None:
+        """Goes on with a sequence that ``save_state`` wrote, on any devices and in chunks of any
+        length.
+
+        Raises ``UserError`` with the sequence as it was for a file that is damaged or of another
+        format, and for a state of another checkpoint, of caches that hold something else, or with
+        more tokens than ``max_context``.
+        """
+        saved = SavedState.open(path)
+        saved.check(self._key, self.max_context)
+        check_ids(saved.token_ids, self._key.config.vocab_size, f"{path}: token_ids", at_least=0)
+        saved.check_rows(self.state)
+        self._end_run()
+        saved.restore(self.state)
+        self._token_ids = list(saved.token_ids)
+
+    def _begin(self, token_ids: list[int], reuse: bool) -> int:
+        """Begins the sequence of the prompt ``token_ids``: how many of them need no prefill, none
+        without ``reuse``.
+        """
+        self._end_run()
+        reused = self.reusable_tokens(token_ids) if reuse else 0
+        if reused:
+            self.state.set_position(reused)
+        else:
+            self.state.start_sequence()
+        self._token_ids = list(token_ids)
+        return reused
+
+    def _end_run(self) -> None:
+        if self._run is not None:
+            self._run.end()
+            self._run = None
