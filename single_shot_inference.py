@@ -33,6 +33,7 @@ from dsv4.cli.load import bars_are_shown, load_engine
 from dsv4.cli.log_lines import log_lines
 from dsv4.cli.prompts.run import answer_prompts
 from dsv4.cli.report import report, report_plan
+from dsv4.cli.state import check_state, load_state, save_state
 from dsv4.cli.stream import TokenText, make_printer
 from dsv4.cli.trace import check_trace, traced
 from dsv4.command.program import EXIT_OK, command, run_program
@@ -63,6 +64,7 @@ def generate(job: Job, outcome: Outcome) -> None:
     """Loads the model and streams the answer to stdout; ``outcome`` is filled as it goes."""
     limit_cpu_threads(job.model_config)
     engine = load(job, outcome)
+    reused = load_state(job, engine)
 
     shown = bars_are_shown(job.arguments)
     text = TokenText(job.tokenizer, job.arguments.stop)
@@ -72,9 +74,9 @@ def generate(job: Job, outcome: Outcome) -> None:
         with (
             ProgressBar("prefill", TOKENS, sys.stderr, shown) as bar,
             traced(job, engine) as watch,
-            closing(answer(job, engine, outcome, text, bar, watch)) as pieces,
+            closing(answer(job, engine, outcome, text, bar, watch, reused > 0)) as pieces,
         ):
-            bar(0, len(job.prompt.token_ids))
+            bar(0, len(job.prompt.token_ids) - reused)
             for piece in pieces:
                 bar.erase()
                 if isinstance(outcome.profile, OpProfile):
@@ -83,6 +85,8 @@ def generate(job: Job, outcome: Outcome) -> None:
     finally:
         printer.feed(text.finish())
         printer.finish(outcome.complete)
+    if job.arguments.save_state is not None:
+        save_state(job, outcome, engine)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         return answer_prompts(arguments)
     job = prepare(arguments)
     check_trace(arguments, job.model_config)
+    check_state(job)
     plan = partial(Engine.plan, arguments.model, job.engine_config, gpu_bytes(arguments))
     if arguments.plan:
         report_plan(job, plan())
@@ -114,6 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         silence_stdout()  # The reader has seen enough, which is no error.
     report(job, outcome)
+    if outcome.save_error is not None:
+        raise outcome.save_error
     return exit_code
 
 

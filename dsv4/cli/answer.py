@@ -17,14 +17,22 @@ def answer(
     text: TokenText,
     prefilling: Progress | None = None,
     watch: Watch | None = None,
+    reuse: bool = False,
 ) -> Generator[str, None, None]:
     """Yields for every token the characters that it completes in ``text``; ``outcome`` is filled as
-    it goes. Raises what ``Engine.generate`` does.
+    it goes. ``reuse``: the engine's sequence begins the prompt. Raises what ``Engine.generate``
+    does.
     """
     arguments = job.arguments
     stops = frozenset() if arguments.ignore_eos else job.eos_token_ids
     tokens = engine.generate(
-        job.prompt.token_ids, arguments.max_tokens, job.sampling, stops, prefilling, watch
+        job.prompt.token_ids,
+        arguments.max_tokens,
+        job.sampling,
+        stops,
+        prefilling,
+        watch,
+        reuse=reuse,
     )
     with closing(tokens):
         for token in tokens:

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 
 from dsv4.cli.flags import build_parser
 from dsv4.cli.prompts.flags import check_prompts_flags
+from dsv4.cli.state_flags import check_continuation
 from dsv4.command.flags import given_flags
-from dsv4.command.output_file import check_output
+from dsv4.command.output_file import check_output, check_regular_output
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 
 NOT_IN_A_PLAN = frozenset(
-    "--temperature --top-k --top-p --min-p --seed --ignore-eos --stop --logprobs --profile".split()
+    "--temperature --top-k --top-p --min-p --seed --ignore-eos --stop --logprobs --profile "
+    "--save-state --load-state".split()
 )
 
 
@@ -36,6 +38,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     refuse_what_has_no_effect(arguments, given_flags(parser, arguments))
     if arguments.json is not None:
         check_output("--json", arguments.json)
+    if arguments.save_state is not None:
+        check_regular_output("--save-state", arguments.save_state)
     return arguments
 
 
@@ -61,6 +65,8 @@ def refuse_contradictions(arguments: argparse.Namespace) -> None:
         raise UserError(
             "--system: found together with --messages, which holds its own system message"
         )
+    if arguments.load_state is not None:
+        check_continuation(arguments)
 
 
 def refuse_what_has_no_effect(arguments: argparse.Namespace, given: frozenset[str]) -> None:

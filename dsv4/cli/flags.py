@@ -6,6 +6,7 @@ from pathlib import Path
 
 import dsv4
 from dsv4.cli.prompts.flags import add_answers_flags, add_prompts_flag
+from dsv4.cli.state_flags import add_load_state_flag, add_save_state_flag
 from dsv4.command.flags import OneLineParser, add_prefill_activations, integer, number, path
 from dsv4.demo import CHECKPOINT
 from dsv4.limits import MAX_LOGPROBS
@@ -64,6 +65,7 @@ def add_prompt_flags(group: argparse._ArgumentGroup) -> None:
         "- is stdin; no chat encoding, no parsing (default: --prompt)",
     )
     add_prompts_flag(sources)
+    add_load_state_flag(group)
     group.add_argument(
         "--system", metavar="TEXT", help="a system message before the prompt (default: none)"
     )
@@ -266,6 +268,7 @@ def add_output_flags(group: argparse._ArgumentGroup) -> None:
         help="with --json: the log-probability of every token and of the N most likely ones "
         "(default: none)",
     )
+    add_save_state_flag(group)
     group.add_argument(
         "--trace",
         type=Path,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.cli.arguments import engine_config
+from dsv4.cli.conversation import Conversation
 from dsv4.cli.generation_defaults import eos_token_ids, read_generation_config, sampling_params
 from dsv4.cli.prompt import Prompt, PromptTooLong, build_prompt, load_tokenizer
 from dsv4.config import ModelConfig
@@ -33,6 +34,7 @@ class Job:
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer
     prompt: Prompt
+    before: Conversation | None
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Outcome:
     load_seconds: float = 0.0
     engine: Engine | None = None
     profile: OpProfile | GraphProfile | None = None
+    # Of --save-state: raised when everything else has been reported.
+    save_error: UserError | None = None
 
     @property
     def complete(self) -> bool:
@@ -86,24 +90,38 @@ class ModelFiles:
 def prepare(arguments: argparse.Namespace) -> Job:
     """Reads the small files and checks everything that can be checked without the weights. Raises
     ``UserError``.
+
+    Without ``--max-context`` the caches hold the prompt and the answer, and what is loaded, and at
+    least the engine's default.
     """
     files = ModelFiles.read(arguments.model)
-    prompt = build_prompt(arguments, files.tokenizer, files.config)
-    wanted = len(prompt.token_ids) + arguments.max_tokens
-    return make_job(arguments, files, prompt, context_tokens(arguments, files.config, wanted))
+    before = None
+    if arguments.load_state is not None:
+        before = Conversation.read(arguments.load_state, files.config.vocab_size)
+    prompt = build_prompt(arguments, files.tokenizer, files.config, before)
+    loaded = 0 if before is None else before.saved.position
+    wanted = max(len(prompt.token_ids) + arguments.max_tokens, loaded)
+    context = context_tokens(arguments, files.config, wanted)
+    return make_job(arguments, files, prompt, context, before)
 
 
 def context_tokens(arguments: argparse.Namespace, config: ModelConfig, wanted: int) -> int:
-    """Tokens that the caches hold: ``--max-context``, else the ``wanted`` ones of prompt and answer
-    and at least the engine's default.
+    """Tokens that the caches hold: ``--max-context``, else the ``wanted`` ones and at least the
+    engine's default.
     """
     most = config.max_position_embeddings
     return arguments.max_context or min(max(DEFAULT_MAX_CONTEXT, wanted), most)
 
 
-def make_job(arguments: argparse.Namespace, files: ModelFiles, prompt: Prompt, context: int) -> Job:
-    """The job of a prompt in caches of ``context`` tokens. Raises ``UserError``, for a prompt that
-    does not fit ``PromptTooLong``.
+def make_job(
+    arguments: argparse.Namespace,
+    files: ModelFiles,
+    prompt: Prompt,
+    context: int,
+    before: Conversation | None = None,
+) -> Job:
+    """The job of a prompt, behind a conversation ``before`` it, in caches of ``context`` tokens.
+    Raises ``UserError``, for a prompt that does not fit ``PromptTooLong``.
     """
     if len(prompt.token_ids) > context:
         raise PromptTooLong(
@@ -118,4 +136,5 @@ def make_job(arguments: argparse.Namespace, files: ModelFiles, prompt: Prompt, c
         eos_token_ids(files.config, files.generation),
         files.tokenizer,
         prompt,
+        before,
     )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsv4.cli.conversation import Conversation
 from dsv4.cli.flags import DEFAULT_PROMPT
 from dsv4.cli.input_file import read_input, read_text
 from dsv4.cli.stream import text_of
@@ -32,13 +33,15 @@ class Prompt:
     """The model's input.
 
     ``thinking_mode`` is how the answer is read: "chat" or "thinking", ``None`` for plain text.
-    ``tools`` are those of the conversation, in the OpenAI format.
+    ``tools`` are those of the conversation, in the OpenAI format; ``messages`` the conversation
+    itself, None for plain text.
     """
 
     text: str
     token_ids: list[int]
     thinking_mode: str | None
     tools: list[dict]
+    messages: list[dict] | None
 
 
 class PromptTooLong(UserError):
@@ -59,23 +62,30 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
 
 
 def build_prompt(
-    arguments: argparse.Namespace, tokenizer: Tokenizer, config: ModelConfig
+    arguments: argparse.Namespace,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    before: Conversation | None = None,
 ) -> Prompt:
-    """Encodes what the flags ask for. Raises ``UserError`` naming the flag or file.
+    """Encodes what the flags ask for, behind the conversation ``before`` where there is one. Raises
+    ``UserError`` naming the flag or file.
 
     Token ids are taken as they are. Plain text (``--raw``) gets the beginning-of-sequence token in
     front unless it begins with it.
     """
+    earlier = [] if before is None else before.token_ids
+    most = most_tokens(arguments, config)
     if arguments.token_ids is not None:
-        token_ids = read_token_ids(arguments.token_ids, config.vocab_size)
-        return Prompt(text_of(tokenizer, token_ids), token_ids, None, [])
+        token_ids = earlier + read_token_ids(arguments.token_ids, config.vocab_size)
+        return Prompt(text_of(tokenizer, token_ids), token_ids, None, [], None)
     if not arguments.raw:
-        return build_chat_prompt(arguments, tokenizer, most_tokens(arguments, config))
+        messages = [] if before is None else before.chat_messages()
+        return build_chat_prompt(arguments, tokenizer, most, messages)
     text = prompt_text(arguments)
-    token_ids = encode_text(tokenizer, text, most_tokens(arguments, config))
+    token_ids = earlier + encode_text(tokenizer, text, most)
     if token_ids[:1] != [tokenizer.bos_id]:
         token_ids.insert(0, tokenizer.bos_id)
-    return Prompt(text, token_ids, None, [])
+    return Prompt(text_of(tokenizer, earlier) + text, token_ids, None, [], None)
 
 
 def most_tokens(arguments: argparse.Namespace, config: ModelConfig) -> int:
@@ -83,8 +93,12 @@ def most_tokens(arguments: argparse.Namespace, config: ModelConfig) -> int:
     return arguments.max_context or config.max_position_embeddings
 
 
-def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer, most: int) -> Prompt:
-    """The messages, or a user message and an optional system message, in the chat encoding."""
+def build_chat_prompt(
+    arguments: argparse.Namespace, tokenizer: Tokenizer, most: int, earlier: list[dict]
+) -> Prompt:
+    """The messages, or a user message and an optional system message, in the chat encoding, behind
+    the ``earlier`` messages.
+    """
     of_file = isinstance(arguments.messages, str)
     source = f"--messages: {arguments.messages}: " if of_file else "messages: "
     messages = conversation(arguments, source)
@@ -96,6 +110,7 @@ def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer, most:
         with user_errors("--reasoning-effort: "):
             effort = fold_reasoning_effort(effort, profile)
     check_unicode(messages, "messages", source)
+    messages = [*earlier, *messages]
     with user_errors(source):
         text = encode_messages(
             messages,
@@ -109,7 +124,7 @@ def build_chat_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer, most:
     # What goes on an assistant's message is its answer: reasoning has been closed before it.
     shown_mode = "chat" if messages[-1]["role"] == "assistant" else mode
     tools = [tool for message in messages for tool in message.get("tools") or []]
-    return Prompt(text, token_ids, shown_mode, tools)
+    return Prompt(text, token_ids, shown_mode, tools, messages)
 
 
 def conversation(arguments: argparse.Namespace, source: str) -> list[dict]:

@@ -13,7 +13,7 @@ from dsv4.cli.job import Job, Outcome
 from dsv4.cli.stream import parse_answer, text_of
 from dsv4.command.output_file import write_output
 from dsv4.command.streams import say, silence_stdout
-from dsv4.encoding import Tokenizer
+from dsv4.encoding import Completion, Tokenizer
 from dsv4.engine import Engine
 from dsv4.measure.provenance import provenance
 from dsv4.parallel.devices import table_name
@@ -82,10 +82,7 @@ def describe_prompt(job: Job) -> dict[str, Any]:
 
 def describe_completion(job: Job, outcome: Outcome) -> dict[str, Any]:
     """What the model has answered, as text, as a message and as tokens."""
-    prompt = job.prompt
-    shown = [token for token in outcome.token_ids if token not in job.eos_token_ids]
-    text = text_of(job.tokenizer, shown, job.arguments.stop)
-    answer = parse_answer(text, outcome.complete, prompt.thinking_mode, prompt.tools)
+    text, answer = answer_of(job, outcome)
     stats = None if outcome.engine is None else outcome.engine.last_run
     return {
         "text": text,
@@ -95,6 +92,14 @@ def describe_completion(job: Job, outcome: Outcome) -> dict[str, Any]:
         "token_ids": outcome.token_ids,
         "logprobs": describe_logprobs(job.tokenizer, stats),
     }
+
+
+def answer_of(job: Job, outcome: Outcome) -> tuple[str, Completion]:
+    """The text of the answer so far, and what it says."""
+    prompt = job.prompt
+    shown = [token for token in outcome.token_ids if token not in job.eos_token_ids]
+    text = text_of(job.tokenizer, shown, job.arguments.stop)
+    return text, parse_answer(text, outcome.complete, prompt.thinking_mode, prompt.tools)
 
 
 def describe_logprobs(tokenizer: Tokenizer, stats: RunStats | None) -> list[dict[str, Any]] | None:
@@ -143,11 +148,13 @@ def timing(load_seconds: float, stats: RunStats | None) -> dict[str, Any]:
     prefill_tokens, prefill_seconds = (
         (stats.prefill_tokens, stats.prefill_seconds) if stats else (0, 0.0)
     )
+    reused_tokens = stats.reused_tokens if stats else 0
     decode_tokens, decode_seconds = (
         (stats.decode_tokens, stats.decode_seconds) if stats else (0, 0.0)
     )
     return {
         "load_seconds": load_seconds,
+        "reused_tokens": reused_tokens,
         "prefill_tokens": prefill_tokens,
         "prefill_seconds": prefill_seconds,
         "prefill_tokens_per_second": prefill_tokens / prefill_seconds if prefill_tokens else None,
@@ -164,8 +171,8 @@ def graph_mode(engine: Engine | None) -> str | None:
 
 
 def summary_line(measured: dict[str, Any], mode: str | None, finish_reason: str) -> str:
-    """One line: prefill tokens and tok/s, decode tokens, ms/token and tok/s, mode of the graphs,
-    why it ended.
+    """One line: prefill tokens and tok/s, tokens that were there before, decode tokens, ms/token
+    and tok/s, mode of the graphs, why it ended.
     """
     prefill = measured["prefill_tokens_per_second"]
     decode = measured["decode_tokens_per_second"]
@@ -175,6 +182,8 @@ def summary_line(measured: dict[str, Any], mode: str | None, finish_reason: str)
     ]
     if prefill is not None:
         parts[-1] += f" {prefill:.1f} tok/s"
+    if measured["reused_tokens"]:
+        parts[-1] += f" behind {measured['reused_tokens']} reused"
     parts.append(f"decode {measured['decode_tokens']} tokens")
     if decode is not None:
         parts[-1] += f" {measured['decode_ms_per_token']:.1f} ms/token {decode:.1f} tok/s"

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dsv4.cli.job import Job
-from dsv4.command.output_file import STDOUT, check_output
+from dsv4.command.output_file import check_regular_output
 from dsv4.config import ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import UserError
@@ -25,9 +25,7 @@ def check_trace(arguments: argparse.Namespace, config: ModelConfig) -> None:
         return
     if arguments.profile:
         raise UserError("--trace: found together with --profile, expected one of them")
-    if path == STDOUT or (path.exists() and not path.is_file()):
-        raise UserError(f"--trace: {path}: found no regular file, expected the name of a file")
-    check_output("--trace", path)
+    check_regular_output("--trace", path)
     matching(config, arguments.trace_at or EVERY_VALUE, "--trace-at")
 
 

@@ -32,6 +32,13 @@ def check_output(flag: str, path: Path) -> None:
                 probe.unlink(missing_ok=True)
 
 
+def check_regular_output(flag: str, path: Path) -> None:
+    """``check_output`` for a file that can be nothing but a regular one."""
+    if path == STDOUT or (path.exists() and not path.is_file()):
+        raise UserError(f"{flag}: {path}: found no regular file, expected the name of a file")
+    check_output(flag, path)
+
+
 def write_output(flag: str, path: Path, text: str) -> None:
     """Writes ``text`` in UTF-8 to ``path``; ``-`` is stdout. Lone surrogates are written as JSON
     escapes them.

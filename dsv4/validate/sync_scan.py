@@ -66,7 +66,7 @@ MEANT = {
         "dsv4/sampling.py", "SamplerState.load", "synchronize"
     ): "once per sequence, for the copy of four loads ago",
     Place(
-        "dsv4/caches/state.py", "DecodeState.forget_nan", "synchronize"
+        "dsv4/caches/state.py", "DecodeState.wait", "synchronize"
     ): "once per sequence, for steps that a stop has left queued",
     Place(
         "dsv4/decode/cuda_graph_decoder.py", "CUDAGraphDecoder._capture", "synchronize"

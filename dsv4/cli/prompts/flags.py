@@ -50,6 +50,8 @@ def check_prompts_flags(arguments: argparse.Namespace) -> None:
         "--trace-at": bool(arguments.trace_at),
         "--profile": arguments.profile,
         "--plan": arguments.plan,
+        "--save-state": arguments.save_state is not None,
+        "--load-state": arguments.load_state is not None,
     }
     for flag, given in of_one_prompt.items():
         if given:
