@@ -111,7 +111,7 @@ def _wait(instruction: Instruction, layout: Layout) -> Handler:
 
     Both wait as long as anything else can happen, and then say no; test_wait may say no at once.
     """
-    at_once = (True, False) if "test_wait" in instruction.parts else (False,)
+    may_refuse = "test_wait" in instruction.parts
     if "parity" not in instruction.parts:
         raise Unsupported(instruction.text)
     write = layout.target(instruction.operands[0], "pred")
@@ -130,7 +130,8 @@ def _wait(instruction: Instruction, layout: Layout) -> Handler:
         def any_ended() -> bool:
             return any(barrier.phase & 1 != phase for barrier, phase, _ in waited)
 
-        if not any_ended() and not warp.timed_out and not cluster.choices.one(at_once):
+        refused = may_refuse and cluster.choices.one((True, False))
+        if not (any_ended() or warp.timed_out or refused):
             warp.timed = True
             return any_ended
         ended = np.zeros(LANES, bool)
