@@ -280,8 +280,8 @@ class Engine(EngineSequence):
 
     def _chunks(self, token_ids: list[int]) -> list[list[int]]:
         """A prompt in chunks of ``prefill_chunk``."""
-        largest = chunk_tokens(self.engine_config)
-        return [token_ids[start:][:largest] for start in range(0, len(token_ids), largest)]
+        sizes = [len(token_ids)] if token_ids else []
+        return split_ids(token_ids, sizes, chunk_tokens(self.engine_config))
 
     def _checked(self, token_ids: Iterable[int]) -> list[int]:
         """The ids as a list, if they are ids of this model and fit behind the current position."""
