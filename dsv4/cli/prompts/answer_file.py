@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dsv4.cli.prompts.prompts_file import PromptLine, parse_line
-from dsv4.command.output_file import STDOUT, check_output
+from dsv4.command.output_file import check_regular_output
 from dsv4.errors import UserError, shorten
 
 
@@ -88,9 +88,7 @@ def open_answers(path: Path, source: str, lines: Sequence[PromptLine]) -> Iterat
     """The file ``path``, made if it is not there; no other process can open it inside the block.
     Raises ``UserError``.
     """
-    if path == STDOUT or (path.exists() and not path.is_file()):
-        raise UserError(f"--out: {path}: found no regular file, expected the name of a file")
-    check_output("--out", path)
+    check_regular_output("--out", path)
     with _named(str(path)):
         file = path.open("a+b")
     with file:
