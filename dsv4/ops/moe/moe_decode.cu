@@ -30,16 +30,12 @@
 // of the ring are 2 * STAGES. Every trip of a block through L2, also to look for h, queues behind
 // what the block has in flight: 350 clocks behind nothing, 525 behind 32 KB, 1,240 behind 64 KB. 24
 // to 32 KB are enough to keep the memory busy.
-#ifndef WAITING_TILES
-#define WAITING_TILES 1
-#endif
+constexpr int WAITING_TILES = 1;
 
 // Whether a stage's hidden rows are on their way to registers during the products of the stage
 // before it. With a ring of one stage, whose weights are requested behind these, nothing is gained
 // by it.
-#ifndef HIDDEN_AHEAD
-#define HIDDEN_AHEAD (STAGES > 1)
-#endif
+constexpr bool HIDDEN_AHEAD = STAGES > 1;
 
 constexpr int PAIR_BYTES =
     2 * (Stage<ROUTED>::BYTES > Stage<SHARED>::BYTES ? Stage<ROUTED>::BYTES : Stage<SHARED>::BYTES);
