@@ -38,6 +38,16 @@ def ask(drive: Drive, tmp_path: Path) -> Ask:
     return run
 
 
+@pytest.fixture
+def whole(ask: Ask, tmp_path: Path) -> bytes:
+    """What a run that nothing ends writes to ``out``, which is gone again."""
+    ask()
+    out = tmp_path / "out"
+    content = out.read_bytes()
+    out.unlink()
+    return content
+
+
 def test_a_run_goes_on_wherever_a_write_was_torn(ask: Ask, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ask()
@@ -172,13 +182,9 @@ def test_answers_go_to_a_regular_file(drive: Drive, tmp_path: Path, name: str) -
 
 
 def test_a_full_disk_is_one_line_and_the_run_can_go_on(
-    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    ask()
-    whole = out.read_bytes()
-    out.unlink()
-
     written = []
 
     def full(descriptor: int, data: bytes) -> int:
@@ -198,12 +204,9 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(
 
 
 def test_ctrl_c_leaves_out_the_answer_under_way(
-    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    ask()
-    whole = out.read_bytes()
-    out.unlink()
     append = AnswerFile.append
 
     def interrupted(answers: AnswerFile, *arguments: object) -> None:
