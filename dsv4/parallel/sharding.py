@@ -1,0 +1,150 @@
+"""Tensor parallelism: which part of every parameter a rank holds.
+
+Cut are the heads with their groups of wo_a and their columns of wo_b, the inner dimension of every
+expert, the shared one too, and the rows of the head. Each product of a cut weight is then either a
+part of the whole one's result (rows) or one term of a sum over the ranks (columns). Everything else
+is whole on every rank, and so are the caches.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.errors import UserError
+from dsv4.weights.cut import COLUMNS, ROWS, Cut, cut_weight, part_cuts
+from dsv4.weights.parameters import MtpKind, Parameter, layer_of, parameters
+from dsv4.weights.quant import QuantFormat, QuantTensor
+
+RANKS = (1, 2, 4, 8)
+HEAD = "head.weight"
+# Rows of the head are cut in these units, because no vocabulary need be a multiple of the ranks.
+HEAD_ROWS = 16
+_LAYER_CUTS = {
+    "attn.attn_sink": COLUMNS,
+    "attn.wq_b.weight": ROWS,
+    "attn.wo_a.weight": ROWS,
+    "attn.wo_b.weight": COLUMNS,
+    **{
+        f"ffn.{experts}.{matrix}.weight": dimension
+        for experts in ("experts", "shared_experts")
+        for matrix, dimension in (("w1", ROWS), ("w2", COLUMNS), ("w3", ROWS))
+    },
+}
+
+
+def cut_of(parameter: Parameter, ranks: int, rank: int) -> Cut | None:
+    """The part of a (whole) parameter that ``rank`` of ``ranks`` holds; None: all of it.
+
+    Parts are equal, but for those of the head, which are the same number of ``HEAD_ROWS`` rows or
+    one less. Expects what ``check_divisible`` has checked.
+    """
+    dimension = _cut_dimension(parameter.name)
+    if dimension is None or ranks == 1:
+        return None
+    size = parameter.shape[dimension]
+    if parameter.name == HEAD:
+        units = -(-size // HEAD_ROWS)
+        first, stop = (-(-at * units // ranks) * HEAD_ROWS for at in (rank, rank + 1))
+        return Cut(dimension, first, min(stop, size))
+    share = size // ranks
+    return Cut(dimension, rank * share, (rank + 1) * share)
+
+
+def local_config(config: ModelConfig, ranks: int) -> ModelConfig:
+    """The geometry of one rank: ``parameters`` of it have the shapes of the rank's parts.
+
+    The exception is the head: its rows are those of its weight (``local_parameters``), while
+    ``vocab_size`` is that of the embedding and of the logits, which are whole.
+    """
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // ranks,
+        o_groups=config.o_groups // ranks,
+        moe_intermediate_size=config.moe_intermediate_size // ranks,
+    )
+
+
+def local_parameters(
+    config: ModelConfig, ranks: int, rank: int, mtp: MtpKind | None = None
+) -> dict[str, Parameter]:
+    """The parameters of a rank by name, with the shapes of its parts. The speculative module is
+    whole, and on rank 0 alone.
+    """
+    whole = parameters(config, mtp if rank == 0 else None)
+    return {name: local_parameter(parameter, ranks, rank) for name, parameter in whole.items()}
+
+
+def local_parameter(parameter: Parameter, ranks: int, rank: int) -> Parameter:
+    """A (whole) parameter with the shape of a rank's part."""
+    cut = cut_of(parameter, ranks, rank)
+    return parameter if cut is None else replace(parameter, shape=cut.shape(parameter.shape))
+
+
+def is_held(name: str, rank: int) -> bool:
+    """Whether ``rank`` holds a parameter, or a part of it."""
+    return rank == 0 or not name.startswith("mtp.")
+
+
+def rank_weights(
+    weights: Mapping[str, QuantTensor | Tensor], config: ModelConfig, ranks: int, rank: int
+) -> dict[str, QuantTensor | Tensor]:
+    """The parts that a rank holds of whole ``weights`` by canonical name, on their devices. What is
+    not cut is not copied.
+    """
+    known = parameters(config)
+    return {
+        name: cut_weight(weight, cut_of(known[name], ranks, rank) if name in known else None)
+        for name, weight in weights.items()
+        if is_held(name, rank)
+    }
+
+
+def check_divisible(
+    config: ModelConfig, stored: Iterable[tuple[Parameter, QuantFormat | None]], ranks: int
+) -> None:
+    """Raises ``UserError`` with the numbers of GPUs that work, when the (whole) ``stored``
+    parameters with their formats cannot be cut for ``ranks``.
+    """
+    stored = list(stored)
+    obstacle = _obstacle(config, stored, ranks)
+    if obstacle is None:
+        return
+    fitting = [str(count) for count in RANKS[1:] if _obstacle(config, stored, count) is None]
+    expected = " or ".join(fitting) if fitting else "EngineConfig.parallel='pipeline'"
+    raise UserError(
+        f"EngineConfig.gpus: found {ranks} with EngineConfig.parallel='tensor', "
+        f"expected {expected} ({obstacle})"
+    )
+
+
+def _cut_dimension(name: str) -> int | None:
+    if name == HEAD:
+        return ROWS
+    return None if layer_of(name) is None else _LAYER_CUTS.get(name.split(".", 2)[2])
+
+
+def _obstacle(
+    config: ModelConfig, stored: Iterable[tuple[Parameter, QuantFormat | None]], ranks: int
+) -> str | None:
+    """Why a model cannot be cut for ``ranks``; None when it can."""
+    if ranks not in RANKS:
+        return f"{ranks} is not one of {', '.join(map(str, RANKS))}"
+    # Heads go with their groups, and each group has as many.
+    for name in ("o_groups", "moe_intermediate_size"):
+        size: int = vars(config)[name]
+        if size % ranks:
+            return f"{name} is {size}"
+    if -(-config.vocab_size // HEAD_ROWS) < ranks:
+        return f"vocab_size is {config.vocab_size}"
+    for parameter, format in stored:
+        for rank in range(ranks):
+            cut = cut_of(parameter, ranks, rank)
+            if cut is None or format is None:
+                break
+            try:
+                part_cuts(format, cut)
+            except ValueError as error:
+                return f"{parameter.name}: {error}"
+    return None
