@@ -8,9 +8,10 @@ from dsv4.errors import UserError, shorten
 # What weights are multiplied with in steps of more than MAX_DECODE_TOKENS tokens.
 ActivationMode = Literal["bf16", "fp8", "nvfp4"]
 ACTIVATION_MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
+_TENSOR_GPUS = (2, 4, 8)
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu", "cuda"),
-    "parallel": ("pipeline", "round-robin"),
+    "parallel": ("pipeline", "round-robin", "tensor"),
     "kv_dtype": ("fp8", "bf16"),
     "index_dtype": ("fp8", "bf16", None),
     "compute_dtype": ("bfloat16", "float32"),
@@ -25,23 +26,24 @@ class EngineConfig:
     """How to run the model; everything that is not a property of the checkpoint.
 
     ``device`` is "auto" (CUDA when there is a device), "cpu" or "cuda". ``parallel`` spreads the
-    layers over ``gpus`` devices: contiguous and balanced by bytes ("pipeline") or layer l on device
-    l mod N ("round-robin"). ``kv_dtype`` and ``index_dtype`` choose what the caches hold: "fp8"
-    rows (model.md#cache-rows) or "bf16", not quantised, stored in ``compute_dtype``;
-    ``index_dtype`` None follows ``kv_dtype``. ``max_context`` is in tokens (``None``: the model's
-    maximum, at most 8192); ``prefill_chunk`` in tokens per forward (None: by the devices).
-    ``load_mtp`` also loads the speculative module. ``ops``: the op table; "auto" is "cuda" on a GPU
-    in bfloat16, with native kernels where they have passed their checks, else "torch".
-    ``require_native``: an error where native kernels are not used. ``cuda_graph``: how single
-    tokens are decoded: eagerly (None) or by ``CUDAGraphDecoder`` in a mode; "auto" takes the faster
-    one that is exact. ``prefill_activations``: what quantised weights are multiplied with in a
-    prompt: activations of 16 bit ("bf16") or rounded ones (numerics.md#quantised-activations).
+    layers over ``gpus`` devices: contiguous and balanced by bytes ("pipeline"), layer l on device l
+    mod N ("round-robin"), or a part of every layer on each of 2, 4 or 8 ("tensor"). ``kv_dtype``
+    and ``index_dtype`` choose what the caches hold: "fp8" rows (model.md#cache-rows) or "bf16", not
+    quantised, stored in ``compute_dtype``; ``index_dtype`` None follows ``kv_dtype``.
+    ``max_context`` is in tokens (``None``: the model's maximum, at most 8192); ``prefill_chunk`` in
+    tokens per forward (None: by the devices). ``load_mtp`` also loads the speculative module.
+    ``ops``: the op table; "auto" is "cuda" on a GPU in bfloat16, with native kernels where they
+    have passed their checks, else "torch". ``require_native``: an error where native kernels are
+    not used. ``cuda_graph``: how single tokens are decoded: eagerly (None) or by
+    ``CUDAGraphDecoder`` in a mode; "auto" takes the faster one that is exact.
+    ``prefill_activations``: what quantised weights are multiplied with in a prompt: activations of
+    16 bit ("bf16") or rounded ones (numerics.md#quantised-activations).
     Raises ``UserError``.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpus: int = 1
-    parallel: Literal["pipeline", "round-robin"] = "pipeline"
+    parallel: Literal["pipeline", "round-robin", "tensor"] = "pipeline"
     kv_dtype: Literal["fp8", "bf16"] = "fp8"
     index_dtype: Literal["fp8", "bf16"] | None = None
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -80,6 +82,11 @@ class EngineConfig:
                 raise UserError(
                     f"EngineConfig.{field}: found {shorten(value)}, expected True or False"
                 )
+        if self.parallel == "tensor" and self.gpus not in _TENSOR_GPUS:
+            raise UserError(
+                f"EngineConfig.gpus: found {self.gpus} with EngineConfig.parallel='tensor', "
+                f"expected one of {', '.join(map(str, _TENSOR_GPUS))}"
+            )
         if self.require_native and self.ops != "auto":
             raise UserError(
                 f"EngineConfig.require_native: found with ops {self.ops!r}, expected 'auto'"

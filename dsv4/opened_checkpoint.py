@@ -9,6 +9,7 @@ import torch
 from dsv4.checkpoint import Checkpoint, describe, load_weights, mtp_kind, open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
+from dsv4.errors import UserError
 from dsv4.launch.target import Target
 from dsv4.layers.weights import ReadOnce
 from dsv4.ops.tables import TABLES, DirectTable, Table
@@ -51,6 +52,11 @@ class OpenedCheckpoint:
 
         ``gpu_memory``: plans for Hopper GPUs with this many bytes each, which need not be there.
         """
+        if engine.parallel == "tensor":
+            raise UserError(
+                "EngineConfig.parallel: found 'tensor' for a checkpoint, expected 'pipeline' or "
+                "'round-robin'"
+            )
         absent = gpu_memory is not None
         checkpoint = open_checkpoint(path)
         config = ModelConfig.from_dict(

@@ -87,7 +87,7 @@ def test_every_boundary_counts_its_hand_off_once() -> None:
     config = tiny_config()
     engine = EngineConfig(prefill_chunk=100, max_context=300)
     devices = [torch.device("cpu"), torch.device("meta")]
-    alone = plan_memory(config, engine, Placement((devices[0],) * 4), [], None)
+    alone = plan_memory(config, engine, Placement.of_layers((devices[0],) * 4), [], None)
     one = sum(device.state_bytes for device in alone.devices)
     slots = 100 * config.hc_mult * config.hidden_size * 2
     for placement, pairs in (
@@ -152,7 +152,7 @@ def test_weights_are_counted_where_they_go() -> None:
 def test_work_of_the_torch_ops_is_the_largest_dequantizing_or_step() -> None:
     config = tiny_config()
     stored = bfloat16_checkpoint(tiny_config())
-    placement = Placement((torch.device("cpu"),) * 4)
+    placement = Placement.of_layers((torch.device("cpu"),) * 4)
     for chunk in (8, 60_000):
         engine = EngineConfig(prefill_chunk=chunk, max_context=4096)
         (planned,) = plan_memory(config, engine, placement, stored, None).devices

@@ -194,10 +194,10 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--parallel",
-        choices=("pipeline", "round-robin"),
+        choices=("pipeline", "round-robin", "tensor"),
         default="pipeline",
-        help="contiguous layers balanced by bytes, or layer l on device l mod N "
-        "(default: pipeline)",
+        help="contiguous layers balanced by bytes, layer l on device l mod N, or a part of every "
+        "layer on each of 2, 4 or 8 GPUs (default: pipeline)",
     )
     group.add_argument("--plan", action="store_true", help="print the memory plan and stop")
     group.add_argument(

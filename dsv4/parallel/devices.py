@@ -13,7 +13,8 @@ from dsv4.native.forms import NATIVE_FORMS
 from dsv4.ops.tables import Table, TableName, op_table, torch_table
 
 # Tokens per forward, measured (docs/log.md): on one GPU longer chunks give every product more rows;
-# several GPUs share a prompt, which must have a chunk for each of them to work on.
+# several GPUs share a prompt, which must have a chunk for each of them to work on. With parts of
+# every layer they share each chunk.
 ONE_GPU_PREFILL_CHUNK = 4096
 SEVERAL_GPUS_PREFILL_CHUNK = 2048
 
@@ -22,8 +23,8 @@ def with_device_defaults(engine: EngineConfig, devices: Sequence[torch.device]) 
     """``engine`` with what it leaves to the devices: the chunk of a prompt."""
     if engine.prefill_chunk is not None or devices[0].type != "cuda":
         return engine
-    alone = len(set(devices)) == 1
-    chunk = ONE_GPU_PREFILL_CHUNK if alone else SEVERAL_GPUS_PREFILL_CHUNK
+    together = len(set(devices)) == 1 or engine.parallel == "tensor"
+    chunk = ONE_GPU_PREFILL_CHUNK if together else SEVERAL_GPUS_PREFILL_CHUNK
     return replace(engine, prefill_chunk=chunk)
 
 
@@ -110,7 +111,7 @@ def check_cuda_graph(engine: EngineConfig, devices: Sequence[torch.device]) -> N
 
 def engine_devices(engine: EngineConfig, absent: bool = False) -> tuple[torch.device, ...]:
     """The devices an ``EngineConfig`` asks for. Raises ``UserError`` when this machine does not
-    have them.
+    have them, and for GPUs that differ where each computes a part of every layer.
 
     ``absent``: the GPUs of a machine that need not be there.
     """
@@ -128,4 +129,26 @@ def engine_devices(engine: EngineConfig, absent: bool = False) -> tuple[torch.de
     if available < engine.gpus:
         expected = f"at most {available} (CUDA devices on this machine)"
         raise UserError(f"EngineConfig.gpus: found {engine.gpus}, expected {expected}")
-    return tuple(torch.device("cuda", index) for index in range(engine.gpus))
+    devices = tuple(torch.device("cuda", index) for index in range(engine.gpus))
+    if engine.parallel == "tensor" and not absent:
+        _check_equal(devices)
+    return devices
+
+
+def _check_equal(devices: Sequence[torch.device]) -> None:
+    """Raises ``UserError`` for GPUs that would not compute the same bits from the same values:
+    what every rank computes for itself has to be equal.
+    """
+    first, *others = (_kind_of_gpu(device) for device in devices)
+    for device, kind in zip(devices[1:], others, strict=True):
+        if kind != first:
+            raise UserError(
+                f"EngineConfig.parallel='tensor': found {device} ({kind}) beside {devices[0]} "
+                f"({first}), expected GPUs of one kind"
+            )
+
+
+def _kind_of_gpu(device: torch.device) -> str:
+    found = torch.cuda.get_device_properties(device)
+    capability = f"compute capability {found.major}.{found.minor}"
+    return f"{found.name}, {capability}, {found.multi_processor_count} multiprocessors"

@@ -1,22 +1,34 @@
-"""Placement: the device of every layer."""
+"""Placement: the devices of every layer."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
 from dsv4.engine_config import EngineConfig
+from dsv4.parallel.sharding import is_held
 from dsv4.weights.parameters import layer_of
 
 
 @dataclass(frozen=True)
-class Placement:
-    """``layer_devices[l]`` owns layer l; the embedding is with the first layer, everything else
-    with the last.
+class Stage:
+    """Consecutive layers, and the devices of the ranks that share each of them.
+
+    Ranks are known by their number, because several may be on one device.
     """
 
-    layer_devices: tuple[torch.device, ...]
+    layers: tuple[int, ...]
+    devices: tuple[torch.device, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All layers in stages, which have as many ranks each; the embedding is with the first layer,
+    everything else with the last. What a rank holds of a layer is in ``dsv4.parallel.sharding``.
+    """
+
+    stages: tuple[Stage, ...]
 
     @classmethod
     def of(
@@ -25,6 +37,8 @@ class Placement:
         """The placement that ``engine`` asks for on ``devices``; ``layer_bytes`` as from
         ``bytes_by_layer``.
         """
+        if engine.parallel == "tensor":
+            return cls.tensor(len(layer_bytes), devices)
         if engine.parallel == "round-robin":
             return cls.round_robin(len(layer_bytes), devices)
         return cls.pipeline(layer_bytes, devices)
@@ -38,19 +52,53 @@ class Placement:
         """
         ends = _balanced_ends(layer_bytes, min(len(devices), len(layer_bytes)))
         counts = [end - start for start, end in pairwise((0, *ends))]
-        return cls(
-            tuple(
-                device for device, count in zip(devices, counts, strict=False) for _ in range(count)
-            )
+        return cls.of_layers(
+            [device for device, count in zip(devices, counts, strict=False) for _ in range(count)]
         )
 
     @classmethod
     def round_robin(cls, layers: int, devices: Sequence[torch.device]) -> "Placement":
         """Layer l on device l mod N: a token crosses between devices at every layer."""
-        return cls(tuple(devices[layer % len(devices)] for layer in range(layers)))
+        return cls.of_layers([devices[layer % len(devices)] for layer in range(layers)])
+
+    @classmethod
+    def tensor(cls, layers: int, devices: Sequence[torch.device]) -> "Placement":
+        """Every layer on all devices, which are those of the ranks in their order."""
+        return cls((Stage(tuple(range(layers)), tuple(devices)),))
+
+    @classmethod
+    def of_layers(cls, layer_devices: Sequence[torch.device]) -> "Placement":
+        """One rank, with layer l on ``layer_devices[l]``."""
+        runs = groupby(range(len(layer_devices)), key=layer_devices.__getitem__)
+        return cls(tuple(Stage(tuple(layers), (device,)) for device, layers in runs))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.stages[0].devices)
+
+    def of_rank(self, rank: int) -> "Placement":
+        """The placement as one rank sees it."""
+        stages = (replace(stage, devices=(stage.devices[rank],)) for stage in self.stages)
+        return Placement(tuple(stages))
+
+    @property
+    def layer_devices(self) -> tuple[torch.device, ...]:
+        """The device of every layer. Raises ``ValueError`` with several ranks (``of_rank``)."""
+        if self.ranks > 1:
+            raise ValueError(f"placement: found {self.ranks} ranks, expected the placement of one")
+        return tuple(stage.devices[0] for stage in self.stages for _ in stage.layers)
+
+    def devices_of(self, name: str) -> tuple[torch.device, ...]:
+        """The devices of the ranks that hold a parameter of ``dsv4.weights.parameters``, or a part
+        of it, from rank 0 on.
+        """
+        layers = sum(len(stage.layers) for stage in self.stages)
+        home = _home_layer(name, layers)
+        (devices,) = (stage.devices for stage in self.stages if home in stage.layers)
+        return tuple(device for rank, device in enumerate(devices) if is_held(name, rank))
 
     def device_of(self, name: str) -> torch.device:
-        """The device that owns a parameter of ``dsv4.weights.parameters``."""
+        """The device that owns a parameter. Raises ``ValueError`` with several ranks."""
         return self.layer_devices[_home_layer(name, len(self.layer_devices))]
 
 

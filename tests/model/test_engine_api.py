@@ -242,7 +242,7 @@ def test_spec11_f40_nan_logits_stop_the_run_instead_of_giving_token_0(
     assert isinstance(norm, torch.Tensor)
     weights["norm.weight"] = torch.full_like(norm, math.nan)
     engine = Engine(
-        config, EngineConfig(device="cpu", max_context=64), weights, Placement((CPU,) * 4)
+        config, EngineConfig(device="cpu", max_context=64), weights, Placement.of_layers((CPU,) * 4)
     )
     with pytest.raises(FloatingPointError, match="NaN in hidden at position 0"):
         next(engine.generate(random_ids(5), 3, sampling))

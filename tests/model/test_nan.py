@@ -39,7 +39,7 @@ PLACES = {
 def engine_of(weights: Weights, **settings: Any) -> Engine:
     config = ModelConfig.from_dict(small_config())
     exact = {"device": "cpu", "kv_dtype": "bf16", "compute_dtype": "float32", "max_context": 256}
-    placement = Placement((CPU,) * config.num_hidden_layers)
+    placement = Placement.of_layers((CPU,) * config.num_hidden_layers)
     return Engine(config, EngineConfig(**{**exact, **settings}), weights, placement, TORCH_TABLE)
 
 

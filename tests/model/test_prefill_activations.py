@@ -41,7 +41,7 @@ def logits(mode: ActivationMode, chunks: list[int]) -> Tensor:
         max_context=64,
         prefill_activations=mode,
     )
-    placement = Placement((CPU,) * config.num_hidden_layers)
+    placement = Placement.of_layers((CPU,) * config.num_hidden_layers)
     table = table_on(engine_config, [CPU])
     engine = Engine(config, engine_config, quantised_weights(config), placement, table)
     return engine.logits(IDS, chunks)

@@ -141,7 +141,7 @@ def tiny_engine(
     config = ModelConfig.from_dict(small_config() if raw is None else raw)
     exact = {"device": "cpu", "kv_dtype": "bf16", "compute_dtype": "float32", "max_context": 1024}
     weights = random_weights(config, seed)
-    placement = Placement((CPU,) * config.num_hidden_layers)
+    placement = Placement.of_layers((CPU,) * config.num_hidden_layers)
     return Engine(config, EngineConfig(**{**exact, **settings}), weights, placement, direct(ops))
 
 

@@ -1,5 +1,6 @@
-"""Placement: contiguous, balanced by bytes, every device used; or in turns."""
+"""Placement: contiguous, balanced by bytes, every device used; in turns; or all on every device."""
 
+import re
 from itertools import combinations, pairwise
 
 import pytest
@@ -175,10 +176,66 @@ def test_devices_of_an_engine_config_with_gpus(monkeypatch: pytest.MonkeyPatch) 
         engine_devices(EngineConfig(gpus=8))
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_tensor_parallelism_is_refused(gpus: int) -> None:
-    with pytest.raises(UserError, match="EngineConfig.parallel: found 'tensor', expected one of"):
-        EngineConfig(gpus=gpus, parallel="tensor")  # type: ignore[arg-type]
+@pytest.mark.parametrize("count", [1, 3, 5, 6, 7])
+def test_spec11_j90_other_numbers_of_gpus_than_two_four_and_eight_are_refused(count: int) -> None:
+    expected = f"gpus: found {count} with EngineConfig.parallel='tensor', expected one of 2, 4, 8$"
+    with pytest.raises(UserError, match=expected):
+        EngineConfig(gpus=count, parallel="tensor")
+
+
+def test_every_rank_has_all_layers() -> None:
+    """On devices of their own or together; and rank 0 keeps what is not computed with."""
+    engine = EngineConfig(gpus=2, parallel="tensor")
+    for devices in (gpus(2), [torch.device("cpu")] * 2):
+        placement = Placement.of(engine, devices, [1] * 4)
+        assert (len(placement.stages), placement.ranks) == (1, 2)
+        for rank, device in enumerate(devices):
+            assert placement.of_rank(rank).layer_devices == (device,) * 4
+        for name in parameters(tiny_config(), mtp="classic"):
+            held = devices[:1] if name.startswith("mtp.") else devices
+            assert placement.devices_of(name) == tuple(held)
+        with pytest.raises(ValueError, match="found 2 ranks, expected the placement of one"):
+            placement.device_of("head.weight")
+
+
+def test_a_stage_is_a_run_of_layers_on_one_device() -> None:
+    first, second = gpus(2)
+    placement = Placement.of_layers([first, first, second, first])
+    assert [stage.layers for stage in placement.stages] == [(0, 1), (2,), (3,)]
+    assert placement.of_rank(0) == placement
+    for name in parameters(tiny_config()):
+        assert placement.devices_of(name) == (placement.device_of(name),)
+
+
+class _Gpu:
+    """What CUDA says of a GPU."""
+
+    def __init__(self, name: str, major: int, multi_processor_count: int) -> None:
+        self.name = name
+        self.major = major
+        self.minor = 0
+        self.multi_processor_count = multi_processor_count
+
+
+@pytest.mark.parametrize(
+    "other", [_Gpu("NVIDIA Y", 9, 132), _Gpu("NVIDIA X", 10, 132), _Gpu("NVIDIA X", 9, 114)]
+)
+def test_gpus_that_differ_share_no_layer(other: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [_Gpu("NVIDIA X", 9, 132), other]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found[device.index])
+    assert engine_devices(EngineConfig(gpus=2)) == tuple(gpus(2))
+    tensor = EngineConfig(gpus=2, parallel="tensor")
+    expected = (
+        f"EngineConfig.parallel='tensor': found cuda:1 ({other.name}, compute capability "
+        f"{other.major}.0, {other.multi_processor_count} multiprocessors) beside cuda:0 (NVIDIA X, "
+        "compute capability 9.0, 132 multiprocessors), expected GPUs of one kind"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(expected)}$"):
+        engine_devices(tensor)
+    assert engine_devices(tensor, absent=True) == tuple(gpus(2))
+    found[1] = found[0]
+    assert engine_devices(tensor) == tuple(gpus(2))
 
 
 def test_the_chunk_of_a_prompt_follows_the_devices() -> None:
@@ -189,5 +246,6 @@ def test_the_chunk_of_a_prompt_follows_the_devices() -> None:
 
     assert chunk(EngineConfig(), one, one) == 4096
     assert chunk(EngineConfig(), one, one, *others) == 2048
+    assert chunk(EngineConfig(gpus=2, parallel="tensor"), one, *others) == 4096
     assert chunk(EngineConfig(prefill_chunk=7), one) == 7
     assert chunk(EngineConfig(), torch.device("cpu")) is None
