@@ -5,7 +5,13 @@
 from dsv4.checkpoint.geometries import Geometry, geometry_config
 from dsv4.checkpoint.index import Checkpoint, open_checkpoint
 from dsv4.checkpoint.layouts import Layout
-from dsv4.checkpoint.load import ParameterDescription, Weights, describe, load_weights
+from dsv4.checkpoint.load import (
+    ParameterDescription,
+    Weights,
+    describe,
+    load_ranks,
+    load_weights,
+)
 from dsv4.checkpoint.names import Dialect
 from dsv4.checkpoint.stored_parameters import mtp_kind
 from dsv4.checkpoint.synthetic import (
@@ -24,6 +30,7 @@ __all__ = [
     "Weights",
     "describe",
     "geometry_config",
+    "load_ranks",
     "load_weights",
     "mtp_kind",
     "open_checkpoint",

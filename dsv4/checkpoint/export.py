@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4.checkpoint.convert import convert
 from dsv4.checkpoint.index import INDEX_NAME, Checkpoint, open_checkpoint
 from dsv4.checkpoint.layouts import Layout, check_layout, declare, format_in
-from dsv4.checkpoint.load import load_matrix
+from dsv4.checkpoint.matrices import load_matrix
 from dsv4.checkpoint.names import Dialect, detect_dialect
 from dsv4.checkpoint.outputs import output_tensors
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters, mtp_kind

@@ -15,7 +15,8 @@ from torch import Generator, Tensor
 
 from dsv4.checkpoint.index import open_checkpoint
 from dsv4.checkpoint.layouts import Layout, check_layout, format_in
-from dsv4.checkpoint.load import load_found, load_matrix
+from dsv4.checkpoint.load import load_found
+from dsv4.checkpoint.matrices import load_matrix
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.checkpoint.synthetic import random_parameter
 from dsv4.config import ModelConfig

@@ -3,10 +3,7 @@ own them.
 """
 
 import logging
-import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
@@ -14,20 +11,21 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint.index import Checkpoint
+from dsv4.checkpoint.matrices import Held, unfilled_matrices
+from dsv4.checkpoint.pieces import Piece
 from dsv4.checkpoint.problems import Problems
-from dsv4.checkpoint.stored_parameters import Part, StoredParameter, find_parameters, mtp_kind
-from dsv4.checkpoint.transfer import Piece, transfer
+from dsv4.checkpoint.scale_values import check_input_scales, check_scales
+from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters, mtp_kind
+from dsv4.checkpoint.transfer import transfer
 from dsv4.config import ModelConfig
-from dsv4.errors import UserError
+from dsv4.parallel.placement import Placement
+from dsv4.parallel.sharding import check_divisible, cut_of
 from dsv4.weights.parameters import MtpKind, Parameter, Role
-from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
+from dsv4.weights.quant import QuantFormat, QuantTensor
 
 Weights = dict[str, QuantTensor | Tensor]
 
 _LOG = logging.getLogger("dsv4")
-# Scales of released weights are far below 1. A converter that took the E8M0 byte of one for a
-# number writes 100 or more.
-_LARGEST_BLOCK_SCALE = 64.0
 
 
 class ParameterDescription(NamedTuple):
@@ -61,17 +59,46 @@ def load_weights(
     """All parameters by canonical name, each on ``device_of(name)``.
 
     LINEAR, EXPERT (stacked) and FLOOR become ``QuantTensor``s of the stored bytes; NORM a bfloat16
-    or float32 vector as stored; FLOAT float32; TABLE int64. One thread per device fills its
-    matrices (``transfer``); ``progress`` is called with (bytes done, bytes in all), by one thread
-    at a time. Raises one ``UserError`` with everything that does not fit, before anything is
-    loaded; and one for what only the values show: NaN or infinity in small tensors, expert ids or
-    scales out of range.
+    or float32 vector as stored; FLOAT float32; TABLE int64. One thread per device reads matrices
+    (``transfer``); ``progress`` is called with (bytes done, bytes in all), by one thread at a time.
+    Raises one ``UserError`` with everything that does not fit, before anything is loaded; and one
+    for what only the values show: NaN or infinity in small tensors, expert ids or scales out of
+    range.
     """
+    found = _find(checkpoint, config, mtp)
+    (weights,) = _load(checkpoint, config, found, lambda name: (device_of(name),), 1, progress)
+    return weights
+
+
+def load_ranks(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    placement: Placement,
+    *,
+    mtp: MtpKind | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Weights, ...]:
+    """What each rank of ``placement`` holds of all parameters (``dsv4.parallel.sharding``), by
+    canonical name, on the rank's device; otherwise as ``load_weights``.
+
+    Every byte of the files is read once. Raises ``UserError`` also for a model that cannot be cut
+    for so many ranks.
+    """
+    found = _find(checkpoint, config, mtp)
+    formats = ((stored.parameter, stored.format) for stored in found)
+    check_divisible(config, formats, placement.ranks)
+    return _load(checkpoint, config, found, placement.devices_of, placement.ranks, progress)
+
+
+def _find(
+    checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None
+) -> list[StoredParameter]:
+    """All parameters; says which tensors are left out."""
     found = find_parameters(checkpoint, config, mtp)
     skipped = mtp_kind(checkpoint)
     if skipped is not None and mtp is None:
         _LOG.info("%s: skipping the mtp tensors (%s)", checkpoint.folder, skipped)
-    return load_found(checkpoint, config, found, device_of, progress)
+    return found
 
 
 def load_found(
@@ -79,49 +106,57 @@ def load_found(
     config: ModelConfig,
     found: Sequence[StoredParameter],
     device_of: Callable[[str], torch.device],
-    progress: Callable[[int, int], None] | None = None,
 ) -> Weights:
     """``load_weights`` of some of the parameters that ``find_parameters`` gives."""
-    devices = {stored.parameter.name: device_of(stored.parameter.name) for stored in found}
+    (weights,) = _load(checkpoint, config, found, lambda name: (device_of(name),), 1, None)
+    return weights
+
+
+def _load(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    found: Sequence[StoredParameter],
+    devices_of: Callable[[str], Sequence[torch.device]],
+    ranks: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[Weights, ...]:
+    held = {
+        stored.parameter.name: [
+            Held(device, cut_of(stored.parameter, ranks, rank))
+            for rank, device in enumerate(devices_of(stored.parameter.name))
+        ]
+        for stored in found
+    }
     count = _counter(progress, sum(stored.nbytes for stored in found))
     plain = [stored for stored in found if stored.format is None]
     matrices = [stored for stored in found if stored.format is not None]
-    weights: Weights = {}
+    loaded: dict[str, Sequence[QuantTensor | Tensor]] = {}
     problems = Problems()
     # Small tensors first: a wrong value in them shows before the long part of the load.
     for stored in plain:
         name = stored.parameter.name
-        weights[name] = _load_plain(
-            checkpoint, stored, devices[name], config.n_routed_experts, problems
-        )
+        tensor = _read_plain(checkpoint, stored, config.n_routed_experts, problems)
+        loaded[name] = [_part_on(tensor, one) for one in held[name]]
         count(stored.nbytes)
-    _check_input_scales(checkpoint, matrices, problems)
+    check_input_scales(checkpoint, matrices, problems)
     problems.raise_if_any(str(checkpoint.folder))
-    pieces: defaultdict[torch.device, list[Piece]] = defaultdict(list)
+    pieces: list[Piece] = []
+    filled: list[tuple[StoredParameter, QuantTensor]] = []
     for stored in matrices:
         name = stored.parameter.name
-        weights[name], needed = _unfilled_matrix(checkpoint, stored, devices[name])
-        pieces[devices[name]] += needed
-    transfer(pieces, count)
-    for stored in matrices:
-        weight = weights[stored.parameter.name]
-        assert isinstance(weight, QuantTensor)
-        _check_scales(checkpoint, stored, weight)
-    return {name: weights[name] for name in devices}
-
-
-def load_matrix(
-    checkpoint: Checkpoint, stored: StoredParameter, device: torch.device, expert: int | None = None
-) -> QuantTensor:
-    """One LINEAR, EXPERT or FLOOR parameter on ``device``, or only one ``expert`` of it (without
-    the stack dimension).
-
-    Raises ``UserError`` for scales out of range.
-    """
-    weight, pieces = _unfilled_matrix(checkpoint, stored, device, expert)
-    transfer({device: pieces}, lambda _: None)
-    _check_scales(checkpoint, stored, weight, expert or 0)
-    return weight
+        weights, needed = unfilled_matrices(checkpoint, stored, held[name])
+        loaded[name] = weights
+        pieces += needed
+        is_cut = held[name][0].cut is not None
+        filled += [(stored, weight) for weight in (weights if is_cut else weights[:1])]
+    devices = {one.device for ones in held.values() for one in ones}
+    transfer(pieces, count, max(len(devices), 1))
+    for stored, weight in filled:
+        check_scales(checkpoint, stored, weight)
+    return tuple(
+        {name: loaded[name][rank] for name, ones in held.items() if rank < len(ones)}
+        for rank in range(ranks)
+    )
 
 
 def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
@@ -139,121 +174,10 @@ def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callabl
     return count
 
 
-def _unfilled_matrix(
-    checkpoint: Checkpoint, stored: StoredParameter, device: torch.device, expert: int | None = None
-) -> tuple[QuantTensor, list[Piece]]:
-    """A matrix, or one ``expert`` of it, with empty memory, and the pieces of the files that fill
-    it.
-    """
-    format = stored.format
-    shape = stored.parameter.shape
-    assert format is not None
-    count = shape[0] if stored.parameter.role is Role.EXPERT else 1
-    experts = range(count)
-    if expert is not None:
-        experts = range(expert, expert + 1)
-        shape = shape[1:]
-    tensors: dict[str, Tensor] = {}
-    pieces: list[Piece] = []
-    for name, part_shape in packed_shapes(format, shape).items():
-        if part_shape is not None:
-            part = stored.parts[name]
-            tensors[name] = torch.empty(
-                part_shape, dtype=_loaded_dtype(format, name, part), device=device
-            )
-            # Bytes only: a conversion of E8M0 would destroy the scales (model.md#codes-and-scales).
-            rows = tensors[name].view(-1).view(torch.uint8).view(len(experts), -1).unbind()
-            for index, row in zip(experts, rows, strict=True):
-                pieces.append(Piece(*_byte_range(checkpoint, part, index, count), row))
-    weight = QuantTensor(
-        tensors["data"], tensors.get("block_scale"), tensors.get("global_scale"), format, shape
-    )
-    return weight, pieces
-
-
-def _byte_range(checkpoint: Checkpoint, part: Part, expert: int, experts: int) -> tuple[Path, int]:
-    """Where the bytes of one of ``experts`` of a part begin; a plain matrix is expert 0 of 1."""
-    if not part.fused:
-        stored = checkpoint.tensors[part.names[expert]]
-        return stored.file, stored.offset
-    stored = checkpoint.tensors[part.names[0]]
-    size = stored.nbytes // experts
-    half = 0 if part.half is None else part.half * (size // 2)
-    return stored.file, stored.offset + expert * size + half
-
-
-def _loaded_dtype(format: QuantFormat, name: str, part: Part) -> torch.dtype:
-    if name == "data" and format in (QuantFormat.NVFP4, QuantFormat.MXFP4):
-        return torch.uint8
-    return torch.float8_e8m0fnu if format is QuantFormat.MXFP4 else part.dtype
-
-
-def _check_scales(
-    checkpoint: Checkpoint, stored: StoredParameter, weight: QuantTensor, first_expert: int = 0
-) -> None:
-    """Raises ``UserError`` for the first scale that is no finite number above 0, or so large that
-    it was an exponent.
-    """
-    if weight.global_scale is not None:
-        names = stored.parts["global_scale"].names[first_expert:]
-        for name, value in zip(names, weight.global_scale.reshape(-1).tolist(), strict=False):
-            if not 0.0 < value < math.inf:
-                raise UserError(
-                    f"{checkpoint.folder}: {name}: found {value}, expected a finite number above 0"
-                )
-    if weight.block_scale is None or weight.format is QuantFormat.NVFP4:
-        return
-    part = stored.parts["block_scale"]
-    names = part.names if part.fused else part.names[first_expert:]
-    groups = weight.block_scale.view(1 if part.fused else math.prod(weight.shape[:-2]), -1)
-    for name, (least, most) in zip(names, _extremes(groups), strict=False):
-        if not (least >= 0.0 and most <= _LARGEST_BLOCK_SCALE):
-            found = least if least < 0.0 else most
-            expected = f"0 to {_LARGEST_BLOCK_SCALE:g}: E8M0 bytes are exponents, not numbers"
-            raise UserError(f"{checkpoint.folder}: {name}: found {found:g}, expected {expected}")
-
-
-def _extremes(scale_NB: Tensor) -> list[tuple[float, float]]:
-    """The least and the largest scale of every row; NaN where there is one."""
-    if scale_NB.dtype != torch.float8_e8m0fnu:
-        least, most = scale_NB.aminmax(dim=1)
-        return list(zip(least.tolist(), most.tolist(), strict=True))
-    codes = scale_NB.view(torch.uint8).amax(1).tolist()
-    return [(0.0, math.nan if code == 255 else 2.0 ** (code - 127)) for code in codes]
-
-
-def _check_input_scales(
-    checkpoint: Checkpoint, matrices: list[StoredParameter], problems: Problems
-) -> None:
-    """Nothing here reads an ``input_scale``, but exports pass it on."""
-    names = [
-        name
-        for stored in matrices
-        if "input_scale" in stored.parts
-        for name in stored.parts["input_scale"].names
-    ]
-    values = torch.empty(len(names), dtype=torch.float32)
-    tensors = [checkpoint.tensors[name] for name in names]
-    rows = values.view(torch.uint8).view(-1, values.itemsize)
-    pieces = [
-        Piece(tensor.file, tensor.offset, row) for tensor, row in zip(tensors, rows, strict=True)
-    ]
-    transfer({values.device: pieces}, lambda _: None)
-    wrong = ~(values.isfinite() & (values >= 0))
-    for index in wrong.nonzero().flatten().tolist():
-        found = values[index].item()
-        problems.add(
-            "out of range", f"{names[index]} (found {found}, expected a finite number from 0)"
-        )
-
-
-def _load_plain(
-    checkpoint: Checkpoint,
-    stored: StoredParameter,
-    device: torch.device,
-    experts: int,
-    problems: Problems,
+def _read_plain(
+    checkpoint: Checkpoint, stored: StoredParameter, experts: int, problems: Problems
 ) -> Tensor:
+    """A NORM, FLOAT or TABLE in the dtype it is loaded in, on the CPU, memory-mapped or not."""
     (name,) = stored.parts["data"].names
     tensor = checkpoint.read(name)
     if stored.parameter.role is Role.TABLE:
@@ -273,4 +197,10 @@ def _load_plain(
     elif not bool(torch.isfinite(tensor).all()):
         problems.add("not finite", f"{name} (found NaN or infinity)")
     dtype = torch.float32 if stored.parameter.role is Role.FLOAT else tensor.dtype
-    return tensor.to(device, dtype, copy=True)
+    return tensor.to(dtype)
+
+
+def _part_on(tensor: Tensor, held: Held) -> Tensor:
+    """A copy of what is held of a plain parameter."""
+    part = tensor if held.cut is None else held.cut.narrow(tensor)
+    return part.to(held.device, copy=True)

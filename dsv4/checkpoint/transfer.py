@@ -1,52 +1,40 @@
-"""Moves bytes of files to the devices that own them: a thread per device, in file order, copying
-beside the reading.
+"""Moves bytes of files to the devices that own them: readers that take a part of the files each, in
+file order, copying beside the reading.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from io import FileIO
 from itertools import cycle, groupby
-from pathlib import Path
 from threading import Event
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dsv4.checkpoint.pieces import Piece, Share, batches, equal_parts, in_file_order
 from dsv4.errors import UserError
 
 STAGING_BYTES = 64 << 20
 
 
-class Piece(NamedTuple):
-    """Bytes of ``file`` from ``offset`` on, and where they go: ``target``, contiguous uint8
-    ``[bytes]``.
-    """
-
-    file: Path
-    offset: int
-    target: Tensor
-
-
-def transfer(
-    pieces: Mapping[torch.device, Iterable[Piece]], on_bytes: Callable[[int], None]
-) -> None:
-    """Fills the targets of each device; its thread calls ``on_bytes`` with the number of bytes that
-    have arrived.
+def transfer(pieces: Iterable[Piece], on_bytes: Callable[[int], None], readers: int = 1) -> None:
+    """Fills the targets of all pieces. ``readers`` threads share the files between them and serve
+    all devices; each calls ``on_bytes`` with the number of bytes that have been read.
 
     Files are read, not mapped: a file that shrinks meanwhile is an error and not a signal. For CUDA
-    devices the bytes pass two pinned buffers of ``STAGING_BYTES``, which torch gets back at the
-    end. The first error of any thread, or Ctrl-C, ends the others within one buffer and is raised.
-    ``UserError`` for a file that cannot be read or is too short.
+    devices the bytes pass two pinned buffers of ``STAGING_BYTES`` a reader, which torch gets back
+    at the end. The first error of any thread, or Ctrl-C, ends the others within one buffer and is
+    raised. ``UserError`` for a file that cannot be read or is too short.
     """
     stop = Event()
-    with ThreadPoolExecutor(max(len(pieces), 1), "dsv4-load") as threads:
+    with ThreadPoolExecutor(readers, "dsv4-load") as threads:
         try:
             running = [
-                threads.submit(_fill, device, part, on_bytes, stop)
-                for device, part in pieces.items()
+                threads.submit(_fill, part, on_bytes, stop)
+                for part in equal_parts(in_file_order(pieces), readers)
             ]
             for finished in as_completed(running):
                 finished.result()
@@ -57,10 +45,9 @@ def transfer(
 # Targets that were made in inference mode can be written to only in inference mode, which is a
 # matter of the thread.
 @torch.inference_mode()
-def _fill(
-    device: torch.device, pieces: Iterable[Piece], on_bytes: Callable[[int], None], stop: Event
-) -> None:
-    memory = _PinnedStaging(device) if device.type == "cuda" else _Direct()
+def _fill(pieces: list[Piece], on_bytes: Callable[[int], None], stop: Event) -> None:
+    on_cuda = any(share.target.is_cuda for piece in pieces for share in piece.shares)
+    memory = _PinnedStaging() if on_cuda else _Direct()
     try:
         for count in _filled_batches(memory, pieces):
             on_bytes(count)
@@ -70,42 +57,18 @@ def _fill(
         memory.finish()
 
 
-def _filled_batches(memory: "_Direct | _PinnedStaging", pieces: Iterable[Piece]) -> Iterator[int]:
+def _filled_batches(memory: "_Direct | _PinnedStaging", pieces: list[Piece]) -> Iterator[int]:
     """Fills the pieces file by file; yields the bytes of every batch."""
-    for file, part in groupby(in_file_order(pieces), key=lambda piece: piece.file):
+    for file, part in groupby(pieces, key=lambda piece: piece.file):
         try:
             with file.open("rb", buffering=0) as opened:
                 if sys.platform == "linux":  # Reads further ahead.
                     os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                for batch in batches(part):
+                for batch in batches(part, STAGING_BYTES):
                     memory.fill(opened, batch)
-                    yield sum(piece.target.numel() for piece in batch)
+                    yield sum(piece.nbytes for piece in batch)
         except OSError as error:
             raise UserError(f"{file}: cannot be read ({error.strerror})") from None
-
-
-def in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
-    """The pieces as a disk likes to read them."""
-    return sorted(pieces, key=lambda piece: (str(piece.file), piece.offset))
-
-
-def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """The pieces, cut where one is larger than ``STAGING_BYTES``, in lists that together are at
-    most as large.
-    """
-    batch = []
-    total = 0
-    for file, offset, target in pieces:
-        for start in range(0, target.numel(), STAGING_BYTES):
-            part = target[start : start + STAGING_BYTES]
-            if total + part.numel() > STAGING_BYTES:
-                yield batch
-                batch = []
-                total = 0
-            batch.append(Piece(file, offset + start, part))
-            total += part.numel()
-    if batch:
-        yield batch
 
 
 class _Direct:
@@ -113,36 +76,76 @@ class _Direct:
 
     def fill(self, file: FileIO, batch: list[Piece]) -> None:
         for piece in batch:
-            _read_exactly(file, piece.offset, piece.target)
+            first = piece.shares[0]
+            if len(piece.shares) == 1 and first.target.numel() == piece.nbytes:
+                _read_exactly(file, piece.offset, first.target)
+                continue
+            read = torch.empty(piece.nbytes, dtype=torch.uint8)
+            _read_exactly(file, piece.offset, read)
+            for share in piece.shares:
+                _copy_columns(share, read.view(piece.rows, piece.width))
 
     def finish(self) -> None:
         """Nothing is left to wait for."""
 
 
 class _PinnedStaging:
-    """Two pinned buffers that take turns: a file fills one while ``device`` copies the other."""
+    """Two pinned buffers that take turns: a file fills one while devices copy the other."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        # Earlier work on the memory of the targets may still be running.
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._unsorted: dict[torch.device, Tensor] = {}
         buffers = [torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._turns = cycle([(buffer, torch.cuda.Event()) for buffer in buffers])
+        copied: list[dict[torch.device, torch.cuda.Event]] = [{}, {}]
+        self._turns = cycle(list(zip(buffers, copied, strict=True)))
 
     def fill(self, file: FileIO, batch: list[Piece]) -> None:
         buffer, copied = next(self._turns)
-        copied.synchronize()
+        for event in copied.values():
+            event.synchronize()
+        shares: defaultdict[torch.device, list[tuple[Share, Tensor]]] = defaultdict(list)
         used = 0
-        with torch.cuda.stream(self._stream):
-            for piece in batch:
-                read = buffer[used : used + piece.target.numel()]
-                _read_exactly(file, piece.offset, read)
-                piece.target.copy_(read, non_blocking=True)
-                used += read.numel()
-            copied.record()
+        for piece in batch:
+            read = buffer[used : used + piece.nbytes]
+            _read_exactly(file, piece.offset, read)
+            for share in piece.shares:
+                shares[share.target.device].append((share, read.view(piece.rows, piece.width)))
+            used += piece.nbytes
+        for device, own in shares.items():
+            with torch.cuda.stream(self._stream(device)):
+                for share, read in own:
+                    self._copy(device, share, read)
+                copied.setdefault(device, torch.cuda.Event()).record()
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+            # Earlier work on the memory of the targets may still be running.
+            self._streams[device].wait_stream(torch.cuda.current_stream(device))
+        return self._streams[device]
+
+    def _copy(self, device: torch.device, share: Share, read: Tensor) -> None:
+        """Queues a share. Of columns the whole rows cross: torch would pick them on the host."""
+        rows, width = read.shape
+        if rows > 1 and share.stop - share.first < width:
+            if device not in self._unsorted:
+                self._unsorted[device] = torch.empty(
+                    STAGING_BYTES, dtype=torch.uint8, device=device
+                )
+            arrived = self._unsorted[device][: read.numel()].view(rows, width)
+            arrived.copy_(read, non_blocking=True)
+            read = arrived
+        _copy_columns(share, read)
 
     def finish(self) -> None:
-        self._stream.synchronize()
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+def _copy_columns(share: Share, read: Tensor) -> None:
+    """A share of the rows ``read``, uint8 ``[rows, width]``."""
+    columns = read[:, share.first : share.stop]
+    share.target.view(columns.shape).copy_(columns, non_blocking=True)
 
 
 def _read_exactly(file: FileIO, offset: int, memory: Tensor) -> None:

@@ -5,19 +5,23 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4.checkpoint import transfer as module
-from dsv4.checkpoint.transfer import Piece, batches, in_file_order, transfer
+from dsv4.checkpoint.pieces import Piece, Share, batches, equal_parts, in_file_order
+from dsv4.checkpoint.transfer import transfer
 from dsv4.errors import UserError
 from tests.checkpoint.folders import CPU
 
-# The CPU under other names: devices as far as the threads are concerned.
-DEVICES = [torch.device("cpu", index) for index in range(3)]
+READERS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +47,7 @@ def shuffled_pieces(files: list[Path], device: torch.device = CPU) -> list[Piece
     for file in files:
         offset = 0
         for nbytes in (1, 99, 100, 101, 0, 3, 250, 700, 3746):
-            pieces.append(Piece(file, offset, memory(nbytes, device)))
+            pieces.append(Piece.whole(file, offset, memory(nbytes, device)))
             offset += nbytes
     random.Random(0).shuffle(pieces)
     return pieces
@@ -51,8 +55,8 @@ def shuffled_pieces(files: list[Path], device: torch.device = CPU) -> list[Piece
 
 def assert_filled(pieces: list[Piece]) -> None:
     for piece in pieces:
-        expected = piece.file.read_bytes()[piece.offset : piece.offset + piece.target.numel()]
-        assert piece.target.cpu().numpy().tobytes() == expected
+        expected = piece.file.read_bytes()[piece.offset : piece.offset + piece.nbytes]
+        assert piece.shares[0].target.cpu().numpy().tobytes() == expected
 
 
 def test_pieces_are_read_in_file_order_without_going_back(files: list[Path]) -> None:
@@ -63,22 +67,48 @@ def test_pieces_are_read_in_file_order_without_going_back(files: list[Path]) -> 
 
 def test_batches_hold_everything_once_and_never_too_much(files: list[Path]) -> None:
     ordered = in_file_order(shuffled_pieces(files[:1]))
-    cut = list(batches(ordered))
-    sizes = [sum(piece.target.numel() for piece in batch) for batch in cut]
+    cut = list(batches(ordered, 100))
+    sizes = [sum(piece.nbytes for piece in batch) for batch in cut]
     assert max(sizes) <= 100
     # Two that follow each other would not fit into one.
-    assert all(
-        first + batch[0].target.numel() > 100 for first, batch in zip(sizes, cut[1:], strict=False)
-    )
-    ranges = [
-        (piece.offset, piece.offset + piece.target.numel()) for batch in cut for piece in batch
-    ]
+    assert all(first + batch[0].nbytes > 100 for first, batch in zip(sizes, cut[1:], strict=False))
+    ranges = [(piece.offset, piece.offset + piece.nbytes) for batch in cut for piece in batch]
     assert [end for _, end in ranges[:-1]] == [start for start, _ in ranges[1:]]
     assert (ranges[0][0], ranges[-1][1]) == (0, 5000)
 
 
-def test_every_device_gets_its_bytes_and_all_are_counted(files: list[Path]) -> None:
-    pieces = {device: shuffled_pieces(files) for device in DEVICES}
+@given(
+    sizes=st.lists(st.integers(0, 50), max_size=30),
+    parts=st.integers(1, 8),
+)
+def test_readers_take_runs_of_about_as_many_bytes(sizes: list[int], parts: int) -> None:
+    pieces = [Piece.whole(Path("a"), at, memory(size)) for at, size in enumerate(sizes)]
+    runs = equal_parts(pieces, parts)
+    assert [piece for run in runs for piece in run] == pieces
+    assert len(runs) == parts
+    most = sum(sizes) / parts + max(sizes, default=0)
+    assert all(sum(piece.nbytes for piece in run) <= most for run in runs)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 4990), (49, 100), (9, 500), (499, 10), (71, 70)])
+def test_shares_get_their_columns_of_every_row(files: list[Path], rows: int, width: int) -> None:
+    """Rows that fit, that fit several at once, and that are longer than a buffer."""
+    edges = [0, width // 3, width // 2, width]
+    shares = [
+        Share(memory(rows * (stop - first)), first, stop)
+        for first, stop in [*pairwise(edges), (0, width), (width // 4, width // 4 * 3)]
+    ]
+    read = []
+    transfer([Piece(files[0], 7, rows, width, tuple(shares))], read.append)
+    stored = np.frombuffer(files[0].read_bytes()[7:][: rows * width], np.uint8)
+    for target, first, stop in shares:
+        expected = stored.reshape(rows, width)[:, first:stop]
+        assert np.array_equal(target.numpy().reshape(expected.shape), expected), (first, stop)
+    assert sum(read) == rows * width
+
+
+def test_every_target_gets_its_bytes_and_all_are_counted(files: list[Path]) -> None:
+    pieces = shuffled_pieces(files) + shuffled_pieces(files)
     counted = []
     names = set()
 
@@ -86,10 +116,9 @@ def test_every_device_gets_its_bytes_and_all_are_counted(files: list[Path]) -> N
         counted.append(nbytes)
         names.add(threading.current_thread().name)
 
-    transfer(pieces, count)
-    for part in pieces.values():
-        assert_filled(part)
-    assert sum(counted) == 3 * 2 * 5000
+    transfer(pieces, count, READERS)
+    assert_filled(pieces)
+    assert sum(counted) == 2 * 2 * 5000
     assert threading.main_thread().name not in names
 
 
@@ -98,24 +127,30 @@ def test_pinned_buffers_take_turns_without_losing_bytes(files: list[Path]) -> No
     """Many more batches than buffers, of every GPU, and on memory made in inference mode."""
     with torch.inference_mode():
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-        pieces = {device: shuffled_pieces(files, device) for device in devices}
-    transfer(pieces, lambda _: None)
-    for part in pieces.values():
-        assert_filled(part)
+        pieces = [piece for device in devices for piece in shuffled_pieces(files, device)]
+        rows, width = 40, 100
+        columns = [Share(memory(rows * 30, device), 20, 50) for device in devices]
+        pieces.append(Piece(files[0], 11, rows, width, tuple(columns)))
+    transfer(pieces, lambda _: None, len(devices))
+    assert_filled(pieces[:-1])
+    stored = np.frombuffer(files[0].read_bytes()[11:][: rows * width], np.uint8)
+    for target, first, stop in columns:
+        expected = stored.reshape(rows, width)[:, first:stop]
+        assert np.array_equal(target.cpu().numpy().reshape(expected.shape), expected)
 
 
 def test_nothing_to_move_is_no_error() -> None:
-    transfer({}, lambda _: None)
+    transfer([], lambda _: None)
 
 
 def test_missing_and_short_files_are_one_line(files: list[Path]) -> None:
     files[0].unlink()
     with pytest.raises(UserError, match=r"/b: cannot be read \(No such file or directory\)$"):
-        transfer({CPU: [Piece(files[0], 0, memory(1))]}, lambda _: None)
+        transfer([Piece.whole(files[0], 0, memory(1))], lambda _: None)
     with pytest.raises(
         UserError, match=r"/a: truncated: found 5000 bytes, expected at least 5050$"
     ):
-        transfer({CPU: [Piece(files[1], 4950, memory(100))]}, lambda _: None)
+        transfer([Piece.whole(files[1], 4950, memory(100))], lambda _: None)
 
 
 class Reports:
@@ -131,15 +166,15 @@ class Reports:
 
 def long_transfer(files: list[Path]) -> list[Piece]:
     """1,000 batches."""
-    return [Piece(files[1], 0, memory(100)) for _ in range(1000)]
+    return [Piece.whole(files[1], 0, memory(100)) for _ in range(1000)]
 
 
 def test_first_error_ends_the_other_threads(files: list[Path], tmp_path: Path) -> None:
     reports = Reports()
-    broken = [Piece(tmp_path / "none", 0, memory(1))]
-    with pytest.raises(UserError, match="none: cannot be read"):
-        transfer({DEVICES[0]: long_transfer(files), DEVICES[1]: broken}, reports)
-    assert reports.count < 500
+    broken = Piece.whole(tmp_path / "0", 0, memory(1))
+    with pytest.raises(UserError, match="0: cannot be read"):
+        transfer([*long_transfer(files), broken], reports, READERS)
+    assert reports.count < 250
     assert not any(thread.name.startswith("dsv4-load") for thread in threading.enumerate())
 
 
@@ -148,7 +183,7 @@ def test_error_in_the_report_is_raised_as_it_is(files: list[Path]) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
     with pytest.raises(BrokenPipeError):
-        transfer({CPU: [Piece(files[1], 0, memory(100))]}, fail)
+        transfer([Piece.whole(files[1], 0, memory(100))], fail)
 
 
 @pytest.fixture
@@ -166,10 +201,10 @@ def test_ctrl_c_ends_all_threads(files: list[Path]) -> None:
 
     def report(nbytes: int) -> None:
         reports(nbytes)
-        if reports.count >= 3 and next(once, False):
+        if reports.count >= 30 and next(once, False):
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        transfer({device: long_transfer(files) for device in DEVICES}, report)
-    assert reports.count < 1500
+        transfer(long_transfer(files), report, READERS)
+    assert reports.count < 500
     assert not any(thread.name.startswith("dsv4-load") for thread in threading.enumerate())
