@@ -15,6 +15,7 @@ from dsv4.checkpoint.load import (
 from dsv4.checkpoint.names import Dialect
 from dsv4.checkpoint.stored_parameters import mtp_kind
 from dsv4.checkpoint.synthetic import (
+    synthetic_rank_weights,
     synthetic_weights,
     tiny_config,
     write_synthetic,
@@ -34,6 +35,7 @@ __all__ = [
     "load_weights",
     "mtp_kind",
     "open_checkpoint",
+    "synthetic_rank_weights",
     "synthetic_weights",
     "tiny_config",
     "write_synthetic",

@@ -19,6 +19,7 @@ from dsv4.checkpoint.names import Dialect
 from dsv4.checkpoint.outputs import output_tensors
 from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
 from dsv4.config import ModelConfig
+from dsv4.parallel.sharding import check_divisible, local_parameters
 from dsv4.weights.codes import exponent_to_e8m0
 from dsv4.weights.parameters import MtpKind, Parameter, Role, parameters
 from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
@@ -110,14 +111,45 @@ def synthetic_weights(
     return weights
 
 
+def synthetic_rank_weights(
+    config: ModelConfig, layout: Layout, seed: int, device: torch.device, ranks: int, rank: int
+) -> Weights:
+    """What ``rank`` of ``ranks`` holds of random parameters, drawn in the shapes of its parts, for
+    models that no device holds whole: the same type of result as ``load_ranks``, on ``device``.
+
+    What is whole is the same on every rank, so that ranks agree on all that each computes for
+    itself. Parts differ between ranks; they are not those of ``synthetic_weights``. Raises
+    ``UserError`` for a model that cannot be cut for so many ranks.
+    """
+    check_layout(layout)
+    whole = parameters(config)
+    formats = ((parameter, format_in(layout, parameter)) for parameter in whole.values())
+    check_divisible(config, formats, ranks)
+    of_all = Generator(device).manual_seed(seed)
+    of_rank = Generator(device).manual_seed(seed + 1 + rank)
+    weights: Weights = {}
+    for name, local in local_parameters(config, ranks, rank).items():
+        is_cut = local != whole[name]
+        inputs = whole[name].shape[-1]
+        generator = of_rank if is_cut else of_all
+        weights[name] = random_parameter(local, config, layout, generator, inputs)
+    return weights
+
+
 def random_parameter(
-    parameter: Parameter, config: ModelConfig, layout: Layout, generator: Generator
+    parameter: Parameter,
+    config: ModelConfig,
+    layout: Layout,
+    generator: Generator,
+    inputs: int | None = None,
 ) -> QuantTensor | Tensor:
-    """One random parameter in its format of ``layout``, on the generator's device."""
+    """One random parameter in its format of ``layout``, on the generator's device. ``inputs``: what
+    a matrix multiplies, where it is a part of it.
+    """
     format = format_in(layout, parameter)
     if format is None:
         return _random_plain(parameter, config, layout, generator)
-    return _random_matrix(parameter.shape, format, generator)
+    return _random_matrix(parameter.shape, format, generator, inputs or parameter.shape[-1])
 
 
 def write_synthetic(
@@ -206,13 +238,13 @@ def _random_plain(
 
 
 def _random_matrix(
-    shape: tuple[int, ...], format: QuantFormat, generator: Generator
+    shape: tuple[int, ...], format: QuantFormat, generator: Generator, inputs: int
 ) -> QuantTensor:
-    """Values of standard deviation near 1/√K; block scales vary by factors of 2, so that a
+    """Values of standard deviation near 1/√``inputs``; block scales vary by factors of 2, so that a
     misplaced one is seen.
     """
     device = generator.device
-    std = 1 / math.sqrt(shape[-1])
+    std = 1 / math.sqrt(inputs)
     if format in (QuantFormat.BF16, QuantFormat.F32):
         dtype = torch.bfloat16 if format is QuantFormat.BF16 else torch.float32
         return QuantTensor.dense(
