@@ -109,6 +109,10 @@ class Engine(EngineSequence):
         not fit, and for a GPU or an installation without the ops that are asked for.
         """
         engine_config = config or EngineConfig()
+        if engine_config.parallel == "tensor":
+            raise UserError(
+                "EngineConfig.parallel='tensor': found for a model to load, expected for a plan"
+            )
         opened = OpenedCheckpoint.open(path, engine_config)
         opened.plan.refuse_if_too_large()
         if opened.steps is not None:

@@ -1,15 +1,20 @@
 """A checkpoint before any weight is read: its parameters, their devices and the memory plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from dsv4.checkpoint import Checkpoint, describe, load_weights, mtp_kind, open_checkpoint
+from dsv4.checkpoint import (
+    Checkpoint,
+    ParameterDescription,
+    describe,
+    held_by,
+    load_weights,
+    mtp_kind,
+    open_checkpoint,
+)
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
-from dsv4.errors import UserError
 from dsv4.launch.target import Target
 from dsv4.layers.weights import ReadOnce
 from dsv4.ops.tables import TABLES, DirectTable, Table
@@ -21,8 +26,9 @@ from dsv4.parallel.devices import (
     with_device_defaults,
 )
 from dsv4.parallel.placement import Placement, bytes_by_layer
+from dsv4.parallel.sharding import check_divisible, local_config
 from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
-from dsv4.step.planned import PlannedSteps, StoredFormats
+from dsv4.step.planned import PlannedSteps
 from dsv4.weights.parameters import MtpKind
 
 Progress = Callable[[int, int], None]
@@ -52,11 +58,6 @@ class OpenedCheckpoint:
 
         ``gpu_memory``: plans for Hopper GPUs with this many bytes each, which need not be there.
         """
-        if engine.parallel == "tensor":
-            raise UserError(
-                "EngineConfig.parallel: found 'tensor' for a checkpoint, expected 'pipeline' or "
-                "'round-robin'"
-            )
         absent = gpu_memory is not None
         checkpoint = open_checkpoint(path)
         config = ModelConfig.from_dict(
@@ -64,15 +65,17 @@ class OpenedCheckpoint:
         )
         mtp = mtp_kind(checkpoint) if engine.load_mtp else None
         stored = describe(checkpoint, config, mtp)
+        formats = [(parameter, format) for parameter, format, _ in stored]
         sizes = ((description.parameter.name, description.nbytes) for description in stored)
         layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
         placement = Placement.of(engine, engine_devices(engine, absent), layer_bytes)
-        devices = placement.layer_devices
+        check_divisible(config, formats, placement.ranks)
+        devices = placement.devices
         engine = with_device_defaults(engine, devices)
         check_cuda_graph(engine, devices)
         table = TABLES[table_name(engine, devices)] if absent else table_on(engine, devices)
-        formats = [(parameter, format) for parameter, format, _ in stored]
-        steps = _plan_steps(config, engine, formats, table, devices, absent)
+        held = held_by(stored, placement.ranks, 0)
+        steps = _plan_steps(config, engine, held, table, placement, absent)
         plan = plan_memory(config, engine, placement, stored, steps, gpu_memory)
         return cls(checkpoint, config, mtp, placement, table, steps, plan)
 
@@ -93,17 +96,20 @@ class OpenedCheckpoint:
 def _plan_steps(
     config: ModelConfig,
     engine: EngineConfig,
-    stored: StoredFormats,
+    held: Iterable[ParameterDescription],
     table: Table,
-    devices: tuple[torch.device, ...],
+    placement: Placement,
     absent: bool,
 ) -> PlannedSteps | None:
-    """The steps of a recorded table on the GPUs of this machine, or on ``absent`` ones, without
-    memory; None for the torch ops.
+    """The steps of rank 0 with a recorded table on the GPUs of this machine, or on ``absent`` ones,
+    without memory; None for the torch ops. ``held``: what the rank holds.
     """
     if isinstance(table, DirectTable):
         return None
     target_of = Target.of_absent if absent else Target.of
+    devices = placement.of_rank(0).layer_devices
     targets = {device: target_of(device) for device in dict.fromkeys(devices)}
+    local = local_config(config, placement.ranks)
     context = max_context_tokens(config, engine)
-    return PlannedSteps.of(config, engine, stored, table, targets, devices, context)
+    formats = [(parameter, format) for parameter, format, _ in held]
+    return PlannedSteps.of(local, engine, formats, table, targets, devices, context)

@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 
 from dsv4.caches.state import COMPUTE_DTYPES, layer_state_bytes, step_tokens
-from dsv4.checkpoint import ParameterDescription
+from dsv4.checkpoint import ParameterDescription, held_by
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.torch_workspace import TorchStep
 from dsv4.parallel.placement import Placement
+from dsv4.parallel.sharding import local_config
 from dsv4.step.planned import PlannedSteps
 from dsv4.weights.packing_bytes import (
     dequantized_bytes,
@@ -35,8 +37,10 @@ CUDA_RESERVE_BYTES = 512 << 20
 class DevicePlan:
     """Bytes of one device: weights; ``ops_bytes``, what the op table keeps in addition (the torch
     ops: every matrix dequantized to float32; the CUDA ops: native copies, where there are some);
-    the decode state; and ``work_bytes``, which come and go: packing the largest weight or the
-    longest step, whichever needs more, and a reserve for the CUDA driver.
+    the decode state, with the memory in which streams, or the parts of sums, arrive from other
+    devices; and ``work_bytes``, which come and go: packing the largest weight or the longest step,
+    whichever needs more, and a reserve for the CUDA driver. ``rank``: of which rank, where several
+    share the layers.
     """
 
     device: torch.device
@@ -46,6 +50,11 @@ class DevicePlan:
     state_bytes: int
     work_bytes: int
     available_bytes: int
+    rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.device) if self.rank is None else f"rank {self.rank} ({self.device})"
 
     @property
     def total_bytes(self) -> int:
@@ -58,8 +67,9 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """One ``DevicePlan`` per device; ``str()`` is the table the driver prints for ``--plan``.
-    ``native_copies``: ``ops_bytes`` are those of native copies, of all layers or of none.
+    """One ``DevicePlan`` per device, or per rank; ``str()`` is the table the driver prints for
+    ``--plan``. ``native_copies``: ``ops_bytes`` are those of native copies, of all layers or of
+    none.
     """
 
     devices: tuple[DevicePlan, ...]
@@ -77,15 +87,16 @@ class MemoryPlan:
     def __str__(self) -> str:
         in_gib = ("weights", "ops", "state", "work", "total", "available")
         names = (*in_gib, "total GB", "avail. GB")
+        width = max(8, *(len(device.name) for device in self.devices))
         lines = [
             f"memory plan in GiB (2^30 bytes; GB are 10^9) for a context of "
             f"{self.max_context:,} tokens",
-            f"{'device':<8}{'layers':>7}" + "".join(f"{name:>11}" for name in names),
+            f"{'device':<{width}}{'layers':>7}" + "".join(f"{name:>11}" for name in names),
         ]
         for device in self.devices:
             sizes = [size / _GIB for size in _columns(device)]
             sizes += [device.total_bytes / _GB, device.available_bytes / _GB]
-            row = f"{device.device!s:<8}{device.layers:>7}"
+            row = f"{device.name:<{width}}{device.layers:>7}"
             row += "".join(f"{size:>11,.3f}" for size in sizes)
             lines.append(row + ("" if device.fits else "  does not fit"))
         return "\n".join(lines)
@@ -98,7 +109,7 @@ class MemoryPlan:
                     size // _MIB for size in _columns(device)
                 )
                 raise UserError(
-                    f"memory: {device.device} needs {needed:,} MiB (weights {weights:,}, "
+                    f"memory: {device.name} needs {needed:,} MiB (weights {weights:,}, "
                     f"ops {ops:,}, state {state:,}, work {work:,}), "
                     f"found {available:,} MiB available; use more GPUs or a smaller "
                     f"EngineConfig.max_context or EngineConfig.prefill_chunk{self._without_copies}"
@@ -134,50 +145,101 @@ def plan_memory(
     steps: PlannedSteps | None,
     gpu_memory: int | None = None,
 ) -> MemoryPlan:
-    """Sums the checkpoint's ``stored`` parameters, the decode state and the work over the devices
-    of ``placement``.
+    """Sums the checkpoint's ``stored`` parameters, the decode state and the work over the devices,
+    or the ranks, of ``placement``.
 
-    ``steps``: the recorded steps of the CUDA ops; None plans for the torch ops. ``gpu_memory``:
+    ``config`` and ``stored`` are those of the whole model. ``steps``: the recorded steps of the
+    CUDA ops, with several ranks those of rank 0; None plans for the torch ops. ``gpu_memory``:
     bytes of every device, in place of what this machine has.
     """
     max_context = max_context_tokens(config, engine)
-    devices = tuple(dict.fromkeys(placement.layer_devices))
-    weights, ops, state, packing = (dict.fromkeys(devices, 0) for _ in range(4))
     native = None if steps is None else steps.packing.native
-    for parameter, format, nbytes in stored:
-        device = placement.device_of(parameter.name)
-        weights[device] += nbytes
-        if steps is None:
-            ops[device] += dequantized_bytes(parameter)
-            packing[device] = max(packing[device], dequantizing_bytes(parameter, format))
-        elif native is None:
-            packing[device] = max(packing[device], packing_bytes(parameter, format, nbytes))
-        else:
-            ops[device] += native_copy_bytes(parameter, format, native == "nvfp4")
-            peak = packing_with_native_bytes(parameter, format, nbytes)
-            packing[device] = max(packing[device], peak)
-    for ratio, device in zip(config.compress_ratios, placement.layer_devices, strict=True):
-        state[device] += layer_state_bytes(config, engine, max_context, ratio)
-    for source, target in set(pairwise(placement.layer_devices)):
-        state[target] += arrival_bytes(config, engine) if source != target else 0
-    step = _torch_work(config, engine, placement) if steps is None else steps.workspace_bytes()
-    plans = []
-    for device in devices:
-        layers = placement.layer_devices.count(device)
-        # Once the weights are packed, steps take the place of what packing took.
-        work = max(packing[device], step[device])
-        work += CUDA_RESERVE_BYTES if device.type == "cuda" else 0
-        available = available_bytes(device) if gpu_memory is None else gpu_memory
-        plans.append(
-            DevicePlan(device, layers, weights[device], ops[device], state[device], work, available)
-        )
+    ranks = placement.ranks
+    local = local_config(config, ranks)
+    first = placement.of_rank(0)
+    step = _torch_work(local, engine, first) if steps is None else steps.workspace_bytes()
+    stored = list(stored)
+    plans: list[DevicePlan] = []
+    for rank in range(ranks):
+        own = placement.of_rank(rank)
+        held = held_by(stored, ranks, rank)
+        found = _Bytes.of(local, engine, own, held, native, steps is None)
+        pairs = zip(own.layer_devices, first.layer_devices, strict=True)
+        for device, alike in dict(pairs).items():
+            # Once the weights are packed, steps take the place of what packing took.
+            work = max(found.packing[device], step[alike])
+            work += CUDA_RESERVE_BYTES if device.type == "cuda" else 0
+            available = available_bytes(device) if gpu_memory is None else gpu_memory
+            plans.append(
+                DevicePlan(
+                    device,
+                    own.layer_devices.count(device),
+                    found.weights[device],
+                    found.ops[device],
+                    found.state[device] + inbox_bytes(config, ranks),
+                    work,
+                    available // placement.ranks_on(device),
+                    rank if ranks > 1 else None,
+                )
+            )
     return MemoryPlan(tuple(plans), max_context, native is not None)
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """What the devices of one rank hold, and what packing takes on them for a while."""
+
+    weights: dict[torch.device, int]
+    ops: dict[torch.device, int]
+    state: dict[torch.device, int]
+    packing: dict[torch.device, int]
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        engine: EngineConfig,
+        placement: Placement,
+        stored: Iterable[ParameterDescription],
+        native: str | None,
+        torch_ops: bool,
+    ) -> "_Bytes":
+        devices = tuple(dict.fromkeys(placement.layer_devices))
+        weights, ops, state, packing = (dict.fromkeys(devices, 0) for _ in range(4))
+        for parameter, format, nbytes in stored:
+            device = placement.device_of(parameter.name)
+            weights[device] += nbytes
+            if torch_ops:
+                ops[device] += dequantized_bytes(parameter)
+                peak = dequantizing_bytes(parameter, format)
+            elif native is None:
+                peak = packing_bytes(parameter, format, nbytes)
+            else:
+                ops[device] += native_copy_bytes(parameter, format, native == "nvfp4")
+                peak = packing_with_native_bytes(parameter, format, nbytes)
+            packing[device] = max(packing[device], peak)
+        max_context = max_context_tokens(config, engine)
+        for ratio, device in zip(config.compress_ratios, placement.layer_devices, strict=True):
+            state[device] += layer_state_bytes(config, engine, max_context, ratio)
+        for source, target in set(pairwise(placement.layer_devices)):
+            state[target] += arrival_bytes(config, engine) if source != target else 0
+        return cls(weights, ops, state, packing)
 
 
 def arrival_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     """The streams of the longest step, which arrive from another device."""
     itemsize = COMPUTE_DTYPES[engine.compute_dtype].itemsize
     return step_tokens(engine) * config.hc_mult * config.hidden_size * itemsize
+
+
+def inbox_bytes(config: ModelConfig, ranks: int) -> int:
+    """Where the parts of other ranks arrive on one: two sums, of attention's and of the experts'
+    results, and the logits. A value is a word of 8 bytes, with the tag of its step.
+    """
+    if ranks == 1:
+        return 0
+    sums = 2 * ranks * MAX_DECODE_TOKENS * config.hidden_size
+    return 8 * (sums + MAX_DECODE_TOKENS * config.vocab_size)
 
 
 def _torch_work(

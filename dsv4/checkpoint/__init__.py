@@ -9,6 +9,7 @@ from dsv4.checkpoint.load import (
     ParameterDescription,
     Weights,
     describe,
+    held_by,
     load_ranks,
     load_weights,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "Weights",
     "describe",
     "geometry_config",
+    "held_by",
     "load_ranks",
     "load_weights",
     "mtp_kind",

@@ -3,13 +3,15 @@ own them.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dsv4.checkpoint.declarations import DENSE
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.matrices import Held, unfilled_matrices
 from dsv4.checkpoint.pieces import Piece
@@ -19,9 +21,9 @@ from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters, 
 from dsv4.checkpoint.transfer import transfer
 from dsv4.config import ModelConfig
 from dsv4.parallel.placement import Placement
-from dsv4.parallel.sharding import check_divisible, cut_of
+from dsv4.parallel.sharding import check_divisible, cut_of, is_held, local_parameter
 from dsv4.weights.parameters import MtpKind, Parameter, Role
-from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.quant import QuantFormat, QuantTensor, packed_bytes
 
 Weights = dict[str, QuantTensor | Tensor]
 
@@ -46,6 +48,26 @@ def describe(
     return [
         ParameterDescription(stored.parameter, stored.format, stored.nbytes) for stored in found
     ]
+
+
+def held_by(
+    stored: Iterable[ParameterDescription], ranks: int, rank: int
+) -> list[ParameterDescription]:
+    """What ``rank`` of ``ranks`` holds of all (whole) ``stored`` parameters."""
+    return [_held(one, ranks, rank) for one in stored if is_held(one.parameter.name, rank)]
+
+
+def _held(whole: ParameterDescription, ranks: int, rank: int) -> ParameterDescription:
+    parameter, format, nbytes = whole
+    local = local_parameter(parameter, ranks, rank)
+    values = math.prod(parameter.shape)
+    if format is None or format in DENSE:
+        return ParameterDescription(local, format, nbytes // values * math.prod(local.shape))
+    own = packed_bytes(format, local.shape)
+    if format is QuantFormat.FP8_BLOCK128 and nbytes != packed_bytes(format, parameter.shape):
+        # Block scales of 4 bytes, where packed_bytes counts 1.
+        own += 3 * (own - math.prod(local.shape))
+    return ParameterDescription(local, format, own)
 
 
 def load_weights(

@@ -76,6 +76,15 @@ class Placement:
     def ranks(self) -> int:
         return len(self.stages[0].devices)
 
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Every device once."""
+        return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
+
+    def ranks_on(self, device: torch.device) -> int:
+        """How many ranks share a device."""
+        return max(stage.devices.count(device) for stage in self.stages)
+
     def of_rank(self, rank: int) -> "Placement":
         """The placement as one rank sees it."""
         stages = (replace(stage, devices=(stage.devices[rank],)) for stage in self.stages)
