@@ -56,6 +56,10 @@ from tests.driver.drive import Drive
         (["--plan", "--profile"], ["--profile", "--plan"]),
         (["--plan", "--ignore-eos"], ["--ignore-eos", "--plan"]),
         (["--parallel", "round-robin"], ["--parallel", "one device", "--gpus"]),
+        (
+            ["--parallel", "tensor", "--gpus", "3"],
+            ["--gpus", "found 3 with --parallel tensor", "2, 4, 8"],
+        ),
         (["--quiet", "--profile"], ["--profile", "--quiet", "--json"]),
         (["--temperature", "0", "--seed", "1"], ["--seed", "greedy", "--temperature"]),
         (["--temperature", "0", "--top-p", "0.5"], ["--top-p", "greedy"]),

@@ -13,7 +13,7 @@ from tests.driver.drive import Drive
     ("flags", "parts"),
     [
         (["--raw", "--allow-control-tokens"], ["--raw", "--allow-control-tokens"]),
-        (["--parallel", "tensor"], ["--parallel", "'tensor'"]),
+        (["--parallel", "expert"], ["--parallel", "'expert'"]),
     ],
 )
 def test_flags_that_mean_nothing_are_one_line(
