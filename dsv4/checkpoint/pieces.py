@@ -8,18 +8,18 @@ from torch import Tensor
 
 
 class Share(NamedTuple):
-    """Bytes ``first`` to ``stop`` of every row of a piece, and where they go: ``target``,
-    contiguous uint8 ``[rows · (stop − first)]``.
+    """Bytes ``first`` to ``stop`` of every row of a piece, and where they go: one of the rows of
+    ``memory``, contiguous uint8 ``[matrices, bytes]``.
     """
 
-    target: Tensor
+    memory: Tensor
     first: int
     stop: int
 
 
 class Piece(NamedTuple):
     """``rows`` rows of ``width`` bytes, one after another in ``file`` from ``offset`` on. They are
-    read once, whoever shares them.
+    read once, whoever shares them; they go to row ``matrix`` of the memory of every share.
     """
 
     file: Path
@@ -27,16 +27,21 @@ class Piece(NamedTuple):
     rows: int
     width: int
     shares: tuple[Share, ...]
+    matrix: int = 0
 
     @classmethod
-    def whole(cls, file: Path, offset: int, *targets: Tensor) -> "Piece":
-        """Bytes that all go to each of ``targets``, contiguous uint8 ``[bytes]``."""
-        width = targets[0].numel()
-        return cls(file, offset, 1, width, tuple(Share(target, 0, width) for target in targets))
+    def whole(cls, file: Path, offset: int, target: Tensor) -> "Piece":
+        """Bytes that all go to ``target``, contiguous uint8 ``[bytes]``."""
+        width = target.numel()
+        return cls(file, offset, 1, width, (Share(target.view(1, width), 0, width),))
 
     @property
     def nbytes(self) -> int:
         return self.rows * self.width
+
+    def targets(self) -> list[tuple[Share, Tensor]]:
+        """Where each share goes: uint8 ``[bytes]``."""
+        return [(share, share.memory[self.matrix]) for share in self.shares]
 
 
 def in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
@@ -90,20 +95,20 @@ def _fitting(piece: Piece, most: int) -> Iterator[Piece]:
 
 
 def _some_rows(piece: Piece, first: int, stop: int) -> Piece:
-    shares = (
-        share._replace(target=share.target[first * (n := share.stop - share.first) : stop * n])
-        for share in piece.shares
-    )
+    shares = []
+    for share, target in piece.targets():
+        own = share.stop - share.first
+        shares.append(share._replace(memory=target[None, first * own : stop * own]))
     offset = piece.offset + first * piece.width
     return Piece(piece.file, offset, stop - first, piece.width, tuple(shares))
 
 
 def _part_of_row(row: Piece, first: int, stop: int) -> Piece:
     shares = []
-    for share in row.shares:
+    for share, target in row.targets():
         low = max(first, share.first)
         high = min(stop, share.stop)
         if low < high:
-            target = share.target[low - share.first : high - share.first]
-            shares.append(Share(target, low - first, high - first))
+            own = target[None, low - share.first : high - share.first]
+            shares.append(Share(own, low - first, high - first))
     return Piece(row.file, row.offset + first, 1, stop - first, tuple(shares))

@@ -46,7 +46,7 @@ def transfer(pieces: Iterable[Piece], on_bytes: Callable[[int], None], readers: 
 # matter of the thread.
 @torch.inference_mode()
 def _fill(pieces: list[Piece], on_bytes: Callable[[int], None], stop: Event) -> None:
-    on_cuda = any(share.target.is_cuda for piece in pieces for share in piece.shares)
+    on_cuda = any(share.memory.is_cuda for piece in pieces for share in piece.shares)
     memory = _PinnedStaging() if on_cuda else _Direct()
     try:
         for count in _filled_batches(memory, pieces):
@@ -76,14 +76,14 @@ class _Direct:
 
     def fill(self, file: FileIO, batch: list[Piece]) -> None:
         for piece in batch:
-            first = piece.shares[0]
-            if len(piece.shares) == 1 and first.target.numel() == piece.nbytes:
-                _read_exactly(file, piece.offset, first.target)
+            targets = piece.targets()
+            if len(targets) == 1 and targets[0][1].numel() == piece.nbytes:
+                _read_exactly(file, piece.offset, targets[0][1])
                 continue
             read = torch.empty(piece.nbytes, dtype=torch.uint8)
             _read_exactly(file, piece.offset, read)
-            for share in piece.shares:
-                _copy_columns(share, read.view(piece.rows, piece.width))
+            for share, target in targets:
+                _copy_columns(share, target, read.view(piece.rows, piece.width))
 
     def finish(self) -> None:
         """Nothing is left to wait for."""
@@ -103,18 +103,19 @@ class _PinnedStaging:
         buffer, copied = next(self._turns)
         for event in copied.values():
             event.synchronize()
-        shares: defaultdict[torch.device, list[tuple[Share, Tensor]]] = defaultdict(list)
+        copies: defaultdict[torch.device, list[tuple[Share, Tensor, Tensor]]] = defaultdict(list)
         used = 0
         for piece in batch:
             read = buffer[used : used + piece.nbytes]
             _read_exactly(file, piece.offset, read)
-            for share in piece.shares:
-                shares[share.target.device].append((share, read.view(piece.rows, piece.width)))
+            rows = read.view(piece.rows, piece.width)
+            for share, target in piece.targets():
+                copies[target.device].append((share, target, rows))
             used += piece.nbytes
-        for device, own in shares.items():
+        for device, own in copies.items():
             with torch.cuda.stream(self._stream(device)):
-                for share, read in own:
-                    self._copy(device, share, read)
+                for copy in own:
+                    self._copy(*copy)
                 copied.setdefault(device, torch.cuda.Event()).record()
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -124,28 +125,26 @@ class _PinnedStaging:
             self._streams[device].wait_stream(torch.cuda.current_stream(device))
         return self._streams[device]
 
-    def _copy(self, device: torch.device, share: Share, read: Tensor) -> None:
+    def _copy(self, share: Share, target: Tensor, read: Tensor) -> None:
         """Queues a share. Of columns the whole rows cross: torch would pick them on the host."""
         rows, width = read.shape
         if rows > 1 and share.stop - share.first < width:
-            if device not in self._unsorted:
-                self._unsorted[device] = torch.empty(
-                    STAGING_BYTES, dtype=torch.uint8, device=device
-                )
-            arrived = self._unsorted[device][: read.numel()].view(rows, width)
+            if target.device not in self._unsorted:
+                self._unsorted[target.device] = target.new_empty(STAGING_BYTES)
+            arrived = self._unsorted[target.device][: read.numel()].view(rows, width)
             arrived.copy_(read, non_blocking=True)
             read = arrived
-        _copy_columns(share, read)
+        _copy_columns(share, target, read)
 
     def finish(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()
 
 
-def _copy_columns(share: Share, read: Tensor) -> None:
-    """A share of the rows ``read``, uint8 ``[rows, width]``."""
+def _copy_columns(share: Share, target: Tensor, read: Tensor) -> None:
+    """A share of the rows ``read``, uint8 ``[rows, width]``, to its target."""
     columns = read[:, share.first : share.stop]
-    share.target.view(columns.shape).copy_(columns, non_blocking=True)
+    target.view(columns.shape).copy_(columns, non_blocking=True)
 
 
 def _read_exactly(file: FileIO, offset: int, memory: Tensor) -> None:

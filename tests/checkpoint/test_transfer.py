@@ -56,7 +56,7 @@ def shuffled_pieces(files: list[Path], device: torch.device = CPU) -> list[Piece
 def assert_filled(pieces: list[Piece]) -> None:
     for piece in pieces:
         expected = piece.file.read_bytes()[piece.offset : piece.offset + piece.nbytes]
-        assert piece.shares[0].target.cpu().numpy().tobytes() == expected
+        assert piece.shares[0].memory.cpu().numpy().tobytes() == expected
 
 
 def test_pieces_are_read_in_file_order_without_going_back(files: list[Path]) -> None:
@@ -95,7 +95,7 @@ def test_shares_get_their_columns_of_every_row(files: list[Path], rows: int, wid
     """Rows that fit, that fit several at once, and that are longer than a buffer."""
     edges = [0, width // 3, width // 2, width]
     shares = [
-        Share(memory(rows * (stop - first)), first, stop)
+        Share(memory(rows * (stop - first)).view(1, -1), first, stop)
         for first, stop in [*pairwise(edges), (0, width), (width // 4, width // 4 * 3)]
     ]
     read = []
@@ -129,7 +129,7 @@ def test_pinned_buffers_take_turns_without_losing_bytes(files: list[Path]) -> No
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         pieces = [piece for device in devices for piece in shuffled_pieces(files, device)]
         rows, width = 40, 100
-        columns = [Share(memory(rows * 30, device), 20, 50) for device in devices]
+        columns = [Share(memory(rows * 30, device).view(1, -1), 20, 50) for device in devices]
         pieces.append(Piece(files[0], 11, rows, width, tuple(columns)))
     transfer(pieces, lambda _: None, len(devices))
     assert_filled(pieces[:-1])
