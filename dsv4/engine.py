@@ -1,13 +1,13 @@
 """Engine: load a checkpoint, prefill in chunks, decode, generate, and look inside."""
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dsv4.caches.state import COMPUTE_DTYPES, DecodeState, chunk_tokens, prefill_tokens
+from dsv4.caches.state import COMPUTE_DTYPES, chunk_tokens, prefill_tokens
 from dsv4.checkpoint.identity import checkpoint_identity
 from dsv4.checkpoint.state_file import StateKey
 from dsv4.config import ModelConfig
@@ -20,11 +20,12 @@ from dsv4.layers.values import Watch
 from dsv4.layers.weights import Weights
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.load_check import settled_table
-from dsv4.model import Transformer
+from dsv4.model import build_ranks
 from dsv4.opened_checkpoint import OpenedCheckpoint, Progress
 from dsv4.ops.tables import DirectTable, Table
 from dsv4.parallel.devices import table_on, with_device_defaults
 from dsv4.parallel.placement import Placement
+from dsv4.parallel.rank_state import allocate_state
 from dsv4.plan import MemoryPlan, max_context_tokens
 from dsv4.run_stats import RunStats
 from dsv4.sampling import Sampler, SamplingParams
@@ -49,14 +50,15 @@ class Engine(EngineSequence):
         self,
         config: ModelConfig,
         engine_config: EngineConfig,
-        weights: Weights,
+        weights: Weights | Sequence[Weights],
         placement: Placement,
         table: Table | None = None,
         compiling: Progress | None = None,
         checkpoint: str = "",
     ) -> None:
         """``weights`` by canonical name (``dsv4.weights.parameters``), each on
-        ``placement.device_of(name)``.
+        ``placement.device_of(name)``; or what every rank holds of them
+        (``dsv4.parallel.sharding``), in the order of the ranks.
 
         ``table`` None: the op table of ``engine_config``. One with native kernels is compared with
         its portable one on these weights (``dsv4.load_check``). Names under ``mtp.`` are kept, as
@@ -65,20 +67,22 @@ class Engine(EngineSequence):
         ``checkpoint``: what saved states call it (``dsv4.checkpoint.identity``).
         """
         self.config = config
-        self.devices = placement.layer_devices
+        alone = placement.ranks == 1
+        self.devices = placement.layer_devices if alone else placement.stages[0].devices
         engine_config = with_device_defaults(engine_config, self.devices)
         self.engine_config = engine_config
         max_context = max_context_tokens(config, engine_config)
-        self.mtp_weights = {
-            name: weights[name] for name in list(weights) if name.startswith("mtp.")
-        }
+        ranks = [weights] if isinstance(weights, Mapping) else weights
+        own = ranks[0]
+        self.mtp_weights = {name: own[name] for name in list(own) if name.startswith("mtp.")}
         table = table or table_on(engine_config, self.devices)
         dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
-        self.model = Transformer.build(config, weights, table.packing, self.devices, dtype)
+        self.models = build_ranks(config, ranks, table.packing, placement, dtype)
+        self.model = self.models[0]
         self.table = settled_table(table, self.model, engine_config)
         # Packing leaves free blocks in torch's cache: the device gets them back.
         torch.cuda.empty_cache()
-        state = DecodeState.allocate(config, engine_config, max_context, self.devices)
+        state = allocate_state(config, engine_config, max_context, placement)
         super().__init__(state, StateKey.of(config, engine_config, checkpoint), max_context)
         self.steps = self._build_steps(compiling)
         self.decoder: CUDAGraphDecoder | None = None
@@ -109,10 +113,6 @@ class Engine(EngineSequence):
         not fit, and for a GPU or an installation without the ops that are asked for.
         """
         engine_config = config or EngineConfig()
-        if engine_config.parallel == "tensor":
-            raise UserError(
-                "EngineConfig.parallel='tensor': found for a model to load, expected for a plan"
-            )
         opened = OpenedCheckpoint.open(path, engine_config)
         opened.plan.refuse_if_too_large()
         if opened.steps is not None:
@@ -278,9 +278,9 @@ class Engine(EngineSequence):
 
     def _build_steps(self, compiling: Progress | None) -> DirectSteps | RecordedSteps:
         if isinstance(self.table, DirectTable):
-            return DirectSteps(self.model, self.state, self.table.ops)
+            return DirectSteps(self.model, self.state, self.table.ops, self.models[1:])
         tokens = prefill_tokens(self.engine_config, self.max_context)
-        return RecordedSteps(self.model, self.state, self.table, tokens, compiling)
+        return RecordedSteps(self.model, self.state, self.table, tokens, compiling, self.models[1:])
 
     def _chunks(self, token_ids: list[int]) -> list[list[int]]:
         """A prompt in chunks of ``prefill_chunk``."""

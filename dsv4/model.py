@@ -6,6 +6,7 @@ into ``Parts``: a direct step computes each part at once, a recorded one keeps i
 captured and measured (``dsv4.step``).
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,11 +21,19 @@ from dsv4.layers.attention import Attention
 from dsv4.layers.head import Embedding, Head
 from dsv4.layers.hyper_connection import HyperConnection, Unmixed
 from dsv4.layers.moe import MoE
-from dsv4.layers.values import ValueSink, show_attention, show_experts, show_seam
+from dsv4.layers.values import (
+    ValueSink,
+    show_attention,
+    show_experts,
+    show_result,
+    show_seam,
+)
 from dsv4.layers.weights import WeightReader, Weights
 from dsv4.ops import Ops, Packing
+from dsv4.parallel.placement import Placement
+from dsv4.parallel.sharding import local_config
 
-PartKind = Literal["projections", "attention", "experts", "mix", "head", "sample"]
+PartKind = Literal["projections", "attention", "experts", "mix", "head", "logits", "sample"]
 
 
 def part_name(kind: PartKind, layer: int | None) -> str:
@@ -127,6 +136,7 @@ class Segment:
                 x_TE, residual = block.attn_hc.enter(ops, carried)
                 projections = block.attn.project(ops, x_TE)
                 if isinstance(carried, Unmixed):
+                    show_result(parts.values, f"layers.{layer - 1}.ffn.output", ops, carried.y_TE)
                     parts.values.value(f"layers.{layer - 1}.streams", residual.streams_TME)
                 show_seam(parts.values, f"layers.{layer}.attn_hc", x_TE, residual)
             with parts.part("attention", device, layer) as ops:
@@ -141,6 +151,7 @@ class Segment:
             del attended, projections
             with parts.part("experts", device, layer) as ops:
                 x_TE, residual = block.ffn_hc.enter(ops, carried)
+                show_result(parts.values, f"layers.{layer}.attn.output", ops, carried.y_TE)
                 mixture = block.ffn(ops, x_TE, tokens_T)
                 carried = Unmixed(mixture.y_TE, residual)
                 show_seam(parts.values, f"layers.{layer}.ffn_hc", x_TE, residual)
@@ -148,6 +159,7 @@ class Segment:
         assert isinstance(carried, Unmixed), "a segment has at least one block"
         with parts.part("mix", device, self.layers[-1]) as ops:
             streams_TME = self.blocks[-1].mix(ops, carried)
+            show_result(parts.values, f"layers.{self.layers[-1]}.ffn.output", ops, carried.y_TE)
             parts.values.value(f"layers.{self.layers[-1]}.streams", streams_TME)
             return streams_TME
 
@@ -205,8 +217,28 @@ class Transformer:
             source = segment.device
         with parts.part("head", source) as ops:
             hidden_TE = self.head.hidden(ops, streams_TME)
-            logits_TV = self.head.logits(ops, hidden_TE) if logits else None
+            ranks_logits = self.head.logits(ops, hidden_TE) if logits else None
             parts.values.value("hidden", hidden_TE)
-            if logits_TV is not None:
-                parts.values.value("logits", logits_TV)
+        if not logits:
+            return Outputs(hidden_TE, None)
+        with parts.part("logits", source) as ops:
+            logits_TV = ops.gather_logits(ranks_logits)
+            parts.values.value("logits", logits_TV)
         return Outputs(hidden_TE, logits_TV)
+
+
+def build_ranks(
+    config: ModelConfig,
+    ranks: Sequence[Weights],
+    packing: Packing,
+    placement: Placement,
+    compute_dtype: torch.dtype,
+) -> list[Transformer]:
+    """The models of all ranks, of what each holds; ``config`` is that of the whole model."""
+    local = local_config(config, placement.ranks)
+    return [
+        Transformer.build(
+            local, weights, packing, placement.of_rank(rank).layer_devices, compute_dtype
+        )
+        for rank, weights in enumerate(ranks)
+    ]

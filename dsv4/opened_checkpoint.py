@@ -9,7 +9,7 @@ from dsv4.checkpoint import (
     ParameterDescription,
     describe,
     held_by,
-    load_weights,
+    load_ranks,
     mtp_kind,
     open_checkpoint,
 )
@@ -26,7 +26,7 @@ from dsv4.parallel.devices import (
     with_device_defaults,
 )
 from dsv4.parallel.placement import Placement, bytes_by_layer
-from dsv4.parallel.sharding import check_divisible, local_config
+from dsv4.parallel.sharding import check_divisible
 from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
 from dsv4.step.planned import PlannedSteps
 from dsv4.weights.parameters import MtpKind
@@ -79,18 +79,15 @@ class OpenedCheckpoint:
         plan = plan_memory(config, engine, placement, stored, steps, gpu_memory)
         return cls(checkpoint, config, mtp, placement, table, steps, plan)
 
-    def read(self, progress: Progress | None, packing: Progress | None) -> ReadOnce:
-        """The weights, each on its device; ``progress(done_bytes, total_bytes)`` is told as they
-        are read, ``packing`` as they are taken.
+    def read(self, progress: Progress | None, packing: Progress | None) -> list[ReadOnce]:
+        """What each rank holds of the weights, on its device; ``progress(done_bytes,
+        total_bytes)`` is told as they are read, ``packing`` as those of rank 0 are taken.
         """
-        weights = load_weights(
-            self.checkpoint,
-            self.config,
-            device_of=self.placement.device_of,
-            mtp=self.mtp,
-            progress=progress,
+        ranks = load_ranks(
+            self.checkpoint, self.config, self.placement, mtp=self.mtp, progress=progress
         )
-        return ReadOnce(weights, packing)
+        first, *others = ranks
+        return [ReadOnce(first, packing), *map(ReadOnce, others)]
 
 
 def _plan_steps(
@@ -109,7 +106,6 @@ def _plan_steps(
     target_of = Target.of_absent if absent else Target.of
     devices = placement.of_rank(0).layer_devices
     targets = {device: target_of(device) for device in dict.fromkeys(devices)}
-    local = local_config(config, placement.ranks)
     context = max_context_tokens(config, engine)
     formats = [(parameter, format) for parameter, format, _ in held]
-    return PlannedSteps.of(local, engine, formats, table, targets, devices, context)
+    return PlannedSteps.of(config, engine, formats, table, targets, placement, context)

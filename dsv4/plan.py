@@ -12,10 +12,10 @@ from dsv4.checkpoint import ParameterDescription, held_by
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
-from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.torch_workspace import TorchStep
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import local_config
+from dsv4.peers import InboxLayout
 from dsv4.step.planned import PlannedSteps
 from dsv4.weights.packing_bytes import (
     dequantized_bytes,
@@ -176,7 +176,7 @@ def plan_memory(
                     own.layer_devices.count(device),
                     found.weights[device],
                     found.ops[device],
-                    found.state[device] + inbox_bytes(config, ranks),
+                    found.state[device] + exchange_bytes(config, engine, ranks),
                     work,
                     available // placement.ranks_on(device),
                     rank if ranks > 1 else None,
@@ -232,14 +232,14 @@ def arrival_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     return step_tokens(engine) * config.hc_mult * config.hidden_size * itemsize
 
 
-def inbox_bytes(config: ModelConfig, ranks: int) -> int:
-    """Where the parts of other ranks arrive on one: two sums, of attention's and of the experts'
-    results, and the logits. A value is a word of 8 bytes, with the tag of its step.
+def exchange_bytes(config: ModelConfig, engine: EngineConfig, ranks: int) -> int:
+    """Where the partial results of the ranks arrive on one: the inbox of decode steps, and the
+    float32 rows of prefill steps.
     """
     if ranks == 1:
         return 0
-    sums = 2 * ranks * MAX_DECODE_TOKENS * config.hidden_size
-    return 8 * (sums + MAX_DECODE_TOKENS * config.vocab_size)
+    rows = 4 * ranks * step_tokens(engine) * config.hidden_size
+    return InboxLayout.of(config, ranks).nbytes + rows
 
 
 def _torch_work(

@@ -27,8 +27,8 @@ from dsv4.errors import UserError
 from dsv4.launch.target import Target
 from dsv4.ops.tables import TABLES, RecordedTable
 from dsv4.parallel.placement import Placement
-from dsv4.parallel.sharding import cut_of, local_config
-from dsv4.plan import MemoryPlan, inbox_bytes, plan_memory
+from dsv4.parallel.sharding import cut_of
+from dsv4.plan import MemoryPlan, exchange_bytes, plan_memory
 from dsv4.step.planned import PlannedSteps
 from dsv4.weights.codes import e8m0_to_float
 from dsv4.weights.parameters import parameters
@@ -47,12 +47,12 @@ def tensor_plan(name: Geometry, ranks: int, gigabytes: int) -> MemoryPlan:
     table = TABLES["cuda"]
     assert isinstance(table, RecordedTable)
     steps = PlannedSteps.of(
-        local_config(config, ranks),
+        config,
         engine,
         [(parameter, format) for parameter, format, _ in held_by(stored, ranks, 0)],
         table,
         {GPUS[0]: Target.of_absent(GPUS[0])},
-        placement.of_rank(0).layer_devices,
+        placement,
         8192,
     )
     return plan_memory(config, engine, placement, stored, steps, gigabytes * 10**9)
@@ -126,9 +126,10 @@ def test_what_is_not_cut_counts_on_every_rank() -> None:
     global_scales = 4 * 3 * 3 * config.n_routed_experts
     expected = alone.weight_bytes + 7 * (whole + global_scales)
     assert sum(device.weight_bytes for device in ranks) == expected
-    inboxes = inbox_bytes(config, 8)
-    assert inboxes == 2 * 8 * 8 * 4096 * 8 + 8 * 129_280 * 8
-    assert {device.state_bytes - inboxes for device in ranks} == {alone.state_bytes}
+    exchange = exchange_bytes(config, engine, 8)
+    inbox = 8 * 8 * (2 * 8 * 4096 + 129_280)
+    assert exchange == inbox + 4 * 8 * 512 * 4096
+    assert {device.state_bytes - exchange for device in ranks} == {alone.state_bytes}
     assert alone.rank is None
     assert [device.rank for device in ranks] == list(range(8))
 

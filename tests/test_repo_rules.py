@@ -38,6 +38,7 @@ LEAVES = (
     "dsv4.json_object",
     "dsv4.limited_process",
     "dsv4.model_files",
+    "dsv4.peers",
 )
 HIGHEST = ("dsv4.cli", "dsv4.demo", "dsv4.validate", "dsv4.bench", "dsv4.measure")
 ABOVE_THE_ENGINE = (*HIGHEST, "dsv4.command")

@@ -61,7 +61,8 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
         "--geometry", choices=get_args(Geometry), help="random weights of a published geometry"
     )
     engine.add_argument("--gpus", type=integer(1, 8), default=1)
-    engine.add_argument("--parallel", choices=("pipeline", "round-robin"), default="pipeline")
+    parallel = ("pipeline", "round-robin", "tensor")
+    engine.add_argument("--parallel", choices=parallel, default="pipeline")
     engine.add_argument("--prefill-chunk", type=integer(1), help="(default: by the devices)")
     engine.add_argument(
         "--ops",

@@ -13,12 +13,19 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsv4.bench.decode_modes import DecodeMode, DecodeModes, against_floor, fill_caches
 from dsv4.bench.device import copy_ceiling
 from dsv4.bench.layer_times import LayerTimes
 from dsv4.caches.state import prefill_tokens
-from dsv4.checkpoint import Geometry, Layout, geometry_config, synthetic_weights
+from dsv4.checkpoint import (
+    Geometry,
+    Layout,
+    geometry_config,
+    synthetic_rank_weights,
+    synthetic_weights,
+)
 from dsv4.checkpoint.layouts import format_in
 from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.engine import Engine
@@ -27,9 +34,10 @@ from dsv4.layers.weights import ReadOnce
 from dsv4.ops.tables import Table
 from dsv4.parallel.devices import engine_devices
 from dsv4.parallel.placement import Placement, bytes_by_layer
+from dsv4.parallel.sharding import local_parameters
 from dsv4.step.steps import RecordedSteps
 from dsv4.weights.parameters import Parameter, Role, layer_of, parameters
-from dsv4.weights.quant import packed_bytes
+from dsv4.weights.quant import QuantTensor, packed_bytes
 
 
 @dataclass(frozen=True)
@@ -68,10 +76,12 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
     started = time.perf_counter()
     engine = _build(config, replace(run.engine, max_context=room), run.layout, run.table)
     build_seconds = time.perf_counter() - started
-    nbytes = sum(token_bytes(config, run.layout).values())
+    ranks = run.engine.gpus if run.engine.parallel == "tensor" else 1
+    nbytes = sum(token_bytes(config, run.layout, ranks).values())
     build_peak = _peak_gigabytes(engine)
     prefill = {str(length): round(_prefill(engine, length), 1) for length in run.prompts}
-    fill_caches(engine.state)
+    for state in engine.state.ranks:
+        fill_caches(state)
     modes = DecodeModes(engine, run.modes)
     decode = {
         str(at): _decode(modes, at, run.decode_tokens, nbytes, ceiling) for at in run.positions
@@ -107,12 +117,12 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
     }
 
 
-def token_bytes(config: ModelConfig, layout: Layout) -> dict[str, int]:
+def token_bytes(config: ModelConfig, layout: Layout, ranks: int = 1) -> dict[str, int]:
     """Weight bytes one decoded token has to read, by "embedding and head" and layer kind (summed
-    over its layers).
+    over its layers); of several ranks those of each.
     """
     totals: defaultdict[str, int] = defaultdict(int)
-    for parameter in parameters(config).values():
+    for parameter in local_parameters(config, ranks, 0).values():
         if parameter.name.startswith("embed.") or parameter.role is Role.TABLE:
             continue
         nbytes = stored_bytes(parameter, layout)
@@ -134,7 +144,11 @@ def stored_bytes(parameter: Parameter, layout: Layout) -> int:
 
 
 def placement_record(parallel: str, layer_devices: tuple[torch.device, ...]) -> dict[str, Any]:
-    """The placement, the layers of each device, and how often a token's streams change devices."""
+    """The placement, the layers of each device, and how often a token's streams change devices; of
+    tensor parallelism the devices of the ranks.
+    """
+    if parallel == "tensor":
+        return {"parallel": parallel, "ranks": [str(device) for device in layer_devices]}
     return {
         "parallel": parallel,
         "layers": {
@@ -152,10 +166,22 @@ def _build(
     )
     layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
     placement = Placement.of(engine_config, engine_devices(engine_config), layer_bytes)
-    weights = synthetic_weights(config, layout, 0, placement.device_of)
-    engine = Engine(config, engine_config, ReadOnce(weights), placement, table)
+    weights = _random_weights(config, layout, placement)
+    engine = Engine(config, engine_config, weights, placement, table)
     _synchronize(engine)
     return engine
+
+
+def _random_weights(
+    config: ModelConfig, layout: Layout, placement: Placement
+) -> list[ReadOnce[QuantTensor | Tensor]]:
+    """Those of every rank; of several each is drawn in the shapes of its parts."""
+    if placement.ranks == 1:
+        return [ReadOnce(synthetic_weights(config, layout, 0, placement.device_of))]
+    return [
+        ReadOnce(synthetic_rank_weights(config, layout, 0, device, placement.ranks, rank))
+        for rank, device in enumerate(placement.stages[0].devices)
+    ]
 
 
 def _prefill(engine: Engine, length: int) -> float:
@@ -180,8 +206,11 @@ def _decode(
 
 
 def _layer_microseconds(engine: Engine, positions: tuple[int, ...]) -> dict[str, dict[str, float]]:
-    """Median µs of one block by kind at every position; nothing for the torch ops."""
-    if not isinstance(engine.steps, RecordedSteps):
+    """Median µs of one block by kind at every position; nothing for the torch ops, nor for ranks,
+    which wait for each other.
+    """
+    alone = not engine.state.others
+    if not isinstance(engine.steps, RecordedSteps) or not alone:
         return {str(position): {} for position in positions}
     times = LayerTimes(engine.config, engine.steps)
     return {str(position): times.measure(position) for position in positions}
@@ -207,14 +236,14 @@ def _workspace_bytes(engine: Engine) -> dict[str, dict[str, int]]:
 def _peak_gigabytes(engine: Engine) -> dict[str, float]:
     """The most that was allocated on each device since this was last asked, in GB."""
     peaks = {}
-    for device in engine.state.devices:
+    for device in engine.state.all_devices:
         peaks[str(device)] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
         torch.cuda.reset_peak_memory_stats(device)
     return peaks
 
 
 def _synchronize(engine: Engine) -> None:
-    for device in engine.state.devices:
+    for device in engine.state.all_devices:
         torch.cuda.synchronize(device)
 
 

@@ -14,7 +14,8 @@ from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.step.current_device import on_device
-from dsv4.step.recorded import Part, RecordedStep, StepRecorder, record_step
+from dsv4.step.parts import Part
+from dsv4.step.recorded import RecordedStep, StepRecorder, record_step
 from dsv4.step.step import Step
 from dsv4.step.steps import RecordedSteps
 from dsv4.step.token_feed import TokenFeed
@@ -110,4 +111,4 @@ def _step_in_parts(steps: RecordedSteps, device: torch.device) -> Step:
     recorder = StepRecorder(steps.table, targets, state, feed.inputs)
     recorded = record_step(steps.model, state, recorder, logits=True)
     keep_everything(recorded.recordings[device])
-    return Step(recorded, {}, steps.hand_offs, feed)
+    return Step(recorded, {}, steps.ranks[0].hand_offs, feed)

@@ -1,7 +1,7 @@
 """DecodeState: every persistent device buffer of one sequence, allocated once; and its bytes."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -12,6 +12,7 @@ from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.config import CSA_RATIO, ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.limits import MAX_DECODE_TOKENS, MAX_TAKEN_BACK
+from dsv4.peers import STEP_NUMBERS, Peers
 
 # Where the configuration leaves it open: what a CPU computes in about a second.
 DEFAULT_PREFILL_CHUNK = 512
@@ -36,6 +37,10 @@ class DecodeState:
 
     ``nan_1`` int32 ``[1]`` on the host, pinned where the devices are GPUs: not 0 once an op has met
     NaN among values that it compares, since ``forget_nan``.
+
+    With tensor parallelism this is the state of rank 0, and ``others`` are those of the other
+    ranks: every rank writes the same rows for itself. The host counts for all of them here.
+    ``peers``: what the rank shares with the others.
     """
 
     layers: tuple[AttentionState, ...]
@@ -45,6 +50,9 @@ class DecodeState:
     nan_1: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
     position: int = 0
     furthest: int = 0
+    peers: Peers | None = None
+    others: tuple["DecodeState", ...] = ()
+    _steps_begun: int = 0
 
     @classmethod
     def allocate(
@@ -87,9 +95,30 @@ class DecodeState:
         nan_1 = torch.zeros(1, dtype=torch.int32, device=host, pin_memory=pinned)
         return cls(layers, positions, rejected, arrivals, nan_1)
 
+    def joined(self, others: Sequence["DecodeState"], peers: Sequence[Peers]) -> "DecodeState":
+        """This state as that of rank 0, with those of the other ranks; ``peers`` of all ranks."""
+        own, *their = peers
+        pairs = zip(others, their, strict=True)
+        ranked = tuple(replace(state, nan_1=self.nan_1, peers=view) for state, view in pairs)
+        return replace(self, peers=own, others=ranked)
+
+    @property
+    def ranks(self) -> tuple["DecodeState", ...]:
+        """The states of all ranks."""
+        return (self, *self.others)
+
     @property
     def devices(self) -> tuple[torch.device, ...]:
         return tuple(self.positions_1)
+
+    @property
+    def all_devices(self) -> tuple[torch.device, ...]:
+        """Those of all ranks."""
+        return tuple(dict.fromkeys(device for state in self.ranks for device in state.devices))
+
+    def begin_step(self) -> None:
+        """Counts a step in which ranks exchange words, before it is queued."""
+        self._steps_begun += 1
 
     def place(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """``position_1`` and ``rejected_1`` of a device."""
@@ -97,12 +126,21 @@ class DecodeState:
 
     def set_position(self, position: int) -> None:
         """Moves host and devices to ``position``: 0 starts a sequence, going back undoes tokens."""
-        for device in self.devices:
-            self.positions_1[device].fill_(position)
-            self.rejected_1[device].zero_()
+        for state in self.ranks:
+            state.move_devices(position, self._steps_begun)
         self.position = position
         if position == 0:
             self.furthest = 0
+
+    def move_devices(self, position: int, steps_begun: int) -> None:
+        """Moves the devices of this rank alone to ``position``, and its exchanges behind those of
+        all ``steps_begun``, wherever an interruption left them.
+        """
+        for device in self.devices:
+            self.positions_1[device].fill_(position)
+            self.rejected_1[device].zero_()
+        if self.peers is not None:
+            self.peers.step_4[:1].fill_(steps_begun % STEP_NUMBERS)
 
     def resume(self, position: int, furthest: int) -> None:
         """Moves to ``position`` of a sequence that has reached ``furthest``, whose rows are there
@@ -129,7 +167,7 @@ class DecodeState:
 
     def wait(self) -> None:
         """Waits for the steps that are queued."""
-        for device in self.devices:
+        for device in self.all_devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 

@@ -155,8 +155,10 @@ class SavedState:
             self._expect(printable(name), _type(self._tensors.get(name)), _type(expected.get(name)))
 
     def restore(self, state: DecodeState) -> None:
-        """Puts the rows into ``state``, which has been checked: it stands behind them then."""
-        for one in self._rows(state):
+        """Puts the rows into ``state`` and its ranks, which have been checked: they stand behind
+        them then.
+        """
+        for one in (one for rank in state.ranks for one in self._rows(rank)):
             saved = map_tensor(self._tensors[one.name])
             done = 0
             for part in one.parts():

@@ -16,9 +16,9 @@ from torch import Tensor
 from dsv4.layers.values import Wants
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.sampling import Sampler
-from dsv4.step.captured import CapturedStep, Mode
+from dsv4.step.captured import CapturedRanks, CapturedStep, Mode
 from dsv4.step.current_device import on_device
-from dsv4.step.step import Step
+from dsv4.step.lock_step import AnyStep, LockStep
 from dsv4.step.steps import RecordedSteps
 from dsv4.step.token_loop import TokenLoop
 
@@ -48,7 +48,7 @@ class CUDAGraphDecoder:
         self.state = steps.state
         self.max_context = max_context
         self.mode: Mode = mode
-        devices = self.state.devices
+        devices = self.state.all_devices
         self._streams = {device: torch.cuda.Stream(device) for device in devices}
         self._entered = {device: torch.cuda.Event() for device in devices}
         self._left = {device: torch.cuda.Event() for device in devices}
@@ -73,7 +73,7 @@ class CUDAGraphDecoder:
         """
         return CUDAGraphDecoder(self.steps, self.mode, self.max_context, traced=wants)
 
-    def step(self, tokens: int) -> Step:
+    def step(self, tokens: int) -> AnyStep:
         """The step of this many tokens."""
         return self._captured[tokens].step
 
@@ -128,7 +128,7 @@ class CUDAGraphDecoder:
             self._leave()
             tokens.close()
 
-    def _capture(self, step: Step) -> CapturedStep:
+    def _capture(self, step: AnyStep) -> CapturedStep | CapturedRanks:
         position = self.state.position
         for device in self._streams:
             torch.cuda.synchronize(device)
@@ -140,6 +140,8 @@ class CUDAGraphDecoder:
                 step.sample()
                 for stream in self._streams.values():
                     stream.synchronize()
+                if isinstance(step, LockStep):
+                    return CapturedRanks(step, self.state, self._streams, self.mode, self._pool)
                 return CapturedStep(step, self._streams, self.mode, self._pool)
         finally:
             self.state.set_position(position)

@@ -16,6 +16,7 @@ from torch import Tensor
 from dsv4.launch.kernel import Shape
 from dsv4.launch.signature import Signature, signature
 from dsv4.launch.target import Target
+from dsv4.peers import Peers
 
 ShapeOf = Callable[[int], Shape | None]
 
@@ -55,13 +56,23 @@ class Recording:
     number up to that.
     """
 
-    def __init__(self, target: Target, tokens: int, nan_1: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        tokens: int,
+        nan_1: Tensor | None = None,
+        peers: Peers | None = None,
+    ) -> None:
         """``nan_1``: int32 ``[1]`` of pinned memory, to which kernels that compare write 1 when
-        they meet NaN, because a comparison hides it. None: nobody wants to know.
+        they meet NaN, because a comparison hides it. None: nobody wants to know. ``peers``: the
+        ranks with which this one shares the model; None: it is alone.
         """
         self.target = target
         self.tokens = tokens
         self.nan_1 = nan_1
+        self.peers = peers
+        self.exchanges = 0
+        self.outgoing: list[Tensor] = []
         self.items: list[Item] = []
         self.kept: list[Tensor] = []
         self._buffers: dict[int, Tensor] = {}
@@ -117,6 +128,17 @@ class Recording:
         whole.
         """
         self.items.append(Call(function, list(tensors)))
+
+    def next_exchange(self) -> int:
+        """The number of the next sum over the ranks: the same on all of them, because they record
+        the same step.
+        """
+        self.exchanges += 1
+        return self.exchanges - 1
+
+    def send(self, partial: Tensor) -> None:
+        """Marks a partial result that goes to the other ranks behind the part that computes it."""
+        self.outgoing.append(self.keep(partial))
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Marks a buffer as read after the last item; returns it."""

@@ -3,7 +3,7 @@
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,11 +34,11 @@ class Projections(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """The sublayer's result ``[T, E]``, and what it comes of: the rotated queries, the indexer's
-    choice and the result of every head ``[T, H, D]``.
+    """The sublayer's result ``[T, E]``, or the sum over the ranks on its way to it, and what it
+    comes of: the rotated queries, the indexer's choice and the result of every head ``[T, H, D]``.
     """
 
-    y_TE: Tensor
+    y_TE: Any
     queries: Queries
     selection: Selection | None
     heads_THD: Tensor
@@ -141,7 +141,7 @@ class Attention:
             self.norm.inv_freq,
         )
         o_TGK = heads_THD.flatten(1).unflatten(1, (self.config.o_groups, -1))
-        y_TE = ops.linear(ops.grouped_linear(o_TGK, self.wo_a).flatten(1), self.wo_b)
+        y_TE = ops.row_parallel_linear(ops.grouped_linear(o_TGK, self.wo_a).flatten(1), self.wo_b)
         return Attended(y_TE, queries, selection, heads_THD)
 
     def _queries(self, projections: Projections) -> Queries:

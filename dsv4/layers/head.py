@@ -1,6 +1,7 @@
 """Both ends of the model: embedding into M streams; collapse → norm → logits (model.md#head)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ class Head:
         """RMSNorm of the collapsed streams ``[T, E]``, in the compute dtype."""
         return ops.hc_head(streams_TME, self.collapse, self.norm)
 
-    def logits(self, ops: Ops, hidden_TE: Tensor) -> Tensor:
-        """float32 ``[T, V]``: the rounded norm output times the head in float32."""
-        return ops.linear(hidden_TE, self.lm_head, torch.float32)
+    def logits(self, ops: Ops, hidden_TE: Tensor) -> Any:
+        """float32 ``[T, V]``: the rounded norm output times the head in float32; with several
+        ranks what ``ops.gather_logits`` makes them of.
+        """
+        return ops.vocab_parallel_linear(hidden_TE, self.lm_head)

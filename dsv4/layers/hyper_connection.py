@@ -1,7 +1,7 @@
 """The mHC seams around a sublayer."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,10 +23,10 @@ class Residual(NamedTuple):
 
 class Unmixed(NamedTuple):
     """A sublayer's result y ``[T, E]`` that is not in the streams yet: the next seam mixes it in
-    and goes on in one launch.
+    and goes on in one launch. With several ranks it may still be on its way from them.
     """
 
-    y_TE: Tensor
+    y_TE: Any
     residual: Residual
 
 

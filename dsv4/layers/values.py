@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from dsv4.caches.rows import RowCache
 from dsv4.config import CSA_RATIO, ModelConfig
 from dsv4.layers.attention import Attended
 from dsv4.layers.hyper_connection import Residual
+from dsv4.ops import Ops
 from dsv4.ops.indexer import ascending_entries, entry_scores
 from dsv4.ops.moe import Mixture
 
@@ -129,14 +130,18 @@ def show_attention(
     if attended.selection is not None:
         _show_selection(sink, f"layers.{layer}.indexer", attended, positions_T, state)
     sink.value(f"{name}.heads", attended.heads_THD)
-    sink.value(f"{name}.output", attended.y_TE)
 
 
 def show_experts(sink: ValueSink, layer: int, mixture: Mixture) -> None:
     """The values of the experts of a layer."""
     sink.value(f"layers.{layer}.router.experts", mixture.ids_TP)
     sink.value(f"layers.{layer}.router.weights", mixture.weights_TP)
-    sink.value(f"layers.{layer}.ffn.output", mixture.y_TE)
+
+
+def show_result(sink: ValueSink, name: str, ops: Ops, y_TE: Any) -> None:
+    """The result of a sublayer, in the part behind it: before, it may be on its way."""
+    if sink.wants(name):
+        sink.value(name, ops.summed(y_TE))
 
 
 def completed_rows(position: int, tokens: int, ratio: int) -> int:

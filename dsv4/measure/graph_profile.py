@@ -26,7 +26,8 @@ from dsv4.measure.kernel_timeline import (
 )
 from dsv4.measure.profile_table import HEAD
 from dsv4.sampling import Sampler, SamplingParams
-from dsv4.step.recorded import Part, RecordedStep
+from dsv4.step.parts import Part
+from dsv4.step.recorded import RecordedStep
 
 _WARM_UP = 8
 # The first one has no token before it, from whose end its time could be counted.

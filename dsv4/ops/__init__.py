@@ -1,5 +1,4 @@
-"""The operations of the model: one room per operation, and the types of the table that layers call
-them through.
+"""The operations of the model: one room per operation, and the table that layers call them through.
 
 ``TORCH`` is the reference that runs anywhere and gives every kernel its meaning. Layers are handed
 a table with every call, so ``dataclasses.replace(table, sparse_attention=TORCH.sparse_attention)``
@@ -7,201 +6,54 @@ swaps one op, which is how a numerical fault is bisected. The tables of the CUDA
 ``dsv4.ops.tables``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from dsv4.caches.layer import KeySet
-from dsv4.caches.rows import RowCache
 from dsv4.engine_config import ActivationMode
 from dsv4.ops.attention import sparse_attention
-from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, hc_head, hc_post, hc_pre, hc_seam
+from dsv4.ops.call_types import (
+    Embed,
+    GatherLogits,
+    GroupedLinear,
+    HcHead,
+    HcPost,
+    HcPre,
+    HcSeam,
+    IndexSelect,
+    Linear,
+    LinearRows,
+    Moe,
+    NextPositions,
+    PackExperts,
+    PackRows,
+    PackWeight,
+    PrepareAttention,
+    RowParallelLinear,
+    SampleToken,
+    SparseAttention,
+    StoreToken,
+    Summed,
+    VocabParallelLinear,
+)
+from dsv4.ops.exchange import (
+    gather_logits,
+    row_parallel_linear,
+    summed,
+    vocab_parallel_linear,
+)
+from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre, hc_seam
 from dsv4.ops.indexer import index_select
-from dsv4.ops.linear import RowList, dequantized_rows, grouped_linear, linear, linear_rows
-from dsv4.ops.moe import ExpertWeights, Mixture, moe
+from dsv4.ops.linear import dequantized_rows, grouped_linear, linear, linear_rows
+from dsv4.ops.moe import moe
 from dsv4.ops.opening import embed, next_positions
-from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm, prepare_attention
+from dsv4.ops.prepare_attention import prepare_attention
 from dsv4.ops.quantize_activations.emulated import dequantized_weight
-from dsv4.ops.router import Router
 from dsv4.ops.sampling import sample_token
 from dsv4.ops.token_ring import store_token
-from dsv4.weights.quant import QuantTensor, Weight
-
-
-class PackWeight(Protocol):
-    """``dsv4.ops.quantize_activations.emulated.dequantized_weight``."""
-
-    def __call__(self, weight: QuantTensor) -> Weight: ...
-
-
-class PackRows(Protocol):
-    """``dsv4.ops.linear.dequantized_rows``."""
-
-    def __call__(
-        self, weights: Sequence[QuantTensor], out_dtypes: Sequence[torch.dtype | None]
-    ) -> RowList: ...
-
-
-class PackExperts(Protocol):
-    """w1, w2 and w3 of a stack of experts or of the shared one, at once."""
-
-    def __call__(self, w1: QuantTensor, w2: QuantTensor, w3: QuantTensor) -> ExpertWeights: ...
-
-
-class Embed(Protocol):
-    """``dsv4.ops.opening.embed``."""
-
-    def __call__(
-        self,
-        tokens_T: Tensor,
-        position_1: Tensor,
-        rejected_1: Tensor,
-        table_VE: Tensor,
-        streams: int,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class NextPositions(Protocol):
-    """``dsv4.ops.opening.next_positions``."""
-
-    def __call__(self, position_1: Tensor, rejected_1: Tensor, tokens: int) -> Tensor: ...
-
-
-class Linear(Protocol):
-    """``dsv4.ops.linear.linear``."""
-
-    def __call__(
-        self, x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None
-    ) -> Tensor: ...
-
-
-class LinearRows(Protocol):
-    """``dsv4.ops.linear.linear_rows``."""
-
-    def __call__(
-        self, x: Tensor, rows: RowList, norm_weight: Tensor | None = None, norm_eps: float = 0.0
-    ) -> tuple[Tensor, ...]: ...
-
-
-class GroupedLinear(Protocol):
-    """``dsv4.ops.linear.grouped_linear``."""
-
-    def __call__(self, x_TGK: Tensor, weight: Weight) -> Tensor: ...
-
-
-class HcPre(Protocol):
-    """``dsv4.ops.hyper_connection.hc_pre``."""
-
-    def __call__(
-        self, streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-class HcSeam(Protocol):
-    """``dsv4.ops.hyper_connection.hc_seam``."""
-
-    def __call__(
-        self,
-        y_TE: Tensor,
-        streams_TME: Tensor,
-        post_TM: Tensor,
-        comb_TMM: Tensor,
-        weights: HcWeights,
-        norm_weight: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-
-
-class HcPost(Protocol):
-    """``dsv4.ops.hyper_connection.hc_post``."""
-
-    def __call__(
-        self, y_TE: Tensor, streams_TME: Tensor, post_TM: Tensor, comb_TMM: Tensor
-    ) -> Tensor: ...
-
-
-class HcHead(Protocol):
-    """``dsv4.ops.hyper_connection.hc_head``."""
-
-    def __call__(
-        self, streams_TME: Tensor, weights: HcHeadWeights, norm_weight: Tensor
-    ) -> Tensor: ...
-
-
-class PrepareAttention(Protocol):
-    """``dsv4.ops.prepare_attention.prepare_attention``."""
-
-    def __call__(
-        self,
-        queries: Queries,
-        kv_TD: Tensor,
-        positions_T: Tensor,
-        norm: QueryKeyNorm,
-        ring: RowCache,
-        compressions: tuple[Compression, ...],
-    ) -> Queries: ...
-
-
-class IndexSelect(Protocol):
-    """``dsv4.ops.indexer.index_select``."""
-
-    def __call__(
-        self,
-        q_TID: Tensor,
-        weight_TI: Tensor,
-        score_scale: float,
-        keys: RowCache,
-        positions_T: Tensor,
-        index_topk: int,
-    ) -> Tensor: ...
-
-
-class SparseAttention(Protocol):
-    """``dsv4.ops.attention.sparse_attention``."""
-
-    def __call__(
-        self,
-        q_THD: Tensor,
-        keys: KeySet,
-        selected_TK: Tensor | None,
-        sink_H: Tensor,
-        positions_T: Tensor,
-        inv_freq: Tensor,
-    ) -> Tensor: ...
-
-
-class Moe(Protocol):
-    """``dsv4.ops.moe.moe``."""
-
-    def __call__(
-        self,
-        x_TE: Tensor,
-        tokens_T: Tensor,
-        router: Router,
-        experts: ExpertWeights,
-        shared: ExpertWeights,
-        limit: float,
-    ) -> Mixture: ...
-
-
-class SampleToken(Protocol):
-    """``dsv4.ops.sampling.sample_token``."""
-
-    def __call__(
-        self, logits_V: Tensor, settings_4: Tensor, seed_1: Tensor, position_1: Tensor
-    ) -> Tensor: ...
-
-
-class StoreToken(Protocol):
-    """``dsv4.ops.token_ring.store_token``."""
-
-    def __call__(
-        self, token: Tensor, position_1: Tensor, next_1: Tensor, ring_R: Tensor, nan_1: Tensor
-    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -229,6 +81,10 @@ class Ops:
     linear: Linear
     linear_rows: LinearRows
     grouped_linear: GroupedLinear
+    row_parallel_linear: RowParallelLinear
+    vocab_parallel_linear: VocabParallelLinear
+    gather_logits: GatherLogits
+    summed: Summed
     hc_pre: HcPre
     hc_seam: HcSeam
     hc_post: HcPost
@@ -247,6 +103,10 @@ TORCH = Ops(
     linear=linear,
     linear_rows=linear_rows,
     grouped_linear=grouped_linear,
+    row_parallel_linear=row_parallel_linear,
+    vocab_parallel_linear=vocab_parallel_linear,
+    gather_logits=gather_logits,
+    summed=summed,
     hc_pre=hc_pre,
     hc_seam=hc_seam,
     hc_post=hc_post,

@@ -17,9 +17,11 @@ from dsv4.engine_config import ACTIVATION_MODES, ActivationMode
 from dsv4.errors import UserError
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops import TORCH, TORCH_PACKING, Ops, Packing, torch_packing
+from dsv4.ops import TORCH, TORCH_PACKING, Ops, Packing, exchange, torch_packing
 from dsv4.ops.attention import decode as attention_decode
 from dsv4.ops.attention import prefill as attention_prefill
+from dsv4.ops.exchange import decode as exchange_decode
+from dsv4.ops.exchange import prefill as exchange_prefill
 from dsv4.ops.hyper_connection import decode as hc_decode
 from dsv4.ops.hyper_connection import prefill as hc_prefill
 from dsv4.ops.indexer import decode as indexer_decode
@@ -98,6 +100,10 @@ def decode_ops(recording: Recording) -> Ops:
         linear=partial(linear_decode.linear, recording),
         linear_rows=partial(linear_decode.linear_rows, recording),
         grouped_linear=partial(linear_decode.grouped_linear, recording),
+        row_parallel_linear=partial(exchange_decode.row_parallel_linear, recording),
+        vocab_parallel_linear=partial(exchange_decode.vocab_parallel_linear, recording),
+        gather_logits=partial(exchange_decode.gather_logits, recording),
+        summed=partial(exchange_decode.summed, recording),
         hc_pre=partial(hc_decode.hc_pre, recording),
         hc_seam=partial(hc_decode.hc_seam, recording),
         hc_post=partial(hc_decode.hc_post, recording),
@@ -118,6 +124,7 @@ def prefill_ops(recording: Recording) -> Ops:
         linear=partial(linear_prefill.linear, recording),
         linear_rows=partial(linear_prefill.linear_rows, recording),
         grouped_linear=partial(linear_prefill.grouped_linear, recording),
+        **_parallel_products(recording, linear_prefill.linear),
         hc_pre=partial(hc_prefill.hc_pre, recording),
         hc_seam=partial(hc_prefill.hc_seam, recording),
         hc_post=partial(hc_prefill.hc_post, recording),
@@ -129,6 +136,22 @@ def prefill_ops(recording: Recording) -> Ops:
     )
 
 
+def _parallel_products(
+    recording: Recording, linear: exchange_prefill.Linear
+) -> dict[str, Callable[..., Any]]:
+    """The products of weights that are cut over ranks, by an implementation of ``linear``."""
+    return {
+        "row_parallel_linear": partial(
+            exchange_prefill.row_parallel_linear_with, linear, recording
+        ),
+        "vocab_parallel_linear": partial(
+            exchange_prefill.vocab_parallel_linear_with, linear, recording
+        ),
+        "gather_logits": exchange.gather_logits,
+        "summed": partial(exchange_prefill.summed, recording),
+    }
+
+
 def cutedsl_prefill_ops(recording: Recording) -> Ops:
     """``prefill_ops`` with the dense products of the CuTe DSL kernel where it takes them."""
     return replace(
@@ -136,6 +159,7 @@ def cutedsl_prefill_ops(recording: Recording) -> Ops:
         linear=partial(linear_cutedsl.linear, recording),
         linear_rows=partial(linear_cutedsl.linear_rows, recording),
         grouped_linear=partial(linear_cutedsl.grouped_linear, recording),
+        **_parallel_products(recording, linear_cutedsl.linear),
         moe=partial(moe_cutedsl.moe, recording),
     )
 
@@ -153,6 +177,7 @@ def native_prefill_ops(activations: ActivationMode) -> Callable[[Recording], Ops
             linear=partial(linear_form.linear, recording),
             linear_rows=partial(linear_form.linear_rows, recording),
             grouped_linear=partial(linear_form.grouped_linear, recording),
+            **_parallel_products(recording, linear_form.linear),
             moe=partial(moe_form.moe, recording),
         )
 

@@ -22,7 +22,8 @@ class HandOff:
         self.target = arrived.device
         self.arrived = arrived
         self._staged: Tensor | None = None
-        if not torch.cuda.can_device_access_peer(source, self.target):
+        apart = source != self.target
+        if apart and not torch.cuda.can_device_access_peer(source, self.target):
             _LOG.warning(
                 "no peer access from %s to %s: copies go through host memory", source, self.target
             )

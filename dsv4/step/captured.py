@@ -8,7 +8,9 @@ from typing import Literal
 
 import torch
 
-from dsv4.step.recorded import Part, Transfer
+from dsv4.caches.state import DecodeState
+from dsv4.step.lock_step import LockStep
+from dsv4.step.parts import AnyPart, Part
 from dsv4.step.step import Step
 
 Mode = Literal["split", "full"]
@@ -51,10 +53,12 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def region_of(part: Part | Transfer, mode: Mode) -> str | None:
+def region_of(part: AnyPart, mode: Mode) -> str | None:
     """The graph that a part belongs to; None: it is not captured."""
-    if isinstance(part, Transfer) or (mode == "split" and part.kind == "attention"):
+    if not isinstance(part, Part) or (mode == "split" and part.kind == "attention"):
         return None
+    if part.kind == "logits":
+        return "head"
     if part.layer is None:
         return part.name
     if mode == "full":
@@ -64,9 +68,7 @@ def region_of(part: Part | Transfer, mode: Mode) -> str | None:
     return f"layer {part.layer} graph B" if part.kind == "experts" else part.name
 
 
-def regions_of(
-    parts: Sequence[Part | Transfer], mode: Mode
-) -> list[tuple[str | None, list[Part | Transfer]]]:
+def regions_of(parts: Sequence[AnyPart], mode: Mode) -> list[tuple[str | None, list[AnyPart]]]:
     """Consecutive parts by region, those of a full graph named by their layers."""
     regions = []
     for (name, _), found in groupby(parts, lambda part: (region_of(part, mode), part_device(part))):
@@ -78,14 +80,14 @@ def regions_of(
     return regions
 
 
-def part_device(part: Part | Transfer) -> torch.device:
+def part_device(part: AnyPart) -> torch.device:
     """The device that queues a part."""
-    return part.source if isinstance(part, Transfer) else part.device
+    return part.device if isinstance(part, Part) else part.source
 
 
 class CapturedStep:
     """A step whose parts are replayed on ``streams``. ``regions`` names what was captured, in
-    order.
+    order; ``model`` and ``choice`` queue the model, and the choice of the next token, in turn.
     """
 
     def __init__(self, step: Step, streams: Streams, mode: Mode, pool: Pool) -> None:
@@ -94,20 +96,20 @@ class CapturedStep:
         self.regions: list[str] = []
         self._streams = streams
         self._pool = pool
-        self._model = self._capture(step.model_parts, mode)
-        self._sample = self._capture(step.sample_parts, mode)
+        self.model = self._capture(step.model_parts, mode)
+        self.choice = self._capture(step.sample_parts, mode)
 
     def run(self) -> None:
         """Queues the model on the streams, which the caller has made the current ones."""
-        for action in self._model:
+        for action in self.model:
             action()
 
     def sample(self) -> None:
         """Queues the choice of the next token in the same way."""
-        for action in self._sample:
+        for action in self.choice:
             action()
 
-    def _capture(self, parts: Sequence[Part | Transfer], mode: Mode) -> list[Callable[[], object]]:
+    def _capture(self, parts: Sequence[AnyPart], mode: Mode) -> list[Callable[[], object]]:
         actions: list[Callable[[], object]] = []
         for name, run in regions_of(parts, mode):
             if name is None:
@@ -120,10 +122,49 @@ class CapturedStep:
             actions.append(graph.replay)
         return actions
 
-    def _eager(self, part: Part | Transfer) -> None:
+    def _eager(self, part: AnyPart) -> None:
         self.step.run_part(part, self.step.tokens)
 
-    def _queue(self, parts: Sequence[Part | Transfer]) -> None:
+    def _queue(self, parts: Sequence[AnyPart]) -> None:
         for part in parts:
             assert isinstance(part, Part), "hand-offs are not captured"
             self.step.programs[part.device].run(self.step.tokens, part.start, part.stop)
+
+
+class CapturedRanks:
+    """The captured steps of all ranks, each on a device of its own: replayed region by region."""
+
+    def __init__(
+        self, step: LockStep, state: DecodeState, streams: Streams, mode: Mode, pool: Pool
+    ) -> None:
+        """As ``CapturedStep``. ``state``: of rank 0. Raises ``ValueError`` for ranks that share a
+        device: a graph that waits for another rank would be in front of that rank's.
+        """
+        devices = [rank.recorded.head for rank in step.ranks]
+        if len(set(devices)) < len(devices):
+            raise ValueError(f"ranks: found {len(devices)} on {devices[0]}, expected one each")
+        self.step = step
+        self._state = state
+        self._ranks = [CapturedStep(rank, streams, mode, pool) for rank in step.ranks]
+        self.regions = self._ranks[0].regions
+
+    def run(self) -> None:
+        """Queues the model. All ranks get a region before any gets the next one."""
+        self._state.begin_step()
+        _interleave([rank.model for rank in self._ranks])
+
+    def sample(self) -> None:
+        """Queues the choice of the next token, on every rank."""
+        _interleave([rank.choice for rank in self._ranks])
+
+
+def _interleave(ranks: Sequence[Sequence[Callable[[], object]]]) -> None:
+    """Of each region all ranks or none: an interruption would leave some waiting for the others."""
+    for actions in zip(*ranks, strict=True):
+        waiting = iter(actions)
+        try:
+            for action in waiting:
+                action()
+        finally:
+            for action in waiting:
+                action()

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +13,11 @@ from dsv4.layers.values import UNTRACED, ValueSink, Watch, completed_rows
 from dsv4.model import Outputs, PartKind, Transformer
 from dsv4.ops import Ops, noticing_nan
 from dsv4.sampling import Sampler, SamplerState, checked_token
+from dsv4.step.lock_step import JoinedValues
+from dsv4.step.meeting import Meeting, RankOps
 from dsv4.step.observer import Observer, open_part
+
+Result = TypeVar("Result")
 
 
 class DirectParts:
@@ -76,20 +82,28 @@ class DirectValues:
 class DirectSteps:
     """Every step of an engine, of any length. ``observer`` sees them."""
 
-    def __init__(self, model: Transformer, state: DecodeState, ops: Ops) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        state: DecodeState,
+        ops: Ops,
+        other_models: Sequence[Transformer] = (),
+    ) -> None:
+        """``other_models``: those of the other ranks, on ``state.others``."""
         self.model = model
         self.state = state
         self.ops = noticing_nan(ops, state.nan_1)
+        self._others = tuple(other_models)
         self.observer: Observer | None = None
         self._sampler = SamplerState.allocate(model.head_device)
 
     def run(self, token_ids: Sequence[int]) -> Tensor:
         """Appends tokens: final hidden states ``[T, E]``."""
-        return self._run(token_ids, UNTRACED, logits=False).hidden_TE
+        return self._run(token_ids, None, logits=False).hidden_TE
 
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """Appends tokens: float32 logits ``[T, V]``."""
-        logits_TV = self._run(token_ids, UNTRACED, logits=True).logits_TV
+        logits_TV = self._run(token_ids, None, logits=True).logits_TV
         assert logits_TV is not None
         return logits_TV
 
@@ -97,16 +111,14 @@ class DirectSteps:
         """``run`` that shows ``watch`` the values of each step."""
 
         def run(token_ids: Sequence[int]) -> Tensor:
-            values = DirectValues(watch, self.state, len(token_ids))
-            return self._run(token_ids, values, logits=False).hidden_TE
+            return self._run(token_ids, watch, logits=False).hidden_TE
 
         return run
 
     @torch.inference_mode()
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """float32 ``[T, V]`` of final hidden states."""
-        with self._head_part("head") as ops:
-            return self.model.head.logits(ops, hidden_TE)
+        return self._on_ranks(lambda rank, ops: self._rank_logits(rank, ops, hidden_TE))
 
     @torch.inference_mode()
     def sample(self, sampler: Sampler, logits_V: Tensor) -> int:
@@ -131,13 +143,47 @@ class DirectSteps:
             yield token
 
     @torch.inference_mode()
-    def _run(self, token_ids: Sequence[int], values: ValueSink, logits: bool) -> Outputs:
+    def _run(self, token_ids: Sequence[int], watch: Watch | None, logits: bool) -> Outputs:
         if self.observer is not None:
             self.observer.begin_step()
         tokens_T = torch.tensor(token_ids, dtype=torch.int64)
-        parts = DirectParts(self.ops, tokens_T, values, self.observer)
+        joined = None if watch is None else JoinedValues(watch.seen, len(self._models))
         self.state.advance(len(token_ids))
-        return self.model(parts, self.state, logits)
+
+        def run(rank: int, ops: Ops) -> Outputs:
+            values: ValueSink = UNTRACED
+            if watch is not None and joined is not None:
+                seen = Watch(joined.of(rank), watch.wants)
+                values = DirectValues(seen, self.state, len(token_ids))
+            parts = DirectParts(ops, tokens_T, values, self._observer_of(rank))
+            return self._models[rank](parts, self.state.ranks[rank], logits)
+
+        return self._on_ranks(run)
+
+    def _rank_logits(self, rank: int, ops: Ops, hidden_TE: Tensor) -> Tensor:
+        model = self._models[rank]
+        observer = self._observer_of(rank)
+        device = model.head_device
+        with open_part(ops, observer, "head", device) as head_ops:
+            ranks_logits = model.head.logits(head_ops, hidden_TE.to(device))
+        with open_part(ops, observer, "logits", device) as head_ops:
+            return head_ops.gather_logits(ranks_logits)
+
+    def _on_ranks(self, run: Callable[[int, Ops], Result]) -> Result:
+        """``run(rank, ops)`` of all ranks, side by side; the result of rank 0."""
+        if len(self._models) == 1:
+            return run(0, self.ops)
+        meeting = Meeting(len(self._models))
+        tables = [RankOps(self.ops, meeting, rank).table() for rank in range(len(self._models))]
+        return meeting.run([partial(run, rank, ops) for rank, ops in enumerate(tables)])[0]
+
+    @property
+    def _models(self) -> tuple[Transformer, ...]:
+        return (self.model, *self._others)
+
+    def _observer_of(self, rank: int) -> Observer | None:
+        """Who watches: of several ranks the first one."""
+        return self.observer if rank == 0 else None
 
     def _head_part(self, kind: PartKind) -> AbstractContextManager[Ops]:
         return open_part(self.ops, self.observer, kind, self.model.head_device)

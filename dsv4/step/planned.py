@@ -17,6 +17,9 @@ from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops import Packing
 from dsv4.ops.tables import RecordedTable
+from dsv4.parallel.placement import Placement
+from dsv4.parallel.rank_state import allocate_state
+from dsv4.parallel.sharding import local_config
 from dsv4.sampling import SamplerState
 from dsv4.step.recorded import RING_TOKENS, RecordedStep, StepRecorder, TokenLoopMemory, record_step
 from dsv4.weights.parameters import Parameter, Role
@@ -42,16 +45,20 @@ class PlannedSteps:
         stored: StoredFormats,
         table: RecordedTable,
         targets: Mapping[torch.device, Target],
-        layer_devices: tuple[torch.device, ...],
+        placement: Placement,
         max_context: int,
     ) -> "PlannedSteps":
-        """``stored``: every parameter with its format; ``layer_devices[l]`` will own layer l."""
+        """``stored``: every parameter with its format. With several ranks the steps are those of
+        rank 0, ``stored`` is what it holds, and ``config`` that of the whole model.
+        """
+        local = local_config(config, placement.ranks)
+        layer_devices = placement.of_rank(0).layer_devices
         weights = {
             parameter.name: planned_weight(parameter, format) for parameter, format in stored
         }
         dtype = COMPUTE_DTYPES[engine.compute_dtype]
-        model = Transformer.build(config, weights, table.packing, layer_devices, dtype)
-        state = DecodeState.allocate(config, engine, max_context, layer_devices, planned=True)
+        model = Transformer.build(local, weights, table.packing, layer_devices, dtype)
+        state = allocate_state(config, engine, max_context, placement, planned=True)
         lengths = {1, MAX_DECODE_TOKENS, prefill_tokens(engine, max_context)}
         steps = tuple(_record(model, state, table, targets, n) for n in sorted(lengths))
         return cls(steps, table.packing)

@@ -19,10 +19,12 @@ from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
 from dsv4.layers.values import UNTRACED, ValueSink
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.model import Outputs, PartKind, Transformer, part_name
+from dsv4.model import Outputs, PartKind, Transformer
 from dsv4.ops import Ops
+from dsv4.ops.exchange.decode import next_step
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
+from dsv4.step.parts import AnyPart, Part, Share, Transfer
 from dsv4.step.traced_values import KeptValue, TracedValues
 
 _LOG = logging.getLogger("dsv4")
@@ -32,41 +34,6 @@ CALL = "(torch or CuTe DSL)"
 
 # The host reads tokens a few steps behind the device, which stores them in a ring of this length.
 RING_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Part:
-    """A named part of a step: the items ``start`` to ``stop`` of its device's recording.
-
-    ``layer``: the layer that it belongs to. ``drains``: behind the part nothing reads what the
-    hand-off from this device brought.
-    """
-
-    kind: PartKind
-    device: torch.device
-    layer: int | None
-    start: int
-    stop: int
-    drains: torch.device | None = None
-
-    @property
-    def name(self) -> str:
-        """Its kind, with its layer."""
-        return part_name(self.kind, self.layer)
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A hand-off: ``tensor`` of ``source`` goes to the arrival memory of ``target``."""
-
-    source: torch.device
-    target: torch.device
-    tensor: Tensor
-
-    @property
-    def name(self) -> str:
-        """With the indices of the devices."""
-        return f"hand-off {self.source.index}→{self.target.index}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +56,7 @@ class RecordedStep:
 
     tokens: int
     head: torch.device
-    parts: tuple[Part | Transfer, ...]
+    parts: tuple[AnyPart, ...]
     recordings: Mapping[torch.device, Recording]
     outputs: Outputs
     values: Sequence[KeptValue]
@@ -149,10 +116,11 @@ class StepRecorder:
         self._inputs = inputs
         self._traced = traced
         self._recordings = {
-            device: Recording(targets[device], self._tokens, state.nan_1) for device in inputs
+            device: Recording(targets[device], self._tokens, state.nan_1, state.peers)
+            for device in inputs
         }
         self._ops = {device: table.on(recording) for device, recording in self._recordings.items()}
-        self._parts: list[Part | Transfer] = []
+        self._parts: list[AnyPart] = []
         self._undrained: torch.device | None = None
 
     @property
@@ -162,16 +130,24 @@ class StepRecorder:
 
     @contextmanager
     def part(self, kind: PartKind, device: torch.device, layer: int | None = None) -> Iterator[Ops]:
-        """Everything recorded inside belongs to this part."""
+        """Everything recorded inside belongs to this part, which is left out if it is nothing."""
         recording = self._recordings[device]
         start = len(recording.items)
         if self._traced is not None:
             self._traced.open(recording)
         yield self._ops[device]
+        if len(recording.items) == start:
+            return
         drains = self._undrained if kind == "experts" else None
         if drains is not None:
             self._undrained = None
         self._parts.append(Part(kind, device, layer, start, len(recording.items), drains))
+        self._parts += [Share(device, partial) for partial in recording.outgoing]
+        recording.outgoing.clear()
+
+    def recording(self, device: torch.device) -> Recording:
+        """What is recorded for ``device``."""
+        return self._recordings[device]
 
     def tokens(self, device: torch.device) -> Tensor:
         """The input of the step on ``device``."""
@@ -228,20 +204,18 @@ def record_logits(
     """Logits of final hidden states that lie in ``hidden_TE``, and the token sampled from the last
     row.
     """
-    recording = Recording(target, hidden_TE.shape[0])
-    ops = table.on(recording)
     head = model.head_device
-    logits_TV = recording.keep(model.head.logits(ops, hidden_TE))
-    logits_stop = len(recording.items)
-    parts = [Part("head", head, None, 0, logits_stop)]
+    recorder = StepRecorder(table, {head: target}, state, {head: hidden_TE})
+    with recorder.part("head", head) as ops:
+        next_step(recorder.recording(head))
+        ranks_logits = model.head.logits(ops, hidden_TE)
+    with recorder.part("logits", head) as ops:
+        logits_TV = ops.gather_logits(ranks_logits)
     token = None
     if hidden_TE.shape[0] == 1:
-        token = recording.keep(sample(ops, logits_TV, sampler, state.positions_1[head]))
-        parts.append(Part("sample", head, None, logits_stop, len(recording.items)))
-    outputs = Outputs(hidden_TE, logits_TV)
-    return RecordedStep(
-        hidden_TE.shape[0], head, tuple(parts), {head: recording}, outputs, (), token
-    )
+        with recorder.part("sample", head) as ops:
+            token = sample(ops, logits_TV, sampler, state.positions_1[head])
+    return recorder.finish(Outputs(hidden_TE, logits_TV), token, head)
 
 
 def sample(ops: Ops, logits_TV: Tensor, sampler: SamplerState, position_1: Tensor) -> Tensor:

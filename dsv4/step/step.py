@@ -11,13 +11,14 @@ from dsv4.layers.values import Seen, completed_rows
 from dsv4.parallel.hand_off import HandOff
 from dsv4.step.current_device import on_device
 from dsv4.step.observer import Observer
-from dsv4.step.recorded import Part, RecordedStep, Transfer
+from dsv4.step.parts import AnyPart, Part, Share, Transfer
+from dsv4.step.recorded import RecordedStep
 from dsv4.step.token_feed import TokenFeed
 
 HandOffs = Mapping[tuple[torch.device, torch.device], HandOff]
 
 
-def is_sample(part: Part | Transfer) -> bool:
+def is_sample(part: AnyPart) -> bool:
     """Whether it chooses the next token, which steps of given tokens leave out."""
     return isinstance(part, Part) and part.kind == "sample"
 
@@ -31,9 +32,10 @@ class Step:
         memory: Mapping[torch.device, Memory],
         hand_offs: HandOffs,
         feed: TokenFeed | None = None,
+        shares: Sequence[HandOff] = (),
     ) -> None:
         """A device without ``memory``, or with too little, gets memory of the step's own. ``feed``:
-        its input.
+        its input. ``shares``: the ways of a partial result to the other ranks.
         """
         self.recorded = recorded
         self.feed = feed
@@ -42,6 +44,7 @@ class Step:
             for device, recording in recorded.recordings.items()
         }
         self._hand_offs = hand_offs
+        self._shares = shares
         self.head_program = self.programs[recorded.head]
         self.model_parts = [part for part in recorded.parts if not is_sample(part)]
         self.sample_parts = [part for part in recorded.parts if is_sample(part)]
@@ -77,62 +80,64 @@ class Step:
 
     def run(self, tokens: int, observer: Observer | None = None) -> None:
         """Queues the model's parts for this many tokens."""
-        if observer is not None:
-            self._run_observed(self.model_parts, tokens, observer)
+        if observer is None:
+            for action in self._model:
+                action(tokens)
             return
-        for action in self._model:
-            action(tokens)
+        for part in self.model_parts:
+            self.run_part(part, tokens, observer)
 
     def sample(self, observer: Observer | None = None) -> None:
         """Queues the choice of the next token."""
-        if observer is not None:
-            self._run_observed(self.sample_parts, 1, observer)
-            return
         for part in self.sample_parts:
-            self.run_part(part, 1)
+            self.run_part(part, 1, observer)
 
-    def run_part(self, part: Part | Transfer, tokens: int) -> None:
-        """Queues one part."""
-        if isinstance(part, Transfer):
-            self.send(part, tokens)
+    def run_part(self, part: AnyPart, tokens: int, observer: Observer | None = None) -> None:
+        """Queues one part, item by item where somebody watches."""
+        if not isinstance(part, Part):
+            self._send_observed(part, tokens, observer)
             return
-        with torch.cuda.device(part.device):
-            self.programs[part.device].run(tokens, part.start, part.stop)
-        self._drain(part)
-
-    def send(self, transfer: Transfer, tokens: int) -> None:
-        """Queues a hand-off."""
-        streams_TME = self.programs[transfer.source].tensor(transfer.tensor)
-        self._hand_offs[transfer.source, transfer.target].send(streams_TME[:tokens])
-
-    def _run_observed(
-        self, parts: Sequence[Part | Transfer], tokens: int, observer: Observer
-    ) -> None:
-        """Queues parts item by item."""
-        for part in parts:
-            if isinstance(part, Transfer):
-                with observer.hand_off(part.source, part.target):
-                    self.send(part, tokens)
-                continue
-            program = self.programs[part.device]
+        program = self.programs[part.device]
+        if observer is None:
+            with torch.cuda.device(part.device):
+                program.run(tokens, part.start, part.stop)
+        else:
             with on_device(part.device), observer.part(part.name, part.device, part.layer):
                 for index, name in self.recorded.launched(part, tokens):
                     with observer.item(name):
                         program.run(tokens, index, index + 1)
-            self._drain(part)
+        self._drain(part)
+
+    def send(self, transfer: Transfer | Share, tokens: int) -> None:
+        """Queues a hand-off, or those of a partial result."""
+        rows = self.programs[transfer.source].tensor(transfer.tensor)[:tokens]
+        if isinstance(transfer, Transfer):
+            self._hand_offs[transfer.source, transfer.target].send(rows)
+            return
+        for share in self._shares:
+            share.send(rows)
+
+    def _send_observed(
+        self, transfer: Transfer | Share, tokens: int, observer: Observer | None
+    ) -> None:
+        if observer is None or isinstance(transfer, Share):
+            self.send(transfer, tokens)
+            return
+        with observer.hand_off(transfer.source, transfer.target):
+            self.send(transfer, tokens)
 
     def _drain(self, part: Part) -> None:
         if part.drains is not None:
             self._hand_offs[part.drains, part.device].drain()
 
-    def _actions(self, parts: Sequence[Part | Transfer]) -> list[Callable[[int], None]]:
+    def _actions(self, parts: Sequence[AnyPart]) -> list[Callable[[int], None]]:
         """Consecutive parts of one device run as one range; a part that drains a hand-off ends its
         range.
         """
         actions: list[Callable[[int], None]] = []
         ranges = 0
 
-        def group(part: Part | Transfer) -> tuple[object, int]:
+        def group(part: AnyPart) -> tuple[object, int]:
             nonlocal ranges
             key = (part.device, ranges) if isinstance(part, Part) else (part, ranges)
             ranges += isinstance(part, Part) and part.drains is not None

@@ -11,26 +11,19 @@ from torch import Tensor
 
 from dsv4.caches.state import DecodeState
 from dsv4.launch.compiler import compile_ahead
-from dsv4.launch.program import Memory
-from dsv4.launch.target import Target
 from dsv4.layers.values import Wants, Watch
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import RecordedTable
 from dsv4.parallel.hand_off import HandOff
-from dsv4.sampling import Sampler, SamplerState, checked_token
+from dsv4.sampling import Sampler, checked_token
+from dsv4.step.lock_step import AnyStep, JoinedValues, LockStep, Rings, Samplers
 from dsv4.step.observer import Observer
-from dsv4.step.recorded import (
-    RecordedStep,
-    StepRecorder,
-    TokenLoopMemory,
-    log_unusual_kernels,
-    record_logits,
-    record_step,
-)
+from dsv4.step.rank_steps import RankSteps
+from dsv4.step.recorded import RecordedStep, log_unusual_kernels
 from dsv4.step.step import Step
 from dsv4.step.token_feed import TokenFeed
-from dsv4.step.token_loop import TokenLoop, TokenRing
+from dsv4.step.token_loop import TokenLoop
 from dsv4.step.traced_values import TracedValues
 
 Progress = Callable[[int, int], None]
@@ -48,47 +41,52 @@ class RecordedSteps:
         table: RecordedTable,
         prefill_tokens: int,
         compiling: Progress | None = None,
+        other_models: Sequence[Transformer] = (),
     ) -> None:
         """Records the decode step of one token and the prefill step of up to ``prefill_tokens``,
         compiles their kernels (``compiling(done, total)`` is told) and gives them memory. Other
         lengths are built when they are first run.
+
+        ``other_models``: those of the other ranks, on ``state.others``.
         """
         self.model = model
         self.state = state
         self.table = table
         self.observer: Observer | None = None
         self.head = model.head_device
-        self._targets = {device: Target.of(device) for device in state.devices}
-        self.hand_offs = {
-            (source, target): HandOff(source, arrived)
-            for (source, target), arrived in state.arrivals.items()
-        }
-        self.sampler = SamplerState.allocate(self.head)
-        self.ring = TokenRing(self.head)
+        models = (model, *other_models)
+        self.ranks = [
+            RankSteps(rank_model, rank_state, table, shares)
+            for rank_model, rank_state, shares in zip(
+                models, state.ranks, shares_of(state), strict=True
+            )
+        ]
+        first = self.ranks[0]
+        alone = len(self.ranks) == 1
+        self.sampler = first.sampler if alone else Samplers([rank.sampler for rank in self.ranks])
+        self.ring = first.ring if alone else Rings([rank.ring for rank in self.ranks])
         self._prefill_tokens = prefill_tokens
-        self._memory: dict[torch.device, Memory] = {}
-        self._steps: dict[int, Step] = {}
-        self._logits: dict[int, tuple[Step, Tensor]] = {}
+        self._steps: dict[int, AnyStep] = {}
+        self._logits: dict[int, tuple[AnyStep, list[Tensor]]] = {}
         lengths = [1, MAX_DECODE_TOKENS]
         if prefill_tokens > MAX_DECODE_TOKENS:
             lengths.append(prefill_tokens)
-        recorded = {tokens: self._record(tokens) for tokens in lengths}
-        kernels = {kernel for step, _ in recorded.values() for kernel in step.kernels()}
-        compile_ahead(kernels, compiling)
-        log_unusual_kernels([step for step, _ in recorded.values()])
-        sizes = [step.workspace_bytes() for step, _ in recorded.values()]
-        for device in state.devices:
-            self._memory[device] = Memory(device, max(size[device] for size in sizes))
+        recorded = {tokens: [rank.record(tokens) for rank in self.ranks] for tokens in lengths}
+        steps = [step for ranks in recorded.values() for step, _ in ranks]
+        compile_ahead({kernel for step in steps for kernel in step.kernels()}, compiling)
+        log_unusual_kernels(steps)
+        for index, rank in enumerate(self.ranks):
+            rank.allocate(ranks[index][0] for ranks in recorded.values())
         # The step of 8 tokens says how much memory decoding takes at most; it is built when it is
         # first run.
         del recorded[MAX_DECODE_TOKENS]
-        for tokens, (step, feed) in recorded.items():
-            self._steps[tokens] = Step(step, self._memory, self.hand_offs, feed)
+        for tokens, found in recorded.items():
+            self._steps[tokens] = self._ready(found)
         self.loop = TokenLoop(self.step(1), state, self.sampler, self.ring)
         # The first token of a prompt comes of it: nothing is built inside the first ``generate``.
         self._logits_step(1)
 
-    def step(self, tokens: int) -> Step:
+    def step(self, tokens: int) -> AnyStep:
         """The step that runs this many tokens: of exactly as many up to 8, else the prefill step.
 
         With ops of torch among its own a prefill step serves one length; only the last one is kept.
@@ -101,9 +99,9 @@ class RecordedSteps:
             self._steps[length] = self._build(length)
         return self._steps[length]
 
-    def traced_step(self, tokens: int, wants: Wants) -> Step:
+    def traced_step(self, tokens: int, wants: Wants) -> AnyStep:
         """A decode step that keeps its values on the device (``Step.show``)."""
-        return self._build(tokens, TracedValues(wants, self.state))
+        return self._build(tokens, [TracedValues(wants, self.state) for _ in self.ranks])
 
     @torch.inference_mode()
     def run(self, token_ids: Sequence[int]) -> Tensor:
@@ -117,13 +115,17 @@ class RecordedSteps:
 
     def traced(self, watch: Watch) -> Callable[[Sequence[int]], Tensor]:
         """``run`` in steps of their own, which show ``watch`` their values."""
-        built: dict[int, Step] = {}
+        built: dict[int, AnyStep] = {}
 
         @torch.inference_mode()
         def run(token_ids: Sequence[int]) -> Tensor:
             length = self._length(len(token_ids))
             if length not in built:
-                traced = TracedValues(watch.wants, self.state, watch.seen)
+                joined = JoinedValues(watch.seen, len(self.ranks))
+                traced = [
+                    TracedValues(watch.wants, self.state, joined.of(rank))
+                    for rank in range(len(self.ranks))
+                ]
                 built[length] = self._build(length, traced, logits=False)
             return self._run(built[length], token_ids).hidden_TE[: len(token_ids)]
 
@@ -131,8 +133,14 @@ class RecordedSteps:
 
     @torch.inference_mode()
     def logits(self, hidden_TE: Tensor) -> Tensor:
-        """float32 ``[T, V]`` of final hidden states, overwritten by the next step."""
-        return self._run_logits(hidden_TE).logits_TV[: hidden_TE.shape[0]]
+        """float32 ``[T, V]`` of final hidden states, overwritten by the next step. Several ranks
+        exchange those of at most 8 tokens at a time.
+        """
+        if len(self.ranks) == 1 or hidden_TE.shape[0] <= MAX_DECODE_TOKENS:
+            return self._run_logits(hidden_TE).logits_TV[: hidden_TE.shape[0]]
+        # The logits may overwrite the hidden states.
+        parts = hidden_TE.clone().split(MAX_DECODE_TOKENS)
+        return torch.cat([self.logits(rows_TE).clone() for rows_TE in parts])
 
     @torch.inference_mode()
     def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:
@@ -157,37 +165,33 @@ class RecordedSteps:
         with closing(self.loop.generate(token, sampler, steps, run, sample)) as tokens:
             yield from tokens
 
-    def _run(self, step: Step, token_ids: Sequence[int]) -> Step:
+    def _run(self, step: AnyStep, token_ids: Sequence[int]) -> AnyStep:
         assert step.feed is not None
         step.feed.put(token_ids)
         self.state.advance(len(token_ids))
         self._queue(step, len(token_ids))
         return step
 
-    def _queue(self, step: Step, tokens: int) -> None:
+    def _queue(self, step: AnyStep, tokens: int) -> None:
         if self.observer is not None:
             self.observer.begin_step()
         step.run(tokens, self.observer)
 
-    def _run_logits(self, hidden_TE: Tensor) -> Step:
+    def _run_logits(self, hidden_TE: Tensor) -> AnyStep:
         rows = hidden_TE.shape[0]
-        step, rows_TE = self._logits_step(rows)
-        rows_TE[:rows].copy_(hidden_TE)
+        step, inputs = self._logits_step(rows)
+        for rows_TE in inputs:
+            rows_TE[:rows].copy_(hidden_TE)
         step.run(rows, self.observer)
         return step
 
-    def _logits_step(self, rows: int) -> tuple[Step, Tensor]:
-        """The step for the logits of this many hidden states, and its input."""
+    def _logits_step(self, rows: int) -> tuple[AnyStep, list[Tensor]]:
+        """The step for the logits of this many hidden states, and its inputs by rank."""
         length = rows if rows <= MAX_DECODE_TOKENS else max(rows, self._prefill_tokens)
         if length not in self._logits:
-            embed = self.model.embed
-            shape = (length, embed.table_VE.shape[1])
-            rows_TE = torch.empty(shape, dtype=embed.compute_dtype, device=self.head)
-            recorded = record_logits(
-                self.model, self.table, self._targets[self.head], rows_TE, self.state, self.sampler
-            )
-            memory = self._memory if length <= MAX_DECODE_TOKENS else {}
-            self._logits[length] = Step(recorded, memory, {}), rows_TE
+            built = [rank.logits_step(length) for rank in self.ranks]
+            step = self._joined([step for step, _ in built])
+            self._logits[length] = step, [rows_TE for _, rows_TE in built]
         return self._logits[length]
 
     def _length(self, tokens: int) -> int:
@@ -195,19 +199,36 @@ class RecordedSteps:
         exact = self.table.exact or tokens <= MAX_DECODE_TOKENS
         return tokens if exact else self._prefill_tokens
 
-    def _build(self, tokens: int, traced: TracedValues | None = None, logits: bool = True) -> Step:
-        recorded, feed = self._record(tokens, traced, logits)
-        compile_ahead(recorded.kernels())
-        keeps = traced is not None and traced.keeps
-        memory = {} if keeps else self._memory
-        return Step(recorded, memory, self.hand_offs, feed)
+    def _build(
+        self, tokens: int, traced: Sequence[TracedValues] | None = None, logits: bool = True
+    ) -> AnyStep:
+        """``traced``: where the values of each rank go."""
+        ranks_traced = traced or [None] * len(self.ranks)
+        recorded = [
+            rank.record(tokens, values, logits)
+            for rank, values in zip(self.ranks, ranks_traced, strict=True)
+        ]
+        compile_ahead({kernel for step, _ in recorded for kernel in step.kernels()})
+        return self._ready(recorded, apart=traced is not None and traced[0].keeps)
 
-    def _record(
-        self, tokens: int, traced: TracedValues | None = None, logits: bool = True
-    ) -> tuple[RecordedStep, TokenFeed]:
-        feed = TokenFeed(self.state.devices, self.head, tokens)
-        recorder = StepRecorder(self.table, self._targets, self.state, feed.inputs, traced)
-        has_logits = logits and tokens <= MAX_DECODE_TOKENS
-        one = has_logits and tokens == 1
-        loop = TokenLoopMemory(self.sampler, self.ring.tokens) if one else None
-        return record_step(self.model, self.state, recorder, has_logits, loop), feed
+    def _ready(
+        self, recorded: Sequence[tuple[RecordedStep, TokenFeed]], apart: bool = False
+    ) -> AnyStep:
+        pairs = zip(self.ranks, recorded, strict=True)
+        return self._joined([rank.ready(step, feed, apart) for rank, (step, feed) in pairs])
+
+    def _joined(self, steps: list[Step]) -> AnyStep:
+        return steps[0] if len(steps) == 1 else LockStep(steps, self.state)
+
+
+def shares_of(state: DecodeState) -> list[list[HandOff]]:
+    """The ways of every rank's partial results to the other ranks."""
+    heads = [rank.devices[-1] for rank in state.ranks]
+    return [
+        [
+            HandOff(heads[source], target.peers.arrived_NTE[source])
+            for rank, target in enumerate(state.ranks)
+            if rank != source and target.peers is not None
+        ]
+        for source in range(len(heads))
+    ]

@@ -57,7 +57,7 @@ MEANT = {
         "dsv4/step/token_feed.py", "TokenFeed.put", "synchronize"
     ): "pinned memory is written again only when its copy of four steps ago has been read",
     Place(
-        "dsv4/step/token_loop.py", "TokenRing.read", "synchronize"
+        "dsv4/step/token_ring.py", "TokenRing.read", "synchronize"
     ): "the caller asks for a token; later steps are queued",
     Place(
         "dsv4/logprobs.py", "TokenLogprobs.of", "tolist"

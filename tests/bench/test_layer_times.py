@@ -7,7 +7,7 @@ from dsv4.checkpoint import geometry_config
 from dsv4.config import ModelConfig
 from dsv4.launch.recording import storage_key
 from dsv4.launch.workspace import lay_out
-from dsv4.step.recorded import Part
+from dsv4.step.parts import Part
 from tests.launch.simulated_memory import assert_buffers_survive
 from tests.step.planned_model import GPUS, PlannedModel, geometry
 

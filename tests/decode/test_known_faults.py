@@ -119,8 +119,9 @@ def test_spec11_j72_j73_a_workspace_of_nan_between_steps_changes_no_bit(
     caches = snapshot(eager)
 
     def poison_workspace() -> None:
-        for memory in steps_of(graph)._memory.values():
-            memory.bytes.fill_(0xFF)
+        for rank in steps_of(graph).ranks:
+            for memory in rank.memory.values():
+                memory.bytes.fill_(0xFF)
 
     assert_same_logits(mixed_steps(graph, poison_workspace), expected)
     assert_same_state(snapshot(graph), caches)

@@ -7,7 +7,8 @@ from dsv4.launch.recording import Call, Launch, Recording
 from dsv4.launch.signature import Signature
 from dsv4.launch.target import Target
 from dsv4.model import Outputs
-from dsv4.step.recorded import Part, RecordedStep, Transfer
+from dsv4.step.parts import Part, Transfer
+from dsv4.step.recorded import RecordedStep
 
 
 def recorded_step(first: torch.device, second: torch.device) -> RecordedStep:

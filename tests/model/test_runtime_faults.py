@@ -19,7 +19,7 @@ from dsv4.checkpoint import tiny_config, write_synthetic
 from dsv4.ops import TORCH
 from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.weights.parameters import MtpKind, parameters
-from dsv4.weights.quant import QuantTensor
+from dsv4.weights.quant import QuantTensor, Weight
 from tests.model.tiny import random_ids, small_config, tiny_engine
 
 GREEDY = SamplingParams(temperature=0)
@@ -78,12 +78,12 @@ def test_spec11_f40_nan_of_one_sequence_does_not_reach_the_next(kv_dtype: str) -
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(seed=3)], ids=["greedy", "sampled"])
 def test_spec11_f40_generation_stops_at_the_first_nan(sampling: SamplingParams) -> None:
-    def broken_head(x: Tensor, weight: QuantTensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        y = TORCH.linear(x, weight, out_dtype)
-        y[:, 3] = math.nan if y.shape[-1] == 89 and engine.position > 12 else y[:, 3]
-        return y
+    def broken_head(hidden_TE: Tensor, weight: Weight) -> Tensor:
+        logits_TV = TORCH.vocab_parallel_linear(hidden_TE, weight)
+        logits_TV[:, 3] = math.nan if engine.position > 12 else logits_TV[:, 3]
+        return logits_TV
 
-    engine = tiny_engine(ops=dataclasses.replace(TORCH, linear=broken_head))
+    engine = tiny_engine(ops=dataclasses.replace(TORCH, vocab_parallel_linear=broken_head))
     run = engine.generate(random_ids(10), 9, sampling, frozenset())
     produced = [next(run) for _ in range(3)]
     with pytest.raises(FloatingPointError, match="NaN in logits at position 12"):

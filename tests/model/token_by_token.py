@@ -23,6 +23,8 @@ PER_TOKEN_OPERANDS = {
     "linear": (0,),
     "linear_rows": (0,),
     "grouped_linear": (0,),
+    "row_parallel_linear": (0,),
+    "vocab_parallel_linear": (0,),
     "hc_pre": (0,),
     "hc_seam": (0, 1, 2, 3),
     "hc_post": (0, 1, 2, 3),

@@ -26,17 +26,10 @@ from dsv4.ops.trees import tensors_in
 from dsv4.parallel.placement import Placement
 from dsv4.plan import max_context_tokens
 from dsv4.sampling import SamplerState
+from dsv4.step.parts import AnyPart, Part, Transfer
 from dsv4.step.planned import StoredFormats, planned_weight
-from dsv4.step.recorded import (
-    Part,
-    RecordedStep,
-    StepRecorder,
-    TokenLoopMemory,
-    Transfer,
-    record_step,
-)
+from dsv4.step.recorded import RING_TOKENS, RecordedStep, StepRecorder, TokenLoopMemory, record_step
 from dsv4.step.step import Step
-from dsv4.step.token_loop import RING_TOKENS
 from dsv4.step.traced_values import TracedValues
 from dsv4.weights.parameters import parameters
 
@@ -162,13 +155,13 @@ def compute_parts(step: RecordedStep) -> list[Part]:
     return [part for part in step.parts if isinstance(part, Part)]
 
 
-def items_of(parts: Iterable[Part | Transfer]) -> list[tuple[Any, ...]]:
+def items_of(parts: Iterable[AnyPart]) -> list[tuple[Any, ...]]:
     """Every item by device and index, and every hand-off by its devices, in order."""
     found: list[tuple[Any, ...]] = []
     for part in parts:
         if isinstance(part, Transfer):
             found.append((part.source, part.target))
-        else:
+        elif isinstance(part, Part):
             found += [(part.device, index) for index in range(part.start, part.stop)]
     return found
 

@@ -10,6 +10,7 @@ from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.workspace import lay_out
 from dsv4.ops.tables import CUDA_TABLE
+from dsv4.parallel.placement import Placement
 from dsv4.step.planned import PlannedSteps, planned_weight
 from dsv4.weights.parameters import Role, parameters
 from dsv4.weights.quant import QuantTensor
@@ -18,7 +19,7 @@ from tests.step.planned_model import GPUS, TARGETS, PlannedModel, demo, geometry
 
 CONFIG = ModelConfig.from_dict(geometry_config("v4-flash", 6))
 STORED = [(p, format_in("nvfp4-experts", p)) for p in parameters(CONFIG).values()]
-TWO_GPUS = (*[GPUS[0]] * 3, *[GPUS[1]] * 3)
+TWO_GPUS = Placement.of_layers((*[GPUS[0]] * 3, *[GPUS[1]] * 3))
 
 
 def planned_steps(engine: EngineConfig, max_context: int = 4096) -> PlannedSteps:

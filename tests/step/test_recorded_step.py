@@ -10,7 +10,8 @@ from dsv4.config import layer_kinds
 from dsv4.launch.recording import Call, Launch, storage_key
 from dsv4.ops.tables import CUDA_TABLE, CUTEDSL_TABLE, swap_ops
 from dsv4.ops.trees import tensors_in
-from dsv4.step.recorded import CALL, Part, RecordedStep, Transfer
+from dsv4.step.parts import AnyPart, Part, Transfer
+from dsv4.step.recorded import CALL, RecordedStep
 from tests.step.planned_model import PlannedModel, compute_parts, demo, geometry
 
 PLANNED = {
@@ -62,9 +63,9 @@ def test_parts_are_named_in_the_order_of_the_model(
     planned: PlannedModel, step: RecordedStep
 ) -> None:
     found = [
-        (part.name, part.source, None)
-        if isinstance(part, Transfer)
-        else (part.name, part.device, part.layer)
+        (part.name, part.device, part.layer)
+        if isinstance(part, Part)
+        else (part.name, part.source, None)
         for part in step.parts
     ]
     assert found == expected_parts(planned)
@@ -140,8 +141,8 @@ def part_ends(transfer: Transfer) -> tuple[torch.device, torch.device]:
     return transfer.source, transfer.target
 
 
-def reads(step: RecordedStep, part: Part | Transfer, key: int) -> bool:
-    if isinstance(part, Transfer):
+def reads(step: RecordedStep, part: AnyPart, key: int) -> bool:
+    if not isinstance(part, Part):
         return False
     items = step.recordings[part.device].items[part.start : part.stop]
     return any(storage_key(tensor) == key for item in items for tensor in item.tensors)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4.layers.values import value_names
 from dsv4.step import captured
 from dsv4.step.captured import CapturedStep, Mode, regions_of
-from dsv4.step.recorded import Part, Transfer
+from dsv4.step.parts import Part
 from dsv4.step.step import Step
 from dsv4.trace.steps import ShownValues
 from tests.step.planned_model import (
@@ -133,7 +133,7 @@ def test_regions_hold_everything_but_attention_and_hand_offs(
     assert [part for _, run in regions for part in run] == list(parts)
     outside = [part for name, run in regions if name is None for part in run]
     assert all(
-        isinstance(part, Transfer) or (mode == "split" and part.kind == "attention")
+        not isinstance(part, Part) or (mode == "split" and part.kind == "attention")
         for part in outside
     )
     inside = [part for name, run in regions if name is not None for part in run]

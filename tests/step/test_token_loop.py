@@ -12,7 +12,8 @@ from dsv4.caches.state import DecodeState
 from dsv4.limits import STEPS_AHEAD
 from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.sampling import Sampler, SamplingParams
-from dsv4.step.token_loop import RING_TOKENS, TokenLoop
+from dsv4.step.recorded import RING_TOKENS
+from dsv4.step.token_loop import TokenLoop
 
 GREEDY = Sampler(SamplingParams(temperature=0))
 START = 100

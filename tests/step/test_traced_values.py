@@ -28,7 +28,11 @@ def test_a_traced_step_launches_what_the_step_does(tokens: int) -> None:
     seen = TracedValues(lambda name: True, planned.state, lambda name, rows: None)
     shown = planned.record(tokens, seen)
     assert shown.values == ()
-    for before, *traced in zip(*map(compute_parts, (plain, kept, shown)), strict=True):
+    parts = [
+        [part for part in compute_parts(step) if set(step.launches(part)) != {CALL}]
+        for step in (plain, kept, shown)
+    ]
+    for before, *traced in zip(*parts, strict=True):
         for step, part in zip((kept, shown), traced, strict=True):
             launches = [name for name in step.launches(part) if name != CALL]
             assert launches == plain.launches(before)

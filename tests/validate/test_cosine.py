@@ -57,7 +57,7 @@ def test_one_large_token_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatc
     ("swap", "message"),
     [
         ("moe", "found 'moe', expected OP=torch or OP=cuda"),
-        ("mo=torch", "found op 'mo', expected one of embed, grouped_linear"),
+        ("mo=torch", "found op 'mo', expected one of embed, gather_logits, grouped_linear"),
         ("moe=cuda", "found moe=cuda in the torch ops"),
     ],
 )

@@ -3,7 +3,14 @@
 from dsv4.launch.kernel import ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.ops.hyper_connection.recorded_ops import RecordedOps
-from dsv4.ops.hyper_connection.seam import Seam, SeamShapes, finish_shape, mix_shape, mix_splits
+from dsv4.ops.hyper_connection.seam import (
+    Seam,
+    SeamShapes,
+    finish_shape,
+    mix_shape,
+    mix_splits,
+    words_of,
+)
 
 # Four blocks share a token in hc_finish, which shortens their loads: 3.07 to 2.35 µs for Pro, and
 # eight are no better. Narrow streams of fewer than 256 accesses have nothing to share.
@@ -19,7 +26,9 @@ def _shapes(recording: Recording, seam: Seam) -> SeamShapes:
     multiprocessors = recording.target.multiprocessors
     splits = mix_splits(seam, multiprocessors)
     # From 3 tokens on blocks have two tokens each, which share the weights of fn in registers.
-    mix = mix_shape(seam, multiprocessors, tokens, block_tokens=1 if tokens <= 2 else 2)
+    words = words_of(recording, seam.incoming and seam.incoming.y).defines
+    block_tokens = 1 if tokens <= 2 else 2
+    mix = mix_shape(seam, multiprocessors, tokens, block_tokens, words)
     accesses = ceil_div(seam.width, seam.finish_columns())
     blocks = _FINISH_BLOCKS if accesses >= _SHARED_ACCESSES else 1
     finish = finish_shape(seam, tokens, splits, blocks, _MOST_WORKERS)

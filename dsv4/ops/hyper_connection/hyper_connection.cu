@@ -2,13 +2,15 @@
 // the (rounded) streams.
 //
 // Defines: STREAMS (M), MIXES (rows of fn), POST (1: mix y into the streams first, 0: read them),
-// COUNT columns per access (4 or 1), PER_LANE accesses per lane, TOKENS per block.
+// COUNT columns per access (4 or 1), PER_LANE accesses per lane, TOKENS per block, RANKS (above 1:
+// y comes as words of all ranks, exchange.cuh).
 //
 // A block owns PER_LANE · 32 / M neighbouring groups of COUNT columns of all M streams; every warp
 // visits all of them for its own rows of fn, whose values wait in registers before the dependency
 // on the kernel before is met. So no step crosses warps: one shuffle reduction per row ends in
 // partials[token][row][block]. hyper_connection_finish.cu adds them.
 #include "columns.cuh"
+#include "exchange.cuh"
 
 constexpr int WARPS = 8;
 constexpr int ROWS = (MIXES + WARPS - 1) / WARPS;
@@ -34,8 +36,9 @@ __device__ __forceinline__ Place place(int access, int lane, int width) {
 }
 
 __device__ __forceinline__ void load_inputs(Inputs& in, const Place (&at)[PER_LANE], const bf16* y,
-                                            const bf16* streams, const float* post,
-                                            const float* comb, int64 token, int width) {
+                                            const Inbox& inbox, const bf16* streams,
+                                            const float* post, const float* comb, int64 token,
+                                            int width) {
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
         const bf16* row = streams + token * STREAMS * width + at[i].column;
@@ -43,7 +46,13 @@ __device__ __forceinline__ void load_inputs(Inputs& in, const Place (&at)[PER_LA
 #pragma unroll
         for (int j = 0; j < STREAMS; j++)
             in.stream[i][j] = load_columns<COUNT>(row + (int64)j * width);
+#if RANKS > 1
+        float sums[COUNT];
+        inbox.sum(token * width + at[i].column, sums);
+        in.y[i] = round_columns(sums);
+#else
         in.y[i] = load_columns<COUNT>(y + token * width + at[i].column);
+#endif
         in.post[i] = post[token * STREAMS + at[i].stream];
 #pragma unroll
         for (int j = 0; j < STREAMS; j++)
@@ -75,7 +84,8 @@ __device__ __forceinline__ Columns<COUNT> new_stream(const Inputs& in, int i) {
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     hc_mix(const bf16* y, const bf16* streams, const float* post, const float* comb,
-           const float* fn, bf16* streams_out, float* partials, int tokens, int width) {
+           const float* fn, bf16* streams_out, float* partials, const int64* peers, int64 slot,
+           int exchange, int tokens, int width) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     Place at[PER_LANE];
     float weights[PER_LANE][ROWS][COUNT];
@@ -98,11 +108,13 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     pdl_launch();
     pdl_wait();
     const int first = blockIdx.y * TOKENS, last = min(first + TOKENS, tokens);
+    const Inbox inbox(peers, slot, (int64)tokens * width, exchange);
     Inputs next;
-    load_inputs(next, at, y, streams, post, comb, first, width);
+    load_inputs(next, at, y, inbox, streams, post, comb, first, width);
     for (int token = first; token < last; token++) {
         const Inputs in = next;
-        if (token + 1 < last) load_inputs(next, at, y, streams, post, comb, token + 1, width);
+        if (token + 1 < last)
+            load_inputs(next, at, y, inbox, streams, post, comb, token + 1, width);
         float sums[ROWS] = {}, squares = 0.0f;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {

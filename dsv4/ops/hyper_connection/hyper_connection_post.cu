@@ -1,9 +1,11 @@
 // x'_k = post_k · y + Σ_j comb_jk · x_j of every token. Defines: STREAMS (M), COUNT columns per
-// thread (8 or 1).
+// thread (8 or 1), RANKS (above 1: y comes as words of all ranks, exchange.cuh).
 #include "columns.cuh"
+#include "exchange.cuh"
 
 extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const float* post,
-                                   const float* comb, bf16* out, int width) {
+                                   const float* comb, bf16* out, const int64* peers,
+                                   int64 slot, int exchange, int width) {
     pdl_launch();
     pdl_wait();
     const int64 token = blockIdx.y;
@@ -13,7 +15,13 @@ extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const flo
 #pragma unroll
     for (int j = 0; j < STREAMS; j++)
         stream[j] = load_columns<COUNT>(streams + (token * STREAMS + j) * width + column_0);
+#if RANKS > 1
+    float sums[COUNT];
+    Inbox(peers, slot, (int64)gridDim.y * width, exchange).sum(token * width + column_0, sums);
+    const Columns<COUNT> added = round_columns(sums);
+#else
     const Columns<COUNT> added = load_columns<COUNT>(y + token * width + column_0);
+#endif
 #pragma unroll
     for (int k = 0; k < STREAMS; k++) {
         const float share = post[token * STREAMS + k];

@@ -31,6 +31,7 @@ def _shapes(recording: Recording, seam: Seam) -> SeamShapes:
         lambda tokens: _tile_shape(seam, tokens, splits(tokens)),
         lambda tokens: finish_shape(seam, tokens, splits(tokens), 1, _MOST_WORKERS),
         max(min(tokens, recording.tokens) * splits(tokens) for tokens in tiles),
+        mix_takes_words=False,
     )
 
 

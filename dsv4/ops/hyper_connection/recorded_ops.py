@@ -16,6 +16,8 @@ from torch import Tensor
 
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording, is_aligned
+from dsv4.ops.exchange.prefill import CopiedSum, summed
+from dsv4.ops.exchange.words import WordSum
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
 from dsv4.ops.hyper_connection.seam import (
     Incoming,
@@ -24,13 +26,18 @@ from dsv4.ops.hyper_connection.seam import (
     check_incoming,
     check_streams,
     checked_seam,
+    is_aligned_result,
     memory_columns,
+    words_of,
 )
+
+Result = Tensor | WordSum | CopiedSum
 
 
 @dataclass(frozen=True)
 class RecordedOps:
-    """The ops of ``dsv4.ops.hyper_connection`` for 1 to 8 bfloat16 streams.
+    """The ops of ``dsv4.ops.hyper_connection`` for 1 to 8 bfloat16 streams. A sublayer's result may
+    be on its way from the ranks, as words or as copies.
 
     ``shapes``: of the two launches of a seam. ``post_threads``: of a block of ``hc_post``. Every op
     raises ``ValueError`` for a dtype, shape or layout that the kernels do not take.
@@ -54,7 +61,7 @@ class RecordedOps:
     def hc_seam(
         self,
         recording: Recording,
-        y_TE: Tensor,
+        y_TE: Result,
         streams_TME: Tensor,
         post_TM: Tensor,
         comb_TMM: Tensor,
@@ -62,10 +69,11 @@ class RecordedOps:
         norm_weight: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``dsv4.ops.hyper_connection.hc_seam``; the streams are written to new memory."""
-        incoming = Incoming(y_TE, post_TM, comb_TMM)
-        seam = checked_seam(streams_TME, incoming, weights, norm_weight)
+        found = Incoming(_arrived(recording, y_TE), post_TM, comb_TMM)
+        seam = checked_seam(streams_TME, found, weights, norm_weight)
+        tokens, _, width = streams_TME.shape
         new_streams_TME = recording.empty_like(streams_TME)
-        x_TE = recording.empty_like(y_TE)
+        x_TE = recording.empty((tokens, width), torch.bfloat16)
         new_post_TM = recording.empty_like(post_TM)
         new_comb_TMM = recording.empty_like(comb_TMM)
         out = _Outgoing(new_streams_TME, x_TE, new_post_TM, new_comb_TMM)
@@ -85,39 +93,44 @@ class RecordedOps:
     def hc_post(
         self,
         recording: Recording,
-        y_TE: Tensor,
+        y_TE: Result,
         streams_TME: Tensor,
         post_TM: Tensor,
         comb_TMM: Tensor,
     ) -> Tensor:
         """``dsv4.ops.hyper_connection.hc_post``."""
         check_streams(streams_TME)
-        check_incoming(Incoming(y_TE, post_TM, comb_TMM), streams_TME)
+        y = _arrived(recording, y_TE)
+        check_incoming(Incoming(y, post_TM, comb_TMM), streams_TME)
         _, streams, width = streams_TME.shape
-        count = memory_columns(8, width, is_aligned(y_TE) and is_aligned(streams_TME))
-        defines = ("STREAMS", streams), ("COUNT", count)
+        words = words_of(recording, y)
+        count = memory_columns(8, width, is_aligned_result(y) and is_aligned(streams_TME))
+        defines = ("STREAMS", streams), ("COUNT", count), *words.defines
         kernel = Kernel("hyper_connection/hyper_connection_post", "hc_post", defines)
         blocks = ceil_div(width, count * self.post_threads)
         out_TME = recording.empty_like(streams_TME)
         recording.launch(
             lambda tokens: Shape(kernel, (blocks, tokens), self.post_threads),
-            y=y_TE,
+            y=y if isinstance(y, Tensor) else None,
             streams=streams_TME,
             post=post_TM,
             comb=comb_TMM,
             out=out_TME,
+            **words.arguments,
             width=width,
         )
         return out_TME
 
     def _record(self, recording: Recording, seam: Seam, out: "_Outgoing") -> None:
+        words = words_of(recording, None if seam.incoming is None else seam.incoming.y)
         shapes = self.shapes(recording, seam)
         partials = recording.empty((shapes.partial_rows, seam.mixes + 1), torch.float32)
         incoming = seam.incoming
         weights = seam.weights
+        exchange = words.arguments if shapes.mix_takes_words else {}
         recording.launch(
             shapes.mix,
-            y=incoming.y if incoming else None,
+            y=incoming.y if incoming and isinstance(incoming.y, Tensor) else None,
             streams=seam.streams_TME,
             post=incoming.post if incoming else None,
             comb=incoming.comb if incoming else None,
@@ -125,6 +138,7 @@ class RecordedOps:
             streams_out=out.streams,
             partials=partials,
             width=seam.width,
+            **exchange,
         )
         recording.launch(
             shapes.finish,
@@ -141,6 +155,11 @@ class RecordedOps:
             hc_eps=weights.hc_eps,
             iterations=weights.sinkhorn_iters if isinstance(weights, HcWeights) else 0,
         )
+
+
+def _arrived(recording: Recording, y: Result) -> Tensor | WordSum:
+    """Copies are added before; words by the kernel that reads them."""
+    return y if isinstance(y, WordSum) else summed(recording, y)
 
 
 class _Outgoing(NamedTuple):

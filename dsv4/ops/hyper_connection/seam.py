@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
-from dsv4.launch.recording import ShapeOf, is_aligned
+from dsv4.launch.recording import Recording, ShapeOf, is_aligned
+from dsv4.ops.exchange.words import NO_WORDS, Words, WordSum, incoming
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
 
 # Every lane of Sinkhorn's warp keeps the matrix in registers, 64 of them for 8 streams.
@@ -17,9 +18,11 @@ _WARP = 32
 
 
 class Incoming(NamedTuple):
-    """What ``hc_post`` adds to the streams: y ``[T, E]``, post ``[T, M]``, comb ``[T, M, M]``."""
+    """What ``hc_post`` adds to the streams: y ``[T, E]``, which may be on its way from the ranks,
+    post ``[T, M]``, comb ``[T, M, M]``.
+    """
 
-    y: Tensor
+    y: Tensor | WordSum
     post: Tensor
     comb: Tensor
 
@@ -72,11 +75,13 @@ class SeamShapes(NamedTuple):
     """How a seam's kernels are launched.
 
     ``partial_rows``: of MIXES + 1 partial sums each: the most tokens × splits of any step.
+    ``mix_takes_words``: whether the mixing kernel knows sums that come from ranks.
     """
 
     mix: Shape | ShapeOf
     finish: Shape | ShapeOf
     partial_rows: int
+    mix_takes_words: bool = True
 
 
 def checked_seam(
@@ -103,7 +108,7 @@ def checked_seam(
     if incoming is not None:
         check_incoming(incoming, streams_TME)
         # The streams that hc_finish reads are a buffer of the recording, which is aligned.
-        mix_aligned = mix_aligned and is_aligned(incoming.y)
+        mix_aligned = mix_aligned and is_aligned_result(incoming.y)
     else:
         finish_aligned = finish_aligned and is_aligned(streams_TME)
     return Seam(streams_TME, incoming, weights, norm_weight, mix_aligned, finish_aligned)
@@ -122,9 +127,20 @@ def check_streams(streams_TME: Tensor) -> None:
 def check_incoming(incoming: Incoming, streams_TME: Tensor) -> None:
     """Raises ``ValueError`` unless the parts are contiguous and fit these streams."""
     tokens, streams, width = streams_TME.shape
-    expect("y_TE", incoming.y, torch.bfloat16, (tokens, width))
+    if isinstance(incoming.y, Tensor):
+        expect("y_TE", incoming.y, torch.bfloat16, (tokens, width))
     expect("post_TM", incoming.post, torch.float32, (tokens, streams))
     expect("comb_TMM", incoming.comb, torch.float32, (tokens, streams, streams))
+
+
+def is_aligned_result(y: Tensor | WordSum) -> bool:
+    """Whether the rows of a sublayer's result can be read in vectors of 16 bytes."""
+    return isinstance(y, WordSum) or is_aligned(y)
+
+
+def words_of(recording: Recording, y: Tensor | WordSum | None) -> Words:
+    """What a kernel gets that reads a sublayer's result."""
+    return incoming(recording, y) if isinstance(y, WordSum) else NO_WORDS
 
 
 def memory_columns(most: int, width: int, aligned: bool) -> int:
@@ -153,8 +169,12 @@ def finish_shape(seam: Seam, tokens: int, splits: int, blocks: int, most_workers
     return Shape(kernel, (blocks, tokens), workers + _WARP, cluster=blocks)
 
 
-def mix_shape(seam: Seam, multiprocessors: int, tokens: int, block_tokens: int) -> Shape:
-    """``hc_mix``: ``mix_splits`` blocks share the columns of ``block_tokens`` tokens."""
+def mix_shape(
+    seam: Seam, multiprocessors: int, tokens: int, block_tokens: int, words: Defines = ()
+) -> Shape:
+    """``hc_mix``: ``mix_splits`` blocks share the columns of ``block_tokens`` tokens. ``words``:
+    the defines for y that comes from the ranks.
+    """
     per_lane, splits = _mix_plan(seam, multiprocessors)
     defines = (
         *seam.defines,
@@ -162,6 +182,7 @@ def mix_shape(seam: Seam, multiprocessors: int, tokens: int, block_tokens: int) 
         ("COUNT", seam.mix_columns(4)),
         ("PER_LANE", per_lane),
         ("TOKENS", block_tokens),
+        *words,
     )
     kernel = Kernel("hyper_connection/hyper_connection", "hc_mix", defines)
     grid = splits, ceil_div(tokens, block_tokens)

@@ -12,6 +12,7 @@ from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.ops.exchange.words import NO_WORDS, Words
 from dsv4.ops.linear import RowList
 from dsv4.ops.linear.checks import check_grouped, check_linear, check_norm
 from dsv4.ops.linear.decode_plan import WARPS, LinearPlan, ProductShape, plan_linear
@@ -91,6 +92,13 @@ def linear(
     return y
 
 
+def linear_words(recording: Recording, x: Tensor, weight: Weight, words: Words) -> None:
+    """``linear`` whose float32 sums are pushed to the ranks as ``words`` instead of rounded."""
+    packed = check_linear(x, weight, torch.float32)
+    product = _matrix_product(packed, 1, torch.float32)
+    _record(recording, product, x.unsqueeze(1), _Norm(), None, words)
+
+
 def grouped_linear(recording: Recording, x_TGK: Tensor, weight: Weight) -> Tensor:
     """Block-diagonal linear of 1 to 8 tokens: see ``dsv4.ops.linear.grouped_linear``. x bfloat16
     ``[T, G, K]`` → ``[T, G, R]``.
@@ -158,8 +166,15 @@ def _list_product(launch: ListLaunch) -> _Product:
     )
 
 
-def _record(recording: Recording, product: _Product, x_TGK: Tensor, norm: _Norm, y: Tensor) -> None:
-    """The launch of a product."""
+def _record(
+    recording: Recording,
+    product: _Product,
+    x_TGK: Tensor,
+    norm: _Norm,
+    y: Tensor | None,
+    words: Words = NO_WORDS,
+) -> None:
+    """The launch of a product, whose result goes to ``y`` or out as ``words``."""
     tokens, groups, _ = x_TGK.shape
     _check_tokens(tokens)
     plan = plan_linear(product.shape, tokens, recording.target)
@@ -169,6 +184,7 @@ def _record(recording: Recording, product: _Product, x_TGK: Tensor, norm: _Norm,
         ("FORMAT1", formats[1] if len(formats) > 1 else -1),
         ("FUSED_NORM", int(norm.weight is not None)),
         *plan.defines,
+        *words.defines,
     )
     shape = Shape(
         Kernel("linear/decode_linear", "decode_linear", defines),
@@ -189,6 +205,7 @@ def _record(recording: Recording, product: _Product, x_TGK: Tensor, norm: _Norm,
         **product.arguments(plan),
         x_bytes=plan.activation_bytes,
         partial_bytes=plan.partial_bytes,
+        **words.arguments,
     )
 
 

@@ -9,7 +9,8 @@
 //
 // Defines: FORMAT0, FORMAT1 (-1: none), PADDED_TOKENS (1, 2, 4, 8), FUSED_NORM, RAGGED_K (K is no
 // multiple of a stage), WARPS, PIECES (HELD of stage_activations), DEPTH (stages of a warp's ring),
-// CLUSTER (blocks).
+// CLUSTER (blocks), RANKS (above 1: y goes to the ranks as words, exchange.cuh).
+#include "exchange.cuh"
 #include "weight_tile.cuh"
 
 constexpr int SLOT = slot_bytes(FORMAT0, FORMAT1);
@@ -45,6 +46,9 @@ struct Product {
     const float* global_scale;
     const int4* table;
     int matrices, rows, float32_out;
+    const int64* peers;
+    int64 slot;
+    int exchange;
 
     __device__ __forceinline__ int padded_columns() const { return (columns + 63) / 64 * 64; }
 };
@@ -133,10 +137,12 @@ struct Cursor {
     }
 };
 
-// Where a block works: the warps' rings, the activations of a slice, the partial tiles.
+// Where a block works: the warps' rings, the activations of a slice, the partial tiles, the way
+// out.
 struct Workspace {
     char *rings, *x;
     float *partials, *inverse, *scratch;
+    Outbox* outbox;
 };
 
 // A warp's partial tile: [token][row].
@@ -181,8 +187,12 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
             }
             cp_async_commit();
         }
-        if (turn == 0) pdl_wait();
-        else __syncthreads();
+        if (turn == 0) {
+            pdl_wait();
+            if (RANKS > 1 && warp == 0) space.outbox->open(p.peers, p.slot, p.exchange);
+        } else {
+            __syncthreads();
+        }
         // x_TK = rms_norm(x_TK, norm_weight) if FUSED_NORM; f16 rows also get a power of two
         stage_activations<TP, FUSED_NORM, is_f16(F), PIECES>(
             x + slice.begin, p.row_stride, p.tokens, slice.columns,
@@ -284,6 +294,7 @@ __device__ __forceinline__ void collect(const Product& p, const Share& share, in
 struct Matrices {
     int4 entries[MAX_MATRICES];
     float global_scales[MAX_MATRICES];
+    Outbox outbox;
 
     // Comes with the copies of multiply_tiles.
     __device__ __forceinline__ void request(const Product& p) {
@@ -308,6 +319,7 @@ struct Matrices {
         if (token >= p.tokens || row >= entry.y || row < row_begin || row >= row_end) return;
         // y_TN = (global_scale * y_TN).to(out_dtype)
         value *= global_scales[m];
+        if constexpr (RANKS > 1) return outbox.push((int64)token * entry.y + row, value);
         char* out = p.y + (int64)entry.z * p.tokens;
         const int64 at = (int64)token * entry.y + row;
         if (entry.w) reinterpret_cast<float*>(out)[at] = value;
@@ -328,7 +340,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   const char* data0, const char* scale0, int tiles0, int clusters0, int groups,
                   const char* data1, const char* scale1, int tiles1, int clusters1, int scale_shift,
                   const float* global_scale, const int4* table, int matrices, int rows,
-                  int float32_out, int x_bytes, int partial_bytes) {
+                  int float32_out, int x_bytes, int partial_bytes, const int64* peers, int64 slot,
+                  int exchange) {
     pdl_launch();
     extern __shared__ __align__(16) char shared[];
     __shared__ float inverse[MAX_SLICES * TP], scratch[2 * TP * WARP];
@@ -351,10 +364,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                              table,
                              matrices,
                              rows,
-                             float32_out};
+                             float32_out,
+                             peers,
+                             slot,
+                             exchange};
     char* x_shared = shared + WARPS * DEPTH * SLOT;
     const Workspace space = {shared, x_shared, reinterpret_cast<float*>(x_shared + x_bytes),
-                             inverse, scratch};
+                             inverse, scratch, &listed.outbox};
     const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
     const Share share(product, blockIdx.x / CLUSTER);
     assert_shared_memory(x_shared - shared + x_bytes + partial_bytes +

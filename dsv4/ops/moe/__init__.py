@@ -1,7 +1,7 @@
 """Mixture of experts: routed experts and the shared expert, clamped SwiGLU (model.md#experts)."""
 
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ class ExpertWeights(Generic[AnyWeight]):
 
 
 class Mixture(NamedTuple):
-    """The result ``[T, E]`` and the routes behind it: expert ids int64 and weights float32 ``[T,
-    P]``.
+    """The result ``[T, E]``, or the sum over the ranks on its way to it, and the routes behind it:
+    expert ids int64 and weights float32 ``[T, P]``.
     """
 
-    y_TE: Tensor
+    y_TE: Any
     ids_TP: Tensor
     weights_TP: Tensor
 
@@ -48,13 +48,15 @@ def moe(
     shared: ExpertWeights,
     limit: float,
     nan_1: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Mixture:
     """Routes x ``[T, E]``, the hidden states of the token ids int64 ``[T]``, and returns
     ``expert_sum`` ``[T, E]`` with the routes. Weights of NaN set int32 ``nan_1`` ``[1]`` to 1.
     """
     ids_TP, weights_TP = route(x_TE, tokens_T, router)
     note_nan(nan_1, weights_TP)
-    y_TE = expert_sum(x_TE, ids_TP, weights_TP, experts, shared, limit, router.scaling)
+    routes = ids_TP, weights_TP
+    y_TE = expert_sum(x_TE, *routes, experts, shared, limit, router.scaling, out_dtype)
     return Mixture(y_TE, ids_TP, weights_TP)
 
 
@@ -66,9 +68,10 @@ def expert_sum(
     shared: ExpertWeights,
     limit: float,
     largest_weight: float = 1.0,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Σ_p expert(ids_p, x, weight_p) + shared(x): ``[T, E]`` in the dtype of x, summed in float32,
-    expert order ascending.
+    """Σ_p expert(ids_p, x, weight_p) + shared(x): ``[T, E]`` in ``out_dtype`` (default: the dtype
+    of x), summed in float32, expert order ascending.
 
     An expert is w2 · round(weight · silu(min(g, limit)) · clamp(u, ±limit)) with g = w1 · x and u =
     w3 · x in float32; the routing weight multiplies before the one rounding to the dtype of x. The
@@ -83,7 +86,7 @@ def expert_sum(
         weight = RoutingWeight(weights_TP[tokens, slots, None], largest_weight)
         y_TE = clamped_swiglu_mlp(x_TE[tokens], one, limit, tokens_of_step, weight)
         total.index_add_(0, tokens, y_TE)
-    return total.to(x_TE.dtype)
+    return total.to(out_dtype or x_TE.dtype)
 
 
 def clamped_swiglu_mlp(

@@ -12,6 +12,7 @@ from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording, is_aligned
 from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.ops.exchange.words import NO_WORDS, Words, WordSum, outgoing
 from dsv4.ops.moe import ExpertWeights, Mixture
 from dsv4.ops.moe.operands import Layer, check_experts, expert_arguments
 from dsv4.ops.router import Router
@@ -68,21 +69,24 @@ def moe(
     float32 sums in a fixed order, one final rounding. Routes as ``dsv4.ops.router.prefill.route``;
     packed expert weights. An id outside [0, X) adds nothing. All blocks of the launch have to be
     resident at once: on one device, such launches must not run at the same time on several streams.
-    Hidden values below 2^-31 of limit² · max(1, Σ weights) of a token lose bits. Raises
-    ``ValueError`` for anything else than the above, and for x that is not contiguous or, where its
-    rows are whole vectors of 16 bytes, not aligned to them.
+    Hidden values below 2^-31 of limit² · max(1, Σ weights) of a token lose bits. With peers the
+    result is the sum over the ranks, on its way. Raises ``ValueError`` for anything else than the
+    above, and for x that is not contiguous or, where its rows are whole vectors of 16 bytes, not
+    aligned to them.
     """
     layer = Layer(experts, shared, float(limit))
     _check(x_TE, tokens_T, router, layer)
     step = _Step(x_TE, tokens_T, router, layer, RINGS[_padded_tokens(x_TE.shape[0])])
     shape = (x_TE.shape[0], router.experts_per_token)
-    results = Mixture(
-        recording.empty_like(x_TE),
-        recording.empty(shape, torch.int64),
-        recording.empty(shape, torch.float32),
-    )
-    _record(recording, step, results)
-    return results
+    ids_TP = recording.empty(shape, torch.int64)
+    weights_TP = recording.empty(shape, torch.float32)
+    if recording.peers is None:
+        results = Mixture(recording.empty_like(x_TE), ids_TP, weights_TP)
+        _record(recording, step, _Results(*results, NO_WORDS))
+        return results
+    words = WordSum(recording.next_exchange(), *x_TE.shape)
+    _record(recording, step, _Results(None, ids_TP, weights_TP, outgoing(recording, words)))
+    return Mixture(words, ids_TP, weights_TP)
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,26 @@ class _Step:
         return replace(self, x_TE=self.x_TE[tokens], tokens_T=self.tokens_T[tokens])
 
 
+class _Results(NamedTuple):
+    """Where the results of a launch go: y ``[T, E]``, or ``words`` with the sums that it is
+    rounded from.
+    """
+
+    y_TE: Tensor | None
+    ids_TP: Tensor
+    weights_TP: Tensor
+    words: Words
+
+    def part(self, tokens: slice, width: int) -> "_Results":
+        """Those of some of the tokens, of y ``[T, width]``."""
+        return _Results(
+            None if self.y_TE is None else self.y_TE[tokens],
+            self.ids_TP[tokens],
+            self.weights_TP[tokens],
+            self.words.behind((tokens.start or 0) * width),
+        )
+
+
 def _padded_tokens(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
@@ -182,7 +206,7 @@ def _check(x_TE: Tensor, tokens_T: Tensor, router: Router[PackedWeight], layer: 
         raise ValueError("x_TE: found a start between 16-byte borders, expected one on a border")
 
 
-def _record(recording: Recording, step: _Step, results: Mixture) -> None:
+def _record(recording: Recording, step: _Step, results: _Results) -> None:
     """One launch, or one for each half of the tokens where their activations do not fit."""
     ring = step.ring
     if ring is not None:
@@ -193,17 +217,18 @@ def _record(recording: Recording, step: _Step, results: Mixture) -> None:
         raise ValueError(f"x_TE: found {found}, more than a multiprocessor's shared memory holds")
     half = step.tokens // 2
     for part in (slice(half), slice(half, None)):
-        _record(recording, step.part(part), Mixture(*(result[part] for result in results)))
+        _record(recording, step.part(part), results.part(part, step.sizes[-1]))
 
 
-def _launch(recording: Recording, step: _Step, ring: Ring, results: Mixture) -> None:
+def _launch(recording: Recording, step: _Step, ring: Ring, results: _Results) -> None:
     _, inner, width = step.sizes
     blocks = recording.target.multiprocessors
     pairs = padded(width) // _PAIR_ROWS
     # Of all launches of the recording, which take its halves in turn: enough for the most tokens.
     hidden_rows = recording.tokens * (step.router.experts_per_token + 1)
     half_bytes = hidden_rows * padded(inner) * 2
-    kernel = Kernel("moe/moe_decode", "moe_decode", step.defines(ring, recording.target))
+    defines = (*step.defines(ring, recording.target), *results.words.defines)
+    kernel = Kernel("moe/moe_decode", "moe_decode", defines)
     recording.launch(
         Shape(kernel, blocks, ring.warps * WARP, step.shared_bytes(ring)),
         x_TE=step.x_TE,
@@ -220,6 +245,7 @@ def _launch(recording: Recording, step: _Step, ring: Ring, results: Mixture) -> 
         counters=recording.zeroed("moe_decode", COUNTERS),
         pair_counters=recording.zeroed("moe_decode pairs", pairs),
         half_bytes=half_bytes,
+        **results.words.arguments,
         T=step.tokens,
         E=width,
         F=inner,

@@ -1,15 +1,29 @@
 // y[t] = shared[t] + sum over the token's experts in ascending order of routed[t, slot], in
-// float32, rounded once.
+// float32, rounded once, or a rank's part of it as it is.
 #include "common.cuh"
 
 constexpr int MAX_PER_TOKEN = MAX_EXPERTS_PER_TOKEN;
 
+__device__ __forceinline__ void store4(bf16* to, float4 sum) {
+    reinterpret_cast<__nv_bfloat162*>(to)[0] = __floats2bfloat162_rn(sum.x, sum.y);
+    reinterpret_cast<__nv_bfloat162*>(to)[1] = __floats2bfloat162_rn(sum.z, sum.w);
+}
+
+__device__ __forceinline__ void store4(float* to, float4 sum) {
+    *reinterpret_cast<float4*>(to) = sum;
+}
+
+__device__ __forceinline__ void store1(bf16* to, float sum) { *to = __float2bfloat16(sum); }
+
+__device__ __forceinline__ void store1(float* to, float sum) { *to = sum; }
+
 // shared [T, width], its rows `shared_stride` floats apart, which is `width` where that is a
 // multiple of 4, routed [T * per_token, width], ids [T, per_token]; one block per token; per_token
 // <= 16.
-extern "C" __global__ void moe_combine(const float* shared, int shared_stride, const float* routed,
-                                       const int64* ids, bf16* y, int width, int per_token,
-                                       int experts) {
+template <typename Out>
+__device__ __forceinline__ void combine(const float* shared, int shared_stride, const float* routed,
+                                        const int64* ids, Out* y, int width, int per_token,
+                                        int experts) {
     __shared__ int64 expert[MAX_PER_TOKEN];
     __shared__ int order[MAX_PER_TOKEN];
     __shared__ int listed;
@@ -41,15 +55,25 @@ extern "C" __global__ void moe_combine(const float* shared, int shared_stride, c
                     *reinterpret_cast<const float4*>(rows + (int64)order[p] * width + i);
                 sum.x += add.x, sum.y += add.y, sum.z += add.z, sum.w += add.w;
             }
-            __nv_bfloat162* to = reinterpret_cast<__nv_bfloat162*>(y + token * width + i);
-            to[0] = __floats2bfloat162_rn(sum.x, sum.y);
-            to[1] = __floats2bfloat162_rn(sum.z, sum.w);
+            store4(y + token * width + i, sum);
         }
         return;
     }
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         float sum = shared[token * shared_stride + i];
         for (int p = 0; p < listed; p++) sum += rows[(int64)order[p] * width + i];
-        y[token * width + i] = __float2bfloat16(sum);
+        store1(y + token * width + i, sum);
     }
+}
+
+extern "C" __global__ void moe_combine(const float* shared, int shared_stride, const float* routed,
+                                       const int64* ids, bf16* y, int width, int per_token,
+                                       int experts) {
+    combine(shared, shared_stride, routed, ids, y, width, per_token, experts);
+}
+
+extern "C" __global__ void moe_combine_partial(const float* shared, int shared_stride,
+                                               const float* routed, const int64* ids, float* y,
+                                               int width, int per_token, int experts) {
+    combine(shared, shared_stride, routed, ids, y, width, per_token, experts);
 }

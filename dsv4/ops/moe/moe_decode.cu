@@ -16,7 +16,9 @@
 // Defines: ROUTED, SHARED (weight formats), TOKENS (1, 2, 4 or 8: tokens rounded up), TAILS (1: E
 // or F is no multiple of a stage's columns), WARPS, STAGES (ring depth), LOADS_AT_ONCE (loads of
 // a stage that are decoded side by side: 1, 2 or 4), VECTORS (eights of activations of a token per
-// thread), and those of moe_routes.cuh.
+// thread), RANKS (above 1: y goes to the ranks as words, exchange.cuh), and those of
+// moe_routes.cuh.
+#include "exchange.cuh"
 #include "weight_tile.cuh"
 
 // Lanes of a warp that arrive at the barriers of its sums. One is enough behind __syncwarp and up
@@ -586,14 +588,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                const float* shared_w3_global_scale, const char* shared_w2_data,
                const char* shared_w2_block_scale, const float* shared_w2_global_scale, char* h,
                bf16* y_TE, int64* ids_TP, float* weights_TP, int* nan, float* parts_workspace,
-               int* counters, int* pair_counters, int half_bytes, int T, int P, int X, int E, int F,
-               int V, float limit, float scaling) {
+               int* counters, int* pair_counters, int half_bytes, const int64* peers, int64 slot,
+               int exchange, int T, int P, int X, int E, int F, int V, float limit,
+               float scaling) {
     extern __shared__ __align__(128) char dynamic_shared[];
     __shared__ Routes routes;
     __shared__ float units[MAX_ENTRIES + 1];
     __shared__ unsigned long long barriers[2 * BUFFERS + 1];
     __shared__ __align__(16) float largest[MAX_TOKENS * WARPS];
     __shared__ float unscale[MAX_TOKENS];
+    __shared__ Outbox outbox;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int activation_bytes = (int(ANY_F16) + int(ANY_BF16)) * T * stage_padded(E) * 2;
     assert_shared_memory(WARPS * STAGES * PAIR_BYTES + BUFFERS * WARPS * PARTIAL * 4 +
@@ -665,8 +669,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (!HASH && threadIdx.x * 32 < X) prefetch_l2(bias_X + threadIdx.x * 32);
 
         pdl_wait();
+        if (RANKS > 1 && warp == WARPS - 1) outbox.open(peers, slot, exchange);
         const unsigned number = launch.read();
-        const ScoreExchange exchange = {reinterpret_cast<unsigned long long*>(counters + 2),
+        const ScoreExchange scores = {reinterpret_cast<unsigned long long*>(counters + 2),
                                         number + 1};
         const int64 listed = HASH && warp < T ? listed_expert(table_VP, tokens_T, warp, P, V) : 0;
         // x_TE.abs().amax(-1), and this thread's columns of x_TE.float() @ gate.T
@@ -674,7 +679,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();
         // log_score_TX = 0.5 * softplus(x_TE.float() @ gate.T).log(): this block's rows of gate, to
         // all blocks
-        exchange.send(partial_data, T, X);
+        scores.send(partial_data, T, X);
         // (x_TE / unscale).half() and x_TE itself, whichever of them the formats multiply
         inputs.stage(x_TE, T, E, unscale);
         __syncthreads();
@@ -686,7 +691,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (warp < T) {
             float score[PER_LANE], bias[PER_LANE] = {};
             if (!HASH) load_bias(bias, bias_X, X);
-            exchange.receive(score, warp, X);
+            scores.receive(score, warp, X);
             const Choice choice = choose(score, bias, listed, X, P, scaling);
             if (lane < P && blockIdx.x == 0) {
                 ids_TP[warp * P + lane] = choice.id, weights_TP[warp * P + lane] = choice.weight;
@@ -916,6 +921,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const float low = ANY_BF16 ? 1.0f / routes.unscale[column] : 1.0f;
         const float high =
             ANY_BF16 ? 1.0f / routes.unscale[EVEN_COLUMNS ? column : min(column + 1, T - 1)] : 1.0f;
+        // y_TE = y.bfloat16(), or this rank's part of y for all ranks
+        const auto store = [&](int token, int row, float value) {
+            const size_t at = size_t(token) * E + row;
+            if constexpr (RANKS > 1) outbox.push(at, value);
+            else y_TE[at] = __float2bfloat16_rn(value);
+        };
         int place = 0, number = first_item;
         // y = sum(h[rows of the expert].float() @ w2.T) over shared and experts: 32 rows of w2 at a
         // time
@@ -954,7 +965,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             items.stage -= items.stages;
 
-            // y_TE = y.bfloat16()
             partials.put(number, total, warp, lane);
             if (Partials::mine(number, warp)) {
                 const int pair = items.pair, row = pair * 32 + lane;
@@ -962,8 +972,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 if (items.stages == items.total) {
                     for (int t = 0; t < T; ++t)
                         if (row < E)
-                            y_TE[size_t(t) * E + row] = __float2bfloat16_rn(
-                                partials.get(number, t, lane) * routes.unscale[t]);
+                            store(t, row, partials.get(number, t, lane) * routes.unscale[t]);
                     partials.end_get(number, lane);
                 } else {
                     // The pair is cut: the last of its blocks to finish adds the parts, in the
@@ -990,9 +999,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 4
                             for (int block = first_block; block <= last_block; ++block)
                                 sum += __ldcg(part(block) + t * 32);
-                            if (row < E)
-                                y_TE[size_t(t) * E + row] =
-                                    __float2bfloat16_rn(sum * routes.unscale[t]);
+                            if (row < E) store(t, row, sum * routes.unscale[t]);
                         }
                     }
                 }

@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
+from dsv4.ops.exchange.prefill import send_partial
 from dsv4.ops.linear.prefill import TILE_TOKENS, aligned_rows, linear
 from dsv4.ops.moe import ExpertWeights, Mixture
 from dsv4.ops.moe.grouped import Sorted, down, gate_up, sort_by_expert, sort_shared_bytes
@@ -43,7 +44,7 @@ class Routed(NamedTuple):
         return Routed(self.x_TE[tokens], self.ids_TP[tokens], self.weights_TP[tokens])
 
 
-# Records the experts of some tokens, which write bfloat16 y ``[T, E]``.
+# Records the experts of some tokens, which write y ``[T, E]``, bfloat16 or float32.
 SumPart = Callable[[Recording, Routed, Layer, Tensor], None]
 
 
@@ -87,7 +88,8 @@ def expert_sum(
     expect("weights_TP", weights_TP, torch.float32, (tokens, per_token))
     layer = Layer(experts, shared, float(limit))
     sum_part = partial(_sum_part, linear)
-    return _sum_in_parts(sum_part, recording, Routed(x_TE, ids_TP, weights_TP), layer)
+    routed = Routed(x_TE, ids_TP, weights_TP)
+    return _sum_in_parts(sum_part, recording, routed, layer, torch.bfloat16)
 
 
 def moe_with(
@@ -107,8 +109,12 @@ def moe_with(
     x_TE = aligned_rows(recording, x_TE)
     ids_TP, weights_TP = route(recording, x_TE, tokens_T, router, linear)
     sum_part = sum_part or partial(_sum_part, linear)
-    y_TE = _sum_in_parts(sum_part, recording, Routed(x_TE, ids_TP, weights_TP), layer)
-    return Mixture(y_TE, ids_TP, weights_TP)
+    routed = Routed(x_TE, ids_TP, weights_TP)
+    if recording.peers is None:
+        y_TE = _sum_in_parts(sum_part, recording, routed, layer, torch.bfloat16)
+        return Mixture(y_TE, ids_TP, weights_TP)
+    partial_TE = _sum_in_parts(sum_part, recording, routed, layer, torch.float32)
+    return Mixture(send_partial(recording, partial_TE), ids_TP, weights_TP)
 
 
 def tokens_of_a_part(layer: Layer, per_token: int) -> int:
@@ -129,9 +135,10 @@ def combine(
     y_TE: Tensor,
 ) -> None:
     """y ``[T, E]`` = shared product + those of the token's experts in ascending order, float32
-    ``[T, E]`` and ``[T·P, E]``, rounded once to bfloat16.
+    ``[T, E]`` and ``[T·P, E]``, rounded once to bfloat16 unless y is float32.
     """
-    kernel = Kernel("moe/moe_combine", "moe_combine")
+    rounded = y_TE.dtype == torch.bfloat16
+    kernel = Kernel("moe/moe_combine", "moe_combine" if rounded else "moe_combine_partial")
     recording.launch(
         lambda tokens: Shape(kernel, tokens, _COMBINE_THREADS),
         shared=shared_product,
@@ -145,11 +152,13 @@ def combine(
     )
 
 
-def _sum_in_parts(sum_part: SumPart, recording: Recording, routed: Routed, layer: Layer) -> Tensor:
+def _sum_in_parts(
+    sum_part: SumPart, recording: Recording, routed: Routed, layer: Layer, dtype: torch.dtype
+) -> Tensor:
     """The buffers of a part are free again for the next one."""
     routed = routed._replace(x_TE=aligned_rows(recording, routed.x_TE))
     tokens, width = routed.x_TE.shape
-    y_TE = recording.empty((tokens, width), torch.bfloat16)
+    y_TE = recording.empty((tokens, width), dtype)
     most = tokens_of_a_part(layer, routed.ids_TP.shape[1])
     for start in range(0, tokens, most):
         part = slice(start, min(start + most, tokens))

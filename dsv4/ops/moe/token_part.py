@@ -16,7 +16,7 @@ class TokenPart(Recording):
     """
 
     def __init__(self, whole: Recording, start: int, most: int) -> None:
-        super().__init__(whole.target, min(most, whole.tokens - start), whole.nan_1)
+        super().__init__(whole.target, min(most, whole.tokens - start), whole.nan_1, whole.peers)
         self.items = whole.items
         self.kept = whole.kept
         self._buffers = whole._buffers

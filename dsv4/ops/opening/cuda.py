@@ -46,6 +46,7 @@ def embed(
         tokens=tokens_T,
         position=position_1,
         rejected=rejected_1,
+        step=None if recording.peers is None else recording.peers.step_4,
         table=table_VE,
         positions=positions_T,
         streams=streams_TME,

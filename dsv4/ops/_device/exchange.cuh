@@ -1,0 +1,152 @@
+// Sums over the ranks of tensor parallelism: a producing kernel pushes float32 words into the inbox
+// of every rank, its own included, and the kernel that needs the sum polls its own inbox. Every
+// rank adds the same words in the order of the ranks, so all of them hold the same bits.
+//
+// A word is {tag, value} in 64 bits, written and read by single relaxed accesses: it says itself
+// which exchange of which step it belongs to. So there is no fence, no flag and no reset, and any
+// value is legal. Words of other steps do not match, whatever was interrupted.
+//
+// A kernel pushes or polls for an exchange, never both: queued behind the producers of all ranks,
+// consumers also run where all ranks share one stream.
+//
+// Defines: RANKS. `peers`, of every rank for itself (dsv4/peers.py): the addresses of all inboxes,
+// of its own one, of its step counter, and of the words for the host about a fault.
+#pragma once
+#include "ptx.cuh"
+
+#ifndef RANKS
+#define RANKS 1
+#endif
+
+constexpr int EXCHANGES_PER_STEP = 256;
+constexpr long long WAIT_CYCLES = 10000000000ll;  // five seconds
+
+__device__ __forceinline__ unsigned exchange_tag(const int64* peers, int exchange) {
+    const unsigned* step = reinterpret_cast<const unsigned*>(peers[RANKS + 1]);
+    return *step * EXCHANGES_PER_STEP + exchange;
+}
+
+// Where a kernel pushes, in shared memory. `slot`: the rank's first word in every inbox.
+struct Outbox {
+    int64 first[RANKS];
+    unsigned tag;
+
+    // The first lanes of one warp, behind pdl_wait.
+    __device__ __forceinline__ void open(const int64* peers, int64 slot, int exchange) {
+        const int lane = threadIdx.x % WARP;
+        if (lane < RANKS) first[lane] = peers[lane] + 8 * slot;
+        if (lane == 0) tag = exchange_tag(peers, exchange);
+    }
+
+    __device__ __forceinline__ void push(int64 index, float value) const {
+        const unsigned long long word = (unsigned long long)tag << 32 | __float_as_uint(value);
+#pragma unroll
+        for (int rank = 0; rank < RANKS; ++rank)
+            asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(first[rank] + 8 * index),
+                         "l"(word)
+                         : "memory");
+    }
+};
+
+// What a kernel polls: words [RANKS][rank_words] from `slot` on.
+struct Inbox {
+    const char* first = nullptr;
+    int64 rank_bytes = 0;
+    int* fault = nullptr;
+    unsigned tag = 0;
+    int exchange = 0;
+
+    // Behind pdl_wait. Of one rank nothing is read.
+    __device__ __forceinline__ Inbox(const int64* peers, int64 slot, int64 rank_words,
+                                     int number) {
+        if constexpr (RANKS > 1) {
+            first = reinterpret_cast<const char*>(peers[RANKS] + 8 * slot);
+            rank_bytes = 8 * rank_words;
+            fault = reinterpret_cast<int*>(peers[RANKS + 2]);
+            tag = exchange_tag(peers, number);
+            exchange = number;
+        }
+    }
+
+    // Tells the host which rank's words are missing.
+    __device__ __noinline__ void give_up(int rank) const {
+        fault[1] = exchange, fault[2] = rank, fault[3] = tag / EXCHANGES_PER_STEP;
+        __threadfence_system();
+        fault[0] = 1;
+        __threadfence_system();
+        __trap();
+    }
+
+    // One look at Count words of a rank; false: they have not all come.
+    template <int Count>
+    __device__ __forceinline__ bool look(const char* from, float (&values)[Count]) const {
+        unsigned words[Count][2];
+        if constexpr (Count == 1) {
+            unsigned long long word;
+            asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+            words[0][0] = unsigned(word), words[0][1] = unsigned(word >> 32);
+        } else {
+            // A 64-bit word is one access, whatever the vector's width.
+#pragma unroll
+            for (int i = 0; i < Count; i += 2) {
+                unsigned long long low, high;
+                asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                             : "=l"(low), "=l"(high)
+                             : "l"(from + 8 * i)
+                             : "memory");
+                words[i][0] = unsigned(low), words[i][1] = unsigned(low >> 32);
+                words[i + 1][0] = unsigned(high), words[i + 1][1] = unsigned(high >> 32);
+            }
+        }
+        bool here = true;
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            here = here && words[i][1] == tag;
+            values[i] = __uint_as_float(words[i][0]);
+        }
+        return here;
+    }
+
+    // The word of `rank` at `index`, which counts from the first word of the exchange.
+    __device__ __forceinline__ float value(int64 index, int rank) const {
+        float values[1];
+        if (!look(first + 8 * index, values)) {
+            const long long end = clock64() + WAIT_CYCLES;
+            while (!look(first + 8 * index, values))
+                if (clock64() > end) give_up(rank);
+        }
+        return values[0];
+    }
+
+    // sums = values of rank 0 + those of rank 1 + …, of Count words from `index` on.
+    template <int Count>
+    __device__ __forceinline__ void sum(int64 index, float (&sums)[Count]) const {
+        const char* from = first + 8 * index;
+        float values[RANKS][Count];
+        bool here[RANKS];
+        bool all = true;
+#pragma unroll
+        for (int rank = 0; rank < RANKS; ++rank) {
+            here[rank] = look(from + rank * rank_bytes, values[rank]);
+            all = all && here[rank];
+        }
+        if (!all) {
+            const long long end = clock64() + WAIT_CYCLES;
+            do {
+                all = true;
+#pragma unroll
+                for (int rank = 0; rank < RANKS; ++rank) {
+                    if (!here[rank]) here[rank] = look(from + rank * rank_bytes, values[rank]);
+                    if (!here[rank] && clock64() > end) give_up(rank);
+                    all = all && here[rank];
+                }
+            } while (!all);
+        }
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            sums[i] = values[0][i];
+#pragma unroll
+            for (int rank = 1; rank < RANKS; ++rank) sums[i] += values[rank][i];
+        }
+    }
+};

@@ -1,0 +1,62 @@
+"""The arguments of kernels that push or poll words of an exchange (``exchange.cuh``)."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dsv4.launch.kernel import Defines
+from dsv4.launch.recording import Recording
+from dsv4.peers import Peers
+
+Arguments = dict[str, Tensor | int | None]
+# Those of a kernel that exchanges nothing.
+_NONE: Arguments = {"peers": None, "slot": 0, "exchange": 0}
+
+
+@dataclass(frozen=True)
+class WordSum:
+    """Partial results ``[T, width]`` of all ranks, on their way as words."""
+
+    exchange: int
+    tokens: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a kernel is compiled with and gets for an exchange; ``NO_WORDS`` without one."""
+
+    defines: Defines
+    arguments: Arguments
+
+    def behind(self, words: int) -> "Words":
+        """Those that begin so many words later."""
+        slot = self.arguments["slot"]
+        assert isinstance(slot, int)
+        return Words(self.defines, {**self.arguments, "slot": slot + words if self.defines else 0})
+
+
+NO_WORDS = Words((), _NONE)
+
+
+def outgoing(recording: Recording, words: WordSum) -> Words:
+    """For the kernel that pushes this rank's part."""
+    peers = _peers(recording)
+    own = peers.rank * words.tokens * words.width
+    return _words(peers, words, peers.layout.slot(words.exchange) + own)
+
+
+def incoming(recording: Recording, words: WordSum) -> Words:
+    """For the kernel that polls the parts of all ranks."""
+    peers = _peers(recording)
+    return _words(peers, words, peers.layout.slot(words.exchange))
+
+
+def _words(peers: Peers, words: WordSum, slot: int) -> Words:
+    arguments: Arguments = {"peers": peers.table_P, "slot": slot, "exchange": words.exchange}
+    return Words((("RANKS", peers.ranks),), arguments)
+
+
+def _peers(recording: Recording) -> Peers:
+    assert recording.peers is not None, "words go between ranks"
+    return recording.peers

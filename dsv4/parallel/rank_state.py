@@ -1,0 +1,128 @@
+"""The decode state of every rank, and the memory in which the ranks exchange partial results."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.caches.state import DecodeState, step_tokens
+from dsv4.config import ModelConfig
+from dsv4.engine_config import EngineConfig
+from dsv4.errors import UserError
+from dsv4.launch.loading import driver
+from dsv4.parallel.placement import Placement
+from dsv4.peers import FAULT_WORDS, STEP_WORDS, InboxLayout, Peers
+
+
+def allocate_state(
+    config: ModelConfig,
+    engine: EngineConfig,
+    max_context: int,
+    placement: Placement,
+    planned: bool = False,
+) -> DecodeState:
+    """The state of rank 0, which knows those of the other ranks; ``planned``: without memory.
+
+    Raises ``UserError`` for GPUs that cannot write into each other's memory.
+    """
+    states = [
+        DecodeState.allocate(
+            config, engine, max_context, placement.of_rank(rank).layer_devices, planned
+        )
+        for rank in range(placement.ranks)
+    ]
+    if placement.ranks == 1:
+        return states[0]
+    layout = InboxLayout.of(config, placement.ranks)
+    tokens = step_tokens(engine)
+    if planned:
+        peers = [Peers.planned(rank, layout, tokens) for rank in range(placement.ranks)]
+    else:
+        peers = connect(layout, [state.devices[-1] for state in states], tokens)
+    return states[0].joined(states[1:], peers)
+
+
+def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -> list[Peers]:
+    """Every rank's view of the others; rank r is on ``devices[r]``, and several may be on one.
+    ``tokens`` of the longest step.
+    """
+    on_gpus = devices[0].type == "cuda"
+    if on_gpus:
+        allow_peer_access(tuple(dict.fromkeys(devices)))
+    inboxes = [_inbox(layout, device) for device in devices]
+    addresses = [inbox.data_ptr() for inbox in inboxes]
+    fault_4 = torch.zeros(FAULT_WORDS, dtype=torch.int32, pin_memory=on_gpus)
+    found = []
+    for rank, (device, inbox) in enumerate(zip(devices, inboxes, strict=True)):
+        step_4 = torch.zeros(STEP_WORDS, dtype=torch.int32, device=device)
+        table = [*addresses, addresses[rank], step_4.data_ptr(), fault_4.data_ptr()]
+        table_P = torch.tensor(table, dtype=torch.int64, device=device)
+        rows = (layout.ranks, tokens, layout.width)
+        arrived_NTE = torch.empty(rows, dtype=torch.float32, device=device)
+        found.append(Peers(rank, layout, table_P, inbox, step_4, fault_4, arrived_NTE))
+    return found
+
+
+def allow_peer_access(devices: Sequence[torch.device]) -> None:
+    """Lets kernels on each of the GPUs write to the memory of the others.
+
+    Raises ``UserError`` for a pair that cannot.
+    """
+    bindings = driver()
+    known = (
+        bindings.CUresult.CUDA_SUCCESS,
+        bindings.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED,
+    )
+    contexts = {}
+    for device in devices:
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device)
+            _, contexts[device] = bindings.cuDevicePrimaryCtxRetain(device.index or 0)
+    for device in devices:
+        for other in devices:
+            if other == device:
+                continue
+            expected = "GPUs that reach each other's memory"
+            if not torch.cuda.can_device_access_peer(device, other):
+                raise UserError(
+                    f"EngineConfig.parallel='tensor': found no peer access from {device} to "
+                    f"{other}, expected {expected}"
+                )
+            with torch.cuda.device(device):
+                bindings.cuCtxSetCurrent(contexts[device])
+                (error,) = bindings.cuCtxEnablePeerAccess(contexts[other], 0)
+            if error not in known:
+                raise UserError(
+                    f"EngineConfig.parallel='tensor': found {error.name} for access from {device} "
+                    f"to {other}, expected {expected}"
+                )
+
+
+class _DeviceMemory:
+    """Memory of ``cuMemAlloc``, which peers can write to however torch allocates its own."""
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        self._bindings: Any = driver()
+        with torch.cuda.device(device):
+            error, address = self._bindings.cuMemAlloc(8 * words)
+            if error != self._bindings.CUresult.CUDA_SUCCESS:
+                raise RuntimeError(f"inbox on {device}: found {error.name} for {8 * words} bytes")
+        self._address = address
+        self.__cuda_array_interface__ = {
+            "shape": (words,),
+            "typestr": "<i8",
+            "data": (int(address), False),
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        self._bindings.cuMemFree(self._address)
+
+
+def _inbox(layout: InboxLayout, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return torch.zeros(layout.words, dtype=torch.int64, device=device)
+    with torch.cuda.device(device):
+        inbox = torch.as_tensor(_DeviceMemory(layout.words, device), device=device)
+        return inbox.zero_()

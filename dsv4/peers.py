@@ -1,0 +1,112 @@
+"""What a rank of tensor parallelism shares with the other ranks: the memory of the sums over them.
+
+Every rank has an inbox, into which the kernels of all ranks write words {tag, float32}
+(``dsv4/ops/_device/exchange.cuh``). An exchange is a sum of the partial results ``[T, E]`` of all
+ranks. Exchanges take two slots in turn: a rank pushes exchange e + 2 only when it has read e + 1
+of every rank, and these push e + 1 only behind what reads e. The logits have words of their own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.limits import MAX_DECODE_TOKENS
+
+# Exchanges of a step that have numbers of their own (EXCHANGES_PER_STEP in exchange.cuh): two a
+# layer, then the logits.
+MOST_EXCHANGES = 256
+LOGITS_EXCHANGE = MOST_EXCHANGES - 1
+# Tags of 32 bits tell so many steps apart.
+STEP_NUMBERS = (1 << 32) // MOST_EXCHANGES
+WORD_BYTES = 8
+_SLOTS = 2
+# The step counter is read 16 bytes at a time at most.
+STEP_WORDS = 4
+# Set, exchange, missing rank, step.
+FAULT_WORDS = 4
+# Rows of the head are cut in row tiles.
+_ROW_TILE = 16
+
+
+@dataclass(frozen=True)
+class InboxLayout:
+    """The words of an inbox of ``ranks`` ranks: partial sums of ``width`` columns, and logits of
+    ``vocabulary`` tokens.
+    """
+
+    ranks: int
+    width: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, ranks: int) -> "InboxLayout":
+        """``config``: of the whole model."""
+        return cls(ranks, config.hidden_size, config.vocab_size)
+
+    @property
+    def head_rows(self) -> int:
+        """The most rows of the head that a rank has (``dsv4.parallel.sharding.cut_of``)."""
+        return _round_up(-(-self.vocabulary // self.ranks), _ROW_TILE)
+
+    @property
+    def words(self) -> int:
+        """Of an inbox."""
+        return self.ranks * MAX_DECODE_TOKENS * (_SLOTS * self.width + self.head_rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Of an inbox."""
+        return WORD_BYTES * self.words
+
+    def slot(self, exchange: int) -> int:
+        """The first word of an exchange."""
+        slot = _SLOTS if exchange == LOGITS_EXCHANGE else exchange % _SLOTS
+        return slot * self.ranks * MAX_DECODE_TOKENS * self.width
+
+
+@dataclass(frozen=True)
+class Peers:
+    """One rank's view of all of them.
+
+    ``table_P`` int64: addresses of the inboxes of all ranks, of this rank's own, of ``step_4`` and
+    of ``fault_4``. ``inbox`` int64: this rank's words. ``step_4`` int32: how many steps were begun,
+    in the first word. ``fault_4`` int32, pinned where the ranks are GPUs: what a kernel that gave
+    up waiting says (set, exchange, missing rank, step). ``arrived_NTE`` float32: partial results
+    of prefill steps, by rank.
+    """
+
+    rank: int
+    layout: InboxLayout
+    table_P: Tensor
+    inbox: Tensor
+    step_4: Tensor
+    fault_4: Tensor
+    arrived_NTE: Tensor
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.layout.ranks
+
+    @classmethod
+    def planned(cls, rank: int, layout: InboxLayout, tokens: int) -> "Peers":
+        """Without memory; ``tokens`` of the longest step."""
+
+        def memory(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        return cls(
+            rank,
+            layout,
+            memory(layout.ranks + 3, dtype=torch.int64),
+            memory(layout.words, dtype=torch.int64),
+            memory(STEP_WORDS, dtype=torch.int32),
+            memory(FAULT_WORDS, dtype=torch.int32),
+            memory(layout.ranks, tokens, layout.width, dtype=torch.float32),
+        )
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

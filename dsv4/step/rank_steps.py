@@ -1,0 +1,87 @@
+"""The recorded steps of one rank: recording them, and giving them memory."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4.caches.state import DecodeState
+from dsv4.launch.program import Memory
+from dsv4.launch.target import Target
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.model import Transformer
+from dsv4.ops.tables import RecordedTable
+from dsv4.parallel.hand_off import HandOff
+from dsv4.sampling import SamplerState
+from dsv4.step.recorded import (
+    RecordedStep,
+    StepRecorder,
+    TokenLoopMemory,
+    record_logits,
+    record_step,
+)
+from dsv4.step.step import Step
+from dsv4.step.token_feed import TokenFeed
+from dsv4.step.token_ring import TokenRing
+from dsv4.step.traced_values import TracedValues
+
+
+class RankSteps:
+    """Steps of one rank's model and state. They share one workspace per device, so each overwrites
+    what the one before returned.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        state: DecodeState,
+        table: RecordedTable,
+        shares: Sequence[HandOff] = (),
+    ) -> None:
+        """``shares``: the ways of a partial result to the other ranks."""
+        self.model = model
+        self.state = state
+        self.table = table
+        self.head = model.head_device
+        self.sampler = SamplerState.allocate(self.head)
+        self.ring = TokenRing(self.head)
+        self.hand_offs = {
+            (source, target): HandOff(source, arrived)
+            for (source, target), arrived in state.arrivals.items()
+        }
+        self._shares = shares
+        self._targets = {device: Target.of(device) for device in state.devices}
+        self.memory: dict[torch.device, Memory] = {}
+
+    def allocate(self, steps: Iterable[RecordedStep]) -> None:
+        """Makes the workspace that each of ``steps`` fits into."""
+        sizes = [step.workspace_bytes() for step in steps]
+        for device in self.state.devices:
+            self.memory[device] = Memory(device, max(size[device] for size in sizes))
+
+    def record(
+        self, tokens: int, traced: TracedValues | None = None, logits: bool = True
+    ) -> tuple[RecordedStep, TokenFeed]:
+        """A step of the model, with its input."""
+        feed = TokenFeed(self.state.devices, self.head, tokens)
+        recorder = StepRecorder(self.table, self._targets, self.state, feed.inputs, traced)
+        has_logits = logits and tokens <= MAX_DECODE_TOKENS
+        one = has_logits and tokens == 1
+        loop = TokenLoopMemory(self.sampler, self.ring.tokens) if one else None
+        return record_step(self.model, self.state, recorder, has_logits, loop), feed
+
+    def ready(self, recorded: RecordedStep, feed: TokenFeed, apart: bool = False) -> Step:
+        """A step with memory: its own if it is to be ``apart``."""
+        memory = {} if apart else self.memory
+        return Step(recorded, memory, self.hand_offs, feed, self._shares)
+
+    def logits_step(self, rows: int) -> tuple[Step, Tensor]:
+        """The step for the logits of this many hidden states, and its input."""
+        embed = self.model.embed
+        shape = (rows, embed.table_VE.shape[1])
+        rows_TE = torch.empty(shape, dtype=embed.compute_dtype, device=self.head)
+        recorded = record_logits(
+            self.model, self.table, self._targets[self.head], rows_TE, self.state, self.sampler
+        )
+        memory = self.memory if rows <= MAX_DECODE_TOKENS else {}
+        return Step(recorded, memory, {}), rows_TE
