@@ -225,7 +225,8 @@ class Engine(EngineSequence):
 
         ``stop_token_ids`` defaults to the model's EOS ids. ``watch`` is shown the values of every
         step. ``reuse``: what the current sequence has in common with ``token_ids`` is not computed
-        again (``reusable_tokens``). ``last_run`` holds the statistics once the iterator ends, also
+        again (``reusable_tokens``), and a later call can come back to this one's prompt from behind
+        any answer. ``last_run`` holds the statistics once the iterator ends, also
         when the caller closes it early. Raises ``UserError`` for a prompt that does not fit and
         for wrong arguments, ``FloatingPointError`` for NaN, and ``RuntimeError`` when the sequence
         was changed by another call since the last token.
@@ -251,6 +252,8 @@ class Engine(EngineSequence):
         hidden_TE = self._prefill(request.token_ids[reused:], request.progress, traced)
         first = self.steps.first_token(request.sampler, hidden_TE)
         seconds = time.perf_counter() - started
+        if reuse:
+            self.state.keep_point()
         steps = request.most_steps(self.max_context)
         if traced is None:
             following = self.following(first, request.sampler, steps, self.decoder)

@@ -46,14 +46,22 @@ class EngineSequence:
         taken_back = check_integer("tokens", tokens, 0, self.state.undoable_tokens)
         self.state.set_position(self.position - taken_back)
 
+    def rewind_to(self, position: int) -> None:
+        """Takes back what is behind ``position``: as ``rewind``, or to where a
+        ``generate(reuse=True)`` of this sequence began and its prompt ended, and 8 tokens before
+        it, from any distance. Raises ``ValueError`` for other positions.
+        """
+        self._end_run()
+        self.state.go_back(position)
+
     def reusable_tokens(self, token_ids: Sequence[int]) -> int:
         """How many of ``token_ids``, a prompt from its start, ``generate(reuse=True)`` need not
-        prefill: the beginning that the current sequence shares with them, 0 where more than 8 of
-        its tokens would have to be taken back. The last token is always prefilled.
+        prefill: the beginning that the current sequence shares with them, as far as ``rewind_to``
+        comes. The last token is always prefilled.
         """
         pairs = zip(self.token_ids, token_ids[:-1], strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return shared if self.position - shared <= self.state.undoable_tokens else 0
+        return self.state.reachable(shared)
 
     def save_state(self, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
         """Writes the sequence to a file that ``load_state`` goes on from: what the caches hold of
@@ -96,7 +104,8 @@ class EngineSequence:
         self._end_run()
         reused = self.reusable_tokens(token_ids) if reuse else 0
         if reused:
-            self.state.set_position(reused)
+            self.state.go_back(reused)
+            self.state.keep_point()
         else:
             self.state.start_sequence()
         self._token_ids = list(token_ids)

@@ -14,13 +14,15 @@ _PART_BYTES = 16 << 20
 
 class FilledRows(NamedTuple):
     """``count`` rows of ``store`` ``[slots, w]``: row ``first`` of a sequence lies in slot
-    ``first`` mod slots, the following ones behind it.
+    ``first`` mod slots, the following ones behind it. ``in_ring``: later tokens of the sequence
+    take their slots.
     """
 
     name: str
     store: Tensor
     first: int
     count: int
+    in_ring: bool
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,7 +52,7 @@ def filled_rows(
         name = f"layers.{index}"
         keys = layer.keys
         start = max(0, position - undoable - keys.window)
-        yield from _rows(f"{name}.window", keys.ring, start, position)
+        yield from _rows(f"{name}.window", keys.ring, start, position, in_ring=True)
         for kind, part in (("compressed", layer.compressed), ("index", layer.index)):
             if part is not None:
                 yield from _compressed(f"{name}.{kind}", part, keys.ratio, position, undoable)
@@ -59,13 +61,16 @@ def filled_rows(
 def _compressed(
     name: str, part: CompressedState, ratio: int, position: int, undoable: int
 ) -> Iterator[FilledRows]:
-    yield from _rows(name, part.rows, 0, position // ratio)
+    yield from _rows(name, part.rows, 0, position // ratio, in_ring=False)
     start = max(0, position - undoable - history_tokens(ratio))
-    yield FilledRows(f"{name}.ring.kv", part.ring.kv, start, position - start)
-    yield FilledRows(f"{name}.ring.score", part.ring.score, start, position - start)
+    count = position - start
+    yield FilledRows(f"{name}.ring.kv", part.ring.kv, start, count, in_ring=True)
+    yield FilledRows(f"{name}.ring.score", part.ring.score, start, count, in_ring=True)
 
 
-def _rows(name: str, cache: RowCache, start: int, end: int) -> Iterator[FilledRows]:
-    yield FilledRows(f"{name}.data", cache.data, start, end - start)
+def _rows(
+    name: str, cache: RowCache, start: int, end: int, *, in_ring: bool
+) -> Iterator[FilledRows]:
+    yield FilledRows(f"{name}.data", cache.data, start, end - start, in_ring)
     if cache.block_scale is not None:
-        yield FilledRows(f"{name}.block_scale", cache.block_scale, start, end - start)
+        yield FilledRows(f"{name}.block_scale", cache.block_scale, start, end - start, in_ring)

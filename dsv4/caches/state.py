@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.layer import AttentionState, CompressedState, CompressorRing, KeySet
+from dsv4.caches.point import Point, undoable_tokens
 from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.config import CSA_RATIO, ModelConfig
 from dsv4.engine_config import EngineConfig
-from dsv4.limits import MAX_DECODE_TOKENS, MAX_TAKEN_BACK
+from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.peers import STEP_NUMBERS, Peers
 
 # Where the configuration leaves it open: what a CPU computes in about a second.
 DEFAULT_PREFILL_CHUNK = 512
+# Points that are kept of a sequence, the latest ones: 27 MB each for V4-Pro.
+MAX_POINTS = 4
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -36,7 +39,8 @@ class DecodeState:
     of the longest step.
 
     ``nan_1`` int32 ``[1]`` on the host, pinned where the devices are GPUs: not 0 once an op has met
-    NaN among values that it compares, since ``forget_nan``.
+    NaN among values that it compares, since ``forget_nan``. ``points``: where ``keep_point`` was
+    called, by position, as far as the sequence has not gone back behind it since.
 
     With tensor parallelism this is the state of rank 0, and ``others`` are those of the other
     ranks: every rank writes the same rows for itself. The host counts for all of them here.
@@ -50,6 +54,7 @@ class DecodeState:
     nan_1: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
     position: int = 0
     furthest: int = 0
+    points: tuple[Point, ...] = ()
     peers: Peers | None = None
     others: tuple["DecodeState", ...] = ()
     _steps_begun: int = 0
@@ -129,6 +134,7 @@ class DecodeState:
         for state in self.ranks:
             state.move_devices(position, self._steps_begun)
         self.position = position
+        self.points = tuple(point for point in self.points if point.position <= position)
         if position == 0:
             self.furthest = 0
 
@@ -179,6 +185,42 @@ class DecodeState:
         if position != self.position:
             self.set_position(position)
 
+    def keep_point(self) -> None:
+        """Remembers what the rings hold, so that ``go_back`` reaches this position from any other
+        one behind it. Nothing at position 0, which needs no rows.
+        """
+        if self.position and all(point.position != self.position for point in self.points):
+            self.wait()
+            point = Point.of(self.layers, self.position, self.furthest)
+            self.points = (*self.points, point)[-MAX_POINTS:]
+
+    def reachable(self, position: int) -> int:
+        """The furthest position up to ``position`` that ``go_back`` can move to, 0 if none."""
+        places = [
+            min(position, place.position)
+            for place in (self, *self.points)
+            if place.position - place.undoable_tokens <= position
+        ]
+        return max(places, default=0)
+
+    def go_back(self, position: int) -> None:
+        """Takes tokens back, to ``position``, by a point where the rings alone do not reach so far.
+        Raises ``ValueError`` for a position that is not ``reachable``.
+        """
+        for place in (self, *reversed(self.points)):
+            if place.position - place.undoable_tokens <= position <= place.position:
+                break
+        else:
+            raise ValueError(
+                f"position: found {position}, expected one that {self.position} tokens and "
+                f"{len(self.points)} points reach"
+            )
+        if isinstance(place, Point):
+            for state in self.ranks:
+                place.restore(state.layers)
+            self.furthest = place.furthest
+        self.set_position(position)
+
     def advance(self, tokens: int) -> None:
         """Counts ``tokens`` that are queued on the devices: called by the step that moves the
         devices' positions.
@@ -211,11 +253,6 @@ class DecodeState:
                 if part is not None:
                     yield index, f"{name} rows", part.rows.nbytes
                     yield index, f"{name} compressor ring", part.ring.nbytes
-
-
-def undoable_tokens(position: int, furthest: int) -> int:
-    """How many tokens a sequence at ``position`` that has reached ``furthest`` can take back."""
-    return min(MAX_DECODE_TOKENS, MAX_TAKEN_BACK - (furthest - position), position)
 
 
 def ring_slots(config: ModelConfig, engine: EngineConfig) -> int:

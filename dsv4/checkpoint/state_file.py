@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from dsv4.caches.filled import FilledRows, filled_rows
-from dsv4.caches.state import DecodeState, undoable_tokens
+from dsv4.caches.point import undoable_tokens
+from dsv4.caches.state import DecodeState
 from dsv4.checkpoint.problems import printable
 from dsv4.checkpoint.shard import Header, StoredTensor, map_tensor, read_whole_header
 from dsv4.checkpoint.writer import StoredType, lay_out_file, new_file
