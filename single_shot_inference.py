@@ -65,6 +65,7 @@ def generate(job: Job, outcome: Outcome) -> None:
     limit_cpu_threads(job.model_config)
     engine = load(job, outcome)
     reused = load_state(job, engine)
+    is_a_turn = job.before is not None or job.arguments.save_state is not None
 
     shown = bars_are_shown(job.arguments)
     text = TokenText(job.tokenizer, job.arguments.stop)
@@ -74,7 +75,7 @@ def generate(job: Job, outcome: Outcome) -> None:
         with (
             ProgressBar("prefill", TOKENS, sys.stderr, shown) as bar,
             traced(job, engine) as watch,
-            closing(answer(job, engine, outcome, text, bar, watch, reused > 0)) as pieces,
+            closing(answer(job, engine, outcome, text, bar, watch, is_a_turn)) as pieces,
         ):
             bar(0, len(job.prompt.token_ids) - reused)
             for piece in pieces:

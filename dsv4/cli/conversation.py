@@ -45,19 +45,18 @@ class Conversation:
 
 
 def conversation_notes(
-    messages: list[dict] | None, answer: dict, token_ids: Sequence[int], position: int
+    messages: list[dict] | None, token_ids: Sequence[int], position: int
 ) -> dict[str, str]:
-    """What to note behind an ``answer`` to ``messages``, when ``position`` of all ``token_ids`` are
+    """What to note of ``messages``, None for plain text, when ``position`` of all ``token_ids`` are
     in the caches.
     """
     notes = {"unprocessed_token_ids": json.dumps(list(token_ids[position:]))}
-    whole = None if messages is None else _answered(messages, answer)
-    if whole is not None:
-        notes["messages"] = json.dumps(whole, ensure_ascii=False)
+    if messages is not None:
+        notes["messages"] = json.dumps(messages, ensure_ascii=False)
     return notes
 
 
-def _answered(messages: list[dict], answer: dict) -> list[dict] | None:
+def answered(messages: list[dict], answer: dict) -> list[dict] | None:
     """The messages with the answer; None where it goes on with a message that is not one string."""
     *earlier, last = messages
     if last["role"] != "assistant":

@@ -102,6 +102,20 @@ def build_chat_prompt(
     of_file = isinstance(arguments.messages, str)
     source = f"--messages: {arguments.messages}: " if of_file else "messages: "
     messages = conversation(arguments, source)
+    check_unicode(messages, "messages", source)
+    return encode_conversation(arguments, tokenizer, most, [*earlier, *messages], source)
+
+
+def encode_conversation(
+    arguments: argparse.Namespace,
+    tokenizer: Tokenizer,
+    most: int,
+    messages: list[dict],
+    source: str = "messages: ",
+) -> Prompt:
+    """The chat encoding of ``messages``, whose last one asks for an answer. ``source`` begins their
+    errors. Raises ``UserError``, ``PromptTooLong`` beyond ``most`` tokens.
+    """
     mode = "thinking" if arguments.thinking == "on" else "chat"
     effort = arguments.reasoning_effort
     with user_errors():
@@ -109,8 +123,6 @@ def build_chat_prompt(
     if effort is not None:
         with user_errors("--reasoning-effort: "):
             effort = fold_reasoning_effort(effort, profile)
-    check_unicode(messages, "messages", source)
-    messages = [*earlier, *messages]
     with user_errors(source):
         text = encode_messages(
             messages,

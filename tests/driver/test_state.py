@@ -104,13 +104,32 @@ def test_an_open_message_is_one_message_with_its_answer(drive: Drive, tmp_path: 
 
 
 @pytest.mark.slow
-def test_turns_that_read_otherwise_are_prefilled_again(drive: Drive, tmp_path: Path) -> None:
+def test_reasoning_that_the_encoder_drops_is_no_part_of_the_state(
+    drive: Drive, tmp_path: Path
+) -> None:
     state = tmp_path / "state"
     thinking = ("--thinking", "on")
-    answered(drive, tmp_path, "--prompt", "What is 3 + 4?", *thinking, "--save-state", state)
-    report = answered(drive, tmp_path, "--prompt", "And 5 + 6?", *thinking, "--load-state", state)
-    expected = f"--load-state: {state}: earlier turns read otherwise in this prompt"
-    assert expected in report["stderr"]
+    question = ("--prompt", "What is 3 + 4?", *thinking)
+    first = answered(drive, tmp_path, *question, "--save-state", state)
+    assert first["completion"]["message"]["reasoning_content"]
+    asked = first["prompt"]["token_ids"]
+    # All but <think>, which the encoder writes as </think> in the next prompt.
+    saved = SavedState.open(state)
+    assert saved.token_ids == asked[:-1]
+    unprocessed = json.loads(saved.notes["unprocessed_token_ids"])
+    assert unprocessed == [asked[-1], *first["completion"]["token_ids"]]
+    second = answered(drive, tmp_path, "--prompt", "And 5 + 6?", *thinking, "--load-state", state)
+    assert second["timing"]["reused_tokens"] == len(asked) - 1
+    engine = Engine.load(CHECKPOINT, EngineConfig(device="cpu"))
+    engine.prefill(asked)
+    engine.rewind(1)
+    ids = second["prompt"]["token_ids"]
+    expected = list(engine.generate(ids, 12, SamplingParams(temperature=0), reuse=True))
+    assert second["completion"]["token_ids"] == expected
+    # Another beginning of the prompt leaves nothing to go on from.
+    effort = ("--reasoning-effort", "max")
+    report = answered(drive, tmp_path, "--prompt", "Hi", *thinking, *effort, "--load-state", state)
+    assert f"--load-state: {state}: earlier turns read otherwise" in report["stderr"]
     assert report["timing"]["reused_tokens"] == 0
     assert report["timing"]["prefill_tokens"] == len(report["prompt"]["token_ids"])
 
