@@ -1,5 +1,6 @@
 """Answers one prompt with a DeepSeek-V4 checkpoint: load, prefill, decode, text as it is produced,
-one summary line. With ``--prompts`` the prompts of a file, one after another.
+one summary line. With ``--prompts`` the prompts of a file, one after another; with
+``--interactive`` a chat.
 """
 
 import os
@@ -26,6 +27,7 @@ from functools import partial
 from dsv4 import Engine
 from dsv4.cli.answer import answer
 from dsv4.cli.arguments import gpu_bytes, parse_arguments
+from dsv4.cli.chat.run import chat
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults
 from dsv4.cli.job import Job, Outcome, prepare
@@ -94,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     """The whole job; returns the exit code."""
     if arguments.prompts is not None:
         return answer_prompts(arguments)
+    if arguments.interactive:
+        return chat(arguments)
     job = prepare(arguments)
     check_trace(arguments, job.model_config)
     check_state(job)

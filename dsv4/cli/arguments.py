@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from dsv4.cli.chat.flags import check_chat_flags
 from dsv4.cli.flags import build_parser
 from dsv4.cli.prompts.flags import check_prompts_flags
 from dsv4.cli.state_flags import check_continuation
@@ -33,6 +34,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.logprobs is not None and arguments.json is None and arguments.prompts is None:
         raise UserError("--logprobs: found without --json, expected both")
     check_prompts_flags(arguments)
+    check_chat_flags(arguments)
     if arguments.verbose and arguments.quiet:
         raise UserError("--verbose: found together with --quiet, expected one of them")
     refuse_what_has_no_effect(arguments, given_flags(parser, arguments))
@@ -51,6 +53,7 @@ def refuse_contradictions(arguments: argparse.Namespace) -> None:
         "--thinking on": arguments.thinking == "on",
         "--reasoning-effort": arguments.reasoning_effort is not None,
         "--allow-control-tokens": arguments.allow_control_tokens,
+        "--tools": arguments.tools is not None,
     }
     without_chat = {"--raw": arguments.raw, "--token-ids": arguments.token_ids is not None}
     for plain, plain_given in without_chat.items():
@@ -65,6 +68,8 @@ def refuse_contradictions(arguments: argparse.Namespace) -> None:
         raise UserError(
             "--system: found together with --messages, which holds its own system message"
         )
+    if arguments.tools is not None and arguments.messages is not None:
+        raise UserError("--tools: found together with --messages, which holds its own tools")
     if arguments.load_state is not None:
         check_continuation(arguments)
 

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import dsv4
+from dsv4.cli.chat.flags import add_chat_flags
 from dsv4.cli.prompts.flags import add_answers_flags, add_prompts_flag
 from dsv4.cli.state_flags import add_load_state_flag, add_save_state_flag
 from dsv4.command.flags import OneLineParser, add_prefill_activations, integer, number, path
@@ -66,6 +67,7 @@ def add_prompt_flags(group: argparse._ArgumentGroup) -> None:
     )
     add_prompts_flag(sources)
     add_load_state_flag(group)
+    add_chat_flags(group)
     group.add_argument(
         "--system", metavar="TEXT", help="a system message before the prompt (default: none)"
     )

@@ -1,6 +1,7 @@
 """Flags to token ids: messages, chat encoding or plain text, tokenizer."""
 
 import argparse
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,11 +150,34 @@ def conversation(arguments: argparse.Namespace, source: str) -> list[dict]:
             return messages_of_json(raw)
     if arguments.messages is not None:
         return messages_of_request(arguments.messages)
-    messages: list[dict] = [{"role": "user", "content": prompt_text(arguments)}]
+    question = {"role": "user", "content": prompt_text(arguments)}
+    return [*opening(arguments), question]
+
+
+def opening(arguments: argparse.Namespace) -> list[dict]:
+    """What ``--system`` and ``--tools`` say before the first question. Raises ``UserError``."""
+    messages: list[dict] = []
     if arguments.system is not None:
         check_unicode(arguments.system, "--system")
-        messages.insert(0, {"role": "system", "content": arguments.system})
-    return messages
+        messages.append({"role": "system", "content": arguments.system})
+    return messages if arguments.tools is None else with_tools(messages, arguments.tools)
+
+
+def with_tools(messages: list[dict], file: str) -> list[dict]:
+    """The messages with the tools of a file: a list in the OpenAI format, or a chat request that
+    has one. Raises ``UserError`` that names the file.
+    """
+    raw = read_input("--tools", file)
+    with user_errors(f"--tools: {file}: "):
+        try:
+            found = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"not valid JSON ({error})") from None
+        tools = found.get("tools") if isinstance(found, dict) else found
+        if not isinstance(tools, list):
+            raise UserError('expected a list of tools or an object with a list "tools"')
+        check_unicode(tools, "tools")
+        return messages_of_request({"messages": messages, "tools": tools})
 
 
 def encode_text(tokenizer: Tokenizer, text: str, most: int) -> list[int]:

@@ -143,7 +143,7 @@ def device_names(engine: Engine) -> list[str]:
     return [f"{d} {torch.cuda.get_device_name(d)}" if d.type == "cuda" else str(d) for d in devices]
 
 
-def timing(load_seconds: float, stats: RunStats | None) -> dict[str, Any]:
+def timing(load_seconds: float | None, stats: RunStats | None) -> dict[str, Any]:
     """The measured times as the JSON report has them; what was not measured is ``None``."""
     prefill_tokens, prefill_seconds = (
         (stats.prefill_tokens, stats.prefill_seconds) if stats else (0, 0.0)
@@ -172,14 +172,14 @@ def graph_mode(engine: Engine | None) -> str | None:
 
 def summary_line(measured: dict[str, Any], mode: str | None, finish_reason: str) -> str:
     """One line: prefill tokens and tok/s, tokens that were there before, decode tokens, ms/token
-    and tok/s, mode of the graphs, why it ended.
+    and tok/s, mode of the graphs, why it ended; before that the load, unless it was measured for
+    another line.
     """
     prefill = measured["prefill_tokens_per_second"]
     decode = measured["decode_tokens_per_second"]
-    parts = [
-        f"load {measured['load_seconds']:.1f} s",
-        f"prefill {measured['prefill_tokens']} tokens",
-    ]
+    load = measured["load_seconds"]
+    parts = [] if load is None else [f"load {load:.1f} s"]
+    parts.append(f"prefill {measured['prefill_tokens']} tokens")
     if prefill is not None:
         parts[-1] += f" {prefill:.1f} tok/s"
     if measured["reused_tokens"]:

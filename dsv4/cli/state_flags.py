@@ -30,12 +30,13 @@ def add_save_state_flag(group: argparse._ArgumentGroup) -> None:
 def check_continuation(arguments: argparse.Namespace) -> None:
     """Raises ``UserError`` unless the flags of the prompt can go on with a saved conversation."""
     prompts = (arguments.prompt, arguments.prompt_file, arguments.messages, arguments.token_ids)
-    if all(prompt is None for prompt in prompts):
+    if all(prompt is None for prompt in prompts) and not arguments.interactive:
         raise UserError("--load-state: found without a prompt, expected --prompt or another one")
-    if arguments.system is not None:
-        raise UserError(
-            "--system: found together with --load-state, whose conversation has begun already"
-        )
+    for flag, value in (("--system", arguments.system), ("--tools", arguments.tools)):
+        if value is not None:
+            raise UserError(
+                f"{flag}: found together with --load-state, whose conversation has begun already"
+            )
     if arguments.trace is not None:
         raise UserError(
             "--trace: found together with --load-state, whose tokens are not computed again"

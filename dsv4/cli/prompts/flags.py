@@ -52,6 +52,7 @@ def check_prompts_flags(arguments: argparse.Namespace) -> None:
         "--plan": arguments.plan,
         "--save-state": arguments.save_state is not None,
         "--load-state": arguments.load_state is not None,
+        "--tools": arguments.tools is not None,
     }
     for flag, given in of_one_prompt.items():
         if given:
