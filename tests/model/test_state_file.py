@@ -1,6 +1,7 @@
 """State files: what is in them, and what is refused with the engine left as it was."""
 
 import json
+import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from dsv4 import Engine, EngineConfig, SamplingParams, UserError
 from dsv4.caches.filled import filled_rows
@@ -202,6 +204,29 @@ def test_a_checkpoint_is_known_by_what_it_holds(tmp_path: Path) -> None:
     assert ": checkpoint: found '" in refused(other, tmp_path / "state")
     names = {checkpoint_identity(open_checkpoint(tmp_path / name)) for name in ("elsewhere", "b")}
     assert len(names) == 2
+
+
+def trained_on(folder: Path, prefix: str, to: Path) -> Path:
+    """A copy in which the tensors whose names begin with ``prefix`` are others."""
+    shutil.copytree(folder, to)
+    for file in to.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in (name for name in tensors if name.startswith(prefix)):
+            tensors[name] += 1e-3
+        save_file(tensors, file)
+    return to
+
+
+def test_routed_experts_of_one_layer_make_another_checkpoint(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "a")
+    prefixes = ["none", *(f"layers.{layer}.ffn.experts." for layer in range(3))]
+    folders = [trained_on(folder, prefix, tmp_path / prefix) for prefix in prefixes]
+    sizes = [sorted((file.name, file.stat().st_size) for file in one.iterdir()) for one in folders]
+    assert sizes == [sizes[0]] * 4
+    again = trained_on(folder, "none", tmp_path / "again")
+    identities = [checkpoint_identity(open_checkpoint(one)) for one in (*folders, again)]
+    assert len(set(identities)) == 4
+    assert identities[-1] == identities[0]
 
 
 def test_a_file_appears_whole_or_not_at_all(
