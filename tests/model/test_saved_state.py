@@ -1,5 +1,6 @@
 """A sequence on disk: what goes on behind it is what would have come without the file."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from dsv4 import Engine, EngineConfig, SamplingParams, UserError
+from dsv4.caches.filled import FilledRows
 from dsv4.checkpoint.state_file import SavedState
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
@@ -84,6 +86,42 @@ def test_the_demo_goes_on_bit_for_bit_behind_512_tokens(tmp_path: Path) -> None:
         for token in ids[position:][:4]:
             assert torch.equal(first.decode([token]), other.decode([token]))
         first.rewind(4)
+
+
+def slots_ignored(self: FilledRows) -> Iterator[torch.Tensor]:
+    """The fault: rows of a sequence from the first slot on, wherever the ring has them."""
+    yield self.store[: min(self.count, len(self.store))]
+
+
+@pytest.mark.slow
+def test_spec11_j89_restored_rows_are_in_the_slots_of_their_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = small_config((4, 128, 0), 1, max_position_embeddings=16384)
+    cheap: dict[str, Any] = {"kv_dtype": "fp8", "compute_dtype": "bfloat16", "max_context": 8448}
+    first = tiny_engine(long, prefill_chunk=1024, **cheap)
+    # Rings of other lengths, so that no row has the slot that it had.
+    other = tiny_engine(long, prefill_chunk=90, **cheap)
+    ids = random_ids(8200)
+    for position in (511, 512, 513, 8191, 8192):
+        first.prefill(ids[first.position : position])
+        first.save_state(tmp_path / "state")
+        poison(other)
+        other.load_state(tmp_path / "state")
+        for mine, theirs in zip(first.state.layers, other.state.layers, strict=True):
+            rows = torch.arange(max(0, position - 128), position)
+            found = theirs.keys.ring.read(rows % theirs.keys.ring.slots)
+            assert torch.equal(found, mine.keys.ring.read(rows % mine.keys.ring.slots))
+        expected = torch.cat([first.decode([token]) for token in ids[position:][:4]])
+        assert not expected.isnan().any()
+        for token, logits in zip(ids[position:], expected, strict=False):
+            assert torch.equal(other.decode([token])[0], logits), position
+        first.rewind(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(FilledRows, "parts", slots_ignored)
+        poison(other)
+        other.load_state(tmp_path / "state")
+    assert not torch.equal(other.decode([ids[8192]])[0], expected[0])
 
 
 def placed(devices: list[torch.device]) -> Engine:
