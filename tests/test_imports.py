@@ -10,7 +10,11 @@ from tests.source_rules import ROOT
 pytestmark = pytest.mark.slow
 
 # Modules that cannot be imported without a package that only some machines have.
-NEEDED = {"dsv4.ops.linear.cutedsl.": "cutlass", "dsv4.demo.training.sinkhorn": "triton"}
+NEEDED = {
+    "dsv4.ops.linear.cutedsl.": "cutlass",
+    "dsv4.demo.training.sinkhorn": "triton",
+    "dsv4.cli.prompts.on_ray": "ray",
+}
 
 
 def run(code: str) -> str:

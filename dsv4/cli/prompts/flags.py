@@ -1,8 +1,11 @@
 """The flags of ``--prompts`` and what cannot stand beside them."""
 
 import argparse
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+from dsv4.command.flags import integer
 from dsv4.errors import UserError
 
 
@@ -30,6 +33,15 @@ def add_answers_flags(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="answers hold the prompt as the model got it, and token ids",
     )
+    group.add_argument(
+        "--ray",
+        type=integer(0, 10000),
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="on N workers of a Ray cluster with an engine each; 0, also without a value: as many "
+        "as its GPUs hold, or one a node (default: in this process)",
+    )
 
 
 def check_prompts_flags(arguments: argparse.Namespace) -> None:
@@ -38,10 +50,13 @@ def check_prompts_flags(arguments: argparse.Namespace) -> None:
         for flag, given in (
             ("--out", arguments.out is not None),
             ("--with-token-ids", arguments.with_token_ids),
+            ("--ray", arguments.ray is not None),
         ):
             if given:
                 raise UserError(f"{flag}: found without --prompts, expected both")
         return
+    if arguments.ray is not None and find_spec("ray") is None:
+        raise UserError(f"--ray: {sys.executable} has no ray, expected it: pip install 'dsv4[ray]'")
     if arguments.out is None:
         raise UserError("--prompts: found without --out, expected both")
     of_one_prompt = {

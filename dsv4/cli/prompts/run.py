@@ -3,7 +3,8 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from dsv4.command.progress import ProgressBar, Unit
 from dsv4.command.signals import stop_code
 from dsv4.command.streams import say
 from dsv4.engine import Engine
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 
 ANSWERS = Unit("answers", 1, 0)
@@ -99,16 +101,32 @@ def answer_lines(
     plan = partial(Engine.plan, arguments.model, config)
     if arguments.gpus > 1 and not arguments.quiet:
         say(str(plan()))
-    limit_cpu_threads(files.config)
     shown = bars_are_shown(arguments)
     with device_faults(plan):
-        engine = load_engine(arguments, config)
-        with ProgressBar("answers", ANSWERS, sys.stderr, shown) as bar:
-            for line in waiting:
-                bar(len(answers.failed), len(lines))
-                record = answer_line(line, files, engine)
+        pairs = answered_lines(arguments, files, config, waiting)
+        with ProgressBar("answers", ANSWERS, sys.stderr, shown) as bar, closing(pairs):
+            bar(len(answers.failed), len(lines))
+            for line, record in pairs:
                 answers.append(line, record)
                 tally.add(record)
+                bar(len(answers.failed), len(lines))
+
+
+def answered_lines(
+    arguments: argparse.Namespace,
+    files: ModelFiles,
+    config: EngineConfig,
+    lines: Sequence[PromptLine],
+) -> Generator[tuple[PromptLine, dict[str, Any]], None, None]:
+    """Lines with their answers as they are ready, of an engine that this loads or of ``--ray``."""
+    if arguments.ray is not None:
+        # Here, because importing Ray takes a second.
+        from dsv4.cli.prompts.on_ray import answers_on_ray
+
+        return answers_on_ray(arguments, config, lines)
+    limit_cpu_threads(files.config)
+    engine = load_engine(arguments, config)
+    return ((line, answer_line(line, files, engine)) for line in lines)
 
 
 def answer_line(line: PromptLine, files: ModelFiles, engine: Engine) -> dict[str, Any]:
