@@ -52,6 +52,19 @@ def test_a_generation_goes_on_behind_its_answer(graph: Engine, tmp_path: Path) -
     assert graph.last_run.reused_tokens == position
 
 
+def test_a_point_is_gone_back_to_from_behind_captured_steps(eager: Engine, graph: Engine) -> None:
+    """The answer is longer than the rings of both compressors."""
+    list(graph.generate(IDS[:200], 180, GREEDY, NO_STOP, reuse=True))
+    following = [*IDS[:199], *IDS[300:330]]
+    assert graph.reusable_tokens(following) == 199
+    answer = list(graph.generate(following, 20, GREEDY, NO_STOP, reuse=True))
+    eager.reset()
+    eager.prefill(IDS[:200])
+    eager.rewind(1)
+    assert list(eager.generate(following, 20, GREEDY, NO_STOP, reuse=True)) == answer
+    assert torch.equal(eager.decode([9]).cpu(), graph.decode([9]).cpu())
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("parallel", ["pipeline", "round-robin"])
 def test_two_devices_go_on_with_the_state_of_one(

@@ -40,7 +40,7 @@ def other() -> Engine:
 def turns_of(chat: Chat, engine: Engine, lines: list[str]) -> list[Turn]:
     turns = []
     for line in lines:
-        chat.say(line)
+        chat.tell(line)
         turns.append(Turn.last(chat, engine))
     return turns
 
@@ -86,10 +86,10 @@ def test_results_are_asked_for_until_every_call_has_one(engine: Engine) -> None:
     question = {"role": "user", "content": "How is the weather?"}
     chat = new_chat(engine, messages=[question, calls])
     assert len(chat.open_calls) == 2
-    chat.say("21")
+    chat.tell("21")
     assert len(chat.open_calls) == 1
     assert len(chat.messages) == 2
-    chat.say("22")
+    chat.tell("22")
     assert [message["content"] for message in chat.messages[2:4]] == ["21", "22"]
     assert chat.messages[4]["role"] == "assistant"
 
@@ -159,7 +159,7 @@ def test_without_a_word_of_the_answer_the_question_is_forgotten(
             bar: Any = lambda *_: signal.raise_signal(signal.SIGINT)  # noqa: E731
             patch.setattr("dsv4.cli.chat.chat.ProgressBar.__call__", bar)
         monkeypatch.setattr(engine, "_chunks", lambda ids: [ids[:5], ids[5:]])
-        chat.say("What is the capital of France?")
+        chat.tell("What is the capital of France?")
     monkeypatch.undo()
     assert "the answer has no word yet, so the question is forgotten" in capsys.readouterr().err
     assert chat.messages == kept
@@ -190,7 +190,7 @@ def test_a_saved_chat_goes_on_as_if_it_had_not_ended(
     assert loaded.messages == chat.messages
     assert other.token_ids == turns[0].prompt[:-1]
     for one in (chat, loaded):
-        one.say("What is 29 + 27 - 4?")
+        one.tell("What is 29 + 27 - 4?")
     assert loaded.token_ids == chat.token_ids
     turns += [Turn.last(loaded, other)]
     assert turns[1].reused == len(turns[0].prompt) - 1
@@ -200,11 +200,11 @@ def test_a_saved_chat_goes_on_as_if_it_had_not_ended(
 def test_reset_and_system(engine: Engine) -> None:
     chat = new_chat(engine, messages=opening(arguments_of("--system", "A.", "--tools", TOOLS)))
     tools = chat.messages[0]["tools"]
-    chat.say("What is 3 + 4?")
+    chat.tell("What is 3 + 4?")
     chat.set_system("B.")
     assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
     assert chat.messages[0] == {"role": "system", "content": "B.", "tools": tools}
-    chat.say("What is 3 + 4?")
+    chat.tell("What is 3 + 4?")
     assert engine.last_run is not None
     assert engine.last_run.reused_tokens == 0
     chat.reset()
@@ -225,8 +225,8 @@ def test_a_turn_that_fails_leaves_the_chat_as_it_was(
         raise FloatingPointError("NaN in logits")
 
     wrong: dict[type[Exception], Callable[[], None]] = {
-        UserError: lambda: chat.say("word " * 2000),
-        FloatingPointError: lambda: (monkeypatch.setattr(engine, "generate", nan), chat.say("a"))[
+        UserError: lambda: chat.tell("word " * 2000),
+        FloatingPointError: lambda: (monkeypatch.setattr(engine, "generate", nan), chat.tell("a"))[
             1
         ],
     }
@@ -238,7 +238,7 @@ def test_a_turn_that_fails_leaves_the_chat_as_it_was(
     with pytest.raises(UserError, match=f"{tmp_path}/absent: cannot be read"):
         chat.load(tmp_path / "absent")
     with pytest.raises(UserError, match="lone surrogate"):
-        chat.say("\ud800")
+        chat.tell("\ud800")
     turns = turns_of(chat, engine, ["What is the capital of France?"])
     assert turns[0].reused == 0
     assert_exact(engine, other, turns)

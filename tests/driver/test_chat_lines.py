@@ -135,7 +135,9 @@ def talk(drive: Drive, pipe: Callable[..., None]) -> Callable[..., Result]:
 
 
 @pytest.mark.slow
-def test_commands_and_errors_are_one_line_each(talk: Callable[..., Result], tmp_path: Path) -> None:
+def test_commands_and_errors_are_one_line_each(
+    talk: Callable[..., Result], drive: Drive, tmp_path: Path
+) -> None:
     lines = [
         "/unknown",
         "/save",
@@ -168,7 +170,10 @@ def test_commands_and_errors_are_one_line_each(talk: Callable[..., Result], tmp_
     for error, beginning in zip(errors, expected, strict=True):
         assert error.startswith(beginning)
     assert errors[-1].endswith("expected at most 64; /reset begins a new conversation")
-    assert SavedState.open(tmp_path / "state").position > 0
+    saved = SavedState.open(tmp_path / "state").position
+    go_on = ("--load-state", tmp_path / "state", "--prompt", "Hi", "--max-tokens", 2)
+    result = drive(*go_on, "--model", CHECKPOINT)
+    assert f"behind {saved} reused" in result.err
 
 
 @pytest.mark.slow

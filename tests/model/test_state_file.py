@@ -71,7 +71,9 @@ def test_the_file_is_safetensors_and_says_what_it_is(saved: Path) -> None:
 def test_what_a_state_of_a_published_geometry_takes(
     name: Geometry, fixed: int, token: float
 ) -> None:
-    """The numbers of decode.md, in bytes; a token id takes another 8."""
+    """The numbers of decode.md, in bytes; a token id takes another 8. A point takes what does not
+    depend on the length.
+    """
     config = ModelConfig.from_dict(geometry_config(name))
     devices = (CPU,) * config.num_hidden_layers
     state = DecodeState.allocate(config, EngineConfig(), 4096, devices, planned=True)
@@ -84,6 +86,8 @@ def test_what_a_state_of_a_published_geometry_takes(
     )
     assert (second - first) / 2048 == token
     assert first - 2048 * token == fixed
+    in_ring = [one for one in filled_rows(state.layers, 4096, 8) if one.in_ring]
+    assert sum(one.count * one.shape[1] * one.store.itemsize for one in in_ring) == fixed
 
 
 def refused(engine: Engine, path: Path) -> str:

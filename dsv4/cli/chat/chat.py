@@ -53,7 +53,7 @@ class Chat:
             given += 1
         return []
 
-    def say(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         """A result for the first open call, where there is one, else a question; shows the answer
         when there is nothing open. Raises ``UserError`` and ``FloatingPointError``.
         """

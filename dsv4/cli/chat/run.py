@@ -78,7 +78,7 @@ def converse(session: Chat, read_line: ReadLine) -> None:
         if is_command(entry):
             goes_on = turn(partial(run_command, session, entry)) is not False
         else:
-            turn(partial(session.say, message_of(entry)))
+            turn(partial(session.tell, message_of(entry)))
 
 
 def turn(work: Callable[[], bool | None]) -> bool | None:
