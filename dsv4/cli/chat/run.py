@@ -16,7 +16,7 @@ from dsv4.cli.faults import device_faults
 from dsv4.cli.generation_defaults import sampling_params
 from dsv4.cli.job import ModelFiles, context_tokens
 from dsv4.cli.load import load_engine
-from dsv4.cli.prompt import PromptTooLong, build_prompt, opening
+from dsv4.cli.prompt import Prompt, PromptTooLong, build_prompt, opening
 from dsv4.cli.state import check_saved
 from dsv4.cli.stream import CONTROL_CHARACTERS
 from dsv4.command.errors import user_message
@@ -33,17 +33,13 @@ def chat(arguments: argparse.Namespace) -> int:
     read_line = line_reader()
     files = ModelFiles.read(arguments.model)
     sampling_params(arguments, files.generation)
-    begun = opening(arguments)
     before = None
     if arguments.load_state is not None:
         before = Conversation.read(arguments.load_state, files.config.vocab_size)
-        begun = before.chat_messages()
-    prompts = (arguments.prompt, arguments.prompt_file, arguments.messages)
-    is_asked = any(prompt is not None for prompt in prompts)
-    prompt = build_prompt(arguments, files.tokenizer, files.config, before) if is_asked else None
+    begun, first = beginning(arguments, files, before)
     known = max(
         0 if before is None else before.saved.position,
-        0 if prompt is None else len(prompt.token_ids),
+        0 if first is None else len(first.token_ids),
     )
     context = context_tokens(arguments, files.config, known + arguments.max_tokens)
     config = replace(engine_config(arguments), max_context=context)
@@ -54,15 +50,30 @@ def chat(arguments: argparse.Namespace) -> int:
         say(str(plan()))
     limit_cpu_threads(files.config)
     with device_faults(plan):
-        session = Chat(arguments, files, load_engine(arguments, config), begun)
+        session = Chat(arguments, files, load_engine(arguments, config), [])
         if before is not None:
             session.load(before.saved.path)
+        session.messages = begun
         if not arguments.quiet and sys.stdin.isatty():
             say("/help shows the commands of the chat, Ctrl-D ends it")
-        if prompt is not None and prompt.messages is not None:
-            turn(partial(session.ask, prompt.messages[len(begun) :]))
+        if first is not None and first.messages is not None:
+            turn(partial(session.ask, first.messages[len(begun) :]))
         converse(session, read_line)
     return EXIT_OK
+
+
+def beginning(
+    arguments: argparse.Namespace, files: ModelFiles, before: Conversation | None
+) -> tuple[list[dict], Prompt | None]:
+    """The messages before anything is typed, and the prompt that they make with the question of the
+    flags, where there is one. Raises ``UserError``.
+    """
+    prompts = (arguments.prompt, arguments.prompt_file, arguments.messages)
+    if any(prompt is not None for prompt in prompts):
+        first = build_prompt(arguments, files.tokenizer, files.config, before)
+        assert first.messages is not None
+        return first.messages[:-1], first
+    return opening(arguments) if before is None else before.chat_messages(), None
 
 
 def converse(session: Chat, read_line: ReadLine) -> None:
