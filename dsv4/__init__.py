@@ -8,12 +8,33 @@ rank · ``G`` output groups · ``W`` compressor width · ``E`` model dim · ``F`
 ``X`` experts · ``P`` experts per token · ``M`` residual streams · ``V`` vocabulary.
 """
 
-from dsv4.config import ModelConfig
-from dsv4.engine import Engine
-from dsv4.engine_config import EngineConfig
-from dsv4.errors import UserError
-from dsv4.sampling import SamplingParams
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4.config import ModelConfig
+    from dsv4.engine import Engine
+    from dsv4.engine_config import EngineConfig
+    from dsv4.errors import UserError
+    from dsv4.sampling import SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = ["Engine", "EngineConfig", "ModelConfig", "SamplingParams", "UserError"]
+
+_MODULES = {
+    "Engine": "dsv4.engine",
+    "EngineConfig": "dsv4.engine_config",
+    "ModelConfig": "dsv4.config",
+    "SamplingParams": "dsv4.sampling",
+    "UserError": "dsv4.errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    """A public name, whose module is imported when it is first asked for: ``dsv4 --help`` needs no
+    torch.
+    """
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -34,7 +34,7 @@ class Forbidden:
         raise AssertionError("import read the environment")
     __getitem__ = __setitem__ = __contains__ = __iter__ = __getattribute__
 os.environ = os.environb = Forbidden()
-import dsv4
+from dsv4 import *
 assert not torch.cuda.is_initialized(), "import initialised CUDA"
 """)
 

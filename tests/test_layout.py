@@ -174,6 +174,7 @@ def test_wheel_has_the_demo_and_the_kernels_but_not_the_training() -> None:
     setuptools = pytest.importorskip("setuptools")
     with (ROOT / "pyproject.toml").open("rb") as file:
         settings = tomllib.load(file)["tool"]["setuptools"]
+    assert settings["py-modules"] == [DRIVER.removesuffix(".py")]
     find = settings["packages"]["find"]
     assert find["namespaces"] is False
     packages = set(

@@ -9,7 +9,7 @@ import pytest
 from tests.source_rules import DRIVER, Rule, Source, calls, violations
 
 COMMAND_LINE = (
-    *(DRIVER, "dsv4/cli/", "dsv4/command/"),
+    *(DRIVER, "dsv4/__main__.py", "dsv4/cli/", "dsv4/command/"),
     "dsv4/demo/",
     "dsv4/validate/",
     "dsv4/checkpoint/export.py",
