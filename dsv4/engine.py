@@ -20,6 +20,7 @@ from dsv4.layers.values import Watch
 from dsv4.layers.weights import Weights
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.load_check import settled_table
+from dsv4.logprobs import TokenLogprobs
 from dsv4.model import build_ranks
 from dsv4.opened_checkpoint import OpenedCheckpoint, Progress
 from dsv4.ops.tables import DirectTable, Table
@@ -30,9 +31,10 @@ from dsv4.plan import MemoryPlan, max_context_tokens
 from dsv4.run_stats import RunStats
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.sequence import EngineSequence
-from dsv4.step.chunks import run_chunks, split_ids
+from dsv4.step.chunks import RunStep, run_chunks, split_ids
 from dsv4.step.direct import DirectSteps
 from dsv4.step.nan_search import NaNSearch
+from dsv4.step.scored import ScoredSteps
 from dsv4.step.steps import RecordedSteps
 from dsv4.token_ids import check_ids, check_room
 from dsv4.trace.patterns import EVERY_VALUE, matching
@@ -147,12 +149,11 @@ class Engine(EngineSequence):
         return self._nan.checked(logits_V, token_ids, before)
 
     def _prefill(
-        self, token_ids: list[int], progress: Progress | None, traced: TracedSteps | None = None
+        self, token_ids: list[int], progress: Progress | None, run: RunStep | None = None
     ) -> Tensor:
         """Final hidden states of the last chunk."""
-        run = (traced or self.steps).run
         ahead = 2 * len(self.state.devices)
-        return run_chunks(run, self._chunks(token_ids), ahead, progress)
+        return run_chunks(run or self.steps.run, self._chunks(token_ids), ahead, progress)
 
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """Appends 1 to 8 tokens in one step; returns float32 ``[T, V]``, row t the logits after
@@ -187,6 +188,18 @@ class Engine(EngineSequence):
         logits = [self.steps.logits(self.steps.run(chunk)).clone() for chunk in chunks]
         return self._nan.checked(torch.cat(logits), ids, shown=True)
 
+    def prompt_logprobs(
+        self, token_ids: Sequence[int], count: int, progress: Progress | None = None
+    ) -> list[TokenLogprobs]:
+        """Of each prompt token but the first: its log-probability and the ``count`` largest."""
+        self.reset()
+        ids = self._checked(token_ids)
+        self._token_ids = list(ids)
+        scored = ScoredSteps(self.steps, ids, count)
+        self._prefill(ids, progress, scored.run)
+        self._nan.checked(scored.logprobs_T, ids)
+        return scored.found
+
     def trace(
         self,
         token_ids: Sequence[int],
@@ -215,7 +228,7 @@ class Engine(EngineSequence):
         self,
         token_ids: Sequence[int],
         max_new_tokens: int,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Sampler | None = None,
         stop_token_ids: Iterable[int] | None = None,
         prefill_progress: Progress | None = None,
         watch: Watch | None = None,
@@ -223,13 +236,13 @@ class Engine(EngineSequence):
     ) -> Generator[int, None, None]:
         """Yields sampled ids of a fresh sequence to a stop token, the limit or the context's end.
 
-        ``stop_token_ids`` defaults to the model's EOS ids. ``watch`` is shown the values of every
-        step. ``reuse``: what the current sequence has in common with ``token_ids`` is not computed
-        again (``reusable_tokens``), and a later call can come back to this one's prompt from behind
-        any answer. ``last_run`` holds the statistics once the iterator ends, also
-        when the caller closes it early. Raises ``UserError`` for a prompt that does not fit and
-        for wrong arguments, ``FloatingPointError`` for NaN, and ``RuntimeError`` when the sequence
-        was changed by another call since the last token.
+        ``stop_token_ids`` defaults to the model's EOS ids. A ``Sampler`` serves one call, and shows
+        what is ``noted`` of a token as it comes. ``watch`` is shown the values of every step.
+        ``reuse``: what the current sequence has in common with ``token_ids`` is not computed again
+        (``reusable_tokens``), and a later call can come back to this one's prompt from behind any
+        answer. ``last_run`` holds the statistics once the iterator ends, also when the caller
+        closes it early. Raises ``UserError`` for wrong arguments and long prompts,
+        ``FloatingPointError`` for NaN, ``RuntimeError`` when another call changed the sequence.
         """
         if reuse:
             self._end_run()
@@ -249,7 +262,9 @@ class Engine(EngineSequence):
         reused = self._begin(request.token_ids, reuse)
         started = time.perf_counter()
         traced = None if watch is None else TracedSteps(self.steps, watch, self.decoder)
-        hidden_TE = self._prefill(request.token_ids[reused:], request.progress, traced)
+        hidden_TE = self._prefill(
+            request.token_ids[reused:], request.progress, traced and traced.run
+        )
         first = self.steps.first_token(request.sampler, hidden_TE)
         seconds = time.perf_counter() - started
         if reuse:
@@ -287,11 +302,5 @@ class Engine(EngineSequence):
 
     def _chunks(self, token_ids: list[int]) -> list[list[int]]:
         """A prompt in chunks of ``prefill_chunk``."""
-        sizes = [len(token_ids)] if token_ids else []
-        return split_ids(token_ids, sizes, chunk_tokens(self.engine_config))
-
-    def _checked(self, token_ids: Iterable[int]) -> list[int]:
-        """The ids as a list, if they are ids of this model and fit behind the current position."""
-        checked = check_ids(token_ids, self.config.vocab_size)
-        check_room(self.position + len(checked), self.max_context)
-        return checked
+        largest = chunk_tokens(self.engine_config)
+        return split_ids(token_ids, [len(token_ids)] if token_ids else [], largest)

@@ -27,7 +27,7 @@ class Request:
         config: ModelConfig,
         token_ids: list[int],
         max_new_tokens: int,
-        sampling: SamplingParams | None,
+        sampling: SamplingParams | Sampler | None,
         stop_token_ids: Iterable[int] | None,
         progress: Callable[[int, int], None] | None,
     ) -> "Request":
@@ -35,10 +35,12 @@ class Request:
         own. Raises ``UserError``.
         """
         stops = config.eos_token_ids if stop_token_ids is None else stop_token_ids
+        if not isinstance(sampling, Sampler):
+            sampling = Sampler(SamplingParams() if sampling is None else sampling)
         return cls(
             token_ids,
             check_integer("max_new_tokens", max_new_tokens, 1),
-            Sampler(SamplingParams() if sampling is None else sampling),
+            sampling,
             frozenset(check_ids(stops, config.vocab_size, "stop_token_ids", at_least=0)),
             progress,
         )

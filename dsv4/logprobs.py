@@ -37,3 +37,13 @@ def rank_tokens(logits_V: Tensor, token: Tensor, count: int) -> tuple[Tensor, Te
     largest = logits_V.argsort(descending=True, stable=True)[:count]
     ids_N = torch.cat((token.clamp(min=0).reshape(1), largest))
     return ids_N, logprobs_V.gather(0, ids_N)
+
+
+def rank_rows(logits_TV: Tensor, tokens_T: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``rank_tokens`` of T rows and one of the int64 ``tokens_T`` for each: ids and
+    log-probabilities ``[T, 1 + count]``.
+    """
+    logprobs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
+    largest_TN = logits_TV.argsort(dim=-1, descending=True, stable=True)[:, :count]
+    ids_TN = torch.cat((tokens_T[:, None], largest_TN), dim=1)
+    return ids_TN, logprobs_TV.gather(1, ids_TN)

@@ -1,6 +1,6 @@
 """The sequence of an engine: its tokens, what of it can be taken back or reused, and its file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from dsv4.caches.state import DecodeState
 from dsv4.checkpoint.state_file import SavedState, StateKey, write_state
 from dsv4.errors import UserError
 from dsv4.generation import Run
-from dsv4.token_ids import check_ids, check_integer
+from dsv4.token_ids import check_ids, check_integer, check_room
 
 
 class EngineSequence:
@@ -110,6 +110,12 @@ class EngineSequence:
             self.state.start_sequence()
         self._token_ids = list(token_ids)
         return reused
+
+    def _checked(self, token_ids: Iterable[int]) -> list[int]:
+        """The ids as a list, if they are ids of this model and fit behind the current position."""
+        checked = check_ids(token_ids, self._key.config.vocab_size)
+        check_room(self.position + len(checked), self.max_context)
+        return checked
 
     def _end_run(self) -> None:
         if self._run is not None:

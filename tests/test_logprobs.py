@@ -10,6 +10,7 @@ import torch
 
 from dsv4 import Engine, SamplingParams, UserError
 from dsv4.logprobs import TokenLogprobs, rank_tokens
+from dsv4.sampling import Sampler
 from tests.model.tiny import random_ids, tiny_engine
 
 NO_STOP: frozenset[int] = frozenset()
@@ -84,6 +85,40 @@ def test_no_more_alternatives_than_tokens(engine: Engine) -> None:
     assert engine.last_run is not None
     vocabulary = engine.config.vocab_size
     assert [len(one.top) for one in engine.last_run.logprobs or ()] == [vocabulary] * 3
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 21])
+def test_a_prompt_is_ranked_as_its_logits_say(engine: Engine, tokens: int) -> None:
+    """Across chunks of 8 and rows of 8; the sequence stands behind the prompt afterwards."""
+    prompt = random_ids(tokens)
+    told = []
+    found = engine.prompt_logprobs(prompt, 3, lambda *done: told.append(done))
+    assert (engine.token_ids, engine.position) == (prompt, tokens)
+    assert told[-1] == (tokens, tokens)
+    logits_TV = engine.logits(prompt)[:-1]
+    for token, one, logits_V in zip(prompt[1:], found, logits_TV, strict=True):
+        expected = ranked(logits_V.tolist(), token, 3)
+        assert (one.token_id, [top for top, _ in one.top]) == (
+            token,
+            [top for top, _ in expected.top],
+        )
+        assert one.logprob == pytest.approx(expected.logprob, abs=1e-5)
+        assert one.top[2][1] == pytest.approx(expected.top[2][1], abs=1e-5)
+
+
+def test_what_follows_a_ranked_prompt_is_what_follows_any(engine: Engine) -> None:
+    greedy = SamplingParams(temperature=0)
+    expected = list(engine.generate(random_ids(20), 6, greedy, NO_STOP))
+    engine.prompt_logprobs(random_ids(20), 0)
+    assert list(engine.generate(random_ids(20), 6, greedy, NO_STOP, reuse=True)) == expected
+    assert engine.last_run is not None
+    assert engine.last_run.reused_tokens == 19
+
+
+def test_a_sampler_of_the_callers_has_an_entry_with_every_token(engine: Engine) -> None:
+    sampler = Sampler(SamplingParams(temperature=0, logprobs=1))
+    for count, token in enumerate(engine.generate(random_ids(10), 5, sampler, NO_STOP)):
+        assert sampler.noted[count].token_id == token
 
 
 @pytest.mark.parametrize("count", [-1, 1001, 10**6, 1.5, True])

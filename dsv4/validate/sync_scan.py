@@ -50,6 +50,7 @@ MEANT = {
         "dsv4/step/traced_values.py", "TracedValues.value.copy", "cpu"
     ): "a trace is read on the host",
     Place("dsv4/step/step.py", "Step.show", "cpu"): "a trace is read on the host",
+    Place("dsv4/step/scored.py", "ScoredSteps.run", "cpu"): "what a prompt scores is read there",
     Place(
         "dsv4/step/chunks.py", "run_chunks", "synchronize"
     ): "a chunk is queued when only a given number before it are unfinished",
