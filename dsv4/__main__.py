@@ -27,6 +27,7 @@ DRIVER = "single_shot_inference"
 COMMANDS = {
     "run": Command("answer a prompt, or those of a file: single_shot_inference.py", DRIVER),
     "chat": Command("a conversation: run --interactive", DRIVER, ("--interactive",)),
+    "serve": Command("an OpenAI-compatible server for one user", "dsv4.serve.command"),
     "plan": Command("what every device will hold: run --plan", DRIVER, ("--plan",)),
     "validate": Command("compare an engine with another one, layer by layer", ""),
     "export": Command("convert a checkpoint to another format", "dsv4.checkpoint.export"),

@@ -18,6 +18,7 @@ from .completion import (
 from .control_tokens import EOS, neutralize
 from .deepseek_v4_encoding import encode_messages, parse_message_from_completion_text
 from .reasoning_effort import detect_profile, fold_reasoning_effort
+from .render import tool_calls_opening
 from .stop_strings import StopStrings
 from .streaming_parser import StreamingParser
 from .tokenizer import IncrementalDecoder, Tokenizer
@@ -45,4 +46,5 @@ __all__ = [
     "neutralize",
     "parse_completion",
     "parse_message_from_completion_text",
+    "tool_calls_opening",
 ]

@@ -114,6 +114,14 @@ def render_messages(messages: list[Message], rendering: Rendering) -> Iterator[l
         yield pieces + _transition(message, next_role, rendering.thinking, opens_thinking)
 
 
+def tool_calls_opening(name: str | None = None) -> str:
+    """What a turn that calls tools goes on with behind its text; with `name` up to the arguments of
+    a call of this tool.
+    """
+    opening = f"\n\n<{DSML}tool_calls>\n"
+    return opening if name is None else f'{opening}<{DSML}invoke name="{neutralize(name)}">\n'
+
+
 def _other_role(message: Message) -> list[Piece]:
     match message.role:
         case "system":
@@ -168,7 +176,7 @@ def _assistant(message: Message, with_thinking: bool) -> list[Piece]:
         pieces += [Piece(message.reasoning, "data"), Piece(THINK_CLOSE)]
     pieces.append(Piece(message.content, "data"))
     if message.tool_calls:
-        pieces.append(Piece(f"\n\n<{DSML}tool_calls>\n"))
+        pieces.append(Piece(tool_calls_opening()))
         for index, call in enumerate(message.tool_calls):
             pieces += [Piece("\n"), *_tool_call(call)] if index > 0 else _tool_call(call)
         pieces.append(Piece(f"\n</{DSML}tool_calls>"))

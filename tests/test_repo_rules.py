@@ -9,7 +9,7 @@ import pytest
 from tests.source_rules import DRIVER, Rule, Source, calls, violations
 
 COMMAND_LINE = (
-    *(DRIVER, "dsv4/__main__.py", "dsv4/cli/", "dsv4/command/"),
+    *(DRIVER, "dsv4/__main__.py", "dsv4/cli/", "dsv4/command/", "dsv4/serve/"),
     "dsv4/demo/",
     "dsv4/validate/",
     "dsv4/checkpoint/export.py",
@@ -40,7 +40,7 @@ LEAVES = (
     "dsv4.model_files",
     "dsv4.peers",
 )
-HIGHEST = ("dsv4.cli", "dsv4.demo", "dsv4.validate", "dsv4.bench", "dsv4.measure")
+HIGHEST = ("dsv4.cli", "dsv4.serve", "dsv4.demo", "dsv4.validate", "dsv4.bench", "dsv4.measure")
 ABOVE_THE_ENGINE = (*HIGHEST, "dsv4.command")
 ABOVE_THE_MODEL = (
     *ABOVE_THE_ENGINE,
@@ -77,6 +77,8 @@ NEVER_IMPORTS = {
     "dsv4.step": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint", "dsv4.decode"),
     "dsv4.decode": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint"),
     "dsv4.engine": ABOVE_THE_ENGINE,
+    # The driver needs nothing of the server, nor its libraries.
+    "dsv4.cli": ("dsv4.serve",),
 }
 MUTABLE_CONSTRUCTORS = {
     "list",

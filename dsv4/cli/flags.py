@@ -6,6 +6,7 @@ from pathlib import Path
 
 import dsv4
 from dsv4.cli.chat.flags import add_chat_flags
+from dsv4.cli.plan_flags import add_plan_flags
 from dsv4.cli.prompts.flags import add_answers_flags, add_prompts_flag
 from dsv4.cli.state_flags import add_load_state_flag, add_save_state_flag
 from dsv4.command.flags import OneLineParser, add_prefill_activations, integer, number, path
@@ -34,7 +35,9 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--version", action="version", version=f"dsv4 {dsv4.__version__}")
     add_prompt_flags(parser.add_argument_group("prompt"))
     add_sampling_flags(parser.add_argument_group("sampling"))
-    add_engine_flags(parser.add_argument_group("engine"))
+    engine = parser.add_argument_group("engine")
+    add_engine_flags(engine)
+    add_plan_flags(engine)
     add_computation_flags(parser.add_argument_group("computation"))
     add_output_flags(parser.add_argument_group("output"))
     add_answers_flags(parser.add_argument_group("output of --prompts"))
@@ -200,14 +203,6 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         default="pipeline",
         help="contiguous layers balanced by bytes, layer l on device l mod N, or a part of every "
         "layer on each of 2, 4 or 8 GPUs (default: pipeline)",
-    )
-    group.add_argument("--plan", action="store_true", help="print the memory plan and stop")
-    group.add_argument(
-        "--gpu-memory",
-        type=number(0, 10**6, low_included=False),
-        metavar="GB",
-        help="with --plan: the plan for --gpus GPUs of this size, 10^9 bytes as printed on the "
-        "box, which need not be there (default: the GPUs of this machine)",
     )
 
 

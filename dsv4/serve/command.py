@@ -1,0 +1,104 @@
+"""``dsv4 serve``: loads the engine and serves it until a signal comes."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsv4.checkpoint import open_checkpoint
+from dsv4.checkpoint.identity import checkpoint_identity
+from dsv4.checkpoint.state_file import StateKey
+from dsv4.cli.arguments import engine_config
+from dsv4.cli.cpu_threads import limit_cpu_threads
+from dsv4.cli.faults import device_faults
+from dsv4.cli.job import ModelFiles
+from dsv4.cli.load import load_engine
+from dsv4.cli.log_lines import log_lines
+from dsv4.command.program import EXIT_OK, command, run_program
+from dsv4.command.streams import say
+from dsv4.engine import Engine
+from dsv4.errors import UserError
+from dsv4.serve.flags import parse_arguments
+
+if TYPE_CHECKING:
+    from dsv4.serve.service import Service
+
+LIBRARIES = ("uvicorn", "starlette", "pydantic")
+
+
+def check_installed() -> None:
+    """Raises ``UserError`` without the libraries of the extra ``serve``."""
+    for library in LIBRARIES:
+        if find_spec(library) is None:
+            advice = "expected the extra serve: pip install 'dsv4[serve]'"
+            raise UserError(f"dsv4 serve: found no {library}, {advice}")
+
+
+def build_service(arguments: argparse.Namespace, files: ModelFiles, engine: Engine) -> "Service":
+    """What requests need, around an engine that is loaded. Raises ``UserError``."""
+    from dsv4.serve.answering import Answering
+    from dsv4.serve.sequences import SavedSequences
+    from dsv4.serve.service import Service
+    from dsv4.serve.worker import Worker
+
+    folder: Path = arguments.model
+    identity = checkpoint_identity(open_checkpoint(folder))
+    key = StateKey.of(files.config, engine.engine_config, identity)
+    sequences = SavedSequences(engine, key, arguments.state_dir, arguments.states)
+    return Service(
+        model_name=arguments.model_name or folder.resolve().name,
+        folder=folder,
+        files=files,
+        max_context=engine.max_context,
+        thinks=arguments.thinking == "on",
+        most_body_bytes=arguments.max_body * 10**6,
+        worker=Worker(arguments.queue),
+        answering=Answering(engine, files.tokenizer, sequences),
+        created=int(time.time()),
+    )
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """The whole job; returns the exit code."""
+    from dsv4.serve.server import Server, open_socket, read_api_key, url_of
+
+    key = None if arguments.api_key_file is None else read_api_key(arguments.api_key_file)
+    files = ModelFiles.read(arguments.model)
+    if arguments.state_dir is not None:
+        arguments.state_dir.mkdir(parents=True, exist_ok=True)
+    limit_cpu_threads(files.config)
+    config = engine_config(arguments)
+    plan = partial(Engine.plan, arguments.model, config)
+    with (
+        open_socket(arguments.host, arguments.port, key is not None) as bound,
+        device_faults(plan),
+    ):
+        if arguments.gpus > 1 and not arguments.quiet:
+            say(str(plan()))
+        service = build_service(arguments, files, load_engine(arguments, config))
+        context = f"{service.max_context:,} tokens"
+        line = f"serving {service.model_name} at {url_of(bound)}, context {context}; Ctrl-C ends it"
+        server = Server(service, key, line)
+        server.run([bound])
+        if service.fault is not None:
+            raise service.fault
+        service.answering.keep_sequence()
+        say(service.tally.line())
+    return EXIT_OK if server.stopped_by is None else 128 + server.stopped_by
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; docs/commands.md has its exit codes."""
+    arguments = parse_arguments(argv)
+    check_installed()
+    with log_lines(sys.stderr, arguments.verbose):
+        return serve(arguments)
+
+
+if __name__ == "__main__":
+    run_program(main)

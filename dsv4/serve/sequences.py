@@ -1,0 +1,115 @@
+"""Sequences that the engine has left, in files: it goes on with the one that shares most with a
+prompt.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from dsv4.caches.state import undoable_tokens
+from dsv4.checkpoint.state_file import SavedState, StateKey
+from dsv4.engine import Engine
+from dsv4.errors import UserError
+
+# What a prompt of fewer tokens takes to be read is less than its file takes.
+FEWEST_TOKENS = 256
+SUFFIX = ".dsv4-state"
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeptSequence:
+    """A file: the tokens of its sequence, and how many of the last ones can be taken back."""
+
+    path: Path
+    token_ids: list[int]
+    undoable: int
+
+    def reusable(self, token_ids: Sequence[int]) -> int:
+        """As ``Engine.reusable_tokens``, once it is loaded."""
+        pairs = zip(self.token_ids, token_ids[:-1], strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return shared if len(self.token_ids) - shared <= self.undoable else 0
+
+
+class SavedSequences:
+    """At most ``most`` files in ``folder``, which go in the order of their last use. Without a
+    folder there are none.
+    """
+
+    def __init__(self, engine: Engine, key: StateKey, folder: Path | None, most: int) -> None:
+        """Takes the files of earlier servers that this engine can go on with."""
+        self._engine = engine
+        self._folder = folder
+        self._most = most
+        self._kept: list[KeptSequence] = []
+        if folder is not None:
+            files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+            for path in files:
+                self._take(path, key)
+            self._drop(self._kept[:-most])
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Before the prompt ``token_ids``: the engine stands in the sequence that shares most with
+        it, and keeps the one that it leaves.
+        """
+        if self._folder is None:
+            return
+        here = self._engine.reusable_tokens(token_ids)
+        best = max(self._kept, key=lambda one: one.reusable(token_ids), default=None)
+        if best is not None and best.reusable(token_ids) > here:
+            self.keep(best)
+            self._load(best)
+        elif not here:
+            self.keep()
+
+    def keep(self, wanted: KeptSequence | None = None) -> None:
+        """Writes the engine's sequence, in the place of those that it goes on from but ``wanted``,
+        which stays.
+        """
+        token_ids = self._engine.token_ids
+        if self._folder is None or len(token_ids) < FEWEST_TOKENS:
+            return
+        begun = [one for one in self._kept if token_ids[: len(one.token_ids)] == one.token_ids]
+        if any(len(one.token_ids) == len(token_ids) for one in begun):
+            return
+        text = " ".join(map(str, token_ids))
+        path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}{SUFFIX}"
+        undoable = self._engine.state.undoable_tokens
+        try:
+            self._engine.save_state(path)
+        except UserError as error:
+            _LOG.warning("%s", error)
+            return
+        self._drop([one for one in begun if one is not wanted])
+        self._kept.append(KeptSequence(path, token_ids, undoable))
+        others = [one for one in self._kept if one is not wanted]
+        self._drop(others[: len(self._kept) - self._most])
+
+    def _load(self, one: KeptSequence) -> None:
+        self._kept.remove(one)
+        try:
+            self._engine.load_state(one.path)
+        except UserError as error:
+            _LOG.warning("%s", error)
+            return
+        one.path.touch()
+        self._kept.append(one)
+
+    def _take(self, path: Path, key: StateKey) -> None:
+        try:
+            saved = SavedState.open(path)
+            saved.check(key, self._engine.max_context)
+        except UserError as error:
+            _LOG.warning("not used: %s", error)
+            return
+        undoable = undoable_tokens(saved.position, saved.furthest)
+        self._kept.append(KeptSequence(path, saved.token_ids, undoable))
+
+    def _drop(self, sequences: Sequence[KeptSequence]) -> None:
+        for one in sequences:
+            one.path.unlink(missing_ok=True)
+        self._kept = [one for one in self._kept if one not in sequences]
