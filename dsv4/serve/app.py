@@ -7,7 +7,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -60,6 +60,7 @@ def build_app(service: Service, api_key: str | None) -> Starlette:
     handlers: dict[Any, Any] = {
         ApiError: _api_error,
         HTTPException: _http_error,
+        ClientDisconnect: _left,
         Exception: _fault,
     }
     guard = Middleware(Guard, api_key=api_key)
@@ -154,6 +155,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     where = f"{request.method} {request.url.path}"[:200]
     body = ApiError(error.status_code, f"{where}: {error.detail}").body()
     return json_response(body, error.status_code)
+
+
+async def _left(_: Request, __: Exception) -> Response:
+    """To a client that has left before the end of its request; nobody reads it."""
+    return Response(status_code=400)
 
 
 async def _fault(_: Request, error: Exception) -> Response:

@@ -60,8 +60,9 @@ def question_of(
 ) -> Question:
     """The question of a prompt. Raises ``ApiError`` for one that the context cannot hold."""
     if len(token_ids) > service.max_context:
-        message = f"found a prompt of {len(token_ids)} tokens, expected at most"
-        raise ApiError(400, f"{message} {service.max_context}", None, TOO_LONG)
+        param = "prompt" if isinstance(fields, CompletionFields) else "messages"
+        message = f"{param}: found a prompt of {len(token_ids)} tokens, expected at most"
+        raise ApiError(400, f"{message} {service.max_context}", param, TOO_LONG)
     files = service.files
     stops = frozenset() if fields.ignore_eos else eos_token_ids(files.config, files.generation)
     return Question(

@@ -1,5 +1,6 @@
 """A server of the embedded demo model in a thread of the test process."""
 
+import json
 import socket
 import threading
 import time
@@ -45,7 +46,9 @@ class Running:
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         """A request as it is."""
-        return httpx.post(f"{self.url}{path}", json=body, timeout=60)
+        headers = {"content-type": "application/json"}
+        content = json.dumps(body)
+        return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=60)
 
     def wait_until(self, waiting: int) -> None:
         """Until so many requests have not ended."""

@@ -1,0 +1,98 @@
+"""``dsv4 serve`` as a process: its line, its end by a signal, and what it refuses at once."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import httpx
+import pytest
+
+from dsv4.demo import CHECKPOINT
+from dsv4.serve.command import LIBRARIES, main
+from tests.serve.running import connect, raw_request
+from tests.source_rules import ROOT
+
+
+@contextmanager
+def started(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, IO[str]]]:
+    """The process, the address that it tells, and what it says on stderr."""
+    command = [sys.executable, "-m", "dsv4", "serve", "--device", "cpu", "--port", "0", *flags]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            found = re.fullmatch(
+                r"serving checkpoint at (http://127\.0\.0\.1:\d+/v1), context 8,192 tokens; "
+                r"Ctrl-C ends it\n",
+                line,
+            )
+            assert found is not None, line
+            yield process, found[1], process.stderr
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_one_line_though_an_answer_is_under_way(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    with started("--state-dir", str(tmp_path / "states")) as (process, url, err):
+        done = httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 3})
+        assert done.json()["usage"]["completion_tokens"] == 3
+        with connect(url) as connection:
+            body = b'{"prompt": "a", "max_tokens": 100000, "ignore_eos": true, "stream": true}'
+            connection.sendall(raw_request(f"{url}/completions", body))
+            assert connection.recv(64).startswith(b"HTTP/1.1 200")
+            process.send_signal(number)
+            assert process.wait(30) == 128 + number
+        line = "answered 1 · not answered 1 · prompts 2 tokens (0 reused) · answers 3 tokens\n"
+        assert err.read() == line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "70000"], "--port: found '70000', expected an integer from 0 to 65535"),
+        (["--host", "0.0.0.0"], "--host: found 0.0.0.0, which others reach, expected --api-key"),
+        (["--host", "no such host"], "--host: no such host: not found"),
+        (["--api-key-file", "/nonexistent"], "--api-key-file: /nonexistent: cannot be read"),
+        (["--api-key-file", "/dev/null"], "--api-key-file: /dev/null: found 0 words, expected one"),
+        (["--model", "/nonexistent"], "--model: /nonexistent: no such folder"),
+        (["--states", "3"], "--states: found without --state-dir, expected both"),
+        (["--state-dir", "/dev/null/x"], "/dev/null/x: Not a directory"),
+        (["--parallel", "round-robin"], "--parallel: found with one device"),
+        (["--plan"], "unrecognized arguments: --plan"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_loaded(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"error: {message}")
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["--port", str(port), "--model", str(CHECKPOINT)]) == 2
+    expected = f"error: --port: 127.0.0.1:{port}: cannot be used (Address already in use)\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_without_its_libraries_one_line_names_the_extra(
+    library: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    assert main([]) == 2
+    advice = "expected the extra serve: pip install 'dsv4[serve]'"
+    assert capsys.readouterr().err == f"error: dsv4 serve: found no {library}, {advice}\n"

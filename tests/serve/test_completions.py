@@ -1,0 +1,131 @@
+"""``/v1/completions``: texts and token ids, echoes, the scores that ``lm-eval`` asks for."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4 import SamplingParams
+from tests.serve.running import MODEL, Running
+
+pytestmark = pytest.mark.slow
+
+TEXT = "The capital of France is"
+
+
+def ids_of(demo: Running, text: str) -> list[int]:
+    return demo.service.files.tokenizer.encode(text)
+
+
+def complete(demo: Running, prompt: Any, **fields: Any) -> Any:
+    return demo.client().completions.create(model=MODEL, prompt=prompt, **fields)
+
+
+def scored(demo: Running, token_ids: list[int]) -> list[float]:
+    """The log-probability of every token but the first, by teacher-forced logits."""
+    logprobs_TV = torch.log_softmax(demo.engine.logits(token_ids), -1)
+    return [float(logprobs_TV[place, token]) for place, token in enumerate(token_ids[1:])]
+
+
+def test_what_lm_eval_asks_for_a_loglikelihood(demo: Running) -> None:
+    """Its request word for word, and the way it reads the response: every prompt scored, one token
+    behind it that is not looked at.
+    """
+    prompts = [ids_of(demo, TEXT), ids_of(demo, "What is 3 + 4? It is 7.")]
+    body = {
+        "model": MODEL,
+        "prompt": prompts,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    found = demo.post("/completions", **body).json()
+    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+    for choice, token_ids in zip(found["choices"], prompts, strict=True):
+        noted = choice["logprobs"]
+        assert len(noted["tokens"]) == len(token_ids) + 1
+        assert noted["token_logprobs"][0] is noted["top_logprobs"][0] is None
+        values = noted["token_logprobs"][1:-1]
+        assert values == pytest.approx(scored(demo, token_ids), abs=1e-3)
+        tops = noted["top_logprobs"][1:-1]
+        best = torch.argmax(demo.engine.logits(token_ids), -1)[:-1].tolist()
+        greedy = [value == max(top.values()) for value, top in zip(values, tops, strict=True)]
+        assert greedy == [a == b for a, b in zip(best, token_ids[1:], strict=True)]
+    usage = found["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (sum(map(len, prompts)), 2)
+
+
+def test_what_lm_eval_asks_for_a_generation(demo: Running) -> None:
+    token_ids = ids_of(demo, TEXT)
+    produced = list(demo.engine.generate(token_ids, 6, SamplingParams(temperature=0)))
+    expected = demo.service.files.tokenizer.decode(produced)
+    body = {"prompt": [token_ids], "model": MODEL, "max_tokens": 6, "temperature": 0}
+    stops = {"stop": ["<｜end▁of▁sentence｜>", "\n\n"], "seed": 1234}
+    found = demo.post("/completions", **body, **stops).json()
+    assert [choice["text"] for choice in found["choices"]] == [expected]
+    assert found["choices"][0]["logprobs"] is None
+
+
+def test_an_echo_without_a_continuation_hides_the_token_in_front(demo: Running) -> None:
+    """A text gets a beginning-of-sequence token that it does not show: all of its own are scored,
+    and their texts, at their offsets, are the text.
+    """
+    choice = complete(demo, TEXT, echo=True, logprobs=0, max_tokens=0).choices[0]
+    noted = choice.logprobs
+    assert (choice.text, choice.finish_reason) == (TEXT, "length")
+    assert noted.tokens == [choice.text[a:b] for a, b in spans(noted.text_offset, TEXT)]
+    bos = demo.service.files.tokenizer.bos_id
+    expected = scored(demo, [bos, *ids_of(demo, TEXT)])
+    assert noted.token_logprobs == pytest.approx(expected, abs=1e-3)
+    assert noted.top_logprobs == [
+        {token: value} for token, value in zip(noted.tokens, noted.token_logprobs, strict=True)
+    ]
+
+
+def spans(offsets: list[int], text: str) -> list[tuple[int, int]]:
+    return list(zip(offsets, [*offsets[1:], len(text)], strict=True))
+
+
+def test_echo_and_continuation_are_one_text_streamed_or_not(demo: Running) -> None:
+    fields: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 4}
+    choice = complete(demo, TEXT, **fields).choices[0]
+    chunks = list(complete(demo, TEXT, stream=True, **fields))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    assert choice.text.startswith(TEXT)
+    tokens = [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens]
+    assert "".join(tokens) == "".join(choice.logprobs.tokens) == choice.text
+    offsets = [at for chunk in chunks for at in chunk.choices[0].logprobs.text_offset]
+    assert offsets == choice.logprobs.text_offset
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason == "stop"
+    plain = complete(demo, TEXT, max_tokens=4).choices[0]
+    assert (TEXT + plain.text, plain.logprobs) == (choice.text, None)
+
+
+def test_parts_of_characters_have_names_of_their_own(demo: Running) -> None:
+    """Two tokens of one character are bytes, and both begin where it does."""
+    tokenizer = demo.service.files.tokenizer
+    token_ids = [tokenizer.bos_id, *tokenizer.encode("a🜨b")]
+    noted = complete(demo, token_ids, echo=True, logprobs=0, max_tokens=0).choices[0].logprobs
+    parts = [name for name in noted.tokens if name.startswith("bytes:\\x")]
+    assert len(parts) > 1
+    data = b"".join(bytes.fromhex(part.removeprefix("bytes:").replace("\\x", "")) for part in parts)
+    assert data.decode() == "🜨"
+    places = {at for name, at in zip(noted.tokens, noted.text_offset, strict=True) if name in parts}
+    assert places == {len("<｜begin▁of▁sentence｜>a")}
+
+
+def test_several_texts_are_answered_in_their_order(demo: Running) -> None:
+    texts = [TEXT, "What is"]
+    together = complete(demo, texts, max_tokens=3)
+    alone = [complete(demo, text, max_tokens=3).choices[0].text for text in texts]
+    assert [choice.text for choice in together.choices] == alone
+    by_index: dict[int, str] = {0: "", 1: ""}
+    for chunk in complete(demo, texts, max_tokens=3, stream=True):
+        by_index[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(by_index.values()) == alone
+
+
+def test_the_default_limit_is_that_of_openai(demo: Running) -> None:
+    assert complete(demo, TEXT, extra_body={"ignore_eos": True}).usage.completion_tokens == 16

@@ -1,0 +1,158 @@
+"""Clients that leave, wait, are too many or may not ask; and a server that ends."""
+
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from dsv4.serve.service import Service
+from dsv4.serve.worker import Worker
+from tests.serve.running import (
+    ENDLESS,
+    FRANCE,
+    MODEL,
+    Running,
+    connect,
+    load_demo,
+    raw_request,
+    running,
+)
+
+pytestmark = pytest.mark.slow
+
+FOREVER: dict[str, Any] = {"model": MODEL, "messages": FRANCE, "extra_body": ENDLESS}
+
+
+def start_stream(demo: Running) -> Any:
+    """An answer that does not end, begun."""
+    stream = demo.client().chat.completions.create(**FOREVER, stream=True)
+    iterator = iter(stream)
+    for _ in range(3):
+        next(iterator)
+    return stream
+
+
+def test_who_leaves_a_stream_ends_its_generation(demo: Running) -> None:
+    stream = start_stream(demo)
+    demo.wait_until(1)
+    stream.close()
+    demo.wait_until(0)
+    assert demo.engine.position < 1000
+
+
+def test_who_leaves_while_waiting_for_one_object_ends_its_generation(demo: Running) -> None:
+    body = b'{"messages": [{"role": "user", "content": "a"}], "ignore_eos": true}'
+    with connect(demo.url) as connection:
+        connection.sendall(raw_request(f"{demo.url}/chat/completions", body))
+        demo.wait_until(1)
+    demo.wait_until(0)
+
+
+def test_who_leaves_the_queue_is_not_answered_and_the_queue_has_its_place_again(
+    demo: Running,
+) -> None:
+    stream = start_stream(demo)
+    before = demo.service.tally.answered
+    body = b'{"messages": [{"role": "user", "content": "a"}], "stream": true}'
+    waiting = [connect(demo.url) for _ in range(2)]
+    for connection in waiting:
+        connection.sendall(raw_request(f"{demo.url}/chat/completions", body))
+    demo.wait_until(3)
+    with pytest.raises(openai.InternalServerError, match="the queue is full: 3") as caught:
+        demo.client().chat.completions.create(model=MODEL, messages=FRANCE)  # type: ignore[arg-type]
+    assert (caught.value.status_code, caught.value.code) == (503, "queue_full")
+    with pytest.raises(openai.BadRequestError):  # What is wrong does not wait to be told.
+        demo.client().completions.create(model=MODEL, prompt="")
+    for connection in waiting:
+        connection.close()
+    demo.wait_until(1)
+    stream.close()
+    demo.wait_until(0)
+    assert demo.service.tally.answered == before
+    assert demo.post("/completions", prompt="a", max_tokens=1).status_code == 200
+
+
+def test_answers_come_in_the_order_of_arrival(demo: Running) -> None:
+    done: list[int] = []
+
+    def ask(number: int) -> None:
+        demo.post("/completions", prompt="a", max_tokens=2)
+        done.append(number)
+
+    stream = start_stream(demo)
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        demo.wait_until(2 + number)
+    stream.close()
+    for thread in threads:
+        thread.join()
+    assert done == [0, 1]
+
+
+def test_half_a_request_keeps_nobody_waiting(demo: Running) -> None:
+    whole = raw_request(f"{demo.url}/completions", b'{"prompt": "a"}')
+    with connect(demo.url) as slow, connect(demo.url) as gone:
+        slow.sendall(whole[:-4])
+        gone.sendall(whole[:20])
+        gone.close()
+        assert demo.post("/completions", prompt="a", max_tokens=1).status_code == 200
+        slow.sendall(whole[-4:])
+        assert slow.recv(64).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:1", 200), ("[::1]:80", 200), ("127.0.0.1", 200), ("example.org", 403), ("[", 403)],
+)
+def test_without_a_key_only_names_of_this_machine_are_answered(
+    demo: Running, host: str, status: int
+) -> None:
+    assert httpx.get(f"{demo.url}/models", headers={"host": host}).status_code == status
+
+
+@pytest.fixture(scope="module")
+def service() -> Service:
+    return load_demo()
+
+
+def test_with_a_key_who_has_it_is_answered(service: Service) -> None:
+    with running(service, api_key="se-cret") as one:
+        assert [model.id for model in one.client("se-cret").models.list()] == [MODEL]
+        for key in ("other", "se-cre", "ключ"):
+            headers = {b"authorization": f"Bearer {key}".encode()}
+            response = httpx.get(f"{one.url}/models", headers=headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (
+                401,
+                "invalid_api_key",
+            )
+        with pytest.raises(openai.AuthenticationError):
+            one.client("x").chat.completions.create(model=MODEL, messages=FRANCE)  # type: ignore[arg-type]
+        health = httpx.get(one.url.replace("/v1", "/health"), headers={"host": "example.org"})
+        assert health.json() == {"status": "ok", "requests": 0}
+
+
+def test_the_end_of_a_server_ends_what_is_under_way_and_what_waits(service: Service) -> None:
+    found: dict[str, Any] = {}
+
+    def wait(url: str) -> None:
+        found["waited"] = httpx.post(f"{url}/completions", json={"prompt": "a"}, timeout=60)
+
+    service.worker = Worker(2)  # That of the test before has ended with its server.
+    with running(service) as one:
+        stream = iter(start_stream(one))
+        thread = threading.Thread(target=wait, args=(one.url,))
+        thread.start()
+        one.wait_until(2)
+        began = time.monotonic()
+    with pytest.raises(openai.APIError, match="the server is ending"):
+        list(stream)
+    thread.join()
+    assert (found["waited"].status_code, found["waited"].json()["error"]["code"]) == (
+        503,
+        "shutdown",
+    )
+    assert time.monotonic() - began < 20

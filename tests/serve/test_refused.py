@@ -1,0 +1,159 @@
+"""Wrong requests: a status, OpenAI's error object, and the field's name; the server goes on."""
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.serve.running import FRANCE, MODEL, Running
+
+pytestmark = pytest.mark.slow
+
+CHAT = "/chat/completions"
+TEXT = "/completions"
+USER = {"messages": FRANCE}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+LONG = {"messages": [{"role": "user", "content": "word " * 10_000}]}
+HUGE = {"messages": [{"role": "user", "content": "word " * 190_000}]}
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a", **fields}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "text"),
+    [
+        (CHAT, {}, "messages", "messages: found none"),
+        (CHAT, {"messages": []}, "messages", "messages: found no messages"),
+        (CHAT, {"messages": "hello"}, "messages", "messages: found 'hello', expected a valid list"),
+        (CHAT, {"messages": [5]}, "messages.0", "messages.0: found 5"),
+        (CHAT, message(role="king"), "messages", "unknown role 'king'"),
+        (CHAT, message(role=5), "messages", "messages[0].role is 5"),
+        (CHAT, message(content=5), "messages", "messages[0].content is int"),
+        (CHAT, message(content="\ud800"), "messages", "messages[0].content: found a lone surr"),
+        (CHAT, message(content=[IMAGE]), "messages[0].content[0]", "found 'image_url'"),
+        (CHAT, message(role="assistant"), "messages", "found a message of assistant at the end"),
+        (CHAT, {**USER, "max_token": 5}, "max_token", "max_token: found an unknown field"),
+        (CHAT, {**USER, "n": 2}, "n", "n: found 2, expected 1"),
+        (CHAT, {**USER, "n": True}, "n", "n: found True, expected 1"),
+        (CHAT, {**USER, "logit_bias": {"5": 1}}, "logit_bias", "logit_bias: found {'5': 1}"),
+        (CHAT, {**USER, "frequency_penalty": 0.5}, "frequency_penalty", "found 0.5, expected 0"),
+        (CHAT, {**USER, "temperature": -1}, "temperature", "temperature: found -1, expected gr"),
+        (CHAT, {**USER, "temperature": "1"}, "temperature", "temperature: found '1', expected a v"),
+        (CHAT, {**USER, "temperature": True}, "temperature", "temperature: found True"),
+        (CHAT, {**USER, "top_p": 0}, "top_p", "top_p: found 0"),
+        (CHAT, {**USER, "seed": -1}, "seed", "seed: found -1"),
+        (CHAT, {**USER, "seed": 2**70}, "seed", "seed: found"),
+        (CHAT, {**USER, "max_tokens": 0}, "max_tokens", "max_tokens: found 0"),
+        (CHAT, {**USER, "max_tokens": 1.5}, "max_tokens", "max_tokens: found 1.5"),
+        (
+            CHAT,
+            {**USER, "max_tokens": 1, "max_completion_tokens": 2},
+            "max_tokens",
+            "max_tokens: found another number",
+        ),
+        (CHAT, {**USER, "stop": ""}, "stop", "stop: found ''"),
+        (CHAT, {**USER, "stop": ["a", 5]}, "stop", "stop: found ['a', 5]"),
+        (CHAT, {**USER, "stop": ["a"] * 65}, "stop", "stop: found"),
+        (CHAT, {**USER, "top_logprobs": 2}, "top_logprobs", "found without logprobs"),
+        (CHAT, {**USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "found 21"),
+        (CHAT, {**USER, "stream_options": {}}, "stream_options", "found without stream"),
+        (CHAT, {**USER, "tools": [{"type": "x"}]}, "tools", 'tools[0] has no object "function"'),
+        (CHAT, {**USER, "tool_choice": "required"}, "tool_choice", "found required without tools"),
+        (CHAT, {**USER, "tools": [TOOL], "tool_choice": "f"}, "tool_choice", "found 'f', expected"),
+        (
+            CHAT,
+            {**USER, "tools": [TOOL], "tool_choice": "required", "reasoning_effort": "high"},
+            "tool_choice",
+            "found with thinking",
+        ),
+        (CHAT, {**USER, "reasoning_effort": "huge"}, "reasoning_effort", "is 'huge'"),
+        (
+            CHAT,
+            {**USER, "reasoning_effort": "high", "thinking": {"type": "disabled"}},
+            "reasoning_effort",
+            "found thinking on, and off by thinking",
+        ),
+        (CHAT, {**USER, "thinking": {"type": "maybe"}}, "thinking.type", "found 'maybe'"),
+        (CHAT, {**USER, "response_format": {"type": "json_schema"}}, "response_format", "lacks"),
+        (TEXT, {}, "prompt", "prompt: found none"),
+        (TEXT, {"prompt": ""}, "prompt", "prompt: found an empty text"),
+        (TEXT, {"prompt": []}, "prompt", "prompt: found []"),
+        (TEXT, {"prompt": [[]]}, "prompt", "prompt: found none, expected at least 1"),
+        (TEXT, {"prompt": ["a", [1]]}, "prompt", "prompt: found ['a', [1]]"),
+        (TEXT, {"prompt": [1, 10**6]}, "prompt", "prompt: found 1000000, expected ids from 0"),
+        (TEXT, {"prompt": [1, "a"]}, "prompt", "prompt: found [1, 'a'], expected integers"),
+        (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: found 0 without echo"),
+        (TEXT, {"prompt": "a", "best_of": 3}, "best_of", "best_of: found 3"),
+        (TEXT, {"prompt": "a", "messages": []}, "messages", "messages: found an unknown field"),
+        (TEXT, {"prompt": [1] * 9000}, "prompt", "prompt: found a prompt of 9000 tokens, expec"),
+        (CHAT, LONG, "messages", "messages: found a prompt of 2"),
+        (CHAT, HUGE, "messages", "messages: found a prompt of at least "),
+    ],
+)
+def test_a_wrong_field_is_named(
+    demo: Running, path: str, body: dict[str, Any], param: str | None, text: str
+) -> None:
+    response = demo.post(path, **body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert text in error["message"]
+    assert "\n" not in error["message"]
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (b"", 400, "body: not valid JSON"),
+        (b"{", 400, "body: not valid JSON"),
+        (b"[]", 400, "body: found a JSON list"),
+        (b'{"n": 1, "n": 1}', 400, "the key 'n' occurs twice"),
+        (b'{"messages": "\xff"}', 400, "body: byte 14 is not UTF-8"),
+        (b"[" * 100_000, 400, "body: not valid JSON"),
+        (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "messages"),
+        (b'{"temperature": NaN, "messages": []}', 400, "temperature: found nan"),
+        (b" " * 1_000_001, 413, "body: found more than 1000000 bytes"),
+    ],
+)
+def test_a_body_that_is_no_request(demo: Running, body: bytes, status: int, text: str) -> None:
+    headers = {"content-type": "application/json"}
+    response = httpx.post(f"{demo.url}{CHAT}", content=body, headers=headers)
+    assert response.status_code == status
+    assert text in response.json()["error"]["message"]
+
+
+def test_other_kinds_of_bodies_paths_methods_and_models(demo: Running) -> None:
+    text = json.dumps(USER)
+    plain = httpx.post(f"{demo.url}{CHAT}", content=text, headers={"content-type": "text/plain"})
+    missing = httpx.get(f"{demo.url}/embeddings")
+    method = httpx.get(f"{demo.url}{CHAT}")
+    model = demo.post(CHAT, **USER, model="gpt-4")
+    one = httpx.get(f"{demo.url}/models/gpt-4")
+    found = [answer.status_code for answer in (plain, missing, method, model, one)]
+    assert found == [415, 404, 405, 404, 404]
+    assert all(answer.json()["error"]["message"] for answer in (plain, missing, method, model, one))
+    assert model.json()["error"]["code"] == "model_not_found"
+    assert httpx.get(f"{demo.url}/models/{MODEL}").json()["max_model_len"] == 8192
+
+
+def test_the_client_raises_its_own_errors(demo: Running) -> None:
+    client = demo.client()
+    with pytest.raises(openai.NotFoundError, match="expected 'demo'"):
+        client.chat.completions.create(model="other", messages=FRANCE)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="context|expected at most") as caught:
+        client.completions.create(model=MODEL, prompt=[1] * 9000)
+    assert caught.value.code == "context_length_exceeded"
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_fields_that_change_nothing_are_taken(demo: Running) -> None:
+    fields = {"user": "u", "metadata": {"a": "b"}, "store": False, "n": 1, "presence_penalty": 0.0}
+    more = {"logit_bias": {}, "seed": None, "tools": None, "stop": None, "tool_choice": "auto"}
+    response = demo.post(CHAT, **USER, **fields, **more, max_tokens=1)
+    assert response.status_code == 200, response.text

@@ -1,0 +1,114 @@
+"""Conversations that others interrupt: their states come back from files."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4 import SamplingParams
+from dsv4.serve.answering import Question
+from dsv4.serve.command import build_service
+from dsv4.serve.flags import parse_arguments
+from dsv4.serve.sequences import FEWEST_TOKENS, SUFFIX
+from dsv4.serve.service import Service
+from tests.serve.running import load_demo
+
+pytestmark = pytest.mark.slow
+
+# Three prompts of two pieces each; nothing but the first token is common.
+LENGTH = FEWEST_TOKENS + 10
+PROMPTS = [[0, *((7 * place + 900 * one) % 2000 for place in range(LENGTH))] for one in range(3)]
+A, B, C = PROMPTS
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Service:
+    return load_demo()
+
+
+def with_folder(loaded: Service, folder: Path, most: int = 2) -> Service:
+    """The same engine, in a fresh sequence, with files in ``folder``."""
+    engine = loaded.answering.engine
+    engine.reset()
+    arguments = parse_arguments(["--state-dir", str(folder), "--states", str(most)])
+    return build_service(arguments, loaded.files, engine)
+
+
+def ask(service: Service, token_ids: list[int], tokens: int = 2) -> tuple[int, list[int]]:
+    """How many tokens of the prompt were there, and the answer."""
+    greedy = SamplingParams(temperature=0)
+    question = Question(token_ids, tokens, greedy, (), frozenset())
+    read, *said, _ = service.answering.answer(question, lambda: None)
+    return read.reused, [one.token_id for one in said]  # type: ignore[union-attr]
+
+
+def files(folder: Path) -> set[Path]:
+    return set(folder.glob(f"*{SUFFIX}"))
+
+
+def test_a_conversation_goes_on_behind_another_one(loaded: Service, tmp_path: Path) -> None:
+    """Its next turn reads only what is new, and says what it says where nothing interrupts."""
+    service = with_folder(loaded, tmp_path)
+    _, first = ask(service, A)
+    longer = [*A, *first, 5, 6, 7]
+    uninterrupted = ask(service, longer)
+    service = with_folder(loaded, tmp_path)
+    assert ask(service, A) == (0, first)
+    assert ask(service, B)[0] == 0
+    assert ask(service, longer) == uninterrupted
+    assert uninterrupted[0] == len(A) + len(first) - 1
+    # The longer conversation takes the place of the shorter one, which it begins with.
+    ask(service, B)
+    assert len(files(tmp_path)) == 2
+
+
+def test_files_are_no_more_than_asked_for_and_the_oldest_goes(
+    loaded: Service, tmp_path: Path
+) -> None:
+    service = with_folder(loaded, tmp_path)
+    for prompt in (A, B, A, C, B):
+        ask(service, [*prompt, 5])
+        assert len(files(tmp_path)) <= 2
+    reused = [ask(service, [*prompt, 5])[0] for prompt in (C, A)]
+    assert reused == [LENGTH + 1, 0]
+
+
+def test_short_prompts_are_not_worth_a_file(loaded: Service, tmp_path: Path) -> None:
+    service = with_folder(loaded, tmp_path)
+    for prompt in (A[:50], B[:50], C[:50]):
+        ask(service, prompt)
+    assert files(tmp_path) == set()
+
+
+def test_a_later_server_takes_what_an_earlier_one_kept(loaded: Service, tmp_path: Path) -> None:
+    service = with_folder(loaded, tmp_path)
+    ask(service, A)
+    service.answering.keep_sequence()
+    assert ask(with_folder(loaded, tmp_path), [*A, 5])[0] >= len(A) - 1
+
+
+def test_a_damaged_file_is_told_of_and_not_used(
+    loaded: Service, tmp_path: Path, caplog: Any
+) -> None:
+    service = with_folder(loaded, tmp_path)
+    ask(service, A)
+    ask(service, B)
+    [file] = files(tmp_path)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with caplog.at_level(logging.WARNING, "dsv4"):
+        assert ask(service, [*A, 5])[0] == 0
+        with_folder(loaded, tmp_path)
+    assert [record for record in caplog.messages if "damaged: its SHA-256" in record] != []
+    assert file in files(tmp_path)
+
+
+def test_a_folder_that_is_gone_costs_no_answer(
+    loaded: Service, tmp_path: Path, caplog: Any
+) -> None:
+    service = with_folder(loaded, tmp_path / "gone")
+    ask(service, A)
+    assert len(ask(service, B)[1]) == 2
+    assert "gone" in caplog.text
