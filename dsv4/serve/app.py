@@ -18,12 +18,12 @@ from dsv4.serve.asked import completion_questions
 from dsv4.serve.asked_chat import chat_question
 from dsv4.serve.chat import ChatAnswer
 from dsv4.serve.completion import CompletionAnswer
-from dsv4.serve.errors import ApiError
+from dsv4.serve.errors import ApiError, server_ending
 from dsv4.serve.fields import ChatFields, CommonFields, CompletionFields, read_fields
 from dsv4.serve.guard import Guard
 from dsv4.serve.reply import Answer, Reply, StreamedReply, json_response
 from dsv4.serve.service import Service
-from dsv4.serve.worker import Check, QueueFull
+from dsv4.serve.worker import Cancelled, Check, QueueFull
 
 # The fields of a request, its questions, and the answer that they become.
 Asked = tuple[CommonFields, Sequence[Question], Answer]
@@ -84,6 +84,8 @@ async def _reply(
     except QueueFull:
         message = f"the queue is full: {service.worker.waiting} requests"
         raise ApiError(503, message, code="queue_full") from None
+    except Cancelled:
+        raise server_ending() from None
     if not fields.stream:
         return Reply(service, job, answer)
     options = fields.stream_options

@@ -20,12 +20,14 @@ from dsv4.cli.load import load_engine
 from dsv4.cli.log_lines import log_lines
 from dsv4.command.program import EXIT_OK, command, run_program
 from dsv4.command.streams import say
+from dsv4.config import ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import UserError
 from dsv4.serve.flags import parse_arguments
 
 if TYPE_CHECKING:
     from dsv4.serve.service import Service
+    from dsv4.serve.worker import Worker
 
 LIBRARIES = ("uvicorn", "starlette", "pydantic")
 
@@ -38,12 +40,19 @@ def check_installed() -> None:
             raise UserError(f"dsv4 serve: found no {library}, {advice}")
 
 
-def build_service(arguments: argparse.Namespace, files: ModelFiles, engine: Engine) -> "Service":
-    """What requests need, around an engine that is loaded. Raises ``UserError``."""
+def load(arguments: argparse.Namespace, config: ModelConfig) -> Engine:
+    """The engine. Raises what ``Engine.load`` does."""
+    limit_cpu_threads(config)
+    return load_engine(arguments, engine_config(arguments))
+
+
+def build_service(
+    arguments: argparse.Namespace, files: ModelFiles, engine: Engine, worker: "Worker"
+) -> "Service":
+    """What requests need, around an engine that ``worker`` has loaded. Raises ``UserError``."""
     from dsv4.serve.answering import Answering
     from dsv4.serve.sequences import SavedSequences
     from dsv4.serve.service import Service
-    from dsv4.serve.worker import Worker
 
     folder: Path = arguments.model
     identity = checkpoint_identity(open_checkpoint(folder))
@@ -56,7 +65,7 @@ def build_service(arguments: argparse.Namespace, files: ModelFiles, engine: Engi
         max_context=engine.max_context,
         thinks=arguments.thinking == "on",
         most_body_bytes=arguments.max_body * 10**6,
-        worker=Worker(arguments.queue),
+        worker=worker,
         answering=Answering(engine, files.tokenizer, sequences),
         created=int(time.time()),
     )
@@ -65,28 +74,29 @@ def build_service(arguments: argparse.Namespace, files: ModelFiles, engine: Engi
 def serve(arguments: argparse.Namespace) -> int:
     """The whole job; returns the exit code."""
     from dsv4.serve.server import Server, open_socket, read_api_key, url_of
+    from dsv4.serve.worker import Worker
 
     key = None if arguments.api_key_file is None else read_api_key(arguments.api_key_file)
     files = ModelFiles.read(arguments.model)
     if arguments.state_dir is not None:
         arguments.state_dir.mkdir(parents=True, exist_ok=True)
-    limit_cpu_threads(files.config)
-    config = engine_config(arguments)
-    plan = partial(Engine.plan, arguments.model, config)
+    plan = partial(Engine.plan, arguments.model, engine_config(arguments))
     with (
         open_socket(arguments.host, arguments.port, key is not None) as bound,
         device_faults(plan),
     ):
         if arguments.gpus > 1 and not arguments.quiet:
             say(str(plan()))
-        service = build_service(arguments, files, load_engine(arguments, config))
+        worker = Worker(arguments.queue)
+        engine = worker.call(partial(load, arguments, files.config))
+        service = build_service(arguments, files, engine, worker)
         context = f"{service.max_context:,} tokens"
         line = f"serving {service.model_name} at {url_of(bound)}, context {context}; Ctrl-C ends it"
         server = Server(service, key, line)
         server.run([bound])
         if service.fault is not None:
             raise service.fault
-        service.answering.keep_sequence()
+        worker.call(service.answering.keep_sequence)
         say(service.tally.line())
     return EXIT_OK if server.stopped_by is None else 128 + server.stopped_by
 

@@ -32,6 +32,11 @@ class ApiError(Exception):
         return {"error": error}
 
 
+def server_ending() -> ApiError:
+    """What those are told who are not answered any more."""
+    return ApiError(503, "the server is ending", code="shutdown")
+
+
 @contextmanager
 def field_errors(param: str) -> Iterator[None]:
     """What is wrong with a field, or with what it holds, as ``ApiError`` that names it."""

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from dsv4.command.errors import user_message
 from dsv4.serve.answering import Said
-from dsv4.serve.errors import ApiError
+from dsv4.serve.errors import ApiError, server_ending
 from dsv4.serve.service import Service
 from dsv4.serve.usage import Usage
 from dsv4.serve.worker import HARMLESS, Cancelled, Job
@@ -94,7 +94,7 @@ class Reply:
         tally.failed += 1
         _LOG.info("not answered: %r", error)
         if isinstance(error, Cancelled):
-            return ApiError(503, "the server is ending", code="shutdown")
+            return server_ending()
         if isinstance(error, HARMLESS):
             return ApiError(500, user_message(error))
         self._service.fault = error

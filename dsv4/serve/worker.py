@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from dsv4.errors import UserError
 
@@ -13,6 +14,7 @@ Work = Callable[[Check], Iterator[object]]
 # Errors of a job that leave the engine as good as before it.
 HARMLESS = (UserError, FloatingPointError)
 _END = object()
+_Result = TypeVar("_Result")
 
 
 class Cancelled(Exception):
@@ -86,6 +88,7 @@ class Worker:
         self._pool = ThreadPoolExecutor(1, "engine")
         self._most_waiting = most_waiting
         self._jobs: list[Job] = []
+        self._ending = False
 
     @property
     def waiting(self) -> int:
@@ -93,8 +96,16 @@ class Worker:
         self._jobs = [job for job in self._jobs if not job.ended]
         return len(self._jobs)
 
+    def call(self, function: Callable[[], _Result]) -> _Result:
+        """What ``function`` returns, called in the thread behind all jobs; raises what it raises.
+        What belongs to a thread, such as the current device of CUDA, is that of the jobs.
+        """
+        return self._pool.submit(function).result()
+
     def submit(self, work: Work) -> Job:
-        """A new job. Raises ``QueueFull``."""
+        """A new job. Raises ``QueueFull``, and ``Cancelled`` behind ``end``."""
+        if self._ending:
+            raise Cancelled
         if self.waiting > self._most_waiting:
             raise QueueFull
         job = Job(work, self._pool)
@@ -102,7 +113,8 @@ class Worker:
         return job
 
     async def end(self) -> None:
-        """Ends every job, and the thread."""
+        """Cancels every job, and waits until the thread has nothing to do."""
+        self._ending = True
         for job in self._jobs:
             job.cancel()
-        await asyncio.to_thread(self._pool.shutdown)
+        await asyncio.to_thread(self.call, lambda: None)

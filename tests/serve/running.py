@@ -7,19 +7,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
 from openai import OpenAI
 
-from dsv4.cli.arguments import engine_config
-from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.job import ModelFiles
 from dsv4.engine import Engine
-from dsv4.serve.command import build_service
+from dsv4.serve.command import build_service, load
 from dsv4.serve.flags import parse_arguments
 from dsv4.serve.server import Server, open_socket, url_of
 from dsv4.serve.service import Service
+from dsv4.serve.worker import Worker
 
 MODEL = "demo"
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -62,9 +62,9 @@ def load_demo(*flags: str) -> Service:
     """The service of the demo with flags of the command."""
     arguments = parse_arguments(["--device", "cpu", "--model-name", MODEL, *flags])
     files = ModelFiles.read(arguments.model)
-    limit_cpu_threads(files.config)
-    engine = Engine.load(arguments.model, engine_config(arguments))
-    return build_service(arguments, files, engine)
+    worker = Worker(arguments.queue)
+    engine = worker.call(partial(load, arguments, files.config))
+    return build_service(arguments, files, engine, worker)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,7 +17,6 @@ from tests.serve.running import (
     MODEL,
     Running,
     connect,
-    load_demo,
     raw_request,
     running,
 )
@@ -114,9 +114,10 @@ def test_without_a_key_only_names_of_this_machine_are_answered(
     assert httpx.get(f"{demo.url}/models", headers={"host": host}).status_code == status
 
 
-@pytest.fixture(scope="module")
-def service() -> Service:
-    return load_demo()
+@pytest.fixture
+def service(demo: Running) -> Service:
+    """With the same engine and a thread of its own: that of the test before has ended."""
+    return replace(demo.service, worker=Worker(2))
 
 
 def test_with_a_key_who_has_it_is_answered(service: Service) -> None:
@@ -141,7 +142,6 @@ def test_the_end_of_a_server_ends_what_is_under_way_and_what_waits(service: Serv
     def wait(url: str) -> None:
         found["waited"] = httpx.post(f"{url}/completions", json={"prompt": "a"}, timeout=60)
 
-    service.worker = Worker(2)  # That of the test before has ended with its server.
     with running(service) as one:
         stream = iter(start_stream(one))
         thread = threading.Thread(target=wait, args=(one.url,))

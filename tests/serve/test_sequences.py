@@ -7,24 +7,28 @@ from typing import Any
 import pytest
 
 from dsv4 import SamplingParams
+from dsv4.serve import sequences
 from dsv4.serve.answering import Question
 from dsv4.serve.command import build_service
 from dsv4.serve.flags import parse_arguments
-from dsv4.serve.sequences import FEWEST_TOKENS, SUFFIX
+from dsv4.serve.sequences import SUFFIX
 from dsv4.serve.service import Service
-from tests.serve.running import load_demo
+from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
 
-# Three prompts of two pieces each; nothing but the first token is common.
-LENGTH = FEWEST_TOKENS + 10
+# Nothing but the first token is common to the prompts.
+FEWEST_TOKENS = 30
+LENGTH = 40
 PROMPTS = [[0, *((7 * place + 900 * one) % 2000 for place in range(LENGTH))] for one in range(3)]
 A, B, C = PROMPTS
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Service:
-    return load_demo()
+@pytest.fixture
+def loaded(demo: Running, monkeypatch: pytest.MonkeyPatch) -> Service:
+    """With the engine of the server that other tests ask; short prompts are worth a file."""
+    monkeypatch.setattr(sequences, "FEWEST_TOKENS", FEWEST_TOKENS)
+    return demo.service
 
 
 def with_folder(loaded: Service, folder: Path, most: int = 2) -> Service:
@@ -32,7 +36,7 @@ def with_folder(loaded: Service, folder: Path, most: int = 2) -> Service:
     engine = loaded.answering.engine
     engine.reset()
     arguments = parse_arguments(["--state-dir", str(folder), "--states", str(most)])
-    return build_service(arguments, loaded.files, engine)
+    return build_service(arguments, loaded.files, engine, loaded.worker)
 
 
 def ask(service: Service, token_ids: list[int], tokens: int = 2) -> tuple[int, list[int]]:
@@ -67,17 +71,17 @@ def test_files_are_no_more_than_asked_for_and_the_oldest_goes(
     loaded: Service, tmp_path: Path
 ) -> None:
     service = with_folder(loaded, tmp_path)
-    for prompt in (A, B, A, C, B):
-        ask(service, [*prompt, 5])
+    reused = []
+    for prompt in (A, B, C, B, A):
+        reused.append(ask(service, [*prompt, 5], 1)[0])
         assert len(files(tmp_path)) <= 2
-    reused = [ask(service, [*prompt, 5])[0] for prompt in (C, A)]
-    assert reused == [LENGTH + 1, 0]
+    assert reused == [0, 0, 0, LENGTH + 1, 0]
 
 
 def test_short_prompts_are_not_worth_a_file(loaded: Service, tmp_path: Path) -> None:
     service = with_folder(loaded, tmp_path)
-    for prompt in (A[:50], B[:50], C[:50]):
-        ask(service, prompt)
+    for prompt in (A, B, C):
+        ask(service, prompt[: FEWEST_TOKENS - 2], 1)
     assert files(tmp_path) == set()
 
 

@@ -114,5 +114,24 @@ def test_the_end_cancels_everything() -> None:
         jobs = [worker.submit(Gate().work) for _ in range(4)]
         await worker.end()
         assert [type(job.error) for job in jobs] == [Cancelled] * 4
+        with pytest.raises(Cancelled):
+            worker.submit(Gate().work)
+
+    asyncio.run(run())
+
+
+def test_a_call_has_its_turn_in_the_thread_of_the_jobs() -> None:
+    def naming(_: Check) -> Iterator[object]:
+        yield threading.current_thread().name
+
+    async def run() -> None:
+        worker = Worker(1)
+        name = worker.call(lambda: threading.current_thread().name)
+        assert name != threading.current_thread().name
+        assert await all_of(worker.submit(naming)) == [name]
+        with pytest.raises(ZeroDivisionError):
+            worker.call(lambda: 1 // 0)
+        await worker.end()
+        assert worker.call(lambda: 5) == 5
 
     asyncio.run(run())
