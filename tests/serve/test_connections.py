@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,9 @@ import httpx
 import openai
 import pytest
 
+from dsv4.serve.answering import PromptRead, Question, Said
 from dsv4.serve.service import Service
-from dsv4.serve.worker import Worker
+from dsv4.serve.worker import Check, Worker
 from tests.serve.running import (
     ENDLESS,
     FRANCE,
@@ -134,6 +136,46 @@ def test_with_a_key_who_has_it_is_answered(service: Service) -> None:
             one.client("x").chat.completions.create(model=MODEL, messages=FRANCE)  # type: ignore[arg-type]
         health = httpx.get(one.url.replace("/v1", "/health"), headers={"host": "example.org"})
         assert health.json() == {"status": "ok", "requests": 0}
+
+
+class Failing:
+    """In the place of the engine: every question ends with ``error``."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def answer(self, question: Question, check: Check) -> Iterator[Said]:
+        yield PromptRead(0)
+        raise self.error
+
+
+def test_nan_is_told_and_the_server_goes_on(demo: Running) -> None:
+    failing = replace(
+        demo.service,
+        worker=Worker(2),
+        answering=Failing(FloatingPointError("NaN after 3 tokens")),  # type: ignore[arg-type]
+    )
+    with running(failing) as one:
+        for _ in range(2):
+            response = one.post("/completions", prompt="a")
+            assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+            assert response.json()["error"]["message"] == "NaN after 3 tokens"
+        with pytest.raises(openai.APIError, match="NaN after 3 tokens"):
+            list(one.client().completions.create(model=MODEL, prompt="a", stream=True))
+
+
+def test_a_fault_of_the_engine_is_told_and_ends_the_server(demo: Running) -> None:
+    fault = RuntimeError("CUDA error: an illegal instruction")
+    failing = replace(demo.service, worker=Worker(2), answering=Failing(fault))  # type: ignore[arg-type]
+    with running(failing) as one:
+        error = one.post("/completions", prompt="a").json()["error"]
+        assert (error["message"], error["code"]) == (
+            "the engine has failed, the server is ending",
+            "shutdown",
+        )
+        with pytest.raises(httpx.TransportError):
+            one.wait_until(-1)
+    assert failing.fault is fault
 
 
 def test_the_end_of_a_server_ends_what_is_under_way_and_what_waits(service: Service) -> None:
