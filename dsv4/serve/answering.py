@@ -18,7 +18,8 @@ class Question:
     """A prompt and how to go on with it, checked, so that it can wait.
 
     ``max_tokens`` 0: nothing follows. ``scores_prompt``: the tokens of the prompt get
-    log-probabilities, as many as ``sampling.logprobs`` says.
+    log-probabilities, as many as ``sampling.logprobs`` says. ``forgets``: the next turn of the
+    conversation leaves out the reasoning of this one.
     """
 
     token_ids: list[int]
@@ -27,6 +28,7 @@ class Question:
     stops: tuple[str, ...]
     stop_token_ids: frozenset[int]
     scores_prompt: bool = False
+    forgets: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,10 @@ class Answering:
             count = question.sampling.logprobs or 0
             yield PromptRead(0, tuple(engine.prompt_logprobs(ids, count, lambda *_: check())))
         else:
-            self._sequences.resume(ids)
+            self._sequences.resume(ids, question.forgets)
             yield PromptRead(engine.reusable_tokens(ids))
+            if question.forgets:
+                self._sequences.keep_prompt(ids, lambda *_: check())
         if question.max_tokens == 0:
             yield Ended("", "length")
             return

@@ -1,7 +1,7 @@
 """Requests to ``/v1/chat/completions``: a conversation as a prompt, and how its answer is read."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
     token_ids = tokenizer.encode(prompt.text + opening) if opening else prompt.token_ids
     question = question_of(service, fields, token_ids, _most_tokens(service, fields), _top(fields))
     mode = prompt.thinking_mode or "chat"
+    # The encoder drops the reasoning of earlier turns unless there are tools.
+    question = replace(question, forgets=mode == "thinking" and not prompt.tools)
     return ChatAsked(question, mode, prompt.tools, opening, fields.parallel_tool_calls is False)
 
 

@@ -13,6 +13,8 @@ from dsv4.caches.state import undoable_tokens
 from dsv4.checkpoint.state_file import SavedState, StateKey
 from dsv4.engine import Engine
 from dsv4.errors import UserError
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.opened_checkpoint import Progress
 
 # What a prompt of fewer tokens takes to be read is less than its file takes.
 FEWEST_TOKENS = 256
@@ -46,15 +48,17 @@ class SavedSequences:
         self._folder = folder
         self._most = most
         self._kept: list[KeptSequence] = []
+        self._forgets = False
         if folder is not None:
             files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
             for path in files:
                 self._take(path, key)
             self._drop(self._kept[:-most])
 
-    def resume(self, token_ids: Sequence[int]) -> None:
+    def resume(self, token_ids: Sequence[int], forgets: bool) -> None:
         """Before the prompt ``token_ids``: the engine stands in the sequence that shares most with
-        it, and keeps the one that it leaves.
+        it, and keeps the one that it leaves. ``forgets``: no later prompt begins with this one and
+        its answer.
         """
         if self._folder is None:
             return
@@ -65,11 +69,32 @@ class SavedSequences:
             self._load(best)
         elif not here:
             self.keep()
+        self._forgets = forgets
+
+    def keep_prompt(self, token_ids: list[int], progress: Progress) -> None:
+        """Behind ``resume``: reads the prompt up to what later turns may write otherwise, and keeps
+        that, where it is worth a file.
+        """
+        engine = self._engine
+        here = engine.reusable_tokens(token_ids)
+        begun = token_ids[:-MAX_DECODE_TOKENS]
+        if self._folder is None or len(begun) - here < FEWEST_TOKENS:
+            return
+        if here:
+            engine.rewind(engine.position - here)
+        else:
+            engine.reset()
+        engine.prefill(begun[here:], progress)
+        self._write(None)
 
     def keep(self, wanted: KeptSequence | None = None) -> None:
         """Writes the engine's sequence, in the place of those that it goes on from but ``wanted``,
         which stays.
         """
+        if not self._forgets:
+            self._write(wanted)
+
+    def _write(self, wanted: KeptSequence | None) -> None:
         token_ids = self._engine.token_ids
         if self._folder is None or len(token_ids) < FEWEST_TOKENS:
             return

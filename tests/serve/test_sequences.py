@@ -39,10 +39,12 @@ def with_folder(loaded: Service, folder: Path, most: int = 2) -> Service:
     return build_service(arguments, loaded.files, engine, loaded.worker)
 
 
-def ask(service: Service, token_ids: list[int], tokens: int = 2) -> tuple[int, list[int]]:
+def ask(
+    service: Service, token_ids: list[int], tokens: int = 2, forgets: bool = False
+) -> tuple[int, list[int]]:
     """How many tokens of the prompt were there, and the answer."""
     greedy = SamplingParams(temperature=0)
-    question = Question(token_ids, tokens, greedy, (), frozenset())
+    question = Question(token_ids, tokens, greedy, (), frozenset(), forgets=forgets)
     read, *said, _ = service.answering.answer(question, lambda: None)
     return read.reused, [one.token_id for one in said]  # type: ignore[union-attr]
 
@@ -76,6 +78,24 @@ def test_files_are_no_more_than_asked_for_and_the_oldest_goes(
         reused.append(ask(service, [*prompt, 5], 1)[0])
         assert len(files(tmp_path)) <= 2
     assert reused == [0, 0, 0, LENGTH + 1, 0]
+
+
+def test_where_reasoning_is_dropped_the_prompt_is_kept_without_its_end(
+    loaded: Service, tmp_path: Path
+) -> None:
+    """The next turn goes on behind it; an answer that nobody can go on with takes no file."""
+    service = with_folder(loaded, tmp_path)
+    plain = ask(service, A, 12)
+    service = with_folder(loaded, tmp_path)
+    assert ask(service, A, 12, forgets=True) == plain
+    [first] = files(tmp_path)
+    turn = [*A[:-1], *B[-FEWEST_TOKENS - 12 :]]
+    assert ask(service, turn, 12, forgets=True)[0] == len(A) - 8
+    [second] = files(tmp_path)  # The longer prompt, in the place of the shorter one.
+    assert second != first
+    assert ask(service, [*turn[:-1], 5, 6], 12, forgets=True)[0] == len(turn) - 8
+    service.answering.keep_sequence()
+    assert files(tmp_path) == {second}
 
 
 def test_short_prompts_are_not_worth_a_file(loaded: Service, tmp_path: Path) -> None:
