@@ -8,6 +8,7 @@ nothing about the geometry comes from anywhere else.
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,8 @@ def _dspark(read: JsonReader, layers: int) -> DSpark | None:
         or not targets
     ):
         raise read.fail("dspark_target_layer_ids", targets, f"a list of layer ids below {layers}")
+    if any(first >= second for first, second in pairwise(targets)):
+        raise read.fail("dspark_target_layer_ids", targets, "layer ids in ascending order")
     return DSpark(
         block_size=read.integer("dspark_block_size", 1, MAX_DECODE_TOKENS),
         noise_token_id=read.integer("dspark_noise_token_id", 0, 2**24),

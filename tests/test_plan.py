@@ -9,6 +9,7 @@ import torch
 from dsv4 import plan
 from dsv4.caches.state import DecodeState, layer_state_bytes
 from dsv4.checkpoint import ParameterDescription
+from dsv4.checkpoint import tiny_config as tiny_raw_config
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine import Engine
@@ -163,9 +164,19 @@ def test_work_of_the_torch_ops_is_the_largest_dequantizing_or_step() -> None:
 
 
 def test_dequantized_bytes_are_those_of_the_torch_ops_weights() -> None:
-    for parameter in parameters(tiny_config(), "classic").values():
+    dspark = {
+        "compress_ratios": [0, 4, 128, 4, 0, 0, 0],
+        "dspark_block_size": 5,
+        "dspark_noise_token_id": 200,
+        "dspark_target_layer_ids": [1, 2, 3],
+        "dspark_markov_rank": 32,
+    }
+    config = ModelConfig.from_dict(tiny_raw_config(**dspark))
+    listed = {**parameters(config, "classic"), **parameters(config, "dspark")}
+    for parameter in listed.values():
         expected = 0
-        if parameter.role in MATRIX_ROLES and not parameter.name.startswith(("embed.", "mtp.")):
+        looked_up = ("embed.weight", "markov_w1.weight")
+        if parameter.role in MATRIX_ROLES and not parameter.name.endswith(looked_up):
             stored = QuantTensor.dense(torch.zeros(parameter.shape, dtype=torch.bfloat16))
             expected = TORCH_PACKING.pack_weight(stored).nbytes
         assert dequantized_bytes(parameter) == expected, parameter.name

@@ -2,6 +2,7 @@
 (docs/checkpoints.md).
 """
 
+from dsv4.checkpoint.drafts import mtp_kind
 from dsv4.checkpoint.geometries import Geometry, geometry_config
 from dsv4.checkpoint.index import Checkpoint, open_checkpoint
 from dsv4.checkpoint.layouts import Layout
@@ -14,7 +15,6 @@ from dsv4.checkpoint.load import (
     load_weights,
 )
 from dsv4.checkpoint.names import Dialect
-from dsv4.checkpoint.stored_parameters import mtp_kind
 from dsv4.checkpoint.synthetic import (
     synthetic_rank_weights,
     synthetic_weights,

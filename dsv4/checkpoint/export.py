@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint.convert import convert
+from dsv4.checkpoint.drafts import mtp_kind
 from dsv4.checkpoint.index import INDEX_NAME, Checkpoint, open_checkpoint
 from dsv4.checkpoint.layouts import Layout, check_layout, declare, format_in
 from dsv4.checkpoint.matrices import load_matrix
 from dsv4.checkpoint.names import Dialect, detect_dialect
 from dsv4.checkpoint.outputs import output_tensors
-from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters, mtp_kind
+from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
 from dsv4.command.flags import OneLineParser
 from dsv4.command.program import command, run_program

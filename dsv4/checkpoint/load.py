@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint.declarations import DENSE
+from dsv4.checkpoint.drafts import mtp_kind
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.matrices import Held, unfilled_matrices
 from dsv4.checkpoint.pieces import Piece
 from dsv4.checkpoint.problems import Problems
 from dsv4.checkpoint.scale_values import check_input_scales, check_scales
-from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters, mtp_kind
+from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.checkpoint.transfer import transfer
 from dsv4.config import ModelConfig
 from dsv4.parallel.placement import Placement

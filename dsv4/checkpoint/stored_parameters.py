@@ -5,11 +5,13 @@ Nothing here reads tensor bytes.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from dsv4.checkpoint.declarations import Declaration, read_declaration
+from dsv4.checkpoint.drafts import check_mtp, mtp_stages
 from dsv4.checkpoint.formats import (
     ALL_COMPONENTS,
     COMPONENTS,
@@ -59,16 +61,6 @@ class StoredParameter:
     nbytes: int
 
 
-def mtp_kind(checkpoint: Checkpoint) -> MtpKind | None:
-    """The speculative module that the tensor names show, if any (model.md#speculative-modules)."""
-    names = [
-        name for name in (*checkpoint.tensors, *checkpoint.unreadable) if name.startswith("mtp.")
-    ]
-    if any(".main_proj." in name or ".markov_head." in name for name in names):
-        return "dspark"
-    return "classic" if names else None
-
-
 def find_parameters(
     checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None = None
 ) -> list[StoredParameter]:
@@ -79,13 +71,39 @@ def find_parameters(
     unexpected tensors, wrong shapes and dtypes, names that contradict the declared format. ``mtp``
     tensors not asked for are left out.
     """
+    return _find(checkpoint, config, mtp, lambda name: not (mtp is None and _of_mtp(name)))
+
+
+def find_draft(checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind) -> list[StoredParameter]:
+    """The parameters of the speculative module alone, as ``find_parameters`` finds them; other
+    tensors of the folder are not looked at, and need not be there.
+    """
+    return _find(checkpoint, config, mtp, _of_mtp)
+
+
+def _of_mtp(name: str) -> bool:
+    return name.startswith("mtp.")
+
+
+def _find(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    mtp: MtpKind | None,
+    wanted: Callable[[str], bool],
+) -> list[StoredParameter]:
+    """The parameters whose names are ``wanted``, of tensors of which only those are compared."""
     names = (*checkpoint.tensors, *checkpoint.unreadable)
-    dialect = detect_dialect(names, str(checkpoint.folder))
-    _check_mtp(checkpoint, config, mtp)
+    # A folder of a speculative module alone shows no dialect: such names are the same in all.
+    alone = mtp is not None and all(map(_of_mtp, names))
+    dialect = Dialect.NATIVE if alone else detect_dialect(names, str(checkpoint.folder))
+    if mtp is not None:
+        check_mtp(checkpoint, config, mtp)
     finder = _Finder(checkpoint, dialect, read_declaration(checkpoint))
     finder.problems.extend(checkpoint.problems)
     finder.index_names(names)
-    expected = parameters(config, mtp).values()
+    stages = None if mtp is None else mtp_stages(checkpoint)
+    listed = parameters(config, mtp, stages)
+    expected = [parameter for name, parameter in listed.items() if wanted(name)]
     matrices = sum(
         parameter.shape[0] if parameter.role is Role.EXPERT else 1 for parameter in expected
     )
@@ -95,22 +113,9 @@ def find_parameters(
             f"expected at most {MAX_MATRICES}"
         )
     found = [finder.find(parameter) for parameter in expected]
-    finder.report_unexpected(skip_mtp=mtp is None)
+    finder.report_unexpected(wanted)
     finder.problems.raise_if_any(str(checkpoint.folder))
     return found
-
-
-def _check_mtp(checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None) -> None:
-    found = mtp_kind(checkpoint)
-    if mtp is not None and found != mtp:
-        raise UserError(
-            f"{checkpoint.folder}: mtp tensors: found {found or 'none'}, expected {mtp}"
-        )
-    if mtp == "dspark" and config.dspark is None:
-        raise UserError(
-            f"{checkpoint.folder}/config.json: dspark_block_size: found none, "
-            "expected the dspark_* keys"
-        )
 
 
 class _Finder:
@@ -142,9 +147,9 @@ class _Finder:
                 self.stored[native] = name
         self.unused = dict(self.stored)
 
-    def report_unexpected(self, *, skip_mtp: bool) -> None:
+    def report_unexpected(self, wanted: Callable[[str], bool]) -> None:
         for native, name in self.unused.items():
-            if not (skip_mtp and native.startswith("mtp.")):
+            if wanted(native):
                 self.problems.add("unexpected", printable(name))
 
     def find(self, parameter: Parameter) -> StoredParameter:

@@ -16,11 +16,11 @@ _DEQUANTIZING_COPIES = 4
 
 
 def is_packed(parameter: Parameter) -> bool:
-    """Whether the op table packs it: the embedding is looked up, and the speculative module kept,
-    as stored.
+    """Whether the op table packs it: rows of the embedding and of ``markov_w1`` are looked up as
+    stored.
     """
     is_matrix = parameter.role in (Role.LINEAR, Role.EXPERT, Role.FLOOR)
-    return is_matrix and not parameter.name.startswith(("embed.", "mtp."))
+    return is_matrix and not parameter.name.endswith(("embed.weight", "markov_w1.weight"))
 
 
 def dequantized_bytes(parameter: Parameter) -> int:

@@ -45,22 +45,24 @@ class Parameter:
     role: Role
 
 
-def parameters(config: ModelConfig, mtp: MtpKind | None = None) -> dict[str, Parameter]:
+def parameters(
+    config: ModelConfig, mtp: MtpKind | None = None, stages: int | None = None
+) -> dict[str, Parameter]:
     """All parameters of the main model by name, in execution order; with ``mtp``, the speculative
-    module's as well.
+    module's as well, which has ``stages`` blocks (None: as many as published ones).
     """
     found = list(_main_parameters(config))
     if mtp is not None:
-        found += _mtp_parameters(config, mtp)
+        found += _mtp_parameters(config, mtp, stages or mtp_stages(config, mtp))
     return {parameter.name: parameter for parameter in found}
 
 
 def mtp_stages(config: ModelConfig, mtp: MtpKind) -> int:
-    """Number of ``mtp.{s}`` blocks: one for MTP, one per target layer for DSpark
-    (model.md#releases).
+    """Number of ``mtp.{s}`` blocks of the published modules: one for MTP, one per target layer for
+    DSpark (model.md#releases). ``num_nextn_predict_layers`` is 1 for both.
     """
     if mtp == "classic":
-        return max(config.num_nextn_predict_layers, 1)
+        return 1
     assert config.dspark is not None
     return len(config.dspark.target_layer_ids)
 
@@ -161,8 +163,7 @@ def _hc_head(config: ModelConfig, prefix: str) -> Iterator[Parameter]:
     yield Parameter(f"{prefix}_scale", (1,), Role.FLOAT)
 
 
-def _mtp_parameters(config: ModelConfig, mtp: MtpKind) -> Iterator[Parameter]:
-    stages = mtp_stages(config, mtp)
+def _mtp_parameters(config: ModelConfig, mtp: MtpKind, stages: int) -> Iterator[Parameter]:
     hidden = config.hidden_size
     for stage in range(stages):
         prefix = f"mtp.{stage}"
