@@ -140,9 +140,12 @@ class Attention:
             positions_T,
             self.norm.inv_freq,
         )
+        return Attended(self.output(ops, heads_THD), queries, selection, heads_THD)
+
+    def output(self, ops: Ops, heads_THD: Tensor) -> Any:
+        """The sublayer's result ``[T, E]`` of what its heads give, or the sum on its way to it."""
         o_TGK = heads_THD.flatten(1).unflatten(1, (self.config.o_groups, -1))
-        y_TE = ops.row_parallel_linear(ops.grouped_linear(o_TGK, self.wo_a).flatten(1), self.wo_b)
-        return Attended(y_TE, queries, selection, heads_THD)
+        return ops.row_parallel_linear(ops.grouped_linear(o_TGK, self.wo_a).flatten(1), self.wo_b)
 
     def _queries(self, projections: Projections) -> Queries:
         q_THD = projections.q_TN.unflatten(-1, (-1, self.config.head_dim))

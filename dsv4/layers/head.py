@@ -51,14 +51,13 @@ class Head:
 
     @classmethod
     def build(cls, config: ModelConfig, weights: WeightReader) -> "Head":
-        collapse = HcHeadWeights(
-            fn=weights.vector("hc_head_fn"),
-            base=weights.vector("hc_head_base"),
-            scale=weights.vector("hc_head_scale"),
-            norm_eps=config.rms_norm_eps,
-            hc_eps=config.hc_eps,
-        )
-        return cls(collapse, weights.vector("norm.weight"), weights.matrix("head.weight"))
+        collapse, norm = _own_parts(config, weights)
+        return cls(collapse, norm, weights.matrix("head.weight"))
+
+    @classmethod
+    def sharing(cls, config: ModelConfig, weights: WeightReader, main: "Head") -> "Head":
+        """A head of a draft module: its own collapse and norm, the matrix of the ``main`` one."""
+        return cls(*_own_parts(config, weights), main.lm_head)
 
     def hidden(self, ops: Ops, streams_TME: Tensor) -> Tensor:
         """RMSNorm of the collapsed streams ``[T, E]``, in the compute dtype."""
@@ -69,3 +68,14 @@ class Head:
         ranks what ``ops.gather_logits`` makes them of.
         """
         return ops.vocab_parallel_linear(hidden_TE, self.lm_head)
+
+
+def _own_parts(config: ModelConfig, weights: WeightReader) -> tuple[HcHeadWeights, Tensor]:
+    collapse = HcHeadWeights(
+        fn=weights.vector("hc_head_fn"),
+        base=weights.vector("hc_head_base"),
+        scale=weights.vector("hc_head_scale"),
+        norm_eps=config.rms_norm_eps,
+        hc_eps=config.hc_eps,
+    )
+    return collapse, weights.vector("norm.weight")

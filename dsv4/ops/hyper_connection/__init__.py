@@ -86,9 +86,14 @@ def hc_head(streams_TME: Tensor, weights: HcHeadWeights, norm_weight: Tensor) ->
 
     ``norm_weight`` float32 ``[E]`` is the final norm.
     """
+    return rms_norm(hc_collapse(streams_TME, weights), norm_weight, weights.norm_eps)
+
+
+def hc_collapse(streams_TME: Tensor, weights: HcHeadWeights) -> Tensor:
+    """Σ pre_i · x_i of ``hc_head``, ``[T, E]``, without the norm."""
     mixes = _mixes(streams_TME, weights.fn, weights.norm_eps)
     pre = torch.sigmoid(mixes * weights.scale[0] + weights.base) + weights.hc_eps
-    return rms_norm(_collapse(streams_TME, pre), norm_weight, weights.norm_eps)
+    return _collapse(streams_TME, pre)
 
 
 def sinkhorn(logits_TMM: Tensor, iterations: int, eps: float) -> Tensor:
