@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +32,8 @@ from dsv4.plan import MemoryPlan, max_context_tokens
 from dsv4.run_stats import RunStats
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.sequence import EngineSequence
+from dsv4.speculative.module import DraftModule, allocate_draft, build_draft
+from dsv4.speculative.steps import direct_steps, draft_stats
 from dsv4.step.chunks import RunStep, run_chunks, split_ids
 from dsv4.step.direct import DirectSteps
 from dsv4.step.nan_search import NaNSearch
@@ -39,6 +42,7 @@ from dsv4.step.steps import RecordedSteps
 from dsv4.token_ids import check_ids, check_room
 from dsv4.trace.patterns import EVERY_VALUE, matching
 from dsv4.trace.steps import ShownValues, TracedSteps
+from dsv4.weights.parameters import shown_mtp
 
 
 class Engine(EngineSequence):
@@ -63,9 +67,9 @@ class Engine(EngineSequence):
         (``dsv4.parallel.sharding``), in the order of the ranks.
 
         ``table`` None: the op table of ``engine_config``. One with native kernels is compared with
-        its portable one on these weights (``dsv4.load_check``). Names under ``mtp.`` are kept, as
-        stored, in ``mtp_weights``. The engine reads every weight once, so ``weights`` may be a
-        ``ReadOnce``. ``compiling(done, total)`` is told about kernels that have to be compiled.
+        its portable one on these weights (``dsv4.load_check``). Names under ``mtp.`` are a draft
+        module's. The engine reads every weight once, so ``weights`` may be a ``ReadOnce``.
+        ``compiling(done, total)`` is told about kernels that have to be compiled.
         ``checkpoint``: what saved states call it (``dsv4.checkpoint.identity``).
         """
         self.config = config
@@ -75,17 +79,23 @@ class Engine(EngineSequence):
         self.engine_config = engine_config
         max_context = max_context_tokens(config, engine_config)
         ranks = [weights] if isinstance(weights, Mapping) else weights
-        own = ranks[0]
-        self.mtp_weights = {name: own[name] for name in list(own) if name.startswith("mtp.")}
+        shown = shown_mtp(ranks[0])
         table = table or table_on(engine_config, self.devices)
         dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
         self.models = build_ranks(config, ranks, table.packing, placement, dtype)
         self.model = self.models[0]
         self.table = settled_table(table, self.model, engine_config)
+        self.draft: DraftModule | None = None
+        if shown is not None:
+            self.draft = build_draft(config, ranks[0], table, shown, self.model)
         # Packing leaves free blocks in torch's cache: the device gets them back.
         torch.cuda.empty_cache()
         state = allocate_state(config, engine_config, max_context, placement)
-        super().__init__(state, StateKey.of(config, engine_config, checkpoint), max_context)
+        if shown is not None:
+            state.draft = allocate_draft(config, engine_config, shown, self.model.head_device)
+        # What a sequence keeps does not depend on a draft module.
+        key = StateKey.of(replace(config, dspark=None), engine_config, checkpoint)
+        super().__init__(state, key, max_context)
         self.steps = self._build_steps(compiling)
         self.decoder: CUDAGraphDecoder | None = None
         if engine_config.cuda_graph is not None:
@@ -283,7 +293,7 @@ class Engine(EngineSequence):
         finally:
             if self._run is run:
                 self._end_run()
-                self.last_run = run.stats(self.position)
+                self.last_run = run.stats(self.position, draft_stats(self.steps))
 
     def following(
         self, token: int, sampler: Sampler, steps: int, decoder: CUDAGraphDecoder | None
@@ -296,7 +306,9 @@ class Engine(EngineSequence):
 
     def _build_steps(self, compiling: Progress | None) -> DirectSteps | RecordedSteps:
         if isinstance(self.table, DirectTable):
-            return DirectSteps(self.model, self.state, self.table.ops, self.models[1:])
+            count = self.engine_config.draft_tokens
+            others = self.models[1:]
+            return direct_steps(self.model, self.state, self.table.ops, self.draft, count, others)
         tokens = prefill_tokens(self.engine_config, self.max_context)
         return RecordedSteps(self.model, self.state, self.table, tokens, compiling, self.models[1:])
 

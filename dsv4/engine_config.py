@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dsv4.errors import UserError, shorten
+from dsv4.limits import MAX_DECODE_TOKENS
 
 # What weights are multiplied with in steps of more than MAX_DECODE_TOKENS tokens.
 ActivationMode = Literal["bf16", "fp8", "nvfp4"]
@@ -18,6 +19,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "ops": ("auto", "torch", "cuda"),
     "cuda_graph": ("auto", "split", "full", None),
     "prefill_activations": ACTIVATION_MODES,
+    "draft": ("auto", "off", "mtp", "dspark"),
 }
 
 
@@ -31,14 +33,16 @@ class EngineConfig:
     and ``index_dtype`` choose what the caches hold: "fp8" rows (model.md#cache-rows) or "bf16", not
     quantised, stored in ``compute_dtype``; ``index_dtype`` None follows ``kv_dtype``.
     ``max_context`` is in tokens (``None``: the model's maximum, at most 8192); ``prefill_chunk`` in
-    tokens per forward (None: by the devices). ``load_mtp`` also loads the speculative module.
-    ``ops``: the op table; "auto" is "cuda" on a GPU in bfloat16, with native kernels where they
-    have passed their checks, else "torch". ``require_native``: an error where native kernels are
-    not used. ``cuda_graph``: how single tokens are decoded: eagerly (None) or by
-    ``CUDAGraphDecoder`` in a mode; "auto" takes the faster one that is exact.
-    ``prefill_activations``: what quantised weights are multiplied with in a prompt: activations of
-    16 bit ("bf16") or rounded ones (numerics.md#quantised-activations).
-    Raises ``UserError``.
+    tokens per forward (None: by the devices). ``ops``: the op table; "auto" is "cuda" on a GPU in
+    bfloat16, with native kernels where they have passed their checks, else "torch".
+    ``require_native``: an error where native kernels are not used. ``cuda_graph``: how single
+    tokens are decoded: eagerly (None) or by ``CUDAGraphDecoder`` in a mode; "auto" takes the faster
+    one that is exact. ``prefill_activations``: what quantised weights are multiplied with in a
+    prompt: activations of 16 bit ("bf16") or rounded ones (numerics.md#quantised-activations).
+    ``draft``: the draft module (docs/speculative.md), "auto" the one that the checkpoint brings if
+    the ops can run it; a module that is off is not loaded. ``draft_tokens``: drafts of a step, None
+    as many as the module was trained to make, "auto" by what is measured. ``draft_weights``: a
+    folder that holds the module in the place of the checkpoint. Raises ``UserError``.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -49,11 +53,13 @@ class EngineConfig:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_context: int | None = None
     prefill_chunk: int | None = None
-    load_mtp: bool = False
     ops: Literal["auto", "torch", "cuda"] = "auto"
     cuda_graph: Literal["auto", "split", "full"] | None = None
     require_native: bool = False
     prefill_activations: ActivationMode = "bf16"
+    draft: Literal["auto", "off", "mtp", "dspark"] = "auto"
+    draft_tokens: int | Literal["auto"] | None = None
+    draft_weights: str | None = None
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
@@ -76,17 +82,15 @@ class EngineConfig:
                 raise UserError(
                     f"EngineConfig.{field}: found {found}, expected an integer from {low} to {high}"
                 )
-        for field in ("load_mtp", "require_native"):
-            value = self.__dict__[field]
-            if not isinstance(value, bool):
-                raise UserError(
-                    f"EngineConfig.{field}: found {shorten(value)}, expected True or False"
-                )
+        if not isinstance(self.require_native, bool):
+            found = shorten(self.require_native)
+            raise UserError(f"EngineConfig.require_native: found {found}, expected True or False")
         if self.parallel == "tensor" and self.gpus not in _TENSOR_GPUS:
             raise UserError(
                 f"EngineConfig.gpus: found {self.gpus} with EngineConfig.parallel='tensor', "
                 f"expected one of {', '.join(map(str, _TENSOR_GPUS))}"
             )
+        self._check_drafts()
         if self.require_native and self.ops != "auto":
             raise UserError(
                 f"EngineConfig.require_native: found with ops {self.ops!r}, expected 'auto'"
@@ -96,3 +100,18 @@ class EngineConfig:
                 f"EngineConfig.ops: found {self.ops!r} with compute_dtype float32, "
                 "expected bfloat16"
             )
+
+    def _check_drafts(self) -> None:
+        count = self.draft_tokens
+        is_count = isinstance(count, int) and not isinstance(count, bool)
+        if count not in (None, "auto") and not (is_count and 1 <= count < MAX_DECODE_TOKENS):
+            raise UserError(
+                f"EngineConfig.draft_tokens: found {shorten(count)}, "
+                f"expected 'auto' or an integer from 1 to {MAX_DECODE_TOKENS - 1}"
+            )
+        if self.draft_weights is not None and not isinstance(self.draft_weights, str):
+            found = shorten(self.draft_weights)
+            raise UserError(f"EngineConfig.draft_weights: found {found}, expected a folder's path")
+        for field in ("draft_tokens", "draft_weights"):
+            if self.draft == "off" and self.__dict__[field] is not None:
+                raise UserError(f"EngineConfig.{field}: found with draft 'off', expected another")

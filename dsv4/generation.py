@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from dsv4.config import ModelConfig
-from dsv4.run_stats import FinishReason, RunStats
+from dsv4.run_stats import DraftStats, FinishReason, RunStats
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.token_ids import check_ids, check_integer
 
@@ -94,8 +94,8 @@ class Run:
         self._following.close()
         self._ended = True
 
-    def stats(self, position: int) -> RunStats:
-        """How it went, once it has ended at ``position``."""
+    def stats(self, position: int, drafts: DraftStats | None = None) -> RunStats:
+        """How it went, once it has ended at ``position``; ``drafts``: how drafts did."""
         prompt = len(self._request.token_ids)
         seconds = time.perf_counter() - self._prefilled
         sampler = self._request.sampler
@@ -108,4 +108,5 @@ class Run:
             self._reason,
             logprobs,
             self._reused_tokens,
+            drafts,
         )

@@ -33,7 +33,9 @@ from dsv4.ops import Ops, Packing
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import local_config
 
-PartKind = Literal["projections", "attention", "experts", "mix", "head", "logits", "sample"]
+PartKind = Literal[
+    "projections", "attention", "experts", "mix", "head", "logits", "sample", "draft"
+]
 
 
 def part_name(kind: PartKind, layer: int | None) -> str:

@@ -10,13 +10,13 @@ from dsv4.checkpoint import (
     describe,
     held_by,
     load_ranks,
-    mtp_kind,
     open_checkpoint,
 )
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.target import Target
 from dsv4.layers.weights import ReadOnce
+from dsv4.opened_draft import OpenedDraft
 from dsv4.ops.tables import TABLES, DirectTable, Table
 from dsv4.parallel.devices import (
     check_cuda_graph,
@@ -29,7 +29,6 @@ from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.parallel.sharding import check_divisible
 from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
 from dsv4.step.planned import PlannedSteps
-from dsv4.weights.parameters import MtpKind
 
 Progress = Callable[[int, int], None]
 
@@ -38,12 +37,13 @@ Progress = Callable[[int, int], None]
 class OpenedCheckpoint:
     """The contents of a checkpoint, their placement and whether they fit.
 
-    ``steps``: the recorded steps of the CUDA ops; None with the torch ops.
+    ``config`` has the keys of the ``draft`` module, where there is one. ``steps``: the recorded
+    steps of the CUDA ops; None with the torch ops.
     """
 
     checkpoint: Checkpoint
     config: ModelConfig
-    mtp: MtpKind | None
+    draft: OpenedDraft | None
     placement: Placement
     table: Table
     steps: PlannedSteps | None
@@ -63,30 +63,41 @@ class OpenedCheckpoint:
         config = ModelConfig.from_dict(
             checkpoint.raw_config, str(checkpoint.folder / "config.json")
         )
-        mtp = mtp_kind(checkpoint) if engine.load_mtp else None
-        stored = describe(checkpoint, config, mtp)
+        stored = describe(checkpoint, config)
+        all_devices = engine_devices(engine, absent)
+        ops = TABLES[table_name(engine, all_devices)]
+        draft = OpenedDraft.open(checkpoint, config, engine, ops)
+        draft_bytes = 0
+        if draft is not None:
+            config = draft.config
+            stored += draft.describe()
+            draft_bytes = draft.state_bytes(engine)
         formats = [(parameter, format) for parameter, format, _ in stored]
         sizes = ((description.parameter.name, description.nbytes) for description in stored)
         layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
-        placement = Placement.of(engine, engine_devices(engine, absent), layer_bytes)
+        placement = Placement.of(engine, all_devices, layer_bytes)
         check_divisible(config, formats, placement.ranks)
         devices = placement.devices
         engine = with_device_defaults(engine, devices)
         check_cuda_graph(engine, devices)
-        table = TABLES[table_name(engine, devices)] if absent else table_on(engine, devices)
+        table = ops if absent else table_on(engine, devices)
         held = held_by(stored, placement.ranks, 0)
         steps = _plan_steps(config, engine, held, table, placement, absent)
-        plan = plan_memory(config, engine, placement, stored, steps, gpu_memory)
-        return cls(checkpoint, config, mtp, placement, table, steps, plan)
+        plan = plan_memory(config, engine, placement, stored, steps, gpu_memory, draft_bytes)
+        return cls(checkpoint, config, draft, placement, table, steps, plan)
 
     def read(self, progress: Progress | None, packing: Progress | None) -> list[ReadOnce]:
         """What each rank holds of the weights, on its device; ``progress(done_bytes,
         total_bytes)`` is told as they are read, ``packing`` as those of rank 0 are taken.
         """
-        ranks = load_ranks(
-            self.checkpoint, self.config, self.placement, mtp=self.mtp, progress=progress
+        draft = self.draft
+        is_own = draft is not None and draft.checkpoint is self.checkpoint
+        mtp = draft.kind if draft is not None and is_own else None
+        first, *others = load_ranks(
+            self.checkpoint, self.config, self.placement, mtp=mtp, progress=progress
         )
-        first, *others = ranks
+        if draft is not None and not is_own:
+            first |= draft.load(self.placement)
         return [ReadOnce(first, packing), *map(ReadOnce, others)]
 
 

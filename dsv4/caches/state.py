@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from dsv4.caches.draft import DraftState
 from dsv4.caches.layer import AttentionState, CompressedState, CompressorRing, KeySet
 from dsv4.caches.point import Point, undoable_tokens
 from dsv4.caches.rows import RowCache, RowFormat
@@ -38,6 +39,8 @@ class DecodeState:
     it to 0. ``arrivals[source, target]``: where streams from another device arrive, ``[T, M, E]``
     of the longest step.
 
+    ``draft``: what a draft module keeps, where there is one.
+
     ``nan_1`` int32 ``[1]`` on the host, pinned where the devices are GPUs: not 0 once an op has met
     NaN among values that it compares, since ``forget_nan``. ``points``: where ``keep_point`` was
     called, by position, as far as the sequence has not gone back behind it since.
@@ -58,6 +61,7 @@ class DecodeState:
     peers: Peers | None = None
     others: tuple["DecodeState", ...] = ()
     _steps_begun: int = 0
+    draft: DraftState | None = None
 
     @classmethod
     def allocate(
@@ -155,6 +159,8 @@ class DecodeState:
         self.start_sequence()
         self.set_position(position)
         self.furthest = furthest
+        if self.draft is not None:
+            self.draft.forget()
 
     def start_sequence(self) -> None:
         """Moves to position 0, with nothing met."""
@@ -243,7 +249,8 @@ class DecodeState:
 
     @property
     def nbytes(self) -> int:
-        return sum(size for *_, size in self.byte_table())
+        draft = 0 if self.draft is None else self.draft.nbytes
+        return draft + sum(size for *_, size in self.byte_table())
 
     def byte_table(self) -> Iterator[tuple[int, str, int]]:
         """(layer, buffer, bytes) of every buffer."""
@@ -286,11 +293,16 @@ def layer_state_bytes(
     return meta.keys.ring.nbytes + sum(part.nbytes for part in parts)
 
 
+def kv_row_format(engine: EngineConfig) -> RowFormat:
+    """How key rows are stored."""
+    return RowFormat.KV_FP8 if engine.kv_dtype == "fp8" else RowFormat.PLAIN
+
+
 def _allocate_layer(
     config: ModelConfig, engine: EngineConfig, max_context: int, ratio: int, device: torch.device
 ) -> AttentionState:
     dtype = COMPUTE_DTYPES[engine.compute_dtype]
-    kv_format = RowFormat.KV_FP8 if engine.kv_dtype == "fp8" else RowFormat.PLAIN
+    kv_format = kv_row_format(engine)
     index_format = (
         RowFormat.INDEX_FP8 if (engine.index_dtype or engine.kv_dtype) == "fp8" else RowFormat.PLAIN
     )

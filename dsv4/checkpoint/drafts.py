@@ -3,30 +3,22 @@
 ``num_nextn_predict_layers`` says 1 of every release and is not read.
 """
 
-import re
-
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
-from dsv4.weights.parameters import MtpKind
-
-_STAGE = re.compile(r"mtp\.([0-9]{1,3})\.")
+from dsv4.weights.parameters import MtpKind, shown_mtp
 
 
 def mtp_kind(checkpoint: Checkpoint) -> MtpKind | None:
     """The kind of speculative module that the tensor names show, if any."""
-    names = [
-        name for name in (*checkpoint.tensors, *checkpoint.unreadable) if name.startswith("mtp.")
-    ]
-    if any(".main_proj." in name or ".markov_head." in name for name in names):
-        return "dspark"
-    return "classic" if names else None
+    shown = shown_mtp((*checkpoint.tensors, *checkpoint.unreadable))
+    return None if shown is None else shown[0]
 
 
 def mtp_stages(checkpoint: Checkpoint) -> int:
     """How many ``mtp.{s}`` blocks the tensor names show."""
-    matches = map(_STAGE.match, (*checkpoint.tensors, *checkpoint.unreadable))
-    return max((int(match[1]) for match in matches if match is not None), default=-1) + 1
+    shown = shown_mtp((*checkpoint.tensors, *checkpoint.unreadable))
+    return 0 if shown is None else shown[1]
 
 
 def check_mtp(checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind) -> None:

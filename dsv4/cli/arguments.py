@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from dsv4.cli.chat.flags import check_chat_flags
+from dsv4.cli.draft_flags import draft_folder
 from dsv4.cli.flags import build_parser
 from dsv4.cli.prompts.flags import check_prompts_flags
 from dsv4.cli.state_flags import check_continuation
@@ -102,9 +103,11 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         compute_dtype=arguments.compute_dtype,
         max_context=arguments.max_context,
         prefill_chunk=arguments.prefill_chunk,
-        load_mtp=arguments.load_mtp,
         ops=arguments.ops,
         cuda_graph=arguments.cuda_graph,
         require_native=arguments.require_native,
         prefill_activations=arguments.prefill_activations,
+        draft=arguments.draft,
+        draft_tokens=arguments.draft_tokens,
+        draft_weights=draft_folder(arguments),
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import dsv4
 from dsv4.cli.chat.flags import add_chat_flags
+from dsv4.cli.draft_flags import add_draft_flags
 from dsv4.cli.plan_flags import add_plan_flags
 from dsv4.cli.prompts.flags import add_answers_flags, add_prompts_flag
 from dsv4.cli.state_flags import add_load_state_flag, add_save_state_flag
@@ -166,11 +167,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         metavar="PATH",
         help="a Hugging Face folder (default: the embedded demo)",
     )
-    group.add_argument(
-        "--load-mtp",
-        action="store_true",
-        help="load the speculative module too, which nothing uses: it is for counting and looking",
-    )
+    add_draft_flags(group)
     group.add_argument(
         "--max-context",
         type=integer(1, 2**31 - 1),

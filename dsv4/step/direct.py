@@ -155,10 +155,16 @@ class DirectSteps:
             if watch is not None and joined is not None:
                 seen = Watch(joined.of(rank), watch.wants)
                 values = DirectValues(seen, self.state, len(token_ids))
+            if rank == 0:
+                values = self._tapped(values)
             parts = DirectParts(ops, tokens_T, values, self._observer_of(rank))
             return self._models[rank](parts, self.state.ranks[rank], logits)
 
         return self._on_ranks(run)
+
+    def _tapped(self, values: ValueSink) -> ValueSink:
+        """What a step shows its values; others may read them on the way to ``values``."""
+        return values
 
     def _rank_logits(self, rank: int, ops: Ops, hidden_TE: Tensor) -> Tensor:
         model = self._models[rank]

@@ -8,13 +8,15 @@ directions, the synthetic generator fills it, the memory plan sums it, the layer
 """
 
 import enum
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from dsv4.config import CSA_RATIO, ModelConfig
 
 MtpKind = Literal["classic", "dspark"]
+_STAGE = re.compile(r"mtp\.([0-9]{1,3})\.")
 
 
 class Role(enum.Enum):
@@ -65,6 +67,18 @@ def mtp_stages(config: ModelConfig, mtp: MtpKind) -> int:
         return 1
     assert config.dspark is not None
     return len(config.dspark.target_layer_ids)
+
+
+def shown_mtp(names: Iterable[str]) -> tuple[MtpKind, int] | None:
+    """The kind of speculative module that names of tensors or parameters show, and how many blocks
+    ``mtp.{s}`` it has; None without one.
+    """
+    own = [name for name in names if name.startswith("mtp.")]
+    if not own:
+        return None
+    dspark = any(".main_proj." in name or ".markov_head." in name for name in own)
+    stages = (int(match[1]) for match in map(_STAGE.match, own) if match is not None)
+    return "dspark" if dspark else "classic", max(stages, default=-1) + 1
 
 
 def layer_of(name: str) -> int | None:

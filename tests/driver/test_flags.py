@@ -9,6 +9,7 @@ import single_shot_inference
 from dsv4.cli.arguments import engine_config, parse_arguments
 from dsv4.cli.flags import build_parser
 from dsv4.engine_config import EngineConfig
+from dsv4.errors import UserError
 from tests.driver.drive import Drive
 
 VALUED = [action for action in build_parser()._actions if action.nargs != 0]
@@ -40,14 +41,23 @@ def test_without_flags_the_engine_has_its_own_defaults() -> None:
 
 def test_precision_and_the_speculative_module_reach_the_engine() -> None:
     flags = ["--compute-dtype", "float32", "--kv-dtype", "bf16", "--index-dtype", "fp8"]
-    flags += ["--prefill-activations", "nvfp4", "--load-mtp"]
+    flags += ["--prefill-activations", "nvfp4", "--draft", "dspark"]
+    flags += ["--draft-tokens", "3", "--draft-weights", "drafts", "--model", "else"]
     assert engine_config(parse_arguments(flags)) == EngineConfig(
         compute_dtype="float32",
         kv_dtype="bf16",
         index_dtype="fp8",
         prefill_activations="nvfp4",
-        load_mtp=True,
+        draft="dspark",
+        draft_tokens=3,
+        draft_weights="drafts",
     )
+
+
+@pytest.mark.parametrize("count", ["0", "8", "-1", "x", "1.0", "", "٣"])
+def test_numbers_of_drafts_that_no_step_has_are_refused(count: str) -> None:
+    with pytest.raises(UserError, match="expected auto or an integer from 1 to 7"):
+        parse_arguments(["--draft-tokens", count])
 
 
 def test_verbose_shows_log_lines_while_it_runs(

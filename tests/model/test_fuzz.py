@@ -47,7 +47,9 @@ def refused_cleanly(make: Callable[[], Any]) -> Any:
 @given(st.dictionaries(st.sampled_from(ENGINE_FIELDS), hostile, max_size=3))
 @settings(max_examples=100)
 @example({"prefill_chunk": True})
-@example({"load_mtp": "no"})
+@example({"draft_tokens": True})
+@example({"draft": ["mtp"]})
+@example({"draft_weights": 3})
 @example({"max_context": 1.5})
 @example({"kv_dtype": ["fp8"]})
 def test_engine_config_takes_valid_values_or_refuses(values: dict[str, Any]) -> None:
@@ -55,7 +57,7 @@ def test_engine_config_takes_valid_values_or_refuses(values: dict[str, Any]) -> 
     if config is not None:
         assert config.kv_dtype in ("fp8", "bf16")
         assert config.prefill_chunk is None or type(config.prefill_chunk) is int
-        assert type(config.load_mtp) is bool
+        assert config.draft_tokens in (None, "auto") or type(config.draft_tokens) is int
         assert config.max_context is None or type(config.max_context) is int
 
 

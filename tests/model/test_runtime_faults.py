@@ -16,6 +16,9 @@ from torch import Tensor
 
 from dsv4 import Engine, EngineConfig, ModelConfig, SamplingParams
 from dsv4.checkpoint import tiny_config, write_synthetic
+from dsv4.errors import UserError
+from dsv4.layers.classic_mtp import ClassicMTP
+from dsv4.layers.dspark import DSpark
 from dsv4.ops import TORCH
 from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.weights.parameters import MtpKind, parameters
@@ -175,14 +178,11 @@ def test_spec11_h51_speculative_weights_are_skipped_or_loaded_knowingly(
     raw = tiny_config(max_position_embeddings=4096, **config)
     write_synthetic(tmp_path / "with", raw, "bf16", 0, mtp=kind)
     settings = EngineConfig(device="cpu", max_context=64)
-    skipped = Engine.load(tmp_path / "with", settings)
-    assert skipped.mtp_weights == {}
+    skipped = Engine.load(tmp_path / "with", dataclasses.replace(settings, draft="off"))
+    assert skipped.draft is None
     assert f"skipping the mtp tensors ({kind})" in caplog.text
-    loaded = Engine.load(tmp_path / "with", dataclasses.replace(settings, load_mtp=True))
-    expected = {name for name in parameters(loaded.config, kind) if name.startswith("mtp.")}
-    assert set(loaded.mtp_weights) == expected
-    assert any("markov_head" in name for name in expected) is (kind == "dspark")
-    assert any("e_proj" in name for name in expected) is (kind == "classic")
+    loaded = Engine.load(tmp_path / "with", settings)
+    assert isinstance(loaded.draft, ClassicMTP if kind == "classic" else DSpark)
     token_ids = random_ids(9)
     assert torch.equal(loaded.logits(token_ids), skipped.logits(token_ids))
 
@@ -191,7 +191,7 @@ def test_spec11_h51_a_checkpoint_without_speculative_weights_has_none_to_load(
     tmp_path: Path,
 ) -> None:
     write_synthetic(tmp_path / "without", tiny_config(max_position_embeddings=4096), "bf16", 0)
-    engine = Engine.load(
-        tmp_path / "without", EngineConfig(device="cpu", max_context=64, load_mtp=True)
-    )
-    assert engine.mtp_weights == {}
+    settings = EngineConfig(device="cpu", max_context=64)
+    assert Engine.load(tmp_path / "without", settings).draft is None
+    with pytest.raises(UserError, match="draft module: found none, expected dspark"):
+        Engine.load(tmp_path / "without", dataclasses.replace(settings, draft="dspark"))

@@ -1,0 +1,54 @@
+"""The driver's flags of speculative decoding."""
+
+import argparse
+
+from dsv4.command.flags import path
+from dsv4.demo import CHECKPOINT, DRAFTS
+from dsv4.limits import MAX_DECODE_TOKENS
+
+MEASURED = "auto"
+
+
+def add_draft_flags(group: argparse._ArgumentGroup) -> None:
+    """Which draft module runs, with how many drafts, and where its weights are."""
+    group.add_argument(
+        "--draft",
+        choices=("auto", "off", "mtp", "dspark"),
+        default="auto",
+        help="the draft module, docs/speculative.md; auto: the checkpoint's own, off where it has "
+        "none or the ops cannot run it (default: auto)",
+    )
+    group.add_argument(
+        "--draft-tokens",
+        type=draft_tokens,
+        metavar="N",
+        help=f"drafts of a step, 1 to {MAX_DECODE_TOKENS - 1}; auto: what is fastest by measured "
+        "acceptance and times (default: as many as the module was trained to make)",
+    )
+    group.add_argument(
+        "--draft-weights",
+        type=path,
+        metavar="FOLDER",
+        help="a folder that holds the draft module (default: --model)",
+    )
+
+
+def draft_tokens(text: str) -> int | str:
+    """A flag type: a number of drafts, or auto."""
+    most = MAX_DECODE_TOKENS - 1
+    if text == MEASURED:
+        return text
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:4]) <= most:
+        expected = f"auto or an integer from 1 to {most}"
+        raise argparse.ArgumentTypeError(f"found {text[:80]!r}, expected {expected}")
+    return int(text)
+
+
+def draft_folder(arguments: argparse.Namespace) -> str | None:
+    """``--draft-weights``; of the embedded demo the folder of the module that ``--draft`` names."""
+    if arguments.draft_weights is not None:
+        return str(arguments.draft_weights)
+    is_demo = arguments.model == CHECKPOINT
+    if is_demo and arguments.draft in DRAFTS and DRAFTS[arguments.draft].is_dir():
+        return str(DRAFTS[arguments.draft])
+    return None

@@ -1,0 +1,197 @@
+"""Drafters: a draft module run along with the main model, one call for what a step has computed and
+one for the drafts behind it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dsv4.caches.draft import DraftState
+from dsv4.layers.classic_mtp import ClassicMTP, Rows
+from dsv4.layers.dspark import DSpark
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.ops import Ops
+from dsv4.ops.drafts import DraftOps
+from dsv4.ops.sampling import NAN_TOKEN
+from dsv4.speculative.module import DraftModule
+
+# A step that verifies has the token before the drafts as well.
+MAX_DRAFTS = MAX_DECODE_TOKENS - 1
+# The ops of the part of a step that drafts, opened on the module's device.
+OpenPart = Callable[[], AbstractContextManager[Ops]]
+# The token at a position, int64 scalar, chosen by its logits ``[V]``; ``NAN_TOKEN`` for NaN.
+ChooseAt = Callable[[Tensor, int], Tensor]
+
+
+class Proposal(NamedTuple):
+    """Drafts, and for each the float32 logits that it was chosen by, ``[N, V]``."""
+
+    tokens: list[int]
+    logits_NV: Tensor
+
+
+class Drafter(Protocol):
+    """``taps``: the values of a main step (traces.md#values) that the module reads.
+    ``trained_block``: how many drafts it was trained to make; ``most``: how many it can.
+    """
+
+    taps: tuple[str, ...]
+    trained_block: int
+    most: int
+
+    def remember(self, token_ids: Sequence[int], taps: Mapping[str, Tensor], start: int) -> None:
+        """A main step has appended ``token_ids`` at the position ``start``."""
+        ...
+
+    def propose(self, token: int, position: int, count: int, choose: ChooseAt) -> Proposal:
+        """Up to ``count`` drafts behind ``token``, which stands at ``position`` and is not appended
+        yet. Fewer where a draft's logits have NaN.
+        """
+        ...
+
+
+def make_drafter(
+    module: DraftModule, drafts: DraftOps, state: DraftState, last_layer: int, open_part: OpenPart
+) -> Drafter:
+    """The drafter of this module; ``last_layer``: of the main model."""
+    if isinstance(module, ClassicMTP):
+        return ClassicDrafter(module, drafts, state, last_layer, open_part)
+    return DSparkDrafter(module, drafts, state, open_part)
+
+
+class ClassicDrafter:
+    """``Drafter`` of classic MTP.
+
+    The row of a position needs the token behind it: the last one of a step is run when the next
+    step, or a draft, brings that token. What a row was when its token was a draft is overwritten.
+    """
+
+    def __init__(
+        self,
+        module: ClassicMTP,
+        drafts: DraftOps,
+        state: DraftState,
+        last_layer: int,
+        open_part: OpenPart,
+    ) -> None:
+        assert state.streams_SME is not None
+        self.taps = (f"layers.{last_layer}.streams",)
+        self.trained_block = 1
+        self.most = MAX_DRAFTS
+        self._module = module
+        self._drafts = drafts
+        self._state = state
+        self._streams_SME = state.streams_SME
+        self._open_part = open_part
+
+    def remember(self, token_ids: Sequence[int], taps: Mapping[str, Tensor], start: int) -> None:
+        """See ``Drafter``: the keys of the positions whose next token is known."""
+        state = self._state
+        state.begin(start, len(token_ids))
+        streams_TME = taps[self.taps[0]].to(self._streams_SME.device)
+        known = streams_TME[:-1]
+        behind = token_ids[1:]
+        first = start
+        if state.first < start:
+            known = torch.cat((self._streams_at(start - 1), known))
+            behind = token_ids
+            first -= 1
+        dropped = max(0, len(behind) - state.remembered_rows)
+        if len(behind) > dropped:
+            with self._open_part() as ops:
+                rows = self._rows(behind[dropped:], known[dropped:], first + dropped)
+                self._module.remember(ops, self._drafts, rows, state.stages[0])
+        slots = self._streams_SME.shape[0]
+        kept = min(slots, len(token_ids))
+        end = start + len(token_ids)
+        positions = torch.arange(end - kept, end, device=streams_TME.device)
+        self._streams_SME.index_copy_(0, positions % slots, streams_TME[-kept:])
+
+    def propose(self, token: int, position: int, count: int, choose: ChooseAt) -> Proposal:
+        """See ``Drafter``: a row for every draft, the first one of the main model's streams."""
+        streams_1ME = self._streams_at(position - 1)
+        tokens: list[int] = []
+        logits: list[Tensor] = []
+        with self._open_part() as ops:
+            rows = self._rows([token], streams_1ME, position - 1)
+            while len(tokens) < count:
+                streams_1ME, logits_1V = self._module(ops, rows, self._state.stages[0])
+                chosen = choose(logits_1V[0], position + 1 + len(tokens))
+                if int(chosen) == NAN_TOKEN:
+                    break
+                tokens.append(int(chosen))
+                logits.append(logits_1V)
+                rows = rows._replace(tokens_T=chosen[None], streams_TME=streams_1ME)
+        return _proposal(tokens, logits)
+
+    def _streams_at(self, position: int) -> Tensor:
+        slot = position % self._streams_SME.shape[0]
+        return self._streams_SME[slot : slot + 1].clone()
+
+    def _rows(self, tokens: Sequence[int], streams_TME: Tensor, first: int) -> Rows:
+        state = self._state
+        state.position_1.fill_(first)
+        tokens_T = torch.tensor(tokens, dtype=torch.int64, device=streams_TME.device)
+        return Rows(tokens_T, streams_TME, state.position_1, state.rejected_1)
+
+
+class DSparkDrafter:
+    """``Drafter`` of DSpark. Fewer drafts than the trained block are the first ones of a whole
+    block, because every token of a block sees all of it.
+    """
+
+    def __init__(
+        self, module: DSpark, drafts: DraftOps, state: DraftState, open_part: OpenPart
+    ) -> None:
+        self.taps = tuple(f"layers.{layer}.streams" for layer in module.keys.target_layer_ids)
+        self.trained_block = module.keys.block_size
+        self.most = min(module.keys.block_size, MAX_DRAFTS)
+        self._module = module
+        self._drafts = drafts
+        self._state = state
+        self._open_part = open_part
+
+    def remember(self, token_ids: Sequence[int], taps: Mapping[str, Tensor], start: int) -> None:
+        """See ``Drafter``: the keys of the positions."""
+        state = self._state
+        state.begin(start, len(token_ids))
+        device = state.position_1.device
+        dropped = max(0, len(token_ids) - state.remembered_rows)
+        read = [taps[name][dropped:].to(device) for name in self.taps]
+        end = start + len(token_ids)
+        positions_T = torch.arange(start + dropped, end, device=device)
+        with self._open_part() as ops:
+            self._module.remember(ops, self._drafts, read, positions_T, state)
+
+    def propose(self, token: int, position: int, count: int, choose: ChooseAt) -> Proposal:
+        """See ``Drafter``: one block, and its drafts one after the other."""
+        state = self._state
+        keys = self._module.keys
+        noise = [keys.noise_token_id] * (keys.block_size - 1)
+        device = state.position_1.device
+        tokens_B = torch.tensor([token, *noise], dtype=torch.int64, device=device)
+        state.position_1.fill_(position)
+        chosen: list[Tensor] = []
+
+        def choose_slot(slot: int, logits_V: Tensor) -> Tensor:
+            chosen.append(choose(logits_V, position + 1 + slot))
+            return chosen[-1].clamp(min=0)[None]
+
+        with self._open_part() as ops:
+            block = self._module.block(ops, self._drafts, tokens_B, state)
+            first = block._replace(
+                collapsed_BE=block.collapsed_BE[:count], logits_BV=block.logits_BV[:count]
+            )
+            drafts = self._module.draft(self._drafts, first, tokens_B[:1], choose_slot)
+        tokens = torch.stack(chosen).tolist()
+        good = tokens.index(NAN_TOKEN) if NAN_TOKEN in tokens else len(tokens)
+        return Proposal(tokens[:good], drafts.logits_BV[:good])
+
+
+def _proposal(tokens: list[int], logits: list[Tensor]) -> Proposal:
+    if not logits:
+        return Proposal([], torch.empty((0, 0), dtype=torch.float32))
+    return Proposal(tokens, torch.cat(logits))

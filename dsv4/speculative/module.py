@@ -1,0 +1,70 @@
+"""The draft module of a model: built from its weights, and the caches that it needs."""
+
+import torch
+
+from dsv4.caches.draft import DraftState
+from dsv4.caches.state import COMPUTE_DTYPES, kv_row_format
+from dsv4.config import ModelConfig
+from dsv4.engine_config import EngineConfig
+from dsv4.errors import UserError
+from dsv4.layers.classic_mtp import ClassicMTP
+from dsv4.layers.dspark import DSpark
+from dsv4.layers.weights import WeightReader, Weights
+from dsv4.model import Transformer
+from dsv4.ops.tables import DirectTable, Table
+from dsv4.weights.parameters import MtpKind, parameters
+
+DraftModule = ClassicMTP | DSpark
+
+
+def build_draft(
+    config: ModelConfig,
+    weights: Weights,
+    table: Table,
+    shown: tuple[MtpKind, int],
+    model: Transformer,
+) -> DraftModule:
+    """The module that the names of ``weights`` show: its kind and its number of blocks.
+
+    Raises ``UserError`` for a parameter that is not among ``weights``, and for recorded ops, which
+    do not run it.
+    """
+    kind, stages = shown
+    if not isinstance(table, DirectTable):
+        raise UserError("mtp weights: found with the CUDA ops, expected the torch ops")
+    _check_filled(config, set(weights), kind, stages)
+    root = WeightReader(weights, table.packing, "mtp.")
+    dtype = model.embed.compute_dtype
+    if kind == "classic":
+        return ClassicMTP.build(config, root.below("0"), model.embed, model.head, dtype)
+    return DSpark.build(config, root, stages, model.embed, model.head, dtype)
+
+
+def allocate_draft(
+    config: ModelConfig,
+    engine: EngineConfig,
+    shown: tuple[MtpKind, int],
+    device: torch.device,
+) -> DraftState:
+    """The caches of such a module on ``device``."""
+    kind, stages = shown
+    dtype = COMPUTE_DTYPES[engine.compute_dtype]
+    rows = kv_row_format(engine)
+    return DraftState.allocate(config, stages, rows, dtype, device, kind == "classic")
+
+
+def draft_state_bytes(config: ModelConfig, engine: EngineConfig, shown: tuple[MtpKind, int]) -> int:
+    """Bytes of ``allocate_draft``, computed without allocating."""
+    return allocate_draft(config, engine, shown, torch.device("meta")).nbytes
+
+
+def _check_filled(config: ModelConfig, names: set[str], kind: MtpKind, stages: int) -> None:
+    if kind == "dspark" and config.dspark is None:
+        raise UserError("dspark_block_size: found none, expected the dspark_* keys")
+    noise = None if config.dspark is None else config.dspark.noise_token_id
+    if kind == "dspark" and noise is not None and noise >= config.vocab_size:
+        expected = f"a token id below {config.vocab_size}"
+        raise UserError(f"dspark_noise_token_id: found {noise}, expected {expected}")
+    for name in parameters(config, kind, stages):
+        if name.startswith("mtp.") and name not in names:
+            raise UserError(f"{name}: found no such weight, expected all of the draft module")

@@ -1,0 +1,279 @@
+"""Steps with drafts, of ops that compute when they are called: draft, verify, accept.
+
+The host drives: it reads every draft and decides which stay. Caches are addressed by position, so
+what a rejected draft has written is overwritten, or never read.
+"""
+
+import logging
+import time
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsv4.caches.state import DecodeState
+from dsv4.errors import UserError
+from dsv4.layers.values import ValueSink
+from dsv4.model import Outputs, Transformer
+from dsv4.ops import Ops
+from dsv4.ops.drafts import TORCH_DRAFTS
+from dsv4.ops.sampling import gumbel_noise
+from dsv4.run_stats import DraftStats
+from dsv4.sampling import Sampler, SamplerState, checked_token
+from dsv4.speculative.acceptance import (
+    accepted_drafts,
+    accepting_seed,
+    behind_accepted,
+    drawn,
+    probabilities,
+    remaining_seed,
+)
+from dsv4.speculative.drafter import Proposal, make_drafter
+from dsv4.speculative.module import DraftModule
+from dsv4.speculative.tally import DraftCount, Tally
+from dsv4.speculative.taps import Taps
+from dsv4.step.direct import DirectSteps
+from dsv4.step.observer import open_part
+
+# How far the two largest logits of a step of several tokens must lie apart to be trusted: more than
+# twice what the same tokens one by one change (docs/speculative.md#the-same-text).
+TIE_MARGIN = {torch.bfloat16: 0.5, torch.float32: 1e-3}
+# A module whose first draft is kept less often does not fit its model: said of so many and more.
+USELESS_ACCEPTANCE = 0.2
+JUDGED_DRAFTS = 32
+
+_LOG = logging.getLogger("dsv4")
+
+
+class DraftedSteps(DirectSteps):
+    """``DirectSteps`` whose ``following`` drafts; every step tells the drafter what it computed.
+
+    ``drafted``: how the last ``following`` went.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        state: DecodeState,
+        ops: Ops,
+        module: DraftModule,
+        drafts: int | Literal["auto"] | None,
+    ) -> None:
+        """``drafts`` of a step at most: "auto" by what was measured, None as many as the module was
+        trained to make. ``state.draft`` has the module's caches.
+
+        Raises ``UserError`` for more drafts than the module can make.
+        """
+        super().__init__(model, state, ops)
+        assert state.draft is not None
+        self._draft_state = state.draft
+        last_layer = model.segments[-1].layers[-1]
+        # NaN among drafts ends the drafts, not the run: these ops do not note it.
+        self._draft_ops = ops
+        open_draft = self._open_draft
+        self.drafter = make_drafter(module, TORCH_DRAFTS, state.draft, last_layer, open_draft)
+        self._count = self._draft_count(drafts)
+        self._settings = SamplerState.allocate(model.head_device)
+        self._margin = TIE_MARGIN[model.embed.compute_dtype]
+        self.drafted = Tally(self.drafter.most)
+        self._warned = False
+
+    def following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
+        """Yields the tokens behind ``token``, several for each step of which drafts stay.
+
+        Raises ``FloatingPointError`` for NaN that is not a draft's.
+        """
+        start = self.state.position
+        given = 0
+        # Where an error leaves the sequence: behind the token that met it.
+        kept = start
+        self.drafted = Tally(self.drafter.most)
+        try:
+            while given < steps:
+                kept = start + given + 1
+                tokens, rows = self._step(token, sampler, steps - given)
+                self.state.rollback(start + given + len(tokens))
+                for token, logits_V in zip(tokens, rows, strict=True):
+                    sampler.note(logits_V, _on(logits_V.device, token))
+                    given += 1
+                    kept = start + given
+                    yield token
+        finally:
+            self.state.set_position(min(kept, self.state.position))
+            self._warn_if_useless()
+
+    @torch.inference_mode()
+    def _run(self, token_ids: Sequence[int], values: ValueSink, logits: bool) -> Outputs:
+        taps = Taps(self.drafter.taps, values)
+        start = self.state.position
+        outputs = super()._run(token_ids, taps, logits)
+        self.drafter.remember(token_ids, taps.found, start)
+        return outputs
+
+    @torch.inference_mode()
+    def _step(self, token: int, sampler: Sampler, room: int) -> tuple[list[int], list[Tensor]]:
+        """Appends ``token`` and drafts, and gives at most ``room`` tokens behind it, each with the
+        logits that it was chosen by. Rejected drafts are still appended.
+        """
+        started = time.perf_counter()
+        proposal = self._propose(token, sampler, room - 1)
+        drafted = time.perf_counter()
+        found = self._verified(token, proposal, sampler)
+        ended = time.perf_counter()
+        accepted = len(found[0]) - 1
+        count = len(proposal.tokens)
+        self.drafted.add(count, accepted, len(found[0]), (drafted - started, ended - drafted))
+        self._count.add(count, accepted, ended - started)
+        return found
+
+    def _propose(self, token: int, sampler: Sampler, room: int) -> Proposal:
+        """Drafts behind ``token``: none where the module does not know the sequence yet."""
+        count = min(self._count.now, room)
+        position = self.state.position
+        if count < 1 or not self._draft_state.covers(position):
+            return Proposal([], torch.empty((0, 0), dtype=torch.float32))
+        self._settings.load(sampler)
+        return self.drafter.propose(token, position, count, self._choose_draft)
+
+    def _choose_draft(self, logits_V: Tensor, position: int) -> Tensor:
+        """The draft at ``position``, with the noise that the main model's draw would have."""
+        settings = self._settings
+        position_1 = _on(logits_V.device, position)[None]
+        return self.ops.sample_token(logits_V, settings.settings_4, settings.seed_1, position_1)
+
+    def _verified(
+        self, token: int, proposal: Proposal, sampler: Sampler
+    ) -> tuple[list[int], list[Tensor]]:
+        """The tokens behind ``token``, by a step of it and the drafts."""
+        position = self.state.position
+        logits_MV = self.decode([token, *proposal.tokens])
+        if not proposal.tokens:
+            return [self._sampled(sampler, logits_MV[0])], [logits_MV[0]]
+        if self.state.met_nan or not bool(logits_MV.amax(1).isfinite().all()):
+            # A draft may have brought NaN or infinity: the token alone decides.
+            self.state.forget_nan()
+            return self._alone(token, position, sampler)
+        if sampler.params.temperature == 0:
+            return self._greedy(token, proposal.tokens, logits_MV, sampler)
+        tokens = self._accepted(proposal, logits_MV, sampler)
+        return tokens, list(logits_MV[: len(tokens)])
+
+    def _greedy(
+        self, token: int, drafts: list[int], logits_MV: Tensor, sampler: Sampler
+    ) -> tuple[list[int], list[Tensor]]:
+        """The drafts that are the largest logits, and the largest one behind them. Where the two
+        largest lie too close together, a step of one token decides.
+        """
+        position = self.state.position - len(drafts) - 1
+        best_MK = logits_MV.topk(2, dim=1).values
+        close = (best_MK[:, 0] - best_MK[:, 1] < self._margin).tolist()
+        largest = logits_MV.argmax(1).tolist()
+        tokens: list[int] = []
+        for row, is_close in enumerate(close):
+            if is_close:
+                before = token if row == 0 else drafts[row - 1]
+                (decided,), (logits_V,) = self._alone(before, position + row, sampler)
+                return [*tokens, decided], [*logits_MV[:row], logits_V]
+            tokens.append(largest[row])
+            if row == len(drafts) or largest[row] != drafts[row]:
+                break
+        return tokens, list(logits_MV[: len(tokens)])
+
+    def _accepted(self, proposal: Proposal, logits_MV: Tensor, sampler: Sampler) -> list[int]:
+        """The drafts that are kept and the token behind them, for temperatures above 0."""
+        (temperature, top_p, min_p, top_k), seed = sampler.settings()
+        restricted = (temperature, top_p, min_p, int(top_k))
+        first = self.state.position - len(proposal.tokens)
+        device = logits_MV.device
+        p_1MV = probabilities(logits_MV, *restricted)[None]
+        q_1NV = probabilities(proposal.logits_NV.to(device), *restricted)[None]
+        noise = partial(_noise_at, device=device)
+        gumbel_N = torch.cat(
+            [noise(1, accepting_seed(seed), first + n) for n in range(len(proposal.tokens))]
+        )
+        uniform_1N = torch.exp(-torch.exp(-gumbel_N.double()))[None]
+        drafts_1N = _on(device, [proposal.tokens])
+        accepted_1 = accepted_drafts(p_1MV[:, :-1], q_1NV, drafts_1N, uniform_1N)
+        accepted = int(accepted_1)
+        if accepted == len(proposal.tokens):
+            behind = self.sample_at(sampler, logits_MV[accepted], first + accepted)
+        else:
+            rest_1V = behind_accepted(p_1MV, q_1NV, accepted_1)
+            noise_V = noise(rest_1V.shape[1], remaining_seed(seed), first + accepted)
+            behind = int(drawn(rest_1V, noise_V[None]))
+        return [*proposal.tokens[:accepted], behind]
+
+    def sample_at(self, sampler: Sampler, logits_V: Tensor, position: int) -> int:
+        """The token at ``position``. Raises ``FloatingPointError`` for NaN."""
+        self._settings.load(sampler)
+        return checked_token(int(self._choose_draft(logits_V, position)), position)
+
+    def _alone(self, token: int, position: int, sampler: Sampler) -> tuple[list[int], list[Tensor]]:
+        """Appends ``token`` again, at ``position`` and by itself: the token behind it."""
+        self.drafted.repeat()
+        self.state.rollback(position)
+        logits_V = self.decode([token])[0]
+        return [self._sampled(sampler, logits_V)], [logits_V]
+
+    def _sampled(self, sampler: Sampler, logits_V: Tensor) -> int:
+        token = self.sample_at(sampler, logits_V, self.state.position)
+        return checked_token(token, self.state.position, self.state.met_nan)
+
+    def _draft_count(self, drafts: int | Literal["auto"] | None) -> DraftCount:
+        most = self.drafter.most
+        if isinstance(drafts, int) and drafts > most:
+            trained = self.drafter.trained_block
+            raise UserError(
+                f"EngineConfig.draft_tokens: found {drafts}, expected 1 to {most} "
+                f"(the module was trained to make {trained})"
+            )
+        fixed = self.drafter.trained_block if drafts is None else drafts
+        return DraftCount(None if fixed == "auto" else min(fixed, most), most)
+
+    def _warn_if_useless(self) -> None:
+        """Says once when hardly any first draft is kept."""
+        stats = self.drafted.stats()
+        if self._warned or not stats.drafted or stats.drafted[0] < JUDGED_DRAFTS:
+            return
+        if stats.acceptance[0] < USELESS_ACCEPTANCE:
+            self._warned = True
+            _LOG.warning(
+                "drafts: %d of %d first drafts were accepted, expected %.0f %% or more: "
+                "wrong draft weights for this model?",
+                stats.accepted[0],
+                stats.drafted[0],
+                100 * USELESS_ACCEPTANCE,
+            )
+
+    def _open_draft(self) -> AbstractContextManager[Ops]:
+        device = self._draft_state.position_1.device
+        return open_part(self._draft_ops, self.observer, "draft", device)
+
+
+def direct_steps(
+    model: Transformer,
+    state: DecodeState,
+    ops: Ops,
+    module: DraftModule | None,
+    drafts: int | Literal["auto"] | None,
+) -> DirectSteps:
+    """Steps with ``module``, or without one; arguments as of ``DraftedSteps``."""
+    if module is None:
+        return DirectSteps(model, state, ops)
+    return DraftedSteps(model, state, ops, module, drafts)
+
+
+def draft_stats(steps: object) -> DraftStats | None:
+    """How drafts did in the last ``following`` of steps; None for steps without."""
+    return steps.drafted.stats() if isinstance(steps, DraftedSteps) else None
+
+
+def _noise_at(count: int, seed: int, position: int, device: torch.device) -> Tensor:
+    return gumbel_noise(count, seed, _on(device, position)[None])
+
+
+def _on(device: torch.device, value: object) -> Tensor:
+    return torch.tensor(value, dtype=torch.int64, device=device)
