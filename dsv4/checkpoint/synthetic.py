@@ -193,11 +193,11 @@ def write_weights(
         write_json(temporary / "config.json", declared)
         if separate is not None:
             write_json(temporary / "hf_quant_config.json", separate)
-        tensors = output_tensors(layout, names, parameters(config, mtp), _InMemory(weights))
+        tensors = output_tensors(layout, names, parameters(config, mtp), InMemory(weights))
         write_shards(temporary, tensors, shard_bytes)
 
 
-class _InMemory:
+class InMemory:
     """``WeightSource`` of weights that are already in the formats of the layout."""
 
     def __init__(self, weights: Weights) -> None:
