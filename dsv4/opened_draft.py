@@ -34,25 +34,21 @@ class OpenedDraft:
         cls, main: Checkpoint, config: ModelConfig, engine: EngineConfig, table: Table
     ) -> "OpenedDraft | None":
         """The module that ``engine`` asks for: of ``main``, a checkpoint of ``config``, or of
-        ``engine.draft_weights``. None where drafts are off, or "auto" and there is no module or
-        ``table`` cannot run it.
+        ``engine.draft_weights``. None where drafts are off: "auto" without a folder takes no module
+        yet, because with the torch ops they cost more than they save, and the CUDA ops have none.
 
-        Raises ``UserError`` for a module that is not there, not whole, or cannot be run.
+        Raises ``UserError`` for a module that is not there, not whole, or that ``table`` cannot
+        run.
         """
-        asked = engine.draft in KIND_OF_FLAG or engine.draft_weights is not None
-        if engine.draft == "off":
+        if engine.draft == "off" or (engine.draft == "auto" and engine.draft_weights is None):
             return None
         if not isinstance(table, DirectTable):
-            if asked:
-                raise UserError(
-                    f"EngineConfig.draft: found {engine.draft!r} with the CUDA ops, "
-                    "expected 'off', or EngineConfig.ops='torch'"
-                )
-            return None
+            raise UserError(
+                f"EngineConfig.draft: found {engine.draft!r} with the CUDA ops, "
+                "expected 'off', or EngineConfig.ops='torch'"
+            )
         holder = main if engine.draft_weights is None else open_checkpoint(engine.draft_weights)
         kind = mtp_kind(holder)
-        if kind is None and not asked:
-            return None
         wanted = FLAG_OF_KIND if engine.draft == "auto" else {KIND_OF_FLAG[engine.draft]}
         if kind is None or kind not in wanted:
             names = " or ".join(FLAG_OF_KIND[name] for name in wanted)

@@ -12,16 +12,14 @@ FinishReason = Literal["stop", "length", "context", "interrupted"]
 @dataclass(frozen=True)
 class DraftStats:
     """Steps of a ``generate`` with drafts. ``drafted[i]``: steps with a draft i, from 0;
-    ``accepted[i]``: those that kept it. ``repeated``: steps of one token that decided what a longer
-    one had left open (docs/speculative.md#the-same-text). ``tokens``: what all of the steps gave,
-    also those without drafts.
+    ``accepted[i]``: those that kept it. ``tokens``: what all of the steps gave, also those without
+    drafts.
     """
 
     steps: int
     tokens: int
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
-    repeated: int
     draft_seconds: float
     verify_seconds: float
 

@@ -15,8 +15,8 @@ def add_draft_flags(group: argparse._ArgumentGroup) -> None:
         "--draft",
         choices=("auto", "off", "mtp", "dspark"),
         default="auto",
-        help="the draft module, docs/speculative.md; auto: the checkpoint's own, off where it has "
-        "none or the ops cannot run it (default: auto)",
+        help="the draft module, docs/speculative.md; auto: that of --draft-weights, or the "
+        "checkpoint's own where it makes decoding faster (default: auto)",
     )
     group.add_argument(
         "--draft-tokens",

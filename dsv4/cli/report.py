@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dsv4.cli.draft_report import draft_record, draft_summary
 from dsv4.cli.job import Job, Outcome
 from dsv4.cli.stream import parse_answer, text_of
 from dsv4.command.output_file import write_output
@@ -162,6 +163,7 @@ def timing(load_seconds: float | None, stats: RunStats | None) -> dict[str, Any]
         "decode_seconds": decode_seconds,
         "decode_ms_per_token": 1000 * decode_seconds / decode_tokens if decode_tokens else None,
         "decode_tokens_per_second": decode_tokens / decode_seconds if decode_tokens else None,
+        "drafts": draft_record(None if stats is None else stats.drafts),
     }
 
 
@@ -189,4 +191,6 @@ def summary_line(measured: dict[str, Any], mode: str | None, finish_reason: str)
         parts[-1] += f" {measured['decode_ms_per_token']:.1f} ms/token {decode:.1f} tok/s"
     if mode is not None:
         parts[-1] += f" (cuda graph {mode})"
+    if measured["drafts"] is not None:
+        parts.append(draft_summary(measured["drafts"]))
     return " · ".join([*parts, finish_reason])

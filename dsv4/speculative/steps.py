@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from dsv4.layers.values import ValueSink
 from dsv4.model import Outputs, Transformer
 from dsv4.ops import Ops
 from dsv4.ops.drafts import TORCH_DRAFTS
+from dsv4.ops.row_by_row import row_by_row
 from dsv4.ops.sampling import gumbel_noise
 from dsv4.run_stats import DraftStats
 from dsv4.sampling import Sampler, SamplerState, checked_token
@@ -38,9 +40,6 @@ from dsv4.speculative.taps import Taps
 from dsv4.step.direct import DirectSteps
 from dsv4.step.observer import open_part
 
-# How far the two largest logits of a step of several tokens must lie apart to be trusted: more than
-# twice what the same tokens one by one change (docs/speculative.md#the-same-text).
-TIE_MARGIN = {torch.bfloat16: 0.5, torch.float32: 1e-3}
 # A module whose first draft is kept less often does not fit its model: said of so many and more.
 USELESS_ACCEPTANCE = 0.2
 JUDGED_DRAFTS = 32
@@ -77,7 +76,9 @@ class DraftedSteps(DirectSteps):
         self.drafter = make_drafter(module, TORCH_DRAFTS, state.draft, last_layer, open_draft)
         self._count = self._draft_count(drafts)
         self._settings = SamplerState.allocate(model.head_device)
-        self._margin = TIE_MARGIN[model.embed.compute_dtype]
+        # Tokens that are verified together have the bits of tokens that come one by one.
+        self._whole_ops = self.ops
+        self._row_ops = row_by_row(self.ops)
         self.drafted = Tally(self.drafter.most)
         self._warned = False
 
@@ -104,6 +105,14 @@ class DraftedSteps(DirectSteps):
         finally:
             self.state.set_position(min(kept, self.state.position))
             self._warn_if_useless()
+
+    def decode(self, token_ids: Sequence[int]) -> Tensor:
+        """Appends tokens, in a step whose bits are those of single tokens: float32 ``[T, V]``."""
+        self.ops = self._row_ops
+        try:
+            return super().decode(token_ids)
+        finally:
+            self.ops = self._whole_ops
 
     @torch.inference_mode()
     def _run(self, token_ids: Sequence[int], values: ValueSink, logits: bool) -> Outputs:
@@ -157,30 +166,22 @@ class DraftedSteps(DirectSteps):
             self.state.forget_nan()
             return self._alone(token, position, sampler)
         if sampler.params.temperature == 0:
-            return self._greedy(token, proposal.tokens, logits_MV, sampler)
-        tokens = self._accepted(proposal, logits_MV, sampler)
+            tokens = self._greedy(proposal.tokens, logits_MV)
+        else:
+            tokens = self._accepted(proposal, logits_MV, sampler)
         return tokens, list(logits_MV[: len(tokens)])
 
-    def _greedy(
-        self, token: int, drafts: list[int], logits_MV: Tensor, sampler: Sampler
-    ) -> tuple[list[int], list[Tensor]]:
-        """The drafts that are the largest logits, and the largest one behind them. Where the two
-        largest lie too close together, a step of one token decides.
+    @staticmethod
+    def _greedy(drafts: list[int], logits_MV: Tensor) -> list[int]:
+        """The drafts that are the largest logits, and the largest one behind them; the lowest id on
+        ties.
         """
-        position = self.state.position - len(drafts) - 1
-        best_MK = logits_MV.topk(2, dim=1).values
-        close = (best_MK[:, 0] - best_MK[:, 1] < self._margin).tolist()
-        largest = logits_MV.argmax(1).tolist()
-        tokens: list[int] = []
-        for row, is_close in enumerate(close):
-            if is_close:
-                before = token if row == 0 else drafts[row - 1]
-                (decided,), (logits_V,) = self._alone(before, position + row, sampler)
-                return [*tokens, decided], [*logits_MV[:row], logits_V]
-            tokens.append(largest[row])
-            if row == len(drafts) or largest[row] != drafts[row]:
-                break
-        return tokens, list(logits_MV[: len(tokens)])
+        best_M1 = logits_MV.amax(1, keepdim=True)
+        ids_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
+        largest = torch.where(logits_MV == best_M1, ids_V, logits_MV.shape[1]).amin(1).tolist()
+        pairs = zip(drafts, largest, strict=False)
+        accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return largest[: accepted + 1]
 
     def _accepted(self, proposal: Proposal, logits_MV: Tensor, sampler: Sampler) -> list[int]:
         """The drafts that are kept and the token behind them, for temperatures above 0."""
@@ -213,7 +214,6 @@ class DraftedSteps(DirectSteps):
 
     def _alone(self, token: int, position: int, sampler: Sampler) -> tuple[list[int], list[Tensor]]:
         """Appends ``token`` again, at ``position`` and by itself: the token behind it."""
-        self.drafted.repeat()
         self.state.rollback(position)
         logits_V = self.decode([token])[0]
         return [self._sampled(sampler, logits_V)], [logits_V]

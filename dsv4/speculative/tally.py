@@ -21,7 +21,6 @@ class Tally:
         self._tokens = 0
         self._drafted = [0] * most
         self._accepted = [0] * most
-        self._repeated = 0
         self._draft_seconds = 0.0
         self._verify_seconds = 0.0
 
@@ -35,10 +34,6 @@ class Tally:
         self._draft_seconds += seconds[0]
         self._verify_seconds += seconds[1]
 
-    def repeat(self) -> None:
-        """A step of one token was needed in addition."""
-        self._repeated += 1
-
     def stats(self) -> DraftStats:
         """So far."""
         used = sum(made > 0 for made in self._drafted)
@@ -47,7 +42,6 @@ class Tally:
             self._tokens,
             tuple(self._drafted[:used]),
             tuple(self._accepted[:used]),
-            self._repeated,
             self._draft_seconds,
             self._verify_seconds,
         )

@@ -3,7 +3,7 @@
 import pytest
 
 from dsv4.cli.report import summary_line, timing
-from dsv4.run_stats import RunStats
+from dsv4.run_stats import DraftStats, RunStats
 
 
 def test_rates_follow_from_tokens_and_seconds() -> None:
@@ -24,3 +24,26 @@ def test_what_was_not_measured_has_no_rate(stats: RunStats | None) -> None:
         summary_line(measured, None, "interrupted")
         == "load 0.0 s · prefill 0 tokens · decode 0 tokens · interrupted"
     )
+
+
+def test_drafts_are_summed_up_by_position() -> None:
+    drafts = DraftStats(20, 40, (20, 18), (15, 6), 0.002, 0.03)
+    measured = timing(0.0, RunStats(10, 1.0, 40, 0.5, "stop", drafts=drafts))
+    assert measured["drafts"] == {
+        "steps": 20,
+        "tokens_per_step": 2.0,
+        "drafted": [20, 18],
+        "accepted": [15, 6],
+        "acceptance": [0.75, pytest.approx(1 / 3)],
+        "draft_us_per_step": pytest.approx(100),
+        "verify_us_per_step": pytest.approx(1500),
+    }
+    assert summary_line(measured, None, "stop").endswith(
+        "80.0 tok/s · drafts 2.00 tokens a step, accepted 75/33 %, draft 100 µs, verify 1500 µs"
+        " · stop"
+    )
+
+
+def test_a_run_without_a_step_has_no_drafts_to_report() -> None:
+    measured = timing(0.0, RunStats(10, 1.0, 0, 0.0, "stop", drafts=DraftStats(0, 0, (), (), 0, 0)))
+    assert measured["drafts"] is None

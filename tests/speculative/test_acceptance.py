@@ -128,8 +128,15 @@ def test_the_noise_of_decisions_does_not_depend_on_that_of_the_drafts() -> None:
 
 @pytest.mark.parametrize(
     ("temperature", "top_p", "min_p", "top_k"),
-    [(1.0, 1.0, 0.0, 0), (0.5, 1.0, 0.0, 0), (1.3, 0.7, 0.0, 0), (1.0, 1.0, 0.2, 0)]
-    + [(1.0, 1.0, 0.0, 3), (2.0, 0.9, 0.1, 5), (1.0, 1e-9, 0.0, 0)],
+    [
+        (1.0, 1.0, 0.0, 0),
+        (0.5, 1.0, 0.0, 0),
+        (1.3, 0.7, 0.0, 0),
+        (1.0, 1.0, 0.2, 0),
+        (1.0, 1.0, 0.0, 3),
+        (2.0, 0.9, 0.1, 5),
+        (1.0, 1e-9, 0.0, 0),
+    ],
 )
 def test_probabilities_are_what_sample_token_draws_from(
     temperature: float, top_p: float, min_p: float, top_k: int

@@ -2,6 +2,7 @@
 rejected.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,89 +10,41 @@ import torch
 from torch import Tensor
 
 from dsv4 import Engine, SamplingParams
-from dsv4.caches.filled import filled_rows
-from dsv4.speculative.drafter import ChooseAt, Drafter, Proposal
+from dsv4.layers.dspark import DSpark
+from dsv4.speculative.drafter import Proposal
 from dsv4.speculative.steps import DraftedSteps
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import random_ids
 from tests.speculative.models import KINDS, drafted_engine, plain_engine
+from tests.speculative.scripted import GREEDY, NO_STOPS, Script, plain_text, scripted
 
-GREEDY = SamplingParams(temperature=0)
-NO_STOPS: frozenset[int] = frozenset()
-
-
-class Scripted:
-    """A drafter that proposes what it is told, while the module runs along."""
-
-    def __init__(self, drafter: Drafter, script: "Script") -> None:
-        self.taps = drafter.taps
-        self.trained_block = drafter.trained_block
-        self.most = drafter.most
-        self.remember = drafter.remember
-        self._drafter = drafter
-        self._script = script
-
-    def propose(self, token: int, position: int, count: int, choose: ChooseAt) -> Proposal:
-        own = self._drafter.propose(token, position, count, choose)
-        tokens = self._script(position, len(own.tokens))
-        logits_NV = torch.zeros((len(tokens), 89), dtype=torch.float32)
-        return Proposal(tokens, logits_NV)
-
-
-class Script:
-    """Drafts of a known text of which some are wrong: at position p those of ``wrong(p)``."""
-
-    def __init__(self, text: list[int], kept: Any, seed: int = 0) -> None:
-        self._text = text
-        self._kept = kept
-        self._other = torch.Generator().manual_seed(seed)
-
-    def __call__(self, position: int, count: int) -> list[int]:
-        right = self._text[position + 1 : position + 1 + count]
-        kept = self._kept(position)
-        wrong = torch.randint(2, 89, (count,), generator=self._other).tolist()
-        return [
-            token if slot < kept else (other if other != token else (token + 1) % 89)
-            for slot, (token, other) in enumerate(zip(right, wrong, strict=False))
-        ]
-
-
-def scripted(engine: Engine, script: Script) -> Engine:
-    steps = engine.steps
-    assert isinstance(steps, DraftedSteps)
-    steps.drafter = Scripted(steps.drafter, script)
-    return engine
-
-
-def plain_text(kind: MtpKind, prompt: list[int], count: int, **settings: Any) -> list[int]:
-    engine = plain_engine(kind, **settings)
-    return list(engine.generate(prompt, count, GREEDY, NO_STOPS))
+NAN_TOKEN_ID = 7
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prompt", [1, 3, 40])
+@pytest.mark.parametrize("prompt", [1, 40])
 def test_spec11_f43_greedy_text_is_that_without_drafts(kind: MtpKind, prompt: int) -> None:
     ids = random_ids(prompt)
     engine = drafted_engine(kind)
-    assert list(engine.generate(ids, 40, GREEDY, NO_STOPS)) == plain_text(kind, ids, 40)
+    assert list(engine.generate(ids, 24, GREEDY, NO_STOPS)) == plain_text(kind, ids, 24)
     assert engine.last_run is not None
     assert engine.last_run.drafts is not None
-    assert engine.last_run.drafts.tokens == 39
+    assert engine.last_run.drafts.tokens == 23
 
 
-@pytest.mark.parametrize("kept", [0, 1, 2, 3, 4, 5, "mixed"])
+@pytest.mark.parametrize("kept", [0, 2, 5, "mixed"])
 def test_spec11_j94_any_number_of_accepted_drafts_gives_the_same_text(kept: int | str) -> None:
     ids = random_ids(13)
-    text = plain_text("dspark", ids, 60)
+    text = plain_text("dspark", ids, 37)
     numbers = {"mixed": lambda position: position * 7 % 6}.get(str(kept), lambda position: kept)
     engine = scripted(drafted_engine("dspark"), Script([*ids, *text], numbers))
-    assert list(engine.generate(ids, 60, GREEDY, NO_STOPS)) == text
+    assert list(engine.generate(ids, 37, GREEDY, NO_STOPS)) == text
     assert engine.last_run is not None
     assert engine.last_run.drafts is not None
     stats = engine.last_run.drafts
     if isinstance(kept, int):
-        assert stats.steps == -(-59 // (kept + 1))
-        assert [share for share in stats.acceptance[:kept]] == [1.0] * kept
+        assert stats.steps == 36 // (kept + 1)
+        assert list(stats.acceptance[:kept]) == [1.0] * kept
         assert list(stats.acceptance[kept:]) == [0.0] * (len(stats.drafted) - kept)
 
 
@@ -154,48 +107,17 @@ def test_a_caller_that_leaves_inside_a_block_leaves_the_tokens_it_took(taken: in
     )
 
 
-def rows_of(engine: Engine) -> dict[str, Tensor]:
-    """Everything that a later step can read, of the model and of its draft module."""
-    state = engine.state
-    found = {
-        one.name: torch.cat(list(one.parts()))
-        for one in filled_rows(state.layers, state.position, state.undoable_tokens)
-        if one.count
-    }
-    draft = state.draft
-    assert draft is not None
-    for stage, keys in enumerate(draft.stages):
-        # Of classic MTP the last row is run again by the next draft.
-        kept = torch.arange(max(0, state.position - keys.window), state.position - 1)
-        found[f"mtp.{stage}"] = keys.ring.data[kept % keys.ring.slots]
-    if draft.streams_SME is not None:
-        slot = (state.position - 1) % draft.streams_SME.shape[0]
-        found["streams"] = draft.streams_SME[slot]
-    return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "fp8", "compute_dtype": "bfloat16"}])
-def test_spec11_h48_other_rejected_drafts_leave_the_same_caches(
-    kind: MtpKind, settings: dict[str, Any]
-) -> None:
-    """Equal steps: the same drafts are kept and as many rejected, of other tokens."""
-    ids = random_ids(13)
-    text = plain_text(kind, ids, 48, **settings)
-    count = 1 if kind == "classic" else 5
-    engines = []
-    for seed in (1, 2):
-        script = Script([*ids, *text], lambda position: position * 5 % (count + 1), seed)
-        engine = scripted(drafted_engine(kind, **settings), script)
-        run = engine.generate(ids, 48, GREEDY, NO_STOPS)
-        for _ in range(40):
-            next(run)
-        engines.append(engine)
-        run.close()
-    one, other = map(rows_of, engines)
-    assert engines[0].token_ids == engines[1].token_ids
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+def test_thousands_of_tokens_are_those_without_drafts(settings: dict[str, Any]) -> None:
+    """Random weights choose by small differences, so that a bit more or less shows."""
+    plain = plain_engine("dspark", **settings)
+    for seed in range(8):
+        ids = random_ids(13, seed=seed)
+        text = list(plain.generate(ids, 200, GREEDY, NO_STOPS))
+        script = Script([*ids, *text], lambda position: position * 7 % 6)
+        engine = scripted(drafted_engine("dspark", **settings), script)
+        assert list(engine.generate(ids, 200, GREEDY, NO_STOPS)) == text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,14 +164,45 @@ def test_a_sequence_from_a_file_drafts_once_its_window_is_known(tmp_path: Any) -
     assert list(other.generate(prompt, 12, GREEDY, NO_STOPS, reuse=True)) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hardly_any_accepted_draft_is_said_once(
-    kind: MtpKind, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hardly_any_accepted_draft_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     ids = random_ids(13)
-    text = plain_text(kind, ids, 60)
-    engine = scripted(drafted_engine(kind), Script([*ids, *text], lambda _: 0))
+    text = plain_text("classic", ids, 35)
+    engine = scripted(drafted_engine("classic"), Script([*ids, *text], lambda _: 0))
     for _ in range(2):
-        list(engine.generate(ids, 60, GREEDY, NO_STOPS))
+        list(engine.generate(ids, 35, GREEDY, NO_STOPS))
     (record,) = caplog.records
-    assert "0 of 58 first drafts were accepted, expected 20 % or more" in record.message
+    assert "0 of 33 first drafts were accepted, expected 20 % or more" in record.message
+
+
+def test_spec11_f40_nan_that_a_draft_brings_is_not_the_text_s() -> None:
+    """One token's embedding is NaN: no run chooses it, drafts do."""
+    ids = [token for token in random_ids(13) if token != NAN_TOKEN_ID]
+    text = plain_text("dspark", ids, 24)
+    assert NAN_TOKEN_ID not in text
+    engine = drafted_engine("dspark")
+    table_VE = engine.model.embed.table_VE.clone()
+    table_VE[NAN_TOKEN_ID] = torch.nan
+    embed = replace(engine.model.embed, table_VE=table_VE)
+    engine.steps.model = replace(engine.model, embed=embed)
+    script = Script([*ids, *text], lambda _: 2)
+    steps = scripted(engine, script).steps
+    assert isinstance(steps, DraftedSteps)
+    steps.drafter.propose = lambda token, position, count, choose: Proposal(
+        [*script(position, count)[:2], NAN_TOKEN_ID][:count], torch.zeros((count, 89))
+    )
+    assert list(engine.generate(ids, 24, GREEDY, NO_STOPS)) == text
+    assert engine.last_run is not None
+    assert engine.last_run.finish_reason == "length"
+
+
+def test_spec11_f40_drafts_end_where_their_logits_are_nan() -> None:
+    engine = drafted_engine("dspark")
+    module = engine.draft
+    assert isinstance(module, DSpark)
+    w1_VR = module.markov_w1_VR
+    w1_VR[:] = torch.nan
+    ids = random_ids(13)
+    assert list(engine.generate(ids, 12, GREEDY, NO_STOPS)) == plain_text("dspark", ids, 12)
+    assert engine.last_run is not None
+    assert engine.last_run.drafts is not None
+    assert engine.last_run.drafts.drafted == ()

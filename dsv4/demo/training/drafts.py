@@ -110,13 +110,11 @@ def summed(counts: list[dict[str, Any]]) -> dict[str, Any]:
 
     steps = sum(count["steps"] for count in counts)
     tokens = sum(count["tokens"] for count in counts)
-    repeated = sum(count["repeated"] for count in counts)
     drafted = by_position("drafted")
     accepted = by_position("accepted")
     return {
         "steps": steps,
         "tokens": tokens,
-        "repeated": repeated,
         "drafted": drafted,
         "accepted": accepted,
         "tokens_per_step": tokens / max(1, steps),

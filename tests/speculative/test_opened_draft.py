@@ -1,0 +1,120 @@
+"""Which draft module a run has: of the checkpoint or of a folder, refused in one line, counted."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.checkpoint import synthetic_weights, tiny_config, write_synthetic
+from dsv4.checkpoint.draft_folder import write_draft
+from dsv4.config import ModelConfig
+from dsv4.errors import UserError
+from dsv4.layers.classic_mtp import ClassicMTP
+from dsv4.layers.dspark import DSpark
+from dsv4.parallel.placement import Placement
+from dsv4.weights.parameters import MtpKind
+from tests.model.tiny import CPU, random_ids
+
+KEYS = {
+    "compress_ratios": [0, 4, 128, 4, 0, 0, 0],
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 200,
+    "dspark_target_layer_ids": [1, 2, 3],
+    "dspark_markov_rank": 32,
+}
+SETTINGS = EngineConfig(device="cpu", max_context=64)
+FLAGS: dict[MtpKind, Any] = {"classic": "mtp", "dspark": "dspark"}
+
+
+def raw_config(kind: MtpKind | None) -> dict[str, Any]:
+    return tiny_config(max_position_embeddings=4096, **(KEYS if kind == "dspark" else {}))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without a module, ``main``, and beside it the folders of two modules."""
+    root = tmp_path_factory.mktemp("folders")
+    write_synthetic(root / "main", raw_config(None), "nvfp4-experts", 0)
+    kinds: tuple[MtpKind, ...] = ("classic", "dspark")
+    for kind in kinds:
+        raw = raw_config(kind)
+        config = ModelConfig.from_dict(raw)
+        weights = synthetic_weights(config, "nvfp4-experts", 1, lambda _: CPU, kind)
+        write_draft(root / kind, raw, "nvfp4-experts", weights)
+    return root
+
+
+@pytest.mark.parametrize("kind", ["classic", "dspark"])
+def test_a_folder_beside_the_checkpoint_holds_the_module(kind: MtpKind, folders: Path) -> None:
+    for flag in ("auto", FLAGS[kind]):
+        given: dict[str, Any] = {"draft": flag, "draft_weights": str(folders / kind)}
+        engine = Engine.load(folders / "main", dataclasses.replace(SETTINGS, **given))
+        assert isinstance(engine.draft, ClassicMTP if kind == "classic" else DSpark)
+        greedy = SamplingParams(temperature=0)
+        found = list(engine.generate(random_ids(9), 8, greedy, frozenset()))
+        plain = Engine.load(folders / "main", SETTINGS)
+        assert found == list(plain.generate(random_ids(9), 8, greedy, frozenset()))
+
+
+def test_states_go_from_runs_with_drafts_to_runs_without(folders: Path, tmp_path: Path) -> None:
+    given = {"draft_weights": str(folders / "dspark")}
+    engine = Engine.load(folders / "main", dataclasses.replace(SETTINGS, **given))
+    engine.prefill(random_ids(9))
+    engine.save_state(tmp_path / "state")
+    plain = Engine.load(folders / "main", SETTINGS)
+    plain.load_state(tmp_path / "state")
+    assert plain.token_ids == random_ids(9)
+
+
+@pytest.mark.parametrize("kind", ["classic", "dspark"])
+def test_the_plan_counts_weights_and_caches_of_the_module(kind: MtpKind, folders: Path) -> None:
+    given = {"draft_weights": str(folders / kind)}
+    settings = dataclasses.replace(SETTINGS, **given)
+    with_module = Engine.plan(folders / "main", settings).devices[0]
+    without = Engine.plan(folders / "main", SETTINGS).devices[0]
+    engine = Engine.load(folders / "main", settings)
+    assert engine.state.draft is not None
+    assert with_module.state_bytes - without.state_bytes == engine.state.draft.nbytes
+    file = folders / kind / "model.safetensors"
+    stored = with_module.weight_bytes - without.weight_bytes
+    assert stored == pytest.approx(file.stat().st_size, rel=0.2)
+    assert with_module.ops_bytes > without.ops_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"draft": "mtp"}, "main: draft module: found none, expected mtp"),
+        ({"draft": "mtp", "draft_weights": "dspark"}, "module: found dspark, expected mtp"),
+        ({"draft_weights": "main"}, "main: draft module: found none, expected mtp or dspark"),
+        ({"draft_weights": "absent"}, "absent: no such folder"),
+        ({"draft_weights": "dspark", "draft_tokens": 6}, r"draft_tokens: found 6, expected 1 to 5"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_one_line(
+    given: dict[str, Any], said: str, folders: Path
+) -> None:
+    if "draft_weights" in given:
+        given = {**given, "draft_weights": str(folders / given["draft_weights"])}
+    with pytest.raises(UserError, match=said) as error:
+        Engine.load(folders / "main", dataclasses.replace(SETTINGS, **given))
+    assert "\n" not in str(error.value)
+
+
+def test_cuda_ops_refuse_a_module_and_run_without_by_default(folders: Path) -> None:
+    on_gpu = EngineConfig(max_context=64, prefill_chunk=16)
+    asked = dataclasses.replace(on_gpu, draft_weights=str(folders / "classic"))
+    with pytest.raises(UserError, match="draft: found 'auto' with the CUDA ops, expected 'off'"):
+        Engine.plan(folders / "main", asked, gpu_memory=10**11)
+    Engine.plan(folders / "main", on_gpu, gpu_memory=10**11)
+
+
+def test_a_weight_that_the_engine_is_not_given_is_named() -> None:
+    config = ModelConfig.from_dict(raw_config("dspark"))
+    weights = dict(synthetic_weights(config, "bf16", 1, lambda _: CPU, "dspark"))
+    del weights["mtp.1.attn.wkv.weight"]
+    placement = Placement((CPU,) * config.num_hidden_layers)
+    with pytest.raises(UserError, match=r"mtp\.1\.attn\.wkv\.weight: found no such weight"):
+        Engine(config, SETTINGS, weights, placement)
