@@ -47,6 +47,11 @@ class OpenedDraft:
                 f"EngineConfig.draft: found {engine.draft!r} with the CUDA ops, "
                 "expected 'off', or EngineConfig.ops='torch'"
             )
+        if engine.parallel == "tensor":
+            raise UserError(
+                f"EngineConfig.draft: found {engine.draft!r} with EngineConfig.parallel='tensor', "
+                "expected 'off'"
+            )
         holder = main if engine.draft_weights is None else open_checkpoint(engine.draft_weights)
         kind = mtp_kind(holder)
         wanted = FLAG_OF_KIND if engine.draft == "auto" else {KIND_OF_FLAG[engine.draft]}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4.caches.state import COMPUTE_DTYPES, layer_state_bytes, step_tokens
+from dsv4.caches.allocation import COMPUTE_DTYPES, layer_state_bytes, step_tokens
 from dsv4.checkpoint import ParameterDescription, held_by
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from dsv4 import EngineConfig, ModelConfig, load_check
-from dsv4.caches.state import COMPUTE_DTYPES
+from dsv4.caches.allocation import COMPUTE_DTYPES
 from dsv4.errors import UserError
 from dsv4.load_check import first_difference, products, settled_table
 from dsv4.model import Transformer

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dsv4 import plan
-from dsv4.caches.state import DecodeState, layer_state_bytes
+from dsv4.caches.allocation import layer_state_bytes
+from dsv4.caches.state import DecodeState
 from dsv4.checkpoint import ParameterDescription
 from dsv4.checkpoint import tiny_config as tiny_raw_config
 from dsv4.config import ModelConfig

@@ -30,15 +30,13 @@ MAY_READ_FILES = (
     "encoding/",
 )
 LEAVES = (
-    "dsv4.config",
-    "dsv4.config_dialects",
+    *("dsv4.config", "dsv4.config_dialects"),
     "dsv4.engine_config",
     "dsv4.limits",
     "dsv4.errors",
     "dsv4.json_object",
     "dsv4.limited_process",
-    "dsv4.model_files",
-    "dsv4.peers",
+    *("dsv4.model_files", "dsv4.peers"),
 )
 HIGHEST = ("dsv4.cli", "dsv4.serve", "dsv4.demo", "dsv4.validate", "dsv4.bench", "dsv4.measure")
 ABOVE_THE_ENGINE = (*HIGHEST, "dsv4.command")

@@ -18,7 +18,7 @@ from torch import Tensor
 from dsv4.bench.decode_modes import DecodeMode, DecodeModes, against_floor, fill_caches
 from dsv4.bench.device import copy_ceiling
 from dsv4.bench.layer_times import LayerTimes
-from dsv4.caches.state import prefill_tokens
+from dsv4.caches.allocation import prefill_tokens
 from dsv4.checkpoint import (
     Geometry,
     Layout,

@@ -24,6 +24,8 @@ def row_by_row(ops: Ops) -> Ops:
         linear=_each(ops.linear, 0),
         linear_rows=_each(ops.linear_rows, 0),
         grouped_linear=_each(ops.grouped_linear, 0),
+        row_parallel_linear=_each(ops.row_parallel_linear, 0),
+        vocab_parallel_linear=_each(ops.vocab_parallel_linear, 0),
         hc_pre=_each(ops.hc_pre, 0),
         hc_seam=_each(ops.hc_seam, 0, 1, 2, 3),
         hc_post=_each(ops.hc_post, 0, 1, 2, 3),

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.caches.state import DecodeState, step_tokens
+from dsv4.caches.allocation import step_tokens
+from dsv4.caches.state import DecodeState
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError

@@ -2,8 +2,8 @@
 
 import torch
 
+from dsv4.caches.allocation import COMPUTE_DTYPES, kv_row_format
 from dsv4.caches.draft import DraftState
-from dsv4.caches.state import COMPUTE_DTYPES, kv_row_format
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError

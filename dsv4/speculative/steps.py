@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv4.caches.state import DecodeState
 from dsv4.errors import UserError
-from dsv4.layers.values import ValueSink
+from dsv4.layers.values import UNTRACED, ValueSink, Watch
 from dsv4.model import Outputs, Transformer
 from dsv4.ops import Ops
 from dsv4.ops.drafts import TORCH_DRAFTS
@@ -74,6 +74,7 @@ class DraftedSteps(DirectSteps):
         self._draft_ops = ops
         open_draft = self._open_draft
         self.drafter = make_drafter(module, TORCH_DRAFTS, state.draft, last_layer, open_draft)
+        self._taps = Taps(self.drafter.taps, UNTRACED)
         self._count = self._draft_count(drafts)
         self._settings = SamplerState.allocate(model.head_device)
         # Tokens that are verified together have the bits of tokens that come one by one.
@@ -115,12 +116,15 @@ class DraftedSteps(DirectSteps):
             self.ops = self._whole_ops
 
     @torch.inference_mode()
-    def _run(self, token_ids: Sequence[int], values: ValueSink, logits: bool) -> Outputs:
-        taps = Taps(self.drafter.taps, values)
+    def _run(self, token_ids: Sequence[int], watch: Watch | None, logits: bool) -> Outputs:
         start = self.state.position
-        outputs = super()._run(token_ids, taps, logits)
-        self.drafter.remember(token_ids, taps.found, start)
+        outputs = super()._run(token_ids, watch, logits)
+        self.drafter.remember(token_ids, self._taps.found, start)
         return outputs
+
+    def _tapped(self, values: ValueSink) -> ValueSink:
+        self._taps = Taps(self.drafter.taps, values)
+        return self._taps
 
     @torch.inference_mode()
     def _step(self, token: int, sampler: Sampler, room: int) -> tuple[list[int], list[Tensor]]:
@@ -259,10 +263,13 @@ def direct_steps(
     ops: Ops,
     module: DraftModule | None,
     drafts: int | Literal["auto"] | None,
+    other_models: Sequence[Transformer] = (),
 ) -> DirectSteps:
-    """Steps with ``module``, or without one; arguments as of ``DraftedSteps``."""
+    """Steps with ``module``, or without one; arguments as of ``DraftedSteps``. ``other_models``:
+    those of other ranks, with which no module works yet.
+    """
     if module is None:
-        return DirectSteps(model, state, ops)
+        return DirectSteps(model, state, ops, other_models)
     return DraftedSteps(model, state, ops, module, drafts)
 
 

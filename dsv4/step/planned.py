@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.caches.state import COMPUTE_DTYPES, DecodeState, prefill_tokens
+from dsv4.caches.allocation import COMPUTE_DTYPES, prefill_tokens
+from dsv4.caches.state import DecodeState
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.kernel import Kernel

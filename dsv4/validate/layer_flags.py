@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsv4.caches.state import COMPUTE_DTYPES
+from dsv4.caches.allocation import COMPUTE_DTYPES
 from dsv4.checkpoint import geometry_config
 from dsv4.checkpoint.layer_weights import LayerSource, RandomLayers, StoredLayers
 from dsv4.command.flags import OneLineParser, given_flags, integer, number

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from dsv4.caches.allocation import COMPUTE_DTYPES
 from dsv4.caches.layer import AttentionState
 from dsv4.caches.rows import RowCache
-from dsv4.caches.state import COMPUTE_DTYPES, DecodeState
+from dsv4.caches.state import DecodeState
 from dsv4.checkpoint.layer_weights import LayerSource
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig

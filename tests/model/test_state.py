@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dsv4 import Engine, EngineConfig
+from dsv4.caches.allocation import layer_state_bytes
 from dsv4.caches.layer import CompressedState
 from dsv4.caches.rows import RowCache
-from dsv4.caches.state import layer_state_bytes
 from dsv4.ops import TORCH
 from tests.model.tiny import random_ids, small_config, tiny_engine
 from tests.model.token_by_token import one_token_at_a_time

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dsv4 import Engine, EngineConfig
-from dsv4.caches.state import COMPUTE_DTYPES, chunk_tokens, step_tokens
+from dsv4.caches.allocation import COMPUTE_DTYPES, chunk_tokens, step_tokens
 from dsv4.checkpoint import synthetic_weights, tiny_config
 from dsv4.config import ModelConfig
 from dsv4.layers.weights import ReadOnce

@@ -46,7 +46,7 @@ def drafted_weights(config: ModelConfig, kind: MtpKind, seed: int = 0) -> Weight
 def engine_of(config: ModelConfig, weights: Weights, **settings: Any) -> Engine:
     """An engine on the CPU: float32, caches not quantised, unless ``settings`` differ."""
     exact = {"device": "cpu", "kv_dtype": "bf16", "compute_dtype": "float32", "max_context": 512}
-    placement = Placement((CPU,) * config.num_hidden_layers)
+    placement = Placement.of_layers((CPU,) * config.num_hidden_layers)
     engine_config = EngineConfig(**{**exact, **settings})
     return Engine(config, engine_config, weights, placement, direct(TORCH))
 

@@ -115,6 +115,6 @@ def test_a_weight_that_the_engine_is_not_given_is_named() -> None:
     config = ModelConfig.from_dict(raw_config("dspark"))
     weights = dict(synthetic_weights(config, "bf16", 1, lambda _: CPU, "dspark"))
     del weights["mtp.1.attn.wkv.weight"]
-    placement = Placement((CPU,) * config.num_hidden_layers)
+    placement = Placement.of_layers((CPU,) * config.num_hidden_layers)
     with pytest.raises(UserError, match=r"mtp\.1\.attn\.wkv\.weight: found no such weight"):
         Engine(config, SETTINGS, weights, placement)

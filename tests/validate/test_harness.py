@@ -6,9 +6,9 @@ import os
 import signal
 import stat
 import sys
-import textwrap
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -278,10 +278,5 @@ def test_wrong_settings_are_one_line(monkeypatch, capsys) -> None:
 
 def test_the_console_script_is_declared() -> None:
     text = (Path(harness.__file__).parent.parent.parent / "pyproject.toml").read_text()
-    assert (
-        textwrap.dedent("""
-        [project.scripts]
-        fire_b200_test = "dsv4.validate.harness:main"
-    """)
-        in text
-    )
+    scripts = tomllib.loads(text)["project"]["scripts"]
+    assert scripts["fire_b200_test"] == "dsv4.validate.harness:main"

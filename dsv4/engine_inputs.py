@@ -1,0 +1,98 @@
+"""Known tokens through an engine: prompts in chunks, logits and log-probabilities at all positions,
+traces.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4.caches.allocation import chunk_tokens
+from dsv4.config import ModelConfig
+from dsv4.decode import CUDAGraphDecoder
+from dsv4.engine_config import EngineConfig
+from dsv4.layers.values import Watch
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.logprobs import TokenLogprobs
+from dsv4.opened_checkpoint import Progress
+from dsv4.sequence import EngineSequence
+from dsv4.step.chunks import RunStep, run_chunks, split_ids
+from dsv4.step.direct import DirectSteps
+from dsv4.step.nan_search import NaNSearch
+from dsv4.step.scored import ScoredSteps
+from dsv4.step.steps import RecordedSteps
+from dsv4.trace.patterns import EVERY_VALUE, matching
+from dsv4.trace.steps import ShownValues, TracedSteps
+
+
+class EngineInputs(EngineSequence):
+    """What an engine does with tokens that it is given."""
+
+    config: ModelConfig
+    engine_config: EngineConfig
+    steps: DirectSteps | RecordedSteps
+    decoder: CUDAGraphDecoder | None
+    _nan: NaNSearch
+
+    def logits(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None) -> Tensor:
+        """Teacher-forced logits of a fresh sequence at all positions, float32 ``[T, V]``.
+
+        ``chunk_sizes`` (summing to T) says how the tokens are fed; a size above ``prefill_chunk``
+        and 8 is split. Raises ``FloatingPointError`` for NaN that the logits do not show.
+        """
+        self.reset()
+        ids = self._checked(token_ids)
+        self._token_ids = list(ids)
+        most = max(chunk_tokens(self.engine_config), MAX_DECODE_TOKENS)
+        sizes = None if chunk_sizes is None else list(chunk_sizes)
+        chunks = self._chunks(ids) if sizes is None else split_ids(ids, sizes, most)
+        logits = [self.steps.logits(self.steps.run(chunk)).clone() for chunk in chunks]
+        return self._nan.checked(torch.cat(logits), ids, shown=True)
+
+    def prompt_logprobs(
+        self, token_ids: Sequence[int], count: int, progress: Progress | None = None
+    ) -> list[TokenLogprobs]:
+        """Of each prompt token but the first: its log-probability and the ``count`` largest."""
+        self.reset()
+        ids = self._checked(token_ids)
+        self._token_ids = list(ids)
+        scored = ScoredSteps(self.steps, ids, count)
+        self._prefill(ids, progress, scored.run)
+        self._nan.checked(scored.logprobs_T, ids)
+        return scored.found
+
+    def trace(
+        self,
+        token_ids: Sequence[int],
+        at: Sequence[str] = EVERY_VALUE,
+        prompt_tokens: int | None = None,
+    ) -> dict[str, Tensor]:
+        """The values of a fresh sequence whose names match the patterns ``at``, on the CPU
+        (traces.md#values). Those after ``prompt_tokens`` (None: all) are fed one by one.
+        """
+        found = ShownValues()
+        self.run_traced(token_ids, Watch(found.add, matching(self.config, at)), prompt_tokens)
+        return found.joined()
+
+    def run_traced(
+        self, token_ids: Sequence[int], watch: Watch, prompt_tokens: int | None = None
+    ) -> None:
+        """``trace`` that shows ``watch`` the rows of a value as each step computes them."""
+        self.reset()
+        ids = self._checked(token_ids)
+        self._token_ids = list(ids)
+        prompt = ids[:prompt_tokens]
+        chunks = self._chunks(prompt)
+        TracedSteps(self.steps, watch, self.decoder).feed(chunks, ids[len(prompt) :])
+
+    def _prefill(
+        self, token_ids: list[int], progress: Progress | None, run: RunStep | None = None
+    ) -> Tensor:
+        """Final hidden states of the last chunk."""
+        ahead = 2 * len(self.state.devices)
+        return run_chunks(run or self.steps.run, self._chunks(token_ids), ahead, progress)
+
+    def _chunks(self, token_ids: list[int]) -> list[list[int]]:
+        """A prompt in chunks of ``prefill_chunk``."""
+        largest = chunk_tokens(self.engine_config)
+        return split_ids(token_ids, [len(token_ids)] if token_ids else [], largest)
