@@ -237,7 +237,7 @@ def build_ranks(
     compute_dtype: torch.dtype,
 ) -> list[Transformer]:
     """The models of all ranks, of what each holds; ``config`` is that of the whole model."""
-    local = local_config(config, placement.ranks)
+    local = local_config(config, placement.cuts)
     return [
         Transformer.build(
             local, weights, packing, placement.of_rank(rank).layer_devices, compute_dtype

@@ -21,7 +21,7 @@ LOGITS_EXCHANGE = MOST_EXCHANGES - 1
 # Tags of 32 bits tell so many steps apart.
 STEP_NUMBERS = (1 << 32) // MOST_EXCHANGES
 WORD_BYTES = 8
-_SLOTS = 2
+SLOTS = 2
 # The step counter is read 16 bytes at a time at most.
 STEP_WORDS = 4
 # Set, exchange, missing rank, step.
@@ -51,9 +51,14 @@ class InboxLayout:
         return _round_up(-(-self.vocabulary // self.ranks), _ROW_TILE)
 
     @property
+    def rank_words(self) -> int:
+        """From the words of one rank to those of the next one: room for 8 tokens of either kind."""
+        return MAX_DECODE_TOKENS * max(self.width, self.head_rows)
+
+    @property
     def words(self) -> int:
         """Of an inbox."""
-        return self.ranks * MAX_DECODE_TOKENS * (_SLOTS * self.width + self.head_rows)
+        return (SLOTS + 1) * self.ranks * self.rank_words
 
     @property
     def nbytes(self) -> int:
@@ -62,19 +67,20 @@ class InboxLayout:
 
     def slot(self, exchange: int) -> int:
         """The first word of an exchange."""
-        slot = _SLOTS if exchange == LOGITS_EXCHANGE else exchange % _SLOTS
-        return slot * self.ranks * MAX_DECODE_TOKENS * self.width
+        slot = SLOTS if exchange == LOGITS_EXCHANGE else exchange % SLOTS
+        return slot * self.ranks * self.rank_words
 
 
 @dataclass(frozen=True)
 class Peers:
     """One rank's view of all of them.
 
-    ``table_P`` int64: addresses of the inboxes of all ranks, of this rank's own, of ``step_4`` and
-    of ``fault_4``. ``inbox`` int64: this rank's words. ``step_4`` int32: how many steps were begun,
-    in the first word. ``fault_4`` int32, pinned where the ranks are GPUs: what a kernel that gave
-    up waiting says (set, exchange, missing rank, step). ``arrived_NTE`` float32: partial results
-    of prefill steps, by rank.
+    ``table_P`` int64: addresses of the inboxes of all ranks, of this rank's own, of ``step_4``, of
+    ``fault_4``, and of the ``partials_STE`` of all ranks. ``inbox`` int64: this rank's words.
+    ``step_4`` int32: how many steps were begun, in the first word. ``fault_4`` int32, pinned where
+    the ranks are GPUs: what a kernel that gave up waiting says (set, exchange, missing rank, step).
+    ``partials_STE`` float32: this rank's partial results in prefill steps, which the others read,
+    in two slots that take turns.
     """
 
     rank: int
@@ -83,7 +89,7 @@ class Peers:
     inbox: Tensor
     step_4: Tensor
     fault_4: Tensor
-    arrived_NTE: Tensor
+    partials_STE: Tensor
 
     @property
     def ranks(self) -> int:
@@ -100,11 +106,11 @@ class Peers:
         return cls(
             rank,
             layout,
-            memory(layout.ranks + 3, dtype=torch.int64),
+            memory(2 * layout.ranks + 3, dtype=torch.int64),
             memory(layout.words, dtype=torch.int64),
             memory(STEP_WORDS, dtype=torch.int32),
             memory(FAULT_WORDS, dtype=torch.int32),
-            memory(layout.ranks, tokens, layout.width, dtype=torch.float32),
+            memory(SLOTS, tokens, layout.width, dtype=torch.float32),
         )
 
 

@@ -15,7 +15,7 @@ from dsv4.errors import UserError
 from dsv4.ops.torch_workspace import TorchStep
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import local_config
-from dsv4.peers import InboxLayout
+from dsv4.peers import SLOTS, InboxLayout
 from dsv4.step.planned import PlannedSteps
 from dsv4.weights.packing_bytes import (
     dequantized_bytes,
@@ -241,7 +241,7 @@ def exchange_bytes(config: ModelConfig, engine: EngineConfig, ranks: int) -> int
     """
     if ranks == 1:
         return 0
-    rows = 4 * ranks * step_tokens(engine) * config.hidden_size
+    rows = 4 * SLOTS * step_tokens(engine) * config.hidden_size
     return InboxLayout.of(config, ranks).nbytes + rows
 
 

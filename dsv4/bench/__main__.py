@@ -27,6 +27,7 @@ OF_GEOMETRY = {
     "layers": None,
     "prompts": (128, 2048, 8192),
     "positions": (1024,),
+    "ranks": None,
 }
 OF_MODEL = {"device": "auto", "prompt_tokens": 512, "repeats": 3}
 
@@ -63,6 +64,13 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
     engine.add_argument("--gpus", type=integer(1, 8), default=1)
     parallel = ("pipeline", "round-robin", "tensor")
     engine.add_argument("--parallel", choices=parallel, default="pipeline")
+    engine.add_argument(
+        "--ranks",
+        type=int,
+        choices=(4, 8),
+        help="with --geometry --parallel tensor --gpus 2: ranks 0 and 1 of so many, which exchange "
+        "as much as all would",
+    )
     engine.add_argument("--prefill-chunk", type=integer(1), help="(default: by the devices)")
     engine.add_argument(
         "--ops",
@@ -145,6 +153,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.ops == "cutedsl" and options.prefill_activations != "bf16":
         found = f"{options.prefill_activations} with --ops cutedsl"
         raise UserError(f"--prefill-activations: found {found}, expected bf16")
+    if options.ranks is not None and (options.parallel, options.gpus) != ("tensor", 2):
+        found = f"{options.ranks} with --parallel {options.parallel} --gpus {options.gpus}"
+        raise UserError(f"--ranks: found {found}, expected --parallel tensor --gpus 2")
     if options.geometry is not None:
         _need_cuda()
     engine = EngineConfig(
@@ -176,6 +187,7 @@ def _measure_geometry(options: argparse.Namespace, engine: EngineConfig) -> dict
             None if options.modes is None else tuple(options.modes),
             options.profile,
             op_table("cutedsl") if options.ops == "cutedsl" else None,
+            options.ranks,
         ),
         sys.stderr.write,
     )

@@ -47,7 +47,8 @@ class GeometryRun:
 
     ``engine`` says where and how; its ``max_context`` is set to what the prompts and positions
     need. ``modes`` None: all that the op table has. ``table`` None: the one that ``engine`` asks
-    for.
+    for. ``ranks``: that the layers are cut for, where two GPUs stand for more of them
+    (``Placement.absent_ranks``).
     """
 
     geometry: Geometry
@@ -60,6 +61,7 @@ class GeometryRun:
     modes: tuple[DecodeMode, ...] | None
     profile: bool
     table: Table | None = None
+    ranks: int | None = None
 
 
 def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dict[str, Any]:
@@ -74,9 +76,9 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    engine = _build(config, replace(run.engine, max_context=room), run.layout, run.table)
+    engine = _build(config, replace(run.engine, max_context=room), run.layout, run.table, run.ranks)
     build_seconds = time.perf_counter() - started
-    ranks = run.engine.gpus if run.engine.parallel == "tensor" else 1
+    ranks = run.ranks or (run.engine.gpus if run.engine.parallel == "tensor" else 1)
     nbytes = sum(token_bytes(config, run.layout, ranks).values())
     build_peak = _peak_gigabytes(engine)
     prefill = {str(length): round(_prefill(engine, length), 1) for length in run.prompts}
@@ -97,7 +99,7 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
         "layout": run.layout,
         "layers": config.num_hidden_layers,
         "native": engine.table.portable is not None,
-        "placement": placement_record(run.engine.parallel, engine.devices),
+        "placement": placement_record(run.engine.parallel, engine.devices) | _cut(run),
         "prefill_chunk": engine.engine_config.prefill_chunk,
         "prefill_activations": engine.engine_config.prefill_activations,
         "max_context": room,
@@ -159,17 +161,28 @@ def placement_record(parallel: str, layer_devices: tuple[torch.device, ...]) -> 
 
 
 def _build(
-    config: ModelConfig, engine_config: EngineConfig, layout: Layout, table: Table | None
+    config: ModelConfig,
+    engine_config: EngineConfig,
+    layout: Layout,
+    table: Table | None,
+    ranks: int | None = None,
 ) -> Engine:
     sizes = (
         (name, stored_bytes(parameter, layout)) for name, parameter in parameters(config).items()
     )
     layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
     placement = Placement.of(engine_config, engine_devices(engine_config), layer_bytes)
+    if ranks is not None:
+        placement = replace(placement, absent_ranks=ranks - placement.ranks)
     weights = _random_weights(config, layout, placement)
     engine = Engine(config, engine_config, weights, placement, table)
     _synchronize(engine)
     return engine
+
+
+def _cut(run: GeometryRun) -> dict[str, int]:
+    """For how many ranks the layers are cut, where some are absent."""
+    return {} if run.ranks is None else {"cut_for_ranks": run.ranks}
 
 
 def _random_weights(
@@ -179,7 +192,7 @@ def _random_weights(
     if placement.ranks == 1:
         return [ReadOnce(synthetic_weights(config, layout, 0, placement.device_of))]
     return [
-        ReadOnce(synthetic_rank_weights(config, layout, 0, device, placement.ranks, rank))
+        ReadOnce(synthetic_rank_weights(config, layout, 0, device, placement.cuts, rank))
         for rank, device in enumerate(placement.stages[0].devices)
     ]
 

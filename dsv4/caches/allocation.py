@@ -52,7 +52,7 @@ def kv_row_format(engine: EngineConfig) -> RowFormat:
 def allocate_layer(
     config: ModelConfig, engine: EngineConfig, max_context: int, ratio: int, device: torch.device
 ) -> AttentionState:
-    """The caches of one layer, which attends with ``ratio``; ``device`` may be torch's meta device."""
+    """The caches of one layer with this ``ratio``; ``device`` may be torch's meta device."""
     dtype = COMPUTE_DTYPES[engine.compute_dtype]
     kv_format = kv_row_format(engine)
     index_format = (

@@ -64,6 +64,13 @@ class Program:
         key = storage_key(recorded)
         if key in self._zeroed:
             return self._zeroed[key]
+        if key in self.recording.placed:
+            memory = self.recording.placed[key]
+            return memory.as_strided(
+                recorded.size(),
+                recorded.stride(),
+                memory.storage_offset() + recorded.storage_offset(),
+            )
         start = self._layout.offsets[key]
         storage = self._memory.bytes[start:].view(recorded.dtype)
         return storage.as_strided(
@@ -112,6 +119,8 @@ class Program:
         key = storage_key(tensor)
         if key in self._zeroed:
             return self._zeroed[key].data_ptr() + byte_offset(tensor)
+        if key in self.recording.placed:
+            return self.recording.placed[key].data_ptr() + byte_offset(tensor)
         return self._memory.bytes.data_ptr() + self._layout.offsets[key] + byte_offset(tensor)
 
 

@@ -72,9 +72,10 @@ class Recording:
         self.nan_1 = nan_1
         self.peers = peers
         self.exchanges = 0
-        self.outgoing: list[Tensor] = []
+        self.sends = False
         self.items: list[Item] = []
         self.kept: list[Tensor] = []
+        self.placed: dict[int, Tensor] = {}
         self._buffers: dict[int, Tensor] = {}
         self._zeroed: dict[str, Tensor] = {}
 
@@ -136,9 +137,9 @@ class Recording:
         self.exchanges += 1
         return self.exchanges - 1
 
-    def send(self, partial: Tensor) -> None:
-        """Marks a partial result that goes to the other ranks behind the part that computes it."""
-        self.outgoing.append(self.keep(partial))
+    def place(self, buffer: Tensor, memory: Tensor) -> None:
+        """Gives a buffer the first bytes of ``memory``, which is contiguous and of its dtype."""
+        self.placed[storage_key(buffer)] = memory
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Marks a buffer as read after the last item; returns it."""

@@ -1,7 +1,7 @@
 """Where the buffers of a recording lie: those that are alive at the same time never overlap.
 
 A buffer is alive from the first item that names it to the last, or to the end of the recording if
-it is kept.
+it is kept. One that was placed has memory of its own.
 """
 
 from collections import defaultdict
@@ -58,7 +58,7 @@ def _lifetimes(recording: Recording) -> dict[int, _Lifetime]:
     lifetimes: dict[int, _Lifetime] = {}
 
     def use(tensor: Tensor, at: int) -> None:
-        if recording.owns(tensor):
+        if recording.owns(tensor) and storage_key(tensor) not in recording.placed:
             nbytes = round_up(max(tensor.untyped_storage().nbytes(), 1), ALIGNMENT)
             lifetimes.setdefault(storage_key(tensor), _Lifetime(nbytes, at, at)).last = at
 

@@ -22,8 +22,7 @@ class HandOff:
         self.target = arrived.device
         self.arrived = arrived
         self._staged: Tensor | None = None
-        apart = source != self.target
-        if apart and not torch.cuda.can_device_access_peer(source, self.target):
+        if not torch.cuda.can_device_access_peer(source, self.target):
             _LOG.warning(
                 "no peer access from %s to %s: copies go through host memory", source, self.target
             )

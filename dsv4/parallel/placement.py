@@ -26,9 +26,13 @@ class Stage:
 class Placement:
     """All layers in stages, which have as many ranks each; the embedding is with the first layer,
     everything else with the last. What a rank holds of a layer is in ``dsv4.parallel.sharding``.
+
+    ``absent_ranks``: further ranks that the layers are cut for and that are not there. Their
+    traffic goes between two ranks that are, and what comes of it means nothing: for timings.
     """
 
     stages: tuple[Stage, ...]
+    absent_ranks: int = 0
 
     @classmethod
     def of(
@@ -75,6 +79,11 @@ class Placement:
     @property
     def ranks(self) -> int:
         return len(self.stages[0].devices)
+
+    @property
+    def cuts(self) -> int:
+        """The ranks that layers are cut for."""
+        return self.ranks + self.absent_ranks
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

@@ -1,5 +1,6 @@
 """The decode state of every rank, and the memory in which the ranks exchange partial results."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.launch.loading import driver
 from dsv4.parallel.placement import Placement
-from dsv4.peers import FAULT_WORDS, STEP_WORDS, InboxLayout, Peers
+from dsv4.peers import FAULT_WORDS, SLOTS, STEP_WORDS, WORD_BYTES, InboxLayout, Peers
 
 
 def allocate_state(
@@ -35,7 +36,7 @@ def allocate_state(
     ]
     if placement.ranks == 1:
         return states[0]
-    layout = InboxLayout.of(config, placement.ranks)
+    layout = InboxLayout.of(config, placement.cuts)
     tokens = step_tokens(engine)
     if planned:
         peers = [Peers.planned(rank, layout, tokens) for rank in range(placement.ranks)]
@@ -46,22 +47,30 @@ def allocate_state(
 
 def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -> list[Peers]:
     """Every rank's view of the others; rank r is on ``devices[r]``, and several may be on one.
-    ``tokens`` of the longest step.
+    ``tokens`` of the longest step. With fewer than ``layout.ranks`` devices, two, the rest is
+    absent: a rank writes the words of absent ones into the inbox of the other.
     """
     on_gpus = devices[0].type == "cuda"
     if on_gpus:
         allow_peer_access(tuple(dict.fromkeys(devices)))
-    inboxes = [_inbox(layout, device) for device in devices]
-    addresses = [inbox.data_ptr() for inbox in inboxes]
+    inboxes = [_shared_memory((layout.words,), torch.int64, device) for device in devices]
+    rows = (SLOTS, tokens, layout.width)
+    partials = [_shared_memory(rows, torch.float32, device) for device in devices]
     fault_4 = torch.zeros(FAULT_WORDS, dtype=torch.int32, pin_memory=on_gpus)
     found = []
-    for rank, (device, inbox) in enumerate(zip(devices, inboxes, strict=True)):
+    for rank, device in enumerate(devices):
         step_4 = torch.zeros(STEP_WORDS, dtype=torch.int32, device=device)
-        table = [*addresses, addresses[rank], step_4.data_ptr(), fault_4.data_ptr()]
-        table_P = torch.tensor(table, dtype=torch.int64, device=device)
-        rows = (layout.ranks, tokens, layout.width)
-        arrived_NTE = torch.empty(rows, dtype=torch.float32, device=device)
-        found.append(Peers(rank, layout, table_P, inbox, step_4, fault_4, arrived_NTE))
+        other = (rank + 1) % len(devices)
+        absent = range(len(devices), layout.ranks)
+        shift = WORD_BYTES * layout.rank_words
+        addresses = [
+            *(one.data_ptr() for one in inboxes),
+            *(inboxes[other].data_ptr() + (missing - rank) * shift for missing in absent),
+            *(one.data_ptr() for one in (inboxes[rank], step_4, fault_4, *partials)),
+            *(partials[other].data_ptr() for _ in absent),
+        ]
+        table_P = torch.tensor(addresses, dtype=torch.int64, device=device)
+        found.append(Peers(rank, layout, table_P, inboxes[rank], step_4, fault_4, partials[rank]))
     return found
 
 
@@ -101,18 +110,18 @@ def allow_peer_access(devices: Sequence[torch.device]) -> None:
 
 
 class _DeviceMemory:
-    """Memory of ``cuMemAlloc``, which peers can write to however torch allocates its own."""
+    """Bytes of ``cuMemAlloc``, which peers can read and write however torch allocates its own."""
 
-    def __init__(self, words: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
         self._bindings: Any = driver()
         with torch.cuda.device(device):
-            error, address = self._bindings.cuMemAlloc(8 * words)
+            error, address = self._bindings.cuMemAlloc(nbytes)
             if error != self._bindings.CUresult.CUDA_SUCCESS:
-                raise RuntimeError(f"inbox on {device}: found {error.name} for {8 * words} bytes")
+                raise RuntimeError(f"exchange on {device}: found {error.name} for {nbytes} bytes")
         self._address = address
         self.__cuda_array_interface__ = {
-            "shape": (words,),
-            "typestr": "<i8",
+            "shape": (nbytes,),
+            "typestr": "|u1",
             "data": (int(address), False),
             "version": 3,
         }
@@ -121,9 +130,10 @@ class _DeviceMemory:
         self._bindings.cuMemFree(self._address)
 
 
-def _inbox(layout: InboxLayout, device: torch.device) -> Tensor:
+def _shared_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that all ranks can read and write."""
     if device.type != "cuda":
-        return torch.zeros(layout.words, dtype=torch.int64, device=device)
+        return torch.zeros(shape, dtype=dtype, device=device)
     with torch.cuda.device(device):
-        inbox = torch.as_tensor(_DeviceMemory(layout.words, device), device=device)
-        return inbox.zero_()
+        memory = _DeviceMemory(math.prod(shape) * dtype.itemsize, device)
+        return torch.as_tensor(memory, device=device).zero_().view(dtype).view(shape)

@@ -15,7 +15,7 @@ from dsv4.caches.state import DecodeState
 from dsv4.layers.values import Seen
 from dsv4.sampling import Sampler, SamplerState
 from dsv4.step.observer import Observer
-from dsv4.step.parts import AnyPart
+from dsv4.step.parts import AnyPart, Meeting
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.step import Step
 from dsv4.step.token_feed import TokenFeed
@@ -36,6 +36,7 @@ class LockStep:
         feeds = [step.feed for step in ranks if step.feed is not None]
         self.feed = Feeds(feeds) if feeds else None
         self.tokens = self.first.tokens
+        self._arrived = [torch.cuda.Event() for _ in ranks]
 
     @property
     def recorded(self) -> RecordedStep:
@@ -76,8 +77,20 @@ class LockStep:
         self, ranks_parts: list[list[AnyPart]], tokens: int, observer: Observer | None
     ) -> None:
         for parts in zip(*ranks_parts, strict=True):
+            if isinstance(parts[0], Meeting):
+                self._meet()
+                continue
             for step, part in zip(self.ranks, parts, strict=True):
                 step.run_part(part, tokens, observer)
+
+    def _meet(self) -> None:
+        """What is queued from here on waits for what every rank has queued before."""
+        streams = [torch.cuda.current_stream(step.recorded.head) for step in self.ranks]
+        for stream, arrived in zip(streams, self._arrived, strict=True):
+            arrived.record(stream)
+        for stream in streams:
+            for arrived in self._arrived:
+                stream.wait_event(arrived)
 
 
 class Feeds:

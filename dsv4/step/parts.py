@@ -44,16 +44,15 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Share:
-    """A rank's partial result of a prefill step, float32 ``[T, E]``, goes to the other ranks."""
+class Meeting:
+    """All ranks have computed their partial results before any goes on."""
 
     source: torch.device
-    tensor: Tensor
 
     @property
     def name(self) -> str:
         """With the index of the device."""
-        return f"partial result of {self.source.index}"
+        return f"meeting of {self.source.index}"
 
 
-AnyPart = Part | Transfer | Share
+AnyPart = Part | Transfer | Meeting

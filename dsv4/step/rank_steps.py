@@ -1,6 +1,6 @@
 """The recorded steps of one rank: recording them, and giving them memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -36,9 +36,7 @@ class RankSteps:
         model: Transformer,
         state: DecodeState,
         table: RecordedTable,
-        shares: Sequence[HandOff] = (),
     ) -> None:
-        """``shares``: the ways of a partial result to the other ranks."""
         self.model = model
         self.state = state
         self.table = table
@@ -49,7 +47,6 @@ class RankSteps:
             (source, target): HandOff(source, arrived)
             for (source, target), arrived in state.arrivals.items()
         }
-        self._shares = shares
         self._targets = {device: Target.of(device) for device in state.devices}
         self.memory: dict[torch.device, Memory] = {}
 
@@ -73,7 +70,7 @@ class RankSteps:
     def ready(self, recorded: RecordedStep, feed: TokenFeed, apart: bool = False) -> Step:
         """A step with memory: its own if it is to be ``apart``."""
         memory = {} if apart else self.memory
-        return Step(recorded, memory, self.hand_offs, feed, self._shares)
+        return Step(recorded, memory, self.hand_offs, feed)
 
     def logits_step(self, rows: int) -> tuple[Step, Tensor]:
         """The step for the logits of this many hidden states, and its input."""

@@ -24,7 +24,7 @@ from dsv4.ops import Ops
 from dsv4.ops.exchange.decode import next_step
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
-from dsv4.step.parts import AnyPart, Part, Share, Transfer
+from dsv4.step.parts import AnyPart, Meeting, Part, Transfer
 from dsv4.step.traced_values import KeptValue, TracedValues
 
 _LOG = logging.getLogger("dsv4")
@@ -142,8 +142,9 @@ class StepRecorder:
         if drains is not None:
             self._undrained = None
         self._parts.append(Part(kind, device, layer, start, len(recording.items), drains))
-        self._parts += [Share(device, partial) for partial in recording.outgoing]
-        recording.outgoing.clear()
+        if recording.sends:
+            self._parts.append(Meeting(device))
+            recording.sends = False
 
     def recording(self, device: torch.device) -> Recording:
         """What is recorded for ``device``."""

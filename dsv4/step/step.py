@@ -1,6 +1,7 @@
 """A step that can run: a recorded one whose buffers have memory."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 
 import torch
@@ -11,7 +12,7 @@ from dsv4.layers.values import Seen, completed_rows
 from dsv4.parallel.hand_off import HandOff
 from dsv4.step.current_device import on_device
 from dsv4.step.observer import Observer
-from dsv4.step.parts import AnyPart, Part, Share, Transfer
+from dsv4.step.parts import AnyPart, Meeting, Part, Transfer
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.token_feed import TokenFeed
 
@@ -32,10 +33,9 @@ class Step:
         memory: Mapping[torch.device, Memory],
         hand_offs: HandOffs,
         feed: TokenFeed | None = None,
-        shares: Sequence[HandOff] = (),
     ) -> None:
         """A device without ``memory``, or with too little, gets memory of the step's own. ``feed``:
-        its input. ``shares``: the ways of a partial result to the other ranks.
+        its input.
         """
         self.recorded = recorded
         self.feed = feed
@@ -44,7 +44,6 @@ class Step:
             for device, recording in recorded.recordings.items()
         }
         self._hand_offs = hand_offs
-        self._shares = shares
         self.head_program = self.programs[recorded.head]
         self.model_parts = [part for part in recorded.parts if not is_sample(part)]
         self.sample_parts = [part for part in recorded.parts if is_sample(part)]
@@ -93,9 +92,12 @@ class Step:
             self.run_part(part, 1, observer)
 
     def run_part(self, part: AnyPart, tokens: int, observer: Observer | None = None) -> None:
-        """Queues one part, item by item where somebody watches."""
-        if not isinstance(part, Part):
-            self._send_observed(part, tokens, observer)
+        """Queues one part, item by item where somebody watches. A meeting is not of one rank."""
+        if isinstance(part, Meeting):
+            return
+        if isinstance(part, Transfer):
+            with nullcontext() if observer is None else observer.hand_off(part.source, part.target):
+                self.send(part, tokens)
             return
         program = self.programs[part.device]
         if observer is None:
@@ -108,23 +110,10 @@ class Step:
                         program.run(tokens, index, index + 1)
         self._drain(part)
 
-    def send(self, transfer: Transfer | Share, tokens: int) -> None:
-        """Queues a hand-off, or those of a partial result."""
-        rows = self.programs[transfer.source].tensor(transfer.tensor)[:tokens]
-        if isinstance(transfer, Transfer):
-            self._hand_offs[transfer.source, transfer.target].send(rows)
-            return
-        for share in self._shares:
-            share.send(rows)
-
-    def _send_observed(
-        self, transfer: Transfer | Share, tokens: int, observer: Observer | None
-    ) -> None:
-        if observer is None or isinstance(transfer, Share):
-            self.send(transfer, tokens)
-            return
-        with observer.hand_off(transfer.source, transfer.target):
-            self.send(transfer, tokens)
+    def send(self, transfer: Transfer, tokens: int) -> None:
+        """Queues a hand-off."""
+        streams_TME = self.programs[transfer.source].tensor(transfer.tensor)
+        self._hand_offs[transfer.source, transfer.target].send(streams_TME[:tokens])
 
     def _drain(self, part: Part) -> None:
         if part.drains is not None:

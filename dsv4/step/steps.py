@@ -15,7 +15,6 @@ from dsv4.layers.values import Wants, Watch
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import RecordedTable
-from dsv4.parallel.hand_off import HandOff
 from dsv4.sampling import Sampler, checked_token
 from dsv4.step.lock_step import AnyStep, JoinedValues, LockStep, Rings, Samplers
 from dsv4.step.observer import Observer
@@ -55,16 +54,16 @@ class RecordedSteps:
         self.observer: Observer | None = None
         self.head = model.head_device
         models = (model, *other_models)
-        self.ranks = [
-            RankSteps(rank_model, rank_state, table, shares)
-            for rank_model, rank_state, shares in zip(
-                models, state.ranks, shares_of(state), strict=True
-            )
-        ]
+        pairs = zip(models, state.ranks, strict=True)
+        self.ranks = [RankSteps(rank_model, rank_state, table) for rank_model, rank_state in pairs]
         first = self.ranks[0]
         alone = len(self.ranks) == 1
         self.sampler = first.sampler if alone else Samplers([rank.sampler for rank in self.ranks])
-        self.ring = first.ring if alone else Rings([rank.ring for rank in self.ranks])
+        rings = [rank.ring for rank in self.ranks]
+        if state.peers is not None and state.peers.layout.ranks > len(self.ranks):
+            # Without the results of absent ranks each rank chooses another token.
+            del rings[1:]
+        self.ring = rings[0] if alone else Rings(rings)
         self._prefill_tokens = prefill_tokens
         self._steps: dict[int, AnyStep] = {}
         self._logits: dict[int, tuple[AnyStep, list[Tensor]]] = {}
@@ -219,16 +218,3 @@ class RecordedSteps:
 
     def _joined(self, steps: list[Step]) -> AnyStep:
         return steps[0] if len(steps) == 1 else LockStep(steps, self.state)
-
-
-def shares_of(state: DecodeState) -> list[list[HandOff]]:
-    """The ways of every rank's partial results to the other ranks."""
-    heads = [rank.devices[-1] for rank in state.ranks]
-    return [
-        [
-            HandOff(heads[source], target.peers.arrived_NTE[source])
-            for rank, target in enumerate(state.ranks)
-            if rank != source and target.peers is not None
-        ]
-        for source in range(len(heads))
-    ]

@@ -10,7 +10,8 @@
 // consumers also run where all ranks share one stream.
 //
 // Defines: RANKS. `peers`, of every rank for itself (dsv4/peers.py): the addresses of all inboxes,
-// of its own one, of its step counter, and of the words for the host about a fault.
+// of its own one, of its step counter, of the words for the host about a fault, and of the partial
+// results of all ranks in prefill steps.
 #pragma once
 #include "ptx.cuh"
 
@@ -18,11 +19,12 @@
 #define RANKS 1
 #endif
 
+constexpr int OWN_INBOX = RANKS, STEP = RANKS + 1, FAULT = RANKS + 2, PARTIALS = RANKS + 3;
 constexpr int EXCHANGES_PER_STEP = 256;
 constexpr long long WAIT_CYCLES = 10000000000ll;  // five seconds
 
 __device__ __forceinline__ unsigned exchange_tag(const int64* peers, int exchange) {
-    const unsigned* step = reinterpret_cast<const unsigned*>(peers[RANKS + 1]);
+    const unsigned* step = reinterpret_cast<const unsigned*>(peers[STEP]);
     return *step * EXCHANGES_PER_STEP + exchange;
 }
 
@@ -60,9 +62,9 @@ struct Inbox {
     __device__ __forceinline__ Inbox(const int64* peers, int64 slot, int64 rank_words,
                                      int number) {
         if constexpr (RANKS > 1) {
-            first = reinterpret_cast<const char*>(peers[RANKS] + 8 * slot);
+            first = reinterpret_cast<const char*>(peers[OWN_INBOX] + 8 * slot);
             rank_bytes = 8 * rank_words;
-            fault = reinterpret_cast<int*>(peers[RANKS + 2]);
+            fault = reinterpret_cast<int*>(peers[FAULT]);
             tag = exchange_tag(peers, number);
             exchange = number;
         }
@@ -107,12 +109,13 @@ struct Inbox {
         return here;
     }
 
-    // The word of `rank` at `index`, which counts from the first word of the exchange.
+    // The word of `rank` at `index`.
     __device__ __forceinline__ float value(int64 index, int rank) const {
+        const char* from = first + rank * rank_bytes + 8 * index;
         float values[1];
-        if (!look(first + 8 * index, values)) {
+        if (!look(from, values)) {
             const long long end = clock64() + WAIT_CYCLES;
-            while (!look(first + 8 * index, values))
+            while (!look(from, values))
                 if (clock64() > end) give_up(rank);
         }
         return values[0];

@@ -52,7 +52,6 @@ def gather_logits(recording: Recording, logits_TV: Tensor | WordSum) -> Tensor:
         Shape(kernel, (ceil_div(vocabulary, _THREADS), logits_TV.tokens), _THREADS),
         **words.arguments,
         logits=gathered_TV,
-        rank_rows=logits_TV.width,
         width=vocabulary,
     )
     return gathered_TV

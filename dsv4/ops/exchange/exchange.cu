@@ -16,51 +16,56 @@ __device__ __forceinline__ int first_row(int rank, int width) {
     return min((rank * tiles + RANKS - 1) / RANKS * 16, width);
 }
 
-// logits[t] = the rows of all ranks, one after the other: words [RANKS][T][rank_rows], of which a
-// rank may have fewer. Blocks along x share the columns, those along y are the tokens.
-extern "C" __global__ void gather_logits(const int64* peers, int64 slot, int exchange,
-                                         float* logits, int rank_rows, int width) {
+// logits[t] = the rows of all ranks, one after the other, of which each has words [T][rows]. Blocks
+// along x share the columns, those along y are the tokens.
+extern "C" __global__ void gather_logits(const int64* peers, int64 slot, int64 rank_words,
+                                         int exchange, float* logits, int width) {
     pdl_launch();
     pdl_wait();
     const int column = blockIdx.x * blockDim.x + threadIdx.x;
     if (column >= width) return;
-    const int64 tokens = gridDim.y, token = blockIdx.y;
+    const int64 token = blockIdx.y;
     int rank = 0;
     while (first_row(rank + 1, width) <= column) ++rank;
     const int first = first_row(rank, width), rows = first_row(rank + 1, width) - first;
-    const int64 at = rank * tokens * rank_rows + token * rows + column - first;
-    logits[token * width + column] = Inbox(peers, slot, 0, exchange).value(at, rank);
+    const Inbox inbox(peers, slot, rank_words, exchange);
+    logits[token * width + column] = inbox.value(token * rows + column - first, rank);
 }
 
 // y = bf16(words of rank 0 + of rank 1 + …): the result of a sublayer by itself.
-extern "C" __global__ void sum_words(const int64* peers, int64 slot, int exchange, bf16* y,
-                                     int count) {
+extern "C" __global__ void sum_words(const int64* peers, int64 slot, int64 rank_words,
+                                     int exchange, bf16* y, int count) {
     pdl_launch();
     pdl_wait();
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= count) return;
     float sums[1];
-    Inbox(peers, slot, count, exchange).sum(at, sums);
+    Inbox(peers, slot, rank_words, exchange).sum(at, sums);
     y[at] = __float2bfloat16(sums[0]);
 }
 
-// y = bf16(partial of rank 0 + of rank 1 + …); `own` is that of `rank`, arrived
-// [RANKS][most][width] holds the others. Four values a thread.
-extern "C" __global__ void sum_ranks(const float* own, const float* arrived, bf16* y, int rank,
-                                     int64 rank_stride, int64 count) {
+// y = bf16(partial of rank 0 + of rank 1 + …), float32 rows from `first` on in the memory of every
+// rank, which this kernel reads where it is. Four values a thread.
+extern "C" __global__ void sum_ranks(const int64* peers, int64 first, bf16* y, int64 count) {
+    const float* from[RANKS];
+#pragma unroll
+    for (int rank = 0; rank < RANKS; ++rank)
+        from[rank] = reinterpret_cast<const float*>(peers[PARTIALS + rank]) + first;
     pdl_launch();
     pdl_wait();
-    const int64 first = ((int64)blockIdx.x * blockDim.x + threadIdx.x) * 4;
-    if (first >= count) return;
-    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+    const int64 at = ((int64)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    if (at >= count) return;
+    float4 parts[RANKS];
 #pragma unroll
-    for (int r = 0; r < RANKS; ++r) {
-        const float* from = r == rank ? own : arrived + r * rank_stride;
-        const float4 part = *reinterpret_cast<const float4*>(from + first);
-        if (r == 0) sum = part;
-        else sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    for (int rank = 0; rank < RANKS; ++rank)
+        parts[rank] = *reinterpret_cast<const float4*>(from[rank] + at);
+    float4 sum = parts[0];
+#pragma unroll
+    for (int rank = 1; rank < RANKS; ++rank) {
+        sum.x += parts[rank].x, sum.y += parts[rank].y;
+        sum.z += parts[rank].z, sum.w += parts[rank].w;
     }
-    __nv_bfloat162* to = reinterpret_cast<__nv_bfloat162*>(y + first);
+    __nv_bfloat162* to = reinterpret_cast<__nv_bfloat162*>(y + at);
     to[0] = __floats2bfloat162_rn(sum.x, sum.y);
     to[1] = __floats2bfloat162_rn(sum.z, sum.w);
 }

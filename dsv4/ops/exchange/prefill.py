@@ -1,4 +1,8 @@
-"""The exchanges of a prefill step: partial results copied between the ranks, then added."""
+"""The exchanges of a prefill step: every rank adds the partial results of all, read where they are.
+
+A partial result may be written anew two exchanges later: by then its rank has added those of the
+exchange between, which the others began only behind their own sums of this one.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +12,7 @@ from torch import Tensor
 
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
+from dsv4.peers import SLOTS, Peers
 from dsv4.weights.quant import Weight
 
 # ``dsv4.ops.linear.prefill.linear``, or another library's.
@@ -17,17 +22,16 @@ _VALUES = 4
 
 
 @dataclass(frozen=True)
-class CopiedSum:
-    """Partial results of all ranks: this one's own float32 ``[T, E]``, and those that are copied
-    into its memory behind the part that computes them.
-    """
+class PartialSum:
+    """Partial results float32 ``[T, E]`` of all ranks, each in its own memory."""
 
+    exchange: int
     own_TE: Tensor
 
 
 def row_parallel_linear_with(
     linear: Linear, recording: Recording, x: Tensor, weight: Weight
-) -> Tensor | CopiedSum:
+) -> Tensor | PartialSum:
     """``dsv4.ops.exchange.row_parallel_linear`` by an implementation of ``linear``."""
     if recording.peers is None:
         return linear(recording, x, weight, torch.bfloat16)
@@ -45,18 +49,20 @@ def vocab_parallel_linear_with(
     return linear(recording, hidden_TE, weight, torch.float32)
 
 
-def send_partial(recording: Recording, partial_TE: Tensor) -> CopiedSum:
-    """A partial result goes to the other ranks."""
-    recording.send(partial_TE)
-    return CopiedSum(partial_TE)
+def send_partial(recording: Recording, partial_TE: Tensor) -> PartialSum:
+    """A partial result is where the other ranks read it, once all have computed theirs."""
+    peers = _peers(recording)
+    exchange = recording.next_exchange()
+    recording.place(partial_TE, peers.partials_STE[exchange % SLOTS])
+    recording.sends = True
+    return PartialSum(exchange, partial_TE)
 
 
-def summed(recording: Recording, y_TE: Tensor | CopiedSum) -> Tensor:
+def summed(recording: Recording, y_TE: Tensor | PartialSum) -> Tensor:
     """bfloat16 ``[T, E]``: a tensor as it is, or the sum over the ranks."""
     if isinstance(y_TE, Tensor):
         return y_TE
-    peers = recording.peers
-    assert peers is not None, "copies come from ranks"
+    peers = _peers(recording)
     tokens, width = y_TE.own_TE.shape
     if width % _VALUES:
         raise ValueError(f"y_TE: found width {width}, expected a multiple of {_VALUES}")
@@ -67,12 +73,11 @@ def summed(recording: Recording, y_TE: Tensor | CopiedSum) -> Tensor:
         blocks = ceil_div(count * width, _THREADS * _VALUES)
         return Shape(kernel, blocks, _THREADS, numbers={"count": count * width})
 
-    recording.launch(
-        shape,
-        own=y_TE.own_TE,
-        arrived=peers.arrived_NTE,
-        y=sum_TE,
-        rank=peers.rank,
-        rank_stride=peers.arrived_NTE.stride(0),
-    )
+    first = y_TE.exchange % SLOTS * peers.partials_STE.stride(0)
+    recording.launch(shape, peers=peers.table_P, first=first, y=sum_TE)
     return sum_TE
+
+
+def _peers(recording: Recording) -> Peers:
+    assert recording.peers is not None, "partial results come from ranks"
+    return recording.peers

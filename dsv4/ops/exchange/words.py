@@ -9,8 +9,6 @@ from dsv4.launch.recording import Recording
 from dsv4.peers import Peers
 
 Arguments = dict[str, Tensor | int | None]
-# Those of a kernel that exchanges nothing.
-_NONE: Arguments = {"peers": None, "slot": 0, "exchange": 0}
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,9 @@ class WordSum:
 
 @dataclass(frozen=True)
 class Words:
-    """What a kernel is compiled with and gets for an exchange; ``NO_WORDS`` without one."""
+    """What a kernel is compiled with and gets for an exchange: ``NOT_SENT`` and ``NOT_RECEIVED``
+    without one.
+    """
 
     defines: Defines
     arguments: Arguments
@@ -36,20 +36,22 @@ class Words:
         return Words(self.defines, {**self.arguments, "slot": slot + words if self.defines else 0})
 
 
-NO_WORDS = Words((), _NONE)
+NOT_SENT = Words((), {"peers": None, "slot": 0, "exchange": 0})
+NOT_RECEIVED = Words((), {**NOT_SENT.arguments, "rank_words": 0})
 
 
 def outgoing(recording: Recording, words: WordSum) -> Words:
     """For the kernel that pushes this rank's part."""
     peers = _peers(recording)
-    own = peers.rank * words.tokens * words.width
+    own = peers.rank * peers.layout.rank_words
     return _words(peers, words, peers.layout.slot(words.exchange) + own)
 
 
 def incoming(recording: Recording, words: WordSum) -> Words:
     """For the kernel that polls the parts of all ranks."""
     peers = _peers(recording)
-    return _words(peers, words, peers.layout.slot(words.exchange))
+    found = _words(peers, words, peers.layout.slot(words.exchange))
+    return Words(found.defines, {**found.arguments, "rank_words": peers.layout.rank_words})
 
 
 def _words(peers: Peers, words: WordSum, slot: int) -> Words:

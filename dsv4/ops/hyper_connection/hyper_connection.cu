@@ -85,7 +85,7 @@ __device__ __forceinline__ Columns<COUNT> new_stream(const Inputs& in, int i) {
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     hc_mix(const bf16* y, const bf16* streams, const float* post, const float* comb,
            const float* fn, bf16* streams_out, float* partials, const int64* peers, int64 slot,
-           int exchange, int tokens, int width) {
+           int64 rank_words, int exchange, int tokens, int width) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     Place at[PER_LANE];
     float weights[PER_LANE][ROWS][COUNT];
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     pdl_launch();
     pdl_wait();
     const int first = blockIdx.y * TOKENS, last = min(first + TOKENS, tokens);
-    const Inbox inbox(peers, slot, (int64)tokens * width, exchange);
+    const Inbox inbox(peers, slot, rank_words, exchange);
     Inputs next;
     load_inputs(next, at, y, inbox, streams, post, comb, first, width);
     for (int token = first; token < last; token++) {

@@ -5,7 +5,7 @@
 
 extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const float* post,
                                    const float* comb, bf16* out, const int64* peers,
-                                   int64 slot, int exchange, int width) {
+                                   int64 slot, int64 rank_words, int exchange, int width) {
     pdl_launch();
     pdl_wait();
     const int64 token = blockIdx.y;
@@ -17,7 +17,7 @@ extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const flo
         stream[j] = load_columns<COUNT>(streams + (token * STREAMS + j) * width + column_0);
 #if RANKS > 1
     float sums[COUNT];
-    Inbox(peers, slot, (int64)gridDim.y * width, exchange).sum(token * width + column_0, sums);
+    Inbox(peers, slot, rank_words, exchange).sum(token * width + column_0, sums);
     const Columns<COUNT> added = round_columns(sums);
 #else
     const Columns<COUNT> added = load_columns<COUNT>(y + token * width + column_0);

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording, is_aligned
-from dsv4.ops.exchange.prefill import CopiedSum, summed
+from dsv4.ops.exchange.prefill import PartialSum, summed
 from dsv4.ops.exchange.words import WordSum
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
 from dsv4.ops.hyper_connection.seam import (
@@ -31,13 +31,13 @@ from dsv4.ops.hyper_connection.seam import (
     words_of,
 )
 
-Result = Tensor | WordSum | CopiedSum
+Result = Tensor | WordSum | PartialSum
 
 
 @dataclass(frozen=True)
 class RecordedOps:
     """The ops of ``dsv4.ops.hyper_connection`` for 1 to 8 bfloat16 streams. A sublayer's result may
-    be on its way from the ranks, as words or as copies.
+    be on its way from the ranks, as words or as partial results.
 
     ``shapes``: of the two launches of a seam. ``post_threads``: of a block of ``hc_post``. Every op
     raises ``ValueError`` for a dtype, shape or layout that the kernels do not take.
@@ -158,7 +158,7 @@ class RecordedOps:
 
 
 def _arrived(recording: Recording, y: Result) -> Tensor | WordSum:
-    """Copies are added before; words by the kernel that reads them."""
+    """Partial results are added before; words by the kernel that reads them."""
     return y if isinstance(y, WordSum) else summed(recording, y)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording, ShapeOf, is_aligned
-from dsv4.ops.exchange.words import NO_WORDS, Words, WordSum, incoming
+from dsv4.ops.exchange.words import NOT_RECEIVED, Words, WordSum, incoming
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
 
 # Every lane of Sinkhorn's warp keeps the matrix in registers, 64 of them for 8 streams.
@@ -140,7 +140,7 @@ def is_aligned_result(y: Tensor | WordSum) -> bool:
 
 def words_of(recording: Recording, y: Tensor | WordSum | None) -> Words:
     """What a kernel gets that reads a sublayer's result."""
-    return incoming(recording, y) if isinstance(y, WordSum) else NO_WORDS
+    return incoming(recording, y) if isinstance(y, WordSum) else NOT_RECEIVED
 
 
 def memory_columns(most: int, width: int, aligned: bool) -> int:

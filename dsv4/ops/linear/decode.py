@@ -12,7 +12,7 @@ from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops.exchange.words import NO_WORDS, Words
+from dsv4.ops.exchange.words import NOT_SENT, Words
 from dsv4.ops.linear import RowList
 from dsv4.ops.linear.checks import check_grouped, check_linear, check_norm
 from dsv4.ops.linear.decode_plan import WARPS, LinearPlan, ProductShape, plan_linear
@@ -172,7 +172,7 @@ def _record(
     x_TGK: Tensor,
     norm: _Norm,
     y: Tensor | None,
-    words: Words = NO_WORDS,
+    words: Words = NOT_SENT,
 ) -> None:
     """The launch of a product, whose result goes to ``y`` or out as ``words``."""
     tokens, groups, _ = x_TGK.shape

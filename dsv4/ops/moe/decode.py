@@ -12,7 +12,7 @@ from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording, is_aligned
 from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops.exchange.words import NO_WORDS, Words, WordSum, outgoing
+from dsv4.ops.exchange.words import NOT_SENT, Words, WordSum, outgoing
 from dsv4.ops.moe import ExpertWeights, Mixture
 from dsv4.ops.moe.operands import Layer, check_experts, expert_arguments
 from dsv4.ops.router import Router
@@ -82,7 +82,7 @@ def moe(
     weights_TP = recording.empty(shape, torch.float32)
     if recording.peers is None:
         results = Mixture(recording.empty_like(x_TE), ids_TP, weights_TP)
-        _record(recording, step, _Results(*results, NO_WORDS))
+        _record(recording, step, _Results(*results, NOT_SENT))
         return results
     words = WordSum(recording.next_exchange(), *x_TE.shape)
     _record(recording, step, _Results(None, ids_TP, weights_TP, outgoing(recording, words)))

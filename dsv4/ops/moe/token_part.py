@@ -21,6 +21,7 @@ class TokenPart(Recording):
         self.kept = whole.kept
         self._buffers = whole._buffers
         self._zeroed = whole._zeroed
+        self.placed = whole.placed
         self._whole = whole
         self._start = start
         self._most = most
