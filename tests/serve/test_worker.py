@@ -1,7 +1,9 @@
 """The thread that owns the engine: order, the limit of the queue, cancelled jobs, failures."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +12,9 @@ from dsv4.serve.worker import Cancelled, Check, Job, QueueFull, Work, Worker
 
 
 class Gate:
-    """Work that begins when it is let through."""
+    """Work that begins when it is let through, or after a while: a test that has failed must not
+    keep its thread.
+    """
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -18,7 +22,9 @@ class Gate:
 
     def work(self, check: Check) -> Iterator[object]:
         self.begun.set()
-        while not self.open.wait(0.01):
+        for _ in range(2000):
+            if self.open.wait(0.01):
+                break
             check()
         yield "through"
 
@@ -75,6 +81,27 @@ def test_a_cancelled_job_ends_while_it_waits_and_while_it_runs() -> None:
         assert (await all_of(running), type(running.error)) == ([], Cancelled)
         await worker.end()
         assert "a" not in seen
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_job_keeps_no_prompt_while_another_one_runs() -> None:
+    """However many come and leave during a long answer."""
+
+    async def run() -> None:
+        worker = Worker(1)
+        gate = Gate()
+        running = worker.submit(gate.work)
+        await asyncio.to_thread(gate.begun.wait)
+        left = Gate()
+        waiting = worker.submit(left.work)
+        prompt = weakref.ref(left)
+        waiting.cancel()
+        del left
+        gc.collect()
+        assert prompt() is None
+        running.cancel()
+        await worker.end()
 
     asyncio.run(run())
 
