@@ -173,7 +173,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         type=integer(1, 2**31 - 1),
         metavar="N",
         help="prompt and answer together, in tokens "
-        "(default: what they need, at least 8192, at most the model's)",
+        "(default: 8192, or what a run needs, at most the model's)",
     )
     group.add_argument(
         "--prefill-chunk",

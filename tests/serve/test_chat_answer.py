@@ -1,0 +1,67 @@
+"""What the engine says as a chat's message: several calls, calls that are cut off, stop strings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from dsv4 import SamplingParams
+from dsv4.demo import CHECKPOINT
+from dsv4.encoding import Tokenizer
+from dsv4.serve.answering import Ended, PromptRead, Question, TokenSaid
+from dsv4.serve.asked_chat import ChatAsked
+from dsv4.serve.chat import ChatAnswer
+
+DSML = "｜DSML｜"
+OPEN = f"\n\n<{DSML}tool_calls>\n"
+CLOSE = f"\n</{DSML}tool_calls>"
+
+
+def call(city: str) -> str:
+    parameter = f'<{DSML}parameter name="city" string="true">{city}</{DSML}parameter>'
+    return f'<{DSML}invoke name="weather">\n{parameter}\n</{DSML}invoke>'
+
+
+def answer(pieces: Sequence[str], by: str, one_call: bool = False) -> tuple[dict, list[dict]]:
+    """The whole choice, and the deltas of the stream."""
+    question = Question([1, 2], 9, SamplingParams(), (), frozenset())
+    made = ChatAnswer(ChatAsked(question, "chat", [], "", one_call), "m", Tokenizer(CHECKPOINT))
+    said = [PromptRead(1), *(TokenSaid(5, text, None) for text in pieces), Ended("", by)]
+    chunks = [chunk for one in said for chunk in made.feed(0, one)]
+    return made.response()["choices"][0], [chunk["choices"][0]["delta"] for chunk in chunks]
+
+
+def started(deltas: list[dict[str, Any]]) -> list[int]:
+    """The indices of the calls that a stream begins."""
+    calls = [one for delta in deltas for one in delta.get("tool_calls", ())]
+    return [one["index"] for one in calls if "id" in one]
+
+
+@pytest.mark.parametrize("one_call", [False, True])
+def test_of_several_calls_all_or_the_first(one_call: bool) -> None:
+    text = f"Hm.{OPEN}{call('Rome')}\n{call('Oslo')}{CLOSE}"
+    choice, deltas = answer(text, "eos", one_call)
+    cities = [made["function"]["arguments"] for made in choice["message"]["tool_calls"]]
+    assert cities == ['{"city": "Rome"}', '{"city": "Oslo"}'][: 1 if one_call else 2]
+    assert started(deltas) == [0, 1][: 1 if one_call else 2]
+    streamed = [
+        one["function"]["arguments"]
+        for delta in deltas
+        for one in delta.get("tool_calls", ())
+        if one["index"] == 0
+    ]
+    assert "".join(streamed) == '{"city": "Rome"}'
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Hm.", "tool_calls")
+
+
+def test_a_call_that_is_cut_off_is_none() -> None:
+    choice, deltas = answer([OPEN, call("Rome")[:-20]], "length")
+    assert "tool_calls" not in choice["message"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+    assert started(deltas) == [0]
+
+
+def test_a_stop_string_leaves_what_was_held_back_as_text() -> None:
+    choice, deltas = answer(["a", "b\n\n", "<"], "stop")
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("ab\n\n<", "stop")
+    assert "".join(delta.get("content", "") for delta in deltas) == "ab\n\n<"
