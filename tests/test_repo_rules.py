@@ -74,6 +74,7 @@ NEVER_IMPORTS = {
     "dsv4.checkpoint": (*HIGHEST, "dsv4.engine", "dsv4.model", "dsv4.layers", "dsv4.decode"),
     "dsv4.step": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint", "dsv4.decode"),
     "dsv4.decode": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint"),
+    "dsv4.speculative": (*ABOVE_THE_ENGINE, "dsv4.engine", "dsv4.checkpoint", "dsv4.decode"),
     "dsv4.engine": ABOVE_THE_ENGINE,
     # The driver needs nothing of the server, nor its libraries.
     "dsv4.cli": ("dsv4.serve",),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsv4.measure.profile_table import HEAD, Row, format_table
+from dsv4.measure.profile_table import DRAFT, HEAD, Row, format_table
 
 BETWEEN_OPS = "(between ops)"
 BETWEEN_STEPS = "(between steps)"
@@ -50,8 +50,11 @@ class OpProfile:
 
     @contextmanager
     def part(self, name: str, device: torch.device, layer: int | None) -> Iterator[None]:
-        """Counts every op inside for the layer's kind, or for the head."""
+        """Counts every op inside for the layer's kind, for drafts or for the head."""
         self._kind = HEAD if layer is None else self._kinds[layer]
+        if name == DRAFT:
+            self._kind = DRAFT
+            self.visits[self.phase, DRAFT] += 1
         if layer is not None and layer != self._layer:
             self._layer = layer
             self.visits[self.phase, self._kind] += 1

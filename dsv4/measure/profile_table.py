@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 
 # In place of a layer's kind: the parts of a step that belong to no layer.
 HEAD = "head"
-COLUMNS = ("SWA", "CSA", "HCA", HEAD)
+# The part that drafts, by the name that steps give it.
+DRAFT = "draft"
+COLUMNS = ("SWA", "CSA", "HCA", HEAD, DRAFT)
 
 
 @dataclass(frozen=True)
 class Row:
     """``us`` in all ``count`` calls; ``by_kind``: of it, µs per layer of a kind, or per step at its
-    head.
+    head, or per part that drafts.
 
     ``gap_us``: how long the device had nothing to do before these calls, where that is known.
     """
