@@ -16,12 +16,13 @@ import random
 import shutil
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
 from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.command.flags import OneLineParser, integer, number
 from dsv4.command.program import command
 from dsv4.demo import CHECKPOINT
@@ -76,13 +77,15 @@ def train(trainer: DraftTrainer, pool: Pool, args: argparse.Namespace) -> None:
     trainer.save(state, {"step": step, "seconds": seconds})
 
 
-def measure(folder: Path, draft: str, limit: int, seed: int) -> dict[str, Any]:
+def measure(folder: Path, device: Any, limit: int, seed: int) -> dict[str, Any]:
     """The engine with the module on ``limit`` held-out prompts of each task, greedily: what was
-    drafted and kept by position, in all and by task, and whether every text is that without drafts.
+    drafted and kept by position, in all and by task, and how many texts are those without drafts.
     """
-    config = EngineConfig(device="cpu", draft=draft, draft_weights=str(folder))  # type: ignore[arg-type]
+    plain_config = EngineConfig(device=device, ops="torch", draft="off")
+    config = replace(plain_config, draft="auto", draft_weights=str(folder))
     engine = Engine.load(CHECKPOINT, config)
-    plain = Engine.load(CHECKPOINT, EngineConfig(device="cpu", draft="off"))
+    plain = Engine.load(CHECKPOINT, plain_config)
+    limit_cpu_threads(engine.config)
     tokenizer = Tokenizer(CHECKPOINT)
     tasks: dict[str, Any] = {}
     for task in TASKS:
@@ -132,10 +135,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("draft", choices=sorted(KIND_OF_FLAG))
     parser.add_argument("--minutes", type=number(0, 10**4), default=8.0)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=integer(0), default=0)
     parser.add_argument("--workers", type=integer(1), default=13)
-    parser.add_argument("--limit", type=integer(1), default=20, help="held-out prompts of a task")
+    parser.add_argument("--limit", type=integer(1), default=8, help="held-out prompts of a task")
     parser.add_argument("--tiny", action="store_true", help="small batches, for a look on a CPU")
     return parser.parse_args(arguments)
 
@@ -152,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     if folder.exists():
         shutil.rmtree(folder)
     trainer.publish(folder)
-    report = measure(folder, args.draft, args.limit, args.seed + 1)
+    report = measure(folder, args.device, args.limit, args.seed + 1)
     text = json.dumps(report, indent=2)
     (args.out / "acceptance.json").write_text(f"{text}\n", encoding="utf-8")
     shares = ", ".join(f"{100 * share:.1f} %" for share in report["acceptance"])
