@@ -50,7 +50,7 @@ _LOG = logging.getLogger("dsv4")
 class DraftedSteps(DirectSteps):
     """``DirectSteps`` whose ``following`` drafts; every step tells the drafter what it computed.
 
-    ``drafted``: how the last ``following`` went.
+    ``drafted``: how drafts did since the last ``first_token``.
     """
 
     def __init__(
@@ -83,6 +83,11 @@ class DraftedSteps(DirectSteps):
         self.drafted = Tally(self.drafter.most)
         self._warned = False
 
+    def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:
+        """See ``DirectSteps``; a new run begins, which has drafted nothing."""
+        self.drafted = Tally(self.drafter.most)
+        return super().first_token(sampler, hidden_TE)
+
     def following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
         """Yields the tokens behind ``token``, several for each step of which drafts stay.
 
@@ -92,7 +97,6 @@ class DraftedSteps(DirectSteps):
         given = 0
         # Where an error leaves the sequence: behind the token that met it.
         kept = start
-        self.drafted = Tally(self.drafter.most)
         try:
             while given < steps:
                 kept = start + given + 1
@@ -274,7 +278,7 @@ def direct_steps(
 
 
 def draft_stats(steps: object) -> DraftStats | None:
-    """How drafts did in the last ``following`` of steps; None for steps without."""
+    """How drafts did in the last run of ``steps``; None for steps without."""
     return steps.drafted.stats() if isinstance(steps, DraftedSteps) else None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4 import Engine, SamplingParams
 from dsv4.layers.dspark import DSpark
+from dsv4.layers.values import Watch
 from dsv4.speculative.drafter import Proposal
 from dsv4.speculative.steps import DraftedSteps
 from dsv4.weights.parameters import MtpKind
@@ -129,6 +130,26 @@ def test_sampling_with_a_seed_is_repeated_and_another_seed_is_another_text(kind:
     ]
     assert texts[0] == texts[1]
     assert texts[0] != texts[2]
+
+
+def test_a_measured_number_of_drafts_gives_the_same_text() -> None:
+    ids = random_ids(13)
+    text = plain_text("dspark", ids, 40)
+    engine = drafted_engine("dspark", draft_tokens="auto")
+    script = Script([*ids, *text], lambda position: position * 5 % 6)
+    assert list(scripted(engine, script).generate(ids, 40, GREEDY, NO_STOPS)) == text
+
+
+def test_a_run_that_is_watched_makes_no_drafts() -> None:
+    ids = random_ids(13)
+    engine = drafted_engine("dspark")
+    list(engine.generate(ids, 6, GREEDY, NO_STOPS))
+    watch = Watch(lambda name, rows: None, lambda name: name == "hidden")
+    watched = list(engine.generate(ids, 6, GREEDY, NO_STOPS, watch=watch))
+    assert watched == plain_text("dspark", ids, 6)
+    assert engine.last_run is not None
+    assert engine.last_run.drafts is not None
+    assert engine.last_run.drafts.steps == 0
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(seed=3)], ids=["greedy", "sampled"])
