@@ -125,8 +125,10 @@ class Samplers:
 class Rings:
     """The token rings of all ranks, which hold the same tokens unless there is a fault."""
 
-    def __init__(self, ranks: Sequence[TokenRing]) -> None:
+    def __init__(self, ranks: Sequence[TokenRing], fault_4: Tensor) -> None:
+        """``fault_4``: what a kernel that waited for a rank in vain says (``Peers``)."""
         self._ranks = ranks
+        self._fault_4 = fault_4
 
     def mark(self, position: int) -> None:
         """As of one rank."""
@@ -134,8 +136,17 @@ class Rings:
             ring.mark(position)
 
     def read(self, position: int) -> int:
-        """As of one rank. Raises ``RuntimeError`` where ranks have chosen different tokens."""
-        tokens = [ring.read(position) for ring in self._ranks]
+        """As of one rank. Raises ``RuntimeError`` where ranks have chosen different tokens, or one
+        has waited for another in vain.
+        """
+        try:
+            tokens = [ring.read(position) for ring in self._ranks]
+        except torch.AcceleratorError as error:
+            is_set, exchange, rank, step = self._fault_4.tolist()
+            if not is_set:
+                raise
+            waited = f"words of rank {rank} did not come (exchange {exchange} of step {step})"
+            raise RuntimeError(f"CUDA error: {waited}") from error
         for rank, token in enumerate(tokens):
             if token != tokens[0]:
                 found = f"found token {token} of rank {rank} at position {position}"

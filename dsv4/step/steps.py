@@ -59,11 +59,10 @@ class RecordedSteps:
         first = self.ranks[0]
         alone = len(self.ranks) == 1
         self.sampler = first.sampler if alone else Samplers([rank.sampler for rank in self.ranks])
-        rings = [rank.ring for rank in self.ranks]
-        if state.peers is not None and state.peers.layout.ranks > len(self.ranks):
+        self.ring = first.ring
+        if state.peers is not None and state.peers.ranks == len(self.ranks):
             # Without the results of absent ranks each rank chooses another token.
-            del rings[1:]
-        self.ring = rings[0] if alone else Rings(rings)
+            self.ring = Rings([rank.ring for rank in self.ranks], state.peers.fault_4)
         self._prefill_tokens = prefill_tokens
         self._steps: dict[int, AnyStep] = {}
         self._logits: dict[int, tuple[AnyStep, list[Tensor]]] = {}
