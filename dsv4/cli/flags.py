@@ -179,7 +179,8 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--prefill-chunk",
         type=integer(1, 65536),
         metavar="N",
-        help="tokens per forward (default: 4096 on one GPU, 2048 on several, 512 on the CPU)",
+        help="tokens per forward (default: 4096 on one GPU, 2048 on several, 8192 with "
+        "--parallel tensor, 512 on the CPU)",
     )
     group.add_argument(
         "--device",

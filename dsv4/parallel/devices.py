@@ -14,17 +14,20 @@ from dsv4.ops.tables import Table, TableName, op_table, torch_table
 
 # Tokens per forward, measured (docs/log.md): on one GPU longer chunks give every product more rows;
 # several GPUs share a prompt, which must have a chunk for each of them to work on. With parts of
-# every layer they share each chunk.
+# every layer they share each chunk, and meet twice a layer.
 ONE_GPU_PREFILL_CHUNK = 4096
 SEVERAL_GPUS_PREFILL_CHUNK = 2048
+TENSOR_PREFILL_CHUNK = 8192
 
 
 def with_device_defaults(engine: EngineConfig, devices: Sequence[torch.device]) -> EngineConfig:
     """``engine`` with what it leaves to the devices: the chunk of a prompt."""
     if engine.prefill_chunk is not None or devices[0].type != "cuda":
         return engine
-    together = len(set(devices)) == 1 or engine.parallel == "tensor"
-    chunk = ONE_GPU_PREFILL_CHUNK if together else SEVERAL_GPUS_PREFILL_CHUNK
+    alone = len(set(devices)) == 1
+    chunk = ONE_GPU_PREFILL_CHUNK if alone else SEVERAL_GPUS_PREFILL_CHUNK
+    if engine.parallel == "tensor":
+        chunk = TENSOR_PREFILL_CHUNK
     return replace(engine, prefill_chunk=chunk)
 
 
