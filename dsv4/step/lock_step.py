@@ -5,6 +5,7 @@ needed. So the ranks run part by part: whatever waits for other ranks is queued 
 have to do for it, and a run that is interrupted leaves nobody waiting.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from threading import Lock
 
@@ -155,11 +156,15 @@ class Rings:
 
 
 class JoinedValues:
-    """Values of a traced step, whole: heads of all ranks side by side, the others of rank 0."""
+    """Values of a traced step, whole, in the order of rank 0: heads of all ranks side by side, the
+    others of rank 0.
+    """
 
     def __init__(self, seen: Seen, ranks: int) -> None:
         self._seen = seen
         self._ranks = ranks
+        # Of rank 0, from the first one that other ranks have not completed.
+        self._waiting: deque[tuple[str, Tensor]] = deque()
         self._cut: dict[str, dict[int, Tensor]] = {}
         self._one_at_a_time = Lock()
 
@@ -168,17 +173,24 @@ class JoinedValues:
 
         def seen(name: str, rows: Tensor) -> None:
             with self._one_at_a_time:
-                if not name.endswith(_CUT_VALUES):
-                    if rank == 0:
-                        self._seen(name, rows)
-                    return
-                cut = self._cut.setdefault(name, {})
-                cut[rank] = rows
-                if len(cut) == self._ranks:
-                    del self._cut[name]
-                    self._seen(name, torch.cat([cut[index] for index in range(self._ranks)], 1))
+                if name.endswith(_CUT_VALUES):
+                    self._cut.setdefault(name, {})[rank] = rows
+                if rank == 0:
+                    self._waiting.append((name, rows))
+                self._show_whole()
 
         return seen
+
+    def _show_whole(self) -> None:
+        while self._waiting:
+            name, rows = self._waiting[0]
+            if name.endswith(_CUT_VALUES):
+                if len(self._cut[name]) < self._ranks:
+                    return
+                cut = self._cut.pop(name)
+                rows = torch.cat([cut[rank] for rank in range(self._ranks)], 1)
+            self._waiting.popleft()
+            self._seen(name, rows)
 
 
 AnyStep = Step | LockStep
