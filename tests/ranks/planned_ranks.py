@@ -1,0 +1,131 @@
+"""Ranks of a published geometry on weights and caches that have no memory, and what their steps
+would queue: stand-ins write it into one log.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.checkpoint import Geometry, Layout, geometry_config
+from dsv4.checkpoint.layouts import format_in
+from dsv4.config import ModelConfig
+from dsv4.launch.recording import Launch
+from dsv4.model import Transformer
+from dsv4.ops.tables import CUDA_TABLE
+from dsv4.parallel.placement import Placement
+from dsv4.parallel.rank_state import allocate_state
+from dsv4.parallel.sharding import local_config, local_parameters
+from dsv4.plan import max_context_tokens
+from dsv4.sampling import SamplerState
+from dsv4.step.lock_step import LockStep
+from dsv4.step.planned import planned_weight
+from dsv4.step.recorded import RING_TOKENS, RecordedStep, TokenLoopMemory
+from dsv4.step.step import Step
+from tests.step.planned_model import ENGINE, GPUS, META, FakeProgram, PlannedModel
+
+# Kernels that write words, and those that wait for them.
+PUSHING = ("decode_linear", "moe_decode")
+POLLING = ("hc_mix", "hc_post", "gather_logits")
+
+
+def planned_ranks(
+    name: Geometry, ranks: int, layers: int | None = 6, layout: Layout = "nvfp4-experts"
+) -> list[PlannedModel]:
+    """What every rank records, each on a GPU of its own."""
+    config = ModelConfig.from_dict(geometry_config(name, layers))
+    placement = Placement.tensor(config.num_hidden_layers, GPUS[:ranks])
+    context = max_context_tokens(config, ENGINE)
+    state = allocate_state(config, ENGINE, context, placement, planned=True)
+    local = local_config(config, ranks)
+    found = []
+    for rank in range(ranks):
+        devices = placement.of_rank(rank).layer_devices
+        weights = {
+            parameter.name: planned_weight(parameter, format_in(layout, parameter))
+            for parameter in local_parameters(config, ranks, rank).values()
+        }
+        model = Transformer.build(local, weights, CUDA_TABLE.packing, devices, torch.bfloat16)
+        ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=META)
+        loop = TokenLoopMemory(SamplerState.allocate(META), ring)
+        own = state.ranks[rank]
+        found.append(PlannedModel(local, CUDA_TABLE, devices, model, own, loop))
+    return found
+
+
+def launches(step: RecordedStep) -> list[Launch]:
+    """Those of a rank, whose recording is the only one."""
+    (recording,) = step.recordings.values()
+    return [item for item in recording.items if isinstance(item, Launch)]
+
+
+def has_words(launch: Launch) -> bool:
+    """Whether it pushes or polls."""
+    return launch.arguments.get("peers") is not None and "exchange" in launch.arguments
+
+
+class FakeEvent:
+    """Stands for ``torch.cuda.Event``."""
+
+    device: torch.device | None = None
+
+    def record(self, stream: "FakeStream") -> None:
+        self.device = stream.device
+        stream.log.append((stream.device, "record"))
+
+
+@dataclass
+class FakeStream:
+    """Stands for the current stream of a device."""
+
+    device: torch.device
+    log: list[Any]
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append((self.device, event.device))
+
+
+@dataclass
+class LoggedRanks:
+    """A step of all ranks on stand-ins. ``log``: every item as (device, index), (device, "record")
+    where a rank says how far it has come, and (device, other) where it waits for what another said.
+    """
+
+    step: LockStep
+    log: list[Any]
+
+    @classmethod
+    def of(
+        cls, planned: list[PlannedModel], tokens: int, monkeypatch: pytest.MonkeyPatch
+    ) -> "LoggedRanks":
+        log: list[Any] = []
+        monkeypatch.setattr(
+            "dsv4.step.step.Program", lambda recording, _: FakeProgram(log, recording)
+        )
+        monkeypatch.setattr("torch.cuda.device", _NoDevice)
+        monkeypatch.setattr("torch.cuda.Event", FakeEvent)
+        monkeypatch.setattr("torch.cuda.current_stream", lambda device: FakeStream(device, log))
+        steps = [Step(model.record(tokens), {}, {}) for model in planned]
+        return cls(LockStep(steps, planned[0].state), log)
+
+    def launch(self, entry: Any) -> Launch | None:
+        """What an entry of the log launches."""
+        device, index = entry
+        if not isinstance(index, int):
+            return None
+        item = self.step.ranks[device.index].recorded.recordings[device].items[index]
+        return item if isinstance(item, Launch) else None
+
+
+class _NoDevice:
+    """Stands for ``torch.cuda.device`` where there is none."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Any device."""
+
+    def __enter__(self) -> None:
+        """Nothing changes."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing changes."""

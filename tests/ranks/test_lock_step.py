@@ -1,0 +1,301 @@
+"""In what order ranks are queued: whatever waits for others comes behind all that they do for it,
+eagerly and by replays, interrupted or not.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from dsv4 import EngineConfig, ModelConfig
+from dsv4.caches.state import DecodeState
+from dsv4.launch.recording import Launch, storage_key
+from dsv4.parallel.placement import Placement
+from dsv4.parallel.rank_state import allocate_state
+from dsv4.peers import STEP_NUMBERS
+from dsv4.sampling import Sampler, SamplingParams
+from dsv4.step import captured
+from dsv4.step.captured import CapturedRanks, Mode
+from dsv4.step.lock_step import Feeds, JoinedValues, LockStep, Rings, Samplers
+from tests.model.tiny import CPU, small_config
+from tests.ranks.planned_ranks import POLLING, PUSHING, LoggedRanks, has_words, planned_ranks
+from tests.step.planned_model import GPUS, META, PlannedModel, items_of
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+RANKS = (2, 8)
+LAYERS = 5
+STREAMS: Any = dict.fromkeys(GPUS)
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def planned(request: pytest.FixtureRequest) -> list[PlannedModel]:
+    return planned_ranks("v4-flash", request.param, LAYERS)
+
+
+def assert_consumers_behind_producers(ranks: LoggedRanks) -> int:
+    """Every poll of an exchange is behind the pushes of all ranks. Returns how many there are."""
+    pushed: set[tuple[int, int]] = set()
+    polls = 0
+    for device, index in ranks.log:
+        launch = ranks.launch((device, index))
+        if launch is None or not has_words(launch):
+            continue
+        exchange: Any = launch.arguments["exchange"]
+        if launch.signature.kernel in PUSHING:
+            assert (device.index, exchange) not in pushed
+            pushed.add((device.index, exchange))
+        else:
+            assert launch.signature.kernel in POLLING
+            assert {(rank, exchange) for rank in range(len(ranks.step.ranks))} <= pushed
+            polls += 1
+    return polls
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_words_are_polled_behind_the_pushes_of_all_ranks(
+    planned: list[PlannedModel], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = LoggedRanks.of(planned, tokens, monkeypatch)
+    ranks.step.run(tokens)
+    expected = len(planned) * (2 * LAYERS + 1)
+    assert assert_consumers_behind_producers(ranks) == expected
+    if tokens == 1:
+        ranks.step.sample()
+    for step in ranks.step.ranks:
+        own = [entry for entry in ranks.log if entry[0] == step.recorded.head]
+        assert own == items_of(step.recorded.parts)
+
+
+def test_sums_of_a_chunk_are_behind_the_parts_of_all_ranks(
+    planned: list[PlannedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a part is written anew only behind the sums that have read it: slots take turns."""
+    ranks = LoggedRanks.of(planned, 512, monkeypatch)
+    ranks.step.run(100)
+    # By rank: parts that are complete, sums that are queued, and both as others know them.
+    parts, sums = Counter[int](), Counter[int]()
+    said: dict[int, tuple[int, int]] = {}
+    known: dict[tuple[int, int], tuple[int, int]] = {}
+    for device, what in ranks.log:
+        rank = device.index
+        if what == "record":
+            parts[rank] += 1
+            said[rank] = (parts[rank], sums[rank])
+            continue
+        if isinstance(what, torch.device):
+            known[rank, what.index] = said[what.index]
+            continue
+        recording = ranks.step.ranks[rank].recorded.recordings[device]
+        item = recording.items[what]
+        if isinstance(item, Launch) and item.signature.kernel == "sum_ranks":
+            sums[rank] += 1
+            assert all(known[rank, other][0] >= sums[rank] for other in range(len(planned)))
+        for tensor in item.tensors:
+            if storage_key(tensor) in recording.placed and parts[rank] >= 2:
+                # The part before the last one was in this slot.
+                expected = parts[rank] - 1
+                assert all(known[rank, other][1] >= expected for other in range(len(planned)))
+    assert set(sums.values()) == set(parts.values()) == {2 * LAYERS}
+
+
+class FakeGraph:
+    """Replays what its body queued; an interruption comes right behind it."""
+
+    def __init__(self, log: list[Any], body: Callable[[], object]) -> None:
+        before = len(log)
+        body()
+        self.items = log[before:]
+        self.raises: BaseException | None = None
+        self._log = log
+
+    def replay(self) -> None:
+        self._log += self.items
+        if self.raises is not None:
+            raise self.raises
+
+
+def capture(
+    ranks: LoggedRanks, planned: list[PlannedModel], mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> tuple[CapturedRanks, list[FakeGraph]]:
+    """All ranks captured on stand-ins, and their graphs by rank; the log is empty afterwards."""
+    graphs: list[FakeGraph] = []
+
+    def capture_graph(_stream: object, _pool: object, body: Callable[[], object]) -> FakeGraph:
+        graphs.append(FakeGraph(ranks.log, body))
+        return graphs[-1]
+
+    monkeypatch.setattr(captured, "capture_graph", capture_graph)
+    found = CapturedRanks(ranks.step, planned[0].state, STREAMS, mode, (0, 0))
+    ranks.log.clear()
+    return found, graphs
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replays_queue_every_region_of_all_ranks_before_the_next(
+    planned: list[PlannedModel], mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a region the ranks' graphs wait for each other, on GPUs of their own."""
+    ranks = LoggedRanks.of(planned, 1, monkeypatch)
+    replayed, graphs = capture(ranks, planned, mode, monkeypatch)
+    replayed.run()
+    replayed.sample()
+    count = len(planned)
+    for step in ranks.step.ranks:
+        own = [entry for entry in ranks.log if entry[0] == step.recorded.head]
+        assert own == items_of(step.recorded.parts)
+    regions = len(graphs) // count
+    assert regions == len(replayed.regions)
+    order = [device.index for device, _ in ranks.log]
+    turns = [rank for at, rank in enumerate(order) if at == 0 or order[at - 1] != rank]
+    assert turns == list(range(count)) * (len(turns) // count)
+    expected = {"full": regions, "split": regions + LAYERS}
+    assert len(turns) // count == expected[mode]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), RuntimeError("launch failed")])
+def test_an_interrupted_row_is_finished(
+    planned: list[PlannedModel],
+    mode: Mode,
+    interruption: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks get the region that was under way, none gets the next one."""
+    ranks = LoggedRanks.of(planned, 1, monkeypatch)
+    replayed, graphs = capture(ranks, planned, mode, monkeypatch)
+    replayed.run()
+    whole = list(ranks.log)
+    regions = len(graphs) // len(planned)
+    for region in (0, regions - 3):
+        for rank in (0, len(planned) - 1):
+            row = [graphs[other * regions + region] for other in range(len(planned))]
+            ranks.log.clear()
+            row[rank].raises = interruption
+            with pytest.raises(type(interruption)):
+                replayed.run()
+            row[rank].raises = None
+            last = [item for graph in row for item in graph.items]
+            assert ranks.log[-len(last) :] == last
+            for graph in row:
+                assert ranks.log.count(graph.items[0]) == 1
+    ranks.log.clear()
+    replayed.run()
+    assert ranks.log == whole
+
+
+def test_ranks_that_share_a_device_are_not_captured_side_by_side(
+    planned: list[PlannedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = LoggedRanks.of(planned, 1, monkeypatch)
+    same = LockStep([ranks.step.ranks[0]] * 2, planned[0].state)
+    with pytest.raises(ValueError, match="ranks: found 2 on cuda:0, expected one each"):
+        CapturedRanks(same, planned[0].state, STREAMS, "full", (0, 0))
+
+
+def test_tokens_that_differ_are_a_fault_with_the_rank_and_the_position() -> None:
+    tokens = [5, 5, 5]
+    marked: list[int] = []
+    fakes: list[Any] = [
+        SimpleNamespace(mark=marked.append, read=lambda position, rank=rank: tokens[rank])
+        for rank in range(3)
+    ]
+    rings = Rings(fakes)
+    rings.mark(7)
+    assert marked == [7] * 3
+    assert rings.read(7) == 5
+    tokens[2] = 6
+    message = "^ranks: found token 6 of rank 2 at position 8, expected 5 as of rank 0$"
+    with pytest.raises(RuntimeError, match=message):
+        rings.read(8)
+
+
+def test_inputs_and_settings_go_to_every_rank() -> None:
+    log: list[Any] = []
+    fakes: list[Any] = [
+        SimpleNamespace(
+            put=lambda ids, rank=rank: log.append((rank, ids)),
+            pass_on=lambda rank=rank: log.append((rank, "pass on")),
+            load=lambda sampler, rank=rank: log.append((rank, sampler)),
+        )
+        for rank in range(2)
+    ]
+    sampler = Sampler(SamplingParams())
+    Feeds(fakes).put([3, 4])
+    Feeds(fakes).pass_on()
+    Samplers(fakes).load(sampler)
+    expected = [[3, 4], "pass on", sampler]
+    assert log == [(rank, what) for what in expected for rank in range(2)]
+
+
+@pytest.fixture
+def state() -> DecodeState:
+    config = ModelConfig.from_dict(small_config())
+    placement = Placement.tensor(config.num_hidden_layers, (CPU,) * 2)
+    return allocate_state(config, EngineConfig(device="cpu"), 256, placement)
+
+
+def test_all_ranks_move_together_and_agree_on_the_number_of_the_step(state: DecodeState) -> None:
+    def places() -> list[list[int]]:
+        found = []
+        for rank in state.ranks:
+            assert rank.peers is not None
+            place = (*rank.place(CPU), rank.peers.step_4)
+            found.append([int(tensor[0]) for tensor in place])
+        return found
+
+    state.set_position(9)
+    assert places() == [[9, 0, 0]] * 2
+    for _ in range(3):
+        state.begin_step()
+    # What an accident left: one rank moved on, the other did not.
+    first, second = state.ranks
+    assert first.peers is not None
+    first.peers.step_4[0] = 2
+    first.positions_1[CPU].fill_(11)
+    second.rejected_1[CPU].fill_(1)
+    state.rollback(8)
+    assert places() == [[8, 0, 3]] * 2
+    state.start_sequence()
+    assert places() == [[0, 0, 3]] * 2
+    state._steps_begun = STEP_NUMBERS + 5
+    state.resume(4, 6)
+    assert places() == [[4, 0, 5]] * 2
+
+
+def test_ranks_have_caches_of_their_own_and_one_word_for_nan(state: DecodeState) -> None:
+    first, second = state.ranks
+    assert first.nan_1 is second.nan_1
+    rings = [rank.layers[0].keys.ring.data.data_ptr() for rank in state.ranks]
+    assert rings[0] != rings[1]
+    assert first.peers is not None
+    assert second.peers is not None
+    assert (first.peers.rank, second.peers.rank) == (0, 1)
+    for peers in (first.peers, second.peers):
+        own, step, fault, *partials = peers.table_P[2:].tolist()
+        assert own == peers.table_P[peers.rank] == peers.inbox.data_ptr()
+        assert partials[peers.rank] == peers.partials_STE.data_ptr()
+        assert (step, fault) == (peers.step_4.data_ptr(), peers.fault_4.data_ptr())
+    for shared in (slice(0, 2), slice(5, 7)):
+        assert torch.equal(first.peers.table_P[shared], second.peers.table_P[shared])
+    assert first.peers.fault_4 is second.peers.fault_4
+
+
+def test_values_are_shown_in_the_order_of_rank_0() -> None:
+    """Whoever comes first: what follows heads that are not complete waits for them."""
+    shown: list[tuple[str, int]] = []
+    joined = JoinedValues(lambda name, rows: shown.append((name, rows.shape[1])), 2)
+    first, second = joined.of(0), joined.of(1)
+    heads, whole = torch.zeros(1, 3, device=META), torch.zeros(1, 7, device=META)
+    second("layers.0.attn.q", heads)
+    second("layers.0.attn.kv", whole)
+    assert shown == []
+    first("layers.0.attn.q", heads)
+    first("layers.0.attn.kv", whole)
+    first("layers.0.attn.heads", heads)
+    first("hidden", whole)
+    assert shown == [("layers.0.attn.q", 6), ("layers.0.attn.kv", 7)]
+    second("layers.0.attn.heads", heads)
+    assert shown[2:] == [("layers.0.attn.heads", 6), ("hidden", 7)]
