@@ -1,0 +1,141 @@
+"""Kernels of ranks compile for every target; words are written and read by single relaxed accesses
+of the system's scope, and nothing that pushes has a fence.
+"""
+
+import re
+
+import pytest
+
+from dsv4.launch.compiler import compile_source
+from dsv4.launch.kernel import Kernel
+from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.target import ARCHITECTURES, Target
+from dsv4.ops.exchange import decode, prefill
+from dsv4.ops.hyper_connection import decode as hc_decode
+from dsv4.peers import Peers
+from tests.ops.exchange.meta import (
+    MOST,
+    RANKS,
+    experts,
+    head,
+    launches,
+    peers,
+    recording,
+    row_parallel,
+    shared,
+)
+from tests.ops.hyper_connection.meta import arguments
+from tests.ops.moe.meta_layer import Geometry
+from tests.ops.recorded import HOPPER
+from tests.ops.sass import disassemble, resources
+
+PRODUCERS = ("decode_linear", "moe_decode")
+CONSUMERS = ("hc_mix", "hc_post", "sum_words", "gather_logits")
+OTHERS = ("next_step", "sum_ranks")
+WORD_STORE = "STG.E.64.STRONG.SYS"
+WIDTHS = {"flash": 4096, "pro": 7168}
+
+
+def recorded(name: str, ranks: int, tokens: int, width: int, architecture: str) -> Launch:
+    """The launch of a kernel by one of ``ranks``, or by a lone one."""
+    target = Target(HOPPER.device, architecture, 132 if architecture == "sm_90a" else 148)
+    view = peers(ranks - 1, ranks, width) if ranks > 1 else None
+    found = recording(MOST if name == "sum_ranks" else tokens, view, target)
+    _record(name, found, view, ranks, width)
+    (launch,) = (launch for launch in launches(found) if launch.signature.kernel == name)
+    return launch
+
+
+def _record(name: str, found: Recording, view: Peers | None, ranks: int, width: int) -> None:
+    if name == "moe_decode":
+        experts(found, Geometry(width, 2048 // ranks, 256))
+    elif name == "sum_ranks":
+        prefill.summed(found, shared(found, width))
+    elif name == "gather_logits":
+        assert view is not None
+        decode.gather_logits(found, head(found, view.layout.head_rows, width))
+    elif name == "next_step":
+        decode.next_step(found)
+    else:
+        result = row_parallel(found, width, 8192 // ranks)
+        given = arguments("hc_seam", found.tokens, 4, width)
+        if name == "hc_mix":
+            hc_decode.hc_seam(found, result, *given[1:])
+        elif name == "hc_post":
+            hc_decode.hc_post(found, result, *given[1:4])
+        elif name == "sum_words":
+            decode.summed(found, result)
+
+
+def kernel(name: str, ranks: int, tokens: int = 1, width: int = 4096) -> Kernel:
+    return recorded(name, ranks, tokens, width, "sm_90a").shape.kernel
+
+
+def sass_of(name: str, ranks: int, tokens: int = 1, width: int = 4096) -> str:
+    """Of this kernel alone: a source may have several."""
+    found = kernel(name, ranks, tokens, width)
+    text = disassemble(found.source, "sm_90a", found.defines)
+    (part,) = re.findall(rf"^\.text\.{name}:\n(.*?)(?=^\.text\.|^//-+ |\Z)", text, re.M | re.S)
+    return part
+
+
+def opcodes(sass: str, pattern: str) -> list[str]:
+    return re.findall(rf"\b({pattern})\b", sass)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", [*PRODUCERS, *CONSUMERS, *OTHERS])
+def test_no_rank_spills(name: str, ranks: int) -> None:
+    for architecture in ARCHITECTURES:
+        for tokens, width in ((1, WIDTHS["flash"]), (1, WIDTHS["pro"])):
+            found = recorded(name, ranks, tokens, width, architecture).shape.kernel
+            log = compile_source(found.source, architecture, found.defines).log
+            assert resources(log)[name][1] == 0, (architecture, tokens, width)
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 8])
+@pytest.mark.parametrize("name", [*PRODUCERS, *CONSUMERS])
+def test_kernels_of_more_tokens_compile(name: str, tokens: int) -> None:
+    for ranks in (2, 8):
+        found = kernel(name, ranks, tokens)
+        compile_source(found.source, "sm_90a", found.defines)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_words_are_pushed_by_single_stores_without_a_fence(name: str, ranks: int) -> None:
+    """As many stores as there are ranks at each place that pushes, behind the wait."""
+    sass = sass_of(name, ranks)
+    stores = opcodes(sass, r"STG\.E[\w.]*\.SYS")
+    words = [store for store in stores if store == WORD_STORE]
+    assert words
+    assert len(words) % ranks == 0
+    # The router tells the host of NaN.
+    assert len(stores) - len(words) == (name == "moe_decode")
+    assert opcodes(sass, r"MEMBAR[\w.]*\.SYS") == []
+    assert opcodes(sass, r"LDG\.E[\w.]*\.SYS") == []
+    before, _, _ = sass.partition("ACQBULK")
+    assert opcodes(before, r"STG[\w.]*") == []
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("name", CONSUMERS)
+def test_words_are_polled_past_the_caches_behind_the_wait(name: str, ranks: int) -> None:
+    sass = sass_of(name, ranks)
+    before, _, after = sass.partition("ACQBULK")
+    assert opcodes(before, r"LDG\.E[\w.]*\.SYS") == []
+    loads = opcodes(after, r"LDG\.E[\w.]*\.SYS")
+    assert len(loads) >= (1 if name == "gather_logits" else ranks)
+    assert set(loads) <= {"LDG.E.64.STRONG.SYS", "LDG.E.128.STRONG.SYS"}
+    # Nobody who polls pushes; what is fenced is the report of a fault.
+    assert WORD_STORE not in opcodes(sass, r"STG\.E[\w.]*")
+    assert opcodes(sass, r"BPT\.TRAP")
+
+
+@pytest.mark.parametrize("name", ["decode_linear", "moe_decode", "hc_mix", "hc_post"])
+def test_a_lone_rank_has_none_of_it(name: str) -> None:
+    sass = sass_of(name, 1)
+    assert len(opcodes(sass, r"[\w.]*\.STRONG\.SYS")) == (name == "moe_decode")
+    assert opcodes(sass, r"MEMBAR[\w.]*\.SYS") == []
+    if name.startswith("hc_"):
+        assert opcodes(sass, r"BPT\.TRAP") == []
