@@ -1,0 +1,104 @@
+"""Ranks of the demo on GPUs: on streams of their own, or all on one stream of one GPU."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4 import Engine, EngineConfig
+from dsv4.caches.filled import filled_rows
+from dsv4.checkpoint import load_ranks, open_checkpoint
+from dsv4.config import ModelConfig
+from dsv4.demo import CHECKPOINT
+from dsv4.parallel.placement import Placement
+from dsv4.step.lock_step import LockStep
+from dsv4.step.steps import RecordedSteps
+from tests.decode.demo import PROMPTS, load
+
+RANKS = 2
+IDS: list[int] = (PROMPTS["stories"] + PROMPTS["recall_128"] * 2)[:300]
+
+
+def one_stream(**settings: Any) -> Engine:
+    """Both ranks on one GPU, eagerly: what no kernel that waits can hang."""
+    checkpoint = open_checkpoint(CHECKPOINT)
+    config = ModelConfig.from_dict(checkpoint.raw_config)
+    devices = (torch.device("cuda", 0),) * RANKS
+    placement = Placement.tensor(config.num_hidden_layers, devices)
+    weights = load_ranks(checkpoint, config, placement)
+    engine = EngineConfig(**{"device": "cuda", "max_context": 2048, **settings})
+    return Engine(config, engine, weights, placement)
+
+
+def two_gpus(**settings: Any) -> Engine:
+    """A rank on each of two GPUs."""
+    return load(gpus=RANKS, parallel="tensor", **settings)
+
+
+def lock_step(engine: Engine, tokens: int) -> LockStep:
+    """The step of all ranks for this many tokens."""
+    assert isinstance(engine.steps, RecordedSteps)
+    step = engine.steps.step(tokens)
+    assert isinstance(step, LockStep)
+    return step
+
+
+def decoded(engine: Engine, token_ids: Sequence[int]) -> Tensor:
+    """Logits of an eager step, on the host, which all ranks have alike."""
+    found = engine.decode(token_ids).cpu()
+    for rank, step in enumerate(lock_step(engine, len(token_ids)).ranks):
+        assert torch.equal(bits(step.logits_TV.cpu()), bits(found)), f"rank {rank}"
+    return found
+
+
+def mixed_steps(engine: Engine) -> list[Tensor]:
+    """Logits of a prompt in two chunks, of steps of 1 to 8 tokens behind it, and of steps behind
+    tokens that are taken back. They cross windows of 4 and of 128 tokens.
+    """
+    engine.reset()
+    rows = [engine.prefill(IDS[:60]).cpu(), engine.prefill(IDS[60:110]).cpu()]
+    position = 110
+    for tokens in range(1, 9):
+        rows.append(decoded(engine, IDS[position : position + tokens]))
+        position += tokens
+    engine.rewind(8)
+    rows.append(decoded(engine, IDS[200:203]))
+    engine.rewind(2)
+    rows += [decoded(engine, [token]) for token in IDS[201:207]]
+    return rows
+
+
+def caches(engine: Engine, rank: int) -> dict[str, Tensor]:
+    """Bytes of every row that a later step of a rank can read, on the host."""
+    state = engine.state
+    rows = filled_rows(state.ranks[rank].layers, state.position, state.undoable_tokens)
+    return {
+        f"{one.name} part {index}": part.cpu().contiguous().view(torch.uint8)
+        for one in rows
+        for index, part in enumerate(one.parts())
+    }
+
+
+def different_caches(engine: Engine, expected: Engine) -> list[str]:
+    """Names of the rows of any rank that are not, bit for bit, those of ``expected``'s rank 0."""
+    wanted = caches(expected, 0)
+    found = []
+    for rank in range(RANKS):
+        own = caches(engine, rank)
+        assert own.keys() == wanted.keys()
+        found += [
+            f"rank {rank} {name}" for name, rows in own.items() if not rows.equal(wanted[name])
+        ]
+    return found
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """float32 as integers, so that NaN equals itself and 0 is not −0."""
+    return tensor.contiguous().view(torch.int32)
+
+
+def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Bit for bit."""
+    pairs = zip(found, expected, strict=True)
+    return all(torch.equal(bits(one), bits(other)) for one, other in pairs)

@@ -1,0 +1,115 @@
+"""A rank whose words never come: the polls of the others give up, and the driver's last words are
+one line.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.demo import CHECKPOINT
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+# Polls give up after five seconds; the rest is the way of the error through the driver.
+MOST_SECONDS = 10
+# The 20th replay of a decode step has the fault, and says so before it begins.
+DRIVER = """
+import sys
+import dsv4.step.captured, single_shot_inference
+from dsv4.command.program import leave
+
+replays = 0
+sound = dsv4.step.captured.CapturedRanks.run
+
+def run(ranks):
+    global replays
+    replays += 1
+    if replays == 20:
+        print("fault", file=sys.stderr, flush=True)
+        FAULT
+    sound(ranks)
+
+dsv4.step.captured.CapturedRanks.run = run
+leave(single_shot_inference.main(sys.argv[1:]))
+"""
+FAULTS = {
+    "a graph left out": "ranks._ranks[1].model[-1] = lambda: None",
+    "a counter moved": "ranks._state.ranks[1].peers.step_4[:1].add_(1)",
+    "a rank that traps": (
+        "import torch; torch.zeros(4, device='cuda:1')[torch.tensor([9], device='cuda:1')]"
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["full", "split"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_missing_rank_ends_the_run_with_one_line(fault: str, mode: str) -> None:
+    script = DRIVER.replace("FAULT", FAULTS[fault])
+    flags = ["--model", CHECKPOINT, "--gpus", 2, "--parallel", "tensor", "--cuda-graph", mode]
+    flags += ["--prompt", "Tell me a story.", "--max-tokens", 200, "--ignore-eos"]
+    command = [sys.executable, "-c", script, *map(str, flags)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stderr is not None
+    try:
+        before = []
+        for line in process.stderr:
+            if line == "fault\n":
+                break
+            before.append(line)
+        else:
+            pytest.fail("".join(before))
+        _, said = process.communicate(timeout=MOST_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    lines = [line for line in said.splitlines() if "error" in line]
+    assert process.returncode == 2, said
+    assert len(lines) == 1, said
+    assert lines[0].startswith("error: "), said
+
+
+def test_a_host_that_is_slow_between_two_launches_is_no_fault() -> None:
+    """Two seconds between the graphs of both ranks: the first one waits for the second."""
+    slow = "time.sleep(2)"
+    script = f"""
+import time
+from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.step import captured
+engine = Engine.load(
+    {str(CHECKPOINT)!r},
+    EngineConfig(device="cuda", gpus=2, parallel="tensor", cuda_graph="full", max_context=512),
+)
+greedy = SamplingParams(temperature=0)
+ids = list(range(20, 40))
+expected = list(engine.generate(ids, 3, greedy, ()))
+decoder = engine.decoder
+for step in decoder._captured.values():
+    second = step._ranks[1].model
+    first = second[0]
+    def late(first=first):
+        {slow}
+        first()
+    second[0] = late
+assert list(engine.generate(ids, 3, greedy, ())) == expected
+print("equal")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=120,
+        check=False,
+    )
+    assert result.stdout == "equal\n", result.stderr
