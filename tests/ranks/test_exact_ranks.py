@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4 import Engine, SamplingParams
 from dsv4.ops.exchange import sum_ranks
 from dsv4.step import meeting
+from dsv4.step.lock_step import JoinedValues
 from tests.model.tiny import random_ids
 from tests.ranks.exact import EXACT
 from tests.ranks.simulated import RAW, caches, different_caches, ranks_engine
@@ -146,3 +147,21 @@ def test_every_rank_has_bits_of_its_own_weights_only() -> None:
     segment = replace(first.segments[0], blocks=tuple(blocks))
     several.steps.model = replace(first, segments=(segment,))
     assert not torch.equal(several.logits(IDS[:10]), lone)
+
+
+def test_values_are_shown_in_the_order_of_rank_0() -> None:
+    """Whoever comes first: what follows heads that are not complete waits for them."""
+    shown: list[tuple[str, int]] = []
+    joined = JoinedValues(lambda name, rows: shown.append((name, rows.shape[1])), 2)
+    first, second = joined.of(0), joined.of(1)
+    heads, whole = torch.zeros(1, 3), torch.zeros(1, 7)
+    second("layers.0.attn.q", heads)
+    second("layers.0.attn.kv", whole)
+    assert shown == []
+    first("layers.0.attn.q", heads)
+    first("layers.0.attn.kv", whole)
+    first("layers.0.attn.heads", heads)
+    first("hidden", whole)
+    assert shown == [("layers.0.attn.q", 6), ("layers.0.attn.kv", 7)]
+    second("layers.0.attn.heads", heads)
+    assert shown[2:] == [("layers.0.attn.heads", 6), ("hidden", 7)]

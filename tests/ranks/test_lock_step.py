@@ -19,10 +19,10 @@ from dsv4.peers import STEP_NUMBERS
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.step import captured
 from dsv4.step.captured import CapturedRanks, Mode
-from dsv4.step.lock_step import Feeds, JoinedValues, LockStep, Rings, Samplers
+from dsv4.step.lock_step import Feeds, LockStep, Rings, Samplers
 from tests.model.tiny import CPU, small_config
 from tests.ranks.planned_ranks import POLLING, PUSHING, LoggedRanks, has_words, planned_ranks
-from tests.step.planned_model import GPUS, META, PlannedModel, items_of
+from tests.step.planned_model import GPUS, PlannedModel, items_of
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 RANKS = (2, 8)
@@ -281,21 +281,3 @@ def test_ranks_have_caches_of_their_own_and_one_word_for_nan(state: DecodeState)
     for shared in (slice(0, 2), slice(5, 7)):
         assert torch.equal(first.peers.table_P[shared], second.peers.table_P[shared])
     assert first.peers.fault_4 is second.peers.fault_4
-
-
-def test_values_are_shown_in_the_order_of_rank_0() -> None:
-    """Whoever comes first: what follows heads that are not complete waits for them."""
-    shown: list[tuple[str, int]] = []
-    joined = JoinedValues(lambda name, rows: shown.append((name, rows.shape[1])), 2)
-    first, second = joined.of(0), joined.of(1)
-    heads, whole = torch.zeros(1, 3, device=META), torch.zeros(1, 7, device=META)
-    second("layers.0.attn.q", heads)
-    second("layers.0.attn.kv", whole)
-    assert shown == []
-    first("layers.0.attn.q", heads)
-    first("layers.0.attn.kv", whole)
-    first("layers.0.attn.heads", heads)
-    first("hidden", whole)
-    assert shown == [("layers.0.attn.q", 6), ("layers.0.attn.kv", 7)]
-    second("layers.0.attn.heads", heads)
-    assert shown[2:] == [("layers.0.attn.heads", 6), ("hidden", 7)]
