@@ -4,7 +4,6 @@ eagerly and by replays, interrupted or not.
 
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -16,10 +15,9 @@ from dsv4.launch.recording import Launch, storage_key
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
 from dsv4.peers import STEP_NUMBERS
-from dsv4.sampling import Sampler, SamplingParams
 from dsv4.step import captured
 from dsv4.step.captured import CapturedRanks, Mode
-from dsv4.step.lock_step import Feeds, LockStep, Rings, Samplers
+from dsv4.step.lock_step import LockStep
 from tests.model.tiny import CPU, small_config
 from tests.ranks.planned_ranks import POLLING, PUSHING, LoggedRanks, has_words, planned_ranks
 from tests.step.planned_model import GPUS, PlannedModel, items_of
@@ -193,41 +191,6 @@ def test_ranks_that_share_a_device_are_not_captured_side_by_side(
     same = LockStep([ranks.step.ranks[0]] * 2, planned[0].state)
     with pytest.raises(ValueError, match="ranks: found 2 on cuda:0, expected one each"):
         CapturedRanks(same, planned[0].state, STREAMS, "full", (0, 0))
-
-
-def test_tokens_that_differ_are_a_fault_with_the_rank_and_the_position() -> None:
-    tokens = [5, 5, 5]
-    marked: list[int] = []
-    fakes: list[Any] = [
-        SimpleNamespace(mark=marked.append, read=lambda position, rank=rank: tokens[rank])
-        for rank in range(3)
-    ]
-    rings = Rings(fakes)
-    rings.mark(7)
-    assert marked == [7] * 3
-    assert rings.read(7) == 5
-    tokens[2] = 6
-    message = "^ranks: found token 6 of rank 2 at position 8, expected 5 as of rank 0$"
-    with pytest.raises(RuntimeError, match=message):
-        rings.read(8)
-
-
-def test_inputs_and_settings_go_to_every_rank() -> None:
-    log: list[Any] = []
-    fakes: list[Any] = [
-        SimpleNamespace(
-            put=lambda ids, rank=rank: log.append((rank, ids)),
-            pass_on=lambda rank=rank: log.append((rank, "pass on")),
-            load=lambda sampler, rank=rank: log.append((rank, sampler)),
-        )
-        for rank in range(2)
-    ]
-    sampler = Sampler(SamplingParams())
-    Feeds(fakes).put([3, 4])
-    Feeds(fakes).pass_on()
-    Samplers(fakes).load(sampler)
-    expected = [[3, 4], "pass on", sampler]
-    assert log == [(rank, what) for what in expected for rank in range(2)]
 
 
 @pytest.fixture

@@ -1,0 +1,64 @@
+"""What is done for all ranks at once: their inputs, their settings, their tokens and their faults."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dsv4.sampling import Sampler, SamplingParams
+from dsv4.step.lock_step import Feeds, Rings, Samplers
+
+NO_FAULT = torch.zeros(4, dtype=torch.int32)
+
+
+def test_tokens_that_differ_are_a_fault_with_the_rank_and_the_position() -> None:
+    tokens = [5, 5, 5]
+    marked: list[int] = []
+    fakes: list[Any] = [
+        SimpleNamespace(mark=marked.append, read=lambda position, rank=rank: tokens[rank])
+        for rank in range(3)
+    ]
+    rings = Rings(fakes, NO_FAULT)
+    rings.mark(7)
+    assert marked == [7] * 3
+    assert rings.read(7) == 5
+    tokens[2] = 6
+    message = "^ranks: found token 6 of rank 2 at position 8, expected 5 as of rank 0$"
+    with pytest.raises(RuntimeError, match=message):
+        rings.read(8)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ([0, 7, 1, 9], "^trapped$"),
+        ([1, 7, 1, 9], r"^CUDA error: words of rank 1 did not come \(exchange 7 of step 9\)$"),
+    ],
+    ids=["another fault", "missing words"],
+)
+def test_a_rank_that_was_waited_for_in_vain_is_named(fault: list[int], message: str) -> None:
+    def read(_: int) -> int:
+        raise torch.AcceleratorError("trapped")
+
+    rings = Rings([cast(Any, SimpleNamespace(read=read))], torch.tensor(fault, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match=message):
+        rings.read(3)
+
+
+def test_inputs_and_settings_go_to_every_rank() -> None:
+    log: list[Any] = []
+    fakes: list[Any] = [
+        SimpleNamespace(
+            put=lambda ids, rank=rank: log.append((rank, ids)),
+            pass_on=lambda rank=rank: log.append((rank, "pass on")),
+            load=lambda sampler, rank=rank: log.append((rank, sampler)),
+        )
+        for rank in range(2)
+    ]
+    sampler = Sampler(SamplingParams())
+    Feeds(fakes).put([3, 4])
+    Feeds(fakes).pass_on()
+    Samplers(fakes).load(sampler)
+    expected = [[3, 4], "pass on", sampler]
+    assert log == [(rank, what) for what in expected for rank in range(2)]
