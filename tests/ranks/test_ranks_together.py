@@ -1,4 +1,4 @@
-"""What is done for all ranks at once: their inputs, their settings, their tokens and their faults."""
+"""What is done for all ranks at once: their inputs, settings, tokens and faults."""
 
 from types import SimpleNamespace
 from typing import Any, cast
