@@ -70,8 +70,9 @@ struct Inbox {
         }
     }
 
-    // Tells the host which rank's words are missing.
-    __device__ __noinline__ void give_up(int rank) const {
+    // Tells the host which rank's words are missing. Inline: a call would put the inbox into local
+    // memory, also where all words are there.
+    __device__ __forceinline__ void give_up(int rank) const {
         fault[1] = exchange, fault[2] = rank, fault[3] = tag / EXCHANGES_PER_STEP;
         __threadfence_system();
         fault[0] = 1;
@@ -140,8 +141,12 @@ struct Inbox {
 #pragma unroll
                 for (int rank = 0; rank < RANKS; ++rank) {
                     if (!here[rank]) here[rank] = look(from + rank * rank_bytes, values[rank]);
-                    if (!here[rank] && clock64() > end) give_up(rank);
                     all = all && here[rank];
+                }
+                if (!all && clock64() > end) {
+#pragma unroll
+                    for (int rank = 0; rank < RANKS; ++rank)
+                        if (!here[rank]) give_up(rank);
                 }
             } while (!all);
         }

@@ -130,6 +130,7 @@ def test_words_are_polled_past_the_caches_behind_the_wait(name: str, ranks: int)
     # Nobody who polls pushes; what is fenced is the report of a fault.
     assert WORD_STORE not in opcodes(sass, r"STG\.E[\w.]*")
     assert opcodes(sass, r"BPT\.TRAP")
+    assert opcodes(sass, r"STL[\w.]*|LDL[\w.]*") == []
 
 
 @pytest.mark.parametrize("name", ["decode_linear", "moe_decode", "hc_mix", "hc_post"])
