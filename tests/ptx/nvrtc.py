@@ -24,7 +24,9 @@ _CODES = {"int": "<i", "unsigned": "<I", "int64": "<q", "float": "<f"}
 
 
 class SourceEdit(NamedTuple):
-    """Text of a file in the kernel's folder that becomes another one; it must be there once."""
+    """Text of a file in the kernel's folder, or of a header that several have, that becomes another
+    one; it must be there once.
+    """
 
     file: str
     text: str
@@ -40,7 +42,9 @@ def ptx_of(source: str, architecture: str, defines: Defines, edit: SourceEdit | 
         return _compile(*translation_unit(source, architecture, defines))
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name)
-        for path in source_path(source).parent.glob("*.cu*"):
+        folder = source_path(source).parent
+        shared = (folder.parent / "_device").glob(edit.file)
+        for path in (*folder.glob("*.cu*"), *shared):
             text = path.read_text()
             if path.name == edit.file:
                 assert text.count(edit.text) == 1, edit

@@ -1,0 +1,177 @@
+"""Kernels that poll words, executed on the CPU: what they take, what they wait for, and what faults
+that are planted in them change.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.target import Target
+from dsv4.ops.exchange import decode, sum_ranks
+from dsv4.ops.exchange.words import WordSum
+from dsv4.ops.hyper_connection import decode as hc_decode
+from dsv4.parallel.rank_state import connect
+from dsv4.peers import InboxLayout, Peers
+from tests.ops.cases import normal
+from tests.ops.exchange.on_gpu import write
+from tests.ops.hyper_connection.meta import arguments
+from tests.ptx.faults import Deadlock
+from tests.ptx.nvrtc import SourceEdit, run_recorded
+from tests.ptx.schedule import SCHEDULES
+
+pytestmark = pytest.mark.slow
+
+ARCHITECTURE = "sm_90a"
+CPU = torch.device("cpu")
+WIDTH = 128
+STEP = 7
+FAULTS = {
+    "tags are not compared": SourceEdit(
+        "exchange.cuh", "here = here && words[i][1] == tag;", "here = here && words[i][1] != 1;"
+    ),
+    "tags have no step": SourceEdit(
+        "exchange.cuh", "return *step * EXCHANGES_PER_STEP + exchange;", "return exchange;"
+    ),
+    "ranks are added from the last one": SourceEdit(
+        "exchange.cuh",
+        "for (int rank = 1; rank < RANKS; ++rank) sums[i] += values[rank][i];",
+        "for (int rank = RANKS - 1; rank > 0; --rank) sums[i] += values[rank][i];",
+    ),
+}
+
+
+class Room:
+    """The last rank of ``ranks``, with all that its kernels reach by addresses in one piece."""
+
+    def __init__(self, ranks: int, tokens: int) -> None:
+        layout = InboxLayout(ranks, WIDTH, 250)
+        made = connect(layout, [CPU] * ranks, 16)[-1]
+        # Words are read 16 bytes at a time.
+        table = made.table_P.numel() + made.table_P.numel() % 2
+        self.memory = torch.zeros(table + layout.words + 4, dtype=torch.int64)
+        inbox = self.memory[table : table + layout.words]
+        step_4, fault_4 = self.memory[-4:].view(torch.int32).split(4)
+        table_P = self.memory[: made.table_P.numel()]
+        table_P.copy_(made.table_P)
+        addresses = [inbox.data_ptr(), step_4.data_ptr(), fault_4.data_ptr()]
+        table_P[ranks : ranks + 3] = torch.tensor(addresses)
+        self.peers: Peers = dataclasses.replace(
+            made, table_P=table_P, inbox=inbox, step_4=step_4, fault_4=fault_4
+        )
+        step_4[0] = STEP
+        self.words = WordSum(2, tokens, WIDTH)
+        self.parts = [normal(tokens, WIDTH, seed=rank) for rank in range(ranks)]
+        # Sums of these differ in every order of the ranks.
+        for part, value in zip(self.parts, (1e8, 1.0, -1e8, 3.0), strict=False):
+            part[:, 0] = value
+
+    @property
+    def expected(self) -> Tensor:
+        return sum_ranks(self.parts, torch.bfloat16)
+
+    def stale(self) -> None:
+        """Every word is one of the same exchange in the step before."""
+        for rank, part in enumerate(self.parts):
+            write(self.peers, self.words, rank, torch.full_like(part, 5.0), STEP - 1)
+
+    def push(self, missing: int | None = None) -> None:
+        """The words of all ranks, but for one."""
+        for rank, part in enumerate(self.parts):
+            if rank != missing:
+                write(self.peers, self.words, rank, part, STEP)
+
+    def recording(self) -> Recording:
+        return Recording(Target(CPU, ARCHITECTURE, 132), self.words.tokens, None, self.peers)
+
+    def sums(self, edit: SourceEdit | None = None, schedule: str = "random") -> Tensor:
+        """What ``sum_words`` makes of the words."""
+        recording = self.recording()
+        decode.summed(recording, self.words)
+        (launch,) = recording.items
+        assert isinstance(launch, Launch)
+        y_TE = torch.full((self.words.tokens, WIDTH), 9.0, dtype=torch.bfloat16)
+        run_recorded(
+            launch,
+            ARCHITECTURE,
+            {"peers": self.peers.table_P, "y": y_TE},
+            self.words.tokens,
+            SCHEDULES[schedule],
+            edit=edit,
+        )
+        return y_TE
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_words_are_added_in_the_order_of_the_ranks(ranks: int, schedule: str) -> None:
+    for tokens in (1, 3):
+        room = Room(ranks, tokens)
+        room.stale()
+        room.push()
+        assert torch.equal(room.sums(schedule=schedule), room.expected)
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_the_words_of_every_rank_are_waited_for(missing: int) -> None:
+    """Those of the step before are there. A wait without an end is a deadlock to the machine."""
+    room = Room(4, 2)
+    room.stale()
+    room.push(missing)
+    with pytest.raises(Deadlock):
+        room.sums()
+
+
+def test_tags_that_are_not_compared_let_old_words_in() -> None:
+    room = Room(4, 1)
+    room.stale()
+    room.push(missing=3)
+    assert bool(room.sums(FAULTS["tags are not compared"]).isfinite().all())
+
+
+def test_tags_without_the_step_find_no_word_of_it() -> None:
+    room = Room(4, 1)
+    room.push()
+    with pytest.raises(Deadlock):
+        room.sums(FAULTS["tags have no step"])
+
+
+def test_another_order_of_the_ranks_is_another_sum() -> None:
+    room = Room(4, 1)
+    room.push()
+    assert not torch.equal(room.sums(FAULTS["ranks are added from the last one"]), room.expected)
+
+
+def test_a_seam_reads_words_as_it_reads_their_sum() -> None:
+    """Streams and partial sums bit for bit."""
+    room = Room(2, 3)
+    room.stale()
+    room.push()
+    given = arguments("hc_seam", 3, 4, WIDTH)
+    streams = normal(3, 4, WIDTH, seed=5, dtype=torch.bfloat16)
+    inputs = {
+        "streams": streams,
+        "post": normal(3, 4, seed=6),
+        "comb": normal(3, 4, 4, seed=7),
+        "fn": normal(24, 4 * WIDTH, seed=8),
+    }
+    results = []
+    for y in (room.words, room.expected):
+        recording = room.recording()
+        hc_decode.hc_seam(recording, y, *given[1:])
+        mix = recording.items[0]
+        assert isinstance(mix, Launch)
+        partials = mix.arguments["partials"]
+        assert isinstance(partials, Tensor)
+        memory = {
+            **inputs,
+            "streams_out": torch.full_like(streams, 9.0),
+            "partials": torch.full(partials.shape, 9.0),
+        }
+        shared = {"peers": room.peers.table_P} if y is room.words else {"y": room.expected}
+        run_recorded(mix, ARCHITECTURE, {**memory, **shared}, 3)
+        results.append(memory)
+    for name in ("streams_out", "partials"):
+        assert torch.equal(results[0][name], results[1][name])
