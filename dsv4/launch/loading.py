@@ -4,6 +4,8 @@ import functools
 import importlib
 from typing import Any
 
+import torch
+
 from dsv4.launch.compiler import cached_cubin
 from dsv4.launch.kernel import Defines, Kernel
 from dsv4.launch.target import Target
@@ -26,11 +28,14 @@ def _module(source: str, architecture: str, defines: Defines) -> Any:
 
 @functools.cache
 def loaded(kernel: Kernel, target: Target) -> Any:
-    """The function of a compiled kernel, loaded on the target's device."""
+    """The function of a compiled kernel on the target's device. The current device stays."""
     device = importlib.import_module("cuda.core").Device(target.device.index or 0)
+    current = torch.cuda.current_device()
     device.set_current()
     module = _module(kernel.source, target.architecture, kernel.defines)
-    return driver().CUfunction(int(module.get_kernel(kernel.function).handle))
+    function = driver().CUfunction(int(module.get_kernel(kernel.function).handle))
+    torch.cuda.set_device(current)
+    return function
 
 
 @functools.cache

@@ -29,7 +29,8 @@ def run_faulty(target):
     if calls >= CALLS:
         recording = Recording(target, 1)
         addresses = dict.fromkeys(("y", "streams", "post", "comb", "out"))
-        recording.launch(Shape(KERNEL, (4, 1), 64), **addresses, width=4096)
+        words = {"peers": None, "slot": 0, "rank_words": 0, "exchange": 0}
+        recording.launch(Shape(KERNEL, (4, 1), 64), **addresses, **words, width=4096)
         run_now(recording, [])
 
 def faulty(make):
