@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
+from dsv4.peers import LOGITS_EXCHANGE
 from dsv4.weights.cut import COLUMNS, ROWS, Cut, cut_weight, part_cuts
 from dsv4.weights.parameters import MtpKind, Parameter, layer_of, parameters
 from dsv4.weights.quant import QuantFormat, QuantTensor
@@ -136,6 +137,8 @@ def _obstacle(
         size: int = vars(config)[name]
         if size % ranks:
             return f"{name} is {size}"
+    if ranks > 1 and 2 * config.num_hidden_layers > LOGITS_EXCHANGE:
+        return f"num_hidden_layers is {config.num_hidden_layers}, above {LOGITS_EXCHANGE // 2}"
     if -(-config.vocab_size // HEAD_ROWS) < ranks:
         return f"vocab_size is {config.vocab_size}"
     for parameter, format in stored:

@@ -16,7 +16,7 @@ from dsv4.caches.state import DecodeState
 from dsv4.layers.values import Seen
 from dsv4.sampling import Sampler, SamplerState
 from dsv4.step.observer import Observer
-from dsv4.step.parts import AnyPart, Meeting
+from dsv4.step.parts import AnyPart, Barrier
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.step import Step
 from dsv4.step.token_feed import TokenFeed
@@ -78,13 +78,13 @@ class LockStep:
         self, ranks_parts: list[list[AnyPart]], tokens: int, observer: Observer | None
     ) -> None:
         for parts in zip(*ranks_parts, strict=True):
-            if isinstance(parts[0], Meeting):
-                self._meet()
+            if isinstance(parts[0], Barrier):
+                self._cross_barrier()
                 continue
             for step, part in zip(self.ranks, parts, strict=True):
                 step.run_part(part, tokens, observer)
 
-    def _meet(self) -> None:
+    def _cross_barrier(self) -> None:
         """What is queued from here on waits for what every rank has queued before."""
         streams = [torch.cuda.current_stream(step.recorded.head) for step in self.ranks]
         for stream, arrived in zip(streams, self._arrived, strict=True):

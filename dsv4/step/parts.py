@@ -44,7 +44,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Barrier:
     """All ranks have computed their partial results before any goes on."""
 
     source: torch.device
@@ -52,7 +52,7 @@ class Meeting:
     @property
     def name(self) -> str:
         """With the index of the device."""
-        return f"meeting of {self.source.index}"
+        return f"barrier of {self.source.index}"
 
 
-AnyPart = Part | Transfer | Meeting
+AnyPart = Part | Transfer | Barrier

@@ -24,7 +24,7 @@ from dsv4.ops import Ops
 from dsv4.ops.exchange.decode import next_step
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
-from dsv4.step.parts import AnyPart, Meeting, Part, Transfer
+from dsv4.step.parts import AnyPart, Barrier, Part, Transfer
 from dsv4.step.traced_values import KeptValue, TracedValues
 
 _LOG = logging.getLogger("dsv4")
@@ -143,7 +143,7 @@ class StepRecorder:
             self._undrained = None
         self._parts.append(Part(kind, device, layer, start, len(recording.items), drains))
         if recording.sends:
-            self._parts.append(Meeting(device))
+            self._parts.append(Barrier(device))
             recording.sends = False
 
     def recording(self, device: torch.device) -> Recording:

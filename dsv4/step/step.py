@@ -12,7 +12,7 @@ from dsv4.layers.values import Seen, completed_rows
 from dsv4.parallel.hand_off import HandOff
 from dsv4.step.current_device import on_device
 from dsv4.step.observer import Observer
-from dsv4.step.parts import AnyPart, Meeting, Part, Transfer
+from dsv4.step.parts import AnyPart, Barrier, Part, Transfer
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.token_feed import TokenFeed
 
@@ -92,8 +92,8 @@ class Step:
             self.run_part(part, 1, observer)
 
     def run_part(self, part: AnyPart, tokens: int, observer: Observer | None = None) -> None:
-        """Queues one part, item by item where somebody watches. A meeting is not of one rank."""
-        if isinstance(part, Meeting):
+        """Queues one part, item by item where somebody watches. A barrier is not of one rank."""
+        if isinstance(part, Barrier):
             return
         if isinstance(part, Transfer):
             with nullcontext() if observer is None else observer.hand_off(part.source, part.target):

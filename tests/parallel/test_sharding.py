@@ -180,6 +180,16 @@ def test_what_cannot_be_cut_is_one_line_with_what_can(
         check_divisible(config, formats(config, layout), ranks)
 
 
+def test_a_step_has_a_number_for_each_of_its_exchanges() -> None:
+    config = ModelConfig.from_dict(tiny_config())
+    most = dataclasses.replace(config, compress_ratios=(0,) * 127, num_hidden_layers=127)
+    check_divisible(most, [], 2)
+    more = dataclasses.replace(config, compress_ratios=(0,) * 128, num_hidden_layers=128)
+    check_divisible(more, [], 1)
+    with pytest.raises(UserError, match=r"'pipeline' \(num_hidden_layers is 128, above 127\)$"):
+        check_divisible(more, [], 2)
+
+
 def test_a_rank_is_a_smaller_model_in_nothing_else() -> None:
     config = ModelConfig.from_dict(tiny_config())
     local = local_config(config, 2)
