@@ -67,7 +67,7 @@ class SavedSequences:
         if best is not None and best.reusable(token_ids) > here:
             self.keep(best)
             self._load(best)
-        elif not here:
+        elif self._engine.position - here > MAX_DECODE_TOKENS:
             self.keep()
         self._forgets = forgets
 
@@ -81,7 +81,7 @@ class SavedSequences:
         if self._folder is None or len(begun) - here < FEWEST_TOKENS:
             return
         if here:
-            engine.rewind(engine.position - here)
+            engine.rewind_to(here)
         else:
             engine.reset()
         engine.prefill(begun[here:], progress)
