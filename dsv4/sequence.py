@@ -1,14 +1,13 @@
 """The sequence of an engine: its tokens, what of it can be taken back or reused, and its file."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 
 from dsv4.caches.state import DecodeState
 from dsv4.checkpoint.state_file import SavedState, StateKey, write_state
 from dsv4.errors import UserError
 from dsv4.generation import Run
-from dsv4.token_ids import check_ids, check_integer, check_room
+from dsv4.token_ids import check_ids, check_integer, check_room, shared_beginning
 
 
 class EngineSequence:
@@ -17,7 +16,7 @@ class EngineSequence:
     def __init__(self, state: DecodeState, key: StateKey, max_context: int) -> None:
         self.state = state
         self.max_context = max_context
-        self._key = key
+        self.key = key
         self._run: Run | None = None
         # Set before a step runs, so that it is right wherever an interruption leaves the state;
         # longer than the sequence where tokens were taken back.
@@ -59,9 +58,7 @@ class EngineSequence:
         prefill: the beginning that the current sequence shares with them, as far as ``rewind_to``
         comes. The last token is always prefilled.
         """
-        pairs = zip(self.token_ids, token_ids[:-1], strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return self.state.reachable(shared)
+        return self.state.reachable(shared_beginning(self.token_ids, token_ids[:-1]))
 
     def save_state(self, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
         """Writes the sequence to a file that ``load_state`` goes on from: what the caches hold of
@@ -79,7 +76,7 @@ class EngineSequence:
         self.state.wait()
         if self.state.met_nan:
             raise UserError("save_state: found a sequence that has met NaN, expected numbers")
-        write_state(Path(path), self._key, self.state, token_ids, notes or {})
+        write_state(Path(path), self.key, self.state, token_ids, notes or {})
 
     def load_state(self, path: str | Path) -> None:
         """Goes on with a sequence that ``save_state`` wrote, on any devices and in chunks of any
@@ -90,8 +87,8 @@ class EngineSequence:
         more tokens than ``max_context``.
         """
         saved = SavedState.open(path)
-        saved.check(self._key, self.max_context)
-        check_ids(saved.token_ids, self._key.config.vocab_size, f"{path}: token_ids", at_least=0)
+        saved.check(self.key, self.max_context)
+        check_ids(saved.token_ids, self.key.config.vocab_size, f"{path}: token_ids", at_least=0)
         saved.check_rows(self.state)
         self._end_run()
         saved.restore(self.state)
@@ -113,7 +110,7 @@ class EngineSequence:
 
     def _checked(self, token_ids: Iterable[int]) -> list[int]:
         """The ids as a list, if they are ids of this model and fit behind the current position."""
-        checked = check_ids(token_ids, self._key.config.vocab_size)
+        checked = check_ids(token_ids, self.key.config.vocab_size)
         check_room(self.position + len(checked), self.max_context)
         return checked
 

@@ -1,7 +1,8 @@
-"""Checks of the integers and token ids that a caller gives."""
+"""Checks of the integers and token ids that a caller gives, and how far two lists of ids agree."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from dsv4.errors import UserError, shorten
 
@@ -53,3 +54,9 @@ def check_room(tokens: int, max_context: int) -> None:
             f"EngineConfig.max_context: found a sequence of {tokens} tokens, "
             f"expected at most {max_context}"
         )
+
+
+def shared_beginning(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

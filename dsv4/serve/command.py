@@ -9,9 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsv4.checkpoint import open_checkpoint
-from dsv4.checkpoint.identity import checkpoint_identity
-from dsv4.checkpoint.state_file import StateKey
 from dsv4.cli.arguments import engine_config
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults
@@ -55,9 +52,7 @@ def build_service(
     from dsv4.serve.service import Service
 
     folder: Path = arguments.model
-    identity = checkpoint_identity(open_checkpoint(folder))
-    key = StateKey.of(files.config, engine.engine_config, identity)
-    sequences = SavedSequences(engine, key, arguments.state_dir, arguments.states)
+    sequences = SavedSequences(engine, arguments.state_dir, arguments.states)
     return Service(
         model_name=arguments.model_name or folder.resolve().name,
         folder=folder,

@@ -6,15 +6,15 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 from dsv4.caches.state import undoable_tokens
-from dsv4.checkpoint.state_file import SavedState, StateKey
+from dsv4.checkpoint.state_file import SavedState
 from dsv4.engine import Engine
 from dsv4.errors import UserError
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.opened_checkpoint import Progress
+from dsv4.token_ids import shared_beginning
 
 # What a prompt of fewer tokens takes to be read is less than its file takes.
 FEWEST_TOKENS = 256
@@ -32,8 +32,7 @@ class KeptSequence:
 
     def reusable(self, token_ids: Sequence[int]) -> int:
         """As ``Engine.reusable_tokens``, once it is loaded."""
-        pairs = zip(self.token_ids, token_ids[:-1], strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        shared = shared_beginning(self.token_ids, token_ids[:-1])
         return shared if len(self.token_ids) - shared <= self.undoable else 0
 
 
@@ -42,7 +41,7 @@ class SavedSequences:
     folder there are none.
     """
 
-    def __init__(self, engine: Engine, key: StateKey, folder: Path | None, most: int) -> None:
+    def __init__(self, engine: Engine, folder: Path | None, most: int) -> None:
         """Takes the files of earlier servers that this engine can go on with."""
         self._engine = engine
         self._folder = folder
@@ -52,7 +51,7 @@ class SavedSequences:
         if folder is not None:
             files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
             for path in files:
-                self._take(path, key)
+                self._take(path)
             self._drop(self._kept[:-most])
 
     def resume(self, token_ids: Sequence[int], forgets: bool) -> None:
@@ -124,10 +123,10 @@ class SavedSequences:
         one.path.touch()
         self._kept.append(one)
 
-    def _take(self, path: Path, key: StateKey) -> None:
+    def _take(self, path: Path) -> None:
         try:
             saved = SavedState.open(path)
-            saved.check(key, self._engine.max_context)
+            saved.check(self._engine.key, self._engine.max_context)
         except UserError as error:
             _LOG.warning("not used: %s", error)
             return

@@ -9,7 +9,6 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -39,6 +38,7 @@ from dsv4.speculative.tally import DraftCount, Tally
 from dsv4.speculative.taps import Taps
 from dsv4.step.direct import DirectSteps
 from dsv4.step.observer import open_part
+from dsv4.token_ids import shared_beginning
 
 # A module whose first draft is kept less often does not fit its model: said of so many and more.
 USELESS_ACCEPTANCE = 0.2
@@ -187,9 +187,7 @@ class DraftedSteps(DirectSteps):
         best_M1 = logits_MV.amax(1, keepdim=True)
         ids_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
         largest = torch.where(logits_MV == best_M1, ids_V, logits_MV.shape[1]).amin(1).tolist()
-        pairs = zip(drafts, largest, strict=False)
-        accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return largest[: accepted + 1]
+        return largest[: shared_beginning(drafts, largest) + 1]
 
     def _accepted(self, proposal: Proposal, logits_MV: Tensor, sampler: Sampler) -> list[int]:
         """The drafts that are kept and the token behind them, for temperatures above 0."""
