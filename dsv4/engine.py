@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -89,9 +88,7 @@ class Engine(EngineInputs):
         state = allocate_state(config, engine_config, max_context, placement)
         if shown is not None:
             state.draft = allocate_draft(config, engine_config, shown, self.model.head_device)
-        # What a sequence keeps does not depend on a draft module.
-        key = StateKey.of(replace(config, dspark=None), engine_config, checkpoint)
-        super().__init__(state, key, max_context)
+        super().__init__(state, StateKey.of(config, engine_config, checkpoint), max_context)
         self.steps = self._build_steps(compiling)
         self.decoder: CUDAGraphDecoder | None = None
         if engine_config.cuda_graph is not None:

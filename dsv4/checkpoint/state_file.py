@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,14 @@ class StateKey:
 
     @classmethod
     def of(cls, config: ModelConfig, engine: EngineConfig, checkpoint: str) -> "StateKey":
-        """The key of an engine that runs a checkpoint with ``engine``."""
+        """The key of an engine that runs a checkpoint with ``engine``. It says nothing of a draft
+        module, on which nothing depends that a sequence keeps.
+        """
         kv_rows, index_rows = (
             "fp8" if dtype == "fp8" else engine.compute_dtype
             for dtype in (engine.kv_dtype, engine.index_dtype or engine.kv_dtype)
         )
-        return cls(config, checkpoint, kv_rows, index_rows)
+        return cls(replace(config, dspark=None), checkpoint, kv_rows, index_rows)
 
     def facts(self) -> dict[str, Any]:
         """The key as JSON has it."""

@@ -9,6 +9,7 @@ import pytest
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.checkpoint import synthetic_weights, tiny_config, write_synthetic
 from dsv4.checkpoint.draft_folder import write_draft
+from dsv4.checkpoint.state_file import StateKey
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.layers.classic_mtp import ClassicMTP
@@ -66,6 +67,14 @@ def test_states_go_from_runs_with_drafts_to_runs_without(folders: Path, tmp_path
     plain = Engine.load(folders / "main", SETTINGS)
     plain.load_state(tmp_path / "state")
     assert plain.token_ids == random_ids(9)
+
+
+def test_keys_of_a_draft_module_make_no_other_state() -> None:
+    """A command checks a state by the checkpoint's own config, before the engine is there."""
+    brought, none = (ModelConfig.from_dict(raw_config(kind)) for kind in ("dspark", None))
+    assert brought.dspark is not None
+    none = dataclasses.replace(none, compress_ratios=brought.compress_ratios)
+    assert StateKey.of(brought, SETTINGS, "a") == StateKey.of(none, SETTINGS, "a")
 
 
 @pytest.mark.parametrize("kind", ["classic", "dspark"])
