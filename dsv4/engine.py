@@ -1,5 +1,6 @@
 """Engine: load a checkpoint, prefill in chunks, decode, generate, and look inside."""
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ from dsv4.step.steps import RecordedSteps
 from dsv4.token_ids import check_ids, check_room
 from dsv4.trace.steps import TracedSteps
 from dsv4.weights.parameters import shown_mtp
+
+_LOG = logging.getLogger("dsv4")
 
 
 class Engine(EngineInputs):
@@ -120,6 +123,8 @@ class Engine(EngineInputs):
         engine_config = config or EngineConfig()
         opened = OpenedCheckpoint.open(path, engine_config)
         opened.plan.refuse_if_too_large()
+        if engine_config.parallel == "pipeline" and len(opened.placement.devices) > 1:
+            _LOG.info("--parallel tensor decodes one sequence faster, where the model can be cut")
         if opened.steps is not None:
             compile_ahead(opened.steps.kernels(), compiling)
         weights = opened.read(progress, packing)

@@ -1,6 +1,5 @@
 """A checkpoint before any weight is read: its parameters, their devices and the memory plan."""
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +31,6 @@ from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
 from dsv4.step.planned import PlannedSteps
 
 Progress = Callable[[int, int], None]
-
-_LOG = logging.getLogger("dsv4")
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,6 @@ class OpenedCheckpoint:
         devices = placement.devices
         engine = with_device_defaults(engine, devices)
         check_cuda_graph(engine, devices)
-        if engine.parallel == "pipeline" and len(devices) > 1:
-            _LOG.info("--parallel tensor decodes one sequence faster, where the model can be cut")
         table = ops if absent else table_on(engine, devices)
         held = held_by(stored, placement.ranks, 0)
         steps = _plan_steps(config, engine, held, table, placement, absent)
