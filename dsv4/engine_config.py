@@ -9,7 +9,7 @@ from dsv4.limits import MAX_DECODE_TOKENS
 # What weights are multiplied with in steps of more than MAX_DECODE_TOKENS tokens.
 ActivationMode = Literal["bf16", "fp8", "nvfp4"]
 ACTIVATION_MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
-_TENSOR_GPUS = (2, 4, 8)
+TENSOR_GPUS = (2, 4, 8)
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "parallel": ("pipeline", "round-robin", "tensor"),
@@ -86,10 +86,10 @@ class EngineConfig:
         if not isinstance(self.require_native, bool):
             found = shorten(self.require_native)
             raise UserError(f"EngineConfig.require_native: found {found}, expected True or False")
-        if self.parallel == "tensor" and self.gpus not in _TENSOR_GPUS:
+        if self.parallel == "tensor" and self.gpus not in TENSOR_GPUS:
             raise UserError(
                 f"EngineConfig.gpus: found {self.gpus} with EngineConfig.parallel='tensor', "
-                f"expected one of {', '.join(map(str, _TENSOR_GPUS))}"
+                f"expected one of {', '.join(map(str, TENSOR_GPUS))}"
             )
         self._check_drafts()
         if self.require_native and self.ops != "auto":

@@ -22,12 +22,12 @@ LOGITS_EXCHANGE = MOST_EXCHANGES - 1
 STEP_NUMBERS = (1 << 32) // MOST_EXCHANGES
 WORD_BYTES = 8
 SLOTS = 2
-# The step counter is read 16 bytes at a time at most.
+# The first one counts the steps; nothing reads the others.
 STEP_WORDS = 4
 # Set, exchange, missing rank, step.
 FAULT_WORDS = 4
-# Rows of the head are cut in row tiles.
-_ROW_TILE = 16
+# Rows of the head are cut in these units, because no vocabulary need be a multiple of the ranks.
+HEAD_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class InboxLayout:
     @property
     def head_rows(self) -> int:
         """The most rows of the head that a rank has (``dsv4.parallel.sharding.cut_of``)."""
-        return _round_up(-(-self.vocabulary // self.ranks), _ROW_TILE)
+        return -(-self.vocabulary // (HEAD_ROWS * self.ranks)) * HEAD_ROWS
 
     @property
     def rank_words(self) -> int:
@@ -112,7 +112,3 @@ class Peers:
             memory(FAULT_WORDS, dtype=torch.int32),
             memory(SLOTS, tokens, layout.width, dtype=torch.float32),
         )
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

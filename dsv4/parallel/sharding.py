@@ -12,16 +12,15 @@ from dataclasses import replace
 from torch import Tensor
 
 from dsv4.config import ModelConfig
+from dsv4.engine_config import TENSOR_GPUS
 from dsv4.errors import UserError
-from dsv4.peers import LOGITS_EXCHANGE
+from dsv4.peers import HEAD_ROWS, LOGITS_EXCHANGE
 from dsv4.weights.cut import COLUMNS, ROWS, Cut, cut_weight, part_cuts
 from dsv4.weights.parameters import MtpKind, Parameter, layer_of, parameters
 from dsv4.weights.quant import QuantFormat, QuantTensor
 
-RANKS = (1, 2, 4, 8)
+RANKS = (1, *TENSOR_GPUS)
 HEAD = "head.weight"
-# Rows of the head are cut in these units, because no vocabulary need be a multiple of the ranks.
-HEAD_ROWS = 16
 _LAYER_CUTS = {
     "attn.attn_sink": COLUMNS,
     "attn.wq_b.weight": ROWS,
