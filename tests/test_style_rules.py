@@ -15,11 +15,7 @@ CUTEDSL = "dsv4/ops/linear/cutedsl/"
 KERNELS = ("dsv4/launch/", CUTEDSL, "dsv4/ops/linear/decode_plan.py")
 # The published interface of the encoder, and kernels, whose parameters are what they are launched
 # with.
-MANY_PARAMETERS = {
-    ("encoding/deepseek_v4_encoding.py", "encode_messages"),
-    ("dsv4/ops/moe/__init__.py", "moe"),
-    ("dsv4/ops/moe/__init__.py", "expert_sum"),
-}
+MANY_PARAMETERS = {("encoding/deepseek_v4_encoding.py", "encode_messages")}
 # Functions of as many tensors as are noted with them; torch.compile's result has no signature.
 ANY_NUMBER_OF_TENSORS = ("dsv4/launch/recording.py", "dsv4/demo/training/fast_forward.py")
 MAY_HAVE_MANY_PARAMETERS = (CUTEDSL, "dsv4/demo/training/sinkhorn.py")

@@ -48,7 +48,8 @@ from dsv4.ops.exchange import (
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre, hc_seam
 from dsv4.ops.indexer import index_select
 from dsv4.ops.linear import dequantized_rows, grouped_linear, linear, linear_rows
-from dsv4.ops.moe import moe
+from dsv4.ops.moe import Mixture, moe
+from dsv4.ops.nan import note_nan
 from dsv4.ops.opening import embed, next_positions
 from dsv4.ops.prepare_attention import prepare_attention
 from dsv4.ops.quantize_activations.emulated import dequantized_weight
@@ -124,15 +125,18 @@ def noticing_nan(ops: Ops, nan_1: Tensor) -> Ops:
     """``ops`` whose torch functions that compare set int32 ``nan_1`` on the host to 1 when they
     meet NaN. What stands in their place stays as it is.
     """
-    noticing: dict[str, Callable[..., Any]] = {"index_select": index_select, "moe": moe}
-    return replace(
-        ops,
-        **{
-            name: partial(op, nan_1=nan_1)
-            for name, op in noticing.items()
-            if getattr(ops, name) is op
-        },
-    )
+    noticing: dict[str, Callable[..., Any]] = {}
+    if ops.index_select is index_select:
+        noticing["index_select"] = partial(index_select, nan_1=nan_1)
+    if ops.moe is moe:
+        noticing["moe"] = partial(_moe_noticing_nan, nan_1)
+    return replace(ops, **noticing)
+
+
+def _moe_noticing_nan(nan_1: Tensor, *arguments: Any, **named: Any) -> Mixture:
+    mixture = moe(*arguments, **named)
+    note_nan(nan_1, mixture.weights_TP)
+    return mixture
 
 
 def torch_packing(mode: ActivationMode) -> Packing:

@@ -6,7 +6,6 @@ from typing import Any, Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.ops.nan import note_nan
 from dsv4.ops.quantize_activations import hidden_global_scale
 from dsv4.ops.quantize_activations.emulated import multiplied
 from dsv4.ops.router import AnyWeight, Router, route
@@ -47,17 +46,14 @@ def moe(
     experts: ExpertWeights,
     shared: ExpertWeights,
     limit: float,
-    nan_1: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Mixture:
     """Routes x ``[T, E]``, the hidden states of the token ids int64 ``[T]``, and returns
-    ``expert_sum`` ``[T, E]`` with the routes. Weights of NaN set int32 ``nan_1`` ``[1]`` to 1.
+    ``expert_sum`` ``[T, E]`` with the routes; float32 as ``out_dtype`` leaves the sum unrounded.
     """
-    ids_TP, weights_TP = route(x_TE, tokens_T, router)
-    note_nan(nan_1, weights_TP)
-    routes = ids_TP, weights_TP
-    y_TE = expert_sum(x_TE, *routes, experts, shared, limit, router.scaling, out_dtype)
-    return Mixture(y_TE, ids_TP, weights_TP)
+    routes = route(x_TE, tokens_T, router)
+    sum_TE = _unrounded_sum(x_TE, *routes, experts, shared, limit, router.scaling)
+    return Mixture(sum_TE.to(out_dtype or x_TE.dtype), *routes)
 
 
 def expert_sum(
@@ -68,16 +64,28 @@ def expert_sum(
     shared: ExpertWeights,
     limit: float,
     largest_weight: float = 1.0,
-    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Σ_p expert(ids_p, x, weight_p) + shared(x): ``[T, E]`` in ``out_dtype`` (default: the dtype
-    of x), summed in float32, expert order ascending.
+    """Σ_p expert(ids_p, x, weight_p) + shared(x): ``[T, E]`` in the dtype of x, summed in float32,
+    expert order ascending.
 
     An expert is w2 · round(weight · silu(min(g, limit)) · clamp(u, ±limit)) with g = w1 · x and u =
     w3 · x in float32; the routing weight multiplies before the one rounding to the dtype of x. The
     shared expert has weight 1 and the same clamp. ``largest_weight``: no routing weight is above
     it, which NVFP4 activations of w2 need (``hidden_global_scale``).
     """
+    sum_TE = _unrounded_sum(x_TE, ids_TP, weights_TP, experts, shared, limit, largest_weight)
+    return sum_TE.to(x_TE.dtype)
+
+
+def _unrounded_sum(
+    x_TE: Tensor,
+    ids_TP: Tensor,
+    weights_TP: Tensor,
+    experts: ExpertWeights,
+    shared: ExpertWeights,
+    limit: float,
+    largest_weight: float,
+) -> Tensor:
     tokens_of_step = x_TE.shape[0]
     total = clamped_swiglu_mlp(x_TE, shared, limit, tokens_of_step, RoutingWeight(1.0, 1.0))
     for expert in ids_TP.unique().tolist():
@@ -86,7 +94,7 @@ def expert_sum(
         weight = RoutingWeight(weights_TP[tokens, slots, None], largest_weight)
         y_TE = clamped_swiglu_mlp(x_TE[tokens], one, limit, tokens_of_step, weight)
         total.index_add_(0, tokens, y_TE)
-    return total.to(out_dtype or x_TE.dtype)
+    return total
 
 
 def clamped_swiglu_mlp(
