@@ -21,23 +21,23 @@ def row_by_row(ops: Ops) -> Ops:
     """``ops`` that compute when they are called, for a step of any number of tokens."""
     return replace(
         ops,
-        linear=_each(ops.linear, 0),
-        linear_rows=_each(ops.linear_rows, 0),
-        grouped_linear=_each(ops.grouped_linear, 0),
-        row_parallel_linear=_each(ops.row_parallel_linear, 0),
-        vocab_parallel_linear=_each(ops.vocab_parallel_linear, 0),
-        hc_pre=_each(ops.hc_pre, 0),
-        hc_seam=_each(ops.hc_seam, 0, 1, 2, 3),
-        hc_post=_each(ops.hc_post, 0, 1, 2, 3),
-        hc_head=_each(ops.hc_head, 0),
+        linear=each_token(ops.linear, 0),
+        linear_rows=each_token(ops.linear_rows, 0),
+        grouped_linear=each_token(ops.grouped_linear, 0),
+        row_parallel_linear=each_token(ops.row_parallel_linear, 0),
+        vocab_parallel_linear=each_token(ops.vocab_parallel_linear, 0),
+        hc_pre=each_token(ops.hc_pre, 0),
+        hc_seam=each_token(ops.hc_seam, 0, 1, 2, 3),
+        hc_post=each_token(ops.hc_post, 0, 1, 2, 3),
+        hc_head=each_token(ops.hc_head, 0),
         prepare_attention=_each_prepared(ops.prepare_attention),
-        index_select=_each(ops.index_select, 0, 1, 4),
-        sparse_attention=_each(ops.sparse_attention, 0, 2, 4),
-        moe=_each(ops.moe, 0, 1),
+        index_select=each_token(ops.index_select, 0, 1, 4),
+        sparse_attention=each_token(ops.sparse_attention, 0, 2, 4),
+        moe=each_token(ops.moe, 0, 1),
     )
 
 
-def _each(op: Callable[..., Any], *by_token: int) -> Callable[..., Any]:
+def each_token(op: Callable[..., Any], *by_token: int) -> Callable[..., Any]:
     """``op`` for one token at a time; the arguments ``by_token`` have a row for each."""
 
     def run(*arguments: Any) -> Any:
