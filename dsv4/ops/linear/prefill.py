@@ -2,7 +2,6 @@
 registers.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,13 +11,10 @@ from torch import Tensor
 from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
-from dsv4.ops.linear import RowList
-from dsv4.ops.linear.aligned import aligned_rows, copy_rows
-from dsv4.ops.linear.checks import check_grouped, check_linear, check_norm
-from dsv4.ops.linear.row_list import packed_rows
-from dsv4.ops.norm.cuda import rms_norm
+from dsv4.ops.linear.aligned import aligned_rows
+from dsv4.ops.linear.prefill_products import PrefillProducts
 from dsv4.weights.packed import PADDING, TILE_ROWS, PackedWeight, padded
-from dsv4.weights.quant import QuantFormat, Weight
+from dsv4.weights.quant import QuantFormat
 
 # Constants of dsv4/ops/linear/prefill_gemm.cuh.
 TILE_TOKENS = 128
@@ -54,8 +50,6 @@ _STAGE_BYTES = {
     QuantFormat.FP8_BLOCK128: _StageBytes(1024, 0),
     QuantFormat.BF16: _StageBytes(2048, 0),
 }
-
-Batches = Callable[[Recording, Tensor, PackedWeight, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
@@ -106,94 +100,6 @@ def build(
     return Build(source, defines, shared_bytes)
 
 
-def linear(
-    recording: Recording, x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """y = x · Wᵀ for x bfloat16 ``[T, K]`` and packed W ``[N, K]``: bfloat16 or float32 ``[T, N]``.
-
-    Exact products of the stored weights (NVFP4: before its global scale) with x, float32 sums, one
-    rounding (``tests/ops/linear/test_prefill_linear.py``). T is the recording's number of tokens.
-    Raises ``ValueError`` naming the argument for anything else.
-    """
-    return linear_with(linear_batches, recording, x, weight, out_dtype)
-
-
-def grouped_linear(recording: Recording, x_TGK: Tensor, weight: Weight) -> Tensor:
-    """Group g of x ``[T, G, K]`` times rows g·R … g·R + R − 1 of W ``[G·R, K]``: ``[T, G, R]``.
-
-    All bfloat16. Raises ``ValueError`` as ``dsv4.ops.linear.grouped_linear`` does.
-    """
-    return grouped_linear_with(linear_batches, recording, x_TGK, weight)
-
-
-def linear_rows(
-    recording: Recording,
-    x: Tensor,
-    rows: RowList,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-) -> tuple[Tensor, ...]:
-    """``linear`` of one x ``[T, K]`` with every matrix: see ``dsv4.ops.linear.linear_rows``.
-
-    The norm is a launch of its own, and every product is one with a buffer of its own.
-    """
-    x = normalised(recording, x, rows, norm_weight, norm_eps)
-    return products_with(linear_batches, recording, x, rows)
-
-
-def linear_with(
-    batches: Batches,
-    recording: Recording,
-    x: Tensor,
-    weight: Weight,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """``linear`` by an implementation of ``linear_batches``."""
-    dtype = out_dtype or torch.bfloat16
-    packed = check_linear(x, weight, dtype)
-    return batches(recording, x.unsqueeze(1), packed, dtype)[:, 0]
-
-
-def grouped_linear_with(
-    batches: Batches, recording: Recording, x_TGK: Tensor, weight: Weight
-) -> Tensor:
-    """``grouped_linear`` by an implementation of ``linear_batches``."""
-    packed = check_grouped(x_TGK, weight)
-    tokens, groups, _ = x_TGK.shape
-    rows = packed.shape[0] // groups
-    if rows % TILE_ROWS == 0 or groups == 1:
-        return batches(recording, x_TGK, packed, torch.bfloat16)
-    # Row tiles would straddle groups: every group by all rows, of which its own are kept. Only tiny
-    # models have such groups.
-    y_TGR = recording.empty((tokens, groups, rows), torch.bfloat16)
-    for group in range(groups):
-        product = linear_with(batches, recording, x_TGK[:, group], packed, torch.bfloat16)
-        own = product[:, group * rows : (group + 1) * rows]
-        recording.call(copy_rows, y_TGR[:, group], own)
-    return y_TGR
-
-
-def products_with(
-    batches: Batches, recording: Recording, x: Tensor, rows: RowList
-) -> tuple[Tensor, ...]:
-    """``linear`` of x with every matrix of the list by an implementation of ``linear_batches``."""
-    packed = packed_rows(rows)
-    pairs = zip(packed.weights, packed.dtypes, strict=True)
-    return tuple([linear_with(batches, recording, x, weight, dtype) for weight, dtype in pairs])
-
-
-def normalised(
-    recording: Recording, x: Tensor, rows: RowList, norm_weight: Tensor | None, norm_eps: float
-) -> Tensor:
-    """x ``[T, K]``, checked, its norm if there is a weight for one, in rows that kernels read."""
-    packed = packed_rows(rows)
-    packed.check(x)
-    check_norm(norm_weight, packed.width)
-    if norm_weight is not None:
-        x = rms_norm(recording, x, norm_weight, norm_eps)
-    return aligned_rows(recording, x)
-
-
 def linear_batches(
     recording: Recording,
     x_TGK: Tensor,
@@ -201,7 +107,7 @@ def linear_batches(
     out_dtype: torch.dtype,
     fewer_than: int | None = None,
 ) -> Tensor:
-    """The launch behind all: ``[T, G, R]`` with R a multiple of 16 unless G is 1.
+    """``dsv4.ops.linear.prefill_products.Batches`` by one launch.
 
     Operands are already checked. ``fewer_than``: launched for fewer tokens than this only.
     Raises ``ValueError`` when T is not the recording's number of tokens.
@@ -284,3 +190,9 @@ class _Split(NamedTuple):
         counts = range(TILE_TOKENS, round_up(tokens, TILE_TOKENS) + 1, TILE_TOKENS)
         partials = [self.tiles(n) * self.splits(n) for n in counts if self.splits(n) > 1]
         return max(partials, default=0)
+
+
+_PRODUCTS = PrefillProducts(linear_batches)
+linear = _PRODUCTS.linear
+grouped_linear = _PRODUCTS.grouped_linear
+linear_rows = _PRODUCTS.linear_rows

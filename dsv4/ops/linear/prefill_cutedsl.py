@@ -14,17 +14,10 @@ from torch import Tensor
 
 from dsv4.launch.kernel import ceil_div, round_up
 from dsv4.launch.recording import Recording
-from dsv4.ops.linear import RowList
 from dsv4.ops.linear.aligned import aligned_rows
-from dsv4.ops.linear.prefill import (
-    grouped_linear_with,
-    linear_batches,
-    linear_with,
-    normalised,
-    products_with,
-)
+from dsv4.ops.linear.prefill import linear_batches
+from dsv4.ops.linear.prefill_products import PrefillProducts
 from dsv4.weights.packed import PackedWeight
-from dsv4.weights.quant import Weight
 
 _PACKAGES = ("nvidia_cutlass_dsl", "tvm_ffi")
 INSTALLED = all(importlib.util.find_spec(name) is not None for name in _PACKAGES)
@@ -37,30 +30,6 @@ _TOKEN_STEP = 16
 _MULTIPLE = 64
 
 Gemm = Callable[..., object]
-
-
-def linear(
-    recording: Recording, x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """``dsv4.ops.linear.prefill.linear``: exact weights, float32 sums, one rounding."""
-    return linear_with(_linear_batches, recording, x, weight, out_dtype)
-
-
-def grouped_linear(recording: Recording, x_TGK: Tensor, weight: Weight) -> Tensor:
-    """``dsv4.ops.linear.prefill.grouped_linear``."""
-    return grouped_linear_with(_linear_batches, recording, x_TGK, weight)
-
-
-def linear_rows(
-    recording: Recording,
-    x: Tensor,
-    rows: RowList,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-) -> tuple[Tensor, ...]:
-    """``dsv4.ops.linear.prefill.linear_rows``."""
-    x = normalised(recording, x, rows, norm_weight, norm_eps)
-    return products_with(_linear_batches, recording, x, rows)
 
 
 def cutedsl_supports(recording: Recording, x_TGK: Tensor, weight: PackedWeight) -> bool:
@@ -124,3 +93,9 @@ class _LongProduct:
         *weight, y = operands
         gemm = self.gemms[ceil_div(tokens - CUTEDSL_TOKENS, _TOKEN_STEP)]
         gemm(x_TGK[:tokens], *weight, y[:tokens])
+
+
+_PRODUCTS = PrefillProducts(_linear_batches)
+linear = _PRODUCTS.linear
+grouped_linear = _PRODUCTS.grouped_linear
+linear_rows = _PRODUCTS.linear_rows

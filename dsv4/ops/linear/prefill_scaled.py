@@ -24,8 +24,8 @@ from dsv4.ops.linear.cutedsl.scaled_config import (
     ScaledProblem,
     scaled_config,
 )
-from dsv4.ops.linear.prefill import normalised
 from dsv4.ops.linear.prefill_cutedsl import INSTALLED
+from dsv4.ops.linear.prefill_products import normalised
 from dsv4.ops.linear.row_list import packed_rows
 from dsv4.ops.quantize_activations import ActivationFormat
 from dsv4.ops.quantize_activations.cuda import SwizzledRows, quantize_rows

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
-from dsv4.ops.linear import RowList
 from dsv4.ops.linear.aligned import aligned_rows
 from dsv4.ops.linear.cutedsl.gemm_config import (
     DENSE_TOKENS,
@@ -23,42 +22,13 @@ from dsv4.ops.linear.cutedsl.gemm_config import (
     w16_config,
     w16_configs,
 )
-from dsv4.ops.linear.prefill import (
-    grouped_linear_with,
-    linear_batches,
-    linear_with,
-    normalised,
-    products_with,
-)
+from dsv4.ops.linear.prefill import linear_batches
 from dsv4.ops.linear.prefill_cutedsl import INSTALLED
+from dsv4.ops.linear.prefill_products import PrefillProducts
 from dsv4.weights.packed import PackedWeight
-from dsv4.weights.quant import QuantFormat, Weight
+from dsv4.weights.quant import QuantFormat
 
 Gemm = Callable[..., object]
-
-
-def linear(
-    recording: Recording, x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """``dsv4.ops.linear.prefill.linear``: exact weights, float32 sums, one rounding."""
-    return linear_with(_linear_batches, recording, x, weight, out_dtype)
-
-
-def grouped_linear(recording: Recording, x_TGK: Tensor, weight: Weight) -> Tensor:
-    """``dsv4.ops.linear.prefill.grouped_linear``."""
-    return grouped_linear_with(_linear_batches, recording, x_TGK, weight)
-
-
-def linear_rows(
-    recording: Recording,
-    x: Tensor,
-    rows: RowList,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-) -> tuple[Tensor, ...]:
-    """``dsv4.ops.linear.prefill.linear_rows``."""
-    x = normalised(recording, x, rows, norm_weight, norm_eps)
-    return products_with(_linear_batches, recording, x, rows)
 
 
 @dataclass(frozen=True)
@@ -165,3 +135,9 @@ class _Dense:
         *weight, y_TGR = operands
         nothing = [weight[0]] * 4
         gemm(x_TGK[:tokens], *weight, *weight, *nothing, y_TGR[:tokens], 0.0, 1)
+
+
+_PRODUCTS = PrefillProducts(_linear_batches)
+linear = _PRODUCTS.linear
+grouped_linear = _PRODUCTS.grouped_linear
+linear_rows = _PRODUCTS.linear_rows
