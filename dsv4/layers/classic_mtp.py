@@ -21,6 +21,7 @@ from dsv4.layers.weights import WeightReader
 from dsv4.ops import Ops
 from dsv4.ops.drafts import DraftOps
 from dsv4.ops.linear import RowList
+from dsv4.ops.linear.row_list import choose_rows
 
 
 class Rows(NamedTuple):
@@ -45,6 +46,7 @@ class ClassicMTP:
     stream_rows: RowList
     stream_norm: Tensor
     stage: DraftStage
+    key_rows: RowList
     head: Head
     norm_eps: float
 
@@ -58,45 +60,44 @@ class ClassicMTP:
         compute_dtype: torch.dtype,
     ) -> "ClassicMTP":
         """``weights``: those of ``mtp.0``."""
+        stage = DraftStage.build(config, weights, compute_dtype)
         return cls(
             replace(embed, streams=1),
             weights.row_list(["e_proj.weight"], [None]),
             weights.vector("enorm.weight"),
             weights.row_list(["h_proj.weight"], [None]),
             weights.vector("hnorm.weight"),
-            DraftStage.build(config, weights, compute_dtype),
+            stage,
+            choose_rows([stage.key_row]),
             Head.sharing(config, weights, head),
             config.rms_norm_eps,
         )
 
     def remember(self, ops: Ops, drafts: DraftOps, rows: Rows, keys: KeySet) -> None:
         """Stores the keys of rows whose logits nobody wants: they depend on no other row."""
-        positions_T, entering = self._enter(ops, rows)
+        positions_T, entering = self._enter(ops, drafts, rows)
         x_TE, _ = self.stage.attn_hc.enter(ops, entering)
-        (kv_TD,) = ops.linear_rows(x_TE, self.stage.key_rows)
+        (kv_TD,) = ops.linear_rows(x_TE, self.key_rows)
         self.stage.write_keys(drafts, kv_TD, positions_T, keys)
 
-    def __call__(self, ops: Ops, rows: Rows, keys: KeySet) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ops: Ops, drafts: DraftOps, rows: Rows, keys: KeySet
+    ) -> tuple[Tensor, Tensor]:
         """The streams behind the block ``[T, M, E]`` and the logits float32 ``[T, V]``."""
-        positions_T, entering = self._enter(ops, rows)
+        positions_T, entering = self._enter(ops, drafts, rows)
         behind = self.stage(ops, entering, rows.tokens_T, causal(positions_T, keys))
         streams_TME = self.stage.mix(ops, behind)
         logits_TV = self.head.logits(ops, self.head.hidden(ops, streams_TME))
         return streams_TME, logits_TV
 
-    def _enter(self, ops: Ops, rows: Rows) -> tuple[Tensor, Unmixed]:
+    def _enter(self, ops: Ops, drafts: DraftOps, rows: Rows) -> tuple[Tensor, Unmixed]:
         """The positions of the rows, and e_proj · rms_norm(e; enorm) + h_proj · rms_norm(s; hnorm)
         for every stream s, without the first part at position 0.
         """
-        tokens, streams, width = rows.streams_TME.shape
         positions_T, e_T1E = self.embed(ops, rows.tokens_T, rows.position_1, rows.rejected_1)
         eps = self.norm_eps
         (y_TE,) = ops.linear_rows(e_T1E.squeeze(1), self.token_rows, self.token_norm, eps)
-        flat = rows.streams_TME.reshape(tokens * streams, width)
-        (mixed,) = ops.linear_rows(flat, self.stream_rows, self.stream_norm, eps)
+        mixed_TME = drafts.stream_linear(rows.streams_TME, self.stream_rows, self.stream_norm, eps)
         # The sum is a residual mix in which every stream stays what it is.
-        post_TM = (positions_T > 0).float()[:, None].repeat(1, streams)
-        comb_MM = torch.eye(streams, dtype=torch.float32, device=post_TM.device)
-        comb_TMM = comb_MM.repeat(tokens, 1, 1)
-        residual = Residual(mixed.view(tokens, streams, width), post_TM, comb_TMM)
-        return positions_T, Unmixed(y_TE, residual)
+        mixing = drafts.token_mixing(positions_T, mixed_TME.shape[1])
+        return positions_T, Unmixed(y_TE, Residual(mixed_TME, *mixing))

@@ -55,15 +55,14 @@ class DraftStage:
         return self.ffn_hc.mix(ops, unmixed)
 
     @property
-    def key_rows(self) -> RowList:
-        """wkv alone, of ``attn.input_rows``."""
-        rows = self.attn.input_rows
-        return RowList(rows.weights[1:2], rows.out_dtypes[1:2])
+    def key_row(self) -> tuple[RowList, int]:
+        """wkv as a matrix of a list (``dsv4.ops.linear.row_list.choose_rows``)."""
+        return self.attn.input_rows, 1
 
     def write_keys(
         self, drafts: DraftOps, kv_TD: Tensor, positions_T: Tensor, keys: KeySet
     ) -> None:
-        """Stores the products kv ``[T, D]`` of ``key_rows`` as keys of int64 ``positions``."""
+        """Stores the products kv ``[T, D]`` with wkv as keys of int64 ``positions``."""
         norm = self.attn.norm
         ring = keys.ring
         drafts.kv_write(kv_TD, norm.kv_norm, positions_T, norm.inv_freq, ring, norm.eps)

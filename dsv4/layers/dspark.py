@@ -21,7 +21,10 @@ from dsv4.layers.hyper_connection import Unmixed
 from dsv4.layers.weights import WeightReader
 from dsv4.ops import Ops
 from dsv4.ops.drafts import DraftOps
+from dsv4.ops.hyper_connection import hc_collapse
 from dsv4.ops.linear import RowList
+from dsv4.ops.linear.row_list import choose_rows
+from dsv4.ops.markov import confidence
 from dsv4.weights.quant import Weight
 
 # The draft of slot i, int64 ``[1]``, by its logits float32 ``[V]``.
@@ -83,16 +86,12 @@ class DSpark:
             DraftStage.build(config, weights.below(str(stage)), compute_dtype)
             for stage in range(stages)
         )
-        rows = [block.key_rows for block in blocks]
         return cls(
             keys=config.dspark,
             embed=embed,
             main_proj=first.matrix("main_proj.weight"),
             main_norm=first.vector("main_norm.weight"),
-            key_rows=RowList(
-                tuple(weight for row in rows for weight in row.weights),
-                tuple(dtype for row in rows for dtype in row.out_dtypes),
-            ),
+            key_rows=choose_rows([block.key_row for block in blocks]),
             stages=blocks,
             head=Head.sharing(config, last, head),
             markov_w1_VR=last.stored_matrix("markov_head.markov_w1.weight").data,
@@ -118,8 +117,16 @@ class DSpark:
             stage.write_keys(drafts, kv_TD, positions_T, keys)
 
     def block(self, ops: Ops, drafts: DraftOps, tokens_B: Tensor, state: DraftState) -> Block:
-        """The stages on the block's tokens int64 ``[B]``, at the positions from
-        ``state.position_1`` on, which it moves.
+        """The stages on the block's tokens int64 ``[B]``, as ``run``."""
+        streams_BME, _, logits_BV = self.run(ops, drafts, tokens_B, state)
+        return Block(hc_collapse(streams_BME, self.head.collapse), logits_BV)
+
+    def run(
+        self, ops: Ops, drafts: DraftOps, tokens_B: Tensor, state: DraftState
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The streams ``[B, M, E]`` behind the stages, the block's positions from
+        ``state.position_1`` on, which it moves, and float32 logits ``[B, V]`` without what the
+        token before each draft adds.
         """
         lookup = (state.position_1, state.rejected_1)
         positions_B, streams_BME = self.embed(ops, tokens_B, *lookup)
@@ -128,9 +135,8 @@ class DSpark:
             carried = stage(ops, carried, tokens_B, within_block(drafts, positions_B, keys))
         assert isinstance(carried, Unmixed), "there is at least one stage"
         streams_BME = self.stages[-1].mix(ops, carried)
-        collapsed_BE = drafts.hc_collapse(streams_BME, self.head.collapse)
         logits_BV = self.head.logits(ops, self.head.hidden(ops, streams_BME))
-        return Block(collapsed_BE, logits_BV)
+        return streams_BME, positions_B, logits_BV
 
     def draft(self, drafts: DraftOps, block: Block, anchor_1: Tensor, choose: Choose) -> Drafts:
         """The drafts behind the int64 ``[1]`` token that the block begins with, one after the
@@ -139,11 +145,11 @@ class DSpark:
         previous_1 = anchor_1
         tokens: list[Tensor] = []
         logits: list[Tensor] = []
-        confidence: list[Tensor] = []
+        found: list[Tensor] = []
         for slot, base_V in enumerate(block.logits_BV):
             read = (previous_1, self.markov_w1_VR)
-            confidence.append(drafts.confidence(block.collapsed_BE[slot], *read, self.confidence))
+            found.append(confidence(block.collapsed_BE[slot], *read, self.confidence))
             logits.append(drafts.markov_logits(base_V, *read, self.markov_w2))
             previous_1 = choose(slot, logits[-1])
             tokens.append(previous_1)
-        return Drafts(torch.cat(tokens), torch.stack(logits), torch.stack(confidence).sigmoid())
+        return Drafts(torch.cat(tokens), torch.stack(logits), torch.stack(found).sigmoid())

@@ -1,4 +1,6 @@
-"""The operations that only draft modules have, beside those of ``Ops``: their torch functions."""
+"""The operations that only layers of draft modules have, beside those of ``Ops``: their torch
+functions. The CUDA forms are in ``dsv4.ops.draft_tables``.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +11,10 @@ from torch import Tensor
 from dsv4.caches.layer import KeySet
 from dsv4.caches.rows import RowCache
 from dsv4.ops.attention.block import block_attention
-from dsv4.ops.hyper_connection import HcHeadWeights, hc_collapse
+from dsv4.ops.draft_rows import stream_linear, token_mixing
 from dsv4.ops.kv_write import kv_write
-from dsv4.ops.markov import confidence, markov_logits
+from dsv4.ops.linear import RowList
+from dsv4.ops.markov import markov_logits
 from dsv4.ops.stream_means import stream_means
 from dsv4.weights.quant import Weight
 
@@ -44,22 +47,24 @@ class StreamMeans(Protocol):
     def __call__(self, taps: Sequence[Tensor]) -> Tensor: ...
 
 
-class HcCollapse(Protocol):
-    """``dsv4.ops.hyper_connection.hc_collapse``."""
+class TokenMixing(Protocol):
+    """``dsv4.ops.draft_rows.token_mixing``."""
 
-    def __call__(self, streams_TME: Tensor, weights: HcHeadWeights) -> Tensor: ...
+    def __call__(self, positions_T: Tensor, streams: int) -> tuple[Tensor, Tensor]: ...
+
+
+class StreamLinear(Protocol):
+    """``dsv4.ops.draft_rows.stream_linear``."""
+
+    def __call__(
+        self, streams_TME: Tensor, rows: RowList, norm_weight: Tensor, norm_eps: float
+    ) -> Tensor: ...
 
 
 class MarkovLogits(Protocol):
     """``dsv4.ops.markov.markov_logits``."""
 
     def __call__(self, base_V: Tensor, previous_1: Tensor, w1_VR: Tensor, w2: Weight) -> Tensor: ...
-
-
-class Confidence(Protocol):
-    """``dsv4.ops.markov.confidence``."""
-
-    def __call__(self, z_E: Tensor, previous_1: Tensor, w1_VR: Tensor, proj: Weight) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -69,16 +74,16 @@ class DraftOps:
     kv_write: KvWrite
     block_attention: BlockAttention
     stream_means: StreamMeans
-    hc_collapse: HcCollapse
+    token_mixing: TokenMixing
+    stream_linear: StreamLinear
     markov_logits: MarkovLogits
-    confidence: Confidence
 
 
 TORCH_DRAFTS = DraftOps(
     kv_write=kv_write,
     block_attention=block_attention,
     stream_means=stream_means,
-    hc_collapse=hc_collapse,
+    token_mixing=token_mixing,
+    stream_linear=stream_linear,
     markov_logits=markov_logits,
-    confidence=confidence,
 )

@@ -118,7 +118,9 @@ class ClassicDrafter:
         with self._open_part() as ops:
             rows = self._rows([token], streams_1ME, position - 1)
             while len(tokens) < count:
-                streams_1ME, logits_1V = self._module(ops, rows, self._state.stages[0])
+                streams_1ME, logits_1V = self._module(
+                    ops, self._drafts, rows, self._state.stages[0]
+                )
                 chosen = choose(logits_1V[0], position + 1 + len(tokens))
                 if int(chosen) == NAN_TOKEN:
                     break

@@ -24,7 +24,7 @@ from dsv4.ops.row_by_row import row_by_row
 from dsv4.ops.sampling import gumbel_noise
 from dsv4.run_stats import DraftStats
 from dsv4.sampling import Sampler, SamplerState, checked_token
-from dsv4.speculative.acceptance import (
+from dsv4.ops.acceptance import (
     accepted_drafts,
     accepting_seed,
     behind_accepted,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.sampling import gumbel_noise, sample_token
-from dsv4.speculative.acceptance import (
+from dsv4.ops.acceptance import (
     accepted_drafts,
     accepting_seed,
     behind_accepted,

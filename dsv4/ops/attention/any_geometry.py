@@ -13,8 +13,11 @@ _THREADS = 128
 _WIDEST_HEAD = 4096
 
 
-def attention_any_geometry(recording: Recording, inputs: AttentionInputs) -> Tensor:
-    """``sparse_attention`` by a plain kernel: a block per head and token, in float32.
+def attention_any_geometry(
+    recording: Recording, inputs: AttentionInputs, as_last: bool = False
+) -> Tensor:
+    """``sparse_attention`` by a plain kernel: a block per head and token, in float32. ``as_last``:
+    every token sees what the last one sees.
 
     Raises ``ValueError`` for heads of more than 4096 values.
     """
@@ -23,7 +26,7 @@ def attention_any_geometry(recording: Recording, inputs: AttentionInputs) -> Ten
         raise ValueError(f"q_THD: found heads of {width}, expected at most {_WIDEST_HEAD}")
     keys = inputs.keys
     name = "attention_any_geometry"
-    kernel = Kernel(f"attention/{name}", name)
+    kernel = Kernel(f"attention/{name}", name, (("AS_LAST", 1),) if as_last else ())
     out_THD = recording.empty_like(inputs.q_THD)
     recording.launch(
         lambda tokens: Shape(kernel, (heads, tokens), _THREADS),

@@ -5,6 +5,11 @@
 #include "rope.cuh"
 #include <math_constants.h>
 
+// 1: every token sees what the last one sees (dsv4/ops/attention/block.py)
+#ifndef AS_LAST
+#define AS_LAST 0
+#endif
+
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / WARP;
 constexpr int TILE = 64;
@@ -41,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int lane = threadIdx.x % WARP;
     pdl_wait();
     pdl_launch();
-    const int64 position = positions[token];
+    const int64 position = positions[AS_LAST ? gridDim.y - 1 : token];
     const int64 start = ((int64)token * heads + head) * width;
     const RowStore ring{ring_data, ring_scale, format, width, rope_width};
     const RowStore entries{entries_data, entries_scale, format, width, rope_width};
@@ -101,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int d = plain + 2 * pair;
         const float a = __bfloat162float(__float2bfloat16(sums[d] / denominator));
         const float b = __bfloat162float(__float2bfloat16(sums[d + 1] / denominator));
-        const float2 turned = rotate(a, b, conjugate(rope_turn(position, inv_freq[pair])));
+        const float2 turned = rotate(a, b, conjugate(rope_turn(positions[token], inv_freq[pair])));
         out[start + d] = __float2bfloat16(turned.x);
         out[start + d + 1] = __float2bfloat16(turned.y);
     }

@@ -47,6 +47,10 @@
 #ifndef SPLIT_KEYS
 #define SPLIT_KEYS 2048
 #endif
+// 1: every token sees what the last one sees (dsv4/ops/attention/block.py)
+#ifndef AS_LAST
+#define AS_LAST 0
+#endif
 
 namespace {
 
@@ -777,7 +781,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const int key = turn_of(threadIdx.x, rank, CLUSTER) - window;
         if (key >= 0 && key < listed) first_selected = selected[key];
     }
-    const int64 position = positions[token];
+    const int64 position = positions[AS_LAST ? gridDim.z - 1 : token];
     QueryGroup query[2];
     const bf16* q_token = q + (int64)token * heads * DIM;
     const int pair = warp / (2 * SPLIT);

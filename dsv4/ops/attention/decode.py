@@ -69,13 +69,31 @@ def sparse_attention(
     Raises ``ValueError`` for another dtype, shape or layout.
     """
     inputs = AttentionInputs.checked(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
+    return _attention(recording, inputs)
+
+
+def block_attention(
+    recording: Recording,
+    q_THD: Tensor,
+    keys: KeySet,
+    sink_H: Tensor,
+    positions_T: Tensor,
+    inv_freq: Tensor,
+) -> Tensor:
+    """``dsv4.ops.attention.block.block_attention``, as ``sparse_attention``."""
+    seen = KeySet(keys.ring, None, 0, keys.window + positions_T.shape[0])
+    inputs = AttentionInputs.checked(q_THD, seen, None, sink_H, positions_T, inv_freq)
+    return _attention(recording, inputs, as_last=True)
+
+
+def _attention(recording: Recording, inputs: AttentionInputs, as_last: bool = False) -> Tensor:
     if not _is_usual(inputs):
-        return attention_any_geometry(recording, inputs)
-    check_alignment(q_THD)
-    return _flash_decoding(recording, inputs)
+        return attention_any_geometry(recording, inputs, as_last)
+    check_alignment(inputs.q_THD)
+    return _flash_decoding(recording, inputs, as_last)
 
 
-def _flash_decoding(recording: Recording, inputs: AttentionInputs) -> Tensor:
+def _flash_decoding(recording: Recording, inputs: AttentionInputs, as_last: bool) -> Tensor:
     keys = inputs.keys
     tokens, heads, width = inputs.q_THD.shape
     groups = ceil_div(heads, _HEADS)
@@ -89,6 +107,8 @@ def _flash_decoding(recording: Recording, inputs: AttentionInputs) -> Tensor:
         partial = recording.empty((splits * finished, floats), torch.float32)
         counters = recording.zeroed("attention_decode", finished)
     defines = _defines(inputs, splits)
+    if as_last:
+        defines = (*defines, ("AS_LAST", 1))
     recording.launch(
         Shape(
             Kernel("attention/attention_decode", "attention_decode", defines),

@@ -40,7 +40,8 @@ __device__ __forceinline__ void write_row(const bf16* kv, const float* norm_weig
         rotary[2 * pair + 1] = __float2bfloat16(turned.y);
     }
     __syncthreads();
-    store_row(row, ring, position % slots);
+    // Of position −1 too: a draft module has rows before the first one, which nobody reads.
+    store_row(row, ring, position < 0 ? position + slots : position % slots);
 }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -99,7 +99,20 @@ def pack_rows(
 
     Raises ``ValueError`` when the widths differ or a dtype is neither None, bfloat16 nor float32.
     """
-    packed = [pack(weight) for weight in weights]
+    return _joined([pack(weight) for weight in weights], out_dtypes)
+
+
+def choose_rows(chosen: Sequence[tuple[RowList, int]]) -> RowList:
+    """A list of the matrices ``(rows, index)``; those of packed lists are copied."""
+    weights = [rows.weights[index] for rows, index in chosen]
+    dtypes = [rows.out_dtypes[index] for rows, index in chosen]
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    if len(packed) < len(weights):
+        return RowList(tuple(weights), tuple(dtypes))
+    return _joined(packed, dtypes)
+
+
+def _joined(packed: list[PackedWeight], out_dtypes: Sequence[torch.dtype | None]) -> PackedRows:
     if not 1 <= len(packed) <= MAX_MATRICES or len({weight.shape[1] for weight in packed}) != 1:
         shapes = [weight.shape for weight in packed]
         expected = f"1 to {MAX_MATRICES} matrices of one K"

@@ -47,7 +47,9 @@ extern "C" __global__ void __launch_bounds__(256)
             Row::fetch(norm_weight, factors);
             row.normalise(&factors, eps);
             row.rotate_by(turns);
-            row.store_key(RowStore{ring_data, ring_scale, format, WIDTH, ROPE}, position % slots);
+            // Of position −1 too: a draft module has rows before the first one, which nobody reads.
+            const int64 slot = position < 0 ? position + slots : position % slots;
+            row.store_key(RowStore{ring_data, ring_scale, format, WIDTH, ROPE}, slot);
         } else {
             row.normalise(nullptr, eps);
             row.rotate_by(turns);
