@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,8 +32,11 @@ from dsv4.parallel.rank_state import allocate_state
 from dsv4.plan import MemoryPlan, max_context_tokens
 from dsv4.run_stats import RunStats
 from dsv4.sampling import Sampler, SamplingParams
+from dsv4.speculative.captured import DraftedDecoder
 from dsv4.speculative.module import DraftModule, allocate_draft, build_draft
-from dsv4.speculative.steps import direct_steps, draft_stats
+from dsv4.speculative.recorded_steps import DraftedRecordedSteps
+from dsv4.speculative.report import draft_stats
+from dsv4.speculative.steps import direct_steps
 from dsv4.step.direct import DirectSteps
 from dsv4.step.nan_search import NaNSearch
 from dsv4.step.steps import RecordedSteps
@@ -97,7 +101,7 @@ class Engine(EngineInputs):
         if engine_config.cuda_graph is not None:
             if not isinstance(self.steps, RecordedSteps):
                 raise UserError("EngineConfig.cuda_graph: found the torch ops, expected 'cuda'")
-            self.decoder = build_decoder(engine_config.cuda_graph, self.steps, self.max_context)
+            self.decoder = self._build_decoder(engine_config.cuda_graph, self.steps)
         self.last_run: RunStats | None = None
         self._nan = NaNSearch(self.steps, chunk_tokens(engine_config))
 
@@ -250,4 +254,16 @@ class Engine(EngineInputs):
             others = self.models[1:]
             return direct_steps(self.model, self.state, self.table.ops, self.draft, count, others)
         tokens = prefill_tokens(self.engine_config, self.max_context)
-        return RecordedSteps(self.model, self.state, self.table, tokens, compiling, self.models[1:])
+        recorded = (self.model, self.state, self.table, tokens)
+        if self.draft is None:
+            return RecordedSteps(*recorded, compiling, self.models[1:])
+        count = self.engine_config.draft_tokens
+        return DraftedRecordedSteps(self.config, *recorded, self.draft, count, compiling)
+
+    def _build_decoder(
+        self, mode: Literal["auto", "split", "full"], steps: RecordedSteps
+    ) -> CUDAGraphDecoder:
+        if not isinstance(steps, DraftedRecordedSteps):
+            return build_decoder(mode, steps, self.max_context)
+        context = self.max_context
+        return build_decoder(mode, steps, context, lambda of: DraftedDecoder(steps, of, context))

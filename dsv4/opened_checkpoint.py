@@ -67,12 +67,10 @@ class OpenedCheckpoint:
         stored = describe(checkpoint, config)
         all_devices = engine_devices(engine, absent)
         ops = TABLES[table_name(engine, all_devices)]
-        draft = OpenedDraft.open(checkpoint, config, engine, ops)
-        draft_bytes = 0
+        draft = OpenedDraft.open(checkpoint, config, engine)
         if draft is not None:
             config = draft.config
             stored += draft.describe()
-            draft_bytes = draft.state_bytes(engine)
         formats = [(parameter, format) for parameter, format, _ in stored]
         sizes = ((description.parameter.name, description.nbytes) for description in stored)
         layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
@@ -83,7 +81,8 @@ class OpenedCheckpoint:
         check_cuda_graph(engine, devices)
         table = ops if absent else table_on(engine, devices)
         held = held_by(stored, placement.ranks, 0)
-        steps = _plan_steps(config, engine, held, table, placement, absent)
+        steps = _plan_steps(config, engine, held, table, placement, absent, draft)
+        draft_bytes = 0 if draft is None else draft.state_bytes(engine, table, devices)
         plan = plan_memory(config, engine, placement, stored, steps, gpu_memory, draft_bytes)
         return cls(checkpoint, config, draft, placement, table, steps, plan)
 
@@ -112,6 +111,7 @@ def _plan_steps(
     table: Table,
     placement: Placement,
     absent: bool,
+    draft: OpenedDraft | None,
 ) -> PlannedSteps | None:
     """The steps of rank 0 with a recorded table on the GPUs of this machine, or on ``absent`` ones,
     without memory; None for the torch ops. ``held``: what the rank holds.
@@ -123,4 +123,5 @@ def _plan_steps(
     targets = {device: target_of(device) for device in dict.fromkeys(devices)}
     context = max_context_tokens(config, engine)
     formats = [(parameter, format) for parameter, format, _ in held]
-    return PlannedSteps.of(config, engine, formats, table, targets, placement, context)
+    along = None if draft is None else draft.planned(engine, table)
+    return PlannedSteps.of(config, engine, formats, table, targets, placement, context, along)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from dsv4.checkpoint import Checkpoint, ParameterDescription, Weights, open_checkpoint
 from dsv4.checkpoint.drafts import mtp_kind, mtp_stages
 from dsv4.checkpoint.load import load_found
@@ -9,12 +11,14 @@ from dsv4.checkpoint.stored_parameters import StoredParameter, find_draft
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
-from dsv4.ops.tables import DirectTable, Table
+from dsv4.ops.tables import RecordedTable, Table
 from dsv4.parallel.placement import Placement
-from dsv4.speculative.module import draft_state_bytes
+from dsv4.speculative.planned import draft_bytes, planned_along
+from dsv4.step.planned import MakeAlong
 from dsv4.weights.parameters import MtpKind
 
 KIND_OF_FLAG: dict[str, MtpKind] = {"mtp": "classic", "dspark": "dspark"}
+Devices = tuple[torch.device, ...]
 FLAG_OF_KIND = {kind: flag for flag, kind in KIND_OF_FLAG.items()}
 
 
@@ -31,22 +35,16 @@ class OpenedDraft:
 
     @classmethod
     def open(
-        cls, main: Checkpoint, config: ModelConfig, engine: EngineConfig, table: Table
+        cls, main: Checkpoint, config: ModelConfig, engine: EngineConfig
     ) -> "OpenedDraft | None":
         """The module that ``engine`` asks for: of ``main``, a checkpoint of ``config``, or of
-        ``engine.draft_weights``. None where drafts are off: "auto" without a folder takes no module
-        yet, because with the torch ops they cost more than they save, and the CUDA ops have none.
+        ``engine.draft_weights``. None where drafts are off: "auto" without a folder takes no
+        module, because with the torch ops they cost more than they save.
 
-        Raises ``UserError`` for a module that is not there, not whole, or that ``table`` cannot
-        run.
+        Raises ``UserError`` for a module that is not there, not whole, or that cannot run.
         """
         if engine.draft == "off" or (engine.draft == "auto" and engine.draft_weights is None):
             return None
-        if not isinstance(table, DirectTable):
-            raise UserError(
-                f"EngineConfig.draft: found {engine.draft!r} with the CUDA ops, "
-                "expected 'off', or EngineConfig.ops='torch'"
-            )
         if engine.parallel == "tensor":
             raise UserError(
                 f"EngineConfig.draft: found {engine.draft!r} with EngineConfig.parallel='tensor', "
@@ -75,9 +73,14 @@ class OpenedDraft:
             for stored in self.found
         ]
 
-    def state_bytes(self, engine: EngineConfig) -> int:
-        """Bytes of the module's caches."""
-        return draft_state_bytes(self.config, engine, self.shown)
+    def state_bytes(self, engine: EngineConfig, table: Table, devices: Devices) -> int:
+        """Bytes of the module's caches, and of what else it takes on the last of ``devices``."""
+        recorded = isinstance(table, RecordedTable)
+        return draft_bytes(self.config, engine, self.shown, recorded, devices)
+
+    def planned(self, engine: EngineConfig, table: RecordedTable) -> MakeAlong:
+        """The module as it runs along with the steps of a planned model."""
+        return planned_along(self.config, engine, table, self.shown)
 
     def load(self, placement: Placement) -> Weights:
         """The weights, each on its device."""

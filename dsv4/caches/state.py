@@ -227,6 +227,8 @@ class DecodeState:
         """Counts ``tokens`` that are queued on the devices: called by the step that moves the
         devices' positions.
         """
+        if self.draft is not None:
+            self.draft.begin(self.position, tokens)
         self.position += tokens
         self.furthest = max(self.furthest, self.position)
 

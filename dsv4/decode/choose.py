@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -36,17 +37,22 @@ class _Checked:
 
 
 def build_decoder(
-    mode: Literal["auto", "split", "full"], steps: RecordedSteps, max_context: int
+    mode: Literal["auto", "split", "full"],
+    steps: RecordedSteps,
+    max_context: int,
+    make: Callable[[Mode], CUDAGraphDecoder] | None = None,
 ) -> CUDAGraphDecoder:
-    """A decoder captured for one token a step.
+    """A decoder captured for one token a step, or what ``make`` makes in its place.
 
     "auto" captures both modes, lets each run a few steps against the eager ones and keeps the
     fastest that is exact. Raises ``UserError`` when none is.
     """
+    if make is None:
+        make = partial(_decoder_of_one, steps, max_context)
     if mode != "auto":
-        return CUDAGraphDecoder(steps, mode, max_context)
+        return make(mode)
     modes: tuple[Mode, ...] = ("split", "full")
-    decoders = [CUDAGraphDecoder(steps, mode, max_context) for mode in modes]
+    decoders = [make(mode) for mode in modes]
     eager = _check_logits(steps, max_context, lambda token: steps.decode([token]))
     checked = [_check(decoder, eager) for decoder in decoders]
     steps.state.set_position(0)
@@ -61,6 +67,10 @@ def build_decoder(
             "run without it"
         )
     return min(exact, key=lambda check: check.ms_per_token).decoder
+
+
+def _decoder_of_one(steps: RecordedSteps, max_context: int, mode: Mode) -> CUDAGraphDecoder:
+    return CUDAGraphDecoder(steps, mode, max_context)
 
 
 def _check(decoder: CUDAGraphDecoder, eager: list[Tensor]) -> _Checked:

@@ -111,10 +111,7 @@ class CUDAGraphDecoder:
         if 1 not in self._captured:
             raise ValueError(f"generate: found steps of {self.lengths} tokens, expected one of 1")
         self._check_room(self.state.position, steps)
-        captured = self._captured[1]
-        # The loop takes the captured step, because a traced step has an input of its own.
-        loop = TokenLoop(captured.step, self.state, self.steps.sampler, self.steps.ring)
-        tokens = loop.generate(token, sampler, steps, captured.run, captured.sample)
+        tokens = self._tokens(token, sampler, steps)
         self._enter()
         try:
             while True:
@@ -127,6 +124,12 @@ class CUDAGraphDecoder:
         finally:
             self._leave()
             tokens.close()
+
+    def _tokens(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
+        captured = self._captured[1]
+        # The loop takes the captured step, because a traced step has an input of its own.
+        loop = TokenLoop(captured.step, self.state, self.steps.sampler, self.steps.ring)
+        return loop.generate(token, sampler, steps, captured.run, captured.sample)
 
     def _capture(self, step: AnyStep) -> CapturedStep | CapturedRanks:
         position = self.state.position

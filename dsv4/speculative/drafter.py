@@ -90,7 +90,6 @@ class ClassicDrafter:
     def remember(self, token_ids: Sequence[int], taps: Mapping[str, Tensor], start: int) -> None:
         """See ``Drafter``: the keys of the positions whose next token is known."""
         state = self._state
-        state.begin(start, len(token_ids))
         streams_TME = taps[self.taps[0]].to(self._streams_SME.device)
         known = streams_TME[:-1]
         behind = token_ids[1:]
@@ -159,7 +158,6 @@ class DSparkDrafter:
     def remember(self, token_ids: Sequence[int], taps: Mapping[str, Tensor], start: int) -> None:
         """See ``Drafter``: the keys of the positions."""
         state = self._state
-        state.begin(start, len(token_ids))
         device = state.position_1.device
         dropped = max(0, len(token_ids) - state.remembered_rows)
         read = [taps[name][dropped:].to(device) for name in self.taps]

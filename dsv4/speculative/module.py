@@ -1,5 +1,7 @@
 """The draft module of a model: built from its weights, and the caches that it needs."""
 
+from dataclasses import replace
+
 import torch
 
 from dsv4.caches.allocation import COMPUTE_DTYPES, kv_row_format
@@ -11,7 +13,7 @@ from dsv4.layers.classic_mtp import ClassicMTP
 from dsv4.layers.dspark import DSpark
 from dsv4.layers.weights import WeightReader, Weights
 from dsv4.model import Transformer
-from dsv4.ops.tables import DirectTable, Table
+from dsv4.ops.tables import Table
 from dsv4.weights.parameters import MtpKind, parameters
 
 DraftModule = ClassicMTP | DSpark
@@ -26,18 +28,19 @@ def build_draft(
 ) -> DraftModule:
     """The module that the names of ``weights`` show: its kind and its number of blocks.
 
-    Raises ``UserError`` for a parameter that is not among ``weights``, and for recorded ops, which
-    do not run it.
+    With several devices it has a copy of the embedding on that of the head. Raises ``UserError``
+    for a parameter that is not among ``weights``.
     """
     kind, stages = shown
-    if not isinstance(table, DirectTable):
-        raise UserError("mtp weights: found with the CUDA ops, expected the torch ops")
     _check_filled(config, set(weights), kind, stages)
     root = WeightReader(weights, table.packing, "mtp.")
     dtype = model.embed.compute_dtype
+    embed = model.embed
+    if len(model.segments) > 1 and not embed.table_VE.is_meta:
+        embed = replace(embed, table_VE=embed.table_VE.to(model.head_device))
     if kind == "classic":
-        return ClassicMTP.build(config, root.below("0"), model.embed, model.head, dtype)
-    return DSpark.build(config, root, stages, model.embed, model.head, dtype)
+        return ClassicMTP.build(config, root.below("0"), embed, model.head, dtype)
+    return DSpark.build(config, root, stages, embed, model.head, dtype)
 
 
 def allocate_draft(
@@ -51,11 +54,6 @@ def allocate_draft(
     dtype = COMPUTE_DTYPES[engine.compute_dtype]
     rows = kv_row_format(engine)
     return DraftState.allocate(config, stages, rows, dtype, device, kind == "classic")
-
-
-def draft_state_bytes(config: ModelConfig, engine: EngineConfig, shown: tuple[MtpKind, int]) -> int:
-    """Bytes of ``allocate_draft``, computed without allocating."""
-    return allocate_draft(config, engine, shown, torch.device("meta")).nbytes
 
 
 def _check_filled(config: ModelConfig, names: set[str], kind: MtpKind, stages: int) -> None:

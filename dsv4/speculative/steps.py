@@ -4,7 +4,6 @@ The host drives: it reads every draft and decides which stay. Caches are address
 what a rejected draft has written is overwritten, or never read.
 """
 
-import logging
 import time
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.state import DecodeState
-from dsv4.errors import UserError
 from dsv4.layers.values import UNTRACED, ValueSink, Watch
 from dsv4.model import Outputs, Transformer
 from dsv4.ops import Ops
@@ -34,17 +32,11 @@ from dsv4.ops.acceptance import (
 )
 from dsv4.speculative.drafter import Proposal, make_drafter
 from dsv4.speculative.module import DraftModule
-from dsv4.speculative.tally import DraftCount, Tally
+from dsv4.speculative.tally import DraftCount, Tally, Usefulness
 from dsv4.speculative.taps import Taps
 from dsv4.step.direct import DirectSteps
 from dsv4.step.observer import open_part
 from dsv4.token_ids import shared_beginning
-
-# A module whose first draft is kept less often does not fit its model: said of so many and more.
-USELESS_ACCEPTANCE = 0.2
-JUDGED_DRAFTS = 32
-
-_LOG = logging.getLogger("dsv4")
 
 
 class DraftedSteps(DirectSteps):
@@ -75,13 +67,14 @@ class DraftedSteps(DirectSteps):
         open_draft = self._open_draft
         self.drafter = make_drafter(module, TORCH_DRAFTS, state.draft, last_layer, open_draft)
         self._taps = Taps(self.drafter.taps, UNTRACED)
-        self._count = self._draft_count(drafts)
+        drafter = self.drafter
+        self._count = DraftCount.asked(drafts, drafter.most, drafter.trained_block)
         self._settings = SamplerState.allocate(model.head_device)
         # Tokens that are verified together have the bits of tokens that come one by one.
         self._whole_ops = self.ops
         self._row_ops = row_by_row(self.ops)
         self.drafted = Tally(self.drafter.most)
-        self._warned = False
+        self._usefulness = Usefulness()
 
     def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:
         """See ``DirectSteps``; a new run begins, which has drafted nothing."""
@@ -109,7 +102,7 @@ class DraftedSteps(DirectSteps):
                     yield token
         finally:
             self.state.set_position(min(kept, self.state.position))
-            self._warn_if_useless()
+            self._usefulness.judge(self.drafted.stats())
 
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """Appends tokens, in a step whose bits are those of single tokens: float32 ``[T, V]``."""
@@ -228,32 +221,6 @@ class DraftedSteps(DirectSteps):
         token = self.sample_at(sampler, logits_V, self.state.position)
         return checked_token(token, self.state.position, self.state.met_nan)
 
-    def _draft_count(self, drafts: int | Literal["auto"] | None) -> DraftCount:
-        most = self.drafter.most
-        if isinstance(drafts, int) and drafts > most:
-            trained = self.drafter.trained_block
-            raise UserError(
-                f"EngineConfig.draft_tokens: found {drafts}, expected 1 to {most} "
-                f"(the module was trained to make {trained})"
-            )
-        fixed = self.drafter.trained_block if drafts is None else drafts
-        return DraftCount(None if fixed == "auto" else min(fixed, most), most)
-
-    def _warn_if_useless(self) -> None:
-        """Says once when hardly any first draft is kept."""
-        stats = self.drafted.stats()
-        if self._warned or not stats.drafted or stats.drafted[0] < JUDGED_DRAFTS:
-            return
-        if stats.acceptance[0] < USELESS_ACCEPTANCE:
-            self._warned = True
-            _LOG.warning(
-                "drafts: %d of %d first drafts were accepted, expected %.0f %% or more: "
-                "wrong draft weights for this model?",
-                stats.accepted[0],
-                stats.drafted[0],
-                100 * USELESS_ACCEPTANCE,
-            )
-
     def _open_draft(self) -> AbstractContextManager[Ops]:
         device = self._draft_state.position_1.device
         return open_part(self._draft_ops, self.observer, "draft", device)
@@ -273,11 +240,6 @@ def direct_steps(
     if module is None:
         return DirectSteps(model, state, ops, other_models)
     return DraftedSteps(model, state, ops, module, drafts)
-
-
-def draft_stats(steps: object) -> DraftStats | None:
-    """How drafts did in the last run of ``steps``; None for steps without."""
-    return steps.drafted.stats() if isinstance(steps, DraftedSteps) else None
 
 
 def _noise_at(count: int, seed: int, position: int, device: torch.device) -> Tensor:

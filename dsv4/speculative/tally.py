@@ -1,8 +1,11 @@
 """What drafts were worth: counted as they are verified, and the number of drafts that pays most."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Literal
 
+from dsv4.errors import UserError
 from dsv4.run_stats import DraftStats
 
 # Steps whose times have to be seen of a number of drafts before they say something, how often the
@@ -10,6 +13,11 @@ from dsv4.run_stats import DraftStats
 TRIAL_STEPS = 8
 CHOICE_STEPS = 32
 MEASURED_STEPS = 512
+# A module whose first draft is kept less often does not fit its model: said of so many and more.
+USELESS_ACCEPTANCE = 0.2
+JUDGED_DRAFTS = 32
+
+_LOG = logging.getLogger("dsv4")
 
 
 class Tally:
@@ -47,6 +55,27 @@ class Tally:
         )
 
 
+class Usefulness:
+    """Says once when hardly any first draft is kept."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def judge(self, stats: DraftStats) -> None:
+        """Of a run."""
+        if self._warned or not stats.drafted or stats.drafted[0] < JUDGED_DRAFTS:
+            return
+        if stats.acceptance[0] < USELESS_ACCEPTANCE:
+            self._warned = True
+            _LOG.warning(
+                "drafts: %d of %d first drafts were accepted, expected %.0f %% or more: "
+                "wrong draft weights for this model?",
+                stats.accepted[0],
+                stats.drafted[0],
+                100 * USELESS_ACCEPTANCE,
+            )
+
+
 class DraftCount:
     """How many drafts a step makes: a fixed number, or the one that gives most tokens a second by
     what was measured.
@@ -61,6 +90,26 @@ class DraftCount:
         self._accepted = [0] * most
         self._steps = 0
         self._chosen = most if fixed is None else fixed
+
+    @classmethod
+    def asked(
+        cls, drafts: int | Literal["auto"] | None, most: int, trained_block: int
+    ) -> "DraftCount":
+        """Of ``EngineConfig.draft_tokens``, for a module that can make ``most``. Raises
+        ``UserError`` for more.
+        """
+        if isinstance(drafts, int) and drafts > most:
+            raise UserError(
+                f"EngineConfig.draft_tokens: found {drafts}, expected 1 to {most} "
+                f"(the module was trained to make {trained_block})"
+            )
+        fixed = trained_block if drafts is None else drafts
+        return cls(None if fixed == "auto" else min(fixed, most), most)
+
+    @property
+    def possible(self) -> tuple[int, ...]:
+        """The numbers of drafts that steps may have but for none."""
+        return tuple(range(1, self._most + 1)) if self._fixed is None else (self._fixed,)
 
     @property
     def now(self) -> int:

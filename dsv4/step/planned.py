@@ -2,7 +2,7 @@
 have no memory.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.target import Target
+from dsv4.layers.weights import Weights
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops import Packing
@@ -22,21 +23,31 @@ from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
 from dsv4.parallel.sharding import local_config
 from dsv4.sampling import SamplerState
-from dsv4.step.recorded import RING_TOKENS, RecordedStep, StepRecorder, TokenLoopMemory, record_step
+from dsv4.step.recorded import (
+    RING_TOKENS,
+    Along,
+    RecordedStep,
+    StepRecorder,
+    TokenLoopMemory,
+    record_step,
+)
 from dsv4.weights.parameters import Parameter, Role
 from dsv4.weights.quant import QuantFormat, QuantTensor, planned_quant_tensor
 
+# Of a planned model, its weights and its state.
+MakeAlong = Callable[[Transformer, Weights, DecodeState], Along]
 StoredFormats = Iterable[tuple[Parameter, QuantFormat | None]]
 
 
 @dataclass(frozen=True)
 class PlannedSteps:
     """The longest decode and prefill steps of an engine, recorded without memory, and how their
-    table packs weights.
+    table packs weights. ``apart``: steps that do not share the memory of the others.
     """
 
     steps: tuple[RecordedStep, ...]
     packing: Packing
+    apart: tuple[RecordedStep, ...] = ()
 
     @classmethod
     def of(
@@ -48,9 +59,11 @@ class PlannedSteps:
         targets: Mapping[torch.device, Target],
         placement: Placement,
         max_context: int,
+        along: MakeAlong | None = None,
     ) -> "PlannedSteps":
         """``stored``: every parameter with its format. With several ranks the steps are those of
-        rank 0, ``stored`` is what it holds, and ``config`` that of the whole model.
+        rank 0, ``stored`` is what it holds, and ``config`` that of the whole model. ``along``
+        makes what runs along with a model of one rank.
         """
         local = local_config(config, placement.ranks)
         layer_devices = placement.of_rank(0).layer_devices
@@ -60,18 +73,28 @@ class PlannedSteps:
         dtype = COMPUTE_DTYPES[engine.compute_dtype]
         model = Transformer.build(local, weights, table.packing, layer_devices, dtype)
         state = allocate_state(config, engine, max_context, placement, planned=True)
+        found = None if along is None else along(model, weights, state)
         lengths = {1, MAX_DECODE_TOKENS, prefill_tokens(engine, max_context)}
-        steps = tuple(_record(model, state, table, targets, n) for n in sorted(lengths))
-        return cls(steps, table.packing)
+        steps = [_record(model, state, table, targets, n, found) for n in sorted(lengths)]
+        if found is None:
+            return cls(tuple(steps), table.packing)
+        target = targets[model.head_device]
+        steps += found.own_steps(target, SamplerState.allocate(torch.device("meta")))
+        return cls(tuple(steps), table.packing, tuple(found.steps_apart(target)))
 
     def workspace_bytes(self) -> dict[torch.device, int]:
-        """The largest workspace of any step, by device: steps share it."""
+        """The largest workspace of any step, by device: steps share it. Those apart have theirs."""
         sizes = [step.workspace_bytes() for step in self.steps]
-        return {device: max(size[device] for size in sizes) for device in sizes[0]}
+        apart = [step.workspace_bytes() for step in self.apart]
+        return {
+            device: max(size.get(device, 0) for size in sizes)
+            + sum(size.get(device, 0) for size in apart)
+            for device in sizes[0]
+        }
 
     def kernels(self) -> set[tuple[Kernel, str]]:
         """Every kernel of the steps, with its architecture."""
-        return {kernel for step in self.steps for kernel in step.kernels()}
+        return {kernel for step in (*self.steps, *self.apart) for kernel in step.kernels()}
 
 
 def planned_weight(parameter: Parameter, format: QuantFormat | None) -> QuantTensor | Tensor:
@@ -88,14 +111,18 @@ def _record(
     table: RecordedTable,
     targets: Mapping[torch.device, Target],
     tokens: int,
+    along: Along | None,
 ) -> RecordedStep:
     inputs = {
         device: torch.empty(tokens, dtype=torch.int64, device="meta") for device in state.devices
     }
     recorder = StepRecorder(table, targets, state, inputs)
+    has_logits = tokens <= MAX_DECODE_TOKENS
+    sampler = SamplerState.allocate(torch.device("meta"))
+    if along is not None:
+        return record_step(model, state, recorder, has_logits, along=(along, sampler))
     loop = None
     if tokens == 1:
-        meta = torch.device("meta")
-        ring_R = torch.empty(RING_TOKENS, dtype=torch.int64, device=meta)
-        loop = TokenLoopMemory(SamplerState.allocate(meta), ring_R)
-    return record_step(model, state, recorder, logits=tokens <= MAX_DECODE_TOKENS, loop=loop)
+        ring_R = torch.empty(RING_TOKENS, dtype=torch.int64, device="meta")
+        loop = TokenLoopMemory(sampler, ring_R)
+    return record_step(model, state, recorder, has_logits, loop)

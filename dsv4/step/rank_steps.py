@@ -14,6 +14,7 @@ from dsv4.ops.tables import RecordedTable
 from dsv4.parallel.hand_off import HandOff
 from dsv4.sampling import SamplerState
 from dsv4.step.recorded import (
+    Along,
     RecordedStep,
     StepRecorder,
     TokenLoopMemory,
@@ -36,10 +37,12 @@ class RankSteps:
         model: Transformer,
         state: DecodeState,
         table: RecordedTable,
+        along: Along | None = None,
     ) -> None:
         self.model = model
         self.state = state
         self.table = table
+        self.along = along
         self.head = model.head_device
         self.sampler = SamplerState.allocate(self.head)
         self.ring = TokenRing(self.head)
@@ -54,18 +57,32 @@ class RankSteps:
         """Makes the workspace that each of ``steps`` fits into."""
         sizes = [step.workspace_bytes() for step in steps]
         for device in self.state.devices:
-            self.memory[device] = Memory(device, max(size[device] for size in sizes))
+            nbytes = max(size.get(device, 0) for size in sizes)
+            self.memory[device] = Memory(device, nbytes)
 
     def record(
         self, tokens: int, traced: TracedValues | None = None, logits: bool = True
     ) -> tuple[RecordedStep, TokenFeed]:
         """A step of the model, with its input."""
-        feed = TokenFeed(self.state.devices, self.head, tokens)
+        shared = None
+        if self.along is not None and tokens <= MAX_DECODE_TOKENS:
+            shared = self.along.inputs
+        feed = TokenFeed(self.state.devices, self.head, tokens, shared)
         recorder = StepRecorder(self.table, self._targets, self.state, feed.inputs, traced)
         has_logits = logits and tokens <= MAX_DECODE_TOKENS
-        one = has_logits and tokens == 1
+        along = None if self.along is None else (self.along, self.sampler)
+        one = has_logits and tokens == 1 and along is None
         loop = TokenLoopMemory(self.sampler, self.ring.tokens) if one else None
-        return record_step(self.model, self.state, recorder, has_logits, loop), feed
+        return record_step(self.model, self.state, recorder, has_logits, loop, along), feed
+
+    def own_steps(self) -> tuple[list[RecordedStep], list[RecordedStep]]:
+        """What runs along has beside the steps of the model, and what of it has memory of its
+        own.
+        """
+        if self.along is None:
+            return [], []
+        target = self._targets[self.head]
+        return self.along.own_steps(target, self.sampler), self.along.steps_apart(target)
 
     def ready(self, recorded: RecordedStep, feed: TokenFeed, apart: bool = False) -> Step:
         """A step with memory: its own if it is to be ``apart``."""

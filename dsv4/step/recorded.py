@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +45,33 @@ class TokenLoopMemory:
 
     sampler: SamplerState
     ring_R: Tensor
+
+
+class Along(Protocol):
+    """What is recorded along with every step of the model: a draft module."""
+
+    @property
+    def inputs(self) -> Mapping[torch.device, Tensor]:
+        """Where the token ids of every step of up to 8 tokens are, int64 ``[8]`` on each device."""
+        ...
+
+    def listen(self, behind: ValueSink) -> ValueSink:
+        """What a step shows its values, which go on to ``behind``."""
+        ...
+
+    def record(
+        self, recorder: "StepRecorder", values: ValueSink, outputs: Outputs, sampler: SamplerState
+    ) -> None:
+        """Adds parts behind the model; ``values``: of ``listen``."""
+        ...
+
+    def own_steps(self, target: Target, sampler: SamplerState) -> list["RecordedStep"]:
+        """Further steps, on the head's device."""
+        ...
+
+    def steps_apart(self, target: Target) -> list["RecordedStep"]:
+        """Further steps there that run inside others, in memory of their own."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -109,16 +137,19 @@ class StepRecorder:
         state: DecodeState,
         inputs: Mapping[torch.device, Tensor],
         traced: TracedValues | None = None,
+        notes_nan: bool = True,
     ) -> None:
-        """``inputs``: int64 ``[T]`` on every device, where the token ids will be."""
+        """``inputs``: int64 ``[T]`` on every device, where the token ids will be. ``notes_nan``:
+        whether NaN that is compared counts as the step's.
+        """
         self._tokens = next(iter(inputs.values())).shape[0]
         self._state = state
         self._inputs = inputs
         self._traced = traced
+        self._sink: ValueSink = UNTRACED if traced is None else traced
+        nan_1 = state.nan_1 if notes_nan else None
         self._recordings = {
-            device: Recording(
-                targets[device], self._tokens, state.nan_1, state.peers, traced is not None
-            )
+            device: Recording(targets[device], self._tokens, nan_1, state.peers, traced is not None)
             for device in inputs
         }
         self._ops = {device: table.on(recording) for device, recording in self._recordings.items()}
@@ -127,8 +158,13 @@ class StepRecorder:
 
     @property
     def values(self) -> ValueSink:
-        """Those of a traced step, or none."""
-        return UNTRACED if self._traced is None else self._traced
+        """Those of a traced step, or none, and what listens along."""
+        return self._sink
+
+    def listen(self, along: Along) -> ValueSink:
+        """Shows the values to ``along`` first."""
+        self._sink = along.listen(self._sink)
+        return self._sink
 
     @contextmanager
     def part(self, kind: PartKind, device: torch.device, layer: int | None = None) -> Iterator[Ops]:
@@ -181,13 +217,17 @@ def record_step(
     recorder: StepRecorder,
     logits: bool,
     loop: TokenLoopMemory | None = None,
+    along: tuple[Along, SamplerState] | None = None,
 ) -> RecordedStep:
     """The whole model; with ``loop`` (one token) also the choice of the next token and its way back
-    into the input.
+    into the input. ``along``: what has parts behind the model, and the sampler for them.
     """
+    values = None if along is None else recorder.listen(along[0])
     outputs = model(recorder, state, logits)
     head = model.head_device
     token = None
+    if along is not None and values is not None:
+        along[0].record(recorder, values, outputs, along[1])
     if loop is not None:
         assert outputs.logits_TV is not None, "a token is sampled from logits"
         with recorder.part("sample", head) as ops:

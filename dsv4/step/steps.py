@@ -19,7 +19,7 @@ from dsv4.sampling import Sampler, checked_token
 from dsv4.step.lock_step import AnyStep, JoinedValues, LockStep, Rings, Samplers
 from dsv4.step.observer import Observer
 from dsv4.step.rank_steps import RankSteps
-from dsv4.step.recorded import RecordedStep, log_unusual_kernels
+from dsv4.step.recorded import Along, RecordedStep, log_unusual_kernels
 from dsv4.step.step import Step
 from dsv4.step.token_feed import TokenFeed
 from dsv4.step.token_loop import TokenLoop
@@ -41,12 +41,14 @@ class RecordedSteps:
         prefill_tokens: int,
         compiling: Progress | None = None,
         other_models: Sequence[Transformer] = (),
+        along: Along | None = None,
     ) -> None:
         """Records the decode step of one token and the prefill step of up to ``prefill_tokens``,
         compiles their kernels (``compiling(done, total)`` is told) and gives them memory. Other
         lengths are built when they are first run.
 
-        ``other_models``: those of the other ranks, on ``state.others``.
+        ``other_models``: those of the other ranks, on ``state.others``. ``along``: what runs along
+        with a model of one rank.
         """
         self.model = model
         self.state = state
@@ -55,7 +57,9 @@ class RecordedSteps:
         self.head = model.head_device
         models = (model, *other_models)
         pairs = zip(models, state.ranks, strict=True)
-        self.ranks = [RankSteps(rank_model, rank_state, table) for rank_model, rank_state in pairs]
+        self.ranks = [
+            RankSteps(rank_model, rank_state, table, along) for rank_model, rank_state in pairs
+        ]
         first = self.ranks[0]
         alone = len(self.ranks) == 1
         self.sampler = first.sampler if alone else Samplers([rank.sampler for rank in self.ranks])
@@ -70,11 +74,12 @@ class RecordedSteps:
         if prefill_tokens > MAX_DECODE_TOKENS:
             lengths.append(prefill_tokens)
         recorded = {tokens: [rank.record(tokens) for rank in self.ranks] for tokens in lengths}
-        steps = [step for ranks in recorded.values() for step, _ in ranks]
+        own, apart = first.own_steps()
+        steps = [*own, *apart, *(step for ranks in recorded.values() for step, _ in ranks)]
         compile_ahead({kernel for step in steps for kernel in step.kernels()}, compiling)
         log_unusual_kernels(steps)
         for index, rank in enumerate(self.ranks):
-            rank.allocate(ranks[index][0] for ranks in recorded.values())
+            rank.allocate([*own, *(ranks[index][0] for ranks in recorded.values())])
         # The step of 8 tokens says how much memory decoding takes at most; it is built when it is
         # first run.
         del recorded[MAX_DECODE_TOKENS]

@@ -2,9 +2,10 @@
 sampler.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 from torch import Tensor
 
 from dsv4.parallel.hand_off import HandOff
@@ -17,12 +18,20 @@ class TokenFeed:
     the head's device has written into its own input is handed on to the others.
     """
 
-    def __init__(self, devices: Sequence[torch.device], head: torch.device, tokens: int) -> None:
-        """``head`` is the device that samples."""
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        head: torch.device,
+        tokens: int,
+        memory: Mapping[torch.device, Tensor] | None = None,
+    ) -> None:
+        """``head`` is the device that samples. ``memory``: whose first places are the inputs."""
         self._head = head
-        self.inputs = {
-            device: torch.zeros(tokens, dtype=torch.int64, device=device) for device in devices
-        }
+        if memory is None:
+            memory = {
+                device: torch.zeros(tokens, dtype=torch.int64, device=device) for device in devices
+            }
+        self.inputs = {device: memory[device][:tokens] for device in devices}
         others = [device for device in devices if device != head]
         self._hand_offs = [HandOff(head, self.inputs[device]) for device in others]
         self._pinned = torch.zeros((_TURNS, tokens), dtype=torch.int64, pin_memory=True)

@@ -1,0 +1,188 @@
+"""Decoding with drafts and without the host: a step takes its token, its drafts and its place from
+the device, the host reads what was kept a step behind.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsv4.caches.state import DecodeState
+from dsv4.limits import MAX_TAKEN_BACK
+from dsv4.sampling import Sampler, SamplerState, checked_token
+from dsv4.speculative.block_ring import BlockRing, Given
+from dsv4.speculative.tally import DraftCount, Tally
+from dsv4.step.token_feed import TokenFeed
+
+# Steps in the queue, with the one that the host waits for: a step takes longer than queueing one.
+BLOCKS_AHEAD = 2
+
+
+class BlockQueue(Protocol):
+    """Queues the pieces of a step, each on the current streams."""
+
+    def draft(self, count: int) -> None:
+        """``count`` drafts behind the last token, from 1 on."""
+        ...
+
+    def verify(self, tokens: int) -> None:
+        """The main model on so many tokens: the last one and the drafts."""
+        ...
+
+    def settle(self, tokens: int) -> None:
+        """The choice of what stays of them."""
+        ...
+
+    def feed(self, tokens: int) -> TokenFeed:
+        """The input of a step of so many tokens."""
+        ...
+
+    def logits(self, tokens: int) -> Tensor:
+        """float32 ``[T, V]`` of the last step of so many tokens."""
+        ...
+
+
+class BlockLoop:
+    """Runs steps with drafts again and again."""
+
+    def __init__(
+        self,
+        state: DecodeState,
+        sampler: SamplerState,
+        ring: BlockRing,
+        count: DraftCount,
+        pass_on_rejected: Callable[[], None],
+    ) -> None:
+        """``count``: of the drafts of a step. ``pass_on_rejected`` queues the head's number of
+        rejected tokens to the other devices.
+        """
+        self._state = state
+        self._sampler = sampler
+        self._ring = ring
+        self._count = count
+        self._pass_on_rejected = pass_on_rejected
+        self._pending: deque[int] = deque()
+        self._known = 0
+        self._stop = 0
+        self._is_alone = False
+
+    @torch.inference_mode()
+    def generate(
+        self, token: int, sampler: Sampler, steps: int, queue: BlockQueue, tally: Tally
+    ) -> Generator[int, None, None]:
+        """Yields the ``steps`` tokens that follow ``token``, several for each step of which drafts
+        stay. ``tally`` counts them.
+
+        What was queued in vain, because the caller closed the generator, is taken back. Raises
+        ``FloatingPointError`` for NaN logits that are not a draft's.
+        """
+        state = self._state
+        start = state.position
+        self._known = start
+        self._stop = start + steps
+        self._is_alone = False
+        # Where an error leaves the sequence: behind the token that met it.
+        kept = start
+        given = 0
+        noted = sampler.params.logprobs is not None
+        self._sampler.load(sampler)
+        queue.feed(1).put([token])
+        try:
+            while given < steps:
+                self._fill(queue, 1 if noted else BLOCKS_AHEAD)
+                kept = start + given + 1
+                tokens = self._pending[0]
+                block = self._read()
+                if not block.tokens:
+                    # A draft may have brought NaN or infinity: the token alone decides.
+                    self._restart(queue, token)
+                    continue
+                count = len(block.tokens)
+                tally.add(block.drafted, count - 1, count, block.seconds)
+                self._count.add(block.drafted, count - 1, sum(block.seconds))
+                for row, chosen in enumerate(block.tokens):
+                    token = checked_token(chosen, start + given + 1)
+                    if noted:
+                        logits_V = queue.logits(tokens)[row]
+                        sampler.note(logits_V, torch.tensor(token, device=logits_V.device))
+                    given += 1
+                    kept = start + given
+                    yield token
+        finally:
+            self._forget()
+            state.set_position(min(kept, state.position))
+
+    def _fill(self, queue: BlockQueue, ahead: int) -> None:
+        """Queues steps until ``ahead`` are, as far as it is known what the next one is."""
+        while len(self._pending) < ahead:
+            count = self._next_count()
+            if count is None:
+                return
+            self._put(queue, count)
+
+    def _next_count(self) -> int | None:
+        """Drafts of the next step; None until what is queued is read."""
+        draft = self._state.draft
+        assert draft is not None
+        queued = sum(self._pending)
+        room = self._stop - self._known - queued
+        wanted = self._count.now
+        if self._pending:
+            is_sure = room > wanted and draft.covers(self._known)
+            # The caller may stop behind the first token of the step that is read next.
+            return wanted if is_sure and queued + wanted <= MAX_TAKEN_BACK else None
+        if self._is_alone or not draft.covers(self._known):
+            self._is_alone = False
+            return 0
+        return max(0, min(wanted, room - 1))
+
+    def _put(self, queue: BlockQueue, count: int) -> None:
+        """Queues a step: drafts, the main model, the choice, and its way to the other devices."""
+        tokens = count + 1
+        self._ring.begin()
+        if count:
+            queue.draft(count)
+        self._ring.mark_drafted()
+        queue.feed(tokens).pass_on()
+        queue.verify(tokens)
+        queue.settle(tokens)
+        self._ring.mark_settled()
+        self._pass_on_rejected()
+        self._pending.append(tokens)
+        if len(self._pending) == 1:
+            self._count_begun()
+
+    def _read(self) -> Given:
+        """Waits for the oldest step."""
+        block = self._ring.read(self._known)
+        self._pending.popleft()
+        self._known += len(block.tokens)
+        self._state.position = self._known
+        if self._pending:
+            self._count_begun()
+        return block
+
+    def _restart(self, queue: BlockQueue, token: int) -> None:
+        """Goes on behind ``token``, by itself."""
+        self._forget()
+        self._state.set_position(self._known)
+        self._state.forget_nan()
+        queue.feed(1).put([token])
+        self._is_alone = True
+
+    def _forget(self) -> None:
+        """Nobody reads what is queued."""
+        if self._pending:
+            self._state.position = self._known + self._pending[0]
+        self._pending.clear()
+        self._ring.forget()
+
+    def _count_begun(self) -> None:
+        """The oldest step is known to begin at ``_known``."""
+        state = self._state
+        tokens = self._pending[0]
+        assert state.draft is not None
+        state.draft.begin(self._known, tokens)
+        state.furthest = max(state.furthest, self._known + tokens)

@@ -1,0 +1,74 @@
+"""How the host learns what steps with drafts gave: a ring of pinned memory, and events."""
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Given(NamedTuple):
+    """What a step gave: tokens, none for NaN among drafts; drafts that it had; seconds of the
+    device for drafting and for verifying.
+    """
+
+    tokens: list[int]
+    drafted: int
+    seconds: tuple[float, float]
+
+
+class _Marks(NamedTuple):
+    """Before the drafts, behind them, and behind the choice."""
+
+    begin: torch.cuda.Event
+    drafted: torch.cuda.Event
+    settled: torch.cuda.Event
+
+    @classmethod
+    def make(cls) -> "_Marks":
+        return cls(*(torch.cuda.Event(enable_timing=True) for _ in range(3)))
+
+
+class BlockRing:
+    """``ring_3R`` as ``dsv4.ops.acceptance.settle_block`` writes it, on ``device``."""
+
+    def __init__(self, ring_3R: Tensor, device: torch.device, steps: int) -> None:
+        """``steps``: that are marked and not read, at most."""
+        self._ring = ring_3R
+        self._device = device
+        self._free = deque(_Marks.make() for _ in range(steps))
+        self._queued: deque[_Marks] = deque()
+
+    def begin(self) -> None:
+        """A step is queued next."""
+        self._queued.append(self._free.popleft())
+        self._record(self._queued[-1].begin)
+
+    def mark_drafted(self) -> None:
+        """Its drafts are queued."""
+        self._record(self._queued[-1].drafted)
+
+    def mark_settled(self) -> None:
+        """All of it is queued."""
+        self._record(self._queued[-1].settled)
+
+    def read(self, position: int) -> Given:
+        """Waits for the oldest step that is not read, which began at ``position``."""
+        marks = self._queued.popleft()
+        marks.settled.synchronize()
+        slots = self._ring.shape[1]
+        count, drafted = (int(self._ring[row, position % slots]) for row in (1, 2))
+        places = range(position + 1, position + 1 + count)
+        tokens = [int(self._ring[0, place % slots]) for place in places]
+        draft = 1e-3 * marks.begin.elapsed_time(marks.drafted)
+        verify = 1e-3 * marks.drafted.elapsed_time(marks.settled)
+        self._free.append(marks)
+        return Given(tokens, drafted, (draft, verify))
+
+    def forget(self) -> None:
+        """Nobody reads what is queued."""
+        self._free.extend(self._queued)
+        self._queued.clear()
+
+    def _record(self, event: torch.cuda.Event) -> None:
+        event.record(torch.cuda.current_stream(self._device))

@@ -1,0 +1,93 @@
+"""Steps with drafts as replays of captured graphs."""
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from dsv4.decode import CUDAGraphDecoder, Mode
+from dsv4.sampling import Sampler
+from dsv4.speculative.recorded_steps import DraftedRecordedSteps, EagerBlocks
+from dsv4.step.captured import CapturedStep
+from dsv4.step.token_feed import TokenFeed
+
+
+class DraftedDecoder(CUDAGraphDecoder):
+    """``CUDAGraphDecoder`` that drafts. Steps that are shorter than usual, near the end of a run,
+    are queued item by item.
+    """
+
+    def __init__(self, steps: DraftedRecordedSteps, mode: Mode, max_context: int) -> None:
+        """Captures the numbers of drafts that steps may have (``steps.count``), as far as the
+        context has room.
+        """
+        room = max_context - steps.state.position
+        counts = [count for count in steps.count.possible if count < room]
+        super().__init__(steps, mode, max_context, (1, *(count + 1 for count in counts)))
+        self._drafted_steps = steps
+        self._drafts = {count: self._capture_draft(count) for count in counts}
+
+    def _capture_draft(self, count: int) -> CapturedStep:
+        step = self._drafted_steps.draft_step(count)
+        with torch.inference_mode(), self._on_own_streams():
+            step.run(step.tokens)
+            for stream in self._streams.values():
+                stream.synchronize()
+            return CapturedStep(step, self._streams, self.mode, self._pool)
+
+    def _tokens(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
+        return self._drafted_steps.follow(token, sampler, steps, _CapturedBlocks(self))
+
+    def draft(self, count: int) -> CapturedStep | None:
+        """The captured step that makes so many drafts."""
+        return self._drafts.get(count)
+
+    def verify(self, tokens: int) -> CapturedStep | None:
+        """The captured step of the main model on so many tokens."""
+        captured = self._captured.get(tokens)
+        return captured if isinstance(captured, CapturedStep) else None
+
+    @property
+    def drafted_steps(self) -> DraftedRecordedSteps:
+        """The steps of which some are captured."""
+        return self._drafted_steps
+
+
+class _CapturedBlocks:
+    """``BlockQueue`` by replays."""
+
+    def __init__(self, decoder: DraftedDecoder) -> None:
+        self._decoder = decoder
+        self._eager = EagerBlocks(decoder.drafted_steps)
+
+    def draft(self, count: int) -> None:
+        """See ``BlockQueue``."""
+        captured = self._decoder.draft(count)
+        if captured is None:
+            self._eager.draft(count)
+        else:
+            captured.run()
+
+    def verify(self, tokens: int) -> None:
+        """See ``BlockQueue``."""
+        captured = self._decoder.verify(tokens)
+        if captured is None:
+            self._eager.verify(tokens)
+        else:
+            captured.run()
+
+    def settle(self, tokens: int) -> None:
+        """See ``BlockQueue``."""
+        captured = self._decoder.verify(tokens)
+        if captured is None:
+            self._eager.settle(tokens)
+        else:
+            captured.sample()
+
+    def feed(self, tokens: int) -> TokenFeed:
+        """See ``BlockQueue``."""
+        return self._eager.feed(tokens)
+
+    def logits(self, tokens: int) -> Tensor:
+        """See ``BlockQueue``."""
+        return self._eager.logits(tokens)

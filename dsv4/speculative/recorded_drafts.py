@@ -1,0 +1,181 @@
+"""A draft module recorded along with every step of the main model (``dsv4.step.recorded.Along``),
+and the steps of its own.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dsv4.caches.state import DecodeState
+from dsv4.config import ModelConfig
+from dsv4.errors import UserError
+from dsv4.launch.program import Program
+from dsv4.launch.target import Target
+from dsv4.layers.classic_mtp import ClassicMTP
+from dsv4.layers.dspark import DSpark
+from dsv4.layers.values import ValueSink
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.model import Outputs, Transformer
+from dsv4.ops.acceptance.cuda import judge_drafts, settle_block
+from dsv4.ops.tables import RecordedTable
+from dsv4.sampling import SamplerState
+from dsv4.speculative.memory import DraftMemory
+from dsv4.speculative.recorded_modules import (
+    RecordedModule,
+    recorded_module,
+    tapped_values,
+)
+from dsv4.speculative.taps import Taps
+from dsv4.step.recorded import RecordedStep, StepRecorder
+
+
+@dataclass(frozen=True)
+class RecordedDrafts:
+    """``Along`` of a draft module on the device ``head``.
+
+    Up to 8 tokens a step also has the module's rows, and the choice of what stays of its drafts.
+    Longer ones leave their last streams, with which the module runs ``_tails``, programs by length,
+    as soon as the step is queued.
+    """
+
+    module: RecordedModule
+    memory: DraftMemory
+    state: DecodeState
+    table: RecordedTable
+    head: torch.device
+    _tails: dict[int, Program] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> Mapping[torch.device, Tensor]:
+        """See ``Along``."""
+        return self.memory.inputs
+
+    def listen(self, behind: ValueSink) -> ValueSink:
+        """See ``Along``."""
+        return Taps(self.module.taps, behind)
+
+    def record(
+        self, recorder: StepRecorder, values: ValueSink, outputs: Outputs, sampler: SamplerState
+    ) -> None:
+        """See ``Along``."""
+        assert isinstance(values, Taps)
+        taps = [values.found[name] for name in self.module.taps]
+        tokens_T = recorder.tokens(self.head)
+        tokens = tokens_T.shape[0]
+        recording = recorder.recording(self.head)
+        with recorder.part("draft", self.head) as ops:
+            if tokens <= MAX_DECODE_TOKENS:
+                place = self.state.place(self.head)
+                self.module.remember(ops, recording, taps, tokens_T, place)
+            else:
+                recording.call(self._run_tail(), tokens_T, *taps)
+        if outputs.logits_TV is not None:
+            self._record_choice(recorder, outputs.logits_TV, sampler)
+
+    def own_steps(self, target: Target, sampler: SamplerState) -> list[RecordedStep]:
+        """See ``Along``: the longest draft."""
+        return [self.draft_step(target, sampler, self.module.most)]
+
+    def steps_apart(self, target: Target) -> list[RecordedStep]:
+        """See ``Along``: the rows of prompts."""
+        return [self._tail_step(target, self._tail_rows)]
+
+    def draft_step(self, target: Target, sampler: SamplerState, count: int) -> RecordedStep:
+        """The step that drafts."""
+        recorder = self._recorder(target, self.module.rows)
+        with recorder.part("draft", self.head) as ops:
+            recording = recorder.recording(self.head)
+            place = self.state.place(self.head)
+            streams_TME = self.module.draft(ops, recording, count, place, sampler)
+        return recorder.finish(Outputs(streams_TME, None), None, self.head)
+
+    def ready(self, target: Target) -> None:
+        """Gives memory to what runs behind prompts."""
+        if not self.table.exact:
+            recording = self._tail_step(target, self._tail_rows).recordings[self.head]
+            self._tails[self._tail_rows] = Program(recording)
+
+    def _record_choice(
+        self, recorder: StepRecorder, logits_TV: Tensor, sampler: SamplerState
+    ) -> None:
+        """Which tokens of the step stay, and the one behind them."""
+        memory = self.memory
+        count = logits_TV.shape[0] - 1
+        position_1, rejected_1 = self.state.place(self.head)
+        recording = recorder.recording(self.head)
+        read = (sampler.settings_4, sampler.seed_1, position_1)
+        with recorder.part("sample", self.head) as ops:
+            behind = ops.sample_token(logits_TV[-1], *read)
+            verdicts_N = None
+            drafts_N = None
+            if count:
+                drafts_N = memory.drafts_N[:count]
+                proposed = (memory.logits_NV[:count], drafts_N)
+                verdicts_N = judge_drafts(recording, logits_TV, *proposed, *read)
+            next_1 = memory.inputs[self.head][:1]
+            places = (position_1, rejected_1, next_1, memory.ring_3R, self.state.nan_1)
+            settle_block(recording, verdicts_N, drafts_N, behind, *places)
+
+    @property
+    def _tail_rows(self) -> int:
+        return self.memory.tail_tokens_R.shape[0]
+
+    def _tail_step(self, target: Target, rows: int) -> RecordedStep:
+        recorder = self._recorder(target, rows)
+        memory = self.memory
+        with recorder.part("draft", self.head) as ops:
+            self.module.remember_tail(ops, recorder.recording(self.head))
+        return recorder.finish(Outputs(memory.tails[0], None), None, self.head)
+
+    def _run_tail(self) -> Callable[..., None]:
+        def run(tokens: int, tokens_T: Tensor, *taps: Tensor) -> None:
+            start = self.state.position - tokens
+            given = [tap[:tokens] for tap in taps]
+            rows = self.module.leave(start, given, tokens_T[:tokens])
+            length = rows if self.table.exact else self._tail_rows
+            if length not in self._tails:
+                step = self._tail_step(Target.of(self.head), length)
+                self._tails[length] = Program(step.recordings[self.head])
+            self._tails[length].run(rows)
+
+        return run
+
+    def _recorder(self, target: Target, tokens: int) -> StepRecorder:
+        """NaN among drafts ends the drafts, not the run: it is not noted."""
+        device = self.memory.drafts_N.device
+        unread = {self.head: torch.empty(tokens, dtype=torch.int64, device=device)}
+        targets = {self.head: target}
+        return StepRecorder(self.table, targets, self.state, unread, notes_nan=False)
+
+
+def record_drafts(
+    config: ModelConfig,
+    module: ClassicMTP | DSpark,
+    model: Transformer,
+    state: DecodeState,
+    table: RecordedTable,
+) -> RecordedDrafts:
+    """``module`` as it runs along with ``model``; ``state.draft`` has its caches.
+
+    Raises ``UserError`` where the module reads a layer that is not on the device of the head.
+    """
+    assert state.draft is not None
+    head = model.head_device
+    taps = tapped_values(module, model.segments[-1].layers[-1])
+    _check_taps(model, taps)
+    dtype = model.embed.compute_dtype
+    memory = DraftMemory.allocate(config, state.draft, state.devices, len(taps), dtype)
+    recorded = recorded_module(module, state.draft, memory, memory.inputs, head, taps)
+    return RecordedDrafts(recorded, memory, state, table, head)
+
+
+def _check_taps(model: Transformer, taps: tuple[str, ...]) -> None:
+    for segment in model.segments:
+        for layer in segment.layers:
+            if segment.device != model.head_device and f"layers.{layer}.streams" in taps:
+                raise UserError(
+                    f"EngineConfig.gpus: found layer {layer}, which the draft module reads, on "
+                    f"{segment.device}, expected {model.head_device} of the last layer"
+                )

@@ -1,0 +1,131 @@
+"""The recorded steps of an engine with a draft module, and how they follow each other eagerly."""
+
+from collections.abc import Generator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsv4.caches.state import DecodeState
+from dsv4.config import ModelConfig
+from dsv4.launch.target import Target
+from dsv4.model import Transformer
+from dsv4.ops.tables import RecordedTable
+from dsv4.parallel.hand_off import HandOff
+from dsv4.sampling import Sampler, SamplerState
+from dsv4.speculative.block_loop import BLOCKS_AHEAD, BlockLoop, BlockQueue
+from dsv4.speculative.block_ring import BlockRing
+from dsv4.speculative.module import DraftModule
+from dsv4.speculative.recorded_drafts import record_drafts
+from dsv4.speculative.tally import DraftCount, Tally, Usefulness
+from dsv4.step.lock_step import AnyStep
+from dsv4.step.step import Step
+from dsv4.step.steps import Progress, RecordedSteps
+from dsv4.step.token_feed import TokenFeed
+
+
+class DraftedRecordedSteps(RecordedSteps):
+    """``RecordedSteps`` whose ``following`` drafts; every step runs the module's rows.
+
+    ``drafted``: how drafts did since the last ``first_token``. ``count``: of the drafts of a step.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: Transformer,
+        state: DecodeState,
+        table: RecordedTable,
+        prefill_tokens: int,
+        module: DraftModule,
+        drafts: int | Literal["auto"] | None,
+        compiling: Progress | None = None,
+    ) -> None:
+        """``drafts``: as of ``dsv4.speculative.steps.DraftedSteps``; the others as of
+        ``RecordedSteps`` and ``record_drafts``.
+        """
+        self.along = record_drafts(config, module, model, state, table)
+        recorded = self.along.module
+        self.count = DraftCount.asked(drafts, recorded.most, recorded.trained_block)
+        super().__init__(model, state, table, prefill_tokens, compiling, along=self.along)
+        self._target = Target.of(self.head)
+        self.along.ready(self._target)
+        self._drafts: dict[int, Step] = {}
+        own = self.ranks[0]
+        self._own_sampler: SamplerState = own.sampler
+        self._passed_on = [
+            HandOff(self.head, rejected_1)
+            for device, rejected_1 in state.rejected_1.items()
+            if device != self.head
+        ]
+        ring = BlockRing(self.along.memory.ring_3R, self.head, BLOCKS_AHEAD)
+        self.blocks = BlockLoop(state, own.sampler, ring, self.count, self._pass_on_rejected)
+        self.drafted = Tally(recorded.most)
+        self._usefulness = Usefulness()
+
+    def draft_step(self, count: int) -> Step:
+        """The step that makes ``count`` drafts."""
+        if count not in self._drafts:
+            recorded = self.along.draft_step(self._target, self._own_sampler, count)
+            self._drafts[count] = Step(recorded, self.ranks[0].memory, {})
+        return self._drafts[count]
+
+    def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:
+        """See ``RecordedSteps``; a new run begins, which has drafted nothing."""
+        self.drafted = Tally(self.along.module.most)
+        return super().first_token(sampler, hidden_TE)
+
+    def following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
+        """Yields the tokens behind ``token``, several for each step of which drafts stay."""
+        yield from self.follow(token, sampler, steps, EagerBlocks(self))
+
+    def follow(
+        self, token: int, sampler: Sampler, steps: int, queue: BlockQueue
+    ) -> Generator[int, None, None]:
+        """``following`` by steps that ``queue`` queues."""
+        tokens = self.blocks.generate(token, sampler, steps, queue, self.drafted)
+        try:
+            yield from tokens
+        finally:
+            tokens.close()
+            self._usefulness.judge(self.drafted.stats())
+
+    def _pass_on_rejected(self) -> None:
+        for hand_off in self._passed_on:
+            hand_off.send(self.state.rejected_1[self.head])
+
+
+class EagerBlocks:
+    """``BlockQueue`` item by item."""
+
+    def __init__(self, steps: DraftedRecordedSteps) -> None:
+        self._steps = steps
+
+    def draft(self, count: int) -> None:
+        """See ``BlockQueue``."""
+        step = self._steps.draft_step(count)
+        step.run(step.tokens, self._steps.observer)
+
+    def verify(self, tokens: int) -> None:
+        """See ``BlockQueue``."""
+        observer = self._steps.observer
+        if observer is not None:
+            observer.begin_step()
+        self._step(tokens).run(tokens, observer)
+
+    def settle(self, tokens: int) -> None:
+        """See ``BlockQueue``."""
+        self._step(tokens).sample(self._steps.observer)
+
+    def feed(self, tokens: int) -> TokenFeed:
+        """See ``BlockQueue``."""
+        feed = self._step(tokens).feed
+        assert isinstance(feed, TokenFeed)
+        return feed
+
+    def logits(self, tokens: int) -> Tensor:
+        """See ``BlockQueue``."""
+        return self._step(tokens).logits_TV
+
+    def _step(self, tokens: int) -> AnyStep:
+        return self._steps.step(tokens)
