@@ -111,7 +111,10 @@ class CUDAGraphDecoder:
         if 1 not in self._captured:
             raise ValueError(f"generate: found steps of {self.lengths} tokens, expected one of 1")
         self._check_room(self.state.position, steps)
-        tokens = self._tokens(token, sampler, steps)
+        yield from self._on_streams(self._tokens(token, sampler, steps))
+
+    def _on_streams(self, tokens: Generator[int, None, None]) -> Generator[int, None, None]:
+        """``tokens``, each made on the own streams."""
         self._enter()
         try:
             while True:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dsv4.decode import CUDAGraphDecoder, Mode
 from dsv4.sampling import Sampler
+from dsv4.speculative.block_loop import BlockQueue
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps, EagerBlocks
 from dsv4.step.captured import CapturedStep
 from dsv4.step.token_feed import TokenFeed
@@ -35,8 +36,18 @@ class DraftedDecoder(CUDAGraphDecoder):
                 stream.synchronize()
             return CapturedStep(step, self._streams, self.mode, self._pool)
 
+    def blocks(self) -> BlockQueue:
+        """What queues steps as replays."""
+        return _CapturedBlocks(self)
+
+    def following(
+        self, token: int, sampler: Sampler, steps: int, queue: BlockQueue
+    ) -> Generator[int, None, None]:
+        """``generate`` by steps that ``queue`` queues."""
+        yield from self._on_streams(self._drafted_steps.follow(token, sampler, steps, queue))
+
     def _tokens(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
-        return self._drafted_steps.follow(token, sampler, steps, _CapturedBlocks(self))
+        return self._drafted_steps.follow(token, sampler, steps, self.blocks())
 
     def draft(self, count: int) -> CapturedStep | None:
         """The captured step that makes so many drafts."""
