@@ -14,6 +14,7 @@ from dsv4.checkpoint.identity import checkpoint_identity
 from dsv4.checkpoint.state_file import StateKey
 from dsv4.config import ModelConfig
 from dsv4.decode import CUDAGraphDecoder, build_decoder
+from dsv4.decode.drafted_decoder import DraftedDecoder
 from dsv4.engine_config import EngineConfig
 from dsv4.engine_inputs import EngineInputs
 from dsv4.errors import UserError
@@ -32,8 +33,8 @@ from dsv4.parallel.rank_state import allocate_state
 from dsv4.plan import MemoryPlan, max_context_tokens
 from dsv4.run_stats import RunStats
 from dsv4.sampling import Sampler, SamplingParams
-from dsv4.speculative.captured import DraftedDecoder
 from dsv4.speculative.module import DraftModule, allocate_draft, build_draft
+from dsv4.speculative.recorded_drafts import record_drafts
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps
 from dsv4.speculative.report import draft_stats
 from dsv4.speculative.steps import direct_steps
@@ -254,11 +255,12 @@ class Engine(EngineInputs):
             others = self.models[1:]
             return direct_steps(self.model, self.state, self.table.ops, self.draft, count, others)
         tokens = prefill_tokens(self.engine_config, self.max_context)
-        recorded = (self.model, self.state, self.table, tokens)
         if self.draft is None:
-            return RecordedSteps(*recorded, compiling, self.models[1:])
+            others = self.models[1:]
+            return RecordedSteps(self.model, self.state, self.table, tokens, compiling, others)
+        along = record_drafts(self.config, self.draft, self.model, self.state, self.table)
         count = self.engine_config.draft_tokens
-        return DraftedRecordedSteps(self.config, *recorded, self.draft, count, compiling)
+        return DraftedRecordedSteps(self.model, along, tokens, count, compiling)
 
     def _build_decoder(
         self, mode: Literal["auto", "split", "full"], steps: RecordedSteps

@@ -1,7 +1,7 @@
 """A checkpoint before any weight is read: its parameters, their devices and the memory plan."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4.checkpoint import (
@@ -121,7 +121,7 @@ def _plan_steps(
     target_of = Target.of_absent if absent else Target.of
     devices = placement.of_rank(0).layer_devices
     targets = {device: target_of(device) for device in dict.fromkeys(devices)}
-    context = max_context_tokens(config, engine)
+    engine = replace(engine, max_context=max_context_tokens(config, engine))
     formats = [(parameter, format) for parameter, format, _ in held]
     along = None if draft is None else draft.planned(engine, table)
-    return PlannedSteps.of(config, engine, formats, table, targets, placement, context, along)
+    return PlannedSteps.of(config, engine, formats, table, targets, placement, along)

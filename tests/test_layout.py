@@ -26,7 +26,8 @@ TOP_LEVEL_NAMES = {
 }
 # Rooms whose kernels are compiled by tests/ops/test_compile_small.py, which reads no SASS.
 COMPILED_TOGETHER = (
-    *("kv_write", "norm", "opening", "quantize_activations", "rope", "router", "token_ring"),
+    *("draft_rows", "kv_write", "markov", "norm", "opening", "quantize_activations", "rope"),
+    *("router", "stream_means", "token_ring"),
 )
 # Rooms whose tests on a GPU stand with the others, and why.
 NO_GPU_FILE = {

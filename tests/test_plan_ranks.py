@@ -42,7 +42,7 @@ def tensor_plan(name: Geometry, ranks: int, gigabytes: int) -> MemoryPlan:
     """NVIDIA's mix of a published geometry, with recorded steps."""
     config = ModelConfig.from_dict(geometry_config(name))
     stored = [described(parameter) for parameter in parameters(config).values()]
-    engine = EngineConfig(parallel="tensor", gpus=ranks, prefill_chunk=4096)
+    engine = EngineConfig(parallel="tensor", gpus=ranks, prefill_chunk=4096, max_context=8192)
     placement = Placement.tensor(config.num_hidden_layers, GPUS[:ranks])
     table = TABLES["cuda"]
     assert isinstance(table, RecordedTable)
@@ -53,7 +53,6 @@ def tensor_plan(name: Geometry, ranks: int, gigabytes: int) -> MemoryPlan:
         table,
         {GPUS[0]: Target.of_absent(GPUS[0])},
         placement,
-        8192,
     )
     return plan_memory(config, engine, placement, stored, steps, gigabytes * 10**9)
 

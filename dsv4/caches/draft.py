@@ -64,9 +64,10 @@ class DraftState:
 
     def begin(self, start: int, tokens: int) -> None:
         """Notes that the rows of ``tokens`` positions from ``start`` on are written next. Behind a
-        gap those before them are not the sequence's.
+        gap those before them are not the sequence's, and further back than tokens are taken back
+        they are those of later positions.
         """
-        if not self.first <= start <= self.end:
+        if not self.first <= start <= self.end <= start + MAX_TAKEN_BACK:
             self.first = start
         self.end = start + tokens
 

@@ -1,5 +1,4 @@
-"""The CUDA forms of ``DraftOps``: of 1 to 8 tokens and of more, as the tables of ``Ops`` have them.
-"""
+"""The CUDA forms of ``DraftOps``: of 1 to 8 tokens and of more."""
 
 from functools import partial
 

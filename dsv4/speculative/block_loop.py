@@ -106,7 +106,7 @@ class BlockLoop:
                     token = checked_token(chosen, start + given + 1)
                     if noted:
                         logits_V = queue.logits(tokens)[row]
-                        sampler.note(logits_V, torch.tensor(token, device=logits_V.device))
+                        sampler.note(logits_V, _scalar(token, logits_V.device))
                     given += 1
                     kept = start + given
                     yield token
@@ -186,3 +186,7 @@ class BlockLoop:
         assert state.draft is not None
         state.draft.begin(self._known, tokens)
         state.furthest = max(state.furthest, self._known + tokens)
+
+
+def _scalar(token: int, device: torch.device) -> Tensor:
+    return torch.tensor(token, dtype=torch.int64, device=device)

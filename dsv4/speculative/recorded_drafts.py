@@ -103,20 +103,19 @@ class RecordedDrafts:
         """Which tokens of the step stay, and the one behind them."""
         memory = self.memory
         count = logits_TV.shape[0] - 1
-        position_1, rejected_1 = self.state.place(self.head)
+        place = self.state.place(self.head)
         recording = recorder.recording(self.head)
-        read = (sampler.settings_4, sampler.seed_1, position_1)
+        read = (sampler.settings_4, sampler.seed_1, place[0])
         with recorder.part("sample", self.head) as ops:
             behind = ops.sample_token(logits_TV[-1], *read)
-            verdicts_N = None
-            drafts_N = None
+            judged = None
             if count:
                 drafts_N = memory.drafts_N[:count]
                 proposed = (memory.logits_NV[:count], drafts_N)
-                verdicts_N = judge_drafts(recording, logits_TV, *proposed, *read)
+                judged = judge_drafts(recording, logits_TV, *proposed, *read), drafts_N
             next_1 = memory.inputs[self.head][:1]
-            places = (position_1, rejected_1, next_1, memory.ring_3R, self.state.nan_1)
-            settle_block(recording, verdicts_N, drafts_N, behind, *places)
+            for_host = (memory.ring_3R, self.state.nan_1)
+            settle_block(recording, judged, behind, place, next_1, *for_host)
 
     @property
     def _tail_rows(self) -> int:

@@ -13,25 +13,31 @@ from dsv4.layers.classic_mtp import ClassicMTP, Rows
 from dsv4.layers.dspark import DSpark
 from dsv4.ops import Ops
 from dsv4.ops.acceptance.cuda import enter_drafts
+from dsv4.ops.draft_rows import Block, Place
 from dsv4.ops.draft_rows.cuda import begin_rows, recall_streams, shift_streams
 from dsv4.ops.draft_tables import draft_ops
 from dsv4.sampling import SamplerState
 from dsv4.speculative.memory import MAX_DRAFTS, DraftMemory
 
-# The position of the next token, and how many of the last step's tokens do not count.
-Place = tuple[Tensor, Tensor]
-
 
 class RecordedModule(Protocol):
-    """``taps``: the values of a step of the main model that the module reads, in their order.
-    ``trained_block``, ``most``: as of ``dsv4.speculative.drafter.Drafter``. ``rows``: of a
-    recording that drafts.
-    """
+    """``trained_block``, ``most``: as of ``dsv4.speculative.drafter.Drafter``."""
 
-    taps: tuple[str, ...]
-    trained_block: int
-    most: int
-    rows: int
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The values of a step of the main model that the module reads, in their order."""
+        ...
+
+    @property
+    def trained_block(self) -> int: ...
+
+    @property
+    def most(self) -> int: ...
+
+    @property
+    def rows(self) -> int:
+        """Of a recording that drafts."""
+        ...
 
     def remember(
         self, ops: Ops, recording: Recording, taps: Sequence[Tensor], tokens_T: Tensor, place: Place
@@ -88,7 +94,7 @@ class RecordedDSpark:
     ) -> None:
         """See ``RecordedModule``."""
         state = self.state
-        begin_rows(recording, *place, -recording.tokens, state.position_1, state.rejected_1)
+        begin_rows(recording, place, -recording.tokens, (state.position_1, state.rejected_1))
         self._remember(ops, recording, taps)
 
     def remember_tail(self, ops: Ops, recording: Recording) -> None:
@@ -109,12 +115,14 @@ class RecordedDSpark:
         self, ops: Ops, recording: Recording, count: int, place: Place, sampler: SamplerState
     ) -> Tensor:
         """See ``RecordedModule``: a whole block, and its first drafts one after the other."""
-        module, state, memory = self.module, self.state, self.memory
+        module = self.module
+        state = self.state
+        memory = self.memory
         drafts = draft_ops(recording, ops)
         own = (state.position_1, state.rejected_1)
         previous_1 = self.inputs_T[:1]
-        noise = module.keys.noise_token_id
-        begin_rows(recording, *place, 0, *own, previous_1, memory.block_B, noise)
+        block = Block(memory.block_B, previous_1, module.keys.noise_token_id)
+        begin_rows(recording, place, 0, own, block)
         streams_BME, positions_B, logits_BV = module.run(ops, drafts, memory.block_B, state)
         for slot in range(count):
             read = (previous_1, module.markov_w1_VR, module.markov_w2)
@@ -155,7 +163,7 @@ class RecordedClassic:
     ) -> None:
         """See ``RecordedModule``: a row for every token, at the position before it."""
         state = self.state
-        begin_rows(recording, *place, -recording.tokens - 1, state.position_1, state.rejected_1)
+        begin_rows(recording, place, -recording.tokens - 1, (state.position_1, state.rejected_1))
         rows_TME = shift_streams(recording, taps[0], self.ring_SME, state.position_1)
         self._remember(ops, recording, tokens_T, rows_TME)
 
@@ -190,17 +198,18 @@ class RecordedClassic:
         """See ``RecordedModule``: a row for every draft, the first one of the main model's
         streams.
         """
-        state, memory = self.state, self.memory
+        state = self.state
+        memory = self.memory
         drafts = draft_ops(recording, ops)
         own = (state.position_1, state.rejected_1)
-        begin_rows(recording, *place, -1, *own)
+        begin_rows(recording, place, -1, own)
         streams_1ME = recall_streams(recording, self.ring_SME, state.position_1)
         for slot in range(count):
             rows = Rows(self.inputs_T[slot : slot + 1], streams_1ME, *own)
             streams_1ME, logits_1V = self.module(ops, drafts, rows, state.stages[0])
             recording.place(logits_1V, memory.logits_NV[slot : slot + 1])
-            at_1, unused_1 = (recording.empty((1,), torch.int64) for _ in range(2))
-            begin_rows(recording, *place, 1 + slot, at_1, unused_1)
+            at_1 = recording.empty((1,), torch.int64)
+            begin_rows(recording, place, 1 + slot, (at_1, recording.empty((1,), torch.int64)))
             token = ops.sample_token(logits_1V[0], sampler.settings_4, sampler.seed_1, at_1)
             recording.place(token, memory.drafts_N[slot])
             entered_1 = self.inputs_T[slot + 1 : slot + 2]

@@ -3,20 +3,15 @@
 from collections.abc import Generator
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from dsv4.caches.state import DecodeState
-from dsv4.config import ModelConfig
 from dsv4.launch.target import Target
 from dsv4.model import Transformer
-from dsv4.ops.tables import RecordedTable
 from dsv4.parallel.hand_off import HandOff
 from dsv4.sampling import Sampler, SamplerState
 from dsv4.speculative.block_loop import BLOCKS_AHEAD, BlockLoop, BlockQueue
 from dsv4.speculative.block_ring import BlockRing
-from dsv4.speculative.module import DraftModule
-from dsv4.speculative.recorded_drafts import record_drafts
+from dsv4.speculative.recorded_drafts import RecordedDrafts
 from dsv4.speculative.tally import DraftCount, Tally, Usefulness
 from dsv4.step.lock_step import AnyStep
 from dsv4.step.step import Step
@@ -32,22 +27,20 @@ class DraftedRecordedSteps(RecordedSteps):
 
     def __init__(
         self,
-        config: ModelConfig,
         model: Transformer,
-        state: DecodeState,
-        table: RecordedTable,
+        along: RecordedDrafts,
         prefill_tokens: int,
-        module: DraftModule,
         drafts: int | Literal["auto"] | None,
         compiling: Progress | None = None,
     ) -> None:
-        """``drafts``: as of ``dsv4.speculative.steps.DraftedSteps``; the others as of
-        ``RecordedSteps`` and ``record_drafts``.
+        """``along``: the module, recorded for this model. ``drafts``: as of
+        ``dsv4.speculative.steps.DraftedSteps``; the others as of ``RecordedSteps``.
         """
-        self.along = record_drafts(config, module, model, state, table)
+        self.along = along
+        state = along.state
         recorded = self.along.module
         self.count = DraftCount.asked(drafts, recorded.most, recorded.trained_block)
-        super().__init__(model, state, table, prefill_tokens, compiling, along=self.along)
+        super().__init__(model, state, along.table, prefill_tokens, compiling, along=along)
         self._target = Target.of(self.head)
         self.along.ready(self._target)
         self._drafts: dict[int, Step] = {}

@@ -17,11 +17,6 @@ from dsv4.caches.state import DecodeState
 from dsv4.layers.values import UNTRACED, ValueSink, Watch
 from dsv4.model import Outputs, Transformer
 from dsv4.ops import Ops
-from dsv4.ops.drafts import TORCH_DRAFTS
-from dsv4.ops.row_by_row import row_by_row
-from dsv4.ops.sampling import gumbel_noise
-from dsv4.run_stats import DraftStats
-from dsv4.sampling import Sampler, SamplerState, checked_token
 from dsv4.ops.acceptance import (
     accepted_drafts,
     accepting_seed,
@@ -30,6 +25,10 @@ from dsv4.ops.acceptance import (
     probabilities,
     remaining_seed,
 )
+from dsv4.ops.drafts import TORCH_DRAFTS
+from dsv4.ops.row_by_row import row_by_row
+from dsv4.ops.sampling import gumbel_noise
+from dsv4.sampling import Sampler, SamplerState, checked_token
 from dsv4.speculative.drafter import Proposal, make_drafter
 from dsv4.speculative.module import DraftModule
 from dsv4.speculative.tally import DraftCount, Tally, Usefulness

@@ -58,13 +58,16 @@ class PlannedSteps:
         table: RecordedTable,
         targets: Mapping[torch.device, Target],
         placement: Placement,
-        max_context: int,
         along: MakeAlong | None = None,
     ) -> "PlannedSteps":
-        """``stored``: every parameter with its format. With several ranks the steps are those of
-        rank 0, ``stored`` is what it holds, and ``config`` that of the whole model. ``along``
-        makes what runs along with a model of one rank.
+        """``engine`` says how long the context is. ``stored``: every parameter with its format.
+
+        With several ranks the steps are those of rank 0, ``stored`` is what it holds, and
+        ``config`` that of the whole model. ``along`` makes what runs along with a model of one
+        rank.
         """
+        max_context = engine.max_context
+        assert max_context is not None, "caches have a length"
         local = local_config(config, placement.ranks)
         layer_devices = placement.of_rank(0).layer_devices
         weights = {

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch import Tensor
 
 from dsv4.parallel.hand_off import HandOff
 

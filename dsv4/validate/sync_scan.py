@@ -72,6 +72,9 @@ MEANT = {
     Place(
         "dsv4/decode/cuda_graph_decoder.py", "CUDAGraphDecoder._capture", "synchronize"
     ): "before a capture, at load",
+    Place(
+        "dsv4/decode/drafted_decoder.py", "DraftedDecoder._capture_draft", "synchronize"
+    ): "before a capture, at load",
     Place("dsv4/decode/choose.py", "_check", "equal"): "compares steps, once, at load",
     Place("dsv4/decode/choose.py", "_check", "cpu"): "ends a timing, once, at load",
 }

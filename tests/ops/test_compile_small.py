@@ -9,7 +9,15 @@ from tests.ops.sass import resources
 
 # Source, what it is compiled with, its kernels.
 KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
+    ("acceptance/settle", (), ("enter_drafts", "settle_block")),
+    (
+        "draft_rows/draft_rows",
+        (),
+        ("begin_rows", "token_mixing", "shift_streams", "recall_streams"),
+    ),
     ("kv_write/kv_write", (), ("kv_write", "kv_write_any_geometry")),
+    ("markov/markov", (("FLOAT_TABLE", 0),), ("markov_row", "markov_add")),
+    ("markov/markov", (("FLOAT_TABLE", 1),), ("markov_row", "markov_add")),
     ("norm/rms_norm", (("COUNT", 8), ("GROUPS", 1)), ("rms_norm",)),
     ("norm/rms_norm", (("COUNT", 1), ("GROUPS", 7)), ("rms_norm",)),
     ("opening/opening", (), ("embed", "embed_any_geometry", "next_positions")),
@@ -26,6 +34,7 @@ KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
     ("rope/query_rope", (("WIDTH", 128), ("ROPE", 64)), ("query_rope", "query_rope_any_geometry")),
     ("router/router", (("PER_LANE", 8), ("HASH", 1)), ("router_select",)),
     ("router/router", (("PER_LANE", 12), ("HASH", 0)), ("router_select",)),
+    ("stream_means/stream_means", (), ("stream_means",)),
     ("token_ring/token_ring", (), ("store_token",)),
 ]
 

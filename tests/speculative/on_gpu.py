@@ -1,5 +1,5 @@
-"""Random models with draft modules on a GPU: the CUDA ops and the torch ops of one model, and drafts
-that are told.
+"""Random models with draft modules on a GPU: the CUDA ops and the torch ops of one model, and
+drafts that are told.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ from torch import Tensor
 from dsv4 import Engine, EngineConfig, ModelConfig
 from dsv4.caches.draft import DraftState
 from dsv4.checkpoint import synthetic_weights, tiny_config
+from dsv4.decode.drafted_decoder import DraftedDecoder
 from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE
 from dsv4.parallel.placement import Placement
-from dsv4.speculative.captured import DraftedDecoder
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps, EagerBlocks
 from dsv4.validate.decode_checks import cache_tensors
 from dsv4.weights.parameters import MtpKind

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.ops.sampling import gumbel_noise, sample_token
 from dsv4.ops.acceptance import (
     accepted_drafts,
     accepting_seed,
@@ -15,6 +14,7 @@ from dsv4.ops.acceptance import (
     probabilities,
     remaining_seed,
 )
+from dsv4.ops.sampling import gumbel_noise, sample_token
 
 VOCABULARY = 7
 DRAFTS = 3

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.checkpoint import synthetic_weights, tiny_config, write_synthetic
@@ -15,6 +16,7 @@ from dsv4.errors import UserError
 from dsv4.layers.classic_mtp import ClassicMTP
 from dsv4.layers.dspark import DSpark
 from dsv4.parallel.placement import Placement
+from dsv4.speculative.planned import draft_bytes
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import CPU, random_ids
 
@@ -112,12 +114,38 @@ def test_what_is_not_there_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_cuda_ops_refuse_a_module_and_run_without_by_default(folders: Path) -> None:
+@pytest.mark.parametrize("kind", ["classic", "dspark"])
+def test_the_plan_of_a_gpu_counts_what_the_module_takes(kind: MtpKind, folders: Path) -> None:
     on_gpu = EngineConfig(max_context=64, prefill_chunk=16)
-    asked = dataclasses.replace(on_gpu, draft_weights=str(folders / "classic"))
-    with pytest.raises(UserError, match="draft: found 'auto' with the CUDA ops, expected 'off'"):
+    asked = dataclasses.replace(on_gpu, draft_weights=str(folders / kind))
+    plain = Engine.plan(folders / "main", on_gpu, gpu_memory=10**11).devices[0]
+    device = Engine.plan(folders / "main", asked, gpu_memory=10**11).devices[0]
+    assert device.weight_bytes > plain.weight_bytes
+    # The logits of up to seven drafts.
+    assert device.state_bytes - plain.state_bytes > 4 * 7 * 256
+
+
+@pytest.mark.parametrize("kind", ["classic", "dspark"])
+def test_several_gpus_take_a_copy_of_the_embedding(kind: MtpKind) -> None:
+    config = ModelConfig.from_dict(raw_config(kind))
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    shown = (kind, 1 if kind == "classic" else 3)
+    one, two = (draft_bytes(config, SETTINGS, shown, True, gpus[:count]) for count in (1, 2))
+    assert two - one == 2 * config.vocab_size * config.hidden_size
+
+
+def test_a_module_needs_its_layers_on_the_last_device(folders: Path) -> None:
+    asked = EngineConfig(
+        max_context=64,
+        prefill_chunk=16,
+        gpus=2,
+        parallel="round-robin",
+        draft_weights=str(folders / "dspark"),
+    )
+    with pytest.raises(
+        UserError, match=r"EngineConfig.gpus: found layer 2, which the draft module"
+    ):
         Engine.plan(folders / "main", asked, gpu_memory=10**11)
-    Engine.plan(folders / "main", on_gpu, gpu_memory=10**11)
 
 
 def test_a_weight_that_the_engine_is_not_given_is_named() -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from dsv4 import SamplingParams
-from dsv4.sampling import Sampler
 from dsv4.ops.acceptance import probabilities
+from dsv4.sampling import Sampler
 from dsv4.speculative.steps import DraftedSteps
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import random_ids

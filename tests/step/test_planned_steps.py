@@ -2,6 +2,8 @@
 kernel.
 """
 
+from dataclasses import replace
+
 import torch
 
 from dsv4.checkpoint import geometry_config
@@ -24,7 +26,8 @@ TWO_GPUS = Placement.of_layers((*[GPUS[0]] * 3, *[GPUS[1]] * 3))
 
 def planned_steps(engine: EngineConfig, max_context: int = 4096) -> PlannedSteps:
     targets = {device: TARGETS[device] for device in GPUS[:2]}
-    return PlannedSteps.of(CONFIG, engine, STORED, CUDA_TABLE, targets, TWO_GPUS, max_context)
+    engine = replace(engine, max_context=max_context)
+    return PlannedSteps.of(CONFIG, engine, STORED, CUDA_TABLE, targets, TWO_GPUS)
 
 
 def test_the_longest_steps_are_planned() -> None:

@@ -2,8 +2,8 @@
 // noise of a draw, and what top-k and top-p keep.
 //
 // Defines: BLOCKS (cluster size), VALUES per thread (a multiple of 4), VECTOR (1: 16-byte loads are
-// allowed). Every sum has a fixed order: equal inputs give equal results. Loops stay rolled, because
-// a launch pays for every instruction that it fetches for the first time.
+// allowed). Every sum has a fixed order: equal inputs give equal results. Loops stay rolled,
+// because a launch pays for every instruction that it fetches for the first time.
 #pragma once
 #include <math_constants.h>
 

@@ -102,7 +102,7 @@ def judge_drafts(
     verdicts = []
     for row, draft in enumerate(drafts_N.tolist()):
         logits_V = logits_MV[row]
-        at_1 = torch.tensor([first + row], device=logits_V.device)
+        at_1 = torch.tensor([first + row], dtype=torch.int64, device=logits_V.device)
         if not bool(logits_V.amax().isfinite()):
             verdicts.append(NAN_TOKEN)
         elif temperature == 0 or draft < 0:
@@ -116,29 +116,33 @@ def judge_drafts(
 
 
 def settle_block(
-    verdicts_N: Tensor,
-    drafts_N: Tensor,
+    judged: tuple[Tensor, Tensor] | None,
     behind: Tensor,
-    position_1: Tensor,
-    rejected_1: Tensor,
+    place: tuple[Tensor, Tensor],
     next_1: Tensor,
     ring_3R: Tensor,
     nan_1: Tensor,
 ) -> None:
     """The end of a step of a token and N drafts: how many of its M = N + 1 tokens do not count goes
-    to ``rejected_1``, the token behind the others to ``next_1`` and all for the host to the ring.
+    to the second tensor of ``place``, the token behind the others to ``next_1`` and all for the
+    host to the ring; all are int64.
 
-    ``verdicts_N`` are those of ``judge_drafts``, ``behind`` int64 is the token behind the last
-    draft, ``position_1`` int64 the position of that token: the step has begun at p = position − M.
+    ``judged`` are the verdicts of ``judge_drafts`` and the drafts, None without drafts. ``behind``
+    is the token behind the last draft, the first tensor of ``place`` the position of that token:
+    the step has begun at p = position − M.
     ring[0, q mod R] is the token of position q, ring[1, p mod R] how many tokens the step gave:
     the drafts up to the first that is not kept, and the token there. ring[2, p mod R] is the number
     of drafts before the first one below 0. Where a token is ``NAN_TOKEN``, or ``nan_1`` not 0, a
     step with drafts gives none, and ``next_1`` stays; one without gives ``NAN_TOKEN``.
     """
-    count = drafts_N.shape[0]
+    verdicts: list[int] = []
+    drafts: list[int] = []
+    if judged is not None:
+        verdicts, drafts = (tensor.tolist() for tensor in judged)
+    position_1, rejected_1 = place
+    count = len(drafts)
     slots = ring_3R.shape[1]
-    tokens = [*verdicts_N.tolist(), int(behind)]
-    drafts = drafts_N.tolist()
+    tokens = [*verdicts, int(behind)]
     start = int(position_1) - count - 1
     accepted = next(index for index, token in enumerate(tokens) if token != KEPT)
     given = [*drafts[:accepted], tokens[accepted]]
@@ -159,7 +163,7 @@ def enter_drafts(drafts_N: Tensor, tokens_N: Tensor) -> None:
 
 
 def _verdict(p_1V: Tensor, q_1V: Tensor, draft: int, seed: int, at_1: Tensor) -> int:
-    drafts_11 = torch.tensor([[draft]], device=p_1V.device)
+    drafts_11 = torch.tensor([[draft]], dtype=torch.int64, device=p_1V.device)
     gumbel_1 = gumbel_noise(1, accepting_seed(seed), at_1)
     uniform_11 = torch.exp(-torch.exp(-gumbel_1.double()))[None]
     accepted_1 = accepted_drafts(p_1V[None], q_1V[None], drafts_11, uniform_11)

@@ -74,18 +74,18 @@ def judge_drafts(
 
 def settle_block(
     recording: Recording,
-    verdicts_N: Tensor | None,
-    drafts_N: Tensor | None,
+    judged: tuple[Tensor, Tensor] | None,
     behind: Tensor,
-    position_1: Tensor,
-    rejected_1: Tensor,
+    place: tuple[Tensor, Tensor],
     next_1: Tensor,
     ring_3R: Tensor,
     nan_1: Tensor,
 ) -> None:
-    """``dsv4.ops.acceptance.settle_block``; verdicts and drafts None: there are none. Ring and
-    ``nan_1`` are on the device of the token or pinned.
+    """``dsv4.ops.acceptance.settle_block``; ring and ``nan_1`` are on the device of the token or
+    pinned.
     """
+    verdicts_N, drafts_N = (None, None) if judged is None else judged
+    position_1, rejected_1 = place
     count = 0
     if drafts_N is not None and verdicts_N is not None:
         count = _check_drafts(drafts_N)

@@ -2,42 +2,46 @@
 streams of the positions before them (model.md#speculative-modules).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from dsv4.ops.linear import RowList, linear_rows
 
+# The position of the next token, and how many of the last step's tokens do not count.
+Place = tuple[Tensor, Tensor]
 
-def begin_rows(
-    position_1: Tensor,
-    rejected_1: Tensor,
-    shift: int,
-    rows_position_1: Tensor,
-    rows_rejected_1: Tensor,
-    token_1: Tensor | None = None,
-    tokens_B: Tensor | None = None,
-    noise: int = 0,
-) -> None:
-    """The first position of a module's rows, p − r + shift, goes to ``rows_position_1``, and 0 to
-    ``rows_rejected_1``; p and r, ``position_1`` and ``rejected_1``, are the main model's.
 
-    With ``token_1``, tokens = token, noise, noise, ... All are int64.
+class Block(NamedTuple):
+    """Tokens int64 ``[B]`` to be written: ``token_1``, and noise behind it."""
+
+    tokens_B: Tensor
+    token_1: Tensor
+    noise: int
+
+
+def begin_rows(place: Place, shift: int, rows_place: Place, block: Block | None = None) -> None:
+    """The first position of a module's rows, p − r + shift, goes to the first tensor of
+    ``rows_place`` and 0 to the second; p and r are those of ``place``. All are int64 ``[1]``.
+
+    Writes the tokens of ``block``, where there is one.
     """
-    rows_position_1.copy_(position_1 - rejected_1 + shift)
-    rows_rejected_1.zero_()
-    if token_1 is not None and tokens_B is not None:
-        tokens_B.fill_(noise)
-        tokens_B[:1].copy_(token_1)
+    position_1, rejected_1 = place
+    rows_place[0].copy_(position_1 - rejected_1 + shift)
+    rows_place[1].zero_()
+    if block is not None:
+        block.tokens_B.fill_(block.noise)
+        block.tokens_B[:1].copy_(block.token_1)
 
 
-def token_mixing(
-    positions_T: Tensor, streams: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def token_mixing(positions_T: Tensor, streams: int) -> tuple[Tensor, Tensor]:
     """The residual mix by which a token's part is added to every stream that stays what it is:
-    post ``[T, M]``, 1, and 0 at position 0 or before; comb ``[T, M, M]``, the identity.
+    post ``[T, M]``, 1, and 0 at position 0 or before; comb ``[T, M, M]``, the identity. Both are
+    float32.
     """
-    post_TM = (positions_T > 0).to(dtype)[:, None].repeat(1, streams)
-    comb_MM = torch.eye(streams, dtype=dtype, device=positions_T.device)
+    post_TM = (positions_T > 0).float()[:, None].repeat(1, streams)
+    comb_MM = torch.eye(streams, dtype=torch.float32, device=positions_T.device)
     return post_TM, comb_MM.repeat(positions_T.shape[0], 1, 1)
 
 

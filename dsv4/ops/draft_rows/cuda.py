@@ -10,48 +10,43 @@ from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording, is_aligned
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.call_types import LinearRows
+from dsv4.ops.draft_rows import Block, Place
 from dsv4.ops.linear import RowList
 
 _SOURCE = "draft_rows/draft_rows"
+_WARP = 32
 _THREADS = 128
 _PART_BYTES = 16
 
 
 def begin_rows(
-    recording: Recording,
-    position_1: Tensor,
-    rejected_1: Tensor,
-    shift: int,
-    rows_position_1: Tensor,
-    rows_rejected_1: Tensor,
-    token_1: Tensor | None = None,
-    tokens_B: Tensor | None = None,
-    noise: int = 0,
+    recording: Recording, place: Place, shift: int, rows_place: Place, block: Block | None = None
 ) -> None:
-    """``dsv4.ops.draft_rows.begin_rows`` of up to 32 tokens."""
-    places = (position_1, rejected_1, rows_position_1, rows_rejected_1)
-    for tensor in (*places, *(() if token_1 is None else (token_1,))):
-        expect("position_1", tensor, torch.int64, (1,))
-    count = 0 if tokens_B is None else tokens_B.shape[0]
-    if tokens_B is not None:
-        expect("tokens_B", tokens_B, torch.int64, (count,))
+    """``dsv4.ops.draft_rows.begin_rows`` with a block of up to 32 tokens."""
+    for tensor in (*place, *rows_place):
+        expect("place", tensor, torch.int64, (1,))
+    count = 0
+    if block is not None:
+        count = block.tokens_B.shape[0]
+        expect("block.token_1", block.token_1, torch.int64, (1,))
+        expect("block.tokens_B", block.tokens_B, torch.int64, (count,))
+    if count > _WARP:
+        raise ValueError(f"block: found {count} tokens, expected at most {_WARP}")
     recording.launch(
-        Shape(Kernel(_SOURCE, "begin_rows"), 1, 32),
-        position=position_1,
-        rejected=rejected_1,
+        Shape(Kernel(_SOURCE, "begin_rows"), 1, _WARP),
+        position=place[0],
+        rejected=place[1],
         shift=shift,
-        rows_position=rows_position_1,
-        rows_rejected=rows_rejected_1,
-        token=token_1,
-        tokens=tokens_B,
+        rows_position=rows_place[0],
+        rows_rejected=rows_place[1],
+        token=None if block is None else block.token_1,
+        tokens=None if block is None else block.tokens_B,
         count=count,
-        noise=noise,
+        noise=0 if block is None else block.noise,
     )
 
 
-def token_mixing(
-    recording: Recording, positions_T: Tensor, streams: int
-) -> tuple[Tensor, Tensor]:
+def token_mixing(recording: Recording, positions_T: Tensor, streams: int) -> tuple[Tensor, Tensor]:
     """``dsv4.ops.draft_rows.token_mixing``."""
     tokens = positions_T.shape[0]
     expect("positions_T", positions_T, torch.int64, (tokens,))
@@ -59,7 +54,7 @@ def token_mixing(
     comb_TMM = recording.empty((tokens, streams, streams), torch.float32)
     kernel = Kernel(_SOURCE, "token_mixing")
     recording.launch(
-        lambda count: Shape(kernel, count, 32),
+        lambda count: Shape(kernel, count, _WARP),
         positions=positions_T,
         post=post_TM,
         comb=comb_TMM,
@@ -116,8 +111,10 @@ def stream_linear(
     norm_weight: Tensor,
     norm_eps: float,
 ) -> Tensor:
-    """``dsv4.ops.draft_rows.stream_linear`` by the ``linear_rows`` that writes to the recording: of a decode step as many
-    whole tokens at a time as the product takes rows, else stream by stream.
+    """``dsv4.ops.draft_rows.stream_linear`` by the ``linear_rows`` that writes to the recording.
+
+    Of a decode step as many whole tokens at a time as the product takes rows, else stream by
+    stream.
     """
     tokens, streams, width = streams_TME.shape
     result_TMN = recording.empty((tokens, streams, rows.weights[0].shape[0]), streams_TME.dtype)

@@ -18,7 +18,8 @@ extern "C" __global__ void markov_row(const Entry* table, const int64* previous,
     pdl_launch();
     pdl_wait();
     const int64 token = *previous < 0 ? 0 : *previous;
-    for (int i = threadIdx.x; i < width; i += blockDim.x) row[i] = rounded(table[token * width + i]);
+    for (int i = threadIdx.x; i < width; i += blockDim.x)
+        row[i] = rounded(table[token * width + i]);
 }
 
 // out = base + product

@@ -130,12 +130,12 @@ def test_blocks_are_settled_as_by_the_torch_op(
         position_1 = torch.tensor([61 + len(drafts)], device=device)
         given = torch.tensor(behind, device=device)
         block = [torch.tensor(of, dtype=torch.int64, device=device) for of in (verdicts, drafts)]
-        places = (given, position_1, rejected_1, next_1, ring_3R, nan_1)
+        judged = (block[0], block[1]) if drafts else None
+        settled = (judged, given, (position_1, rejected_1), next_1, ring_3R, nan_1)
         if device == "cpu":
-            reference.settle_block(block[0], block[1], *places)
+            reference.settle_block(*settled)
         else:
-            absent = [tensor if drafts else None for tensor in block]
-            immediately(cuda.settle_block)(*absent, *places, tokens=1)
+            immediately(cuda.settle_block)(*settled, tokens=1)
             torch.cuda.synchronize()
         results.append([ring_3R.tolist(), rejected_1.tolist(), next_1.tolist()])
     assert results[0] == results[1]

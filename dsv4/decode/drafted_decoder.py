@@ -5,11 +5,11 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from dsv4.decode import CUDAGraphDecoder, Mode
+from dsv4.decode.cuda_graph_decoder import CUDAGraphDecoder
 from dsv4.sampling import Sampler
 from dsv4.speculative.block_loop import BlockQueue
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps, EagerBlocks
-from dsv4.step.captured import CapturedStep
+from dsv4.step.captured import CapturedStep, Mode
 from dsv4.step.token_feed import TokenFeed
 
 
