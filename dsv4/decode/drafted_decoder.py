@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4.decode.cuda_graph_decoder import CUDAGraphDecoder
 from dsv4.sampling import Sampler
-from dsv4.speculative.block_loop import BlockQueue
+from dsv4.speculative.block_loop import BlockQueue, Drafting
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps, EagerBlocks
 from dsv4.step.captured import CapturedStep, Mode
 from dsv4.step.token_feed import TokenFeed
@@ -41,10 +41,16 @@ class DraftedDecoder(CUDAGraphDecoder):
         return _CapturedBlocks(self)
 
     def following(
-        self, token: int, sampler: Sampler, steps: int, queue: BlockQueue
+        self,
+        token: int,
+        sampler: Sampler,
+        steps: int,
+        queue: BlockQueue,
+        drafting: Drafting | None = None,
     ) -> Generator[int, None, None]:
-        """``generate`` by steps that ``queue`` queues."""
-        yield from self._on_streams(self._drafted_steps.follow(token, sampler, steps, queue))
+        """``generate`` by steps that ``queue`` queues, as ``DraftedRecordedSteps.follow``."""
+        follow = self._drafted_steps.follow
+        yield from self._on_streams(follow(token, sampler, steps, queue, drafting))
 
     def _tokens(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
         return self._drafted_steps.follow(token, sampler, steps, self.blocks())

@@ -4,7 +4,7 @@ the device, the host reads what was kept a step behind.
 
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,13 @@ class BlockQueue(Protocol):
         ...
 
 
+class Drafting(NamedTuple):
+    """How many drafts the steps of a run have, and what comes of them."""
+
+    count: DraftCount
+    tally: Tally
+
+
 class BlockLoop:
     """Runs steps with drafts again and again."""
 
@@ -52,16 +59,13 @@ class BlockLoop:
         state: DecodeState,
         sampler: SamplerState,
         ring: BlockRing,
-        count: DraftCount,
         pass_on_rejected: Callable[[], None],
     ) -> None:
-        """``count``: of the drafts of a step. ``pass_on_rejected`` queues the head's number of
-        rejected tokens to the other devices.
-        """
+        """``pass_on_rejected`` queues the head's number of rejected tokens to the other devices."""
         self._state = state
         self._sampler = sampler
         self._ring = ring
-        self._count = count
+        self._count = DraftCount(0, 0)
         self._pass_on_rejected = pass_on_rejected
         self._pending: deque[int] = deque()
         self._known = 0
@@ -70,10 +74,10 @@ class BlockLoop:
 
     @torch.inference_mode()
     def generate(
-        self, token: int, sampler: Sampler, steps: int, queue: BlockQueue, tally: Tally
+        self, token: int, sampler: Sampler, steps: int, queue: BlockQueue, drafting: Drafting
     ) -> Generator[int, None, None]:
         """Yields the ``steps`` tokens that follow ``token``, several for each step of which drafts
-        stay. ``tally`` counts them.
+        stay.
 
         What was queued in vain, because the caller closed the generator, is taken back. Raises
         ``FloatingPointError`` for NaN logits that are not a draft's.
@@ -83,6 +87,7 @@ class BlockLoop:
         self._known = start
         self._stop = start + steps
         self._is_alone = False
+        self._count = drafting.count
         # Where an error leaves the sequence: behind the token that met it.
         kept = start
         given = 0
@@ -100,7 +105,7 @@ class BlockLoop:
                     self._restart(queue, token)
                     continue
                 count = len(block.tokens)
-                tally.add(block.drafted, count - 1, count, block.seconds)
+                drafting.tally.add(block.drafted, count - 1, count, block.seconds)
                 self._count.add(block.drafted, count - 1, sum(block.seconds))
                 for row, chosen in enumerate(block.tokens):
                     token = checked_token(chosen, start + given + 1)

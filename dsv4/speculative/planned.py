@@ -14,8 +14,8 @@ from dsv4.ops.tables import RecordedTable
 from dsv4.speculative.memory import DraftMemory
 from dsv4.speculative.module import allocate_draft, build_draft
 from dsv4.speculative.recorded_drafts import record_drafts
+from dsv4.step.along import Along
 from dsv4.step.planned import MakeAlong
-from dsv4.step.recorded import Along
 from dsv4.weights.parameters import MtpKind
 
 

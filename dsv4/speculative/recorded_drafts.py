@@ -56,9 +56,7 @@ class RecordedDrafts:
         """See ``Along``."""
         return Taps(self.module.taps, behind)
 
-    def record(
-        self, recorder: StepRecorder, values: ValueSink, outputs: Outputs, sampler: SamplerState
-    ) -> None:
+    def record(self, recorder: StepRecorder, values: ValueSink) -> None:
         """See ``Along``."""
         assert isinstance(values, Taps)
         taps = [values.found[name] for name in self.module.taps]
@@ -71,8 +69,30 @@ class RecordedDrafts:
                 self.module.remember(ops, recording, taps, tokens_T, place)
             else:
                 recording.call(self._run_tail(), tokens_T, *taps)
-        if outputs.logits_TV is not None:
-            self._record_choice(recorder, outputs.logits_TV, sampler)
+
+    def record_choice(
+        self,
+        recorder: StepRecorder,
+        logits_TV: Tensor,
+        token: Tensor | None,
+        sampler: SamplerState,
+    ) -> None:
+        """See ``Along``: which tokens of the step stay, and the one behind them."""
+        memory = self.memory
+        count = logits_TV.shape[0] - 1
+        place = self.state.place(self.head)
+        recording = recorder.recording(self.head)
+        read = (sampler.settings_4, sampler.seed_1, place[0])
+        with recorder.part("sample", self.head) as ops:
+            behind = ops.sample_token(logits_TV[-1], *read) if token is None else token
+            judged = None
+            if count:
+                drafts_N = memory.drafts_N[:count]
+                proposed = (memory.logits_NV[:count], drafts_N)
+                judged = judge_drafts(recording, logits_TV, *proposed, *read), drafts_N
+            next_1 = memory.inputs[self.head][:1]
+            for_host = (memory.ring_3R, self.state.nan_1)
+            settle_block(recording, judged, behind, place, next_1, *for_host)
 
     def own_steps(self, target: Target, sampler: SamplerState) -> list[RecordedStep]:
         """See ``Along``: the longest draft."""
@@ -96,26 +116,6 @@ class RecordedDrafts:
         if not self.table.exact:
             recording = self._tail_step(target, self._tail_rows).recordings[self.head]
             self._tails[self._tail_rows] = Program(recording)
-
-    def _record_choice(
-        self, recorder: StepRecorder, logits_TV: Tensor, sampler: SamplerState
-    ) -> None:
-        """Which tokens of the step stay, and the one behind them."""
-        memory = self.memory
-        count = logits_TV.shape[0] - 1
-        place = self.state.place(self.head)
-        recording = recorder.recording(self.head)
-        read = (sampler.settings_4, sampler.seed_1, place[0])
-        with recorder.part("sample", self.head) as ops:
-            behind = ops.sample_token(logits_TV[-1], *read)
-            judged = None
-            if count:
-                drafts_N = memory.drafts_N[:count]
-                proposed = (memory.logits_NV[:count], drafts_N)
-                judged = judge_drafts(recording, logits_TV, *proposed, *read), drafts_N
-            next_1 = memory.inputs[self.head][:1]
-            for_host = (memory.ring_3R, self.state.nan_1)
-            settle_block(recording, judged, behind, place, next_1, *for_host)
 
     @property
     def _tail_rows(self) -> int:

@@ -9,7 +9,7 @@ from dsv4.launch.target import Target
 from dsv4.model import Transformer
 from dsv4.parallel.hand_off import HandOff
 from dsv4.sampling import Sampler, SamplerState
-from dsv4.speculative.block_loop import BLOCKS_AHEAD, BlockLoop, BlockQueue
+from dsv4.speculative.block_loop import BLOCKS_AHEAD, BlockLoop, BlockQueue, Drafting
 from dsv4.speculative.block_ring import BlockRing
 from dsv4.speculative.recorded_drafts import RecordedDrafts
 from dsv4.speculative.tally import DraftCount, Tally, Usefulness
@@ -52,7 +52,7 @@ class DraftedRecordedSteps(RecordedSteps):
             if device != self.head
         ]
         ring = BlockRing(self.along.memory.ring_3R, self.head, BLOCKS_AHEAD)
-        self.blocks = BlockLoop(state, own.sampler, ring, self.count, self._pass_on_rejected)
+        self.blocks = BlockLoop(state, own.sampler, ring, self._pass_on_rejected)
         self.drafted = Tally(recorded.most)
         self._usefulness = Usefulness()
 
@@ -73,10 +73,16 @@ class DraftedRecordedSteps(RecordedSteps):
         yield from self.follow(token, sampler, steps, EagerBlocks(self))
 
     def follow(
-        self, token: int, sampler: Sampler, steps: int, queue: BlockQueue
+        self,
+        token: int,
+        sampler: Sampler,
+        steps: int,
+        queue: BlockQueue,
+        drafting: Drafting | None = None,
     ) -> Generator[int, None, None]:
-        """``following`` by steps that ``queue`` queues."""
-        tokens = self.blocks.generate(token, sampler, steps, queue, self.drafted)
+        """``following`` by steps that ``queue`` queues; ``drafting`` None: as the engine does."""
+        drafting = drafting or Drafting(self.count, self.drafted)
+        tokens = self.blocks.generate(token, sampler, steps, queue, drafting)
         try:
             yield from tokens
         finally:

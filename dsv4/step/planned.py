@@ -23,9 +23,9 @@ from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
 from dsv4.parallel.sharding import local_config
 from dsv4.sampling import SamplerState
+from dsv4.step.along import Along
 from dsv4.step.recorded import (
     RING_TOKENS,
-    Along,
     RecordedStep,
     StepRecorder,
     TokenLoopMemory,
@@ -122,10 +122,9 @@ def _record(
     recorder = StepRecorder(table, targets, state, inputs)
     has_logits = tokens <= MAX_DECODE_TOKENS
     sampler = SamplerState.allocate(torch.device("meta"))
-    if along is not None:
-        return record_step(model, state, recorder, has_logits, along=(along, sampler))
     loop = None
     if tokens == 1:
         ring_R = torch.empty(RING_TOKENS, dtype=torch.int64, device="meta")
         loop = TokenLoopMemory(sampler, ring_R)
-    return record_step(model, state, recorder, has_logits, loop)
+    beside = None if along is None else (along, sampler)
+    return record_step(model, state, recorder, has_logits, loop, beside)

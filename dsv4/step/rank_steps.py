@@ -13,8 +13,8 @@ from dsv4.model import Transformer
 from dsv4.ops.tables import RecordedTable
 from dsv4.parallel.hand_off import HandOff
 from dsv4.sampling import SamplerState
+from dsv4.step.along import Along
 from dsv4.step.recorded import (
-    Along,
     RecordedStep,
     StepRecorder,
     TokenLoopMemory,
@@ -71,7 +71,7 @@ class RankSteps:
         recorder = StepRecorder(self.table, self._targets, self.state, feed.inputs, traced)
         has_logits = logits and tokens <= MAX_DECODE_TOKENS
         along = None if self.along is None else (self.along, self.sampler)
-        one = has_logits and tokens == 1 and along is None
+        one = has_logits and tokens == 1
         loop = TokenLoopMemory(self.sampler, self.ring.tokens) if one else None
         return record_step(self.model, self.state, recorder, has_logits, loop, along), feed
 

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from dsv4.ops import Ops
 from dsv4.ops.exchange.decode import next_step
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
+from dsv4.step.along import Along
 from dsv4.step.parts import AnyPart, Barrier, Part, Transfer
 from dsv4.step.traced_values import KeptValue, TracedValues
 
@@ -45,33 +45,6 @@ class TokenLoopMemory:
 
     sampler: SamplerState
     ring_R: Tensor
-
-
-class Along(Protocol):
-    """What is recorded along with every step of the model: a draft module."""
-
-    @property
-    def inputs(self) -> Mapping[torch.device, Tensor]:
-        """Where the token ids of every step of up to 8 tokens are, int64 ``[8]`` on each device."""
-        ...
-
-    def listen(self, behind: ValueSink) -> ValueSink:
-        """What a step shows its values, which go on to ``behind``."""
-        ...
-
-    def record(
-        self, recorder: "StepRecorder", values: ValueSink, outputs: Outputs, sampler: SamplerState
-    ) -> None:
-        """Adds parts behind the model; ``values``: of ``listen``."""
-        ...
-
-    def own_steps(self, target: Target, sampler: SamplerState) -> list["RecordedStep"]:
-        """Further steps, on the head's device."""
-        ...
-
-    def steps_apart(self, target: Target) -> list["RecordedStep"]:
-        """Further steps there that run inside others, in memory of their own."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -227,7 +200,7 @@ def record_step(
     head = model.head_device
     token = None
     if along is not None and values is not None:
-        along[0].record(recorder, values, outputs, along[1])
+        along[0].record(recorder, values)
     if loop is not None:
         assert outputs.logits_TV is not None, "a token is sampled from logits"
         with recorder.part("sample", head) as ops:
@@ -235,6 +208,8 @@ def record_step(
             token = sample(ops, outputs.logits_TV, loop.sampler, position_1)
             next_1 = recorder.tokens(head)
             ops.store_token(token, position_1, next_1, loop.ring_R, state.nan_1)
+    if along is not None and outputs.logits_TV is not None:
+        along[0].record_choice(recorder, outputs.logits_TV, token, along[1])
     return recorder.finish(outputs, token, head)
 
 

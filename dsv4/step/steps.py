@@ -16,10 +16,11 @@ from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import Sampler, checked_token
+from dsv4.step.along import Along
 from dsv4.step.lock_step import AnyStep, JoinedValues, LockStep, Rings, Samplers
 from dsv4.step.observer import Observer
 from dsv4.step.rank_steps import RankSteps
-from dsv4.step.recorded import Along, RecordedStep, log_unusual_kernels
+from dsv4.step.recorded import RecordedStep, log_unusual_kernels
 from dsv4.step.step import Step
 from dsv4.step.token_feed import TokenFeed
 from dsv4.step.token_loop import TokenLoop

@@ -15,7 +15,7 @@ from dsv4.checkpoint import tiny_config
 from dsv4.ops.acceptance import KEPT, settle_block
 from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.sampling import Sampler, SamplerState
-from dsv4.speculative.block_loop import BlockLoop
+from dsv4.speculative.block_loop import BlockLoop, Drafting
 from dsv4.speculative.block_ring import Given
 from dsv4.speculative.module import allocate_draft
 from dsv4.speculative.tally import DraftCount, Tally
@@ -51,14 +51,12 @@ class World:
         self._drafts: list[int] = []
         self._queued: deque[int] = deque()
         ring: Any = self
-        self.loop = BlockLoop(
-            self.state, SamplerState.allocate(CPU), ring, self.count, self.rejected
-        )
+        self.loop = BlockLoop(self.state, SamplerState.allocate(CPU), ring, self.rejected)
 
     def generate(self, steps: int) -> Any:
         queue: Any = self
         token = self.text[START]
-        return self.loop.generate(token, GREEDY, steps, queue, self.tally)
+        return self.loop.generate(token, GREEDY, steps, queue, Drafting(self.count, self.tally))
 
     # The queue.
     def feed(self, tokens: int) -> Any:
