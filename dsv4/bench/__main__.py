@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.limits import MAX_PREFILL_CHUNK
 from dsv4.measure.provenance import provenance
+from dsv4.opened_draft import KIND_OF_FLAG
 from dsv4.ops.tables import op_table
 from dsv4.parallel.devices import engine_devices, table_name
 
@@ -31,6 +33,8 @@ OF_GEOMETRY = {
     "positions": (1024,),
     "ranks": None,
     "skew": None,
+    "draft": None,
+    "acceptance": None,
 }
 OF_MODEL = {"device": "auto", "prompt_tokens": 512, "repeats": 3}
 
@@ -114,6 +118,16 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--layers", type=integer(1), help="with --geometry: the first N layers (default: all)"
     )
+    engine.add_argument(
+        "--draft",
+        choices=("mtp", "dspark"),
+        help="with --geometry: a random draft module, and steps of every length that verify",
+    )
+    engine.add_argument(
+        "--acceptance",
+        type=share,
+        help="with --draft: the share of drafts that is assumed to be kept (default: 0.8)",
+    )
     for flag, text in (
         ("--prompts", "with --geometry: lengths to prefill (default: 128 2048 8192)"),
         ("--positions", "with --geometry: decode there (default: 1024)"),
@@ -175,6 +189,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.skew and (options.parallel, options.gpus) != ("tensor", 2):
         found = f"--parallel {options.parallel} --gpus {options.gpus}"
         raise UserError(f"--skew: found {found}, expected --parallel tensor --gpus 2")
+    _check_draft(options)
     if options.geometry is not None:
         _need_cuda()
     engine = EngineConfig(
@@ -191,8 +206,42 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return _measure_checkpoint(options, engine)
 
 
+def share(text: str) -> float:
+    """A flag type: a number from 0 to 1."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 1:
+        raise argparse.ArgumentTypeError(f"found {text[:80]!r}, expected a number from 0 to 1")
+    return found
+
+
+def _check_draft(options: argparse.Namespace) -> None:
+    if options.geometry is None:
+        return
+    if options.acceptance is not None and options.draft is None:
+        raise UserError("--acceptance: found without --draft, expected with it")
+    if options.draft is None:
+        return
+    if options.parallel != "pipeline":
+        raise UserError(f"--draft: found with --parallel {options.parallel}, expected pipeline")
+    if options.modes not in (None, ["full"]):
+        raise UserError(f"--draft: found with --modes {options.modes[0]}, expected full")
+
+
 def _measure_geometry(options: argparse.Namespace, engine: EngineConfig) -> dict[str, Any]:
+    from dsv4.bench.drafts import DraftRun
     from dsv4.bench.geometry import GeometryRun, bench_geometry
+
+    modes = None if options.modes is None else tuple(options.modes)
+    draft = None
+    if options.draft is not None:
+        acceptance = 0.8 if options.acceptance is None else options.acceptance
+        draft = DraftRun(KIND_OF_FLAG[options.draft], acceptance)
+        # Eager steps draft as well: what is measured without drafts is replayed.
+        modes = ("full",)
+        engine = replace(engine, draft_tokens="auto")
 
     return bench_geometry(
         GeometryRun(
@@ -203,11 +252,12 @@ def _measure_geometry(options: argparse.Namespace, engine: EngineConfig) -> dict
             tuple(options.prompts),
             tuple(options.positions),
             options.decode_tokens,
-            None if options.modes is None else tuple(options.modes),
+            modes,
             options.profile,
             op_table("cutedsl") if options.ops == "cutedsl" else None,
             options.ranks,
             bool(options.skew),
+            draft,
         ),
         sys.stderr.write,
     )

@@ -6,7 +6,6 @@ it.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,6 +16,8 @@ from torch import Tensor
 
 from dsv4.bench.decode_modes import DecodeMode, DecodeModes, against_floor, fill_caches
 from dsv4.bench.device import copy_ceiling
+from dsv4.bench.drafts import DraftRun, bench_drafts, drafted_geometry
+from dsv4.bench.geometry_bytes import stored_bytes, token_bytes
 from dsv4.bench.layer_times import LayerTimes
 from dsv4.bench.skew import bench_skew
 from dsv4.bench.skew import table as skew_table
@@ -28,18 +29,16 @@ from dsv4.checkpoint import (
     synthetic_rank_weights,
     synthetic_weights,
 )
-from dsv4.checkpoint.layouts import format_in
-from dsv4.config import KIND_OF_RATIO, ModelConfig
+from dsv4.config import ModelConfig
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.layers.weights import ReadOnce
 from dsv4.ops.tables import Table
 from dsv4.parallel.devices import engine_devices
 from dsv4.parallel.placement import Placement, bytes_by_layer
-from dsv4.parallel.sharding import local_parameters
 from dsv4.step.steps import RecordedSteps
-from dsv4.weights.parameters import Parameter, Role, layer_of, parameters
-from dsv4.weights.quant import QuantTensor, packed_bytes
+from dsv4.weights.parameters import MtpKind, parameters
+from dsv4.weights.quant import QuantTensor
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class GeometryRun:
     need. ``modes`` None: all that the op table has. ``table`` None: the one that ``engine`` asks
     for. ``ranks``: that the layers are cut for, where two GPUs stand for more of them
     (``Placement.absent_ranks``). ``skew``: of two ranks, how far they are apart
-    (``dsv4.bench.skew``).
+    (``dsv4.bench.skew``). ``draft``: the module to measure, which every step runs along.
     """
 
     geometry: Geometry
@@ -66,6 +65,15 @@ class GeometryRun:
     table: Table | None = None
     ranks: int | None = None
     skew: bool = False
+    draft: DraftRun | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        """That of the geometry, with the keys of the module."""
+        raw = geometry_config(self.geometry, self.layers)
+        return ModelConfig.from_dict(
+            raw if self.draft is None else drafted_geometry(raw, self.draft.kind)
+        )
 
 
 def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dict[str, Any]:
@@ -74,14 +82,15 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
     after another at the measured copy rate. With ``profile``, the kernels of one token of every
     captured mode, whose tables ``write_text`` gets.
     """
-    config = ModelConfig.from_dict(geometry_config(run.geometry, run.layers))
-    room = max((*run.prompts, *run.positions)) + run.decode_tokens + 64
+    config = run.config
+    room = max((*run.prompts, *run.positions)) + max(run.decode_tokens, 256) + 64
     ceiling = copy_ceiling()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     sized = replace(run.engine, max_context=room)
-    engine = build_random(config, sized, run.layout, run.table, run.ranks)
+    mtp = None if run.draft is None else run.draft.kind
+    engine = build_random(config, sized, run.layout, run.table, run.ranks, mtp)
     build_seconds = time.perf_counter() - started
     ranks = run.ranks or (run.engine.gpus if run.engine.parallel == "tensor" else 1)
     nbytes = sum(token_bytes(config, run.layout, ranks).values())
@@ -96,6 +105,9 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
     memory = _peak_gigabytes(engine)
     for at, by_kind in _layer_microseconds(engine, run.positions).items():
         decode[at]["us_per_layer"] = by_kind
+    drafts = {}
+    if run.draft is not None:
+        drafts = bench_drafts(engine, run.layout, run.draft, run.positions[0], ceiling)
     profiles = modes.profile(run.positions[0]) if run.profile else {}
     for mode, profile in profiles.items():
         write_text(f"{mode}\n{profile.table()}\n")
@@ -124,35 +136,10 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
         "build_peak_gb": build_peak,
         "memory_gb": memory,
         "workspace_bytes": _workspace_bytes(engine),
+        "drafts": drafts,
         "profile": {mode: profile.record(nodes=False) for mode, profile in profiles.items()},
         **skew,
     }
-
-
-def token_bytes(config: ModelConfig, layout: Layout, ranks: int = 1) -> dict[str, int]:
-    """Weight bytes one decoded token has to read, by "embedding and head" and layer kind (summed
-    over its layers); of several ranks those of each.
-    """
-    totals: defaultdict[str, int] = defaultdict(int)
-    for parameter in local_parameters(config, ranks, 0).values():
-        if parameter.name.startswith("embed.") or parameter.role is Role.TABLE:
-            continue
-        nbytes = stored_bytes(parameter, layout)
-        if parameter.role is Role.EXPERT:
-            nbytes = nbytes * config.num_experts_per_tok // config.n_routed_experts
-        layer = layer_of(parameter.name)
-        totals["head" if layer is None else KIND_OF_RATIO[config.compress_ratios[layer]]] += nbytes
-    return dict(totals)
-
-
-def stored_bytes(parameter: Parameter, layout: Layout) -> int:
-    """Bytes of a parameter in ``layout``; what has no format counts as float32."""
-    format = format_in(layout, parameter)
-    return (
-        4 * torch.Size(parameter.shape).numel()
-        if format is None
-        else packed_bytes(format, parameter.shape)
-    )
 
 
 def placement_record(parallel: str, layer_devices: tuple[torch.device, ...]) -> dict[str, Any]:
@@ -176,16 +163,20 @@ def build_random(
     layout: Layout,
     table: Table | None,
     ranks: int | None = None,
+    mtp: MtpKind | None = None,
 ) -> Engine:
-    """An engine on random weights of a geometry; ``ranks`` as ``GeometryRun`` has it."""
+    """An engine on random weights of a geometry; ``ranks`` as ``GeometryRun`` has it, ``mtp``: with
+    a draft module.
+    """
     sizes = (
-        (name, stored_bytes(parameter, layout)) for name, parameter in parameters(config).items()
+        (name, stored_bytes(parameter, layout))
+        for name, parameter in parameters(config, mtp).items()
     )
     layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
     placement = Placement.of(engine_config, engine_devices(engine_config), layer_bytes)
     if ranks is not None:
         placement = replace(placement, absent_ranks=ranks - placement.ranks)
-    weights = _random_weights(config, layout, placement)
+    weights = _random_weights(config, layout, placement, mtp)
     engine = Engine(config, engine_config, weights, placement, table)
     synchronize(engine)
     return engine
@@ -197,11 +188,11 @@ def _cut(run: GeometryRun) -> dict[str, int]:
 
 
 def _random_weights(
-    config: ModelConfig, layout: Layout, placement: Placement
+    config: ModelConfig, layout: Layout, placement: Placement, mtp: MtpKind | None
 ) -> list[ReadOnce[QuantTensor | Tensor]]:
     """Those of every rank; of several each is drawn in the shapes of its parts."""
     if placement.ranks == 1:
-        return [ReadOnce(synthetic_weights(config, layout, 0, placement.device_of))]
+        return [ReadOnce(synthetic_weights(config, layout, 0, placement.device_of, mtp))]
     return [
         ReadOnce(synthetic_rank_weights(config, layout, 0, device, placement.cuts, rank))
         for rank, device in enumerate(placement.stages[0].devices)

@@ -1,0 +1,205 @@
+"""``bench engine --geometry … --draft``: steps with drafts on random weights, by their length,
+against the bytes that each has to read.
+
+Random modules guess nothing, so what a step gives is computed from an acceptance that is assumed.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.bench.geometry_bytes import stored_bytes
+from dsv4.checkpoint import Layout
+from dsv4.config import ModelConfig
+from dsv4.decode.drafted_decoder import DraftedDecoder
+from dsv4.engine import Engine
+from dsv4.layers.values import Watch
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.sampling import Sampler, SamplingParams
+from dsv4.speculative.block_loop import Drafting
+from dsv4.speculative.recorded_steps import DraftedRecordedSteps
+from dsv4.speculative.tally import DraftCount, Tally
+from dsv4.weights.parameters import MtpKind, Parameter, Role, parameters
+
+# Steps before those that count, and those.
+_WARM_UP = 6
+_STEPS = 30
+_DSPARK = {
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 128799,
+    "dspark_markov_rank": 256,
+}
+_DSPARK_STAGES = 3
+# What the rows of a module read in a step that verifies.
+_REMEMBERED = ("main_proj.weight", "attn.wkv.weight", "e_proj.weight", "h_proj.weight")
+
+
+@dataclass(frozen=True)
+class DraftRun:
+    """The module to measure and the assumed share of drafts that are kept behind kept ones."""
+
+    kind: MtpKind
+    acceptance: float
+
+
+def drafted_geometry(raw: dict[str, Any], kind: MtpKind) -> dict[str, Any]:
+    """``config.json`` of a geometry with a module of this kind, as published ones have it."""
+    layers = raw["num_hidden_layers"]
+    ratios = raw["compress_ratios"][:layers]
+    if kind == "classic":
+        return {**raw, "compress_ratios": [*ratios, 0]}
+    targets = list(range(max(0, layers - _DSPARK_STAGES), layers))
+    given = {**_DSPARK, "dspark_target_layer_ids": targets}
+    return {**raw, **given, "compress_ratios": [*ratios, *[0] * _DSPARK_STAGES]}
+
+
+def bench_drafts(
+    engine: Engine, layout: Layout, run: DraftRun, position: int, bytes_per_second: float
+) -> dict[str, Any]:
+    """By tokens of a step: µs of drafting and of verifying from ``position`` on, as replayed graphs
+    with the host ahead; distinct experts of a layer; the floor of both, which is reading their
+    bytes one after another at ``bytes_per_second``; ms per token at the assumed acceptance.
+    """
+    steps = engine.steps
+    assert isinstance(steps, DraftedRecordedSteps)
+    decoder = DraftedDecoder(steps, "full", engine.max_context)
+    records = {}
+    for tokens in range(1, min(steps.along.module.most + 1, MAX_DECODE_TOKENS) + 1):
+        seconds = _step_seconds(engine, decoder, tokens - 1, position)
+        distinct = _distinct_experts(engine, tokens, position)
+        config = engine.config
+        found = _Bytes(config, layout, run.kind)
+        floors = (found.draft(tokens - 1), found.verify(tokens, distinct))
+        draft, verify = (1e6 * nbytes / bytes_per_second for nbytes in floors)
+        given = sum(run.acceptance**place for place in range(tokens))
+        records[str(tokens)] = {
+            "draft_us": round(1e6 * seconds[0], 1),
+            "verify_us": round(1e6 * seconds[1], 1),
+            "distinct_experts": round(distinct, 2),
+            "draft_floor_us": round(draft, 1),
+            "verify_floor_us": round(verify, 1),
+            "draft_times_the_floor": round(1e6 * seconds[0] / draft, 3) if tokens > 1 else None,
+            "verify_times_the_floor": round(1e6 * seconds[1] / verify, 3),
+            "tokens_per_step": round(given, 3),
+            "ms_per_token": round(1e3 * sum(seconds) / given, 4),
+        }
+    return {
+        "module": run.kind,
+        "assumed_acceptance": run.acceptance,
+        "tokens_per_step": "1 + a + a² + … with a the assumed acceptance of each draft",
+        "mode": "full",
+        "steps": records,
+    }
+
+
+def _step_seconds(
+    engine: Engine, decoder: DraftedDecoder, drafts: int, position: int
+) -> tuple[float, float]:
+    """Of drafting and of verifying a step on the device of the head, on average."""
+    steps = decoder.drafted_steps
+    engine.state.set_position(position)
+    draft = engine.state.draft
+    assert draft is not None
+    draft.begin(0, position)
+    sampler = Sampler(SamplingParams(temperature=0))
+    for count in (_WARM_UP, _STEPS):
+        tally = Tally(MAX_DECODE_TOKENS)
+        drafting = Drafting(DraftCount(drafts, MAX_DECODE_TOKENS), tally)
+        room = count * (drafts + 1)
+        tokens = decoder.following(0, sampler, room, decoder.blocks(), drafting)
+        for _ in tokens:
+            if tally.stats().steps >= count:
+                break
+        tokens.close()
+        engine.state.set_position(position)
+        draft.begin(0, position)
+    stats = tally.stats()
+    assert steps is engine.steps
+    return stats.draft_seconds / stats.steps, stats.verify_seconds / stats.steps
+
+
+def _distinct_experts(engine: Engine, tokens: int, position: int) -> float:
+    """Of a layer, on average over layers with routed experts and steps of random tokens."""
+    counts: list[int] = []
+
+    def seen(name: str, rows: Tensor) -> None:
+        counts.append(len(rows.unique()))
+
+    engine.state.set_position(position)
+    run = engine.steps.traced(Watch(seen, lambda name: name.endswith("router.experts")))
+    generator = torch.Generator().manual_seed(tokens)
+    for _ in range(4):
+        ids = torch.randint(engine.config.vocab_size, (tokens,), generator=generator).tolist()
+        run(ids)
+    engine.state.set_position(position)
+    return sum(counts) / len(counts)
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Weight bytes that the parts of a step have to read once."""
+
+    config: ModelConfig
+    layout: Layout
+    kind: MtpKind
+
+    def verify(self, tokens: int, distinct: float) -> float:
+        """The main model on so many tokens that take ``distinct`` experts a layer, and the
+        module's rows.
+        """
+        return self._sum(distinct, self._main()) + self._sum(0, self._remembered())
+
+    def draft(self, drafts: int) -> float:
+        """So many drafts. The experts of a block's tokens are taken to be independent."""
+        if not drafts:
+            return 0.0
+        head = parameters(self.config)["head.weight"]
+        block = 1 if self.config.dspark is None else self.config.dspark.block_size
+        module = [found for found in self._module() if not self._is_apart(found.name)]
+        total = self._sum(self._independent(block), module) + self._size(head)
+        if self.kind == "classic":
+            return total * drafts
+        markov = [found for found in self._module() if found.name.endswith("markov_w2.weight")]
+        return total + drafts * self._sum(0, markov)
+
+    def _independent(self, tokens: int) -> float:
+        experts = self.config.n_routed_experts
+        return experts * (1 - (1 - self.config.num_experts_per_tok / experts) ** tokens)
+
+    @staticmethod
+    def _is_apart(name: str) -> bool:
+        """Whether a draft does not read it whole: tables, and what the module's rows read."""
+        return name.endswith(("main_proj.weight", "markov_w1.weight", "markov_w2.weight")) or (
+            "confidence" in name
+        )
+
+    def _main(self) -> list[Parameter]:
+        whole = parameters(self.config).values()
+        return [
+            found
+            for found in whole
+            if not found.name.startswith("embed.") and found.role is not Role.TABLE
+        ]
+
+    def _module(self) -> list[Parameter]:
+        return [
+            found
+            for name, found in parameters(self.config, self.kind).items()
+            if name.startswith("mtp.")
+        ]
+
+    def _remembered(self) -> list[Parameter]:
+        return [found for found in self._module() if found.name.endswith(_REMEMBERED)]
+
+    def _sum(self, distinct: float, found: Iterable[Parameter]) -> float:
+        return sum(
+            self._size(parameter)
+            * (distinct / self.config.n_routed_experts if parameter.role is Role.EXPERT else 1.0)
+            for parameter in found
+        )
+
+    def _size(self, parameter: Parameter) -> int:
+        return stored_bytes(parameter, self.layout)

@@ -1,0 +1,38 @@
+"""Weight bytes of a geometry: of a parameter, and of a decoded token."""
+
+from collections import defaultdict
+
+import torch
+
+from dsv4.checkpoint import Layout
+from dsv4.checkpoint.layouts import format_in
+from dsv4.config import KIND_OF_RATIO, ModelConfig
+from dsv4.parallel.sharding import local_parameters
+from dsv4.weights.parameters import Parameter, Role, layer_of
+from dsv4.weights.quant import packed_bytes
+
+
+def token_bytes(config: ModelConfig, layout: Layout, ranks: int = 1) -> dict[str, int]:
+    """Weight bytes one decoded token has to read, by "embedding and head" and layer kind (summed
+    over its layers); of several ranks those of each.
+    """
+    totals: defaultdict[str, int] = defaultdict(int)
+    for parameter in local_parameters(config, ranks, 0).values():
+        if parameter.name.startswith("embed.") or parameter.role is Role.TABLE:
+            continue
+        nbytes = stored_bytes(parameter, layout)
+        if parameter.role is Role.EXPERT:
+            nbytes = nbytes * config.num_experts_per_tok // config.n_routed_experts
+        layer = layer_of(parameter.name)
+        totals["head" if layer is None else KIND_OF_RATIO[config.compress_ratios[layer]]] += nbytes
+    return dict(totals)
+
+
+def stored_bytes(parameter: Parameter, layout: Layout) -> int:
+    """Bytes of a parameter in ``layout``; what has no format counts as float32."""
+    format = format_in(layout, parameter)
+    return (
+        4 * torch.Size(parameter.shape).numel()
+        if format is None
+        else packed_bytes(format, parameter.shape)
+    )
