@@ -172,8 +172,7 @@ def _load(
         pieces += needed
         is_cut = held[name][0].cut is not None
         filled += [(stored, weight) for weight in (weights if is_cut else weights[:1])]
-    devices = {one.device for ones in held.values() for one in ones}
-    transfer(pieces, count, max(len(devices), 1))
+    transfer(pieces, count)
     for stored, weight in filled:
         check_scales(checkpoint, stored, weight)
     return tuple(

@@ -1,10 +1,17 @@
-"""Bytes of files and who gets which of them: in file order, in equal parts, in batches."""
+"""Bytes of files and who gets which of them: in file order, in spans that are read at once."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+# Bytes between two pieces that nobody wants are read with them where they are so few: a read more
+# costs more.
+GAP = 4096
 
 
 class Share(NamedTuple):
@@ -20,6 +27,7 @@ class Share(NamedTuple):
 class Piece(NamedTuple):
     """``rows`` rows of ``width`` bytes, one after another in ``file`` from ``offset`` on. They are
     read once, whoever shares them; they go to row ``matrix`` of the memory of every share.
+    ``name``: the parameter that they are a part of.
     """
 
     file: Path
@@ -28,6 +36,7 @@ class Piece(NamedTuple):
     width: int
     shares: tuple[Share, ...]
     matrix: int = 0
+    name: str = ""
 
     @classmethod
     def whole(cls, file: Path, offset: int, target: Tensor) -> "Piece":
@@ -49,33 +58,53 @@ def in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
     return sorted(pieces, key=lambda piece: (str(piece.file), piece.offset))
 
 
-def equal_parts(pieces: list[Piece], parts: int) -> list[list[Piece]]:
-    """``pieces`` in ``parts`` runs of about as many bytes; of few pieces some runs are empty."""
-    total = sum(piece.nbytes for piece in pieces)
-    runs: list[list[Piece]] = [[] for _ in range(parts)]
-    done = 0
-    for piece in pieces:
-        runs[min(done * parts // max(total, 1), parts - 1)].append(piece)
-        done += piece.nbytes
-    return runs
+class Span(NamedTuple):
+    """``nbytes`` bytes from ``offset`` on, which are read at once, and the pieces among them."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+    def rows_of(self, piece: Piece, memory: Tensor) -> Tensor:
+        """The rows of one of the pieces, uint8 ``[rows, width]``, in the ``memory`` of the span."""
+        first = piece.offset - self.offset
+        return memory[first : first + piece.nbytes].view(piece.rows, piece.width)
 
 
-def batches(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
-    """The pieces, cut where one is larger than ``most`` bytes, in lists that together are at most
-    as large.
+def spans(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
+    """The pieces, which are in file order, in spans of at most ``most`` bytes; a piece that is
+    larger is cut. Those of different devices take turns, so that all links are busy.
     """
-    batch = []
-    total = 0
+    by_device: defaultdict[torch.device, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_device[piece.shares[0].memory.device].append(piece)
+    for turn in zip_longest(*(_joined(part, most) for part in by_device.values())):
+        yield from (span for span in turn if span is not None)
+
+
+def _joined(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
+    """Neighbours in one span, as many as fit."""
+    together: list[Piece] = []
+    end = 0
     for piece in pieces:
         for part in _fitting(piece, most):
-            if total + part.nbytes > most:
-                yield batch
-                batch = []
-                total = 0
-            batch.append(part)
-            total += part.nbytes
-    if batch:
-        yield batch
+            stop = max(end, part.offset + part.nbytes)
+            first = together[0] if together else part
+            is_neighbour = part.file == first.file and first.offset <= part.offset <= end + GAP
+            if together and not (is_neighbour and stop - first.offset <= most):
+                yield _span(together, end)
+                together = []
+                stop = part.offset + part.nbytes
+            together.append(part)
+            end = stop
+    if together:
+        yield _span(together, end)
+
+
+def _span(pieces: list[Piece], end: int) -> Span:
+    first = pieces[0]
+    return Span(first.file, first.offset, end - first.offset, tuple(pieces))
 
 
 def _fitting(piece: Piece, most: int) -> Iterator[Piece]:
@@ -100,7 +129,7 @@ def _some_rows(piece: Piece, first: int, stop: int) -> Piece:
         own = share.stop - share.first
         shares.append(share._replace(memory=target[None, first * own : stop * own]))
     offset = piece.offset + first * piece.width
-    return Piece(piece.file, offset, stop - first, piece.width, tuple(shares))
+    return Piece(piece.file, offset, stop - first, piece.width, tuple(shares), name=piece.name)
 
 
 def _part_of_row(row: Piece, first: int, stop: int) -> Piece:
@@ -111,4 +140,4 @@ def _part_of_row(row: Piece, first: int, stop: int) -> Piece:
         if low < high:
             own = target[None, low - share.first : high - share.first]
             shares.append(Share(own, low - first, high - first))
-    return Piece(row.file, row.offset + first, 1, stop - first, tuple(shares))
+    return Piece(row.file, row.offset + first, 1, stop - first, tuple(shares), name=row.name)

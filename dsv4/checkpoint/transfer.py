@@ -1,150 +1,241 @@
-"""Moves bytes of files to the devices that own them: readers that take a part of the files each, in
-file order, copying beside the reading.
+"""Moves bytes of files to the devices that own them: threads that take the next span of the files
+each, and copy one while they read another.
 """
 
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
-from itertools import cycle, groupby
-from threading import Event
+from threading import Condition, Lock
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from dsv4.checkpoint.pieces import Piece, Share, batches, equal_parts, in_file_order
+from dsv4.checkpoint.pieces import GAP, Piece, Share, Span, in_file_order, spans
 from dsv4.errors import UserError
 
-STAGING_BYTES = 64 << 20
+STAGING_BYTES = 16 << 20
+BUFFERS = 2
+MAX_READERS = 8
 
 
-def transfer(pieces: Iterable[Piece], on_bytes: Callable[[int], None], readers: int = 1) -> None:
-    """Fills the targets of all pieces. ``readers`` threads share the files between them and serve
-    all devices; each calls ``on_bytes`` with the number of bytes that have been read.
+def reader_count() -> int:
+    """How many threads read: those of a large machine are more than its memory can feed."""
+    return min(MAX_READERS, os.cpu_count() or 1)
 
-    Files are read, not mapped: a file that shrinks meanwhile is an error and not a signal. For CUDA
-    devices the bytes pass two pinned buffers of ``STAGING_BYTES`` a reader, which torch gets back
-    at the end. The first error of any thread, or Ctrl-C, ends the others within one buffer and is
-    raised. ``UserError`` for a file that cannot be read or is too short.
+
+def staging_bytes() -> int:
+    """The most memory of the host that the bytes of a load pass at once."""
+    return reader_count() * BUFFERS * STAGING_BYTES
+
+
+def transfer(
+    pieces: Iterable[Piece], on_bytes: Callable[[int], None], readers: int | None = None
+) -> None:
+    """Fills the targets of all pieces: a ``Transfer`` beside which nothing else is done."""
+    with Transfer(pieces, on_bytes, readers=readers):
+        pass
+
+
+class Transfer:
+    """Threads that fill the targets of ``pieces``, in file order, beside the block of its ``with``,
+    whose end waits for them.
+
+    ``on_bytes`` is told how many bytes have arrived, ``on_filled`` the name of pieces when all of
+    them have; both by any of the ``readers`` threads (None: by the machine). Files are read, not
+    mapped: a file that shrinks meanwhile is an error and not a signal. The bytes pass ``BUFFERS``
+    buffers of ``STAGING_BYTES`` a thread, pinned for CUDA devices, which torch gets back at the
+    end. The first error of any thread, or one of the block, Ctrl-C among them, ends all threads
+    within one buffer and is raised. ``UserError`` for a file that cannot be read or is too short.
     """
-    stop = Event()
-    with ThreadPoolExecutor(readers, "dsv4-load") as threads:
+
+    def __init__(
+        self,
+        pieces: Iterable[Piece],
+        on_bytes: Callable[[int], None],
+        on_filled: Callable[[str], None] = lambda _: None,
+        readers: int | None = None,
+    ) -> None:
+        ordered = [piece for piece in in_file_order(pieces) if piece.nbytes]
+        self._missing: Counter[str] = Counter()
+        for piece in ordered:
+            self._missing[piece.name] += piece.nbytes
+        total = self._missing.total()
+        self._readers = min(readers or reader_count(), -(-total // STAGING_BYTES))
+        self._buffer_bytes = min(total + GAP * len(ordered), STAGING_BYTES)
+        self._pinned = any(one.memory.is_cuda for piece in ordered for one in piece.shares)
+        self._spans = spans(ordered, STAGING_BYTES)
+        self._taking = Lock()
+        self._on_bytes = on_bytes
+        self._on_filled = on_filled
+        self._changed = Condition()
+        self._error: BaseException | None = None
+        self._ended = 0
+        self._stopped = False
+
+    def __enter__(self) -> Self:
+        self._threads = ThreadPoolExecutor(max(1, self._readers), "dsv4-load")
+        for _ in range(self._readers):
+            self._threads.submit(self._fill).add_done_callback(self._on_end)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
         try:
-            running = [
-                threads.submit(_fill, part, on_bytes, stop)
-                for part in equal_parts(in_file_order(pieces), readers)
-            ]
-            for finished in as_completed(running):
-                finished.result()
+            if kind is None:
+                self._wait_until(lambda: self._ended == self._readers)
         finally:
-            stop.set()
+            self._stopped = True
+            self._threads.shutdown()
 
+    def wait(self, name: str) -> None:
+        """Returns when all pieces of this name are filled. Raises the error of any thread."""
+        self._wait_until(lambda: name not in self._missing)
 
-# Targets that were made in inference mode can be written to only in inference mode, which is a
-# matter of the thread.
-@torch.inference_mode()
-def _fill(pieces: list[Piece], on_bytes: Callable[[int], None], stop: Event) -> None:
-    on_cuda = any(share.memory.is_cuda for piece in pieces for share in piece.shares)
-    memory = _PinnedStaging() if on_cuda else _Direct()
-    try:
-        for count in _filled_batches(memory, pieces):
-            on_bytes(count)
-            if stop.is_set():
-                return
-    finally:
-        memory.finish()
+    def _wait_until(self, is_true: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or is_true())
+        if self._error is not None:
+            raise self._error
 
+    def _on_end(self, thread: "Future[None]") -> None:
+        with self._changed:
+            self._ended += 1
+            self._error = self._error or thread.exception()
+            self._stopped |= self._error is not None
+            self._changed.notify_all()
 
-def _filled_batches(memory: "_Direct | _PinnedStaging", pieces: list[Piece]) -> Iterator[int]:
-    """Fills the pieces file by file; yields the bytes of every batch."""
-    for file, part in groupby(pieces, key=lambda piece: piece.file):
+    # Targets that were made in inference mode can be written to only in inference mode, which is a
+    # matter of the thread.
+    @torch.inference_mode()
+    def _fill(self) -> None:
+        streams = _Streams()
+        buffers = deque(_Buffer(self._buffer_bytes, self._pinned, streams) for _ in range(BUFFERS))
         try:
-            with file.open("rb", buffering=0) as opened:
-                if sys.platform == "linux":  # Reads further ahead.
-                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                for batch in batches(part, STAGING_BYTES):
-                    memory.fill(opened, batch)
-                    yield sum(piece.nbytes for piece in batch)
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+            while (span := self._next_span()) is not None:
+                self._arrived(buffers[0].filled())
+                buffers[0].fill(span)
+                buffers.rotate(-1)
+            while buffers and not self._stopped:
+                self._arrived(buffers.popleft().filled())
+        finally:
+            streams.synchronize()
+
+    def _next_span(self) -> Span | None:
+        with self._taking:
+            return None if self._stopped else next(self._spans, None)
+
+    def _arrived(self, pieces: Iterable[Piece]) -> None:
+        arrived: Counter[str] = Counter()
+        for piece in pieces:
+            arrived[piece.name] += piece.nbytes
+        for name, nbytes in arrived.items():
+            with self._changed:
+                self._missing[name] -= nbytes
+                is_filled = not self._missing[name]
+            if is_filled:
+                self._on_filled(name)
+                with self._changed:
+                    del self._missing[name]
+                    self._changed.notify_all()
+        if arrived:
+            self._on_bytes(arrived.total())
 
 
-class _Direct:
-    """Memory that the operating system can read into."""
-
-    def fill(self, file: FileIO, batch: list[Piece]) -> None:
-        for piece in batch:
-            targets = piece.targets()
-            if len(targets) == 1 and targets[0][1].numel() == piece.nbytes:
-                _read_exactly(file, piece.offset, targets[0][1])
-                continue
-            read = torch.empty(piece.nbytes, dtype=torch.uint8)
-            _read_exactly(file, piece.offset, read)
-            for share, target in targets:
-                _copy_columns(share, target, read.view(piece.rows, piece.width))
-
-    def finish(self) -> None:
-        """Nothing is left to wait for."""
-
-
-class _PinnedStaging:
-    """Two pinned buffers that take turns: a file fills one while devices copy the other."""
+class _Streams:
+    """The streams of one thread, and where rows arrive on a device of which it keeps columns."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._unsorted: dict[torch.device, Tensor] = {}
-        buffers = [torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        copied: list[dict[torch.device, torch.cuda.Event]] = [{}, {}]
-        self._turns = cycle(list(zip(buffers, copied, strict=True)))
 
-    def fill(self, file: FileIO, batch: list[Piece]) -> None:
-        buffer, copied = next(self._turns)
-        for event in copied.values():
-            event.synchronize()
-        copies: defaultdict[torch.device, list[tuple[Share, Tensor, Tensor]]] = defaultdict(list)
-        used = 0
-        for piece in batch:
-            read = buffer[used : used + piece.nbytes]
-            _read_exactly(file, piece.offset, read)
-            rows = read.view(piece.rows, piece.width)
-            for share, target in piece.targets():
-                copies[target.device].append((share, target, rows))
-            used += piece.nbytes
-        for device, own in copies.items():
-            with torch.cuda.stream(self._stream(device)):
-                for copy in own:
-                    self._copy(*copy)
-                copied.setdefault(device, torch.cuda.Event()).record()
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+    def on(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
             # Earlier work on the memory of the targets may still be running.
             self._streams[device].wait_stream(torch.cuda.current_stream(device))
         return self._streams[device]
 
-    def _copy(self, share: Share, target: Tensor, read: Tensor) -> None:
+    def unsorted(self, device: torch.device) -> Tensor:
+        if device not in self._unsorted:
+            self._unsorted[device] = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)
+        return self._unsorted[device]
+
+    def synchronize(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+class _Buffer:
+    """Memory that one span after the other is read into, and copied from."""
+
+    def __init__(self, nbytes: int, pinned: bool, streams: _Streams) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._streams = streams
+        self._copied: list[torch.cuda.Event] = []
+        self._pieces: tuple[Piece, ...] = ()
+
+    def filled(self) -> tuple[Piece, ...]:
+        """The pieces of the last span, once they have arrived; then the buffer is free again."""
+        for event in self._copied:
+            event.synchronize()
+        pieces, self._pieces = self._pieces, ()
+        return pieces
+
+    def fill(self, span: Span) -> None:
+        """Reads a span and queues the copies of its pieces."""
+        read = self._memory[: span.nbytes]
+        _read_span(span, read)
+        copies: dict[torch.device, list[tuple[Share, Tensor, Tensor]]] = {}
+        for piece in span.pieces:
+            rows = span.rows_of(piece, read)
+            for share, target in piece.targets():
+                copies.setdefault(target.device, []).append((share, target, rows))
+        self._copied = []
+        for device, own in copies.items():
+            if device.type != "cuda":
+                for copy in own:
+                    _copy_columns(*copy)
+                continue
+            stream = self._streams.on(device)
+            with torch.cuda.stream(stream):
+                for copy in own:
+                    self._queue(*copy)
+                # The thread sleeps while it waits for it.
+                event = torch.cuda.Event(blocking=True)
+                event.record(stream)
+                self._copied.append(event)
+        self._pieces = span.pieces
+
+    def _queue(self, share: Share, target: Tensor, read: Tensor) -> None:
         """Queues a share. Of columns the whole rows cross: torch would pick them on the host."""
         rows, width = read.shape
         if rows > 1 and share.stop - share.first < width:
-            if target.device not in self._unsorted:
-                self._unsorted[target.device] = target.new_empty(STAGING_BYTES)
-            arrived = self._unsorted[target.device][: read.numel()].view(rows, width)
+            arrived = self._streams.unsorted(target.device)[: read.numel()].view(rows, width)
             arrived.copy_(read, non_blocking=True)
             read = arrived
         _copy_columns(share, target, read)
-
-    def finish(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
 
 
 def _copy_columns(share: Share, target: Tensor, read: Tensor) -> None:
     """A share of the rows ``read``, uint8 ``[rows, width]``, to its target."""
     columns = read[:, share.first : share.stop]
     target.view(columns.shape).copy_(columns, non_blocking=True)
+
+
+def _read_span(span: Span, memory: Tensor) -> None:
+    try:
+        with span.file.open("rb", buffering=0) as file:
+            if sys.platform == "linux":  # Reads further ahead.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            _read_exactly(file, span.offset, memory)
+    except OSError as error:
+        raise UserError(f"{span.file}: cannot be read ({error.strerror})") from None
 
 
 def _read_exactly(file: FileIO, offset: int, memory: Tensor) -> None:

@@ -23,6 +23,8 @@ from dsv4.weights.quant import QuantFormat, QuantTensor, WeightParts, packed_sha
 
 TILE_ROWS = 16
 PADDING = 64
+# Matrices of a stack are packed together up to this many stored bytes: few large operations.
+GROUP_BYTES = 32 << 20
 LANES = 32
 LANE_BYTES = 16
 # Shifts of (magnitude, sign) into the 16-bit half, by register.
@@ -139,8 +141,13 @@ def chunk_columns(format: QuantFormat) -> int:
     return {QuantFormat.FP8_BLOCK128: 32, QuantFormat.BF16: 16}.get(format, 64)
 
 
+def matrices_at_once(nbytes: int) -> int:
+    """How many matrices of as many stored bytes are packed together."""
+    return max(1, GROUP_BYTES // nbytes)
+
+
 def pack_weight(weight: QuantTensor) -> PackedWeight:
-    """Repacks a stored weight ``[..., N, K]``, one matrix of a stack at a time, on the device it
+    """Repacks a stored weight ``[..., N, K]``, some matrices of a stack at a time, on the device it
     lies on.
 
     On the meta device only the shapes are made. An F32 weight is stored as BF16. Raises
@@ -165,8 +172,9 @@ def pack_weight(weight: QuantTensor) -> PackedWeight:
     matrices = weight.data.reshape(-1, *weight.data.shape[-2:])
     data = torch.empty((matrices.shape[0], *shape), dtype=torch.uint8, device=weight.device)
     if not data.is_meta:
-        for index, matrix in enumerate(matrices):
-            data[index] = pack(matrix).view(shape)
+        count = matrices_at_once(matrices[0].nbytes)
+        for packed, stored in zip(data.split(count), matrices.split(count), strict=True):
+            packed.copy_(pack(stored).view(packed.shape))
     scale = _pack_block_scale(weight)
     return PackedWeight(
         data.view(*stack, *shape),
@@ -206,23 +214,42 @@ def _pack_block_scale(weight: QuantTensor) -> Tensor | None:
 
 def _pad(matrix: Tensor, column_multiple: int) -> Tensor:
     rows, columns = matrix.shape[-2:]
-    return torch.nn.functional.pad(matrix, (0, -columns % column_multiple, 0, -rows % PADDING))
+    missing = (0, -columns % column_multiple, 0, -rows % PADDING)
+    # Padding by nothing would be a copy.
+    return torch.nn.functional.pad(matrix, missing) if any(missing) else matrix
 
 
-def _pack_codes(matrix: Tensor) -> Tensor:
-    """uint8 ``[N, K/2]`` to int32 ``[N/16, K/64, 8 (g), 4 (t), 4 (s)]``."""
-    # Columns 2·t + h of an MMA step are byte t: [tile, j, g, chunk, s, r >> 1, t].
-    fields = _pad(matrix, PADDING // 2).unflatten(1, (-1, 4, 2, 4)).unflatten(0, (-1, 2, 8))
+def _pack_codes(matrices: Tensor) -> Tensor:
+    """uint8 ``[B, N, K/2]`` to int32 ``[B, N/16, K/64, 8 (g), 4 (t), 4 (s)]``, as bytes."""
+    # Columns 2·t + h of an MMA step are byte t: [B, tile, j, g, chunk, s, r >> 1, t].
+    fields = _pad(matrices, PADDING // 2).unflatten(-1, (-1, 4, 2, 4)).unflatten(1, (-1, 2, 8))
+    # Registers r of a word come in pairs of bytes, j = r & 1: [r >> 1, B, tile, chunk, g, t, s, j].
+    pairs = fields.permute(6, 0, 1, 4, 3, 7, 5, 2).contiguous().view(torch.int16).squeeze(-1)
     words = None
-    for register, (magnitude_shift, sign_shift) in enumerate(_CODE_BITS):
-        byte = (
-            fields[:, register & 1, :, :, :, register >> 1].permute(0, 2, 1, 4, 3).to(torch.int32)
-        )
-        halves = (byte & 0xF) | (byte >> 4 << 16)
-        word = ((halves & 0x70007) << magnitude_shift) | (((halves >> 3) & 0x10001) << sign_shift)
-        words = word if words is None else words | word
+    for pair, table in zip(pairs, _word_tables(matrices.device), strict=True):
+        index = pair.reshape(-1).to(torch.int32).add_(1 << 15)
+        of_pair = table.index_select(0, index)
+        words = of_pair if words is None else words.bitwise_or_(of_pair)
     assert words is not None
-    return words.contiguous().view(torch.uint8)
+    return words.view(torch.uint8)
+
+
+def _word_tables(device: torch.device) -> list[Tensor]:
+    """What the bytes of registers 2·p and 2·p + 1 put into a word: for p = 0 and 1 int32 ``[2^16]``
+    at the pair as a signed number, low byte first, plus 2^15.
+    """
+    pair = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device=device)
+    tables = []
+    for first in (0, 2):
+        word = torch.zeros_like(pair)
+        for byte, (magnitude_shift, sign_shift) in enumerate(_CODE_BITS[first : first + 2]):
+            codes = (pair >> 8 * byte) & 0xFF
+            halves = (codes & 0xF) | (codes >> 4 << 16)
+            word |= ((halves & 0x70007) << magnitude_shift) | (
+                ((halves >> 3) & 0x10001) << sign_shift
+            )
+        tables.append(word)
+    return tables
 
 
 def _unpack_codes(data: Tensor) -> Tensor:
@@ -236,14 +263,13 @@ def _unpack_codes(data: Tensor) -> Tensor:
     return fields.movedim(-1, -6).movedim(-5, -4).movedim(-3, -1).flatten(-4).flatten(-4, -2)
 
 
-def _pack_bytes(matrix: Tensor) -> Tensor:
-    """FP8 ``[N, K]`` to uint8 ``[N/16, K/32, 8 (g), 4 (t), 2 (s), 2 (r >> 1), 2 (j), 2 (h)]``."""
-    fields = (
-        _pad(matrix.view(torch.uint8), PADDING)
-        .unflatten(1, (-1, 2, 2, 4, 2))
-        .unflatten(0, (-1, 2, 8))
-    )
-    return fields.permute(0, 3, 2, 6, 4, 5, 1, 7).contiguous()
+def _pack_bytes(matrices: Tensor) -> Tensor:
+    """FP8 ``[B, N, K]`` to uint8 ``[B, N/16, K/32, 8 (g), 4 (t), 2 (s), 2 (r >> 1), 2 (j), 2
+    (h)]``.
+    """
+    padded_bytes = _pad(matrices.view(torch.uint8), PADDING)
+    fields = padded_bytes.unflatten(-1, (-1, 2, 2, 4, 2)).unflatten(1, (-1, 2, 8))
+    return fields.permute(0, 1, 4, 3, 7, 5, 6, 2, 8).contiguous()
 
 
 def _unpack_bytes(data: Tensor) -> Tensor:
@@ -253,10 +279,12 @@ def _unpack_bytes(data: Tensor) -> Tensor:
     return fields.flatten(-5).flatten(-4, -2).view(torch.float8_e4m3fn)
 
 
-def _pack_bf16(matrix: Tensor) -> Tensor:
-    """BF16 ``[N, K]`` to ``[N/16, K/16, 8 (g), 4 (t), 2 (r >> 1), 2 (j), 2 (h)]``."""
-    fields = _pad(matrix, PADDING).unflatten(1, (-1, 2, 4, 2)).unflatten(0, (-1, 2, 8))
-    return fields.permute(0, 3, 2, 5, 4, 1, 6).contiguous().view(torch.uint8)
+def _pack_bf16(matrices: Tensor) -> Tensor:
+    """BF16 ``[B, N, K]`` to ``[B, N/16, K/16, 8 (g), 4 (t), 2 (r >> 1), 2 (j), 2 (h)]``, as
+    bytes.
+    """
+    fields = _pad(matrices, PADDING).unflatten(-1, (-1, 2, 4, 2)).unflatten(1, (-1, 2, 8))
+    return fields.permute(0, 1, 4, 3, 6, 5, 2, 7).contiguous().view(torch.uint8)
 
 
 def _unpack_bf16(data: Tensor) -> Tensor:

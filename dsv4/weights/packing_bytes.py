@@ -3,15 +3,17 @@
 import torch
 
 from dsv4.weights.native import native_bytes, unsupported_reason
+from dsv4.weights.packed import matrices_at_once
 from dsv4.weights.packed_native import native_format
 from dsv4.weights.parameters import Parameter, Role
 from dsv4.weights.quant import QuantFormat, planned_quant_tensor
 
-# Copies of a matrix, in its own bytes, that are alive while its 4-bit codes or its values are put
-# in another order; and float32 copies, the result included, while the torch ops dequantize a
-# quantised one.
-_CODE_COPIES = 8
+# Copies of the matrices that are packed together, in their own bytes, that are alive while their
+# 4-bit codes or their values are put in another order, and the tables of codes; float32 copies, the
+# result included, while the torch ops dequantize a quantised one.
+_CODE_COPIES = 5
 _VALUE_COPIES = 2
+_TABLE_BYTES = 5 << 19
 _DEQUANTIZING_COPIES = 4
 
 
@@ -45,12 +47,16 @@ def packing_bytes(parameter: Parameter, format: QuantFormat | None, nbytes: int)
     """Extra bytes of packing a stored parameter of ``nbytes`` for the CUDA ops."""
     if format is None or not is_packed(parameter):
         return 0
-    # A stack is allocated whole (F32 is rounded first) and filled matrix by matrix; only then the
-    # stored one goes.
-    stack = 2 * nbytes if format is QuantFormat.F32 else nbytes
+    # A stack is allocated whole (F32 is rounded first) and filled some matrices at a time; only
+    # then the stored one goes.
+    is_rounded = format is QuantFormat.F32
+    stack = 2 * nbytes if is_rounded else nbytes
     matrices = parameter.shape[0] if parameter.role is Role.EXPERT else 1
-    copies = _VALUE_COPIES if format.group_size is None else _CODE_COPIES
-    return stack + copies * (nbytes // matrices)
+    matrix = nbytes // matrices // (2 if is_rounded else 1)
+    together = matrix * min(matrices, matrices_at_once(matrix))
+    if format.group_size is None:
+        return stack + _VALUE_COPIES * together
+    return stack + _CODE_COPIES * together + _TABLE_BYTES
 
 
 def packing_with_native_bytes(parameter: Parameter, format: QuantFormat | None, nbytes: int) -> int:

@@ -13,6 +13,7 @@ from dsv4.checkpoint import (
     index,
     load_ranks,
     open_checkpoint,
+    pieces,
     tiny_config,
     transfer,
     write_synthetic,
@@ -102,6 +103,7 @@ def test_every_byte_of_the_files_is_read_once(
         return map_tensor(stored)
 
     monkeypatch.setattr(transfer, "STAGING_BYTES", 1000)
+    monkeypatch.setattr(pieces, "GAP", 0)
     monkeypatch.setattr(transfer, "_read_exactly", recorded_read)
     monkeypatch.setattr(index, "map_tensor", recorded_map)
     load_ranks(checkpoint, config_of(checkpoint), on_cpu(checkpoint, 4))

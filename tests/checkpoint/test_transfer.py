@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4.checkpoint import transfer as module
-from dsv4.checkpoint.pieces import Piece, Share, batches, equal_parts, in_file_order
-from dsv4.checkpoint.transfer import transfer
+from dsv4.checkpoint.pieces import GAP, Piece, Share, in_file_order, spans
+from dsv4.checkpoint.transfer import Transfer, transfer
 from dsv4.errors import UserError
 from tests.checkpoint.folders import CPU
 
@@ -65,29 +65,54 @@ def test_pieces_are_read_in_file_order_without_going_back(files: list[Path]) -> 
     assert [piece.offset for piece in ordered[:9]] == sorted(piece.offset for piece in ordered[:9])
 
 
-def test_batches_hold_everything_once_and_never_too_much(files: list[Path]) -> None:
+def test_spans_hold_everything_once_and_never_too_much(files: list[Path]) -> None:
     ordered = in_file_order(shuffled_pieces(files[:1]))
-    cut = list(batches(ordered, 100))
-    sizes = [sum(piece.nbytes for piece in batch) for batch in cut]
-    assert max(sizes) <= 100
+    cut = list(spans(ordered, 100))
+    assert max(span.nbytes for span in cut) <= 100
     # Two that follow each other would not fit into one.
-    assert all(first + batch[0].nbytes > 100 for first, batch in zip(sizes, cut[1:], strict=False))
-    ranges = [(piece.offset, piece.offset + piece.nbytes) for batch in cut for piece in batch]
-    assert [end for _, end in ranges[:-1]] == [start for start, _ in ranges[1:]]
-    assert (ranges[0][0], ranges[-1][1]) == (0, 5000)
+    assert all(one.nbytes + two.pieces[0].nbytes > 100 for one, two in pairwise(cut))
+    inside = [(piece.offset, piece.offset + piece.nbytes) for span in cut for piece in span.pieces]
+    assert [end for _, end in inside[:-1]] == [start for start, _ in inside[1:]]
+    assert (inside[0][0], inside[-1][1]) == (0, 5000)
+    assert [(span.offset, span.offset + span.nbytes) for span in cut] == [
+        (span.pieces[0].offset, span.pieces[-1].offset + span.pieces[-1].nbytes) for span in cut
+    ]
 
 
 @given(
-    sizes=st.lists(st.integers(0, 50), max_size=30),
-    parts=st.integers(1, 8),
+    pieces=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 300)), max_size=30),
+    most=st.integers(1, 200),
 )
-def test_readers_take_runs_of_about_as_many_bytes(sizes: list[int], parts: int) -> None:
-    pieces = [Piece.whole(Path("a"), at, memory(size)) for at, size in enumerate(sizes)]
-    runs = equal_parts(pieces, parts)
-    assert [piece for run in runs for piece in run] == pieces
-    assert len(runs) == parts
-    most = sum(sizes) / parts + max(sizes, default=0)
-    assert all(sum(piece.nbytes for piece in run) <= most for run in runs)
+def test_spans_of_pieces_anywhere_hold_the_bytes_of_every_one(
+    pieces: list[tuple[int, int]], most: int
+) -> None:
+    """Overlapping ones too, and with bytes between them that nobody wants."""
+    wanted = [Piece.whole(Path("a"), offset, memory(nbytes)) for offset, nbytes in pieces]
+    found = list(spans(in_file_order(wanted), most))
+    assert sum(piece.nbytes for span in found for piece in span.pieces) == sum(
+        piece.nbytes for piece in wanted
+    )
+    for span in found:
+        assert span.nbytes <= most
+        read = torch.arange(span.nbytes) + span.offset
+        for piece in span.pieces:
+            rows = span.rows_of(piece, read)
+            assert (int(rows[0, 0]), rows.numel()) == (piece.offset, piece.nbytes)
+
+
+def test_bytes_between_pieces_are_read_with_them_where_they_are_few(tmp_path: Path) -> None:
+    near = [Piece.whole(tmp_path, offset, memory(10)) for offset in (0, 10 + GAP)]
+    assert len(list(spans(near, 10 * GAP))) == 1
+    far = [Piece.whole(tmp_path, offset, memory(10)) for offset in (0, 11 + GAP)]
+    assert len(list(spans(far, 10 * GAP))) == 2
+
+
+def test_devices_take_turns(tmp_path: Path) -> None:
+    meta = torch.device("meta")
+    pieces = [Piece.whole(tmp_path, at * 100, memory(100)) for at in range(4)]
+    pieces += [Piece.whole(tmp_path, at * 100, memory(100, meta)) for at in range(4, 7)]
+    offsets = [span.offset for span in spans(pieces, 100)]
+    assert offsets == [0, 400, 100, 500, 200, 600, 300]
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 4990), (49, 100), (9, 500), (499, 10), (71, 70)])
@@ -131,7 +156,7 @@ def test_pinned_buffers_take_turns_without_losing_bytes(files: list[Path]) -> No
         rows, width = 40, 100
         columns = [Share(memory(rows * 30, device).view(1, -1), 20, 50) for device in devices]
         pieces.append(Piece(files[0], 11, rows, width, tuple(columns)))
-    transfer(pieces, lambda _: None, len(devices))
+    transfer(pieces, lambda _: None, READERS)
     assert_filled(pieces[:-1])
     stored = np.frombuffer(files[0].read_bytes()[11:][: rows * width], np.uint8)
     for target, first, stop in columns:
@@ -154,7 +179,7 @@ def test_missing_and_short_files_are_one_line(files: list[Path]) -> None:
 
 
 class Reports:
-    """Counts batches slowly enough for whatever is to stop them."""
+    """Counts spans slowly enough for whatever is to stop them."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -165,8 +190,9 @@ class Reports:
 
 
 def long_transfer(files: list[Path]) -> list[Piece]:
-    """1,000 batches."""
-    return [Piece.whole(files[1], 0, memory(100)) for _ in range(1000)]
+    """1,000 spans."""
+    files[1].write_bytes(bytes(100_000))
+    return [Piece.whole(files[1], 100 * at, memory(100)) for at in range(1000)]
 
 
 def test_first_error_ends_the_other_threads(files: list[Path], tmp_path: Path) -> None:
@@ -184,6 +210,38 @@ def test_error_in_the_report_is_raised_as_it_is(files: list[Path]) -> None:
 
     with pytest.raises(BrokenPipeError):
         transfer([Piece.whole(files[1], 0, memory(100))], fail)
+
+
+def test_what_waits_for_a_name_gets_it_whole_while_others_are_read(files: list[Path]) -> None:
+    pieces = [
+        piece._replace(name=f"part {at % 5}") for at, piece in enumerate(long_transfer(files))
+    ]
+    filled: list[str] = []
+    reports = Reports()
+    with Transfer(pieces, reports, filled.append, READERS) as moving:
+        moving.wait("part 0")
+        assert "part 0" in filled
+        assert_filled([piece for piece in pieces if piece.name == "part 0"])
+        moving.wait("no such part")
+    assert sorted(filled) == [f"part {at}" for at in range(5)]
+    assert_filled(pieces)
+
+
+def test_an_error_reaches_what_waits(files: list[Path], tmp_path: Path) -> None:
+    last = Piece.whole(tmp_path / "z", 0, memory(1))._replace(name="last")
+    with (
+        pytest.raises(UserError, match="z: cannot be read"),
+        Transfer([*shuffled_pieces(files), last], lambda _: None) as moving,
+    ):
+        moving.wait("last")
+
+
+def test_an_error_beside_the_threads_ends_them(files: list[Path]) -> None:
+    reports = Reports()
+    with pytest.raises(ZeroDivisionError), Transfer(long_transfer(files), reports):
+        _ = 1 // int(reports.count > len(files) * 1000)
+    assert reports.count < 500
+    assert not any(thread.name.startswith("dsv4-load") for thread in threading.enumerate())
 
 
 @pytest.fixture
