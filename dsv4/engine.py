@@ -132,11 +132,11 @@ class Engine(EngineInputs):
             _LOG.info("--parallel tensor decodes one sequence faster, where the model can be cut")
         if opened.steps is not None:
             compile_ahead(opened.steps.kernels(), compiling)
-        weights = opened.read(progress, packing)
         table = opened.table if change_table is None else change_table(opened.table)
         identity = checkpoint_identity(opened.checkpoint)
         placement = opened.placement
-        return cls(opened.config, engine_config, weights, placement, table, compiling, identity)
+        with opened.reading(progress, packing) as weights:
+            return cls(opened.config, engine_config, weights, placement, table, compiling, identity)
 
     @staticmethod
     def plan(

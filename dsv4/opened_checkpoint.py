@@ -1,6 +1,7 @@
 """A checkpoint before any weight is read: its parameters, their devices and the memory plan."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from dsv4.checkpoint import (
     ParameterDescription,
     describe,
     held_by,
-    load_ranks,
+    loading_ranks,
     open_checkpoint,
 )
 from dsv4.config import ModelConfig
@@ -86,22 +87,31 @@ class OpenedCheckpoint:
         plan = plan_memory(config, engine, placement, stored, steps, gpu_memory, draft_bytes)
         return cls(checkpoint, config, draft, placement, table, steps, plan)
 
-    def read(self, progress: Progress | None, packing: Progress | None) -> list[ReadOnce]:
-        """What each rank holds of the weights, on its device; ``progress(done_bytes,
-        total_bytes)`` is told as they are read, ``packing`` as those of rank 0 are taken. Raises
-        ``UserError`` for GPUs whose ranks cannot exchange words.
+    @contextmanager
+    def reading(
+        self, progress: Progress | None, packing: Progress | None
+    ) -> Iterator[list[ReadOnce]]:
+        """What each rank holds of the weights, on its device, while they are read: one that is
+        taken is waited for, the rest at the end. ``progress(done_bytes, total_bytes)`` is told as
+        they are read, by several threads in turn, ``packing`` as those of rank 0 are taken.
+
+        Raises ``UserError`` for GPUs whose ranks cannot exchange words.
         """
         if self.placement.ranks > 1 and self.steps is not None:
             check_exchange(self.placement.devices)
         draft = self.draft
         is_own = draft is not None and draft.checkpoint is self.checkpoint
         mtp = draft.kind if draft is not None and is_own else None
-        first, *others = load_ranks(
+        with loading_ranks(
             self.checkpoint, self.config, self.placement, mtp=mtp, progress=progress
-        )
-        if draft is not None and not is_own:
-            first |= draft.load(self.placement)
-        return [ReadOnce(first, packing), *map(ReadOnce, others)]
+        ) as loading:
+            first, *others = loading.ranks
+            if draft is not None and not is_own:
+                first |= draft.load(self.placement)
+            yield [
+                ReadOnce(first, packing, loading.wait),
+                *(ReadOnce(rank, None, loading.wait) for rank in others),
+            ]
 
 
 def _plan_steps(

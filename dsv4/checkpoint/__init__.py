@@ -13,6 +13,7 @@ from dsv4.checkpoint.load import (
     held_by,
     load_ranks,
     load_weights,
+    loading_ranks,
 )
 from dsv4.checkpoint.names import Dialect
 from dsv4.checkpoint.synthetic import (
@@ -35,6 +36,7 @@ __all__ = [
     "held_by",
     "load_ranks",
     "load_weights",
+    "loading_ranks",
     "mtp_kind",
     "open_checkpoint",
     "synthetic_rank_weights",

@@ -4,7 +4,8 @@ own them.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from dsv4.checkpoint.pieces import Piece
 from dsv4.checkpoint.problems import Problems
 from dsv4.checkpoint.scale_values import check_input_scales, check_scales
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
-from dsv4.checkpoint.transfer import transfer
+from dsv4.checkpoint.transfer import Transfer
 from dsv4.config import ModelConfig
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import check_divisible, cut_of, is_held, local_parameter
@@ -82,15 +83,23 @@ def load_weights(
     """All parameters by canonical name, each on ``device_of(name)``.
 
     LINEAR, EXPERT (stacked) and FLOOR become ``QuantTensor``s of the stored bytes; NORM a bfloat16
-    or float32 vector as stored; FLOAT float32; TABLE int64. One thread per device reads matrices
-    (``transfer``); ``progress`` is called with (bytes done, bytes in all), by one thread at a time.
+    or float32 vector as stored; FLOAT float32; TABLE int64. Several threads read matrices
+    (``Transfer``); ``progress`` is called with (bytes done, bytes in all), by one thread at a time.
     Raises one ``UserError`` with everything that does not fit, before anything is loaded; and one
     for what only the values show: NaN or infinity in small tensors, expert ids or scales out of
     range.
     """
     found = _find(checkpoint, config, mtp)
-    (weights,) = _load(checkpoint, config, found, lambda name: (device_of(name),), 1, progress)
-    return weights
+    return load_found(checkpoint, config, found, device_of, progress)
+
+
+class Loading(NamedTuple):
+    """What each rank holds of all parameters, by canonical name. ``wait(name)`` returns when a
+    parameter is there, on all ranks, and raises what ``load_weights`` raises of values.
+    """
+
+    ranks: tuple[Weights, ...]
+    wait: Callable[[str], None]
 
 
 def load_ranks(
@@ -107,10 +116,26 @@ def load_ranks(
     Every byte of the files is read once. Raises ``UserError`` also for a model that cannot be cut
     for so many ranks.
     """
+    with loading_ranks(checkpoint, config, placement, mtp=mtp, progress=progress) as loading:
+        return loading.ranks
+
+
+@contextmanager
+def loading_ranks(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    placement: Placement,
+    *,
+    mtp: MtpKind | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Loading]:
+    """``load_ranks`` beside the block of the ``with``, whose end waits for what is missing."""
     found = _find(checkpoint, config, mtp)
     formats = ((stored.parameter, stored.format) for stored in found)
     check_divisible(config, formats, placement.ranks)
-    return _load(checkpoint, config, found, placement.devices_of, placement.ranks, progress)
+    devices_of = placement.devices_of
+    with _loading(checkpoint, config, found, devices_of, placement.ranks, progress) as loading:
+        yield loading
 
 
 def _find(
@@ -129,20 +154,26 @@ def load_found(
     config: ModelConfig,
     found: Sequence[StoredParameter],
     device_of: Callable[[str], torch.device],
+    progress: Callable[[int, int], None] | None = None,
 ) -> Weights:
     """``load_weights`` of some of the parameters that ``find_parameters`` gives."""
-    (weights,) = _load(checkpoint, config, found, lambda name: (device_of(name),), 1, None)
-    return weights
+
+    def devices_of(name: str) -> tuple[torch.device, ...]:
+        return (device_of(name),)
+
+    with _loading(checkpoint, config, found, devices_of, 1, progress) as loading:
+        return loading.ranks[0]
 
 
-def _load(
+@contextmanager
+def _loading(
     checkpoint: Checkpoint,
     config: ModelConfig,
     found: Sequence[StoredParameter],
     devices_of: Callable[[str], Sequence[torch.device]],
     ranks: int,
     progress: Callable[[int, int], None] | None,
-) -> tuple[Weights, ...]:
+) -> Iterator[Loading]:
     held = {
         stored.parameter.name: [
             Held(device, cut_of(stored.parameter, ranks, rank))
@@ -164,21 +195,26 @@ def _load(
     check_input_scales(checkpoint, matrices, problems)
     problems.raise_if_any(str(checkpoint.folder))
     pieces: list[Piece] = []
-    filled: list[tuple[StoredParameter, QuantTensor]] = []
+    filled: dict[str, tuple[StoredParameter, Sequence[QuantTensor]]] = {}
     for stored in matrices:
         name = stored.parameter.name
         weights, needed = unfilled_matrices(checkpoint, stored, held[name])
         loaded[name] = weights
         pieces += needed
         is_cut = held[name][0].cut is not None
-        filled += [(stored, weight) for weight in (weights if is_cut else weights[:1])]
-    transfer(pieces, count)
-    for stored, weight in filled:
-        check_scales(checkpoint, stored, weight)
-    return tuple(
+        filled[name] = stored, (weights if is_cut else weights[:1])
+
+    def check(name: str) -> None:
+        stored, weights = filled[name]
+        for weight in weights:
+            check_scales(checkpoint, stored, weight)
+
+    of_ranks = tuple(
         {name: loaded[name][rank] for name, ones in held.items() if rank < len(ones)}
         for rank in range(ranks)
     )
+    with Transfer(pieces, count, check) as moving:
+        yield Loading(of_ranks, moving.wait)
 
 
 def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:

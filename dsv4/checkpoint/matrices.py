@@ -74,7 +74,7 @@ def unfilled_matrices(
         )
         for matrix, index in enumerate(experts):
             file, offset = _byte_range(checkpoint, part, index, count)
-            pieces.append(Piece(file, offset, rows, width, shares, matrix))
+            pieces.append(Piece(file, offset, rows, width, shares, matrix, stored.parameter.name))
     weights = [
         QuantTensor(
             tensors["data"],

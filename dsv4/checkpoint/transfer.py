@@ -5,8 +5,9 @@ each, and copy one while they read another.
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from io import FileIO
 from threading import Condition, Lock
 from types import TracebackType
@@ -21,6 +22,8 @@ from dsv4.errors import UserError
 STAGING_BYTES = 16 << 20
 BUFFERS = 2
 MAX_READERS = 8
+
+Streams = dict[torch.device, torch.cuda.Stream]
 
 
 def reader_count() -> int:
@@ -67,7 +70,12 @@ class Transfer:
         total = self._missing.total()
         self._readers = min(readers or reader_count(), -(-total // STAGING_BYTES))
         self._buffer_bytes = min(total + GAP * len(ordered), STAGING_BYTES)
-        self._pinned = any(one.memory.is_cuda for piece in ordered for one in piece.shares)
+        self._devices: set[torch.device] = set()
+        self._column_devices: set[torch.device] = set()
+        for piece in ordered:
+            on_cuda = {one.memory.device for one in piece.shares if one.memory.is_cuda}
+            self._devices |= on_cuda
+            self._column_devices |= on_cuda if piece.rows > 1 else set()
         self._spans = spans(ordered, STAGING_BYTES)
         self._taking = Lock()
         self._on_bytes = on_bytes
@@ -88,14 +96,22 @@ class Transfer:
     ) -> None:
         try:
             if kind is None:
-                self._wait_until(lambda: self._ended == self._readers)
+                self._wait_until(self._is_over)
         finally:
             self._stopped = True
             self._threads.shutdown()
 
     def wait(self, name: str) -> None:
-        """Returns when all pieces of this name are filled. Raises the error of any thread."""
+        """Returns when all pieces of this name are filled; when these were the last of all, when the
+        threads have ended: none may use a device while a graph is captured. Raises the error of
+        any thread.
+        """
         self._wait_until(lambda: name not in self._missing)
+        if not self._missing:
+            self._wait_until(self._is_over)
+
+    def _is_over(self) -> bool:
+        return self._ended == self._readers
 
     def _wait_until(self, is_true: Callable[[], bool]) -> None:
         with self._changed:
@@ -114,17 +130,19 @@ class Transfer:
     # matter of the thread.
     @torch.inference_mode()
     def _fill(self) -> None:
-        streams = _Streams()
-        buffers = deque(_Buffer(self._buffer_bytes, self._pinned, streams) for _ in range(BUFFERS))
-        try:
+        with _own_streams(self._devices) as streams:
+            unsorted = {
+                device: torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
+                for device in self._column_devices
+            }
+            sizes = [self._buffer_bytes] * BUFFERS
+            buffers = deque(_Buffer(nbytes, streams, unsorted) for nbytes in sizes)
             while (span := self._next_span()) is not None:
                 self._arrived(buffers[0].filled())
                 buffers[0].fill(span)
                 buffers.rotate(-1)
             while buffers and not self._stopped:
                 self._arrived(buffers.popleft().filled())
-        finally:
-            streams.synchronize()
 
     def _next_span(self) -> Span | None:
         with self._taking:
@@ -134,6 +152,8 @@ class Transfer:
         arrived: Counter[str] = Counter()
         for piece in pieces:
             arrived[piece.name] += piece.nbytes
+        if arrived:
+            self._on_bytes(arrived.total())
         for name, nbytes in arrived.items():
             with self._changed:
                 self._missing[name] -= nbytes
@@ -143,89 +163,73 @@ class Transfer:
                 with self._changed:
                     del self._missing[name]
                     self._changed.notify_all()
-        if arrived:
-            self._on_bytes(arrived.total())
 
 
-class _Streams:
-    """The streams of one thread, and where rows arrive on a device of which it keeps columns."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._unsorted: dict[torch.device, Tensor] = {}
-
-    def on(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+@contextmanager
+def _own_streams(
+    devices: Iterable[torch.device],
+) -> Iterator[dict[torch.device, torch.cuda.Stream]]:
+    """Streams that are this thread's current ones; at the end they have done everything."""
+    streams = {device: torch.cuda.Stream(device) for device in devices}
+    with ExitStack() as current:
+        for device, stream in streams.items():
             # Earlier work on the memory of the targets may still be running.
-            self._streams[device].wait_stream(torch.cuda.current_stream(device))
-        return self._streams[device]
-
-    def unsorted(self, device: torch.device) -> Tensor:
-        if device not in self._unsorted:
-            self._unsorted[device] = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)
-        return self._unsorted[device]
-
-    def synchronize(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
+            stream.wait_stream(torch.cuda.current_stream(device))
+            current.enter_context(torch.cuda.stream(stream))
+        try:
+            yield streams
+        finally:
+            for stream in streams.values():
+                stream.synchronize()
 
 
 class _Buffer:
-    """Memory that one span after the other is read into, and copied from."""
+    """Memory that one span after the other is read into, and copied from by ``streams``: pinned
+    where there are some. ``unsorted``: where rows arrive on a device of which it keeps columns.
+    """
 
-    def __init__(self, nbytes: int, pinned: bool, streams: _Streams) -> None:
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self._streams = streams
-        self._copied: list[torch.cuda.Event] = []
+    def __init__(
+        self,
+        nbytes: int,
+        streams: Streams,
+        unsorted: dict[torch.device, Tensor],
+    ) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=bool(streams))
+        self._unsorted = unsorted
+        # A thread sleeps while it waits for them.
+        self._copied = {stream: torch.cuda.Event(blocking=True) for stream in streams.values()}
         self._pieces: tuple[Piece, ...] = ()
 
     def filled(self) -> tuple[Piece, ...]:
         """The pieces of the last span, once they have arrived; then the buffer is free again."""
-        for event in self._copied:
+        for event in self._copied.values():
             event.synchronize()
-        pieces, self._pieces = self._pieces, ()
+        pieces = self._pieces
+        self._pieces = ()
         return pieces
 
     def fill(self, span: Span) -> None:
         """Reads a span and queues the copies of its pieces."""
-        read = self._memory[: span.nbytes]
-        _read_span(span, read)
-        copies: dict[torch.device, list[tuple[Share, Tensor, Tensor]]] = {}
+        _read_span(span, self._memory[: span.nbytes])
         for piece in span.pieces:
-            rows = span.rows_of(piece, read)
+            rows = span.rows_of(piece, self._memory)
             for share, target in piece.targets():
-                copies.setdefault(target.device, []).append((share, target, rows))
-        self._copied = []
-        for device, own in copies.items():
-            if device.type != "cuda":
-                for copy in own:
-                    _copy_columns(*copy)
-                continue
-            stream = self._streams.on(device)
-            with torch.cuda.stream(stream):
-                for copy in own:
-                    self._queue(*copy)
-                # The thread sleeps while it waits for it.
-                event = torch.cuda.Event(blocking=True)
-                event.record(stream)
-                self._copied.append(event)
+                self._queue(share, target, rows)
+        for stream, event in self._copied.items():
+            event.record(stream)
         self._pieces = span.pieces
 
     def _queue(self, share: Share, target: Tensor, read: Tensor) -> None:
-        """Queues a share. Of columns the whole rows cross: torch would pick them on the host."""
+        """Copies columns of the rows ``read``, uint8 ``[rows, width]``. To a GPU the whole rows
+        cross: torch would pick columns on the host.
+        """
+        unsorted = self._unsorted.get(target.device)
         rows, width = read.shape
-        if rows > 1 and share.stop - share.first < width:
-            arrived = self._streams.unsorted(target.device)[: read.numel()].view(rows, width)
-            arrived.copy_(read, non_blocking=True)
-            read = arrived
-        _copy_columns(share, target, read)
-
-
-def _copy_columns(share: Share, target: Tensor, read: Tensor) -> None:
-    """A share of the rows ``read``, uint8 ``[rows, width]``, to its target."""
-    columns = read[:, share.first : share.stop]
-    target.view(columns.shape).copy_(columns, non_blocking=True)
+        if unsorted is not None and rows > 1 and share.stop - share.first < width:
+            arrived = unsorted[: read.numel()].view(read.shape)
+            read = arrived.copy_(read, non_blocking=True)
+        columns = read[:, share.first : share.stop]
+        target.view(columns.shape).copy_(columns, non_blocking=True)
 
 
 def _read_span(span: Span, memory: Tensor) -> None:

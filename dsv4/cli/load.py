@@ -21,4 +21,16 @@ def load_engine(arguments: argparse.Namespace, config: EngineConfig) -> Engine:
         ProgressBar("read   ", GIGABYTES, sys.stderr, shown) as reading,
         ProgressBar("pack   ", GIGABYTES, sys.stderr, shown) as packing,
     ):
-        return Engine.load(arguments.model, config, reading, compiling=compiling, packing=packing)
+        is_read = False
+
+        def read(done: int, total: int) -> None:
+            nonlocal is_read
+            reading(done, total)
+            is_read = done >= total
+
+        def pack(done: int, total: int) -> None:
+            # Both go on at once, and there is one line for them.
+            if is_read:
+                packing(done, total)
+
+        return Engine.load(arguments.model, config, read, compiling=compiling, packing=pack)

@@ -18,21 +18,25 @@ AnyParameter = TypeVar("AnyParameter", bound=QuantTensor | WeightOnDemand | Tens
 
 class ReadOnce(Mapping[str, AnyParameter]):
     """Weights that are let go as they are read: a stored matrix lives only until its packed form
-    exists. ``progress(done, total)`` is told about the bytes that are read.
+    exists. ``progress(done, total)`` is told about the bytes that are read, ``wait`` is called
+    before with the name of each: it returns when the weight is filled.
     """
 
     def __init__(
         self,
         weights: dict[str, AnyParameter],
         progress: Callable[[int, int], None] | None = None,
+        wait: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._weights = weights
+        self._wait = wait
         self._progress = progress
         self._done = 0
         self._total = sum(weight.nbytes for weight in weights.values())
 
     def __getitem__(self, name: str) -> AnyParameter:
         weight = self._weights.pop(name)
+        self._wait(name)
         self._done += weight.nbytes
         if self._progress is not None:
             self._progress(self._done, self._total)

@@ -170,7 +170,7 @@ def test_fields_of_the_configuration_are_flags_on_the_command_line(
 def test_failing_load_is_one_line(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, error: Exception, parts: list[str]
 ) -> None:
-    monkeypatch.setattr("dsv4.opened_checkpoint.load_ranks", raise_after(0, error, len))
+    monkeypatch.setattr("dsv4.opened_checkpoint.loading_ranks", raise_after(0, error, len))
     drive("--device", "cpu").assert_user_error(*parts)
 
 
@@ -211,7 +211,7 @@ def test_ctrl_c_reports_what_there_is(
 ) -> None:
     if where == "load":
         monkeypatch.setattr(
-            "dsv4.opened_checkpoint.load_ranks", raise_after(0, KeyboardInterrupt(), len)
+            "dsv4.opened_checkpoint.loading_ranks", raise_after(0, KeyboardInterrupt(), len)
         )
     else:
         done = 2 if where == "decode" else 0
@@ -243,7 +243,7 @@ def test_driver_passes_the_plan_of_its_own_configuration(
     monkeypatch.setattr(
         single_shot_inference.Engine, "plan", lambda *arguments: seen.append(arguments) or plan()
     )
-    monkeypatch.setattr("dsv4.opened_checkpoint.load_ranks", raise_after(0, OUT_OF_MEMORY, len))
+    monkeypatch.setattr("dsv4.opened_checkpoint.loading_ranks", raise_after(0, OUT_OF_MEMORY, len))
     drive("--device", "cpu", "--max-context", 77).assert_user_error("cuda:1 ran out", "2,050 MiB")
     assert [arguments[1].max_context for arguments in seen] == [77]
 
@@ -270,7 +270,7 @@ def test_gpu_without_kernels_is_one_line_before_any_weight_is_read(
 
     major, minor = capability
     properties = SimpleNamespace(major=major, minor=minor, multi_processor_count=132)
-    monkeypatch.setattr("dsv4.opened_checkpoint.load_ranks", load_weights)
+    monkeypatch.setattr("dsv4.opened_checkpoint.loading_ranks", load_weights)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X")
