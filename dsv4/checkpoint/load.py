@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from dsv4.checkpoint.problems import Problems
 from dsv4.checkpoint.scale_values import check_input_scales, check_scales
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.checkpoint.transfer import Transfer
+from dsv4.checkpoint.writer import counter
 from dsv4.config import ModelConfig
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import check_divisible, cut_of, is_held, local_parameter
@@ -128,9 +128,12 @@ def loading_ranks(
     *,
     mtp: MtpKind | None = None,
     progress: Callable[[int, int], None] | None = None,
+    without: Callable[[Parameter], bool] = lambda _: False,
 ) -> Iterator[Loading]:
-    """``load_ranks`` beside the block of the ``with``, whose end waits for what is missing."""
-    found = _find(checkpoint, config, mtp)
+    """``load_ranks`` beside the block of the ``with``, whose end waits for what is missing.
+    Those ``without`` which the caller can do are not loaded.
+    """
+    found = [one for one in _find(checkpoint, config, mtp) if not without(one.parameter)]
     formats = ((stored.parameter, stored.format) for stored in found)
     check_divisible(config, formats, placement.ranks)
     devices_of = placement.devices_of
@@ -181,7 +184,7 @@ def _loading(
         ]
         for stored in found
     }
-    count = _counter(progress, sum(stored.nbytes for stored in found))
+    count = counter(progress, sum(stored.nbytes for stored in found))
     plain = [stored for stored in found if stored.format is None]
     matrices = [stored for stored in found if stored.format is not None]
     loaded: dict[str, Sequence[QuantTensor | Tensor]] = {}
@@ -215,21 +218,6 @@ def _loading(
     )
     with Transfer(pieces, count, check) as moving:
         yield Loading(of_ranks, moving.wait)
-
-
-def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
-    """Adds up the bytes that the threads of a load report, and shows them one at a time."""
-    lock = Lock()
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-
-    return count
 
 
 def _read_plain(

@@ -68,13 +68,11 @@ def unfilled_matrices(
             local = part_shape if cut is None else cut.shape(part_shape)
             tensors[name] = torch.empty(local, dtype=dtype, device=one.device)
         rows, width, spans = _byte_columns(part_shape, dtype.itemsize, len(experts), cuts)
-        shares = tuple(
-            Share(_bytes_of_matrices(tensors[name], len(experts)), *span)
-            for tensors, span in zip(memory, spans, strict=True)
-        )
-        for matrix, index in enumerate(experts):
+        targets = [_bytes_of_matrices(tensors[name], len(experts)) for tensors in memory]
+        for index, *own in zip(experts, *targets, strict=True):
             file, offset = _byte_range(checkpoint, part, index, count)
-            pieces.append(Piece(file, offset, rows, width, shares, matrix, stored.parameter.name))
+            shares = tuple(Share(target, *span) for target, span in zip(own, spans, strict=True))
+            pieces.append(Piece(file, offset, rows, width, shares, stored.parameter.name))
     weights = [
         QuantTensor(
             tensors["data"],
@@ -110,11 +108,11 @@ def _byte_columns(
     return size // shape[-1], width, spans
 
 
-def _bytes_of_matrices(tensor: Tensor, matrices: int) -> Tensor:
-    """The memory of a stack, ``[matrices, bytes]``. Bytes only: a conversion of E8M0 would destroy
-    the scales (model.md#codes-and-scales).
+def _bytes_of_matrices(tensor: Tensor, matrices: int) -> tuple[Tensor, ...]:
+    """The memory of every matrix of a stack, ``[bytes]``. Bytes only: a conversion of E8M0 would
+    destroy the scales (model.md#codes-and-scales).
     """
-    return tensor.view(-1).view(torch.uint8).view(matrices, -1)
+    return tensor.view(-1).view(torch.uint8).view(matrices, -1).unbind()
 
 
 def _byte_range(checkpoint: Checkpoint, part: Part, expert: int, experts: int) -> tuple[Path, int]:

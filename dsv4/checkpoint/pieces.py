@@ -15,19 +15,18 @@ GAP = 4096
 
 
 class Share(NamedTuple):
-    """Bytes ``first`` to ``stop`` of every row of a piece, and where they go: one of the rows of
-    ``memory``, contiguous uint8 ``[matrices, bytes]``.
+    """Bytes ``first`` to ``stop`` of every row of a piece, and where they go: contiguous uint8
+    ``[bytes]``.
     """
 
-    memory: Tensor
+    target: Tensor
     first: int
     stop: int
 
 
 class Piece(NamedTuple):
-    """``rows`` rows of ``width`` bytes, one after another in ``file`` from ``offset`` on. They are
-    read once, whoever shares them; they go to row ``matrix`` of the memory of every share.
-    ``name``: the parameter that they are a part of.
+    """``rows`` rows of ``width`` bytes, one after another in ``file`` from ``offset`` on, which are
+    read once, whoever shares them. ``name``: the parameter that they are a part of.
     """
 
     file: Path
@@ -35,22 +34,17 @@ class Piece(NamedTuple):
     rows: int
     width: int
     shares: tuple[Share, ...]
-    matrix: int = 0
     name: str = ""
 
     @classmethod
-    def whole(cls, file: Path, offset: int, target: Tensor) -> "Piece":
+    def whole(cls, file: Path, offset: int, target: Tensor, name: str = "") -> "Piece":
         """Bytes that all go to ``target``, contiguous uint8 ``[bytes]``."""
         width = target.numel()
-        return cls(file, offset, 1, width, (Share(target.view(1, width), 0, width),))
+        return cls(file, offset, 1, width, (Share(target, 0, width),), name)
 
     @property
     def nbytes(self) -> int:
         return self.rows * self.width
-
-    def targets(self) -> list[tuple[Share, Tensor]]:
-        """Where each share goes: uint8 ``[bytes]``."""
-        return [(share, share.memory[self.matrix]) for share in self.shares]
 
 
 def in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
@@ -66,10 +60,10 @@ class Span(NamedTuple):
     nbytes: int
     pieces: tuple[Piece, ...]
 
-    def rows_of(self, piece: Piece, memory: Tensor) -> Tensor:
-        """The rows of one of the pieces, uint8 ``[rows, width]``, in the ``memory`` of the span."""
+    def bytes_of(self, piece: Piece, memory: Tensor) -> Tensor:
+        """The bytes of one of the pieces in the ``memory`` of the span."""
         first = piece.offset - self.offset
-        return memory[first : first + piece.nbytes].view(piece.rows, piece.width)
+        return memory[first : first + piece.nbytes]
 
 
 def spans(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
@@ -78,7 +72,7 @@ def spans(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
     """
     by_device: defaultdict[torch.device, list[Piece]] = defaultdict(list)
     for piece in pieces:
-        by_device[piece.shares[0].memory.device].append(piece)
+        by_device[piece.shares[0].target.device].append(piece)
     for turn in zip_longest(*(_joined(part, most) for part in by_device.values())):
         yield from (span for span in turn if span is not None)
 
@@ -125,19 +119,19 @@ def _fitting(piece: Piece, most: int) -> Iterator[Piece]:
 
 def _some_rows(piece: Piece, first: int, stop: int) -> Piece:
     shares = []
-    for share, target in piece.targets():
+    for share in piece.shares:
         own = share.stop - share.first
-        shares.append(share._replace(memory=target[None, first * own : stop * own]))
+        shares.append(share._replace(target=share.target[first * own : stop * own]))
     offset = piece.offset + first * piece.width
-    return Piece(piece.file, offset, stop - first, piece.width, tuple(shares), name=piece.name)
+    return Piece(piece.file, offset, stop - first, piece.width, tuple(shares), piece.name)
 
 
 def _part_of_row(row: Piece, first: int, stop: int) -> Piece:
     shares = []
-    for share, target in row.targets():
+    for share in row.shares:
         low = max(first, share.first)
         high = min(stop, share.stop)
         if low < high:
-            own = target[None, low - share.first : high - share.first]
+            own = share.target[low - share.first : high - share.first]
             shares.append(Share(own, low - first, high - first))
-    return Piece(row.file, row.offset + first, 1, stop - first, tuple(shares), name=row.name)
+    return Piece(row.file, row.offset + first, 1, stop - first, tuple(shares), row.name)

@@ -17,7 +17,13 @@ from dsv4.checkpoint.layouts import Layout, check_layout, declare, format_in
 from dsv4.checkpoint.load import Weights
 from dsv4.checkpoint.names import Dialect
 from dsv4.checkpoint.outputs import output_tensors
-from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
+from dsv4.checkpoint.writer import (
+    DEFAULT_SHARD_BYTES,
+    WRITERS,
+    new_folder,
+    write_json,
+    write_shards,
+)
 from dsv4.config import ModelConfig
 from dsv4.parallel.sharding import check_divisible, local_parameters
 from dsv4.weights.codes import exponent_to_e8m0
@@ -194,7 +200,7 @@ def write_weights(
         if separate is not None:
             write_json(temporary / "hf_quant_config.json", separate)
         tensors = output_tensors(layout, names, parameters(config, mtp), InMemory(weights))
-        write_shards(temporary, tensors, shard_bytes)
+        write_shards(temporary, tensors, shard_bytes, writers=WRITERS)
 
 
 class InMemory:

@@ -73,7 +73,7 @@ class Transfer:
         self._devices: set[torch.device] = set()
         self._column_devices: set[torch.device] = set()
         for piece in ordered:
-            on_cuda = {one.memory.device for one in piece.shares if one.memory.is_cuda}
+            on_cuda = {one.target.device for one in piece.shares if one.target.is_cuda}
             self._devices |= on_cuda
             self._column_devices |= on_cuda if piece.rows > 1 else set()
         self._spans = spans(ordered, STAGING_BYTES)
@@ -102,9 +102,9 @@ class Transfer:
             self._threads.shutdown()
 
     def wait(self, name: str) -> None:
-        """Returns when all pieces of this name are filled; when these were the last of all, when the
-        threads have ended: none may use a device while a graph is captured. Raises the error of
-        any thread.
+        """Returns when all pieces of this name are filled, and behind the last of all when the
+        threads have ended: none may use a device while a graph is captured. Raises the error of any
+        thread.
         """
         self._wait_until(lambda: name not in self._missing)
         if not self._missing:
@@ -211,25 +211,34 @@ class _Buffer:
     def fill(self, span: Span) -> None:
         """Reads a span and queues the copies of its pieces."""
         _read_span(span, self._memory[: span.nbytes])
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for piece in span.pieces:
-            rows = span.rows_of(piece, self._memory)
-            for share, target in piece.targets():
-                self._queue(share, target, rows)
+            read = span.bytes_of(piece, self._memory)
+            for share in piece.shares:
+                is_whole = share.stop - share.first == piece.width
+                if piece.rows > 1 and not is_whole:
+                    self._copy_columns(share, read.view(piece.rows, piece.width))
+                    continue
+                targets.append(share.target)
+                sources.append(read if is_whole else read[share.first : share.stop])
+        if targets:
+            # One call of torch: with one for each, threads would wait for the interpreter.
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         for stream, event in self._copied.items():
             event.record(stream)
         self._pieces = span.pieces
 
-    def _queue(self, share: Share, target: Tensor, read: Tensor) -> None:
-        """Copies columns of the rows ``read``, uint8 ``[rows, width]``. To a GPU the whole rows
-        cross: torch would pick columns on the host.
+    def _copy_columns(self, share: Share, rows: Tensor) -> None:
+        """Copies columns of ``rows``, uint8 ``[rows, width]``. To a GPU the whole rows cross: torch
+        would pick columns on the host.
         """
-        unsorted = self._unsorted.get(target.device)
-        rows, width = read.shape
-        if unsorted is not None and rows > 1 and share.stop - share.first < width:
-            arrived = unsorted[: read.numel()].view(read.shape)
-            read = arrived.copy_(read, non_blocking=True)
-        columns = read[:, share.first : share.stop]
-        target.view(columns.shape).copy_(columns, non_blocking=True)
+        unsorted = self._unsorted.get(share.target.device)
+        if unsorted is not None:
+            arrived = unsorted[: rows.numel()].view(rows.shape)
+            rows = arrived.copy_(rows, non_blocking=True)
+        columns = rows[:, share.first : share.stop]
+        share.target.view(columns.shape).copy_(columns, non_blocking=True)
 
 
 def _read_span(span: Span, memory: Tensor) -> None:

@@ -8,8 +8,10 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -20,6 +22,8 @@ from dsv4.checkpoint.shard import DTYPE_NAMES
 from dsv4.errors import UserError
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
+# Threads that write what is in memory.
+WRITERS = 8
 
 
 class StoredType(NamedTuple):
@@ -112,32 +116,37 @@ def write_shards(
     tensors: list[OutputTensor],
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
+    writers: int = 1,
 ) -> None:
     """Writes all tensors in order: one ``model.safetensors``, or shards of up to ``shard_bytes``
-    and their index. ``progress(done_bytes, total_bytes)`` is told of every piece.
+    and their index, as many at once as ``writers``. ``progress(done_bytes, total_bytes)`` is told
+    of every piece, by one thread at a time.
 
-    Raises ``UserError`` before anything is written where there is not enough room.
+    Raises ``UserError`` before anything is written where there is not enough room. The first error
+    of any thread, or Ctrl-C, ends all of them within one piece.
     """
     total = sum(tensor.nbytes for tensor in tensors)
     check_room(folder, total)
-    done = 0
-
-    def wrote(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
+    wrote = counter(progress, total)
+    stop = Event()
     shards = _split(tensors, shard_bytes)
     weight_map = {}
+    files: list[tuple[Path, list[OutputTensor]]] = []
     for number, shard in enumerate(shards, 1):
         name = (
             SINGLE_NAME
             if len(shards) == 1
             else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         )
-        _write_file(folder / name, shard, wrote)
+        files.append((folder / name, shard))
         weight_map.update({tensor.name: name for tensor in shard})
+    with ThreadPoolExecutor(writers, "dsv4-write") as threads:
+        try:
+            running = [threads.submit(_write_file, *file, wrote, stop) for file in files]
+            for finished in as_completed(running):
+                finished.result()
+        finally:
+            stop.set()
     if len(shards) > 1:
         write_json(
             folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -192,7 +201,26 @@ def lay_out_file(
     return start, {name: len(start) + offset for name, offset in offsets.items()}
 
 
-def _write_file(path: Path, tensors: list[OutputTensor], wrote: Callable[[int], object]) -> None:
+def counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
+    """Adds up the bytes that several threads report, and shows them one at a time."""
+    lock = Lock()
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+
+    return count
+
+
+def _write_file(
+    path: Path, tensors: list[OutputTensor], wrote: Callable[[int], object], stop: Event
+) -> None:
+    if stop.is_set():
+        return
     stored = {tensor.name: tensor.stored for tensor in tensors}
     header, offsets = lay_out_file(stored, {"format": "pt"})
     with path.open("wb") as file:
@@ -206,4 +234,6 @@ def _write_file(path: Path, tensors: list[OutputTensor], wrote: Callable[[int], 
                 nbytes = file.write(data)
                 written += nbytes
                 wrote(nbytes)
+                if stop.is_set():
+                    return
             assert written == tensor.nbytes

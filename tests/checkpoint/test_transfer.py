@@ -56,7 +56,7 @@ def shuffled_pieces(files: list[Path], device: torch.device = CPU) -> list[Piece
 def assert_filled(pieces: list[Piece]) -> None:
     for piece in pieces:
         expected = piece.file.read_bytes()[piece.offset : piece.offset + piece.nbytes]
-        assert piece.shares[0].memory.cpu().numpy().tobytes() == expected
+        assert piece.shares[0].target.cpu().numpy().tobytes() == expected
 
 
 def test_pieces_are_read_in_file_order_without_going_back(files: list[Path]) -> None:
@@ -96,8 +96,8 @@ def test_spans_of_pieces_anywhere_hold_the_bytes_of_every_one(
         assert span.nbytes <= most
         read = torch.arange(span.nbytes) + span.offset
         for piece in span.pieces:
-            rows = span.rows_of(piece, read)
-            assert (int(rows[0, 0]), rows.numel()) == (piece.offset, piece.nbytes)
+            own = span.bytes_of(piece, read)
+            assert (int(own[0]), own.numel()) == (piece.offset, piece.nbytes)
 
 
 def test_bytes_between_pieces_are_read_with_them_where_they_are_few(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_shares_get_their_columns_of_every_row(files: list[Path], rows: int, wid
     """Rows that fit, that fit several at once, and that are longer than a buffer."""
     edges = [0, width // 3, width // 2, width]
     shares = [
-        Share(memory(rows * (stop - first)).view(1, -1), first, stop)
+        Share(memory(rows * (stop - first)), first, stop)
         for first, stop in [*pairwise(edges), (0, width), (width // 4, width // 4 * 3)]
     ]
     read = []
@@ -154,7 +154,7 @@ def test_pinned_buffers_take_turns_without_losing_bytes(files: list[Path]) -> No
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         pieces = [piece for device in devices for piece in shuffled_pieces(files, device)]
         rows, width = 40, 100
-        columns = [Share(memory(rows * 30, device).view(1, -1), 20, 50) for device in devices]
+        columns = [Share(memory(rows * 30, device), 20, 50) for device in devices]
         pieces.append(Piece(files[0], 11, rows, width, tuple(columns)))
     transfer(pieces, lambda _: None, READERS)
     assert_filled(pieces[:-1])
@@ -228,7 +228,7 @@ def test_what_waits_for_a_name_gets_it_whole_while_others_are_read(files: list[P
 
 
 def test_an_error_reaches_what_waits(files: list[Path], tmp_path: Path) -> None:
-    last = Piece.whole(tmp_path / "z", 0, memory(1))._replace(name="last")
+    last = Piece.whole(tmp_path / "z", 0, memory(1), "last")
     with (
         pytest.raises(UserError, match="z: cannot be read"),
         Transfer([*shuffled_pieces(files), last], lambda _: None) as moving,

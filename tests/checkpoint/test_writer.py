@@ -1,6 +1,9 @@
 """Writing shards: progress by piece, and no byte where there is not enough room."""
 
 import shutil
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,3 +48,40 @@ def test_room_is_checked_before_anything_is_written(
         found = "found 499.0 GB free, expected at least 500.0 GB"
         assert str(caught.value) == f"{tmp_path}: {found}"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_threads_write_the_same_files(tmp_path: Path) -> None:
+    tensors = [
+        OutputTensor(f"t{at}", torch.int64, (at,), lambda at=at: iter([torch.arange(at)]))
+        for at in range(1, 40)
+    ]
+    seen: list[tuple[int, int]] = []
+    for writers in (1, 5):
+        folder = tmp_path / f"by {writers}"
+        folder.mkdir()
+        write_shards(folder, tensors, 400, lambda *state: seen.append(state), writers)
+    files = sorted((tmp_path / "by 1").iterdir())
+    assert len(files) > 10
+    for file in files:
+        assert (tmp_path / "by 5" / file.name).read_bytes() == file.read_bytes()
+    total = sum(tensor.nbytes for tensor in tensors)
+    assert [state for state in seen if state[0] == total] == [(total, total)] * 2
+
+
+def test_an_error_of_one_thread_ends_the_others(tmp_path: Path) -> None:
+    produced: list[int] = []
+
+    def produce(at: int) -> Iterator[torch.Tensor]:
+        for _ in range(1000):
+            produced.append(at)
+            time.sleep(0.001)
+            if at == 3 and produced.count(3) == 20:
+                raise ZeroDivisionError
+            yield torch.zeros(1)
+
+    tensors = [
+        OutputTensor(f"t{at}", torch.float32, (1000,), partial(produce, at)) for at in range(6)
+    ]
+    with pytest.raises(ZeroDivisionError):
+        write_shards(tmp_path, tensors, 4000, writers=4)
+    assert len(produced) < 1000
