@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4.caches.allocation import COMPUTE_DTYPES, chunk_tokens, prefill_tokens
 from dsv4.checkpoint.identity import checkpoint_identity
+from dsv4.checkpoint.packed_cache import PackedCache
 from dsv4.checkpoint.state_file import StateKey
 from dsv4.config import ModelConfig
 from dsv4.decode import CUDAGraphDecoder, build_decoder
@@ -115,10 +116,12 @@ class Engine(EngineInputs):
         change_table: Callable[[Table], Table] | None = None,
         compiling: Progress | None = None,
         packing: Progress | None = None,
+        keeping: Progress | None = None,
     ) -> "Engine":
         """Loads a checkpoint folder (model.md#checkpoints). ``progress(done_bytes, total_bytes)``
         is called on the way, before that ``compiling(done, total)`` as kernels are compiled, after
-        it ``packing(done_bytes, total_bytes)`` as weights are put into the op table's layout.
+        it ``packing(done_bytes, total_bytes)`` as weights are put into the op table's layout, and
+        ``keeping(done_bytes, total_bytes)`` as packed ones are written to disk.
 
         ``change_table`` replaces the op table that ``config`` chooses, e.g. to swap ops.
 
@@ -135,7 +138,12 @@ class Engine(EngineInputs):
         table = opened.table if change_table is None else change_table(opened.table)
         identity = checkpoint_identity(opened.checkpoint)
         placement = opened.placement
-        with opened.reading(progress, packing) as weights:
+        cache = None
+        if engine_config.packed_cache is not None:
+            folder = Path(engine_config.packed_cache)
+            name = table.packing.name
+            cache = PackedCache(folder, opened.checkpoint, identity, name, placement.ranks, keeping)
+        with opened.reading(progress, packing, cache) as weights:
             return cls(opened.config, engine_config, weights, placement, table, compiling, identity)
 
     @staticmethod

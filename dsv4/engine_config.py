@@ -46,7 +46,8 @@ class EngineConfig:
     of the checkpoint where it makes decoding faster; one that is off is not loaded.
     ``draft_tokens``: drafts of a step, None as many as the module was trained to make, "auto" by
     what is measured. ``draft_weights``: a folder that holds the module in the place of the
-    checkpoint. Raises ``UserError``.
+    checkpoint. ``packed_cache``: a folder that keeps packed weights (docs/checkpoints.md). Raises
+    ``UserError``.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -64,6 +65,7 @@ class EngineConfig:
     draft: Literal["auto", "off", "mtp", "dspark"] = "auto"
     draft_tokens: int | Literal["auto"] | None = None
     draft_weights: str | None = None
+    packed_cache: str | None = None
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
@@ -113,9 +115,11 @@ class EngineConfig:
                 f"EngineConfig.draft_tokens: found {shorten(count)}, "
                 f"expected 'auto' or an integer from 1 to {MAX_DECODE_TOKENS - 1}"
             )
-        if self.draft_weights is not None and not isinstance(self.draft_weights, str):
-            found = shorten(self.draft_weights)
-            raise UserError(f"EngineConfig.draft_weights: found {found}, expected a folder's path")
+        for field in ("draft_weights", "packed_cache"):
+            folder = self.__dict__[field]
+            if folder is not None and not (isinstance(folder, str) and folder):
+                found = shorten(folder)
+                raise UserError(f"EngineConfig.{field}: found {found}, expected a folder's path")
         for field in ("draft_tokens", "draft_weights"):
             if self.draft == "off" and self.__dict__[field] is not None:
                 raise UserError(f"EngineConfig.{field}: found with draft 'off', expected another")

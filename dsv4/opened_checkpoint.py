@@ -1,9 +1,10 @@
 """A checkpoint before any weight is read: its parameters, their devices and the memory plan."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dsv4.checkpoint import (
     Checkpoint,
@@ -13,6 +14,7 @@ from dsv4.checkpoint import (
     loading_ranks,
     open_checkpoint,
 )
+from dsv4.checkpoint.packed_cache import PackedCache
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.target import Target
@@ -31,6 +33,8 @@ from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.parallel.sharding import check_divisible
 from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
 from dsv4.step.planned import PlannedSteps
+from dsv4.weights.packing_bytes import is_packed
+from dsv4.weights.parameters import Parameter
 
 Progress = Callable[[int, int], None]
 
@@ -89,11 +93,15 @@ class OpenedCheckpoint:
 
     @contextmanager
     def reading(
-        self, progress: Progress | None, packing: Progress | None
+        self,
+        progress: Progress | None,
+        packing: Progress | None,
+        cache: PackedCache | None = None,
     ) -> Iterator[list[ReadOnce]]:
         """What each rank holds of the weights, on its device, while they are read: one that is
         taken is waited for, the rest at the end. ``progress(done_bytes, total_bytes)`` is told as
-        they are read, by several threads in turn, ``packing`` as those of rank 0 are taken.
+        they are read, by several threads in turn, ``packing`` as those of rank 0 are taken. What
+        ``cache`` has is not read from the checkpoint, and what it lacks is written at the end.
 
         Raises ``UserError`` for GPUs whose ranks cannot exchange words.
         """
@@ -102,16 +110,37 @@ class OpenedCheckpoint:
         draft = self.draft
         is_own = draft is not None and draft.checkpoint is self.checkpoint
         mtp = draft.kind if draft is not None and is_own else None
+        kept = None if cache is None else cache.read(self.placement.devices_of, progress)
         with loading_ranks(
-            self.checkpoint, self.config, self.placement, mtp=mtp, progress=progress
+            self.checkpoint,
+            self.config,
+            self.placement,
+            mtp=mtp,
+            progress=progress if kept is None else None,
+            without=_is_kept if kept is not None else lambda _: False,
         ) as loading:
             first, *others = loading.ranks
             if draft is not None and not is_own:
                 first |= draft.load(self.placement)
-            yield [
-                ReadOnce(first, packing, loading.wait),
-                *(ReadOnce(rank, None, loading.wait) for rank in others),
+            packed: Sequence[dict[str, Any] | None] = [None] * len(loading.ranks)
+            if cache is not None:
+                packed = kept or [{} for _ in loading.ranks]
+            ranks = [
+                ReadOnce(weights, packing if rank == 0 else None, loading.wait, packed[rank])
+                for rank, weights in enumerate((first, *others))
             ]
+            yield ranks
+        if cache is not None and kept is None:
+            cache.write([_without_draft(rank.packed or {}) for rank in ranks])
+
+
+def _is_kept(parameter: Parameter) -> bool:
+    """Whether a ``PackedCache`` has it: the draft module may come from another folder."""
+    return is_packed(parameter) and not parameter.name.startswith("mtp.")
+
+
+def _without_draft(packed: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in packed.items() if not name.startswith("mtp.")}
 
 
 def _plan_steps(

@@ -110,4 +110,5 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         draft=arguments.draft,
         draft_tokens=arguments.draft_tokens,
         draft_weights=draft_folder(arguments),
+        packed_cache=None if arguments.packed_cache is None else str(arguments.packed_cache),
     )

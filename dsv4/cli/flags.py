@@ -169,6 +169,12 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
     add_draft_flags(group)
     group.add_argument(
+        "--packed-cache",
+        type=path,
+        metavar="DIR",
+        help="keep packed weights there, so that the next start packs nothing (default: none)",
+    )
+    group.add_argument(
         "--max-context",
         type=integer(1, 2**31 - 1),
         metavar="N",

@@ -20,6 +20,7 @@ def load_engine(arguments: argparse.Namespace, config: EngineConfig) -> Engine:
         ProgressBar("compile", KERNELS, sys.stderr, shown) as compiling,
         ProgressBar("read   ", GIGABYTES, sys.stderr, shown) as reading,
         ProgressBar("pack   ", GIGABYTES, sys.stderr, shown) as packing,
+        ProgressBar("keep   ", GIGABYTES, sys.stderr, shown) as keeping,
     ):
         is_read = False
 
@@ -33,4 +34,6 @@ def load_engine(arguments: argparse.Namespace, config: EngineConfig) -> Engine:
             if is_read:
                 packing(done, total)
 
-        return Engine.load(arguments.model, config, read, compiling=compiling, packing=pack)
+        return Engine.load(
+            arguments.model, config, read, compiling=compiling, packing=pack, keeping=keeping
+        )

@@ -1,7 +1,7 @@
 """Typed access to loaded weights under a name prefix."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,13 +13,16 @@ from dsv4.weights.on_demand import WeightOnDemand
 from dsv4.weights.quant import QuantTensor, Weight
 
 Weights = Mapping[str, QuantTensor | WeightOnDemand | Tensor]
+AnyPacked = TypeVar("AnyPacked")
 AnyParameter = TypeVar("AnyParameter", bound=QuantTensor | WeightOnDemand | Tensor)
 
 
 class ReadOnce(Mapping[str, AnyParameter]):
     """Weights that are let go as they are read: a stored matrix lives only until its packed form
     exists. ``progress(done, total)`` is told about the bytes that are read, ``wait`` is called
-    before with the name of each: it returns when the weight is filled.
+    before with the name of each: it returns when the weight is filled. ``packed``: what was packed
+    before, by the name of the first weight that it was made of, which is taken in the place of
+    these weights; what is packed now is added to it.
     """
 
     def __init__(
@@ -27,8 +30,10 @@ class ReadOnce(Mapping[str, AnyParameter]):
         weights: dict[str, AnyParameter],
         progress: Callable[[int, int], None] | None = None,
         wait: Callable[[str], None] = lambda _: None,
+        packed: dict[str, Any] | None = None,
     ) -> None:
         self._weights = weights
+        self.packed = packed
         self._wait = wait
         self._progress = progress
         self._done = 0
@@ -65,11 +70,15 @@ class WeightReader:
         """A weight matrix in the op table's layout; one that is read on demand as it is, which the
         torch ops alone accept.
         """
-        weight = self._weights[self._prefix + name]
-        if isinstance(weight, WeightOnDemand):
-            return weight
-        assert isinstance(weight, QuantTensor), f"{self._prefix}{name} is not a matrix"
-        return self._packing.pack_weight(weight)
+
+        def pack() -> Weight:
+            weight = self._weights[self._prefix + name]
+            if isinstance(weight, WeightOnDemand):
+                return weight
+            assert isinstance(weight, QuantTensor), f"{self._prefix}{name} is not a matrix"
+            return self._packing.pack_weight(weight)
+
+        return self._kept(name, pack)
 
     def stored_matrix(self, name: str) -> QuantTensor:
         """A weight matrix as stored in the checkpoint."""
@@ -80,13 +89,27 @@ class WeightReader:
     def experts(self, name: str) -> ExpertWeights:
         """The matrices of experts below ``name`` in the op table's layout."""
         names = [f"{name}.{part}.weight" for part in ("w1", "w2", "w3")]
-        if self._packing.pack_experts is None:
+        pack = self._packing.pack_experts
+        if pack is None:
             return ExpertWeights(*map(self.matrix, names))
-        return self._packing.pack_experts(*map(self.stored_matrix, names))
+        return self._kept(names[0], lambda: pack(*map(self.stored_matrix, names)))
 
     def row_list(self, names: Sequence[str], out_dtypes: Sequence[torch.dtype | None]) -> RowList:
         """Several weight matrices of one input width in the op table's layout."""
-        return self._packing.pack_rows([self.stored_matrix(name) for name in names], out_dtypes)
+        pack = self._packing.pack_rows
+        return self._kept(
+            names[0], lambda: pack([self.stored_matrix(name) for name in names], out_dtypes)
+        )
+
+    def _kept(self, first: str, pack: Callable[[], AnyPacked]) -> AnyPacked:
+        """What ``pack`` makes of matrices of which this is the first, or made of them before."""
+        packed = self._weights.packed if isinstance(self._weights, ReadOnce) else None
+        if packed is None:
+            return pack()
+        name = self._prefix + first
+        if name not in packed:
+            packed[name] = pack()
+        return packed[name]
 
     def vector(self, name: str) -> Tensor:
         """A norm, bias, sink or mHC parameter in float32."""

@@ -62,9 +62,11 @@ class Packing:
     """How an op table keeps weights: every layout has ``dequantize()`` and ``shape``, so that the
     torch ops accept any of them. Norm weights, biases, sinks and positional biases are float32.
     ``pack_experts`` None: every matrix of experts by ``pack_weight``, one after the other.
-    ``native``: weights have native copies beside them, for activations of this mode.
+    ``native``: weights have native copies beside them, for activations of this mode. Packings of
+    one ``name`` make the same bytes of the same weights.
     """
 
+    name: str
     pack_weight: PackWeight
     pack_rows: PackRows
     pack_experts: PackExperts | None = None
@@ -141,7 +143,11 @@ def _moe_noticing_nan(nan_1: Tensor, *arguments: Any, **named: Any) -> Mixture:
 
 def torch_packing(mode: ActivationMode) -> Packing:
     """The layouts of the torch ops, for activations of ``mode`` in prefill steps."""
-    return Packing(partial(dequantized_weight, mode=mode), partial(dequantized_rows, mode=mode))
+    return Packing(
+        f"torch {mode}",
+        partial(dequantized_weight, mode=mode),
+        partial(dequantized_rows, mode=mode),
+    )
 
 
 TORCH_PACKING = torch_packing("bf16")

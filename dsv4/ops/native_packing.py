@@ -21,4 +21,5 @@ def native_packing(activations: ActivationMode) -> Packing:
     nvfp4 = activations == "nvfp4"
     pack = partial(pack_with_native, nvfp4=nvfp4)
     experts = partial(pack_native_experts, nvfp4=nvfp4)
-    return Packing(pack, partial(pack_rows, pack=pack), experts, activations)
+    rows = partial(pack_rows, pack=pack)
+    return Packing(f"cuda with native {activations}", pack, rows, experts, activations)

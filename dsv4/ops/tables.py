@@ -184,7 +184,7 @@ def native_prefill_ops(activations: ActivationMode) -> Callable[[Recording], Ops
     return ops_on
 
 
-CUDA_PACKING = Packing(pack_weight, pack_rows)
+CUDA_PACKING = Packing("cuda", pack_weight, pack_rows)
 TORCH_TABLE = DirectTable(TORCH_PACKING, TORCH)
 CUDA_TABLE = RecordedTable(CUDA_PACKING, decode_ops, prefill_ops)
 CUTEDSL_TABLE = RecordedTable(CUDA_PACKING, decode_ops, cutedsl_prefill_ops)

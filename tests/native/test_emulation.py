@@ -34,6 +34,7 @@ def native_table(mode: ActivationMode) -> RecordedTable:
         return pack_with_native(weight, nvfp4)
 
     packing = Packing(
+        f"native {mode}",
         pack,
         lambda weights, out_dtypes: pack_rows(weights, out_dtypes, pack),
         lambda w1, w2, w3: pack_native_experts(w1, w2, w3, nvfp4),
