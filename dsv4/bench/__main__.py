@@ -13,7 +13,7 @@ from dsv4.bench.context_flags import add_context_options, measure_context
 from dsv4.bench.decode_modes import DECODE_MODES
 from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import Layout
-from dsv4.command.flags import OneLineParser, add_prefill_activations, integer
+from dsv4.command.flags import OneLineParser, add_prefill_activations, integer, number
 from dsv4.command.output_file import check_output, write_output
 from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT
@@ -125,7 +125,7 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--acceptance",
-        type=share,
+        type=number(0, 1),
         help="with --draft: the share of drafts that is assumed to be kept (default: 0.8)",
     )
     for flag, text in (
@@ -204,17 +204,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.geometry is not None:
         return _measure_geometry(options, engine)
     return _measure_checkpoint(options, engine)
-
-
-def share(text: str) -> float:
-    """A flag type: a number from 0 to 1."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found <= 1:
-        raise argparse.ArgumentTypeError(f"found {text[:80]!r}, expected a number from 0 to 1")
-    return found
 
 
 def _check_draft(options: argparse.Namespace) -> None:

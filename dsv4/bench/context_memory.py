@@ -70,7 +70,7 @@ class PlacedGeometry:
         plans = {}
         for length in lengths:
             sized = replace(self.engine, max_context=length)
-            given = self.config, sized, formats, table, self.targets, self.placement, length
+            given = self.config, sized, formats, table, self.targets, self.placement
             steps = PlannedSteps.of(*given)
             plan = plan_memory(self.config, sized, self.placement, stored, steps, gpu_memory)
             plans[length] = plan, steps.workspace_bytes()
