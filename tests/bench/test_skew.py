@@ -22,17 +22,17 @@ USED = [0, 1, 2, 3, LOGITS_EXCHANGE]
 
 def stamps(skew_ns: float, clock: float, drift: float = 0.0) -> Tensor:
     """Exchanges every 20 µs, to which rank 1 comes later by this; its clock is another one."""
-    times = torch.zeros(2, TOKENS, MOST_EXCHANGES, 2, dtype=torch.float64)
-    start = 1e9
+    times = torch.zeros(2, TOKENS, MOST_EXCHANGES, 2, dtype=torch.int64)
+    # A GPU's clock counts from 1970 on.
+    start = 1_763_851_234_000_000_123
     number = torch.arange(TOKENS * len(USED)).view(TOKENS, len(USED)).double()
-    pushed = start + 20_000.0 * number
+    pushed = 20_000.0 * number
     late = pushed + skew_ns
-    share = (pushed - start) / (20_000.0 * (TOKENS * len(USED) - 1))
-    moved = clock + drift * share
-    times[0, :, USED, PUSHED] = pushed
-    times[1, :, USED, PUSHED] = late + moved
-    times[0, :, USED, FOUND] = torch.maximum(pushed, late + HOP)
-    times[1, :, USED, FOUND] = torch.maximum(late, pushed + HOP) + moved
+    moved = clock + drift * pushed / pushed.max()
+    times[0, :, USED, PUSHED] = start + pushed.long()
+    times[1, :, USED, PUSHED] = start + (late + moved).long()
+    times[0, :, USED, FOUND] = start + torch.maximum(pushed, late + HOP).long()
+    times[1, :, USED, FOUND] = start + (torch.maximum(late, pushed + HOP) + moved).long()
     return times
 
 
