@@ -13,6 +13,7 @@ from dsv4.caches.state import DecodeState
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.launch.constants import TOKEN_TILE
 from dsv4.launch.loading import driver
 from dsv4.parallel.placement import Placement
 from dsv4.peers import FAULT_WORDS, SLOTS, STEP_WORDS, WORD_BYTES, InboxLayout, Peers
@@ -51,7 +52,8 @@ def allocate_state(
 def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -> list[Peers]:
     """Every rank's view of the others; rank r is on ``devices[r]``, and several may be on one.
     ``tokens`` of the longest step. With fewer than ``layout.ranks`` devices, two, the rest is
-    absent: a rank writes the words of absent ones into the inbox of the other.
+    absent: a rank writes the words of absent ones into the inbox of the other, and its rows as
+    those of their tokens.
     """
     on_gpus = devices[0].type == "cuda"
     if on_gpus:
@@ -59,13 +61,16 @@ def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -
     inboxes = [_shared_memory((layout.words,), torch.int64, device) for device in devices]
     rows = (SLOTS, tokens, layout.width)
     partials = [_shared_memory(rows, torch.float32, device) for device in devices]
-    inputs = [_shared_memory(rows[1:], torch.bfloat16, device) for device in devices]
+    absent = range(len(devices), layout.ranks)
+    # The last tiles of absent ranks may lie behind the tokens.
+    room = (tokens + (layout.ranks * TOKEN_TILE if absent else 0), layout.width)
+    inputs = [_shared_memory(room, torch.bfloat16, device) for device in devices]
+    tile_bytes = TOKEN_TILE * layout.width * inputs[0].itemsize
     fault_4 = torch.zeros(FAULT_WORDS, dtype=torch.int32, pin_memory=on_gpus)
     found = []
     for rank, device in enumerate(devices):
         step_4 = torch.zeros(STEP_WORDS, dtype=torch.int32, device=device)
         other = (rank + 1) % len(devices)
-        absent = range(len(devices), layout.ranks)
         shift = WORD_BYTES * layout.rank_words
         addresses = [
             *(one.data_ptr() for one in inboxes),
@@ -73,10 +78,10 @@ def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -
             *(one.data_ptr() for one in (inboxes[rank], step_4, fault_4, *partials)),
             *(partials[other].data_ptr() for _ in absent),
             *(one.data_ptr() for one in inputs),
-            *(inputs[other].data_ptr() for _ in absent),
+            *(inputs[other].data_ptr() + (missing - rank) * tile_bytes for missing in absent),
         ]
         table_P = torch.tensor(addresses, dtype=torch.int64, device=device)
-        own = inboxes[rank], step_4, fault_4, partials[rank], inputs[rank]
+        own = inboxes[rank], step_4, fault_4, partials[rank], inputs[rank][:tokens]
         found.append(Peers(rank, layout, table_P, *own))
     return found
 

@@ -1,0 +1,49 @@
+"""Two ranks of more, for timings: what absent ranks would send comes from the other one."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from dsv4.launch.constants import TOKEN_TILE
+from dsv4.parallel.rank_state import connect
+from dsv4.peers import InboxLayout, Peers
+
+CPU = torch.device("cpu")
+WIDTH = 8
+ROW_BYTES = 2 * WIDTH
+
+
+def rows_written(peers: Peers, tokens: int) -> list[int]:
+    """Addresses of the rows that a rank's ``hc_finish`` writes."""
+    ranks = peers.ranks
+    own = [token for token in range(tokens) if token // TOKEN_TILE % ranks == peers.rank]
+    tables = peers.table_P[2 * ranks + 3 : 3 * ranks + 3].tolist()
+    return [table + token * ROW_BYTES for table in tables for token in own]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("tokens", [128, 1024])
+def test_inputs_are_filled_for_the_tokens_of_absent_ranks(ranks: int, tokens: int) -> None:
+    """In both ranks that are there, each row once."""
+    found = connect(InboxLayout(ranks, WIDTH, 64), [CPU] * 2, tokens)
+    written = Counter(row for one in found for row in rows_written(one, tokens))
+    expected = [
+        one.inputs_TE.data_ptr() + token * ROW_BYTES for one in found for token in range(tokens)
+    ]
+    assert written == Counter(expected)
+
+
+@pytest.mark.parametrize("tokens", [9, 17, 100, 1000])
+def test_rows_of_any_length_stay_in_the_memory_of_a_rank(tokens: int) -> None:
+    found = connect(InboxLayout(8, WIDTH, 64), [CPU] * 2, tokens)
+    inputs = [one.inputs_TE for one in found]
+    spans = [(rows.data_ptr(), rows.untyped_storage().nbytes()) for rows in inputs]
+    for one in found:
+        for row in rows_written(one, tokens):
+            assert any(first <= row <= first + size - ROW_BYTES for first, size in spans)
+
+
+def test_nobody_has_more_memory_where_all_ranks_are_there() -> None:
+    for one in connect(InboxLayout(2, WIDTH, 64), [CPU] * 2, 100):
+        assert one.inputs_TE.untyped_storage().nbytes() == 100 * ROW_BYTES
