@@ -42,9 +42,9 @@ STAGE_SCALE_BYTES = {
     QuantFormat.BF16: 0,
 }
 MAX_EXPERTS = 640
+MAX_EXPERTS_PER_TOKEN = 16
 # Ranks that share the seams of a long step take tiles of so many tokens in turn.
 TOKEN_TILE = 16
-MAX_EXPERTS_PER_TOKEN = 16
 
 
 def device_header() -> str:
@@ -52,8 +52,8 @@ def device_header() -> str:
     macros = {
         "MAX_DECODE_TOKENS": MAX_DECODE_TOKENS,
         "MAX_EXPERTS": MAX_EXPERTS,
-        "TOKEN_TILE": TOKEN_TILE,
         "MAX_EXPERTS_PER_TOKEN": MAX_EXPERTS_PER_TOKEN,
+        "TOKEN_TILE": TOKEN_TILE,
         **{f"ROW_{code.name}": code.value for code in RowCode},
         **{FORMAT_NAME[format]: code for format, code in FORMAT_CODE.items()},
         **{
