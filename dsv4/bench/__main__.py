@@ -55,8 +55,12 @@ def build_parser() -> OneLineParser:
     load.add_argument("--layers", type=integer(1), default=4, help="the first N layers")
     load.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     load.add_argument("--gpus", type=integer(1, 8), default=1)
-    load.add_argument("--parallel", choices=("pipeline", "round-robin"), default="pipeline")
+    parallel = ("pipeline", "round-robin", "tensor")
+    load.add_argument("--parallel", choices=parallel, default="pipeline")
     load.add_argument("--repeats", type=integer(1), default=3)
+    load.add_argument(
+        "--warm-only", action="store_true", help="with the files in the page cache alone"
+    )
     context = kinds.add_parser("context", help="time and memory by position and length")
     add_context_options(context)
     for kind in (engine, ops, load, context):
@@ -176,7 +180,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         config = geometry_config(options.geometry, options.layers)
         engine = EngineConfig(device=options.device, gpus=options.gpus, parallel=options.parallel)
-        return bench_load(config, options.format, engine, options.repeats)
+        cold = not options.warm_only
+        return bench_load(config, options.format, engine, options.repeats, cold)
     if options.kind == "context":
         return measure_context(options)
     settle(options)

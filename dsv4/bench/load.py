@@ -1,73 +1,218 @@
-"""``bench load``: how fast a checkpoint of a published geometry gets from its files to the
-devices.
+"""``bench load``: how fast a checkpoint of a published geometry gets from its files to the devices
+and is packed there, beside what the files and the links give by themselves.
 """
 
 import os
+import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 
-from dsv4.checkpoint import (
-    Layout,
-    describe,
-    load_weights,
-    open_checkpoint,
-    synthetic_weights,
-    write_weights,
-)
+from dsv4.caches.allocation import COMPUTE_DTYPES
+from dsv4.checkpoint import Layout, load_ranks, synthetic_weights, transfer, write_weights
+from dsv4.checkpoint.identity import checkpoint_identity
+from dsv4.checkpoint.packed_cache import PackedCache
 from dsv4.config import ModelConfig
+from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
+from dsv4.layers.weights import ReadOnce
+from dsv4.model import build_ranks
+from dsv4.opened_checkpoint import OpenedCheckpoint
 from dsv4.parallel.devices import engine_devices
-from dsv4.parallel.placement import Placement, bytes_by_layer
+
+_READERS = (1, 2, 4, 8, 16, 32)
+_SHARD_BYTES = 2 * 10**9
+_COPIES = 64
+_CONTEXT = 512
+_PROMPT = list(range(16))
 
 
 def bench_load(
-    raw_config: dict[str, Any], layout: Layout, engine: EngineConfig, repeats: int
+    raw_config: dict[str, Any], layout: Layout, engine: EngineConfig, repeats: int, cold: bool
 ) -> dict[str, Any]:
-    """GB/s of ``load_weights`` on random weights in a temporary folder: once with the files out of
-    the page cache, as far as the system lets them go, then ``repeats`` times with the files in it.
+    """Rates in GB/s and seconds of random weights in a temporary folder (``TMPDIR``): ``repeats``
+    times with the files in the page cache, with ``cold`` before that once without, as far as the
+    system lets them go. ``LoadBench.measured`` says what.
 
     The weights are drawn on the first device: a GPU draws in a second what takes a CPU minutes.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "checkpoint"
-        device = engine_devices(engine)[0]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "checkpoint"
+        devices = engine_devices(engine)
         config = ModelConfig.from_dict(raw_config)
-        write_weights(
-            path, raw_config, layout, synthetic_weights(config, layout, 0, lambda _: device)
-        )
+        weights = synthetic_weights(config, layout, 0, lambda _: devices[0])
+        write_weights(folder, raw_config, layout, weights, shard_bytes=_SHARD_BYTES)
+        del weights
         torch.cuda.empty_cache()
-        for file in path.glob("*.safetensors"):
+        return {
+            "layers": raw_config["num_hidden_layers"],
+            "gpus": engine.gpus,
+            "parallel": engine.parallel,
+            "readers": transfer.reader_count(),
+            "buffer_mib": transfer.STAGING_BYTES / (1 << 20),
+        } | LoadBench(folder, Path(temporary) / "packed", engine, devices).measured(repeats, cold)
+
+
+class LoadBench:
+    """Measurements of one checkpoint ``folder``; ``packed``: a folder for its packed weights."""
+
+    def __init__(
+        self, folder: Path, packed: Path, engine: EngineConfig, devices: Sequence[torch.device]
+    ) -> None:
+        self._folder = folder
+        self._packed = packed
+        self._engine = engine
+        self._devices = devices
+        self._files = sorted(folder.glob("*.safetensors"))
+        self._opened = OpenedCheckpoint.open(folder, engine)
+        self._bytes = sum(file.stat().st_size for file in self._files)
+
+    def measured(self, repeats: int, cold: bool) -> dict[str, Any]:
+        """Rates of plain reads (by threads), of copies of pinned memory (by devices), of loading;
+        seconds of packing alone, of loading and packing together, of writing packed weights and of
+        reading them; seconds from the start of a process to its first token, with compiled kernels.
+        """
+        found: dict[str, Any] = {"gigabytes": round(self._bytes / 1e9, 2)}
+        if cold:
+            found["cold_plain_read_gb_per_s"] = self._rate(self._cold(self._read_plainly))
+            found["cold_gb_per_s"] = self._rate(self._cold(self._load))
+        plain = {count: self._rate(self._read_plainly(count)) for count in _READERS}
+        self._load()  # Makes pinned memory, and the devices ready.
+        warm = [self._rate(self._load()) for _ in range(repeats)]
+        best = max(plain.values())
+        found |= {
+            "plain_read_gb_per_s": plain,
+            "copy_gb_per_s": [self._copy_rate(device) for device in self._devices],
+            "warm_gb_per_s": warm,
+            "warm_share_of_plain_read": round(statistics.median(warm) / best, 3),
+        }
+        self._start(None)
+        found["packing_alone_seconds"] = self._pack_alone()
+        found["load_and_pack_seconds"] = [self._start(None) for _ in range(repeats)]
+        found["pack_and_write_cache_seconds"] = self._start(self._cache())
+        found["packed_cache_seconds"] = [self._start(self._cache()) for _ in range(repeats)]
+        size = sum(file.stat().st_size for file in self._packed.rglob("*.safetensors"))
+        found["packed_cache_gigabytes"] = round(size / 1e9, 2)
+        torch.cuda.empty_cache()
+        kept = replace(self._engine, packed_cache=str(self._packed))
+        self._first_token(self._engine)  # Compiles.
+        for name, engine in (("", self._engine), ("packed_cache_", kept)):
+            seconds = [self._first_token(engine) for _ in range(repeats)]
+            found[f"{name}first_token_seconds"] = seconds
+        return found
+
+    def _rate(self, seconds: float) -> float:
+        return round(self._bytes / seconds / 1e9, 2)
+
+    def _cold(self, measure: Callable[[], float]) -> float:
+        for file in self._files:
             _forget(file)
-        rates = [_gb_per_s(path, engine) for _ in range(1 + repeats)]
-        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    return {
-        "layers": raw_config["num_hidden_layers"],
-        "gigabytes": round(size / 1e9, 2),
-        "gpus": engine.gpus,
-        "parallel": engine.parallel,
-        "cold_gb_per_s": rates[0],
-        "warm_gb_per_s": rates[1:],
-    }
+        return measure()
+
+    def _read_plainly(self, threads: int | None = None) -> float:
+        """Seconds of reading all files by threads into memory of their own, in the pieces of a
+        load.
+        """
+        size = transfer.STAGING_BYTES
+        pieces = iter(
+            [(file, at) for file in self._files for at in range(0, file.stat().st_size, size)]
+        )
+        taking = Lock()
+
+        def read(memory: torch.Tensor) -> None:
+            buffer = memory.numpy().data
+            while True:
+                with taking:
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                with piece[0].open("rb", buffering=0) as file:
+                    file.seek(piece[1])
+                    file.readinto(buffer)
+
+        count = threads or transfer.reader_count()
+        buffers = [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]
+        started = time.perf_counter()
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(read, buffers))
+        return time.perf_counter() - started
+
+    def _copy_rate(self, device: torch.device) -> float | None:
+        if device.type != "cuda":
+            return None
+        size = transfer.STAGING_BYTES
+        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        target = pinned.to(device)
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(_COPIES):
+            target.copy_(pinned, non_blocking=True)
+        torch.cuda.synchronize(device)
+        return round(_COPIES * size / (time.perf_counter() - started) / 1e9, 2)
+
+    def _load(self) -> float:
+        """Seconds of ``load_ranks``."""
+        opened = self._opened
+        started = time.perf_counter()
+        load_ranks(opened.checkpoint, opened.config, opened.placement)
+        return self._since(started)
+
+    def _pack_alone(self) -> float:
+        """Seconds of packing what is loaded."""
+        opened = self._opened
+        ranks = load_ranks(opened.checkpoint, opened.config, opened.placement)
+        once = [ReadOnce(rank) for rank in ranks]
+        del ranks
+        started = time.perf_counter()
+        self._build(once)
+        return self._since(started)
+
+    def _cache(self) -> PackedCache:
+        opened = self._opened
+        identity = checkpoint_identity(opened.checkpoint)
+        name = opened.table.packing.name
+        return PackedCache(self._packed, opened.checkpoint, identity, name, opened.placement.ranks)
+
+    def _start(self, cache: PackedCache | None) -> float:
+        """Seconds until all weights are packed, on their devices, and kept where they are."""
+        started = time.perf_counter()
+        with self._opened.reading(None, None, cache) as ranks:
+            self._build(ranks)
+        return self._since(started)
+
+    def _build(self, ranks: Sequence[ReadOnce]) -> None:
+        opened = self._opened
+        dtype = COMPUTE_DTYPES[self._engine.compute_dtype]
+        build_ranks(opened.config, ranks, opened.table.packing, opened.placement, dtype)
+
+    def _since(self, started: float) -> float:
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return round(time.perf_counter() - started, 3)
+
+    def _first_token(self, engine: EngineConfig) -> dict[str, float]:
+        """Seconds from the start of a process that imports, loads and answers."""
+        context = get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            return process.submit(_first_token, self._folder, engine, time.time()).result()
 
 
-def _gb_per_s(path: Path, engine: EngineConfig) -> float:
-    checkpoint = open_checkpoint(path)
-    config = ModelConfig.from_dict(checkpoint.raw_config)
-    sizes = [(one.parameter.name, one.nbytes) for one in describe(checkpoint, config)]
-    layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
-    placement = Placement.of(engine, engine_devices(engine), layer_bytes)
-    for device in set(placement.layer_devices):
-        torch.zeros(1, device=device)  # The first use of a device takes its time.
-    started = time.perf_counter()
-    weights = load_weights(checkpoint, config, device_of=placement.device_of)
-    seconds = time.perf_counter() - started
-    del weights
-    torch.cuda.empty_cache()
-    return round(sum(nbytes for _, nbytes in sizes) / seconds / 1e9, 2)
+def _first_token(folder: Path, engine: EngineConfig, started: float) -> dict[str, float]:
+    imported = time.time() - started
+    loaded = Engine.load(folder, replace(engine, max_context=_CONTEXT))
+    ready = time.time() - started
+    next(iter(loaded.generate(_PROMPT, 1)))
+    seconds = {"imported": imported, "loaded": ready, "first_token": time.time() - started}
+    return {name: round(value, 3) for name, value in seconds.items()}
 
 
 def _forget(file: Path) -> None:

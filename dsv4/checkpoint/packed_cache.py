@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import dsv4
-from dsv4.checkpoint.checksum import checksum
+from dsv4.checkpoint.checksum import as_unsigned, checksum, queued_checksum
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.packed_values import Memory, described, known_classes, numbers_in, remade
 from dsv4.checkpoint.pieces import Piece
@@ -247,22 +247,26 @@ def _fill(
     checksums: Sequence[int],
     progress: Progress | None,
 ) -> None:
-    def check(name: str) -> None:
-        found = checksum(memory[int(name)])
-        expected = checksums[int(name)]
-        if found != expected:
-            raise UserError(
-                f"{tensors[name].file}: tensor {name}: damaged: "
-                f"found checksum {found:016x}, expected {expected:016x}"
-            )
+    found: dict[str, Tensor] = {}
+
+    def queue_checksum(name: str) -> None:
+        found[name] = queued_checksum(memory[int(name)])
 
     pieces = [
         Piece.whole(stored.file, stored.offset, memory[int(name)], name)
         for name, stored in tensors.items()
     ]
     count = counter(progress, sum(part.numel() for part in memory))
-    with Transfer(pieces, count, check):
+    with Transfer(pieces, count, queue_checksum):
         pass
+    for name, total in found.items():
+        value = as_unsigned(int(total))
+        expected = checksums[int(name)]
+        if value != expected:
+            raise UserError(
+                f"{tensors[name].file}: tensor {name}: damaged: "
+                f"found checksum {value:016x}, expected {expected:016x}"
+            )
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -60,11 +60,6 @@ class Span(NamedTuple):
     nbytes: int
     pieces: tuple[Piece, ...]
 
-    def bytes_of(self, piece: Piece, memory: Tensor) -> Tensor:
-        """The bytes of one of the pieces in the ``memory`` of the span."""
-        first = piece.offset - self.offset
-        return memory[first : first + piece.nbytes]
-
 
 def spans(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
     """The pieces, which are in file order, in spans of at most ``most`` bytes; a piece that is

@@ -1,5 +1,5 @@
-"""Moves bytes of files to the devices that own them: threads that take the next span of the files
-each, and copy one while they read another.
+"""Moves bytes of files to the devices that own them: threads that read the next span of the files
+each, and one that copies what they have read.
 """
 
 import os
@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from io import FileIO
-from threading import Condition, Lock
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Condition
 from types import TracebackType
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from dsv4.checkpoint.pieces import GAP, Piece, Share, Span, in_file_order, spans
+from dsv4.checkpoint.pieces import GAP, Piece, Span, in_file_order, spans
 from dsv4.errors import UserError
 
 STAGING_BYTES = 16 << 20
 BUFFERS = 2
 MAX_READERS = 8
-
-Streams = dict[torch.device, torch.cuda.Stream]
 
 
 def reader_count() -> int:
@@ -48,12 +48,16 @@ class Transfer:
     """Threads that fill the targets of ``pieces``, in file order, beside the block of its ``with``,
     whose end waits for them.
 
+    ``readers`` threads (None: by the machine) do nothing but read into buffers of
+    ``STAGING_BYTES``, ``BUFFERS`` a thread, pinned for CUDA devices; torch gets them back at the
+    end. For CUDA devices one more thread copies what they have read: copies queued by many threads
+    would wait for the interpreter more than for the link. Files are read, not mapped: one that
+    shrinks meanwhile is an error and not a signal.
+
     ``on_bytes`` is told how many bytes have arrived, ``on_filled`` the name of pieces when all of
-    them have; both by any of the ``readers`` threads (None: by the machine). Files are read, not
-    mapped: a file that shrinks meanwhile is an error and not a signal. The bytes pass ``BUFFERS``
-    buffers of ``STAGING_BYTES`` a thread, pinned for CUDA devices, which torch gets back at the
-    end. The first error of any thread, or one of the block, Ctrl-C among them, ends all threads
-    within one buffer and is raised. ``UserError`` for a file that cannot be read or is too short.
+    them have, both by any thread. The first error of any thread, or one of the block, Ctrl-C among
+    them, ends all threads within one buffer and is raised. ``UserError`` for a file that cannot be
+    read or is too short.
     """
 
     def __init__(
@@ -63,32 +67,38 @@ class Transfer:
         on_filled: Callable[[str], None] = lambda _: None,
         readers: int | None = None,
     ) -> None:
-        ordered = [piece for piece in in_file_order(pieces) if piece.nbytes]
+        self._pieces = [piece for piece in in_file_order(pieces) if piece.nbytes]
         self._missing: Counter[str] = Counter()
-        for piece in ordered:
+        devices: set[torch.device] = set()
+        for piece in self._pieces:
             self._missing[piece.name] += piece.nbytes
+            devices.update(share.target.device for share in piece.shares)
+        self._devices = sorted((one for one in devices if one.type == "cuda"), key=str)
         total = self._missing.total()
         self._readers = min(readers or reader_count(), -(-total // STAGING_BYTES))
-        self._buffer_bytes = min(total + GAP * len(ordered), STAGING_BYTES)
-        self._devices: set[torch.device] = set()
-        self._column_devices: set[torch.device] = set()
-        for piece in ordered:
-            on_cuda = {one.target.device for one in piece.shares if one.target.is_cuda}
-            self._devices |= on_cuda
-            self._column_devices |= on_cuda if piece.rows > 1 else set()
-        self._spans = spans(ordered, STAGING_BYTES)
-        self._taking = Lock()
+        self._buffer_bytes = min(total + GAP * len(self._pieces), STAGING_BYTES)
+        self._to_read: SimpleQueue[Span | None] = SimpleQueue()
+        self._free: SimpleQueue[_Buffer | None] = SimpleQueue()
+        self._to_copy: SimpleQueue[tuple[Span, _Buffer] | None] = SimpleQueue()
         self._on_bytes = on_bytes
         self._on_filled = on_filled
         self._changed = Condition()
         self._error: BaseException | None = None
-        self._ended = 0
+        self._running = 0
         self._stopped = False
 
     def __enter__(self) -> Self:
-        self._threads = ThreadPoolExecutor(max(1, self._readers), "dsv4-load")
+        jobs = [self._read] * self._readers + [self._copy_to_gpus] * bool(self._devices)
+        self._running = len(jobs)
+        for _ in range(BUFFERS * self._readers):
+            self._free.put(_Buffer.of(self._buffer_bytes, bool(self._devices)))
+        self._threads = ThreadPoolExecutor(max(1, len(jobs)), "dsv4-load")
+        for job in jobs:
+            self._threads.submit(job).add_done_callback(self._on_end)
+        for span in spans(self._pieces, STAGING_BYTES):
+            self._to_read.put(span)
         for _ in range(self._readers):
-            self._threads.submit(self._fill).add_done_callback(self._on_end)
+            self._to_read.put(None)
         return self
 
     def __exit__(
@@ -98,7 +108,7 @@ class Transfer:
             if kind is None:
                 self._wait_until(self._is_over)
         finally:
-            self._stopped = True
+            self._stop()
             self._threads.shutdown()
 
     def wait(self, name: str) -> None:
@@ -111,7 +121,7 @@ class Transfer:
             self._wait_until(self._is_over)
 
     def _is_over(self) -> bool:
-        return self._ended == self._readers
+        return not self._running
 
     def _wait_until(self, is_true: Callable[[], bool]) -> None:
         with self._changed:
@@ -120,146 +130,166 @@ class Transfer:
             raise self._error
 
     def _on_end(self, thread: "Future[None]") -> None:
+        error = thread.exception()
+        if error is not None:
+            self._stop()
         with self._changed:
-            self._ended += 1
-            self._error = self._error or thread.exception()
-            self._stopped |= self._error is not None
+            self._running -= 1
+            self._error = self._error or error
             self._changed.notify_all()
+
+    def _stop(self) -> None:
+        """Ends threads that wait for something to do; they look when they get it."""
+        self._stopped = True
+        for _ in range(self._readers):
+            self._free.put(None)
+            self._to_read.put(None)
 
     # Targets that were made in inference mode can be written to only in inference mode, which is a
     # matter of the thread.
     @torch.inference_mode()
-    def _fill(self) -> None:
-        with _own_streams(self._devices) as streams:
+    def _read(self) -> None:
+        with ExitStack() as files, ExitStack() as end:
+            end.callback(self._to_copy.put, None)
+            opened: dict[Path, FileIO] = {}
+            while (span := self._to_read.get()) is not None and not self._stopped:
+                buffer = self._free.get()
+                if buffer is None:
+                    return
+                if span.file not in opened:
+                    opened[span.file] = files.enter_context(_open(span.file))
+                _read_exactly(opened[span.file], span.offset, buffer.view[: span.nbytes])
+                if self._devices:
+                    self._to_copy.put((span, buffer))
+                else:
+                    _copy(span, buffer, {})
+                    self._arrived(span.pieces)
+                    self._free.put(buffer)
+
+    @torch.inference_mode()
+    def _copy_to_gpus(self) -> None:
+        readers = self._readers
+        copying: deque[tuple[Span, _Buffer, list[Any]]] = deque()
+        # What looks at weights does not wait for copies of others.
+        with _new_streams(self._devices) as checking, _new_streams(self._devices) as streams:
             unsorted = {
                 device: torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
-                for device in self._column_devices
+                for device in self._devices
+                if any(piece.rows > 1 for piece in self._pieces)
             }
-            sizes = [self._buffer_bytes] * BUFFERS
-            buffers = deque(_Buffer(nbytes, streams, unsorted) for nbytes in sizes)
-            while (span := self._next_span()) is not None:
-                self._arrived(buffers[0].filled())
-                buffers[0].fill(span)
-                buffers.rotate(-1)
-            while buffers and not self._stopped:
-                self._arrived(buffers.popleft().filled())
+            while (readers or copying) and not self._stopped:
+                if copying and (not readers or self._to_copy.empty()):
+                    span, buffer, events = copying.popleft()
+                    for event in events:
+                        event.synchronize()
+                    self._free.put(buffer)
+                    self._arrived(span.pieces, checking)
+                    continue
+                item = self._to_copy.get()
+                if item is None:
+                    readers -= 1
+                    continue
+                _copy(*item, unsorted)
+                span, buffer = item
+                copying.append((span, buffer, [stream.record_event() for stream in streams]))
 
-    def _next_span(self) -> Span | None:
-        with self._taking:
-            return None if self._stopped else next(self._spans, None)
-
-    def _arrived(self, pieces: Iterable[Piece]) -> None:
+    def _arrived(self, pieces: Iterable[Piece], streams: Iterable[torch.cuda.Stream] = ()) -> None:
         arrived: Counter[str] = Counter()
         for piece in pieces:
             arrived[piece.name] += piece.nbytes
-        if arrived:
-            self._on_bytes(arrived.total())
+        self._on_bytes(arrived.total())
         for name, nbytes in arrived.items():
             with self._changed:
                 self._missing[name] -= nbytes
                 is_filled = not self._missing[name]
             if is_filled:
-                self._on_filled(name)
+                with _current(streams):
+                    self._on_filled(name)
                 with self._changed:
                     del self._missing[name]
                     self._changed.notify_all()
 
 
+class _Buffer(NamedTuple):
+    """Memory that spans are read into: ``view`` for the operating system."""
+
+    memory: Tensor
+    view: memoryview
+
+    @classmethod
+    def of(cls, nbytes: int, pinned: bool) -> "_Buffer":
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return cls(memory, memory.numpy().data)
+
+
 @contextmanager
-def _own_streams(
-    devices: Iterable[torch.device],
-) -> Iterator[dict[torch.device, torch.cuda.Stream]]:
-    """Streams that are this thread's current ones; at the end they have done everything."""
-    streams = {device: torch.cuda.Stream(device) for device in devices}
-    with ExitStack() as current:
-        for device, stream in streams.items():
-            # Earlier work on the memory of the targets may still be running.
-            stream.wait_stream(torch.cuda.current_stream(device))
-            current.enter_context(torch.cuda.stream(stream))
+def _new_streams(devices: Iterable[torch.device]) -> Iterator[list[torch.cuda.Stream]]:
+    """Streams that are current, behind which nothing runs any more at the end."""
+    streams = [torch.cuda.Stream(device) for device in devices]
+    for stream in streams:
+        # Earlier work on the memory of the targets may still be running.
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with _current(streams):
         try:
             yield streams
         finally:
-            for stream in streams.values():
+            for stream in streams:
                 stream.synchronize()
 
 
-class _Buffer:
-    """Memory that one span after the other is read into, and copied from by ``streams``: pinned
-    where there are some. ``unsorted``: where rows arrive on a device of which it keeps columns.
+@contextmanager
+def _current(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
+    with ExitStack() as current:
+        for stream in streams:
+            current.enter_context(torch.cuda.stream(stream))
+        yield
+
+
+def _copy(span: Span, buffer: _Buffer, unsorted: dict[torch.device, Tensor]) -> None:
+    """Copies the pieces of a span, or queues that. ``unsorted``: where the whole rows arrive on a
+    device of which it keeps columns; torch would pick them on the host.
     """
-
-    def __init__(
-        self,
-        nbytes: int,
-        streams: Streams,
-        unsorted: dict[torch.device, Tensor],
-    ) -> None:
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=bool(streams))
-        self._unsorted = unsorted
-        # A thread sleeps while it waits for them.
-        self._copied = {stream: torch.cuda.Event(blocking=True) for stream in streams.values()}
-        self._pieces: tuple[Piece, ...] = ()
-
-    def filled(self) -> tuple[Piece, ...]:
-        """The pieces of the last span, once they have arrived; then the buffer is free again."""
-        for event in self._copied.values():
-            event.synchronize()
-        pieces = self._pieces
-        self._pieces = ()
-        return pieces
-
-    def fill(self, span: Span) -> None:
-        """Reads a span and queues the copies of its pieces."""
-        _read_span(span, self._memory[: span.nbytes])
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for piece in span.pieces:
-            read = span.bytes_of(piece, self._memory)
-            for share in piece.shares:
-                is_whole = share.stop - share.first == piece.width
-                if piece.rows > 1 and not is_whole:
-                    self._copy_columns(share, read.view(piece.rows, piece.width))
-                    continue
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for piece in span.pieces:
+        first = piece.offset - span.offset
+        read = buffer.memory[first : first + piece.nbytes]
+        for share in piece.shares:
+            is_whole = share.stop - share.first == piece.width
+            if piece.rows == 1 or is_whole:
                 targets.append(share.target)
                 sources.append(read if is_whole else read[share.first : share.stop])
-        if targets:
-            # One call of torch: with one for each, threads would wait for the interpreter.
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-        for stream, event in self._copied.items():
-            event.record(stream)
-        self._pieces = span.pieces
-
-    def _copy_columns(self, share: Share, rows: Tensor) -> None:
-        """Copies columns of ``rows``, uint8 ``[rows, width]``. To a GPU the whole rows cross: torch
-        would pick columns on the host.
-        """
-        unsorted = self._unsorted.get(share.target.device)
-        if unsorted is not None:
-            arrived = unsorted[: rows.numel()].view(rows.shape)
-            rows = arrived.copy_(rows, non_blocking=True)
-        columns = rows[:, share.first : share.stop]
-        share.target.view(columns.shape).copy_(columns, non_blocking=True)
+                continue
+            rows = read.view(piece.rows, piece.width)
+            if share.target.is_cuda:
+                arrived = unsorted[share.target.device][: rows.numel()].view(rows.shape)
+                rows = arrived.copy_(rows, non_blocking=True)
+            columns = rows[:, share.first : share.stop]
+            share.target.view(columns.shape).copy_(columns, non_blocking=True)
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def _read_span(span: Span, memory: Tensor) -> None:
+def _open(path: Path) -> FileIO:
     try:
-        with span.file.open("rb", buffering=0) as file:
-            if sys.platform == "linux":  # Reads further ahead.
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            _read_exactly(file, span.offset, memory)
+        file = path.open("rb", buffering=0)
     except OSError as error:
-        raise UserError(f"{span.file}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    if sys.platform == "linux":  # Reads further ahead.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    return file
 
 
-def _read_exactly(file: FileIO, offset: int, memory: Tensor) -> None:
-    file.seek(offset)
-    rest = memory.numpy().data
-    while rest:
-        count = file.readinto(rest)
+def _read_exactly(file: FileIO, offset: int, memory: memoryview) -> None:
+    done = 0
+    while done < len(memory):
+        try:
+            count = os.preadv(file.fileno(), [memory[done:]], offset + done)
+        except OSError as error:
+            raise UserError(f"{file.name}: cannot be read ({error.strerror})") from None
         if not count:
-            expected = offset + memory.numel()
             raise UserError(
-                f"{file.name}: truncated: found {expected - len(rest)} bytes, "
-                f"expected at least {expected}"
+                f"{file.name}: truncated: found {offset + done} bytes, "
+                f"expected at least {offset + len(memory)}"
             )
-        rest = rest[count:]
+        done += count

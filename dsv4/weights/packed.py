@@ -173,8 +173,9 @@ def pack_weight(weight: QuantTensor) -> PackedWeight:
     data = torch.empty((matrices.shape[0], *shape), dtype=torch.uint8, device=weight.device)
     if not data.is_meta:
         count = matrices_at_once(matrices[0].nbytes)
+        tables = _word_tables(weight.device) if weight.format.group_size else []
         for packed, stored in zip(data.split(count), matrices.split(count), strict=True):
-            packed.copy_(pack(stored).view(packed.shape))
+            packed.copy_(pack(stored, *tables).view(packed.shape))
     scale = _pack_block_scale(weight)
     return PackedWeight(
         data.view(*stack, *shape),
@@ -219,14 +220,16 @@ def _pad(matrix: Tensor, column_multiple: int) -> Tensor:
     return torch.nn.functional.pad(matrix, missing) if any(missing) else matrix
 
 
-def _pack_codes(matrices: Tensor) -> Tensor:
-    """uint8 ``[B, N, K/2]`` to int32 ``[B, N/16, K/64, 8 (g), 4 (t), 4 (s)]``, as bytes."""
+def _pack_codes(matrices: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """uint8 ``[B, N, K/2]`` to int32 ``[B, N/16, K/64, 8 (g), 4 (t), 4 (s)]``, as bytes; ``low``
+    and ``high`` are the ``_word_tables``.
+    """
     # Columns 2·t + h of an MMA step are byte t: [B, tile, j, g, chunk, s, r >> 1, t].
     fields = _pad(matrices, PADDING // 2).unflatten(-1, (-1, 4, 2, 4)).unflatten(1, (-1, 2, 8))
     # Registers r of a word come in pairs of bytes, j = r & 1: [r >> 1, B, tile, chunk, g, t, s, j].
     pairs = fields.permute(6, 0, 1, 4, 3, 7, 5, 2).contiguous().view(torch.int16).squeeze(-1)
     words = None
-    for pair, table in zip(pairs, _word_tables(matrices.device), strict=True):
+    for pair, table in zip(pairs, (low, high), strict=True):
         index = pair.reshape(-1).to(torch.int32).add_(1 << 15)
         of_pair = table.index_select(0, index)
         words = of_pair if words is None else words.bitwise_or_(of_pair)

@@ -8,9 +8,19 @@ from dsv4.bench.load import bench_load
 from dsv4.checkpoint import tiny_config
 from dsv4.engine_config import EngineConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_rates_of_a_cold_and_some_warm_loads(device: Literal["cpu", "cuda"]) -> None:
-    result = bench_load(tiny_config(), "nvfp4-experts", EngineConfig(device=device), repeats=2)
-    assert len(result["warm_gb_per_s"]) == 2
+def test_everything_is_measured_as_often_as_asked(device: Literal["cpu", "cuda"]) -> None:
+    engine = EngineConfig(device=device)
+    result = bench_load(tiny_config(), "nvfp4-experts", engine, repeats=1, cold=True)
     assert (result["layers"], result["gpus"], result["parallel"]) == (4, 1, "pipeline")
+    for name in ("warm_gb_per_s", "load_and_pack_seconds", "packed_cache_seconds"):
+        assert len(result[name]) == 1
+        assert result[name][0] > 0
+    assert result["cold_gb_per_s"] > 0
+    assert result["packed_cache_gigabytes"] > 0
+    for name in ("first_token_seconds", "packed_cache_first_token_seconds"):
+        (seconds,) = result[name]
+        assert 0 < seconds["imported"] < seconds["loaded"] < seconds["first_token"]

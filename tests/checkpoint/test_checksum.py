@@ -22,7 +22,7 @@ def by_definition(data: bytes) -> int:
     padded = data + bytes(-len(data) % 8)
     for place in range(len(padded) // 8):
         word = int.from_bytes(padded[8 * place : 8 * place + 8], "little")
-        mixed = _signed(word + (place + module._CHUNK_WORDS) * step)
+        mixed = _signed(word + (place + 1) * step)
         mixed = _signed((mixed ^ mixed >> 29) * factor)
         total += mixed ^ mixed >> 32
     return total % 2**64

@@ -94,8 +94,8 @@ def test_every_byte_of_the_files_is_read_once(
     read: list[tuple[Path, int, int]] = []
     read_exactly, map_tensor = transfer._read_exactly, index.map_tensor
 
-    def recorded_read(file: Any, offset: int, memory: torch.Tensor) -> None:
-        read.append((Path(file.name), offset, offset + memory.numel()))
+    def recorded_read(file: Any, offset: int, memory: memoryview) -> None:
+        read.append((Path(file.name), offset, offset + len(memory)))
         read_exactly(file, offset, memory)
 
     def recorded_map(stored: StoredTensor) -> torch.Tensor:

@@ -94,10 +94,9 @@ def test_spans_of_pieces_anywhere_hold_the_bytes_of_every_one(
     )
     for span in found:
         assert span.nbytes <= most
-        read = torch.arange(span.nbytes) + span.offset
         for piece in span.pieces:
-            own = span.bytes_of(piece, read)
-            assert (int(own[0]), own.numel()) == (piece.offset, piece.nbytes)
+            assert span.offset <= piece.offset
+            assert piece.offset + piece.nbytes <= span.offset + span.nbytes
 
 
 def test_bytes_between_pieces_are_read_with_them_where_they_are_few(tmp_path: Path) -> None:
