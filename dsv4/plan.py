@@ -9,6 +9,7 @@ import torch
 
 from dsv4.caches.allocation import COMPUTE_DTYPES, layer_state_bytes, step_tokens
 from dsv4.checkpoint import ParameterDescription, held_by
+from dsv4.checkpoint.staging import staging_bytes, staging_on
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
@@ -69,12 +70,13 @@ class DevicePlan:
 class MemoryPlan:
     """One ``DevicePlan`` per device, or per rank; ``str()`` is the table the driver prints for
     ``--plan``. ``native_copies``: ``ops_bytes`` are those of native copies, of all layers or of
-    none.
+    none. ``staging_bytes``: pinned memory of the host that weights pass on their way to GPUs.
     """
 
     devices: tuple[DevicePlan, ...]
     max_context: int
     native_copies: bool = False
+    staging_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -99,6 +101,9 @@ class MemoryPlan:
             row = f"{device.name:<{width}}{device.layers:>7}"
             row += "".join(f"{size:>11,.3f}" for size in sizes)
             lines.append(row + ("" if device.fits else "  does not fit"))
+        if self.staging_bytes:
+            staging = self.staging_bytes / _GIB
+            lines.append(f"loading takes {staging:,.3f} GiB of pinned memory on the host")
         return "\n".join(lines)
 
     def refuse_if_too_large(self) -> None:
@@ -161,6 +166,7 @@ def plan_memory(
     first = placement.of_rank(0)
     step = _torch_work(local, engine, first) if steps is None else steps.workspace_bytes()
     stored = list(stored)
+    size = sum(nbytes for _, _, nbytes in stored)
     plans: list[DevicePlan] = []
     for rank in range(ranks):
         own = placement.of_rank(rank)
@@ -170,7 +176,7 @@ def plan_memory(
         pairs = zip(own.layer_devices, first.layer_devices, strict=True)
         for device, alike in dict(pairs).items():
             # Once the weights are packed, steps take the place of what packing took.
-            work = max(found.packing[device], step[alike])
+            work = max(found.packing[device] + staging_on(device, ranks, size), step[alike])
             work += CUDA_RESERVE_BYTES if device.type == "cuda" else 0
             available = available_bytes(device) if gpu_memory is None else gpu_memory
             plans.append(
@@ -185,7 +191,9 @@ def plan_memory(
                     rank if ranks > 1 else None,
                 )
             )
-    return MemoryPlan(tuple(plans), max_context, native is not None)
+    on_cuda = any(plan.device.type == "cuda" for plan in plans)
+    staging = staging_bytes(size) if on_cuda else 0
+    return MemoryPlan(tuple(plans), max_context, native is not None, staging)
 
 
 @dataclass(frozen=True)

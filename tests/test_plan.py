@@ -11,6 +11,7 @@ from dsv4.caches.allocation import layer_state_bytes
 from dsv4.caches.state import DecodeState
 from dsv4.checkpoint import ParameterDescription
 from dsv4.checkpoint import tiny_config as tiny_raw_config
+from dsv4.checkpoint.staging import staging_bytes
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine import Engine
@@ -159,6 +160,7 @@ def test_work_of_the_torch_ops_is_the_largest_dequantizing_or_step() -> None:
         engine = EngineConfig(prefill_chunk=chunk, max_context=4096)
         (planned,) = plan_memory(config, engine, placement, stored, None).devices
         packing = max(dequantizing_bytes(d.parameter, d.format) for d in stored)
+        packing += staging_bytes(sum(d.nbytes for d in stored))
         tokens = min(max(chunk, 8), 4096)
         steps = [TorchStep(config, 2, tokens, 4096, ratio) for ratio in config.compress_ratios]
         assert planned.work_bytes == max(packing, *(step.workspace for step in steps))

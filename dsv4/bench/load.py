@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dsv4.caches.allocation import COMPUTE_DTYPES
-from dsv4.checkpoint import Layout, load_ranks, synthetic_weights, transfer, write_weights
+from dsv4.checkpoint import Layout, load_ranks, staging, synthetic_weights, write_weights
 from dsv4.checkpoint.identity import checkpoint_identity
 from dsv4.checkpoint.packed_cache import PackedCache
 from dsv4.config import ModelConfig
@@ -56,8 +56,8 @@ def bench_load(
             "layers": raw_config["num_hidden_layers"],
             "gpus": engine.gpus,
             "parallel": engine.parallel,
-            "readers": transfer.reader_count(),
-            "buffer_mib": transfer.STAGING_BYTES / (1 << 20),
+            "readers": staging.reader_count(),
+            "buffer_mib": staging.STAGING_BYTES / (1 << 20),
         } | LoadBench(folder, Path(temporary) / "packed", engine, devices).measured(repeats, cold)
 
 
@@ -121,7 +121,7 @@ class LoadBench:
         """Seconds of reading all files by threads into memory of their own, in the pieces of a
         load.
         """
-        size = transfer.STAGING_BYTES
+        size = staging.STAGING_BYTES
         pieces = iter(
             [(file, at) for file in self._files for at in range(0, file.stat().st_size, size)]
         )
@@ -138,7 +138,7 @@ class LoadBench:
                     file.seek(piece[1])
                     file.readinto(buffer)
 
-        count = threads or transfer.reader_count()
+        count = threads or staging.reader_count()
         buffers = [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]
         started = time.perf_counter()
         with ThreadPoolExecutor(count) as pool:
@@ -148,7 +148,7 @@ class LoadBench:
     def _copy_rate(self, device: torch.device) -> float | None:
         if device.type != "cuda":
             return None
-        size = transfer.STAGING_BYTES
+        size = staging.STAGING_BYTES
         pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         target = pinned.to(device)
         torch.cuda.synchronize(device)

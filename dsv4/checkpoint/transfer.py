@@ -19,21 +19,8 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint.pieces import GAP, Piece, Span, in_file_order, spans
+from dsv4.checkpoint.staging import BUFFERS, STAGING_BYTES, reader_count
 from dsv4.errors import UserError
-
-STAGING_BYTES = 16 << 20
-BUFFERS = 2
-MAX_READERS = 8
-
-
-def reader_count() -> int:
-    """How many threads read: those of a large machine are more than its memory can feed."""
-    return min(MAX_READERS, os.cpu_count() or 1)
-
-
-def staging_bytes() -> int:
-    """The most memory of the host that the bytes of a load pass at once."""
-    return reader_count() * BUFFERS * STAGING_BYTES
 
 
 def transfer(

@@ -1,0 +1,31 @@
+"""How much is read at once, and the memory that it takes."""
+
+import os
+
+import torch
+
+# Of one buffer: small enough that what was read is copied from the processor's cache.
+STAGING_BYTES = 16 << 20
+# Of each thread: one is read into while another is copied.
+BUFFERS = 2
+MAX_READERS = 8
+
+
+def reader_count() -> int:
+    """How many threads read: those of a large machine are more than its memory can feed."""
+    return min(MAX_READERS, os.cpu_count() or 1)
+
+
+def staging_bytes(total: int) -> int:
+    """The memory of the host that ``total`` bytes of a load pass."""
+    readers = min(reader_count(), -(-total // STAGING_BYTES))
+    return readers * BUFFERS * min(total, STAGING_BYTES)
+
+
+def staging_on(device: torch.device, ranks: int, total: int) -> int:
+    """What a load of ``total`` bytes takes on a device beside weights: on the CPU all buffers, on a
+    GPU the rows of which each of several ranks keeps columns.
+    """
+    if device.type != "cuda":
+        return staging_bytes(total)
+    return STAGING_BYTES if ranks > 1 else 0
