@@ -80,12 +80,15 @@ class Transfer:
         for _ in range(BUFFERS * self._readers):
             self._free.put(_Buffer.of(self._buffer_bytes, bool(self._devices)))
         self._threads = ThreadPoolExecutor(max(1, len(jobs)), "dsv4-load")
-        for job in jobs:
-            self._threads.submit(job).add_done_callback(self._on_end)
-        for span in spans(self._pieces, STAGING_BYTES):
-            self._to_read.put(span)
-        for _ in range(self._readers):
-            self._to_read.put(None)
+        with ExitStack() as undo:
+            undo.callback(self._end)
+            for job in jobs:
+                self._threads.submit(job).add_done_callback(self._on_end)
+            for span in spans(self._pieces, STAGING_BYTES):
+                self._to_read.put(span)
+            for _ in range(self._readers):
+                self._to_read.put(None)
+            undo.pop_all()
         return self
 
     def __exit__(
@@ -95,8 +98,7 @@ class Transfer:
             if kind is None:
                 self._wait_until(self._is_over)
         finally:
-            self._stop()
-            self._threads.shutdown()
+            self._end()
 
     def wait(self, name: str) -> None:
         """Returns when all pieces of this name are filled, and behind the last of all when the
@@ -124,6 +126,10 @@ class Transfer:
             self._running -= 1
             self._error = self._error or error
             self._changed.notify_all()
+
+    def _end(self) -> None:
+        self._stop()
+        self._threads.shutdown()
 
     def _stop(self) -> None:
         """Ends threads that wait for something to do; they look when they get it."""
@@ -159,10 +165,10 @@ class Transfer:
         copying: deque[tuple[Span, _Buffer, list[Any]]] = deque()
         # What looks at weights does not wait for copies of others.
         with _new_streams(self._devices) as checking, _new_streams(self._devices) as streams:
+            has_columns = any(piece.rows > 1 for piece in self._pieces)
             unsorted = {
                 device: torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
-                for device in self._devices
-                if any(piece.rows > 1 for piece in self._pieces)
+                for device in self._devices * has_columns
             }
             while (readers or copying) and not self._stopped:
                 if copying and (not readers or self._to_copy.empty()):
