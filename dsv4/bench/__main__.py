@@ -58,9 +58,8 @@ def build_parser() -> OneLineParser:
     parallel = ("pipeline", "round-robin", "tensor")
     load.add_argument("--parallel", choices=parallel, default="pipeline")
     load.add_argument("--repeats", type=integer(1), default=3)
-    load.add_argument(
-        "--warm-only", action="store_true", help="with the files in the page cache alone"
-    )
+    warm = "with the files in the page cache alone"
+    load.add_argument("--warm-only", action="store_true", help=warm)
     context = kinds.add_parser("context", help="time and memory by position and length")
     add_context_options(context)
     for kind in (engine, ops, load, context):
@@ -91,9 +90,8 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
         help="with --geometry --parallel tensor --gpus 2: how far the ranks are apart at every "
         "exchange of a token, in kernels that note the time",
     )
-    engine.add_argument(
-        "--prefill-chunk", type=integer(1, MAX_PREFILL_CHUNK), help="(default: by the devices)"
-    )
+    chunk = integer(1, MAX_PREFILL_CHUNK)
+    engine.add_argument("--prefill-chunk", type=chunk, help="(default: by the devices)")
     engine.add_argument(
         "--ops",
         choices=("auto", "torch", "cuda", "cutedsl"),
@@ -107,15 +105,18 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
         nargs="+",
         help="ways to decode (default: all, and eager alone with the torch ops)",
     )
-    engine.add_argument(
-        "--profile", action="store_true", help="where the time of a token goes in split and full"
-    )
+    profile = "where the time of a token goes in split and full"
+    engine.add_argument("--profile", action="store_true", help=profile)
     engine.add_argument("--decode-tokens", type=integer(2), default=64)
     device = engine.add_argument("--device", choices=["auto", "cpu", "cuda"])
     device.help = "with --model (default: auto)"
     for flag, default in (("--prompt-tokens", 512), ("--repeats", 3)):
         text = f"with --model (default: {default})"
         engine.add_argument(flag, type=integer(1), help=text)
+    _add_geometry_options(engine)
+
+
+def _add_geometry_options(engine: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--format", choices=get_args(Layout), help="with --geometry (default: nvfp4-experts)"
     )
@@ -132,11 +133,10 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
         type=number(0, 1),
         help="with --draft: the share of drafts that is assumed to be kept (default: 0.8)",
     )
-    for flag, text in (
-        ("--prompts", "with --geometry: lengths to prefill (default: 128 2048 8192)"),
-        ("--positions", "with --geometry: decode there (default: 1024)"),
-    ):
-        engine.add_argument(flag, type=integer(1), nargs="+", help=text)
+    prompts = "with --geometry: lengths to prefill (default: 128 2048 8192)"
+    positions = "with --geometry: decode there (default: 1024)"
+    engine.add_argument("--prompts", type=integer(1), nargs="+", help=prompts)
+    engine.add_argument("--positions", type=integer(1), nargs="+", help=positions)
 
 
 def settle(options: argparse.Namespace) -> None:

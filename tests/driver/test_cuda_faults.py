@@ -73,11 +73,11 @@ def test_memory_that_runs_out_is_one_line_and_exit_code_2(checkpoint: Path) -> N
 import sys, torch, single_shot_inference
 from dsv4.command.program import leave
 import dsv4.opened_checkpoint
-load_weights = dsv4.opened_checkpoint.load_ranks
+load_weights = dsv4.opened_checkpoint.loading_ranks
 def load(*arguments, **named):
     torch.cuda.set_per_process_memory_fraction(1e-5)
     return load_weights(*arguments, **named)
-dsv4.opened_checkpoint.load_ranks = load
+dsv4.opened_checkpoint.loading_ranks = load
 leave(single_shot_inference.main(sys.argv[1:]))
 """
     command = [sys.executable, "-c", script, "--model", str(checkpoint), "--device", "cuda"]

@@ -193,7 +193,7 @@ def test_failing_step_is_one_line_after_the_text(
 
 
 def test_compiling_is_shown_as_compiling(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: object, compiling: Callable[[int, int], None], packing: object) -> None:
+    def load(*_: object, compiling: Callable[[int, int], None], **__: object) -> None:
         compiling(1, 4)
         raise UserError("stop here")
 

@@ -93,7 +93,7 @@ def test_a_wrong_line_is_named_before_anything_is_read(
     def load(*_: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("dsv4.opened_checkpoint.load_ranks", load)
+    monkeypatch.setattr("dsv4.opened_checkpoint.loading_ranks", load)
     prompts = write_lines(tmp_path / "prompts", [{"prompt": "a"}, line, {"prompt": "b"}])
     result = drive("--prompts", prompts, "--out", tmp_path / "answers")
     result.assert_user_error(f"--prompts: {prompts}: line 2: {message}")
