@@ -116,6 +116,7 @@ class ToldBlocks:
         if isinstance(decoder, DraftedDecoder):
             self._queue = decoder.blocks()
         head = self._steps.head
+        self._vocabulary = engine.config.vocab_size
         padded = [*text, *[5] * 16]
         self._text = torch.tensor(padded, device=head)
         self._wrong = torch.tensor([*wrong, *[0] * 16], device=head)[: len(padded)]
@@ -131,7 +132,7 @@ class ToldBlocks:
         position_1, rejected_1 = steps.state.place(steps.head)
         first_1 = position_1 - rejected_1 + 1
         at = (first_1 + torch.arange(count, device=first_1.device)).clamp(max=len(self._text) - 1)
-        drafts = (self._text[at] + self._wrong[at]) % VOCABULARY
+        drafts = (self._text[at] + self._wrong[at]) % self._vocabulary
         memory = steps.along.memory
         memory.drafts_N[:count].copy_(drafts)
         memory.inputs[steps.head][1 : count + 1].copy_(drafts)
