@@ -1,5 +1,6 @@
 """A checkpoint before any weight is read: its parameters, their devices and the memory plan."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.target import Target
 from dsv4.layers.weights import ReadOnce
-from dsv4.opened_draft import OpenedDraft
+from dsv4.opened_draft import OpenedDraft, chooses
 from dsv4.ops.tables import TABLES, DirectTable, Table
 from dsv4.parallel.devices import (
     check_cuda_graph,
@@ -37,6 +38,8 @@ from dsv4.weights.packing_bytes import is_packed
 from dsv4.weights.parameters import Parameter
 
 Progress = Callable[[int, int], None]
+
+_LOG = logging.getLogger("dsv4")
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class OpenedCheckpoint:
         stored = describe(checkpoint, config)
         all_devices = engine_devices(engine, absent)
         ops = TABLES[table_name(engine, all_devices)]
-        draft = OpenedDraft.open(checkpoint, config, engine)
+        draft = OpenedDraft.open(checkpoint, config, engine, ops)
         if draft is not None:
             config = draft.config
             stored += draft.describe()
@@ -80,6 +83,8 @@ class OpenedCheckpoint:
         sizes = ((description.parameter.name, description.nbytes) for description in stored)
         layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
         placement = Placement.of(engine, all_devices, layer_bytes)
+        if draft is not None and chooses(engine) and not draft.is_near(placement):
+            return cls._without_draft(path, engine, gpu_memory)
         check_divisible(config, formats, placement.ranks)
         devices = placement.devices
         engine = with_device_defaults(engine, devices)
@@ -89,7 +94,17 @@ class OpenedCheckpoint:
         steps = _plan_steps(config, engine, held, table, placement, absent, draft)
         draft_bytes = 0 if draft is None else draft.state_bytes(engine, table, devices)
         plan = plan_memory(config, engine, placement, stored, steps, gpu_memory, draft_bytes)
+        if draft is not None and chooses(engine) and not plan.fits:
+            return cls._without_draft(path, engine, gpu_memory)
         return cls(checkpoint, config, draft, placement, table, steps, plan)
+
+    @classmethod
+    def _without_draft(
+        cls, path: str | Path, engine: EngineConfig, gpu_memory: int | None
+    ) -> "OpenedCheckpoint":
+        """Where the checkpoint has a module that nobody asked for, and there is no place for it."""
+        _LOG.info("drafts: off, the checkpoint's module does not fit on the last device")
+        return cls.open(path, replace(engine, draft="off", draft_tokens=None), gpu_memory)
 
     @contextmanager
     def reading(

@@ -35,16 +35,21 @@ class OpenedDraft:
 
     @classmethod
     def open(
-        cls, main: Checkpoint, config: ModelConfig, engine: EngineConfig
+        cls, main: Checkpoint, config: ModelConfig, engine: EngineConfig, table: Table
     ) -> "OpenedDraft | None":
         """The module that ``engine`` asks for: of ``main``, a checkpoint of ``config``, or of
-        ``engine.draft_weights``. None where drafts are off: "auto" without a folder takes no
-        module, because with the torch ops they cost more than they save.
+        ``engine.draft_weights``. None where drafts are off, and where "auto" finds none. Without a
+        folder "auto" takes a module with the CUDA ops and contiguous layers alone: with the torch
+        ops drafts cost more than they save.
 
         Raises ``UserError`` for a module that is not there, not whole, or that cannot run.
         """
-        if engine.draft == "off" or (engine.draft == "auto" and engine.draft_weights is None):
+        if engine.draft == "off":
             return None
+        if chooses(engine):
+            pays = isinstance(table, RecordedTable) and engine.parallel == "pipeline"
+            if not pays or mtp_kind(main) is None:
+                return None
         if engine.parallel == "tensor":
             raise UserError(
                 f"EngineConfig.draft: found {engine.draft!r} with EngineConfig.parallel='tensor', "
@@ -82,9 +87,21 @@ class OpenedDraft:
         """The module as it runs along with the steps of a planned model."""
         return planned_along(self.config, engine, table, self.shown)
 
+    def is_near(self, placement: Placement) -> bool:
+        """Whether the layers that the module reads are on the device of the head."""
+        devices = placement.layer_devices
+        keys = self.config.dspark
+        read = () if self.kind == "classic" or keys is None else keys.target_layer_ids
+        return all(devices[layer] == devices[-1] for layer in read)
+
     def load(self, placement: Placement) -> Weights:
         """The weights, each on its device."""
         return load_found(self.checkpoint, self.config, self.found, placement.device_of)
+
+
+def chooses(engine: EngineConfig) -> bool:
+    """Whether the checkpoint decides if there is a module."""
+    return engine.draft == "auto" and engine.draft_weights is None
 
 
 def with_dspark_of(config: ModelConfig, holder: Checkpoint) -> ModelConfig:

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from dsv4.bench.geometry_bytes import stored_bytes
+from dsv4.bench.layer_times import keep_everything
 from dsv4.checkpoint import Layout
 from dsv4.config import ModelConfig
 from dsv4.decode.drafted_decoder import DraftedDecoder
 from dsv4.engine import Engine
+from dsv4.launch.program import Program
+from dsv4.launch.recording import Launch
+from dsv4.launch.target import Target
 from dsv4.layers.values import Watch
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.sampling import Sampler, SamplingParams
@@ -70,15 +74,16 @@ def bench_drafts(
     for tokens in range(1, min(steps.along.module.most + 1, MAX_DECODE_TOKENS) + 1):
         seconds = _step_seconds(engine, decoder, tokens - 1, position)
         distinct = _distinct_experts(engine, tokens, position)
-        config = engine.config
-        found = _Bytes(config, layout, run.kind)
-        floors = (found.draft(tokens - 1), found.verify(tokens, distinct))
+        of_draft = _distinct_of_draft(steps, tokens - 1)
+        found = _Bytes(engine.config, layout, run.kind)
+        floors = (found.draft(tokens - 1, of_draft), found.verify(distinct))
         draft, verify = (1e6 * nbytes / bytes_per_second for nbytes in floors)
         given = sum(run.acceptance**place for place in range(tokens))
         records[str(tokens)] = {
             "draft_us": round(1e6 * seconds[0], 1),
             "verify_us": round(1e6 * seconds[1], 1),
             "distinct_experts": round(distinct, 2),
+            "distinct_experts_of_a_draft_stage": round(of_draft, 2),
             "draft_floor_us": round(draft, 1),
             "verify_floor_us": round(verify, 1),
             "draft_times_the_floor": round(1e6 * seconds[0] / draft, 3) if tokens > 1 else None,
@@ -138,6 +143,27 @@ def _distinct_experts(engine: Engine, tokens: int, position: int) -> float:
     return sum(counts) / len(counts)
 
 
+@torch.inference_mode()
+def _distinct_of_draft(steps: DraftedRecordedSteps, drafts: int) -> float:
+    """Of a stage, on average, in a draft step whose buffers share no memory."""
+    if not drafts:
+        return 0.0
+    target = Target.of(steps.head)
+    recorded = steps.along.draft_step(target, steps.ranks[0].sampler, drafts)
+    recording = recorded.recordings[steps.head]
+    keep_everything(recording)
+    program = Program(recording)
+    with torch.cuda.device(steps.head):
+        program.run(recording.tokens)
+    chosen = [
+        item.arguments["ids_TP"]
+        for item in recording.items
+        if isinstance(item, Launch) and item.signature.kernel == "moe_decode"
+    ]
+    counts = [len(program.tensor(ids).unique()) for ids in chosen if isinstance(ids, Tensor)]
+    return sum(counts) / len(counts)
+
+
 @dataclass(frozen=True)
 class _Bytes:
     """Weight bytes that the parts of a step have to read once."""
@@ -146,28 +172,23 @@ class _Bytes:
     layout: Layout
     kind: MtpKind
 
-    def verify(self, tokens: int, distinct: float) -> float:
-        """The main model on so many tokens that take ``distinct`` experts a layer, and the
-        module's rows.
+    def verify(self, distinct: float) -> float:
+        """The main model on tokens that take ``distinct`` experts a layer, and the module's
+        rows.
         """
         return self._sum(distinct, self._main()) + self._sum(0, self._remembered())
 
-    def draft(self, drafts: int) -> float:
-        """So many drafts. The experts of a block's tokens are taken to be independent."""
+    def draft(self, drafts: int, distinct: float) -> float:
+        """So many drafts, of rows that take ``distinct`` experts a stage."""
         if not drafts:
             return 0.0
         head = parameters(self.config)["head.weight"]
-        block = 1 if self.config.dspark is None else self.config.dspark.block_size
         module = [found for found in self._module() if not self._is_apart(found.name)]
-        total = self._sum(self._independent(block), module) + self._size(head)
+        total = self._sum(distinct, module) + self._size(head)
         if self.kind == "classic":
             return total * drafts
         markov = [found for found in self._module() if found.name.endswith("markov_w2.weight")]
         return total + drafts * self._sum(0, markov)
-
-    def _independent(self, tokens: int) -> float:
-        experts = self.config.n_routed_experts
-        return experts * (1 - (1 - self.config.num_experts_per_tok / experts) ** tokens)
 
     @staticmethod
     def _is_apart(name: str) -> bool:

@@ -15,6 +15,7 @@ from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.layers.classic_mtp import ClassicMTP
 from dsv4.layers.dspark import DSpark
+from dsv4.opened_checkpoint import OpenedCheckpoint
 from dsv4.parallel.placement import Placement
 from dsv4.speculative.planned import draft_bytes
 from dsv4.weights.parameters import MtpKind
@@ -155,3 +156,37 @@ def test_a_weight_that_the_engine_is_not_given_is_named() -> None:
     placement = Placement.of_layers((CPU,) * config.num_hidden_layers)
     with pytest.raises(UserError, match=r"mtp\.1\.attn\.wkv\.weight: found no such weight"):
         Engine(config, SETTINGS, weights, placement)
+
+
+@pytest.fixture(scope="module")
+def brought(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that brings a module."""
+    folder = tmp_path_factory.mktemp("brought") / "checkpoint"
+    write_synthetic(folder, raw_config("dspark"), "nvfp4-experts", 0, mtp="dspark")
+    return folder
+
+
+def test_auto_takes_the_checkpoint_s_module_with_the_cuda_ops(brought: Path) -> None:
+    on_gpu = EngineConfig(max_context=64, prefill_chunk=16)
+    off = dataclasses.replace(on_gpu, draft="off")
+    found = OpenedCheckpoint.open(brought, on_gpu, 10**11)
+    assert found.draft is not None
+    assert found.draft.kind == "dspark"
+    assert OpenedCheckpoint.open(brought, off, 10**11).draft is None
+    on_cpu = dataclasses.replace(SETTINGS, max_context=64)
+    assert OpenedCheckpoint.open(brought, on_cpu).draft is None
+
+
+def test_auto_takes_no_module_that_has_no_place(brought: Path) -> None:
+    on_gpu = EngineConfig(max_context=64, prefill_chunk=16)
+    off = Engine.plan(brought, dataclasses.replace(on_gpu, draft="off"), gpu_memory=10**11)
+    needed = off.devices[0].total_bytes
+    assert OpenedCheckpoint.open(brought, on_gpu, needed + 1).draft is None
+    asked = dataclasses.replace(on_gpu, draft="dspark")
+    with pytest.raises(UserError, match="memory: cuda:0 needs"):
+        OpenedCheckpoint.open(brought, asked, needed + 1).plan.refuse_if_too_large()
+    spread = dataclasses.replace(on_gpu, gpus=4)
+    assert OpenedCheckpoint.open(brought, spread, 10**11).draft is None
+    for parallel in ("round-robin", "tensor"):
+        other = dataclasses.replace(on_gpu, gpus=2, parallel=parallel)
+        assert OpenedCheckpoint.open(brought, other, 10**11).draft is None
