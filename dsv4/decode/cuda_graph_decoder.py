@@ -111,7 +111,16 @@ class CUDAGraphDecoder:
         if 1 not in self._captured:
             raise ValueError(f"generate: found steps of {self.lengths} tokens, expected one of 1")
         self._check_room(self.state.position, steps)
-        yield from self._on_streams(self._tokens(token, sampler, steps))
+        yield from self.singly(token, sampler, steps)
+
+    @torch.inference_mode()
+    def singly(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
+        """``generate`` by steps of one token, whatever else is captured."""
+        captured = self._captured[1]
+        # The loop takes the captured step, because a traced step has an input of its own.
+        loop = TokenLoop(captured.step, self.state, self.steps.sampler, self.steps.ring)
+        tokens = loop.generate(token, sampler, steps, captured.run, captured.sample)
+        yield from self._on_streams(tokens)
 
     def _on_streams(self, tokens: Generator[int, None, None]) -> Generator[int, None, None]:
         """``tokens``, each made on the own streams."""
@@ -127,12 +136,6 @@ class CUDAGraphDecoder:
         finally:
             self._leave()
             tokens.close()
-
-    def _tokens(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
-        captured = self._captured[1]
-        # The loop takes the captured step, because a traced step has an input of its own.
-        loop = TokenLoop(captured.step, self.state, self.steps.sampler, self.steps.ring)
-        return loop.generate(token, sampler, steps, captured.run, captured.sample)
 
     def _capture(self, step: AnyStep) -> CapturedStep | CapturedRanks:
         position = self.state.position

@@ -52,8 +52,13 @@ class DraftedDecoder(CUDAGraphDecoder):
         follow = self._drafted_steps.follow
         yield from self._on_streams(follow(token, sampler, steps, queue, drafting))
 
-    def _tokens(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
-        return self._drafted_steps.follow(token, sampler, steps, self.blocks())
+    @torch.inference_mode()
+    def generate(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
+        """Yields the tokens that follow ``token``, several for each step of which drafts stay; else
+        as ``CUDAGraphDecoder.generate``.
+        """
+        self._check_room(self.state.position, steps)
+        yield from self.following(token, sampler, steps, self.blocks())
 
     def draft(self, count: int) -> CapturedStep | None:
         """The captured step that makes so many drafts."""

@@ -78,12 +78,12 @@ def profile_decoder(engine: Engine, decoder: CUDAGraphDecoder) -> GraphProfile:
     position = min(engine.position, engine.max_context - tokens)
     greedy = Sampler(SamplingParams(temperature=0))
     _set_position(engine, position)
-    for _ in decoder.generate(0, greedy, min(_WARM_UP, tokens)):
+    for _ in decoder.singly(0, greedy, min(_WARM_UP, tokens)):
         pass
     _set_position(engine, position)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with (
-        closing(decoder.generate(0, greedy, tokens)) as following,
+        closing(decoder.singly(0, greedy, tokens)) as following,
         torch.profiler.profile(activities=activities, acc_events=True) as profiler,
     ):
         # The generator's end sets the position by a kernel, so it comes behind the profile.

@@ -103,12 +103,15 @@ class EagerBlocks:
     def draft(self, count: int) -> None:
         """See ``BlockQueue``."""
         step = self._steps.draft_step(count)
+        if self._steps.observer is not None:
+            self._steps.observer.begin_step()
         step.run(step.tokens, self._steps.observer)
 
     def verify(self, tokens: int) -> None:
         """See ``BlockQueue``."""
         observer = self._steps.observer
-        if observer is not None:
+        # A step with drafts has begun with these.
+        if observer is not None and tokens == 1:
             observer.begin_step()
         self._step(tokens).run(tokens, observer)
 

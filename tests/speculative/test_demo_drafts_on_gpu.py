@@ -1,5 +1,5 @@
-"""Text of the demo with drafts and the CUDA ops: that without drafts, but where two tokens are as
-likely to within what another order of sums changes; and what rejected drafts change.
+"""Text of the demo with drafts and the CUDA ops: token for token that without drafts, and rejected
+drafts leave no trace. A step of this model gives a token the same bits whatever its length is.
 """
 
 from typing import Any
@@ -21,8 +21,6 @@ from tests.speculative.scripted import GREEDY, NO_STOPS
 
 pytestmark = pytest.mark.gpu
 
-# Largest difference of the demo's logits between steps of 1 and of more tokens.
-NEAR = 0.25
 CONTEXT = 2048
 
 
@@ -66,23 +64,13 @@ def told(engine: Engine, prompt: list[int], text: list[int], off: int = 1) -> li
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_text_is_that_without_drafts_but_for_near_ties(
-    drafted: Engine, plain: Engine, prompt: str
-) -> None:
+def test_greedy_text_is_that_without_drafts(drafted: Engine, plain: Engine, prompt: str) -> None:
     ids = PROMPTS[prompt]
-    expected = list(plain.generate(ids, 400, GREEDY, NO_STOPS))
-    found = told(drafted, ids, expected)
-    if found == expected:
-        return
-    pairs = enumerate(zip(found, expected, strict=True))
-    first = next(at for at, (one, other) in pairs if one != other)
-    logits_V = plain.logits([*ids, *expected[:first]])[-1]
-    margin = float(logits_V[expected[first]] - logits_V[found[first]])
-    print(f"{prompt}: other token behind {first}, margin {margin:.4f}")
-    assert abs(margin) < NEAR
+    expected = list(plain.generate(ids, 600, GREEDY, NO_STOPS))
+    assert told(drafted, ids, expected) == expected
 
 
-def test_a_step_s_logits_depend_on_its_length_by_roundings_alone(plain: Engine) -> None:
+def test_a_token_has_the_same_logits_in_steps_of_every_length(plain: Engine) -> None:
     ids = PROMPTS["recall_128"]
     logits = {}
     for tokens in range(1, 9):
@@ -91,9 +79,7 @@ def test_a_step_s_logits_depend_on_its_length_by_roundings_alone(plain: Engine) 
         steps = [plain.decode(ids[at : at + tokens]) for at in range(60, 60 + 56, tokens)]
         logits[tokens] = torch.cat(steps)[:56]
     for tokens in range(2, 9):
-        difference = float((logits[tokens] - logits[1]).abs().max())
-        print(f"T = {tokens}: largest difference of logits {difference:.4f}")
-        assert difference < NEAR
+        assert torch.equal(logits[tokens], logits[1]), tokens
 
 
 def kept_rows(engine: Engine) -> list[Tensor]:
@@ -107,20 +93,11 @@ def kept_rows(engine: Engine) -> list[Tensor]:
     return [*found, *(ring.data[(slots % ring.slots).to(ring.data.device)] for ring in rings)]
 
 
-def test_rejected_drafts_change_what_stays_by_roundings_alone(
-    drafted: Engine, plain: Engine
-) -> None:
-    """Experts of a step are summed in an order that goes with those of all of its tokens."""
+def test_rejected_drafts_leave_no_trace(drafted: Engine, plain: Engine) -> None:
     ids = PROMPTS["stories"]
     text = list(plain.generate(ids, 60, GREEDY, NO_STOPS))
     found = []
     for off in (1, 77):
         assert told(drafted, ids, text, off) == text
         found.append(kept_rows(drafted))
-    equal = 0
-    total = 0
-    for one, other in zip(*found, strict=True):
-        equal += int((one == other).sum())
-        total += one.numel()
-    print(f"{equal} of {total} values of the caches have the same bits")
-    assert equal > 0.8 * total
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

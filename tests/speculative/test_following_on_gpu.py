@@ -1,5 +1,7 @@
-"""Generation with drafts and the CUDA ops: the text of no drafts but at near ties, ends inside a
-block, and no trace of what was rejected; eagerly and by both kinds of graphs.
+"""Generation with drafts and the CUDA ops: the text of no drafts, and ends inside a block; eagerly
+and by both kinds of graphs.
+
+Models as small as these give a token the same bits in steps of every length.
 """
 
 from typing import Any
@@ -24,10 +26,6 @@ from tests.speculative.test_drafts_on_gpu import ids_of
 
 pytestmark = pytest.mark.gpu
 
-# Of logits with a standard deviation near 1. Experts are summed in an order that goes with all
-# tokens of a step, and random models make much of a last bit: they choose other experts, and other
-# entries, for it. The demo, which is trained, is held to more (test_demo_drafts_on_gpu.py).
-TIE = 0.7
 Mode = Any
 
 
@@ -42,15 +40,7 @@ def plain() -> dict[MtpKind, Engine]:
     return {kind: engine_on_gpu(kind, drafted=False) for kind in KINDS}
 
 
-def assert_same_but_for_ties(engine: Engine, prompt: list[int], text: list[int]) -> None:
-    """Where ``text`` leaves the greedy text of ``engine``, both tokens were about as likely."""
-    logits = engine.logits([*prompt, *text])[len(prompt) - 1 : -1]
-    best = logits.amax(1)
-    chosen = logits.gather(1, torch.tensor(text, device=logits.device)[:, None])[:, 0]
-    assert float((best - chosen).max()) < TIE
-
-
-def test_greedy_text_is_that_without_drafts_but_for_ties(
+def test_greedy_text_is_that_without_drafts(
     drafted: tuple[MtpKind, Engine], plain: dict[MtpKind, Engine]
 ) -> None:
     kind, engine = drafted
@@ -58,7 +48,7 @@ def test_greedy_text_is_that_without_drafts_but_for_ties(
         ids = ids_of(prompt, seed)
         text = list(engine.generate(ids, 48, GREEDY, NO_STOPS))
         assert len(text) == 48
-        assert_same_but_for_ties(plain[kind], ids, text)
+        assert text == list(plain[kind].generate(ids, 48, GREEDY, NO_STOPS))
         assert engine.last_run is not None
         assert engine.last_run.drafts is not None
         assert engine.last_run.drafts.tokens == 47
@@ -77,10 +67,10 @@ def test_any_number_of_kept_drafts_gives_the_same_text(
     if isinstance(pattern, int) and pattern < 7:
         wrong = [int(place % (pattern + 1) == 0) for place in places]
     found = told_text(engine, ids, [*ids, *text], wrong, 60, GREEDY)
-    assert_same_but_for_ties(plain[kind], ids, found)
+    assert found == text
     stats = steps_of(engine).drafted.stats()
     assert stats.tokens == 59
-    if pattern == 7 and found == text:
+    if pattern == 7:
         most = steps_of(engine).count.now
         assert stats.acceptance[:most] == (1.0,) * most
 
@@ -99,8 +89,7 @@ def test_a_caller_that_leaves_inside_a_block_leaves_the_tokens_it_took(
     for device, position_1 in engine.state.positions_1.items():
         assert int(position_1) == engine.position
         assert int(engine.state.rejected_1[device]) == 0
-    logits_V = engine.decode([text[taken - 1]])[0]
-    assert float(logits_V.max() - logits_V[text[taken]]) < TIE
+    assert int(engine.decode([text[taken - 1]])[0].argmax()) == text[taken]
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5, 6])
@@ -168,8 +157,7 @@ def test_nan_that_a_draft_brings_is_not_the_text_s() -> None:
     told = [*ids, *text]
     wrong = [(bad - told[place]) * int(place % 4 == 3) for place in range(len(told))]
     found = told_text(engine, ids, told, wrong, 24, GREEDY)
-    assert bad not in found
-    assert_same_but_for_ties(engine_on_gpu("dspark", drafted=False), ids, found)
+    assert found == text
 
 
 def test_drafts_end_where_their_logits_are_nan() -> None:
@@ -178,7 +166,8 @@ def test_drafts_end_where_their_logits_are_nan() -> None:
     module = steps_of(engine).along.module
     module.module.markov_w1_VR[:] = torch.nan  # pyright: ignore[reportAttributeAccessIssue]
     text = list(engine.generate(ids, 12, GREEDY, NO_STOPS))
-    assert_same_but_for_ties(engine_on_gpu("dspark", drafted=False), ids, text)
+    plain = engine_on_gpu("dspark", drafted=False)
+    assert text == list(plain.generate(ids, 12, GREEDY, NO_STOPS))
     assert engine.last_run is not None
     assert engine.last_run.drafts is not None
     assert engine.last_run.drafts.drafted == ()
