@@ -42,8 +42,8 @@ class EngineConfig:
     tokens are decoded: eagerly (None) or by ``CUDAGraphDecoder`` in a mode; "auto" takes the faster
     one that is exact. ``prefill_activations``: what quantised weights are multiplied with in a
     prompt: activations of 16 bit ("bf16") or rounded ones (numerics.md#quantised-activations).
-    ``draft``: the draft module (docs/speculative.md), "auto" the one of ``draft_weights``, or that
-    of the checkpoint where it makes decoding faster; one that is off is not loaded.
+    ``draft``: the draft module (docs/speculative.md), "auto" the one of ``draft_weights``, or with
+    the CUDA ops that of the checkpoint where there is room; one that is off is not loaded.
     ``draft_tokens``: drafts of a step, None as many as the module was trained to make, "auto" by
     what is measured. ``draft_weights``: a folder that holds the module in the place of the
     checkpoint. ``packed_cache``: a folder that keeps packed weights (docs/checkpoints.md). Raises

@@ -15,8 +15,8 @@ def add_draft_flags(group: argparse._ArgumentGroup) -> None:
         "--draft",
         choices=("auto", "off", "mtp", "dspark"),
         default="auto",
-        help="the draft module, docs/speculative.md; auto: that of --draft-weights, or the "
-        "checkpoint's own where it makes decoding faster (default: auto)",
+        help="the draft module, docs/speculative.md; auto: that of --draft-weights, or with the "
+        "CUDA ops the checkpoint's own where there is room for it (default: auto)",
     )
     group.add_argument(
         "--draft-tokens",
