@@ -126,6 +126,23 @@ def test_ops_of_a_layer_give_a_token_the_same_bits(engine: Engine, ops: Ops, lay
 
 
 @torch.inference_mode()
+def test_a_token_selects_the_same_list(engine: Engine, ops: Ops) -> None:
+    """In the same order, in which attention sums."""
+    config = engine.config
+    index = engine.state.layers[2].index
+    assert index is not None
+    q = random_rows(config.index_n_heads, config.index_head_dim)
+    weight = random_rows(config.index_n_heads, seed=2).float()
+    positions = torch.arange(POSITION, POSITION + MAX_DECODE_TOKENS, device="cuda")
+
+    def select(q_TID: Tensor, weight_TI: Tensor, positions_T: Tensor) -> Tensor:
+        keys = (0.01, index.rows, positions_T, config.index_topk)
+        return ops.index_select(q_TID, weight_TI, *keys)
+
+    assert lengths_that_differ(select, q, weight, positions) == []
+
+
+@torch.inference_mode()
 def test_both_products_of_the_head_give_a_token_the_same_bits(engine: Engine, ops: Ops) -> None:
     head = engine.model.head
     config = engine.config
