@@ -204,6 +204,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         prefill_chunk=options.prefill_chunk,
         ops="cuda" if options.ops == "cutedsl" else options.ops,
         prefill_activations=options.prefill_activations,
+        draft="off",
     )
     check_modes(options, engine)
     if options.geometry is not None:
@@ -235,7 +236,7 @@ def _measure_geometry(options: argparse.Namespace, engine: EngineConfig) -> dict
         draft = DraftRun(KIND_OF_FLAG[options.draft], acceptance)
         # Eager steps draft as well: what is measured without drafts is replayed.
         modes = ("full",)
-        engine = replace(engine, draft_tokens="auto")
+        engine = replace(engine, draft=options.draft, draft_tokens="auto")
 
     return bench_geometry(
         GeometryRun(

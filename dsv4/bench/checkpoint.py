@@ -118,6 +118,7 @@ def _first_token_seconds(run: CheckpointRun, environment: dict[str, str]) -> flo
         "--ops": engine.ops,
         "--prefill-chunk": engine.prefill_chunk,
         "--prefill-activations": engine.prefill_activations,
+        "--draft": engine.draft,
         "--max-tokens": 1,
     }
     given = [str(part) for flag in flags.items() if flag[1] is not None for part in flag]

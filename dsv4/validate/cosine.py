@@ -156,6 +156,7 @@ def engine_config(options: argparse.Namespace, tokens: int) -> EngineConfig:
         prefill_chunk=options.chunk,
         cuda_graph=options.cuda_graph,
         prefill_activations=options.prefill_activations,
+        draft="off",
     )
 
 

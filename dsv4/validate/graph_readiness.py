@@ -66,6 +66,7 @@ def check_checkpoint(
         parallel=parallel,
         max_context=room,
         cuda_graph=None,
+        draft="off",
     )
     return check_engine(Engine.load(model, config), modes)
 

@@ -61,11 +61,12 @@ def test_flags_of_a_checkpoint_reach_the_engine_and_the_driver(
     arguments = ["engine", "--model", "ck", *flags, "--modes", "full", "--repeats", "1"]
     measure(build_parser().parse_args(arguments))
     (run,) = runs
-    assert run.engine == EngineConfig(gpus=2, parallel="round-robin", prefill_chunk=64)
+    expected_engine = EngineConfig(gpus=2, parallel="round-robin", prefill_chunk=64, draft="off")
+    assert run.engine == expected_engine
     assert (run.model, run.modes, run.profile) == (Path("ck"), ("full",), True)
     expected = (
         "--model ck --device auto --gpus 2 --parallel round-robin --ops auto --prefill-chunk 64 "
-        "--prefill-activations bf16 --max-tokens 1 --quiet"
+        "--prefill-activations bf16 --draft off --max-tokens 1 --quiet"
     )
     # The second run has no kernel cache.
     assert [" ".join(call) for call in calls] == [expected] * 2
