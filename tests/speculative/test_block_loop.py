@@ -84,7 +84,7 @@ class World:
         end = int(self.place[0])
         places = range(end - count, end)
         pairs = zip(places, self._drafts, strict=False)
-        verdicts = [
+        replacements = [
             NAN_TOKEN
             if self.nan[place]
             else KEPT
@@ -92,7 +92,7 @@ class World:
             else self.text[place]
             for place, draft in pairs
         ]
-        judged = (torch.tensor(verdicts), torch.tensor(self._drafts)) if count else None
+        judged = (torch.tensor(replacements), torch.tensor(self._drafts)) if count else None
         behind = torch.tensor(self.text[end])
         nan_1 = torch.zeros(1, dtype=torch.int32)
         settle_block(judged, behind, self.place, self.next_1, self.ring_3R, nan_1)

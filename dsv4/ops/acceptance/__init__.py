@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4.ops.sampling import NAN_TOKEN, gumbel_noise, sample_token
 
-# The verdict on a draft that stays.
+# In the place of a draft that stays.
 KEPT = -2
 # Streams of noise apart from that of the draws themselves: what decides on a draft must not depend
 # on what drew it.
@@ -99,20 +99,20 @@ def judge_drafts(
     seed = int(seed_1)
     count = drafts_N.shape[0]
     first = int(position_1) - count
-    verdicts = []
+    replacements = []
     for row, draft in enumerate(drafts_N.tolist()):
         logits_V = logits_MV[row]
         at_1 = torch.tensor([first + row], dtype=torch.int64, device=logits_V.device)
         if not bool(logits_V.amax().isfinite()):
-            verdicts.append(NAN_TOKEN)
+            replacements.append(NAN_TOKEN)
         elif temperature == 0 or draft < 0:
             token = int(sample_token(logits_V, settings_4, seed_1, at_1))
-            verdicts.append(KEPT if token == draft else token)
+            replacements.append(KEPT if token == draft else token)
         else:
             both_2V = torch.stack((logits_V, draft_logits_NV[row]))
             p_1V, q_1V = probabilities(both_2V, temperature, top_p, min_p, int(top_k)).split(1)
-            verdicts.append(_verdict(p_1V, q_1V, draft, seed, at_1))
-    return torch.tensor(verdicts, dtype=torch.int64, device=drafts_N.device)
+            replacements.append(_replacement(p_1V, q_1V, draft, seed, at_1))
+    return torch.tensor(replacements, dtype=torch.int64, device=drafts_N.device)
 
 
 def settle_block(
@@ -127,22 +127,22 @@ def settle_block(
     to the second tensor of ``place``, the token behind the others to ``next_1`` and all for the
     host to the ring; all are int64.
 
-    ``judged`` are the verdicts of ``judge_drafts`` and the drafts, None without drafts. ``behind``
-    is the token behind the last draft, the first tensor of ``place`` the position of that token:
-    the step has begun at p = position − M.
+    ``judged`` are the replacements of ``judge_drafts`` and the drafts, None without drafts.
+    ``behind`` is the token behind the last draft, the first tensor of ``place`` the position of
+    that token: the step has begun at p = position − M.
     ring[0, q mod R] is the token of position q, ring[1, p mod R] how many tokens the step gave:
     the drafts up to the first that is not kept, and the token there. ring[2, p mod R] is the number
     of drafts before the first one below 0. Where a token is ``NAN_TOKEN``, or ``nan_1`` not 0, a
     step with drafts gives none, and ``next_1`` stays; one without gives ``NAN_TOKEN``.
     """
-    verdicts: list[int] = []
+    replacements: list[int] = []
     drafts: list[int] = []
     if judged is not None:
-        verdicts, drafts = (tensor.tolist() for tensor in judged)
+        replacements, drafts = (tensor.tolist() for tensor in judged)
     position_1, rejected_1 = place
     count = len(drafts)
     slots = ring_3R.shape[1]
-    tokens = [*verdicts, int(behind)]
+    tokens = [*replacements, int(behind)]
     start = int(position_1) - count - 1
     accepted = next(index for index, token in enumerate(tokens) if token != KEPT)
     given = [*drafts[:accepted], tokens[accepted]]
@@ -162,7 +162,7 @@ def enter_drafts(drafts_N: Tensor, tokens_N: Tensor) -> None:
     tokens_N.copy_(drafts_N.clamp(min=0))
 
 
-def _verdict(p_1V: Tensor, q_1V: Tensor, draft: int, seed: int, at_1: Tensor) -> int:
+def _replacement(p_1V: Tensor, q_1V: Tensor, draft: int, seed: int, at_1: Tensor) -> int:
     drafts_11 = torch.tensor([[draft]], dtype=torch.int64, device=p_1V.device)
     gumbel_1 = gumbel_noise(1, accepting_seed(seed), at_1)
     uniform_11 = torch.exp(-torch.exp(-gumbel_1.double()))[None]

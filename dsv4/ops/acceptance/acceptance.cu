@@ -96,7 +96,7 @@ __device__ __noinline__ uint64 draw_rest(const float* mine, float scale, const f
 extern "C" __global__ void __launch_bounds__(THREADS)
     judge_drafts(const float* logits, const float* draft_logits, const int64* drafts,
                  int vocabulary, int count, const float* settings, const int64* seed,
-                 const int64* position, int64* verdicts) {
+                 const int64* position, int64* replacements) {
     extern __shared__ float4 dynamic[];
     __shared__ Cluster cluster;
     __shared__ int stays;
@@ -121,12 +121,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const uint64 top = largest_of_all(cluster, exchange++, own);
     const bool first = cluster_rank() == 0 && threadIdx.x == 0;
     if (!isfinite(value_of(top))) {
-        if (first) verdicts[row] = NO_TOKEN;
+        if (first) replacements[row] = NO_TOKEN;
         return;
     }
     if (greedy) {
         const int64 token = id_of(top);
-        if (first) verdicts[row] = token == draft ? KEPT : token;
+        if (first) replacements[row] = token == draft ? KEPT : token;
         return;
     }
     float p = 0.0f, q = 0.0f;
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (draft < 0) {  // the drafts have ended before this row: a draw from p
         const uint64 key =
             draw_rest(target, 1.0f, nullptr, 0.0f, noise_of(plain_seed), cluster, exchange);
-        if (first) verdicts[row] = id_of(key);
+        if (first) replacements[row] = id_of(key);
         return;
     }
     const uint64 draft_own =
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
     if (stays) {
-        if (first) verdicts[row] = KEPT;
+        if (first) replacements[row] = KEPT;
         return;
     }
     const float p_scale = 1.0f / p_sum;
@@ -165,5 +165,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (rest == 0.0f) q_scale = 0.0f;
     const uint64 key = draw_rest(target, p_scale, proposed, q_scale,
                                  noise_of(plain_seed ^ REMAINING), cluster, exchange);
-    if (first) verdicts[row] = id_of(key);
+    if (first) replacements[row] = id_of(key);
 }

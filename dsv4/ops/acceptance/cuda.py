@@ -3,7 +3,7 @@
 Noise, its use and what top-k keeps are bit for bit those of ``dsv4.ops.acceptance``; probabilities
 are float32 there where the torch op has float64, with the edges of top-p and min-p of
 ``dsv4.ops.sampling.cuda``: a draft within rounding (about 1e-6 of probability) of a decision may
-get another verdict.
+be decided otherwise.
 """
 
 import torch
@@ -50,7 +50,7 @@ def judge_drafts(
         ("VECTOR", int(in_vectors)),
         ("SHARED_BYTES", shared_bytes),
     )
-    verdicts_N = recording.empty((count,), torch.int64)
+    replacements_N = recording.empty((count,), torch.int64)
     recording.launch(
         Shape(
             Kernel("acceptance/acceptance", "judge_drafts", defines),
@@ -67,9 +67,9 @@ def judge_drafts(
         settings=settings_4,
         seed=seed_1,
         position=position_1,
-        verdicts=verdicts_N,
+        replacements=replacements_N,
     )
-    return verdicts_N
+    return replacements_N
 
 
 def settle_block(
@@ -84,12 +84,12 @@ def settle_block(
     """``dsv4.ops.acceptance.settle_block``; ring and ``nan_1`` are on the device of the token or
     pinned.
     """
-    verdicts_N, drafts_N = (None, None) if judged is None else judged
+    replacements_N, drafts_N = (None, None) if judged is None else judged
     position_1, rejected_1 = place
     count = 0
-    if drafts_N is not None and verdicts_N is not None:
+    if drafts_N is not None and replacements_N is not None:
         count = _check_drafts(drafts_N)
-        expect("verdicts_N", verdicts_N, torch.int64, (count,))
+        expect("replacements_N", replacements_N, torch.int64, (count,))
     expect("behind", behind, torch.int64, ())
     for name, tensor in (("position_1", position_1), ("rejected_1", rejected_1)):
         expect(name, tensor, torch.int64, (1,))
@@ -99,7 +99,7 @@ def settle_block(
     expect("ring_3R", ring_3R, torch.int64, (3, slots))
     recording.launch(
         Shape(Kernel(_SETTLE, "settle_block"), 1, 32),
-        verdicts=verdicts_N,
+        replacements=replacements_N,
         drafts=drafts_N,
         count=count,
         behind=behind,

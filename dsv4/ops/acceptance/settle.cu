@@ -17,7 +17,7 @@ extern "C" __global__ void enter_drafts(const int64* drafts, int64* tokens, int 
 
 // One warp. `ring` has three rows of `slots`: tokens by their positions, and by the position of a
 // step how many it gave and how many drafts it had.
-extern "C" __global__ void settle_block(const int64* verdicts, const int64* drafts, int count,
+extern "C" __global__ void settle_block(const int64* replacements, const int64* drafts, int count,
                                         const int64* behind, const int64* position,
                                         int64* rejected, int64* tokens, int64* ring, int slots,
                                         const int* nan) {
@@ -25,7 +25,7 @@ extern "C" __global__ void settle_block(const int64* verdicts, const int64* draf
     const int lane = threadIdx.x;
     int64 token = NO_TOKEN;
     int64 draft = 0;
-    if (lane < count) token = verdicts[lane], draft = drafts[lane];
+    if (lane < count) token = replacements[lane], draft = drafts[lane];
     if (lane == count) token = *behind;
     // Host memory, which kernels of other devices may have written.
     int met_nan;

@@ -1,4 +1,4 @@
-"""What acceptance of a block means: verdicts, what stays for the next step and for the host."""
+"""What acceptance of a block means: replacements, what stays for the next step and for the host."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ STEP = 60
 
 
 def settle(
-    verdicts: list[int], drafts: list[int], behind: int, met_nan: int = 0
+    replacements: list[int], drafts: list[int], behind: int, met_nan: int = 0
 ) -> tuple[list[int], int, int, int]:
     """The tokens that a step at 60 gave, its drafts, the rejected tokens and the next token."""
     ring_3R = torch.full((3, SLOTS), -9)
     rejected_1 = torch.tensor([-9])
     next_1 = torch.tensor([-9])
-    judged = (torch.tensor(verdicts), torch.tensor(drafts)) if drafts else None
+    judged = (torch.tensor(replacements), torch.tensor(drafts)) if drafts else None
     place = (torch.tensor([STEP + 1 + len(drafts)]), rejected_1)
     nan_1 = torch.tensor([met_nan], dtype=torch.int32)
     settle_block(judged, torch.tensor(behind), place, next_1, ring_3R, nan_1)
@@ -41,27 +41,27 @@ def test_drafts_that_are_none_count_as_none() -> None:
 
 def test_nan_anywhere_gives_no_token_but_for_a_step_without_drafts() -> None:
     """The token before the drafts stays what is next: it is run again by itself."""
-    for verdicts, behind, met_nan in (
+    for replacements, behind, met_nan in (
         ([KEPT, NAN_TOKEN], 5, 0),
         ([KEPT, KEPT], NAN_TOKEN, 0),
         ([4, KEPT], 5, 1),
     ):
-        assert settle(verdicts, [9, 8], behind, met_nan) == ([], 2, 3, -9)
+        assert settle(replacements, [9, 8], behind, met_nan) == ([], 2, 3, -9)
     assert settle([], [], NAN_TOKEN) == ([NAN_TOKEN], 0, 0, 0)
     assert settle([], [], 5, met_nan=1) == ([NAN_TOKEN], 0, 0, 0)
 
 
-def verdicts_of(logits_MV: Tensor, drafts: list[int], settings: tuple[float, ...]) -> list[int]:
+def replacements_of(logits_MV: Tensor, drafts: list[int], settings: tuple[float, ...]) -> list[int]:
     read = (torch.tensor(settings), torch.tensor([7]), torch.tensor([100 + len(drafts)]))
     draft_logits_NV = logits_MV[: len(drafts)] * 0.5
     return judge_drafts(logits_MV, draft_logits_NV, torch.tensor(drafts), *read).tolist()
 
 
-def test_greedy_verdicts_are_the_largest_logits_and_the_lowest_ids() -> None:
+def test_greedy_replacements_are_the_largest_logits_and_the_lowest_ids() -> None:
     logits_MV = torch.tensor([[1.0, 3.0, 3.0], [2.0, 1.0, 0.0], [torch.nan, 1.0, 0.0], [0, 0, 1.0]])
     greedy = (0.0, 1.0, 0.0, 0.0)
-    assert verdicts_of(logits_MV, [1, 0, 1], greedy) == [KEPT, KEPT, NAN_TOKEN]
-    assert verdicts_of(logits_MV, [2, 1, 1], greedy) == [1, 0, NAN_TOKEN]
+    assert replacements_of(logits_MV, [1, 0, 1], greedy) == [KEPT, KEPT, NAN_TOKEN]
+    assert replacements_of(logits_MV, [2, 1, 1], greedy) == [1, 0, NAN_TOKEN]
 
 
 @pytest.mark.parametrize("settings", [(0.0, 1.0, 0.0, 0.0), (0.8, 0.9, 0.0, 0.0)])
@@ -73,7 +73,7 @@ def test_a_row_without_a_draft_is_drawn_as_any_token(settings: tuple[float, ...]
         int(sample_token(row, torch.tensor(settings), seed_1, torch.tensor([100 + at])))
         for at, row in enumerate(logits_MV[:3])
     ]
-    assert verdicts_of(logits_MV, [-1, -1, -1], settings) == expected
+    assert replacements_of(logits_MV, [-1, -1, -1], settings) == expected
 
 
 def test_a_draft_with_the_draft_s_own_distribution_is_always_kept() -> None:

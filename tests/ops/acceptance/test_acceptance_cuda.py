@@ -65,15 +65,15 @@ def found(case: Case) -> list[int]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_verdicts_are_those_of_the_torch_op(size: int, settings: tuple[float, ...]) -> None:
-    verdicts = []
+def test_replacements_are_those_of_the_torch_op(size: int, settings: tuple[float, ...]) -> None:
+    replacements = []
     for seed in range(12):
         case = Case(size, 1 + seed % 7, settings, seed)
         expected = reference.judge_drafts(*case.arguments).tolist()
         assert found(case) == expected, seed
-        verdicts += expected
+        replacements += expected
     if size > 7:
-        assert 0 < verdicts.count(KEPT) < len(verdicts)
+        assert 0 < replacements.count(KEPT) < len(replacements)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -90,9 +90,9 @@ def test_rows_without_a_distribution_say_so() -> None:
         case = Case(4097, 4, settings, 5)
         case.logits_MV[0, 7] = torch.nan
         case.logits_MV[2, 4000] = torch.inf
-        verdicts = found(case)
-        assert verdicts == reference.judge_drafts(*case.arguments).tolist()
-        assert (verdicts[0], verdicts[2]) == (NAN_TOKEN, NAN_TOKEN)
+        replacements = found(case)
+        assert replacements == reference.judge_drafts(*case.arguments).tolist()
+        assert (replacements[0], replacements[2]) == (NAN_TOKEN, NAN_TOKEN)
 
 
 def test_replay_is_the_eager_call() -> None:
@@ -105,7 +105,7 @@ def test_replay_is_the_eager_call() -> None:
 
 @pytest.mark.parametrize("met_nan", [0, 1])
 @pytest.mark.parametrize(
-    ("verdicts", "drafts"),
+    ("replacements", "drafts"),
     [
         ([], []),
         ([KEPT], [9]),
@@ -119,7 +119,7 @@ def test_replay_is_the_eager_call() -> None:
 )
 @pytest.mark.parametrize("behind", [77, NAN_TOKEN])
 def test_blocks_are_settled_as_by_the_torch_op(
-    verdicts: list[int], drafts: list[int], behind: int, met_nan: int
+    replacements: list[int], drafts: list[int], behind: int, met_nan: int
 ) -> None:
     results = []
     for device in ("cpu", "cuda"):
@@ -129,7 +129,9 @@ def test_blocks_are_settled_as_by_the_torch_op(
         rejected_1, next_1 = (torch.tensor([-9], device=device) for _ in range(2))
         position_1 = torch.tensor([61 + len(drafts)], device=device)
         given = torch.tensor(behind, device=device)
-        block = [torch.tensor(of, dtype=torch.int64, device=device) for of in (verdicts, drafts)]
+        block = [
+            torch.tensor(of, dtype=torch.int64, device=device) for of in (replacements, drafts)
+        ]
         judged = (block[0], block[1]) if drafts else None
         settled = (judged, given, (position_1, rejected_1), next_1, ring_3R, nan_1)
         if device == "cpu":

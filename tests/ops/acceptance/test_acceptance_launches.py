@@ -58,8 +58,8 @@ def test_one_warp_settles_a_block_with_drafts_and_without() -> None:
     assert numbers(launch) == {"count": 5, "slots": 32}
     (launch,) = settled(None)
     assert numbers(launch) == {"count": 0, "slots": 32}
-    assert launch.arguments["verdicts"] is None
-    with pytest.raises(ValueError, match=r"verdicts_N: found .* \[4\], expected"):
+    assert launch.arguments["replacements"] is None
+    with pytest.raises(ValueError, match=r"replacements_N: found .* \[4\], expected"):
         settled((meta(4, dtype=I64), meta(5, dtype=I64)))
 
 

@@ -1,0 +1,41 @@
+"""What a draft module's caches know of a sequence that goes back."""
+
+import pytest
+import torch
+
+from dsv4.caches.draft import DraftState
+from dsv4.caches.rows import RowFormat
+from dsv4.checkpoint import tiny_config
+from dsv4.config import ModelConfig
+from dsv4.limits import MAX_TAKEN_BACK
+
+CONFIG = ModelConfig.from_dict(tiny_config(sliding_window=16))
+
+
+def state_behind(position: int) -> DraftState:
+    device = torch.device("cpu")
+    state = DraftState.allocate(CONFIG, 1, RowFormat.PLAIN, torch.float32, device, True)
+    state.begin(0, position)
+    return state
+
+
+@pytest.mark.parametrize("taken_back", [0, 1, MAX_TAKEN_BACK])
+def test_rows_stay_where_tokens_are_taken_back(taken_back: int) -> None:
+    state = state_behind(100)
+    assert state.covers(100 - taken_back)
+    state.begin(100 - taken_back, 3)
+    assert state.covers(103 - taken_back)
+
+
+def test_rows_of_later_positions_are_not_those_before_a_point_that_is_gone_back_to() -> None:
+    state = state_behind(1000)
+    assert not state.covers(100)
+    for position in range(100, 116):
+        state.begin(position, 1)
+        assert state.covers(position + 1) == (position == 115)
+
+
+def test_a_new_sequence_knows_all_of_its_rows() -> None:
+    state = state_behind(1000)
+    state.begin(0, 5)
+    assert state.covers(5)
