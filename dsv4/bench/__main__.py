@@ -181,7 +181,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         config = geometry_config(options.geometry, options.layers)
         engine = EngineConfig(device=options.device, gpus=options.gpus, parallel=options.parallel)
         cold = not options.warm_only
-        return bench_load(config, options.format, engine, options.repeats, cold)
+        log = sys.stderr.write
+        return bench_load(config, options.format, engine, options.repeats, cold, log)
     if options.kind == "context":
         return measure_context(options)
     settle(options)

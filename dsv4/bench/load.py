@@ -17,7 +17,14 @@ from typing import Any
 import torch
 
 from dsv4.caches.allocation import COMPUTE_DTYPES
-from dsv4.checkpoint import Layout, load_ranks, staging, synthetic_weights, write_weights
+from dsv4.checkpoint import (
+    Layout,
+    load_ranks,
+    loading_ranks,
+    staging,
+    synthetic_weights,
+    write_weights,
+)
 from dsv4.checkpoint.identity import checkpoint_identity
 from dsv4.checkpoint.packed_cache import PackedCache
 from dsv4.config import ModelConfig
@@ -28,7 +35,7 @@ from dsv4.model import build_ranks
 from dsv4.opened_checkpoint import OpenedCheckpoint
 from dsv4.parallel.devices import engine_devices
 
-_READERS = (1, 2, 4, 8, 16, 32)
+_READERS = (4, 8, 16, 32)
 _SHARD_BYTES = 2 * 10**9
 _COPIES = 64
 _CONTEXT = 512
@@ -36,11 +43,16 @@ _PROMPT = list(range(16))
 
 
 def bench_load(
-    raw_config: dict[str, Any], layout: Layout, engine: EngineConfig, repeats: int, cold: bool
+    raw_config: dict[str, Any],
+    layout: Layout,
+    engine: EngineConfig,
+    repeats: int,
+    cold: bool,
+    log: Callable[[str], object],
 ) -> dict[str, Any]:
     """Rates in GB/s and seconds of random weights in a temporary folder (``TMPDIR``): ``repeats``
     times with the files in the page cache, with ``cold`` before that once without, as far as the
-    system lets them go. ``LoadBench.measured`` says what.
+    system lets them go. ``LoadBench`` says what; ``log`` is told on the way.
 
     The weights are drawn on the first device: a GPU draws in a second what takes a CPU minutes.
     """
@@ -52,13 +64,18 @@ def bench_load(
         write_weights(folder, raw_config, layout, weights, shard_bytes=_SHARD_BYTES)
         del weights
         torch.cuda.empty_cache()
-        return {
+        bench = LoadBench(folder, Path(temporary) / "packed", engine, devices)
+        found: dict[str, Any] = {
             "layers": raw_config["num_hidden_layers"],
             "gpus": engine.gpus,
             "parallel": engine.parallel,
             "readers": staging.reader_count(),
             "buffer_mib": staging.STAGING_BYTES / (1 << 20),
-        } | LoadBench(folder, Path(temporary) / "packed", engine, devices).measured(repeats, cold)
+        }
+        for part in (bench.rates(repeats, cold), bench.seconds(repeats), bench.first_tokens()):
+            log(f"{part}\n")
+            found |= part
+        return found
 
 
 class LoadBench:
@@ -75,39 +92,51 @@ class LoadBench:
         self._opened = OpenedCheckpoint.open(folder, engine)
         self._bytes = sum(file.stat().st_size for file in self._files)
 
-    def measured(self, repeats: int, cold: bool) -> dict[str, Any]:
-        """Rates of plain reads (by threads), of copies of pinned memory (by devices), of loading;
-        seconds of packing alone, of loading and packing together, of writing packed weights and of
-        reading them; seconds from the start of a process to its first token, with compiled kernels.
+    def rates(self, repeats: int, cold: bool) -> dict[str, Any]:
+        """GB/s of plain reads (by threads), of copies of pinned memory (by devices), of loading;
+        and the seconds of a load before its first byte is there: names, shapes, memory.
         """
         found: dict[str, Any] = {"gigabytes": round(self._bytes / 1e9, 2)}
         if cold:
             found["cold_plain_read_gb_per_s"] = self._rate(self._cold(self._read_plainly))
-            found["cold_gb_per_s"] = self._rate(self._cold(self._load))
+            found["cold_gb_per_s"] = self._rate(self._cold(lambda: self._load()[1]))
         plain = {count: self._rate(self._read_plainly(count)) for count in _READERS}
         self._load()  # Makes pinned memory, and the devices ready.
-        warm = [self._rate(self._load()) for _ in range(repeats)]
-        best = max(plain.values())
-        found |= {
+        loads = [self._load() for _ in range(repeats)]
+        warm = [self._rate(seconds) for _, seconds in loads]
+        return found | {
             "plain_read_gb_per_s": plain,
             "copy_gb_per_s": [self._copy_rate(device) for device in self._devices],
             "warm_gb_per_s": warm,
-            "warm_share_of_plain_read": round(statistics.median(warm) / best, 3),
+            "warm_preparing_seconds": [preparing for preparing, _ in loads],
+            "warm_share_of_plain_read": round(statistics.median(warm) / max(plain.values()), 3),
         }
+
+    def seconds(self, repeats: int) -> dict[str, Any]:
+        """Seconds of packing alone, of loading and packing together, of that with writing the
+        packed weights, and of reading them.
+        """
         self._start(None)
-        found["packing_alone_seconds"] = self._pack_alone()
-        found["load_and_pack_seconds"] = [self._start(None) for _ in range(repeats)]
-        found["pack_and_write_cache_seconds"] = self._start(self._cache())
-        found["packed_cache_seconds"] = [self._start(self._cache()) for _ in range(repeats)]
+        found: dict[str, Any] = {
+            "packing_alone_seconds": self._pack_alone(),
+            "load_and_pack_seconds": [self._start(None) for _ in range(repeats)],
+            "pack_and_write_cache_seconds": self._start(self._cache()),
+            "packed_cache_seconds": [self._start(self._cache()) for _ in range(repeats)],
+        }
         size = sum(file.stat().st_size for file in self._packed.rglob("*.safetensors"))
-        found["packed_cache_gigabytes"] = round(size / 1e9, 2)
+        return found | {"packed_cache_gigabytes": round(size / 1e9, 2)}
+
+    def first_tokens(self) -> dict[str, Any]:
+        """Seconds from the start of a process to its first token: with packing, which may compile
+        kernels, from packed weights, and with packing again.
+        """
         torch.cuda.empty_cache()
         kept = replace(self._engine, packed_cache=str(self._packed))
-        self._first_token(self._engine)  # Compiles.
-        for name, engine in (("", self._engine), ("packed_cache_", kept)):
-            seconds = [self._first_token(engine) for _ in range(repeats)]
-            found[f"{name}first_token_seconds"] = seconds
-        return found
+        names = ("first_start", "start_from_packed_cache", "start_with_packing")
+        engines = (self._engine, kept, self._engine)
+        return {
+            name: self._first_token(engine) for name, engine in zip(names, engines, strict=True)
+        }
 
     def _rate(self, seconds: float) -> float:
         return round(self._bytes / seconds / 1e9, 2)
@@ -158,12 +187,15 @@ class LoadBench:
         torch.cuda.synchronize(device)
         return round(_COPIES * size / (time.perf_counter() - started) / 1e9, 2)
 
-    def _load(self) -> float:
-        """Seconds of ``load_ranks``."""
+    def _load(self) -> tuple[float, float]:
+        """Seconds of a load until the first byte of a matrix is read, and until the last has
+        arrived.
+        """
         opened = self._opened
         started = time.perf_counter()
-        load_ranks(opened.checkpoint, opened.config, opened.placement)
-        return self._since(started)
+        with loading_ranks(opened.checkpoint, opened.config, opened.placement):
+            preparing = time.perf_counter() - started
+        return round(preparing, 3), self._since(started)
 
     def _pack_alone(self) -> float:
         """Seconds of packing what is loaded."""

@@ -90,6 +90,7 @@ _BLOCK = re.compile(r"(layers\.[0-9]+)\.(.+)", re.DOTALL)
 _EXPERT = re.compile(r"ffn\.experts\.([0-9]+)\.(w[123])")
 _HF_EXPERT = re.compile(r"mlp\.experts\.([0-9]+)\.(gate_proj|up_proj|down_proj)")
 _NATIVE_PARTS = re.compile(r"(attn|ffn|attn_norm|ffn_norm)\.|hc_(attn|ffn)_(fn|base|scale)$")
+_NUMBER = re.compile("[0-9]+")
 _BROKEN_RESAVE = re.compile(r".*shared_experts\.[0-9]+\..*\.weight\.weight")
 
 
@@ -200,7 +201,8 @@ def detect_dialect(names: Iterable[str], source: str) -> Dialect:
     """
     possible = set(Dialect)
     witness = {}
-    for name in names:
+    # Names that differ in numbers have the same forms, and there are hundreds of thousands.
+    for name in {_NUMBER.sub("0", name): name for name in names}.values():
         if _BROKEN_RESAVE.fullmatch(name):
             raise UserError(
                 f"{source}: found {printable(name)}, a known damage of re-saved checkpoints, "

@@ -4,11 +4,12 @@ import os
 
 import torch
 
-# Of one buffer: small enough that what was read is copied from the processor's cache.
-STAGING_BYTES = 16 << 20
-# Of each thread: one is read into while another is copied.
-BUFFERS = 2
-MAX_READERS = 8
+# Of one buffer: all of them together stay in the processor's cache, and the interpreter has time
+# for what it does for each.
+STAGING_BYTES = 8 << 20
+# Those that are copied while every thread reads into another.
+MORE_BUFFERS = 4
+MAX_READERS = 16
 
 
 def reader_count() -> int:
@@ -19,7 +20,7 @@ def reader_count() -> int:
 def staging_bytes(total: int) -> int:
     """The memory of the host that ``total`` bytes of a load pass."""
     readers = min(reader_count(), -(-total // STAGING_BYTES))
-    return readers * BUFFERS * min(total, STAGING_BYTES)
+    return (readers + MORE_BUFFERS) * min(total, STAGING_BYTES)
 
 
 def staging_on(device: torch.device, ranks: int, total: int) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint.pieces import GAP, Piece, Span, in_file_order, spans
-from dsv4.checkpoint.staging import BUFFERS, STAGING_BYTES, reader_count
+from dsv4.checkpoint.staging import MORE_BUFFERS, STAGING_BYTES, reader_count
 from dsv4.errors import UserError
 
 
@@ -36,10 +36,10 @@ class Transfer:
     whose end waits for them.
 
     ``readers`` threads (None: by the machine) do nothing but read into buffers of
-    ``STAGING_BYTES``, ``BUFFERS`` a thread, pinned for CUDA devices; torch gets them back at the
-    end. For CUDA devices one more thread copies what they have read: copies queued by many threads
-    would wait for the interpreter more than for the link. Files are read, not mapped: one that
-    shrinks meanwhile is an error and not a signal.
+    ``STAGING_BYTES``, pinned for CUDA devices; torch gets them back at the end. For CUDA devices
+    one more thread copies all that has been read since it looked last: threads that each queue
+    their copies wait for the interpreter more than for the link. Files are read, not mapped: one
+    that shrinks meanwhile is an error and not a signal.
 
     ``on_bytes`` is told how many bytes have arrived, ``on_filled`` the name of pieces when all of
     them have, both by any thread. The first error of any thread, or one of the block, Ctrl-C among
@@ -66,7 +66,7 @@ class Transfer:
         self._buffer_bytes = min(total + GAP * len(self._pieces), STAGING_BYTES)
         self._to_read: SimpleQueue[Span | None] = SimpleQueue()
         self._free: SimpleQueue[_Buffer | None] = SimpleQueue()
-        self._to_copy: SimpleQueue[tuple[Span, _Buffer] | None] = SimpleQueue()
+        self._to_copy: SimpleQueue[_Read | None] = SimpleQueue()
         self._on_bytes = on_bytes
         self._on_filled = on_filled
         self._changed = Condition()
@@ -77,7 +77,7 @@ class Transfer:
     def __enter__(self) -> Self:
         jobs = [self._read] * self._readers + [self._copy_to_gpus] * bool(self._devices)
         self._running = len(jobs)
-        for _ in range(BUFFERS * self._readers):
+        for _ in range(self._readers + MORE_BUFFERS):
             self._free.put(_Buffer.of(self._buffer_bytes, bool(self._devices)))
         self._threads = ThreadPoolExecutor(max(1, len(jobs)), "dsv4-load")
         with ExitStack() as undo:
@@ -153,16 +153,16 @@ class Transfer:
                     opened[span.file] = files.enter_context(_open(span.file))
                 _read_exactly(opened[span.file], span.offset, buffer.view[: span.nbytes])
                 if self._devices:
-                    self._to_copy.put((span, buffer))
+                    self._to_copy.put(_Read(span, buffer))
                 else:
-                    _copy(span, buffer, {})
+                    _copy([_Read(span, buffer)], {})
                     self._arrived(span.pieces)
                     self._free.put(buffer)
 
     @torch.inference_mode()
     def _copy_to_gpus(self) -> None:
         readers = self._readers
-        copying: deque[tuple[Span, _Buffer, list[Any]]] = deque()
+        copying: deque[tuple[list[_Read], list[Any]]] = deque()
         # What looks at weights does not wait for copies of others.
         with _new_streams(self._devices) as checking, _new_streams(self._devices) as streams:
             has_columns = any(piece.rows > 1 for piece in self._pieces)
@@ -172,19 +172,21 @@ class Transfer:
             }
             while (readers or copying) and not self._stopped:
                 if copying and (not readers or self._to_copy.empty()):
-                    span, buffer, events = copying.popleft()
+                    done, events = copying.popleft()
                     for event in events:
                         event.synchronize()
-                    self._free.put(buffer)
-                    self._arrived(span.pieces, checking)
+                    for one in done:
+                        self._free.put(one.buffer)
+                    self._arrived((piece for one in done for piece in one.span.pieces), checking)
                     continue
-                item = self._to_copy.get()
-                if item is None:
-                    readers -= 1
-                    continue
-                _copy(*item, unsorted)
-                span, buffer = item
-                copying.append((span, buffer, [stream.record_event() for stream in streams]))
+                taken = [self._to_copy.get()]
+                while not self._to_copy.empty():
+                    taken.append(self._to_copy.get())
+                read = [one for one in taken if one is not None]
+                readers -= len(taken) - len(read)
+                if read:
+                    _copy(read, unsorted)
+                    copying.append((read, [stream.record_event() for stream in streams]))
 
     def _arrived(self, pieces: Iterable[Piece], streams: Iterable[torch.cuda.Stream] = ()) -> None:
         arrived: Counter[str] = Counter()
@@ -215,6 +217,13 @@ class _Buffer(NamedTuple):
         return cls(memory, memory.numpy().data)
 
 
+class _Read(NamedTuple):
+    """A span and the buffer that it is in."""
+
+    span: Span
+    buffer: _Buffer
+
+
 @contextmanager
 def _new_streams(devices: Iterable[torch.device]) -> Iterator[list[torch.cuda.Stream]]:
     """Streams that are current, behind which nothing runs any more at the end."""
@@ -238,22 +247,22 @@ def _current(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
         yield
 
 
-def _copy(span: Span, buffer: _Buffer, unsorted: dict[torch.device, Tensor]) -> None:
-    """Copies the pieces of a span, or queues that. ``unsorted``: where the whole rows arrive on a
+def _copy(read: list[_Read], unsorted: dict[torch.device, Tensor]) -> None:
+    """Copies the pieces of spans, or queues that. ``unsorted``: where the whole rows arrive on a
     device of which it keeps columns; torch would pick them on the host.
     """
     targets: list[Tensor] = []
     sources: list[Tensor] = []
-    for piece in span.pieces:
-        first = piece.offset - span.offset
-        read = buffer.memory[first : first + piece.nbytes]
+    for here, piece in ((one, piece) for one in read for piece in one.span.pieces):
+        first = piece.offset - here.span.offset
+        data = here.buffer.memory[first : first + piece.nbytes]
         for share in piece.shares:
             is_whole = share.stop - share.first == piece.width
             if piece.rows == 1 or is_whole:
                 targets.append(share.target)
-                sources.append(read if is_whole else read[share.first : share.stop])
+                sources.append(data if is_whole else data[share.first : share.stop])
                 continue
-            rows = read.view(piece.rows, piece.width)
+            rows = data.view(piece.rows, piece.width)
             if share.target.is_cuda:
                 arrived = unsorted[share.target.device][: rows.numel()].view(rows.shape)
                 rows = arrived.copy_(rows, non_blocking=True)
