@@ -1,5 +1,6 @@
 """Loading for several ranks: the parts of the whole weights, and no byte of a file read twice."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from dsv4.checkpoint import (
     Layout,
     index,
     load_ranks,
+    loading_ranks,
     open_checkpoint,
     pieces,
     tiny_config,
@@ -159,6 +161,50 @@ def test_a_wrong_scale_in_any_part_is_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(changed_copy(tmp_path / "x", tmp_path / "y", edit))
     with pytest.raises(UserError, match=f"{name}: found nan, expected 0 to 64"):
         load_ranks(checkpoint, config_of(checkpoint), on_cpu(checkpoint, 4))
+
+
+def test_weights_are_there_when_they_have_been_waited_for(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
+    config = config_of(checkpoint)
+    whole = load(tmp_path / "x")
+    with loading_ranks(checkpoint, config, on_cpu(checkpoint, 2)) as loading:
+        for rank, weights in enumerate(loading.ranks):
+            expected = rank_weights(whole, config, 2, rank)
+            for name, weight in weights.items():
+                loading.wait(name)
+                assert as_bytes(weight) == as_bytes(expected[name]), (rank, name)
+
+
+def test_parameters_that_nobody_wants_are_not_read(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
+    seen: list[tuple[int, int]] = []
+    with loading_ranks(
+        checkpoint,
+        config_of(checkpoint),
+        on_cpu(checkpoint, 1),
+        progress=lambda *state: seen.append(state),
+        without=lambda parameter: parameter.role is Role.EXPERT,
+    ) as loading:
+        (weights,) = loading.ranks
+    assert not any(".experts." in name and "shared" not in name for name in weights)
+    assert seen[-1][1] == sum(weight.nbytes for weight in weights.values())
+
+
+def test_a_wrong_scale_reaches_what_waits_for_it(tmp_path: Path) -> None:
+    opened(tmp_path / "x", "native", Dialect.NATIVE)
+    name = "layers.1.ffn.experts.7.w1.scale"
+
+    def edit(tensors: Tensors) -> None:
+        tensors[name].view(torch.uint8)[-1, 0] = 255
+
+    checkpoint = open_checkpoint(changed_copy(tmp_path / "x", tmp_path / "y", edit))
+    placement = on_cpu(checkpoint, 2)
+    with (
+        pytest.raises(UserError, match=f"{name}: found nan, expected 0 to 64"),
+        loading_ranks(checkpoint, config_of(checkpoint), placement) as loading,
+    ):
+        loading.wait("layers.1.ffn.experts.w1.weight")
+    assert not any(thread.name.startswith("dsv4-load") for thread in threading.enumerate())
 
 
 def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_read(
