@@ -5,8 +5,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Self
 
 import numpy as np
 import pytest
@@ -175,6 +178,77 @@ def test_missing_and_short_files_are_one_line(files: list[Path]) -> None:
         UserError, match=r"/a: truncated: found 5000 bytes, expected at least 5050$"
     ):
         transfer([Piece.whole(files[1], 4950, memory(100))], lambda _: None)
+
+
+class CopyLater:
+    """In the place of a stream: its events are over a little later, as those of copies are."""
+
+    def record_event(self) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: time.sleep(0.0005))
+
+
+@pytest.fixture
+def copier(monkeypatch: pytest.MonkeyPatch) -> type[Transfer]:
+    """``Transfer`` with the thread that copies to GPUs, which copies to the CPU."""
+
+    @contextmanager
+    def streams(devices: list[torch.device]) -> Iterator[list[CopyLater]]:
+        yield [CopyLater() for _ in devices]
+
+    class Copying(Transfer):
+        def __enter__(self) -> Self:
+            self._devices = [CPU]
+            return super().__enter__()
+
+    of = module._Buffer.of
+    monkeypatch.setattr(module, "_new_streams", streams)
+    monkeypatch.setattr(module, "_current", lambda _: nullcontext())
+    monkeypatch.setattr(module._Buffer, "of", lambda nbytes, _: of(nbytes, pinned=False))
+    return Copying
+
+
+def threads_of_loads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("dsv4-load")]
+
+
+def test_one_thread_copies_what_others_read(files: list[Path], copier: type[Transfer]) -> None:
+    for _ in range(20):
+        pieces = shuffled_pieces(files) + shuffled_pieces(files)
+        named = [piece._replace(name=str(at % 7)) for at, piece in enumerate(pieces)]
+        filled: list[str] = []
+        read: list[int] = []
+        with copier(named, read.append, filled.append, READERS) as moving:
+            moving.wait("3")
+            assert_filled([piece for piece in named if piece.name == "3"])
+        assert sorted(filled) == sorted({piece.name for piece in named if piece.nbytes})
+        assert_filled(pieces)
+        assert sum(read) == 2 * 2 * 5000
+        assert threads_of_loads() == []
+
+
+@pytest.mark.parametrize("readers", [1, READERS])
+def test_errors_of_readers_of_the_copier_and_beside_them_end_all(
+    files: list[Path], tmp_path: Path, copier: type[Transfer], readers: int
+) -> None:
+    broken = Piece.whole(tmp_path / "0", 0, memory(1))
+    reports = Reports()
+    with (
+        pytest.raises(UserError, match="0: cannot be read"),
+        copier([*long_transfer(files), broken], reports, readers=readers),
+    ):
+        pass
+    assert threads_of_loads() == []
+
+    def fail(nbytes: int) -> None:
+        if reports.count % 10 == 9:
+            raise BrokenPipeError(32, "Broken pipe")
+        reports(nbytes)
+
+    with pytest.raises(BrokenPipeError), copier(long_transfer(files), fail, readers=readers):
+        pass
+    with pytest.raises(ZeroDivisionError), copier(long_transfer(files), reports, readers=readers):
+        _ = 1 // int(reports.count > len(files) * 100_000)
+    assert threads_of_loads() == []
 
 
 class Reports:
