@@ -35,12 +35,12 @@ class PreparedOp:
         self.program = Program(recording)
         self.result = map_tensors(recorded, self.program.tensor)
 
-    def run(self, tokens: int | None = None) -> Any:
+    def run(self, tokens: int | None = None, start: int = 0, stop: int | None = None) -> Any:
         """Queues the op on the current stream of its device, for as many tokens as it was recorded
-        for or fewer.
+        for or fewer. ``start``, ``stop``: only these of its items.
         """
         with torch.cuda.device(self.program.device):
-            self.program.run(tokens or self._tokens)
+            self.program.run(tokens or self._tokens, start, stop)
         return self.result
 
 

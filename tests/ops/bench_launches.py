@@ -39,7 +39,7 @@ def bench_recordings(target: Target, op: str) -> dict[str, list[Recording]]:
         for case in all_cases(f"{op}: "):
             recordings: list[Recording] = []
             patch.setattr(PreparedOp, "__init__", _recorder(recordings, target))
-            patch.setattr(PreparedOp, "run", lambda self: self.result)
+            patch.setattr(PreparedOp, "run", lambda self, *_: self.result)
             case.make(0)()
             found[case.name] = recordings
     return found

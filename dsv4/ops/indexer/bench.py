@@ -15,6 +15,8 @@ HEADS = 64
 WIDTH = 128
 ROPE_WIDTH = 64
 LISTED = {"Flash": 512, "Pro": 1024}
+# The items of a recorded ``index_select`` of a decode step.
+PARTS = {"index_select": (0, None), "index_scores": (0, 1), "top_k_tokens": (1, 2)}
 
 
 def cases() -> Iterator[OpCase]:
@@ -24,7 +26,9 @@ def cases() -> Iterator[OpCase]:
     for context in (2048, 8192, 32768, 131072, 1 << 20):
         yield _select_case("Pro", 1, context)
     yield _select_case("Pro", 1, 2048, capacity=1 << 20)
-    yield _select_case("Flash", 1, 8192)
+    for context in (8192, 32768, 131072):
+        for part in PARTS:
+            yield _select_case("Flash", 1, context, part=part)
     yield _select_case("Pro", 8, 32768)
     yield _select_case("Pro", 8, 1 << 20)
     yield _select_case("Pro", 4096, 8192)
@@ -43,12 +47,23 @@ def _query_case(tokens: int) -> OpCase:
     return OpCase("index_query", f"{tokens} tokens", make, nbytes, 0, nbytes)
 
 
-def _select_case(model: str, tokens: int, context: int, capacity: int = 0) -> OpCase:
+def _select_case(
+    model: str, tokens: int, context: int, capacity: int = 0, part: str = "index_select"
+) -> OpCase:
+    """``part``: of the op that is measured, its name."""
+    start, stop = PARTS[part]
     listed = LISTED[model]
     entries = context // 4
     slots = max(capacity, context) // 4 + 1
     scored = entries if entries > listed else 0
-    nbytes = 2 * tokens * HEADS * WIDTH + scored * (WIDTH + 4) + 8 * tokens * listed
+    scores = 2 * tokens * HEADS * WIDTH + scored * (WIDTH + 4)
+    selection = 8 * tokens * listed
+    between = 4 * tokens * scored
+    nbytes = {
+        "index_select": scores + selection,
+        "index_scores": scores + between,
+        "top_k_tokens": between + selection,
+    }[part]
 
     def make(index: int) -> Callable[[], object]:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -62,9 +77,11 @@ def _select_case(model: str, tokens: int, context: int, capacity: int = 0) -> Op
         position_T = context - tokens + torch.arange(tokens, device=device)
         module = decode if tokens <= MAX_DECODE_TOKENS else prefill
         arguments = q_TID, weight_TI, 0.01, keys, position_T, listed
-        return PreparedOp(module.index_select, *arguments).run
+        prepared = PreparedOp(module.index_select, *arguments)
+        prepared.run()
+        return lambda: prepared.run(None, start, stop)
 
-    flops = 2 * tokens * scored * HEADS * WIDTH
+    flops = 0 if part == "top_k_tokens" else 2 * tokens * scored * HEADS * WIDTH
     held = f", capacity {capacity}" if capacity else ""
     name = f"{model}, {tokens} tokens, context {context}{held}"
-    return OpCase("index_select", name, make, nbytes, flops, slots * (WIDTH + 4))
+    return OpCase(part, name, make, nbytes, flops, slots * (WIDTH + 4))

@@ -40,7 +40,7 @@ struct Shared {
     alignas(16) char keys[WARPS][STAGES][TILE_BYTES];
     float key_scales[WARPS][STAGES][KEYS];
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES);
+static_assert(sizeof(Shared) <= SHARED_BYTES && HEAD_TILES <= WARPS);
 
 __device__ __forceinline__ void copy16(void* to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
@@ -74,11 +74,28 @@ __device__ __forceinline__ unsigned half_pair(unsigned e4m3_pair) {
 
 __device__ __forceinline__ unsigned bf16_pair(unsigned pair) { return pair; }
 
+// Divides bfloat16 values by `scale`, a peak of such values / 448. The remainder of the product with
+// the reciprocal corrects it: the quotient is the correctly rounded one for all 128 · 128 mantissas.
+// `shift` keeps remainders and reciprocals in the range of normal numbers.
+struct Divisor {
+    float shift, scale, reciprocal;
+
+    __device__ __forceinline__ explicit Divisor(float divisor)
+        : shift(divisor < 0x1p-60f ? 0x1p64f : divisor > 0x1p60f ? 0x1p-64f : 1.0f),
+          scale(divisor * shift), reciprocal(__frcp_rn(scale)) {}
+
+    __device__ __forceinline__ float divide(float value) const {
+        value *= shift;
+        const float quotient = value * reciprocal;
+        return fmaf(fmaf(-quotient, scale, value), reciprocal, quotient);
+    }
+};
+
 // Two queries' values, divided by the head's scale, as a B fragment register.
-__device__ __forceinline__ unsigned query_pair(unsigned pair, float scale) {
+__device__ __forceinline__ unsigned query_pair(unsigned pair, const Divisor& scale) {
 #if FP8
-    const float2 values = make_float2(__uint_as_float(pair << 16) / scale,
-                                      __uint_as_float(pair & 0xFFFF0000u) / scale);
+    const float2 values = make_float2(scale.divide(__uint_as_float(pair << 16)),
+                                      scale.divide(__uint_as_float(pair & 0xFFFF0000u)));
     return half_pair(__nv_cvt_float2_to_fp8x2(values, __NV_SATFINITE, __NV_E4M3));
 #else
     return bf16_pair(pair);
@@ -92,16 +109,18 @@ __device__ __forceinline__ void fetch_queries(Shared& shared, const bf16* q, int
         copy16(shared.raw_queries + 8 * i, from + 8 * i, true);
 }
 
+// The head whose query this lane rounds, together with three other lanes.
+__device__ __forceinline__ int own_head() { return threadIdx.x / 4; }
+
 // torch: queries = unpack_index_rows(*pack_index_rows(queries)). Each warp rounds eight heads and
 // lays them out as the fragments that all warps multiply by; the head's factor takes the query's
-// scale along.
-__device__ __forceinline__ void prepare_queries(Shared& shared, const float* weights,
-                                                float score_scale) {
+// scale along. `weight`: of the lane's own head, if there is one.
+__device__ __forceinline__ void prepare_queries(Shared& shared, float weight, float score_scale) {
     const int lane = threadIdx.x % WARP;
-    const int column = lane / 4;
     const int part = lane % 4;
-    for (int tile = threadIdx.x / WARP; tile < HEAD_TILES; tile += WARPS) {
-        const int head = 8 * tile + column;
+    const int head = own_head();
+    const int tile = threadIdx.x / WARP;
+    if (tile < HEAD_TILES) {
         const char* row = reinterpret_cast<const char*>(shared.raw_queries + head * DIM);
         uint4 raw[4];
 #pragma unroll
@@ -128,12 +147,13 @@ __device__ __forceinline__ void prepare_queries(Shared& shared, const float* wei
         peak = nan_max(peak, __shfl_xor_sync(~0u, peak, 2));
         scale = peak > 0.0f ? peak / 448.0f : 1.0f;
 #endif
-        if (part == 0) shared.factors[head] = weights[head] * score_scale * scale;
+        if (part == 0) shared.factors[head] = weight * score_scale * scale;
+        const Divisor divisor(scale);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             shared.query_fragments[tile][i][lane] =
-                make_uint4(query_pair(raw[i].x, scale), query_pair(raw[i].y, scale),
-                           query_pair(raw[i].z, scale), query_pair(raw[i].w, scale));
+                make_uint4(query_pair(raw[i].x, divisor), query_pair(raw[i].y, divisor),
+                           query_pair(raw[i].z, divisor), query_pair(raw[i].w, divisor));
         }
     }
 }
@@ -238,6 +258,20 @@ __device__ __forceinline__ bool next_item(Item& found, int& item, const int64* p
     return false;
 }
 
+// Starts the copies of the first tiles of a warp's part, a group each. Kept a loop: a launch runs
+// through this once, and waits for instructions that it has not met.
+__device__ __forceinline__ void start_keys(Shared& shared, const char* data, const float* scales,
+                                           const Item& item) {
+    const int warp = threadIdx.x / WARP;
+#pragma unroll 1
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+        const int tile = item.part + item.parts * (warp + WARPS * stage);
+        if (tile * KEYS < item.visible)
+            fetch_keys(shared, warp, stage, data, scales, tile, item.visible);
+        cp_async_commit();
+    }
+}
+
 // Blocks take items round robin; the queries of the next item are fetched while this one is
 // computed.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
@@ -267,22 +301,21 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
         const int first = now.part + now.parts * warp;
         const int stride = now.parts * WARPS;
         const int visible = now.visible, token = now.token;
-#pragma unroll
-        for (int stage = 0; stage < STAGES - 1; ++stage) {
-            if (first + stage * stride < tiles)
-                fetch_keys(shared, warp, stage, data, scales, first + stage * stride, visible);
-            cp_async_commit();
-        }
+        const float weight =
+            own_head() < HEADS ? weights[(int64)token * weight_stride + own_head()] : 0.0f;
+        start_keys(shared, data, scales, now);
         cp_async_wait<STAGES - 1>();
         __syncthreads();
         // queries_HD = unpack_index_rows(*pack_index_rows(queries_HD))
         // factors_H = weights_H * score_scale
-        prepare_queries(shared, weights + (int64)token * weight_stride, score_scale);
+        prepare_queries(shared, weight, score_scale);
         __syncthreads();
         item += gridDim.x;
         more = next_item(now, item, positions, slots, tokens, selected, max_parts, part_tiles);
         if (more) fetch_queries(shared, q, now.token);
         cp_async_commit();
+        // Reading the queries takes longer than a tile of keys.
+        if (first >= tiles) continue;
         uint4 queries[HEAD_TILES][STEPS / 2];
         float2 factors[HEAD_TILES];
 #pragma unroll

@@ -209,6 +209,36 @@ def test_real_values(format: RowFormat, slots: int, tokens: int, width: int) -> 
         assert gap <= 4e-6 * float(score_S.abs().max()), f"token {t}: {gap}"
 
 
+@pytest.mark.parametrize("topk", [512, 1024])
+@pytest.mark.parametrize("slots", [1500, 4200, 9000, 16500, 33001, 70001, 262145])
+def test_both_forms_select_the_same(slots: int, topk: int) -> None:
+    """By a bound, and by a radix selection, from scores of the same bits."""
+    q_TID, weight_TI, keys = real_case(slots, 9, FP8)
+    position_T = torch.arange(4 * slots - 9, 4 * slots)
+    many_TK = index_select(q_TID, weight_TI, 0.01, keys, position_T, topk)
+    for tokens in (slice(0, 8), slice(8, 9)):
+        few = q_TID[tokens], weight_TI[tokens], 0.01, keys, position_T[tokens], topk
+        assert torch.equal(index_select(*few), many_TK[tokens])
+
+
+def test_a_replay_follows_the_position() -> None:
+    """Whatever it was in the replay before."""
+    slots = 30000
+    q_TID, weight_TI, keys = real_case(slots, 2, FP8)
+    position_T = torch.tensor([0, 0])
+    prepared = PreparedOp(select, q_TID, weight_TI, 0.01, keys, position_T, 512)
+    graph = torch.cuda.CUDAGraph()
+    prepared.run()
+    with torch.cuda.graph(graph):
+        prepared.run()
+    for last in (100, 4 * slots - 1, 40000, 2040, 2100, 65536, 65600, 119000, 5):
+        position_T.copy_(torch.tensor([last - 1, last]))
+        poison(16 << 20)
+        graph.replay()
+        expected_TK = index_select(q_TID, weight_TI, 0.01, keys, position_T.clone(), 512)
+        assert torch.equal(prepared.result, expected_TK), last
+
+
 def test_nan_scores_come_first_and_unseen_rows_may_hold_anything() -> None:
     q_TID, weight_TI, keys = exact_case(3000, 2, FP8)
     keys.data[[17, 1500, 2400]] = 0x7F
