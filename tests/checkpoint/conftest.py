@@ -1,10 +1,12 @@
-"""Synthetic folders, written once per session and never changed."""
+"""Synthetic folders, written once per session and never changed, and starts of a copy of one."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from dsv4.checkpoint import Layout, tiny_config, write_synthetic
+from tests.checkpoint.packed_starts import Starts
 
 
 def _folder(root: pytest.TempPathFactory, layout: Layout) -> Path:
@@ -31,3 +33,16 @@ def nvfp4_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _folder(tmp_path_factory, "bf16")
+
+
+@pytest.fixture(scope="session")
+def without_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("synthetic") / "without_module"
+    write_synthetic(folder, tiny_config(), "nvfp4-experts", seed=1)
+    return folder
+
+
+@pytest.fixture
+def starts(without_module: Path, tmp_path: Path) -> Starts:
+    """Of a checkpoint that a test may change."""
+    return Starts(shutil.copytree(without_module, tmp_path / "model"), tmp_path / "cache")

@@ -6,9 +6,6 @@ import errno
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,86 +14,27 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4 import Engine, EngineConfig
+from dsv4 import EngineConfig
 from dsv4.caches.allocation import COMPUTE_DTYPES
 from dsv4.checkpoint import packed_cache as module
 from dsv4.checkpoint import tiny_config, write_synthetic
 from dsv4.checkpoint.checksum import checksum
 from dsv4.checkpoint.identity import checkpoint_identity
-from dsv4.checkpoint.index import open_checkpoint
 from dsv4.checkpoint.packed_cache import MANIFEST, PackedCache
 from dsv4.errors import UserError
 from dsv4.model import build_ranks
 from dsv4.opened_checkpoint import OpenedCheckpoint
 from dsv4.ops import Packing
 from dsv4.ops.native_packing import native_packing
-from dsv4.ops.tables import CUDA_PACKING, DirectTable, Table
+from dsv4.ops.tables import CUDA_PACKING
 from dsv4.ops.trees import tensors_in
 from dsv4.parallel.placement import Placement
 from dsv4.weights.quant import QuantFormat, QuantTensor
-from tests.source_rules import ROOT
+from tests.checkpoint.packed_starts import Starts
 
 CPU = torch.device("cpu")
-PROMPT = [3, 1, 4, 1, 5]
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    write_synthetic(folder, tiny_config(), "nvfp4-experts", 1)
-    return folder
-
-
-@pytest.fixture
-def folder(written: Path, tmp_path: Path) -> Path:
-    """A checkpoint that a test may change."""
-    return Path(shutil.copytree(written, tmp_path / "model"))
-
-
-class Starts:
-    """Starts of one checkpoint with one cache, and how many weights each packs."""
-
-    def __init__(self, folder: Path, cache: Path) -> None:
-        self.folder = folder
-        self.cache = cache
-
-    def __call__(self, **settings: Any) -> tuple[int, torch.Tensor]:
-        packed = 0
-
-        def counting(table: Table) -> Table:
-            assert isinstance(table, DirectTable)
-
-            def count(pack: Callable[..., Any]) -> Callable[..., Any]:
-                def counted(*arguments: Any) -> Any:
-                    nonlocal packed
-                    packed += 1
-                    return pack(*arguments)
-
-                return counted
-
-            found = table.packing
-            packing = replace(
-                found, pack_weight=count(found.pack_weight), pack_rows=count(found.pack_rows)
-            )
-            return replace(table, packing=packing)
-
-        config = EngineConfig(
-            device="cpu", ops="torch", max_context=32, packed_cache=str(self.cache), **settings
-        )
-        engine = Engine.load(self.folder, config, change_table=counting)
-        return packed, engine.prefill(PROMPT)
-
-    @property
-    def entries(self) -> list[Path]:
-        """What lies in the cache, but for locks."""
-        return sorted(path for path in self.cache.iterdir() if path.suffix != ".lock")
-
-
-@pytest.fixture
-def starts(folder: Path, tmp_path: Path) -> Starts:
-    return Starts(folder, tmp_path / "cache")
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -126,8 +64,8 @@ def test_each_packing_has_its_entry(starts: Starts) -> None:
         assert torch.equal(found, expected)
 
 
-def test_the_draft_module_is_packed_as_ever(folder: Path, tmp_path: Path) -> None:
-    shutil.rmtree(folder)
+def test_the_draft_module_is_packed_as_ever(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
     raw = tiny_config(num_nextn_predict_layers=1)
     write_synthetic(folder, raw, "nvfp4-experts", 1, mtp="classic")
     starts = Starts(folder, tmp_path / "cache")
@@ -141,11 +79,9 @@ def test_the_draft_module_is_packed_as_ever(folder: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("packing", [CUDA_PACKING, native_packing("fp8")], ids=lambda one: one.name)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_rank_gets_its_own_back(
-    folder: Path, tmp_path: Path, packing: Packing, ranks: int
-) -> None:
+def test_every_rank_gets_its_own_back(tmp_path: Path, packing: Packing, ranks: int) -> None:
     """In the layouts of the CUDA ops, which are made on any device."""
-    shutil.rmtree(folder)
+    folder = tmp_path / "model"
     write_synthetic(folder, tiny_config(moe_intermediate_size=256), "nvfp4-experts", 1)
     engine = EngineConfig(device="cpu", ops="torch")
     opened = OpenedCheckpoint.open(folder, engine)
@@ -299,67 +235,6 @@ def test_no_folder_is_one_line_before_anything_is_packed(
     expected = r"^EngineConfig.packed_cache: .*(cache|in nothing): cannot be written \([^()\n]*\)$"
     with pytest.raises(UserError, match=expected):
         starts()
-
-
-START = """
-import sys
-from dsv4 import Engine, EngineConfig
-{before}
-config = EngineConfig(device="cpu", ops="torch", max_context=32, packed_cache=sys.argv[2])
-print(Engine.load(sys.argv[1], config).prefill([3, 1, 4, 1, 5]).tolist())
-"""
-KILLED = """
-import os, signal
-from pathlib import Path
-Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def process(starts: Starts, before: str = "") -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", START.format(before=before), starts.folder, starts.cache]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-
-def test_what_a_killed_process_leaves_is_no_entry_and_goes(starts: Starts) -> None:
-    starts.cache.mkdir()
-    foreign = starts.cache / ".foreign.abcdefgh"
-    foreign.mkdir()
-    killed = process(starts, KILLED)
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL
-    left = [path for path in starts.entries if path != foreign]
-    assert [path.name[0] for path in left] == ["."]
-    assert (left[0] / MANIFEST).exists()
-    assert starts()[0] > 0
-    assert not left[0].exists()
-    assert foreign.exists()
-    assert starts()[0] == 0
-
-
-def test_processes_at_once_all_answer_and_leave_one_entry(starts: Starts) -> None:
-    running = [process(starts) for _ in range(2)]
-    answers = [one.communicate()[0] for one in running]
-    assert [one.returncode for one in running] == [0, 0]
-    assert answers[0] == answers[1]
-    assert len(starts.entries) == 1
-    assert starts()[0] == 0
-
-
-def test_an_entry_in_use_is_left_alone(starts: Starts) -> None:
-    """A reader holds it while another process would write, and the other way round."""
-    count, _ = starts()
-    (entry,) = starts.entries
-    with module._locked(starts.cache, entry.name, module.fcntl.LOCK_EX):
-        assert starts()[0] == count
-    cache = open_checkpoint(starts.folder)
-    other = PackedCache(starts.cache, cache, "other", "torch bf16", 1)
-    assert other.entry == entry
-    before = (entry / MANIFEST).read_bytes()
-    with module._locked(starts.cache, entry.name, module.fcntl.LOCK_SH):
-        other.write([{}])
-    assert (entry / MANIFEST).read_bytes() == before
-    other.write([{}])
-    assert (entry / MANIFEST).read_bytes() != before
 
 
 def test_bytes_of_a_packing_change_with_the_number_of_layouts() -> None:
