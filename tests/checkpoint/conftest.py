@@ -1,5 +1,6 @@
 """Synthetic folders, written once per session and never changed, and starts of a copy of one."""
 
+import random
 import shutil
 from pathlib import Path
 
@@ -46,3 +47,12 @@ def without_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def starts(without_module: Path, tmp_path: Path) -> Starts:
     """Of a checkpoint that a test may change."""
     return Starts(shutil.copytree(without_module, tmp_path / "model"), tmp_path / "cache")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Two files of 5,000 random bytes."""
+    paths = [tmp_path / name for name in ("b", "a")]
+    for seed, path in enumerate(paths):
+        path.write_bytes(random.Random(seed).randbytes(5000))
+    return paths

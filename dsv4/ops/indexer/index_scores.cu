@@ -74,9 +74,9 @@ __device__ __forceinline__ unsigned half_pair(unsigned e4m3_pair) {
 
 __device__ __forceinline__ unsigned bf16_pair(unsigned pair) { return pair; }
 
-// Divides bfloat16 values by `scale`, a peak of such values / 448. The remainder of the product with
-// the reciprocal corrects it: the quotient is the correctly rounded one for all 128 · 128 mantissas.
-// `shift` keeps remainders and reciprocals in the range of normal numbers.
+// Divides bfloat16 values by `scale`, a peak of such values / 448. The remainder of the product
+// with the reciprocal corrects it: the quotient is the correctly rounded one for all 128 · 128
+// mantissas. `shift` keeps remainders and reciprocals in the range of normal numbers.
 struct Divisor {
     float shift, scale, reciprocal;
 
