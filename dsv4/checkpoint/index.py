@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4.checkpoint.problems import Problems, printable
 from dsv4.checkpoint.shard import StoredTensor, map_tensor, read_header
+from dsv4.checkpoint.uncollected import uncollected
 from dsv4.errors import UserError, shorten
 from dsv4.json_object import read_json_object
 from dsv4.model_files import model_file, resolve_inside
@@ -46,6 +47,7 @@ class Checkpoint:
         return map_tensor(self.tensors[name])
 
 
+@uncollected()
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Opens a Hugging Face folder: an index with shards, or one single ``.safetensors`` file.
 

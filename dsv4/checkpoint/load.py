@@ -20,6 +20,7 @@ from dsv4.checkpoint.problems import Problems
 from dsv4.checkpoint.scale_values import check_input_scales, check_scales
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.checkpoint.transfer import Transfer
+from dsv4.checkpoint.uncollected import uncollected
 from dsv4.checkpoint.writer import counter
 from dsv4.config import ModelConfig
 from dsv4.parallel.placement import Placement
@@ -177,6 +178,21 @@ def _loading(
     ranks: int,
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[Loading]:
+    of_ranks, moving = _prepared(checkpoint, config, found, devices_of, ranks, progress)
+    with moving:
+        yield Loading(of_ranks, moving.wait)
+
+
+@uncollected()
+def _prepared(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    found: Sequence[StoredParameter],
+    devices_of: Callable[[str], Sequence[torch.device]],
+    ranks: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[tuple[Weights, ...], Transfer]:
+    """What each rank holds, small tensors filled, and the transfer that fills the others."""
     held = {
         stored.parameter.name: [
             Held(device, cut_of(stored.parameter, ranks, rank))
@@ -216,8 +232,7 @@ def _loading(
         {name: loaded[name][rank] for name, ones in held.items() if rank < len(ones)}
         for rank in range(ranks)
     )
-    with Transfer(pieces, count, check) as moving:
-        yield Loading(of_ranks, moving.wait)
+    return of_ranks, Transfer(pieces, count, check)
 
 
 def _read_plain(

@@ -24,6 +24,7 @@ from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.names import Dialect, detect_dialect, from_native, to_native
 from dsv4.checkpoint.problems import Problems, printable
 from dsv4.checkpoint.shard import DTYPE_NAMES
+from dsv4.checkpoint.uncollected import uncollected
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.weights.parameters import MtpKind, Parameter, Role, parameters
@@ -85,6 +86,7 @@ def _of_mtp(name: str) -> bool:
     return name.startswith("mtp.")
 
 
+@uncollected()
 def _find(
     checkpoint: Checkpoint,
     config: ModelConfig,
