@@ -242,7 +242,7 @@ def _first_token(folder: Path, engine: EngineConfig, started: float) -> dict[str
     imported = time.time() - started
     loaded = Engine.load(folder, replace(engine, max_context=_CONTEXT))
     ready = time.time() - started
-    next(iter(loaded.generate(_PROMPT, 1)))
+    next(iter(loaded.generate(_PROMPT, 1, stop_token_ids=())))
     seconds = {"imported": imported, "loaded": ready, "first_token": time.time() - started}
     return {name: round(value, 3) for name, value in seconds.items()}
 

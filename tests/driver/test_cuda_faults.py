@@ -29,8 +29,9 @@ def run_faulty(target):
     if calls >= CALLS:
         recording = Recording(target, 1)
         addresses = dict.fromkeys(("y", "streams", "post", "comb", "out"))
-        words = {"peers": None, "slot": 0, "rank_words": 0, "exchange": 0}
-        recording.launch(Shape(KERNEL, (4, 1), 64), **addresses, **words, width=4096)
+        words = {"peers": None, "slot": 0, "rank_words": 0, "exchange": 0, "owner": 0}
+        sizes = {"tokens": 1, "width": 4096}
+        recording.launch(Shape(KERNEL, (4, 1), 64), **addresses, **words, **sizes)
         run_now(recording, [])
 
 def faulty(make):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.bench.decode_modes import fill_caches
+from dsv4.caches.point import Point
 from dsv4.decode import CUDAGraphDecoder
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training.needles import longer_copy
@@ -74,10 +75,13 @@ def test_captured_steps_end_at_the_last_position(on_kernels: Engine) -> None:
     assert isinstance(steps, RecordedSteps)
     on_kernels.state.set_position(0)
     captured = CUDAGraphDecoder(steps, "full", CONTEXT)
+    last_logits(on_kernels)
+    state = on_kernels.state
+    before = Point.of(state.layers, state.position, state.furthest)
     found = []
     for decoder in (None, captured):
-        last_logits(on_kernels)
-        on_kernels.state.set_position(CONTEXT - 8)
+        before.restore(state.layers)
+        state.set_position(CONTEXT - 8)
         found.append(list(on_kernels.following(7, Sampler(GREEDY), 8, decoder)))
         assert on_kernels.position == CONTEXT
     assert len(found[0]) == 8
