@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dsv4.errors import UserError, shorten
-from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.limits import MAX_DECODE_TOKENS, MAX_PREFILL_CHUNK
 
 # What weights are multiplied with in steps of more than MAX_DECODE_TOKENS tokens.
 ActivationMode = Literal["bf16", "fp8", "nvfp4"]
@@ -72,7 +72,7 @@ class EngineConfig:
                 )
         for field, low, high in (
             ("gpus", 1, 8),
-            ("prefill_chunk", 1, 65536),
+            ("prefill_chunk", 1, MAX_PREFILL_CHUNK),
             ("max_context", 1, 2**31 - 1),
         ):
             value = self.__dict__[field]

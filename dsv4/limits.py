@@ -1,6 +1,9 @@
 """Limits of decoding that caches, ops and steps share."""
 
 MAX_DECODE_TOKENS = 8
+# Tokens of the longest chunk of a prompt: no activation of V4-Pro exceeds 2^31 bytes then. Grids
+# have a block for every token along y, at most 65,535.
+MAX_PREFILL_CHUNK = 16384
 # Alternatives that a generation reports for every token.
 MAX_LOGPROBS = 1000
 # Steps in the queue, with the one that the host waits for: enough to hide the host.

@@ -17,6 +17,7 @@ from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.limits import MAX_PREFILL_CHUNK
 from dsv4.measure.provenance import provenance
 from dsv4.ops.tables import op_table
 from dsv4.parallel.devices import engine_devices, table_name
@@ -71,7 +72,9 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
         help="with --geometry --parallel tensor --gpus 2: ranks 0 and 1 of so many, which exchange "
         "as much as all would",
     )
-    engine.add_argument("--prefill-chunk", type=integer(1), help="(default: by the devices)")
+    engine.add_argument(
+        "--prefill-chunk", type=integer(1, MAX_PREFILL_CHUNK), help="(default: by the devices)"
+    )
     engine.add_argument(
         "--ops",
         choices=("auto", "torch", "cuda", "cutedsl"),

@@ -12,7 +12,7 @@ from dsv4.cli.prompts.flags import add_answers_flags, add_prompts_flag
 from dsv4.cli.state_flags import add_load_state_flag, add_save_state_flag
 from dsv4.command.flags import OneLineParser, add_prefill_activations, integer, number, path
 from dsv4.demo import CHECKPOINT
-from dsv4.limits import MAX_LOGPROBS
+from dsv4.limits import MAX_LOGPROBS, MAX_PREFILL_CHUNK
 
 DEFAULT_PROMPT = "What is the capital of France?"
 DEFAULT_MAX_TOKENS = 512
@@ -177,7 +177,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--prefill-chunk",
-        type=integer(1, 65536),
+        type=integer(1, MAX_PREFILL_CHUNK),
         metavar="N",
         help="tokens per forward (default: 4096 on one GPU, 2048 on several, 8192 with "
         "--parallel tensor, 512 on the CPU)",

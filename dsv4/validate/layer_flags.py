@@ -17,6 +17,7 @@ from dsv4.command.output_file import check_output
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.limits import MAX_PREFILL_CHUNK
 from dsv4.ops.tables import TORCH_TABLE, swap_ops
 from dsv4.parallel.devices import engine_devices, table_on
 from dsv4.validate.agreement import DEFAULT_THRESHOLD
@@ -68,7 +69,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     )
     add(
         "--chunk",
-        type=integer(1, 65536),
+        type=integer(1, MAX_PREFILL_CHUNK),
         action="append",
         help=f"tokens per step, up to 8: decode kernels; repeatable; default {DEFAULT_CHUNK}",
     )
