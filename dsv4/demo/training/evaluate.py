@@ -85,12 +85,12 @@ class Evaluator:
         self.tokenizer = Tokenizer(checkpoint)
         self.known_misses = KNOWN_MISSES if checkpoint.resolve() == CHECKPOINT.resolve() else {}
 
-    def complete(self, prompt: str) -> tuple[str, bool, int]:
+    def complete(self, prompt: str, most_tokens: int = MAX_NEW_TOKENS) -> tuple[str, bool, int]:
         """Greedy completion of a prompt text, whether it stopped by itself, and the prompt's length
         in tokens.
         """
         ids = self.tokenizer.encode(prompt)
-        produced = list(self.engine.generate(ids, MAX_NEW_TOKENS, SamplingParams(temperature=0)))
+        produced = list(self.engine.generate(ids, most_tokens, SamplingParams(temperature=0)))
         run = self.engine.last_run
         assert run is not None
         return self.tokenizer.decode(produced), run.finish_reason == "stop", len(ids)

@@ -114,3 +114,20 @@ def recall_512(rng: random.Random, evaluation: bool) -> Example:
 def recall_2000(rng: random.Random, evaluation: bool) -> Example:
     """A pair told more than 2,000 tokens ago."""
     return evaluation_document(rng, "recall_2000", (230, 260), 24)
+
+
+def needle(rng: random.Random, tokens: int, depth: float, pairs: int) -> Example:
+    """A question about the pair told at ``depth`` (0: first line, 1: last line) of a text of about
+    ``tokens`` tokens, with ``pairs`` − 1 others anywhere in it.
+    """
+    lines = max(pairs, (tokens - 10 - TOKENS_PER_QUESTION) // TOKENS_PER_LINE)
+    asked = round(depth * (lines - 1))
+    keys = rng.sample(words.KEYS, k=pairs)
+    values = [rng.choice(words.VALUES) for _ in keys]
+    others = rng.sample([line for line in range(lines) if line != asked], k=pairs - 1)
+    text = [filler_line(rng) for _ in range(lines)]
+    for spot, key, value in zip((asked, *others), keys, values, strict=True):
+        text[spot] = pair_line(key, value)
+    told = f"{BOS}{USER}{OPENING}\n" + "\n".join(text)
+    prompt = f"{told}\n{question(keys[0])}{ASSISTANT}{END_THINK}"
+    return Example("needle", (prompt, answer(keys[0], values[0]) + EOS))
