@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import torch
 
+from dsv4.bench.context_flags import add_context_options, measure_context
 from dsv4.bench.decode_modes import DECODE_MODES
 from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import Layout
@@ -51,7 +52,9 @@ def build_parser() -> OneLineParser:
     load.add_argument("--gpus", type=integer(1, 8), default=1)
     load.add_argument("--parallel", choices=("pipeline", "round-robin"), default="pipeline")
     load.add_argument("--repeats", type=integer(1), default=3)
-    for kind in (engine, ops, load):
+    context = kinds.add_parser("context", help="time and memory by position and length")
+    add_context_options(context)
+    for kind in (engine, ops, load, context):
         kind.add_argument("--out", type=Path, help="write the JSON here as well as to stdout")
     return parser
 
@@ -152,6 +155,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         config = geometry_config(options.geometry, options.layers)
         engine = EngineConfig(device=options.device, gpus=options.gpus, parallel=options.parallel)
         return bench_load(config, options.format, engine, options.repeats)
+    if options.kind == "context":
+        return measure_context(options)
     settle(options)
     if options.ops == "cutedsl" and options.prefill_activations != "bf16":
         found = f"{options.prefill_activations} with --ops cutedsl"

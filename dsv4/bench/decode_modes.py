@@ -22,7 +22,7 @@ from dsv4.step.steps import RecordedSteps
 DecodeMode = Literal["eager", "split", "full"]
 DECODE_MODES: tuple[DecodeMode, ...] = get_args(DecodeMode)
 # Tokens before the first one that counts: after them the host is as far ahead as it gets.
-_WARM_UP = 8
+WARM_UP = 8
 
 
 class DecodeModes:
@@ -50,8 +50,8 @@ class DecodeModes:
         for mode, decoder in self._decoders.items():
             self.engine.state.set_position(position)
             greedy = Sampler(SamplingParams(temperature=0))
-            following = self.engine.following(0, greedy, tokens + _WARM_UP, decoder)
-            measured[mode] = summary(token_milliseconds(following)[_WARM_UP - 1 :])
+            following = self.engine.following(0, greedy, tokens + WARM_UP, decoder)
+            measured[mode] = summary(token_milliseconds(following)[WARM_UP - 1 :])
         return measured
 
     def profile(self, position: int) -> dict[str, GraphProfile]:

@@ -76,7 +76,8 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    engine = _build(config, replace(run.engine, max_context=room), run.layout, run.table, run.ranks)
+    sized = replace(run.engine, max_context=room)
+    engine = build_random(config, sized, run.layout, run.table, run.ranks)
     build_seconds = time.perf_counter() - started
     ranks = run.ranks or (run.engine.gpus if run.engine.parallel == "tensor" else 1)
     nbytes = sum(token_bytes(config, run.layout, ranks).values())
@@ -160,13 +161,14 @@ def placement_record(parallel: str, layer_devices: tuple[torch.device, ...]) -> 
     }
 
 
-def _build(
+def build_random(
     config: ModelConfig,
     engine_config: EngineConfig,
     layout: Layout,
     table: Table | None,
     ranks: int | None = None,
 ) -> Engine:
+    """An engine on random weights of a geometry; ``ranks`` as ``GeometryRun`` has it."""
     sizes = (
         (name, stored_bytes(parameter, layout)) for name, parameter in parameters(config).items()
     )
@@ -176,7 +178,7 @@ def _build(
         placement = replace(placement, absent_ranks=ranks - placement.ranks)
     weights = _random_weights(config, layout, placement)
     engine = Engine(config, engine_config, weights, placement, table)
-    _synchronize(engine)
+    synchronize(engine)
     return engine
 
 
@@ -201,12 +203,12 @@ def _prefill(engine: Engine, length: int) -> float:
     """Tokens per second of the faster of two prefills; the first compiles."""
     seconds = []
     for seed in range(3):
-        ids = _random_ids(engine, length, seed)
+        ids = random_ids(engine, length, seed)
         engine.reset()
-        _synchronize(engine)
+        synchronize(engine)
         started = time.perf_counter()
         engine.prefill(ids)
-        _synchronize(engine)
+        synchronize(engine)
         seconds.append(time.perf_counter() - started)
     return length / min(seconds[1:])
 
@@ -255,11 +257,13 @@ def _peak_gigabytes(engine: Engine) -> dict[str, float]:
     return peaks
 
 
-def _synchronize(engine: Engine) -> None:
+def synchronize(engine: Engine) -> None:
+    """Waits for all devices of an engine."""
     for device in engine.state.all_devices:
         torch.cuda.synchronize(device)
 
 
-def _random_ids(engine: Engine, count: int, seed: int) -> list[int]:
+def random_ids(engine: Engine, count: int, seed: int) -> list[int]:
+    """Ids of the whole vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(engine.config.vocab_size, (count,), generator=generator).tolist()

@@ -1,0 +1,73 @@
+"""The flags of ``bench context``, and the run that they ask for."""
+
+import argparse
+from typing import Any, get_args
+
+import torch
+
+from dsv4.bench.decode_modes import DECODE_MODES
+from dsv4.checkpoint import Geometry
+from dsv4.checkpoint.layouts import Layout
+from dsv4.command.flags import integer, number
+from dsv4.engine_config import EngineConfig
+from dsv4.errors import UserError
+from dsv4.limits import MAX_PREFILL_CHUNK
+
+MOST_TOKENS = 1 << 20
+
+
+def add_context_options(context: argparse.ArgumentParser) -> None:
+    """Adds them to a parser."""
+    add = context.add_argument
+    add("--geometry", choices=get_args(Geometry), default="v4-flash")
+    add("--format", choices=get_args(Layout), default="nvfp4-experts")
+    add("--layers", type=integer(1), help="the first N layers (default: all)")
+    add("--gpus", type=integer(1, 8), default=1)
+    add("--parallel", choices=("pipeline", "round-robin", "tensor"), default="pipeline")
+    add("--prefill-chunk", type=integer(1, MAX_PREFILL_CHUNK), help="(default: by the devices)")
+    add("--max-context", type=integer(16, MOST_TOKENS), default=MOST_TOKENS)
+    add("--prompt", type=integer(1), default=1 << 18, help="tokens that are really computed")
+    text = "where chunks and tokens are timed behind drawn caches"
+    positions = [1 << 14, 1 << 16, 1 << 18, 1 << 19, 1_000_000]
+    add("--positions", type=integer(1), nargs="+", default=positions, help=text)
+    text = "contexts whose memory is planned, and allocated"
+    lengths = [1 << 14, 1 << 16, 1 << 18, MOST_TOKENS]
+    add("--lengths", type=integer(16), nargs="+", default=lengths, help=text)
+    add("--decode-tokens", type=integer(2), default=64)
+    add("--modes", choices=DECODE_MODES, nargs="+", default=["full"])
+    add(
+        "--plan-only",
+        type=number(0, 10**6, low_included=False),
+        metavar="GB",
+        help="nothing but the plan, for GPUs of this size that need not be there",
+    )
+
+
+def measure_context(options: argparse.Namespace) -> dict[str, Any]:
+    """Runs it. Raises ``UserError``."""
+    from dsv4.bench.context import ContextRun, bench_context, plan_geometry
+
+    engine = EngineConfig(
+        device="cuda",
+        ops="cuda",
+        gpus=options.gpus,
+        parallel=options.parallel,
+        prefill_chunk=options.prefill_chunk,
+        max_context=options.max_context,
+    )
+    run = ContextRun(
+        options.geometry,
+        options.format,
+        options.layers,
+        engine,
+        options.prompt,
+        tuple(options.positions),
+        tuple(options.lengths),
+        options.decode_tokens,
+        tuple(options.modes),
+    )
+    if options.plan_only is not None:
+        return plan_geometry(run, round(options.plan_only * 10**9))
+    if not torch.cuda.is_available():
+        raise UserError("this benchmark needs a CUDA device, found none")
+    return bench_context(run)

@@ -1,0 +1,86 @@
+"""The benchmark by position and length: what it makes of times, and its memory plans."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsv4.bench.__main__ import main
+from dsv4.bench.context import chunk_milliseconds, spans
+from dsv4.bench.context_memory import described
+from dsv4.checkpoint import Layout, describe, open_checkpoint, tiny_config, write_synthetic
+from dsv4.config import ModelConfig
+
+MILLION = 1 << 20
+
+
+def test_the_time_of_a_chunk_is_from_end_to_end() -> None:
+    """Two chunks ahead: the host sees chunk 0 end when it has queued chunk 2."""
+    ends = [0.0, 0.0, 1.0, 1.5, 2.5, 2.75]
+    assert chunk_milliseconds(ends, 2) == [500.0, 1000.0, 250.0]
+
+
+def test_spans_are_medians_of_consecutive_chunks_behind_the_first() -> None:
+    found = spans([10.0, 30.0, 20.0, 40.0, 80.0], 100, 3)
+    assert [(span["from"], span["to"], span["ms_per_chunk"]) for span in found] == [
+        (100, 400, 20.0),
+        (400, 600, 60.0),
+    ]
+    assert found[0]["tokens_per_second"] == 5000.0
+
+
+@pytest.mark.parametrize("layout", ["nvfp4-experts", "nvfp4-all", "native"])
+def test_a_geometry_takes_what_its_checkpoint_takes(tmp_path: Path, layout: Layout) -> None:
+    raw = tiny_config()
+    write_synthetic(tmp_path / "x", raw, layout, 0)
+    config = ModelConfig.from_dict(raw)
+    stored = {one.parameter.name: one for one in describe(open_checkpoint(tmp_path / "x"), config)}
+    for one in described(config, layout):
+        assert one.format == stored[one.parameter.name].format, one.parameter.name
+        if one.format is not None:
+            assert one.nbytes == stored[one.parameter.name].nbytes, one.parameter.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("geometry", "gpus", "parallel", "most"),
+    [
+        ("v4-flash", 2, "pipeline", 88),
+        ("v4-flash", 2, "tensor", 91),
+        ("v4-pro", 8, "pipeline", 124),
+        ("v4-pro", 8, "tensor", 126),
+    ],
+)
+def test_a_million_tokens_are_planned_and_fit(
+    tmp_path: Path, geometry: str, gpus: int, parallel: str, most: int
+) -> None:
+    """On H200, GB of the fullest one. Only caches, lists and the copies of a step grow."""
+    out = tmp_path / "plan.json"
+    flags = ["--geometry", geometry, "--gpus", str(gpus), "--parallel", parallel]
+    lengths = ["--lengths", "16384", str(MILLION)]
+    assert main(["context", *flags, *lengths, "--plan-only", "141", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())["result"]
+    short, long = (result["planned_bytes"][str(length)] for length in (16384, MILLION))
+    assert len(long) == gpus
+    for name, device in long.items():
+        assert device["fits"]
+        assert device["total"] <= most * 10**9
+        assert device["weights"] == short[name]["weights"]
+        assert device["workspace"] - short[name]["workspace"] < 700 << 20
+        grown = device["state"] - short[name]["state"]
+        assert grown <= (MILLION - 16384) * 5600, "5.6 KB a token"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-context", "2097152"], "--max-context: found '2097152'"),
+        (["--plan-only", "0"], "--plan-only: found '0'"),
+        (["--prefill-chunk", "65536"], "--prefill-chunk: found '65536'"),
+    ],
+)
+def test_flags_out_of_range_are_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["context", *flags]) == 2
+    assert message in capsys.readouterr().err
