@@ -1,13 +1,15 @@
 """The benchmark's plots: well-formed, a bar per measurement, the floor where it belongs."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from dsv4.bench.plot import engine_svg, main, ticks
+from dsv4.bench.panel import ticks
+from dsv4.bench.plot import engine_svg, main, record_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -36,6 +38,43 @@ def record() -> dict[str, Any]:
     }
 
 
+def context_record() -> dict[str, Any]:
+    modes = {"full": {"ms_per_token": 4.5}}
+    devices = {"cuda:0": {"state": 10**9, "steps": 10**8}, "cuda:1": {"state": 10**8, "steps": 1}}
+    span = {"from": 2048, "to": 18432, "ms_per_chunk": 100.0, "tokens_per_second": 20480.0}
+    return {
+        "machine": {"gpus": ["NVIDIA H200"] * 2},
+        "result": {
+            "geometry": "v4-flash",
+            "layout": "nvfp4-experts",
+            "layers": 43,
+            "prefill_chunk": 2048,
+            "placement": {"parallel": "tensor", "ranks": ["cuda:0", "cuda:1"]},
+            "prefill_computed": {"tokens": 20480, "spans": [span]},
+            "prefill_behind_drawn_caches": {
+                "16384": {"ms_per_chunk": 101.0, "tokens_per_second": 20277.0},
+                "1000000": {"ms_per_chunk": 400.0, "tokens_per_second": 5120.0},
+            },
+            "decode_behind_drawn_caches": {"16384": modes, "1000000": modes},
+            "allocated_bytes": {"16384": devices, "1048576": devices},
+        },
+    }
+
+
+def test_a_record_by_position_has_three_panels() -> None:
+    text = record_svg(context_record())
+    svg = ElementTree.fromstring(text)
+    titles = [rect.findtext(f"{SVG}title") for rect in svg.iter(f"{SVG}rect")]
+    bars = [title for title in titles if title is not None]
+    assert bars == [
+        *["full: 4.5"] * 2,
+        *["computed: 20,480", "drawn caches: 20,277", "drawn caches: 5,120"],
+        *["caches: 1", "steps: 0.1"] * 2,
+    ]
+    assert "v4-flash, 43 layers, nvfp4-experts, 2 × NVIDIA H200, tensor" in text
+    assert all(label in text for label in (">16K<", ">1,000,000<", ">1,024K<"))
+
+
 def test_every_measurement_is_a_bar_as_high_as_its_value() -> None:
     svg = ElementTree.fromstring(engine_svg(record()))
     bars = [rect for rect in svg.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
@@ -60,9 +99,10 @@ def test_the_plot_says_what_the_floor_is() -> None:
     assert any("floor: reading the weights that one token needs" in (text or "") for text in texts)
 
 
-def test_no_text_lies_on_another_or_outside() -> None:
+@pytest.mark.parametrize("made", [record, context_record])
+def test_no_text_lies_on_another_or_outside(made: Callable[[], dict[str, Any]]) -> None:
     """Widths as in a sans-serif font: half the size for each character."""
-    svg = ElementTree.fromstring(engine_svg(record()))
+    svg = ElementTree.fromstring(record_svg(made()))
     boxes = []
     for text in svg.iter(f"{SVG}text"):
         size = float(text.get("font-size", 11))
