@@ -41,6 +41,7 @@ def test_five_layers_of_flash_to_a_million_tokens(tmp_path: Path, gpus: int, par
         planned = result["planned_bytes"][length].values()
         for found, plan in zip(by_device.values(), planned, strict=True):
             state = plan["state"] - found["exchange_not_counted"]
-            assert abs(found["state"] - state) <= 0.02 * state + (1 << 20)
+            # Torch leaves up to 1 MB of a block unused, here behind the caches of each layer.
+            assert 0 <= found["state"] - state <= 0.02 * state + (5 << 20)
             # Zeroed memory and inputs of steps are not of the workspace.
-            assert 0 <= found["steps"] - plan["workspace"] <= 0.05 * plan["workspace"] + (8 << 20)
+            assert 0 <= found["steps"] - plan["workspace"] <= 0.05 * plan["workspace"] + (16 << 20)

@@ -72,8 +72,10 @@ def test_kernels_are_as_exact_as_the_torch_ops(folder: Path, on_kernels: Engine)
 def test_captured_steps_end_at_the_last_position(on_kernels: Engine) -> None:
     steps = on_kernels.steps
     assert isinstance(steps, RecordedSteps)
+    on_kernels.state.set_position(0)
+    captured = CUDAGraphDecoder(steps, "full", CONTEXT)
     found = []
-    for decoder in (None, CUDAGraphDecoder(steps, "full", CONTEXT)):
+    for decoder in (None, captured):
         last_logits(on_kernels)
         on_kernels.state.set_position(CONTEXT - 8)
         found.append(list(on_kernels.following(7, Sampler(GREEDY), 8, decoder)))
