@@ -7,9 +7,14 @@ import pytest
 
 from dsv4.bench.__main__ import main
 from dsv4.bench.context import chunk_milliseconds, spans
-from dsv4.bench.context_memory import described
+from dsv4.bench.context_memory import PlacedGeometry, described, placed
 from dsv4.checkpoint import Layout, describe, open_checkpoint, tiny_config, write_synthetic
 from dsv4.config import ModelConfig
+from dsv4.engine import Engine
+from dsv4.engine_config import EngineConfig
+from dsv4.launch.target import Target
+from dsv4.ops.tables import CUDA_TABLE
+from dsv4.parallel.devices import engine_devices
 
 MILLION = 1 << 20
 
@@ -39,6 +44,25 @@ def test_a_geometry_takes_what_its_checkpoint_takes(tmp_path: Path, layout: Layo
         assert one.format == stored[one.parameter.name].format, one.parameter.name
         if one.format is not None:
             assert one.nbytes == stored[one.parameter.name].nbytes, one.parameter.name
+
+
+def test_the_plan_of_a_geometry_is_that_of_its_checkpoint(tmp_path: Path) -> None:
+    """``--plan --max-context 1048576`` of a folder, for two GPUs that are not there."""
+    raw = tiny_config(max_position_embeddings=MILLION)
+    write_synthetic(tmp_path / "x", raw, "nvfp4-experts", 0)
+    engine = EngineConfig(gpus=2, max_context=MILLION, prefill_chunk=2048)
+    of_folder = Engine.plan(tmp_path / "x", engine, gpu_memory=10**11)
+    config = ModelConfig.from_dict(raw)
+    devices = engine_devices(engine, absent=True)
+    placement = placed(config, "nvfp4-experts", engine, devices)
+    targets = {device: Target.of_absent(device) for device in devices}
+    geometry = PlacedGeometry(config, "nvfp4-experts", engine, placement, targets)
+    plan, workspace = geometry.plans(CUDA_TABLE, [MILLION], 10**11)[MILLION]
+    assert of_folder.max_context == plan.max_context == MILLION
+    for found, expected in zip(plan.devices, of_folder.devices, strict=True):
+        assert found.layers == expected.layers
+        assert found.state_bytes == expected.state_bytes
+        assert found.work_bytes == expected.work_bytes == workspace[found.device] + (512 << 20)
 
 
 @pytest.mark.slow
