@@ -2,8 +2,10 @@
 that is really computed, chunks and single tokens behind drawn caches, and memory by length.
 """
 
+import json
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -29,7 +31,7 @@ from dsv4.parallel.devices import engine_devices, table_on, with_device_defaults
 # Spans that the chunks of the computed prompt are put together to, for one number each.
 _SPANS = 16
 # Chunks that are timed behind drawn caches.
-_TIMED_CHUNKS = 8
+_TIMED_CHUNKS = 4
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,10 @@ def plan_geometry(run: ContextRun, gpu_memory: int) -> dict[str, Any]:
     }
 
 
-def bench_context(run: ContextRun) -> dict[str, Any]:
+def bench_context(run: ContextRun, write_text: Callable[[str], object]) -> dict[str, Any]:
     """Prefill, decode and memory by position. Prefill in ms from the end of one chunk to that of
-    the next, which is what a long prompt costs per chunk.
+    the next, which is what a long prompt costs per chunk. ``write_text`` gets each part of the
+    result as it is there.
     """
     config = run.config
     devices = engine_devices(run.engine)
@@ -91,32 +94,33 @@ def bench_context(run: ContextRun) -> dict[str, Any]:
     plans = geometry.plans(table, run.lengths)
     started = time.perf_counter()
     engine = build_random(config, run.engine, run.layout, table)
-    build_seconds = time.perf_counter() - started
-    built = engine_memory(engine)
-    prefill = computed_prefill(engine, run.prompt)
-    modes = DecodeModes(engine, run.modes)
-    behind = modes.measure(run.prompt, run.decode_tokens)
-    for state in engine.state.ranks:
-        fill_caches(state)
-    drawn = {str(at): chunks_at(engine, at) for at in run.positions}
-    decode = {str(at): modes.measure(at, run.decode_tokens) for at in run.positions}
-    used = engine_memory(engine)
-    return {
+    result = {
         **_about(run, engine.engine_config),
         "native": engine.table.portable is not None,
         "placement": placement_record(run.engine.parallel, engine.devices),
-        "build_seconds": round(build_seconds, 1),
-        "prefill_computed": prefill,
-        "decode_behind_the_computed_prompt": behind,
+        "build_seconds": round(time.perf_counter() - started, 1),
         "drawn_caches": "random rows of standard deviation 1, the position set",
-        "prefill_behind_drawn_caches": drawn,
         "decode_tokens": run.decode_tokens,
-        "decode_behind_drawn_caches": decode,
-        "memory_after_building": built,
-        "memory_after_measuring": used,
-        "planned_bytes": planned_record(plans),
-        "allocated_bytes": allocated_contexts(engine, placement, run.lengths),
     }
+    for name, value in _measured(run, engine):
+        write_text(json.dumps({name: value}) + "\n")
+        result[name] = value
+    result["planned_bytes"] = planned_record(plans)
+    result["allocated_bytes"] = allocated_contexts(engine, placement, run.lengths)
+    return result
+
+
+def _measured(run: ContextRun, engine: Engine) -> Iterator[tuple[str, Any]]:
+    yield "memory_after_building", engine_memory(engine)
+    yield "prefill_computed", computed_prefill(engine, run.prompt)
+    modes = DecodeModes(engine, run.modes)
+    yield "decode_behind_the_computed_prompt", modes.measure(run.prompt, run.decode_tokens)
+    for state in engine.state.ranks:
+        fill_caches(state)
+    decode = {str(at): modes.measure(at, run.decode_tokens) for at in run.positions}
+    yield "decode_behind_drawn_caches", decode
+    yield "prefill_behind_drawn_caches", {str(at): chunks_at(engine, at) for at in run.positions}
+    yield "memory_after_measuring", engine_memory(engine)
 
 
 def computed_prefill(engine: Engine, tokens: int) -> dict[str, Any]:

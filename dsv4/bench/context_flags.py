@@ -1,6 +1,7 @@
 """The flags of ``bench context``, and the run that they ask for."""
 
 import argparse
+import sys
 from typing import Any, get_args
 
 import torch
@@ -70,4 +71,4 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
         return plan_geometry(run, round(options.plan_only * 10**9))
     if not torch.cuda.is_available():
         raise UserError("this benchmark needs a CUDA device, found none")
-    return bench_context(run)
+    return bench_context(run, sys.stderr.write)
