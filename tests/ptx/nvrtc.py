@@ -25,12 +25,18 @@ _CODES = {"int": "<i", "unsigned": "<I", "int64": "<q", "float": "<f"}
 
 class SourceEdit(NamedTuple):
     """Text of a file in the kernel's folder, or of a header that several have, that becomes another
-    one; it must be there once.
+    one; it must be there once. ``also``: another edit of the same build.
     """
 
     file: str
     text: str
     replacement: str
+    also: "SourceEdit | None" = None
+
+    @property
+    def all(self) -> list["SourceEdit"]:
+        """This one and those behind it."""
+        return [self, *(() if self.also is None else self.also.all)]
 
 
 @functools.cache
@@ -43,14 +49,15 @@ def ptx_of(source: str, architecture: str, defines: Defines, edit: SourceEdit | 
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name)
         folder = source_path(source).parent
-        shared = (folder.parent / "_device").glob(edit.file)
-        for path in (*folder.glob("*.cu*"), *shared):
+        headers = [folder.parent / "_device" / one.file for one in edit.all]
+        for path in (*folder.glob("*.cu*"), *filter(Path.exists, headers)):
             text = path.read_text()
-            if path.name == edit.file:
-                assert text.count(edit.text) == 1, edit
-                text = text.replace(edit.text, edit.replacement)
+            for one in edit.all:
+                if path.name == one.file:
+                    assert text.count(one.text) == 1, one
+                    text = text.replace(one.text, one.replacement)
             (copy / path.name).write_text(text)
-        assert (copy / edit.file).exists(), edit
+        assert all((copy / one.file).exists() for one in edit.all), edit
         text, options = translation_unit(source, architecture, defines)
         original = source_path(source)
         head = text.removesuffix(original.read_text())
