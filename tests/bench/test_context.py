@@ -1,17 +1,21 @@
 """The benchmark by position and length: what it makes of times, and its memory plans."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsv4.bench.__main__ import main
-from dsv4.bench.context import chunk_milliseconds, spans
+from dsv4.bench.context import ContextRun, check_positions, chunk_milliseconds, spans
 from dsv4.bench.context_memory import PlacedGeometry, described, placed
 from dsv4.checkpoint import Layout, describe, open_checkpoint, tiny_config, write_synthetic
 from dsv4.config import ModelConfig
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
+from dsv4.errors import UserError
 from dsv4.launch.target import Target
 from dsv4.ops.tables import CUDA_TABLE
 from dsv4.parallel.devices import engine_devices
@@ -32,6 +36,28 @@ def test_spans_are_medians_of_consecutive_chunks_behind_the_first() -> None:
         (400, 600, 60.0),
     ]
     assert found[0]["tokens_per_second"] == 5000.0
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, None),
+        ({"positions": (1, MILLION - 6 * 2048)}, None),
+        ({"positions": (1, MILLION - 6 * 2048 + 1)}, "--positions: found 1036289, expected at"),
+        ({"prompt": MILLION}, "--prompt: found 1048576, expected at most"),
+        ({"lengths": (16, MILLION + 1)}, "--lengths: found 1048577, expected at most 1048576"),
+    ],
+)
+def test_what_is_timed_has_room_behind_its_position(
+    changed: dict[str, Any], message: str | None
+) -> None:
+    """Behind a position six chunks are prefilled: four that are in flight, and two to compare."""
+    engine = EngineConfig(prefill_chunk=2048, max_context=MILLION, gpus=2)
+    run = ContextRun(
+        "v4-flash", "nvfp4-experts", None, engine, 1 << 18, (1_000_000,), (MILLION,), 64, ("full",)
+    )
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        check_positions(replace(run, **changed), engine, 2)
 
 
 @pytest.mark.parametrize("layout", ["nvfp4-experts", "nvfp4-all", "native"])
