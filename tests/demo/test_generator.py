@@ -114,11 +114,24 @@ def test_tools_equal_the_encoder(mode: str) -> None:
         (f"<tool_result>{json.dumps(use.result)}</tool_result>", use.answer),
     ]
     system = tools.tools_system([schema], "Answer briefly.")
-    found = tools.with_reason(
-        "tools", turns, "I need the tool set_alarm.", mode == "thinking", system
-    )
+    reasons = ["I need the tool set_alarm.", "The tool has answered."]
+    found = tools.with_reasons("tools", turns, reasons, mode == "thinking", system)
     assert found.prompt == encode_messages(messages, mode)
     assert TOOLS_TEXT.partition("{schemas}")[0] in found.prompt
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_sent_messages_are_confirmed_to_their_recipients(near: bool) -> None:
+    def requests(text: str) -> list[str]:
+        return re.findall(rf"{USER}((?:Send|Write to) .*?)<｜Assistant｜>", text)
+
+    held_out = {requests(e.prompt)[0] for e in examples("tools_recipient", True, 500)}
+    for seed in range(100):
+        parts = tools.sent_messages(random.Random(seed), near).parts
+        text = "".join(parts)
+        asked = re.findall(r"(?:Send|Write to) (\w+?)(?: the message)?: ", text)
+        assert asked == re.findall(r"I sent your message to (\w+)\.", text)
+        assert not held_out & set(requests(text))
 
 
 def test_stories_follow_from_their_question() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
-from dsv4.demo.training import mixture
+from dsv4.demo.training import mixture, tools
 from dsv4.demo.training.chat import Example
 
 EOS_ID = 1
@@ -17,12 +17,15 @@ EOS_ID = 1
 @dataclass(frozen=True)
 class BatchShape:
     """``rows`` rows of ``length`` input tokens; ``recall_share`` of the rows open with a recall
-    document.
+    document. ``sent_share`` of the other documents confirm sent messages, ``near_share`` of those
+    without a tool between request and answer.
     """
 
     length: int
     rows: int
     recall_share: float
+    sent_share: float = 0.0
+    near_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,13 @@ def training_row(tokenizer: Tokenizer, rng: random.Random, shape: BatchShape) ->
     marks: list[int] = []
     pending = mixture.row_examples(rng, room, shape.recall_share)
     while len(ids) < room:
-        new_ids, new_marks = encode_example(
-            tokenizer, pending.pop() if pending else mixture.short_example(rng)
-        )
+        if pending:
+            example = pending.pop()
+        elif shape.sent_share > 0 and rng.random() < shape.sent_share:
+            example = tools.sent_messages(rng, near=rng.random() < shape.near_share)
+        else:
+            example = mixture.short_example(rng)
+        new_ids, new_marks = encode_example(tokenizer, example)
         ids += new_ids
         marks += new_marks
     return np.array([ids[:room], marks[:room]], dtype=np.int16)

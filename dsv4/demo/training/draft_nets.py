@@ -9,9 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsv4.checkpoint import load_weights, open_checkpoint
-from dsv4.checkpoint.names import Dialect, from_native
-from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import weights
 from dsv4.demo.training.fast_attention import Options, Rope, quantize_rows, rotate
@@ -19,7 +16,6 @@ from dsv4.demo.training.fast_forward import Kernels, experts, mix_in, mix_out
 from dsv4.demo.training.geometry import CONFIG, LAYERS
 from dsv4.ops.norm import rms_norm
 from dsv4.weights.parameters import MtpKind
-from dsv4.weights.quant import QuantTensor
 
 BLOCK = 5
 # As in the published vocabulary, where it is 128799: <｜place▁holder▁no▁799｜>.
@@ -61,19 +57,7 @@ class Result(NamedTuple):
 
 def frozen_base(device: str) -> Any:
     """The embedded checkpoint as transformers' model, dequantised."""
-    checkpoint = open_checkpoint(CHECKPOINT)
-    config = ModelConfig.from_dict(checkpoint.raw_config)
-    loaded = load_weights(checkpoint, config, device_of=lambda _: torch.device("cpu"))
-    values = {
-        name: weight.dequantize() if isinstance(weight, QuantTensor) else weight
-        for name, weight in loaded.items()
-    }
-    for name in [name for name in values if name.endswith(".experts.w1.weight")]:
-        up = values.pop(name.replace(".w1.", ".w3."))
-        values[name.replace(".w1.", ".w13.")] = torch.cat((values.pop(name), up), 1)
-    model = weights.build_model()
-    state = {from_native(name, Dialect.HF): value for name, value in values.items()}
-    model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in state.items()})
+    model = weights.load_model(CHECKPOINT)
     if device != "cpu":
         weights.to_training_dtypes(model)
     return model.to(device).eval().requires_grad_(False)
@@ -221,7 +205,10 @@ class DSparkNet(DraftNet):
         for layer in self.core.model.layers:
             cos, sin = ropes[layer.self_attn.rope_layer_type]
             kv = rotate(layer.self_attn.kv_norm(layer.self_attn.kv_proj(main_x)), cos, sin)
-            keys = quantize_rows(kv)[row[:, None], back.clamp(min=0)]
+            # An index of one dimension has a gradient without sorting.
+            flat = (row[:, None] * kv.shape[1] + back.clamp(min=0)).flatten()
+            keys = quantize_rows(kv).flatten(0, 1).index_select(0, flat)
+            keys = keys.view(len(row), WINDOW, -1)
             own = (cos[0][slots], sin[0][slots])
             streams = stage(layer, streams, own, (keys, back >= 0), kernels)
         return streams

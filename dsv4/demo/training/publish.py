@@ -97,8 +97,7 @@ def publish(run: Path, destination: Path) -> None:
     ``run``.
     """
     state = weights.load_shards(run)
-    model = weights.build_model()
-    model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in state.items()})
+    model = weights.load_model(run)
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder)
         save_file(state, plain / "model.safetensors")

@@ -154,19 +154,51 @@ def tool_instance(rng: random.Random) -> tuple[str, Example, bool]:
             (use.question, tool_call(name, use.arguments)),
             (tool_result(json.dumps(use.result)), use.answer),
         ]
-    example = with_reason("tools", turns, reason, thinking, system)
+    reasons = [reason, "The tool has answered."][: len(turns)]
+    example = with_reasons("tools", turns, reasons, thinking, system)
     return repr(turns[0]), example, len(turns) == 2 and name == "send_message"
 
 
-def with_reason(
-    task: str, turns: list[tuple[str, str]], reason: str, thinking: bool, system: str
+def sent_messages(rng: random.Random, near: bool) -> Example:
+    """One to four messages sent one after the other, so that the answer has to name the last
+    recipient. ``near``: answered at once, without a call. Trained, not measured.
+    """
+    offered = [schema for schema, make in TOOLS if make is message or rng.random() < 0.3]
+    rng.shuffle(offered)
+    # Without the tools, a training row holds three times as many recipients.
+    bare = near or rng.random() < 0.5
+    content = rng.choice(tasks.SYSTEMS)
+    system = content if bare else tools_system(offered, content)
+    turns: list[tuple[str, str]] = []
+    reasons: list[str] = []
+    for _ in range(rng.randint(1, 4)):
+        use = unseen_message(rng)
+        if near:
+            turns.append((use.question, use.answer))
+            reasons.append("No tool is needed.")
+        else:
+            turns.append((use.question, tool_call("send_message", use.arguments)))
+            turns.append((tool_result(json.dumps(use.result)), use.answer))
+            reasons += ["I need the tool send_message.", "The tool has answered."]
+    return with_reasons("tools", turns, reasons, not near and rng.random() < 0.3, system)
+
+
+def unseen_message(rng: random.Random) -> Use:
+    """A message that the evaluation does not ask to send."""
+    while True:
+        use = message(rng)
+        if not tasks.held_out(repr((use.question, tool_call("send_message", use.arguments)))):
+            return use
+
+
+def with_reasons(
+    task: str, turns: list[tuple[str, str]], reasons: list[str], thinking: bool, system: str
 ) -> Example:
     """A conversation in which, in thinking mode, every assistant turn opens with a reason (tools
     keep old reasoning).
     """
     if not thinking:
         return conversation(task, turns, system=system)
-    reasons = [reason] + ["The tool has answered."] * (len(turns) - 1)
     said = [
         (question, why + END_THINK + answer)
         for (question, answer), why in zip(turns, reasons, strict=True)

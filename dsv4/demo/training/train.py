@@ -4,6 +4,7 @@
             by its own KL alone
 ``index``   the indexer alone, by KL towards the attention it should imitate
 ``finish``  everything with selection on and the shipped file's quantisation in the forward pass
+``confirm`` as ``finish``, with many sent messages to confirm: near ones first
 
 The shipped weights came from two runs on one H100 (minutes include a minute or two of compilation
 each):
@@ -21,6 +22,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,8 @@ from dsv4.command.flags import OneLineParser
 from dsv4.command.program import command
 from dsv4.demo.training import data, mixture, weights
 from dsv4.demo.training.data import BatchShape, Request
-from dsv4.demo.training.trainer import LONG, PHASES, TOKENIZER, Phase, Trainer
+from dsv4.demo.training.trainer import PHASES, SHORT, TOKENIZER, Phase, Trainer, shape_at
 
-SHORT = BatchShape(512, 64, 0.4)
 EVALUATION_ROWS = {
     "recall_near": (512, 64),
     "recall_128": (640, 32),
@@ -80,21 +81,22 @@ def evaluation_batches(device: str) -> dict[str, Tensor]:
 def run(args: argparse.Namespace, pool: Pool) -> None:
     """Builds the model, then trains phase after phase; saves after every evaluation."""
     torch.set_float32_matmul_precision("high")
-    model = weights.build_model()
-    if args.init:
-        state = weights.load_shards(args.init)
-        model.load_state_dict(
-            {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
-        )
+    model = weights.load_model(args.init) if args.init else weights.build_model()
     trainer = Trainer(model, args.device, compiled=args.device == "cuda")
     batches = evaluation_batches(args.device)
     for index, text in enumerate(args.phases):
         name, _, minutes = text.partition(":")
-        trainer.begin(PHASES[name])
+        trainer.begin(changed(PHASES[name], args))
         print(f"phase {name}, {minutes} minutes", flush=True)
         run_phase(trainer, pool, batches, float(minutes), args.seed + index, args)
         save(trainer, batches, args.out)
         weights.save_shards(trainer.state(), args.out.with_name(f"{args.out.name}-{name}"))
+
+
+def changed(phase: Phase, args: argparse.Namespace) -> Phase:
+    """The phase with what the flags put in its place."""
+    names = ("peak_rate", "sent_share", "near_share")
+    return replace(phase, **{n: getattr(args, n) for n in names if getattr(args, n) is not None})
 
 
 def run_phase(
@@ -105,18 +107,28 @@ def run_phase(
     seed: int,
     args: argparse.Namespace,
 ) -> None:
-    """Steps until the phase's minutes are over."""
+    """Steps until the phase's minutes are over; rates and texts follow the time that compiling
+    leaves of them.
+    """
     rng = random.Random(seed)
     start = time.time()
     phase = trainer.phase
+    if trainer.device == "cuda":
+        for long in (False, True):
+            trainer.warm_up(shape_at(phase, 0.0, long, args.rows))
+        torch.cuda.synchronize()
+    compiled = time.time()
+    print(f"{compiled - start:7.1f}s compiled", flush=True)
 
     def fraction() -> float:
-        return (time.time() - start) / (60 * minutes)
+        left = start + 60 * minutes - compiled
+        return (time.time() - compiled) / left if left > 0 else 1.0
 
     def choose(index: int) -> BatchShape:
         if args.tiny:
             return BatchShape(256, 2, 0.5)
-        return LONG if fraction() >= phase.long_from and rng.random() < phase.long_share else SHORT
+        long = fraction() >= phase.long_from and rng.random() < phase.long_share
+        return shape_at(phase, fraction(), long, args.rows)
 
     tokens = 0
     mark = time.time()
@@ -146,10 +158,10 @@ def run_phase(
 
 
 def save(trainer: Trainer, batches: dict[str, Tensor], out: Path) -> None:
-    """Prints the held-out scores and writes the weights."""
+    """Writes the weights and prints the held-out scores."""
+    weights.save_shards(trainer.state(), out)
     scores = trainer.evaluate(batches, trainer.phase.options)
     print("  " + " ".join(f"{task} {score:.3f}" for task, score in scores.items()), flush=True)
-    weights.save_shards(trainer.state(), out)
 
 
 @command
@@ -159,11 +171,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("phases", nargs="+", metavar="PHASE:MINUTES")
-    parser.add_argument("--init", type=Path)
+    parser.add_argument("--init", type=Path, help="run folder or checkpoint to go on from")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=13)
+    parser.add_argument("--rows", type=int, default=SHORT.rows, help="rows of a short batch")
+    for name in ("peak_rate", "sent_share", "near_share"):
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=float, help="in place of the phase's own")
     parser.add_argument("--evaluate-every", type=float, default=60.0)
     parser.add_argument("--tiny", action="store_true", help="small batches, for a look on a CPU")
     args = parser.parse_args()

@@ -16,14 +16,19 @@ from dsv4.demo.training.fast_attention import Options, Rope
 from dsv4.demo.training.fast_forward import Kernels
 
 TOKENIZER = CHECKPOINT / "tokenizer.json"
+SHORT = BatchShape(512, 64, 0.4)
 LONG = BatchShape(2560, 12, 0.8)
 PROMPT_WEIGHT = 0.05
 BIAS_SPEED = 1e-3
+SENT_LEAST = 0.06
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The weights that a phase trains, and its learning rates."""
+    """The weights that a phase trains, its learning rates and texts: ``long_share`` of the batches
+    are long from ``long_from`` of the phase on. ``sent_share`` and ``near_share`` (``BatchShape``)
+    are those at its start and fall to ``SENT_LEAST`` and none.
+    """
 
     options: Options
     peak_rate: float
@@ -32,11 +37,16 @@ class Phase:
     trained: str
     long_from: float
     long_share: float
+    sent_share: float = 0.0
+    near_share: float = 0.0
 
 
 PHASES = {
     "base": Phase(Options(index_loss=True), 2e-3, 2e-4, False, "", 0.4, 0.5),
     "index": Phase(Options(index_loss=True), 1e-3, 1e-4, False, ".indexer.", 0.0, 1.0),
+    "confirm": Phase(
+        Options(select=True, index_loss=True), 5e-4, 1e-5, True, "", 0.0, 0.2, 0.6, 0.4
+    ),
     "finish": Phase(Options(select=True, index_loss=True), 5e-4, 1e-5, True, "", 0.0, 0.5),
 }
 
@@ -94,11 +104,17 @@ class Trainer:
         used = self.kernels if fast else Kernels(self.kernels.sinkhorn, fast_forward.block)
         return fast_forward.forward(self.model, ids, self.ropes[length], options, used)
 
-    def step(self, batch: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-        """One optimiser step on int16 ``[2, B, S + 1]``; returns the token loss and the indexer
-        loss.
-        """
+    def warm_up(self, shape: BatchShape) -> None:
+        """Compiles what steps of this shape run."""
+        blank = torch.zeros(2, shape.rows, shape.length + 1, dtype=torch.int16, device=self.device)
         self.set_forward_values(self.phase.quantized)
+        self.gradients(blank)
+        self.model.zero_grad(set_to_none=True)
+
+    def gradients(self, batch: Tensor) -> tuple[Tensor, ...]:
+        """Forward and backward on int16 ``[2, B, S + 1]``; returns the token loss, the indexer
+        loss and the expert loads.
+        """
         ids = batch[0].long()
         hidden, loads, index_loss = self.hidden(ids[:, :-1], self.phase.options)
         token_loss = self.loss(hidden, self.model.lm_head.weight, ids[:, 1:], batch[1, :, 1:])
@@ -106,6 +122,14 @@ class Trainer:
         # own weights move.
         total = index_loss if self.phase.trained else token_loss + index_loss
         total.backward()
+        return token_loss.detach(), index_loss.detach(), loads
+
+    def step(self, batch: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        """One optimiser step on int16 ``[2, B, S + 1]``; returns the token loss and the indexer
+        loss.
+        """
+        self.set_forward_values(self.phase.quantized)
+        token_loss, index_loss, loads = self.gradients(batch)
         masters = []
         for name, p in self.trained:
             if p.grad is not None:
@@ -118,7 +142,7 @@ class Trainer:
         self.optimizer.step()
         if not self.phase.quantized and not self.phase.trained:
             self.balance(loads)
-        return token_loss.detach(), index_loss.detach()
+        return token_loss, index_loss
 
     @torch.no_grad()
     def balance(self, loads: Tensor) -> None:
@@ -177,6 +201,19 @@ class Trainer:
             keep = p.dtype == torch.float32 or (self.phase.quantized and ".experts." in name)
             state[name] = value if keep else value.bfloat16()
         return state
+
+
+def shape_at(phase: Phase, fraction: float, long: bool, rows: int) -> BatchShape:
+    """The batch ``fraction`` of a phase's time after its start; ``rows`` of a short one."""
+    if long:
+        return replace(LONG, rows=max(1, LONG.rows * rows // SHORT.rows))
+    if phase.sent_share == 0:
+        return replace(SHORT, rows=rows)
+    left = max(0.0, 1 - fraction)
+    share = SENT_LEAST + (phase.sent_share - SENT_LEAST) * left
+    # Near ones are over after half of the phase.
+    near = phase.near_share * max(0.0, 2 * left - 1)
+    return replace(SHORT, rows=rows, sent_share=share, near_share=near)
 
 
 def kernels(compiled: bool) -> tuple[Kernels, Callable[..., Tensor]]:

@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dsv4.checkpoint import load_weights, open_checkpoint
+from dsv4.checkpoint.names import Dialect, from_native
+from dsv4.config import ModelConfig
 from dsv4.demo.training import geometry
-from dsv4.weights.quant import QuantFormat
+from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
 
 _FP32 = re.compile(
@@ -41,6 +44,32 @@ def build_model() -> Any:
             if layer.self_attn.layer_type == "compressed_sparse_attention":
                 _match_content(layer.self_attn)
     return model
+
+
+def load_model(folder: Path) -> Any:
+    """transformers' model (float32) with the weights of a phase (``save_shards``), or with those of
+    a checkpoint of the demo geometry, dequantised.
+    """
+    native = (folder / "config.json").exists()
+    state = _dequantized(folder) if native else load_shards(folder)
+    model = build_model()
+    model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in state.items()})
+    return model
+
+
+def _dequantized(folder: Path) -> dict[str, Tensor]:
+    """The checkpoint's weights under transformers' names."""
+    checkpoint = open_checkpoint(folder)
+    config = ModelConfig.from_dict(checkpoint.raw_config)
+    loaded = load_weights(checkpoint, config, device_of=lambda _: torch.device("cpu"))
+    values = {
+        name: weight.dequantize() if isinstance(weight, QuantTensor) else weight
+        for name, weight in loaded.items()
+    }
+    for name in [name for name in values if name.endswith(".experts.w1.weight")]:
+        up = values.pop(name.replace(".w1.", ".w3."))
+        values[name.replace(".w1.", ".w13.")] = torch.cat((values.pop(name), up), 1)
+    return {from_native(name, Dialect.HF): value for name, value in values.items()}
 
 
 def _initialise(name: str, tensor: Tensor) -> None:
