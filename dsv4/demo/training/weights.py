@@ -18,7 +18,7 @@ from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
 
 _FP32 = re.compile(
-    r"(norm\.weight|_hc\.|hc_head\.|sinks|position_bias|mlp\.gate\.weight|e_score_correction_bias)"
+    r"(_hc\.|hc_head\.|sinks|position_bias|mlp\.gate\.weight|e_score_correction_bias)"
 )
 _FP8 = re.compile(
     r"(q_a_proj|q_b_proj|self_attn\.kv_proj|o_a_proj|o_b_proj|shared_experts\.\w+_proj)\.weight$"
@@ -124,7 +124,10 @@ def _stream_bias(index: int) -> Tensor:
 
 
 def to_training_dtypes(model: Any) -> None:
-    """bfloat16 matrices; float32 for norms, mHC, sinks, positional biases and the router."""
+    """bfloat16 matrices and norms; float32 for mHC, sinks, positional biases and the router.
+
+    A norm has the dtype of what it normalises: transformers before 5.18 returns the wider one.
+    """
     for name, parameter in model.named_parameters():
         if not _FP32.search(name):
             parameter.data = parameter.data.bfloat16()
