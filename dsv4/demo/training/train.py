@@ -46,9 +46,9 @@ EVALUATION_ROWS = {
 
 
 def rate_at(phase: Phase, fraction: float, step: int) -> float:
-    """Warm-up over 200 steps, then a cosine over the phase's time."""
+    """Warm-up, then a cosine over the phase's time."""
     cosine = 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
-    return min(1.0, (step + 1) / 200) * (
+    return min(1.0, (step + 1) / phase.warm_up) * (
         phase.final_rate + (phase.peak_rate - phase.final_rate) * cosine
     )
 

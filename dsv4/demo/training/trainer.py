@@ -27,7 +27,7 @@ SENT_LEAST = 0.06
 class Phase:
     """The weights that a phase trains, its learning rates and texts: ``long_share`` of the batches
     are long from ``long_from`` of the phase on. ``sent_share`` and ``near_share`` (``BatchShape``)
-    are those at its start and fall to ``SENT_LEAST`` and none.
+    are those at its start and fall to ``SENT_LEAST`` and none. ``warm_up``: steps of a rising rate.
     """
 
     options: Options
@@ -39,13 +39,14 @@ class Phase:
     long_share: float
     sent_share: float = 0.0
     near_share: float = 0.0
+    warm_up: int = 200
 
 
 PHASES = {
     "base": Phase(Options(index_loss=True), 2e-3, 2e-4, False, "", 0.4, 0.5),
     "index": Phase(Options(index_loss=True), 1e-3, 1e-4, False, ".indexer.", 0.0, 1.0),
     "confirm": Phase(
-        Options(select=True, index_loss=True), 5e-4, 1e-5, True, "", 0.0, 0.2, 0.6, 0.4
+        Options(select=True, index_loss=True), 5e-4, 1e-5, True, "", 0.0, 0.2, 0.6, 0.4, 30
     ),
     "finish": Phase(Options(select=True, index_loss=True), 5e-4, 1e-5, True, "", 0.0, 0.5),
 }
