@@ -83,7 +83,7 @@ class DraftTrainer:
         self.masters = {name: p.detach().float().clone() for name, p in self.trained.items()}
         config = ModelConfig.from_dict(draft_config(kind))
         self.listed = parameters(config, kind, self.stages)
-        self.kernels, _ = kernels(compiled)
+        self.kernels, _ = kernels(device, compiled)
         self.ropes: dict[int, dict[str, Rope]] = {}
         groups = [
             {"params": [m for m in self.masters.values() if m.ndim >= 2], "weight_decay": 0.02},

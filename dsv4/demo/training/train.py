@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, pool: Pool) -> None:
     """Builds the model, then trains phase after phase; saves after every evaluation."""
     torch.set_float32_matmul_precision("high")
     model = weights.load_model(args.init) if args.init else weights.build_model()
-    trainer = Trainer(model, args.device, compiled=args.device == "cuda")
+    trainer = Trainer(model, args.device, compiled=not args.eager)
     batches = evaluation_batches(args.device)
     for index, text in enumerate(args.phases):
         name, _, minutes = text.partition(":")
@@ -113,7 +113,7 @@ def run_phase(
     rng = random.Random(seed)
     start = time.time()
     phase = trainer.phase
-    if trainer.device == "cuda":
+    if trainer.compiled:
         for long in (False, True):
             trainer.warm_up(shape_at(phase, 0.0, long, args.rows))
         torch.cuda.synchronize()
@@ -180,6 +180,9 @@ def main() -> int:
     for name in ("peak_rate", "sent_share", "near_share"):
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=float, help="in place of the phase's own")
+    parser.add_argument(
+        "--eager", action="store_true", help="no compiling, which takes minutes: for short runs"
+    )
     parser.add_argument("--evaluate-every", type=float, default=60.0)
     parser.add_argument("--tiny", action="store_true", help="small batches, for a look on a CPU")
     args = parser.parse_args()

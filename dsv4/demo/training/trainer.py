@@ -63,7 +63,8 @@ class Trainer:
         self.masters = {name: p.detach().float().to(device) for name, p in model.named_parameters()}
         weights.to_training_dtypes(model)
         model.to(device)
-        self.kernels, self.loss = kernels(compiled)
+        self.compiled = compiled and device != "cpu"
+        self.kernels, self.loss = kernels(device, compiled)
         self.tokenizer = Tokenizer.from_file(str(TOKENIZER))
         self.ropes: dict[int, dict[str, Rope]] = {}
         self.begin(PHASES["base"])
@@ -217,21 +218,21 @@ def shape_at(phase: Phase, fraction: float, long: bool, rows: int) -> BatchShape
     return replace(SHORT, rows=rows, sent_share=share, near_share=near)
 
 
-def kernels(compiled: bool) -> tuple[Kernels, Callable[..., Tensor]]:
-    """The fast pieces: compiled block and Triton Sinkhorn on a GPU, the plain ones elsewhere."""
-    if not compiled:
+def kernels(device: str, compiled: bool) -> tuple[Kernels, Callable[..., Tensor]]:
+    """The fast pieces: Triton Sinkhorn on a GPU, and the block and the loss compiled if asked."""
+    if device == "cpu":
         return Kernels(fast_forward.plain_sinkhorn, fast_forward.block), token_loss
-    import torch._dynamo
-    import torch._inductor.config
-
     from dsv4.demo.training import sinkhorn
 
-    torch._dynamo.config.recompile_limit = 64
     assert sinkhorn.sinkhorn is not None
+    balance = torch.ops.dsv4_demo.sinkhorn.default
+    if not compiled:
+        return Kernels(balance, fast_forward.block), token_loss
+    from torch import _dynamo
+
+    _dynamo.config.recompile_limit = 64
     block = torch.compile(fast_forward.block, fullgraph=True, dynamic=False)
-    return Kernels(torch.ops.dsv4_demo.sinkhorn.default, block), torch.compile(
-        token_loss, dynamic=False
-    )
+    return Kernels(balance, block), torch.compile(token_loss, dynamic=False)
 
 
 def token_loss(hidden: Tensor, head: Tensor, targets: Tensor, marks: Tensor) -> Tensor:
