@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.checkpoint import Weights
+from dsv4.checkpoint import Weights, open_checkpoint
 from dsv4.checkpoint.draft_folder import write_draft
 from dsv4.checkpoint.layouts import format_in
+from dsv4.checkpoint.load import load_found
 from dsv4.checkpoint.names import Dialect, to_native
+from dsv4.checkpoint.stored_parameters import find_draft
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import fast_forward, weights
@@ -156,6 +158,25 @@ class DraftTrainer:
     def publish(self, folder: Path) -> None:
         """Writes the module's folder, which must not exist."""
         write_draft(folder, draft_config(self.kind), LAYOUT, self.weights())
+
+    @torch.no_grad()
+    def start_from(self, folder: Path) -> None:
+        """Begins with the module of a folder that ``publish`` wrote."""
+        holder = open_checkpoint(folder)
+        config = ModelConfig.from_dict(holder.raw_config)
+        found = find_draft(holder, config, self.kind)
+        loaded = load_found(holder, config, found, lambda _: torch.device("cpu"))
+        values = {
+            name: value.dequantize() if isinstance(value, QuantTensor) else value
+            for name, value in loaded.items()
+        }
+        for name, master in self.masters.items():
+            native = native_name(name, self.stages)
+            if ".w13." in native:
+                parts = [values[native.replace("w13", part)] for part in ("w1", "w3")]
+                master.copy_(torch.cat(parts, 1))
+            else:
+                master.copy_(values[native])
 
     def save(self, path: Path, notes: dict[str, Any]) -> None:
         """Writes all that ``load`` needs to go on."""

@@ -32,10 +32,10 @@ FINAL_RATE = 2e-5
 SAVED_EVERY = 60.0
 
 
-def rate_at(fraction: float, step: int) -> float:
+def rate_at(peak: float, fraction: float, step: int) -> float:
     """Warm-up over 100 steps, then a cosine over the run."""
     cosine = 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
-    return min(1.0, (step + 1) / 100) * (FINAL_RATE + (PEAK_RATE - FINAL_RATE) * cosine)
+    return min(1.0, (step + 1) / 100) * (FINAL_RATE + (peak - FINAL_RATE) * cosine)
 
 
 def train(trainer: DraftTrainer, pool: Pool, args: argparse.Namespace) -> None:
@@ -55,7 +55,7 @@ def train(trainer: DraftTrainer, pool: Pool, args: argparse.Namespace) -> None:
         seconds = before + time.time() - begun
         if seconds >= limit:
             break
-        rate = rate_at((seconds - compiled) / (limit - compiled), step)
+        rate = rate_at(args.peak_rate, (seconds - compiled) / (limit - compiled), step)
         result = trainer.step(batch, rate)
         step += 1
         if compiled == 0:
@@ -81,6 +81,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("draft", choices=sorted(KIND_OF_FLAG))
     parser.add_argument("--minutes", type=number(0, 10**4), default=8.0)
+    parser.add_argument("--init", type=Path, metavar="FOLDER", help="a module to go on from")
+    parser.add_argument("--peak-rate", type=number(0, 1), default=PEAK_RATE)
+    parser.add_argument(
+        "--eager", action="store_true", help="no compiling, which takes a minute: for short runs"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=integer(0), default=0)
@@ -95,7 +100,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     with multiprocessing.get_context("fork").Pool(args.workers) as pool:
-        trainer = DraftTrainer(KIND_OF_FLAG[args.draft], args.device, args.device == "cuda")
+        trainer = DraftTrainer(KIND_OF_FLAG[args.draft], args.device, not args.eager)
+        if args.init is not None:
+            trainer.start_from(args.init)
         train(trainer, pool, args)
     folder = args.out / "draft"
     if folder.exists():
