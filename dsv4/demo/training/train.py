@@ -7,11 +7,14 @@
 ``confirm`` as ``finish``, with many sent messages to confirm: near ones first
 
 The shipped weights came from two runs on one H100 (minutes include a minute or two of compilation
-each):
+each) and one on an H200 that it shared:
 
     python -m dsv4.demo.training.train base:8.4 --out runs/base
     python -m dsv4.demo.training.train finish:8.1 --seed 7 --init runs/base --out runs/finish
-    python -m dsv4.demo.training.publish runs/finish dsv4/demo/checkpoint-new
+    python -m dsv4.demo.training.publish runs/finish runs/published
+    python -m dsv4.demo.training.train confirm:1.6 --eager --rows 32 --near-share 0.7 --seed 11 \
+        --init runs/published --out runs/confirm
+    python -m dsv4.demo.training.publish runs/confirm dsv4/demo/checkpoint-new
 """
 
 import argparse
