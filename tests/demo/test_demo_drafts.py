@@ -1,0 +1,48 @@
+"""The demo's own draft modules: small, found by their names, kept often, and of no effect on what
+is said.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import single_shot_inference
+from dsv4.demo import DRAFTS
+from dsv4.demo.training import acceptance
+
+MAX_BYTES = 30 * 10**6
+FIRST_DRAFTS_KEPT = 0.7
+
+
+def test_all_together_they_are_small() -> None:
+    files = [file for folder in DRAFTS.values() for file in folder.iterdir()]
+    assert {file.name for file in files} == {"config.json", "model.safetensors"}
+    assert sum(file.stat().st_size for file in files) <= MAX_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_the_driver_finds_them_and_says_the_same(
+    draft: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for mode in ("off", draft):
+        flags = ["--prompt", "Count from 17 to 25.", "--draft", mode, "--device", "cpu"]
+        assert single_shot_inference.main([*flags, "--json", str(tmp_path / mode)]) == 0
+        said.append(capfd.readouterr().out)
+    assert said[0] == said[1] == "17, 18, 19, 20, 21, 22, 23, 24, 25\n"
+    plain, drafted = (
+        json.loads((tmp_path / mode).read_text(encoding="utf-8"))["timing"]["drafts"]
+        for mode in ("off", draft)
+    )
+    assert plain is None
+    assert drafted["tokens_per_step"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_first_drafts_are_kept_on_held_out_prompts(draft: str) -> None:
+    report = acceptance.measure(draft, DRAFTS[draft], "cpu", limit=1, seed=2)
+    assert report["acceptance"][0] >= FIRST_DRAFTS_KEPT
+    assert all(task["equal_texts"] == 1 for task in report["tasks"].values())
