@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4 import Engine, EngineConfig
-from dsv4.demo import CHECKPOINT
+from dsv4.demo import CHECKPOINT, DRAFTS
 from dsv4.demo.training.draft_nets import BLOCK, DSparkNet, base_values
 from dsv4.demo.training.draft_trainer import DraftTrainer
 from dsv4.opened_draft import FLAG_OF_KIND
@@ -118,3 +118,14 @@ def test_a_run_goes_on_where_it_was_saved(kind: MtpKind, tmp_path: Path) -> None
         torch.manual_seed(2)
         trainer.step(batch, 1e-3)
     assert [n for n, m in one.masters.items() if not torch.equal(m, other.masters[n])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["classic", "dspark"])
+def test_a_run_starts_from_a_folder_with_what_the_folder_says(kind: MtpKind) -> None:
+    torch.manual_seed(1)
+    trainer = DraftTrainer(kind, "cpu", compiled=False)
+    trainer.start_from(DRAFTS[FLAG_OF_KIND[kind]])
+    trainer.set_forward_values()
+    for name, parameter in trainer.trained.items():
+        assert torch.equal(parameter, trainer.masters[name]), name
