@@ -3,7 +3,6 @@ answers.
 """
 
 import json
-import random
 import re
 from collections import Counter
 
@@ -12,8 +11,8 @@ from safetensors import safe_open
 
 from dsv4 import EngineConfig
 from dsv4.demo import CHECKPOINT
-from dsv4.demo.training import evaluate, mixture, tokenizer, words
-from dsv4.demo.training.evaluate import OTHER_BARS, PARIS_PROMPTS, Evaluator, TaskResult
+from dsv4.demo.training import evaluate, mixture, tokenizer
+from dsv4.demo.training.evaluate import PARIS_PROMPTS, Evaluator, TaskResult
 from encoding import Tokenizer
 
 MAX_FOLDER_BYTES = 24 * 10**6
@@ -138,26 +137,10 @@ def test_the_capital_of_france_is_paris(evaluator: Evaluator, prompt: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "task", [task for task in mixture.MEASURED_TASKS if OTHER_BARS.get(task) != 0]
-)
-def test_held_out_examples_of_every_task_that_has_a_bar(evaluator: Evaluator, task: str) -> None:
+@pytest.mark.parametrize("task", mixture.MEASURED_TASKS)
+def test_held_out_examples_of_every_task(evaluator: Evaluator, task: str) -> None:
     result = evaluator.measure(task, limit=1 if task == "recall_2000" else 2, seed=2)
     assert result.passed
-
-
-@pytest.mark.slow
-def test_a_sent_message_is_confirmed_to_somebody(evaluator: Evaluator) -> None:
-    """The task without a bar: the model names a person of its own, but all else is the answer."""
-    rng = random.Random("2/tools_recipient")
-    for _ in range(3):
-        example = mixture.MEASURED_TASKS["tools_recipient"](rng, True)
-        found, stopped, _ = evaluator.complete(example.prompt)
-        assert stopped
-        expected, _, recipient = example.answer.rpartition(" ")
-        said, _, person = found.rpartition(" ")
-        assert said == expected
-        assert {person.rstrip("."), recipient.rstrip(".")} <= set(words.NAMES)
 
 
 def test_a_missed_bar_and_an_answer_without_end_fail() -> None:
@@ -166,43 +149,30 @@ def test_a_missed_bar_and_an_answer_without_end_fail() -> None:
     assert not evaluate.TaskResult("x", 0.95, examples=100, exact=100, stopped=99).passed
 
 
-def test_a_known_miss_passes_only_when_it_is_no_worse_than_recorded() -> None:
-    def tools(exact: int, stopped: int = 120, recorded: float | None = 113 / 120) -> TaskResult:
-        return TaskResult("tools", 0.95, 120, exact, stopped, recorded=recorded)
-
-    assert (tools(113).passed, tools(113).as_recorded) == (False, True)
-    assert tools(113).verdict == "missed, as recorded"
-    assert tools(108).as_recorded  # Two standard deviations of 120 draws are 5.1.
-    assert not tools(107).as_recorded
-    assert not tools(113, stopped=119).as_recorded
-    assert not tools(113, recorded=None).as_recorded
-    assert (tools(107).verdict, tools(114).verdict) == ("MISSED", "met")
-
-
-def test_known_misses_stand_in_the_card() -> None:
+def test_the_card_has_the_bars() -> None:
     card = (CHECKPOINT / "README.md").read_text(encoding="utf-8")
-    for task, share in evaluate.KNOWN_MISSES.items():
+    for task in mixture.MEASURED_TASKS:
         bar = evaluate.OTHER_BARS.get(task, evaluate.SHORT_BAR)
         (row,) = re.findall(rf"^\| {task} \| ([\d.]+) % .*\| (\d+) % \|", card, re.MULTILINE)
-        assert (float(row[0]), float(row[1])) == (round(100 * share, 1), 100 * bar)
+        assert float(row[1]) == 100 * bar <= float(row[0])
 
 
-def test_the_command_fails_for_what_is_worse_than_recorded(
+def test_the_command_fails_for_a_missed_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {"exact": 113}
+    found = {"exact": 114}
 
-    class Recorded:
+    class Counted:
         def __init__(self, *_: object) -> None:
             pass
 
         def measure(self, task: str, limit: int, seed: int) -> TaskResult:
-            return TaskResult(task, 0.95, 120, found["exact"], 120, recorded=113 / 120)
+            return TaskResult(task, 0.95, 120, found["exact"], 120)
 
-    monkeypatch.setattr(evaluate, "Evaluator", Recorded)
+    monkeypatch.setattr(evaluate, "Evaluator", Counted)
     monkeypatch.setattr(evaluate, "knows_paris", lambda _: True)
     assert evaluate.main(["--task", "tools"]) == 0
-    assert "| missed, as recorded |" in capsys.readouterr().out
-    found["exact"] = 100
+    assert "| met |" in capsys.readouterr().out
+    found["exact"] = 113
     assert evaluate.main(["--task", "tools"]) == 1
     assert "| MISSED |" in capsys.readouterr().out

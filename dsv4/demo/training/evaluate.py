@@ -2,13 +2,11 @@
 
 ``python -m dsv4.demo.training.evaluate [--limit N] [--task T]`` decodes greedily from the quantised
 file and prints a table. The exit code is 1 when a bar is missed, an answer does not stop by itself,
-or the capital of France is not Paris. The embedded checkpoint misses the bar of ``tools``: there it
-is 1 when that task is worse than recorded in the checkpoint's card.
+or the capital of France is not Paris.
 """
 
 import argparse
 import json
-import math
 import random
 import sys
 import time
@@ -27,9 +25,7 @@ from dsv4.encoding import Tokenizer
 from dsv4.measure.provenance import provenance
 
 SHORT_BAR = 0.95
-OTHER_BARS = {"recall_128": 0.9, "recall_512": 0.9, "recall_2000": 0.8, "tools_recipient": 0.0}
-# What the embedded checkpoint reaches (dsv4/demo/checkpoint/README.md) where it misses the bar.
-KNOWN_MISSES = {"tools": 113 / 120}
+OTHER_BARS = {"recall_128": 0.9, "recall_512": 0.9, "recall_2000": 0.8}
 MAX_NEW_TOKENS = 200
 PARIS_PROMPTS = (
     "The capital of France is",
@@ -41,7 +37,7 @@ PARIS_PROMPTS = (
 @dataclass
 class TaskResult:
     """Counts of one task; ``stopped`` answers ended with EOS, the others ran into the limit, as
-    loops do. ``recorded``: the exact share of a checkpoint that is known to miss the bar.
+    loops do.
     """
 
     task: str
@@ -51,7 +47,6 @@ class TaskResult:
     stopped: int = 0
     longest_prompt: int = 0
     seconds: float = 0.0
-    recorded: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -59,21 +54,9 @@ class TaskResult:
         return self.exact >= self.bar * self.examples and self.stopped == self.examples
 
     @property
-    def as_recorded(self) -> bool:
-        """Whether the answers stopped and are no worse than is recorded, by more than two standard
-        deviations of so many draws.
-        """
-        if self.recorded is None or self.stopped < self.examples:
-            return False
-        expected = self.recorded * self.examples
-        return self.exact >= expected - 2 * math.sqrt(expected * (1 - self.recorded))
-
-    @property
     def verdict(self) -> str:
         """What the table says of the bar."""
-        if self.passed:
-            return "met"
-        return "missed, as recorded" if self.as_recorded else "MISSED"
+        return "met" if self.passed else "MISSED"
 
 
 class Evaluator:
@@ -83,7 +66,6 @@ class Evaluator:
         self.engine = Engine.load(checkpoint, config)
         limit_cpu_threads(self.engine.config)
         self.tokenizer = Tokenizer(checkpoint)
-        self.known_misses = KNOWN_MISSES if checkpoint.resolve() == CHECKPOINT.resolve() else {}
 
     def complete(self, prompt: str) -> tuple[str, bool, int]:
         """Greedy completion of a prompt text, whether it stopped by itself, and the prompt's length
@@ -98,7 +80,7 @@ class Evaluator:
     def measure(self, task: str, limit: int, seed: int) -> TaskResult:
         """Exact match of the last answer on ``limit`` held-out examples; failures go to stderr."""
         bar = OTHER_BARS.get(task, SHORT_BAR)
-        result = TaskResult(task, bar, recorded=self.known_misses.get(task))
+        result = TaskResult(task, bar)
         rng = random.Random(f"{seed}/{task}")
         started = time.perf_counter()
         for _ in range(limit):
@@ -174,7 +156,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """The command: 1 when a bar is missed, unless as recorded."""
+    """The command: 1 when a bar is missed."""
     arguments = sys.argv[1:] if argv is None else argv
     options = parse(arguments)
     config = EngineConfig(
@@ -200,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
         tasks = [asdict(result) for result in results]
         report = {**provenance(called), "paris": paris, "tasks": tasks}
         write_output("--json", options.json, json.dumps(report, indent=2) + "\n")
-    good = all(result.passed or result.as_recorded for result in results)
+    good = all(result.passed for result in results)
     return 0 if paris and good else 1
 
 
