@@ -37,6 +37,7 @@ VALIDATIONS = {
     "cosine": Command("every layer against the torch ops or a trace", "dsv4.validate.cosine"),
     "layers": Command("one layer after another, alone", "dsv4.validate.layers"),
     "graph_readiness": Command("can a step be captured?", "dsv4.validate.graph_readiness"),
+    "exchange": Command("do GPUs exchange words without a fault?", "dsv4.validate.exchange"),
     "blackwell_report": Command(
         "the native kernels on a Blackwell GPU", "dsv4.validate.blackwell_report"
     ),

@@ -25,6 +25,7 @@ from dsv4.parallel.devices import (
     table_on,
     with_device_defaults,
 )
+from dsv4.parallel.exchange_check import check_exchange
 from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.parallel.sharding import check_divisible
 from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
@@ -88,8 +89,11 @@ class OpenedCheckpoint:
 
     def read(self, progress: Progress | None, packing: Progress | None) -> list[ReadOnce]:
         """What each rank holds of the weights, on its device; ``progress(done_bytes,
-        total_bytes)`` is told as they are read, ``packing`` as those of rank 0 are taken.
+        total_bytes)`` is told as they are read, ``packing`` as those of rank 0 are taken. Raises
+        ``UserError`` for GPUs whose ranks cannot exchange words.
         """
+        if self.placement.ranks > 1 and self.steps is not None:
+            check_exchange(self.placement.devices)
         draft = self.draft
         is_own = draft is not None and draft.checkpoint is self.checkpoint
         mtp = draft.kind if draft is not None and is_own else None

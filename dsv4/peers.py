@@ -112,3 +112,11 @@ class Peers:
             memory(FAULT_WORDS, dtype=torch.int32),
             memory(SLOTS, tokens, layout.width, dtype=torch.float32),
         )
+
+
+def missing_words(fault_4: Tensor) -> str | None:
+    """What a kernel that waited for a rank in vain says (``Peers.fault_4``); None: none has."""
+    is_set, exchange, rank, step = fault_4.tolist()
+    if not is_set:
+        return None
+    return f"words of rank {rank} did not come (exchange {exchange} of step {step})"

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -26,7 +27,9 @@ _PACKAGES = (
     *("nvidia-cuda-nvrtc", "nvidia-cuda-runtime"),
 )
 # The folders of dsv4 whose files decide what a kernel computes and what it is compared with.
-_SOURCES = ("caches", "launch", "native", "ops", "weights")
+_SOURCES = ("caches", "launch", "native", "ops", "parallel", "weights")
+# Such a check compiles two small kernels, whose own waits end after five seconds.
+_TOGETHER_SECONDS = 120.0
 _LOG = logging.getLogger("dsv4")
 _PACKAGE_FOLDER = Path(__file__).parent.parent
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -45,6 +48,23 @@ def verdict_for(checks: str, device: torch.device, anew: bool = False) -> Verdic
         _LOG.info("native kernels are checked on %s, once until something changes", facts["gpu"])
         verdict = run_checks(checks, device)
         if verdict.conclusive:
+            keep_file(path, _content(facts, verdict))
+    return verdict
+
+
+def verdict_of_gpus(checks: str, devices: Sequence[torch.device]) -> Verdict:
+    """The verdict of checks of what these very GPUs do together: the kept one, or that of a child
+    process. Only one that passed is kept: there is no doing without, so that no fault may be said
+    to be there longer than it is.
+    """
+    ids = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
+    facts = {**verdict_facts(checks, devices[0]), "gpus": ids}
+    path = verdict_path(facts)
+    verdict = _kept(path, facts)
+    if verdict is None:
+        _LOG.info("%d GPUs are checked together, once until something changes", len(devices))
+        verdict = run_checks(checks, devices[0], _TOGETHER_SECONDS)
+        if verdict.passed:
             keep_file(path, _content(facts, verdict))
     return verdict
 

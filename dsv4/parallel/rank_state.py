@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from dsv4.errors import UserError
 from dsv4.launch.loading import driver
 from dsv4.parallel.placement import Placement
 from dsv4.peers import FAULT_WORDS, SLOTS, STEP_WORDS, WORD_BYTES, InboxLayout, Peers
+
+_REACHABLE = "GPUs that reach each other's memory"
 
 
 def allocate_state(
@@ -79,6 +82,7 @@ def allow_peer_access(devices: Sequence[torch.device]) -> None:
 
     Raises ``UserError`` for a pair that cannot.
     """
+    check_peer_access(devices)
     bindings = driver()
     known = (
         bindings.CUresult.CUDA_SUCCESS,
@@ -89,24 +93,25 @@ def allow_peer_access(devices: Sequence[torch.device]) -> None:
         with torch.cuda.device(device):
             torch.cuda.current_stream(device)
             _, contexts[device] = bindings.cuDevicePrimaryCtxRetain(device.index or 0)
-    for device in devices:
-        for other in devices:
-            if other == device:
-                continue
-            expected = "GPUs that reach each other's memory"
-            if not torch.cuda.can_device_access_peer(device, other):
-                raise UserError(
-                    f"EngineConfig.parallel='tensor': found no peer access from {device} to "
-                    f"{other}, expected {expected}"
-                )
-            with torch.cuda.device(device):
-                bindings.cuCtxSetCurrent(contexts[device])
-                (error,) = bindings.cuCtxEnablePeerAccess(contexts[other], 0)
-            if error not in known:
-                raise UserError(
-                    f"EngineConfig.parallel='tensor': found {error.name} for access from {device} "
-                    f"to {other}, expected {expected}"
-                )
+    for device, other in permutations(devices, 2):
+        with torch.cuda.device(device):
+            bindings.cuCtxSetCurrent(contexts[device])
+            (error,) = bindings.cuCtxEnablePeerAccess(contexts[other], 0)
+        if error not in known:
+            raise UserError(
+                f"EngineConfig.parallel='tensor': found {error.name} for access from {device} "
+                f"to {other}, expected {_REACHABLE}"
+            )
+
+
+def check_peer_access(devices: Sequence[torch.device]) -> None:
+    """Raises ``UserError`` for a pair of GPUs that cannot reach each other's memory."""
+    for device, other in permutations(devices, 2):
+        if not torch.cuda.can_device_access_peer(device, other):
+            raise UserError(
+                f"EngineConfig.parallel='tensor': found no peer access from {device} to {other}, "
+                f"expected {_REACHABLE}"
+            )
 
 
 class _DeviceMemory:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4.caches.state import DecodeState
 from dsv4.layers.values import Seen
+from dsv4.peers import missing_words
 from dsv4.sampling import Sampler, SamplerState
 from dsv4.step.observer import Observer
 from dsv4.step.parts import AnyPart, Barrier
@@ -143,10 +144,9 @@ class Rings:
         try:
             tokens = [ring.read(position) for ring in self._ranks]
         except torch.AcceleratorError as error:
-            is_set, exchange, rank, step = self._fault_4.tolist()
-            if not is_set:
+            waited = missing_words(self._fault_4)
+            if waited is None:
                 raise
-            waited = f"words of rank {rank} did not come (exchange {exchange} of step {step})"
             raise RuntimeError(f"CUDA error: {waited}") from error
         for rank, token in enumerate(tokens):
             if token != tokens[0]:

@@ -75,6 +75,8 @@ def sections(machine: Machine, dry: bool) -> Iterator[Section]:
         yield verdict_section(mode, machine)
     yield ops_section(machine, dry)
     for gpus in GPU_COUNTS:
+        if gpus > 1:
+            yield exchange_section(gpus, machine, dry)
         yield from decode_sections(gpus, machine, dry)
     yield from geometry_sections(machine, dry)
     for mode in ACTIVATION_MODES:
@@ -96,6 +98,16 @@ def ops_section(machine: Machine, dry: bool) -> Section:
         return skipped(name, f"found {_gpus(machine.gpus)}")
     only = " --only kv_write" if dry else ""
     return _command(name, f"{_BENCH} ops{only}", "--out", dry)
+
+
+def exchange_section(gpus: int, machine: Machine, dry: bool) -> Section:
+    """Words between the ranks of tensor parallelism, a million times beside copies."""
+    name = f"exchange on {_gpus(gpus)}"
+    if machine.gpus < gpus:
+        return skipped(name, f"found {_gpus(machine.gpus)}")
+    count = 1000 if dry else 1_000_000
+    line = f"dsv4.validate.exchange --gpus {gpus} --exchanges {count}"
+    return _command(name, line, "--json", dry)
 
 
 def decode_sections(gpus: int, machine: Machine, dry: bool) -> Iterator[Section]:

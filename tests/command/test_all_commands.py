@@ -9,7 +9,7 @@ from dsv4.bench import plot
 from dsv4.checkpoint import export
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import activation_modes, evaluate
-from dsv4.validate import blackwell_report, cosine, graph_readiness, harness, layers
+from dsv4.validate import blackwell_report, cosine, exchange, graph_readiness, harness, layers
 
 MAINS = {
     "bench": bench.main,
@@ -20,6 +20,7 @@ MAINS = {
     "cosine": cosine.main,
     "layers": layers.main,
     "graph_readiness": graph_readiness.main,
+    "exchange": exchange.main,
     "blackwell_report": blackwell_report.main,
     "fire_b200_test": harness.main,
 }
@@ -53,6 +54,10 @@ def test_an_unknown_flag(command: str, capsys: pytest.CaptureFixture[str]) -> No
         ("bench engine --out /nonexistent/x", "--out: /nonexistent/x: its folder does not exist"),
         ("graph_readiness --static-only --gpus 2", "--gpus: found together with --static-only"),
         ("graph_readiness --static-only --json /", "--json: /: found a folder"),
+        ("exchange --gpus 2", "--device cuda: found no CUDA device"),
+        ("exchange --gpus 3", "--gpus: invalid choice: 3"),
+        ("exchange --width 7", "--width: found 7, expected an even number"),
+        ("exchange --json /nonexistent/x", "--json: /nonexistent/x: its folder does not exist"),
         ("blackwell_report --json /nonexistent/x", "--json: /nonexistent/x: its folder does not"),
         ("fire_b200_test dsv4 n /dev/full", "LOG: /dev/full: cannot be written (No space left"),
         ("plot /nonexistent", "/nonexistent: No such file or directory"),

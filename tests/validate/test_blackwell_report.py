@@ -16,7 +16,7 @@ import dsv4.bench.__main__ as bench
 from dsv4.demo.training import evaluate
 from dsv4.engine_config import ACTIVATION_MODES
 from dsv4.native.check import Result, Verdict
-from dsv4.validate import blackwell_report, cosine, graph_readiness
+from dsv4.validate import blackwell_report, cosine, exchange, graph_readiness
 from dsv4.validate.anonymous import Anonymiser
 from dsv4.validate.blackwell_report import Machine, main, sections
 from dsv4.validate.device_clocks import summaries
@@ -81,6 +81,7 @@ def test_commands_take_the_flags(monkeypatch: pytest.MonkeyPatch, dry: bool) -> 
     parsers = {
         "dsv4.bench": bench.build_parser().parse_args,
         "dsv4.validate.cosine": cosine.build_parser().parse_args,
+        "dsv4.validate.exchange": exchange.build_parser().parse_args,
         "dsv4.validate.graph_readiness": graph_readiness.build_parser().parse_args,
         "dsv4.demo.training.evaluate": evaluate.parse,
     }

@@ -5,12 +5,14 @@ of the system's scope, and nothing that pushes has a fence.
 import re
 
 import pytest
+import torch
 
 from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.recording import Launch, Recording
 from dsv4.launch.target import ARCHITECTURES, Target
 from dsv4.ops.exchange import decode, prefill
+from dsv4.ops.exchange.known_words import check_known, push_known
 from dsv4.ops.hyper_connection import decode as hc_decode
 from dsv4.peers import Peers
 from tests.ops.exchange.meta import (
@@ -26,12 +28,13 @@ from tests.ops.exchange.meta import (
 )
 from tests.ops.hyper_connection.meta import arguments
 from tests.ops.moe.meta_layer import Geometry
-from tests.ops.recorded import HOPPER
+from tests.ops.recorded import HOPPER, meta
 from tests.ops.sass import disassemble, resources
 
 PRODUCERS = ("decode_linear", "moe_decode")
 CONSUMERS = ("hc_mix", "hc_post", "sum_words", "gather_logits")
-OTHERS = ("next_step", "sum_ranks")
+KNOWN = ("push_known", "check_known")
+OTHERS = ("next_step", "sum_ranks", *KNOWN)
 WORD_STORE = "STG.E.64.STRONG.SYS"
 WIDTHS = {"flash": 4096, "pro": 7168}
 
@@ -56,6 +59,8 @@ def _record(name: str, found: Recording, view: Peers | None, ranks: int, width: 
         decode.gather_logits(found, head(found, view.layout.head_rows, width))
     elif name == "next_step":
         decode.next_step(found)
+    elif name in KNOWN:
+        check_known(found, push_known(found, found.tokens, width), meta(1, dtype=torch.int32))
     else:
         result = row_parallel(found, width, 8192 // ranks)
         given = arguments("hc_seam", found.tokens, 4, width)

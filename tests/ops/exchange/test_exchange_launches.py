@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4.launch.recording import Launch, storage_key
 from dsv4.launch.workspace import lay_out
 from dsv4.ops.exchange import decode, prefill
+from dsv4.ops.exchange.known_words import check_known, push_known
 from dsv4.ops.exchange.words import WordSum
 from dsv4.ops.hyper_connection import decode as hc_decode
 from dsv4.peers import LOGITS_EXCHANGE, MOST_EXCHANGES, InboxLayout
@@ -136,6 +137,26 @@ def test_a_lone_rank_records_no_words() -> None:
         assert "RANKS" not in dict(launch.shape.kernel.defines)
         assert launch.arguments.get("peers") is None
         assert (launch.arguments.get("slot", 0), launch.arguments.get("exchange", 0)) == (0, 0)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_known_words_lie_where_those_of_a_product_do(tokens: int) -> None:
+    """And every one of them is pushed and checked."""
+    for rank in range(4):
+        view = peers(rank, 4)
+        found, other = recording(tokens, view), recording(tokens, view)
+        for _ in range(2):
+            words = push_known(found, tokens, WIDTH)
+            check_known(found, words, meta(1, dtype=torch.int32))
+            decode.summed(other, row_parallel(other))
+        pairs = zip(launches(found), launches(other), strict=True)
+        assert all(exchange(one) == exchange(two) for one, two in pairs)
+        push, check = launches(found)[-2:]
+        assert push.arguments["rank"] == rank
+        count = tokens * WIDTH
+        for launch, values in ((push, 1), (check, 2)):
+            assert launch.arguments["count"] == count
+            assert values * launch.shape.threads * launch.shape.grid[0] >= count
 
 
 def test_a_step_of_logits_alone_gets_a_number() -> None:
