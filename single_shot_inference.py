@@ -56,7 +56,8 @@ def load(job: Job, outcome: Outcome) -> Engine:
     outcome.engine = engine
     outcome.load_seconds = time.perf_counter() - started
     if job.arguments.profile and engine.decoder is None:
-        profile = OpProfile(engine.state.devices, layer_kinds(engine.config))
+        state = engine.state
+        profile = OpProfile(state.all_devices, layer_kinds(engine.config), len(state.ranks))
         engine.steps.observer = profile
         outcome.profile = profile
     return engine

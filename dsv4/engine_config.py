@@ -9,10 +9,13 @@ from dsv4.limits import MAX_DECODE_TOKENS
 # What weights are multiplied with in steps of more than MAX_DECODE_TOKENS tokens.
 ActivationMode = Literal["bf16", "fp8", "nvfp4"]
 ACTIVATION_MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
+# How several GPUs share a model.
+Parallel = Literal["pipeline", "round-robin", "tensor"]
+PARALLEL: tuple[Parallel, ...] = get_args(Parallel)
 TENSOR_GPUS = (2, 4, 8)
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu", "cuda"),
-    "parallel": ("pipeline", "round-robin", "tensor"),
+    "parallel": PARALLEL,
     "kv_dtype": ("fp8", "bf16"),
     "index_dtype": ("fp8", "bf16", None),
     "compute_dtype": ("bfloat16", "float32"),
@@ -48,7 +51,7 @@ class EngineConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpus: int = 1
-    parallel: Literal["pipeline", "round-robin", "tensor"] = "pipeline"
+    parallel: Parallel = "pipeline"
     kv_dtype: Literal["fp8", "bf16"] = "fp8"
     index_dtype: Literal["fp8", "bf16"] | None = None
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"

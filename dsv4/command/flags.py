@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from dsv4.engine_config import ACTIVATION_MODES
+from dsv4.engine_config import ACTIVATION_MODES, PARALLEL
 from dsv4.errors import UserError, shorten
 
 # What int() and float() accept beyond these (underscores, spaces, digits of other scripts) is more
@@ -76,6 +76,13 @@ def add_prefill_activations(parser: argparse._ActionsContainer) -> None:
         default="bf16",
         help="what quantised weights are multiplied with in a prompt; fp8, nvfp4: rounded to 8, or "
         "for NVFP4 weights 4 bit (default: bf16)",
+    )
+
+
+def add_parallel(parser: argparse._ActionsContainer) -> None:
+    """``--parallel`` beside a command's ``--gpus``."""
+    parser.add_argument(
+        "--parallel", choices=PARALLEL, default="pipeline", help="(default: pipeline)"
     )
 
 

@@ -1,10 +1,11 @@
 """Time per kernel of decoding with captured graphs: a few tokens under torch's profiler.
 
 Graphs replay the recorded step, so the n-th kernel of a device's token is the n-th of its launches.
+Ranks that share every layer have a timeline each.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -26,6 +27,7 @@ from dsv4.measure.kernel_timeline import (
 )
 from dsv4.measure.profile_table import HEAD
 from dsv4.sampling import Sampler, SamplingParams
+from dsv4.step.lock_step import LockStep
 from dsv4.step.parts import Part
 from dsv4.step.recorded import RecordedStep
 
@@ -36,22 +38,31 @@ _TOKENS = 17
 
 @dataclass(frozen=True)
 class GraphProfile:
-    """The median of a few tokens."""
+    """The median of a few tokens, as each rank has it."""
 
     mode: str
     tokens: int
-    timeline: TokenTimeline
+    ranks: tuple[TokenTimeline, ...]
 
     def table(self) -> str:
-        """For reading: kernels, gaps, hops, devices."""
-        return self.timeline.table()
+        """For reading: kernels, gaps, hops, devices; of several ranks one behind the other."""
+        if len(self.ranks) == 1:
+            return self.ranks[0].table()
+        return "\n".join(
+            f"rank {rank}\n{timeline.table()}" for rank, timeline in enumerate(self.ranks)
+        )
 
     def record(self, nodes: bool = True) -> dict[str, Any]:
-        """The token for a JSON file, with or without every kernel in its place."""
-        detail = {"nodes": self.timeline.node_records()} if nodes else {}
-        return rounded(
-            {"mode": self.mode, "tokens": self.tokens, **self.timeline.record(), **detail}
-        )
+        """The token for a JSON file, with or without every kernel in its place; of several ranks a
+        list.
+        """
+
+        def recorded(timeline: TokenTimeline) -> dict[str, Any]:
+            return timeline.record() | ({"nodes": timeline.node_records()} if nodes else {})
+
+        found = [recorded(timeline) for timeline in self.ranks]
+        token = found[0] if len(found) == 1 else {"ranks": found}
+        return rounded({"mode": self.mode, "tokens": self.tokens, **token})
 
 
 def profile_decoder(engine: Engine, decoder: CUDAGraphDecoder) -> GraphProfile:
@@ -79,9 +90,24 @@ def profile_decoder(engine: Engine, decoder: CUDAGraphDecoder) -> GraphProfile:
         for _ in islice(following, tokens):
             pass
         _synchronize(engine)
-    launches = step_launches(decoder.step(1).recorded, layer_kinds(engine.config))
-    timelines = token_timelines(_device_events(profiler), launches, tokens)
-    return GraphProfile(decoder.mode, len(timelines), median_token(timelines))
+    step = decoder.step(1)
+    kinds = layer_kinds(engine.config)
+    ranks = step.ranks if isinstance(step, LockStep) else (step,)
+    launches = [step_launches(rank.recorded, kinds) for rank in ranks]
+    timelines = rank_timelines(_device_events(profiler), launches, tokens)
+    return GraphProfile(decoder.mode, len(timelines[0]), tuple(map(median_token, timelines)))
+
+
+def rank_timelines(
+    events: Sequence[DeviceEvent], ranks: Sequence[Mapping[int, Sequence[StepLaunch]]], tokens: int
+) -> list[list[TokenTimeline]]:
+    """``token_timelines`` of every rank; several ranks are on devices of their own."""
+    if len(ranks) == 1:
+        return [token_timelines(events, ranks[0], tokens)]
+    return [
+        token_timelines([event for event in events if event.device in step], step, tokens)
+        for step in ranks
+    ]
 
 
 def step_launches(recorded: RecordedStep, kinds: Sequence[str]) -> dict[int, list[StepLaunch]]:
@@ -115,7 +141,7 @@ def _set_position(engine: Engine, position: int) -> None:
 
 
 def _synchronize(engine: Engine) -> None:
-    for device in engine.state.devices:
+    for device in engine.state.all_devices:
         torch.cuda.synchronize(device)
 
 

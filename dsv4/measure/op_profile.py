@@ -24,14 +24,20 @@ class OpProfile:
     the run down. The gaps between are counted too.
     """
 
-    def __init__(self, devices: Sequence[torch.device], kinds: Sequence[str]) -> None:
-        """``devices``: those of the steps; ``kinds``: the kind of every layer."""
+    def __init__(
+        self, devices: Sequence[torch.device], kinds: Sequence[str], ranks: int = 1
+    ) -> None:
+        """``devices``: those of the steps, in the order of the ``ranks`` where each has its own;
+        ``kinds``: the kind of every layer.
+        """
         self.phase = "prefill"
         self.calls: defaultdict[tuple[str, str, str], int] = defaultdict(int)
         self.seconds: defaultdict[tuple[str, str, str], float] = defaultdict(float)
         # How often a step came to a layer of a kind, and to its head, by phase and kind.
         self.visits: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._devices = [device for device in devices if device.type == "cuda"]
+        self._ranks = {device: rank for rank, device in enumerate(devices)} if ranks > 1 else {}
+        self._rank = ""
         self._kinds = kinds
         self._kind = HEAD
         self._layer: int | None = None
@@ -50,7 +56,10 @@ class OpProfile:
 
     @contextmanager
     def part(self, name: str, device: torch.device, layer: int | None) -> Iterator[None]:
-        """Counts every op inside for the layer's kind, for drafts or for the head."""
+        """Counts every op inside for the layer's kind, for drafts or for the head, and for its rank
+        where there are several.
+        """
+        self._rank = f", rank {self._ranks[device]}" if self._ranks else ""
         self._kind = HEAD if layer is None else self._kinds[layer]
         if name == DRAFT:
             self._kind = DRAFT
@@ -62,7 +71,7 @@ class OpProfile:
 
     def item(self, name: str) -> AbstractContextManager[None]:
         """Times an op or kernel of the open part."""
-        return self._timed(self._kind, name)
+        return self._timed(self._kind, name + self._rank)
 
     def hand_off(self, source: torch.device, target: torch.device) -> AbstractContextManager[None]:
         """Times a copy to another device."""

@@ -21,6 +21,7 @@ from dsv4.cli.flags import DEFAULT_PROMPT
 from dsv4.cli.prompt import load_tokenizer
 from dsv4.command.flags import (
     OneLineParser,
+    add_parallel,
     add_prefill_activations,
     given_flags,
     integer,
@@ -78,6 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="N random token ids instead of a prompt",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--gpus", type=integer(1, 8), default=1, help="of our side")
+    add_parallel(parser)
     parser.add_argument("--ops", choices=("auto", "torch", "cuda"), default="auto")
     parser.add_argument(
         "--chunk",
@@ -144,6 +147,8 @@ def engine_config(options: argparse.Namespace, tokens: int) -> EngineConfig:
     """The configuration of our side for a sequence of that length."""
     return EngineConfig(
         device=options.device,
+        gpus=options.gpus,
+        parallel=options.parallel,
         ops=options.ops,
         kv_dtype=options.kv_dtype,
         compute_dtype=options.compute_dtype,
@@ -165,6 +170,8 @@ def run(options: argparse.Namespace) -> Report:
         torch_config = replace(
             config,
             device=options.reference_device,
+            gpus=1,
+            parallel="pipeline",
             ops="torch",
             prefill_chunk=DEFAULT_CHUNK,
             cuda_graph=None,
@@ -214,6 +221,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         raise UserError("--prompt: found together with --random-tokens, which replaces it")
     if "reference_device" in given and options.reference == "transformers":
         raise UserError("--reference-device: found with transformers, which runs on the CPU")
+    if options.parallel == "tensor" and options.swap:
+        found = f"{options.swap[0]!r} with --parallel tensor, whose ops exchange partial results"
+        raise UserError(f"--swap: found {found}")
     refuse_unused(options, given)
     for flag, path in (("--json", options.json), ("--svg", options.svg)):
         if path is not None:
@@ -230,7 +240,7 @@ def refuse_unused(options: argparse.Namespace, given: frozenset[str]) -> None:
         unused = ["prompt", "random_tokens", "reference", "reference_device"]
         reason = "found with --against, whose files say what is compared"
         if options.trace is not None:
-            unused += ["model", "device", "ops", "chunk", "cuda_graph", "swap"]
+            unused += ["model", "device", "gpus", "parallel", "ops", "chunk", "cuda_graph", "swap"]
             unused += ["kv_dtype", "compute_dtype", "prefill_activations"]
             reason = "found with --against and --trace, which say what is compared"
     for name in unused:

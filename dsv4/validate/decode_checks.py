@@ -238,8 +238,9 @@ def no_synchronization() -> Iterator[None]:
 
 
 def positions(state: DecodeState) -> list[int]:
-    """The host's count and every device's."""
-    return [state.position, *(int(position_1) for position_1 in state.positions_1.values())]
+    """The host's count and every device's, of all ranks."""
+    counts = [count_1 for rank in state.ranks for count_1 in rank.positions_1.values()]
+    return [state.position, *map(int, counts)]
 
 
 def expect_positions(state: DecodeState, expected: list[int]) -> None:
@@ -251,7 +252,14 @@ def expect_positions(state: DecodeState, expected: list[int]) -> None:
 
 
 def cache_tensors(state: DecodeState) -> Iterator[tuple[str, Tensor]]:
-    """Every cache of a sequence by name."""
+    """Every cache of a sequence by name; of several ranks those of all."""
+    for rank, own in enumerate(state.ranks):
+        of_rank = "" if len(state.ranks) == 1 else f"rank {rank} "
+        for name, cache in _rank_tensors(own):
+            yield of_rank + name, cache
+
+
+def _rank_tensors(state: DecodeState) -> Iterator[tuple[str, Tensor]]:
     for index, layer in enumerate(state.layers):
         rows = {"window ring": layer.keys.ring}
         for name, part in (("compressed", layer.compressed), ("index", layer.index)):
@@ -278,6 +286,6 @@ def device_memory(state: DecodeState) -> dict[str, int]:
     kinds = {"allocated": torch.cuda.memory_allocated, "reserved": torch.cuda.memory_reserved}
     return {
         f"{device} {kind}": count(device)
-        for device in state.devices
+        for device in state.all_devices
         for kind, count in kinds.items()
     }

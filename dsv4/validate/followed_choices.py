@@ -40,13 +40,14 @@ class FollowedChoices:
         experts: ExpertWeights,
         shared: ExpertWeights,
         limit: float,
+        out_dtype: torch.dtype | None = None,
     ) -> Mixture:
         own_TP, _ = route(x_TE, tokens_T, router)
         ids_TP = self._next(EXPERTS, own_TP, self._experts_TP)
         # The given experts as the table of a hashed router whose tokens are 0, 1, …
         given = replace(router, hashed=True, selection=ids_TP)
         rows_T = torch.arange(len(tokens_T), device=tokens_T.device)
-        return moe(x_TE, rows_T, given, experts, shared, limit)
+        return moe(x_TE, rows_T, given, experts, shared, limit, out_dtype)
 
     def _index_select(
         self,

@@ -16,13 +16,13 @@ from typing import Any, get_args
 
 import torch
 
-from dsv4.command.flags import OneLineParser, given_flags, integer
+from dsv4.command.flags import OneLineParser, add_parallel, given_flags, integer
 from dsv4.command.output_file import check_output, write_output
 from dsv4.command.program import command, run_program
 from dsv4.decode import CUDAGraphDecoder, Mode
 from dsv4.demo import CHECKPOINT
 from dsv4.engine import Engine
-from dsv4.engine_config import EngineConfig
+from dsv4.engine_config import EngineConfig, Parallel
 from dsv4.errors import UserError
 from dsv4.measure.provenance import provenance
 from dsv4.step.steps import RecordedSteps
@@ -51,7 +51,7 @@ def check_sources() -> list[Check]:
 
 
 def check_checkpoint(
-    model: Path, modes: list[Mode], gpus: int
+    model: Path, modes: list[Mode], gpus: int, parallel: Parallel = "pipeline"
 ) -> tuple[list[Check], dict[str, list[str]]]:
     """The checks that need a GPU, and the captured regions by mode. Raises ``UserError``."""
     if not torch.cuda.is_available():
@@ -59,7 +59,14 @@ def check_checkpoint(
             "graph_readiness: found no CUDA device, expected one; --static-only does without"
         )
     room = START + STEPS + REPLAYS
-    config = EngineConfig(device="cuda", ops="cuda", gpus=gpus, max_context=room, cuda_graph=None)
+    config = EngineConfig(
+        device="cuda",
+        ops="cuda",
+        gpus=gpus,
+        parallel=parallel,
+        max_context=room,
+        cuda_graph=None,
+    )
     return check_engine(Engine.load(model, config), modes)
 
 
@@ -114,6 +121,7 @@ def build_parser() -> OneLineParser:
     )
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="a checkpoint folder")
     parser.add_argument("--gpus", type=integer(1, 8), default=1)
+    add_parallel(parser)
     parser.add_argument(
         "--mode", choices=get_args(Mode), action="append", help="repeatable (default: all)"
     )
@@ -127,7 +135,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """
     parser = build_parser()
     options = parser.parse_args(arguments)
-    unused = given_flags(parser, options) & {"model", "gpus", "mode"}
+    unused = given_flags(parser, options) & {"model", "gpus", "parallel", "mode"}
     if options.static_only and unused:
         raise UserError(f"--{min(unused)}: found together with --static-only, which loads no model")
     if options.json is not None:
@@ -144,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     regions = {}
     if not options.static_only:
         found, regions = check_checkpoint(
-            options.model, options.mode or [*get_args(Mode)], options.gpus
+            options.model, options.mode or [*get_args(Mode)], options.gpus, options.parallel
         )
         checks += found
     print(table(checks))

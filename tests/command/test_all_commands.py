@@ -47,6 +47,7 @@ def test_an_unknown_flag(command: str, capsys: pytest.CaptureFixture[str]) -> No
         ("cosine --svg /nonexistent/x", "--svg: /nonexistent/x: its folder does not exist"),
         ("cosine --prompt a --random-tokens 2", "--prompt: found together with --random-tokens"),
         ("cosine --reference transformers --reference-device cuda", "--reference-device: found"),
+        ("cosine --parallel tensor --swap moe=torch", "--swap: found 'moe=torch' with --parallel"),
         ("layers --json /nonexistent/x", "--json: /nonexistent/x: its folder does not exist"),
         ("layers --layers 7", "--layers: found '7', expected A:B"),
         ("bench engine --decode-tokens 0", "--decode-tokens: found '0'"),

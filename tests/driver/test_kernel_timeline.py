@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4.errors import UserError
-from dsv4.measure.graph_profile import rounded, step_launches
+from dsv4.measure.graph_profile import GraphProfile, rank_timelines, rounded, step_launches
 from dsv4.measure.kernel_timeline import (
     GAPS,
     HOPS,
@@ -214,6 +214,44 @@ def test_table_names_kernels_kinds_and_devices() -> None:
     assert lines[-7] == "  276.0 µs in all: gaps 0.0, hops 16.0 (4 hand-off copies take 4.0)"
     assert lines[-5] == "  cuda:0 busy 110.0 µs, idle 166.0 µs (60.1 %)"
     assert lines[-1] == "  HCA: gemm 10.0 · hca 10.0 · mix 10.0 · gemm 10.0 · mix 10.0"
+
+
+def two_ranks() -> GraphProfile:
+    """Both run the same kernels side by side, the second one 2 µs slower each."""
+    events = []
+    for rank, us in enumerate((10.0, 12.0)):
+        recorder = Recorder()
+        for _ in range(3):
+            recorder.run(rank, *[launch.name for launch in ONE_DEVICE[0]], us=us)
+        events += recorder.events
+    ranks = [{rank: ONE_DEVICE[0]} for rank in range(2)]
+    timelines = rank_timelines(events, ranks, 3)
+    return GraphProfile("full", 2, tuple(median_token(found) for found in timelines))
+
+
+def test_every_rank_has_a_timeline_of_its_own() -> None:
+    profile = two_ranks()
+    assert [token.us for token in profile.ranks] == [220.0, 264.0]
+    assert [set(token.busy_us()) for token in profile.ranks] == [{0}, {1}]
+    assert all(token.hop_us == 0 for token in profile.ranks)
+    record = profile.record(nodes=False)
+    assert [rank["us"] for rank in record["ranks"]] == [220.0, 264.0]
+    blocks = profile.table().split("rank ")
+    assert [block.splitlines()[0] for block in blocks[1:]] == ["0", "1"]
+    assert "cuda:1 busy 264.0 µs" in blocks[2]
+
+
+def test_a_lone_rank_is_recorded_as_the_token() -> None:
+    profile = GraphProfile("full", 1, (two_devices(),))
+    assert profile.record() == rounded(
+        {
+            "mode": "full",
+            "tokens": 1,
+            **two_devices().record(),
+            "nodes": two_devices().node_records(),
+        }
+    )
+    assert profile.table() == two_devices().table()
 
 
 def test_launches_of_a_step_are_listed_by_device() -> None:

@@ -120,6 +120,19 @@ def test_table_has_a_column_per_kind(profile: OpProfile) -> None:
     assert ["(hand-offs)", "2", "3000.000", "5.5"] in rows
 
 
+def test_ranks_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("dsv4.measure.op_profile.time.perf_counter", lambda: clock[0])
+    profile = OpProfile([CPU, torch.device("meta")], KINDS, ranks=2)
+    profile.begin_step()
+    for seconds, device in ((1.0, "cpu"), (3.0, "meta")):
+        with profile.part("layer 0 experts", torch.device(device), 0), profile.item("moe"):
+            clock[0] += seconds
+    found = {name: taken for (_, _, name), taken in profile.seconds.items() if "moe" in name}
+    assert found == {"moe, rank 0": 1.0, "moe, rank 1": 3.0}
+    assert profile.visits["prefill", "SWA"] == 1
+
+
 def test_time_of_an_op_that_fails_is_not_counted(profile: OpProfile) -> None:
     calls = profile.calls["decode", "head", "linear"]
     failing = profile.item("linear")

@@ -39,6 +39,7 @@ from dsv4.validate.decode_checks import (
 from dsv4.validate.graph_readiness import main
 from dsv4.validate.sync_scan import Finding, Place
 from tests.model.tiny import small_config, tiny_engine
+from tests.ranks.simulated import ranks_engine
 
 
 @pytest.fixture(scope="module")
@@ -281,3 +282,13 @@ def test_a_step_that_waits_is_found() -> None:
     with no_synchronization():
         assert not attempt("waits", lambda: str(value.item())).passed
     assert attempt("waits outside", lambda: str(value.item())).passed
+
+
+def test_caches_and_positions_of_every_rank_are_compared() -> None:
+    engine = ranks_engine(2)
+    names = [name for name, _ in cache_tensors(engine.state)]
+    own = [name.removeprefix("rank 0 ") for name in names if name.startswith("rank 0 ")]
+    assert own == [name.removeprefix("rank 1 ") for name in names if name.startswith("rank 1 ")]
+    assert len(names) == 2 * len(own) > 0
+    engine.prefill([1, 2, 3])
+    assert positions(engine.state) == [3, 3, 3]
