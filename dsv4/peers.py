@@ -76,11 +76,12 @@ class Peers:
     """One rank's view of all of them.
 
     ``table_P`` int64: addresses of the inboxes of all ranks, of this rank's own, of ``step_4``, of
-    ``fault_4``, and of the ``partials_STE`` of all ranks. ``inbox`` int64: this rank's words.
-    ``step_4`` int32: how many steps were begun, in the first word. ``fault_4`` int32, pinned where
-    the ranks are GPUs: what a kernel that gave up waiting says (set, exchange, missing rank, step).
-    ``partials_STE`` float32: this rank's partial results in prefill steps, which the others read,
-    in two slots that take turns.
+    ``fault_4``, and of the ``partials_STE`` and the ``inputs_TE`` of all ranks. ``inbox`` int64:
+    this rank's words. ``step_4`` int32: how many steps were begun, in the first word. ``fault_4``
+    int32, pinned where the ranks are GPUs: what a kernel that gave up waiting says (set, exchange,
+    missing rank, step). ``partials_STE`` float32: this rank's partial results in prefill steps,
+    which the others read, in two slots that take turns. ``inputs_TE`` bfloat16: the input of a
+    sublayer of a prefill step, whose rows all ranks write, each those of its tokens.
     """
 
     rank: int
@@ -90,6 +91,7 @@ class Peers:
     step_4: Tensor
     fault_4: Tensor
     partials_STE: Tensor
+    inputs_TE: Tensor
 
     @property
     def ranks(self) -> int:
@@ -106,11 +108,12 @@ class Peers:
         return cls(
             rank,
             layout,
-            memory(2 * layout.ranks + 3, dtype=torch.int64),
+            memory(3 * layout.ranks + 3, dtype=torch.int64),
             memory(layout.words, dtype=torch.int64),
             memory(STEP_WORDS, dtype=torch.int32),
             memory(FAULT_WORDS, dtype=torch.int32),
             memory(SLOTS, tokens, layout.width, dtype=torch.float32),
+            memory(tokens, layout.width, dtype=torch.bfloat16),
         )
 
 

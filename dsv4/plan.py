@@ -236,12 +236,12 @@ def arrival_bytes(config: ModelConfig, engine: EngineConfig) -> int:
 
 
 def exchange_bytes(config: ModelConfig, engine: EngineConfig, ranks: int) -> int:
-    """Where the partial results of the ranks arrive on one: the inbox of decode steps, and the
-    float32 rows of prefill steps.
+    """What a rank shares with the others: the inbox of decode steps, and of prefill steps the
+    float32 rows of its partial results and the bfloat16 rows of a sublayer's input.
     """
     if ranks == 1:
         return 0
-    rows = 4 * SLOTS * step_tokens(engine) * config.hidden_size
+    rows = (4 * SLOTS + 2) * step_tokens(engine) * config.hidden_size
     return InboxLayout.of(config, ranks).nbytes + rows
 
 

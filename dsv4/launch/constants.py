@@ -42,6 +42,8 @@ STAGE_SCALE_BYTES = {
     QuantFormat.BF16: 0,
 }
 MAX_EXPERTS = 640
+# Ranks that share the seams of a long step take tiles of so many tokens in turn.
+TOKEN_TILE = 16
 MAX_EXPERTS_PER_TOKEN = 16
 
 
@@ -50,6 +52,7 @@ def device_header() -> str:
     macros = {
         "MAX_DECODE_TOKENS": MAX_DECODE_TOKENS,
         "MAX_EXPERTS": MAX_EXPERTS,
+        "TOKEN_TILE": TOKEN_TILE,
         "MAX_EXPERTS_PER_TOKEN": MAX_EXPERTS_PER_TOKEN,
         **{f"ROW_{code.name}": code.value for code in RowCode},
         **{FORMAT_NAME[format]: code for format, code in FORMAT_CODE.items()},

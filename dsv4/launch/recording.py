@@ -62,17 +62,20 @@ class Recording:
         tokens: int,
         nan_1: Tensor | None = None,
         peers: Peers | None = None,
+        whole_seams: bool = False,
     ) -> None:
         """``nan_1``: int32 ``[1]`` of pinned memory, to which kernels that compare write 1 when
         they meet NaN, because a comparison hides it. None: nobody wants to know. ``peers``: the
-        ranks with which this one shares the model; None: it is alone.
+        ranks with which this one shares the model; None: it is alone. ``whole_seams``: also of a
+        prefill step every rank has the streams of all tokens.
         """
         self.target = target
         self.tokens = tokens
         self.nan_1 = nan_1
         self.peers = peers
+        self.whole_seams = whole_seams
         self.exchanges = 0
-        self.sends = False
+        self.meetings: list[int] = []
         self.items: list[Item] = []
         self.kept: list[Tensor] = []
         self.placed: dict[int, Tensor] = {}
@@ -136,6 +139,10 @@ class Recording:
         """
         self.exchanges += 1
         return self.exchanges - 1
+
+    def meet(self) -> None:
+        """All ranks have come this far before any goes on."""
+        self.meetings.append(len(self.items))
 
     def place(self, buffer: Tensor, memory: Tensor) -> None:
         """Gives a buffer the first bytes of ``memory``, which is contiguous and of its dtype."""

@@ -59,6 +59,7 @@ def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -
     inboxes = [_shared_memory((layout.words,), torch.int64, device) for device in devices]
     rows = (SLOTS, tokens, layout.width)
     partials = [_shared_memory(rows, torch.float32, device) for device in devices]
+    inputs = [_shared_memory(rows[1:], torch.bfloat16, device) for device in devices]
     fault_4 = torch.zeros(FAULT_WORDS, dtype=torch.int32, pin_memory=on_gpus)
     found = []
     for rank, device in enumerate(devices):
@@ -71,9 +72,12 @@ def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -
             *(inboxes[other].data_ptr() + (missing - rank) * shift for missing in absent),
             *(one.data_ptr() for one in (inboxes[rank], step_4, fault_4, *partials)),
             *(partials[other].data_ptr() for _ in absent),
+            *(one.data_ptr() for one in inputs),
+            *(inputs[other].data_ptr() for _ in absent),
         ]
         table_P = torch.tensor(addresses, dtype=torch.int64, device=device)
-        found.append(Peers(rank, layout, table_P, inboxes[rank], step_4, fault_4, partials[rank]))
+        own = inboxes[rank], step_4, fault_4, partials[rank], inputs[rank]
+        found.append(Peers(rank, layout, table_P, *own))
     return found
 
 

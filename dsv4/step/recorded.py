@@ -116,7 +116,9 @@ class StepRecorder:
         self._inputs = inputs
         self._traced = traced
         self._recordings = {
-            device: Recording(targets[device], self._tokens, state.nan_1, state.peers)
+            device: Recording(
+                targets[device], self._tokens, state.nan_1, state.peers, traced is not None
+            )
             for device in inputs
         }
         self._ops = {device: table.on(recording) for device, recording in self._recordings.items()}
@@ -141,10 +143,12 @@ class StepRecorder:
         drains = self._undrained if kind == "experts" else None
         if drains is not None:
             self._undrained = None
-        self._parts.append(Part(kind, device, layer, start, len(recording.items), drains))
-        if recording.sends:
-            self._parts.append(Barrier(device))
-            recording.sends = False
+        for stop in recording.meetings:
+            self._parts += [Part(kind, device, layer, start, stop), Barrier(device)]
+            start = stop
+        recording.meetings.clear()
+        if start < len(recording.items):
+            self._parts.append(Part(kind, device, layer, start, len(recording.items), drains))
 
     def recording(self, device: torch.device) -> Recording:
         """What is recorded for ``device``."""

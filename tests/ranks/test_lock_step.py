@@ -2,7 +2,7 @@
 eagerly and by replays, interrupted or not.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -18,6 +18,7 @@ from dsv4.peers import STEP_NUMBERS
 from dsv4.step import captured
 from dsv4.step.captured import CapturedRanks, Mode
 from dsv4.step.lock_step import LockStep
+from dsv4.step.recorded import RecordedStep
 from tests.model.tiny import CPU, small_config
 from tests.ranks.planned_ranks import POLLING, PUSHING, LoggedRanks, has_words, planned_ranks
 from tests.step.planned_model import GPUS, PlannedModel, items_of
@@ -67,36 +68,83 @@ def test_words_are_polled_behind_the_pushes_of_all_ranks(
         assert own == items_of(step.recorded.parts)
 
 
-def test_sums_of_a_chunk_are_behind_the_parts_of_all_ranks(
+class SharedMemory:
+    """Who has written and read which memory of which rank, and how much of what the other ranks did
+    each rank has waited for.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.clocks = [[0] * ranks for _ in range(ranks)]
+        self.accesses: defaultdict[Any, list[tuple[int, int, bool]]] = defaultdict(list)
+
+    def touch(self, rank: int, region: Any, writes: bool) -> None:
+        """Behind all that must not be at the same time."""
+        for other, time, wrote in self.accesses[region]:
+            assert not (writes or wrote) or self.clocks[rank][other] >= time, (rank, region)
+        self.accesses[region].append((rank, self.clocks[rank][rank], writes))
+
+
+def regions_of(launch: Launch, step: RecordedStep, rank: int, ranks: int) -> list[tuple[Any, bool]]:
+    """What a launch reads or writes of the memory that ranks share."""
+    (recording,) = step.recordings.values()
+    peers = recording.peers
+    assert peers is not None
+    if launch.signature.kernel == "sum_ranks":
+        slot = int(launch.arguments["first"] != 0)
+        return [((other, "partials", slot), False) for other in range(ranks)]
+    pushes = launch.signature.kernel == "hc_finish" and launch.arguments["peers"] is not None
+    # Of the input of every rank each writes the rows of its own tokens.
+    found = [((other, "inputs", rank), True) for other in range(ranks)] if pushes else []
+    for tensor in launch.tensors:
+        memory = recording.placed.get(storage_key(tensor))
+        if memory is None:
+            continue
+        if storage_key(memory) == storage_key(peers.partials_STE):
+            # Some kernels add to what is there.
+            slot = int(memory.storage_offset() != 0)
+            found.append(((rank, "partials", slot), True))
+        elif not pushes:
+            assert storage_key(memory) == storage_key(peers.inputs_TE)
+            found += [((rank, "inputs", writer), False) for writer in range(ranks)]
+    return found
+
+
+def test_ranks_touch_each_others_memory_behind_all_that_needs_it(
     planned: list[PlannedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a part is written anew only behind the sums that have read it: slots take turns."""
+    """Partial results are added where they lie and inputs are written by all: twice, because a step
+    may follow another.
+    """
     ranks = LoggedRanks.of(planned, 512, monkeypatch)
-    ranks.step.run(100)
-    # By rank: parts that are complete, sums that are queued, and both as others know them.
-    parts, sums = Counter[int](), Counter[int]()
-    said: dict[int, tuple[int, int]] = {}
-    known: dict[tuple[int, int], tuple[int, int]] = {}
+    count = len(planned)
+    shared = SharedMemory(count)
+    said: dict[int, list[int]] = {}
+    kernels = Counter[tuple[int, str]]()
+    for _ in range(2):
+        ranks.step.run(100)
     for device, what in ranks.log:
         rank = device.index
+        clock = shared.clocks[rank]
         if what == "record":
-            parts[rank] += 1
-            said[rank] = (parts[rank], sums[rank])
-            continue
-        if isinstance(what, torch.device):
-            known[rank, what.index] = said[what.index]
-            continue
-        recording = ranks.step.ranks[rank].recorded.recordings[device]
-        item = recording.items[what]
-        if isinstance(item, Launch) and item.signature.kernel == "sum_ranks":
-            sums[rank] += 1
-            assert all(known[rank, other][0] >= sums[rank] for other in range(len(planned)))
-        for tensor in item.tensors:
-            if storage_key(tensor) in recording.placed and parts[rank] >= 2:
-                # The part before the last one was in this slot.
-                expected = parts[rank] - 1
-                assert all(known[rank, other][1] >= expected for other in range(len(planned)))
-    assert set(sums.values()) == set(parts.values()) == {2 * LAYERS}
+            said[rank] = list(clock)
+        elif isinstance(what, torch.device):
+            clock[:] = map(max, clock, said[what.index])
+        else:
+            clock[rank] += 1
+            launch = ranks.launch((device, what))
+            assert launch is not None
+            step = ranks.step.ranks[rank].recorded
+            for region, writes in regions_of(launch, step, rank, count):
+                shared.touch(rank, region, writes)
+                kernels[rank, f"{launch.signature.kernel} {region[1]}"] += 1
+    for rank in range(count):
+        assert kernels[rank, "sum_ranks partials"] == 2 * 2 * LAYERS * count
+        assert kernels[rank, "hc_finish inputs"] == 2 * 2 * LAYERS * count
+        # The head's result stays where it is.
+        readers = [name for of, name in kernels if of == rank and name.endswith("inputs")]
+        assert len(readers) > 2
+    barriers = sum(what == "record" for _, what in ranks.log)
+    assert barriers == 2 * 4 * LAYERS * count
 
 
 class FakeGraph:
@@ -240,7 +288,8 @@ def test_ranks_have_caches_of_their_own_and_one_word_for_nan(state: DecodeState)
         own, step, fault, *partials = peers.table_P[2:].tolist()
         assert own == peers.table_P[peers.rank] == peers.inbox.data_ptr()
         assert partials[peers.rank] == peers.partials_STE.data_ptr()
+        assert partials[2 + peers.rank] == peers.inputs_TE.data_ptr()
         assert (step, fault) == (peers.step_4.data_ptr(), peers.fault_4.data_ptr())
-    for shared in (slice(0, 2), slice(5, 7)):
+    for shared in (slice(0, 2), slice(5, 9)):
         assert torch.equal(first.peers.table_P[shared], second.peers.table_P[shared])
     assert first.peers.fault_4 is second.peers.fault_4

@@ -9,19 +9,29 @@
 // A kernel pushes or polls for an exchange, never both: queued behind the producers of all ranks,
 // consumers also run where all ranks share one stream.
 //
-// Defines: RANKS. `peers`, of every rank for itself (dsv4/peers.py): the addresses of all inboxes,
-// of its own one, of its step counter, of the words for the host about a fault, and of the partial
-// results of all ranks in prefill steps.
+// Defines: RANKS; OWNERS, where ranks share the tokens of a seam. `peers`, of every rank for itself
+// (dsv4/peers.py): the addresses of all inboxes, of its own one, of its step counter, of the words
+// for the host about a fault, and in prefill steps of the partial results of all ranks and of the
+// inputs of their sublayers.
 #pragma once
 #include "ptx.cuh"
 
 #ifndef RANKS
 #define RANKS 1
 #endif
+#ifndef OWNERS
+#define OWNERS 1
+#endif
 
 constexpr int OWN_INBOX = RANKS, STEP = RANKS + 1, FAULT = RANKS + 2, PARTIALS = RANKS + 3;
+constexpr int INPUTS = PARTIALS + RANKS;
 constexpr int EXCHANGES_PER_STEP = 256;
 constexpr long long WAIT_CYCLES = 10000000000ll;  // five seconds
+
+// The token of a rank's `own`-th row, where the ranks take tiles of tokens in turn.
+__device__ __forceinline__ int64 own_token(int64 own, int owner) {
+    return (own / TOKEN_TILE * OWNERS + owner) * TOKEN_TILE + own % TOKEN_TILE;
+}
 
 __device__ __forceinline__ unsigned exchange_tag(const int64* peers, int exchange) {
     const unsigned* step = reinterpret_cast<const unsigned*>(peers[STEP]);

@@ -1,6 +1,6 @@
 // What ranks do with each other beside the kernels that push and poll themselves.
 //
-// Defines: RANKS.
+// Defines: RANKS, OWNERS (sum_ranks: RANKS, or 1 where every rank adds the rows of all tokens).
 #include "exchange.cuh"
 
 // A step that begins with no embedding gets a number of its own.
@@ -45,16 +45,20 @@ extern "C" __global__ void sum_words(const int64* peers, int64 slot, int64 rank_
 }
 
 // y = bf16(partial of rank 0 + of rank 1 + …), float32 rows from `first` on in the memory of every
-// rank, which this kernel reads where it is. Four values a thread.
-extern "C" __global__ void sum_ranks(const int64* peers, int64 first, bf16* y, int64 count) {
+// rank, which this kernel reads where it is: those of the tokens that are the rank's own. Four
+// values a thread.
+extern "C" __global__ void sum_ranks(const int64* peers, int64 first, bf16* y, int owner,
+                                     int tokens, int width) {
     const float* from[RANKS];
 #pragma unroll
     for (int rank = 0; rank < RANKS; ++rank)
         from[rank] = reinterpret_cast<const float*>(peers[PARTIALS + rank]) + first;
     pdl_launch();
     pdl_wait();
-    const int64 at = ((int64)blockIdx.x * blockDim.x + threadIdx.x) * 4;
-    if (at >= count) return;
+    const int64 own = ((int64)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    const int64 token = own_token(own / width, owner);
+    if (token >= tokens) return;
+    const int64 at = token * width + own % width;
     float4 parts[RANKS];
 #pragma unroll
     for (int rank = 0; rank < RANKS; ++rank)

@@ -1,4 +1,5 @@
-"""The exchanges of a prefill step: every rank adds the partial results of all, read where they are.
+"""The exchanges of a prefill step: every rank adds the partial results of all, read where they are,
+for those tokens whose seams it computes.
 
 A partial result may be written anew two exchanges later: by then its rank has added those of the
 exchange between, which the others began only behind their own sums of this one.
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare
 from dsv4.peers import SLOTS, Peers
 from dsv4.weights.quant import Weight
 
@@ -54,27 +56,32 @@ def send_partial(recording: Recording, partial_TE: Tensor) -> PartialSum:
     peers = _peers(recording)
     exchange = recording.next_exchange()
     recording.place(partial_TE, peers.partials_STE[exchange % SLOTS])
-    recording.sends = True
+    recording.meet()
     return PartialSum(exchange, partial_TE)
 
 
 def summed(recording: Recording, y_TE: Tensor | PartialSum) -> Tensor:
-    """bfloat16 ``[T, E]``: a tensor as it is, or the sum over the ranks."""
-    if isinstance(y_TE, Tensor):
-        return y_TE
+    """bfloat16 ``[T, E]``: a tensor as it is, or the sum over the ranks, of all tokens."""
+    return y_TE if isinstance(y_TE, Tensor) else sum_of(recording, y_TE, WHOLE)
+
+
+def sum_of(recording: Recording, y_TE: PartialSum, share: TokenShare) -> Tensor:
+    """bfloat16 ``[T, E]``, of which the rows of a share are written."""
     peers = _peers(recording)
     tokens, width = y_TE.own_TE.shape
     if width % _VALUES:
         raise ValueError(f"y_TE: found width {width}, expected a multiple of {_VALUES}")
     sum_TE = recording.empty((tokens, width), torch.bfloat16)
-    kernel = Kernel("exchange/exchange", "sum_ranks", (("RANKS", peers.ranks),))
+    kernel = Kernel("exchange/exchange", "sum_ranks", (("RANKS", peers.ranks), *share.defines))
 
     def shape(count: int) -> Shape:
-        blocks = ceil_div(count * width, _THREADS * _VALUES)
-        return Shape(kernel, blocks, _THREADS, numbers={"count": count * width})
+        blocks = ceil_div(share.rows(count) * width, _THREADS * _VALUES)
+        return Shape(kernel, blocks, _THREADS, numbers={"tokens": count})
 
     first = y_TE.exchange % SLOTS * peers.partials_STE.stride(0)
-    recording.launch(shape, peers=peers.table_P, first=first, y=sum_TE)
+    recording.launch(
+        shape, peers=peers.table_P, first=first, y=sum_TE, owner=share.owner, width=width
+    )
     return sum_TE
 
 

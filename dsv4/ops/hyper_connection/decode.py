@@ -2,6 +2,7 @@
 
 from dsv4.launch.kernel import ceil_div
 from dsv4.launch.recording import Recording
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare
 from dsv4.ops.hyper_connection.recorded_ops import RecordedOps
 from dsv4.ops.hyper_connection.seam import (
     Seam,
@@ -21,7 +22,7 @@ _SHARED_ACCESSES = 256
 _MOST_WORKERS = 960
 
 
-def _shapes(recording: Recording, seam: Seam) -> SeamShapes:
+def _shapes(recording: Recording, seam: Seam, share: TokenShare) -> SeamShapes:
     tokens = recording.tokens
     multiprocessors = recording.target.multiprocessors
     splits = mix_splits(seam, multiprocessors)
@@ -36,7 +37,7 @@ def _shapes(recording: Recording, seam: Seam) -> SeamShapes:
 
 
 # More, smaller blocks than in a long step: one token's columns spread over more multiprocessors.
-_OPS = RecordedOps(_shapes, post_threads=64)
+_OPS = RecordedOps(_shapes, 64, lambda *_: WHOLE)
 hc_pre = _OPS.hc_pre
 hc_seam = _OPS.hc_seam
 hc_post = _OPS.hc_post

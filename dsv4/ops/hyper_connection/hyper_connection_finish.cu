@@ -3,12 +3,14 @@
 //
 // Defines: STREAMS (M), MIXES (rows of fn; M for the head, which has no post and comb), SPLITS
 // (partials per row), COUNT columns per access (8 or 1), GROUPS accesses per thread, WORKERS
-// threads with columns, BLOCKS (cluster size: blocks that share one token).
+// threads with columns, BLOCKS (cluster size: blocks that share one token), RANKS and OWNERS (above
+// 1: the tokens are shared, and x goes to all ranks, exchange.cuh).
 //
 // One cluster per token. The warp after the workers has no columns: in rank 0 it computes post and
 // comb, whose Sinkhorn iterations are as long as everything else, beside the others.
 #include "cluster.cuh"
 #include "columns.cuh"
+#include "exchange.cuh"
 
 constexpr bool HEAD = MIXES == STREAMS;
 
@@ -146,8 +148,8 @@ __device__ __forceinline__ void worker_barrier() {
 
 extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
     hc_finish(const bf16* streams, const float* partials, const float* base, const float* scale,
-              const float* norm_weight, bf16* x, float* post, float* comb, int width,
-              float norm_eps, float hc_eps, int iterations) {
+              const float* norm_weight, bf16* x, float* post, float* comb, const int64* peers,
+              int owner, int tokens, int width, float norm_eps, float hc_eps, int iterations) {
     __shared__ float sums[MIXES + 1];
     __shared__ float warp_squares[WARP];
     __shared__ float kernel[STREAMS * STREAMS];
@@ -155,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
     __shared__ uint64 inbox;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const unsigned rank = BLOCKS > 1 ? cluster_rank() : 0;
-    const int64 token = blockIdx.y;
+    const int64 token = own_token(blockIdx.y, owner);
     const bool side = threadIdx.x >= WORKERS;
     float factors[GROUPS][COUNT];
     int at[GROUPS];
@@ -181,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
     if constexpr (BLOCKS > 1) cluster_start(&inbox, 1);
     pdl_launch();
     pdl_wait();
+    if (OWNERS > 1 && token >= tokens) return;
     // What everything waits for is asked for first.
     Partials parts;
     load_partials(parts, partials + token * (MIXES + 1) * SPLITS);
@@ -258,6 +261,14 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
 #pragma unroll
         for (int c = 0; c < COUNT; c++)
             values[c] = column(collapsed[g], c) * inverse * factors[g][c];
-        store_columns(x + token * width + at[g], round_columns(values));
+        const Columns<COUNT> rounded = round_columns(values);
+#if OWNERS > 1
+#pragma unroll
+        for (int r = 0; r < RANKS; r++)
+            store_columns(reinterpret_cast<bf16*>(peers[INPUTS + r]) + token * width + at[g],
+                          rounded);
+#else
+        store_columns(x + token * width + at[g], rounded);
+#endif
     }
 }

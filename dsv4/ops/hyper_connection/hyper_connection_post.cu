@@ -1,16 +1,18 @@
 // x'_k = post_k · y + Σ_j comb_jk · x_j of every token. Defines: STREAMS (M), COUNT columns per
-// thread (8 or 1), RANKS (above 1: y comes as words of all ranks, exchange.cuh).
+// thread (8 or 1), RANKS (above 1: y comes as words of all ranks, exchange.cuh), OWNERS (ranks that
+// share the tokens).
 #include "columns.cuh"
 #include "exchange.cuh"
 
 extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const float* post,
                                    const float* comb, bf16* out, const int64* peers,
-                                   int64 slot, int64 rank_words, int exchange, int width) {
+                                   int64 slot, int64 rank_words, int exchange, int owner,
+                                   int tokens, int width) {
     pdl_launch();
     pdl_wait();
-    const int64 token = blockIdx.y;
+    const int64 token = own_token(blockIdx.y, owner);
     const int64 column_0 = ((int64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
-    if (column_0 >= width) return;
+    if (column_0 >= width || (OWNERS > 1 && token >= tokens)) return;
     Columns<COUNT> stream[STREAMS];
 #pragma unroll
     for (int j = 0; j < STREAMS; j++)

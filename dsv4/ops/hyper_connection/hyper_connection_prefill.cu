@@ -2,8 +2,9 @@
 // the (rounded) streams.
 //
 // Defines: STREAMS (M ≤ 4), MIXES (rows of fn), POST (1: mix y into the streams first, 0: read
-// them), SPLITS of the columns over blocks, SHARED_BYTES of dynamic shared memory. A block has 16
-// tokens; lane / 4 is a token of the first and, in `half` 1, of the second eight.
+// them), SPLITS of the columns over blocks, SHARED_BYTES of dynamic shared memory, OWNERS (ranks
+// that share the tokens, exchange.cuh). A block has 16 tokens; lane / 4 is a token of the first
+// and, in `half` 1, of the second eight.
 //
 // The products run on the tensor cores and keep float32 accuracy: the streams are bf16, so exact in
 // tf32; fn is the sum of two tf32 numbers up to 2⁻²⁰ of itself, and sums leave the tensor core
@@ -12,11 +13,13 @@
 // every lane keeps its own columns. Partials [token][row][split] are added by
 // hyper_connection_finish.cu.
 #include "columns.cuh"
+#include "exchange.cuh"
 #include "ptx.cuh"
 
 constexpr int WARPS = 8;
 constexpr int CHUNK = 32;  // columns of every stream per warp and step
 constexpr int TOKENS = 16;
+static_assert(TOKENS == TOKEN_TILE);
 constexpr int ROW_TILES = (MIXES + 7) / 8;
 constexpr int COEFFICIENTS = STREAMS * (STREAMS + 1);
 constexpr int ITEMS = STREAMS + POST;  // rows of a token that are read: the streams, then y
@@ -90,7 +93,8 @@ __device__ __forceinline__ void mix_in(Columns<8> (&stream)[STREAMS], const Colu
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 2)
     hc_mix_many(const bf16* y, const bf16* streams, const float* post, const float* comb,
-                const float* fn, bf16* streams_out, float* partials, int tokens, int width) {
+                const float* fn, bf16* streams_out, float* partials, int owner, int tokens,
+                int width) {
     extern __shared__ uint4 dynamic[];
     __shared__ float coefficients[POST ? TOKENS * COEFFICIENTS : 1];
     __shared__ float warp_sums[WARPS][MIXES + 1][TOKENS];
@@ -98,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 2)
     const int warp = threadIdx.x / WARP;
     const int group = lane / 4;
     const int quarter = lane % 4;
-    const int first = blockIdx.x * TOKENS;
+    const int first = own_token(blockIdx.x * TOKENS, owner);
     Stage* stages = reinterpret_cast<Stage*>(dynamic) + warp * 2;
     pdl_launch();
     pdl_wait();

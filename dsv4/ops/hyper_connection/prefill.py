@@ -1,13 +1,14 @@
 """Hyper-connections of a long step: mixes on the tensor cores, a block for each token's rest."""
 
+from dsv4.launch.constants import TOKEN_TILE
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare, share_of
 from dsv4.ops.hyper_connection.recorded_ops import RecordedOps
 from dsv4.ops.hyper_connection.seam import Seam, SeamShapes, finish_shape, mix_shape, mix_splits
 
-# hyper_connection_prefill.cu: tokens and warps of a block, columns of a warp's step, and the most
-# streams that it takes.
-_TILE_TOKENS = 16
+# hyper_connection_prefill.cu: warps of a block, which has a tile of tokens, columns of a warp's
+# step, and the most streams that it takes.
 _WARPS = 8
 _CHUNK = 32
 _MOST_STREAMS = 4
@@ -18,20 +19,30 @@ _MIX_TOKENS = 8
 _MOST_WORKERS = 480
 
 
-def _shapes(recording: Recording, seam: Seam) -> SeamShapes:
+def _share(recording: Recording, streams: int, width: int) -> TokenShare:
+    """What the rank has of the tokens: all of them in streams that the tiles' kernel does not
+    take.
+    """
+    usual = streams <= _MOST_STREAMS and width % 8 == 0
+    return share_of(recording) if usual else WHOLE
+
+
+def _shapes(recording: Recording, seam: Seam, share: TokenShare) -> SeamShapes:
     multiprocessors = recording.target.multiprocessors
     if seam.streams > _MOST_STREAMS or seam.mix_columns(8) != 8:
+        if share.owners > 1:
+            raise ValueError("fn: found an address that is no multiple of 16, expected one")
         return _unusual_shapes(recording, seam)
 
     def splits(tokens: int) -> int:
         return _splits(tokens, seam.width, multiprocessors)
 
-    tiles = range(_TILE_TOKENS, recording.tokens + _TILE_TOKENS, _TILE_TOKENS)
+    tiles = range(TOKEN_TILE, recording.tokens + TOKEN_TILE, TOKEN_TILE)
     return SeamShapes(
-        lambda tokens: _tile_shape(seam, tokens, splits(tokens)),
-        lambda tokens: finish_shape(seam, tokens, splits(tokens), 1, _MOST_WORKERS),
+        lambda tokens: _tile_shape(seam, tokens, splits(tokens), share),
+        lambda tokens: finish_shape(seam, tokens, splits(tokens), 1, _MOST_WORKERS, share),
         max(min(tokens, recording.tokens) * splits(tokens) for tokens in tiles),
-        mix_takes_words=False,
+        mix_takes="owner",
     )
 
 
@@ -46,20 +57,24 @@ def _unusual_shapes(recording: Recording, seam: Seam) -> SeamShapes:
     )
 
 
-def _tile_shape(seam: Seam, tokens: int, splits: int) -> Shape:
-    """``hc_mix_many``: a block for every tile of tokens and split of the columns."""
+def _tile_shape(seam: Seam, tokens: int, splits: int, share: TokenShare) -> Shape:
+    """``hc_mix_many``: a block for every tile of a share of the tokens and split of the columns.
+
+    Shares change no sum: the splits are those of all tokens.
+    """
     post = int(seam.incoming is not None)
     # Two stages of a chunk of every row that the warps read: the streams, and y.
-    rows = _TILE_TOKENS * (seam.streams + post)
+    rows = TOKEN_TILE * (seam.streams + post)
     shared_bytes = 2 * _WARPS * rows * 2 * _CHUNK
     defines = (
         *seam.defines,
         ("POST", post),
         ("SPLITS", splits),
         ("SHARED_BYTES", shared_bytes),
+        *share.defines,
     )
     kernel = Kernel("hyper_connection/hyper_connection_prefill", "hc_mix_many", defines)
-    grid = ceil_div(tokens, _TILE_TOKENS), splits
+    grid = share.tiles(tokens), splits
     return Shape(kernel, grid, 32 * _WARPS, shared_bytes, numbers={"tokens": tokens})
 
 
@@ -68,14 +83,14 @@ def _splits(tokens: int, width: int, multiprocessors: int) -> int:
 
     Every split has a chunk of columns for each warp.
     """
-    blocks = ceil_div(tokens, _TILE_TOKENS)
+    blocks = ceil_div(tokens, TOKEN_TILE)
     splits = 1
     while blocks * splits <= multiprocessors and _WARPS * _CHUNK * splits < width:
         splits *= 2
     return splits
 
 
-_OPS = RecordedOps(_shapes, post_threads=128)
+_OPS = RecordedOps(_shapes, 128, _share)
 hc_pre = _OPS.hc_pre
 hc_seam = _OPS.hc_seam
 hc_post = _OPS.hc_post

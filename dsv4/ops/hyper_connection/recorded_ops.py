@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording, is_aligned
-from dsv4.ops.exchange.prefill import PartialSum, summed
+from dsv4.ops.exchange.prefill import PartialSum, sum_of
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare
 from dsv4.ops.exchange.words import WordSum
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
 from dsv4.ops.hyper_connection.seam import (
@@ -39,12 +40,15 @@ class RecordedOps:
     """The ops of ``dsv4.ops.hyper_connection`` for 1 to 8 bfloat16 streams. A sublayer's result may
     be on its way from the ranks, as words or as partial results.
 
-    ``shapes``: of the two launches of a seam. ``post_threads``: of a block of ``hc_post``. Every op
-    raises ``ValueError`` for a dtype, shape or layout that the kernels do not take.
+    ``shapes``: of the two launches of a seam. ``post_threads``: of a block of ``hc_post``.
+    ``share(recording, M, E)``: the tokens whose streams a rank has behind the first seam. What goes
+    into a sublayer, and the final hidden state, is whole on every rank. Every op raises
+    ``ValueError`` for a dtype, shape or layout that the kernels do not take.
     """
 
-    shapes: Callable[[Recording, Seam], SeamShapes]
+    shapes: Callable[[Recording, Seam, TokenShare], SeamShapes]
     post_threads: int
+    share: Callable[[Recording, int, int], TokenShare]
 
     def hc_pre(
         self, recording: Recording, streams_TME: Tensor, weights: HcWeights, norm_weight: Tensor
@@ -55,7 +59,7 @@ class RecordedOps:
         x_TE = recording.empty((tokens, width), torch.bfloat16)
         post_TM = recording.empty((tokens, streams), torch.float32)
         comb_TMM = recording.empty((tokens, streams, streams), torch.float32)
-        self._record(recording, seam, _Outgoing(None, x_TE, post_TM, comb_TMM))
+        self._record(recording, seam, _Outgoing(None, x_TE, post_TM, comb_TMM), WHOLE)
         return x_TE, post_TM, comb_TMM
 
     def hc_seam(
@@ -69,7 +73,8 @@ class RecordedOps:
         norm_weight: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``dsv4.ops.hyper_connection.hc_seam``; the streams are written to new memory."""
-        found = Incoming(_arrived(recording, y_TE), post_TM, comb_TMM)
+        share = self._share(recording, streams_TME)
+        found = Incoming(_arrived(recording, y_TE, share), post_TM, comb_TMM)
         seam = checked_seam(streams_TME, found, weights, norm_weight)
         tokens, _, width = streams_TME.shape
         new_streams_TME = recording.empty_like(streams_TME)
@@ -77,7 +82,7 @@ class RecordedOps:
         new_post_TM = recording.empty_like(post_TM)
         new_comb_TMM = recording.empty_like(comb_TMM)
         out = _Outgoing(new_streams_TME, x_TE, new_post_TM, new_comb_TMM)
-        self._record(recording, seam, out)
+        self._record(recording, seam, out, share)
         return new_streams_TME, x_TE, new_post_TM, new_comb_TMM
 
     def hc_head(
@@ -87,7 +92,8 @@ class RecordedOps:
         seam = checked_seam(streams_TME, None, weights, norm_weight)
         tokens, _, width = streams_TME.shape
         x_TE = recording.empty((tokens, width), torch.bfloat16)
-        self._record(recording, seam, _Outgoing(None, x_TE, None, None))
+        share = self._share(recording, streams_TME)
+        self._record(recording, seam, _Outgoing(None, x_TE, None, None), share)
         return x_TE
 
     def hc_post(
@@ -100,34 +106,46 @@ class RecordedOps:
     ) -> Tensor:
         """``dsv4.ops.hyper_connection.hc_post``."""
         check_streams(streams_TME)
-        y = _arrived(recording, y_TE)
+        share = self._share(recording, streams_TME)
+        y = _arrived(recording, y_TE, share)
         check_incoming(Incoming(y, post_TM, comb_TMM), streams_TME)
         _, streams, width = streams_TME.shape
         words = words_of(recording, y)
         count = memory_columns(8, width, is_aligned_result(y) and is_aligned(streams_TME))
-        defines = ("STREAMS", streams), ("COUNT", count), *words.defines
+        defines = ("STREAMS", streams), ("COUNT", count), *words.defines, *share.defines
         kernel = Kernel("hyper_connection/hyper_connection_post", "hc_post", defines)
         blocks = ceil_div(width, count * self.post_threads)
         out_TME = recording.empty_like(streams_TME)
         recording.launch(
-            lambda tokens: Shape(kernel, (blocks, tokens), self.post_threads),
+            lambda tokens: Shape(
+                kernel,
+                (blocks, share.rows(tokens)),
+                self.post_threads,
+                numbers={"tokens": tokens},
+            ),
             y=y if isinstance(y, Tensor) else None,
             streams=streams_TME,
             post=post_TM,
             comb=comb_TMM,
             out=out_TME,
             **words.arguments,
+            owner=share.owner,
             width=width,
         )
         return out_TME
 
-    def _record(self, recording: Recording, seam: Seam, out: "_Outgoing") -> None:
+    def _share(self, recording: Recording, streams_TME: Tensor) -> TokenShare:
+        return self.share(recording, *streams_TME.shape[1:])
+
+    def _record(
+        self, recording: Recording, seam: Seam, out: "_Outgoing", share: TokenShare
+    ) -> None:
         words = words_of(recording, None if seam.incoming is None else seam.incoming.y)
-        shapes = self.shapes(recording, seam)
+        shapes = self.shapes(recording, seam, share)
         partials = recording.empty((shapes.partial_rows, seam.mixes + 1), torch.float32)
         incoming = seam.incoming
         weights = seam.weights
-        exchange = words.arguments if shapes.mix_takes_words else {}
+        own = words.arguments if shapes.mix_takes == "words" else {"owner": share.owner}
         recording.launch(
             shapes.mix,
             y=incoming.y if incoming and isinstance(incoming.y, Tensor) else None,
@@ -138,7 +156,7 @@ class RecordedOps:
             streams_out=out.streams,
             partials=partials,
             width=seam.width,
-            **exchange,
+            **own,
         )
         recording.launch(
             shapes.finish,
@@ -150,16 +168,20 @@ class RecordedOps:
             x=out.x,
             post=out.post,
             comb=out.comb,
+            peers=recording.peers.table_P if recording.peers and share.owners > 1 else None,
+            owner=share.owner,
             width=seam.width,
             norm_eps=weights.norm_eps,
             hc_eps=weights.hc_eps,
             iterations=weights.sinkhorn_iters if isinstance(weights, HcWeights) else 0,
         )
+        if share.owners > 1:
+            share.send_rows(recording, out.x)
 
 
-def _arrived(recording: Recording, y: Result) -> Tensor | WordSum:
+def _arrived(recording: Recording, y: Result, share: TokenShare) -> Tensor | WordSum:
     """Partial results are added before; words by the kernel that reads them."""
-    return y if isinstance(y, WordSum) else summed(recording, y)
+    return sum_of(recording, y, share) if isinstance(y, PartialSum) else y
 
 
 class _Outgoing(NamedTuple):

@@ -1,7 +1,7 @@
 """A seam as the kernels see it: its checks, and the launch shapes that both phases use."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording, ShapeOf, is_aligned
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare
 from dsv4.ops.exchange.words import NOT_RECEIVED, Words, WordSum, incoming
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
 
@@ -75,13 +76,14 @@ class SeamShapes(NamedTuple):
     """How a seam's kernels are launched.
 
     ``partial_rows``: of MIXES + 1 partial sums each: the most tokens × splits of any step.
-    ``mix_takes_words``: whether the mixing kernel knows sums that come from ranks.
+    ``mix_takes``: what only one of the mixing kernels knows: ``words`` of sums that come from
+    ranks, or the ``owner`` of a share of the tokens.
     """
 
     mix: Shape | ShapeOf
     finish: Shape | ShapeOf
     partial_rows: int
-    mix_takes_words: bool = True
+    mix_takes: Literal["words", "owner"] = "words"
 
 
 def checked_seam(
@@ -148,8 +150,16 @@ def memory_columns(most: int, width: int, aligned: bool) -> int:
     return most if aligned and width % most == 0 else 1
 
 
-def finish_shape(seam: Seam, tokens: int, splits: int, blocks: int, most_workers: int) -> Shape:
-    """``hc_finish`` by ``blocks`` blocks for each token, of at most ``most_workers`` threads.
+def finish_shape(
+    seam: Seam,
+    tokens: int,
+    splits: int,
+    blocks: int,
+    most_workers: int,
+    share: TokenShare = WHOLE,
+) -> Shape:
+    """``hc_finish`` by ``blocks`` blocks for each token of a share, of at most ``most_workers``
+    threads.
 
     Another warp of the first block computes post and comb beside them.
     """
@@ -164,9 +174,12 @@ def finish_shape(seam: Seam, tokens: int, splits: int, blocks: int, most_workers
         ("GROUPS", groups),
         ("WORKERS", workers),
         ("BLOCKS", blocks),
+        *((("RANKS", share.owners), *share.defines) if share.owners > 1 else ()),
     )
     kernel = Kernel("hyper_connection/hyper_connection_finish", "hc_finish", defines)
-    return Shape(kernel, (blocks, tokens), workers + _WARP, cluster=blocks)
+    grid = blocks, share.rows(tokens)
+    numbers = {"tokens": tokens}
+    return Shape(kernel, grid, workers + _WARP, cluster=blocks, numbers=numbers)
 
 
 def mix_shape(

@@ -1,0 +1,51 @@
+"""Which tokens of a prefill step a rank computes the seams of.
+
+Ranks take tiles of tokens in turn, so that they have as many whatever the length of a step. Streams
+stay where they are; what a sublayer reads goes to all ranks.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dsv4.launch.constants import TOKEN_TILE
+from dsv4.launch.kernel import Defines, ceil_div
+from dsv4.launch.recording import Recording
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """The tiles ``owner``, ``owner + owners``, … of the tokens; of a lone owner all of them."""
+
+    owner: int
+    owners: int
+
+    @property
+    def defines(self) -> Defines:
+        """What kernels are compiled with."""
+        return (("OWNERS", self.owners),) if self.owners > 1 else ()
+
+    def tiles(self, tokens: int) -> int:
+        """The most tiles that an owner has."""
+        return ceil_div(ceil_div(tokens, TOKEN_TILE), self.owners)
+
+    def rows(self, tokens: int) -> int:
+        """The most tokens that an owner has, of whole tiles where there are several owners."""
+        return tokens if self.owners == 1 else self.tiles(tokens) * TOKEN_TILE
+
+    def send_rows(self, recording: Recording, rows_TE: Tensor) -> None:
+        """``rows_TE`` is whole on every rank, once all have written the rows of their tokens."""
+        assert recording.peers is not None, "tokens are shared by ranks"
+        recording.place(rows_TE, recording.peers.inputs_TE)
+        recording.meet()
+
+
+WHOLE = TokenShare(0, 1)
+
+
+def share_of(recording: Recording) -> TokenShare:
+    """The share of a rank in the seams of a prefill step."""
+    peers = recording.peers
+    if peers is None or recording.whole_seams:
+        return WHOLE
+    return TokenShare(peers.rank, peers.ranks)
