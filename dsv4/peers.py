@@ -81,7 +81,8 @@ class Peers:
     int32, pinned where the ranks are GPUs: what a kernel that gave up waiting says (set, exchange,
     missing rank, step). ``partials_STE`` float32: this rank's partial results in prefill steps,
     which the others read, in two slots that take turns. ``inputs_TE`` bfloat16: the input of a
-    sublayer of a prefill step, whose rows all ranks write, each those of its tokens.
+    sublayer of a prefill step, whose rows all ranks write, each those of its tokens. ``stamps_X2``:
+    see ``dsv4.parallel.stamps``, None in every run that is no measurement.
     """
 
     rank: int
@@ -92,6 +93,7 @@ class Peers:
     fault_4: Tensor
     partials_STE: Tensor
     inputs_TE: Tensor
+    stamps_X2: Tensor | None = None
 
     @property
     def ranks(self) -> int:

@@ -28,6 +28,7 @@ OF_GEOMETRY = {
     "prompts": (128, 2048, 8192),
     "positions": (1024,),
     "ranks": None,
+    "skew": None,
 }
 OF_MODEL = {"device": "auto", "prompt_tokens": 512, "repeats": 3}
 
@@ -70,6 +71,13 @@ def _add_engine_options(engine: argparse.ArgumentParser) -> None:
         choices=(4, 8),
         help="with --geometry --parallel tensor --gpus 2: ranks 0 and 1 of so many, which exchange "
         "as much as all would",
+    )
+    engine.add_argument(
+        "--skew",
+        action="store_const",
+        const=True,
+        help="with --geometry --parallel tensor --gpus 2: how far the ranks are apart at every "
+        "exchange of a token, in kernels that note the time",
     )
     engine.add_argument("--prefill-chunk", type=integer(1), help="(default: by the devices)")
     engine.add_argument(
@@ -156,6 +164,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.ranks is not None and (options.parallel, options.gpus) != ("tensor", 2):
         found = f"{options.ranks} with --parallel {options.parallel} --gpus {options.gpus}"
         raise UserError(f"--ranks: found {found}, expected --parallel tensor --gpus 2")
+    if options.skew and (options.parallel, options.gpus) != ("tensor", 2):
+        found = f"--parallel {options.parallel} --gpus {options.gpus}"
+        raise UserError(f"--skew: found {found}, expected --parallel tensor --gpus 2")
     if options.geometry is not None:
         _need_cuda()
     engine = EngineConfig(
@@ -188,6 +199,7 @@ def _measure_geometry(options: argparse.Namespace, engine: EngineConfig) -> dict
             options.profile,
             op_table("cutedsl") if options.ops == "cutedsl" else None,
             options.ranks,
+            bool(options.skew),
         ),
         sys.stderr.write,
     )

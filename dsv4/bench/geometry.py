@@ -18,6 +18,8 @@ from torch import Tensor
 from dsv4.bench.decode_modes import DecodeMode, DecodeModes, against_floor, fill_caches
 from dsv4.bench.device import copy_ceiling
 from dsv4.bench.layer_times import LayerTimes
+from dsv4.bench.skew import bench_skew
+from dsv4.bench.skew import table as skew_table
 from dsv4.caches.allocation import prefill_tokens
 from dsv4.checkpoint import (
     Geometry,
@@ -48,7 +50,8 @@ class GeometryRun:
     ``engine`` says where and how; its ``max_context`` is set to what the prompts and positions
     need. ``modes`` None: all that the op table has. ``table`` None: the one that ``engine`` asks
     for. ``ranks``: that the layers are cut for, where two GPUs stand for more of them
-    (``Placement.absent_ranks``).
+    (``Placement.absent_ranks``). ``skew``: of two ranks, how far they are apart
+    (``dsv4.bench.skew``).
     """
 
     geometry: Geometry
@@ -62,6 +65,7 @@ class GeometryRun:
     profile: bool
     table: Table | None = None
     ranks: int | None = None
+    skew: bool = False
 
 
 def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dict[str, Any]:
@@ -94,6 +98,10 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
     profiles = modes.profile(run.positions[0]) if run.profile else {}
     for mode, profile in profiles.items():
         write_text(f"{mode}\n{profile.table()}\n")
+    skew = {}
+    if run.skew:
+        skew = {"skew": bench_skew(engine, run.positions[0])}
+        write_text(f"{skew_table(skew['skew'])}\n")
     return {
         "geometry": run.geometry,
         "layout": run.layout,
@@ -116,6 +124,7 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
         "memory_gb": memory,
         "workspace_bytes": _workspace_bytes(engine),
         "profile": {mode: profile.record(nodes=False) for mode, profile in profiles.items()},
+        **skew,
     }
 
 

@@ -2,7 +2,7 @@
 by the words' own way from kernel to kernel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from dsv4.launch.target import Target
 from dsv4.ops.exchange.decode import next_step
 from dsv4.ops.exchange.known_words import check_known, push_known
 from dsv4.parallel.rank_state import connect
-from dsv4.peers import SLOTS, InboxLayout, missing_words
+from dsv4.peers import SLOTS, InboxLayout, Peers, missing_words
 
 # Of a step: 43 layers have 86.
 EXCHANGES = 128
@@ -29,16 +29,18 @@ class KnownExchanges:
         width: int,
         tokens: int = 1,
         exchanges: int = EXCHANGES,
+        view: Callable[[Peers], Peers] = lambda peers: peers,
     ) -> None:
         """``tokens`` up to 8, an even ``width``. ``exchanges``: a multiple of the two slots, up to
-        254, so that one step may follow another. Raises ``UserError`` without peer access.
+        254, so that one step may follow another. ``view``: as which the ranks are recorded. Raises
+        ``UserError`` without peer access.
         """
         if exchanges % SLOTS:
             raise ValueError(f"exchanges: found {exchanges}, expected a multiple of {SLOTS}")
         layout = InboxLayout(len(devices), width, len(devices))
         self.devices = tuple(devices)
         self.exchanges = exchanges
-        self.peers = connect(layout, devices, tokens)
+        self.peers = [view(peers) for peers in connect(layout, devices, tokens)]
         self._wrong = [torch.zeros(1, dtype=torch.int32, device=device) for device in devices]
         self._programs: list[Program] = []
         for peers, wrong_1 in zip(self.peers, self._wrong, strict=True):

@@ -29,8 +29,10 @@ from dsv4.parallel.known_exchanges import KnownExchanges
 from dsv4.step.captured import capture_graph
 
 _COPY_BYTES = 64 << 20
-# So many steps are queued ahead: more than a copy takes, few enough that copies never run out.
+# Steps of half a millisecond are queued so far ahead, and so many copies at once, that there is
+# always one under way.
 _AHEAD = 16
+_COPIES = 8
 
 
 class CopyTraffic:
@@ -45,16 +47,17 @@ class CopyTraffic:
         self.copies = 0
 
     def go_on(self) -> None:
-        """Queues a copy of every GPU if those before are done."""
+        """Queues copies of every GPU if those before are done."""
         if self.copies and not self._done.query():
             return
         with ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))
-            for source, target in zip(self._from, self._to, strict=True):
-                target.copy_(source, non_blocking=True)
+            for _ in range(_COPIES):
+                for source, target in zip(self._from, self._to, strict=True):
+                    target.copy_(source, non_blocking=True)
         self._done.record(self._streams[0])
-        self.copies += 1
+        self.copies += _COPIES
 
     @staticmethod
     def _bytes(device: torch.device) -> torch.Tensor:

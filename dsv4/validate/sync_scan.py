@@ -61,9 +61,6 @@ MEANT = {
         "dsv4/step/token_ring.py", "TokenRing.read", "synchronize"
     ): "the caller asks for a token; later steps are queued",
     Place(
-        "dsv4/step/lock_step.py", "Rings.read", "tolist"
-    ): "pinned memory, of a device that has failed",
-    Place(
         "dsv4/logprobs.py", "TokenLogprobs.of", "tolist"
     ): "asked for by the caller; in the token loop the copies to the host are done",
     Place(

@@ -9,10 +9,10 @@
 // A kernel pushes or polls for an exchange, never both: queued behind the producers of all ranks,
 // consumers also run where all ranks share one stream.
 //
-// Defines: RANKS; OWNERS, where ranks share the tokens of a seam. `peers`, of every rank for itself
-// (dsv4/peers.py): the addresses of all inboxes, of its own one, of its step counter, of the words
-// for the host about a fault, and in prefill steps of the partial results of all ranks and of the
-// inputs of their sublayers.
+// Defines: RANKS; OWNERS, where ranks share the tokens of a seam; STAMPS, for measurements.
+// `peers`, of every rank for itself (dsv4/peers.py): the addresses of all inboxes, of its own one,
+// of its step counter, of the words for the host about a fault, and in prefill steps of the partial
+// results of all ranks and of the inputs of their sublayers.
 #pragma once
 #include "ptx.cuh"
 
@@ -38,16 +38,44 @@ __device__ __forceinline__ unsigned exchange_tag(const int64* peers, int exchang
     return *step * EXCHANGES_PER_STEP + exchange;
 }
 
+// Of the last STAMPS exchanges, when this rank pushed its last word and found its last word, by
+// this GPU's clock in nanoseconds (dsv4/parallel/stamps.py). One word in 16 says so. Other builds
+// have nothing of it.
+enum Moment { PUSHED, FOUND, MOMENTS };
+
+struct Stamps {
+#ifdef STAMPS
+    int64 first;
+
+    __device__ __forceinline__ void open(const int64* peers) { first = peers[INPUTS + RANKS]; }
+
+    __device__ __forceinline__ void note(Moment moment, unsigned tag, int64 index) const {
+        if (index % 16) return;
+        unsigned long long now;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+        atomicMax(reinterpret_cast<unsigned long long*>(first) + tag % STAMPS * MOMENTS + moment,
+                  now);
+    }
+#else
+    __device__ __forceinline__ void open(const int64*) {}
+    __device__ __forceinline__ void note(Moment, unsigned, int64) const {}
+#endif
+};
+
 // Where a kernel pushes, in shared memory. `slot`: the rank's first word in every inbox.
 struct Outbox {
     int64 first[RANKS];
     unsigned tag;
+    Stamps stamps;
 
     // The first lanes of one warp, behind pdl_wait.
     __device__ __forceinline__ void open(const int64* peers, int64 slot, int exchange) {
         const int lane = threadIdx.x % WARP;
         if (lane < RANKS) first[lane] = peers[lane] + 8 * slot;
-        if (lane == 0) tag = exchange_tag(peers, exchange);
+        if (lane == 0) {
+            tag = exchange_tag(peers, exchange);
+            stamps.open(peers);
+        }
     }
 
     __device__ __forceinline__ void push(int64 index, float value) const {
@@ -57,6 +85,7 @@ struct Outbox {
             asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(first[rank] + 8 * index),
                          "l"(word)
                          : "memory");
+        stamps.note(PUSHED, tag, index);
     }
 };
 
@@ -67,6 +96,7 @@ struct Inbox {
     int* fault = nullptr;
     unsigned tag = 0;
     int exchange = 0;
+    Stamps stamps;
 
     // Behind pdl_wait. Of one rank nothing is read.
     __device__ __forceinline__ Inbox(const int64* peers, int64 slot, int64 rank_words,
@@ -77,6 +107,7 @@ struct Inbox {
             fault = reinterpret_cast<int*>(peers[FAULT]);
             tag = exchange_tag(peers, number);
             exchange = number;
+            stamps.open(peers);
         }
     }
 
@@ -129,6 +160,7 @@ struct Inbox {
             while (!look(from, values))
                 if (clock64() > end) give_up(rank);
         }
+        stamps.note(FOUND, tag, index);
         return values[0];
     }
 
@@ -160,6 +192,7 @@ struct Inbox {
                 }
             } while (!all);
         }
+        stamps.note(FOUND, tag, index);
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
             sums[i] = values[0][i];

@@ -56,7 +56,9 @@ def incoming(recording: Recording, words: WordSum) -> Words:
 
 def _words(peers: Peers, words: WordSum, slot: int) -> Words:
     arguments: Arguments = {"peers": peers.table_P, "slot": slot, "exchange": words.exchange}
-    return Words((("RANKS", peers.ranks),), arguments)
+    stamps = peers.stamps_X2
+    stamped = () if stamps is None else (("STAMPS", stamps.shape[0]),)
+    return Words((("RANKS", peers.ranks), *stamped), arguments)
 
 
 def _peers(recording: Recording) -> Peers:

@@ -143,6 +143,14 @@ def test_words_are_polled_past_the_caches_behind_the_wait(name: str, ranks: int)
     assert opcodes(sass, r"STL[\w.]*|LDL[\w.]*") == []
 
 
+@pytest.mark.parametrize("name", [*PRODUCERS, *CONSUMERS])
+def test_only_kernels_with_stamps_read_the_time(name: str) -> None:
+    found = kernel(name, 2)
+    for defines, reads in ((found.defines, False), ((*found.defines, ("STAMPS", 16384)), True)):
+        sass = disassemble(found.source, "sm_90a", defines)
+        assert ("SR_GLOBALTIMER" in sass) == reads
+
+
 @pytest.mark.parametrize("name", ["decode_linear", "moe_decode", "hc_mix", "hc_post"])
 def test_a_lone_rank_has_none_of_it(name: str) -> None:
     sass = sass_of(name, 1)
