@@ -7,7 +7,6 @@ exit code 1 when a sum is wrong.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -18,12 +17,12 @@ from typing import Any
 import torch
 
 from dsv4.command.flags import OneLineParser, integer
-from dsv4.command.output_file import check_output, write_output
+from dsv4.command.output_file import check_output
 from dsv4.command.program import command, run_program
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.measure.provenance import provenance
+from dsv4.measure.record_file import write_record
 from dsv4.parallel.devices import engine_devices
 from dsv4.parallel.known_exchanges import KnownExchanges
 from dsv4.step.captured import capture_graph
@@ -139,10 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{found['exchanges']} exchanges between {found['gpus']} GPUs, "
         f"{found['us_per_exchange']} µs each: wrong sums by rank {found['wrong_sums']}"
     )
-    if options.json is not None:
-        called = " ".join(["python -m dsv4.validate.exchange", *arguments])
-        record = {**provenance(called), "result": found}
-        write_output("--json", options.json, json.dumps(record, indent=1) + "\n")
+    write_record(options.json, "dsv4.validate.exchange", arguments, {"result": found})
     return 1 if any(found["wrong_sums"]) else 0
 
 

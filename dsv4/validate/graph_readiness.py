@@ -7,24 +7,23 @@ writes JSON, and ends with exit code 1 when a check fails.
 """
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
 from dsv4.command.flags import OneLineParser, add_parallel, given_flags, integer
-from dsv4.command.output_file import check_output, write_output
+from dsv4.command.output_file import check_output
 from dsv4.command.program import command, run_program
 from dsv4.decode import CUDAGraphDecoder, Mode
 from dsv4.demo import CHECKPOINT
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig, Parallel
 from dsv4.errors import UserError
-from dsv4.measure.provenance import provenance
+from dsv4.measure.record_file import write_record
 from dsv4.step.steps import RecordedSteps
 from dsv4.validate.decode_checks import (
     REPLAYS,
@@ -157,11 +156,12 @@ def main(argv: list[str] | None = None) -> int:
         )
         checks += found
     print(table(checks))
-    if options.json is not None:
-        called = " ".join(["python -m dsv4.validate.graph_readiness", *arguments])
-        facts: dict[str, Any] = {"model": str(options.model), "regions": regions}
-        record = {**provenance(called), **facts, "checks": [asdict(check) for check in checks]}
-        write_output("--json", options.json, json.dumps(record, ensure_ascii=False) + "\n")
+    record = {
+        "model": str(options.model),
+        "regions": regions,
+        "checks": [asdict(check) for check in checks],
+    }
+    write_record(options.json, "dsv4.validate.graph_readiness", arguments, record)
     return 0 if all(check.passed for check in checks) else 1
 
 

@@ -5,7 +5,6 @@ python -m dsv4.demo.training.acceptance dspark --draft-weights runs/dspark/draft
 """
 
 import argparse
-import json
 import random
 import sys
 from dataclasses import asdict, replace
@@ -15,12 +14,12 @@ from typing import Any
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.command.flags import OneLineParser, integer
-from dsv4.command.output_file import check_output, write_output
+from dsv4.command.output_file import check_output
 from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT, DRAFTS
 from dsv4.demo.training import mixture
 from dsv4.encoding import Tokenizer
-from dsv4.measure.provenance import provenance
+from dsv4.measure.record_file import write_record
 
 # Long prompts would take most of the time.
 TASKS = [task for task in mixture.MEASURED_TASKS if task not in ("recall_512", "recall_2000")]
@@ -120,10 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = options.draft_weights or DRAFTS[options.draft]
     report = measure(options.draft, folder, options.device, options.limit, options.seed)
     print(table(report))
-    if options.json is not None:
-        called = " ".join(["python -m dsv4.demo.training.acceptance", *arguments])
-        text = json.dumps({**provenance(called), **report}, indent=2)
-        write_output("--json", options.json, f"{text}\n")
+    write_record(options.json, "dsv4.demo.training.acceptance", arguments, report)
     tasks = report["tasks"].values()
     return 0 if all(counts["equal_texts"] == counts["prompts"] for counts in tasks) else 1
 

@@ -7,7 +7,6 @@ when the loss is 0.001 nats higher than theirs, or the cosine of the logits unde
 """
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,14 +20,14 @@ from torch import Tensor
 from dsv4 import Engine, EngineConfig
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.command.flags import OneLineParser, integer
-from dsv4.command.output_file import check_output, write_output
+from dsv4.command.output_file import check_output
 from dsv4.command.program import command, run_program
 from dsv4.config import layer_kinds
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import mixture
 from dsv4.encoding import Tokenizer
 from dsv4.engine_config import ACTIVATION_MODES, ActivationMode
-from dsv4.measure.provenance import provenance
+from dsv4.measure.record_file import write_record
 from dsv4.validate.agreement import Agreement, Tally
 from dsv4.validate.traces import Trace, block_trace
 
@@ -181,11 +180,8 @@ def main(argv: list[str] | None = None) -> int:
     tasks = options.task or TASKS
     results = measure(options.model, config, tasks, options.limit, options.seed)
     print(table(results))
-    if options.json is not None:
-        called = " ".join(["python -m dsv4.demo.training.activation_modes", *arguments])
-        modes = [result.record() for result in results]
-        report = {**provenance(called), "tasks": tasks, "modes": modes}
-        write_output("--json", options.json, json.dumps(report, indent=2) + "\n")
+    found = {"tasks": tasks, "modes": [result.record() for result in results]}
+    write_record(options.json, "dsv4.demo.training.activation_modes", arguments, found)
     return 0 if all(result.passes(results[0]) for result in results) else 1
 
 

@@ -6,7 +6,6 @@ or the capital of France is not Paris.
 """
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -16,13 +15,13 @@ from pathlib import Path
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.command.flags import OneLineParser, add_prefill_activations, integer
-from dsv4.command.output_file import check_output, write_output
+from dsv4.command.output_file import check_output
 from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import mixture
 from dsv4.demo.training.chat import BOS, EOS, conversation
 from dsv4.encoding import Tokenizer
-from dsv4.measure.provenance import provenance
+from dsv4.measure.record_file import write_record
 
 SHORT_BAR = 0.95
 OTHER_BARS = {"recall_128": 0.9, "recall_512": 0.9, "recall_2000": 0.8}
@@ -177,11 +176,8 @@ def main(argv: list[str] | None = None) -> int:
     paris = knows_paris(evaluator)
     print(table(results))
     print(f"\nThe capital of France is Paris: {'yes' if paris else 'no'}")
-    if options.json is not None:
-        called = " ".join(["python -m dsv4.demo.training.evaluate", *arguments])
-        tasks = [asdict(result) for result in results]
-        report = {**provenance(called), "paris": paris, "tasks": tasks}
-        write_output("--json", options.json, json.dumps(report, indent=2) + "\n")
+    found = {"paris": paris, "tasks": [asdict(result) for result in results]}
+    write_record(options.json, "dsv4.demo.training.evaluate", arguments, found)
     good = all(result.passed for result in results)
     return 0 if paris and good else 1
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from dsv4 import EngineConfig
 from dsv4.command.flags import OneLineParser, integer, number
-from dsv4.command.output_file import check_output, write_output
+from dsv4.command.output_file import check_output
 from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training.evaluate import Evaluator
 from dsv4.demo.training.recall import needle
-from dsv4.measure.provenance import provenance
+from dsv4.measure.record_file import write_record
 
 # What is longest of an answer, with room.
 ANSWER_TOKENS = 24
@@ -120,10 +120,8 @@ def main(argv: list[str] | None = None) -> int:
         measure(evaluator, cell, options.each, options.seed)
         sys.stderr.write(f"{cell.length} tokens, depth {cell.depth}: {cell.exact} exact\n")
     print(table(cells))
-    if options.json is not None:
-        called = " ".join(["python -m dsv4.demo.training.needles", *arguments])
-        report = {**provenance(called), "pairs": PAIRS, "needles": [asdict(cell) for cell in cells]}
-        write_output("--json", options.json, json.dumps(report, indent=2) + "\n")
+    found = {"pairs": PAIRS, "needles": [asdict(cell) for cell in cells]}
+    write_record(options.json, "dsv4.demo.training.needles", arguments, found)
     return 0
 
 
