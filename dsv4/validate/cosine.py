@@ -8,7 +8,6 @@ prefill kernels.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -33,7 +32,7 @@ from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
-from dsv4.measure.provenance import provenance
+from dsv4.measure.record_file import write_record
 from dsv4.ops.tables import TableName
 from dsv4.validate.against import column_of, compare_files
 from dsv4.validate.agreement import DEFAULT_THRESHOLD, Agreement, agreement, table
@@ -256,10 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(arguments)
     report = run(options) if options.against is None else run_against(options)
     print(report.text)
-    if options.json is not None:
-        called = " ".join(["python -m dsv4.validate.cosine", *arguments])
-        record = {**provenance(called), **report.facts}
-        write_output("--json", options.json, json.dumps(record, ensure_ascii=False) + "\n")
+    write_record(options.json, "dsv4.validate.cosine", arguments, report.facts)
     if options.svg is not None:
         write_output("--svg", options.svg, cosine_svg(report.points, options.threshold))
     return 0 if report.passes else 1

@@ -6,7 +6,6 @@ value, drops the layer and goes on. The torch ops and transformers read and deco
 time. Ends with exit code 1 when a value is under the threshold.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ from typing import Any
 
 from dsv4.command.output_file import write_output
 from dsv4.command.program import command, run_program
-from dsv4.measure.provenance import provenance
+from dsv4.measure.record_file import write_record
 from dsv4.validate.against import suffix
 from dsv4.validate.layer_flags import described, make_walk, parse
 from dsv4.validate.layer_walk import LayerResult, peak_bytes
@@ -87,16 +86,14 @@ def main(argv: list[str] | None = None) -> int:
             print(line(result), flush=True)
     memory = gigabytes(peak_bytes())
     print(f"peak memory: {', '.join(f'{name} {size} GB' for name, size in memory.items())}")
-    if options.json is not None:
-        record = {
-            **provenance(" ".join(["python -m dsv4.validate.layers", *arguments])),
-            **described(options),
-            "tokens": len(walk.token_ids),
-            "context": walk.position,
-            "peak_memory_gb": memory,
-            "layers": records(results),
-        }
-        write_output("--json", options.json, json.dumps(record, ensure_ascii=False) + "\n")
+    record = {
+        **described(options),
+        "tokens": len(walk.token_ids),
+        "context": walk.position,
+        "peak_memory_gb": memory,
+        "layers": records(results),
+    }
+    write_record(options.json, "dsv4.validate.layers", arguments, record)
     if options.svg is not None:
         write_output("--svg", options.svg, cosine_svg(points(results), options.threshold))
     return 0 if all(row.passes for result in results for row in result.rows) else 1
