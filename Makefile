@@ -27,7 +27,7 @@ demo: $(runtime)            ## the embedded model answers a prompt
 test: $(test_tools)         ## every test that this machine can run
 	$(PYTEST) -q $(ARGS)
 
-check: $(dev_tools)         ## lint, format, types and the fast tests side by side: about a minute
+check: $(dev_tools)         ## lint, format, types and the fast tests side by side: about two minutes
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=target lint types fast
 
 lint: $(dev_tools)
