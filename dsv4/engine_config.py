@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dsv4.errors import UserError, shorten
-from dsv4.limits import MAX_DECODE_TOKENS, MAX_PREFILL_CHUNK
+from dsv4.limits import MAX_DRAFTS, MAX_PREFILL_CHUNK
 
 # What weights are multiplied with in steps of more than MAX_DECODE_TOKENS tokens.
 ActivationMode = Literal["bf16", "fp8", "nvfp4"]
@@ -110,10 +110,10 @@ class EngineConfig:
     def _check_drafts(self) -> None:
         count = self.draft_tokens
         is_count = isinstance(count, int) and not isinstance(count, bool)
-        if count not in (None, "auto") and not (is_count and 1 <= count < MAX_DECODE_TOKENS):
+        if count not in (None, "auto") and not (is_count and 1 <= count <= MAX_DRAFTS):
             raise UserError(
                 f"EngineConfig.draft_tokens: found {shorten(count)}, "
-                f"expected 'auto' or an integer from 1 to {MAX_DECODE_TOKENS - 1}"
+                f"expected 'auto' or an integer from 1 to {MAX_DRAFTS}"
             )
         for field in ("draft_weights", "packed_cache"):
             folder = self.__dict__[field]

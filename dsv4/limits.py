@@ -1,6 +1,8 @@
 """Limits of decoding that caches, ops and steps share."""
 
 MAX_DECODE_TOKENS = 8
+# A step that verifies has the token before the drafts as well.
+MAX_DRAFTS = MAX_DECODE_TOKENS - 1
 # Tokens of the longest chunk of a prompt: no activation of V4-Pro exceeds 2^31 bytes then. Grids
 # have a block for every token along y, at most 65,535.
 MAX_PREFILL_CHUNK = 16384

@@ -71,7 +71,7 @@ def bench_drafts(
     assert isinstance(steps, DraftedRecordedSteps)
     decoder = DraftedDecoder(steps, "full", engine.max_context)
     records = {}
-    for tokens in range(1, min(steps.along.module.most + 1, MAX_DECODE_TOKENS) + 1):
+    for tokens in range(1, min(steps.along.module.scope.most + 1, MAX_DECODE_TOKENS) + 1):
         seconds = _step_seconds(engine, decoder, tokens - 1, position)
         distinct = _distinct_experts(engine, tokens, position)
         of_draft = _distinct_of_draft(steps, tokens - 1)

@@ -4,7 +4,7 @@ import argparse
 
 from dsv4.command.flags import path
 from dsv4.demo import CHECKPOINT, DRAFTS
-from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.limits import MAX_DRAFTS
 
 MEASURED = "auto"
 
@@ -22,7 +22,7 @@ def add_draft_flags(group: argparse._ArgumentGroup) -> None:
         "--draft-tokens",
         type=draft_tokens,
         metavar="N",
-        help=f"drafts of a step, 1 to {MAX_DECODE_TOKENS - 1}; auto: what is fastest by measured "
+        help=f"drafts of a step, 1 to {MAX_DRAFTS}; auto: what is fastest by measured "
         "acceptance and times (default: as many as the module was trained to make)",
     )
     group.add_argument(
@@ -35,11 +35,10 @@ def add_draft_flags(group: argparse._ArgumentGroup) -> None:
 
 def draft_tokens(text: str) -> int | str:
     """A flag type: a number of drafts, or auto."""
-    most = MAX_DECODE_TOKENS - 1
     if text == MEASURED:
         return text
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:4]) <= most:
-        expected = f"auto or an integer from 1 to {most}"
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:4]) <= MAX_DRAFTS:
+        expected = f"auto or an integer from 1 to {MAX_DRAFTS}"
         raise argparse.ArgumentTypeError(f"found {text[:80]!r}, expected {expected}")
     return int(text)
 

@@ -12,14 +12,11 @@ from torch import Tensor
 from dsv4.caches.draft import DraftState
 from dsv4.layers.classic_mtp import ClassicMTP, Rows
 from dsv4.layers.dspark import DSpark
-from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops import Ops
 from dsv4.ops.drafts import DraftOps
 from dsv4.ops.sampling import NAN_TOKEN
-from dsv4.speculative.module import DraftModule
+from dsv4.speculative.module import DraftModule, DraftScope
 
-# A step that verifies has the token before the drafts as well.
-MAX_DRAFTS = MAX_DECODE_TOKENS - 1
 # The ops of the part of a step that drafts, opened on the module's device.
 OpenPart = Callable[[], AbstractContextManager[Ops]]
 # The token at a position, int64 scalar, chosen by its logits ``[V]``; ``NAN_TOKEN`` for NaN.
@@ -34,9 +31,7 @@ class Proposal(NamedTuple):
 
 
 class Drafter(Protocol):
-    """``taps``: the values of a main step (traces.md#values) that the module reads.
-    ``trained_block``: how many drafts it was trained to make; ``most``: how many it can.
-    """
+    """``taps``, ``trained_block``, ``most``: as of ``DraftScope``."""
 
     taps: tuple[str, ...]
     trained_block: int
@@ -57,9 +52,10 @@ def make_drafter(
     module: DraftModule, drafts: DraftOps, state: DraftState, last_layer: int, open_part: OpenPart
 ) -> Drafter:
     """The drafter of this module; ``last_layer``: of the main model."""
+    scope = DraftScope.of(module, last_layer)
     if isinstance(module, ClassicMTP):
-        return ClassicDrafter(module, drafts, state, last_layer, open_part)
-    return DSparkDrafter(module, drafts, state, open_part)
+        return ClassicDrafter(module, scope, drafts, state, open_part)
+    return DSparkDrafter(module, scope, drafts, state, open_part)
 
 
 class ClassicDrafter:
@@ -72,15 +68,13 @@ class ClassicDrafter:
     def __init__(
         self,
         module: ClassicMTP,
+        scope: DraftScope,
         drafts: DraftOps,
         state: DraftState,
-        last_layer: int,
         open_part: OpenPart,
     ) -> None:
         assert state.streams_SME is not None
-        self.taps = (f"layers.{last_layer}.streams",)
-        self.trained_block = 1
-        self.most = MAX_DRAFTS
+        self.taps, self.trained_block, self.most = scope
         self._module = module
         self._drafts = drafts
         self._state = state
@@ -145,11 +139,14 @@ class DSparkDrafter:
     """
 
     def __init__(
-        self, module: DSpark, drafts: DraftOps, state: DraftState, open_part: OpenPart
+        self,
+        module: DSpark,
+        scope: DraftScope,
+        drafts: DraftOps,
+        state: DraftState,
+        open_part: OpenPart,
     ) -> None:
-        self.taps = tuple(f"layers.{layer}.streams" for layer in module.keys.target_layer_ids)
-        self.trained_block = module.keys.block_size
-        self.most = min(module.keys.block_size, MAX_DRAFTS)
+        self.taps, self.trained_block, self.most = scope
         self._module = module
         self._drafts = drafts
         self._state = state

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from dsv4.caches.draft import DraftState
 from dsv4.config import ModelConfig
-from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.limits import MAX_DECODE_TOKENS, MAX_DRAFTS
 
-MAX_DRAFTS = MAX_DECODE_TOKENS - 1
 # Steps whose tokens the host has not read have at most 16 of them.
 RING_SLOTS = 32
 

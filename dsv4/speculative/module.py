@@ -1,6 +1,7 @@
 """The draft module of a model: built from its weights, and the caches that it needs."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -12,11 +13,32 @@ from dsv4.errors import UserError
 from dsv4.layers.classic_mtp import ClassicMTP
 from dsv4.layers.dspark import DSpark
 from dsv4.layers.weights import WeightReader, Weights
+from dsv4.limits import MAX_DRAFTS
 from dsv4.model import Transformer
 from dsv4.ops.tables import Table
 from dsv4.weights.parameters import MtpKind, parameters
 
 DraftModule = ClassicMTP | DSpark
+
+
+class DraftScope(NamedTuple):
+    """What a module reads and makes: ``taps``, the values of a main step (traces.md#values) that it
+    reads; ``trained_block``: how many drafts it was trained to make; ``most``: how many it can.
+    """
+
+    taps: tuple[str, ...]
+    trained_block: int
+    most: int
+
+    @classmethod
+    def of(cls, module: DraftModule, last_layer: int) -> "DraftScope":
+        """``last_layer``: of the main model."""
+        if isinstance(module, ClassicMTP):
+            return cls((f"layers.{last_layer}.streams",), 1, MAX_DRAFTS)
+        block = module.keys.block_size
+        layers = module.keys.target_layer_ids
+        taps = tuple(f"layers.{layer}.streams" for layer in layers)
+        return cls(taps, block, min(block, MAX_DRAFTS))
 
 
 def build_draft(

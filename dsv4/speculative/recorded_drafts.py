@@ -13,8 +13,6 @@ from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.launch.program import Program
 from dsv4.launch.target import Target
-from dsv4.layers.classic_mtp import ClassicMTP
-from dsv4.layers.dspark import DSpark
 from dsv4.layers.values import ValueSink
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Outputs, Transformer
@@ -22,11 +20,8 @@ from dsv4.ops.acceptance.cuda import judge_drafts, settle_block
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
 from dsv4.speculative.memory import DraftMemory
-from dsv4.speculative.recorded_modules import (
-    RecordedModule,
-    recorded_module,
-    tapped_values,
-)
+from dsv4.speculative.module import DraftModule, DraftScope
+from dsv4.speculative.recorded_modules import RecordedModule, recorded_module
 from dsv4.speculative.taps import Taps
 from dsv4.step.recorded import RecordedStep, StepRecorder
 
@@ -54,12 +49,12 @@ class RecordedDrafts:
 
     def listen(self, behind: ValueSink) -> ValueSink:
         """See ``Along``."""
-        return Taps(self.module.taps, behind)
+        return Taps(self.module.scope.taps, behind)
 
     def record(self, recorder: StepRecorder, values: ValueSink) -> None:
         """See ``Along``."""
         assert isinstance(values, Taps)
-        taps = [values.found[name] for name in self.module.taps]
+        taps = [values.found[name] for name in self.module.scope.taps]
         tokens_T = recorder.tokens(self.head)
         tokens = tokens_T.shape[0]
         recording = recorder.recording(self.head)
@@ -96,7 +91,7 @@ class RecordedDrafts:
 
     def own_steps(self, target: Target, sampler: SamplerState) -> list[RecordedStep]:
         """See ``Along``: the longest draft."""
-        return [self.draft_step(target, sampler, self.module.most)]
+        return [self.draft_step(target, sampler, self.module.scope.most)]
 
     def steps_apart(self, target: Target) -> list[RecordedStep]:
         """See ``Along``: the rows of prompts."""
@@ -151,7 +146,7 @@ class RecordedDrafts:
 
 def record_drafts(
     config: ModelConfig,
-    module: ClassicMTP | DSpark,
+    module: DraftModule,
     model: Transformer,
     state: DecodeState,
     table: RecordedTable,
@@ -162,11 +157,11 @@ def record_drafts(
     """
     assert state.draft is not None
     head = model.head_device
-    taps = tapped_values(module, model.segments[-1].layers[-1])
-    _check_taps(model, taps)
+    scope = DraftScope.of(module, model.segments[-1].layers[-1])
+    _check_taps(model, scope.taps)
     dtype = model.embed.compute_dtype
-    memory = DraftMemory.allocate(config, state.draft, state.devices, len(taps), dtype)
-    recorded = recorded_module(module, state.draft, memory, memory.inputs, head, taps)
+    memory = DraftMemory.allocate(config, state.draft, state.devices, len(scope.taps), dtype)
+    recorded = recorded_module(module, scope, state.draft, memory, head)
     return RecordedDrafts(recorded, memory, state, table, head)
 
 

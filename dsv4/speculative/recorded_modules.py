@@ -1,6 +1,6 @@
 """Draft modules written to recordings: what they remember of a step, and the drafts of a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,22 +17,17 @@ from dsv4.ops.draft_rows import Block, Place
 from dsv4.ops.draft_rows.cuda import begin_rows, recall_streams, shift_streams
 from dsv4.ops.draft_tables import draft_ops
 from dsv4.sampling import SamplerState
-from dsv4.speculative.memory import MAX_DRAFTS, DraftMemory
+from dsv4.speculative.memory import DraftMemory
+from dsv4.speculative.module import DraftModule, DraftScope
 
 
 class RecordedModule(Protocol):
-    """``trained_block``, ``most``: as of ``dsv4.speculative.drafter.Drafter``."""
+    """A module whose steps are recorded."""
 
     @property
-    def taps(self) -> tuple[str, ...]:
-        """The values of a step of the main model that the module reads, in their order."""
+    def scope(self) -> DraftScope:
+        """What it reads and makes."""
         ...
-
-    @property
-    def trained_block(self) -> int: ...
-
-    @property
-    def most(self) -> int: ...
 
     @property
     def rows(self) -> int:
@@ -72,17 +67,7 @@ class RecordedDSpark:
     state: DraftState
     memory: DraftMemory
     inputs_T: Tensor
-    taps: tuple[str, ...]
-
-    @property
-    def trained_block(self) -> int:
-        """Tokens of a block."""
-        return self.module.keys.block_size
-
-    @property
-    def most(self) -> int:
-        """As many as a step verifies."""
-        return min(self.module.keys.block_size, MAX_DRAFTS)
+    scope: DraftScope
 
     @property
     def rows(self) -> int:
@@ -152,10 +137,8 @@ class RecordedClassic:
     state: DraftState
     memory: DraftMemory
     inputs_T: Tensor
+    scope: DraftScope
     ring_SME: Tensor
-    taps: tuple[str, ...]
-    trained_block: int = 1
-    most: int = MAX_DRAFTS
     rows: int = 1
 
     def remember(
@@ -225,23 +208,15 @@ class RecordedClassic:
 
 
 def recorded_module(
-    module: ClassicMTP | DSpark,
+    module: DraftModule,
+    scope: DraftScope,
     state: DraftState,
     memory: DraftMemory,
-    inputs: Mapping[torch.device, Tensor],
     head: torch.device,
-    taps: tuple[str, ...],
 ) -> RecordedModule:
-    """The module's recorded form; ``taps``: ``tapped_values``."""
-    read = (state, memory, inputs[head])
+    """The module's recorded form."""
+    read = (state, memory, memory.inputs[head], scope)
     if isinstance(module, DSpark):
-        return RecordedDSpark(module, *read, taps)
+        return RecordedDSpark(module, *read)
     assert state.streams_SME is not None
-    return RecordedClassic(module, *read, state.streams_SME, taps)
-
-
-def tapped_values(module: ClassicMTP | DSpark, last_layer: int) -> tuple[str, ...]:
-    """The values of a step (traces.md#values) that the module reads."""
-    if isinstance(module, DSpark):
-        return tuple(f"layers.{layer}.streams" for layer in module.keys.target_layer_ids)
-    return (f"layers.{last_layer}.streams",)
+    return RecordedClassic(module, *read, state.streams_SME)

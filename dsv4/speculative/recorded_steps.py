@@ -38,8 +38,8 @@ class DraftedRecordedSteps(RecordedSteps):
         """
         self.along = along
         state = along.state
-        recorded = self.along.module
-        self.count = DraftCount.asked(drafts, recorded.most, recorded.trained_block)
+        scope = self.along.module.scope
+        self.count = DraftCount.asked(drafts, scope.most, scope.trained_block)
         super().__init__(model, state, along.table, prefill_tokens, compiling, along=along)
         self._target = Target.of(self.head)
         self.along.ready(self._target)
@@ -53,7 +53,7 @@ class DraftedRecordedSteps(RecordedSteps):
         ]
         ring = BlockRing(self.along.memory.ring_3R, self.head, BLOCKS_AHEAD)
         self.blocks = BlockLoop(state, own.sampler, ring, self._pass_on_rejected)
-        self.drafted = Tally(recorded.most)
+        self.drafted = Tally(scope.most)
         self._usefulness = Usefulness()
 
     def draft_step(self, count: int) -> Step:
@@ -65,7 +65,7 @@ class DraftedRecordedSteps(RecordedSteps):
 
     def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:
         """See ``RecordedSteps``; a new run begins, which has drafted nothing."""
-        self.drafted = Tally(self.along.module.most)
+        self.drafted = Tally(self.along.module.scope.most)
         return super().first_token(sampler, hidden_TE)
 
     def following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:

@@ -123,7 +123,7 @@ def test_rejected_drafts_rewinds_and_chunks_change_no_draft(kind: MtpKind, chunk
 def test_fewer_drafts_are_the_first_ones(kind: MtpKind) -> None:
     engine = engine_on_gpu(kind)
     engine.prefill(ids_of(30))
-    most = steps_of(engine).along.module.most
+    most = steps_of(engine).along.module.scope.most
     tokens, logits_NV = recorded_drafts(engine, 7, most)
     for count in range(1, most):
         fewer, logits = recorded_drafts(engine, 7, count)

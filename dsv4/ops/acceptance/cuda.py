@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording, is_aligned
-from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.limits import MAX_DRAFTS
 
 _SETTLE = "acceptance/settle"
 # As of the sampling kernel; three arrays of values take 192 KB of a block's 227 KB.
@@ -125,9 +125,8 @@ def enter_drafts(recording: Recording, drafts_N: Tensor, tokens_N: Tensor) -> No
 
 
 def _check_drafts(drafts_N: Tensor) -> int:
-    most = MAX_DECODE_TOKENS - 1
-    if drafts_N.dim() != 1 or not 1 <= drafts_N.shape[0] <= most:
+    if drafts_N.dim() != 1 or not 1 <= drafts_N.shape[0] <= MAX_DRAFTS:
         found = list(drafts_N.shape)
-        raise ValueError(f"drafts_N: found {found}, expected [N] with N from 1 to {most}")
+        raise ValueError(f"drafts_N: found {found}, expected [N] with N from 1 to {MAX_DRAFTS}")
     expect("drafts_N", drafts_N, torch.int64, (drafts_N.shape[0],))
     return drafts_N.shape[0]
