@@ -1,12 +1,24 @@
 """The file of a command's ``--json``: what it found, and where that comes from."""
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsv4.command.output_file import write_output
+from dsv4.command.output_file import check_output, write_output
 from dsv4.measure.provenance import provenance
+
+
+def parse_recorded(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """The flags of ``parser`` and ``--json``. Raises ``UserError`` for a file that cannot be
+    written.
+    """
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    options = parser.parse_args(arguments)
+    if options.json is not None:
+        check_output("--json", options.json)
+    return options
 
 
 def write_record(

@@ -14,12 +14,11 @@ from typing import Any
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.command.flags import OneLineParser, integer
-from dsv4.command.output_file import check_output
 from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT, DRAFTS
 from dsv4.demo.training import mixture
 from dsv4.encoding import Tokenizer
-from dsv4.measure.record_file import write_record
+from dsv4.measure.record_file import parse_recorded, write_record
 
 # Long prompts would take most of the time.
 TASKS = [task for task in mixture.MEASURED_TASKS if task not in ("recall_512", "recall_2000")]
@@ -104,11 +103,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--limit", type=integer(1), default=8, help="held-out prompts of a task")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
-    options = parser.parse_args(arguments)
-    if options.json is not None:
-        check_output("--json", options.json)
-    return options
+    return parse_recorded(parser, arguments)
 
 
 @command

@@ -20,14 +20,13 @@ from torch import Tensor
 from dsv4 import Engine, EngineConfig
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.command.flags import OneLineParser, integer
-from dsv4.command.output_file import check_output
 from dsv4.command.program import command, run_program
 from dsv4.config import layer_kinds
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import mixture
 from dsv4.encoding import Tokenizer
 from dsv4.engine_config import ACTIVATION_MODES, ActivationMode
-from dsv4.measure.record_file import write_record
+from dsv4.measure.record_file import parse_recorded, write_record
 from dsv4.validate.agreement import Agreement, Tally
 from dsv4.validate.traces import Trace, block_trace
 
@@ -164,11 +163,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
     parser.add_argument("--ops", choices=["auto", "torch"], default="auto")
     parser.add_argument("--seed", type=integer(0), default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
-    options = parser.parse_args(arguments)
-    if options.json is not None:
-        check_output("--json", options.json)
-    return options
+    return parse_recorded(parser, arguments)
 
 
 @command

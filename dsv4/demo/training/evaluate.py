@@ -15,13 +15,12 @@ from pathlib import Path
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.command.flags import OneLineParser, add_prefill_activations, integer
-from dsv4.command.output_file import check_output
 from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import mixture
 from dsv4.demo.training.chat import BOS, EOS, conversation
 from dsv4.encoding import Tokenizer
-from dsv4.measure.record_file import write_record
+from dsv4.measure.record_file import parse_recorded, write_record
 
 SHORT_BAR = 0.95
 OTHER_BARS = {"recall_128": 0.9, "recall_512": 0.9, "recall_2000": 0.8}
@@ -146,11 +145,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--gpus", type=integer(1, 8), default=1)
     parser.add_argument("--seed", type=integer(0), default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
-    options = parser.parse_args(arguments)
-    if options.json is not None:
-        check_output("--json", options.json)
-    return options
+    return parse_recorded(parser, arguments)
 
 
 @command

@@ -18,12 +18,11 @@ from pathlib import Path
 
 from dsv4 import EngineConfig
 from dsv4.command.flags import OneLineParser, integer, number
-from dsv4.command.output_file import check_output
 from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training.evaluate import Evaluator
 from dsv4.demo.training.recall import needle
-from dsv4.measure.record_file import write_record
+from dsv4.measure.record_file import parse_recorded, write_record
 
 # What is longest of an answer, with room.
 ANSWER_TOKENS = 24
@@ -99,11 +98,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--model", type=Path, default=CHECKPOINT)
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--seed", type=integer(0), default=1)
-    add("--json", type=Path, metavar="FILE", help="write the results as JSON")
-    options = parser.parse_args(arguments)
-    if options.json is not None:
-        check_output("--json", options.json)
-    return options
+    return parse_recorded(parser, arguments)
 
 
 @command
