@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from dsv4 import Engine, SamplingParams
@@ -60,3 +61,17 @@ def scripted(engine: Engine, script: Script) -> Engine:
 def plain_text(kind: MtpKind, prompt: list[int], count: int, **settings: Any) -> list[int]:
     engine = plain_engine(kind, **settings)
     return list(engine.generate(prompt, count, GREEDY, NO_STOPS))
+
+
+def assert_tokens_are_noted(
+    engine: Engine, ids: list[int], sampling: SamplingParams, tolerance: float
+) -> None:
+    """Every token with the log-probability that the whole text gives it."""
+    noted = SamplingParams(temperature=sampling.temperature, seed=sampling.seed, logprobs=2)
+    tokens = list(engine.generate(ids, 16, noted, NO_STOPS))
+    assert engine.last_run is not None
+    logprobs = engine.last_run.logprobs
+    assert logprobs is not None
+    logits = engine.logits([*ids, *tokens])[len(ids) - 1 : -1].log_softmax(1)
+    for row, (token, entry) in enumerate(zip(tokens, logprobs, strict=True)):
+        assert entry.logprob == pytest.approx(float(logits[row, token]), abs=tolerance)

@@ -17,7 +17,14 @@ from dsv4.speculative.steps import DraftedSteps
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import random_ids
 from tests.speculative.models import KINDS, drafted_engine, plain_engine
-from tests.speculative.scripted import GREEDY, NO_STOPS, Script, plain_text, scripted
+from tests.speculative.scripted import (
+    GREEDY,
+    NO_STOPS,
+    Script,
+    assert_tokens_are_noted,
+    plain_text,
+    scripted,
+)
 
 NAN_TOKEN_ID = 7
 
@@ -154,16 +161,7 @@ def test_a_run_that_is_watched_makes_no_drafts() -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(seed=3)], ids=["greedy", "sampled"])
 def test_every_token_is_noted_with_its_log_probability(sampling: SamplingParams) -> None:
-    ids = random_ids(13)
-    noted = SamplingParams(temperature=sampling.temperature, seed=sampling.seed, logprobs=2)
-    engine = drafted_engine("dspark")
-    tokens = list(engine.generate(ids, 16, noted, NO_STOPS))
-    assert engine.last_run is not None
-    logprobs = engine.last_run.logprobs
-    assert logprobs is not None
-    logits = engine.logits([*ids, *tokens])[len(ids) - 1 : -1].log_softmax(1)
-    for row, (token, entry) in enumerate(zip(tokens, logprobs, strict=True)):
-        assert entry.logprob == pytest.approx(float(logits[row, token]), abs=1e-3)
+    assert_tokens_are_noted(drafted_engine("dspark"), random_ids(13), sampling, 1e-3)
 
 
 def test_a_sequence_from_a_file_drafts_once_its_window_is_known(tmp_path: Any) -> None:

@@ -21,7 +21,7 @@ from tests.speculative.on_gpu import (
     steps_of,
     told_text,
 )
-from tests.speculative.scripted import GREEDY, NO_STOPS
+from tests.speculative.scripted import GREEDY, NO_STOPS, assert_tokens_are_noted
 from tests.speculative.test_drafts_on_gpu import ids_of
 
 pytestmark = pytest.mark.gpu
@@ -135,16 +135,7 @@ def test_sampled_text_is_that_of_its_seed_in_every_mode(kind: MtpKind) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(seed=3)], ids=["greedy", "sampled"])
 def test_every_token_is_noted_with_its_log_probability(sampling: SamplingParams) -> None:
-    ids = ids_of(13)
-    noted = SamplingParams(temperature=sampling.temperature, seed=sampling.seed, logprobs=2)
-    engine = engine_on_gpu("dspark")
-    tokens = list(engine.generate(ids, 16, noted, NO_STOPS))
-    assert engine.last_run is not None
-    logprobs = engine.last_run.logprobs
-    assert logprobs is not None
-    logits = engine.logits([*ids, *tokens])[len(ids) - 1 : -1].log_softmax(1)
-    for row, (token, entry) in enumerate(zip(tokens, logprobs, strict=True)):
-        assert entry.logprob == pytest.approx(float(logits[row, token]), abs=0.1)
+    assert_tokens_are_noted(engine_on_gpu("dspark"), ids_of(13), sampling, 0.1)
 
 
 def test_nan_that_a_draft_brings_is_not_the_text_s() -> None:
