@@ -1,15 +1,28 @@
 """Shared test configuration: GPU tests are deselected where there is no CUDA device; property tests
-are repeatable.
+are repeatable; results that take long are kept while the tests run.
 """
+
+import os
+import tempfile
 
 import pytest
 from hypothesis import settings
+
+from tests.shared_results import FOLDER
 
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, max_examples=50
 )
 settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=15)
 settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The first process makes the folder; those that it starts inherit the name."""
+    if FOLDER not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="dsv4-tests-")
+        os.environ[FOLDER] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

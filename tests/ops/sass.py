@@ -7,8 +7,16 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from dsv4.launch.compiler import compile_source
+from dsv4.launch.compiler import Compiled, compile_source
 from dsv4.launch.kernel import Defines
+from tests.shared_results import shared
+
+
+def compile_once(source: str, architecture: str, defines: Defines = ()) -> Compiled:
+    """What ``compile_source`` gives, for the first test that asks and for all others."""
+    return shared(
+        (source, architecture, defines), lambda: compile_source(source, architecture, defines)
+    )
 
 
 def resources(log: str) -> dict[str, tuple[int, int]]:
@@ -33,7 +41,7 @@ def static_shared_bytes(log: str) -> dict[str, int]:
 def disassemble(source: str, architecture: str, defines: Defines = ()) -> str:
     """SASS text of one source."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compile_source(source, architecture, defines).cubin)
+        file.write(compile_once(source, architecture, defines).cubin)
         file.flush()
         return disassemble_cubin(Path(file.name))
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Defines
 from dsv4.launch.target import ARCHITECTURES
-from tests.ops.sass import resources
+from tests.ops.sass import compile_once, resources
 
 # Source, what it is compiled with, its kernels.
 KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
@@ -42,6 +41,6 @@ KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
 @pytest.mark.parametrize(("source", "defines", "kernels"), KERNELS)
 def test_compiles_without_spills(source: str, defines: Defines, kernels: tuple[str, ...]) -> None:
     for architecture in ARCHITECTURES:
-        found = resources(compile_source(source, architecture, defines).log)
+        found = resources(compile_once(source, architecture, defines).log)
         spills = {name: spill for name, (_, spill) in found.items()}
         assert spills == dict.fromkeys(kernels, 0), architecture

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dsv4.bench.ops import all_cases
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Defines, Shape, round_up
 from dsv4.launch.recording import Launch
 from dsv4.launch.target import Target
@@ -17,7 +16,7 @@ from dsv4.limits import MAX_DECODE_TOKENS
 from tests.ops.bench_launches import bench_recordings
 from tests.ops.linear.meta import PREFILL_REGISTERS
 from tests.ops.recorded import MOST_SHARED_BYTES, limits_exceeded
-from tests.ops.sass import resources, static_shared_bytes
+from tests.ops.sass import compile_once, resources, static_shared_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +65,7 @@ def compiled(
     source: str, architecture: str, defines: Defines
 ) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
     """(registers, spilled bytes) and static shared memory of every kernel of a source."""
-    log = compile_source(source, architecture, defines).log
+    log = compile_once(source, architecture, defines).log
     return resources(log), static_shared_bytes(log)
 
 

@@ -7,12 +7,11 @@ import dataclasses
 import pytest
 
 from dsv4.caches.rows import RowFormat
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.target import ARCHITECTURES
 from tests.ops.attention.meta import FORMATS, Case
 from tests.ops.recorded import BLACKWELL
-from tests.ops.sass import count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, resources
 
 CASES = {
     "Flash CSA": Case(64, 4, 512),
@@ -34,7 +33,7 @@ def kernel(name: str, format: RowFormat) -> Kernel:
 def test_attention_decode_does_not_spill(name: str, format: RowFormat, architecture: str) -> None:
     of_case = kernel(name, format)
     assert dict(of_case.defines)["SPLITS"] == (4 if "HCA" in name else 1)
-    compiled = compile_source(of_case.source, architecture, of_case.defines)
+    compiled = compile_once(of_case.source, architecture, of_case.defines)
     registers, spills = resources(compiled.log)["attention_decode"]
     assert spills == 0
     assert registers <= 255
@@ -52,7 +51,7 @@ def test_attention_decode_does_not_spill(name: str, format: RowFormat, architect
 def test_the_ops_around_it_do_not_spill(
     architecture: str, source: str, entries: tuple[str, ...]
 ) -> None:
-    found = resources(compile_source(source, architecture).log)
+    found = resources(compile_once(source, architecture).log)
     assert {name: spills for name, (_, spills) in found.items()} == dict.fromkeys(entries, 0)
 
 

@@ -2,11 +2,10 @@
 
 import pytest
 
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.target import ARCHITECTURES
 from tests.ops.attention.meta import Case
 from tests.ops.recorded import BLACKWELL, HOPPER
-from tests.ops.sass import resources
+from tests.ops.sass import compile_once, resources
 
 CASES = {"real": Case(64, 4, 512), "tiny": Case(4, 4, 16, width=64, rope_width=16)}
 
@@ -16,7 +15,7 @@ CASES = {"real": Case(64, 4, 512), "tiny": Case(4, 4, 16, width=64, rope_width=1
 def test_compiles_without_spills(architecture: str, name: str) -> None:
     dequantize, attend = (launch.shape.kernel for launch in CASES[name].record(512, BLACKWELL))
     assert (dequantize.source, dequantize.defines) == (attend.source, attend.defines)
-    found = resources(compile_source(attend.source, architecture, attend.defines).log)
+    found = resources(compile_once(attend.source, architecture, attend.defines).log)
     assert set(found) == {"attention_prefill", "attention_prefill_dequantize"}
     assert {spills for _, spills in found.values()} == {0}
 
@@ -28,7 +27,7 @@ def test_wgmma_products_are_not_serialised() -> None:
     One or two loop constants may spill: the accumulators fill the registers.
     """
     *_, attend = (launch.shape.kernel for launch in CASES["real"].record(512, HOPPER))
-    compiled = compile_source(attend.source, "sm_90a", attend.defines)
+    compiled = compile_once(attend.source, "sm_90a", attend.defines)
     registers, spills = resources(compiled.log)["attention_prefill_sm90"]
     # What three warpgroups share out again: one less, and the last of them would wait forever.
     assert 3 * registers == 2 * 224 + 56

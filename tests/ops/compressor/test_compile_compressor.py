@@ -2,11 +2,10 @@
 
 import pytest
 
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.target import ARCHITECTURES
 from tests.ops.compressor.meta import SHAPES, arguments, record
-from tests.ops.sass import count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, resources
 
 
 def kernel(name: str) -> Kernel:
@@ -18,7 +17,7 @@ def kernel(name: str) -> Kernel:
 @pytest.mark.parametrize("name", SHAPES)
 def test_compiles_without_spills(name: str, architecture: str) -> None:
     found = kernel(name)
-    log = compile_source(found.source, architecture, found.defines).log
+    log = compile_once(found.source, architecture, found.defines).log
     entries = resources(log)
     assert set(entries) == {"compress", "compress_ring"}
     for function, (registers, spilled_bytes) in entries.items():

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.recording import Launch, Recording
 from dsv4.launch.target import ARCHITECTURES, Target
@@ -30,7 +29,7 @@ from tests.ops.exchange.meta import (
 from tests.ops.hyper_connection.meta import arguments
 from tests.ops.moe.meta_layer import Geometry
 from tests.ops.recorded import HOPPER, meta
-from tests.ops.sass import disassemble, resources
+from tests.ops.sass import compile_once, disassemble, resources
 
 PRODUCERS = ("decode_linear", "moe_decode")
 CONSUMERS = ("hc_mix", "hc_post", "sum_words", "gather_logits")
@@ -97,7 +96,7 @@ def test_no_rank_spills(name: str, ranks: int) -> None:
     for architecture in ARCHITECTURES:
         for tokens, width in ((1, WIDTHS["flash"]), (1, WIDTHS["pro"])):
             found = recorded(name, ranks, tokens, width, architecture).shape.kernel
-            log = compile_source(found.source, architecture, found.defines).log
+            log = compile_once(found.source, architecture, found.defines).log
             # That of a lone rank has all registers in use too (test_compile_hyper_connection).
             most = 32 if name == "hc_mix_many" else 0
             assert resources(log)[name][1] <= most, (architecture, tokens, width)
@@ -108,7 +107,7 @@ def test_no_rank_spills(name: str, ranks: int) -> None:
 def test_kernels_of_more_tokens_compile(name: str, tokens: int) -> None:
     for ranks in (2, 8):
         found = kernel(name, ranks, tokens)
-        compile_source(found.source, "sm_90a", found.defines)
+        compile_once(found.source, "sm_90a", found.defines)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

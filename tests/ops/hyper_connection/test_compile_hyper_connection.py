@@ -4,11 +4,10 @@ import re
 
 import pytest
 
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.target import ARCHITECTURES
 from tests.ops.hyper_connection.meta import FLASH, PRO, record
-from tests.ops.sass import count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, resources
 
 EVERY_TARGET = ("norm", "seam", "pre", "head", "finish", "post")
 NORM = {
@@ -45,7 +44,7 @@ def kernel(name: str) -> Kernel:
 
 def resources_of(name: str, architecture: str) -> dict[str, tuple[int, int]]:
     found = kernel(name)
-    return resources(compile_source(found.source, architecture, found.defines).log)
+    return resources(compile_once(found.source, architecture, found.defines).log)
 
 
 def sass_of(name: str) -> str:

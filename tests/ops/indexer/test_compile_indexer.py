@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.recording import Launch
 from dsv4.launch.target import ARCHITECTURES
@@ -11,7 +10,7 @@ from dsv4.ops.indexer import decode, prefill
 from dsv4.ops.indexer.query import index_query
 from tests.ops.indexer.meta import ROPE, WIDTH, selection
 from tests.ops.recorded import launches, meta
-from tests.ops.sass import count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, resources
 
 
 def selecting(tokens: int, slots: int) -> list[Launch]:
@@ -43,7 +42,7 @@ KERNELS = ("query", "scores", "top-k", "top-k of a long context", "top-k of many
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_spills(name: str, architecture: str) -> None:
     found = kernel(name)
-    entries = resources(compile_source(found.source, architecture, found.defines).log)
+    entries = resources(compile_once(found.source, architecture, found.defines).log)
     assert found.function in entries
     for function, (registers, spilled_bytes) in entries.items():
         assert spilled_bytes == 0, f"{function}: {spilled_bytes} bytes at {registers} registers"

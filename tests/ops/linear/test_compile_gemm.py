@@ -5,13 +5,12 @@ import re
 
 import pytest
 
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.target import ARCHITECTURES
 from dsv4.ops.linear.prefill import MODE_DOWN, MODE_GATE_UP, MODE_LINEAR, build, build_for
 from dsv4.weights.quant import QuantFormat
 from tests.ops.linear.meta import PREFILL_REGISTERS
-from tests.ops.sass import count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, resources
 
 ENTRIES = {
     MODE_LINEAR: "prefill_linear",
@@ -33,7 +32,7 @@ def test_every_variant_starts_with_the_registers_that_it_hands_out(
     """
     for mode, wide in itertools.product(ENTRIES, (False, True)):
         variant = build(source, format, mode, wide=wide)
-        log = compile_source(source, architecture, variant.defines).log
+        log = compile_once(source, architecture, variant.defines).log
         assert resources(log)[ENTRIES[mode]][0] == PREFILL_REGISTERS, (mode, wide)
         assert "serialized" not in log
 
@@ -61,4 +60,4 @@ def test_products_and_copies() -> None:
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_sort_and_combine_compile(architecture: str, source: str, kernels: set[str]) -> None:
-    assert set(resources(compile_source(f"moe/{source}", architecture).log)) == kernels
+    assert set(resources(compile_once(f"moe/{source}", architecture).log)) == kernels

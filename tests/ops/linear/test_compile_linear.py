@@ -6,13 +6,12 @@ import itertools
 
 import pytest
 
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.kernel import Defines
 from dsv4.launch.target import ARCHITECTURES
 from dsv4.ops.linear.decode_plan import LinearPlan
 from dsv4.weights.quant import QuantFormat
-from tests.ops.sass import count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, resources
 
 NVFP4 = FORMAT_CODE[QuantFormat.NVFP4]
 MXFP4 = FORMAT_CODE[QuantFormat.MXFP4]
@@ -35,7 +34,7 @@ def defines(first: int, second: int, tokens: int, norm: bool, ragged: bool) -> D
     "formats", [(NVFP4, -1), (FP8, -1), (BF16, -1), (FP8, BF16), (NVFP4, BF16)], ids=str
 )
 def test_one_token_kernels_do_not_spill(architecture: str, formats: tuple[int, int]) -> None:
-    log = compile_source(
+    log = compile_once(
         "linear/decode_linear", architecture, defines(*formats, 1, norm=False, ragged=False)
     ).log
     ((registers, spills),) = resources(log).values()
@@ -46,7 +45,7 @@ def test_one_token_kernels_do_not_spill(architecture: str, formats: tuple[int, i
 @pytest.mark.parametrize("ragged", [False, True])
 def test_every_variant_compiles(ragged: bool) -> None:
     for format, tokens in itertools.product((NVFP4, MXFP4, FP8, BF16), (2, 4, 8)):
-        compile_source(
+        compile_once(
             "linear/decode_linear",
             "sm_90a",
             defines(format, -1, tokens, norm=tokens == 4, ragged=ragged),

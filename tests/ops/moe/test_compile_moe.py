@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import ARCHITECTURES
@@ -14,7 +13,7 @@ from dsv4.ops.moe import decode
 from dsv4.ops.router.prefill import route
 from tests.ops.moe.meta_layer import BF16, FLASH, MXFP4, PRO, Geometry, launches, step
 from tests.ops.recorded import HOPPER
-from tests.ops.sass import count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, resources
 
 # One of each kind: plain and ragged widths, one and many tokens, learned and hash routers.
 PRO_STEP = (PRO, 1)
@@ -38,7 +37,7 @@ def router_kernel(geometry: Geometry) -> Kernel:
 
 
 def assert_no_spills(kernel: Kernel, architecture: str) -> None:
-    found = resources(compile_source(kernel.source, architecture, kernel.defines).log)
+    found = resources(compile_once(kernel.source, architecture, kernel.defines).log)
     assert set(found) == {kernel.function}
     assert found[kernel.function][1] == 0
 

@@ -5,13 +5,12 @@ fences.
 import pytest
 import torch
 
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.target import ARCHITECTURES
 from dsv4.ops.prepare_attention.decode import prepare_attention
 from tests.ops.prepare_attention.cases import RATIOS, step
 from tests.ops.recorded import launches
-from tests.ops.sass import count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, resources
 
 
 def kernel(kind: str, quantised: bool = True) -> Kernel:
@@ -30,7 +29,7 @@ def sass_of(kind: str) -> str:
 @pytest.mark.parametrize("kind", RATIOS)
 def test_compiles_without_spills(kind: str, quantised: bool, architecture: str) -> None:
     of_layer = kernel(kind, quantised)
-    compiled = compile_source(of_layer.source, architecture, of_layer.defines)
+    compiled = compile_once(of_layer.source, architecture, of_layer.defines)
     ((registers, spilled_bytes),) = resources(compiled.log).values()
     assert spilled_bytes == 0, f"{spilled_bytes} bytes spilled at {registers} registers"
 

@@ -4,12 +4,11 @@ import re
 
 import torch
 
-from dsv4.launch.compiler import compile_source
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.target import ARCHITECTURES
 from dsv4.ops.sampling.cuda import sample_token
 from tests.ops.recorded import launches, meta
-from tests.ops.sass import disassemble, resources
+from tests.ops.sass import compile_once, disassemble, resources
 
 
 def kernel(vocabulary: int = 129_280) -> Kernel:
@@ -22,7 +21,7 @@ def kernel(vocabulary: int = 129_280) -> Kernel:
 def test_compiles_almost_without_spills() -> None:
     """Top-p uses all 64 registers: a few values may be spilled, as the compiler has it."""
     for architecture in ARCHITECTURES:
-        log = compile_source("sampling/sampling", architecture, kernel().defines).log
+        log = compile_once("sampling/sampling", architecture, kernel().defines).log
         found = resources(log)
         assert list(found) == ["sample_token"]
         assert max(spill for _, spill in found.values()) <= 32, architecture
