@@ -51,7 +51,11 @@ def describe(
     """Format and device bytes of every parameter, from names and headers alone. Raises like
     ``load_weights``.
     """
-    found = find_parameters(checkpoint, config, mtp)
+    return descriptions(find_parameters(checkpoint, config, mtp))
+
+
+def descriptions(found: Iterable[StoredParameter]) -> list[ParameterDescription]:
+    """Format and bytes of ``found`` parameters."""
     return [
         ParameterDescription(stored.parameter, stored.format, stored.nbytes) for stored in found
     ]
@@ -133,12 +137,15 @@ def loading_ranks(
     *,
     mtp: MtpKind | None = None,
     progress: Callable[[int, int], None] | None = None,
+    found: Sequence[StoredParameter] | None = None,
     without: Callable[[Parameter], bool] = lambda _: False,
 ) -> Iterator[Loading]:
     """``load_ranks`` beside the block of the ``with``, whose end waits for what is missing.
-    Those ``without`` which the caller can do are not loaded.
+    ``found``: all parameters, where they are known. Those ``without`` which the caller can do are
+    not loaded.
     """
-    found = [one for one in _find(checkpoint, config, mtp) if not without(one.parameter)]
+    every = _find(checkpoint, config, mtp, found)
+    found = [one for one in every if not without(one.parameter)]
     formats = ((stored.parameter, stored.format) for stored in found)
     check_divisible(config, formats, placement.ranks)
     devices_of = placement.devices_of
@@ -147,14 +154,17 @@ def loading_ranks(
 
 
 def _find(
-    checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None
-) -> list[StoredParameter]:
-    """All parameters; says which tensors are left out."""
-    found = find_parameters(checkpoint, config, mtp)
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    mtp: MtpKind | None,
+    found: Sequence[StoredParameter] | None = None,
+) -> Sequence[StoredParameter]:
+    """All parameters, unless they are ``found``; says which tensors are left out."""
+    every = find_parameters(checkpoint, config, mtp) if found is None else found
     skipped = mtp_kind(checkpoint)
-    if skipped is not None and mtp is None:
+    if skipped is not None and not any(one.parameter.name.startswith("mtp.") for one in every):
         _LOG.info("%s: skipping the mtp tensors (%s)", checkpoint.folder, skipped)
-    return found
+    return every
 
 
 def load_found(
