@@ -7,7 +7,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -124,7 +124,7 @@ class LoadBench:
             "copy_gb_per_s": links,
             "copies_at_once_gb_per_s": round(at_once, 2),
             "warm_gb_per_s": [self._rate(seconds) for _, seconds in loads],
-            "warm_preparing_seconds": [preparing for preparing, _ in loads],
+            "warm_preparing_seconds": _rounded(preparing for preparing, _ in loads),
             "warm_gb_per_s_of_bytes_alone": bytes_alone,
             "warm_share_of_ceiling": round(statistics.median(bytes_alone) / ceiling, 3),
         }
@@ -135,17 +135,17 @@ class LoadBench:
         """
         self._start(None)
         found: dict[str, Any] = {
-            "packing_alone_seconds": self._pack_alone(),
-            "load_and_pack_seconds": [self._start(None) for _ in range(repeats)],
+            "packing_alone_seconds": round(self._pack_alone(), 3),
+            "load_and_pack_seconds": _rounded(self._start(None) for _ in range(repeats)),
         }
         # Pipelines of any length share an entry.
         if not self._cache().entry.exists():
-            found["pack_and_write_cache_seconds"] = self._start(self._cache())
+            found["pack_and_write_cache_seconds"] = round(self._start(self._cache()), 3)
         seconds = [self._start(self._cache()) for _ in range(repeats)]
         size = sum(file.stat().st_size for file in _files(self._cache().entry))
         return found | {
             "packed_cache_gigabytes": round(size / 1e9, 2),
-            "packed_cache_seconds": seconds,
+            "packed_cache_seconds": _rounded(seconds),
             "packed_cache_gb_per_s": [round(size / one / 1e9, 2) for one in seconds],
         }
 
@@ -206,7 +206,7 @@ class LoadBench:
         found = opened.found
         with loading_ranks(opened.checkpoint, opened.config, opened.placement, found=found):
             preparing = time.perf_counter() - started
-        return round(preparing, 3), self._since(started)
+        return preparing, self._since(started)
 
     def _pack_alone(self) -> float:
         """Seconds of packing what is loaded."""
@@ -240,7 +240,7 @@ class LoadBench:
         for device in self._devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        return round(time.perf_counter() - started, 3)
+        return time.perf_counter() - started
 
     def _first_token(self, engine: EngineConfig) -> dict[str, float]:
         """Seconds from the start of a process that imports, loads and answers."""
@@ -256,6 +256,10 @@ def _first_token(folder: Path, engine: EngineConfig, started: float) -> dict[str
     next(iter(loaded.generate(_PROMPT, 1, stop_token_ids=())))
     seconds = {"imported": imported, "loaded": ready, "first_token": time.time() - started}
     return {name: round(value, 3) for name, value in seconds.items()}
+
+
+def _rounded(seconds: Iterable[float]) -> list[float]:
+    return [round(one, 3) for one in seconds]
 
 
 def _files(folder: Path) -> list[Path]:
