@@ -10,12 +10,13 @@ from typing import Any
 from dsv4.checkpoint import (
     Checkpoint,
     ParameterDescription,
-    describe,
+    descriptions,
     held_by,
     loading_ranks,
     open_checkpoint,
 )
 from dsv4.checkpoint.packed_cache import PackedCache
+from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.target import Target
@@ -46,11 +47,12 @@ _LOG = logging.getLogger("dsv4")
 class OpenedCheckpoint:
     """The contents of a checkpoint, their placement and whether they fit.
 
-    ``config`` has the keys of the ``draft`` module, where there is one. ``steps``: the recorded
-    steps of the CUDA ops; None with the torch ops.
+    ``found``: all parameters but those of the ``draft`` module, of which ``config`` has the keys.
+    ``steps``: the recorded steps of the CUDA ops; None with the torch ops.
     """
 
     checkpoint: Checkpoint
+    found: list[StoredParameter]
     config: ModelConfig
     draft: OpenedDraft | None
     placement: Placement
@@ -72,7 +74,8 @@ class OpenedCheckpoint:
         config = ModelConfig.from_dict(
             checkpoint.raw_config, str(checkpoint.folder / "config.json")
         )
-        stored = describe(checkpoint, config)
+        found = find_parameters(checkpoint, config)
+        stored = descriptions(found)
         all_devices = engine_devices(engine, absent)
         ops = TABLES[table_name(engine, all_devices)]
         draft = OpenedDraft.open(checkpoint, config, engine, ops)
@@ -96,7 +99,7 @@ class OpenedCheckpoint:
         plan = plan_memory(config, engine, placement, stored, steps, gpu_memory, draft_bytes)
         if draft is not None and chooses(engine) and not plan.fits:
             return cls._without_draft(path, engine, gpu_memory)
-        return cls(checkpoint, config, draft, placement, table, steps, plan)
+        return cls(checkpoint, found, config, draft, placement, table, steps, plan)
 
     @classmethod
     def _without_draft(
@@ -124,13 +127,13 @@ class OpenedCheckpoint:
             check_exchange(self.placement.devices)
         draft = self.draft
         is_own = draft is not None and draft.checkpoint is self.checkpoint
-        mtp = draft.kind if draft is not None and is_own else None
+        found = [*self.found, *(draft.found if draft is not None and is_own else ())]
         kept = None if cache is None else cache.read(self.placement.devices_of, progress)
         with loading_ranks(
             self.checkpoint,
             self.config,
             self.placement,
-            mtp=mtp,
+            found=found,
             progress=progress if kept is None else None,
             without=_is_kept if kept is not None else lambda _: False,
         ) as loading:

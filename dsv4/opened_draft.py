@@ -4,7 +4,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsv4.checkpoint import Checkpoint, ParameterDescription, Weights, open_checkpoint
+from dsv4.checkpoint import (
+    Checkpoint,
+    ParameterDescription,
+    Weights,
+    descriptions,
+    open_checkpoint,
+)
 from dsv4.checkpoint.drafts import mtp_kind, mtp_stages
 from dsv4.checkpoint.load import load_found
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_draft
@@ -73,10 +79,7 @@ class OpenedDraft:
 
     def describe(self) -> list[ParameterDescription]:
         """Format and bytes of every parameter."""
-        return [
-            ParameterDescription(stored.parameter, stored.format, stored.nbytes)
-            for stored in self.found
-        ]
+        return descriptions(self.found)
 
     def state_bytes(self, engine: EngineConfig, table: Table, devices: Devices) -> int:
         """Bytes of the module's caches, and of what else it takes on the last of ``devices``."""

@@ -176,7 +176,7 @@ def plan_memory(
         pairs = zip(own.layer_devices, first.layer_devices, strict=True)
         for device, alike in dict(pairs).items():
             # Once the weights are packed, steps take the place of what packing took.
-            work = max(found.packing[device] + staging_on(device, ranks, size), step[alike])
+            work = max(found.packing[device] + staging_on(device, size), step[alike])
             work += CUDA_RESERVE_BYTES if device.type == "cuda" else 0
             available = available_bytes(device) if gpu_memory is None else gpu_memory
             plans.append(

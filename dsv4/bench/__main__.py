@@ -32,7 +32,8 @@ def build_parser() -> OneLineParser:
     load.add_argument("--format", choices=get_args(Layout), default="nvfp4-experts")
     load.add_argument("--layers", type=integer(1), default=4, help="the first N layers")
     load.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    load.add_argument("--gpus", type=integer(1, 8), default=1)
+    text = "measured with each number of them, one after another"
+    load.add_argument("--gpus", type=integer(1, 8), nargs="+", default=[1], help=text)
     parallel = ("pipeline", "round-robin", "tensor")
     load.add_argument("--parallel", choices=parallel, default="pipeline")
     load.add_argument("--repeats", type=integer(1), default=3)
@@ -57,10 +58,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         from dsv4.bench.load import bench_load
 
         config = geometry_config(options.geometry, options.layers)
-        engine = EngineConfig(device=options.device, gpus=options.gpus, parallel=options.parallel)
+        engines = [
+            EngineConfig(device=options.device, gpus=gpus, parallel=options.parallel)
+            for gpus in options.gpus
+        ]
         cold = not options.warm_only
         log = sys.stderr.write
-        return bench_load(config, options.format, engine, options.repeats, cold, log)
+        return bench_load(config, options.format, engines, options.repeats, cold, log)
     if options.kind == "context":
         return measure_context(options)
     return measure_engine(options)

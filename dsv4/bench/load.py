@@ -2,11 +2,12 @@
 and is packed there, beside what the files and the links give by themselves.
 """
 
+import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -35,7 +36,7 @@ from dsv4.model import build_ranks
 from dsv4.opened_checkpoint import OpenedCheckpoint
 from dsv4.parallel.devices import engine_devices
 
-_READERS = (4, 8, 16, 32)
+_READERS = (8, 16, 32)
 _SHARD_BYTES = 2 * 10**9
 _COPIES = 64
 _CONTEXT = 512
@@ -45,37 +46,40 @@ _PROMPT = list(range(16))
 def bench_load(
     raw_config: dict[str, Any],
     layout: Layout,
-    engine: EngineConfig,
+    engines: Sequence[EngineConfig],
     repeats: int,
     cold: bool,
     log: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Rates in GB/s and seconds of random weights in a temporary folder (``TMPDIR``): ``repeats``
-    times with the files in the page cache, with ``cold`` before that once without, as far as the
-    system lets them go. ``LoadBench`` says what; ``log`` is told on the way.
+    """Rates in GB/s and seconds of random weights in a temporary folder (``TMPDIR``), by each of
+    ``engines``: ``repeats`` times with the files in the page cache, with ``cold`` before that once
+    without, as far as the system lets them go. ``LoadBench`` says what; ``log`` is told on the way.
 
     The weights are drawn on the first device: a GPU draws in a second what takes a CPU minutes.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "checkpoint"
-        devices = engine_devices(engine)
+        device = engine_devices(engines[0])[0]
         config = ModelConfig.from_dict(raw_config)
-        weights = synthetic_weights(config, layout, 0, lambda _: devices[0])
+        weights = synthetic_weights(config, layout, 0, lambda _: device)
         write_weights(folder, raw_config, layout, weights, shard_bytes=_SHARD_BYTES)
         del weights
         torch.cuda.empty_cache()
-        bench = LoadBench(folder, Path(temporary) / "packed", engine, devices)
-        found: dict[str, Any] = {
+        placements = []
+        for engine in engines:
+            bench = LoadBench(folder, Path(temporary) / "packed", engine, engine_devices(engine))
+            found: dict[str, Any] = {"gpus": engine.gpus, "parallel": engine.parallel}
+            for part in bench.measured(repeats, cold):
+                log(f"{part}\n")
+                found |= part
+            placements.append(found)
+        return {
             "layers": raw_config["num_hidden_layers"],
-            "gpus": engine.gpus,
-            "parallel": engine.parallel,
+            "gigabytes": round(sum(file.stat().st_size for file in _files(folder)) / 1e9, 2),
             "readers": staging.reader_count(),
             "buffer_mib": staging.STAGING_BYTES / (1 << 20),
+            "placements": placements,
         }
-        for part in (bench.rates(repeats, cold), bench.seconds(repeats), bench.first_tokens()):
-            log(f"{part}\n")
-            found |= part
-        return found
 
 
 class LoadBench:
@@ -88,43 +92,62 @@ class LoadBench:
         self._packed = packed
         self._engine = engine
         self._devices = devices
-        self._files = sorted(folder.glob("*.safetensors"))
+        self._files = _files(folder)
         self._opened = OpenedCheckpoint.open(folder, engine)
         self._bytes = sum(file.stat().st_size for file in self._files)
 
+    def measured(self, repeats: int, cold: bool) -> Iterator[dict[str, Any]]:
+        """All of it, part by part."""
+        yield self.rates(repeats, cold)
+        yield self.seconds(repeats)
+        yield self.first_tokens()
+
     def rates(self, repeats: int, cold: bool) -> dict[str, Any]:
-        """GB/s of plain reads (by threads), of copies of pinned memory (by devices), of loading;
-        and the seconds of a load before its first byte is there: names, shapes, memory.
+        """GB/s of plain reads (by threads), of copies of pinned memory (to each device alone, and
+        to all at once) and of loading; the seconds of a load before its first byte is there
+        (names, shapes, memory), and without them the rate, as a share of what reads and copies
+        allow.
         """
-        found: dict[str, Any] = {"gigabytes": round(self._bytes / 1e9, 2)}
+        found: dict[str, Any] = {}
         if cold:
             found["cold_plain_read_gb_per_s"] = self._rate(self._cold(self._read_plainly))
             found["cold_gb_per_s"] = self._rate(self._cold(lambda: self._load()[1]))
         plain = {count: self._rate(self._read_plainly(count)) for count in _READERS}
+        links = _copy_rates(self._devices)
+        at_once = sum(_copy_rates(self._devices, at_once=True))
         self._load()  # Makes pinned memory, and the devices ready.
         loads = [self._load() for _ in range(repeats)]
-        warm = [self._rate(seconds) for _, seconds in loads]
+        bytes_alone = [self._rate(seconds - preparing) for preparing, seconds in loads]
+        ceiling = min(max(plain.values()), at_once or math.inf)
         return found | {
             "plain_read_gb_per_s": plain,
-            "copy_gb_per_s": [self._copy_rate(device) for device in self._devices],
-            "warm_gb_per_s": warm,
-            "warm_preparing_seconds": [preparing for preparing, _ in loads],
-            "warm_share_of_plain_read": round(statistics.median(warm) / max(plain.values()), 3),
+            "copy_gb_per_s": links,
+            "copies_at_once_gb_per_s": round(at_once, 2),
+            "warm_gb_per_s": [self._rate(seconds) for _, seconds in loads],
+            "warm_preparing_seconds": _rounded(preparing for preparing, _ in loads),
+            "warm_gb_per_s_of_bytes_alone": bytes_alone,
+            "warm_share_of_ceiling": round(statistics.median(bytes_alone) / ceiling, 3),
         }
 
     def seconds(self, repeats: int) -> dict[str, Any]:
         """Seconds of packing alone, of loading and packing together, of that with writing the
-        packed weights, and of reading them.
+        packed weights, and of reading them with what is not packed.
         """
         self._start(None)
         found: dict[str, Any] = {
-            "packing_alone_seconds": self._pack_alone(),
-            "load_and_pack_seconds": [self._start(None) for _ in range(repeats)],
-            "pack_and_write_cache_seconds": self._start(self._cache()),
-            "packed_cache_seconds": [self._start(self._cache()) for _ in range(repeats)],
+            "packing_alone_seconds": round(self._pack_alone(), 3),
+            "load_and_pack_seconds": _rounded(self._start(None) for _ in range(repeats)),
         }
-        size = sum(file.stat().st_size for file in self._packed.rglob("*.safetensors"))
-        return found | {"packed_cache_gigabytes": round(size / 1e9, 2)}
+        # Pipelines of any length share an entry.
+        if not self._cache().entry.exists():
+            found["pack_and_write_cache_seconds"] = round(self._start(self._cache()), 3)
+        seconds = [self._start(self._cache()) for _ in range(repeats)]
+        size = sum(file.stat().st_size for file in _files(self._cache().entry))
+        return found | {
+            "packed_cache_gigabytes": round(size / 1e9, 2),
+            "packed_cache_seconds": _rounded(seconds),
+            "packed_cache_gb_per_s": [round(size / one / 1e9, 2) for one in seconds],
+        }
 
     def first_tokens(self) -> dict[str, Any]:
         """Seconds from the start of a process to its first token: with packing, which may compile
@@ -174,28 +197,16 @@ class LoadBench:
             list(pool.map(read, buffers))
         return time.perf_counter() - started
 
-    def _copy_rate(self, device: torch.device) -> float | None:
-        if device.type != "cuda":
-            return None
-        size = staging.STAGING_BYTES
-        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        target = pinned.to(device)
-        torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        for _ in range(_COPIES):
-            target.copy_(pinned, non_blocking=True)
-        torch.cuda.synchronize(device)
-        return round(_COPIES * size / (time.perf_counter() - started) / 1e9, 2)
-
     def _load(self) -> tuple[float, float]:
         """Seconds of a load until the first byte of a matrix is read, and until the last has
         arrived.
         """
         opened = self._opened
         started = time.perf_counter()
-        with loading_ranks(opened.checkpoint, opened.config, opened.placement):
+        found = opened.found
+        with loading_ranks(opened.checkpoint, opened.config, opened.placement, found=found):
             preparing = time.perf_counter() - started
-        return round(preparing, 3), self._since(started)
+        return preparing, self._since(started)
 
     def _pack_alone(self) -> float:
         """Seconds of packing what is loaded."""
@@ -229,7 +240,7 @@ class LoadBench:
         for device in self._devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        return round(time.perf_counter() - started, 3)
+        return time.perf_counter() - started
 
     def _first_token(self, engine: EngineConfig) -> dict[str, float]:
         """Seconds from the start of a process that imports, loads and answers."""
@@ -245,6 +256,35 @@ def _first_token(folder: Path, engine: EngineConfig, started: float) -> dict[str
     next(iter(loaded.generate(_PROMPT, 1, stop_token_ids=())))
     seconds = {"imported": imported, "loaded": ready, "first_token": time.time() - started}
     return {name: round(value, 3) for name, value in seconds.items()}
+
+
+def _rounded(seconds: Iterable[float]) -> list[float]:
+    return [round(one, 3) for one in seconds]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _copy_rates(devices: Sequence[torch.device], at_once: bool = False) -> list[float]:
+    """GB/s of copies of pinned memory to each of the GPUs, one after another or all at once."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    rates = []
+    for together in [gpus] if at_once else [[gpu] for gpu in gpus]:
+        size = staging.STAGING_BYTES
+        pairs = []
+        for gpu in together:
+            pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            pairs.append((pinned, pinned.to(gpu)))
+            torch.cuda.synchronize(gpu)
+        started = time.perf_counter()
+        for pinned, target in pairs * _COPIES:
+            target.copy_(pinned, non_blocking=True)
+        for gpu in together:
+            torch.cuda.synchronize(gpu)
+        seconds = time.perf_counter() - started
+        rates += [round(_COPIES * size / seconds / 1e9, 2) for _ in together]
+    return rates
 
 
 def _forget(file: Path) -> None:

@@ -17,7 +17,11 @@ from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.matrices import Held, unfilled_matrices
 from dsv4.checkpoint.pieces import Piece
 from dsv4.checkpoint.problems import Problems
-from dsv4.checkpoint.scale_values import check_input_scales, check_scales
+from dsv4.checkpoint.scale_values import (
+    check_input_scales,
+    check_scales,
+    unfilled_input_scales,
+)
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.checkpoint.transfer import Transfer
 from dsv4.checkpoint.uncollected import uncollected
@@ -47,7 +51,11 @@ def describe(
     """Format and device bytes of every parameter, from names and headers alone. Raises like
     ``load_weights``.
     """
-    found = find_parameters(checkpoint, config, mtp)
+    return descriptions(find_parameters(checkpoint, config, mtp))
+
+
+def descriptions(found: Iterable[StoredParameter]) -> list[ParameterDescription]:
+    """Format and bytes of ``found`` parameters."""
     return [
         ParameterDescription(stored.parameter, stored.format, stored.nbytes) for stored in found
     ]
@@ -129,12 +137,15 @@ def loading_ranks(
     *,
     mtp: MtpKind | None = None,
     progress: Callable[[int, int], None] | None = None,
+    found: Sequence[StoredParameter] | None = None,
     without: Callable[[Parameter], bool] = lambda _: False,
 ) -> Iterator[Loading]:
     """``load_ranks`` beside the block of the ``with``, whose end waits for what is missing.
-    Those ``without`` which the caller can do are not loaded.
+    ``found``: all parameters, where they are known. Those ``without`` which the caller can do are
+    not loaded.
     """
-    found = [one for one in _find(checkpoint, config, mtp) if not without(one.parameter)]
+    every = _find(checkpoint, config, mtp, found)
+    found = [one for one in every if not without(one.parameter)]
     formats = ((stored.parameter, stored.format) for stored in found)
     check_divisible(config, formats, placement.ranks)
     devices_of = placement.devices_of
@@ -143,14 +154,17 @@ def loading_ranks(
 
 
 def _find(
-    checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None
-) -> list[StoredParameter]:
-    """All parameters; says which tensors are left out."""
-    found = find_parameters(checkpoint, config, mtp)
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    mtp: MtpKind | None,
+    found: Sequence[StoredParameter] | None = None,
+) -> Sequence[StoredParameter]:
+    """All parameters, unless they are ``found``; says which tensors are left out."""
+    every = find_parameters(checkpoint, config, mtp) if found is None else found
     skipped = mtp_kind(checkpoint)
-    if skipped is not None and mtp is None:
+    if skipped is not None and not any(one.parameter.name.startswith("mtp.") for one in every):
         _LOG.info("%s: skipping the mtp tensors (%s)", checkpoint.folder, skipped)
-    return found
+    return every
 
 
 def load_found(
@@ -200,7 +214,7 @@ def _prepared(
         ]
         for stored in found
     }
-    count = counter(progress, sum(stored.nbytes for stored in found))
+    count = counter(progress, sum(stored.nbytes + stored.input_scale_bytes for stored in found))
     plain = [stored for stored in found if stored.format is None]
     matrices = [stored for stored in found if stored.format is not None]
     loaded: dict[str, Sequence[QuantTensor | Tensor]] = {}
@@ -211,22 +225,23 @@ def _prepared(
         tensor = _read_plain(checkpoint, stored, config.n_routed_experts, problems)
         loaded[name] = [_part_on(tensor, one) for one in held[name]]
         count(stored.nbytes)
-    check_input_scales(checkpoint, matrices, problems)
     problems.raise_if_any(str(checkpoint.folder))
     pieces: list[Piece] = []
-    filled: dict[str, tuple[StoredParameter, Sequence[QuantTensor]]] = {}
+    filled: dict[str, tuple[StoredParameter, Sequence[QuantTensor], Tensor]] = {}
     for stored in matrices:
         name = stored.parameter.name
         weights, needed = unfilled_matrices(checkpoint, stored, held[name])
         loaded[name] = weights
-        pieces += needed
-        is_cut = held[name][0].cut is not None
-        filled[name] = stored, (weights if is_cut else weights[:1])
+        first = held[name][0]
+        scales, of_scales = unfilled_input_scales(checkpoint, stored, first.device)
+        pieces += needed + of_scales
+        filled[name] = stored, (weights[:1] if first.cut is None else weights), scales
 
     def check(name: str) -> None:
-        stored, weights = filled[name]
+        stored, weights, input_scales = filled[name]
         for weight in weights:
             check_scales(checkpoint, stored, weight)
+        check_input_scales(checkpoint, stored, input_scales)
 
     of_ranks = tuple(
         {name: loaded[name][rank] for name, ones in held.items() if rank < len(ones)}
@@ -248,17 +263,26 @@ def _read_plain(
             problems.add(
                 "out of range", f"{name} (found expert ids {found}, expected 0 to {experts - 1})"
             )
-        ids = tensor.sort(dim=-1).values
-        repeated = (ids[:, 1:] == ids[:, :-1]).any(-1).nonzero()
-        if len(repeated):
+        token = _first_repeating(tensor)
+        if token is not None:
             problems.add(
-                "out of range",
-                f"{name} (found an expert twice for token {int(repeated[0])}, expected once)",
+                "out of range", f"{name} (found an expert twice for token {token}, expected once)"
             )
     elif not bool(torch.isfinite(tensor).all()):
         problems.add("not finite", f"{name} (found NaN or infinity)")
     dtype = torch.float32 if stored.parameter.role is Role.FLOAT else tensor.dtype
     return tensor.to(dtype)
+
+
+def _first_repeating(ids_VK: Tensor) -> int | None:
+    """The first row that holds a number twice. Rows are sorted only where there is one, which takes
+    longer than to compare every column with those behind it.
+    """
+    ids_KV = ids_VK.to(torch.int32).t().contiguous()
+    if not any(bool((ids_KV[by:] == ids_KV[:-by]).any()) for by in range(1, len(ids_KV))):
+        return None
+    sorted_VK = ids_VK.sort(dim=-1).values
+    return int((sorted_VK[:, 1:] == sorted_VK[:, :-1]).any(-1).nonzero()[0])
 
 
 def _part_on(tensor: Tensor, held: Held) -> Tensor:

@@ -62,8 +62,9 @@ class Span(NamedTuple):
 
 
 def spans(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
-    """The pieces, which are in file order, in spans of at most ``most`` bytes; a piece that is
-    larger is cut. Those of different devices take turns, so that all links are busy.
+    """The pieces, which are in file order, in spans of at most ``most`` bytes. Pieces are cut so
+    that spans of neighbours are full. Those of different devices take turns, so that all links are
+    busy.
     """
     by_device: defaultdict[torch.device, list[Piece]] = defaultdict(list)
     for piece in pieces:
@@ -73,43 +74,56 @@ def spans(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
 
 
 def _joined(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
-    """Neighbours in one span, as many as fit."""
+    """Neighbours in one span, as many bytes as fit."""
     together: list[Piece] = []
+    file = None
+    start = 0
     end = 0
     for piece in pieces:
-        for part in _fitting(piece, most):
+        is_same_file = piece.file is file or piece.file == file
+        is_neighbour = is_same_file and start <= piece.offset <= end + GAP
+        room = start + most - piece.offset if is_neighbour else 0
+        for part in _fitting(piece, room, most):
             stop = max(end, part.offset + part.nbytes)
-            first = together[0] if together else part
-            is_neighbour = part.file == first.file and first.offset <= part.offset <= end + GAP
-            if together and not (is_neighbour and stop - first.offset <= most):
-                yield _span(together, end)
+            if together and not (is_neighbour and stop - start <= most):
+                yield Span(together[0].file, start, end - start, tuple(together))
                 together = []
-                stop = part.offset + part.nbytes
+            if not together:
+                file = part.file
+                start = part.offset
+                stop = start + part.nbytes
+                is_neighbour = True
             together.append(part)
             end = stop
     if together:
-        yield _span(together, end)
+        yield Span(together[0].file, start, end - start, tuple(together))
 
 
-def _span(pieces: list[Piece], end: int) -> Span:
-    first = pieces[0]
-    return Span(first.file, first.offset, end - first.offset, tuple(pieces))
-
-
-def _fitting(piece: Piece, most: int) -> Iterator[Piece]:
-    """A piece in parts of at most ``most`` bytes: whole rows, or parts of a row that is longer."""
-    at_once = most // max(piece.width, 1)
-    if piece.nbytes <= most:
-        if piece.nbytes:
-            yield piece
-    elif at_once:
-        for row in range(0, piece.rows, at_once):
-            yield _some_rows(piece, row, min(row + at_once, piece.rows))
+def _fitting(piece: Piece, room: int, most: int) -> Iterator[Piece]:
+    """A piece in parts of at most ``most`` bytes, the first in ``room`` if anything of it fits
+    there. Several rows stay whole where they can.
+    """
+    if 0 < piece.nbytes <= room:
+        yield piece
+    elif piece.rows == 1:
+        yield from _parts_of_row(piece, room, most)
+    elif piece.width <= most:
+        first = max(0, room) // piece.width
+        if first:
+            yield _some_rows(piece, 0, first)
+        for row in range(first, piece.rows, most // piece.width):
+            yield _some_rows(piece, row, min(row + most // piece.width, piece.rows))
     else:
         for row in range(piece.rows):
-            alone = _some_rows(piece, row, row + 1)
-            for first in range(0, piece.width, most):
-                yield _part_of_row(alone, first, min(first + most, piece.width))
+            yield from _parts_of_row(_some_rows(piece, row, row + 1), 0, most)
+
+
+def _parts_of_row(row: Piece, room: int, most: int) -> Iterator[Piece]:
+    first = max(0, min(room, row.width))
+    if first:
+        yield _part_of_row(row, 0, first)
+    for start in range(first, row.width, most):
+        yield _part_of_row(row, start, min(start + most, row.width))
 
 
 def _some_rows(piece: Piece, first: int, stop: int) -> Piece:

@@ -7,9 +7,7 @@ from torch import Tensor
 
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.pieces import Piece
-from dsv4.checkpoint.problems import Problems
 from dsv4.checkpoint.stored_parameters import StoredParameter
-from dsv4.checkpoint.transfer import transfer
 from dsv4.errors import UserError
 from dsv4.weights.quant import QuantFormat, QuantTensor
 
@@ -52,27 +50,32 @@ def _extremes(scale_NB: Tensor) -> list[tuple[float, float]]:
     return [(0.0, math.nan if code == 255 else 2.0 ** (code - 127)) for code in codes]
 
 
-def check_input_scales(
-    checkpoint: Checkpoint, matrices: list[StoredParameter], problems: Problems
-) -> None:
-    """Nothing here reads an ``input_scale``, but exports pass it on."""
-    names = [
-        name
-        for stored in matrices
-        if "input_scale" in stored.parts
-        for name in stored.parts["input_scale"].names
-    ]
-    values = torch.empty(len(names), dtype=torch.float32)
+def unfilled_input_scales(
+    checkpoint: Checkpoint, stored: StoredParameter, device: torch.device
+) -> tuple[Tensor, list[Piece]]:
+    """Memory on ``device`` for the activation scales of a parameter, float32 ``[matrices]``, none
+    where it has none, and the pieces that fill it: with the weight, between whose bytes they lie.
+    """
+    names = stored.parts["input_scale"].names if "input_scale" in stored.parts else ()
+    values = torch.empty(len(names), dtype=torch.float32, device=device)
+    targets = values.view(torch.uint8).view(len(names), values.itemsize).unbind()
     tensors = [checkpoint.tensors[name] for name in names]
-    rows = values.view(torch.uint8).view(-1, values.itemsize)
     pieces = [
-        Piece.whole(tensor.file, tensor.offset, row)
-        for tensor, row in zip(tensors, rows, strict=True)
+        Piece.whole(tensor.file, tensor.offset, target, stored.parameter.name)
+        for tensor, target in zip(tensors, targets, strict=True)
     ]
-    transfer(pieces, lambda _: None)
-    wrong = ~(values.isfinite() & (values >= 0))
-    for index in wrong.nonzero().flatten().tolist():
-        found = values[index].item()
-        problems.add(
-            "out of range", f"{names[index]} (found {found}, expected a finite number from 0)"
-        )
+    return values, pieces
+
+
+def check_input_scales(checkpoint: Checkpoint, stored: StoredParameter, values: Tensor) -> None:
+    """Raises ``UserError`` for the first of a parameter's activation scales, which nothing here
+    uses but exports pass on, that is no finite number from 0.
+    """
+    if not len(values):
+        return
+    names = stored.parts["input_scale"].names
+    for name, value in zip(names, values.tolist(), strict=True):
+        if not 0.0 <= value < math.inf:
+            raise UserError(
+                f"{checkpoint.folder}: {name}: found {value}, expected a finite number from 0"
+            )

@@ -115,29 +115,27 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> Stored
     dtype = fields.get("dtype")
     shape = fields.get("shape")
     offsets = fields.get("data_offsets")
-    where = f"{path}: header of {printable(name)}"
+
+    def wrong(what: str) -> UserError:
+        return UserError(f"{path}: header of {printable(name)}: {what}")
+
     if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
-        raise UserError(
-            f"{where}: dtype: found {shorten(dtype)}, expected one of {', '.join(TORCH_DTYPES)}"
-        )
+        raise wrong(f"dtype: found {shorten(dtype)}, expected one of {', '.join(TORCH_DTYPES)}")
     if not _integers(shape, MAX_DIMENSION) or len(shape) > MAX_DIMENSIONS:
-        raise UserError(
-            f"{where}: shape: found {shorten(shape)}, expected up to {MAX_DIMENSIONS} sizes"
-        )
+        raise wrong(f"shape: found {shorten(shape)}, expected up to {MAX_DIMENSIONS} sizes")
     if not _integers(offsets, 2**63) or len(offsets) != 2:
-        raise UserError(f"{where}: data_offsets: found {shorten(offsets)}, expected [begin, end]")
+        raise wrong(f"data_offsets: found {shorten(offsets)}, expected [begin, end]")
     nbytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != nbytes:
-        raise UserError(
-            f"{where}: data_offsets: found {offsets}, expected {nbytes} bytes for {dtype} {shape}"
-        )
+        raise wrong(f"data_offsets: found {offsets}, expected {nbytes} bytes for {dtype} {shape}")
     return StoredTensor(path, TORCH_DTYPES[dtype], tuple(shape), data_start + offsets[0], nbytes)
 
 
 def _integers(values: Any, limit: int) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value <= limit for value in values
-    )
+    # A list, and no generator: this is asked twice of each of some hundred thousand tensors.
+    return isinstance(values, list) and not [
+        value for value in values if type(value) is not int or not 0 <= value <= limit
+    ]
 
 
 def _check_ranges(path: Path, tensors: dict[str, StoredTensor], data_start: int, size: int) -> None:

@@ -10,6 +10,8 @@ STAGING_BYTES = 8 << 20
 # Those that are copied while every thread reads into another.
 MORE_BUFFERS = 4
 MAX_READERS = 16
+# Buffers of as many bytes on a GPU, which what is read passes.
+LANES = 3
 
 
 def reader_count() -> int:
@@ -23,10 +25,10 @@ def staging_bytes(total: int) -> int:
     return (readers + MORE_BUFFERS) * min(total, STAGING_BYTES)
 
 
-def staging_on(device: torch.device, ranks: int, total: int) -> int:
+def staging_on(device: torch.device, total: int) -> int:
     """What a load of ``total`` bytes takes on a device beside weights: on the CPU all buffers, on a
-    GPU the rows of which each of several ranks keeps columns.
+    GPU those of its lanes.
     """
     if device.type != "cuda":
         return staging_bytes(total)
-    return STAGING_BYTES if ranks > 1 else 0
+    return LANES * min(total, STAGING_BYTES)

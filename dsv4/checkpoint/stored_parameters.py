@@ -61,6 +61,12 @@ class StoredParameter:
     parts: dict[str, Part]
     nbytes: int
 
+    @property
+    def input_scale_bytes(self) -> int:
+        """Of the activation scales, which are no part of the weight."""
+        part = self.parts.get("input_scale")
+        return 0 if part is None else len(part.names) * part.dtype.itemsize
+
 
 def find_parameters(
     checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind | None = None

@@ -1,26 +1,25 @@
-"""Moves bytes of files to the devices that own them: threads that read the next span of the files
-each, and one that copies what they have read.
+"""Moves bytes of files to the devices that own them, beside what else is done: a thread to GPUs,
+or threads that read and copy the next span of the files each.
 """
 
 import os
-import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Condition
+from threading import Condition, Lock
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import torch
-from torch import Tensor
 
+from dsv4.checkpoint.background_reads import open_sequential, too_short, unreadable
+from dsv4.checkpoint.lanes import copy_on_host
 from dsv4.checkpoint.pieces import GAP, Piece, Span, in_file_order, spans
-from dsv4.checkpoint.staging import MORE_BUFFERS, STAGING_BYTES, reader_count
-from dsv4.errors import UserError
+from dsv4.checkpoint.staging import STAGING_BYTES, reader_count
+from dsv4.checkpoint.to_gpus import move_to_gpus
 
 
 def transfer(
@@ -32,14 +31,12 @@ def transfer(
 
 
 class Transfer:
-    """Threads that fill the targets of ``pieces``, in file order, beside the block of its ``with``,
-    whose end waits for them.
+    """Fills the targets of ``pieces``, in file order, beside the block of its ``with``, whose end
+    waits for it.
 
-    ``readers`` threads (None: by the machine) do nothing but read into buffers of
-    ``STAGING_BYTES``, pinned for CUDA devices; torch gets them back at the end. For CUDA devices
-    one more thread copies all that has been read since it looked last: threads that each queue
-    their copies wait for the interpreter more than for the link. Files are read, not mapped: one
-    that shrinks meanwhile is an error and not a signal.
+    ``readers`` (None: by the machine) spans are read at once, into buffers of ``STAGING_BYTES``:
+    for the CPU by as many threads, which also copy, for GPUs by one (``move_to_gpus``). Files are
+    read, not mapped: one that shrinks meanwhile is an error and not a signal.
 
     ``on_bytes`` is told how many bytes have arrived, ``on_filled`` the name of pieces when all of
     them have, both by any thread. The first error of any thread, or one of the block, Ctrl-C among
@@ -64,9 +61,8 @@ class Transfer:
         total = self._missing.total()
         self._readers = min(readers or reader_count(), -(-total // STAGING_BYTES))
         self._buffer_bytes = min(total + GAP * len(self._pieces), STAGING_BYTES)
-        self._to_read: SimpleQueue[Span | None] = SimpleQueue()
-        self._free: SimpleQueue[_Buffer | None] = SimpleQueue()
-        self._to_copy: SimpleQueue[_Read | None] = SimpleQueue()
+        self._spans = spans(self._pieces, STAGING_BYTES)
+        self._taking = Lock()
         self._on_bytes = on_bytes
         self._on_filled = on_filled
         self._changed = Condition()
@@ -75,19 +71,13 @@ class Transfer:
         self._stopped = False
 
     def __enter__(self) -> Self:
-        jobs = [self._read] * self._readers + [self._copy_to_gpus] * bool(self._devices)
+        jobs = [self._move] if self._devices else [self._read] * self._readers
         self._running = len(jobs)
-        for _ in range(self._readers + MORE_BUFFERS):
-            self._free.put(_Buffer.of(self._buffer_bytes, bool(self._devices)))
         self._threads = ThreadPoolExecutor(max(1, len(jobs)), "dsv4-load")
         with ExitStack() as undo:
             undo.callback(self._end)
             for job in jobs:
                 self._threads.submit(job).add_done_callback(self._on_end)
-            for span in spans(self._pieces, STAGING_BYTES):
-                self._to_read.put(span)
-            for _ in range(self._readers):
-                self._to_read.put(None)
             undo.pop_all()
         return self
 
@@ -121,74 +111,47 @@ class Transfer:
     def _on_end(self, thread: "Future[None]") -> None:
         error = thread.exception()
         if error is not None:
-            self._stop()
+            self._stopped = True
         with self._changed:
             self._running -= 1
             self._error = self._error or error
             self._changed.notify_all()
 
     def _end(self) -> None:
-        self._stop()
-        self._threads.shutdown()
-
-    def _stop(self) -> None:
-        """Ends threads that wait for something to do; they look when they get it."""
         self._stopped = True
-        for _ in range(self._readers):
-            self._free.put(None)
-            self._to_read.put(None)
+        self._threads.shutdown()
 
     # Targets that were made in inference mode can be written to only in inference mode, which is a
     # matter of the thread.
     @torch.inference_mode()
     def _read(self) -> None:
-        with ExitStack() as files, ExitStack() as end:
-            end.callback(self._to_copy.put, None)
+        memory = torch.empty(self._buffer_bytes, dtype=torch.uint8)
+        view = memory.numpy().data
+        with ExitStack() as files:
             opened: dict[Path, FileIO] = {}
-            while (span := self._to_read.get()) is not None and not self._stopped:
-                buffer = self._free.get()
-                if buffer is None:
-                    return
+            while not self._stopped and (span := self._next_span()) is not None:
                 if span.file not in opened:
-                    opened[span.file] = files.enter_context(_open(span.file))
-                _read_exactly(opened[span.file], span.offset, buffer.view[: span.nbytes])
-                if self._devices:
-                    self._to_copy.put(_Read(span, buffer))
-                else:
-                    _copy([_Read(span, buffer)], {})
-                    self._arrived(span.pieces)
-                    self._free.put(buffer)
+                    opened[span.file] = files.enter_context(open_sequential(span.file))
+                _read_exactly(opened[span.file], span.offset, view[: span.nbytes])
+                copy_on_host(span, memory)
+                self._arrived(span.pieces)
 
     @torch.inference_mode()
-    def _copy_to_gpus(self) -> None:
-        readers = self._readers
-        copying: deque[tuple[list[_Read], list[Any]]] = deque()
-        # What looks at weights does not wait for copies of others.
-        with _new_streams(self._devices) as checking, _new_streams(self._devices) as streams:
-            has_columns = any(piece.rows > 1 for piece in self._pieces)
-            unsorted = {
-                device: torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
-                for device in self._devices * has_columns
-            }
-            while (readers or copying) and not self._stopped:
-                if copying and (not readers or self._to_copy.empty()):
-                    done, events = copying.popleft()
-                    for event in events:
-                        event.synchronize()
-                    for one in done:
-                        self._free.put(one.buffer)
-                    self._arrived((piece for one in done for piece in one.span.pieces), checking)
-                    continue
-                taken = [self._to_copy.get()]
-                while not self._to_copy.empty():
-                    taken.append(self._to_copy.get())
-                read = [one for one in taken if one is not None]
-                readers -= len(taken) - len(read)
-                if read:
-                    _copy(read, unsorted)
-                    copying.append((read, [stream.record_event() for stream in streams]))
+    def _move(self) -> None:
+        move_to_gpus(
+            iter(self._next_span, None),
+            self._devices,
+            self._buffer_bytes,
+            self._readers,
+            lambda span: self._arrived(span.pieces),
+            lambda: self._stopped,
+        )
 
-    def _arrived(self, pieces: Iterable[Piece], streams: Iterable[torch.cuda.Stream] = ()) -> None:
+    def _next_span(self) -> Span | None:
+        with self._taking:
+            return next(self._spans, None)
+
+    def _arrived(self, pieces: Iterable[Piece]) -> None:
         arrived: Counter[str] = Counter()
         for piece in pieces:
             arrived[piece.name] += piece.nbytes
@@ -198,88 +161,10 @@ class Transfer:
                 self._missing[name] -= nbytes
                 is_filled = not self._missing[name]
             if is_filled:
-                with _current(streams):
-                    self._on_filled(name)
+                self._on_filled(name)
                 with self._changed:
                     del self._missing[name]
                     self._changed.notify_all()
-
-
-class _Buffer(NamedTuple):
-    """Memory that spans are read into: ``view`` for the operating system."""
-
-    memory: Tensor
-    view: memoryview
-
-    @classmethod
-    def of(cls, nbytes: int, pinned: bool) -> "_Buffer":
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        return cls(memory, memory.numpy().data)
-
-
-class _Read(NamedTuple):
-    """A span and the buffer that it is in."""
-
-    span: Span
-    buffer: _Buffer
-
-
-@contextmanager
-def _new_streams(devices: Iterable[torch.device]) -> Iterator[list[torch.cuda.Stream]]:
-    """Streams that are current, behind which nothing runs any more at the end."""
-    streams = [torch.cuda.Stream(device) for device in devices]
-    for stream in streams:
-        # Earlier work on the memory of the targets may still be running.
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with _current(streams):
-        try:
-            yield streams
-        finally:
-            for stream in streams:
-                stream.synchronize()
-
-
-@contextmanager
-def _current(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
-    with ExitStack() as current:
-        for stream in streams:
-            current.enter_context(torch.cuda.stream(stream))
-        yield
-
-
-def _copy(read: list[_Read], unsorted: dict[torch.device, Tensor]) -> None:
-    """Copies the pieces of spans, or queues that. ``unsorted``: where the whole rows arrive on a
-    device of which it keeps columns; torch would pick them on the host.
-    """
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    for here, piece in ((one, piece) for one in read for piece in one.span.pieces):
-        first = piece.offset - here.span.offset
-        data = here.buffer.memory[first : first + piece.nbytes]
-        for share in piece.shares:
-            is_whole = share.stop - share.first == piece.width
-            if piece.rows == 1 or is_whole:
-                targets.append(share.target)
-                sources.append(data if is_whole else data[share.first : share.stop])
-                continue
-            rows = data.view(piece.rows, piece.width)
-            if share.target.is_cuda:
-                arrived = unsorted[share.target.device][: rows.numel()].view(rows.shape)
-                rows = arrived.copy_(rows, non_blocking=True)
-            columns = rows[:, share.first : share.stop]
-            share.target.view(columns.shape).copy_(columns, non_blocking=True)
-    if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
-
-
-def _open(path: Path) -> FileIO:
-    try:
-        file = path.open("rb", buffering=0)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    if sys.platform == "linux":  # Reads further ahead.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-    return file
 
 
 def _read_exactly(file: FileIO, offset: int, memory: memoryview) -> None:
@@ -288,10 +173,7 @@ def _read_exactly(file: FileIO, offset: int, memory: memoryview) -> None:
         try:
             count = os.preadv(file.fileno(), [memory[done:]], offset + done)
         except OSError as error:
-            raise UserError(f"{file.name}: cannot be read ({error.strerror})") from None
+            raise unreadable(file.name, error.errno or 0) from None
         if not count:
-            raise UserError(
-                f"{file.name}: truncated: found {offset + done} bytes, "
-                f"expected at least {offset + len(memory)}"
-            )
+            raise too_short(file.name, offset + done, offset + len(memory))
         done += count

@@ -125,7 +125,10 @@ def test_progress_counts_every_byte_of_the_files_once(tmp_path: Path) -> None:
     load_ranks(
         checkpoint, config_of(checkpoint), placement, progress=lambda *state: seen.append(state)
     )
-    assert seen[-1][0] == seen[-1][1] == sum(weight.nbytes for weight in whole.values())
+    input_scales = sum(name.endswith("input_scale") for name in checkpoint.tensors)
+    assert input_scales
+    weights = sum(weight.nbytes for weight in whole.values())
+    assert seen[-1][0] == seen[-1][1] == weights + 4 * input_scales
 
 
 def test_the_speculative_module_is_whole_on_rank_0_alone(tmp_path: Path) -> None:

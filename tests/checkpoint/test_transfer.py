@@ -4,16 +4,16 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Self
 
 import numpy as np
 import pytest
 import torch
 
+from dsv4.checkpoint import lanes, to_gpus
 from dsv4.checkpoint import transfer as module
 from dsv4.checkpoint.pieces import Piece, Share
 from dsv4.checkpoint.transfer import Transfer, transfer
@@ -98,30 +98,49 @@ def test_missing_and_short_files_are_one_line(files: list[Path]) -> None:
         transfer([Piece.whole(files[1], 4950, memory(100))], lambda _: None)
 
 
-class CopyLater:
-    """In the place of a stream: its events are over a little later, as those of copies are."""
+class LaterEvent:
+    """It is over half a millisecond after it was made."""
 
-    def record_event(self) -> SimpleNamespace:
-        return SimpleNamespace(synchronize=lambda: time.sleep(0.0005))
+    def __init__(self) -> None:
+        self._over = time.monotonic() + 0.0005
+
+    def query(self) -> bool:
+        return time.monotonic() >= self._over
+
+    def synchronize(self) -> None:
+        time.sleep(0.0005)
+
+
+class LaterLane:
+    """In the place of a lane to a GPU: it copies to the CPU, and its events are over a little
+    later.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def queue(self, parts: list[lanes._Part], read: torch.Tensor) -> LaterEvent:
+        for start, stop in lanes._joined(parts):
+            self._memory[start:stop] = read[start:stop]
+        lanes._put(parts, self._memory)
+        return LaterEvent()
+
+    def end(self) -> None:
+        pass
 
 
 @pytest.fixture
 def copier(monkeypatch: pytest.MonkeyPatch) -> type[Transfer]:
-    """``Transfer`` with the thread that copies to GPUs, which copies to the CPU."""
-
-    @contextmanager
-    def streams(devices: list[torch.device]) -> Iterator[list[CopyLater]]:
-        yield [CopyLater() for _ in devices]
+    """``Transfer`` as to GPUs, which copies to the CPU."""
 
     class Copying(Transfer):
         def __enter__(self) -> Self:
             self._devices = [CPU]
             return super().__enter__()
 
-    of = module._Buffer.of
-    monkeypatch.setattr(module, "_new_streams", streams)
-    monkeypatch.setattr(module, "_current", lambda _: nullcontext())
-    monkeypatch.setattr(module._Buffer, "of", lambda nbytes, _: of(nbytes, pinned=False))
+    monkeypatch.setattr(lanes, "Lane", LaterLane)
+    monkeypatch.setattr(to_gpus, "_new_streams", lambda _: nullcontext())
+    monkeypatch.setattr(to_gpus, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     return Copying
 
 
