@@ -31,7 +31,7 @@ FP8 = QuantFormat.FP8_BLOCK128
 BOUND = 4e-3
 RESULTS = ("y_TE", "ids_TP", "weights_TP")
 # Zero before the first launch, and as a launch leaves it afterwards.
-LASTING = ("h", "counters", "pair_counters")
+LASTING = ("h", "counters", "sums")
 
 
 class Layer:
@@ -70,7 +70,7 @@ class Layer:
     def run(self, schedule: Schedule, edit: SourceEdit | None = None) -> list[Tensor]:
         """The results of one launch, in memory that was NaN before it."""
         tensors = dict(self._lasting)
-        for name in (*RESULTS, "parts_workspace"):
+        for name in RESULTS:
             argument = self._launch.arguments[name]
             assert isinstance(argument, Tensor)
             tensors[name] = torch.full(argument.shape, -1, dtype=argument.dtype)
