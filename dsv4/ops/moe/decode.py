@@ -49,7 +49,7 @@ class Ring(NamedTuple):
 # By padded token count. 8 warps are 3 to 10 % slower (latency of the decode chains), more than 12
 # or a deeper ring slower as well; but with 8 tokens, whose activations leave room for one stage per
 # warp only, 16 warps are faster than 12 (docs/kernels/moe.md).
-RINGS = {1: Ring(12, 2), 2: Ring(12, 2), 4: Ring(12, 2), 8: Ring(16, 1)}
+RINGS = {1: Ring(12, 2), 2: Ring(12, 2), 4: Ring(12, 2), 8: Ring(12, 2)}
 # Loads of a stage that are decoded side by side. All four take more than 128 registers on
 # Blackwell.
 LOADS_AT_ONCE = {"sm_90a": 4, "sm_100a": 2, "sm_103a": 2}
@@ -223,7 +223,6 @@ def _record(recording: Recording, step: _Step, results: _Results) -> None:
 def _launch(recording: Recording, step: _Step, ring: Ring, results: _Results) -> None:
     _, inner, width = step.sizes
     blocks = recording.target.multiprocessors
-    pairs = padded(width) // _PAIR_ROWS
     # Of all launches of the recording, which take its halves in turn: enough for the most tokens.
     hidden_rows = recording.tokens * (step.router.experts_per_token + 1)
     half_bytes = hidden_rows * padded(inner) * 2
@@ -241,9 +240,9 @@ def _launch(recording: Recording, step: _Step, ring: Ring, results: _Results) ->
         ids_TP=results.ids_TP,
         weights_TP=results.weights_TP,
         nan=recording.nan_1,
-        parts_workspace=recording.empty((pairs + blocks, step.tokens, _PAIR_ROWS), torch.float32),
         counters=recording.zeroed("moe_decode", COUNTERS),
-        pair_counters=recording.zeroed("moe_decode pairs", pairs),
+        # Words of 64 bits.
+        sums=recording.zeroed("moe_decode sums", 2 * blocks * MAX_DECODE_TOKENS * _PAIR_ROWS),
         half_bytes=half_bytes,
         **results.words.arguments,
         T=step.tokens,

@@ -6,12 +6,17 @@
 //            and every distinct routed expert of the step
 //   phase 2  y = sum over those experts of w2 h, one list of K per 32 output rows
 //
-// One block per multiprocessor. Blocks never meet: scores and h are words that say themselves that
-// they have arrived (moe_routes.cuh, moe_hidden.cuh). A work item is two row tiles of 16 (gate and
-// up rows, or two tiles of the output) over a range of K. The K stages of an item are dealt to the
-// warps of a block; each warp streams its own stages through its own ring in shared memory, so that
-// no warp waits for another one's loads. The warps' sums meet in shared memory and one warp
-// finishes the item. All orders of summation are fixed.
+// One block per multiprocessor. Blocks never meet: scores, h and sums on their way between blocks
+// are words that say themselves that they have arrived (moe_routes.cuh, moe_hidden.cuh,
+// moe_down.cuh). A work item is a part of K of two row tiles of 16 (gate and up rows, or two tiles
+// of the output). Its stages are dealt to the warps of a block; each warp streams its own stages
+// through its own ring in shared memory, so that no warp waits for another one's loads. The warps'
+// sums meet in shared memory and one warp finishes the item.
+//
+// A token gets the same bits in a step of any length, beside any other tokens: every order of
+// summation goes with the shapes, the number of warps and the token's own experts. In phase 1 part
+// i of an item's sum is of the stages i, i + WARPS, ..., whichever warp has them; in phase 2 see
+// moe_down.cuh.
 //
 // Defines: ROUTED, SHARED (weight formats), TOKENS (1, 2, 4 or 8: tokens rounded up), TAILS (1: E
 // or F is no multiple of a stage's columns), WARPS, STAGES (ring depth), LOADS_AT_ONCE (loads of
@@ -56,6 +61,22 @@ constexpr bool ANY_F16 = ROUTED != BF16 || SHARED != BF16;
 
 #include "moe_hidden.cuh"
 #include "moe_routes.cuh"
+
+// Exact n / divisor for n · divisor < 2^32.
+struct Divisor {
+    unsigned reciprocal;
+
+    __device__ __forceinline__ explicit Divisor(int divisor) {
+        // 0 stands for 2^32.
+        reciprocal = divisor > 1 ? 0xFFFFFFFFu / divisor + 1 : 0;
+    }
+
+    __device__ __forceinline__ int divide(int n) const {
+        return reciprocal ? __umulhi(n, reciprocal) : n;
+    }
+};
+
+#include "moe_down.cuh"
 
 static_assert(WARPS >= TOKENS, "a warp per token chooses its experts");
 static_assert(GATE_ROWS <= BUFFERS * PARTIAL / TOKENS,
@@ -224,10 +245,11 @@ struct Partials {
     __device__ __forceinline__ static unsigned parity(int item) { return item / BUFFERS & 1; }
     __device__ __forceinline__ static bool mine(int item, int warp) { return item % WARPS == warp; }
 
-    __device__ __forceinline__ void put(int item, const float (&total)[2][4], int warp,
+    // place: where the sum of this warp stands in the order of summation.
+    __device__ __forceinline__ void put(int item, const float (&total)[2][4], int place,
                                         int lane) const {
         if (item >= BUFFERS) barrier_wait(empty + 8 * buffer(item), parity(item) ^ 1);
-        float* to = data + (buffer(item) * WARPS + warp) * PARTIAL + (lane >> 2);
+        float* to = data + (buffer(item) * WARPS + place) * PARTIAL + (lane >> 2);
         const int t = lane & 3;
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
@@ -252,13 +274,20 @@ struct Partials {
         barrier_wait(full + 8 * buffer(item), parity(item));
     }
 
-    // Lane = row of the two tiles (0..31); sum over the warps for one token.
-    __device__ __forceinline__ float get(int item, int token, int lane) const {
+    // Behind the finishing of an item: waits until it is over.
+    __device__ __forceinline__ void wait_finished(int item) const {
+        barrier_wait(empty + 8 * buffer(item), parity(item));
+    }
+
+    // Lane = row of the two tiles (0..31), for one token: sum plus the places `begin` to `end`, one
+    // after the other.
+    __device__ __forceinline__ float get(int item, int token, int lane, float sum = 0.0f,
+                                         int begin = 0, int end = WARPS) const {
         const float* from = data + buffer(item) * WARPS * PARTIAL + (lane >> 4) * TOKENS * 16 +
                             token * 16 + (lane & 15);
-        float sum = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) sum += from[warp * PARTIAL];
+        for (int place = 0; place < WARPS; ++place)
+            if (unsigned(place - begin) < unsigned(end - begin)) sum += from[place * PARTIAL];
         return sum;
     }
 
@@ -269,20 +298,6 @@ struct Partials {
 };
 
 // ---- gate and up --------------------------------------------------------------------------------
-
-// Exact n / divisor for n · divisor < 2^32.
-struct Divisor {
-    unsigned reciprocal;
-
-    __device__ __forceinline__ explicit Divisor(int divisor) {
-        // 0 stands for 2^32.
-        reciprocal = divisor > 1 ? 0xFFFFFFFFu / divisor + 1 : 0;
-    }
-
-    __device__ __forceinline__ int divide(int n) const {
-        return reciprocal ? __umulhi(n, reciprocal) : n;
-    }
-};
 
 // The items of a block: first its share of the shared expert's tiles, then routed tiles. The routed
 // ones are dealt in rounds, so that all blocks get nearly equal bytes: blocks that have one shared
@@ -512,61 +527,11 @@ __device__ __forceinline__ int lane_token(int lane) {
     return TOKENS == 1 ? 0 : EVEN_COLUMNS ? lane >> 3 : lane >> 2;
 }
 
-// ---- down ---------------------------------------------------------------------------------------
-
-// The stages of all 32-row pairs of the output form one line, the shared expert first within a
-// pair; each of `sharers` blocks takes an equal, contiguous share of it. One item is what such a
-// share has of one pair.
-__device__ __forceinline__ unsigned sharers(int pairs, int stages_per_pair) {
-    // A pair that is cut costs an exchange between blocks at the very end: not for a few idle
-    // multiprocessors.
-    if (pairs <= int(gridDim.x) && pairs * 20 >= int(gridDim.x) * 19) return pairs;
-    return min(unsigned(pairs * stages_per_pair), gridDim.x);
-}
-
-struct DownItems {
-    int position, end, total, pair, first, stages, stage;
-
-    __device__ __forceinline__ DownItems(int pairs, int stages_per_pair, int warp) {
-        total = stages_per_pair, stage = warp;
-        const unsigned all = pairs * total;
-        const unsigned count = sharers(pairs, total);
-        const unsigned share = min(blockIdx.x, count);
-        position = share * all / count;
-        end = min(share + 1, count) * all / count;
-        pair = position / total;
-        first = position - pair * total;
-        stages = min(total - first, end - position);
-    }
-
-    __device__ __forceinline__ bool active() const { return position < end; }
-
-    __device__ __forceinline__ void next_item() {
-        position += stages;
-        ++pair;
-        first = 0;
-        stages = min(total, end - position);
-    }
-
-    __device__ __forceinline__ void settle() {
-#pragma unroll 1
-        while (active() && stage >= stages) {
-            stage -= stages;
-            next_item();
-        }
-    }
-};
-
-// The block whose share of all stages contains stage `position`.
-__device__ __forceinline__ int block_of(int position, int pairs, int total) {
-    return (unsigned(position + 1) * sharers(pairs, total) - 1) / unsigned(pairs * total);
-}
-
-// counters: the two words of LaunchNumber, then those of the score exchange; pair_counters: one per
-// 32 output rows. parts_workspace: [pairs + blocks, T, 32]. h: two halves of half_bytes, each with
-// room for T * (P + 1) rows of F, padded to 64, 16-bit values; zeros before the first launch. One
-// block also writes the routes to ids_TP and weights_TP. Launches that share counters share h, and
-// their half_bytes are equal.
+// counters: the two words of LaunchNumber, then those of the score exchange. sums: words [blocks, T,
+// 32] of SumExchange. h: two halves of half_bytes, each with room for T * (P + 1) rows of F, padded
+// to 64, 16-bit values. All are zeros before the first launch. One block also writes the routes to
+// ids_TP and weights_TP. Launches that share counters share h and sums, and their half_bytes are
+// equal.
 //
 // In torch, with experts = ids_TP.unique(), which the comments of the stages below refer to:
 //     log_score_TX = 0.5 * softplus(x_TE.float() @ gate.T).log()
@@ -587,16 +552,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                const char* shared_w3_data, const char* shared_w3_block_scale,
                const float* shared_w3_global_scale, const char* shared_w2_data,
                const char* shared_w2_block_scale, const float* shared_w2_global_scale, char* h,
-               bf16* y_TE, int64* ids_TP, float* weights_TP, int* nan, float* parts_workspace,
-               int* counters, int* pair_counters, int half_bytes, const int64* peers, int64 slot,
-               int exchange, int T, int P, int X, int E, int F, int V, float limit,
-               float scaling) {
+               bf16* y_TE, int64* ids_TP, float* weights_TP, int* nan, int* counters, int* sums,
+               int half_bytes, const int64* peers, int64 slot, int exchange, int T, int P, int X,
+               int E, int F, int V, float limit, float scaling) {
     extern __shared__ __align__(128) char dynamic_shared[];
     __shared__ Routes routes;
     __shared__ float units[MAX_ENTRIES + 1];
     __shared__ unsigned long long barriers[2 * BUFFERS + 1];
     __shared__ __align__(16) float largest[MAX_TOKENS * WARPS];
     __shared__ float unscale[MAX_TOKENS];
+    // y of phase 2, as far as it has come.
+    __shared__ float sum_so_far[TOKENS * WARP];
     __shared__ Outbox outbox;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int activation_bytes = (int(ANY_F16) + int(ANY_BF16)) * T * stage_padded(E) * 2;
@@ -621,6 +587,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     // Phase 1: routes, then h.
     int first_item;
+    unsigned launch_number;
     {
         const Layout<ROUTED> routed(F, E);
         const Layout<SHARED> shared(F, E);
@@ -671,8 +638,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         pdl_wait();
         if (RANKS > 1 && warp == WARPS - 1) outbox.open(peers, slot, exchange);
         const unsigned number = launch.read();
+        launch_number = number + 1;
         const ScoreExchange scores = {reinterpret_cast<unsigned long long*>(counters + 2),
-                                        number + 1};
+                                      launch_number};
         const int64 listed = HASH && warp < T ? listed_expert(table_VP, tokens_T, warp, P, V) : 0;
         // x_TE.abs().amax(-1), and this thread's columns of x_TE.float() @ gate.T
         inputs.measure(x_TE, T, E, gate_rows, partial_data);
@@ -741,7 +709,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             partials.end_get(number, lane);
         };
         float total[2][4] = {};
-        int place = 0;
+        // `part`: the first stage of this warp in the item, or where it would be.
+        int place = 0, part = warp;
         bool routes_known = false;
         // gate, up = x_TE[mask] @ w1.T, x_TE[mask] @ w3.T for shared and every one of experts.
         // A turn is a stage of this warp or the end of an item. The shared expert's stages do not
@@ -788,7 +757,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 items.stage -= items.stages();
                 // The item before is finished now, when no warp is likely to be behind in it:
                 // waiting here would add up.
-                partials.put(items.number, total, warp, lane);
+                partials.put(items.number, total, part, lane);
+                part = items.stage;
                 finish(items.number - 1);
                 items.next_item();
 #pragma unroll
@@ -818,66 +788,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     {
         const Layout<ROUTED> routed(E, F);
         const Layout<SHARED> shared(E, F);
-        const int routed_stages = routed.stages();
-        const int shared_stages = shared.stages();
-        const Divisor by_routed_stages(routed_stages);
         const unsigned hidden = shared_address(after) + warp * HiddenSlice::BYTES;
         const int pairs = (E + 63) / 64 * 2, hidden_k32 = (F + 63) / 64 * 2;
+        const DownLine line(pairs, shared.stages(), routed.stages(), routes.count);
 
-        // Slot of a position in the concatenated list of stages (-1: the shared expert), and the
-        // stage inside it.
-        const auto locate = [&](int position, int& stage) {
-            stage = position;
-            if (position < shared_stages) return -1;
-            position -= shared_stages;
-            const int slot = by_routed_stages.divide(position);
-            stage = position - slot * routed_stages;
-            return slot;
-        };
         // Row tiles `begin` to `end` of the two of a stage.
-        const auto fetch_weights = [&](const DownItems& from, int place, int begin, int end) {
+        const auto fetch_weights = [&](const DownStage& from, int place, int begin, int end) {
             const unsigned to = ring + place * PAIR_BYTES;
-            int stage;
-            const int slot = locate(from.first + from.stage, stage);
-            if (slot < 0) {
+            if (from.slot < 0) {
 #pragma unroll
                 for (int tile = begin; tile < end; ++tile)
                     shared.fetch(to + tile * Stage<SHARED>::BYTES, shared_w2_data,
-                                 shared_w2_block_scale, 0, 2 * from.pair + tile, stage, lane);
+                                 shared_w2_block_scale, 0, 2 * from.pair + tile, from.stage, lane);
             } else {
-                const int expert = routes.experts[slot];
+                const int expert = routes.experts[from.slot];
 #pragma unroll
                 for (int tile = begin; tile < end; ++tile)
                     routed.fetch(to + tile * Stage<ROUTED>::BYTES, w2_data, w2_block_scale, expert,
-                                 2 * from.pair + tile, stage, lane);
+                                 2 * from.pair + tile, from.stage, lane);
             }
         };
 
-        DownItems producer(pairs, shared_stages + routes.count * routed_stages, warp);
-        DownItems items = producer;
-        producer.settle();
+        DownStage producer(line, warp);
+        // The stage whose hidden rows come next.
+        DownStage next = producer;
 
-        // h of this warp's stages, one slice after the other: the place of the next one among the
-        // stages of a pair, and what is left of the block's share from there.
+        // h of this warp's stages, one slice after the other. `slot` and `ends` are of the slice
+        // that was requested last: its expert, and whether it ends a part.
         HiddenSlice slice;
-        int next = items.first + warp, left = items.end - items.position - warp;
+        int slot = -1;
+        bool ends = false;
         const auto request_next = [&] {
             slice.units = 0;
-            if (left > 0) {
-#pragma unroll 1
-                while (next >= items.total) next -= items.total;
-                int stage;
-                const int slot = locate(next, stage);
+            if (next.active(line)) {
+                slot = next.slot, ends = next.ends();
                 const int rows = TOKENS == 1 ? 1 : slot < 0 ? T : __popc(routes.mask[slot]);
                 const int first_row = TOKENS == 1 ? slot + 1
                                       : slot < 0  ? 0
                                                   : routes.first_row[slot];
                 int k32 = (slot < 0 ? Stage<SHARED>::COLUMNS : Stage<ROUTED>::COLUMNS) / 32;
-                slice.from = h + unsigned(first_row * hidden_k32 + stage * k32 * rows) * 64;
-                if (TAILS) k32 = min(k32, hidden_k32 - stage * k32);
+                slice.from = h + unsigned(first_row * hidden_k32 + next.stage * k32 * rows) * 64;
+                if (TAILS) k32 = min(k32, hidden_k32 - next.stage * k32);
                 slice.units = k32 * rows * 4;
-                next += WARPS;
-                left -= WARPS;
+                next.advance(line);
             }
             // Also where none is left, so that the registers of the one before are free.
             slice.request(0, lane);
@@ -896,11 +849,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
             for (; tiles < until; ++tiles) {
                 const int tile = tiles % 2;
-                if (producer.active()) fetch_weights(producer, tiles / 2, tile, tile + 1);
-                if (tile == 1) {
-                    producer.stage += WARPS;
-                    producer.settle();
-                }
+                if (producer.active(line)) fetch_weights(producer, tiles / 2, tile, tile + 1);
+                if (tile == 1) producer.advance(line);
                 if (tile == 1 || tiles + 1 == until) cp_async_commit();
             }
             if (here) break;
@@ -927,27 +877,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if constexpr (RANKS > 1) outbox.push(at, value);
             else y_TE[at] = __float2bfloat16_rn(value);
         };
-        int place = 0, number = first_item;
+        const SumExchange between = {reinterpret_cast<unsigned long long*>(sums), launch_number};
+        // Adds the parts of one round to y, one after the other.
+        const auto finish = [&](int round) {
+            const int number = first_item + round;
+            if (round < 0 || !Partials::mine(number, warp)) return;
+            const int first = round * WARPS, end = min(first + WARPS, line.count);
+            int index = first;
+            DownRun run = line.run(index, end);
+            if (round > 0) partials.wait_finished(number - 1);
+            partials.begin_get(number);
+#pragma unroll 1
+            while (true) {
+                const int row = run.pair * 32 + lane;
+                for (int t = 0; t < T; ++t) {
+                    float sum = 0.0f;
+                    if (run.receives) sum = between.receive(blockIdx.x * T + t, lane);
+                    else if (!run.starts) sum = sum_so_far[t * WARP + lane];
+                    sum = partials.get(number, t, lane, sum, index - first,
+                                       index - first + run.parts);
+                    if (!run.stops) sum_so_far[t * WARP + lane] = sum;
+                    else if (run.sends) between.send((blockIdx.x + 1) * T + t, lane, sum);
+                    else if (row < E) store(t, row, sum * routes.unscale[t]);
+                }
+                index += run.parts;
+                if (index >= end) break;
+                run = line.run(index, end);
+            }
+            partials.end_get(number, lane);
+        };
+        int place = 0;
         // y = sum(h[rows of the expert].float() @ w2.T) over shared and experts: 32 rows of w2 at a
         // time
+        const int rounds = (line.count + WARPS - 1) / WARPS;
 #pragma unroll 1
-        while (items.active()) {
+        for (int round = 0; round < rounds; ++round) {
             float total[2][4] = {};
+            bool more = round * WARPS + warp < line.count;
 #pragma unroll 1
-            for (; items.stage < items.stages; items.stage += WARPS) {
+            while (more) {
                 const unsigned at = ring + place * PAIR_BYTES;
-                int stage;
-                const int slot = locate(items.first + items.stage, stage);
-                const unsigned mask = slot < 0 || TOKENS == 1 ? (1u << T) - 1 : routes.mask[slot];
+                const int expert = slot;
+                more = !ends;
+                const unsigned mask =
+                    expert < 0 || TOKENS == 1 ? (1u << T) - 1 : routes.mask[expert];
                 const int rank = TOKENS == 1 ? 0 : __popc(mask & ((1u << token) - 1));
                 const Activations x = {hidden + rank * 64 + (lane & 3) * 16, __popc(mask) * 64,
                                        (mask >> token & 1) != 0};
-                const float unit = units[slot + 1];
+                const float unit = units[expert + 1];
                 slice.take(hidden, lane);
                 if (HIDDEN_AHEAD) request_next();
                 cp_async_wait<STAGES - 1>();
                 __syncwarp();
-                if (slot < 0)
+                if (expert < 0)
                     multiply_stage<SHARED>(total, at, x, SHARED == BF16 ? low : unit,
                                            SHARED == BF16 ? high : unit, lane);
                 else
@@ -955,57 +937,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                            ROUTED == BF16 ? high : unit, lane);
                 __syncwarp();
                 if (!HIDDEN_AHEAD) request_next();
-                if (producer.active()) {
+                if (producer.active(line)) {
                     fetch_weights(producer, place, 0, 2);
-                    producer.stage += WARPS;
-                    producer.settle();
+                    producer.advance(line);
                 }
                 cp_async_commit();
                 if (++place == STAGES) place = 0;
             }
-            items.stage -= items.stages;
-
-            partials.put(number, total, warp, lane);
-            if (Partials::mine(number, warp)) {
-                const int pair = items.pair, row = pair * 32 + lane;
-                partials.begin_get(number);
-                if (items.stages == items.total) {
-                    for (int t = 0; t < T; ++t)
-                        if (row < E)
-                            store(t, row, partials.get(number, t, lane) * routes.unscale[t]);
-                    partials.end_get(number, lane);
-                } else {
-                    // The pair is cut: the last of its blocks to finish adds the parts, in the
-                    // order of K.
-                    const int begin = pair * items.total;
-                    const int last = begin + items.total - 1;
-                    const int first_block = block_of(begin, pairs, items.total);
-                    const int last_block = block_of(last, pairs, items.total);
-                    const auto part = [&](int block) {
-                        return parts_workspace + size_t(pair + block) * T * 32 + lane;
-                    };
-                    for (int t = 0; t < T; ++t)
-                        __stcg(part(blockIdx.x) + t * 32, partials.get(number, t, lane));
-                    partials.end_get(number, lane);
-                    __threadfence();
-                    __syncwarp();
-                    int arrived = 0;
-                    if (lane == 0) arrived = atomicAdd(pair_counters + pair, 1);
-                    if (__shfl_sync(~0u, arrived, 0) == last_block - first_block) {
-                        __threadfence();
-                        if (lane == 0) pair_counters[pair] = 0;
-                        for (int t = 0; t < T; ++t) {
-                            float sum = 0.0f;
-#pragma unroll 4
-                            for (int block = first_block; block <= last_block; ++block)
-                                sum += __ldcg(part(block) + t * 32);
-                            if (row < E) store(t, row, sum * routes.unscale[t]);
-                        }
-                    }
-                }
-            }
-            ++number;
-            items.next_item();
+            partials.put(first_item + round, total, warp, lane);
+            finish(round - 1);
         }
+        finish(rounds - 1);
     }
 }

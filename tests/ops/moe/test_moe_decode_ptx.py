@@ -31,7 +31,7 @@ FP8 = QuantFormat.FP8_BLOCK128
 BOUND = 4e-3
 RESULTS = ("y_TE", "ids_TP", "weights_TP")
 # Zero before the first launch, and as a launch leaves it afterwards.
-LASTING = ("h", "counters", "pair_counters")
+LASTING = ("h", "counters", "sums")
 
 
 class Layer:
@@ -70,7 +70,7 @@ class Layer:
     def run(self, schedule: Schedule, edit: SourceEdit | None = None) -> list[Tensor]:
         """The results of one launch, in memory that was NaN before it."""
         tensors = dict(self._lasting)
-        for name in (*RESULTS, "parts_workspace"):
+        for name in RESULTS:
             argument = self._launch.arguments[name]
             assert isinstance(argument, Tensor)
             tensors[name] = torch.full(argument.shape, -1, dtype=argument.dtype)
@@ -130,6 +130,25 @@ def test_words_of_an_earlier_launch_would_be_taken_for_new_ones() -> None:
         assert_right(layer, SCHEDULES["random"])
 
 
+def test_a_token_has_the_same_bits_in_steps_of_every_length() -> None:
+    """Beside tokens of other experts, with parts of one and of two stages, and with pairs of row
+    tiles that blocks share.
+    """
+    rows = torch.randn(5, 128, generator=torch.Generator().manual_seed(5)).bfloat16()
+
+    def run(first: int, last: int) -> list[Tensor]:
+        layer = Layer(128, 320, last - first)
+        layer.x_TE.copy_(rows[first:last])
+        return layer.run(SCHEDULES["random"])
+
+    alone = {token: run(token, token + 1) for token in (0, 2)}
+    for last in (2, 3, 5):
+        together = run(0, last)
+        for token in (token for token in alone if token < last):
+            for found, expected in zip(together, alone[token], strict=True):
+                assert torch.equal(found[token], expected[0]), (token, last)
+
+
 PLANTED = {
     "slices are not waited for": SourceEdit(
         "moe_hidden.cuh", "return __all_sync(~0u, least != 0);", "return true;"
@@ -140,6 +159,12 @@ PLANTED = {
     ),
     "a launch does not count": SourceEdit(
         "moe_decode.cu", "if (threadIdx.x == 0) launch.end();", ""
+    ),
+    "sums of other blocks are not waited for": SourceEdit(
+        "moe_down.cuh", "if (__all_sync(~0u, unsigned(word >> 32) == launch)) break;", "break;"
+    ),
+    "rounds are not waited for": SourceEdit(
+        "moe_decode.cu", "if (round > 0) partials.wait_finished(number - 1);", ""
     ),
 }
 

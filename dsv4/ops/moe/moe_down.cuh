@@ -1,0 +1,150 @@
+// The second phase of the experts' decode launch: in which order its products are computed and
+// added up.
+//
+// A pair is two row tiles of the output. The K of its shared expert and then of all experts of the
+// step, ascending, is one list of parts, PART_STAGES stages of an expert each. A warp adds up a
+// part; y of a token is the sum of its experts' parts, one after the other. Parts of experts of
+// other tokens are zeros for it, which change no bit. So y of a token does not go with what else is
+// in the step, nor with who computes which part.
+//
+// The parts of all pairs form one line, and every block has an equal share of it, which it computes
+// in rounds of one part per warp. Where a share ends within a pair, the sum so far goes to the next
+// block, which goes on from there. So a block begins with the first parts of its last pair, for
+// another block to go on with, and ends with the last parts of its first pair, whose sum has long
+// come.
+//
+// Defines: those of moe_decode.cu.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int PART_STAGES = 2;
+// A sum that goes from block to block takes a trip through L2 each time.
+constexpr int MOST_BLOCKS_OF_A_PAIR = 4;
+
+// Blocks with a share of all parts: a round each at least, and all where there is enough to do.
+__device__ __forceinline__ unsigned sharers(int pairs, int parts) {
+    const int blocks = gridDim.x;
+    // A pair that is cut costs an exchange between blocks: not for a few idle multiprocessors.
+    if (pairs <= blocks && pairs * 20 >= blocks * 19) return pairs;
+    return min(pairs * min(max(parts / WARPS, 1), MOST_BLOCKS_OF_A_PAIR), blocks);
+}
+
+// Parts of one pair that follow each other in a round.
+struct DownRun {
+    int pair, parts;
+    // Whether they begin with the pair's first part or with a sum from another block; otherwise
+    // with the sum so far. Whether the sum is then complete, or to be sent on (sends).
+    bool starts, receives, stops, sends;
+};
+
+// The share of a block, in the order in which it is computed: `head` parts of its last pair, which
+// is not all there, then whole pairs, and from `tail` on the rest of the pair before those.
+struct DownLine {
+    int shared_stages, routed_stages, shared_parts, routed_parts;
+    int parts, count, head, tail;
+    // Place on the line less index in the share, of the three.
+    int head_offset, whole_offset, tail_offset;
+    Divisor by_parts, by_routed_parts;
+
+    __device__ __forceinline__ static int parts_of(int stages) {
+        return (stages + PART_STAGES - 1) / PART_STAGES;
+    }
+
+    __device__ __forceinline__ DownLine(int pairs, int shared_n, int routed_n, int experts)
+        : shared_stages(shared_n), routed_stages(routed_n), shared_parts(parts_of(shared_n)),
+          routed_parts(parts_of(routed_n)), parts(shared_parts + experts * routed_parts),
+          by_parts(parts), by_routed_parts(routed_parts) {
+        const unsigned all = pairs * parts, blocks = sharers(pairs, parts);
+        const unsigned share = min(blockIdx.x, blocks);
+        const int begin = share * all / blocks, end = min(share + 1, blocks) * all / blocks;
+        const int cut = max(end / parts * parts, begin);
+        const int whole = min((begin + parts - 1) / parts * parts, cut);
+        count = end - begin, head = end - cut, tail = end - whole;
+        head_offset = cut, whole_offset = whole - head, tail_offset = begin - tail;
+    }
+
+    __device__ __forceinline__ int place(int index) const {
+        return index + (index < head   ? head_offset
+                        : index < tail ? whole_offset
+                                       : tail_offset);
+    }
+
+    // From `index` on, before `end`.
+    __device__ __forceinline__ DownRun run(int index, int end) const {
+        DownRun found;
+        const int at = place(index);
+        found.pair = by_parts.divide(at);
+        const int within = at - found.pair * parts;
+        found.parts = min(min(end, index < head ? head : count) - index, parts - within);
+        const bool complete = within + found.parts == parts;
+        found.starts = within == 0;
+        found.receives = within > 0 && (index == 0 || index == tail);
+        found.sends = !complete && index + found.parts == head;
+        found.stops = complete || found.sends;
+        return found;
+    }
+};
+
+// A stage of a warp: slot of its expert (-1: the shared one), and the end of its part.
+struct DownStage {
+    int index, pair, slot, stage, end;
+
+    __device__ __forceinline__ DownStage(const DownLine& line, int first) : index(first) {
+        locate(line);
+    }
+
+    __device__ __forceinline__ bool active(const DownLine& line) const {
+        return index < line.count;
+    }
+
+    __device__ __forceinline__ bool ends() const { return stage + 1 == end; }
+
+    __device__ __forceinline__ void advance(const DownLine& line) {
+        if (++stage < end) return;
+        index += WARPS;
+        locate(line);
+    }
+
+    __device__ __forceinline__ void locate(const DownLine& line) {
+        const int at = line.place(index);
+        pair = line.by_parts.divide(at);
+        int part = at - pair * line.parts, stages = line.shared_stages;
+        slot = -1;
+        if (part >= line.shared_parts) {
+            part -= line.shared_parts;
+            slot = line.by_routed_parts.divide(part);
+            part -= slot * line.routed_parts;
+            stages = line.routed_stages;
+        }
+        stage = part * PART_STAGES;
+        end = min(stage + PART_STAGES, stages);
+    }
+};
+
+// Sums on their way from a block to the next one: words of {number of the launch, value}, like
+// those of the scores.
+struct SumExchange {
+    unsigned long long* words;  // [blocks · T, WARP], zeros before the first launch
+    unsigned launch;            // not 0
+
+    __device__ __forceinline__ void send(int row, int lane, float sum) const {
+        const unsigned long long word = (unsigned long long)launch << 32 | __float_as_uint(sum);
+        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(words + row * WARP + lane),
+                     "l"(word)
+                     : "memory");
+    }
+
+    __device__ __forceinline__ float receive(int row, int lane) const {
+        const Deadline deadline;
+        unsigned long long word;
+        while (true) {
+            asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+                         : "=l"(word)
+                         : "l"(words + row * WARP + lane)
+                         : "memory");
+            if (__all_sync(~0u, unsigned(word >> 32) == launch)) break;
+            deadline.check();
+        }
+        return __uint_as_float(unsigned(word));
+    }
+};
