@@ -39,6 +39,7 @@ from dsv4.speculative.recorded_drafts import record_drafts
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps
 from dsv4.speculative.report import draft_stats
 from dsv4.speculative.steps import direct_steps
+from dsv4.speculative.tally import drafts_of_a_step
 from dsv4.step.direct import DirectSteps
 from dsv4.step.nan_search import NaNSearch
 from dsv4.step.steps import RecordedSteps
@@ -259,7 +260,7 @@ class Engine(EngineInputs):
 
     def _build_steps(self, compiling: Progress | None) -> DirectSteps | RecordedSteps:
         if isinstance(self.table, DirectTable):
-            count = self.engine_config.draft_tokens
+            count = drafts_of_a_step(self.engine_config)
             others = self.models[1:]
             return direct_steps(self.model, self.state, self.table.ops, self.draft, count, others)
         tokens = prefill_tokens(self.engine_config, self.max_context)
@@ -267,7 +268,7 @@ class Engine(EngineInputs):
             others = self.models[1:]
             return RecordedSteps(self.model, self.state, self.table, tokens, compiling, others)
         along = record_drafts(self.config, self.draft, self.model, self.state, self.table)
-        count = self.engine_config.draft_tokens
+        count = drafts_of_a_step(self.engine_config)
         return DraftedRecordedSteps(self.model, along, tokens, count, compiling)
 
     def _build_decoder(

@@ -65,7 +65,7 @@ class BlockLoop:
         self._state = state
         self._sampler = sampler
         self._ring = ring
-        self._count = DraftCount(0, 0)
+        self._count = DraftCount((0,))
         self._pass_on_rejected = pass_on_rejected
         self._pending: deque[int] = deque()
         self._known = 0

@@ -46,7 +46,7 @@ class World:
         self.place = self.state.place(CPU)
         self.next_1 = torch.zeros(1, dtype=torch.int64)
         self.ring_3R = torch.full((3, SLOTS), -9)
-        self.count = DraftCount(drafts, most)
+        self.count = DraftCount(range(most + 1) if drafts is None else (drafts,))
         self.tally = Tally(most)
         self._drafts: list[int] = []
         self._queued: deque[int] = deque()
