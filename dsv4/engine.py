@@ -269,7 +269,8 @@ class Engine(EngineInputs):
             return RecordedSteps(self.model, self.state, self.table, tokens, compiling, others)
         along = record_drafts(self.config, self.draft, self.model, self.state, self.table)
         count = drafts_of_a_step(self.engine_config)
-        return DraftedRecordedSteps(self.model, along, tokens, count, compiling)
+        context = self.max_context
+        return DraftedRecordedSteps(self.model, along, tokens, count, context, compiling)
 
     def _build_decoder(
         self, mode: Literal["auto", "split", "full"], steps: RecordedSteps

@@ -30,10 +30,12 @@ class DraftedRecordedSteps(RecordedSteps):
         along: RecordedDrafts,
         prefill_tokens: int,
         drafts: Drafts,
+        max_context: int,
         compiling: Progress | None = None,
     ) -> None:
         """``along``: the module, recorded for this model. ``drafts``: as of
-        ``dsv4.speculative.steps.DraftedSteps``; the others as of ``RecordedSteps``.
+        ``dsv4.speculative.steps.DraftedSteps``; ``max_context``: tokens that the caches hold; the
+        others as of ``RecordedSteps``.
         """
         self.along = along
         state = along.state
@@ -51,7 +53,7 @@ class DraftedRecordedSteps(RecordedSteps):
             if device != self.head
         ]
         ring = BlockRing(self.along.memory.ring_3R, self.head, BLOCKS_AHEAD)
-        self.blocks = BlockLoop(state, own.sampler, ring, self._pass_on_rejected)
+        self.blocks = BlockLoop(state, own.sampler, ring, max_context, self._pass_on_rejected)
         self.drafted = Tally(scope.most)
         self._usefulness = Usefulness()
 
