@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.allocation import COMPUTE_DTYPES, chunk_tokens, prefill_tokens
-from dsv4.checkpoint.identity import checkpoint_identity
+from dsv4.checkpoint.identity import NO_FOLDER, Identity
 from dsv4.checkpoint.packed_cache import PackedCache
 from dsv4.checkpoint.state_file import StateKey
 from dsv4.config import ModelConfig
@@ -65,7 +65,7 @@ class Engine(EngineInputs):
         placement: Placement,
         table: Table | None = None,
         compiling: Progress | None = None,
-        checkpoint: str = "",
+        identity: Identity = NO_FOLDER,
     ) -> None:
         """``weights`` by canonical name (``dsv4.weights.parameters``), each on
         ``placement.device_of(name)``; or what every rank holds of them
@@ -75,7 +75,7 @@ class Engine(EngineInputs):
         its portable one on these weights (``dsv4.load_check``). Names under ``mtp.`` are a draft
         module's. The engine reads every weight once, so ``weights`` may be a ``ReadOnce``.
         ``compiling(done, total)`` is told about kernels that have to be compiled.
-        ``checkpoint``: what saved states call it (``dsv4.checkpoint.identity``).
+        ``identity``: what saved states call the weights.
         """
         self.config = config
         alone = placement.ranks == 1
@@ -97,8 +97,9 @@ class Engine(EngineInputs):
         torch.cuda.empty_cache()
         state = allocate_state(config, engine_config, max_context, placement)
         if shown is not None:
-            state.draft = allocate_draft(config, engine_config, shown, self.model.head_device)
-        super().__init__(state, StateKey.of(config, engine_config, checkpoint), max_context)
+            device = self.model.head_device
+            state.draft = allocate_draft(config, engine_config, shown, device, identity.draft)
+        super().__init__(state, StateKey.of(config, engine_config, identity.main), max_context)
         self.steps = self._build_steps(compiling)
         self.decoder: CUDAGraphDecoder | None = None
         if engine_config.cuda_graph is not None:
@@ -137,13 +138,14 @@ class Engine(EngineInputs):
         if opened.steps is not None:
             compile_ahead(opened.steps.kernels(), compiling)
         table = opened.table if change_table is None else change_table(opened.table)
-        identity = checkpoint_identity(opened.checkpoint)
+        identity = opened.identity()
         placement = opened.placement
         cache = None
         if engine_config.packed_cache is not None:
             folder = Path(engine_config.packed_cache)
             name = table.packing.name
-            cache = PackedCache(folder, opened.checkpoint, identity, name, placement.ranks, keeping)
+            ranks = placement.ranks
+            cache = PackedCache(folder, opened.checkpoint, identity.main, name, ranks, keeping)
         with opened.reading(progress, packing, cache) as weights:
             return cls(opened.config, engine_config, weights, placement, table, compiling, identity)
 

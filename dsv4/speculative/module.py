@@ -89,12 +89,16 @@ def allocate_draft(
     engine: EngineConfig,
     shown: tuple[MtpKind, int],
     device: torch.device,
+    checkpoint: str = "",
 ) -> DraftState:
-    """The caches of such a module on ``device``."""
+    """The caches of such a module on ``device``; ``checkpoint``: whose weights it has
+    (``dsv4.checkpoint.identity``).
+    """
     kind, stages = shown
+    module = f"{kind} in {engine.compute_dtype} of {checkpoint}"
     dtype = COMPUTE_DTYPES[engine.compute_dtype]
     rows = kv_row_format(engine)
-    return DraftState.allocate(config, stages, rows, dtype, device, kind == "classic")
+    return DraftState.allocate(config, stages, rows, dtype, device, kind == "classic", module)
 
 
 def _check_filled(config: ModelConfig, names: set[str], kind: MtpKind, stages: int) -> None:
