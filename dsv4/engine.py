@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.allocation import COMPUTE_DTYPES, chunk_tokens, prefill_tokens
-from dsv4.checkpoint.identity import checkpoint_identity
+from dsv4.checkpoint.identity import NO_FOLDER, Identity
 from dsv4.checkpoint.packed_cache import PackedCache
 from dsv4.checkpoint.state_file import StateKey
 from dsv4.config import ModelConfig
@@ -39,6 +39,7 @@ from dsv4.speculative.recorded_drafts import record_drafts
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps
 from dsv4.speculative.report import draft_stats
 from dsv4.speculative.steps import direct_steps
+from dsv4.speculative.tally import drafts_of_a_step
 from dsv4.step.direct import DirectSteps
 from dsv4.step.nan_search import NaNSearch
 from dsv4.step.steps import RecordedSteps
@@ -64,7 +65,7 @@ class Engine(EngineInputs):
         placement: Placement,
         table: Table | None = None,
         compiling: Progress | None = None,
-        checkpoint: str = "",
+        identity: Identity = NO_FOLDER,
     ) -> None:
         """``weights`` by canonical name (``dsv4.weights.parameters``), each on
         ``placement.device_of(name)``; or what every rank holds of them
@@ -74,7 +75,7 @@ class Engine(EngineInputs):
         its portable one on these weights (``dsv4.load_check``). Names under ``mtp.`` are a draft
         module's. The engine reads every weight once, so ``weights`` may be a ``ReadOnce``.
         ``compiling(done, total)`` is told about kernels that have to be compiled.
-        ``checkpoint``: what saved states call it (``dsv4.checkpoint.identity``).
+        ``identity``: what saved states call the weights.
         """
         self.config = config
         alone = placement.ranks == 1
@@ -96,8 +97,9 @@ class Engine(EngineInputs):
         torch.cuda.empty_cache()
         state = allocate_state(config, engine_config, max_context, placement)
         if shown is not None:
-            state.draft = allocate_draft(config, engine_config, shown, self.model.head_device)
-        super().__init__(state, StateKey.of(config, engine_config, checkpoint), max_context)
+            device = self.model.head_device
+            state.draft = allocate_draft(config, engine_config, shown, device, identity.draft)
+        super().__init__(state, StateKey.of(config, engine_config, identity.main), max_context)
         self.steps = self._build_steps(compiling)
         self.decoder: CUDAGraphDecoder | None = None
         if engine_config.cuda_graph is not None:
@@ -136,13 +138,14 @@ class Engine(EngineInputs):
         if opened.steps is not None:
             compile_ahead(opened.steps.kernels(), compiling)
         table = opened.table if change_table is None else change_table(opened.table)
-        identity = checkpoint_identity(opened.checkpoint)
+        identity = opened.identity()
         placement = opened.placement
         cache = None
         if engine_config.packed_cache is not None:
             folder = Path(engine_config.packed_cache)
             name = table.packing.name
-            cache = PackedCache(folder, opened.checkpoint, identity, name, placement.ranks, keeping)
+            ranks = placement.ranks
+            cache = PackedCache(folder, opened.checkpoint, identity.main, name, ranks, keeping)
         with opened.reading(progress, packing, cache) as weights:
             return cls(opened.config, engine_config, weights, placement, table, compiling, identity)
 
@@ -259,7 +262,7 @@ class Engine(EngineInputs):
 
     def _build_steps(self, compiling: Progress | None) -> DirectSteps | RecordedSteps:
         if isinstance(self.table, DirectTable):
-            count = self.engine_config.draft_tokens
+            count = drafts_of_a_step(self.engine_config)
             others = self.models[1:]
             return direct_steps(self.model, self.state, self.table.ops, self.draft, count, others)
         tokens = prefill_tokens(self.engine_config, self.max_context)
@@ -267,8 +270,9 @@ class Engine(EngineInputs):
             others = self.models[1:]
             return RecordedSteps(self.model, self.state, self.table, tokens, compiling, others)
         along = record_drafts(self.config, self.draft, self.model, self.state, self.table)
-        count = self.engine_config.draft_tokens
-        return DraftedRecordedSteps(self.model, along, tokens, count, compiling)
+        count = drafts_of_a_step(self.engine_config)
+        context = self.max_context
+        return DraftedRecordedSteps(self.model, along, tokens, count, context, compiling)
 
     def _build_decoder(
         self, mode: Literal["auto", "split", "full"], steps: RecordedSteps

@@ -44,8 +44,9 @@ class EngineConfig:
     prompt: activations of 16 bit ("bf16") or rounded ones (numerics.md#quantised-activations).
     ``draft``: the draft module (docs/speculative.md), "auto" the one of ``draft_weights``, or with
     the CUDA ops that of the checkpoint where there is room; one that is off is not loaded.
-    ``draft_tokens``: drafts of a step, None as many as the module was trained to make, "auto" by
-    what is measured. ``draft_weights``: a folder that holds the module in the place of the
+    ``draft_tokens``: drafts of a step, None as many as the module was trained to make (of a
+    ``draft`` "auto" these or none, whichever is measured to be faster), "auto" any number by what
+    is measured. ``draft_weights``: a folder that holds the module in the place of the
     checkpoint. ``packed_cache``: a folder that keeps packed weights (docs/checkpoints.md). Raises
     ``UserError``.
     """

@@ -15,6 +15,7 @@ from dsv4.checkpoint import (
     loading_ranks,
     open_checkpoint,
 )
+from dsv4.checkpoint.identity import Identity, checkpoint_identity
 from dsv4.checkpoint.packed_cache import PackedCache
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.config import ModelConfig
@@ -108,6 +109,13 @@ class OpenedCheckpoint:
         """Where the checkpoint has a module that nobody asked for, and there is no place for it."""
         _LOG.info("drafts: off, the checkpoint's module does not fit on the last device")
         return cls.open(path, replace(engine, draft="off", draft_tokens=None), gpu_memory)
+
+    def identity(self) -> Identity:
+        """Which weights these are."""
+        main = checkpoint_identity(self.checkpoint)
+        if self.draft is None or self.draft.checkpoint is self.checkpoint:
+            return Identity(main, main)
+        return Identity(main, checkpoint_identity(self.draft.checkpoint))
 
     @contextmanager
     def reading(

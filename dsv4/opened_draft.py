@@ -19,6 +19,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops.tables import RecordedTable, Table
 from dsv4.parallel.placement import Placement
+from dsv4.speculative.module import far_layer, layers_read
 from dsv4.speculative.planned import draft_bytes, planned_along
 from dsv4.step.planned import MakeAlong
 from dsv4.weights.parameters import MtpKind
@@ -92,10 +93,8 @@ class OpenedDraft:
 
     def is_near(self, placement: Placement) -> bool:
         """Whether the layers that the module reads are on the device of the head."""
-        devices = placement.layer_devices
-        keys = self.config.dspark
-        read = () if self.kind == "classic" or keys is None else keys.target_layer_ids
-        return all(devices[layer] == devices[-1] for layer in read)
+        devices = dict(enumerate(placement.layer_devices))
+        return far_layer(layers_read(self.config, self.kind), devices) is None
 
     def load(self, placement: Placement) -> Weights:
         """The weights, each on its device."""

@@ -112,7 +112,7 @@ def _step_seconds(
     sampler = Sampler(SamplingParams(temperature=0))
     for count in (_WARM_UP, _STEPS):
         tally = Tally(MAX_DECODE_TOKENS)
-        drafting = Drafting(DraftCount(drafts, MAX_DECODE_TOKENS), tally)
+        drafting = Drafting(DraftCount((drafts,)), tally)
         room = count * (drafts + 1)
         tokens = decoder.following(0, sampler, room, decoder.blocks(), drafting)
         for _ in tokens:

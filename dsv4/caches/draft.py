@@ -23,6 +23,7 @@ class DraftState:
     Rows of positions that are taken back are overwritten when the positions come again, so nothing
     has to be undone. The rows of the positions from ``first`` to ``end`` are the sequence's own.
     ``position_1`` and ``rejected_1``: of the module's embedding look-ups (``dsv4.ops.opening``).
+    ``module``: which one it is; the rows are of no use to another.
     """
 
     stages: tuple[KeySet, ...]
@@ -31,6 +32,7 @@ class DraftState:
     rejected_1: Tensor
     first: int = 0
     end: int = 0
+    module: str = ""
 
     @classmethod
     def allocate(
@@ -41,6 +43,7 @@ class DraftState:
         dtype: torch.dtype,
         device: torch.device,
         keeps_streams: bool,
+        module: str = "",
     ) -> "DraftState":
         """For a module of ``stages`` blocks; ``dtype`` is that of streams and of PLAIN ``rows``."""
         window = config.sliding_window
@@ -55,7 +58,7 @@ class DraftState:
             torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)
         )
         keys = tuple(KeySet(ring, None, 0, window) for ring in rings)
-        return cls(keys, streams_SME, position_1, rejected_1)
+        return cls(keys, streams_SME, position_1, rejected_1, module=module)
 
     @property
     def remembered_rows(self) -> int:
@@ -80,6 +83,21 @@ class DraftState:
         """Whether all rows are there that drafts behind ``position`` tokens read."""
         reached = position <= self.end <= position + MAX_TAKEN_BACK
         return reached and self.first <= max(0, position - self.stages[0].window)
+
+    def rows_begin(self, position: int, undoable: int) -> int:
+        """The first row that drafts read behind ``position`` tokens, or behind ``undoable`` less of
+        them.
+        """
+        return max(0, position - undoable - self.stages[0].window)
+
+    def is_whole(self, position: int, undoable: int) -> bool:
+        """Whether all of these rows are there."""
+        return self.covers(position) and self.first <= self.rows_begin(position, undoable)
+
+    def resume(self, position: int, undoable: int) -> None:
+        """All of these rows are there, and no others."""
+        self.first = self.rows_begin(position, undoable)
+        self.end = position
 
     @property
     def nbytes(self) -> int:

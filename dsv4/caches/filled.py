@@ -5,9 +5,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dsv4.caches.draft import DraftState
 from dsv4.caches.layer import AttentionState, CompressedState, history_tokens
 from dsv4.caches.rows import RowCache
 
+# What the names of a draft module's rows begin with.
+DRAFT = "draft."
 # What is copied at once between a device and a file.
 _PART_BYTES = 16 << 20
 
@@ -56,6 +59,18 @@ def filled_rows(
         for kind, part in (("compressed", layer.compressed), ("index", layer.index)):
             if part is not None:
                 yield from _compressed(f"{name}.{kind}", part, keys.ratio, position, undoable)
+
+
+def filled_draft_rows(draft: DraftState, position: int, undoable: int) -> Iterator[FilledRows]:
+    """What a draft module can read behind such a sequence (``DraftState.is_whole``)."""
+    start = draft.rows_begin(position, undoable)
+    for stage, keys in enumerate(draft.stages):
+        yield from _rows(f"{DRAFT}{stage}.window", keys.ring, start, position, in_ring=True)
+    if draft.streams_SME is not None:
+        # The last streams go into the row that the next token brings.
+        start = max(0, position - undoable - 1)
+        streams = draft.streams_SME.flatten(1)
+        yield FilledRows(f"{DRAFT}streams", streams, start, position - start, in_ring=True)
 
 
 def _compressed(

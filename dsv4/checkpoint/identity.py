@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,18 @@ _SAMPLED_TENSORS = 256
 _FEWEST_GAPS = 31
 _WIDEST_GAP = 1 << 28
 _SAMPLED_BYTES = 4096
+
+
+class Identity(NamedTuple):
+    """Of the weights of an engine, ``checkpoint_identity`` of the checkpoint and of the folder that
+    holds the draft module; "" for weights that come from no folder.
+    """
+
+    main: str = ""
+    draft: str = ""
+
+
+NO_FOLDER = Identity()
 
 
 def checkpoint_identity(checkpoint: Checkpoint) -> str:

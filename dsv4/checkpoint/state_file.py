@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsv4.caches.filled import FilledRows, filled_rows
+from dsv4.caches.filled import DRAFT, FilledRows, filled_draft_rows, filled_rows
 from dsv4.caches.point import undoable_tokens
 from dsv4.caches.state import DecodeState
 from dsv4.checkpoint.problems import printable
@@ -21,7 +21,9 @@ from dsv4.errors import UserError, shorten
 from dsv4.json_object import JsonReader, parse_json_object
 from dsv4.limits import MAX_TAKEN_BACK
 
-FORMAT = "dsv4-state/1"
+FORMAT = "dsv4-state/2"
+# Files of it have no rows of a draft module.
+_OLDER_FORMAT = "dsv4-state/1"
 TOKENS = "token_ids"
 _NO_DIGEST = "0" * 64
 _READ_BYTES = 16 << 20
@@ -43,7 +45,7 @@ class StateKey:
     @classmethod
     def of(cls, config: ModelConfig, engine: EngineConfig, checkpoint: str) -> "StateKey":
         """The key of an engine that runs a checkpoint with ``engine``. It says nothing of a draft
-        module, on which nothing depends that a sequence keeps.
+        module: a sequence goes on with another one, or without.
         """
         kv_rows, index_rows = (
             "fp8" if dtype == "fp8" else engine.compute_dtype
@@ -69,9 +71,13 @@ def write_state(
     when the disk has no room.
     """
     rows = list(filled_rows(state.layers, state.position, state.undoable_tokens))
+    facts = {**key.facts(), "furthest": state.furthest, "notes": dict(notes)}
+    draft = state.draft
+    if draft is not None and draft.is_whole(state.position, state.undoable_tokens):
+        facts["draft"] = draft.module
+        rows += filled_draft_rows(draft, state.position, state.undoable_tokens)
     stored = {TOKENS: StoredType(torch.int64, (len(token_ids),))}
     stored.update({one.name: StoredType(one.store.dtype, one.shape) for one in rows})
-    facts = {**key.facts(), "furthest": state.furthest, "notes": dict(notes)}
     metadata = {"format": FORMAT, "sha256": _NO_DIGEST, "state": json.dumps(facts)}
     header, offsets = lay_out_file(stored, metadata)
     digest = hashlib.sha256(header)
@@ -114,7 +120,7 @@ class SavedState:
         header = read_whole_header(path)
         metadata = _strings(path, "metadata", header.metadata)
         found = metadata.get("format")
-        if found != FORMAT:
+        if found not in (FORMAT, _OLDER_FORMAT):
             raise UserError(f"{path}: format: found {shorten(found)}, expected {FORMAT!r}")
         _check_digest(path, header, metadata.get("sha256", ""))
         facts = parse_json_object(metadata.get("state", ""), f"{path}: state")
@@ -151,11 +157,14 @@ class SavedState:
 
     def check_rows(self, state: DecodeState) -> None:
         """Raises ``UserError`` unless the tensors of the file are those of ``state`` behind this
-        sequence.
+        sequence. Rows of another draft module than that of ``state`` are no matter.
         """
+        tensors = self._tensors
+        if "draft" in self._facts and not self._has_rows_of(state):
+            tensors = {name: one for name, one in tensors.items() if not name.startswith(DRAFT)}
         expected = {one.name: StoredType(one.store.dtype, one.shape) for one in self._rows(state)}
-        for name in sorted(self._tensors.keys() | expected.keys()):
-            self._expect(printable(name), _type(self._tensors.get(name)), _type(expected.get(name)))
+        for name in sorted(tensors.keys() | expected.keys()):
+            self._expect(printable(name), _type(tensors.get(name)), _type(expected.get(name)))
 
     def restore(self, state: DecodeState) -> None:
         """Puts the rows into ``state`` and its ranks, which have been checked: they stand behind
@@ -168,10 +177,18 @@ class SavedState:
                 part.copy_(saved[done : done + len(part)])
                 done += len(part)
         state.resume(self.position, self.furthest)
+        if state.draft is not None and self._has_rows_of(state):
+            state.draft.resume(self.position, state.undoable_tokens)
 
     def _rows(self, state: DecodeState) -> Iterator[FilledRows]:
         undoable = undoable_tokens(self.position, self.furthest)
-        return filled_rows(state.layers, self.position, undoable)
+        yield from filled_rows(state.layers, self.position, undoable)
+        if state.draft is not None and self._has_rows_of(state):
+            yield from filled_draft_rows(state.draft, self.position, undoable)
+
+    def _has_rows_of(self, state: DecodeState) -> bool:
+        """Whether the file has rows of the draft module that ``state`` is for."""
+        return state.draft is not None and self._facts.get("draft") == state.draft.module
 
     def _expect(self, name: str, found: object, expected: object, advice: str = "") -> None:
         if found != expected:

@@ -23,7 +23,8 @@ def add_draft_flags(group: argparse._ArgumentGroup) -> None:
         type=draft_tokens,
         metavar="N",
         help=f"drafts of a step, 1 to {MAX_DRAFTS}; auto: what is fastest by measured "
-        "acceptance and times (default: as many as the module was trained to make)",
+        "acceptance and times (default: as many as the module was trained to make, with "
+        "--draft auto these or none)",
     )
     group.add_argument(
         "--draft-weights",

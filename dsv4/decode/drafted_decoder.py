@@ -14,8 +14,8 @@ from dsv4.step.token_feed import TokenFeed
 
 
 class DraftedDecoder(CUDAGraphDecoder):
-    """``CUDAGraphDecoder`` that drafts. Steps that are shorter than usual, near the end of a run,
-    are queued item by item.
+    """``CUDAGraphDecoder`` that drafts. Steps of other lengths than were captured are queued item
+    by item.
     """
 
     def __init__(self, steps: DraftedRecordedSteps, mode: Mode, max_context: int) -> None:

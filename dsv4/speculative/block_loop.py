@@ -59,13 +59,17 @@ class BlockLoop:
         state: DecodeState,
         sampler: SamplerState,
         ring: BlockRing,
+        max_context: int,
         pass_on_rejected: Callable[[], None],
     ) -> None:
-        """``pass_on_rejected`` queues the head's number of rejected tokens to the other devices."""
+        """``max_context``: tokens that the caches hold. ``pass_on_rejected`` queues the head's
+        number of rejected tokens to the other devices.
+        """
         self._state = state
         self._sampler = sampler
         self._ring = ring
-        self._count = DraftCount(0, 0)
+        self._max_context = max_context
+        self._count = DraftCount((0,))
         self._pass_on_rejected = pass_on_rejected
         self._pending: deque[int] = deque()
         self._known = 0
@@ -104,10 +108,12 @@ class BlockLoop:
                     # A draft may have brought NaN or infinity: the token alone decides.
                     self._restart(queue, token)
                     continue
-                count = len(block.tokens)
-                drafting.tally.add(block.drafted, count - 1, count, block.seconds)
-                self._count.add(block.drafted, count - 1, sum(block.seconds))
-                for row, chosen in enumerate(block.tokens):
+                accepted = len(block.tokens) - 1
+                # The last step may give more than is asked for.
+                wanted = block.tokens[: steps - given]
+                drafting.tally.add(block.drafted, accepted, len(wanted), block.seconds)
+                self._count.add(block.drafted, accepted, sum(block.seconds))
+                for row, chosen in enumerate(wanted):
                     token = checked_token(chosen, start + given + 1)
                     if noted:
                         logits_V = queue.logits(tokens)[row]
@@ -132,16 +138,17 @@ class BlockLoop:
         draft = self._state.draft
         assert draft is not None
         queued = sum(self._pending)
-        room = self._stop - self._known - queued
         wanted = self._count.now
+        has_room = self._known + queued + wanted < self._max_context
+        is_known = draft.covers(self._known)
         if self._pending:
-            is_sure = room > wanted and draft.covers(self._known)
+            # Even where all that is queued stays, more is asked for.
+            is_sure = self._known + queued < self._stop and has_room and is_known
             # The caller may stop behind the first token of the step that is read next.
             return wanted if is_sure and queued + wanted <= MAX_TAKEN_BACK else None
-        if self._is_alone or not draft.covers(self._known):
-            self._is_alone = False
-            return 0
-        return max(0, min(wanted, room - 1))
+        makes_none = self._is_alone or not is_known or not has_room
+        self._is_alone = False
+        return 0 if makes_none or self._known + 1 == self._stop else wanted
 
     def _put(self, queue: BlockQueue, count: int) -> None:
         """Queues a step: drafts, the main model, the choice, and its way to the other devices."""

@@ -74,7 +74,9 @@ class ClassicDrafter:
         open_part: OpenPart,
     ) -> None:
         assert state.streams_SME is not None
-        self.taps, self.trained_block, self.most = scope
+        self.taps = scope.taps
+        self.trained_block = scope.trained_block
+        self.most = scope.most
         self._module = module
         self._drafts = drafts
         self._state = state
@@ -146,7 +148,9 @@ class DSparkDrafter:
         state: DraftState,
         open_part: OpenPart,
     ) -> None:
-        self.taps, self.trained_block, self.most = scope
+        self.taps = scope.taps
+        self.trained_block = scope.trained_block
+        self.most = scope.most
         self._module = module
         self._drafts = drafts
         self._state = state

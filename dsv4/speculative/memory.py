@@ -70,4 +70,6 @@ class DraftMemory:
     @property
     def nbytes(self) -> int:
         """Bytes on the device of the head."""
-        return sum(tensor.nbytes for tensor in (self.drafts_N, self.logits_NV, *self.tails))
+        inputs, *_ = self.inputs.values()
+        own = (inputs, self.drafts_N, self.logits_NV, self.block_B, self.tail_tokens_R)
+        return sum(tensor.nbytes for tensor in (*own, *self.tails))

@@ -1,5 +1,6 @@
 """The draft module of a model: built from its weights, and the caches that it needs."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,11 +23,11 @@ DraftModule = ClassicMTP | DSpark
 
 
 class DraftScope(NamedTuple):
-    """What a module reads and makes: ``taps``, the values of a main step (traces.md#values) that it
-    reads; ``trained_block``: how many drafts it was trained to make; ``most``: how many it can.
+    """What a module reads and makes: ``layers`` of the main model whose streams it reads;
+    ``trained_block``: how many drafts it was trained to make; ``most``: how many it can.
     """
 
-    taps: tuple[str, ...]
+    layers: tuple[int, ...]
     trained_block: int
     most: int
 
@@ -34,11 +35,29 @@ class DraftScope(NamedTuple):
     def of(cls, module: DraftModule, last_layer: int) -> "DraftScope":
         """``last_layer``: of the main model."""
         if isinstance(module, ClassicMTP):
-            return cls((f"layers.{last_layer}.streams",), 1, MAX_DRAFTS)
+            return cls((last_layer,), 1, MAX_DRAFTS)
         block = module.keys.block_size
-        layers = module.keys.target_layer_ids
-        taps = tuple(f"layers.{layer}.streams" for layer in layers)
-        return cls(taps, block, min(block, MAX_DRAFTS))
+        return cls(module.keys.target_layer_ids, block, min(block, MAX_DRAFTS))
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The values of a main step (traces.md#values) that it reads."""
+        return tuple(f"layers.{layer}.streams" for layer in self.layers)
+
+
+def layers_read(config: ModelConfig, kind: MtpKind) -> tuple[int, ...]:
+    """``DraftScope.layers`` before there is a module."""
+    if kind == "dspark" and config.dspark is not None:
+        return config.dspark.target_layer_ids
+    return (config.num_hidden_layers - 1,)
+
+
+def far_layer(read: Sequence[int], devices: Mapping[int, torch.device]) -> int | None:
+    """Of the layers that are ``read`` one that is not on the device of the head, which is that of
+    the last layer: a module cannot read it. None where all are; ``devices`` by layer.
+    """
+    head = devices[max(devices)]
+    return next((layer for layer in read if devices[layer] != head), None)
 
 
 def build_draft(
@@ -70,12 +89,16 @@ def allocate_draft(
     engine: EngineConfig,
     shown: tuple[MtpKind, int],
     device: torch.device,
+    checkpoint: str = "",
 ) -> DraftState:
-    """The caches of such a module on ``device``."""
+    """The caches of such a module on ``device``; ``checkpoint``: whose weights it has
+    (``dsv4.checkpoint.identity``).
+    """
     kind, stages = shown
+    module = f"{kind} in {engine.compute_dtype} of {checkpoint}"
     dtype = COMPUTE_DTYPES[engine.compute_dtype]
     rows = kv_row_format(engine)
-    return DraftState.allocate(config, stages, rows, dtype, device, kind == "classic")
+    return DraftState.allocate(config, stages, rows, dtype, device, kind == "classic", module)
 
 
 def _check_filled(config: ModelConfig, names: set[str], kind: MtpKind, stages: int) -> None:

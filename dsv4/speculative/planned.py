@@ -12,7 +12,7 @@ from dsv4.layers.weights import Weights
 from dsv4.model import Transformer
 from dsv4.ops.tables import RecordedTable
 from dsv4.speculative.memory import DraftMemory
-from dsv4.speculative.module import allocate_draft, build_draft
+from dsv4.speculative.module import allocate_draft, build_draft, layers_read
 from dsv4.speculative.recorded_drafts import record_drafts
 from dsv4.step.along import Along
 from dsv4.step.planned import MakeAlong
@@ -35,7 +35,7 @@ def draft_bytes(
     if len(devices) > 1:
         total += config.vocab_size * config.hidden_size * dtype.itemsize
     if recorded:
-        taps = 1 if config.dspark is None else len(config.dspark.target_layer_ids)
+        taps = len(layers_read(config, shown[0]))
         total += DraftMemory.allocate(config, state, devices, taps, dtype).nbytes
     return total
 

@@ -2,7 +2,7 @@
 and the steps of its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ from dsv4.ops.acceptance.cuda import judge_drafts, settle_block
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
 from dsv4.speculative.memory import DraftMemory
-from dsv4.speculative.module import DraftModule, DraftScope
+from dsv4.speculative.module import DraftModule, DraftScope, far_layer
 from dsv4.speculative.recorded_modules import RecordedModule, recorded_module
 from dsv4.speculative.taps import Taps
 from dsv4.step.recorded import RecordedStep, StepRecorder
@@ -158,18 +158,18 @@ def record_drafts(
     assert state.draft is not None
     head = model.head_device
     scope = DraftScope.of(module, model.segments[-1].layers[-1])
-    _check_taps(model, scope.taps)
+    _check_near(model, scope.layers)
     dtype = model.embed.compute_dtype
-    memory = DraftMemory.allocate(config, state.draft, state.devices, len(scope.taps), dtype)
+    memory = DraftMemory.allocate(config, state.draft, state.devices, len(scope.layers), dtype)
     recorded = recorded_module(module, scope, state.draft, memory, head)
     return RecordedDrafts(recorded, memory, state, table, head)
 
 
-def _check_taps(model: Transformer, taps: tuple[str, ...]) -> None:
-    for segment in model.segments:
-        for layer in segment.layers:
-            if segment.device != model.head_device and f"layers.{layer}.streams" in taps:
-                raise UserError(
-                    f"EngineConfig.gpus: found layer {layer}, which the draft module reads, on "
-                    f"{segment.device}, expected {model.head_device} of the last layer"
-                )
+def _check_near(model: Transformer, read: Sequence[int]) -> None:
+    devices = {layer: segment.device for segment in model.segments for layer in segment.layers}
+    layer = far_layer(read, devices)
+    if layer is not None:
+        raise UserError(
+            f"EngineConfig.gpus: found layer {layer}, which the draft module reads, on "
+            f"{devices[layer]}, expected {model.head_device} of the last layer"
+        )

@@ -1,7 +1,6 @@
 """The recorded steps of an engine with a draft module, and how they follow each other eagerly."""
 
 from collections.abc import Generator
-from typing import Literal
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from dsv4.sampling import Sampler, SamplerState
 from dsv4.speculative.block_loop import BLOCKS_AHEAD, BlockLoop, BlockQueue, Drafting
 from dsv4.speculative.block_ring import BlockRing
 from dsv4.speculative.recorded_drafts import RecordedDrafts
-from dsv4.speculative.tally import DraftCount, Tally, Usefulness
+from dsv4.speculative.tally import DraftCount, Drafts, Tally, Usefulness
 from dsv4.step.lock_step import AnyStep
 from dsv4.step.step import Step
 from dsv4.step.steps import Progress, RecordedSteps
@@ -30,11 +29,13 @@ class DraftedRecordedSteps(RecordedSteps):
         model: Transformer,
         along: RecordedDrafts,
         prefill_tokens: int,
-        drafts: int | Literal["auto"] | None,
+        drafts: Drafts,
+        max_context: int,
         compiling: Progress | None = None,
     ) -> None:
         """``along``: the module, recorded for this model. ``drafts``: as of
-        ``dsv4.speculative.steps.DraftedSteps``; the others as of ``RecordedSteps``.
+        ``dsv4.speculative.steps.DraftedSteps``; ``max_context``: tokens that the caches hold; the
+        others as of ``RecordedSteps``.
         """
         self.along = along
         state = along.state
@@ -52,7 +53,7 @@ class DraftedRecordedSteps(RecordedSteps):
             if device != self.head
         ]
         ring = BlockRing(self.along.memory.ring_3R, self.head, BLOCKS_AHEAD)
-        self.blocks = BlockLoop(state, own.sampler, ring, self._pass_on_rejected)
+        self.blocks = BlockLoop(state, own.sampler, ring, max_context, self._pass_on_rejected)
         self.drafted = Tally(scope.most)
         self._usefulness = Usefulness()
 

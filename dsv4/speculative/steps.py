@@ -8,7 +8,6 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from dsv4.ops.sampling import gumbel_noise
 from dsv4.sampling import Sampler, SamplerState, checked_token
 from dsv4.speculative.drafter import Proposal, make_drafter
 from dsv4.speculative.module import DraftModule
-from dsv4.speculative.tally import DraftCount, Tally, Usefulness
+from dsv4.speculative.tally import DraftCount, Drafts, Tally, Usefulness
 from dsv4.speculative.taps import Taps
 from dsv4.step.direct import DirectSteps
 from dsv4.step.observer import open_part
@@ -50,7 +49,7 @@ class DraftedSteps(DirectSteps):
         state: DecodeState,
         ops: Ops,
         module: DraftModule,
-        drafts: int | Literal["auto"] | None,
+        drafts: Drafts,
     ) -> None:
         """``drafts`` of a step at most: "auto" by what was measured, None as many as the module was
         trained to make. ``state.draft`` has the module's caches.
@@ -230,7 +229,7 @@ def direct_steps(
     state: DecodeState,
     ops: Ops,
     module: DraftModule | None,
-    drafts: int | Literal["auto"] | None,
+    drafts: Drafts,
     other_models: Sequence[Transformer] = (),
 ) -> DirectSteps:
     """Steps with ``module``, or without one; arguments as of ``DraftedSteps``. ``other_models``:

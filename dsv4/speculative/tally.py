@@ -5,17 +5,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.run_stats import DraftStats
 
 # Steps whose times have to be seen of a number of drafts before they say something, how often the
-# number is chosen anew, and after how many steps everything is measured again.
-TRIAL_STEPS = 8
+# number is chosen anew, and after how many steps everything is measured again: sooner where drafts
+# have not paid, and then less and less often.
+TRIAL_STEPS = 4
 CHOICE_STEPS = 32
 MEASURED_STEPS = 512
+TRIED_AGAIN = (128, 2048)
 # A module whose first draft is kept less often does not fit its model: said of so many and more.
 USELESS_ACCEPTANCE = 0.2
 JUDGED_DRAFTS = 32
+
+# Drafts of a step: a number; None, as many as the module was trained to make; "if_faster", these or
+# none; "auto", any number.
+Drafts = int | Literal["if_faster", "auto"] | None
 
 _LOG = logging.getLogger("dsv4")
 
@@ -60,56 +67,73 @@ class Usefulness:
 
     def __init__(self) -> None:
         self._warned = False
+        self._drafted = 0
+        self._accepted = 0
 
     def judge(self, stats: DraftStats) -> None:
-        """Of a run."""
-        if self._warned or not stats.drafted or stats.drafted[0] < JUDGED_DRAFTS:
+        """Of a run, and of those before it."""
+        if self._warned or not stats.drafted:
             return
-        if stats.acceptance[0] < USELESS_ACCEPTANCE:
+        self._drafted += stats.drafted[0]
+        self._accepted += stats.accepted[0]
+        if self._drafted < JUDGED_DRAFTS:
+            return
+        if self._accepted < USELESS_ACCEPTANCE * self._drafted:
             self._warned = True
             _LOG.warning(
                 "drafts: %d of %d first drafts were accepted, expected %.0f %% or more: "
                 "wrong draft weights for this model?",
-                stats.accepted[0],
-                stats.drafted[0],
+                self._accepted,
+                self._drafted,
                 100 * USELESS_ACCEPTANCE,
             )
 
 
+def drafts_of_a_step(engine: EngineConfig) -> Drafts:
+    """``EngineConfig.draft_tokens``; where "auto" chose the module, drafts have to be faster."""
+    if engine.draft == "auto" and engine.draft_tokens is None:
+        return "if_faster"
+    return engine.draft_tokens
+
+
 class DraftCount:
-    """How many drafts a step makes: a fixed number, or the one that gives most tokens a second by
+    """How many drafts a step makes: of several numbers the one that gives most tokens a second by
     what was measured.
     """
 
-    def __init__(self, fixed: int | None, most: int) -> None:
-        """``fixed`` None: measured, from ``most`` down to none."""
-        self._fixed = fixed
-        self._most = most
+    def __init__(self, choices: Sequence[int]) -> None:
+        """``choices``: numbers of drafts, ascending; with several none is among them."""
+        self._choices = choices
+        most = choices[-1]
         self._seconds: defaultdict[int, list[float]] = defaultdict(list)
         self._drafted = [0] * most
         self._accepted = [0] * most
         self._steps = 0
-        self._chosen = most if fixed is None else fixed
+        self._tried_again = MEASURED_STEPS
+        self._pause = TRIED_AGAIN[0]
+        self._is_tried = False
+        self._pays = True
+        self._chosen = most
 
     @classmethod
-    def asked(
-        cls, drafts: int | Literal["auto"] | None, most: int, trained_block: int
-    ) -> "DraftCount":
-        """Of ``EngineConfig.draft_tokens``, for a module that can make ``most``. Raises
-        ``UserError`` for more.
-        """
+    def asked(cls, drafts: Drafts, most: int, trained_block: int) -> "DraftCount":
+        """For a module that can make ``most``. Raises ``UserError`` for more."""
         if isinstance(drafts, int) and drafts > most:
             raise UserError(
                 f"EngineConfig.draft_tokens: found {drafts}, expected 1 to {most} "
                 f"(the module was trained to make {trained_block})"
             )
-        fixed = trained_block if drafts is None else drafts
-        return cls(None if fixed == "auto" else min(fixed, most), most)
+        if isinstance(drafts, int):
+            return cls((drafts,))
+        if drafts == "auto":
+            return cls(range(most + 1))
+        block = min(trained_block, most)
+        return cls((block,) if drafts is None else (0, block))
 
     @property
     def possible(self) -> tuple[int, ...]:
         """The numbers of drafts that steps may have but for none."""
-        return tuple(range(1, self._most + 1)) if self._fixed is None else (self._fixed,)
+        return tuple(count for count in self._choices if count)
 
     @property
     def now(self) -> int:
@@ -118,28 +142,45 @@ class DraftCount:
 
     def add(self, drafted: int, accepted: int, seconds: float) -> None:
         """A step with all of its time."""
-        if self._fixed is not None:
+        if len(self._choices) == 1:
             return
         self._seconds[drafted].append(seconds)
         for position in range(min(drafted, accepted + 1)):
             self._drafted[position] += 1
             self._accepted[position] += position < accepted
         self._steps += 1
-        if self._steps % MEASURED_STEPS == 0:
+        if self._steps == self._tried_again:
             self._seconds.clear()
+            self._is_tried = False
         untried = [count for count in self._trials() if len(self._seconds[count]) < TRIAL_STEPS]
         if untried:
             self._chosen = untried[0]
+        elif not self._is_tried:
+            self._is_tried = True
+            self._choose()
+            self._set_next_trial()
         elif self._steps % CHOICE_STEPS == 0:
-            self._chosen = max(range(self._most + 1), key=self._tokens_per_second)
-            # Shares change with the text: old ones count half.
-            for position in range(self._most):
-                self._drafted[position] = (self._drafted[position] + 1) // 2
+            self._choose()
+
+    def _choose(self) -> None:
+        self._chosen = max(self._choices, key=self._tokens_per_second)
+        if (self._chosen > 0) != self._pays:
+            self._pays = self._chosen > 0
+            found = f"{self._accepted[0]} of {self._drafted[0]} first drafts accepted"
+            _LOG.info("drafts: %s a step, %s", self._chosen or "none", found)
+        # Shares change with the text: old ones count half.
+        for position, made in enumerate(self._drafted):
+            if made > CHOICE_STEPS:
+                self._drafted[position] = made // 2
                 self._accepted[position] //= 2
+
+    def _set_next_trial(self) -> None:
+        self._tried_again = self._steps + (MEASURED_STEPS if self._pays else self._pause)
+        self._pause = TRIED_AGAIN[0] if self._pays else min(2 * self._pause, TRIED_AGAIN[1])
 
     def _trials(self) -> Sequence[int]:
         """The numbers whose times are measured; those between are taken to lie on a line."""
-        return sorted({self._most, 1, 0}, reverse=True)
+        return sorted({self._choices[-1], self._choices[1], 0}, reverse=True)
 
     def _tokens_per_second(self, count: int) -> float:
         tokens = 1.0

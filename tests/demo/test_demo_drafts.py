@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import single_shot_inference
+from dsv4 import EngineConfig
 from dsv4.demo import DRAFTS
 from dsv4.demo.training import acceptance
 
@@ -46,7 +47,8 @@ def test_the_driver_finds_them_and_says_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_first_drafts_are_kept_on_held_out_prompts(draft: str) -> None:
-    report = acceptance.measure(draft, DRAFTS[draft], "cpu", limit=1, seed=2)
+    config = EngineConfig(device="cpu", ops="torch")
+    report = acceptance.measure(draft, DRAFTS[draft], config, limit=1, seed=2)
     assert report["acceptance"][0] >= OF_FEW_PROMPTS
     assert all(task["equal_texts"] == 1 for task in report["tasks"].values())
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4 import Engine, EngineConfig
 from dsv4.caches.filled import filled_rows
 from dsv4.checkpoint import load_ranks, open_checkpoint
-from dsv4.checkpoint.identity import checkpoint_identity
+from dsv4.checkpoint.identity import Identity, checkpoint_identity
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.parallel.placement import Placement
@@ -29,8 +29,8 @@ def one_stream(**settings: Any) -> Engine:
     placement = Placement.tensor(config.num_hidden_layers, devices)
     weights = load_ranks(checkpoint, config, placement)
     engine = EngineConfig(**{"device": "cuda", "max_context": 2048, **settings})
-    identity = checkpoint_identity(checkpoint)
-    return Engine(config, engine, weights, placement, checkpoint=identity)
+    identity = Identity(checkpoint_identity(checkpoint))
+    return Engine(config, engine, weights, placement, identity=identity)
 
 
 def two_gpus(**settings: Any) -> Engine:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4 import Engine, EngineConfig, ModelConfig
 from dsv4.layers.weights import Weights
+from dsv4.opened_draft import FLAG_OF_KIND
 from dsv4.ops import TORCH
 from dsv4.parallel.placement import Placement
 from dsv4.weights.parameters import MtpKind, parameters
@@ -52,8 +53,9 @@ def engine_of(config: ModelConfig, weights: Weights, **settings: Any) -> Engine:
 
 
 def drafted_engine(kind: MtpKind, seed: int = 0, **settings: Any) -> Engine:
-    """An engine that drafts."""
+    """An engine that drafts, whether that is faster or not."""
     config = drafted_config(kind)
+    settings = {"draft": FLAG_OF_KIND[kind], **settings}
     return engine_of(config, drafted_weights(config, kind, seed), **settings)
 
 

@@ -11,6 +11,7 @@ from dsv4 import Engine, EngineConfig, ModelConfig
 from dsv4.caches.draft import DraftState
 from dsv4.checkpoint import synthetic_weights, tiny_config
 from dsv4.decode.drafted_decoder import DraftedDecoder
+from dsv4.opened_draft import FLAG_OF_KIND
 from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE
 from dsv4.parallel.placement import Placement
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps, EagerBlocks
@@ -49,7 +50,8 @@ def engine_on_gpu(
     """An engine of random weights, the same for equal arguments; ``drafted``: with its module."""
     config = drafted_config(kind, geometry)
     ops = settings.pop("ops", "cuda")
-    settings = {"device": "cuda", "max_context": 512, "prefill_chunk": 64, "ops": ops, **settings}
+    usual = {"device": "cuda", "max_context": 512, "prefill_chunk": 64, "draft": FLAG_OF_KIND[kind]}
+    settings = {**usual, "ops": ops, **settings}
     devices = [torch.device("cuda", index) for index in range(gpus)]
     layers = config.num_hidden_layers
     per_device = -(-layers // gpus)

@@ -32,7 +32,7 @@ class World:
     draft there is right but where ``wrong`` is true. Where ``nan`` is true drafts bring NaN.
     """
 
-    def __init__(self, drafts: int | None, most: int = 5) -> None:
+    def __init__(self, drafts: int | None, most: int = 5, context: int = 400) -> None:
         self.text = [(7 * place + 3) % 251 for place in range(400)]
         self.wrong = [False] * 400
         self.nan = [False] * 400
@@ -46,12 +46,12 @@ class World:
         self.place = self.state.place(CPU)
         self.next_1 = torch.zeros(1, dtype=torch.int64)
         self.ring_3R = torch.full((3, SLOTS), -9)
-        self.count = DraftCount(drafts, most)
+        self.count = DraftCount(range(most + 1) if drafts is None else (drafts,))
         self.tally = Tally(most)
         self._drafts: list[int] = []
         self._queued: deque[int] = deque()
         ring: Any = self
-        self.loop = BlockLoop(self.state, SamplerState.allocate(CPU), ring, self.rejected)
+        self.loop = BlockLoop(self.state, SamplerState.allocate(CPU), ring, context, self.rejected)
 
     def generate(self, steps: int) -> Any:
         queue: Any = self
@@ -137,7 +137,25 @@ def test_the_text_is_the_model_s_whatever_stays(drafts: int, pattern: int, steps
     assert found == world.text[START + 1 : START + 1 + steps]
     assert world.tally.stats().tokens == steps
     world.expect_at(START + steps)
-    assert max(first + tokens for first, tokens in world.log) <= START + steps
+    # Nothing but the last token is without drafts, and no step is in vain.
+    lengths = [tokens for _, tokens in world.log]
+    assert set(lengths) <= {1, drafts + 1}
+    assert all(first < START + steps for first, _ in world.log)
+    assert [first for first, tokens in world.log if tokens == 1] in ([], [START + steps - 1])
+
+
+@pytest.mark.parametrize("drafts", [1, 5, 7])
+@pytest.mark.parametrize("pattern", [1, 3, 100])
+def test_where_the_context_ends_steps_make_no_drafts(drafts: int, pattern: int) -> None:
+    context = START + 23
+    world = World(drafts, most=7, context=context)
+    world.wrong = [place % pattern == 0 for place in range(400)]
+    steps = context - START
+    assert list(world.generate(steps)) == world.text[START + 1 : START + 1 + steps]
+    world.expect_at(context)
+    assert max(first + tokens for first, tokens in world.log) == context
+    alone = [first for first, tokens in world.log if tokens == 1]
+    assert all(first + drafts + 1 > context for first in alone if first < context - 1)
 
 
 @pytest.mark.parametrize("taken", range(1, 14))

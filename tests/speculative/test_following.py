@@ -169,25 +169,6 @@ def test_every_token_is_noted_with_its_log_probability(sampling: SamplingParams)
     assert_tokens_are_noted(drafted_engine("dspark"), random_ids(13), sampling, 1e-3)
 
 
-def test_a_sequence_from_a_file_drafts_once_its_window_is_known(tmp_path: Any) -> None:
-    engine = drafted_engine("classic")
-    engine.prefill(random_ids(30))
-    engine.save_state(tmp_path / "state")
-    other = drafted_engine("classic")
-    other.prefill(random_ids(60, seed=2))
-    other.load_state(tmp_path / "state")
-    assert other.state.draft is not None
-    prompt = [*random_ids(30), *random_ids(20, seed=5)]
-    drafted = []
-    for tokens in range(30, 50):
-        other.decode(prompt[tokens : tokens + 1])
-        drafted.append(other.state.draft.covers(other.position))
-    assert drafted == [False] * 15 + [True] * 5
-    plain = plain_engine("classic")
-    expected = list(plain.generate(prompt, 12, GREEDY, NO_STOPS))
-    assert list(other.generate(prompt, 12, GREEDY, NO_STOPS, reuse=True)) == expected
-
-
 def test_hardly_any_accepted_draft_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     ids = random_ids(13)
     text = plain_text("classic", ids, 35)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.caches.draft import DraftState
+from dsv4.caches.rows import RowFormat
 from dsv4.checkpoint import synthetic_weights, tiny_config, write_synthetic
 from dsv4.checkpoint.draft_folder import write_draft
 from dsv4.checkpoint.state_file import StateKey
@@ -16,7 +18,9 @@ from dsv4.errors import UserError
 from dsv4.layers.classic_mtp import ClassicMTP
 from dsv4.layers.dspark import DSpark
 from dsv4.opened_checkpoint import OpenedCheckpoint
+from dsv4.ops.trees import tensors_in
 from dsv4.parallel.placement import Placement
+from dsv4.speculative.memory import DraftMemory
 from dsv4.speculative.planned import draft_bytes
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import CPU, random_ids
@@ -133,6 +137,17 @@ def test_several_gpus_take_a_copy_of_the_embedding(kind: MtpKind) -> None:
     shown = (kind, 1 if kind == "classic" else 3)
     one, two = (draft_bytes(config, SETTINGS, shown, True, gpus[:count]) for count in (1, 2))
     assert two - one == 2 * config.vocab_size * config.hidden_size
+
+
+def test_all_that_a_module_has_on_its_device_is_counted() -> None:
+    config = ModelConfig.from_dict(raw_config("dspark"))
+    state = DraftState.allocate(
+        config, 3, RowFormat.KV_FP8, torch.bfloat16, CPU, keeps_streams=False
+    )
+    memory = DraftMemory.allocate(config, state, [CPU], 3, torch.bfloat16)
+    on_host = memory.ring_3R
+    there = [*memory.inputs.values(), *tensors_in(memory)]
+    assert memory.nbytes == sum(one.nbytes for one in there if one is not on_host)
 
 
 def test_a_module_needs_its_layers_on_the_last_device(folders: Path) -> None:

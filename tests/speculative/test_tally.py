@@ -1,8 +1,18 @@
 """How many drafts pay: chosen by measured times and by what was kept."""
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 
-from dsv4.speculative.tally import MEASURED_STEPS, DraftCount, Tally
+from dsv4 import EngineConfig
+from dsv4.speculative.tally import (
+    MEASURED_STEPS,
+    TRIAL_STEPS,
+    DraftCount,
+    Tally,
+    drafts_of_a_step,
+)
 
 
 def run(count: DraftCount, steps: int, kept: float, seconds_of_draft: float) -> list[int]:
@@ -25,14 +35,50 @@ def run(count: DraftCount, steps: int, kept: float, seconds_of_draft: float) -> 
 def test_the_number_with_most_tokens_a_second_is_taken(
     kept: float, seconds_of_draft: float, expected: int
 ) -> None:
-    count = DraftCount(None, 5)
-    chosen = run(count, 200, kept, seconds_of_draft)
-    assert chosen[:8] == [5] * 8
-    assert chosen[-1] == expected
+    for choices in (range(6), (0, 5)):
+        chosen = run(DraftCount(choices), 200, kept, seconds_of_draft)
+        assert chosen[:TRIAL_STEPS] == [5] * TRIAL_STEPS
+        assert chosen[-1] == expected
+
+
+def test_what_does_not_pay_is_tried_for_a_few_steps_and_ever_less_often() -> None:
+    chosen = run(DraftCount((0, 5)), 8000, 0.0, 0.3)
+    begins = [step for step in range(1, 8000) if chosen[step] > chosen[step - 1]]
+    pauses = [second - first for first, second in pairwise([0, *begins])]
+    tried = 2 * TRIAL_STEPS
+    assert pauses == [tried + pause for pause in (128, 256, 512, 1024, 2048, 2048)]
+    assert chosen.count(5) == (1 + len(begins)) * TRIAL_STEPS
+
+
+def test_some_of_the_drafts_are_taken_where_later_ones_are_never_kept() -> None:
+    count = DraftCount(range(6))
+    for _ in range(200):
+        count.add(count.now, min(count.now, 2), 1 + 0.3 * count.now)
+    assert count.now == 2
+
+
+@pytest.mark.parametrize(
+    ("draft", "draft_tokens", "possible"),
+    [
+        ("auto", None, (5,)),
+        ("dspark", None, (5,)),
+        ("auto", 3, (3,)),
+        ("dspark", "auto", (1, 2, 3, 4, 5)),
+    ],
+)
+def test_what_is_asked_says_what_is_possible(
+    draft: Any, draft_tokens: Any, possible: tuple[int, ...]
+) -> None:
+    asked = drafts_of_a_step(EngineConfig(draft=draft, draft_tokens=draft_tokens))
+    count = DraftCount.asked(asked, 5, 5)
+    assert count.possible == possible
+    chosen = run(count, 40, 0.0, 1.0)
+    gives_up = draft_tokens == "auto" or (draft == "auto" and draft_tokens is None)
+    assert (chosen[-1] == 0) == gives_up
 
 
 def test_what_did_not_pay_is_tried_again() -> None:
-    count = DraftCount(None, 5)
+    count = DraftCount((0, 5))
     chosen = run(count, 100, 0.0, 0.5)
     assert chosen[-1] == 0
     later = run(count, MEASURED_STEPS + 200, 0.95, 0.01)
@@ -40,7 +86,7 @@ def test_what_did_not_pay_is_tried_again() -> None:
 
 
 def test_a_fixed_number_stays() -> None:
-    assert set(run(DraftCount(3, 5), 100, 0.0, 1.0)) == {3}
+    assert set(run(DraftCount((3,)), 100, 0.0, 1.0)) == {3}
 
 
 def test_counts_are_kept_by_position() -> None:

@@ -1,7 +1,9 @@
-"""How many drafts of the demo's modules are kept, in this engine, on held-out prompts:
+"""How many drafts of the demo's modules are kept, in this engine, on held-out prompts, and what a
+token takes with them and without:
 
 python -m dsv4.demo.training.acceptance mtp --json FILE
 python -m dsv4.demo.training.acceptance dspark --draft-weights runs/dspark/draft --json FILE
+python -m dsv4.demo.training.acceptance dspark --device cuda --ops cuda --json FILE
 """
 
 import argparse
@@ -13,28 +15,34 @@ from typing import Any
 
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.cli.cpu_threads import limit_cpu_threads
+from dsv4.cli.draft_flags import draft_tokens
 from dsv4.command.flags import OneLineParser, integer
 from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT, DRAFTS
 from dsv4.demo.training import mixture
 from dsv4.encoding import Tokenizer
 from dsv4.measure.record_file import parse_recorded, write_record
+from dsv4.run_stats import RunStats
 
 # Long prompts would take most of the time.
 TASKS = [task for task in mixture.MEASURED_TASKS if task not in ("recall_512", "recall_2000")]
 MAX_NEW_TOKENS = 200
+SECONDS = ("decode_seconds", "decode_seconds_without_drafts")
 
 
-def measure(draft: Any, folder: Path, device: Any, limit: int, seed: int) -> dict[str, Any]:
+def measure(
+    draft: Any, folder: Path, config: EngineConfig, limit: int, seed: int
+) -> dict[str, Any]:
     """The engine with the module on ``limit`` held-out prompts of each task, greedily: what was
-    drafted and kept by position, in all and by task, and how many texts are those without drafts.
+    drafted and kept by position, in all and by task, how many texts are those without drafts, and
+    seconds of decoding with and without. ``config``: how to run it, but for the drafts.
     """
-    plain_config = EngineConfig(device=device, ops="torch", draft="off")
-    config = replace(plain_config, draft=draft, draft_weights=str(folder))
-    engine = Engine.load(CHECKPOINT, config)
-    plain = Engine.load(CHECKPOINT, plain_config)
+    plain = Engine.load(CHECKPOINT, replace(config, draft="off", draft_tokens=None))
+    engine = Engine.load(CHECKPOINT, replace(config, draft=draft, draft_weights=str(folder)))
     limit_cpu_threads(engine.config)
     tokenizer = Tokenizer(CHECKPOINT)
+    for one in (engine, plain):
+        decoded(one, tokenizer.encode("What runs first loads kernels."))
     tasks: dict[str, Any] = {}
     for task in TASKS:
         rng = random.Random(f"{seed}/{task}")
@@ -42,25 +50,35 @@ def measure(draft: Any, folder: Path, device: Any, limit: int, seed: int) -> dic
         equal = 0
         for _ in range(limit):
             ids = tokenizer.encode(mixture.MEASURED_TASKS[task](rng, True).prompt)
-            greedy = SamplingParams(temperature=0)
-            text = list(engine.generate(ids, MAX_NEW_TOKENS, greedy))
-            assert engine.last_run is not None
-            assert engine.last_run.drafts is not None
-            found.append(asdict(engine.last_run.drafts))
-            equal += text == list(plain.generate(ids, MAX_NEW_TOKENS, greedy))
+            text, run = decoded(engine, ids)
+            plain_text, plain_run = decoded(plain, ids)
+            assert run.drafts is not None
+            seconds = (run.decode_seconds, plain_run.decode_seconds)
+            found.append({**asdict(run.drafts), "decode_tokens": run.decode_tokens})
+            found[-1].update(zip(SECONDS, seconds, strict=True))
+            equal += text == plain_text
         tasks[task] = {**summed(found), "prompts": limit, "equal_texts": equal}
     return {**summed(list(tasks.values())), "tasks": tasks}
 
 
+def decoded(engine: Engine, ids: list[int]) -> tuple[list[int], RunStats]:
+    """The greedy answer, and how it went."""
+    tokens = list(engine.generate(ids, MAX_NEW_TOKENS, SamplingParams(temperature=0)))
+    assert engine.last_run is not None
+    return tokens, engine.last_run
+
+
 def summed(counts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Drafts and what was kept of them, by position, and tokens a step."""
+    """Drafts and what was kept of them, by position; tokens a step; time of a token."""
     most = max(len(count["drafted"]) for count in counts)
 
     def by_position(key: str) -> list[int]:
         return [sum([*count[key], *[0] * most][place] for count in counts) for place in range(most)]
 
-    steps = sum(count["steps"] for count in counts)
-    tokens = sum(count["tokens"] for count in counts)
+    steps, tokens, decoded_tokens, seconds, plain_seconds = (
+        sum(count[key] for count in counts)
+        for key in ("steps", "tokens", "decode_tokens", *SECONDS)
+    )
     drafted = by_position("drafted")
     accepted = by_position("accepted")
     return {
@@ -70,12 +88,18 @@ def summed(counts: list[dict[str, Any]]) -> dict[str, Any]:
         "accepted": accepted,
         "tokens_per_step": tokens / max(1, steps),
         "acceptance": [kept / max(1, made) for kept, made in zip(accepted, drafted, strict=True)],
+        "decode_tokens": decoded_tokens,
+        SECONDS[0]: seconds,
+        SECONDS[1]: plain_seconds,
+        "ms_per_token": 1e3 * seconds / max(1, decoded_tokens),
+        "ms_per_token_without_drafts": 1e3 * plain_seconds / max(1, decoded_tokens),
     }
 
 
 def table(report: dict[str, Any]) -> str:
     """The shares of kept drafts by task, as a Markdown table."""
-    lines = ["| task | tokens a step | kept, by position | equal texts |", "|---|---|---|---|"]
+    columns = ("task", "tokens a step", "kept, by position", "ms a token", "without", "equal texts")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for task, counts in report["tasks"].items():
         lines.append(
             f"| {task} | {shares(counts)} | {counts['equal_texts']} of {counts['prompts']} |"
@@ -86,9 +110,10 @@ def table(report: dict[str, Any]) -> str:
 
 
 def shares(counts: dict[str, Any]) -> str:
-    """Tokens a step, and the kept share of every position."""
+    """Tokens a step, the kept share of every position, ms of a token with drafts and without."""
     kept = ", ".join(f"{100 * share:.1f} %" for share in counts["acceptance"])
-    return f"{counts['tokens_per_step']:.2f} | {kept}"
+    times = (counts["ms_per_token"], counts["ms_per_token_without_drafts"])
+    return " | ".join([f"{counts['tokens_per_step']:.2f}", kept, *(f"{ms:.3f}" for ms in times)])
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -101,6 +126,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("draft", choices=sorted(DRAFTS))
     parser.add_argument("--draft-weights", type=Path, metavar="FOLDER", help="default: the demo's")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    ops = "cuda: with captured steps (default: torch)"
+    parser.add_argument("--ops", choices=("torch", "cuda"), default="torch", help=ops)
+    parser.add_argument("--draft-tokens", type=draft_tokens, help="as of the driver")
     parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--limit", type=integer(1), default=8, help="held-out prompts of a task")
     return parse_recorded(parser, arguments)
@@ -112,7 +140,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     options = parse(arguments)
     folder = options.draft_weights or DRAFTS[options.draft]
-    report = measure(options.draft, folder, options.device, options.limit, options.seed)
+    graph = "full" if options.ops == "cuda" else None
+    config = EngineConfig(
+        device=options.device,
+        ops=options.ops,
+        cuda_graph=graph,
+        draft_tokens=options.draft_tokens,
+    )
+    report = measure(options.draft, folder, config, options.limit, options.seed)
     print(table(report))
     write_record(options.json, "dsv4.demo.training.acceptance", arguments, report)
     tasks = report["tasks"].values()

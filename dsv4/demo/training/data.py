@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
-from dsv4.demo.training import mixture, tools
+from dsv4.demo.training import mixture, tasks, tools
 from dsv4.demo.training.chat import Example
 
 EOS_ID = 1
@@ -18,7 +18,8 @@ EOS_ID = 1
 class BatchShape:
     """``rows`` rows of ``length`` input tokens; ``recall_share`` of the rows open with a recall
     document. ``sent_share`` of the other documents confirm sent messages, ``near_share`` of those
-    without a tool between request and answer.
+    without a tool between request and answer; ``words_share`` of the rest repeat random words,
+    forwards or backwards, beside those that do so anyway.
     """
 
     length: int
@@ -26,6 +27,7 @@ class BatchShape:
     recall_share: float
     sent_share: float = 0.0
     near_share: float = 0.0
+    words_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def training_row(tokenizer: Tokenizer, rng: random.Random, shape: BatchShape) ->
             example = pending.pop()
         elif shape.sent_share > 0 and rng.random() < shape.sent_share:
             example = tools.sent_messages(rng, near=rng.random() < shape.near_share)
+        elif shape.words_share > 0 and rng.random() < shape.words_share:
+            example = rng.choice((tasks.copying, tasks.reversing))(rng, False)
         else:
             example = mixture.short_example(rng)
         new_ids, new_marks = encode_example(tokenizer, example)

@@ -14,6 +14,7 @@ import multiprocessing
 import shutil
 import sys
 import time
+from dataclasses import replace
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def train(trainer: DraftTrainer, pool: Pool, args: argparse.Namespace) -> None:
     saved = begun
     limit = 60 * args.minutes
     compiled = 0.0
-    shape = TINY if args.tiny else SHAPE
+    shape = replace(TINY if args.tiny else SHAPE, words_share=args.words_share)
     seconds = before
     # A run that goes on sees other texts.
     for batch in stream(pool, args.seed + 1000 * step, lambda _: shape):
@@ -83,6 +84,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=number(0, 10**4), default=8.0)
     parser.add_argument("--init", type=Path, metavar="FOLDER", help="a module to go on from")
     parser.add_argument("--peak-rate", type=number(0, 1), default=PEAK_RATE)
+    words = "of the short documents: that repeat random words, besides the usual ones"
+    parser.add_argument("--words-share", type=number(0, 1), default=0.0, help=words)
     parser.add_argument(
         "--eager", action="store_true", help="no compiling, which takes a minute: for short runs"
     )
