@@ -106,9 +106,7 @@ class Placement:
         return tuple(stage.devices[0] for stage in self.stages for _ in stage.layers)
 
     def devices_of(self, name: str) -> tuple[torch.device, ...]:
-        """The devices of the ranks that hold a parameter of ``dsv4.weights.parameters``, or a part of
-        it.
-        """
+        """The devices of the ranks that hold a parameter, or a part of it."""
         layers = sum(len(stage.layers) for stage in self.stages)
         home = _home_layer(name, layers)
         (devices,) = (stage.devices for stage in self.stages if home in stage.layers)

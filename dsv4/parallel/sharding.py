@@ -106,12 +106,19 @@ def check_divisible(
     obstacle = _obstacle(config, stored, ranks)
     if obstacle is None:
         return
-    fitting = [str(count) for count in RANKS[1:] if _obstacle(config, stored, count) is None]
+    fitting = [str(count) for count in RANKS[1:] if is_divisible(config, stored, count)]
     expected = " or ".join(fitting) if fitting else "EngineConfig.parallel='pipeline'"
     raise UserError(
         f"EngineConfig.gpus: found {ranks} with EngineConfig.parallel='tensor', "
         f"expected {expected} ({obstacle})"
     )
+
+
+def is_divisible(
+    config: ModelConfig, stored: Iterable[tuple[Parameter, QuantFormat | None]], ranks: int
+) -> bool:
+    """Whether ``check_divisible`` raises nothing."""
+    return _obstacle(config, stored, ranks) is None
 
 
 def _cut_dimension(name: str) -> int | None:
