@@ -73,7 +73,7 @@ MEANT = {
         "dsv4/decode/cuda_graph_decoder.py", "CUDAGraphDecoder._capture", "synchronize"
     ): "before a capture, at load",
     Place(
-        "dsv4/decode/drafted_decoder.py", "DraftedDecoder._capture_draft", "synchronize"
+        "dsv4/decode/cuda_graph_decoder.py", "CUDAGraphDecoder._captured_step", "synchronize"
     ): "before a capture, at load",
     Place("dsv4/decode/choose.py", "_check", "equal"): "compares steps, once, at load",
     Place("dsv4/decode/choose.py", "_check", "cpu"): "ends a timing, once, at load",
