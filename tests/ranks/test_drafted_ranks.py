@@ -61,37 +61,38 @@ def assert_modules_alike(engine: Engine) -> None:
             assert torch.equal(one, expected)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_that_without_drafts(kind: MtpKind, ranks: int) -> None:
     plain = drafted_ranks(kind, ranks, drafted=False)
     engine = drafted_ranks(kind, ranks)
     for prompt in (1, 40):
         ids = random_ids(prompt)
-        text = list(plain.generate(ids, 18, GREEDY, NO_STOPS))
-        assert list(engine.generate(ids, 18, GREEDY, NO_STOPS)) == text
+        text = list(plain.generate(ids, 9, GREEDY, NO_STOPS))
+        assert list(engine.generate(ids, 9, GREEDY, NO_STOPS)) == text
         assert engine.last_run is not None
         assert engine.last_run.drafts is not None
-        assert engine.last_run.drafts.tokens == 17
+        assert engine.last_run.drafts.tokens == 8
         assert different_caches(engine, engine) == []
         assert_modules_alike(engine)
 
 
-@pytest.mark.parametrize("kept", [0, 3, 5, "mixed"])
+@pytest.mark.parametrize("kept", [0, 2, 5, "mixed"])
 def test_any_number_of_kept_drafts_gives_the_same_text(kept: int | str) -> None:
     ids = random_ids(13)
-    text = list(drafted_ranks("dspark", 2, drafted=False).generate(ids, 37, GREEDY, NO_STOPS))
+    text = list(drafted_ranks("dspark", 2, drafted=False).generate(ids, 19, GREEDY, NO_STOPS))
     numbers = {"mixed": lambda position: position * 7 % 6}.get(str(kept), lambda position: kept)
     engine = scripted(drafted_ranks("dspark", 2), Script([*ids, *text], numbers))
-    assert list(engine.generate(ids, 37, GREEDY, NO_STOPS)) == text
+    assert list(engine.generate(ids, 19, GREEDY, NO_STOPS)) == text
     assert engine.last_run is not None
     assert engine.last_run.drafts is not None
     if isinstance(kept, int):
-        assert engine.last_run.drafts.steps == 36 // (kept + 1)
+        assert engine.last_run.drafts.steps == 18 // (kept + 1)
     assert different_caches(engine, engine) == []
     assert_modules_alike(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_exact_sums_tokens_and_drafts_are_those_of_a_lone_rank(
@@ -100,8 +101,8 @@ def test_with_exact_sums_tokens_and_drafts_are_those_of_a_lone_rank(
     """Wrong cuts of a module change its drafts, and with them how many are kept."""
     ids = random_ids(40)
     lone, several = (drafted_ranks(kind, ranks, EXACT) for ranks in (1, 4))
-    expected = list(lone.generate(ids, 24, sampling, NO_STOPS))
-    assert list(several.generate(ids, 24, sampling, NO_STOPS)) == expected
+    expected = list(lone.generate(ids, 16, sampling, NO_STOPS))
+    assert list(several.generate(ids, 16, sampling, NO_STOPS)) == expected
     found, wanted = (steps_of(engine).drafted.stats() for engine in (several, lone))
     assert (found.steps, found.drafted, found.accepted) == (
         wanted.steps,
@@ -114,7 +115,7 @@ def test_with_exact_sums_tokens_and_drafts_are_those_of_a_lone_rank(
 def test_draft_logits_are_those_of_a_lone_rank(kind: MtpKind) -> None:
     """Behind prompts around the borders of the window and of windows of a compressor."""
     lone, several = (drafted_ranks(kind, ranks) for ranks in (1, 4))
-    for position in (1, 2, 15, 16, 17, 33, 140):
+    for position in (1, 15, 16, 17, 33):
         ids = random_ids(position + 1)
         logits = []
         for engine in (lone, several):
