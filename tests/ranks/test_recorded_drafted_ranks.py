@@ -3,6 +3,7 @@ steps of their own, and streams of prompts that are whole on every rank.
 """
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from dsv4.step.parts import Barrier, Part
 from dsv4.step.recorded import RecordedStep
 from dsv4.weights.parameters import MtpKind
 from tests.ranks.planned_drafts import STAGES, PlannedDrafts, planned_drafts
-from tests.ranks.planned_ranks import PUSHING, has_words, launches
+from tests.ranks.planned_ranks import PUSHING, LoggedRanks, has_words, launches
 
 PLANNED: list[tuple[Geometry, MtpKind, int]] = [
     ("v4-flash", "classic", 2),
@@ -109,6 +110,42 @@ def test_a_part_has_no_poll_behind_a_push(planned: tuple[MtpKind, list[PlannedDr
 
 def _items(part: Any) -> range:
     return range(part.start, part.stop)
+
+
+def test_words_are_polled_behind_the_pushes_of_all_ranks(
+    planned: tuple[MtpKind, list[PlannedDrafts]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a draft and of the step that verifies it, by the numbers of step and exchange."""
+    ranks: Any = planned[1]
+    drafting: Any = [
+        SimpleNamespace(record=lambda _, rank=rank: rank.draft_step(COUNT), state=rank.state)
+        for rank in ranks
+    ]
+    begun = Counter[int]()
+    counted = ranks[0].state._steps_begun
+    for models, tokens in ((drafting, COUNT), (ranks, COUNT + 1), (drafting, COUNT)):
+        logged = LoggedRanks.of(models, tokens, monkeypatch)
+        logged.step.run(tokens)
+        pushed: set[tuple[int, int, int]] = set()
+        polls = 0
+        for device, index in logged.log:
+            launch = logged.launch((device, index))
+            if launch is None:
+                continue
+            rank = device.index
+            begun[rank] += launch.arguments.get("step") is not None
+            if not has_words(launch):
+                continue
+            exchange: Any = launch.arguments["exchange"]
+            if launch.signature.kernel in PUSHING:
+                pushed.add((rank, begun[rank], exchange))
+            else:
+                word = begun[rank], exchange
+                assert {(other, *word) for other in range(len(ranks))} <= pushed
+                polls += 1
+        assert polls == len(pushed) > 0
+        # The host counts as every device does.
+        assert set(begun.values()) == {ranks[0].state._steps_begun - counted}
 
 
 def test_every_rank_records_the_same_parts(planned: tuple[MtpKind, list[PlannedDrafts]]) -> None:
