@@ -138,16 +138,22 @@ class CUDAGraphDecoder:
             tokens.close()
 
     def _capture(self, step: AnyStep) -> AnyCaptured:
+        with self._capturing():
+            assert step.feed is not None
+            step.feed.put([0] * step.tokens)
+            step.run(step.tokens)
+            step.sample()
+            return self._captured_step(step)
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """On the own streams, behind all that is queued; what runs there moves no position."""
         position = self.state.position
         for device in self._streams:
             torch.cuda.synchronize(device)
         try:
             with torch.inference_mode(), self._on_own_streams():
-                assert step.feed is not None
-                step.feed.put([0] * step.tokens)
-                step.run(step.tokens)
-                step.sample()
-                return self._captured_step(step)
+                yield
         finally:
             self.state.set_position(position)
 

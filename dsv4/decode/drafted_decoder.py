@@ -30,7 +30,9 @@ class DraftedDecoder(CUDAGraphDecoder):
 
     def _capture_draft(self, count: int) -> AnyCaptured:
         step = self._drafted_steps.draft_step(count)
-        with torch.inference_mode(), self._on_own_streams():
+        with self._capturing():
+            # A module may run a row of the position before: drafts have a token in front of them.
+            self.state.set_position(max(1, self.state.position))
             step.run(step.tokens)
             return self._captured_step(step)
 

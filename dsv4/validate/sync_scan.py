@@ -70,7 +70,7 @@ MEANT = {
         "dsv4/caches/state.py", "DecodeState.wait", "synchronize"
     ): "once per sequence, for steps that a stop has left queued",
     Place(
-        "dsv4/decode/cuda_graph_decoder.py", "CUDAGraphDecoder._capture", "synchronize"
+        "dsv4/decode/cuda_graph_decoder.py", "CUDAGraphDecoder._capturing", "synchronize"
     ): "before a capture, at load",
     Place(
         "dsv4/decode/cuda_graph_decoder.py", "CUDAGraphDecoder._captured_step", "synchronize"
