@@ -75,7 +75,7 @@ def bench_drafts(
         seconds = _step_seconds(engine, decoder, tokens - 1, position)
         distinct = _distinct_experts(engine, tokens, position)
         of_draft = _distinct_of_draft(steps, tokens - 1)
-        found = _Bytes(engine.config, layout, run.kind, len(steps.ranks))
+        found = DraftBytes(engine.config, layout, run.kind, len(steps.ranks))
         floors = (found.draft(tokens - 1, of_draft), found.verify(distinct))
         draft, verify = (1e6 * nbytes / bytes_per_second for nbytes in floors)
         given = sum(run.acceptance**place for place in range(tokens))
@@ -165,7 +165,7 @@ def _distinct_of_draft(steps: DraftedRecordedSteps, drafts: int) -> float:
 
 
 @dataclass(frozen=True)
-class _Bytes:
+class DraftBytes:
     """Weight bytes that the parts of a step have to read once, of several ranks those of each."""
 
     config: ModelConfig
