@@ -31,6 +31,7 @@ from dsv4.ops.tables import DirectTable, Table
 from dsv4.parallel.devices import table_on, with_device_defaults
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
+from dsv4.parallel.sharding import local_config
 from dsv4.plan import MemoryPlan, max_context_tokens
 from dsv4.run_stats import RunStats
 from dsv4.sampling import Sampler, SamplingParams
@@ -90,15 +91,18 @@ class Engine(EngineInputs):
         self.models = build_ranks(config, ranks, table.packing, placement, dtype)
         self.model = self.models[0]
         self.table = settled_table(table, self.model, engine_config)
-        self.draft: DraftModule | None = None
+        self.draft_modules: list[DraftModule] = []
         if shown is not None:
-            self.draft = build_draft(config, ranks[0], table, shown, self.model)
+            local = local_config(config, placement.cuts)
+            pairs = zip(ranks, self.models, strict=True)
+            self.draft_modules = [build_draft(local, own, table, shown, of) for own, of in pairs]
         # Packing leaves free blocks in torch's cache: the device gets them back.
         torch.cuda.empty_cache()
         state = allocate_state(config, engine_config, max_context, placement)
         if shown is not None:
-            device = self.model.head_device
-            state.draft = allocate_draft(config, engine_config, shown, device, identity.draft)
+            for model, own in zip(self.models, state.ranks, strict=True):
+                device = model.head_device
+                own.draft = allocate_draft(config, engine_config, shown, device, identity.draft)
         super().__init__(state, StateKey.of(config, engine_config, identity.main), max_context)
         self.steps = self._build_steps(compiling)
         self.decoder: CUDAGraphDecoder | None = None
@@ -261,18 +265,18 @@ class Engine(EngineInputs):
         yield from follow(token, sampler, steps)
 
     def _build_steps(self, compiling: Progress | None) -> DirectSteps | RecordedSteps:
-        if isinstance(self.table, DirectTable):
-            count = drafts_of_a_step(self.engine_config)
-            others = self.models[1:]
-            return direct_steps(self.model, self.state, self.table.ops, self.draft, count, others)
-        tokens = prefill_tokens(self.engine_config, self.max_context)
-        if self.draft is None:
-            others = self.models[1:]
-            return RecordedSteps(self.model, self.state, self.table, tokens, compiling, others)
-        along = record_drafts(self.config, self.draft, self.model, self.state, self.table)
+        modules = self.draft_modules
         count = drafts_of_a_step(self.engine_config)
+        others = self.models[1:]
+        if isinstance(self.table, DirectTable):
+            ops = self.table.ops
+            return direct_steps(self.model, self.state, ops, modules, count, others)
+        tokens = prefill_tokens(self.engine_config, self.max_context)
+        if not modules:
+            return RecordedSteps(self.model, self.state, self.table, tokens, compiling, others)
+        alongs = record_drafts(self.config, modules, self.models, self.state, self.table)
         context = self.max_context
-        return DraftedRecordedSteps(self.model, along, tokens, count, context, compiling)
+        return DraftedRecordedSteps(self.models, alongs, tokens, count, context, compiling)
 
     def _build_decoder(
         self, mode: Literal["auto", "split", "full"], steps: RecordedSteps

@@ -87,7 +87,7 @@ class OpenedCheckpoint:
         sizes = ((description.parameter.name, description.nbytes) for description in stored)
         layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
         placement = Placement.of(engine, all_devices, layer_bytes)
-        if draft is not None and chooses(engine) and not draft.is_near(placement):
+        if draft is not None and chooses(engine) and not draft.has_place(placement):
             return cls._without_draft(path, engine, gpu_memory)
         check_divisible(config, formats, placement.ranks)
         devices = placement.devices
@@ -96,7 +96,7 @@ class OpenedCheckpoint:
         table = ops if absent else table_on(engine, devices)
         held = held_by(stored, placement.ranks, 0)
         steps = _plan_steps(config, engine, held, table, placement, absent, draft)
-        draft_bytes = 0 if draft is None else draft.state_bytes(engine, table, devices)
+        draft_bytes = 0 if draft is None else draft.state_bytes(engine, table, placement)
         plan = plan_memory(config, engine, placement, stored, steps, gpu_memory, draft_bytes)
         if draft is not None and chooses(engine) and not plan.fits:
             return cls._without_draft(path, engine, gpu_memory)
@@ -107,7 +107,7 @@ class OpenedCheckpoint:
         cls, path: str | Path, engine: EngineConfig, gpu_memory: int | None
     ) -> "OpenedCheckpoint":
         """Where the checkpoint has a module that nobody asked for, and there is no place for it."""
-        _LOG.info("drafts: off, the checkpoint's module does not fit on the last device")
+        _LOG.info("drafts: off, there is no place for the checkpoint's module")
         return cls.open(path, replace(engine, draft="off", draft_tokens=None), gpu_memory)
 
     def identity(self) -> Identity:
@@ -145,15 +145,15 @@ class OpenedCheckpoint:
             progress=progress if kept is None else None,
             without=_is_kept if kept is not None else lambda _: False,
         ) as loading:
-            first, *others = loading.ranks
             if draft is not None and not is_own:
-                first |= draft.load(self.placement)
+                for weights, module in zip(loading.ranks, draft.load(self.placement), strict=True):
+                    weights |= module
             packed: Sequence[dict[str, Any] | None] = [None] * len(loading.ranks)
             if cache is not None:
                 packed = kept or [{} for _ in loading.ranks]
             ranks = [
                 ReadOnce(weights, packing if rank == 0 else None, loading.wait, packed[rank])
-                for rank, weights in enumerate((first, *others))
+                for rank, weights in enumerate(loading.ranks)
             ]
             yield ranks
         if cache is not None and kept is None:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from dsv4.checkpoint import (
     Checkpoint,
     ParameterDescription,
@@ -12,20 +10,20 @@ from dsv4.checkpoint import (
     open_checkpoint,
 )
 from dsv4.checkpoint.drafts import mtp_kind, mtp_stages
-from dsv4.checkpoint.load import load_found
+from dsv4.checkpoint.load import load_found_ranks
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_draft
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops.tables import RecordedTable, Table
 from dsv4.parallel.placement import Placement
+from dsv4.parallel.sharding import is_divisible
 from dsv4.speculative.module import far_layer, layers_read
 from dsv4.speculative.planned import draft_bytes, planned_along
 from dsv4.step.planned import MakeAlong
 from dsv4.weights.parameters import MtpKind
 
 KIND_OF_FLAG: dict[str, MtpKind] = {"mtp": "classic", "dspark": "dspark"}
-Devices = tuple[torch.device, ...]
 FLAG_OF_KIND = {kind: flag for flag, kind in KIND_OF_FLAG.items()}
 
 
@@ -46,22 +44,17 @@ class OpenedDraft:
     ) -> "OpenedDraft | None":
         """The module that ``engine`` asks for: of ``main``, a checkpoint of ``config``, or of
         ``engine.draft_weights``. None where drafts are off, and where "auto" finds none. Without a
-        folder "auto" takes a module with the CUDA ops and contiguous layers alone: with the torch
-        ops drafts cost more than they save.
+        folder "auto" takes a module with the CUDA ops alone, and not with layers that take turns on
+        the devices: with the torch ops drafts cost more than they save.
 
         Raises ``UserError`` for a module that is not there, not whole, or that cannot run.
         """
         if engine.draft == "off":
             return None
         if chooses(engine):
-            pays = isinstance(table, RecordedTable) and engine.parallel == "pipeline"
+            pays = isinstance(table, RecordedTable) and engine.parallel != "round-robin"
             if not pays or mtp_kind(main) is None:
                 return None
-        if engine.parallel == "tensor":
-            raise UserError(
-                f"EngineConfig.draft: found {engine.draft!r} with EngineConfig.parallel='tensor', "
-                "expected 'off'"
-            )
         holder = main if engine.draft_weights is None else open_checkpoint(engine.draft_weights)
         kind = mtp_kind(holder)
         wanted = FLAG_OF_KIND if engine.draft == "auto" else {KIND_OF_FLAG[engine.draft]}
@@ -82,23 +75,27 @@ class OpenedDraft:
         """Format and bytes of every parameter."""
         return descriptions(self.found)
 
-    def state_bytes(self, engine: EngineConfig, table: Table, devices: Devices) -> int:
-        """Bytes of the module's caches, and of what else it takes on the last of ``devices``."""
+    def state_bytes(self, engine: EngineConfig, table: Table, placement: Placement) -> int:
+        """Bytes of the module's caches, and of what else it takes beside the head of a rank."""
         recorded = isinstance(table, RecordedTable)
-        return draft_bytes(self.config, engine, self.shown, recorded, devices)
+        return draft_bytes(self.config, engine, self.shown, recorded, placement)
 
     def planned(self, engine: EngineConfig, table: RecordedTable) -> MakeAlong:
         """The module as it runs along with the steps of a planned model."""
         return planned_along(self.config, engine, table, self.shown)
 
-    def is_near(self, placement: Placement) -> bool:
-        """Whether the layers that the module reads are on the device of the head."""
-        devices = dict(enumerate(placement.layer_devices))
-        return far_layer(layers_read(self.config, self.kind), devices) is None
+    def has_place(self, placement: Placement) -> bool:
+        """Whether the layers that the module reads are on the device of the head, and the ranks can
+        share the module.
+        """
+        formats = [(stored.parameter, stored.format) for stored in self.found]
+        devices = dict(enumerate(placement.of_rank(0).layer_devices))
+        is_near = far_layer(layers_read(self.config, self.kind), devices) is None
+        return is_near and is_divisible(self.config, formats, placement.ranks)
 
-    def load(self, placement: Placement) -> Weights:
-        """The weights, each on its device."""
-        return load_found(self.checkpoint, self.config, self.found, placement.device_of)
+    def load(self, placement: Placement) -> tuple[Weights, ...]:
+        """What every rank holds of the weights, on its device."""
+        return load_found_ranks(self.checkpoint, self.config, self.found, placement)
 
 
 def chooses(engine: EngineConfig) -> bool:

@@ -157,7 +157,7 @@ def plan_memory(
     ``config`` and ``stored`` are those of the whole model. ``steps``: the recorded steps of the
     CUDA ops, with several ranks those of rank 0; None plans for the torch ops. ``gpu_memory``:
     bytes of every device, in place of what this machine has. ``draft_bytes``: the caches of a draft
-    module, on the last device.
+    module, on the last device of every rank.
     """
     max_context = max_context_tokens(config, engine)
     native = None if steps is None else steps.packing.native
@@ -172,7 +172,7 @@ def plan_memory(
         own = placement.of_rank(rank)
         held = held_by(stored, ranks, rank)
         found = _Bytes.of(local, engine, own, held, native, steps is None)
-        found.state[own.layer_devices[-1]] += draft_bytes if rank == 0 else 0
+        found.state[own.layer_devices[-1]] += draft_bytes
         pairs = zip(own.layer_devices, first.layer_devices, strict=True)
         for device, alike in dict(pairs).items():
             # Once the weights are packed, steps take the place of what packing took.

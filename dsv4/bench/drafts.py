@@ -17,16 +17,16 @@ from dsv4.checkpoint import Layout
 from dsv4.config import ModelConfig
 from dsv4.decode.drafted_decoder import DraftedDecoder
 from dsv4.engine import Engine
-from dsv4.launch.program import Program
 from dsv4.launch.recording import Launch
-from dsv4.launch.target import Target
 from dsv4.layers.values import Watch
 from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.parallel.sharding import HEAD, local_parameters
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.speculative.block_loop import Drafting
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps
 from dsv4.speculative.tally import DraftCount, Tally
-from dsv4.weights.parameters import MtpKind, Parameter, Role, parameters
+from dsv4.step.step import Step
+from dsv4.weights.parameters import MtpKind, Parameter, Role
 
 # Steps before those that count, and those.
 _WARM_UP = 6
@@ -75,7 +75,7 @@ def bench_drafts(
         seconds = _step_seconds(engine, decoder, tokens - 1, position)
         distinct = _distinct_experts(engine, tokens, position)
         of_draft = _distinct_of_draft(steps, tokens - 1)
-        found = _Bytes(engine.config, layout, run.kind)
+        found = DraftBytes(engine.config, layout, run.kind, len(steps.ranks))
         floors = (found.draft(tokens - 1, of_draft), found.verify(distinct))
         draft, verify = (1e6 * nbytes / bytes_per_second for nbytes in floors)
         given = sum(run.acceptance**place for place in range(tokens))
@@ -103,7 +103,7 @@ def bench_drafts(
 def _step_seconds(
     engine: Engine, decoder: DraftedDecoder, drafts: int, position: int
 ) -> tuple[float, float]:
-    """Of drafting and of verifying a step on the device of the head, on average."""
+    """Of drafting and of verifying a step on the device of the head (rank 0's), on average."""
     steps = decoder.drafted_steps
     engine.state.set_position(position)
     draft = engine.state.draft
@@ -148,16 +148,16 @@ def _distinct_of_draft(steps: DraftedRecordedSteps, drafts: int) -> float:
     """Of a stage, on average, in a draft step whose buffers share no memory."""
     if not drafts:
         return 0.0
-    target = Target.of(steps.head)
-    recorded = steps.along.draft_step(target, steps.ranks[0].sampler, drafts)
-    recording = recorded.recordings[steps.head]
-    keep_everything(recording)
-    program = Program(recording)
-    with torch.cuda.device(steps.head):
-        program.run(recording.tokens)
+    recorded = steps.recorded_draft_steps(drafts)
+    for step in recorded:
+        keep_everything(step.recordings[step.head])
+    ranks = [Step(step, {}, {}) for step in recorded]
+    joined = steps.joined(ranks)
+    joined.run(joined.tokens)
+    program = ranks[0].head_program
     chosen = [
         item.arguments["ids_TP"]
-        for item in recording.items
+        for item in program.recording.items
         if isinstance(item, Launch) and item.signature.kernel == "moe_decode"
     ]
     counts = [len(program.tensor(ids).unique()) for ids in chosen if isinstance(ids, Tensor)]
@@ -165,12 +165,13 @@ def _distinct_of_draft(steps: DraftedRecordedSteps, drafts: int) -> float:
 
 
 @dataclass(frozen=True)
-class _Bytes:
-    """Weight bytes that the parts of a step have to read once."""
+class DraftBytes:
+    """Weight bytes that the parts of a step have to read once, of several ranks those of each."""
 
     config: ModelConfig
     layout: Layout
     kind: MtpKind
+    ranks: int
 
     def verify(self, distinct: float) -> float:
         """The main model on tokens that take ``distinct`` experts a layer, and the module's
@@ -182,7 +183,7 @@ class _Bytes:
         """So many drafts, of rows that take ``distinct`` experts a stage."""
         if not drafts:
             return 0.0
-        head = parameters(self.config)["head.weight"]
+        head = self._parameters()[HEAD]
         module = [found for found in self._module() if not self._is_apart(found.name)]
         total = self._sum(distinct, module) + self._size(head)
         if self.kind == "classic":
@@ -198,19 +199,17 @@ class _Bytes:
         )
 
     def _main(self) -> list[Parameter]:
-        whole = parameters(self.config).values()
         return [
             found
-            for found in whole
-            if not found.name.startswith("embed.") and found.role is not Role.TABLE
+            for name, found in self._parameters().items()
+            if not name.startswith(("embed.", "mtp.")) and found.role is not Role.TABLE
         ]
 
     def _module(self) -> list[Parameter]:
-        return [
-            found
-            for name, found in parameters(self.config, self.kind).items()
-            if name.startswith("mtp.")
-        ]
+        return [found for name, found in self._parameters().items() if name.startswith("mtp.")]
+
+    def _parameters(self) -> dict[str, Parameter]:
+        return local_parameters(self.config, self.ranks, 0, self.kind)
 
     def _remembered(self) -> list[Parameter]:
         return [found for found in self._module() if found.name.endswith(_REMEMBERED)]

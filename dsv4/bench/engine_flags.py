@@ -172,8 +172,13 @@ def _check_draft(options: argparse.Namespace) -> None:
         raise UserError("--acceptance: found without --draft, expected with it")
     if options.draft is None:
         return
-    if options.parallel != "pipeline":
-        raise UserError(f"--draft: found with --parallel {options.parallel}, expected pipeline")
+    if options.parallel == "round-robin":
+        found = "--parallel round-robin"
+        raise UserError(f"--draft: found with {found}, expected pipeline or tensor")
+    if options.ranks is not None:
+        raise UserError(
+            "--draft: found with --ranks, expected all ranks: each accepts its own drafts"
+        )
     if options.modes not in (None, ["full"]):
         raise UserError(f"--draft: found with --modes {options.modes[0]}, expected full")
 

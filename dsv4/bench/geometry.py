@@ -194,7 +194,7 @@ def _random_weights(
     if placement.ranks == 1:
         return [ReadOnce(synthetic_weights(config, layout, 0, placement.device_of, mtp))]
     return [
-        ReadOnce(synthetic_rank_weights(config, layout, 0, device, placement.cuts, rank))
+        ReadOnce(synthetic_rank_weights(config, layout, 0, device, placement.cuts, rank, mtp))
         for rank, device in enumerate(placement.stages[0].devices)
     ]
 

@@ -121,9 +121,9 @@ class DecodeState:
         """Those of all ranks."""
         return tuple(dict.fromkeys(device for state in self.ranks for device in state.devices))
 
-    def begin_step(self) -> None:
-        """Counts a step in which ranks exchange words, before it is queued."""
-        self._steps_begun += 1
+    def begin_step(self, steps: int = 1) -> None:
+        """Counts steps in which ranks exchange words, before they are queued."""
+        self._steps_begun += steps
 
     def place(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """``position_1`` and ``rejected_1`` of a device."""

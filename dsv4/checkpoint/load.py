@@ -28,7 +28,7 @@ from dsv4.checkpoint.uncollected import uncollected
 from dsv4.checkpoint.writer import counter
 from dsv4.config import ModelConfig
 from dsv4.parallel.placement import Placement
-from dsv4.parallel.sharding import check_divisible, cut_of, is_held, local_parameter
+from dsv4.parallel.sharding import check_divisible, cut_of, local_parameter
 from dsv4.weights.parameters import MtpKind, Parameter, Role
 from dsv4.weights.quant import QuantFormat, QuantTensor, packed_bytes
 
@@ -65,7 +65,7 @@ def held_by(
     stored: Iterable[ParameterDescription], ranks: int, rank: int
 ) -> list[ParameterDescription]:
     """What ``rank`` of ``ranks`` holds of all (whole) ``stored`` parameters."""
-    return [_held(one, ranks, rank) for one in stored if is_held(one.parameter.name, rank)]
+    return [_held(one, ranks, rank) for one in stored]
 
 
 def _held(whole: ParameterDescription, ranks: int, rank: int) -> ParameterDescription:
@@ -183,6 +183,18 @@ def load_found(
         return loading.ranks[0]
 
 
+def load_found_ranks(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    found: Sequence[StoredParameter],
+    placement: Placement,
+) -> tuple[Weights, ...]:
+    """``load_ranks`` of some of the parameters that ``find_parameters`` gives."""
+    devices_of = placement.devices_of
+    with _loading(checkpoint, config, found, devices_of, placement.ranks, None) as loading:
+        return loading.ranks
+
+
 @contextmanager
 def _loading(
     checkpoint: Checkpoint,
@@ -243,10 +255,7 @@ def _prepared(
             check_scales(checkpoint, stored, weight)
         check_input_scales(checkpoint, stored, input_scales)
 
-    of_ranks = tuple(
-        {name: loaded[name][rank] for name, ones in held.items() if rank < len(ones)}
-        for rank in range(ranks)
-    )
+    of_ranks = tuple({name: loaded[name][rank] for name in held} for rank in range(ranks))
     return of_ranks, Transfer(pieces, count, check)
 
 

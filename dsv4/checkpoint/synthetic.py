@@ -118,7 +118,13 @@ def synthetic_weights(
 
 
 def synthetic_rank_weights(
-    config: ModelConfig, layout: Layout, seed: int, device: torch.device, ranks: int, rank: int
+    config: ModelConfig,
+    layout: Layout,
+    seed: int,
+    device: torch.device,
+    ranks: int,
+    rank: int,
+    mtp: MtpKind | None = None,
 ) -> Weights:
     """What ``rank`` of ``ranks`` holds of random parameters, drawn in the shapes of its parts, for
     models that no device holds whole: the same type of result as ``load_ranks``, on ``device``.
@@ -128,13 +134,13 @@ def synthetic_rank_weights(
     ``UserError`` for a model that cannot be cut for so many ranks.
     """
     check_layout(layout)
-    whole = parameters(config)
+    whole = parameters(config, mtp)
     formats = ((parameter, format_in(layout, parameter)) for parameter in whole.values())
     check_divisible(config, formats, ranks)
     of_all = Generator(device).manual_seed(seed)
     of_rank = Generator(device).manual_seed(seed + 1 + rank)
     weights: Weights = {}
-    for name, local in local_parameters(config, ranks, rank).items():
+    for name, local in local_parameters(config, ranks, rank, mtp).items():
         is_cut = local != whole[name]
         inputs = whole[name].shape[-1]
         generator = of_rank if is_cut else of_all

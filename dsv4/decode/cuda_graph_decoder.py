@@ -16,7 +16,7 @@ from torch import Tensor
 from dsv4.layers.values import Wants
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.sampling import Sampler
-from dsv4.step.captured import CapturedRanks, CapturedStep, Mode
+from dsv4.step.captured import AnyCaptured, CapturedRanks, CapturedStep, Mode
 from dsv4.step.current_device import on_device
 from dsv4.step.lock_step import AnyStep, LockStep
 from dsv4.step.steps import RecordedSteps
@@ -137,23 +137,33 @@ class CUDAGraphDecoder:
             self._leave()
             tokens.close()
 
-    def _capture(self, step: AnyStep) -> CapturedStep | CapturedRanks:
+    def _capture(self, step: AnyStep) -> AnyCaptured:
+        with self._capturing():
+            assert step.feed is not None
+            step.feed.put([0] * step.tokens)
+            step.run(step.tokens)
+            step.sample()
+            return self._captured_step(step)
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """On the own streams, behind all that is queued; what runs there moves no position."""
         position = self.state.position
         for device in self._streams:
             torch.cuda.synchronize(device)
         try:
             with torch.inference_mode(), self._on_own_streams():
-                assert step.feed is not None
-                step.feed.put([0] * step.tokens)
-                step.run(step.tokens)
-                step.sample()
-                for stream in self._streams.values():
-                    stream.synchronize()
-                if isinstance(step, LockStep):
-                    return CapturedRanks(step, self.state, self._streams, self.mode, self._pool)
-                return CapturedStep(step, self._streams, self.mode, self._pool)
+                yield
         finally:
             self.state.set_position(position)
+
+    def _captured_step(self, step: AnyStep) -> AnyCaptured:
+        """The step, which has run on the own streams."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        if isinstance(step, LockStep):
+            return CapturedRanks(step, self.state, self._streams, self.mode, self._pool)
+        return CapturedStep(step, self._streams, self.mode, self._pool)
 
     def _check_room(self, position: int, tokens: int) -> None:
         if position + tokens > self.max_context:

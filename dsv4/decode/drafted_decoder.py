@@ -9,8 +9,8 @@ from dsv4.decode.cuda_graph_decoder import CUDAGraphDecoder
 from dsv4.sampling import Sampler
 from dsv4.speculative.block_loop import BlockQueue, Drafting
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps, EagerBlocks
-from dsv4.step.captured import CapturedStep, Mode
-from dsv4.step.token_feed import TokenFeed
+from dsv4.step.captured import AnyCaptured, Mode
+from dsv4.step.lock_step import AnyFeed
 
 
 class DraftedDecoder(CUDAGraphDecoder):
@@ -28,13 +28,13 @@ class DraftedDecoder(CUDAGraphDecoder):
         self._drafted_steps = steps
         self._drafts = {count: self._capture_draft(count) for count in counts}
 
-    def _capture_draft(self, count: int) -> CapturedStep:
+    def _capture_draft(self, count: int) -> AnyCaptured:
         step = self._drafted_steps.draft_step(count)
-        with torch.inference_mode(), self._on_own_streams():
+        with self._capturing():
+            # A module may run a row of the position before: drafts have a token in front of them.
+            self.state.set_position(max(1, self.state.position))
             step.run(step.tokens)
-            for stream in self._streams.values():
-                stream.synchronize()
-            return CapturedStep(step, self._streams, self.mode, self._pool)
+            return self._captured_step(step)
 
     def blocks(self) -> BlockQueue:
         """What queues steps as replays."""
@@ -60,14 +60,13 @@ class DraftedDecoder(CUDAGraphDecoder):
         self._check_room(self.state.position, steps)
         yield from self.following(token, sampler, steps, self.blocks())
 
-    def draft(self, count: int) -> CapturedStep | None:
+    def draft(self, count: int) -> AnyCaptured | None:
         """The captured step that makes so many drafts."""
         return self._drafts.get(count)
 
-    def verify(self, tokens: int) -> CapturedStep | None:
+    def verify(self, tokens: int) -> AnyCaptured | None:
         """The captured step of the main model on so many tokens."""
-        captured = self._captured.get(tokens)
-        return captured if isinstance(captured, CapturedStep) else None
+        return self._captured.get(tokens)
 
     @property
     def drafted_steps(self) -> DraftedRecordedSteps:
@@ -106,7 +105,7 @@ class _CapturedBlocks:
         else:
             captured.sample()
 
-    def feed(self, tokens: int) -> TokenFeed:
+    def feed(self, tokens: int) -> AnyFeed:
         """See ``BlockQueue``."""
         return self._eager.feed(tokens)
 

@@ -75,12 +75,15 @@ class Recording:
         self.peers = peers
         self.whole_seams = whole_seams
         self.exchanges = 0
+        self.steps_begun = 0
         self.meetings: list[int] = []
+        self.arrivals: list[int] = []
         self.items: list[Item] = []
         self.kept: list[Tensor] = []
         self.placed: dict[int, Tensor] = {}
         self._buffers: dict[int, Tensor] = {}
         self._zeroed: dict[str, Tensor] = {}
+        self._has_sent = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous buffer whose address is a multiple of 512 bytes. It holds anything when an
@@ -140,9 +143,40 @@ class Recording:
         self.exchanges += 1
         return self.exchanges - 1
 
+    def begin_step(self) -> Tensor | None:
+        """The counter of the steps in which ranks exchange words (``Peers.step_4``), which the next
+        item moves on; None: there is no other rank.
+        """
+        if self.peers is None:
+            return None
+        self.steps_begun += 1
+        return self.peers.step_4
+
+    def send(self) -> None:
+        """The next item pushes words to all ranks."""
+        self._has_sent = True
+
+    def receive(self) -> None:
+        """The next item waits for words of all ranks: behind those that push them it is queued with
+        the items of another part.
+        """
+        if self._has_sent:
+            self.arrivals.append(len(self.items))
+        self._has_sent = False
+
     def meet(self) -> None:
         """All ranks have come this far before any goes on."""
         self.meetings.append(len(self.items))
+
+    def end_part(self) -> list[tuple[int, bool]]:
+        """Where items that belong together are parted since this was last asked, in order, and
+        whether the ranks meet there.
+        """
+        found = [(at, False) for at in self.arrivals] + [(at, True) for at in self.meetings]
+        self.arrivals.clear()
+        self.meetings.clear()
+        self._has_sent = False
+        return sorted(found)
 
     def place(self, buffer: Tensor, memory: Tensor) -> None:
         """Gives a buffer the first bytes of ``memory``, which is contiguous and of its dtype."""

@@ -87,7 +87,7 @@ class ClassicMTP:
         positions_T, entering = self._enter(ops, drafts, rows)
         behind = self.stage(ops, entering, rows.tokens_T, causal(positions_T, keys))
         streams_TME = self.stage.mix(ops, behind)
-        logits_TV = self.head.logits(ops, self.head.hidden(ops, streams_TME))
+        logits_TV = self.head.whole_logits(ops, self.head.hidden(ops, streams_TME))
         return streams_TME, logits_TV
 
     def _enter(self, ops: Ops, drafts: DraftOps, rows: Rows) -> tuple[Tensor, Unmixed]:

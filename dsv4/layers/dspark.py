@@ -135,7 +135,7 @@ class DSpark:
             carried = stage(ops, carried, tokens_B, within_block(drafts, positions_B, keys))
         assert isinstance(carried, Unmixed), "there is at least one stage"
         streams_BME = self.stages[-1].mix(ops, carried)
-        logits_BV = self.head.logits(ops, self.head.hidden(ops, streams_BME))
+        logits_BV = self.head.whole_logits(ops, self.head.hidden(ops, streams_BME))
         return streams_BME, positions_B, logits_BV
 
     def draft(self, drafts: DraftOps, block: Block, anchor_1: Tensor, choose: Choose) -> Drafts:

@@ -69,6 +69,10 @@ class Head:
         """
         return ops.vocab_parallel_linear(hidden_TE, self.lm_head)
 
+    def whole_logits(self, ops: Ops, hidden_TE: Tensor) -> Tensor:
+        """``logits`` of the whole vocabulary, whatever the number of ranks."""
+        return ops.gather_logits(self.logits(ops, hidden_TE))
+
 
 def _own_parts(config: ModelConfig, weights: WeightReader) -> tuple[HcHeadWeights, Tensor]:
     collapse = HcHeadWeights(

@@ -40,13 +40,13 @@ def row_by_row(ops: Ops) -> Ops:
 def each_token(op: Callable[..., Any], *by_token: int) -> Callable[..., Any]:
     """``op`` for one token at a time; the arguments ``by_token`` have a row for each."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **named: Any) -> Any:
         results = []
         for token in range(arguments[by_token[0]].shape[0]):
             one = list(arguments)
             for index in by_token:
                 one[index] = _row(one[index], token)
-            results.append(op(*one))
+            results.append(op(*one, **named))
         return _joined(results)
 
     return run

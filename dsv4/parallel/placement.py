@@ -7,7 +7,6 @@ from itertools import accumulate, groupby, pairwise
 import torch
 
 from dsv4.engine_config import EngineConfig
-from dsv4.parallel.sharding import is_held
 from dsv4.weights.parameters import layer_of
 
 
@@ -107,13 +106,11 @@ class Placement:
         return tuple(stage.devices[0] for stage in self.stages for _ in stage.layers)
 
     def devices_of(self, name: str) -> tuple[torch.device, ...]:
-        """The devices of the ranks that hold a parameter of ``dsv4.weights.parameters``, or a part
-        of it, from rank 0 on.
-        """
+        """The devices of the ranks that hold a parameter, or a part of it."""
         layers = sum(len(stage.layers) for stage in self.stages)
         home = _home_layer(name, layers)
         (devices,) = (stage.devices for stage in self.stages if home in stage.layers)
-        return tuple(device for rank, device in enumerate(devices) if is_held(name, rank))
+        return devices
 
     def device_of(self, name: str) -> torch.device:
         """The device that owns a parameter. Raises ``ValueError`` with several ranks."""

@@ -3,9 +3,10 @@
 Cut are the heads with their groups of wo_a and their columns of wo_b, the inner dimension of every
 expert, the shared one too, and the rows of the head. Each product of a cut weight is then either a
 part of the whole one's result (rows) or one term of a sum over the ranks (columns). Everything else
-is whole on every rank, and so are the caches.
+is whole on every rank, and so are the caches. The blocks of a draft module are cut as layers are.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -16,12 +17,13 @@ from dsv4.engine_config import TENSOR_GPUS
 from dsv4.errors import UserError
 from dsv4.peers import HEAD_ROWS, LOGITS_EXCHANGE
 from dsv4.weights.cut import COLUMNS, ROWS, Cut, cut_weight, part_cuts
-from dsv4.weights.parameters import MtpKind, Parameter, layer_of, parameters
+from dsv4.weights.parameters import MtpKind, Parameter, parameters, shown_mtp
 from dsv4.weights.quant import QuantFormat, QuantTensor
 
 RANKS = (1, *TENSOR_GPUS)
 HEAD = "head.weight"
-_LAYER_CUTS = {
+_BLOCK = re.compile(r"(?:layers|mtp)\.[0-9]+\.")
+_BLOCK_CUTS = {
     "attn.attn_sink": COLUMNS,
     "attn.wq_b.weight": ROWS,
     "attn.wo_a.weight": ROWS,
@@ -69,10 +71,8 @@ def local_config(config: ModelConfig, ranks: int) -> ModelConfig:
 def local_parameters(
     config: ModelConfig, ranks: int, rank: int, mtp: MtpKind | None = None
 ) -> dict[str, Parameter]:
-    """The parameters of a rank by name, with the shapes of its parts. The speculative module is
-    whole, and on rank 0 alone.
-    """
-    whole = parameters(config, mtp if rank == 0 else None)
+    """The parameters of a rank by name, with the shapes of its parts."""
+    whole = parameters(config, mtp)
     return {name: local_parameter(parameter, ranks, rank) for name, parameter in whole.items()}
 
 
@@ -82,22 +82,17 @@ def local_parameter(parameter: Parameter, ranks: int, rank: int) -> Parameter:
     return parameter if cut is None else replace(parameter, shape=cut.shape(parameter.shape))
 
 
-def is_held(name: str, rank: int) -> bool:
-    """Whether ``rank`` holds a parameter, or a part of it."""
-    return rank == 0 or not name.startswith("mtp.")
-
-
 def rank_weights(
     weights: Mapping[str, QuantTensor | Tensor], config: ModelConfig, ranks: int, rank: int
 ) -> dict[str, QuantTensor | Tensor]:
     """The parts that a rank holds of whole ``weights`` by canonical name, on their devices. What is
     not cut is not copied.
     """
-    known = parameters(config)
+    mtp, stages = shown_mtp(weights) or (None, None)
+    known = parameters(config, mtp, stages)
     return {
         name: cut_weight(weight, cut_of(known[name], ranks, rank) if name in known else None)
         for name, weight in weights.items()
-        if is_held(name, rank)
     }
 
 
@@ -111,7 +106,7 @@ def check_divisible(
     obstacle = _obstacle(config, stored, ranks)
     if obstacle is None:
         return
-    fitting = [str(count) for count in RANKS[1:] if _obstacle(config, stored, count) is None]
+    fitting = [str(count) for count in RANKS[1:] if is_divisible(config, stored, count)]
     expected = " or ".join(fitting) if fitting else "EngineConfig.parallel='pipeline'"
     raise UserError(
         f"EngineConfig.gpus: found {ranks} with EngineConfig.parallel='tensor', "
@@ -119,10 +114,18 @@ def check_divisible(
     )
 
 
+def is_divisible(
+    config: ModelConfig, stored: Iterable[tuple[Parameter, QuantFormat | None]], ranks: int
+) -> bool:
+    """Whether ``check_divisible`` raises nothing."""
+    return _obstacle(config, stored, ranks) is None
+
+
 def _cut_dimension(name: str) -> int | None:
     if name == HEAD:
         return ROWS
-    return None if layer_of(name) is None else _LAYER_CUTS.get(name.split(".", 2)[2])
+    block = _BLOCK.match(name)
+    return None if block is None else _BLOCK_CUTS.get(name[block.end() :])
 
 
 def _obstacle(

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dsv4.caches.state import DecodeState
 from dsv4.limits import MAX_TAKEN_BACK
-from dsv4.sampling import Sampler, SamplerState, checked_token
-from dsv4.speculative.block_ring import BlockRing, Given
+from dsv4.sampling import Sampler, checked_token
+from dsv4.speculative.block_ring import AnyBlockRing, Given
 from dsv4.speculative.tally import DraftCount, Tally
-from dsv4.step.token_feed import TokenFeed
+from dsv4.step.lock_step import AnyFeed, AnySampler
 
 # Steps in the queue, with the one that the host waits for: a step takes longer than queueing one.
 BLOCKS_AHEAD = 2
@@ -35,7 +35,7 @@ class BlockQueue(Protocol):
         """The choice of what stays of them."""
         ...
 
-    def feed(self, tokens: int) -> TokenFeed:
+    def feed(self, tokens: int) -> AnyFeed:
         """The input of a step of so many tokens."""
         ...
 
@@ -57,8 +57,8 @@ class BlockLoop:
     def __init__(
         self,
         state: DecodeState,
-        sampler: SamplerState,
-        ring: BlockRing,
+        sampler: AnySampler,
+        ring: AnyBlockRing,
         max_context: int,
         pass_on_rejected: Callable[[], None],
     ) -> None:

@@ -1,10 +1,14 @@
 """How the host learns what steps with drafts gave: a ring of pinned memory, and events."""
 
 from collections import deque
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from dsv4.step.lock_step import check_token, naming_missing_words
 
 
 class Given(NamedTuple):
@@ -72,3 +76,51 @@ class BlockRing:
 
     def _record(self, event: torch.cuda.Event) -> None:
         event.record(torch.cuda.current_stream(self._device))
+
+
+class BlockRings:
+    """The rings of all ranks, which keep the same tokens unless there is a fault."""
+
+    def __init__(self, ranks: Sequence[BlockRing], fault_4: Tensor) -> None:
+        """``fault_4``: as of ``dsv4.step.lock_step.Rings``."""
+        self._ranks = ranks
+        self._fault_4 = fault_4
+
+    def begin(self) -> None:
+        """As of one rank."""
+        for ring in self._ranks:
+            ring.begin()
+
+    def mark_drafted(self) -> None:
+        """As of one rank."""
+        for ring in self._ranks:
+            ring.mark_drafted()
+
+    def mark_settled(self) -> None:
+        """As of one rank."""
+        for ring in self._ranks:
+            ring.mark_settled()
+
+    def read(self, position: int) -> Given:
+        """As of one rank, with the times of rank 0. Raises ``RuntimeError`` where ranks have kept
+        different tokens, or one has waited for another in vain.
+
+        Where a rank gives nothing none does: that there was NaN, one may see before another.
+        """
+        with naming_missing_words(self._fault_4):
+            first, *others = (ring.read(position) for ring in self._ranks)
+        if not all(given.tokens for given in (first, *others)):
+            return first._replace(tokens=[])
+        for rank, given in enumerate(others, 1):
+            pairs = zip_longest(given.tokens, first.tokens)
+            for place, (token, expected) in enumerate(pairs, position + 1):
+                check_token(token, expected, rank, place)
+        return first
+
+    def forget(self) -> None:
+        """As of one rank."""
+        for ring in self._ranks:
+            ring.forget()
+
+
+AnyBlockRing = BlockRing | BlockRings

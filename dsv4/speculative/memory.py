@@ -22,7 +22,8 @@ class DraftMemory:
     The others are on the device of the head. ``drafts_N`` int64 ``[7]`` and ``logits_NV`` float32:
     the drafts, ``NAN_TOKEN`` among them, and what chose them. ``block_B``: the tokens of a block of
     DSpark. ``tails`` ``[R, M, E]`` and ``tail_tokens_R``: what a prompt's chunk leaves for the
-    module's keys, the streams of every tap.
+    module's keys, the streams of every tap. ``shared``: of several ranks, where they put together
+    the streams that a chunk leaves, one row more (``dsv4.speculative.shared_rows``).
     """
 
     inputs: Mapping[torch.device, Tensor]
@@ -32,6 +33,7 @@ class DraftMemory:
     tails: tuple[Tensor, ...]
     tail_tokens_R: Tensor
     ring_3R: Tensor
+    shared: tuple[Tensor, ...]
 
     @classmethod
     def allocate(
@@ -41,9 +43,10 @@ class DraftMemory:
         devices: Sequence[torch.device],
         taps: int,
         dtype: torch.dtype,
+        ranks: int = 1,
     ) -> "DraftMemory":
         """For a module with these caches, whose device is that of the head; on the meta device
-        nothing is allocated.
+        nothing is allocated. ``ranks``: that share the model.
         """
         head = state.position_1.device
 
@@ -52,7 +55,11 @@ class DraftMemory:
             return torch.zeros(count, dtype=torch.int64, device=memory)
 
         rows = state.remembered_rows
-        streams = (rows, config.hc_mult, config.hidden_size)
+
+        def streams(count: int, rows: int) -> tuple[Tensor, ...]:
+            shape = (rows, config.hc_mult, config.hidden_size)
+            return tuple(torch.zeros(shape, dtype=dtype, device=head) for _ in range(count))
+
         block = 1 if config.dspark is None else config.dspark.block_size
         logits = (MAX_DRAFTS, config.vocab_size)
         host = torch.device("cpu") if head.type == "cuda" else head
@@ -62,9 +69,10 @@ class DraftMemory:
             integers(MAX_DRAFTS, head),
             torch.zeros(logits, dtype=torch.float32, device=head),
             integers(block, head),
-            tuple(torch.zeros(streams, dtype=dtype, device=head) for _ in range(taps)),
+            streams(taps, rows),
             integers(rows, head),
             torch.zeros((3, RING_SLOTS), dtype=torch.int64, device=host, pin_memory=pinned),
+            streams(0 if ranks == 1 else taps, rows + 1),
         )
 
     @property
@@ -72,4 +80,4 @@ class DraftMemory:
         """Bytes on the device of the head."""
         inputs, *_ = self.inputs.values()
         own = (inputs, self.drafts_N, self.logits_NV, self.block_B, self.tail_tokens_R)
-        return sum(tensor.nbytes for tensor in (*own, *self.tails))
+        return sum(tensor.nbytes for tensor in (*own, *self.tails, *self.shared))

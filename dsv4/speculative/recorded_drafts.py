@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dsv4.caches.draft import DraftState
 from dsv4.caches.state import DecodeState
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
@@ -17,11 +18,13 @@ from dsv4.layers.values import ValueSink
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Outputs, Transformer
 from dsv4.ops.acceptance.cuda import judge_drafts, settle_block
+from dsv4.ops.exchange.token_share import TokenShare
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
 from dsv4.speculative.memory import DraftMemory
 from dsv4.speculative.module import DraftModule, DraftScope, far_layer
 from dsv4.speculative.recorded_modules import RecordedModule, recorded_module
+from dsv4.speculative.shared_rows import SharedRows
 from dsv4.speculative.taps import Taps
 from dsv4.step.recorded import RecordedStep, StepRecorder
 
@@ -33,6 +36,9 @@ class RecordedDrafts:
     Up to 8 tokens a step also has the module's rows, and the choice of what stays of its drafts.
     Longer ones leave their last streams, with which the module runs ``_tails``, programs by length,
     as soon as the step is queued.
+
+    Of several ranks each has its own; ``shared`` puts together what they have of those streams, and
+    ``counted`` is the state of rank 0, in which the host counts. ``state`` is the rank's.
     """
 
     module: RecordedModule
@@ -40,6 +46,8 @@ class RecordedDrafts:
     state: DecodeState
     table: RecordedTable
     head: torch.device
+    counted: DecodeState
+    shared: SharedRows | None
     _tails: dict[int, Program] = field(default_factory=dict)
 
     @property
@@ -62,8 +70,12 @@ class RecordedDrafts:
             if tokens <= MAX_DECODE_TOKENS:
                 place = self.state.place(self.head)
                 self.module.remember(ops, recording, taps, tokens_T, place)
-            else:
-                recording.call(self._run_tail(), tokens_T, *taps)
+                return
+            rows = taps
+            if self.shared is not None:
+                self.shared.record(recording, taps)
+                rows = self.memory.shared
+            recording.call(self._run_tail(), tokens_T, *rows)
 
     def record_choice(
         self,
@@ -99,7 +111,7 @@ class RecordedDrafts:
 
     def draft_step(self, target: Target, sampler: SamplerState, count: int) -> RecordedStep:
         """The step that drafts."""
-        recorder = self._recorder(target, self.module.rows)
+        recorder = self._recorder(target, self.module.rows, alone=False)
         with recorder.part("draft", self.head) as ops:
             recording = recorder.recording(self.head)
             place = self.state.place(self.head)
@@ -117,7 +129,7 @@ class RecordedDrafts:
         return self.memory.tail_tokens_R.shape[0]
 
     def _tail_step(self, target: Target, rows: int) -> RecordedStep:
-        recorder = self._recorder(target, rows)
+        recorder = self._recorder(target, rows, alone=True)
         memory = self.memory
         with recorder.part("draft", self.head) as ops:
             self.module.remember_tail(ops, recorder.recording(self.head))
@@ -125,7 +137,7 @@ class RecordedDrafts:
 
     def _run_tail(self) -> Callable[..., None]:
         def run(tokens: int, tokens_T: Tensor, *taps: Tensor) -> None:
-            start = self.state.position - tokens
+            start = self.counted.position - tokens
             given = [tap[:tokens] for tap in taps]
             rows = self.module.leave(start, given, tokens_T[:tokens])
             length = rows if self.table.exact else self._tail_rows
@@ -136,33 +148,49 @@ class RecordedDrafts:
 
         return run
 
-    def _recorder(self, target: Target, tokens: int) -> StepRecorder:
+    def _recorder(self, target: Target, tokens: int, alone: bool) -> StepRecorder:
         """NaN among drafts ends the drafts, not the run: it is not noted."""
         device = self.memory.drafts_N.device
         unread = {self.head: torch.empty(tokens, dtype=torch.int64, device=device)}
         targets = {self.head: target}
-        return StepRecorder(self.table, targets, self.state, unread, notes_nan=False)
+        read = (self.table, targets, self.state, unread)
+        return StepRecorder(*read, notes_nan=False, alone=alone)
 
 
 def record_drafts(
     config: ModelConfig,
-    module: DraftModule,
-    model: Transformer,
+    modules: Sequence[DraftModule],
+    models: Sequence[Transformer],
     state: DecodeState,
     table: RecordedTable,
-) -> RecordedDrafts:
-    """``module`` as it runs along with ``model``; ``state.draft`` has its caches.
+) -> list[RecordedDrafts]:
+    """The module of every rank as it runs along with the rank's model; the ranks' ``state.draft``
+    have its caches. Of a plan rank 0 alone.
 
     Raises ``UserError`` where the module reads a layer that is not on the device of the head.
     """
-    assert state.draft is not None
-    head = model.head_device
-    scope = DraftScope.of(module, model.segments[-1].layers[-1])
-    _check_near(model, scope.layers)
-    dtype = model.embed.compute_dtype
-    memory = DraftMemory.allocate(config, state.draft, state.devices, len(scope.layers), dtype)
-    recorded = recorded_module(module, scope, state.draft, memory, head)
-    return RecordedDrafts(recorded, memory, state, table, head)
+    scope = DraftScope.of(modules[0], models[0].segments[-1].layers[-1])
+    _check_near(models[0], scope.layers)
+    dtype = models[0].embed.compute_dtype
+    ranks = 1 if state.peers is None else state.peers.ranks
+    memories = [
+        DraftMemory.allocate(config, _draft(own), own.devices, len(scope.layers), dtype, ranks)
+        for own, _ in zip(state.ranks, modules, strict=False)
+    ]
+    of_ranks = tuple(memory.shared for memory in memories)
+    found = []
+    for rank, (module, model, memory) in enumerate(zip(modules, models, memories, strict=True)):
+        own = state.ranks[rank]
+        head = model.head_device
+        recorded = recorded_module(module, scope, _draft(own), memory, head)
+        shared = SharedRows(TokenShare(rank, ranks), of_ranks) if ranks > 1 else None
+        found.append(RecordedDrafts(recorded, memory, own, table, head, state, shared))
+    return found
+
+
+def _draft(state: DecodeState) -> DraftState:
+    assert state.draft is not None, "a module has caches"
+    return state.draft
 
 
 def _check_near(model: Transformer, read: Sequence[int]) -> None:

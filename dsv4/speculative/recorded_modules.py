@@ -46,7 +46,8 @@ class RecordedModule(Protocol):
 
     def leave(self, start: int, taps: Sequence[Tensor], tokens_T: Tensor) -> int:
         """Copies what ``remember_tail`` reads of a chunk from position ``start`` on: how many rows
-        it then runs.
+        it then runs. ``taps`` may lack the first tokens: one row more than ``remembered_rows`` are
+        enough.
         """
         ...
 
@@ -91,7 +92,7 @@ class RecordedDSpark:
         tokens = tokens_T.shape[0]
         rows = min(tokens, self.state.remembered_rows)
         for tail, tap in zip(self.memory.tails, taps, strict=True):
-            tail[:rows].copy_(tap[tokens - rows : tokens])
+            tail[:rows].copy_(tap[-rows:])
         self.state.position_1.fill_(start + tokens - rows)
         self.state.rejected_1.zero_()
         return rows
@@ -163,14 +164,14 @@ class RecordedClassic:
         slots = self.ring_SME.shape[0]
         tail = self.memory.tails[0]
         if rows < tokens:
-            tail[:rows].copy_(streams_TME[tokens - 1 - rows : tokens - 1])
+            tail[:rows].copy_(streams_TME[-1 - rows : -1])
         else:
             tail[0].copy_(self.ring_SME[(start - 1) % slots])
-            tail[1:rows].copy_(streams_TME[: tokens - 1])
+            tail[1:rows].copy_(streams_TME[:-1])
         self.memory.tail_tokens_R[:rows].copy_(tokens_T[tokens - rows :])
         kept = min(slots, tokens)
         positions = torch.arange(end - kept, end, device=streams_TME.device)
-        self.ring_SME.index_copy_(0, positions % slots, streams_TME[tokens - kept : tokens])
+        self.ring_SME.index_copy_(0, positions % slots, streams_TME[-kept:])
         self.state.position_1.fill_(end - rows - 1)
         self.state.rejected_1.zero_()
         return rows

@@ -1,21 +1,21 @@
 """The recorded steps of an engine with a draft module, and how they follow each other eagerly."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from torch import Tensor
 
 from dsv4.launch.target import Target
 from dsv4.model import Transformer
 from dsv4.parallel.hand_off import HandOff
-from dsv4.sampling import Sampler, SamplerState
+from dsv4.sampling import Sampler
 from dsv4.speculative.block_loop import BLOCKS_AHEAD, BlockLoop, BlockQueue, Drafting
-from dsv4.speculative.block_ring import BlockRing
+from dsv4.speculative.block_ring import AnyBlockRing, BlockRing, BlockRings
 from dsv4.speculative.recorded_drafts import RecordedDrafts
 from dsv4.speculative.tally import DraftCount, Drafts, Tally, Usefulness
-from dsv4.step.lock_step import AnyStep
+from dsv4.step.lock_step import AnyFeed, AnyStep
+from dsv4.step.recorded import RecordedStep
 from dsv4.step.step import Step
 from dsv4.step.steps import Progress, RecordedSteps
-from dsv4.step.token_feed import TokenFeed
 
 
 class DraftedRecordedSteps(RecordedSteps):
@@ -26,43 +26,51 @@ class DraftedRecordedSteps(RecordedSteps):
 
     def __init__(
         self,
-        model: Transformer,
-        along: RecordedDrafts,
+        models: Sequence[Transformer],
+        alongs: Sequence[RecordedDrafts],
         prefill_tokens: int,
         drafts: Drafts,
         max_context: int,
         compiling: Progress | None = None,
     ) -> None:
-        """``along``: the module, recorded for this model. ``drafts``: as of
+        """``models`` of all ranks. ``alongs``: the module recorded for each. ``drafts``: as of
         ``dsv4.speculative.steps.DraftedSteps``; ``max_context``: tokens that the caches hold; the
         others as of ``RecordedSteps``.
         """
-        self.along = along
-        state = along.state
+        self.alongs = tuple(alongs)
+        self.along = self.alongs[0]
+        state = self.along.state
         scope = self.along.module.scope
         self.count = DraftCount.asked(drafts, scope.most, scope.trained_block)
-        super().__init__(model, state, along.table, prefill_tokens, compiling, along=along)
-        self._target = Target.of(self.head)
-        self.along.ready(self._target)
-        self._drafts: dict[int, Step] = {}
-        own = self.ranks[0]
-        self._own_sampler: SamplerState = own.sampler
+        model, *others = models
+        table = self.along.table
+        super().__init__(model, state, table, prefill_tokens, compiling, others, alongs)
+        for along in alongs:
+            along.ready(Target.of(along.head))
+        self._drafts: dict[int, AnyStep] = {}
         self._passed_on = [
             HandOff(self.head, rejected_1)
             for device, rejected_1 in state.rejected_1.items()
             if device != self.head
         ]
-        ring = BlockRing(self.along.memory.ring_3R, self.head, BLOCKS_AHEAD)
-        self.blocks = BlockLoop(state, own.sampler, ring, max_context, self._pass_on_rejected)
+        ring = self._block_ring()
+        self.blocks = BlockLoop(state, self.sampler, ring, max_context, self._pass_on_rejected)
         self.drafted = Tally(scope.most)
         self._usefulness = Usefulness()
 
-    def draft_step(self, count: int) -> Step:
-        """The step that makes ``count`` drafts."""
+    def draft_step(self, count: int) -> AnyStep:
+        """The step that makes ``count`` drafts, on every rank."""
         if count not in self._drafts:
-            recorded = self.along.draft_step(self._target, self._own_sampler, count)
-            self._drafts[count] = Step(recorded, self.ranks[0].memory, {})
+            pairs = zip(self.recorded_draft_steps(count), self.ranks, strict=True)
+            self._drafts[count] = self.joined([Step(step, rank.memory, {}) for step, rank in pairs])
         return self._drafts[count]
+
+    def recorded_draft_steps(self, count: int) -> list[RecordedStep]:
+        """What every rank records of it."""
+        return [
+            along.draft_step(Target.of(along.head), rank.sampler, count)
+            for along, rank in zip(self.alongs, self.ranks, strict=True)
+        ]
 
     def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:
         """See ``RecordedSteps``; a new run begins, which has drafted nothing."""
@@ -89,6 +97,13 @@ class DraftedRecordedSteps(RecordedSteps):
         finally:
             tokens.close()
             self._usefulness.judge(self.drafted.stats())
+
+    def _block_ring(self) -> AnyBlockRing:
+        rings = [BlockRing(one.memory.ring_3R, one.head, BLOCKS_AHEAD) for one in self.alongs]
+        peers = self.state.peers
+        # Without the results of absent ranks each rank chooses other tokens.
+        are_alike = peers is not None and peers.ranks == len(rings)
+        return BlockRings(rings, peers.fault_4) if peers is not None and are_alike else rings[0]
 
     def _pass_on_rejected(self) -> None:
         for hand_off in self._passed_on:
@@ -120,10 +135,10 @@ class EagerBlocks:
         """See ``BlockQueue``."""
         self._step(tokens).sample(self._steps.observer)
 
-    def feed(self, tokens: int) -> TokenFeed:
+    def feed(self, tokens: int) -> AnyFeed:
         """See ``BlockQueue``."""
         feed = self._step(tokens).feed
-        assert isinstance(feed, TokenFeed)
+        assert feed is not None, "decode steps have inputs"
         return feed
 
     def logits(self, tokens: int) -> Tensor:

@@ -28,8 +28,9 @@ from dsv4.ops.drafts import TORCH_DRAFTS
 from dsv4.ops.row_by_row import row_by_row
 from dsv4.ops.sampling import gumbel_noise
 from dsv4.sampling import Sampler, SamplerState, checked_token
-from dsv4.speculative.drafter import Proposal, make_drafter
-from dsv4.speculative.module import DraftModule
+from dsv4.speculative.drafter import Drafter, Proposal, make_drafter
+from dsv4.speculative.module import DraftModule, DraftScope
+from dsv4.speculative.rank_drafters import RankDrafters
 from dsv4.speculative.tally import DraftCount, Drafts, Tally, Usefulness
 from dsv4.speculative.taps import Taps
 from dsv4.step.direct import DirectSteps
@@ -48,24 +49,25 @@ class DraftedSteps(DirectSteps):
         model: Transformer,
         state: DecodeState,
         ops: Ops,
-        module: DraftModule,
+        modules: Sequence[DraftModule],
         drafts: Drafts,
+        other_models: Sequence[Transformer] = (),
     ) -> None:
         """``drafts`` of a step at most: "auto" by what was measured, None as many as the module was
-        trained to make. ``state.draft`` has the module's caches.
+        trained to make. ``modules``: what every rank has of it, whose caches are in the ranks'
+        ``state.draft``; ``other_models`` as of ``DirectSteps``.
 
         Raises ``UserError`` for more drafts than the module can make.
         """
-        super().__init__(model, state, ops)
+        super().__init__(model, state, ops, other_models)
         assert state.draft is not None
         self._draft_state = state.draft
-        last_layer = model.segments[-1].layers[-1]
+        self._modules = tuple(modules)
         # NaN among drafts ends the drafts, not the run: these ops do not note it.
         self._draft_ops = ops
-        open_draft = self._open_draft
-        self.drafter = make_drafter(module, TORCH_DRAFTS, state.draft, last_layer, open_draft)
-        self._taps = Taps(self.drafter.taps, UNTRACED)
+        self.drafter = self._whole_drafter()
         drafter = self.drafter
+        self._taps = Taps(drafter.taps, UNTRACED)
         self._count = DraftCount.asked(drafts, drafter.most, drafter.trained_block)
         self._settings = SamplerState.allocate(model.head_device)
         # Tokens that are verified together have the bits of tokens that come one by one.
@@ -219,25 +221,40 @@ class DraftedSteps(DirectSteps):
         token = self.sample_at(sampler, logits_V, self.state.position)
         return checked_token(token, self.state.position, self.state.met_nan)
 
-    def _open_draft(self) -> AbstractContextManager[Ops]:
-        device = self._draft_state.position_1.device
-        return open_part(self._draft_ops, self.observer, "draft", device)
+    def _whole_drafter(self) -> Drafter:
+        if len(self._modules) == 1:
+            return self._drafter_of(0, self._draft_ops)
+        scope = DraftScope.of(self._modules[0], self._last_layer)
+        on_ranks = partial(self._on_ranks, ops=self._draft_ops)
+        return RankDrafters(scope, self._drafter_of, on_ranks)
+
+    def _drafter_of(self, rank: int, ops: Ops) -> Drafter:
+        state = self.state.ranks[rank].draft
+        assert state is not None
+        device = state.position_1.device
+
+        def open_draft() -> AbstractContextManager[Ops]:
+            return open_part(ops, self._observer_of(rank), "draft", device)
+
+        return make_drafter(self._modules[rank], TORCH_DRAFTS, state, self._last_layer, open_draft)
+
+    @property
+    def _last_layer(self) -> int:
+        return self.model.segments[-1].layers[-1]
 
 
 def direct_steps(
     model: Transformer,
     state: DecodeState,
     ops: Ops,
-    module: DraftModule | None,
+    modules: Sequence[DraftModule],
     drafts: Drafts,
     other_models: Sequence[Transformer] = (),
 ) -> DirectSteps:
-    """Steps with ``module``, or without one; arguments as of ``DraftedSteps``. ``other_models``:
-    those of other ranks, with which no module works yet.
-    """
-    if module is None:
+    """Steps with a module, or without ``modules``; arguments as of ``DraftedSteps``."""
+    if not modules:
         return DirectSteps(model, state, ops, other_models)
-    return DraftedSteps(model, state, ops, module, drafts)
+    return DraftedSteps(model, state, ops, modules, drafts, other_models)
 
 
 def _noise_at(count: int, seed: int, position: int, device: torch.device) -> Tensor:

@@ -150,12 +150,15 @@ class CapturedRanks:
 
     def run(self) -> None:
         """Queues the model. All ranks get a region before any gets the next one."""
-        self._state.begin_step()
+        self._state.begin_step(self.step.recorded.steps_begun)
         _interleave([rank.model for rank in self._ranks])
 
     def sample(self) -> None:
         """Queues the choice of the next token, on every rank."""
         _interleave([rank.choice for rank in self._ranks])
+
+
+AnyCaptured = CapturedStep | CapturedRanks
 
 
 def _interleave(ranks: Sequence[Sequence[Callable[[], object]]]) -> None:

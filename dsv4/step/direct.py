@@ -175,12 +175,15 @@ class DirectSteps:
         with open_part(ops, observer, "logits", device) as head_ops:
             return head_ops.gather_logits(ranks_logits)
 
-    def _on_ranks(self, run: Callable[[int, Ops], Result]) -> Result:
-        """``run(rank, ops)`` of all ranks, side by side; the result of rank 0."""
+    def _on_ranks(self, run: Callable[[int, Ops], Result], ops: Ops | None = None) -> Result:
+        """``run(rank, ops)`` of all ranks, side by side, by those of a lone one (the steps' own);
+        the result of rank 0.
+        """
+        alone = ops or self.ops
         if len(self._models) == 1:
-            return run(0, self.ops)
+            return run(0, alone)
         meeting = Meeting(len(self._models))
-        tables = [RankOps(self.ops, meeting, rank).table() for rank in range(len(self._models))]
+        tables = [RankOps(alone, meeting, rank).table() for rank in range(len(self._models))]
         return meeting.run([partial(run, rank, ops) for rank, ops in enumerate(tables)])[0]
 
     @property

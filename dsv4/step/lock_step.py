@@ -6,7 +6,8 @@ have to do for it, and a run that is interrupted leaves nobody waiting.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 
 import torch
@@ -68,7 +69,7 @@ class LockStep:
 
     def run(self, tokens: int, observer: Observer | None = None) -> None:
         """Queues the model's parts for this many tokens."""
-        self._state.begin_step()
+        self._state.begin_step(self.recorded.steps_begun)
         self._run([step.model_parts for step in self.ranks], tokens, observer)
 
     def sample(self, observer: Observer | None = None) -> None:
@@ -141,18 +142,36 @@ class Rings:
         """As of one rank. Raises ``RuntimeError`` where ranks have chosen different tokens, or one
         has waited for another in vain.
         """
-        try:
+        with naming_missing_words(self._fault_4):
             tokens = [ring.read(position) for ring in self._ranks]
-        except torch.AcceleratorError as error:
-            waited = missing_words(self._fault_4)
-            if waited is None:
-                raise
-            raise RuntimeError(f"CUDA error: {waited}") from error
         for rank, token in enumerate(tokens):
-            if token != tokens[0]:
-                found = f"found token {token} of rank {rank} at position {position}"
-                raise RuntimeError(f"ranks: {found}, expected {tokens[0]} as of rank 0")
+            check_token(token, tokens[0], rank, position)
         return tokens[0]
+
+
+@contextmanager
+def naming_missing_words(fault_4: Tensor) -> Iterator[None]:
+    """Around waiting for a device: ``RuntimeError`` where a kernel has waited for a rank in vain
+    (``Peers.fault_4``).
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        waited = missing_words(fault_4)
+        if waited is None:
+            raise
+        raise RuntimeError(f"CUDA error: {waited}") from error
+
+
+def check_token(token: int | None, expected: int | None, rank: int, position: int) -> None:
+    """Raises ``RuntimeError`` for a token that is not that of rank 0, ``expected``. None: there is
+    none.
+    """
+    if token != expected:
+        what = "no token" if token is None else f"token {token}"
+        found = f"found {what} of rank {rank} at position {position}"
+        wanted = "none" if expected is None else expected
+        raise RuntimeError(f"ranks: {found}, expected {wanted} as of rank 0")
 
 
 class JoinedValues:

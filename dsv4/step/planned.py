@@ -63,8 +63,7 @@ class PlannedSteps:
         """``engine`` says how long the context is. ``stored``: every parameter with its format.
 
         With several ranks the steps are those of rank 0, ``stored`` is what it holds, and
-        ``config`` that of the whole model. ``along`` makes what runs along with a model of one
-        rank.
+        ``config`` that of the whole model. ``along`` makes what runs along with it.
         """
         max_context = engine.max_context
         assert max_context is not None, "caches have a length"

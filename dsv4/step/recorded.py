@@ -77,6 +77,11 @@ class RecordedStep:
                     }
         return found
 
+    @property
+    def steps_begun(self) -> int:
+        """How many steps in which ranks exchange words a run of it is."""
+        return self.recordings[self.head].steps_begun
+
     def workspace_bytes(self) -> dict[torch.device, int]:
         """Memory that the buffers of each device share."""
         return {device: lay_out(recording).nbytes for device, recording in self.recordings.items()}
@@ -111,9 +116,10 @@ class StepRecorder:
         inputs: Mapping[torch.device, Tensor],
         traced: TracedValues | None = None,
         notes_nan: bool = True,
+        alone: bool = False,
     ) -> None:
         """``inputs``: int64 ``[T]`` on every device, where the token ids will be. ``notes_nan``:
-        whether NaN that is compared counts as the step's.
+        whether NaN that is compared counts as the step's. ``alone``: the rank needs no other one.
         """
         self._tokens = next(iter(inputs.values())).shape[0]
         self._state = state
@@ -121,8 +127,9 @@ class StepRecorder:
         self._traced = traced
         self._sink: ValueSink = UNTRACED if traced is None else traced
         nan_1 = state.nan_1 if notes_nan else None
+        peers = None if alone else state.peers
         self._recordings = {
-            device: Recording(targets[device], self._tokens, nan_1, state.peers, traced is not None)
+            device: Recording(targets[device], self._tokens, nan_1, peers, traced is not None)
             for device in inputs
         }
         self._ops = {device: table.on(recording) for device, recording in self._recordings.items()}
@@ -152,10 +159,11 @@ class StepRecorder:
         drains = self._undrained if kind == "experts" else None
         if drains is not None:
             self._undrained = None
-        for stop in recording.meetings:
-            self._parts += [Part(kind, device, layer, start, stop), Barrier(device)]
+        for stop, ranks_meet in recording.end_part():
+            self._parts.append(Part(kind, device, layer, start, stop))
+            if ranks_meet:
+                self._parts.append(Barrier(device))
             start = stop
-        recording.meetings.clear()
         if start < len(recording.items):
             self._parts.append(Part(kind, device, layer, start, len(recording.items), drains))
 

@@ -42,14 +42,14 @@ class RecordedSteps:
         prefill_tokens: int,
         compiling: Progress | None = None,
         other_models: Sequence[Transformer] = (),
-        along: Along | None = None,
+        alongs: Sequence[Along] = (),
     ) -> None:
         """Records the decode step of one token and the prefill step of up to ``prefill_tokens``,
         compiles their kernels (``compiling(done, total)`` is told) and gives them memory. Other
         lengths are built when they are first run.
 
-        ``other_models``: those of the other ranks, on ``state.others``. ``along``: what runs along
-        with a model of one rank.
+        ``other_models``: those of the other ranks, on ``state.others``. ``alongs``: what runs along
+        with the model of every rank.
         """
         self.model = model
         self.state = state
@@ -57,10 +57,8 @@ class RecordedSteps:
         self.observer: Observer | None = None
         self.head = model.head_device
         models = (model, *other_models)
-        pairs = zip(models, state.ranks, strict=True)
-        self.ranks = [
-            RankSteps(rank_model, rank_state, table, along) for rank_model, rank_state in pairs
-        ]
+        ranks = zip(models, state.ranks, alongs or [None] * len(models), strict=True)
+        self.ranks = [RankSteps(of, own, table, along) for of, own, along in ranks]
         first = self.ranks[0]
         alone = len(self.ranks) == 1
         self.sampler = first.sampler if alone else Samplers([rank.sampler for rank in self.ranks])
@@ -75,12 +73,13 @@ class RecordedSteps:
         if prefill_tokens > MAX_DECODE_TOKENS:
             lengths.append(prefill_tokens)
         recorded = {tokens: [rank.record(tokens) for rank in self.ranks] for tokens in lengths}
-        own, apart = first.own_steps()
-        steps = [*own, *apart, *(step for ranks in recorded.values() for step, _ in ranks)]
+        own = [rank.own_steps() for rank in self.ranks]
+        steps = [step for found, apart in own for step in (*found, *apart)]
+        steps += [step for found in recorded.values() for step, _ in found]
         compile_ahead({kernel for step in steps for kernel in step.kernels()}, compiling)
         log_unusual_kernels(steps)
         for index, rank in enumerate(self.ranks):
-            rank.allocate([*own, *(ranks[index][0] for ranks in recorded.values())])
+            rank.allocate([*own[index][0], *(found[index][0] for found in recorded.values())])
         # The step of 8 tokens says how much memory decoding takes at most; it is built when it is
         # first run.
         del recorded[MAX_DECODE_TOKENS]
@@ -194,7 +193,7 @@ class RecordedSteps:
         length = rows if rows <= MAX_DECODE_TOKENS else max(rows, self._prefill_tokens)
         if length not in self._logits:
             built = [rank.logits_step(length) for rank in self.ranks]
-            step = self._joined([step for step, _ in built])
+            step = self.joined([step for step, _ in built])
             self._logits[length] = step, [rows_TE for _, rows_TE in built]
         return self._logits[length]
 
@@ -219,7 +218,8 @@ class RecordedSteps:
         self, recorded: Sequence[tuple[RecordedStep, TokenFeed]], apart: bool = False
     ) -> AnyStep:
         pairs = zip(self.ranks, recorded, strict=True)
-        return self._joined([rank.ready(step, feed, apart) for rank, (step, feed) in pairs])
+        return self.joined([rank.ready(step, feed, apart) for rank, (step, feed) in pairs])
 
-    def _joined(self, steps: list[Step]) -> AnyStep:
+    def joined(self, steps: list[Step]) -> AnyStep:
+        """The same step of every rank as one."""
         return steps[0] if len(steps) == 1 else LockStep(steps, self.state)

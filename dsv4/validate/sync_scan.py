@@ -70,10 +70,10 @@ MEANT = {
         "dsv4/caches/state.py", "DecodeState.wait", "synchronize"
     ): "once per sequence, for steps that a stop has left queued",
     Place(
-        "dsv4/decode/cuda_graph_decoder.py", "CUDAGraphDecoder._capture", "synchronize"
+        "dsv4/decode/cuda_graph_decoder.py", "CUDAGraphDecoder._capturing", "synchronize"
     ): "before a capture, at load",
     Place(
-        "dsv4/decode/drafted_decoder.py", "DraftedDecoder._capture_draft", "synchronize"
+        "dsv4/decode/cuda_graph_decoder.py", "CUDAGraphDecoder._captured_step", "synchronize"
     ): "before a capture, at load",
     Place("dsv4/decode/choose.py", "_check", "equal"): "compares steps, once, at load",
     Place("dsv4/decode/choose.py", "_check", "cpu"): "ends a timing, once, at load",

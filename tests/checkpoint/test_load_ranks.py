@@ -20,7 +20,9 @@ from dsv4.checkpoint import (
     transfer,
     write_synthetic,
 )
+from dsv4.checkpoint.load import load_found_ranks
 from dsv4.checkpoint.shard import StoredTensor
+from dsv4.checkpoint.stored_parameters import find_draft
 from dsv4.errors import UserError
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import local_config, local_parameters, rank_weights
@@ -131,17 +133,25 @@ def test_progress_counts_every_byte_of_the_files_once(tmp_path: Path) -> None:
     assert seen[-1][0] == seen[-1][1] == weights + 4 * input_scales
 
 
-def test_the_speculative_module_is_whole_on_rank_0_alone(tmp_path: Path) -> None:
+def test_the_speculative_module_is_cut_as_the_layers_are(tmp_path: Path) -> None:
     module = {"num_nextn_predict_layers": 1, "compress_ratios": [128, 4, 0], "mtp": "classic"}
     checkpoint = opened(tmp_path / "x", "native", Dialect.NATIVE, **module)
     whole = load(tmp_path / "x", mtp="classic")
-    first, second = load_ranks(
-        checkpoint, config_of(checkpoint), on_cpu(checkpoint, 2), mtp="classic"
-    )
+    config = config_of(checkpoint)
+    found = find_draft(checkpoint, config, "classic")
+    placement = on_cpu(checkpoint, 2)
+    loaded = load_ranks(checkpoint, config, placement, mtp="classic")
+    alone = load_found_ranks(checkpoint, config, found, placement)
     own = {name for name in whole if name.startswith("mtp.")}
-    assert own == set(first) - set(second)
-    for name in own:
-        assert as_bytes(first[name]) == as_bytes(whole[name])
+    for rank in range(2):
+        expected = rank_weights(whole, config, 2, rank)
+        assert set(alone[rank]) == own
+        for name in own:
+            assert as_bytes(loaded[rank][name]) == as_bytes(expected[name]), name
+            assert as_bytes(alone[rank][name]) == as_bytes(expected[name]), name
+    assert as_bytes(loaded[0]["mtp.0.attn.wo_b.weight"]) != as_bytes(
+        loaded[1]["mtp.0.attn.wo_b.weight"]
+    )
 
 
 def test_small_parameters_of_ranks_do_not_share_memory(tmp_path: Path) -> None:

@@ -22,11 +22,15 @@ RANKS = 4
 
 @pytest.mark.parametrize("layout", get_args(Layout))
 def test_ranks_differ_where_they_are_cut_and_nowhere_else(layout: Layout) -> None:
-    held = [synthetic_rank_weights(CONFIG, layout, 3, CPU, RANKS, rank) for rank in range(RANKS)]
+    held = [
+        synthetic_rank_weights(CONFIG, layout, 3, CPU, RANKS, rank, "classic")
+        for rank in range(RANKS)
+    ]
     for rank, weights in enumerate(held):
-        shapes = {name: one.shape for name, one in local_parameters(CONFIG, RANKS, rank).items()}
+        local = local_parameters(CONFIG, RANKS, rank, "classic")
+        shapes = {name: one.shape for name, one in local.items()}
         assert {name: tuple(weight.shape) for name, weight in weights.items()} == shapes
-    for name, parameter in parameters(CONFIG).items():
+    for name, parameter in parameters(CONFIG, "classic").items():
         distinct = {str(as_bytes(weights[name])) for weights in held}
         assert len(distinct) == (1 if cut_of(parameter, RANKS, 0) is None else RANKS), name
 

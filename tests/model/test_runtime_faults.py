@@ -179,11 +179,11 @@ def test_spec11_h51_speculative_weights_are_skipped_or_loaded_knowingly(
     write_synthetic(tmp_path / "with", raw, "bf16", 0, mtp=kind)
     settings = EngineConfig(device="cpu", max_context=64)
     skipped = Engine.load(tmp_path / "with", settings)
-    assert skipped.draft is None
+    assert skipped.draft_modules == []
     assert f"skipping the mtp tensors ({kind})" in caplog.text
     flag: Any = "mtp" if kind == "classic" else "dspark"
     loaded = Engine.load(tmp_path / "with", dataclasses.replace(settings, draft=flag))
-    assert isinstance(loaded.draft, ClassicMTP if kind == "classic" else DSpark)
+    assert isinstance(loaded.draft_modules[0], ClassicMTP if kind == "classic" else DSpark)
     token_ids = random_ids(9)
     assert torch.equal(loaded.logits(token_ids), skipped.logits(token_ids))
 
@@ -193,6 +193,6 @@ def test_spec11_h51_a_checkpoint_without_speculative_weights_has_none_to_load(
 ) -> None:
     write_synthetic(tmp_path / "without", tiny_config(max_position_embeddings=4096), "bf16", 0)
     settings = EngineConfig(device="cpu", max_context=64)
-    assert Engine.load(tmp_path / "without", settings).draft is None
+    assert Engine.load(tmp_path / "without", settings).draft_modules == []
     with pytest.raises(UserError, match="draft module: found none, expected dspark"):
         Engine.load(tmp_path / "without", dataclasses.replace(settings, draft="dspark"))

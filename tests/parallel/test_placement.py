@@ -192,8 +192,7 @@ def test_every_rank_has_all_layers() -> None:
         for rank, device in enumerate(devices):
             assert placement.of_rank(rank).layer_devices == (device,) * 4
         for name in parameters(tiny_config(), mtp="classic"):
-            held = devices[:1] if name.startswith("mtp.") else devices
-            assert placement.devices_of(name) == tuple(held)
+            assert placement.devices_of(name) == tuple(devices)
         with pytest.raises(ValueError, match="found 2 ranks, expected the placement of one"):
             placement.device_of("head.weight")
 

@@ -22,7 +22,6 @@ from dsv4.parallel.sharding import (
     RANKS,
     check_divisible,
     cut_of,
-    is_held,
     local_config,
     local_parameters,
     rank_weights,
@@ -42,7 +41,7 @@ CUT = {
 
 def expected_dimension(name: str) -> int | None:
     module = name.removesuffix(".weight")
-    if name.startswith("mtp.") or ".indexer." in name:
+    if ".indexer." in name:
         return None
     found = [cut for cut, modules in CUT.items() if module.endswith(modules)]
     return found[0] if found and "hc_head" not in name else None
@@ -79,7 +78,7 @@ def test_every_element_is_held_once_or_everywhere(
         check_divisible(config, stored, ranks)
     except UserError:
         return
-    local = parameters(local_config(config, ranks))
+    local = parameters(local_config(config, ranks), "classic")
     held = [local_parameters(config, ranks, rank, "classic") for rank in range(ranks)]
     for parameter, format in stored:
         cuts = [cut_of(parameter, ranks, rank) for rank in range(ranks)]
@@ -97,10 +96,8 @@ def test_every_element_is_held_once_or_everywhere(
                 local[parameter.name].shape[dimension]
             }
         assert format is None or len(parameter.shape) >= 2
-    for rank, found in enumerate(held):
-        main = {name: one for name, one in found.items() if not name.startswith("mtp.")}
-        assert {**main, HEAD: local[HEAD]} == local
-        assert (len(main) < len(found)) == (rank == 0)
+    for found in held:
+        assert {**found, HEAD: local[HEAD]} == local
     rows = [found[HEAD].shape[0] for found in held]
     assert max(rows) == rows[0]
     assert all(count % HEAD_ROWS == 0 for count in rows[:-1])
@@ -117,11 +114,10 @@ def test_joined_parts_are_the_weights(layout: Layout, ranks: int) -> None:
     whole = synthetic_weights(config, layout, 3, lambda _: CPU, "classic")
     held = [rank_weights(whole, config, ranks, rank) for rank in range(ranks)]
     for name, weight in whole.items():
-        parts = [weights[name] for rank, weights in enumerate(held) if is_held(name, rank)]
+        parts = [weights[name] for weights in held]
         dimension = expected_dimension(name)
         if dimension is None:
             assert all(part is weight for part in parts)
-            assert len(parts) == (1 if name.startswith("mtp.") else ranks)
             continue
         values = [part.dequantize() if isinstance(part, QuantTensor) else part for part in parts]
         expected = weight.dequantize() if isinstance(weight, QuantTensor) else weight

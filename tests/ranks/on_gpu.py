@@ -10,8 +10,11 @@ from dsv4 import Engine, EngineConfig
 from dsv4.caches.filled import filled_rows
 from dsv4.checkpoint import load_ranks, open_checkpoint
 from dsv4.checkpoint.identity import Identity, checkpoint_identity
+from dsv4.checkpoint.load import load_found_ranks
+from dsv4.checkpoint.stored_parameters import find_draft
 from dsv4.config import ModelConfig
-from dsv4.demo import CHECKPOINT
+from dsv4.demo import CHECKPOINT, DRAFTS
+from dsv4.opened_draft import KIND_OF_FLAG, with_dspark_of
 from dsv4.parallel.placement import Placement
 from dsv4.step.lock_step import LockStep
 from dsv4.step.steps import RecordedSteps
@@ -21,20 +24,30 @@ RANKS = 2
 IDS: list[int] = (PROMPTS["stories"] + PROMPTS["recall_128"] * 2)[:300]
 
 
-def one_stream(**settings: Any) -> Engine:
-    """Both ranks on one GPU, eagerly: what no kernel that waits can hang."""
+def one_stream(draft: str | None = None, **settings: Any) -> Engine:
+    """Both ranks on one GPU, eagerly: what no kernel that waits can hang. ``draft``: with the
+    demo's module of this name.
+    """
     checkpoint = open_checkpoint(CHECKPOINT)
     config = ModelConfig.from_dict(checkpoint.raw_config)
     devices = (torch.device("cuda", 0),) * RANKS
     placement = Placement.tensor(config.num_hidden_layers, devices)
     weights = load_ranks(checkpoint, config, placement)
+    if draft is not None:
+        holder = open_checkpoint(DRAFTS[draft])
+        config = with_dspark_of(config, holder)
+        found = find_draft(holder, config, KIND_OF_FLAG[draft])
+        modules = load_found_ranks(holder, config, found, placement)
+        weights = [{**own, **module} for own, module in zip(weights, modules, strict=True)]
     engine = EngineConfig(**{"device": "cuda", "max_context": 2048, **settings})
     identity = Identity(checkpoint_identity(checkpoint))
     return Engine(config, engine, weights, placement, identity=identity)
 
 
-def two_gpus(**settings: Any) -> Engine:
-    """A rank on each of two GPUs."""
+def two_gpus(draft: str | None = None, **settings: Any) -> Engine:
+    """A rank on each of two GPUs; ``draft`` as of ``one_stream``."""
+    if draft is not None:
+        settings = {**settings, "draft": draft, "draft_weights": str(DRAFTS[draft])}
     return load(gpus=RANKS, parallel="tensor", **settings)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dsv4.sampling import Sampler, SamplingParams
+from dsv4.speculative.block_ring import BlockRings, Given
 from dsv4.step.lock_step import Feeds, Rings, Samplers
 
 NO_FAULT = torch.zeros(4, dtype=torch.int32)
@@ -62,3 +63,51 @@ def test_inputs_and_settings_go_to_every_rank() -> None:
     Samplers(fakes).load(sampler)
     expected = [[3, 4], "pass on", sampler]
     assert log == [(rank, what) for what in expected for rank in range(2)]
+
+
+def block_rings(*given: list[int]) -> tuple[BlockRings, list[Any]]:
+    """Rings of ranks that have kept these tokens, and the log of what they are told."""
+    log: list[Any] = []
+    fakes: list[Any] = [
+        SimpleNamespace(
+            begin=lambda rank=rank: log.append((rank, "begin")),
+            mark_drafted=lambda rank=rank: log.append((rank, "drafted")),
+            mark_settled=lambda rank=rank: log.append((rank, "settled")),
+            forget=lambda rank=rank: log.append((rank, "forget")),
+            read=lambda position, rank=rank, tokens=tokens: Given(tokens, 3, (rank, position)),
+        )
+        for rank, tokens in enumerate(given)
+    ]
+    return BlockRings(fakes, NO_FAULT), log
+
+
+def test_blocks_that_ranks_have_kept_are_those_of_rank_0() -> None:
+    rings, log = block_rings([5, 6], [5, 6])
+    rings.begin()
+    rings.mark_drafted()
+    rings.mark_settled()
+    rings.forget()
+    told = ("begin", "drafted", "settled", "forget")
+    assert log == [(rank, what) for what in told for rank in range(2)]
+    assert rings.read(9) == Given([5, 6], 3, (0, 9))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([5, 7], "found token 7 of rank 1 at position 11, expected 6 as of rank 0"),
+        ([5], "found no token of rank 1 at position 11, expected 6 as of rank 0"),
+        ([5, 6, 8], "found token 8 of rank 1 at position 12, expected none as of rank 0"),
+    ],
+)
+def test_blocks_that_differ_are_a_fault(tokens: list[int], message: str) -> None:
+    rings, _ = block_rings([5, 6], tokens)
+    with pytest.raises(RuntimeError, match=f"^ranks: {message}$"):
+        rings.read(9)
+
+
+def test_nan_that_one_rank_has_seen_counts_for_all() -> None:
+    """The flag is one for all ranks, and a later step may set it before a rank settles."""
+    for given in (([5, 6], []), ([], [5, 6])):
+        rings, _ = block_rings(*given)
+        assert rings.read(9).tokens == []

@@ -35,7 +35,7 @@ def taps() -> list[Tensor]:
 @torch.inference_mode()
 def drafts_of(engine: Engine, anchor: int) -> Drafts:
     """Greedy drafts behind the engine's sequence."""
-    module, state = engine.draft, engine.state.draft
+    module, state = engine.draft_modules[0], engine.state.draft
     assert isinstance(module, DSpark)
     assert isinstance(state, DraftState)
     state.position_1.fill_(engine.position)
@@ -113,7 +113,7 @@ def test_fewer_drafts_are_the_first_of_a_whole_block() -> None:
 def test_spec11_j81_the_last_tokens_of_a_block_change_its_first_draft() -> None:
     engine = drafted_engine("dspark")
     engine.prefill(random_ids(20))
-    module, state = engine.draft, engine.state.draft
+    module, state = engine.draft_modules[0], engine.state.draft
     assert isinstance(module, DSpark)
     assert state is not None
     first = []

@@ -202,7 +202,7 @@ def test_spec11_f40_nan_that_a_draft_brings_is_not_the_text_s() -> None:
 
 def test_spec11_f40_drafts_end_where_their_logits_are_nan() -> None:
     engine = drafted_engine("dspark")
-    module = engine.draft
+    module = engine.draft_modules[0]
     assert isinstance(module, DSpark)
     w1_VR = module.markov_w1_VR
     w1_VR[:] = torch.nan

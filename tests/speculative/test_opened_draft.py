@@ -59,7 +59,7 @@ def test_a_folder_beside_the_checkpoint_holds_the_module(kind: MtpKind, folders:
     for flag in ("auto", FLAGS[kind]):
         given: dict[str, Any] = {"draft": flag, "draft_weights": str(folders / kind)}
         engine = Engine.load(folders / "main", dataclasses.replace(SETTINGS, **given))
-        assert isinstance(engine.draft, ClassicMTP if kind == "classic" else DSpark)
+        assert isinstance(engine.draft_modules[0], ClassicMTP if kind == "classic" else DSpark)
         greedy = SamplingParams(temperature=0)
         found = list(engine.generate(random_ids(9), 8, greedy, frozenset()))
         plain = Engine.load(folders / "main", SETTINGS)
@@ -135,7 +135,11 @@ def test_several_gpus_take_a_copy_of_the_embedding(kind: MtpKind) -> None:
     config = ModelConfig.from_dict(raw_config(kind))
     gpus = [torch.device("cuda", index) for index in range(2)]
     shown = (kind, 1 if kind == "classic" else 3)
-    one, two = (draft_bytes(config, SETTINGS, shown, True, gpus[:count]) for count in (1, 2))
+    layers = config.num_hidden_layers
+    one, two = (
+        draft_bytes(config, SETTINGS, shown, True, Placement.pipeline([1] * layers, gpus[:count]))
+        for count in (1, 2)
+    )
     assert two - one == 2 * config.vocab_size * config.hidden_size
 
 
@@ -202,6 +206,45 @@ def test_auto_takes_no_module_that_has_no_place(brought: Path) -> None:
         OpenedCheckpoint.open(brought, asked, needed + 1).plan.refuse_if_too_large()
     spread = dataclasses.replace(on_gpu, gpus=4)
     assert OpenedCheckpoint.open(brought, spread, 10**11).draft is None
-    for parallel in ("round-robin", "tensor"):
-        other = dataclasses.replace(on_gpu, gpus=2, parallel=parallel)
-        assert OpenedCheckpoint.open(brought, other, 10**11).draft is None
+    turns = dataclasses.replace(on_gpu, gpus=2, parallel="round-robin")
+    assert OpenedCheckpoint.open(brought, turns, 10**11).draft is None
+
+
+def test_auto_takes_a_module_that_ranks_can_share(brought: Path, tmp_path: Path) -> None:
+    """Experts of a module are MXFP4 beside those of NVFP4: in groups twice as large."""
+    on_gpus = EngineConfig(max_context=64, prefill_chunk=16, gpus=2, parallel="tensor")
+    opened = OpenedCheckpoint.open(brought, on_gpus, 10**11)
+    assert opened.draft is not None
+    assert opened.steps is not None
+    off = Engine.plan(brought, dataclasses.replace(on_gpus, draft="off"), gpu_memory=10**11)
+    for with_module, without in zip(opened.plan.devices, off.devices, strict=True):
+        assert with_module.weight_bytes > without.weight_bytes
+        assert with_module.state_bytes > without.state_bytes
+    narrow = {**raw_config("dspark"), "moe_intermediate_size": 32}
+    write_synthetic(tmp_path / "narrow", narrow, "nvfp4-experts", 0, mtp="dspark")
+    assert OpenedCheckpoint.open(tmp_path / "narrow", on_gpus, 10**11).draft is None
+    asked = dataclasses.replace(on_gpus, draft="dspark")
+    with pytest.raises(UserError, match=r"expected EngineConfig.parallel='pipeline' \(mtp\.0\."):
+        OpenedCheckpoint.open(tmp_path / "narrow", asked, 10**11)
+
+
+@pytest.mark.parametrize("kind", ["classic", "dspark"])
+def test_ranks_load_a_module_of_another_folder(
+    kind: MtpKind, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of the torch ops, both on the CPU."""
+    monkeypatch.setattr("dsv4.opened_checkpoint.engine_devices", lambda *_: (CPU, CPU))
+    ranks = dataclasses.replace(SETTINGS, gpus=2, parallel="tensor")
+    engine = Engine.load(
+        folders / "main", dataclasses.replace(ranks, draft_weights=str(folders / kind))
+    )
+    assert len(engine.draft_modules) == 2
+    plain = Engine.load(folders / "main", ranks)
+    greedy = SamplingParams(temperature=0)
+    found, text = (
+        list(one.generate(random_ids(9), 8, greedy, frozenset())) for one in (engine, plain)
+    )
+    assert found == text
+    assert engine.last_run is not None
+    assert engine.last_run.drafts is not None
+    assert engine.last_run.drafts.drafted[0] > 0

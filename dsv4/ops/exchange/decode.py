@@ -75,4 +75,4 @@ def next_step(recording: Recording) -> None:
     if recording.peers is not None:
         defines = (("RANKS", recording.peers.ranks),)
         kernel = Kernel("exchange/exchange", "next_step", defines)
-        recording.launch(Shape(kernel, 1, 32), step=recording.peers.step_4)
+        recording.launch(Shape(kernel, 1, 32), step=recording.begin_step())

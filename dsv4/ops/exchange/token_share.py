@@ -33,6 +33,12 @@ class TokenShare:
         """The most tokens that an owner has, of whole tiles where there are several owners."""
         return tokens if self.owners == 1 else self.tiles(tokens) * TOKEN_TILE
 
+    def spans(self, first: int, tokens: int) -> list[tuple[int, int]]:
+        """The owner's rows of ``tokens``, from ``first`` on, as (start, stop)."""
+        starts = range(self.owner * TOKEN_TILE, tokens, self.owners * TOKEN_TILE)
+        found = [(max(start, first), min(start + TOKEN_TILE, tokens)) for start in starts]
+        return [(start, stop) for start, stop in found if start < stop]
+
     def send_rows(self, recording: Recording, rows_TE: Tensor) -> None:
         """``rows_TE`` is whole on every rank, once all have written the rows of their tokens."""
         assert recording.peers is not None, "tokens are shared by ranks"

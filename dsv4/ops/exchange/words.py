@@ -41,14 +41,16 @@ NOT_RECEIVED = Words((), {**NOT_SENT.arguments, "rank_words": 0})
 
 
 def outgoing(recording: Recording, words: WordSum) -> Words:
-    """For the kernel that pushes this rank's part."""
+    """For the kernel that pushes this rank's part, which is recorded next."""
+    recording.send()
     peers = _peers(recording)
     own = peers.rank * peers.layout.rank_words
     return _words(peers, words, peers.layout.slot(words.exchange) + own)
 
 
 def incoming(recording: Recording, words: WordSum) -> Words:
-    """For the kernel that polls the parts of all ranks."""
+    """For the kernel that polls the parts of all ranks, which is recorded next."""
+    recording.receive()
     peers = _peers(recording)
     found = _words(peers, words, peers.layout.slot(words.exchange))
     return Words(found.defines, {**found.arguments, "rank_words": peers.layout.rank_words})

@@ -46,7 +46,7 @@ def embed(
         tokens=tokens_T,
         position=position_1,
         rejected=rejected_1,
-        step=None if recording.peers is None else recording.peers.step_4,
+        step=recording.begin_step(),
         table=table_VE,
         positions=positions_T,
         streams=streams_TME,
