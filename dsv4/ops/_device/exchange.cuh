@@ -151,17 +151,16 @@ struct Inbox {
         return here;
     }
 
-    // The word of `rank` at `index`.
-    __device__ __forceinline__ float value(int64 index, int rank) const {
+    // Count words of `rank` from `index` on.
+    template <int Count>
+    __device__ __forceinline__ void find(int64 index, int rank, float (&values)[Count]) const {
         const char* from = first + rank * rank_bytes + 8 * index;
-        float values[1];
         if (!look(from, values)) {
             const long long end = clock64() + WAIT_CYCLES;
             while (!look(from, values))
                 if (clock64() > end) give_up(rank);
         }
         stamps.note(FOUND, tag, index);
-        return values[0];
     }
 
     // sums = values of rank 0 + those of rank 1 + …, of Count words from `index` on.

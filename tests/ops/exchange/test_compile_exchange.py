@@ -134,7 +134,9 @@ def test_words_are_polled_past_the_caches_behind_the_wait(name: str, ranks: int)
     before, _, after = sass.partition("ACQBULK")
     assert opcodes(before, r"LDG\.E[\w.]*\.SYS") == []
     loads = opcodes(after, r"LDG\.E[\w.]*\.SYS")
-    assert len(loads) >= (1 if name == "gather_logits" else ranks)
+    # One word of each rank a thread, or other words every thread.
+    shared = name == "gather_logits" or (name == "hc_mix" and ranks > 2)
+    assert len(loads) >= (1 if shared else ranks)
     assert set(loads) <= {"LDG.E.64.STRONG.SYS", "LDG.E.128.STRONG.SYS"}
     # Nobody who polls pushes; what is fenced is the report of a fault.
     assert WORD_STORE not in opcodes(sass, r"STG\.E[\w.]*")

@@ -144,34 +144,44 @@ def test_another_order_of_the_ranks_is_another_sum() -> None:
     assert not torch.equal(room.sums(FAULTS["ranks are added from the last one"]), room.expected)
 
 
-def test_a_seam_reads_words_as_it_reads_their_sum() -> None:
-    """Streams and partial sums bit for bit."""
-    room = Room(2, 3)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_seam_reads_words_as_it_reads_their_sum(ranks: int) -> None:
+    """Streams and partial sums bit for bit, of two tokens a block and of one."""
+    room = Room(ranks, 3)
     room.stale()
     room.push()
+    for found, expected in zip(mixed(room, room.words), mixed(room, room.expected), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_every_token_of_a_block_has_words_of_its_own() -> None:
+    room = Room(4, 3)
+    room.push()
+    edit = SourceEdit(
+        "hyper_connection.cu", "found[own][rank][column + j] = ", "found[0][rank][column + j] = "
+    )
+    streams, _ = mixed(room, room.words, edit)
+    assert not torch.equal(streams, mixed(room, room.expected)[0])
+
+
+def mixed(room: Room, y: Tensor | WordSum, edit: SourceEdit | None = None) -> list[Tensor]:
+    """The streams and the partial sums that ``hc_mix`` writes of y."""
     given = arguments("hc_seam", 3, 4, WIDTH)
     streams = normal(3, 4, WIDTH, seed=5, dtype=torch.bfloat16)
-    inputs = {
+    recording = room.recording()
+    hc_decode.hc_seam(recording, y, *given[1:])
+    mix = recording.items[0]
+    assert isinstance(mix, Launch)
+    partials = mix.arguments["partials"]
+    assert isinstance(partials, Tensor)
+    written = [torch.full_like(streams, 9.0), torch.full(partials.shape, 9.0)]
+    memory = {
         "streams": streams,
         "post": normal(3, 4, seed=6),
         "comb": normal(3, 4, 4, seed=7),
         "fn": normal(24, 4 * WIDTH, seed=8),
+        **({"y": y} if isinstance(y, Tensor) else {"peers": room.peers.table_P}),
+        **dict(zip(("streams_out", "partials"), written, strict=True)),
     }
-    results = []
-    for y in (room.words, room.expected):
-        recording = room.recording()
-        hc_decode.hc_seam(recording, y, *given[1:])
-        mix = recording.items[0]
-        assert isinstance(mix, Launch)
-        partials = mix.arguments["partials"]
-        assert isinstance(partials, Tensor)
-        memory = {
-            **inputs,
-            "streams_out": torch.full_like(streams, 9.0),
-            "partials": torch.full(partials.shape, 9.0),
-        }
-        shared = {"peers": room.peers.table_P} if y is room.words else {"y": room.expected}
-        run_recorded(mix, ARCHITECTURE, {**memory, **shared}, 3)
-        results.append(memory)
-    for name in ("streams_out", "partials"):
-        assert torch.equal(results[0][name], results[1][name])
+    run_recorded(mix, ARCHITECTURE, memory, 3, edit=edit)
+    return written
