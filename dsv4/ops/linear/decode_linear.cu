@@ -8,8 +8,9 @@
 // the kernel before.
 //
 // Defines: FORMAT0, FORMAT1 (-1: none), PADDED_TOKENS (1, 2, 4, 8), FUSED_NORM, RAGGED_K (K is no
-// multiple of a stage), WARPS, PIECES (HELD of stage_activations), DEPTH (stages of a warp's ring),
-// CLUSTER (blocks), RANKS (above 1: y goes to the ranks as words, exchange.cuh).
+// multiple of a stage), WARPS, PIECES, HOLDS_SLICE and ALIGNED_X (HELD, WHOLE and ALIGNED of
+// stage_activations), DEPTH (stages of a warp's ring), CLUSTER (blocks), TURNS (slices of a block),
+// RANKS (above 1: y goes to the ranks as words, exchange.cuh).
 #include "columns.cuh"
 #include "exchange.cuh"
 #include "weight_tile.cuh"
@@ -161,7 +162,8 @@ struct Sharers {
           last(((tile + 1) * slice.stages - 1) / slice.share) {}
 };
 
-// What a warp needs to know to finish its first tile, computed while the block waits.
+// What a warp needs to know to finish its first tile. It lies in shared memory: so all of it is
+// computed before the wait, and none of it takes registers behind it.
 struct Finish {
     Destination destination;
     Sharers sharers;
@@ -226,6 +228,7 @@ struct Workspace {
     char *rings, *x;
     float *partials, *inverse, *scratch;
     Outbox* outbox;
+    Finish* finishes;
 };
 
 // A warp's partial tile: [token][row].
@@ -246,17 +249,16 @@ __device__ __forceinline__ void store_partial(float* partial, int lane,
 template <int F>
 __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& rows,
                                                const Share& share, int rank,
-                                               const Workspace& space, const Matrices& matrices,
-                                               Finish& finish) {
+                                               const Workspace& space,
+                                               const Matrices& matrices) {
     const int lane = threadIdx.x % WARP;
     const int warp = threadIdx.x / WARP;
     const int tiles = share.tiles();
     const bf16* x = p.x + (int64)share.group * p.group_stride;
     const unsigned x_lane = shared_address(space.x) + lane_offset<TP>(lane);
     const unsigned ring = shared_address(space.rings) + warp * (DEPTH * SLOT);
-    for (int index = rank, turn = 0; index * p.slice_columns < p.columns;
-         index += CLUSTER, ++turn) {
-        const Slice<F> slice(p, index, tiles);
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const Slice<F> slice(p, rank + turn * CLUSTER, tiles);
         const int total = tiles * slice.stages;
         const int first = min(warp * slice.share, total);
         const int last = min(first + slice.share, total);
@@ -272,16 +274,16 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
             cp_async_commit();
         }
         if (turn == 0) {
-            finish.destination =
-                Destination(p, matrices, share, CLUSTER > 1 ? warp * CLUSTER + rank : warp);
-            finish.sharers = Sharers(slice, warp);
+            const int own = CLUSTER > 1 ? warp * CLUSTER + rank : warp;
+            const Finish finish{Destination(p, matrices, share, own), Sharers(slice, warp)};
+            if (lane == 0) space.finishes[warp] = finish;
             pdl_wait();
             if (RANKS > 1 && warp == 0) space.outbox->open(p.peers, p.slot, p.exchange);
         } else {
             __syncthreads();
         }
         // x_TK = rms_norm(x_TK, norm_weight) if FUSED_NORM; f16 rows also get a power of two
-        stage_activations<TP, FUSED_NORM, is_f16(F), PIECES>(
+        stage_activations<TP, FUSED_NORM, is_f16(F), PIECES, HOLDS_SLICE, ALIGNED_X, THREADS>(
             x + slice.begin, p.row_stride, p.tokens, slice.columns,
             slice.stages * Stage<F>::COLUMNS, p.norm_weight, p.eps, space.x,
             space.inverse + turn * TP, space.scratch);
@@ -290,7 +292,8 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
         constexpr unsigned X_BYTES = activation_bytes(TP, Stage<F>::COLUMNS);
         const unsigned x_end = x_lane + slice.stages * X_BYTES;
         unsigned slot = ring;
-        unsigned x_stage = x_lane + add_turns(first_turn(slice.stages), stage, slice.stages) * X_BYTES;
+        unsigned x_stage =
+            x_lane + add_turns(first_turn(slice.stages), stage, slice.stages) * X_BYTES;
 #pragma unroll 1
         for (int i = first; i < last; ++i) {
             cp_async_wait<DEPTH - 1>();
@@ -318,20 +321,20 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
     __syncthreads();
 }
 
-// Calls emit(tile, output, sum) for every output = 16 · token + row of every tile: the sum over the
-// block's slices and warps, in that order. A warp takes a tile.
+// Calls emit(destination, tile, output, sum) for every output = 16 · token + row of every tile: the
+// sum over the block's slices and warps, in that order. A warp takes a tile.
 template <int F, typename Emit>
 __device__ __forceinline__ void collect_tiles(const Product& p, const Share& share, int rank,
                                               const Workspace& space, const Matrices& matrices,
-                                              Finish& finish, Emit emit) {
+                                              Emit emit) {
     const int lane = threadIdx.x % WARP, tiles = share.tiles();
+    Finish finish = space.finishes[threadIdx.x / WARP];
     for (int tile = threadIdx.x / WARP; tile < tiles; tile += WARPS) {
         if (CLUSTER == 1 && tile >= WARPS)
             finish.destination = Destination(p, matrices, share, tile);
         float sums[(TILE_OUTPUTS + WARP - 1) / WARP] = {};
-        for (int index = rank, turn = 0; index * p.slice_columns < p.columns;
-             index += CLUSTER, ++turn) {
-            const Slice<F> slice(p, index, tiles);
+        for (int turn = 0; turn < TURNS; ++turn) {
+            const Slice<F> slice(p, rank + turn * CLUSTER, tiles);
             const Sharers sharers =
                 turn == 0 && tile < WARPS ? finish.sharers : Sharers(slice, tile);
             const float* entries =
@@ -356,30 +359,29 @@ __device__ __forceinline__ void collect_tiles(const Product& p, const Share& sha
 #pragma unroll
         for (int j = 0; j < (TILE_OUTPUTS + WARP - 1) / WARP; ++j) {
             const int output = lane + j * WARP;
-            if (output < TILE_OUTPUTS) emit(tile, output, sums[j] * format_factor<F>());
+            if (output < TILE_OUTPUTS)
+                emit(finish.destination, tile, output, sums[j] * format_factor<F>());
         }
     }
 }
 
 __device__ __forceinline__ void multiply(const Product& p, const Share& share, int rank,
-                                         const Workspace& space, const Matrices& matrices,
-                                         Finish& finish) {
+                                         const Workspace& space, const Matrices& matrices) {
     if constexpr (FORMAT1 >= 0) {
         if (share.second)
-            return multiply_tiles<FORMAT1>(p, p.second, share, rank, space, matrices, finish);
+            return multiply_tiles<FORMAT1>(p, p.second, share, rank, space, matrices);
     }
-    multiply_tiles<FORMAT0>(p, p.first, share, rank, space, matrices, finish);
+    multiply_tiles<FORMAT0>(p, p.first, share, rank, space, matrices);
 }
 
 template <typename Emit>
 __device__ __forceinline__ void collect(const Product& p, const Share& share, int rank,
                                         const Workspace& space, const Matrices& matrices,
-                                        Finish& finish, Emit emit) {
+                                        Emit emit) {
     if constexpr (FORMAT1 >= 0) {
-        if (share.second)
-            return collect_tiles<FORMAT1>(p, share, rank, space, matrices, finish, emit);
+        if (share.second) return collect_tiles<FORMAT1>(p, share, rank, space, matrices, emit);
     }
-    collect_tiles<FORMAT0>(p, share, rank, space, matrices, finish, emit);
+    collect_tiles<FORMAT0>(p, share, rank, space, matrices, emit);
 }
 
 // Bytes of the sums that a block of a cluster may get for its share of `tiles`.
@@ -401,6 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(16) char shared[];
     __shared__ float inverse[MAX_SLICES * TP], scratch[2 * TP * WARP];
     __shared__ Outbox outbox;
+    __shared__ Finish finishes[WARPS];
     __shared__ uint64 inbox;
     const Product product = {x,
                              row_stride,
@@ -425,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                              exchange};
     char* x_shared = shared + WARPS * DEPTH * SLOT;
     const Workspace space = {shared, x_shared, reinterpret_cast<float*>(x_shared + x_bytes),
-                             inverse, scratch, &outbox};
+                             inverse, scratch, &outbox, finishes};
     const Matrices listed(product);
     const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
     const Share share(product, blockIdx.x / CLUSTER);
@@ -442,37 +445,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = threadIdx.x * 32; i < columns; i += THREADS * 32) prefetch_l2(norm_weight + i);
     }
     // y_TN = F.linear(x_TK, dequantize(weight_NK)), as partial tiles
-    Finish finish;
-    multiply(product, share, rank, space, listed, finish);
+    multiply(product, share, rank, space, listed);
     const int warp = threadIdx.x / WARP;
     if constexpr (CLUSTER == 1) {
-        const auto store = [&](int, int output, float value) {
-            finish.destination.store(outbox, tokens, output, value);
+        const auto store = [&](const Destination& to, int, int output, float value) {
+            to.store(outbox, tokens, output, value);
         };
-        collect(product, share, rank, space, listed, finish, store);
+        collect(product, share, rank, space, listed, store);
     } else {
         // Tile t is finished by the block of rank t % CLUSTER: [t / CLUSTER][rank of the
         // sender][output].
         float* received = reinterpret_cast<float*>(x_shared + x_bytes + partial_bytes);
-        const auto pass_on = [&](int tile, int output, float value) {
+        const auto pass_on = [&](const Destination&, int tile, int output, float value) {
             float* slot = received + ((tile / CLUSTER) * CLUSTER + rank) * TILE_OUTPUTS + output;
             if (tile % CLUSTER == rank) *slot = value;
             else send(slot, &inbox, tile % CLUSTER, value);
         };
         cluster_started();
-        collect(product, share, rank, space, listed, finish, pass_on);
+        collect(product, share, rank, space, listed, pass_on);
         if (inbox_bytes > 0) wait_mail(&inbox, 0);
         __syncthreads();
+        Destination destination = finishes[warp].destination;
         for (int tile = warp * CLUSTER + rank; tile < tiles; tile += WARPS * CLUSTER) {
-            if (tile >= WARPS * CLUSTER)
-                finish.destination = Destination(product, listed, share, tile);
+            if (tile >= WARPS * CLUSTER) destination = Destination(product, listed, share, tile);
             for (int output = threadIdx.x % WARP; output < TILE_OUTPUTS; output += WARP) {
                 float sum = 0.0f;
 #pragma unroll
                 for (int sender = 0; sender < CLUSTER; ++sender)
                     // y_TN = received_TN.sum(senders)
                     sum += received[((tile / CLUSTER) * CLUSTER + sender) * TILE_OUTPUTS + output];
-                finish.destination.store(outbox, tokens, output, sum);
+                destination.store(outbox, tokens, output, sum);
             }
         }
     }

@@ -1,5 +1,5 @@
 """The decode kernel's launches, executed on the CPU: more tiles than warps, lists of two formats,
-and groups that share tiles.
+groups that share tiles, and K in slices.
 """
 
 import pytest
@@ -92,6 +92,35 @@ def single(
 )
 def test_a_matrix(format: QuantFormat, rows: int, columns: int, tokens: int, blocks: int) -> None:
     assert_product(*single(format, rows, columns, tokens, blocks))
+
+
+def defines(recorded: Recording) -> dict[str, int]:
+    (launch,) = recorded.items
+    assert isinstance(launch, Launch)
+    return dict(launch.shape.kernel.defines)
+
+
+def test_rows_of_x_that_are_not_aligned() -> None:
+    """They are read one by one, by a function that the machine does not call."""
+    rows = torch.zeros(3, 136, dtype=torch.bfloat16)
+    packed = pack_weight(weight(FP8, 24, 128))
+    for x, aligned in ((rows[:, 8:], 1), (rows[:, 1:129], 0), (rows[:, :132][:, 4:], 0)):
+        recorded = recording(3, 1)
+        decode.linear(recorded, x, packed)
+        assert defines(recorded)["ALIGNED_X"] == aligned
+
+
+def test_slices_one_after_the_other() -> None:
+    """One multiprocessor has no cluster, and a thread no room for its columns of 8 tokens."""
+    tokens, columns = 8, 10240
+    recorded = recording(tokens, 1)
+    x = normal(tokens, columns, seed=1).bfloat16()
+    stored = weight(FP8, 16, columns)
+    decode.linear(recorded, x, pack_weight(stored), torch.float32)
+    assert (defines(recorded)["TURNS"], defines(recorded)["HOLDS_SLICE"]) == (2, 0)
+    memory = torch.full((tokens, 16), torch.nan)
+    run(recorded, memory)
+    assert_product(memory, linear(x, stored, torch.float32))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
