@@ -7,7 +7,7 @@
 // ring, so warps never wait for each other:
 //
 //     // The whole block, after pdl_wait():
-//     stage_activations<TP, NORM, is_f16(F), HELD>(...);
+//     stage_activations<TP, NORM, is_f16(F), HELD, ...>(...);
 //     float acc[accumulators(TP)] = {};
 //     // Weights may come before pdl_wait():
 //     for (d < DEPTH) { stage_fetch<F, RAGGED>(slot d, ...); cp_async_commit(); }
@@ -273,12 +273,12 @@ __device__ __noinline__ uint4 load_columns_one_by_one(const bf16* row, int first
     return value;
 }
 
-// Columns first … first + 7 of a row; zeros beyond `columns`. `aligned`: every row starts on 16
-// bytes.
-__device__ __forceinline__ uint4 load_columns(const bf16* row, int first, int columns,
-                                              bool aligned) {
+// Columns first … first + 7 of a row; zeros beyond `columns`. ALIGNED: every row starts on 16
+// bytes, and `columns` are a multiple of 8.
+template <bool ALIGNED>
+__device__ __forceinline__ uint4 load_columns(const bf16* row, int first, int columns) {
     if (first >= columns) return make_uint4(0, 0, 0, 0);
-    if (aligned && first + 8 <= columns) return *reinterpret_cast<const uint4*>(row + first);
+    if (ALIGNED) return *reinterpret_cast<const uint4*>(row + first);
     return load_columns_one_by_one(row, first, columns);
 }
 
@@ -287,10 +287,11 @@ __device__ __forceinline__ float bf16_high(unsigned word) {
     return __uint_as_float(word & 0xFFFF0000);
 }
 
-// Norm weights of columns first … first + 7; zeros beyond `columns`.
+// Norm weights of columns first … first + 7; zeros beyond `columns`. ALIGNED as in load_columns.
+template <bool ALIGNED>
 __device__ __forceinline__ void load_norm_weight(const float* weight, int first, int columns,
                                                  float (&values)[8]) {
-    if (first + 8 <= columns && (reinterpret_cast<size_t>(weight) & 15) == 0) {
+    if (ALIGNED && first < columns) {
         const float4 low = *reinterpret_cast<const float4*>(weight + first);
         const float4 high = *reinterpret_cast<const float4*>(weight + first + 4);
         values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
@@ -338,18 +339,17 @@ __device__ __forceinline__ void rotate(unsigned (&values)[4], int turn) {
 // become zero. IS_F16: f16 values times a power of two per token whose inverse goes to
 // inverse[token]; otherwise bf16 and inverse = 1. NORM: the row is rms-normalised over `columns`,
 // times norm_weight, and rounded to bf16 first. HELD: 16-byte loads in flight per thread and token;
-// rows that fit into them are read once, longer ones twice. `scratch`: 2 · TP · 32 floats. Every
-// thread of the block calls it; it ends with a barrier.
-template <int TP, bool NORM, bool IS_F16, int HELD>
+// WHOLE: they are all of the row, which is then read once, else twice. ALIGNED: see load_columns.
+// `scratch`: 2 · TP · 32 floats. Every one of the THREADS of the block calls it; it ends with a
+// barrier.
+template <int TP, bool NORM, bool IS_F16, int HELD, bool WHOLE, bool ALIGNED, int THREADS>
 __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_stride, int tokens,
                                                   int columns, int padded_columns,
                                                   const float* norm_weight, float eps, char* target,
                                                   float* inverse, float* scratch) {
-    const bool aligned = (reinterpret_cast<size_t>(x) & 15) == 0 && row_stride % 8 == 0;
     const int lane = threadIdx.x % WARP;
     const int warp = threadIdx.x / WARP;
-    const int warps = blockDim.x / WARP;
-    const int stride = blockDim.x * 8;
+    constexpr int BLOCK_WARPS = THREADS / WARP, STRIDE = THREADS * 8;
     uint4 pieces[HELD][TP];
     const auto load = [&](int base) {
 #pragma unroll
@@ -359,7 +359,7 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
                 pieces[b][n] = make_uint4(0, 0, 0, 0);
                 if (n < tokens)
                     pieces[b][n] =
-                        load_columns(x + n * row_stride, base + b * stride, columns, aligned);
+                        load_columns<ALIGNED>(x + n * row_stride, base + b * STRIDE, columns);
             }
         }
     };
@@ -370,12 +370,13 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
         float squares[TP] = {}, amax[TP] = {};
         // without a norm: two bf16 magnitudes, which compare like integers
         unsigned packed_amax[TP] = {};
-        for (int base = threadIdx.x * 8; base < padded_columns; base += HELD * stride) {
+        for (int base = threadIdx.x * 8; base < padded_columns; base += HELD * STRIDE) {
             load(base);
 #pragma unroll
             for (int b = 0; b < HELD; ++b) {
                 float weights[8];
-                if (NORM) load_norm_weight(norm_weight, base + b * stride, columns, weights);
+                if (NORM)
+                    load_norm_weight<ALIGNED>(norm_weight, base + b * STRIDE, columns, weights);
 #pragma unroll
                 for (int n = 0; n < TP; ++n) {
                     const unsigned words[4] = {pieces[b][n].x, pieces[b][n].y, pieces[b][n].z,
@@ -394,6 +395,7 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
                     }
                 }
             }
+            if (WHOLE) break;
         }
 #pragma unroll
         for (int n = 0; n < TP; ++n) {
@@ -410,12 +412,12 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
         // Every warp adds up for itself, which saves a barrier.
 #pragma unroll
         for (int n = 0; n < TP; ++n) {
-            const unsigned bits = lane < warps ? __float_as_uint(scratch[n * WARP + lane]) : 0u;
+            const unsigned bits =
+                lane < BLOCK_WARPS ? __float_as_uint(scratch[n * WARP + lane]) : 0u;
             float largest = __uint_as_float(__reduce_max_sync(~0u, bits));
             if (NORM) {
-                norms[n] = rsqrtf(warp_sum(lane < warps ? scratch[(TP + n) * WARP + lane] : 0.0f) /
-                                      columns +
-                                  eps);
+                const float part = lane < BLOCK_WARPS ? scratch[(TP + n) * WARP + lane] : 0.0f;
+                norms[n] = rsqrtf(warp_sum(part) / columns + eps);
                 largest *= norms[n];
             }
             if (IS_F16) factors[n] = __uint_as_float(activation_factor(largest));
@@ -427,15 +429,14 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
             inverse[n] = __uint_as_float((254u << 23) - __float_as_uint(factors[n]));
     }
     const int turn = (TP == 1 ? lane / 8 : lane / 4) % 4;
-    const bool kept = (NORM || IS_F16) && padded_columns <= HELD * stride;
-    for (int base = threadIdx.x * 8; base < padded_columns; base += HELD * stride) {
-        if (!kept) load(base);
+    for (int base = threadIdx.x * 8; base < padded_columns; base += HELD * STRIDE) {
+        if (!WHOLE || !(NORM || IS_F16)) load(base);
 #pragma unroll
         for (int b = 0; b < HELD; ++b) {
-            const int first = base + b * stride;
+            const int first = base + b * STRIDE;
             if (first >= padded_columns) break;
             float weights[8];
-            if (NORM) load_norm_weight(norm_weight, first, columns, weights);
+            if (NORM) load_norm_weight<ALIGNED>(norm_weight, first, columns, weights);
 #pragma unroll
             for (int n = 0; n < TP; ++n) {
                 unsigned words[4] = {pieces[b][n].x, pieces[b][n].y, pieces[b][n].z,
@@ -461,6 +462,7 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
                     *reinterpret_cast<unsigned*>(unit + (s + turn) % 4 * 16) = words[s];
             }
         }
+        if (WHOLE) break;
     }
     __syncthreads();
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
-from dsv4.launch.recording import Recording
+from dsv4.launch.recording import Recording, is_aligned
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.exchange.words import NOT_SENT, Words
 from dsv4.ops.linear import RowList
@@ -183,6 +183,7 @@ def _record(
         ("FORMAT0", formats[0]),
         ("FORMAT1", formats[1] if len(formats) > 1 else -1),
         ("FUSED_NORM", int(norm.weight is not None)),
+        ("ALIGNED_X", int(_is_aligned(x_TGK, norm))),
         *plan.defines,
         *words.defines,
     )
@@ -207,6 +208,13 @@ def _record(
         partial_bytes=plan.partial_bytes,
         **words.arguments,
     )
+
+
+def _is_aligned(x_TGK: Tensor, norm: _Norm) -> bool:
+    """Whether 8 columns of x, and of the norm's weight, are always 16 or 32 aligned bytes."""
+    starts = (x_TGK,) if norm.weight is None else (x_TGK, norm.weight)
+    steps = (*x_TGK.stride()[:2], x_TGK.shape[2])
+    return all(map(is_aligned, starts)) and all(step % 8 == 0 for step in steps)
 
 
 def _check_tokens(tokens: int) -> None:

@@ -8,8 +8,10 @@
 // the kernel before.
 //
 // Defines: FORMAT0, FORMAT1 (-1: none), PADDED_TOKENS (1, 2, 4, 8), FUSED_NORM, RAGGED_K (K is no
-// multiple of a stage), WARPS, PIECES (HELD of stage_activations), DEPTH (stages of a warp's ring),
-// CLUSTER (blocks), RANKS (above 1: y goes to the ranks as words, exchange.cuh).
+// multiple of a stage), WARPS, PIECES, HOLDS_SLICE and ALIGNED_X (HELD, WHOLE and ALIGNED of
+// stage_activations), DEPTH (stages of a warp's ring), CLUSTER (blocks), TURNS (slices of a block),
+// RANKS (above 1: y goes to the ranks as words, exchange.cuh).
+#include "columns.cuh"
 #include "exchange.cuh"
 #include "weight_tile.cuh"
 
@@ -17,6 +19,7 @@ constexpr int SLOT = slot_bytes(FORMAT0, FORMAT1);
 // MAX_MATRICES and MAX_SLICES as in decode_plan.py.
 constexpr int TP = PADDED_TOKENS;
 constexpr int MAX_MATRICES = 8;
+static_assert(MAX_MATRICES <= WARP, "a warp has one in each lane");
 constexpr int MAX_SLICES = 8;
 constexpr int TILE_OUTPUTS = TILE_ROWS * TP, THREADS = WARPS * WARP;
 
@@ -67,11 +70,70 @@ struct Share {
         const int members = second ? p.second.clusters : p.first.clusters;
         const int group_tile = p.table ? 0 : group * p.rows / TILE_ROWS;
         const int limit = p.table ? 1 << 30 : (p.groups * p.rows + TILE_ROWS - 1) / TILE_ROWS;
-        begin = group_tile + (int)((int64)member * tiles / members);
-        end = max(begin, min(limit, group_tile + (int)((int64)(member + 1) * tiles / members)));
+        // Below 2^32: a launch has at most a few hundred clusters.
+        begin = group_tile + (unsigned)member * tiles / (unsigned)members;
+        const int next = group_tile + (unsigned)(member + 1) * tiles / (unsigned)members;
+        end = max(begin, min(limit, next));
     }
 
     __device__ __forceinline__ int tiles() const { return end - begin; }
+};
+
+// The matrices of a product, one in each of a warp's first lanes: its entry of the table and its
+// global scale.
+struct Matrices {
+    int4 entry;
+    float global_scale;
+
+    // Constants only.
+    __device__ __forceinline__ explicit Matrices(const Product& p) {
+        const int lane = threadIdx.x % WARP;
+        entry = make_int4(lane == 0 ? 0 : 1 << 30, p.groups * p.rows, 0, p.float32_out);
+        global_scale = 1.0f;
+        if (lane >= p.matrices) return;
+        if (p.table) {
+            const uint4 words = load_stream(p.table + lane);
+            entry = make_int4(words.x, words.y, words.z, words.w);
+        }
+        if (p.global_scale) global_scale = fetch_constant(p.global_scale + lane);
+    }
+};
+
+// Where the outputs of a tile go. Of its rows, [begin, end) exist.
+struct Destination {
+    char* matrix;
+    int rows, first_row, begin, end, is_float;
+    float global_scale;
+
+    Destination() = default;
+
+    // The whole warp.
+    __device__ __forceinline__ Destination(const Product& p, const Matrices& matrices,
+                                           const Share& share, int tile) {
+        const int listed = share.begin + tile + (share.second ? p.first.tiles : 0);
+        const int m = __popc(__ballot_sync(~0u, listed >= matrices.entry.x)) - 1;
+        rows = __shfl_sync(~0u, matrices.entry.y, m);
+        first_row = (listed - __shfl_sync(~0u, matrices.entry.x, m)) * TILE_ROWS;
+        matrix = p.y + (int64)__shfl_sync(~0u, matrices.entry.z, m) * p.tokens;
+        is_float = __shfl_sync(~0u, matrices.entry.w, m);
+        global_scale = __shfl_sync(~0u, matrices.global_scale, m);
+        const int group_row = p.table ? 0 : share.group * p.rows;
+        begin = group_row - first_row;
+        end = (p.table ? rows : min(rows, group_row + p.rows)) - first_row;
+    }
+
+    // `output`: 16 · token + row.
+    __device__ __forceinline__ void store(const Outbox& outbox, int tokens, int output,
+                                          float value) const {
+        const int row = output % TILE_ROWS, token = output / TILE_ROWS;
+        if (token >= tokens || row < begin || row >= end) return;
+        // y_TN = (global_scale * y_TN).to(out_dtype)
+        value *= global_scale;
+        const int64 at = (int64)token * rows + first_row + row;
+        if constexpr (RANKS > 1) return outbox.push(at, value);
+        if (is_float) reinterpret_cast<float*>(matrix)[at] = value;
+        else reinterpret_cast<bf16*>(matrix)[at] = __float2bfloat16(value);
+    }
 };
 
 // How K is cut: slice s begins at column s · slice_columns and has `stages` stages, of which each
@@ -88,9 +150,32 @@ struct Slice {
     }
 };
 
+// The warps, first to last, that share a tile of a slice.
+struct Sharers {
+    int first, last;
+
+    Sharers() = default;
+
+    template <int F>
+    __device__ __forceinline__ Sharers(const Slice<F>& slice, int tile)
+        : first(tile * slice.stages / slice.share),
+          last(((tile + 1) * slice.stages - 1) / slice.share) {}
+};
+
+// What a warp needs to know to finish its first tile. It lies in shared memory: so all of it is
+// computed before the wait, and none of it takes registers behind it.
+struct Finish {
+    Destination destination;
+    Sharers sharers;
+};
+
 // Blocks begin the columns of their tiles at different stages: where K is a power of two, blocks in
 // step would otherwise keep reading the same few memory channels.
 __device__ __forceinline__ int first_turn(int stages) { return blockIdx.x * 5 % stages; }
+// (a + b) % stages for a and b below `stages`.
+__device__ __forceinline__ int add_turns(int a, int b, int stages) {
+    return a + b < stages ? a + b : a + b - stages;
+}
 
 // The next stage a warp fetches.
 template <int F>
@@ -106,7 +191,7 @@ struct Cursor {
         : tile(tile), left(stages - done), stages(stages), tile_mask((1 << scale_shift) - 1) {
         loads = padded_columns / Stage<F>::CHUNK;
         scale_blocks = (padded_columns + 127) / 128;
-        stage = (first_turn(stages) + done) % stages;
+        stage = add_turns(first_turn(stages), done, stages);
         const int at = first_stage + stage;
         data = rows.data + ((int64)tile * loads + at * STAGE_LOADS) * LOAD_BYTES;
         if (F == FP8) scale = rows.scale + 4 * ((int64)(tile >> scale_shift) * scale_blocks + at);
@@ -143,6 +228,7 @@ struct Workspace {
     char *rings, *x;
     float *partials, *inverse, *scratch;
     Outbox* outbox;
+    Finish* finishes;
 };
 
 // A warp's partial tile: [token][row].
@@ -163,16 +249,16 @@ __device__ __forceinline__ void store_partial(float* partial, int lane,
 template <int F>
 __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& rows,
                                                const Share& share, int rank,
-                                               const Workspace& space) {
+                                               const Workspace& space,
+                                               const Matrices& matrices) {
     const int lane = threadIdx.x % WARP;
     const int warp = threadIdx.x / WARP;
     const int tiles = share.tiles();
     const bf16* x = p.x + (int64)share.group * p.group_stride;
     const unsigned x_lane = shared_address(space.x) + lane_offset<TP>(lane);
     const unsigned ring = shared_address(space.rings) + warp * (DEPTH * SLOT);
-    for (int index = rank, turn = 0; index * p.slice_columns < p.columns;
-         index += CLUSTER, ++turn) {
-        const Slice<F> slice(p, index, tiles);
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const Slice<F> slice(p, rank + turn * CLUSTER, tiles);
         const int total = tiles * slice.stages;
         const int first = min(warp * slice.share, total);
         const int last = min(first + slice.share, total);
@@ -188,13 +274,16 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
             cp_async_commit();
         }
         if (turn == 0) {
+            const int own = CLUSTER > 1 ? warp * CLUSTER + rank : warp;
+            const Finish finish{Destination(p, matrices, share, own), Sharers(slice, warp)};
+            if (lane == 0) space.finishes[warp] = finish;
             pdl_wait();
             if (RANKS > 1 && warp == 0) space.outbox->open(p.peers, p.slot, p.exchange);
         } else {
             __syncthreads();
         }
         // x_TK = rms_norm(x_TK, norm_weight) if FUSED_NORM; f16 rows also get a power of two
-        stage_activations<TP, FUSED_NORM, is_f16(F), PIECES>(
+        stage_activations<TP, FUSED_NORM, is_f16(F), PIECES, HOLDS_SLICE, ALIGNED_X, THREADS>(
             x + slice.begin, p.row_stride, p.tokens, slice.columns,
             slice.stages * Stage<F>::COLUMNS, p.norm_weight, p.eps, space.x,
             space.inverse + turn * TP, space.scratch);
@@ -203,7 +292,8 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
         constexpr unsigned X_BYTES = activation_bytes(TP, Stage<F>::COLUMNS);
         const unsigned x_end = x_lane + slice.stages * X_BYTES;
         unsigned slot = ring;
-        unsigned x_stage = x_lane + (first_turn(slice.stages) + stage) % slice.stages * X_BYTES;
+        unsigned x_stage =
+            x_lane + add_turns(first_turn(slice.stages), stage, slice.stages) * X_BYTES;
 #pragma unroll 1
         for (int i = first; i < last; ++i) {
             cp_async_wait<DEPTH - 1>();
@@ -231,36 +321,37 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
     __syncthreads();
 }
 
-// Calls emit(tile, output, sum) for every output = 16 · token + row of every tile: the sum over the
-// block's slices and warps, in that order. A warp takes a tile.
+// Calls emit(destination, tile, output, sum) for every output = 16 · token + row of every tile: the
+// sum over the block's slices and warps, in that order. A warp takes a tile.
 template <int F, typename Emit>
 __device__ __forceinline__ void collect_tiles(const Product& p, const Share& share, int rank,
-                                              const Workspace& space, Emit emit) {
+                                              const Workspace& space, const Matrices& matrices,
+                                              Emit emit) {
     const int lane = threadIdx.x % WARP, tiles = share.tiles();
+    Finish finish = space.finishes[threadIdx.x / WARP];
     for (int tile = threadIdx.x / WARP; tile < tiles; tile += WARPS) {
+        if (CLUSTER == 1 && tile >= WARPS)
+            finish.destination = Destination(p, matrices, share, tile);
         float sums[(TILE_OUTPUTS + WARP - 1) / WARP] = {};
-        for (int index = rank, turn = 0; index * p.slice_columns < p.columns;
-             index += CLUSTER, ++turn) {
-            const Slice<F> slice(p, index, tiles);
-            const int first = tile * slice.stages / slice.share;
-            const int last = ((tile + 1) * slice.stages - 1) / slice.share;
+        for (int turn = 0; turn < TURNS; ++turn) {
+            const Slice<F> slice(p, rank + turn * CLUSTER, tiles);
+            const Sharers sharers =
+                turn == 0 && tile < WARPS ? finish.sharers : Sharers(slice, tile);
             const float* entries =
                 space.partials + (turn * (tiles + WARPS - 1) + tile) * TILE_OUTPUTS;
 #pragma unroll
             for (int j = 0; j < (TILE_OUTPUTS + WARP - 1) / WARP; ++j) {
                 const int output = lane + j * WARP;
                 if (output >= TILE_OUTPUTS) break;
-                float sum = 0.0f;
-#pragma unroll 1
-                for (int warp = first; warp <= last; warp += 4) {
-                    float values[4];
+                float values[WARPS], sum = 0.0f;
 #pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        values[i] =
-                            warp + i <= last ? entries[(warp + i) * TILE_OUTPUTS + output] : 0.0f;
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) sum += values[i];
+                for (int i = 0; i < WARPS; ++i) {
+                    const int warp = sharers.first + i;
+                    values[i] =
+                        warp <= sharers.last ? entries[warp * TILE_OUTPUTS + output] : 0.0f;
                 }
+#pragma unroll
+                for (int i = 0; i < WARPS; ++i) sum += values[i];
                 // y_TN = partial_TN.sum(warps), less the power of two of x_TK
                 sums[j] += sum * space.inverse[turn * TP + output / TILE_ROWS];
             }
@@ -268,64 +359,30 @@ __device__ __forceinline__ void collect_tiles(const Product& p, const Share& sha
 #pragma unroll
         for (int j = 0; j < (TILE_OUTPUTS + WARP - 1) / WARP; ++j) {
             const int output = lane + j * WARP;
-            if (output < TILE_OUTPUTS) emit(tile, output, sums[j] * format_factor<F>());
+            if (output < TILE_OUTPUTS)
+                emit(finish.destination, tile, output, sums[j] * format_factor<F>());
         }
     }
 }
 
 __device__ __forceinline__ void multiply(const Product& p, const Share& share, int rank,
-                                         const Workspace& space) {
+                                         const Workspace& space, const Matrices& matrices) {
     if constexpr (FORMAT1 >= 0) {
-        if (share.second) return multiply_tiles<FORMAT1>(p, p.second, share, rank, space);
+        if (share.second)
+            return multiply_tiles<FORMAT1>(p, p.second, share, rank, space, matrices);
     }
-    multiply_tiles<FORMAT0>(p, p.first, share, rank, space);
+    multiply_tiles<FORMAT0>(p, p.first, share, rank, space, matrices);
 }
 
 template <typename Emit>
 __device__ __forceinline__ void collect(const Product& p, const Share& share, int rank,
-                                        const Workspace& space, Emit emit) {
+                                        const Workspace& space, const Matrices& matrices,
+                                        Emit emit) {
     if constexpr (FORMAT1 >= 0) {
-        if (share.second) return collect_tiles<FORMAT1>(p, share, rank, space, emit);
+        if (share.second) return collect_tiles<FORMAT1>(p, share, rank, space, matrices, emit);
     }
-    collect_tiles<FORMAT0>(p, share, rank, space, emit);
+    collect_tiles<FORMAT0>(p, share, rank, space, matrices, emit);
 }
-
-// The table of a product and its global scales, in shared memory.
-struct Matrices {
-    int4 entries[MAX_MATRICES];
-    float global_scales[MAX_MATRICES];
-    Outbox outbox;
-
-    // Comes with the copies of multiply_tiles.
-    __device__ __forceinline__ void request(const Product& p) {
-        if (threadIdx.x >= p.matrices) return;
-        if (p.table) cp_async16(shared_address(entries + threadIdx.x), p.table + threadIdx.x);
-        else entries[threadIdx.x] = make_int4(0, p.groups * p.rows, 0, p.float32_out);
-        if (p.global_scale)
-            cp_async4(shared_address(global_scales + threadIdx.x), p.global_scale + threadIdx.x);
-        else global_scales[threadIdx.x] = 1.0f;
-    }
-
-    __device__ __forceinline__ void store(const Product& p, const Share& share, int tile,
-                                          int output, float value) const {
-        const int row_begin = p.table ? 0 : share.group * p.rows;
-        const int row_end = p.table ? 1 << 30 : row_begin + p.rows;
-        const int row_in_tile = output % TILE_ROWS, token = output / TILE_ROWS;
-        const int listed = share.begin + tile + (share.second ? p.first.tiles : 0);
-        int m = 0;
-        while (m + 1 < p.matrices && listed >= entries[m + 1].x) ++m;
-        const int4 entry = entries[m];
-        const int row = (listed - entry.x) * TILE_ROWS + row_in_tile;
-        if (token >= p.tokens || row >= entry.y || row < row_begin || row >= row_end) return;
-        // y_TN = (global_scale * y_TN).to(out_dtype)
-        value *= global_scales[m];
-        if constexpr (RANKS > 1) return outbox.push((int64)token * entry.y + row, value);
-        char* out = p.y + (int64)entry.z * p.tokens;
-        const int64 at = (int64)token * entry.y + row;
-        if (entry.w) reinterpret_cast<float*>(out)[at] = value;
-        else reinterpret_cast<bf16*>(out)[at] = __float2bfloat16(value);
-    }
-};
 
 // Bytes of the sums that a block of a cluster may get for its share of `tiles`.
 __device__ __forceinline__ int received_bytes(int tiles) {
@@ -345,7 +402,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     pdl_launch();
     extern __shared__ __align__(16) char shared[];
     __shared__ float inverse[MAX_SLICES * TP], scratch[2 * TP * WARP];
-    __shared__ Matrices listed;
+    __shared__ Outbox outbox;
+    __shared__ Finish finishes[WARPS];
     __shared__ uint64 inbox;
     const Product product = {x,
                              row_stride,
@@ -370,7 +428,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                              exchange};
     char* x_shared = shared + WARPS * DEPTH * SLOT;
     const Workspace space = {shared, x_shared, reinterpret_cast<float*>(x_shared + x_bytes),
-                             inverse, scratch, &listed.outbox};
+                             inverse, scratch, &outbox, finishes};
+    const Matrices listed(product);
     const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
     const Share share(product, blockIdx.x / CLUSTER);
     assert_shared_memory(x_shared - shared + x_bytes + partial_bytes +
@@ -382,39 +441,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         cluster_start(&inbox, 1);
         if (threadIdx.x == 0 && inbox_bytes > 0) expect_mail(&inbox, inbox_bytes);
     }
-    listed.request(product);
     if (FUSED_NORM) {
         for (int i = threadIdx.x * 32; i < columns; i += THREADS * 32) prefetch_l2(norm_weight + i);
     }
     // y_TN = F.linear(x_TK, dequantize(weight_NK)), as partial tiles
-    multiply(product, share, rank, space);
-    const auto store = [&](int tile, int output, float value) {
-        listed.store(product, share, tile, output, value);
-    };
+    multiply(product, share, rank, space, listed);
+    const int warp = threadIdx.x / WARP;
     if constexpr (CLUSTER == 1) {
-        collect(product, share, rank, space, store);
+        const auto store = [&](const Destination& to, int, int output, float value) {
+            to.store(outbox, tokens, output, value);
+        };
+        collect(product, share, rank, space, listed, store);
     } else {
         // Tile t is finished by the block of rank t % CLUSTER: [t / CLUSTER][rank of the
         // sender][output].
         float* received = reinterpret_cast<float*>(x_shared + x_bytes + partial_bytes);
-        const auto pass_on = [&](int tile, int output, float value) {
+        const auto pass_on = [&](const Destination&, int tile, int output, float value) {
             float* slot = received + ((tile / CLUSTER) * CLUSTER + rank) * TILE_OUTPUTS + output;
             if (tile % CLUSTER == rank) *slot = value;
             else send(slot, &inbox, tile % CLUSTER, value);
         };
         cluster_started();
-        collect(product, share, rank, space, pass_on);
+        collect(product, share, rank, space, listed, pass_on);
         if (inbox_bytes > 0) wait_mail(&inbox, 0);
         __syncthreads();
-        for (int i = threadIdx.x; i < tiles * TILE_OUTPUTS; i += THREADS) {
-            const int tile = i / TILE_OUTPUTS, output = i % TILE_OUTPUTS;
-            if (tile % CLUSTER != rank) continue;
-            float sum = 0.0f;
+        Destination destination = finishes[warp].destination;
+        for (int tile = warp * CLUSTER + rank; tile < tiles; tile += WARPS * CLUSTER) {
+            if (tile >= WARPS * CLUSTER) destination = Destination(product, listed, share, tile);
+            for (int output = threadIdx.x % WARP; output < TILE_OUTPUTS; output += WARP) {
+                float sum = 0.0f;
 #pragma unroll
-            for (int sender = 0; sender < CLUSTER; ++sender)
-                // y_TN = received_TN.sum(senders)
-                sum += received[((tile / CLUSTER) * CLUSTER + sender) * TILE_OUTPUTS + output];
-            store(tile, output, sum);
+                for (int sender = 0; sender < CLUSTER; ++sender)
+                    // y_TN = received_TN.sum(senders)
+                    sum += received[((tile / CLUSTER) * CLUSTER + sender) * TILE_OUTPUTS + output];
+                destination.store(outbox, tokens, output, sum);
+            }
         }
     }
 }

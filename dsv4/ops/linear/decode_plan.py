@@ -54,7 +54,8 @@ class LinearPlan:
     """Launch parameters of ``decode_linear``. ``clusters[i]`` is for the matrices of format i, per
     group.
 
-    ``depth``: stages of 2 KiB in each warp's ring.
+    ``depth``: stages of 2 KiB in each warp's ring. ``turns``: slices of K that a block takes one
+    after the other.
     """
 
     padded_tokens: int
@@ -66,6 +67,7 @@ class LinearPlan:
     shared_bytes: int
     ragged: bool
     depth: int
+    turns: int = 1
 
     def blocks(self, groups: int) -> int:
         """Blocks of the launch."""
@@ -79,15 +81,21 @@ class LinearPlan:
             ("RAGGED_K", int(self.ragged)),
             ("WARPS", WARPS),
             ("DEPTH", self.depth),
-            ("PIECES", self._pieces),
+            ("PIECES", self._pieces if self._holds_slice else 1),
+            ("HOLDS_SLICE", int(self._holds_slice)),
+            ("TURNS", self.turns),
             ("CLUSTER", self.cluster),
         )
 
     @property
     def _pieces(self) -> int:
-        """Eights of columns per thread and token, if registers hold all of a slice; else 1."""
-        pieces = ceil_div(self.slice_columns, _THREAD_COLUMNS * 32 * WARPS)
-        return pieces if 0 < pieces * self.padded_tokens <= _MOST_PIECES else 1
+        """Eights of columns per thread and token, in all of a slice."""
+        return ceil_div(self.slice_columns, _THREAD_COLUMNS * 32 * WARPS)
+
+    @property
+    def _holds_slice(self) -> bool:
+        """Whether a thread's registers have room for them."""
+        return 0 < self._pieces * self.padded_tokens <= _MOST_PIECES
 
 
 @functools.cache
@@ -174,6 +182,7 @@ def _plan(problem: _Problem, cluster: int, slices: int, waves: int) -> LinearPla
         shared_bytes=max(shared, _LEAST_SHARED),
         ragged=any(padded_columns % _stage_columns(format) for format in shape.formats),
         depth=problem.depth,
+        turns=slices // cluster,
     )
 
 

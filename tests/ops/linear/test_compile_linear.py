@@ -25,6 +25,7 @@ def defines(first: int, second: int, tokens: int, norm: bool, ragged: bool) -> D
         ("FORMAT0", first),
         ("FORMAT1", second),
         ("FUSED_NORM", int(norm)),
+        ("ALIGNED_X", int(not ragged)),
         *plan.defines,
     )
 

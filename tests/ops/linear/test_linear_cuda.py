@@ -79,6 +79,15 @@ def test_linear(format: QuantFormat, rows: int, columns: int) -> None:
             assert_product(linear(x, packed, dtype), x, weight)
 
 
+@pytest.mark.parametrize("first", [1, 4, 8])
+def test_rows_of_x_begin_anywhere(first: int) -> None:
+    weight = random_weight(200, 160, FP8)
+    packed = pack_weight(weight)
+    for tokens in (1, 3):
+        x = normal(tokens, 176)[:, first : first + 160]
+        assert_product(linear(x, packed), x, weight)
+
+
 def test_head() -> None:
     weight = random_weight(129280, 7168, BF16)
     packed = pack_weight(weight)

@@ -1,0 +1,152 @@
+"""The decode kernel's launches, executed on the CPU: more tiles than warps, lists of two formats,
+groups that share tiles, and K in slices.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.target import Target
+from dsv4.ops.linear import decode, grouped_linear, linear
+from dsv4.ops.linear.row_list import pack_rows, packed_rows
+from dsv4.weights.packed import pack_weight
+from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.quantize import quantize
+from tests.ops.cases import normal
+from tests.ptx.nvrtc import SourceEdit, run_recorded
+from tests.ptx.schedule import SCHEDULES
+
+pytestmark = pytest.mark.slow
+
+ARCHITECTURE = "sm_90a"
+NVFP4 = QuantFormat.NVFP4
+FP8 = QuantFormat.FP8_BLOCK128
+BF16 = QuantFormat.BF16
+# Of float32 sums in another order, in roundings of the largest magnitude of a row's products.
+BOUND = 64 * 2.0**-24
+FAULTS = {
+    "later tiles go where the first one went": SourceEdit(
+        "decode_linear.cu", "CLUSTER == 1 && tile >= WARPS", "CLUSTER == 2 && tile >= WARPS"
+    ),
+    "the last warp of a tile is left out": SourceEdit(
+        "decode_linear.cu", "warp <= sharers.last ?", "warp < sharers.last ?"
+    ),
+}
+
+
+def weight(format: QuantFormat, rows: int, columns: int) -> QuantTensor:
+    values = normal(rows, columns, seed=rows)
+    return QuantTensor.dense(values.bfloat16()) if format is BF16 else quantize(values, format)
+
+
+def run(
+    recording: Recording, memory: Tensor, schedule: str = "random", edit: SourceEdit | None = None
+) -> None:
+    (launch,) = recording.items
+    assert isinstance(launch, Launch)
+    run_recorded(
+        launch,
+        ARCHITECTURE,
+        {"y": memory},
+        recording.tokens,
+        SCHEDULES[schedule],
+        edit=edit,
+    )
+
+
+def recording(tokens: int, multiprocessors: int) -> Recording:
+    return Recording(Target(torch.device("cpu"), ARCHITECTURE, multiprocessors), tokens)
+
+
+def assert_product(found: Tensor, expected: Tensor) -> None:
+    """Within ``BOUND``, and one rounding of bfloat16 results."""
+    rounding = 2.0**-8 if found.dtype == torch.bfloat16 else 0.0
+    assert torch.isfinite(found).all()
+    room = BOUND * expected.float().abs().max() + rounding * expected.float().abs()
+    assert ((found.float() - expected.float()).abs() <= room).all()
+
+
+def single(
+    format: QuantFormat,
+    rows: int,
+    columns: int,
+    tokens: int,
+    blocks: int,
+    edit: SourceEdit | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the kernel computes, and what it should."""
+    stored = weight(format, rows, columns)
+    x = normal(tokens, columns, seed=1).bfloat16()
+    recorded = recording(tokens, blocks)
+    decode.linear(recorded, x, pack_weight(stored), torch.float32)
+    memory = torch.full((tokens, rows), torch.nan)
+    run(recorded, memory, edit=edit)
+    return memory, linear(x, stored, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("format", "rows", "columns", "tokens", "blocks"),
+    [(FP8, 464, 256, 1, 2), (NVFP4, 200, 512, 2, 1), (BF16, 40, 64, 8, 3), (FP8, 16, 2048, 1, 1)],
+    ids=str,
+)
+def test_a_matrix(format: QuantFormat, rows: int, columns: int, tokens: int, blocks: int) -> None:
+    assert_product(*single(format, rows, columns, tokens, blocks))
+
+
+def defines(recorded: Recording) -> dict[str, int]:
+    (launch,) = recorded.items
+    assert isinstance(launch, Launch)
+    return dict(launch.shape.kernel.defines)
+
+
+def test_rows_of_x_that_are_not_aligned() -> None:
+    """They are read one by one, by a function that the machine does not call."""
+    rows = torch.zeros(3, 136, dtype=torch.bfloat16)
+    packed = pack_weight(weight(FP8, 24, 128))
+    for x, aligned in ((rows[:, 8:], 1), (rows[:, 1:129], 0), (rows[:, :132][:, 4:], 0)):
+        recorded = recording(3, 1)
+        decode.linear(recorded, x, packed)
+        assert defines(recorded)["ALIGNED_X"] == aligned
+
+
+def test_slices_one_after_the_other() -> None:
+    """One multiprocessor has no cluster, and a thread no room for its columns of 8 tokens."""
+    tokens, columns = 8, 10240
+    recorded = recording(tokens, 1)
+    x = normal(tokens, columns, seed=1).bfloat16()
+    stored = weight(FP8, 16, columns)
+    decode.linear(recorded, x, pack_weight(stored), torch.float32)
+    assert (defines(recorded)["TURNS"], defines(recorded)["HOLDS_SLICE"]) == (2, 0)
+    memory = torch.full((tokens, 16), torch.nan)
+    run(recorded, memory)
+    assert_product(memory, linear(x, stored, torch.float32))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str) -> None:
+    with pytest.raises(AssertionError):
+        assert_product(*single(FP8, 464, 256, 1, 2, FAULTS[fault]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_list(schedule: str) -> None:
+    matrices = [weight(NVFP4, 40, 128), weight(NVFP4, 24, 128), weight(BF16, 200, 128)]
+    rows = pack_rows(matrices, [None, None, torch.float32])
+    x = normal(3, 128, seed=1).bfloat16()
+    recorded = recording(3, 4)
+    decode.linear_rows(recorded, x, rows)
+    memory = torch.full((-(-3 * packed_rows(rows).bytes_per_token // 4),), torch.nan)
+    run(recorded, memory, schedule)
+    for found, stored in zip(packed_rows(rows).products(memory, 3), matrices, strict=True):
+        assert_product(found, linear(x, stored, found.dtype))
+
+
+def test_groups_that_share_tiles() -> None:
+    stored = weight(BF16, 40, 96)
+    x = normal(2, 2, 96, seed=1).bfloat16()
+    recorded = recording(2, 4)
+    decode.grouped_linear(recorded, x, pack_weight(stored))
+    memory = torch.full((2, 2, 20), torch.nan, dtype=torch.bfloat16)
+    run(recorded, memory)
+    assert_product(memory, grouped_linear(x, stored))
