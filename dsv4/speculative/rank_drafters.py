@@ -25,7 +25,9 @@ class RankDrafters:
         self, scope: DraftScope, make: Callable[[int, Ops], Drafter], on_ranks: OnRanks
     ) -> None:
         """``make(rank, ops)``: the drafter of a rank, of ops that know the others."""
-        self.taps, self.trained_block, self.most = scope.taps, scope.trained_block, scope.most
+        self.taps = scope.taps
+        self.trained_block = scope.trained_block
+        self.most = scope.most
         self._make = make
         self._on_ranks = on_ranks
 

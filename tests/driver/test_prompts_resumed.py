@@ -48,6 +48,7 @@ def whole(ask: Ask, tmp_path: Path) -> bytes:
     return content
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_wherever_a_write_was_torn(ask: Ask, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ask()

@@ -91,6 +91,7 @@ def test_the_latest_points_are_kept_and_others_cannot_be_reached() -> None:
     assert (engine.position, len(points(engine))) == (240, MAX_POINTS)
 
 
+@pytest.mark.slow
 def test_a_generation_can_come_back_to_its_prompt_from_behind_any_answer() -> None:
     engine = small_engine()
     straight = small_engine()

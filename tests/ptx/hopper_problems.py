@@ -1,7 +1,5 @@
 """Products for ``HopperGemm`` whose sums are exact in float32: twenty, over all four formats."""
 
-import tempfile
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +7,8 @@ from torch import Tensor
 
 from dsv4.weights.packed import PackedWeight, pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
+from tests.ops.linear.compiled import compile_once
+from tests.ptx.run import CompiledKernel
 
 NVFP4 = QuantFormat.NVFP4
 MXFP4 = QuantFormat.MXFP4
@@ -124,14 +124,17 @@ def _codes(weight: QuantTensor) -> Tensor:
     return bare.dequantize().double()
 
 
-@cache
-def compile_problem(config: tuple[QuantFormat, torch.dtype, tuple[int, int, int]]) -> Any:
-    """The compiled kernel of a problem's format, dtype of the result and tile, with its PTX."""
+def config_of(problem: Problem) -> Any:
+    """The ``GemmConfig`` of its kernel."""
     from dsv4.ops.linear.cutedsl import jit
-    from dsv4.ops.linear.cutedsl.hopper_gemm import GemmConfig, HopperGemm
+    from dsv4.ops.linear.cutedsl.hopper_gemm import GemmConfig
 
-    format, out_dtype, tile = config
-    with tempfile.TemporaryDirectory() as folder:
-        gemm = GemmConfig(format, jit.DTYPES[out_dtype], *tile, MULTIPROCESSORS)
-        options = f"--keep-ptx --dump-dir={folder}"
-        return jit.compile_kernel(HopperGemm, gemm, "sm_90a", options)
+    dtype = jit.DTYPES[problem.out_dtype]
+    return GemmConfig(problem.format, dtype, *problem.tile, MULTIPROCESSORS)
+
+
+def compiled(problem: Problem) -> CompiledKernel:
+    """Its kernel for the machine."""
+    from dsv4.ops.linear.cutedsl.hopper_gemm import HopperGemm
+
+    return compile_once(HopperGemm, config_of(problem), "sm_90a").kernel

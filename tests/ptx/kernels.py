@@ -1,7 +1,5 @@
 """Compiled kernels with an edit of their PTX, executed on small problems."""
 
-import functools
-import tempfile
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +9,8 @@ from dsv4.ops.linear.cutedsl.scaled_config import ScaledConfig
 from dsv4.ops.linear.prefill_cutedsl import gemm_operands
 from dsv4.weights.quant import QuantFormat
 from tests.ops.linear import w16_problems
+from tests.ops.linear.compiled import compile_once
+from tests.ops.linear.scaled_configurations import MULTIPROCESSORS
 from tests.ptx import hopper_problems, scaled_problems
 from tests.ptx.edits import Edit
 from tests.ptx.planted import WrongValues
@@ -38,7 +38,7 @@ def hopper_run(problem: hopper_problems.Problem) -> Run:
     """``HopperGemm`` on a problem with exact sums."""
 
     def run(edit: Edit, schedule: Schedule) -> None:
-        kernel = CompiledKernel.of(hopper_problems.compile_problem(problem[:3]))
+        kernel = hopper_problems.compiled(problem)
         x, weight, y, expected = hopper_problems.operands(problem)
         run_kernel(edited(kernel, edit), [x, *gemm_operands(weight), y], schedule)
         check(int((y != expected).sum()))
@@ -46,10 +46,8 @@ def hopper_run(problem: hopper_problems.Problem) -> Run:
     return run
 
 
-@functools.cache
 def scaled_kernel(config: ScaledConfig, packed: bool = False) -> CompiledKernel:
     """``packed``: 4-bit codes are not spread to 8-bit containers, a fault of the kernel itself."""
-    from dsv4.ops.linear.cutedsl import jit
     from dsv4.ops.linear.cutedsl.blackwell_scaled import ScaledGemm
 
     class PackedWeights(ScaledGemm):
@@ -58,9 +56,7 @@ def scaled_kernel(config: ScaledConfig, packed: bool = False) -> CompiledKernel:
             self.weight_smem_type = self.weight_type
 
     kernel = PackedWeights if packed else ScaledGemm
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--keep-ptx --dump-dir={folder}"
-        return CompiledKernel.of(jit.compile_kernel(kernel, config, "sm_100a", options))
+    return compile_once(kernel, config, "sm_100a").kernel
 
 
 def scaled_run(problem: scaled_problems.Problem, packed: bool = False) -> Run:
@@ -79,7 +75,8 @@ def scaled_run(problem: scaled_problems.Problem, packed: bool = False) -> Run:
             arguments[-3] = y.view(BF16)
         numbers = (float(scaled_problems.LIMIT), float(scaled_problems.HIDDEN_GLOBAL))
         kernel = edited(scaled_kernel(problem.config, packed), edit)
-        run_kernel(kernel, [*arguments, *numbers], schedule)
+        # One cluster works on all tiles.
+        run_kernel(kernel, [*arguments, *numbers], schedule, problem.config.ctas)
         wanted = scaled_problems.expected(problem, given)
         check(sum(_different(*pair) for pair in zip(results, wanted, strict=True)))
 
@@ -97,7 +94,8 @@ def w16_run(case: w16_problems.W16Case) -> Run:
 
     def run(edit: Edit, schedule: Schedule) -> None:
         given = w16_problems.make_operands(case)
-        run_kernel(edited(w16_problems.compiled(case.config), edit), given.arguments, schedule)
+        kernel = edited(w16_problems.compiled(case.config), edit)
+        run_kernel(kernel, given.arguments, schedule, w16_problems.BLOCKS)
         wanted = given.expected.float().to(given.y.dtype)
         check(int(((given.y != wanted) & ~(given.y.isnan() & wanted.isnan())).sum()))
 
@@ -106,11 +104,11 @@ def w16_run(case: w16_problems.W16Case) -> Run:
 
 def dense(format: QuantFormat, pair: bool, columns: int) -> scaled_problems.Problem:
     """Ragged rows and features, several tiles for each cluster."""
-    config = ScaledConfig(format, BF16, False, pair, 128, 2 if pair else 1)
+    config = ScaledConfig(format, BF16, False, pair, 128, MULTIPROCESSORS)
     return scaled_problems.Problem(config, config.tile_tokens + 3, 136, columns)
 
 
-_SORTED = ScaledConfig(QuantFormat.FP8_BLOCK128, None, True, False, 256, 1)
+_SORTED = ScaledConfig(QuantFormat.FP8_BLOCK128, None, True, False, 256, MULTIPROCESSORS)
 _EXPERTS = scaled_problems.Problem(_SORTED, 0, 128, 160, tiles=((1, 5), (0, 70)), experts=3)
 # More K tiles than the kernels have stages and fragments, which are therefore used again.
 _LONG = hopper_problems.Problem(MXFP4, BF16, (16, 1, 1), 20, 64, 20 * 64)

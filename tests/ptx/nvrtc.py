@@ -19,6 +19,7 @@ from tests.ptx.launch import Launch as MachineLaunch
 from tests.ptx.memory import GlobalMemory
 from tests.ptx.run import run_launch
 from tests.ptx.schedule import SCHEDULES, Choices, Schedule
+from tests.shared_results import shared
 
 _CODES = {"int": "<i", "unsigned": "<I", "int64": "<q", "float": "<f"}
 
@@ -44,6 +45,11 @@ def ptx_of(source: str, architecture: str, defines: Defines, edit: SourceEdit | 
     """The PTX from which the cubin of ``dsv4/ops/<source>.cu`` is made, or is with an edit.
     (``cuda.core`` gives PTX only where there is a driver.)
     """
+    key = ("PTX", source, architecture, defines, edit)
+    return shared(key, lambda: _ptx_of(source, architecture, defines, edit))
+
+
+def _ptx_of(source: str, architecture: str, defines: Defines, edit: SourceEdit | None) -> str:
     if edit is None:
         return _compile(*translation_unit(source, architecture, defines))
     with tempfile.TemporaryDirectory() as name:

@@ -4,7 +4,7 @@ import ctypes
 import struct
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,15 +82,19 @@ def run_kernel(
     compiled: CompiledKernel,
     arguments: Sequence[Argument],
     schedule: Schedule = SCHEDULES["random"],
+    blocks: int | None = None,
 ) -> Execution:
     """Calls the host function and executes what it launches; results are in the arguments.
 
     Tensors (torch on the CPU, or numpy arrays) stand for tensors on the device; kernels may touch
     their bytes and nothing else. None stands for an operand that the kernel was compiled without.
-    The stream that the function takes from its environment is no argument. A fault of the kernel
-    raises its exception from ``tests.ptx.faults``.
+    The stream that the function takes from its environment is no argument. ``blocks``: no launch
+    has more, as if the device had no room for them. A fault of the kernel raises its exception from
+    ``tests.ptx.faults``.
     """
     launches = record_launches(compiled, arguments)
+    if blocks is not None:
+        launches = tuple(_cut(launch, blocks) for launch in launches)
     memory = GlobalMemory()
     for n, argument in enumerate(arguments):
         if isinstance(argument, torch.Tensor):
@@ -103,6 +107,13 @@ def run_kernel(
         run_launch(programs[launch.kernel], launch, memory, choices) for launch in launches
     )
     return Execution(launches, executed)
+
+
+def _cut(launch: Launch, blocks: int) -> Launch:
+    across, *rest = launch.grid
+    assert rest == [1, 1]
+    assert blocks % launch.cluster[0] == 0
+    return replace(launch, grid=(min(across, blocks), 1, 1))
 
 
 def _bytes_spanned(tensor: torch.Tensor) -> int:

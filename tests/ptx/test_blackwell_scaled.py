@@ -3,7 +3,6 @@ a reference from logical codes, under every schedule.
 """
 
 import functools
-import tempfile
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,9 @@ from dsv4.ops.linear.prefill_cutedsl import INSTALLED
 from dsv4.weights.native import NATIVE_GROUP
 from dsv4.weights.quant import QuantFormat
 from dsv4.weights.scale_swizzle import unswizzle_block_scale
-from tests.ptx.run import CompiledKernel, run_kernel
+from tests.ops.linear.compiled import compile_once
+from tests.ops.linear.scaled_configurations import MULTIPROCESSORS
+from tests.ptx.run import CompiledKernel, record_launches, run_kernel
 from tests.ptx.scaled_problems import (
     HIDDEN_GLOBAL,
     LIMIT,
@@ -34,16 +35,17 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @functools.cache
 def compiled(config: ScaledConfig) -> CompiledKernel:
-    from dsv4.ops.linear.cutedsl import jit
     from dsv4.ops.linear.cutedsl.blackwell_scaled import ScaledGemm
 
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--keep-ptx --dump-dir={folder}"
-        return CompiledKernel.of(jit.compile_kernel(ScaledGemm, config, "sm_100a", options))
+    return compile_once(ScaledGemm, config, "sm_100a").kernel
 
 
-def executed(problem: Problem, given: Operands, schedule: Schedule) -> list[np.ndarray | None]:
-    """The poisoned results after the kernel."""
+def executed(
+    problem: Problem, given: Operands, schedule: Schedule, clusters: int = 1
+) -> list[np.ndarray | None]:
+    """The poisoned results after the kernel; one cluster works on all tiles, one after the other,
+    unless there are more.
+    """
     arrays = (*given.arguments(problem), *outputs(problem))
     arguments = [None if array is None else torch.from_numpy(array).clone() for array in arrays]
     results = arguments[-3:]
@@ -51,7 +53,8 @@ def executed(problem: Problem, given: Operands, schedule: Schedule) -> list[np.n
         assert results[0] is not None
         arguments[-3] = results[0].view(BF16)
     numbers = [float(LIMIT), float(HIDDEN_GLOBAL)]
-    run_kernel(compiled(problem.config), [*arguments, *numbers], schedule)
+    blocks = clusters * problem.config.ctas
+    run_kernel(compiled(problem.config), [*arguments, *numbers], schedule, blocks)
     return [None if tensor is None else tensor.numpy() for tensor in results]
 
 
@@ -77,8 +80,8 @@ def config(
     pair: bool,
     features: int = 256,
 ) -> ScaledConfig:
-    """One cluster works on all tiles, one after the other."""
-    return ScaledConfig(format, out_dtype, is_sorted, pair, features, 2 if pair else 1)
+    """One of those that are compiled for real products."""
+    return ScaledConfig(format, out_dtype, is_sorted, pair, features, MULTIPROCESSORS)
 
 
 def ragged(config: ScaledConfig) -> Problem:
@@ -117,11 +120,6 @@ PROBLEMS = [
 ]
 
 
-def several_clusters(problem: Problem) -> Problem:
-    """The same on three multiprocessors, or three pairs."""
-    return problem._replace(config=problem.config._replace(multiprocessors=3 * problem.config.ctas))
-
-
 def name(problem: Problem) -> str:
     config = problem.config
     role = {BF16: "dense", F32: "down" if config.sorted else "f32", None: "gate_up"}
@@ -131,11 +129,11 @@ def name(problem: Problem) -> str:
     return f"{config.format.value}-{role[config.out_dtype]}{order}-{width}-{sizes}"
 
 
-def check(problem: Problem, *schedules: Schedule) -> None:
+def check(problem: Problem, *schedules: Schedule, clusters: int = 1) -> None:
     given = operands(problem)
     wanted = expected(problem, given)
     for schedule in schedules:
-        assert_equal(executed(problem, given, schedule), wanted)
+        assert_equal(executed(problem, given, schedule, clusters), wanted)
 
 
 # One kernel of each format, the fastest to compile.
@@ -157,13 +155,23 @@ def test_no_schedule_and_no_other_row_changes_a_bit(config: ScaledConfig) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(PROBLEMS)), ids=[*map(name, PROBLEMS)])
 def test_other_sizes_give_the_bits_of_the_reference(index: int) -> None:
-    check(several_clusters(PROBLEMS[index]), random_schedule(index))
+    check(PROBLEMS[index], random_schedule(index), clusters=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [KERNELS[9], KERNELS[23]], ids=lambda one: name(ragged(one)))
 def test_no_tiles_are_no_work(config: ScaledConfig) -> None:
     check(ragged(config)._replace(tiles=()), SCHEDULES["random"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pair", "blocks"), [(False, 5), (True, 4)])
+def test_clusters_are_no_more_than_fit_on_the_device(pair: bool, blocks: int) -> None:
+    few = config(FP8, F32, False, pair, 128)._replace(multiprocessors=5)
+    problem = Problem(few, 300, 512, 160)
+    arguments = [*operands(problem).arguments(problem), *outputs(problem)]
+    (launch,) = record_launches(compiled(few), [*arguments, float(LIMIT), float(HIDDEN_GLOBAL)])
+    assert launch.grid == (blocks, 1, 1)
 
 
 def assert_rows_are_independent(config: ScaledConfig) -> None:

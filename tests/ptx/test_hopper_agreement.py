@@ -7,8 +7,8 @@ from dsv4.ops.linear.prefill_cutedsl import INSTALLED, gemm_operands
 from dsv4.weights.packed import PackedWeight, pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
-from tests.ptx.hopper_problems import PROBLEMS, Problem, compile_problem, operands
-from tests.ptx.run import CompiledKernel, run_kernel
+from tests.ptx.hopper_problems import PROBLEMS, Problem, compiled, config_of, operands
+from tests.ptx.run import run_kernel
 from tests.ptx.schedule import random_schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not INSTALLED, reason="needs nvidia-cutlass-dsl")]
@@ -23,9 +23,13 @@ def hopper() -> None:
 def on_the_gpu(
     problem: Problem, x: torch.Tensor, weight: PackedWeight, y: torch.Tensor
 ) -> torch.Tensor:
-    compiled = compile_problem(problem[:3])
+    from dsv4.ops.linear.cutedsl import jit
+    from dsv4.ops.linear.cutedsl.hopper_gemm import HopperGemm
+
     result = y.cuda()
-    compiled(x.cuda(), *(part.cuda() for part in gemm_operands(weight)), result)
+    jit.compile_kernel(HopperGemm, config_of(problem), "sm_90a")(
+        x.cuda(), *(part.cuda() for part in gemm_operands(weight)), result
+    )
     torch.cuda.synchronize()
     return result.cpu()
 
@@ -33,10 +37,9 @@ def on_the_gpu(
 def in_the_machine(
     problem: Problem, x: torch.Tensor, weight: PackedWeight, y: torch.Tensor
 ) -> torch.Tensor:
-    kernel = CompiledKernel.of(compile_problem(problem[:3]))
     result = y.clone()
     schedule = random_schedule(PROBLEMS.index(problem))
-    run_kernel(kernel, [x, *gemm_operands(weight), result], schedule)
+    run_kernel(compiled(problem), [x, *gemm_operands(weight), result], schedule)
     return result
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dsv4.ops.linear.prefill_cutedsl import INSTALLED, gemm_operands
-from tests.ptx.hopper_problems import PROBLEMS, Problem, compile_problem, operands
-from tests.ptx.run import CompiledKernel, run_kernel
+from tests.ptx.hopper_problems import PROBLEMS, Problem, compiled, operands
+from tests.ptx.run import run_kernel
 from tests.ptx.schedule import SCHEDULES, Schedule, random_schedule
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="needs nvidia-cutlass-dsl")
@@ -13,7 +13,7 @@ FAST = (1,)
 
 
 def assert_exact(problem: Problem, schedule: Schedule) -> None:
-    kernel = CompiledKernel.of(compile_problem(problem[:3]))
+    kernel = compiled(problem)
     x, weight, y, expected = operands(problem)
     run_kernel(kernel, [x, *gemm_operands(weight), y], schedule)
     assert torch.equal(y, expected)

@@ -75,9 +75,9 @@ def run(recording: Recording, kernels: dict[str, Callable[..., None]]) -> Memory
 def in_the_machine(config: ScaledConfig, architecture: str) -> Callable[..., object]:
     """The compiled kernel, called as the launchers call it."""
     assert architecture == "sm_100a"
-    # One multiprocessor takes all tiles.
-    config = config._replace(multiprocessors=config.ctas)
-    return lambda *arguments: run_kernel(compiled(config), arguments, random_schedule(1))
+    # One cluster works on all tiles.
+    schedule = random_schedule(1)
+    return lambda *arguments: run_kernel(compiled(config), arguments, schedule, config.ctas)
 
 
 @pytest.fixture(autouse=True)

@@ -73,6 +73,7 @@ def test_a_second_chunk_equals_that_of_a_lone_rank(ranks: int) -> None:
     assert different_caches(several, lone) == []
 
 
+@pytest.mark.slow
 def test_generate_yields_the_tokens_of_a_lone_rank(ranks: int) -> None:
     lone, several = (ranks_engine(count, EXACT, kv_dtype="fp8") for count in (1, ranks))
     for sampling in (GREEDY, SamplingParams(temperature=1.0, seed=5, logprobs=3)):

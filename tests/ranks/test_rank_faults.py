@@ -100,6 +100,7 @@ def broken() -> tuple[Engine, BrokenLinear]:
     return ranks_engine(RANKS, replace(TORCH, grouped_linear=linear)), linear
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1, 3])
 @pytest.mark.parametrize("layer", [0, 4])
 def test_an_op_that_raises_on_one_rank_ends_the_step_on_all(
@@ -116,6 +117,7 @@ def test_an_op_that_raises_on_one_rank_ends_the_step_on_all(
     assert list(engine.generate(IDS, 4, GREEDY, NO_STOP))
 
 
+@pytest.mark.slow
 def test_a_generation_that_fails_on_one_rank_can_be_begun_again(
     broken: tuple[Engine, BrokenLinear],
 ) -> None:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-from openai import OpenAI
 
 from dsv4.cli.job import ModelFiles
 from dsv4.engine import Engine
@@ -20,6 +19,9 @@ from dsv4.serve.flags import parse_arguments
 from dsv4.serve.server import Server, open_socket, url_of
 from dsv4.serve.service import Service
 from dsv4.serve.worker import Worker
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 MODEL = "demo"
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -40,8 +42,11 @@ class Running:
     def engine(self) -> Engine:
         return self.service.answering.engine
 
-    def client(self, api_key: str = "none") -> OpenAI:
+    def client(self, api_key: str = "none") -> "OpenAI":
         """A client that does not try again."""
+        # Imported where it is needed: every process that collects tests comes by here.
+        from openai import OpenAI
+
         return OpenAI(base_url=self.url, api_key=api_key, max_retries=0, timeout=60)
 
     def post(self, path: str, **body: Any) -> httpx.Response:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from dsv4.serve.answering import PromptRead, Question, Said
@@ -56,6 +55,8 @@ def test_who_leaves_while_waiting_for_one_object_ends_its_generation(demo: Runni
 def test_who_leaves_the_queue_is_not_answered_and_the_queue_has_its_place_again(
     demo: Running,
 ) -> None:
+    import openai
+
     stream = start_stream(demo)
     before = demo.service.tally.answered
     body = b'{"messages": [{"role": "user", "content": "a"}], "stream": true}'
@@ -123,6 +124,8 @@ def service(demo: Running) -> Service:
 
 
 def test_with_a_key_who_has_it_is_answered(service: Service) -> None:
+    import openai
+
     with running(service, api_key="se-cret") as one:
         assert [model.id for model in one.client("se-cret").models.list()] == [MODEL]
         for key in ("other", "se-cre", "ключ"):
@@ -150,6 +153,8 @@ class Failing:
 
 
 def test_nan_is_told_and_the_server_goes_on(demo: Running) -> None:
+    import openai
+
     failing = replace(
         demo.service,
         worker=Worker(2),
@@ -179,6 +184,8 @@ def test_a_fault_of_the_engine_is_told_and_ends_the_server(demo: Running) -> Non
 
 
 def test_the_end_of_a_server_ends_what_is_under_way_and_what_waits(service: Service) -> None:
+    import openai
+
     found: dict[str, Any] = {}
 
     def wait(url: str) -> None:

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.serve.running import FRANCE, MODEL, Running
@@ -143,6 +142,8 @@ def test_other_kinds_of_bodies_paths_methods_and_models(demo: Running) -> None:
 
 
 def test_the_client_raises_its_own_errors(demo: Running) -> None:
+    import openai
+
     client = demo.client()
     with pytest.raises(openai.NotFoundError, match="expected 'demo'"):
         client.chat.completions.create(model="other", messages=FRANCE)  # type: ignore[arg-type]

@@ -121,6 +121,7 @@ def check(engine: Engine, reference: Reference, streams: Tensor, token: int) -> 
     assert_near(found.logits_NV, torch.stack(expected))
 
 
+@pytest.mark.slow
 def test_drafts_are_those_of_transformers_modules_at_every_position(
     engine: Engine, reference: Reference, streams: Tensor
 ) -> None:

@@ -40,6 +40,7 @@ def test_spec11_f43_greedy_text_is_that_without_drafts(kind: MtpKind, prompt: in
     assert engine.last_run.drafts.tokens == 17
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 2, 5, "mixed"])
 def test_spec11_j94_any_number_of_accepted_drafts_gives_the_same_text(kept: int | str) -> None:
     ids = random_ids(13)
@@ -133,6 +134,7 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(settings: dict[st
     assert engine.last_run.logprobs == plain.last_run.logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampling_with_a_seed_is_repeated_and_another_seed_is_another_text(kind: MtpKind) -> None:
     engine = drafted_engine(kind)
@@ -169,6 +171,7 @@ def test_every_token_is_noted_with_its_log_probability(sampling: SamplingParams)
     assert_tokens_are_noted(drafted_engine("dspark"), random_ids(13), sampling, 1e-3)
 
 
+@pytest.mark.slow
 def test_hardly_any_accepted_draft_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     ids = random_ids(13)
     text = plain_text("classic", ids, 35)
@@ -179,6 +182,7 @@ def test_hardly_any_accepted_draft_is_said_once(caplog: pytest.LogCaptureFixture
     assert "0 of 33 first drafts were accepted, expected 20 % or more" in record.message
 
 
+@pytest.mark.slow
 def test_spec11_f40_nan_that_a_draft_brings_is_not_the_text_s() -> None:
     """One token's embedding is NaN: no run chooses it, drafts do."""
     ids = [token for token in random_ids(13) if token != NAN_TOKEN_ID]

@@ -54,6 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classic", "dspark"])
 def test_a_folder_beside_the_checkpoint_holds_the_module(kind: MtpKind, folders: Path) -> None:
     for flag in ("auto", FLAGS[kind]):

@@ -11,6 +11,7 @@ from dsv4.ops.row_by_row import row_by_row
 from tests.model.tiny import random_ids, tiny_engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2, 3, 8])
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "fp8", "compute_dtype": "bfloat16"}])
 def test_logits_and_caches_are_bit_for_bit_those_of_single_tokens(

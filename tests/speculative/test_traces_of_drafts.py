@@ -34,6 +34,7 @@ def rows_of(engine: Engine) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "fp8", "compute_dtype": "bfloat16"}])
 def test_spec11_h48_other_rejected_drafts_leave_the_same_caches(

@@ -15,6 +15,7 @@ from tests.ops.linear.w16_problems import (
     PER_TOKEN,
     Form,
     W16Case,
+    compiled,
     make_ids,
     make_operands,
     make_tokens,
@@ -22,6 +23,7 @@ from tests.ops.linear.w16_problems import (
     sort_pairs,
 )
 from tests.ptx.rounding import rounding
+from tests.ptx.run import record_launches
 from tests.ptx.schedule import SCHEDULES, random_schedule
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="needs nvidia-cutlass-dsl")
@@ -72,6 +74,13 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
 
 def test_a_small_product() -> None:
     assert_exact(FAST, 0)
+
+
+@pytest.mark.slow
+def test_blocks_are_no_more_than_the_device_has_multiprocessors() -> None:
+    kernel = compiled(FAST.config._replace(multiprocessors=3))
+    (launch,) = record_launches(kernel, make_operands(FAST._replace(tokens=300)).arguments)
+    assert launch.grid == (3, 1, 1)
 
 
 @pytest.mark.slow

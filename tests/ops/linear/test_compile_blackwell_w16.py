@@ -3,29 +3,50 @@ nothing and fit a multiprocessor.
 """
 
 import re
-import time
-from pathlib import Path
 
 import pytest
 
 from dsv4.ops.linear.cutedsl.gemm_config import REGISTERS, SMEM_BYTES, W16Config, budget
 from dsv4.weights.quant import QuantFormat
 from tests.ops.linear.blackwell_problems import ARCHITECTURES, configurations, identifier
-from tests.ops.linear.compiled import compile_to_files
+from tests.ops.linear.compiled import CompiledProduct, compile_once
 
 STEPS = 4
 # Processor time, so that a busy machine fails nothing.
 MOST_SECONDS = 10
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def widest() -> list[W16Config]:
+    """Of each format, role and dtype of the result the largest work tile."""
+    by_kind = {}
+    for config in sorted(configurations(), key=lambda one: one.tile_tokens * one.sides):
+        by_kind[config.format, config.out_dtype, config.gated, config.sorted] = config
+    return [*by_kind.values()]
+
+
 @pytest.mark.parametrize("config", configurations(), ids=identifier)
-def test_compiles_without_a_gpu(config: W16Config, architecture: str, tmp_path: Path) -> None:
+def test_compiles_without_a_gpu(config: W16Config) -> None:
+    assert_within_limits(config, "sm_100a")
+
+
+@pytest.mark.parametrize("config", widest(), ids=identifier)
+def test_the_other_architecture_gets_the_same_program(config: W16Config) -> None:
+    """So that its largest kernels stand for all of them."""
+    ptx = {one: compiled(config, one).ptx for one in ARCHITECTURES}
+    assert ptx["sm_103a"] == ptx["sm_100a"].replace("sm_100a", "sm_103a")
+    assert_within_limits(config, "sm_103a")
+
+
+def compiled(config: W16Config, architecture: str) -> CompiledProduct:
     from dsv4.ops.linear.cutedsl.blackwell_w16 import BlackwellW16
 
-    begin = time.process_time()
-    found = compile_to_files(BlackwellW16, config, architecture, tmp_path)
-    assert time.process_time() - begin < MOST_SECONDS
+    return compile_once(BlackwellW16, config, architecture)
+
+
+def assert_within_limits(config: W16Config, architecture: str) -> None:
+    """Of machine code that has the products and copies of its form and no spills."""
+    found = compiled(config, architecture)
+    assert found.seconds < MOST_SECONDS
     assert f".target {architecture}" in found.ptx
     products = STEPS * config.sides
     assert len(re.findall(r"\btcgen05\.mma\.cta_group::1\.kind::f16\b", found.ptx)) == products

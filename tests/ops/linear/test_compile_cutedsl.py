@@ -4,13 +4,12 @@ spill nothing.
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from dsv4.weights.quant import QuantFormat
-from tests.ops.linear.compiled import compile_to_files
+from tests.ops.linear.compiled import compile_once
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,6 @@ def test_compiles_without_a_gpu(
     tile_tokens: int,
     warpgroups: int,
     cluster: int,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The architecture is passed on, not taken from the environment.
@@ -36,7 +34,7 @@ def test_compiles_without_a_gpu(
     from dsv4.ops.linear.cutedsl.hopper_gemm import STEPS, GemmConfig, HopperGemm
 
     config = GemmConfig(format, jit.DTYPES[torch.bfloat16], tile_tokens, warpgroups, cluster, 132)
-    found = compile_to_files(HopperGemm, config, "sm_90a", tmp_path)
+    found = compile_once(HopperGemm, config, "sm_90a")
     ptx = found.ptx
     name = rf"wgmma\.mma_async\.sync\.aligned\.m64n{tile_tokens}k16\.f32\.bf16\.bf16"
     register_operand = r"\s*\{[^}]*\},\s*\{[^}]*\},"

@@ -3,8 +3,6 @@ and Pro, use block-scaled MMAs, spill nothing and fit a multiprocessor.
 """
 
 import re
-import time
-from pathlib import Path
 
 import pytest
 
@@ -16,27 +14,44 @@ from dsv4.ops.linear.cutedsl.gemm_config import (
 )
 from dsv4.ops.linear.cutedsl.scaled_config import MMAS, WARPS, ScaledConfig, scaled_budget
 from dsv4.weights.quant import QuantFormat
-from tests.ops.linear.compiled import compile_to_files
+from tests.ops.linear.compiled import CompiledProduct, compile_once
 from tests.ops.linear.scaled_configurations import configurations, name
 
 # Processor time, so that a busy machine fails nothing.
 MOST_SECONDS = 10
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(
-    "config",
-    configurations(),
-    ids=name,
-)
-def test_compiles_within_the_limits_of_a_multiprocessor(
-    config: ScaledConfig, architecture: str, tmp_path: Path
-) -> None:
+def widest() -> list[ScaledConfig]:
+    """Of each format, role and order the largest work tile."""
+    by_kind = {}
+    for config in sorted(configurations(), key=lambda one: one.tile_tokens * one.tile_features):
+        by_kind[config.format, config.out_dtype, config.sorted] = config
+    return [*by_kind.values()]
+
+
+@pytest.mark.parametrize("config", configurations(), ids=name)
+def test_compiles_within_the_limits_of_a_multiprocessor(config: ScaledConfig) -> None:
+    assert_within_limits(config, "sm_100a")
+
+
+@pytest.mark.parametrize("config", widest(), ids=name)
+def test_the_other_architecture_gets_the_same_program(config: ScaledConfig) -> None:
+    """So that its largest kernels stand for all of them."""
+    ptx = {one: compiled(config, one).ptx for one in ARCHITECTURES}
+    assert ptx["sm_103a"] == ptx["sm_100a"].replace("sm_100a", "sm_103a")
+    assert_within_limits(config, "sm_103a")
+
+
+def compiled(config: ScaledConfig, architecture: str) -> CompiledProduct:
     from dsv4.ops.linear.cutedsl.blackwell_scaled import ScaledGemm
 
-    begin = time.process_time()
-    found = compile_to_files(ScaledGemm, config, architecture, tmp_path)
-    assert time.process_time() - begin < MOST_SECONDS
+    return compile_once(ScaledGemm, config, architecture)
+
+
+def assert_within_limits(config: ScaledConfig, architecture: str) -> None:
+    """Of machine code that has the MMAs of its format and no spills."""
+    found = compiled(config, architecture)
+    assert found.seconds < MOST_SECONDS
     nvfp4 = config.format is QuantFormat.NVFP4
     kind = "kind::mxf4nvf4.block_scale.block16" if nvfp4 else "kind::mxf8f6f4.block_scale.block32"
     assert len(re.findall(rf"tcgen05\.mma\.cta_group::{config.ctas}\.{kind}", found.ptx)) == MMAS

@@ -2,7 +2,6 @@
 or written, and what their results are.
 """
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -17,6 +16,8 @@ from dsv4.ops.moe.grouped import Sorted, Tiling
 from dsv4.weights.packed import PackedWeight, pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 from dsv4.weights.quantize import quantize
+from tests.ops.linear.blackwell_problems import MULTIPROCESSORS
+from tests.ops.linear.compiled import compile_once
 from tests.ops.linear.meta import BF16, FP8, MXFP4, NVFP4
 from tests.ptx.run import CompiledKernel, run_kernel
 from tests.ptx.schedule import Schedule, random_schedule
@@ -25,8 +26,8 @@ Form = Literal["dense", "down", "gate_up", "shared"]
 ARCHITECTURE = "sm_100a"
 LIMIT = 3.0
 LOG2_E = 1.4426950408889634
-# Of the device: one block computes all work tiles, so that its rings go round.
-MULTIPROCESSORS = 1
+# One computes all work tiles, so that its rings go round.
+BLOCKS = 1
 EXPERTS = 5
 PER_TOKEN = 2
 # Every weight of an integer problem is a multiple of this; gated ones have small products.
@@ -84,19 +85,16 @@ class Operands(NamedTuple):
 
 def run(case: W16Case, operands: Operands, schedule: Schedule) -> Tensor:
     """The results of the compiled kernel in the machine."""
-    run_kernel(compiled(case.config), operands.arguments, schedule)
+    run_kernel(compiled(case.config), operands.arguments, schedule, BLOCKS)
     return operands.y
 
 
 @cache
 def compiled(config: W16Config) -> CompiledKernel:
     """The kernel of a configuration."""
-    from dsv4.ops.linear.cutedsl import jit
     from dsv4.ops.linear.cutedsl.blackwell_w16 import BlackwellW16
 
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--keep-ptx --dump-dir={folder}"
-        return CompiledKernel.of(jit.compile_kernel(BlackwellW16, config, ARCHITECTURE, options))
+    return compile_once(BlackwellW16, config, ARCHITECTURE).kernel
 
 
 def machine_gemm(config: W16Config, architecture: str) -> Callable[..., object]:

@@ -66,6 +66,7 @@ def recorded(
     return recording
 
 
+@pytest.mark.slow
 def test_hidden_rows_go_from_product_to_product(
     calls: list[tuple[ScaledConfig, tuple[Any, ...]]],
 ) -> None:
