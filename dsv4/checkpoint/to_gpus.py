@@ -4,7 +4,7 @@ ended, so that nothing waits for the interpreter.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +37,18 @@ def move_to_gpus(
     cannot be read or is too short.
     """
     with (
-        _new_streams(devices),
+        _new_streams(devices) as streams,
         lanes_to(devices, nbytes) as lanes,
         BackgroundReads(readers + MORE_BUFFERS) as reads,
     ):
-        moving = _Moving(lanes, reads, nbytes, readers, arrived)
+
+        def settle(span: Span) -> None:
+            # The current ones are those of lanes.
+            for stream in streams:
+                torch.cuda.set_stream(stream)
+            arrived(span)
+
+        moving = _Moving(lanes, reads, nbytes, readers, settle)
         following = next(spans, None)
         while not is_stopped() and (following is not None or moving.is_busy):
             while following is not None and moving.has_room:
@@ -132,11 +139,11 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 @contextmanager
-def _new_streams(devices: Iterable[torch.device]) -> Iterator[None]:
-    """New streams are current, behind which nothing runs any more at the end."""
+def _new_streams(devices: Iterable[torch.device]) -> Iterator[list[torch.cuda.Stream]]:
+    """New streams, on which nothing runs any more at the end."""
     streams = [torch.cuda.Stream(device) for device in devices]
-    with ExitStack() as current:
+    try:
+        yield streams
+    finally:
         for stream in streams:
-            current.callback(stream.synchronize)
-            current.enter_context(torch.cuda.stream(stream))
-        yield
+            stream.synchronize()

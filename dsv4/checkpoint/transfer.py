@@ -3,7 +3,7 @@ or threads that read and copy the next span of the files each.
 """
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -152,10 +152,10 @@ class Transfer:
             return next(self._spans, None)
 
     def _arrived(self, pieces: Iterable[Piece]) -> None:
-        arrived: Counter[str] = Counter()
+        arrived: defaultdict[str, int] = defaultdict(int)
         for piece in pieces:
-            arrived[piece.name] += piece.nbytes
-        self._on_bytes(arrived.total())
+            arrived[piece.name] += piece.rows * piece.width
+        self._on_bytes(sum(arrived.values()))
         for name, nbytes in arrived.items():
             with self._changed:
                 self._missing[name] -= nbytes
