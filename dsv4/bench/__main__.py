@@ -32,7 +32,7 @@ def build_parser() -> OneLineParser:
     load.add_argument("--format", choices=get_args(Layout), default="nvfp4-experts")
     load.add_argument("--layers", type=integer(1), default=4, help="the first N layers")
     load.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    text = "measured with each number of them, one after another"
+    text = "each of these numbers in turn; first tokens by the first alone"
     load.add_argument("--gpus", type=integer(1, 8), nargs="+", default=[1], help=text)
     parallel = ("pipeline", "round-robin", "tensor")
     load.add_argument("--parallel", choices=parallel, default="pipeline")

@@ -69,7 +69,7 @@ def bench_load(
         for engine in engines:
             bench = LoadBench(folder, Path(temporary) / "packed", engine, engine_devices(engine))
             found: dict[str, Any] = {"gpus": engine.gpus, "parallel": engine.parallel}
-            for part in bench.measured(repeats, cold):
+            for part in bench.measured(repeats, cold, with_tokens=not placements):
                 log(f"{part}\n")
                 found |= part
             placements.append(found)
@@ -96,11 +96,12 @@ class LoadBench:
         self._opened = OpenedCheckpoint.open(folder, engine)
         self._bytes = sum(file.stat().st_size for file in self._files)
 
-    def measured(self, repeats: int, cold: bool) -> Iterator[dict[str, Any]]:
-        """All of it, part by part."""
+    def measured(self, repeats: int, cold: bool, with_tokens: bool) -> Iterator[dict[str, Any]]:
+        """All of it, part by part; ``with_tokens``: also the first ones of processes."""
         yield self.rates(repeats, cold)
         yield self.seconds(repeats)
-        yield self.first_tokens()
+        if with_tokens:
+            yield self.first_tokens()
 
     def rates(self, repeats: int, cold: bool) -> dict[str, Any]:
         """GB/s of plain reads (by threads), of copies of pinned memory (to each device alone, and

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.checkpoint.pieces import Piece, Share, Span
+from dsv4.checkpoint.pieces import Span
 from dsv4.checkpoint.staging import LANES
 
 # Bytes that a device does not want are copied with the others where they are so few: one copy more
@@ -34,13 +34,13 @@ class Lane:
 
     def queue(self, parts: Sequence["_Part"], read: Tensor) -> Any:
         """Queues the copies of parts of a span that has been ``read``, uint8 ``[bytes]``, pinned:
-        the event behind them.
+        the event behind them. The stream stays the thread's current one.
         """
-        with torch.cuda.stream(self.stream):
-            for start, stop in _joined(parts):
-                self._memory[start:stop].copy_(read[start:stop], non_blocking=True)
-            _put(parts, self._memory)
-            return self.stream.record_event()
+        torch.cuda.set_stream(self.stream)
+        for start, stop in _joined(parts):
+            self._memory[start:stop].copy_(read[start:stop], non_blocking=True)
+        _put(parts, self._memory)
+        return self.stream.record_event()
 
     def end(self) -> None:
         """Returns when nothing runs on it any more."""
@@ -57,11 +57,8 @@ class Lanes:
         """Queues the copies of a span that has been ``read``: the events behind which all pieces
         are where they belong. What belongs to the host is copied at once.
         """
-        of_devices: defaultdict[torch.device, list[_Part]] = defaultdict(list)
-        for part in _parts(span):
-            of_devices[part.share.target.device].append(part)
         events = []
-        for device, parts in of_devices.items():
+        for device, parts in _parts(span).items():
             if device in self._turns:
                 events.append(next(self._turns[device]).queue(parts, read))
             else:
@@ -83,37 +80,42 @@ def lanes_to(devices: Sequence[torch.device], nbytes: int) -> Iterator[Lanes]:
 
 def copy_on_host(span: Span, read: Tensor) -> None:
     """Copies the pieces of a span that has been ``read``, uint8 ``[bytes]``, to their targets."""
-    _put(list(_parts(span)), read)
+    for parts in _parts(span).values():
+        _put(parts, read)
 
 
 class _Part(NamedTuple):
-    """Bytes ``start`` to ``stop`` of a span, for ``share`` of ``piece``: its own alone, or all rows
-    of which it has columns.
+    """Bytes ``start`` to ``stop`` of a span, for ``target``: all of them, or columns ``first`` to
+    ``end`` of their rows of ``width`` bytes.
     """
 
     start: int
     stop: int
-    piece: Piece
-    share: Share
-
-    @property
-    def has_columns(self) -> bool:
-        return self.stop - self.start != self.share.target.numel()
+    target: Tensor
+    width: int = 0
+    first: int = 0
+    end: int = 0
 
 
-def _parts(span: Span) -> Iterator[_Part]:
-    for piece in span.pieces:
-        start = piece.offset - span.offset
-        for share in piece.shares:
-            if piece.rows == 1:
-                yield _Part(start + share.first, start + share.stop, piece, share)
+def _parts(span: Span) -> dict[torch.device, list[_Part]]:
+    """What each device wants of a span, in the order of the pieces."""
+    found: defaultdict[torch.device, list[_Part]] = defaultdict(list)
+    # That of the first share of every piece: a span is of one device's pieces.
+    first_device = span.pieces[0].shares[0].target.device
+    for _, offset, rows, width, shares, _ in span.pieces:
+        start = offset - span.offset
+        for index, (target, first, end) in enumerate(shares):
+            if rows == 1:
+                part = _Part(start + first, start + end, target)
             else:
-                yield _Part(start, start + piece.nbytes, piece, share)
+                part = _Part(start, start + rows * width, target, width, first, end)
+            found[target.device if index else first_device].append(part)
+    return found
 
 
 def _joined(parts: Iterable[_Part]) -> Iterator[tuple[int, int]]:
     """The bytes of parts, neighbours together."""
-    ranges = sorted((part.start, part.stop) for part in parts)
+    ranges = sorted([part[:2] for part in parts])
     first, end = ranges[0]
     for start, stop in ranges:
         if start > end + _GAP:
@@ -123,19 +125,33 @@ def _joined(parts: Iterable[_Part]) -> Iterator[tuple[int, int]]:
     yield first, end
 
 
-def _put(parts: Iterable[_Part], memory: Tensor) -> None:
+def _put(parts: Sequence[_Part], memory: Tensor) -> None:
     """Copies parts of a span in ``memory``, on the device of their targets, to these."""
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
+    whole: list[_Part] = []
     for part in parts:
-        source = memory[part.start : part.stop]
-        target = part.share.target
-        if part.has_columns:
-            rows = source.view(part.piece.rows, part.piece.width)
-            columns = rows[:, part.share.first : part.share.stop]
+        start, stop, target, width, first, end = part
+        if end - first < width:
+            columns = memory[start:stop].view(-1, width)[:, first:end]
             target.view(columns.shape).copy_(columns, non_blocking=True)
         else:
-            targets.append(target)
-            sources.append(source)
-    if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+            whole.append(part)
+    if whole:
+        targets = [part.target for part in whole]
+        torch._foreach_copy_(targets, _views(memory, whole), non_blocking=True)
+
+
+def _views(memory: Tensor, parts: Sequence[_Part]) -> list[Tensor]:
+    """The bytes of each part, all made at once where they follow each other."""
+    sizes: list[int] = []
+    places: list[int] = []
+    at = 0
+    for start, stop, *_ in parts:
+        if start < at:
+            return [memory[part.start : part.stop] for part in parts]
+        if start > at:
+            sizes.append(start - at)
+        places.append(len(sizes))
+        sizes.append(stop - start)
+        at = stop
+    views = memory[:at].split_with_sizes(sizes)
+    return [views[place] for place in places]

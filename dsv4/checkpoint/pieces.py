@@ -69,8 +69,8 @@ def spans(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
     by_device: defaultdict[torch.device, list[Piece]] = defaultdict(list)
     for piece in pieces:
         by_device[piece.shares[0].target.device].append(piece)
-    for turn in zip_longest(*(_joined(part, most) for part in by_device.values())):
-        yield from (span for span in turn if span is not None)
+    turns = zip_longest(*(_joined(part, most) for part in by_device.values()))
+    return (span for turn in turns for span in turn if span is not None)
 
 
 def _joined(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
@@ -80,32 +80,33 @@ def _joined(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
     start = 0
     end = 0
     for piece in pieces:
+        offset = piece.offset
         is_same_file = piece.file is file or piece.file == file
-        is_neighbour = is_same_file and start <= piece.offset <= end + GAP
-        room = start + most - piece.offset if is_neighbour else 0
-        for part in _fitting(piece, room, most):
-            stop = max(end, part.offset + part.nbytes)
+        is_neighbour = is_same_file and start <= offset <= end + GAP
+        room = start + most - offset if is_neighbour else 0
+        # Most pieces are small, and there are hundreds of thousands of them.
+        parts = [piece] if 0 < piece.nbytes <= room else _fitting(piece, room, most)
+        for part in parts:
+            stop = part.offset + part.nbytes
             if together and not (is_neighbour and stop - start <= most):
                 yield Span(together[0].file, start, end - start, tuple(together))
                 together = []
             if not together:
                 file = part.file
                 start = part.offset
-                stop = start + part.nbytes
+                end = start
                 is_neighbour = True
             together.append(part)
-            end = stop
+            end = max(end, stop)
     if together:
         yield Span(together[0].file, start, end - start, tuple(together))
 
 
 def _fitting(piece: Piece, room: int, most: int) -> Iterator[Piece]:
-    """A piece in parts of at most ``most`` bytes, the first in ``room`` if anything of it fits
-    there. Several rows stay whole where they can.
+    """A piece that is larger than ``room`` in parts of at most ``most`` bytes, the first in
+    ``room`` if anything of it fits there. Several rows stay whole where they can.
     """
-    if 0 < piece.nbytes <= room:
-        yield piece
-    elif piece.rows == 1:
+    if piece.rows == 1:
         yield from _parts_of_row(piece, room, most)
     elif piece.width <= most:
         first = max(0, room) // piece.width

@@ -4,7 +4,7 @@ ended, so that nothing waits for the interpreter.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from dsv4.checkpoint.background_reads import BackgroundReads
 from dsv4.checkpoint.lanes import Lanes, lanes_to
 from dsv4.checkpoint.pieces import Span
 from dsv4.checkpoint.staging import MORE_BUFFERS
+from dsv4.checkpoint.uncollected import uncollected
 
 # Seconds after which the copies are looked at while reads are running, and after which somebody
 # who stops all is noticed.
@@ -26,22 +27,24 @@ def move_to_gpus(
     devices: Sequence[torch.device],
     nbytes: int,
     readers: int,
-    arrived: Callable[[Span], None],
+    arrived: Callable[[Span, Sequence[torch.cuda.Stream]], None],
     is_stopped: Callable[[], bool],
 ) -> None:
     """Reads ``spans`` of at most ``nbytes``, ``readers`` at once, into pinned memory, which torch
     gets back at the end, and copies them to the targets of their pieces. ``arrived`` is called
-    with each, under streams of its own: what looks at weights does not wait for copies of others.
+    with each, and with streams of its own: what looks at weights does not wait for copies of
+    others.
 
     Ends when all have arrived, or soon after ``is_stopped``. Raises ``UserError`` for a file that
     cannot be read or is too short.
     """
     with (
-        _new_streams(devices),
+        uncollected(),
+        _new_streams(devices) as streams,
         lanes_to(devices, nbytes) as lanes,
         BackgroundReads(readers + MORE_BUFFERS) as reads,
     ):
-        moving = _Moving(lanes, reads, nbytes, readers, arrived)
+        moving = _Moving(lanes, reads, nbytes, readers, lambda span: arrived(span, streams))
         following = next(spans, None)
         while not is_stopped() and (following is not None or moving.is_busy):
             while following is not None and moving.has_room:
@@ -132,11 +135,11 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 @contextmanager
-def _new_streams(devices: Iterable[torch.device]) -> Iterator[None]:
-    """New streams are current, behind which nothing runs any more at the end."""
+def _new_streams(devices: Iterable[torch.device]) -> Iterator[list[torch.cuda.Stream]]:
+    """New streams, on which nothing runs any more at the end."""
     streams = [torch.cuda.Stream(device) for device in devices]
-    with ExitStack() as current:
+    try:
+        yield streams
+    finally:
         for stream in streams:
-            current.callback(stream.synchronize)
-            current.enter_context(torch.cuda.stream(stream))
-        yield
+            stream.synchronize()

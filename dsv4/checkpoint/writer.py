@@ -24,6 +24,7 @@ from dsv4.errors import UserError
 DEFAULT_SHARD_BYTES = 5 * 10**9
 # Threads that write what is in memory.
 WRITERS = 8
+_PIECE_BYTES = 8 << 20
 
 
 class StoredType(NamedTuple):
@@ -230,10 +231,19 @@ def _write_file(
             written = 0
             for rows in tensor.produce():
                 assert rows.dtype == tensor.dtype
-                data = rows.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-                nbytes = file.write(data)
-                written += nbytes
-                wrote(nbytes)
-                if stop.is_set():
-                    return
+                for piece in rows.contiguous().view(-1).view(torch.uint8).split(_PIECE_BYTES):
+                    nbytes = file.write(_on_host(piece).numpy().data)
+                    written += nbytes
+                    wrote(nbytes)
+                    if stop.is_set():
+                        return
             assert written == tensor.nbytes
+
+
+def _on_host(memory: Tensor) -> Tensor:
+    """uint8 ``[bytes]``, of a GPU by pinned memory, which torch keeps for the next ones: a copy to
+    new memory waits for every page of it.
+    """
+    if not memory.is_cuda:
+        return memory
+    return torch.empty(len(memory), dtype=torch.uint8, pin_memory=True).copy_(memory)

@@ -139,7 +139,7 @@ def copier(monkeypatch: pytest.MonkeyPatch) -> type[Transfer]:
             return super().__enter__()
 
     monkeypatch.setattr(lanes, "Lane", LaterLane)
-    monkeypatch.setattr(to_gpus, "_new_streams", lambda _: nullcontext())
+    monkeypatch.setattr(to_gpus, "_new_streams", lambda _: nullcontext([]))
     monkeypatch.setattr(to_gpus, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     return Copying
 
