@@ -56,6 +56,10 @@ class DraftedRecordedSteps(RecordedSteps):
         self.blocks = BlockLoop(state, own.sampler, ring, max_context, self._pass_on_rejected)
         self.drafted = Tally(scope.most)
         self._usefulness = Usefulness()
+        # Nothing is built inside the first ``generate``.
+        for count in self.count.possible:
+            self.draft_step(count)
+            self.step(count + 1)
 
     def draft_step(self, count: int) -> Step:
         """The step that makes ``count`` drafts."""
