@@ -136,13 +136,18 @@ class DraftCount:
         return tuple(count for count in self._choices if count)
 
     @property
+    def may_rest(self) -> bool:
+        """Whether there may be none for a while."""
+        return len(self._choices) > 1
+
+    @property
     def now(self) -> int:
         """For the next step."""
         return self._chosen
 
     def add(self, drafted: int, accepted: int, seconds: float) -> None:
         """A step with all of its time."""
-        if len(self._choices) == 1:
+        if not self.may_rest:
             return
         self._seconds[drafted].append(seconds)
         for position in range(min(drafted, accepted + 1)):
@@ -161,6 +166,17 @@ class DraftCount:
             self._set_next_trial()
         elif self._steps % CHOICE_STEPS == 0:
             self._choose()
+
+    def rest(self, window: int) -> int:
+        """How many steps may be without drafts, and be skipped, up to ``window`` steps before
+        drafts are tried again.
+        """
+        rests = self.may_rest and self._is_tried and self._chosen == 0
+        return max(0, self._tried_again - window - self._steps) if rests else 0
+
+    def skip(self) -> None:
+        """A step of which nothing is to be learned."""
+        self._steps += 1
 
     def _choose(self) -> None:
         self._chosen = max(self._choices, key=self._tokens_per_second)
