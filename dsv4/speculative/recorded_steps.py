@@ -90,7 +90,8 @@ class DraftedRecordedSteps(RecordedSteps):
         drafting: Drafting | None = None,
     ) -> Generator[int, None, None]:
         """``following`` by steps that ``queue`` queues; ``drafting`` None: as the engine does."""
-        drafting = drafting or Drafting(self.count, self.drafted)
+        count = self.count.for_run(sampler.params.temperature == 0)
+        drafting = drafting or Drafting(count, self.drafted)
         assert self.state.draft is not None
         tokens = with_rests(
             token,

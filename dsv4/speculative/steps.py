@@ -40,7 +40,7 @@ from dsv4.token_ids import shared_beginning
 class DraftedSteps(DirectSteps):
     """``DirectSteps`` whose ``following`` drafts; every step tells the drafter what it computed.
 
-    ``drafted``: how drafts did since the last ``first_token``.
+    ``drafted``: how drafts did since the last ``first_token``. ``count``: of the drafts of a step.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class DraftedSteps(DirectSteps):
         self.drafter = make_drafter(module, TORCH_DRAFTS, state.draft, last_layer, open_draft)
         self._taps = Taps(self.drafter.taps, UNTRACED)
         drafter = self.drafter
-        self._count = DraftCount.asked(drafts, drafter.most, drafter.trained_block)
+        self.count = DraftCount.asked(drafts, drafter.most, drafter.trained_block)
+        self._count = self.count
         self._settings = SamplerState.allocate(model.head_device)
         # Tokens that are verified together have the bits of tokens that come one by one.
         self._whole_ops = self.ops
@@ -84,6 +85,7 @@ class DraftedSteps(DirectSteps):
 
         Raises ``FloatingPointError`` for NaN that is not a draft's.
         """
+        self._count = self.count.for_run(sampler.params.temperature == 0)
         start = self.state.position
         given = 0
         # Where an error leaves the sequence: behind the token that met it.

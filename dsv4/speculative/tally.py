@@ -101,9 +101,12 @@ class DraftCount:
     what was measured.
     """
 
-    def __init__(self, choices: Sequence[int]) -> None:
-        """``choices``: numbers of drafts, ascending; with several none is among them."""
+    def __init__(self, choices: Sequence[int], by_times: bool = True) -> None:
+        """``choices``: numbers of drafts, ascending; with several none is among them. ``by_times``
+        False: steps take ``_nominal_seconds``, whatever was measured.
+        """
         self._choices = choices
+        self._by_times = by_times
         most = choices[-1]
         self._seconds: defaultdict[int, list[float]] = defaultdict(list)
         self._drafted = [0] * most
@@ -129,6 +132,14 @@ class DraftCount:
             return cls(range(most + 1))
         block = min(trained_block, most)
         return cls((block,) if drafts is None else (0, block))
+
+    def for_run(self, is_greedy: bool) -> "DraftCount":
+        """What a run goes by: this one, or, where a seed has to repeat its text, one that knows
+        neither times nor earlier runs.
+        """
+        if is_greedy or not self.may_rest:
+            return self
+        return DraftCount(self._choices, by_times=False)
 
     @property
     def possible(self) -> tuple[int, ...]:
@@ -207,12 +218,19 @@ class DraftCount:
         return tokens / self._expected_seconds(count)
 
     def _expected_seconds(self, count: int) -> float:
+        if not self._by_times:
+            return _nominal_seconds(count)
         known = sorted(number for number, times in self._seconds.items() if times)
         below = max(number for number in known if number <= count)
         above = min(number for number in known if number >= count)
         low, high = (_median(self._seconds[number]) for number in (below, above))
         share = 0.0 if above == below else (count - below) / (above - below)
         return low + share * (high - low)
+
+
+def _nominal_seconds(count: int) -> float:
+    """Of a step with so many drafts, in steps without: V4-Flash with DSpark on two H200."""
+    return 1.2 + 0.15 * count if count else 1.0
 
 
 def _median(values: list[float]) -> float:
