@@ -16,7 +16,8 @@ def add_draft_flags(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "off", "mtp", "dspark"),
         default="auto",
         help="the draft module, docs/speculative.md; auto: that of --draft-weights, or with the "
-        "CUDA ops the checkpoint's own where there is room for it (default: auto)",
+        "CUDA ops the checkpoint's own where there is room for it, as long as its drafts make "
+        "decoding faster (default: auto)",
     )
     group.add_argument(
         "--draft-tokens",

@@ -27,6 +27,7 @@ class DraftedDecoder(CUDAGraphDecoder):
         super().__init__(steps, mode, max_context, (1, *(count + 1 for count in counts)))
         self._drafted_steps = steps
         self._drafts = {count: self._capture_draft(count) for count in counts}
+        self.alone = None if steps.alone is None else self._capture(steps.alone)
 
     def _capture_draft(self, count: int) -> AnyCaptured:
         step = self._drafted_steps.draft_step(count)
@@ -112,3 +113,10 @@ class _CapturedBlocks:
     def logits(self, tokens: int) -> Tensor:
         """See ``BlockQueue``."""
         return self._eager.logits(tokens)
+
+    def alone(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
+        """See ``BlockQueue``."""
+        captured = self._decoder.alone
+        assert captured is not None
+        queued = (captured.run, captured.sample)
+        return self._decoder.drafted_steps.follow_alone(token, sampler, steps, *queued)

@@ -43,6 +43,10 @@ class BlockQueue(Protocol):
         """float32 ``[T, V]`` of the last step of so many tokens."""
         ...
 
+    def alone(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
+        """The ``steps`` tokens that follow ``token``, by the main model alone."""
+        ...
+
 
 class Drafting(NamedTuple):
     """How many drafts the steps of a run have, and what comes of them."""
@@ -81,7 +85,7 @@ class BlockLoop:
         self, token: int, sampler: Sampler, steps: int, queue: BlockQueue, drafting: Drafting
     ) -> Generator[int, None, None]:
         """Yields the ``steps`` tokens that follow ``token``, several for each step of which drafts
-        stay.
+        stay; fewer where drafts are to rest (``DraftCount.rest``).
 
         What was queued in vain, because the caller closed the generator, is taken back. Raises
         ``FloatingPointError`` for NaN logits that are not a draft's.
@@ -99,7 +103,7 @@ class BlockLoop:
         self._sampler.load(sampler)
         queue.feed(1).put([token])
         try:
-            while given < steps:
+            while given < steps and not self._rests():
                 self._fill(queue, 1 if noted else BLOCKS_AHEAD)
                 kept = start + given + 1
                 tokens = self._pending[0]
@@ -124,6 +128,11 @@ class BlockLoop:
         finally:
             self._forget()
             state.set_position(min(kept, state.position))
+
+    def _rests(self) -> bool:
+        draft = self._state.draft
+        assert draft is not None
+        return self._count.rest(draft.stages[0].window) > 0
 
     def _fill(self, queue: BlockQueue, ahead: int) -> None:
         """Queues steps until ``ahead`` are, as far as it is known what the next one is."""

@@ -1,6 +1,6 @@
 """The recorded steps of an engine with a draft module, and how they follow each other eagerly."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from torch import Tensor
 
@@ -11,17 +11,21 @@ from dsv4.sampling import Sampler
 from dsv4.speculative.block_loop import BLOCKS_AHEAD, BlockLoop, BlockQueue, Drafting
 from dsv4.speculative.block_ring import AnyBlockRing, BlockRing, BlockRings
 from dsv4.speculative.recorded_drafts import RecordedDrafts
+from dsv4.speculative.resting import with_rests
 from dsv4.speculative.tally import DraftCount, Drafts, Tally, Usefulness
 from dsv4.step.lock_step import AnyFeed, AnyStep
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.step import Step
 from dsv4.step.steps import Progress, RecordedSteps
+from dsv4.step.token_feed import TokenFeed
+from dsv4.step.token_loop import TokenLoop
 
 
 class DraftedRecordedSteps(RecordedSteps):
     """``RecordedSteps`` whose ``following`` drafts; every step runs the module's rows.
 
     ``drafted``: how drafts did since the last ``first_token``. ``count``: of the drafts of a step.
+    ``alone``: the step of one token without the module, where drafts may rest.
     """
 
     def __init__(
@@ -57,6 +61,11 @@ class DraftedRecordedSteps(RecordedSteps):
         self.blocks = BlockLoop(state, self.sampler, ring, max_context, self._pass_on_rejected)
         self.drafted = Tally(scope.most)
         self._usefulness = Usefulness()
+        # Nothing is built inside the first ``generate``.
+        for count in self.count.possible:
+            self.draft_step(count)
+            self.step(count + 1)
+        self.alone = self._ready(self._recorded_alone()) if self.count.may_rest else None
 
     def draft_step(self, count: int) -> AnyStep:
         """The step that makes ``count`` drafts, on every rank."""
@@ -90,13 +99,38 @@ class DraftedRecordedSteps(RecordedSteps):
         drafting: Drafting | None = None,
     ) -> Generator[int, None, None]:
         """``following`` by steps that ``queue`` queues; ``drafting`` None: as the engine does."""
-        drafting = drafting or Drafting(self.count, self.drafted)
-        tokens = self.blocks.generate(token, sampler, steps, queue, drafting)
+        count = self.count.for_run(sampler.params.temperature == 0)
+        drafting = drafting or Drafting(count, self.drafted)
+        assert self.state.draft is not None
+        tokens = with_rests(
+            token,
+            steps,
+            drafting,
+            self.state.draft,
+            lambda last, room: self.blocks.generate(last, sampler, room, queue, drafting),
+            lambda last, room: queue.alone(last, sampler, room),
+        )
         try:
             yield from tokens
         finally:
             tokens.close()
             self._usefulness.judge(self.drafted.stats())
+
+    def follow_alone(
+        self,
+        token: int,
+        sampler: Sampler,
+        steps: int,
+        run: Callable[[], None],
+        sample: Callable[[], None],
+    ) -> Generator[int, None, None]:
+        """Yields the tokens behind ``token`` by ``alone``, which ``run`` and ``sample`` queue."""
+        assert self.alone is not None
+        loop = TokenLoop(self.alone, self.state, self.sampler, self.ring)
+        return loop.generate(token, sampler, steps, run, sample)
+
+    def _recorded_alone(self) -> list[tuple[RecordedStep, TokenFeed]]:
+        return [rank.record(1, alone=True) for rank in self.ranks]
 
     def _block_ring(self) -> AnyBlockRing:
         rings = [BlockRing(one.memory.ring_3R, one.head, BLOCKS_AHEAD) for one in self.alongs]
@@ -144,6 +178,19 @@ class EagerBlocks:
     def logits(self, tokens: int) -> Tensor:
         """See ``BlockQueue``."""
         return self._step(tokens).logits_TV
+
+    def alone(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
+        """See ``BlockQueue``."""
+        observer = self._steps.observer
+        step = self._steps.alone
+        assert step is not None
+
+        def run() -> None:
+            if observer is not None:
+                observer.begin_step()
+            step.run(1, observer)
+
+        return self._steps.follow_alone(token, sampler, steps, run, lambda: step.sample(observer))
 
     def _step(self, tokens: int) -> AnyStep:
         return self._steps.step(tokens)

@@ -41,7 +41,7 @@ from dsv4.token_ids import shared_beginning
 class DraftedSteps(DirectSteps):
     """``DirectSteps`` whose ``following`` drafts; every step tells the drafter what it computed.
 
-    ``drafted``: how drafts did since the last ``first_token``.
+    ``drafted``: how drafts did since the last ``first_token``. ``count``: of the drafts of a step.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class DraftedSteps(DirectSteps):
         self.drafter = self._whole_drafter()
         drafter = self.drafter
         self._taps = Taps(drafter.taps, UNTRACED)
-        self._count = DraftCount.asked(drafts, drafter.most, drafter.trained_block)
+        self.count = DraftCount.asked(drafts, drafter.most, drafter.trained_block)
+        self._count = self.count
         self._settings = SamplerState.allocate(model.head_device)
         # Tokens that are verified together have the bits of tokens that come one by one.
         self._whole_ops = self.ops
@@ -86,6 +87,7 @@ class DraftedSteps(DirectSteps):
 
         Raises ``FloatingPointError`` for NaN that is not a draft's.
         """
+        self._count = self.count.for_run(sampler.params.temperature == 0)
         start = self.state.position
         given = 0
         # Where an error leaves the sequence: behind the token that met it.

@@ -101,9 +101,12 @@ class DraftCount:
     what was measured.
     """
 
-    def __init__(self, choices: Sequence[int]) -> None:
-        """``choices``: numbers of drafts, ascending; with several none is among them."""
+    def __init__(self, choices: Sequence[int], by_times: bool = True) -> None:
+        """``choices``: numbers of drafts, ascending; with several none is among them. ``by_times``
+        False: steps take ``_nominal_seconds``, whatever was measured.
+        """
         self._choices = choices
+        self._by_times = by_times
         most = choices[-1]
         self._seconds: defaultdict[int, list[float]] = defaultdict(list)
         self._drafted = [0] * most
@@ -130,10 +133,23 @@ class DraftCount:
         block = min(trained_block, most)
         return cls((block,) if drafts is None else (0, block))
 
+    def for_run(self, is_greedy: bool) -> "DraftCount":
+        """What a run goes by: this one, or, where a seed has to repeat its text, one that knows
+        neither times nor earlier runs.
+        """
+        if is_greedy or not self.may_rest:
+            return self
+        return DraftCount(self._choices, by_times=False)
+
     @property
     def possible(self) -> tuple[int, ...]:
         """The numbers of drafts that steps may have but for none."""
         return tuple(count for count in self._choices if count)
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether there may be none for a while."""
+        return len(self._choices) > 1
 
     @property
     def now(self) -> int:
@@ -142,7 +158,7 @@ class DraftCount:
 
     def add(self, drafted: int, accepted: int, seconds: float) -> None:
         """A step with all of its time."""
-        if len(self._choices) == 1:
+        if not self.may_rest:
             return
         self._seconds[drafted].append(seconds)
         for position in range(min(drafted, accepted + 1)):
@@ -161,6 +177,17 @@ class DraftCount:
             self._set_next_trial()
         elif self._steps % CHOICE_STEPS == 0:
             self._choose()
+
+    def rest(self, window: int) -> int:
+        """How many steps may be without drafts, and be skipped, up to ``window`` steps before
+        drafts are tried again.
+        """
+        rests = self.may_rest and self._is_tried and self._chosen == 0
+        return max(0, self._tried_again - window - self._steps) if rests else 0
+
+    def skip(self) -> None:
+        """A step of which nothing is to be learned."""
+        self._steps += 1
 
     def _choose(self) -> None:
         self._chosen = max(self._choices, key=self._tokens_per_second)
@@ -191,12 +218,19 @@ class DraftCount:
         return tokens / self._expected_seconds(count)
 
     def _expected_seconds(self, count: int) -> float:
+        if not self._by_times:
+            return _nominal_seconds(count)
         known = sorted(number for number, times in self._seconds.items() if times)
         below = max(number for number in known if number <= count)
         above = min(number for number in known if number >= count)
         low, high = (_median(self._seconds[number]) for number in (below, above))
         share = 0.0 if above == below else (count - below) / (above - below)
         return low + share * (high - low)
+
+
+def _nominal_seconds(count: int) -> float:
+    """Of a step with so many drafts, in steps without: V4-Flash with DSpark on two H200."""
+    return 1.2 + 0.15 * count if count else 1.0
 
 
 def _median(values: list[float]) -> float:

@@ -61,16 +61,20 @@ class RankSteps:
             self.memory[device] = Memory(device, nbytes)
 
     def record(
-        self, tokens: int, traced: TracedValues | None = None, logits: bool = True
+        self,
+        tokens: int,
+        traced: TracedValues | None = None,
+        logits: bool = True,
+        alone: bool = False,
     ) -> tuple[RecordedStep, TokenFeed]:
-        """A step of the model, with its input."""
+        """A step of the model, with its input; ``alone``: nothing runs along with it."""
+        along = None if alone or self.along is None else (self.along, self.sampler)
         shared = None
-        if self.along is not None and tokens <= MAX_DECODE_TOKENS:
-            shared = self.along.inputs
+        if along is not None and tokens <= MAX_DECODE_TOKENS:
+            shared = along[0].inputs
         feed = TokenFeed(self.state.devices, self.head, tokens, shared)
         recorder = StepRecorder(self.table, self._targets, self.state, feed.inputs, traced)
         has_logits = logits and tokens <= MAX_DECODE_TOKENS
-        along = None if self.along is None else (self.along, self.sampler)
         one = has_logits and tokens == 1
         loop = TokenLoopMemory(self.sampler, self.ring.tokens) if one else None
         return record_step(self.model, self.state, recorder, has_logits, loop, along), feed

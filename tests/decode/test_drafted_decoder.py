@@ -42,7 +42,7 @@ def test_drafts_are_captured_behind_a_token(position: int, monkeypatch: pytest.M
     steps: Any = SimpleNamespace(
         state=state,
         head=torch.device("cpu"),
-        count=DraftCount(2, 5),
+        count=DraftCount((2,)),
         step=lambda tokens: step_of("verify", tokens),
         draft_step=lambda count: step_of("draft", count),
     )

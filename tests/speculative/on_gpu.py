@@ -126,6 +126,7 @@ class ToldBlocks:
         self.verify = self._queue.verify
         self.settle = self._queue.settle
         self.logits = self._queue.logits
+        self.alone = self._queue.alone
 
     def draft(self, count: int) -> None:
         """The module drafts too: its rows are part of the state."""

@@ -3,6 +3,7 @@ and what is taken back.
 """
 
 from collections import deque
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +19,15 @@ from dsv4.sampling import Sampler, SamplerState
 from dsv4.speculative.block_loop import BlockLoop, Drafting
 from dsv4.speculative.block_ring import Given
 from dsv4.speculative.module import allocate_draft
+from dsv4.speculative.resting import with_rests
 from dsv4.speculative.tally import DraftCount, Tally
 
 CPU = torch.device("cpu")
 GREEDY = Sampler(SamplingParams(temperature=0))
 START = 30
 SLOTS = 32
-CONFIG = ModelConfig.from_dict(tiny_config(sliding_window=16))
+WINDOW = 16
+CONFIG = ModelConfig.from_dict(tiny_config(sliding_window=WINDOW))
 
 
 class World:
@@ -33,12 +36,12 @@ class World:
     """
 
     def __init__(self, drafts: int | None, most: int = 5, context: int = 400) -> None:
-        self.text = [(7 * place + 3) % 251 for place in range(400)]
-        self.wrong = [False] * 400
-        self.nan = [False] * 400
+        self.text = [(7 * place + 3) % 251 for place in range(2010)]
+        self.wrong = [False] * 2010
+        self.nan = [False] * 2010
         self.log: list[Any] = []
-        engine = EngineConfig(device="cpu", max_context=512)
-        self.state = DecodeState.allocate(CONFIG, engine, 512, (CPU,) * CONFIG.num_hidden_layers)
+        engine = EngineConfig(device="cpu", max_context=2048)
+        self.state = DecodeState.allocate(CONFIG, engine, 2048, (CPU,) * CONFIG.num_hidden_layers)
         self.state.draft = allocate_draft(CONFIG, engine, ("classic", 1), CPU)
         self.state.set_position(START)
         self.state.draft.begin(0, START)
@@ -57,6 +60,27 @@ class World:
         queue: Any = self
         token = self.text[START]
         return self.loop.generate(token, GREEDY, steps, queue, Drafting(self.count, self.tally))
+
+    def generate_with_rests(self, steps: int) -> Any:
+        drafting = Drafting(self.count, self.tally)
+        assert self.state.draft is not None
+
+        def drafted(token: int, room: int) -> Any:
+            queue: Any = self
+            return self.loop.generate(token, GREEDY, room, queue, drafting)
+
+        token = self.text[START]
+        return with_rests(token, steps, drafting, self.state.draft, drafted, self.alone)
+
+    def alone(self, token: int, steps: int) -> Any:
+        for _ in range(steps):
+            position = self.state.position
+            assert self.text[position] == token
+            self.state.advance(1)
+            self.state.set_position(position + 1)
+            self.log.append((position, 0))
+            token = self.text[position + 1]
+            yield token
 
     # The queue.
     def feed(self, tokens: int) -> Any:
@@ -124,7 +148,7 @@ class World:
         """Host and device stand there, with nothing pending."""
         assert self.state.position == position
         assert [int(tensor) for tensor in self.place] == [position, 0]
-        assert self.state.furthest == max(first + tokens for first, tokens in self.log)
+        assert self.state.furthest == max(first + max(1, tokens) for first, tokens in self.log)
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 5, 7])
@@ -170,6 +194,37 @@ def test_what_is_queued_in_vain_is_taken_back(drafts: int, taken: int) -> None:
     assert world.state.undoable_tokens >= 0
     assert world.state.draft is not None
     assert world.state.draft.covers(world.state.position)
+
+
+def test_drafts_that_do_not_pay_rest_until_the_window_before_their_next_trial() -> None:
+    world = World(None, most=5, context=2000)
+    world.wrong = [True] * 2010
+    tokens = world.generate_with_rests(1500)
+    assert list(tokens) == world.text[START + 1 : START + 1501]
+    world.expect_at(START + 1500)
+    assert world.tally.stats().tokens == 1500
+    lengths = [tokens for _, tokens in world.log]
+    runs = [(tokens, len([*same])) for tokens, same in groupby(lengths)]
+    # Both trials of a number, with a step in the queue that is known too late, then none, alone,
+    # and the window again with its rows.
+    rests = [count for tokens, count in runs if tokens == 0]
+    assert rests[:3] == [pause - WINDOW for pause in (128, 256, 512)]
+    behind = [runs[place + 1 : place + 3] for place, run in enumerate(runs) if run[0] == 0][:3]
+    assert [[tokens for tokens, _ in run] for run in behind] == [[1, 6]] * 3
+    assert all(run[0][1] == WINDOW for run in behind)
+
+
+def test_a_caller_that_leaves_while_drafts_rest_leaves_the_tokens_it_took() -> None:
+    world = World(None, most=5, context=2000)
+    world.wrong = [True] * 2010
+    tokens = world.generate_with_rests(1500)
+    for _ in range(60):
+        next(tokens)
+    assert world.log[-1][1] == 0
+    tokens.close()
+    world.expect_at(START + 60)
+    assert world.state.draft is not None
+    assert not world.state.draft.covers(START + 60)
 
 
 def test_the_host_is_a_step_behind_where_caches_can_take_two_steps_back() -> None:

@@ -154,6 +154,20 @@ def test_a_measured_number_of_drafts_gives_the_same_text() -> None:
     assert list(scripted(engine, script).generate(ids, 40, GREEDY, NO_STOPS)) == text
 
 
+def test_a_seed_repeats_its_text_where_drafts_have_to_pay() -> None:
+    ids = random_ids(13)
+    sampling = SamplingParams(temperature=0.9, seed=3)
+    used = drafted_engine("dspark", draft="auto")
+    # By what this one measures, drafts do not pay.
+    list(used.generate(ids, 16, GREEDY, NO_STOPS))
+    fresh = drafted_engine("dspark", draft="auto")
+    texts = [list(engine.generate(ids, 16, sampling, NO_STOPS)) for engine in (used, fresh)]
+    assert texts[0] == texts[1]
+    assert used.last_run is not None
+    assert used.last_run.drafts is not None
+    assert used.last_run.drafts.drafted
+
+
 def test_a_run_that_is_watched_makes_no_drafts() -> None:
     ids = random_ids(13)
     engine = drafted_engine("dspark")

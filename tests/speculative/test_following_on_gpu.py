@@ -75,6 +75,22 @@ def test_any_number_of_kept_drafts_gives_the_same_text(
         assert stats.acceptance[:most] == (1.0,) * most
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_that_do_not_pay_rest_and_the_text_is_the_same(
+    kind: MtpKind, mode: Mode, plain: dict[MtpKind, Engine]
+) -> None:
+    engine = engine_on_gpu(kind, cuda_graph=mode, draft="auto")
+    ids = ids_of(13)
+    text = list(plain[kind].generate(ids, 400, GREEDY, NO_STOPS))
+    for _ in range(2):
+        assert told_text(engine, ids, [*ids, *text], [1] * 413, 400, GREEDY) == text
+        stats = steps_of(engine).drafted.stats()
+        assert (stats.tokens, stats.steps) == (399, 399)
+        assert 0 < stats.drafted[0] < 40
+        assert stats.accepted[0] == 0
+
+
 @pytest.mark.parametrize("taken", [1, 2, 6, 7, 8])
 def test_a_caller_that_leaves_inside_a_block_leaves_the_tokens_it_took(
     drafted: tuple[MtpKind, Engine], taken: int

@@ -50,6 +50,20 @@ def test_what_does_not_pay_is_tried_for_a_few_steps_and_ever_less_often() -> Non
     assert chosen.count(5) == (1 + len(begins)) * TRIAL_STEPS
 
 
+def test_where_a_seed_has_to_repeat_a_text_neither_times_nor_earlier_runs_count() -> None:
+    measured = DraftCount(range(6))
+    assert measured.for_run(is_greedy=True) is measured
+    chosen = []
+    for seconds in (0.01, 100.0):
+        run(measured, 100, 0.0, seconds)
+        chosen.append(run(measured.for_run(is_greedy=False), 700, 0.5, seconds))
+    assert chosen[0] == chosen[1]
+    assert len(set(chosen[0])) > 1
+    assert run(measured.for_run(is_greedy=False), 100, 0.0, 0.01)[-1] == 0
+    fixed = DraftCount((5,))
+    assert fixed.for_run(is_greedy=False) is fixed
+
+
 def test_some_of_the_drafts_are_taken_where_later_ones_are_never_kept() -> None:
     count = DraftCount(range(6))
     for _ in range(200):

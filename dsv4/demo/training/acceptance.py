@@ -28,6 +28,7 @@ from dsv4.run_stats import RunStats
 TASKS = [task for task in mixture.MEASURED_TASKS if task not in ("recall_512", "recall_2000")]
 MAX_NEW_TOKENS = 200
 SECONDS = ("decode_seconds", "decode_seconds_without_drafts")
+SUMMED = ("steps", "tokens", "decode_tokens", "draft_seconds", "verify_seconds", *SECONDS)
 
 
 def measure(
@@ -75,24 +76,21 @@ def summed(counts: list[dict[str, Any]]) -> dict[str, Any]:
     def by_position(key: str) -> list[int]:
         return [sum([*count[key], *[0] * most][place] for count in counts) for place in range(most)]
 
-    steps, tokens, decoded_tokens, seconds, plain_seconds = (
-        sum(count[key] for count in counts)
-        for key in ("steps", "tokens", "decode_tokens", *SECONDS)
-    )
+    total = {key: sum(count[key] for count in counts) for key in SUMMED}
+    steps = max(1, total["steps"])
+    decoded_tokens = max(1, total["decode_tokens"])
     drafted = by_position("drafted")
     accepted = by_position("accepted")
     return {
-        "steps": steps,
-        "tokens": tokens,
+        **total,
         "drafted": drafted,
         "accepted": accepted,
-        "tokens_per_step": tokens / max(1, steps),
+        "tokens_per_step": total["tokens"] / steps,
         "acceptance": [kept / max(1, made) for kept, made in zip(accepted, drafted, strict=True)],
-        "decode_tokens": decoded_tokens,
-        SECONDS[0]: seconds,
-        SECONDS[1]: plain_seconds,
-        "ms_per_token": 1e3 * seconds / max(1, decoded_tokens),
-        "ms_per_token_without_drafts": 1e3 * plain_seconds / max(1, decoded_tokens),
+        "draft_us_per_step": 1e6 * total["draft_seconds"] / steps,
+        "verify_us_per_step": 1e6 * total["verify_seconds"] / steps,
+        "ms_per_token": 1e3 * total[SECONDS[0]] / decoded_tokens,
+        "ms_per_token_without_drafts": 1e3 * total[SECONDS[1]] / decoded_tokens,
     }
 
 
