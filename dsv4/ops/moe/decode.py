@@ -134,18 +134,21 @@ class _Step:
         return None
 
     def shared_bytes(self, ring: Ring) -> int:
-        """Ring of weights, sums of the warps, and x or (phase 2) a stage of h for every warp."""
+        """Ring of weights; behind it sums of the warps and x, or in phase 2 more sums and a stage
+        of h for every warp.
+        """
         _, _, width = self.sizes
         scales = max(STAGE_SCALE_BYTES[format] for format in self.formats)
         weights = ring.warps * ring.stages * 2 * (_STAGE_LOADS * _LOAD_BYTES + scales)
-        # Items whose warp sums, of two tiles of 16 rows, may be there at a time (BUFFERS).
-        buffers = 2 if self.padded_tokens == 8 else 4
-        sums = buffers * ring.warps * 2 * self.padded_tokens * 16 * 4
+        # Of two tiles of 16 rows. Phase 1: those of BUFFERS items. Phase 2: of BATCHES · ROUNDS.
+        sums = ring.warps * 2 * self.padded_tokens * 16 * 4
+        buffers, rounds = (2, 4) if self.padded_tokens == 8 else (4, 8)
         # x is there in each of the 16-bit types that a format multiplies in.
         copies = len({format is QuantFormat.BF16 for format in self.formats})
         activations = copies * self.tokens * 2 * round_up(width, self.stage_columns)
         hidden = ring.warps * self.padded_tokens * 2 * self.stage_columns
-        return max(weights + sums + max(activations, hidden), _SHARED_LEAST)
+        behind = max(buffers * sums + activations, rounds * sums + hidden)
+        return max(weights + behind, _SHARED_LEAST)
 
     def defines(self, ring: Ring, target: Target) -> Defines:
         """What moe_decode.cu is compiled with."""
