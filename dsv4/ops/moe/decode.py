@@ -46,10 +46,10 @@ class Ring(NamedTuple):
     stages: int
 
 
-# By padded token count. 8 warps are 3 to 10 % slower (latency of the decode chains), more than 12
-# or a deeper ring slower as well; but with 8 tokens, whose activations leave room for one stage per
-# warp only, 16 warps are faster than 12 (docs/kernels/moe.md).
-RINGS = {1: Ring(12, 2), 2: Ring(12, 2), 4: Ring(12, 2), 8: Ring(12, 2)}
+# Where the activations leave room for it. 8 warps are 3 to 10 % slower (latency of the decode
+# chains), more than 12 or a deeper ring slower as well (docs/kernels/moe.md). The number of warps
+# decides the order of sums, so it is the same for all numbers of tokens.
+RING = Ring(12, 2)
 # Loads of a stage that are decoded side by side. All four take more than 128 registers on
 # Blackwell.
 LOADS_AT_ONCE = {"sm_90a": 4, "sm_100a": 2, "sm_103a": 2}
@@ -76,7 +76,7 @@ def moe(
     """
     layer = Layer(experts, shared, float(limit))
     _check(x_TE, tokens_T, router, layer)
-    step = _Step(x_TE, tokens_T, router, layer, RINGS[_padded_tokens(x_TE.shape[0])])
+    step = _Step(x_TE, tokens_T, router, layer, RING)
     shape = (x_TE.shape[0], router.experts_per_token)
     ids_TP = recording.empty(shape, torch.int64)
     weights_TP = recording.empty(shape, torch.float32)

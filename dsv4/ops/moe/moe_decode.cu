@@ -297,11 +297,6 @@ struct Partials {
         return data + place * PARTIAL + (lane >> 4) * TOKENS * 16 + (lane & 15);
     }
 
-    // Until another warp has finished an item.
-    __device__ __forceinline__ void wait_finished(int item) const {
-        barrier_wait(empty + 8 * buffer(item), parity(item));
-    }
-
     __device__ __forceinline__ void end_get(int item, int lane) const {
         __syncwarp();
         if (lane < ARRIVALS) barrier_arrive(empty + 8 * buffer(item));
@@ -569,11 +564,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(128) char dynamic_shared[];
     __shared__ Routes routes;
     __shared__ float units[MAX_ENTRIES + 1];
-    __shared__ unsigned long long barriers[2 * BUFFERS + 1];
+    __shared__ unsigned long long barriers[2 * BUFFERS + 1 + BATCHES];
     __shared__ __align__(16) float largest[MAX_TOKENS * WARPS];
     __shared__ float unscale[MAX_TOKENS];
-    // y of phase 2, as far as it has come.
-    __shared__ float sum_so_far[TOKENS * WARP];
     __shared__ Outbox outbox;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int activation_bytes = (int(ANY_F16) + int(ANY_BF16)) * T * stage_padded(E) * 2;
@@ -590,6 +583,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const unsigned full = shared_address(barriers);
     const unsigned empty = full + 8 * BUFFERS;
     const unsigned known = empty + 8 * BUFFERS;
+    const unsigned added = known + 8;
 
     const Partials partials = {partial_data, full, empty};
 
@@ -642,6 +636,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_init(full + 8 * threadIdx.x, WARPS * ARRIVALS);
             barrier_init(empty + 8 * threadIdx.x, ARRIVALS);
         }
+        if (threadIdx.x < BATCHES) barrier_init(added + 8 * threadIdx.x, T * ARRIVALS);
         if (threadIdx.x == 0) barrier_init(known, WARP);
         barrier_fence();
         __syncthreads();
@@ -888,37 +883,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             else y_TE[at] = __float2bfloat16_rn(value);
         };
         const SumExchange between = {reinterpret_cast<unsigned long long*>(sums), launch_number};
-        // Adds the parts of a batch to y, one after the other.
+        // Each of T warps adds the parts of a batch to y of its token, one after the other.
+        const int own = WARPS - 1 - warp;
+        float sum = 0.0f;
         const auto finish = [&](int batch) {
-            if (batch < 0 || batch % WARPS != WARPS - 1 - warp) return;
+            if (batch < 0 || own >= T) return;
             const int first = batch * ROUNDS * WARPS;
             const int end = min(first + ROUNDS * WARPS, line.count);
+            const float* from =
+                partials.row(batch % BATCHES * ROUNDS * WARPS, lane) + own * 16 - first * PARTIAL;
             int index = first;
             DownRun run = line.run(index, end);
-            if (batch > 0) partials.wait_finished(first_item + batch - 1);
             partials.begin_get(first_item + batch);
 #pragma unroll 1
             while (true) {
-                const float* from =
-                    partials.row(batch % BATCHES * ROUNDS * WARPS + index - first, lane);
+                if (run.receives) sum = between.receive(blockIdx.x * T + own, lane);
+                else if (run.starts) sum = 0.0f;
+#pragma unroll 16
+                for (int part = 0; part < run.parts; ++part) sum += from[(index + part) * PARTIAL];
                 const int row = run.pair * 32 + lane;
-#pragma unroll 1
-                for (int t = 0; t < T; ++t) {
-                    float sum = 0.0f;
-                    if (run.receives) sum = between.receive(blockIdx.x * T + t, lane);
-                    else if (!run.starts) sum = sum_so_far[t * WARP + lane];
-#pragma unroll TOKENS == 1 ? 16 : 8
-                    for (int part = 0; part < run.parts; ++part)
-                        sum += from[part * PARTIAL + t * 16];
-                    if (!run.stops) sum_so_far[t * WARP + lane] = sum;
-                    else if (run.sends) between.send((blockIdx.x + 1) * T + t, lane, sum);
-                    else if (row < E) store(t, row, sum * routes.unscale[t]);
-                }
+                if (run.sends) between.send((blockIdx.x + 1) * T + own, lane, sum);
+                else if (run.completes && row < E) store(own, row, sum * routes.unscale[own]);
                 index += run.parts;
                 if (index >= end) break;
                 run = line.run(index, end);
             }
-            partials.end_get(first_item + batch, lane);
+            __syncwarp();
+            if (lane < ARRIVALS) barrier_arrive(added + 8 * (batch % BATCHES));
         };
         int place = 0;
         // y = sum(h[rows of the expert].float() @ w2.T) over shared and experts: 32 rows of w2 at a
@@ -927,8 +918,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
         for (int round = 0; rounds > 0; ++round) {
             if (round < rounds) {
-                if (round % ROUNDS == 0 && round >= BATCHES * ROUNDS)
-                    partials.wait_finished(first_item + round / ROUNDS - BATCHES);
+                const int batch = round / ROUNDS;
+                if (round % ROUNDS == 0 && batch >= BATCHES)
+                    barrier_wait(added + 8 * (batch % BATCHES), batch / BATCHES & 1 ^ 1);
                 float total[2][4] = {};
                 bool more = round * WARPS + warp < line.count;
 #pragma unroll 1
@@ -964,7 +956,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
                 partials.store(round % (BATCHES * ROUNDS) * WARPS + warp, total, lane);
                 if (round % ROUNDS == ROUNDS - 1 || round == rounds - 1)
-                    partials.arrive(first_item + round / ROUNDS, lane);
+                    partials.arrive(first_item + batch, lane);
             }
             // A batch is finished a round later, when no warp is likely to be behind in it.
             const bool last = round == rounds;

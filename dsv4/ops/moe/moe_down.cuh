@@ -8,8 +8,8 @@
 // in the step, nor with who computes which part.
 //
 // The parts of all pairs form one line, and every block has an equal share of it, which it computes
-// in rounds of one part per warp. After every few rounds, a batch, one warp adds up the parts, while
-// the others go on. Where a share ends within a pair, the sum so far goes to the next
+// in rounds of one part per warp. After every few rounds, a batch, a warp for each token adds up the
+// parts, while the others go on. Where a share ends within a pair, the sum so far goes to the next
 // block, which goes on from there. So a block begins with the first parts of its last pair, for
 // another block to go on with, and ends with the last parts of its first pair, whose sum has long
 // come.
@@ -19,8 +19,7 @@
 #include "ptx.cuh"
 
 constexpr int PART_STAGES = 2;
-// Rounds of a batch, and batches whose parts may be in shared memory at a time. Warps that wait for
-// each other after every round lose 2 %.
+// Rounds of a batch, and batches whose parts may be in shared memory at a time.
 constexpr int ROUNDS = TOKENS == 8 ? 2 : 4, BATCHES = 2;
 static_assert(BATCHES <= BUFFERS, "every batch has barriers of its own");
 // A sum that goes from block to block takes a trip through L2 each time.
@@ -37,9 +36,9 @@ __device__ __forceinline__ unsigned sharers(int pairs, int parts) {
 // Parts of one pair that follow each other in a batch.
 struct DownRun {
     int pair, parts;
-    // Whether they begin with the pair's first part or with a sum from another block; otherwise
-    // with the sum so far. Whether the sum is then complete, or to be sent on (sends).
-    bool starts, receives, stops, sends;
+    // They begin with the pair's first part or with a sum from another block, or follow the parts
+    // before. Behind them the sum is complete, or goes to another block, or goes on.
+    bool starts, receives, completes, sends;
 };
 
 // The share of a block, in the order in which it is computed: `head` parts of its last pair, which
@@ -83,11 +82,10 @@ struct DownLine {
         found.pair = by_parts.divide(at);
         const int within = at - found.pair * parts;
         found.parts = min(min(end, index < head ? head : count) - index, parts - within);
-        const bool complete = within + found.parts == parts;
         found.starts = within == 0;
         found.receives = within > 0 && (index == 0 || index == tail);
-        found.sends = !complete && index + found.parts == head;
-        found.stops = complete || found.sends;
+        found.completes = within + found.parts == parts;
+        found.sends = !found.completes && index + found.parts == head;
         return found;
     }
 };
