@@ -43,6 +43,7 @@ def test_drafts_are_captured_behind_a_token(position: int, monkeypatch: pytest.M
         state=state,
         head=torch.device("cpu"),
         count=DraftCount((2,)),
+        alone=None,
         step=lambda tokens: step_of("verify", tokens),
         draft_step=lambda count: step_of("draft", count),
     )

@@ -35,9 +35,12 @@ def flash_like(drafted: bool) -> Engine:
     device = torch.device("cuda", 0)
     drawn = synthetic_weights(config, "nvfp4-experts", 7, lambda _: device, "classic")
     weights = {name: one for name, one in drawn.items() if drafted or not name.startswith("mtp.")}
-    settings = {"draft_tokens": DRAFTS} if drafted else {}
     engine_config = EngineConfig(
-        device="cuda", max_context=CONTEXT, prefill_chunk=512, cuda_graph="full", **settings
+        device="cuda",
+        max_context=CONTEXT,
+        prefill_chunk=512,
+        cuda_graph="full",
+        draft_tokens=DRAFTS if drafted else None,
     )
     placement = Placement.of_layers([device] * LAYERS)
     return Engine(config, engine_config, weights, placement, CUDA_TABLE)

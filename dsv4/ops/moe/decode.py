@@ -46,10 +46,10 @@ class Ring(NamedTuple):
     stages: int
 
 
-# By padded token count. 8 warps are 3 to 10 % slower (latency of the decode chains), more than 12
-# or a deeper ring slower as well; but with 8 tokens, whose activations leave room for one stage per
-# warp only, 16 warps are faster than 12 (docs/kernels/moe.md).
-RINGS = {1: Ring(12, 2), 2: Ring(12, 2), 4: Ring(12, 2), 8: Ring(12, 2)}
+# Where the activations leave room for it. 8 warps are 3 to 10 % slower (latency of the decode
+# chains), more than 12 or a deeper ring slower as well (docs/kernels/moe.md). The number of warps
+# decides the order of sums, so it is the same for all numbers of tokens.
+RING = Ring(12, 2)
 # Loads of a stage that are decoded side by side. All four take more than 128 registers on
 # Blackwell.
 LOADS_AT_ONCE = {"sm_90a": 4, "sm_100a": 2, "sm_103a": 2}
@@ -76,7 +76,7 @@ def moe(
     """
     layer = Layer(experts, shared, float(limit))
     _check(x_TE, tokens_T, router, layer)
-    step = _Step(x_TE, tokens_T, router, layer, RINGS[_padded_tokens(x_TE.shape[0])])
+    step = _Step(x_TE, tokens_T, router, layer, RING)
     shape = (x_TE.shape[0], router.experts_per_token)
     ids_TP = recording.empty(shape, torch.int64)
     weights_TP = recording.empty(shape, torch.float32)
@@ -134,18 +134,21 @@ class _Step:
         return None
 
     def shared_bytes(self, ring: Ring) -> int:
-        """Ring of weights, sums of the warps, and x or (phase 2) a stage of h for every warp."""
+        """Ring of weights; behind it sums of the warps and x, or in phase 2 more sums and a stage
+        of h for every warp.
+        """
         _, _, width = self.sizes
         scales = max(STAGE_SCALE_BYTES[format] for format in self.formats)
         weights = ring.warps * ring.stages * 2 * (_STAGE_LOADS * _LOAD_BYTES + scales)
-        # Items whose warp sums, of two tiles of 16 rows, may be there at a time (BUFFERS).
-        buffers = 2 if self.padded_tokens == 8 else 4
-        sums = buffers * ring.warps * 2 * self.padded_tokens * 16 * 4
+        # Of two tiles of 16 rows. Phase 1: those of BUFFERS items. Phase 2: of BATCHES · ROUNDS.
+        sums = ring.warps * 2 * self.padded_tokens * 16 * 4
+        buffers, rounds = (2, 4) if self.padded_tokens == 8 else (4, 8)
         # x is there in each of the 16-bit types that a format multiplies in.
         copies = len({format is QuantFormat.BF16 for format in self.formats})
         activations = copies * self.tokens * 2 * round_up(width, self.stage_columns)
         hidden = ring.warps * self.padded_tokens * 2 * self.stage_columns
-        return max(weights + sums + max(activations, hidden), _SHARED_LEAST)
+        behind = max(buffers * sums + activations, rounds * sums + hidden)
+        return max(weights + behind, _SHARED_LEAST)
 
     def defines(self, ring: Ring, target: Target) -> Defines:
         """What moe_decode.cu is compiled with."""

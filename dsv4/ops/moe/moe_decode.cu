@@ -249,7 +249,12 @@ struct Partials {
     __device__ __forceinline__ void put(int item, const float (&total)[2][4], int place,
                                         int lane) const {
         if (item >= BUFFERS) barrier_wait(empty + 8 * buffer(item), parity(item) ^ 1);
-        float* to = data + (buffer(item) * WARPS + place) * PARTIAL + (lane >> 2);
+        store(buffer(item) * WARPS + place, total, lane);
+        arrive(item, lane);
+    }
+
+    __device__ __forceinline__ void store(int place, const float (&total)[2][4], int lane) const {
+        float* to = data + place * PARTIAL + (lane >> 2);
         const int t = lane & 3;
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
@@ -266,6 +271,10 @@ struct Partials {
                 rows[2 * t * 16 + 24] = total[tile][3];
             }
         }
+    }
+
+    // This warp has stored its sums of an item.
+    __device__ __forceinline__ void arrive(int item, int lane) const {
         __syncwarp();
         if (lane < ARRIVALS) barrier_arrive(full + 8 * buffer(item));
     }
@@ -274,21 +283,18 @@ struct Partials {
         barrier_wait(full + 8 * buffer(item), parity(item));
     }
 
-    // Behind the finishing of an item: waits until it is over.
-    __device__ __forceinline__ void wait_finished(int item) const {
-        barrier_wait(empty + 8 * buffer(item), parity(item));
+    // Lane = row of the two tiles (0..31); sum over the warps for one token.
+    __device__ __forceinline__ float get(int item, int token, int lane) const {
+        const float* from = row(buffer(item) * WARPS, lane) + token * 16;
+        float sum = 0.0f;
+#pragma unroll
+        for (int place = 0; place < WARPS; ++place) sum += from[place * PARTIAL];
+        return sum;
     }
 
-    // Lane = row of the two tiles (0..31), for one token: sum plus the places `begin` to `end`, one
-    // after the other.
-    __device__ __forceinline__ float get(int item, int token, int lane, float sum = 0.0f,
-                                         int begin = 0, int end = WARPS) const {
-        const float* from = data + buffer(item) * WARPS * PARTIAL + (lane >> 4) * TOKENS * 16 +
-                            token * 16 + (lane & 15);
-#pragma unroll
-        for (int place = 0; place < WARPS; ++place)
-            if (unsigned(place - begin) < unsigned(end - begin)) sum += from[place * PARTIAL];
-        return sum;
+    // The first token's value of a lane's row at a place.
+    __device__ __forceinline__ const float* row(int place, int lane) const {
+        return data + place * PARTIAL + (lane >> 4) * TOKENS * 16 + (lane & 15);
     }
 
     __device__ __forceinline__ void end_get(int item, int lane) const {
@@ -558,25 +564,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(128) char dynamic_shared[];
     __shared__ Routes routes;
     __shared__ float units[MAX_ENTRIES + 1];
-    __shared__ unsigned long long barriers[2 * BUFFERS + 1];
+    __shared__ unsigned long long barriers[2 * BUFFERS + 1 + BATCHES];
     __shared__ __align__(16) float largest[MAX_TOKENS * WARPS];
     __shared__ float unscale[MAX_TOKENS];
-    // y of phase 2, as far as it has come.
-    __shared__ float sum_so_far[TOKENS * WARP];
     __shared__ Outbox outbox;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int activation_bytes = (int(ANY_F16) + int(ANY_BF16)) * T * stage_padded(E) * 2;
     assert_shared_memory(WARPS * STAGES * PAIR_BYTES + BUFFERS * WARPS * PARTIAL * 4 +
-                         max(activation_bytes, WARPS * HiddenSlice::BYTES));
+                         activation_bytes);
+    assert_shared_memory(WARPS * (STAGES * PAIR_BYTES + BATCHES * ROUNDS * PARTIAL * 4 +
+                                  HiddenSlice::BYTES));
 
     float* partial_data = reinterpret_cast<float*>(dynamic_shared + WARPS * STAGES * PAIR_BYTES);
-    // x in phase 1, a slice of h for every warp in phase 2.
+    // x; in phase 2 more sums and a slice of h for every warp.
     char* after = reinterpret_cast<char*>(partial_data + BUFFERS * WARPS * PARTIAL);
     Inputs inputs = {after, after + (ANY_F16 ? T * stage_padded(E) * 2 : 0), largest};
     const unsigned ring = shared_address(dynamic_shared) + warp * STAGES * PAIR_BYTES;
     const unsigned full = shared_address(barriers);
     const unsigned empty = full + 8 * BUFFERS;
     const unsigned known = empty + 8 * BUFFERS;
+    const unsigned added = known + 8;
 
     const Partials partials = {partial_data, full, empty};
 
@@ -629,6 +636,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_init(full + 8 * threadIdx.x, WARPS * ARRIVALS);
             barrier_init(empty + 8 * threadIdx.x, ARRIVALS);
         }
+        if (threadIdx.x < BATCHES) barrier_init(added + 8 * threadIdx.x, T * ARRIVALS);
         if (threadIdx.x == 0) barrier_init(known, WARP);
         barrier_fence();
         __syncthreads();
@@ -788,7 +796,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     {
         const Layout<ROUTED> routed(E, F);
         const Layout<SHARED> shared(E, F);
-        const unsigned hidden = shared_address(after) + warp * HiddenSlice::BYTES;
+        const unsigned hidden = shared_address(partial_data + BATCHES * ROUNDS * WARPS * PARTIAL) +
+                                warp * HiddenSlice::BYTES;
         const int pairs = (E + 63) / 64 * 2, hidden_k32 = (F + 63) / 64 * 2;
         const DownLine line(pairs, shared.stages(), routed.stages(), routes.count);
 
@@ -810,18 +819,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         };
 
         DownStage producer(line, warp);
-        // The stage whose hidden rows come next.
+        // The stage whose hidden rows were requested last.
         DownStage next = producer;
 
-        // h of this warp's stages, one slice after the other. `slot` and `ends` are of the slice
-        // that was requested last: its expert, and whether it ends a part.
+        // h of this warp's stages, one slice after the other.
         HiddenSlice slice;
-        int slot = -1;
-        bool ends = false;
-        const auto request_next = [&] {
+        const auto request = [&] {
             slice.units = 0;
             if (next.active(line)) {
-                slot = next.slot, ends = next.ends();
+                const int slot = next.slot;
                 const int rows = TOKENS == 1 ? 1 : slot < 0 ? T : __popc(routes.mask[slot]);
                 const int first_row = TOKENS == 1 ? slot + 1
                                       : slot < 0  ? 0
@@ -830,7 +836,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 slice.from = h + unsigned(first_row * hidden_k32 + next.stage * k32 * rows) * 64;
                 if (TAILS) k32 = min(k32, hidden_k32 - next.stage * k32);
                 slice.units = k32 * rows * 4;
-                next.advance(line);
             }
             // Also where none is left, so that the registers of the one before are free.
             slice.request(0, lane);
@@ -842,7 +847,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         bool here = false;
         int tiles = 0;
         const Deadline deadline;
-        request_next();
+        request();
 #pragma unroll 1
         while (true) {
             const int until = here ? 2 * STAGES : min(tiles + WAITING_TILES, 2 * STAGES);
@@ -878,75 +883,85 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             else y_TE[at] = __float2bfloat16_rn(value);
         };
         const SumExchange between = {reinterpret_cast<unsigned long long*>(sums), launch_number};
-        // Adds the parts of one round to y, one after the other.
-        const auto finish = [&](int round) {
-            const int number = first_item + round;
-            if (round < 0 || !Partials::mine(number, warp)) return;
-            const int first = round * WARPS, end = min(first + WARPS, line.count);
+        // Each of T warps adds the parts of a batch to y of its token, one after the other.
+        const int own = WARPS - 1 - warp;
+        float sum = 0.0f;
+        const auto finish = [&](int batch) {
+            if (batch < 0 || own >= T) return;
+            const int first = batch * ROUNDS * WARPS;
+            const int end = min(first + ROUNDS * WARPS, line.count);
+            const float* from =
+                partials.row(batch % BATCHES * ROUNDS * WARPS, lane) + own * 16 - first * PARTIAL;
             int index = first;
             DownRun run = line.run(index, end);
-            if (round > 0) partials.wait_finished(number - 1);
-            partials.begin_get(number);
+            partials.begin_get(first_item + batch);
 #pragma unroll 1
             while (true) {
+                if (run.receives) sum = between.receive(blockIdx.x * T + own, lane);
+                else if (run.starts) sum = 0.0f;
+#pragma unroll 16
+                for (int part = 0; part < run.parts; ++part) sum += from[(index + part) * PARTIAL];
                 const int row = run.pair * 32 + lane;
-                for (int t = 0; t < T; ++t) {
-                    float sum = 0.0f;
-                    if (run.receives) sum = between.receive(blockIdx.x * T + t, lane);
-                    else if (!run.starts) sum = sum_so_far[t * WARP + lane];
-                    sum = partials.get(number, t, lane, sum, index - first,
-                                       index - first + run.parts);
-                    if (!run.stops) sum_so_far[t * WARP + lane] = sum;
-                    else if (run.sends) between.send((blockIdx.x + 1) * T + t, lane, sum);
-                    else if (row < E) store(t, row, sum * routes.unscale[t]);
-                }
+                if (run.sends) between.send((blockIdx.x + 1) * T + own, lane, sum);
+                else if (run.completes && row < E) store(own, row, sum * routes.unscale[own]);
                 index += run.parts;
                 if (index >= end) break;
                 run = line.run(index, end);
             }
-            partials.end_get(number, lane);
+            __syncwarp();
+            if (lane < ARRIVALS) barrier_arrive(added + 8 * (batch % BATCHES));
         };
         int place = 0;
         // y = sum(h[rows of the expert].float() @ w2.T) over shared and experts: 32 rows of w2 at a
         // time
         const int rounds = (line.count + WARPS - 1) / WARPS;
 #pragma unroll 1
-        for (int round = 0; round < rounds; ++round) {
-            float total[2][4] = {};
-            bool more = round * WARPS + warp < line.count;
+        for (int round = 0; rounds > 0; ++round) {
+            if (round < rounds) {
+                const int batch = round / ROUNDS;
+                if (round % ROUNDS == 0 && batch >= BATCHES)
+                    barrier_wait(added + 8 * (batch % BATCHES), batch / BATCHES & 1 ^ 1);
+                float total[2][4] = {};
+                bool more = round * WARPS + warp < line.count;
 #pragma unroll 1
-            while (more) {
-                const unsigned at = ring + place * PAIR_BYTES;
-                const int expert = slot;
-                more = !ends;
-                const unsigned mask =
-                    expert < 0 || TOKENS == 1 ? (1u << T) - 1 : routes.mask[expert];
-                const int rank = TOKENS == 1 ? 0 : __popc(mask & ((1u << token) - 1));
-                const Activations x = {hidden + rank * 64 + (lane & 3) * 16, __popc(mask) * 64,
-                                       (mask >> token & 1) != 0};
-                const float unit = units[expert + 1];
-                slice.take(hidden, lane);
-                if (HIDDEN_AHEAD) request_next();
-                cp_async_wait<STAGES - 1>();
-                __syncwarp();
-                if (expert < 0)
-                    multiply_stage<SHARED>(total, at, x, SHARED == BF16 ? low : unit,
-                                           SHARED == BF16 ? high : unit, lane);
-                else
-                    multiply_stage<ROUTED>(total, at, x, ROUTED == BF16 ? low : unit,
-                                           ROUTED == BF16 ? high : unit, lane);
-                __syncwarp();
-                if (!HIDDEN_AHEAD) request_next();
-                if (producer.active(line)) {
-                    fetch_weights(producer, place, 0, 2);
-                    producer.advance(line);
+                while (more) {
+                    const unsigned at = ring + place * PAIR_BYTES;
+                    const int expert = next.slot;
+                    more = !next.ends(line);
+                    const unsigned mask =
+                        expert < 0 || TOKENS == 1 ? (1u << T) - 1 : routes.mask[expert];
+                    const int rank = TOKENS == 1 ? 0 : __popc(mask & ((1u << token) - 1));
+                    const Activations x = {hidden + rank * 64 + (lane & 3) * 16, __popc(mask) * 64,
+                                           (mask >> token & 1) != 0};
+                    const float unit = units[expert + 1];
+                    slice.take(hidden, lane);
+                    next.advance(line);
+                    if (HIDDEN_AHEAD) request();
+                    cp_async_wait<STAGES - 1>();
+                    __syncwarp();
+                    if (expert < 0)
+                        multiply_stage<SHARED>(total, at, x, SHARED == BF16 ? low : unit,
+                                               SHARED == BF16 ? high : unit, lane);
+                    else
+                        multiply_stage<ROUTED>(total, at, x, ROUTED == BF16 ? low : unit,
+                                               ROUTED == BF16 ? high : unit, lane);
+                    __syncwarp();
+                    if (!HIDDEN_AHEAD) request();
+                    if (producer.active(line)) {
+                        fetch_weights(producer, place, 0, 2);
+                        producer.advance(line);
+                    }
+                    cp_async_commit();
+                    if (++place == STAGES) place = 0;
                 }
-                cp_async_commit();
-                if (++place == STAGES) place = 0;
+                partials.store(round % (BATCHES * ROUNDS) * WARPS + warp, total, lane);
+                if (round % ROUNDS == ROUNDS - 1 || round == rounds - 1)
+                    partials.arrive(first_item + batch, lane);
             }
-            partials.put(first_item + round, total, warp, lane);
-            finish(round - 1);
+            // A batch is finished a round later, when no warp is likely to be behind in it.
+            const bool last = round == rounds;
+            if (last || round % ROUNDS == 0) finish((round + (last ? ROUNDS - 1 : 0)) / ROUNDS - 1);
+            if (last) break;
         }
-        finish(rounds - 1);
     }
 }

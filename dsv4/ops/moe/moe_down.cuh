@@ -8,7 +8,8 @@
 // in the step, nor with who computes which part.
 //
 // The parts of all pairs form one line, and every block has an equal share of it, which it computes
-// in rounds of one part per warp. Where a share ends within a pair, the sum so far goes to the next
+// in rounds of one part per warp. After every few rounds, a batch, a warp for each token adds up the
+// parts, while the others go on. Where a share ends within a pair, the sum so far goes to the next
 // block, which goes on from there. So a block begins with the first parts of its last pair, for
 // another block to go on with, and ends with the last parts of its first pair, whose sum has long
 // come.
@@ -18,6 +19,9 @@
 #include "ptx.cuh"
 
 constexpr int PART_STAGES = 2;
+// Rounds of a batch, and batches whose parts may be in shared memory at a time.
+constexpr int ROUNDS = TOKENS == 8 ? 2 : 4, BATCHES = 2;
+static_assert(BATCHES <= BUFFERS, "every batch has barriers of its own");
 // A sum that goes from block to block takes a trip through L2 each time.
 constexpr int MOST_BLOCKS_OF_A_PAIR = 4;
 
@@ -29,21 +33,22 @@ __device__ __forceinline__ unsigned sharers(int pairs, int parts) {
     return min(pairs * min(max(parts / WARPS, 1), MOST_BLOCKS_OF_A_PAIR), blocks);
 }
 
-// Parts of one pair that follow each other in a round.
+// Parts of one pair that follow each other in a batch.
 struct DownRun {
     int pair, parts;
-    // Whether they begin with the pair's first part or with a sum from another block; otherwise
-    // with the sum so far. Whether the sum is then complete, or to be sent on (sends).
-    bool starts, receives, stops, sends;
+    // They begin with the pair's first part or with a sum from another block, or follow the parts
+    // before. Behind them the sum is complete, or goes to another block, or goes on.
+    bool starts, receives, completes, sends;
 };
 
 // The share of a block, in the order in which it is computed: `head` parts of its last pair, which
 // is not all there, then whole pairs, and from `tail` on the rest of the pair before those.
 struct DownLine {
     int shared_stages, routed_stages, shared_parts, routed_parts;
-    int parts, count, head, tail;
-    // Place on the line less index in the share, of the three.
-    int head_offset, whole_offset, tail_offset;
+    // Of a pair, and of the share.
+    int parts, count;
+    // `cut`: the place of the head on the line.
+    int head, tail, cut;
     Divisor by_parts, by_routed_parts;
 
     __device__ __forceinline__ static int parts_of(int stages) {
@@ -57,16 +62,17 @@ struct DownLine {
         const unsigned all = pairs * parts, blocks = sharers(pairs, parts);
         const unsigned share = min(blockIdx.x, blocks);
         const int begin = share * all / blocks, end = min(share + 1, blocks) * all / blocks;
-        const int cut = max(end / parts * parts, begin);
-        const int whole = min((begin + parts - 1) / parts * parts, cut);
+        cut = max(by_parts.divide(end) * parts, begin);
+        const int whole = min(by_parts.divide(begin + parts - 1) * parts, cut);
         count = end - begin, head = end - cut, tail = end - whole;
-        head_offset = cut, whole_offset = whole - head, tail_offset = begin - tail;
     }
 
+    // On the line. Whole pairs end where the head begins, and begin where the tail ends.
     __device__ __forceinline__ int place(int index) const {
-        return index + (index < head   ? head_offset
-                        : index < tail ? whole_offset
-                                       : tail_offset);
+        int at = cut + index;
+        if (index >= head) at -= tail;
+        if (index >= tail) at -= count - head;
+        return at;
     }
 
     // From `index` on, before `end`.
@@ -76,18 +82,17 @@ struct DownLine {
         found.pair = by_parts.divide(at);
         const int within = at - found.pair * parts;
         found.parts = min(min(end, index < head ? head : count) - index, parts - within);
-        const bool complete = within + found.parts == parts;
         found.starts = within == 0;
         found.receives = within > 0 && (index == 0 || index == tail);
-        found.sends = !complete && index + found.parts == head;
-        found.stops = complete || found.sends;
+        found.completes = within + found.parts == parts;
+        found.sends = !found.completes && index + found.parts == head;
         return found;
     }
 };
 
-// A stage of a warp: slot of its expert (-1: the shared one), and the end of its part.
+// A stage of a warp: slot of its expert (-1: the shared one), and which one of the expert's.
 struct DownStage {
-    int index, pair, slot, stage, end;
+    int index, pair, slot, stage;
 
     __device__ __forceinline__ DownStage(const DownLine& line, int first) : index(first) {
         locate(line);
@@ -97,10 +102,17 @@ struct DownStage {
         return index < line.count;
     }
 
-    __device__ __forceinline__ bool ends() const { return stage + 1 == end; }
+    // Whether it is the last one of a part.
+    __device__ __forceinline__ bool ends(const DownLine& line) const {
+        return (stage + 1) % PART_STAGES == 0 ||
+               stage + 1 == (slot < 0 ? line.shared_stages : line.routed_stages);
+    }
 
     __device__ __forceinline__ void advance(const DownLine& line) {
-        if (++stage < end) return;
+        if (!ends(line)) {
+            ++stage;
+            return;
+        }
         index += WARPS;
         locate(line);
     }
@@ -108,16 +120,14 @@ struct DownStage {
     __device__ __forceinline__ void locate(const DownLine& line) {
         const int at = line.place(index);
         pair = line.by_parts.divide(at);
-        int part = at - pair * line.parts, stages = line.shared_stages;
+        int part = at - pair * line.parts;
         slot = -1;
         if (part >= line.shared_parts) {
             part -= line.shared_parts;
             slot = line.by_routed_parts.divide(part);
             part -= slot * line.routed_parts;
-            stages = line.routed_stages;
         }
         stage = part * PART_STAGES;
-        end = min(stage + PART_STAGES, stages);
     }
 };
 

@@ -3,6 +3,7 @@ wherever it stands: routes, hidden rows and sums.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -88,27 +89,28 @@ def stack(format: QuantFormat, width: int, inner: int, *count: int) -> ExpertWei
     return ExpertWeights(*(random_weight(format, (*count, *shape)) for shape in shapes))
 
 
+def rows(x_TE: Tensor, tokens: list[int], *layer: Any) -> list[Tensor]:
+    """y, ids and weights of a step of these tokens."""
+    tokens_T, routes, experts, shared = layer
+    arguments = (x_TE[tokens], tokens_T[tokens], routes, experts, shared, LIMIT)
+    return [tensor.clone() for tensor in moe_with_routes(*arguments)]
+
+
 @pytest.mark.parametrize(
     ("shape", "formats"),
     CASES,
     ids=[f"{shape} {pair[0].value}+{pair[1].value}" for shape, pair in CASES],
 )
-def test_bits_go_with_the_token_alone(
-    shape: str, formats: tuple[QuantFormat, QuantFormat]
-) -> None:
+def test_bits_go_with_the_token_alone(shape: str, formats: tuple[QuantFormat, QuantFormat]) -> None:
     width, inner = SHAPES[shape]
     torch.manual_seed(3)
-    experts = stack(formats[0], width, inner, EXPERTS)
-    shared = stack(formats[1], width, inner)
+    weights = (stack(formats[0], width, inner, EXPERTS), stack(formats[1], width, inner))
     x_TE, _, router = step(width, EXPERTS, TOKENS, PER_TOKEN)
-    for name, (tokens_T, routes) in routings(router).items():
-
-        def run(tokens: list[int]) -> list[Tensor]:
-            arguments = (x_TE[tokens], tokens_T[tokens], routes, experts, shared, LIMIT)
-            return [tensor.clone() for tensor in moe_with_routes(*arguments)]
-
-        alone = [torch.cat(parts) for parts in zip(*(run([t]) for t in range(TOKENS)), strict=True)]
+    for name, routing in routings(router).items():
+        layer = (*routing, *weights)
+        single = [rows(x_TE, [token], *layer) for token in range(TOKENS)]
+        alone = [torch.cat(parts) for parts in zip(*single, strict=True)]
         assert bool(alone[0].isfinite().all())
         for tokens in steps():
-            for found, expected in zip(run(tokens), alone, strict=True):
+            for found, expected in zip(rows(x_TE, tokens, *layer), alone, strict=True):
                 assert torch.equal(found, expected[tokens]), f"{name}: {tokens}"
