@@ -8,7 +8,7 @@ from tests.ptx.faults import Unsupported
 from tests.ptx.floats import rounded_fma
 from tests.ptx.operands import DTYPES, Array, Layout, Mask
 from tests.ptx.scalar import FLOATS, PACKED, Build, Handler, Values, apply, elementwise, many, ufunc
-from tests.ptx.syntax import Instruction
+from tests.ptx.syntax import Immediate, Instruction
 
 if TYPE_CHECKING:
     from tests.ptx.warp import Warp
@@ -122,6 +122,10 @@ def _shift(function: Values) -> Build:
         write = layout.target(instruction.operands[0], ptx_type)
         dtype = np.dtype(DTYPES[ptx_type])
         bits = 8 * dtype.itemsize
+        by_constant = instruction.operands[2]
+        if isinstance(by_constant, Immediate) and by_constant.bits < bits:
+            constant = dtype.type(by_constant.bits)
+            return lambda warp, mask: write(warp, function(value(warp), constant), mask)
 
         def run(warp: "Warp", mask: Mask) -> None:
             by = amount(warp)

@@ -36,8 +36,12 @@ class Groups:
 
     def complete(self, newest: int) -> bool:
         """Whether all groups but the newest ones are."""
-        older = self.committed[: max(len(self.committed) - newest, 0)]
-        return all(copy.done for group in older for copy in group)
+        while len(self.committed) > newest:
+            if not all(copy.done for copy in self.committed[0]):
+                return False
+            # Nobody has to wait for it again.
+            del self.committed[0]
+        return True
 
     def all_complete(self) -> bool:
         """Whether all copies are, also those of the open group."""

@@ -47,13 +47,30 @@ class GlobalMemory:
 
     def gather(self, addresses: Array, size: int, what: object) -> Array:
         """uint8 ``[n, size]``: the bytes at n addresses."""
+        if together := self._together(addresses, size):
+            tensor, at = together
+            return tensor.content[at]
         return np.stack([self.view(address, size, what) for address in addresses.tolist()])
 
     def scatter(self, addresses: Array, values: Array, what: object) -> None:
         """Writes uint8 ``[n, size]`` to n addresses, in their order."""
         size = values.shape[1]
+        if together := self._together(addresses, size):
+            tensor, at = together
+            tensor.content[at] = values
+            return
         for address, value in zip(addresses.tolist(), values, strict=True):
             self.view(address, size, what)[:] = value
+
+    def _together(self, addresses: Array, size: int) -> tuple[_Tensor, Array] | None:
+        """The tensor that all addresses are in, if there is one, and indices ``[n, size]``."""
+        low = int(addresses.min())
+        end = int(addresses.max()) + size
+        for tensor in self._tensors:
+            if tensor.start <= low and end <= tensor.end:
+                first = (addresses - np.uint64(tensor.start)).astype(np.int64)
+                return tensor, first[:, None] + np.arange(size)
+        return None
 
     def spread(self, start: int, offsets: Array, what: object) -> tuple[Array, Array]:
         """A tensor's content and the indices of the bytes ``start + offsets``."""

@@ -75,17 +75,23 @@ def register_class(ptx_type: str) -> str | int:
     return "pred" if ptx_type == "pred" else np.dtype(DTYPES[ptx_type]).itemsize
 
 
-class Rows(dict[str, list[Array]]):
-    """The rows of a warp as values of any PTX type, all of the same memory."""
+class Rows(dict[tuple[str, int], Array]):
+    """The rows of a warp as values of any PTX type, by type and number, all of the same memory.
+
+    Each is made when it is asked for: most never are.
+    """
 
     def __init__(self, classes: dict[str | int, Array]):
         super().__init__()
-        self.classes = classes
+        self._classes = classes
+        self._views: dict[str, Array] = {}
 
-    def __missing__(self, ptx_type: str) -> list[Array]:
-        rows = list(self.classes[register_class(ptx_type)].view(DTYPES[ptx_type]))
-        self[ptx_type] = rows
-        return rows
+    def __missing__(self, place: tuple[str, int]) -> Array:
+        ptx_type, row = place
+        if ptx_type not in self._views:
+            self._views[ptx_type] = self._classes[register_class(ptx_type)].view(DTYPES[ptx_type])
+        self[place] = self._views[ptx_type][row]
+        return self[place]
 
 
 class Layout:
@@ -202,10 +208,10 @@ class Layout:
             raise Unsupported(f"result in {operand}")
         kind, row = self.places[operand]
         if kind == register_class(ptx_type):
-            return _store(_row(ptx_type, row), None)
+            return _store(ptx_type, row)
         signed = ptx_type.startswith("s")
         own = f"{'s' if signed else 'u'}{8 * int(kind)}"
-        return _store(_row(own, row), DTYPES[own])
+        return _resized_store(own, row)
 
     def address(self, operand: Operand) -> Source:
         """The values of [base + offset] as unsigned 64-bit numbers."""
@@ -245,10 +251,8 @@ def _launch_decides(variable: Any) -> bool:
 
 
 def _row(ptx_type: str, row: int) -> Source:
-    def read(warp: "Warp") -> Array:
-        return warp.rows[ptx_type][row]
-
-    return read
+    place = (ptx_type, row)
+    return lambda warp: warp.rows[place]
 
 
 def _resized(read: Source, ptx_type: str) -> Source:
@@ -281,10 +285,15 @@ def _split(writes: list[Target], size: int) -> Target:
     return write
 
 
-def _store(row: Source, dtype: Any) -> Target:
-    if dtype is None:
-        return lambda warp, values, mask: np.copyto(row(warp), values, where=mask)
-    return lambda warp, values, mask: np.copyto(row(warp), values.astype(dtype), where=mask)
+def _store(ptx_type: str, row: int) -> Target:
+    place = (ptx_type, row)
+    return lambda warp, values, mask: np.copyto(warp.rows[place], values, where=mask)
+
+
+def _resized_store(ptx_type: str, row: int) -> Target:
+    write = _store(ptx_type, row)
+    dtype = DTYPES[ptx_type]
+    return lambda warp, values, mask: write(warp, values.astype(dtype), mask)
 
 
 def _drop(warp: "Warp", values: Array, mask: Mask) -> None:

@@ -136,13 +136,9 @@ def check(problem: Problem, *schedules: Schedule, clusters: int = 1) -> None:
         assert_equal(executed(problem, given, schedule, clusters), wanted)
 
 
-# One kernel of each format, the fastest to compile.
-FAST = [ragged(KERNELS[index]) for index in (0, 12, 17)]
-
-
-@pytest.mark.parametrize("problem", FAST, ids=name)
-def test_a_kernel_gives_the_bits_of_the_reference(problem: Problem) -> None:
-    check(problem, SCHEDULES["random"])
+def test_a_kernel_gives_the_bits_of_the_reference() -> None:
+    """The one that is compiled fastest."""
+    check(ragged(KERNELS[0]), SCHEDULES["random"])
 
 
 @pytest.mark.slow

@@ -60,9 +60,9 @@ class Warp:
         for kind, rows in self.program.poisoned.items():
             np.copyto(self.classes[kind], rows)
         for name, row in self.program.layout.specials:
-            self.rows["u32"][row][:] = self.block.special(name, self.index)
+            self.rows["u32", row][:] = self.block.special(name, self.index)
         for ptx_type, row, address in self.program.layout.shared_addresses:
-            self.rows[ptx_type][row][:] = address | self.block.rank << 24
+            self.rows[ptx_type, row][:] = address | self.block.rank << 24
         self.pc = 0
         self.mask: Mask = True
         self.parked: list[_Fragment] = []
@@ -99,7 +99,7 @@ class Warp:
     def _step(self, step: "Step") -> bool:
         """One instruction; whether the warp may go on."""
         self.block.cluster.executed += 1
-        mask = self._guarded(step)
+        mask = self.mask if step.guard is None else self._guarded(step, step.guard)
         if mask is False:
             self._advance(self.pc + 1)
             return True
@@ -114,7 +114,9 @@ class Warp:
         if wait is not None:
             return self._park_or_block(wait)
         self.timed = False
-        self._advance(self.pc + 1)
+        self.pc += 1
+        if self.parked:
+            self._meet()
         return True
 
     def _complete(self, step: "Step", mask: Mask) -> bool:
@@ -157,11 +159,9 @@ class Warp:
         self.mask = chosen.mask
         self.parked = [f for f in fragments if f is not chosen]
 
-    def _guarded(self, step: "Step") -> Mask:
-        """The lanes that execute the instruction; False where none does."""
-        if step.guard is None:
-            return self.mask
-        predicate = self.rows["pred"][step.guard]
+    def _guarded(self, step: "Step", guard: int) -> Mask:
+        """The lanes that execute a guarded instruction; False where none does."""
+        predicate = self.rows["pred", guard]
         found = predicate.tobytes()
         if self.mask is True and found == (_NONE_BYTES if step.negated else _ALL_BYTES):
             return True

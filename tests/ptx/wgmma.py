@@ -54,7 +54,7 @@ class Product:
 
 
 def _operand(warp: Warp, registers: list[Register]) -> Array:
-    return operand_of_words(np.stack([warp.rows["u32"][_row(warp, r)] for r in registers]))
+    return operand_of_words(np.stack([warp.rows["u32", _row(warp, r)] for r in registers]))
 
 
 def operand_of_words(words: Array) -> Array:
@@ -74,7 +74,7 @@ def _row(warp: Warp, register: Register) -> int:
 
 
 def _sums(warp: Warp, registers: list[Register]) -> Array:
-    return sums_of_registers(np.stack([warp.rows["f32"][_row(warp, r)] for r in registers]))
+    return sums_of_registers(np.stack([warp.rows["f32", _row(warp, r)] for r in registers]))
 
 
 def sums_of_registers(values: Array) -> Array:
@@ -87,7 +87,7 @@ def sums_of_registers(values: Array) -> Array:
 def _set_sums(warp: Warp, registers: list[Register], sums: Array) -> None:
     values = sums.reshape(2, 8, -1, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, LANES)
     for register, value in zip(registers, values, strict=True):
-        warp.rows["f32"][_row(warp, register)][:] = value
+        warp.rows["f32", _row(warp, register)][:] = value
 
 
 def _registers(operand: object) -> list[Register]:
