@@ -98,18 +98,16 @@ class _Part(NamedTuple):
 
 
 def _parts(span: Span) -> dict[torch.device, list[_Part]]:
-    """What each device wants of a span, in the order of the pieces."""
+    """What each device wants of a span."""
     found: defaultdict[torch.device, list[_Part]] = defaultdict(list)
-    # That of the first share of every piece: a span is of one device's pieces.
-    first_device = span.pieces[0].shares[0].target.device
     for _, offset, rows, width, shares, _ in span.pieces:
         start = offset - span.offset
-        for index, (target, first, end) in enumerate(shares):
+        for target, first, end in shares:
             if rows == 1:
                 part = _Part(start + first, start + end, target)
             else:
                 part = _Part(start, start + rows * width, target, width, first, end)
-            found[target.device if index else first_device].append(part)
+            found[target.device].append(part)
     return found
 
 
@@ -125,33 +123,16 @@ def _joined(parts: Iterable[_Part]) -> Iterator[tuple[int, int]]:
     yield first, end
 
 
-def _put(parts: Sequence[_Part], memory: Tensor) -> None:
+def _put(parts: Iterable[_Part], memory: Tensor) -> None:
     """Copies parts of a span in ``memory``, on the device of their targets, to these."""
-    whole: list[_Part] = []
-    for part in parts:
-        start, stop, target, width, first, end = part
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for start, stop, target, width, first, end in parts:
         if end - first < width:
             columns = memory[start:stop].view(-1, width)[:, first:end]
             target.view(columns.shape).copy_(columns, non_blocking=True)
         else:
-            whole.append(part)
-    if whole:
-        targets = [part.target for part in whole]
-        torch._foreach_copy_(targets, _views(memory, whole), non_blocking=True)
-
-
-def _views(memory: Tensor, parts: Sequence[_Part]) -> list[Tensor]:
-    """The bytes of each part, all made at once where they follow each other."""
-    sizes: list[int] = []
-    places: list[int] = []
-    at = 0
-    for start, stop, *_ in parts:
-        if start < at:
-            return [memory[part.start : part.stop] for part in parts]
-        if start > at:
-            sizes.append(start - at)
-        places.append(len(sizes))
-        sizes.append(stop - start)
-        at = stop
-    views = memory[:at].split_with_sizes(sizes)
-    return [views[place] for place in places]
+            targets.append(target)
+            sources.append(memory[start:stop])
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)

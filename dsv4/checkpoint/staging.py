@@ -7,15 +7,17 @@ import torch
 # Of one buffer: all of them together stay in the processor's cache, and the interpreter has time
 # for what it does for each.
 STAGING_BYTES = 8 << 20
-# Those that are copied while every thread reads into another.
+# Those that are copied while all others are read into.
 MORE_BUFFERS = 4
 MAX_READERS = 16
-# Buffers of as many bytes on a GPU, which what is read passes.
+# Buffers of as many bytes on a GPU, which what was read passes on its way to the weights.
 LANES = 3
 
 
 def reader_count() -> int:
-    """How many threads read: those of a large machine are more than its memory can feed."""
+    """How many spans are read at once: the threads of a large machine are more than its memory can
+    feed.
+    """
     return min(MAX_READERS, os.cpu_count() or 1)
 
 

@@ -14,7 +14,6 @@ from dsv4.checkpoint.background_reads import BackgroundReads
 from dsv4.checkpoint.lanes import Lanes, lanes_to
 from dsv4.checkpoint.pieces import Span
 from dsv4.checkpoint.staging import MORE_BUFFERS
-from dsv4.checkpoint.uncollected import uncollected
 
 # Seconds after which the copies are looked at while reads are running, and after which somebody
 # who stops all is noticed.
@@ -27,24 +26,29 @@ def move_to_gpus(
     devices: Sequence[torch.device],
     nbytes: int,
     readers: int,
-    arrived: Callable[[Span, Sequence[torch.cuda.Stream]], None],
+    arrived: Callable[[Span], None],
     is_stopped: Callable[[], bool],
 ) -> None:
     """Reads ``spans`` of at most ``nbytes``, ``readers`` at once, into pinned memory, which torch
     gets back at the end, and copies them to the targets of their pieces. ``arrived`` is called
-    with each, and with streams of its own: what looks at weights does not wait for copies of
-    others.
+    with each, under streams of its own: what looks at weights does not wait for copies of others.
 
     Ends when all have arrived, or soon after ``is_stopped``. Raises ``UserError`` for a file that
     cannot be read or is too short.
     """
     with (
-        uncollected(),
         _new_streams(devices) as streams,
         lanes_to(devices, nbytes) as lanes,
         BackgroundReads(readers + MORE_BUFFERS) as reads,
     ):
-        moving = _Moving(lanes, reads, nbytes, readers, lambda span: arrived(span, streams))
+
+        def settle(span: Span) -> None:
+            # The current ones are those of lanes.
+            for stream in streams:
+                torch.cuda.set_stream(stream)
+            arrived(span)
+
+        moving = _Moving(lanes, reads, nbytes, readers, settle)
         following = next(spans, None)
         while not is_stopped() and (following is not None or moving.is_busy):
             while following is not None and moving.has_room:

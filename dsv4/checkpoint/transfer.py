@@ -51,18 +51,17 @@ class Transfer:
         on_filled: Callable[[str], None] = lambda _: None,
         readers: int | None = None,
     ) -> None:
-        ordered = [piece for piece in in_file_order(pieces) if piece.nbytes]
+        self._pieces = [piece for piece in in_file_order(pieces) if piece.nbytes]
         self._missing: Counter[str] = Counter()
         devices: set[torch.device] = set()
-        for piece in ordered:
-            self._missing[piece.name] += piece.rows * piece.width
-            for share in piece.shares:
-                devices.add(share.target.device)
+        for piece in self._pieces:
+            self._missing[piece.name] += piece.nbytes
+            devices.update(share.target.device for share in piece.shares)
         self._devices = sorted((one for one in devices if one.type == "cuda"), key=str)
         total = self._missing.total()
         self._readers = min(readers or reader_count(), -(-total // STAGING_BYTES))
-        self._buffer_bytes = min(total + GAP * len(ordered), STAGING_BYTES)
-        self._spans = spans(ordered, STAGING_BYTES)
+        self._buffer_bytes = min(total + GAP * len(self._pieces), STAGING_BYTES)
+        self._spans = spans(self._pieces, STAGING_BYTES)
         self._taking = Lock()
         self._on_bytes = on_bytes
         self._on_filled = on_filled
@@ -135,7 +134,7 @@ class Transfer:
                     opened[span.file] = files.enter_context(open_sequential(span.file))
                 _read_exactly(opened[span.file], span.offset, view[: span.nbytes])
                 copy_on_host(span, memory)
-                self._arrived(span)
+                self._arrived(span.pieces)
 
     @torch.inference_mode()
     def _move(self) -> None:
@@ -144,7 +143,7 @@ class Transfer:
             self._devices,
             self._buffer_bytes,
             self._readers,
-            self._arrived,
+            lambda span: self._arrived(span.pieces),
             lambda: self._stopped,
         )
 
@@ -152,10 +151,9 @@ class Transfer:
         with self._taking:
             return next(self._spans, None)
 
-    def _arrived(self, span: Span, streams: Iterable[torch.cuda.Stream] = ()) -> None:
-        """``streams`` are current as ``on_filled`` is told."""
+    def _arrived(self, pieces: Iterable[Piece]) -> None:
         arrived: defaultdict[str, int] = defaultdict(int)
-        for piece in span.pieces:
+        for piece in pieces:
             arrived[piece.name] += piece.rows * piece.width
         self._on_bytes(sum(arrived.values()))
         for name, nbytes in arrived.items():
@@ -163,8 +161,6 @@ class Transfer:
                 self._missing[name] -= nbytes
                 is_filled = not self._missing[name]
             if is_filled:
-                for stream in streams:
-                    torch.cuda.set_stream(stream)
                 self._on_filled(name)
                 with self._changed:
                     del self._missing[name]
