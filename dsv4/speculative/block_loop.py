@@ -76,6 +76,7 @@ class BlockLoop:
         self._count = DraftCount((0,))
         self._pass_on_rejected = pass_on_rejected
         self._pending: deque[int] = deque()
+        self._next: int | None = None
         self._known = 0
         self._stop = 0
         self._is_alone = False
@@ -135,11 +136,16 @@ class BlockLoop:
         return self._count.rest(draft.stages[0].window) > 0
 
     def _fill(self, queue: BlockQueue, ahead: int) -> None:
-        """Queues steps until ``ahead`` are, as far as it is known what the next one is."""
-        while len(self._pending) < ahead:
-            count = self._next_count()
-            if count is None:
+        """Queues steps until ``ahead`` are, as far as it is known what the next one is. What it is
+        goes by what was known when it could be queued first, however many are.
+        """
+        while len(self._pending) < BLOCKS_AHEAD:
+            if self._next is None:
+                self._next = self._next_count()
+            if self._next is None or len(self._pending) == ahead:
                 return
+            count = self._next
+            self._next = None
             self._put(queue, count)
 
     def _next_count(self) -> int | None:
@@ -157,7 +163,8 @@ class BlockLoop:
             return wanted if is_sure and queued + wanted <= MAX_TAKEN_BACK else None
         makes_none = self._is_alone or not is_known or not has_room
         self._is_alone = False
-        return 0 if makes_none or self._known + 1 == self._stop else wanted
+        # As many as ever at the end of a run: its last tokens are those of a longer one.
+        return 0 if makes_none else wanted
 
     def _put(self, queue: BlockQueue, count: int) -> None:
         """Queues a step: drafts, the main model, the choice, and its way to the other devices."""
@@ -198,6 +205,7 @@ class BlockLoop:
         if self._pending:
             self._state.position = self._known + self._pending[0]
         self._pending.clear()
+        self._next = None
         self._ring.forget()
 
     def _count_begun(self) -> None:

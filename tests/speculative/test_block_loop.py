@@ -56,10 +56,13 @@ class World:
         ring: Any = self
         self.loop = BlockLoop(self.state, SamplerState.allocate(CPU), ring, context, self.rejected)
 
-    def generate(self, steps: int) -> Any:
+    def generate(self, steps: int, sampler: Sampler = GREEDY) -> Any:
         queue: Any = self
         token = self.text[START]
-        return self.loop.generate(token, GREEDY, steps, queue, Drafting(self.count, self.tally))
+        return self.loop.generate(token, sampler, steps, queue, Drafting(self.count, self.tally))
+
+    def logits(self, tokens: int) -> torch.Tensor:
+        return torch.zeros(tokens, 251)
 
     def generate_with_rests(self, steps: int) -> Any:
         drafting = Drafting(self.count, self.tally)
@@ -161,11 +164,9 @@ def test_the_text_is_the_model_s_whatever_stays(drafts: int, pattern: int, steps
     assert found == world.text[START + 1 : START + 1 + steps]
     assert world.tally.stats().tokens == steps
     world.expect_at(START + steps)
-    # Nothing but the last token is without drafts, and no step is in vain.
-    lengths = [tokens for _, tokens in world.log]
-    assert set(lengths) <= {1, drafts + 1}
+    # All steps are alike, and none is in vain.
+    assert all(tokens == drafts + 1 for _, tokens in world.log)
     assert all(first < START + steps for first, _ in world.log)
-    assert [first for first, tokens in world.log if tokens == 1] in ([], [START + steps - 1])
 
 
 @pytest.mark.parametrize("drafts", [1, 5, 7])
@@ -194,6 +195,18 @@ def test_what_is_queued_in_vain_is_taken_back(drafts: int, taken: int) -> None:
     assert world.state.undoable_tokens >= 0
     assert world.state.draft is not None
     assert world.state.draft.covers(world.state.position)
+
+
+def test_steps_are_the_same_where_every_token_is_noted() -> None:
+    logs = []
+    for logprobs in (None, 0):
+        world = World(None, most=5)
+        world.wrong = [place % 9 < 4 for place in range(2010)]
+        sampler = Sampler(SamplingParams(temperature=0, logprobs=logprobs))
+        assert list(world.generate(300, sampler)) == world.text[START + 1 : START + 301]
+        logs.append(world.log)
+    assert logs[0] == logs[1]
+    assert len({tokens for _, tokens in logs[0]}) > 2
 
 
 def test_drafts_that_do_not_pay_rest_until_the_window_before_their_next_trial() -> None:

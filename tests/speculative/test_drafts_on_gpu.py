@@ -3,6 +3,7 @@ position by position.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +118,23 @@ def test_rejected_drafts_rewinds_and_chunks_change_no_draft(kind: MtpKind, chunk
     for token in ids[pair.engine.position : pair.engine.position + 20]:
         pair.append([token])
     pair.check(9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_behind_a_loaded_state_are_those_of_its_writer(
+    kind: MtpKind, tmp_path: Path
+) -> None:
+    ids = ids_of(60)
+    first, other = (engine_on_gpu(kind, prefill_chunk=chunk) for chunk in (64, 16))
+    other.prefill(ids_of(45, seed=4))
+    for position in (15, 16, 17, 40):
+        first.prefill(ids[first.position : position])
+        first.save_state(tmp_path / "state")
+        other.load_state(tmp_path / "state")
+        assert draft_state(other).covers(position)
+        drafts = [recorded_drafts(engine, ids[position], DRAFTS) for engine in (first, other)]
+        assert drafts[0][0] == drafts[1][0]
+        assert torch.equal(drafts[0][1], drafts[1][1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
