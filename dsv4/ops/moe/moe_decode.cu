@@ -533,11 +533,11 @@ __device__ __forceinline__ int lane_token(int lane) {
     return TOKENS == 1 ? 0 : EVEN_COLUMNS ? lane >> 3 : lane >> 2;
 }
 
-// counters: the two words of LaunchNumber, then those of the score exchange. sums: words [blocks, T,
-// 32] of SumExchange. h: two halves of half_bytes, each with room for T * (P + 1) rows of F, padded
-// to 64, 16-bit values. All are zeros before the first launch. One block also writes the routes to
-// ids_TP and weights_TP. Launches that share counters share h and sums, and their half_bytes are
-// equal.
+// counters: the two words of LaunchNumber, then those of the score exchange. sums: words [blocks,
+// T, 32] of SumExchange. h: two halves of half_bytes, each with room for T * (P + 1) rows of F,
+// padded to 64, 16-bit values. All are zeros before the first launch. One block also writes the
+// routes to ids_TP and weights_TP. Launches that share counters share h and sums, and their
+// half_bytes are equal.
 //
 // In torch, with experts = ids_TP.unique(), which the comments of the stages below refer to:
 //     log_score_TX = 0.5 * softplus(x_TE.float() @ gate.T).log()

@@ -7,12 +7,12 @@
 // other tokens are zeros for it, which change no bit. So y of a token does not go with what else is
 // in the step, nor with who computes which part.
 //
-// The parts of all pairs form one line, and every block has an equal share of it, which it computes
-// in rounds of one part per warp. After every few rounds, a batch, a warp for each token adds up the
-// parts, while the others go on. Where a share ends within a pair, the sum so far goes to the next
-// block, which goes on from there. So a block begins with the first parts of its last pair, for
-// another block to go on with, and ends with the last parts of its first pair, whose sum has long
-// come.
+// The parts of all pairs form one line, and every block has an equal share of it, which it
+// computes in rounds of one part per warp. After every few rounds, a batch, a warp for each token
+// adds up the parts, while the others go on. Where a share ends within a pair, the sum so far goes
+// to the next block, which goes on from there. So a block begins with the first parts of its last
+// pair, for another block to go on with, and ends with the last parts of its first pair, whose sum
+// has long come.
 //
 // Defines: those of moe_decode.cu.
 #pragma once
