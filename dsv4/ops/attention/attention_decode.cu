@@ -47,6 +47,10 @@
 #ifndef SPLIT_KEYS
 #define SPLIT_KEYS 2048
 #endif
+// 1: the next kernel may start when the rows are there, not at once; with one stage alone
+#ifndef ROWS_FIRST
+#define ROWS_FIRST 0
+#endif
 // 1: every token sees what the last one sees (dsv4/ops/attention/block.py)
 #ifndef AS_LAST
 #define AS_LAST 0
@@ -84,6 +88,7 @@ constexpr int BLOCKS_PER_SM = STAGES == 1 && WARPS == 8 && TILE <= 80 ? 2 : 1;
 static_assert(CHUNK % 16 == 0 && CHUNK * CHUNKS == TILE, "unsupported shape");
 static_assert(SLOTS * CLUSTER == WARPS * PIECES && OUT % 2 == 0 && OUT <= PIECE,
               "unsupported shape");
+static_assert(!ROWS_FIRST || STAGES == 1, "unsupported shape");
 static_assert((SPLIT == 1 || SPLIT == 2) && (STAGES == 1 || STAGES == 2), "unsupported shape");
 
 struct Shared {
@@ -98,6 +103,8 @@ struct Shared {
     float2 peak_sum[CLUSTER][HEADS];
     float merge_scale[CLUSTER][SLOTS];
     float rescale[HEADS];
+    float sinks[HEADS];  // times log2 e
+    Turn turns[ROTARY / 2];
     int counts[WARPS];
     int last, unused;
     unsigned long long merged, unused2;  // mbarrier: what the cluster sends
@@ -173,8 +180,9 @@ __device__ __forceinline__ float2 as_floats_bf16(unsigned pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
+// Without release, which would be a fence for the whole GPU: barrier_fence() has shown the barrier.
 __device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -757,10 +765,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int lane = threadIdx.x % WARP;
     const int first_head = blockIdx.y * HEADS;
 
-    // Needed at the end; until then they cost no registers.
+    // Needed at the end. They wait in shared memory, which they reach while the rows come.
+    float sink = 0.0f, frequency = 0.0f;
+    if (threadIdx.x < HEADS && first_head + threadIdx.x < heads)
+        sink = fetch_constant(sinks + first_head + threadIdx.x);
+    if (warp == WARPS - 1) frequency = fetch_constant(inv_freq + lane);
     if (threadIdx.x == 0) {
-        prefetch_l2(sinks + first_head);
-        prefetch_l2(inv_freq);
         const unsigned merged = shared_address(&shared.merged);
         barrier_init(merged, 1);
         barrier_expect(
@@ -770,7 +780,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __syncthreads();
     cluster_arrive();
 
-    pdl_launch();
+    if (!ROWS_FIRST) pdl_launch();
     Caches caches{ring_data, ring_scale, entries_data, entries_scale, ring_slots,
                   0,         0,          rank,         CLUSTER};
     pdl_wait();
@@ -818,6 +828,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
         cp_async_commit();
     }
+    if (threadIdx.x < HEADS) shared.sinks[threadIdx.x] = sink * 1.4426950408889634f;
+    if (warp == WARPS - 1)
+        shared.turns[lane] =
+            conjugate(rope_turn(AS_LAST ? positions[token] : position, frequency));
+    // Otherwise the first rows are waited for.
+    if (tiles == 0) __syncthreads();
     if (FP8) query[0].to_f16();
     if (FP8 && pair < 3) query[1].to_f16();
     Softmax softmax;
@@ -828,6 +844,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         // logits_HK = q_HD @ keys_KD.T * softmax_scale; the scale comes with the softmax
         if constexpr (STAGES == 1) {
             rows_wait<CHUNKS - 1>();
+            if (ROWS_FIRST) pdl_launch();
             query_key(stage, query, shared, 0, min(padded, CHUNK));
             if (CHUNKS > 1 && padded > CHUNK) {
                 rows_wait<0>();
@@ -917,25 +934,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int out_dim = 8 * NTILES * out_warp + 2 * NTILES * (out_lane % 4) +
                         out_piece % (PIECES / 2) * PIECE + threadIdx.x * OUT % PIECE;
     const int out_head = first_head + owned;
-    const float sink_log2 = out_head < heads ? sinks[out_head] * 1.4426950408889634f : 0.0f;
-    float frequencies[OUT / 2];
-#pragma unroll
-    for (int i = 0; i < OUT / 2; ++i) {
-        frequencies[i] =
-            out_dim >= DIM - ROTARY ? inv_freq[(out_dim - (DIM - ROTARY)) / 2 + i] : 0.0f;
-    }
-    Turn turns[OUT / 2];
-#pragma unroll
-    for (int i = 0; i < OUT / 2; ++i) {
-        turns[i] = out_dim >= DIM - ROTARY ? conjugate(rope_turn(positions[token], frequencies[i]))
-                                           : Turn{1.0f, 0.0f};
-    }
-
     mail_wait(merged, 0);
 
     // denominator_H = exp(logits_HK - peak_H).sum(-1) + exp(sink_H - peak_H), from every block's
     // parts
     float2 parts[CLUSTER];
+    const float sink_log2 = shared.sinks[owned];
     float peak = sink_log2;
     float denominator = 0.0f;
     float values[OUT] = {};
@@ -972,7 +976,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             __floats2bfloat162_rn(values[i] * normaliser, values[i + 1] * normaliser);
         if (out_dim >= DIM - ROTARY) {
             const float2 pair_values = __bfloat1622float2(rounded);
-            const float2 turned = rotate(pair_values.x, pair_values.y, turns[i / 2]);
+            const Turn turn = shared.turns[(out_dim - (DIM - ROTARY) + i) / 2];
+            const float2 turned = rotate(pair_values.x, pair_values.y, turn);
             rounded = __floats2bfloat162_rn(turned.x, turned.y);
         }
         *reinterpret_cast<__nv_bfloat162*>(to + i) = rounded;

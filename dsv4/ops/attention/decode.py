@@ -31,6 +31,9 @@ _SPLIT_KEYS = 2048
 _MOST_SPLITS = 4
 _SHARED_BYTES_LIMIT = 227 << 10
 _ROW_BYTES = {RowCode.KV_FP8.value: 576, RowCode.BF16.value: 1024}
+# Up to so many clusters at a time let the next kernel start only when their rows are there: its
+# weight requests would slow them down, and it has few enough weights to catch up.
+_FEW_CLUSTERS = 2
 # Bytes behind a row in shared memory, which keep its neighbours' accesses apart.
 _ROW_PADDING = 32
 
@@ -106,7 +109,7 @@ def _flash_decoding(recording: Recording, inputs: AttentionInputs, as_last: bool
         floats = _HEADS * _WIDTH // _CLUSTER + 2 * _WARP * _WARPS
         partial = recording.empty((splits * finished, floats), torch.float32)
         counters = recording.zeroed("attention_decode", finished)
-    defines = _defines(inputs, splits)
+    defines = _defines(inputs, splits, tokens * groups)
     if as_last:
         defines = (*defines, ("AS_LAST", 1))
     recording.launch(
@@ -157,7 +160,7 @@ def _splits(inputs: AttentionInputs, units: int, target: Target) -> int:
     return min(max(target.resident_clusters(_CLUSTER) // units, 1), _MOST_SPLITS)
 
 
-def _defines(inputs: AttentionInputs, splits: int) -> Defines:
+def _defines(inputs: AttentionInputs, splits: int, units: int) -> Defines:
     format = row_code(inputs.keys.ring)
     turns = _turns(_most_keys(inputs))
     fitting = [stages for stages in _STAGES[format] if turns <= stages.rows]
@@ -171,6 +174,7 @@ def _defines(inputs: AttentionInputs, splits: int) -> Defines:
         ("WARPS", _WARPS),
         ("SPLITS", splits),
         ("SPLIT_KEYS", _SPLIT_KEYS),
+        ("ROWS_FIRST", int(stages.count == 1 and units <= _FEW_CLUSTERS)),
         ("SHARED_BYTES", _block_bytes(format, stages)),
     )
 
@@ -202,6 +206,7 @@ def _block_bytes(format: int, stages: _Stages) -> int:
     factors = 8 * stages.rows * 2
     # What the blocks of a cluster exchange: f16 results, a scale per piece, two floats per head.
     merge = _HEADS * _WIDTH * 2 + 4 * 32 + _CLUSTER * _HEADS * 8
-    # Rescaling per head, a count per warp, the flag of the last block and the barrier.
-    others = _HEADS * 4 + _WARPS * 4 + 8 + 16
+    # Rescaling and sink per head, the turns, a count per warp, the flag of the last block and the
+    # barrier.
+    others = 2 * _HEADS * 4 + _ROPE_WIDTH * 4 + _WARPS * 4 + 8 + 16
     return round_up(rows + logits + weights + factors + merge + others, 16)

@@ -67,6 +67,25 @@ def test_a_block_holds_its_keys_in_as_few_stages_as_fit(
 
 
 @pytest.mark.parametrize(
+    ("heads", "tokens", "entries", "rows_first"),
+    [
+        (16, 1, 336, 1),
+        (32, 1, 336, 1),
+        (16, 2, 336, 1),
+        (32, 2, 336, 0),
+        (64, 1, 336, 0),
+        (16, 1, 1 << 14, 0),
+    ],
+)
+def test_few_clusters_hold_up_the_next_kernel(
+    heads: int, tokens: int, entries: int, rows_first: int
+) -> None:
+    """But not where their keys come in several stages."""
+    (launch,) = Case(heads, HCA, None, entries).record(tokens)
+    assert defined(launch)["ROWS_FIRST"] == rows_first
+
+
+@pytest.mark.parametrize(
     ("heads", "tokens", "target", "splits"),
     [
         (64, 1, HOPPER, 3),

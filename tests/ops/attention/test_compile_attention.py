@@ -16,6 +16,7 @@ from tests.ops.sass import compile_once, count, disassemble, resources
 CASES = {
     "Flash CSA": Case(64, 4, 512),
     "Pro CSA": Case(128, 4, 1024),
+    "Pro CSA of 8 ranks": Case(16, 4, 1024),
     "Flash HCA at a million tokens": Case(64, 128, None, 8192),
 }
 
