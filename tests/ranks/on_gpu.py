@@ -39,6 +39,7 @@ def one_stream(draft: str | None = None, **settings: Any) -> Engine:
         found = find_draft(holder, config, KIND_OF_FLAG[draft])
         modules = load_found_ranks(holder, config, found, placement)
         weights = [{**own, **module} for own, module in zip(weights, modules, strict=True)]
+        settings = {"draft": draft, **settings}
     engine = EngineConfig(**{"device": "cuda", "max_context": 2048, **settings})
     identity = Identity(checkpoint_identity(checkpoint))
     return Engine(config, engine, weights, placement, identity=identity)

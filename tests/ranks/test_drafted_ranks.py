@@ -3,12 +3,14 @@ same tokens.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.opened_draft import FLAG_OF_KIND
 from dsv4.ops import TORCH, Ops
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import rank_weights
@@ -42,7 +44,9 @@ def drafted_ranks(
         config = replace(config, dspark=None)
     parts = [rank_weights(whole, config, ranks, rank) for rank in range(ranks)]
     placement = Placement.tensor(config.num_hidden_layers, (CPU,) * ranks)
-    engine = EngineConfig(**{**SETTINGS, **settings})
+    # "auto" drafts where it is faster.
+    named = {"draft": FLAG_OF_KIND[kind]} if drafted else {}
+    engine = EngineConfig(**{**SETTINGS, **named, **settings})
     return Engine(config, engine, parts, placement, direct(ops))
 
 
@@ -82,7 +86,7 @@ def test_any_number_of_kept_drafts_gives_the_same_text(kept: int | str) -> None:
     ids = random_ids(13)
     text = list(drafted_ranks("dspark", 2, drafted=False).generate(ids, 19, GREEDY, NO_STOPS))
     numbers = {"mixed": lambda position: position * 7 % 6}.get(str(kept), lambda position: kept)
-    engine = scripted(drafted_ranks("dspark", 2, draft_tokens=5), Script([*ids, *text], numbers))
+    engine = scripted(drafted_ranks("dspark", 2), Script([*ids, *text], numbers))
     assert list(engine.generate(ids, 19, GREEDY, NO_STOPS)) == text
     assert engine.last_run is not None
     assert engine.last_run.drafts is not None
@@ -155,3 +159,20 @@ def test_drafts_end_where_their_logits_are_nan() -> None:
     text = list(drafted_ranks("dspark", 2, drafted=False).generate(ids, 12, GREEDY, NO_STOPS))
     assert list(engine.generate(ids, 12, GREEDY, NO_STOPS)) == text
     assert steps_of(engine).drafted.stats().drafted == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_state_has_the_rows_of_every_rank_s_module(kind: MtpKind, tmp_path: Path) -> None:
+    """Drafts behind it are those of its writer, whose number of ranks does not matter."""
+    ids = random_ids(41)
+    writer = drafted_ranks(kind, 2)
+    writer.prefill(ids[:-1])
+    writer.save_state(tmp_path / "state")
+    expected = proposed(writer, ids[-1], 3)
+    for ranks in (2, 1):
+        reader = drafted_ranks(kind, ranks)
+        reader.prefill(random_ids(30, seed=4))
+        reader.load_state(tmp_path / "state")
+        assert_near(proposed(reader, ids[-1], 3), expected)
+        assert reader.state.draft is not None
+        assert reader.state.draft.covers(reader.position)
