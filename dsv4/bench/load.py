@@ -145,7 +145,7 @@ class LoadBench:
         seconds = [self._start(self._cache()) for _ in range(repeats)]
         size = sum(file.stat().st_size for file in _files(self._cache().entry))
         return found | {
-            "packed_cache_gigabytes": round(size / 1e9, 2),
+            "packed_cache_gigabytes": round(size / 1e9, 4),
             "packed_cache_seconds": _rounded(seconds),
             "packed_cache_gb_per_s": [round(size / one / 1e9, 2) for one in seconds],
         }
