@@ -185,7 +185,7 @@ def test_other_weights_of_the_same_sizes_are_packed(starts: Starts, tmp_path: Pa
 
 def test_a_bit_that_no_sample_sees_is_seen(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a file that keeps its size and its time of modification."""
-    monkeypatch.setattr("dsv4.engine.checkpoint_identity", lambda _: "the same")
+    monkeypatch.setattr("dsv4.opened_checkpoint.checkpoint_identity", lambda _: "the same")
     count, _ = starts()
     file = starts.folder / "model.safetensors"
     status = file.stat()
