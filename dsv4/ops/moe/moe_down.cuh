@@ -131,27 +131,20 @@ struct DownStage {
     }
 };
 
-// Sums on their way from a block to the next one: words of {number of the launch, value}, like
-// those of the scores.
+// Sums on their way from a block to the next one: numbered words, like those of the scores.
 struct SumExchange {
-    unsigned long long* words;  // [blocks · T, WARP], zeros before the first launch
-    unsigned launch;            // not 0
+    NumberedWord* words;  // [blocks · T, WARP], zeros before the first launch
+    unsigned launch;
 
     __device__ __forceinline__ void send(int row, int lane, float sum) const {
-        const unsigned long long word = (unsigned long long)launch << 32 | __float_as_uint(sum);
-        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(words + row * WARP + lane),
-                     "l"(word)
-                     : "memory");
+        store_word(words + row * WARP + lane, numbered(launch, sum));
     }
 
     __device__ __forceinline__ float receive(int row, int lane) const {
         const Deadline deadline;
-        unsigned long long word;
+        NumberedWord word;
         while (true) {
-            asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
-                         : "=l"(word)
-                         : "l"(words + row * WARP + lane)
-                         : "memory");
+            word = load_word(words + row * WARP + lane);
             if (__all_sync(~0u, unsigned(word >> 32) == launch)) break;
             deadline.check();
         }

@@ -11,6 +11,27 @@ constexpr int THREADS = WARPS * WARP;
 constexpr int MAX_ENTRIES = 128, MAX_TOKENS = MAX_DECODE_TOKENS;
 constexpr int GATE_ROWS = 2 * GATE_ROUNDS;
 
+// ---- numbered words -----------------------------------------------------------------------------
+
+// A value on its way between blocks, with the number of the launch in the high half: one that has
+// arrived says so itself, and nothing has to be reset. Launches that share words have different
+// numbers, none is 0.
+using NumberedWord = unsigned long long;
+
+__device__ __forceinline__ NumberedWord numbered(unsigned launch, float value) {
+    return (unsigned long long)launch << 32 | __float_as_uint(value);
+}
+
+__device__ __forceinline__ void store_word(NumberedWord* to, NumberedWord word) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+
+__device__ __forceinline__ NumberedWord load_word(const NumberedWord* from) {
+    NumberedWord word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    return word;
+}
+
 // ---- scores -------------------------------------------------------------------------------------
 
 // Rows g and g + 8 of a row tile lie side by side in the packed layout: 8 bytes hold two columns of
@@ -58,12 +79,10 @@ struct GateRows {
     }
 };
 
-// Log scores on their way between blocks: words of {number of the launch, value}, so that one that
-// has arrived says so itself and nothing has to be reset. Launches that share the words have
-// different numbers.
+// Log scores on their way between blocks.
 struct ScoreExchange {
-    unsigned long long* words;  // [MAX_TOKENS, PER_LANE * WARP], zeros before the first launch
-    unsigned launch;            // not 0
+    NumberedWord* words;  // [MAX_TOKENS, PER_LANE * WARP], zeros before the first launch
+    unsigned launch;
 
     // parts: the logits by warp, float [T, GATE_ROWS, WARPS] in shared memory.
     __device__ __forceinline__ void send(const float* parts, int T, int X) const {
@@ -76,12 +95,8 @@ struct ScoreExchange {
             float logit = 0.0f;
 #pragma unroll
             for (int warp = 0; warp < WARPS; ++warp) logit += parts[i * WARPS + warp];
-            const unsigned long long word =
-                (unsigned long long)launch << 32 | __float_as_uint(log_score(logit));
-            asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(
-                             words + token * (PER_LANE * WARP) + expert),
-                         "l"(word)
-                         : "memory");
+            store_word(words + token * (PER_LANE * WARP) + expert,
+                       numbered(launch, log_score(logit)));
         }
     }
 
@@ -94,12 +109,8 @@ struct ScoreExchange {
 #pragma unroll
             for (int i = 0; i < PER_LANE; ++i) {
                 const int expert = i * WARP + threadIdx.x % WARP;
-                unsigned long long word = (unsigned long long)launch << 32;
-                if (expert < X)
-                    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
-                                 : "=l"(word)
-                                 : "l"(words + token * (PER_LANE * WARP) + expert)
-                                 : "memory");
+                NumberedWord word = numbered(launch, 0.0f);
+                if (expert < X) word = load_word(words + token * (PER_LANE * WARP) + expert);
                 complete &= unsigned(word >> 32) == launch;
                 score[i] = __uint_as_float(unsigned(word));
             }
