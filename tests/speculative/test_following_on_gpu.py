@@ -61,17 +61,15 @@ def test_any_number_of_kept_drafts_gives_the_same_text(
 ) -> None:
     kind, engine = drafted
     ids = ids_of(13)
-    # Steps in which all drafts stay, 2 or 6 tokens each, end with the text.
-    count = 61
-    text = list(plain[kind].generate(ids, count, GREEDY, NO_STOPS))
-    places = range(13 + count)
+    text = list(plain[kind].generate(ids, 60, GREEDY, NO_STOPS))
+    places = range(13 + 60)
     wrong = [int(place * 7 % 5 < 2) if pattern == "mixed" else 0 for place in places]
     if isinstance(pattern, int) and pattern < 7:
         wrong = [int(place % (pattern + 1) == 0) for place in places]
-    found = told_text(engine, ids, [*ids, *text], wrong, count, GREEDY)
+    found = told_text(engine, ids, [*ids, *text], wrong, 60, GREEDY)
     assert found == text
     stats = steps_of(engine).drafted.stats()
-    assert stats.tokens == count - 1
+    assert stats.tokens == 59
     if pattern == 7:
         most = steps_of(engine).count.now
         assert stats.acceptance[:most] == (1.0,) * most
