@@ -154,7 +154,7 @@ class Transfer:
     def _arrived(self, pieces: Iterable[Piece]) -> None:
         arrived: defaultdict[str, int] = defaultdict(int)
         for piece in pieces:
-            arrived[piece.name] += piece.rows * piece.width
+            arrived[piece.name] += piece.nbytes
         self._on_bytes(sum(arrived.values()))
         for name, nbytes in arrived.items():
             with self._changed:

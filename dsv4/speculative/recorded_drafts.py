@@ -175,7 +175,7 @@ def record_drafts(
     ranks = 1 if state.peers is None else state.peers.ranks
     memories = [
         DraftMemory.allocate(config, _draft(own), own.devices, len(scope.layers), dtype, ranks)
-        for own, _ in zip(state.ranks, modules, strict=False)
+        for own in state.ranks[: len(modules)]
     ]
     of_ranks = tuple(memory.shared for memory in memories)
     found = []

@@ -17,7 +17,6 @@ from dsv4.step.lock_step import AnyFeed, AnyStep
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.step import Step
 from dsv4.step.steps import Progress, RecordedSteps
-from dsv4.step.token_feed import TokenFeed
 from dsv4.step.token_loop import TokenLoop
 
 
@@ -65,7 +64,9 @@ class DraftedRecordedSteps(RecordedSteps):
         for count in self.count.possible:
             self.draft_step(count)
             self.step(count + 1)
-        self.alone = self._ready(self._recorded_alone()) if self.count.may_rest else None
+        self.alone: AnyStep | None = None
+        if self.count.may_rest:
+            self.alone = self._ready([rank.record(1, alone=True) for rank in self.ranks])
 
     def draft_step(self, count: int) -> AnyStep:
         """The step that makes ``count`` drafts, on every rank."""
@@ -128,9 +129,6 @@ class DraftedRecordedSteps(RecordedSteps):
         assert self.alone is not None
         loop = TokenLoop(self.alone, self.state, self.sampler, self.ring)
         return loop.generate(token, sampler, steps, run, sample)
-
-    def _recorded_alone(self) -> list[tuple[RecordedStep, TokenFeed]]:
-        return [rank.record(1, alone=True) for rank in self.ranks]
 
     def _block_ring(self) -> AnyBlockRing:
         rings = [BlockRing(one.memory.ring_3R, one.head, BLOCKS_AHEAD) for one in self.alongs]
