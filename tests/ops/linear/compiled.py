@@ -6,13 +6,16 @@ import re
 import struct
 import tempfile
 import time
+from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.ops.sass import disassemble_cubin
 from tests.ptx.run import CompiledKernel
 from tests.shared_results import shared
+
+Config = TypeVar("Config")
 
 
 class CompiledProduct:
@@ -51,6 +54,19 @@ def compile_once(kernel: Any, config: Any, architecture: str) -> CompiledProduct
     """A class of ``dsv4.ops.linear.cutedsl`` for a configuration."""
     key = (kernel.__name__, config, architecture)
     return shared(key, lambda: _compile(kernel, config, architecture))
+
+
+def largest_of_each(
+    configs: Iterable[Config], size: Callable[[Config], int], kind: Callable[[Config], Hashable]
+) -> list[Config]:
+    """Of every kind the configuration with the largest work tile, the last one of several."""
+    return list({kind(config): config for config in sorted(configs, key=size)}.values())
+
+
+def assert_same_program(kernel: Any, config: Any) -> None:
+    """sm_103a gets the PTX of sm_100a, so that its largest kernels stand for all of them."""
+    first, other = (compile_once(kernel, config, one).ptx for one in ("sm_100a", "sm_103a"))
+    assert other == first.replace("sm_100a", "sm_103a")
 
 
 def _compile(kernel: Any, config: Any, architecture: str) -> CompiledProduct:

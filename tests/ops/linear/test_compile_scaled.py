@@ -7,26 +7,30 @@ import re
 import pytest
 
 from dsv4.ops.linear.cutedsl.gemm_config import (
-    ARCHITECTURES,
     REGISTERS,
     SMEM_BYTES,
     TENSOR_COLUMNS,
 )
 from dsv4.ops.linear.cutedsl.scaled_config import MMAS, WARPS, ScaledConfig, scaled_budget
 from dsv4.weights.quant import QuantFormat
-from tests.ops.linear.compiled import CompiledProduct, compile_once
+from tests.ops.linear.compiled import (
+    CompiledProduct,
+    assert_same_program,
+    compile_once,
+    largest_of_each,
+)
 from tests.ops.linear.scaled_configurations import configurations, name
 
 # Processor time, so that a busy machine fails nothing.
 MOST_SECONDS = 10
 
 
-def widest() -> list[ScaledConfig]:
-    """Of each format, role and order the largest work tile."""
-    by_kind = {}
-    for config in sorted(configurations(), key=lambda one: one.tile_tokens * one.tile_features):
-        by_kind[config.format, config.out_dtype, config.sorted] = config
-    return [*by_kind.values()]
+# By format, role and order.
+WIDEST = largest_of_each(
+    configurations(),
+    lambda one: one.tile_tokens * one.tile_features,
+    lambda one: (one.format, one.out_dtype, one.sorted),
+)
 
 
 @pytest.mark.parametrize("config", configurations(), ids=name)
@@ -34,11 +38,11 @@ def test_compiles_within_the_limits_of_a_multiprocessor(config: ScaledConfig) ->
     assert_within_limits(config, "sm_100a")
 
 
-@pytest.mark.parametrize("config", widest(), ids=name)
+@pytest.mark.parametrize("config", WIDEST, ids=name)
 def test_the_other_architecture_gets_the_same_program(config: ScaledConfig) -> None:
-    """So that its largest kernels stand for all of them."""
-    ptx = {one: compiled(config, one).ptx for one in ARCHITECTURES}
-    assert ptx["sm_103a"] == ptx["sm_100a"].replace("sm_100a", "sm_103a")
+    from dsv4.ops.linear.cutedsl.blackwell_scaled import ScaledGemm
+
+    assert_same_program(ScaledGemm, config)
     assert_within_limits(config, "sm_103a")
 
 
