@@ -17,6 +17,17 @@ NVFP4 = QuantFormat.NVFP4
 MXFP4 = QuantFormat.MXFP4
 FP8 = QuantFormat.FP8_BLOCK128
 BF16 = QuantFormat.BF16
+# Of routed and shared experts.
+PAIRS = [
+    (NVFP4, FP8),
+    (MXFP4, FP8),
+    (NVFP4, NVFP4),
+    (FP8, FP8),
+    (BF16, BF16),
+    (NVFP4, BF16),
+    (BF16, FP8),
+    (FP8, MXFP4),
+]
 
 
 def moe(

@@ -16,10 +16,9 @@ from dsv4.weights.packed import PackedWeight
 from dsv4.weights.quant import QuantFormat
 from tests.ops.moe.decode_cases import (
     BF16,
-    FP8,
     LIMIT,
     MXFP4,
-    NVFP4,
+    PAIRS,
     listing,
     moe_with_routes,
     step,
@@ -30,16 +29,6 @@ pytestmark = pytest.mark.gpu
 TOKENS = 8
 PER_TOKEN = 6
 EXPERTS = TOKENS * PER_TOKEN
-PAIRS = [
-    (NVFP4, FP8),
-    (MXFP4, FP8),
-    (NVFP4, NVFP4),
-    (FP8, FP8),
-    (BF16, BF16),
-    (NVFP4, BF16),
-    (BF16, FP8),
-    (FP8, MXFP4),
-]
 # Width and inner size. On two and four ranks every expert is cut.
 SHAPES = {
     "flash": (4096, 2048),

@@ -17,6 +17,7 @@ from tests.ops.moe.decode_cases import (
     LIMIT,
     MXFP4,
     NVFP4,
+    PAIRS,
     check,
     exact,
     listing,
@@ -28,16 +29,6 @@ from tests.ops.moe.decode_cases import (
 
 pytestmark = pytest.mark.gpu
 
-PAIRS = [
-    (NVFP4, FP8),
-    (MXFP4, FP8),
-    (NVFP4, NVFP4),
-    (FP8, FP8),
-    (BF16, BF16),
-    (NVFP4, BF16),
-    (BF16, FP8),
-    (FP8, MXFP4),
-]
 # Experts are few: what decides is E, F and the routing, and distinct experts come from `X`.
 GEOMETRIES = {"pro": (7168, 3072, 16), "flash": (4096, 2048, 24)}
 SMALL = {
