@@ -1,6 +1,9 @@
 """Ranks of the demo on GPUs: on streams of their own, or all on one stream of one GPU."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,3 +121,15 @@ def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Bit for bit."""
     pairs = zip(found, expected, strict=True)
     return all(torch.equal(bits(one), bits(other)) for one, other in pairs)
+
+
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, whose context a fault may take along."""
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=120,
+        check=False,
+    )

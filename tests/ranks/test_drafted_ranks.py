@@ -18,18 +18,11 @@ from dsv4.speculative.steps import DraftedSteps
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import CPU, direct, random_ids
 from tests.ranks.exact import EXACT
-from tests.ranks.simulated import different_caches
+from tests.ranks.simulated import SETTINGS, different_caches
 from tests.speculative.models import KINDS, assert_near, drafted_config, drafted_weights
 from tests.speculative.scripted import GREEDY, NO_STOPS, Script, scripted
 
 GEOMETRY: dict[str, Any] = {"num_attention_heads": 8, "o_groups": 4}
-SETTINGS: dict[str, Any] = {
-    "device": "cpu",
-    "kv_dtype": "bf16",
-    "compute_dtype": "float32",
-    "max_context": 320,
-    "prefill_chunk": 160,
-}
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
 
 

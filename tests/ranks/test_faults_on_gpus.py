@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsv4.demo import CHECKPOINT
+from tests.ranks.on_gpu import run_script
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,12 +105,5 @@ for step in decoder._captured.values():
 assert list(engine.generate(ids, 3, greedy, ())) == expected
 print("equal")
 """
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        timeout=120,
-        check=False,
-    )
+    result = run_script(script)
     assert result.stdout == "equal\n", result.stderr

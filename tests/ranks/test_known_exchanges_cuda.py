@@ -2,16 +2,13 @@
 ``python -m dsv4.validate.exchange``.
 """
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from dsv4.native.run_checks import run_checks
 from dsv4.parallel.known_exchanges import KnownExchanges
 from dsv4.validate.exchange import exchange
+from tests.ranks.on_gpu import run_script
 
 pytestmark = pytest.mark.gpu
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -66,14 +63,7 @@ known.run()
 known.run_rank(0)
 known.wrong()
 """
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        timeout=120,
-        check=False,
-    )
+    result = run_script(script)
     assert result.returncode == 1
     last = result.stderr.strip().splitlines()[-1]
     assert last == "RuntimeError: CUDA error: words of rank 1 did not come (exchange 0 of step 2)"
