@@ -250,7 +250,7 @@ def _prepared(
         filled[name] = stored, (weights[:1] if first.cut is None else weights), scales
 
     def check(name: str) -> None:
-        stored, weights, input_scales = filled[name]
+        stored, weights, input_scales = filled.pop(name)
         for weight in weights:
             check_scales(checkpoint, stored, weight)
         check_input_scales(checkpoint, stored, input_scales)

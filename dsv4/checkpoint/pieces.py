@@ -1,6 +1,6 @@
 """Bytes of files and who gets which of them: in file order, in spans that are read at once."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -64,13 +64,18 @@ class Span(NamedTuple):
 def spans(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
     """The pieces, which are in file order, in spans of at most ``most`` bytes. Pieces are cut so
     that spans of neighbours are full. Those of different devices take turns, so that all links are
-    busy.
+    busy. A piece is let go with its span, and with it the memory of a target that nobody else has.
     """
-    by_device: defaultdict[torch.device, list[Piece]] = defaultdict(list)
+    by_device: defaultdict[torch.device, deque[Piece]] = defaultdict(deque)
     for piece in pieces:
         by_device[piece.shares[0].target.device].append(piece)
-    turns = zip_longest(*(_joined(part, most) for part in by_device.values()))
+    turns = zip_longest(*(_joined(_taken(part), most) for part in by_device.values()))
     return (span for turn in turns for span in turn if span is not None)
+
+
+def _taken(pieces: deque[Piece]) -> Iterator[Piece]:
+    while pieces:
+        yield pieces.popleft()
 
 
 def _joined(pieces: Iterable[Piece], most: int) -> Iterator[Span]:

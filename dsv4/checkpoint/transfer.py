@@ -51,17 +51,17 @@ class Transfer:
         on_filled: Callable[[str], None] = lambda _: None,
         readers: int | None = None,
     ) -> None:
-        self._pieces = [piece for piece in in_file_order(pieces) if piece.nbytes]
+        ordered = [piece for piece in in_file_order(pieces) if piece.nbytes]
         self._missing: Counter[str] = Counter()
         devices: set[torch.device] = set()
-        for piece in self._pieces:
+        for piece in ordered:
             self._missing[piece.name] += piece.nbytes
             devices.update(share.target.device for share in piece.shares)
         self._devices = sorted((one for one in devices if one.type == "cuda"), key=str)
         total = self._missing.total()
         self._readers = min(readers or reader_count(), -(-total // STAGING_BYTES))
-        self._buffer_bytes = min(total + GAP * len(self._pieces), STAGING_BYTES)
-        self._spans = spans(self._pieces, STAGING_BYTES)
+        self._buffer_bytes = min(total + GAP * len(ordered), STAGING_BYTES)
+        self._spans = spans(ordered, STAGING_BYTES)
         self._taking = Lock()
         self._on_bytes = on_bytes
         self._on_filled = on_filled

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dsv4.checkpoint import (
     Checkpoint,
@@ -27,6 +28,7 @@ from dsv4.errors import UserError
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import local_config, local_parameters, rank_weights
 from dsv4.weights.parameters import Role
+from dsv4.weights.quant import QuantTensor
 from tests.checkpoint.folders import CPU, Tensors, as_bytes, changed_copy, config_of, load
 
 # One layer of each kind of routing and of compression. An inner dimension of which a quarter is one
@@ -186,6 +188,21 @@ def test_weights_are_there_when_they_have_been_waited_for(tmp_path: Path) -> Non
             for name, weight in weights.items():
                 loading.wait(name)
                 assert as_bytes(weight) == as_bytes(expected[name]), (rank, name)
+
+
+def test_what_has_been_taken_is_let_go_beside_the_load(tmp_path: Path) -> None:
+    """Else a device would hold every weight as stored and packed when all are packed."""
+    checkpoint = opened(tmp_path / "x", "nvfp4-experts", Dialect.NATIVE)
+    with loading_ranks(checkpoint, config_of(checkpoint), on_cpu(checkpoint, 1)) as loading:
+        (weights,) = loading.ranks
+        taken = []
+        for name in list(weights):
+            weight = weights.pop(name)
+            loading.wait(name)
+            data = weight.data if isinstance(weight, QuantTensor) else weight
+            taken.append((name, StorageWeakRef(data.untyped_storage())))
+            del weight, data
+        assert [name for name, storage in taken if not storage.expired()] == []
 
 
 def test_parameters_that_nobody_wants_are_not_read(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Pieces of files in the spans that are read at once."""
 
+import weakref
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,6 +30,18 @@ def test_spans_hold_everything_once_and_never_too_much(files: list[Path]) -> Non
     assert [(span.offset, span.offset + span.nbytes) for span in cut] == [
         (span.pieces[0].offset, span.pieces[-1].offset + span.pieces[-1].nbytes) for span in cut
     ]
+
+
+def test_a_piece_is_let_go_with_its_span(files: list[Path]) -> None:
+    """Memory that was read into may be needed again long before all is read."""
+    pieces = [Piece.whole(files[0], 100 * index, memory(100)) for index in range(20)]
+    targets = [weakref.ref(piece.shares[0].target) for piece in pieces]
+    found = spans(in_file_order(pieces), 100)
+    del pieces
+    for done, span in enumerate(found, 1):
+        assert span.nbytes == 100
+        # The span itself, the piece that showed that it was full, and those still to come.
+        assert sum(target() is not None for target in targets) <= 20 - done + 2
 
 
 @given(
