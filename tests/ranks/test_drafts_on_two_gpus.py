@@ -56,6 +56,28 @@ def assert_stops_leave_ranks_side_by_side(engine: Engine) -> None:
     assert list(engine.generate(prompt, 30, GREEDY, NO_STOPS)) == expected
 
 
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_that_do_not_pay_rest_and_the_text_is_the_same(name: str) -> None:
+    """Drafts of a module whose last norm is zero are all token 0, which no text has."""
+    prompt = PROMPTS["stories"]
+    text = list(two_gpus(cuda_graph="full").generate(prompt, 400, GREEDY, NO_STOPS))
+    assert 0 not in text
+    folder = str(DRAFTS[name])
+    engine = two_gpus(cuda_graph="full", draft_weights=folder)
+    assert engine.engine_config.draft == "auto"
+    for module in engine.draft_modules:
+        module.head.norm.zero_()
+    for _ in range(2):
+        assert list(engine.generate(prompt, 400, GREEDY, NO_STOPS)) == text
+        assert_ranks_alike(engine)
+        assert engine.last_run is not None
+        drafts = engine.last_run.drafts
+        assert drafts is not None
+        assert (drafts.tokens, drafts.steps, drafts.accepted[0]) == (399, 399, 0)
+        assert 0 < drafts.drafted[0] < 40
+    assert_stops_leave_ranks_side_by_side(engine)
+
+
 def test_ranks_that_accept_other_tokens_are_noticed() -> None:
     """The seed of one rank changes while it runs."""
     engine = two_gpus("mtp")
