@@ -45,7 +45,8 @@ def test_the_peak_of_loading_and_running_is_what_was_planned(
     peak = torch.cuda.max_memory_allocated() - before
     expected = planned.total_bytes - CUDA_RESERVE_BYTES
     print(f"\npeak {peak / 1e6:.1f} MB, planned {expected / 1e6:.1f} MB")
-    assert abs(peak - expected) <= 0.05 * peak
+    # The state, which comes behind packing, is planned beside it.
+    assert -0.05 * peak <= expected - peak <= 0.05 * peak + planned.state_bytes
 
 
 def test_no_more_is_reserved_than_was_planned(tmp_path: Path) -> None:

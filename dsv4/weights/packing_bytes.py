@@ -3,16 +3,15 @@
 import torch
 
 from dsv4.weights.native import native_bytes, unsupported_reason
-from dsv4.weights.packed import matrices_at_once
+from dsv4.weights.packed import PADDING, matrices_at_once
 from dsv4.weights.packed_native import native_format
 from dsv4.weights.parameters import Parameter, Role
 from dsv4.weights.quant import QuantFormat, planned_quant_tensor
 
 # Copies of the matrices that are packed together, in their own bytes, that are alive while their
-# 4-bit codes or their values are put in another order, and the tables of codes; float32 copies, the
-# result included, while the torch ops dequantize a quantised one.
+# 4-bit codes are put in another order, and the tables of codes; float32 copies, the result
+# included, while the torch ops dequantize a quantised one.
 _CODE_COPIES = 5
-_VALUE_COPIES = 2
 _TABLE_BYTES = 5 << 19
 _DEQUANTIZING_COPIES = 4
 
@@ -55,7 +54,9 @@ def packing_bytes(parameter: Parameter, format: QuantFormat | None, nbytes: int)
     matrix = nbytes // matrices // (2 if is_rounded else 1)
     together = matrix * min(matrices, matrices_at_once(matrix))
     if format.group_size is None:
-        return stack + _VALUE_COPIES * together
+        # Of values one in the other order, and one with rows and columns to whole tiles.
+        is_padded = any(size % PADDING for size in parameter.shape[-2:])
+        return stack + (2 if is_padded else 1) * together
     return stack + _CODE_COPIES * together + _TABLE_BYTES
 
 

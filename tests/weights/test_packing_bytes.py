@@ -38,7 +38,8 @@ def test_packing_takes_what_is_planned_and_at_least_half(
     planned = packing_bytes(parameter(shape), format, weight.nbytes)
     assert live.peak <= planned
     # Indexing widens the codes inside the operator, where they are not seen.
-    assert planned <= 2.5 * live.peak
+    dense = (QuantFormat.BF16, QuantFormat.FP8_BLOCK128)
+    assert planned <= (1.01 if format in dense else 2.5) * live.peak
 
 
 @FORMATS
