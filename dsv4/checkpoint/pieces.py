@@ -85,13 +85,17 @@ def _joined(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
     start = 0
     end = 0
     for piece in pieces:
-        offset = piece.offset
-        is_same_file = piece.file is file or piece.file == file
+        of_piece, offset, rows, width, _, _ = piece
+        is_same_file = of_piece is file or of_piece == file
         is_neighbour = is_same_file and start <= offset <= end + GAP
-        room = start + most - offset if is_neighbour else 0
+        stop = offset + rows * width
         # Most pieces are small, and there are hundreds of thousands of them.
-        parts = [piece] if 0 < piece.nbytes <= room else _fitting(piece, room, most)
-        for part in parts:
+        if is_neighbour and offset < stop <= start + most:
+            together.append(piece)
+            end = max(end, stop)
+            continue
+        room = start + most - offset if is_neighbour else 0
+        for part in _fitting(piece, room, most):
             stop = part.offset + part.nbytes
             if together and not (is_neighbour and stop - start <= most):
                 yield Span(together[0].file, start, end - start, tuple(together))
