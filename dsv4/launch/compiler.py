@@ -101,6 +101,15 @@ def compile_ahead(
                 progress(done, len(missing))
 
 
+def is_installed() -> bool:
+    """Whether the packages of the compiler are there; an engine of torch ops runs without."""
+    try:
+        _versions()
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def cache_folder() -> Path:
     """Where cubins are kept between processes."""
     return Path(os.environ.get("DSV4_KERNEL_CACHE") or Path.home() / ".cache" / "dsv4" / "kernels")
@@ -149,9 +158,13 @@ def _fixed_key() -> str:
     digest = hashlib.sha256(device_header().encode())
     for path in (Path(__file__), *sorted(OPS.glob("*/*.cuh"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    for name in _COMPILER_PACKAGES:
-        digest.update(importlib.metadata.version(name).encode())
+    for version in _versions():
+        digest.update(version.encode())
     return digest.hexdigest()
+
+
+def _versions() -> list[str]:
+    return [importlib.metadata.version(name) for name in _COMPILER_PACKAGES]
 
 
 @functools.cache

@@ -142,7 +142,7 @@ class _ReadyCall:
         """A call has nothing that depends on them."""
 
 
-class _Prepared:
+class PreparedLaunch:
     """A launch as the driver takes it: its configuration, the kernel, and pointers to the words of
     its arguments.
     """
@@ -199,8 +199,8 @@ class _ReadyLaunch:
         self._values = values
         self._kept = kept
         self._most_tokens = tokens
-        self._whole = _Prepared(item.signature, target)
-        self._other = None if item.shape_of is None else _Prepared(item.signature, target)
+        self._whole = PreparedLaunch(item.signature, target)
+        self._other = None if item.shape_of is None else PreparedLaunch(item.signature, target)
         self._launches_whole = item.shape_of is None or item.shape_of(tokens) is not None
         self._whole.take(item.shape, values)
         self.retarget(tokens, 0)
@@ -218,7 +218,7 @@ class _ReadyLaunch:
             self._other.take(shape, self._values)
         self._use(None if shape is None else self._other, stream)
 
-    def _use(self, prepared: _Prepared | None, stream: int) -> None:
+    def _use(self, prepared: PreparedLaunch | None, stream: int) -> None:
         """None: nothing is launched."""
         if prepared is None:
             self.config: Any = None

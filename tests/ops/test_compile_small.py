@@ -29,6 +29,7 @@ KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
         for nvfp4 in (0, 1)
         for norm, groups, aligned in ((0, 1, 1), (0, 1, 0), (0, 8, 1), (1, 1, 1), (1, 4, 1))
     ),
+    ("scatter/scatter", (), ("scatter",)),
     ("rope/query_rope", (), ("query_rope", "query_rope_any_geometry")),
     ("rope/query_rope", (("WIDTH", 128), ("ROPE", 64)), ("query_rope", "query_rope_any_geometry")),
     ("router/router", (("PER_LANE", 8), ("HASH", 1)), ("router_select",)),
