@@ -10,6 +10,10 @@ STAGING_BYTES = 8 << 20
 # Those that are copied while all others are read into.
 MORE_BUFFERS = 4
 MAX_READERS = 16
+# Of those, the ones that read leave to what queues copies and to what packs weights.
+_OTHER_CORES = 2
+# Room in a buffer behind what was read: for the table of what it is made of.
+TABLE_BYTES = 1 << 16
 # Buffers of as many bytes on a GPU, which what was read passes on its way to the weights.
 LANES = 3
 
@@ -18,13 +22,13 @@ def reader_count() -> int:
     """How many spans are read at once: the threads of a large machine are more than its memory can
     feed.
     """
-    return min(MAX_READERS, os.cpu_count() or 1)
+    return min(MAX_READERS, max(2, (os.cpu_count() or 1) - _OTHER_CORES))
 
 
 def staging_bytes(total: int) -> int:
     """The memory of the host that ``total`` bytes of a load pass."""
     readers = min(reader_count(), -(-total // STAGING_BYTES))
-    return (readers + MORE_BUFFERS) * min(total, STAGING_BYTES)
+    return (readers + MORE_BUFFERS) * _buffer_bytes(total)
 
 
 def staging_on(device: torch.device, total: int) -> int:
@@ -33,4 +37,8 @@ def staging_on(device: torch.device, total: int) -> int:
     """
     if device.type != "cuda":
         return staging_bytes(total)
-    return LANES * min(total, STAGING_BYTES)
+    return LANES * _buffer_bytes(total)
+
+
+def _buffer_bytes(total: int) -> int:
+    return min(total, STAGING_BYTES) + TABLE_BYTES

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4.checkpoint.background_reads import BackgroundReads
 from dsv4.checkpoint.lanes import Lanes, lanes_to
 from dsv4.checkpoint.pieces import Span
-from dsv4.checkpoint.staging import MORE_BUFFERS
+from dsv4.checkpoint.staging import MORE_BUFFERS, TABLE_BYTES
 
 # Seconds after which the copies are looked at while reads are running, and after which somebody
 # who stops all is noticed.
@@ -38,15 +38,16 @@ def move_to_gpus(
     """
     with (
         _new_streams(devices) as streams,
-        lanes_to(devices, nbytes) as lanes,
+        lanes_to(devices, nbytes + TABLE_BYTES) as lanes,
         BackgroundReads(readers + MORE_BUFFERS) as reads,
     ):
 
-        def settle(span: Span) -> None:
+        def settle(spans: Sequence[Span]) -> None:
             # The current ones are those of lanes.
             for stream in streams:
                 torch.cuda.set_stream(stream)
-            arrived(span)
+            for span in spans:
+                arrived(span)
 
         moving = _Moving(lanes, reads, nbytes, readers, settle)
         following = next(spans, None)
@@ -74,7 +75,7 @@ class _Moving:
         reads: BackgroundReads,
         nbytes: int,
         readers: int,
-        arrived: Callable[[Span], None],
+        arrived: Callable[[Sequence[Span]], None],
     ) -> None:
         self._lanes = lanes
         self._reads = reads
@@ -104,7 +105,7 @@ class _Moving:
         """Begins to read one; there must be room."""
         if not self._free:
             self._free.append(len(self._buffers))
-            self._buffers.append(_pinned(self._nbytes))
+            self._buffers.append(_pinned(self._nbytes + TABLE_BYTES))
             self._has_new_buffer = True
         # The one that was used last may still be in the processor's cache.
         slot = self._free.pop()
@@ -128,10 +129,13 @@ class _Moving:
         elif self._copying:
             for event in self._copying[0].events:
                 event.synchronize()
+        arrived = []
         while self._copying and all(event.query() for event in self._copying[0].events):
             copied = self._copying.popleft()
             self._free.append(copied.slot)
-            self._arrived(copied.span)
+            arrived.append(copied.span)
+        if arrived:
+            self._arrived(arrived)
 
 
 def _pinned(nbytes: int) -> Tensor:

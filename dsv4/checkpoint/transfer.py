@@ -16,10 +16,11 @@ from typing import Self
 import torch
 
 from dsv4.checkpoint.background_reads import open_sequential, too_short, unreadable
-from dsv4.checkpoint.lanes import copy_on_host
+from dsv4.checkpoint.lanes import copy_on_host, prepare
 from dsv4.checkpoint.pieces import GAP, Piece, Span, in_file_order, spans
 from dsv4.checkpoint.staging import STAGING_BYTES, reader_count
 from dsv4.checkpoint.to_gpus import move_to_gpus
+from dsv4.checkpoint.uncollected import uncollected
 
 
 def transfer(
@@ -71,6 +72,7 @@ class Transfer:
         self._stopped = False
 
     def __enter__(self) -> Self:
+        prepare(self._devices)
         jobs = [self._move] if self._devices else [self._read] * self._readers
         self._running = len(jobs)
         self._threads = ThreadPoolExecutor(max(1, len(jobs)), "dsv4-load")
@@ -137,6 +139,7 @@ class Transfer:
                 self._arrived(span.pieces)
 
     @torch.inference_mode()
+    @uncollected()
     def _move(self) -> None:
         move_to_gpus(
             iter(self._next_span, None),

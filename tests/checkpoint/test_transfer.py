@@ -1,5 +1,6 @@
 """Bytes from files to memory: sequential, whole, and stopped by the first error or Ctrl-C."""
 
+import ctypes
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from dsv4.checkpoint import transfer as module
 from dsv4.checkpoint.pieces import Piece, Share
 from dsv4.checkpoint.transfer import Transfer, transfer
 from dsv4.errors import UserError
+from dsv4.ops.scatter.cuda import PART_BYTES
 from tests.checkpoint.folders import CPU
 from tests.checkpoint.shuffled import memory, shuffled_pieces
 
@@ -111,34 +113,51 @@ class LaterEvent:
         time.sleep(0.0005)
 
 
-class LaterLane:
-    """In the place of a lane to a GPU: it copies to the CPU, and its events are over a little
-    later.
-    """
+class LaterScatter:
+    """The kernel in plain Python, by the table alone."""
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, target: object, memory: torch.Tensor, stream: object) -> None:
+        self._memory = memory
 
-    def queue(self, parts: list[lanes._Part], read: torch.Tensor) -> LaterEvent:
-        for start, stop in lanes._joined(parts):
-            self._memory[start:stop] = read[start:stop]
-        lanes._put(parts, self._memory)
+    def queue(self, table: int, parts: int) -> None:
+        words = self._memory[table : table + PART_BYTES * parts].view(torch.int64).view(parts, -1)
+        for source, target, nbytes, rows, width in words.tolist():
+            for row in range(rows):
+                at = self._memory.data_ptr() + source + row * width
+                ctypes.memmove(target + row * nbytes, at, nbytes)
+
+
+class LaterStream:
+    """A stream whose events are over a little later."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def record_event(self) -> LaterEvent:
         return LaterEvent()
 
-    def end(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
-@pytest.fixture
-def copier(monkeypatch: pytest.MonkeyPatch) -> type[Transfer]:
-    """``Transfer`` as to GPUs, which copies to the CPU."""
+@pytest.fixture(params=[True, None], ids=["by table", "by torch"])
+def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Transfer]:
+    """``Transfer`` as to GPUs, with and without a kernel for them, which copies to the CPU."""
+    by_table = request.param
 
     class Copying(Transfer):
         def __enter__(self) -> Self:
             self._devices = [CPU]
             return super().__enter__()
 
-    monkeypatch.setattr(lanes, "Lane", LaterLane)
+    monkeypatch.setattr(lanes, "kernel_target", lambda _: by_table)
+    monkeypatch.setattr(lanes, "Scatter", LaterScatter)
+    for name in ("current_stream", "set_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", LaterStream)
     monkeypatch.setattr(to_gpus, "_new_streams", lambda _: nullcontext([]))
     monkeypatch.setattr(to_gpus, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     return Copying
