@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Launch, Recording
 from dsv4.launch.target import Target
 from dsv4.ops.linear import decode, grouped_linear, linear
@@ -14,7 +15,8 @@ from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
 from tests.ops.cases import normal
-from tests.ptx.nvrtc import SourceEdit, run_recorded
+from tests.ptx import program
+from tests.ptx.nvrtc import SourceEdit, ptx_of, run_recorded
 from tests.ptx.schedule import SCHEDULES
 
 pytestmark = pytest.mark.slow
@@ -38,6 +40,14 @@ FAULTS = {
 def weight(format: QuantFormat, rows: int, columns: int) -> QuantTensor:
     values = normal(rows, columns, seed=rows)
     return QuantTensor.dense(values.bfloat16()) if format is BF16 else quantize(values, format)
+
+
+def shape(recorded: Recording) -> Shape:
+    """That of the only launch."""
+    (launch,) = recorded.items
+    assert isinstance(launch, Launch)
+    assert isinstance(launch.shape, Shape)
+    return launch.shape
 
 
 def run(
@@ -95,9 +105,7 @@ def test_a_matrix(format: QuantFormat, rows: int, columns: int, tokens: int, blo
 
 
 def defines(recorded: Recording) -> dict[str, int]:
-    (launch,) = recorded.items
-    assert isinstance(launch, Launch)
-    return dict(launch.shape.kernel.defines)
+    return dict(shape(recorded).kernel.defines)
 
 
 def test_rows_of_x_that_are_not_aligned() -> None:
@@ -108,6 +116,15 @@ def test_rows_of_x_that_are_not_aligned() -> None:
         recorded = recording(3, 1)
         decode.linear(recorded, x, packed)
         assert defines(recorded)["ALIGNED_X"] == aligned
+
+
+def test_rings_begin_on_a_line_of_shared_memory() -> None:
+    recorded = recording(1, 1)
+    decode.linear(recorded, normal(1, 256, seed=1).bfloat16(), pack_weight(weight(NVFP4, 16, 256)))
+    kernel = shape(recorded).kernel
+    (loaded,) = program.load(ptx_of(kernel.source, ARCHITECTURE, kernel.defines)).values()
+    alignments = [v.align for v in loaded.function.variables if v.space == "shared" and not v.size]
+    assert alignments == [128]
 
 
 def test_slices_one_after_the_other() -> None:
