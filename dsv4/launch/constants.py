@@ -41,6 +41,8 @@ STAGE_SCALE_BYTES = {
     QuantFormat.FP8_BLOCK128: 16,
     QuantFormat.BF16: 0,
 }
+# Slots of decode_linear's rings are whole lines of shared memory.
+SLOT_LINE_BYTES = 128
 MAX_EXPERTS = 640
 MAX_EXPERTS_PER_TOKEN = 16
 # Ranks that share the seams of a long step take tiles of so many tokens in turn.
@@ -54,6 +56,7 @@ def device_header() -> str:
         "MAX_EXPERTS": MAX_EXPERTS,
         "MAX_EXPERTS_PER_TOKEN": MAX_EXPERTS_PER_TOKEN,
         "TOKEN_TILE": TOKEN_TILE,
+        "SLOT_LINE_BYTES": SLOT_LINE_BYTES,
         **{f"ROW_{code.name}": code.value for code in RowCode},
         **{FORMAT_NAME[format]: code for format, code in FORMAT_CODE.items()},
         **{

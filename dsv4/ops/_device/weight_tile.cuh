@@ -75,9 +75,12 @@ constexpr __host__ __device__ int stage_bytes(int format) {
                              : Stage<BF16>::BYTES;
 }
 
-// Bytes of a slot that a stage of either format fits into.
+// Bytes of a slot that a stage of either format fits into: whole lines, so that all slots of a ring
+// begin on one.
 constexpr __host__ __device__ int slot_bytes(int first, int second) {
-    return stage_bytes(first) > stage_bytes(second) ? stage_bytes(first) : stage_bytes(second);
+    const int most =
+        stage_bytes(first) > stage_bytes(second) ? stage_bytes(first) : stage_bytes(second);
+    return (most + SLOT_LINE_BYTES - 1) / SLOT_LINE_BYTES * SLOT_LINE_BYTES;
 }
 
 // What the codes' f16 form lacks: 4-bit values are dequantized as value · 2^-14.

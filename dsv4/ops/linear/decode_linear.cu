@@ -390,8 +390,8 @@ __device__ __forceinline__ int received_bytes(int tiles) {
 }
 
 // See Product. Shared memory: rings, x_bytes for the activations of a slice, the partial tiles,
-// with CLUSTER > 1 the sums received. Rings begin on a line of 128 bytes, so that a line of weights
-// is copied into one line of a slot, not into parts of two.
+// with CLUSTER > 1 the sums received. Rings begin on a line of shared memory, so that a line of
+// weights is copied into one line of a slot, not into parts of two.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode_linear(const bf16* x, int row_stride, int group_stride, int tokens,
                   const float* norm_weight, float eps, char* y, int columns, int slice_columns,
@@ -401,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   int float32_out, int x_bytes, int partial_bytes, const int64* peers, int64 slot,
                   int exchange) {
     pdl_launch();
-    extern __shared__ __align__(128) char shared[];
+    extern __shared__ __align__(SLOT_LINE_BYTES) char shared[];
     __shared__ float inverse[MAX_SLICES * TP], scratch[2 * TP * WARP];
     __shared__ Outbox outbox;
     __shared__ Finish finishes[WARPS];

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dsv4.launch.constants import STAGE_SCALE_BYTES
+from dsv4.launch.constants import SLOT_LINE_BYTES, STAGE_SCALE_BYTES
 from dsv4.launch.kernel import Defines, ceil_div, round_up
 from dsv4.launch.target import Target
 from dsv4.weights.packed import chunk_columns
@@ -137,6 +137,12 @@ def _stage_columns(format: QuantFormat) -> int:
     return _STAGE_LOADS * chunk_columns(format)
 
 
+def _slot_bytes(formats: tuple[QuantFormat, ...]) -> int:
+    """Of a ring, for a stage of any of the formats: ``slot_bytes`` of ``weight_tile.cuh``."""
+    most = max(STAGE_SCALE_BYTES[format] for format in formats)
+    return round_up(_STAGE_DATA + most, SLOT_LINE_BYTES)
+
+
 def _stages(shape: ProductShape) -> list[int]:
     padded_columns = round_up(shape.columns, 64)
     return [ceil_div(padded_columns, _stage_columns(format)) for format in shape.formats]
@@ -163,8 +169,7 @@ def _plan(problem: _Problem, cluster: int, slices: int, waves: int) -> LinearPla
     costs = [stages * _STAGE_CYCLES[format] for stages, format in pairs]
     clusters = _balance(shape.tiles, costs, max(len(shape.tiles), budget))
     most_tiles = _tiles_per_cluster(shape, clusters)
-    stage_bytes = _STAGE_DATA + max(STAGE_SCALE_BYTES[format] for format in shape.formats)
-    ring = WARPS * problem.depth * stage_bytes
+    ring = WARPS * problem.depth * _slot_bytes(shape.formats)
     activations = 2 * padded_tokens * slice_columns
     tile_bytes = _TILE_ROWS * padded_tokens * 4
     partials = ceil_div(slices, cluster) * (most_tiles + WARPS - 1) * tile_bytes

@@ -2,20 +2,22 @@
 groups that share tiles, and K in slices.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Launch, Recording
 from dsv4.launch.target import Target
-from dsv4.ops.linear import decode, grouped_linear, linear
+from dsv4.ops.linear import decode, decode_plan, grouped_linear, linear
 from dsv4.ops.linear.row_list import pack_rows, packed_rows
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
 from tests.ops.cases import normal
 from tests.ptx import program
+from tests.ptx.faults import Trap
 from tests.ptx.nvrtc import SourceEdit, ptx_of, run_recorded
 from tests.ptx.schedule import SCHEDULES
 
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 ARCHITECTURE = "sm_90a"
 NVFP4 = QuantFormat.NVFP4
+MXFP4 = QuantFormat.MXFP4
 FP8 = QuantFormat.FP8_BLOCK128
 BF16 = QuantFormat.BF16
 # Of float32 sums in another order, in roundings of the largest magnitude of a row's products.
@@ -42,21 +45,17 @@ def weight(format: QuantFormat, rows: int, columns: int) -> QuantTensor:
     return QuantTensor.dense(values.bfloat16()) if format is BF16 else quantize(values, format)
 
 
-def shape(recorded: Recording) -> Shape:
-    """That of the only launch."""
+def only(recorded: Recording) -> Launch:
     (launch,) = recorded.items
     assert isinstance(launch, Launch)
-    assert isinstance(launch.shape, Shape)
-    return launch.shape
+    return launch
 
 
 def run(
     recording: Recording, memory: Tensor, schedule: str = "random", edit: SourceEdit | None = None
 ) -> None:
-    (launch,) = recording.items
-    assert isinstance(launch, Launch)
     run_recorded(
-        launch,
+        only(recording),
         ARCHITECTURE,
         {"y": memory},
         recording.tokens,
@@ -105,7 +104,7 @@ def test_a_matrix(format: QuantFormat, rows: int, columns: int, tokens: int, blo
 
 
 def defines(recorded: Recording) -> dict[str, int]:
-    return dict(shape(recorded).kernel.defines)
+    return dict(only(recorded).shape.kernel.defines)
 
 
 def test_rows_of_x_that_are_not_aligned() -> None:
@@ -121,10 +120,29 @@ def test_rows_of_x_that_are_not_aligned() -> None:
 def test_rings_begin_on_a_line_of_shared_memory() -> None:
     recorded = recording(1, 1)
     decode.linear(recorded, normal(1, 256, seed=1).bfloat16(), pack_weight(weight(NVFP4, 16, 256)))
-    kernel = shape(recorded).kernel
+    kernel = only(recorded).shape.kernel
     (loaded,) = program.load(ptx_of(kernel.source, ARCHITECTURE, kernel.defines)).values()
     alignments = [v.align for v in loaded.function.variables if v.space == "shared" and not v.size]
     assert alignments == [128]
+
+
+@pytest.mark.parametrize("format", [NVFP4, MXFP4, FP8, BF16], ids=str)
+def test_a_plan_has_the_memory_that_the_kernel_takes(
+    format: QuantFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel traps where it has less. Here the plan asks for no more than it has counted."""
+    monkeypatch.setattr(decode_plan, "_LEAST_SHARED", 0)
+    monkeypatch.setattr(decode, "plan_linear", decode_plan.plan_linear.__wrapped__)
+    recorded = recording(1, 2)
+    decode.linear(recorded, normal(1, 96, seed=1).bfloat16(), pack_weight(weight(format, 40, 96)))
+    memory = torch.full((1, 40), torch.nan, dtype=torch.bfloat16)
+    run(recorded, memory)
+    assert torch.isfinite(memory).all()
+    launch = only(recorded)
+    less = replace(launch.shape, shared_bytes=launch.shape.shared_bytes - 4)
+    recorded.items[:] = [replace(launch, shape=less)]
+    with pytest.raises(Trap):
+        run(recorded, memory)
 
 
 def test_slices_one_after_the_other() -> None:

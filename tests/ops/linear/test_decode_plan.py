@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4.launch.constants import STAGE_SCALE_BYTES
-from dsv4.launch.kernel import ceil_div
+from dsv4.launch.constants import SLOT_LINE_BYTES, STAGE_SCALE_BYTES
+from dsv4.launch.kernel import ceil_div, round_up
 from dsv4.ops.linear.decode_plan import MAX_SLICES, WARPS, ProductShape, plan_linear
 from dsv4.weights.quant import QuantFormat
 from tests.ops.recorded import HOPPER
@@ -92,7 +92,8 @@ def test_shared_memory_holds_all_that_the_kernel_puts_there(
         slices = ceil_div(columns, plan.slice_columns)
         assert plan.partial_bytes >= ceil_div(slices, plan.cluster) * most_tiles * tile_bytes
         scales = max(STAGE_SCALE_BYTES[format] for format in formats)
-        used = WARPS * plan.depth * (2048 + scales) + plan.activation_bytes + plan.partial_bytes
+        slot = round_up(2048 + scales, SLOT_LINE_BYTES)
+        used = WARPS * plan.depth * slot + plan.activation_bytes + plan.partial_bytes
         if plan.cluster > 1:
             used += ceil_div(most_tiles, plan.cluster) * plan.cluster * tile_bytes
         assert used <= plan.shared_bytes
