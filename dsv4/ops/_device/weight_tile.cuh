@@ -7,23 +7,23 @@
 // ring, so warps never wait for each other:
 //
 //     // The whole block, after pdl_wait():
-//     stage_activations<TP, NORM, is_f16(F), HELD, ...>(...);
-//     float acc[accumulators(TP)] = {};
+//     stage_activations<T, NORM, is_f16(F), HELD, ...>(...);
+//     float acc[accumulators(T)] = {};
 //     // Weights may come before pdl_wait():
 //     for (d < DEPTH) { stage_fetch<F, RAGGED>(slot d, ...); cp_async_commit(); }
 //     for (stages) {
 //         // This stage's bytes, also those of other lanes:
 //         cp_async_wait<DEPTH - 1>(); __syncwarp();
-//         stage_multiply<F, TP>(slot, x_stage + lane_offset<TP>(lane), acc);
+//         stage_multiply<F, T>(slot, x_stage + lane_offset<T>(lane), acc);
 //         // A commit even if nothing is left:
 //         __syncwarp(); stage_fetch<F, RAGGED>(slot, stage + DEPTH); cp_async_commit();
 //     }
 //
-// TP, the padded token count (1, 2, 4 or 8), decides what a lane l = 4·g + t holds: for TP ≤ 4
+// T, the tokens that there is room for (1 to 8), decides what a lane l = 4·g + t holds: for T ≤ 4
 // tokens sit in the even columns of the MMA, acc[0] is (row g, token t) and acc[1] (row g + 8,
-// token t), meaningful for t < TP; for TP = 8 acc is
-// {(g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)}. The product is acc · format_factor<F>() ·
-// inverse[token] (· global_scale), see stage_activations.
+// token t); for more acc is {(g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)}. Tokens from T on
+// are not meaningful: their columns repeat another token's activations. The product is acc ·
+// format_factor<F>() · inverse[token] (· global_scale), see stage_activations.
 //
 // f16 activations are exact: each token's row is brought to an amax in [2^14, 2^15) by a power of
 // two, so that only values below 2^-29 of the row's largest lose bits. MXFP4 scale code 0 (2^-127)
@@ -42,9 +42,7 @@ constexpr int LOAD_BYTES = 512;
 constexpr int STAGE_DATA = STAGE_LOADS * LOAD_BYTES;
 
 constexpr __host__ __device__ bool is_f16(int format) { return format != BF16; }
-constexpr __host__ __device__ int accumulators(int padded_tokens) {
-    return padded_tokens == 8 ? 4 : 2;
-}
+constexpr __host__ __device__ int accumulators(int tokens) { return tokens > 4 ? 4 : 2; }
 
 template <int F>
 struct Stage {
@@ -117,12 +115,13 @@ __device__ __forceinline__ void stage_fetch(unsigned slot, const char* data, con
     }
 }
 
-// Byte offset of a lane's 16-byte unit inside the activations of 32 columns, which take 64 · TP
-// bytes.
-template <int TP>
+// Byte offset of a lane's 16-byte unit inside the activations of 32 columns, which take 64 · T
+// bytes. Lanes without a token read the units of one that is there, which a quarter of a warp then
+// reads twice or alone: it costs no more banks.
+template <int T>
 __device__ __forceinline__ unsigned lane_offset(int lane) {
     const int group = lane / 4;
-    const int token = TP == 8 ? group : (group / 2) % TP;
+    const int token = T == 8 ? group : T > 4 ? min(group, T - 1) : (group / 2) % T;
     return (token * 4 + lane % 4) * 16;
 }
 
@@ -142,10 +141,10 @@ __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsig
 }
 
 // acc += d · (scale of row g, scale of row g + 8).
-template <int TP>
-__device__ __forceinline__ void add_scaled(float (&acc)[accumulators(TP)], const float (&d)[4],
+template <int T>
+__device__ __forceinline__ void add_scaled(float (&acc)[accumulators(T)], const float (&d)[4],
                                            float low, float high) {
-    if constexpr (TP == 8) {
+    if constexpr (T > 4) {
         acc[0] += d[0] * low;
         acc[1] += d[1] * low;
         acc[2] += d[2] * high;
@@ -156,9 +155,9 @@ __device__ __forceinline__ void add_scaled(float (&acc)[accumulators(TP)], const
     }
 }
 
-template <int TP>
-__device__ __forceinline__ void add_plain(float (&acc)[accumulators(TP)], const float (&d)[4]) {
-    if constexpr (TP == 8) {
+template <int T>
+__device__ __forceinline__ void add_plain(float (&acc)[accumulators(T)], const float (&d)[4]) {
+    if constexpr (T > 4) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[i] += d[i];
     } else {
@@ -185,11 +184,11 @@ __device__ __forceinline__ unsigned dequantize8(unsigned codes) {
 }
 
 // acc += 16 rows × COLUMNS columns of weights times the activations. `slot` and `x` are shared
-// addresses; x points to the activations of the stage's first column plus lane_offset<TP>(lane).
-template <int F, int TP>
+// addresses; x points to the activations of the stage's first column plus lane_offset<T>(lane).
+template <int F, int T>
 __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int lane,
-                                               float (&acc)[accumulators(TP)]) {
-    constexpr int X32 = 64 * TP;  // bytes of 32 columns of activations
+                                               float (&acc)[accumulators(T)]) {
+    constexpr int X32 = 64 * T;  // bytes of 32 columns of activations
     if constexpr (F == NVFP4 || F == MXFP4) {
 #pragma unroll STAGE_LOADS
         for (int chunk = 0; chunk < STAGE_LOADS; ++chunk) {
@@ -209,7 +208,7 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
                     const unsigned pair =
                         dequantize8((s < 2 ? scales.x : scales.y) >> (s % 2 * 16));
                     const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&pair));
-                    add_scaled<TP>(acc, d, scale.x, scale.y);
+                    add_scaled<T>(acc, d, scale.x, scale.y);
                 }
             } else {
                 const unsigned scales = load_shared4(slot + STAGE_DATA + chunk * 32 + lane / 4 * 4);
@@ -223,7 +222,7 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
                     }
                     const unsigned low = pair ? scales << 7 : scales << 23;
                     const unsigned high = pair ? scales >> 1 : scales << 15;
-                    add_scaled<TP>(acc, d, __uint_as_float(low & 0x7F800000),
+                    add_scaled<T>(acc, d, __uint_as_float(low & 0x7F800000),
                                    __uint_as_float(high & 0x7F800000));
                 }
             }
@@ -243,8 +242,8 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
             mma<true>(d[0], first, b.x, b.y);
             mma<true>(d[1], second, b.z, b.w);
         }
-        add_scaled<TP>(acc, d[0], scale, scale);
-        add_scaled<TP>(acc, d[1], scale, scale);
+        add_scaled<T>(acc, d[0], scale, scale);
+        add_scaled<T>(acc, d[1], scale, scale);
     } else {
         float d[2][4] = {};
 #pragma unroll
@@ -257,8 +256,8 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
             mma<false>(d[0], a0, b.x, b.y);
             mma<false>(d[1], a1, b.z, b.w);
         }
-        add_plain<TP>(acc, d[0]);
-        add_plain<TP>(acc, d[1]);
+        add_plain<T>(acc, d[0]);
+        add_plain<T>(acc, d[1]);
     }
 }
 
@@ -312,14 +311,14 @@ __device__ __forceinline__ unsigned activation_factor(float amax) {
     return static_cast<unsigned>(min(max(268 - exponent, 1), 253)) << 23;
 }
 
-constexpr __host__ __device__ int activation_bytes(int padded_tokens, int padded_columns) {
-    return 2 * padded_tokens * padded_columns;
+constexpr __host__ __device__ int activation_bytes(int tokens, int padded_columns) {
+    return 2 * tokens * padded_columns;
 }
 
 // Where 8 columns of a token lie: word i (columns first + 2i and + 1) is at offset 16 · i bytes.
-template <int TP>
+template <int T>
 __device__ __forceinline__ char* activation_words(char* target, int first, int token) {
-    return target + (first / 32 * TP + token) * 64 + first % 32 / 8 * 4;
+    return target + (first / 32 * T + token) * 64 + first % 32 / 8 * 4;
 }
 
 // values[s] = values[(s + turn) % 4]. Threads of a warp store their four words in different orders,
@@ -336,16 +335,16 @@ __device__ __forceinline__ void rotate(unsigned (&values)[4], int turn) {
 }
 
 // Puts columns [0, columns) of `tokens` rows x + token · row_stride into shared memory `target`
-// (activation_bytes(TP, padded_columns), 16-byte aligned) in the order of the B fragments: the
-// 16-byte unit t of 32 columns b and token n is number (b · TP + n) · 4 + t and holds columns 2t,
-// 2t + 1 of each 8 columns. Columns up to padded_columns (a multiple of 32) and tokens up to TP
+// (activation_bytes(T, padded_columns), 16-byte aligned) in the order of the B fragments: the
+// 16-byte unit t of 32 columns b and token n is number (b · T + n) · 4 + t and holds columns 2t,
+// 2t + 1 of each 8 columns. Columns up to padded_columns (a multiple of 32) and tokens up to T
 // become zero. IS_F16: f16 values times a power of two per token whose inverse goes to
 // inverse[token]; otherwise bf16 and inverse = 1. NORM: the row is rms-normalised over `columns`,
 // times norm_weight, and rounded to bf16 first. HELD: 16-byte loads in flight per thread and token;
 // WHOLE: they are all of the row, which is then read once, else twice. ALIGNED: see load_columns.
-// `scratch`: 2 · TP · 32 floats. Every one of the THREADS of the block calls it; it ends with a
+// `scratch`: 2 · T · 32 floats. Every one of the THREADS of the block calls it; it ends with a
 // barrier.
-template <int TP, bool NORM, bool IS_F16, int HELD, bool WHOLE, bool ALIGNED, int THREADS>
+template <int T, bool NORM, bool IS_F16, int HELD, bool WHOLE, bool ALIGNED, int THREADS>
 __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_stride, int tokens,
                                                   int columns, int padded_columns,
                                                   const float* norm_weight, float eps, char* target,
@@ -353,12 +352,12 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
     const int lane = threadIdx.x % WARP;
     const int warp = threadIdx.x / WARP;
     constexpr int BLOCK_WARPS = THREADS / WARP, STRIDE = THREADS * 8;
-    uint4 pieces[HELD][TP];
+    uint4 pieces[HELD][T];
     const auto load = [&](int base) {
 #pragma unroll
         for (int b = 0; b < HELD; ++b) {
 #pragma unroll
-            for (int n = 0; n < TP; ++n) {
+            for (int n = 0; n < T; ++n) {
                 pieces[b][n] = make_uint4(0, 0, 0, 0);
                 if (n < tokens)
                     pieces[b][n] =
@@ -366,13 +365,13 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
             }
         }
     };
-    float norms[TP], factors[TP];
+    float norms[T], factors[T];
 #pragma unroll
-    for (int n = 0; n < TP; ++n) norms[n] = factors[n] = 1.0f;
+    for (int n = 0; n < T; ++n) norms[n] = factors[n] = 1.0f;
     if constexpr (NORM || IS_F16) {
-        float squares[TP] = {}, amax[TP] = {};
+        float squares[T] = {}, amax[T] = {};
         // without a norm: two bf16 magnitudes, which compare like integers
-        unsigned packed_amax[TP] = {};
+        unsigned packed_amax[T] = {};
         for (int base = threadIdx.x * 8; base < padded_columns; base += HELD * STRIDE) {
             load(base);
 #pragma unroll
@@ -381,7 +380,7 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
                 if (NORM)
                     load_norm_weight<ALIGNED>(norm_weight, base + b * STRIDE, columns, weights);
 #pragma unroll
-                for (int n = 0; n < TP; ++n) {
+                for (int n = 0; n < T; ++n) {
                     const unsigned words[4] = {pieces[b][n].x, pieces[b][n].y, pieces[b][n].z,
                                                pieces[b][n].w};
 #pragma unroll
@@ -401,25 +400,25 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
             if (WHOLE) break;
         }
 #pragma unroll
-        for (int n = 0; n < TP; ++n) {
+        for (int n = 0; n < T; ++n) {
             if (!NORM)
                 amax[n] = __uint_as_float(max(packed_amax[n] << 16, packed_amax[n] & 0xFFFF0000));
             const unsigned largest = __reduce_max_sync(~0u, __float_as_uint(amax[n]));
             if (NORM) squares[n] = warp_sum(squares[n]);
             if (lane == 0) {
                 scratch[n * WARP + warp] = __uint_as_float(largest);
-                if (NORM) scratch[(TP + n) * WARP + warp] = squares[n];
+                if (NORM) scratch[(T + n) * WARP + warp] = squares[n];
             }
         }
         __syncthreads();
         // Every warp adds up for itself, which saves a barrier.
 #pragma unroll
-        for (int n = 0; n < TP; ++n) {
+        for (int n = 0; n < T; ++n) {
             const unsigned bits =
                 lane < BLOCK_WARPS ? __float_as_uint(scratch[n * WARP + lane]) : 0u;
             float largest = __uint_as_float(__reduce_max_sync(~0u, bits));
             if (NORM) {
-                const float part = lane < BLOCK_WARPS ? scratch[(TP + n) * WARP + lane] : 0.0f;
+                const float part = lane < BLOCK_WARPS ? scratch[(T + n) * WARP + lane] : 0.0f;
                 norms[n] = rsqrtf(warp_sum(part) / columns + eps);
                 largest *= norms[n];
             }
@@ -428,10 +427,11 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
     }
     if (threadIdx.x == 0) {
 #pragma unroll
-        for (int n = 0; n < TP; ++n)
+        for (int n = 0; n < T; ++n)
             inverse[n] = __uint_as_float((254u << 23) - __float_as_uint(factors[n]));
     }
-    const int turn = (TP == 1 ? lane / 8 : lane / 4) % 4;
+    // Units of neighbouring 32 columns lie in both halves of the banks where T is odd.
+    const int turn = (T % 2 ? lane / 8 : lane / 4) % 4;
     for (int base = threadIdx.x * 8; base < padded_columns; base += HELD * STRIDE) {
         if (!WHOLE || !(NORM || IS_F16)) load(base);
 #pragma unroll
@@ -441,7 +441,7 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
             float weights[8];
             if (NORM) load_norm_weight<ALIGNED>(norm_weight, first, columns, weights);
 #pragma unroll
-            for (int n = 0; n < TP; ++n) {
+            for (int n = 0; n < T; ++n) {
                 unsigned words[4] = {pieces[b][n].x, pieces[b][n].y, pieces[b][n].z,
                                      pieces[b][n].w};
 #pragma unroll
@@ -459,7 +459,7 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
                     }
                 }
                 rotate(words, turn);
-                char* unit = activation_words<TP>(target, first, n);
+                char* unit = activation_words<T>(target, first, n);
 #pragma unroll
                 for (int s = 0; s < 4; ++s)
                     *reinterpret_cast<unsigned*>(unit + (s + turn) % 4 * 16) = words[s];

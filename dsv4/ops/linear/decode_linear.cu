@@ -7,21 +7,23 @@
 // blocks. Each warp streams its weights through a private ring, which it fills before it waits for
 // the kernel before.
 //
-// Defines: FORMAT0, FORMAT1 (-1: none), PADDED_TOKENS (1, 2, 4, 8), FUSED_NORM, RAGGED_K (K is no
-// multiple of a stage), WARPS, PIECES, HOLDS_SLICE and ALIGNED_X (HELD, WHOLE and ALIGNED of
-// stage_activations), DEPTH (stages of a warp's ring), CLUSTER (blocks), TURNS (slices of a block),
-// RANKS (above 1: y goes to the ranks as words, exchange.cuh).
+// Defines: FORMAT0, FORMAT1 (-1: none), TOKENS (1 to 8, as many as the launch has), FUSED_NORM,
+// RAGGED_K (K is no multiple of a stage), WARPS, PIECES, HOLDS_SLICE and ALIGNED_X (HELD, WHOLE and
+// ALIGNED of stage_activations), DEPTH (stages of a warp's ring), CLUSTER (blocks), TURNS (slices
+// of a block), RANKS (above 1: y goes to the ranks as words, exchange.cuh).
 #include "columns.cuh"
 #include "exchange.cuh"
 #include "weight_tile.cuh"
 
 constexpr int SLOT = slot_bytes(FORMAT0, FORMAT1);
+// Whether the compiler knows how many tokens there are: it then loads their rows without branches.
+// Powers of two ask the launch, because a step of 4 tokens was slower otherwise.
+constexpr bool KNOWS_TOKENS = (TOKENS & (TOKENS - 1)) != 0;
 // MAX_MATRICES and MAX_SLICES as in decode_plan.py.
-constexpr int TP = PADDED_TOKENS;
 constexpr int MAX_MATRICES = 8;
 static_assert(MAX_MATRICES <= WARP, "a warp has one in each lane");
 constexpr int MAX_SLICES = 8;
-constexpr int TILE_OUTPUTS = TILE_ROWS * TP, THREADS = WARPS * WARP;
+constexpr int TILE_OUTPUTS = TILE_ROWS * TOKENS, THREADS = WARPS * WARP;
 
 // Row tiles of one format, `tiles` of them (per group) for `clusters` clusters (per group).
 struct Rows {
@@ -233,12 +235,16 @@ struct Workspace {
 
 // A warp's partial tile: [token][row].
 __device__ __forceinline__ void store_partial(float* partial, int lane,
-                                              const float (&acc)[accumulators(TP)]) {
+                                              const float (&acc)[accumulators(TOKENS)]) {
     const int row = lane / 4, token = lane % 4;
-    if constexpr (TP == 8) {
+    if constexpr (TOKENS > 4) {
         float* at = partial + 2 * token * TILE_ROWS + row;
-        at[0] = acc[0], at[TILE_ROWS] = acc[1], at[8] = acc[2], at[TILE_ROWS + 8] = acc[3];
-    } else if (token < TP) {
+        const bool even = 2 * token < TOKENS, odd = 2 * token + 1 < TOKENS;
+        if (even) at[0] = acc[0];
+        if (odd) at[TILE_ROWS] = acc[1];
+        if (even) at[8] = acc[2];
+        if (odd) at[TILE_ROWS + 8] = acc[3];
+    } else if (token < TOKENS) {
         float* at = partial + token * TILE_ROWS + row;
         at[0] = acc[0], at[8] = acc[1];
     }
@@ -255,7 +261,7 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
     const int warp = threadIdx.x / WARP;
     const int tiles = share.tiles();
     const bf16* x = p.x + (int64)share.group * p.group_stride;
-    const unsigned x_lane = shared_address(space.x) + lane_offset<TP>(lane);
+    const unsigned x_lane = shared_address(space.x) + lane_offset<TOKENS>(lane);
     const unsigned ring = shared_address(space.rings) + warp * (DEPTH * SLOT);
     for (int turn = 0; turn < TURNS; ++turn) {
         const Slice<F> slice(p, rank + turn * CLUSTER, tiles);
@@ -283,13 +289,13 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
             __syncthreads();
         }
         // x_TK = rms_norm(x_TK, norm_weight) if FUSED_NORM; f16 rows also get a power of two
-        stage_activations<TP, FUSED_NORM, is_f16(F), PIECES, HOLDS_SLICE, ALIGNED_X, THREADS>(
+        stage_activations<TOKENS, FUSED_NORM, is_f16(F), PIECES, HOLDS_SLICE, ALIGNED_X, THREADS>(
             x + slice.begin, p.row_stride, p.tokens, slice.columns,
             slice.stages * Stage<F>::COLUMNS, p.norm_weight, p.eps, space.x,
-            space.inverse + turn * TP, space.scratch);
+            space.inverse + turn * TOKENS, space.scratch);
         float* partials = space.partials + turn * (tiles + WARPS - 1) * TILE_OUTPUTS;
-        float acc[accumulators(TP)] = {};
-        constexpr unsigned X_BYTES = activation_bytes(TP, Stage<F>::COLUMNS);
+        float acc[accumulators(TOKENS)] = {};
+        constexpr unsigned X_BYTES = activation_bytes(TOKENS, Stage<F>::COLUMNS);
         const unsigned x_end = x_lane + slice.stages * X_BYTES;
         unsigned slot = ring;
         unsigned x_stage =
@@ -299,7 +305,7 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
             cp_async_wait<DEPTH - 1>();
             __syncwarp();
             // partial_TN += x_TK[:, stage] @ weight_NK[tile, stage].T
-            stage_multiply<F, TP>(slot, x_stage, lane, acc);
+            stage_multiply<F, TOKENS>(slot, x_stage, lane, acc);
             __syncwarp();
             if (i + DEPTH < last) {
                 cursor.fetch(slot, lane);
@@ -311,7 +317,7 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
             if (++stage == slice.stages || i + 1 == last) {
                 store_partial(partials + (tile + warp) * TILE_OUTPUTS, lane, acc);
 #pragma unroll
-                for (int j = 0; j < accumulators(TP); ++j) acc[j] = 0.0f;
+                for (int j = 0; j < accumulators(TOKENS); ++j) acc[j] = 0.0f;
                 ++tile;
                 stage = 0;
             }
@@ -353,7 +359,7 @@ __device__ __forceinline__ void collect_tiles(const Product& p, const Share& sha
 #pragma unroll
                 for (int i = 0; i < WARPS; ++i) sum += values[i];
                 // y_TN = partial_TN.sum(warps), less the power of two of x_TK
-                sums[j] += sum * space.inverse[turn * TP + output / TILE_ROWS];
+                sums[j] += sum * space.inverse[turn * TOKENS + output / TILE_ROWS];
             }
         }
 #pragma unroll
@@ -401,8 +407,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   int float32_out, int x_bytes, int partial_bytes, const int64* peers, int64 slot,
                   int exchange) {
     pdl_launch();
+    if (KNOWS_TOKENS) tokens = TOKENS;
     extern __shared__ __align__(SLOT_LINE_BYTES) char shared[];
-    __shared__ float inverse[MAX_SLICES * TP], scratch[2 * TP * WARP];
+    __shared__ float inverse[MAX_SLICES * TOKENS], scratch[2 * TOKENS * WARP];
     __shared__ Outbox outbox;
     __shared__ Finish finishes[WARPS];
     __shared__ uint64 inbox;

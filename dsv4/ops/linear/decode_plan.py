@@ -4,7 +4,7 @@ of the shape.
 
 import functools
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsv4.launch.constants import SLOT_LINE_BYTES, STAGE_SCALE_BYTES
@@ -58,7 +58,7 @@ class LinearPlan:
     after the other.
     """
 
-    padded_tokens: int
+    tokens: int
     cluster: int
     clusters: tuple[int, ...]
     slice_columns: int
@@ -77,7 +77,7 @@ class LinearPlan:
     def defines(self) -> Defines:
         """Those of ``decode_linear.cu`` that the plan decides."""
         return (
-            ("PADDED_TOKENS", self.padded_tokens),
+            ("TOKENS", self.tokens),
             ("RAGGED_K", int(self.ragged)),
             ("WARPS", WARPS),
             ("DEPTH", self.depth),
@@ -95,7 +95,7 @@ class LinearPlan:
     @property
     def _holds_slice(self) -> bool:
         """Whether a thread's registers have room for them."""
-        return 0 < self._pieces * self.padded_tokens <= _MOST_PIECES
+        return 0 < self._pieces * self.tokens <= _MOST_PIECES
 
 
 @functools.cache
@@ -107,30 +107,44 @@ def plan_linear(shape: ProductShape, tokens: int, target: Target) -> LinearPlan:
     or 4 blocks take a slice of K each, which was slower wherever both fit (docs/kernels/linear.md).
     Where that is not enough, blocks take their K in several slices. Rings have one stage less where
     that saves sharing K. Raises ``ValueError`` when even the smallest slices do not fit.
+
+    K is shared as the next power of two of tokens needs it: so a token's sums have the same order,
+    and the same bits, among 5, 6, 7 and 8 tokens.
     """
     padded_tokens = next(size for size in (1, 2, 4, 8) if size >= tokens)
-    problem = _Problem(shape, padded_tokens, target, _DEPTH - 1)
-    for cluster, depth in itertools.product((1, 2, 4), (_DEPTH, _DEPTH - 1)):
-        plan = _plan(replace(problem, depth=depth), cluster, cluster, 1)
-        if plan is not None:
-            return plan
-    for waves in range(1, 65):
-        for slices in range(2, MAX_SLICES + 1):
-            plan = _plan(problem, 1, slices, waves)
-            if plan is not None:
-                return plan
-    raise ValueError(
-        f"weight: found {shape.tiles} row tiles of K = {shape.columns}, "
-        "more than the decode kernel can hold"
-    )
+    sharing = _share_columns(_Problem(shape, padded_tokens, target, _DEPTH - 1))
+    # Blocks that take K in several slices have the shorter rings.
+    depths = (_DEPTH, _DEPTH - 1) if sharing.slices == sharing.cluster else (_DEPTH - 1,)
+    plans = (_plan(_Problem(shape, tokens, target, depth), sharing) for depth in depths)
+    return next(plan for plan in plans if plan is not None)
 
 
-@dataclass(frozen=True)
-class _Problem:
+class _Problem(NamedTuple):
     shape: ProductShape
-    padded_tokens: int
+    tokens: int
     target: Target
     depth: int
+
+
+class _Sharing(NamedTuple):
+    """K in ``slices`` slices on clusters of ``cluster`` blocks, of which ``waves`` run in turn."""
+
+    cluster: int
+    slices: int
+    waves: int = 1
+
+
+def _share_columns(problem: _Problem) -> _Sharing:
+    """The first that fits."""
+    clusters = [_Sharing(cluster, cluster) for cluster in (1, 2, 4)]
+    turns = itertools.product(range(1, 65), range(2, MAX_SLICES + 1))
+    for sharing in (*clusters, *(_Sharing(1, slices, waves) for waves, slices in turns)):
+        if _plan(problem, sharing) is not None:
+            return sharing
+    raise ValueError(
+        f"weight: found {problem.shape.tiles} row tiles of K = {problem.shape.columns}, "
+        "more than the decode kernel can hold"
+    )
 
 
 def _stage_columns(format: QuantFormat) -> int:
@@ -152,12 +166,10 @@ def _tiles_per_cluster(shape: ProductShape, clusters: tuple[int, ...]) -> int:
     return max(ceil_div(count, used) for count, used in zip(shape.tiles, clusters, strict=True))
 
 
-def _plan(problem: _Problem, cluster: int, slices: int, waves: int) -> LinearPlan | None:
-    """The plan with K in ``slices`` slices on clusters of ``cluster`` blocks; None when it does not
-    work out.
-    """
-    shape = problem.shape
-    padded_tokens = problem.padded_tokens
+def _plan(problem: _Problem, sharing: _Sharing) -> LinearPlan | None:
+    """The plan with K shared so; None when it does not work out."""
+    shape, tokens, *_ = problem
+    cluster, slices, waves = sharing
     padded_columns = round_up(shape.columns, 64)
     whole = round_up(padded_columns, _SLICE_MULTIPLE)
     slice_columns = round_up(ceil_div(whole, slices), _SLICE_MULTIPLE)
@@ -170,15 +182,15 @@ def _plan(problem: _Problem, cluster: int, slices: int, waves: int) -> LinearPla
     clusters = _balance(shape.tiles, costs, max(len(shape.tiles), budget))
     most_tiles = _tiles_per_cluster(shape, clusters)
     ring = WARPS * problem.depth * _slot_bytes(shape.formats)
-    activations = 2 * padded_tokens * slice_columns
-    tile_bytes = _TILE_ROWS * padded_tokens * 4
+    activations = 2 * tokens * slice_columns
+    tile_bytes = _TILE_ROWS * tokens * 4
     partials = ceil_div(slices, cluster) * (most_tiles + WARPS - 1) * tile_bytes
     received = round_up(most_tiles, cluster) * tile_bytes if cluster > 1 else 0
     shared = ring + activations + partials + received
     if shared > _SHARED_LIMIT:
         return None
     return LinearPlan(
-        padded_tokens,
+        tokens,
         cluster,
         clusters,
         slice_columns,

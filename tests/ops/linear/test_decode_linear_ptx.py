@@ -17,7 +17,7 @@ from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
 from tests.ops.cases import normal
 from tests.ptx import program
-from tests.ptx.faults import Trap
+from tests.ptx.faults import OutOfBounds, Trap
 from tests.ptx.nvrtc import SourceEdit, ptx_of, run_recorded
 from tests.ptx.schedule import SCHEDULES
 
@@ -36,6 +36,18 @@ FAULTS = {
     ),
     "the last warp of a tile is left out": SourceEdit(
         "decode_linear.cu", "warp <= sharers.last ?", "warp < sharers.last ?"
+    ),
+}
+
+FAULTS_OF_FIVE = {
+    "sums of a token that is not there are kept": SourceEdit(
+        "decode_linear.cu", "odd = 2 * token + 1 < TOKENS", "odd = 2 * token < TOKENS"
+    ),
+    "a token's sums are dropped": SourceEdit(
+        "decode_linear.cu", "even = 2 * token < TOKENS", "even = 2 * token + 1 < TOKENS"
+    ),
+    "tokens sit in the columns of up to four": SourceEdit(
+        "weight_tile.cuh", "T > 4 ? min(group, T - 1)", "T > 5 ? min(group, T - 1)"
     ),
 }
 
@@ -85,22 +97,83 @@ def single(
     edit: SourceEdit | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What the kernel computes, and what it should."""
-    stored = weight(format, rows, columns)
     x = normal(tokens, columns, seed=1).bfloat16()
+    found = product(x, format, rows, blocks, edit)
+    return found, linear(x, weight(format, rows, columns), torch.float32)
+
+
+def product(
+    x: Tensor, format: QuantFormat, rows: int, blocks: int = 2, edit: SourceEdit | None = None
+) -> Tensor:
+    """What the kernel computes with ``weight(format, rows, ...)``: float32."""
+    tokens, columns = x.shape
     recorded = recording(tokens, blocks)
-    decode.linear(recorded, x, pack_weight(stored), torch.float32)
+    decode.linear(recorded, x, pack_weight(weight(format, rows, columns)), torch.float32)
     memory = torch.full((tokens, rows), torch.nan)
     run(recorded, memory, edit=edit)
-    return memory, linear(x, stored, torch.float32)
+    return memory
 
 
 @pytest.mark.parametrize(
     ("format", "rows", "columns", "tokens", "blocks"),
-    [(FP8, 464, 256, 1, 2), (NVFP4, 200, 512, 2, 1), (BF16, 40, 64, 8, 3), (FP8, 16, 2048, 1, 1)],
+    [
+        (FP8, 464, 256, 1, 2),
+        (NVFP4, 200, 512, 2, 1),
+        (MXFP4, 464, 96, 3, 2),
+        (FP8, 200, 160, 5, 1),
+        (NVFP4, 40, 512, 6, 1),
+        (BF16, 200, 96, 7, 2),
+        (BF16, 40, 64, 8, 3),
+        (FP8, 16, 2048, 1, 1),
+    ],
     ids=str,
 )
 def test_a_matrix(format: QuantFormat, rows: int, columns: int, tokens: int, blocks: int) -> None:
     assert_product(*single(format, rows, columns, tokens, blocks))
+
+
+@pytest.mark.parametrize(
+    ("format", "rows", "columns"),
+    [(NVFP4, 40, 512), (MXFP4, 40, 160), (FP8, 56, 384), (BF16, 40, 128)],
+    ids=str,
+)
+def test_tokens_have_the_bits_that_they_have_among_eight(
+    format: QuantFormat, rows: int, columns: int
+) -> None:
+    """Rows of very different sizes."""
+    x = (normal(8, columns, seed=1) * torch.logspace(-9, 9, 8)[:, None]).bfloat16()
+    among_eight = product(x, format, rows)
+    for tokens in (3, 5, 6, 7):
+        assert torch.equal(product(x[:tokens], format, rows), among_eight[:tokens])
+
+
+@pytest.mark.parametrize("tokens", [3, 5])
+def test_nan_stays_with_its_token(tokens: int) -> None:
+    """Also where columns of an MMA that have no token repeat its row."""
+    x = normal(tokens, 64, seed=1).bfloat16()
+    expected = product(x, FP8, 24)
+    for token in (0, tokens - 1):
+        others = torch.arange(tokens) != token
+        x_nan = x.clone()
+        x_nan[token, 5] = torch.nan
+        found = product(x_nan, FP8, 24)
+        assert torch.equal(found[others], expected[others])
+        assert found[token].isnan().all()
+
+
+@pytest.mark.parametrize("columns", [256, 4096])
+def test_normalised_tokens_have_the_bits_that_they_have_among_eight(columns: int) -> None:
+    rows = pack_rows([weight(FP8, 24, columns)], [torch.float32])
+    norm_weight = normal(columns, seed=2)
+    x = (normal(8, columns, seed=1) * torch.logspace(-9, 9, 8)[:, None]).bfloat16()
+    found = []
+    for tokens in (8, 3, 6):
+        recorded = recording(tokens, 2)
+        decode.linear_rows(recorded, x[:tokens], rows, norm_weight, 1e-6)
+        found.append(torch.full((tokens, 24), torch.nan))
+        run(recorded, found[-1])
+        assert torch.equal(found[-1], found[0][:tokens])
+    assert torch.isfinite(found[0]).all()
 
 
 def defines(recorded: Recording) -> dict[str, int]:
@@ -126,16 +199,19 @@ def test_rings_begin_on_a_line_of_shared_memory() -> None:
     assert alignments == [128]
 
 
-@pytest.mark.parametrize("format", [NVFP4, MXFP4, FP8, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("format", "tokens"), [(NVFP4, 1), (MXFP4, 3), (FP8, 4), (BF16, 5), (FP8, 7), (FP8, 8)], ids=str
+)
 def test_a_plan_has_the_memory_that_the_kernel_takes(
-    format: QuantFormat, monkeypatch: pytest.MonkeyPatch
+    format: QuantFormat, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel traps where it has less. Here the plan asks for no more than it has counted."""
     monkeypatch.setattr(decode_plan, "_LEAST_SHARED", 0)
     monkeypatch.setattr(decode, "plan_linear", decode_plan.plan_linear.__wrapped__)
-    recorded = recording(1, 2)
-    decode.linear(recorded, normal(1, 96, seed=1).bfloat16(), pack_weight(weight(format, 40, 96)))
-    memory = torch.full((1, 40), torch.nan, dtype=torch.bfloat16)
+    recorded = recording(tokens, 2)
+    x = normal(tokens, 96, seed=1).bfloat16()
+    decode.linear(recorded, x, pack_weight(weight(format, 40, 96)))
+    memory = torch.full((tokens, 40), torch.nan, dtype=torch.bfloat16)
     run(recorded, memory)
     assert torch.isfinite(memory).all()
     launch = only(recorded)
@@ -162,6 +238,12 @@ def test_slices_one_after_the_other() -> None:
 def test_a_fault_is_seen(fault: str) -> None:
     with pytest.raises(AssertionError):
         assert_product(*single(FP8, 464, 256, 1, 2, FAULTS[fault]))
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_FIVE)
+def test_a_fault_of_five_tokens_is_seen(fault: str) -> None:
+    with pytest.raises((AssertionError, OutOfBounds)):
+        assert_product(*single(FP8, 200, 256, 5, 1, FAULTS_OF_FIVE[fault]))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -17,6 +17,8 @@ MXFP4 = QuantFormat.MXFP4
 FP8 = QuantFormat.FP8_BLOCK128
 BF16 = QuantFormat.BF16
 SHARED_PER_BLOCK = 227 << 10
+# That a block asks for: two never share an SM.
+LEAST_SHARED = 116 << 10
 # (formats, tiles, K, groups): Pro and Flash input rows (CSA, HCA), query rows, o_a, o_b, down,
 # head; tiny ones.
 SHAPES = [
@@ -34,10 +36,11 @@ SHAPES = [
     ((FP8, BF16), (4, 4), 64, 1),
     ((BF16,), (2,), 64, 2),
     ((BF16,), (20000,), 16384, 1),
+    ((FP8,), (448,), 12288, 1),
 ]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("tokens", range(1, 9))
 @pytest.mark.parametrize(("formats", "tiles", "columns", "groups"), SHAPES)
 def test_plan_fits_the_machine(
     formats: tuple[QuantFormat, ...],
@@ -47,12 +50,12 @@ def test_plan_fits_the_machine(
     tokens: int,
 ) -> None:
     plan = plan_linear(ProductShape(formats, tiles, columns, groups), tokens, HOPPER)
-    assert tokens <= plan.padded_tokens <= 8
+    assert plan.tokens == tokens
     assert plan.shared_bytes <= SHARED_PER_BLOCK - 4096
     assert all(0 < clusters <= count for clusters, count in zip(plan.clusters, tiles, strict=True))
     assert plan.slice_columns % 256 == 0
     assert ceil_div(columns, plan.slice_columns) <= MAX_SLICES
-    assert plan.activation_bytes == 2 * plan.padded_tokens * plan.slice_columns
+    assert plan.activation_bytes == 2 * tokens * plan.slice_columns
     stage = {NVFP4: 256, MXFP4: 256, FP8: 128, BF16: 64}
     assert plan.ragged == any(ceil_div(columns, 64) * 64 % stage[format] for format in formats)
     # Every block of a cluster has a slice: one without would not wait for the kernel before.
@@ -77,26 +80,41 @@ def test_blocks_share_the_work_evenly() -> None:
 
 
 @pytest.mark.parametrize(("formats", "tiles", "columns", "groups"), SHAPES)
-def test_shared_memory_holds_all_that_the_kernel_puts_there(
+def test_shared_memory_holds_what_the_kernel_puts_there_and_no_more(
     formats: tuple[QuantFormat, ...], tiles: tuple[int, ...], columns: int, groups: int
 ) -> None:
     """As decode_linear.cu counts it: rings, activations, partial sums, and in a cluster the sums
     that the other blocks send.
     """
-    for tokens in (1, 2, 4, 8):
+    for tokens in range(1, 9):
         plan = plan_linear(ProductShape(formats, tiles, columns, groups), tokens, HOPPER)
         most_tiles = max(
             ceil_div(count, clusters) for count, clusters in zip(tiles, plan.clusters, strict=True)
         )
-        tile_bytes = 16 * plan.padded_tokens * 4
-        slices = ceil_div(columns, plan.slice_columns)
-        assert plan.partial_bytes >= ceil_div(slices, plan.cluster) * most_tiles * tile_bytes
+        tile_bytes = 16 * tokens * 4
+        assert plan.turns == ceil_div(columns, plan.slice_columns) // plan.cluster
+        assert plan.partial_bytes == plan.turns * (most_tiles + WARPS - 1) * tile_bytes
         scales = max(STAGE_SCALE_BYTES[format] for format in formats)
         slot = round_up(2048 + scales, SLOT_LINE_BYTES)
         used = WARPS * plan.depth * slot + plan.activation_bytes + plan.partial_bytes
         if plan.cluster > 1:
             used += ceil_div(most_tiles, plan.cluster) * plan.cluster * tile_bytes
-        assert used <= plan.shared_bytes
+        assert plan.shared_bytes == max(used, LEAST_SHARED)
+
+
+@pytest.mark.parametrize(("formats", "tiles", "columns", "groups"), SHAPES)
+def test_k_is_shared_as_the_next_power_of_two_of_tokens_needs_it(
+    formats: tuple[QuantFormat, ...], tiles: tuple[int, ...], columns: int, groups: int
+) -> None:
+    """Sums of a token have one order then. Rings may be longer where fewer tokens leave room."""
+    shape = ProductShape(formats, tiles, columns, groups)
+    plans = [plan_linear(shape, tokens, HOPPER) for tokens in range(1, 9)]
+    sharing = [
+        (plan.cluster, plan.clusters, plan.slice_columns, plan.turns, plan.ragged) for plan in plans
+    ]
+    assert sharing[2] == sharing[3]
+    assert set(sharing[4:]) == {sharing[7]}
+    assert all(plan.depth >= plans[7].depth for plan in plans[4:])
 
 
 def test_a_cluster_shares_activations_that_one_block_cannot_hold() -> None:
