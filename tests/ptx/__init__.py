@@ -27,7 +27,7 @@ bytes.
 | ``operands``, ``program``, ``warp`` | rows of 32 lanes, handlers of instructions, divergence |
 | ``scalar``, ``alu``, ``bits``, ``convert``, ``floats``, ``exchange`` | instructions of threads |
 | ``memory``, ``load_store``, ``atomics`` | global and shared memory |
-| ``copies`` | cp.async of every lane |
+| ``copies`` | cp.async and st.async of every lane |
 | ``barriers``, ``asynchronous``, ``clock`` | what waits for what |
 | ``schedule``, ``cluster`` | who is next |
 | ``tensor_map``, ``tma``, ``tma_store`` | tensor copies |

@@ -1,5 +1,8 @@
-"""cp.async: copies of 4, 8 or 16 bytes of every lane, in groups that a thread waits for."""
+"""cp.async: copies of 4, 8 or 16 bytes of every lane, in groups that a thread waits for. st.async:
+stores that an mbarrier counts.
+"""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +15,7 @@ from tests.ptx.syntax import Instruction
 from tests.ptx.warp import Wait
 
 if TYPE_CHECKING:
+    from tests.ptx.barriers import Barrier
     from tests.ptx.warp import Warp
 
 
@@ -93,6 +97,31 @@ def _fetch(warp: "Warp", source: Array, counts: Array, size: int) -> Array:
     return values
 
 
+def _store(instruction: Instruction, layout: Layout) -> Handler:
+    """What each lane stores comes when the schedule wants; the bytes are complete then."""
+    ptx_type = instruction.parts[-1]
+    if "mbarrier::complete_tx::bytes" not in instruction.opcode or ptx_type not in ("b32", "b64"):
+        raise Unsupported(instruction.text)
+    where = layout.address(instruction.operands[0])
+    source = layout.source(instruction.operands[1], ptx_type)
+    told = layout.address(instruction.operands[2])
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        cluster = warp.block.cluster
+        values = np.stack([source(warp)], -1).view(np.uint8)
+        for lane in np.flatnonzero(lanes(mask)):
+            barrier = cluster.barrier(int(told(warp)[lane]), warp)
+            to, value = where(warp)[lane : lane + 1].copy(), values[lane : lane + 1].copy()
+            cluster.asynchronous.add(partial(_arrive, warp, barrier, to, value))
+
+    return run
+
+
+def _arrive(warp: "Warp", barrier: "Barrier", to: Array, value: Array) -> None:
+    write(warp, "shared", to, value)
+    barrier.complete(value.size)
+
+
 def _commit(instruction: Instruction, layout: Layout) -> Handler:
     def run(warp: "Warp", mask: Mask) -> None:
         for group in _groups(warp, mask):
@@ -123,4 +152,5 @@ BUILDS: dict[str, Build] = {
     "cp.async.commit_group": _commit,
     "cp.async.wait_group": _wait,
     "cp.async.wait_all": _wait,
+    "st.async": _store,
 }

@@ -203,6 +203,40 @@ mapa.shared::cluster.u32 %r12, %r30, %r11;
 @%p0 mbarrier.arrive.shared::cluster.b64 _, [%r12];
 """
 MEET = "barrier.cluster.arrive; barrier.cluster.wait;"
+# Every lane's number to the other block, which waits for BYTES.
+MAIL = f"""
+mov.b32 %r31, 1;
+{INIT}
+@%p0 mbarrier.arrive.expect_tx.shared.b64 _, [%r30], BYTES;
+{MEET}
+mov.u32 %r10, %cluster_ctarank;
+xor.b32 %r11, %r10, 1;
+mapa.shared::cluster.u32 %r12, %r30, %r11;
+mad.lo.u32 %r13, %lane, 4, %r12;
+mad.lo.u32 %r14, %r10, 100, %lane;
+st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r13+128], %r14, [%r12];
+{wait(0)}
+mad.lo.u32 %r13, %lane, 4, %r30;
+ld.shared.b32 %r14, [%r13+128];
+ld.param.u64 %out, [p0];
+mad.lo.u32 %r15, %r10, 32, %lane;
+mad.wide.u32 %at, %r15, 4, %out;
+st.global.b32 [%at], %r14;
+{MEET}
+"""
+
+
+def test_bytes_of_asynchronous_stores_are_waited_for() -> None:
+    numbers = np.arange(32, dtype=np.uint32)
+    for schedule in SCHEDULES.values():
+        result = np.zeros(64, np.uint32)
+        text = kernel(MAIL.replace("BYTES", "128"), 1)
+        run_text(text, [result], cluster=2, schedule=schedule)
+        assert (result == np.concatenate([100 + numbers, numbers])).all()
+    for count, fault in (("132", Deadlock), ("0", EndedBlock)):
+        text = kernel(MAIL.replace("BYTES", count), 1)
+        with pytest.raises(fault):
+            run_text(text, [np.zeros(64, np.uint32)], cluster=2, schedule=SCHEDULES["late"])
 
 
 def run_often(text: str) -> None:

@@ -234,6 +234,19 @@ def test_slices_one_after_the_other() -> None:
     assert_product(memory, linear(x, stored, torch.float32))
 
 
+@pytest.mark.parametrize("tokens", [5, 8])
+def test_blocks_of_a_cluster_add_up_their_slices(tokens: int) -> None:
+    """Three tiles: one block finishes two of them, the other one."""
+    x = normal(tokens, 16384, seed=1).bfloat16()
+    stored = weight(FP8, 48, 16384)
+    recorded = recording(tokens, 2)
+    decode.linear(recorded, x, pack_weight(stored), torch.float32)
+    assert defines(recorded)["CLUSTER"] == 2
+    memory = torch.full((tokens, 48), torch.nan)
+    run(recorded, memory)
+    assert_product(memory, linear(x, stored, torch.float32))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
     with pytest.raises(AssertionError):
