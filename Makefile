@@ -54,21 +54,22 @@ clean:
 $(VENV)/bin/python:
 	$(SYSTEM_PYTHON) -m venv $(VENV)
 
-# Without an NVIDIA GPU the CPU build of torch goes in first: the default build brings gigabytes of CUDA libraries.
-$(VENV)/.dsv4-runtime: pyproject.toml | $(VENV)/bin/python
-	@if ! $(PYTHON) -c 'import torch' 2>/dev/null && ! command -v nvidia-smi >/dev/null; then \
+# Without an NVIDIA GPU the CPU build of torch comes along: the default build brings gigabytes of CUDA libraries.
+# Modules are compiled when they are first imported: most of them never are.
+INSTALL       := $(PYTHON) -m pip install -q --no-compile
+extras-runtime = $(if $(shell command -v nvidia-smi 2>/dev/null),[cuda])
+extras-test   := [test]
+extras-dev    := [dev]
+
+$(VENV)/.dsv4-%: pyproject.toml | $(VENV)/bin/python
+	@if command -v nvidia-smi >/dev/null || $(PYTHON) -c 'import torch' 2>/dev/null; then \
+		$(INSTALL) -e ".$(extras-$*)"; \
+	else \
 		echo "installing torch $(TORCH_CPU_VERSION) for the CPU"; \
-		$(PYTHON) -m pip install -q "torch==$(TORCH_CPU_VERSION)+cpu" 2>/dev/null \
-		|| $(PYTHON) -m pip install -q --no-deps --retries 1 -i $(TORCH_CPU_INDEX) "torch==$(TORCH_CPU_VERSION)" \
-		|| echo "no CPU build found, the default build of torch follows"; \
+		$(INSTALL) "torch==$(TORCH_CPU_VERSION)+cpu" -e ".$(extras-$*)" 2>/dev/null || { \
+			$(INSTALL) --no-deps --retries 1 -i $(TORCH_CPU_INDEX) "torch==$(TORCH_CPU_VERSION)" \
+			|| echo "no CPU build found, the default build of torch follows"; \
+			$(INSTALL) -e ".$(extras-$*)"; \
+		}; \
 	fi
-	@if command -v nvidia-smi >/dev/null; then $(PYTHON) -m pip install -q -e ".[cuda]"; else $(PYTHON) -m pip install -q -e .; fi
-	@touch $@
-
-$(VENV)/.dsv4-test: $(VENV)/.dsv4-runtime
-	$(PYTHON) -m pip install -q -e ".[test]"
-	@touch $@
-
-$(VENV)/.dsv4-dev: $(VENV)/.dsv4-runtime
-	$(PYTHON) -m pip install -q -e ".[dev]"
-	@touch $@
+	@touch $@ $(runtime)

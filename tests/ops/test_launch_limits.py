@@ -3,11 +3,14 @@ the compiler's report for their architecture.
 """
 
 import functools
+from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
+import dsv4.ops
 from dsv4.bench.ops import all_cases
 from dsv4.launch.kernel import Defines, Shape, round_up
 from dsv4.launch.recording import Launch
@@ -24,6 +27,10 @@ TARGETS = [
     Target(torch.device("cuda", 0), architecture, multiprocessors)
     for architecture, multiprocessors in (("sm_90a", 132), ("sm_100a", 148), ("sm_103a", 160))
 ]
+# The architecture whose program a device gets: no source asks for its own, so that those of the two
+# Blackwells differ in their name alone.
+PROGRAMS = {"sm_90a": "sm_90a", "sm_100a": "sm_100a", "sm_103a": "sm_100a"}
+SOURCES = Path(dsv4.ops.__file__).parent
 OPS = sorted({case.op for case in all_cases("")})
 REGISTERS = 1 << 16
 # The launches of each target, of all ops together.
@@ -60,6 +67,10 @@ def launches(target: Target, op: str) -> tuple[Found, ...]:
     return tuple(found.values())
 
 
+def one_of_each_kernel(found: Iterable[Found]) -> list[Found]:
+    return list({launch.shape.kernel.function: launch for launch in found}.values())
+
+
 @functools.cache
 def compiled(
     source: str, architecture: str, defines: Defines
@@ -87,10 +98,10 @@ def test_launches_fit_on_a_multiprocessor(target: Target, op: str) -> None:
     """All of them for Blackwell; one of each kernel for Hopper, where tests run the others."""
     found = launches(target, op)
     if target.architecture == "sm_90a":
-        found = {launch.shape.kernel.function: launch for launch in found}.values()
+        found = one_of_each_kernel(found)
     for shape, case, decodes in found:
         kernel = shape.kernel
-        used, static = compiled(kernel.source, target.architecture, kernel.defines)
+        used, static = compiled(kernel.source, PROGRAMS[target.architecture], kernel.defines)
         registers, spilled = used[kernel.function]
         what = f"{kernel.function} of {case}"
         # A warp gets its registers by 256.
@@ -101,3 +112,18 @@ def test_launches_fit_on_a_multiprocessor(target: Target, op: str) -> None:
         known = MOST_SPILLED.keys() & {kernel.function, kernel.source}
         phase = "decode" if decodes else "prefill"
         assert spilled <= MOST_SPILLED[known.pop() if known else phase], what
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_both_blackwells_get_the_same_registers(op: str) -> None:
+    """One of each kernel: a program of one name is assembled like that of the other."""
+    for shape, case, _ in one_of_each_kernel(launches(TARGETS[2], op)):
+        source, defines = shape.kernel.source, shape.kernel.defines
+        found = {name: compiled(source, name, defines) for name in ("sm_100a", "sm_103a")}
+        assert found["sm_100a"] == found["sm_103a"], case
+
+
+def test_no_source_asks_for_its_architecture() -> None:
+    sources = [path for kind in ("*.cu", "*.cuh") for path in SOURCES.rglob(kind)]
+    assert len(sources) > 30
+    assert [path.name for path in sources if "__CUDA_ARCH" in path.read_text("utf-8")] == []

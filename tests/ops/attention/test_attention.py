@@ -205,11 +205,13 @@ def test_output_is_rotated_back_at_the_query_position(ops: Ops, position: int) -
 
 
 def test_spec11_a03_logits_are_scaled_by_the_head_dimension_alone(ops: Ops) -> None:
-    """Two keys with logit difference 512^(−1/2) · 512 · 0.1: a factor of 1.277 or its square would
-    show.
+    """Two keys with logit difference 512^(−1/2) · 448 · 0.125: a factor of 1.277 or its square
+    would show. The product with the key is 56 in any order of its sum. What is left are roundings
+    to float32: of the factor and of the logit 2.5 units of 2^-24 each, of the exponential 2, of the
+    two quotients 1 each.
     """
     rows_SD = torch.zeros(160, HEAD_DIM)
-    rows_SD[1, :448] = 0.1
+    rows_SD[1, :448] = 0.125
     rows_SD[0, 448] = 1.0
     rows_SD[1, 449] = 1.0
     q_THD = torch.ones(1, 1, HEAD_DIM)
@@ -218,9 +220,8 @@ def test_spec11_a03_logits_are_scaled_by_the_head_dimension_alone(ops: Ops) -> N
     out = ops.sparse_attention(
         q_THD, keys, None, torch.tensor([NO_SINK]), positions(1), torch.zeros(32)
     )[0, 0]
-    assert math.log(float(out[449] / out[448])) == pytest.approx(
-        448 * 0.1 / math.sqrt(512), rel=6e-7
-    )
+    ratio = float(out[449]) / float(out[448])
+    assert math.log(ratio) == pytest.approx(56 / math.sqrt(512), rel=0, abs=2**-20)
 
 
 @pytest.mark.parametrize("ratio", [4, 128])
