@@ -1,9 +1,9 @@
 """Copies of spans of files from the host to the devices that own their pieces.
 
 A span goes to a device in few large copies, because the link loses microseconds at each one, and is
-put where it belongs from there, by a kernel, which finds behind the span what it is made of. The
-ways to do both, the lanes of a device, take turns: while one puts a span in its place, the next has
-the link.
+put where it belongs from there, by a kernel that finds a table of its parts behind it. The ways to
+do both, the lanes of a device, take turns: while one puts a span in its place, the next has the
+link.
 """
 
 import struct
@@ -89,8 +89,8 @@ class Lanes:
 
 
 def prepare(devices: Iterable[torch.device]) -> None:
-    """Loads what lanes to these GPUs launch: in a thread of its own, beside others that import the
-    same packages, it would see half of them.
+    """Loads what lanes to these GPUs launch. To be called before a thread makes lanes: two that
+    import cuda.core at the same time see half of it.
     """
     for device in devices:
         kernel_target(device)

@@ -10,9 +10,9 @@ STAGING_BYTES = 8 << 20
 # Those that are copied while all others are read into.
 MORE_BUFFERS = 4
 MAX_READERS = 16
-# Of those, the ones that read leave to what queues copies and to what packs weights.
+# Cores that readers leave to what queues copies and to what packs weights.
 _OTHER_CORES = 2
-# Room in a buffer behind what was read: for the table of what it is made of.
+# Room behind what was read, for the table of its parts.
 TABLE_BYTES = 1 << 16
 # Buffers of as many bytes on a GPU, which what was read passes on its way to the weights.
 LANES = 3
