@@ -1,6 +1,5 @@
 """Bytes from files to memory: sequential, whole, and stopped by the first error or Ctrl-C."""
 
-import ctypes
 import signal
 import threading
 import time
@@ -14,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4.checkpoint import lanes, to_gpus
+from dsv4.checkpoint import to_gpus
 from dsv4.checkpoint import transfer as module
 from dsv4.checkpoint.pieces import Piece, Share
 from dsv4.checkpoint.transfer import Transfer, transfer
 from dsv4.errors import UserError
-from dsv4.ops.scatter.cuda import PART_BYTES
 from tests.checkpoint.folders import CPU
+from tests.checkpoint.lanes_on_the_cpu import put_lanes_on_the_cpu
 from tests.checkpoint.shuffled import memory, shuffled_pieces
 
 READERS = 3
@@ -100,64 +99,17 @@ def test_missing_and_short_files_are_one_line(files: list[Path]) -> None:
         transfer([Piece.whole(files[1], 4950, memory(100))], lambda _: None)
 
 
-class LaterEvent:
-    """It is over half a millisecond after it was made."""
-
-    def __init__(self) -> None:
-        self._over = time.monotonic() + 0.0005
-
-    def query(self) -> bool:
-        return time.monotonic() >= self._over
-
-    def synchronize(self) -> None:
-        time.sleep(0.0005)
-
-
-class LaterScatter:
-    """The kernel in plain Python, by the table alone."""
-
-    def __init__(self, target: object, memory: torch.Tensor, stream: object) -> None:
-        self._memory = memory
-
-    def queue(self, table: int, parts: int) -> None:
-        words = self._memory[table : table + PART_BYTES * parts].view(torch.int64).view(parts, -1)
-        for source, target, nbytes, rows, width in words.tolist():
-            for row in range(rows):
-                at = self._memory.data_ptr() + source + row * width
-                ctypes.memmove(target + row * nbytes, at, nbytes)
-
-
-class LaterStream:
-    """A stream whose events are over a little later."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def wait_stream(self, other: object) -> None:
-        pass
-
-    def record_event(self) -> LaterEvent:
-        return LaterEvent()
-
-    def synchronize(self) -> None:
-        pass
-
-
-@pytest.fixture(params=[True, None], ids=["by table", "by torch"])
+@pytest.fixture(params=[True, False], ids=["by table", "by torch"])
 def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Transfer]:
     """``Transfer`` as to GPUs, with and without a kernel for them, which copies to the CPU."""
-    by_table = request.param
+    by_table: bool = request.param
 
     class Copying(Transfer):
         def __enter__(self) -> Self:
             self._devices = [CPU]
             return super().__enter__()
 
-    monkeypatch.setattr(lanes, "kernel_target", lambda _: by_table)
-    monkeypatch.setattr(lanes, "Scatter", LaterScatter)
-    for name in ("current_stream", "set_stream", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", LaterStream)
+    put_lanes_on_the_cpu(monkeypatch, by_table)
     monkeypatch.setattr(to_gpus, "_new_streams", lambda _: nullcontext([]))
     monkeypatch.setattr(to_gpus, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     return Copying
