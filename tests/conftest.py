@@ -34,6 +34,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """What is left ends with the process: a last search of gigabytes takes longer than a worker is
+    given.
+    """
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests marked ``gpu`` on a machine without a CUDA device."""
     # Imported where it is needed: the process that only distributes tests needs no torch.
