@@ -85,8 +85,8 @@ def _joined(pieces: Iterable[Piece], most: int) -> Iterator[Span]:
     start = 0
     end = 0
     for piece in pieces:
-        of_piece, offset, rows, width, _, _ = piece
-        is_same_file = of_piece is file or of_piece == file
+        its_file, offset, rows, width, _, _ = piece
+        is_same_file = its_file is file or its_file == file
         is_neighbour = is_same_file and start <= offset <= end + GAP
         stop = offset + rows * width
         # Most pieces are small, and there are hundreds of thousands of them.
