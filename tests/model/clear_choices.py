@@ -14,7 +14,7 @@ from dsv4.config import CSA_RATIO
 from dsv4.ops import Ops
 from dsv4.ops.indexer import entry_scores
 from dsv4.ops.moe import Mixture
-from dsv4.ops.router import Router
+from dsv4.ops.router import Router, selection_scores
 
 
 class ClearChoices:
@@ -39,8 +39,7 @@ class ClearChoices:
 
     def _moe(self, x_TE: Tensor, tokens_T: Tensor, router: Router, *rest: Any) -> Mixture:
         if not router.hashed:
-            logit_TX = x_TE.float() @ router.gate.dequantize().T
-            score_TX = torch.nn.functional.softplus(logit_TX).sqrt() + router.selection
+            score_TX = selection_scores(x_TE, router.gate, router.selection)
             self._note(score_TX, router.experts_per_token)
         return self._ops.moe(x_TE, tokens_T, router, *rest)
 
