@@ -42,6 +42,10 @@ constexpr int LOAD_BYTES = 512;
 constexpr int STAGE_DATA = STAGE_LOADS * LOAD_BYTES;
 
 constexpr __host__ __device__ bool is_f16(int format) { return format != BF16; }
+// Whether a kernel for so many tokens knows their number when it is compiled: it then loads their
+// rows without branches. Powers of two ask the launch, because a step of 4 tokens was slower
+// otherwise.
+constexpr __host__ __device__ bool knows_tokens(int tokens) { return (tokens & (tokens - 1)) != 0; }
 constexpr __host__ __device__ int accumulators(int tokens) { return tokens > 4 ? 4 : 2; }
 
 template <int F>

@@ -16,9 +16,6 @@
 #include "weight_tile.cuh"
 
 constexpr int SLOT = slot_bytes(FORMAT0, FORMAT1);
-// Whether the compiler knows how many tokens there are: it then loads their rows without branches.
-// Powers of two ask the launch, because a step of 4 tokens was slower otherwise.
-constexpr bool KNOWS_TOKENS = (TOKENS & (TOKENS - 1)) != 0;
 // MAX_MATRICES and MAX_SLICES as in decode_plan.py.
 constexpr int MAX_MATRICES = 8;
 static_assert(MAX_MATRICES <= WARP, "a warp has one in each lane");
@@ -407,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   int float32_out, int x_bytes, int partial_bytes, const int64* peers, int64 slot,
                   int exchange) {
     pdl_launch();
-    if (KNOWS_TOKENS) tokens = TOKENS;
+    if (knows_tokens(TOKENS)) tokens = TOKENS;
     extern __shared__ __align__(SLOT_LINE_BYTES) char shared[];
     __shared__ float inverse[MAX_SLICES * TOKENS], scratch[2 * TOKENS * WARP];
     __shared__ Outbox outbox;

@@ -151,8 +151,8 @@ def _stage_columns(format: QuantFormat) -> int:
     return _STAGE_LOADS * chunk_columns(format)
 
 
-def _slot_bytes(formats: tuple[QuantFormat, ...]) -> int:
-    """Of a ring, for a stage of any of the formats: ``slot_bytes`` of ``weight_tile.cuh``."""
+def slot_bytes(formats: tuple[QuantFormat, ...]) -> int:
+    """Of a decode kernel's ring, for a stage of any of the formats: as in ``weight_tile.cuh``."""
     most = max(STAGE_SCALE_BYTES[format] for format in formats)
     return round_up(_STAGE_DATA + most, SLOT_LINE_BYTES)
 
@@ -181,7 +181,7 @@ def _plan(problem: _Problem, sharing: _Sharing) -> LinearPlan | None:
     costs = [stages * _STAGE_CYCLES[format] for stages, format in pairs]
     clusters = _balance(shape.tiles, costs, max(len(shape.tiles), budget))
     most_tiles = _tiles_per_cluster(shape, clusters)
-    ring = WARPS * problem.depth * _slot_bytes(shape.formats)
+    ring = WARPS * problem.depth * slot_bytes(shape.formats)
     activations = 2 * tokens * slice_columns
     tile_bytes = _TILE_ROWS * tokens * 4
     partials = ceil_div(slices, cluster) * (most_tiles + WARPS - 1) * tile_bytes

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from dsv4.launch.checks import expect
-from dsv4.launch.constants import FORMAT_CODE, MAX_EXPERTS, STAGE_SCALE_BYTES
+from dsv4.launch.constants import FORMAT_CODE, MAX_EXPERTS
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording, is_aligned
 from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.exchange.words import NOT_SENT, Words, WordSum, outgoing
+from dsv4.ops.linear.decode_plan import slot_bytes
 from dsv4.ops.moe import ExpertWeights, Mixture
 from dsv4.ops.moe.operands import Layer, check_experts, expert_arguments
 from dsv4.ops.router import Router
@@ -29,7 +30,6 @@ from dsv4.weights.quant import QuantFormat
 # that the number of a launch, which marks its words, is its own.
 COUNTERS = 2 + 2 * MAX_DECODE_TOKENS * MAX_EXPERTS
 _STAGE_LOADS = 4
-_LOAD_BYTES = 512
 # Rows of the output that a work item of the second phase computes, and their partial sums.
 _PAIR_ROWS = 32
 # Dynamic shared memory a block may use: 227 KB less the kernel's static tables.
@@ -110,11 +110,6 @@ class _Step:
         return count, inner, width
 
     @property
-    def padded_tokens(self) -> int:
-        """1, 2, 4 or 8."""
-        return _padded_tokens(self.tokens)
-
-    @property
     def formats(self) -> tuple[QuantFormat, QuantFormat]:
         """The formats of the routed and the shared experts."""
         return self.layer.experts.w1.format, self.layer.shared.w1.format
@@ -138,15 +133,14 @@ class _Step:
         of h for every warp.
         """
         _, _, width = self.sizes
-        scales = max(STAGE_SCALE_BYTES[format] for format in self.formats)
-        weights = ring.warps * ring.stages * 2 * (_STAGE_LOADS * _LOAD_BYTES + scales)
+        weights = ring.warps * ring.stages * 2 * slot_bytes(self.formats)
         # Of two tiles of 16 rows. Phase 1: those of BUFFERS items. Phase 2: of BATCHES · ROUNDS.
-        sums = ring.warps * 2 * self.padded_tokens * 16 * 4
-        buffers, rounds = (2, 4) if self.padded_tokens == 8 else (4, 8)
+        sums = ring.warps * 2 * self.tokens * 16 * 4
+        buffers, rounds = (2, 4) if self.tokens > 4 else (4, 8)
         # x is there in each of the 16-bit types that a format multiplies in.
         copies = len({format is QuantFormat.BF16 for format in self.formats})
         activations = copies * self.tokens * 2 * round_up(width, self.stage_columns)
-        hidden = ring.warps * self.padded_tokens * 2 * self.stage_columns
+        hidden = ring.warps * self.tokens * 2 * self.stage_columns
         behind = max(buffers * sums + activations, rounds * sums + hidden)
         return max(weights + behind, _SHARED_LEAST)
 
@@ -162,7 +156,7 @@ class _Step:
             ("VECTORS", ceil_div(vectors, WARP * ring.warps)),
             ("ROUTED", FORMAT_CODE[routed]),
             ("SHARED", FORMAT_CODE[shared]),
-            ("TOKENS", self.padded_tokens),
+            ("TOKENS", self.tokens),
             ("TAILS", int(width % self.stage_columns != 0 or inner % self.stage_columns != 0)),
             ("WARPS", ring.warps),
             ("STAGES", ring.stages),
@@ -192,10 +186,6 @@ class _Results(NamedTuple):
             self.weights_TP[tokens],
             self.words.behind((tokens.start or 0) * width),
         )
-
-
-def _padded_tokens(tokens: int) -> int:
-    return 1 << (tokens - 1).bit_length()
 
 
 def _check(x_TE: Tensor, tokens_T: Tensor, router: Router[PackedWeight], layer: Layer) -> None:

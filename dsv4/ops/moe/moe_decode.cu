@@ -18,7 +18,7 @@
 // i of an item's sum is of the stages i, i + WARPS, ..., whichever warp has them; in phase 2 see
 // moe_down.cuh.
 //
-// Defines: ROUTED, SHARED (weight formats), TOKENS (1, 2, 4 or 8: tokens rounded up), TAILS (1: E
+// Defines: ROUTED, SHARED (weight formats), TOKENS (1 to 8, as many as the launch has), TAILS (1: E
 // or F is no multiple of a stage's columns), WARPS, STAGES (ring depth), LOADS_AT_ONCE (loads of
 // a stage that are decoded side by side: 1, 2 or 4), VECTORS (eights of activations of a token per
 // thread), RANKS (above 1: y goes to the ranks as words, exchange.cuh), and those of
@@ -44,14 +44,15 @@ constexpr int WAITING_TILES = 1;
 // by it.
 constexpr bool HIDDEN_AHEAD = STAGES > 1;
 
-constexpr int PAIR_BYTES =
-    2 * (Stage<ROUTED>::BYTES > Stage<SHARED>::BYTES ? Stage<ROUTED>::BYTES : Stage<SHARED>::BYTES);
+// Both row tiles of a stage begin on a line of shared memory, so that a line of weights is copied
+// into one line.
+constexpr int TILE_BYTES = slot_bytes(ROUTED, SHARED), PAIR_BYTES = 2 * TILE_BYTES;
 constexpr int STAGE_COLUMNS = Stage<ROUTED>::COLUMNS > Stage<SHARED>::COLUMNS
                                   ? Stage<ROUTED>::COLUMNS
                                   : Stage<SHARED>::COLUMNS;
 // Items whose warp sums may be in shared memory at a time; the activations of eight tokens leave
 // room for two.
-constexpr int BUFFERS = TOKENS == 8 ? 2 : 4;
+constexpr int BUFFERS = TOKENS > 4 ? 2 : 4;
 constexpr int PARTIAL = 2 * TOKENS * 16;
 // Up to four tokens sit in the even columns of the MMA, so that only two of its four results per
 // lane are live.
@@ -119,7 +120,7 @@ __device__ __forceinline__ void multiply_load(float (&sum)[2][4], unsigned slot,
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
         words[tile] =
-            load_shared16(slot + tile * Stage<FORMAT>::BYTES + load * LOAD_BYTES + lane * 16);
+            load_shared16(slot + tile * TILE_BYTES + load * LOAD_BYTES + lane * 16);
     if constexpr (FORMAT == NVFP4 || FORMAT == MXFP4) {
         const uint4 low = x.read(2 * load), high = x.read(2 * load + 1);
         const unsigned b[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -127,7 +128,7 @@ __device__ __forceinline__ void multiply_load(float (&sum)[2][4], unsigned slot,
         for (int tile = 0; tile < 2; ++tile) {
             const unsigned word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
             const unsigned scales =
-                slot + tile * Stage<FORMAT>::BYTES + STAGE_DATA + load * Stage<FORMAT>::CHUNK_SCALE;
+                slot + tile * TILE_BYTES + STAGE_DATA + load * Stage<FORMAT>::CHUNK_SCALE;
             unsigned a[4];
             if constexpr (FORMAT == NVFP4) {
                 const uint2 codes = load_shared8(scales + (lane >> 2) * 8);
@@ -190,7 +191,7 @@ __device__ __forceinline__ void multiply_stage(float (&total)[2][4], unsigned sl
     for (int tile = 0; tile < 2; ++tile) {
         float unit = 1.0f;
         if constexpr (FORMAT == FP8)
-            unit = __uint_as_float(load_shared4(slot + tile * Stage<FORMAT>::BYTES + STAGE_DATA));
+            unit = __uint_as_float(load_shared4(slot + tile * TILE_BYTES + STAGE_DATA));
         total[tile][0] = fmaf(sum[tile][0], unit * low, total[tile][0]);
         total[tile][2] = fmaf(sum[tile][2], unit * low, total[tile][2]);
         if (!EVEN_COLUMNS) {
@@ -265,10 +266,14 @@ struct Partials {
                     rows[t * 16 + 8] = total[tile][2];
                 }
             } else {
-                rows[2 * t * 16] = total[tile][0];
-                rows[2 * t * 16 + 16] = total[tile][1];
-                rows[2 * t * 16 + 8] = total[tile][2];
-                rows[2 * t * 16 + 24] = total[tile][3];
+                if (2 * t < TOKENS) {
+                    rows[2 * t * 16] = total[tile][0];
+                    rows[2 * t * 16 + 8] = total[tile][2];
+                }
+                if (2 * t + 1 < TOKENS) {
+                    rows[2 * t * 16 + 16] = total[tile][1];
+                    rows[2 * t * 16 + 24] = total[tile][3];
+                }
             }
         }
     }
@@ -420,7 +425,9 @@ __device__ __forceinline__ int stage_padded(int columns) {
 // more are read again.
 struct Inputs {
     static constexpr int ROOM = VECTORS == 1 ? 8 : VECTORS == 2 ? 4 : VECTORS <= 4 ? 2 : 1;
-    static constexpr int AT_ONCE = TOKENS < ROOM ? TOKENS : ROOM;
+    // As many times of as few.
+    static constexpr int TIMES = (TOKENS + ROOM - 1) / ROOM;
+    static constexpr int AT_ONCE = (TOKENS + TIMES - 1) / TIMES;
 
     char *f16, *bf16_rows;
     // [token][warp] largest magnitudes.
@@ -561,7 +568,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                bf16* y_TE, int64* ids_TP, float* weights_TP, int* nan, int* counters, int* sums,
                int half_bytes, const int64* peers, int64 slot, int exchange, int T, int P, int X,
                int E, int F, int V, float limit, float scaling) {
-    extern __shared__ __align__(128) char dynamic_shared[];
+    if (knows_tokens(TOKENS)) T = TOKENS;
+    extern __shared__ __align__(SLOT_LINE_BYTES) char dynamic_shared[];
     __shared__ Routes routes;
     __shared__ float units[MAX_ENTRIES + 1];
     __shared__ unsigned long long barriers[2 * BUFFERS + 1 + BATCHES];
@@ -608,13 +616,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (producer.slot < 0) {
                 shared.fetch(slot, shared_w1_data, shared_w1_block_scale, 0, producer.tile,
                              producer.stage, lane);
-                shared.fetch(slot + Stage<SHARED>::BYTES, shared_w3_data, shared_w3_block_scale, 0,
+                shared.fetch(slot + TILE_BYTES, shared_w3_data, shared_w3_block_scale, 0,
                              producer.tile, producer.stage, lane);
             } else {
                 const int expert = routes.experts[producer.slot];
                 routed.fetch(slot, w1_data, w1_block_scale, expert, producer.tile, producer.stage,
                              lane);
-                routed.fetch(slot + Stage<ROUTED>::BYTES, w3_data, w3_block_scale, expert,
+                routed.fetch(slot + TILE_BYTES, w3_data, w3_block_scale, expert,
                              producer.tile, producer.stage, lane);
             }
             producer.stage += WARPS;
@@ -807,13 +815,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (from.slot < 0) {
 #pragma unroll
                 for (int tile = begin; tile < end; ++tile)
-                    shared.fetch(to + tile * Stage<SHARED>::BYTES, shared_w2_data,
+                    shared.fetch(to + tile * TILE_BYTES, shared_w2_data,
                                  shared_w2_block_scale, 0, 2 * from.pair + tile, from.stage, lane);
             } else {
                 const int expert = routes.experts[from.slot];
 #pragma unroll
                 for (int tile = begin; tile < end; ++tile)
-                    routed.fetch(to + tile * Stage<ROUTED>::BYTES, w2_data, w2_block_scale, expert,
+                    routed.fetch(to + tile * TILE_BYTES, w2_data, w2_block_scale, expert,
                                  2 * from.pair + tile, from.stage, lane);
             }
         };

@@ -20,7 +20,7 @@
 
 constexpr int PART_STAGES = 2;
 // Rounds of a batch, and batches whose parts may be in shared memory at a time.
-constexpr int ROUNDS = TOKENS == 8 ? 2 : 4, BATCHES = 2;
+constexpr int ROUNDS = TOKENS > 4 ? 2 : 4, BATCHES = 2;
 static_assert(BATCHES <= BUFFERS, "every batch has barriers of its own");
 // A sum that goes from block to block takes a trip through L2 each time.
 constexpr int MOST_BLOCKS_OF_A_PAIR = 4;

@@ -61,7 +61,7 @@ __device__ __forceinline__ void clear_hidden(char* half, int bytes) {
 struct HiddenSlice {
     static constexpr int BYTES = TOKENS * STAGE_COLUMNS * 2, MOST_UNITS = BYTES / 16;
     static constexpr int LANE_UNITS = (MOST_UNITS + WARP - 1) / WARP;
-    static constexpr int ROOM = TOKENS == 8 ? 4 : 2;
+    static constexpr int ROOM = TOKENS > 4 ? 4 : 2;
     static constexpr int HELD = LANE_UNITS < ROOM ? LANE_UNITS : ROOM;
 
     const char* from;

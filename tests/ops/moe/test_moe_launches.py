@@ -73,7 +73,7 @@ def test_a_decode_step_is_one_launch(geometry: Geometry, target: Target) -> None
         assert launch.shape.grid == (target.multiprocessors, 1, 1)
         assert 114 << 10 <= launch.shape.shared_bytes <= 219 << 10
         defines = dict(launch.shape.kernel.defines)
-        assert defines["TOKENS"] == 1 << (tokens - 1).bit_length()
+        assert defines["TOKENS"] == tokens
         assert launch.shape.threads == 32 * defines["WARPS"]
         read_by_hash = [launch.arguments[name] is not None for name in ("table_VP", "tokens_T")]
         assert read_by_hash == [geometry.hashed] * 2
