@@ -15,6 +15,10 @@ struct Columns<4> {
     uint2 words;
 };
 template <>
+struct Columns<2> {
+    unsigned words;
+};
+template <>
 struct Columns<1> {
     unsigned short words;
 };
@@ -22,6 +26,38 @@ struct Columns<1> {
 template <int Count>
 __device__ __forceinline__ Columns<Count> load_columns(const bf16* address) {
     return *reinterpret_cast<const Columns<Count>*>(address);
+}
+
+// The same where the program says. So what a thread needs is asked for at once: the compiler asks
+// for some of it only behind what it computes from the rest, to save registers.
+template <int Count>
+__device__ __forceinline__ Columns<Count> request_columns(const bf16* address) {
+    Columns<Count> columns;
+    if constexpr (Count == 1)
+        asm volatile("ld.global.u16 %0, [%1];" : "=h"(columns.words) : "l"(address));
+    else if constexpr (Count == 2)
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(columns.words) : "l"(address));
+    else
+        static_assert(Count <= 2, "no larger one is needed");
+    return columns;
+}
+
+// Values that a kernel has written, likewise. VECTORS: they are whole vectors of 16 bytes, aligned.
+template <bool VECTORS, int N>
+__device__ __forceinline__ void request_values(const float* address, float (&values)[N]) {
+    if constexpr (VECTORS) {
+        static_assert(N % 4 == 0);
+#pragma unroll
+        for (int i = 0; i < N; i += 4)
+            asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(values[i]), "=f"(values[i + 1]), "=f"(values[i + 2]),
+                           "=f"(values[i + 3])
+                         : "l"(address + i));
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            asm volatile("ld.global.f32 %0, [%1];" : "=f"(values[i]) : "l"(address + i));
+    }
 }
 
 template <int Count>

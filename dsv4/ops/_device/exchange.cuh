@@ -33,9 +33,11 @@ __device__ __forceinline__ int64 own_token(int64 own, int owner) {
     return (own / TOKEN_TILE * OWNERS + owner) * TOKEN_TILE + own % TOKEN_TILE;
 }
 
-__device__ __forceinline__ unsigned exchange_tag(const int64* peers, int exchange) {
-    const unsigned* step = reinterpret_cast<const unsigned*>(peers[STEP]);
-    return *step * EXCHANGES_PER_STEP + exchange;
+// `step`: the address of the rank's step counter.
+__device__ __forceinline__ unsigned exchange_tag(int64 step, int exchange) {
+    unsigned number;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(number) : "l"(step));
+    return number * EXCHANGES_PER_STEP + exchange;
 }
 
 // Of the last STAMPS exchanges, when this rank pushed its last word and found its last word, by
@@ -47,7 +49,7 @@ struct Stamps {
 #ifdef STAMPS
     int64 first;
 
-    __device__ __forceinline__ void open(const int64* peers) { first = peers[INPUTS + RANKS]; }
+    __device__ __forceinline__ void open(int64 address) { first = address; }
 
     __device__ __forceinline__ void note(Moment moment, unsigned tag, int64 index) const {
         if (index % 16) return;
@@ -57,7 +59,7 @@ struct Stamps {
                   now);
     }
 #else
-    __device__ __forceinline__ void open(const int64*) {}
+    __device__ __forceinline__ void open(int64) {}
     __device__ __forceinline__ void note(Moment, unsigned, int64) const {}
 #endif
 };
@@ -73,8 +75,10 @@ struct Outbox {
         const int lane = threadIdx.x % WARP;
         if (lane < RANKS) first[lane] = peers[lane] + 8 * slot;
         if (lane == 0) {
-            tag = exchange_tag(peers, exchange);
-            stamps.open(peers);
+            tag = exchange_tag(peers[STEP], exchange);
+#ifdef STAMPS
+            stamps.open(peers[INPUTS + RANKS]);
+#endif
         }
     }
 
@@ -89,6 +93,30 @@ struct Outbox {
     }
 };
 
+// Where an inbox and what belongs to it lie. Of one rank nothing is read.
+struct InboxAddress {
+    int64 inbox = 0, step = 0, fault = 0, stamps = 0;
+
+    // Constants only: before pdl_wait, so that words are asked for without a trip before.
+    __device__ __forceinline__ explicit InboxAddress(const int64* peers) {
+        if constexpr (RANKS > 1) {
+            inbox = fetch_address(peers + OWN_INBOX);
+            step = fetch_address(peers + STEP);
+            fault = fetch_address(peers + FAULT);
+#ifdef STAMPS
+            stamps = fetch_address(peers + INPUTS + RANKS);
+#endif
+        }
+    }
+
+    // Where the program says: the compiler moves other loads of constants behind pdl_wait.
+    __device__ __forceinline__ static int64 fetch_address(const int64* from) {
+        int64 address;
+        asm volatile("ld.global.nc.u64 %0, [%1];" : "=l"(address) : "l"(from));
+        return address;
+    }
+};
+
 // What a kernel polls: words [RANKS][rank_words] from `slot` on.
 struct Inbox {
     const char* first = nullptr;
@@ -98,16 +126,16 @@ struct Inbox {
     int exchange = 0;
     Stamps stamps;
 
-    // Behind pdl_wait. Of one rank nothing is read.
-    __device__ __forceinline__ Inbox(const int64* peers, int64 slot, int64 rank_words,
+    // Behind pdl_wait.
+    __device__ __forceinline__ Inbox(const InboxAddress& at, int64 slot, int64 rank_words,
                                      int number) {
         if constexpr (RANKS > 1) {
-            first = reinterpret_cast<const char*>(peers[OWN_INBOX] + 8 * slot);
+            first = reinterpret_cast<const char*>(at.inbox + 8 * slot);
             rank_bytes = 8 * rank_words;
-            fault = reinterpret_cast<int*>(peers[FAULT]);
-            tag = exchange_tag(peers, number);
+            fault = reinterpret_cast<int*>(at.fault);
+            tag = exchange_tag(at.step, number);
             exchange = number;
-            stamps.open(peers);
+            stamps.open(at.stamps);
         }
     }
 

@@ -20,6 +20,7 @@ __device__ __forceinline__ int first_row(int rank, int width) {
 // along x share the columns, those along y are the tokens.
 extern "C" __global__ void gather_logits(const int64* peers, int64 slot, int64 rank_words,
                                          int exchange, float* logits, int width) {
+    const InboxAddress address(peers);
     pdl_launch();
     pdl_wait();
     const int column = blockIdx.x * blockDim.x + threadIdx.x;
@@ -28,7 +29,7 @@ extern "C" __global__ void gather_logits(const int64* peers, int64 slot, int64 r
     int rank = 0;
     while (first_row(rank + 1, width) <= column) ++rank;
     const int first = first_row(rank, width), rows = first_row(rank + 1, width) - first;
-    const Inbox inbox(peers, slot, rank_words, exchange);
+    const Inbox inbox(address, slot, rank_words, exchange);
     float logit[1];
     inbox.find(token * rows + column - first, rank, logit);
     logits[token * width + column] = logit[0];
@@ -37,12 +38,13 @@ extern "C" __global__ void gather_logits(const int64* peers, int64 slot, int64 r
 // y = bf16(words of rank 0 + of rank 1 + …): the result of a sublayer by itself.
 extern "C" __global__ void sum_words(const int64* peers, int64 slot, int64 rank_words,
                                      int exchange, bf16* y, int count) {
+    const InboxAddress address(peers);
     pdl_launch();
     pdl_wait();
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= count) return;
     float sums[1];
-    Inbox(peers, slot, rank_words, exchange).sum(at, sums);
+    Inbox(address, slot, rank_words, exchange).sum(at, sums);
     y[at] = __float2bfloat16(sums[0]);
 }
 

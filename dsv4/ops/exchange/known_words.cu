@@ -30,11 +30,12 @@ extern "C" __global__ void push_known(const int64* peers, int64 slot, int exchan
 // wrong += how many of the sums are not, bit for bit, those of what the ranks push: two a thread.
 extern "C" __global__ void check_known(const int64* peers, int64 slot, int64 rank_words,
                                        int exchange, int count, int* wrong) {
+    const InboxAddress address(peers);
     pdl_launch();
     pdl_wait();
     const int at = 2 * (blockIdx.x * blockDim.x + threadIdx.x);
     if (at >= count) return;
-    const Inbox inbox(peers, slot, rank_words, exchange);
+    const Inbox inbox(address, slot, rank_words, exchange);
     float sums[2];
     inbox.sum(at, sums);
 #pragma unroll

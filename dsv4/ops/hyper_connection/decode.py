@@ -26,10 +26,8 @@ def _shapes(recording: Recording, seam: Seam, share: TokenShare) -> SeamShapes:
     tokens = recording.tokens
     multiprocessors = recording.target.multiprocessors
     splits = mix_splits(seam, multiprocessors)
-    # From 3 tokens on blocks have two tokens each, which share the weights of fn in registers.
     words = words_of(recording, seam.incoming and seam.incoming.y).defines
-    block_tokens = 1 if tokens <= 2 else 2
-    mix = mix_shape(seam, multiprocessors, tokens, block_tokens, words)
+    mix = mix_shape(seam, multiprocessors, tokens, words)
     accesses = ceil_div(seam.width, seam.finish_columns())
     blocks = _FINISH_BLOCKS if accesses >= _SHARED_ACCESSES else 1
     finish = finish_shape(seam, tokens, splits, blocks, _MOST_WORKERS)

@@ -8,6 +8,7 @@ extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const flo
                                    const float* comb, bf16* out, const int64* peers,
                                    int64 slot, int64 rank_words, int exchange, int owner,
                                    int tokens, int width) {
+    const InboxAddress address(peers);
     pdl_launch();
     pdl_wait();
     const int64 token = own_token(blockIdx.y, owner);
@@ -19,7 +20,7 @@ extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const flo
         stream[j] = load_columns<COUNT>(streams + (token * STREAMS + j) * width + column_0);
 #if RANKS > 1
     float sums[COUNT];
-    Inbox(peers, slot, rank_words, exchange).sum(token * width + column_0, sums);
+    Inbox(address, slot, rank_words, exchange).sum(token * width + column_0, sums);
     const Columns<COUNT> added = round_columns(sums);
 #else
     const Columns<COUNT> added = load_columns<COUNT>(y + token * width + column_0);

@@ -12,8 +12,6 @@ from dsv4.ops.hyper_connection.seam import Seam, SeamShapes, finish_shape, mix_s
 _WARPS = 8
 _CHUNK = 32
 _MOST_STREAMS = 4
-# Blocks of hc_mix have so many tokens, which share the weights of fn in registers.
-_MIX_TOKENS = 8
 # 480 workers and the warp of post and comb are 512 threads: two blocks of 64 registers a thread
 # fill a multiprocessor, and the second one hides the latencies. Pro has two accesses a thread.
 _MOST_WORKERS = 480
@@ -51,7 +49,7 @@ def _unusual_shapes(recording: Recording, seam: Seam) -> SeamShapes:
     multiprocessors = recording.target.multiprocessors
     splits = mix_splits(seam, multiprocessors)
     return SeamShapes(
-        lambda tokens: mix_shape(seam, multiprocessors, tokens, _MIX_TOKENS),
+        lambda tokens: mix_shape(seam, multiprocessors, tokens),
         lambda tokens: finish_shape(seam, tokens, splits, 1, _MOST_WORKERS),
         recording.tokens * splits,
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording, ShapeOf, is_aligned
+from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare
 from dsv4.ops.exchange.words import NOT_RECEIVED, Words, WordSum, incoming
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
@@ -111,6 +112,7 @@ def checked_seam(
         check_incoming(incoming, streams_TME)
         # The streams that hc_finish reads are a buffer of the recording, which is aligned.
         mix_aligned = mix_aligned and is_aligned_result(incoming.y)
+        mix_aligned = mix_aligned and is_aligned(incoming.post) and is_aligned(incoming.comb)
     else:
         finish_aligned = finish_aligned and is_aligned(streams_TME)
     return Seam(streams_TME, incoming, weights, norm_weight, mix_aligned, finish_aligned)
@@ -182,11 +184,9 @@ def finish_shape(
     return Shape(kernel, grid, workers + _WARP, cluster=blocks, numbers=numbers)
 
 
-def mix_shape(
-    seam: Seam, multiprocessors: int, tokens: int, block_tokens: int, words: Defines = ()
-) -> Shape:
-    """``hc_mix``: ``mix_splits`` blocks share the columns of ``block_tokens`` tokens. ``words``:
-    the defines for y that comes from the ranks.
+def mix_shape(seam: Seam, multiprocessors: int, tokens: int, words: Defines = ()) -> Shape:
+    """``hc_mix``: ``mix_splits`` blocks share the columns of up to 8 tokens. ``words``: the defines
+    for y that comes from the ranks.
     """
     per_lane, splits = _mix_plan(seam, multiprocessors)
     defines = (
@@ -194,11 +194,10 @@ def mix_shape(
         ("POST", int(seam.incoming is not None)),
         ("COUNT", seam.mix_columns(4)),
         ("PER_LANE", per_lane),
-        ("TOKENS", block_tokens),
         *words,
     )
     kernel = Kernel("hyper_connection/hyper_connection", "hc_mix", defines)
-    grid = splits, ceil_div(tokens, block_tokens)
+    grid = splits, ceil_div(tokens, MAX_DECODE_TOKENS)
     return Shape(kernel, grid, 8 * _WARP, numbers={"tokens": tokens})
 
 

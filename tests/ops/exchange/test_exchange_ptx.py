@@ -33,7 +33,7 @@ FAULTS = {
         "exchange.cuh", "here = here && words[i][1] == tag;", "here = here && words[i][1] != 1;"
     ),
     "tags have no step": SourceEdit(
-        "exchange.cuh", "return *step * EXCHANGES_PER_STEP + exchange;", "return exchange;"
+        "exchange.cuh", "return number * EXCHANGES_PER_STEP + exchange;", "return exchange;"
     ),
     "ranks are added from the last one": SourceEdit(
         "exchange.cuh",
@@ -146,7 +146,7 @@ def test_another_order_of_the_ranks_is_another_sum() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_seam_reads_words_as_it_reads_their_sum(ranks: int) -> None:
-    """Streams and partial sums bit for bit, of two tokens a block and of one."""
+    """Streams and partial sums bit for bit, of all tokens of a block."""
     room = Room(ranks, 3)
     room.stale()
     room.push()
@@ -154,14 +154,12 @@ def test_a_seam_reads_words_as_it_reads_their_sum(ranks: int) -> None:
         assert torch.equal(found, expected)
 
 
-def test_every_token_of_a_block_has_words_of_its_own() -> None:
+def test_every_token_of_a_block_has_streams_of_its_own() -> None:
     room = Room(4, 3)
     room.push()
-    edit = SourceEdit(
-        "hyper_connection.cu", "found[own][rank][column + j] = ", "found[0][rank][column + j] = "
-    )
-    streams, _ = mixed(room, room.words, edit)
-    assert not torch.equal(streams, mixed(room, room.expected)[0])
+    edit = SourceEdit("hyper_connection.cu", "(&mixed[token][k]", "(&mixed[0][k]")
+    _, partials = mixed(room, room.words, edit)
+    assert not torch.equal(partials, mixed(room, room.expected)[1])
 
 
 def mixed(room: Room, y: Tensor | WordSum, edit: SourceEdit | None = None) -> list[Tensor]:

@@ -79,7 +79,7 @@ def test_shapes_of_pro() -> None:
     mix, finish = record("hc_seam", 1, PRO)
     assert (mix.shape.grid, mix.shape.threads) == ((112, 1, 1), 256)
     assert (finish.shape.grid, finish.shape.threads, finish.shape.cluster) == ((4, 1, 1), 256, 4)
-    assert record("hc_seam", 8, PRO)[0].shape.grid == (112, 4, 1)
+    assert record("hc_seam", 8, PRO)[0].shape.grid == (112, 1, 1)
     mix, finish = record("hc_seam", 4096, PRO)
     assert (mix.shape.grid, mix.shape.shared_bytes) == ((256, 1, 1), 5 * 16384)
     assert (finish.shape.grid, finish.shape.threads, finish.shape.cluster) == ((1, 4096, 1), 480, 1)
