@@ -48,6 +48,27 @@ __device__ __forceinline__ float warp_sum(float value) {
     return value;
 }
 
+// warp_sum of N values at once, with fewer shuffles and the same bits: lane l gets that of value
+// l / (WARP / N). Every step halves what a lane has left of them.
+template <int N, int OFFSET = WARP / 2>
+__device__ __forceinline__ float warp_sums(const float (&values)[N]) {
+    static_assert(N <= 2 * OFFSET, "a value for every lane at most");
+    constexpr int KEPT = N > 1 ? N / 2 : 1;
+    float sums[KEPT];
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+        float own = values[i], other = values[i];
+        if constexpr (N > 1) {
+            const bool upper = threadIdx.x & OFFSET;
+            own = upper ? values[i + KEPT] : values[i];
+            other = upper ? values[i] : values[i + KEPT];
+        }
+        sums[i] = own + __shfl_xor_sync(~0u, other, OFFSET);
+    }
+    if constexpr (OFFSET > 1) return warp_sums<KEPT, OFFSET / 2>(sums);
+    else return sums[0];
+}
+
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2)

@@ -2,20 +2,29 @@
 // the (rounded) streams.
 //
 // Defines: STREAMS (M), MIXES (rows of fn), POST (1: mix y into the streams first, 0: read them),
-// COUNT columns per access (4 or 1), PER_LANE accesses per lane, RANKS (above 1: y comes as words
-// of all ranks, exchange.cuh).
+// TOKENS (1 to 8: the most of a block), COUNT columns per access (4 or 1), PER_LANE accesses per
+// lane, RANKS (above 1: y comes as words of all ranks, exchange.cuh).
 //
 // A block owns PER_LANE · 32 / M neighbouring groups of COUNT columns of all M streams, of up to
-// MAX_DECODE_TOKENS tokens. First its threads share out the tokens' columns and put their streams
-// into shared memory: whatever comes from other kernels is asked for at once, by one thread each.
+// TOKENS tokens. First its threads share out the tokens' columns and put their streams into shared
+// memory: whatever comes from other kernels is asked for at once, by one thread each.
 // Then every warp visits all of them for its own rows of fn, whose values wait in registers before
-// the dependency on the kernel before is met. So no step crosses warps: one shuffle reduction per
-// row ends in partials[token][row][block]. hyper_connection_finish.cu adds them.
+// the dependency on the kernel before is met. So no step crosses warps: one reduction by shuffles
+// ends in partials[token][row][block]. hyper_connection_finish.cu adds them.
 #include "columns.cuh"
 #include "exchange.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP;
 constexpr int ROWS = (MIXES + WARPS - 1) / WARPS;
+// Sums of a token that a warp holds: those of its rows and, behind them, of the squares.
+constexpr int SQUARES = ROWS;
+constexpr __host__ __device__ int power_of_two(int least) {
+    return least > 1 ? 2 * power_of_two((least + 1) / 2) : 1;
+}
+constexpr int PLACES = power_of_two(ROWS + 1);
+// Tokens whose sums are added up over the warp at a time.
+constexpr int ROOM = power_of_two(TOKENS);
+constexpr int AT_ONCE = PLACES * ROOM <= WARP ? ROOM : WARP / PLACES;
 constexpr int GROUPS = PER_LANE * WARP / STREAMS;
 constexpr int BLOCK_COLUMNS = GROUPS * COUNT;
 // Columns that a thread makes streams of: words of ranks are read in pairs.
@@ -80,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hc_mix(const bf16* y, const bf16* streams, const float* post, const float* comb,
            const float* fn, bf16* streams_out, float* partials, const int64* peers, int64 slot,
            int64 rank_words, int exchange, int tokens, int width) {
-    __shared__ __align__(16) Streams mixed[MAX_DECODE_TOKENS];
+    __shared__ __align__(16) Streams mixed[TOKENS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const unsigned block_column = blockIdx.x * BLOCK_COLUMNS;
     // Of a lane's accesses: which stream it computes with, and the first of its COUNT columns.
@@ -107,8 +116,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
     const InboxAddress address(peers);
-    const int64 first = (int64)blockIdx.y * MAX_DECODE_TOKENS;
-    const int count = min(MAX_DECODE_TOKENS, tokens - int(first));
+    const int64 first = (int64)blockIdx.y * TOKENS;
+    // A block of fewer than the most tokens is the only one of its columns.
+    const int count =
+        TOKENS < MAX_DECODE_TOKENS ? TOKENS : min(MAX_DECODE_TOKENS, tokens - int(first));
     const Tokens sublayer = {y + first * width,
                              streams + first * STREAMS * width,
                              post + first * STREAMS,
@@ -137,32 +148,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int k = 0; k < STREAMS; k++) store_columns(&mixed[token][k][column], made[k]);
     }
     __syncthreads();
-#pragma unroll 2
-    for (int token = 0; token < count; token++) {
-        float sums[ROWS] = {}, squares = 0.0f;
+#pragma unroll 1
+    for (int batch = 0; batch < count; batch += AT_ONCE) {
+        float sums[AT_ONCE][PLACES] = {};
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-            // The weights of a lane without a place are 0, its values those of place 0.
-            const Columns<COUNT> x = load_columns<COUNT>(&mixed[token][stream[i]][column_0[i]]);
+        for (int t = 0; t < min(AT_ONCE, TOKENS); t++) {
+            // Of tokens that are not there the sums are those of the last one.
+            const int token = min(batch + t, count - 1);
 #pragma unroll
-            for (int c = 0; c < COUNT; c++) {
-                const float value = column(x, c);
-                // mixes = fn @ x_MD.flatten(); squares = x_MD.square().sum()
-                if (valid[i]) squares = fmaf(value, value, squares);
+            for (int i = 0; i < PER_LANE; i++) {
+                Columns<COUNT> x = {};
+                if (valid[i]) x = load_columns<COUNT>(&mixed[token][stream[i]][column_0[i]]);
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) sums[r] = fmaf(weights[i][r][c], value, sums[r]);
+                for (int c = 0; c < COUNT; c++) {
+                    const float value = column(x, c);
+                    // mixes = fn @ x_MD.flatten(); squares = x_MD.square().sum()
+                    sums[t][SQUARES] = fmaf(value, value, sums[t][SQUARES]);
+#pragma unroll
+                    for (int r = 0; r < ROWS; r++)
+                        sums[t][r] = fmaf(weights[i][r][c], value, sums[t][r]);
+                }
             }
         }
         // partials[token, :, block] = torch.cat([mixes, squares])
-        float* out = partials + token * (MIXES + 1) * gridDim.x;
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            const float sum = warp_sum(sums[r]);
-            if (lane == 0 && warp * ROWS + r < MIXES) out[(warp * ROWS + r) * gridDim.x] = sum;
-        }
-        if (warp == WARPS - 1) {
-            const float sum = warp_sum(squares);
-            if (lane == 0) out[MIXES * gridDim.x] = sum;
-        }
+        const float sum = warp_sums(reinterpret_cast<float(&)[AT_ONCE * PLACES]>(sums));
+        const int found = lane / (WARP / (AT_ONCE * PLACES)), token = batch + found / PLACES;
+        const int place = found % PLACES;
+        const int row = place == SQUARES ? MIXES : warp * ROWS + place;
+        const bool stored = place == SQUARES ? warp == WARPS - 1 : place < ROWS && row < MIXES;
+        if (stored && token < count && lane % (WARP / (AT_ONCE * PLACES)) == 0)
+            partials[(token * (MIXES + 1) + row) * gridDim.x] = sum;
     }
 }

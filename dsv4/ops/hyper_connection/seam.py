@@ -189,15 +189,17 @@ def mix_shape(seam: Seam, multiprocessors: int, tokens: int, words: Defines = ()
     for y that comes from the ranks.
     """
     per_lane, splits = _mix_plan(seam, multiprocessors)
+    block_tokens = min(tokens, MAX_DECODE_TOKENS)
     defines = (
         *seam.defines,
         ("POST", int(seam.incoming is not None)),
+        ("TOKENS", block_tokens),
         ("COUNT", seam.mix_columns(4)),
         ("PER_LANE", per_lane),
         *words,
     )
     kernel = Kernel("hyper_connection/hyper_connection", "hc_mix", defines)
-    grid = splits, ceil_div(tokens, MAX_DECODE_TOKENS)
+    grid = splits, ceil_div(tokens, block_tokens)
     return Shape(kernel, grid, 8 * _WARP, numbers={"tokens": tokens})
 
 
