@@ -1,4 +1,4 @@
-"""ld, st and stmatrix."""
+"""ld, st, ldmatrix and stmatrix."""
 
 import re
 from functools import partial
@@ -147,6 +147,31 @@ def matrix_rows(words: Array, transposed: bool) -> Array:
     return np.ascontiguousarray(matrix.T if transposed else matrix)
 
 
+def matrix_words(rows: Array, transposed: bool) -> Array:
+    """What ``matrix_rows`` makes rows of: uint32 ``[32]``."""
+    matrix = np.ascontiguousarray(rows.T if transposed else rows)
+    return matrix.reshape(-1).view(np.uint32)
+
+
+def _load_matrix(instruction: Instruction, layout: Layout) -> Handler:
+    """ldmatrix.m8n8.b16: row r of matrix j comes from the address in lane 8j + r."""
+    if "m8n8" not in instruction.parts or instruction.parts[-1] != "b16":
+        raise Unsupported(instruction.text)
+    transposed = "trans" in instruction.parts
+    value, address = instruction.operands
+    targets = value.items if isinstance(value, Vector) else (value,)
+    writes = [layout.target(target, "b32") for target in targets]
+    where = layout.address(address)
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        addresses = where(warp)
+        for j, write_target in enumerate(writes):
+            rows = read(warp, "shared", addresses[8 * j : 8 * j + 8], 16).view(np.uint16)
+            write_target(warp, matrix_words(rows.reshape(8, 8), transposed), mask)
+
+    return run
+
+
 def _store_matrix(instruction: Instruction, layout: Layout) -> Handler:
     """stmatrix.m8n8.b16: matrix j's row r goes to the address in lane 8j + r."""
     if "m8n8" not in instruction.parts or instruction.parts[-1] != "b16":
@@ -196,6 +221,7 @@ BUILDS: dict[str, Build] = {
     "ld": _load,
     "ldu": _load,
     "st": _store,
+    "ldmatrix": _load_matrix,
     "stmatrix": _store_matrix,
     "fence": _fence,
     "membar": nothing,

@@ -11,7 +11,7 @@ import pytest
 from dsv4.ops.linear.prefill_cutedsl import INSTALLED
 from tests.ptx.cute_layouts import evaluate, indices, offset
 from tests.ptx.descriptors import SharedMatrix
-from tests.ptx.load_store import matrix_rows
+from tests.ptx.load_store import matrix_rows, matrix_words
 from tests.ptx.memory import SharedMemory
 from tests.ptx.tensor_map import swizzled
 from tests.ptx.tensor_memory import ROWS, TensorMemory, cells
@@ -140,6 +140,24 @@ def test_registers_of_stmatrix(transposed: bool) -> None:
         words = registers[:, 2 * matrix : 2 * matrix + 2].astype(np.uint16)
         held = np.ascontiguousarray(words).view(np.uint32)[:, 0]
         assert np.array_equal(matrix_rows(held, transposed), wanted[matrix])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_registers_of_ldmatrix(transposed: bool) -> None:
+    from cutlass import BFloat16, cute
+    from cutlass.cute.nvgpu import warp
+
+    def build() -> tuple[np.ndarray, np.ndarray]:
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), BFloat16)
+        return indices(atom.layout_src_tv, LANES, 8), indices(atom.layout_dst_tv, LANES, 8)
+
+    memory, registers = evaluate(build, "sm_90a")
+    # Thread t names the address of row t % 8 of matrix t / 8.
+    rows = memory.reshape(4, 8, 8).astype(np.uint16)
+    for matrix in range(4):
+        words = registers[:, 2 * matrix : 2 * matrix + 2].astype(np.uint16)
+        wanted = np.ascontiguousarray(words).view(np.uint32)[:, 0]
+        assert np.array_equal(matrix_words(rows[matrix], transposed), wanted)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3])

@@ -28,6 +28,16 @@ __device__ __forceinline__ unsigned load_shared4(unsigned address) {
     return value;
 }
 
+// Four 8 x 8 matrices of 16 bits, a word of each: lane l gives the address of row l % 8 of matrix
+// l / 8, and gets the columns 2 (l % 4) and one more of row l / 4 of all of them.
+__device__ __forceinline__ uint4 load_matrices(unsigned row) {
+    uint4 words;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"(row));
+    return words;
+}
+
 // ---- asynchronous copies ------------------------------------------------------------------------
 
 // Copies 16 bytes, of which the first `bytes` come from `source` and the rest is zero.

@@ -20,11 +20,11 @@
 //
 // Defines: ROUTED, SHARED (weight formats), TOKENS (1 to 8, as many as the launch has), TAILS (1: E
 // or F is no multiple of a stage's columns), WARPS, STAGES (ring depth), LOADS_AT_ONCE (loads of
-// a stage that are decoded side by side: 1, 2 or 4), VECTORS (eights of activations of a token per
+// a stage that are decoded side by side: 2 or 4), VECTORS (eights of activations of a token per
 // thread), RANKS (above 1: y goes to the ranks as words, exchange.cuh), and those of
 // moe_routes.cuh.
 #include "exchange.cuh"
-#include "weight_tile.cuh"
+#include "moe_products.cuh"
 
 // Lanes of a warp that arrive at the barriers of its sums. One is enough behind __syncwarp and up
 // to 4 % faster than all; but racecheck does not see what the other lanes hand over with it, so it
@@ -44,19 +44,10 @@ constexpr int WAITING_TILES = 1;
 // by it.
 constexpr bool HIDDEN_AHEAD = STAGES > 1;
 
-// Both row tiles of a stage begin on a line of shared memory, so that a line of weights is copied
-// into one line.
-constexpr int TILE_BYTES = slot_bytes(ROUTED, SHARED), PAIR_BYTES = 2 * TILE_BYTES;
-constexpr int STAGE_COLUMNS = Stage<ROUTED>::COLUMNS > Stage<SHARED>::COLUMNS
-                                  ? Stage<ROUTED>::COLUMNS
-                                  : Stage<SHARED>::COLUMNS;
 // Items whose warp sums may be in shared memory at a time; the activations of eight tokens leave
 // room for two.
 constexpr int BUFFERS = TOKENS > 4 ? 2 : 4;
 constexpr int PARTIAL = 2 * TOKENS * 16;
-// Up to four tokens sit in the even columns of the MMA, so that only two of its four results per
-// lane are live.
-constexpr bool EVEN_COLUMNS = TOKENS <= 4;
 constexpr bool ANY_BF16 = ROUTED == BF16 || SHARED == BF16;
 constexpr bool ANY_F16 = ROUTED != BF16 || SHARED != BF16;
 
@@ -82,124 +73,6 @@ struct Divisor {
 static_assert(WARPS >= TOKENS, "a warp per token chooses its experts");
 static_assert(GATE_ROWS <= BUFFERS * PARTIAL / TOKENS,
               "the warps' parts of the logits lie where those of an item will");
-
-// ---- matrix products ----------------------------------------------------------------------------
-
-// 2^(code - 127); code 0 is a subnormal. Code 255 (a NaN in the format) gives infinity.
-__device__ __forceinline__ float decode_e8m0(unsigned code) {
-    return __uint_as_float(max(code << 23, 1u << 22));
-}
-
-__device__ __forceinline__ void add_rows_scaled(float (&sum)[4], const float (&d)[4], float low,
-                                                float high) {
-    sum[0] = fmaf(d[0], low, sum[0]);
-    sum[2] = fmaf(d[2], high, sum[2]);
-    if (!EVEN_COLUMNS) {
-        sum[1] = fmaf(d[1], low, sum[1]);
-        sum[3] = fmaf(d[3], high, sum[3]);
-    }
-}
-
-// What a lane reads of the activations: 16 bytes per 32 k, in B fragment order.
-struct Activations {
-    unsigned address;
-    int stride;
-    bool valid;
-
-    __device__ __forceinline__ uint4 read(int k32) const {
-        if (TOKENS > 1 && !valid) return make_uint4(0, 0, 0, 0);
-        return load_shared16(address + k32 * (TOKENS == 1 ? 64 : stride));
-    }
-};
-
-// sum += both row tiles of one load of weights, 4-bit ones with block scales, times activations.
-template <int FORMAT>
-__device__ __forceinline__ void multiply_load(float (&sum)[2][4], unsigned slot, int load,
-                                              const Activations& x, int lane) {
-    uint4 words[2];
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile)
-        words[tile] =
-            load_shared16(slot + tile * TILE_BYTES + load * LOAD_BYTES + lane * 16);
-    if constexpr (FORMAT == NVFP4 || FORMAT == MXFP4) {
-        const uint4 low = x.read(2 * load), high = x.read(2 * load + 1);
-        const unsigned b[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-            const unsigned word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
-            const unsigned scales =
-                slot + tile * TILE_BYTES + STAGE_DATA + load * Stage<FORMAT>::CHUNK_SCALE;
-            unsigned a[4];
-            if constexpr (FORMAT == NVFP4) {
-                const uint2 codes = load_shared8(scales + (lane >> 2) * 8);
-#pragma unroll
-                for (int step = 0; step < 4; ++step) {
-                    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                    dequantize4(word[step], a);
-                    mma<true>(d, a, b[2 * step], b[2 * step + 1]);
-                    const unsigned halves =
-                        dequantize8((step < 2 ? codes.x : codes.y) >> (16 * (step & 1)));
-                    const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&halves));
-                    add_rows_scaled(sum[tile], d, scale.x, scale.y);
-                }
-            } else {
-                const unsigned codes = load_shared4(scales + (lane >> 2) * 4);
-#pragma unroll
-                for (int block = 0; block < 2; ++block) {
-                    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                    dequantize4(word[2 * block], a);
-                    mma<true>(d, a, b[4 * block], b[4 * block + 1]);
-                    dequantize4(word[2 * block + 1], a);
-                    mma<true>(d, a, b[4 * block + 2], b[4 * block + 3]);
-                    add_rows_scaled(sum[tile], d, decode_e8m0((codes >> (16 * block)) & 255),
-                                    decode_e8m0((codes >> (16 * block + 8)) & 255));
-                }
-            }
-        }
-    } else if constexpr (FORMAT == FP8) {
-        const uint4 b = x.read(load);
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-            const uint4 w = words[tile];
-            const unsigned first[4] = {dequantize8(w.x), dequantize8(w.x >> 16), dequantize8(w.y),
-                                       dequantize8(w.y >> 16)};
-            const unsigned second[4] = {dequantize8(w.z), dequantize8(w.z >> 16), dequantize8(w.w),
-                                        dequantize8(w.w >> 16)};
-            mma<true>(sum[tile], first, b.x, b.y);
-            mma<true>(sum[tile], second, b.z, b.w);
-        }
-    } else {
-        const uint4 b = x.read(load / 2);
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-            const unsigned a[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
-            mma<false>(sum[tile], a, load & 1 ? b.z : b.x, load & 1 ? b.w : b.y);
-        }
-    }
-}
-
-// total += (low, high) * (both row tiles of one stage). `low` and `high` belong to the two columns
-// of a lane.
-template <int FORMAT>
-__device__ __forceinline__ void multiply_stage(float (&total)[2][4], unsigned slot,
-                                               const Activations& x, float low, float high,
-                                               int lane) {
-    float sum[2][4] = {};
-#pragma unroll LOADS_AT_ONCE
-    for (int load = 0; load < STAGE_LOADS; ++load) multiply_load<FORMAT>(sum, slot, load, x, lane);
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-        float unit = 1.0f;
-        if constexpr (FORMAT == FP8)
-            unit = __uint_as_float(load_shared4(slot + tile * TILE_BYTES + STAGE_DATA));
-        total[tile][0] = fmaf(sum[tile][0], unit * low, total[tile][0]);
-        total[tile][2] = fmaf(sum[tile][2], unit * low, total[tile][2]);
-        if (!EVEN_COLUMNS) {
-            total[tile][1] = fmaf(sum[tile][1], unit * high, total[tile][1]);
-            total[tile][3] = fmaf(sum[tile][3], unit * high, total[tile][3]);
-        }
-    }
-}
 
 // ---- weights ------------------------------------------------------------------------------------
 
@@ -247,35 +120,27 @@ struct Partials {
     __device__ __forceinline__ static bool mine(int item, int warp) { return item % WARPS == warp; }
 
     // place: where the sum of this warp stands in the order of summation.
-    __device__ __forceinline__ void put(int item, const float (&total)[2][4], int place,
-                                        int lane) const {
+    __device__ __forceinline__ void put(int item, const Sums& sums, int place, int lane) const {
         if (item >= BUFFERS) barrier_wait(empty + 8 * buffer(item), parity(item) ^ 1);
-        store(buffer(item) * WARPS + place, total, lane);
+        store(buffer(item) * WARPS + place, sums, 1.0f, 1.0f, lane);
         arrive(item, lane);
     }
 
-    __device__ __forceinline__ void store(int place, const float (&total)[2][4], int lane) const {
+    // The sums of a lane's first token times `low`, of its second one times `high`.
+    __device__ __forceinline__ void store(int place, const Sums& sums, float low, float high,
+                                          int lane) const {
         float* to = data + place * PARTIAL + (lane >> 2);
-        const int t = lane & 3;
+        const int token = lane % 4 / TOKEN_LANES * LANE_TOKENS;
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-            float* rows = to + tile * TOKENS * 16;
-            if (EVEN_COLUMNS) {
-                if (t < TOKENS) {
-                    rows[t * 16] = total[tile][0];
-                    rows[t * 16 + 8] = total[tile][2];
+        for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+            for (int row = 0; row < 2; ++row)
+#pragma unroll
+                for (int t = 0; t < LANE_TOKENS; ++t) {
+                    const float sum = sums.total(tile, row, t) * (t ? high : low);
+                    if (lane % TOKEN_LANES == 0 && token + t < TOKENS)
+                        to[(tile * TOKENS + token + t) * 16 + row * 8] = sum;
                 }
-            } else {
-                if (2 * t < TOKENS) {
-                    rows[2 * t * 16] = total[tile][0];
-                    rows[2 * t * 16 + 8] = total[tile][2];
-                }
-                if (2 * t + 1 < TOKENS) {
-                    rows[2 * t * 16 + 16] = total[tile][1];
-                    rows[2 * t * 16 + 24] = total[tile][3];
-                }
-            }
-        }
     }
 
     // This warp has stored its sums of an item.
@@ -403,16 +268,16 @@ __device__ __forceinline__ float largest8(const uint4& raw) {
     return value;
 }
 
-// Eight consecutive k (from a multiple of 8) of a token, in B fragment order: four 32-bit words, 16
-// bytes apart.
-__device__ __forceinline__ void store_fragments(char* to, const uint4& raw, int token, int k,
-                                                int tokens, float factor, bool as_f16) {
-    char* at = to + ((k >> 5) * tokens + token) * 64 + (k >> 3 & 3) * 4;
+// Eight consecutive k (from a multiple of 8) of a token, where Activations look for them.
+__device__ __forceinline__ void store_activations(char* to, const uint4& raw, int token, int k,
+                                                  int tokens, float factor, bool as_f16) {
+    char* at = to + ((k >> 5) * tokens + token) * 64;
     const unsigned word[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int t = 0; t < 4; ++t)
-        *reinterpret_cast<unsigned*>(at + 16 * t) =
-            as_f16 ? pack_f16(bf16_low(word[t]) * factor, bf16_high(word[t]) * factor) : word[t];
+    for (int pair = 0; pair < 4; ++pair)
+        *reinterpret_cast<unsigned*>(at + word_at((k >> 1 & 12) + pair)) =
+            as_f16 ? pack_f16(bf16_low(word[pair]) * factor, bf16_high(word[pair]) * factor)
+                   : word[pair];
 }
 
 // Columns of the staged activations: whole stages, zeros behind the end.
@@ -493,8 +358,8 @@ struct Inputs {
 
     __device__ __forceinline__ void store(const uint4& raw, int token, int k, int T,
                                           float factor) const {
-        if (ANY_F16) store_fragments(f16, raw, token, k, T, factor, true);
-        if (ANY_BF16) store_fragments(bf16_rows, raw, token, k, T, factor, false);
+        if (ANY_F16) store_activations(f16, raw, token, k, T, factor, true);
+        if (ANY_BF16) store_activations(bf16_rows, raw, token, k, T, factor, false);
     }
 };
 
@@ -513,10 +378,13 @@ __device__ __forceinline__ void write_hidden(const Partials& partials, int item,
                                              char* h, int T, int F, float limit, int lane) {
     const int rows = __popc(mask);
     const int padded = (F + 63) / 64 * 64;
-    // Fragment order: lanes 0, 2, 4 and 6 have a pair of rows and the pair 8 rows on, whose words
-    // are neighbours.
+    // Four lanes have two pairs of rows each whose words are neighbours: the next two rows, or the
+    // two that are 8 rows on.
+    constexpr int NEXT = SPREADS ? 2 : 8;
+    const int pair = lane / 2 % 8;
+    const bool publishes = SPREADS ? lane < 16 && lane % 4 == 0 : lane < 8 && lane % 2 == 0;
     char* to = h + size_t(slot < 0 ? 0 : routes.first_row[slot]) * padded * 2 +
-               size_t(tile >> 1) * rows * 64 + (tile & 1) * 8 + (lane >> 1 & 3) * 16;
+               size_t(tile >> 1) * rows * 64 + word_at((tile & 1) * 8 + pair);
     for (int token = 0; token < T; ++token) {
         if (!(mask >> token & 1)) continue;
         float value = partials.get(item, token, lane) * global_scale;
@@ -529,15 +397,10 @@ __device__ __forceinline__ void write_hidden(const Partials& partials, int item,
                                   : __half_as_ushort(__float2half_rn(__bfloat162float(hidden) /
                                                                      routes.unscale[token]));
         const unsigned word = bits | __shfl_down_sync(~0u, bits, 1) << 16;
-        const unsigned next = __shfl_down_sync(~0u, word, 8);
-        if (lane < 8 && lane % 2 == 0) publish(to, word, next);
+        const unsigned next = __shfl_down_sync(~0u, word, NEXT);
+        if (publishes) publish(to, word, next);
         to += 64;
     }
-}
-
-// Columns of the MMA: which token a lane feeds (B fragment).
-__device__ __forceinline__ int lane_token(int lane) {
-    return TOKENS == 1 ? 0 : EVEN_COLUMNS ? lane >> 3 : lane >> 2;
 }
 
 // counters: the two words of LaunchNumber, then those of the score exchange. sums: words [blocks,
@@ -576,6 +439,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ __align__(16) float largest[MAX_TOKENS * WARPS];
     __shared__ float unscale[MAX_TOKENS];
     __shared__ Outbox outbox;
+    __shared__ __align__(16) uint4 zeros[ZEROS];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int activation_bytes = (int(ANY_F16) + int(ANY_BF16)) * T * stage_padded(E) * 2;
     assert_shared_memory(WARPS * STAGES * PAIR_BYTES + BUFFERS * WARPS * PARTIAL * 4 +
@@ -592,6 +456,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const unsigned empty = full + 8 * BUFFERS;
     const unsigned known = empty + 8 * BUFFERS;
     const unsigned added = known + 8;
+    const unsigned no_activations = shared_address(zeros);
 
     const Partials partials = {partial_data, full, empty};
 
@@ -646,6 +511,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         if (threadIdx.x < BATCHES) barrier_init(added + 8 * threadIdx.x, T * ARRIVALS);
         if (threadIdx.x == 0) barrier_init(known, WARP);
+        if (threadIdx.x < ZEROS) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
         barrier_fence();
         __syncthreads();
 
@@ -693,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
 
         const int token = min(lane_token(lane), T - 1);
-        const unsigned lane_address = token * 64 + (lane & 3) * 16;
+        const unsigned lane_address = token * 64 + lane_part(lane);
         const unsigned x_f16 = shared_address(inputs.f16) + lane_address;
         const unsigned x_bf16 = shared_address(inputs.bf16_rows) + lane_address;
         // h[rows of the expert] = (silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) *
@@ -724,7 +590,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                      lane);
             partials.end_get(number, lane);
         };
-        float total[2][4] = {};
+        Sums sums = {};
         // `part`: the first stage of this warp in the item, or where it would be.
         int place = 0, part = warp;
         bool routes_known = false;
@@ -753,15 +619,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 if (items.slot < 0) {
                     const unsigned x = SHARED == BF16 ? x_bf16 : x_f16;
                     multiply_stage<SHARED>(
-                        total, slot,
-                        {x + items.stage * (Stage<SHARED>::COLUMNS * 2) * T, T * 64, true}, 1.0f,
-                        1.0f, lane);
+                        sums, slot,
+                        {x + items.stage * (Stage<SHARED>::COLUMNS * 2) * T, no_activations, T * 64,
+                         true},
+                        lane);
                 } else {
                     const unsigned x = ROUTED == BF16 ? x_bf16 : x_f16;
                     multiply_stage<ROUTED>(
-                        total, slot,
-                        {x + items.stage * (Stage<ROUTED>::COLUMNS * 2) * T, T * 64, true}, 1.0f,
-                        1.0f, lane);
+                        sums, slot,
+                        {x + items.stage * (Stage<ROUTED>::COLUMNS * 2) * T, no_activations, T * 64,
+                         true},
+                        lane);
                 }
                 __syncwarp();
                 if (producer.active()) issue(place);
@@ -773,12 +641,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 items.stage -= items.stages();
                 // The item before is finished now, when no warp is likely to be behind in it:
                 // waiting here would add up.
-                partials.put(items.number, total, part, lane);
+                partials.put(items.number, sums, part, lane);
                 part = items.stage;
                 finish(items.number - 1);
                 items.next_item();
-#pragma unroll
-                for (int i = 0; i < 8; ++i) total[i / 4][i % 4] = 0.0f;
+                sums = {};
             }
         }
         finish(items.number - 1);
@@ -880,10 +747,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();
         const int token = lane_token(lane);
         // Hidden rows of BF16 experts are not scaled; the sums are, when other experts' rows are.
-        const int column = EVEN_COLUMNS ? min(lane & 3, T - 1) : min(2 * (lane & 3), T - 1);
-        const float low = ANY_BF16 ? 1.0f / routes.unscale[column] : 1.0f;
-        const float high =
-            ANY_BF16 ? 1.0f / routes.unscale[EVEN_COLUMNS ? column : min(column + 1, T - 1)] : 1.0f;
+        const int held = lane % 4 / TOKEN_LANES * LANE_TOKENS;
+        const float first = ANY_BF16 ? 1.0f / routes.unscale[min(held, T - 1)] : 1.0f;
+        const float second = ANY_BF16 ? 1.0f / routes.unscale[min(held + 1, T - 1)] : 1.0f;
         // y_TE = y.bfloat16(), or this rank's part of y for all ranks
         const auto store = [&](int token, int row, float value) {
             const size_t at = size_t(token) * E + row;
@@ -929,7 +795,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const int batch = round / ROUNDS;
                 if (round % ROUNDS == 0 && batch >= BATCHES)
                     barrier_wait(added + 8 * (batch % BATCHES), batch / BATCHES & 1 ^ 1);
-                float total[2][4] = {};
+                Sums sums = {};
+                // What the sums lack, of the lane's first and second token.
+                float low = 1.0f, high = 1.0f;
                 bool more = round * WARPS + warp < line.count;
 #pragma unroll 1
                 while (more) {
@@ -939,20 +807,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     const unsigned mask =
                         expert < 0 || TOKENS == 1 ? (1u << T) - 1 : routes.mask[expert];
                     const int rank = TOKENS == 1 ? 0 : __popc(mask & ((1u << token) - 1));
-                    const Activations x = {hidden + rank * 64 + (lane & 3) * 16, __popc(mask) * 64,
-                                           (mask >> token & 1) != 0};
-                    const float unit = units[expert + 1];
+                    const Activations x = {hidden + rank * 64 + lane_part(lane), no_activations,
+                                           __popc(mask) * 64, (mask >> token & 1) != 0};
+                    if ((expert < 0 ? SHARED : ROUTED) == BF16) low = first, high = second;
+                    else low = high = units[expert + 1];
                     slice.take(hidden, lane);
                     next.advance(line);
                     if (HIDDEN_AHEAD) request();
                     cp_async_wait<STAGES - 1>();
                     __syncwarp();
-                    if (expert < 0)
-                        multiply_stage<SHARED>(total, at, x, SHARED == BF16 ? low : unit,
-                                               SHARED == BF16 ? high : unit, lane);
-                    else
-                        multiply_stage<ROUTED>(total, at, x, ROUTED == BF16 ? low : unit,
-                                               ROUTED == BF16 ? high : unit, lane);
+                    if (expert < 0) multiply_stage<SHARED>(sums, at, x, lane);
+                    else multiply_stage<ROUTED>(sums, at, x, lane);
                     __syncwarp();
                     if (!HIDDEN_AHEAD) request();
                     if (producer.active(line)) {
@@ -962,7 +827,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     cp_async_commit();
                     if (++place == STAGES) place = 0;
                 }
-                partials.store(round % (BATCHES * ROUNDS) * WARPS + warp, total, lane);
+                partials.store(round % (BATCHES * ROUNDS) * WARPS + warp, sums, low, high, lane);
                 if (round % ROUNDS == ROUNDS - 1 || round == rounds - 1)
                     partials.arrive(first_item + batch, lane);
             }

@@ -25,7 +25,6 @@ BLOCKS = 3
 LIMIT = 10.0
 COUNT = 8
 PER_TOKEN = 3
-NVFP4 = QuantFormat.NVFP4
 FP8 = QuantFormat.FP8_BLOCK128
 # Hidden rows may round the other way after sums in another order.
 BOUND = 4e-3
@@ -37,10 +36,12 @@ LASTING = ("h", "counters", "sums")
 class Layer:
     """Experts and a router on the CPU, and the launch of one step, to be run again and again."""
 
-    def __init__(self, width: int, inner: int, tokens: int) -> None:
+    def __init__(
+        self, width: int, inner: int, tokens: int, routed: QuantFormat = QuantFormat.NVFP4
+    ) -> None:
         self._generator = torch.Generator().manual_seed(1)
         self._tokens = tokens
-        self.experts = self._weights(NVFP4, width, inner, COUNT)
+        self.experts = self._weights(routed, width, inner, COUNT)
         self.shared = self._weights(FP8, width, inner)
         gate = self._draw(COUNT, width) * width**-0.5
         router = pack_weight(QuantTensor.dense(gate.bfloat16()))
@@ -117,6 +118,13 @@ def test_tokens_share_experts() -> None:
         assert_right(layer, SCHEDULES[name])
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+def test_scales_of_32_columns(tokens: int) -> None:
+    """Alone and in pairs a token has columns of the MMA for neighbouring blocks."""
+    layer = Layer(256, 128, tokens, QuantFormat.MXFP4)
+    assert_right(layer, SCHEDULES["random"])
+
+
 def test_words_of_an_earlier_launch_would_be_taken_for_new_ones() -> None:
     """That is why a launch clears the half that it does not use."""
     layer = Layer(256, 128, tokens=1)
@@ -153,6 +161,12 @@ def test_a_token_has_the_same_bits_in_steps_of_every_length() -> None:
 
 
 PLANTED = {
+    "blocks do not take turns": SourceEdit(
+        "moe_products.cuh", "valid) && turn) ? zeros : address", "valid)) ? zeros : address"
+    ),
+    "one chain is lost": SourceEdit(
+        "moe_products.cuh", "sum + __shfl_xor_sync(~0u, sum, 1)", "sum"
+    ),
     "slices are not waited for": SourceEdit(
         "moe_hidden.cuh", "return __all_sync(~0u, least != 0);", "return true;"
     ),
