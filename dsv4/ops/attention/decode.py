@@ -100,7 +100,7 @@ def _flash_decoding(recording: Recording, inputs: AttentionInputs, as_last: bool
     keys = inputs.keys
     tokens, heads, width = inputs.q_THD.shape
     groups = ceil_div(heads, _HEADS)
-    splits = _splits(inputs, tokens * groups, recording.target)
+    splits = _splits(inputs, groups, recording.target)
     out_THD = recording.empty_like(inputs.q_THD)
     partial = None
     counters = None
@@ -150,14 +150,15 @@ def _is_usual(inputs: AttentionInputs) -> bool:
     return most_bytes + _list_bytes(inputs) <= _SHARED_BYTES_LIMIT
 
 
-def _splits(inputs: AttentionInputs, units: int, target: Target) -> int:
-    """Clusters that share the keys of a unit (16 heads of a token), if there are that many keys.
+def _splits(inputs: AttentionInputs, groups: int, target: Target) -> int:
+    """Clusters that share the keys of a group of 16 heads, if there are that many keys.
 
-    No more than run at once: a second wave costs more than the split gains.
+    As many as run at once for one token: a second wave costs more than the split gains. More tokens
+    take as many, so that the bits of a token do not go with their number.
     """
     if inputs.selected_TK is not None or _most_keys(inputs) <= _SPLIT_KEYS:
         return 1
-    return min(max(target.resident_clusters(_CLUSTER) // units, 1), _MOST_SPLITS)
+    return min(max(target.resident_clusters(_CLUSTER) // groups, 1), _MOST_SPLITS)
 
 
 def _defines(inputs: AttentionInputs, splits: int, units: int) -> Defines:

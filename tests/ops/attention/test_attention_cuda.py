@@ -73,6 +73,26 @@ def test_a_million_tokens_of_context(
     check(q_THD, random_keys(HCA, format, entries=8200), None, start)
 
 
+@pytest.mark.parametrize("heads", [64, 32, 8])
+def test_a_token_has_the_same_bits_in_steps_of_every_length(heads: int) -> None:
+    """Also where clusters share its keys, and where some tokens have few enough for one."""
+    keys = random_keys(HCA, RowFormat.KV_FP8, entries=8200)
+    tokens = 8
+    q_THD = normal(tokens, heads, HEAD_DIM, seed=5).bfloat16()
+    sink_H = normal(heads, seed=9)
+    frequencies = inv_freq()
+    for start in (128 * 1920 - 3, 128 * 8000):
+        positions_T = start + torch.arange(tokens, device="cuda")
+
+        def run(first: int, last: int, positions_T: Tensor = positions_T) -> Tensor:
+            step = q_THD[first:last].clone(), keys, None, sink_H, positions_T[first:last].clone()
+            return sparse_attention(*step, frequencies)
+
+        alone = torch.cat([run(token, token + 1) for token in range(tokens)])
+        for last in range(2, tokens + 1):
+            assert torch.equal(run(0, last), alone[:last]), (start, last)
+
+
 def test_replay_where_clusters_share_the_keys() -> None:
     keys = random_keys(HCA, RowFormat.KV_FP8, entries=5000)
     start = 128 * 4000

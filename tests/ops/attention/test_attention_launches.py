@@ -92,13 +92,15 @@ def test_few_clusters_hold_up_the_next_kernel(
         (128, 1, HOPPER, 1),
         (64, 1, BLACKWELL, 4),
         (128, 1, BLACKWELL, 2),
-        (64, 2, HOPPER, 1),
+        (64, 2, HOPPER, 3),
+        (128, 8, HOPPER, 1),
         (16, 1, HOPPER, 4),
-        (16, 8, HOPPER, 1),
+        (16, 8, HOPPER, 4),
         (64, 1, dataclasses.replace(BLACKWELL, clusters=((8, 11),)), 2),
     ],
 )
 def test_clusters_share_many_keys(heads: int, tokens: int, target: Target, splits: int) -> None:
+    """As many for any number of tokens."""
     (launch,) = Case(heads, HCA, None, 8200).record(tokens, target)
     assert defined(launch)["SPLITS"] == splits
     assert launch.shape.grid == (8 * splits, heads // 16, tokens)
