@@ -10,6 +10,10 @@ using int64 = long long;
 
 constexpr int WARP = 32;
 
+// The warp's number in its block. The shuffle tells the compiler that all lanes have the same one:
+// what goes with it is then computed once for the warp, and its branches part no lanes.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x / WARP, 0); }
+
 // Waits until every kernel before this one has finished and its writes are visible. Before it a
 // kernel may only read constants (weights, scales, tables); every thread that reads or writes
 // anything else calls it.

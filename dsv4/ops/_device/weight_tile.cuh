@@ -99,10 +99,13 @@ __device__ __forceinline__ float format_factor() {
 template <int F, bool RAGGED>
 __device__ __forceinline__ void stage_fetch(unsigned slot, const char* data, const char* scale,
                                             int lane, int loads = STAGE_LOADS) {
+    // One address and constants behind it: the compiler would add the lane's part to each of them.
+    const char* first = data + lane * 16;
+    asm("" : "+l"(first));
 #pragma unroll
     for (int i = 0; i < STAGE_LOADS; ++i) {
         const unsigned target = slot + i * LOAD_BYTES + lane * 16;
-        const char* source = data + i * LOAD_BYTES + lane * 16;
+        const char* source = first + i * LOAD_BYTES;
         if (!RAGGED) cp_async16_once(target, source);
         else cp_async16_once(target, i < loads ? source : data, i < loads ? 16 : 0);
     }

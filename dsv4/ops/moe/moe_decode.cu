@@ -312,7 +312,7 @@ struct Inputs {
     // shared memory.
     __device__ __forceinline__ void measure(const bf16* x_TE, int T, int E, const GateRows& gate,
                                             float* parts) {
-        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+        const int warp = warp_index(), lane = threadIdx.x % WARP;
 #pragma unroll 1
         for (int first = 0; first < (TOKENS > AT_ONCE ? T : 1); first += AT_ONCE) {
             load(x_TE, first, T, E);
@@ -394,8 +394,9 @@ __device__ __forceinline__ void write_hidden(const Partials& partials, int item,
         const bf16 hidden = __float2bfloat16_rn(clamped_swiglu(value, up, weight, limit));
         const unsigned bits = FORMAT == BF16
                                   ? __bfloat16_as_ushort(hidden)
-                                  : __half_as_ushort(__float2half_rn(__bfloat162float(hidden) /
-                                                                     routes.unscale[token]));
+                                  : __half_as_ushort(__float2half_rn(
+                                        __bfloat162float(hidden) *
+                                        inverse_power(routes.unscale[token])));
         const unsigned word = bits | __shfl_down_sync(~0u, bits, 1) << 16;
         const unsigned next = __shfl_down_sync(~0u, word, NEXT);
         if (publishes) publish(to, word, next);
@@ -434,13 +435,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (knows_tokens(TOKENS)) T = TOKENS;
     extern __shared__ __align__(SLOT_LINE_BYTES) char dynamic_shared[];
     __shared__ Routes routes;
-    __shared__ float units[MAX_ENTRIES + 1];
     __shared__ unsigned long long barriers[2 * BUFFERS + 1 + BATCHES];
     __shared__ __align__(16) float largest[MAX_TOKENS * WARPS];
     __shared__ float unscale[MAX_TOKENS];
     __shared__ Outbox outbox;
     __shared__ __align__(16) uint4 zeros[ZEROS];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int warp = warp_index(), lane = threadIdx.x % WARP;
     const int activation_bytes = (int(ANY_F16) + int(ANY_BF16)) * T * stage_padded(E) * 2;
     assert_shared_memory(WARPS * STAGES * PAIR_BYTES + BUFFERS * WARPS * PARTIAL * 4 +
                          activation_bytes);
@@ -457,6 +457,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const unsigned known = empty + 8 * BUFFERS;
     const unsigned added = known + 8;
     const unsigned no_activations = shared_address(zeros);
+    const RouteTable table(routes);
 
     const Partials partials = {partial_data, full, empty};
 
@@ -484,7 +485,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 shared.fetch(slot + TILE_BYTES, shared_w3_data, shared_w3_block_scale, 0,
                              producer.tile, producer.stage, lane);
             } else {
-                const int expert = routes.experts[producer.slot];
+                const int expert = table.expert(producer.slot);
                 routed.fetch(slot, w1_data, w1_block_scale, expert, producer.tile, producer.stage,
                              lane);
                 routed.fetch(slot + TILE_BYTES, w3_data, w3_block_scale, expert,
@@ -654,10 +655,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (Partials::mine(items.number, warp)) {
             for (int i = lane; i <= routes.count; i += WARP) {
                 if (i == 0)
-                    units[0] = format_factor<SHARED>() *
-                               (SHARED == NVFP4 ? __ldg(shared_w2_global_scale) : 1.0f);
+                    routes.units[0] = format_factor<SHARED>() *
+                                      (SHARED == NVFP4 ? __ldg(shared_w2_global_scale) : 1.0f);
                 else
-                    units[i] =
+                    routes.units[i] =
                         format_factor<ROUTED>() *
                         (ROUTED == NVFP4 ? __ldg(w2_global_scale + routes.experts[i - 1]) : 1.0f);
             }
@@ -685,7 +686,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     shared.fetch(to + tile * TILE_BYTES, shared_w2_data,
                                  shared_w2_block_scale, 0, 2 * from.pair + tile, from.stage, lane);
             } else {
-                const int expert = routes.experts[from.slot];
+                const int expert = table.expert(from.slot);
 #pragma unroll
                 for (int tile = begin; tile < end; ++tile)
                     routed.fetch(to + tile * TILE_BYTES, w2_data, w2_block_scale, expert,
@@ -703,10 +704,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             slice.units = 0;
             if (next.active(line)) {
                 const int slot = next.slot;
-                const int rows = TOKENS == 1 ? 1 : slot < 0 ? T : __popc(routes.mask[slot]);
+                const int rows = TOKENS == 1 ? 1 : slot < 0 ? T : __popc(table.mask(slot));
                 const int first_row = TOKENS == 1 ? slot + 1
                                       : slot < 0  ? 0
-                                                  : routes.first_row[slot];
+                                                  : table.first_row(slot);
                 int k32 = (slot < 0 ? Stage<SHARED>::COLUMNS : Stage<ROUTED>::COLUMNS) / 32;
                 slice.from = h + unsigned(first_row * hidden_k32 + next.stage * k32 * rows) * 64;
                 if (TAILS) k32 = min(k32, hidden_k32 - next.stage * k32);
@@ -805,12 +806,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     const int expert = next.slot;
                     more = !next.ends(line);
                     const unsigned mask =
-                        expert < 0 || TOKENS == 1 ? (1u << T) - 1 : routes.mask[expert];
+                        expert < 0 || TOKENS == 1 ? (1u << T) - 1 : table.mask(expert);
                     const int rank = TOKENS == 1 ? 0 : __popc(mask & ((1u << token) - 1));
                     const Activations x = {hidden + rank * 64 + lane_part(lane), no_activations,
                                            __popc(mask) * 64, (mask >> token & 1) != 0};
                     if ((expert < 0 ? SHARED : ROUTED) == BF16) low = first, high = second;
-                    else low = high = units[expert + 1];
+                    else low = high = table.unit(expert);
                     slice.take(hidden, lane);
                     next.advance(line);
                     if (HIDDEN_AHEAD) request();

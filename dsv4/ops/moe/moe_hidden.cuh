@@ -49,7 +49,7 @@ __device__ __forceinline__ void publish(char* to, unsigned first, unsigned secon
 // The block's share of clearing a half, 512 bytes at a time: one of each block, first by the last
 // warps, since the first ones choose the experts.
 __device__ __forceinline__ void clear_hidden(char* half, int bytes) {
-    const int warp = WARPS - 1 - threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int warp = WARPS - 1 - warp_index(), lane = threadIdx.x % WARP;
     for (int at = ((warp * gridDim.x + blockIdx.x) * WARP + lane) * 16; at < bytes;
          at += WARPS * gridDim.x * WARP * 16)
         __stcg(reinterpret_cast<uint4*>(half + at), make_uint4(0, 0, 0, 0));

@@ -133,6 +133,32 @@ struct Routes {
     // 1 / (what h of a token is multiplied with so that it fits into f16)
     float unscale[MAX_TOKENS];
     int count;
+    // What the sums of w2 lack, of the shared expert and then of each slot.
+    float units[MAX_ENTRIES + 1];
+};
+
+// What the loops over stages look up of the routes, by addresses that stay in registers: of a
+// variable in shared memory the compiler asks for the address again at every use.
+struct RouteTable {
+    unsigned experts, first_rows, masks, units;
+
+    __device__ __forceinline__ explicit RouteTable(const Routes& routes)
+        : experts(shared_address(routes.experts)), first_rows(shared_address(routes.first_row)),
+          masks(shared_address(routes.mask)), units(shared_address(routes.units)) {}
+
+    __device__ __forceinline__ int expert(int slot) const {
+        return load_shared4(experts + 4 * slot);
+    }
+    __device__ __forceinline__ int first_row(int slot) const {
+        return load_shared4(first_rows + 4 * slot);
+    }
+    __device__ __forceinline__ unsigned mask(int slot) const {
+        return load_shared4(masks + 4 * slot);
+    }
+    // -1: of the shared expert.
+    __device__ __forceinline__ float unit(int slot) const {
+        return __uint_as_float(load_shared4(units + 4 * (slot + 1)));
+    }
 };
 
 // Constants only: runs before pdl_wait.

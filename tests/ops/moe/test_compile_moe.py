@@ -67,6 +67,16 @@ def test_moe_uses_mma_and_asynchronous_copies() -> None:
     assert count(sass, "STL") == count(sass, "LDL") == 0
 
 
+def test_warps_of_the_experts_stay_together() -> None:
+    """The compiler knows that no branch parts the lanes of a warp: none is taken lane by lane, and
+    what copies need is not moved to uniform registers for each of them.
+    """
+    kernel = decode_kernel(*FLASH_STEP)
+    sass = disassemble(kernel.source, "sm_90a", kernel.defines)
+    assert "BRA.DIV" not in sass
+    assert count(sass, "R2UR") < count(sass, "LDGSTS") / 4
+
+
 @pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_router_has_no_spills(architecture: str, hashed: bool) -> None:
