@@ -45,6 +45,24 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// Four E4M3 codes to f16, in order, exact. The instruction takes two of them from either half of a
+// register; behind a shift or a cast it would get a copy of the upper half.
+__device__ __forceinline__ uint2 e4m3x4_to_f16x4(unsigned codes) {
+    uint2 halves;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(halves.x), "=r"(halves.y)
+        : "r"(codes));
+    return halves;
+}
+
+__device__ __forceinline__ float2 f16x2_to_floats(unsigned halves) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&halves));
+}
+
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2)

@@ -69,19 +69,6 @@ __device__ __forceinline__ float e4m3_to_float(unsigned char code) {
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
 }
 
-// Two codes (low and high byte of `pair`) to f16x2, exact, without the block scale.
-__device__ __forceinline__ unsigned e4m3x2_to_f16x2(unsigned short pair) {
-    unsigned out;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"(pair));
-    return out;
-}
-
-// Four codes to f16, in order, exact, without the block scale.
-__device__ __forceinline__ uint2 e4m3x4_to_f16x4(unsigned codes) {
-    return make_uint2(e4m3x2_to_f16x2((unsigned short)codes),
-                      e4m3x2_to_f16x2((unsigned short)(codes >> 16)));
-}
-
 // bf16x2 factor for e4m3x4_to_bf16x4: 2^(code - 127) · 2^120, twice. Exact for code 7..134 (block
 // scales to 2^7).
 __device__ __forceinline__ unsigned bf16x2_factor(int scale_code) {

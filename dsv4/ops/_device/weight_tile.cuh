@@ -173,21 +173,25 @@ __device__ __forceinline__ void add_plain(float (&acc)[accumulators(T)], const f
     }
 }
 
-// The A fragment of one MMA step from a word of eight 4-bit codes, as value · 2^-14. A product with
-// 2^a + 2^b shifts sign and magnitude by different amounts at once; the masks keep the stray copies
-// from carrying into the kept bits.
+// The A fragment of one MMA step from a word of eight 4-bit codes, as value · 2^-14. Sign and
+// magnitude of the last two pairs are shifted by different amounts, at once by a product with 2^a +
+// 2^b where no stray copy carries into the kept bits. Masks cost more than shifts, which another
+// unit takes as products: the two pairs share one, and the compiler must not give each shift its
+// own.
 __device__ __forceinline__ void dequantize4(unsigned word, unsigned (&a)[4]) {
     constexpr unsigned KEEP = 0x8E008E00;
     a[0] = word & KEEP;
     a[1] = (word << 3) & KEEP;
-    a[2] = ((word & 0x40384038) * 66) & KEEP;
-    a[3] = ((word & 0x20072007) * 516) & KEEP;
+    unsigned others = word & 0x603F603F;
+    asm("" : "+r"(others));
+    a[2] = (others << 6 | others << 1) & KEEP;
+    a[3] = (others * 516) & KEEP;
 }
 
-__device__ __forceinline__ unsigned dequantize8(unsigned codes) {
-    unsigned halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(codes)));
-    return halves;
+// The A fragment of one MMA step from two words of four 8-bit codes.
+__device__ __forceinline__ void dequantize8(unsigned first, unsigned second, unsigned (&a)[4]) {
+    const uint2 low = e4m3x4_to_f16x4(first), high = e4m3x4_to_f16x4(second);
+    a[0] = low.x, a[1] = low.y, a[2] = high.x, a[3] = high.y;
 }
 
 // acc += 16 rows × COLUMNS columns of weights times the activations. `slot` and `x` are shared
@@ -206,15 +210,15 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
             const unsigned b[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
             unsigned a[4];
             if constexpr (F == NVFP4) {
-                const uint2 scales = load_shared8(slot + STAGE_DATA + chunk * 64 + lane / 4 * 8);
+                const uint2 codes = load_shared8(slot + STAGE_DATA + chunk * 64 + lane / 4 * 8);
+                const uint2 first = e4m3x4_to_f16x4(codes.x), second = e4m3x4_to_f16x4(codes.y);
+                const unsigned scales[4] = {first.x, first.y, second.x, second.y};
 #pragma unroll
                 for (int s = 0; s < 4; ++s) {
                     float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
                     dequantize4(word[s], a);
                     mma<true>(d, a, b[2 * s], b[2 * s + 1]);
-                    const unsigned pair =
-                        dequantize8((s < 2 ? scales.x : scales.y) >> (s % 2 * 16));
-                    const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+                    const float2 scale = f16x2_to_floats(scales[s]);
                     add_scaled<T>(acc, d, scale.x, scale.y);
                 }
             } else {
@@ -242,10 +246,9 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
         for (int chunk = 0; chunk < STAGE_LOADS; ++chunk) {
             const uint4 words = load_shared16(slot + chunk * LOAD_BYTES + lane * 16);
             const uint4 b = load_shared16(x + chunk * X32);
-            const unsigned first[4] = {dequantize8(words.x), dequantize8(words.x >> 16),
-                                       dequantize8(words.y), dequantize8(words.y >> 16)};
-            const unsigned second[4] = {dequantize8(words.z), dequantize8(words.z >> 16),
-                                        dequantize8(words.w), dequantize8(words.w >> 16)};
+            unsigned first[4], second[4];
+            dequantize8(words.x, words.y, first);
+            dequantize8(words.z, words.w, second);
             mma<true>(d[0], first, b.x, b.y);
             mma<true>(d[1], second, b.z, b.w);
         }

@@ -337,11 +337,11 @@ extern "C" __global__ void attention_prefill_dequantize(
             const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
             unsigned dequantized[8];
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const unsigned half =
-                    e4m3x2_to_f16x2((unsigned short)(words[i / 2] >> (i % 2 * 16)));
-                const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&half));
-                dequantized[i] = packed_bits(pair.x * factor, pair.y * factor);
+            for (int i = 0; i < 4; i++) {
+                const uint2 halves = e4m3x4_to_f16x4(words[i]);
+                const float2 first = f16x2_to_floats(halves.x), second = f16x2_to_floats(halves.y);
+                dequantized[2 * i] = packed_bits(first.x * factor, first.y * factor);
+                dequantized[2 * i + 1] = packed_bits(second.x * factor, second.y * factor);
             }
             // row = (codes.float() * scale).bfloat16()
             uint4* store = reinterpret_cast<uint4*>(target + piece * 16);

@@ -207,8 +207,9 @@ __device__ __forceinline__ void score_tile(const Shared& shared, int warp, int s
 #if FP8
             const uint4& chunk = raw[half][step / 4];
             const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-            a[half] = half_pair(words[step % 4] & 0xFFFFu);
-            a[2 + half] = half_pair(words[step % 4] >> 16);
+            const uint2 halves = e4m3x4_to_f16x4(words[step % 4]);
+            a[half] = halves.x;
+            a[2 + half] = halves.y;
 #else
             const uint4& chunk = raw[half][step / 2];
             a[half] = step % 2 ? chunk.z : chunk.x;

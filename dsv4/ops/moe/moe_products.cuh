@@ -87,14 +87,15 @@ __device__ __forceinline__ float decode_e8m0(unsigned code) {
     return __uint_as_float(max(code << 23, 1u << 22));
 }
 
-// Two scales of a block: of row g and of row g + 8, from the low 16 bits.
+// The scales of two blocks, of each those of row g and of row g + 8.
 template <int FORMAT>
-__device__ __forceinline__ float2 decode_scales(unsigned codes) {
+__device__ __forceinline__ void decode_scales(unsigned codes, float2& first, float2& second) {
     if constexpr (FORMAT == NVFP4) {
-        const unsigned halves = dequantize8(codes);
-        return __half22float2(*reinterpret_cast<const __half2*>(&halves));
+        const uint2 halves = e4m3x4_to_f16x4(codes);
+        first = f16x2_to_floats(halves.x), second = f16x2_to_floats(halves.y);
     } else {
-        return make_float2(decode_e8m0(codes & 255), decode_e8m0(codes >> 8 & 255));
+        first = make_float2(decode_e8m0(codes & 255), decode_e8m0(codes >> 8 & 255));
+        second = make_float2(decode_e8m0(codes >> 16 & 255), decode_e8m0(codes >> 24));
     }
 }
 
@@ -173,8 +174,9 @@ __device__ __forceinline__ void multiply_in_turn(Sums& sums, unsigned slot, cons
             }
             const unsigned codes = load_shared4(scales + tile * TILE_BYTES +
                                                 round * (LOADS * Stage<FORMAT>::CHUNK_SCALE));
-            sums.add_blocks(tile, d, decode_scales<FORMAT>(codes),
-                            decode_scales<FORMAT>(codes >> 16));
+            float2 first, second;
+            decode_scales<FORMAT>(codes, first, second);
+            sums.add_blocks(tile, d, first, second);
         }
     }
 }
@@ -198,12 +200,13 @@ __device__ __forceinline__ void multiply_blocks(Sums& sums, unsigned slot, const
             const unsigned scales = slot + tile * TILE_BYTES + STAGE_DATA +
                                     load * Stage<FORMAT>::CHUNK_SCALE +
                                     (lane >> 2) * (Stage<FORMAT>::CHUNK_SCALE / 8);
-            unsigned codes[2];
+            float2 scale[BLOCKS];
             if constexpr (FORMAT == NVFP4) {
-                const uint2 both = load_shared8(scales);
-                codes[0] = both.x, codes[1] = both.y;
+                const uint2 codes = load_shared8(scales);
+                decode_scales<FORMAT>(codes.x, scale[0], scale[1]);
+                decode_scales<FORMAT>(codes.y, scale[2], scale[3]);
             } else {
-                codes[0] = load_shared4(scales);
+                decode_scales<FORMAT>(load_shared4(scales), scale[0], scale[1]);
             }
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
@@ -215,9 +218,7 @@ __device__ __forceinline__ void multiply_blocks(Sums& sums, unsigned slot, const
                     dequantize4(word[step], a);
                     mma<true>(d, a, b[2 * step], b[2 * step + 1]);
                 }
-                const float2 scale =
-                    decode_scales<FORMAT>(codes[block / 2] >> (16 * (block & 1)));
-                sums.add(tile, (load * BLOCKS + block) / 2 % 2, d, scale.x, scale.y);
+                sums.add(tile, (load * BLOCKS + block) / 2 % 2, d, scale[block].x, scale[block].y);
             }
         }
     }
@@ -238,10 +239,9 @@ __device__ __forceinline__ void multiply_plain(Sums& sums, unsigned slot, const 
         for (int tile = 0; tile < 2; ++tile) {
             const uint4& w = words[tile];
             if constexpr (FORMAT == FP8) {
-                const unsigned first[4] = {dequantize8(w.x), dequantize8(w.x >> 16),
-                                           dequantize8(w.y), dequantize8(w.y >> 16)};
-                const unsigned second[4] = {dequantize8(w.z), dequantize8(w.z >> 16),
-                                            dequantize8(w.w), dequantize8(w.w >> 16)};
+                unsigned first[4], second[4];
+                dequantize8(w.x, w.y, first);
+                dequantize8(w.z, w.w, second);
                 mma<true>(d[tile], first, b.x, b.y);
                 mma<true>(d[tile], second, b.z, b.w);
             } else {

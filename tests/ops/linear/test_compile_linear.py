@@ -3,6 +3,7 @@ Hopper.
 """
 
 import itertools
+import re
 
 import pytest
 
@@ -54,9 +55,7 @@ def test_every_variant_compiles(ragged: bool) -> None:
 
 
 def test_four_bit_weights_are_decoded_with_few_instructions() -> None:
-    """Per MMA (8 weights a lane): 6 logic operations, 3 multiplications by shift pairs, 2
-    accumulations.
-    """
+    """Per MMA (8 weights a lane): 5 logic operations, 4 shifts or products, 2 accumulations."""
     sass = disassemble(
         "linear/decode_linear", "sm_90a", defines(NVFP4, -1, 1, norm=False, ragged=False)
     )
@@ -64,3 +63,16 @@ def test_four_bit_weights_are_decoded_with_few_instructions() -> None:
     assert steps == 16
     assert count(sass, "LDGSTS") > 0
     assert count(sass, "FFMA") <= 2 * steps + 24
+    assert len(re.findall(r"LOP3\.LUT \S+ \S+ 0x603f603f", sass)) == steps
+    assert len(re.findall(r"LOP3\.LUT .*0x8e008e00", sass)) == 4 * steps
+
+
+def test_eight_bit_weights_are_read_from_either_half_of_a_register() -> None:
+    """Per MMA (8 weights a lane): 4 conversions of two codes, 2 of them of upper halves."""
+    sass = disassemble(
+        "linear/decode_linear", "sm_90a", defines(FP8, -1, 1, norm=False, ragged=False)
+    )
+    steps = count(sass, "HMMA")
+    assert steps == 8
+    assert len(re.findall(r"E4M3\.UNPACK_B \S+ R\d+\S*\.H1", sass)) == 2 * steps
+    assert count(sass, "F2FP.F16.E4M3.UNPACK_B") == 4 * steps
