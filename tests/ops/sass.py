@@ -53,6 +53,13 @@ def disassemble_cubin(cubin: Path) -> str:
     return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
 
 
+def without_an_encoding(sass: str) -> list[str]:
+    """Asynchronous copies whose target adds a uniform register to a lane's: with a cache hint ptxas
+    13.0 gives them an encoding that no GPU knows.
+    """
+    return re.findall(r"LDGSTS\S* \[R\d+\S*\+UR.*", sass)
+
+
 def count(sass: str, mnemonic: str) -> int:
     """Instructions whose mnemonic starts with ``mnemonic``, e.g. HMMA or LDG.E.128."""
     return len(

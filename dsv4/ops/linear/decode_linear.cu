@@ -255,11 +255,11 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
                                                const Workspace& space,
                                                const Matrices& matrices) {
     const int lane = threadIdx.x % WARP;
-    const int warp = threadIdx.x / WARP;
+    const int warp = warp_index();
     const int tiles = share.tiles();
     const bf16* x = p.x + (int64)share.group * p.group_stride;
     const unsigned x_lane = shared_address(space.x) + lane_offset<TOKENS>(lane);
-    const unsigned ring = shared_address(space.rings) + warp * (DEPTH * SLOT);
+    const unsigned ring = shared_address(space.rings) + own_warp() * (DEPTH * SLOT);
     for (int turn = 0; turn < TURNS; ++turn) {
         const Slice<F> slice(p, rank + turn * CLUSTER, tiles);
         const int total = tiles * slice.stages;
@@ -331,8 +331,9 @@ __device__ __forceinline__ void collect_tiles(const Product& p, const Share& sha
                                               const Workspace& space, const Matrices& matrices,
                                               Emit emit) {
     const int lane = threadIdx.x % WARP, tiles = share.tiles();
-    Finish finish = space.finishes[threadIdx.x / WARP];
-    for (int tile = threadIdx.x / WARP; tile < tiles; tile += WARPS) {
+    const int warp = warp_index();
+    Finish finish = space.finishes[warp];
+    for (int tile = warp; tile < tiles; tile += WARPS) {
         if (CLUSTER == 1 && tile >= WARPS)
             finish.destination = Destination(p, matrices, share, tile);
         float sums[(TILE_OUTPUTS + WARP - 1) / WARP] = {};
@@ -451,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     // y_TN = F.linear(x_TK, dequantize(weight_NK)), as partial tiles
     multiply(product, share, rank, space, listed);
-    const int warp = threadIdx.x / WARP;
+    const int warp = warp_index();
     if constexpr (CLUSTER == 1) {
         const auto store = [&](const Destination& to, int, int output, float value) {
             to.store(outbox, tokens, output, value);

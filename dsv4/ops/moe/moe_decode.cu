@@ -451,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // x; in phase 2 more sums and a slice of h for every warp.
     char* after = reinterpret_cast<char*>(partial_data + BUFFERS * WARPS * PARTIAL);
     Inputs inputs = {after, after + (ANY_F16 ? T * stage_padded(E) * 2 : 0), largest};
-    const unsigned ring = shared_address(dynamic_shared) + warp * STAGES * PAIR_BYTES;
+    const unsigned ring = shared_address(dynamic_shared) + own_warp() * STAGES * PAIR_BYTES;
     const unsigned full = shared_address(barriers);
     const unsigned empty = full + 8 * BUFFERS;
     const unsigned known = empty + 8 * BUFFERS;

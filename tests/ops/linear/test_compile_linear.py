@@ -12,7 +12,7 @@ from dsv4.launch.kernel import Defines
 from dsv4.launch.target import ARCHITECTURES
 from dsv4.ops.linear.decode_plan import LinearPlan
 from dsv4.weights.quant import QuantFormat
-from tests.ops.sass import compile_once, count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, resources, without_an_encoding
 
 NVFP4 = FORMAT_CODE[QuantFormat.NVFP4]
 MXFP4 = FORMAT_CODE[QuantFormat.MXFP4]
@@ -52,6 +52,17 @@ def test_every_variant_compiles(ragged: bool) -> None:
             "sm_90a",
             defines(format, -1, tokens, norm=tokens == 4, ragged=ragged),
         )
+
+
+@pytest.mark.parametrize(
+    "formats", [(NVFP4, -1), (MXFP4, -1), (FP8, -1), (BF16, -1), (FP8, BF16)], ids=str
+)
+def test_copies_have_an_encoding(formats: tuple[int, int]) -> None:
+    for tokens in (1, 5):
+        kernel = "linear/decode_linear", "sm_90a", defines(*formats, tokens, False, False)
+        sass = disassemble(*kernel)
+        assert count(sass, "LDGSTS") > 0
+        assert not without_an_encoding(sass)
 
 
 def test_four_bit_weights_are_decoded_with_few_instructions() -> None:

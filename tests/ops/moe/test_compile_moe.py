@@ -13,7 +13,7 @@ from dsv4.ops.moe import decode
 from dsv4.ops.router.prefill import route
 from tests.ops.moe.meta_layer import BF16, FLASH, MXFP4, PRO, Geometry, launches, step
 from tests.ops.recorded import HOPPER
-from tests.ops.sass import compile_once, count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, resources, without_an_encoding
 
 # One of each kind: plain and ragged widths, one and many tokens, learned and hash routers.
 PRO_STEP = (PRO, 1)
@@ -75,6 +75,12 @@ def test_warps_of_the_experts_stay_together() -> None:
     sass = disassemble(kernel.source, "sm_90a", kernel.defines)
     assert "BRA.DIV" not in sass
     assert count(sass, "R2UR") < count(sass, "LDGSTS") / 4
+
+
+@pytest.mark.parametrize("decode_step", [FLASH_STEP, WIDE_STEP, RAGGED_STEP])
+def test_copies_of_the_experts_have_an_encoding(decode_step: tuple[Geometry, int]) -> None:
+    kernel = decode_kernel(*decode_step)
+    assert not without_an_encoding(disassemble(kernel.source, "sm_90a", kernel.defines))
 
 
 @pytest.mark.parametrize("hashed", [False, True])
