@@ -14,8 +14,8 @@ constexpr int WARP = 32;
 // what goes with it is then computed once for the warp, and its branches part no lanes.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x / WARP, 0); }
 
-// The same number, for the targets of a lane's copies: ptxas 13.0 gives cp.async with a cache hint an
-// encoding that does not exist where the target is a uniform register and a lane's one.
+// The same number, for the targets of a lane's copies: ptxas 13.0 gives cp.async with a cache hint
+// an encoding that does not exist where the target is a uniform register and a lane's one.
 __device__ __forceinline__ int own_warp() { return threadIdx.x / WARP; }
 
 // Waits until every kernel before this one has finished and its writes are visible. Before it a

@@ -604,8 +604,7 @@ __device__ __forceinline__ void store_gated(const Accumulators<BLOCKS>& acc,
 template <int BLOCKS>
 __device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Output& out, Pipe& pipe,
                                              int index) {
-    // Uniform for the compiler: the same warp number in every lane.
-    const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
+    const int warp = warp_index();
     const int lane = threadIdx.x % WARP;
     int slot[TOKENS / WARP] = {};
     float routing[TOKENS / WARP];
