@@ -344,7 +344,30 @@ __device__ __forceinline__ void rotate(unsigned (&values)[4], int turn) {
     }
 }
 
-// Puts columns [0, columns) of `tokens` rows x + token · row_stride into shared memory `target`
+// Rows x + token · row_stride in memory, of `tokens` tokens. ALIGNED: see load_columns.
+template <bool ALIGNED>
+struct StoredRows {
+    const bf16* x;
+    int64 row_stride;
+    int tokens, columns;
+
+    // pieces[b][n] = columns first + b · stride … + 7 of token n; zeros where there are none.
+    template <int HELD, int T>
+    __device__ __forceinline__ void load(uint4 (&pieces)[HELD][T], int first, int stride) const {
+#pragma unroll
+        for (int b = 0; b < HELD; ++b) {
+#pragma unroll
+            for (int n = 0; n < T; ++n) {
+                pieces[b][n] = make_uint4(0, 0, 0, 0);
+                if (n < tokens)
+                    pieces[b][n] =
+                        load_columns<ALIGNED>(x + n * row_stride, first + b * stride, columns);
+            }
+        }
+    }
+};
+
+// Puts columns [0, columns) of the rows of `source` into shared memory `target`
 // (activation_bytes(T, padded_columns), 16-byte aligned) in the order of the B fragments: the
 // 16-byte unit t of 32 columns b and token n is number (b · T + n) · 4 + t and holds columns 2t,
 // 2t + 1 of each 8 columns. Columns up to padded_columns (a multiple of 32) and tokens up to T
@@ -354,27 +377,16 @@ __device__ __forceinline__ void rotate(unsigned (&values)[4], int turn) {
 // WHOLE: they are all of the row, which is then read once, else twice. ALIGNED: see load_columns.
 // `scratch`: 2 · T · 32 floats. Every one of the THREADS of the block calls it; it ends with a
 // barrier.
-template <int T, bool NORM, bool IS_F16, int HELD, bool WHOLE, bool ALIGNED, int THREADS>
-__device__ __forceinline__ void stage_activations(const bf16* x, int64 row_stride, int tokens,
-                                                  int columns, int padded_columns,
+template <int T, bool NORM, bool IS_F16, int HELD, bool WHOLE, bool ALIGNED, int THREADS,
+          typename Source>
+__device__ __forceinline__ void stage_activations(const Source& source, int columns,
+                                                  int padded_columns,
                                                   const float* norm_weight, float eps, char* target,
                                                   float* inverse, float* scratch) {
     const int lane = threadIdx.x % WARP;
     const int warp = threadIdx.x / WARP;
     constexpr int BLOCK_WARPS = THREADS / WARP, STRIDE = THREADS * 8;
     uint4 pieces[HELD][T];
-    const auto load = [&](int base) {
-#pragma unroll
-        for (int b = 0; b < HELD; ++b) {
-#pragma unroll
-            for (int n = 0; n < T; ++n) {
-                pieces[b][n] = make_uint4(0, 0, 0, 0);
-                if (n < tokens)
-                    pieces[b][n] =
-                        load_columns<ALIGNED>(x + n * row_stride, base + b * STRIDE, columns);
-            }
-        }
-    };
     float norms[T], factors[T];
 #pragma unroll
     for (int n = 0; n < T; ++n) norms[n] = factors[n] = 1.0f;
@@ -383,7 +395,7 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
         // without a norm: two bf16 magnitudes, which compare like integers
         unsigned packed_amax[T] = {};
         for (int base = threadIdx.x * 8; base < padded_columns; base += HELD * STRIDE) {
-            load(base);
+            source.load(pieces, base, STRIDE);
 #pragma unroll
             for (int b = 0; b < HELD; ++b) {
                 float weights[8];
@@ -443,7 +455,7 @@ __device__ __forceinline__ void stage_activations(const bf16* x, int64 row_strid
     // Units of neighbouring 32 columns lie in both halves of the banks where T is odd.
     const int turn = (T % 2 ? lane / 8 : lane / 4) % 4;
     for (int base = threadIdx.x * 8; base < padded_columns; base += HELD * STRIDE) {
-        if (!WHOLE || !(NORM || IS_F16)) load(base);
+        if (!WHOLE || !(NORM || IS_F16)) source.load(pieces, base, STRIDE);
 #pragma unroll
         for (int b = 0; b < HELD; ++b) {
             const int first = base + b * STRIDE;

@@ -20,10 +20,10 @@ MAX_SLICES = 8
 WARPS = 12
 _DEPTH = 4
 # The static arrays of the kernel come out of the 227 KiB that a block may have.
-_SHARED_LIMIT = (227 << 10) - (4 << 10)
+SHARED_LIMIT = (227 << 10) - (4 << 10)
 # Asked for by every block: two on one SM double up where a launch that begins early finds others
 # free, and were slower (docs/kernels/linear.md); a block of another kernel still fits beside one.
-_LEAST_SHARED = 116 << 10
+LEAST_SHARED = 116 << 10
 _TILE_ROWS = 16
 _STAGE_LOADS = 4
 _STAGE_DATA = 2048
@@ -187,7 +187,7 @@ def _plan(problem: _Problem, sharing: _Sharing) -> LinearPlan | None:
     partials = ceil_div(slices, cluster) * (most_tiles + WARPS - 1) * tile_bytes
     received = round_up(most_tiles, cluster) * tile_bytes if cluster > 1 else 0
     shared = ring + activations + partials + received
-    if shared > _SHARED_LIMIT:
+    if shared > SHARED_LIMIT:
         return None
     return LinearPlan(
         tokens,
@@ -196,7 +196,7 @@ def _plan(problem: _Problem, sharing: _Sharing) -> LinearPlan | None:
         slice_columns,
         activations,
         partials,
-        shared_bytes=max(shared, _LEAST_SHARED),
+        shared_bytes=max(shared, LEAST_SHARED),
         ragged=any(padded_columns % _stage_columns(format) for format in shape.formats),
         depth=problem.depth,
         turns=slices // cluster,

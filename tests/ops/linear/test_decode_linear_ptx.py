@@ -32,19 +32,19 @@ BF16 = QuantFormat.BF16
 BOUND = 64 * 2.0**-24
 FAULTS = {
     "later tiles go where the first one went": SourceEdit(
-        "decode_linear.cu", "CLUSTER == 1 && tile >= WARPS", "CLUSTER == 2 && tile >= WARPS"
+        "decode_products.cuh", "CLUSTER == 1 && tile >= WARPS", "CLUSTER == 2 && tile >= WARPS"
     ),
     "the last warp of a tile is left out": SourceEdit(
-        "decode_linear.cu", "warp <= sharers.last ?", "warp < sharers.last ?"
+        "decode_products.cuh", "warp <= sharers.last ?", "warp < sharers.last ?"
     ),
 }
 
 FAULTS_OF_FIVE = {
     "sums of a token that is not there are kept": SourceEdit(
-        "decode_linear.cu", "odd = 2 * token + 1 < TOKENS", "odd = 2 * token < TOKENS"
+        "decode_products.cuh", "odd = 2 * token + 1 < TOKENS", "odd = 2 * token < TOKENS"
     ),
     "a token's sums are dropped": SourceEdit(
-        "decode_linear.cu", "even = 2 * token < TOKENS", "even = 2 * token + 1 < TOKENS"
+        "decode_products.cuh", "even = 2 * token < TOKENS", "even = 2 * token + 1 < TOKENS"
     ),
     "tokens sit in the columns of up to four": SourceEdit(
         "weight_tile.cuh", "T > 4 ? min(group, T - 1)", "T > 5 ? min(group, T - 1)"
@@ -206,7 +206,7 @@ def test_a_plan_has_the_memory_that_the_kernel_takes(
     format: QuantFormat, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel traps where it has less. Here the plan asks for no more than it has counted."""
-    monkeypatch.setattr(decode_plan, "_LEAST_SHARED", 0)
+    monkeypatch.setattr(decode_plan, "LEAST_SHARED", 0)
     monkeypatch.setattr(decode, "plan_linear", decode_plan.plan_linear.__wrapped__)
     recorded = recording(tokens, 2)
     x = normal(tokens, 96, seed=1).bfloat16()
