@@ -18,11 +18,12 @@
 // i of an item's sum is of the stages i, i + WARPS, ..., whichever warp has them; in phase 2 see
 // moe_down.cuh.
 //
-// Defines: ROUTED, SHARED (weight formats), TOKENS (1 to 8, as many as the launch has), TAILS (1: E
-// or F is no multiple of a stage's columns), WARPS, STAGES (ring depth), LOADS_AT_ONCE (loads of
-// a stage that are decoded side by side: 2 or 4), VECTORS (eights of activations of a token per
-// thread), RANKS (above 1: y goes to the ranks as words, exchange.cuh), and those of
-// moe_routes.cuh.
+// Defines: the shape, so that what goes with it alone is computed when the kernel is compiled:
+// WIDTH (E), INNER (F), EXPERTS (X), EXPERTS_PER_TOKEN (P), BLOCKS (of the launch). ROUTED, SHARED
+// (weight formats), TOKENS (1 to 8, as many as the launch has), TAILS (1: E or F is no multiple of
+// a stage's columns), WARPS, STAGES (ring depth), LOADS_AT_ONCE (loads of a stage that are decoded
+// side by side: 2 or 4), VECTORS (eights of activations of a token per thread), RANKS (above 1: y
+// goes to the ranks as words, exchange.cuh), and those of moe_routes.cuh.
 #include "exchange.cuh"
 #include "moe_products.cuh"
 
@@ -188,7 +189,7 @@ struct GateUpItems {
     __device__ __forceinline__ GateUpItems(int row_tiles, int shared_n, int routed_n,
                                            int shared_bytes, int routed_bytes, int warp)
         : by_tiles(row_tiles) {
-        const int blocks = gridDim.x, block = blockIdx.x;
+        const int blocks = BLOCKS, block = blockIdx.x;
         tiles = row_tiles, shared_stages = shared_n, routed_stages = routed_n;
         late = tiles % blocks;
         shared_tiles = tiles / blocks + (block < late);
@@ -203,11 +204,11 @@ struct GateUpItems {
     __device__ __forceinline__ void place() {
         const int round = number - shared_tiles;
         slot = -1;
-        tile = blockIdx.x + number * gridDim.x;
+        tile = blockIdx.x + number * BLOCKS;
         if (round >= 0) {
             // In early rounds the late blocks take nothing.
             const int item =
-                first + round * int(gridDim.x) - (skipped < 0 ? 0 : min(round, skipped) * late);
+                first + round * BLOCKS - (skipped < 0 ? 0 : min(round, skipped) * late);
             slot = item < routed_items ? by_tiles.divide(item) : MAX_ENTRIES;
             tile = item - slot * tiles;
         }
@@ -430,9 +431,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                const float* shared_w3_global_scale, const char* shared_w2_data,
                const char* shared_w2_block_scale, const float* shared_w2_global_scale, char* h,
                bf16* y_TE, int64* ids_TP, float* weights_TP, int* nan, int* counters, int* sums,
-               int half_bytes, const int64* peers, int64 slot, int exchange, int T, int P, int X,
-               int E, int F, int V, float limit, float scaling) {
+               int half_bytes, const int64* peers, int64 slot, int exchange, int T, int V,
+               float limit, float scaling) {
     if (knows_tokens(TOKENS)) T = TOKENS;
+    constexpr int E = WIDTH, F = INNER, X = EXPERTS, P = EXPERTS_PER_TOKEN;
     extern __shared__ __align__(SLOT_LINE_BYTES) char dynamic_shared[];
     __shared__ Routes routes;
     __shared__ unsigned long long barriers[2 * BUFFERS + 1 + BATCHES];

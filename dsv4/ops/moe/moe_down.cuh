@@ -27,7 +27,7 @@ constexpr int MOST_BLOCKS_OF_A_PAIR = 4;
 
 // Blocks with a share of all parts: a round each at least, and all where there is enough to do.
 __device__ __forceinline__ unsigned sharers(int pairs, int parts) {
-    const int blocks = gridDim.x;
+    const int blocks = BLOCKS;
     // A pair that is cut costs an exchange between blocks: not for a few idle multiprocessors.
     if (pairs <= blocks && pairs * 20 >= blocks * 19) return pairs;
     return min(pairs * min(max(parts / WARPS, 1), MOST_BLOCKS_OF_A_PAIR), blocks);

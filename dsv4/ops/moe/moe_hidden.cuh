@@ -27,8 +27,8 @@ __device__ __forceinline__ void publish(char* to, unsigned first, unsigned secon
 // warps, since the first ones choose the experts.
 __device__ __forceinline__ void clear_hidden(char* half, int bytes) {
     const int warp = WARPS - 1 - warp_index(), lane = threadIdx.x % WARP;
-    for (int at = ((warp * gridDim.x + blockIdx.x) * WARP + lane) * 16; at < bytes;
-         at += WARPS * gridDim.x * WARP * 16)
+    for (int at = ((warp * BLOCKS + blockIdx.x) * WARP + lane) * 16; at < bytes;
+         at += WARPS * BLOCKS * WARP * 16)
         __stcg(reinterpret_cast<uint4*>(half + at), make_uint4(0, 0, 0, 0));
 }
 

@@ -186,7 +186,7 @@ template <int FORMAT>
 __device__ __forceinline__ void multiply_blocks(Sums& sums, unsigned slot, const Activations& x,
                                                 int lane) {
     static_assert(LOADS_AT_ONCE % 2 == 0, "both chains in a turn of the loop");
-    constexpr int BLOCK_STEPS = FORMAT == NVFP4 ? 1 : 2, BLOCKS = 4 / BLOCK_STEPS;
+    constexpr int BLOCK_STEPS = FORMAT == NVFP4 ? 1 : 2, LOAD_BLOCKS = 4 / BLOCK_STEPS;
     const unsigned from = x.at(true);
 #pragma unroll LOADS_AT_ONCE
     for (int load = 0; load < STAGE_LOADS; ++load) {
@@ -200,7 +200,7 @@ __device__ __forceinline__ void multiply_blocks(Sums& sums, unsigned slot, const
             const unsigned scales = slot + tile * TILE_BYTES + STAGE_DATA +
                                     load * Stage<FORMAT>::CHUNK_SCALE +
                                     (lane >> 2) * (Stage<FORMAT>::CHUNK_SCALE / 8);
-            float2 scale[BLOCKS];
+            float2 scale[LOAD_BLOCKS];
             if constexpr (FORMAT == NVFP4) {
                 const uint2 codes = load_shared8(scales);
                 decode_scales<FORMAT>(codes.x, scale[0], scale[1]);
@@ -209,7 +209,7 @@ __device__ __forceinline__ void multiply_blocks(Sums& sums, unsigned slot, const
                 decode_scales<FORMAT>(load_shared4(scales), scale[0], scale[1]);
             }
 #pragma unroll
-            for (int block = 0; block < BLOCKS; ++block) {
+            for (int block = 0; block < LOAD_BLOCKS; ++block) {
                 float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
                 for (int i = 0; i < BLOCK_STEPS; ++i) {
@@ -218,7 +218,8 @@ __device__ __forceinline__ void multiply_blocks(Sums& sums, unsigned slot, const
                     dequantize4(word[step], a);
                     mma<true>(d, a, b[2 * step], b[2 * step + 1]);
                 }
-                sums.add(tile, (load * BLOCKS + block) / 2 % 2, d, scale[block].x, scale[block].y);
+                const int chain = (load * LOAD_BLOCKS + block) / 2 % 2;
+                sums.add(tile, chain, d, scale[block].x, scale[block].y);
             }
         }
     }

@@ -45,7 +45,7 @@ struct GateRows {
         const int chunks = (E + 63) / 64 * 4, pairs = (X + 15) / 16 * 8;
 #pragma unroll
         for (int round = 0; round < GATE_ROUNDS; ++round) {
-            const int pair = blockIdx.x + round * gridDim.x;
+            const int pair = blockIdx.x + round * BLOCKS;
             const char* rows = gate + size_t(pair / 8) * chunks * LOAD_BYTES + pair % 8 * 64;
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i) {
@@ -89,7 +89,7 @@ struct ScoreExchange {
         for (int i = threadIdx.x; i < T * GATE_ROWS; i += THREADS) {
             const int token = i / GATE_ROWS;
             const int row = i % GATE_ROWS;
-            const int pair = blockIdx.x + row / 2 * gridDim.x;
+            const int pair = blockIdx.x + row / 2 * BLOCKS;
             const int expert = pair / 8 * 16 + pair % 8 + row % 2 * 8;
             if (expert >= X) continue;
             float logit = 0.0f;
