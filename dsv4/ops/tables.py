@@ -264,9 +264,9 @@ def _recorded_torch_op(
     """
 
     def op(*arguments: Any, **named: Any) -> Any:
-        items = len(recording.items)
+        items = list(recording.items)
         result = cuda_op(*arguments, **named)
-        del recording.items[items:]
+        recording.items[:] = items
         values = [list(arguments), list(named.values())]
         inputs = list(tensors_in(values))
         outputs = list(tensors_in(result))

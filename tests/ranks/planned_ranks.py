@@ -26,7 +26,7 @@ from dsv4.step.step import Step
 from tests.step.planned_model import ENGINE, GPUS, META, FakeProgram, PlannedModel
 
 # Kernels that write words, and those that wait for them.
-PUSHING = ("decode_linear", "moe_decode")
+PUSHING = ("decode_linear", "decode_pair", "moe_decode")
 POLLING = ("hc_mix", "hc_post", "gather_logits")
 
 

@@ -15,6 +15,7 @@ from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.exchange.words import NOT_SENT, Words
 from dsv4.ops.linear import RowList
 from dsv4.ops.linear.checks import check_grouped, check_linear, check_norm
+from dsv4.ops.linear.decode_pair import join_products
 from dsv4.ops.linear.decode_plan import WARPS, LinearPlan, ProductShape, plan_linear
 from dsv4.ops.linear.row_list import FormatRows, ListLaunch, packed_rows
 from dsv4.ops.norm.cuda import rms_norm
@@ -174,7 +175,9 @@ def _record(
     y: Tensor | None,
     words: Words = NOT_SENT,
 ) -> None:
-    """The launch of a product, whose result goes to ``y`` or out as ``words``."""
+    """The launch of a product, whose result goes to ``y`` or out as ``words``; with the one before
+    it where both can be one.
+    """
     tokens, groups, _ = x_TGK.shape
     _check_tokens(tokens)
     plan = plan_linear(product.shape, tokens, recording.target)
@@ -208,6 +211,7 @@ def _record(
         partial_bytes=plan.partial_bytes,
         **words.arguments,
     )
+    join_products(recording)
 
 
 def _is_aligned(x_TGK: Tensor, norm: _Norm) -> bool:

@@ -7,6 +7,7 @@ from dsv4.launch.recording import Launch, Recording
 from dsv4.launch.target import Target
 from dsv4.ops.exchange import decode, prefill
 from dsv4.ops.exchange.words import WordSum
+from dsv4.ops.linear import decode as linear_decode
 from dsv4.ops.linear.prefill import linear as prefill_linear
 from dsv4.ops.moe import decode as moe_decode
 from dsv4.peers import InboxLayout, Peers
@@ -34,6 +35,13 @@ def row_parallel(found: Recording, width: int = WIDTH, columns: int = 2048) -> W
     """Records a product of a decode step whose result is a part of a sum."""
     x_TK = found.empty((found.tokens, columns), torch.bfloat16)
     return decode.row_parallel_linear(found, x_TK, weight(NVFP4, width, columns))
+
+
+def low_rank(found: Recording, width: int = WIDTH, columns: int = 2048) -> WordSum | Tensor:
+    """The same of what two groups of 4096 columns give, for one or two tokens one launch."""
+    x_T2K = found.empty((found.tokens, 2, 4096), torch.bfloat16)
+    low_T2R = linear_decode.grouped_linear(found, x_T2K, weight(NVFP4, columns, 4096))
+    return decode.row_parallel_linear(found, low_T2R.flatten(1), weight(NVFP4, width, columns))
 
 
 def head(found: Recording, rows: int, width: int = WIDTH) -> WordSum | Tensor:

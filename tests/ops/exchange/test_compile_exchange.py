@@ -3,6 +3,7 @@ of the system's scope, and nothing that pushes has a fence.
 """
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.ops.exchange.meta import (
     experts,
     head,
     launches,
+    low_rank,
     peers,
     recording,
     row_parallel,
@@ -31,7 +33,7 @@ from tests.ops.moe.meta_layer import Geometry
 from tests.ops.recorded import HOPPER, meta
 from tests.ops.sass import compile_once, disassemble, resources
 
-PRODUCERS = ("decode_linear", "moe_decode")
+PRODUCERS = ("decode_linear", "decode_pair", "moe_decode")
 CONSUMERS = ("hc_mix", "hc_post", "sum_words", "gather_logits")
 KNOWN = ("push_known", "check_known")
 SHARED = ("sum_ranks", "hc_mix_many", "hc_finish")
@@ -61,6 +63,8 @@ def _record(name: str, found: Recording, view: Peers | None, ranks: int, width: 
         decode.gather_logits(found, head(found, view.layout.head_rows, width))
     elif name == "next_step":
         decode.next_step(found)
+    elif name == "decode_pair":
+        low_rank(found, width, 8192 // ranks)
     elif name in KNOWN:
         check_known(found, push_known(found, found.tokens, width), meta(1, dtype=torch.int32))
     else:
@@ -105,8 +109,10 @@ def test_no_rank_spills(name: str, ranks: int) -> None:
         assert resources(log)[name][1] <= most, (architecture, width)
 
 
-@pytest.mark.parametrize("tokens", [2, 4, 8])
-@pytest.mark.parametrize("name", [*PRODUCERS, *CONSUMERS])
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("decode_pair", 2), *product((*PRODUCERS[::2], *CONSUMERS), (2, 4, 8))],
+)
 def test_kernels_of_more_tokens_compile(name: str, tokens: int) -> None:
     for ranks in (2, 8):
         found = kernel(name, ranks, tokens)
@@ -155,7 +161,7 @@ def test_only_kernels_with_stamps_read_the_time(name: str) -> None:
         assert ("SR_GLOBALTIMER" in sass) == reads
 
 
-@pytest.mark.parametrize("name", ["decode_linear", "moe_decode", "hc_mix", "hc_post"])
+@pytest.mark.parametrize("name", [*PRODUCERS, "hc_mix", "hc_post"])
 def test_a_lone_rank_has_none_of_it(name: str) -> None:
     sass = sass_of(name, 1)
     assert len(opcodes(sass, r"[\w.]*\.STRONG\.SYS")) == (name == "moe_decode")

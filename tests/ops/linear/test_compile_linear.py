@@ -65,6 +65,39 @@ def test_copies_have_an_encoding(formats: tuple[int, int]) -> None:
         assert not without_an_encoding(sass)
 
 
+PAIRS = [(FP8, FP8), (NVFP4, NVFP4), (MXFP4, NVFP4), (BF16, BF16)]
+
+
+def of_a_pair(first: int, second: int, tokens: int) -> Defines:
+    """Flash: 512 columns of x, and 8192 of y, for a thread."""
+    return (
+        ("FORMAT0", first),
+        ("FORMAT1", second),
+        ("TOKENS", tokens),
+        ("WARPS", 12),
+        ("DEPTH", 6),
+        ("ALIGNED_X", 1),
+        ("RAGGED0", 0),
+        ("RAGGED1", 0),
+        ("PIECES0", 2),
+        ("PIECES1", 3),
+        ("HOLDS_SLICE1", 1),
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("formats", PAIRS, ids=str)
+def test_pairs_do_not_spill(architecture: str, formats: tuple[int, int]) -> None:
+    for tokens in (1, 2):
+        kernel = "linear/decode_pair", architecture, of_a_pair(*formats, tokens)
+        ((registers, spills),) = resources(compile_once(*kernel).log).values()
+        assert spills == 0
+        assert registers <= 168
+        sass = disassemble(*kernel)
+        assert count(sass, "LDGSTS") > 0
+        assert not without_an_encoding(sass)
+
+
 def test_four_bit_weights_are_decoded_with_few_instructions() -> None:
     """Per MMA (8 weights a lane): 5 logic operations, 4 shifts or products, 2 accumulations."""
     sass = disassemble(
