@@ -25,7 +25,7 @@ _FORMATS = {code: format for format, code in FORMAT_CODE.items()}
 
 @dataclass(frozen=True)
 class _Product:
-    """A launch of ``decode_linear``: one matrix or the groups of one, K whole in every block."""
+    """A launch of ``decode_linear``."""
 
     launch: Launch
 
@@ -36,6 +36,14 @@ class _Product:
     @property
     def defines(self) -> dict[str, int]:
         return dict(self.launch.shape.kernel.defines)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one matrix, or the groups of one, without a norm, and every block has all
+        of K.
+        """
+        alone = self.arguments["table"] is None and self.arguments["norm_weight"] is None
+        return alone and self.defines["CLUSTER"] == 1 and self.defines["TURNS"] == 1
 
     @property
     def blocks(self) -> int:
@@ -70,18 +78,17 @@ def _product(item: Item) -> _Product | None:
     if not isinstance(item, Launch) or item.shape.kernel.function != "decode_linear":
         return None
     product = _Product(item)
-    arguments, defines = product.arguments, product.defines
-    alone = arguments["table"] is None and arguments["norm_weight"] is None
-    whole = defines["CLUSTER"] == 1 and defines["TURNS"] == 1
-    return product if alone and whole else None
+    return product if product.is_plain else None
 
 
 def _follows(first: _Product, second: _Product) -> bool:
     """Whether the second one multiplies all that the first one gives, and the kernel can hand it
     over: whole tiles of a group, whole vectors of a row.
     """
-    own, following = first.arguments, second.arguments
-    x, y = following["x"], own["y"]
+    own = first.arguments
+    following = second.arguments
+    x = following["x"]
+    y = own["y"]
     return (
         isinstance(y, Tensor)
         and storage_key(x) == storage_key(y)
@@ -114,7 +121,8 @@ def _larger(first: _Product, second: _Product, name: str) -> int:
 def _record(
     recording: Recording, first: _Product, second: _Product, depth: int, shared_bytes: int
 ) -> None:
-    own, following = first.arguments, second.arguments
+    own = first.arguments
+    following = second.arguments
     half_bytes = round_up(2 * recording.tokens * first.rows, 16)
     name = f"decode_pair {first.rows}"
     kernel = Kernel("linear/decode_pair", "decode_pair", _defines(first, second, depth))
@@ -139,7 +147,8 @@ def _record(
 
 
 def _defines(first: _Product, second: _Product, depth: int) -> Defines:
-    own, following = first.defines, second.defines
+    own = first.defines
+    following = second.defines
     of_ranks = [name for name in ("RANKS", "STAMPS") if name in following]
     return (
         ("FORMAT0", own["FORMAT0"]),
