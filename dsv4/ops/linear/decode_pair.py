@@ -95,6 +95,7 @@ def _follows(first: _Product, second: _Product) -> bool:
         and x.storage_offset() == y.storage_offset()
         and following["groups"] == 1
         and own["tokens"] <= _MOST_TOKENS
+        and own["float32_out"] == 0
         and own["rows"] % TILE_ROWS == 0
         and following["columns"] == following["row_stride"] == first.rows
         and first.defines["HOLDS_SLICE"] == 1
