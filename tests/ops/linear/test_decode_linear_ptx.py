@@ -13,9 +13,9 @@ from dsv4.launch.target import Target
 from dsv4.ops.linear import decode, decode_plan, grouped_linear, linear
 from dsv4.ops.linear.row_list import pack_rows, packed_rows
 from dsv4.weights.packed import pack_weight
-from dsv4.weights.quant import QuantFormat, QuantTensor
-from dsv4.weights.quantize import quantize
+from dsv4.weights.quant import QuantFormat
 from tests.ops.cases import normal
+from tests.ops.linear.normal_weight import normal_weight
 from tests.ptx import program
 from tests.ptx.faults import OutOfBounds, Trap
 from tests.ptx.nvrtc import SourceEdit, ptx_of, run_recorded
@@ -50,11 +50,6 @@ FAULTS_OF_FIVE = {
         "weight_tile.cuh", "T > 4 ? min(group, T - 1)", "T > 5 ? min(group, T - 1)"
     ),
 }
-
-
-def weight(format: QuantFormat, rows: int, columns: int) -> QuantTensor:
-    values = normal(rows, columns, seed=rows)
-    return QuantTensor.dense(values.bfloat16()) if format is BF16 else quantize(values, format)
 
 
 def only(recorded: Recording) -> Launch:
@@ -99,16 +94,16 @@ def single(
     """What the kernel computes, and what it should."""
     x = normal(tokens, columns, seed=1).bfloat16()
     found = product(x, format, rows, blocks, edit)
-    return found, linear(x, weight(format, rows, columns), torch.float32)
+    return found, linear(x, normal_weight(format, rows, columns), torch.float32)
 
 
 def product(
     x: Tensor, format: QuantFormat, rows: int, blocks: int = 2, edit: SourceEdit | None = None
 ) -> Tensor:
-    """What the kernel computes with ``weight(format, rows, ...)``: float32."""
+    """What the kernel computes with ``normal_weight(format, rows, ...)``: float32."""
     tokens, columns = x.shape
     recorded = recording(tokens, blocks)
-    decode.linear(recorded, x, pack_weight(weight(format, rows, columns)), torch.float32)
+    decode.linear(recorded, x, pack_weight(normal_weight(format, rows, columns)), torch.float32)
     memory = torch.full((tokens, rows), torch.nan)
     run(recorded, memory, edit=edit)
     return memory
@@ -163,7 +158,7 @@ def test_nan_stays_with_its_token(tokens: int) -> None:
 
 @pytest.mark.parametrize("columns", [256, 4096])
 def test_normalised_tokens_have_the_bits_that_they_have_among_eight(columns: int) -> None:
-    rows = pack_rows([weight(FP8, 24, columns)], [torch.float32])
+    rows = pack_rows([normal_weight(FP8, 24, columns)], [torch.float32])
     norm_weight = normal(columns, seed=2)
     x = (normal(8, columns, seed=1) * torch.logspace(-9, 9, 8)[:, None]).bfloat16()
     found = []
@@ -183,7 +178,7 @@ def defines(recorded: Recording) -> dict[str, int]:
 def test_rows_of_x_that_are_not_aligned() -> None:
     """They are read one by one, by a function that the machine does not call."""
     rows = torch.zeros(3, 136, dtype=torch.bfloat16)
-    packed = pack_weight(weight(FP8, 24, 128))
+    packed = pack_weight(normal_weight(FP8, 24, 128))
     for x, aligned in ((rows[:, 8:], 1), (rows[:, 1:129], 0), (rows[:, :132][:, 4:], 0)):
         recorded = recording(3, 1)
         decode.linear(recorded, x, packed)
@@ -192,7 +187,9 @@ def test_rows_of_x_that_are_not_aligned() -> None:
 
 def test_rings_begin_on_a_line_of_shared_memory() -> None:
     recorded = recording(1, 1)
-    decode.linear(recorded, normal(1, 256, seed=1).bfloat16(), pack_weight(weight(NVFP4, 16, 256)))
+    decode.linear(
+        recorded, normal(1, 256, seed=1).bfloat16(), pack_weight(normal_weight(NVFP4, 16, 256))
+    )
     kernel = only(recorded).shape.kernel
     (loaded,) = program.load(ptx_of(kernel.source, ARCHITECTURE, kernel.defines)).values()
     alignments = [v.align for v in loaded.function.variables if v.space == "shared" and not v.size]
@@ -210,7 +207,7 @@ def test_a_plan_has_the_memory_that_the_kernel_takes(
     monkeypatch.setattr(decode, "plan_linear", decode_plan.plan_linear.__wrapped__)
     recorded = recording(tokens, 2)
     x = normal(tokens, 96, seed=1).bfloat16()
-    decode.linear(recorded, x, pack_weight(weight(format, 40, 96)))
+    decode.linear(recorded, x, pack_weight(normal_weight(format, 40, 96)))
     memory = torch.full((tokens, 40), torch.nan, dtype=torch.bfloat16)
     run(recorded, memory)
     assert torch.isfinite(memory).all()
@@ -226,7 +223,7 @@ def test_slices_one_after_the_other() -> None:
     tokens, columns = 8, 10240
     recorded = recording(tokens, 1)
     x = normal(tokens, columns, seed=1).bfloat16()
-    stored = weight(FP8, 16, columns)
+    stored = normal_weight(FP8, 16, columns)
     decode.linear(recorded, x, pack_weight(stored), torch.float32)
     assert (defines(recorded)["TURNS"], defines(recorded)["HOLDS_SLICE"]) == (2, 0)
     memory = torch.full((tokens, 16), torch.nan)
@@ -238,7 +235,7 @@ def test_slices_one_after_the_other() -> None:
 def test_blocks_of_a_cluster_add_up_their_slices(tokens: int) -> None:
     """Three tiles: one block finishes two of them, the other one."""
     x = normal(tokens, 16384, seed=1).bfloat16()
-    stored = weight(FP8, 48, 16384)
+    stored = normal_weight(FP8, 48, 16384)
     recorded = recording(tokens, 2)
     decode.linear(recorded, x, pack_weight(stored), torch.float32)
     assert defines(recorded)["CLUSTER"] == 2
@@ -261,7 +258,11 @@ def test_a_fault_of_five_tokens_is_seen(fault: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_list(schedule: str) -> None:
-    matrices = [weight(NVFP4, 40, 128), weight(NVFP4, 24, 128), weight(BF16, 200, 128)]
+    matrices = [
+        normal_weight(NVFP4, 40, 128),
+        normal_weight(NVFP4, 24, 128),
+        normal_weight(BF16, 200, 128),
+    ]
     rows = pack_rows(matrices, [None, None, torch.float32])
     x = normal(3, 128, seed=1).bfloat16()
     recorded = recording(3, 4)
@@ -273,7 +274,7 @@ def test_a_list(schedule: str) -> None:
 
 
 def test_groups_that_share_tiles() -> None:
-    stored = weight(BF16, 40, 96)
+    stored = normal_weight(BF16, 40, 96)
     x = normal(2, 2, 96, seed=1).bfloat16()
     recorded = recording(2, 4)
     decode.grouped_linear(recorded, x, pack_weight(stored))

@@ -3,7 +3,6 @@ launch after launch.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 from dsv4.launch.recording import Launch, Recording
 from dsv4.launch.target import Target
 from dsv4.weights.packed import pack_weight
-from dsv4.weights.quant import QuantFormat, QuantTensor
-from dsv4.weights.quantize import quantize
+from dsv4.weights.quant import QuantFormat
 from tests.ops.cases import normal
+from tests.ops.linear.normal_weight import normal_weight
 from tests.ops.linear.pairs import in_two_launches, output_projection
 from tests.ptx.faults import Trap
 from tests.ptx.nvrtc import SourceEdit, run_recorded
@@ -44,12 +43,6 @@ FAULTS = {
 }
 
 
-def weight(format: QuantFormat, rows: int, columns: int) -> Any:
-    values = normal(rows, columns, seed=rows)
-    stored = QuantTensor.dense(values.bfloat16()) if format is BF16 else quantize(values, format)
-    return pack_weight(stored)
-
-
 class Projection:
     """Both products on memory of the CPU, as one launch and as two."""
 
@@ -66,8 +59,8 @@ class Projection:
         self.tokens = tokens
         self.columns, self.rows, self.outputs = sizes
         self.weights = (
-            weight(first, GROUPS * self.rows, self.columns),
-            weight(second, self.outputs, GROUPS * self.rows),
+            pack_weight(normal_weight(first, GROUPS * self.rows, self.columns)),
+            pack_weight(normal_weight(second, self.outputs, GROUPS * self.rows)),
         )
         self.target = Target(torch.device("cpu"), ARCHITECTURE, blocks)
         recording = Recording(self.target, tokens)
