@@ -13,6 +13,7 @@ from dsv4.launch.target import Target
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat
 from tests.ops.cases import normal
+from tests.ops.linear.meta import BF16, FP8, MXFP4, NVFP4
 from tests.ops.linear.normal_weight import normal_weight
 from tests.ops.linear.pairs import in_two_launches, output_projection
 from tests.ptx.faults import Trap
@@ -22,10 +23,6 @@ from tests.ptx.schedule import SCHEDULES, Schedule
 pytestmark = pytest.mark.slow
 
 ARCHITECTURE = "sm_90a"
-NVFP4 = QuantFormat.NVFP4
-MXFP4 = QuantFormat.MXFP4
-FP8 = QuantFormat.FP8_BLOCK128
-BF16 = QuantFormat.BF16
 GROUPS = 2
 # Columns and rows of a group, outputs: a stage for a warp, or more than its ring has.
 SHORT, LONG = (192, 48, 40), (640, 512, 320)
