@@ -1,8 +1,8 @@
 """Two products of a decode step that follow each other, as one launch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from dsv4.launch.recording import Item, Launch, Recording, storage_key
 from dsv4.ops.linear.decode_plan import LEAST_SHARED, SHARED_LIMIT, WARPS, slot_bytes
 from dsv4.weights.packed import TILE_ROWS
 
-# More of them gain nothing (docs/kernels/linear.md).
+# Three gained 0.3 % (docs/kernels/linear.md).
 _MOST_TOKENS = 2
 # Stages of a warp's ring, as many as there is room for. Fewer than in launches of their own were
 # not tried.
@@ -23,31 +23,14 @@ _LATE_SHARE = 4
 _FORMATS = {code: format for format, code in FORMAT_CODE.items()}
 
 
-@dataclass(frozen=True)
-class _Product:
-    """A launch of ``decode_linear``."""
+class _Product(NamedTuple):
+    """A launch of ``decode_linear``: one matrix, or the groups of one, without a norm, of which
+    every block has all of K.
+    """
 
-    launch: Launch
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return dict(self.launch.arguments)
-
-    @property
-    def defines(self) -> dict[str, int]:
-        return dict(self.launch.shape.kernel.defines)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one matrix, or the groups of one, without a norm, and every block has all
-        of K.
-        """
-        alone = self.arguments["table"] is None and self.arguments["norm_weight"] is None
-        return alone and self.defines["CLUSTER"] == 1 and self.defines["TURNS"] == 1
-
-    @property
-    def blocks(self) -> int:
-        return prod(self.launch.shape.grid)
+    arguments: Mapping[str, Any]
+    defines: Mapping[str, int]
+    blocks: int
 
     @property
     def rows(self) -> int:
@@ -75,10 +58,15 @@ def join_products(recording: Recording) -> None:
 
 
 def _product(item: Item) -> _Product | None:
+    """The product of an item; None for any other item."""
     if not isinstance(item, Launch) or item.shape.kernel.function != "decode_linear":
         return None
-    product = _Product(item)
-    return product if product.is_plain else None
+    arguments = item.arguments
+    defines = dict(item.shape.kernel.defines)
+    alone = arguments["table"] is None and arguments["norm_weight"] is None
+    if not alone or defines["CLUSTER"] > 1 or defines["TURNS"] > 1:
+        return None
+    return _Product(arguments, defines, _blocks(item))
 
 
 def _follows(first: _Product, second: _Product) -> bool:
@@ -167,7 +155,7 @@ def _defines(first: _Product, second: _Product, depth: int) -> Defines:
     )
 
 
-def _matrix(arguments: dict[str, Any], index: int) -> dict[str, Any]:
+def _matrix(arguments: Mapping[str, Any], index: int) -> dict[str, Any]:
     """What the kernel reads of the only matrix of a launch, by its names for that of ``index``."""
     names = {"data": "data0", "scale": "scale0", "tiles": "tiles0", "clusters": "clusters0"}
     found = {f"{name}{index}": arguments[of] for name, of in names.items()}
@@ -178,5 +166,9 @@ def _blocks_in_front(recording: Recording) -> int:
     """Multiprocessors that the launch in front has until it ends: attention's, of one token."""
     if not recording.items or not isinstance(recording.items[-1], Launch):
         return 0
-    blocks = prod(recording.items[-1].shape.grid)
+    blocks = _blocks(recording.items[-1])
     return blocks if blocks * _LATE_SHARE <= recording.target.multiprocessors else 0
+
+
+def _blocks(launch: Launch) -> int:
+    return prod(launch.shape.grid)

@@ -13,7 +13,7 @@ from dsv4.launch.target import Target
 from dsv4.weights.packed import chunk_columns
 from dsv4.weights.quant import QuantFormat
 
-# Both as in decode_linear.cu.
+# Both as in decode_products.cuh.
 MAX_MATRICES = 8
 MAX_SLICES = 8
 # 8 to 16 warps with rings of 2 to 6 stages were within 3 % of each other (docs/kernels/linear.md).
