@@ -30,7 +30,7 @@ def run(count: DraftCount, steps: int, kept: float, seconds_of_draft: float) -> 
 
 @pytest.mark.parametrize(
     ("kept", "seconds_of_draft", "expected"),
-    [(0.9, 0.05, 5), (0.9, 1.5, 0), (0.0, 0.05, 0), (0.3, 1.0, 0)],
+    [(0.9, 0.05, 5), (0.9, 1.5, 0), (0.0, 0.05, 0), (0.3, 1.0, 0), (0.0, -0.1, 0)],
 )
 def test_the_number_with_most_tokens_a_second_is_taken(
     kept: float, seconds_of_draft: float, expected: int
