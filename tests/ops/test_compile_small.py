@@ -32,8 +32,16 @@ KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
     ("scatter/scatter", (), ("scatter",)),
     ("rope/query_rope", (), ("query_rope", "query_rope_any_geometry")),
     ("rope/query_rope", (("WIDTH", 128), ("ROPE", 64)), ("query_rope", "query_rope_any_geometry")),
-    ("router/router", (("PER_LANE", 8), ("HASH", 1)), ("router_select",)),
-    ("router/router", (("PER_LANE", 12), ("HASH", 0)), ("router_select",)),
+    (
+        "router/router",
+        (("EXPERTS", 256), ("EXPERTS_PER_TOKEN", 6), ("HASH", 1)),
+        ("router_select",),
+    ),
+    (
+        "router/router",
+        (("EXPERTS", 384), ("EXPERTS_PER_TOKEN", 6), ("HASH", 0)),
+        ("router_select",),
+    ),
     ("stream_means/stream_means", (), ("stream_means",)),
     ("token_ring/token_ring", (), ("store_token",)),
 ]

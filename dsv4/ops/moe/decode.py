@@ -153,8 +153,6 @@ class _Step:
         return (
             ("WIDTH", width),
             ("INNER", inner),
-            ("EXPERTS", count),
-            ("EXPERTS_PER_TOKEN", self.router.experts_per_token),
             ("BLOCKS", target.multiprocessors),
             *selection_defines(self.router),
             ("GATE_ROUNDS", ceil_div(row_pairs, target.multiprocessors)),
@@ -218,12 +216,6 @@ def _record(recording: Recording, step: _Step, results: _Results) -> None:
         _record(recording, step.part(part), results.part(part, step.sizes[-1]))
 
 
-def _selection_arguments(step: _Step) -> dict[str, Tensor | int | float | None]:
-    """Those that are not defines."""
-    arguments = selection_arguments(step.router, step.tokens_T)
-    return {name: value for name, value in arguments.items() if name not in ("X", "P")}
-
-
 def _launch(recording: Recording, step: _Step, ring: Ring, results: _Results) -> None:
     _, inner, width = step.sizes
     blocks = recording.target.multiprocessors
@@ -237,7 +229,7 @@ def _launch(recording: Recording, step: _Step, ring: Ring, results: _Results) ->
         x_TE=step.x_TE,
         gate=step.router.gate.data,
         **expert_arguments(step.layer),
-        **_selection_arguments(step),
+        **selection_arguments(step.router, step.tokens_T),
         # 16-bit values of either type, by the format of their expert, two to a word.
         h=recording.zeroed("moe_decode h", 2 * half_bytes // 4),
         y_TE=results.y_TE,

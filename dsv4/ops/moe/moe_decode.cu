@@ -290,7 +290,7 @@ __device__ __forceinline__ int stage_padded(int columns) {
 // measure, a barrier, stage, a barrier. Up to AT_ONCE tokens stay in registers between the two;
 // more are read again.
 struct Inputs {
-    static constexpr int ROOM = VECTORS == 1 ? 8 : VECTORS == 2 ? 4 : VECTORS <= 4 ? 2 : 1;
+    static constexpr int ROOM = VECTORS <= 2 ? 8 : VECTORS <= 12 ? 12 / VECTORS : 1;
     // As many times of as few.
     static constexpr int TIMES = (TOKENS + ROOM - 1) / ROOM;
     static constexpr int AT_ONCE = (TOKENS + TIMES - 1) / TIMES;
@@ -437,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     constexpr int E = WIDTH, F = INNER, X = EXPERTS, P = EXPERTS_PER_TOKEN;
     extern __shared__ __align__(SLOT_LINE_BYTES) char dynamic_shared[];
     __shared__ Routes routes;
-    __shared__ unsigned long long barriers[2 * BUFFERS + 1 + BATCHES];
+    __shared__ unsigned long long barriers[2 * BUFFERS + 2 + BATCHES];
     __shared__ __align__(16) float largest[MAX_TOKENS * WARPS];
     __shared__ float unscale[MAX_TOKENS];
     __shared__ Outbox outbox;
@@ -457,7 +457,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const unsigned full = shared_address(barriers);
     const unsigned empty = full + 8 * BUFFERS;
     const unsigned known = empty + 8 * BUFFERS;
-    const unsigned added = known + 8;
+    const unsigned weighed = known + 8;
+    const unsigned added = weighed + 8;
     const unsigned no_activations = shared_address(zeros);
     const RouteTable table(routes);
 
@@ -513,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_init(empty + 8 * threadIdx.x, ARRIVALS);
         }
         if (threadIdx.x < BATCHES) barrier_init(added + 8 * threadIdx.x, T * ARRIVALS);
-        if (threadIdx.x == 0) barrier_init(known, WARP);
+        if (threadIdx.x == 0) barrier_init(known, WARP), barrier_init(weighed, T * WARP);
         if (threadIdx.x < ZEROS) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
         barrier_fence();
         __syncthreads();
@@ -526,7 +527,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         launch_number = number + 1;
         const ScoreExchange scores = {reinterpret_cast<unsigned long long*>(counters + 2),
                                       launch_number};
-        const int64 listed = HASH && warp < T ? listed_expert(table_VP, tokens_T, warp, P, V) : 0;
+        const int64 listed = HASH && warp < T ? listed_expert(table_VP, tokens_T, warp, V) : 0;
         // x_TE.abs().amax(-1), and this thread's columns of x_TE.float() @ gate.T
         inputs.measure(x_TE, T, E, gate_rows, partial_data);
         __syncthreads();
@@ -536,30 +537,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // (x_TE / unscale).half() and x_TE itself, whichever of them the formats multiply
         inputs.stage(x_TE, T, E, unscale);
         __syncthreads();
-        clear_hidden(number & 1 ? h : h + half_bytes, half_bytes);
-        if (number & 1) h += half_bytes;
         // ids_TP = table_VP[tokens_T] or the P largest of log_score_TX.exp() + bias_X
         // weights_TP = log_score_TX.gather(1, ids_TP).softmax(-1) * scaling
         // experts = ids_TP.unique(); mask = (ids_TP == expert).any(-1) of each
         if (warp < T) {
             float score[PER_LANE], bias[PER_LANE] = {};
             if (!HASH) load_bias(bias, bias_X, X);
-            scores.receive(score, warp, X);
-            const Choice choice = choose(score, bias, listed, X, P, scaling);
-            if (lane < P && blockIdx.x == 0) {
-                ids_TP[warp * P + lane] = choice.id, weights_TP[warp * P + lane] = choice.weight;
-                note_nan(nan, choice.weight);
+            // A table's experts are known without scores.
+            if (!HASH) scores.receive(score, warp, X);
+            const int64 id = choose(score, bias, listed);
+            const bool valid = lane < P && id >= 0 && id < X;
+            int slot;
+            if constexpr (TOKENS == 1) {
+                slot = routes_of_one(routes, id, valid);
+            } else {
+                const unsigned again = routes_count(routes, id, warp, valid);
+                choosers_sync(T);
+                slot = routes_enter(routes, id, warp, valid, again);
+                choosers_sync(T);
+                if (warp == 0) routes_finish(routes, T);
             }
-            const bool valid = lane < P && choice.id >= 0 && choice.id < X;
-            const unsigned again = routes_count(routes, choice, warp, valid);
-            choosers_sync(T);
-            routes_enter(routes, choice, warp, valid, again, P, limit);
-            choosers_sync(T);
-            if (warp == 0) {
-                routes_finish(routes, T);
-                barrier_arrive(known);
+            if (warp == 0) barrier_arrive(known);
+            if (HASH) scores.receive(score, warp, X);
+            const float weight = weigh(score, id, scaling);
+            routes_weigh(routes, slot, weight, warp, valid, limit);
+            barrier_arrive(weighed);
+            if (lane < P && blockIdx.x == 0) {
+                ids_TP[warp * P + lane] = id, weights_TP[warp * P + lane] = weight;
+                note_nan(nan, weight);
             }
         }
+        clear_hidden(number & 1 ? h : h + half_bytes, half_bytes);
+        if (number & 1) h += half_bytes;
 
         const int token = min(lane_token(lane), T - 1);
         const unsigned lane_address = token * 64 + lane_part(lane);
@@ -582,7 +591,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (!is_shared && ROUTED == NVFP4)
                 global_scale *= __ldg(routed_global + routes.experts[past.slot]);
             // The shared expert's hidden rows, too, are scaled by what the routes allow.
-            barrier_wait(known, 0);
+            barrier_wait(weighed, 0);
             partials.begin_get(number);
             if (is_shared)
                 write_hidden<SHARED>(partials, number, routes, unscale, global_scale, (1u << T) - 1,

@@ -2,6 +2,9 @@
 // with all tokens and sends the scores to all blocks; every block then chooses the experts of the
 // step for itself, all of them alike.
 //
+// Which experts there are is known before their weights: the first lets their bytes be requested,
+// the second is needed when the first of them is finished.
+//
 // Defines: those of moe_decode.cu and router.cuh; GATE_ROUNDS (pairs of gate rows per block).
 #pragma once
 #include "router.cuh"
@@ -181,8 +184,7 @@ __device__ __forceinline__ float inverse_power(float power_of_two) {
 
 // A barrier of the warps that choose, one per token.
 __device__ __forceinline__ void choosers_sync(int T) {
-    if (TOKENS == 1) __syncwarp();
-    else asm volatile("bar.sync 1, %0;" ::"r"(T * WARP) : "memory");
+    asm volatile("bar.sync 1, %0;" ::"r"(T * WARP) : "memory");
 }
 
 __device__ __forceinline__ int inclusive_sum(int value) {
@@ -194,28 +196,71 @@ __device__ __forceinline__ int inclusive_sum(int value) {
     return value;
 }
 
-// A token's warp counts its experts in; lane p < P has the p-th one. Returns the lanes whose expert
-// a lower lane has, too.
-__device__ __forceinline__ unsigned routes_count(Routes& routes, const Choice& choice, int token,
-                                                 bool valid) {
+// The lanes p < P whose expert a lower lane of the token has, too, and of all of them the lowest
+// ones. Ids of lanes that have no expert are their own.
+struct Repeats {
+    unsigned again, firsts;
+
+    __device__ __forceinline__ Repeats(int id, bool valid) {
+        const int lane = threadIdx.x % WARP;
+        bool first = true;
+#pragma unroll
+        for (int p = 0; p < EXPERTS_PER_TOKEN; ++p) {
+            const int other = __shfl_sync(~0u, id, p);
+            if (p < lane && other == id) first = false;
+        }
+        firsts = __ballot_sync(~0u, valid && first);
+        again = __ballot_sync(~0u, valid && !first);
+    }
+};
+
+// The routes of the only token: lane p < P has the id of its p-th expert, if that is valid, and
+// gets its slot.
+__device__ __forceinline__ int routes_of_one(Routes& routes, int64 id, bool valid) {
     const int lane = threadIdx.x % WARP;
-    const int id = valid ? int(choice.id) : -1 - lane;
-    if (valid) atomicOr(&routes.members[id >> 5], 1u << (id & 31));
-    const unsigned again = __ballot_sync(~0u, __match_any_sync(~0u, id) & ((1u << lane) - 1));
-    if (lane == 0) routes.repeats[token] = __popc(again);
-    return again;
+    const int own = valid ? int(id) : -1 - lane;
+    const Repeats repeats(own, valid);
+    // Experts ascending, and behind them those that the token lists again.
+    int slot = 0;
+#pragma unroll
+    for (int p = 0; p < EXPERTS_PER_TOKEN; ++p) {
+        const int other = __shfl_sync(~0u, own, p);
+        slot += (repeats.firsts >> p & 1) != 0 && other < own;
+    }
+    const unsigned below = (1u << lane) - 1;
+    if (repeats.again >> lane & 1) slot = __popc(repeats.firsts) + __popc(repeats.again & below);
+    if (valid) {
+        routes.experts[slot] = own;
+        routes.mask[slot] = 1;
+        routes.first_row[slot] = 1 + slot;
+    }
+    if (lane == 0) routes.count = __popc(repeats.firsts | repeats.again);
+    return slot;
 }
 
-// After a barrier that follows routes_count. |h| of a token is at most limit^2 times the sum of its
-// weights.
-__device__ __forceinline__ void routes_enter(Routes& routes, const Choice& choice, int token,
-                                             bool valid, unsigned again, int P, float limit) {
-    const int lane = threadIdx.x % WARP, id = valid ? int(choice.id) : 0;
-    const unsigned word = routes.members[lane], below = (1u << lane) - 1;
-    const int sum = inclusive_sum(__popc(word));
-    int slot = __shfl_sync(~0u, sum - __popc(word), id >> 5) +
-               __popc(__shfl_sync(~0u, word, id >> 5) & ((1u << (id & 31)) - 1));
-    const int distinct = __shfl_sync(~0u, sum, WARP - 1);
+// A token's warp counts its experts in; lane p < P has the p-th one. Returns the lanes whose expert
+// a lower lane has, too.
+__device__ __forceinline__ unsigned routes_count(Routes& routes, int64 id, int token, bool valid) {
+    const int lane = threadIdx.x % WARP;
+    if (valid) atomicOr(&routes.members[id >> 5], 1u << (id & 31));
+    const Repeats repeats(valid ? int(id) : -1 - lane, valid);
+    if (lane == 0) routes.repeats[token] = __popc(repeats.again);
+    return repeats.again;
+}
+
+// After a barrier that follows routes_count. Lane p < P gets the slot of the p-th expert.
+__device__ __forceinline__ int routes_enter(Routes& routes, int64 id, int token, bool valid,
+                                            unsigned again) {
+    const int lane = threadIdx.x % WARP, own = valid ? int(id) : 0;
+    const unsigned below = (1u << lane) - 1;
+    int slot = 0, distinct = 0;
+#pragma unroll
+    for (int word = 0; word < PER_LANE; ++word) {
+        const unsigned members = routes.members[word];
+        if (word < own >> 5) slot += __popc(members);
+        if (word == own >> 5) slot += __popc(members & ((1u << (own & 31)) - 1));
+        distinct += __popc(members);
+    }
     if (again >> lane & 1) {
         // An expert that a token lists again counts, and rounds, again: in a slot of its own behind
         // all others.
@@ -223,15 +268,10 @@ __device__ __forceinline__ void routes_enter(Routes& routes, const Choice& choic
         for (int t = 0; t < token; ++t) slot += routes.repeats[t];
     }
     if (valid) {
-        routes.weight[slot][token] = choice.weight;
         atomicOr(&routes.mask[slot], 1u << token);
-        atomicMax(&routes.experts[slot], id);
+        atomicMax(&routes.experts[slot], own);
     }
-    const float total = warp_sum(lane < P ? fabsf(choice.weight) : 0.0f);
-    if (lane == 0)
-        routes.unscale[token] =
-            ANY_F16 ? inverse_power(f16_factor(limit * fmaxf(limit, 1.0f) * fmaxf(total, 1.0f)))
-                    : 1.0f;
+    return slot;
 }
 
 // One warp, after a barrier that follows routes_enter.
@@ -248,4 +288,17 @@ __device__ __forceinline__ void routes_finish(Routes& routes, int T) {
         if (used != ~0u) break;
     }
     if (threadIdx.x == 0) routes.count = count;
+}
+
+// The weights of a token: lane p < P has that of the p-th expert, and its slot. |h| of a token is
+// at most limit^2 times the sum of its weights.
+__device__ __forceinline__ void routes_weigh(Routes& routes, int slot, float weight, int token,
+                                             bool valid, float limit) {
+    const int lane = threadIdx.x % WARP;
+    if (valid) routes.weight[slot][token] = weight;
+    const float total = warp_sum(lane < EXPERTS_PER_TOKEN ? fabsf(weight) : 0.0f);
+    if (lane == 0)
+        routes.unscale[token] =
+            ANY_F16 ? inverse_power(f16_factor(limit * fmaxf(limit, 1.0f) * fmaxf(total, 1.0f)))
+                    : 1.0f;
 }

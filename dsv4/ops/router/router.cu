@@ -7,7 +7,8 @@ constexpr int WARPS = 8;
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     router_select(const float* logits_TX, int logits_stride, const float* bias_X,
                   const int64* table_VP, const int64* tokens_T, int64* ids_TP, float* weights_TP,
-                  int* nan, int T, int X, int P, int V, float scaling) {
+                  int* nan, int T, int V, float scaling) {
+    constexpr int X = EXPERTS, P = EXPERTS_PER_TOKEN;
     const int lane = threadIdx.x % WARP;
     const int token = blockIdx.x * WARPS + threadIdx.x / WARP;
     float bias[PER_LANE] = {};
@@ -15,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     pdl_wait();
     pdl_launch();
     if (token >= T) return;
-    const int64 listed = HASH ? listed_expert(table_VP, tokens_T, token, P, V) : 0;
+    const int64 listed = HASH ? listed_expert(table_VP, tokens_T, token, V) : 0;
     float score[PER_LANE];
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
@@ -23,10 +24,11 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
         score[i] = expert < X ? log_score(__ldcg(logits_TX + int64(token) * logits_stride + expert))
                               : 0.0f;
     }
-    const Choice choice = choose(score, bias, listed, X, P, scaling);
+    const int64 id = choose(score, bias, listed);
+    const float weight = weigh(score, id, scaling);
     if (lane < P) {
-        ids_TP[int64(token) * P + lane] = choice.id;
-        weights_TP[int64(token) * P + lane] = choice.weight;
-        note_nan(nan, choice.weight);
+        ids_TP[int64(token) * P + lane] = id;
+        weights_TP[int64(token) * P + lane] = weight;
+        note_nan(nan, weight);
     }
 }

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsv4.launch.checks import expect
 from dsv4.launch.constants import MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN
-from dsv4.launch.kernel import Defines, ceil_div
+from dsv4.launch.kernel import Defines
 from dsv4.ops.router import Router
 from dsv4.weights.packed import PackedWeight
 from dsv4.weights.quant import QuantFormat
@@ -15,21 +15,22 @@ WARP = 32
 
 def selection_defines(router: Router[PackedWeight]) -> Defines:
     """What router.cuh is compiled with."""
-    experts = router.gate.shape[0]
-    return (("PER_LANE", ceil_div(experts, WARP)), ("HASH", int(router.hashed)))
+    return (
+        ("EXPERTS", router.gate.shape[0]),
+        ("EXPERTS_PER_TOKEN", router.experts_per_token),
+        ("HASH", int(router.hashed)),
+    )
 
 
 def selection_arguments(
     router: Router[PackedWeight], tokens_T: Tensor
 ) -> dict[str, Tensor | int | float | None]:
-    """Kernel arguments by name: bias, or table and token ids; sizes (V: 0 without a table)."""
+    """Kernel arguments by name: bias, or table and token ids; V (0 without a table), scaling."""
     hashed = router.hashed
     return {
         "bias_X": None if hashed else router.selection,
         "table_VP": router.selection if hashed else None,
         "tokens_T": tokens_T if hashed else None,
-        "X": router.gate.shape[0],
-        "P": router.experts_per_token,
         "V": router.selection.shape[0] if hashed else 0,
         "scaling": float(router.scaling),
     }
