@@ -74,6 +74,10 @@ __device__ __forceinline__ float warp_sum(float value) {
     return value;
 }
 
+constexpr __host__ __device__ int power_of_two(int least) {
+    return least > 1 ? 2 * power_of_two((least + 1) / 2) : 1;
+}
+
 // warp_sum of N values at once, with fewer shuffles and the same bits: lane l gets that of value
 // l / (WARP / N). Every step halves what a lane has left of them.
 template <int N, int OFFSET = WARP / 2>
@@ -93,6 +97,11 @@ __device__ __forceinline__ float warp_sums(const float (&values)[N]) {
     }
     if constexpr (OFFSET > 1) return warp_sums<KEPT, OFFSET / 2>(sums);
     else return sums[0];
+}
+
+// As warp_max, of values that are not negative: their bits compare like them.
+__device__ __forceinline__ float warp_max_magnitude(float value) {
+    return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(value)));
 }
 
 __device__ __forceinline__ float warp_max(float value) {

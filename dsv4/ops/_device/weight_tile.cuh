@@ -331,8 +331,15 @@ __device__ __forceinline__ char* activation_words(char* target, int first, int t
     return target + (first / 32 * T + token) * 64 + first % 32 / 8 * 4;
 }
 
-// values[s] = values[(s + turn) % 4]. Threads of a warp store their four words in different orders,
-// because words of the same number lie in few banks.
+// Which of its four words a lane stores first, of columns 8 · lane of one of T tokens: words of the
+// same number lie in few banks, and units of neighbouring 32 columns in both halves of the banks
+// where T is odd.
+template <int T>
+__device__ __forceinline__ int store_turn(int lane) {
+    return (T % 2 ? lane / 8 : lane / 4) % 4;
+}
+
+// values[s] = values[(s + turn) % 4].
 __device__ __forceinline__ void rotate(unsigned (&values)[4], int turn) {
     if (turn & 1) {
         const unsigned first = values[0];
@@ -452,8 +459,7 @@ __device__ __forceinline__ void stage_activations(const Source& source, int colu
         for (int n = 0; n < T; ++n)
             inverse[n] = __uint_as_float((254u << 23) - __float_as_uint(factors[n]));
     }
-    // Units of neighbouring 32 columns lie in both halves of the banks where T is odd.
-    const int turn = (T % 2 ? lane / 8 : lane / 4) % 4;
+    const int turn = store_turn<T>(lane);
     for (int base = threadIdx.x * 8; base < padded_columns; base += HELD * STRIDE) {
         if (!WHOLE || !(NORM || IS_F16)) source.load(pieces, base, STRIDE);
 #pragma unroll

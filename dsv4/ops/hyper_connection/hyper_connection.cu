@@ -18,9 +18,6 @@ constexpr int WARPS = 8, THREADS = WARPS * WARP;
 constexpr int ROWS = (MIXES + WARPS - 1) / WARPS;
 // Sums of a token that a warp holds: those of its rows and, behind them, of the squares.
 constexpr int SQUARES = ROWS;
-constexpr __host__ __device__ int power_of_two(int least) {
-    return least > 1 ? 2 * power_of_two((least + 1) / 2) : 1;
-}
 constexpr int PLACES = power_of_two(ROWS + 1);
 // Tokens whose sums are added up over the warp at a time.
 constexpr int ROOM = power_of_two(TOKENS);

@@ -273,12 +273,17 @@ __device__ __forceinline__ float largest8(const uint4& raw) {
 __device__ __forceinline__ void store_activations(char* to, const uint4& raw, int token, int k,
                                                   int tokens, float factor, bool as_f16) {
     char* at = to + ((k >> 5) * tokens + token) * 64;
-    const unsigned word[4] = {raw.x, raw.y, raw.z, raw.w};
+    unsigned word[4] = {raw.x, raw.y, raw.z, raw.w};
+    if (as_f16) {
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair)
+            word[pair] = pack_f16(bf16_low(word[pair]) * factor, bf16_high(word[pair]) * factor);
+    }
+    const int turn = SPREADS ? 0 : store_turn<TOKENS>(threadIdx.x % WARP);
+    rotate(word, turn);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair)
-        *reinterpret_cast<unsigned*>(at + word_at((k >> 1 & 12) + pair)) =
-            as_f16 ? pack_f16(bf16_low(word[pair]) * factor, bf16_high(word[pair]) * factor)
-                   : word[pair];
+        *reinterpret_cast<unsigned*>(at + word_at((k >> 1 & 12) + (pair + turn) % 4)) = word[pair];
 }
 
 // Columns of the staged activations: whole stages, zeros behind the end.
@@ -322,15 +327,17 @@ struct Inputs {
                 float value = 0.0f;
 #pragma unroll
                 for (int i = 0; i < VECTORS; ++i) value = fmaxf(value, largest8(rows[t][i]));
-                value = warp_max(value);
+                value = warp_max_magnitude(value);
                 const int token = first + t;
                 if (lane == 0 && token < T) largest[token * WARPS + warp] = value;
+                float products[GATE_PLACES] = {};
 #pragma unroll
-                for (int row = 0; row < GATE_ROWS; ++row) {
-                    const float sum = warp_sum(gate.product(row, rows[t]));
-                    if (lane == 0 && token < T)
-                        parts[(token * GATE_ROWS + row) * WARPS + warp] = sum;
-                }
+                for (int row = 0; row < GATE_ROWS; ++row)
+                    products[row] = gate.product(row, rows[t]);
+                const float sum = warp_sums(products);
+                const int row = lane / (WARP / GATE_PLACES);
+                if (lane % (WARP / GATE_PLACES) == 0 && row < GATE_ROWS && token < T)
+                    parts[(token * GATE_ROWS + row) * WARPS + warp] = sum;
             }
         }
     }
@@ -343,9 +350,9 @@ struct Inputs {
             for (int t = 0; t < AT_ONCE; ++t) {
                 const int token = first + t;
                 if (token >= T) break;
-                float value = 0.0f;
-#pragma unroll
-                for (int i = 0; i < WARPS; ++i) value = fmaxf(value, largest[token * WARPS + i]);
+                const int lane = threadIdx.x % WARP;
+                const float value =
+                    warp_max_magnitude(lane < WARPS ? largest[token * WARPS + lane] : 0.0f);
                 const float factor = f16_factor(value);
                 if (threadIdx.x == 0) unscale[token] = inverse_power(factor);
 #pragma unroll

@@ -12,7 +12,7 @@
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int MAX_ENTRIES = 128, MAX_TOKENS = MAX_DECODE_TOKENS;
-constexpr int GATE_ROWS = 2 * GATE_ROUNDS;
+constexpr int GATE_ROWS = 2 * GATE_ROUNDS, GATE_PLACES = power_of_two(GATE_ROWS);
 
 // ---- numbered words -----------------------------------------------------------------------------
 
