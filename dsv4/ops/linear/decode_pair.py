@@ -16,7 +16,7 @@ from dsv4.weights.packed import TILE_ROWS
 _MOST_TOKENS = 2
 # Stages of a warp's ring, as many as there is room for. Fewer than in launches of their own were
 # not tried.
-_DEPTHS = (6, 5, 4)
+_DEPTHS = (5, 4)
 # A launch in front with more blocks than this share of the multiprocessors says nothing about which
 # blocks start late.
 _LATE_SHARE = 4

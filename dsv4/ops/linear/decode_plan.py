@@ -16,9 +16,11 @@ from dsv4.weights.quant import QuantFormat
 # Both as in decode_products.cuh.
 MAX_MATRICES = 8
 MAX_SLICES = 8
-# 8 to 16 warps with rings of 2 to 6 stages were within 3 % of each other (docs/kernels/linear.md).
-WARPS = 12
-_DEPTH = 4
+# 12, 20 and 24 warps are slower (docs/kernels/linear.md). The number of warps decides how K is cut,
+# so it is the same for all numbers of tokens.
+WARPS = 16
+# Stages of a warp's ring, from the best on.
+_DEPTHS = (4, 3, 2)
 # The static arrays of the kernel come out of the 227 KiB that a block may have.
 SHARED_LIMIT = (227 << 10) - (4 << 10)
 # Asked for by every block: two on one SM double up where a launch that begins early finds others
@@ -105,17 +107,15 @@ def plan_linear(shape: ProductShape, tokens: int, target: Target) -> LinearPlan:
     A block gets whole tiles of one format and all of K; the number of blocks is what makes the
     busiest one least busy. Where the activations of all of K do not fit into a block, clusters of 2
     or 4 blocks take a slice of K each, which was slower wherever both fit (docs/kernels/linear.md).
-    Where that is not enough, blocks take their K in several slices. Rings have one stage less where
+    Where that is not enough, blocks take their K in several slices. Rings have fewer stages where
     that saves sharing K. Raises ``ValueError`` when even the smallest slices do not fit.
 
     K is shared as the next power of two of tokens needs it: so a token's sums have the same order,
     and the same bits, among 5, 6, 7 and 8 tokens.
     """
     padded_tokens = next(size for size in (1, 2, 4, 8) if size >= tokens)
-    sharing = _share_columns(_Problem(shape, padded_tokens, target, _DEPTH - 1))
-    # Blocks that take K in several slices have the shorter rings.
-    depths = (_DEPTH, _DEPTH - 1) if sharing.slices == sharing.cluster else (_DEPTH - 1,)
-    plans = (_plan(_Problem(shape, tokens, target, depth), sharing) for depth in depths)
+    sharing = _share_columns(_Problem(shape, padded_tokens, target, min(_DEPTHS)))
+    plans = (_plan(_Problem(shape, tokens, target, depth), sharing) for depth in _DEPTHS)
     return next(plan for plan in plans if plan is not None)
 
 

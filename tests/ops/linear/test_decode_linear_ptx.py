@@ -112,9 +112,9 @@ def product(
 @pytest.mark.parametrize(
     ("format", "rows", "columns", "tokens", "blocks"),
     [
-        (FP8, 464, 256, 1, 2),
+        (FP8, 592, 256, 1, 2),
         (NVFP4, 200, 512, 2, 1),
-        (MXFP4, 464, 96, 3, 2),
+        (MXFP4, 592, 96, 3, 2),
         (FP8, 200, 160, 5, 1),
         (NVFP4, 40, 512, 6, 1),
         (BF16, 200, 96, 7, 2),
@@ -247,13 +247,13 @@ def test_blocks_of_a_cluster_add_up_their_slices(tokens: int) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
     with pytest.raises(AssertionError):
-        assert_product(*single(FP8, 464, 256, 1, 2, FAULTS[fault]))
+        assert_product(*single(FP8, 592, 256, 1, 2, FAULTS[fault]))
 
 
 @pytest.mark.parametrize("fault", FAULTS_OF_FIVE)
 def test_a_fault_of_five_tokens_is_seen(fault: str) -> None:
     with pytest.raises((AssertionError, OutOfBounds)):
-        assert_product(*single(FP8, 200, 256, 5, 1, FAULTS_OF_FIVE[fault]))
+        assert_product(*single(FP8, 264, 256, 5, 1, FAULTS_OF_FIVE[fault]))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 ARCHITECTURE = "sm_90a"
 GROUPS = 2
 # Columns and rows of a group, outputs: a stage for a warp, or more than its ring has.
-SHORT, LONG = (192, 48, 40), (640, 512, 320)
+SHORT, LONG = (192, 48, 40), (768, 512, 320)
 FAULTS = {
     "words are taken before they have come": SourceEdit(
         "decode_pair.cu", "if (least != 0) return;", "return;"

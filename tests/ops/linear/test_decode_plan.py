@@ -136,7 +136,7 @@ def test_one_token_leaves_room_for_other_kernels_only() -> None:
     """
     for formats, tiles, columns, groups in SHAPES[:10]:
         plan = plan_linear(ProductShape(formats, tiles, columns, groups), 1, HOPPER)
-        assert 114 << 10 <= plan.shared_bytes <= 145 << 10
+        assert 114 << 10 <= plan.shared_bytes <= 170 << 10
 
 
 def test_ring_is_shallower_where_that_saves_a_cluster() -> None:
@@ -146,11 +146,11 @@ def test_ring_is_shallower_where_that_saves_a_cluster() -> None:
         for tokens in (1, 4)
     ] == [
         (4, 1),
-        (3, 1),
+        (2, 1),
     ]
 
 
 def test_threads_hold_the_activations_that_fit_into_their_registers() -> None:
     shape = ProductShape((QuantFormat.FP8_BLOCK128,), (448,), 8192)
     held = [dict(plan_linear(shape, tokens, HOPPER).defines)["PIECES"] for tokens in (1, 2, 4, 8)]
-    assert held == [3, 3, 1, 1]
+    assert held == [2, 2, 2, 1]
