@@ -550,8 +550,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (warp < T) {
             float score[PER_LANE], bias[PER_LANE] = {};
             if (!HASH) load_bias(bias, bias_X, X);
-            // A table's experts are known without scores.
-            if (!HASH) scores.receive(score, warp, X);
+            // Also where the experts come from a table: once they are known their weights are
+            // requested, and the scores would queue behind these.
+            scores.receive(score, warp, X);
             const int64 id = choose(score, bias, listed);
             const bool valid = lane < P && id >= 0 && id < X;
             int slot;
@@ -565,7 +566,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 if (warp == 0) routes_finish(routes, T);
             }
             if (warp == 0) barrier_arrive(known);
-            if (HASH) scores.receive(score, warp, X);
             const float weight = weigh(score, id, scaling);
             routes_weigh(routes, slot, weight, warp, valid, limit);
             barrier_arrive(weighed);
