@@ -53,6 +53,9 @@ RING = Ring(12, 2)
 # Loads of a stage that are decoded side by side. All four take more than 128 registers on
 # Blackwell.
 LOADS_AT_ONCE = {"sm_90a": 4, "sm_100a": 2, "sm_103a": 2}
+# Tokens whose activations a thread holds at once, where it has 1, 2, … vectors of eight of each; of
+# more vectors one. Those of more tokens take more registers than there are.
+_TOKENS_HELD = {"sm_90a": (8, 8, 4, 3, 2, 2), "sm_100a": (8, 4, 2, 2), "sm_103a": (8, 4, 2, 2)}
 
 
 def moe(
@@ -148,7 +151,7 @@ class _Step:
         """What moe_decode.cu is compiled with."""
         count, inner, width = self.sizes
         row_pairs = ceil_div(count, 16) * 8
-        vectors = round_up(width, self.stage_columns) // 8
+        vectors = ceil_div(round_up(width, self.stage_columns) // 8, WARP * ring.warps)
         routed, shared = self.formats
         return (
             ("WIDTH", width),
@@ -156,7 +159,8 @@ class _Step:
             ("BLOCKS", target.multiprocessors),
             *selection_defines(self.router),
             ("GATE_ROUNDS", ceil_div(row_pairs, target.multiprocessors)),
-            ("VECTORS", ceil_div(vectors, WARP * ring.warps)),
+            ("VECTORS", vectors),
+            ("TOKENS_AT_ONCE", _tokens_at_once(self.tokens, vectors, target.architecture)),
             ("ROUTED", FORMAT_CODE[routed]),
             ("SHARED", FORMAT_CODE[shared]),
             ("TOKENS", self.tokens),
@@ -200,6 +204,12 @@ def _check(x_TE: Tensor, tokens_T: Tensor, router: Router[PackedWeight], layer: 
     expect("x_TE", x_TE, torch.bfloat16, (tokens, width))
     if width % 8 == 0 and not is_aligned(x_TE, 16):
         raise ValueError("x_TE: found a start between 16-byte borders, expected one on a border")
+
+
+def _tokens_at_once(tokens: int, vectors: int, architecture: str) -> int:
+    """Of ``tokens`` as many at a time, as few times as they can be held."""
+    held = dict(enumerate(_TOKENS_HELD[architecture], start=1)).get(vectors, 1)
+    return ceil_div(tokens, ceil_div(tokens, held))
 
 
 def _record(recording: Recording, step: _Step, results: _Results) -> None:

@@ -22,8 +22,9 @@
 // WIDTH (E), INNER (F), EXPERTS (X), EXPERTS_PER_TOKEN (P), BLOCKS (of the launch). ROUTED, SHARED
 // (weight formats), TOKENS (1 to 8, as many as the launch has), TAILS (1: E or F is no multiple of
 // a stage's columns), WARPS, STAGES (ring depth), LOADS_AT_ONCE (loads of a stage that are decoded
-// side by side: 2 or 4), VECTORS (eights of activations of a token per thread), RANKS (above 1: y
-// goes to the ranks as words, exchange.cuh), and those of moe_routes.cuh.
+// side by side: 2 or 4), VECTORS (eights of activations of a token per thread), TOKENS_AT_ONCE
+// (whose activations a thread holds), RANKS (above 1: y goes to the ranks as words, exchange.cuh),
+// and those of moe_routes.cuh.
 #include "exchange.cuh"
 #include "moe_products.cuh"
 
@@ -292,22 +293,17 @@ __device__ __forceinline__ int stage_padded(int columns) {
 }
 
 // Activations of the step, in shared memory once per 16-bit type that a weight format needs:
-// measure, a barrier, stage, a barrier. Up to AT_ONCE tokens stay in registers between the two;
+// measure, a barrier, stage, a barrier. Up to TOKENS_AT_ONCE stay in registers between the two;
 // more are read again.
 struct Inputs {
-    static constexpr int ROOM = VECTORS <= 2 ? 8 : VECTORS <= 12 ? 12 / VECTORS : 1;
-    // As many times of as few.
-    static constexpr int TIMES = (TOKENS + ROOM - 1) / ROOM;
-    static constexpr int AT_ONCE = (TOKENS + TIMES - 1) / TIMES;
-
     char *f16, *bf16_rows;
     // [token][warp] largest magnitudes.
     float* largest;
-    uint4 rows[AT_ONCE][VECTORS];
+    uint4 rows[TOKENS_AT_ONCE][VECTORS];
 
     __device__ __forceinline__ void load(const bf16* x_TE, int first, int T, int E) {
 #pragma unroll
-        for (int t = 0; t < AT_ONCE; ++t)
+        for (int t = 0; t < TOKENS_AT_ONCE; ++t)
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i)
                 rows[t][i] = load_row8(x_TE + size_t(min(first + t, T - 1)) * E,
@@ -320,10 +316,10 @@ struct Inputs {
                                             float* parts) {
         const int warp = warp_index(), lane = threadIdx.x % WARP;
 #pragma unroll 1
-        for (int first = 0; first < (TOKENS > AT_ONCE ? T : 1); first += AT_ONCE) {
+        for (int first = 0; first < (TOKENS > TOKENS_AT_ONCE ? T : 1); first += TOKENS_AT_ONCE) {
             load(x_TE, first, T, E);
 #pragma unroll
-            for (int t = 0; t < AT_ONCE; ++t) {
+            for (int t = 0; t < TOKENS_AT_ONCE; ++t) {
                 float value = 0.0f;
 #pragma unroll
                 for (int i = 0; i < VECTORS; ++i) value = fmaxf(value, largest8(rows[t][i]));
@@ -344,10 +340,10 @@ struct Inputs {
 
     __device__ __forceinline__ void stage(const bf16* x_TE, int T, int E, float* unscale) {
 #pragma unroll 1
-        for (int first = 0; first < (TOKENS > AT_ONCE ? T : 1); first += AT_ONCE) {
-            if (TOKENS > AT_ONCE) load(x_TE, first, T, E);
+        for (int first = 0; first < (TOKENS > TOKENS_AT_ONCE ? T : 1); first += TOKENS_AT_ONCE) {
+            if (TOKENS > TOKENS_AT_ONCE) load(x_TE, first, T, E);
 #pragma unroll
-            for (int t = 0; t < AT_ONCE; ++t) {
+            for (int t = 0; t < TOKENS_AT_ONCE; ++t) {
                 const int token = first + t;
                 if (token >= T) break;
                 const int lane = threadIdx.x % WARP;
