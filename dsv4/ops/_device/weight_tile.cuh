@@ -432,10 +432,10 @@ __device__ __forceinline__ void stage_activations(const Source& source, int colu
         for (int n = 0; n < T; ++n) {
             if (!NORM)
                 amax[n] = __uint_as_float(max(packed_amax[n] << 16, packed_amax[n] & 0xFFFF0000));
-            const unsigned largest = __reduce_max_sync(~0u, __float_as_uint(amax[n]));
+            const float largest = warp_max_magnitude(amax[n]);
             if (NORM) squares[n] = warp_sum(squares[n]);
             if (lane == 0) {
-                scratch[n * WARP + warp] = __uint_as_float(largest);
+                scratch[n * WARP + warp] = largest;
                 if (NORM) scratch[(T + n) * WARP + warp] = squares[n];
             }
         }
@@ -443,9 +443,8 @@ __device__ __forceinline__ void stage_activations(const Source& source, int colu
         // Every warp adds up for itself, which saves a barrier.
 #pragma unroll
         for (int n = 0; n < T; ++n) {
-            const unsigned bits =
-                lane < BLOCK_WARPS ? __float_as_uint(scratch[n * WARP + lane]) : 0u;
-            float largest = __uint_as_float(__reduce_max_sync(~0u, bits));
+            float largest =
+                warp_max_magnitude(lane < BLOCK_WARPS ? scratch[n * WARP + lane] : 0.0f);
             if (NORM) {
                 const float part = lane < BLOCK_WARPS ? scratch[(T + n) * WARP + lane] : 0.0f;
                 norms[n] = rsqrtf(warp_sum(part) / columns + eps);

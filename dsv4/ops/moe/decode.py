@@ -53,8 +53,8 @@ RING = Ring(12, 2)
 # Loads of a stage that are decoded side by side. All four take more than 128 registers on
 # Blackwell.
 LOADS_AT_ONCE = {"sm_90a": 4, "sm_100a": 2, "sm_103a": 2}
-# Tokens whose activations a thread holds at once, where it has 1, 2, … vectors of eight of each; of
-# more vectors one. Those of more tokens take more registers than there are.
+# Tokens whose activations a thread holds at once, by how many vectors of eight it has of each, from
+# 1 on; of more vectors one token. More of them take more registers than there are.
 _TOKENS_HELD = {"sm_90a": (8, 8, 4, 3, 2, 2), "sm_100a": (8, 4, 2, 2), "sm_103a": (8, 4, 2, 2)}
 
 
