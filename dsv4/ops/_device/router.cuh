@@ -24,10 +24,9 @@ __device__ __forceinline__ unsigned sort_key(float value) {
 
 // The entry of lane p < P in the table of a hash router. Token ids beyond the table read its first
 // or last row.
-__device__ __forceinline__ int64 listed_expert(const int64* table_VP, const int64* tokens_T,
-                                               int token, int V) {
+__device__ __forceinline__ int64 listed_expert(const int64* table_VP, int64 token, int V) {
     const int p = threadIdx.x % WARP;
-    const int64 row = min(max(__ldcg(tokens_T + token), 0ll), int64(V - 1));
+    const int64 row = min(max(token, 0ll), int64(V - 1));
     return p < EXPERTS_PER_TOKEN ? table_VP[row * EXPERTS_PER_TOKEN + p] : -1;
 }
 

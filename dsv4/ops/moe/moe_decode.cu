@@ -530,10 +530,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         launch_number = number + 1;
         const ScoreExchange scores = {reinterpret_cast<unsigned long long*>(counters + 2),
                                       launch_number};
-        const int64 listed = HASH && warp < T ? listed_expert(table_VP, tokens_T, warp, V) : 0;
+        // Asked for before x, and looked up behind it: x would wait for it.
+        const int64 id_of_token = HASH && warp < T ? __ldcg(tokens_T + warp) : 0;
         // x_TE.abs().amax(-1), and this thread's columns of x_TE.float() @ gate.T
         inputs.measure(x_TE, T, E, gate_rows, partial_data);
         __syncthreads();
+        const int64 listed = HASH && warp < T ? listed_expert(table_VP, id_of_token, V) : 0;
         // log_score_TX = 0.5 * softplus(x_TE.float() @ gate.T).log(): this block's rows of gate, to
         // all blocks
         scores.send(partial_data, T, X);

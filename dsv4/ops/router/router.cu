@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     pdl_wait();
     pdl_launch();
     if (token >= T) return;
-    const int64 listed = HASH ? listed_expert(table_VP, tokens_T, token, V) : 0;
+    const int64 listed = HASH ? listed_expert(table_VP, __ldcg(tokens_T + token), V) : 0;
     float score[PER_LANE];
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
