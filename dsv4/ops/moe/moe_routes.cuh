@@ -199,6 +199,7 @@ __device__ __forceinline__ int inclusive_sum(int value) {
 // The lanes p < P whose expert a lower lane of the token has, too, and of all of them the lowest
 // ones. Ids of lanes that have no expert are their own.
 struct Repeats {
+    int ids[EXPERTS_PER_TOKEN];
     unsigned again, firsts;
 
     __device__ __forceinline__ Repeats(int id, bool valid) {
@@ -206,8 +207,8 @@ struct Repeats {
         bool first = true;
 #pragma unroll
         for (int p = 0; p < EXPERTS_PER_TOKEN; ++p) {
-            const int other = __shfl_sync(~0u, id, p);
-            if (p < lane && other == id) first = false;
+            ids[p] = __shfl_sync(~0u, id, p);
+            if (p < lane && ids[p] == id) first = false;
         }
         firsts = __ballot_sync(~0u, valid && first);
         again = __ballot_sync(~0u, valid && !first);
@@ -223,10 +224,8 @@ __device__ __forceinline__ int routes_of_one(Routes& routes, int64 id, bool vali
     // Experts ascending, and behind them those that the token lists again.
     int slot = 0;
 #pragma unroll
-    for (int p = 0; p < EXPERTS_PER_TOKEN; ++p) {
-        const int other = __shfl_sync(~0u, own, p);
-        slot += (repeats.firsts >> p & 1) != 0 && other < own;
-    }
+    for (int p = 0; p < EXPERTS_PER_TOKEN; ++p)
+        slot += (repeats.firsts >> p & 1) != 0 && repeats.ids[p] < own;
     const unsigned below = (1u << lane) - 1;
     if (repeats.again >> lane & 1) slot = __popc(repeats.firsts) + __popc(repeats.again & below);
     if (valid) {
