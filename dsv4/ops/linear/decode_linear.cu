@@ -13,10 +13,7 @@
 // of a block), RANKS (above 1: y goes to the ranks as words, exchange.cuh).
 #include "decode_products.cuh"
 
-constexpr int SLOT = slot_bytes(FORMAT0, FORMAT1);
-
-// What one block has of its tiles: partial tiles, slice after slice of its own, entry (tile + warp)
-// of a slice being what a warp has of a tile.
+// What one block has of its tiles: partial tiles, slice after slice of its own.
 template <int F>
 __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& rows,
                                                const Share& share, int rank,
@@ -24,29 +21,19 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
                                                const Matrices& matrices) {
     const int lane = threadIdx.x % WARP;
     const int warp = warp_index();
-    const int tiles = share.tiles();
     const bf16* x = p.x + (int64)share.group * p.group_stride;
-    const unsigned x_lane = shared_address(space.x) + lane_offset<TOKENS>(lane);
-    const unsigned ring = shared_address(space.rings) + own_warp() * (DEPTH * SLOT);
     for (int turn = 0; turn < TURNS; ++turn) {
-        const Slice<F> slice(p, rank + turn * CLUSTER, tiles);
-        const int total = tiles * slice.stages;
-        const int first = min(warp * slice.share, total);
-        const int last = min(first + slice.share, total);
-        int tile = first / slice.stages, stage = first % slice.stages;
-        Cursor<F, RAGGED_K> cursor(rows, share.begin + tile, stage, slice.stages,
-                         slice.begin / Stage<F>::COLUMNS, p.padded_columns(), p.scale_shift);
+        Portion<F, RAGGED_K> own(p, rows, share, rank + turn * CLUSTER, warp);
+        const Slice<F>& slice = own.slice;
+        Ring ring(space.rings);
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
-            if (first + d < last) {
-                cursor.fetch(ring + d * SLOT, lane);
-                cursor.advance();
-            }
+            if (d < own.count()) own.fetch(ring.first + d * SLOT, lane);
             cp_async_commit();
         }
         if (turn == 0) {
-            const int own = CLUSTER > 1 ? warp * CLUSTER + rank : warp;
-            const Finish finish{Destination(p, matrices, share, own), Sharers(slice, warp)};
+            const int finished = CLUSTER > 1 ? warp * CLUSTER + rank : warp;
+            const Finish finish{Destination(p, matrices, share, finished), Sharers(slice, warp)};
             if (lane == 0) space.finishes[warp] = finish;
             pdl_wait();
             if (RANKS > 1 && warp == 0) space.outbox->open(p.peers, p.slot, p.exchange);
@@ -58,35 +45,8 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
             StoredRows<ALIGNED_X>{x + slice.begin, p.row_stride, p.tokens, slice.columns},
             slice.columns, slice.stages * Stage<F>::COLUMNS, p.norm_weight, p.eps, space.x,
             space.inverse + turn * TOKENS, space.scratch);
-        float* partials = space.partials + turn * (tiles + WARPS - 1) * TILE_OUTPUTS;
-        float acc[accumulators(TOKENS)] = {};
-        constexpr unsigned X_BYTES = activation_bytes(TOKENS, Stage<F>::COLUMNS);
-        const unsigned x_end = x_lane + slice.stages * X_BYTES;
-        unsigned slot = ring;
-        unsigned x_stage =
-            x_lane + add_turns(first_turn(slice.stages), stage, slice.stages) * X_BYTES;
-#pragma unroll 1
-        for (int i = first; i < last; ++i) {
-            cp_async_wait<DEPTH - 1>();
-            __syncwarp();
-            // partial_TN += x_TK[:, stage] @ weight_NK[tile, stage].T
-            stage_multiply<F, TOKENS>(slot, x_stage, lane, acc);
-            __syncwarp();
-            if (i + DEPTH < last) {
-                cursor.fetch(slot, lane);
-                cursor.advance();
-            }
-            cp_async_commit();
-            slot = slot == ring + (DEPTH - 1) * SLOT ? ring : slot + SLOT;
-            x_stage = x_stage + X_BYTES == x_end ? x_lane : x_stage + X_BYTES;
-            if (++stage == slice.stages || i + 1 == last) {
-                store_partial(partials + (tile + warp) * TILE_OUTPUTS, lane, acc);
-#pragma unroll
-                for (int j = 0; j < accumulators(TOKENS); ++j) acc[j] = 0.0f;
-                ++tile;
-                stage = 0;
-            }
-        }
+        float* partials = space.partials + turn * (share.tiles() + WARPS - 1) * TILE_OUTPUTS;
+        own.multiply(ring, space.x, partials, warp, lane, [](unsigned) {});
     }
     cp_async_wait<0>();
     __syncthreads();

@@ -14,16 +14,11 @@
 #define CLUSTER 1
 #define TURNS 1
 #include "decode_products.cuh"
-#include "launch_number.cuh"
-
-constexpr int SLOT = slot_bytes(FORMAT0, FORMAT1);
+#include "hand_over.cuh"
 
 // ---- y on its way -------------------------------------------------------------------------------
 
-// Rows of bfloat16, [token][column], two columns a word. A word is published as its complement; 0
-// is one that has not come. The two values are never both 0xFFFF: they come from cvt.rn, whose only
-// NaN is 0x7FFF. Words have two halves, which launches take in turn. A launch clears the half of
-// the one before it: that one has ended, and the next one finds zeros.
+// Rows of bfloat16, [token][column], two columns a word (hand_over.cuh).
 struct WordRows {
     char* words;
     int tokens, columns;
@@ -33,11 +28,9 @@ struct WordRows {
     }
 
     // Columns `column`, an even one, and the next one.
-    __device__ __forceinline__ void publish(int token, int column, float low, float high) const {
+    __device__ __forceinline__ void send(int token, int column, float low, float high) const {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-        asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at(token, column)),
-                     "r"(~*reinterpret_cast<const unsigned*>(&pair))
-                     : "memory");
+        publish(at(token, column), *reinterpret_cast<const unsigned*>(&pair));
     }
 
     // As StoredRows::load, once all of it has been published.
@@ -45,28 +38,20 @@ struct WordRows {
     __device__ __forceinline__ void load(uint4 (&pieces)[HELD][T], int first, int stride) const {
         const Deadline deadline;
         while (true) {
-#pragma unroll
-            for (int b = 0; b < HELD; ++b) {
-#pragma unroll
-                for (int n = 0; n < T; ++n) {
-                    uint4& piece = pieces[b][n];
-                    const int column = first + b * stride;
-                    piece = make_uint4(~0u, ~0u, ~0u, ~0u);
-                    if (n < tokens && column < columns)
-                        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                                     : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
-                                     : "l"(at(n, column))
-                                     : "memory");
-                }
-            }
             unsigned least = ~0u;
 #pragma unroll
             for (int b = 0; b < HELD; ++b) {
+                const int column = first + b * stride;
+#pragma unroll
+                for (int n = 0; n < T; ++n)
+                    pieces[b][n] = request_words(at(n, column), n < tokens && column < columns);
+            }
+#pragma unroll
+            for (int b = 0; b < HELD; ++b) {
 #pragma unroll
                 for (int n = 0; n < T; ++n) {
-                    uint4& piece = pieces[b][n];
-                    least = min(least, min(min(piece.x, piece.y), min(piece.z, piece.w)));
-                    piece = make_uint4(~piece.x, ~piece.y, ~piece.z, ~piece.w);
+                    least = min(least, least_word(pieces[b][n]));
+                    pieces[b][n] = published(pieces[b][n]);
                 }
             }
             if (least != 0) return;
@@ -75,94 +60,7 @@ struct WordRows {
     }
 };
 
-struct Words {
-    char* halves;
-    int half_bytes;
-    unsigned long long* counter;
-
-    __device__ __forceinline__ char* of(unsigned launch) const {
-        return halves + (launch & 1) * half_bytes;
-    }
-
-    // The block's share of the half that the launch before this one used.
-    __device__ __forceinline__ void clear_before(unsigned launch) const {
-        char* half = of(launch + 1);
-        for (int at = (blockIdx.x * THREADS + threadIdx.x) * 16; at < half_bytes;
-             at += gridDim.x * THREADS * 16)
-            __stcg(reinterpret_cast<uint4*>(half + at), make_uint4(0, 0, 0, 0));
-    }
-};
-
-// ---- what a warp has ----------------------------------------------------------------------------
-
-// The warp's ring. `slot`: of the stage that is multiplied next.
-struct Ring {
-    unsigned first, slot;
-
-    __device__ __forceinline__ explicit Ring(const char* rings)
-        : first(shared_address(rings) + own_warp() * (DEPTH * SLOT)), slot(first) {}
-
-    __device__ __forceinline__ void advance() {
-        slot = slot == first + (DEPTH - 1) * SLOT ? first : slot + SLOT;
-    }
-};
-
-// A warp's stages of a product, `left` of them not requested yet.
-template <int F, bool RAGGED>
-struct Portion {
-    Slice<F> slice;
-    int first, last, tile, stage, left;
-    Cursor<F, RAGGED> cursor;
-
-    __device__ __forceinline__ Portion(const Product& p, const Share& share, int warp)
-        : slice(p, 0, share.tiles()),
-          first(min(warp * slice.share, share.tiles() * slice.stages)),
-          last(min(first + slice.share, share.tiles() * slice.stages)),
-          tile(first / slice.stages),
-          stage(first % slice.stages),
-          left(last - first),
-          cursor(p.first, share.begin + tile, stage, slice.stages, 0, p.padded_columns(),
-                 p.scale_shift) {}
-
-    // Whether there was a stage to request. It is a group of copies of its own.
-    __device__ __forceinline__ bool request(unsigned slot, int lane) {
-        if (left == 0) return false;
-        cursor.fetch(slot, lane);
-        cursor.advance();
-        cp_async_commit();
-        --left;
-        return true;
-    }
-
-    // The partial tiles; request(slot) requests a stage for a slot that is free, or an empty group.
-    template <typename Request>
-    __device__ __forceinline__ void multiply(Ring& ring, const Workspace& space, int warp, int lane,
-                                             const Request& request) {
-        constexpr unsigned X_BYTES = activation_bytes(TOKENS, Stage<F>::COLUMNS);
-        const unsigned x = shared_address(space.x) + lane_offset<TOKENS>(lane);
-        const unsigned x_end = x + slice.stages * X_BYTES;
-        unsigned x_stage = x + add_turns(first_turn(slice.stages), stage, slice.stages) * X_BYTES;
-        float acc[accumulators(TOKENS)] = {};
-#pragma unroll 1
-        for (int i = first; i < last; ++i) {
-            cp_async_wait<DEPTH - 1>();
-            __syncwarp();
-            // partial_TN += x_TK[:, stage] @ weight_NK[tile, stage].T
-            stage_multiply<F, TOKENS>(ring.slot, x_stage, lane, acc);
-            __syncwarp();
-            request(ring.slot);
-            ring.advance();
-            x_stage = x_stage + X_BYTES == x_end ? x : x_stage + X_BYTES;
-            if (++stage == slice.stages || i + 1 == last) {
-                store_partial(space.partials + (tile + warp) * TILE_OUTPUTS, lane, acc);
-#pragma unroll
-                for (int j = 0; j < accumulators(TOKENS); ++j) acc[j] = 0.0f;
-                ++tile;
-                stage = 0;
-            }
-        }
-    }
-};
+// ---- both products ------------------------------------------------------------------------------
 
 // Rows that are in registers already.
 template <int HELD, int T>
@@ -243,8 +141,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                   scratch, &outbox,  finishes + WARPS};
     const Matrices matrix(first), next_matrix(second);
     const Share share = share_of(first), next_share = share_of(second);
-    const Words all = {words, half_bytes, reinterpret_cast<unsigned long long*>(counter)};
-    const LaunchNumber launch = {all.counter};
+    const WordHalves halves = {words, half_bytes};
+    const LaunchNumber launch = {reinterpret_cast<unsigned long long*>(counter)};
 
     const StoredRows<ALIGNED_X> x_rows = {x + (int64)share.group * group_stride, row_stride, tokens,
                                           columns};
@@ -257,16 +155,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     const bool late = blockIdx.x >= late_from;
     if (late) begin();
-    Portion<FORMAT0, RAGGED0> own(first, share, warp);
+    Portion<FORMAT0, RAGGED0> own(first, first.first, share, 0, warp);
     Ring ring(shared);
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) own.request(ring.first + d * SLOT, lane);
-    Portion<FORMAT1, RAGGED1> next(second, next_share, warp);
-    const auto request_next = [&](unsigned free) {
-        if (!next.request(free, lane)) cp_async_commit();
+    for (int d = 0; d < DEPTH; ++d) {
+        if (d >= own.count()) break;
+        own.fetch(ring.first + d * SLOT, lane);
+        cp_async_commit();
+    }
+    Portion<FORMAT1, RAGGED1> next(second, second.first, next_share, 0, warp);
+    int ahead = min(next.count(), DEPTH);
+    const auto fetch_next = [&](unsigned free) {
+        if (ahead > 0) --ahead, next.fetch(free, lane);
     };
 #pragma unroll 1
-    for (int d = own.last - own.first; d < DEPTH; ++d) request_next(ring.first + d * SLOT);
+    for (int d = own.count(); d < DEPTH; ++d) {
+        fetch_next(ring.first + d * SLOT);
+        cp_async_commit();
+    }
     const Finish finish{Destination(first, matrix, share, warp), Sharers(own.slice, warp)};
     const Finish next_finish{Destination(second, next_matrix, next_share, warp),
                              Sharers(next.slice, warp)};
@@ -278,28 +184,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     stage_activations<TOKENS, false, is_f16(FORMAT0), PIECES0, true, ALIGNED_X, THREADS>(
         HeldRows<PIECES0, TOKENS>{pieces}, columns, own.slice.stages * Stage<FORMAT0>::COLUMNS,
         nullptr, 0.0f, space.x, space.inverse, space.scratch);
-    own.multiply(ring, space, warp, lane, [&](unsigned free) {
-        if (!own.request(free, lane)) request_next(free);
-    });
+    own.multiply(ring, space.x, partials, warp, lane, fetch_next);
     __syncthreads();
     if (threadIdx.x == 0) launch.end();
-    const WordRows y_words = {all.of(number), tokens, second.columns};
+    const WordRows y_words = {halves.of(number), tokens, second.columns};
     collect_tiles<FORMAT0>(
         first, share, 0, space, matrix, [&](const Destination& to, int, int output, float value) {
             const int row = output % TILE_ROWS, token = output / TILE_ROWS;
             const float above = __shfl_down_sync(~0u, value, 1);
             if (row % 2 == 0 && to.has(tokens, output))
-                y_words.publish(token, to.first_row + row, value * to.global_scale,
-                                above * to.global_scale);
+                y_words.send(token, to.first_row + row, value * to.global_scale,
+                             above * to.global_scale);
             to.store(tokens, output, value);
         });
-    all.clear_before(number);
+    halves.clear_before(number, gridDim.x);
 
     // z_TN = partial_TN.sum(warps)
     stage_activations<TOKENS, false, is_f16(FORMAT1), PIECES1, HOLDS_SLICE1, true, THREADS>(
         y_words, second.columns, next.slice.stages * Stage<FORMAT1>::COLUMNS, nullptr, 0.0f,
         next_space.x, next_space.inverse, next_space.scratch);
-    next.multiply(ring, next_space, warp, lane, request_next);
+    next.multiply(ring, next_space.x, partials, warp, lane, [](unsigned) {});
     cp_async_wait<0>();
     __syncthreads();
     collect_tiles<FORMAT1>(second, next_share, 0, next_space, next_matrix,

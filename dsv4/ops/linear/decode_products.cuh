@@ -1,7 +1,7 @@
 // What the decode kernels of linear layers share: which row tiles a block has, where their outputs
 // go, how K is cut, which stages a warp fetches, and how the sums of the warps meet.
 //
-// Defines: TOKENS, WARPS, DEPTH, CLUSTER, TURNS, RANKS of decode_linear.cu.
+// Defines: FORMAT0, FORMAT1, TOKENS, WARPS, DEPTH, CLUSTER, TURNS, RANKS of decode_linear.cu.
 #pragma once
 #include "columns.cuh"
 #include "exchange.cuh"
@@ -12,6 +12,8 @@ constexpr int MAX_MATRICES = 8;
 static_assert(MAX_MATRICES <= WARP, "a warp has one in each lane");
 constexpr int MAX_SLICES = 8;
 constexpr int TILE_OUTPUTS = TILE_ROWS * TOKENS, THREADS = WARPS * WARP;
+// Bytes of a slot of the warps' rings.
+constexpr int SLOT = slot_bytes(FORMAT0, FORMAT1);
 
 // Row tiles of one format, `tiles` of them (per group) for `clusters` clusters (per group).
 struct Rows {
@@ -248,6 +250,77 @@ __device__ __forceinline__ void store_partial(float* partial, int lane,
         at[0] = acc[0], at[8] = acc[1];
     }
 }
+
+// The warp's ring. `slot`: of the stage that is multiplied next.
+struct Ring {
+    unsigned first, slot;
+
+    __device__ __forceinline__ explicit Ring(const char* rings)
+        : first(shared_address(rings) + own_warp() * (DEPTH * SLOT)), slot(first) {}
+
+    __device__ __forceinline__ void advance() {
+        slot = slot == first + (DEPTH - 1) * SLOT ? first : slot + SLOT;
+    }
+};
+
+// A warp's stages of a slice of a product: `first` to `last` of the block's list.
+template <int F, bool RAGGED>
+struct Portion {
+    Slice<F> slice;
+    int first, last, tile, stage;
+    Cursor<F, RAGGED> cursor;
+
+    __device__ __forceinline__ Portion(const Product& p, const Rows& rows, const Share& share,
+                                       int index, int warp)
+        : slice(p, index, share.tiles()),
+          first(min(warp * slice.share, share.tiles() * slice.stages)),
+          last(min(first + slice.share, share.tiles() * slice.stages)),
+          tile(first / slice.stages),
+          stage(first % slice.stages),
+          cursor(rows, share.begin + tile, stage, slice.stages, slice.begin / Stage<F>::COLUMNS,
+                 p.padded_columns(), p.scale_shift) {}
+
+    __device__ __forceinline__ int count() const { return last - first; }
+
+    // The next stage, on its way to a slot that is free.
+    __device__ __forceinline__ void fetch(unsigned slot, int lane) {
+        cursor.fetch(slot, lane);
+        cursor.advance();
+    }
+
+    // The partial tiles, entry (tile + warp) being what a warp has of a tile. The first DEPTH
+    // stages have been fetched; each is a group of copies. staged: the activations. follow(slot)
+    // fetches what comes behind the last stage.
+    template <typename Follow>
+    __device__ __forceinline__ void multiply(Ring& ring, const char* staged, float* partials,
+                                             int warp, int lane, const Follow& follow) {
+        constexpr unsigned X_BYTES = activation_bytes(TOKENS, Stage<F>::COLUMNS);
+        const unsigned x = shared_address(staged) + lane_offset<TOKENS>(lane);
+        const unsigned x_end = x + slice.stages * X_BYTES;
+        unsigned x_stage = x + add_turns(first_turn(slice.stages), stage, slice.stages) * X_BYTES;
+        float acc[accumulators(TOKENS)] = {};
+#pragma unroll 1
+        for (int i = first; i < last; ++i) {
+            cp_async_wait<DEPTH - 1>();
+            __syncwarp();
+            // partial_TN += x_TK[:, stage] @ weight_NK[tile, stage].T
+            stage_multiply<F, TOKENS>(ring.slot, x_stage, lane, acc);
+            __syncwarp();
+            if (i + DEPTH < last) fetch(ring.slot, lane);
+            else follow(ring.slot);
+            cp_async_commit();
+            ring.advance();
+            x_stage = x_stage + X_BYTES == x_end ? x : x_stage + X_BYTES;
+            if (++stage == slice.stages || i + 1 == last) {
+                store_partial(partials + (tile + warp) * TILE_OUTPUTS, lane, acc);
+#pragma unroll
+                for (int j = 0; j < accumulators(TOKENS); ++j) acc[j] = 0.0f;
+                ++tile;
+                stage = 0;
+            }
+        }
+    }
+};
 
 // Calls emit(destination, tile, output, sum) for every output = 16 · token + row of every tile: the
 // sum over the block's slices and warps, in that order. A warp takes a tile, and all of its lanes

@@ -572,8 +572,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 note_nan(nan, weight);
             }
         }
-        clear_hidden(number & 1 ? h : h + half_bytes, half_bytes);
-        if (number & 1) h += half_bytes;
+        const WordHalves hidden_halves = {h, half_bytes};
+        hidden_halves.clear_before(number, BLOCKS);
+        h = hidden_halves.of(number);
 
         const int token = min(lane_token(lane), T - 1);
         const unsigned lane_address = token * 64 + lane_part(lane);

@@ -30,7 +30,7 @@ FAULTS = {
     "words are taken before they have come": SourceEdit(
         "decode_pair.cu", "if (least != 0) return;", "return;"
     ),
-    "nothing is cleared": SourceEdit("decode_pair.cu", "at < half_bytes;", "at < 0;"),
+    "nothing is cleared": SourceEdit("hand_over.cuh", "at < half_bytes;", "at < 0;"),
     "launches do not take the halves in turn": SourceEdit(
         "decode_pair.cu", "if (threadIdx.x == 0) launch.end();", ""
     ),
@@ -157,7 +157,7 @@ def test_nan_is_handed_over() -> None:
 
 
 RING_FAULTS = {
-    "a stage is requested twice": SourceEdit("decode_pair.cu", "cursor.advance();\n", ""),
+    "a stage is requested twice": SourceEdit("decode_products.cuh", "cursor.advance();\n", ""),
     "the second product begins where the ring does": SourceEdit(
         "decode_pair.cu", "next.multiply(ring,", "ring.slot = ring.first, next.multiply(ring,"
     ),

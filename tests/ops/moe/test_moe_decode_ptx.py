@@ -170,9 +170,9 @@ PLANTED = {
     "slices are not waited for": SourceEdit(
         "moe_hidden.cuh", "return __all_sync(~0u, least != 0);", "return true;"
     ),
-    "nothing is cleared": SourceEdit("moe_hidden.cuh", "at < bytes;", "at < 0;"),
+    "nothing is cleared": SourceEdit("hand_over.cuh", "at < half_bytes;", "at < 0;"),
     "words are not complements": SourceEdit(
-        "moe_hidden.cuh", '"r"(~first), "r"(~second)', '"r"(first), "r"(second)'
+        "hand_over.cuh", '"r"(~first), "r"(~second)', '"r"(first), "r"(second)'
     ),
     "a launch does not count": SourceEdit(
         "moe_decode.cu", "if (threadIdx.x == 0) launch.end();", ""
