@@ -126,12 +126,35 @@ def test_tools_are_a_list_or_a_request(drive: Drive, tmp_path: Path) -> None:
 def talk(drive: Drive, pipe: Callable[..., None]) -> Callable[..., Result]:
     """A greedy chat with the demo that is given ``text``."""
 
-    def run(text: str, *flags: object) -> Result:
+    def run(text: str | bytes, *flags: object) -> Result:
         pipe(text)
         greedy = ("--temperature", 0, "--max-tokens", 16, "--model", CHECKPOINT)
         return drive("--interactive", "--quiet", *greedy, *flags)
 
     return run
+
+
+@pytest.mark.slow
+def test_a_line_that_fails_leaves_the_chat(talk: Callable[..., Result]) -> None:
+    lines = [
+        b"/save ~no-such-user/x",
+        b"/load a\0b",
+        b"/save " + b"x" * 300,
+        b"\xff",
+        b"What is 3 + 4?",
+    ]
+    result = talk(b"\n".join(lines))
+    assert (result.code, result.out) == (0, "7\n")
+    errors = result.err.splitlines()
+    expected = [
+        "/save: '~no-such-user/x': Could not determine home directory.",
+        "/load: 'a\\x00b': found a zero byte, expected the name of a file",
+        "File name too long",
+        "stdin: byte 0 of a line is not UTF-8",
+    ]
+    assert len(errors) == len(expected)
+    for error, part in zip(errors, expected, strict=True):
+        assert part in error
 
 
 @pytest.mark.slow

@@ -29,6 +29,16 @@ def message_of(entry: str) -> str:
     return entry.removeprefix("/")
 
 
+def path_of(name: str, file: str) -> Path:
+    """The path that a command names. Raises ``UserError`` for what no file can be called."""
+    if "\0" in file:
+        raise UserError(f"{name}: {shorten(file)}: found a zero byte, expected the name of a file")
+    try:
+        return Path(file).expanduser()
+    except RuntimeError as error:  # ~ of a user who does not exist
+        raise UserError(f"{name}: {shorten(file)}: {error}") from None
+
+
 def run_command(chat: Chat, entry: str) -> bool:
     """Does what the entry says; False when the chat is to end. Raises ``UserError``."""
     name, _, rest = entry.partition(" ")
@@ -44,9 +54,9 @@ def run_command(chat: Chat, entry: str) -> bool:
         case "/system":
             chat.set_system(argument)
         case "/save":
-            chat.save(Path(argument).expanduser())
+            chat.save(path_of(name, argument))
         case "/load":
-            chat.load(Path(argument).expanduser())
+            chat.load(path_of(name, argument))
         case "/help":
             say(HELP)
     return name != "/quit"

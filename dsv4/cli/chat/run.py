@@ -86,6 +86,9 @@ def converse(session: Chat, read_line: ReadLine) -> None:
             entry = read_entry(read_line, tool)
         except EOFError:
             return
+        except UserError as error:
+            say(f"error: {user_message(error)}")
+            continue
         if is_command(entry):
             goes_on = turn(partial(run_command, session, entry)) is not False
         else:
@@ -93,11 +96,15 @@ def converse(session: Chat, read_line: ReadLine) -> None:
 
 
 def turn(work: Callable[[], bool | None]) -> bool | None:
-    """What ``work`` returns; an error of it is one line on stderr, and None."""
+    """What ``work`` returns; an error of it is one line on stderr, and None. A reader of the text
+    who has gone ends the chat.
+    """
     try:
         return work()
     except PromptTooLong as error:
         say(f"error: {user_message(error)}; /reset begins a new conversation")
-    except (UserError, FloatingPointError) as error:
+    except BrokenPipeError:
+        raise
+    except (UserError, FloatingPointError, OSError) as error:
         say(f"error: {user_message(error)}")
     return None
