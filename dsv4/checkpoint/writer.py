@@ -224,7 +224,7 @@ def _write_file(
         return
     stored = {tensor.name: tensor.stored for tensor in tensors}
     header, offsets = lay_out_file(stored, {"format": "pt"})
-    with path.open("wb") as file:
+    with _named_errors(path), path.open("wb") as file:
         file.write(header)
         for tensor in tensors:
             file.seek(offsets[tensor.name])
@@ -238,6 +238,14 @@ def _write_file(
                     if stop.is_set():
                         return
             assert written == tensor.nbytes
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def _on_host(memory: Tensor) -> Tensor:

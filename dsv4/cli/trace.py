@@ -39,5 +39,6 @@ def traced(job: Job, engine: Engine) -> Iterator[Watch | None]:
     prompt_tokens = len(job.prompt.token_ids)
     metadata = trace_metadata(engine, Path(arguments.model).resolve().name, prompt_tokens)
     wants = matching(engine.config, arguments.trace_at or EVERY_VALUE, "--trace-at")
-    with TraceFile(arguments.trace, metadata, prompt_tokens + arguments.max_tokens) as file:
+    most_tokens = min(prompt_tokens + arguments.max_tokens, engine.max_context)
+    with TraceFile(arguments.trace, metadata, most_tokens) as file:
         yield Watch(file.add, wants)

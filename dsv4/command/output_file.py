@@ -25,18 +25,18 @@ def check_output(flag: str, path: Path) -> None:
     with _named(flag, path):
         status = _status(path)
         if status is None or (stat.S_ISREG(status.st_mode) and os.access(_folder(path), os.W_OK)):
-            probe = _folder(path) / _temporary_name()
-            try:
-                probe.write_bytes(bytes(_PROBE_BYTES))
-            finally:
-                probe.unlink(missing_ok=True)
+            _probe(path)
 
 
 def check_regular_output(flag: str, path: Path) -> None:
-    """``check_output`` for a file that can be nothing but a regular one."""
+    """``check_output`` for a file that can be nothing but a regular one, and is made beside an
+    older one.
+    """
     if path == STDOUT or (path.exists() and not path.is_file()):
         raise UserError(f"{flag}: {path}: found no regular file, expected the name of a file")
     check_output(flag, path)
+    with _named(flag, path):
+        _probe(path)
 
 
 def write_output(flag: str, path: Path, text: str) -> None:
@@ -60,6 +60,14 @@ def write_output(flag: str, path: Path, text: str) -> None:
             _replace(Path(os.path.realpath(path)), status, data)
         else:
             path.write_bytes(data)
+
+
+def _probe(path: Path) -> None:
+    probe = _folder(path) / _temporary_name()
+    try:
+        probe.write_bytes(bytes(_PROBE_BYTES))
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 @contextmanager

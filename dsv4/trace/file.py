@@ -2,7 +2,8 @@
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -76,7 +77,8 @@ class TraceFile:
     def add(self, name: str, rows: Tensor) -> None:
         """Appends rows of a value; ``token_ids``, the last one of a step, ends the step.
 
-        Raises ``UserError`` when the disk cannot hold the trace, judged by the first step.
+        Raises ``UserError`` when the disk cannot hold the trace, judged by the first step, or
+        cannot be written.
         """
         value = self._values.get(name)
         if value is None:
@@ -85,7 +87,7 @@ class TraceFile:
             self._values[name] = value
         assert (rows.dtype, tuple(rows.shape[1:])) == (value.dtype, value.row_shape), name
         if rows.numel():
-            with value.part.open("ab") as file:
+            with self._writing(), value.part.open("ab") as file:
                 file.write(rows.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         value.written += rows.shape[0]
         if name == "token_ids":
@@ -114,12 +116,22 @@ class TraceFile:
         stored = {name: value.stored for name, value in self._values.items()}
         header, offsets = lay_out_file(stored, self._metadata)
         whole = self._parts / "trace"
-        with whole.open("wb") as file:
-            file.write(header)
-            for name, value in self._values.items():
-                file.seek(offsets[name])
-                _copy(value, file)
-        whole.replace(self._path)
+        with self._writing():
+            with whole.open("wb") as file:
+                file.write(header)
+                for name, value in self._values.items():
+                    file.seek(offsets[name])
+                    _copy(value, file)
+            if self._path.exists():
+                shutil.copymode(self._path, whole)
+            whole.replace(self._path)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{self._path}: cannot be written ({error.strerror})") from None
 
 
 def _copy(value: _Value, file: Any) -> None:

@@ -43,7 +43,8 @@ def trace_metadata(engine: Engine, model: str, prompt_tokens: int) -> dict[str, 
     return {
         "engine": "dsv4",
         "versions": json.dumps(_versions()),
-        "model": model,
+        # A folder's name may hold bytes that are no UTF-8, which safetensors cannot read.
+        "model": model.encode("utf-8", "backslashreplace").decode(),
         "config": json.dumps(asdict(engine.config)),
         "settings": json.dumps({**settings, "cuda_graph": mode}),
         "form": "torch" if isinstance(engine.table, DirectTable) else "launches",

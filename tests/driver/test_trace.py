@@ -1,6 +1,8 @@
 """``--trace`` of the driver."""
 
+import errno
 import json
+import stat
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,32 @@ def test_what_cannot_be_traced_is_refused_before_loading(
     drive: Drive, arguments: tuple[str, ...], message: str
 ) -> None:
     drive(*arguments).assert_user_error(message)
+
+
+def test_room_is_asked_for_tokens_that_fit_into_the_context(drive: Drive, tmp_path: Path) -> None:
+    flags = ("--prompt", "Hi", "--max-context", 16, "--max-tokens", 10**20, "--ignore-eos")
+    result = drive(*flags, "--trace", tmp_path / "trace", "--trace-at", "logits")
+    assert result.code == 0, result.err
+    assert (tmp_path / "trace").is_file()
+
+
+def test_an_older_trace_leaves_its_mode(drive: Drive, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.touch(0o600)
+    assert drive("--prompt", "Hi", "--max-tokens", 1, "--trace", trace).code == 0
+    assert trace.stat().st_size > 0
+    assert stat.S_IMODE(trace.stat().st_mode) == 0o600
+
+
+def test_a_disk_that_is_full_is_one_line_that_names_the_trace(
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dsv4.trace.file._copy", full)
+    result = drive("--prompt", "Hi", "--max-tokens", 1, "--trace", tmp_path / "trace")
+    assert result.code == 2
+    found = f"error: {tmp_path}/trace: cannot be written (No space left on device)"
+    assert result.err.splitlines()[-1] == found
+    assert list(tmp_path.iterdir()) == []
