@@ -43,6 +43,7 @@ from dsv4.command.progress import TOKENS, ProgressBar, StatusLine
 from dsv4.command.signals import stop_code
 from dsv4.command.streams import say, silence_stdout
 from dsv4.config import layer_kinds
+from dsv4.errors import UserError
 from dsv4.measure.graph_profile import profile_decoder
 from dsv4.measure.op_profile import OpProfile
 
@@ -124,9 +125,14 @@ def run(arguments: argparse.Namespace) -> int:
         exit_code = stop_code(stop)
     except BrokenPipeError:
         silence_stdout()  # The reader has seen enough, which is no error.
+    except (UserError, FloatingPointError, OSError) as error:
+        if not outcome.token_ids:
+            raise
+        outcome.error = error
+        outcome.finish_reason = "error"
     report(job, outcome)
-    if outcome.save_error is not None:
-        raise outcome.save_error
+    if outcome.error is not None:
+        raise outcome.error
     return exit_code
 
 

@@ -90,6 +90,10 @@ def main(words: Sequence[str]) -> int:
         print(chosen, flush=True)
     except BrokenPipeError:
         silence_stdout()
+    except OSError as error:
+        silence_stdout()
+        say(f"error: stdout: {error.strerror}")
+        return 2
     return 0
 
 

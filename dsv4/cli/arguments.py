@@ -1,7 +1,9 @@
 """The driver's arguments: combinations of flags, and the engine's configuration made of them."""
 
 import argparse
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from dsv4.cli.chat.flags import check_chat_flags
 from dsv4.cli.draft_flags import draft_folder
@@ -15,8 +17,10 @@ from dsv4.errors import UserError
 
 NOT_IN_A_PLAN = frozenset(
     "--temperature --top-k --top-p --min-p --seed --ignore-eos --stop --logprobs --profile "
-    "--save-state --load-state".split()
+    "--save-state --load-state --trace --trace-at".split()
 )
+_OUTPUTS = ("json", "trace", "save_state", "out")
+_INPUTS = ("prompt_file", "messages", "tools", "prompts", "token_ids")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -39,6 +43,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.verbose and arguments.quiet:
         raise UserError("--verbose: found together with --quiet, expected one of them")
     refuse_what_has_no_effect(arguments, given_flags(parser, arguments))
+    refuse_shared_files(arguments)
     if arguments.json is not None:
         check_output("--json", arguments.json)
     if arguments.save_state is not None:
@@ -85,6 +90,23 @@ def refuse_what_has_no_effect(arguments: argparse.Namespace, given: frozenset[st
         raise UserError("--parallel: found with one device, expected --gpus 2 to 8")
     if arguments.profile and arguments.quiet and arguments.json is None:
         raise UserError("--profile: found together with --quiet, expected --json to write it to")
+
+
+def refuse_shared_files(arguments: argparse.Namespace) -> None:
+    """Raises ``UserError`` for a file that one flag writes and another one reads or writes."""
+    flags: dict[Path, str] = {}
+    for name in (*_INPUTS, *_OUTPUTS):
+        file = getattr(arguments, name)
+        if file is None or str(file) == "-":
+            continue
+        path = Path(os.path.realpath(file))
+        if path.exists() and not path.is_file():
+            continue
+        flag = "--" + name.replace("_", "-")
+        if path in flags and name in _OUTPUTS:
+            other = flags[path]
+            raise UserError(f"{flag}: {file}: found the file of {other}, expected another one")
+        flags[path] = flag
 
 
 def gpu_bytes(arguments: argparse.Namespace) -> int | None:

@@ -98,9 +98,11 @@ def add_prompt_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def stop_string(text: str) -> str:
-    """A flag type: a string with characters."""
+    """A flag type: a string with characters, which a text can have."""
     if not text:
         raise argparse.ArgumentTypeError("found an empty string, expected some characters")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise argparse.ArgumentTypeError("found bytes that are not UTF-8, expected characters")
     return text
 
 

@@ -19,11 +19,11 @@ def read_input(flag: str, file: str) -> bytes:
 
 
 def read_text(flag: str, file: str) -> str:
-    """The UTF-8 text of ``file`` without the line break (LF or CRLF) that editors, ``echo`` and the
-    terminal put at its end. Raises ``UserError`` that names ``flag``.
+    """The UTF-8 text of ``file`` without a byte order mark and the line break (LF or CRLF) that
+    editors, ``echo`` and the terminal put at its ends. Raises ``UserError`` that names ``flag``.
     """
     try:
-        text = read_input(flag, file).decode("utf-8")
+        text = read_input(flag, file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problem = f"byte {error.start} is not UTF-8"
         raise UserError(f"{flag}: {file}: cannot be read: {problem}") from None

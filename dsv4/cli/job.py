@@ -47,8 +47,8 @@ class Outcome:
     load_seconds: float = 0.0
     engine: Engine | None = None
     profile: OpProfile | GraphProfile | None = None
-    # Of --save-state: raised when everything else has been reported.
-    save_error: UserError | None = None
+    # Raised when everything else has been reported.
+    error: Exception | None = None
 
     @property
     def complete(self) -> bool:

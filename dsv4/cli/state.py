@@ -60,7 +60,7 @@ def save_state(job: Job, outcome: Outcome, engine: Engine) -> None:
     try:
         write_state(job.arguments, job.tokenizer, engine, messages, token_ids, path)
     except UserError as error:
-        outcome.save_error = error
+        outcome.error = error
 
 
 def write_state(

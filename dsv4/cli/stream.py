@@ -77,8 +77,11 @@ class PlainPrinter:
 
     def write_unchecked(self, text: str) -> None:
         """Writes what does not come from the model and leaves the cursor where it is."""
-        self._out.write(text)
-        self._out.flush()
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, "stdout") from None
 
     def start_line(self) -> None:
         """Ends the line, if one was begun."""

@@ -1,13 +1,19 @@
 """What the driver refuses, in this process: one line on stderr and exit code 2."""
 
+import errno
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from dsv4.cli.stream import PlainPrinter
+from tests.driver.conftest import read_json
 from tests.driver.drive import Drive
+from tests.source_rules import ROOT
 
 
 @pytest.mark.parametrize(
@@ -55,6 +61,8 @@ from tests.driver.drive import Drive
         (["--plan", "--seed", "1"], ["--seed", "--plan"]),
         (["--plan", "--profile"], ["--profile", "--plan"]),
         (["--plan", "--ignore-eos"], ["--ignore-eos", "--plan"]),
+        (["--plan", "--trace", "x"], ["--trace", "--plan"]),
+        (["--stop", "\udcff"], ["--stop", "not UTF-8"]),
         (["--parallel", "round-robin"], ["--parallel", "one device", "--gpus"]),
         (
             ["--parallel", "tensor", "--gpus", "3"],
@@ -172,3 +180,73 @@ def test_nan_in_an_indexer_is_one_line(drive: Drive, broken_copy: Path) -> None:
     assert poisoned
     result = drive("--prompt", "Hello, how are you today?", "--model", broken_copy)
     result.assert_user_error("NaN")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("--json", "--trace"),
+        ("--json", "--save-state"),
+        ("--trace", "--save-state"),
+        ("--prompt-file", "--json"),
+    ],
+)
+def test_a_file_that_two_flags_would_use_is_refused(
+    drive: Drive, tmp_path: Path, first: str, second: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("Hi")
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    message = f"{second}: {link}: found the file of {first}, expected another one"
+    drive(first, file, second, link).assert_user_error(message)
+    assert file.read_text() == "Hi"
+
+
+def test_a_device_may_be_two_outputs(drive: Drive) -> None:
+    flags = ("--prompt", "Hi", "--max-tokens", 1, "--json", "/dev/null")
+    assert drive(*flags, "--prompt-file", "/dev/null").code == 2
+    assert drive(*flags).code == 0
+
+
+def test_a_byte_order_mark_is_no_text(drive: Drive, tmp_path: Path) -> None:
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfHi")
+    (tmp_path / "plain").write_bytes(b"Hi")
+    flags = ("--max-tokens", 1, "--json", "-", "--quiet")
+    ids = [
+        json.loads(drive("--prompt-file", tmp_path / name, *flags).out.splitlines()[-1])["prompt"]
+        for name in ("marked", "plain")
+    ]
+    assert ids[0] == ids[1]
+
+
+def test_an_error_behind_shown_tokens_is_reported_with_them(
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = PlainPrinter.feed
+    shown: list[str] = []
+
+    def full(printer: PlainPrinter, text: str) -> None:
+        shown.append(text)
+        if len(shown) == 4:
+            raise OSError(errno.ENOSPC, "No space left on device", "stdout")
+        feed(printer, text)
+
+    monkeypatch.setattr(PlainPrinter, "feed", full)
+    report = tmp_path / "run.json"
+    flags = ("--raw", "--prompt", "Hi", "--max-tokens", 20, "--ignore-eos", "--json", report)
+    result = drive(*flags)
+    assert result.code == 2
+    assert result.err.splitlines()[-1] == "error: stdout: No space left on device"
+    told = read_json(report)
+    assert told["finish_reason"] == "error"
+    assert 0 < len(told["completion"]["token_ids"]) < 20
+
+
+@pytest.mark.slow
+def test_what_stdout_does_not_take_names_it() -> None:
+    command = [sys.executable, ROOT / "single_shot_inference.py", "--quiet", "--prompt", "Hi"]
+    with Path("/dev/full").open("wb") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert run.returncode == 2
+    assert run.stderr == b"error: stdout: No space left on device\n"
