@@ -23,7 +23,7 @@ from dsv4.encoding import (
     messages_of_json,
     messages_of_request,
 )
-from dsv4.errors import UserError
+from dsv4.errors import UserError, shorten
 from dsv4.model_files import model_file
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -104,7 +104,23 @@ def build_chat_prompt(
     source = f"--messages: {arguments.messages}: " if of_file else "messages: "
     messages = conversation(arguments, source)
     check_unicode(messages, "messages", source)
+    check_parts(messages, source)
     return encode_conversation(arguments, tokenizer, most, [*earlier, *messages], source)
+
+
+def check_parts(messages: list[dict], source: str) -> None:
+    """Raises ``UserError`` for a part of a message that the model cannot see: the chat encoding
+    only says that there was one. What else is wrong with messages the encoder finds.
+    """
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        for place, part in enumerate(content if isinstance(content, list) else []):
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            where = f"{source}messages[{index}].content[{place}]"
+            if kind != "text":
+                raise UserError(f"{where}: found {shorten(kind)}, expected a part of type text")
+            if isinstance(part, dict) and "text" not in part:
+                raise UserError(f"{where}: found no text, expected a string")
 
 
 def encode_conversation(

@@ -128,6 +128,14 @@ def test_messages_come_from_pipes_too(
         ('[{"role": "user", "content": "ab\\ud800"}]', "messages[0].content: found a lone"),
         ('[{"role": "user", "content": "x", "\\udfff": 1}]', "a key of messages[0]: found a lone"),
         ('{"messages": [], "tools": [3]}', ": tools[0] has no object"),
+        (
+            '[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]',
+            "messages[0].content[1]: found 'image_url', expected a part of type text",
+        ),
+        (
+            '[{"role": "user", "content": [{"type": "text", "txet": "a"}]}]',
+            "messages[0].content[0]: found no text, expected a string",
+        ),
     ],
 )
 def test_errors_name_the_place_in_the_messages_file(
