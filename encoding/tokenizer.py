@@ -3,7 +3,9 @@
 """
 
 import codecs
+import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -27,18 +29,19 @@ class Tokenizer:
             file = file / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such tokenizer file")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
-        except ValueError as error:
-            raise ValueError(
-                f"{file}: not a usable tokenizer.json ({_first_line(error)})"
-            ) from error
-        # A tokenizer.json may ask for truncation or padding; a prompt must never be cut or filled.
+        declared, self._tokenizer = _read(file)
+        # A tokenizer.json may ask for truncation, padding or dropout; a prompt must never be cut or
+        # filled, and is the same every time.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        model = self._tokenizer.model
+        if isinstance(model, tokenizers.models.BPE):
+            model.dropout = None
         ids = {token: self._required_id(token, file) for token in WRITTEN_TOKENS}
         self.bos_id = ids[BOS]
         self.eos_id = ids[EOS]
+        self._check_added_tokens(declared.get("added_tokens") or [], file)
+        self._check_byte_symbols(file)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
@@ -94,6 +97,29 @@ class Tokenizer:
             )
         return token_id
 
+    def _check_added_tokens(self, declared: list[dict[str, Any]], file: Path) -> None:
+        """The library numbers an added token anew where its id does not follow the vocabulary."""
+        for token in declared:
+            found = self._tokenizer.token_to_id(token["content"])
+            if found != token["id"]:
+                raise ValueError(
+                    f"{file}: added_tokens: {token['content']!r}: found token id {found}, "
+                    f"expected the declared {token['id']}: the vocabulary has another size"
+                )
+
+    def _check_byte_symbols(self, file: Path) -> None:
+        """Without its symbol a byte of the text would be left out."""
+        lacking = [
+            symbol
+            for symbol in _BYTE_OF_SYMBOL
+            if self._tokenizer.model.token_to_id(symbol) is None
+        ]
+        if lacking:
+            raise ValueError(
+                f"{file}: vocab: found no {lacking[0]!r}, expected the symbols of all 256 bytes "
+                f"(lacks {len(lacking)})"
+            )
+
 
 class IncrementalDecoder:
     """Text of a growing list of tokens. A character that is split over tokens appears when its last
@@ -128,5 +154,34 @@ def _byte_symbols() -> dict[str, bytes]:
 _BYTE_OF_SYMBOL = _byte_symbols()
 
 
-def _first_line(error: Exception) -> str:
+def _read(file: Path) -> tuple[dict[str, Any], tokenizers.Tokenizer]:
+    """What a tokenizer.json says, and the library's tokenizer of it. ValueError names the file."""
+    content = file.read_bytes()
+    try:
+        declared = json.loads(content)
+        _refuse_affixes(declared)
+        return declared, tokenizers.Tokenizer.from_buffer(content)
+    except (ValueError, RecursionError, *_panics()) as error:
+        reason = _first_line(error)
+        raise ValueError(f"{file}: not a usable tokenizer.json ({reason})") from error
+
+
+def _panics() -> list[type[BaseException]]:
+    """What a panic of Rust code is raised as: a type that exists from the first panic on and cannot
+    be imported.
+    """
+    return [kind for kind in BaseException.__subclasses__() if kind.__name__ == "PanicException"]
+
+
+def _refuse_affixes(declared: Any) -> None:
+    """Byte-level BPE has none: the library panics over a prefix, whose backtrace is then on stderr,
+    and loses text over a suffix.
+    """
+    model = declared.get("model") if isinstance(declared, dict) else None
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if isinstance(model, dict) and model.get(key):
+            raise ValueError(f"model: {key}: found {str(model[key])[:80]!r}, expected none")
+
+
+def _first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
 
 from encoding import IncrementalDecoder, Tokenizer
 from encoding.control_tokens import WRITTEN_TOKENS
@@ -103,7 +104,11 @@ def test_unknown_ids_and_lone_surrogates_are_refused(tokenizer: Tokenizer) -> No
 
 
 CONTROL = {token: index for index, token in enumerate(WRITTEN_TOKENS)}
-A = len(CONTROL)
+SYMBOLS = sorted(ByteLevel.alphabet())
+VOCAB = {token: index for index, token in enumerate([*CONTROL, *SYMBOLS])}
+A = VOCAB["a"]
+B = VOCAB["b"]
+SPACE = VOCAB["Ġ"]
 SMALL: dict[str, Any] = {
     "version": "1.0",
     "truncation": None,
@@ -134,7 +139,7 @@ SMALL: dict[str, Any] = {
         "trim_offsets": True,
         "use_regex": True,
     },
-    "model": {"type": "BPE", "vocab": {**CONTROL, "a": A, "b": A + 1, "Ġ": A + 2}, "merges": []},
+    "model": {"type": "BPE", "vocab": VOCAB, "merges": []},
 }
 
 
@@ -145,8 +150,8 @@ def write_small(folder: Path, **changes: Any) -> Path:
 
 def test_a_folder_stands_for_its_tokenizer_json(tmp_path: Path) -> None:
     small = Tokenizer(write_small(tmp_path))
-    assert small.encode("a b") == [A, A + 2, A + 1]
-    assert (small.bos_id, small.eos_id, small.vocab_size) == (0, 1, A + 3)
+    assert small.encode("a b") == [A, SPACE, B]
+    assert (small.bos_id, small.eos_id, small.vocab_size) == (0, 1, len(VOCAB))
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
@@ -193,6 +198,54 @@ def test_a_control_token_that_is_no_single_token_is_named(tmp_path: Path, token:
     added = [entry for entry in SMALL["added_tokens"] if entry["content"] != token]
     with pytest.raises(ValueError, match=f"{re.escape(token)} becomes .* missing from added_tok"):
         Tokenizer(write_small(tmp_path, added_tokens=added))
+
+
+def test_an_added_token_that_the_library_numbers_anew_is_named(tmp_path: Path) -> None:
+    one = {**SMALL["added_tokens"][0], "content": "<new>", "id": len(VOCAB) + 1}
+    expected = (
+        f"tokenizer.json: added_tokens: '<new>': found token id {len(VOCAB)}, "
+        f"expected the declared {len(VOCAB) + 1}: the vocabulary has another size"
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        Tokenizer(write_small(tmp_path, added_tokens=[*SMALL["added_tokens"], one]))
+
+
+def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path: Path) -> None:
+    without_b = {token: index for token, index in VOCAB.items() if token != "b"}
+    for vocab, lacks in ((without_b, 1), ({}, 256)):
+        model = {**SMALL["model"], "vocab": vocab}
+        expected = rf"tokenizer.json: vocab: found no '.', expected .* \(lacks {lacks}\)$"
+        with pytest.raises(ValueError, match=expected):
+            Tokenizer(write_small(tmp_path, model=model))
+
+
+@pytest.mark.parametrize("key", ["continuing_subword_prefix", "end_of_word_suffix"])
+def test_affixes_are_refused_before_the_library_panics(
+    tmp_path: Path, key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    vocab = {**VOCAB, "ab": len(VOCAB)}
+    model = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]], key: "##"}
+    with pytest.raises(ValueError, match=f"tokenizer.json.*model: {key}: found '##', expected no"):
+        Tokenizer(write_small(tmp_path, model=model))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_panic_of_the_library_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoding.tokenizer._refuse_affixes", lambda _: None)
+    vocab = {**VOCAB, "ab": len(VOCAB)}
+    prefix = {"continuing_subword_prefix": "##"}
+    model = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]], **prefix}
+    with pytest.raises(ValueError, match="tokenizer.json: not a usable .*slice index") as error:
+        Tokenizer(write_small(tmp_path, model=model))
+    assert "\n" not in str(error.value)
+
+
+def test_dropout_of_the_file_is_ignored(tmp_path: Path) -> None:
+    vocab = {**VOCAB, "ab": len(VOCAB)}
+    model = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]], "dropout": 1.0}
+    assert Tokenizer(write_small(tmp_path, model=model)).encode("ab") == [len(VOCAB)]
 
 
 def test_the_fewest_tokens_of_a_text_are_found_without_encoding_it(tmp_path: Path) -> None:
