@@ -26,10 +26,19 @@ def load_messages(path: str | Path) -> list[dict]:
 def messages_of_json(text: str | bytes) -> list[dict]:
     """The messages of a chat file's content, as `load_messages` gives them. ValueError."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON ({error})") from error
     return messages_of_request(value)
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for key, found in pairs:
+        if key in value:
+            raise ValueError(f"the key {key[:80]!r} occurs twice")
+        value[key] = found
+    return value
 
 
 def messages_of_request(request: object) -> list[dict]:

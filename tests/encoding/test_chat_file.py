@@ -52,6 +52,13 @@ def test_response_formats_of_a_request() -> None:
         rendered({"type": "json_schema"})
 
 
+def test_a_repeated_key_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    file.write_text('[{"role": "user", "content": "a", "content": "b"}]')
+    with pytest.raises(ValueError, match=r"chat.json: .*the key 'content' occurs twice"):
+        load_messages(file)
+
+
 def test_tools_given_twice_are_refused() -> None:
     request = {"messages": [{"role": "system", "content": "", "tools": TOOLS}], "tools": TOOLS}
     with pytest.raises(
