@@ -20,10 +20,14 @@ from dsv4.checkpoint.convert import convert
 from dsv4.checkpoint.drafts import mtp_kind
 from dsv4.checkpoint.index import INDEX_NAME, Checkpoint, open_checkpoint
 from dsv4.checkpoint.layouts import Layout, check_layout, declare, format_in
+from dsv4.checkpoint.load import read_plain
 from dsv4.checkpoint.matrices import load_matrix
 from dsv4.checkpoint.names import Dialect, detect_dialect
 from dsv4.checkpoint.outputs import output_tensors
+from dsv4.checkpoint.problems import Problems
+from dsv4.checkpoint.scale_values import check_input_scales, unfilled_input_scales
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
+from dsv4.checkpoint.transfer import transfer
 from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
 from dsv4.command.flags import OneLineParser
 from dsv4.command.program import command, run_program
@@ -64,6 +68,7 @@ def export(
     }
     parameters = {name: stored.parameter for name, stored in found.items()}
     with new_folder(Path(destination)) as folder:
+        _check_small_tensors(checkpoint, list(found.values()), config.n_routed_experts)
         declared, separate = _declarations(
             checkpoint, list(found.values()), layout, names, config.num_hidden_layers
         )
@@ -77,6 +82,21 @@ def export(
             shard_bytes,
             progress,
         )
+
+
+def _check_small_tensors(
+    checkpoint: Checkpoint, found: list[StoredParameter], experts: int
+) -> None:
+    """Raises what loading them would: they are written as they are."""
+    problems = Problems()
+    for stored in found:
+        if stored.format is None:
+            read_plain(checkpoint, stored, experts, problems)
+    problems.raise_if_any(str(checkpoint.folder))
+    scales = [(stored, *unfilled_input_scales(checkpoint, stored, _CPU)) for stored in found]
+    transfer([piece for _, _, pieces in scales for piece in pieces], lambda _: None)
+    for stored, values, _ in scales:
+        check_input_scales(checkpoint, stored, values)
 
 
 class _Converted:

@@ -234,7 +234,7 @@ def _prepared(
     # Small tensors first: a wrong value in them shows before the long part of the load.
     for stored in plain:
         name = stored.parameter.name
-        tensor = _read_plain(checkpoint, stored, config.n_routed_experts, problems)
+        tensor = read_plain(checkpoint, stored, config.n_routed_experts, problems)
         loaded[name] = [_part_on(tensor, one) for one in held[name]]
         count(stored.nbytes)
     problems.raise_if_any(str(checkpoint.folder))
@@ -259,7 +259,7 @@ def _prepared(
     return of_ranks, Transfer(pieces, count, check)
 
 
-def _read_plain(
+def read_plain(
     checkpoint: Checkpoint, stored: StoredParameter, experts: int, problems: Problems
 ) -> Tensor:
     """A NORM, FLOAT or TABLE in the dtype it is loaded in, on the CPU, memory-mapped or not."""

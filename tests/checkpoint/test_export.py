@@ -146,6 +146,34 @@ def test_nothing_is_left_behind_when_an_export_fails(bf16: Path, tmp_path: Path)
     export(folder, tmp_path / "out/y", "bf16", Dialect.NATIVE)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("norm.weight", float("nan"), "1 not finite: norm.weight"),
+        ("layers.3.ffn.gate.bias", float("inf"), "1 not finite: layers.3.ffn.gate.bias"),
+        ("layers.0.ffn.gate.tid2eid", -1, r"tid2eid \(found expert ids -1 to 7, expected 0 to 7"),
+        ("layers.2.ffn.experts.3.w1.input_scale", float("nan"), "w1.input_scale: found nan"),
+    ],
+)
+def test_what_cannot_be_loaded_is_not_written(
+    nvfp4_experts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: float,
+    message: str,
+) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors[name].view(-1)[0] = value
+
+    folder = changed_copy(nvfp4_experts, tmp_path / "a", edit)
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr("dsv4.checkpoint.export.write_json", pytest.fail)
+    with pytest.raises(UserError, match=message):
+        export(folder, tmp_path / "out/x", "nvfp4-experts", Dialect.NATIVE)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def damage_last_expert(tensors: Tensors) -> None:
     tensors["mtp.0.ffn.experts.7.w3.weight"][-1, -1] = float("inf")
 
