@@ -100,7 +100,9 @@ def rope_theta(read: JsonReader, table: str, key: str) -> float:
 
 
 def yarn(read: JsonReader) -> Yarn | None:
-    """YaRN of the compress table; the main table never has one (model.md#rope)."""
+    """YaRN of the compress table; the main table never has one (model.md#rope). Raises
+    ``UserError``.
+    """
     parameters = read.child("rope_parameters")
     if parameters is not None and "compress" in parameters.raw:
         main = parameters.child("main")
@@ -121,7 +123,7 @@ def yarn(read: JsonReader) -> Yarn | None:
             raise scaling.fail(
                 key, scaling.raw[key], "1.0 (DeepSeek-V4 does not scale cos, sin or the softmax)"
             )
-    return Yarn(
+    turns = Yarn(
         factor=scaling.number("factor", 0.0, 1e6),
         original_max_position_embeddings=scaling.integer(
             "original_max_position_embeddings", 1, 2**31 - 1
@@ -129,3 +131,7 @@ def yarn(read: JsonReader) -> Yarn | None:
         beta_fast=scaling.number("beta_fast", 0.0, 1e6) if "beta_fast" in scaling.raw else 32.0,
         beta_slow=scaling.number("beta_slow", 0.0, 1e6) if "beta_slow" in scaling.raw else 1.0,
     )
+    if turns.beta_fast < turns.beta_slow:
+        expected = f"at least beta_slow, {turns.beta_slow:g}"
+        raise scaling.fail("beta_fast", turns.beta_fast, expected)
+    return turns

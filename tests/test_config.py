@@ -81,6 +81,13 @@ def test_spec11_a3_a_scaled_yarn_is_refused() -> None:
         ModelConfig.from_dict(raw)
 
 
+def test_a_yarn_whose_ramp_runs_backwards_is_refused() -> None:
+    scaling = {**tiny_config()["rope_scaling"], "beta_fast": 1, "beta_slow": 32}
+    expected = "rope_scaling: beta_fast: found 1.0, expected at least beta_slow, 32"
+    with pytest.raises(UserError, match=expected):
+        ModelConfig.from_dict(tiny_config(rope_scaling=scaling))
+
+
 def test_spec11_a2_yarn_on_the_main_table_is_refused() -> None:
     raw = hf_config()
     raw["rope_parameters"]["main"]["rope_type"] = "yarn"
