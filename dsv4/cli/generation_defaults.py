@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.config import ModelConfig
-from dsv4.errors import UserError
+from dsv4.errors import UserError, shorten
 from dsv4.json_object import read_json_object
 from dsv4.model_files import model_file
 from dsv4.sampling import SamplingParams
@@ -29,9 +29,9 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> SamplingParams:
     """Each value from its flag, else from ``defaults``; ``do_sample: false`` is greedy.
 
-    Without ``--seed`` one is drawn here, so that the report can hold it.
+    Without ``--seed`` one is drawn here, so that the report can hold it. Raises ``UserError``.
     """
-    greedy = defaults.get("do_sample") is False
+    greedy = decodes_greedily(defaults)
     params = SamplingParams(
         temperature=choose(
             arguments.temperature,
@@ -49,6 +49,27 @@ def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> 
     return params
 
 
+def check_defaults(config: ModelConfig, defaults: dict[str, Any]) -> None:
+    """Raises ``UserError`` that names generation_config.json for the first of its values that
+    cannot be used.
+    """
+    decodes_greedily(defaults)
+    for key in ("temperature", "top_p", "min_p", "top_k"):
+        if defaults.get(key) is not None:
+            _check(key, defaults[key])
+    eos_token_ids(config, defaults)
+
+
+def decodes_greedily(defaults: dict[str, Any]) -> bool:
+    """Whether the file asks for greedy decoding. Raises ``UserError`` for a ``do_sample`` that is
+    neither true nor false.
+    """
+    found = defaults.get("do_sample")
+    if found is not None and not isinstance(found, bool):
+        raise UserError(f"{FILE_NAME}: do_sample: found {shorten(found)}, expected true or false")
+    return found is False
+
+
 def refuse_what_has_no_effect(arguments: argparse.Namespace, params: SamplingParams) -> None:
     """Raises ``UserError`` for a flag that only sampling uses, where nothing is sampled."""
     chosen_by = FILE_NAME if arguments.temperature is None else "--temperature"
@@ -61,29 +82,38 @@ def refuse_what_has_no_effect(arguments: argparse.Namespace, params: SamplingPar
 
 
 def choose(flag: float | None, default: object, fallback: float, key: str) -> float:
-    """The flag's value, else the file's (which must be a number), else ``fallback``."""
+    """The flag's value, else the file's, else ``fallback``. Raises ``UserError`` that names the
+    file for a value that ``SamplingParams`` refuses.
+    """
     if flag is not None:
         return flag
     if default is None:
         return fallback
-    if isinstance(default, bool) or not isinstance(default, int | float):
-        raise UserError(f"{FILE_NAME}: {key}: found {default!r}, expected a number")
-    return float(default)
+    return float(_check(key, default))
 
 
 def top_k(flag: int | None, default: object) -> int:
-    """The flag's value, else the file's (which must be an integer), else 0."""
+    """The flag's value, else the file's, else 0. Raises ``UserError`` as ``choose`` does."""
     if flag is not None:
         return flag
     if default is None:
         return 0
-    if isinstance(default, bool) or not isinstance(default, int) or default < 0:
-        raise UserError(f"{FILE_NAME}: top_k: found {default!r}, expected an integer, 0 or more")
+    return int(_check("top_k", default))
+
+
+def _check(key: str, default: Any) -> Any:
+    """The file's value of a field of ``SamplingParams``."""
+    try:
+        SamplingParams(**{key: default})
+    except UserError as error:
+        raise UserError(f"{FILE_NAME}: {error}") from None
     return default
 
 
 def eos_token_ids(config: ModelConfig, defaults: dict[str, Any]) -> frozenset[int]:
-    """The end-of-sequence ids of generation_config.json, else those of config.json."""
+    """The end-of-sequence ids of generation_config.json, else those of config.json. Raises
+    ``UserError`` for what is no token id of the model.
+    """
     found = defaults.get("eos_token_id")
     ids = (
         config.eos_token_ids
@@ -92,9 +122,10 @@ def eos_token_ids(config: ModelConfig, defaults: dict[str, Any]) -> frozenset[in
         if isinstance(found, list | tuple)
         else [found]
     )
-    if not all(isinstance(token_id, int) and 0 <= token_id < config.vocab_size for token_id in ids):
+    # A bool is an int too.
+    if not all(type(token_id) is int and 0 <= token_id < config.vocab_size for token_id in ids):
         raise UserError(
-            f"{FILE_NAME}: eos_token_id: found {found!r}, "
+            f"{FILE_NAME}: eos_token_id: found {shorten(found)}, "
             f"expected token ids below {config.vocab_size}"
         )
     return frozenset(ids)

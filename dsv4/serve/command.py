@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dsv4.cli.arguments import engine_config
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults
+from dsv4.cli.generation_defaults import check_defaults
 from dsv4.cli.job import ModelFiles
 from dsv4.cli.load import load_engine
 from dsv4.cli.log_lines import log_lines
@@ -67,12 +68,15 @@ def build_service(
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """The whole job; returns the exit code."""
+    """The whole job; returns the exit code. Raises ``UserError``, for the files of the model before
+    anything is loaded.
+    """
     from dsv4.serve.server import Server, open_socket, read_api_key, url_of
     from dsv4.serve.worker import Worker
 
     key = None if arguments.api_key_file is None else read_api_key(arguments.api_key_file)
     files = ModelFiles.read(arguments.model)
+    check_defaults(files.config, files.generation)
     if arguments.state_dir is not None:
         arguments.state_dir.mkdir(parents=True, exist_ok=True)
     plan = partial(Engine.plan, arguments.model, engine_config(arguments))

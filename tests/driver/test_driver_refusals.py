@@ -110,6 +110,26 @@ def test_wrong_flags_are_one_line_and_exit_code_2(
             '{"eos_token_id": -4}',
             ["generation_config.json", "eos_token_id", "-4"],
         ),
+        (
+            "generation_config.json",
+            '{"eos_token_id": true}',
+            ["generation_config.json", "eos_token_id", "True"],
+        ),
+        (
+            "generation_config.json",
+            f'{{"temperature": 1{"0" * 400}}}',
+            ["generation_config.json", "temperature", "a finite number, 0 or more"],
+        ),
+        (
+            "generation_config.json",
+            '{"temperature": -1}',
+            ["generation_config.json", "temperature", "-1"],
+        ),
+        (
+            "generation_config.json",
+            '{"do_sample": "false"}',
+            ["generation_config.json", "do_sample", "'false'", "true or false"],
+        ),
         ("model.safetensors", "junk", ["model.safetensors"]),
         ("model.safetensors", None, ["safetensors"]),
     ],

@@ -1,6 +1,7 @@
 """``dsv4 serve`` as a process: its line, its end by a signal, and what it refuses at once."""
 
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -75,6 +76,25 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ('{"temperature": -1}', "temperature: found -1, expected a finite number, 0 or more"),
+        ('{"top_k": -1}', "top_k: found -1, expected an integer, 0 or more"),
+        ('{"do_sample": "false"}', "do_sample: found 'false', expected true or false"),
+        ('{"eos_token_id": true}', "eos_token_id: found True, expected token ids below"),
+    ],
+)
+def test_a_wrong_generation_config_is_said_before_anything_is_loaded(
+    generation: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(CHECKPOINT / name, tmp_path)
+    (tmp_path / "generation_config.json").write_text(generation)
+    assert main(["--model", str(tmp_path), "--port", "0"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: generation_config.json: {message}")
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
