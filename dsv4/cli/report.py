@@ -23,13 +23,13 @@ from dsv4.run_stats import RunStats
 
 
 def report(job: Job, outcome: Outcome) -> None:
-    """The summary line and the profile's table on stderr unless ``--quiet``, and the ``--json``
-    file.
+    """The summary line and the profile's table on stderr, unless ``--quiet`` or an error follows,
+    and the ``--json`` file.
     """
     measured = timing(
         outcome.load_seconds, outcome.engine.last_run if outcome.engine is not None else None
     )
-    if not job.arguments.quiet:
+    if not job.arguments.quiet and outcome.finish_reason != "error":
         if outcome.profile is not None:
             say(outcome.profile.table())
         say(summary_line(measured, graph_mode(outcome.engine), outcome.finish_reason))

@@ -257,7 +257,7 @@ def test_an_error_behind_shown_tokens_is_reported_with_them(
     flags = ("--raw", "--prompt", "Hi", "--max-tokens", 20, "--ignore-eos", "--json", report)
     result = drive(*flags)
     assert result.code == 2
-    assert result.err.splitlines()[-1] == "error: stdout: No space left on device"
+    assert result.err == "error: stdout: No space left on device\n"
     told = read_json(report)
     assert told["finish_reason"] == "error"
     assert 0 < len(told["completion"]["token_ids"]) < 20
