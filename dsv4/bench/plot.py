@@ -19,6 +19,8 @@ from dsv4.command.program import command, run_program
 from dsv4.errors import UserError
 
 _WIDTH = 900
+# What missing keys, other types and numbers that cannot be drawn raise.
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
 
 
 def engine_svg(record: Any) -> str:
@@ -56,6 +58,20 @@ def record_svg(record: Any) -> str:
     return engine_svg(record)
 
 
+def file_svg(path: Path) -> str:
+    """The plot of a file. Raises ``UserError`` for one that is no record, or a damaged one."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    try:
+        return record_svg(record)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except _DAMAGE as error:
+        raise UserError(f"{path}: damaged record ({type(error).__name__}: {error})") from None
+
+
 @command
 def main(argv: list[str] | None = None) -> int:
     """The command; a file that is not such a record is a user error."""
@@ -64,12 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         "files", type=Path, nargs="+", help="JSON files, each plotted beside itself as .svg"
     )
     for path in parser.parse_args(argv).files:
-        text = path.read_bytes()
-        try:
-            plot = record_svg(json.loads(text))
-        except ValueError as error:
-            raise UserError(f"{path}: {error}") from None
-        write_output("FILE", path.with_suffix(".svg"), plot)
+        write_output("FILE", path.with_suffix(".svg"), file_svg(path))
     return 0
 
 

@@ -4,7 +4,7 @@ in the order of execution (docs/validation.md).
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,12 +98,17 @@ def compare_files(
 
 
 def compare_traces(found: JoinedTrace, reference: JoinedTrace, threshold: float) -> Comparison:
-    """Every value that both traces have; one slice of tokens is in memory at a time."""
+    """Every value that both traces have; one slice of tokens is in memory at a time. Raises
+    ``UserError`` when there is none, and for shapes that do not fit together.
+    """
     kinds = _kinds(found) or _kinds(reference)
-    both = found.names & reference.names
-    names = [name for name in sorted(both, key=execution_order) if _ids_of(name) in (None, *both)]
+    names = common_names(found.names, reference.names)
+    if not names:
+        raise UserError(f"{reference.path}: found no value that both traces have")
     for name in names:
-        _expect_same_shape(name, found, reference)
+        expect_shape(name, reference, found.shape(name), found.path.name)
+        expect_shape_of_choices(name, found)
+        expect_shape_of_choices(name, reference)
     rows = [
         _compare_value(name, kinds.get(layer_of(name), ""), found, reference, threshold)
         for name in names
@@ -114,6 +119,14 @@ def compare_traces(found: JoinedTrace, reference: JoinedTrace, threshold: float)
         sorted(reference.names - {*names}, key=execution_order),
         {**found.unequal, **reference.unequal},
     )
+
+
+def common_names(found: Set[str], reference: Set[str]) -> list[str]:
+    """The values that both sides have, with their ids where they belong to some, in the order of
+    execution.
+    """
+    both = found & reference
+    return [name for name in sorted(both, key=execution_order) if _ids_of(name) in (None, *both)]
 
 
 def execution_order(name: str) -> tuple[float, int, str]:
@@ -151,17 +164,31 @@ def _ids_of(name: str) -> str | None:
     return name.removesuffix(last) + ALIGNED[last] if last in ALIGNED else None
 
 
-def _expect_same_shape(name: str, found: JoinedTrace, reference: JoinedTrace) -> None:
-    """Ids may differ in how many there are for a token."""
-    shape = found.shape(name)
-    other = reference.shape(name)
+def expect_shape(name: str, trace: JoinedTrace, shape: list[int], source: str) -> None:
+    """Raises ``UserError`` when a value of ``trace`` has another shape than ``source``, which has
+    ``shape``. Ids may differ in how many there are for a token.
+    """
+    found = trace.shape(name)
     by_id = suffix(name) in (*CHOSEN, *ALIGNED)
-    if other[0] != shape[0]:
-        expected = f"{shape[0]} rows as in {found.path.name}"
-        raise UserError(f"{reference.path}: {name}: found {other[0]}, expected {expected}")
-    if (len(other), by_id or other) != (len(shape), by_id or shape):
-        expected = f"{shape} as in {found.path.name}"
-        raise UserError(f"{reference.path}: {name}: found {other}, expected {expected}")
+    if found[0] != shape[0]:
+        expected = f"{shape[0]} rows as in {source}"
+        raise UserError(f"{trace.path}: {name}: found {found[0]}, expected {expected}")
+    if (len(found), by_id or found) != (len(shape), by_id or shape):
+        expected = f"{shape} as in {source}"
+        raise UserError(f"{trace.path}: {name}: found {found}, expected {expected}")
+
+
+def expect_shape_of_choices(name: str, trace: JoinedTrace) -> None:
+    """Raises ``UserError`` for ids that are not ``[T, K]``, and for values that have not as many
+    columns as their ids, where ``trace`` has those.
+    """
+    shape = trace.shape(name)
+    ids = _ids_of(name)
+    if suffix(name) in CHOSEN and len(shape) != 2:
+        raise UserError(f"{trace.path}: {name}: found {shape}, expected [T, K]")
+    if ids is not None and ids in trace.names and shape != trace.shape(ids):
+        expected = f"{trace.shape(ids)} as {suffix(ids)} has"
+        raise UserError(f"{trace.path}: {name}: found {shape}, expected {expected}")
 
 
 def _compare_value(

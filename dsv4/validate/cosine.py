@@ -8,6 +8,7 @@ prefill kernels.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsv4.cli.flags import DEFAULT_PROMPT
-from dsv4.cli.prompt import load_tokenizer
+from dsv4.cli.prompt import check_unicode, load_tokenizer
 from dsv4.command.flags import (
     OneLineParser,
     add_parallel,
@@ -134,9 +135,10 @@ def parse_swaps(options: list[str]) -> dict[str, TableName]:
 
 
 def token_ids_of(options: argparse.Namespace) -> list[int]:
-    """The tokens both sides read."""
+    """The tokens both sides read. Raises ``UserError``, also for a prompt that is no Unicode."""
     config = ModelConfig.from_folder(options.model)
     if options.random_tokens is None:
+        check_unicode(options.prompt, "--prompt")
         return load_tokenizer(options.model, config).encode(options.prompt)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(config.vocab_size, (options.random_tokens,), generator=generator).tolist()
@@ -225,10 +227,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         found = f"{options.swap[0]!r} with --parallel tensor, whose ops exchange partial results"
         raise UserError(f"--swap: found {found}")
     refuse_unused(options, given)
+    check_outputs(options)
+    return options
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Raises ``UserError`` when ``--json`` or ``--svg`` cannot be written, or both are one file."""
     for flag, path in (("--json", options.json), ("--svg", options.svg)):
         if path is not None:
             check_output(flag, path)
-    return options
+    given = [os.path.realpath(path) for path in (options.json, options.svg) if path is not None]
+    if len(given) > len(set(given)):
+        raise UserError(f"--svg: {options.svg}: found the file of --json, expected another one")
 
 
 def refuse_unused(options: argparse.Namespace, given: frozenset[str]) -> None:

@@ -13,7 +13,6 @@ from dsv4.caches.allocation import COMPUTE_DTYPES
 from dsv4.checkpoint import geometry_config
 from dsv4.checkpoint.layer_weights import LayerSource, RandomLayers, StoredLayers
 from dsv4.command.flags import OneLineParser, given_flags, integer, number
-from dsv4.command.output_file import check_output
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
@@ -21,7 +20,7 @@ from dsv4.limits import MAX_PREFILL_CHUNK
 from dsv4.ops.tables import TORCH_TABLE, swap_ops
 from dsv4.parallel.devices import engine_devices, table_on
 from dsv4.validate.agreement import DEFAULT_THRESHOLD
-from dsv4.validate.cosine import parse_swaps
+from dsv4.validate.cosine import check_outputs, parse_swaps
 from dsv4.validate.layer_walk import (
     EngineLayers,
     Reference,
@@ -33,8 +32,12 @@ from dsv4.validate.trace_file import JoinedTrace, expect_same_tokens
 from dsv4.validate.transformers_layer import TransformersLayers
 
 DEFAULT_CHUNK = 512
+# What --input and --reference may be beside the name of a trace.
+INPUTS = ("own", "reference")
+REFERENCES = ("torch", "transformers")
 # Near ties are decided by rounding; a wrong router or indexer leaves a share near chance.
 DEFAULT_CHOICES = 0.95
+MAX_SEED = 2**63 - 1
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
@@ -52,7 +55,12 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
         default=0,
         help="how many tokens came before them, of which the caches hold random rows; default 0",
     )
-    add("--seed", type=integer(0), default=0, help="of weights, ids and streams; default 0")
+    add(
+        "--seed",
+        type=integer(0, MAX_SEED),
+        default=0,
+        help="of weights, ids and streams; default 0",
+    )
     add(
         "--input",
         default="own",
@@ -116,9 +124,7 @@ def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
     for name, why in unused.items():
         if name in given:
             raise UserError(f"--{name.replace('_', '-')}: found {why}, expected without")
-    for flag, path in (("--json", options.json), ("--svg", options.svg)):
-        if path is not None:
-            check_output(flag, path)
+    check_outputs(options)
     return options
 
 
@@ -145,6 +151,7 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
     traces = {path: JoinedTrace([path], stack) for path in trace_paths(options)}
     for trace in traces.values():
         expect_same_tokens(trace, next(iter(traces.values())))
+        expect_tokens_of(trace, source.config.vocab_size)
     reference: Reference
     if options.reference == "torch":
         torch_layers = EngineLayers(source, reference_engine, TORCH_TABLE, reference_devices)
@@ -154,7 +161,7 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
     else:
         reference = TraceReference(traces[Path(options.reference)])
     exact = {engine.compute_dtype, reference_engine.compute_dtype} == {"float32"}
-    entering = traces.get(Path(options.input))
+    entering = None if options.input in INPUTS else traces[Path(options.input)]
     return Walk(
         EngineLayers(source, engine, op_table, devices),
         reference,
@@ -199,8 +206,16 @@ def layer_source(options: argparse.Namespace, drawn_on: torch.device) -> LayerSo
 
 def trace_paths(options: argparse.Namespace) -> Sequence[Path]:
     """The files that are read: of the input and of the reference."""
-    known = ("own", "reference", "torch", "transformers")
-    return [Path(name) for name in (options.input, options.reference) if name not in known]
+    given = ((options.input, INPUTS), (options.reference, REFERENCES))
+    return [Path(name) for name, known in given if name not in known]
+
+
+def expect_tokens_of(trace: JoinedTrace, vocabulary: int) -> None:
+    """Raises ``UserError`` for a token id that the model does not have."""
+    for token, found in enumerate(trace.token_ids):
+        if not 0 <= found < vocabulary:
+            expected = f"0 to {vocabulary - 1}"
+            raise UserError(f"{trace.path}: token_ids[{token}]: found {found}, expected {expected}")
 
 
 def random_ids(options: argparse.Namespace, source: LayerSource) -> list[int]:

@@ -14,7 +14,14 @@ from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops.tables import TORCH_TABLE, DirectTable, Table
-from dsv4.validate.against import ALIGNED, CHOSEN, execution_order, suffix
+from dsv4.validate.against import (
+    ALIGNED,
+    CHOSEN,
+    common_names,
+    expect_shape,
+    expect_shape_of_choices,
+    suffix,
+)
 from dsv4.validate.agreement import Agreement, Tally, align
 from dsv4.validate.followed_choices import ENTRIES, EXPERTS, FollowedChoices
 from dsv4.validate.one_layer import Given, OneLayer, Values
@@ -81,10 +88,15 @@ class TraceReference:
     trace: JoinedTrace
 
     def run(self, layer: int, given: Given, found: Values) -> Computed:
-        """See ``Reference``. Raises ``UserError`` when the trace has no value of the layer."""
-        names = [name for name in self.trace.names if name.startswith(f"layers.{layer}.")]
+        """See ``Reference``. Raises ``UserError`` when the trace has no value of the layer, or has
+        one of another shape.
+        """
+        names = common_names(self.trace.names, found.keys())
         if not names:
             raise UserError(f"{self.trace.path}: found no value of layer {layer}")
+        for name in names:
+            expect_shape(name, self.trace, list(found[name].shape), "this engine")
+            expect_shape_of_choices(name, self.trace)
         return Computed({name: whole_value(self.trace, name) for name in names}, {})
 
 
@@ -129,7 +141,7 @@ class Walk:
         streams_TME = self._first()
         for layer in self.layers:
             if self.trace is not None and self.input == "trace":
-                streams_TME = streams_into(self.trace, layer)
+                streams_TME = streams_into(self.trace, layer, list(self._shape()))
             given = Given(list(self.token_ids), streams_TME.to(self.dtype), self.position)
             loaded = self.found.load(layer)
             kind = kind_of(self.found.source.config, layer)
@@ -144,16 +156,13 @@ class Walk:
 
     def _compare(self, kind: str, found: Values, expected: Computed) -> list[Agreement]:
         rows = []
-        names = found.keys() & expected.values.keys()
-        for name in sorted(names, key=execution_order):
+        for name in common_names(found.keys(), expected.values.keys()):
             tally = Tally(self.threshold)
             last = suffix(name)
             if last in CHOSEN:
                 tally.add_chosen(found[name], expected.choices.get(name, expected.values[name]))
             elif last in ALIGNED:
                 ids = name.removesuffix(last) + ALIGNED[last]
-                if ids not in names:
-                    continue
                 sides = (found, expected.values)
                 tally.add(*align(*(side[key] for side in sides for key in (name, ids))))
             else:
@@ -165,18 +174,25 @@ class Walk:
         return rows
 
     def _first(self) -> Tensor:
-        source = self.found.source
-        shape = (len(self.token_ids), source.config.hc_mult, source.config.hidden_size)
+        shape = self._shape()
         if self.layers.start == 0:
-            return source.embedding(self.token_ids)[:, None].expand(shape)
+            return self.found.source.embedding(self.token_ids)[:, None].expand(shape)
         return torch.randn(shape, generator=Generator().manual_seed(self.seed))
 
+    def _shape(self) -> tuple[int, int, int]:
+        """Of the streams."""
+        config = self.found.source.config
+        return len(self.token_ids), config.hc_mult, config.hidden_size
 
-def streams_into(trace: JoinedTrace, layer: int) -> Tensor:
-    """The streams that entered a layer. Raises ``UserError`` when the trace does not have them."""
+
+def streams_into(trace: JoinedTrace, layer: int, shape: list[int]) -> Tensor:
+    """The streams of ``shape``, ``[T, M, E]``, that entered a layer. Raises ``UserError`` when the
+    trace does not have them.
+    """
     names = [f"layers.{layer}.attn_hc.streams", f"layers.{layer - 1}.streams"]
     for name in names:
         if name in trace.names:
+            expect_shape(name, trace, shape, "this engine")
             return whole_value(trace, name)
     raise UserError(f"{trace.path}: found neither {names[0]} nor {names[1]}, expected one of them")
 

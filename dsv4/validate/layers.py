@@ -29,14 +29,15 @@ def line(result: LayerResult) -> str:
     """
     values = [row for row in result.rows if row.relative_error is not None]
     shares = [row for row in result.rows if row.relative_error is None]
-    least = min(values, key=lambda row: row.worst_token)
-    streams = next((row for row in values if suffix(row.name) == "streams"), least)
-    found = [f"{suffix(least.name)} {least.worst_token:.8f}"]
+    least = sorted(values, key=lambda row: row.worst_token)[:1]
+    streams = [row for row in values if suffix(row.name) == "streams"] or least
+    worst = f"{streams[0].worst_token:.8f}" if streams else ""
+    found = [f"{suffix(row.name)} {row.worst_token:.8f}" for row in least]
     found += [f"{suffix(row.name)} {row.cosine:.4f}" for row in shares]
     under = [suffix(row.name) for row in result.rows if not row.passes]
     mark = f"  under the threshold: {', '.join(under)}" if under else ""
     place = f"{result.layer:<5} {result.kind:<9} {result.chunk:>5}"
-    return f"{place}  {streams.worst_token:.8f}  {', '.join(found)}{mark}"
+    return f"{place}  {worst:<10}  {', '.join(found)}{mark}"
 
 
 def records(results: Sequence[LayerResult]) -> list[dict[str, Any]]:

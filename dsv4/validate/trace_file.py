@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dsv4.errors import UserError
+from dsv4.errors import UserError, shorten
 from dsv4.json_object import parse_json_object
 from dsv4.trace.file import FORMAT
 
@@ -33,7 +33,7 @@ class TraceFile:
     """One open trace file. Tensors are read when asked for.
 
     Raises ``UserError`` for a file that cannot be read, has another format, or lacks token ids or
-    positions.
+    positions, of which there is at least one.
     """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -52,6 +52,8 @@ class TraceFile:
         self.names = self._all - {TOKENS, POSITIONS}
         self.token_ids = self._integers(TOKENS)
         self.positions = self._integers(POSITIONS)
+        if not self.token_ids:
+            raise UserError(f"{path}: token_ids: found none, expected at least one token")
         if self.positions != list(range(len(self.token_ids))):
             expected = f"0 to {len(self.token_ids) - 1}, one for every token"
             raise UserError(
@@ -68,8 +70,15 @@ class TraceFile:
         return tensor.tolist()
 
     def shape(self, name: str) -> list[int]:
-        """Of a value that is in the file."""
-        return self._file.get_slice(name).get_shape()
+        """Of a value that is in the file. Raises ``UserError`` for one without rows."""
+        shape = self._file.get_slice(name).get_shape()
+        if not shape:
+            raise UserError(f"{self.path}: {name}: found a scalar, expected rows [T, ...]")
+        return shape
+
+    def dtype(self, name: str) -> str:
+        """Of a value that is in the file, as safetensors names it."""
+        return self._file.get_slice(name).get_dtype()
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows ``start`` to ``stop`` of a value ``[rows, ...]``, in the dtype of the file."""
@@ -108,13 +117,21 @@ class JoinedTrace:
         self._rules = [*first.object("join").items(), *DEFAULT_JOINS.items()]
 
     def shape(self, name: str) -> list[int]:
-        """Of the joined value. Raises ``UserError`` when the ranks' shapes do not fit together."""
+        """Of the joined value. Raises ``UserError`` when the ranks' shapes or dtypes do not fit
+        together.
+        """
         rule = self._rule(name)
         held = self._held(name, rule)
         shapes = [file.shape(name) for file in held]
         shape = list(shapes[0])
-        dim = _dimension(rule, len(shape))
+        dim = self._dimension(name, rule, len(shape))
+        dtype = held[0].dtype(name)
         for file, found in zip(held, shapes, strict=True):
+            if file.dtype(name) != dtype:
+                expected = f"{dtype} as in {held[0].path.name}"
+                raise UserError(
+                    f"{file.path}: {name}: found {file.dtype(name)}, expected {expected}"
+                )
             fits = len(found) == len(shape) and all(
                 a == b or index == dim
                 for index, (a, b) in enumerate(zip(found, shape, strict=True))
@@ -133,7 +150,7 @@ class JoinedTrace:
         parts = [file.rows(name, start, stop) for file in held]
         if rule == "sum" and len(parts) > 1:
             joined = torch.stack([part.float() for part in parts]).sum(0)
-        elif (dim := _dimension(rule, parts[0].dim())) is not None:
+        elif (dim := self._dimension(name, rule, parts[0].dim())) is not None:
             joined = torch.cat(parts, dim)
         else:
             joined = parts[0]
@@ -147,6 +164,17 @@ class JoinedTrace:
             return rule
         expected = "'equal', 'sum' or 'concat:DIM' with another dimension than 0"
         raise UserError(f"{self.path}: join: {name}: found {rule!r}, expected {expected}")
+
+    def _dimension(self, name: str, rule: str, dimensions: int) -> int | None:
+        """The dimension that ``concat`` joins along."""
+        kind, _, text = rule.partition(":")
+        if kind != "concat":
+            return None
+        dim = int(text) if int(text) > 0 else int(text) + dimensions
+        if not 0 < dim < dimensions:
+            expected = f"one of its {dimensions} dimensions but the first"
+            raise UserError(f"{self.path}: join: {name}: found {rule!r}, expected {expected}")
+        return dim
 
     def _held(self, name: str, rule: str) -> list[TraceFile]:
         """The files with the value: for ``equal`` some are enough, the other rules need all."""
@@ -216,19 +244,9 @@ def _number(file: TraceFile, key: str, alone: bool) -> int:
     text = file.metadata.get(key)
     if text is None and alone:
         return 0 if key == "rank" else 1
-    if text is None or not text.isdecimal():
-        raise UserError(f"{file.path}: {key}: found {text!r}, expected a number")
+    if text is None or not re.fullmatch(r"[0-9]{1,9}", text):
+        raise UserError(f"{file.path}: {key}: found {shorten(text)}, expected a number")
     return int(text)
-
-
-def _dimension(rule: str, dimensions: int) -> int | None:
-    kind, _, dim = rule.partition(":")
-    return int(dim) % dimensions if kind == "concat" else None
-
-
-def _without(shape: Sequence[int], dim: int | None) -> list[int]:
-    """The other dimensions, -1 in place of the joined one."""
-    return [-1 if index == dim else size for index, size in enumerate(shape)]
 
 
 def _ends(values: Sequence[int]) -> str:

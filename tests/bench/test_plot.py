@@ -143,6 +143,35 @@ def test_the_command_writes_beside_the_file(tmp_path: Path) -> None:
     assert path.with_suffix(".svg").read_text() == engine_svg(record())
 
 
+@pytest.mark.parametrize("made", [record, context_record])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: record.pop("machine"),
+        lambda record: record["machine"].update(gpus=[]),
+        lambda record: record["result"].update(placement=[]),
+        lambda record: record["result"].update(prefill_computed={}, prefill_tokens_per_second={}),
+        lambda record: record["result"].update(
+            decode={"x": {}}, decode_behind_drawn_caches={"1": {"full": "fast"}}
+        ),
+    ],
+)
+def test_damaged_records_are_one_line(
+    made: Callable[[], dict[str, Any]],
+    damage: Callable[[dict[str, Any]], object],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damaged = made()
+    damage(damaged)
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps(damaged))
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}: damaged record (")
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"result": {"geometry": "v4-pro"}}'])
 def test_other_files_are_one_line(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]

@@ -146,6 +146,11 @@ def test_ranks_that_differ_fail(ours: Path, tmp_path: Path, capsys: pytest.Captu
         ({"hidden": random(5, 16)}, "hidden: found 5, expected 6 rows as in ours"),
         ({"hidden": random(6, 17)}, "hidden: found [6, 17], expected [6, 16] as in ours"),
         ({"hidden": random(6, 4, 4)}, "hidden: found [6, 4, 4], expected [6, 16] as in ours"),
+        ({"hidden": torch.tensor(1.0)}, "hidden: found a scalar, expected rows [T, ...]"),
+        (
+            {"layers.1.router.weights": random(6, 6)},
+            "layers.1.router.weights: found [6, 6], expected [6, 3] as router.experts has",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line(
@@ -156,6 +161,44 @@ def test_what_does_not_fit_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("columns", [2, 6])
+def test_our_weights_have_a_column_for_every_expert(
+    columns: int, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    other = {**values(), "layers.1.router.weights": random(6, columns)}
+    assert compare(write(tmp_path / "other.safetensors", other), ours) == 2
+    error = capsys.readouterr().err
+    assert f"other.safetensors: layers.1.router.weights: found [6, {columns}], expected" in error
+    assert error.count("\n") == 1
+
+
+def test_ids_of_one_dimension_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = write(tmp_path / "a.safetensors", {"layers.1.router.experts": torch.arange(6)})
+    assert compare(path, path) == 2
+    expected = f"error: {path}: layers.1.router.experts: found [6], expected [T, K]\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("name", ["mine", "layers.1.router.weights"])
+def test_no_common_value_is_an_error(
+    name: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    theirs = write(tmp_path / "theirs.safetensors", {name: random(6, 3)})
+    assert compare(ours, theirs) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"error: {theirs}: found no value that both traces have\n"
+    assert captured.out == ""
+
+
+def test_values_without_ids_are_no_common_values_of_an_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    theirs = write(tmp_path / "theirs.safetensors", {"layers.1.router.weights": random(6, 3)})
+    assert main(["--device", "cpu", "--against", str(theirs)]) == 2
+    expected = f"error: {theirs}: found no value that both traces have\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,32 @@ def test_a_wrong_swap_is_one_line(swap: str, message: str, capsys: pytest.Captur
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--prompt", "a\udcff"],
+            "--prompt: found a lone surrogate at character 1, expected valid",
+        ),
+        (["--json", "out", "--svg", "./out"], "--svg: out: found the file of --json, expected"),
+        (["--json", "out", "--svg", "link"], "--svg: link: found the file of --json, expected"),
+    ],
+)
+def test_other_wrong_flags_are_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("out")
+    assert main(["--device", "cpu", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
 def test_swapping_changes_the_cuda_table_only() -> None:
     assert swap_ops(TORCH_TABLE, {"moe": "torch"}) is TORCH_TABLE
     assert swap_ops(CUDA_TABLE, {"moe": "cuda"}) is CUDA_TABLE

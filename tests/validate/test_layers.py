@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dsv4 import Engine, EngineConfig
@@ -27,6 +28,7 @@ from dsv4.validate.layers import main
 from dsv4.validate.one_layer import Given, OneLayer
 from dsv4.weights.on_demand import WeightOnDemand
 from tests.model.tiny import direct
+from tests.validate.trace_files import write
 
 TOKENS = list(range(3, 24))
 CONFIG = EngineConfig(device="cpu", max_context=len(TOKENS), prefill_chunk=8)
@@ -175,6 +177,91 @@ def test_a_trace_stands_for_the_reference_and_for_the_input(
     assert "layer 1, 8" in (tmp_path / "a.svg").read_text()
 
 
+@pytest.mark.parametrize(
+    ("flag", "changed", "message"),
+    [
+        ("--input", {"token_ids": [-1] * 21}, "token_ids[0]: found -1, expected 0 to "),
+        ("--reference", {"token_ids": [10**6] * 21}, "token_ids[0]: found 1000000, expected 0 to "),
+        (
+            "--input",
+            {"layers.1.attn_hc.streams": torch.zeros(21, 4, 8)},
+            "layers.1.attn_hc.streams: found [21, 4, 8], expected [21, 4, 128] as in this engine",
+        ),
+        (
+            "--input",
+            {"layers.1.attn_hc.streams": torch.zeros(3, 4, 128)},
+            "layers.1.attn_hc.streams: found 3, expected 21 rows as in this engine",
+        ),
+        (
+            "--reference",
+            {"layers.1.attn.kv": torch.zeros(21, 10)},
+            "layers.1.attn.kv: found [21, 10], expected [21, ",
+        ),
+        (
+            "--reference",
+            {"layers.1.router.weights": torch.zeros(21, 1)},
+            "layers.1.router.weights: found [21, 1], expected [21, ",
+        ),
+    ],
+)
+def test_a_trace_of_another_model_is_one_line(
+    model: Path,
+    trace_file: Path,
+    tmp_path: Path,
+    flag: str,
+    changed: dict[str, Any],
+    message: str,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    tensors = {name: torch.as_tensor(value) for name, value in changed.items()}
+    path = write(tmp_path / "a.safetensors", {**load_file(trace_file), **tensors})
+    arguments = ["--device", "cpu", "--model", str(model), "--layers", "1", flag, str(path)]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert f"error: {path}: {message}" in error
+    assert error.count("\n") == 1
+
+
+def test_a_reference_may_have_choices_only(
+    model: Path, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole = load_file(trace_file)
+    kept = {name: whole[name] for name in ("token_ids", "layers.1.router.experts")}
+    path = write(tmp_path / "a.safetensors", kept, len(TOKENS))
+    arguments = [
+        "--device",
+        "cpu",
+        "--model",
+        str(model),
+        "--layers",
+        "1",
+        "--reference",
+        str(path),
+    ]
+    assert main([*arguments, "--input", str(trace_file), "--reference", str(path)]) == 0
+    assert "  router.experts 1.0000\n" in capsys.readouterr().out
+
+
+def test_a_reference_without_a_common_value_is_one_line(
+    model: Path, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole = load_file(trace_file)
+    kept = {name: whole[name] for name in ("token_ids", "layers.1.router.weights")}
+    path = write(tmp_path / "a.safetensors", kept, len(TOKENS))
+    arguments = [
+        "--device",
+        "cpu",
+        "--model",
+        str(model),
+        "--layers",
+        "1",
+        "--reference",
+        str(path),
+    ]
+    assert main([*arguments, "--reference", str(path)]) == 2
+    assert capsys.readouterr().err == f"error: {path}: found no value of layer 1\n"
+
+
 @pytest.mark.slow
 def test_every_length_of_a_step_reads_the_same_caches(model: Path) -> None:
     source = StoredLayers(model)
@@ -206,6 +293,15 @@ def test_every_length_of_a_step_reads_the_same_caches(model: Path) -> None:
         (["--geometry", "v4-pro", "--layout", "int4"], "found 'int4', expected one of"),
         (["--gpus", "2"], "--gpus: found 2, expected 1 when running on the CPU"),
         (["--input", "nowhere"], "nowhere: no such file"),
+        (["--input", "torch"], "torch: no such file"),
+        (["--input", "transformers"], "transformers: no such file"),
+        (["--reference", "own"], "own: no such file"),
+        (["--reference", "reference"], "reference: no such file"),
+        (["--seed", str(2**63)], "--seed: found '9223372036854775808', expected an integer from 0"),
+        (
+            ["--json", "/dev/null", "--svg", "/dev/null"],
+            "--svg: /dev/null: found the file of --json",
+        ),
         (["--swap", "moe"], "--swap: found 'moe'"),
         (["--reference", "transformers", "--context", "8"], "--context: found with --reference"),
     ],

@@ -109,6 +109,9 @@ def test_a_common_value_may_be_on_some_ranks_only(tmp_path: Path, stack: ExitSta
         ([{"rank": "x", "ranks": "1"}], "rank: found 'x', expected a number"),
         ([{"format": "mine"}], "format: found 'mine', expected 'dsv4-trace/1'"),
         ([{"join": {"a": "concat:0"}}], "join: a: found 'concat:0', expected 'equal', 'sum' or"),
+        ([{"join": {"a": "concat:2"}}], "join: a: found 'concat:2', expected one of its 2 dim"),
+        ([{"join": {"a": "concat:-2"}}], "join: a: found 'concat:-2', expected one of its 2 dim"),
+        ([{"rank": "0", "ranks": "1" * 5000}], "ranks: found '1{76}..., expected a number"),
         ([{"join": "["}], "join: not valid JSON"),
     ],
 )
@@ -130,6 +133,10 @@ def test_wrong_metadata_is_one_line(
         ({"token_ids": torch.arange(4)}, "positions: found 0 to 5, expected 0 to 3, one for every"),
         ({"positions": torch.arange(6) + 1}, "positions: found 1 to 6, expected 0 to 5"),
         ({"token_ids": torch.zeros(6)}, "token_ids: found torch.float32 [6], expected int64 [T]"),
+        (
+            dict.fromkeys(("token_ids", "positions"), torch.zeros(0, dtype=torch.int64)),
+            "token_ids: found none, expected at least one token",
+        ),
     ],
 )
 def test_wrong_tokens_are_one_line(
@@ -149,6 +156,9 @@ def test_ranks_of_other_tokens_and_shapes_are_refused(tmp_path: Path, stack: Exi
         JoinedTrace(paths, stack)
     paths = ranks(tmp_path, {"a": random(6, 3)}, {"a": random(6, 4)})
     with pytest.raises(UserError, match=r"a: found \[6, 4\], expected \[6, 3\] as in r0"):
+        JoinedTrace(paths, stack).shape("a")
+    paths = ranks(tmp_path, {"a": random(6, 3)}, {"a": random(6, 3).to(torch.float8_e4m3fn)})
+    with pytest.raises(UserError, match=r"r1.*: a: found F8_E4M3, expected F32 as in r0"):
         JoinedTrace(paths, stack).shape("a")
     paths = ranks(tmp_path, {"logits": random(6, 3)}, {})
     with pytest.raises(UserError, match=r"r1.*: logits: not in this rank \(join: concat:-1\)"):
