@@ -58,7 +58,8 @@ class BlockRing:
 
     def read(self, position: int) -> Given:
         """Waits for the oldest step that is not read, which began at ``position``."""
-        marks = self._queued.popleft()
+        # It stays in the queue meanwhile: an interruption of the wait leaves it to ``forget``.
+        marks = self._queued[0]
         marks.settled.synchronize()
         slots = self._ring.shape[1]
         count, drafted = (int(self._ring[row, position % slots]) for row in (1, 2))
@@ -66,7 +67,7 @@ class BlockRing:
         tokens = [int(self._ring[0, place % slots]) for place in places]
         draft = 1e-3 * marks.begin.elapsed_time(marks.drafted)
         verify = 1e-3 * marks.drafted.elapsed_time(marks.settled)
-        self._free.append(marks)
+        self._free.append(self._queued.popleft())
         return Given(tokens, drafted, (draft, verify))
 
     def forget(self) -> None:
