@@ -55,12 +55,8 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
         default=0,
         help="how many tokens came before them, of which the caches hold random rows; default 0",
     )
-    add(
-        "--seed",
-        type=integer(0, MAX_SEED),
-        default=0,
-        help="of weights, ids and streams; default 0",
-    )
+    seed = integer(0, MAX_SEED)
+    add("--seed", type=seed, default=0, help="of weights, ids and streams; default 0")
     add(
         "--input",
         default="own",

@@ -1,0 +1,57 @@
+"""Flags of the validation layer by layer that are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from dsv4.checkpoint import tiny_config, write_synthetic
+from dsv4.validate.layers import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flags") / "tiny"
+    write_synthetic(folder, tiny_config(n_routed_experts=16), "nvfp4-experts", 0)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "2:2"], "--layers: found '2:2', expected A:B with 0 ≤ A < B ≤ 4, or A"),
+        (["--layers", "0:5"], "--layers: found '0:5'"),
+        (["--layers", "4"], "--layers: found '4'"),
+        (["--layers", "a"], "--layers: found 'a'"),
+        (["--layers", "-1:2"], "--layers: found '-1:2'"),
+        (["--layers", ""], "--layers: found ''"),
+        (["--tokens", "0"], "--tokens: found '0', expected an integer from 1 to 65536"),
+        (["--chunk", "0"], "--chunk: found '0'"),
+        (["--context", "-1"], "--context: found '-1'"),
+        (["--layout", "native"], "--layout: found without --geometry"),
+        (["--geometry", "v4-pro", "--layout", "int4"], "found 'int4', expected one of"),
+        (["--gpus", "2"], "--gpus: found 2, expected 1 when running on the CPU"),
+        (["--input", "nowhere"], "nowhere: no such file"),
+        (["--input", "torch"], "torch: no such file"),
+        (["--input", "transformers"], "transformers: no such file"),
+        (["--reference", "own"], "own: no such file"),
+        (["--reference", "reference"], "reference: no such file"),
+        (["--seed", str(2**63)], "--seed: found '9223372036854775808', expected an integer from 0"),
+        (
+            ["--json", "/dev/null", "--svg", "/dev/null"],
+            "--svg: /dev/null: found the file of --json",
+        ),
+        (["--swap", "moe"], "--swap: found 'moe'"),
+        (["--reference", "transformers", "--context", "8"], "--context: found with --reference"),
+    ],
+)
+def test_wrong_flags_are_one_line(
+    model: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    place = [] if "--geometry" in arguments else ["--model", str(model)]
+    joined = [f"{arguments[0]}={arguments[1]}", *arguments[2:]]
+    assert main(["--device", "cpu", *place, *joined]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
