@@ -1,6 +1,7 @@
 """DecodeState: every persistent device buffer of one sequence, allocated once; and its bytes."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -231,6 +232,26 @@ class DecodeState:
             self.draft.begin(self.position, tokens)
         self.position += tokens
         self.furthest = max(self.furthest, self.position)
+
+    @contextmanager
+    def appending(self, tokens: int) -> Iterator[None]:
+        """``advance`` for a block that queues or computes the step. Where an error or an
+        interruption ends it, the sequence ends where it did before, or at the last position that
+        can be gone back to: what a long step wrote cannot be taken back.
+        """
+        start = self.position
+        self.advance(tokens)
+        is_whole = False
+        try:
+            yield
+            is_whole = True
+        finally:
+            if not is_whole:
+                reached = self.reachable(start)
+                if reached:
+                    self.go_back(reached)
+                else:
+                    self.set_position(0)
 
     def settle(self, rejected: int) -> None:
         """Counts back tokens that the devices take back by ``rejected_1``, once the host knows how

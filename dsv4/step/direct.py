@@ -148,7 +148,6 @@ class DirectSteps:
             self.observer.begin_step()
         tokens_T = torch.tensor(token_ids, dtype=torch.int64)
         joined = None if watch is None else JoinedValues(watch.seen, len(self._models))
-        self.state.advance(len(token_ids))
 
         def run(rank: int, ops: Ops) -> Outputs:
             values: ValueSink = UNTRACED
@@ -160,7 +159,8 @@ class DirectSteps:
             parts = DirectParts(ops, tokens_T, values, self._observer_of(rank))
             return self._models[rank](parts, self.state.ranks[rank], logits)
 
-        return self._on_ranks(run)
+        with self.state.appending(len(token_ids)):
+            return self._on_ranks(run)
 
     def _tapped(self, values: ValueSink) -> ValueSink:
         """What a step shows its values; others may read them on the way to ``values``."""

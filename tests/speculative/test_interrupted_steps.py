@@ -1,0 +1,67 @@
+"""A step that an error or Ctrl-C ends halfway: what was computed of it is never taken for its
+tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dsv4 import Engine, SamplingParams
+from dsv4.ops.row_by_row import row_by_row
+from dsv4.step.direct import DirectSteps
+from tests.model.tiny import random_ids
+from tests.speculative.models import drafted_engine, plain_engine
+
+GREEDY = SamplingParams(temperature=0)
+PROMPT = random_ids(40)
+
+
+def interrupt_next_step(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the second experts of the next step."""
+    steps: Any = engine.steps
+    moe = steps.ops.moe
+    calls = 0
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return moe(*arguments, **named)
+
+    ops = replace(steps.ops, moe=interrupted)
+    patch.setattr(steps, "ops", ops)
+    if type(steps) is not DirectSteps:
+        patch.setattr(steps, "_whole_ops", ops)
+        patch.setattr(steps, "_row_ops", row_by_row(ops))
+
+
+def generate_interrupted(engine: Engine, behind: int) -> None:
+    """Ctrl-C in the step behind so many tokens, 0: in the prompt."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not behind:
+            interrupt_next_step(engine, patch)
+        for count, _ in enumerate(engine.generate(PROMPT, 30, GREEDY, (), reuse=True), 1):
+            if count == behind:
+                interrupt_next_step(engine, patch)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "classic"])
+@pytest.mark.parametrize("make", [plain_engine, drafted_engine])
+@pytest.mark.parametrize("behind", [0, 10])
+def test_text_behind_an_interrupted_step_is_that_without(
+    make: Callable[[str], Engine], kind: str, behind: int
+) -> None:
+    expected = list(make(kind).generate(PROMPT, 30, GREEDY, ()))
+    engine = make(kind)
+    with pytest.raises(KeyboardInterrupt):
+        generate_interrupted(engine, behind)
+    assert len(engine.token_ids) == engine.position
+    # With the token whose step was interrupted.
+    known = expected[: behind + 1]
+    text = list(engine.generate([*PROMPT, *known], 12, GREEDY, (), reuse=True))
+    assert text == expected[len(known) : len(known) + 12]
+    assert engine.last_run is not None
+    assert engine.last_run.reused_tokens == (len(PROMPT) + behind - 1 if behind else 0)
