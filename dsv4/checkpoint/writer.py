@@ -78,6 +78,15 @@ def new_folder(destination: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Raises what the disk reports inside the block as ``UserError`` that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+@contextmanager
 def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
     """A file that becomes ``destination`` at the end, in the place of an older one whose mode it
     takes over, or disappears on any error.
@@ -96,13 +105,12 @@ def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
         raise UserError(f"{destination}: {found}")
     temporary = path.with_name(f".dsv4-{secrets.token_hex(8)}")
     try:
-        with temporary.open("xb") as file:
-            yield file
-        if path.exists():
-            shutil.copymode(path, temporary)
-        temporary.replace(path)
-    except OSError as error:
-        raise UserError(f"{destination}: cannot be written ({error.strerror})") from None
+        with naming_file(destination):
+            with temporary.open("xb") as file:
+                yield file
+            if path.exists():
+                shutil.copymode(path, temporary)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -224,7 +232,7 @@ def _write_file(
         return
     stored = {tensor.name: tensor.stored for tensor in tensors}
     header, offsets = lay_out_file(stored, {"format": "pt"})
-    with _named_errors(path), path.open("wb") as file:
+    with naming_file(path), path.open("wb") as file:
         file.write(header)
         for tensor in tensors:
             file.seek(offsets[tensor.name])
@@ -238,14 +246,6 @@ def _write_file(
                     if stop.is_set():
                         return
             assert written == tensor.nbytes
-
-
-@contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def _on_host(memory: Tensor) -> Tensor:

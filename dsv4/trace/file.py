@@ -2,8 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.checkpoint.writer import StoredType, lay_out_file
+from dsv4.checkpoint.writer import StoredType, lay_out_file, naming_file
 from dsv4.errors import UserError
 
 FORMAT = "dsv4-trace/1"
@@ -87,7 +86,7 @@ class TraceFile:
             self._values[name] = value
         assert (rows.dtype, tuple(rows.shape[1:])) == (value.dtype, value.row_shape), name
         if rows.numel():
-            with self._writing(), value.part.open("ab") as file:
+            with naming_file(self._path), value.part.open("ab") as file:
                 file.write(rows.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         value.written += rows.shape[0]
         if name == "token_ids":
@@ -116,7 +115,7 @@ class TraceFile:
         stored = {name: value.stored for name, value in self._values.items()}
         header, offsets = lay_out_file(stored, self._metadata)
         whole = self._parts / "trace"
-        with self._writing():
+        with naming_file(self._path):
             with whole.open("wb") as file:
                 file.write(header)
                 for name, value in self._values.items():
@@ -125,13 +124,6 @@ class TraceFile:
             if self._path.exists():
                 shutil.copymode(self._path, whole)
             whole.replace(self._path)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"{self._path}: cannot be written ({error.strerror})") from None
 
 
 def _copy(value: _Value, file: Any) -> None:
