@@ -11,7 +11,7 @@ from dsv4.cli.flags import build_parser
 from dsv4.cli.prompts.flags import check_prompts_flags
 from dsv4.cli.state_flags import check_continuation
 from dsv4.command.flags import given_flags
-from dsv4.command.output_file import check_output, check_regular_output
+from dsv4.command.output_file import check_output, check_replaced_output
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 
@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.json is not None:
         check_output("--json", arguments.json)
     if arguments.save_state is not None:
-        check_regular_output("--save-state", arguments.save_state)
+        check_replaced_output("--save-state", arguments.save_state)
     return arguments
 
 

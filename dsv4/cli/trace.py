@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dsv4.cli.job import Job
-from dsv4.command.output_file import check_regular_output
+from dsv4.command.output_file import check_replaced_output
 from dsv4.config import ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import UserError
@@ -25,7 +25,7 @@ def check_trace(arguments: argparse.Namespace, config: ModelConfig) -> None:
         return
     if arguments.profile:
         raise UserError("--trace: found together with --profile, expected one of them")
-    check_regular_output("--trace", path)
+    check_replaced_output("--trace", path)
     matching(config, arguments.trace_at or EVERY_VALUE, "--trace-at")
 
 

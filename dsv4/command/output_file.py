@@ -29,14 +29,20 @@ def check_output(flag: str, path: Path) -> None:
 
 
 def check_regular_output(flag: str, path: Path) -> None:
-    """``check_output`` for a file that can be nothing but a regular one, and is made beside an
-    older one.
-    """
+    """``check_output`` for a file that can be nothing but a regular one."""
     if path == STDOUT or (path.exists() and not path.is_file()):
         raise UserError(f"{flag}: {path}: found no regular file, expected the name of a file")
     check_output(flag, path)
+
+
+def check_replaced_output(flag: str, path: Path) -> None:
+    """``check_regular_output`` for a file that is always made anew, in the place of an older one:
+    its folder has to take it.
+    """
+    check_regular_output(flag, path)
     with _named(flag, path):
-        _probe(path)
+        if not os.access(_folder(path), os.W_OK):
+            _probe(path)
 
 
 def write_output(flag: str, path: Path, text: str) -> None:

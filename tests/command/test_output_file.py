@@ -1,5 +1,6 @@
 """Output files: what a path is decides how it is written, and nothing else is replaced."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -9,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.command.output_file import check_output, write_output
+from dsv4.command.output_file import (
+    check_output,
+    check_regular_output,
+    check_replaced_output,
+    write_output,
+)
 from dsv4.errors import UserError
 from tests.source_rules import ROOT
 
@@ -180,3 +186,24 @@ def test_an_interrupt_leaves_no_temporary_file(
     with pytest.raises(KeyboardInterrupt):
         write_output("--json", path, "new")
     assert (path.read_text(), names(tmp_path)) == ("old", ["report.json"])
+
+
+def test_a_file_that_is_made_anew_needs_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "there"
+    path.touch()
+    check_replaced_output("--trace", path)
+    assert names(tmp_path) == ["there"]
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    # The superuser may write into every folder.
+    monkeypatch.setattr(os, "access", lambda place, _: Path(place) != tmp_path)
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    for check in (check_output, check_regular_output):
+        check("--out", path)
+    expected = f"--trace: {path}: cannot be written \\(Permission denied\\)"
+    with pytest.raises(UserError, match=expected):
+        check_replaced_output("--trace", path)

@@ -14,7 +14,7 @@ from dsv4.cli.prompt import check_unicode, encode_conversation
 from dsv4.cli.report import answer_of, graph_mode, summary_line, timing
 from dsv4.cli.state import write_state
 from dsv4.cli.stream import TokenText, make_printer
-from dsv4.command.output_file import check_regular_output
+from dsv4.command.output_file import check_replaced_output
 from dsv4.command.progress import TOKENS, ProgressBar, StatusLine
 from dsv4.command.streams import say
 from dsv4.engine import Engine
@@ -120,7 +120,7 @@ class Chat:
         """Writes the conversation and its state, for ``load`` and ``--load-state``. Raises
         ``UserError``.
         """
-        check_regular_output("/save", path)
+        check_replaced_output("/save", path)
         tokenizer = self._files.tokenizer
         ids = self.token_ids
         write_state(self._arguments, tokenizer, self._engine, self.messages, ids, path)
