@@ -78,12 +78,14 @@ def new_folder(destination: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def naming_file(path: Path) -> Iterator[None]:
-    """Raises what the disk reports inside the block as ``UserError`` that names ``path``."""
+def naming_file(name: Path | str) -> Iterator[None]:
+    """Raises what the disk reports inside the block as ``UserError`` that begins with ``name``, a
+    path or a flag with its path.
+    """
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        raise UserError(f"{name}: cannot be written ({error.strerror})") from None
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dsv4.checkpoint.writer import naming_file
 from dsv4.cli.prompts.prompts_file import PromptLine, parse_line
 from dsv4.command.output_file import check_regular_output
 from dsv4.errors import UserError, shorten
@@ -35,7 +36,7 @@ class AnswerFile:
         record = {"id": line.id, "request": line.request, **answer}
         text = json.dumps(record, ensure_ascii=False) + "\n"
         data = text.encode("utf-8", "backslashreplace")
-        with _named(self._name):
+        with naming_file(f"--out: {self._name}"):
             while data:
                 data = data[os.write(self._file.fileno(), data) :]
             os.fsync(self._file.fileno())
@@ -89,7 +90,7 @@ def open_answers(path: Path, source: str, lines: Sequence[PromptLine]) -> Iterat
     Raises ``UserError``.
     """
     check_regular_output("--out", path)
-    with _named(str(path)):
+    with naming_file(f"--out: {path}"):
         file = path.open("a+b")
     with file:
         try:
@@ -99,11 +100,3 @@ def open_answers(path: Path, source: str, lines: Sequence[PromptLine]) -> Iterat
         except OSError as error:
             raise UserError(f"--out: {path}: cannot be locked ({error.strerror})") from None
         yield AnswerFile(file, str(path), source, lines)
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"--out: {name}: cannot be written ({error.strerror})") from None
