@@ -222,43 +222,28 @@ def test_a_trace_of_another_model_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_reference_may_have_choices_only(
-    model: Path, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def reference_of(model: Path, trace_file: Path, value: str) -> tuple[Path, list[str]]:
+    """A trace with ``value`` alone, and the arguments that compare layer 1 with it."""
     whole = load_file(trace_file)
-    kept = {name: whole[name] for name in ("token_ids", "layers.1.router.experts")}
-    path = write(tmp_path / "a.safetensors", kept, len(TOKENS))
-    arguments = [
-        "--device",
-        "cpu",
-        "--model",
-        str(model),
-        "--layers",
-        "1",
-        "--reference",
-        str(path),
-    ]
-    assert main([*arguments, "--input", str(trace_file), "--reference", str(path)]) == 0
+    kept = {name: whole[name] for name in ("token_ids", value)}
+    path = write(model.parent / f"{value}.safetensors", kept, len(TOKENS))
+    flags = ["--device", "cpu", "--model", str(model), "--layers", "1"]
+    return path, [*flags, "--reference", str(path)]
+
+
+def test_a_reference_may_have_choices_only(
+    model: Path, trace_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    _, arguments = reference_of(model, trace_file, "layers.1.router.experts")
+    assert main([*arguments, "--input", str(trace_file)]) == 0
     assert "  router.experts 1.0000\n" in capsys.readouterr().out
 
 
 def test_a_reference_without_a_common_value_is_one_line(
-    model: Path, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    model: Path, trace_file: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    whole = load_file(trace_file)
-    kept = {name: whole[name] for name in ("token_ids", "layers.1.router.weights")}
-    path = write(tmp_path / "a.safetensors", kept, len(TOKENS))
-    arguments = [
-        "--device",
-        "cpu",
-        "--model",
-        str(model),
-        "--layers",
-        "1",
-        "--reference",
-        str(path),
-    ]
-    assert main([*arguments, "--reference", str(path)]) == 2
+    path, arguments = reference_of(model, trace_file, "layers.1.router.weights")
+    assert main(arguments) == 2
     assert capsys.readouterr().err == f"error: {path}: found no value of layer 1\n"
 
 
