@@ -9,11 +9,14 @@ from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.pieces import Piece
 from dsv4.checkpoint.stored_parameters import StoredParameter
 from dsv4.errors import UserError
-from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.codes import E4M3_MAX, e8m0_to_float
+from dsv4.weights.quant import QuantTensor
 
 # Scales of released weights are far below 1. A converter that took the E8M0 byte of one for a
-# number writes 100 or more.
-_LARGEST_BLOCK_SCALE = 64.0
+# number writes 100 or more. Those of NVFP4 share a global scale and may be any number.
+_LARGEST_SCALE = 64.0
+# The byte of the largest scale: larger bytes are larger scales or NaN, in E4M3 also negative ones.
+_LARGEST_BYTE = {torch.float8_e8m0fnu: 127 + 6, torch.float8_e4m3fn: 0x7E}
 
 
 def check_scales(
@@ -29,25 +32,34 @@ def check_scales(
                 raise UserError(
                     f"{checkpoint.folder}: {name}: found {value}, expected a finite number above 0"
                 )
-    if weight.block_scale is None or weight.format is QuantFormat.NVFP4:
+    if weight.block_scale is None:
         return
     part = stored.parts["block_scale"]
     names = part.names if part.fused else part.names[first_expert:]
     groups = weight.block_scale.view(1 if part.fused else math.prod(weight.shape[:-2]), -1)
-    for name, (least, most) in zip(names, _extremes(groups), strict=False):
-        if not (least >= 0.0 and most <= _LARGEST_BLOCK_SCALE):
-            found = least if least < 0.0 else most
-            expected = f"0 to {_LARGEST_BLOCK_SCALE:g}: E8M0 bytes are exponents, not numbers"
-            raise UserError(f"{checkpoint.folder}: {name}: found {found:g}, expected {expected}")
+    for name, is_wrong in zip(names, _has_wrong(groups), strict=False):
+        if is_wrong:
+            # Of the file: a rank may hold a part, whose places are others.
+            scale = checkpoint.read(name).view(weight.block_scale.dtype)
+            raise UserError(f"{checkpoint.folder}: {name}: {_first_wrong(scale)}")
 
 
-def _extremes(scale_NB: Tensor) -> list[tuple[float, float]]:
-    """The least and the largest scale of every row; NaN where there is one."""
-    if scale_NB.dtype != torch.float8_e8m0fnu:
+def _has_wrong(scale_NB: Tensor) -> list[bool]:
+    """Whether a row has a scale that is refused. One pass over bytes that lie in memory anyway."""
+    if scale_NB.dtype not in _LARGEST_BYTE:
         least, most = scale_NB.aminmax(dim=1)
-        return list(zip(least.tolist(), most.tolist(), strict=True))
-    codes = scale_NB.view(torch.uint8).amax(1).tolist()
-    return [(0.0, math.nan if code == 255 else 2.0 ** (code - 127)) for code in codes]
+        return ((least >= 0.0) & (most <= _LARGEST_SCALE)).logical_not().tolist()
+    return (scale_NB.view(torch.uint8).amax(1) > _LARGEST_BYTE[scale_NB.dtype]).tolist()
+
+
+def _first_wrong(scale: Tensor) -> str:
+    """What is said of the first scale that is refused."""
+    is_nvfp4 = scale.dtype == torch.float8_e4m3fn
+    values = e8m0_to_float(scale) if scale.dtype == torch.float8_e8m0fnu else scale.float()
+    most = E4M3_MAX if is_nvfp4 else _LARGEST_SCALE
+    place = (~(values <= most) | values.signbit()).nonzero()[0].tolist()
+    expected = "" if is_nvfp4 else ": E8M0 bytes are exponents, not numbers"
+    return f"found {values[tuple(place)]:g} at {place}, expected 0 to {most:g}{expected}"
 
 
 def unfilled_input_scales(

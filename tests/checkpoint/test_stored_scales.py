@@ -168,7 +168,9 @@ def test_spec11_j88_e8m0_scales_out_of_range_are_refused_by_name(
 
     folder = changed_copy(native, tmp_path / "x", edit)
     shown = {255: "nan", 254: "1.70141e+38", 134: "128"}[code]
-    with pytest.raises(UserError, match=re.escape(f"{scale_of(name)}: found {shown}, expected 0")):
+    place = [0, 0] if "attn" in name else [63, 3]
+    found = f"{scale_of(name)}: found {shown} at {place}, expected 0 to 64"
+    with pytest.raises(UserError, match=re.escape(found)):
         load(folder)
 
 
@@ -184,5 +186,22 @@ def test_spec11_j88_float32_scales_out_of_range_are_refused_by_name(
             tensors[scale] = torch.full(tensors[scale].shape, 0.02)
         tensors[scale_of(name)][0, 0] = value
 
-    with pytest.raises(UserError, match=f"{scale_of(name)}: found {value:g}, expected 0 to 64"):
+    found = f"{scale_of(name)}: found {value:g} at [0, 0], expected 0 to 64"
+    with pytest.raises(UserError, match=re.escape(found)):
         load(changed_copy(native, tmp_path / "x", edit))
+
+
+@pytest.mark.parametrize(("code", "shown"), [(0x7F, "nan"), (0xFF, "nan"), (0xB8, "-1")])
+@pytest.mark.parametrize("name", ["layers.0.attn.wkv.weight", "layers.2.ffn.experts.5.w2.weight"])
+def test_nvfp4_block_scales_that_are_nan_or_negative_are_refused_with_their_place(
+    nvfp4_all: Path, tmp_path: Path, name: str, code: int, shown: str
+) -> None:
+    def edit(tensors: Tensors) -> None:
+        scale = tensors[f"{name}_scale"].view(torch.uint8)
+        scale[3, 2] = code
+        scale[0, 0] = 0x7E
+
+    folder = changed_copy(nvfp4_all, tmp_path / "x", edit)
+    found = f"{name}_scale: found {shown} at [3, 2], expected 0 to 448"
+    with pytest.raises(UserError, match=f"{re.escape(found)}$"):
+        load(folder)
