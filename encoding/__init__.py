@@ -17,6 +17,7 @@ from .completion import (
 )
 from .control_tokens import EOS, neutralize
 from .deepseek_v4_encoding import encode_messages, parse_message_from_completion_text
+from .messages import content_text
 from .reasoning_effort import detect_profile, fold_reasoning_effort
 from .render import tool_calls_opening
 from .stop_strings import StopStrings
@@ -37,6 +38,7 @@ __all__ = [
     "ToolCallArguments",
     "ToolCallEnd",
     "ToolCallStart",
+    "content_text",
     "detect_profile",
     "encode_messages",
     "fold_reasoning_effort",

@@ -85,7 +85,7 @@ def _parse_message(message: object, where: str) -> Message:
         task=task,
         wo_eos=bool(message.get("wo_eos")),
     )
-    content = text_of(message.get("content"), f"{where}.content")
+    content = content_text(message.get("content"), f"{where}.content")
     if role == "user":
         parsed.blocks = _parse_user_blocks(message, content, where)
     elif role == "tool":
@@ -103,7 +103,7 @@ def _parse_message(message: object, where: str) -> Message:
     return parsed
 
 
-def text_of(content: object, where: str) -> str:
+def content_text(content: object, where: str) -> str:
     """A content as one string: None is empty, parts are joined with blank lines
     (model.md#messages).
     """
@@ -160,7 +160,8 @@ def _parse_user_blocks(message: Mapping, content: str, where: str) -> list[TextB
         place = f"{where}.content_blocks[{index}]"
         if isinstance(block, Mapping) and block.get("type") == "tool_result":
             call_id = _optional_string(block, "tool_use_id", place)
-            blocks.append(ToolResult(call_id, text_of(block.get("content"), f"{place}.content")))
+            result = content_text(block.get("content"), f"{place}.content")
+            blocks.append(ToolResult(call_id, result))
         else:
             blocks.append(TextBlock(_part_text(block, place)))
     return blocks

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.checkpoint.state_file import SavedState
+from dsv4.encoding import content_text
 from dsv4.errors import UserError, shorten
 from dsv4.token_ids import check_ids
 
@@ -56,15 +57,14 @@ def conversation_notes(
     return notes
 
 
-def answered(messages: list[dict], answer: dict) -> list[dict] | None:
-    """The messages with the answer; None where it goes on with a message that is not one string."""
+def answered(messages: list[dict], answer: dict) -> list[dict]:
+    """The messages with the answer, which may go on with the last of them."""
     *earlier, last = messages
     if last["role"] != "assistant":
         return [*messages, answer]
-    begun = last.get("content") or ""
-    if not isinstance(begun, str):
-        return None
     whole = {key: value for key, value in last.items() if key != "wo_eos"}
+    # One string, as the prompt had it: the answer behind parts would be a part of its own.
+    begun = content_text(last.get("content"), "content")
     whole["content"] = begun + (answer.get("content") or "")
     whole["tool_calls"] = [*(last.get("tool_calls") or []), *(answer.get("tool_calls") or [])]
     return [*earlier, whole]

@@ -91,15 +91,24 @@ def test_an_answer_that_was_cut_off_loses_nothing(drive: Drive, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_an_open_message_is_one_message_with_its_answer(drive: Drive, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("The capital", "The capital"),
+        ([{"type": "text", "text": "Sure."}, {"type": "text", "text": "The"}], "Sure.\n\nThe"),
+    ],
+)
+def test_an_open_message_is_one_message_with_its_answer(
+    drive: Drive, tmp_path: Path, content: object, text: str
+) -> None:
     state = tmp_path / "state"
     asked = {"role": "user", "content": "What is the capital of France?"}
-    begun = {"role": "assistant", "content": "The capital", "wo_eos": True}
+    begun = {"role": "assistant", "content": content, "wo_eos": True}
     messages = tmp_path / "messages.json"
     messages.write_text(json.dumps([asked, begun]))
     first = answered(drive, tmp_path, "--messages", messages, "--save-state", state)
     notes = json.loads(SavedState.open(state).notes["messages"])
-    whole = "The capital" + first["completion"]["message"]["content"]
+    whole = text + first["completion"]["message"]["content"]
     assert notes == [asked, {"role": "assistant", "content": whole, "tool_calls": []}]
 
 

@@ -18,7 +18,6 @@ from dsv4.command.output_file import check_replaced_output
 from dsv4.command.progress import TOKENS, ProgressBar, StatusLine
 from dsv4.command.streams import say
 from dsv4.engine import Engine
-from dsv4.errors import UserError
 
 
 class Chat:
@@ -76,8 +75,6 @@ class Chat:
         files = self._files
         messages = [*self.messages, *new]
         prompt = encode_conversation(self._arguments, files.tokenizer, engine.max_context, messages)
-        if answered(messages, {}) is None:
-            raise UserError("messages: found parts in a message to go on with, expected a string")
         job = make_job(self._arguments, files, prompt, engine.max_context)
         outcome = Outcome(engine=engine)
         before = engine.last_run
@@ -98,7 +95,7 @@ class Chat:
             reason = outcome.finish_reason
             say(f"{reason}: the answer has no word yet, so the question is forgotten")
             return
-        self.messages = answered(messages, message) or messages
+        self.messages = answered(messages, message)
         self.token_ids = prompt.token_ids + outcome.token_ids
 
     def reset(self) -> None:
