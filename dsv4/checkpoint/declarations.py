@@ -100,25 +100,18 @@ def read_declaration(checkpoint: Checkpoint) -> Declaration:
     """Parses both files. Raises ``UserError`` naming methods, algorithms and sizes that are not
     supported.
     """
-    source = f"{checkpoint.folder}/config.json: quantization_config"
-    quantization = checkpoint.raw_config.get("quantization_config", {})
-    if not isinstance(quantization, dict):
-        raise UserError(f"{source}: found {shorten(quantization)}, expected an object")
-    separate = (
-        {}
-        if checkpoint.hf_quant_config is None
-        else checkpoint.hf_quant_config.get("quantization", {})
+    source = f"{checkpoint.folder}/config.json"
+    quantization = _section(checkpoint.raw_config, "quantization_config", source)
+    separate = _section(
+        checkpoint.hf_quant_config or {},
+        "quantization",
+        f"{checkpoint.folder}/hf_quant_config.json",
     )
-    if not isinstance(separate, dict):
-        raise UserError(
-            f"{checkpoint.folder}/hf_quant_config.json: quantization: expected an object"
-        )
-    _check_agreement(quantization, separate, source)
+    _check_agreement(quantization, separate, f"{source}: quantization_config")
     merged = {**separate, **quantization}
     method = merged.get("quant_method", "modelopt" if separate or "quant_algo" in merged else None)
-    _check_values(method, merged, source)
     layers = merged.get("quantized_layers", {})
-    excluded = [name for key in _EXCLUDING_KEYS for name in _strings(merged, key, source)]
+    excluded = [name for key in _EXCLUDING_KEYS for name in merged.get(key) or ()]
     everything = method == "modelopt" and merged.get("quant_algo") == "NVFP4" and not layers
     default = "none" if merged else "undeclared"
     return Declaration(
@@ -149,7 +142,13 @@ def _check_agreement(quantization: dict[str, Any], separate: dict[str, Any], sou
             )
 
 
-def _check_values(method: Any, merged: dict[str, Any], source: str) -> None:
+def _section(raw: dict[str, Any], key: str, source: str) -> dict[str, Any]:
+    """The declaration of one file, whose values are known ones; empty where it has none."""
+    section = raw.get(key, {})
+    source = f"{source}: {key}"
+    if not isinstance(section, dict):
+        raise UserError(f"{source}: found {shorten(section)}, expected an object")
+    method = section.get("quant_method")
     if method not in (None, "fp8", "modelopt"):
         raise UserError(
             f"{source}: quant_method: found {shorten(method)}, expected 'fp8' or 'modelopt' "
@@ -162,15 +161,21 @@ def _check_values(method: Any, merged: dict[str, Any], source: str) -> None:
         "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
         "fmt": ("e4m3",),
     }
-    for key, values in expected.items():
-        if merged.get(key) is not None and merged[key] not in values:
+    for name, values in expected.items():
+        if section.get(name) is not None and section[name] not in values:
             raise UserError(
-                f"{source}: {key}: found {shorten(merged[key])}, "
+                f"{source}: {name}: found {shorten(section[name])}, "
                 f"expected {' or '.join(map(repr, values))}"
             )
-    layers = merged.get("quantized_layers", {})
+    _check_layers(section.get("quantized_layers", {}), f"{source}: quantized_layers")
+    for name in _EXCLUDING_KEYS:
+        _check_modules(section.get(name), f"{source}: {name}")
+    return section
+
+
+def _check_layers(layers: Any, source: str) -> None:
     if not isinstance(layers, dict):
-        raise UserError(f"{source}: quantized_layers: found {shorten(layers)}, expected an object")
+        raise UserError(f"{source}: found {shorten(layers)}, expected an object")
     for module, entry in layers.items():
         if (
             not isinstance(entry, dict)
@@ -178,15 +183,13 @@ def _check_values(method: Any, merged: dict[str, Any], source: str) -> None:
             or entry.get("group_size", 16) != 16
         ):
             raise UserError(
-                f"{source}: quantized_layers: {shorten(module)}: found {shorten(entry)}, "
+                f"{source}: {shorten(module)}: found {shorten(entry)}, "
                 "expected NVFP4 with group_size 16"
             )
 
 
-def _strings(merged: dict[str, Any], key: str, source: str) -> list[str]:
-    value = merged.get(key)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise UserError(f"{source}: {key}: found {shorten(value)}, expected a list of module names")
-    return value
+def _check_modules(names: Any, source: str) -> None:
+    if names is None:
+        return
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{source}: found {shorten(names)}, expected a list of module names")

@@ -234,6 +234,25 @@ def test_declarations_that_are_not_supported_are_refused_by_name(
         load(changed_copy(native, tmp_path / "x", config=quantization(native, **changes)))
 
 
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ([], r"found \[\], expected an object"),
+        ({"quant_algo": "W4A8_AWQ"}, "quant_algo: found 'W4A8_AWQ', expected 'NVFP4' or"),
+        ({"group_size": 32}, "group_size: found 32, expected 16"),
+        ({"quantized_layers": {"x": 1}}, "quantized_layers: 'x': found 1, expected NVFP4"),
+        ({"exclude_modules": "head"}, "exclude_modules: found 'head', expected a list"),
+    ],
+)
+def test_what_is_wrong_in_the_separate_file_names_that_file(
+    native: Path, tmp_path: Path, declared: object, message: str
+) -> None:
+    folder = changed_copy(native, tmp_path / "x")
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": declared}))
+    with pytest.raises(UserError, match=f"x/hf_quant_config.json: quantization: {message}"):
+        load(folder)
+
+
 @pytest.mark.parametrize("value", ["fp6", 4, None, ["fp4"]])
 def test_unknown_expert_dtype_is_refused(native: Path, tmp_path: Path, value: object) -> None:
     folder = changed_copy(native, tmp_path / "x")
