@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dsv4.checkpoint.shard import TORCH_DTYPES
 from dsv4.errors import UserError, shorten
 from dsv4.json_object import parse_json_object
 from dsv4.trace.file import FORMAT
@@ -70,7 +71,13 @@ class TraceFile:
         return tensor.tolist()
 
     def shape(self, name: str) -> list[int]:
-        """Of a value that is in the file. Raises ``UserError`` for one without rows."""
+        """Of a value that is in the file. Raises ``UserError`` for one without rows or of another
+        dtype than ours: complex numbers would be compared by their real parts.
+        """
+        dtype = self.dtype(name)
+        if dtype not in TORCH_DTYPES:
+            expected = f"one of {', '.join(TORCH_DTYPES)}"
+            raise UserError(f"{self.path}: {name}: found {dtype}, expected {expected}")
         shape = self._file.get_slice(name).get_shape()
         if not shape:
             raise UserError(f"{self.path}: {name}: found a scalar, expected rows [T, ...]")
@@ -142,6 +149,10 @@ class JoinedTrace:
         if dim is not None:
             shape[dim] = sum(found[dim] for found in shapes)
         return self._cut(name, shape)
+
+    def dtype(self, name: str) -> str:
+        """Of the value in the first file that has it, as safetensors names it."""
+        return self._held(name, self._rule(name))[0].dtype(name)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of the joined value; a sum is float32."""

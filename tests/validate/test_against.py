@@ -148,6 +148,14 @@ def test_ranks_that_differ_fail(ours: Path, tmp_path: Path, capsys: pytest.Captu
         ({"hidden": random(6, 4, 4)}, "hidden: found [6, 4, 4], expected [6, 16] as in ours"),
         ({"hidden": torch.tensor(1.0)}, "hidden: found a scalar, expected rows [T, ...]"),
         (
+            {"hidden": torch.complex(random(6, 16), random(6, 16, seed=1))},
+            "hidden: found C64, expected one of F64, F32, ",
+        ),
+        (
+            {"layers.1.router.experts": torch.zeros(6, 3)},
+            "layers.1.router.experts: found F32, expected integers",
+        ),
+        (
             {"layers.1.router.weights": random(6, 6)},
             "layers.1.router.weights: found [6, 6], expected [6, 3] as router.experts has",
         ),
