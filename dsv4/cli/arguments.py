@@ -1,7 +1,6 @@
 """The driver's arguments: combinations of flags, and the engine's configuration made of them."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from dsv4.cli.flags import build_parser
 from dsv4.cli.prompts.flags import check_prompts_flags
 from dsv4.cli.state_flags import check_continuation
 from dsv4.command.flags import given_flags
-from dsv4.command.output_file import check_output, check_replaced_output
+from dsv4.command.output_file import check_output, check_replaced_output, refuse_shared_files
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 
@@ -43,7 +42,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.verbose and arguments.quiet:
         raise UserError("--verbose: found together with --quiet, expected one of them")
     refuse_what_has_no_effect(arguments, given_flags(parser, arguments))
-    refuse_shared_files(arguments)
+    refuse_shared_files(_files(arguments, _INPUTS), _files(arguments, _OUTPUTS))
+    # A state may be saved where it was loaded from.
+    refuse_shared_files(_files(arguments, ("load_state",)), _files(arguments, ("json", "trace")))
     if arguments.json is not None:
         check_output("--json", arguments.json)
     if arguments.save_state is not None:
@@ -92,21 +93,9 @@ def refuse_what_has_no_effect(arguments: argparse.Namespace, given: frozenset[st
         raise UserError("--profile: found together with --quiet, expected --json to write it to")
 
 
-def refuse_shared_files(arguments: argparse.Namespace) -> None:
-    """Raises ``UserError`` for a file that one flag writes and another one reads or writes."""
-    flags: dict[Path, str] = {}
-    for name in (*_INPUTS, *_OUTPUTS):
-        file = getattr(arguments, name)
-        if file is None or str(file) == "-":
-            continue
-        path = Path(os.path.realpath(file))
-        if path.exists() and not path.is_file():
-            continue
-        flag = "--" + name.replace("_", "-")
-        if path in flags and name in _OUTPUTS:
-            other = flags[path]
-            raise UserError(f"{flag}: {file}: found the file of {other}, expected another one")
-        flags[path] = flag
+def _files(arguments: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, Path | None]]:
+    files = [(f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in names]
+    return [(flag, None if file is None else Path(file)) for flag, file in files]
 
 
 def gpu_bytes(arguments: argparse.Namespace) -> int | None:

@@ -4,7 +4,7 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -43,6 +43,24 @@ def check_replaced_output(flag: str, path: Path) -> None:
     with _named(flag, path):
         if not os.access(_folder(path), os.W_OK):
             _probe(path)
+
+
+def refuse_shared_files(
+    read: Sequence[tuple[str, Path | None]], written: Sequence[tuple[str, Path | None]]
+) -> None:
+    """Raises ``UserError`` for a regular file that one flag writes and another one reads or writes.
+    Both are flags with their files, None where one is not given.
+    """
+    flags: dict[tuple[int, int] | str, str] = {}
+    for is_written, given in ((False, read), (True, written)):
+        for flag, path in given:
+            file = None if path is None or path == STDOUT else _identity(path)
+            if file is None:
+                continue
+            if is_written and file in flags:
+                expected = "expected another one"
+                raise UserError(f"{flag}: {path}: found the file of {flags[file]}, {expected}")
+            flags[file] = flag
 
 
 def write_output(flag: str, path: Path, text: str) -> None:
@@ -107,6 +125,17 @@ def _status(path: Path) -> os.stat_result | None:
     if protected or not os.access(path, os.W_OK):
         raise _Unfit("found a read-only file, expected one that can be written")
     return status
+
+
+def _identity(path: Path) -> tuple[int, int] | str | None:
+    """The same for all names of a regular file, also of one that is yet to be made; None for
+    anything else, which may be read and written at once.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return os.path.realpath(path)
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
 
 
 def _folder(path: Path) -> Path:

@@ -8,7 +8,6 @@ prefill kernels.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -27,7 +26,7 @@ from dsv4.command.flags import (
     integer,
     number,
 )
-from dsv4.command.output_file import check_output, write_output
+from dsv4.command.output_file import check_output, refuse_shared_files, write_output
 from dsv4.command.program import command, run_program
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
@@ -227,18 +226,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         found = f"{options.swap[0]!r} with --parallel tensor, whose ops exchange partial results"
         raise UserError(f"--swap: found {found}")
     refuse_unused(options, given)
-    check_outputs(options)
+    read = [("--against", path) for path in options.against or ()]
+    check_outputs(options, [*read, ("--trace", options.trace)])
     return options
 
 
-def check_outputs(options: argparse.Namespace) -> None:
-    """Raises ``UserError`` when ``--json`` or ``--svg`` cannot be written, or both are one file."""
-    for flag, path in (("--json", options.json), ("--svg", options.svg)):
+def check_outputs(options: argparse.Namespace, read: Sequence[tuple[str, Path | None]]) -> None:
+    """Raises ``UserError`` when ``--json`` or ``--svg`` cannot be written, both are one file, or
+    one is among the files of flags that are ``read``.
+    """
+    written = [("--json", options.json), ("--svg", options.svg)]
+    refuse_shared_files(read, written)
+    for flag, path in written:
         if path is not None:
             check_output(flag, path)
-    given = [os.path.realpath(path) for path in (options.json, options.svg) if path is not None]
-    if len(given) > len(set(given)):
-        raise UserError(f"--svg: {options.svg}: found the file of --json, expected another one")
 
 
 def refuse_unused(options: argparse.Namespace, given: frozenset[str]) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -120,7 +119,7 @@ def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
     for name, why in unused.items():
         if name in given:
             raise UserError(f"--{name.replace('_', '-')}: found {why}, expected without")
-    check_outputs(options)
+    check_outputs(options, trace_paths(options))
     return options
 
 
@@ -144,7 +143,7 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
     op_table = swap_ops(table_on(engine, devices), parse_swaps(options.swap))
     source = layer_source(options, devices[0])
     layers = layer_range(options.layers, source.config.num_hidden_layers)
-    traces = {path: JoinedTrace([path], stack) for path in trace_paths(options)}
+    traces = {path: JoinedTrace([path], stack) for _, path in trace_paths(options)}
     for trace in traces.values():
         expect_same_tokens(trace, next(iter(traces.values())))
         expect_tokens_of(trace, source.config.vocab_size)
@@ -200,10 +199,10 @@ def layer_source(options: argparse.Namespace, drawn_on: torch.device) -> LayerSo
     return RandomLayers(raw, options.layout, options.seed, drawn_on)
 
 
-def trace_paths(options: argparse.Namespace) -> Sequence[Path]:
-    """The files that are read: of the input and of the reference."""
-    given = ((options.input, INPUTS), (options.reference, REFERENCES))
-    return [Path(name) for name, known in given if name not in known]
+def trace_paths(options: argparse.Namespace) -> list[tuple[str, Path]]:
+    """The files that are read, of the input and of the reference, with their flags."""
+    given = (("--input", options.input, INPUTS), ("--reference", options.reference, REFERENCES))
+    return [(flag, Path(name)) for flag, name, known in given if name not in known]
 
 
 def expect_tokens_of(trace: JoinedTrace, vocabulary: int) -> None:

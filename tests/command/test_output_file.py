@@ -14,6 +14,7 @@ from dsv4.command.output_file import (
     check_output,
     check_regular_output,
     check_replaced_output,
+    refuse_shared_files,
     write_output,
 )
 from dsv4.errors import UserError
@@ -207,3 +208,22 @@ def test_a_file_that_is_made_anew_needs_its_folder(
     expected = f"--trace: {path}: cannot be written \\(Permission denied\\)"
     with pytest.raises(UserError, match=expected):
         check_replaced_output("--trace", path)
+
+
+def test_a_file_by_another_of_its_names_is_the_same_file(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.touch()
+    names = [tmp_path / "hard", tmp_path / "soft", tmp_path / "x" / ".." / "a"]
+    names[0].hardlink_to(file)
+    names[1].symlink_to(file)
+    (tmp_path / "x").mkdir()
+    for name in names:
+        with pytest.raises(UserError, match=r"--json: .*: found the file of --tools, expected"):
+            refuse_shared_files([("--tools", file)], [("--json", name)])
+
+
+def test_files_that_are_only_read_and_devices_may_be_shared(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    null = Path("/dev/null")
+    read = [("--tools", file), ("--messages", file), ("--prompt-file", Path("-")), ("--x", None)]
+    refuse_shared_files(read, [("--json", null), ("--svg", null), ("--out", Path("-"))])

@@ -223,6 +223,12 @@ def test_a_file_that_two_flags_would_use_is_refused(
     assert file.read_text() == "Hi"
 
 
+def test_a_state_that_is_read_is_no_other_output(drive: Drive, tmp_path: Path) -> None:
+    message = f"--json: {tmp_path / 's'}: found the file of --load-state, expected another one"
+    files = ("--load-state", tmp_path / "s", "--json", tmp_path / "s")
+    drive("--prompt", "Hi", *files).assert_user_error(message)
+
+
 def test_a_device_may_be_two_outputs(drive: Drive) -> None:
     flags = ("--prompt", "Hi", "--max-tokens", 1, "--json", "/dev/null")
     assert drive(*flags, "--prompt-file", "/dev/null").code == 2

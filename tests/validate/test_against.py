@@ -215,6 +215,7 @@ def test_values_without_ids_are_no_common_values_of_an_engine(
         (["--trace", "a"], "--trace: found without --against"),
         (["--against", "a", "--random-tokens", "3"], "--random-tokens: found with --against"),
         (["--against", "a", "--trace", "b", "--chunk", "3"], "--chunk: found with --against and"),
+        (["--against", "a", "--trace", "b", "--svg", "b"], "--svg: b: found the file of --trace"),
         (["--against", "none.safetensors"], "none.safetensors: no such file"),
     ],
 )
