@@ -1,6 +1,7 @@
 """``dsv4 serve``: loads the engine and serves it until a signal comes."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -67,6 +68,19 @@ def build_service(
     )
 
 
+def make_state_folder(folder: Path) -> None:
+    """Makes the folder of ``--state-dir``. Raises ``UserError`` where no state can be kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UserError(f"--state-dir: {folder}: found a file, expected a folder") from None
+    except OSError as error:
+        raise UserError(f"--state-dir: {folder}: cannot be made ({error.strerror})") from None
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        found = "found a folder that cannot be read and written, expected one that can"
+        raise UserError(f"--state-dir: {folder}: {found}")
+
+
 def serve(arguments: argparse.Namespace) -> int:
     """The whole job; returns the exit code. Raises ``UserError``, for the files of the model before
     anything is loaded.
@@ -78,7 +92,7 @@ def serve(arguments: argparse.Namespace) -> int:
     files = ModelFiles.read(arguments.model)
     check_defaults(files.config, files.generation)
     if arguments.state_dir is not None:
-        arguments.state_dir.mkdir(parents=True, exist_ok=True)
+        make_state_folder(arguments.state_dir)
     plan = partial(Engine.plan, arguments.model, engine_config(arguments))
     with (
         open_socket(arguments.host, arguments.port, key is not None) as bound,

@@ -64,7 +64,8 @@ def test_a_signal_ends_it_with_one_line_though_an_answer_is_under_way(tmp_path: 
         (["--api-key-file", "/dev/null"], "--api-key-file: /dev/null: found 0 words, expected one"),
         (["--model", "/nonexistent"], "--model: /nonexistent: no such folder"),
         (["--states", "3"], "--states: found without --state-dir, expected both"),
-        (["--state-dir", "/dev/null/x"], "/dev/null/x: Not a directory"),
+        (["--state-dir", "/dev/null/x"], "--state-dir: /dev/null/x: cannot be made (Not a dir"),
+        (["--state-dir", __file__], f"--state-dir: {__file__}: found a file, expected a folder"),
         (["--parallel", "round-robin"], "--parallel: found with one device"),
         (["--plan"], "unrecognized arguments: --plan"),
     ],
@@ -76,6 +77,15 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"error: {message}")
+
+
+def test_a_state_folder_that_nobody_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert main(["--state-dir", str(tmp_path)]) == 2
+    found = "found a folder that cannot be read and written, expected one that can"
+    assert capsys.readouterr().err == f"error: --state-dir: {tmp_path}: {found}\n"
 
 
 @pytest.mark.parametrize(
