@@ -1,5 +1,5 @@
 """docs/model.md has every section that code, tests and documents refer to, and its tables are those
-of the code.
+of the code; docs/architecture.md has every module.
 """
 
 import re
@@ -124,3 +124,45 @@ def test_tables_hold_the_published_values(model: str, column: int, name: Geometr
         row[0]: float(row[column]) for row in per_model
     }
     assert shown == {key: config[key] for key in shown}
+
+
+def unnamed_modules(tree: str, modules: list[str]) -> list[str]:
+    """Modules that a tree does not name. Under a folder it names all modules, on indented lines or
+    on lines of their own, or none.
+    """
+    named: dict[str, set[str]] = {}
+    folder = ""
+    for line in tree.splitlines():
+        if line.startswith(" "):
+            named[folder].update(re.findall(r"\w+\.py", line))
+        else:
+            folder = line.partition(" ")[0].rstrip("/")
+            above, _, name = folder.rpartition("/")
+            named.setdefault(above, set()).add(name)
+            named.setdefault(folder, set())
+    unnamed = []
+    for module in modules:
+        above, _, name = module.rpartition("/")
+        lists_modules = any(other.endswith(".py") for other in named.get(above, ()))
+        if above not in named or (lists_modules and name not in named[above]):
+            unnamed.append(module)
+    return unnamed
+
+
+def test_the_tree_of_the_architecture_names_every_module() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    tree = text.partition("## The tree\n\n```\n")[2].partition("```")[0]
+    packages = [file.parent for file in (ROOT / "dsv4").glob("*/__init__.py")]
+    files = [
+        *(ROOT / "dsv4").glob("*.py"),
+        *(file for package in packages for file in package.glob("*.py")),
+    ]
+    modules = {file.relative_to(ROOT).as_posix() for file in files if file.stem != "__init__"}
+    assert len(modules) > 100
+    assert unnamed_modules(tree, sorted(modules)) == []
+
+
+def test_a_module_that_the_tree_lacks_is_noticed() -> None:
+    tree = "a/b.py  x\na/c/  y:\n  d.py, e.py  z\na/f/  all of it\na/f/l/  m"
+    modules = ["a/b.py", "a/g.py", "a/c/d.py", "a/c/e.py", "a/c/h.py", "a/f/i.py", "a/j/k.py"]
+    assert unnamed_modules(tree, modules) == ["a/g.py", "a/c/h.py", "a/j/k.py"]
