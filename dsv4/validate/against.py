@@ -90,6 +90,8 @@ def compare_files(
     with ExitStack() as stack:
         reference = JoinedTrace(theirs, stack)
         if ours is None:
+            if not reference.names:
+                raise UserError(f"{reference.path}: found no value, expected one to compare")
             ours = Path(stack.enter_context(TemporaryDirectory())) / "dsv4.safetensors"
             write(reference.token_ids, ours, sorted(reference.names))
         found = JoinedTrace([ours], stack)

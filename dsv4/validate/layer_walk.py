@@ -189,12 +189,16 @@ def streams_into(trace: JoinedTrace, layer: int, shape: list[int]) -> Tensor:
     """The streams of ``shape``, ``[T, M, E]``, that entered a layer. Raises ``UserError`` when the
     trace does not have them.
     """
-    names = [f"layers.{layer}.attn_hc.streams", f"layers.{layer - 1}.streams"]
+    names = [f"layers.{layer}.attn_hc.streams"]
+    if layer > 0:
+        names.append(f"layers.{layer - 1}.streams")
     for name in names:
         if name in trace.names:
             expect_shape(name, trace, shape, "this engine")
             return whole_value(trace, name)
-    raise UserError(f"{trace.path}: found neither {names[0]} nor {names[1]}, expected one of them")
+    raise UserError(
+        f"{trace.path}: found no streams that enter layer {layer}, expected {' or '.join(names)}"
+    )
 
 
 def whole_value(trace: JoinedTrace, name: str) -> Tensor:

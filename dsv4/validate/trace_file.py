@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4.checkpoint.shard import TORCH_DTYPES
 from dsv4.errors import UserError, shorten
-from dsv4.json_object import parse_json_object
+from dsv4.json_object import JsonReader, parse_json_object
 from dsv4.trace.file import FORMAT
 
 TOKENS = "token_ids"
@@ -33,8 +33,8 @@ DEFAULT_JOINS = {
 class TraceFile:
     """One open trace file. Tensors are read when asked for.
 
-    Raises ``UserError`` for a file that cannot be read, has another format, or lacks token ids or
-    positions, of which there is at least one.
+    Raises ``UserError`` for a file that cannot be read, has another format or names that cannot be
+    printed, or lacks token ids or positions, of which there is at least one.
     """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -50,6 +50,9 @@ class TraceFile:
         if found != FORMAT:
             raise UserError(f"{path}: format: found {found!r}, expected {FORMAT!r}")
         self._all = frozenset(self._file.keys())
+        for name in self._all:
+            if not name.isprintable():
+                raise UserError(f"{path}: found a value {shorten(name)}, expected a printable name")
         self.names = self._all - {TOKENS, POSITIONS}
         self.token_ids = self._integers(TOKENS)
         self.positions = self._integers(POSITIONS)
@@ -121,6 +124,8 @@ class JoinedTrace:
         self.token_ids = first.token_ids
         self.names = frozenset[str]().union(*(file.names for file in self.files))
         self.config = first.object("config")
+        if self.config.get("vocab_size") is not None:
+            JsonReader(self.config, f"{self.path}: config").integer("vocab_size", 1, 2**31)
         self._rules = [*first.object("join").items(), *DEFAULT_JOINS.items()]
 
     def shape(self, name: str) -> list[int]:

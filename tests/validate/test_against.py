@@ -200,6 +200,15 @@ def test_no_common_value_is_an_error(
     assert captured.out == ""
 
 
+def test_a_trace_of_tokens_alone_has_nothing_to_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    theirs = write(tmp_path / "theirs.safetensors", {})
+    assert main(["--device", "cpu", "--against", str(theirs)]) == 2
+    expected = f"error: {theirs}: found no value, expected one to compare\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_values_without_ids_are_no_common_values_of_an_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

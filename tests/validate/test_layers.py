@@ -247,6 +247,23 @@ def test_a_reference_without_a_common_value_is_one_line(
     assert capsys.readouterr().err == f"error: {path}: found no value of layer 1\n"
 
 
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (0, "layers.0.attn_hc.streams"),
+        (1, "layers.1.attn_hc.streams or layers.0.streams"),
+    ],
+)
+def test_a_trace_without_what_enters_a_layer_is_one_line(
+    layer: int, expected: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = write(tmp_path / "a.safetensors", {"logits": torch.zeros(6, 8)})
+    arguments = ["--device", "cpu", "--model", str(model), "--layers", str(layer)]
+    assert main([*arguments, "--input", str(path)]) == 2
+    found = f"found no streams that enter layer {layer}, expected {expected}"
+    assert capsys.readouterr().err == f"error: {path}: {found}\n"
+
+
 @pytest.mark.slow
 def test_every_length_of_a_step_reads_the_same_caches(model: Path) -> None:
     source = StoredLayers(model)

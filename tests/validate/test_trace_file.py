@@ -113,6 +113,8 @@ def test_a_common_value_may_be_on_some_ranks_only(tmp_path: Path, stack: ExitSta
         ([{"join": {"a": "concat:-2"}}], "join: a: found 'concat:-2', expected one of its 2 dim"),
         ([{"rank": "0", "ranks": "1" * 5000}], "ranks: found '1{76}..., expected a number"),
         ([{"join": "["}], "join: not valid JSON"),
+        ([{"config": {"vocab_size": 0}}], "config: vocab_size: found 0, expected an integer from"),
+        ([{"config": {"vocab_size": -3}}], "config: vocab_size: found -3, expected an integer"),
     ],
 )
 def test_wrong_metadata_is_one_line(
@@ -146,6 +148,13 @@ def test_wrong_tokens_are_one_line(
     with pytest.raises(UserError) as error:
         JoinedTrace([path], stack)
     assert message in str(error.value)
+
+
+def test_a_name_that_cannot_be_printed_is_one_line(tmp_path: Path, stack: ExitStack) -> None:
+    path = write(tmp_path / "a.safetensors", {"hidden\x1b[31m\n": random(6, 3)})
+    expected = r"a value 'hidden\\x1b\[31m\\n', expected a printable name$"
+    with pytest.raises(UserError, match=expected):
+        JoinedTrace([path], stack)
 
 
 def test_ranks_of_other_tokens_and_shapes_are_refused(tmp_path: Path, stack: ExitStack) -> None:
