@@ -4,6 +4,16 @@ from pathlib import Path
 
 from dsv4.errors import UserError, shorten
 
+_SMALL = (
+    *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer.json"),
+    *("tokenizer_config.json", "model.safetensors.index.json"),
+)
+
+
+def files_of_model(folder: Path) -> list[Path]:
+    """The files that make up a model's folder, which need not be there: small ones and shards."""
+    return [*(folder / name for name in _SMALL), *folder.glob("*.safetensors")]
+
 
 def model_file(folder: str | Path, name: str) -> Path:
     """``folder/name``, which need not exist. Raises ``UserError`` for a link that leads nowhere or

@@ -42,7 +42,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.verbose and arguments.quiet:
         raise UserError("--verbose: found together with --quiet, expected one of them")
     refuse_what_has_no_effect(arguments, given_flags(parser, arguments))
-    refuse_shared_files(_files(arguments, _INPUTS), _files(arguments, _OUTPUTS))
+    written = _files(arguments, _OUTPUTS)
+    refuse_shared_files(_files(arguments, _INPUTS), written, Path(arguments.model))
     # A state may be saved where it was loaded from.
     refuse_shared_files(_files(arguments, ("load_state",)), _files(arguments, ("json", "trace")))
     if arguments.json is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dsv4.errors import UserError
+from dsv4.model_files import files_of_model
 
 STDOUT = Path("-")
 # Much more than a folder entry, and less than any report with its prompt.
@@ -46,13 +47,17 @@ def check_replaced_output(flag: str, path: Path) -> None:
 
 
 def refuse_shared_files(
-    read: Sequence[tuple[str, Path | None]], written: Sequence[tuple[str, Path | None]]
+    read: Sequence[tuple[str, Path | None]],
+    written: Sequence[tuple[str, Path | None]],
+    model: Path | None = None,
 ) -> None:
     """Raises ``UserError`` for a regular file that one flag writes and another one reads or writes.
-    Both are flags with their files, None where one is not given.
+    Both are flags with their files, None where one is not given; ``model``: the folder of
+    ``--model``.
     """
+    of_model = [] if model is None else [("--model", path) for path in files_of_model(model)]
     flags: dict[tuple[int, int] | str, str] = {}
-    for is_written, given in ((False, read), (True, written)):
+    for is_written, given in ((False, [*of_model, *read]), (True, written)):
         for flag, path in given:
             file = None if path is None or path == STDOUT else _identity(path)
             if file is None:

@@ -233,10 +233,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def check_outputs(options: argparse.Namespace, read: Sequence[tuple[str, Path | None]]) -> None:
     """Raises ``UserError`` when ``--json`` or ``--svg`` cannot be written, both are one file, or
-    one is among the files of flags that are ``read``.
+    one is among the files of flags that are ``read``, or of the model.
     """
     written = [("--json", options.json), ("--svg", options.svg)]
-    refuse_shared_files(read, written)
+    refuse_shared_files(read, written, options.model)
     for flag, path in written:
         if path is not None:
             check_output(flag, path)

@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 
 from dsv4.command.flags import OneLineParser, add_parallel, given_flags, integer
-from dsv4.command.output_file import check_output
+from dsv4.command.output_file import check_output, refuse_shared_files
 from dsv4.command.program import command, run_program
 from dsv4.decode import CUDAGraphDecoder, Mode
 from dsv4.demo import CHECKPOINT
@@ -139,6 +139,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if options.static_only and unused:
         raise UserError(f"--{min(unused)}: found together with --static-only, which loads no model")
     if options.json is not None:
+        refuse_shared_files([], [("--json", options.json)], options.model)
         check_output("--json", options.json)
     return options
 

@@ -229,6 +229,15 @@ def test_a_state_that_is_read_is_no_other_output(drive: Drive, tmp_path: Path) -
     drive("--prompt", "Hi", *files).assert_user_error(message)
 
 
+def test_a_file_of_the_model_is_no_output(drive: Drive, broken_copy: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        path = broken_copy / name
+        before = path.read_bytes()
+        message = f"--json: {path}: found the file of --model, expected another one"
+        drive("--prompt", "Hi", "--model", broken_copy, "--json", path).assert_user_error(message)
+        assert path.read_bytes() == before
+
+
 def test_a_device_may_be_two_outputs(drive: Drive) -> None:
     flags = ("--prompt", "Hi", "--max-tokens", 1, "--json", "/dev/null")
     assert drive(*flags, "--prompt-file", "/dev/null").code == 2

@@ -91,6 +91,7 @@ def test_a_wrong_swap_is_one_line(swap: str, message: str, capsys: pytest.Captur
         ),
         (["--json", "out", "--svg", "./out"], "--svg: out: found the file of --json, expected"),
         (["--json", "out", "--svg", "link"], "--svg: link: found the file of --json, expected"),
+        (["--model", ".", "--json", "config.json"], "config.json: found the file of --model"),
         (["--against", "a", "b", "--json", "./b"], "--json: b: found the file of --against"),
     ],
 )
