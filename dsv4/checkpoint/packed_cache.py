@@ -150,6 +150,10 @@ def check_folder(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
+    except FileExistsError:
+        raise UserError(
+            f"EngineConfig.packed_cache: {folder}: found a file, expected a folder"
+        ) from None
     except OSError as error:
         found = error.strerror
         raise UserError(

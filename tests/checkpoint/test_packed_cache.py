@@ -225,14 +225,14 @@ def test_a_full_disk_is_one_warning(
     assert starts()[0] == 0
 
 
-@pytest.mark.parametrize("made", [lambda path: path.write_text("x"), lambda path: None])
-def test_no_folder_is_one_line_before_anything_is_packed(
-    starts: Starts, made: Callable[[Path], object]
-) -> None:
-    made(starts.cache)
-    if not starts.cache.exists():
-        starts.cache = starts.cache / "in nothing"
-    expected = r"^EngineConfig.packed_cache: .*(cache|in nothing): cannot be written \([^()\n]*\)$"
+def test_no_folder_is_one_line_before_anything_is_packed(starts: Starts) -> None:
+    file = starts.cache
+    file.write_text("x")
+    found = f"EngineConfig.packed_cache: {file}: found a file, expected a folder"
+    with pytest.raises(UserError, match=f"^{found}$"):
+        starts()
+    starts.cache = file.with_name("nothing") / "in nothing"
+    expected = r"^EngineConfig.packed_cache: .*in nothing: cannot be written \([^()\n]*\)$"
     with pytest.raises(UserError, match=expected):
         starts()
 
