@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.bench.geometry_bytes import stored_bytes
+from dsv4.bench.geometry_bytes import serves_choice, stored_bytes
 from dsv4.bench.layer_times import keep_everything
 from dsv4.checkpoint import Layout
 from dsv4.config import ModelConfig
@@ -76,7 +76,8 @@ def bench_drafts(
         distinct = _distinct_experts(engine, tokens, position)
         of_draft = _distinct_of_draft(steps, tokens - 1)
         found = DraftBytes(engine.config, layout, run.kind, len(steps.ranks))
-        floors = (found.draft(tokens - 1, of_draft), found.verify(distinct))
+        dense = steps.step(tokens).recorded.is_dense(position + _STEPS * tokens)
+        floors = (found.draft(tokens - 1, of_draft), found.verify(distinct, dense))
         draft, verify = (1e6 * nbytes / bytes_per_second for nbytes in floors)
         given = sum(run.acceptance**place for place in range(tokens))
         records[str(tokens)] = {
@@ -173,11 +174,12 @@ class DraftBytes:
     kind: MtpKind
     ranks: int
 
-    def verify(self, distinct: float) -> float:
-        """The main model on tokens that take ``distinct`` experts a layer, and the module's
-        rows.
+    def verify(self, distinct: float, dense: bool) -> float:
+        """The main model on tokens that take ``distinct`` experts a layer, and the module's rows;
+        ``dense``: in a dense step.
         """
-        return self._sum(distinct, self._main()) + self._sum(0, self._remembered())
+        main = [found for found in self._main() if not (dense and serves_choice(found))]
+        return self._sum(distinct, main) + self._sum(0, self._remembered())
 
     def draft(self, drafts: int, distinct: float) -> float:
         """So many drafts, of rows that take ``distinct`` experts a stage."""

@@ -100,7 +100,8 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
         fill_caches(state)
     modes = DecodeModes(engine, run.modes)
     decode = {
-        str(at): _decode(modes, at, run.decode_tokens, nbytes, ceiling) for at in run.positions
+        str(at): _decode(modes, run, at, _bytes_at(engine, run, ranks, at), ceiling)
+        for at in run.positions
     }
     memory = _peak_gigabytes(engine)
     for at, by_kind in _layer_microseconds(engine, run.positions).items():
@@ -213,10 +214,18 @@ def _prefill(engine: Engine, length: int) -> float:
     return length / min(seconds[1:])
 
 
+def _bytes_at(engine: Engine, run: GeometryRun, ranks: int, position: int) -> int:
+    """Weight bytes that a token has to read from ``position`` on."""
+    steps = engine.steps
+    end = position + run.decode_tokens
+    dense = isinstance(steps, RecordedSteps) and steps.step(1).recorded.is_dense(end)
+    return sum(token_bytes(engine.config, run.layout, ranks, dense).values())
+
+
 def _decode(
-    modes: DecodeModes, position: int, tokens: int, nbytes: int, ceiling: float
+    modes: DecodeModes, run: GeometryRun, position: int, nbytes: int, ceiling: float
 ) -> dict[str, Any]:
-    measured = modes.measure(position, tokens).items()
+    measured = modes.measure(position, run.decode_tokens).items()
     return {mode: against_floor(times, nbytes, ceiling) for mode, times in measured}
 
 

@@ -12,13 +12,17 @@ from dsv4.weights.parameters import Parameter, Role, layer_of
 from dsv4.weights.quant import packed_bytes
 
 
-def token_bytes(config: ModelConfig, layout: Layout, ranks: int = 1) -> dict[str, int]:
+def token_bytes(
+    config: ModelConfig, layout: Layout, ranks: int = 1, dense: bool = False
+) -> dict[str, int]:
     """Weight bytes one decoded token has to read, by "embedding and head" and layer kind (summed
-    over its layers); of several ranks those of each.
+    over its layers); of several ranks those of each. ``dense``: in a dense step.
     """
     totals: defaultdict[str, int] = defaultdict(int)
     for parameter in local_parameters(config, ranks, 0).values():
         if parameter.name.startswith("embed.") or parameter.role is Role.TABLE:
+            continue
+        if dense and serves_choice(parameter):
             continue
         nbytes = stored_bytes(parameter, layout)
         if parameter.role is Role.EXPERT:
@@ -26,6 +30,11 @@ def token_bytes(config: ModelConfig, layout: Layout, ranks: int = 1) -> dict[str
         layer = layer_of(parameter.name)
         totals["head" if layer is None else KIND_OF_RATIO[config.compress_ratios[layer]]] += nbytes
     return dict(totals)
+
+
+def serves_choice(parameter: Parameter) -> bool:
+    """Whether a dense step does not read it: its indexer asks for nothing."""
+    return parameter.name.endswith("indexer.wq_b.weight")
 
 
 def stored_bytes(parameter: Parameter, layout: Layout) -> int:

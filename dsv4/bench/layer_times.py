@@ -50,8 +50,9 @@ class LayerTimes:
         program = self._step.programs[self._device]
         for kind, layers in self._layers.items():
             self._run_whole(position)
+            dense = self._step.recorded.is_dense(position + 1)
             ranges = [layer_items(self._step.recorded, layer) for layer in layers]
-            calls = [partial(program.run, 1, items.start, items.stop) for items in ranges]
+            calls = [partial(program.run, 1, part.start, part.stop, dense) for part in ranges]
             with on_device(self._device):
                 times = replay_microseconds(capture(calls), _REPLAYS)
             measured[kind] = round(statistics.median(times) / len(calls), 2)
@@ -62,7 +63,7 @@ class LayerTimes:
         assert self._step.feed is not None
         self._state.set_position(position)
         self._step.feed.put([0])
-        self._step.run(1)
+        self._step.run(1, position + 1)
 
 
 def layers_by_kind(

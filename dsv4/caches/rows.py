@@ -7,7 +7,7 @@ through the cache.
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,6 +68,11 @@ class RowCache:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + (0 if self.block_scale is None else self.block_scale.nbytes)
+
+    def first(self, slots: int) -> "RowCache":
+        """The first ``slots`` slots."""
+        scale = None if self.block_scale is None else self.block_scale[:slots]
+        return replace(self, data=self.data[:slots], block_scale=scale)
 
     def read(self, slots: Tensor) -> Tensor:
         """Dequantised float32 rows ``[..., width]`` of int64 ``slots`` ``[...]``."""

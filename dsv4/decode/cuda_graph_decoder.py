@@ -96,7 +96,7 @@ class CUDAGraphDecoder:
         assert captured.step.feed is not None
         with self._entered_from_outside():
             captured.step.feed.put(ids)
-            captured.run()
+            captured.run(position + len(ids))
         self.state.advance(len(ids))
         return captured.step.logits_TV
 
@@ -140,9 +140,11 @@ class CUDAGraphDecoder:
     def _capture(self, step: AnyStep) -> AnyCaptured:
         with self._capturing():
             assert step.feed is not None
-            step.feed.put([0] * step.tokens)
-            step.run(step.tokens)
-            step.sample()
+            for end in step.recorded.ends(self.max_context):
+                step.feed.put([0] * step.tokens)
+                step.run(step.tokens, end)
+                step.sample()
+                self.state.set_position(self.state.position)
             return self._captured_step(step)
 
     @contextmanager
@@ -162,8 +164,9 @@ class CUDAGraphDecoder:
         for stream in self._streams.values():
             stream.synchronize()
         if isinstance(step, LockStep):
-            return CapturedRanks(step, self.state, self._streams, self.mode, self._pool)
-        return CapturedStep(step, self._streams, self.mode, self._pool)
+            ranks = (step, self.state, self._streams, self.mode, self._pool)
+            return CapturedRanks(*ranks, self.max_context)
+        return CapturedStep(step, self._streams, self.mode, self._pool, self.max_context)
 
     def _check_room(self, position: int, tokens: int) -> None:
         if position + tokens > self.max_context:

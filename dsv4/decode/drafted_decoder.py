@@ -88,15 +88,15 @@ class _CapturedBlocks:
         if captured is None:
             self._eager.draft(count)
         else:
-            captured.run()
+            captured.run(self._decoder.max_context)
 
-    def verify(self, tokens: int) -> None:
+    def verify(self, tokens: int, end: int) -> None:
         """See ``BlockQueue``."""
         captured = self._decoder.verify(tokens)
         if captured is None:
-            self._eager.verify(tokens)
+            self._eager.verify(tokens, end)
         else:
-            captured.run()
+            captured.run(end)
 
     def settle(self, tokens: int) -> None:
         """See ``BlockQueue``."""

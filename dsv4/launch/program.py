@@ -77,9 +77,11 @@ class Program:
             recorded.size(), recorded.stride(), storage.storage_offset() + recorded.storage_offset()
         )
 
-    def run(self, tokens: int, start: int = 0, stop: int | None = None) -> None:
+    def run(
+        self, tokens: int, start: int = 0, stop: int | None = None, dense: bool = False
+    ) -> None:
         """Queues the items ``start`` to ``stop`` for this many tokens on the device's current
-        stream.
+        stream. ``dense``: as in a dense step.
 
         The device must be the current one.
         """
@@ -88,10 +90,11 @@ class Program:
             self._retarget(tokens, stream)
         launch_kernel = driver().cuLaunchKernelEx
         for item in self._items[start:stop]:
-            if item.config is None:
+            launch = item.in_dense if dense else item.in_sparse
+            if launch is None:
                 item.call(tokens)
                 continue
-            (error,) = launch_kernel(item.config, item.function, item.parameters, 0)
+            (error,) = launch_kernel(launch.config, launch.function, launch.parameters, 0)
             if error:
                 raise RuntimeError(f"CUDA driver error: {error.name} at a launch of {item.name}")
 
@@ -108,8 +111,10 @@ class Program:
             name: self._address(value) if value is None or isinstance(value, Tensor) else value
             for name, value in item.arguments.items()
         }
-        kept = [value for value in item.tensors if not value.is_meta]
-        return _ReadyLaunch(item, values, kept, self.recording.target, self._tokens)
+        target = self.recording.target
+        if item.shape_of is None:
+            return _ReadyLaunch(item, values, target)
+        return _ReadyPrefillLaunch(item, values, target, self._tokens)
 
     def _address(self, tensor: Tensor | None) -> int:
         if tensor is None:
@@ -127,9 +132,8 @@ class Program:
 class _ReadyCall:
     """A function with its tensors."""
 
-    config = None
-    function = None
-    parameters = None
+    in_sparse = None
+    in_dense = None
 
     def __init__(self, item: Call, tensors: list[Tensor]) -> None:
         self._function = item.function
@@ -184,49 +188,68 @@ class PreparedLaunch:
 
 
 class _ReadyLaunch:
-    """A launch with its memory: prepared once for the most tokens, anew for other numbers."""
+    """A launch with its memory. ``in_sparse``, ``in_dense``: what is queued in a step that is not
+    dense, and in one that is; None: nothing.
+    """
+
+    def __init__(self, item: Launch, values: dict[str, int | float], target: Target) -> None:
+        self.name = item.signature.kernel
+        # The launch has the addresses of these alone.
+        self._kept = [value for value in item.tensors if not value.is_meta]
+        self.in_sparse = PreparedLaunch(item.signature, target)
+        self.in_sparse.take(item.shape, values)
+        self.in_dense: PreparedLaunch | None = self.in_sparse
+        if item.dense_shape is None:
+            self.in_dense = None
+        elif item.dense_shape is not item.shape:
+            self.in_dense = PreparedLaunch(item.signature, target)
+            self.in_dense.take(item.dense_shape, values)
+
+    def call(self, tokens: int) -> None:
+        """Where nothing is queued there is nothing to launch."""
+
+    def retarget(self, tokens: int, stream: int) -> None:
+        """For another stream."""
+        for prepared in (self.in_sparse, self.in_dense):
+            if prepared is not None:
+                prepared.config.hStream = stream
+
+
+class _ReadyPrefillLaunch:
+    """A launch whose shape goes with the number of tokens: prepared once for the most of them, anew
+    for other numbers.
+    """
 
     def __init__(
-        self,
-        item: Launch,
-        values: dict[str, int | float],
-        kept: list[Tensor],
-        target: Target,
-        tokens: int,
+        self, item: Launch, values: dict[str, int | float], target: Target, tokens: int
     ) -> None:
+        assert item.shape_of is not None
         self.name = item.signature.kernel
-        self._item = item
+        self._kept = [value for value in item.tensors if not value.is_meta]
+        self._shape_of = item.shape_of
         self._values = values
-        self._kept = kept
         self._most_tokens = tokens
         self._whole = PreparedLaunch(item.signature, target)
-        self._other = None if item.shape_of is None else PreparedLaunch(item.signature, target)
-        self._launches_whole = item.shape_of is None or item.shape_of(tokens) is not None
         self._whole.take(item.shape, values)
+        self._other = PreparedLaunch(item.signature, target)
+        self._launches_whole = item.shape_of(tokens) is not None
         self.retarget(tokens, 0)
 
     def call(self, tokens: int) -> None:
-        """Without a configuration there is nothing to launch."""
+        """As of ``_ReadyLaunch``."""
 
     def retarget(self, tokens: int, stream: int) -> None:
         """For another number of tokens, or another stream."""
-        if self._item.shape_of is None or self._other is None or tokens == self._most_tokens:
-            self._use(self._whole if self._launches_whole else None, stream)
-            return
-        shape = self._item.shape_of(tokens)
-        if shape is not None:
-            self._other.take(shape, self._values)
-        self._use(None if shape is None else self._other, stream)
-
-    def _use(self, prepared: PreparedLaunch | None, stream: int) -> None:
-        """None: nothing is launched."""
-        if prepared is None:
-            self.config: Any = None
-            return
-        prepared.config.hStream = stream
-        self.config = prepared.config
-        self.function = prepared.function
-        self.parameters = prepared.parameters
+        prepared: PreparedLaunch | None = self._whole if self._launches_whole else None
+        if tokens != self._most_tokens:
+            shape = self._shape_of(tokens)
+            prepared = None if shape is None else self._other
+            if shape is not None:
+                self._other.take(shape, self._values)
+        if prepared is not None:
+            prepared.config.hStream = stream
+        self.in_sparse = prepared
+        self.in_dense = prepared
 
 
 def run_now(recording: Recording, results: Sequence[Tensor]) -> list[Tensor]:

@@ -8,7 +8,8 @@ was recorded.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,18 +25,25 @@ ShapeOf = Callable[[int], Shape | None]
 @dataclass(frozen=True)
 class Launch:
     """A kernel with its arguments. ``shape_of`` gives its shape for a number of tokens; None: it is
-    not launched.
+    not launched. ``dense_shape``: in a dense step (``Recording.dense_until``).
     """
 
     signature: Signature
     shape: Shape
     arguments: Mapping[str, Tensor | int | float | None]
     shape_of: ShapeOf | None
+    dense_shape: Shape | None
 
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor that the kernel reads or writes."""
         return [argument for argument in self.arguments.values() if isinstance(argument, Tensor)]
+
+    def shape_for(self, tokens: int, dense: bool) -> Shape | None:
+        """How it is launched in a step of ``tokens`` tokens; None: it is not."""
+        if self.shape_of is not None:
+            return self.shape_of(tokens)
+        return self.dense_shape if dense else self.shape
 
 
 @dataclass(frozen=True)
@@ -51,9 +59,20 @@ class Call:
 Item = Launch | Call
 
 
+class _Serving(NamedTuple):
+    """An item that serves the indexer's choice, its place, and its shape where nobody chooses."""
+
+    at: int
+    item: Item
+    dense_shape: Shape | None
+
+
 class Recording:
     """Items of steps of up to ``tokens`` tokens on ``target``. A prefill recording serves every
     number up to that.
+
+    ``dense_until``: a step is dense if the sequence has at most so many tokens behind it. There the
+    indexer would choose every entry, so what serves its choice is left out.
     """
 
     def __init__(
@@ -62,18 +81,19 @@ class Recording:
         tokens: int,
         nan_1: Tensor | None = None,
         peers: Peers | None = None,
-        whole_seams: bool = False,
+        traced: bool = False,
     ) -> None:
         """``nan_1``: int32 ``[1]`` of pinned memory, to which kernels that compare write 1 when
         they meet NaN, because a comparison hides it. None: nobody wants to know. ``peers``: the
-        ranks with which this one shares the model; None: it is alone. ``whole_seams``: also of a
-        prefill step every rank has the streams of all tokens.
+        ranks with which this one shares the model; None: it is alone. ``traced``: somebody
+        wants every value, and that of all tokens on every rank.
         """
         self.target = target
         self.tokens = tokens
         self.nan_1 = nan_1
         self.peers = peers
-        self.whole_seams = whole_seams
+        self.traced = traced
+        self.dense_until = 0
         self.exchanges = 0
         self.steps_begun = 0
         self.meetings: list[int] = []
@@ -84,6 +104,8 @@ class Recording:
         self._buffers: dict[int, Tensor] = {}
         self._zeroed: dict[str, Tensor] = {}
         self._has_sent = False
+        self._serving: list[_Serving] = []
+        self._choices: dict[int, tuple[int, list[_Serving]]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous buffer whose address is a multiple of 512 bytes. It holds anything when an
@@ -112,9 +134,15 @@ class Recording:
             )
         return tensor
 
-    def launch(self, shape: Shape | ShapeOf, **arguments: Tensor | int | float | None) -> None:
+    def launch(
+        self,
+        shape: Shape | ShapeOf,
+        dense_shape: Shape | None = None,
+        /,
+        **arguments: Tensor | int | float | None,
+    ) -> None:
         """Notes a kernel. Arguments are those of its signature; those of ``shape.numbers`` are
-        added.
+        added. ``dense_shape``: in dense steps, if it differs.
 
         A function for ``shape`` is asked for every number of tokens from 1 to ``tokens``; it may
         return None where there is nothing to do.
@@ -126,7 +154,7 @@ class Recording:
         full = shape if isinstance(shape, Shape) else self._longest(shape)
         declared = signature(full.kernel.source, full.kernel.function)
         declared.check({**arguments, **full.numbers})
-        launch = Launch(declared, full, arguments, shape_of)
+        launch = Launch(declared, full, arguments, shape_of, dense_shape or full)
         self._check_devices(declared.kernel, launch.tensors)
         self.items.append(launch)
 
@@ -135,6 +163,33 @@ class Recording:
         whole.
         """
         self.items.append(Call(function, list(tensors)))
+
+    def serve_choice(self, dense_shape: Shape | None) -> None:
+        """The last launch serves the indexer's choice, but for what ``dense_shape`` does; None: it
+        does nothing else.
+        """
+        self._serving.append(_Serving(len(self.items) - 1, self.items[-1], dense_shape))
+
+    def choose(self, selected_TK: Tensor, all_until: int) -> None:
+        """``selected_TK`` is the choice that was served: of sequences of up to ``all_until`` tokens
+        it holds every entry.
+        """
+        self._choices[storage_key(selected_TK)] = (all_until, self._serving)
+        self._serving = []
+
+    def leave_choice_out(self, selected_TK: Tensor) -> bool:
+        """Leaves what serves this choice out of dense steps, where the next item does without it.
+        False: it has to stay, because it is traced or another op took a launch's place.
+        """
+        all_until, serving = self._choices.pop(storage_key(selected_TK), (0, []))
+        are_there = all(self.items[served.at] is served.item for served in serving)
+        if self.traced or not (all_until and are_there):
+            return False
+        for at, item, dense_shape in serving:
+            assert isinstance(item, Launch), "calls have no shape"
+            self.items[at] = replace(item, dense_shape=dense_shape)
+        self.dense_until = min(self.dense_until or all_until, all_until)
+        return True
 
     def next_exchange(self) -> int:
         """The number of the next sum over the ranks: the same on all of them, because they record

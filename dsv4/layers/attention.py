@@ -2,7 +2,7 @@
 (model.md#attention).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +95,9 @@ class Attention:
             config,
             input_rows=weights.row_list(inputs, [None, None, *[torch.float32] * len(float32_rows)]),
             q_norm=weights.vector("q_norm.weight"),
-            query_rows=weights.row_list(queries, [None] * len(queries)),
+            query_rows=replace(
+                weights.row_list(queries, [None] * len(queries)), for_choice=len(queries) - 1
+            ),
             norm=QueryKeyNorm(weights.vector("kv_norm.weight"), inv_freq, config.rms_norm_eps),
             sink_H=sink_H,
             wo_a=weights.matrix("wo_a.weight"),

@@ -74,8 +74,9 @@ def profile_decoder(engine: Engine, decoder: CUDAGraphDecoder) -> GraphProfile:
     """
     if engine.max_context < 2:
         raise UserError("--profile: found a context of 1 token, expected room for 2")
-    tokens = min(_TOKENS, engine.max_context)
-    position = min(engine.position, engine.max_context - tokens)
+    step = decoder.step(1)
+    position, tokens = _place(engine, step.recorded.dense_until)
+    dense = step.recorded.is_dense(position + tokens)
     greedy = Sampler(SamplingParams(temperature=0))
     _set_position(engine, position)
     for _ in decoder.singly(0, greedy, min(_WARM_UP, tokens)):
@@ -90,10 +91,9 @@ def profile_decoder(engine: Engine, decoder: CUDAGraphDecoder) -> GraphProfile:
         for _ in islice(following, tokens):
             pass
         _synchronize(engine)
-    step = decoder.step(1)
     kinds = layer_kinds(engine.config)
     ranks = step.ranks if isinstance(step, LockStep) else (step,)
-    launches = [step_launches(rank.recorded, kinds) for rank in ranks]
+    launches = [step_launches(rank.recorded, kinds, dense) for rank in ranks]
     timelines = rank_timelines(_device_events(profiler), launches, tokens)
     return GraphProfile(decoder.mode, len(timelines[0]), tuple(map(median_token, timelines)))
 
@@ -110,8 +110,10 @@ def rank_timelines(
     ]
 
 
-def step_launches(recorded: RecordedStep, kinds: Sequence[str]) -> dict[int, list[StepLaunch]]:
-    """The launches of a one-token step in order, by device index.
+def step_launches(
+    recorded: RecordedStep, kinds: Sequence[str], dense: bool
+) -> dict[int, list[StepLaunch]]:
+    """The launches of a one-token step in order, by device index; ``dense``: of a dense one.
 
     ``kinds``: the kind of every layer.
     """
@@ -121,7 +123,7 @@ def step_launches(recorded: RecordedStep, kinds: Sequence[str]) -> dict[int, lis
             kind = HEAD if part.layer is None else kinds[part.layer]
             launches[part.device.index] += [
                 StepLaunch(name, part.name, part.layer, kind)
-                for _, name in recorded.launched(part, 1)
+                for _, name in recorded.launched(part, 1, dense)
             ]
     return dict(launches)
 
@@ -133,6 +135,16 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [rounded(item) for item in value]
     return round(value, 2) if isinstance(value, float) else value
+
+
+def _place(engine: Engine, dense_until: int) -> tuple[int, int]:
+    """Where to decode how many tokens: as near to the engine's position as there is room for steps
+    that are all dense or none.
+    """
+    begin = dense_until if engine.position >= dense_until else 0
+    end = engine.max_context if begin == dense_until else min(dense_until, engine.max_context)
+    tokens = min(_TOKENS, end - begin)
+    return min(engine.position, end - tokens), tokens
 
 
 def _set_position(engine: Engine, position: int) -> None:

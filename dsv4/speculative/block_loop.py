@@ -27,8 +27,10 @@ class BlockQueue(Protocol):
         """``count`` drafts behind the last token, from 1 on."""
         ...
 
-    def verify(self, tokens: int) -> None:
-        """The main model on so many tokens: the last one and the drafts."""
+    def verify(self, tokens: int, end: int) -> None:
+        """The main model on so many tokens: the last one and the drafts; the sequence has at most
+        ``end`` behind them.
+        """
         ...
 
     def settle(self, tokens: int) -> None:
@@ -174,7 +176,7 @@ class BlockLoop:
             queue.draft(count)
         self._ring.mark_drafted()
         queue.feed(tokens).pass_on()
-        queue.verify(tokens)
+        queue.verify(tokens, self._known + sum(self._pending) + tokens)
         queue.settle(tokens)
         self._ring.mark_settled()
         self._pass_on_rejected()

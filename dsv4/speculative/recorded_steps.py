@@ -122,7 +122,7 @@ class DraftedRecordedSteps(RecordedSteps):
         token: int,
         sampler: Sampler,
         steps: int,
-        run: Callable[[], None],
+        run: Callable[[int], None],
         sample: Callable[[], None],
     ) -> Generator[int, None, None]:
         """Yields the tokens behind ``token`` by ``alone``, which ``run`` and ``sample`` queue."""
@@ -153,15 +153,15 @@ class EagerBlocks:
         step = self._steps.draft_step(count)
         if self._steps.observer is not None:
             self._steps.observer.begin_step()
-        step.run(step.tokens, self._steps.observer)
+        step.run(step.tokens, observer=self._steps.observer)
 
-    def verify(self, tokens: int) -> None:
+    def verify(self, tokens: int, end: int) -> None:
         """See ``BlockQueue``."""
         observer = self._steps.observer
         # A step with drafts has begun with these.
         if observer is not None and tokens == 1:
             observer.begin_step()
-        self._step(tokens).run(tokens, observer)
+        self._step(tokens).run(tokens, end, observer)
 
     def settle(self, tokens: int) -> None:
         """See ``BlockQueue``."""
@@ -183,10 +183,10 @@ class EagerBlocks:
         step = self._steps.alone
         assert step is not None
 
-        def run() -> None:
+        def run(end: int) -> None:
             if observer is not None:
                 observer.begin_step()
-            step.run(1, observer)
+            step.run(1, end, observer)
 
         return self._steps.follow_alone(token, sampler, steps, run, lambda: step.sample(observer))
 

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import groupby
 from typing import Literal
 
@@ -86,22 +87,38 @@ def part_device(part: AnyPart) -> torch.device:
 
 
 class CapturedStep:
-    """A step whose parts are replayed on ``streams``. ``regions`` names what was captured, in
-    order; ``model`` and ``choice`` queue the model, and the choice of the next token, in turn.
+    """A step whose parts are replayed on ``streams``. ``regions`` names what is captured, in order;
+    ``model``, by whether the run is dense, and ``choice`` queue the model, and the choice of the
+    next token, in turn.
     """
 
-    def __init__(self, step: Step, streams: Streams, mode: Mode, pool: Pool) -> None:
+    def __init__(
+        self, step: Step, streams: Streams, mode: Mode, pool: Pool, max_context: int
+    ) -> None:
         """The step must have run before: what is loaded at a first launch cannot be captured."""
         self.step = step
-        self.regions: list[str] = []
         self._streams = streams
+        self._mode: Mode = mode
         self._pool = pool
-        self.model = self._capture(step.model_parts, mode)
-        self.choice = self._capture(step.sample_parts, mode)
+        self._graphs: dict[tuple[Part, bool], torch.cuda.CUDAGraph] = {}
+        recorded = step.recorded
+        self.model = {
+            dense: self._capture(step.model_parts, dense)
+            for dense in map(recorded.is_dense, recorded.ends(max_context))
+        }
+        self.choice = self._capture(step.sample_parts, False)
 
-    def run(self) -> None:
-        """Queues the model on the streams, which the caller has made the current ones."""
-        for action in self.model:
+    @property
+    def regions(self) -> list[str]:
+        """The names of what is captured, in order."""
+        parts = [*self.step.model_parts, *self.step.sample_parts]
+        return [name for name, _ in regions_of(parts, self._mode) if name is not None]
+
+    def run(self, end: int) -> None:
+        """Queues the model on the streams, which the caller has made the current ones. ``end``: as
+        of ``Step.run``.
+        """
+        for action in self.model[self.step.recorded.is_dense(end)]:
             action()
 
     def sample(self) -> None:
@@ -109,33 +126,45 @@ class CapturedStep:
         for action in self.choice:
             action()
 
-    def _capture(self, parts: Sequence[AnyPart], mode: Mode) -> list[Callable[[], object]]:
+    def _capture(self, parts: Sequence[AnyPart], dense: bool) -> list[Callable[[], object]]:
         actions: list[Callable[[], object]] = []
-        for name, run in regions_of(parts, mode):
+        for name, run in regions_of(parts, self._mode):
             if name is None:
-                actions += [lambda part=part: self._eager(part) for part in run]
-                continue
-            graph = capture_graph(
-                self._streams[part_device(run[0])], self._pool, lambda run=run: self._queue(run)
-            )
-            self.regions.append(name)
-            actions.append(graph.replay)
+                tokens = self.step.tokens
+                actions += [partial(self.step.run_part, part, tokens, dense) for part in run]
+            else:
+                actions.append(self._graph(run, dense).replay)
         return actions
 
-    def _eager(self, part: AnyPart) -> None:
-        self.step.run_part(part, self.step.tokens)
+    def _graph(self, parts: Sequence[AnyPart], dense: bool) -> torch.cuda.CUDAGraph:
+        """The graph of a region, one for both kinds of run where they do the same."""
+        captured = [part for part in parts if isinstance(part, Part)]
+        assert len(captured) == len(parts), "hand-offs are not captured"
+        differs = any(map(self.step.recorded.differs_if_dense, captured))
+        key = (captured[0], dense and differs)
+        if key not in self._graphs:
+            stream = self._streams[part_device(parts[0])]
+            body = partial(self._queue, captured, dense)
+            self._graphs[key] = capture_graph(stream, self._pool, body)
+        return self._graphs[key]
 
-    def _queue(self, parts: Sequence[AnyPart]) -> None:
+    def _queue(self, parts: Sequence[Part], dense: bool) -> None:
         for part in parts:
-            assert isinstance(part, Part), "hand-offs are not captured"
-            self.step.programs[part.device].run(self.step.tokens, part.start, part.stop)
+            program = self.step.programs[part.device]
+            program.run(self.step.tokens, part.start, part.stop, dense)
 
 
 class CapturedRanks:
     """The captured steps of all ranks, each on a device of its own: replayed region by region."""
 
     def __init__(
-        self, step: LockStep, state: DecodeState, streams: Streams, mode: Mode, pool: Pool
+        self,
+        step: LockStep,
+        state: DecodeState,
+        streams: Streams,
+        mode: Mode,
+        pool: Pool,
+        max_context: int,
     ) -> None:
         """As ``CapturedStep``. ``state``: of rank 0. Raises ``ValueError`` for ranks that share a
         device: a graph that waits for another rank would be in front of that rank's.
@@ -145,13 +174,16 @@ class CapturedRanks:
             raise ValueError(f"ranks: found {len(devices)} on {devices[0]}, expected one each")
         self.step = step
         self._state = state
-        self._ranks = [CapturedStep(rank, streams, mode, pool) for rank in step.ranks]
+        self._ranks = [CapturedStep(rank, streams, mode, pool, max_context) for rank in step.ranks]
         self.regions = self._ranks[0].regions
 
-    def run(self) -> None:
-        """Queues the model. All ranks get a region before any gets the next one."""
+    def run(self, end: int) -> None:
+        """Queues the model. All ranks get a region before any gets the next one. ``end``: as of
+        ``Step.run``.
+        """
         self._state.begin_step(self.step.recorded.steps_begun)
-        _interleave([rank.model for rank in self._ranks])
+        dense = self.step.recorded.is_dense(end)
+        _interleave([rank.model[dense] for rank in self._ranks])
 
     def sample(self) -> None:
         """Queues the choice of the next token, on every rank."""

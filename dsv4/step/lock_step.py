@@ -67,24 +67,29 @@ class LockStep:
         for rank, step in enumerate(self.ranks):
             step.show(joined.of(rank), position)
 
-    def run(self, tokens: int, observer: Observer | None = None) -> None:
-        """Queues the model's parts for this many tokens."""
+    def run(self, tokens: int, end: int | None = None, observer: Observer | None = None) -> None:
+        """As of one rank."""
         self._state.begin_step(self.recorded.steps_begun)
-        self._run([step.model_parts for step in self.ranks], tokens, observer)
+        dense = self.recorded.is_dense(end)
+        self._run([step.model_parts for step in self.ranks], tokens, dense, observer)
 
     def sample(self, observer: Observer | None = None) -> None:
         """Queues the choice of the next token, on every rank."""
-        self._run([step.sample_parts for step in self.ranks], 1, observer)
+        self._run([step.sample_parts for step in self.ranks], 1, False, observer)
 
     def _run(
-        self, ranks_parts: list[list[AnyPart]], tokens: int, observer: Observer | None
+        self,
+        ranks_parts: list[list[AnyPart]],
+        tokens: int,
+        dense: bool,
+        observer: Observer | None,
     ) -> None:
         for parts in zip(*ranks_parts, strict=True):
             if isinstance(parts[0], Barrier):
                 self._cross_barrier()
                 continue
             for step, part in zip(self.ranks, parts, strict=True):
-                step.run_part(part, tokens, observer)
+                step.run_part(part, tokens, dense, observer)
 
     def _cross_barrier(self) -> None:
         """What is queued from here on waits for what every rank has queued before."""

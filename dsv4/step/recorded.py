@@ -14,24 +14,22 @@ from torch import Tensor
 
 from dsv4.caches.state import DecodeState
 from dsv4.launch.kernel import Kernel
-from dsv4.launch.recording import Item, Launch, Recording
+from dsv4.launch.recording import Launch, Recording
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
 from dsv4.layers.values import UNTRACED, ValueSink
-from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Outputs, PartKind, Transformer
 from dsv4.ops import Ops
 from dsv4.ops.exchange.decode import next_step
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
 from dsv4.step.along import Along
+from dsv4.step.kernel_names import CALL, kernel_name, kernels_of
 from dsv4.step.parts import AnyPart, Barrier, Part, Transfer
 from dsv4.step.traced_values import KeptValue, TracedValues
 
 _LOG = logging.getLogger("dsv4")
 _UNUSUAL = "_any_geometry"
-# The name of a recording's call in lists of kernels.
-CALL = "(torch or CuTe DSL)"
 
 # The host reads tokens a few steps behind the device, which stores them in a ring of this length.
 RING_TOKENS = 16
@@ -73,9 +71,32 @@ class RecordedStep:
                 if isinstance(item, Launch):
                     found |= {
                         (kernel, recording.target.architecture)
-                        for kernel in _kernels(item, self.tokens)
+                        for kernel in kernels_of(item, self.tokens)
                     }
         return found
+
+    @property
+    def dense_until(self) -> int:
+        """See ``Recording``."""
+        found = (recording.dense_until for recording in self.recordings.values())
+        return min(filter(None, found), default=0)
+
+    def is_dense(self, end: int | None) -> bool:
+        """Whether a run behind which the sequence has ``end`` tokens is dense; None: any number."""
+        return end is not None and end <= self.dense_until
+
+    def ends(self, max_context: int) -> list[int]:
+        """The longest sequences behind its dense runs and behind the others, of at most
+        ``max_context``; without those that there are none of.
+        """
+        return sorted({min(self.dense_until, max_context), max_context} - {0})
+
+    def differs_if_dense(self, part: Part) -> bool:
+        """Whether a dense run does something else in this part."""
+        items = self.recordings[part.device].items[part.start : part.stop]
+        return any(
+            isinstance(item, Launch) and item.dense_shape is not item.shape for item in items
+        )
 
     @property
     def steps_begun(self) -> int:
@@ -91,10 +112,10 @@ class RecordedStep:
         items = self.recordings[part.device].items[part.start : part.stop]
         return [item.signature.kernel if isinstance(item, Launch) else CALL for item in items]
 
-    def launched(self, part: Part, tokens: int) -> list[tuple[int, str]]:
+    def launched(self, part: Part, tokens: int, dense: bool) -> list[tuple[int, str]]:
         """Index and kernel of every item of a part that runs for this many tokens, in order."""
         items = enumerate(self.recordings[part.device].items[part.start : part.stop], part.start)
-        names = ((index, _kernel_name(item, tokens)) for index, item in items)
+        names = ((index, kernel_name(item, tokens, dense)) for index, item in items)
         return [(index, name) for index, name in names if name is not None]
 
     def unusual_kernels(self) -> list[str]:
@@ -256,28 +277,3 @@ def log_unusual_kernels(steps: list[RecordedStep]) -> None:
     names = sorted({name for step in steps for name in step.unusual_kernels()})
     if names:
         _LOG.warning("unusual geometry: %s instead of the fast kernels", ", ".join(names))
-
-
-def _kernel_name(item: Item, tokens: int) -> str | None:
-    """None where nothing is launched for this many tokens; a call is named ``CALL``."""
-    if not isinstance(item, Launch):
-        return CALL
-    shape = item.shape if item.shape_of is None else item.shape_of(tokens)
-    return None if shape is None else shape.kernel.function
-
-
-def _kernels(launch: Launch, tokens: int) -> set[Kernel]:
-    found = {launch.shape.kernel}
-    if launch.shape_of is not None:
-        for length in _lengths(tokens):
-            shape = launch.shape_of(length)
-            if shape is not None:
-                found.add(shape.kernel)
-    return found
-
-
-def _lengths(tokens: int) -> list[int]:
-    """Lengths around the powers of two, where kernels change."""
-    powers = [1 << exponent for exponent in range(3, tokens.bit_length() + 1)]
-    candidates = {length for power in powers for length in (power, power + 1)}
-    return sorted(length for length in candidates if MAX_DECODE_TOKENS < length <= tokens)

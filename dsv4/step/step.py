@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -77,21 +78,26 @@ class Step:
             rows = completed_rows(position, self.tokens, ratio)
             seen(name, self.programs[device].tensor(tensor)[:rows].cpu())
 
-    def run(self, tokens: int, observer: Observer | None = None) -> None:
-        """Queues the model's parts for this many tokens."""
+    def run(self, tokens: int, end: int | None = None, observer: Observer | None = None) -> None:
+        """Queues the model's parts for this many tokens, behind which the sequence has at most
+        ``end``; None: any number.
+        """
+        dense = self.recorded.is_dense(end)
         if observer is None:
             for action in self._model:
-                action(tokens)
+                action(tokens, dense)
             return
         for part in self.model_parts:
-            self.run_part(part, tokens, observer)
+            self.run_part(part, tokens, dense, observer)
 
     def sample(self, observer: Observer | None = None) -> None:
         """Queues the choice of the next token."""
         for part in self.sample_parts:
-            self.run_part(part, 1, observer)
+            self.run_part(part, 1, observer=observer)
 
-    def run_part(self, part: AnyPart, tokens: int, observer: Observer | None = None) -> None:
+    def run_part(
+        self, part: AnyPart, tokens: int, dense: bool = False, observer: Observer | None = None
+    ) -> None:
         """Queues one part, item by item where somebody watches. A barrier is not of one rank."""
         if isinstance(part, Barrier):
             return
@@ -102,12 +108,12 @@ class Step:
         program = self.programs[part.device]
         if observer is None:
             with torch.cuda.device(part.device):
-                program.run(tokens, part.start, part.stop)
+                program.run(tokens, part.start, part.stop, dense)
         else:
             with on_device(part.device), observer.part(part.name, part.device, part.layer):
-                for index, name in self.recorded.launched(part, tokens):
+                for index, name in self.recorded.launched(part, tokens, dense):
                     with observer.item(name):
-                        program.run(tokens, index, index + 1)
+                        program.run(tokens, index, index + 1, dense)
         self._drain(part)
 
     def send(self, transfer: Transfer, tokens: int) -> None:
@@ -119,11 +125,11 @@ class Step:
         if part.drains is not None:
             self._hand_offs[part.drains, part.device].drain()
 
-    def _actions(self, parts: Sequence[AnyPart]) -> list[Callable[[int], None]]:
+    def _actions(self, parts: Sequence[AnyPart]) -> list[Callable[[int, bool], None]]:
         """Consecutive parts of one device run as one range; a part that drains a hand-off ends its
         range.
         """
-        actions: list[Callable[[int], None]] = []
+        actions: list[Callable[[int, bool], None]] = []
         ranges = 0
 
         def group(part: AnyPart) -> tuple[object, int]:
@@ -138,7 +144,7 @@ class Step:
             last = run[-1]
             if isinstance(first, Part) and isinstance(last, Part):
                 merged = Part(first.kind, first.device, None, first.start, last.stop, last.drains)
-                actions.append(lambda tokens, part=merged: self.run_part(part, tokens))
+                actions.append(partial(self.run_part, merged))
             else:
-                actions.append(lambda tokens, part=first: self.run_part(part, tokens))
+                actions.append(partial(self.run_part, first))
         return actions

@@ -172,20 +172,20 @@ class RecordedSteps:
         assert step.feed is not None
         step.feed.put(token_ids)
         with self.state.appending(len(token_ids)):
-            self._queue(step, len(token_ids))
+            self._queue(step, len(token_ids), self.state.position)
         return step
 
-    def _queue(self, step: AnyStep, tokens: int) -> None:
+    def _queue(self, step: AnyStep, tokens: int, end: int) -> None:
         if self.observer is not None:
             self.observer.begin_step()
-        step.run(tokens, self.observer)
+        step.run(tokens, end, self.observer)
 
     def _run_logits(self, hidden_TE: Tensor) -> AnyStep:
         rows = hidden_TE.shape[0]
         step, inputs = self._logits_step(rows)
         for rows_TE in inputs:
             rows_TE[:rows].copy_(hidden_TE)
-        step.run(rows, self.observer)
+        step.run(rows, observer=self.observer)
         return step
 
     def _logits_step(self, rows: int) -> tuple[AnyStep, list[Tensor]]:

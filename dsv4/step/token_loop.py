@@ -32,14 +32,15 @@ class TokenLoop:
         token: int,
         sampler: Sampler,
         steps: int,
-        run: Callable[[], None] | None = None,
+        run: Callable[[int], None] | None = None,
         sample: Callable[[], None] | None = None,
     ) -> Generator[int, None, None]:
         """Yields the tokens that follow ``token``, one step each.
 
-        ``run`` and ``sample`` queue the step and its choice of a token; by default the step's own.
-        The host stays up to four steps behind. Steps that were queued in vain, because the caller
-        closed the generator, are taken back. Raises ``FloatingPointError`` for NaN logits.
+        ``run``, which is told how many tokens the sequence then has, and ``sample`` queue the step
+        and its choice of a token; by default the step's own. The host stays up to four steps
+        behind. Steps that were queued in vain, because the caller closed the generator, are taken
+        back. Raises ``FloatingPointError`` for NaN logits.
         """
         start = self._state.position
         queued = 0
@@ -63,12 +64,12 @@ class TokenLoop:
             self._state.set_position(start + read)
 
     def _queue(
-        self, run: Callable[[], None], sample: Callable[[], None], logprobs: LogprobRing | None
+        self, run: Callable[[int], None], sample: Callable[[], None], logprobs: LogprobRing | None
     ) -> None:
         """A step, the choice of its token, and the way of that token to the host and to every
         device.
         """
-        run()
+        run(self._state.position + 1)
         self._state.advance(1)
         sample()
         if logprobs is not None:
@@ -76,5 +77,5 @@ class TokenLoop:
         self._ring.mark(self._state.position)
         self._feed.pass_on()
 
-    def _run(self) -> None:
-        self._step.run(1)
+    def _run(self, end: int) -> None:
+        self._step.run(1, end)

@@ -34,8 +34,9 @@ def decoder_on(world: World, monkeypatch: pytest.MonkeyPatch) -> CUDAGraphDecode
 
     (position_1,) = world.state.positions_1.values()
 
-    def run() -> None:
-        world.run(1)
+    def run(end: int) -> None:
+        world.log.append("run")
+        assert end == int(position_1) + 1
         position_1.add_(1)
 
     def captured(step: Any, *_: object) -> SimpleNamespace:
@@ -52,6 +53,8 @@ def decoder_on(world: World, monkeypatch: pytest.MonkeyPatch) -> CUDAGraphDecode
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(cuda_graph_decoder, "CapturedStep", captured)
     world.step.tokens = 1
+    world.step.recorded = SimpleNamespace(ends=lambda max_context: [max_context])
+    monkeypatch.setattr(world.step, "run", lambda tokens, end: None)
     ring = SimpleNamespace(mark=world.mark, read=world.read)
     steps: Any = SimpleNamespace(
         state=world.state,

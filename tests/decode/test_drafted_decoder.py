@@ -26,7 +26,8 @@ def test_drafts_are_captured_behind_a_token(position: int, monkeypatch: pytest.M
         return SimpleNamespace(
             tokens=tokens,
             feed=SimpleNamespace(put=lambda ids: None),
-            run=lambda tokens: ran.append((f"{name} {tokens}", int(position_1))),
+            run=lambda tokens, *_: ran.append((f"{name} {tokens}", int(position_1))),
+            recorded=SimpleNamespace(ends=lambda max_context: [max_context]),
             sample=lambda: None,
         )
 

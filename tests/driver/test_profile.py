@@ -15,8 +15,8 @@ from dsv4.measure.op_profile import OpProfile
 from dsv4.model import PartKind
 from dsv4.ops import TORCH, Ops
 from dsv4.step.direct import DirectParts
+from dsv4.step.kernel_names import CALL
 from dsv4.step.observer import open_part
-from dsv4.step.recorded import CALL
 from dsv4.step.step import Step
 from tests.driver.conftest import Result, read_json
 from tests.driver.recorded import recorded_step
@@ -149,7 +149,8 @@ class FakeProgram:
     def __init__(self, recording: Recording, memory: object) -> None:
         self._device = recording.target.device.type
 
-    def run(self, tokens: int, start: int, stop: int) -> None:
+    def run(self, tokens: int, start: int, stop: int, dense: bool = False) -> None:
+        assert not dense
         self.ran.append((self._device, tokens, start, stop))
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -179,7 +180,7 @@ def test_observed_step_runs_its_kernels_one_by_one(
     hand_off = FakeHandOff()
     step = Step(recorded_step(*devices), {}, {devices: hand_off})  # type: ignore[dict-item]
     profile = OpProfile(devices, KINDS)
-    step.run(tokens, profile)
+    step.run(tokens, observer=profile)
     step.sample(profile)
     many = [("SWA", "many")] if tokens > 1 else []
     assert [(kind, name) for _, kind, name in profile.calls if name != "(between ops)"] == [

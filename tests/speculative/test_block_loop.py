@@ -98,10 +98,11 @@ class World:
             (self.text[place] + self.wrong[place]) % 251 for place in range(first, first + count)
         ]
 
-    def verify(self, tokens: int) -> None:
+    def verify(self, tokens: int, end: int) -> None:
         position_1, rejected_1 = self.place
         first = int(position_1 - rejected_1)
         assert int(self.next_1) == max(self.text[first], 0), "the step reads the last token"
+        assert first + tokens <= end, "the sequence may be so long behind it"
         self.log.append((first, tokens))
         position_1.fill_(first + tokens)
         rejected_1.zero_()

@@ -16,7 +16,7 @@ from dsv4.checkpoint.layouts import format_in
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
-from dsv4.launch.recording import Recording, storage_key
+from dsv4.launch.recording import Call, Item, Recording, storage_key
 from dsv4.launch.target import Target
 from dsv4.layers.values import Wants
 from dsv4.limits import MAX_DECODE_TOKENS
@@ -166,15 +166,22 @@ def items_of(parts: Iterable[AnyPart]) -> list[tuple[Any, ...]]:
     return found
 
 
+def runs(item: Item, dense: bool) -> bool:
+    """Whether a decode step that is dense, or not, queues it."""
+    return isinstance(item, Call) or not dense or item.dense_shape is not None
+
+
 class FakeProgram:
     """Stands for ``Program``: notes items instead of queueing them."""
 
     def __init__(self, log: list[Any], recording: Recording) -> None:
         self.device = recording.target.device
         self._log = log
+        self._recording = recording
 
-    def run(self, tokens: int, start: int, stop: int) -> None:
-        self._log += [(self.device, index) for index in range(start, stop)]
+    def run(self, tokens: int, start: int, stop: int, dense: bool = False) -> None:
+        items = enumerate(self._recording.items[start:stop], start)
+        self._log += [(self.device, index) for index, item in items if runs(item, dense)]
 
     def tensor(self, recorded: Tensor) -> Tensor:
         return recorded

@@ -29,6 +29,8 @@ def shapes(step: RecordedStep, tokens: int) -> Iterator[Shape]:
                 shape = shape_at(item, length) if isinstance(item, Launch) else None
                 if isinstance(shape, Shape):
                     yield shape
+                if isinstance(item, Launch) and item.dense_shape is not None:
+                    yield item.dense_shape
 
 
 @pytest.mark.parametrize("gpu", [("sm_90a", 132), ("sm_100a", 148), ("sm_103a", 160)], ids=str)

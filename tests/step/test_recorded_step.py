@@ -10,8 +10,9 @@ from dsv4.config import layer_kinds
 from dsv4.launch.recording import Call, Launch, storage_key
 from dsv4.ops.tables import CUDA_TABLE, CUTEDSL_TABLE, swap_ops
 from dsv4.ops.trees import tensors_in
+from dsv4.step.kernel_names import CALL
 from dsv4.step.parts import AnyPart, Part, Transfer
-from dsv4.step.recorded import CALL, RecordedStep
+from dsv4.step.recorded import RecordedStep
 from tests.step.planned_model import PlannedModel, compute_parts, demo, geometry
 
 PLANNED = {

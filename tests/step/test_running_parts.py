@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 from torch import Tensor
 
+from dsv4.config import CSA_RATIO
 from dsv4.layers.values import value_names
 from dsv4.step import captured
 from dsv4.step.captured import CapturedStep, Mode, regions_of
@@ -23,6 +24,7 @@ from tests.step.planned_model import (
     fake_step,
     geometry,
     items_of,
+    runs,
 )
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -34,11 +36,24 @@ PLANNED = {
     "demo": lambda: demo(2),
 }
 STREAMS: Any = dict.fromkeys(GPUS)
+# Where the indexer has nothing to choose, and where it has.
+NEAR = 100
+FAR = 5000
 
 
 @pytest.fixture(scope="module", params=PLANNED)
 def planned(request: pytest.FixtureRequest) -> PlannedModel:
     return PLANNED[request.param]()
+
+
+def dense_items_of(step: Step) -> list[tuple[Any, ...]]:
+    """Those of the model's parts that a dense run queues."""
+    recordings = step.recorded.recordings
+    return [
+        (device, at)
+        for device, at in items_of(step.model_parts)
+        if not isinstance(at, int) or runs(recordings[device].items[at], dense=True)
+    ]
 
 
 def without_drains(log: list[Any]) -> list[Any]:
@@ -53,6 +68,9 @@ def test_an_eager_step_queues_every_item_and_hand_off_once(
     step.run(1)
     step.sample()
     assert without_drains(log) == items_of(recorded.parts)
+    log.clear()
+    step.run(1, NEAR)
+    assert without_drains(log) == dense_items_of(step)
     assert all(hand_off.rows == [1] * len(hand_off.rows) for hand_off in hand_offs.values())
 
 
@@ -98,7 +116,11 @@ class FakeGraph:
 
 
 def capture(
-    mode: Mode, step: Step, log: list[Any], monkeypatch: pytest.MonkeyPatch
+    mode: Mode,
+    step: Step,
+    log: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    max_context: int = FAR,
 ) -> CapturedStep:
     """``step`` captured on stand-ins; the log is empty afterwards."""
 
@@ -106,7 +128,7 @@ def capture(
         return FakeGraph(log, body)
 
     monkeypatch.setattr(captured, "capture_graph", capture_graph)
-    made = CapturedStep(step, STREAMS, mode, (0, 0))
+    made = CapturedStep(step, STREAMS, mode, (0, 0), max_context)
     log.clear()
     return made
 
@@ -117,11 +139,29 @@ def test_replays_queue_every_item_and_hand_off_once(
 ) -> None:
     step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
     captured_step = capture(mode, step, log, monkeypatch)
-    captured_step.run()
+    captured_step.run(FAR)
     assert without_drains(log) == items_of(step.model_parts)
+    log.clear()
+    captured_step.run(NEAR)
+    assert without_drains(log) == dense_items_of(step)
     log.clear()
     captured_step.sample()
     assert log == items_of(step.sample_parts)
+
+
+def test_what_a_dense_run_does_as_well_is_captured_once(
+    planned: PlannedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In split mode everything but Graph A of layers with an indexer; what never runs is not
+    captured at all.
+    """
+    step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
+    captured_step = capture("split", step, log, monkeypatch)
+    indexers = sum(ratio == CSA_RATIO for ratio in planned.config.compress_ratios)
+    assert len(captured_step._graphs) == len(captured_step.regions) + indexers
+    short = capture("split", step, log, monkeypatch, max_context=NEAR)
+    assert len(short._graphs) == len(short.regions)
+    assert list(short.model) == [True]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -42,8 +42,9 @@ class World:
         (self.input,) = ids
         self.log.append("put")
 
-    def run(self, tokens: int) -> None:
+    def run(self, tokens: int, end: int) -> None:
         assert tokens == 1
+        assert end == self.state.position + 1
         self.log.append("run")
 
     def sample(self) -> None:
@@ -112,15 +113,15 @@ def test_nan_ends_it_by_name() -> None:
 
 def test_others_may_queue_the_step() -> None:
     world = World()
-    queued: list[str] = []
+    queued: list[int | str] = []
 
     def sample() -> None:
         queued.append("sample")
         world.sample()
 
-    tokens = world.loop().generate(7, GREEDY, 3, lambda: queued.append("run"), sample)
+    tokens = world.loop().generate(7, GREEDY, 3, queued.append, sample)
     assert list(tokens) == [8, 9, 10]
-    assert queued == ["run", "sample"] * 3
+    assert queued == [START + 1, "sample", START + 2, "sample", START + 3, "sample"]
     assert "run" not in world.log
 
 

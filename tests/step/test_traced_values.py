@@ -3,7 +3,7 @@
 import pytest
 
 from dsv4.layers.values import value_names
-from dsv4.step.recorded import CALL
+from dsv4.step.kernel_names import CALL
 from dsv4.step.traced_values import TracedValues
 from tests.step.planned_model import compute_parts, geometry
 

@@ -664,8 +664,8 @@ __device__ __forceinline__ int most_turns(int keys) {
     return ((keys + 3) / 4 + CLUSTER - 1) / CLUSTER * 4;
 }
 
-// This block's keys, without those that do not exist, in the order in which they are listed.
-// Returns how many.
+// This block's keys, without those that do not exist, in the order in which they are listed: as
+// without a list where that holds every entry. Returns how many.
 __device__ __forceinline__ int list_keys(int* list, Shared& shared, const Caches& caches,
                                          const int64* selected, int listed, int window, int entries,
                                          int64 first_selected) {
@@ -677,13 +677,15 @@ __device__ __forceinline__ int list_keys(int* list, Shared& shared, const Caches
         const int key = turn_of(j, caches.rank, CLUSTER);
         int code = 0;
         bool seen = false;
-        if (j < turns && key < window) {
+        const int at_list = key - caches.window_keys;
+        if (j < turns && at_list < 0) {
             int slot = caches.first_slot + key;
             if (slot >= caches.ring_slots) slot -= caches.ring_slots;
-            seen = key < caches.window_keys;
+            seen = true;
             code = ~slot;
-        } else if (j < turns && key < window + listed) {
-            const int64 entry = base == 0 ? first_selected : selected[key - window];
+        } else if (j < turns && at_list < listed) {
+            const bool is_there = base == 0 && caches.window_keys == window;
+            const int64 entry = is_there ? first_selected : selected[at_list];
             seen = entry >= 0 && entry < entries;
             code = (int)entry;
         }

@@ -109,17 +109,9 @@ def _flash_decoding(recording: Recording, inputs: AttentionInputs, as_last: bool
         floats = _HEADS * _WIDTH // _CLUSTER + 2 * _WARP * _WARPS
         partial = recording.empty((splits * finished, floats), torch.float32)
         counters = recording.zeroed("attention_decode", finished)
-    defines = _defines(inputs, splits, tokens * groups)
-    if as_last:
-        defines = (*defines, ("AS_LAST", 1))
     recording.launch(
-        Shape(
-            Kernel("attention/attention_decode", "attention_decode", defines),
-            (splits * _CLUSTER, groups, tokens),
-            _WARP * _WARPS,
-            dict(defines)["SHARED_BYTES"] + _list_bytes(inputs),
-            _CLUSTER,
-        ),
+        _shape(inputs, splits, as_last),
+        _dense_shape(recording, inputs),
         q=inputs.q_THD,
         positions=inputs.positions_T,
         sinks=inputs.sink_H,
@@ -131,13 +123,39 @@ def _flash_decoding(recording: Recording, inputs: AttentionInputs, as_last: bool
         counters=counters,
         heads=heads,
         ring_slots=keys.ring.slots,
-        entries=inputs.entries,
-        listed=inputs.listed,
         ratio=max(keys.ratio, 1),
         window=keys.window,
         scale_log2=width**-0.5 * math.log2(math.e),
     )
     return out_THD
+
+
+def _shape(inputs: AttentionInputs, splits: int = 1, as_last: bool = False) -> Shape:
+    tokens, heads, _ = inputs.q_THD.shape
+    groups = ceil_div(heads, _HEADS)
+    defines = _defines(inputs, splits, tokens * groups)
+    if as_last:
+        defines = (*defines, ("AS_LAST", 1))
+    return Shape(
+        Kernel("attention/attention_decode", "attention_decode", defines),
+        (splits * _CLUSTER, groups, tokens),
+        _WARP * _WARPS,
+        dict(defines)["SHARED_BYTES"] + _list_bytes(inputs),
+        _CLUSTER,
+        {"entries": inputs.entries, "listed": inputs.listed},
+    )
+
+
+def _dense_shape(recording: Recording, inputs: AttentionInputs) -> Shape | None:
+    """For steps whose tokens see no more entries than are listed: all that are complete, without a
+    list. The same keys in the same order, so the same bits. None: there are no such steps.
+    """
+    compressed = inputs.keys.compressed
+    if inputs.selected_TK is None or compressed is None or _most_keys(inputs) > _SPLIT_KEYS:
+        return None
+    if not recording.leave_choice_out(inputs.selected_TK):
+        return None
+    return _shape(inputs.all_of_first(inputs.listed))
 
 
 def _is_usual(inputs: AttentionInputs) -> bool:

@@ -61,6 +61,12 @@ class AttentionInputs(NamedTuple):
             "entries_scale": None if compressed is None else compressed.block_scale,
         }
 
+    def all_of_first(self, entries: int) -> "AttentionInputs":
+        """The same where tokens see every complete one of the first ``entries`` entries."""
+        assert self.keys.compressed is not None
+        keys = replace(self.keys, compressed=self.keys.compressed.first(entries))
+        return self._replace(keys=keys, selected_TK=None)
+
     def without_entries(self) -> "AttentionInputs":
         """The same where nobody sees a compressed entry."""
         return self._replace(keys=replace(self.keys, compressed=None), selected_TK=None)

@@ -52,6 +52,6 @@ WHOLE = TokenShare(0, 1)
 def share_of(recording: Recording) -> TokenShare:
     """The share of a rank in the seams of a prefill step."""
     peers = recording.peers
-    if peers is None or recording.whole_seams:
+    if peers is None or recording.traced:
         return WHOLE
     return TokenShare(peers.rank, peers.ranks)

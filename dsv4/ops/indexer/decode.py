@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.rows import RowCache
+from dsv4.config import CSA_RATIO
 from dsv4.launch.recording import Recording
 from dsv4.ops.indexer.selection import SelectionShapes, checked_selection, record_selection
 
@@ -31,4 +32,5 @@ def index_select(
     selected_TK = recording.empty((tokens, selection.selected), torch.int64)
     launched = shapes.decode_scores(tokens), shapes.decode_top_k(tokens)
     record_selection(recording, selection, launched, score_TS, selected_TK)
+    recording.choose(selected_TK, CSA_RATIO * (selection.selected + 1) - 1)
     return selected_TK

@@ -188,6 +188,7 @@ def record_selection(
         weight_stride=selection.weight_TI.stride(0),
         selected=selection.selected,
     )
+    recording.serve_choice(None)
     recording.launch(
         shapes[1],
         orders=score_TS,
@@ -197,6 +198,7 @@ def record_selection(
         stride=selection.score_stride,
         selected=selection.selected,
     )
+    recording.serve_choice(None)
 
 
 def _top_k(tokens: int, cluster: int, block: tuple[int, int]) -> Shape:

@@ -3,7 +3,7 @@ rounding.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ from dsv4.weights.quant import QuantTensor, Weight
 class RowList:
     """Matrices that multiply the same x, so that one call can compute all products.
 
-    ``out_dtypes[i]`` is the dtype of product i, None for the dtype of x.
+    ``out_dtypes[i]`` is the dtype of product i, None for the dtype of x. ``for_choice``: so many of
+    the last products serve the indexer's choice alone.
     """
 
     weights: tuple[Weight, ...]
     out_dtypes: tuple[torch.dtype | None, ...]
+    for_choice: int = field(default=0, kw_only=True)
 
 
 def dequantized_rows(

@@ -2,7 +2,7 @@
 or two formats.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
-from dsv4.launch.recording import Recording, is_aligned
+from dsv4.launch.recording import Launch, Recording, is_aligned
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.exchange.words import NOT_SENT, Words
 from dsv4.ops.linear import RowList
 from dsv4.ops.linear.checks import check_grouped, check_linear, check_norm
 from dsv4.ops.linear.decode_pair import join_products
 from dsv4.ops.linear.decode_plan import WARPS, LinearPlan, ProductShape, plan_linear
-from dsv4.ops.linear.row_list import FormatRows, ListLaunch, packed_rows
+from dsv4.ops.linear.row_list import FormatRows, ListLaunch, PackedRows, packed_rows
 from dsv4.ops.norm.cuda import rms_norm
 from dsv4.weights.packed import TILE_ROWS, PackedWeight
 from dsv4.weights.quant import Weight
@@ -139,7 +139,20 @@ def linear_rows(
     memory = recording.empty((ceil_div(tokens * packed.bytes_per_token, 4),), torch.float32)
     for launch in packed.launches:
         _record(recording, _list_product(launch), x.unsqueeze(1), norm, memory)
+    if rows.for_choice and len(packed.launches) == 1:
+        _serve_choice(recording, packed, plans[0])
     return packed.products(memory, tokens)
+
+
+def _serve_choice(recording: Recording, rows: PackedRows, plan: LinearPlan) -> None:
+    """Dense steps leave out the blocks of the last launch that have only tiles of the indexer's
+    matrices.
+    """
+    (listed,) = rows.launches
+    tiles = rows.tiles_of_first(listed, len(rows.weights) - rows.for_choice)
+    launch = recording.items[-1]
+    assert isinstance(launch, Launch)
+    recording.serve_choice(replace(launch.shape, blocks=plan.first_blocks(listed.shape, tiles)))
 
 
 def _matrix_product(weight: PackedWeight, groups: int, dtype: torch.dtype) -> _Product:

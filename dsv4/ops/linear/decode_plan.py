@@ -4,6 +4,7 @@ of the shape.
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,6 +75,15 @@ class LinearPlan:
     def blocks(self, groups: int) -> int:
         """Blocks of the launch."""
         return self.cluster * (groups * self.clusters[0] + sum(self.clusters[1:]))
+
+    def first_blocks(self, shape: ProductShape, tiles: Sequence[int]) -> int:
+        """How many blocks have all of the first ``tiles[i]`` tiles of every format."""
+        parts = zip(self.clusters, tiles, shape.tiles, strict=True)
+        needed = [ceil_div(count * clusters, of) for clusters, count, of in parts]
+        before = itertools.accumulate(self.clusters, initial=0)
+        return self.cluster * max(
+            first + own for first, own in zip(before, needed, strict=False) if own
+        )
 
     @property
     def defines(self) -> Defines:

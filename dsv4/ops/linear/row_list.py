@@ -67,6 +67,14 @@ class PackedRows(RowList):
         """The dtypes of the products."""
         return [dtype or torch.bfloat16 for dtype in self.out_dtypes]
 
+    def tiles_of_first(self, launch: ListLaunch, count: int) -> list[int]:
+        """Row tiles of the first ``count`` matrices, by part of a launch, where they lie first."""
+        first = self.weights[:count]
+        return [
+            sum(weight.data.shape[0] for weight in first if weight.format is part.format)
+            for part in launch.parts
+        ]
+
     def check(self, x: Tensor) -> None:
         """Raises ``ValueError`` when x is not bfloat16 ``[T, K]`` with the K of the list."""
         check_operands(x, self.weights[0], torch.bfloat16)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4.caches.rows import RowCache
 from dsv4.config import CSA_RATIO
-from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div
+from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording, byte_offset, storage_key
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.compressor.decode import compress
@@ -96,16 +96,19 @@ def _one_launch(recording: Recording, step: _Step) -> Queries:
     rotated_TID = None if index_TID is None else recording.empty_like(index_TID)
     main = step.main
     window_blocks = 0 if main is None else split(main.weights, main.state.rows).blocks
-    row_blocks = ceil_div(1 + heads + index_heads, _ROW_WARPS)
     cluster = max(1, window_blocks)
-    clusters = ceil_div(window_blocks + (step.index is not None) + row_blocks, cluster)
-    recording.launch(
-        Shape(
+
+    def shape(rows: int) -> Shape:
+        blocks = window_blocks + (step.index is not None) + ceil_div(rows, _ROW_WARPS)
+        return Shape(
             Kernel("prepare_attention/prepare_attention", "prepare_attention", _defines(step)),
-            (clusters * cluster, tokens),
+            (round_up(blocks, cluster), tokens),
             THREADS if step.compressions else WARP * _ROW_WARPS,
             cluster=cluster,
-        ),
+        )
+
+    recording.launch(
+        shape(1 + heads + index_heads),
         positions=step.positions_T,
         inv_freq=norm.inv_freq,
         q=q_THD,
@@ -124,6 +127,8 @@ def _one_launch(recording: Recording, step: _Step) -> Queries:
         eps=norm.eps,
         index_normaliser=index_width**-0.5,
     )
+    if index_TID is not None:
+        recording.serve_choice(shape(1 + heads))
     return Queries(rotated_THD, rotated_TID)
 
 

@@ -33,7 +33,7 @@ def test_a_traced_step_and_a_lone_rank_have_all_tokens() -> None:
     view = peers(1, 4)
     assert share_of(recording(MOST, view)) == TokenShare(1, 4)
     assert share_of(recording(MOST, None)) == WHOLE
-    assert share_of(Recording(HOPPER, MOST, None, view, whole_seams=True)) == WHOLE
+    assert share_of(Recording(HOPPER, MOST, None, view, traced=True)) == WHOLE
 
 
 def seams(view_rank: int, tokens: int = MOST, whole: bool = False) -> Recording:

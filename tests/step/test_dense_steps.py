@@ -1,0 +1,118 @@
+"""What a dense step leaves out: whatever serves the indexer's choice, which would be everything."""
+
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4.checkpoint import Layout
+from dsv4.config import CSA_RATIO, layer_kinds
+from dsv4.launch.recording import Launch
+from dsv4.ops.linear.decode_plan import ProductShape, plan_linear
+from dsv4.ops.tables import CUDA_TABLE, swap_ops
+from dsv4.step.recorded import RecordedStep
+from dsv4.weights.quant import QuantFormat
+from tests.ops.recorded import HOPPER
+from tests.step.planned_model import PlannedModel, compute_parts, demo, geometry
+
+PLANNED = {
+    "flash": lambda: geometry("v4-flash", layers=4),
+    "pro": lambda: geometry("v4-pro", layers=4),
+    "demo": lambda: demo(1),
+}
+SELECTION = {"index_scores", "index_scores_any_geometry", "top_k_tokens"}
+
+
+@pytest.fixture(scope="module", params=PLANNED)
+def planned(request: pytest.FixtureRequest) -> PlannedModel:
+    return PLANNED[request.param]()
+
+
+def differing(step: RecordedStep) -> list[tuple[str, Launch]]:
+    """The launches that a dense step launches otherwise, each with the kind of its layer's part."""
+    return [
+        (part.name, item)
+        for part in compute_parts(step)
+        for item in step.recordings[part.device].items[part.start : part.stop]
+        if isinstance(item, Launch) and item.dense_shape is not item.shape
+    ]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_a_dense_step_does_without_the_indexers_choice(planned: PlannedModel, tokens: int) -> None:
+    step = planned.record(tokens)
+    kinds = list(layer_kinds(planned.config))
+    found = differing(step)
+    layers = [layer for layer, kind in enumerate(kinds) if kind == "CSA"]
+    assert {name for name, _ in found} == {
+        f"layer {layer} {part}" for layer in layers for part in ("projections", "attention")
+    }
+    for _, launch in found:
+        name = launch.shape.kernel.function
+        dense: Any = launch.dense_shape
+        if name in SELECTION:
+            assert dense is None
+        elif name == "attention_decode":
+            listed = min(planned.config.index_topk, 8192 // CSA_RATIO)
+            assert dict(dense.kernel.defines)["LISTED"] == 0
+            assert dense.numbers == {"entries": listed, "listed": 0}
+            assert (dense.blocks, dense.cluster) == (launch.shape.blocks, launch.shape.cluster)
+        else:
+            assert name in ("decode_linear", "prepare_attention")
+            assert dense.kernel == launch.shape.kernel
+            assert dense.grid < launch.shape.grid
+    counts = [launch.shape.kernel.function for _, launch in found]
+    assert {name: counts.count(name) for name in counts} == dict.fromkeys(counts, len(layers))
+    assert len(counts) == 5 * len(layers)
+
+
+def test_steps_are_dense_as_long_as_every_entry_is_chosen(planned: PlannedModel) -> None:
+    """The last token of a step sees the most entries: all that its sequence has completed."""
+    step = planned.record(2)
+    topk = planned.config.index_topk
+    dense = [end for end in range(2, 8192) if step.is_dense(end)]
+    assert dense == [end for end in range(2, 8192) if end // CSA_RATIO <= topk]
+    assert not step.is_dense(None)
+    assert step.ends(8192) == [dense[-1], 8192]
+    assert step.ends(dense[-1]) == [dense[-1]]
+
+
+@pytest.mark.parametrize("op", ["index_select", "sparse_attention", "linear_rows"])
+def test_swapped_ops_get_all_that_they_read(op: str) -> None:
+    swapped = geometry("v4-flash", layers=4).on(swap_ops(CUDA_TABLE, {op: "torch"})).record(1)
+    assert differing(swapped) == []
+
+
+def test_traced_steps_compute_the_choice(planned: PlannedModel) -> None:
+    traced = planned.record_traced(1)
+    assert differing(traced) == []
+    assert not traced.is_dense(2)
+    assert traced.ends(8192) == [8192]
+
+
+@pytest.mark.parametrize("layout", get_args(Layout))
+def test_steps_of_prefill_are_none(layout: Layout) -> None:
+    assert geometry("v4-flash", layout, layers=4).record(512).dense_until == 0
+
+
+@given(
+    tiles=st.lists(st.integers(1, 3000), min_size=1, max_size=2),
+    share=st.floats(0, 1),
+    needs_second=st.booleans(),
+)
+def test_first_blocks_have_the_first_tiles_and_others_none(
+    tiles: list[int], share: float, needs_second: bool
+) -> None:
+    formats = (QuantFormat.NVFP4, QuantFormat.FP8_BLOCK128)[: len(tiles)]
+    shape = ProductShape(formats, tuple(tiles), 1024)
+    plan = plan_linear(shape, 1, HOPPER)
+    needed = [max(1, int(share * tiles[0])), int(share * tiles[-1]) * needs_second][: len(tiles)]
+    owners = [
+        first + max(member for member in range(clusters) if member * count // clusters < wanted)
+        for first, clusters, count, wanted in zip(
+            (0, plan.clusters[0]), plan.clusters, tiles, needed, strict=False
+        )
+        if wanted
+    ]
+    assert plan.first_blocks(shape, needed) == plan.cluster * (max(owners) + 1)
