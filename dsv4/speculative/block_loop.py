@@ -78,6 +78,8 @@ class BlockLoop:
         self._count = DraftCount((0,))
         self._pass_on_rejected = pass_on_rejected
         self._pending: deque[int] = deque()
+        # Tokens of the step that is being queued.
+        self._entering = 0
         self._next: int | None = None
         self._known = 0
         self._stop = 0
@@ -107,8 +109,8 @@ class BlockLoop:
         queue.feed(1).put([token])
         try:
             while given < steps and not self._rests():
-                self._fill(queue, 1 if noted else BLOCKS_AHEAD)
                 kept = start + given + 1
+                self._fill(queue, 1 if noted else BLOCKS_AHEAD)
                 tokens = self._pending[0]
                 block = self._read()
                 if not block.tokens:
@@ -171,6 +173,7 @@ class BlockLoop:
     def _put(self, queue: BlockQueue, count: int) -> None:
         """Queues a step: drafts, the main model, the choice, and its way to the other devices."""
         tokens = count + 1
+        self._entering = tokens
         self._ring.begin()
         if count:
             queue.draft(count)
@@ -181,6 +184,7 @@ class BlockLoop:
         self._ring.mark_settled()
         self._pass_on_rejected()
         self._pending.append(tokens)
+        self._entering = 0
         if len(self._pending) == 1:
             self._count_begun()
 
@@ -204,9 +208,14 @@ class BlockLoop:
 
     def _forget(self) -> None:
         """Nobody reads what is queued."""
+        state = self._state
         if self._pending:
-            self._state.position = self._known + self._pending[0]
+            state.position = self._known + self._pending[0]
+        # Steps whose beginning is not known write as far as if all before them stayed.
+        queued = sum(self._pending) + self._entering
+        state.furthest = max(state.furthest, self._known + queued)
         self._pending.clear()
+        self._entering = 0
         self._next = None
         self._ring.forget()
 
