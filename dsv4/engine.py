@@ -270,7 +270,8 @@ class Engine(EngineInputs):
         others = self.models[1:]
         if isinstance(self.table, DirectTable):
             ops = self.table.ops
-            return direct_steps(self.model, self.state, ops, modules, count, others)
+            context = self.max_context
+            return direct_steps(self.model, self.state, ops, modules, count, context, others)
         tokens = prefill_tokens(self.engine_config, self.max_context)
         if not modules:
             return RecordedSteps(self.model, self.state, self.table, tokens, compiling, others)

@@ -51,11 +51,13 @@ class DraftedSteps(DirectSteps):
         ops: Ops,
         modules: Sequence[DraftModule],
         drafts: Drafts,
+        max_context: int,
         other_models: Sequence[Transformer] = (),
     ) -> None:
         """``drafts`` of a step at most: "auto" by what was measured, None as many as the module was
         trained to make. ``modules``: what every rank has of it, whose caches are in the ranks'
-        ``state.draft``; ``other_models`` as of ``DirectSteps``.
+        ``state.draft``; ``max_context``: tokens that the caches hold; ``other_models`` as of
+        ``DirectSteps``.
 
         Raises ``UserError`` for more drafts than the module can make.
         """
@@ -63,6 +65,7 @@ class DraftedSteps(DirectSteps):
         assert state.draft is not None
         self._draft_state = state.draft
         self._modules = tuple(modules)
+        self._max_context = max_context
         # NaN among drafts ends the drafts, not the run: these ops do not note it.
         self._draft_ops = ops
         self.drafter = self._whole_drafter()
@@ -126,26 +129,32 @@ class DraftedSteps(DirectSteps):
         return self._taps
 
     @torch.inference_mode()
-    def _step(self, token: int, sampler: Sampler, room: int) -> tuple[list[int], list[Tensor]]:
-        """Appends ``token`` and drafts, and gives at most ``room`` tokens behind it, each with the
+    def _step(self, token: int, sampler: Sampler, most: int) -> tuple[list[int], list[Tensor]]:
+        """Appends ``token`` and drafts, and gives at most ``most`` tokens behind it, each with the
         logits that it was chosen by. Rejected drafts are still appended.
         """
         started = time.perf_counter()
-        proposal = self._propose(token, sampler, room - 1)
+        proposal = self._propose(token, sampler)
         drafted = time.perf_counter()
-        found = self._verified(token, proposal, sampler)
+        tokens, rows = self._verified(token, proposal, sampler)
         ended = time.perf_counter()
-        accepted = len(found[0]) - 1
+        accepted = len(tokens) - 1
         count = len(proposal.tokens)
-        self.drafted.add(count, accepted, len(found[0]), (drafted - started, ended - drafted))
+        # The last step of a run may find more than is asked for.
+        wanted = tokens[:most]
+        self.drafted.add(count, accepted, len(wanted), (drafted - started, ended - drafted))
         self._count.add(count, accepted, ended - started)
-        return found
+        return wanted, rows[:most]
 
-    def _propose(self, token: int, sampler: Sampler, room: int) -> Proposal:
-        """Drafts behind ``token``: none where the module does not know the sequence yet."""
-        count = min(self._count.now, room)
+    def _propose(self, token: int, sampler: Sampler) -> Proposal:
+        """Drafts behind ``token``: none where the module does not know the sequence yet, or the
+        context has no room. As many as ever at the end of a run: its last tokens are those of a
+        longer one.
+        """
+        count = self._count.now
         position = self.state.position
-        if count < 1 or not self._draft_state.covers(position):
+        has_room = position + count < self._max_context
+        if not (count and has_room and self._draft_state.covers(position)):
             return Proposal([], torch.empty((0, 0), dtype=torch.float32))
         self._settings.load(sampler)
         return self.drafter.propose(token, position, count, self._choose_draft)
@@ -251,12 +260,13 @@ def direct_steps(
     ops: Ops,
     modules: Sequence[DraftModule],
     drafts: Drafts,
+    max_context: int,
     other_models: Sequence[Transformer] = (),
 ) -> DirectSteps:
     """Steps with a module, or without ``modules``; arguments as of ``DraftedSteps``."""
     if not modules:
         return DirectSteps(model, state, ops, other_models)
-    return DraftedSteps(model, state, ops, modules, drafts, other_models)
+    return DraftedSteps(model, state, ops, modules, drafts, max_context, other_models)
 
 
 def _noise_at(count: int, seed: int, position: int, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from dsv4.speculative.steps import DraftedSteps
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import random_ids
 from tests.speculative.models import KINDS, drafted_engine
+from tests.speculative.scripted import NO_STOPS
 from tests.speculative.test_acceptance import p_value
 
 SEEDS = 300
@@ -34,8 +35,8 @@ def test_first_and_second_tokens_of_many_seeds(kind: MtpKind) -> None:
         kept += len(tokens) - 1
         if len(tokens) == 1:
             engine.state.rollback(21)
-            more, _ = steps._step(tokens[0], sampler, 1)
-            tokens += more
+            logits_V = engine.decode(tokens)[0]
+            tokens.append(steps.sample_at(sampler, logits_V, engine.position))
         pairs.append(tokens[:2])
         engine.state.rollback(20)
         engine.state.furthest = 20
@@ -49,6 +50,22 @@ def test_first_and_second_tokens_of_many_seeds(kind: MtpKind) -> None:
         second_V += first_V[token] * probabilities(engine.decode([token]), *settings)[0]
     assert p_value(grouped(found[:, 0]), in_groups(first_V)) > 1e-4
     assert p_value(grouped(found[:, 1]), in_groups(second_V)) > 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_begins_as_one_with_more_tokens(kind: MtpKind) -> None:
+    """The last step of a run drafts as if more were asked for, and the rest is taken back."""
+    ids = random_ids(20)
+    engine = drafted_engine(kind, draft_tokens=5)
+    for seed in range(2):
+        sampling = SamplingParams(temperature=1.0, seed=seed)
+        text = list(engine.generate(ids, 20, sampling, NO_STOPS))
+        for count in (2, 3, 4, 7):
+            assert list(engine.generate(ids, count, sampling, NO_STOPS)) == text[:count]
+            assert engine.position == len(ids) + count - 1
+            assert engine.last_run is not None
+            assert engine.last_run.drafts is not None
+            assert engine.last_run.drafts.tokens == count - 1
 
 
 def grouped(tokens: Tensor) -> Tensor:
