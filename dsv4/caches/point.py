@@ -25,6 +25,7 @@ class Point:
     @classmethod
     def of(cls, layers: tuple[AttentionState, ...], position: int, furthest: int) -> "Point":
         """The point at which the caches ``layers`` are; all steps up to it are done."""
+        furthest = kept_furthest(position, furthest)
         rows = tuple(part.to("cpu", copy=True) for part in _ring_parts(layers, position, furthest))
         return cls(position, furthest, rows)
 
@@ -48,6 +49,13 @@ class Point:
 def undoable_tokens(position: int, furthest: int) -> int:
     """How many tokens a sequence at ``position`` that has reached ``furthest`` can take back."""
     return min(MAX_DECODE_TOKENS, MAX_TAKEN_BACK - (furthest - position), position)
+
+
+def kept_furthest(position: int, furthest: int) -> int:
+    """What a sequence counts as having reached whose rows were kept at ``position``: they are those
+    of the tokens that can be taken back from there, and of no token before.
+    """
+    return max(furthest, position + MAX_TAKEN_BACK - MAX_DECODE_TOKENS)
 
 
 def _ring_parts(

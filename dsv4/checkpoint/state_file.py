@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dsv4.caches.filled import DRAFT, FilledRows, filled_draft_rows, filled_rows
-from dsv4.caches.point import undoable_tokens
+from dsv4.caches.point import kept_furthest, undoable_tokens
 from dsv4.caches.state import DecodeState
 from dsv4.checkpoint.problems import printable
 from dsv4.checkpoint.shard import Header, StoredTensor, map_tensor, read_whole_header
@@ -71,7 +71,8 @@ def write_state(
     when the disk has no room.
     """
     rows = list(filled_rows(state.layers, state.position, state.undoable_tokens))
-    facts = {**key.facts(), "furthest": state.furthest, "notes": dict(notes)}
+    furthest = kept_furthest(state.position, state.furthest)
+    facts = {**key.facts(), "furthest": furthest, "notes": dict(notes)}
     draft = state.draft
     if draft is not None and draft.is_whole(state.position, state.undoable_tokens):
         facts["draft"] = draft.module
@@ -132,6 +133,8 @@ class SavedState:
         token_ids = map_tensor(tokens).tolist()
         reader = JsonReader(facts, f"{path}: state")
         furthest = reader.integer("furthest", len(token_ids), len(token_ids) + MAX_TAKEN_BACK)
+        # Older files say how far the sequence came itself.
+        furthest = kept_furthest(len(token_ids), furthest)
         return cls(path, token_ids, furthest, notes, facts, tensors)
 
     @property

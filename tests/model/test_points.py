@@ -51,9 +51,25 @@ def test_behind_a_point_is_what_would_have_been_there_at_once(settings: dict[str
             gone.rewind_to(place - taken_back)
             assert gone.token_ids == IDS[: place - taken_back]
             straight.rewind(taken_back)
-            assert gone.state.undoable_tokens == straight.state.undoable_tokens
+            assert gone.state.undoable_tokens == min(8, place) - taken_back
             found = [behind(engine, IDS[place:]) for engine in (gone, straight)]
             assert torch.equal(*found), (place, taken_back)
+
+
+def test_what_a_point_holds_no_rows_of_cannot_be_taken_back() -> None:
+    """Eight tokens before it are the last ones, in how many steps they may be taken back."""
+    engine = small_engine()
+    engine.prefill(IDS[:140])
+    engine.state.keep_point()
+    engine.prefill(OTHERS[:220])
+    engine.rewind_to(135)
+    engine.state.keep_point()
+    assert engine.state.undoable_tokens == 3
+    engine.prefill(OTHERS[:220])
+    engine.rewind_to(132)
+    assert engine.state.undoable_tokens == 0
+    with pytest.raises(ValueError, match="position: found 131"):
+        engine.rewind_to(131)
 
 
 def test_a_point_is_gone_once_the_sequence_was_before_it(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from dsv4 import Engine, EngineConfig, SamplingParams, UserError
 from dsv4.caches.filled import FilledRows
+from dsv4.checkpoint import state_file
 from dsv4.checkpoint.state_file import SavedState
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
@@ -175,6 +176,27 @@ def test_what_is_reused_is_what_can_be_taken_back(shared: int, reused: int, engi
     engine.prefill(IDS[:20])
     assert engine.reusable_tokens(prompt) == reused
     assert list(engine.generate(prompt, 4, GREEDY, NO_STOP, reuse=True)) == expected
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_what_a_file_has_no_rows_of_cannot_be_taken_back(
+    is_old: bool, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight tokens, in how many steps they may be taken back; also behind a file that says of the
+    sequence alone how far it came.
+    """
+    engine.reset()
+    engine.prefill(IDS[:140])
+    with monkeypatch.context() as patched:
+        if is_old:
+            patched.setattr(state_file, "kept_furthest", lambda position, furthest: furthest)
+        engine.save_state(tmp_path / "state")
+    engine.load_state(tmp_path / "state")
+    for left in (8, 5, 2):
+        assert engine.state.undoable_tokens == left
+        engine.rewind(min(3, left))
+    with pytest.raises(UserError, match="tokens: found 1"):
+        engine.rewind(1)
 
 
 def test_the_last_token_of_a_prompt_is_always_computed(engine: Engine) -> None:
