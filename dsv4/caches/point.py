@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor
 
-from dsv4.caches.filled import filled_rows
+from dsv4.caches.draft import DraftState
+from dsv4.caches.filled import filled_draft_rows, filled_rows
 from dsv4.caches.layer import AttentionState
 from dsv4.limits import MAX_DECODE_TOKENS, MAX_TAKEN_BACK
 
@@ -13,6 +15,7 @@ from dsv4.limits import MAX_DECODE_TOKENS, MAX_TAKEN_BACK
 @dataclass(frozen=True)
 class Point:
     """Position and furthest position of a sequence, and on the host what the rings held there.
+    ``has_draft``: also those of a draft module, all of whose rows were there.
 
     Compressed entries stay where they are: nothing writes those before a position that the sequence
     has not gone back behind.
@@ -20,14 +23,26 @@ class Point:
 
     position: int
     furthest: int
+    has_draft: bool
     _rows: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, layers: tuple[AttentionState, ...], position: int, furthest: int) -> "Point":
-        """The point at which the caches ``layers`` are; all steps up to it are done."""
+    def of(
+        cls,
+        layers: tuple[AttentionState, ...],
+        draft: DraftState | None,
+        position: int,
+        furthest: int,
+    ) -> "Point":
+        """The point at which the caches ``layers`` and ``draft`` are; all steps up to it are
+        done.
+        """
         furthest = kept_furthest(position, furthest)
-        rows = tuple(part.to("cpu", copy=True) for part in _ring_parts(layers, position, furthest))
-        return cls(position, furthest, rows)
+        if draft is not None and not draft.is_whole(position, undoable_tokens(position, furthest)):
+            draft = None
+        parts = _ring_parts(layers, draft, position, furthest)
+        rows = tuple(part.to("cpu", copy=True) for part in parts)
+        return cls(position, furthest, draft is not None, rows)
 
     @property
     def undoable_tokens(self) -> int:
@@ -39,9 +54,10 @@ class Point:
         """Bytes on the host."""
         return sum(rows.nbytes for rows in self._rows)
 
-    def restore(self, layers: tuple[AttentionState, ...]) -> None:
+    def restore(self, layers: tuple[AttentionState, ...], draft: DraftState | None) -> None:
         """Puts into the rings what they held."""
-        parts = _ring_parts(layers, self.position, self.furthest)
+        kept = draft if self.has_draft else None
+        parts = _ring_parts(layers, kept, self.position, self.furthest)
         for part, rows in zip(parts, self._rows, strict=True):
             part.copy_(rows)
 
@@ -59,8 +75,12 @@ def kept_furthest(position: int, furthest: int) -> int:
 
 
 def _ring_parts(
-    layers: tuple[AttentionState, ...], position: int, furthest: int
+    layers: tuple[AttentionState, ...], draft: DraftState | None, position: int, furthest: int
 ) -> Iterator[Tensor]:
-    for rows in filled_rows(layers, position, undoable_tokens(position, furthest)):
+    undoable = undoable_tokens(position, furthest)
+    kept = filled_rows(layers, position, undoable)
+    if draft is not None:
+        kept = chain(kept, filled_draft_rows(draft, position, undoable))
+    for rows in kept:
         if rows.in_ring:
             yield from rows.parts()

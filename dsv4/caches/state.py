@@ -194,7 +194,7 @@ class DecodeState:
         """
         if self.position and all(point.position != self.position for point in self.points):
             self.wait()
-            point = Point.of(self.layers, self.position, self.furthest)
+            point = Point.of(self.layers, self.draft, self.position, self.furthest)
             self.points = (*self.points, point)[-MAX_POINTS:]
 
     def reachable(self, position: int) -> int:
@@ -220,8 +220,12 @@ class DecodeState:
             )
         if isinstance(place, Point):
             for state in self.ranks:
-                place.restore(state.layers)
+                place.restore(state.layers, state.draft)
             self.furthest = place.furthest
+            if self.draft is not None:
+                self.draft.forget()
+                if place.has_draft:
+                    self.draft.resume(place.position, place.undoable_tokens)
         self.set_position(position)
 
     def advance(self, tokens: int) -> None:

@@ -4,10 +4,15 @@ import pytest
 import torch
 
 from dsv4.caches.draft import DraftState
+from dsv4.caches.filled import filled_draft_rows
 from dsv4.caches.rows import RowFormat
 from dsv4.checkpoint import tiny_config
+from dsv4.checkpoint.geometries import Geometry, geometry_config
 from dsv4.config import ModelConfig
+from dsv4.engine_config import EngineConfig
 from dsv4.limits import MAX_TAKEN_BACK
+from dsv4.speculative.module import allocate_draft
+from dsv4.weights.parameters import MtpKind
 
 CONFIG = ModelConfig.from_dict(tiny_config(sliding_window=16))
 
@@ -39,3 +44,20 @@ def test_a_new_sequence_knows_all_of_its_rows() -> None:
     state = state_behind(1000)
     state.begin(0, 5)
     assert state.covers(5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stages", "nbytes"),
+    [
+        ("v4-flash", "classic", 1, 374336),
+        ("v4-flash", "dspark", 3, 238272),
+        ("v4-pro", "classic", 1, 595520),
+    ],
+)
+def test_what_a_point_of_a_published_geometry_takes_of_a_module(
+    name: Geometry, kind: MtpKind, stages: int, nbytes: int
+) -> None:
+    config = ModelConfig.from_dict(geometry_config(name))
+    draft = allocate_draft(config, EngineConfig(), (kind, stages), torch.device("meta"))
+    rows = filled_draft_rows(draft, 4096, 8)
+    assert sum(one.count * one.shape[1] * one.store.itemsize for one in rows) == nbytes

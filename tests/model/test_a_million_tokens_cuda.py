@@ -77,10 +77,10 @@ def test_captured_steps_end_at_the_last_position(on_kernels: Engine) -> None:
     captured = CUDAGraphDecoder(steps, "full", CONTEXT)
     last_logits(on_kernels)
     state = on_kernels.state
-    before = Point.of(state.layers, state.position, state.furthest)
+    before = Point.of(state.layers, state.draft, state.position, state.furthest)
     found = []
     for decoder in (None, captured):
-        before.restore(state.layers)
+        before.restore(state.layers, state.draft)
         state.set_position(CONTEXT - 8)
         found.append(list(on_kernels.following(7, Sampler(GREEDY), 8, decoder)))
         assert on_kernels.position == CONTEXT

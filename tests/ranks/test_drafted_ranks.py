@@ -169,3 +169,23 @@ def test_a_saved_state_has_the_rows_of_every_rank_s_module(kind: MtpKind, tmp_pa
         assert_near(proposed(reader, ids[-1], 3), expected)
         assert reader.state.draft is not None
         assert reader.state.draft.covers(reader.position)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_point_has_the_rows_of_every_rank_s_module(kind: MtpKind) -> None:
+    ids = random_ids(40)
+    others = random_ids(60, seed=1)
+    engine = drafted_ranks(kind, 2)
+    engine.prefill(ids)
+    engine.state.keep_point()
+    engine.prefill(others)
+    engine.rewind_to(len(ids))
+    assert_modules_alike(engine)
+    straight = drafted_ranks(kind, 2)
+    straight.prefill(ids)
+    texts = [
+        list(of.generate([*ids, *others[:3]], 9, SAMPLED, NO_STOPS, reuse=True))
+        for of in (engine, straight)
+    ]
+    assert texts[0] == texts[1]
+    assert_modules_alike(engine)
