@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 # Of the demo's own kinds, by seeds at which bfloat16 leaves every token where float32 has it: on
 # other texts a single rounding may send a token to another expert.
-SEEDS = {capitals: 1, stories: 5, arithmetic: 2, recall_128: 1}
+SEEDS = {capitals: 1, stories: 5, arithmetic: 14, recall_128: 1}
 PROMPTS = {task.__name__: task(random.Random(seed), True).prompt for task, seed in SEEDS.items()}
 LONG = PROMPTS["recall_128"]
 GREEDY = SamplingParams(temperature=0.0)
