@@ -40,11 +40,9 @@ _MOST_SHARED_BYTES = 227 << 10
 # Top-k: one block is faster up to 16,384 visible entries, a cluster of 8 above.
 _CLUSTER = 8
 _SPREAD = 16384
-# (threads, loads in a row) of a selecting block: in a cluster, alone in a decode step, one of many
-# tokens. 1,024 threads have 64 registers each, half as many as 512; two blocks of 256 threads share
-# a multiprocessor.
-_CLUSTER_BLOCK = (1024, 4)
-_DECODE_BLOCK = (512, 8)
+# (threads, loads in a row) of a selecting block: of a decode step, one of many tokens. 1,024 threads
+# have 64 registers each; two blocks of 256 threads share a multiprocessor.
+_DECODE_BLOCK = (1024, 4)
 _PREFILL_BLOCK = (256, 8)
 # Entries that a warp of top_k keeps in shared memory after the first digit: 4 KiB a warp, so that
 # 32 warps take 128 of the 227 KiB.
@@ -156,7 +154,7 @@ class SelectionShapes:
     def decode_top_k(self, tokens: int) -> Shape:
         """A cluster for each token that may see many entries."""
         if self._slots > _SPREAD:
-            return _top_k(tokens, _CLUSTER, _CLUSTER_BLOCK)
+            return _top_k(tokens, _CLUSTER, _DECODE_BLOCK)
         return _top_k(tokens, 1, _DECODE_BLOCK)
 
     def prefill_top_k(self, tokens: int) -> Shape:

@@ -30,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 2)
     extern __shared__ __align__(16) char memory[];
     top_k::Shared& shared = *reinterpret_cast<top_k::Shared*>(memory);
     const int token = blockIdx.x / CLUSTER, rank = top_k::own_rank();
-    pdl_launch();
+    // Without pdl_launch(): behind attention, which needs the list, blocks would request their
+    // weights meanwhile, and every trip to L2 here would take longer.
     top_k::clear(shared);
     pdl_wait();
     const int visible = visible_entries(positions[token], slots);
