@@ -58,7 +58,9 @@ def assert_stops_leave_ranks_side_by_side(engine: Engine) -> None:
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_drafts_that_do_not_pay_rest_and_the_text_is_the_same(name: str) -> None:
-    """Drafts of a module whose last norm is zero are all token 0, which texts hardly have."""
+    """Drafts of a module whose last norm is zero are all token 0, which texts hardly have, or what
+    DSpark's Markov head makes of the token before.
+    """
     prompt = PROMPTS["stories"]
     text = list(two_gpus(cuda_graph="full").generate(prompt, 400, GREEDY, NO_STOPS))
     assert text.count(0) < 4
@@ -75,7 +77,7 @@ def test_drafts_that_do_not_pay_rest_and_the_text_is_the_same(name: str) -> None
         assert drafts is not None
         assert drafts.tokens == 399
         assert 0 < drafts.drafted[0] < 60
-        assert drafts.accepted[0] < 4
+        assert drafts.accepted[0] < drafts.drafted[0] / 2
     assert_stops_leave_ranks_side_by_side(engine)
 
 

@@ -27,19 +27,19 @@ from dsv4.command.program import leave
 replays = 0
 sound = dsv4.step.captured.CapturedRanks.run
 
-def run(ranks):
+def run(ranks, end):
     global replays
     replays += 1
     if replays == 20:
         print("fault", file=sys.stderr, flush=True)
         FAULT
-    sound(ranks)
+    sound(ranks, end)
 
 dsv4.step.captured.CapturedRanks.run = run
 leave(single_shot_inference.main(sys.argv[1:]))
 """
 FAULTS = {
-    "a graph left out": "ranks._ranks[1].model[-1] = lambda: None",
+    "a graph left out": "for actions in ranks._ranks[1].model.values(): actions[-1] = lambda: None",
     "a counter moved": "ranks._state.ranks[1].peers.step_4[:1].add_(1)",
     "a rank that traps": (
         "import torch; torch.zeros(4, device='cuda:1')[torch.tensor([9], device='cuda:1')]"
@@ -82,7 +82,6 @@ def test_a_missing_rank_ends_the_run_with_one_line(fault: str, mode: str) -> Non
 
 def test_a_host_that_is_slow_between_two_launches_is_no_fault() -> None:
     """Two seconds between the graphs of both ranks: the first one waits for the second."""
-    slow = "time.sleep(2)"
     script = f"""
 import time
 from dsv4 import Engine, EngineConfig, SamplingParams
@@ -95,14 +94,17 @@ greedy = SamplingParams(temperature=0)
 ids = list(range(20, 40))
 expected = list(engine.generate(ids, 3, greedy, ()))
 decoder = engine.decoder
+late = 0
 for step in decoder._captured.values():
-    second = step._ranks[1].model
-    first = second[0]
-    def late(first=first):
-        {slow}
-        first()
-    second[0] = late
+    for second in step._ranks[1].model.values():
+        def slow(first=second[0]):
+            global late
+            late += 1
+            time.sleep(2)
+            first()
+        second[0] = slow
 assert list(engine.generate(ids, 3, greedy, ())) == expected
+assert late, "nobody was slow"
 print("equal")
 """
     result = run_script(script)
