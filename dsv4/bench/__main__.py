@@ -11,7 +11,7 @@ from dsv4.bench.engine_flags import add_engine_options, measure_engine, need_cud
 from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import Layout
 from dsv4.command.flags import OneLineParser, integer
-from dsv4.command.output_file import check_output, write_output
+from dsv4.command.output_file import check_output, refuse_shared_files, write_output
 from dsv4.command.program import command, run_program
 from dsv4.engine_config import EngineConfig
 from dsv4.measure.provenance import provenance
@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     options = build_parser().parse_args(arguments)
     if options.out is not None:
+        refuse_shared_files([], [("--out", options.out)], getattr(options, "model", None))
         check_output("--out", options.out)
     result = measure(options)
     called = " ".join(["python -m dsv4.bench", *arguments])

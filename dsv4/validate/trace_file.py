@@ -245,7 +245,7 @@ def _in_rank_order(files: list[TraceFile]) -> list[TraceFile]:
         if rank in by_rank:
             raise UserError(f"{file.path}: rank: found {rank}, which {by_rank[rank].path} is too")
         by_rank[rank] = file
-    wanted = range(max(ranks, 1))
+    wanted = range(ranks)
     for rank in wanted:
         if rank not in by_rank:
             given = ", ".join(map(str, sorted(by_rank)))
@@ -260,8 +260,10 @@ def _number(file: TraceFile, key: str, alone: bool) -> int:
     text = file.metadata.get(key)
     if text is None and alone:
         return 0 if key == "rank" else 1
-    if text is None or not re.fullmatch(r"[0-9]{1,9}", text):
-        raise UserError(f"{file.path}: {key}: found {shorten(text)}, expected a number")
+    least = 0 if key == "rank" else 1
+    if text is None or not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+        expected = f"a number from {least}"
+        raise UserError(f"{file.path}: {key}: found {shorten(text)}, expected {expected}")
     return int(text)
 
 

@@ -39,6 +39,16 @@ def test_a_flag_that_means_nothing_is_refused(
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
+def test_the_record_is_no_file_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    assert main(["engine", "--model", str(tmp_path), "--out", str(config)]) == 2
+    assert "config.json: found the file of --model, expected another" in capsys.readouterr().err
+    assert config.read_text() == "{}"
+
+
 def test_flags_of_a_checkpoint_reach_the_engine_and_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_common_value_may_be_on_some_ranks_only(tmp_path: Path, stack: ExitSta
         ),
         ([{}, {}], "0.safetensors: ranks: found None, expected a number"),
         ([{"rank": "x", "ranks": "1"}], "rank: found 'x', expected a number"),
+        ([{"ranks": "0"}], "ranks: found '0', expected a number from 1"),
         ([{"format": "mine"}], "format: found 'mine', expected 'dsv4-trace/1'"),
         ([{"join": {"a": "concat:0"}}], "join: a: found 'concat:0', expected 'equal', 'sum' or"),
         ([{"join": {"a": "concat:2"}}], "join: a: found 'concat:2', expected one of its 2 dim"),
