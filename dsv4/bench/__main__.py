@@ -76,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     options = build_parser().parse_args(arguments)
     if options.out is not None:
-        refuse_shared_files([], [("--out", options.out)], getattr(options, "model", None))
+        model = options.model if options.kind == "engine" else None
+        refuse_shared_files([], [("--out", options.out)], model)
         check_output("--out", options.out)
     result = measure(options)
     called = " ".join(["python -m dsv4.bench", *arguments])

@@ -40,8 +40,8 @@ _MOST_SHARED_BYTES = 227 << 10
 # Top-k: one block is faster up to 16,384 visible entries, a cluster of 8 above.
 _CLUSTER = 8
 _SPREAD = 16384
-# (threads, loads in a row) of a selecting block: of a decode step, one of many tokens. 1,024 threads
-# have 64 registers each; two blocks of 256 threads share a multiprocessor.
+# (threads, loads in a row) of a block that selects: in a decode step, and as one of many tokens.
+# 1,024 threads have 64 registers each; two blocks of 256 threads share a multiprocessor.
 _DECODE_BLOCK = (1024, 4)
 _PREFILL_BLOCK = (256, 8)
 # Entries that a warp of top_k keeps in shared memory after the first digit: 4 KiB a warp, so that
