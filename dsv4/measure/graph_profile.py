@@ -33,6 +33,7 @@ from dsv4.step.recorded import RecordedStep
 
 _WARM_UP = 8
 # The first one has no token before it, from whose end its time could be counted.
+_LEAST_TOKENS = 2
 _TOKENS = 17
 
 
@@ -72,10 +73,11 @@ def profile_decoder(engine: Engine, decoder: CUDAGraphDecoder) -> GraphProfile:
     The engine's sequence is lost. Raises ``UserError`` when the devices executed another number of
     kernels than the step launches.
     """
-    if engine.max_context < 2:
+    if engine.max_context < _LEAST_TOKENS:
         raise UserError("--profile: found a context of 1 token, expected room for 2")
     step = decoder.step(1)
-    position, tokens = _place(engine, step.recorded.dense_until)
+    place = (engine.position, engine.max_context, step.recorded.dense_until)
+    position, tokens = place_of_tokens(*place)
     dense = step.recorded.is_dense(position + tokens)
     greedy = Sampler(SamplingParams(temperature=0))
     _set_position(engine, position)
@@ -137,14 +139,15 @@ def rounded(value: Any) -> Any:
     return round(value, 2) if isinstance(value, float) else value
 
 
-def _place(engine: Engine, dense_until: int) -> tuple[int, int]:
-    """Where to decode how many tokens: as near to the engine's position as there is room for steps
-    that are all dense or none.
+def place_of_tokens(position: int, max_context: int, dense_until: int) -> tuple[int, int]:
+    """Where to decode how many tokens: as near to ``position`` as there is room for steps that are
+    all dense or none.
     """
-    begin = dense_until if engine.position >= dense_until else 0
-    end = engine.max_context if begin == dense_until else min(dense_until, engine.max_context)
+    has_room = max_context - dense_until >= _LEAST_TOKENS
+    begin = dense_until if position >= dense_until and has_room else 0
+    end = max_context if begin == dense_until else min(dense_until, max_context)
     tokens = min(_TOKENS, end - begin)
-    return min(engine.position, end - tokens), tokens
+    return min(position, end - tokens), tokens
 
 
 def _set_position(engine: Engine, position: int) -> None:
