@@ -67,12 +67,12 @@ def test_what_steps_have_overwritten_is_known_behind_an_interruption(
     run = getattr(world, piece)
     left = calls
 
-    def interrupted(number: int) -> Any:
+    def interrupted(*numbers: int) -> Any:
         nonlocal left
         left -= 1
         if not left and piece == "read":
             raise KeyboardInterrupt
-        found = run(number)
+        found = run(*numbers)
         if not left:
             raise KeyboardInterrupt
         return found
