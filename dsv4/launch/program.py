@@ -201,7 +201,7 @@ class _ReadyLaunch:
         self.in_dense: PreparedLaunch | None = self.in_sparse
         if item.dense_shape is None:
             self.in_dense = None
-        elif item.dense_shape is not item.shape:
+        elif item.differs_if_dense:
             self.in_dense = PreparedLaunch(item.signature, target)
             self.in_dense.take(item.dense_shape, values)
 

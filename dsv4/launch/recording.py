@@ -39,6 +39,11 @@ class Launch:
         """Every tensor that the kernel reads or writes."""
         return [argument for argument in self.arguments.values() if isinstance(argument, Tensor)]
 
+    @property
+    def differs_if_dense(self) -> bool:
+        """Whether a dense step launches it in another way, or not at all."""
+        return self.dense_shape is not self.shape
+
     def shape_for(self, tokens: int, dense: bool) -> Shape | None:
         """How it is launched in a step of ``tokens`` tokens; None: it is not."""
         if self.shape_of is not None:

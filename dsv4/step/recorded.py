@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -75,9 +76,9 @@ class RecordedStep:
                     }
         return found
 
-    @property
+    @cached_property
     def dense_until(self) -> int:
-        """See ``Recording``."""
+        """See ``Recording``; every run asks for it."""
         found = (recording.dense_until for recording in self.recordings.values())
         return min(filter(None, found), default=0)
 
@@ -94,9 +95,7 @@ class RecordedStep:
     def differs_if_dense(self, part: Part) -> bool:
         """Whether a dense run does something else in this part."""
         items = self.recordings[part.device].items[part.start : part.stop]
-        return any(
-            isinstance(item, Launch) and item.dense_shape is not item.shape for item in items
-        )
+        return any(isinstance(item, Launch) and item.differs_if_dense for item in items)
 
     @property
     def steps_begun(self) -> int:

@@ -35,7 +35,7 @@ def differing(step: RecordedStep) -> list[tuple[str, Launch]]:
         (part.name, item)
         for part in compute_parts(step)
         for item in step.recordings[part.device].items[part.start : part.stop]
-        if isinstance(item, Launch) and item.dense_shape is not item.shape
+        if isinstance(item, Launch) and item.differs_if_dense
     ]
 
 
