@@ -1,5 +1,6 @@
 """Kept verdicts: asked for once, whole or not at all, never for another machine."""
 
+import importlib.metadata
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(
 @pytest.mark.parametrize("fact", ["checks", "gpu", "driver", "packages", "sources"])
 def test_every_fact_has_a_file_of_its_own(fact: str) -> None:
     facts = verdict_facts("m:f", CPU)
-    assert facts["packages"]["torch"] == torch.__version__
+    assert facts["packages"]["torch"] == importlib.metadata.version("torch")
     assert verdict_path({**facts, fact: "another"}) != verdict_path(facts)
 
 
