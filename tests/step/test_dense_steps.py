@@ -1,19 +1,15 @@
 """What a dense step leaves out: whatever serves the indexer's choice, which would be everything."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dsv4.checkpoint import Layout
 from dsv4.config import CSA_RATIO, layer_kinds
 from dsv4.launch.recording import Launch
-from dsv4.ops.linear.decode_plan import ProductShape, plan_linear
 from dsv4.ops.tables import CUDA_TABLE, swap_ops
 from dsv4.step.recorded import RecordedStep
-from dsv4.weights.quant import QuantFormat
-from tests.ops.recorded import HOPPER
 from tests.step.planned_model import PlannedModel, compute_parts, demo, geometry
 
 PLANNED = {
@@ -58,8 +54,11 @@ def test_a_dense_step_does_without_the_indexers_choice(planned: PlannedModel, to
             assert dict(dense.kernel.defines)["LISTED"] == 0
             assert dense.numbers == {"entries": listed, "listed": 0}
             assert (dense.blocks, dense.cluster) == (launch.shape.blocks, launch.shape.cluster)
+        elif name == "decode_linear":
+            assert launch.shape.numbers["later_tiles"] > 0
+            assert dense == replace(launch.shape, numbers={"later_tiles": 0})
         else:
-            assert name in ("decode_linear", "prepare_attention")
+            assert name == "prepare_attention"
             assert dense.kernel == launch.shape.kernel
             assert dense.grid < launch.shape.grid
     counts = [launch.shape.kernel.function for _, launch in found]
@@ -94,25 +93,3 @@ def test_traced_steps_compute_the_choice(planned: PlannedModel) -> None:
 @pytest.mark.parametrize("layout", get_args(Layout))
 def test_steps_of_prefill_are_none(layout: Layout) -> None:
     assert geometry("v4-flash", layout, layers=4).record(512).dense_until == 0
-
-
-@given(
-    tiles=st.lists(st.integers(1, 3000), min_size=1, max_size=2),
-    share=st.floats(0, 1),
-    needs_second=st.booleans(),
-)
-def test_first_blocks_have_the_first_tiles_and_others_none(
-    tiles: list[int], share: float, needs_second: bool
-) -> None:
-    formats = (QuantFormat.NVFP4, QuantFormat.FP8_BLOCK128)[: len(tiles)]
-    shape = ProductShape(formats, tuple(tiles), 1024)
-    plan = plan_linear(shape, 1, HOPPER)
-    needed = [max(1, int(share * tiles[0])), int(share * tiles[-1]) * needs_second][: len(tiles)]
-    owners = [
-        first + max(member for member in range(clusters) if member * count // clusters < wanted)
-        for first, clusters, count, wanted in zip(
-            (0, plan.clusters[0]), plan.clusters, tiles, needed, strict=False
-        )
-        if wanted
-    ]
-    assert plan.first_blocks(shape, needed) == plan.cluster * (max(owners) + 1)

@@ -3,6 +3,7 @@ head.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -160,7 +161,7 @@ def _rows(
     matrices: Sequence[tuple[int, QuantFormat]],
     columns: int,
     tokens: int,
-    norm: bool = False,
+    queries: bool = False,
 ) -> OpCase:
     dtypes = [torch.float32 if format is BF16 else None for _, format in matrices]
 
@@ -169,7 +170,10 @@ def _rows(
             [random_weight(count, columns, format) for count, format in matrices], dtypes
         )
         x = _x(tokens, columns)
-        norm_weight = torch.rand(columns, device="cuda") if norm else None
+        norm_weight = None
+        if queries:
+            rows = replace(rows, for_choice=1)
+            norm_weight = torch.rand(columns, device="cuda")
         return PreparedOp(linear_rows, x, rows, norm_weight, EPS).run
 
     weight_bytes = sum(_weight_bytes(count, columns, format) for count, format in matrices)

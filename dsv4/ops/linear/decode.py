@@ -10,13 +10,19 @@ from torch import Tensor
 
 from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
-from dsv4.launch.recording import Launch, Recording, is_aligned
+from dsv4.launch.recording import Recording, is_aligned
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.exchange.words import NOT_SENT, Words
 from dsv4.ops.linear import RowList
 from dsv4.ops.linear.checks import check_grouped, check_linear, check_norm
 from dsv4.ops.linear.decode_pair import join_products
-from dsv4.ops.linear.decode_plan import WARPS, LinearPlan, ProductShape, plan_linear
+from dsv4.ops.linear.decode_plan import (
+    WARPS,
+    LinearPlan,
+    ProductShape,
+    has_room_for_columns,
+    plan_linear,
+)
 from dsv4.ops.linear.row_list import FormatRows, ListLaunch, PackedRows, packed_rows
 from dsv4.ops.norm.cuda import rms_norm
 from dsv4.weights.packed import TILE_ROWS, PackedWeight
@@ -131,28 +137,16 @@ def linear_rows(
     _check_tokens(tokens)
     norm = _Norm(norm_weight, norm_eps)
     # A block that sees K in slices has no row to normalise.
-    plans = [plan_linear(launch.shape, tokens, recording.target) for launch in packed.launches]
+    products = [_list_product(packed, launch, recording) for launch in packed.launches]
+    plans = [plan_linear(product.shape, tokens, recording.target) for product in products]
     if norm_weight is not None and any(plan.slice_columns < packed.width for plan in plans):
         x = rms_norm(recording, x, norm_weight, norm_eps)
         norm = _Norm()
     # In words, because a view as float32 needs whole ones.
     memory = recording.empty((ceil_div(tokens * packed.bytes_per_token, 4),), torch.float32)
-    for launch in packed.launches:
-        _record(recording, _list_product(launch), x.unsqueeze(1), norm, memory)
-    if rows.for_choice and len(packed.launches) == 1:
-        _serve_choice(recording, packed, plans[0])
+    for product in products:
+        _record(recording, product, x.unsqueeze(1), norm, memory)
     return packed.products(memory, tokens)
-
-
-def _serve_choice(recording: Recording, rows: PackedRows, plan: LinearPlan) -> None:
-    """Dense steps leave out the blocks of the last launch that have only tiles of the indexer's
-    matrices.
-    """
-    (listed,) = rows.launches
-    tiles = rows.tiles_of_first(listed, len(rows.weights) - rows.for_choice)
-    launch = recording.items[-1]
-    assert isinstance(launch, Launch)
-    recording.serve_choice(replace(launch.shape, blocks=plan.first_blocks(listed.shape, tiles)))
 
 
 def _matrix_product(weight: PackedWeight, groups: int, dtype: torch.dtype) -> _Product:
@@ -174,10 +168,14 @@ def _matrix_product(weight: PackedWeight, groups: int, dtype: torch.dtype) -> _P
     )
 
 
-def _list_product(launch: ListLaunch) -> _Product:
-    return _Product(
-        launch.parts, launch.shape, _LIST_SCALE_SHIFT, launch.global_scale, launch.table
-    )
+def _list_product(rows: PackedRows, launch: ListLaunch, recording: Recording) -> _Product:
+    """Where blocks have all of K, they multiply what serves the indexer's choice behind the rest,
+    so that dense steps leave it out.
+    """
+    shape = rows.shape_of(launch)
+    if not has_room_for_columns(shape, recording.tokens, recording.target):
+        shape = launch.shape
+    return _Product(launch.parts, shape, _LIST_SCALE_SHIFT, launch.global_scale, launch.table)
 
 
 def _record(
@@ -209,6 +207,7 @@ def _record(
         32 * WARPS,
         plan.shared_bytes,
         plan.cluster,
+        {"later_tiles": product.shape.later},
     )
     recording.launch(
         shape,
@@ -224,6 +223,8 @@ def _record(
         partial_bytes=plan.partial_bytes,
         **words.arguments,
     )
+    if plan.has_later:
+        recording.serve_choice(replace(shape, numbers={"later_tiles": 0}))
     join_products(recording)
 
 

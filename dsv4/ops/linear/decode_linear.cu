@@ -10,15 +10,25 @@
 // Defines: FORMAT0, FORMAT1 (-1: none), TOKENS (1 to 8, as many as the launch has), FUSED_NORM,
 // RAGGED_K (K is no multiple of a stage), WARPS, PIECES, HOLDS_SLICE and ALIGNED_X (HELD, WHOLE and
 // ALIGNED of stage_activations), DEPTH (stages of a warp's ring), CLUSTER (blocks), TURNS (slices
-// of a block), RANKS (above 1: y goes to the ranks as words, exchange.cuh).
+// of a block), LATER (there are later_tiles: of one format, with CLUSTER and TURNS 1), RANKS (above
+// 1: y goes to the ranks as words, exchange.cuh).
 #include "decode_products.cuh"
 
-// What one block has of its tiles: partial tiles, slice after slice of its own.
+static_assert(!LATER || (FORMAT1 < 0 && CLUSTER == 1 && TURNS == 1), "blocks have whole tiles");
+
+// Tiles of a cluster, and where a block works on them.
+struct Work {
+    Share share;
+    Workspace space;
+};
+
+// What one block has of its tiles: partial tiles, slice after slice of its own. With LATER a warp's
+// ring goes on with those of `later`.
 template <int F>
-__device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& rows,
-                                               const Share& share, int rank,
-                                               const Workspace& space,
+__device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& rows, const Work& work,
+                                               const Work& later, int rank,
                                                const Matrices& matrices) {
+    const auto& [share, space] = work;
     const int lane = threadIdx.x % WARP;
     const int warp = warp_index();
     const bf16* x = p.x + (int64)share.group * p.group_stride;
@@ -26,15 +36,26 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
         Portion<F, RAGGED_K> own(p, rows, share, rank + turn * CLUSTER, warp);
         const Slice<F>& slice = own.slice;
         Ring ring(space.rings);
+        Portion<F, RAGGED_K> next(p, rows, later.share, 0, warp);
+        int ahead = LATER ? min(next.count(), DEPTH) : 0;
+        const auto fetch_next = [&](unsigned free) {
+            if (LATER && ahead > 0) --ahead, next.fetch(free, lane);
+        };
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
             if (d < own.count()) own.fetch(ring.first + d * SLOT, lane);
+            else fetch_next(ring.first + d * SLOT);
             cp_async_commit();
         }
         if (turn == 0) {
             const int finished = CLUSTER > 1 ? warp * CLUSTER + rank : warp;
             const Finish finish{Destination(p, matrices, share, finished), Sharers(slice, warp)};
             if (lane == 0) space.finishes[warp] = finish;
+            if (LATER) {
+                const Finish next_finish{Destination(p, matrices, later.share, warp),
+                                         Sharers(next.slice, warp)};
+                if (lane == 0) later.space.finishes[warp] = next_finish;
+            }
             pdl_wait();
             if (RANKS > 1 && warp == 0) space.outbox->open(p.peers, p.slot, p.exchange);
         } else {
@@ -46,25 +67,27 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
             slice.columns, slice.stages * Stage<F>::COLUMNS, p.norm_weight, p.eps, space.x,
             space.inverse + turn * TOKENS, space.scratch);
         float* partials = space.partials + turn * (share.tiles() + WARPS - 1) * TILE_OUTPUTS;
-        own.multiply(ring, space.x, partials, warp, lane, [](unsigned) {});
+        own.multiply(ring, space.x, partials, warp, lane, fetch_next);
+        if (LATER)
+            next.multiply(ring, space.x, later.space.partials, warp, lane, [](unsigned) {});
     }
     cp_async_wait<0>();
     __syncthreads();
 }
 
-__device__ __forceinline__ void multiply(const Product& p, const Share& share, int rank,
-                                         const Workspace& space, const Matrices& matrices) {
+__device__ __forceinline__ void multiply(const Product& p, const Work& work, const Work& later,
+                                         int rank, const Matrices& matrices) {
     if constexpr (FORMAT1 >= 0) {
-        if (share.second)
-            return multiply_tiles<FORMAT1>(p, p.second, share, rank, space, matrices);
+        if (work.share.second)
+            return multiply_tiles<FORMAT1>(p, p.second, work, later, rank, matrices);
     }
-    multiply_tiles<FORMAT0>(p, p.first, share, rank, space, matrices);
+    multiply_tiles<FORMAT0>(p, p.first, work, later, rank, matrices);
 }
 
 template <typename Emit>
-__device__ __forceinline__ void collect(const Product& p, const Share& share, int rank,
-                                        const Workspace& space, const Matrices& matrices,
-                                        Emit emit) {
+__device__ __forceinline__ void collect(const Product& p, const Work& work, int rank,
+                                        const Matrices& matrices, Emit emit) {
+    const auto& [share, space] = work;
     if constexpr (FORMAT1 >= 0) {
         if (share.second) return collect_tiles<FORMAT1>(p, share, rank, space, matrices, emit);
     }
@@ -86,13 +109,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   const char* data1, const char* scale1, int tiles1, int clusters1, int scale_shift,
                   const float* global_scale, const int4* table, int matrices, int rows,
                   int float32_out, int x_bytes, int partial_bytes, const int64* peers, int64 slot,
-                  int exchange) {
+                  int exchange, int later_tiles) {
     pdl_launch();
     if (knows_tokens(TOKENS)) tokens = TOKENS;
     extern __shared__ __align__(SLOT_LINE_BYTES) char shared[];
     __shared__ float inverse[MAX_SLICES * TOKENS], scratch[2 * TOKENS * WARP];
     __shared__ Outbox outbox;
-    __shared__ Finish finishes[WARPS];
+    __shared__ Finish finishes[(1 + LATER) * WARPS];
     __shared__ uint64 inbox;
     const Product product = {x,
                              row_stride,
@@ -114,16 +137,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                              float32_out,
                              peers,
                              slot,
-                             exchange};
+                             exchange,
+                             later_tiles};
     char* x_shared = shared + WARPS * DEPTH * SLOT;
-    const Workspace space = {shared, x_shared, reinterpret_cast<float*>(x_shared + x_bytes),
-                             inverse, scratch, &outbox, finishes};
     const Matrices listed(product);
     const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
     const Share share(product, blockIdx.x / CLUSTER);
-    assert_shared_memory(x_shared - shared + x_bytes + partial_bytes +
-                         received_bytes(share.tiles()));
     const int tiles = share.tiles();
+    assert_shared_memory(x_shared - shared + x_bytes + partial_bytes + received_bytes(tiles));
+    float* partials = reinterpret_cast<float*>(x_shared + x_bytes);
+    const Work work = {share, {shared, x_shared, partials, inverse, scratch, &outbox, finishes}};
+    Work later = {share.later(product, blockIdx.x), work.space};
+    later.space.partials += (tiles + WARPS - 1) * TILE_OUTPUTS;
+    later.space.finishes += WARPS;
     const int inbox_bytes =
         (CLUSTER - 1) * ((tiles + CLUSTER - 1 - rank) / CLUSTER) * TILE_OUTPUTS * 4;
     if (CLUSTER > 1) {
@@ -134,13 +160,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = threadIdx.x * 32; i < columns; i += THREADS * 32) prefetch_l2(norm_weight + i);
     }
     // y_TN = F.linear(x_TK, dequantize(weight_NK)), as partial tiles
-    multiply(product, share, rank, space, listed);
+    multiply(product, work, later, rank, listed);
     const int warp = warp_index();
     if constexpr (CLUSTER == 1) {
         const auto emit = [&](const Destination& to, int, int output, float value) {
             send_or_store(to, outbox, tokens, output, value);
         };
-        collect(product, share, rank, space, listed, emit);
+        collect(product, work, rank, listed, emit);
+        if (LATER) collect(product, later, rank, listed, emit);
     } else {
         // Tile t is finished by the block of rank t % CLUSTER: [t / CLUSTER][rank of the
         // sender][output].
@@ -152,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             else send(slot, &inbox, tile % CLUSTER, value);
         };
         cluster_started();
-        collect(product, share, rank, space, listed, pass_on);
+        collect(product, work, rank, listed, pass_on);
         if (inbox_bytes > 0) wait_mail(&inbox, 0);
         __syncthreads();
         Destination destination = finishes[warp].destination;

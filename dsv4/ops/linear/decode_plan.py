@@ -4,7 +4,6 @@ of the shape.
 
 import functools
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,12 +43,17 @@ _STAGE_CYCLES = {
 
 
 class ProductShape(NamedTuple):
-    """``tiles[i]`` row tiles (per group) of ``formats[i]``, K = ``columns``."""
+    """``tiles[i]`` row tiles (per group) of ``formats[i]``, K = ``columns``.
+
+    ``later``: tiles of the only format that blocks multiply behind their others, and not in every
+    step.
+    """
 
     formats: tuple[QuantFormat, ...]
     tiles: tuple[int, ...]
     columns: int
     groups: int = 1
+    later: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,19 +75,11 @@ class LinearPlan:
     ragged: bool
     depth: int
     turns: int = 1
+    has_later: bool = False
 
     def blocks(self, groups: int) -> int:
         """Blocks of the launch."""
         return self.cluster * (groups * self.clusters[0] + sum(self.clusters[1:]))
-
-    def first_blocks(self, shape: ProductShape, tiles: Sequence[int]) -> int:
-        """How many blocks have all of the first ``tiles[i]`` tiles of every format."""
-        parts = zip(self.clusters, tiles, shape.tiles, strict=True)
-        needed = [ceil_div(count * clusters, of) for clusters, count, of in parts]
-        before = itertools.accumulate(self.clusters, initial=0)
-        return self.cluster * max(
-            first + own for first, own in zip(before, needed, strict=False) if own
-        )
 
     @property
     def defines(self) -> Defines:
@@ -97,6 +93,7 @@ class LinearPlan:
             ("HOLDS_SLICE", int(self._holds_slice)),
             ("TURNS", self.turns),
             ("CLUSTER", self.cluster),
+            ("LATER", int(self.has_later)),
         )
 
     @property
@@ -123,10 +120,14 @@ def plan_linear(shape: ProductShape, tokens: int, target: Target) -> LinearPlan:
     K is shared as the next power of two of tokens needs it: so a token's sums have the same order,
     and the same bits, among 5, 6, 7 and 8 tokens.
     """
-    padded_tokens = next(size for size in (1, 2, 4, 8) if size >= tokens)
-    sharing = _share_columns(_Problem(shape, padded_tokens, target, min(_DEPTHS)))
+    sharing = _share_columns(_tightest(shape, tokens, target))
     plans = (_plan(_Problem(shape, tokens, target, depth), sharing) for depth in _DEPTHS)
     return next(plan for plan in plans if plan is not None)
+
+
+def has_room_for_columns(shape: ProductShape, tokens: int, target: Target) -> bool:
+    """Whether blocks get all of K."""
+    return _plan(_tightest(shape, tokens, target), _WHOLE) is not None
 
 
 class _Problem(NamedTuple):
@@ -136,12 +137,21 @@ class _Problem(NamedTuple):
     depth: int
 
 
+def _tightest(shape: ProductShape, tokens: int, target: Target) -> _Problem:
+    """What decides how K is shared: the next power of two of tokens, and the shortest ring."""
+    padded_tokens = next(size for size in (1, 2, 4, 8) if size >= tokens)
+    return _Problem(shape, padded_tokens, target, min(_DEPTHS))
+
+
 class _Sharing(NamedTuple):
     """K in ``slices`` slices on clusters of ``cluster`` blocks, of which ``waves`` run in turn."""
 
     cluster: int
     slices: int
     waves: int = 1
+
+
+_WHOLE = _Sharing(1, 1)
 
 
 def _share_columns(problem: _Problem) -> _Sharing:
@@ -195,6 +205,8 @@ def _plan(problem: _Problem, sharing: _Sharing) -> LinearPlan | None:
     activations = 2 * tokens * slice_columns
     tile_bytes = _TILE_ROWS * tokens * 4
     partials = ceil_div(slices, cluster) * (most_tiles + WARPS - 1) * tile_bytes
+    if shape.later:
+        partials += (ceil_div(shape.later, clusters[0]) + WARPS - 1) * tile_bytes
     received = round_up(most_tiles, cluster) * tile_bytes if cluster > 1 else 0
     shared = ring + activations + partials + received
     if shared > SHARED_LIMIT:
@@ -210,6 +222,7 @@ def _plan(problem: _Problem, sharing: _Sharing) -> LinearPlan | None:
         ragged=any(padded_columns % _stage_columns(format) for format in shape.formats),
         depth=problem.depth,
         turns=slices // cluster,
+        has_later=shape.later > 0,
     )
 
 

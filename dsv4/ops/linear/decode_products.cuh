@@ -26,7 +26,8 @@ struct Rows {
 // `second`. scale_shift: log2 of the row tiles per row of FP8 block scales. `table` (or null): per
 // matrix (first tile, tiles of `second` following those of `first`; rows; y offset in bytes per
 // token; 1 for float32) with its global_scale; null: one matrix of groups · rows rows to y [tokens,
-// groups · rows].
+// groups · rows]. `later_tiles` of a list follow those of `first` and are dealt to the same
+// clusters: steps that leave them out compute the others in the same way.
 struct Product {
     const bf16* x;
     int row_stride, group_stride, tokens;
@@ -44,6 +45,7 @@ struct Product {
     const int64* peers;
     int64 slot;
     int exchange;
+    int later_tiles;
 
     __device__ __forceinline__ int padded_columns() const { return (columns + 63) / 64 * 64; }
 };
@@ -66,6 +68,15 @@ struct Share {
         begin = group_tile + (unsigned)member * tiles / (unsigned)members;
         const int next = group_tile + (unsigned)(member + 1) * tiles / (unsigned)members;
         end = max(begin, min(limit, next));
+    }
+
+    // What this cluster has of p.later_tiles.
+    __device__ __forceinline__ Share later(const Product& p, int cluster) const {
+        Share share = *this;
+        const unsigned tiles = p.later_tiles, members = p.first.clusters;
+        share.begin = p.first.tiles + cluster * tiles / members;
+        share.end = p.first.tiles + (cluster + 1) * tiles / members;
+        return share;
     }
 
     __device__ __forceinline__ int tiles() const { return end - begin; }

@@ -67,13 +67,16 @@ class PackedRows(RowList):
         """The dtypes of the products."""
         return [dtype or torch.bfloat16 for dtype in self.out_dtypes]
 
-    def tiles_of_first(self, launch: ListLaunch, count: int) -> list[int]:
-        """Row tiles of the first ``count`` matrices, by part of a launch, where they lie first."""
-        first = self.weights[:count]
-        return [
-            sum(weight.data.shape[0] for weight in first if weight.format is part.format)
-            for part in launch.parts
-        ]
+    def shape_of(self, launch: ListLaunch) -> ProductShape:
+        """``launch.shape``, with the matrices that serve the indexer's choice as later tiles where
+        all matrices have one format.
+        """
+        if len(self.launches) > 1 or len(launch.parts) > 1:
+            return launch.shape
+        chosen = self.weights[len(self.weights) - self.for_choice :]
+        later = sum(weight.data.shape[0] for weight in chosen)
+        (tiles,) = launch.shape.tiles
+        return launch.shape._replace(tiles=(tiles - later,), later=later)
 
     def check(self, x: Tensor) -> None:
         """Raises ``ValueError`` when x is not bfloat16 ``[T, K]`` with the K of the list."""

@@ -8,7 +8,13 @@ import pytest
 
 from dsv4.launch.constants import SLOT_LINE_BYTES, STAGE_SCALE_BYTES
 from dsv4.launch.kernel import ceil_div, round_up
-from dsv4.ops.linear.decode_plan import MAX_SLICES, WARPS, ProductShape, plan_linear
+from dsv4.ops.linear.decode_plan import (
+    MAX_SLICES,
+    WARPS,
+    ProductShape,
+    has_room_for_columns,
+    plan_linear,
+)
 from dsv4.weights.quant import QuantFormat
 from tests.ops.recorded import HOPPER
 
@@ -115,6 +121,32 @@ def test_k_is_shared_as_the_next_power_of_two_of_tokens_needs_it(
     assert sharing[2] == sharing[3]
     assert set(sharing[4:]) == {sharing[7]}
     assert all(plan.depth >= plans[7].depth for plan in plans[4:])
+
+
+@pytest.mark.parametrize(("format", "tiles", "later"), [(FP8, 2048, 512), (NVFP4, 512, 512)])
+def test_later_tiles_are_dealt_to_all_blocks(format: QuantFormat, tiles: int, later: int) -> None:
+    """Query rows of Flash, and of Pro as a rank of 8: with them the same blocks have the same of
+    the other tiles, and room for more partial sums.
+    """
+    alone = ProductShape((format,), (tiles,), 1536)
+    for tokens in range(1, 9):
+        plan = plan_linear(alone._replace(later=later), tokens, HOPPER)
+        without = plan_linear(alone, tokens, HOPPER)
+        assert plan.clusters == without.clusters == (132,)
+        assert dict(plan.defines) == {**dict(without.defines), "LATER": 1}
+        more = (ceil_div(later, 132) + WARPS - 1) * 16 * tokens * 4
+        assert plan.partial_bytes == without.partial_bytes + more
+        assert plan.shared_bytes == without.shared_bytes + more
+
+
+def test_later_tiles_need_all_of_k_in_a_block() -> None:
+    shape = ProductShape((FP8,), (448,), 16384, later=64)
+    assert [has_room_for_columns(shape, tokens, HOPPER) for tokens in (1, 4, 5, 8)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_cluster_shares_activations_that_one_block_cannot_hold() -> None:
