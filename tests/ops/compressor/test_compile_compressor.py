@@ -5,7 +5,7 @@ import pytest
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.target import ARCHITECTURES
 from tests.ops.compressor.meta import SHAPES, arguments, record
-from tests.ops.sass import compile_once, count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, of_assembler_13_5, resources
 
 
 def kernel(name: str) -> Kernel:
@@ -13,6 +13,7 @@ def kernel(name: str) -> Kernel:
     return launch.shape.kernel
 
 
+@of_assembler_13_5
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_compiles_without_spills(name: str, architecture: str) -> None:

@@ -10,7 +10,7 @@ from dsv4.launch.target import ARCHITECTURES
 from dsv4.ops.prepare_attention.decode import prepare_attention
 from tests.ops.prepare_attention.cases import RATIOS, step
 from tests.ops.recorded import launches
-from tests.ops.sass import compile_once, count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, of_assembler_13_5, resources
 
 
 def kernel(kind: str, quantised: bool = True) -> Kernel:
@@ -24,6 +24,7 @@ def sass_of(kind: str) -> str:
     return disassemble(kernel(kind).source, "sm_90a", kernel(kind).defines)
 
 
+@of_assembler_13_5
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("quantised", [True, False])
 @pytest.mark.parametrize("kind", RATIOS)
@@ -45,6 +46,7 @@ def test_every_role_waits_once_and_no_role_fences(kind: str, roles: int) -> None
     assert count(sass, "STAS") == (1 if kind == "hca" else 0)
 
 
+@of_assembler_13_5
 @pytest.mark.parametrize(("kind", "windows"), [("window", 0), ("csa", 2), ("hca", 1)])
 def test_constants_are_requested_before_the_wait(kind: str, windows: int) -> None:
     """Rows: 16 norm weights a lane of the window key and a frequency. Windows: a norm weight and a
