@@ -111,7 +111,7 @@ class SavedSequences:
         self._drop([one for one in begun if one is not wanted])
         self._kept.append(KeptSequence(path, token_ids, undoable))
         others = [one for one in self._kept if one is not wanted]
-        self._drop(others[: len(self._kept) - self._most])
+        self._drop(others[: max(0, len(self._kept) - self._most)])
 
     def _load(self, one: KeptSequence) -> None:
         self._kept.remove(one)

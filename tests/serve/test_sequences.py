@@ -80,6 +80,15 @@ def test_files_are_no_more_than_asked_for_and_the_oldest_goes(
     assert reused == [0, 0, 0, LENGTH + 1, 0]
 
 
+def test_no_file_goes_before_there_are_too_many(loaded: Service, tmp_path: Path) -> None:
+    service = with_folder(loaded, tmp_path, most=4)
+    for prompt in (A, B, C):
+        ask(service, [*prompt, 5], 1)
+    service.answering.keep_sequence()
+    assert len(files(tmp_path)) == 3
+    assert ask(service, [*A, 5, 6], 1)[0] == LENGTH + 2
+
+
 def test_where_reasoning_is_dropped_the_prompt_is_kept_without_its_end(
     loaded: Service, tmp_path: Path
 ) -> None:
