@@ -77,6 +77,7 @@ class Answering:
         engine = self.engine
         ids = question.token_ids
         if question.scores_prompt:
+            self._sequences.leave()
             count = question.sampling.logprobs or 0
             yield PromptRead(0, tuple(engine.prompt_logprobs(ids, count, lambda *_: check())))
         else:

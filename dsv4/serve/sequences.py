@@ -70,6 +70,13 @@ class SavedSequences:
             self.keep()
         self._forgets = forgets
 
+    def leave(self) -> None:
+        """Before a prompt that is read whole: keeps the sequence that the engine leaves. What is
+        scored is no conversation, and takes no file.
+        """
+        self.keep()
+        self._forgets = True
+
     def keep_prompt(self, token_ids: list[int], progress: Progress) -> None:
         """Behind ``resume``: reads the prompt up to what later turns may write otherwise, and keeps
         that, where it is worth a file.

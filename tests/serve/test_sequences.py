@@ -40,11 +40,11 @@ def with_folder(loaded: Service, folder: Path, most: int = 2) -> Service:
 
 
 def ask(
-    service: Service, token_ids: list[int], tokens: int = 2, forgets: bool = False
+    service: Service, token_ids: list[int], tokens: int = 2, **fields: bool
 ) -> tuple[int, list[int]]:
     """How many tokens of the prompt were there, and the answer."""
     greedy = SamplingParams(temperature=0)
-    question = Question(token_ids, tokens, greedy, (), frozenset(), forgets=forgets)
+    question = Question(token_ids, tokens, greedy, (), frozenset(), **fields)
     read, *said, _ = service.answering.answer(question, lambda: None)
     return read.reused, [one.token_id for one in said]  # type: ignore[union-attr]
 
@@ -87,6 +87,19 @@ def test_no_file_goes_before_there_are_too_many(loaded: Service, tmp_path: Path)
     service.answering.keep_sequence()
     assert len(files(tmp_path)) == 3
     assert ask(service, [*A, 5, 6], 1)[0] == LENGTH + 2
+
+
+def test_a_prompt_that_is_scored_takes_no_file_and_costs_none(
+    loaded: Service, tmp_path: Path
+) -> None:
+    """The conversation that it displaces is kept as behind any other request."""
+    service = with_folder(loaded, tmp_path)
+    ask(service, [*A, 5], 1)
+    for prompt in (B, C):
+        ask(service, prompt, 1, scores_prompt=True)
+        assert len(files(tmp_path)) == 1
+    assert ask(service, [*A, 5, 6], 1)[0] == LENGTH + 2
+    assert len(files(tmp_path)) == 1
 
 
 def test_where_reasoning_is_dropped_the_prompt_is_kept_without_its_end(
