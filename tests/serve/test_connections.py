@@ -141,6 +141,12 @@ def test_with_a_key_who_has_it_is_answered(service: Service) -> None:
         assert health.json() == {"status": "ok", "requests": 0}
 
 
+def test_a_key_may_have_any_letters(service: Service) -> None:
+    with running(service, api_key="ключ") as one:
+        headers = {b"authorization": "Bearer ключ".encode()}
+        assert httpx.get(f"{one.url}/models", headers=headers).status_code == 200
+
+
 class Failing:
     """In the place of the engine: every question ends with ``error``."""
 
