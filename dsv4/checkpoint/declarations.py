@@ -144,7 +144,9 @@ def _check_agreement(quantization: dict[str, Any], separate: dict[str, Any], sou
 
 def _section(raw: dict[str, Any], key: str, source: str) -> dict[str, Any]:
     """The declaration of one file, whose values are known ones; empty where it has none."""
-    section = raw.get(key, {})
+    section = raw.get(key)
+    if section is None:
+        return {}
     source = f"{source}: {key}"
     if not isinstance(section, dict):
         raise UserError(f"{source}: found {shorten(section)}, expected an object")

@@ -99,6 +99,15 @@ def test_without_any_declaration_the_scales_decide(
     }
 
 
+def test_a_declaration_that_is_null_is_none(bf16: Path, tmp_path: Path) -> None:
+    """As tools leave it in the config of weights that are not quantised any more."""
+    folder = changed_copy(bf16, tmp_path / "x")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": None}))
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": None}))
+    assert matrix(load(folder), "layers.0.attn.wq_a.weight").format is QuantFormat.BF16
+
+
 def test_quant_algo_alone_is_a_modelopt_declaration(nvfp4_all: Path, tmp_path: Path) -> None:
     config = {"quantization_config": {"quant_algo": "NVFP4", "group_size": 16}}
     folder = without_hf_quant_config(changed_copy(nvfp4_all, tmp_path / "x", config=config))
