@@ -19,7 +19,7 @@ class Question:
 
     ``max_tokens`` 0: nothing follows. ``scores_prompt``: the tokens of the prompt get
     log-probabilities, as many as ``sampling.logprobs`` says. ``forgets``: the next turn of the
-    conversation leaves out the reasoning of this one.
+    conversation leaves out the reasoning of this one. ``silent_token_ids`` add nothing to the text.
     """
 
     token_ids: list[int]
@@ -29,6 +29,7 @@ class Question:
     stop_token_ids: frozenset[int]
     scores_prompt: bool = False
     forgets: bool = False
+    silent_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class Answering:
         with closing(tokens):
             for count, token in enumerate(tokens):
                 noted = sampler.noted[count] if sampler.noted else None
-                yield TokenSaid(token, text.push(token), noted)
+                said = "" if token in question.silent_token_ids else text.push(token)
+                yield TokenSaid(token, said, noted)
                 if text.stop_string is not None:
                     return
                 check()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dsv4.cli.generation_defaults import eos_token_ids
 from dsv4.cli.prompt import build_chat_prompt
 from dsv4.encoding import detect_profile, fold_reasoning_effort, tool_calls_opening
 from dsv4.errors import shorten
@@ -52,8 +53,13 @@ def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
     token_ids = tokenizer.encode(prompt.text + opening) if opening else prompt.token_ids
     question = question_of(service, fields, token_ids, _most_tokens(service, fields), _top(fields))
     mode = prompt.thinking_mode or "chat"
-    # The encoder drops the reasoning of earlier turns unless there are tools.
-    question = replace(question, forgets=mode == "thinking" and not prompt.tools)
+    question = replace(
+        question,
+        # The encoder drops the reasoning of earlier turns unless there are tools.
+        forgets=mode == "thinking" and not prompt.tools,
+        # The parser would take one that is ignored for the end.
+        silent_token_ids=eos_token_ids(service.files.config, service.files.generation),
+    )
     return ChatAsked(question, mode, prompt.tools, opening, fields.parallel_tool_calls is False)
 
 

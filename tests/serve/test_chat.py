@@ -168,6 +168,19 @@ def test_limits_end_an_answer_with_length(demo: Running) -> None:
     assert many.choices[0].finish_reason == "stop"
 
 
+def test_behind_an_ignored_end_the_answer_goes_on(demo: Running) -> None:
+    fields = {"max_tokens": 20, "extra_body": {"ignore_eos": True, "temperature": 0}}
+    tokenizer = demo.service.files.tokenizer
+    ids = tokenizer.encode(encode_messages(FRANCE, "chat"))
+    tokens = demo.engine.generate(ids, 20, SamplingParams(temperature=0), ())
+    said = [token for token in tokens if token != tokenizer.eos_id]
+    assert len(said) < 20
+    wanted = parse_answer(tokenizer.decode(said), False, "chat", []).message["content"]
+    answer = ask(demo, FRANCE, **fields).choices[0]
+    assert (answer.message.content, answer.finish_reason) == (wanted, "length")
+    assert streamed(demo, FRANCE, **fields)[0]["content"] == wanted
+
+
 def test_sampling_follows_its_fields_and_the_seed_repeats_it(demo: Running) -> None:
     def sampled(**fields: Any) -> str:
         answer = ask(demo, STORY, max_tokens=6, **fields)
