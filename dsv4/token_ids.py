@@ -21,7 +21,9 @@ def check_ids(
         raise UserError(f"{name}: found none, expected at least {at_least}")
     for token in checked:
         if not 0 <= token < vocab_size:
-            raise UserError(f"{name}: found {token}, expected ids from 0 to {vocab_size - 1}")
+            raise UserError(
+                f"{name}: found {shorten(token)}, expected ids from 0 to {vocab_size - 1}"
+            )
     return checked
 
 

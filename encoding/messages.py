@@ -74,10 +74,10 @@ def _parse_message(message: object, where: str) -> Message:
         raise ValueError(f"{where} is {type(message).__name__}, expected an object with a role")
     role = message.get("role")
     if not isinstance(role, str):
-        raise ValueError(f"{where}.role is {role!r}, expected a string")
+        raise ValueError(f"{where}.role is {role!r:.80}, expected a string")
     task = message.get("task")
     if task is not None and (not isinstance(task, str) or task not in TASK_TOKENS):
-        raise ValueError(f"{where}.task is {task!r}, expected one of {', '.join(TASK_TOKENS)}")
+        raise ValueError(f"{where}.task is {task!r:.80}, expected one of {', '.join(TASK_TOKENS)}")
     parsed = Message(
         role,
         tools=parse_tools(message.get("tools"), f"{where}.tools"),
@@ -135,7 +135,7 @@ def parse_tools(tools: object, where: str) -> list[dict[str, object]]:
             )
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise ValueError(
-                f"{where}[{index}].function.name is {function.get('name')!r}, expected a name"
+                f"{where}[{index}].function.name is {function.get('name')!r:.80}, expected a name"
             )
         functions.append(dict(function))
     return functions
@@ -181,7 +181,7 @@ def _parse_tool_call(call: object, where: str) -> ToolCall:
         raise ValueError(f'{where} has no object "function", expected the OpenAI tool call format')
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{where}.function.name is {name!r}, expected a name")
+        raise ValueError(f"{where}.function.name is {name!r:.80}, expected a name")
     call_id = _optional_string(call, "id", where) or _optional_string(
         function, "id", f"{where}.function"
     )

@@ -57,7 +57,7 @@ def effort_prefix(effort: str | None, profile: str) -> str:
     if not (effort is None or isinstance(effort, str)) or effort not in prefixes:
         names = ", ".join(name for name in prefixes if name is not None)
         raise ValueError(
-            f"reasoning_effort is {effort!r}, "
+            f"reasoning_effort is {effort!r:.80}, "
             f"expected None or one of {names} for the {profile} profile"
         )
     return prefixes[effort]

@@ -133,7 +133,7 @@ def _other_role(message: Message) -> list[Piece]:
         case "latest_reminder":
             return [Piece(LATEST_REMINDER), Piece(message.content, "data")]
     raise ValueError(
-        f"unknown role {message.role!r}, "
+        f"unknown role {message.role!r:.80}, "
         "expected system, user, assistant, tool, developer or latest_reminder"
     )
 

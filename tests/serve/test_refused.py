@@ -15,6 +15,7 @@ TEXT = "/completions"
 USER = {"messages": FRANCE}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+VAST = "x" * 1000
 LONG = {"messages": [{"role": "user", "content": "word " * 10_000}]}
 HUGE = {"messages": [{"role": "user", "content": "word " * 190_000}]}
 
@@ -32,6 +33,11 @@ def message(**fields: Any) -> dict[str, Any]:
         (CHAT, {"messages": [5]}, "messages.0", "messages.0: found 5"),
         (CHAT, message(role="king"), "messages", "unknown role 'king'"),
         (CHAT, message(role=5), "messages", "messages[0].role is 5"),
+        (CHAT, message(role=VAST), "messages", "unknown role 'xxx"),
+        (CHAT, message(role=[VAST]), "messages", "messages[0].role is ['xxx"),
+        (CHAT, message(task=VAST), "messages", "messages[0].task is 'xxx"),
+        (CHAT, {**USER, "reasoning_effort": VAST}, "reasoning_effort", "is 'xxx"),
+        (TEXT, {"prompt": [10**1000]}, "prompt", "prompt: found 1000"),
         (CHAT, message(content=5), "messages", "messages[0].content is int"),
         (CHAT, message(content="\ud800"), "messages", "messages[0].content: found a lone surr"),
         (CHAT, message(content=[IMAGE]), "messages[0].content[0]", "found 'image_url'"),
