@@ -5,6 +5,7 @@ prompt.
 import hashlib
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ class SavedSequences:
         self._kept: list[KeptSequence] = []
         self._forgets = False
         if folder is not None:
-            files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+            files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.lstat().st_mtime)
             for path in files:
                 self._take(path)
             self._drop(self._kept[:-most])
@@ -127,7 +128,8 @@ class SavedSequences:
         except UserError as error:
             _LOG.warning("%s", error)
             return
-        one.path.touch()
+        with suppress(OSError):  # The file of another user can be read and keeps its time.
+            one.path.touch()
         self._kept.append(one)
 
     def _take(self, path: Path) -> None:
@@ -142,5 +144,8 @@ class SavedSequences:
 
     def _drop(self, sequences: Sequence[KeptSequence]) -> None:
         for one in sequences:
-            one.path.unlink(missing_ok=True)
+            try:
+                one.path.unlink(missing_ok=True)
+            except OSError as error:
+                _LOG.warning("not removed: %s", error)
         self._kept = [one for one in self._kept if one not in sequences]

@@ -40,7 +40,7 @@ def with_folder(loaded: Service, folder: Path, most: int = 2) -> Service:
 
 
 def ask(
-    service: Service, token_ids: list[int], tokens: int = 2, **fields: bool
+    service: Service, token_ids: list[int], tokens: int = 2, **fields: Any
 ) -> tuple[int, list[int]]:
     """How many tokens of the prompt were there, and the answer."""
     greedy = SamplingParams(temperature=0)
@@ -158,3 +158,26 @@ def test_a_folder_that_is_gone_costs_no_answer(
     ask(service, A)
     assert len(ask(service, B)[1]) == 2
     assert "gone" in caplog.text
+
+
+def test_files_that_cannot_be_changed_cost_no_answer(
+    loaded: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """As those of another user are; what is no file at all is not used."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("not permitted")
+
+    (tmp_path / f"link{SUFFIX}").symlink_to("nowhere")
+    service = with_folder(loaded, tmp_path)
+    assert f"not used: {tmp_path}" in caplog.text
+    for prompt in (A, B):
+        ask(service, [*prompt, 5], 1)
+    monkeypatch.setattr(Path, "touch", refuse)
+    assert ask(service, [*A, 5, 6], 1)[0] == LENGTH + 2
+    for file in files(tmp_path):
+        file.unlink()
+        file.mkdir()
+    for prompt in (C, B, A):
+        ask(service, [*prompt, 6], 1)
+    assert "not removed: " in caplog.text
