@@ -88,11 +88,6 @@ class Sampler:
         if count is not None:
             self.noted.append(TokenLogprobs.of(*rank_tokens(logits_V, token, count)))
 
-    @property
-    def key(self) -> tuple[SamplingParams, int]:
-        """Equal for samplers that choose the same tokens of the same logits."""
-        return self.params, 0 if self.params.temperature == 0 else self.seed
-
     def settings(self) -> tuple[tuple[float, float, float, float], int]:
         """(temperature, top_p, min_p, top_k) and the seed, for ``dsv4.ops.sampling.sample_token``.
 

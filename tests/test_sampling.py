@@ -79,16 +79,8 @@ def test_a_seed_repeats_and_no_seed_does_not() -> None:
     assert Sampler(SamplingParams(seed=3)).seed == Sampler(SamplingParams(seed=3)).seed == 3
     first, second = (Sampler(SamplingParams()) for _ in range(2))
     assert first.seed != second.seed
-    assert first.key != second.key
     given_back = Sampler(SamplingParams(seed=first.seed))
     assert given_back.settings() == first.settings(), "a drawn seed can be given back"
-
-
-def test_key_of_greedy_samplers_leaves_the_seed_out() -> None:
-    greedy = SamplingParams(temperature=0)
-    drawing = SamplingParams()
-    assert Sampler(greedy).key == Sampler(greedy).key
-    assert Sampler(drawing).key != Sampler(drawing).key
 
 
 def next_tokens(state: SamplerState, logits_V: torch.Tensor, count: int) -> list[int]:

@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from dsv4.launch.loading import allow_shared_memory, driver, loaded
 from dsv4.launch.recording import Call, Launch, Recording, byte_offset, storage_key
 from dsv4.launch.signature import Parameter, Signature
 from dsv4.launch.target import Target
-from dsv4.launch.workspace import ALIGNMENT, Layout, lay_out
+from dsv4.launch.workspace import ALIGNMENT, lay_out
 
 _WORD_BYTES = 8
 # Above this the driver has to be asked: the 48 KiB that need no asking count the static shared
@@ -49,11 +49,6 @@ class Program:
         self._tokens = recording.tokens
         self._stream = 0
         self._items = [self._ready(item) for item in recording.items]
-
-    @property
-    def layout(self) -> Layout:
-        """Where the buffers are."""
-        return self._layout
 
     def tensor(self, recorded: Tensor) -> Tensor:
         """The memory of a recorded tensor: a buffer's, or the tensor itself where it had memory
@@ -250,14 +245,6 @@ class _ReadyPrefillLaunch:
             prepared.config.hStream = stream
         self.in_sparse = prepared
         self.in_dense = prepared
-
-
-def run_now(recording: Recording, results: Sequence[Tensor]) -> list[Tensor]:
-    """Runs a recording once with memory of its own; the memory of ``results``."""
-    program = Program(recording)
-    with torch.cuda.device(program.device):
-        program.run(recording.tokens)
-    return [program.tensor(result) for result in results]
 
 
 def _word(parameter: Parameter) -> str:

@@ -14,7 +14,7 @@ FAULTY_DRIVER = """
 import sys
 from dataclasses import replace
 from dsv4.launch.kernel import Kernel, Shape
-from dsv4.launch.program import run_now
+from dsv4.launch.program import Program
 from dsv4.launch.recording import Recording
 from dsv4.ops.tables import CUDA_TABLE
 from dsv4.command.program import leave
@@ -32,7 +32,7 @@ def run_faulty(target):
         words = {"peers": None, "slot": 0, "rank_words": 0, "exchange": 0, "owner": 0}
         sizes = {"tokens": 1, "width": 4096}
         recording.launch(Shape(KERNEL, (4, 1), 64), **addresses, **words, **sizes)
-        run_now(recording, [])
+        Program(recording).run(1)
 
 def faulty(make):
     def ops_on(recording):

@@ -14,7 +14,7 @@ from dsv4.config import CSA_RATIO
 from dsv4.ops import Ops
 from dsv4.ops.indexer import entry_scores
 from dsv4.ops.moe import Mixture
-from dsv4.ops.router import Router, selection_scores
+from dsv4.ops.router import Router
 
 
 class ClearChoices:
@@ -39,8 +39,9 @@ class ClearChoices:
 
     def _moe(self, x_TE: Tensor, tokens_T: Tensor, router: Router, *rest: Any) -> Mixture:
         if not router.hashed:
-            score_TX = selection_scores(x_TE, router.gate, router.selection)
-            self._note(score_TX, router.experts_per_token)
+            logits_TX = x_TE.float() @ router.gate.dequantize().T
+            score_TX = torch.nn.functional.softplus(logits_TX).sqrt()
+            self._note(score_TX + router.selection, router.experts_per_token)
         return self._ops.moe(x_TE, tokens_T, router, *rest)
 
     def _index_select(

@@ -43,14 +43,9 @@ def route_learned(
     the lowest expert wins.
     """
     log_score = _log_score(x_TE, gate)
-    _, order = _biased(log_score, bias_X).sort(dim=-1, descending=True, stable=True)
+    _, order = (log_score.exp() + bias_X).sort(dim=-1, descending=True, stable=True)
     ids = order[:, :experts_per_token]
     return ids, _weights(log_score, ids, scaling)
-
-
-def selection_scores(x_TE: Tensor, gate: Weight, bias_X: Tensor) -> Tensor:
-    """float32 ``[T, X]``: what ``route_learned`` chooses the experts of each token by."""
-    return _biased(_log_score(x_TE, gate), bias_X)
 
 
 def route_hash(
@@ -70,10 +65,6 @@ def _log_score(x_TE: Tensor, gate: Weight) -> Tensor:
     logits = x_TE.float() @ gate.dequantize().T
     softplus = torch.log1p(torch.exp(-logits.abs())) + logits.clamp(min=0)
     return 0.5 * torch.where(logits < -15, logits, softplus.log())
-
-
-def _biased(log_score_TX: Tensor, bias_X: Tensor) -> Tensor:
-    return log_score_TX.exp() + bias_X
 
 
 def _weights(log_score_TX: Tensor, ids_TP: Tensor, scaling: float) -> Tensor:
