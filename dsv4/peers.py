@@ -6,6 +6,8 @@ ranks. Exchanges take two slots in turn: a rank pushes exchange e + 2 only when 
 of every rank, and these push e + 1 only behind what reads e. The logits have words of their own.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -119,9 +121,16 @@ class Peers:
         )
 
 
-def missing_words(fault_4: Tensor) -> str | None:
-    """What a kernel that waited for a rank in vain says (``Peers.fault_4``); None: none has."""
-    is_set, exchange, rank, step = fault_4.tolist()
-    if not is_set:
-        return None
-    return f"words of rank {rank} did not come (exchange {exchange} of step {step})"
+@contextmanager
+def naming_missing_words(fault_4: Tensor) -> Iterator[None]:
+    """Around waiting for a device: ``RuntimeError`` where a kernel has waited for a rank in vain
+    (``Peers.fault_4``).
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        is_set, exchange, rank, step = fault_4.tolist()
+        if not is_set:
+            raise
+        missing = f"words of rank {rank} did not come (exchange {exchange} of step {step})"
+        raise RuntimeError(f"CUDA error: {missing}") from error

@@ -12,7 +12,7 @@ from dsv4.launch.target import Target
 from dsv4.ops.exchange.decode import next_step
 from dsv4.ops.exchange.known_words import check_known, push_known
 from dsv4.parallel.rank_state import connect
-from dsv4.peers import SLOTS, InboxLayout, Peers, missing_words
+from dsv4.peers import SLOTS, InboxLayout, Peers, naming_missing_words
 
 # Of a step: 43 layers have 86.
 EXCHANGES = 128
@@ -68,10 +68,5 @@ class KnownExchanges:
         """Waits: how many sums each rank has found wrong. Raises ``RuntimeError`` where one has
         waited for another in vain.
         """
-        try:
+        with naming_missing_words(self.peers[0].fault_4):
             return [int(wrong_1) for wrong_1 in self._wrong]
-        except torch.AcceleratorError as error:
-            waited = missing_words(self.peers[0].fault_4)
-            if waited is None:
-                raise
-            raise RuntimeError(f"CUDA error: {waited}") from error

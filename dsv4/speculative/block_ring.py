@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.step.lock_step import check_token, naming_missing_words
+from dsv4.peers import naming_missing_words
+from dsv4.step.lock_step import check_token
 
 
 class Given(NamedTuple):

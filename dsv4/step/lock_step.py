@@ -6,8 +6,7 @@ have to do for it, and a run that is interrupted leaves nobody waiting.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from threading import Lock
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from dsv4.caches.state import DecodeState
 from dsv4.layers.values import Seen
-from dsv4.peers import missing_words
+from dsv4.peers import naming_missing_words
 from dsv4.sampling import Sampler, SamplerState
 from dsv4.step.observer import Observer
 from dsv4.step.parts import AnyPart, Barrier
@@ -152,20 +151,6 @@ class Rings:
         for rank, token in enumerate(tokens):
             check_token(token, tokens[0], rank, position)
         return tokens[0]
-
-
-@contextmanager
-def naming_missing_words(fault_4: Tensor) -> Iterator[None]:
-    """Around waiting for a device: ``RuntimeError`` where a kernel has waited for a rank in vain
-    (``Peers.fault_4``).
-    """
-    try:
-        yield
-    except torch.AcceleratorError as error:
-        waited = missing_words(fault_4)
-        if waited is None:
-            raise
-        raise RuntimeError(f"CUDA error: {waited}") from error
 
 
 def check_token(token: int | None, expected: int | None, rank: int, position: int) -> None:
