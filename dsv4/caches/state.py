@@ -122,7 +122,7 @@ class DecodeState:
         """Those of all ranks."""
         return tuple(dict.fromkeys(device for state in self.ranks for device in state.devices))
 
-    def begin_step(self, steps: int = 1) -> None:
+    def begin_step(self, steps: int) -> None:
         """Counts steps in which ranks exchange words, before they are queued."""
         self._steps_begun += steps
 

@@ -189,18 +189,20 @@ def test_replays_queue_every_region_of_all_ranks_before_the_next(
     """In a region the ranks' graphs wait for each other, on GPUs of their own."""
     ranks = LoggedRanks.of(planned, 1, monkeypatch)
     replayed, _ = capture(ranks, planned, mode, monkeypatch)
+    begun = planned[0].state._steps_begun
     replayed.run(FAR)
     replayed.sample()
+    assert planned[0].state._steps_begun == begun + 1
     count = len(planned)
     for step in ranks.step.ranks:
         own = [entry for entry in ranks.log if entry[0] == step.recorded.head]
         assert own == items_of(step.recorded.parts)
-    regions = len(replayed.regions)
     order = [device.index for device, _ in ranks.log]
     turns = [rank for at, rank in enumerate(order) if at == 0 or order[at - 1] != rank]
     assert turns == list(range(count)) * (len(turns) // count)
-    expected = {"full": regions, "split": regions + LAYERS}
-    assert len(turns) // count == expected[mode]
+    outside = LAYERS if mode == "split" else 0
+    assert len(turns) // count == len(replayed.regions) + outside
+    assert replayed.regions[-2:] == ["head", "sample"], "logits, too, are of the head"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -262,8 +264,7 @@ def test_all_ranks_move_together_and_agree_on_the_number_of_the_step(state: Deco
 
     state.set_position(9)
     assert places() == [[9, 0, 0]] * 2
-    for _ in range(3):
-        state.begin_step()
+    state.begin_step(3)
     # What an accident left: one rank moved on, the other did not.
     first, second = state.ranks
     assert first.peers is not None

@@ -123,7 +123,7 @@ def test_a_graph_of_both_ranks_replays_the_eager_steps(engine: Engine) -> None:
         found = []
         for token in IDS[120:132]:
             step.feed.put([token])
-            engine.state.begin_step()
+            engine.state.begin_step(1)
             graph.replay()
             engine.state.advance(1)
             torch.cuda.synchronize()
