@@ -100,6 +100,8 @@ class World:
         assert int(self.next_1) == max(self.text[first], 0), "the step reads the last token"
         assert first + tokens <= end, "the sequence may be so long behind it"
         self.log.append((first, tokens))
+        if any(self.nan[first + 1 : first + tokens]):
+            self.state.nan_1.fill_(1)
         position_1.fill_(first + tokens)
         rejected_1.zero_()
 
@@ -118,7 +120,7 @@ class World:
         ]
         judged = (torch.tensor(replacements), torch.tensor(self._drafts)) if count else None
         behind = torch.tensor(self.text[end])
-        nan_1 = torch.zeros(1, dtype=torch.int32)
+        nan_1 = self.state.nan_1
         settle_block(judged, behind, self.place, self.next_1, self.ring_3R, nan_1)
 
     def rejected(self) -> None:
