@@ -2,7 +2,7 @@
 and the steps of its own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -75,7 +75,7 @@ class RecordedDrafts:
             if self.shared is not None:
                 self.shared.record(recording, taps)
                 rows = self.memory.shared
-            recording.call(self._run_tail(), tokens_T, *rows)
+            recording.call(self._run_tail, tokens_T, *rows)
 
     def record_choice(
         self,
@@ -135,18 +135,15 @@ class RecordedDrafts:
             self.module.remember_tail(ops, recorder.recording(self.head))
         return recorder.finish(Outputs(memory.tails[0], None), None, self.head)
 
-    def _run_tail(self) -> Callable[..., None]:
-        def run(tokens: int, tokens_T: Tensor, *taps: Tensor) -> None:
-            start = self.counted.position - tokens
-            given = [tap[:tokens] for tap in taps]
-            rows = self.module.leave(start, given, tokens_T[:tokens])
-            length = rows if self.table.exact else self._tail_rows
-            if length not in self._tails:
-                step = self._tail_step(Target.of(self.head), length)
-                self._tails[length] = Program(step.recordings[self.head])
-            self._tails[length].run(rows)
-
-        return run
+    def _run_tail(self, tokens: int, tokens_T: Tensor, *taps: Tensor) -> None:
+        start = self.counted.position - tokens
+        given = [tap[:tokens] for tap in taps]
+        rows = self.module.leave(start, given, tokens_T[:tokens])
+        length = rows if self.table.exact else self._tail_rows
+        if length not in self._tails:
+            step = self._tail_step(Target.of(self.head), length)
+            self._tails[length] = Program(step.recordings[self.head])
+        self._tails[length].run(rows)
 
     def _recorder(self, target: Target, tokens: int, alone: bool) -> StepRecorder:
         """NaN among drafts ends the drafts, not the run: it is not noted."""
