@@ -105,7 +105,6 @@ def _step_seconds(
     engine: Engine, decoder: DraftedDecoder, drafts: int, position: int
 ) -> tuple[float, float]:
     """Of drafting and of verifying a step on the device of the head (rank 0's), on average."""
-    steps = decoder.drafted_steps
     engine.state.set_position(position)
     draft = engine.state.draft
     assert draft is not None
@@ -123,7 +122,6 @@ def _step_seconds(
         engine.state.set_position(position)
         draft.begin(0, position)
     stats = tally.stats()
-    assert steps is engine.steps
     return stats.draft_seconds / stats.steps, stats.verify_seconds / stats.steps
 
 

@@ -14,8 +14,8 @@ from dsv4.step.lock_step import AnyFeed
 
 
 class DraftedDecoder(CUDAGraphDecoder):
-    """``CUDAGraphDecoder`` that drafts. Steps of other lengths than were captured are queued item
-    by item.
+    """``CUDAGraphDecoder`` that drafts, of ``drafted_steps``. Steps of other lengths than were
+    captured are queued item by item.
     """
 
     def __init__(self, steps: DraftedRecordedSteps, mode: Mode, max_context: int) -> None:
@@ -25,12 +25,12 @@ class DraftedDecoder(CUDAGraphDecoder):
         room = max_context - steps.state.position
         counts = [count for count in steps.count.possible if count < room]
         super().__init__(steps, mode, max_context, (1, *(count + 1 for count in counts)))
-        self._drafted_steps = steps
+        self.drafted_steps = steps
         self._drafts = {count: self._capture_draft(count) for count in counts}
         self.alone = None if steps.alone is None else self._capture(steps.alone)
 
     def _capture_draft(self, count: int) -> AnyCaptured:
-        step = self._drafted_steps.draft_step(count)
+        step = self.drafted_steps.draft_step(count)
         with self._capturing():
             # A module may run a row of the position before: drafts have a token in front of them.
             self.state.set_position(max(1, self.state.position))
@@ -50,7 +50,7 @@ class DraftedDecoder(CUDAGraphDecoder):
         drafting: Drafting | None = None,
     ) -> Generator[int, None, None]:
         """``generate`` by steps that ``queue`` queues, as ``DraftedRecordedSteps.follow``."""
-        follow = self._drafted_steps.follow
+        follow = self.drafted_steps.follow
         yield from self._on_streams(follow(token, sampler, steps, queue, drafting))
 
     @torch.inference_mode()
@@ -68,11 +68,6 @@ class DraftedDecoder(CUDAGraphDecoder):
     def verify(self, tokens: int) -> AnyCaptured | None:
         """The captured step of the main model on so many tokens."""
         return self._captured.get(tokens)
-
-    @property
-    def drafted_steps(self) -> DraftedRecordedSteps:
-        """The steps of which some are captured."""
-        return self._drafted_steps
 
 
 class _CapturedBlocks:
