@@ -30,6 +30,9 @@ class Proposal(NamedTuple):
     logits_NV: Tensor
 
 
+NO_DRAFTS = Proposal([], torch.empty((0, 0), dtype=torch.float32))
+
+
 class Drafter(Protocol):
     """``taps``, ``trained_block``, ``most``: as of ``DraftScope``."""
 
@@ -122,7 +125,7 @@ class ClassicDrafter:
                 tokens.append(int(chosen))
                 logits.append(logits_1V)
                 rows = rows._replace(tokens_T=chosen[None], streams_TME=streams_1ME)
-        return _proposal(tokens, logits)
+        return Proposal(tokens, torch.cat(logits)) if tokens else NO_DRAFTS
 
     def _streams_at(self, position: int) -> Tensor:
         slot = position % self._streams_SME.shape[0]
@@ -190,9 +193,3 @@ class DSparkDrafter:
         tokens = torch.stack(chosen).tolist()
         good = tokens.index(NAN_TOKEN) if NAN_TOKEN in tokens else len(tokens)
         return Proposal(tokens[:good], drafts.logits_BV[:good])
-
-
-def _proposal(tokens: list[int], logits: list[Tensor]) -> Proposal:
-    if not logits:
-        return Proposal([], torch.empty((0, 0), dtype=torch.float32))
-    return Proposal(tokens, torch.cat(logits))

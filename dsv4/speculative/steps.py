@@ -27,8 +27,8 @@ from dsv4.ops.acceptance import (
 from dsv4.ops.drafts import TORCH_DRAFTS
 from dsv4.ops.row_by_row import row_by_row
 from dsv4.ops.sampling import gumbel_noise
-from dsv4.sampling import Sampler, SamplerState, checked_token
-from dsv4.speculative.drafter import Drafter, Proposal, make_drafter
+from dsv4.sampling import Sampler, checked_token
+from dsv4.speculative.drafter import NO_DRAFTS, Drafter, Proposal, make_drafter
 from dsv4.speculative.module import DraftModule, DraftScope
 from dsv4.speculative.rank_drafters import RankDrafters
 from dsv4.speculative.tally import DraftCount, Drafts, Tally, Usefulness
@@ -68,16 +68,15 @@ class DraftedSteps(DirectSteps):
         self._max_context = max_context
         # NaN among drafts ends the drafts, not the run: these ops do not note it.
         self._draft_ops = ops
-        self.drafter = self._whole_drafter()
-        drafter = self.drafter
+        drafter = self._whole_drafter()
+        self.drafter = drafter
         self._taps = Taps(drafter.taps, UNTRACED)
         self.count = DraftCount.asked(drafts, drafter.most, drafter.trained_block)
         self._count = self.count
-        self._settings = SamplerState.allocate(model.head_device)
         # Tokens that are verified together have the bits of tokens that come one by one.
         self._whole_ops = self.ops
         self._row_ops = row_by_row(self.ops)
-        self.drafted = Tally(self.drafter.most)
+        self.drafted = Tally(drafter.most)
         self._usefulness = Usefulness()
 
     def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:
@@ -155,13 +154,13 @@ class DraftedSteps(DirectSteps):
         position = self.state.position
         has_room = position + count < self._max_context
         if not (count and has_room and self._draft_state.covers(position)):
-            return Proposal([], torch.empty((0, 0), dtype=torch.float32))
-        self._settings.load(sampler)
+            return NO_DRAFTS
+        self._sampler.load(sampler)
         return self.drafter.propose(token, position, count, self._choose_draft)
 
     def _choose_draft(self, logits_V: Tensor, position: int) -> Tensor:
         """The draft at ``position``, with the noise that the main model's draw would have."""
-        settings = self._settings
+        settings = self._sampler
         position_1 = _on(logits_V.device, position)[None]
         return self.ops.sample_token(logits_V, settings.settings_4, settings.seed_1, position_1)
 
@@ -219,7 +218,7 @@ class DraftedSteps(DirectSteps):
 
     def sample_at(self, sampler: Sampler, logits_V: Tensor, position: int) -> int:
         """The token at ``position``. Raises ``FloatingPointError`` for NaN."""
-        self._settings.load(sampler)
+        self._sampler.load(sampler)
         return checked_token(int(self._choose_draft(logits_V, position)), position)
 
     def _alone(self, token: int, position: int, sampler: Sampler) -> tuple[list[int], list[Tensor]]:
