@@ -25,8 +25,9 @@ ALIGNED = {"indexer.scores": "indexer.entries", "router.weights": "router.expert
 # Rows of these are entries, of all others tokens.
 ENTRIES = ("attn.compressed", "indexer.keys")
 
-# Writes a trace of the engine: the token ids, the file, and the names that are wanted.
-WriteTrace = Callable[[list[int], Path, Sequence[str]], None]
+# Writes a trace of the engine: the token ids, the file, and the names that are wanted. Gives the
+# names of all values that the engine has.
+WriteTrace = Callable[[list[int], Path, Sequence[str]], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,11 @@ class Comparison:
         }
 
     def _lines(self) -> Iterator[str]:
+        compared = [row.name for row in self.rows]
         for side, names in (("ours", self.only_ours), ("theirs", self.only_theirs)):
             if names:
-                yield f"only in {side}, or without its ids: {', '.join(_layers_folded(names))}"
+                folded = ", ".join(_layers_folded(names, compared))
+                yield f"only in {side}, or without its ids: {folded}"
         for name, (ranks, difference) in self.unequal.items():
             apart = f"ranks {ranks[0]} and {ranks[1]} differ by up to {difference:.3g}"
             yield f"{name}: {apart}; a value of which ranks hold parts needs a join of its own"
@@ -89,19 +92,23 @@ def compare_files(
     """
     with ExitStack() as stack:
         reference = JoinedTrace(theirs, stack)
+        unwritten: Sequence[str] = ()
         if ours is None:
             if not reference.names:
                 raise UserError(f"{reference.path}: found no value, expected one to compare")
             ours = Path(stack.enter_context(TemporaryDirectory())) / "dsv4.safetensors"
-            write(reference.token_ids, ours, sorted(reference.names))
+            unwritten = write(reference.token_ids, ours, sorted(reference.names))
         found = JoinedTrace([ours], stack)
         expect_same_tokens(reference, found)
-        return compare_traces(found, reference, threshold)
+        return compare_traces(found, reference, threshold, unwritten)
 
 
-def compare_traces(found: JoinedTrace, reference: JoinedTrace, threshold: float) -> Comparison:
-    """Every value that both traces have; one slice of tokens is in memory at a time. Raises
-    ``UserError`` when there is none, and for shapes that do not fit together.
+def compare_traces(
+    found: JoinedTrace, reference: JoinedTrace, threshold: float, unwritten: Sequence[str] = ()
+) -> Comparison:
+    """Every value that both traces have; one slice of tokens is in memory at a time. ``unwritten``:
+    what our side has besides the values in its file. Raises ``UserError`` when nothing is in both,
+    and for shapes that do not fit together.
     """
     kinds = _kinds(found) or _kinds(reference)
     names = common_names(found.names, reference.names)
@@ -117,7 +124,7 @@ def compare_traces(found: JoinedTrace, reference: JoinedTrace, threshold: float)
     ]
     return Comparison(
         rows,
-        sorted(found.names - {*names}, key=execution_order),
+        sorted({*found.names, *unwritten} - {*names}, key=execution_order),
         sorted(reference.names - {*names}, key=execution_order),
         {**found.unequal, **reference.unequal},
     )
@@ -145,7 +152,7 @@ def _place(name: str, order: Sequence[str]) -> int:
 
 def layer_of(name: str) -> int | None:
     """3 of ``layers.3.attn.q``; None for what belongs to no layer."""
-    match = re.match(r"layers\.(\d+)\.", name)
+    match = re.match(r"layers\.(0|[1-9][0-9]{0,8})\.", name)
     return None if match is None else int(match[1])
 
 
@@ -156,8 +163,9 @@ def column_of(name: str) -> str:
 
 
 def suffix(name: str) -> str:
-    """``attn.q`` of ``layers.3.attn.q``."""
-    return re.sub(r"^layers\.\d+\.", "", name)
+    """``attn.q`` of ``layers.3.attn.q``; all of what belongs to no layer."""
+    layer = layer_of(name)
+    return name if layer is None else name.removeprefix(f"layers.{layer}.")
 
 
 def _ids_of(name: str) -> str | None:
@@ -224,6 +232,32 @@ def _kinds(trace: JoinedTrace) -> dict[int | None, str]:
     return {layer: KIND_OF_RATIO[ratio] for layer, ratio in enumerate(ratios)}
 
 
-def _layers_folded(names: list[str]) -> list[str]:
-    """``layers.*.attn.q`` for any number of layers."""
-    return list(dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.*.", name) for name in names))
+def _layers_folded(names: Sequence[str], compared: Sequence[str]) -> list[str]:
+    """The names in few words: ``layers.3-5.*`` for all of layers in which nothing was compared,
+    ``layers.*.attn.q`` for a value that was compared in no layer, else ``layers.3-5.attn.q``.
+    """
+    compared_layers = {layer_of(name) for name in compared}
+    compared_values = {suffix(name) for name in compared}
+    places: dict[tuple[str, bool], list[int]] = {}
+    for name in names:
+        layer = layer_of(name)
+        if layer is None:
+            places[name, False] = []
+        elif layer not in compared_layers:
+            places.setdefault(("*", True), []).append(layer)
+        elif suffix(name) not in compared_values:
+            places[f"layers.*.{suffix(name)}", False] = []
+        else:
+            places.setdefault((suffix(name), True), []).append(layer)
+    return [
+        f"layers.{_ranges({*layers})}.{text}" if in_some else text
+        for (text, in_some), layers in places.items()
+    ]
+
+
+def _ranges(numbers: Set[int]) -> str:
+    """``0,3-5`` of 0, 3, 4 and 5."""
+    starts = sorted(number for number in numbers if number - 1 not in numbers)
+    stops = sorted(number for number in numbers if number + 1 not in numbers)
+    pairs = zip(starts, stops, strict=True)
+    return ",".join(str(start) if start == stop else f"{start}-{stop}" for start, stop in pairs)

@@ -198,10 +198,10 @@ def run(options: argparse.Namespace) -> Report:
 def run_against(options: argparse.Namespace) -> Report:
     """Their trace files with ours."""
 
-    def write(token_ids: list[int], path: Path, names: Sequence[str]) -> None:
+    def write(token_ids: list[int], path: Path, names: Sequence[str]) -> Sequence[str]:
         config = engine_config(options, len(token_ids))
         swaps = parse_swaps(options.swap)
-        write_engine_trace(path, options.model, token_ids, config, swaps, names)
+        return write_engine_trace(path, options.model, token_ids, config, swaps, names)
 
     found = compare_files(options.against, options.trace, write, options.threshold)
     points = [

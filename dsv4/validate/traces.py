@@ -42,13 +42,16 @@ def write_engine_trace(
     config: EngineConfig,
     swaps: Mapping[str, TableName],
     names: Sequence[str],
-) -> None:
+) -> Sequence[str]:
     """Writes those of the values ``names`` that the engine has to the trace file ``path``, of an
-    engine as that of ``engine_trace``. Raises ``UserError`` when it has none of them.
+    engine as that of ``engine_trace``. Gives the names of all values that it has. Raises
+    ``UserError`` when none of them is wanted.
     """
     engine = _load(model, config, swaps)
-    common = [name for name in value_names(engine.config) if name in names]
+    known = value_names(engine.config)
+    common = [name for name in known if name in names]
     write_trace(engine, token_ids, path, common, _prompt_tokens(config), model.name)
+    return known
 
 
 def block_trace(engine: Engine, token_ids: list[int], prompt_tokens: int | None = None) -> Trace:

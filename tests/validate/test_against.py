@@ -117,6 +117,31 @@ def test_names_of_one_side_are_listed_and_ids_are_needed_for_weights(
     assert f"only in theirs, or without its ids: {names}\n" in out
 
 
+def test_layers_without_a_common_value_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    named = [f"layers.{layer}.{value}" for layer in range(6) for value in ("attn.kv", "streams")]
+    paths = [
+        write(tmp_path / f"{side}.safetensors", {name: random(6, 2) for name in [*names, "hidden"]})
+        for side, names in (("ours", named[:10]), ("theirs", [named[1], named[6], *named[10:]]))
+    ]
+    assert compare(*paths) == 0
+    out = capsys.readouterr().out
+    only = "or without its ids: layers"
+    assert f"only in ours, {only}.0.attn.kv, layers.1-2,4.*, layers.3.streams\n" in out
+    assert f"only in theirs, {only}.5.*\n" in out
+
+
+def test_what_an_engine_has_and_their_file_lacks_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    theirs = write(tmp_path / "theirs.safetensors", {"layers.2.attn.kv": random(6, 512)})
+    assert main(["--device", "cpu", "--against", str(theirs)]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "only in" in line]
+    assert line.startswith("only in ours, or without its ids: layers.0-1,3-5.*, layers.*.attn_hc.")
+    assert line.endswith(", layers.*.streams, hidden, logits")
+
+
 def test_ranks_that_differ_fail(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     q = values()["layers.0.attn.q"]
     hidden = values()["hidden"]
