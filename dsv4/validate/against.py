@@ -25,9 +25,9 @@ ALIGNED = {"indexer.scores": "indexer.entries", "router.weights": "router.expert
 # Rows of these are entries, of all others tokens.
 ENTRIES = ("attn.compressed", "indexer.keys")
 
-# Writes a trace of the engine: the token ids, the file, and the names that are wanted. Gives the
-# names of all values that the engine has.
-WriteTrace = Callable[[list[int], Path, Sequence[str]], Sequence[str]]
+# Writes a trace of the engine to a file: on the tokens of the other trace, with the values of that
+# one. Gives the names of all values that the engine has.
+WriteTrace = Callable[[JoinedTrace, Path], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def compare_files(
             if not reference.names:
                 raise UserError(f"{reference.path}: found no value, expected one to compare")
             ours = Path(stack.enter_context(TemporaryDirectory())) / "dsv4.safetensors"
-            unwritten = write(reference.token_ids, ours, sorted(reference.names))
+            unwritten = write(reference, ours)
         found = JoinedTrace([ours], stack)
         expect_same_tokens(reference, found)
         return compare_traces(found, reference, threshold, unwritten)

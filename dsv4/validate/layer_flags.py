@@ -27,7 +27,7 @@ from dsv4.validate.layer_walk import (
     TraceReference,
     Walk,
 )
-from dsv4.validate.trace_file import JoinedTrace, expect_same_tokens
+from dsv4.validate.trace_file import JoinedTrace, expect_same_tokens, expect_tokens_of
 from dsv4.validate.transformers_layer import TransformersLayers
 
 DEFAULT_CHUNK = 512
@@ -203,14 +203,6 @@ def trace_paths(options: argparse.Namespace) -> list[tuple[str, Path]]:
     """The files that are read, of the input and of the reference, with their flags."""
     given = (("--input", options.input, INPUTS), ("--reference", options.reference, REFERENCES))
     return [(flag, Path(name)) for flag, name, known in given if name not in known]
-
-
-def expect_tokens_of(trace: JoinedTrace, vocabulary: int) -> None:
-    """Raises ``UserError`` for a token id that the model does not have."""
-    for token, found in enumerate(trace.token_ids):
-        if not 0 <= found < vocabulary:
-            expected = f"0 to {vocabulary - 1}"
-            raise UserError(f"{trace.path}: token_ids[{token}]: found {found}, expected {expected}")
 
 
 def random_ids(options: argparse.Namespace, source: LayerSource) -> list[int]:

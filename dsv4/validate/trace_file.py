@@ -233,6 +233,14 @@ def expect_same_tokens(found: TraceFile | JoinedTrace, expected: TraceFile | Joi
             raise UserError(f"{found.path}: token_ids[{token}]: found {a}, expected {b} {where}")
 
 
+def expect_tokens_of(trace: JoinedTrace, vocabulary: int) -> None:
+    """Raises ``UserError`` for a token id that the model does not have."""
+    for token, found in enumerate(trace.token_ids):
+        if not 0 <= found < vocabulary:
+            expected = f"0 to {vocabulary - 1}"
+            raise UserError(f"{trace.path}: token_ids[{token}]: found {found}, expected {expected}")
+
+
 def _in_rank_order(files: list[TraceFile]) -> list[TraceFile]:
     by_rank: dict[int, TraceFile] = {}
     ranks = _number(files[0], "ranks", len(files) == 1)

@@ -3,7 +3,7 @@ an engine or from transformers.
 """
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def write_engine_trace(
     token_ids: list[int],
     config: EngineConfig,
     swaps: Mapping[str, TableName],
-    names: Sequence[str],
+    names: Collection[str],
 ) -> Sequence[str]:
     """Writes those of the values ``names`` that the engine has to the trace file ``path``, of an
     engine as that of ``engine_trace``. Gives the names of all values that it has. Raises

@@ -234,6 +234,16 @@ def test_a_trace_of_tokens_alone_has_nothing_to_compare(
     assert capsys.readouterr().err == expected
 
 
+def test_a_token_that_the_engine_lacks_is_named_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    values = {"token_ids": torch.tensor([5, 2560]), "logits": random(2, 2560)}
+    theirs = write(tmp_path / "theirs.safetensors", values, tokens=2)
+    assert main(["--device", "cpu", "--against", str(theirs)]) == 2
+    expected = f"error: {theirs}: token_ids[1]: found 2560, expected 0 to 2559\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_values_without_ids_are_no_common_values_of_an_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
