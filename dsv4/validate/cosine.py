@@ -153,7 +153,7 @@ def engine_config(options: argparse.Namespace, tokens: int) -> EngineConfig:
         ops=options.ops,
         kv_dtype=options.kv_dtype,
         compute_dtype=options.compute_dtype,
-        max_context=tokens + 8,
+        max_context=tokens,
         prefill_chunk=options.chunk,
         cuda_graph=options.cuda_graph,
         prefill_activations=options.prefill_activations,
@@ -200,7 +200,7 @@ def run_against(options: argparse.Namespace) -> Report:
     """Their trace files with ours."""
 
     def write(theirs: JoinedTrace, path: Path) -> Sequence[str]:
-        expect_tokens_of(theirs, ModelConfig.from_folder(options.model).vocab_size)
+        expect_tokens_of(theirs, ModelConfig.from_folder(options.model))
         token_ids = theirs.token_ids
         config = engine_config(options, len(token_ids))
         swaps = parse_swaps(options.swap)

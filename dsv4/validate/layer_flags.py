@@ -146,7 +146,7 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
     traces = {path: JoinedTrace([path], stack) for _, path in trace_paths(options)}
     for trace in traces.values():
         expect_same_tokens(trace, next(iter(traces.values())))
-        expect_tokens_of(trace, source.config.vocab_size)
+        expect_tokens_of(trace, source.config)
     reference: Reference
     if options.reference == "torch":
         torch_layers = EngineLayers(source, reference_engine, TORCH_TABLE, reference_devices)

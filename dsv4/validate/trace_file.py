@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsv4.checkpoint.shard import TORCH_DTYPES
+from dsv4.config import ModelConfig
 from dsv4.errors import UserError, shorten
 from dsv4.json_object import JsonReader, parse_json_object
 from dsv4.trace.file import FORMAT
@@ -233,8 +234,15 @@ def expect_same_tokens(found: TraceFile | JoinedTrace, expected: TraceFile | Joi
             raise UserError(f"{found.path}: token_ids[{token}]: found {a}, expected {b} {where}")
 
 
-def expect_tokens_of(trace: JoinedTrace, vocabulary: int) -> None:
-    """Raises ``UserError`` for a token id that the model does not have."""
+def expect_tokens_of(trace: JoinedTrace, config: ModelConfig) -> None:
+    """Raises ``UserError`` for a token id that the model does not have, and for more tokens than it
+    was made for.
+    """
+    tokens = len(trace.token_ids)
+    if tokens > config.max_position_embeddings:
+        expected = f"at most {config.max_position_embeddings} (max_position_embeddings)"
+        raise UserError(f"{trace.path}: token_ids: found {tokens}, expected {expected}")
+    vocabulary = config.vocab_size
     for token, found in enumerate(trace.token_ids):
         if not 0 <= found < vocabulary:
             expected = f"0 to {vocabulary - 1}"

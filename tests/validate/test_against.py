@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.checkpoint import tiny_config, write_synthetic
 from dsv4.layers.values import LAYER_VALUES
 from dsv4.validate.against import execution_order
 from dsv4.validate.cosine import main
@@ -241,6 +242,21 @@ def test_a_token_that_the_engine_lacks_is_named_with_its_file(
     theirs = write(tmp_path / "theirs.safetensors", values, tokens=2)
     assert main(["--device", "cpu", "--against", str(theirs)]) == 2
     expected = f"error: {theirs}: token_ids[1]: found 2560, expected 0 to 2559\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_trace_may_be_as_long_as_the_model_can_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model = tmp_path / "model"
+    write_synthetic(model, tiny_config(max_position_embeddings=12), "nvfp4-experts", 0)
+    for tokens, code in ((12, 1), (13, 2)):
+        values = {"layers.0.attn_hc.post": random(tokens, 4)}
+        theirs = write(tmp_path / "theirs.safetensors", values, tokens)
+        arguments = ["--model", str(model), "--device", "cpu", "--against", str(theirs)]
+        assert main(arguments) == code
+    limit = "expected at most 12 (max_position_embeddings)"
+    expected = f"error: {theirs}: token_ids: found 13, {limit}\n"
     assert capsys.readouterr().err == expected
 
 
