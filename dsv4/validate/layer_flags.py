@@ -155,8 +155,13 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
         reference = TransformersLayers(source)
     else:
         reference = TraceReference(traces[Path(options.reference)])
+        if options.input == "own" and layers.start > 0:
+            expected = "'reference' or a trace: its layer did not read random streams"
+            found = f"'own' with a trace as reference and layers from {layers.start}"
+            raise UserError(f"--input: found {found}, expected {expected}")
     exact = {engine.compute_dtype, reference_engine.compute_dtype} == {"float32"}
-    entering = None if options.input in INPUTS else traces[Path(options.input)]
+    read = options.reference if options.input == "reference" else options.input
+    entering = traces.get(Path(read))
     return Walk(
         EngineLayers(source, engine, op_table, devices),
         reference,

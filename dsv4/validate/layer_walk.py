@@ -115,10 +115,10 @@ class Walk:
     """What is compared.
 
     ``input``: a layer reads the streams that the engine ("own") or the reference left behind the
-    layer before, or with "trace" those that entered it in ``trace``. The first one reads the
-    embedded tokens if it is layer 0, else random streams. ``dtype``: of these streams; both sides
-    hold it exactly. ``threshold`` is that of a token, ``choices`` the least share of experts and
-    entries, over all tokens, that the reference chooses too.
+    layer before, or with "trace" those that entered it in ``trace``. Without a trace the first one
+    reads the embedded tokens if it is layer 0, else random streams. ``dtype``: of these streams;
+    both sides hold it exactly. ``threshold`` is that of a token, ``choices`` the least share of
+    experts and entries, over all tokens, that the reference chooses too.
     """
 
     found: EngineLayers
@@ -138,10 +138,9 @@ class Walk:
         """Layer by layer, and of each chunk by chunk; only streams are kept between two layers.
         The last chunk's are what the next layer reads.
         """
-        streams_TME = self._first()
+        left: Values | None = None
         for layer in self.layers:
-            if self.trace is not None and self.input == "trace":
-                streams_TME = streams_into(self.trace, layer, list(self._shape()))
+            streams_TME = self._entering(layer, left)
             given = Given(list(self.token_ids), streams_TME.to(self.dtype), self.position)
             loaded = self.found.load(layer)
             kind = kind_of(self.found.source.config, layer)
@@ -152,7 +151,6 @@ class Walk:
                 rows = self._compare(kind, own, expected)
                 yield LayerResult(layer, kind, chunk, time.perf_counter() - started, rows)
                 left = own if self.input != "reference" else expected.values
-                streams_TME = left.get(f"layers.{layer}.streams", streams_TME)
 
     def _compare(self, kind: str, found: Values, expected: Computed) -> list[Agreement]:
         rows = []
@@ -172,6 +170,12 @@ class Walk:
                 row = replace(row, first_under=None)
             rows.append(row)
         return rows
+
+    def _entering(self, layer: int, left: Values | None) -> Tensor:
+        """The streams that enter a layer; ``left``: what the layer before it left."""
+        if self.trace is not None and self.input == "trace":
+            return streams_into(self.trace, layer, list(self._shape()))
+        return self._first() if left is None else left[f"layers.{layer - 1}.streams"]
 
     def _first(self) -> Tensor:
         shape = self._shape()

@@ -216,6 +216,8 @@ def test_a_trace_of_another_model_is_one_line(
     tensors = {name: torch.as_tensor(value) for name, value in changed.items()}
     path = write(tmp_path / "a.safetensors", {**load_file(trace_file), **tensors})
     arguments = ["--device", "cpu", "--model", str(model), "--layers", "1", flag, str(path)]
+    if flag == "--reference":
+        arguments += ["--input", "reference"]
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert f"error: {path}: {message}" in error
@@ -228,14 +230,14 @@ def reference_of(model: Path, trace_file: Path, value: str) -> tuple[Path, list[
     kept = {name: whole[name] for name in ("token_ids", value)}
     path = write(model.parent / f"{value}.safetensors", kept, len(TOKENS))
     flags = ["--device", "cpu", "--model", str(model), "--layers", "1"]
-    return path, [*flags, "--reference", str(path)]
+    return path, [*flags, "--reference", str(path), "--input", str(trace_file)]
 
 
 def test_a_reference_may_have_choices_only(
     model: Path, trace_file: Path, capsys: pytest.CaptureFixture
 ) -> None:
     _, arguments = reference_of(model, trace_file, "layers.1.router.experts")
-    assert main([*arguments, "--input", str(trace_file)]) == 0
+    assert main(arguments) == 0
     assert "  router.experts 1.0000\n" in capsys.readouterr().out
 
 

@@ -1,0 +1,77 @@
+"""What a layer reads where the other side is a trace: never streams that the trace's layer did not
+read.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from dsv4 import Engine, EngineConfig
+from dsv4.checkpoint import tiny_config, write_synthetic
+from dsv4.trace.write import write_trace
+from dsv4.validate.layers import main
+from tests.validate.trace_files import write
+
+TOKENS = list(range(3, 24))
+CONFIG = EngineConfig(device="cpu", max_context=len(TOKENS), prefill_chunk=8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layers") / "tiny"
+    write_synthetic(folder, tiny_config(hc_sinkhorn_iters=3), "nvfp4-experts", 0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trace_file(model: Path) -> Path:
+    path = model.parent / "trace.safetensors"
+    write_trace(Engine.load(model, CONFIG), TOKENS, path)
+    return path
+
+
+def arguments(model: Path, layers: str, reference: Path) -> list[str]:
+    shared = ["--device", "cpu", "--model", str(model), "--chunk", "8", "--layers", layers]
+    return [*shared, "--reference", str(reference)]
+
+
+@pytest.mark.parametrize("layers", ["0:2", "1:3"])
+def test_a_layer_reads_what_the_trace_left(
+    model: Path, trace_file: Path, layers: str, tmp_path: Path
+) -> None:
+    flags = ["--input", "reference", "--json", str(tmp_path / "found.json")]
+    assert main([*arguments(model, layers, trace_file), *flags]) == 0
+    rows = [
+        row
+        for layer in json.loads((tmp_path / "found.json").read_text())["layers"]
+        for row in layer["rows"]
+    ]
+    assert {row["worst_token"] for row in rows} == {1.0}
+
+
+def test_a_trace_without_streams_leaves_nothing_for_the_next_layer(
+    model: Path, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole = load_file(trace_file)
+    names = ("token_ids", "layers.0.attn_hc.streams", "layers.0.attn.kv", "layers.1.attn.kv")
+    kept = {name: whole[name] for name in names}
+    path = write(tmp_path / "a.safetensors", kept, len(TOKENS))
+    assert main([*arguments(model, "0:2", path), "--input", "reference"]) == 2
+    assert f"error: {path}: found no streams that enter layer 1, " in capsys.readouterr().err
+
+
+def test_a_layer_of_a_trace_is_not_compared_on_random_streams(
+    model: Path, trace_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(arguments(model, "1", trace_file)) == 2
+    captured = capsys.readouterr()
+    found = "--input: found 'own' with a trace as reference and layers from 1, expected"
+    assert found in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_from_the_first_layer_on_its_own_results_are_read(model: Path, trace_file: Path) -> None:
+    assert main(arguments(model, "0:2", trace_file)) == 0
