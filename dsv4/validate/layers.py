@@ -30,7 +30,7 @@ def line(result: LayerResult) -> str:
     values = [row for row in result.rows if row.relative_error is not None]
     shares = [row for row in result.rows if row.relative_error is None]
     least = sorted(values, key=lambda row: row.worst_token)[:1]
-    streams = [row for row in values if suffix(row.name) == "streams"] or least
+    streams = [row for row in values if suffix(row.name) == "streams"]
     worst = f"{streams[0].worst_token:.8f}" if streams else ""
     found = [f"{suffix(row.name)} {row.worst_token:.8f}" for row in least]
     found += [f"{suffix(row.name)} {row.cosine:.4f}" for row in shares]

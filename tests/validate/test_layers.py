@@ -241,6 +241,15 @@ def test_a_reference_may_have_choices_only(
     assert "  router.experts 1.0000\n" in capsys.readouterr().out
 
 
+def test_the_column_of_the_streams_holds_no_other_value(
+    model: Path, trace_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    _, arguments = reference_of(model, trace_file, "layers.1.attn.kv")
+    assert main([*arguments, "--chunk", "8"]) == 0
+    columns = f"1     {'CSA hash':<9} {8:>5}  {'':<10}  attn.kv 1.00000000\n"
+    assert columns in capsys.readouterr().out
+
+
 def test_a_reference_without_a_common_value_is_one_line(
     model: Path, trace_file: Path, capsys: pytest.CaptureFixture
 ) -> None:
