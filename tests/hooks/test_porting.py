@@ -20,15 +20,19 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def row_of(line: str) -> tuple[str, ...]:
-    """Name, kind and mark of a row: its numbers are another machine's."""
+def row_of(line: str) -> tuple[str, str, str, tuple[str, ...]]:
+    """Name, kind and mark of a row, and its numbers where they are shares of choices. Rounding,
+    which is another machine's, decides the numbers of other values.
+    """
     name, kind, *rest = line.split()
-    return name, kind, " ".join(rest).partition("under")[2]
+    numbers, _, mark = " ".join(rest).partition("under")
+    choices = name.endswith(("experts", "entries"))
+    return name, kind, mark, tuple(numbers.split()) if choices else ()
 
 
 @pytest.mark.slow
 def test_the_walk_through_finds_its_fault(tmp_path: Path) -> None:
-    for name in ("dsv4", "docs", "README.md"):
+    for name in ("dsv4", "docs", "LICENSE"):
         (tmp_path / name).symlink_to(ROOT / name)
     blocks = BLOCK.findall((ROOT / "docs/porting.md").read_text(encoding="utf-8"))
     *steps, (kind, last) = blocks
