@@ -21,6 +21,7 @@ from dsv4.step.direct import DirectSteps
 from dsv4.step.nan_search import NaNSearch
 from dsv4.step.scored import ScoredSteps
 from dsv4.step.steps import RecordedSteps
+from dsv4.token_ids import check_integer
 from dsv4.trace.patterns import EVERY_VALUE, matching
 from dsv4.trace.steps import ShownValues, TracedSteps
 
@@ -80,6 +81,8 @@ class EngineInputs(EngineSequence):
         """``trace`` that shows ``watch`` the rows of a value as each step computes them."""
         self.reset()
         ids = self._checked(token_ids)
+        if prompt_tokens is not None:
+            check_integer("prompt_tokens", prompt_tokens, 0, len(ids))
         self._token_ids = list(ids)
         prompt = ids[:prompt_tokens]
         chunks = self._chunks(prompt)

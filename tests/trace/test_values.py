@@ -132,6 +132,13 @@ def test_a_pattern_without_a_value_is_refused(engine: Engine) -> None:
         engine.trace(IDS, at=[])
 
 
+@pytest.mark.parametrize("prompt_tokens", [-1, len(IDS) + 1])
+def test_there_are_not_more_prompt_tokens_than_tokens(engine: Engine, prompt_tokens: int) -> None:
+    expected = f"prompt_tokens: found {prompt_tokens}, expected an integer from 0 to {len(IDS)}"
+    with pytest.raises(UserError, match=expected):
+        engine.trace(IDS, prompt_tokens=prompt_tokens)
+
+
 def test_a_trace_does_not_change_what_follows(engine: Engine) -> None:
     greedy = SamplingParams(temperature=0)
     before = list(engine.generate(IDS, 6, greedy, stop_token_ids=()))
