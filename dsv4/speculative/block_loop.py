@@ -80,10 +80,10 @@ class BlockLoop:
         self._pending: deque[int] = deque()
         # Tokens of the step that is being queued.
         self._entering = 0
+        # Drafts of the step that is queued next; None: that is not decided yet.
         self._next: int | None = None
         self._known = 0
         self._stop = 0
-        self._is_alone = False
 
     @torch.inference_mode()
     def generate(
@@ -99,7 +99,6 @@ class BlockLoop:
         start = state.position
         self._known = start
         self._stop = start + steps
-        self._is_alone = False
         self._count = drafting.count
         # Where an error leaves the sequence: behind the token that met it.
         kept = start
@@ -165,10 +164,8 @@ class BlockLoop:
             is_sure = self._known + queued < self._stop and has_room and is_known
             # The caller may stop behind the first token of the step that is read next.
             return wanted if is_sure and queued + wanted <= MAX_TAKEN_BACK else None
-        makes_none = self._is_alone or not is_known or not has_room
-        self._is_alone = False
         # As many as ever at the end of a run: its last tokens are those of a longer one.
-        return 0 if makes_none else wanted
+        return wanted if is_known and has_room else 0
 
     def _put(self, queue: BlockQueue, count: int) -> None:
         """Queues a step: drafts, the main model, the choice, and its way to the other devices."""
@@ -204,7 +201,7 @@ class BlockLoop:
         self._state.set_position(self._known)
         self._state.forget_nan()
         queue.feed(1).put([token])
-        self._is_alone = True
+        self._next = 0
 
     def _forget(self) -> None:
         """Nobody reads what is queued."""

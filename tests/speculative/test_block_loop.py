@@ -10,6 +10,7 @@ import pytest
 from dsv4 import SamplingParams
 from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.sampling import Sampler
+from dsv4.speculative.tally import DraftCount
 from tests.speculative.world import START, WINDOW, World
 
 
@@ -157,6 +158,18 @@ def test_nan_without_drafts_ends_the_run_behind_the_token_that_met_it() -> None:
     with pytest.raises(FloatingPointError, match=f"NaN after {START + 7} tokens"):
         next(tokens)
     assert world.state.position == START + 7
+
+
+def test_a_run_does_not_go_by_what_the_one_before_would_have_queued() -> None:
+    world = World(5)
+    noted = world.generate(60, Sampler(SamplingParams(temperature=0, logprobs=0)))
+    next(noted)
+    noted.close()
+    world.state.rollback(START)
+    world.log.clear()
+    world.count = DraftCount((1,))
+    assert list(world.generate(40)) == world.text[START + 1 : START + 41]
+    assert {tokens for _, tokens in world.log} == {2}
 
 
 def test_a_sequence_that_the_module_does_not_know_yet_makes_no_drafts() -> None:
