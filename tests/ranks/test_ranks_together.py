@@ -1,4 +1,4 @@
-"""What is done for all ranks at once: their inputs, settings, tokens and faults."""
+"""What is done for all ranks at once: their steps, inputs, settings, tokens and faults."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +9,9 @@ import torch
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.speculative.block_ring import BlockRings, Given
 from dsv4.step.lock_step import Feeds, Rings, Samplers
+from tests.ranks.planned_ranks import LoggedRanks, planned_ranks
+from tests.step.planned_model import items_of
+from tests.step.test_running_parts import dense_items_of
 
 NO_FAULT = torch.zeros(4, dtype=torch.int32)
 
@@ -45,6 +48,14 @@ def test_a_rank_that_was_waited_for_in_vain_is_named(fault: list[int], message: 
     rings = Rings([cast(Any, SimpleNamespace(read=read))], torch.tensor(fault, dtype=torch.int32))
     with pytest.raises(RuntimeError, match=message):
         rings.read(3)
+
+
+def test_all_ranks_leave_the_choice_out_of_dense_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = LoggedRanks.of(planned_ranks("v4-flash", 2, 5), 1, monkeypatch)
+    ranks.step.run(1, 100)
+    for step in ranks.step.ranks:
+        own = [entry for entry in ranks.log if entry[0] == step.recorded.head]
+        assert own == dense_items_of(step) != items_of(step.model_parts)
 
 
 def test_inputs_and_settings_go_to_every_rank() -> None:

@@ -160,6 +160,17 @@ def test_rejected_drafts_and_rewinds_change_no_draft(
     check(engine, reference, streams, ids[engine.position])
 
 
+def test_the_longest_rewind_behind_a_long_prompt_finds_its_window(
+    engine: Engine, reference: Reference, streams: Tensor
+) -> None:
+    ids = random_ids(64)
+    engine.reset()
+    engine.prefill(ids[:56])
+    for tokens in (8, 3):
+        engine.rewind(tokens)
+    check(engine, reference, streams, ids[45])
+
+
 def test_long_prompts_leave_the_rows_of_their_end(engine: Engine, reference: Reference) -> None:
     """More tokens at once than the ring has slots."""
     ids = random_ids(200, seed=3)

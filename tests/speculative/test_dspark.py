@@ -93,6 +93,17 @@ def test_rejected_drafts_and_rewinds_change_no_draft(
     check(engine, formula, taps, ids[engine.position])
 
 
+def test_the_longest_rewind_behind_a_long_prompt_finds_its_window(
+    formula: DSparkFormula, taps: list[Tensor]
+) -> None:
+    ids = random_ids(64)
+    engine = drafted_engine("dspark")
+    engine.prefill(ids[:56])
+    for tokens in (8, 3):
+        engine.rewind(tokens)
+    check(engine, formula, taps, ids[45])
+
+
 def test_fewer_drafts_are_the_first_of_a_whole_block() -> None:
     engine = drafted_engine("dspark", draft_tokens=2)
     ids = random_ids(20)

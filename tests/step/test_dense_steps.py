@@ -10,7 +10,7 @@ from dsv4.config import CSA_RATIO, layer_kinds
 from dsv4.launch.recording import Launch
 from dsv4.ops.tables import CUDA_TABLE, swap_ops
 from dsv4.step.recorded import RecordedStep
-from tests.step.planned_model import PlannedModel, compute_parts, demo, geometry
+from tests.step.planned_model import PlannedModel, compute_parts, demo, geometry, runs
 
 PLANNED = {
     "flash": lambda: geometry("v4-flash", layers=4),
@@ -64,6 +64,15 @@ def test_a_dense_step_does_without_the_indexers_choice(planned: PlannedModel, to
     counts = [launch.shape.kernel.function for _, launch in found]
     assert {name: counts.count(name) for name in counts} == dict.fromkeys(counts, len(layers))
     assert len(counts) == 5 * len(layers)
+
+
+def test_names_of_what_is_launched_leave_out_what_a_dense_step_does(planned: PlannedModel) -> None:
+    step = planned.record(1)
+    for part in compute_parts(step):
+        items = step.recordings[part.device].items
+        for dense in (False, True):
+            found = [index for index, _ in step.launched(part, 1, dense)]
+            assert found == [at for at in range(part.start, part.stop) if runs(items[at], dense)]
 
 
 def test_steps_are_dense_as_long_as_every_entry_is_chosen(planned: PlannedModel) -> None:
