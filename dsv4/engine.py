@@ -180,8 +180,8 @@ class Engine(EngineInputs):
         """Appends 1 to 8 tokens in one step; returns float32 ``[T, V]``, row t the logits after
         token t.
 
-        With ``cuda_graph`` a step of as many tokens as were captured (1) replays; others run
-        eagerly.
+        With ``cuda_graph`` a step of as many tokens as were captured (1, and with drafts those that
+        verify) replays; others run eagerly.
         """
         self._end_run()
         token_ids = self._checked(token_ids)

@@ -38,8 +38,9 @@ class EngineSequence:
         self.state.start_sequence()
 
     def rewind(self, tokens: int) -> None:
-        """Takes back the last ``tokens`` tokens, e.g. rejected draft tokens: at most 8 behind the
-        furthest position that this sequence has reached, because the rings remember no more.
+        """Takes back the last ``tokens`` tokens, e.g. rejected draft tokens: at most 8, and none
+        more than 11 behind the furthest position that this sequence has reached, because the rings
+        remember no more.
         """
         self._end_run()
         taken_back = check_integer("tokens", tokens, 0, self.state.undoable_tokens)
