@@ -1,0 +1,23 @@
+"""The file of ``--json`` is JSON, whatever was measured."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from dsv4.measure.record_file import write_record
+
+
+def refused(constant: str) -> None:
+    pytest.fail(f"found {constant}, which is no JSON")
+
+
+def test_numbers_that_json_does_not_have_are_strings(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    found = {"rows": [{"cosine": math.nan, "error": math.inf, "worst_token": 0.1 + 0.2}], "é": None}
+    write_record(path, "dsv4.validate.cosine", ["--json", str(path)], found)
+    written = json.loads(path.read_text(encoding="utf-8"), parse_constant=refused)
+    assert written["command"] == f"python -m dsv4.validate.cosine --json {path}"
+    assert written["rows"] == [{"cosine": "NaN", "error": "Infinity", "worst_token": 0.1 + 0.2}]
+    assert written["é"] is None
