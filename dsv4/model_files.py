@@ -1,5 +1,6 @@
 """The small files of a model's folder: regular files that really lie in it."""
 
+import os
 from pathlib import Path
 
 from dsv4.errors import UserError, shorten
@@ -13,6 +14,15 @@ _SMALL = (
 def files_of_model(folder: Path) -> list[Path]:
     """The files that make up a model's folder, which need not be there: small ones and shards."""
     return [*(folder / name for name in _SMALL), *folder.glob("*.safetensors")]
+
+
+def is_new_shard(folder: Path, path: Path) -> bool:
+    """Whether a file that is yet to be made would be taken for weights of the model: without an
+    index every ``.safetensors`` file of the folder is.
+    """
+    place = Path(os.path.realpath(path))
+    is_inside = place.parent == Path(os.path.realpath(folder))
+    return is_inside and place.suffix == ".safetensors" and not place.exists()
 
 
 def model_file(folder: str | Path, name: str) -> Path:

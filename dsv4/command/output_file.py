@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dsv4.errors import UserError
-from dsv4.model_files import files_of_model
+from dsv4.model_files import files_of_model, is_new_shard
 
 STDOUT = Path("-")
 # Much more than a folder entry, and less than any report with its prompt.
@@ -53,7 +53,7 @@ def refuse_shared_files(
 ) -> None:
     """Raises ``UserError`` for a regular file that one flag writes and another one reads or writes.
     Both are flags with their files, None where one is not given; ``model``: the folder of
-    ``--model``.
+    ``--model``, which gets no new shard.
     """
     of_model = [] if model is None else [("--model", path) for path in files_of_model(model)]
     flags: dict[tuple[int, int] | str, str] = {}
@@ -65,6 +65,9 @@ def refuse_shared_files(
             if is_written and file in flags:
                 expected = "expected another one"
                 raise UserError(f"{flag}: {path}: found the file of {flags[file]}, {expected}")
+            if is_written and model is not None and path is not None and is_new_shard(model, path):
+                expected = "expected another folder or another ending"
+                raise UserError(f"{flag}: {path}: found a new shard of --model, {expected}")
             flags[file] = flag
 
 

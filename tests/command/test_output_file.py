@@ -222,6 +222,16 @@ def test_a_file_by_another_of_its_names_is_the_same_file(tmp_path: Path) -> None
             refuse_shared_files([("--tools", file)], [("--json", name)])
 
 
+def test_a_model_gets_no_new_shard(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in (model / "a.safetensors", tmp_path / "model/../model/a.safetensors"):
+        with pytest.raises(UserError, match=r"--trace: .*: found a new shard of --model, expected"):
+            refuse_shared_files([], [("--trace", path)], model)
+    for path in (model / "a.json", tmp_path / "a.safetensors"):
+        refuse_shared_files([], [("--trace", path)], model)
+
+
 def test_files_that_are_only_read_and_devices_may_be_shared(tmp_path: Path) -> None:
     file = tmp_path / "a"
     null = Path("/dev/null")
