@@ -67,7 +67,7 @@ class TraceWriter:
             "format": "dsv4-trace/1",
             "engine": self.engine,
             "versions": json.dumps(_versions("torch", "safetensors", self.engine)),
-            "model": self.folder.name,
+            "model": self.folder.resolve().name,
             "config": (self.folder / "config.json").read_text(encoding="utf-8"),
             "settings": "{}",
             "join": json.dumps(self.join),

@@ -221,7 +221,7 @@ def described(options: argparse.Namespace) -> dict[str, Any]:
     """What was compared, for the record."""
     random = options.geometry is not None
     return {
-        "model": options.geometry if random else options.model.name,
+        "model": options.geometry if random else options.model.resolve().name,
         "layout": options.layout if random else None,
         "input": options.input,
         "reference": options.reference,

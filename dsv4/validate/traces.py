@@ -50,7 +50,7 @@ def write_engine_trace(
     engine = _load(model, config, swaps)
     known = value_names(engine.config)
     common = [name for name in known if name in names]
-    write_trace(engine, token_ids, path, common, _prompt_tokens(config), model.name)
+    write_trace(engine, token_ids, path, common, _prompt_tokens(config), model.resolve().name)
     return known
 
 

@@ -26,7 +26,7 @@ def load_hook(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.delitem(sys.modules, "trace_writer")
+    monkeypatch.delitem(sys.modules, "trace_writer", raising=False)
     return module
 
 

@@ -163,13 +163,15 @@ def test_decoded_experts_live_one_matrix_at_a_time(
 
 
 def test_a_trace_stands_for_the_reference_and_for_the_input(
-    model: Path, trace_file: Path, tmp_path: Path
+    model: Path, trace_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = ["--input", str(trace_file), "--reference", str(trace_file)]
     outputs = ["--json", str(tmp_path / "a.json"), "--svg", str(tmp_path / "a.svg")]
-    arguments = ["--device", "cpu", "--model", str(model), "--layers", "1:3", "--chunk", "8"]
+    monkeypatch.chdir(model)
+    arguments = ["--device", "cpu", "--model", ".", "--layers", "1:3", "--chunk", "8"]
     assert main([*arguments, *files, *outputs]) == 0
     written = json.loads((tmp_path / "a.json").read_text())
+    assert written["model"] == "tiny"
     assert [layer["layer"] for layer in written["layers"]] == [1, 2]
     assert {row["worst_token"] for layer in written["layers"] for row in layer["rows"]} == {1.0}
     assert written["tokens"] == len(TOKENS)
