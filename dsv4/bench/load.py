@@ -163,7 +163,8 @@ class LoadBench:
         }
 
     def _rate(self, seconds: float) -> float:
-        return round(self._bytes / seconds / 1e9, 2)
+        """In GB/s: four digits, because small checkpoints come at a thousandth of the rate."""
+        return float(f"{self._bytes / seconds / 1e9:.4g}")
 
     def _cold(self, measure: Callable[[], float]) -> float:
         for file in self._files:
