@@ -51,6 +51,14 @@ def test_the_workspace_is_that_of_the_largest_step() -> None:
     assert planned.workspace_bytes()[GPUS[0]] == lay_out(longest).nbytes
 
 
+def test_steps_apart_have_memory_of_their_own() -> None:
+    planned = planned_steps(EngineConfig(prefill_chunk=512))
+    shared = planned.workspace_bytes()
+    own = planned.steps[0].workspace_bytes()
+    found = replace(planned, apart=planned.steps[:1]).workspace_bytes()
+    assert found == {device: shared[device] + own[device] for device in GPUS[:2]}
+
+
 def test_kernels_of_all_steps_are_known() -> None:
     planned = planned_steps(EngineConfig(prefill_chunk=512))
     assert planned.kernels() == {kernel for step in planned.steps for kernel in step.kernels()}

@@ -1,10 +1,16 @@
 """Traced steps as recordings: where values are kept, and that the launches stay what they were."""
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+from dsv4.launch.recording import Call, Recording
 from dsv4.layers.values import value_names
 from dsv4.step.kernel_names import CALL
 from dsv4.step.traced_values import TracedValues
+from tests.ops.recorded import HOPPER
 from tests.step.planned_model import compute_parts, geometry
 
 
@@ -36,6 +42,26 @@ def test_a_traced_step_launches_what_the_step_does(tokens: int) -> None:
         for step, part in zip((kept, shown), traced, strict=True):
             launches = [name for name in step.launches(part) if name != CALL]
             assert launches == plain.launches(before)
+
+
+def test_values_that_are_shown_have_the_rows_of_the_tokens_of_the_run() -> None:
+    state: Any = SimpleNamespace(position=8)
+    shown: list[tuple[str, list[int]]] = []
+    values = TracedValues(
+        lambda name: True, state, lambda name, rows: shown.append((name, rows.tolist()))
+    )
+    recording = Recording(HOPPER, 8)
+    values.open(recording)
+    result = values.compute(torch.neg, (8,), torch.int64, torch.arange(8))
+    values.value("tokens", result)
+    values.value("entries", result, ratio=4)
+    memory = torch.zeros(8, dtype=torch.int64)
+    store, *copies = [item.function for item in recording.items if isinstance(item, Call)]
+    store(3, memory, torch.arange(8))
+    for copy in copies:
+        copy(3, memory)
+    assert memory.tolist() == [0, -1, -2, 0, 0, 0, 0, 0]
+    assert shown == [("tokens", [0, -1, -2]), ("entries", [0])]
 
 
 def test_a_value_that_nobody_wants_costs_nothing() -> None:
