@@ -87,21 +87,16 @@ class ClassicDrafter:
         self._open_part = open_part
 
     def remember(self, token_ids: Sequence[int], taps: Mapping[str, Tensor], start: int) -> None:
-        """See ``Drafter``: the keys of the positions whose next token is known."""
+        """See ``Drafter``: the keys of the positions whose next token is known. Nothing reads that
+        of a position before those whose streams are known.
+        """
         state = self._state
         streams_TME = taps[self.taps[0]].to(self._streams_SME.device)
-        known = streams_TME[:-1]
-        behind = token_ids[1:]
-        first = start
-        if state.first < start:
-            known = torch.cat((self._streams_at(start - 1), known))
-            behind = token_ids
-            first -= 1
-        dropped = max(0, len(behind) - state.remembered_rows)
-        if len(behind) > dropped:
-            with self._open_part() as ops:
-                rows = self._rows(behind[dropped:], known[dropped:], first + dropped)
-                self._module.remember(ops, self._drafts, rows, state.stages[0])
+        before_TME = torch.cat((self._streams_at(start - 1), streams_TME[:-1]))
+        dropped = max(0, len(token_ids) - state.remembered_rows)
+        with self._open_part() as ops:
+            rows = self._rows(token_ids[dropped:], before_TME[dropped:], start - 1 + dropped)
+            self._module.remember(ops, self._drafts, rows, state.stages[0])
         slots = self._streams_SME.shape[0]
         kept = min(slots, len(token_ids))
         end = start + len(token_ids)
@@ -129,7 +124,7 @@ class ClassicDrafter:
 
     def _streams_at(self, position: int) -> Tensor:
         slot = position % self._streams_SME.shape[0]
-        return self._streams_SME[slot : slot + 1].clone()
+        return self._streams_SME[slot : slot + 1]
 
     def _rows(self, tokens: Sequence[int], streams_TME: Tensor, first: int) -> Rows:
         state = self._state
