@@ -1,4 +1,4 @@
-"""The architecture: Block, Segment and Transformer, and the order of a step
+"""The architecture: Segment and Transformer, and the order of a step
 (model.md#forward-pass).
 
 ``Transformer.__call__`` is the only place that states the order. It writes the step part by part
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from dsv4.caches.state import DecodeState
 from dsv4.config import ModelConfig
-from dsv4.layers.attention import Attention
+from dsv4.layers.block import Block
 from dsv4.layers.head import Embedding, Head
-from dsv4.layers.hyper_connection import HyperConnection, Unmixed
-from dsv4.layers.moe import MoE
+from dsv4.layers.hyper_connection import Unmixed
 from dsv4.layers.values import (
     ValueSink,
     show_attention,
@@ -73,36 +72,6 @@ class Outputs(NamedTuple):
 
     hidden_TE: Tensor
     logits_TV: Tensor | None
-
-
-@dataclass(frozen=True)
-class Block:
-    """One layer: attention and MoE, each between the two seams of its hyper-connection."""
-
-    attn_hc: HyperConnection
-    attn: Attention
-    ffn_hc: HyperConnection
-    ffn: MoE
-
-    @classmethod
-    def build(
-        cls,
-        config: ModelConfig,
-        weights: WeightReader,
-        ratio: int,
-        hashed: bool,
-        compute_dtype: torch.dtype,
-    ) -> "Block":
-        return cls(
-            HyperConnection.build(config, weights, "attn"),
-            Attention.build(config, weights.below("attn"), ratio, compute_dtype),
-            HyperConnection.build(config, weights, "ffn"),
-            MoE.build(config, weights.below("ffn"), hashed),
-        )
-
-    def mix(self, ops: Ops, unmixed: Unmixed) -> Tensor:
-        """The streams ``[T, M, E]`` after the block."""
-        return self.ffn_hc.mix(ops, unmixed)
 
 
 @dataclass(frozen=True)

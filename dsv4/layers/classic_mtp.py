@@ -60,7 +60,7 @@ class ClassicMTP:
         compute_dtype: torch.dtype,
     ) -> "ClassicMTP":
         """``weights``: those of ``mtp.0``."""
-        stage = DraftStage.build(config, weights, compute_dtype)
+        stage = DraftStage.of_module(config, weights, compute_dtype)
         return cls(
             replace(embed, streams=1),
             weights.row_list(["e_proj.weight"], [None]),

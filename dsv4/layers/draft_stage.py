@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -9,8 +10,8 @@ from torch import Tensor
 from dsv4.caches.layer import AttentionState, KeySet
 from dsv4.config import ModelConfig
 from dsv4.layers.attention import Attention, Projections
-from dsv4.layers.hyper_connection import HyperConnection, Unmixed
-from dsv4.layers.moe import MoE
+from dsv4.layers.block import Block
+from dsv4.layers.hyper_connection import Unmixed
 from dsv4.layers.weights import WeightReader
 from dsv4.ops import Ops
 from dsv4.ops.drafts import DraftOps
@@ -22,24 +23,15 @@ Attend = Callable[[Ops, Attention, Projections], Tensor]
 
 
 @dataclass(frozen=True)
-class DraftStage:
-    """Attention and MoE, each between the two seams of its hyper-connection."""
-
-    attn_hc: HyperConnection
-    attn: Attention
-    ffn_hc: HyperConnection
-    ffn: MoE
+class DraftStage(Block):
+    """A block whose caller says which keys its attention reads."""
 
     @classmethod
-    def build(
+    def of_module(
         cls, config: ModelConfig, weights: WeightReader, compute_dtype: torch.dtype
-    ) -> "DraftStage":
-        return cls(
-            HyperConnection.build(config, weights, "attn"),
-            Attention.build(config, weights.below("attn"), 0, compute_dtype),
-            HyperConnection.build(config, weights, "ffn"),
-            MoE.build(config, weights.below("ffn"), hashed=False),
-        )
+    ) -> Self:
+        """A stage: no compressed entries, a learned router."""
+        return cls.build(config, weights, 0, False, compute_dtype)
 
     def __call__(
         self, ops: Ops, entering: Tensor | Unmixed, tokens_T: Tensor, attend: Attend
@@ -49,10 +41,6 @@ class DraftStage:
         y_TE = attend(ops, self.attn, self.attn.project(ops, x_TE))
         x_TE, residual = self.ffn_hc.enter(ops, Unmixed(y_TE, residual))
         return Unmixed(self.ffn(ops, x_TE, tokens_T).y_TE, residual)
-
-    def mix(self, ops: Ops, unmixed: Unmixed) -> Tensor:
-        """The streams ``[T, M, E]`` after the block."""
-        return self.ffn_hc.mix(ops, unmixed)
 
     @property
     def key_row(self) -> tuple[RowList, int]:

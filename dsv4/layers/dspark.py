@@ -83,7 +83,7 @@ class DSpark:
         first = weights.below("0")
         last = weights.below(str(stages - 1))
         blocks = tuple(
-            DraftStage.build(config, weights.below(str(stage)), compute_dtype)
+            DraftStage.of_module(config, weights.below(str(stage)), compute_dtype)
             for stage in range(stages)
         )
         return cls(

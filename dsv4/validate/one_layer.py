@@ -18,9 +18,10 @@ from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.compiler import compile_ahead
 from dsv4.launch.target import Target
+from dsv4.layers.block import Block
 from dsv4.layers.values import Seen, Watch
 from dsv4.layers.weights import ReadOnce, WeightReader
-from dsv4.model import Block, Outputs, Segment
+from dsv4.model import Outputs, Segment
 from dsv4.ops.tables import DirectTable, RecordedTable, Table
 from dsv4.step.chunks import split_ids
 from dsv4.step.direct import DirectParts, DirectValues
