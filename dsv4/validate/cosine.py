@@ -94,9 +94,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--swap", action="append", default=[], metavar="OP=TABLE", help="e.g. moe=torch; repeatable"
     )
-    parser.add_argument("--reference", choices=("torch", "transformers"), default="torch")
+    parser.add_argument(
+        "--reference",
+        choices=("torch", "transformers"),
+        default="torch",
+        help="the other side; transformers computes in float32 and quantises no cache",
+    )
     parser.add_argument("--reference-device", choices=("auto", "cpu", "cuda"), default="cpu")
-    parser.add_argument("--kv-dtype", choices=("fp8", "bf16"), default="fp8", help="on both sides")
+    parser.add_argument(
+        "--kv-dtype", choices=("fp8", "bf16"), default="fp8", help="also of --reference torch"
+    )
     parser.add_argument("--compute-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add_prefill_activations(parser)
     parser.add_argument(

@@ -80,7 +80,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     add("--gpus", type=integer(1, 8), default=1, help="layer l on GPU l mod N; default 1")
     add("--ops", choices=("auto", "torch", "cuda"), default="auto")
     add("--swap", action="append", default=[], metavar="OP=TABLE", help="e.g. moe=torch")
-    add("--kv-dtype", choices=("fp8", "bf16"), default="fp8", help="on both sides")
+    add("--kv-dtype", choices=("fp8", "bf16"), default="fp8", help="also of --reference torch")
     add("--compute-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--reference-device", choices=("cpu", "cuda"), default="cpu")
     add("--reference-compute-dtype", choices=("bfloat16", "float32"), help="default: as above")
