@@ -166,7 +166,9 @@ def agreement(
 
 
 def table(rows: list[Agreement]) -> str:
-    """The rows as text; those under the threshold are marked with their first token."""
+    """The rows as text: those under the threshold are marked with their first token, and a value
+    without rows has no numbers.
+    """
     width = max(10, *(len(row.name) for row in rows)) if rows else 10
     head = (
         f"{'':<{width}} {'kind':<5} {'cosine':>11} {'worst token':>12} {'at':>7} {'rel. error':>11}"
@@ -175,10 +177,11 @@ def table(rows: list[Agreement]) -> str:
 
 
 def _line(row: Agreement, width: int) -> str:
-    at = "" if row.worst_at is None else row.worst_at
+    if row.worst_at is None:
+        return f"{row.name:<{width}} {row.kind:<5} {'no rows':>11}"
     error = "" if row.relative_error is None else f"{row.relative_error:.2e}"
     mark = "" if row.passes else f"  under the threshold from {row.first_under}"
-    numbers = f"{row.cosine:>11.8f} {row.worst_token:>12.8f} {at:>7} {error:>11}"
+    numbers = f"{row.cosine:>11.8f} {row.worst_token:>12.8f} {row.worst_at:>7} {error:>11}"
     return f"{row.name:<{width}} {row.kind:<5} {numbers}{mark}".rstrip()
 
 

@@ -113,6 +113,12 @@ def test_values_are_aligned_by_id() -> None:
     assert (a.shape, b.shape) == ((2, 0), (2, 0))
 
 
+def test_a_value_without_rows_has_no_numbers_in_the_table() -> None:
+    nothing = agreement("layers.2.attn.compressed", "HCA", torch.zeros(0, 3), torch.zeros(0, 3))
+    assert nothing.passes
+    assert table([nothing]).splitlines()[1].split() == [nothing.name, "HCA", "no", "rows"]
+
+
 def test_the_table_marks_what_fails_and_from_where() -> None:
     rows = [
         Agreement("layers.0.attn.q", "SWA", 1.0, 0.99995, 3, 1e-4, None),
