@@ -144,12 +144,13 @@ def test_several_gpus_take_a_copy_of_the_embedding(kind: MtpKind) -> None:
     assert two - one == 2 * config.vocab_size * config.hidden_size
 
 
-def test_all_that_a_module_has_on_its_device_is_counted() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_that_a_module_has_on_its_device_is_counted(ranks: int) -> None:
     config = ModelConfig.from_dict(raw_config("dspark"))
     state = DraftState.allocate(
         config, 3, RowFormat.KV_FP8, torch.bfloat16, CPU, keeps_streams=False
     )
-    memory = DraftMemory.allocate(config, state, [CPU], 3, torch.bfloat16)
+    memory = DraftMemory.allocate(config, state, [CPU], 3, torch.bfloat16, ranks)
     on_host = memory.ring_3R
     there = [*memory.inputs.values(), *tensors_in(memory)]
     assert memory.nbytes == sum(one.nbytes for one in there if one is not on_host)
