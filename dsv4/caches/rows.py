@@ -124,9 +124,8 @@ def row_shapes(
 
 
 def pack_kv_rows(rows: Tensor, rope_width: int) -> tuple[Tensor, Tensor]:
-    """Float ``[..., D]`` to (data, block_scale) of ``RowFormat.KV_FP8``: scale 2^⌈log2(max(amax,
-    1e-4) / 448)⌉ per
-    64.
+    """Float ``[..., D]`` to (data, block_scale) of ``RowFormat.KV_FP8``, every 64 values with a
+    scale of 2^⌈log2(max(amax, 1e-4) / 448)⌉.
     """
     quantised = rows.shape[-1] - rope_width
     groups = _in_groups(rows[..., :quantised].float())
