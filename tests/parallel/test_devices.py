@@ -68,3 +68,13 @@ def test_native_kernels_may_have_quantised_activations(
     assert table_on(EngineConfig(prefill_activations="fp8"), GPU) is TORCH_TABLE
     with pytest.raises(UserError, match="prefill_activations: found 'fp8' with the CUDA ops"):
         table_on(EngineConfig(prefill_activations="fp8", ops="cuda"), GPU)
+
+
+def test_native_kernels_have_to_run_on_every_gpu(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = NativeForm(TORCH_TABLE, "", lambda device: device.index == 0)
+    monkeypatch.setattr(devices, "native_form", lambda engine: form)
+    several = [*GPU, torch.device("cuda", 1)]
+    with pytest.raises(UserError, match="found 'fp8' with the CUDA ops on cuda:1"):
+        table_on(EngineConfig(prefill_activations="fp8", gpus=2), several)
