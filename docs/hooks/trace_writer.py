@@ -16,8 +16,9 @@ class TraceWriter:
     """Collects the values of one sequence over one or several forward passes, on the CPU. A pass
     that begins at position 0 begins a new sequence.
 
-    ``folder`` is the checkpoint's, whose ``config.json`` goes into the file. ``join`` says how the
-    values of several ranks become one: name pattern to "concat:DIM", "sum" or "equal".
+    ``folder`` is the checkpoint's, whose ``config.json`` goes into the file; it is read at once, so
+    that a wrong folder shows before the engine has run. ``join`` says how the values of several
+    ranks become one: name pattern to "concat:DIM", "sum" or "equal".
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class TraceWriter:
     ) -> None:
         self.engine = engine
         self.folder = Path(folder)
+        self.config = (self.folder / "config.json").read_text(encoding="utf-8")
         self.rank = rank
         self.ranks = ranks
         self.join = dict(join or {})
@@ -68,7 +70,7 @@ class TraceWriter:
             "engine": self.engine,
             "versions": json.dumps(_versions("torch", "safetensors", self.engine)),
             "model": self.folder.resolve().name,
-            "config": (self.folder / "config.json").read_text(encoding="utf-8"),
+            "config": self.config,
             "settings": "{}",
             "join": json.dumps(self.join),
         }

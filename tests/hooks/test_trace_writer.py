@@ -1,4 +1,6 @@
-"""The writer that is copied beside an engine: what its file says of the model."""
+"""The writer that is copied beside an engine: what its file says of the model, and
+that a folder which is none shows before the engine has run.
+"""
 
 from pathlib import Path
 
@@ -19,3 +21,11 @@ def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.Monke
     path = writer.save(tmp_path / "theirs.safetensors")
     with safe_open(str(path), framework="pt") as file:
         assert file.metadata()["model"] == "tiny"
+
+
+def test_a_folder_without_a_configuration_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writer = load_hook("trace_writer", monkeypatch).TraceWriter
+    with pytest.raises(FileNotFoundError, match=r"org/name/config\.json"):
+        writer("mine", "org/name")
