@@ -155,8 +155,44 @@ def hadamard(x: Tensor) -> Tensor:
     return (x.float() @ matrix * x.shape[-1] ** -0.5).to(x.dtype)
 
 
+def read_ids(options: argparse.Namespace, vocabulary: int) -> list[int]:
+    """The tokens of the prompt. Raises ``ValueError`` for none, and for what the model lacks."""
+    if options.prompt is None:
+        text = options.token_ids.read_text(encoding="utf-8")
+        try:
+            ids = json.loads(text)
+        except ValueError:
+            ids = None
+    else:
+        from tokenizers import Tokenizer
+
+        text = (options.model / "tokenizer.json").read_text(encoding="utf-8")
+        ids = Tokenizer.from_str(text).encode(options.prompt, add_special_tokens=False).ids
+    known = range(vocabulary)
+    if (
+        isinstance(ids, list)
+        and ids
+        and all(type(token) is int and token in known for token in ids)
+    ):
+        return ids
+    if options.prompt is not None:
+        raise ValueError("--prompt: found no token, expected text")
+    expected = f"a JSON list of at least one id from 0 to {vocabulary - 1}"
+    raise ValueError(f"{options.token_ids}: expected {expected}")
+
+
+def check_out(out: Path, model: Path) -> None:
+    """Raises ``ValueError`` for a folder that is not there, and for the model's, in which every
+    ``.safetensors`` file may be taken for weights.
+    """
+    if not out.resolve().parent.is_dir():
+        raise ValueError(f"{out}: its folder does not exist")
+    if out.resolve().parent == model.resolve():
+        raise ValueError(f"{out}: found in the folder of MODEL, expected another one")
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """The command. What is wrong with its arguments shows before the model is loaded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
@@ -164,17 +200,15 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--prompt", help="plain text")
     what.add_argument("--token-ids", type=Path, help="a JSON list of token ids")
     options = parser.parse_args(argv)
-    if options.prompt is None:
-        token_ids = json.loads(options.token_ids.read_text(encoding="utf-8"))
-    else:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-        token_ids = tokenizer.encode(options.prompt, add_special_tokens=False).ids
+    try:
+        check_out(options.out, options.model)
+        writer = TraceWriter("transformers", options.model)
+        token_ids = read_ids(options, json.loads(writer.config)["vocab_size"])
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     model = DeepseekV4ForCausalLM.from_pretrained(
         options.model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    writer = TraceWriter("transformers", options.model)
     trace(model, token_ids, writer)
     print(f"{writer.save(options.out)}: {len(token_ids)} tokens, {len(writer.parts)} tensors")
     return 0

@@ -1,0 +1,48 @@
+"""The arguments of the transformers hook: what is wrong with them is one line, and shows before the
+model is loaded.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from dsv4.demo import CHECKPOINT
+from tests.hooks.loading import load_hook
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("model", "out", "ids", "line"),
+    [
+        (CHECKPOINT, "none/out.safetensors", "[1]", "none/out.safetensors: its folder does not"),
+        (CHECKPOINT, CHECKPOINT / "out.safetensors", "[1]", "found in the folder of MODEL"),
+        ("none", "out.safetensors", "[1]", "No such file or directory: 'none/config.json'"),
+        (CHECKPOINT, "out.safetensors", "1 2", "ids.json: expected a JSON list of at least one id"),
+        (CHECKPOINT, "out.safetensors", "[]", "ids.json: expected a JSON list of at least one id"),
+        (CHECKPOINT, "out.safetensors", "[1, 2.5]", "ids.json: expected a JSON list of at least"),
+        (CHECKPOINT, "out.safetensors", "[2560]", "ids.json: expected a JSON list of at least one"),
+        (CHECKPOINT, "out.safetensors", None, "--prompt: found no token, expected text"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_the_model_is_loaded(
+    model: Path | str,
+    out: Path | str,
+    ids: str | None,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hook = load_hook("transformers_trace", monkeypatch)
+    monkeypatch.delattr(hook, "DeepseekV4ForCausalLM")
+    what = ["--prompt", ""]
+    if ids is not None:
+        Path("ids.json").write_text(ids, encoding="utf-8")
+        what = ["--token-ids", "ids.json"]
+    with pytest.raises(SystemExit) as ended:
+        hook.main([str(model), str(out), *what])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert line in last
