@@ -236,9 +236,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         found = f"{options.swap[0]!r} with --parallel tensor, whose ops exchange partial results"
         raise UserError(f"--swap: found {found}")
     refuse_unused(options, given)
+    check_reference_device(options.reference_device)
     read = [("--against", path) for path in options.against or ()]
     check_outputs(options, [*read, ("--trace", options.trace)])
     return options
+
+
+def check_reference_device(device: str) -> None:
+    """Raises ``UserError`` that names the reference's flag, before our side has run."""
+    if device == "cuda" and torch.cuda.device_count() == 0:
+        raise UserError("--reference-device cuda: found no CUDA device, expected one")
 
 
 def check_outputs(options: argparse.Namespace, read: Sequence[tuple[str, Path | None]]) -> None:

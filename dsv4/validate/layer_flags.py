@@ -19,7 +19,7 @@ from dsv4.limits import MAX_PREFILL_CHUNK
 from dsv4.ops.tables import TORCH_TABLE, swap_ops
 from dsv4.parallel.devices import engine_devices, table_on
 from dsv4.validate.agreement import DEFAULT_THRESHOLD
-from dsv4.validate.cosine import check_outputs, parse_swaps
+from dsv4.validate.cosine import check_outputs, check_reference_device, parse_swaps
 from dsv4.validate.layer_walk import (
     EngineLayers,
     Reference,
@@ -119,6 +119,7 @@ def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
     for name, why in unused.items():
         if name in given:
             raise UserError(f"--{name.replace('_', '-')}: found {why}, expected without")
+    check_reference_device(options.reference_device)
     check_outputs(options, trace_paths(options))
     return options
 

@@ -1,6 +1,7 @@
 """The cosine validator: table, exit codes, swaps, JSON and SVG."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from dsv4.demo import CHECKPOINT
 from dsv4.ops import TORCH
 from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE, RecordedTable, swap_ops
-from dsv4.validate import cosine, traces
+from dsv4.validate import cosine, layers, traces
 from dsv4.validate.cosine import main
 from tests.model.tiny import direct
 
@@ -122,6 +123,18 @@ def test_swapping_changes_the_cuda_table_only() -> None:
 def test_graphs_without_a_gpu_are_refused_in_one_line(capsys: pytest.CaptureFixture) -> None:
     assert main(["--device", "cpu", "--random-tokens", "9", "--cuda-graph", "full"]) == 2
     expected = "error: --cuda-graph full: found no CUDA device, expected one\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("main", [main, layers.main])
+def test_a_reference_without_its_gpu_is_named_by_its_flag(
+    main: Callable[[list[str]], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["--device", "cpu", "--reference-device", "cuda"]) == 2
+    expected = "error: --reference-device cuda: found no CUDA device, expected one\n"
     assert capsys.readouterr().err == expected
 
 
