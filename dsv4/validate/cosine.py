@@ -142,13 +142,19 @@ def parse_swaps(options: list[str]) -> dict[str, TableName]:
 
 
 def token_ids_of(options: argparse.Namespace) -> list[int]:
-    """The tokens both sides read. Raises ``UserError``, also for a prompt that is no Unicode."""
+    """The tokens both sides read. Raises ``UserError``, also for none and for too many of them."""
     config = ModelConfig.from_folder(options.model)
     if options.random_tokens is None:
         check_unicode(options.prompt, "--prompt")
-        return load_tokenizer(options.model, config).encode(options.prompt)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(config.vocab_size, (options.random_tokens,), generator=generator).tolist()
+        ids = load_tokenizer(options.model, config).encode(options.prompt)
+    else:
+        seeded = torch.Generator().manual_seed(0)
+        ids = torch.randint(config.vocab_size, (options.random_tokens,), generator=seeded).tolist()
+    if not 0 < len(ids) <= config.max_position_embeddings:
+        flag = "--prompt" if options.random_tokens is None else "--random-tokens"
+        expected = f"1 to {config.max_position_embeddings} (max_position_embeddings)"
+        raise UserError(f"{flag}: found {len(ids)} tokens, expected {expected}")
+    return ids
 
 
 def engine_config(options: argparse.Namespace, tokens: int) -> EngineConfig:

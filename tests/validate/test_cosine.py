@@ -90,6 +90,8 @@ def test_a_wrong_swap_is_one_line(swap: str, message: str, capsys: pytest.Captur
             ["--prompt", "a\udcff"],
             "--prompt: found a lone surrogate at character 1, expected valid",
         ),
+        (["--prompt", ""], "--prompt: found 0 tokens, expected 1 to 8192 (max_position"),
+        (["--random-tokens", "8193"], "--random-tokens: found 8193 tokens, expected 1 to 8192"),
         (["--json", "out", "--svg", "./out"], "--svg: out: found the file of --json, expected"),
         (["--json", "out", "--svg", "link"], "--svg: link: found the file of --json, expected"),
         (["--model", ".", "--json", "config.json"], "config.json: found the file of --model"),
