@@ -40,6 +40,8 @@ class TraceFile:
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path = path
+        if path.is_dir():
+            raise UserError(f"{path}: found a folder, expected a file")
         try:
             self._file = stack.enter_context(safe_open(str(path), framework="pt"))
         except FileNotFoundError:

@@ -178,6 +178,8 @@ def test_ranks_of_other_tokens_and_shapes_are_refused(tmp_path: Path, stack: Exi
 def test_missing_and_damaged_files_are_one_line(tmp_path: Path, stack: ExitStack) -> None:
     with pytest.raises(UserError, match="no such file"):
         JoinedTrace([tmp_path / "none.safetensors"], stack)
+    with pytest.raises(UserError, match="found a folder, expected a file"):
+        JoinedTrace([tmp_path], stack)
     (tmp_path / "bad.safetensors").write_bytes(b"12345678nothing")
     with pytest.raises(UserError, match="not a readable safetensors file"):
         JoinedTrace([tmp_path / "bad.safetensors"], stack)
