@@ -37,8 +37,8 @@ def traced(job: Job, engine: Engine) -> Iterator[Watch | None]:
         yield None
         return
     prompt_tokens = len(job.prompt.token_ids)
-    metadata = trace_metadata(engine, Path(arguments.model).resolve().name, prompt_tokens)
+    metadata = trace_metadata(engine, Path(arguments.model).resolve().name)
     wants = matching(engine.config, arguments.trace_at or EVERY_VALUE, "--trace-at")
     most_tokens = min(prompt_tokens + arguments.max_tokens, engine.max_context)
-    with TraceFile(arguments.trace, metadata, most_tokens) as file:
+    with TraceFile(arguments.trace, metadata, most_tokens, prompt_tokens) as file:
         yield Watch(file.add, wants)

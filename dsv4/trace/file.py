@@ -41,8 +41,11 @@ class TraceFile:
     and so does a reader of the text who has gone; after another exception nothing is left behind.
     """
 
-    def __init__(self, path: Path, metadata: Mapping[str, str], tokens: int) -> None:
-        """``metadata``: strings for the header. ``tokens``: the most that will be traced.
+    def __init__(
+        self, path: Path, metadata: Mapping[str, str], tokens: int, prompt_tokens: int
+    ) -> None:
+        """``metadata``: strings for the header. ``tokens``: the most that will be traced, of which
+        the first ``prompt_tokens`` are prefilled; the header counts those in the file.
 
         Raises ``UserError`` when ``path`` cannot be a file.
         """
@@ -53,6 +56,7 @@ class TraceFile:
             raise UserError(f"{path.parent}: no such folder")
         self._metadata = {"format": FORMAT, **metadata}
         self._tokens = tokens
+        self._prompt_tokens = prompt_tokens
         self._values: dict[str, _Value] = {}
         self._has_room = False
         self._parts = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=self._path.parent))
@@ -113,7 +117,9 @@ class TraceFile:
     def _finish(self) -> None:
         """The header, then the rows of each value, whose part goes as soon as it is copied."""
         stored = {name: value.stored for name, value in self._values.items()}
-        header, offsets = lay_out_file(stored, self._metadata)
+        prefilled = min(self._prompt_tokens, self._values["token_ids"].rows)
+        metadata = {**self._metadata, "prompt_tokens": str(prefilled)}
+        header, offsets = lay_out_file(stored, metadata)
         whole = self._parts / "trace"
         with naming_file(self._path):
             with whole.open("wb") as file:

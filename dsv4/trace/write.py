@@ -31,13 +31,13 @@ def write_trace(
     without a value, for a path that cannot be a file, and when the disk has no room.
     """
     prompt_tokens = len(token_ids) if prompt_tokens is None else prompt_tokens
-    metadata = trace_metadata(engine, model, prompt_tokens)
-    with TraceFile(Path(path), metadata, len(token_ids)) as file:
+    metadata = trace_metadata(engine, model)
+    with TraceFile(Path(path), metadata, len(token_ids), prompt_tokens) as file:
         engine.run_traced(token_ids, Watch(file.add, matching(engine.config, at)), prompt_tokens)
 
 
-def trace_metadata(engine: Engine, model: str, prompt_tokens: int) -> dict[str, str]:
-    """The header's metadata (traces.md#metadata)."""
+def trace_metadata(engine: Engine, model: str) -> dict[str, str]:
+    """The header's metadata (traces.md#metadata), without what the file itself counts."""
     settings = {**asdict(engine.engine_config), "devices": [str(d) for d in engine.state.devices]}
     mode = None if engine.decoder is None else engine.decoder.mode
     return {
@@ -48,7 +48,6 @@ def trace_metadata(engine: Engine, model: str, prompt_tokens: int) -> dict[str, 
         "config": json.dumps(asdict(engine.config)),
         "settings": json.dumps({**settings, "cuda_graph": mode}),
         "form": "torch" if isinstance(engine.table, DirectTable) else "launches",
-        "prompt_tokens": str(prompt_tokens),
     }
 
 

@@ -57,7 +57,7 @@ def steps(file: TraceFile, count: int) -> None:
 
 
 def broken_off(path: Path, count: int, error: type[BaseException]) -> None:
-    with TraceFile(path, {}, 8) as file:
+    with TraceFile(path, {}, 8, 4) as file:
         steps(file, count)
         file.add("hidden", torch.ones(1, 4))
         raise error
@@ -70,6 +70,7 @@ def test_an_interrupted_trace_holds_the_steps_that_ended(tmp_path: Path) -> None
     with safe_open(path, "pt") as found:
         assert found.get_tensor("token_ids").tolist() == [0, 1, 2]
         assert found.get_tensor("hidden")[:, 0].tolist() == [0, 1, 2]
+        assert found.metadata()["prompt_tokens"] == "3"
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.safetensors"]
 
 
@@ -92,11 +93,11 @@ def test_a_trace_that_the_disk_cannot_hold_is_refused_at_the_first_step(
     monkeypatch.setattr(
         "dsv4.trace.file.shutil.disk_usage", lambda path: type("Usage", (), {"free": usage[2]})
     )
-    with TraceFile(tmp_path / "fits", {}, 11) as file:
+    with TraceFile(tmp_path / "fits", {}, 11, 4) as file:
         steps(file, 11)
     with (
         pytest.raises(UserError, match="expected .* GB for 12 tokens"),
-        TraceFile(tmp_path / "large", {}, 12) as file,
+        TraceFile(tmp_path / "large", {}, 12, 4) as file,
     ):
         steps(file, 12)
     assert [entry.name for entry in tmp_path.iterdir()] == ["fits"]
@@ -106,7 +107,7 @@ def test_links_are_followed_and_other_targets_refused(tmp_path: Path) -> None:
     target = tmp_path / "target.safetensors"
     link = tmp_path / "link.safetensors"
     link.symlink_to(target)
-    with TraceFile(link, {}, 1) as file:
+    with TraceFile(link, {}, 1, 4) as file:
         steps(file, 1)
     assert link.is_symlink()
     assert target.is_file()
@@ -116,4 +117,4 @@ def test_links_are_followed_and_other_targets_refused(tmp_path: Path) -> None:
         (tmp_path / "missing" / "x", "no such folder"),
     ):
         with pytest.raises(UserError, match=message):
-            TraceFile(path, {}, 1)
+            TraceFile(path, {}, 1, 4)
