@@ -116,6 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--against",
         type=Path,
         nargs="+",
+        action="extend",
         metavar="FILE",
         help="somebody's trace (docs/traces.md), or those of all its ranks, instead of a reference",
     )

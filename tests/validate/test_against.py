@@ -158,7 +158,8 @@ def test_ranks_that_differ_fail(ours: Path, tmp_path: Path, capsys: pytest.Captu
         )
         for rank in range(2)
     ]
-    assert compare(ours, *paths) == 1
+    given_one_by_one = [word for path in paths for word in ("--against", str(path))]
+    assert main(["--trace", str(ours), *given_one_by_one]) == compare(ours, *paths) == 1
     out = capsys.readouterr().out
     assert "hidden: ranks 0 and 1 differ by up to" in out
     assert "every value is above the threshold" in out
