@@ -125,6 +125,7 @@ def plan_linear(shape: ProductShape, tokens: int, target: Target) -> LinearPlan:
     return next(plan for plan in plans if plan is not None)
 
 
+@functools.cache
 def has_room_for_columns(shape: ProductShape, tokens: int, target: Target) -> bool:
     """Whether blocks get all of K."""
     return _plan(_tightest(shape, tokens, target), _WHOLE) is not None
