@@ -3,7 +3,7 @@ the compiler's report for their architecture.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,12 +71,6 @@ def one_of_each_kernel(found: Iterable[Found]) -> list[Found]:
     return list({launch.shape.kernel.function: launch for launch in found}.values())
 
 
-def launches_to_compile(target: Target, op: str) -> Iterable[Found]:
-    """All of them for Blackwell; one of each kernel for Hopper, where tests run the others."""
-    found = launches(target, op)
-    return one_of_each_kernel(found) if target.architecture == "sm_90a" else found
-
-
 @functools.cache
 def compiled(
     source: str, architecture: str, defines: Defines
@@ -84,6 +78,26 @@ def compiled(
     """(registers, spilled bytes) and static shared memory of every kernel of a source."""
     log = compile_once(source, architecture, defines).log
     return resources(log), static_shared_bytes(log)
+
+
+class Assembled(NamedTuple):
+    """A launch with the registers of a thread, the bytes that it spills, and static shared memory
+    of a block.
+    """
+
+    launch: Found
+    registers: int
+    spilled: int
+    static: int
+
+
+def assembled(target: Target, op: str) -> Iterator[Assembled]:
+    """All launches for Blackwell; one of each kernel for Hopper, where tests run the others."""
+    found = launches(target, op)
+    for launch in one_of_each_kernel(found) if target.architecture == "sm_90a" else found:
+        kernel = launch.shape.kernel
+        used, static = compiled(kernel.source, PROGRAMS[target.architecture], kernel.defines)
+        yield Assembled(launch, *used[kernel.function], static[kernel.function])
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.architecture)
@@ -101,14 +115,12 @@ def test_launches_are_many_and_stay_within_the_limits_of_a_grid(target: Target) 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.architecture)
 def test_launches_fit_on_a_multiprocessor(target: Target, op: str) -> None:
-    for shape, case, _ in launches_to_compile(target, op):
+    for (shape, case, _), registers, _, static in assembled(target, op):
         kernel = shape.kernel
-        used, static = compiled(kernel.source, PROGRAMS[target.architecture], kernel.defines)
-        registers, _ = used[kernel.function]
         what = f"{kernel.function} of {case}"
         # A warp gets its registers by 256.
         assert round_up(registers, 8) * round_up(shape.threads, 32) <= REGISTERS, what
-        assert static[kernel.function] + shape.shared_bytes <= MOST_SHARED_BYTES, what
+        assert static + shape.shared_bytes <= MOST_SHARED_BYTES, what
         if kernel.source.startswith("linear/prefill_gemm"):
             assert registers == PREFILL_REGISTERS, what
 
@@ -117,12 +129,10 @@ def test_launches_fit_on_a_multiprocessor(target: Target, op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.architecture)
 def test_launches_spill_no_more_than_is_known(target: Target, op: str) -> None:
-    for shape, case, decodes in launches_to_compile(target, op):
+    for (shape, case, decodes), _, spilled, _ in assembled(target, op):
         kernel = shape.kernel
-        used, _ = compiled(kernel.source, PROGRAMS[target.architecture], kernel.defines)
         known = MOST_SPILLED.keys() & {kernel.function, kernel.source}
         phase = "decode" if decodes else "prefill"
-        _, spilled = used[kernel.function]
         most = MOST_SPILLED[known.pop() if known else phase]
         assert spilled <= most, f"{kernel.function} of {case}"
 
