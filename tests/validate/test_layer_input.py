@@ -8,28 +8,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from dsv4 import Engine, EngineConfig
-from dsv4.checkpoint import tiny_config, write_synthetic
-from dsv4.trace.write import write_trace
 from dsv4.validate.layers import main
+from tests.validate.small_model import TOKENS
 from tests.validate.trace_files import write
-
-TOKENS = list(range(3, 24))
-CONFIG = EngineConfig(device="cpu", max_context=len(TOKENS), prefill_chunk=8)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layers") / "tiny"
-    write_synthetic(folder, tiny_config(hc_sinkhorn_iters=3), "nvfp4-experts", 0)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def trace_file(model: Path) -> Path:
-    path = model.parent / "trace.safetensors"
-    write_trace(Engine.load(model, CONFIG), TOKENS, path)
-    return path
 
 
 def arguments(model: Path, layers: str, reference: Path) -> list[str]:

@@ -14,13 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dsv4 import Engine, EngineConfig
-from dsv4.checkpoint import tiny_config, write_synthetic
 from dsv4.checkpoint.layer_weights import StoredLayers
 from dsv4.ops import TORCH
 from dsv4.ops.moe import Mixture
 from dsv4.ops.router import Router
 from dsv4.ops.tables import TORCH_TABLE
-from dsv4.trace.write import write_trace
 from dsv4.validate import layer_flags
 from dsv4.validate.layer_flags import make_walk, parse
 from dsv4.validate.layer_walk import EngineLayers, LayerResult
@@ -28,27 +26,11 @@ from dsv4.validate.layers import main
 from dsv4.validate.one_layer import Given, OneLayer
 from dsv4.weights.on_demand import WeightOnDemand
 from tests.model.tiny import direct
+from tests.validate.small_model import CONFIG, TOKENS
 from tests.validate.trace_files import write
 
-TOKENS = list(range(3, 24))
-CONFIG = EngineConfig(device="cpu", max_context=len(TOKENS), prefill_chunk=8)
-SMALL = tiny_config(hc_sinkhorn_iters=3, n_routed_experts=16)
 LAYERS = 4
 EXPERT_BYTES = 4 * 128 * 64
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layers") / "tiny"
-    write_synthetic(folder, SMALL, "nvfp4-experts", 0)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def trace_file(model: Path) -> Path:
-    path = model.parent / "trace.safetensors"
-    write_trace(Engine.load(model, CONFIG), TOKENS, path)
-    return path
 
 
 def walk(arguments: Sequence[str]) -> list[LayerResult]:
