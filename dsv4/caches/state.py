@@ -257,12 +257,6 @@ class DecodeState:
                 else:
                     self.set_position(0)
 
-    def settle(self, rejected: int) -> None:
-        """Counts back tokens that the devices take back by ``rejected_1``, once the host knows how
-        many.
-        """
-        self.position -= rejected
-
     @property
     def undoable_tokens(self) -> int:
         """How many of the last tokens can be taken back: 8, or as far as the rings reach behind

@@ -166,7 +166,7 @@ def test_tokens_rejected_on_the_device_are_a_rollback(
             if on_device:
                 for device in engine.state.devices:
                     engine.state.rejected_1[device].fill_(rejected)
-                engine.state.settle(rejected)
+                engine.state.position -= rejected
             else:
                 engine.rewind(rejected)
             logits = play(engine, [Move(tokens, 0)], run)
