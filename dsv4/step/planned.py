@@ -67,7 +67,7 @@ class PlannedSteps:
         """
         max_context = engine.max_context
         assert max_context is not None, "caches have a length"
-        local = local_config(config, placement.ranks)
+        local = local_config(config, placement.cuts)
         layer_devices = placement.of_rank(0).layer_devices
         weights = {
             parameter.name: planned_weight(parameter, format) for parameter, format in stored

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4.engine_config import EngineConfig
@@ -124,17 +124,20 @@ def test_embedding_and_head_take_the_place_of_layers() -> None:
 
 
 @given(layer_bytes=st.lists(st.integers(1, 30), min_size=1, max_size=9), devices=st.integers(1, 4))
+@example(layer_bytes=[10, 1, 1, 1, 1], devices=3)
 def test_the_fullest_device_is_as_empty_as_can_be(layer_bytes: list[int], devices: int) -> None:
+    """And of such cuts the parts are as equal as can be."""
     parts = min(devices, len(layer_bytes))
 
-    def largest(ends: tuple[int, ...]) -> int:
-        return max(
-            sum(layer_bytes[start:end]) for start, end in pairwise((0, *ends, len(layer_bytes)))
-        )
+    def largest_and_squares(ends: tuple[int, ...]) -> tuple[int, int]:
+        edges = pairwise((0, *ends, len(layer_bytes)))
+        held = [sum(layer_bytes[start:end]) for start, end in edges]
+        return max(held), sum(nbytes**2 for nbytes in held)
 
     found = indices(Placement.pipeline(layer_bytes, gpus(devices)))
     ends = tuple(layer for layer in range(1, len(found)) if found[layer] != found[layer - 1])
-    assert largest(ends) == min(map(largest, combinations(range(1, len(layer_bytes)), parts - 1)))
+    cuts = combinations(range(1, len(layer_bytes)), parts - 1)
+    assert largest_and_squares(ends) == min(map(largest_and_squares, cuts))
 
 
 @given(layers=st.integers(1, 70), devices=st.integers(1, 8))

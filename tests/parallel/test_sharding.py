@@ -186,6 +186,12 @@ def test_a_step_has_a_number_for_each_of_its_exchanges() -> None:
         check_divisible(more, [], 2)
 
 
+def test_a_head_of_few_rows_is_cut_as_long_as_every_rank_has_some() -> None:
+    config = ModelConfig.from_dict(tiny_config(vocab_size=17))
+    check_divisible(config, formats(config, "bf16"), 2)
+    assert [local_parameters(config, 2, rank)[HEAD].shape[0] for rank in range(2)] == [16, 1]
+
+
 def test_a_rank_is_a_smaller_model_in_nothing_else() -> None:
     config = ModelConfig.from_dict(tiny_config())
     local = local_config(config, 2)

@@ -1,12 +1,17 @@
 """Two ranks of more, for timings: what absent ranks would send comes from the other one."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
+from dsv4 import EngineConfig
+from dsv4.checkpoint import tiny_config
+from dsv4.config import ModelConfig
 from dsv4.launch.constants import TOKEN_TILE
-from dsv4.parallel.rank_state import connect
+from dsv4.parallel.placement import Placement
+from dsv4.parallel.rank_state import allocate_state, connect
 from dsv4.peers import InboxLayout, Peers
 
 CPU = torch.device("cpu")
@@ -47,3 +52,13 @@ def test_rows_of_any_length_stay_in_the_memory_of_a_rank(tokens: int) -> None:
 def test_nobody_has_more_memory_where_all_ranks_are_there() -> None:
     for one in connect(InboxLayout(2, WIDTH, 64), [CPU] * 2, 100):
         assert one.inputs_TE.untyped_storage().nbytes() == 100 * ROW_BYTES
+
+
+def test_layers_are_cut_for_absent_ranks_too() -> None:
+    """Those that are there have states, which know of all of them."""
+    config = ModelConfig.from_dict(tiny_config())
+    placement = replace(Placement.tensor(config.num_hidden_layers, [CPU] * 2), absent_ranks=2)
+    assert (placement.ranks, placement.cuts) == (2, 4)
+    state = allocate_state(config, EngineConfig(device="cpu"), 64, placement)
+    assert len(state.ranks) == 2
+    assert [own.peers.ranks for own in state.ranks if own.peers is not None] == [4, 4]
