@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from dsv4.config import ModelConfig
 from dsv4.launch.constants import TOKEN_TILE
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state, connect
-from dsv4.peers import InboxLayout, Peers
+from dsv4.peers import WORD_BYTES, InboxLayout, Peers
 
 CPU = torch.device("cpu")
 WIDTH = 8
@@ -25,6 +26,24 @@ def rows_written(peers: Peers, tokens: int) -> list[int]:
     own = [token for token in range(tokens) if token // TOKEN_TILE % ranks == peers.rank]
     tables = peers.table_P[2 * ranks + 3 : 3 * ranks + 3].tolist()
     return [table + token * ROW_BYTES for table in tables for token in own]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_other_rank_gets_the_words_of_absent_ones(ranks: int) -> None:
+    """A rank pushes its words where those of an absent one are waited for, and reads from the other
+    what absent ones would have computed.
+    """
+    found = connect(InboxLayout(ranks, WIDTH, 64), [CPU] * 2, 1)
+    rank_bytes = WORD_BYTES * found[0].layout.rank_words
+    for one, other in permutations(found):
+        table = one.table_P.tolist()
+        pushed = [address + one.rank * rank_bytes for address in table[:ranks]]
+        inboxes = [there.inbox.data_ptr() for there in found]
+        of_absent = [inboxes[other.rank] + rank * rank_bytes for rank in range(2, ranks)]
+        assert pushed == [address + one.rank * rank_bytes for address in inboxes] + of_absent
+        read = [there.partials_STE.data_ptr() for there in found]
+        read += [other.partials_STE.data_ptr()] * (ranks - 2)
+        assert table[ranks + 3 : 2 * ranks + 3] == read
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
