@@ -81,6 +81,12 @@ def test_gpus_without_peer_access_are_refused_at_once(machine: Machine) -> None:
     assert machine.asked == []
 
 
+def test_access_has_to_go_both_ways(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair == (*GPUS,))
+    with pytest.raises(UserError, match="found no peer access from cuda:1 to cuda:0"):
+        check_exchange(GPUS)
+
+
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_a_child_finds_the_check_of_so_many_gpus(gpus: int) -> None:
     (check,) = checks_of(f"dsv4.parallel.exchange_check:on_{gpus}_gpus")
