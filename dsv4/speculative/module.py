@@ -102,12 +102,13 @@ def allocate_draft(
 
 
 def _check_filled(config: ModelConfig, names: set[str], kind: MtpKind, stages: int) -> None:
-    if kind == "dspark" and config.dspark is None:
-        raise UserError("dspark_block_size: found none, expected the dspark_* keys")
-    noise = None if config.dspark is None else config.dspark.noise_token_id
-    if kind == "dspark" and noise is not None and noise >= config.vocab_size:
-        expected = f"a token id below {config.vocab_size}"
-        raise UserError(f"dspark_noise_token_id: found {noise}, expected {expected}")
+    if kind == "dspark":
+        if config.dspark is None:
+            raise UserError("dspark_block_size: found none, expected the dspark_* keys")
+        noise = config.dspark.noise_token_id
+        if noise >= config.vocab_size:
+            expected = f"a token id below {config.vocab_size}"
+            raise UserError(f"dspark_noise_token_id: found {noise}, expected {expected}")
     for name in parameters(config, kind, stages):
         if name.startswith("mtp.") and name not in names:
             raise UserError(f"{name}: found no such weight, expected all of the draft module")
