@@ -41,9 +41,7 @@ class EngineInputs(EngineSequence):
         ``chunk_sizes`` (summing to T) says how the tokens are fed; a size above ``prefill_chunk``
         and 8 is split. Raises ``FloatingPointError`` for NaN that the logits do not show.
         """
-        self.reset()
-        ids = self._checked(token_ids)
-        self._token_ids = list(ids)
+        ids = self._fresh(token_ids)
         most = max(chunk_tokens(self.engine_config), MAX_DECODE_TOKENS)
         sizes = None if chunk_sizes is None else list(chunk_sizes)
         chunks = self._chunks(ids) if sizes is None else split_ids(ids, sizes, most)
@@ -54,9 +52,7 @@ class EngineInputs(EngineSequence):
         self, token_ids: Sequence[int], count: int, progress: Progress | None = None
     ) -> list[TokenLogprobs]:
         """Of each prompt token but the first: its log-probability and the ``count`` largest."""
-        self.reset()
-        ids = self._checked(token_ids)
-        self._token_ids = list(ids)
+        ids = self._fresh(token_ids)
         scored = ScoredSteps(self.steps, ids, count)
         self._prefill(ids, progress, scored.run)
         self._nan.checked(scored.logprobs_T, ids)
@@ -79,11 +75,9 @@ class EngineInputs(EngineSequence):
         self, token_ids: Sequence[int], watch: Watch, prompt_tokens: int | None = None
     ) -> None:
         """``trace`` that shows ``watch`` the rows of a value as each step computes them."""
-        self.reset()
-        ids = self._checked(token_ids)
+        ids = self._fresh(token_ids)
         if prompt_tokens is not None:
             check_integer("prompt_tokens", prompt_tokens, 0, len(ids))
-        self._token_ids = list(ids)
         prompt = ids[:prompt_tokens]
         chunks = self._chunks(prompt)
         TracedSteps(self.steps, watch, self.decoder).feed(chunks, ids[len(prompt) :])

@@ -109,6 +109,13 @@ class EngineSequence:
         self._token_ids = list(token_ids)
         return reused
 
+    def _fresh(self, token_ids: Iterable[int]) -> list[int]:
+        """Begins a new sequence, which is to be of these tokens: the ids, checked."""
+        self.reset()
+        ids = self._checked(token_ids)
+        self._token_ids = list(ids)
+        return ids
+
     def _checked(self, token_ids: Iterable[int]) -> list[int]:
         """The ids as a list, if they are ids of this model and fit behind the current position."""
         checked = check_ids(token_ids, self.key.config.vocab_size)
