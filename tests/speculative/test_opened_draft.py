@@ -1,6 +1,7 @@
 """Which draft module a run has: of the checkpoint or of a folder, refused in one line, counted."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,20 @@ def test_a_weight_that_the_engine_is_not_given_is_named() -> None:
     placement = Placement.of_layers((CPU,) * config.num_hidden_layers)
     with pytest.raises(UserError, match=r"mtp\.1\.attn\.wkv\.weight: found no such weight"):
         Engine(config, SETTINGS, weights, placement)
+
+
+def test_keys_that_do_not_fit_the_weights_are_named() -> None:
+    config = ModelConfig.from_dict(raw_config("dspark"))
+    assert config.dspark is not None
+    weights = synthetic_weights(config, "bf16", 1, lambda _: CPU, "dspark")
+    placement = Placement.of_layers((CPU,) * config.num_hidden_layers)
+    unknown = dataclasses.replace(config.dspark, noise_token_id=config.vocab_size)
+    for keys, message in (
+        (None, "dspark_block_size: found none, expected the dspark_* keys"),
+        (unknown, f"dspark_noise_token_id: found {config.vocab_size}, expected a token id below"),
+    ):
+        with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+            Engine(dataclasses.replace(config, dspark=keys), SETTINGS, weights, placement)
 
 
 @pytest.fixture(scope="module")
