@@ -1,5 +1,6 @@
 """The skew of ranks from invented stamps, and on two GPUs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor
 from dsv4.bench.__main__ import main
 from dsv4.bench.skew import bench_skew, spread, summary, table
 from dsv4.errors import UserError
-from dsv4.parallel.stamps import FOUND, PUSHED, Offset, moments, offset, stamped
+from dsv4.parallel.rank_state import connect
+from dsv4.parallel.stamps import FOUND, PUSHED, STEPS, Offset, moments, offset, stamped
 from dsv4.peers import LOGITS_EXCHANGE, MOST_EXCHANGES, InboxLayout, Peers
 from tests.ranks.on_gpu import two_gpus
 from tests.ranks.simulated import ranks_engine
@@ -17,6 +19,7 @@ from tests.ranks.simulated import ranks_engine
 HOP = 700.0
 STILL = Offset(5_000_000.0, HOP)
 TOKENS = 20
+TOTAL_STAMPS = STEPS * MOST_EXCHANGES
 USED = [0, 1, 2, 3, LOGITS_EXCHANGE]
 
 
@@ -87,6 +90,48 @@ def test_stamps_have_an_address_behind_all_others() -> None:
     assert found.stamps_X2 is not None
     assert found.table_P.tolist() == [*range(9), found.stamps_X2.data_ptr()]
     assert moments(found).shape == (64, MOST_EXCHANGES, 2)
+
+
+class TwoClocks:
+    """``KnownExchanges`` of two ranks, which push when they are run; rank 1 has another clock."""
+
+    def __init__(
+        self,
+        devices: list[torch.device],
+        width: int,
+        exchanges: int,
+        view: Callable[[Peers], Peers],
+    ) -> None:
+        self.peers = [view(one) for one in connect(InboxLayout(2, width, 2), devices, 1)]
+        self.clocks = (0, int(STILL.clock))
+        self.now = 10_000
+        self.pushed: dict[int, int] = {}
+
+    def run(self) -> None:
+        for rank in range(2):
+            self.run_rank(rank)
+
+    def run_rank(self, rank: int) -> None:
+        self.now += 10_000
+        self.pushed[rank] = self.now
+        if len(self.pushed) < 2:
+            return
+        for own, (peers, clock) in enumerate(zip(self.peers, self.clocks, strict=True)):
+            assert peers.stamps_X2 is not None
+            peers.step_4[0] += 1
+            first_of_step = peers.stamps_X2[int(peers.step_4[0]) * MOST_EXCHANGES % TOTAL_STAMPS]
+            first_of_step[PUSHED] = clock + self.pushed[own]
+            arrived = self.pushed[1 - own] + int(HOP)
+            first_of_step[FOUND] = clock + max(self.pushed[own], arrived)
+        self.pushed.clear()
+
+    def wrong(self) -> list[int]:
+        return [0, 0]
+
+
+def test_a_word_either_way_tells_how_far_clocks_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4.parallel.stamps.KnownExchanges", TwoClocks)
+    assert offset([torch.device("cpu")] * 2) == STILL
 
 
 def test_ranks_of_torch_ops_have_no_skew() -> None:

@@ -31,14 +31,14 @@ class Driver:
         self.error = bindings.CUresult.CUDA_SUCCESS
         self.launches: list[SimpleNamespace] = []
 
-    def launch(self, config: Any, function: str, parameters: int, extra: int) -> tuple[Any]:
-        kinds = {"rms_norm": "pppif", "moe_sort": "ppppii"}[function]
+    def launch(self, config: Any, kernel: Kernel, parameters: int, extra: int) -> tuple[Any]:
+        kinds = {"rms_norm": "pppif", "moe_sort": "ppppii"}[kernel.function]
         types = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "f": ctypes.c_float}
         pointers = (ctypes.c_void_p * len(kinds)).from_address(parameters)
         words = [types[k].from_address(at).value for k, at in zip(kinds, pointers, strict=True)]
         grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
         found = SimpleNamespace(
-            function=function,
+            kernel=kernel,
             words=words,
             grid=grid,
             threads=config.blockDimX,
@@ -58,7 +58,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     fake.cuLaunchKernelEx = driver.launch
     program._attributes.cache_clear()
     monkeypatch.setattr(program, "driver", lambda: fake)
-    monkeypatch.setattr(program, "loaded", lambda kernel, device: kernel.function)
+    monkeypatch.setattr(program, "loaded", lambda kernel, _: kernel)
     monkeypatch.setattr(program, "allow_shared_memory", lambda *_: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100, raising=False)
     yield driver
@@ -96,17 +96,18 @@ def test_the_configuration_has_the_grid_the_cluster_and_the_stream(driver: Drive
     assert {launched.stream for launched in driver.launches} == {100}
 
 
+@pytest.mark.parametrize("shape", [Shape(NORM, 1, 32), lambda tokens: Shape(NORM, tokens, 32)])
 def test_a_program_follows_the_current_stream(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    shape: Any, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording = Recording(TARGET, 1)
-    x = torch.zeros(1, 64, dtype=torch.bfloat16)
-    normalise(recording, x, recording.empty((1, 64), torch.bfloat16), Shape(NORM, 1, 32))
+    recording = Recording(TARGET, 2)
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    normalise(recording, x, recording.empty((2, 64), torch.bfloat16), shape)
     running = Program(recording)
-    for stream in (7, 7, 9):
+    for stream, tokens in ((7, 2), (7, 2), (9, 2), (9, 1), (7, 1)):
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, s=stream: s)
-        running.run(1)
-    assert [launched.stream for launched in driver.launches] == [7, 7, 9]
+        running.run(tokens)
+    assert [launched.stream for launched in driver.launches] == [7, 7, 9, 9, 7]
 
 
 def test_shorter_chunks_take_their_own_shapes_and_the_longest_its_own_again(
@@ -137,6 +138,24 @@ def test_shorter_chunks_take_their_own_shapes_and_the_longest_its_own_again(
     ]
     whole = [(5, 256, 64), (5, 256, 24)]
     assert found == [*whole, (2, 120, 30), (4, 200, 50), (4, 200, 10), *whole]
+
+
+def test_other_chunks_may_take_another_kernel_in_other_blocks(driver: Driver) -> None:
+    recording = Recording(TARGET, 64)
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    few = Shape(Kernel(NORM.source, NORM.function, (("FEW", 1),)), 1, 64, cluster=1)
+    some = Shape(NORM, 2, 96, cluster=2)
+
+    def shape(tokens: int) -> Shape:
+        return few if tokens < 20 else some
+
+    normalise(recording, x, recording.empty((64, 64), torch.bfloat16), shape)
+    running = Program(recording)
+    for tokens in (64, 10, 30, 10):
+        running.run(tokens)
+    assert [
+        (launched.kernel, launched.threads, launched.attributes) for launched in driver.launches
+    ] == [(taken.kernel, taken.threads, taken.cluster) for taken in (some, few, some, few)]
 
 
 def test_a_range_of_items_runs_alone_and_calls_get_their_memory(driver: Driver) -> None:

@@ -1,5 +1,6 @@
 """What a recording notes, and what it refuses before anything can run."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -163,6 +164,39 @@ def test_calls_and_kept_tensors() -> None:
     view = buffer[:2]
     assert recording.keep(view) is view
     assert [id(tensor) for tensor in recording.kept] == [id(view)]
+
+
+@pytest.mark.parametrize("reach", [(100, 60), (60, 100)])
+def test_a_step_is_dense_where_every_choice_is_all_there_is(reach: tuple[int, int]) -> None:
+    recording = Recording(TARGET, 1)
+    for all_until in reach:
+        chosen = recording.empty((1, 16), torch.int64)
+        recording.launch(Shape(STORE, 1, 32, numbers={"slots": 16}), **store_arguments(recording))
+        recording.serve_choice(None)
+        recording.choose(chosen, all_until)
+        assert recording.leave_choice_out(chosen)
+    assert recording.dense_until == 60
+    for item in recording.items:
+        assert isinstance(item, Launch)
+        assert item.shape_for(1, dense=False) is not None
+        assert item.shape_for(1, dense=True) is None
+
+
+def test_items_part_once_between_words_that_go_and_words_that_come() -> None:
+    """What else reads the same words belongs to what read them first; a new part is parted
+    already.
+    """
+    recording = Recording(TARGET, 1)
+
+    def note(before: Callable[[], None]) -> None:
+        before()
+        recording.call(lambda _: None)
+
+    for before in (recording.send, recording.receive, recording.receive, recording.send):
+        note(before)
+    assert recording.end_part() == [(1, False)]
+    note(recording.receive)
+    assert recording.end_part() == []
 
 
 def test_grids_have_three_sizes() -> None:
