@@ -84,6 +84,22 @@ class DraftState:
         reached = position <= self.end <= position + MAX_TAKEN_BACK
         return reached and self.first <= max(0, position - self.stages[0].window)
 
+    def streams_at(self, position: int) -> Tensor:
+        """The main model's streams ``[1, M, E]`` of a recent position."""
+        assert self.streams_SME is not None, "only classic MTP keeps streams"
+        slot = position % self.streams_SME.shape[0]
+        return self.streams_SME[slot : slot + 1]
+
+    def keep_streams(self, streams_TME: Tensor, end: int) -> None:
+        """Stores the last of the main model's streams ``[T, M, E]`` of the T positions before
+        ``end``.
+        """
+        assert self.streams_SME is not None, "only classic MTP keeps streams"
+        slots = self.streams_SME.shape[0]
+        kept = streams_TME[-slots:]
+        positions = torch.arange(end - kept.shape[0], end, device=kept.device)
+        self.streams_SME.index_copy_(0, positions % slots, kept)
+
     def rows_begin(self, position: int, undoable: int) -> int:
         """The first row that drafts read behind ``position`` tokens, or behind ``undoable`` less of
         them.

@@ -76,14 +76,12 @@ class ClassicDrafter:
         state: DraftState,
         open_part: OpenPart,
     ) -> None:
-        assert state.streams_SME is not None
         self.taps = scope.taps
         self.trained_block = scope.trained_block
         self.most = scope.most
         self._module = module
         self._drafts = drafts
         self._state = state
-        self._streams_SME = state.streams_SME
         self._open_part = open_part
 
     def remember(self, token_ids: Sequence[int], taps: Mapping[str, Tensor], start: int) -> None:
@@ -91,21 +89,17 @@ class ClassicDrafter:
         of a position before those whose streams are known.
         """
         state = self._state
-        streams_TME = taps[self.taps[0]].to(self._streams_SME.device)
-        before_TME = torch.cat((self._streams_at(start - 1), streams_TME[:-1]))
+        streams_TME = taps[self.taps[0]].to(state.position_1.device)
+        before_TME = torch.cat((state.streams_at(start - 1), streams_TME[:-1]))
         dropped = max(0, len(token_ids) - state.remembered_rows)
         with self._open_part() as ops:
             rows = self._rows(token_ids[dropped:], before_TME[dropped:], start - 1 + dropped)
             self._module.remember(ops, self._drafts, rows, state.stages[0])
-        slots = self._streams_SME.shape[0]
-        kept = min(slots, len(token_ids))
-        end = start + len(token_ids)
-        positions = torch.arange(end - kept, end, device=streams_TME.device)
-        self._streams_SME.index_copy_(0, positions % slots, streams_TME[-kept:])
+        state.keep_streams(streams_TME, start + len(token_ids))
 
     def propose(self, token: int, position: int, count: int, choose: ChooseAt) -> Proposal:
         """See ``Drafter``: a row for every draft, the first one of the main model's streams."""
-        streams_1ME = self._streams_at(position - 1)
+        streams_1ME = self._state.streams_at(position - 1)
         tokens: list[int] = []
         logits: list[Tensor] = []
         with self._open_part() as ops:
@@ -121,10 +115,6 @@ class ClassicDrafter:
                 logits.append(logits_1V)
                 rows = rows._replace(tokens_T=chosen[None], streams_TME=streams_1ME)
         return Proposal(tokens, torch.cat(logits)) if tokens else NO_DRAFTS
-
-    def _streams_at(self, position: int) -> Tensor:
-        slot = position % self._streams_SME.shape[0]
-        return self._streams_SME[slot : slot + 1]
 
     def _rows(self, tokens: Sequence[int], streams_TME: Tensor, first: int) -> Rows:
         state = self._state

@@ -161,17 +161,14 @@ class RecordedClassic:
         tokens = tokens_T.shape[0]
         end = start + tokens
         rows = min(tokens, self.state.remembered_rows)
-        slots = self.ring_SME.shape[0]
         tail = self.memory.tails[0]
         if rows < tokens:
             tail[:rows].copy_(streams_TME[-1 - rows : -1])
         else:
-            tail[0].copy_(self.ring_SME[(start - 1) % slots])
+            tail[:1].copy_(self.state.streams_at(start - 1))
             tail[1:rows].copy_(streams_TME[:-1])
         self.memory.tail_tokens_R[:rows].copy_(tokens_T[tokens - rows :])
-        kept = min(slots, tokens)
-        positions = torch.arange(end - kept, end, device=streams_TME.device)
-        self.ring_SME.index_copy_(0, positions % slots, streams_TME[-kept:])
+        self.state.keep_streams(streams_TME, end)
         self.state.position_1.fill_(end - rows - 1)
         self.state.rejected_1.zero_()
         return rows
