@@ -103,7 +103,7 @@ class Step:
             return
         if isinstance(part, Transfer):
             with nullcontext() if observer is None else observer.hand_off(part.source, part.target):
-                self.send(part, tokens)
+                self._send(part, tokens)
             return
         program = self.programs[part.device]
         if observer is None:
@@ -116,8 +116,7 @@ class Step:
                         program.run(tokens, index, index + 1, dense)
         self._drain(part)
 
-    def send(self, transfer: Transfer, tokens: int) -> None:
-        """Queues a hand-off."""
+    def _send(self, transfer: Transfer, tokens: int) -> None:
         streams_TME = self.programs[transfer.source].tensor(transfer.tensor)
         self._hand_offs[transfer.source, transfer.target].send(streams_TME[:tokens])
 
