@@ -132,10 +132,7 @@ class DraftedRecordedSteps(RecordedSteps):
 
     def _block_ring(self) -> AnyBlockRing:
         rings = [BlockRing(one.memory.ring_3R, one.head, BLOCKS_AHEAD) for one in self.alongs]
-        peers = self.state.peers
-        # Without the results of absent ranks each rank chooses other tokens.
-        are_alike = peers is not None and peers.ranks == len(rings)
-        return BlockRings(rings, peers.fault_4) if peers is not None and are_alike else rings[0]
+        return rings[0] if self.agreeing is None else BlockRings(rings, self.agreeing.fault_4)
 
     def _pass_on_rejected(self) -> None:
         for hand_off in self._passed_on:

@@ -31,7 +31,8 @@ Progress = Callable[[int, int], None]
 
 class RecordedSteps:
     """Every step of an engine. Steps share one workspace per device, so each overwrites what the
-    one before returned. ``observer`` sees them, item by item.
+    one before returned. ``observer`` sees them, item by item. ``agreeing``: what a rank shares with
+    the others, where all of them are there.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class RecordedSteps:
         first = self.ranks[0]
         alone = len(self.ranks) == 1
         self.sampler = first.sampler if alone else Samplers([rank.sampler for rank in self.ranks])
+        peers = state.peers
+        # Without the results of absent ranks each rank chooses another token.
+        self.agreeing = peers if peers is not None and peers.ranks == len(self.ranks) else None
         self.ring = first.ring
-        if state.peers is not None and state.peers.ranks == len(self.ranks):
-            # Without the results of absent ranks each rank chooses another token.
-            self.ring = Rings([rank.ring for rank in self.ranks], state.peers.fault_4)
+        if self.agreeing is not None:
+            self.ring = Rings([rank.ring for rank in self.ranks], self.agreeing.fault_4)
         self._prefill_tokens = prefill_tokens
         self._steps: dict[int, AnyStep] = {}
         self._logits: dict[int, tuple[AnyStep, list[Tensor]]] = {}
