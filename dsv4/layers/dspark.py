@@ -31,7 +31,7 @@ from dsv4.weights.quant import Weight
 Choose = Callable[[int, Tensor], Tensor]
 
 
-class Block(NamedTuple):
+class BlockOutputs(NamedTuple):
     """Of every draft of a block: collapsed streams ``[B, E]`` and float32 logits ``[B, V]``, both
     without what the token before it adds.
     """
@@ -116,10 +116,12 @@ class DSpark:
         for stage, keys, kv_TD in zip(self.stages, state.stages, products, strict=True):
             stage.write_keys(drafts, kv_TD, positions_T, keys)
 
-    def block(self, ops: Ops, drafts: DraftOps, tokens_B: Tensor, state: DraftState) -> Block:
+    def block(
+        self, ops: Ops, drafts: DraftOps, tokens_B: Tensor, state: DraftState
+    ) -> BlockOutputs:
         """The stages on the block's tokens int64 ``[B]``, as ``run``."""
         streams_BME, _, logits_BV = self.run(ops, drafts, tokens_B, state)
-        return Block(hc_collapse(streams_BME, self.head.collapse), logits_BV)
+        return BlockOutputs(hc_collapse(streams_BME, self.head.collapse), logits_BV)
 
     def run(
         self, ops: Ops, drafts: DraftOps, tokens_B: Tensor, state: DraftState
@@ -138,7 +140,9 @@ class DSpark:
         logits_BV = self.head.whole_logits(ops, self.head.hidden(ops, streams_BME))
         return streams_BME, positions_B, logits_BV
 
-    def draft(self, drafts: DraftOps, block: Block, anchor_1: Tensor, choose: Choose) -> Drafts:
+    def draft(
+        self, drafts: DraftOps, block: BlockOutputs, anchor_1: Tensor, choose: Choose
+    ) -> Drafts:
         """The drafts behind the int64 ``[1]`` token that the block begins with, one after the
         other, because each changes the logits of the next.
         """
