@@ -7,6 +7,7 @@ import pytest
 
 from dsv4 import EngineConfig
 from dsv4.speculative.tally import (
+    CHOICE_STEPS,
     MEASURED_STEPS,
     TRIAL_STEPS,
     DraftCount,
@@ -30,7 +31,7 @@ def run(count: DraftCount, steps: int, kept: float, seconds_of_draft: float) -> 
 
 @pytest.mark.parametrize(
     ("kept", "seconds_of_draft", "expected"),
-    [(0.9, 0.05, 5), (0.9, 1.5, 0), (0.0, 0.05, 0), (0.3, 1.0, 0), (0.0, -0.1, 0)],
+    [(0.9, 0.05, 5), (0.5, 0.3, 5), (0.9, 1.5, 0), (0.0, 0.05, 0), (0.3, 1.0, 0), (0.0, -0.1, 0)],
 )
 def test_the_number_with_most_tokens_a_second_is_taken(
     kept: float, seconds_of_draft: float, expected: int
@@ -69,6 +70,31 @@ def test_some_of_the_drafts_are_taken_where_later_ones_are_never_kept() -> None:
     for _ in range(200):
         count.add(count.now, min(count.now, 2), 1 + 0.3 * count.now)
     assert count.now == 2
+
+
+def test_times_between_those_that_are_measured_lie_on_a_line() -> None:
+    """A second draft, kept half of the time, does not pay for its seconds."""
+    count = DraftCount(range(6))
+    for step in range(200):
+        count.add(count.now, min(count.now, 1 + step % 2), 1 + 0.8 * count.now)
+    assert count.now == 1
+
+
+def test_what_the_first_draft_takes_is_measured() -> None:
+    """Most of a block's time is there with one draft already."""
+    count = DraftCount(range(6))
+    chosen = []
+    for _ in range(100):
+        chosen.append(count.now)
+        count.add(count.now, min(count.now, 1), 2.2 + 0.02 * count.now if count.now else 1)
+    assert chosen.count(1) == TRIAL_STEPS
+    assert chosen[-1] == 0
+
+
+def test_shares_follow_the_text() -> None:
+    count = DraftCount((0, 5))
+    assert run(count, 300, 1.0, 0.1)[-1] == 5
+    assert run(count, 4 * CHOICE_STEPS, 0.0, 0.1)[-1] == 0
 
 
 @pytest.mark.parametrize(
