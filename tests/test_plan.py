@@ -1,6 +1,5 @@
 """Memory plan: the numbers are what is allocated, and the refusal is one line."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops import TORCH_PACKING
 from dsv4.ops.torch_workspace import TorchStep
+from dsv4.ops.trees import tensors_in
 from dsv4.parallel.placement import Placement
 from dsv4.plan import arrival_bytes, available_bytes, max_context_tokens, plan_memory
 from dsv4.weights.packing_bytes import dequantized_bytes, dequantizing_bytes
@@ -67,20 +67,16 @@ def test_state_bytes_are_what_the_state_allocates(engine: EngineConfig) -> None:
     placement = two_devices(config)
     planned = plan_memory(config, engine, placement, [], None)
     state = DecodeState.allocate(config, engine, planned.max_context, (torch.device("cpu"),) * 4)
-    table = list(state.byte_table())
+    sizes = [bytes_of(layer) for layer in state.layers]
     for device in planned.devices:
         layers = [
             index for index, owner in enumerate(placement.layer_devices) if owner == device.device
         ]
         assert device.layers == len(layers)
         arriving = arrival_bytes(config, engine) if device.device.type == "meta" else 0
-        assert (
-            device.state_bytes
-            == sum(size for layer, _, size in table if layer in layers) + arriving
-        )
-    assert sum(device.state_bytes for device in planned.devices) == state.nbytes + arrival_bytes(
-        config, engine
-    )
+        assert device.state_bytes == sum(sizes[layer] for layer in layers) + arriving
+    in_all = sum(sizes) + arrival_bytes(config, engine)
+    assert sum(device.state_bytes for device in planned.devices) == in_all
 
 
 def test_every_boundary_counts_its_hand_off_once() -> None:
@@ -101,25 +97,9 @@ def test_every_boundary_counts_its_hand_off_once() -> None:
         assert sum(device.state_bytes for device in planned.devices) == one + pairs * slots
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=["fp8", "float32", "mixed"])
-def test_the_byte_table_lists_every_buffer(engine: EngineConfig) -> None:
-    """Storage found by walking the state equals the table."""
-    config = tiny_config()
-    state = DecodeState.allocate(config, engine, 300, (torch.device("cpu"),) * 4)
-    storages = {
-        tensor.data_ptr(): tensor.nbytes for layer in state.layers for tensor in tensors_of(layer)
-    }
-    assert sum(storages.values()) == state.nbytes
-
-
-def tensors_of(value: object) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if dataclasses.is_dataclass(value):
-        return [
-            t for field in dataclasses.fields(value) for t in tensors_of(getattr(value, field.name))
-        ]
-    return []
+def bytes_of(value: object) -> int:
+    """Of the tensors inside, each counted once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors_in(value)}.values())
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])

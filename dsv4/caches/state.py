@@ -263,17 +263,3 @@ class DecodeState:
         ``furthest``.
         """
         return undoable_tokens(self.position, self.furthest)
-
-    @property
-    def nbytes(self) -> int:
-        draft = 0 if self.draft is None else self.draft.nbytes
-        return draft + sum(size for *_, size in self.byte_table())
-
-    def byte_table(self) -> Iterator[tuple[int, str, int]]:
-        """(layer, buffer, bytes) of every buffer."""
-        for index, layer in enumerate(self.layers):
-            yield index, "window ring", layer.keys.ring.nbytes
-            for name, part in (("compressed", layer.compressed), ("index", layer.index)):
-                if part is not None:
-                    yield index, f"{name} rows", part.rows.nbytes
-                    yield index, f"{name} compressor ring", part.ring.nbytes

@@ -187,19 +187,16 @@ def test_buffers_stay_where_they_were_allocated(settings: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("settings", [DEFAULT_DTYPES, {}], ids=["fp8", "plain float32"])
-def test_byte_table_state_and_plan_agree(settings: dict[str, Any]) -> None:
+def test_the_plan_counts_every_buffer_of_a_layer(settings: dict[str, Any]) -> None:
     engine = tiny_engine(max_context=777, **settings)
     by_layer = [0] * engine.config.num_hidden_layers
-    for layer, _, size in engine.state.byte_table():
-        by_layer[layer] += size
+    for name, buffer in buffers(engine):
+        by_layer[int(name.split()[1])] += buffer.nbytes
     planned = [
         layer_state_bytes(engine.config, engine.engine_config, engine.max_context, ratio)
         for ratio in engine.config.compress_ratios
     ]
     assert by_layer == planned
-    assert (
-        engine.state.nbytes == sum(by_layer) == sum(buffer.nbytes for _, buffer in buffers(engine))
-    )
 
 
 def test_fp8_rows_take_the_specified_bytes() -> None:
@@ -207,10 +204,12 @@ def test_fp8_rows_take_the_specified_bytes() -> None:
     # 128.
     raw = small_config((4,), 0, head_dim=512, qk_rope_head_dim=64, index_head_dim=128)
     engine = tiny_engine(raw, max_context=400, prefill_chunk=8, kv_dtype="fp8", index_dtype="fp8")
-    table = {name: size for _, name, size in engine.state.byte_table()}
-    assert table["window ring"] == 584 * (128 + 8 + 8)
-    assert table["compressed rows"] == 584 * 101
-    assert table["index rows"] == 132 * 101
+    (layer,) = engine.state.layers
+    assert layer.compressed is not None
+    assert layer.index is not None
+    assert layer.keys.ring.nbytes == 584 * (128 + 8 + 8)
+    assert layer.compressed.rows.nbytes == 584 * 101
+    assert layer.index.rows.nbytes == 132 * 101
 
 
 def test_decoding_does_not_collect_tensors() -> None:
@@ -232,8 +231,8 @@ def live_tensors() -> tuple[int, int]:
 
 def test_index_dtype_follows_kv_dtype_unless_given() -> None:
     def index_bytes(**settings: Any) -> int:
-        engine = tiny_engine(**settings)
-        return sum(size for _, name, size in engine.state.byte_table() if name == "index rows")
+        layers = tiny_engine(**settings).state.layers
+        return sum(layer.index.rows.nbytes for layer in layers if layer.index is not None)
 
     assert index_bytes(kv_dtype="bf16") == index_bytes(kv_dtype="fp8", index_dtype="bf16")
     assert index_bytes(kv_dtype="fp8") == index_bytes(kv_dtype="bf16", index_dtype="fp8")
