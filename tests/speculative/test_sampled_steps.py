@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 
 from dsv4 import SamplingParams
-from dsv4.ops.acceptance import probabilities
+from dsv4.ops.acceptance import accepting_seed, probabilities, remaining_seed
 from dsv4.sampling import Sampler
+from dsv4.speculative import steps as speculative_steps
+from dsv4.speculative.drafter import Proposal
 from dsv4.speculative.steps import DraftedSteps
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import random_ids
@@ -66,6 +68,48 @@ def test_a_text_begins_as_one_with_more_tokens(kind: MtpKind) -> None:
             assert engine.last_run is not None
             assert engine.last_run.drafts is not None
             assert engine.last_run.drafts.tokens == count - 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_is_drawn_for_its_own_position(kind: MtpKind) -> None:
+    """So it has the noise that the main model's draw has there."""
+    engine = drafted_engine(kind)
+    engine.prefill(random_ids(20))
+    steps = engine.steps
+    assert isinstance(steps, DraftedSteps)
+    positions: list[int] = []
+
+    def choose(logits_V: Tensor, position: int) -> Tensor:
+        positions.append(position)
+        return logits_V.argmax()
+
+    with torch.inference_mode():
+        steps.drafter.propose(7, 20, 4, choose)
+    assert positions == [21, 22, 23, 24]
+
+
+def test_drafts_are_judged_by_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each at its position, and what replaces one by noise that decided nothing before."""
+    engine = drafted_engine("classic")
+    engine.prefill(random_ids(20))
+    steps = engine.steps
+    assert isinstance(steps, DraftedSteps)
+    asked: list[tuple[int, int]] = []
+    noise_at = speculative_steps._noise_at
+
+    def noise(count: int, seed: int, position: int, device: torch.device) -> Tensor:
+        asked.append((seed, position))
+        return noise_at(count, seed, position, device)
+
+    monkeypatch.setattr(speculative_steps, "_noise_at", noise)
+    surer_NV = torch.zeros(3, 89, dtype=torch.float32)
+    surer_NV[range(3), [3, 4, 5]] = 9.0
+    even_MV = torch.zeros(4, 89, dtype=torch.float32)
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=5))
+    accepted = len(steps._accepted(Proposal([3, 4, 5], surer_NV), even_MV, sampler)) - 1
+    assert accepted < 3
+    judging = [(accepting_seed(5), position) for position in (17, 18, 19)]
+    assert asked == [*judging, (remaining_seed(5), 17 + accepted)]
 
 
 def grouped(tokens: Tensor) -> Tensor:
