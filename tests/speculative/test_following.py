@@ -181,6 +181,14 @@ def test_a_run_that_is_watched_makes_no_drafts() -> None:
     assert engine.last_run.drafts.steps == 0
 
 
+def test_drafts_end_where_the_context_has_no_room_for_all_of_them() -> None:
+    engine = drafted_engine("classic", draft_tokens=4, max_context=32)
+    text = plain_text("classic", random_ids(20), 13, max_context=32)
+    scripted(engine, Script([*random_ids(20), *text], lambda _: 0))
+    assert list(engine.generate(random_ids(20), 100, GREEDY, NO_STOPS)) == text
+    assert (engine.position, engine.state.furthest) == (32, 32)
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(seed=3)], ids=["greedy", "sampled"])
 def test_every_token_is_noted_with_its_log_probability(sampling: SamplingParams) -> None:
     assert_tokens_are_noted(drafted_engine("dspark"), random_ids(13), sampling, 1e-3)
