@@ -88,6 +88,14 @@ def test_the_module_s_rows_of_a_step_exchange_nothing(
     assert recording.peers is None
 
 
+def test_nan_among_drafts_is_not_noted(planned: tuple[MtpKind, list[PlannedDrafts]]) -> None:
+    """It ends the drafts, not the run."""
+    _, (rank, *_) = planned
+    steps = (rank.draft_step(COUNT), rank.tail_step(), rank.record(3))
+    recordings = [recording for step in steps for recording in step.recordings.values()]
+    assert [recording.nan_1 is not None for recording in recordings] == [False, False, True]
+
+
 def test_a_part_has_no_poll_behind_a_push(planned: tuple[MtpKind, list[PlannedDrafts]]) -> None:
     """Ranks are queued part by part, so that all can also be on one stream."""
     _, ranks = planned
