@@ -174,7 +174,7 @@ def _show_compressed_rows(
     def rows(positions_T: Tensor) -> Tensor:
         count = -(-positions_T.shape[0] // ratio)
         entries = positions_T[0] // ratio + torch.arange(count, device=positions_T.device)
-        return cache.read(entries.clamp(max=cache.slots - 1)).to(dtype)
+        return cache.read(entries).to(dtype)
 
     if sink.wants(name):
         shape = (-(-positions_T.shape[0] // ratio), cache.width)

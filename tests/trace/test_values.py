@@ -139,6 +139,16 @@ def test_there_are_not_more_prompt_tokens_than_tokens(engine: Engine, prompt_tok
         engine.trace(IDS, prompt_tokens=prompt_tokens)
 
 
+@pytest.mark.parametrize("prompt_tokens", [0, 3, 7, 10, 11])
+def test_a_trace_may_fill_the_context(prompt_tokens: int) -> None:
+    """The caches have a slot for the entry that is open at its end, and none behind."""
+    engine = tiny_engine(max_context=11)
+    found = engine.trace(random_ids(11), ["*.attn.compressed", "*.indexer.keys"], prompt_tokens)
+    ratios = [ratio for ratio in engine.config.compress_ratios if ratio]
+    rows = [found[name].shape[0] for name in found if name.endswith("compressed")]
+    assert rows == [11 // ratio for ratio in ratios]
+
+
 def test_a_trace_does_not_change_what_follows(engine: Engine) -> None:
     greedy = SamplingParams(temperature=0)
     before = list(engine.generate(IDS, 6, greedy, stop_token_ids=()))
