@@ -2,6 +2,8 @@
 are.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -166,3 +168,37 @@ def test_values_are_shown_in_the_order_of_rank_0() -> None:
     assert shown == [("layers.0.attn.q", 6), ("layers.0.attn.kv", 7)]
     second("layers.0.attn.heads", heads)
     assert shown[2:] == [("layers.0.attn.heads", 6), ("hidden", 7)]
+
+
+class Parts:
+    """An observer that notes the parts of steps."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def begin_step(self) -> None:
+        self.names.append("step")
+
+    @contextmanager
+    def part(self, name: str, device: torch.device, layer: int | None) -> Iterator[None]:
+        self.names.append(name)
+        yield
+
+    def item(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def hand_off(self, source: torch.device, target: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def test_of_several_ranks_the_first_one_is_watched() -> None:
+    watched = []
+    for ranks in (1, 2):
+        engine = ranks_engine(ranks, EXACT)
+        parts = Parts()
+        engine.steps.observer = parts
+        engine.prefill(IDS[:5])
+        engine.decode(IDS[5:6])
+        watched.append(parts.names)
+    assert watched[0] == watched[1]
+    assert watched[0].count("step") == 2
