@@ -10,10 +10,12 @@ import torch
 
 from dsv4.caches.state import DecodeState
 from dsv4.limits import STEPS_AHEAD
+from dsv4.logprobs import TokenLogprobs, rank_tokens
 from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.step.recorded import RING_TOKENS
 from dsv4.step.token_loop import TokenLoop
+from dsv4.step.token_ring import LogprobRing
 
 GREEDY = Sampler(SamplingParams(temperature=0))
 START = 100
@@ -135,3 +137,17 @@ def test_every_token_comes_with_its_own_log_probabilities() -> None:
         (first, logprob), (second, other) = noted.top
         assert (first, logprob, second) == (noted.token_id, noted.logprob, 0)
         assert logprob - other == pytest.approx(place, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 3, 1000])
+def test_log_probabilities_of_a_position_are_in_its_slot(count: int) -> None:
+    """However many are asked for: there are no more than tokens."""
+    logits_PV = torch.randn(RING_TOKENS, 7, generator=torch.Generator().manual_seed(0))
+    ring = LogprobRing(count, logits_PV[:1])
+    first = RING_TOKENS - 3
+    for row, logits_V in enumerate(logits_PV):
+        ring.store(first + row, logits_V, torch.tensor(row % 7))
+    for row, logits_V in enumerate(logits_PV):
+        expected = TokenLogprobs.of(*rank_tokens(logits_V, torch.tensor(row % 7), count))
+        assert ring.read(first + row) == expected
+        assert len(expected.top) == min(count, 7)
