@@ -1,15 +1,19 @@
 """What a chunk of a prompt leaves for a recorded module's rows, on the CPU."""
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsv4.caches.draft import DraftState
 from dsv4.caches.rows import RowFormat
 from dsv4.checkpoint import tiny_config
 from dsv4.config import ModelConfig
 from dsv4.speculative.memory import DraftMemory
+from dsv4.speculative.recorded_drafts import RecordedDrafts
 from dsv4.speculative.recorded_modules import RecordedClassic, RecordedDSpark
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import CPU
@@ -64,3 +68,24 @@ def test_rows_are_those_of_the_last_tokens(
             assert torch.equal(tail[known:rows, 0, 0], expected_R[known:].float())
         if kind == "classic":
             assert torch.equal(memory.tail_tokens_R[:rows], expected_R + 1001)
+
+
+def test_a_chunk_is_left_where_it_began() -> None:
+    """A recording of the longest chunk runs it; the host has counted its tokens already."""
+    left: list[tuple[int, int, list[int]]] = []
+    ran: list[int] = []
+
+    def leave(start: int, taps: Sequence[Tensor], tokens_T: Tensor) -> int:
+        left.append((start, taps[0].shape[0], tokens_T.tolist()))
+        return 3
+
+    module: Any = SimpleNamespace(leave=leave)
+    memory: Any = SimpleNamespace(tail_tokens_R=torch.zeros(5, dtype=torch.int64))
+    table: Any = SimpleNamespace(exact=False)
+    counted: Any = SimpleNamespace(position=40)
+    program: Any = SimpleNamespace(run=ran.append)
+    nothing: Any = None
+    drafts = RecordedDrafts(module, memory, nothing, table, CPU, counted, None, {5: program})
+    drafts._run_tail(12, torch.arange(16), torch.zeros(16, 1, 1, dtype=torch.float32))
+    assert left == [(28, 12, list(range(12)))]
+    assert ran == [3]
