@@ -17,7 +17,7 @@ KERNELS = ("dsv4/launch/", CUTEDSL, "dsv4/ops/linear/decode_plan.py")
 # with.
 MANY_PARAMETERS = {("encoding/deepseek_v4_encoding.py", "encode_messages")}
 # Functions of as many tensors as are noted with them; torch.compile's result has no signature.
-ANY_NUMBER_OF_TENSORS = ("dsv4/launch/recording.py", "dsv4/demo/training/fast_forward.py")
+ANY_NUMBER_OF_TENSORS = ("dsv4/launch/items.py", "dsv4/demo/training/fast_forward.py")
 MAY_HAVE_MANY_PARAMETERS = (CUTEDSL, "dsv4/demo/training/sinkhorn.py")
 MAY_TAKE_THE_DEFAULT_DTYPE = ("dsv4/bench/", "dsv4/demo/", "dsv4/measure/", "dsv4/validate/")
 FLOAT_FACTORIES = {"tensor", "empty", "zeros", "ones", "full", "rand", "randn", "eye", "linspace"}

@@ -17,7 +17,7 @@ from dsv4.checkpoint import Layout
 from dsv4.config import ModelConfig
 from dsv4.decode.drafted_decoder import DraftedDecoder
 from dsv4.engine import Engine
-from dsv4.launch.recording import Launch
+from dsv4.launch.items import Launch
 from dsv4.layers.values import Watch
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.parallel.sharding import HEAD, local_parameters

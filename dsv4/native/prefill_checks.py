@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from dsv4.launch.recording import Item, Launch, Recording
+from dsv4.launch.items import Item, Launch
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.native.check import Check
 from dsv4.native.difference import MIXTURE, PRODUCT, REQUANTISED, difference, mixture_difference

@@ -1,7 +1,7 @@
 """Which kernels the items of a recorded step launch."""
 
+from dsv4.launch.items import Item, Launch
 from dsv4.launch.kernel import Kernel
-from dsv4.launch.recording import Item, Launch
 from dsv4.limits import MAX_DECODE_TOKENS
 
 # The name of a recording's call in lists of kernels.

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.state import DecodeState
+from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Kernel
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
 from dsv4.layers.values import UNTRACED, ValueSink

@@ -2,8 +2,9 @@
 
 import torch
 
+from dsv4.launch.items import Call, Launch
 from dsv4.launch.kernel import Kernel, Shape
-from dsv4.launch.recording import Call, Launch, Recording
+from dsv4.launch.recording import Recording
 from dsv4.launch.signature import Signature
 from dsv4.launch.target import Target
 from dsv4.model import Outputs

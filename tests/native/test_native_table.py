@@ -6,7 +6,7 @@ import pytest
 
 from dsv4.checkpoint import Layout
 from dsv4.engine_config import ActivationMode
-from dsv4.launch.recording import Call
+from dsv4.launch.items import Call
 from dsv4.ops.linear import prefill_scaled, prefill_w16
 from dsv4.ops.tables import CUDA_TABLE, NATIVE_TABLES
 from tests.step.planned_model import GPUS, PlannedModel, compute_parts, geometry

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Shape
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 
 HOPPER = Target(torch.device("cuda", 0), "sm_90a", 132)

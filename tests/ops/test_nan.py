@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.items import Launch
+from dsv4.launch.recording import Recording
 from dsv4.ops import TORCH, Ops, noticing_nan
 from dsv4.ops.indexer import decode as indexer_decode
 from dsv4.ops.indexer import prefill as indexer_prefill

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dsv4.launch.compiler import translation_unit
+from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Defines, Shape
-from dsv4.launch.recording import Launch
 from dsv4.launch.signature import source_path
 from tests.ptx import program
 from tests.ptx.launch import Launch as MachineLaunch

@@ -11,7 +11,7 @@ import torch
 from dsv4.checkpoint import Geometry, Layout, geometry_config
 from dsv4.checkpoint.layouts import format_in
 from dsv4.config import ModelConfig
-from dsv4.launch.recording import Launch
+from dsv4.launch.items import Launch
 from dsv4.model import Transformer
 from dsv4.ops.tables import CUDA_TABLE
 from dsv4.parallel.placement import Placement

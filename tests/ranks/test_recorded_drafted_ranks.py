@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint import Geometry
-from dsv4.launch.recording import Call, Launch, Recording
+from dsv4.launch.items import Call, Launch
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.exchange.token_share import TokenShare
 from dsv4.peers import LOGITS_EXCHANGE

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint import Geometry
-from dsv4.launch.recording import Launch
+from dsv4.launch.items import Launch
 from dsv4.launch.workspace import lay_out
 from dsv4.ops.trees import tensors_in
 from dsv4.peers import LOGITS_EXCHANGE

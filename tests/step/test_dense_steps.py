@@ -7,7 +7,7 @@ import pytest
 
 from dsv4.checkpoint import Layout
 from dsv4.config import CSA_RATIO, layer_kinds
-from dsv4.launch.recording import Launch
+from dsv4.launch.items import Launch
 from dsv4.ops.tables import CUDA_TABLE, swap_ops
 from dsv4.step.recorded import RecordedStep
 from tests.step.planned_model import PlannedModel, compute_parts, demo, geometry, runs

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dsv4.engine_config import EngineConfig
+from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Shape
-from dsv4.launch.recording import Launch
 from dsv4.step.recorded import RecordedStep
 from tests.ops.recorded import limits_exceeded, shape_at
 from tests.step.planned_model import PlannedModel, geometry

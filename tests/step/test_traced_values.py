@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.launch.recording import Call, Recording
+from dsv4.launch.items import Call
+from dsv4.launch.recording import Recording
 from dsv4.layers.values import value_names
 from dsv4.step.kernel_names import CALL
 from dsv4.step.traced_values import TracedValues

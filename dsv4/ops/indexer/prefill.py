@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.rows import RowCache
+from dsv4.launch.items import ShapeOf
 from dsv4.launch.kernel import Shape
-from dsv4.launch.recording import Recording, ShapeOf
+from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.indexer.selection import SelectionShapes, checked_selection, record_selection
 

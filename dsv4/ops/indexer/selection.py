@@ -12,8 +12,9 @@ from torch import Tensor
 from dsv4.caches.rows import RowCache, RowFormat, row_shapes
 from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.constants import RowCode
+from dsv4.launch.items import ShapeOf
 from dsv4.launch.kernel import Kernel, Shape, round_up
-from dsv4.launch.recording import Recording, ShapeOf, is_aligned
+from dsv4.launch.recording import Recording, is_aligned
 from dsv4.ops.indexer.query import check_queries
 
 _SCORES = "indexer/index_scores"

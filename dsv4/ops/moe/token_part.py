@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from dsv4.launch.items import ShapeOf
 from dsv4.launch.kernel import Shape
-from dsv4.launch.recording import Recording, ShapeOf
+from dsv4.launch.recording import Recording
 
 
 class TokenPart(Recording):

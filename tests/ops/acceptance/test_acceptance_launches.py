@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch.recording import Launch
+from dsv4.launch.items import Launch
 from dsv4.ops.acceptance.cuda import enter_drafts, judge_drafts, settle_block
 from tests.ops.recorded import functions, launches, limits_exceeded, meta, numbers
 

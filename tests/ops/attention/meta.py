@@ -6,7 +6,7 @@ import torch
 
 from dsv4.caches.layer import KeySet
 from dsv4.caches.rows import RowCache, RowFormat
-from dsv4.launch.recording import Launch
+from dsv4.launch.items import Launch
 from dsv4.launch.target import Target
 from dsv4.ops.attention import decode, prefill
 from tests.ops.forms import by_tokens

@@ -9,8 +9,8 @@ import torch
 
 from dsv4.caches.layer import KeySet
 from dsv4.caches.rows import RowFormat
+from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Kernel
-from dsv4.launch.recording import Launch
 from dsv4.launch.target import Target
 from dsv4.ops.attention import decode, prefill
 from tests.ops.attention.meta import CSA, FORMATS, HCA, HEADS, LISTED, WINDOW, Case, layer

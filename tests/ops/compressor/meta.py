@@ -6,7 +6,7 @@ import torch
 
 from dsv4.caches.layer import CompressedState, CompressorRing
 from dsv4.caches.rows import RowCache, RowFormat
-from dsv4.launch.recording import Launch
+from dsv4.launch.items import Launch
 from dsv4.ops.compressor import CompressorWeights
 from tests.ops import forms
 from tests.ops.recorded import launches, meta

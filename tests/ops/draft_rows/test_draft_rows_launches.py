@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch.recording import Call, Recording
+from dsv4.launch.items import Call
+from dsv4.launch.recording import Recording
 from dsv4.ops.draft_rows import Block
 from dsv4.ops.draft_rows.cuda import (
     begin_rows,

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.items import Launch
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.exchange import decode, prefill
 from dsv4.ops.exchange.words import WordSum

@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 import torch
 
+from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Kernel
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.exchange import decode
 from dsv4.ops.exchange.known_words import check_known, push_known

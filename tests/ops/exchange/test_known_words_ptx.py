@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.items import Launch
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.exchange.known_words import check_known, push_known
 from dsv4.parallel.rank_state import connect

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Shape
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.exchange.prefill import PartialSum
 from dsv4.ops.hyper_connection import prefill as hc

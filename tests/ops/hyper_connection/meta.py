@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.launch.recording import Launch
+from dsv4.launch.items import Launch
 from dsv4.launch.target import Target
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, decode, prefill
 from tests.ops.cases import EPS, HC_EPS

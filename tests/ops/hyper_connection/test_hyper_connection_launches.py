@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Shape
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.hyper_connection import decode, prefill
 from tests.ops.cases import EPS, HC_EPS

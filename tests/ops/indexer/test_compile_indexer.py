@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Kernel
-from dsv4.launch.recording import Launch
 from dsv4.launch.target import ARCHITECTURES
 from dsv4.ops.indexer import decode, prefill
 from dsv4.ops.indexer.query import index_query

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.rows import RowCache, RowFormat, pack_index_rows, unpack_index_rows
-from dsv4.launch.recording import Launch
+from dsv4.launch.items import Launch
 from dsv4.ops.indexer import decode
 from tests.ops.cases import normal
 from tests.ops.indexer.meta import ROPE, WIDTH, selection

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4.caches.rows import RowCache, RowFormat
-from dsv4.launch.recording import Launch
+from dsv4.launch.items import Launch
 from dsv4.ops.kv_write import decode, prefill
 from tests.ops.forms import by_tokens
 from tests.ops.recorded import assert_serves_shorter_chunks, functions, launches, meta

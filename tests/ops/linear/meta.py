@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from dsv4.launch.items import Item, Launch
 from dsv4.launch.kernel import Shape
-from dsv4.launch.recording import Item, Launch, Recording
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.items import Launch
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.linear import decode, decode_plan, grouped_linear, linear
 from dsv4.ops.linear.row_list import pack_rows, packed_rows

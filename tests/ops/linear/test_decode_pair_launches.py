@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.items import Launch
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.linear import decode
 from dsv4.ops.linear.decode_plan import LEAST_SHARED

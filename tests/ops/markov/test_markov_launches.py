@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4.launch.recording import Launch
+from dsv4.launch.items import Launch
 from dsv4.ops.markov.cuda import markov_logits
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat, planned_quant_tensor

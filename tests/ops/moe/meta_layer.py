@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.items import Launch
+from dsv4.launch.recording import Recording
 from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.router import Router
 from dsv4.weights.packed import (

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch.recording import Call, Recording
+from dsv4.launch.items import Call
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.linear import prefill_w16 as linear_w16
 from dsv4.ops.linear.cutedsl.gemm_config import W16Config

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.items import Launch
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.norm.cuda import rms_norm
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.items import Launch
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.opening.cuda import embed, next_positions
 from tests.ops.recorded import (

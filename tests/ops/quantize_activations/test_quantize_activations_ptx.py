@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.items import Launch
+from dsv4.launch.recording import Recording
 from dsv4.ops import quantize_activations as reference
 from dsv4.ops.moe.grouped import sort_by_expert
 from dsv4.ops.norm.cuda import rms_norm

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4.launch.recording import Launch
+from dsv4.launch.items import Launch
 from dsv4.ops.rope.cuda import DECODE_ROWS_PER_BLOCK, query_rope
 from tests.ops.recorded import assert_serves_shorter_chunks, functions, launches, meta
 

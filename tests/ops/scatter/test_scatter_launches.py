@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.launch.recording import Launch, Recording
+from dsv4.launch.items import Launch
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.scatter import Part
 from dsv4.ops.scatter.cuda import PART_BYTES, SHAPE, table_words
