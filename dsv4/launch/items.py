@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dsv4.launch.kernel import Shape
-from dsv4.launch.signature import Signature
+from dsv4.launch.signature import Parameter, Signature
 
 ShapeOf = Callable[[int], Shape | None]
 
@@ -29,9 +29,29 @@ class Launch:
         return [argument for argument in self.arguments.values() if isinstance(argument, Tensor)]
 
     @property
+    def written(self) -> list[Tensor]:
+        """Every tensor that the kernel may write."""
+        return self._of(lambda parameter: not parameter.constant)
+
+    @property
+    def read_early(self) -> list[Tensor]:
+        """Every tensor that the kernel reads in front of its wait."""
+        return self._of(lambda parameter: parameter.read_early)
+
+    @property
+    def settles(self) -> bool:
+        """Whether all items in front of it are complete when the next one starts, in any step."""
+        dense = self.dense_shape
+        return self.shape.settles and dense is not None and dense.settles
+
+    @property
     def differs_if_dense(self) -> bool:
         """Whether a dense step launches it in another way, or not at all."""
         return self.dense_shape is not self.shape
+
+    def _of(self, wanted: Callable[[Parameter], bool]) -> list[Tensor]:
+        found = (self.arguments.get(one.name) for one in self.signature.parameters if wanted(one))
+        return [argument for argument in found if isinstance(argument, Tensor)]
 
     def shape_for(self, tokens: int, dense: bool) -> Shape | None:
         """How it is launched in a step of ``tokens`` tokens; None: it is not."""

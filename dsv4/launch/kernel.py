@@ -23,6 +23,8 @@ class Shape:
     blocks per cluster.
 
     ``numbers``: arguments by name that go with the shape, where it depends on the number of tokens.
+    ``settles``: it lets the next kernel start behind its own wait, when everything in front of it
+    is complete (``dsv4.launch.settled``).
     """
 
     kernel: Kernel
@@ -31,6 +33,7 @@ class Shape:
     shared_bytes: int = 0
     cluster: int = 1
     numbers: Mapping[str, int | float] = field(default_factory=dict)
+    settles: bool = False
 
     @property
     def grid(self) -> tuple[int, int, int]:

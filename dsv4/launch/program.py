@@ -49,7 +49,12 @@ class Program:
         }
         self._tokens = recording.tokens
         self._stream = 0
-        self._items = [self._ready(item) for item in recording.items]
+        # What an earlier run has written is complete when the first item starts.
+        early = False
+        self._items = []
+        for item in recording.items:
+            self._items.append(self._ready(item, early))
+            early = not isinstance(item, Call) and (early or item.dense_shape is not None)
 
     def tensor(self, recorded: Tensor) -> Tensor:
         """The memory of a recorded tensor: a buffer's, or the tensor itself where it had memory
@@ -100,7 +105,8 @@ class Program:
         self._tokens = tokens
         self._stream = stream
 
-    def _ready(self, item: Launch | Call) -> Any:
+    def _ready(self, item: Launch | Call, early: bool) -> Any:
+        """``early``: a launch may start before what is queued in front of it has ended."""
         if isinstance(item, Call):
             return _ReadyCall(item, [self.tensor(tensor) for tensor in item.tensors])
         values = {
@@ -109,8 +115,8 @@ class Program:
         }
         target = self.recording.target
         if item.shape_of is None:
-            return _ReadyLaunch(item, values, target)
-        return _ReadyPrefillLaunch(item, values, target, self._tokens)
+            return _ReadyLaunch(item, values, target, early)
+        return _ReadyPrefillLaunch(item, values, target, early, self._tokens)
 
     def _address(self, tensor: Tensor | None) -> int:
         if tensor is None:
@@ -144,10 +150,10 @@ class _ReadyCall:
 
 class PreparedLaunch:
     """A launch as the driver takes it: its configuration, the kernel, and pointers to the words of
-    its arguments.
+    its arguments. ``early``: it may overlap the end of the one before it.
     """
 
-    def __init__(self, signature: Signature, target: Target) -> None:
+    def __init__(self, signature: Signature, target: Target, early: bool = True) -> None:
         parameters = signature.parameters
         self._target = target
         self._pack = struct.Struct("".join(map(_word, parameters))).pack_into
@@ -157,6 +163,7 @@ class PreparedLaunch:
         addresses = range(start, start + _WORD_BYTES * len(parameters), _WORD_BYTES)
         self._pointers = (ctypes.c_void_p * len(parameters))(*addresses)
         self._shape: Shape | None = None
+        self._early = early
         self.parameters = ctypes.addressof(self._pointers)
         self.config = driver().CUlaunchConfig()
         self.function: Any = None
@@ -175,7 +182,7 @@ class PreparedLaunch:
             config.blockDimY = 1
             config.blockDimZ = 1
         if before is None or shape.cluster != before.cluster:
-            config.attrs = _attributes(shape.cluster)
+            config.attrs = _attributes(shape.cluster, self._early)
             config.numAttrs = len(config.attrs)
         config.sharedMemBytes = shape.shared_bytes
         self._shape = shape
@@ -188,17 +195,19 @@ class _ReadyLaunch:
     dense, and in one that is; None: nothing.
     """
 
-    def __init__(self, item: Launch, values: dict[str, int | float], target: Target) -> None:
+    def __init__(
+        self, item: Launch, values: dict[str, int | float], target: Target, early: bool
+    ) -> None:
         self.name = item.signature.kernel
         # The launch has the addresses of these alone.
         self._kept = [value for value in item.tensors if not value.is_meta]
-        self.in_sparse = PreparedLaunch(item.signature, target)
+        self.in_sparse = PreparedLaunch(item.signature, target, early)
         self.in_sparse.take(item.shape, values)
         self.in_dense: PreparedLaunch | None = self.in_sparse
         if item.dense_shape is None:
             self.in_dense = None
         elif item.differs_if_dense:
-            self.in_dense = PreparedLaunch(item.signature, target)
+            self.in_dense = PreparedLaunch(item.signature, target, early)
             self.in_dense.take(item.dense_shape, values)
 
     def call(self, tokens: int) -> None:
@@ -217,7 +226,12 @@ class _ReadyPrefillLaunch:
     """
 
     def __init__(
-        self, item: Launch, values: dict[str, int | float], target: Target, tokens: int
+        self,
+        item: Launch,
+        values: dict[str, int | float],
+        target: Target,
+        early: bool,
+        tokens: int,
     ) -> None:
         assert item.shape_of is not None
         self.name = item.signature.kernel
@@ -225,9 +239,9 @@ class _ReadyPrefillLaunch:
         self._shape_of = item.shape_of
         self._values = values
         self._most_tokens = tokens
-        self._whole = PreparedLaunch(item.signature, target)
+        self._whole = PreparedLaunch(item.signature, target, early)
         self._whole.take(item.shape, values)
-        self._other = PreparedLaunch(item.signature, target)
+        self._other = PreparedLaunch(item.signature, target, early)
         self._launches_whole = item.shape_of(tokens) is not None
         self.retarget(tokens, 0)
 
@@ -256,14 +270,16 @@ def _word(parameter: Parameter) -> str:
 
 
 @functools.cache
-def _attributes(cluster: int) -> list[Any]:
-    """Every launch may overlap the end of the one before it, so a kernel calls ``pdl_wait()``
-    before it touches anything that another one writes.
+def _attributes(cluster: int, early: bool) -> list[Any]:
+    """Launches may overlap the end of the one before them, so a kernel calls ``pdl_wait()`` before
+    it touches anything that another one writes. Those behind a call may not: its kernels do not say
+    when they can be overlapped, and what it writes is complete when the launch starts
+    (``dsv4.launch.settled``).
     """
     bindings = driver()
     overlap = bindings.CUlaunchAttribute()
     overlap.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    overlap.value.programmaticStreamSerializationAllowed = 1
+    overlap.value.programmaticStreamSerializationAllowed = int(early)
     if cluster == 1:
         return [overlap]
     clusters = bindings.CUlaunchAttribute()

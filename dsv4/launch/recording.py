@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsv4.launch.items import Call, Item, Launch, ShapeOf
 from dsv4.launch.kernel import Shape
+from dsv4.launch.settled import is_settled, storage_key
 from dsv4.launch.signature import signature
 from dsv4.launch.target import Target
 from dsv4.peers import Peers
@@ -110,7 +111,7 @@ class Recording:
         return None where there is nothing to do.
 
         Raises ``TypeError`` for a missing, extra or mistyped argument, ``ValueError`` for a tensor
-        elsewhere.
+        elsewhere, and for one that the kernel reads early and that is not settled.
         """
         shape_of = None if isinstance(shape, Shape) else shape
         full = shape if isinstance(shape, Shape) else self._longest(shape)
@@ -118,6 +119,11 @@ class Recording:
         declared.check({**arguments, **full.numbers})
         launch = Launch(declared, full, arguments, shape_of, dense_shape or full)
         self._check_devices(declared.kernel, launch.tensors)
+        if not self.is_settled(*launch.read_early):
+            raise ValueError(
+                f"{declared.kernel}: found an argument that the kernels in front may be writing, "
+                "expected one that is complete when it starts"
+            )
         self.items.append(launch)
 
     def call(self, function: Callable[..., object], *tensors: Tensor) -> None:
@@ -125,6 +131,12 @@ class Recording:
         whole.
         """
         self.items.append(Call(function, list(tensors)))
+
+    def is_settled(self, *tensors: Tensor) -> bool:
+        """Whether these are complete when the next item starts, so that it may read them in front
+        of its wait.
+        """
+        return is_settled(self.items, {storage_key(tensor) for tensor in tensors})
 
     def serve_choice(self, dense_shape: Shape | None) -> None:
         """The last launch serves the indexer's choice, but for what ``dense_shape`` does; None: it
@@ -231,11 +243,6 @@ class Recording:
                 raise ValueError(
                     f"{kernel}: found a tensor on {tensor.device}, expected {self.target.device}"
                 )
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Equal for the views of one buffer."""
-    return tensor.untyped_storage()._cdata
 
 
 def byte_offset(tensor: Tensor) -> int:

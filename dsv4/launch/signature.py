@@ -18,6 +18,7 @@ _POINTEE = {
     "bf16": (torch.bfloat16,),
     "float": (torch.float32,),
     "int64": (torch.int64,),
+    "settled_int64": (torch.int64,),
     "int": (torch.int32,),
     "unsigned": (torch.int32, torch.uint32),
 }
@@ -34,12 +35,18 @@ _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of a kernel. ``type`` without const; ``pointer``: it points to values of that
-    type.
+    type; ``constant``: to values that the kernel does not write.
     """
 
     name: str
     type: str
     pointer: bool
+    constant: bool = False
+
+    @property
+    def read_early(self) -> bool:
+        """Whether the kernel reads it in front of its wait (``dsv4.launch.settled``)."""
+        return self.type == "settled_int64"
 
     def problem(self, argument: object) -> str | None:
         """The fault in passing this argument, as "found …, expected …"; None without one."""
@@ -151,4 +158,6 @@ def _closing(text: str, opening: int) -> int:
 def _parameter(declared: str) -> Parameter:
     words = re.sub(r"\b(const|__restrict__)\b", " ", declared).replace("*", " * ").split()
     type_name = " ".join(word for word in words[:-1] if word != "*")
-    return Parameter(words[-1], type_name, "*" in words)
+    pointer = "*" in words
+    constant = pointer and re.match(r"\s*const\b", declared) is not None
+    return Parameter(words[-1], type_name, pointer, constant)

@@ -53,12 +53,13 @@ def test_spec11_j70_launches_that_overlap_change_no_bit(
     eager: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programmatic dependent launch on, and off in an engine that is built without it."""
-    attributes: Callable[[int], list[Any]] = program._attributes
+    attributes: Callable[[int, bool], list[Any]] = program._attributes
     overlap = driver().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
-    def without_overlap(cluster: int) -> list[Any]:
-        kept = [attribute for attribute in attributes(cluster) if attribute.id != overlap]
-        assert len(kept) == len(attributes(cluster)) - 1
+    def without_overlap(cluster: int, early: bool) -> list[Any]:
+        found = attributes(cluster, early)
+        kept = [attribute for attribute in found if attribute.id != overlap]
+        assert len(kept) == len(found) - 1
         return kept
 
     monkeypatch.setattr(program, "_attributes", without_overlap)

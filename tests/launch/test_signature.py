@@ -50,10 +50,10 @@ def test_parameters_are_read_with_names_types_and_pointers(source: str) -> None:
     found = signature(source, "scale")
     assert found.kernel == "scale"
     assert found.parameters == (
-        Parameter("x", "bf16", True),
+        Parameter("x", "bf16", True, True),
         Parameter("y", "float", True),
-        Parameter("positions", "int64", True),
-        Parameter("codes", "unsigned char", True),
+        Parameter("positions", "int64", True, True),
+        Parameter("codes", "unsigned char", True, True),
         Parameter("mask", "unsigned", False),
         Parameter("rows", "int", False),
         Parameter("stride", "int64", False),
@@ -63,7 +63,7 @@ def test_parameters_are_read_with_names_types_and_pointers(source: str) -> None:
 
 def test_headers_are_searched_and_comments_are_not(source: str) -> None:
     assert signature(source, "nothing").parameters == ()
-    assert signature(source, "from_header").parameters == (Parameter("bytes", "void", True),)
+    assert signature(source, "from_header").parameters == (Parameter("bytes", "void", True, True),)
     for name in ("commented_out", "also_commented_out", "not_an_entry", "scale_row"):
         with pytest.raises(KeyError, match=f"kernel.cu: found no .* {name}"):
             signature(source, name)

@@ -19,12 +19,25 @@ __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.
 __device__ __forceinline__ int own_warp() { return threadIdx.x / WARP; }
 
 // Waits until every kernel before this one has finished and its writes are visible. Before it a
-// kernel may only read constants (weights, scales, tables); every thread that reads or writes
-// anything else calls it.
+// kernel may only read constants (weights, scales, tables) and what was complete when it started
+// (dsv4/launch/settled.py); every thread that reads or writes anything else calls it.
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// A number that was complete when the kernel started: the recording refuses another as an argument
+// of this type.
+struct settled_int64 {
+    int64 value;
+};
+// The compiler leaves the load where it stands, in front of pdl_wait().
+__device__ __forceinline__ int64 fetch_settled(const settled_int64* address) {
+    int64 value;
+    asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
 // Lets the next kernel start its prologue. It still waits, in its own pdl_wait(), for all of this
-// kernel.
+// kernel. A kernel that calls this behind its wait settles what came before it
+// (dsv4/launch/settled.py).
 __device__ __forceinline__ void pdl_launch() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -29,7 +29,7 @@ def attention_any_geometry(
     kernel = Kernel(f"attention/{name}", name, (("AS_LAST", 1),) if as_last else ())
     out_THD = recording.empty_like(inputs.q_THD)
     recording.launch(
-        lambda tokens: Shape(kernel, (heads, tokens), _THREADS),
+        lambda tokens: Shape(kernel, (heads, tokens), _THREADS, settles=True),
         q=inputs.q_THD,
         positions=inputs.positions_T,
         sinks=inputs.sink_H,

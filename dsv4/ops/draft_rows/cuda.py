@@ -54,7 +54,7 @@ def token_mixing(recording: Recording, positions_T: Tensor, streams: int) -> tup
     comb_TMM = recording.empty((tokens, streams, streams), torch.float32)
     kernel = Kernel(_SOURCE, "token_mixing")
     recording.launch(
-        lambda count: Shape(kernel, count, _WARP),
+        lambda count: Shape(kernel, count, _WARP, settles=True),
         positions=positions_T,
         post=post_TM,
         comb=comb_TMM,

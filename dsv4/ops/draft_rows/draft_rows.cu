@@ -15,8 +15,8 @@ extern "C" __global__ void begin_rows(const int64* position, const int64* reject
 // A block for every token.
 extern "C" __global__ void token_mixing(const int64* positions, float* post, float* comb,
                                         int streams) {
-    pdl_launch();
     pdl_wait();
+    pdl_launch();
     const int token = blockIdx.x;
     const float share = positions[token] > 0 ? 1.0f : 0.0f;
     for (int i = threadIdx.x; i < streams; i += blockDim.x) post[token * streams + i] = share;

@@ -104,8 +104,9 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 2)
     const int quarter = lane % 4;
     const int first = own_token(blockIdx.x * TOKENS, owner);
     Stage* stages = reinterpret_cast<Stage*>(dynamic) + warp * 2;
-    pdl_launch();
+    if (POST) pdl_launch();
     pdl_wait();
+    if (!POST) pdl_launch();
 #if POST
     for (int i = threadIdx.x; i < TOKENS * COEFFICIENTS; i += WARPS * WARP) {
         const int64 token = min(first + i / COEFFICIENTS, tokens - 1);

@@ -73,7 +73,9 @@ def _tile_shape(seam: Seam, tokens: int, splits: int, share: TokenShare) -> Shap
     )
     kernel = Kernel("hyper_connection/hyper_connection_prefill", "hc_mix_many", defines)
     grid = share.tiles(tokens), splits
-    return Shape(kernel, grid, 32 * _WARPS, shared_bytes, numbers={"tokens": tokens})
+    numbers = {"tokens": tokens}
+    settles = seam.incoming is None
+    return Shape(kernel, grid, 32 * _WARPS, shared_bytes, numbers=numbers, settles=settles)
 
 
 def _splits(tokens: int, width: int, multiprocessors: int) -> int:

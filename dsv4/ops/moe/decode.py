@@ -235,7 +235,7 @@ def _launch(recording: Recording, step: _Step, ring: Ring, results: _Results) ->
     defines = (*step.defines(ring, recording.target), *results.words.defines)
     kernel = Kernel("moe/moe_decode", "moe_decode", defines)
     recording.launch(
-        Shape(kernel, blocks, ring.warps * WARP, step.shared_bytes(ring)),
+        Shape(kernel, blocks, ring.warps * WARP, step.shared_bytes(ring), settles=True),
         x_TE=step.x_TE,
         gate=step.router.gate.data,
         **expert_arguments(step.layer),

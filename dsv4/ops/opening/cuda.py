@@ -42,7 +42,7 @@ def embed(
     positions_T = recording.empty((recording.tokens,), torch.int64)
     streams_TME = recording.empty((recording.tokens, streams, width), dtype)
     recording.launch(
-        lambda tokens: Shape(kernel, (tokens, ceil_div(parts, _THREADS)), _THREADS),
+        lambda tokens: Shape(kernel, (tokens, ceil_div(parts, _THREADS)), _THREADS, settles=True),
         tokens=tokens_T,
         position=position_1,
         rejected=rejected_1,
@@ -67,7 +67,7 @@ def next_positions(
     kernel = Kernel(_SOURCE, "next_positions")
     positions_T = recording.empty((tokens,), torch.int64)
     recording.launch(
-        lambda count: Shape(kernel, 1, _THREADS, numbers={"tokens": count}),
+        lambda count: Shape(kernel, 1, _THREADS, numbers={"tokens": count}, settles=True),
         position=position_1,
         rejected=rejected_1,
         positions=positions_T,

@@ -17,8 +17,8 @@ template <typename Part>
 __device__ __forceinline__ void embed_parts(const int64* tokens, int64* position, int64* rejected,
                                             unsigned* step, const Part* table, int64* positions,
                                             Part* streams, int rows, int parts, int copies) {
-    pdl_launch();
     pdl_wait();
+    pdl_launch();
     const int64 token = tokens[blockIdx.x];
     if (blockIdx.x == 0 && blockIdx.y == 0)
         take_positions(position, rejected, step, positions, gridDim.x);
@@ -46,7 +46,7 @@ extern "C" __global__ void embed_any_geometry(const int64* tokens, int64* positi
 
 extern "C" __global__ void next_positions(int64* position, int64* rejected, int64* positions,
                                           int tokens) {
-    pdl_launch();
     pdl_wait();
+    pdl_launch();
     take_positions(position, rejected, nullptr, positions, tokens);
 }
