@@ -1,16 +1,20 @@
 """What is recorded of draft modules for published geometries, on weights without memory."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsv4.bench.drafts import drafted_geometry
 from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import format_in
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
+from dsv4.launch.items import Call, Item, Launch
+from dsv4.launch.settled import storage_key
 from dsv4.launch.target import Target
 from dsv4.ops.tables import CUDA_TABLE
 from dsv4.parallel.placement import Placement
@@ -122,3 +126,34 @@ def test_a_longer_context_changes_no_recording_of_the_module() -> None:
         found = PlannedSteps.of(config, engine, stored, CUDA_TABLE, targets, placement, along)
         sizes.append(found.steps[3].workspace_bytes())
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(("name", "kind"), PUBLISHED)
+def test_attention_reads_no_row_early_that_the_same_step_remembers(
+    name: Geometry, kind: MtpKind
+) -> None:
+    """Behind the last item that settles what is in front of it, only the layer's own launch writes
+    the ring: attention leaves out what that one writes until it has ended.
+    """
+    checked = 0
+    for step in planned(name, kind).steps:
+        for recording in step.recordings.values():
+            behind: list[Item] = []
+            for item in recording.items:
+                if isinstance(item, Launch) and item.signature.kernel == "attention_decode":
+                    ring = item.arguments["ring_data"]
+                    assert isinstance(ring, Tensor)
+                    assert writers(behind, ring) == ["prepare_attention"]
+                    checked += 1
+                behind = [item] if isinstance(item, Call) or item.settles else [*behind, item]
+    assert checked > 8
+
+
+def writers(items: Sequence[Item], buffer: Tensor) -> list[str]:
+    """The kernels among these that may write a buffer."""
+    return [
+        item.signature.kernel
+        for item in items
+        if isinstance(item, Launch)
+        and storage_key(buffer) in {storage_key(tensor) for tensor in item.written}
+    ]

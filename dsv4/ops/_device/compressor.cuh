@@ -63,6 +63,8 @@ struct ChannelPool {
     static constexpr int TOKENS = WINDOW / Groups;
     float values[TOKENS], scores[TOKENS];
 
+    // Tokens before the step and, apart, its own. `channel` is the same in both.
+    template <bool Own>
     __device__ __forceinline__ void load(const Compression& step, int start, int window,
                                          int channel) {
         const int group = threadIdx.x / (blockDim.x / Groups);
@@ -77,17 +79,19 @@ struct ChannelPool {
         for (int i = 0; i < TOKENS; ++i) {
             const int nth = group * TOKENS + i, position = first + nth;
             const int column = channel + (OVERLAP && nth >= Ratio ? width : 0);
-            const bool seen = !OVERLAP || position >= 0;
             const bool fresh = position >= start;
+            if (fresh != Own) continue;
+            const bool seen = !OVERLAP || position >= 0;
             const int slot =
                 ring_first + nth - (ring_first + nth >= step.ring_slots ? step.ring_slots : 0);
-            const float* from_kv = fresh ? kv + (nth * step.kv_stride + column)
-                                         : step.ring_kv + (slot * columns + column);
-            const float* from_score = fresh ? score + (nth * step.score_stride + column)
-                                            : step.ring_score + (slot * columns + column);
+            const float* from_kv = Own ? kv + (nth * step.kv_stride + column)
+                                       : step.ring_kv + (slot * columns + column);
+            const float* from_score = Own ? score + (nth * step.score_stride + column)
+                                          : step.ring_score + (slot * columns + column);
             values[i] = seen ? *from_kv : 0.0f;
             scores[i] = seen ? *from_score : __int_as_float(0xff800000);  // -∞
         }
+        if (!Own) return;
 #pragma unroll
         for (int i = 0; i < TOKENS; ++i) {
             const int nth = group * TOKENS + i;
@@ -232,8 +236,9 @@ __host__ __device__ constexpr int window_floats(int channels, int threads) {
 // also puts its columns of the nth token into the ring: then there are as many n as tokens. Calls
 // pdl_launch() and pdl_wait(). `row`: window_floats.
 template <int Ratio, int Groups, int Blocks>
-__device__ __forceinline__ void compress_window(const Compression& step, const int64* positions,
-                                                int block, int nth, bool store, float* row) {
+__device__ __forceinline__ void compress_window(const Compression& step,
+                                                const settled_int64* positions, int block,
+                                                int nth, bool store, float* row) {
     using Pool = ChannelPool<Ratio, Groups>;
     __shared__ float scratch[WARP + 1], sums[Blocks];
     __shared__ uint64 inbox;
@@ -259,20 +264,30 @@ __device__ __forceinline__ void compress_window(const Compression& step, const i
         if (threadIdx.x == 0) expect_mail(&inbox, sizeof(sums));
     }
     pdl_launch();
+    const int start = (int)fetch_settled(positions), window = start / Ratio + nth;
+    const bool complete = (window + 1) * Ratio <= start + step.count && window < step.row_slots;
+    Pool pool;
+    Turn turn{1.0f, 0.0f};
+    const auto channel = [&](int base) {
+        return first + min(int(base + threadIdx.x % lanes), channels - 1);
+    };
+    if (complete) {
+        pool.template load<false>(step, start, window, channel(0));
+        if (turns) turn = rope_turn((int64)window * Ratio, frequency);
+    }
     pdl_wait();
     if constexpr (Blocks > 1) cluster_started();
-    const int start = (int)positions[0], window = start / Ratio + nth;
     const auto store_share = [&] {
         if (store)
             store_in_ring<Ratio>(step, start, nth, block * (columns / Blocks), columns / Blocks,
                                  columns);
     };
-    if ((window + 1) * Ratio > start + step.count || window >= step.row_slots) return store_share();
+    if (!complete) return store_share();
     float squares = 0.0f;
     for (int base = 0; base < channels; base += lanes) {
         const int i = base + threadIdx.x % lanes;
-        Pool pool;
-        pool.load(step, start, window, first + min(i, channels - 1));
+        if (base > 0) pool.template load<false>(step, start, window, channel(base));
+        pool.template load<true>(step, start, window, channel(base));
         float pooled = pool.pooled(row + channels);
         if (threadIdx.x < lanes && i < channels) {
             pooled = rounded(pooled, step.round);
@@ -283,7 +298,6 @@ __device__ __forceinline__ void compress_window(const Compression& step, const i
     // After the pool's loads, which would otherwise wait for these.
     store_share();
     float total = block_sum(squares, scratch);
-    Turn turn = turns ? rope_turn((int64)window * Ratio, frequency) : Turn{1.0f, 0.0f};
     if constexpr (Blocks > 1) {
         if (threadIdx.x < Blocks) send(&sums[cluster_rank()], &inbox, threadIdx.x, total);
         wait_mail(&inbox, 0);

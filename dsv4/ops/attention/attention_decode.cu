@@ -47,9 +47,14 @@
 #ifndef SPLIT_KEYS
 #define SPLIT_KEYS 2048
 #endif
-// 1: the next kernel may start when the rows are there, not at once; with one stage alone
+// 1: the next kernel may start when the rows are there, not at once; with a list and one stage
 #ifndef ROWS_FIRST
 #define ROWS_FIRST 0
+#endif
+// Clusters that run at once. Further ones start when others have ended, and with them what came
+// before: they let the next kernel start before they look for their rows
+#ifndef WAVE
+#define WAVE 14
 #endif
 // 1: every token sees what the last one sees (dsv4/ops/attention/block.py)
 #ifndef AS_LAST
@@ -68,6 +73,9 @@ constexpr int NTILES = 8 / SPLIT;  // n-tiles of a warp in p·v
 constexpr int CHUNKS = STAGES == 1 ? (TILE + 79) / 80 : 1;
 constexpr int CHUNK = TILE / CHUNKS;  // rows that are awaited together
 constexpr bool FP8 = FORMAT == ROW_KV_FP8;
+// Whether rows that earlier steps have written are asked for before the kernel in front has ended:
+// what a list says is known behind it alone.
+constexpr bool EARLY = !LISTED;
 constexpr int ROW_BYTES = FP8 ? 576 : 1024;
 constexpr int SCALE_BYTES = 8;
 // Rows r and r + 2 lie 64 bytes apart modulo the 128 of a shared memory access, four neighbours 32
@@ -88,7 +96,7 @@ constexpr int BLOCKS_PER_SM = STAGES == 1 && WARPS == 8 && TILE <= 80 ? 2 : 1;
 static_assert(CHUNK % 16 == 0 && CHUNK * CHUNKS == TILE, "unsupported shape");
 static_assert(SLOTS * CLUSTER == WARPS * PIECES && OUT % 2 == 0 && OUT <= PIECE,
               "unsupported shape");
-static_assert(!ROWS_FIRST || STAGES == 1, "unsupported shape");
+static_assert(!ROWS_FIRST || (LISTED && STAGES == 1), "unsupported shape");
 static_assert((SPLIT == 1 || SPLIT == 2) && (STAGES == 1 || STAGES == 2), "unsupported shape");
 
 struct Shared {
@@ -123,11 +131,24 @@ struct Caches {
     const unsigned char *ring, *ring_scale, *entries, *entry_scale;
     int ring_slots, first_slot, window_keys;  // first_slot: slot of the oldest token in the window
     int rank, ranks;                          // this block among those that share the keys
+    int new_window, new_entries;              // the first keys of either kind that this step writes
 
     __device__ __forceinline__ void see(int64 position, int window) {
         window_keys = (int)min(position + 1, (int64)window);
         const int64 oldest = position + 1 - window_keys;
         first_slot = (int)(oldest - divide(oldest, ring_slots) * ring_slots);
+    }
+
+    // The step has stored the window rows of the `tokens` tokens up to this position, and the
+    // entries that they complete. `complete`: entries of `ratio` tokens that are there.
+    __device__ __forceinline__ void see_new(int64 position, int tokens, int ratio, int complete) {
+        new_window = max(window_keys - tokens, 0);
+        const int64 start = max(position + 1 - tokens, 0ll);
+        new_entries = window_keys + (int)min(divide(start, ratio), (int64)complete);
+    }
+
+    __device__ __forceinline__ bool is_new(int key) const {
+        return key < window_keys ? key >= new_window : key >= new_entries;
     }
 
     // How many of `keys` are this block's, when blocks take turns of four.
@@ -288,8 +309,10 @@ __device__ __forceinline__ void key_address(const Caches& caches, const int* lis
         scale = (in_ring ? caches.ring_scale : caches.entry_scale) + (int64)slot * SCALE_BYTES;
 }
 
-// Starts copying keys first .. first + rows - 1 into a stage; zeros up to a multiple of 16 rows. A
-// warp takes 8 rows at a time, 512 bytes of one row with each copy.
+// Starts copying keys first .. first + rows - 1 into a stage, but for those that this step writes
+// if OLD; zeros up to a multiple of 16 rows. A warp takes 8 rows at a time, 512 bytes of one row
+// with each copy.
+template <bool OLD>
 __device__ __forceinline__ void gather(const Caches& caches, const int* list, unsigned char* stage,
                                        int first, int rows) {
     const int padded = (rows + 15) & ~15;
@@ -299,9 +322,13 @@ __device__ __forceinline__ void gather(const Caches& caches, const int* list, un
         const int mine = r + lane / 4;
         const unsigned char *row, *scale;
         key_address(caches, list, first + (mine < rows ? mine : 0), row, scale);
+        const bool left_out = OLD && mine < rows &&
+                              caches.is_new(turn_of(first + mine, caches.rank, caches.ranks));
+        const unsigned gaps = OLD ? __ballot_sync(~0u, left_out) : 0;
         const unsigned to = shared_address(stage) + r * PITCH;
 #pragma unroll 4
         for (int i = 0; i < 8; ++i) {
+            if (OLD && (gaps >> 4 * i & 1)) continue;
             const unsigned char* from = reinterpret_cast<const unsigned char*>(
                 __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), 4 * i));
 #pragma unroll
@@ -310,11 +337,34 @@ __device__ __forceinline__ void gather(const Caches& caches, const int* list, un
                                from + half * 512 + lane * 16, r + i < rows);
             }
         }
-        if constexpr (FP8) {
+        if (FP8 && !left_out) {
             const unsigned at = to + lane / 4 * PITCH;
             copy_async<16>(at + 512 + part * 16, row + 512 + part * 16, mine < rows);
             if (part == 0) copy_async<8>(at + ROW_BYTES, scale, mine < rows);
         }
+    }
+}
+
+// Starts copying what gather<true> leaves out: those of this block's keys first .. first + rows - 1
+// that the step has written. A warp takes one at a time. `keys`: of the token.
+__device__ __forceinline__ void gather_new(const Caches& caches, unsigned char* stage, int first,
+                                           int rows, int keys) {
+    const int lane = threadIdx.x % WARP;
+    const int in_window = caches.window_keys - caches.new_window;
+    const int count = in_window + keys - caches.new_entries;
+    for (int i = threadIdx.x / WARP; i < count; i += WARPS) {
+        const int key = i < in_window ? caches.new_window + i : caches.new_entries + i - in_window;
+        const int turn = key >> 2, j = turn / caches.ranks * 4 + (key & 3);
+        if (turn % caches.ranks != caches.rank || j < first || j >= first + rows) continue;
+        const unsigned char *row, *scale;
+        key_address(caches, nullptr, j, row, scale);
+        unsigned char* to = stage + (j - first) * PITCH;
+        for (int at = lane * 16; at < ROW_BYTES; at += WARP * 16)
+            copy_async<16>(shared_address(to + at), row + at, true);
+        // Around L1, which may hold what was there when neighbours were asked for.
+        if (FP8 && lane == 0)
+            *reinterpret_cast<uint2*>(to + ROW_BYTES) =
+                __ldcg(reinterpret_cast<const uint2*>(scale));
     }
 }
 
@@ -750,7 +800,7 @@ __device__ __forceinline__ void merge_splits(float (&values)[OUT], float& peak, 
 // token's list. With SPLITS > 1 the grid is (SPLITS · CLUSTER, ...), `partial` has OUT + 2 floats
 // per thread and `counters` a zero per SPLITS blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    attention_decode(const bf16* q, const int64* positions, const float* sinks,
+    attention_decode(const bf16* q, const settled_int64* positions, const float* sinks,
                      const float* inv_freq, const unsigned char* ring_data,
                      const unsigned char* ring_scale, const unsigned char* entries_data,
                      const unsigned char* entries_scale, const int64* selected, bf16* out,
@@ -782,58 +832,78 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __syncthreads();
     cluster_arrive();
 
-    if (!ROWS_FIRST) pdl_launch();
     Caches caches{ring_data, ring_scale, entries_data, entries_scale, ring_slots,
                   0,         0,          rank,         CLUSTER};
-    pdl_wait();
-    // position = positions_T[token]; indices = selected_TK[token]
-    if constexpr (LISTED) selected += (int64)token * listed;
-    int64 first_selected = -1;
-    if constexpr (LISTED) {
-        const int key = turn_of(threadIdx.x, rank, CLUSTER) - window;
-        if (key >= 0 && key < listed) first_selected = selected[key];
-    }
-    const int64 position = positions[AS_LAST ? gridDim.z - 1 : token];
-    QueryGroup query[2];
-    const bf16* q_token = q + (int64)token * heads * DIM;
     const int pair = warp / (2 * SPLIT);
+    QueryGroup query[2];
     // q_HD = q_THD[token]
-    query[0].load(q_token, 2 * pair, first_head + lane / 4, heads, FP8);
-    query[1].load(q_token, 2 * pair + 1, first_head + lane / 4, heads, FP8 && pair < 3);
-
-    // keys_KD = torch.cat([window_rows, entries[indices]])
-    caches.see(position, window);
-    int count;
+    const auto load_query = [&] {
+        const bf16* q_token = q + (int64)token * heads * DIM;
+        query[0].load(q_token, 2 * pair, first_head + lane / 4, heads, FP8);
+        query[1].load(q_token, 2 * pair + 1, first_head + lane / 4, heads, FP8 && pair < 3);
+    };
+    const auto keep_constants = [&](int64 position) {
+        if (threadIdx.x < HEADS) shared.sinks[threadIdx.x] = sink * 1.4426950408889634f;
+        if (warp == WARPS - 1) shared.turns[lane] = conjugate(rope_turn(position, frequency));
+    };
+    // The first rows: keys_KD = torch.cat([window_rows, entries[indices]]), as stored.
+    const auto request_rows = [&](int count) {
+#pragma unroll
+        for (int chunk = 0; chunk < STAGES * CHUNKS; ++chunk) {
+            const int rows = min(count - chunk * CHUNK, CHUNK);
+            if (rows > 0) {
+                gather<EARLY>(caches, list, shared.rows[0] + chunk * CHUNK * PITCH, chunk * CHUNK,
+                              rows);
+            }
+            cp_async_commit();
+        }
+    };
+    int count, keys = 0;
     if constexpr (LISTED) {
+        const int64 position = fetch_settled(positions + token);
+        caches.see(position, window);
+        keep_constants(position);
+        pdl_wait();
+        if (!ROWS_FIRST) pdl_launch();
+        // indices = selected_TK[token]
+        selected += (int64)token * listed;
+        const int key = turn_of(threadIdx.x, rank, CLUSTER) - window;
+        const int64 first_selected = key >= 0 && key < listed ? selected[key] : -1;
+        load_query();
         count = list_keys(list, shared, caches, selected, listed, window, entries, first_selected);
+        request_rows(count);
     } else {
+        const bool waits_first = blockIdx.z * gridDim.y + blockIdx.y >= WAVE;
+        if (waits_first) {
+            pdl_wait();
+            pdl_launch();
+        }
+        const int seen = AS_LAST ? gridDim.z - 1 : token;
+        const int64 position = fetch_settled(positions + seen);
+        caches.see(position, window);
         const int complete =
             entries_data ? (int)min(divide(position + 1, ratio), (int64)entries) : 0;
-        const int keys = caches.window_keys + complete;
+        keys = caches.window_keys + complete;
         if (SPLITS > 1 && keys > SPLIT_KEYS)
             caches.rank += split * CLUSTER, caches.ranks = SPLITS * CLUSTER;
         if (SPLITS > 1 && keys <= SPLIT_KEYS && split > 0) {
             cluster_wait();
             return;
         }
+        caches.see_new(position, seen + 1, ratio, complete);
         count = caches.share(keys);
-    }
-
-    // The first rows: keys_KD, as stored.
-    const int tiles = (count + TILE - 1) / TILE;
-    const auto rows_of = [&](int tile) { return min(count - tile * TILE, TILE); };
-#pragma unroll
-    for (int chunk = 0; chunk < STAGES * CHUNKS; ++chunk) {
-        const int rows = min(count - chunk * CHUNK, CHUNK);
-        if (rows > 0) {
-            gather(caches, list, shared.rows[0] + chunk * CHUNK * PITCH, chunk * CHUNK, rows);
+        request_rows(count);
+        keep_constants(AS_LAST ? fetch_settled(positions + token) : position);
+        if (!waits_first) {
+            pdl_wait();
+            pdl_launch();
         }
+        load_query();
+        gather_new(caches, shared.rows[0], 0, STAGES * TILE, keys);
         cp_async_commit();
     }
-    if (threadIdx.x < HEADS) shared.sinks[threadIdx.x] = sink * 1.4426950408889634f;
-    if (warp == WARPS - 1)
-        shared.turns[lane] =
-            conjugate(rope_turn(AS_LAST ? positions[token] : position, frequency));
+    const int tiles = (count + TILE - 1) / TILE;
+    const auto rows_of = [&](int tile) { return min(count - tile * TILE, TILE); };
     // Otherwise the first rows are waited for.
     if (tiles == 0) __syncthreads();
     if (FP8) query[0].to_f16();
@@ -845,22 +915,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const int rows = rows_of(tile), padded = (rows + 15) & ~15;
         // logits_HK = q_HD @ keys_KD.T * softmax_scale; the scale comes with the softmax
         if constexpr (STAGES == 1) {
-            rows_wait<CHUNKS - 1>();
+            rows_wait<EARLY ? 0 : CHUNKS - 1>();
             if (ROWS_FIRST) pdl_launch();
-            query_key(stage, query, shared, 0, min(padded, CHUNK));
-            if (CHUNKS > 1 && padded > CHUNK) {
+            query_key(stage, query, shared, 0, EARLY ? padded : min(padded, CHUNK));
+            if (!EARLY && CHUNKS > 1 && padded > CHUNK) {
                 rows_wait<0>();
                 query_key(stage, query, shared, CHUNK, padded);
             }
         } else {
-            if (tile == 0) {
+            if (tile == 0 && !EARLY) {
                 rows_wait<STAGES - 1>();
             } else {
                 rows_wait<0>();
             }
             if (tile > 0 && tile + 1 < tiles) {
-                gather(caches, list, shared.rows[(tile + 1) % STAGES], (tile + 1) * TILE,
-                       rows_of(tile + 1));
+                unsigned char* next = shared.rows[(tile + 1) % STAGES];
+                const int first = (tile + 1) * TILE;
+                gather<EARLY>(caches, list, next, first, rows_of(tile + 1));
+                if (EARLY) gather_new(caches, next, first, rows_of(tile + 1), keys);
                 cp_async_commit();
             }
             query_key(stage, query, shared, 0, padded);

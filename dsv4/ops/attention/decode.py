@@ -31,8 +31,8 @@ _SPLIT_KEYS = 2048
 _MOST_SPLITS = 4
 _SHARED_BYTES_LIMIT = 227 << 10
 _ROW_BYTES = {RowCode.KV_FP8.value: 576, RowCode.BF16.value: 1024}
-# Up to so many clusters at a time let the next kernel start only when their rows are there: its
-# weight requests would slow them down, and it has few enough weights to catch up.
+# Up to so many clusters at a time, with a list, let the next kernel start only when their rows are
+# there: its weight requests would slow them down, and it has few enough weights to catch up.
 _FEW_CLUSTERS = 2
 # Bytes behind a row in shared memory, which keep its neighbours' accesses apart.
 _ROW_PADDING = 32
@@ -143,6 +143,7 @@ def _shape(inputs: AttentionInputs, splits: int = 1, as_last: bool = False) -> S
         dict(defines)["SHARED_BYTES"] + _list_bytes(inputs),
         _CLUSTER,
         {"entries": inputs.entries, "listed": inputs.listed},
+        settles=True,
     )
 
 
@@ -181,19 +182,20 @@ def _splits(inputs: AttentionInputs, groups: int, target: Target) -> int:
 
 def _defines(inputs: AttentionInputs, splits: int, units: int) -> Defines:
     format = row_code(inputs.keys.ring)
+    listed = inputs.selected_TK is not None
     turns = _turns(_most_keys(inputs))
     fitting = [stages for stages in _STAGES[format] if turns <= stages.rows]
     stages = (fitting or _STAGES[format][-1:])[0]
     return (
         ("FORMAT", format),
-        ("LISTED", int(inputs.selected_TK is not None)),
+        ("LISTED", int(listed)),
         ("CLUSTER", _CLUSTER),
         ("TILE", stages.rows),
         ("STAGES", stages.count),
         ("WARPS", _WARPS),
         ("SPLITS", splits),
         ("SPLIT_KEYS", _SPLIT_KEYS),
-        ("ROWS_FIRST", int(stages.count == 1 and units <= _FEW_CLUSTERS)),
+        ("ROWS_FIRST", int(listed and stages.count == 1 and units <= _FEW_CLUSTERS)),
         ("SHARED_BYTES", _block_bytes(format, stages)),
     )
 

@@ -26,7 +26,7 @@ static_assert(SHARED_BYTES == 4 * window_floats<GROUPS>(WIDTH / BLOCKS, THREADS)
 // Block (x, y): share x of the y-th window that the step may complete; with `store` also of the
 // ring's y-th new token.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    compress(const float* kv, const float* score, const int64* positions, const float* ape,
+    compress(const float* kv, const float* score, const settled_int64* positions, const float* ape,
              const float* norm, const float* inv_freq, float* ring_kv, float* ring_score,
              unsigned char* data, unsigned char* block_scale, int count, int kv_stride,
              int score_stride, int slots, int row_slots, int store, int hadamard_keys, int round,

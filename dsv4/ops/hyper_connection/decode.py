@@ -27,7 +27,8 @@ def _shapes(recording: Recording, seam: Seam, share: TokenShare) -> SeamShapes:
     multiprocessors = recording.target.multiprocessors
     splits = mix_splits(seam, multiprocessors)
     words = words_of(recording, seam.incoming and seam.incoming.y).defines
-    mix = mix_shape(seam, multiprocessors, tokens, words)
+    settled = seam.incoming is not None and recording.is_settled(*seam.older)
+    mix = mix_shape(seam, multiprocessors, tokens, words, settled)
     accesses = ceil_div(seam.width, seam.finish_columns())
     blocks = _FINISH_BLOCKS if accesses >= _SHARED_ACCESSES else 1
     finish = finish_shape(seam, tokens, splits, blocks, _MOST_WORKERS)

@@ -3,7 +3,8 @@
 //
 // Defines: STREAMS (M), MIXES (rows of fn), POST (1: mix y into the streams first, 0: read them),
 // TOKENS (1 to 8: the most of a block), COUNT columns per access (4 or 1), PER_LANE accesses per
-// lane, RANKS (above 1: y comes as words of all ranks, exchange.cuh).
+// lane, SETTLED (1: all but y was complete when the kernel started), RANKS (above 1: y comes as
+// words of all ranks, exchange.cuh).
 //
 // A block owns PER_LANE · 32 / M neighbouring groups of COUNT columns of all M streams, of up to
 // TOKENS tokens. First its threads share out the tokens' columns and put their streams into shared
@@ -13,6 +14,10 @@
 // ends in partials[token][row][block]. hyper_connection_finish.cu adds them.
 #include "columns.cuh"
 #include "exchange.cuh"
+
+#ifndef SETTLED
+#define SETTLED 0
+#endif
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP;
 constexpr int ROWS = (MIXES + WARPS - 1) / WARPS;
@@ -41,21 +46,29 @@ struct Tokens {
     int width;
 };
 
-// x'_k = post_k · y + Σ_j comb_jk · x_j, rounded: the value that the next sublayer and the mixes
-// see. Of a token's columns `column` to column + PAIR - 1.
-__device__ __forceinline__ void make_streams(Columns<PAIR> (&made)[STREAMS], const Tokens& in,
-                                             const Inbox& inbox, unsigned token,
-                                             unsigned column_0) {
+// The streams of a token's columns `column` to column + PAIR - 1, and how they are mixed.
+struct Older {
     Columns<PAIR> stream[STREAMS];
-#pragma unroll
-    for (int j = 0; j < STREAMS; j++)
-        stream[j] =
-            request_columns<PAIR>(in.streams + (token * STREAMS + j) * in.width + column_0);
-#if POST
-    const unsigned place = token * in.width + column_0;
     float post[STREAMS], comb[STREAMS * STREAMS];
-    request_values<VECTORS>(in.post + token * STREAMS, post);
-    request_values<VECTORS>(in.comb + token * STREAMS * STREAMS, comb);
+
+    __device__ __forceinline__ void request(const Tokens& in, unsigned token, unsigned column) {
+#pragma unroll
+        for (int j = 0; j < STREAMS; j++)
+            stream[j] =
+                request_columns<PAIR>(in.streams + (token * STREAMS + j) * in.width + column);
+#if POST
+        request_values<VECTORS>(in.post + token * STREAMS, post);
+        request_values<VECTORS>(in.comb + token * STREAMS * STREAMS, comb);
+#endif
+    }
+};
+
+// x'_k = post_k · y + Σ_j comb_jk · x_j, rounded: the value that the next sublayer and the mixes
+// see. `place`: of the columns among those of y.
+__device__ __forceinline__ void make_streams(Columns<PAIR> (&made)[STREAMS], const Older& older,
+                                             const Tokens& in, const Inbox& inbox,
+                                             unsigned place) {
+#if POST
 #if RANKS > 1
     float sums[PAIR];
     inbox.sum(in.first + place, sums);
@@ -68,17 +81,17 @@ __device__ __forceinline__ void make_streams(Columns<PAIR> (&made)[STREAMS], con
         float values[PAIR];
 #pragma unroll
         for (int c = 0; c < PAIR; c++) {
-            float mixed = comb[k] * column(stream[0], c);
+            float mixed = older.comb[k] * column(older.stream[0], c);
 #pragma unroll
             for (int j = 1; j < STREAMS; j++)
-                mixed = fmaf(comb[j * STREAMS + k], column(stream[j], c), mixed);
-            values[c] = fmaf(post[k], column(y, c), mixed);
+                mixed = fmaf(older.comb[j * STREAMS + k], column(older.stream[j], c), mixed);
+            values[c] = fmaf(older.post[k], column(y, c), mixed);
         }
         made[k] = round_columns(values);
     }
 #else
 #pragma unroll
-    for (int k = 0; k < STREAMS; k++) made[k] = stream[k];
+    for (int k = 0; k < STREAMS; k++) made[k] = older.stream[k];
 #endif
 }
 
@@ -125,16 +138,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                              width};
     streams_out += first * STREAMS * width + block_column;
     partials += first * (MIXES + 1) * gridDim.x + blockIdx.x;
-    pdl_launch();
+    // Of the first item of this thread, and later of the others.
+    Older older;
+    const auto request_older = [&](unsigned item) {
+        const unsigned token = item / unsigned(PAIRS), column = item % unsigned(PAIRS) * PAIR;
+        if (item < count * PAIRS && block_column + column < width)
+            older.request(sublayer, token, block_column + column);
+    };
+    if (POST) pdl_launch();
+    if (SETTLED) request_older(threadIdx.x);
     pdl_wait();
+    // The first kernel behind the opening of a step settles what that writes.
+    if (!POST) pdl_launch();
     const Inbox inbox(address, slot, rank_words, exchange);
     // x_MD = post_M[:, None] * y_D + comb_MM.T @ x_MD (POST)
 #pragma unroll 1
     for (unsigned item = threadIdx.x; item < count * PAIRS; item += THREADS) {
         const unsigned token = item / unsigned(PAIRS), column = item % unsigned(PAIRS) * PAIR;
         Columns<PAIR> made[STREAMS] = {};
+        if (!SETTLED || item >= THREADS) request_older(item);
         if (block_column + column < width) {
-            make_streams(made, sublayer, inbox, token, block_column + column);
+            make_streams(made, older, sublayer, inbox, token * width + block_column + column);
 #if POST
 #pragma unroll
             for (int k = 0; k < STREAMS; k++)

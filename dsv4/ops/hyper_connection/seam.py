@@ -61,6 +61,13 @@ class Seam:
         return self.weights.fn.shape[0]
 
     @property
+    def older(self) -> tuple[Tensor, ...]:
+        """What ``hc_mix`` reads but the incoming y."""
+        incoming = self.incoming
+        own = () if incoming is None else (incoming.post, incoming.comb)
+        return self.streams_TME, *own
+
+    @property
     def defines(self) -> Defines:
         """What every kernel of a seam is compiled with."""
         return ("STREAMS", self.streams), ("MIXES", self.mixes)
@@ -185,9 +192,11 @@ def finish_shape(
     return Shape(kernel, grid, workers + _WARP, cluster=blocks, numbers=numbers)
 
 
-def mix_shape(seam: Seam, multiprocessors: int, tokens: int, words: Defines = ()) -> Shape:
+def mix_shape(
+    seam: Seam, multiprocessors: int, tokens: int, words: Defines = (), settled: bool = False
+) -> Shape:
     """``hc_mix``: ``mix_splits`` blocks share the columns of up to 8 tokens. ``words``: the defines
-    for y that comes from the ranks.
+    for y that comes from the ranks. ``settled``: all that it reads but y is (``Seam.older``).
     """
     per_lane, splits = _mix_plan(seam, multiprocessors)
     block_tokens = min(tokens, MAX_DECODE_TOKENS)
@@ -197,11 +206,13 @@ def mix_shape(seam: Seam, multiprocessors: int, tokens: int, words: Defines = ()
         ("TOKENS", block_tokens),
         ("COUNT", seam.mix_columns(4)),
         ("PER_LANE", per_lane),
+        *((("SETTLED", 1),) if settled else ()),
         *words,
     )
     kernel = Kernel("hyper_connection/hyper_connection", "hc_mix", defines)
     grid = splits, ceil_div(tokens, block_tokens)
-    return Shape(kernel, grid, 8 * _WARP, numbers={"tokens": tokens})
+    numbers = {"tokens": tokens}
+    return Shape(kernel, grid, 8 * _WARP, numbers=numbers, settles=seam.incoming is None)
 
 
 def mix_splits(seam: Seam, multiprocessors: int) -> int:

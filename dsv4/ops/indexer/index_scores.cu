@@ -248,26 +248,28 @@ struct Item {
     int token, part, parts, visible;
 };
 
-__device__ __forceinline__ bool next_item(Item& found, int& item, const int64* positions, int slots,
-                                          int tokens, int selected, int max_parts, int part_tiles) {
+__device__ __forceinline__ bool next_item(Item& found, int& item, const settled_int64* positions,
+                                          int slots, int tokens, int selected, int max_parts,
+                                          int part_tiles) {
     for (; item < tokens * max_parts; item += gridDim.x) {
         found.token = item / max_parts, found.part = item % max_parts;
-        found.visible = visible_entries(positions[found.token], slots);
+        found.visible = visible_entries(fetch_settled(positions + found.token), slots);
         found.parts = max(1, min(max_parts, (found.visible + KEYS - 1) / KEYS / part_tiles));
         if (found.visible > selected && found.part < found.parts) return true;
     }
     return false;
 }
 
-// Starts the copies of the first tiles of a warp's part, a group each. Kept a loop: a launch runs
-// through this once, and waits for instructions that it has not met.
+// Starts the copies of those of the first tiles of a warp's part that lie in [begin, end), a group
+// each. Kept a loop: a launch runs through this once, and waits for instructions that it has not
+// met.
 __device__ __forceinline__ void start_keys(Shared& shared, const char* data, const float* scales,
-                                           const Item& item) {
+                                           const Item& item, int begin, int end) {
     const int warp = threadIdx.x / WARP;
 #pragma unroll 1
     for (int stage = 0; stage < STAGES - 1; ++stage) {
         const int tile = item.part + item.parts * (warp + WARPS * stage);
-        if (tile * KEYS < item.visible)
+        if (tile >= begin && tile < end)
             fetch_keys(shared, warp, stage, data, scales, tile, item.visible);
         cp_async_commit();
     }
@@ -277,26 +279,25 @@ __device__ __forceinline__ void start_keys(Shared& shared, const char* data, con
 // computed.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
     index_scores(const bf16* q, const float* weights, float score_scale, const char* data,
-                 const float* scales, const int64* positions, unsigned* scores, int* nan, int slots,
-                 int score_stride, int weight_stride, int tokens, int selected, int max_parts,
-                 int part_tiles) {
+                 const float* scales, const settled_int64* positions, unsigned* scores, int* nan,
+                 int slots, int score_stride, int weight_stride, int tokens, int selected,
+                 int max_parts, int part_tiles) {
     extern __shared__ __align__(16) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     pdl_launch();
-    pdl_wait();
-    // Before the position arrives, guess that the block's first item has work.
-    const int guess = min((int)blockIdx.x / max_parts, tokens - 1);
-    fetch_queries(shared, q, guess);
     int item = blockIdx.x;
     Item now;
     bool more = next_item(now, item, positions, slots, tokens, selected, max_parts, part_tiles);
-    if (more && now.token != guess) {
-        cp_async_commit();
-        cp_async_wait<0>();
+    // Entries that the step completes come from the kernel in front; the others it does not touch.
+    const int old_tiles = visible_entries(fetch_settled(positions) - 1, slots) / KEYS;
+    if (more) start_keys(shared, data, scales, now, 0, old_tiles);
+    pdl_wait();
+    if (more) {
         fetch_queries(shared, q, now.token);
+        start_keys(shared, data, scales, now, old_tiles, (now.visible + KEYS - 1) / KEYS);
     }
-    cp_async_commit();
+    bool first_item = true;
     while (more) {
         const int tiles = (now.visible + KEYS - 1) / KEYS;
         const int first = now.part + now.parts * warp;
@@ -304,8 +305,13 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
         const int visible = now.visible, token = now.token;
         const float weight =
             own_head() < HEADS ? weights[(int64)token * weight_stride + own_head()] : 0.0f;
-        start_keys(shared, data, scales, now);
-        cp_async_wait<STAGES - 1>();
+        if (first_item) {
+            cp_async_wait<0>();
+        } else {
+            start_keys(shared, data, scales, now, 0, tiles);
+            cp_async_wait<STAGES - 1>();
+        }
+        first_item = false;
         __syncthreads();
         // queries_HD = unpack_index_rows(*pack_index_rows(queries_HD))
         // factors_H = weights_H * score_scale

@@ -25,16 +25,16 @@ static_assert(sizeof(top_k::Shared) <= SHARED_BYTES);
 
 // `stride`: orders from one token to the next, a multiple of 4. Shared memory: SHARED_BYTES.
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 2)
-    top_k_tokens(const unsigned* orders, const int64* positions, int64* out, int slots, int stride,
-                 int selected) {
+    top_k_tokens(const unsigned* orders, const settled_int64* positions, int64* out, int slots,
+                 int stride, int selected) {
     extern __shared__ __align__(16) char memory[];
     top_k::Shared& shared = *reinterpret_cast<top_k::Shared*>(memory);
     const int token = blockIdx.x / CLUSTER, rank = top_k::own_rank();
     // Without pdl_launch(): behind attention, which needs the list, blocks would request their
     // weights meanwhile, and every trip to L2 here would take longer.
     top_k::clear(shared);
+    const int visible = visible_entries(fetch_settled(positions + token), slots);
     pdl_wait();
-    const int visible = visible_entries(positions[token], slots);
     int64* list = out + (int64)token * selected;
     if (visible <= selected) return top_k::list_all(list, visible, selected, rank, CLUSTER);
     const bool spread = CLUSTER > 1 && visible > SPREAD;

@@ -32,10 +32,11 @@ constexpr int INDEX_FLOATS = INDEX_WIDTH ? window_floats<INDEX_GROUPS>(INDEX_WID
 // ROW_WARPS rows each of token y: the window key, `heads` queries, `index_heads` index queries.
 // gridDim.y is the number of tokens.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    prepare_attention(const int64* positions, const float* inv_freq, const bf16* q, bf16* q_out,
-                      int heads, const bf16* index_q, bf16* index_q_out, int index_heads,
-                      const bf16* kv, const float* kv_norm, unsigned char* ring_data,
-                      unsigned char* ring_scale, int ring_slots, const float* main_kv,
+    prepare_attention(const settled_int64* positions, const float* inv_freq, const bf16* q,
+                      bf16* q_out, int heads, const bf16* index_q, bf16* index_q_out,
+                      int index_heads, const bf16* kv, const float* kv_norm,
+                      unsigned char* ring_data, unsigned char* ring_scale, int ring_slots,
+                      const float* main_kv,
                       const float* main_score, const float* main_ape, const float* main_norm,
                       float* main_ring_kv, float* main_ring_score, unsigned char* main_data,
                       unsigned char* main_scale, int main_row_slots, int main_ring_slots,
@@ -105,21 +106,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     of_token.fetch(inv_freq);
     if (key) Row::fetch(kv_norm, weight);
     pdl_launch();
-    pdl_wait();
-    const int64 position = positions[token];
+    const int64 position = fetch_settled(positions + token);
+    of_token.move_to(position);
+    const int64 key_slot = key ? position % ring_slots : 0;
     if (row <= heads) {
         const int64 start = ((int64)token * heads + row - 1) * WIDTH;
         Row values;
         Row::Turns turns;
-        values.load(key ? kv + (int64)token * WIDTH : q + start);
-        of_token.move_to(position);
         Row::pick(of_token, turns);
+        pdl_wait();
+        values.load(key ? kv + (int64)token * WIDTH : q + start);
         if (key) {
             // ring[position % ring_slots] = pack(rope(rms_norm(kv, kv_norm), position))
             values.normalise(&weight, eps);
             values.rotate_by(turns);
             values.store_key(RowStore{ring_data, ring_scale, KEY_FORMAT, WIDTH, ROPE},
-                             position % ring_slots);
+                             key_slot);
         } else {
             // q_out = rope(rms_norm(q), position)
             values.normalise(nullptr, eps);
@@ -134,9 +136,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int64 start = ((int64)token * index_heads + row - 1 - heads) * INDEX_WIDTH;
         Index values;
         Index::Turns turns;
-        values.load(index_q + start);
-        of_token.move_to(position);
         Index::pick(of_token, turns);
+        pdl_wait();
+        values.load(index_q + start);
         values.rotate_by(turns);
         values.store_rotated(index_q_out + start, index_normaliser);
     }

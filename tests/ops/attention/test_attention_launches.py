@@ -67,21 +67,22 @@ def test_a_block_holds_its_keys_in_as_few_stages_as_fit(
 
 
 @pytest.mark.parametrize(
-    ("heads", "tokens", "entries", "rows_first"),
+    ("heads", "tokens", "listed", "rows_first"),
     [
-        (16, 1, 336, 1),
-        (32, 1, 336, 1),
-        (16, 2, 336, 1),
-        (32, 2, 336, 0),
-        (64, 1, 336, 0),
-        (16, 1, 1 << 14, 0),
+        (16, 1, 512, 1),
+        (32, 1, 512, 1),
+        (16, 2, 512, 1),
+        (32, 2, 512, 0),
+        (64, 1, 512, 0),
+        (16, 1, 2048, 0),
+        (16, 1, None, 0),
     ],
 )
-def test_few_clusters_hold_up_the_next_kernel(
-    heads: int, tokens: int, entries: int, rows_first: int
+def test_few_clusters_with_a_list_hold_up_the_next_kernel(
+    heads: int, tokens: int, listed: int | None, rows_first: int
 ) -> None:
     """But not where their keys come in several stages."""
-    (launch,) = Case(heads, HCA, None, entries).record(tokens)
+    (launch,) = Case(heads, CSA if listed else HCA, listed, 2048).record(tokens)
     assert defined(launch)["ROWS_FIRST"] == rows_first
 
 

@@ -35,7 +35,7 @@ def test_compiles_without_spills(kind: str, quantised: bool, architecture: str) 
     assert spilled_bytes == 0, f"{spilled_bytes} bytes spilled at {registers} registers"
 
 
-@pytest.mark.parametrize(("kind", "roles"), [("window", 1), ("csa", 3), ("hca", 2)])
+@pytest.mark.parametrize(("kind", "roles"), [("window", 1), ("csa", 4), ("hca", 2)])
 def test_every_role_waits_once_and_no_role_fences(kind: str, roles: int) -> None:
     """Blocks of a cluster exchange sums by messages, not by stores and a barrier with a fence of
     the whole GPU.
