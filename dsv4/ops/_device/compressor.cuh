@@ -63,8 +63,8 @@ struct ChannelPool {
     static constexpr int TOKENS = WINDOW / Groups;
     float values[TOKENS], scores[TOKENS];
 
-    // Tokens before the step and, apart, its own. `channel` is the same in both.
-    template <bool Own>
+    // Tokens before the step (Old) and its own, at once or one after the other.
+    template <bool Old, bool Own>
     __device__ __forceinline__ void load(const Compression& step, int start, int window,
                                          int channel) {
         const int group = threadIdx.x / (blockDim.x / Groups);
@@ -80,14 +80,14 @@ struct ChannelPool {
             const int nth = group * TOKENS + i, position = first + nth;
             const int column = channel + (OVERLAP && nth >= Ratio ? width : 0);
             const bool fresh = position >= start;
-            if (fresh != Own) continue;
+            if (!(fresh ? Own : Old)) continue;
             const bool seen = !OVERLAP || position >= 0;
             const int slot =
                 ring_first + nth - (ring_first + nth >= step.ring_slots ? step.ring_slots : 0);
-            const float* from_kv = Own ? kv + (nth * step.kv_stride + column)
-                                       : step.ring_kv + (slot * columns + column);
-            const float* from_score = Own ? score + (nth * step.score_stride + column)
-                                          : step.ring_score + (slot * columns + column);
+            const float* from_kv = fresh ? kv + (nth * step.kv_stride + column)
+                                         : step.ring_kv + (slot * columns + column);
+            const float* from_score = fresh ? score + (nth * step.score_stride + column)
+                                            : step.ring_score + (slot * columns + column);
             values[i] = seen ? *from_kv : 0.0f;
             scores[i] = seen ? *from_score : __int_as_float(0xff800000);  // -∞
         }
@@ -240,6 +240,9 @@ __device__ __forceinline__ void compress_window(const Compression& step,
                                                 const settled_int64* positions, int block,
                                                 int nth, bool store, float* row) {
     using Pool = ChannelPool<Ratio, Groups>;
+    // Whether tokens before the step are read in front of the wait. The 128 of the other windows
+    // would take more registers than there are, for one step in 128.
+    constexpr bool EARLY = Pool::OVERLAP;
     __shared__ float scratch[WARP + 1], sums[Blocks];
     __shared__ uint64 inbox;
     const int width = step.rows.width;
@@ -272,7 +275,7 @@ __device__ __forceinline__ void compress_window(const Compression& step,
         return first + min(int(base + threadIdx.x % lanes), channels - 1);
     };
     if (complete) {
-        pool.template load<false>(step, start, window, channel(0));
+        if (EARLY) pool.template load<true, false>(step, start, window, channel(0));
         if (turns) turn = rope_turn((int64)window * Ratio, frequency);
     }
     pdl_wait();
@@ -286,8 +289,9 @@ __device__ __forceinline__ void compress_window(const Compression& step,
     float squares = 0.0f;
     for (int base = 0; base < channels; base += lanes) {
         const int i = base + threadIdx.x % lanes;
-        if (base > 0) pool.template load<false>(step, start, window, channel(base));
-        pool.template load<true>(step, start, window, channel(base));
+        if (EARLY && base > 0)
+            pool.template load<true, false>(step, start, window, channel(base));
+        pool.template load<!EARLY, true>(step, start, window, channel(base));
         float pooled = pool.pooled(row + channels);
         if (threadIdx.x < lanes && i < channels) {
             pooled = rounded(pooled, step.round);
