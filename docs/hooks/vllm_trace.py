@@ -36,6 +36,7 @@ def install(model: nn.Module, folder: str, path: str) -> None:
     rank = get_tensor_model_parallel_rank()
     ranks = get_tensor_model_parallel_world_size()
     writer = TraceWriter("vllm", folder, rank, ranks, JOIN)
+    writer.check(path)
     layers = range(model.model.start_layer, model.model.end_layer)
     for index in layers:
         _hook_layer(model.model.layers[index], index, writer, index == layers[0])

@@ -31,6 +31,7 @@ def load_hook(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def config_folder(folder: Path, text: str = '{"vocab_size": 11}') -> Path:
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(text, encoding="utf-8")
     return folder
 

@@ -25,7 +25,7 @@ def trace(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 1) -> list
         stub_distributed("sglang.srt.distributed", rank, ranks, monkeypatch)
         hook = load_hook("sglang_trace", monkeypatch)
         path = str(folder / f"of{ranks}.safetensors")
-        entry_class = hook.traced(DeepseekV4ForCausalLM, str(config_folder(folder)), path)
+        entry_class = hook.traced(DeepseekV4ForCausalLM, str(config_folder(folder / "model")), path)
         assert entry_class.__name__ == "DeepseekV4ForCausalLM"
         model = entry_class(rank, ranks)
         model(torch.zeros(4).long(), torch.zeros(4).long(), None)

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from torch import nn
 
-from tests.hooks.loading import config_folder, load_hook
+from tests.hooks.loading import config_folder, load_hook, stub_distributed
 
 
 def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    config_folder(folder)
+    folder = config_folder(tmp_path / "tiny")
     monkeypatch.chdir(folder)
     writer = load_hook("trace_writer", monkeypatch).TraceWriter("mine", ".")
     writer.begin(torch.tensor([5]), torch.tensor([0]))
@@ -29,3 +28,22 @@ def test_a_folder_without_a_configuration_is_named_at_once(
     writer = load_hook("trace_writer", monkeypatch).TraceWriter
     with pytest.raises(FileNotFoundError, match=r"org/name/config\.json"):
         writer("mine", "org/name")
+
+
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [
+        ("no/theirs.safetensors", "its folder does not exist"),
+        ("model/theirs.safetensors", "found in the folder of the checkpoint, expected another one"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_file_that_cannot_be_written_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, file: str, problem: str
+) -> None:
+    stub_distributed(f"{engine}.distributed", 0, 1, monkeypatch)
+    stub_distributed("sglang.srt.distributed", 0, 1, monkeypatch)
+    hook = load_hook(f"{engine}_trace", monkeypatch)
+    model = config_folder(tmp_path / "model")
+    with pytest.raises(ValueError, match=rf"{file}: {problem}"):
+        hook.install(nn.Module(), str(model), str(tmp_path / file))

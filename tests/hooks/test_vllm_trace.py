@@ -27,7 +27,8 @@ def trace(
         stub_distributed("vllm.distributed", rank, ranks, monkeypatch)
         hook = load_hook("vllm_trace", monkeypatch)
         model = DeepseekV4ForCausalLM(rank, ranks, mega, rank == 0)
-        hook.install(model, str(config_folder(folder)), str(folder / f"of{ranks}.safetensors"))
+        path = str(folder / f"of{ranks}.safetensors")
+        hook.install(model, str(config_folder(folder / "model")), path)
         model(input_ids=torch.zeros(4, dtype=torch.int32), positions=torch.zeros(4).long())
         for first, last in ((0, 4), (4, 6)):
             ids = torch.tensor(TOKENS[first:last], dtype=torch.int32)
