@@ -150,6 +150,7 @@ def _section(raw: dict[str, Any], key: str, source: str) -> dict[str, Any]:
     source = f"{source}: {key}"
     if not isinstance(section, dict):
         raise UserError(f"{source}: found {shorten(section)}, expected an object")
+    section = {name: value for name, value in section.items() if value is not None}
     method = section.get("quant_method")
     if method not in (None, "fp8", "modelopt"):
         raise UserError(

@@ -108,6 +108,13 @@ def test_a_declaration_that_is_null_is_none(bf16: Path, tmp_path: Path) -> None:
     assert matrix(load(folder), "layers.0.attn.wq_a.weight").format is QuantFormat.BF16
 
 
+def test_a_value_that_is_null_is_not_declared(nvfp4_all: Path, tmp_path: Path) -> None:
+    declared = {"quant_method": None, "quant_algo": "NVFP4", "ignore": None, "fmt": None}
+    config = {"quantization_config": {**declared, "quantized_layers": None}}
+    folder = without_hf_quant_config(changed_copy(nvfp4_all, tmp_path / "x", config=config))
+    assert matrix(load(folder), "layers.0.attn.wq_a.weight").format is QuantFormat.NVFP4
+
+
 def test_quant_algo_alone_is_a_modelopt_declaration(nvfp4_all: Path, tmp_path: Path) -> None:
     config = {"quantization_config": {"quant_algo": "NVFP4", "group_size": 16}}
     folder = without_hf_quant_config(changed_copy(nvfp4_all, tmp_path / "x", config=config))
