@@ -4,12 +4,12 @@ import argparse
 import re
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from dsv4.caches.allocation import COMPUTE_DTYPES
-from dsv4.checkpoint import geometry_config
+from dsv4.checkpoint import Layout, geometry_config
 from dsv4.checkpoint.layer_weights import LayerSource, RandomLayers, StoredLayers
 from dsv4.command.flags import OneLineParser, given_flags, integer, number
 from dsv4.demo import CHECKPOINT
@@ -45,7 +45,12 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", type=Path, default=CHECKPOINT, help="a checkpoint folder; default: the demo")
     add("--geometry", choices=("v4-flash", "v4-pro"), help="random weights instead of a checkpoint")
-    add("--layout", default="nvfp4-experts", help="formats of random weights: %(default)s, …")
+    add(
+        "--layout",
+        choices=get_args(Layout),
+        default="nvfp4-experts",
+        help="formats of random weights; default %(default)s",
+    )
     add("--layers", metavar="A:B", default=":", help="layers A to B − 1, or one layer; default all")
     add("--tokens", type=integer(1, 65536), default=24, help="random ids; default %(default)s")
     add(
