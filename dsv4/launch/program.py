@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.launch.buffers import byte_offset, storage_key
 from dsv4.launch.items import Call, Launch
 from dsv4.launch.kernel import Shape
 from dsv4.launch.loading import allow_shared_memory, driver, loaded
-from dsv4.launch.recording import Recording, byte_offset, storage_key
+from dsv4.launch.recording import Recording
 from dsv4.launch.signature import Parameter, Signature
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import ALIGNMENT, lay_out

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call, Item, Launch, ShapeOf
 from dsv4.launch.kernel import Shape
-from dsv4.launch.settled import is_settled, storage_key
+from dsv4.launch.settled import is_settled
 from dsv4.launch.signature import signature
 from dsv4.launch.target import Target
 from dsv4.peers import Peers
@@ -243,13 +244,3 @@ class Recording:
                 raise ValueError(
                     f"{kernel}: found a tensor on {tensor.device}, expected {self.target.device}"
                 )
-
-
-def byte_offset(tensor: Tensor) -> int:
-    """The bytes from the beginning of the buffer to the first element."""
-    return int(tensor.storage_offset()) * tensor.itemsize
-
-
-def is_aligned(tensor: Tensor, nbytes: int = 16) -> bool:
-    """Whether the tensor begins at a multiple of ``nbytes`` (at most 512)."""
-    return (byte_offset(tensor) if tensor.is_meta else tensor.data_ptr()) % nbytes == 0

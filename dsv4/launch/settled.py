@@ -10,14 +10,8 @@ nothing starts before a call in front of it is complete (``dsv4.launch.program``
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call, Item
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Equal for the views of one buffer."""
-    return tensor.untyped_storage()._cdata
 
 
 def is_settled(items: Sequence[Item], buffers: set[int]) -> bool:

@@ -3,9 +3,9 @@
 import torch
 
 from dsv4.caches.rows import RowCache, RowFormat, row_shapes
+from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
 from dsv4.launch.constants import RowCode
-from dsv4.launch.recording import is_aligned
 
 _QUANTISED = {
     RowFormat.KV_FP8: RowCode.KV_FP8,

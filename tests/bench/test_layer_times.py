@@ -5,7 +5,7 @@ import pytest
 from dsv4.bench.layer_times import keep_everything, layer_items, layers_by_kind
 from dsv4.checkpoint import geometry_config
 from dsv4.config import ModelConfig
-from dsv4.launch.recording import storage_key
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.workspace import lay_out
 from dsv4.step.parts import Part
 from tests.launch.simulated_memory import assert_buffers_survive

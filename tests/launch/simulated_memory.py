@@ -3,7 +3,8 @@
 import numpy as np
 from torch import Tensor
 
-from dsv4.launch.recording import Recording, storage_key
+from dsv4.launch.buffers import storage_key
+from dsv4.launch.recording import Recording
 from dsv4.launch.workspace import ALIGNMENT, Layout
 
 

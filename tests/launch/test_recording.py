@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4.launch.buffers import byte_offset, is_aligned, storage_key
 from dsv4.launch.items import Call, Launch
 from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
-from dsv4.launch.recording import Recording, byte_offset, is_aligned, storage_key
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import ARCHITECTURES, Target, compile_target
 
 TARGET = Target(torch.device("cuda", 0), "sm_90a", 132)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dsv4.engine_config import ActivationMode
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Launch
-from dsv4.launch.recording import Recording, storage_key
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops import torch_packing
 from dsv4.ops.linear import grouped_linear, prefill_w16

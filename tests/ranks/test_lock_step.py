@@ -11,8 +11,8 @@ import torch
 
 from dsv4 import EngineConfig, ModelConfig
 from dsv4.caches.state import DecodeState
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Launch
-from dsv4.launch.recording import storage_key
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
 from dsv4.peers import STEP_NUMBERS

@@ -13,8 +13,8 @@ from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import format_in
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call, Item, Launch
-from dsv4.launch.settled import storage_key
 from dsv4.launch.target import Target
 from dsv4.ops.tables import CUDA_TABLE
 from dsv4.parallel.placement import Placement

@@ -16,8 +16,9 @@ from dsv4.checkpoint.layouts import format_in
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call, Item
-from dsv4.launch.recording import Recording, storage_key
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.layers.values import Wants
 from dsv4.limits import MAX_DECODE_TOKENS

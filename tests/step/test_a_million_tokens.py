@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dsv4.checkpoint import Geometry
 from dsv4.engine_config import EngineConfig
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Shape
-from dsv4.launch.recording import storage_key
 from dsv4.limits import MAX_PREFILL_CHUNK
 from dsv4.ops.trees import tensors_in
 from dsv4.step.recorded import RecordedStep

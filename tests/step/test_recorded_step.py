@@ -7,8 +7,8 @@ import torch
 
 from dsv4.checkpoint import Geometry, Layout
 from dsv4.config import layer_kinds
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call, Launch
-from dsv4.launch.recording import storage_key
 from dsv4.ops.tables import CUDA_TABLE, CUTEDSL_TABLE, swap_ops
 from dsv4.ops.trees import tensors_in
 from dsv4.step.kernel_names import CALL

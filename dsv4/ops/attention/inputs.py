@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.layer import KeySet
+from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
-from dsv4.launch.recording import is_aligned
 from dsv4.ops.key_rows import check_key_rows
 
 

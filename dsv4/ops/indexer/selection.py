@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.rows import RowCache, RowFormat, row_shapes
+from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.constants import RowCode
 from dsv4.launch.items import ShapeOf
 from dsv4.launch.kernel import Kernel, Shape, round_up
-from dsv4.launch.recording import Recording, is_aligned
+from dsv4.launch.recording import Recording
 from dsv4.ops.indexer.query import check_queries
 
 _SCORES = "indexer/index_scores"

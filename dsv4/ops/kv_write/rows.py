@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.rows import KV_GROUP, RowCache, RowFormat
+from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Kernel, Shape
-from dsv4.launch.recording import Recording, is_aligned
+from dsv4.launch.recording import Recording
 from dsv4.ops.key_rows import check_key_rows, in_vectors, row_code
 
 # A thread takes values of one row in steps of the block. No record compares other numbers.

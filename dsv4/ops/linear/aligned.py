@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
+from dsv4.launch.buffers import is_aligned
 from dsv4.launch.kernel import round_up
-from dsv4.launch.recording import Recording, is_aligned
+from dsv4.launch.recording import Recording
 
 # bfloat16 values in 16 bytes.
 _VECTOR = 8

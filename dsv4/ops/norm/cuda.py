@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
-from dsv4.launch.recording import Recording, is_aligned
+from dsv4.launch.recording import Recording
 
 # Columns of one 16-byte access.
 _VECTOR = 8

@@ -10,9 +10,10 @@ probability) of the edge of top-p or min-p may be kept by one and not by the oth
 import torch
 from torch import Tensor
 
+from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
-from dsv4.launch.recording import Recording, is_aligned
+from dsv4.launch.recording import Recording
 
 # The largest cluster that every GPU allows, of the largest blocks.
 _BLOCKS = 8

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Launch
-from dsv4.launch.recording import storage_key
 from dsv4.launch.workspace import lay_out
 from dsv4.ops.exchange import decode, prefill
 from dsv4.ops.exchange.known_words import check_known, push_known

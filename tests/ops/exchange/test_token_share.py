@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Shape
-from dsv4.launch.recording import Recording, storage_key
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.exchange import prefill, sum_ranks
 from dsv4.ops.exchange.prefill import PartialSum

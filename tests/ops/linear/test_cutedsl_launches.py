@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call
-from dsv4.launch.recording import Recording, storage_key
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.linear import cutedsl, prefill, prefill_cutedsl
 from dsv4.weights.packed import pack_weight

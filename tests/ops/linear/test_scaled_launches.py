@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call, Launch
-from dsv4.launch.recording import Recording, storage_key
+from dsv4.launch.recording import Recording
 from dsv4.ops.linear import prefill_scaled, prefill_w16
 from dsv4.ops.linear.cutedsl.scaled_config import ScaledConfig
 from dsv4.ops.linear.prefill_scaled import ScaledCall

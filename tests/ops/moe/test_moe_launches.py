@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.launch.buffers import byte_offset
 from dsv4.launch.items import Launch
 from dsv4.launch.kernel import ceil_div
-from dsv4.launch.recording import Recording, byte_offset
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
 from dsv4.ops.moe import decode, prefill

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call
-from dsv4.launch.recording import Recording, storage_key
+from dsv4.launch.recording import Recording
 from dsv4.ops.linear import prefill_scaled as linear_scaled
 from dsv4.ops.linear import prefill_w16
 from dsv4.ops.linear.cutedsl.scaled_config import ScaledConfig
