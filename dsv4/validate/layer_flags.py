@@ -123,7 +123,8 @@ def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
         unused |= dict.fromkeys(("tokens", "context"), "with a trace, which says it")
     for name, why in unused.items():
         if name in given:
-            raise UserError(f"--{name.replace('_', '-')}: found {why}, expected without")
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag}: found {why}, expected no {flag}")
     check_reference_device(options.reference_device)
     check_outputs(options, trace_paths(options))
     return options
