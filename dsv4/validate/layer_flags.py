@@ -12,6 +12,7 @@ from dsv4.caches.allocation import COMPUTE_DTYPES
 from dsv4.checkpoint import Layout, geometry_config
 from dsv4.checkpoint.layer_weights import LayerSource, RandomLayers, StoredLayers
 from dsv4.command.flags import OneLineParser, given_flags, integer, number
+from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
@@ -150,6 +151,7 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
     op_table = swap_ops(table_on(engine, devices), parse_swaps(options.swap))
     source = layer_source(options, devices[0])
     layers = layer_range(options.layers, source.config.num_hidden_layers)
+    check_room(options, source.config)
     traces = {path: JoinedTrace([path], stack) for _, path in trace_paths(options)}
     for trace in traces.values():
         expect_same_tokens(trace, next(iter(traces.values())))
@@ -215,6 +217,14 @@ def trace_paths(options: argparse.Namespace) -> list[tuple[str, Path]]:
     """The files that are read, of the input and of the reference, with their flags."""
     given = (("--input", options.input, INPUTS), ("--reference", options.reference, REFERENCES))
     return [(flag, Path(name)) for flag, name, known in given if name not in known]
+
+
+def check_room(options: argparse.Namespace, config: ModelConfig) -> None:
+    """Raises ``UserError`` for more tokens than the model has positions."""
+    positions = config.max_position_embeddings
+    if options.context + options.tokens > positions:
+        found = f"{options.context} and --tokens {options.tokens}"
+        raise UserError(f"--context: found {found}, expected at most {positions} together")
 
 
 def random_ids(options: argparse.Namespace, source: LayerSource) -> list[int]:

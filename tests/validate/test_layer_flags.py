@@ -27,6 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--tokens", "0"], "--tokens: found '0', expected an integer from 1 to 65536"),
         (["--chunk", "0"], "--chunk: found '0'"),
         (["--context", "-1"], "--context: found '-1'"),
+        (["--context", str(2**20)], "--context: found 1048576 and --tokens 24, expected at most"),
         (["--layout", "native"], "--layout: found without --geometry, expected no"),
         (["--geometry", "v4-pro", "--layout", "int4"], "--layout: invalid choice: 'int4'"),
         (["--gpus", "2"], "--gpus: found 2, expected 1 when running on the CPU"),
