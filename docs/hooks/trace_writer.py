@@ -50,14 +50,14 @@ class TraceWriter:
         self.parts.setdefault(name, []).append(copy)
 
     def check(self, path: str | Path) -> None:
-        """Raises ``ValueError`` for a file in a folder that is not there, or in the checkpoint's,
-        where it may be taken for weights: before the engine has run.
+        """Raises ``ValueError`` for a folder that is not there, and for the checkpoint's, in which
+        every ``.safetensors`` file may be taken for weights: before the engine has run.
         """
         parent = Path(path).resolve().parent
         if not parent.is_dir():
             raise ValueError(f"{path}: its folder does not exist")
         if parent == self.folder.resolve():
-            raise ValueError(f"{path}: found in the folder of the checkpoint, expected another one")
+            raise ValueError(f"{path}: found in the folder of MODEL, expected another one")
 
     def path(self, path: str | Path) -> Path:
         """Of this rank's file: ``theirs.safetensors`` becomes ``theirs.rank2.safetensors``."""

@@ -181,16 +181,6 @@ def read_ids(options: argparse.Namespace, vocabulary: int) -> list[int]:
     raise ValueError(f"{options.token_ids}: expected {expected}")
 
 
-def check_out(out: Path, model: Path) -> None:
-    """Raises ``ValueError`` for a folder that is not there, and for the model's, in which every
-    ``.safetensors`` file may be taken for weights.
-    """
-    if not out.resolve().parent.is_dir():
-        raise ValueError(f"{out}: its folder does not exist")
-    if out.resolve().parent == model.resolve():
-        raise ValueError(f"{out}: found in the folder of MODEL, expected another one")
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command. What is wrong with its arguments shows before the model is loaded."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -201,8 +191,8 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--token-ids", type=Path, help="a JSON list of token ids")
     options = parser.parse_args(argv)
     try:
-        check_out(options.out, options.model)
         writer = TraceWriter("transformers", options.model)
+        writer.check(options.out)
         token_ids = read_ids(options, json.loads(writer.config)["vocab_size"])
     except (OSError, ValueError) as error:
         parser.error(str(error))

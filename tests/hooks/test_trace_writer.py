@@ -34,7 +34,7 @@ def test_a_folder_without_a_configuration_is_named_at_once(
     ("file", "problem"),
     [
         ("no/theirs.safetensors", "its folder does not exist"),
-        ("model/theirs.safetensors", "found in the folder of the checkpoint, expected another one"),
+        ("model/theirs.safetensors", "found in the folder of MODEL, expected another one"),
     ],
 )
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
