@@ -36,8 +36,13 @@ class Memory:
 class Program:
     """The items of a recording in their order, to be run whole or by ranges."""
 
-    def __init__(self, recording: Recording, memory: Memory | None = None) -> None:
-        """Without ``memory``, or with too little, the program has its own."""
+    def __init__(
+        self, recording: Recording, memory: Memory | None = None, early: bool = False
+    ) -> None:
+        """Without ``memory``, or with too little, the program has its own. ``early``: the first
+        item may start before what is queued in front of the program has ended; what the program
+        reads must be complete long before.
+        """
         self.recording = recording
         self.device = recording.target.device
         self._layout = lay_out(recording)
@@ -50,8 +55,7 @@ class Program:
         }
         self._tokens = recording.tokens
         self._stream = 0
-        # What an earlier run has written is complete when the first item starts.
-        early = False
+        # If not early: what an earlier run has written is complete when the first item starts.
         self._items = []
         for item in recording.items:
             self._items.append(self._ready(item, early))

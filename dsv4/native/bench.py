@@ -10,7 +10,7 @@ from dsv4.launch.recording import Recording
 from dsv4.native.forms import NATIVE_FORMS
 from dsv4.native.operands import Product
 from dsv4.native.verdict_file import verdict_for
-from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.immediate import TimedOp
 from dsv4.ops.linear.bench_prefill import DENSE
 from dsv4.ops.moe.bench import EXPERTS, GEOMETRIES
 from dsv4.ops.op_case import OpCase
@@ -62,7 +62,7 @@ def _case(label: str, table: RecordedTable, product: Product) -> OpCase:
         def op(recording: Recording, *operands: object) -> object:
             return getattr(table.on(recording), product.op)(*operands)
 
-        return PreparedOp(op, *product.operands(table, device)).run
+        return TimedOp(op, *product.operands(table, device)).run
 
     weights = sum(packed_bytes(format, shape) for format, shape in product.stored_shapes)
     nbytes = weights + 2 * product.values

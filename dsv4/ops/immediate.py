@@ -20,6 +20,8 @@ from dsv4.ops.trees import map_tensors, tensors_in
 class PreparedOp:
     """An op on given tensors, ready to run again and again; every run overwrites ``result``."""
 
+    _starts_early = False
+
     def __init__(
         self, op: Callable[..., Any], *arguments: Any, tokens: int | None = None, **named: Any
     ) -> None:
@@ -32,7 +34,7 @@ class PreparedOp:
         recorded = op(recording, *arguments, **named)
         for tensor in tensors_in(recorded):
             recording.keep(tensor)
-        self.program = Program(recording)
+        self.program = Program(recording, early=self._starts_early)
         self.result = map_tensors(recorded, self.program.tensor)
 
     def run(self, tokens: int | None = None, start: int = 0, stop: int | None = None) -> Any:
@@ -42,6 +44,14 @@ class PreparedOp:
         with torch.cuda.device(self.program.device):
             self.program.run(tokens or self._tokens, start, stop)
         return self.result
+
+
+class TimedOp(PreparedOp):
+    """A ``PreparedOp`` whose runs follow each other as the launches of a step do: each starts
+    before the one in front has ended. Nothing may write what it reads meanwhile.
+    """
+
+    _starts_early = True
 
 
 def immediately(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.program import Memory, Program
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
+from dsv4.ops.immediate import PreparedOp, TimedOp
+from dsv4.ops.norm.cuda import rms_norm
 
 bindings = loading.driver()
 CPU = torch.device("cpu")
@@ -44,6 +47,7 @@ class Driver:
             threads=config.blockDimX,
             shared_bytes=config.sharedMemBytes,
             attributes=config.numAttrs,
+            overlaps=config.attrs[0].value.programmaticStreamSerializationAllowed,
             stream=int(config.hStream),
         )
         self.launches.append(found)
@@ -94,6 +98,32 @@ def test_the_configuration_has_the_grid_the_cluster_and_the_stream(driver: Drive
     assert (single.grid, single.threads, single.shared_bytes) == ((5, 1, 1), 96, 0)
     assert (clustered.attributes, single.attributes) == (2, 1)
     assert {launched.stream for launched in driver.launches} == {100}
+
+
+@pytest.mark.parametrize(("early", "overlaps"), [(False, [0, 1, 0, 1]), (True, [1, 1, 0, 1])])
+def test_what_is_in_front_of_a_program_and_a_call_end_before_what_follows(
+    driver: Driver, early: bool, overlaps: list[int]
+) -> None:
+    recording = Recording(TARGET, 1)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    y = recording.empty((1, 64), torch.bfloat16)
+    for _ in range(2):
+        normalise(recording, x, y, Shape(NORM, 1, 32))
+        normalise(recording, x, y, Shape(NORM, 1, 32))
+        recording.call(lambda tokens: None)
+    Program(recording, early=early).run(1)
+    assert [launched.overlaps for launched in driver.launches] == overlaps
+
+
+def test_runs_of_timed_ops_overlap_and_those_of_others_do_not(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "of", lambda device: TARGET)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    for kind in (PreparedOp, TimedOp):
+        kind(rms_norm, x, torch.ones(64), 1e-6).run()
+    assert [launched.overlaps for launched in driver.launches] == [0, 1]
 
 
 @pytest.mark.parametrize("shape", [Shape(NORM, 1, 32), lambda tokens: Shape(NORM, tokens, 32)])

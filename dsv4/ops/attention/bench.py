@@ -8,7 +8,7 @@ from dsv4.caches.layer import KeySet
 from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.attention.decode import sparse_attention
-from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.immediate import TimedOp
 from dsv4.ops.kv_write import decode as kv_write_decode
 from dsv4.ops.kv_write import prefill as kv_write_prefill
 from dsv4.ops.op_case import OpCase
@@ -79,7 +79,7 @@ def _attention(
         keys = KeySet(ring, compressed, ratio, WINDOW)
         frequencies = _inv_freq()
         arguments = (q_THD, keys, selected_TK, sink_H, positions_T, frequencies)
-        return PreparedOp(sparse_attention, *arguments).run
+        return TimedOp(sparse_attention, *arguments).run
 
     name = f"{model} {kind} T={tokens} at {context}, {seen} keys, {format.value}"
     nbytes = rows + activations + 8 * tokens * listed
@@ -96,7 +96,7 @@ def _query_rope(model: str, tokens: int) -> OpCase:
         positions_T = 8192 + torch.arange(tokens, device="cuda")
         frequencies = _inv_freq()
         rows = DECODE_ROWS_PER_BLOCK if tokens <= MAX_DECODE_TOKENS else None
-        return PreparedOp(query_rope, q_THD, positions_T, frequencies, EPS, rows).run
+        return TimedOp(query_rope, q_THD, positions_T, frequencies, EPS, rows).run
 
     nbytes = 2 * tokens * heads * WIDTH * 2
     return OpCase(
@@ -113,7 +113,7 @@ def _kv_write(tokens: int) -> OpCase:
         positions_T = 8192 + torch.arange(tokens, device="cuda")
         form = kv_write_decode if tokens <= MAX_DECODE_TOKENS else kv_write_prefill
         arguments = (kv_TD, norm_weight, positions_T, frequencies, ring, EPS)
-        return PreparedOp(form.kv_write, *arguments).run
+        return TimedOp(form.kv_write, *arguments).run
 
     nbytes = tokens * (2 * WIDTH + ROW_BYTES[RowFormat.KV_FP8])
     return OpCase("kv_write", f"T={tokens}, fp8", make, nbytes, 8 * tokens * WIDTH, nbytes)

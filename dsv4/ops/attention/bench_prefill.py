@@ -9,7 +9,7 @@ import torch
 from dsv4.caches.layer import KeySet
 from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.ops.attention.prefill import sparse_attention, sparse_attention_portable
-from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.immediate import TimedOp
 from dsv4.ops.op_case import OpCase
 
 WIDTH = 512
@@ -62,7 +62,7 @@ def _case(
         keys = KeySet(ring, compressed, ratio, WINDOW)
         op = sparse_attention_portable if portable else sparse_attention
         arguments = (q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
-        return PreparedOp(op, *arguments).run
+        return TimedOp(op, *arguments).run
 
     name = f"{model} {kind}, {tokens} tokens at {start}{', mma.sync' if portable else ''}"
     return OpCase(

@@ -8,7 +8,7 @@ from dsv4.caches.layer import CompressedState, CompressorRing
 from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.compressor import CompressorWeights, decode, prefill
-from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.immediate import TimedOp
 from dsv4.ops.op_case import OpCase
 
 ROPE_WIDTH = 64
@@ -53,7 +53,7 @@ def _case(kind: str, what: str, start: int, tokens: int) -> OpCase:
         position_T = start + torch.arange(tokens, device=device)
         form = decode if tokens <= MAX_DECODE_TOKENS else prefill
         arguments = (kv_TW, score_TW, position_T, weights, state)
-        return PreparedOp(form.compress, *arguments).run
+        return TimedOp(form.compress, *arguments).run
 
     flops = entries * width * 5 * (2 * ratio if ratio == 4 else ratio)
     return OpCase(

@@ -6,7 +6,7 @@ import torch
 
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights, decode, prefill
-from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.immediate import TimedOp
 from dsv4.ops.op_case import OpCase
 
 STREAMS = 4
@@ -48,18 +48,18 @@ def _case(model: str, op: str, tokens: int) -> OpCase:
         post_TM = torch.rand(tokens, STREAMS, device="cuda")
         comb_TMM = torch.rand(tokens, STREAMS, STREAMS, device="cuda") / STREAMS
         if op == "hc_post":
-            return PreparedOp(module.hc_post, y_TE, streams_TME, post_TM, comb_TMM).run
+            return TimedOp(module.hc_post, y_TE, streams_TME, post_TM, comb_TMM).run
         fn = torch.randn(mixes, STREAMS * width, device="cuda") * (STREAMS * width) ** -0.5
         base = torch.randn(mixes, device="cuda")
         norm_weight = torch.rand(width, device="cuda")
         if op == "hc_head":
             head = HcHeadWeights(fn, base, torch.ones(1, device="cuda"), EPS, EPS)
-            return PreparedOp(module.hc_head, streams_TME, head, norm_weight).run
+            return TimedOp(module.hc_head, streams_TME, head, norm_weight).run
         weights = HcWeights(fn, base, torch.ones(3, device="cuda"), EPS, EPS, sinkhorn_iters=20)
         if op == "hc_pre":
-            return PreparedOp(module.hc_pre, streams_TME, weights, norm_weight).run
+            return TimedOp(module.hc_pre, streams_TME, weights, norm_weight).run
         incoming = y_TE, streams_TME, post_TM, comb_TMM
-        return PreparedOp(module.hc_seam, *incoming, weights, norm_weight).run
+        return TimedOp(module.hc_seam, *incoming, weights, norm_weight).run
 
     resident = weight_bytes + 4 * tokens * width * (STREAMS + 1)
     return OpCase(op, f"{model}, {tokens} tokens", make, nbytes, flops, resident)

@@ -6,7 +6,7 @@ import torch
 
 from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.immediate import TimedOp
 from dsv4.ops.indexer import decode, prefill
 from dsv4.ops.indexer.query import index_query
 from dsv4.ops.op_case import OpCase
@@ -42,7 +42,7 @@ def _query_case(tokens: int) -> OpCase:
         q_TID = torch.randn(tokens, HEADS, WIDTH, dtype=torch.bfloat16, device="cuda")
         inv_freq = 160000.0 ** (-torch.arange(0, ROPE_WIDTH, 2, device="cuda") / ROPE_WIDTH)
         position_T = 1024 + torch.arange(tokens, device="cuda")
-        return PreparedOp(index_query, q_TID, position_T, inv_freq).run
+        return TimedOp(index_query, q_TID, position_T, inv_freq).run
 
     return OpCase("index_query", f"{tokens} tokens", make, nbytes, 0, nbytes)
 
@@ -77,7 +77,7 @@ def _select_case(
         position_T = context - tokens + torch.arange(tokens, device=device)
         module = decode if tokens <= MAX_DECODE_TOKENS else prefill
         arguments = q_TID, weight_TI, 0.01, keys, position_T, listed
-        prepared = PreparedOp(module.index_select, *arguments)
+        prepared = TimedOp(module.index_select, *arguments)
         prepared.run()
         return lambda: prepared.run(None, start, stop)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.immediate import TimedOp
 from dsv4.ops.linear.decode import grouped_linear, linear, linear_rows
 from dsv4.ops.linear.row_list import pack_rows
 from dsv4.ops.op_case import OpCase
@@ -131,7 +131,7 @@ def _single(
     def make(index: int) -> Callable[[], object]:
         weight = random_packed(rows, columns, format)
         x = _x(tokens, columns)
-        return PreparedOp(linear, x, weight, out_dtype).run
+        return TimedOp(linear, x, weight, out_dtype).run
 
     io_bytes = tokens * (2 * columns + out_dtype.itemsize * rows)
     name = f"{name} {rows}x{columns} {format.value} T={tokens}"
@@ -146,7 +146,7 @@ def _grouped(name: str, groups: int, format: QuantFormat, tokens: int) -> OpCase
     def make(index: int) -> Callable[[], object]:
         weight = random_packed(groups * LOW_RANK, columns, format)
         x = _x(tokens, groups, columns)
-        return PreparedOp(grouped_linear, x, weight).run
+        return TimedOp(grouped_linear, x, weight).run
 
     rows = groups * LOW_RANK
     io_bytes = 2 * tokens * (groups * columns + rows)
@@ -174,7 +174,7 @@ def _rows(
         if queries:
             rows = replace(rows, for_choice=1)
             norm_weight = torch.rand(columns, device="cuda")
-        return PreparedOp(linear_rows, x, rows, norm_weight, EPS).run
+        return TimedOp(linear_rows, x, rows, norm_weight, EPS).run
 
     weight_bytes = sum(_weight_bytes(count, columns, format) for count, format in matrices)
     total = sum(count for count, _ in matrices)

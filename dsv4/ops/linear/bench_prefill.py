@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.launch.recording import Recording
-from dsv4.ops.immediate import PreparedOp, immediately
+from dsv4.ops.immediate import TimedOp, immediately
 from dsv4.ops.linear.prefill import grouped_linear, linear
 from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.moe.bench import EXPERTS, GEOMETRIES, LIMIT, PER_TOKEN, random_weight
@@ -48,7 +48,7 @@ def _linear(model: str, tokens: int, rows: int, columns: int, format: QuantForma
     def make(index: int) -> Callable[[], object]:
         weight = random_weight(format, (rows, columns))
         x = _x(tokens, columns)
-        return PreparedOp(linear, x, weight).run
+        return TimedOp(linear, x, weight).run
 
     weight_bytes = packed_bytes(format, (rows, columns))
     io_bytes = 2 * tokens * (rows + columns)
@@ -66,7 +66,7 @@ def _grouped(model: str, tokens: int, groups: int, format: QuantFormat) -> OpCas
     def make(index: int) -> Callable[[], object]:
         weight = random_weight(format, (groups * rows, columns))
         x = _x(tokens, groups, columns)
-        return PreparedOp(grouped_linear, x, weight).run
+        return TimedOp(grouped_linear, x, weight).run
 
     weight_bytes = packed_bytes(format, (groups * rows, columns))
     io_bytes = 2 * tokens * groups * (rows + columns)
@@ -92,7 +92,7 @@ def _moe(model: str, tokens: int) -> OpCase:
         shapes = ((inner, width), (width, inner), (inner, width))
         shared = ExpertWeights(*(random_weight(FP8, shape) for shape in shapes))
         x_TE, ids_TP, weights_TP = _routed(model, tokens)
-        return PreparedOp(expert_sum, x_TE, ids_TP, weights_TP, experts, shared, LIMIT).run
+        return TimedOp(expert_sum, x_TE, ids_TP, weights_TP, experts, shared, LIMIT).run
 
     name = f"{model} T={tokens}, {EXPERTS[model]} experts nvfp4, shared fp8"
     nbytes += 3 * width * inner + 4 * tokens * width
@@ -114,7 +114,7 @@ def _pair(model: str, tokens: int) -> OpCase:
             hidden = gate_up(recording, x_TE, w1, w3, LIMIT, pairs, weights_TP)
             return down(recording, hidden, experts.w2, pairs)
 
-        return PreparedOp(both, x_TE, pairs).run
+        return TimedOp(both, x_TE, pairs).run
 
     nbytes = _expert_bytes(model)
     rows = tokens * PER_TOKEN

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.immediate import TimedOp
 from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.moe.decode import moe
 from dsv4.ops.op_case import OpCase
@@ -55,9 +55,9 @@ def moe_case(model: str, tokens: int, routed: QuantFormat, shared: QuantFormat) 
     def make(index: int) -> Callable[[], object]:
         experts = ExpertWeights(*(random_weight(routed, (count, *shape)) for shape in shapes))
 
-        def prepared() -> PreparedOp:
+        def prepared() -> TimedOp:
             x_TE, tokens_T, router, common = one_input()
-            return PreparedOp(moe, x_TE, tokens_T, router, experts, common, LIMIT)
+            return TimedOp(moe, x_TE, tokens_T, router, experts, common, LIMIT)
 
         runs = itertools.cycle([prepared().run for _ in range(_INPUTS)])
         return lambda: next(runs)()

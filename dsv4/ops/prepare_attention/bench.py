@@ -9,7 +9,7 @@ import torch
 from dsv4.caches.layer import CompressedState, CompressorRing
 from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.ops.compressor import CompressorWeights
-from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.immediate import TimedOp
 from dsv4.ops.op_case import OpCase
 from dsv4.ops.prepare_attention import Compression, Queries, QueryKeyNorm
 from dsv4.ops.prepare_attention.decode import prepare_attention
@@ -61,7 +61,7 @@ def _case(model: str, kind: str, what: str, start: int, tokens: int) -> OpCase:
         compressions = tuple(_compression(ratio, width, start, tokens, norm) for width in widths)
         positions_T = start + torch.arange(tokens, device=device)
         arguments = (queries, kv_TD, positions_T, norm, ring, compressions)
-        return PreparedOp(prepare_attention, *arguments).run
+        return TimedOp(prepare_attention, *arguments).run
 
     name = f"{model} {kind}, {tokens} tokens, {what}"
     return OpCase("prepare_attention", name, make, nbytes, 8 * tokens * heads * WIDTH, resident)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dsv4.launch.recording import Recording
-from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.immediate import TimedOp
 from dsv4.ops.moe.grouped import sort_by_expert
 from dsv4.ops.op_case import OpCase
 from dsv4.ops.quantize_activations import ActivationFormat
@@ -37,7 +37,7 @@ def _rows(model: str, width: int, format: ActivationFormat, norm: bool) -> OpCas
         def op(recording: Recording, x: torch.Tensor) -> list[torch.Tensor]:
             return _parts(quantize_rows(recording, x, format, weight, EPS))
 
-        return PreparedOp(op, x).run
+        return TimedOp(op, x).run
 
     nbytes = TOKENS * (2 * width + _row_bytes(width, format))
     name = f"{model} {width}{' normed' if norm else ''} {format.value} T={TOKENS}"
@@ -55,7 +55,7 @@ def _sorted(model: str, width: int, experts: int, format: ActivationFormat) -> O
             pairs = sort_by_expert(recording, ids, experts)
             return _parts(quantize_sorted_rows(recording, x, pairs, format))
 
-        return PreparedOp(op, x, ids).run
+        return TimedOp(op, x, ids).run
 
     nbytes = TOKENS * (2 * width + PER_TOKEN * _row_bytes(width, format))
     name = f"{model} {width} sorted {format.value} T={TOKENS}"

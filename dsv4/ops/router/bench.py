@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.immediate import TimedOp
 from dsv4.ops.op_case import OpCase
 from dsv4.ops.router import Router
 from dsv4.ops.router.prefill import route
@@ -30,7 +30,7 @@ def _case(model: str, tokens: int) -> OpCase:
         bias_X = torch.randn(experts, device="cuda")
         router = Router(pack_weight(QuantTensor.dense(weight)), bias_X, False, 6, scaling)
         tokens_T = torch.zeros(tokens, dtype=torch.int64, device="cuda")
-        return PreparedOp(route, x_TE, tokens_T, router).run
+        return TimedOp(route, x_TE, tokens_T, router).run
 
     flops = 2 * tokens * width * experts
     return OpCase("route", f"{model} T={tokens}", make, nbytes, flops, nbytes)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4.ops.immediate import PreparedOp
+from dsv4.ops.immediate import TimedOp
 from dsv4.ops.op_case import OpCase
 from dsv4.ops.sampling.cuda import sample_token
 
@@ -37,6 +37,6 @@ def _draw(*settings: float) -> Callable[[int], Callable[[], object]]:
         settings_4 = torch.tensor(settings, device="cuda")
         seed_1 = torch.tensor([7], device="cuda")
         position_1 = torch.tensor([index], device="cuda")
-        return PreparedOp(sample_token, logits_V, settings_4, seed_1, position_1).run
+        return TimedOp(sample_token, logits_V, settings_4, seed_1, position_1).run
 
     return make
