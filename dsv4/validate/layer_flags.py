@@ -46,12 +46,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", type=Path, default=CHECKPOINT, help="a checkpoint folder; default: the demo")
     add("--geometry", choices=("v4-flash", "v4-pro"), help="random weights instead of a checkpoint")
-    add(
-        "--layout",
-        choices=get_args(Layout),
-        default="nvfp4-experts",
-        help="formats of random weights; default %(default)s",
-    )
+    add("--layout", choices=get_args(Layout), default="nvfp4-experts", help="of random weights")
     add("--layers", metavar="A:B", default=":", help="layers A to B − 1, or one layer; default all")
     add("--tokens", type=integer(1, 65536), default=24, help="random ids; default %(default)s")
     add(
