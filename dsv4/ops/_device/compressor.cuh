@@ -234,15 +234,16 @@ __host__ __device__ constexpr int window_floats(int channels, int threads) {
 
 // Block `block` of the Blocks that make the nth window which the step may complete. If `store`, it
 // also puts its columns of the nth token into the ring: then there are as many n as tokens. Calls
-// pdl_launch() and pdl_wait(). `row`: window_floats.
-template <int Ratio, int Groups, int Blocks>
+// pdl_launch() and pdl_wait(). `row`: window_floats. Early: tokens before the step are read in
+// front of the wait.
+template <int Ratio, int Groups, int Blocks, bool Early>
 __device__ __forceinline__ void compress_window(const Compression& step,
                                                 const settled_int64* positions, int block,
                                                 int nth, bool store, float* row) {
     using Pool = ChannelPool<Ratio, Groups>;
-    // Whether tokens before the step are read in front of the wait. The 128 of the other windows
-    // would take more registers than there are, for one step in 128.
-    constexpr bool EARLY = Pool::OVERLAP;
+    // The 128 tokens of the other windows would take more registers than there are, for one step in
+    // 128.
+    constexpr bool BEFORE_WAIT = Early && Pool::OVERLAP;
     __shared__ float scratch[WARP + 1], sums[Blocks];
     __shared__ uint64 inbox;
     const int width = step.rows.width;
@@ -275,7 +276,7 @@ __device__ __forceinline__ void compress_window(const Compression& step,
         return first + min(int(base + threadIdx.x % lanes), channels - 1);
     };
     if (complete) {
-        if (EARLY) pool.template load<true, false>(step, start, window, channel(0));
+        if (BEFORE_WAIT) pool.template load<true, false>(step, start, window, channel(0));
         if (turns) turn = rope_turn((int64)window * Ratio, frequency);
     }
     pdl_wait();
@@ -289,9 +290,9 @@ __device__ __forceinline__ void compress_window(const Compression& step,
     float squares = 0.0f;
     for (int base = 0; base < channels; base += lanes) {
         const int i = base + threadIdx.x % lanes;
-        if (EARLY && base > 0)
+        if (BEFORE_WAIT && base > 0)
             pool.template load<true, false>(step, start, window, channel(base));
-        pool.template load<!EARLY, true>(step, start, window, channel(base));
+        pool.template load<!BEFORE_WAIT, true>(step, start, window, channel(base));
         float pooled = pool.pooled(row + channels);
         if (threadIdx.x < lanes && i < channels) {
             pooled = rounded(pooled, step.round);

@@ -1,5 +1,5 @@
 // Compressor (dsv4/ops/compressor/__init__.py) as an op of its own: see compressor.cuh. FORMAT is
-// that of rows of WIDTH.
+// that of rows of WIDTH. EARLY: see compress_window.
 #include "compressor.cuh"
 
 #ifndef RATIO
@@ -10,6 +10,9 @@
 #endif
 #ifndef BLOCKS
 #define BLOCKS 1
+#endif
+#ifndef EARLY
+#define EARLY 1
 #endif
 #ifndef WIDTH
 #define WIDTH 512
@@ -41,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                            score_stride, hadamard_keys != 0,
                            round != 0,   eps,
                            normaliser};
-    compress_window<RATIO, GROUPS, BLOCKS>(step, positions, blockIdx.x, blockIdx.y, store != 0,
-                                           row);
+    compress_window<RATIO, GROUPS, BLOCKS, EARLY>(step, positions, blockIdx.x, blockIdx.y,
+                                                  store != 0, row);
 }
 
 // Stores the last gridDim.x of `count` tokens in the ring, one per block.

@@ -38,7 +38,7 @@ def compress(
     ratio = weights.ratio
     slots = state.ring.kv.shape[0]
     pool_windows(recording, windows, lambda tokens: ceil_div(tokens, ratio), store=False)
-    kernel = Kernel("compressor/compressor", "compress_ring", kernel_defines(windows))
+    kernel = Kernel("compressor/compressor", "compress_ring", kernel_defines(windows, early=False))
     recording.launch(
         lambda tokens: Shape(kernel, min(tokens, slots), _RING_THREADS, numbers={"count": tokens}),
         **ring_arguments(windows),

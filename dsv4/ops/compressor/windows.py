@@ -57,8 +57,10 @@ def split(weights: CompressorWeights, rows: RowCache) -> Split:
     return Split(1 if rest or blocks > _MOST_BLOCKS or whole_row else blocks, _HCA_GROUPS)
 
 
-def kernel_defines(windows: Windows) -> Defines:
-    """What compressor.cu is compiled with."""
+def kernel_defines(windows: Windows, early: bool) -> Defines:
+    """What compressor.cu is compiled with. ``early``: tokens before the step are read in front of
+    the wait.
+    """
     weights = windows.weights
     rows = windows.state.rows
     blocks, groups = split(weights, rows)
@@ -69,6 +71,7 @@ def kernel_defines(windows: Windows) -> Defines:
         ("WIDTH", rows.width),
         ("ROPE", 2 * weights.inv_freq.shape[0]),
         ("FORMAT", row_code(rows)),
+        ("EARLY", int(early)),
         ("SHARED_BYTES", 4 * (rows.width // blocks + (2 * THREADS if groups > 1 else 0))),
     )
 
@@ -82,7 +85,8 @@ def pool_windows(
     """
     weights = windows.weights
     rows = windows.state.rows
-    defines = kernel_defines(windows)
+    # A longer step has few windows with tokens before it, and asks for all tokens at once.
+    defines = kernel_defines(windows, early=store)
     kernel = Kernel("compressor/compressor", "compress", defines)
     shared_bytes = dict(defines)["SHARED_BYTES"]
     blocks, _ = split(weights, rows)

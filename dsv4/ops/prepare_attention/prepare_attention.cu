@@ -67,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                    true,
                                    eps,
                                    1.0f};
-            return compress_window<RATIO, GROUPS, BLOCKS>(step, positions, blockIdx.x, token, true,
-                                                          shared);
+            return compress_window<RATIO, GROUPS, BLOCKS, true>(step, positions, blockIdx.x, token,
+                                                                true, shared);
         }
     }
     if constexpr (INDEX_WIDTH > 0) {
@@ -92,8 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                    true,
                                    eps,
                                    index_normaliser};
-            return compress_window<INDEX_RATIO, INDEX_GROUPS, 1>(step, positions, 0, token, true,
-                                                                 shared);
+            return compress_window<INDEX_RATIO, INDEX_GROUPS, 1, true>(step, positions, 0, token,
+                                                                       true, shared);
         }
     }
     const int warp = threadIdx.x / WARP;
