@@ -111,7 +111,7 @@ def read_declaration(checkpoint: Checkpoint) -> Declaration:
     merged = {**separate, **quantization}
     method = merged.get("quant_method", "modelopt" if separate or "quant_algo" in merged else None)
     layers = merged.get("quantized_layers", {})
-    excluded = [name for key in _EXCLUDING_KEYS for name in merged.get(key) or ()]
+    excluded = [name for key in _EXCLUDING_KEYS for name in merged.get(key, ())]
     everything = method == "modelopt" and merged.get("quant_algo") == "NVFP4" and not layers
     default = "none" if merged else "undeclared"
     return Declaration(
@@ -165,7 +165,7 @@ def _section(raw: dict[str, Any], key: str, source: str) -> dict[str, Any]:
         "fmt": ("e4m3",),
     }
     for name, values in expected.items():
-        if section.get(name) is not None and section[name] not in values:
+        if name in section and section[name] not in values:
             raise UserError(
                 f"{source}: {name}: found {shorten(section[name])}, "
                 f"expected {' or '.join(map(repr, values))}"
