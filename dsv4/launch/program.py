@@ -40,8 +40,8 @@ class Program:
         self, recording: Recording, memory: Memory | None = None, early: bool = False
     ) -> None:
         """Without ``memory``, or with too little, the program has its own. ``early``: the first
-        item may start before what is queued in front of the program has ended; what the program
-        reads must be complete long before.
+        item may start before what is queued in front of the program has ended, so what it reads
+        must be complete long before; else all that an earlier run has written is.
         """
         self.recording = recording
         self.device = recording.target.device
@@ -55,7 +55,6 @@ class Program:
         }
         self._tokens = recording.tokens
         self._stream = 0
-        # If not early: what an earlier run has written is complete when the first item starts.
         self._items = []
         for item in recording.items:
             self._items.append(self._ready(item, early))
