@@ -1,6 +1,7 @@
 """The driver's flags of speculative decoding."""
 
 import argparse
+from pathlib import Path
 
 from dsv4.command.flags import path
 from dsv4.demo import CHECKPOINT, DRAFTS
@@ -53,3 +54,15 @@ def draft_folder(arguments: argparse.Namespace) -> str | None:
     if is_demo and arguments.draft in DRAFTS and DRAFTS[arguments.draft].is_dir():
         return str(DRAFTS[arguments.draft])
     return None
+
+
+def drafts_asked_for(arguments: argparse.Namespace) -> dict[str, str | int]:
+    """The draft flags that were given, by name; of the folder its name."""
+    given: dict[str, str | int] = {}
+    if arguments.draft != "auto":
+        given["draft"] = arguments.draft
+    if arguments.draft_tokens is not None:
+        given["draft_tokens"] = arguments.draft_tokens
+    if arguments.draft_weights is not None:
+        given["draft_weights"] = Path(arguments.draft_weights).resolve().name
+    return given

@@ -97,6 +97,8 @@ def test_lines_may_be_added_moved_and_changed_until_they_are_answered(
         ([LINES[0], {**LINES[1], "prompt": "B"}, LINES[2]], [], "line 2: request: found id '"),
         ([LINES[0], {**LINES[1], "seed": 2}, LINES[2]], [], "line 2: request: found id '"),
         (LINES, ["--top-p", 0.5], "line 2: request: found id '"),
+        (LINES, ["--draft-weights", "module"], "line 2: request: found id '"),
+        (LINES, ["--draft-tokens", 2], "line 2: request: found id '"),
         (LINES, ["--compute-dtype", "float32"], "line 1: request: found id 1 answered for another"),
         (LINES[:2], [], "line 3: id: found -7, which"),
     ],

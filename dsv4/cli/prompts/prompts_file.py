@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsv4.cli.draft_flags import drafts_asked_for
 from dsv4.cli.flags import build_parser
 from dsv4.cli.generation_defaults import sampling_params
 from dsv4.cli.input_file import read_input
@@ -19,6 +20,7 @@ from dsv4.cli.prompts.settings import SETTINGS, as_keys, line_arguments
 from dsv4.command.errors import user_message
 from dsv4.errors import UserError, shorten
 from dsv4.json_object import parse_json_object
+from dsv4.sampling import SamplingParams
 
 # What else decides about an answer; devices, graphs and chunks do not.
 _NUMBERS = ("compute_dtype", "kv_dtype", "index_dtype", "prefill_activations")
@@ -83,9 +85,9 @@ def read_line(
     if not isinstance(id_, str | int) or isinstance(id_, bool):
         raise UserError(f"id: found {shorten(id_)}, expected a string or an integer")
     arguments = line_arguments(parser, defaults, line)
-    sampling_params(arguments, files.generation)
+    params = sampling_params(arguments, files.generation)
     tokens = most_line_tokens(arguments, files)
-    return PromptLine(number, id_, arguments, fingerprint(arguments), tokens)
+    return PromptLine(number, id_, arguments, fingerprint(arguments, params), tokens)
 
 
 def most_line_tokens(arguments: argparse.Namespace, files: ModelFiles) -> int:
@@ -111,8 +113,11 @@ def parse_line(text: bytes) -> dict[str, Any]:
         raise UserError(_PLACE.sub(r" at column \1", message)) from None
 
 
-def fingerprint(arguments: argparse.Namespace) -> str:
+def fingerprint(arguments: argparse.Namespace, params: SamplingParams) -> str:
     """SHA-256 in hexadecimal of everything that decides about an answer but a drawn seed."""
     asked = {key: getattr(arguments, key) for key in ("prompt", "messages", *SETTINGS, *_NUMBERS)}
     asked["model"] = Path(arguments.model).resolve().name
+    # A seed draws another text with other drafts.
+    if params.temperature > 0 and arguments.seed is not None:
+        asked |= drafts_asked_for(arguments)
     return hashlib.sha256(json.dumps(asked).encode("ascii")).hexdigest()
