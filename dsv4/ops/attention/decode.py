@@ -110,7 +110,7 @@ def _flash_decoding(recording: Recording, inputs: AttentionInputs, as_last: bool
         partial = recording.empty((splits * finished, floats), torch.float32)
         counters = recording.zeroed("attention_decode", finished)
     recording.launch(
-        _shape(inputs, splits, as_last),
+        _shape(inputs, recording.target, splits, as_last),
         _dense_shape(recording, inputs),
         q=inputs.q_THD,
         positions=inputs.positions_T,
@@ -130,10 +130,12 @@ def _flash_decoding(recording: Recording, inputs: AttentionInputs, as_last: bool
     return out_THD
 
 
-def _shape(inputs: AttentionInputs, splits: int = 1, as_last: bool = False) -> Shape:
+def _shape(
+    inputs: AttentionInputs, target: Target, splits: int = 1, as_last: bool = False
+) -> Shape:
     tokens, heads, _ = inputs.q_THD.shape
     groups = ceil_div(heads, _HEADS)
-    defines = _defines(inputs, splits, tokens * groups)
+    defines = _defines(inputs, target, splits, tokens * groups)
     if as_last:
         defines = (*defines, ("AS_LAST", 1))
     return Shape(
@@ -156,7 +158,7 @@ def _dense_shape(recording: Recording, inputs: AttentionInputs) -> Shape | None:
         return None
     if not recording.leave_choice_out(inputs.selected_TK):
         return None
-    return _shape(inputs.all_of_first(inputs.listed))
+    return _shape(inputs.all_of_first(inputs.listed), recording.target)
 
 
 def _is_usual(inputs: AttentionInputs) -> bool:
@@ -180,7 +182,7 @@ def _splits(inputs: AttentionInputs, groups: int, target: Target) -> int:
     return min(max(target.resident_clusters(_CLUSTER) // groups, 1), _MOST_SPLITS)
 
 
-def _defines(inputs: AttentionInputs, splits: int, units: int) -> Defines:
+def _defines(inputs: AttentionInputs, target: Target, splits: int, units: int) -> Defines:
     format = row_code(inputs.keys.ring)
     listed = inputs.selected_TK is not None
     turns = _turns(_most_keys(inputs))
@@ -196,6 +198,7 @@ def _defines(inputs: AttentionInputs, splits: int, units: int) -> Defines:
         ("SPLITS", splits),
         ("SPLIT_KEYS", _SPLIT_KEYS),
         ("ROWS_FIRST", int(listed and stages.count == 1 and units <= _FEW_CLUSTERS)),
+        ("WAVE", target.resident_clusters(_CLUSTER)),
         ("SHARED_BYTES", _block_bytes(format, stages)),
     )
 
