@@ -5,8 +5,10 @@ gives what it gives alone, and nothing is allocated or captured on the way.
 import gc
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, zip_longest
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -187,6 +189,24 @@ def test_two_engines_in_turn_are_as_each_alone(settings: dict[str, Any]) -> None
     runs = [engine.generate(prompt, 48, GREEDY, ()) for engine, prompt in pairs]
     turns = list(chain.from_iterable(zip_longest(*runs)))
     assert [turns[0::2], turns[1::2]] == expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"cuda_graph": "full"}])
+def test_two_engines_at_once_are_as_each_alone(settings: dict[str, Any]) -> None:
+    """In two threads, on two streams, with kernels whose blocks wait for all others."""
+    engines = [load(**settings), load(**settings)]
+    prompts = [PROMPTS["stories"], PROMPTS["recall_128"]]
+    start_together = Barrier(2)
+
+    def answers(engine: Engine, prompt: list[int]) -> list[list[int]]:
+        start_together.wait()
+        with torch.cuda.stream(torch.cuda.Stream(engine.state.devices[0])):
+            return [list(engine.generate(prompt, 200, GREEDY, ())) for _ in range(3)]
+
+    pairs = list(zip(engines, prompts, strict=True))
+    expected = [[list(engine.generate(prompt, 200, GREEDY, ()))] * 3 for engine, prompt in pairs]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(answers, engines, prompts)) == expected
 
 
 def test_two_engines_in_turn_give_the_same_bits() -> None:
