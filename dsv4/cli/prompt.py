@@ -150,8 +150,10 @@ def encode_conversation(
         )
     token_ids = encode_text(tokenizer, text, most)
     check_last_message(messages, source)
-    # What goes on an assistant's message is its answer: reasoning has been closed before it.
-    shown_mode = "chat" if messages[-1]["role"] == "assistant" else mode
+    # What goes on an assistant's message is its answer: reasoning has been closed before it. The
+    # answer to a task has none.
+    last = messages[-1]
+    shown_mode = "chat" if last["role"] == "assistant" or last.get("task") else mode
     tools = [tool for message in messages for tool in message.get("tools") or []]
     return Prompt(text, token_ids, shown_mode, tools, messages)
 

@@ -102,10 +102,18 @@ def test_an_open_message_of_the_assistant_is_gone_on_with(
     assert report["completion"]["message"]["content"] == report["completion"]["text"]
 
 
-def test_a_quick_instruction_asks_for_an_answer(drive: Drive, tmp_path: Path) -> None:
+@pytest.mark.parametrize("thinking", ["off", "on"])
+@pytest.mark.parametrize("task", ["title", "domain", "action"])
+def test_a_quick_instruction_asks_for_an_answer_without_reasoning(
+    drive: Drive, tmp_path: Path, task: str, thinking: str
+) -> None:
     file = tmp_path / "messages.json"
-    file.write_text(json.dumps([{**USER, "task": "title"}]))
-    assert drive("--messages", file, "--max-tokens", 1).code == 0
+    file.write_text(json.dumps([{**USER, "task": task}]))
+    path = tmp_path / "report.json"
+    flags = ("--max-tokens", 3, "--seed", 1, "--ignore-eos", "--json", path)
+    assert drive("--messages", file, "--thinking", thinking, *flags).code == 0
+    completion = read_json(path)["completion"]
+    assert completion["message"]["content"] == completion["text"] != ""
 
 
 def test_messages_come_from_pipes_too(
