@@ -20,6 +20,7 @@ from dsv4.checkpoint.packed_cache import PackedCache
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
+from dsv4.errors import UserError
 from dsv4.launch.target import Target
 from dsv4.layers.weights import ReadOnce
 from dsv4.opened_draft import OpenedDraft, chooses
@@ -88,26 +89,32 @@ class OpenedCheckpoint:
         layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
         placement = Placement.of(engine, all_devices, layer_bytes)
         if draft is not None and chooses(engine) and not draft.has_place(placement):
-            return cls._without_draft(path, engine, gpu_memory)
+            return cls._without_draft(path, engine, gpu_memory, "there is no place for it")
         check_divisible(config, formats, placement.ranks)
         devices = placement.devices
         engine = with_device_defaults(engine, devices)
         check_cuda_graph(engine, devices)
         table = ops if absent else table_on(engine, devices)
         held = held_by(stored, placement.ranks, 0)
-        steps = _plan_steps(config, engine, held, table, placement, absent, draft)
+        try:
+            with _refusing_geometry(checkpoint.folder / "config.json"):
+                steps = _plan_steps(config, engine, held, table, placement, absent, draft)
+        except UserError as refusal:
+            if draft is None or not chooses(engine):
+                raise
+            return cls._without_draft(path, engine, gpu_memory, str(refusal))
         draft_bytes = 0 if draft is None else draft.state_bytes(engine, table, placement)
         plan = plan_memory(config, engine, placement, stored, steps, gpu_memory, draft_bytes)
         if draft is not None and chooses(engine) and not plan.fits:
-            return cls._without_draft(path, engine, gpu_memory)
+            return cls._without_draft(path, engine, gpu_memory, "there is no place for it")
         return cls(checkpoint, found, config, draft, placement, table, steps, plan)
 
     @classmethod
     def _without_draft(
-        cls, path: str | Path, engine: EngineConfig, gpu_memory: int | None
+        cls, path: str | Path, engine: EngineConfig, gpu_memory: int | None, reason: str
     ) -> "OpenedCheckpoint":
-        """Where the checkpoint has a module that nobody asked for, and there is no place for it."""
-        _LOG.info("drafts: off, there is no place for the checkpoint's module")
+        """Where the checkpoint has a module that nobody asked for, and that cannot run."""
+        _LOG.info("drafts: off, the checkpoint's module cannot run: %s", reason)
         return cls.open(path, replace(engine, draft="off", draft_tokens=None), gpu_memory)
 
     def identity(self) -> Identity:
@@ -167,6 +174,22 @@ def _is_kept(parameter: Parameter) -> bool:
 
 def _without_draft(packed: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in packed.items() if not name.startswith("mtp.")}
+
+
+@contextmanager
+def _refusing_geometry(file: Path) -> Iterator[None]:
+    """What an op refuses while steps are recorded, as ``UserError`` that names the file of the
+    geometry.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(
+            f"{file}: found a geometry that the CUDA ops do not take ({error}), expected another "
+            "one; EngineConfig.ops='torch' takes any"
+        ) from None
 
 
 def _plan_steps(

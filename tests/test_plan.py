@@ -8,7 +8,7 @@ import torch
 from dsv4 import plan
 from dsv4.caches.allocation import layer_state_bytes
 from dsv4.caches.state import DecodeState
-from dsv4.checkpoint import ParameterDescription
+from dsv4.checkpoint import ParameterDescription, write_synthetic
 from dsv4.checkpoint import tiny_config as tiny_raw_config
 from dsv4.checkpoint.staging import staging_bytes
 from dsv4.config import ModelConfig
@@ -262,3 +262,24 @@ def test_gpu_that_cannot_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
     with pytest.raises(UserError, match=r"^cuda:1: cannot be used \(CUDA error: out of memory\)$"):
         available_bytes(torch.device("cuda", 1))
+
+
+def test_a_geometry_without_cuda_ops_is_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_synthetic(folder, tiny_raw_config(hc_mult=9), "native", 0)
+    with pytest.raises(UserError, match=r"geometry .*streams_TME: found") as it:
+        Engine.plan(folder, EngineConfig(device="cuda"), gpu_memory=10**10)
+    assert "EngineConfig.ops='torch' takes any" in str(it.value)
+    Engine.plan(folder, EngineConfig(device="cuda", ops="torch"), gpu_memory=10**10)
+
+
+def test_a_module_without_cuda_ops_is_left_out_where_nobody_asked_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    write_synthetic(folder, tiny_raw_config(vocab_size=150_000), "native", 0, mtp="classic")
+    with caplog.at_level("INFO", "dsv4"):
+        Engine.plan(folder, EngineConfig(device="cuda"), gpu_memory=10**10)
+    assert "the checkpoint's module cannot run" in caplog.text
+    with pytest.raises(UserError, match="config.json: found a geometry that the CUDA ops do not"):
+        Engine.plan(folder, EngineConfig(device="cuda", draft="mtp"), gpu_memory=10**10)
