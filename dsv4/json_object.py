@@ -54,10 +54,12 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class JsonReader:
-    """Typed, ranged access to one JSON object with errors that name the file and the key."""
+    """Typed, ranged access to one JSON object with errors that name the file and the key. A key
+    whose value is null counts as absent.
+    """
 
     def __init__(self, raw: dict[str, Any], source: str) -> None:
-        self.raw = raw
+        self.raw = {key: value for key, value in raw.items() if value is not None}
         self.source = source
 
     def fail(self, key: str, found: Any, expected: str) -> UserError:

@@ -158,9 +158,14 @@ def test_rope_part_may_not_vanish() -> None:
 @pytest.mark.parametrize(
     "missing", [key for key in tiny_config() if key not in ("architectures", "rope_scaling")]
 )
-def test_a_missing_key_has_a_documented_default_or_is_named(missing: str) -> None:
+@pytest.mark.parametrize("is_null", [False, True])
+def test_a_missing_key_or_null_has_a_documented_default_or_is_named(
+    missing: str, is_null: bool
+) -> None:
     raw = tiny_config()
     del raw[missing]
+    if is_null:
+        raw[missing] = None
     defaults = {"bos_token_id": None, "eos_token_ids": (), "num_nextn_predict_layers": 0}
     field = "eos_token_ids" if missing == "eos_token_id" else missing
     optional = (

@@ -183,7 +183,7 @@ def _check_layers(layers: Any, source: str) -> None:
         if (
             not isinstance(entry, dict)
             or entry.get("quant_algo") != "NVFP4"
-            or entry.get("group_size", 16) != 16
+            or entry.get("group_size") not in (None, 16)
         ):
             raise UserError(
                 f"{source}: {shorten(module)}: found {shorten(entry)}, "
