@@ -68,8 +68,9 @@ def sparse_attention(
     inv_freq float32 ``[R/2]``. Listed entries outside the cache count as −1. Rows of 512 values
     with 64 rotary ones, fp8 or bfloat16, take the fast kernel, any other geometry and float32 rows
     a plain one. q · k is exact in its products (|q| < 2^20 with fp8 rows); weights carry 11 bits or
-    more for fp8 values and 8 for bfloat16 ones; the sums are float32. Same bits on every call.
-    Raises ``ValueError`` for another dtype, shape or layout.
+    more for fp8 values and 8 for bfloat16 ones, and none for an fp8 block of 64 values whose scale
+    is 2^-15 or less of the largest among the keys beside it; the sums are float32. Same bits on
+    every call. Raises ``ValueError`` for another dtype, shape or layout.
     """
     inputs = AttentionInputs.checked(q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
     return _attention(recording, inputs)
