@@ -42,8 +42,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.verbose and arguments.quiet:
         raise UserError("--verbose: found together with --quiet, expected one of them")
     refuse_what_has_no_effect(arguments, given_flags(parser, arguments))
-    written = _files(arguments, _OUTPUTS)
-    refuse_shared_files(_files(arguments, _INPUTS), written, Path(arguments.model))
+    refuse_files_in_use(arguments, _files(arguments, _OUTPUTS))
     # A state may be saved where it was loaded from.
     refuse_shared_files(_files(arguments, ("load_state",)), _files(arguments, ("json", "trace")))
     if arguments.json is not None:
@@ -92,6 +91,18 @@ def refuse_what_has_no_effect(arguments: argparse.Namespace, given: frozenset[st
         raise UserError("--parallel: found with one device, expected --gpus 2 to 8")
     if arguments.profile and arguments.quiet and arguments.json is None:
         raise UserError("--profile: found together with --quiet, expected --json to write it to")
+
+
+def refuse_files_in_use(
+    arguments: argparse.Namespace, written: Sequence[tuple[str, Path | None]]
+) -> None:
+    """Raises ``UserError`` for a file of ``written``, flags with their files, that the run reads or
+    that another of these flags writes.
+    """
+    draft = draft_folder(arguments)
+    read = _files(arguments, _INPUTS)
+    folder = None if draft is None else Path(draft)
+    refuse_shared_files(read, written, Path(arguments.model), folder)
 
 
 def _files(arguments: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, Path | None]]:

@@ -50,14 +50,16 @@ def refuse_shared_files(
     read: Sequence[tuple[str, Path | None]],
     written: Sequence[tuple[str, Path | None]],
     model: Path | None = None,
+    draft: Path | None = None,
 ) -> None:
     """Raises ``UserError`` for a regular file that one flag writes and another one reads or writes.
-    Both are flags with their files, None where one is not given; ``model``: the folder of
-    ``--model``, which gets no new shard.
+    Both are flags with their files, None where one is not given; ``model`` and ``draft``: the
+    folders of ``--model`` and ``--draft-weights``, which get no new shards.
     """
-    of_model = [] if model is None else [("--model", path) for path in files_of_model(model)]
+    folders = [("--model", model), ("--draft-weights", draft)]
+    of_folders = [(of, path) for of, folder in folders if folder for path in files_of_model(folder)]
     flags: dict[tuple[int, int] | str, str] = {}
-    for is_written, given in ((False, [*of_model, *read]), (True, written)):
+    for is_written, given in ((False, [*of_folders, *read]), (True, written)):
         for flag, path in given:
             file = None if path is None or path == STDOUT else _identity(path)
             if file is None:
@@ -65,9 +67,10 @@ def refuse_shared_files(
             if is_written and file in flags:
                 expected = "expected another one"
                 raise UserError(f"{flag}: {path}: found the file of {flags[file]}, {expected}")
-            if is_written and model is not None and path is not None and is_new_shard(model, path):
-                expected = "expected another folder or another ending"
-                raise UserError(f"{flag}: {path}: found a new shard of --model, {expected}")
+            for of, folder in folders if is_written else []:
+                if folder is not None and path is not None and is_new_shard(folder, path):
+                    expected = "expected another folder or another ending"
+                    raise UserError(f"{flag}: {path}: found a new shard of {of}, {expected}")
             flags[file] = flag
 
 

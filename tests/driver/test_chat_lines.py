@@ -199,6 +199,25 @@ def test_commands_and_errors_are_one_line_each(
     assert f"behind {saved} reused" in result.err
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("config.json", "found the file of --model, expected another one"),
+        ("model.safetensors", "found the file of --model, expected another one"),
+        ("new.safetensors", "found a new shard of --model, expected another folder"),
+    ],
+)
+def test_a_chat_is_not_saved_over_files_in_use(
+    drive: Drive, pipe: Callable[..., None], broken_copy: Path, name: str, expected: str
+) -> None:
+    file = broken_copy / name
+    before = file.read_bytes() if file.exists() else None
+    pipe(f"/save {file}")
+    result = drive("--interactive", "--quiet", "--model", broken_copy)
+    assert f"error: /save: {file}: {expected}" in result.err
+    assert (file.read_bytes() if file.exists() else None) == before
+
+
 @pytest.mark.slow
 def test_a_full_context_is_one_line_and_the_chat_goes_on(talk: Callable[..., Result]) -> None:
     first = talk("What is 3 + 4?", "--prompt", "Tell me a story.", "--max-context", 20)

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 from dsv4.cli.answer import answer
+from dsv4.cli.arguments import refuse_files_in_use
 from dsv4.cli.chat.stop import AnswerStopped, StopRequest
 from dsv4.cli.conversation import Conversation, answered
 from dsv4.cli.job import Job, ModelFiles, Outcome, make_job
@@ -117,6 +118,7 @@ class Chat:
         """Writes the conversation and its state, for ``load`` and ``--load-state``. Raises
         ``UserError``.
         """
+        refuse_files_in_use(self._arguments, [("/save", path)])
         check_replaced_output("/save", path)
         tokenizer = self._files.tokenizer
         ids = self.token_ids
