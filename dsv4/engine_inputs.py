@@ -12,7 +12,7 @@ from dsv4.config import ModelConfig
 from dsv4.decode import CUDAGraphDecoder
 from dsv4.engine_config import EngineConfig
 from dsv4.layers.values import Watch
-from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.limits import MAX_DECODE_TOKENS, MAX_LOGPROBS
 from dsv4.logprobs import TokenLogprobs
 from dsv4.opened_checkpoint import Progress
 from dsv4.sequence import EngineSequence
@@ -51,7 +51,10 @@ class EngineInputs(EngineSequence):
     def prompt_logprobs(
         self, token_ids: Sequence[int], count: int, progress: Progress | None = None
     ) -> list[TokenLogprobs]:
-        """Of each prompt token but the first: its log-probability and the ``count`` largest."""
+        """Of each prompt token but the first: its log-probability and the ``count`` largest, 0 to
+        ``MAX_LOGPROBS``.
+        """
+        count = check_integer("count", count, 0, MAX_LOGPROBS)
         ids = self._fresh(token_ids)
         scored = ScoredSteps(self.steps, ids, count)
         self._prefill(ids, progress, scored.run)

@@ -52,7 +52,7 @@ class EngineSequence:
         it, from any distance. Raises ``ValueError`` for other positions.
         """
         self._end_run()
-        self.state.go_back(position)
+        self.state.go_back(check_integer("position", position, 0))
 
     def reusable_tokens(self, token_ids: Sequence[int]) -> int:
         """How many of ``token_ids``, a prompt from its start, ``generate(reuse=True)`` need not

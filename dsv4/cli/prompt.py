@@ -71,8 +71,8 @@ def build_prompt(
     """Encodes what the flags ask for, behind the conversation ``before`` where there is one. Raises
     ``UserError`` naming the flag or file.
 
-    Token ids are taken as they are. Plain text (``--raw``) gets the beginning-of-sequence token in
-    front unless it begins with it.
+    Token ids are taken as they are. Plain text (``--raw``) that begins a sequence gets the
+    beginning-of-sequence token in front unless it begins with it.
     """
     earlier = [] if before is None else before.token_ids
     most = most_tokens(arguments, config)
@@ -84,7 +84,7 @@ def build_prompt(
         return build_chat_prompt(arguments, tokenizer, most, messages)
     text = prompt_text(arguments)
     token_ids = earlier + encode_text(tokenizer, text, most)
-    if token_ids[:1] != [tokenizer.bos_id]:
+    if not earlier and token_ids[:1] != [tokenizer.bos_id]:
         token_ids.insert(0, tokenizer.bos_id)
     return Prompt(text_of(tokenizer, earlier) + text, token_ids, None, [], None)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dsv4.cli.draft_flags import drafts_asked_for
 from dsv4.cli.job import Job
 from dsv4.command.output_file import check_replaced_output
 from dsv4.config import ModelConfig
@@ -25,6 +26,10 @@ def check_trace(arguments: argparse.Namespace, config: ModelConfig) -> None:
         return
     if arguments.profile:
         raise UserError("--trace: found together with --profile, expected one of them")
+    for key, value in drafts_asked_for(arguments).items():
+        if value != "off":
+            flag = "--" + key.replace("_", "-")
+            raise UserError(f"{flag}: found together with --trace, whose steps make no drafts")
     check_replaced_output("--trace", path)
     matching(config, arguments.trace_at or EVERY_VALUE, "--trace-at")
 

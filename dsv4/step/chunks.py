@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ def split_ids(token_ids: list[int], sizes: list[int], largest: int) -> list[list
     Raises ``ValueError`` unless the sizes are positive and sum to the number of ids.
     """
     count = len(token_ids)
-    if sum(sizes) != count or any(size < 1 for size in sizes):
+    are_integers = all(isinstance(size, Integral) for size in sizes)
+    if not are_integers or sum(sizes) != count or any(size < 1 for size in sizes):
         raise ValueError(f"chunk_sizes: found {sizes}, expected positive sizes that sum to {count}")
     chunks = []
     start = 0

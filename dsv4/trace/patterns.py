@@ -16,7 +16,7 @@ def matching(config: ModelConfig, at: Sequence[str], name: str = "at") -> Wants:
     Raises ``UserError`` for no pattern, and for one that matches no value of the model; ``name`` is
     what it calls them.
     """
-    if isinstance(at, str) or not at:
+    if isinstance(at, str) or not at or not all(isinstance(pattern, str) for pattern in at):
         raise UserError(f"{name}: found {at!r}, expected at least one pattern in a list")
     names = value_names(config)
     for pattern in at:

@@ -37,6 +37,19 @@ def reference(report: dict[str, Any], fed: list[list[int]]) -> list[int]:
     return list(engine.generate(ids, 12, sampling, reuse=True))
 
 
+def test_raw_text_goes_on_behind_a_sequence_that_began_without_a_token_for_it(
+    drive: Drive, tmp_path: Path
+) -> None:
+    ids = tmp_path / "ids"
+    ids.write_text("[20, 30, 40]")
+    state = tmp_path / "state"
+    first = answered(drive, tmp_path, "--token-ids", ids, "--save-state", state)
+    second = answered(drive, tmp_path, "--raw", "--prompt", " and", "--load-state", state)
+    before = [20, 30, 40, *first["completion"]["token_ids"]]
+    assert second["prompt"]["token_ids"][: len(before)] == before
+    assert f"behind {len(before) - 1} reused" in second["stderr"]
+
+
 @pytest.mark.slow
 def test_the_next_turn_is_that_of_the_whole_conversation(drive: Drive, tmp_path: Path) -> None:
     state = tmp_path / "state"

@@ -36,12 +36,17 @@ def test_a_run_leaves_the_values_of_its_prompt_and_its_tokens(drive: Drive, tmp_
     [
         (("--trace-at", "logits"), "--trace-at: found without --trace"),
         (("--trace", "x", "--profile"), "--trace: found together with --profile"),
+        (("--trace", "x", "--draft", "mtp"), "--draft: found together with --trace"),
+        (("--trace", "x", "--draft-tokens", 2), "--draft-tokens: found together with --trace"),
         (("--trace", "-"), "--trace: -: found no regular file"),
         (("--trace", "/dev/null"), "--trace: /dev/null: found no regular file"),
         (("--trace", "/nonexistent/x"), "--trace: /nonexistent/x: its folder does not exist"),
         (("--trace", "x", "--trace-at", "layer.3"), "--trace-at: 'layer.3' matches no value"),
     ],
-    ids=["without a file", "profile", "stdout", "device", "folder", "pattern"],
+    ids=[
+        *("without a file", "profile", "draft", "draft tokens"),
+        *("stdout", "device", "folder", "pattern"),
+    ],
 )
 def test_what_cannot_be_traced_is_refused_before_loading(
     drive: Drive, arguments: tuple[str, ...], message: str

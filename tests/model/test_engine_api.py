@@ -207,6 +207,15 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     ),
     "no chunks": (lambda e: e.logits([3, 4, 5], []), "chunk_sizes: found []"),
     "an empty chunk": (lambda e: e.logits([3, 4, 5], [3, 0]), "chunk_sizes: found [3, 0]"),
+    "half a chunk": (lambda e: e.logits([3, 4, 5], [1.5, 1.5]), "chunk_sizes: found [1.5, 1.5]"),  # type: ignore[list-item]
+    "a pattern that is no text": (lambda e: e.trace([3], [5]), "at: found [5], expected"),  # type: ignore[list-item]
+    "fewer than no log-probabilities": (
+        lambda e: e.prompt_logprobs([3, 4], -1),
+        "count: found -1, expected an integer from 0 to 1000",
+    ),
+    "all log-probabilities": (lambda e: e.prompt_logprobs([3, 4], None), "count: found None"),  # type: ignore[arg-type]
+    "half a position": (lambda e: e.rewind_to(0.5), "position: found 0.5, expected an integer"),  # type: ignore[arg-type]
+    "a position that is a truth": (lambda e: e.rewind_to(False), "position: found False"),
 }
 
 
