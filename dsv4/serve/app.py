@@ -71,7 +71,11 @@ async def _reply(
     service: Service, request: Request, ask: Callable[[Service, dict[str, Any]], Asked]
 ) -> Reply:
     """Checks the request before it waits. Raises ``ApiError``."""
-    body = await _read_body(request, service.most_body_bytes)
+    try:
+        # A client that sends half a body and no more would keep the server from its end.
+        body = await service.worker.before_end(_read_body(request, service.most_body_bytes))
+    except Cancelled:
+        raise server_ending() from None
     fields, questions, answer = await run_in_threadpool(_checked, service, body, ask)
 
     def work(check: Check) -> Iterator[object]:

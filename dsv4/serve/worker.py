@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -88,7 +88,7 @@ class Worker:
         self._pool = ThreadPoolExecutor(1, "engine")
         self._most_waiting = most_waiting
         self._jobs: list[Job] = []
-        self._ending = False
+        self._ending = asyncio.Event()
 
     @property
     def waiting(self) -> int:
@@ -104,7 +104,7 @@ class Worker:
 
     def submit(self, work: Work) -> Job:
         """A new job. Raises ``QueueFull``, and ``Cancelled`` behind ``end``."""
-        if self._ending:
+        if self._ending.is_set():
             raise Cancelled
         if self.waiting > self._most_waiting:
             raise QueueFull
@@ -112,9 +112,24 @@ class Worker:
         self._jobs.append(job)
         return job
 
+    async def before_end(self, waiting: Coroutine[object, object, _Result]) -> _Result:
+        """What ``waiting`` returns; raises what it raises. ``end`` gives it up: ``Cancelled``."""
+        task = asyncio.create_task(waiting)
+        ending = asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Cancelled
+            return task.result()
+        finally:
+            task.cancel()
+            ending.cancel()
+
     async def end(self) -> None:
-        """Cancels every job, and waits until the thread has nothing to do."""
-        self._ending = True
+        """Cancels every job, gives up what waits for one, and waits until the thread has nothing
+        to do.
+        """
+        self._ending.set()
         for job in self._jobs:
             job.cancel()
         await asyncio.to_thread(self.call, lambda: None)

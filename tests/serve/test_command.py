@@ -40,11 +40,12 @@ def started(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, IO[str]]]
 
 
 @pytest.mark.slow
-def test_a_signal_ends_it_with_one_line_though_an_answer_is_under_way(tmp_path: Path) -> None:
+def test_a_signal_ends_it_with_one_line_though_requests_are_under_way(tmp_path: Path) -> None:
     with started("--state-dir", str(tmp_path / "states")) as (process, url, err):
         done = httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 3})
         assert done.json()["usage"]["completion_tokens"] == 3
-        with connect(url) as connection:
+        with connect(url) as half, connect(url) as connection:
+            half.sendall(raw_request(f"{url}/completions", b'{"prompt": "a"}')[:-4])
             body = b'{"prompt": "a", "max_tokens": 100000, "ignore_eos": true, "stream": true}'
             connection.sendall(raw_request(f"{url}/completions", body))
             assert connection.recv(64).startswith(b"HTTP/1.1 200")

@@ -198,6 +198,8 @@ def test_the_end_of_a_server_ends_what_is_under_way_and_what_waits(service: Serv
         found["waited"] = httpx.post(f"{url}/completions", json={"prompt": "a"}, timeout=60)
 
     with running(service) as one:
+        half = connect(one.url)
+        half.sendall(raw_request(f"{one.url}/completions", b'{"prompt": "a"}')[:-4])
         stream = iter(start_stream(one))
         thread = threading.Thread(target=wait, args=(one.url,))
         thread.start()
@@ -210,4 +212,8 @@ def test_the_end_of_a_server_ends_what_is_under_way_and_what_waits(service: Serv
         503,
         "shutdown",
     )
+    with half, half.makefile("rb") as file:
+        response = file.read()
+    assert response.startswith(b"HTTP/1.1 503")
+    assert b'"code": "shutdown"' in response
     assert time.monotonic() - began < 20
