@@ -1,4 +1,6 @@
-"""Who may ask: with an API key whoever has it, without one whoever is on this machine."""
+"""Who may ask: with an API key whoever has it, without one whoever is on this machine; and how
+many at once.
+"""
 
 import hmac
 from urllib.parse import urlsplit
@@ -12,22 +14,29 @@ from dsv4.serve.reply import json_response
 OPEN_PATHS = frozenset(("/health",))
 # Pages of the web reach a server on this machine by names of their own.
 LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
+# With those whose bodies are still being sent, which the queue does not see.
+MOST_REQUESTS = 256
 
 
 class Guard:
-    """Lets through who may ask; others get the error."""
+    """Lets through who may ask, up to ``MOST_REQUESTS`` at once; others get the error."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
         self._api_key = None if api_key is None else api_key.encode("utf-8")
+        self._requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application behind the guard."""
-        error = self._refused(scope) if scope["type"] == "http" else None
-        if error is None:
-            await self._app(scope, receive, send)
-        else:
+        error = (self._refused(scope) or self._full()) if scope["type"] == "http" else None
+        if error is not None:
             await json_response(error.body(), error.status)(scope, receive, send)
+            return
+        self._requests += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._requests -= 1
 
     def _refused(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
@@ -42,6 +51,12 @@ class Guard:
             return None
         message = "Authorization: found no key of this server, expected Bearer KEY"
         return ApiError(401, message, code="invalid_api_key")
+
+    def _full(self) -> ApiError | None:
+        if self._requests < MOST_REQUESTS:
+            return None
+        message = f"the server is full: {self._requests} requests"
+        return ApiError(503, message, code="queue_full")
 
 
 def _host_name(host: str) -> str | None:

@@ -20,7 +20,6 @@ from dsv4.serve.app import build_app
 from dsv4.serve.service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_CONNECTIONS = 256
 _ENDING_SECONDS = 10
 
 
@@ -38,7 +37,6 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=_CONNECTIONS,
             timeout_graceful_shutdown=_ENDING_SECONDS,
         )
         super().__init__(config)

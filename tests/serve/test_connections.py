@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from dsv4.serve.answering import PromptRead, Question, Said
+from dsv4.serve.guard import MOST_REQUESTS
 from dsv4.serve.service import Service
 from dsv4.serve.worker import Check, Worker
 from tests.serve.running import (
@@ -105,6 +107,24 @@ def test_half_a_request_keeps_nobody_waiting(demo: Running) -> None:
         assert demo.post("/completions", prompt="a", max_tokens=1).status_code == 200
         slow.sendall(whole[-4:])
         assert slow.recv(64).startswith(b"HTTP/1.1 200")
+
+
+def test_more_requests_than_the_server_holds_get_the_error_object(demo: Running) -> None:
+    half = raw_request(f"{demo.url}/completions", b'{"prompt": "a"}')[:-4]
+
+    def answer_until(status: int) -> httpx.Response:
+        deadline = time.monotonic() + 30
+        while (response := httpx.get(f"{demo.url}/models")).status_code != status:
+            assert time.monotonic() < deadline
+        return response
+
+    with ExitStack() as connections:
+        for _ in range(MOST_REQUESTS):
+            connections.enter_context(connect(demo.url)).sendall(half)
+        error = answer_until(503).json()["error"]
+        assert (error["code"], error["type"]) == ("queue_full", "server_error")
+        assert error["message"] == f"the server is full: {MOST_REQUESTS} requests"
+    assert answer_until(200).json()["object"] == "list"
 
 
 @pytest.mark.parametrize(
