@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.cli.generation_defaults import eos_token_ids
-from dsv4.cli.prompt import build_chat_prompt
+from dsv4.cli.prompt import build_chat_prompt, check_unicode
 from dsv4.encoding import detect_profile, fold_reasoning_effort, tool_calls_opening
 from dsv4.errors import shorten
 from dsv4.serve.answering import Question
@@ -40,6 +40,10 @@ def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
         "tools": None if fields.tool_choice == "none" else fields.tools,
         "response_format": fields.response_format,
     }
+    # The encoder would name the first message, which it moves them into.
+    for name in ("tools", "response_format"):
+        with field_errors(name):
+            check_unicode(request[name], name)
     arguments = argparse.Namespace(
         messages=request,
         model=service.folder,

@@ -11,7 +11,7 @@ from dsv4.command.errors import user_message
 TOO_LONG = "context_length_exceeded"
 # The encoder names the place by itself.
 _TWICE = re.compile(r"^messages: (?=(messages|tools|response_format)\b)")
-_FIELD = re.compile(r"^(messages|tools|response_format|prompt|reasoning_effort)\b")
+_FIELD = re.compile(r"^(messages|tools|response_format|prompt|reasoning_effort|stop)\b")
 
 
 class ApiError(Exception):

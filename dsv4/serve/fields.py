@@ -4,8 +4,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dsv4.cli.prompt import check_unicode
 from dsv4.errors import shorten
-from dsv4.serve.errors import ApiError
+from dsv4.serve.errors import ApiError, field_errors
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
@@ -107,7 +108,7 @@ def read_fields(kind: type[_Kind], raw: dict[str, Any]) -> _Kind:
         value = raw.get(name)
         same = value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
         if value is not None and not same:
-            message = f"{name}: found {shorten(value)}, expected {neutral}: it is not supported"
+            message = f"{name}: found {shorten(value)}, expected {neutral!r}: it is not supported"
             raise ApiError(400, message, name, "unsupported_parameter")
     left = {key: raw[key] for key in raw if key not in IGNORED and key not in NEUTRAL}
     try:
@@ -126,15 +127,25 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
     if not fits or not all(isinstance(text, str) and text for text in texts):
         expected = f"a string, or a list of up to {MAX_STOP_STRINGS}, none of them empty"
         raise ApiError(400, f"stop: found {shorten(stop)}, expected {expected}", "stop")
+    with field_errors("stop"):
+        check_unicode(stop, "stop")
     return tuple(texts)
 
 
 def _wrong_field(errors: ValidationError) -> ApiError:
     first = errors.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"]))[:80]
-    if first["type"] == "extra_forbidden":
+    # For a name that is not Unicode pydantic gives no place, only the name.
+    named = bool(first["loc"])
+    place = ".".join(map(_shown, first["loc"] if named else (first["input"],)))[:80]
+    if first["type"] == "extra_forbidden" or not named:
         return ApiError(400, f"{place}: found an unknown field", place, "unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{place}: found none, expected it", place, "missing_parameter")
     expected = first["msg"].replace("Input should be ", "")
     return ApiError(400, f"{place}: found {shorten(first['input'])}, expected {expected}", place)
+
+
+def _shown(name: str | int) -> str:
+    """The name, in quotes where a line cannot show it as it is."""
+    text = str(name)
+    return text if text and text.isprintable() else repr(text)

@@ -14,6 +14,7 @@ CHAT = "/chat/completions"
 TEXT = "/completions"
 USER = {"messages": FRANCE}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+BROKEN_TOOL = {"type": "function", "function": {"name": "\ud800", "parameters": {}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 VAST = "x" * 1000
 LONG = {"messages": [{"role": "user", "content": "word " * 10_000}]}
@@ -43,10 +44,14 @@ def message(**fields: Any) -> dict[str, Any]:
         (CHAT, message(content=[IMAGE]), "messages[0].content[0]", "found 'image_url'"),
         (CHAT, message(role="assistant"), "messages", "found a message of assistant at the end"),
         (CHAT, {**USER, "max_token": 5}, "max_token", "max_token: found an unknown field"),
+        (CHAT, {**USER, "\ud800": 5}, r"'\ud800'", r"'\ud800': found an unknown field"),
+        (CHAT, {**USER, "a\nb": 5}, r"'a\nb'", r"'a\nb': found an unknown field"),
+        (CHAT, {**USER, "": 5}, "''", "'': found an unknown field"),
         (CHAT, {**USER, "n": 2}, "n", "n: found 2, expected 1"),
         (CHAT, {**USER, "n": True}, "n", "n: found True, expected 1"),
         (CHAT, {**USER, "logit_bias": {"5": 1}}, "logit_bias", "logit_bias: found {'5': 1}"),
         (CHAT, {**USER, "frequency_penalty": 0.5}, "frequency_penalty", "found 0.5, expected 0"),
+        (CHAT, {**USER, "suffix": "x"}, "suffix", "suffix: found 'x', expected '': it is not"),
         (CHAT, {**USER, "temperature": -1}, "temperature", "temperature: found -1, expected gr"),
         (CHAT, {**USER, "temperature": "1"}, "temperature", "temperature: found '1', expected a v"),
         (CHAT, {**USER, "temperature": True}, "temperature", "temperature: found True"),
@@ -63,11 +68,21 @@ def message(**fields: Any) -> dict[str, Any]:
         ),
         (CHAT, {**USER, "stop": ""}, "stop", "stop: found ''"),
         (CHAT, {**USER, "stop": ["a", 5]}, "stop", "stop: found ['a', 5]"),
+        (CHAT, {**USER, "stop": "a\ud800"}, "stop", "stop: found a lone surrogate at character 1"),
+        (CHAT, {**USER, "stop": ["a", "\ud800"]}, "stop", "stop[1]: found a lone surrogate at"),
         (CHAT, {**USER, "stop": ["a"] * 65}, "stop", "stop: found"),
         (CHAT, {**USER, "top_logprobs": 2}, "top_logprobs", "found without logprobs"),
         (CHAT, {**USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "found 21"),
         (CHAT, {**USER, "stream_options": {}}, "stream_options", "found without stream"),
         (CHAT, {**USER, "tools": [{"type": "x"}]}, "tools", 'tools[0] has no object "function"'),
+        (CHAT, {**USER, "tools": [BROKEN_TOOL]}, "tools", "tools[0].function.name: found a lone"),
+        (CHAT, {**USER, "tools": [{"\ud800": 1}]}, "tools", "tools: a key of tools[0]: found a"),
+        (
+            CHAT,
+            {**USER, "response_format": {"type": "\ud800"}},
+            "response_format",
+            "response_format.type: found a lone surrogate",
+        ),
         (CHAT, {**USER, "tool_choice": "required"}, "tool_choice", "found required without tools"),
         (CHAT, {**USER, "tools": [TOOL], "tool_choice": "f"}, "tool_choice", "found 'f', expected"),
         (
