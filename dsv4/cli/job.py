@@ -15,6 +15,7 @@ from dsv4.encoding import Tokenizer
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.limits import MAX_DRAFTS
 from dsv4.measure.graph_profile import GraphProfile
 from dsv4.measure.op_profile import OpProfile
 from dsv4.plan import DEFAULT_MAX_CONTEXT
@@ -107,10 +108,11 @@ def prepare(arguments: argparse.Namespace) -> Job:
 
 def context_tokens(arguments: argparse.Namespace, config: ModelConfig, wanted: int) -> int:
     """Tokens that the caches hold: ``--max-context``, else the ``wanted`` ones and at least the
-    engine's default.
+    engine's default. With room for drafts, so that a run makes as many at its end as with larger
+    caches.
     """
     most = config.max_position_embeddings
-    return arguments.max_context or min(max(DEFAULT_MAX_CONTEXT, wanted), most)
+    return arguments.max_context or min(max(DEFAULT_MAX_CONTEXT, wanted + MAX_DRAFTS), most)
 
 
 def make_job(

@@ -6,10 +6,15 @@ import pytest
 
 import dsv4
 import single_shot_inference
+from dsv4.checkpoint import tiny_config
 from dsv4.cli.arguments import engine_config, parse_arguments
 from dsv4.cli.flags import build_parser
+from dsv4.cli.job import context_tokens
+from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.limits import MAX_DRAFTS
+from dsv4.plan import DEFAULT_MAX_CONTEXT
 from tests.driver.drive import Drive
 
 VALUED = [action for action in build_parser()._actions if action.nargs != 0]
@@ -71,3 +76,21 @@ def test_verbose_shows_log_lines_while_it_runs(
     assert drive("--verbose").err == "dsv4: about weights\n"
     assert drive().err == ""
     drive("--verbose", "--quiet").assert_user_error("--verbose", "--quiet")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "context"),
+    [
+        (100, DEFAULT_MAX_CONTEXT),
+        (10_000, 10_000 + MAX_DRAFTS),
+        (16_380, 16_384),
+        (20_000, 16_384),
+    ],
+)
+def test_caches_have_room_for_drafts_behind_the_last_token(wanted: int, context: int) -> None:
+    """So the text of a seed does not go with the length of the caches."""
+    config = ModelConfig.from_dict(tiny_config(max_position_embeddings=16_384))
+    arguments = parse_arguments([])
+    assert context_tokens(arguments, config, wanted) == context
+    arguments.max_context = 300
+    assert context_tokens(arguments, config, wanted) == 300
