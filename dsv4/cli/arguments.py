@@ -42,6 +42,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.verbose and arguments.quiet:
         raise UserError("--verbose: found together with --quiet, expected one of them")
     refuse_what_has_no_effect(arguments, given_flags(parser, arguments))
+    _refuse_stdin_for_two(arguments)
     refuse_files_in_use(arguments, _files(arguments, _OUTPUTS))
     # A state may be saved where it was loaded from.
     refuse_shared_files(_files(arguments, ("load_state",)), _files(arguments, ("json", "trace")))
@@ -103,6 +104,12 @@ def refuse_files_in_use(
     read = _files(arguments, _INPUTS)
     folder = None if draft is None else Path(draft)
     refuse_shared_files(read, written, Path(arguments.model), folder)
+
+
+def _refuse_stdin_for_two(arguments: argparse.Namespace) -> None:
+    reading = [flag for flag, path in _files(arguments, _INPUTS) if path == Path("-")]
+    if len(reading) > 1:
+        raise UserError(f"{reading[1]}: found stdin together with {reading[0]}, which reads it")
 
 
 def _files(arguments: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, Path | None]]:

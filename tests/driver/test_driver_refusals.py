@@ -36,6 +36,7 @@ from tests.source_rules import ROOT
         (["--no-such-flag"], ["--no-such-flag"]),
         (["--prom", "x"], ["--prom"]),
         (["--prompt", "a", "--prompt-file", "b"], ["--prompt-file", "--prompt"]),
+        (["--prompt-file", "-", "--tools", "-"], ["--tools: found stdin together with --prompt-f"]),
         (["--raw", "--system", "x"], ["--raw", "--system"]),
         (["--raw", "--thinking", "on"], ["--raw", "--thinking on"]),
         (["--reasoning-effort", "max"], ["--reasoning-effort", "--thinking on"]),
