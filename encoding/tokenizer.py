@@ -4,12 +4,22 @@
 
 import codecs
 import json
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from .control_tokens import BOS, EOS, WRITTEN_TOKENS
+
+# What tokenizers lose or change that are not byte-level BPE without a normalizer. It begins with a
+# letter and has spaces between and behind the control tokens, since a tokenizer may write a space
+# in front and cut off others.
+_ANY_TEXT = (
+    "What is 3 + 4? Éte\u0301\r\n\n\tif x_1 != 2026:  # ﬁn\u00a0你好，한국어 🧑\u200d🚀\x00 \n"
+    + " ".join(WRITTEN_TOKENS)
+    + " "
+)
 
 
 class Tokenizer:
@@ -49,6 +59,7 @@ class Tokenizer:
         # In bytes: a symbol of the vocabulary stands for one, an added token is text.
         longest_added = max(len(token.encode("utf-8")) for token in self._added_tokens.values())
         self._longest_token = max(longest_added, max(map(len, vocabulary)))
+        self._check_round_trip(file)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, nothing added. ValueError if the text holds a lone surrogate."""
@@ -118,6 +129,18 @@ class Tokenizer:
             raise ValueError(
                 f"{file}: vocab: found no {lacking[0]!r}, expected the symbols of all 256 bytes "
                 f"(lacks {len(lacking)})"
+            )
+
+    def _check_round_trip(self, file: Path) -> None:
+        """Without its pre-tokenizer, or with a normalizer, a prompt would silently be another."""
+        found = self.decode(self.encode(_ANY_TEXT))
+        if found != _ANY_TEXT:
+            pairs = enumerate(zip_longest(found, _ANY_TEXT))
+            first = next(at for at, (one, other) in pairs if one != other)
+            place = slice(max(0, first - 8), first + 8)
+            raise ValueError(
+                f"{file}: pre_tokenizer, normalizer or added_tokens change text: "
+                f"found {found[place]!r}, expected {_ANY_TEXT[place]!r}"
             )
 
 

@@ -219,6 +219,31 @@ def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path: Path) -> None:
             Tokenizer(write_small(tmp_path, model=model))
 
 
+@pytest.mark.parametrize(
+    ("changes", "found", "expected"),
+    [
+        ({"pre_tokenizer": None}, "'Whatis3+4?", "'What is 3 + '"),
+        ({"pre_tokenizer": {**SMALL["pre_tokenizer"], "add_prefix_space": True}}, "' What i", ""),
+        ({"normalizer": {"type": "Lowercase"}}, "'what is '", "'What is '"),
+        ({"normalizer": {"type": "Prepend", "prepend": "▁"}}, "'▁What i", "'What is '"),
+        ({"normalizer": {"type": "NFC"}}, "", ""),
+        ({"normalizer": {"type": "NFKC"}}, "", ""),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": False}}, "", ""),
+        ({"normalizer": {"type": "Strip", "strip_left": False, "strip_right": True}}, "", ""),
+        ({"added_tokens": [{**token, "rstrip": True} for token in SMALL["added_tokens"]]}, "", ""),
+        ({"added_tokens": [{**token, "lstrip": True} for token in SMALL["added_tokens"]]}, "", ""),
+    ],
+)
+def test_a_tokenizer_that_would_change_text_is_refused(
+    tmp_path: Path, changes: dict[str, Any], found: str, expected: str
+) -> None:
+    with pytest.raises(ValueError, match="tokenizer.json: pre_tokenizer, normalizer or") as error:
+        Tokenizer(write_small(tmp_path, **changes))
+    assert f"change text: found {found}" in str(error.value)
+    assert f", expected {expected}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("key", ["continuing_subword_prefix", "end_of_word_suffix"])
 def test_affixes_are_refused_before_the_library_panics(
     tmp_path: Path, key: str, capfd: pytest.CaptureFixture[str]
