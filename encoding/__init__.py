@@ -5,7 +5,7 @@ Its modules import one another relatively: the package is also loaded as `dsv4.e
 that the folder `encoding/` of a checkpoint in the current directory cannot take.
 """
 
-from .chat_file import load_messages, messages_of_json, messages_of_request
+from .chat_file import load_messages, messages_of_json, messages_of_request, parse_json
 from .completion import (
     Completion,
     ContentDelta,
@@ -47,6 +47,7 @@ __all__ = [
     "messages_of_request",
     "neutralize",
     "parse_completion",
+    "parse_json",
     "parse_message_from_completion_text",
     "tool_calls_opening",
 ]

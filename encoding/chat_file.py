@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from .messages import parse_tools
+from .messages import finite_number, parse_tools
 
 
 def load_messages(path: str | Path) -> list[dict]:
@@ -25,11 +25,22 @@ def load_messages(path: str | Path) -> list[dict]:
 
 def messages_of_json(text: str | bytes) -> list[dict]:
     """The messages of a chat file's content, as `load_messages` gives them. ValueError."""
+    return messages_of_request(parse_json(text))
+
+
+def parse_json(text: str | bytes) -> object:
+    """The value of JSON text. ValueError, also for repeated keys and for numbers that are not
+    finite.
+    """
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys)
+        return json.loads(
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_float=finite_number,
+            parse_constant=finite_number,
+        )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON ({error})") from error
-    return messages_of_request(value)
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -5,6 +5,7 @@ here with a ValueError that names the message.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,12 +57,22 @@ class Message:
 
 def to_json(value: object, where: str) -> str:
     """JSON text as the model was trained on it: default separators, no ASCII escapes, key order
-    kept.
+    kept. ValueError that begins with `where` for what JSON does not have, as NaN.
     """
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} cannot be written as JSON ({error})") from error
+
+
+def finite_number(text: str) -> float:
+    """A number of JSON text. ValueError for NaN and infinities, which Python reads and JSON does
+    not have, and for a number that overflows to one.
+    """
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"found {text[:80]}, expected a finite number")
+    return value
 
 
 def parse_messages(messages: object, where: str) -> list[Message]:
@@ -143,6 +154,7 @@ def parse_tools(tools: object, where: str) -> list[dict[str, object]]:
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         if isinstance(properties, Mapping):
             _check_argument_names(properties, f"{place}.parameters.properties")
+        to_json(function, place)
         functions.append(dict(function))
     return functions
 
@@ -223,7 +235,7 @@ def _parse_arguments(arguments: object, where: str) -> dict[str, object]:
             f"{where} is {type(arguments).__name__}, expected a JSON string or an object"
         )
     try:
-        parsed = json.loads(arguments)
+        parsed = json.loads(arguments, parse_float=finite_number, parse_constant=finite_number)
     except (ValueError, RecursionError):
         return {"arguments": arguments}
     return parsed if isinstance(parsed, dict) else {"arguments": arguments}

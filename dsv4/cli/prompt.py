@@ -1,7 +1,6 @@
 """Flags to token ids: messages, chat encoding or plain text, tokenizer."""
 
 import argparse
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from dsv4.encoding import (
     fold_reasoning_effort,
     messages_of_json,
     messages_of_request,
+    parse_json,
 )
 from dsv4.errors import UserError, shorten
 from dsv4.model_files import model_file
@@ -187,10 +187,7 @@ def with_tools(messages: list[dict], file: str) -> list[dict]:
     """
     raw = read_input("--tools", file)
     with user_errors(f"--tools: {file}: "):
-        try:
-            found = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"not valid JSON ({error})") from None
+        found = parse_json(raw)
         tools = found.get("tools") if isinstance(found, dict) else found
         if not isinstance(tools, list):
             raise UserError('expected a list of tools or an object with a list "tools"')

@@ -112,7 +112,12 @@ def test_what_a_chat_cannot_have_is_refused(
 
 
 def test_tools_are_a_list_or_a_request(drive: Drive, tmp_path: Path) -> None:
-    for text, message in (("{}", "expected a list of tools"), ("[", "not valid JSON")):
+    for text, message in (
+        ("{}", "expected a list of tools"),
+        ("[", "not valid JSON"),
+        ('[{"a": 1, "a": 2}]', "not valid JSON (the key 'a' occurs twice)"),
+        ("[NaN]", "not valid JSON (found NaN, expected a finite number)"),
+    ):
         (tmp_path / "tools").write_text(text)
         refused = drive("--tools", tmp_path / "tools", "--prompt", "Hi")
         refused.assert_user_error(f"--tools: {tmp_path}/tools: {message}")

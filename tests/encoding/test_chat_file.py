@@ -59,6 +59,15 @@ def test_a_repeated_key_is_refused(tmp_path: Path) -> None:
         load_messages(file)
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, number: str) -> None:
+    file = tmp_path / "chat.json"
+    file.write_text(f'{{"messages": [], "tools": [{{"x": {number}}}]}}')
+    expected = rf"chat.json: not valid JSON \(found {number}, expected a finite number\)"
+    with pytest.raises(ValueError, match=expected):
+        load_messages(file)
+
+
 def test_tools_given_twice_are_refused() -> None:
     request = {"messages": [{"role": "system", "content": "", "tools": TOOLS}], "tools": TOOLS}
     with pytest.raises(

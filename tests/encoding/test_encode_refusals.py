@@ -42,11 +42,23 @@ CYCLE.append(CYCLE)
         ([{"role": "system", "tools": [{"function": {}}]}], r"tools\[0\].function.name is None"),
         (
             [{"role": "system", "tools": [{"function": {"name": "f", "x": {1}}}]}],
-            "tool 'f' cannot be written as JSON",
+            r"messages\[0\].tools\[0\].function cannot be written as JSON",
         ),
         (
             [{"role": "system", "response_format": CYCLE}],
             "response_format cannot be written as JSON",
+        ),
+        (
+            [{"role": "system", "tools": [{"function": {"name": "f", "x": float("nan")}}]}],
+            r"tools\[0\].function cannot be written as JSON",
+        ),
+        (
+            [{"role": "system", "response_format": {"x": float("inf")}}],
+            "response_format cannot be written as JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [call(arguments={"x": float("nan")})]}],
+            "arguments cannot be written as JSON",
         ),
         ([{"role": "assistant", "tool_calls": {}}], "tool_calls is dict"),
         ([{"role": "assistant", "tool_calls": ["f"]}], r'tool_calls\[0\] has no object "function"'),

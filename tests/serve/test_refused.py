@@ -16,6 +16,7 @@ USER = {"messages": FRANCE}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 BROKEN_TOOL = {"type": "function", "function": {"name": "\ud800", "parameters": {}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+NAN_IN_TOOLS = b'{"messages": [], "tools": [{"function": {"name": "f", "x": NaN}}]}'
 VAST = "x" * 1000
 LONG = {"messages": [{"role": "user", "content": "word " * 10_000}]}
 HUGE = {"messages": [{"role": "user", "content": "word " * 190_000}]}
@@ -138,6 +139,7 @@ def test_a_wrong_field_is_named(
         (b"[" * 100_000, 400, "body: not valid JSON"),
         (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "messages"),
         (b'{"temperature": NaN, "messages": []}', 400, "temperature: found nan"),
+        (NAN_IN_TOOLS, 400, "tools[0].function cannot be written as JSON (Out of range float"),
         (b" " * 1_000_001, 413, "body: found more than 1000000 bytes"),
     ],
 )
