@@ -122,7 +122,8 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> Stored
     if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
         raise wrong(f"dtype: found {shorten(dtype)}, expected one of {', '.join(TORCH_DTYPES)}")
     if not _integers(shape, MAX_DIMENSION) or len(shape) > MAX_DIMENSIONS:
-        raise wrong(f"shape: found {shorten(shape)}, expected up to {MAX_DIMENSIONS} sizes")
+        expected = f"up to {MAX_DIMENSIONS} sizes, each an integer from 0 to {MAX_DIMENSION}"
+        raise wrong(f"shape: found {shorten(shape)}, expected {expected}")
     if not _integers(offsets, 2**63) or len(offsets) != 2:
         raise wrong(f"data_offsets: found {shorten(offsets)}, expected [begin, end]")
     nbytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
