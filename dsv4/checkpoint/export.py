@@ -8,7 +8,6 @@ appears only when it is complete. Matrices that are in the wanted format already
 
 import argparse
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,14 @@ from dsv4.checkpoint.problems import Problems
 from dsv4.checkpoint.scale_values import check_input_scales, unfilled_input_scales
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.checkpoint.transfer import transfer
-from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES, new_folder, write_json, write_shards
+from dsv4.checkpoint.writer import (
+    DEFAULT_SHARD_BYTES,
+    check_room,
+    naming_file,
+    new_folder,
+    write_json,
+    write_shards,
+)
 from dsv4.command.flags import OneLineParser
 from dsv4.command.program import command, run_program
 from dsv4.command.progress import GIGABYTES, ProgressBar
@@ -67,21 +73,26 @@ def export(
         for stored in find_parameters(checkpoint, config, mtp_kind(checkpoint))
     }
     parameters = {name: stored.parameter for name, stored in found.items()}
-    with new_folder(Path(destination)) as folder:
+    destination = Path(destination)
+    with new_folder(destination) as folder:
         _check_small_tensors(checkpoint, list(found.values()), config.n_routed_experts)
         declared, separate = _declarations(
             checkpoint, list(found.values()), layout, names, config.num_hidden_layers
         )
-        write_json(folder / "config.json", declared)
-        if separate is not None:
-            write_json(folder / "hf_quant_config.json", separate)
-        _copy_other_files(checkpoint.folder, folder)
-        write_shards(
-            folder,
-            output_tensors(layout, names, parameters, _Converted(checkpoint, found, layout)),
-            shard_bytes,
-            progress,
-        )
+        tensors = output_tensors(layout, names, parameters, _Converted(checkpoint, found, layout))
+        others = _other_files(checkpoint.folder)
+        small = sum(file.stat().st_size for file in others.values())
+        check_room(folder, small + sum(tensor.nbytes for tensor in tensors))
+        with naming_file(destination):
+            write_json(folder / "config.json", declared)
+            if separate is not None:
+                write_json(folder / "hf_quant_config.json", separate)
+        for name, file in others.items():
+            content = file.read_bytes()
+            with naming_file(destination / name):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+        write_shards(folder, tensors, shard_bytes, progress)
 
 
 def _check_small_tensors(
@@ -181,19 +192,19 @@ def _declarations(
     return declare(checkpoint.raw_config, layout, names, layers)
 
 
-def _copy_other_files(source: Path, destination: Path) -> None:
+def _other_files(source: Path) -> dict[str, Path]:
+    """The files that come along as they are, by their names in the folder."""
     files = [
         file.relative_to(source)
         for file in (*source.glob("*"), *source.glob("encoding/**/*"))
         if file.is_file()
     ]
-    for file in files:
-        if str(file) in _REWRITTEN or (
-            file.suffix not in _COPIED_SUFFIXES and file.name != "LICENSE"
-        ):
-            continue
-        (destination / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(resolve_inside(source, str(file), "the folder listing"), destination / file)
+    return {
+        str(file): resolve_inside(source, str(file), "the folder listing")
+        for file in files
+        if str(file) not in _REWRITTEN
+        and (file.suffix in _COPIED_SUFFIXES or file.name == "LICENSE")
+    }
 
 
 def _size(text: str) -> int:

@@ -101,10 +101,7 @@ def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
         raise UserError(f"{destination}: found no regular file, expected the name of a file")
     if not path.parent.is_dir():
         raise UserError(f"{path.parent}: no such folder")
-    free = shutil.disk_usage(path.parent).free
-    if free < nbytes:
-        found = f"found {free / 1e9:.3g} GB free, expected at least {nbytes / 1e9:.3g} GB"
-        raise UserError(f"{destination}: {found}")
+    _expect_free(path.parent, nbytes, destination)
     temporary = path.with_name(f".dsv4-{secrets.token_hex(8)}")
     try:
         with naming_file(destination):
@@ -168,10 +165,20 @@ def check_room(folder: Path, nbytes: int) -> None:
     """Raises ``UserError`` when the file system of ``folder``, a temporary one, has less than
     ``nbytes`` free; it names the folder around.
     """
+    _expect_free(folder, nbytes, folder.parent)
+
+
+def _expect_free(folder: Path, nbytes: int, name: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        found = f"found {free / 1e9:,.1f} GB free, expected at least {nbytes / 1e9:,.1f} GB"
-        raise UserError(f"{folder.parent}: {found}")
+        found = f"found {_gigabytes(free)} free, expected at least {_gigabytes(nbytes)}"
+        raise UserError(f"{name}: {found}")
+
+
+def _gigabytes(nbytes: int) -> str:
+    """A number that tells something of a few bytes too."""
+    value = nbytes / 1e9
+    return f"{value:.3g} GB" if value < 100 else f"{value:,.1f} GB"
 
 
 def _split(tensors: list[OutputTensor], shard_bytes: int) -> list[list[OutputTensor]]:
