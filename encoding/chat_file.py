@@ -1,9 +1,10 @@
 """OpenAI-style chat files → the message list of `encode_messages` (model.md#messages)."""
 
 import json
+import math
 from pathlib import Path
 
-from .messages import finite_number, parse_tools
+from .messages import parse_tools
 
 
 def load_messages(path: str | Path) -> list[dict]:
@@ -36,11 +37,19 @@ def parse_json(text: str | bytes) -> object:
         return json.loads(
             text,
             object_pairs_hook=_unique_keys,
-            parse_float=finite_number,
-            parse_constant=finite_number,
+            parse_float=_finite,
+            parse_constant=_finite,
         )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON ({error})") from error
+
+
+def _finite(text: str) -> float:
+    """Not NaN and the infinities, which Python reads and JSON does not have."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"found {text[:80]}, expected a finite number")
+    return value
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -5,15 +5,10 @@ here with a ValueError that names the message.
 """
 
 import json
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .control_tokens import TASK_TOKENS
-
-# A name stands between quotation marks in a tag, and in one line.
-_NOT_IN_A_NAME = re.compile(r'["\x00-\x1f\x7f-\x9f]')
 
 
 @dataclass(frozen=True)
@@ -57,22 +52,12 @@ class Message:
 
 def to_json(value: object, where: str) -> str:
     """JSON text as the model was trained on it: default separators, no ASCII escapes, key order
-    kept. ValueError that begins with `where` for what JSON does not have, as NaN.
+    kept.
     """
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} cannot be written as JSON ({error})") from error
-
-
-def finite_number(text: str) -> float:
-    """A number of JSON text. ValueError for NaN and infinities, which Python reads and JSON does
-    not have, and for a number that overflows to one.
-    """
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"found {text[:80]}, expected a finite number")
-    return value
 
 
 def parse_messages(messages: object, where: str) -> list[Message]:
@@ -148,34 +133,12 @@ def parse_tools(tools: object, where: str) -> list[dict[str, object]]:
             raise ValueError(
                 f'{where}[{index}] has no object "function", expected the OpenAI tool format'
             )
-        place = f"{where}[{index}].function"
-        _function_name(function, place)
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        if isinstance(properties, Mapping):
-            _check_argument_names(properties, f"{place}.parameters.properties")
-        to_json(function, place)
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise ValueError(
+                f"{where}[{index}].function.name is {function.get('name')!r:.80}, expected a name"
+            )
         functions.append(dict(function))
     return functions
-
-
-def _function_name(function: Mapping, where: str) -> str:
-    name = function.get("name")
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{where}.name is {name!r:.80}, expected a name")
-    if _NOT_IN_A_NAME.search(name) is not None:
-        expected = 'a name without " and control characters'
-        raise ValueError(f"{where}.name is {name!r:.80}, expected {expected}")
-    return name
-
-
-def _check_argument_names(names: Mapping, where: str) -> None:
-    """The tag of an argument would end with a quotation mark in its name; any other character may
-    be there.
-    """
-    for name in names:
-        if isinstance(name, str) and '"' in name:
-            raise ValueError(f'{where} has the key {name!r:.80}, expected keys without "')
 
 
 def _part_text(part: object, where: str) -> str:
@@ -216,12 +179,15 @@ def _parse_tool_call(call: object, where: str) -> ToolCall:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise ValueError(f'{where} has no object "function", expected the OpenAI tool call format')
-    place = f"{where}.function"
-    name = _function_name(function, place)
-    call_id = _optional_string(call, "id", where) or _optional_string(function, "id", place)
-    arguments = _parse_arguments(function.get("arguments"), f"{place}.arguments")
-    _check_argument_names(arguments, f"{place}.arguments")
-    return ToolCall(call_id, name, arguments)
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{where}.function.name is {name!r:.80}, expected a name")
+    call_id = _optional_string(call, "id", where) or _optional_string(
+        function, "id", f"{where}.function"
+    )
+    return ToolCall(
+        call_id, name, _parse_arguments(function.get("arguments"), f"{where}.function.arguments")
+    )
 
 
 def _parse_arguments(arguments: object, where: str) -> dict[str, object]:
@@ -235,7 +201,7 @@ def _parse_arguments(arguments: object, where: str) -> dict[str, object]:
             f"{where} is {type(arguments).__name__}, expected a JSON string or an object"
         )
     try:
-        parsed = json.loads(arguments, parse_float=finite_number, parse_constant=finite_number)
+        parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return {"arguments": arguments}
     return parsed if isinstance(parsed, dict) else {"arguments": arguments}

@@ -27,6 +27,8 @@ from dsv4.errors import UserError, shorten
 from dsv4.model_files import model_file
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# A function's name stands between quotation marks in the tag of a call, and in one line.
+_NOT_IN_A_NAME = re.compile(r'["\x00-\x1f\x7f-\x9f]')
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,20 @@ def encode_conversation(
     last = messages[-1]
     shown_mode = "chat" if last["role"] == "assistant" or last.get("task") else mode
     tools = [tool for message in messages for tool in message.get("tools") or []]
+    check_function_names(tools, source)
     return Prompt(text, token_ids, shown_mode, tools, messages)
+
+
+def check_function_names(tools: list[dict], source: str = "") -> None:
+    """Raises ``UserError`` for a name that no tag of a call can hold: the call of it would be
+    another one. The encoder has found the tools to be some.
+    """
+    for index, tool in enumerate(tools):
+        name = tool["function"]["name"]
+        if _NOT_IN_A_NAME.search(name):
+            place = f"{source}tools[{index}].function.name"
+            expected = 'expected a name without " and control characters'
+            raise UserError(f"{place}: found {shorten(name)}, {expected}")
 
 
 def conversation(arguments: argparse.Namespace, source: str) -> list[dict]:
@@ -192,7 +207,9 @@ def with_tools(messages: list[dict], file: str) -> list[dict]:
         if not isinstance(tools, list):
             raise UserError('expected a list of tools or an object with a list "tools"')
         check_unicode(tools, "tools")
-        return messages_of_request({"messages": messages, "tools": tools})
+        messages = messages_of_request({"messages": messages, "tools": tools})
+        check_function_names(tools)
+        return messages
 
 
 def encode_text(tokenizer: Tokenizer, text: str, most: int) -> list[int]:

@@ -62,10 +62,9 @@ def count(tokenizer: Tokenizer, added_tokens: dict[str, int], text: str) -> int:
 
 def conversation(text: str) -> list[dict]:
     """`text` in every place that somebody else than the encoder writes."""
-    name = "f" + text.replace("\n", "")  # a function whose name has one is refused
-    function = {"name": name, "description": text, "parameters": {text: text}}
+    function = {"name": "f" + text, "description": text, "parameters": {text: text}}
     arguments = json.dumps({"k" + text: text, "n": [text]}, ensure_ascii=False)
-    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    call = {"id": "1", "type": "function", "function": {"name": "f" + text, "arguments": arguments}}
     raw_call = {"type": "function", "function": {"name": "f", "arguments": "{" + text}}
     schema = {"title": text}
     return [

@@ -108,7 +108,7 @@ def test_a_user_turn_in_a_row_of_turns_gets_no_generation_prompt_before_a_system
 
 
 def test_arguments_that_are_no_json_object_become_one_raw_parameter() -> None:
-    for raw in ("{bad", "", "[1, 2]", "null", "5", '{"a": NaN}', '{"a": 1e999}'):
+    for raw in ("{bad", "", "[1, 2]", "null", "5"):
         prompt = body([{"role": "assistant", "content": None, "tool_calls": [call(arguments=raw)]}])
         assert (
             f'\n<｜DSML｜parameter name="arguments" string="true">{raw}</｜DSML｜parameter>\n'
