@@ -132,7 +132,7 @@ class ModelConfig:
             yarn=yarn(read),
             max_position_embeddings=read.integer("max_position_embeddings", 1, 2**31 - 1),
             bos_token_id=read.integer("bos_token_id", 0, 2**24)
-            if read.raw.get("bos_token_id") is not None
+            if read.values.get("bos_token_id") is not None
             else None,
             eos_token_ids=_eos_token_ids(read),
             num_nextn_predict_layers=read.integer("num_nextn_predict_layers", 0, 64, default=0),
@@ -150,7 +150,7 @@ def layer_kinds(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _refuse_other_models(read: JsonReader) -> None:
-    found = read.raw.get("model_type")
+    found = read.values.get("model_type")
     if found != MODEL_TYPE:
         raise read.fail(
             "model_type",
@@ -172,7 +172,7 @@ def _refuse_other_models(read: JsonReader) -> None:
 
 
 def _eos_token_ids(read: JsonReader) -> tuple[int, ...]:
-    value = read.raw.get("eos_token_id")
+    value = read.values.get("eos_token_id")
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
@@ -182,9 +182,9 @@ def _eos_token_ids(read: JsonReader) -> tuple[int, ...]:
 
 
 def _dspark(read: JsonReader, layers: int) -> DSpark | None:
-    if "dspark_block_size" not in read.raw:
+    if "dspark_block_size" not in read.values:
         return None
-    targets = read.raw.get("dspark_target_layer_ids")
+    targets = read.values.get("dspark_target_layer_ids")
     if (
         not isinstance(targets, list)
         or not all(isinstance(t, int) and 0 <= t < layers for t in targets)

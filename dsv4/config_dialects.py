@@ -32,13 +32,13 @@ class Yarn:
 
 def rope_head_dim(read: JsonReader, head_dim: int) -> int:
     """Values of a head that are rotated, stated as a number or as a share."""
-    if "qk_rope_head_dim" in read.raw:
+    if "qk_rope_head_dim" in read.values:
         return read.integer("qk_rope_head_dim", 2, head_dim)
     return round(head_dim * read.number("partial_rotary_factor", 0.0, 1.0))
 
 
 def _list(read: JsonReader, key: str, length: int) -> list[Any]:
-    value = read.raw[key]
+    value = read.values[key]
     if not isinstance(value, list) or len(value) < length:
         found = f"{len(value)} entries" if isinstance(value, list) else value
         raise read.fail(key, found, f"a list with one entry for each of the {length} layers")
@@ -47,12 +47,12 @@ def _list(read: JsonReader, key: str, length: int) -> list[Any]:
 
 def compress_ratios(read: JsonReader, layers: int) -> tuple[int, ...]:
     """The ratio of every main layer, from ratios or from layer types."""
-    if "compress_ratios" in read.raw:
+    if "compress_ratios" in read.values:
         ratios = _list(read, "compress_ratios", layers)
         tail = ratios[layers:]
         if any(ratio != SLIDING_WINDOW_ONLY for ratio in tail):
             raise read.fail("compress_ratios", tail, "only zeros after the main layers")
-    elif "layer_types" in read.raw:
+    elif "layer_types" in read.values:
         types = _list(read, "layer_types", layers)
         unknown = [t for t in types if not isinstance(t, str) or t not in _RATIO_OF_LAYER_TYPE]
         if unknown or len(types) != layers:
@@ -76,10 +76,10 @@ def compress_ratios(read: JsonReader, layers: int) -> tuple[int, ...]:
 
 def hash_layers(read: JsonReader, layers: int) -> tuple[bool, ...]:
     """Whether each main layer routes by hash."""
-    if "num_hash_layers" in read.raw:
+    if "num_hash_layers" in read.values:
         hashed = read.integer("num_hash_layers", 0, layers)
         return tuple(layer < hashed for layer in range(layers))
-    if "mlp_layer_types" not in read.raw:
+    if "mlp_layer_types" not in read.values:
         raise read.fail("num_hash_layers", None, "num_hash_layers or mlp_layer_types")
     types = _list(read, "mlp_layer_types", layers)
     unknown = [t for t in types if t not in ("hash_moe", "moe")]
@@ -104,7 +104,7 @@ def yarn(read: JsonReader) -> Yarn | None:
     ``UserError``.
     """
     parameters = read.child("rope_parameters")
-    if parameters is not None and "compress" in parameters.raw:
+    if parameters is not None and "compress" in parameters.values:
         main = parameters.child("main")
         if main is not None:
             main.exactly("rope_type", "default")
@@ -113,23 +113,23 @@ def yarn(read: JsonReader) -> Yarn | None:
         scaling = read.child("rope_scaling") or parameters
     if scaling is None:
         return None
-    kind = scaling.raw.get("rope_type", scaling.raw.get("type", "default"))
+    kind = scaling.values.get("rope_type", scaling.values.get("type", "default"))
     if kind == "default":
         return None
     if kind != "yarn":
         raise scaling.fail("type", kind, "'yarn' or 'default'")
     for key in ("attention_factor", "mscale", "mscale_all_dim"):
-        if scaling.raw.get(key) not in (None, 1, 1.0):
+        if scaling.values.get(key) not in (None, 1, 1.0):
             raise scaling.fail(
-                key, scaling.raw[key], "1.0 (DeepSeek-V4 does not scale cos, sin or the softmax)"
+                key, scaling.values[key], "1.0 (DeepSeek-V4 does not scale cos, sin or the softmax)"
             )
     turns = Yarn(
         factor=scaling.number("factor", 0.0, 1e6),
         original_max_position_embeddings=scaling.integer(
             "original_max_position_embeddings", 1, 2**31 - 1
         ),
-        beta_fast=scaling.number("beta_fast", 0.0, 1e6) if "beta_fast" in scaling.raw else 32.0,
-        beta_slow=scaling.number("beta_slow", 0.0, 1e6) if "beta_slow" in scaling.raw else 1.0,
+        beta_fast=scaling.number("beta_fast", 0.0, 1e6) if "beta_fast" in scaling.values else 32.0,
+        beta_slow=scaling.number("beta_slow", 0.0, 1e6) if "beta_slow" in scaling.values else 1.0,
     )
     if turns.beta_fast < turns.beta_slow:
         expected = f"at least beta_slow, {turns.beta_slow:g}"

@@ -59,7 +59,7 @@ class JsonReader:
     """
 
     def __init__(self, raw: dict[str, Any], source: str) -> None:
-        self.raw = {key: value for key, value in raw.items() if value is not None}
+        self.values = {key: value for key, value in raw.items() if value is not None}
         self.source = source
 
     def fail(self, key: str, found: Any, expected: str) -> UserError:
@@ -68,26 +68,26 @@ class JsonReader:
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         """An integer in a range."""
-        value = self.raw.get(key, default)
+        value = self.values.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise self.fail(key, value, f"an integer from {low} to {high}")
         return value
 
     def number(self, key: str, low: float, high: float) -> float:
         """A number above ``low`` up to ``high``."""
-        value = self.raw.get(key)
+        value = self.values.get(key)
         if not isinstance(value, int | float) or isinstance(value, bool) or not low < value <= high:
             raise self.fail(key, value, f"a number above {low} up to {high}")
         return float(value)
 
     def exactly(self, key: str, expected: Any) -> None:
         """Refuses any other value of a key than the one of this architecture; it may be absent."""
-        if key in self.raw and self.raw[key] != expected:
-            raise self.fail(key, self.raw[key], repr(expected))
+        if key in self.values and self.values[key] != expected:
+            raise self.fail(key, self.values[key], repr(expected))
 
     def child(self, key: str) -> "JsonReader | None":
         """An object inside this one, if the key is there."""
-        value = self.raw.get(key)
+        value = self.values.get(key)
         if value is None:
             return None
         if not isinstance(value, dict):

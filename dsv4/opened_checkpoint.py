@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ from dsv4.weights.parameters import Parameter
 Progress = Callable[[int, int], None]
 
 _LOG = logging.getLogger("dsv4")
+
+
+class ModuleRefused(UserError):
+    """A draft module that the ops do not take, of a model that they take."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +101,11 @@ class OpenedCheckpoint:
         check_cuda_graph(engine, devices)
         table = ops if absent else table_on(engine, devices)
         held = held_by(stored, placement.ranks, 0)
+        plan_steps = partial(_plan_steps, config, engine, held, table, placement, absent)
         try:
-            with _refusing_geometry(checkpoint.folder / "config.json"):
-                steps = _plan_steps(config, engine, held, table, placement, absent, draft)
-        except UserError as refusal:
-            if draft is None or not chooses(engine):
+            steps = _accepted(checkpoint, draft, plan_steps)
+        except ModuleRefused as refusal:
+            if not chooses(engine):
                 raise
             return cls._without_draft(path, engine, gpu_memory, str(refusal))
         draft_bytes = 0 if draft is None else draft.state_bytes(engine, table, placement)
@@ -176,20 +181,31 @@ def _without_draft(packed: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in packed.items() if not name.startswith("mtp.")}
 
 
-@contextmanager
-def _refusing_geometry(file: Path) -> Iterator[None]:
-    """What an op refuses while steps are recorded, as ``UserError`` that names the file of the
-    geometry.
+def _accepted(
+    checkpoint: Checkpoint,
+    draft: OpenedDraft | None,
+    plan_steps: Callable[[OpenedDraft | None], PlannedSteps | None],
+) -> PlannedSteps | None:
+    """``plan_steps(draft)``. Raises ``UserError`` that names the geometry which an op refuses,
+    ``ModuleRefused`` where it is that of the draft module.
     """
     try:
-        yield
+        return plan_steps(draft)
     except UserError:
         raise
     except ValueError as error:
+        if draft is not None:
+            _accepted(checkpoint, None, plan_steps)
+            source = draft.checkpoint.folder
+            advice = "EngineConfig.draft='off' does without it"
+            raise ModuleRefused(
+                f"{source}: found a draft module that the CUDA ops do not take ({error}), "
+                f"expected another one; {advice}"
+            ) from error
         raise UserError(
-            f"{file}: found a geometry that the CUDA ops do not take ({error}), expected another "
-            "one; EngineConfig.ops='torch' takes any"
-        ) from None
+            f"{checkpoint.folder / 'config.json'}: found a geometry that the CUDA ops do not take "
+            f"({error}), expected another one; EngineConfig.ops='torch' takes more"
+        ) from error
 
 
 def _plan_steps(

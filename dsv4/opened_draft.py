@@ -54,9 +54,6 @@ class OpenedDraft:
         if chooses(engine):
             pays = isinstance(table, RecordedTable) and engine.parallel != "round-robin"
             if not pays or mtp_kind(main) is None:
-                if engine.draft_tokens is not None:
-                    found = f"{engine.draft_tokens!r} with no draft module to make them"
-                    raise UserError(f"EngineConfig.draft_tokens: found {found}, expected a module")
                 return None
         holder = main if engine.draft_weights is None else open_checkpoint(engine.draft_weights)
         kind = mtp_kind(holder)

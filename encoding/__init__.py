@@ -15,7 +15,7 @@ from .completion import (
     ToolCallEnd,
     ToolCallStart,
 )
-from .control_tokens import EOS, neutralize
+from .control_tokens import EOS, THINK_OPEN, neutralize
 from .deepseek_v4_encoding import encode_messages, parse_message_from_completion_text
 from .messages import content_text
 from .reasoning_effort import detect_profile, fold_reasoning_effort
@@ -27,6 +27,7 @@ from .tolerant_parser import parse_completion
 
 __all__ = [
     "EOS",
+    "THINK_OPEN",
     "Completion",
     "ContentDelta",
     "Event",

@@ -132,7 +132,9 @@ class Tokenizer:
             )
 
     def _check_round_trip(self, file: Path) -> None:
-        """Without its pre-tokenizer, or with a normalizer, a prompt would silently be another."""
+        """Raises ValueError for a tokenizer that changes `_ANY_TEXT`, as one does that lacks its
+        pre-tokenizer or has a normalizer: prompts would silently be others.
+        """
         found = self.decode(self.encode(_ANY_TEXT))
         if found != _ANY_TEXT:
             pairs = enumerate(zip_longest(found, _ANY_TEXT))

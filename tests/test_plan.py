@@ -269,7 +269,7 @@ def test_a_geometry_without_cuda_ops_is_one_line(tmp_path: Path) -> None:
     write_synthetic(folder, tiny_raw_config(hc_mult=9), "native", 0)
     with pytest.raises(UserError, match=r"geometry .*streams_TME: found") as it:
         Engine.plan(folder, EngineConfig(device="cuda"), gpu_memory=10**10)
-    assert "EngineConfig.ops='torch' takes any" in str(it.value)
+    assert "EngineConfig.ops='torch' takes more" in str(it.value)
     Engine.plan(folder, EngineConfig(device="cuda", ops="torch"), gpu_memory=10**10)
 
 
@@ -281,5 +281,15 @@ def test_a_module_without_cuda_ops_is_left_out_where_nobody_asked_for_it(
     with caplog.at_level("INFO", "dsv4"):
         Engine.plan(folder, EngineConfig(device="cuda"), gpu_memory=10**10)
     assert "the checkpoint's module cannot run" in caplog.text
-    with pytest.raises(UserError, match="config.json: found a geometry that the CUDA ops do not"):
+    with pytest.raises(UserError, match="model: found a draft module that the CUDA ops do not"):
         Engine.plan(folder, EngineConfig(device="cuda", draft="mtp"), gpu_memory=10**10)
+
+
+def test_a_module_is_not_blamed_for_its_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    write_synthetic(folder, tiny_raw_config(hc_mult=9), "native", 0, mtp="classic")
+    with caplog.at_level("INFO", "dsv4"), pytest.raises(UserError, match="found a geometry"):
+        Engine.plan(folder, EngineConfig(device="cuda"), gpu_memory=10**10)
+    assert "drafts" not in caplog.text

@@ -83,9 +83,10 @@ def export(
         others = _other_files(checkpoint.folder)
         small = sum(file.stat().st_size for file in others.values())
         check_room(folder, small + sum(tensor.nbytes for tensor in tensors))
-        with naming_file(destination):
+        with naming_file(destination / "config.json"):
             write_json(folder / "config.json", declared)
-            if separate is not None:
+        if separate is not None:
+            with naming_file(destination / "hf_quant_config.json"):
                 write_json(folder / "hf_quant_config.json", separate)
         for name, file in others.items():
             content = file.read_bytes()

@@ -147,7 +147,9 @@ class SavedState:
         expected = key.facts()
         config = JsonReader(self._facts, f"{self.path}: state").child("config")
         for name, value in expected.pop("config").items():
-            self._expect(f"config.{name}", None if config is None else config.raw.get(name), value)
+            self._expect(
+                f"config.{name}", None if config is None else config.values.get(name), value
+            )
         self._expect("checkpoint", self._facts.get("checkpoint"), expected["checkpoint"])
         for name, field in (("kv_rows", "kv_dtype"), ("index_rows", "index_dtype")):
             advice = f" (EngineConfig.{field})"

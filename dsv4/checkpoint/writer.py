@@ -156,9 +156,9 @@ def write_shards(
         finally:
             stop.set()
     if len(shards) > 1:
-        write_json(
-            folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
-        )
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        with naming_file(folder / INDEX_NAME):
+            write_json(folder / INDEX_NAME, index)
 
 
 def check_room(folder: Path, nbytes: int) -> None:

@@ -100,10 +100,10 @@ def refuse_files_in_use(
     """Raises ``UserError`` for a file of ``written``, flags with their files, that the run reads or
     that another of these flags writes.
     """
-    draft = draft_folder(arguments)
-    read = _files(arguments, _INPUTS)
-    folder = None if draft is None else Path(draft)
-    refuse_shared_files(read, written, Path(arguments.model), folder)
+    folder = draft_folder(arguments)
+    flag = "--draft" if arguments.draft_weights is None else "--draft-weights"
+    draft = None if folder is None else (flag, Path(folder))
+    refuse_shared_files(_files(arguments, _INPUTS), written, Path(arguments.model), draft)
 
 
 def _refuse_stdin_for_two(arguments: argparse.Namespace) -> None:

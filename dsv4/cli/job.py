@@ -92,8 +92,8 @@ def prepare(arguments: argparse.Namespace) -> Job:
     """Reads the small files and checks everything that can be checked without the weights. Raises
     ``UserError``.
 
-    Without ``--max-context`` the caches hold the prompt and the answer, and what is loaded, and at
-    least the engine's default.
+    Without ``--max-context`` the caches hold the prompt, the answer and drafts behind it, and what
+    is loaded, and at least the engine's default.
     """
     files = ModelFiles.read(arguments.model)
     before = None
@@ -108,8 +108,8 @@ def prepare(arguments: argparse.Namespace) -> Job:
 
 def context_tokens(arguments: argparse.Namespace, config: ModelConfig, wanted: int) -> int:
     """Tokens that the caches hold: ``--max-context``, else the ``wanted`` ones and at least the
-    engine's default. With room for drafts, so that a run makes as many at its end as with larger
-    caches.
+    engine's default. With room for drafts at the end of a run: a seed's text goes with how many are
+    made, and must not go with the length of the caches.
     """
     most = config.max_position_embeddings
     return arguments.max_context or min(max(DEFAULT_MAX_CONTEXT, wanted + MAX_DRAFTS), most)

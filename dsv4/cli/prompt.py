@@ -15,6 +15,7 @@ from dsv4.cli.token_id_file import read_token_ids
 from dsv4.command.errors import user_message
 from dsv4.config import ModelConfig
 from dsv4.encoding import (
+    THINK_OPEN,
     Tokenizer,
     detect_profile,
     encode_messages,
@@ -27,8 +28,6 @@ from dsv4.errors import UserError, shorten
 from dsv4.model_files import model_file
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# A function's name stands between quotation marks in the tag of a call, and in one line.
-_NOT_IN_A_NAME = re.compile(r'["\x00-\x1f\x7f-\x9f]')
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,9 @@ def build_chat_prompt(
     messages = conversation(arguments, source)
     check_unicode(messages, "messages", source)
     check_parts(messages, source)
+    for index, message in enumerate(messages):
+        for key in ("tools", "tool_calls") if isinstance(message, dict) else ():
+            check_function_names(message.get(key), f"{source}messages[{index}].{key}")
     return encode_conversation(arguments, tokenizer, most, [*earlier, *messages], source)
 
 
@@ -123,6 +125,18 @@ def check_parts(messages: list[dict], source: str) -> None:
                 raise UserError(f"{where}: found {shorten(kind)}, expected a part of type text")
             if isinstance(part, dict) and "text" not in part:
                 raise UserError(f"{where}: found no text, expected a string")
+
+
+def check_function_names(calls: object, where: str) -> None:
+    """Raises ``UserError`` for a tool, or a call of one, whose name would end in the middle of the
+    tag that the encoder writes. What else is wrong with them the encoder finds.
+    """
+    for index, call in enumerate(calls if isinstance(calls, list) else []):
+        function = call.get("function") if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str) and '"' in name:
+            expected = 'expected a name without "'
+            raise UserError(f"{where}[{index}].function.name: found {shorten(name)}, {expected}")
 
 
 def encode_conversation(
@@ -154,23 +168,10 @@ def encode_conversation(
     check_last_message(messages, source)
     # What goes on an assistant's message is its answer: reasoning has been closed before it. The
     # answer to a task has none.
-    last = messages[-1]
-    shown_mode = "chat" if last["role"] == "assistant" or last.get("task") else mode
+    is_open = messages[-1]["role"] != "assistant" and text.endswith(THINK_OPEN)
+    shown_mode = "thinking" if is_open else "chat"
     tools = [tool for message in messages for tool in message.get("tools") or []]
-    check_function_names(tools, source)
     return Prompt(text, token_ids, shown_mode, tools, messages)
-
-
-def check_function_names(tools: list[dict], source: str = "") -> None:
-    """Raises ``UserError`` for a name that no tag of a call can hold: the call of it would be
-    another one. The encoder has found the tools to be some.
-    """
-    for index, tool in enumerate(tools):
-        name = tool["function"]["name"]
-        if _NOT_IN_A_NAME.search(name):
-            place = f"{source}tools[{index}].function.name"
-            expected = 'expected a name without " and control characters'
-            raise UserError(f"{place}: found {shorten(name)}, {expected}")
 
 
 def conversation(arguments: argparse.Namespace, source: str) -> list[dict]:
@@ -207,9 +208,8 @@ def with_tools(messages: list[dict], file: str) -> list[dict]:
         if not isinstance(tools, list):
             raise UserError('expected a list of tools or an object with a list "tools"')
         check_unicode(tools, "tools")
-        messages = messages_of_request({"messages": messages, "tools": tools})
-        check_function_names(tools)
-        return messages
+        check_function_names(tools, "tools")
+        return messages_of_request({"messages": messages, "tools": tools})
 
 
 def encode_text(tokenizer: Tokenizer, text: str, most: int) -> list[int]:

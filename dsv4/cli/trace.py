@@ -26,10 +26,10 @@ def check_trace(arguments: argparse.Namespace, config: ModelConfig) -> None:
         return
     if arguments.profile:
         raise UserError("--trace: found together with --profile, expected one of them")
-    for key, value in drafts_asked_for(arguments).items():
-        if value != "off":
-            flag = "--" + key.replace("_", "-")
-            raise UserError(f"{flag}: found together with --trace, whose steps make no drafts")
+    drafts = drafts_asked_for(arguments)
+    if drafts and arguments.draft != "off":
+        flag = "--" + next(iter(drafts)).replace("_", "-")
+        raise UserError(f"{flag}: found together with --trace, whose steps make no drafts")
     check_replaced_output("--trace", path)
     matching(config, arguments.trace_at or EVERY_VALUE, "--trace-at")
 

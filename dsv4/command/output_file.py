@@ -50,14 +50,15 @@ def refuse_shared_files(
     read: Sequence[tuple[str, Path | None]],
     written: Sequence[tuple[str, Path | None]],
     model: Path | None = None,
-    draft: Path | None = None,
+    draft: tuple[str, Path] | None = None,
 ) -> None:
     """Raises ``UserError`` for a regular file that one flag writes and another one reads or writes.
-    Both are flags with their files, None where one is not given; ``model`` and ``draft``: the
-    folders of ``--model`` and ``--draft-weights``, which get no new shards.
+    Both are flags with their files, None where one is not given; ``model``: the folder of
+    ``--model``, ``draft``: the flag and the folder of a draft module. These get no new shards.
     """
-    folders = [("--model", model), ("--draft-weights", draft)]
-    of_folders = [(of, path) for of, folder in folders if folder for path in files_of_model(folder)]
+    folders = [("--model", model)] if model is not None else []
+    folders += [draft] if draft is not None else []
+    of_folders = [(of, path) for of, folder in folders for path in files_of_model(folder)]
     flags: dict[tuple[int, int] | str, str] = {}
     for is_written, given in ((False, [*of_folders, *read]), (True, written)):
         for flag, path in given:
@@ -68,7 +69,7 @@ def refuse_shared_files(
                 expected = "expected another one"
                 raise UserError(f"{flag}: {path}: found the file of {flags[file]}, {expected}")
             for of, folder in folders if is_written else []:
-                if folder is not None and path is not None and is_new_shard(folder, path):
+                if path is not None and is_new_shard(folder, path):
                     expected = "expected another folder or another ending"
                     raise UserError(f"{flag}: {path}: found a new shard of {of}, {expected}")
             flags[file] = flag

@@ -72,7 +72,7 @@ async def _reply(
 ) -> Reply:
     """Checks the request before it waits. Raises ``ApiError``."""
     try:
-        # A client that sends half a body and no more would keep the server from its end.
+        # A client that sends half a body and no more would hold up the end of the server.
         body = await service.worker.before_end(_read_body(request, service.most_body_bytes))
     except Cancelled:
         raise server_ending() from None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.cli.generation_defaults import eos_token_ids
-from dsv4.cli.prompt import build_chat_prompt, check_unicode
+from dsv4.cli.prompt import build_chat_prompt, check_function_names, check_unicode
 from dsv4.encoding import detect_profile, fold_reasoning_effort, tool_calls_opening
 from dsv4.errors import shorten
 from dsv4.serve.answering import Question
@@ -44,6 +44,8 @@ def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
     for name in ("tools", "response_format"):
         with field_errors(name):
             check_unicode(request[name], name)
+    with field_errors("tools"):
+        check_function_names(request["tools"], "tools")
     arguments = argparse.Namespace(
         messages=request,
         model=service.folder,

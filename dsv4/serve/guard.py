@@ -14,7 +14,8 @@ from dsv4.serve.reply import json_response
 OPEN_PATHS = frozenset(("/health",))
 # Pages of the web reach a server on this machine by names of their own.
 LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
-# With those whose bodies are still being sent, which the queue does not see.
+# With those whose bodies are still being sent, which the queue does not see: no more than these
+# wait, however long the queue may be.
 MOST_REQUESTS = 256
 
 
@@ -28,7 +29,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application behind the guard."""
-        error = (self._refused(scope) or self._full()) if scope["type"] == "http" else None
+        error = (self._refused(scope) or self._full(scope)) if scope["type"] == "http" else None
         if error is not None:
             await json_response(error.body(), error.status)(scope, receive, send)
             return
@@ -52,8 +53,8 @@ class Guard:
         message = "Authorization: found no key of this server, expected Bearer KEY"
         return ApiError(401, message, code="invalid_api_key")
 
-    def _full(self) -> ApiError | None:
-        if self._requests < MOST_REQUESTS:
+    def _full(self, scope: Scope) -> ApiError | None:
+        if self._requests < MOST_REQUESTS or scope["path"] in OPEN_PATHS:
             return None
         message = f"the server is full: {self._requests} requests"
         return ApiError(503, message, code="queue_full")

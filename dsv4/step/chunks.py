@@ -14,12 +14,13 @@ RunStep = Callable[[Sequence[int]], Tensor]
 def split_ids(token_ids: list[int], sizes: list[int], largest: int) -> list[list[int]]:
     """Chunks of the given ``sizes``; a size above ``largest`` becomes several chunks.
 
-    Raises ``ValueError`` unless the sizes are positive and sum to the number of ids.
+    Raises ``ValueError`` unless the sizes are positive integers that sum to the number of ids.
     """
     count = len(token_ids)
     are_integers = all(isinstance(size, Integral) for size in sizes)
     if not are_integers or sum(sizes) != count or any(size < 1 for size in sizes):
-        raise ValueError(f"chunk_sizes: found {sizes}, expected positive sizes that sum to {count}")
+        expected = f"expected positive integers that sum to {count}"
+        raise ValueError(f"chunk_sizes: found {sizes}, {expected}")
     chunks = []
     start = 0
     for size in sizes:

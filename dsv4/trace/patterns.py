@@ -13,11 +13,11 @@ EVERY_VALUE = ("*",)
 def matching(config: ModelConfig, at: Sequence[str], name: str = "at") -> Wants:
     """Whether a value has a name that one of the shell patterns ``at`` matches.
 
-    Raises ``UserError`` for no pattern, and for one that matches no value of the model; ``name`` is
-    what it calls them.
+    Raises ``UserError`` for anything but a list of strings, for no pattern, and for one that
+    matches no value of the model; ``name`` is what it calls them.
     """
     if isinstance(at, str) or not at or not all(isinstance(pattern, str) for pattern in at):
-        raise UserError(f"{name}: found {at!r}, expected at least one pattern in a list")
+        raise UserError(f"{name}: found {at!r}, expected at least one pattern in a list of strings")
     names = value_names(config)
     for pattern in at:
         if not any(fnmatchcase(value, pattern) for value in names):

@@ -45,7 +45,7 @@ def test_room_for_all_files_is_checked_before_any_is_written(
 
 
 @pytest.mark.parametrize(
-    ("write", "place"), [("write_text", "x"), ("write_bytes", "x/tokenizer.json")]
+    ("write", "place"), [("write_text", "x/config.json"), ("write_bytes", "x/tokenizer.json")]
 )
 def test_a_small_file_that_does_not_fit_is_named_by_its_destination(
     fails: Callable[[], str],

@@ -235,10 +235,11 @@ def test_a_model_gets_no_new_shard(tmp_path: Path) -> None:
 def test_a_draft_module_is_not_written_over(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.touch()
+    draft = ("--draft-weights", tmp_path)
     with pytest.raises(UserError, match="--json: .*: found the file of --draft-weights, expected"):
-        refuse_shared_files([], [("--json", weights)], tmp_path / "model", tmp_path)
+        refuse_shared_files([], [("--json", weights)], tmp_path / "model", draft)
     with pytest.raises(UserError, match="found a new shard of --draft-weights, expected another"):
-        refuse_shared_files([], [("--trace", tmp_path / "a.safetensors")], None, tmp_path)
+        refuse_shared_files([], [("--trace", tmp_path / "a.safetensors")], None, draft)
 
 
 def test_files_that_are_only_read_and_devices_may_be_shared(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_tools_are_a_list_or_a_request(drive: Drive, tmp_path: Path) -> None:
         ("{}", "expected a list of tools"),
         ("[", "not valid JSON"),
         ('[{"a": 1, "a": 2}]', "not valid JSON (the key 'a' occurs twice)"),
-        ('[{"function": {"name": "a\\nb"}}]', "tools[0].function.name: found 'a\\nb', expected"),
+        ('[{"function": {"name": "a\\"b"}}]', "tools[0].function.name: found 'a\"b', expected"),
         ("[NaN]", "not valid JSON (found NaN, expected a finite number)"),
     ):
         (tmp_path / "tools").write_text(text)

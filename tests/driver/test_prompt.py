@@ -116,6 +116,21 @@ def test_a_quick_instruction_asks_for_an_answer_without_reasoning(
     assert completion["message"]["content"] == completion["text"] != ""
 
 
+@pytest.mark.parametrize("last", [{**USER, "task": "title"}, {**USER, "role": "tool"}])
+def test_a_task_that_joins_a_turn_asks_for_no_plain_answer(
+    drive: Drive, tmp_path: Path, last: dict
+) -> None:
+    """The encoder leaves it out, so the prompt ends with open reasoning."""
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps([USER, last]))
+    path = tmp_path / "report.json"
+    flags = ("--max-tokens", 3, "--seed", 1, "--ignore-eos", "--json", path)
+    assert drive("--messages", file, "--thinking", "on", *flags).code == 0
+    report = read_json(path)
+    assert report["prompt"]["text"].endswith("<think>")
+    assert report["completion"]["message"]["content"] == ""
+
+
 def test_messages_come_from_pipes_too(
     drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
