@@ -132,7 +132,7 @@ class ModelConfig:
             yarn=yarn(read),
             max_position_embeddings=read.integer("max_position_embeddings", 1, 2**31 - 1),
             bos_token_id=read.integer("bos_token_id", 0, 2**24)
-            if read.values.get("bos_token_id") is not None
+            if "bos_token_id" in read.values
             else None,
             eos_token_ids=_eos_token_ids(read),
             num_nextn_predict_layers=read.integer("num_nextn_predict_layers", 0, 64, default=0),

@@ -146,10 +146,9 @@ class SavedState:
         """Raises ``UserError`` unless an engine with this key and context can go on with it."""
         expected = key.facts()
         config = JsonReader(self._facts, f"{self.path}: state").child("config")
+        found = {} if config is None else config.values
         for name, value in expected.pop("config").items():
-            self._expect(
-                f"config.{name}", None if config is None else config.values.get(name), value
-            )
+            self._expect(f"config.{name}", found.get(name), value)
         self._expect("checkpoint", self._facts.get("checkpoint"), expected["checkpoint"])
         for name, field in (("kv_rows", "kv_dtype"), ("index_rows", "index_dtype")):
             advice = f" (EngineConfig.{field})"

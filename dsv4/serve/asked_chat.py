@@ -41,11 +41,11 @@ def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
         "response_format": fields.response_format,
     }
     # The encoder would name the first message, which it moves them into.
-    for name in ("tools", "response_format"):
-        with field_errors(name):
-            check_unicode(request[name], name)
     with field_errors("tools"):
+        check_unicode(request["tools"], "tools")
         check_function_names(request["tools"], "tools")
+    with field_errors("response_format"):
+        check_unicode(request["response_format"], "response_format")
     arguments = argparse.Namespace(
         messages=request,
         model=service.folder,
