@@ -48,8 +48,8 @@ def add_engine_options(engine: argparse.ArgumentParser) -> None:
         "--ranks",
         type=int,
         choices=(4, 8),
-        help="with --geometry --parallel tensor --gpus 2: ranks 0 and 1 of so many, which exchange "
-        "as much as all would",
+        help="with --geometry --parallel tensor --gpus 2 or 4: the first of so many ranks, which "
+        "exchange as much as all would",
     )
     engine.add_argument(
         "--skew",
@@ -141,9 +141,12 @@ def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
     if options.ops == "cutedsl" and options.prefill_activations != "bf16":
         found = f"{options.prefill_activations} with --ops cutedsl"
         raise UserError(f"--prefill-activations: found {found}, expected bf16")
-    if options.ranks is not None and (options.parallel, options.gpus) != ("tensor", 2):
+    if options.ranks is not None and (
+        options.parallel != "tensor" or options.gpus not in (2, options.ranks // 2)
+    ):
         found = f"{options.ranks} with --parallel {options.parallel} --gpus {options.gpus}"
-        raise UserError(f"--ranks: found {found}, expected --parallel tensor --gpus 2")
+        gpus = "2 or 4" if options.ranks == 8 else "2"
+        raise UserError(f"--ranks: found {found}, expected --parallel tensor --gpus {gpus}")
     if options.skew and (options.parallel, options.gpus) != ("tensor", 2):
         found = f"--parallel {options.parallel} --gpus {options.gpus}"
         raise UserError(f"--skew: found {found}, expected --parallel tensor --gpus 2")

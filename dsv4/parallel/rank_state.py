@@ -51,9 +51,9 @@ def allocate_state(
 
 def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -> list[Peers]:
     """Every rank's view of the others; rank r is on ``devices[r]``, and several may be on one.
-    ``tokens`` of the longest step. With fewer than ``layout.ranks`` devices, two, the rest is
-    absent: a rank writes the words of absent ones into the inbox of the other, and its rows as
-    those of their tokens.
+    ``tokens`` of the longest step. With fewer than ``layout.ranks`` devices, two or four, the rest
+    is absent: for each of them a rank writes its words, and its rows as those of their tokens, into
+    the memory of one other rank, so that all of them get what an absent one would send.
     """
     on_gpus = devices[0].type == "cuda"
     if on_gpus:
@@ -70,20 +70,26 @@ def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -
     found = []
     for rank, device in enumerate(devices):
         step_4 = torch.zeros(STEP_WORDS, dtype=torch.int32, device=device)
-        other = (rank + 1) % len(devices)
+        others = [_stands_in_at(rank, missing, len(devices)) for missing in absent]
         shift = WORD_BYTES * layout.rank_words
+        instead = list(zip(absent, others, strict=True))
         addresses = [
             *(one.data_ptr() for one in inboxes),
-            *(inboxes[other].data_ptr() + (missing - rank) * shift for missing in absent),
+            *(inboxes[at].data_ptr() + (missing - rank) * shift for missing, at in instead),
             *(one.data_ptr() for one in (inboxes[rank], step_4, fault_4, *partials)),
-            *(partials[other].data_ptr() for _ in absent),
+            *(partials[at].data_ptr() for at in others),
             *(one.data_ptr() for one in inputs),
-            *(inputs[other].data_ptr() + (missing - rank) * tile_bytes for missing in absent),
+            *(inputs[at].data_ptr() + (missing - rank) * tile_bytes for missing, at in instead),
         ]
         table_P = torch.tensor(addresses, dtype=torch.int64, device=device)
         own = inboxes[rank], step_4, fault_4, partials[rank], inputs[rank][:tokens]
         found.append(Peers(rank, layout, table_P, *own))
     return found
+
+
+def _stands_in_at(rank: int, missing: int, present: int) -> int:
+    """The rank in whose memory ``rank`` does what the rank ``missing`` would do there."""
+    return (rank + 1 + missing % (present - 1)) % present
 
 
 def allow_peer_access(devices: Sequence[torch.device]) -> None:

@@ -19,10 +19,11 @@ from tests.decode.demo import GREEDY, MODES, PROMPTS, bits, decoder_of, load
 pytestmark = pytest.mark.gpu
 
 GPUS = [
-    1,
     pytest.param(
-        2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-    ),
+        count,
+        marks=pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs"),
+    )
+    for count in (1, 2, 4)
 ]
 LENGTHS = (1, 2, 4, 8)
 

@@ -12,7 +12,14 @@ from tests.ranks.on_gpu import run_script
 
 pytestmark = pytest.mark.gpu
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-GPUS = [torch.device("cuda", index) for index in range(2)]
+GPUS = [torch.device("cuda", index) for index in range(8)]
+COUNTS = [
+    pytest.param(
+        count,
+        marks=pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs"),
+    )
+    for count in (2, 4, 8)
+]
 WIDTH = 4096
 # In seconds.
 EXCHANGES = 50_000
@@ -38,18 +45,18 @@ def test_a_word_that_changed_on_its_way_is_counted_where_it_arrived() -> None:
     assert known.wrong() == [0, 1]
 
 
-@TWO_GPUS
+@pytest.mark.parametrize("gpus", COUNTS)
 @pytest.mark.parametrize(("width", "tokens"), [(WIDTH, 1), (7168, 8)])
-def test_two_gpus_find_their_sums_right_beside_copies(width: int, tokens: int) -> None:
-    found = exchange(GPUS, EXCHANGES, width, tokens, copies=True)
-    assert found["wrong_sums"] == [0, 0]
+def test_gpus_find_their_sums_right_beside_copies(width: int, tokens: int, gpus: int) -> None:
+    found = exchange(GPUS[:gpus], EXCHANGES, width, tokens, copies=True)
+    assert found["wrong_sums"] == [0] * gpus
     assert found["exchanges"] >= EXCHANGES
     assert all(rate > 0 for rate in found["copies_gb_per_s"])
 
 
-@TWO_GPUS
-def test_the_check_of_two_gpus_passes_in_a_child() -> None:
-    verdict = run_checks("dsv4.parallel.exchange_check:on_2_gpus", GPUS[0], 120)
+@pytest.mark.parametrize("gpus", COUNTS)
+def test_the_check_of_gpus_passes_in_a_child(gpus: int) -> None:
+    verdict = run_checks(f"dsv4.parallel.exchange_check:on_{gpus}_gpus", GPUS[0], 120)
     assert verdict.complaint is None
 
 
