@@ -83,21 +83,30 @@ class LockStep:
         dense: bool,
         observer: Observer | None,
     ) -> None:
+        streams = [torch.cuda.current_stream(step.recorded.head) for step in self.ranks]
         for parts in zip(*ranks_parts, strict=True):
             if isinstance(parts[0], Barrier):
-                self._cross_barrier()
+                self._cross_barrier(streams)
                 continue
             for step, part in zip(self.ranks, parts, strict=True):
                 step.run_part(part, tokens, dense, observer)
 
-    def _cross_barrier(self) -> None:
-        """What is queued from here on waits for what every rank has queued before."""
-        streams = [torch.cuda.current_stream(step.recorded.head) for step in self.ranks]
+    def _cross_barrier(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        """What is queued from here on waits for what every rank has queued before.
+
+        Rank 0 waits for all, and all for rank 0: the host's work grows with the ranks, where a wait
+        of each for each grows with their square.
+        """
+        first, *others = streams
+        arrived_first, *arrived_others = self._arrived
         for stream, arrived in zip(streams, self._arrived, strict=True):
             arrived.record(stream)
-        for stream in streams:
-            for arrived in self._arrived:
-                stream.wait_event(arrived)
+        for arrived in arrived_others:
+            first.wait_event(arrived)
+        if len(others) > 1:
+            arrived_first.record(first)
+        for stream in others:
+            stream.wait_event(arrived_first)
 
 
 class Feeds:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4 import Engine
 from dsv4.decode import Mode
-from dsv4.launch import program
+from dsv4.launch import prepared
 from dsv4.launch.loading import driver
 from dsv4.step.token_feed import TokenFeed
 from tests.decode.demo import (
@@ -53,7 +53,7 @@ def test_spec11_j70_launches_that_overlap_change_no_bit(
     eager: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programmatic dependent launch on, and off in an engine that is built without it."""
-    attributes: Callable[[int, bool], list[Any]] = program._attributes
+    attributes: Callable[[int, bool], list[Any]] = prepared._attributes
     overlap = driver().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
     def without_overlap(cluster: int, early: bool) -> list[Any]:
@@ -62,7 +62,7 @@ def test_spec11_j70_launches_that_overlap_change_no_bit(
         assert len(kept) == len(found) - 1
         return kept
 
-    monkeypatch.setattr(program, "_attributes", without_overlap)
+    monkeypatch.setattr(prepared, "_attributes", without_overlap)
     alone = load()
     for engine in (eager, alone):
         start(engine, IDS[:122])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch import loading, program
+from dsv4.launch import loading, prepared, program
 from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.program import Memory, Program
 from dsv4.launch.recording import Recording
@@ -60,13 +60,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
     fake = SimpleNamespace(**{name: getattr(bindings, name) for name in names})
     fake.cuLaunchKernelEx = driver.launch
-    program._attributes.cache_clear()
-    monkeypatch.setattr(program, "driver", lambda: fake)
-    monkeypatch.setattr(program, "loaded", lambda kernel, _: kernel)
-    monkeypatch.setattr(program, "allow_shared_memory", lambda *_: None)
+    prepared._attributes.cache_clear()
+    for module in (program, prepared):
+        monkeypatch.setattr(module, "driver", lambda: fake)
+    monkeypatch.setattr(prepared, "loaded", lambda kernel, _: kernel)
+    monkeypatch.setattr(prepared, "allow_shared_memory", lambda *_: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100, raising=False)
     yield driver
-    program._attributes.cache_clear()
+    prepared._attributes.cache_clear()
 
 
 def normalise(recording: Recording, x: Tensor, y: Tensor, shape: Any) -> None:

@@ -10,6 +10,7 @@ from dsv4.caches.layer import KeySet
 from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.ops.attention.any_geometry import attention_any_geometry
 from dsv4.ops.attention.inputs import AttentionInputs, check_alignment
 
@@ -119,18 +120,8 @@ def _by_matrix_products(recording: Recording, inputs: AttentionInputs, form: _Fo
     _, heads, width = inputs.q_THD.shape
     kernel = form.kernel(keys.ring)
     groups = ceil_div(heads, _HEADS_PER_BLOCK)
-    multiprocessors = recording.target.multiprocessors
-
-    def shape(tokens: int) -> Shape:
-        units = tokens * groups
-        return Shape(
-            kernel,
-            min(units, multiprocessors) if form.persistent else units,
-            form.threads,
-            form.shared_bytes(width),
-            numbers={"tokens": tokens},
-        )
-
+    most = recording.target.multiprocessors if form.persistent else None
+    shape = by_tokens(_products_shape, kernel, groups, most, form.threads, form.shared_bytes(width))
     out_THD = recording.empty_like(inputs.q_THD)
     recording.launch(
         shape,
@@ -153,6 +144,23 @@ def _by_matrix_products(recording: Recording, inputs: AttentionInputs, form: _Fo
     return out_THD
 
 
+def _products_shape(
+    kernel: Kernel, groups: int, most: int | None, threads: int, shared_bytes: int, tokens: int
+) -> Shape:
+    """``most`` blocks, where they are persistent."""
+    units = tokens * groups
+    blocks = units if most is None else min(units, most)
+    return Shape(kernel, blocks, threads, shared_bytes, numbers={"tokens": tokens})
+
+
+def _dequantize_shape(
+    kernel: Kernel, window: int, slots: int, entries: int, most_blocks: int, tokens: int
+) -> Shape:
+    rows = min(tokens + window, slots) + entries
+    blocks = min(ceil_div(rows * _WARP, _DEQUANTIZE_THREADS), most_blocks)
+    return Shape(kernel, blocks, _DEQUANTIZE_THREADS, numbers={"tokens": tokens})
+
+
 def _plain_rows(recording: Recording, inputs: AttentionInputs) -> _PlainRows:
     """A bfloat16 copy of fp8 caches, slot by slot: the rows that these tokens can see."""
     ring = inputs.keys.ring
@@ -167,14 +175,8 @@ def _plain_rows(recording: Recording, inputs: AttentionInputs) -> _PlainRows:
     window = inputs.keys.window
     entries = inputs.entries
     most_blocks = _DEQUANTIZE_BLOCKS_PER_MULTIPROCESSOR * recording.target.multiprocessors
-
-    def shape(tokens: int) -> Shape:
-        rows = min(tokens + window, ring.slots) + entries
-        blocks = min(ceil_div(rows * _WARP, _DEQUANTIZE_THREADS), most_blocks)
-        return Shape(kernel, blocks, _DEQUANTIZE_THREADS, numbers={"tokens": tokens})
-
     recording.launch(
-        shape,
+        by_tokens(_dequantize_shape, kernel, window, ring.slots, entries, most_blocks),
         ring=ring.data,
         ring_scale=ring.block_scale,
         compressed=None if compressed is None else compressed.data,

@@ -30,4 +30,4 @@ def compress(
     if tokens > MAX_DECODE_TOKENS:
         raise ValueError(f"kv_TW: found {tokens} tokens, expected at most {MAX_DECODE_TOKENS}")
     # A window per token, because the blocks of a window store one, too.
-    pool_windows(recording, windows, lambda count: count, store=True)
+    pool_windows(recording, windows, 1, store=True)

@@ -5,8 +5,9 @@ the ring.
 from torch import Tensor
 
 from dsv4.caches.layer import CompressedState
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.ops.compressor import CompressorWeights
 from dsv4.ops.compressor.windows import (
     Windows,
@@ -37,9 +38,13 @@ def compress(
     check_windows(windows)
     ratio = weights.ratio
     slots = state.ring.kv.shape[0]
-    pool_windows(recording, windows, lambda tokens: ceil_div(tokens, ratio), store=False)
+    pool_windows(recording, windows, ratio, store=False)
     kernel = Kernel("compressor/compressor", "compress_ring", kernel_defines(windows, early=False))
     recording.launch(
-        lambda tokens: Shape(kernel, min(tokens, slots), _RING_THREADS, numbers={"count": tokens}),
+        by_tokens(_ring_shape, kernel, slots),
         **ring_arguments(windows),
     )
+
+
+def _ring_shape(kernel: Kernel, slots: int, tokens: int) -> Shape:
+    return Shape(kernel, min(tokens, slots), _RING_THREADS, numbers={"count": tokens})

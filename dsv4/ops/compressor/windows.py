@@ -2,7 +2,6 @@
 over windows.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,8 +11,9 @@ from dsv4.caches.layer import CompressedState, history_tokens
 from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.config import CSA_RATIO
 from dsv4.launch.checks import expect, expect_rows
-from dsv4.launch.kernel import Defines, Kernel, Shape
+from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.compressor import CompressorWeights
 from dsv4.ops.key_rows import check_rows, row_code
@@ -77,9 +77,10 @@ def kernel_defines(windows: Windows, early: bool) -> Defines:
 
 
 def pool_windows(
-    recording: Recording, windows: Windows, window_count: Callable[[int], int], store: bool
+    recording: Recording, windows: Windows, tokens_per_window: int, store: bool
 ) -> None:
-    """Records the kernel over ``window_count(tokens)`` windows, those that a step may complete.
+    """Records the kernel over a window for every ``tokens_per_window`` tokens: as many as a step
+    may complete.
 
     ``store``: the blocks of the nth window put the nth token in the ring, so there are as many.
     """
@@ -90,13 +91,8 @@ def pool_windows(
     kernel = Kernel("compressor/compressor", "compress", defines)
     shared_bytes = dict(defines)["SHARED_BYTES"]
     blocks, _ = split(weights, rows)
-
-    def shape(tokens: int) -> Shape:
-        grid = (blocks, window_count(tokens))
-        return Shape(kernel, grid, THREADS, shared_bytes, blocks, {"count": tokens})
-
     recording.launch(
-        shape,
+        by_tokens(_shape, kernel, blocks, shared_bytes, tokens_per_window),
         **ring_arguments(windows),
         norm=weights.norm,
         inv_freq=weights.inv_freq,
@@ -159,3 +155,10 @@ def check_windows(windows: Windows) -> None:
     expect("ring.kv", ring.kv, torch.float32, (slots, columns))
     expect("ring.score", ring.score, torch.float32, (slots, columns))
     check_rows("rows", rows)
+
+
+def _shape(
+    kernel: Kernel, blocks: int, shared_bytes: int, tokens_per_window: int, tokens: int
+) -> Shape:
+    grid = (blocks, ceil_div(tokens, tokens_per_window))
+    return Shape(kernel, grid, THREADS, shared_bytes, blocks, {"count": tokens})

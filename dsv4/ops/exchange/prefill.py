@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare
 from dsv4.peers import SLOTS, Peers
 from dsv4.weights.quant import Weight
@@ -72,17 +73,18 @@ def sum_of(recording: Recording, y_TE: PartialSum, share: TokenShare) -> Tensor:
     if width % _VALUES:
         raise ValueError(f"y_TE: found width {width}, expected a multiple of {_VALUES}")
     sum_TE = recording.empty((tokens, width), torch.bfloat16)
-    kernel = Kernel("exchange/exchange", "sum_ranks", (("RANKS", peers.ranks), *share.defines))
-
-    def shape(count: int) -> Shape:
-        blocks = ceil_div(share.rows(count) * width, _THREADS * _VALUES)
-        return Shape(kernel, blocks, _THREADS, numbers={"tokens": count})
-
+    shape = by_tokens(_sum_shape, peers.ranks, share, width)
     first = y_TE.exchange % SLOTS * peers.partials_STE.stride(0)
     recording.launch(
         shape, peers=peers.table_P, first=first, y=sum_TE, owner=share.owner, width=width
     )
     return sum_TE
+
+
+def _sum_shape(ranks: int, share: TokenShare, width: int, tokens: int) -> Shape:
+    kernel = Kernel("exchange/exchange", "sum_ranks", (("RANKS", ranks), *share.defines))
+    blocks = ceil_div(share.rows(tokens) * width, _THREADS * _VALUES)
+    return Shape(kernel, blocks, _THREADS, numbers={"tokens": tokens})
 
 
 def _peers(recording: Recording) -> Peers:

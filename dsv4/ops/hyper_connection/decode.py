@@ -29,9 +29,9 @@ def _shapes(recording: Recording, seam: Seam, share: TokenShare) -> SeamShapes:
     words = words_of(recording, seam.incoming and seam.incoming.y).defines
     settled = seam.incoming is not None and recording.is_settled(*seam.older)
     mix = mix_shape(seam, multiprocessors, tokens, words, settled)
-    accesses = ceil_div(seam.width, seam.finish_columns())
+    accesses = ceil_div(seam.width, seam.form.finish_columns)
     blocks = _FINISH_BLOCKS if accesses >= _SHARED_ACCESSES else 1
-    finish = finish_shape(seam, tokens, splits, blocks, _MOST_WORKERS)
+    finish = finish_shape(seam.form, tokens, splits, blocks, _MOST_WORKERS)
     return SeamShapes(mix, finish, tokens * splits)
 
 

@@ -3,9 +3,17 @@
 from dsv4.launch.constants import TOKEN_TILE
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare, share_of
 from dsv4.ops.hyper_connection.recorded_ops import RecordedOps
-from dsv4.ops.hyper_connection.seam import Seam, SeamShapes, finish_shape, mix_shape, mix_splits
+from dsv4.ops.hyper_connection.seam import (
+    Seam,
+    SeamForm,
+    SeamShapes,
+    finish_shape,
+    mix_shape,
+    mix_splits,
+)
 
 # hyper_connection_prefill.cu: warps of a block, which has a tile of tokens, columns of a warp's
 # step, and the most streams that it takes.
@@ -32,14 +40,14 @@ def _shapes(recording: Recording, seam: Seam, share: TokenShare) -> SeamShapes:
             raise ValueError("fn: found an address that is no multiple of 16, expected one")
         return _unusual_shapes(recording, seam)
 
-    def splits(tokens: int) -> int:
-        return _splits(tokens, seam.width, multiprocessors)
-
     tiles = range(TOKEN_TILE, recording.tokens + TOKEN_TILE, TOKEN_TILE)
     return SeamShapes(
-        lambda tokens: _tile_shape(seam, tokens, splits(tokens), share),
-        lambda tokens: finish_shape(seam, tokens, splits(tokens), 1, _MOST_WORKERS, share),
-        max(min(tokens, recording.tokens) * splits(tokens) for tokens in tiles),
+        by_tokens(_tile_shape, seam.form, multiprocessors, share),
+        by_tokens(_finish_shape, seam.form, multiprocessors, share),
+        max(
+            min(tokens, recording.tokens) * _splits(tokens, seam.width, multiprocessors)
+            for tokens in tiles
+        ),
         mix_takes="owner",
     )
 
@@ -50,23 +58,23 @@ def _unusual_shapes(recording: Recording, seam: Seam) -> SeamShapes:
     splits = mix_splits(seam, multiprocessors)
     return SeamShapes(
         lambda tokens: mix_shape(seam, multiprocessors, tokens),
-        lambda tokens: finish_shape(seam, tokens, splits, 1, _MOST_WORKERS),
+        lambda tokens: finish_shape(seam.form, tokens, splits, 1, _MOST_WORKERS),
         recording.tokens * splits,
     )
 
 
-def _tile_shape(seam: Seam, tokens: int, splits: int, share: TokenShare) -> Shape:
+def _tile_shape(form: SeamForm, multiprocessors: int, share: TokenShare, tokens: int) -> Shape:
     """``hc_mix_many``: a block for every tile of a share of the tokens and split of the columns.
 
     Shares change no sum: the splits are those of all tokens.
     """
-    post = int(seam.incoming is not None)
+    splits = _splits(tokens, form.width, multiprocessors)
     # Two stages of a chunk of every row that the warps read: the streams, and y.
-    rows = TOKEN_TILE * (seam.streams + post)
+    rows = TOKEN_TILE * (form.streams + form.post)
     shared_bytes = 2 * _WARPS * rows * 2 * _CHUNK
     defines = (
-        *seam.defines,
-        ("POST", post),
+        *form.defines,
+        ("POST", int(form.post)),
         ("SPLITS", splits),
         ("SHARED_BYTES", shared_bytes),
         *share.defines,
@@ -74,8 +82,13 @@ def _tile_shape(seam: Seam, tokens: int, splits: int, share: TokenShare) -> Shap
     kernel = Kernel("hyper_connection/hyper_connection_prefill", "hc_mix_many", defines)
     grid = share.tiles(tokens), splits
     numbers = {"tokens": tokens}
-    settles = seam.incoming is None
+    settles = not form.post
     return Shape(kernel, grid, 32 * _WARPS, shared_bytes, numbers=numbers, settles=settles)
+
+
+def _finish_shape(form: SeamForm, multiprocessors: int, share: TokenShare, tokens: int) -> Shape:
+    splits = _splits(tokens, form.width, multiprocessors)
+    return finish_shape(form, tokens, splits, 1, _MOST_WORKERS, share)
 
 
 def _splits(tokens: int, width: int, multiprocessors: int) -> int:

@@ -32,6 +32,24 @@ class Incoming(NamedTuple):
 
 
 @dataclass(frozen=True)
+class SeamForm:
+    """What the shapes of a seam's kernels follow from: ``streams`` M, ``width`` E, ``mixes`` rows
+    of fn, whether y comes in (``post``), and the columns of one memory access of ``hc_finish``.
+    """
+
+    streams: int
+    width: int
+    mixes: int
+    post: bool
+    finish_columns: int
+
+    @property
+    def defines(self) -> Defines:
+        """What every kernel of a seam is compiled with."""
+        return ("STREAMS", self.streams), ("MIXES", self.mixes)
+
+
+@dataclass(frozen=True)
 class Seam:
     """The arguments of ``hc_pre``, ``hc_seam`` and ``hc_head``, checked.
 
@@ -69,17 +87,15 @@ class Seam:
         return self.streams_TME, *own
 
     @property
-    def defines(self) -> Defines:
-        """What every kernel of a seam is compiled with."""
-        return ("STREAMS", self.streams), ("MIXES", self.mixes)
+    def form(self) -> SeamForm:
+        """What is the same of the seams of other layers and ranks."""
+        finish_columns = memory_columns(8, self.width, self.finish_aligned)
+        post = self.incoming is not None
+        return SeamForm(self.streams, self.width, self.mixes, post, finish_columns)
 
     def mix_columns(self, most: int) -> int:
         """Columns of one memory access of the mixing kernel, at most ``most``."""
         return memory_columns(most, self.width, self.mix_aligned)
-
-    def finish_columns(self) -> int:
-        """Columns of one memory access of ``hc_finish``."""
-        return memory_columns(8, self.width, self.finish_aligned)
 
 
 class SeamShapes(NamedTuple):
@@ -162,7 +178,7 @@ def memory_columns(most: int, width: int, aligned: bool) -> int:
 
 
 def finish_shape(
-    seam: Seam,
+    form: SeamForm,
     tokens: int,
     splits: int,
     blocks: int,
@@ -174,12 +190,12 @@ def finish_shape(
 
     Another warp of the first block computes post and comb beside them.
     """
-    count = seam.finish_columns()
-    accesses = ceil_div(seam.width, count)
+    count = form.finish_columns
+    accesses = ceil_div(form.width, count)
     groups = ceil_div(accesses, blocks * most_workers)
     workers = round_up(ceil_div(accesses, blocks * groups), _WARP)
     defines = (
-        *seam.defines,
+        *form.defines,
         ("SPLITS", splits),
         ("COUNT", count),
         ("GROUPS", groups),
@@ -201,9 +217,10 @@ def mix_shape(
     """
     per_lane, splits = _mix_plan(seam, multiprocessors)
     block_tokens = min(tokens, MAX_DECODE_TOKENS)
+    form = seam.form
     defines = (
-        *seam.defines,
-        ("POST", int(seam.incoming is not None)),
+        *form.defines,
+        ("POST", int(form.post)),
         ("TOKENS", block_tokens),
         ("COUNT", seam.mix_columns(4)),
         ("PER_LANE", per_lane),
@@ -213,7 +230,7 @@ def mix_shape(
     kernel = Kernel("hyper_connection/hyper_connection", "hc_mix", defines)
     grid = splits, ceil_div(tokens, block_tokens)
     numbers = {"tokens": tokens}
-    return Shape(kernel, grid, 8 * _WARP, numbers=numbers, settles=seam.incoming is None)
+    return Shape(kernel, grid, 8 * _WARP, numbers=numbers, settles=not form.post)
 
 
 def mix_splits(seam: Seam, multiprocessors: int) -> int:

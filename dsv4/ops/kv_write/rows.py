@@ -12,6 +12,7 @@ from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.ops.key_rows import check_key_rows, in_vectors, row_code
 
 # A thread takes values of one row in steps of the block. No record compares other numbers.
@@ -62,7 +63,7 @@ def write_by_blocks(recording: Recording, rows: KeyRows, function: str) -> None:
     ring = rows.ring
     kernel = Kernel("kv_write/kv_write", function)
     recording.launch(
-        lambda tokens: Shape(kernel, tokens, _THREADS),
+        by_tokens(_shape, kernel),
         kv=rows.kv_TD,
         norm_weight=rows.norm_weight,
         positions=rows.positions_T,
@@ -75,3 +76,7 @@ def write_by_blocks(recording: Recording, rows: KeyRows, function: str) -> None:
         slots=ring.slots,
         eps=rows.eps,
     )
+
+
+def _shape(kernel: Kernel, tokens: int) -> Shape:
+    return Shape(kernel, tokens, _THREADS)

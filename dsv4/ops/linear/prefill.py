@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear.aligned import aligned_rows
 from dsv4.ops.linear.prefill_products import PrefillProducts
 from dsv4.weights.packed import PADDING, TILE_ROWS, PackedWeight, padded
@@ -124,14 +125,6 @@ def linear_batches(
     row_blocks = ceil_div(rows, _LINEAR_ROWS) * groups
     split = _Split(row_blocks, ceil_div(columns, PADDING), target.multiprocessors)
     variant = build_for(weight.format, MODE_LINEAR, target.architecture, out_dtype == torch.float32)
-
-    def shape(tokens: int) -> Shape | None:
-        if fewer_than is not None and tokens >= fewer_than:
-            return None
-        splits = split.splits(tokens)
-        blocks = min(split.tiles(tokens) * splits, target.multiprocessors)
-        return variant.shape("prefill_linear", blocks, tokens=tokens, splits=splits)
-
     partial = None
     counters = None
     most_partials = split.most_partials(tokens)
@@ -139,7 +132,7 @@ def linear_batches(
         partial = recording.empty((most_partials * _PARTIAL_FLOATS,), torch.float32)
         counters = recording.zeroed("prefill_linear", _COUNTERS)
     recording.launch(
-        shape,
+        by_tokens(_linear_shape, variant, split, fewer_than),
         x=x_TGK,
         **matrix_arguments(weight, "weight"),
         y=y,
@@ -190,6 +183,16 @@ class _Split(NamedTuple):
         counts = range(TILE_TOKENS, round_up(tokens, TILE_TOKENS) + 1, TILE_TOKENS)
         partials = [self.tiles(n) * self.splits(n) for n in counts if self.splits(n) > 1]
         return max(partials, default=0)
+
+
+def _linear_shape(
+    variant: Build, split: _Split, fewer_than: int | None, tokens: int
+) -> Shape | None:
+    if fewer_than is not None and tokens >= fewer_than:
+        return None
+    splits = split.splits(tokens)
+    blocks = min(split.tiles(tokens) * splits, split.multiprocessors)
+    return variant.shape("prefill_linear", blocks, tokens=tokens, splits=splits)
 
 
 _PRODUCTS = PrefillProducts(linear_batches)

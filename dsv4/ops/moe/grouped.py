@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear.prefill import (
     MODE_DOWN,
     MODE_GATE_UP,
@@ -74,17 +75,22 @@ def sort_by_expert(recording: Recording, ids_TP: Tensor, experts: int) -> Sorted
     slots = recording.empty((tokens * per_token,), torch.int32)
     tiles = recording.empty((most, 4), torch.int32)
     tile_count = recording.empty((1,), torch.int32)
-    kernel = Kernel("moe/moe_sort", "moe_sort")
-
-    def shape(tokens: int) -> Shape:
-        pairs = tokens * per_token
-        shared_bytes = sort_shared_bytes(pairs, experts)
-        return Shape(kernel, 1, _SORT_THREADS, shared_bytes, numbers={"count": pairs})
-
     recording.launch(
-        shape, ids=ids_TP, slots=slots, tiles=tiles, tile_count=tile_count, experts=experts
+        by_tokens(_sort_shape, per_token, experts),
+        ids=ids_TP,
+        slots=slots,
+        tiles=tiles,
+        tile_count=tile_count,
+        experts=experts,
     )
     return Sorted(slots, tiles, tile_count, per_token, experts)
+
+
+def _sort_shape(per_token: int, experts: int, tokens: int) -> Shape:
+    pairs = tokens * per_token
+    shared_bytes = sort_shared_bytes(pairs, experts)
+    kernel = Kernel("moe/moe_sort", "moe_sort")
+    return Shape(kernel, 1, _SORT_THREADS, shared_bytes, numbers={"count": pairs})
 
 
 def sort_shared_bytes(pairs: int, experts: int) -> int:
@@ -111,10 +117,10 @@ def gate_up(
     per_token = 1 if pairs is None else pairs.per_token
     stride = round_up(rows, _VECTOR)
     hidden = recording.empty((x_TE.shape[0] * per_token, stride), torch.bfloat16)
-    tiling_of = Tiling.of_tokens if pairs is None else pairs.tiling
+    experts = None if pairs is None else pairs.experts
     product = _Product.of(recording, "prefill_gate_up", w1)
     recording.launch(
-        lambda tokens: product.shape(tiling_of(tokens), tokens=tokens),
+        by_tokens(_gate_up_shape, product, per_token, experts),
         x=x_TE,
         **matrix_arguments(w1, "w1"),
         **matrix_arguments(w3, "w3"),
@@ -143,7 +149,7 @@ def down(recording: Recording, hidden: Tensor, w2: PackedWeight, pairs: Sorted) 
     products = recording.empty((hidden.shape[0], rows), torch.float32)
     product = _Product.of(recording, "prefill_down", w2)
     recording.launch(
-        lambda tokens: product.shape(pairs.tiling(tokens)),
+        by_tokens(_down_shape, product, pairs.per_token, pairs.experts),
         h=hidden,
         **matrix_arguments(w2, "w2"),
         tiles=pairs.tiles,
@@ -181,3 +187,14 @@ class _Product:
         """Persistent blocks, as many as there may be tiles and multiprocessors."""
         blocks = min(tiling.most * self.row_blocks, self.multiprocessors)
         return self.builds[tiling.wide].shape(self.function, blocks, **numbers)
+
+
+def _gate_up_shape(product: _Product, per_token: int, experts: int | None, tokens: int) -> Shape:
+    """``experts`` None: of all tokens in their order."""
+    if experts is None:
+        return product.shape(Tiling.of_tokens(tokens), tokens=tokens)
+    return product.shape(Tiling.of_pairs(tokens * per_token, experts), tokens=tokens)
+
+
+def _down_shape(product: _Product, per_token: int, experts: int, tokens: int) -> Shape:
+    return product.shape(Tiling.of_pairs(tokens * per_token, experts))

@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.ops.exchange.prefill import send_partial
 from dsv4.ops.linear.prefill import TILE_TOKENS, aligned_rows, linear
 from dsv4.ops.moe import ExpertWeights, Mixture
@@ -140,7 +141,7 @@ def combine(
     rounded = y_TE.dtype == torch.bfloat16
     kernel = Kernel("moe/moe_combine", "moe_combine" if rounded else "moe_combine_partial")
     recording.launch(
-        lambda tokens: Shape(kernel, tokens, _COMBINE_THREADS),
+        by_tokens(_combine_shape, kernel),
         shared=shared_product,
         shared_stride=shared_product.stride(0),
         routed=products,
@@ -178,3 +179,7 @@ def _sum_part(
     shared_hidden = gate_up(recording, x_TE, shared.w1, shared.w3, limit)
     shared_product = linear(recording, shared_hidden, shared.w2, torch.float32)
     combine(recording, shared_product, products, ids_TP, pairs, y_TE)
+
+
+def _combine_shape(kernel: Kernel, tokens: int) -> Shape:
+    return Shape(kernel, tokens, _COMBINE_THREADS)

@@ -1,12 +1,14 @@
 """Some tokens of a long chunk as a recording of their own."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from dsv4.launch.items import ShapeOf
 from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import ShapesByTokens, by_tokens
 
 
 class TokenPart(Recording):
@@ -29,12 +31,9 @@ class TokenPart(Recording):
 
     def launch(self, shape: Shape | ShapeOf, **arguments: Tensor | int | float | None) -> None:
         """As ``Recording.launch``; a function for ``shape`` is asked for the tokens of the part."""
-
-        def shape_of(tokens: int) -> Shape | None:
-            if tokens <= self._start:
-                return None
-            return shape if isinstance(shape, Shape) else shape(self._tokens_of(tokens))
-
+        part = shape, self._start, self._most
+        shared = isinstance(shape, ShapesByTokens)
+        shape_of = by_tokens(_part_shape, *part) if shared else partial(_part_shape, *part)
         self._whole.launch(shape_of, **arguments)
 
     def call(self, function: Callable[..., object], *tensors: Tensor) -> None:
@@ -42,9 +41,12 @@ class TokenPart(Recording):
 
         def of_part(tokens: int, *memory: Tensor) -> None:
             if tokens > self._start:
-                function(self._tokens_of(tokens), *memory)
+                function(min(tokens - self._start, self._most), *memory)
 
         self._whole.call(of_part, *tensors)
 
-    def _tokens_of(self, tokens: int) -> int:
-        return min(tokens - self._start, self._most)
+
+def _part_shape(shape: Shape | ShapeOf, start: int, most: int, tokens: int) -> Shape | None:
+    if tokens <= start:
+        return None
+    return shape if isinstance(shape, Shape) else shape(min(tokens - start, most))

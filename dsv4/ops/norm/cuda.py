@@ -7,6 +7,7 @@ from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 
 # Columns of one 16-byte access.
 _VECTOR = 8
@@ -35,13 +36,9 @@ def rms_norm(recording: Recording, x: Tensor, weight: Tensor | None, eps: float)
     y = recording.empty_like(x)
     rows = x.numel() // width
     per_token = rows // x.shape[0]
-
-    def shape(tokens: int) -> Shape:
-        return Shape(kernel, tokens * per_token, threads)
-
     by_token = x.shape[0] == recording.tokens
     recording.launch(
-        shape if by_token else Shape(kernel, rows, threads),
+        by_tokens(_shape, kernel, per_token, threads) if by_token else Shape(kernel, rows, threads),
         x=x,
         weight=weight,
         y=y,
@@ -49,3 +46,7 @@ def rms_norm(recording: Recording, x: Tensor, weight: Tensor | None, eps: float)
         eps=eps,
     )
     return y
+
+
+def _shape(kernel: Kernel, per_token: int, threads: int, tokens: int) -> Shape:
+    return Shape(kernel, tokens * per_token, threads)

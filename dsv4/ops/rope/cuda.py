@@ -6,6 +6,7 @@ from torch import Tensor
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.ops.key_rows import in_vectors
 
 WARP = 32
@@ -39,7 +40,7 @@ def query_rope(
     kernel = Kernel("rope/query_rope", "query_rope", (("WIDTH", width), ("ROPE", rope_width)))
     out_THD = recording.empty_like(q_THD)
     recording.launch(
-        lambda tokens: Shape(kernel, (ceil_div(heads, rows), tokens), WARP * min(WARPS, heads)),
+        by_tokens(_shape, kernel, ceil_div(heads, rows), WARP * min(WARPS, heads)),
         q=q_THD,
         positions=positions_T,
         inv_freq=inv_freq,
@@ -75,7 +76,7 @@ def _any_geometry(
     kernel = Kernel("rope/query_rope", "query_rope_any_geometry")
     out_THD = recording.empty_like(q_THD)
     recording.launch(
-        lambda tokens: Shape(kernel, (heads, tokens), _ANY_THREADS),
+        by_tokens(_shape, kernel, heads, _ANY_THREADS),
         q=q_THD,
         positions=positions_T,
         inv_freq=inv_freq,
@@ -86,3 +87,7 @@ def _any_geometry(
         eps=eps,
     )
     return out_THD
+
+
+def _shape(kernel: Kernel, blocks: int, threads: int, tokens: int) -> Shape:
+    return Shape(kernel, (blocks, tokens), threads)

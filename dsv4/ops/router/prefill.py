@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear import prefill as linear_prefill
 from dsv4.ops.router import Router
 from dsv4.ops.router.selection import (
@@ -46,13 +47,8 @@ def route(
     weights_TP = recording.empty(routes, torch.float32)
     logits_TX = linear(recording, x_TE, router.gate, torch.float32)
     kernel = Kernel("router/router", "router_select", selection_defines(router))
-
-    def shape(tokens: int) -> Shape:
-        blocks = ceil_div(tokens, _WARPS)
-        return Shape(kernel, blocks, _WARPS * WARP, numbers={"T": tokens})
-
     recording.launch(
-        shape,
+        by_tokens(_shape, kernel),
         logits_TX=logits_TX,
         logits_stride=logits_TX.stride(0),
         ids_TP=ids_TP,
@@ -61,3 +57,7 @@ def route(
         **selection_arguments(router, tokens_T),
     )
     return ids_TP, weights_TP
+
+
+def _shape(kernel: Kernel, tokens: int) -> Shape:
+    return Shape(kernel, ceil_div(tokens, _WARPS), _WARPS * WARP, numbers={"T": tokens})

@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4.launch.compiler import is_installed
 from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.loading import driver, loaded
-from dsv4.launch.program import PreparedLaunch
+from dsv4.launch.prepared import PreparedLaunch
 from dsv4.launch.signature import signature
 from dsv4.launch.target import Target, compile_target
 from dsv4.ops.scatter import Part
