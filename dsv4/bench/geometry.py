@@ -95,7 +95,7 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
     ranks = run.ranks or (run.engine.gpus if run.engine.parallel == "tensor" else 1)
     nbytes = sum(token_bytes(config, run.layout, ranks).values())
     build_peak = _peak_gigabytes(engine)
-    prefill = {str(length): round(_prefill(engine, length), 1) for length in run.prompts}
+    prefill = {str(length): round(prefill_rate(engine, length), 1) for length in run.prompts}
     for state in engine.state.ranks:
         fill_caches(state)
     modes = DecodeModes(engine, run.modes)
@@ -200,7 +200,7 @@ def _random_weights(
     ]
 
 
-def _prefill(engine: Engine, length: int) -> float:
+def prefill_rate(engine: Engine, length: int) -> float:
     """Tokens per second of the faster of two prefills, each of another length than the one before,
     as prompts are; a first one compiles.
     """

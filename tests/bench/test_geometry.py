@@ -2,10 +2,12 @@
 formats.
 """
 
+from unittest.mock import Mock
+
 import pytest
 
 from dsv4.bench.__main__ import main
-from dsv4.bench.geometry import token_bytes
+from dsv4.bench.geometry import prefill_rate, token_bytes
 from dsv4.checkpoint import Geometry, Layout, geometry_config
 from dsv4.config import CSA_RATIO, ModelConfig
 from dsv4.errors import UserError
@@ -54,3 +56,14 @@ def test_without_a_gpu_the_command_says_so(
     assert main(["engine", "--geometry", "v4-flash"]) == 2
     assert main(["ops"]) == 2
     assert capsys.readouterr().err.count("error: this benchmark needs a CUDA device") == 2
+
+
+@pytest.mark.parametrize(("length", "lengths"), [(128, [128, 127, 128]), (1, [1, 1, 1])])
+def test_a_prompt_has_another_length_than_the_one_before(length: int, lengths: list[int]) -> None:
+    """Steps of the length before are queued as they are, which no user has."""
+    engine = Mock()
+    engine.config.vocab_size = 100
+    engine.state.all_devices = ()
+    assert prefill_rate(engine, length) > 0
+    assert [len(call.args[0]) for call in engine.prefill.call_args_list] == lengths
+    assert engine.reset.call_count == 3

@@ -189,6 +189,30 @@ def test_other_chunks_may_take_another_kernel_in_other_blocks(driver: Driver) ->
     ] == [(taken.kernel, taken.threads, taken.cluster) for taken in (some, few, some, few)]
 
 
+def test_shared_memory_is_asked_for_once_for_each_kernel_and_more_of_it(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the longest chunk, which is prepared twice, and by others."""
+    asked: list[tuple[Kernel, int]] = []
+    monkeypatch.setattr(
+        prepared, "allow_shared_memory", lambda kernel, _, nbytes: asked.append((kernel, nbytes))
+    )
+    few = Kernel(NORM.source, NORM.function, (("FEW", 1),))
+    shapes = {1: (few, 20_000), 2: (few, 30_000), 3: (NORM, 20_000), 4: (NORM, 1_000), 64: (few, 0)}
+    recording = Recording(TARGET, 64)
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+
+    def shape(tokens: int) -> Shape:
+        kernel, nbytes = shapes[tokens]
+        return Shape(kernel, 1, 32, nbytes)
+
+    normalise(recording, x, recording.empty((64, 64), torch.bfloat16), shape)
+    running = Program(recording)
+    for tokens in (1, 2, 1, 3, 4, 2, 3):
+        running.run(tokens)
+    assert asked == [shapes[tokens] for tokens in (1, 2, 3, 2, 3)]
+
+
 def test_a_range_of_items_runs_alone_and_calls_get_their_memory(driver: Driver) -> None:
     recording = Recording(TARGET, 3)
     x = torch.zeros(3, 64, dtype=torch.bfloat16)

@@ -31,8 +31,8 @@ def rows_written(peers: Peers, tokens: int) -> list[int]:
 
 @pytest.mark.parametrize(("present", "ranks"), PRESENT)
 def test_other_ranks_send_the_words_of_absent_ones(present: int, ranks: int) -> None:
-    """Every inbox gets the words of every rank once, those of an absent one from another rank than
-    its own, which also reads there what absent ones would have computed.
+    """Every inbox gets the words of every rank once, those of absent ones from all ranks but its
+    own, which also read there what absent ones would have computed.
     """
     found = connect(InboxLayout(ranks, WIDTH, 64), [CPU] * present, 1)
     rank_bytes = WORD_BYTES * found[0].layout.rank_words
@@ -52,6 +52,7 @@ def test_other_ranks_send_the_words_of_absent_ones(present: int, ranks: int) -> 
     for own, inbox in enumerate(inboxes):
         of_absent = [senders[inbox + rank * rank_bytes] for rank in range(present, ranks)]
         assert [own] not in of_absent
+        assert {rank for (rank,) in of_absent} == set(range(present)) - {own}
 
 
 @pytest.mark.parametrize(("present", "ranks"), PRESENT)
