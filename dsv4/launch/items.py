@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.kernel import Shape
 from dsv4.launch.signature import Parameter, Signature
 
@@ -28,10 +30,11 @@ class Launch:
         """Every tensor that the kernel reads or writes."""
         return [argument for argument in self.arguments.values() if isinstance(argument, Tensor)]
 
-    @property
-    def written(self) -> list[Tensor]:
-        """Every tensor that the kernel may write."""
-        return self._of(lambda parameter: not parameter.constant)
+    @cached_property
+    def written_storages(self) -> frozenset[int]:
+        """Storage keys of every tensor that the kernel may write."""
+        written = self._of(lambda parameter: not parameter.constant)
+        return frozenset(storage_key(tensor) for tensor in written)
 
     @property
     def read_early(self) -> list[Tensor]:

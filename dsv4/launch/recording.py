@@ -7,7 +7,7 @@ and the list of kernels to compile. ``dsv4.launch.program`` gives the buffers me
 was recorded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -68,6 +68,8 @@ class Recording:
         self._buffers: dict[int, Tensor] = {}
         self._zeroed: dict[str, Tensor] = {}
         self._has_sent = False
+        # Storages that are complete when the next item starts, as far as somebody asked.
+        self._settled: set[int] = set()
         self._serving: list[_Serving] = []
         self._choices: dict[int, tuple[int, list[_Serving]]] = {}
 
@@ -126,6 +128,7 @@ class Recording:
                 "expected one that is complete when it starts"
             )
         self.items.append(launch)
+        self._settled -= launch.written_storages
 
     def call(self, function: Callable[..., object], *tensors: Tensor) -> None:
         """Notes ``function(tokens, *tensors)``, which queues work of torch; it gets the tensors
@@ -137,7 +140,16 @@ class Recording:
         """Whether these are complete when the next item starts, so that it may read them in front
         of its wait.
         """
-        return is_settled(self.items, {storage_key(tensor) for tensor in tensors})
+        unknown = {storage_key(tensor) for tensor in tensors} - self._settled
+        if not is_settled(self.items, unknown):
+            return False
+        self._settled |= unknown
+        return True
+
+    def restore(self, items: Sequence[Item]) -> None:
+        """These are all items, as they were before."""
+        self.items[:] = items
+        self._settled.clear()
 
     def serve_choice(self, dense_shape: Shape | None) -> None:
         """The last launch serves the indexer's choice, but for what ``dense_shape`` does; None: it
@@ -163,6 +175,7 @@ class Recording:
         for at, item, dense_shape in serving:
             assert isinstance(item, Launch), "calls have no shape"
             self.items[at] = replace(item, dense_shape=dense_shape)
+        self._settled.clear()
         self.dense_until = min(self.dense_until or all_until, all_until)
         return True
 

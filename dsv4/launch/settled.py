@@ -10,17 +10,18 @@ nothing starts before a call in front of it is complete (``dsv4.launch.program``
 
 from collections.abc import Sequence
 
-from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call, Item
 
 
 def is_settled(items: Sequence[Item], buffers: set[int]) -> bool:
     """Whether ``buffers``, by their storage keys, are complete when an item behind these starts."""
+    if not buffers:
+        return True
     for item in reversed(items):
         if isinstance(item, Call):
             return True
-        if item.settles:
-            return all(storage_key(tensor) not in buffers for tensor in item.written)
-        if any(storage_key(tensor) in buffers for tensor in item.written):
+        if not buffers.isdisjoint(item.written_storages):
             return False
+        if item.settles:
+            return True
     return True

@@ -266,7 +266,7 @@ def _recorded_torch_op(
     def op(*arguments: Any, **named: Any) -> Any:
         items = list(recording.items)
         result = cuda_op(*arguments, **named)
-        recording.items[:] = items
+        recording.restore(items)
         values = [list(arguments), list(named.values())]
         inputs = list(tensors_in(values))
         outputs = list(tensors_in(result))

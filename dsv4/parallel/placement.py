@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
 import torch
@@ -98,7 +99,7 @@ class Placement:
         stages = (replace(stage, devices=(stage.devices[rank],)) for stage in self.stages)
         return Placement(tuple(stages))
 
-    @property
+    @cached_property
     def layer_devices(self) -> tuple[torch.device, ...]:
         """The device of every layer. Raises ``ValueError`` with several ranks (``of_rank``)."""
         if self.ranks > 1:

@@ -111,6 +111,37 @@ def test_a_kernel_gets_no_argument_early_that_the_one_in_front_writes(
     assert len(recording.items) == 2
 
 
+def test_items_that_are_gone_settle_nothing(recording: Recording) -> None:
+    positions_1 = recording.empty((1,), torch.int64)
+    write(recording, positions_1)
+    pass_by(recording, settles=True)
+    assert recording.is_settled(positions_1)
+    recording.restore(recording.items[:1])
+    assert not recording.is_settled(positions_1)
+    recording.restore([])
+    assert recording.is_settled(positions_1)
+    assert recording.items == []
+
+
+def test_a_long_step_is_recorded_without_a_look_at_all_its_items_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """43 layers of Flash once took seconds: only the first seam of a prefill step settles."""
+    looks = 0
+    settles = Launch.settles.fget
+    assert settles is not None
+
+    def counted(launch: Launch) -> bool:
+        nonlocal looks
+        looks += 1
+        return settles(launch)
+
+    monkeypatch.setattr(Launch, "settles", property(counted))
+    items = launches(MODELS["flash"](), 300)
+    assert len(items) > 100
+    assert 0 < looks < 2 * len(items)
+
+
 def launches(planned: PlannedModel, tokens: int) -> list[Launch]:
     step = planned.record(tokens)
     return [

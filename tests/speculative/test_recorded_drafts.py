@@ -154,6 +154,5 @@ def writers(items: Sequence[Item], buffer: Tensor) -> list[str]:
     return [
         item.signature.kernel
         for item in items
-        if isinstance(item, Launch)
-        and storage_key(buffer) in {storage_key(tensor) for tensor in item.written}
+        if isinstance(item, Launch) and storage_key(buffer) in item.written_storages
     ]

@@ -55,7 +55,7 @@ def join_products(recording: Recording) -> None:
     rings = _rings(first, second)
     if rings is None:
         return
-    del recording.items[-2:]
+    recording.restore(recording.items[:-2])
     _record(recording, first, second, *rings)
 
 

@@ -25,6 +25,7 @@ class TokenPart(Recording):
         self._buffers = whole._buffers
         self._zeroed = whole._zeroed
         self.placed = whole.placed
+        self._settled = whole._settled
         self._whole = whole
         self._start = start
         self._most = most
