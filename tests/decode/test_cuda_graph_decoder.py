@@ -15,16 +15,11 @@ from dsv4.decode import Mode
 from dsv4.layers.values import Watch, value_names
 from dsv4.sampling import Sampler
 from tests.decode.demo import GREEDY, MODES, PROMPTS, bits, decoder_of, load
+from tests.gpu_counts import gpu_counts
 
 pytestmark = pytest.mark.gpu
 
-GPUS = [
-    pytest.param(
-        count,
-        marks=pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs"),
-    )
-    for count in (1, 2, 4)
-]
+GPUS = gpu_counts(1, 2, 4)
 LENGTHS = (1, 2, 4, 8)
 
 

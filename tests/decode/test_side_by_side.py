@@ -30,17 +30,13 @@ from tests.decode.demo import (
     start,
     steps_of,
 )
+from tests.gpu_counts import gpu_counts
 
 pytestmark = pytest.mark.gpu
 
 IDS = (PROMPTS["recall_128"] * 4)[:700]
 LENGTHS = (1, 5, 8)
-GPUS = [
-    1,
-    pytest.param(
-        2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-    ),
-]
+GPUS = gpu_counts(1, 2)
 
 
 @dataclass(frozen=True)

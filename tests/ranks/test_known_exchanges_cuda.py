@@ -8,18 +8,13 @@ import torch
 from dsv4.native.run_checks import run_checks
 from dsv4.parallel.known_exchanges import KnownExchanges
 from dsv4.validate.exchange import exchange
+from tests.gpu_counts import gpu_counts
 from tests.ranks.on_gpu import run_script
 
 pytestmark = pytest.mark.gpu
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 GPUS = [torch.device("cuda", index) for index in range(8)]
-COUNTS = [
-    pytest.param(
-        count,
-        marks=pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs"),
-    )
-    for count in (2, 4, 8)
-]
+COUNTS = gpu_counts(2, 4, 8)
 WIDTH = 4096
 # In seconds.
 EXCHANGES = 50_000
