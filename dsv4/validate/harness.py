@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO
 
 from dsv4.command.flags import OneLineParser
+from dsv4.command.output_file import refuse_shared_files
 from dsv4.command.program import command, run_program
 from dsv4.errors import UserError
 from dsv4.limited_process import (
@@ -138,6 +139,9 @@ def main(argv: list[str] | None = None, grace_seconds: float = GRACE_SECONDS) ->
     if not options.name.strip() or not options.name.isprintable():
         raise UserError(f"NAME: found {options.name!r}, expected a label of one line")
     test = command_of(options.test, node)
+    if node.host is None:
+        words = [Path(word.partition("::")[0]) for word in shlex.split(options.test)]
+        refuse_shared_files([("TEST", word) for word in words], [("LOG", options.log)])
     try:
         with _open_log(options.log) as log, signals_interrupt():
             outcome = _run_and_log(options.name, node, test, log, limit_seconds, grace_seconds)

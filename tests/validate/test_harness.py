@@ -261,6 +261,20 @@ def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], message: str, 
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("test", ["./coded.py::test_x -q", "coded 0 --json coded.py"])
+def test_the_log_replaces_no_file_of_the_test(test: str, folder: Path, capsys) -> None:
+    (folder / "linked").symlink_to("coded.py")
+    before = Path("coded.py").read_text()
+    assert fire(test, "n", "linked") == 2
+    expected = "error: LOG: linked: found the file of TEST, expected another one\n"
+    assert capsys.readouterr().err == expected
+    assert Path("coded.py").read_text() == before
+
+
+def test_the_log_of_another_node_may_have_the_name_of_the_test(ssh: Path) -> None:
+    assert fire("coded 0 there.log", "n", "there.log") == 0
+
+
 def test_wrong_settings_are_one_line(monkeypatch, capsys) -> None:
     monkeypatch.setenv("FIRE_B200_HOST", "-oProxyCommand=x")
     assert fire("coded", "n", "run.log") == 2
