@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from dsv4.command.flags import OneLineParser
 from dsv4.command.output_file import refuse_shared_files
@@ -213,7 +213,8 @@ def _description(outcome: Outcome, host: str | None) -> str:
 def _open_log(path: Path) -> IO[str]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", encoding="utf-8")
+        # The arguments of the test may be any bytes, which Python holds as lone surrogates.
+        return path.open("w", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"LOG: {path}: cannot be written ({error.strerror})") from None
 
@@ -228,5 +229,10 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-if __name__ == "__main__":
+def program() -> NoReturn:
+    """``main`` as the program of this process."""
     run_program(main)
+
+
+if __name__ == "__main__":
+    program()

@@ -131,6 +131,14 @@ def test_a_fault_has_a_traceback_and_a_code_of_its_own() -> None:
 
 
 @pytest.mark.slow
+def test_a_fault_of_fire_b200_test_is_no_failed_test() -> None:
+    code = "from dsv4.validate import harness; harness.main = lambda: 1 / 0; harness.program()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 3
+    assert "ZeroDivisionError" in ended.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_closed_standard_streams_are_empty_ones(number: int) -> None:
     body = "sys.stdin.read(); print('out'); print('err', file=sys.stderr)"

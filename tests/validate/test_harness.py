@@ -209,9 +209,10 @@ def test_ssh_gets_the_host_and_one_command_in_the_checkout(
     there.mkdir()
     (there / "spelled.py").write_text("import sys\nprint(sys.argv[1:])")
     monkeypatch.setenv("FIRE_B200_DIR", str(there))
-    assert fire("spelled 'two words' $HOME", "spelt", "run.log", "20") == 0
+    # run.log is another file there.
+    assert fire("spelled 'two words' $HOME run.log", "spelt", "run.log", "20") == 0
     text = Path("run.log").read_text()
-    assert "['two words', '$HOME']" in text
+    assert "['two words', '$HOME', 'run.log']" in text
     assert "# host: b200-node\n" in text
     recorded = ssh.read_text()
     for part in (
@@ -222,6 +223,13 @@ def test_ssh_gets_the_host_and_one_command_in_the_checkout(
         " 0.2 20 ",
     ):
         assert part in recorded
+
+
+def test_a_test_may_have_bytes_that_are_no_utf_8() -> None:
+    assert fire(os.fsdecode(b"coded 3 \xff"), "bytes", "run.log") == 3
+    text = Path("run.log").read_text(encoding="utf-8")
+    assert f"# command: {sys.executable} -m coded 3 '\\udcff'\n" in text
+    assert "# exit code: 3\n" in text
 
 
 def test_ssh_that_fails_says_so(folder: Path, ssh: Path, capsys) -> None:
@@ -271,10 +279,6 @@ def test_the_log_replaces_no_file_of_the_test(test: str, folder: Path, capsys) -
     assert Path("coded.py").read_text() == before
 
 
-def test_the_log_of_another_node_may_have_the_name_of_the_test(ssh: Path) -> None:
-    assert fire("coded 0 there.log", "n", "there.log") == 0
-
-
 def test_wrong_settings_are_one_line(monkeypatch, capsys) -> None:
     monkeypatch.setenv("FIRE_B200_HOST", "-oProxyCommand=x")
     assert fire("coded", "n", "run.log") == 2
@@ -293,4 +297,4 @@ def test_wrong_settings_are_one_line(monkeypatch, capsys) -> None:
 def test_the_console_script_is_declared() -> None:
     text = (Path(harness.__file__).parent.parent.parent / "pyproject.toml").read_text()
     scripts = tomllib.loads(text)["project"]["scripts"]
-    assert scripts["fire_b200_test"] == "dsv4.validate.harness:main"
+    assert scripts["fire_b200_test"] == "dsv4.validate.harness:program"
