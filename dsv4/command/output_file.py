@@ -50,14 +50,15 @@ def refuse_shared_files(
     read: Sequence[tuple[str, Path | None]],
     written: Sequence[tuple[str, Path | None]],
     model: Path | None = None,
-    draft: tuple[str, Path] | None = None,
+    also: tuple[str, Path] | None = None,
 ) -> None:
     """Raises ``UserError`` for a regular file that one flag writes and another one reads or writes.
     Both are flags with their files, None where one is not given; ``model``: the folder of
-    ``--model``, ``draft``: the flag and the folder of a draft module. These get no new shards.
+    ``--model``, ``also``: what names another folder of weights, such as a draft module's flag, and
+    that folder. These get no new shards.
     """
     folders = [("--model", model)] if model is not None else []
-    folders += [draft] if draft is not None else []
+    folders += [also] if also is not None else []
     of_folders = [(of, path) for of, folder in folders for path in files_of_model(folder)]
     flags: dict[tuple[int, int] | str, str] = {}
     for is_written, given in ((False, [*of_folders, *read]), (True, written)):

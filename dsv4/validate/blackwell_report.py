@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dsv4.command.flags import OneLineParser, path
-from dsv4.command.output_file import STDOUT, check_output, write_output
+from dsv4.command.output_file import STDOUT, check_output, refuse_shared_files, write_output
 from dsv4.command.program import command, run_program
 from dsv4.command.streams import say
+from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import ACTIVATION_MODES, ActivationMode
 from dsv4.measure.provenance import provenance
 from dsv4.native.check import Verdict
@@ -232,6 +233,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="the report (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
+    refuse_shared_files([], [("--json", options.json)], also=("the demo", CHECKPOINT))
     check_output("--json", options.json)
     return options
 

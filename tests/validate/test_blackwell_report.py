@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 import dsv4.bench.__main__ as bench
+from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import evaluate
 from dsv4.engine_config import ACTIVATION_MODES
+from dsv4.errors import UserError
 from dsv4.native.check import Result, Verdict
 from dsv4.validate import blackwell_report, cosine, exchange, graph_readiness
 from dsv4.validate.anonymous import Anonymiser
-from dsv4.validate.blackwell_report import Machine, main, sections
+from dsv4.validate.blackwell_report import Machine, main, parse, sections
 from dsv4.validate.device_clocks import summaries
 from dsv4.validate.report_section import Finding, Section, command_section
 from tests.native import fakes
@@ -147,6 +149,11 @@ def texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for part in value:
             yield from texts(part)
+
+
+def test_the_report_replaces_no_file_of_the_demo() -> None:
+    with pytest.raises(UserError, match=r"--json: .*: found the file of the demo, expected"):
+        parse(["--json", str(CHECKPOINT / "config.json")])
 
 
 @pytest.mark.slow
