@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsv4.command.output_file import check_output, write_output
+from dsv4.command.output_file import check_output, refuse_shared_files, write_output
 from dsv4.measure.provenance import provenance
 
 
 def parse_recorded(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
     """The flags of ``parser`` and ``--json``. Raises ``UserError`` for a file that cannot be
-    written.
+    written, or is one of the model.
     """
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args(arguments)
     if options.json is not None:
+        refuse_shared_files([], [("--json", options.json)], vars(options).get("model"))
         check_output("--json", options.json)
     return options
 

@@ -1,12 +1,14 @@
 """The file of ``--json`` is JSON, whatever was measured."""
 
+import argparse
 import json
 import math
 from pathlib import Path
 
 import pytest
 
-from dsv4.measure.record_file import write_record
+from dsv4.errors import UserError
+from dsv4.measure.record_file import parse_recorded, write_record
 
 
 def refused(constant: str) -> None:
@@ -21,3 +23,11 @@ def test_numbers_that_json_does_not_have_are_strings(tmp_path: Path) -> None:
     assert written["command"] == f"python -m dsv4.validate.cosine --json {path}"
     assert written["rows"] == [{"cosine": "NaN", "error": "Infinity", "worst_token": 0.1 + 0.2}]
     assert written["é"] is None
+
+
+def test_the_record_replaces_no_file_of_the_model(tmp_path: Path) -> None:
+    arguments = ["--model", str(tmp_path), "--json", str(tmp_path / "config.json")]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path)
+    with pytest.raises(UserError, match=r"--json: .*: found the file of --model, expected"):
+        parse_recorded(parser, arguments)
