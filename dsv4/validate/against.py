@@ -107,8 +107,8 @@ def compare_traces(
     found: JoinedTrace, reference: JoinedTrace, threshold: float, unwritten: Sequence[str] = ()
 ) -> Comparison:
     """Every value that both traces have; one slice of tokens is in memory at a time. ``unwritten``:
-    what our side has besides the values in its file. Raises ``UserError`` when nothing is in both,
-    and for shapes that do not fit together.
+    what our side has besides the values in its file. Raises ``UserError`` when nothing is in both
+    or all of it is without rows, and for shapes that do not fit together.
     """
     kinds = _kinds(found) or _kinds(reference)
     names = common_names(found.names, reference.names)
@@ -118,6 +118,8 @@ def compare_traces(
         expect_shape(name, reference, found.shape(name), found.path.name)
         expect_shape_of_choices(name, found)
         expect_shape_of_choices(name, reference)
+    if not any(found.shape(name)[0] for name in names):
+        raise UserError(f"{reference.path}: found no row of values that both traces have")
     rows = [
         _compare_value(name, kinds.get(layer_of(name), ""), found, reference, threshold)
         for name in names

@@ -227,13 +227,20 @@ def test_no_common_value_is_an_error(
     assert captured.out == ""
 
 
-def test_a_trace_of_tokens_alone_has_nothing_to_compare(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({}, "no value, expected one to compare"),
+        ({"layers.1.router.weights": random(6, 3)}, "no value that both traces have"),
+        ({"layers.2.attn.compressed": random(0, 512)}, "no row of values that both traces have"),
+    ],
+)
+def test_nothing_to_compare_with_an_engine_is_an_error(
+    values: dict[str, Tensor], found: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    theirs = write(tmp_path / "theirs.safetensors", {})
+    theirs = write(tmp_path / "theirs.safetensors", values)
     assert main(["--device", "cpu", "--against", str(theirs)]) == 2
-    expected = f"error: {theirs}: found no value, expected one to compare\n"
-    assert capsys.readouterr().err == expected
+    assert capsys.readouterr().err == f"error: {theirs}: found {found}\n"
 
 
 def test_a_token_that_the_engine_lacks_is_named_with_its_file(
@@ -258,15 +265,6 @@ def test_a_trace_may_be_as_long_as_the_model_can_read(
         assert main(arguments) == code
     limit = "expected at most 12 (max_position_embeddings)"
     expected = f"error: {theirs}: token_ids: found 13, {limit}\n"
-    assert capsys.readouterr().err == expected
-
-
-def test_values_without_ids_are_no_common_values_of_an_engine(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    theirs = write(tmp_path / "theirs.safetensors", {"layers.1.router.weights": random(6, 3)})
-    assert main(["--device", "cpu", "--against", str(theirs)]) == 2
-    expected = f"error: {theirs}: found no value that both traces have\n"
     assert capsys.readouterr().err == expected
 
 
