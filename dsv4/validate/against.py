@@ -11,13 +11,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dsv4.config import KIND_OF_RATIO
+from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.config_dialects import compress_ratios
 from dsv4.errors import UserError
 from dsv4.json_object import JsonReader
-from dsv4.layers.values import LAYER_VALUES, OUTPUT_VALUES
+from dsv4.layers.values import LAYER_VALUES, OUTPUT_VALUES, value_names
 from dsv4.validate.agreement import Agreement, Tally, align, table
-from dsv4.validate.trace_file import JoinedTrace, Unequal, expect_same_tokens, slices
+from dsv4.validate.trace_file import (
+    JoinedTrace,
+    Unequal,
+    expect_same_tokens,
+    expect_tokens_of,
+    slices,
+)
 
 # Ids whose order means nothing, and the values that belong to them.
 CHOSEN = ("indexer.entries", "router.experts")
@@ -25,9 +31,8 @@ ALIGNED = {"indexer.scores": "indexer.entries", "router.weights": "router.expert
 # Rows of these are entries, of all others tokens.
 ENTRIES = ("attn.compressed", "indexer.keys")
 
-# Writes a trace of the engine to a file: on the tokens of the other trace, with the values of that
-# one. Gives the names of all values that the engine has.
-WriteTrace = Callable[[JoinedTrace, Path], Sequence[str]]
+# Writes a trace of the engine to a file: on these tokens, with the values of these names.
+WriteTrace = Callable[[list[int], Sequence[str], Path], None]
 
 
 @dataclass(frozen=True)
@@ -85,19 +90,22 @@ class Comparison:
 
 
 def compare_files(
-    theirs: Sequence[Path], ours: Path | None, write: WriteTrace, threshold: float
+    theirs: Sequence[Path], ours: Path | None, model: Path, write: WriteTrace, threshold: float
 ) -> Comparison:
-    """Their trace, given as the files of its ranks, with ours, which ``write`` makes when there is
-    none yet. Raises ``UserError`` for files that do not fit together.
+    """Their trace, given as the files of its ranks, with ours, which ``write`` makes of the
+    checkpoint ``model`` when there is none yet. Raises ``UserError`` for files that do not fit
+    together, and before ``write`` for tokens and values that do not fit to the checkpoint.
     """
     with ExitStack() as stack:
         reference = JoinedTrace(theirs, stack)
         unwritten: Sequence[str] = ()
         if ours is None:
-            if not reference.names:
-                raise UserError(f"{reference.path}: found no value, expected one to compare")
+            config = ModelConfig.from_folder(model)
+            expect_tokens_of(reference, config)
+            unwritten = value_names(config)
+            names = _expect_common({*unwritten}, reference)
             ours = Path(stack.enter_context(TemporaryDirectory())) / "dsv4.safetensors"
-            unwritten = write(reference, ours)
+            write(reference.token_ids, names, ours)
         found = JoinedTrace([ours], stack)
         expect_same_tokens(reference, found)
         return compare_traces(found, reference, threshold, unwritten)
@@ -111,9 +119,7 @@ def compare_traces(
     or all of it is without rows, and for shapes that do not fit together.
     """
     kinds = _kinds(found) or _kinds(reference)
-    names = common_names(found.names, reference.names)
-    if not names:
-        raise UserError(f"{reference.path}: found no value that both traces have")
+    names = _expect_common(found.names, reference)
     for name in names:
         expect_shape(name, reference, found.shape(name), found.path.name)
         expect_shape_of_choices(name, found)
@@ -138,6 +144,13 @@ def common_names(found: Set[str], reference: Set[str]) -> list[str]:
     """
     both = found & reference
     return [name for name in sorted(both, key=execution_order) if _ids_of(name) in (None, *both)]
+
+
+def _expect_common(found: Set[str], reference: JoinedTrace) -> list[str]:
+    names = common_names(found, reference.names)
+    if not names:
+        raise UserError(f"{reference.path}: found no value that both traces have")
+    return names
 
 
 def execution_order(name: str) -> tuple[float, int, str]:

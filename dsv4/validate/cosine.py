@@ -37,7 +37,6 @@ from dsv4.ops.tables import TableName
 from dsv4.validate.against import column_of, compare_files
 from dsv4.validate.agreement import DEFAULT_THRESHOLD, Agreement, agreement, table
 from dsv4.validate.plot import Point, cosine_svg
-from dsv4.validate.trace_file import JoinedTrace, expect_tokens_of
 from dsv4.validate.traces import Trace, engine_trace, transformers_trace, write_engine_trace
 
 DEFAULT_CHUNK = 512
@@ -213,14 +212,12 @@ def run(options: argparse.Namespace) -> Report:
 def run_against(options: argparse.Namespace) -> Report:
     """Their trace files with ours."""
 
-    def write(theirs: JoinedTrace, path: Path) -> Sequence[str]:
-        expect_tokens_of(theirs, ModelConfig.from_folder(options.model))
-        token_ids = theirs.token_ids
+    def write(token_ids: list[int], names: Sequence[str], path: Path) -> None:
         config = engine_config(options, len(token_ids))
         swaps = parse_swaps(options.swap)
-        return write_engine_trace(path, options.model, token_ids, config, swaps, theirs.names)
+        write_engine_trace(path, options.model, token_ids, config, swaps, names)
 
-    found = compare_files(options.against, options.trace, write, options.threshold)
+    found = compare_files(options.against, options.trace, options.model, write, options.threshold)
     points = [
         Point(column_of(row.name), row.name, row.kind, row.worst_token, row.cosine)
         for row in found.rows

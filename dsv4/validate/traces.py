@@ -3,7 +3,7 @@ an engine or from transformers.
 """
 
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from dsv4.config import layer_kinds
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
-from dsv4.layers.values import value_names
 from dsv4.ops.tables import TableName, swap_ops
 from dsv4.trace.write import write_trace
 
@@ -41,17 +40,13 @@ def write_engine_trace(
     token_ids: list[int],
     config: EngineConfig,
     swaps: Mapping[str, TableName],
-    names: Collection[str],
-) -> Sequence[str]:
-    """Writes those of the values ``names`` that the engine has to the trace file ``path``, of an
-    engine as that of ``engine_trace``. Gives the names of all values that it has. Raises
-    ``UserError`` when none of them is wanted.
+    names: Sequence[str],
+) -> None:
+    """Writes the values ``names`` to the trace file ``path``, of an engine as that of
+    ``engine_trace``. Raises ``UserError`` for a value that it does not have.
     """
     engine = _load(model, config, swaps)
-    known = value_names(engine.config)
-    common = [name for name in known if name in names]
-    write_trace(engine, token_ids, path, common, _prompt_tokens(config), model.resolve().name)
-    return known
+    write_trace(engine, token_ids, path, names, _prompt_tokens(config), model.resolve().name)
 
 
 def block_trace(engine: Engine, token_ids: list[int], prompt_tokens: int | None = None) -> Trace:

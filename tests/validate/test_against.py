@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4 import Engine
 from dsv4.checkpoint import tiny_config, write_synthetic
+from dsv4.demo import CHECKPOINT
 from dsv4.layers.values import LAYER_VALUES
 from dsv4.validate.against import execution_order
 from dsv4.validate.cosine import main
@@ -216,31 +218,32 @@ def test_ids_of_one_dimension_are_one_line(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == expected
 
 
-@pytest.mark.parametrize("name", ["mine", "layers.1.router.weights"])
-def test_no_common_value_is_an_error(
-    name: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("side", ["--trace", "--model"])
+@pytest.mark.parametrize("names", [[], ["mine"], ["layers.1.router.weights"]])
+def test_no_common_value_is_an_error_before_a_model_is_loaded(
+    side: str,
+    names: list[str],
+    ours: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    theirs = write(tmp_path / "theirs.safetensors", {name: random(6, 3)})
-    assert compare(ours, theirs) == 2
-    captured = capsys.readouterr()
-    assert captured.err == f"error: {theirs}: found no value that both traces have\n"
-    assert captured.out == ""
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("a model is loaded"))
+    theirs = write(tmp_path / "theirs.safetensors", {name: random(6, 3) for name in names})
+    given = {"--trace": ours, "--model": CHECKPOINT}
+    assert main([side, str(given[side]), "--against", str(theirs)]) == 2
+    expected = f"error: {theirs}: found no value that both traces have\n"
+    assert capsys.readouterr() == ("", expected)
 
 
-@pytest.mark.parametrize(
-    ("values", "found"),
-    [
-        ({}, "no value, expected one to compare"),
-        ({"layers.1.router.weights": random(6, 3)}, "no value that both traces have"),
-        ({"layers.2.attn.compressed": random(0, 512)}, "no row of values that both traces have"),
-    ],
-)
-def test_nothing_to_compare_with_an_engine_is_an_error(
-    values: dict[str, Tensor], found: str, tmp_path: Path, capsys: pytest.CaptureFixture
+def test_values_without_rows_alone_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    values = {"layers.2.attn.compressed": random(0, 8)}
     theirs = write(tmp_path / "theirs.safetensors", values)
-    assert main(["--device", "cpu", "--against", str(theirs)]) == 2
-    assert capsys.readouterr().err == f"error: {theirs}: found {found}\n"
+    assert compare(theirs, theirs) == 2
+    expected = f"error: {theirs}: found no row of values that both traces have\n"
+    assert capsys.readouterr() == ("", expected)
 
 
 def test_a_token_that_the_engine_lacks_is_named_with_its_file(
