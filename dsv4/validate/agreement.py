@@ -22,7 +22,8 @@ class Agreement:
     ``worst_at``: its cosine, less where the lengths differ, 1 − |a − b|² / (|a|² + |b|²).
     ``relative_error`` is max |a − b| / max |b|. Of chosen experts or entries both numbers are the
     share that is on both sides, and there is no error. ``first_under`` is the first token whose
-    number is under the threshold. NaN is under every threshold.
+    number is under the threshold. NaN is under every threshold. Where ``worst_at`` is None nothing
+    was compared, and the numbers mean nothing.
     """
 
     name: str
@@ -52,15 +53,18 @@ class Tally:
         self._worst_at: int | None = None
         self._first_under: int | None = None
 
-    def add(self, found: Tensor, reference: Tensor) -> None:
-        """The next rows of both values ``[rows, ...]``."""
+    def add(self, found: Tensor, reference: Tensor, compared_R: Tensor | None = None) -> None:
+        """The next rows of both values ``[rows, ...]``; ``compared_R``: bool ``[rows]``, without
+        which rows have no number.
+        """
         a = found.double().unsqueeze(-1).flatten(1)
         b = reference.double().unsqueeze(-1).flatten(1)
         dots = (a * b).sum(1)
         a_squares = a.square().sum(1)
         b_squares = b.square().sum(1)
         both = a_squares + b_squares
-        self._note(torch.where(both == 0, 1.0, 2 * dots / both))
+        agreements_R = torch.where(both == 0, 1.0, 2 * dots / both)
+        self._note(agreements_R if compared_R is None else agreements_R.where(compared_R, math.inf))
         self._dot += float(dots.sum())
         self._squares = (
             self._squares[0] + float(a_squares.sum()),
@@ -97,7 +101,7 @@ class Tally:
         )
 
     def _note(self, agreements_R: Tensor) -> None:
-        """The next rows' numbers, float64 ``[rows]``."""
+        """The next rows' numbers, float64 ``[rows]``; infinite: none."""
         if agreements_R.numel():
             at = int(agreements_R.nan_to_num(-math.inf).argmin())
             value = float(agreements_R[at])
@@ -143,13 +147,16 @@ def match_ids(found: Tensor, reference: Tensor) -> Match:
     )
 
 
-def align(values: Tensor, ids: Tensor, other: Tensor, other_ids: Tensor) -> tuple[Tensor, Tensor]:
+def align(
+    values: Tensor, ids: Tensor, other: Tensor, other_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Two float ``[rows, K]``: the values of the ids that both sides chose, in the order of
-    ``ids``; 0 elsewhere.
+    ``ids``; 0 elsewhere. And bool ``[rows]``: in which rows there are any.
     """
     match = match_ids(ids, other_ids)
     theirs = other.double().gather(1, match.place) if other.shape[1] else match.place.double()
-    return values.double().where(match.both, 0.0), theirs.where(match.both, 0.0)
+    ours = values.double().where(match.both, 0.0)
+    return ours, theirs.where(match.both, 0.0), match.both.any(1)
 
 
 def agreement(
@@ -166,8 +173,8 @@ def agreement(
 
 
 def table(rows: list[Agreement]) -> str:
-    """The rows as text: those under the threshold are marked with their first token, and a value
-    without rows has no numbers.
+    """The rows as text: those under the threshold are marked with their first token, and a value of
+    which no row was compared has no numbers.
     """
     width = max(10, *(len(row.name) for row in rows)) if rows else 10
     head = (

@@ -99,7 +99,7 @@ def test_values_are_aligned_by_id() -> None:
     ids = torch.tensor([[4, 2, -1], [0, 1, 2]])
     others = torch.tensor([[2, 4], [7, 1]])
     none = -math.inf
-    a, b = align(
+    a, b, compared = align(
         torch.tensor([[0.4, 0.2, none], [1.0, 1.1, 1.2]]),
         ids,
         torch.tensor([[20.0, 40.0], [70.0, 11.0]]),
@@ -108,9 +108,25 @@ def test_values_are_aligned_by_id() -> None:
     rounded: Tensor = a.float()
     assert rounded.tolist() == torch.tensor([[0.4, 0.2, 0.0], [0.0, 1.1, 0.0]]).tolist()
     assert b.tolist() == [[40.0, 20.0, 0.0], [0.0, 11.0, 0.0]]
+    assert compared.tolist() == [True, True]
     no_entries = torch.zeros(2, 0)
-    a, b = align(no_entries.expand(2, 0), no_entries.long(), no_entries, no_entries.long())
-    assert (a.shape, b.shape) == ((2, 0), (2, 0))
+    a, b, compared = align(no_entries, no_entries.long(), no_entries, no_entries.long())
+    assert (a.shape, b.shape, compared.tolist()) == ((2, 0), (2, 0), [False, False])
+
+
+def test_values_without_a_shared_id_have_no_number() -> None:
+    ids = torch.tensor([[4, 2], [0, 1], [5, -1]])
+    values = torch.tensor([[0.4, 0.2], [1.0, 1.1], [math.nan, 2.0]])
+    tally = Tally(0.999)
+    tally.add(*align(values[:1], ids[:1], values[:1], ids[:1] + 5))
+    nothing = tally.result("layers.2.router.weights", "HCA")
+    assert nothing.worst_at is None
+    assert table([nothing]).endswith("no rows")
+    tally.add(*align(values[1:2], ids[1:2], 0.5 * values[1:2], ids[1:2]))
+    tally.add(*align(values[2:], ids[2:], values[2:], -ids[2:]))
+    found = tally.result("", "")
+    assert (found.worst_at, found.first_under) == (1, 1)
+    assert found.worst_token == pytest.approx(0.8)
 
 
 def test_a_value_without_rows_has_no_numbers_in_the_table() -> None:
