@@ -45,8 +45,10 @@ class Tally:
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
         self._rows = 0
-        self._dot = 0.0
-        self._squares = (0.0, 0.0)
+        # a·b, |a|² and |b|² over all rows, of values divided by the scale: squares of small ones
+        # would be 0.
+        self._products = [0.0, 0.0, 0.0]
+        self._scale = 0.0
         self._error = 0.0
         self._largest = 0.0
         self._worst = math.inf
@@ -59,20 +61,22 @@ class Tally:
         """
         a = found.double().unsqueeze(-1).flatten(1)
         b = reference.double().unsqueeze(-1).flatten(1)
-        dots = (a * b).sum(1)
-        a_squares = a.square().sum(1)
-        b_squares = b.square().sum(1)
-        both = a_squares + b_squares
-        agreements_R = torch.where(both == 0, 1.0, 2 * dots / both)
-        self._note(agreements_R if compared_R is None else agreements_R.where(compared_R, math.inf))
-        self._dot += float(dots.sum())
-        self._squares = (
-            self._squares[0] + float(a_squares.sum()),
-            self._squares[1] + float(b_squares.sum()),
-        )
         if a.numel():
             self._error = _larger(self._error, float((a - b).abs().max()))
             self._largest = _larger(self._largest, float(b.abs().max()))
+        scales_R = a.abs().sum(1) + b.abs().sum(1)
+        divisors_R1 = scales_R.where(scales_R != 0, 1.0).unsqueeze(1)
+        a = a / divisors_R1
+        b = b / divisors_R1
+        products_3R = torch.stack(((a * b).sum(1), a.square().sum(1), b.square().sum(1)))
+        both_R = products_3R[1] + products_3R[2]
+        agreements_R = torch.where(both_R == 0, 1.0, 2 * products_3R[0] / both_R)
+        self._note(agreements_R if compared_R is None else agreements_R.where(compared_R, math.inf))
+        scale = self._scale + float(scales_R.sum())
+        if scale != 0:
+            sums_3 = products_3R @ (scales_R / scale).square()
+            self._add_products(sums_3, (self._scale / scale) ** 2)
+            self._scale = scale
 
     def add_chosen(self, found: Tensor, reference: Tensor) -> None:
         """The next rows of ids ``[rows, K]``, whose order and number may differ; negative: none."""
@@ -80,15 +84,14 @@ class Tally:
         most = torch.maximum(match.found_count, match.reference_count)
         shared = match.both.sum(1)
         self._note(torch.where(most == 0, 1.0, shared.double() / most))
-        self._dot += float(shared.sum())
-        size = math.sqrt(float(most.sum()))
-        self._squares = (self._squares[0] + size * size, self._squares[1] + size * size)
+        self._add_products(torch.stack((shared.sum(), most.sum(), most.sum())))
 
     def result(self, name: str, kind: str, chosen: bool = False) -> Agreement:
         """What the rows so far say; without rows everything agrees."""
-        lengths = math.sqrt(self._squares[0]) * math.sqrt(self._squares[1])
-        same = self._squares == (0.0, 0.0)
-        cosine = 1.0 if same else self._dot / lengths if lengths != 0 else 0.0
+        dot, a_square, b_square = self._products
+        lengths = math.sqrt(a_square * b_square)
+        same = a_square == b_square == 0
+        cosine = 1.0 if same else dot / lengths if lengths != 0 else 0.0
         error = self._error / self._largest if self._largest else self._error
         return Agreement(
             name,
@@ -99,6 +102,11 @@ class Tally:
             None if chosen else error,
             self._first_under,
         )
+
+    def _add_products(self, more_3: Tensor, factor: float = 1.0) -> None:
+        """Adds to a·b, |a|² and |b|² times ``factor``."""
+        pairs = zip(self._products, more_3.tolist(), strict=True)
+        self._products = [factor * product + more for product, more in pairs]
 
     def _note(self, agreements_R: Tensor) -> None:
         """The next rows' numbers, float64 ``[rows]``; infinite: none."""

@@ -56,6 +56,32 @@ def test_another_length_is_another_value() -> None:
     assert agreement("", "", a, a * 1.01).passes
 
 
+@pytest.mark.parametrize("scale", [1e-200, 1e-310, 1e200])
+def test_values_whose_squares_are_no_numbers_of_float64_are_compared(scale: float) -> None:
+    a = torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 0.0]]).double()
+    b = torch.tensor([[4.0, 3.0], [0.0, 1.0], [0.0, 0.0]]).double()
+    found = agreement("", "", a * scale, b * scale)
+    assert found.cosine == pytest.approx(24 / 26)
+    assert (found.worst_token, found.worst_at, found.first_under) == (0.0, 1, 0)
+    assert agreement("", "", a * scale, a * scale).cosine == 1.0
+    alone = Tally(0.999)
+    for row in (1, 2, 0):
+        alone.add(a[row : row + 1] * scale, b[row : row + 1] * scale)
+    assert alone.result("", "").cosine == pytest.approx(24 / 26)
+
+
+def test_small_values_beside_large_ones_are_compared() -> None:
+    a = torch.tensor([[1.0, 0.0], [1e-200, 0.0]], dtype=torch.float64)
+    found = agreement("", "", a, torch.stack((a[0], a[1].flip(0))))
+    assert found.cosine == pytest.approx(1.0)
+    assert (found.worst_token, found.worst_at) == (0.0, 1)
+
+
+def test_equal_choices_are_exactly_equal() -> None:
+    for tokens in range(1, 9):
+        assert chosen([[1, 2]] * tokens, [[2, 1]] * tokens).cosine == 1.0
+
+
 def test_zeros_agree_with_zeros_only() -> None:
     zeros = torch.zeros(2, 3)
     assert agreement("", "", zeros, zeros).worst_token == 1.0
