@@ -227,9 +227,11 @@ def swap_ops(table: Table, swaps: Mapping[str, TableName]) -> Table:
     names = sorted(field.name for field in fields(Ops))
     for name, source in swaps.items():
         if name not in names:
-            raise UserError(f"swap: found op {name!r}, expected one of {', '.join(names)}")
+            raise UserError(f"--swap: found op {name!r}, expected one of {', '.join(names)}")
         if source != "torch" and isinstance(table, DirectTable):
-            raise UserError(f"swap: found {name}={source} in the torch ops, expected {name}=torch")
+            raise UserError(
+                f"--swap: found {name}={source} in the torch ops, expected {name}=torch"
+            )
     replaced = [name for name, source in swaps.items() if source == "torch"]
     if isinstance(table, DirectTable) or not replaced:
         return table

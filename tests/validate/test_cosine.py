@@ -79,7 +79,7 @@ def test_one_large_token_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatc
 def test_a_wrong_swap_is_one_line(swap: str, message: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["--device", "cpu", "--model", str(CHECKPOINT), "--swap", swap]) == 2
     error = capsys.readouterr().err
-    assert message in error
+    assert error.startswith(f"error: --swap: {message}")
     assert error.count("\n") == 1
 
 
