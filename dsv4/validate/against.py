@@ -71,11 +71,7 @@ class Comparison:
         }
 
     def _lines(self) -> Iterator[str]:
-        compared = [row.name for row in self.rows]
-        for side, names in (("ours", self.only_ours), ("theirs", self.only_theirs)):
-            if names:
-                folded = ", ".join(_layers_folded(names, compared))
-                yield f"only in {side}, or without its ids: {folded}"
+        yield from one_sided(self.only_ours, self.only_theirs, [row.name for row in self.rows])
         for name, (ranks, difference) in self.unequal.items():
             apart = f"ranks {ranks[0]} and {ranks[1]} differ by up to {difference:.3g}"
             yield f"{name}: {apart}; a value of which ranks hold parts needs a join of its own"
@@ -136,6 +132,16 @@ def compare_traces(
         sorted(reference.names - {*names}, key=execution_order),
         {**found.unequal, **reference.unequal},
     )
+
+
+def one_sided(
+    only_ours: Sequence[str], only_theirs: Sequence[str], compared: Sequence[str]
+) -> Iterator[str]:
+    """Lines with the values that were not ``compared`` because only one side has them."""
+    for side, names in (("ours", only_ours), ("theirs", only_theirs)):
+        if names:
+            folded = ", ".join(_layers_folded(names, compared))
+            yield f"only in {side}, or without its ids: {folded}"
 
 
 def common_names(found: Set[str], reference: Set[str]) -> list[str]:

@@ -18,8 +18,10 @@ from dsv4.validate.against import (
     ALIGNED,
     CHOSEN,
     common_names,
+    execution_order,
     expect_shape,
     expect_shape_of_choices,
+    layer_of,
     suffix,
 )
 from dsv4.validate.agreement import Agreement, Tally, align
@@ -32,11 +34,13 @@ Input = Literal["own", "reference", "trace"]
 
 class Computed(NamedTuple):
     """The values of a layer; ``choices``: the experts and entries that the reference would have
-    chosen, where it followed those of the other side.
+    chosen, where it followed those of the other side; ``only_theirs``: names of values that the
+    other side lacks.
     """
 
     values: Values
     choices: Values
+    only_theirs: Sequence[str] = ()
 
 
 class Reference(Protocol):
@@ -91,23 +95,29 @@ class TraceReference:
         """See ``Reference``. Raises ``UserError`` when the trace has no value of the layer, or has
         one of another shape.
         """
-        names = common_names(self.trace.names, found.keys())
+        theirs = {name for name in self.trace.names if layer_of(name) == layer}
+        names = common_names(theirs, found.keys())
         if not names:
             raise UserError(f"{self.trace.path}: found no value of layer {layer}")
         for name in names:
             expect_shape(name, self.trace, list(found[name].shape), "this engine")
             expect_shape_of_choices(name, self.trace)
-        return Computed({name: whole_value(self.trace, name) for name in names}, {})
+        only_theirs = sorted(theirs - {*names}, key=execution_order)
+        return Computed({name: whole_value(self.trace, name) for name in names}, {}, only_theirs)
 
 
 class LayerResult(NamedTuple):
-    """The comparison of a layer run with ``chunk`` tokens per step: a row for every value."""
+    """The comparison of a layer run with ``chunk`` tokens per step: a row for every value, and the
+    names of those that only one side has.
+    """
 
     layer: int
     kind: str
     chunk: int
     seconds: float
     rows: Sequence[Agreement]
+    only_ours: Sequence[str]
+    only_theirs: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -149,7 +159,10 @@ class Walk:
                 own = loaded.run(given, chunk)
                 expected = self.reference.run(layer, given, own)
                 rows = self._compare(kind, own, expected)
-                yield LayerResult(layer, kind, chunk, time.perf_counter() - started, rows)
+                seconds = time.perf_counter() - started
+                only_ours = sorted(own.keys() - {row.name for row in rows}, key=execution_order)
+                sides = (only_ours, expected.only_theirs)
+                yield LayerResult(layer, kind, chunk, seconds, rows, *sides)
                 left = own if self.input != "reference" else expected.values
 
     def _compare(self, kind: str, found: Values, expected: Computed) -> list[Agreement]:

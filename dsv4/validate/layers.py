@@ -7,7 +7,7 @@ time. Ends with exit code 1 when a value is under the threshold.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from dsv4.command.output_file import write_output
 from dsv4.command.program import command, run_program
 from dsv4.measure.record_file import write_record
-from dsv4.validate.against import suffix
+from dsv4.validate.against import one_sided, suffix
 from dsv4.validate.layer_flags import described, make_walk, parse
 from dsv4.validate.layer_walk import LayerResult, peak_bytes
 from dsv4.validate.plot import Point, cosine_svg
@@ -52,6 +52,13 @@ def records(results: Sequence[LayerResult]) -> list[dict[str, Any]]:
     ]
 
 
+def names_of_one_side(results: Sequence[LayerResult]) -> Iterator[str]:
+    """Lines with the values that only one side has, of all layers."""
+    ours = [name for result in results for name in result.only_ours]
+    theirs = [name for result in results for name in result.only_theirs]
+    return one_sided(ours, theirs, [row.name for result in results for row in result.rows])
+
+
 def points(results: Sequence[LayerResult]) -> list[Point]:
     """A column for every layer and chunk; of choices the share over all tokens."""
     return [
@@ -85,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
                 print(_HEAD)
             results.append(result)
             print(line(result), flush=True)
+    for one_side in names_of_one_side(results):
+        print(one_side)
     memory = gigabytes(peak_bytes())
     print(f"peak memory: {', '.join(f'{name} {size} GB' for name, size in memory.items())}")
     record = {

@@ -225,6 +225,23 @@ def test_a_reference_may_have_choices_only(
     assert "  router.experts 1.0000\n" in capsys.readouterr().out
 
 
+def test_values_of_one_side_are_listed(
+    model: Path, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    values = {**load_file(trace_file), "layers.1.mine": torch.zeros(21, 2)}
+    del values["layers.1.router.experts"]
+    path = str(write(tmp_path / "a.safetensors", values))
+    files = ["--reference", path, "--input", str(trace_file), "--json", str(tmp_path / "a.json")]
+    assert main(["--device", "cpu", "--model", str(model), "--layers", "1:3", *files]) == 0
+    out = capsys.readouterr().out
+    only = "or without its ids: layers"
+    assert f"only in ours, {only}.1.router.experts, layers.1.router.weights\n" in out
+    assert f"only in theirs, {only}.1.router.weights, layers.*.mine\n" in out
+    first, second = json.loads((tmp_path / "a.json").read_text())["layers"]
+    assert first["only_theirs"] == ["layers.1.router.weights", "layers.1.mine"]
+    assert (second["only_ours"], second["only_theirs"]) == ([], [])
+
+
 def test_the_column_of_the_streams_holds_no_other_value(
     model: Path, trace_file: Path, capsys: pytest.CaptureFixture
 ) -> None:
