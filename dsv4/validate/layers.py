@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from math import isnan
 from typing import Any
 
 from dsv4.command.output_file import write_output
@@ -29,7 +30,8 @@ def line(result: LayerResult) -> str:
     """
     values = [row for row in result.rows if row.relative_error is not None]
     shares = [row for row in result.rows if row.relative_error is None]
-    least = sorted(values, key=lambda row: row.worst_token)[:1]
+    # NaN is less than any number here.
+    least = sorted(values, key=lambda row: (not isnan(row.worst_token), row.worst_token))[:1]
     streams = [row for row in values if suffix(row.name) == "streams"]
     worst = f"{streams[0].worst_token:.8f}" if streams else ""
     found = [f"{suffix(row.name)} {row.worst_token:.8f}" for row in least]
