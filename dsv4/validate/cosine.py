@@ -221,6 +221,7 @@ def run_against(options: argparse.Namespace) -> Report:
     points = [
         Point(column_of(row.name), row.name, row.kind, row.worst_token, row.cosine)
         for row in found.rows
+        if row.worst_at is not None
     ]
     return Report(found.text(), found.facts(), points, found.passes)
 

@@ -28,8 +28,9 @@ def line(result: LayerResult) -> str:
     """A layer's worst token of the streams, the value with the worst token, the shares of choices,
     and what is under the threshold.
     """
-    values = [row for row in result.rows if row.relative_error is not None]
-    shares = [row for row in result.rows if row.relative_error is None]
+    compared = [row for row in result.rows if row.worst_at is not None]
+    values = [row for row in compared if row.relative_error is not None]
+    shares = [row for row in compared if row.relative_error is None]
     # NaN is less than any number here.
     least = sorted(values, key=lambda row: (not isnan(row.worst_token), row.worst_token))[:1]
     streams = [row for row in values if suffix(row.name) == "streams"]
@@ -62,7 +63,9 @@ def names_of_one_side(results: Sequence[LayerResult]) -> Iterator[str]:
 
 
 def points(results: Sequence[LayerResult]) -> list[Point]:
-    """A column for every layer and chunk; of choices the share over all tokens."""
+    """A column for every layer and chunk; of choices the share over all tokens. Nothing of values
+    of which no row was compared.
+    """
     return [
         Point(
             f"layer {result.layer}, {result.chunk}",
@@ -73,6 +76,7 @@ def points(results: Sequence[LayerResult]) -> list[Point]:
         )
         for result in results
         for row in result.rows
+        if row.worst_at is not None
     ]
 
 
