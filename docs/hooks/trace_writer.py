@@ -50,9 +50,12 @@ class TraceWriter:
         self.parts.setdefault(name, []).append(copy)
 
     def check(self, path: str | Path) -> None:
-        """Raises ``ValueError`` for a folder that is not there, and for the checkpoint's, in which
-        every ``.safetensors`` file may be taken for weights: before the engine has run.
+        """Raises ``ValueError`` for a folder, for a file in one that is not there, and for one in
+        the checkpoint's, in which every ``.safetensors`` file may be taken for weights: before the
+        engine has run.
         """
+        if Path(path).is_dir() or self.path(path).is_dir():
+            raise ValueError(f"{path}: found a folder, expected a file name")
         parent = Path(path).resolve().parent
         if not parent.is_dir():
             raise ValueError(f"{path}: its folder does not exist")

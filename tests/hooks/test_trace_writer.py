@@ -33,6 +33,7 @@ def test_a_folder_without_a_configuration_is_named_at_once(
 @pytest.mark.parametrize(
     ("file", "problem"),
     [
+        ("model", "found a folder, expected a file name"),
         ("no/theirs.safetensors", "its folder does not exist"),
         ("model/theirs.safetensors", "found in the folder of MODEL, expected another one"),
     ],
@@ -47,3 +48,11 @@ def test_a_file_that_cannot_be_written_is_named_at_once(
     model = config_folder(tmp_path / "model")
     with pytest.raises(ValueError, match=rf"{file}: {problem}"):
         hook.install(nn.Module(), str(model), str(tmp_path / file))
+
+
+def test_the_file_of_a_rank_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = config_folder(tmp_path / "model")
+    writer = load_hook("trace_writer", monkeypatch).TraceWriter("mine", model, 1, 2)
+    (tmp_path / "theirs.rank1.safetensors").mkdir()
+    with pytest.raises(ValueError, match="found a folder, expected a file name"):
+        writer.check(tmp_path / "theirs.safetensors")
