@@ -156,8 +156,12 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def read_ids(options: argparse.Namespace, vocabulary: int) -> list[int]:
-    """The tokens of the prompt. Raises ``ValueError`` for none, and for what the model lacks."""
+    """The tokens of the prompt. Raises ``ValueError`` for none, for what the model lacks, and when
+    the trace would replace their file.
+    """
     if options.prompt is None:
+        if options.out.exists() and options.out.samefile(options.token_ids):
+            raise ValueError(f"{options.out}: found the file of --token-ids, expected another one")
         text = options.token_ids.read_text(encoding="utf-8")
         try:
             ids = json.loads(text)

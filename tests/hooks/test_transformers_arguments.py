@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
         (CHECKPOINT, "out.safetensors", "[]", "ids.json: expected a JSON list of at least one id"),
         (CHECKPOINT, "out.safetensors", "[1, 2.5]", "ids.json: expected a JSON list of at least"),
         (CHECKPOINT, "out.safetensors", "[2560]", "ids.json: expected a JSON list of at least one"),
+        (CHECKPOINT, "./ids.json", "[1]", "ids.json: found the file of --token-ids, expected"),
         (CHECKPOINT, "out.safetensors", None, "--prompt: found no token, expected text"),
     ],
 )
