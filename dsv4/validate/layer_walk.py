@@ -92,8 +92,8 @@ class TraceReference:
     trace: JoinedTrace
 
     def run(self, layer: int, given: Given, found: Values) -> Computed:
-        """See ``Reference``. Raises ``UserError`` when the trace has no value of the layer, or has
-        one of another shape.
+        """See ``Reference``. Raises ``UserError`` when the trace has no value of the layer or no
+        row of any, or has one of another shape.
         """
         theirs = {name for name in self.trace.names if layer_of(name) == layer}
         names = common_names(theirs, found.keys())
@@ -102,6 +102,8 @@ class TraceReference:
         for name in names:
             expect_shape(name, self.trace, list(found[name].shape), "this engine")
             expect_shape_of_choices(name, self.trace)
+        if not any(len(found[name]) for name in names):
+            raise UserError(f"{self.trace.path}: found no row of layer {layer}")
         only_theirs = sorted(theirs - {*names}, key=execution_order)
         return Computed({name: whole_value(self.trace, name) for name in names}, {}, only_theirs)
 

@@ -43,6 +43,16 @@ def test_a_trace_without_streams_leaves_nothing_for_the_next_layer(
     assert f"error: {path}: found no streams that enter layer 1, " in capsys.readouterr().err
 
 
+def test_a_reference_without_a_row_of_a_layer_is_one_line(
+    model: Path, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole = load_file(trace_file)
+    kept = {name: whole[name] for name in ("token_ids", "layers.2.attn.compressed")}
+    path = write(tmp_path / "a.safetensors", kept, len(TOKENS))
+    assert main([*arguments(model, "2", path), "--input", str(trace_file)]) == 2
+    assert capsys.readouterr().err == f"error: {path}: found no row of layer 2\n"
+
+
 def test_a_layer_of_a_trace_is_not_compared_on_random_streams(
     model: Path, trace_file: Path, capsys: pytest.CaptureFixture
 ) -> None:
