@@ -27,7 +27,9 @@ def _shapes(recording: Recording, seam: Seam, share: TokenShare) -> SeamShapes:
     multiprocessors = recording.target.multiprocessors
     splits = mix_splits(seam, multiprocessors)
     words = words_of(recording, seam.incoming and seam.incoming.y).defines
-    settled = seam.incoming is not None and recording.is_settled(*seam.older)
+    peers = recording.peers
+    counter = () if peers is None else (peers.step_4,)
+    settled = seam.incoming is not None and recording.is_settled(*seam.older, *counter)
     mix = mix_shape(seam, multiprocessors, tokens, words, settled)
     accesses = ceil_div(seam.width, seam.form.finish_columns)
     blocks = _FINISH_BLOCKS if accesses >= _SHARED_ACCESSES else 1

@@ -3,8 +3,8 @@
 //
 // Defines: STREAMS (M), MIXES (rows of fn), POST (1: mix y into the streams first, 0: read them),
 // TOKENS (1 to 8: the most of a block), COUNT columns per access (4 or 1), PER_LANE accesses per
-// lane, SETTLED (1: all but y was complete when the kernel started), RANKS (above 1: y comes as
-// words of all ranks, exchange.cuh).
+// lane, SETTLED (1: all but y, and the number of the step, were complete when the kernel started),
+// RANKS (above 1: y comes as words of all ranks, exchange.cuh).
 //
 // A block owns PER_LANE · 32 / M neighbouring groups of COUNT columns of all M streams, of up to
 // TOKENS tokens. First its threads share out the tokens' columns and put their streams into shared
@@ -63,19 +63,25 @@ struct Older {
     }
 };
 
-// x'_k = post_k · y + Σ_j comb_jk · x_j, rounded: the value that the next sublayer and the mixes
-// see. `place`: of the columns among those of y.
-__device__ __forceinline__ void make_streams(Columns<PAIR> (&made)[STREAMS], const Older& older,
-                                             const Tokens& in, const Inbox& inbox,
-                                             unsigned place) {
-#if POST
-#if RANKS > 1
+// Columns of the sublayer's output. `place`: where they are in it.
+__device__ __forceinline__ Columns<PAIR> output_columns(const Tokens& in, const Inbox& inbox,
+                                                        unsigned place) {
+#if !POST
+    return {};
+#elif RANKS > 1
     float sums[PAIR];
     inbox.sum(in.first + place, sums);
-    const Columns<PAIR> y = round_columns(sums);
+    return round_columns(sums);
 #else
-    const Columns<PAIR> y = request_columns<PAIR>(in.y + place);
+    return request_columns<PAIR>(in.y + place);
 #endif
+}
+
+// x'_k = post_k · y + Σ_j comb_jk · x_j, rounded: the value that the next sublayer and the mixes
+// see.
+__device__ __forceinline__ void make_streams(Columns<PAIR> (&made)[STREAMS], const Older& older,
+                                             const Columns<PAIR>& y) {
+#if POST
 #pragma unroll
     for (int k = 0; k < STREAMS; k++) {
         float values[PAIR];
@@ -140,25 +146,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     partials += first * (MIXES + 1) * gridDim.x + blockIdx.x;
     // Of the first item of this thread, and later of the others.
     Older older;
+    Columns<PAIR> output = {};
+    const auto is_there = [&](unsigned item) {
+        return item < count * PAIRS && block_column + item % unsigned(PAIRS) * PAIR < width;
+    };
     const auto request_older = [&](unsigned item) {
         const unsigned token = item / unsigned(PAIRS), column = item % unsigned(PAIRS) * PAIR;
-        if (item < count * PAIRS && block_column + column < width)
-            older.request(sublayer, token, block_column + column);
+        if (is_there(item)) older.request(sublayer, token, block_column + column);
+    };
+    const auto find_output = [&](const Inbox& inbox, unsigned item) {
+        const unsigned token = item / unsigned(PAIRS), column = item % unsigned(PAIRS) * PAIR;
+        if (is_there(item))
+            output = output_columns(sublayer, inbox, token * width + block_column + column);
     };
     if (POST) pdl_launch();
     if (SETTLED) request_older(threadIdx.x);
-    pdl_wait();
+    // Words say themselves that they are there.
+    constexpr bool EARLY = POST && SETTLED && RANKS > 1;
+    if (!EARLY) pdl_wait();
+    const Inbox inbox(address, slot, rank_words, exchange);
+    if (EARLY) {
+        find_output(inbox, threadIdx.x);
+        pdl_wait();
+    }
     // The first kernel behind the opening of a step settles what that writes.
     if (!POST) pdl_launch();
-    const Inbox inbox(address, slot, rank_words, exchange);
     // x_MD = post_M[:, None] * y_D + comb_MM.T @ x_MD (POST)
 #pragma unroll 1
     for (unsigned item = threadIdx.x; item < count * PAIRS; item += THREADS) {
         const unsigned token = item / unsigned(PAIRS), column = item % unsigned(PAIRS) * PAIR;
         Columns<PAIR> made[STREAMS] = {};
         if (!SETTLED || item >= THREADS) request_older(item);
-        if (block_column + column < width) {
-            make_streams(made, older, sublayer, inbox, token * width + block_column + column);
+        if (!EARLY || item >= THREADS) find_output(inbox, item);
+        if (is_there(item)) {
+            make_streams(made, older, output);
 #if POST
 #pragma unroll
             for (int k = 0; k < STREAMS; k++)

@@ -139,11 +139,13 @@ def test_words_are_pushed_by_single_stores_without_a_fence(name: str, ranks: int
 
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("name", CONSUMERS)
-def test_words_are_polled_past_the_caches_behind_the_wait(name: str, ranks: int) -> None:
+def test_words_are_polled_past_the_caches(name: str, ranks: int) -> None:
+    """By hc_mix before its wait already."""
     sass = sass_of(name, ranks)
     before, _, after = sass.partition("ACQBULK")
-    assert opcodes(before, r"LDG\.E[\w.]*\.SYS") == []
-    loads = opcodes(after, r"LDG\.E[\w.]*\.SYS")
+    early = opcodes(before, r"LDG\.E[\w.]*\.SYS")
+    assert bool(early) == (name == "hc_mix")
+    loads = early or opcodes(after, r"LDG\.E[\w.]*\.SYS")
     # One word of each rank a thread, or other words every thread.
     shared = name == "gather_logits" or (name == "hc_mix" and ranks > 2)
     assert len(loads) >= (1 if shared else ranks)
