@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from dsv4.checkpoint.checksum import as_unsigned, checksum, queued_checksum
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.packed_values import Memory, described, known_classes, numbers_in, remade
 from dsv4.checkpoint.pieces import Piece
+from dsv4.checkpoint.problems import printable
 from dsv4.checkpoint.shard import StoredTensor, read_header
 from dsv4.checkpoint.transfer import Transfer
 from dsv4.checkpoint.writer import (
@@ -122,7 +123,7 @@ class PackedCache:
                     return
                 if not self._is_damaged and self._fits():
                     return  # Another process was faster.
-                shutil.rmtree(self.entry, ignore_errors=True)
+                _remove(self.entry)
                 _write(self.entry, self._facts, ranks, self._progress)
         except (OSError, TypeError, UserError) as error:
             _LOG.warning("packed cache: %s: not written (%s)", self.entry, error)
@@ -192,6 +193,14 @@ def _remove_leftovers(folder: Path) -> None:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
+def _remove(entry: Path) -> None:
+    """Removes an entry, or whatever stands in its place."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        entry.unlink(missing_ok=True)
+
+
 def _write(
     entry: Path, facts: Mapping[str, Any], ranks: Sequence[Packed], progress: Progress | None
 ) -> None:
@@ -221,6 +230,10 @@ def _read(
     body = manifest.get("packed")
     if not isinstance(body, dict) or manifest.get("sha256") != _digest(body):
         raise UserError(f"{entry / MANIFEST}: damaged: its SHA-256 is not what it says")
+    ranks = body.get("ranks")
+    checksums = body.get("checksums")
+    if not isinstance(ranks, list) or not isinstance(checksums, list):
+        raise UserError(f"{entry / MANIFEST}: damaged: expected lists of ranks and checksums")
     tensors = {
         name: stored
         for file in sorted(entry.glob("*.safetensors"))
@@ -228,21 +241,26 @@ def _read(
     }
     devices = {
         number: devices_of(name)[rank]
-        for rank, packed in enumerate(body["ranks"])
+        for rank, packed in enumerate(ranks)
         for name, value in packed.items()
         for number in numbers_in(value)
     }
-    missing = [number for number in range(len(body["checksums"])) if str(number) not in tensors]
-    if missing:
-        raise UserError(f"{entry}: damaged: found no tensor {missing[0]}")
+    _check_numbers(len(checksums), tensors, map(str, devices), entry=entry)
     memory = [
         torch.empty(tensors[str(number)].nbytes, dtype=torch.uint8, device=devices[number])
-        for number in range(len(body["checksums"]))
+        for number in range(len(checksums))
     ]
-    _fill(memory, tensors, body["checksums"], progress)
-    return [
-        {name: remade(value, memory) for name, value in packed.items()} for packed in body["ranks"]
-    ]
+    _fill(memory, tensors, checksums, progress)
+    return [{name: remade(value, memory) for name, value in packed.items()} for packed in ranks]
+
+
+def _check_numbers(checksums: int, *found: Iterable[str], entry: Path) -> None:
+    """Every memory has a checksum, and bytes and views, which ``found`` has by name."""
+    expected = {str(number) for number in range(checksums)}
+    for names in found:
+        if wrong := sorted(expected.symmetric_difference(names)):
+            what = "no" if wrong[0] in expected else "an unexpected"
+            raise UserError(f"{entry}: damaged: found {what} tensor {printable(wrong[0])}")
 
 
 def _fill(

@@ -3,6 +3,7 @@ of other weights, is packed again.
 """
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dsv4 import EngineConfig
 from dsv4.caches.allocation import COMPUTE_DTYPES
@@ -130,6 +132,26 @@ def change_manifest(file: Path) -> None:
     file.write_text(file.read_text().replace('"view"', '"dtype"', 1))
 
 
+def change_body(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """What the manifest says of the tensors, with the SHA-256 that goes with it."""
+    manifest = json.loads(file.read_text())
+    change(manifest["packed"])
+    manifest["sha256"] = module._digest(manifest["packed"])
+    file.write_text(json.dumps(manifest))
+
+
+def without(key: str) -> Callable[[Path], None]:
+    return lambda file: change_body(file, lambda body: body.pop(key))
+
+
+def short_checksums(file: Path) -> None:
+    change_body(file, lambda body: body["checksums"].pop())
+
+
+def add_tensor(file: Path) -> None:
+    save_file({"foreign": torch.zeros(1)}, file.with_name("foreign.safetensors"))
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "bit": ("model.safetensors", lambda file: flip(file, -1000), "damaged: found checksum"),
     "cut": ("model.safetensors", cut, "truncated: found"),
@@ -138,6 +160,10 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "manifest": (MANIFEST, change_manifest, "damaged: its SHA-256"),
     "no manifest": (MANIFEST, lambda file: file.unlink(), "no such file"),
     "foreign": (MANIFEST, lambda file: file.write_text("foreign"), "not valid JSON"),
+    "no ranks": (MANIFEST, without("ranks"), "damaged: expected lists"),
+    "no checksums": (MANIFEST, without("checksums"), "damaged: expected lists"),
+    "short checksums": (MANIFEST, short_checksums, "damaged: found an unexpected tensor"),
+    "foreign tensor": ("model.safetensors", add_tensor, "found an unexpected tensor foreign"),
 }
 
 
@@ -162,14 +188,26 @@ def test_damage_is_one_warning_and_mended(
     assert starts()[0] == 0
 
 
-def test_something_foreign_in_the_place_of_an_entry_is_replaced(starts: Starts) -> None:
+@pytest.mark.parametrize("place", ["folder", "file", "link", "link to nothing"])
+def test_something_foreign_in_the_place_of_an_entry_is_replaced(
+    starts: Starts, tmp_path: Path, place: str
+) -> None:
     starts()
     (entry,) = starts.entries
     shutil.rmtree(entry)
-    entry.mkdir()
-    (entry / "x").write_text("x")
+    foreign = tmp_path / "foreign" if place.startswith("link") else entry
+    if foreign != entry:
+        entry.symlink_to(foreign)
+    if place == "file":
+        entry.write_text("x")
+    elif place != "link to nothing":
+        foreign.mkdir()
+        (foreign / "x").write_text("x")
     assert starts()[0] > 0
     assert starts()[0] == 0
+    assert entry.is_dir()
+    assert not entry.is_symlink()
+    assert place != "link" or (foreign / "x").exists(), "what a link leads to is somebody else's"
 
 
 def test_other_weights_of_the_same_sizes_are_packed(starts: Starts, tmp_path: Path) -> None:
