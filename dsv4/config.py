@@ -187,7 +187,7 @@ def _dspark(read: JsonReader, layers: int) -> DSpark | None:
     targets = read.values.get("dspark_target_layer_ids")
     if (
         not isinstance(targets, list)
-        or not all(isinstance(t, int) and 0 <= t < layers for t in targets)
+        or not all(type(t) is int and 0 <= t < layers for t in targets)
         or not targets
     ):
         raise read.fail("dspark_target_layer_ids", targets, f"a list of layer ids below {layers}")

@@ -96,3 +96,10 @@ def test_taps_out_of_order_are_refused(targets: list[int]) -> None:
     raw = tiny_config(**{**DSPARK, "dspark_target_layer_ids": targets})
     with pytest.raises(UserError, match="dspark_target_layer_ids: found .*ascending order"):
         ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize("targets", [[True, 2, 3], [False, 1], [1.0, 2], ["1"], [], [4], 1])
+def test_taps_that_are_no_layers_are_refused(targets: object) -> None:
+    raw = tiny_config(**{**DSPARK, "dspark_target_layer_ids": targets})
+    with pytest.raises(UserError, match="dspark_target_layer_ids: found .*list of layer ids below"):
+        ModelConfig.from_dict(raw)
