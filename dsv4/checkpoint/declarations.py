@@ -116,25 +116,33 @@ def read_declaration(checkpoint: Checkpoint) -> Declaration:
     default = "none" if merged else "undeclared"
     return Declaration(
         method="nvfp4" if everything else "fp8" if method == "fp8" else default,
-        expert_format=_expert_format(checkpoint),
+        expert_format=_expert_format(checkpoint.raw_config, merged, source),
         nvfp4=ModulePatterns(list(layers)),
         all_main_experts_nvfp4=merged.get("moe_quant_algo") == "NVFP4" and not layers,
         excluded=ModulePatterns(excluded),
     )
 
 
-def _expert_format(checkpoint: Checkpoint) -> QuantFormat:
-    found = checkpoint.raw_config.get("expert_dtype", "fp4")
+def _expert_format(
+    raw_config: dict[str, Any], declared: dict[str, Any], source: str
+) -> QuantFormat:
+    """Of ``expert_dtype``, which transformers also writes into ``quantization_config``."""
+    moved = declared.get("expert_dtype")
+    found = raw_config.get("expert_dtype", moved or "fp4")
     if not isinstance(found, str) or found not in _EXPERT_FORMATS:
         raise UserError(
-            f"{checkpoint.folder}/config.json: expert_dtype: found {shorten(found)}, "
+            f"{source}: expert_dtype: found {shorten(found)}, "
             f"expected one of {', '.join(_EXPERT_FORMATS)}"
+        )
+    if moved not in (None, found):
+        raise UserError(
+            f"{source}: expert_dtype: found {found!r}, expected {moved!r} as in quantization_config"
         )
     return _EXPERT_FORMATS[found]
 
 
 def _check_agreement(quantization: dict[str, Any], separate: dict[str, Any], source: str) -> None:
-    for key in ("quant_algo", "moe_quant_algo", "group_size", "quantized_layers"):
+    for key in ("quant_algo", "moe_quant_algo", "group_size", "expert_dtype", "quantized_layers"):
         if key in quantization and key in separate and quantization[key] != separate[key]:
             raise UserError(
                 f"{source}: {key}: found {shorten(quantization[key])}, "
@@ -163,6 +171,7 @@ def _section(raw: dict[str, Any], key: str, source: str) -> dict[str, Any]:
         "group_size": (16,),
         "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
         "fmt": ("e4m3",),
+        "expert_dtype": tuple(_EXPERT_FORMATS),
     }
     for name, values in expected.items():
         if name in section and section[name] not in values:

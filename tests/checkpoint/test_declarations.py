@@ -233,6 +233,11 @@ def test_compressed_tensors_names_are_refused_by_name(nvfp4_all: Path, tmp_path:
             r"weight_block_size: found \[32, 32\], expected \[128, 128\]",
         ),
         ({"fmt": "e5m2"}, "fmt: found 'e5m2'"),
+        ({"expert_dtype": "fp6"}, "expert_dtype: found 'fp6', expected 'fp4' or 'fp8'"),
+        (
+            {"expert_dtype": "fp8"},
+            "json: expert_dtype: found 'fp4', expected 'fp8' as in quantization_config",
+        ),
         (
             {"quantized_layers": {"layers.0.ffn.experts": {"quant_algo": "FP8"}}},
             "quantized_layers: 'layers.0.ffn.experts'",

@@ -3,11 +3,12 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from dsv4.checkpoint import tiny_config, write_synthetic
+from dsv4.checkpoint import open_checkpoint, tiny_config, write_synthetic
 from dsv4.errors import UserError
 from dsv4.weights.codes import exponent_to_e8m0
 from dsv4.weights.quant import QuantFormat
@@ -121,9 +122,12 @@ def test_spec11_e35_partial_blocks_have_their_scale_rows(tmp_path: Path) -> None
     assert wq_a.block_scale.shape == (2, 2)
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
 def test_spec11_e37_base_models_have_fp8_experts_and_float32_scales(
-    native: Path, tmp_path: Path
+    native: Path, tmp_path: Path, is_moved: bool
 ) -> None:
+    """``expert_dtype`` may be in ``quantization_config``, where transformers writes it."""
+
     def edit(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith(".scale")]:
             weight = name.replace(".scale", ".weight")
@@ -134,8 +138,11 @@ def test_spec11_e37_base_models_have_fp8_experts_and_float32_scales(
             blocks = [math.ceil(size / 128) for size in tensors[weight].shape]
             tensors[name] = torch.full(blocks, 0.3)
 
-    folder = changed_copy(native, tmp_path / "x", edit, {"expert_dtype": "fp8"})
-    weights = load(folder, mtp="classic")
+    config: dict[str, Any] = {"expert_dtype": "fp8"}
+    if is_moved:
+        declared = open_checkpoint(native).raw_config["quantization_config"]
+        config = {"expert_dtype": None, "quantization_config": {**declared, **config}}
+    weights = load(changed_copy(native, tmp_path / "x", edit, config), mtp="classic")
     experts = matrix(weights, "layers.2.ffn.experts.w2.weight")
     assert experts.format is QuantFormat.FP8_BLOCK128
     assert experts.dequantize().unique().tolist() == [torch.tensor(0.3).item()]
