@@ -31,10 +31,33 @@ class Yarn:
 
 
 def rope_head_dim(read: JsonReader, head_dim: int) -> int:
-    """Values of a head that are rotated, stated as a number or as a share."""
+    """Values of a head that are rotated, stated as a number or as a share; what is stated more than
+    once is the same.
+    """
     if "qk_rope_head_dim" in read.values:
-        return read.integer("qk_rope_head_dim", 2, head_dim)
-    return round(head_dim * read.number("partial_rotary_factor", 0.0, 1.0))
+        width = read.integer("qk_rope_head_dim", 2, head_dim)
+    else:
+        width = round(head_dim * read.number("partial_rotary_factor", 0.0, 1.0))
+    for stated in (read, *_rope_tables(read).values()):
+        if "partial_rotary_factor" not in stated.values:
+            continue
+        share = stated.number("partial_rotary_factor", 0.0, 1.0)
+        if round(head_dim * share) != width:
+            expected = f"{width / head_dim:g}, {width} of {head_dim} values"
+            raise stated.fail("partial_rotary_factor", share, expected)
+    return width
+
+
+def _rope_tables(read: JsonReader) -> dict[str, JsonReader]:
+    """What ``rope_parameters`` says of each table, by its name; of ``compress`` where it names
+    none.
+    """
+    parameters = read.child("rope_parameters")
+    if parameters is None:
+        return {}
+    tables = {name: parameters.child(name) for name in ("main", "compress")}
+    named = {name: table for name, table in tables.items() if table is not None}
+    return named or {"compress": parameters}
 
 
 def _list(read: JsonReader, key: str, length: int) -> list[Any]:
@@ -89,31 +112,41 @@ def hash_layers(read: JsonReader, layers: int) -> tuple[bool, ...]:
 
 
 def rope_theta(read: JsonReader, table: str, key: str) -> float:
-    """The base of a RoPE table, in either dialect."""
+    """The base of a RoPE table, in either dialect; where both state it, it is the same."""
     parameters = read.child("rope_parameters")
     nested = parameters.child(table) if parameters is not None else None
-    return (
-        (nested.number("rope_theta", 1.0, 1e12))
-        if nested is not None
-        else read.number(key, 1.0, 1e12)
-    )
+    if nested is None:
+        return read.number(key, 1.0, 1e12)
+    theta = nested.number("rope_theta", 1.0, 1e12)
+    if read.values.get(key, theta) != theta:
+        raise read.fail(key, read.values[key], f"{theta:g} as in rope_parameters: {table}")
+    return theta
 
 
 def yarn(read: JsonReader) -> Yarn | None:
-    """YaRN of the compress table; the main table never has one (model.md#rope). Raises
-    ``UserError``.
+    """YaRN of the compress table; the main table never has one (model.md#rope). Where both dialects
+    state it, it is the same. Raises ``UserError``.
     """
-    parameters = read.child("rope_parameters")
-    if parameters is not None and "compress" in parameters.values:
-        main = parameters.child("main")
-        if main is not None:
-            main.exactly("rope_type", "default")
-        scaling = parameters.child("compress")
-    else:
-        scaling = read.child("rope_scaling") or parameters
-    if scaling is None:
+    tables = _rope_tables(read)
+    if "main" in tables:
+        for key in ("rope_type", "type"):
+            tables["main"].exactly(key, "default")
+    stated = (read.child("rope_scaling"), tables.get("compress"))
+    found = [_yarn(one) for one in stated if one is not None and _kinds(one)]
+    if not found:
         return None
-    kind = scaling.values.get("rope_type", scaling.values.get("type", "default"))
+    if found[0] != found[-1]:
+        raise read.fail("rope_scaling", read.values["rope_scaling"], "the same as rope_parameters")
+    return found[0]
+
+
+def _kinds(scaling: JsonReader) -> list[Any]:
+    return [scaling.values[key] for key in ("rope_type", "type") if key in scaling.values]
+
+
+def _yarn(scaling: JsonReader) -> Yarn | None:
+    kind = _kinds(scaling)[0]
+    scaling.exactly("type", kind)
     if kind == "default":
         return None
     if kind != "yarn":

@@ -151,8 +151,61 @@ def test_layer_types_that_do_not_fit_are_refused(key: str, value: object) -> Non
 
 
 def test_rope_part_may_not_vanish() -> None:
+    raw = tiny_config(qk_rope_head_dim=None, partial_rotary_factor=0.001)
     with pytest.raises(UserError, match="qk_rope_head_dim: found 0"):
-        ModelConfig.from_dict(hf_config(partial_rotary_factor=0.001))
+        ModelConfig.from_dict(raw)
+
+
+def both_dialects(*path: str, value: object) -> dict[str, Any]:
+    """The tiny config in both dialects at once, as transformers keeps some keys; one has another
+    value.
+    """
+    raw = {**tiny_config(), **hf_config()}
+    place = raw
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return raw
+
+
+def test_both_dialects_may_say_the_same() -> None:
+    raw = both_dialects("rope_theta", value=10000)
+    assert ModelConfig.from_dict(raw) == ModelConfig.from_dict(tiny_config())
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("rope_theta", 5000, "rope_theta: found 5000, expected 10000 as in rope_parameters: main"),
+        ("compress_rope_theta", 10000, "compress_rope_theta: found 10000, expected 160000 as in"),
+        ("rope_parameters/main/rope_theta", 1e6, "rope_theta: found 10000.0, expected 1e.06 as in"),
+        ("rope_parameters/compress/rope_type", "default", "rope_scaling: found {.*the same as rop"),
+        (
+            "rope_parameters/compress/factor",
+            4,
+            "rope_scaling: found {.*the same as rope_parameters",
+        ),
+        ("rope_parameters", {"rope_type": "default"}, "rope_scaling: found {.*the same as rope_pa"),
+        ("rope_scaling/rope_type", "default", "rope_scaling: type: found 'yarn', expected 'defaul"),
+        ("rope_parameters/main/type", "yarn", "main: type: found 'yarn', expected 'default'"),
+        (
+            "partial_rotary_factor",
+            0.25,
+            "json: partial_rotary_factor: found 0.25, expected 0.5, 64",
+        ),
+        ("qk_rope_head_dim", 32, "partial_rotary_factor: found 0.5, expected 0.25, 32 of 128"),
+        (
+            "rope_parameters/main/partial_rotary_factor",
+            1,
+            "main: partial_rotary_factor: found 1.0, expected 0.5, 64 of 128 values",
+        ),
+    ],
+)
+def test_ropes_of_which_the_dialects_say_different_things_are_refused(
+    path: str, value: object, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        ModelConfig.from_dict(both_dialects(*path.split("/"), value=value))
 
 
 @pytest.mark.parametrize(
