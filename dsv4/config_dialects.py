@@ -134,7 +134,10 @@ def yarn(read: JsonReader) -> Yarn | None:
     stated = (read.child("rope_scaling"), tables.get("compress"))
     found = [_yarn(one) for one in stated if one is not None and _kinds(one)]
     if not found:
-        return None
+        # A model that was trained with YaRN would compute something, and nothing would show it.
+        stated_there = read.values.get("rope_scaling", read.values.get("rope_parameters"))
+        expected = "an object with the type 'yarn', or 'default' for a model without YaRN"
+        raise read.fail("rope_scaling", stated_there, expected)
     if found[0] != found[-1]:
         raise read.fail("rope_scaling", read.values["rope_scaling"], "the same as rope_parameters")
     return found[0]

@@ -88,6 +88,17 @@ def test_a_yarn_whose_ramp_runs_backwards_is_refused() -> None:
         ModelConfig.from_dict(tiny_config(rope_scaling=scaling))
 
 
+def test_a_model_without_yarn_says_so() -> None:
+    assert ModelConfig.from_dict(tiny_config(rope_scaling={"type": "default"})).yarn is None
+    expected = r"rope_scaling: found {'factor': 16}, expected an object with the type 'yarn', or "
+    with pytest.raises(UserError, match=expected):
+        ModelConfig.from_dict(tiny_config(rope_scaling={"factor": 16}))
+    raw = hf_config()
+    del raw["rope_parameters"]["compress"]
+    with pytest.raises(UserError, match=r"rope_scaling: found {'main': .*expected an object with"):
+        ModelConfig.from_dict({**raw, "compress_rope_theta": 160000})
+
+
 def test_spec11_a2_yarn_on_the_main_table_is_refused() -> None:
     raw = hf_config()
     raw["rope_parameters"]["main"]["rope_type"] = "yarn"
@@ -208,9 +219,7 @@ def test_ropes_of_which_the_dialects_say_different_things_are_refused(
         ModelConfig.from_dict(both_dialects(*path.split("/"), value=value))
 
 
-@pytest.mark.parametrize(
-    "missing", [key for key in tiny_config() if key not in ("architectures", "rope_scaling")]
-)
+@pytest.mark.parametrize("missing", [key for key in tiny_config() if key != "architectures"])
 @pytest.mark.parametrize("is_null", [False, True])
 def test_a_missing_key_or_null_has_a_documented_default_or_is_named(
     missing: str, is_null: bool

@@ -64,7 +64,7 @@ GEOMETRIES: dict[str, tuple[dict[str, Any], int]] = {
         },
         44,
     ),
-    "without YaRN": ({"rope_scaling": None}, 27),
+    "without YaRN": ({"rope_scaling": {"type": "default"}}, 27),
     "window 16, top-2 entries, two streams": (
         {"sliding_window": 16, "index_topk": 2, "hc_mult": 2},
         5,

@@ -192,7 +192,7 @@ def test_a_refused_load_does_not_end_a_generation(
 
 
 def checkpoint(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    write_synthetic(folder, raw_config((0, 4, 128), rope_scaling=None, **changes), "f32", seed)
+    write_synthetic(folder, raw_config((0, 4, 128), **changes), "f32", seed)
     return folder
 
 
