@@ -38,13 +38,14 @@ ALL_COMPONENTS = (
 # E8M0 and packed E2M1 are bytes whatever they are called: some writers know no E8M0, some have only
 # signed bytes.
 _BYTES = (torch.int8, torch.uint8)
+_E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 MATRIX_DTYPES = {
     (QuantFormat.BF16, "data"): (torch.bfloat16,),
     (QuantFormat.F32, "data"): (torch.float32,),
     (QuantFormat.FP8_BLOCK128, "data"): (torch.float8_e4m3fn,),
-    (QuantFormat.FP8_BLOCK128, "block_scale"): (torch.float8_e8m0fnu, torch.float32),
+    (QuantFormat.FP8_BLOCK128, "block_scale"): (*_E8M0, torch.float32),
     (QuantFormat.MXFP4, "data"): _BYTES,
-    (QuantFormat.MXFP4, "block_scale"): (torch.float8_e8m0fnu, torch.uint8),
+    (QuantFormat.MXFP4, "block_scale"): _E8M0,
     (QuantFormat.NVFP4, "data"): _BYTES,
     (QuantFormat.NVFP4, "block_scale"): (torch.float8_e4m3fn,),
     (QuantFormat.NVFP4, "global_scale"): (torch.float32,),

@@ -129,4 +129,4 @@ def _byte_range(checkpoint: Checkpoint, part: Part, expert: int, experts: int) -
 def _loaded_dtype(format: QuantFormat, name: str, part: Part) -> torch.dtype:
     if name == "data" and format in (QuantFormat.NVFP4, QuantFormat.MXFP4):
         return torch.uint8
-    return torch.float8_e8m0fnu if format is QuantFormat.MXFP4 else part.dtype
+    return part.dtype

@@ -37,6 +37,7 @@ MAX_MATRICES = 10**6
 @dataclass(frozen=True)
 class Part:
     """The tensors that hold one part (data or a scale) of a parameter, by their names in the files.
+    ``dtype``: what their elements are, E8M0 also where they are stored as plain bytes.
 
     One name, or one per expert; a ``fused`` one holds all experts. ``half`` is None, or 0 / 1 for
     the gate / up rows of a fused ``gate_up_proj``.
@@ -241,6 +242,8 @@ class _Finder:
                 shape,
                 MATRIX_DTYPES[format, part],
             )
+            if part == "block_scale" and dtype is torch.uint8:
+                dtype = torch.float8_e8m0fnu
             parts[part] = Part(names, dtype, place.fused, place.half)
         return parts
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.checkpoint import open_checkpoint, tiny_config, write_synthetic
+from dsv4.checkpoint import Dialect, open_checkpoint, tiny_config, write_synthetic
+from dsv4.checkpoint.export import export
 from dsv4.errors import UserError
 from dsv4.weights.codes import exponent_to_e8m0
 from dsv4.weights.quant import QuantFormat
@@ -106,13 +107,27 @@ def test_spec11_e35_e8m0_and_packed_bytes_arrive_as_they_are(native: Path, tmp_p
 
 
 def test_spec11_e35_e8m0_written_as_plain_bytes_is_viewed(native: Path, tmp_path: Path) -> None:
+    """Of experts in MXFP4 and of the other matrices, in FP8."""
+
     def edit(tensors: Tensors) -> Tensors:
-        experts = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
-        return {**tensors, **{name: tensor.view(torch.uint8) for name, tensor in experts.items()}}
+        plain = (".experts.", ".scale")
+        return {
+            name: tensor.view(torch.uint8) if any(part in name for part in plain) else tensor
+            for name, tensor in tensors.items()
+        }
 
     expected = load(native)
-    weights = load(changed_copy(native, tmp_path / "x", edit))
+    folder = changed_copy(native, tmp_path / "x", edit)
+    weights = load(folder)
     assert all(as_bytes(weights[name]) == as_bytes(expected[name]) for name in expected)
+    scale = matrix(weights, "layers.0.attn.wkv.weight").block_scale
+    assert scale is not None
+    assert scale.dtype is torch.float8_e8m0fnu
+    export(folder, tmp_path / "exported", "native", Dialect.NATIVE)
+    exported, published = (read_tensors(one) for one in (tmp_path / "exported", native))
+    assert {name: one.dtype for name, one in exported.items()} == {
+        name: one.dtype for name, one in published.items()
+    }
 
 
 def test_spec11_e35_partial_blocks_have_their_scale_rows(tmp_path: Path) -> None:
