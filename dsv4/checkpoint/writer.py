@@ -115,8 +115,9 @@ def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Indented UTF-8 JSON with a final newline."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Indented UTF-8 JSON with a final newline; lone surrogates as JSON escapes them."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_shards(

@@ -1,5 +1,6 @@
 """Writing shards: progress by piece, and no byte where there is not enough room."""
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4.checkpoint.writer import OutputTensor, new_folder, write_shards
+from dsv4.checkpoint.writer import OutputTensor, new_folder, write_json, write_shards
 from dsv4.errors import UserError
 
 
@@ -18,6 +19,14 @@ def in_pieces(name: str, count: int) -> OutputTensor:
     """``count`` rows of 100 bytes, produced one by one."""
     row = torch.zeros(1, 100, dtype=torch.uint8)
     return OutputTensor(name, torch.uint8, (count, 100), lambda: [row] * count)
+
+
+def test_texts_of_json_are_written_whatever_they_hold(tmp_path: Path) -> None:
+    value = {"\udcff": ["\ud800", "\U0001f600", 'a "\\ \n']}
+    write_json(tmp_path / "x", value)
+    text = (tmp_path / "x").read_text(encoding="utf-8")
+    assert json.loads(text) == value
+    assert "\U0001f600" in text
 
 
 def test_progress_is_told_of_every_piece_across_shards(tmp_path: Path) -> None:
