@@ -1,6 +1,7 @@
 """JSON files that must hold one object, with errors that name the file."""
 
 import json
+import math
 import stat
 from collections import Counter
 from pathlib import Path
@@ -33,11 +34,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(text: str, source: str) -> dict[str, Any]:
-    """Parses JSON text that must be an object without repeated keys; ``source`` names it in errors
-    (``UserError``).
+    """Parses JSON text that must be an object, without repeated keys and with finite numbers only;
+    ``source`` names it in errors (``UserError``).
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys)
+        value = json.loads(
+            text, object_pairs_hook=_unique_keys, parse_float=_finite, parse_constant=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise UserError(f"{source}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
@@ -50,6 +53,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         raise ValueError(f"the key {shorten(max(counts, key=counts.__getitem__))} occurs twice")
+    return value
+
+
+def _finite(text: str) -> float:
+    """Not NaN and the infinities, which Python reads and JSON does not have."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"found {text[:80]}, expected a finite number")
     return value
 
 

@@ -72,6 +72,7 @@ BROKEN = [
     '{"a": {"b": 1, "b": 1}}',
     '{"a": ' + "1" * 5000 + "}",
     "[" * 100_000,
+    *('{"a": [NaN]}', '{"a": Infinity}', '{"a": {"b": -Infinity}}', '{"a": 1e999}'),
 ]
 
 
@@ -92,6 +93,13 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xff")
     with pytest.raises(UserError, match="cannot be read"):
         read_json_object(tmp_path / "config.json")
+
+
+def test_a_number_that_is_not_finite_is_named() -> None:
+    with pytest.raises(
+        UserError, match="^x: not valid JSON .found NaN, expected a finite number.$"
+    ):
+        parse_json_object('{"a": NaN}', "x")
 
 
 def test_json_text_is_parsed() -> None:

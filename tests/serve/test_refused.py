@@ -139,7 +139,8 @@ def test_a_wrong_field_is_named(
         (b'{"messages": "\xff"}', 400, "body: byte 14 is not UTF-8"),
         (b"[" * 100_000, 400, "body: not valid JSON"),
         (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "messages"),
-        (b'{"temperature": NaN, "messages": []}', 400, "temperature: found nan"),
+        (b'{"temperature": NaN, "messages": []}', 400, "found NaN, expected a finite number"),
+        (b'{"messages": [], "tools": [{"x": -1e999}]}', 400, "found -1e999, expected a finite"),
         (b" " * 1_000_001, 413, "body: found more than 1000000 bytes"),
     ],
 )
