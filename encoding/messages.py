@@ -52,10 +52,10 @@ class Message:
 
 def to_json(value: object, where: str) -> str:
     """JSON text as the model was trained on it: default separators, no ASCII escapes, key order
-    kept.
+    kept. ValueError for what JSON does not have, NaN and the infinities among it.
     """
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} cannot be written as JSON ({error})") from error
 

@@ -1,6 +1,7 @@
 """Messages that no prompt can be made of: one line that names them, whatever the JSON."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -61,6 +62,18 @@ CYCLE.append(CYCLE)
         (
             [{"role": "assistant", "tool_calls": [call(arguments={"x": {1}})]}],
             "arguments cannot be written as JSON",
+        ),
+        (
+            [{"role": "system", "tools": [{"function": {"name": "f", "x": math.nan}}]}],
+            "tool 'f' cannot be written as JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [call(arguments={"x": -math.inf})]}],
+            "arguments cannot be written as JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [call(arguments='{"x": NaN}')]}],
+            "argument 'x' of 'f' cannot be written as JSON",
         ),
         ([{"role": "assistant", "reasoning_content": ["r"]}], "reasoning_content is list"),
     ],
