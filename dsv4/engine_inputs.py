@@ -52,13 +52,13 @@ class EngineInputs(EngineSequence):
         self, token_ids: Sequence[int], count: int, progress: Progress | None = None
     ) -> list[TokenLogprobs]:
         """Of each prompt token but the first: its log-probability and the ``count`` largest, 0 to
-        ``MAX_LOGPROBS``.
+        ``MAX_LOGPROBS``. Raises ``FloatingPointError`` for one that is not finite.
         """
         count = check_integer("count", count, 0, MAX_LOGPROBS)
         ids = self._fresh(token_ids)
         scored = ScoredSteps(self.steps, ids, count)
         self._prefill(ids, progress, scored.run)
-        self._nan.checked(scored.logprobs_T, ids)
+        self._nan.checked(scored.logprobs_T[:, None], ids)
         return scored.found
 
     def trace(

@@ -1,5 +1,6 @@
 """How tokens are chosen: parameters, a sampler of one sequence, and its settings on the device."""
 
+import math
 import secrets
 import sys
 from collections import deque
@@ -86,7 +87,16 @@ class Sampler:
         """Waits for the device and notes the choice of ``token``, if choices are noted."""
         count = self.params.logprobs
         if count is not None:
-            self.noted.append(TokenLogprobs.of(*rank_tokens(logits_V, token, count)))
+            self.add(TokenLogprobs.of(*rank_tokens(logits_V, token, count)))
+
+    def add(self, choice: TokenLogprobs) -> None:
+        """Notes a choice. Raises ``FloatingPointError`` where a log-probability is not finite, as
+        with an infinite logit.
+        """
+        for value in (choice.logprob, *(logprob for _, logprob in choice.top)):
+            if not math.isfinite(value):
+                raise FloatingPointError(f"log-probability of token {choice.token_id}: {value}")
+        self.noted.append(choice)
 
     def settings(self) -> tuple[tuple[float, float, float, float], int]:
         """(temperature, top_p, min_p, top_k) and the seed, for ``dsv4.ops.sampling.sample_token``.

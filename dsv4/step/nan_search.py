@@ -1,4 +1,6 @@
-"""NaN that a step has met: the error, which names the value and the token that it began in."""
+"""NaN or infinity that a step has met: the error, which names the value and the token that it began
+in.
+"""
 
 from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
@@ -17,7 +19,9 @@ _TRACED_TOKENS = 64
 
 
 class NaNSearch:
-    """Repeats a step that met NaN, traced, from the state before it; then ends the sequence."""
+    """Repeats a step that met NaN or infinity, traced, from the state before it; then ends the
+    sequence.
+    """
 
     def __init__(self, steps: DirectSteps | RecordedSteps, chunk_tokens: int) -> None:
         """``chunk_tokens``: how a prompt was cut into chunks."""
@@ -41,11 +45,12 @@ class NaNSearch:
     def checked(
         self, logits: Tensor, token_ids: list[int], before: int = 0, shown: bool = False
     ) -> Tensor:
-        """``logits`` of a prompt behind ``before`` others, unless its steps met NaN.
+        """``logits`` ``[..., V]`` of a prompt behind ``before`` others, unless its steps met NaN or
+        a row has no distribution: NaN, +∞ or nothing but −∞.
 
-        ``shown``: NaN in the logits is the caller's to see. Raises ``FloatingPointError``.
+        ``shown``: what is in the logits is the caller's to see. Raises ``FloatingPointError``.
         """
-        in_logits = bool(logits.isnan().any())
+        in_logits = not bool(logits.amax(-1).isfinite().all())
         if (in_logits and not shown) or (self._state.met_nan and not in_logits):
             raise self.error(token_ids, len(token_ids), before)
         return logits
@@ -54,8 +59,8 @@ class NaNSearch:
     def error(
         self, token_ids: list[int], prompt_tokens: int, before: int = 0
     ) -> FloatingPointError:
-        """What to raise when the last step of a sequence met NaN: ``NaN in layers.3.indexer.scores
-        at position 41``, without a name where the repeated step shows none.
+        """What to raise when the last step of a sequence met NaN or infinity: ``NaN in
+        layers.3.indexer.scores at position 41``, without a name where the repeated step shows none.
 
         ``token_ids``: of these the first ``prompt_tokens`` were prefilled, the others came one by
         one. Behind ``before`` others they are not repeated. Leaves a new sequence.
@@ -68,30 +73,30 @@ class NaNSearch:
         self._state.start_sequence()
         if place is None:
             return FloatingPointError(f"NaN after {before + len(token_ids)} tokens")
-        return FloatingPointError(f"NaN in {place}")
+        return FloatingPointError(place)
 
     def _place(self, token_ids: list[int], prompt_tokens: int) -> str | None:
         if len(token_ids) > prompt_tokens:
             self._state.rollback(len(token_ids) - 1)
-            return self._first_nan([token_ids[-1:]])
+            return self._first_fault([token_ids[-1:]])
         chunks = split_ids(token_ids, [prompt_tokens], self._chunk_tokens)
         good = self._good_chunks(chunks)
         self._state.start_sequence()
         for chunk in chunks[:good]:
             self._steps.run(chunk)
-        return self._first_nan(split_ids(chunks[good], [len(chunks[good])], _TRACED_TOKENS))
+        return self._first_fault(split_ids(chunks[good], [len(chunks[good])], _TRACED_TOKENS))
 
     def _good_chunks(self, chunks: Sequence[Sequence[int]]) -> int:
-        """How many chunks are without NaN, not counting the last one."""
+        """How many chunks are without NaN and infinity, not counting the last one."""
         self._state.start_sequence()
         for index, chunk in enumerate(chunks[:-1]):
-            if bool(self._steps.run(chunk).isnan().any()) or self._state.met_nan:
+            if not bool(self._steps.run(chunk).isfinite().all()) or self._state.met_nan:
                 return index
         return len(chunks) - 1
 
-    def _first_nan(self, pieces: Sequence[Sequence[int]]) -> str | None:
-        """Appends the pieces up to the first with NaN; the last token's logits come last."""
-        first = _FirstNaN(self._state)
+    def _first_fault(self, pieces: Sequence[Sequence[int]]) -> str | None:
+        """Appends the pieces up to the first with a fault; the last token's logits come last."""
+        first = _FirstFault(self._state)
         run = self._steps.traced(Watch(first.see))
         for piece in pieces:
             first.begin(len(piece))
@@ -103,8 +108,10 @@ class NaNSearch:
         return first.place
 
 
-class _FirstNaN:
-    """The first value with NaN, of values seen in the order of their computation."""
+class _FirstFault:
+    """The first value with NaN or +∞, of values seen in the order of their computation. −∞ is the
+    score of an entry that there is not.
+    """
 
     def __init__(self, state: DecodeState) -> None:
         self.place: str | None = None
@@ -121,11 +128,12 @@ class _FirstNaN:
         """``dsv4.layers.values.Seen``."""
         if self.place is not None:
             return
-        has_nan_T = value.isnan().flatten(1).any(1)
-        if not bool(has_nan_T.any()):
+        is_faulty_T = (~(value < torch.inf)).flatten(1).any(1)
+        if not bool(is_faulty_T.any()):
             return
-        position = self._position(name, int(has_nan_T.int().argmax()), value.shape[0])
-        self.place = f"{name} at position {position}"
+        row = int(is_faulty_T.int().argmax())
+        what = "NaN" if bool(value[row].isnan().any()) else "infinity"
+        self.place = f"{what} in {name} at position {self._position(name, row, value.shape[0])}"
 
     def _position(self, name: str, row: int, rows: int) -> int:
         """Of the token that a row belongs to."""

@@ -58,7 +58,7 @@ class TokenLoop:
                 read += 1
                 token = checked_token(self._ring.read(start + read), start + read)
                 if logprobs is not None:
-                    sampler.noted.append(logprobs.read(start + read))
+                    sampler.add(logprobs.read(start + read))
                 yield token
         finally:
             self._state.set_position(start + read)

@@ -1,5 +1,5 @@
-"""NaN in any weight ends a run, in prefill and in decode, with the value that it began in; what
-hides NaN most are comparisons.
+"""NaN in any weight ends a run, in prefill and in decode, with the value that it began in, and so
+does infinity where the host sees it; what hides NaN most are comparisons.
 """
 
 import math
@@ -127,3 +127,45 @@ def test_logits_with_nan_are_the_callers_to_see_but_not_what_they_hide(weights: 
     poison(weights, "layers.1.attn.indexer.weights_proj.weight")
     with pytest.raises(FloatingPointError, match="^NaN in layers.1.indexer.weights at position 0$"):
         engine.logits(PROMPT)
+
+
+def break_head(weights: Weights) -> None:
+    """Makes two logits infinite, one in each direction."""
+    rows_2E = tensors(weights)["head.weight"][:2]
+    rows_2E.zero_()
+    rows_2E[:, 0] = torch.tensor([math.inf, -math.inf])
+
+
+@pytest.mark.parametrize("chunk", [24, 64])
+def test_infinity_in_the_logits_of_a_prompt_is_refused_by_name(
+    weights: Weights, chunk: int
+) -> None:
+    break_head(weights)
+    engine = engine_of(weights, prefill_chunk=chunk)
+    for run in (engine.prefill, lambda ids: engine.prompt_logprobs(ids, 0)):
+        with pytest.raises(FloatingPointError, match="^infinity in logits at position 39$"):
+            run(PROMPT)
+        assert engine.position == 0
+    assert bool(engine.logits(PROMPT).isposinf().any())
+
+
+def test_infinity_in_a_stream_is_named_before_the_nan_that_it_becomes(weights: Weights) -> None:
+    tensors(weights)["embed.weight"][PROMPT[30]] = math.inf
+    place = f"layers.0.attn_hc.streams at position {PROMPT.index(PROMPT[30])}"
+    with pytest.raises(FloatingPointError, match=f"^infinity in {place}$"):
+        engine_of(weights, prefill_chunk=20).prefill(PROMPT)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_log_probabilities_that_are_not_finite_are_refused(weights: Weights, at_once: bool) -> None:
+    engine = engine_of(weights)
+    tokens = engine.generate(PROMPT, 9, SamplingParams(temperature=0, logprobs=2), ())
+    if at_once:
+        break_head(weights)
+    else:
+        assert len([next(tokens) for _ in range(4)]) == 4
+        break_head(weights)
+    last = 39 if at_once else 43
+    with pytest.raises(FloatingPointError, match=f"^infinity in logits at position {last}$"):
+        next(tokens)
+    assert engine.position == 0
