@@ -1,7 +1,6 @@
 """The benchmark command: prints, and writes with ``--out``, one JSON object with its provenance."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +14,7 @@ from dsv4.command.output_file import check_output, refuse_shared_files, write_ou
 from dsv4.command.program import command, run_program
 from dsv4.engine_config import EngineConfig
 from dsv4.measure.provenance import provenance
+from dsv4.measure.record_file import record_text
 
 
 def build_parser() -> OneLineParser:
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         check_output("--out", options.out)
     result = measure(options)
     called = " ".join(["python -m dsv4.bench", *arguments])
-    text = json.dumps({**provenance(called), "result": result}, indent=2) + "\n"
+    text = record_text({**provenance(called), "result": result})
     sys.stdout.write(text)
     if options.out is not None:
         write_output("--out", options.out, text)

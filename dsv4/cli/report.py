@@ -34,7 +34,7 @@ def report(job: Job, outcome: Outcome) -> None:
             say(outcome.profile.table())
         say(summary_line(measured, graph_mode(outcome.engine), outcome.finish_reason))
     if job.arguments.json is not None:
-        text = json.dumps(describe(job, outcome, measured), ensure_ascii=False)
+        text = json.dumps(describe(job, outcome, measured), ensure_ascii=False, allow_nan=False)
         write_output("--json", job.arguments.json, f"{text}\n")
 
 
@@ -54,7 +54,7 @@ def report_plan(job: Job, plan: MemoryPlan) -> None:
             "config": config_record(job, None),
             "provenance": provenance(shlex.join(sys.argv)),
         }
-        text = json.dumps(record, ensure_ascii=False)
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
         write_output("--json", job.arguments.json, f"{text}\n")
 
 

@@ -26,11 +26,17 @@ def write_record(
     path: Path | None, module: str, arguments: Sequence[str], found: Mapping[str, Any]
 ) -> None:
     """Writes ``found`` behind the provenance of ``python -m module arguments``; nothing where
-    ``path`` is None. Numbers that JSON does not have are strings: "NaN", "Infinity" and
-    "-Infinity". Raises ``UserError`` as ``write_output`` does.
+    ``path`` is None. Raises ``UserError`` as ``write_output`` does.
     """
     if path is None:
         return
     called = " ".join([f"python -m {module}", *arguments])
-    record = json.loads(json.dumps({**provenance(called), **found}), parse_constant=str)
-    write_output("--json", path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    write_output("--json", path, record_text({**provenance(called), **found}))
+
+
+def record_text(record: Mapping[str, Any]) -> str:
+    """A record as JSON with a final line break. Numbers that JSON does not have are strings: "NaN",
+    "Infinity" and "-Infinity".
+    """
+    known = json.loads(json.dumps(record), parse_constant=str)
+    return json.dumps(known, indent=2, ensure_ascii=False) + "\n"

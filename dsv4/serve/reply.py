@@ -142,7 +142,8 @@ class StreamedReply(Reply):
 
 
 def _json(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "backslashreplace")
 
 
 def _event(data: bytes) -> bytes:

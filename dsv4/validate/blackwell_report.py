@@ -8,7 +8,6 @@ The file, which is written anew after every section, has no host name, no user n
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from dsv4.command.streams import say
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import ACTIVATION_MODES, ActivationMode
 from dsv4.measure.provenance import provenance
+from dsv4.measure.record_file import record_text
 from dsv4.native.check import Verdict
 from dsv4.native.form import NativeForm
 from dsv4.native.forms import NATIVE_FORMS
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def write() -> None:
         report = anonymous({**head, "sections": records})
-        write_output("--json", options.json, json.dumps(report, indent=1) + "\n")
+        write_output("--json", options.json, record_text(report))
 
     for section in sections(Machine.found(), options.dry_run):
         records.append(section.record())

@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from dsv4.demo import CHECKPOINT
 from dsv4.encoding import Tokenizer
@@ -52,6 +54,27 @@ def test_log_probabilities_of_every_token(drive: Drive, checkpoint: Path, tmp_pa
             assert one["text"] == Tokenizer(checkpoint).decode([one["token_id"]])
     drive("--max-tokens", 1, "--json", path)
     assert read_json(path)["completion"]["logprobs"] is None
+
+
+@pytest.mark.parametrize("as_line", [False, True])
+def test_infinite_logits_are_an_error_and_no_log_probabilities(
+    drive: Drive, broken_copy: Path, tmp_path: Path, as_line: bool
+) -> None:
+    (shard,) = broken_copy.glob("*.safetensors")
+    tensors = load_file(shard)
+    rows_2E = tensors["head.weight"][:2].zero_()
+    rows_2E[:, 0] = torch.tensor([math.inf, -math.inf])
+    save_file(tensors, shard)
+    path = tmp_path / "found.json"
+    flags = ["--model", broken_copy, "--temperature", 0]
+    if as_line:
+        prompts = tmp_path / "prompts"
+        prompts.write_text('{"prompt": "Hello", "logprobs": 2}\n')
+        assert drive(*flags, "--prompts", prompts, "--out", path).code == 1
+        assert read_json(path)["error"].startswith("infinity in logits at position ")
+        return
+    result = drive(*flags, "--prompt", "Hello", "--logprobs", 2, "--json", path)
+    result.assert_user_error("infinity in logits at position ")
 
 
 def test_wrong_values(drive: Drive) -> None:

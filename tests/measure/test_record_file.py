@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import dsv4.bench.__main__ as bench
 from dsv4.errors import UserError
 from dsv4.measure.record_file import parse_recorded, write_record
 
@@ -31,3 +32,12 @@ def test_the_record_replaces_no_file_of_the_model(tmp_path: Path) -> None:
     parser.add_argument("--model", type=Path)
     with pytest.raises(UserError, match=r"--json: .*: found the file of --model, expected"):
         parse_recorded(parser, arguments)
+
+
+def test_so_are_those_of_a_benchmark(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "measure", lambda _: [math.nan, -math.inf])
+    assert bench.main(["ops"]) == 0
+    written = json.loads(capsys.readouterr().out, parse_constant=refused)
+    assert written["result"] == ["NaN", "-Infinity"]

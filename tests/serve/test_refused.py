@@ -1,11 +1,13 @@
 """Wrong requests: a status, OpenAI's error object, and the field's name; the server goes on."""
 
 import json
+import math
 from typing import Any
 
 import httpx
 import pytest
 
+from dsv4.serve.reply import json_response
 from tests.serve.running import FRANCE, MODEL, Running
 
 pytestmark = pytest.mark.slow
@@ -149,6 +151,11 @@ def test_a_body_that_is_no_request(demo: Running, body: bytes, status: int, text
     response = httpx.post(f"{demo.url}{CHAT}", content=body, headers=headers)
     assert response.status_code == status
     assert text in response.json()["error"]["message"]
+
+
+def test_no_reply_has_numbers_that_json_does_not_have() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_response({"logprob": math.nan})
 
 
 def test_other_kinds_of_bodies_paths_methods_and_models(demo: Running) -> None:

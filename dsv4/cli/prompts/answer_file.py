@@ -34,7 +34,7 @@ class AnswerFile:
     def append(self, line: PromptLine, answer: dict[str, Any]) -> None:
         """Writes the answer to ``line``; it is on the disk afterwards. Raises ``UserError``."""
         record = {"id": line.id, "request": line.request, **answer}
-        text = json.dumps(record, ensure_ascii=False) + "\n"
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
         data = text.encode("utf-8", "backslashreplace")
         with naming_file(f"--out: {self._name}"):
             while data:
