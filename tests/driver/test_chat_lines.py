@@ -63,6 +63,17 @@ def test_a_line_that_is_not_utf_8_is_refused(pipe: Callable[..., None]) -> None:
         list(entries())
 
 
+def test_a_block_with_such_a_line_is_refused_as_a_whole(pipe: Callable[..., None]) -> None:
+    pipe(b'"""\na\n\xff\n/reset\nb\xff\n"""\nnext')
+    with pytest.raises(UserError, match="stdin: byte 0 of a line is not UTF-8"):
+        read_entry(piped_line, "")
+    assert list(entries()) == ["next"]
+    pipe(b'"""\na\n\xff\nb')
+    with pytest.raises(UserError, match="stdin: byte 0 of a line is not UTF-8"):
+        read_entry(piped_line, "")
+    assert list(entries()) == []
+
+
 def test_lines_are_edited_and_remembered() -> None:
     with create_pipe_input() as keys:
         editor = LineEditor(keys, DummyOutput())

@@ -54,13 +54,22 @@ def read_entry(read_line: ReadLine, prompt: str) -> str:
 
 
 def fenced_lines(read_line: ReadLine) -> list[str]:
-    """The lines up to the next fence, or up to the last one."""
+    """The lines up to the next fence, or up to the last one. Raises the ``UserError`` of a line
+    behind them all: what is left of them would be read as entries.
+    """
     lines: list[str] = []
+    wrong: UserError | None = None
     while True:
         try:
             line = read_line("... ")
         except EOFError:
-            return lines
+            break
+        except UserError as error:
+            wrong = wrong or error
+            continue
         if line.strip() == FENCE:
-            return lines
+            break
         lines.append(line)
+    if wrong is not None:
+        raise wrong
+    return lines
