@@ -57,6 +57,11 @@ def test_an_entry_is_a_line_or_what_stands_between_fences(pipe: Callable[..., No
     assert prompts.count("... ") == 8
 
 
+def test_a_block_without_text_is_no_entry(pipe: Callable[..., None]) -> None:
+    pipe('"""\n"""\n"""\n \n\n"""\nnext\n"""\n')
+    assert list(entries()) == ["next"]
+
+
 def test_a_line_that_is_not_utf_8_is_refused(pipe: Callable[..., None]) -> None:
     pipe(b"a\xff\n")
     with pytest.raises(UserError, match="stdin: byte 1 of a line is not UTF-8"):

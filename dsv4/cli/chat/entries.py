@@ -48,7 +48,7 @@ def read_entry(read_line: ReadLine, prompt: str) -> str:
         line = read_line(f"{prompt}> ")
         if line.strip() == FENCE:
             text = "\n".join(fenced_lines(read_line))
-            return f"/{text}" if text.startswith("/") else text
+            line = f"/{text}" if text.startswith("/") else text
         if line.strip():
             return line
 
