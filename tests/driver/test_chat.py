@@ -212,6 +212,15 @@ def test_reset_and_system(engine: Engine) -> None:
     assert (engine.position, chat.token_ids) == (0, [])
 
 
+def test_system_and_reset_keep_the_tools_of_a_developer(engine: Engine) -> None:
+    tools = opening(arguments_of("--tools", TOOLS))[0]["tools"]
+    developer = {"role": "developer", "content": "A.", "tools": tools}
+    chat = new_chat(engine, messages=[developer, {"role": "user", "content": "What is 3 + 4?"}])
+    chat.set_system("B.")
+    chat.reset()
+    assert chat.messages == [{"role": "system", "content": "B."}, developer]
+
+
 def test_a_turn_that_fails_leaves_the_chat_as_it_was(
     engine: Engine, other: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

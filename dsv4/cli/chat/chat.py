@@ -3,6 +3,7 @@
 import argparse
 import sys
 from contextlib import closing
+from itertools import takewhile
 from pathlib import Path
 
 from dsv4.cli.answer import answer
@@ -100,9 +101,10 @@ class Chat:
         self.token_ids = prompt.token_ids + outcome.token_ids
 
     def reset(self) -> None:
-        """Forgets everything but the system message and its tools."""
-        first = self.messages[:1]
-        self.messages = [one for one in first if one["role"] in ("system", "developer")]
+        """Forgets everything but what the system or a developer said first, tools included."""
+        self.messages = list(
+            takewhile(lambda one: one["role"] in ("system", "developer"), self.messages)
+        )
         self._results = []
         self.token_ids = []
         self._engine.reset()
