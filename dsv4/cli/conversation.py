@@ -35,12 +35,12 @@ class Conversation:
         check_ids(ids, vocab_size, f"{path}: token_ids", at_least=0)
         return cls(saved, ids, messages)
 
-    def chat_messages(self) -> list[dict]:
-        """The messages. Raises ``UserError`` for plain text."""
+    def chat_messages(self, asked_by: str = "--load-state") -> list[dict]:
+        """The messages. Raises ``UserError`` for plain text; ``asked_by``: what names the file."""
         if self.messages is None:
             raise UserError(
-                f"--load-state: {self.saved.path}: found plain text, expected a conversation; "
-                "--raw or --token-ids goes on with it"
+                f"{asked_by}: {self.saved.path}: found plain text, expected a conversation; "
+                "a run with --raw or --token-ids goes on with it"
             )
         return self.messages
 

@@ -246,6 +246,11 @@ def test_a_turn_that_fails_leaves_the_chat_as_it_was(
         assert chat.messages == kept
     with pytest.raises(UserError, match=f"{tmp_path}/absent: cannot be read"):
         chat.load(tmp_path / "absent")
+    other.reset()
+    other.prefill([5, 6])
+    other.save_state(tmp_path / "text")
+    with pytest.raises(UserError, match=f"^/load: {tmp_path}/text: found plain text, expected a"):
+        chat.load(tmp_path / "text")
     with pytest.raises(UserError, match="lone surrogate"):
         chat.tell("\ud800")
     turns = turns_of(chat, engine, ["What is the capital of France?"])

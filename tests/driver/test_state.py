@@ -184,7 +184,7 @@ def test_a_state_that_does_not_fit_is_refused_before_weights_are_read(
     monkeypatch.setattr(Engine, "load", None)
     go_on = ("--prompt", "on", "--load-state", state)
     refused = drive(*go_on)
-    refused.assert_user_error(f"{state}: found plain text, expected a conversation; --raw")
+    refused.assert_user_error(f"{state}: found plain text, expected a conversation; a run")
     refused = drive(*go_on, "--raw", "--kv-dtype", "bf16")
     refused.assert_user_error(f"{state}: kv_rows: found 'fp8', expected 'bfloat16' (--kv-dtype)")
     refused = drive(*go_on, "--raw", "--model", CHECKPOINT)

@@ -131,7 +131,7 @@ class Chat:
         with this one as it was.
         """
         before = Conversation.read(path, self._files.config.vocab_size)
-        messages = before.chat_messages()
+        messages = before.chat_messages("/load")
         self._engine.load_state(path)
         self.messages = messages
         self.token_ids = before.token_ids
