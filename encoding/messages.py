@@ -152,6 +152,8 @@ def _part_text(part: object, where: str) -> str:
 def _parse_user_blocks(message: Mapping, content: str, where: str) -> list[TextBlock | ToolResult]:
     given = message.get("content_blocks")
     if given is None:
+        if message.get("content") is None:
+            raise ValueError(f"{where}.content is missing, a user message needs text")
         return [TextBlock(content)]
     if not isinstance(given, (list, tuple)):
         raise ValueError(f"{where}.content_blocks is {type(given).__name__}, expected a list")

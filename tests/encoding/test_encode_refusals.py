@@ -26,6 +26,8 @@ CYCLE.append(CYCLE)
         ([{"role": "developer", "content": ""}], r"messages\[0\].content is missing or empty"),
         ([{"role": "developer"}], r"messages\[0\].content is missing or empty"),
         ([{"role": "latest_reminder"}], r"messages\[0\].content is missing"),
+        ([{"role": "user", "content": None}], r"messages\[0\].content is missing, a user message"),
+        ([{"role": "user"}], r"messages\[0\].content is missing, a user message needs text"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content is int"),
         ([{"role": "user", "content": ["x"]}], r"messages\[0\].content\[0\] is not an object"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], r"content\[0\].text is int"),
