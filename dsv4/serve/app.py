@@ -156,11 +156,11 @@ async def _api_error(_: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
+    """Unknown paths, and methods that a path lacks: the headers name those that it has."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path}"[:200]
     body = ApiError(error.status_code, f"{where}: {error.detail}").body()
-    return json_response(body, error.status_code)
+    return json_response(body, error.status_code, error.headers)
 
 
 async def _left(_: Request, __: Exception) -> Response:

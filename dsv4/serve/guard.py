@@ -31,7 +31,8 @@ class Guard:
         """The application behind the guard."""
         error = (self._refused(scope) or self._full(scope)) if scope["type"] == "http" else None
         if error is not None:
-            await json_response(error.body(), error.status)(scope, receive, send)
+            headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+            await json_response(error.body(), error.status, headers)(scope, receive, send)
             return
         self._requests += 1
         try:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -44,9 +44,11 @@ class Answer(Protocol):
         ...
 
 
-def json_response(content: dict[str, Any], status: int = 200) -> Response:
+def json_response(
+    content: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """A JSON object."""
-    return Response(_json(content), status, media_type="application/json")
+    return Response(_json(content), status, headers, media_type="application/json")
 
 
 class Reply:

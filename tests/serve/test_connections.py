@@ -156,6 +156,7 @@ def test_with_a_key_who_has_it_is_answered(service: Service) -> None:
                 401,
                 "invalid_api_key",
             )
+            assert response.headers["www-authenticate"] == "Bearer"
         with pytest.raises(openai.AuthenticationError):
             one.client("x").chat.completions.create(model=MODEL, messages=FRANCE)  # type: ignore[arg-type]
         health = httpx.get(one.url.replace("/v1", "/health"), headers={"host": "example.org"})

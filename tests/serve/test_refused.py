@@ -167,6 +167,7 @@ def test_other_kinds_of_bodies_paths_methods_and_models(demo: Running) -> None:
     one = httpx.get(f"{demo.url}/models/gpt-4")
     found = [answer.status_code for answer in (plain, missing, method, model, one)]
     assert found == [415, 404, 405, 404, 404]
+    assert method.headers["allow"] == "POST"
     assert all(answer.json()["error"]["message"] for answer in (plain, missing, method, model, one))
     assert model.json()["error"]["code"] == "model_not_found"
     assert httpx.get(f"{demo.url}/models/{MODEL}").json()["max_model_len"] == 8192
