@@ -3,7 +3,7 @@ many at once.
 """
 
 import hmac
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,6 +29,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application behind the guard."""
+        scope = _origin_form(scope)
         error = (self._refused(scope) or self._full(scope)) if scope["type"] == "http" else None
         if error is not None:
             headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
@@ -59,6 +60,24 @@ class Guard:
             return None
         message = f"the server is full: {self._requests} requests"
         return ApiError(503, message, code="queue_full")
+
+
+def _origin_form(scope: Scope) -> Scope:
+    """The same request for one whose target is a whole URL, as proxies are sent: its host counts,
+    and not that of the headers (RFC 9112, 3.2.2).
+    """
+    scheme, _, rest = scope.get("raw_path", b"").partition(b"://")
+    if scheme.lower() not in (b"http", b"https"):
+        return scope
+    host, _, path = rest.partition(b"/")
+    raw_path = b"/" + path
+    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    return {
+        **scope,
+        "path": unquote(raw_path.decode("ascii")),
+        "raw_path": raw_path,
+        "headers": [(b"host", host), *headers],
+    }
 
 
 def _host_name(host: str) -> str | None:

@@ -138,6 +138,25 @@ def test_without_a_key_only_names_of_this_machine_are_answered(
     assert httpx.get(f"{demo.url}/models", headers={"host": host}).status_code == status
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://127.0.0.1/v1/models?a=b", 200),
+        ("HTTP://localhost:80/v1/m%6Fdels", 200),
+        ("http://127.0.0.1", 404),
+        ("http://example.org/v1/models", 403),
+        ("http://[/v1/models", 403),
+        ("ftp://127.0.0.1/v1/models", 404),
+    ],
+)
+def test_a_target_may_be_a_whole_url_whose_host_counts(
+    demo: Running, target: str, status: int
+) -> None:
+    with connect(demo.url) as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert connection.recv(64).startswith(f"HTTP/1.1 {status} ".encode())
+
+
 @pytest.fixture
 def service(demo: Running) -> Service:
     """With the same engine and a thread of its own: that of the test before has ended."""
