@@ -5,7 +5,9 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,6 +147,19 @@ def test_messages_come_from_pipes_too(
     writer.join()
 
 
+@pytest.mark.parametrize("flag", ["--prompt-file", "--messages", "--token-ids", "--prompts"])
+def test_what_does_not_end_is_refused(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    monkeypatch.setattr("dsv4.cli.input_file.MAX_INPUT_BYTES", 2**22)
+    out = ("--out", "out") if flag == "--prompts" else ()
+    for file in ("/dev/zero", "/dev/full", "-"):
+        with Path("/dev/zero").open() as zeros:
+            monkeypatch.setattr(sys, "stdin", zeros)
+            refused = drive(flag, file, *out)
+        refused.assert_user_error(f"{flag}: {file}: found more than 4194304 bytes, expected an end")
+
+
 @pytest.mark.parametrize(
     ("request_text", "place"),
     [
@@ -178,14 +193,16 @@ def test_lone_surrogates_are_counted_in_the_flag(drive: Drive, flag: str) -> Non
 def test_a_file_that_may_not_be_read_is_named(
     drive: Drive, broken_copy: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    read_bytes = Path.read_bytes
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        def read(path: Path, *arguments: Any, **named: Any) -> Any:
+            if path.name == name:
+                raise PermissionError(13, "Permission denied", str(path))
+            return method(path, *arguments, **named)
 
-    def guarded(path: Path) -> bytes:
-        if path.name == name:
-            raise PermissionError(13, "Permission denied", str(path))
-        return read_bytes(path)
+        return read
 
-    monkeypatch.setattr(Path, "read_bytes", guarded)
+    monkeypatch.setattr(Path, "read_bytes", guarded(Path.read_bytes))
+    monkeypatch.setattr(Path, "open", guarded(Path.open))
     flags = {"prompt.txt": ["--prompt-file"], "messages.json": ["--messages"]}.get(name, [])
     file = broken_copy / name
     result = drive("--model", broken_copy, *(part for flag in flags for part in (flag, file)))
