@@ -68,6 +68,16 @@ def test_a_line_that_is_not_utf_8_is_refused(pipe: Callable[..., None]) -> None:
         list(entries())
 
 
+@pytest.mark.slow
+def test_a_line_that_does_not_end_ends_the_chat(
+    talk: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv4.cli.chat.entries.MAX_INPUT_BYTES", 3)
+    for text in ("abc\nnext", '"""\nabcd\n"""\nnext'):
+        expected = "stdin: found a line of more than 3 bytes, expected an end before"
+        talk(text).assert_user_error(expected)
+
+
 def test_a_block_with_such_a_line_is_refused_as_a_whole(pipe: Callable[..., None]) -> None:
     pipe(b'"""\na\n\xff\n/reset\nb\xff\n"""\nnext')
     with pytest.raises(UserError, match="stdin: byte 0 of a line is not UTF-8"):

@@ -4,12 +4,17 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from dsv4.cli.input_file import MAX_INPUT_BYTES
 from dsv4.errors import UserError
 
 FENCE = '"""'
 # Gives the next line, or several where they were typed as one, behind a text that asks for it.
 # Raises EOFError behind the last one.
 ReadLine = Callable[[str], str]
+
+
+class BrokenLine(UserError):
+    """A line that cannot be taken; the next one may be what it is."""
 
 
 def line_reader() -> ReadLine:
@@ -30,14 +35,19 @@ def line_reader() -> ReadLine:
 
 
 def piped_line(_: str) -> str:
-    """The next line of stdin, which is UTF-8. Raises ``UserError`` for one that is not."""
-    data = sys.stdin.buffer.readline()
+    """The next line of stdin, which is UTF-8. Raises ``BrokenLine`` for one that is not, and
+    ``UserError`` for one that may have no end.
+    """
+    data = sys.stdin.buffer.readline(MAX_INPUT_BYTES + 1)
     if not data:
         raise EOFError
+    if len(data) > MAX_INPUT_BYTES:
+        found = f"found a line of more than {MAX_INPUT_BYTES} bytes"
+        raise UserError(f"stdin: {found}, expected an end before")
     try:
         return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise UserError(f"stdin: byte {error.start} of a line is not UTF-8") from None
+        raise BrokenLine(f"stdin: byte {error.start} of a line is not UTF-8") from None
 
 
 def read_entry(read_line: ReadLine, prompt: str) -> str:
@@ -54,17 +64,17 @@ def read_entry(read_line: ReadLine, prompt: str) -> str:
 
 
 def fenced_lines(read_line: ReadLine) -> list[str]:
-    """The lines up to the next fence, or up to the last one. Raises the ``UserError`` of a line
-    behind them all: what is left of them would be read as entries.
+    """The lines up to the next fence, or up to the last one. Raises the ``BrokenLine`` among
+    them behind them all: what is left of them would be read as entries.
     """
     lines: list[str] = []
-    wrong: UserError | None = None
+    wrong: BrokenLine | None = None
     while True:
         try:
             line = read_line("... ")
         except EOFError:
             break
-        except UserError as error:
+        except BrokenLine as error:
             wrong = wrong or error
             continue
         if line.strip() == FENCE:

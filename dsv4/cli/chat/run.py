@@ -9,7 +9,7 @@ from functools import partial
 from dsv4.cli.arguments import engine_config
 from dsv4.cli.chat.chat import Chat
 from dsv4.cli.chat.commands import is_command, message_of, run_command
-from dsv4.cli.chat.entries import ReadLine, line_reader, read_entry
+from dsv4.cli.chat.entries import BrokenLine, ReadLine, line_reader, read_entry
 from dsv4.cli.conversation import Conversation
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults
@@ -77,7 +77,7 @@ def beginning(
 
 
 def converse(session: Chat, read_line: ReadLine) -> None:
-    """Takes entries up to the last one."""
+    """Takes entries up to the last one. Raises ``UserError`` for stdin that cannot be read on."""
     goes_on = True
     while goes_on:
         calls = session.open_calls
@@ -86,7 +86,7 @@ def converse(session: Chat, read_line: ReadLine) -> None:
             entry = read_entry(read_line, tool)
         except EOFError:
             return
-        except UserError as error:
+        except BrokenLine as error:
             say(f"error: {user_message(error)}")
             continue
         if is_command(entry):
