@@ -46,7 +46,7 @@ def add_serving_flags(group: argparse._ArgumentGroup) -> None:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="clients need the key in this file; a --host that others reach needs one "
+        help="clients need the key in this file, - is stdin; a --host that others reach needs one "
         "(default: none)",
     )
     group.add_argument(

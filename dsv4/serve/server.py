@@ -13,6 +13,7 @@ from types import FrameType
 
 import uvicorn
 
+from dsv4.cli.input_file import read_text
 from dsv4.command.signals import PATIENCE_SECONDS
 from dsv4.command.streams import say
 from dsv4.errors import UserError
@@ -112,10 +113,7 @@ def url_of(bound: socket.socket) -> str:
 
 def read_api_key(path: Path) -> str:
     """The key: the text of the file, without white space around it. Raises ``UserError``."""
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--api-key-file: {path}: cannot be read ({error})") from None
+    key = read_text("--api-key-file", str(path)).strip()
     if not key or any(character.isspace() for character in key):
         raise UserError(f"--api-key-file: {path}: found {len(key.split())} words, expected one key")
     return key

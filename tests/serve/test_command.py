@@ -63,6 +63,7 @@ def test_a_signal_ends_it_with_one_line_though_requests_are_under_way(tmp_path: 
         (["--host", "no such host"], "--host: no such host: not found"),
         (["--api-key-file", "/nonexistent"], "--api-key-file: /nonexistent: cannot be read"),
         (["--api-key-file", "/dev/null"], "--api-key-file: /dev/null: found 0 words, expected one"),
+        (["--api-key-file", "/dev/zero"], "--api-key-file: /dev/zero: found more than 1048576 b"),
         (["--model", "/nonexistent"], "--model: /nonexistent: no such folder"),
         (["--states", "3"], "--states: found without --state-dir, expected both"),
         (["--state-dir", "/dev/null/x"], "--state-dir: /dev/null/x: cannot be made (Not a dir"),
@@ -72,8 +73,12 @@ def test_a_signal_ends_it_with_one_line_though_requests_are_under_way(tmp_path: 
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_loaded(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("dsv4.cli.input_file.MAX_INPUT_BYTES", 2**20)
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
