@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.checkpoint.state_file import SavedState
-from dsv4.encoding import content_text
+from dsv4.encoding import content_text, encode_messages
 from dsv4.errors import UserError, shorten
 from dsv4.token_ids import check_ids
 
@@ -36,12 +36,18 @@ class Conversation:
         return cls(saved, ids, messages)
 
     def chat_messages(self, asked_by: str = "--load-state") -> list[dict]:
-        """The messages. Raises ``UserError`` for plain text; ``asked_by``: what names the file."""
+        """The messages. Raises ``UserError`` for plain text, and for messages that cannot be
+        encoded, as a state of the library may have them; ``asked_by``: what names the file.
+        """
         if self.messages is None:
             raise UserError(
                 f"{asked_by}: {self.saved.path}: found plain text, expected a conversation; "
                 "a run with --raw or --token-ids goes on with it"
             )
+        try:
+            encode_messages(self.messages, "chat")
+        except ValueError as error:
+            raise UserError(f"{asked_by}: {self.saved.path}: notes.{error}") from None
         return self.messages
 
 

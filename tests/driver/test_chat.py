@@ -251,6 +251,9 @@ def test_a_turn_that_fails_leaves_the_chat_as_it_was(
     other.save_state(tmp_path / "text")
     with pytest.raises(UserError, match=f"^/load: {tmp_path}/text: found plain text, expected a"):
         chat.load(tmp_path / "text")
+    other.save_state(tmp_path / "odd", {"messages": '[{"content": "a"}]'})
+    with pytest.raises(UserError, match=r"^/load: .*/odd: notes.messages\[0\].role is None, exp"):
+        chat.load(tmp_path / "odd")
     with pytest.raises(UserError, match="lone surrogate"):
         chat.tell("\ud800")
     turns = turns_of(chat, engine, ["What is the capital of France?"])
