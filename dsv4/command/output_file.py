@@ -38,10 +38,12 @@ def check_regular_output(flag: str, path: Path) -> None:
 
 def check_replaced_output(flag: str, path: Path) -> None:
     """``check_regular_output`` for a file that is always made anew, in the place of an older one:
-    its folder has to take it.
+    its folder has to take it, and what was said on a standard stream would be lost with it.
     """
     check_regular_output(flag, path)
     with _named(flag, path):
+        if _standard_stream(_status(path)) is not None:
+            raise _Unfit("found the file that stdout or stderr is, expected another one")
         if not os.access(_folder(path), os.W_OK):
             _probe(path)
 

@@ -210,6 +210,19 @@ def test_a_file_that_is_made_anew_needs_its_folder(
         check_replaced_output("--trace", path)
 
 
+def test_a_file_that_is_made_anew_is_no_standard_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "said"
+    for name in ("stdout", "stderr"):
+        with path.open("w") as said:
+            monkeypatch.setattr(sys, name, said)
+            with pytest.raises(UserError, match=f"--trace: {path}: found the file that stdout or"):
+                check_replaced_output("--trace", path)
+            monkeypatch.undo()
+    check_replaced_output("--trace", path)
+
+
 def test_a_file_by_another_of_its_names_is_the_same_file(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.touch()
