@@ -197,7 +197,7 @@ def test_commands_and_errors_are_one_line_each(
         "/unknown",
         "/save",
         "/reset now",
-        "/load /nonexistent",
+        "/load\t/nonexistent",
         f"/save {tmp_path}",
         "a word " * 60,
         "/reset",

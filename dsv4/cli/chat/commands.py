@@ -41,8 +41,8 @@ def path_of(name: str, file: str) -> Path:
 
 def run_command(chat: Chat, entry: str) -> bool:
     """Does what the entry says; False when the chat is to end. Raises ``UserError``."""
-    name, _, rest = entry.partition(" ")
-    argument = rest.strip()
+    name, *rest = entry.split(maxsplit=1)
+    argument = "".join(rest).strip()
     if name not in _COMMANDS:
         raise UserError(f"{shorten(name)}: no such command, expected one of {', '.join(_COMMANDS)}")
     if bool(argument) != (name in _WITH_ARGUMENT):
