@@ -230,7 +230,8 @@ def check_last_message(messages: list[dict], source: str) -> None:
     """Raises ``UserError`` unless the model is asked to speak: by the last message, by its task
     token, or by an assistant's message that ``wo_eos`` leaves open.
     """
-    expected = "expected one of user, tool or developer at the end"
+    # Not by their roles: a server reads the developer as the system.
+    expected = "expected a question or the result of a tool at the end"
     if not messages:
         raise UserError(f"{source}found no messages, {expected}")
     last = messages[-1]

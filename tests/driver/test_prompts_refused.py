@@ -32,7 +32,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
         ({"prompt": "a", "system": "\ud800"}, "system: found a lone surrogate at character 0"),
         ({"prompt": "a", "tools": [TOOL]}, "tools: found with prompt, expected messages"),
         ({"messages": "a"}, "messages: found 'a', expected a list"),
-        ({"messages": []}, "messages: found no messages, expected one of user, tool or developer"),
+        ({"messages": []}, "messages: found no messages, expected a question or the result of"),
         (
             {"messages": [{"role": "pirate"}]},
             "messages: unknown role 'pirate', expected system, user",

@@ -45,6 +45,7 @@ def message(**fields: Any) -> dict[str, Any]:
         (CHAT, message(content=5), "messages", "messages[0].content is int"),
         (CHAT, message(content="\ud800"), "messages", "messages[0].content: found a lone surr"),
         (CHAT, message(content=[IMAGE]), "messages[0].content[0]", "found 'image_url'"),
+        (CHAT, message(role="developer"), "messages", "of system at the end, expected a question"),
         (CHAT, message(role="assistant"), "messages", "found a message of assistant at the end"),
         (CHAT, {**USER, "max_token": 5}, "max_token", "max_token: found an unknown field"),
         (CHAT, {**USER, "\ud800": 5}, r"'\ud800'", r"'\ud800': found an unknown field"),
