@@ -16,7 +16,7 @@ def sample_token(
     """int64 scalar: the next token, chosen by float32 ``settings_4`` = (temperature, top_p, min_p,
     top_k).
 
-    Temperature 0: the largest logit, the lowest id on ties; ``NAN_TOKEN`` when any logit is NaN.
+    Temperature 0: the largest logit, the lowest id on ties.
 
     Else a draw from softmax(logits / temperature), restricted by top-k, top-p and min-p, by the
     Gumbel-max rule. top-k keeps the top_k largest logits (0: all; ties: lowest id first), and the
@@ -24,7 +24,8 @@ def sample_token(
     probabilities sum to at least top_p (never empty; ties in probability: lowest id first), min-p
     tokens with probability ≥ min_p · the largest one. The noise is a pure function of (seed,
     position, token id), so a run can be repeated and does not depend on how the vocabulary is
-    split. ``NAN_TOKEN`` when there is no distribution: a logit is NaN or +∞, or all are −∞.
+    split. ``NAN_TOKEN`` at any temperature when there is no distribution: a logit is NaN or +∞, or
+    all are −∞.
 
     ``seed_1`` and ``position_1``: int64 ``[1]``; the position is that of the new token.
     """
@@ -40,8 +41,9 @@ def sample_token(
 
 def _greedy_token(logits_V: Tensor) -> Tensor:
     ids = torch.arange(logits_V.shape[0], device=logits_V.device)
-    token = torch.where(logits_V == logits_V.max(), ids, logits_V.shape[0]).min()
-    return _guard(token, logits_V)
+    largest = logits_V.max()
+    token = torch.where(logits_V == largest, ids, logits_V.shape[0]).min()
+    return torch.where(largest.isfinite(), token, NAN_TOKEN)
 
 
 def _drawn_token(
@@ -56,7 +58,7 @@ def _drawn_token(
         before = ordered.cumsum(0) - ordered
         keep &= torch.zeros_like(keep).index_copy_(0, order, before < top_p)
     noisy = torch.where(keep, scaled + noise_V, -torch.inf)
-    return _guard(noisy.argmax(), scaled)
+    return torch.where(scaled.isnan().any(), NAN_TOKEN, noisy.argmax())
 
 
 def gumbel_noise(vocab_size: int, seed: int, position_1: Tensor) -> Tensor:
@@ -76,7 +78,3 @@ def _mix(word: Tensor) -> Tensor:
     word = (word ^ (word >> 16)) * 0x7FEB352D & _MASK
     word = (word ^ (word >> 15)) * 0x846CA68B & _MASK
     return word ^ (word >> 16)
-
-
-def _guard(token: Tensor, values_V: Tensor) -> Tensor:
-    return torch.where(values_V.isnan().any(), NAN_TOKEN, token)

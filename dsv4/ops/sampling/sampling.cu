@@ -85,14 +85,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     // top = logits.argmax()
     const uint64 top = largest_of_all(cluster, exchange++, own);
     const bool first = cluster_rank() == 0 && threadIdx.x == 0;
-    if (greedy) {
-        if (first) *token = top == ~0ull ? NO_TOKEN : (long long)id_of(top);
-        return;
-    }
     Draw draw{value_of(top), temperature, state};
     // No distribution (a NaN key reads as NaN): the same for every thread of the cluster.
     if (!isfinite(draw.largest)) {
         if (first) *token = NO_TOKEN;
+        return;
+    }
+    if (greedy) {
+        if (first) *token = (long long)id_of(top);
         return;
     }
     // The most likely token is never left out: one thread enters it, and what cannot beat it needs

@@ -59,7 +59,8 @@ def test_greedy_takes_the_lowest_id_of_the_largest_logits(ops: Ops) -> None:
 
 def test_greedy_with_infinities(ops: Ops) -> None:
     assert int(greedy(ops, torch.tensor([-torch.inf, -torch.inf, -5.0]))) == 2
-    assert int(greedy(ops, torch.tensor([0.0, torch.inf, torch.inf]))) == 1
+    assert int(greedy(ops, torch.tensor([0.0, torch.inf, -torch.inf]))) == NAN_TOKEN
+    assert int(greedy(ops, torch.tensor([-torch.inf, -torch.inf]))) == NAN_TOKEN
 
 
 @pytest.mark.parametrize("index", [0, 3, 4])
