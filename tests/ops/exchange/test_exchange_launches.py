@@ -42,6 +42,17 @@ def exchange(launch: Launch) -> tuple[int, int, int]:
     return dict(launch.shape.kernel.defines)["RANKS"], slot, number
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_a_seam_looks_for_words_early_where_the_number_of_the_step_is_old(tokens: int) -> None:
+    for begins, early in ((False, 1), (True, 0)):
+        found = recording(tokens, peers(0, 2))
+        if begins:
+            decode.next_step(found)
+        hc_decode.hc_seam(found, row_parallel(found), *arguments("hc_seam", tokens, 4, WIDTH)[1:])
+        (mix,) = (one for one in launches(found) if one.signature.kernel == "hc_mix")
+        assert dict(mix.shape.kernel.defines).get("SETTLED", 0) == early
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_parts_of_a_sum_lie_side_by_side_where_the_consumers_poll(ranks: int, tokens: int) -> None:
