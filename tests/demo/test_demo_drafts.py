@@ -9,8 +9,9 @@ import pytest
 
 import single_shot_inference
 from dsv4 import EngineConfig
-from dsv4.demo import DRAFTS
+from dsv4.demo import CHECKPOINT, DRAFTS
 from dsv4.demo.training import acceptance
+from dsv4.errors import UserError
 
 MAX_BYTES = 30 * 10**6
 FIRST_DRAFTS_KEPT = 0.7
@@ -23,6 +24,12 @@ def test_all_together_they_are_small() -> None:
     files = [file for folder in DRAFTS.values() for file in folder.iterdir()]
     assert {file.name for file in files} == {"config.json", "model.safetensors"}
     assert sum(file.stat().st_size for file in files) <= MAX_BYTES
+
+
+@pytest.mark.parametrize("folder", [CHECKPOINT, DRAFTS["mtp"]], ids=["the demo", "the module"])
+def test_what_is_measured_of_them_replaces_none(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"^--json: .*config\.json: found the file of"):
+        acceptance.parse(["mtp", "--json", str(folder / "config.json")])
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.draft_flags import draft_tokens
 from dsv4.command.flags import OneLineParser, integer
+from dsv4.command.output_file import refuse_shared_files
 from dsv4.command.program import command, run_program
 from dsv4.demo import CHECKPOINT, DRAFTS
 from dsv4.demo.training import mixture
@@ -115,7 +116,7 @@ def shares(counts: dict[str, Any]) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The flags."""
+    """The flags. Raises ``UserError`` where ``--json`` is a file of the weights."""
     parser = OneLineParser(
         prog="python -m dsv4.demo.training.acceptance",
         description=__doc__,
@@ -129,7 +130,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--draft-tokens", type=draft_tokens, help="as of the driver")
     parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--limit", type=integer(1), default=8, help="held-out prompts of a task")
-    return parse_recorded(parser, arguments)
+    options = parse_recorded(parser, arguments)
+    options.draft_weights = options.draft_weights or DRAFTS[options.draft]
+    for weights in (("the demo", CHECKPOINT), ("--draft-weights", options.draft_weights)):
+        refuse_shared_files([], [("--json", options.json)], also=weights)
+    return options
 
 
 @command
@@ -137,7 +142,6 @@ def main(argv: list[str] | None = None) -> int:
     """The command: 1 where a text is not the one without drafts."""
     arguments = sys.argv[1:] if argv is None else argv
     options = parse(arguments)
-    folder = options.draft_weights or DRAFTS[options.draft]
     graph = "full" if options.ops == "cuda" else None
     config = EngineConfig(
         device=options.device,
@@ -145,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         cuda_graph=graph,
         draft_tokens=options.draft_tokens,
     )
-    report = measure(options.draft, folder, config, options.limit, options.seed)
+    report = measure(options.draft, options.draft_weights, config, options.limit, options.seed)
     print(table(report))
     write_record(options.json, "dsv4.demo.training.acceptance", arguments, report)
     tasks = report["tasks"].values()
