@@ -170,8 +170,9 @@ class Walk:
     def _compare(self, kind: str, found: Values, expected: Computed) -> list[Agreement]:
         rows = []
         for name in common_names(found.keys(), expected.values.keys()):
-            tally = Tally(self.threshold)
             last = suffix(name)
+            # A share over all tokens under ``choices`` has a token under it.
+            tally = Tally(self.choices if last in CHOSEN else self.threshold)
             if last in CHOSEN:
                 tally.add_chosen(found[name], expected.choices.get(name, expected.values[name]))
             elif last in ALIGNED:

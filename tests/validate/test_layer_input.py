@@ -66,3 +66,16 @@ def test_a_layer_of_a_trace_is_not_compared_on_random_streams(
 
 def test_from_the_first_layer_on_its_own_results_are_read(model: Path, trace_file: Path) -> None:
     assert main(arguments(model, "0:2", trace_file)) == 0
+
+
+def test_wrong_choices_fail_at_every_threshold(
+    model: Path, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    name = "layers.1.router.experts"
+    values = load_file(trace_file)
+    values[name] = 15 - values[name]
+    path = write(tmp_path / "a.safetensors", values, len(TOKENS))
+    flags = ["--input", str(trace_file), "--threshold", "-1"]
+    assert main([*arguments(model, "1", path), *flags, "--choices", "0"]) == 0
+    assert main([*arguments(model, "1", path), *flags]) == 1
+    assert "under the threshold: router.experts\n" in capsys.readouterr().out
