@@ -50,12 +50,13 @@ class TraceWriter:
         self.parts.setdefault(name, []).append(copy)
 
     def check(self, path: str | Path) -> None:
-        """Raises ``ValueError`` for a folder, for a file in one that is not there, and for one in
-        the checkpoint's, in which every ``.safetensors`` file may be taken for weights: before the
-        engine has run.
+        """Raises ``ValueError`` for a folder or a device, which the file would replace, for a file
+        in a folder that is not there, and for one in the checkpoint's, in which every
+        ``.safetensors`` file may be taken for weights: before the engine has run.
         """
-        if Path(path).is_dir() or self.path(path).is_dir():
-            raise ValueError(f"{path}: found a folder, expected a file name")
+        for file in (Path(path), self.path(path)):
+            if file.exists() and not file.is_file():
+                raise ValueError(f"{file}: found no regular file, expected a file name")
         parent = Path(path).resolve().parent
         if not parent.is_dir():
             raise ValueError(f"{path}: its folder does not exist")
@@ -90,7 +91,8 @@ class TraceWriter:
         if self.ranks > 1:
             metadata |= {"rank": str(self.rank), "ranks": str(self.ranks)}
         file = self.path(path)
-        save_file(tensors, file, metadata)
+        # A link would be replaced, not the file that it names.
+        save_file(tensors, file.resolve(), metadata)
         return file
 
 

@@ -2,6 +2,7 @@
 that a folder which is none shows before the engine has run.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ def test_a_folder_without_a_configuration_is_named_at_once(
 @pytest.mark.parametrize(
     ("file", "problem"),
     [
-        ("model", "found a folder, expected a file name"),
+        ("model", "found no regular file, expected a file name"),
+        ("pipe", "found no regular file, expected a file name"),
         ("no/theirs.safetensors", "its folder does not exist"),
         ("model/theirs.safetensors", "found in the folder of MODEL, expected another one"),
     ],
@@ -46,6 +48,7 @@ def test_a_file_that_cannot_be_written_is_named_at_once(
     stub_distributed("sglang.srt.distributed", 0, 1, monkeypatch)
     hook = load_hook(f"{engine}_trace", monkeypatch)
     model = config_folder(tmp_path / "model")
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=rf"{file}: {problem}"):
         hook.install(nn.Module(), str(model), str(tmp_path / file))
 
@@ -54,5 +57,16 @@ def test_the_file_of_a_rank_is_no_folder(tmp_path: Path, monkeypatch: pytest.Mon
     model = config_folder(tmp_path / "model")
     writer = load_hook("trace_writer", monkeypatch).TraceWriter("mine", model, 1, 2)
     (tmp_path / "theirs.rank1.safetensors").mkdir()
-    with pytest.raises(ValueError, match="found a folder, expected a file name"):
+    with pytest.raises(ValueError, match="found no regular file, expected a file name"):
         writer.check(tmp_path / "theirs.safetensors")
+
+
+def test_a_link_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = config_folder(tmp_path / "model")
+    writer = load_hook("trace_writer", monkeypatch).TraceWriter("mine", model)
+    writer.begin(torch.tensor([5]), torch.tensor([0]))
+    link = tmp_path / "theirs.safetensors"
+    link.symlink_to("target.safetensors")
+    writer.save(link)
+    assert link.is_symlink()
+    assert link.is_file()
