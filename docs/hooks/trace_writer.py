@@ -17,7 +17,8 @@ class TraceWriter:
     that begins at position 0 begins a new sequence.
 
     ``folder`` is the checkpoint's, whose ``config.json`` goes into the file; it is read at once, so
-    that a wrong folder shows before the engine has run. ``join`` says how the values of several
+    that a wrong folder shows before the engine has run, as ``OSError`` or as ``ValueError`` where
+    it holds no JSON object. ``join`` says how the values of several
     ranks become one: name pattern to "concat:DIM", "sum" or "equal".
     """
 
@@ -31,7 +32,7 @@ class TraceWriter:
     ) -> None:
         self.engine = engine
         self.folder = Path(folder)
-        self.config = (self.folder / "config.json").read_text(encoding="utf-8")
+        self.config = _json_object(self.folder / "config.json")
         self.rank = rank
         self.ranks = ranks
         self.join = dict(join or {})
@@ -94,6 +95,17 @@ class TraceWriter:
         # A link would be replaced, not the file that it names.
         save_file(tensors, file.resolve(), metadata)
         return file
+
+
+def _json_object(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: found no JSON ({error}), expected an object") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: found a JSON {type(found).__name__}, expected an object")
+    return text
 
 
 def _versions(*packages: str) -> dict[str, str]:

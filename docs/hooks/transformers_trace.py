@@ -155,6 +155,15 @@ def hadamard(x: Tensor) -> Tensor:
     return (x.float() @ matrix * x.shape[-1] ** -0.5).to(x.dtype)
 
 
+def vocabulary_of(writer: TraceWriter) -> int:
+    """How many tokens the model knows. Raises ``ValueError``."""
+    found = json.loads(writer.config).get("vocab_size")
+    if type(found) is not int:
+        where = f"{writer.folder}/config.json: vocab_size"
+        raise ValueError(f"{where}: found {found!r}, expected an integer")
+    return found
+
+
 def read_ids(options: argparse.Namespace, vocabulary: int) -> list[int]:
     """The tokens of the prompt. Raises ``ValueError`` for none, for what the model lacks, and when
     the trace would replace their file.
@@ -197,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         writer = TraceWriter("transformers", options.model)
         writer.check(options.out)
-        token_ids = read_ids(options, json.loads(writer.config)["vocab_size"])
+        token_ids = read_ids(options, vocabulary_of(writer))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     model = DeepseekV4ForCausalLM.from_pretrained(

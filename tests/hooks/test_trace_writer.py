@@ -31,6 +31,16 @@ def test_a_folder_without_a_configuration_is_named_at_once(
         writer("mine", "org/name")
 
 
+@pytest.mark.parametrize(("text", "found"), [("{", "no JSON"), ("[]", "a JSON list")])
+def test_a_configuration_that_is_no_object_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, found: str
+) -> None:
+    folder = config_folder(tmp_path / "model", text)
+    writer = load_hook("trace_writer", monkeypatch).TraceWriter
+    with pytest.raises(ValueError, match=rf"model/config\.json: found {found}.*, expected"):
+        writer("mine", folder)
+
+
 @pytest.mark.parametrize(
     ("file", "problem"),
     [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsv4.demo import CHECKPOINT
-from tests.hooks.loading import load_hook
+from tests.hooks.loading import config_folder, load_hook
 
 pytestmark = pytest.mark.slow
 
@@ -47,3 +47,14 @@ def test_a_wrong_argument_is_named_before_the_model_is_loaded(
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert line in last
+
+
+def test_a_configuration_without_a_vocabulary_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    model = config_folder(tmp_path / "model", "{}")
+    hook = load_hook("transformers_trace", monkeypatch)
+    with pytest.raises(SystemExit):
+        hook.main([str(model), str(tmp_path / "out.safetensors"), "--prompt", "a"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"{model}/config.json: vocab_size: found None, expected an integer" in last
