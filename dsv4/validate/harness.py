@@ -121,7 +121,9 @@ def command_of(test: str, node: Node) -> list[str]:
             f"TEST: found {test!r}, expected a test file, a pytest node or a module"
         ) from None
     path = target.partition("::")[0]
-    if path.endswith(".py") or "/" in path:
+    # ``tests`` is a folder, ``dsv4`` a module.
+    folder = path != "" and Path(path).is_dir() and not Path(path, "__main__.py").exists()
+    if path.endswith(".py") or "/" in path or folder:
         if node.host is None and not Path(path).exists():
             raise UserError(f"TEST: {path}: no such file or folder")
         return [node.python, "-m", "pytest", target, *arguments]

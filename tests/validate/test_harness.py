@@ -172,11 +172,11 @@ def test_exit_codes_pass_through(
 
 
 @pytest.mark.slow
-def test_a_pytest_node_runs_under_pytest(folder: Path) -> None:
+def test_a_pytest_node_and_a_folder_run_under_pytest(folder: Path) -> None:
     (folder / "test_two.py").write_text("def test_good(): pass\ndef test_bad(): assert False")
     assert fire("test_two.py::test_good -q", "good", "run.log") == 0
     assert "1 passed" in Path("run.log").read_text()
-    assert fire("test_two.py", "both", "run.log") == 1
+    assert fire(".", "the folder", "run.log") == 1
     assert "1 failed, 1 passed" in Path("run.log").read_text()
 
 
