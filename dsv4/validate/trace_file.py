@@ -70,11 +70,12 @@ class TraceFile:
     def _integers(self, name: str) -> list[int]:
         if name not in self._all:
             raise UserError(f"{self.path}: {name}: not in the file")
-        tensor = self._file.get_tensor(name)
-        if tensor.dtype != torch.int64 or tensor.dim() != 1:
-            found = f"{tensor.dtype} {list(tensor.shape)}"
-            raise UserError(f"{self.path}: {name}: found {found}, expected int64 [T]")
-        return tensor.tolist()
+        # torch cannot read every dtype that safetensors names.
+        dtype = self.dtype(name)
+        shape = self._file.get_slice(name).get_shape()
+        if dtype != "I64" or len(shape) != 1:
+            raise UserError(f"{self.path}: {name}: found {dtype} {shape}, expected I64 [T]")
+        return self._file.get_tensor(name).tolist()
 
     def shape(self, name: str) -> list[int]:
         """Of a value that is in the file. Raises ``UserError`` for one without rows or of another

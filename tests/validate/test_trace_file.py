@@ -135,7 +135,7 @@ def test_wrong_metadata_is_one_line(
     [
         ({"token_ids": torch.arange(4)}, "positions: found 0 to 5, expected 0 to 3, one for every"),
         ({"positions": torch.arange(6) + 1}, "positions: found 1 to 6, expected 0 to 5"),
-        ({"token_ids": torch.zeros(6)}, "token_ids: found torch.float32 [6], expected int64 [T]"),
+        ({"token_ids": torch.zeros(6)}, "token_ids: found F32 [6], expected I64 [T]"),
         (
             dict.fromkeys(("token_ids", "positions"), torch.zeros(0, dtype=torch.int64)),
             "token_ids: found none, expected at least one token",
@@ -149,6 +149,17 @@ def test_wrong_tokens_are_one_line(
     with pytest.raises(UserError) as error:
         JoinedTrace([path], stack)
     assert message in str(error.value)
+
+
+def test_token_ids_of_a_dtype_that_torch_lacks_are_one_line(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    ids = torch.zeros(6).to(torch.float8_e4m3fn)
+    path = write(tmp_path / "a.safetensors", {"token_ids": ids})
+    six_bits = (b'"F8_E4M3","shape":[6]', b'"F6_E2M3","shape":[8]')
+    path.write_bytes(path.read_bytes().replace(*six_bits))
+    with pytest.raises(UserError, match=r"token_ids: found F6_E2M3 \[8\], expected I64 \[T\]"):
+        JoinedTrace([path], stack)
 
 
 def test_a_name_that_cannot_be_printed_is_one_line(tmp_path: Path, stack: ExitStack) -> None:
