@@ -61,11 +61,12 @@ class TraceFile:
         self.positions = self._integers(POSITIONS)
         if not self.token_ids:
             raise UserError(f"{path}: token_ids: found none, expected at least one token")
-        if self.positions != list(range(len(self.token_ids))):
-            expected = f"0 to {len(self.token_ids) - 1}, one for every token"
-            raise UserError(
-                f"{path}: positions: found {_ends(self.positions)}, expected {expected}"
-            )
+        for place, position in enumerate(self.positions):
+            if position != place:
+                raise UserError(f"{path}: positions[{place}]: found {position}, expected {place}")
+        if len(self.positions) != len(self.token_ids):
+            expected = f"{len(self.token_ids)}, one for every token"
+            raise UserError(f"{path}: positions: found {len(self.positions)}, expected {expected}")
 
     def _integers(self, name: str) -> list[int]:
         if name not in self._all:
@@ -284,10 +285,6 @@ def _number(file: TraceFile, key: str, alone: bool) -> int:
         expected = f"a number from {least}"
         raise UserError(f"{file.path}: {key}: found {shorten(text)}, expected {expected}")
     return int(text)
-
-
-def _ends(values: Sequence[int]) -> str:
-    return f"{values[0]} to {values[-1]}" if values else "none"
 
 
 def slices(rows: int, width: int, most: int = 1 << 21) -> Iterator[tuple[int, int]]:

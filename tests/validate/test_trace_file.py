@@ -133,8 +133,9 @@ def test_wrong_metadata_is_one_line(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"token_ids": torch.arange(4)}, "positions: found 0 to 5, expected 0 to 3, one for every"),
-        ({"positions": torch.arange(6) + 1}, "positions: found 1 to 6, expected 0 to 5"),
+        ({"token_ids": torch.arange(4)}, "positions: found 6, expected 4, one for every token"),
+        ({"positions": torch.arange(6) + 1}, "positions[0]: found 1, expected 0"),
+        ({"positions": torch.tensor([0, 1, 3, 2, 4, 5])}, "positions[2]: found 3, expected 2"),
         ({"token_ids": torch.zeros(6)}, "token_ids: found F32 [6], expected I64 [T]"),
         (
             dict.fromkeys(("token_ids", "positions"), torch.zeros(0, dtype=torch.int64)),
