@@ -171,14 +171,15 @@ def read_ids(options: argparse.Namespace, vocabulary: int) -> list[int]:
     if options.prompt is None:
         if options.out.exists() and options.out.samefile(options.token_ids):
             raise ValueError(f"{options.out}: found the file of --token-ids, expected another one")
-        text = options.token_ids.read_text(encoding="utf-8")
         try:
-            ids = json.loads(text)
+            ids = json.loads(options.token_ids.read_text(encoding="utf-8"))
         except ValueError:
             ids = None
     else:
         from tokenizers import Tokenizer
 
+        if options.prompt != options.prompt.encode(errors="replace").decode():
+            raise ValueError("--prompt: found bytes that are no UTF-8, expected text")
         text = (options.model / "tokenizer.json").read_text(encoding="utf-8")
         ids = Tokenizer.from_str(text).encode(options.prompt, add_special_tokens=False).ids
     known = range(vocabulary)

@@ -2,6 +2,7 @@
 model is loaded.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
         (CHECKPOINT, "out.safetensors", "[1, 2.5]", "ids.json: expected a JSON list of at least"),
         (CHECKPOINT, "out.safetensors", "[2560]", "ids.json: expected a JSON list of at least one"),
         (CHECKPOINT, "./ids.json", "[1]", "ids.json: found the file of --token-ids, expected"),
+        (CHECKPOINT, "out.safetensors", "[\udcff]", "ids.json: expected a JSON list of at least"),
         (CHECKPOINT, "out.safetensors", None, "--prompt: found no token, expected text"),
     ],
 )
@@ -40,7 +42,7 @@ def test_a_wrong_argument_is_named_before_the_model_is_loaded(
     monkeypatch.delattr(hook, "DeepseekV4ForCausalLM")
     what = ["--prompt", ""]
     if ids is not None:
-        Path("ids.json").write_text(ids, encoding="utf-8")
+        Path("ids.json").write_bytes(os.fsencode(ids))
         what = ["--token-ids", "ids.json"]
     with pytest.raises(SystemExit) as ended:
         hook.main([str(model), str(out), *what])
@@ -58,3 +60,13 @@ def test_a_configuration_without_a_vocabulary_is_one_line(
         hook.main([str(model), str(tmp_path / "out.safetensors"), "--prompt", "a"])
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"{model}/config.json: vocab_size: found None, expected an integer" in last
+
+
+def test_a_prompt_that_is_no_utf_8_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    hook = load_hook("transformers_trace", monkeypatch)
+    with pytest.raises(SystemExit):
+        hook.main([str(CHECKPOINT), str(tmp_path / "out.safetensors"), "--prompt", "a\udcff"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "--prompt: found bytes that are no UTF-8, expected text" in last
