@@ -36,7 +36,7 @@ from dsv4.parallel.devices import (
 from dsv4.parallel.exchange_check import check_exchange
 from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.parallel.sharding import check_divisible
-from dsv4.plan import MemoryPlan, max_context_tokens, plan_memory
+from dsv4.plan import MemoryPlan, available_bytes, max_context_tokens, plan_memory
 from dsv4.step.planned import PlannedSteps
 from dsv4.weights.packing_bytes import is_packed
 from dsv4.weights.parameters import Parameter
@@ -222,9 +222,13 @@ def _plan_steps(
     """
     if isinstance(table, DirectTable):
         return None
+    devices = tuple(dict.fromkeys(placement.of_rank(0).layer_devices))
+    if not absent:
+        for device in devices:
+            # Refuses a device that is full by its name, before its driver is asked for more.
+            available_bytes(device)
     target_of = Target.of_absent if absent else Target.of
-    devices = placement.of_rank(0).layer_devices
-    targets = {device: target_of(device) for device in dict.fromkeys(devices)}
+    targets = {device: target_of(device) for device in devices}
     engine = replace(engine, max_context=max_context_tokens(config, engine))
     formats = [(parameter, format) for parameter, format, _ in held]
     along = None if draft is None else draft.planned(engine, table)

@@ -270,8 +270,7 @@ def _torch_work(
 def available_bytes(device: torch.device) -> int:
     """Free memory of a CUDA device, or memory the operating system can give without swapping.
 
-    Raises ``UserError`` for a CUDA device that cannot be used, e.g. one that is full: this is the
-    first use of it.
+    Raises ``UserError`` for a CUDA device that cannot be used, e.g. one that is full.
     """
     if device.type == "cuda":
         try:

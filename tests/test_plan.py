@@ -20,7 +20,7 @@ from dsv4.ops import TORCH_PACKING
 from dsv4.ops.torch_workspace import TorchStep
 from dsv4.ops.trees import tensors_in
 from dsv4.parallel.placement import Placement
-from dsv4.plan import arrival_bytes, available_bytes, max_context_tokens, plan_memory
+from dsv4.plan import arrival_bytes, max_context_tokens, plan_memory
 from dsv4.weights.packing_bytes import dequantized_bytes, dequantizing_bytes
 from dsv4.weights.parameters import Role, parameters
 from dsv4.weights.quant import QuantFormat, QuantTensor
@@ -244,24 +244,6 @@ def test_context_defaults_to_the_models_own_up_to_8192_and_is_bounded_by_it() ->
         UserError, match=r"EngineConfig.max_context: found 4097, expected at most 4096"
     ):
         max_context_tokens(tiny_config(), EngineConfig(max_context=4097))
-
-
-def test_available_bytes_of_the_cpu_come_from_the_operating_system() -> None:
-    meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
-    total = (
-        int(next(line for line in meminfo.splitlines() if line.startswith("MemTotal:")).split()[1])
-        * 1024
-    )
-    assert 0 < available_bytes(torch.device("cpu")) <= total
-
-
-def test_gpu_that_cannot_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(device: torch.device) -> tuple[int, int]:
-        raise torch.AcceleratorError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`")
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
-    with pytest.raises(UserError, match=r"^cuda:1: cannot be used \(CUDA error: out of memory\)$"):
-        available_bytes(torch.device("cuda", 1))
 
 
 def test_a_geometry_without_cuda_ops_is_one_line(tmp_path: Path) -> None:
