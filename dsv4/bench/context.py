@@ -18,7 +18,8 @@ from dsv4.bench.context_memory import (
     planned_record,
 )
 from dsv4.bench.decode_modes import WARM_UP, DecodeMode, DecodeModes, fill_caches
-from dsv4.bench.geometry import build_random, placement_record, random_ids, synchronize
+from dsv4.bench.geometry import placement_record
+from dsv4.bench.random_engine import build_random, random_ids, synchronize
 from dsv4.checkpoint import Geometry, Layout, geometry_config
 from dsv4.config import ModelConfig
 from dsv4.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsv4.bench.geometry import stored_bytes
+from dsv4.bench.geometry_bytes import stored_bytes
 from dsv4.caches.allocation import prefill_tokens
 from dsv4.checkpoint import Layout, ParameterDescription, held_by
 from dsv4.checkpoint.layouts import format_in

@@ -12,13 +12,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dsv4.bench.decode_modes import DecodeMode, DecodeModes, against_floor, fill_caches
 from dsv4.bench.device import copy_ceiling
 from dsv4.bench.drafts import DraftRun, bench_drafts, drafted_geometry
-from dsv4.bench.geometry_bytes import stored_bytes, token_bytes
+from dsv4.bench.geometry_bytes import token_bytes
 from dsv4.bench.layer_times import LayerTimes
+from dsv4.bench.random_engine import build_random, random_ids, synchronize
 from dsv4.bench.skew import bench_skew
 from dsv4.bench.skew import table as skew_table
 from dsv4.caches.allocation import prefill_tokens
@@ -26,19 +26,12 @@ from dsv4.checkpoint import (
     Geometry,
     Layout,
     geometry_config,
-    synthetic_rank_weights,
-    synthetic_weights,
 )
 from dsv4.config import ModelConfig
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
-from dsv4.layers.weights import ReadOnce
 from dsv4.ops.tables import Table
-from dsv4.parallel.devices import engine_devices
-from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.step.steps import RecordedSteps
-from dsv4.weights.parameters import MtpKind, parameters
-from dsv4.weights.quant import QuantTensor
 
 
 @dataclass(frozen=True)
@@ -158,46 +151,9 @@ def placement_record(parallel: str, layer_devices: tuple[torch.device, ...]) -> 
     }
 
 
-def build_random(
-    config: ModelConfig,
-    engine_config: EngineConfig,
-    layout: Layout,
-    table: Table | None,
-    ranks: int | None = None,
-    mtp: MtpKind | None = None,
-) -> Engine:
-    """An engine on random weights of a geometry; ``ranks`` as ``GeometryRun`` has it, ``mtp``: with
-    a draft module.
-    """
-    sizes = (
-        (name, stored_bytes(parameter, layout))
-        for name, parameter in parameters(config, mtp).items()
-    )
-    layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
-    placement = Placement.of(engine_config, engine_devices(engine_config), layer_bytes)
-    if ranks is not None:
-        placement = replace(placement, absent_ranks=ranks - placement.ranks)
-    weights = _random_weights(config, layout, placement, mtp)
-    engine = Engine(config, engine_config, weights, placement, table)
-    synchronize(engine)
-    return engine
-
-
 def _cut(run: GeometryRun) -> dict[str, int]:
     """For how many ranks the layers are cut, where some are absent."""
     return {} if run.ranks is None else {"cut_for_ranks": run.ranks}
-
-
-def _random_weights(
-    config: ModelConfig, layout: Layout, placement: Placement, mtp: MtpKind | None
-) -> list[ReadOnce[QuantTensor | Tensor]]:
-    """Those of every rank; of several each is drawn in the shapes of its parts."""
-    if placement.ranks == 1:
-        return [ReadOnce(synthetic_weights(config, layout, 0, placement.device_of, mtp))]
-    return [
-        ReadOnce(synthetic_rank_weights(config, layout, 0, device, placement.cuts, rank, mtp))
-        for rank, device in enumerate(placement.stages[0].devices)
-    ]
 
 
 def prefill_rate(engine: Engine, length: int) -> float:
@@ -266,15 +222,3 @@ def _peak_gigabytes(engine: Engine) -> dict[str, float]:
         peaks[str(device)] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
         torch.cuda.reset_peak_memory_stats(device)
     return peaks
-
-
-def synchronize(engine: Engine) -> None:
-    """Waits for all devices of an engine."""
-    for device in engine.state.all_devices:
-        torch.cuda.synchronize(device)
-
-
-def random_ids(engine: Engine, count: int, seed: int) -> list[int]:
-    """Ids of the whole vocabulary."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(engine.config.vocab_size, (count,), generator=generator).tolist()

@@ -14,7 +14,8 @@ from dsv4.bench.decode_modes import (
     summary,
     token_milliseconds,
 )
-from dsv4.bench.geometry import placement_record, stored_bytes
+from dsv4.bench.geometry import placement_record
+from dsv4.bench.geometry_bytes import stored_bytes
 from dsv4.caches.rows import RowFormat
 from dsv4.checkpoint import geometry_config
 from dsv4.config import ModelConfig

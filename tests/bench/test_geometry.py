@@ -5,12 +5,17 @@ formats.
 from unittest.mock import Mock
 
 import pytest
+import torch
 
+from dsv4.bench import random_engine
 from dsv4.bench.__main__ import main
-from dsv4.bench.geometry import prefill_rate, token_bytes
+from dsv4.bench.geometry import prefill_rate
+from dsv4.bench.geometry_bytes import token_bytes
+from dsv4.bench.random_engine import refuse_if_too_large
 from dsv4.checkpoint import Geometry, Layout, geometry_config
 from dsv4.config import CSA_RATIO, ModelConfig
 from dsv4.errors import UserError
+from dsv4.parallel.placement import Placement, Stage
 
 # GB per token by published parameter counts and formats (six routed experts and the shared one, no
 # embedding).
@@ -47,6 +52,26 @@ def test_a_slice_has_the_first_layers() -> None:
 def test_unknown_geometry_and_layers_are_user_errors(name: Geometry, layers: int | None) -> None:
     with pytest.raises(UserError, match=r"^--(geometry|layers): found"):
         geometry_config(name, layers)
+
+
+def test_weights_that_have_no_room_are_refused_with_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(random_engine, "available_bytes", lambda device: 5 << 30)
+    both = torch.device("cuda", 0), torch.device("cuda", 1)
+    layer_bytes = [1 << 30] * 8
+    apart = Placement.round_robin(8, both)
+    refuse_if_too_large(apart, layer_bytes)
+    refuse_if_too_large(Placement.tensor(8, both), layer_bytes)
+    refuse_if_too_large(Placement((Stage(tuple(range(8)), both),), 6), [5 << 30] * 8)
+    refused = (
+        r"^memory: cuda:0: found 5,120 MiB available, expected at least 8,192 for its weights; "
+        r"use more GPUs or fewer --layers$"
+    )
+    with pytest.raises(UserError, match=refused):
+        refuse_if_too_large(Placement.pipeline(layer_bytes, both[:1]), layer_bytes)
+    with pytest.raises(UserError, match=refused):
+        refuse_if_too_large(apart, [2 << 30] * 8)
 
 
 def test_without_a_gpu_the_command_says_so(
