@@ -1,10 +1,14 @@
 """What a device reports while the driver runs, and what it was to hold when its memory ran out."""
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dsv4.command.errors import device_error_types, device_message, ran_out_of_memory
+from dsv4.command.errors import (
+    device_error_types,
+    device_message,
+    named_gpu,
+    ran_out_of_memory,
+)
 from dsv4.errors import UserError
 from dsv4.plan import MemoryPlan
 
@@ -37,11 +41,8 @@ def out_of_memory(message: str, plan: Callable[[], MemoryPlan]) -> str:
         devices = plan().devices
     except (MemoryError, RuntimeError):
         return f"memory: ran out of memory; {advice}"
-    named = re.search(r"GPU (\d+)", message)
-    matching = [
-        device for device in devices if named is not None and device.device.index == int(named[1])
-    ]
-    ran_out = matching or devices
+    index = named_gpu(message)
+    ran_out = [device for device in devices if device.device.index == index] or devices
     names = " or ".join(str(device.device) for device in ran_out)
     said = " and ".join(f"{device.total_bytes >> 20:,}" for device in ran_out)
     return f"memory: {names} ran out of memory, the plan said {said} MiB; {advice}"

@@ -39,13 +39,20 @@ def ran_out_of_memory(error: Exception) -> bool:
     return gone or _OUT_OF_MEMORY.search(str(error)) is not None
 
 
+def named_gpu(message: str) -> int | None:
+    """The index of the GPU whose memory ran out, where torch names it."""
+    named = re.search(r"GPU (\d+)", message)
+    return None if named is None else int(named[1])
+
+
 def device_message(error: Exception) -> str | None:
     """What a device reports as one line, None for an error that is none of a device.
 
     The error is kept alive: after it torch aborts the process when it frees what the device holds.
     """
     if ran_out_of_memory(error):
-        return "memory: ran out of memory"
+        index = named_gpu(str(error))
+        return f"memory: {'' if index is None else f'cuda:{index} '}ran out of memory"
     # Torch has a class for most errors of the device, but raises a plain one for some.
     plain = isinstance(error, RuntimeError) and not isinstance(error, torch.AcceleratorError)
     if plain and _CUDA_ERROR.match(str(error)) is None:

@@ -39,6 +39,12 @@ def test_what_a_command_returns_is_its_exit_code(code: int) -> None:
         (FloatingPointError("the logits contain NaN"), "error: the logits contain NaN"),
         (MemoryError(), "error: memory: ran out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory"), "error: memory: ran out of memory"),
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2 GiB. GPU 1 has a total"
+            ),
+            "error: memory: cuda:1 ran out of memory",
+        ),
         (RuntimeError("CUDA error: x\nadvice"), "error: CUDA: x"),
     ],
 )
