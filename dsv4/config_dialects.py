@@ -5,7 +5,7 @@ DeepSeek writes ``compress_ratios``, ``num_hash_layers`` and ``rope_scaling``. t
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dsv4.json_object import JsonReader
 
@@ -13,6 +13,7 @@ SLIDING_WINDOW_ONLY = 0
 CSA_RATIO = 4
 HCA_RATIO = 128
 
+_T = TypeVar("_T")
 _RATIO_OF_LAYER_TYPE = {
     "sliding_attention": SLIDING_WINDOW_ONLY,
     "compressed_sparse_attention": CSA_RATIO,
@@ -69,46 +70,81 @@ def _list(read: JsonReader, key: str, length: int) -> list[Any]:
 
 
 def compress_ratios(read: JsonReader, layers: int) -> tuple[int, ...]:
-    """The ratio of every main layer, from ratios or from layer types."""
-    if "compress_ratios" in read.values:
-        ratios = _list(read, "compress_ratios", layers)
-        tail = ratios[layers:]
-        if any(ratio != SLIDING_WINDOW_ONLY for ratio in tail):
-            raise read.fail("compress_ratios", tail, "only zeros after the main layers")
-    elif "layer_types" in read.values:
-        types = _list(read, "layer_types", layers)
-        unknown = [t for t in types if not isinstance(t, str) or t not in _RATIO_OF_LAYER_TYPE]
-        if unknown or len(types) != layers:
-            raise read.fail(
-                "layer_types",
-                unknown or len(types),
-                f"{layers} of {', '.join(_RATIO_OF_LAYER_TYPE)}",
-            )
-        rates = read.child("compress_rates")
-        if rates is not None:
-            rates.exactly("compressed_sparse_attention", CSA_RATIO)
-            rates.exactly("heavily_compressed_attention", HCA_RATIO)
-        ratios = [_RATIO_OF_LAYER_TYPE[t] for t in types]
-    else:
-        raise read.fail("compress_ratios", None, "compress_ratios or layer_types")
+    """The ratio of every main layer, from ratios or from layer types; from both, they agree."""
+    stated = {
+        "compress_ratios": _stated_ratios(read, layers),
+        "layer_types": _ratios_of_types(read, layers),
+    }
+    return _agreed(read, stated)
+
+
+def _stated_ratios(read: JsonReader, layers: int) -> tuple[int, ...] | None:
+    if "compress_ratios" not in read.values:
+        return None
+    ratios = _list(read, "compress_ratios", layers)
+    tail = ratios[layers:]
+    if any(ratio != SLIDING_WINDOW_ONLY for ratio in tail):
+        raise read.fail("compress_ratios", tail, "only zeros after the main layers")
     for ratio in ratios[:layers]:
         if type(ratio) is not int or ratio not in (SLIDING_WINDOW_ONLY, CSA_RATIO, HCA_RATIO):
             raise read.fail("compress_ratios", ratio, "0, 4 or 128")
     return tuple(ratios[:layers])
 
 
+def _ratios_of_types(read: JsonReader, layers: int) -> tuple[int, ...] | None:
+    if "layer_types" not in read.values:
+        return None
+    types = _list(read, "layer_types", layers)
+    unknown = [t for t in types if not isinstance(t, str) or t not in _RATIO_OF_LAYER_TYPE]
+    if unknown or len(types) != layers:
+        expected = f"{layers} of {', '.join(_RATIO_OF_LAYER_TYPE)}"
+        raise read.fail("layer_types", unknown or len(types), expected)
+    rates = read.child("compress_rates")
+    if rates is not None:
+        rates.exactly("compressed_sparse_attention", CSA_RATIO)
+        rates.exactly("heavily_compressed_attention", HCA_RATIO)
+    return tuple(_RATIO_OF_LAYER_TYPE[t] for t in types)
+
+
 def hash_layers(read: JsonReader, layers: int) -> tuple[bool, ...]:
-    """Whether each main layer routes by hash."""
-    if "num_hash_layers" in read.values:
-        hashed = read.integer("num_hash_layers", 0, layers)
-        return tuple(layer < hashed for layer in range(layers))
+    """Whether each main layer routes by hash, from their number or from layer types; from both,
+    they agree.
+    """
+    stated = {
+        "num_hash_layers": _first_hash_layers(read, layers),
+        "mlp_layer_types": _hash_layers_of_types(read, layers),
+    }
+    return _agreed(read, stated)
+
+
+def _first_hash_layers(read: JsonReader, layers: int) -> tuple[bool, ...] | None:
+    if "num_hash_layers" not in read.values:
+        return None
+    hashed = read.integer("num_hash_layers", 0, layers)
+    return tuple(layer < hashed for layer in range(layers))
+
+
+def _hash_layers_of_types(read: JsonReader, layers: int) -> tuple[bool, ...] | None:
     if "mlp_layer_types" not in read.values:
-        raise read.fail("num_hash_layers", None, "num_hash_layers or mlp_layer_types")
+        return None
     types = _list(read, "mlp_layer_types", layers)
     unknown = [t for t in types if t not in ("hash_moe", "moe")]
     if unknown or len(types) != layers:
         raise read.fail("mlp_layer_types", unknown or len(types), f"{layers} of hash_moe, moe")
     return tuple(t == "hash_moe" for t in types)
+
+
+def _agreed(read: JsonReader, stated: dict[str, tuple[_T, ...] | None]) -> tuple[_T, ...]:
+    """What every layer is by the one key, by the other or by both. Raises ``UserError``."""
+    (key, by_key), (other_key, by_other) = stated.items()
+    if by_key is None:
+        if by_other is None:
+            raise read.fail(key, None, f"{key} or {other_key}")
+        return by_other
+    for layer, (value, other) in enumerate(zip(by_key, by_other or by_key, strict=True)):
+        if value != other:
+            raise read.fail(f"{key}: layer {layer}", value, f"{other} as in {other_key}")
+    return by_key
 
 
 def rope_theta(read: JsonReader, table: str, key: str) -> float:

@@ -187,6 +187,10 @@ def test_both_dialects_may_say_the_same() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
+        ("compress_ratios", [0, 4, 4, 4], "ratios: layer 2: found 4, expected 128 as in layer_ty"),
+        ("num_hash_layers", 1, "layers: layer 1: found False, expected True as in mlp_layer_types"),
+        ("layer_types", ["sliding_attention"] * 3, "layer_types: found .3 entries"),
+        ("mlp_layer_types", ["dense"] * 4, "mlp_layer_types: found .'dense'"),
         ("rope_theta", 5000, "rope_theta: found 5000, expected 10000 as in rope_parameters: main"),
         ("compress_rope_theta", 10000, "compress_rope_theta: found 10000, expected 160000 as in"),
         ("rope_parameters/main/rope_theta", 1e6, "rope_theta: found 10000.0, expected 1e.06 as in"),
@@ -212,7 +216,7 @@ def test_both_dialects_may_say_the_same() -> None:
         ),
     ],
 )
-def test_ropes_of_which_the_dialects_say_different_things_are_refused(
+def test_keys_of_which_the_dialects_say_different_things_are_refused(
     path: str, value: object, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
