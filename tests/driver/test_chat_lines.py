@@ -78,6 +78,18 @@ def test_a_line_that_does_not_end_ends_the_chat(
         talk(text).assert_user_error(expected)
 
 
+def test_a_block_that_does_not_end_is_refused(
+    pipe: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv4.cli.chat.entries.MAX_INPUT_BYTES", 6)
+    pipe('"""\nab\n\nab\n"""\n')
+    assert list(entries()) == ["ab\n\nab"]
+    for text in ("ab\n" * 99, "\n" * 99):
+        pipe(f'"""\n{text}')
+        with pytest.raises(UserError, match="stdin: found a block of more than 6 char.*before"):
+            list(entries())
+
+
 def test_a_block_with_such_a_line_is_refused_as_a_whole(pipe: Callable[..., None]) -> None:
     pipe(b'"""\na\n\xff\n/reset\nb\xff\n"""\nnext')
     with pytest.raises(UserError, match="stdin: byte 0 of a line is not UTF-8"):

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from io import StringIO
 
 from dsv4.cli.input_file import MAX_INPUT_BYTES
 from dsv4.errors import UserError
@@ -57,17 +58,18 @@ def read_entry(read_line: ReadLine, prompt: str) -> str:
     while True:
         line = read_line(f"{prompt}> ")
         if line.strip() == FENCE:
-            text = "\n".join(fenced_lines(read_line))
+            text = fenced_text(read_line)
             line = f"/{text}" if text.startswith("/") else text
         if line.strip():
             return line
 
 
-def fenced_lines(read_line: ReadLine) -> list[str]:
+def fenced_text(read_line: ReadLine) -> str:
     """The lines up to the next fence, or up to the last one. Raises the ``BrokenLine`` among
-    them behind them all: what is left of them would be read as entries.
+    them behind them all: what is left of them would be read as entries; and ``UserError`` for a
+    block that may have no end.
     """
-    lines: list[str] = []
+    text = StringIO()
     wrong: BrokenLine | None = None
     while True:
         try:
@@ -79,7 +81,10 @@ def fenced_lines(read_line: ReadLine) -> list[str]:
             continue
         if line.strip() == FENCE:
             break
-        lines.append(line)
+        if text.tell() + len(line) > MAX_INPUT_BYTES:
+            found = f"found a block of more than {MAX_INPUT_BYTES} characters"
+            raise UserError(f"stdin: {found}, expected {FENCE} before")
+        text.write(f"{line}\n")
     if wrong is not None:
         raise wrong
-    return lines
+    return text.getvalue().removesuffix("\n")
