@@ -204,9 +204,13 @@ def run(options: argparse.Namespace) -> Report:
             "same_argmax_at_every_token": same,
             "rows": [asdict(row) for row in rows],
         },
-        [Point(row.name, row.name, row.kind, row.worst_token, row.cosine) for row in rows],
+        [_point(row.name, row) for row in rows],
         all(row.passes for row in rows),
     )
+
+
+def _point(column: str, row: Agreement) -> Point:
+    return Point(column, row.name, row.kind, row.worst_token, row.cosine, row.passes)
 
 
 def run_against(options: argparse.Namespace) -> Report:
@@ -218,11 +222,7 @@ def run_against(options: argparse.Namespace) -> Report:
         write_engine_trace(path, options.model, token_ids, config, swaps, names)
 
     found = compare_files(options.against, options.trace, options.model, write, options.threshold)
-    points = [
-        Point(column_of(row.name), row.name, row.kind, row.worst_token, row.cosine)
-        for row in found.rows
-        if row.worst_at is not None
-    ]
+    points = [_point(column_of(row.name), row) for row in found.rows if row.worst_at is not None]
     return Report(found.text(), found.facts(), points, found.passes)
 
 

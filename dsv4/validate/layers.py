@@ -73,6 +73,7 @@ def points(results: Sequence[LayerResult]) -> list[Point]:
             result.kind,
             row.cosine if row.relative_error is None else row.worst_token,
             row.cosine,
+            row.passes,
         )
         for result in results
         for row in result.rows

@@ -20,7 +20,7 @@ _BAD = "#c00"
 
 class Point(NamedTuple):
     """A value in the plot: the column it stands in (a layer), its name and kind, the agreement of
-    its worst token and over all tokens.
+    its worst token and over all tokens, and whether that is enough.
     """
 
     column: str
@@ -28,11 +28,13 @@ class Point(NamedTuple):
     kind: str
     worst_token: float
     cosine: float
+    passes: bool
 
 
 def cosine_svg(points: Sequence[Point], threshold: float) -> str:
     """The plot as SVG text. Per value a dot for 1 − its worst token and a ring for 1 − the cosine
-    over all; red under the threshold, which is a dashed line. NaN is a cross at the top edge.
+    over all; red where that is not enough. The threshold is a dashed line. NaN is a cross at the
+    top edge.
     """
     columns = list(dict.fromkeys((point.column, point.kind) for point in points))
     step = (_WIDTH - _LEFT - _RIGHT) / max(1, len(columns))
@@ -51,7 +53,7 @@ def cosine_svg(points: Sequence[Point], threshold: float) -> str:
             f'<text x="{_WIDTH - _RIGHT}" y="{limit - 4:.1f}" text-anchor="end" fill="{_BAD}">'
             f"threshold {threshold:g}</text>",
             *(_label(middles[column], *column) for column in columns),
-            *(_mark(middles[point.column, point.kind], point, threshold) for point in points),
+            *(_mark(middles[point.column, point.kind], point) for point in points),
             "</svg>\n",
         ]
     )
@@ -85,14 +87,14 @@ def _label(x: float, name: str, kind: str) -> str:
     return f'<text x="{x:.1f}" y="{y}" transform="rotate(60 {x:.1f} {y})">{text}</text>'
 
 
-def _mark(x: float, point: Point, threshold: float) -> str:
+def _mark(x: float, point: Point) -> str:
     title = (
         f"<title>{escape(point.name)} {point.kind}: worst token {point.worst_token:.8f}, "
         f"over all {point.cosine:.8f}</title>"
     )
     if math.isnan(point.worst_token):
         return f"<g>{title}{_cross(x, _y(_DECADES[1]))}</g>"
-    color = _GOOD if point.worst_token >= threshold else _BAD
+    color = _GOOD if point.passes else _BAD
     ring = (
         ""
         if math.isnan(point.cosine)

@@ -10,6 +10,7 @@ from dsv4.validate import cosine
 from dsv4.validate.agreement import Agreement
 from dsv4.validate.layer_walk import LayerResult
 from dsv4.validate.layers import line, points
+from dsv4.validate.plot import cosine_svg
 from tests.validate.trace_files import random, write
 
 
@@ -29,6 +30,14 @@ def test_a_layer_says_nothing_of_what_was_not_compared() -> None:
     result = LayerResult(1, "SWA", 8, 0.0, rows, [], [])
     assert "router.weights" not in line(result)
     assert [point.name for point in points([result])] == ["layers.1.router.experts"]
+
+
+def test_choices_have_the_colour_of_their_own_limit() -> None:
+    share = Agreement("layers.1.router.experts", "SWA", 0.97, 0.5, 0, None, None)
+    under = replace(share, name="layers.1.indexer.entries", cosine=0.9, first_under=0)
+    result = LayerResult(1, "SWA", 8, 0.0, [share, under, row("streams", 1.0)], [], [])
+    marks = cosine_svg(points([result]), 0.999).partition("<g>")[2].splitlines()
+    assert ["#c00" in mark for mark in marks[:3]] == [False, True, False]
 
 
 def test_a_plot_says_nothing_of_what_was_not_compared(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 from dsv4.validate.plot import Point, cosine_svg
 
 POINTS = [
-    Point("layer 0", "layers.0.attn.q", "SWA", 0.99999, 1.0),
-    Point("layer 0", "layers.0.<x>", "SWA", 0.5, 0.99999),
-    Point("layer 1", "layers.1.attn.q", "CSA", math.nan, math.nan),
-    Point("logits", "logits", "", 1.0, 1.0),
+    Point("layer 0", "layers.0.attn.q", "SWA", 0.99999, 1.0, True),
+    Point("layer 0", "layers.0.<x>", "SWA", 0.5, 0.99999, False),
+    Point("layer 1", "layers.1.attn.q", "CSA", math.nan, math.nan, False),
+    Point("logits", "logits", "", 1.0, 1.0, True),
 ]
 
 
@@ -46,5 +46,5 @@ def test_what_is_under_the_threshold_has_another_colour_and_nan_another_mark() -
 
 
 def test_61_layers_fit() -> None:
-    points = [Point(f"layer {i}", f"layers.{i}.streams", "CSA", 1.0, 1.0) for i in range(61)]
+    points = [Point(f"layer {i}", f"layers.{i}.streams", "CSA", 1.0, 1.0, True) for i in range(61)]
     assert len(groups(cosine_svg(points, 0.9999))) == 61
