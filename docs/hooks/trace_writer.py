@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from safetensors.torch import save_file
@@ -52,8 +53,8 @@ class TraceWriter:
 
     def check(self, path: str | Path) -> None:
         """Raises ``ValueError`` for a folder or a device, which the file would replace, for a file
-        in a folder that is not there, and for one in the checkpoint's, in which every
-        ``.safetensors`` file may be taken for weights: before the engine has run.
+        in a folder that is not there or cannot be written, and for one in the checkpoint's, in
+        which every ``.safetensors`` file may be taken for weights: before the engine has run.
         """
         for file in (Path(path), self.path(path)):
             if file.exists() and not file.is_file():
@@ -63,6 +64,10 @@ class TraceWriter:
             raise ValueError(f"{path}: its folder does not exist")
         if parent == self.folder.resolve():
             raise ValueError(f"{path}: found in the folder of MODEL, expected another one")
+        try:
+            TemporaryFile(dir=parent).close()
+        except OSError as error:
+            raise ValueError(f"{path}: its folder cannot be written ({error.strerror})") from None
 
     def path(self, path: str | Path) -> Path:
         """Of this rank's file: ``theirs.safetensors`` becomes ``theirs.rank2.safetensors``."""

@@ -180,8 +180,12 @@ def read_ids(options: argparse.Namespace, vocabulary: int) -> list[int]:
 
         if options.prompt != options.prompt.encode(errors="replace").decode():
             raise ValueError("--prompt: found bytes that are no UTF-8, expected text")
-        text = (options.model / "tokenizer.json").read_text(encoding="utf-8")
-        ids = Tokenizer.from_str(text).encode(options.prompt, add_special_tokens=False).ids
+        file = options.model / "tokenizer.json"
+        try:
+            tokenizer = Tokenizer.from_buffer(file.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{file}: found no tokenizer ({error}), expected one") from None
+        ids = tokenizer.encode(options.prompt, add_special_tokens=False).ids
     known = range(vocabulary)
     if (
         isinstance(ids, list)

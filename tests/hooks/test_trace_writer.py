@@ -47,6 +47,7 @@ def test_a_configuration_that_is_no_object_is_named_at_once(
         ("model", "found no regular file, expected a file name"),
         ("pipe", "found no regular file, expected a file name"),
         ("no/theirs.safetensors", "its folder does not exist"),
+        ("/proc/theirs.safetensors", r"its folder cannot be written \(No such file"),
         ("model/theirs.safetensors", "found in the folder of MODEL, expected another one"),
     ],
 )

@@ -70,3 +70,16 @@ def test_a_prompt_that_is_no_utf_8_is_one_line(
         hook.main([str(CHECKPOINT), str(tmp_path / "out.safetensors"), "--prompt", "a\udcff"])
     last = capsys.readouterr().err.splitlines()[-1]
     assert "--prompt: found bytes that are no UTF-8, expected text" in last
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": "1.0"}', "{}\udcff"])
+def test_a_damaged_tokenizer_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, text: str
+) -> None:
+    model = config_folder(tmp_path / "model", '{"vocab_size": 9}')
+    (model / "tokenizer.json").write_bytes(os.fsencode(text))
+    hook = load_hook("transformers_trace", monkeypatch)
+    with pytest.raises(SystemExit):
+        hook.main([str(model), str(tmp_path / "out.safetensors"), "--prompt", "a"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"{model}/tokenizer.json: found no tokenizer (" in last
