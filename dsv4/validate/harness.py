@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
@@ -44,6 +44,7 @@ _SSH_FAILED = 255
 _KILLED = 128 + signal.SIGKILL
 # The time for ssh to connect, in addition to the limit that the node keeps.
 _CONNECT_SECONDS = 30.0
+_LOG_BEGINNING = "# name: "
 
 # The node's side: $1 seconds of grace, $2 of limit, then the command. timeout leads a process group
 # of its own. ssh's end of standard input stays open as long as somebody waits for the result: its
@@ -141,10 +142,9 @@ def main(argv: list[str] | None = None, grace_seconds: float = GRACE_SECONDS) ->
     if not options.name.strip() or not options.name.isprintable():
         raise UserError(f"NAME: found {options.name!r}, expected a label of one line")
     test = command_of(options.test, node)
-    if node.host is None:
-        words = [Path(word.partition("::")[0]) for word in shlex.split(options.test)]
-        refuse_shared_files([("TEST", word) for word in words], [("LOG", options.log)])
     try:
+        if node.host is None:
+            _refuse_tested(options.test, options.log)
         with _open_log(options.log) as log, signals_interrupt():
             outcome = _run_and_log(options.name, node, test, log, limit_seconds, grace_seconds)
     except OSError as error:
@@ -180,7 +180,7 @@ def _run_and_log(
 ) -> Outcome:
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     log.write(
-        f"# name: {name}\n# command: {shlex.join(test)}\n# host: {node.name}\n"
+        f"{_LOG_BEGINNING}{name}\n# command: {shlex.join(test)}\n# host: {node.name}\n"
         f"# started: {started}\n\n"
     )
     log.flush()
@@ -210,6 +210,22 @@ def _description(outcome: Outcome, host: str | None) -> str:
         )
     word = words.get(outcome.exit_code, f"failed (exit code {outcome.exit_code})")
     return f"{word} after {outcome.seconds:.1f} s"
+
+
+def _refuse_tested(test: str, log: Path) -> None:
+    """Raises ``UserError`` for a log that would replace what the words of TEST name."""
+    words = [Path(word.partition("::")[0]) for word in shlex.split(test)]
+    tested = [*words, log] if _is_a_file_of(words, log) else words
+    refuse_shared_files([("TEST", path) for path in tested], [("LOG", log)])
+
+
+def _is_a_file_of(tested: Sequence[Path], log: Path) -> bool:
+    """Whether ``log`` is in a folder that is tested, and no log of an earlier run."""
+    folders = {path.resolve() for path in tested}
+    if not log.is_file() or folders.isdisjoint(log.resolve().parents):
+        return False
+    with log.open("rb") as file:
+        return not file.read(len(_LOG_BEGINNING)).startswith(_LOG_BEGINNING.encode())
 
 
 def _open_log(path: Path) -> IO[str]:

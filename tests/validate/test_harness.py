@@ -197,7 +197,7 @@ def test_the_log_has_a_header_the_output_and_a_footer(capsys) -> None:
     assert capsys.readouterr().out.rstrip().endswith("log in logs/new/run.log")
 
 
-def test_a_test_has_no_standard_input(capsys) -> None:
+def test_a_test_has_no_standard_input() -> None:
     assert fire("reader", "reads", "run.log", "20") == 0
     assert "nothing" in Path("run.log").read_text()
 
@@ -247,10 +247,8 @@ def test_ssh_that_fails_says_so(folder: Path, ssh: Path, capsys) -> None:
         (("", "n", "run.log"), "TEST: found '', expected"),
         (("'open", "n", "run.log"), 'TEST: found "\'open", expected'),
         (("-m", "n", "run.log"), "the following arguments are required"),
-        (
-            ("coded", "n", "/dev/full"),
-            "LOG: /dev/full: cannot be written (No space left on device)",
-        ),
+        (("coded", "n", "/dev/full"), "LOG: /dev/full: cannot be written (No space left on dev"),
+        (("coded", "n", "x" * 300), f"LOG: {'x' * 300}: cannot be written (File name too long)"),
         (("a b;c", " ", "run.log"), "NAME: found ' ', expected"),
         (("coded", "two\nlines", "run.log"), "NAME: found 'two\\nlines', expected"),
         (("1 + 1", "n", "run.log"), "TEST: found '1', expected"),
@@ -269,7 +267,7 @@ def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], message: str, 
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("test", ["./coded.py::test_x -q", "coded 0 --json coded.py"])
+@pytest.mark.parametrize("test", ["./coded.py::test_x -q", "coded 0 --json coded.py", "./ -q"])
 def test_the_log_replaces_no_file_of_the_test(test: str, folder: Path, capsys) -> None:
     (folder / "linked").symlink_to("coded.py")
     before = Path("coded.py").read_text()
@@ -279,19 +277,21 @@ def test_the_log_replaces_no_file_of_the_test(test: str, folder: Path, capsys) -
     assert Path("coded.py").read_text() == before
 
 
+@pytest.mark.slow
+def test_the_log_in_a_tested_folder_replaces_an_older_log() -> None:
+    assert [fire("./ -q", "n", "run.log") for _ in range(2)] == [5, 5]
+
+
 def test_wrong_settings_are_one_line(monkeypatch, capsys) -> None:
     monkeypatch.setenv("FIRE_B200_HOST", "-oProxyCommand=x")
     assert fire("coded", "n", "run.log") == 2
-    assert (
-        "FIRE_B200_HOST: found '-oProxyCommand=x', expected a host name" in capsys.readouterr().err
-    )
+    expected = "FIRE_B200_HOST: found '-oProxyCommand=x', expected a host name"
+    assert expected in capsys.readouterr().err
     monkeypatch.delenv("FIRE_B200_HOST")
     monkeypatch.setenv("FIRE_B200_PYTHON", "/nowhere/python")
     assert fire("coded", "n", "run.log") == 2
-    assert (
-        capsys.readouterr().err
-        == "error: /nowhere/python: cannot be run (No such file or directory)\n"
-    )
+    expected = "error: /nowhere/python: cannot be run (No such file or directory)\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_the_console_script_is_declared() -> None:
