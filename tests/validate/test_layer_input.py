@@ -53,6 +53,17 @@ def test_a_reference_without_a_row_of_a_layer_is_one_line(
     assert capsys.readouterr().err == f"error: {path}: found no row of layer 2\n"
 
 
+def test_a_trace_of_one_rank_of_several_is_one_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = write(tmp_path / "a.rank0.safetensors", {}, len(TOKENS), rank="0", ranks="2")
+    assert main(arguments(model, "0", path)) == 2
+    expected = "expected one of all: dsv4.validate.cosine --against joins files of ranks"
+    assert capsys.readouterr().err == (
+        f"error: --reference: {path}: found a file of one of '2' ranks, {expected}\n"
+    )
+
+
 def test_a_layer_of_a_trace_is_not_compared_on_random_streams(
     model: Path, trace_file: Path, capsys: pytest.CaptureFixture
 ) -> None:
