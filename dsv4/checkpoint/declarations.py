@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.names import Dialect, from_native
+from dsv4.checkpoint.problems import printable
 from dsv4.errors import UserError, shorten
 from dsv4.weights.parameters import Parameter, Role
 from dsv4.weights.quant import FP8_BLOCK, QuantFormat
@@ -143,11 +144,22 @@ def _expert_format(
 
 def _check_agreement(quantization: dict[str, Any], separate: dict[str, Any], source: str) -> None:
     for key in ("quant_algo", "moe_quant_algo", "group_size", "expert_dtype", "quantized_layers"):
-        if key in quantization and key in separate and quantization[key] != separate[key]:
-            raise UserError(
-                f"{source}: {key}: found {shorten(quantization[key])}, "
-                f"expected {shorten(separate[key])} as in hf_quant_config.json"
-            )
+        if key in quantization and key in separate:
+            _check_same(quantization[key], separate[key], f"{source}: {key}")
+
+
+def _check_same(found: Any, expected: Any, source: str) -> None:
+    if found == expected:
+        return
+    if isinstance(found, dict):
+        # A list of all layers is too long to be shown.
+        name = next(name for name in (*expected, *found) if found.get(name) != expected.get(name))
+        source = f"{source}: {printable(name)}"
+        found = found.get(name)
+        expected = expected.get(name)
+    raise UserError(
+        f"{source}: found {shorten(found)}, expected {shorten(expected)} as in hf_quant_config.json"
+    )
 
 
 def _section(raw: dict[str, Any], key: str, source: str) -> dict[str, Any]:

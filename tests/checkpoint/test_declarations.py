@@ -153,6 +153,21 @@ def test_two_declarations_that_contradict_are_refused(nvfp4_all: Path, tmp_path:
         load(changed_copy(nvfp4_all, tmp_path / "x", config=config))
 
 
+def test_a_module_that_one_declaration_lists_is_named(nvfp4_experts: Path, tmp_path: Path) -> None:
+    declared = quantization(nvfp4_experts)["quantization_config"]["quantized_layers"]
+    less = {name: entry for name, entry in declared.items() if name != "layers.3.ffn.experts"}
+    more = {**declared, "layers.4.ffn.experts": {"quant_algo": "NVFP4"}}
+    for number, (layers, message) in enumerate(
+        (
+            (less, "layers.3.ffn.experts: found None, expected {.*} as in hf_quant_config.json"),
+            (more, "layers.4.ffn.experts: found {.*}, expected None as in hf_quant_config.json"),
+        )
+    ):
+        config = quantization(nvfp4_experts, quantized_layers=layers)
+        with pytest.raises(UserError, match=f"quantized_layers: {message}"):
+            load(changed_copy(nvfp4_experts, tmp_path / str(number), config=config))
+
+
 def test_modules_excluded_from_nvfp4_are_unquantised(nvfp4_all: Path, tmp_path: Path) -> None:
     name = "layers.1.attn.wo_a"
 
