@@ -138,6 +138,9 @@ def _merge(
             )
     for file, shard in shards.items():
         for name in shard or ():
-            if weight_map.get(name) != file:
+            if name not in weight_map:
                 problems.add("in a shard but not in the index", f"{printable(name)} ({file})")
+            elif weight_map[name] != file:
+                where = f"{file}, in the index {weight_map[name]}"
+                problems.add("in another shard than the index says", f"{printable(name)} ({where})")
     return tensors

@@ -258,14 +258,17 @@ def test_repeated_name_in_the_index_is_refused(sharded: Path) -> None:
 def test_index_and_shards_must_agree_both_ways(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     file = index["weight_map"].pop("norm.weight")
-    index["weight_map"]["ghost.weight"] = file
+    moved = index["weight_map"]["embed.weight"]
+    index["weight_map"] |= {"ghost.weight": file, "embed.weight": file}
     (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(UserError) as caught:
         load(sharded)
-    assert f"1 named by the index but absent from their shard: ghost.weight ({file})" in str(
-        caught.value
-    )
-    assert f"1 in a shard but not in the index: norm.weight ({file})" in str(caught.value)
+    message = str(caught.value)
+    both = f"embed.weight ({file}), ghost.weight ({file})"
+    assert f"2 named by the index but absent from their shard: {both}" in message
+    assert f"1 in a shard but not in the index: norm.weight ({file})" in message
+    other = f"embed.weight ({moved}, in the index {file})"
+    assert f"1 in another shard than the index says: {other}" in message
 
 
 def test_truncated_shards_missing_shards_and_wrong_tensors_are_reported_together(
