@@ -62,17 +62,21 @@ def new_folder(destination: Path) -> Iterator[Path]:
     """A temporary folder beside ``destination`` that becomes ``destination`` at the end, or
     disappears on any error.
 
-    Raises ``UserError`` when ``destination`` exists or its parent is not a folder.
+    Raises ``UserError`` that names ``destination`` when it exists or cannot be made, and when its
+    parent is not a folder.
     """
     if destination.exists() or destination.is_symlink():
         raise UserError(f"{destination}: already exists, expected the name of a new folder")
     if not destination.parent.is_dir():
         raise UserError(f"{destination.parent}: no such folder")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    with naming_file(destination):
+        name = tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent)
+    temporary = Path(name)
     try:
         yield temporary
         temporary.chmod(0o755)
-        temporary.rename(destination)
+        with naming_file(destination):
+            temporary.rename(destination)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

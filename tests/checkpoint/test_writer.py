@@ -59,6 +59,20 @@ def test_room_is_checked_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    def make(folder: Path) -> None:
+        with new_folder(folder):
+            # Another process is faster.
+            folder.mkdir()
+            (folder / "file").touch()
+
+    with pytest.raises(UserError, match=r"^/proc/new: cannot be written \(No such file or dir"):
+        make(Path("/proc/new"))
+    with pytest.raises(UserError, match=r"/new: cannot be written \(Directory not empty\)$"):
+        make(tmp_path / "new")
+    assert [file.name for file in tmp_path.rglob("*")] == ["new", "file"]
+
+
 def test_several_threads_write_the_same_files(tmp_path: Path) -> None:
     tensors = [
         OutputTensor(f"t{at}", torch.int64, (at,), lambda at=at: iter([torch.arange(at)]))
