@@ -2,6 +2,8 @@
 has.
 """
 
+import time
+
 import pytest
 
 from dsv4.checkpoint import Dialect
@@ -137,3 +139,10 @@ def test_spec11_e37_shared_expert_rows_of_a_broken_resave_are_named() -> None:
         UserError, match="shared_experts.3.w2.weight.weight, a known damage of re-saved checkpoints"
     ):
         detect_dialect(["model.norm.weight", broken], "test")
+
+
+def test_a_name_as_long_as_a_header_is_read_once() -> None:
+    started = time.monotonic()
+    name = "shared_experts.0." * 40_000
+    assert detect_dialect([name, "embed.weight"], "test") is Dialect.NATIVE
+    assert time.monotonic() - started < 2
