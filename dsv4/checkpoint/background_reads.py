@@ -129,7 +129,7 @@ class BackgroundReads:
         if error:
             raise unreadable(path, error)
         if not count:
-            raise too_short(path, request.offset, offset + memory.numel())
+            raise too_short(path, offset + memory.numel())
         return True
 
     def _forget(self, slot: int) -> None:
@@ -164,6 +164,7 @@ def unreadable(path: object, error: int) -> UserError:
     return UserError(f"{path}: cannot be read ({os.strerror(error)})")
 
 
-def too_short(path: object, found: int, expected: int) -> UserError:
-    """A file that ends at ``found`` where bytes up to ``expected`` are to be read."""
+def too_short(path: Path, expected: int) -> UserError:
+    """A file that ends before byte ``expected``, which is to be read."""
+    found = path.stat().st_size
     return UserError(f"{path}: truncated: found {found} bytes, expected at least {expected}")

@@ -178,5 +178,5 @@ def _read_exactly(file: FileIO, offset: int, memory: memoryview) -> None:
         except OSError as error:
             raise unreadable(file.name, error.errno or 0) from None
         if not count:
-            raise too_short(file.name, offset + done, offset + len(memory))
+            raise too_short(Path(file.name), offset + len(memory))
         done += count

@@ -65,6 +65,9 @@ def test_what_cannot_be_read_is_one_line(files: list[Path], tmp_path: Path) -> N
             UserError, match=r"/b: truncated: found 5000 bytes, expected at least 5050$"
         ):
             all_of(reads)
+        reads.begin(0, files[0], 6000, memory(100))
+        with pytest.raises(UserError, match=r"/b: truncated: found 5000 bytes, expected at least"):
+            all_of(reads)
         reads.begin(1, Path("/proc/self/mem"), 0, memory(1))
         with pytest.raises(UserError, match=r"/mem: cannot be read \(Input/output error\)$"):
             all_of(reads)

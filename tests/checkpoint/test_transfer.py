@@ -97,6 +97,8 @@ def test_missing_and_short_files_are_one_line(files: list[Path]) -> None:
         UserError, match=r"/a: truncated: found 5000 bytes, expected at least 5050$"
     ):
         transfer([Piece.whole(files[1], 4950, memory(100))], lambda _: None)
+    with pytest.raises(UserError, match=r"/a: truncated: found 5000 bytes, expected at least 6100"):
+        transfer([Piece.whole(files[1], 6000, memory(100))], lambda _: None)
 
 
 @pytest.fixture(params=[True, False], ids=["by table", "by torch"])
