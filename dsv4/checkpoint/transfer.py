@@ -130,11 +130,15 @@ class Transfer:
         memory = torch.empty(self._buffer_bytes, dtype=torch.uint8)
         view = memory.numpy().data
         with ExitStack() as files:
-            opened: dict[Path, FileIO] = {}
+            file: FileIO | None = None
+            path: Path | None = None
             while not self._stopped and (span := self._next_span()) is not None:
-                if span.file not in opened:
-                    opened[span.file] = files.enter_context(open_sequential(span.file))
-                _read_exactly(opened[span.file], span.offset, view[: span.nbytes])
+                if file is None or span.file != path:
+                    # Spans come in file order, and a process may have few files open.
+                    files.close()
+                    file = files.enter_context(open_sequential(span.file))
+                    path = span.file
+                _read_exactly(file, span.offset, view[: span.nbytes])
                 copy_on_host(span, memory)
                 self._arrived(span.pieces)
 

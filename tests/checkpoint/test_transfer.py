@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Self
@@ -15,6 +16,7 @@ import torch
 
 from dsv4.checkpoint import to_gpus
 from dsv4.checkpoint import transfer as module
+from dsv4.checkpoint.background_reads import open_sequential
 from dsv4.checkpoint.pieces import Piece, Share
 from dsv4.checkpoint.transfer import Transfer, transfer
 from dsv4.errors import UserError
@@ -87,6 +89,26 @@ def test_pinned_buffers_take_turns_without_losing_bytes(files: list[Path]) -> No
 
 def test_nothing_to_move_is_no_error() -> None:
     transfer([], lambda _: None)
+
+
+def test_a_reader_has_one_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[FileIO] = []
+    counts: list[int] = []
+
+    def counted(path: Path) -> FileIO:
+        opened.append(open_sequential(path))
+        counts.append(sum(not file.closed for file in opened))
+        return opened[-1]
+
+    monkeypatch.setattr(module, "open_sequential", counted)
+    paths = [tmp_path / str(number) for number in range(20)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]) * 100)
+    pieces = [Piece.whole(path, 0, memory(100)) for path in paths]
+    transfer(pieces, lambda _: None, READERS)
+    assert_filled(pieces)
+    assert max(counts) <= READERS
+    assert all(file.closed for file in opened)
 
 
 def test_missing_and_short_files_are_one_line(files: list[Path]) -> None:
