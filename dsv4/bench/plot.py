@@ -14,7 +14,7 @@ from dsv4.bench.context_plot import context_svg
 from dsv4.bench.decode_modes import DECODE_MODES
 from dsv4.bench.panel import MARGIN, Panel, legend, svg, title_of
 from dsv4.command.flags import OneLineParser
-from dsv4.command.output_file import write_output
+from dsv4.command.output_file import refuse_shared_files, write_output
 from dsv4.command.program import command, run_program
 from dsv4.errors import UserError
 
@@ -79,8 +79,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "files", type=Path, nargs="+", help="JSON files, each plotted beside itself as .svg"
     )
-    for path in parser.parse_args(argv).files:
-        write_output("FILE", path.with_suffix(".svg"), file_svg(path))
+    plots = {path: file_svg(path) for path in parser.parse_args(argv).files}
+    written = [(f"plot of {path}", path.with_suffix(".svg")) for path in plots]
+    refuse_shared_files([("FILE", path) for path in plots], written)
+    for (name, path), text in zip(written, plots.values(), strict=True):
+        write_output(name, path, text)
     return 0
 
 

@@ -143,6 +143,31 @@ def test_the_command_writes_beside_the_file(tmp_path: Path) -> None:
     assert path.with_suffix(".svg").read_text() == engine_svg(record())
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.svg"], "plot of a.svg: a.svg: found the file of FILE, expected another one"),
+        (["a.json", "a.svg"], "plot of a.json: a.svg: found the file of FILE"),
+        (["a.json", "a.txt"], "plot of a.txt: a.svg: found the file of plot of a.json"),
+        (["a.json", "."], ".: Is a directory"),
+    ],
+)
+def test_a_plot_replaces_no_record_and_no_other_plot(
+    names: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in set(names) - {"."}:
+        Path(name).write_text(json.dumps(record()))
+    assert main(names) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert {path.name for path in tmp_path.iterdir()} == set(names) - {"."}
+    assert all(json.loads(path.read_text()) == record() for path in tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("made", [record, context_record])
 @pytest.mark.parametrize(
     "damage",
