@@ -29,7 +29,8 @@ def engine_svg(record: Any) -> str:
     """
     result = record.get("result") if isinstance(record, Mapping) else None
     if not isinstance(result, Mapping) or not {"geometry", "decode", "floor_ms"} <= set(result):
-        raise UserError("found another kind of record, expected one of 'bench engine --geometry'")
+        expected = "one of 'bench engine --geometry', or of 'bench context' without --plan-only"
+        raise UserError(f"found another kind of record, expected {expected}")
     decode = {
         f"at {int(position):,}": {
             mode: at[mode]["ms_per_token"] for mode in DECODE_MODES if mode in at

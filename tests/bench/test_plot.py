@@ -205,3 +205,12 @@ def test_other_files_are_one_line(
     path.write_text(text)
     assert main([str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_plan_is_no_record_that_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"result": {"geometry": "v4-pro", "planned_bytes": {}}}))
+    assert main([str(path)]) == 2
+    assert "or of 'bench context' without --plan-only" in capsys.readouterr().err
