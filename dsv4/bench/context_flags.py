@@ -15,6 +15,14 @@ from dsv4.errors import UserError
 from dsv4.limits import MAX_PREFILL_CHUNK
 
 MOST_TOKENS = 1 << 20
+# Flags of what runs on devices, with their defaults.
+OF_A_RUN = {
+    "max_context": MOST_TOKENS,
+    "prompt": 1 << 18,
+    "positions": (1 << 14, 1 << 16, 1 << 18, 1 << 19, 1_000_000),
+    "decode_tokens": 64,
+    "modes": ("full",),
+}
 
 
 def add_context_options(context: argparse.ArgumentParser) -> None:
@@ -26,16 +34,15 @@ def add_context_options(context: argparse.ArgumentParser) -> None:
     add("--gpus", type=integer(1, 8), default=1)
     add("--parallel", choices=("pipeline", "round-robin", "tensor"), default="pipeline")
     add("--prefill-chunk", type=integer(1, MAX_PREFILL_CHUNK), help="(default: by the devices)")
-    add("--max-context", type=integer(16, MOST_TOKENS), default=MOST_TOKENS)
-    add("--prompt", type=integer(1), default=1 << 18, help="tokens that are really computed")
+    add("--max-context", type=integer(16, MOST_TOKENS))
+    add("--prompt", type=integer(1), help="tokens that are really computed")
     text = "where chunks and tokens are timed behind drawn caches"
-    positions = [1 << 14, 1 << 16, 1 << 18, 1 << 19, 1_000_000]
-    add("--positions", type=integer(1), nargs="+", default=positions, help=text)
+    add("--positions", type=integer(1), nargs="+", help=text)
     text = "contexts whose memory is planned, and allocated"
     lengths = [1 << 14, 1 << 16, 1 << 18, MOST_TOKENS]
     add("--lengths", type=integer(16), nargs="+", default=lengths, help=text)
-    add("--decode-tokens", type=integer(2), default=64)
-    add("--modes", choices=DECODE_MODES, nargs="+", default=["full"])
+    add("--decode-tokens", type=integer(2))
+    add("--modes", choices=DECODE_MODES, nargs="+")
     add(
         "--plan-only",
         type=number(0, 10**6, low_included=False),
@@ -44,10 +51,23 @@ def add_context_options(context: argparse.ArgumentParser) -> None:
     )
 
 
+def settle(options: argparse.Namespace) -> None:
+    """Fills in the defaults of what runs. Raises ``UserError`` for a flag of that beside
+    ``--plan-only``.
+    """
+    for name, default in OF_A_RUN.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+        elif options.plan_only is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag}: found together with --plan-only, which runs nothing")
+
+
 def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     """Runs it. Raises ``UserError``."""
     from dsv4.bench.context import ContextRun, bench_context, plan_geometry
 
+    settle(options)
     engine = EngineConfig(
         device="cuda",
         ops="cuda",

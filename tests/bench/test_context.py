@@ -134,3 +134,15 @@ def test_flags_out_of_range_are_one_line(
 ) -> None:
     assert main(["context", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--max-context 4096", "--prompt 8", "--positions 8", "--decode-tokens 2", "--modes full"],
+)
+def test_a_plan_refuses_the_flags_of_what_runs(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["context", "--plan-only", "141", *flag.split()]) == 2
+    expected = f"error: {flag.split()[0]}: found together with --plan-only, which runs nothing"
+    assert capsys.readouterr().err == f"{expected}\n"
