@@ -40,7 +40,7 @@ def add_context_options(context: argparse.ArgumentParser) -> None:
     add("--positions", type=integer(1), nargs="+", help=text)
     text = "contexts whose memory is planned, and allocated"
     lengths = [1 << 14, 1 << 16, 1 << 18, MOST_TOKENS]
-    add("--lengths", type=integer(16), nargs="+", default=lengths, help=text)
+    add("--lengths", type=integer(16, MOST_TOKENS), nargs="+", default=lengths, help=text)
     add("--decode-tokens", type=integer(2))
     add("--modes", choices=DECODE_MODES, nargs="+")
     add(

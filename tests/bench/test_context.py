@@ -126,6 +126,7 @@ def test_a_million_tokens_are_planned_and_fit(
     [
         (["--max-context", "2097152"], "--max-context: found '2097152'"),
         (["--plan-only", "0"], "--plan-only: found '0'"),
+        (["--plan-only", "141", "--lengths", "1048577"], "--lengths: found '1048577'"),
         (["--prefill-chunk", "65536"], "--prefill-chunk: found '65536'"),
     ],
 )
