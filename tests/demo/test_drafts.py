@@ -13,6 +13,7 @@ from dsv4 import Engine, EngineConfig
 from dsv4.demo import CHECKPOINT, DRAFTS
 from dsv4.demo.training.draft_nets import BLOCK, DSparkNet, base_values
 from dsv4.demo.training.draft_trainer import DraftTrainer
+from dsv4.demo.training.drafts import main
 from dsv4.opened_draft import FLAG_OF_KIND
 from dsv4.speculative.drafter import Proposal
 from dsv4.weights.parameters import MtpKind
@@ -129,3 +130,13 @@ def test_a_run_starts_from_a_folder_with_what_the_folder_says(kind: MtpKind) -> 
     trainer.set_forward_values()
     for name, parameter in trainer.trained.items():
         assert torch.equal(parameter, trainer.masters[name]), name
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_a_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    out = tmp_path / "run"
+    assert main(["mtp", "--minutes", "0", "--workers", "1", "--tiny", "--out", str(out)]) == 2
+    assert capsys.readouterr().err == "error: --device cuda: found no CUDA device, expected one\n"
+    assert not out.exists()

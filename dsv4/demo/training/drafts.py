@@ -24,7 +24,9 @@ from dsv4.command.program import command
 from dsv4.demo.training.data import BatchShape
 from dsv4.demo.training.draft_trainer import DraftTrainer
 from dsv4.demo.training.train import stream
+from dsv4.engine_config import EngineConfig
 from dsv4.opened_draft import KIND_OF_FLAG
+from dsv4.parallel.devices import engine_devices
 
 SHAPE = BatchShape(512, 48, 0.3)
 TINY = BatchShape(256, 4, 0.3)
@@ -101,6 +103,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     args = parse(argv)
+    engine_devices(EngineConfig(device=args.device))  # Refuses a GPU that is not there.
     args.out.mkdir(parents=True, exist_ok=True)
     with multiprocessing.get_context("fork").Pool(args.workers) as pool:
         trainer = DraftTrainer(KIND_OF_FLAG[args.draft], args.device, not args.eager)
