@@ -10,7 +10,7 @@ from dsv4.bench.engine_flags import add_engine_options, measure_engine, need_cud
 from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import Layout
 from dsv4.command.flags import OneLineParser, integer
-from dsv4.command.output_file import check_output, refuse_shared_files, write_output
+from dsv4.command.output_file import STDOUT, check_output, refuse_shared_files, write_output
 from dsv4.command.program import command, run_program
 from dsv4.engine_config import EngineConfig
 from dsv4.measure.provenance import provenance
@@ -82,9 +82,12 @@ def main(argv: list[str] | None = None) -> int:
     result = measure(options)
     called = " ".join(["python -m dsv4.bench", *arguments])
     text = record_text({**provenance(called), "result": result})
-    sys.stdout.write(text)
-    if options.out is not None:
-        write_output("--out", options.out, text)
+    try:
+        if options.out != STDOUT:
+            sys.stdout.write(text)
+    finally:  # Whoever reads stdout may have left.
+        if options.out is not None:
+            write_output("--out", options.out, text)
     return 0
 
 

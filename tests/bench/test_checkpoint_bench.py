@@ -1,12 +1,15 @@
 """``bench engine``: flags that mean nothing are refused, those of a checkpoint reach its engine."""
 
+import errno
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dsv4.bench import __main__ as bench
 from dsv4.bench import checkpoint
 from dsv4.bench.__main__ import build_parser, main, measure
 from dsv4.bench.checkpoint import CheckpointRun
@@ -47,6 +50,27 @@ def test_the_record_is_no_file_of_the_model(
     assert main(["engine", "--model", str(tmp_path), "--out", str(config)]) == 2
     assert "config.json: found the file of --model, expected another" in capsys.readouterr().err
     assert config.read_text() == "{}"
+
+
+def test_the_record_is_kept_where_nobody_reads_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(bench, "measure", lambda _: {"found": 7})
+    monkeypatch.setattr(sys.stdout, "write", refuse)
+    out = tmp_path / "record.json"
+    assert main(["ops", "--out", str(out)]) == 2
+    assert json.loads(out.read_text())["result"] == {"found": 7}
+
+
+def test_stdout_as_the_file_of_the_record_has_it_once(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr(bench, "measure", lambda _: {"found": 7})
+    assert main(["ops", "--out", "-"]) == 0
+    assert json.loads(capfdbinary.readouterr().out)["result"] == {"found": 7}
 
 
 def test_flags_of_a_checkpoint_reach_the_engine_and_the_driver(
