@@ -183,7 +183,8 @@ def _check_draft(options: argparse.Namespace) -> None:
             "--draft: found with --ranks, expected all ranks: each accepts its own drafts"
         )
     if options.modes not in (None, ["full"]):
-        raise UserError(f"--draft: found with --modes {options.modes[0]}, expected full")
+        found = " ".join(options.modes)
+        raise UserError(f"--draft: found with --modes {found}, expected full alone")
 
 
 def _measure_geometry(options: argparse.Namespace, engine: EngineConfig) -> dict[str, Any]:

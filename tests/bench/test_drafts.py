@@ -31,7 +31,8 @@ def test_ranks_read_half_of_what_is_cut_and_all_of_the_rest(kind: MtpKind) -> No
     [
         ("--parallel round-robin", "--draft: found with --parallel round-robin, expected pipeline"),
         ("--parallel tensor --ranks 8", "--draft: found with --ranks, expected all ranks"),
-        ("--modes split", "--draft: found with --modes split, expected full"),
+        ("--modes split", "--draft: found with --modes split, expected full alone"),
+        ("--modes full eager", "--draft: found with --modes full eager, expected full alone"),
     ],
 )
 def test_what_drafts_are_not_measured_with_is_said(
