@@ -19,6 +19,7 @@ import torch
 from dsv4.bench.decode_modes import DecodeMode, DecodeModes
 from dsv4.bench.geometry import placement_record
 from dsv4.cli.cpu_threads import limit_cpu_threads
+from dsv4.cli.job import check_model_folder
 from dsv4.config import ModelConfig
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
@@ -26,6 +27,9 @@ from dsv4.errors import UserError
 from dsv4.measure.provenance import ROOT
 from dsv4.ops.tables import Table
 from dsv4.parallel.devices import engine_devices
+
+# Tokens behind those that are asked for: decoding warms up with some.
+_ROOM = 64
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,21 @@ class CheckpointRun:
     modes: tuple[DecodeMode, ...] | None = None
     profile: bool = False
     table: Table | None = None
+
+    @property
+    def max_context(self) -> int:
+        """Tokens."""
+        return self.prompt_tokens + self.decode_tokens + _ROOM
+
+    def check_model(self) -> None:
+        """Raises ``UserError`` without such a folder, and for more tokens than the model has."""
+        check_model_folder(self.model)
+        most = ModelConfig.from_folder(self.model).max_position_embeddings
+        if self.max_context > most:
+            raise UserError(
+                f"--prompt-tokens: found {self.prompt_tokens} with --decode-tokens "
+                f"{self.decode_tokens}, expected at most {most - _ROOM} together"
+            )
 
 
 def bench_checkpoint(run: CheckpointRun, write_text: Callable[[str], object]) -> dict[str, Any]:
@@ -89,7 +108,7 @@ def bench_checkpoint(run: CheckpointRun, write_text: Callable[[str], object]) ->
 
 
 def _load(run: CheckpointRun) -> Engine:
-    config = replace(run.engine, max_context=run.prompt_tokens + run.decode_tokens + 64)
+    config = replace(run.engine, max_context=run.max_context)
     table = run.table
     return Engine.load(run.model, config, change_table=None if table is None else lambda _: table)
 

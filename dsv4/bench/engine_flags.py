@@ -233,6 +233,7 @@ def _measure_checkpoint(options: argparse.Namespace, engine: EngineConfig) -> di
         options.profile,
         op_table("cutedsl") if options.ops == "cutedsl" else None,
     )
+    run.check_model()
     # Processes of their own come first: later this one holds the devices' memory.
     first_token = bench_first_token(run)
     return bench_checkpoint(run, sys.stderr.write) | first_token

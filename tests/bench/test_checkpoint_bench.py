@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from dsv4.bench import __main__ as bench
 from dsv4.bench import checkpoint
 from dsv4.bench.__main__ import build_parser, main, measure
 from dsv4.bench.checkpoint import CheckpointRun
+from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 
 
@@ -73,6 +75,25 @@ def test_stdout_as_the_file_of_the_record_has_it_once(
     assert json.loads(capfdbinary.readouterr().out)["result"] == {"found": 7}
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "gone"], "--model: gone: no such folder"),
+        (["--prompt-tokens", "8065"], "--prompt-tokens: found 8065 with --decode-tokens 64, "),
+        (["--decode-tokens", "9000"], "--prompt-tokens: found 512 with --decode-tokens 9000, "),
+    ],
+)
+def test_what_the_model_lacks_is_refused_before_any_process_starts(
+    flags: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(checkpoint.subprocess, "run", lambda *_, **__: pytest.fail("started"))
+    assert main(["engine", "--device", "cpu", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
 def test_flags_of_a_checkpoint_reach_the_engine_and_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -92,15 +113,15 @@ def test_flags_of_a_checkpoint_reach_the_engine_and_the_driver(
     monkeypatch.setattr(checkpoint, "bench_checkpoint", measured)
     monkeypatch.setattr(checkpoint.subprocess, "run", called)
     flags = ["--gpus", "2", "--parallel", "round-robin", "--prefill-chunk", "64", "--profile"]
-    arguments = ["engine", "--model", "ck", *flags, "--modes", "full", "--repeats", "1"]
+    arguments = ["engine", "--model", str(CHECKPOINT), *flags, "--modes", "full", "--repeats", "1"]
     measure(build_parser().parse_args(arguments))
     (run,) = runs
     expected_engine = EngineConfig(gpus=2, parallel="round-robin", prefill_chunk=64, draft="off")
     assert run.engine == expected_engine
-    assert (run.model, run.modes, run.profile) == (Path("ck"), ("full",), True)
+    assert (run.model, run.modes, run.profile) == (CHECKPOINT, ("full",), True)
     expected = (
-        "--model ck --device auto --gpus 2 --parallel round-robin --ops auto --prefill-chunk 64 "
-        "--prefill-activations bf16 --draft off --max-tokens 1 --quiet"
+        f"--model {CHECKPOINT} --device auto --gpus 2 --parallel round-robin --ops auto "
+        "--prefill-chunk 64 --prefill-activations bf16 --draft off --max-tokens 1 --quiet"
     )
     # The second run has no kernel cache.
     assert [" ".join(call) for call in calls] == [expected] * 2
@@ -121,5 +142,6 @@ def test_the_demo_is_measured_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_a_driver_that_fails_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["engine", "--device", "cpu", "--model", str(tmp_path / "gone")]) == 2
-    assert "the driver failed: --model:" in capsys.readouterr().err
+    shutil.copy(CHECKPOINT / "config.json", tmp_path)
+    assert main(["engine", "--device", "cpu", "--model", str(tmp_path)]) == 2
+    assert "the driver failed: " in capsys.readouterr().err
