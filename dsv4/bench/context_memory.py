@@ -44,6 +44,19 @@ def placed(
     return Placement.of(engine, devices, layer_bytes)
 
 
+def refuse_too_many_layers(config: ModelConfig, layout: Layout, engine: EngineConfig) -> None:
+    """Raises ``UserError`` for a geometry that the host has no memory for, with the torch ops: the
+    system ends a process that takes more than there is, where a GPU refuses.
+    """
+    placement = placed(config, layout, engine, [torch.device("cpu")])
+    (plan,) = plan_memory(config, engine, placement, described(config, layout), None).devices
+    if not plan.fits:
+        raise UserError(
+            f"--layers: found {config.num_hidden_layers}, which take {plan.total_bytes >> 20:,} "
+            f"MiB, expected as many as {plan.available_bytes >> 20:,} MiB hold"
+        )
+
+
 @dataclass(frozen=True)
 class PlacedGeometry:
     """A geometry on devices with the ``targets``; ``engine`` has its chunk."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dsv4.bench.context_memory import refuse_too_many_layers
 from dsv4.caches.allocation import COMPUTE_DTYPES
 from dsv4.checkpoint import (
     Layout,
@@ -61,6 +62,8 @@ def bench_load(
         folder = Path(temporary) / "checkpoint"
         device = engine_devices(engines[0])[0]
         config = ModelConfig.from_dict(raw_config)
+        if device.type == "cpu":
+            refuse_too_many_layers(config, layout, engines[0])
         weights = synthetic_weights(config, layout, 0, lambda _: device)
         write_weights(folder, raw_config, layout, weights, shard_bytes=_SHARD_BYTES)
         del weights

@@ -1,16 +1,32 @@
 """The load benchmark runs, on a geometry that is small enough to wait for."""
 
+import re
 from typing import Literal
 
 import pytest
 
+from dsv4 import plan
+from dsv4.bench import load
+from dsv4.bench.__main__ import main
 from dsv4.bench.load import bench_load
 from dsv4.checkpoint import tiny_config
 from dsv4.engine_config import EngineConfig
 
-pytestmark = pytest.mark.slow
+
+def test_what_the_host_cannot_hold_is_refused_before_it_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "available_bytes", lambda _: 20 << 30)
+    monkeypatch.setattr(load, "synthetic_weights", lambda *_: pytest.fail("drawn"))
+    assert main(["load", "--device", "cpu", "--layers", "1"]) == 2
+    message = capsys.readouterr().err
+    assert re.fullmatch(
+        "error: --layers: found 1, which take .* MiB, expected as many as 20,480 MiB hold\n",
+        message,
+    )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_everything_is_measured_as_often_as_asked(device: Literal["cpu", "cuda"]) -> None:
     engine = EngineConfig(device=device)
