@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from dsv4.caches.allocation import DEFAULT_PREFILL_CHUNK
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.launch.target import ARCHITECTURES, compile_target
@@ -22,11 +23,13 @@ TENSOR_PREFILL_CHUNK = 8192
 
 def with_device_defaults(engine: EngineConfig, devices: Sequence[torch.device]) -> EngineConfig:
     """``engine`` with what it leaves to the devices: the chunk of a prompt."""
-    if engine.prefill_chunk is not None or devices[0].type != "cuda":
+    if engine.prefill_chunk is not None:
         return engine
     alone = len(set(devices)) == 1
     chunk = ONE_GPU_PREFILL_CHUNK if alone else SEVERAL_GPUS_PREFILL_CHUNK
-    if engine.parallel == "tensor":
+    if devices[0].type != "cuda":
+        chunk = DEFAULT_PREFILL_CHUNK
+    elif engine.parallel == "tensor":
         chunk = TENSOR_PREFILL_CHUNK
     return replace(engine, prefill_chunk=chunk)
 

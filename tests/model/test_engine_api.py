@@ -42,7 +42,7 @@ def test_a_folder_loads_with_progress_and_with_default_settings(folder: Path) ->
     engine = Engine.load(str(folder), progress=lambda done, total: seen.append((done, total)))
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1] > 0
-    assert engine.engine_config == EngineConfig()
+    assert engine.engine_config == EngineConfig(prefill_chunk=512)
     assert engine.max_context == 4096
     logits_TV = engine.logits([3, 4, 5])
     assert (logits_TV.dtype, tuple(logits_TV.shape)) == (

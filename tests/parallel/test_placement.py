@@ -250,4 +250,4 @@ def test_the_chunk_of_a_prompt_follows_the_devices() -> None:
     assert chunk(EngineConfig(), one, one, *others) == 2048
     assert chunk(EngineConfig(gpus=2, parallel="tensor"), one, *others) == 8192
     assert chunk(EngineConfig(prefill_chunk=7), one) == 7
-    assert chunk(EngineConfig(), torch.device("cpu")) is None
+    assert chunk(EngineConfig(), torch.device("cpu")) == 512
