@@ -287,10 +287,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     options = parse(arguments)
     report = run(options) if options.against is None else run_against(options)
-    print(report.text)
-    write_record(options.json, "dsv4.validate.cosine", arguments, report.facts)
-    if options.svg is not None:
-        write_output("--svg", options.svg, cosine_svg(report.points, options.threshold))
+    try:
+        print(report.text)
+    finally:  # Whoever reads stdout may have left.
+        write_record(options.json, "dsv4.validate.cosine", arguments, report.facts)
+        if options.svg is not None:
+            write_output("--svg", options.svg, cosine_svg(report.points, options.threshold))
     return 0 if report.passes else 1
 
 

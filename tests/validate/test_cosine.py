@@ -1,6 +1,8 @@
 """The cosine validator: table, exit codes, swaps, JSON and SVG."""
 
+import errno
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,8 @@ from dsv4.ops import TORCH
 from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE, RecordedTable, swap_ops
 from dsv4.validate import cosine, layers, traces
 from dsv4.validate.cosine import main
-from tests.model.tiny import direct
+from tests.model.tiny import direct, raw_config
+from tests.validate.trace_files import random, write
 
 
 @pytest.mark.slow
@@ -153,3 +156,19 @@ def test_transformers_as_reference() -> None:
         "float32",
     ]
     assert main([*arguments, "--random-tokens", "20"]) == 0
+
+
+def test_the_results_are_kept_where_nobody_reads_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trace = str(
+        write(tmp_path / "trace.safetensors", {"hidden": random(6, 16)}, config=raw_config((0, 4)))
+    )
+    files = [tmp_path / "out.json", tmp_path / "out.svg"]
+    written = ["--json", str(files[0]), "--svg", str(files[1])]
+    monkeypatch.setattr(sys.stdout, "write", refuse)
+    assert main(["--trace", trace, *written, "--against", trace]) == 2
+    assert all(file.read_text() for file in files)
