@@ -28,6 +28,7 @@ from dsv4.opened_draft import OpenedDraft, chooses
 from dsv4.ops.tables import TABLES, DirectTable, Table
 from dsv4.parallel.devices import (
     check_cuda_graph,
+    check_planned_activations,
     engine_devices,
     table_name,
     table_on,
@@ -84,7 +85,10 @@ class OpenedCheckpoint:
         found = find_parameters(checkpoint, config)
         stored = descriptions(found)
         all_devices = engine_devices(engine, absent)
-        ops = TABLES[table_name(engine, all_devices)]
+        name = table_name(engine, all_devices)
+        if absent:
+            check_planned_activations(engine, name)
+        ops = TABLES[name]
         draft = OpenedDraft.open(checkpoint, config, engine, ops)
         if draft is not None:
             config = draft.config

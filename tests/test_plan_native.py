@@ -1,5 +1,6 @@
 """Memory plan of native copies: all of them are counted, or the refusal has the numbers."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from dsv4.checkpoint import Geometry, ParameterDescription, geometry_config
 from dsv4.checkpoint.layouts import format_in
 from dsv4.config import ModelConfig
+from dsv4.demo import CHECKPOINT
+from dsv4.engine import Engine
 from dsv4.engine_config import ActivationMode, EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops.tables import NATIVE_TABLES
@@ -43,6 +46,15 @@ def test_native_copies_are_counted_and_refused_with_numbers() -> None:
         if not fits:
             with pytest.raises(UserError, match=r"ops [0-9,]+, .*prefill_activations='bf16'"):
                 planned.refuse_if_too_large()
+
+
+def test_a_plan_without_native_kernels_refuses_their_activations() -> None:
+    """GPUs that need not be there are Hopper's: a plan would lack the copies."""
+    for mode in ("fp8", "nvfp4"):
+        native = EngineConfig(prefill_activations=mode)
+        with pytest.raises(UserError, match=f"prefill_activations: found '{mode}' in the plan of"):
+            Engine.plan(CHECKPOINT, native, gpu_memory=10**10)
+        assert Engine.plan(CHECKPOINT, replace(native, ops="torch"), gpu_memory=10**10).fits
 
 
 def described(parameter: Parameter) -> ParameterDescription:

@@ -101,6 +101,18 @@ def check_activations(engine: EngineConfig, devices: Sequence[torch.device]) -> 
             )
 
 
+def check_planned_activations(engine: EngineConfig, table: TableName) -> None:
+    """Raises ``UserError`` for quantised activations in the plan of GPUs that need not be there:
+    its steps are Hopper's, which has no native kernels.
+    """
+    if engine.prefill_activations != "bf16" and table != "torch":
+        found = f"{engine.prefill_activations!r} in the plan of GPUs that need not be there"
+        raise UserError(
+            f"EngineConfig.prefill_activations: found {found}, whose steps are Hopper's, "
+            "expected 'bf16'; EngineConfig.ops='torch' emulates the others"
+        )
+
+
 def check_cuda_graph(engine: EngineConfig, devices: Sequence[torch.device]) -> None:
     """Raises ``UserError`` when graphs are asked for where nothing can be captured."""
     if engine.cuda_graph is None:
