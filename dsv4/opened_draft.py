@@ -18,7 +18,7 @@ from dsv4.errors import UserError
 from dsv4.ops.tables import RecordedTable, Table
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import is_divisible
-from dsv4.speculative.module import far_layer, layers_read
+from dsv4.speculative.module import check_keys, far_layer, layers_read
 from dsv4.speculative.planned import draft_bytes, planned_along
 from dsv4.step.planned import MakeAlong
 from dsv4.weights.parameters import MtpKind
@@ -60,11 +60,14 @@ class OpenedDraft:
         wanted = FLAG_OF_KIND if engine.draft == "auto" else {KIND_OF_FLAG[engine.draft]}
         if kind is None or kind not in wanted:
             names = " or ".join(FLAG_OF_KIND[name] for name in wanted)
-            found = "none" if kind is None else FLAG_OF_KIND[kind]
-            raise UserError(f"{holder.folder}: draft module: found {found}, expected {names}")
+            shown = "none" if kind is None else FLAG_OF_KIND[kind]
+            raise UserError(f"{holder.folder}: draft module: found {shown}, expected {names}")
         if holder is not main:
             config = with_dspark_of(config, holder)
-        return cls(holder, config, kind, find_draft(holder, config, kind))
+        found = find_draft(holder, config, kind)
+        if kind == "dspark":
+            check_keys(config, f"{holder.folder}/config.json: ")
+        return cls(holder, config, kind, found)
 
     @property
     def shown(self) -> tuple[MtpKind, int]:

@@ -101,14 +101,24 @@ def allocate_draft(
     return DraftState.allocate(config, stages, rows, dtype, device, kind == "classic", module)
 
 
+def check_keys(config: ModelConfig, source: str = "") -> None:
+    """Raises ``UserError`` without dspark keys, and for those of another model; ``source``: what
+    their file is called.
+    """
+    keys = config.dspark
+    if keys is None:
+        raise UserError(f"{source}dspark_block_size: found none, expected the dspark_* keys")
+    for key, found, kind, end in (
+        ("dspark_noise_token_id", keys.noise_token_id, "a token id", config.vocab_size),
+        ("dspark_target_layer_ids", max(keys.target_layer_ids), "layers", config.num_hidden_layers),
+    ):
+        if found >= end:
+            raise UserError(f"{source}{key}: found {found}, expected {kind} below {end}")
+
+
 def _check_filled(config: ModelConfig, names: set[str], kind: MtpKind, stages: int) -> None:
     if kind == "dspark":
-        if config.dspark is None:
-            raise UserError("dspark_block_size: found none, expected the dspark_* keys")
-        noise = config.dspark.noise_token_id
-        if noise >= config.vocab_size:
-            expected = f"a token id below {config.vocab_size}"
-            raise UserError(f"dspark_noise_token_id: found {noise}, expected {expected}")
+        check_keys(config)
     for name in parameters(config, kind, stages):
         if name.startswith("mtp.") and name not in names:
             raise UserError(f"{name}: found no such weight, expected all of the draft module")

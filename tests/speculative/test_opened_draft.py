@@ -1,7 +1,9 @@
 """Which draft module a run has: of the checkpoint or of a folder, refused in one line, counted."""
 
 import dataclasses
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,32 @@ def test_what_is_not_there_is_refused_in_one_line(
     with pytest.raises(UserError, match=said) as error:
         Engine.load(folders / "main", dataclasses.replace(SETTINGS, **given))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"dspark_noise_token_id": 5000, "vocab_size": 6000}, "noise_token_id: found 5000, "),
+        (
+            {
+                "num_hidden_layers": 6,
+                "compress_ratios": [0, 4, 128, 4, 0, 0, 0, 0, 0],
+                "dspark_target_layer_ids": [3, 4, 5],
+            },
+            "target_layer_ids: found 5, expected layers below 4",
+        ),
+    ],
+)
+def test_keys_of_another_model_s_module_are_refused_by_the_plan(
+    keys: dict[str, Any], said: str, folders: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(folders / "dspark", folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **keys}))
+    given = dataclasses.replace(SETTINGS, draft_weights=str(folder))
+    with pytest.raises(UserError, match=rf"other/config\.json: dspark_{said}"):
+        Engine.plan(folders / "main", given)
 
 
 @pytest.mark.parametrize("kind", ["classic", "dspark"])
