@@ -18,8 +18,9 @@ from dsv4.errors import UserError
 from dsv4.ops.tables import RecordedTable, Table
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import is_divisible
-from dsv4.speculative.module import check_keys, far_layer, layers_read
+from dsv4.speculative.module import DraftScope, check_keys, far_layer
 from dsv4.speculative.planned import draft_bytes, planned_along
+from dsv4.speculative.tally import DraftCount, drafts_of_a_step
 from dsv4.step.planned import MakeAlong
 from dsv4.weights.parameters import MtpKind
 
@@ -67,6 +68,8 @@ class OpenedDraft:
         found = find_draft(holder, config, kind)
         if kind == "dspark":
             check_keys(config, f"{holder.folder}/config.json: ")
+        scope = DraftScope.planned(config, kind)
+        DraftCount.asked(drafts_of_a_step(engine), scope.most, scope.trained_block)
         return cls(holder, config, kind, found)
 
     @property
@@ -93,7 +96,7 @@ class OpenedDraft:
         """
         formats = [(stored.parameter, stored.format) for stored in self.found]
         devices = dict(enumerate(placement.of_rank(0).layer_devices))
-        is_near = far_layer(layers_read(self.config, self.kind), devices) is None
+        is_near = far_layer(DraftScope.planned(self.config, self.kind).layers, devices) is None
         return is_near and is_divisible(self.config, formats, placement.ranks)
 
     def load(self, placement: Placement) -> tuple[Weights, ...]:

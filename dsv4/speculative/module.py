@@ -8,6 +8,7 @@ import torch
 
 from dsv4.caches.allocation import COMPUTE_DTYPES, kv_row_format
 from dsv4.caches.draft import DraftState
+from dsv4.config import DSpark as DSparkKeys
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
@@ -34,22 +35,24 @@ class DraftScope(NamedTuple):
     @classmethod
     def of(cls, module: DraftModule, last_layer: int) -> "DraftScope":
         """``last_layer``: of the main model."""
-        if isinstance(module, ClassicMTP):
+        return cls._of_keys(None if isinstance(module, ClassicMTP) else module.keys, last_layer)
+
+    @classmethod
+    def planned(cls, config: ModelConfig, kind: MtpKind) -> "DraftScope":
+        """The same before there is a module."""
+        keys = config.dspark if kind == "dspark" else None
+        return cls._of_keys(keys, config.num_hidden_layers - 1)
+
+    @classmethod
+    def _of_keys(cls, keys: DSparkKeys | None, last_layer: int) -> "DraftScope":
+        if keys is None:
             return cls((last_layer,), 1, MAX_DRAFTS)
-        block = module.keys.block_size
-        return cls(module.keys.target_layer_ids, block, min(block, MAX_DRAFTS))
+        return cls(keys.target_layer_ids, keys.block_size, min(keys.block_size, MAX_DRAFTS))
 
     @property
     def taps(self) -> tuple[str, ...]:
         """The values of a main step (traces.md#values) that it reads."""
         return tuple(f"layers.{layer}.streams" for layer in self.layers)
-
-
-def layers_read(config: ModelConfig, kind: MtpKind) -> tuple[int, ...]:
-    """``DraftScope.layers`` before there is a module."""
-    if kind == "dspark" and config.dspark is not None:
-        return config.dspark.target_layer_ids
-    return (config.num_hidden_layers - 1,)
 
 
 def far_layer(read: Sequence[int], devices: Mapping[int, torch.device]) -> int | None:

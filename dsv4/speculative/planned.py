@@ -12,7 +12,7 @@ from dsv4.ops.tables import RecordedTable
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import local_config
 from dsv4.speculative.memory import DraftMemory
-from dsv4.speculative.module import allocate_draft, build_draft, layers_read
+from dsv4.speculative.module import DraftScope, allocate_draft, build_draft
 from dsv4.speculative.recorded_drafts import record_drafts
 from dsv4.step.along import Along
 from dsv4.step.planned import MakeAlong
@@ -36,7 +36,7 @@ def draft_bytes(
     if len(devices) > 1:
         total += config.vocab_size * config.hidden_size * dtype.itemsize
     if recorded:
-        taps = len(layers_read(config, shown[0]))
+        taps = len(DraftScope.planned(config, shown[0]).layers)
         ranks = placement.cuts
         total += DraftMemory.allocate(config, state, devices, taps, dtype, ranks).nbytes
     return total

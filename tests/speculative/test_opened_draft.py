@@ -119,7 +119,7 @@ def test_what_is_not_there_is_refused_in_one_line(
     if "draft_weights" in given:
         given = {**given, "draft_weights": str(folders / given["draft_weights"])}
     with pytest.raises(UserError, match=said) as error:
-        Engine.load(folders / "main", dataclasses.replace(SETTINGS, **given))
+        Engine.plan(folders / "main", dataclasses.replace(SETTINGS, **given))
     assert "\n" not in str(error.value)
 
 
