@@ -1,6 +1,7 @@
 """The driver's flags of speculative decoding."""
 
 import argparse
+import os
 from pathlib import Path
 
 from dsv4.command.flags import path
@@ -50,7 +51,7 @@ def draft_folder(arguments: argparse.Namespace) -> str | None:
     """``--draft-weights``; of the embedded demo the folder of the module that ``--draft`` names."""
     if arguments.draft_weights is not None:
         return str(arguments.draft_weights)
-    is_demo = arguments.model == CHECKPOINT
+    is_demo = os.path.realpath(arguments.model) == os.path.realpath(CHECKPOINT)
     if is_demo and arguments.draft in DRAFTS and DRAFTS[arguments.draft].is_dir():
         return str(DRAFTS[arguments.draft])
     return None

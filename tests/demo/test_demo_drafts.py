@@ -2,13 +2,16 @@
 is said.
 """
 
+import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 import single_shot_inference
 from dsv4 import EngineConfig
+from dsv4.cli.draft_flags import draft_folder
 from dsv4.demo import CHECKPOINT, DRAFTS
 from dsv4.demo.training import acceptance
 from dsv4.errors import UserError
@@ -66,3 +69,10 @@ def test_the_record_meets_the_bar(draft: str) -> None:
     assert record["acceptance"][0] >= FIRST_DRAFTS_KEPT
     tasks = record["tasks"].values()
     assert all(task["equal_texts"] == task["prompts"] for task in tasks)
+
+
+def test_the_demo_by_any_path_has_them() -> None:
+    relative = Path(os.path.relpath(CHECKPOINT))
+    for model in (CHECKPOINT, relative, CHECKPOINT / ".." / "checkpoint"):
+        asked = argparse.Namespace(model=model, draft="mtp", draft_weights=None)
+        assert draft_folder(asked) == str(DRAFTS["mtp"])
