@@ -50,7 +50,12 @@ def report_plan(job: Job, plan: MemoryPlan) -> None:
             for device in plan.devices
         ]
         record = {
-            "plan": {"max_context": plan.max_context, "fits": plan.fits, "devices": devices},
+            "plan": {
+                "max_context": plan.max_context,
+                "fits": plan.fits,
+                "devices": devices,
+                "pinned_host_bytes": plan.staging_bytes,
+            },
             "config": config_record(job, None),
             "provenance": provenance(shlex.join(sys.argv)),
         }

@@ -266,9 +266,10 @@ def test_plan_goes_to_the_json_file_as_well(drive: Drive, tmp_path: Path) -> Non
 
 
 def test_plan_of_gpus_that_are_not_there_takes_gigabytes(drive: Drive) -> None:
-    result = drive("--plan", "--gpus", 2, "--gpu-memory", 0.75)
-    *rows, staging = result.out.splitlines()[2:]
-    assert staging.startswith("loading takes ")
+    result = drive("--plan", "--gpus", 2, "--gpu-memory", 0.75, "--json", "-")
+    *rows, staging, record = result.out.splitlines()[2:]
+    pinned = json.loads(record)["plan"]["pinned_host_bytes"] / (1 << 30)
+    assert staging == f"loading takes {pinned:.3f} GiB of pinned memory on the host"
     assert [row.split()[0] for row in rows] == ["cuda:0", "cuda:1"]
     assert [row.split()[8:10] for row in rows] == [[row.split()[8], "0.750"] for row in rows]
     drive("--gpu-memory", 192).assert_user_error("--gpu-memory", "--plan")
