@@ -17,13 +17,13 @@ from dsv4.errors import UserError
 from dsv4.json_object import JsonReader
 from dsv4.layers.values import LAYER_VALUES, OUTPUT_VALUES, value_names
 from dsv4.validate.agreement import Agreement, Tally, align, table
-from dsv4.validate.trace_file import (
+from dsv4.validate.joined_trace import (
     JoinedTrace,
     Unequal,
     expect_same_tokens,
     expect_tokens_of,
-    slices,
 )
+from dsv4.validate.trace_file import slices
 
 # Ids whose order means nothing, and the values that belong to them.
 CHOSEN = ("indexer.entries", "router.experts")

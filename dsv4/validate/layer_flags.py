@@ -21,6 +21,7 @@ from dsv4.ops.tables import TORCH_TABLE, swap_ops
 from dsv4.parallel.devices import engine_devices, table_on
 from dsv4.validate.agreement import DEFAULT_THRESHOLD
 from dsv4.validate.cosine import check_outputs, check_reference_device, parse_swaps
+from dsv4.validate.joined_trace import JoinedTrace, expect_same_tokens, expect_tokens_of
 from dsv4.validate.layer_walk import (
     EngineLayers,
     Reference,
@@ -28,12 +29,7 @@ from dsv4.validate.layer_walk import (
     TraceReference,
     Walk,
 )
-from dsv4.validate.trace_file import (
-    JoinedTrace,
-    TraceFile,
-    expect_same_tokens,
-    expect_tokens_of,
-)
+from dsv4.validate.trace_file import TraceFile
 from dsv4.validate.transformers_layer import TransformersLayers
 
 DEFAULT_CHUNK = 512

@@ -26,8 +26,8 @@ from dsv4.validate.against import (
 )
 from dsv4.validate.agreement import Agreement, Tally, align
 from dsv4.validate.followed_choices import ENTRIES, EXPERTS, FollowedChoices
+from dsv4.validate.joined_trace import JoinedTrace
 from dsv4.validate.one_layer import Given, OneLayer, Values
-from dsv4.validate.trace_file import JoinedTrace
 
 Input = Literal["own", "reference", "trace"]
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from torch import Tensor
 
-from dsv4.validate.trace_file import JoinedTrace
+from dsv4.validate.joined_trace import JoinedTrace
 from tests.source_rules import ROOT
 
 HOOKS = ROOT / "docs/hooks"

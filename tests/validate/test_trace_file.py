@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import UserError
-from dsv4.validate.trace_file import JoinedTrace, Unequal, slices
+from dsv4.validate.joined_trace import JoinedTrace, Unequal
+from dsv4.validate.trace_file import slices
 from tests.validate.trace_files import random, write
 
 
