@@ -145,6 +145,25 @@ class JoinedTrace:
                 self.unequal[name] = Unequal((0, rank), difference)
 
 
+def trace_with_ranks(path: Path, stack: ExitStack) -> JoinedTrace:
+    """The trace in a file; of a rank's file, with those of the other ranks, which lie beside it and
+    whose names differ in the number behind ``rank`` alone. Raises ``UserError``.
+    """
+    file = TraceFile(path, stack)
+    ranks = _number(file, "ranks", True)
+    if ranks == 1:
+        return JoinedTrace([path], stack)
+    own = f"rank{_number(file, 'rank', True)}"
+    paths = []
+    for rank in range(ranks):
+        other = path.with_name(path.name.replace(own, f"rank{rank}"))
+        if own not in path.name or not other.is_file():
+            expected = f"the files of the others beside it, named like it but for {own}"
+            raise UserError(f"{path}: found {own} of {ranks} ranks, expected {expected}")
+        paths.append(other)
+    return JoinedTrace(paths, stack)
+
+
 def expect_same_tokens(found: TraceFile | JoinedTrace, expected: TraceFile | JoinedTrace) -> None:
     """Raises ``UserError`` with the first token that differs between two traces."""
     tokens = found.token_ids

@@ -15,13 +15,13 @@ from dsv4.command.flags import OneLineParser, given_flags, integer, number
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
-from dsv4.errors import UserError, shorten
+from dsv4.errors import UserError
 from dsv4.limits import MAX_PREFILL_CHUNK
 from dsv4.ops.tables import TORCH_TABLE, swap_ops
 from dsv4.parallel.devices import engine_devices, table_on
 from dsv4.validate.agreement import DEFAULT_THRESHOLD
 from dsv4.validate.cosine import check_outputs, check_reference_device, parse_swaps
-from dsv4.validate.joined_trace import JoinedTrace, expect_same_tokens, expect_tokens_of
+from dsv4.validate.joined_trace import expect_same_tokens, expect_tokens_of, trace_with_ranks
 from dsv4.validate.layer_walk import (
     EngineLayers,
     Reference,
@@ -29,7 +29,6 @@ from dsv4.validate.layer_walk import (
     TraceReference,
     Walk,
 )
-from dsv4.validate.trace_file import TraceFile
 from dsv4.validate.transformers_layer import TransformersLayers
 
 DEFAULT_CHUNK = 512
@@ -148,7 +147,7 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
     source = layer_source(options, devices[0])
     layers = layer_range(options.layers, source.config.num_hidden_layers)
     check_room(options, source.config)
-    traces = {path: whole_trace(flag, path, stack) for flag, path in trace_paths(options)}
+    traces = {path: trace_with_ranks(path, stack) for _, path in trace_paths(options)}
     for trace in traces.values():
         expect_same_tokens(trace, next(iter(traces.values())))
         expect_tokens_of(trace, source.config)
@@ -213,16 +212,6 @@ def trace_paths(options: argparse.Namespace) -> list[tuple[str, Path]]:
     """The files that are read, of the input and of the reference, with their flags."""
     given = (("--input", options.input, INPUTS), ("--reference", options.reference, REFERENCES))
     return [(flag, Path(name)) for flag, name, known in given if name not in known]
-
-
-def whole_trace(flag: str, path: Path, stack: ExitStack) -> JoinedTrace:
-    """The trace of an engine that wrote one file. Raises ``UserError``."""
-    ranks = TraceFile(path, stack).metadata.get("ranks", "1")
-    if ranks != "1":
-        found = f"found a file of one of {shorten(ranks)} ranks"
-        expected = "expected one of all: dsv4.validate.cosine --against joins files of ranks"
-        raise UserError(f"{flag}: {path}: {found}, {expected}")
-    return JoinedTrace([path], stack)
 
 
 def check_room(options: argparse.Namespace, config: ModelConfig) -> None:

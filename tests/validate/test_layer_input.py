@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
 from dsv4.validate.layers import main
 from tests.validate.small_model import TOKENS
@@ -53,14 +54,38 @@ def test_a_reference_without_a_row_of_a_layer_is_one_line(
     assert capsys.readouterr().err == f"error: {path}: found no row of layer 2\n"
 
 
-def test_a_trace_of_one_rank_of_several_is_one_line(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+def write_rank(path: Path, whole: dict[str, Tensor], rank: int) -> Path:
+    """One of two ranks with half of the heads each."""
+    cut = (".attn.q", ".attn.heads")
+    values = {
+        name: value.chunk(2, 1)[rank].contiguous() if name.endswith(cut) else value
+        for name, value in whole.items()
+    }
+    return write(path, values, len(TOKENS), rank=str(rank), ranks="2")
+
+
+def test_ranks_of_a_trace_are_found_by_the_file_of_one(
+    model: Path, trace_file: Path, tmp_path: Path
 ) -> None:
-    path = write(tmp_path / "a.rank0.safetensors", {}, len(TOKENS), rank="0", ranks="2")
+    whole = load_file(trace_file)
+    for rank in (0, 1):
+        path = write_rank(tmp_path / f"theirs.rank{rank}.safetensors", whole, rank)
+    flags = ["--input", "reference", "--json", str(tmp_path / "found.json")]
+    assert main([*arguments(model, "1:3", path), *flags]) == 0
+    (first, _) = json.loads((tmp_path / "found.json").read_text())["layers"]
+    heads = next(row for row in first["rows"] if row["name"] == "layers.1.attn.heads")
+    assert heads["worst_token"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["theirs.rank1.safetensors", "theirs.safetensors"])
+def test_ranks_of_a_trace_that_are_not_beside_it_are_one_line(
+    model: Path, trace_file: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    path = write_rank(tmp_path / name, load_file(trace_file), 1)
     assert main(arguments(model, "0", path)) == 2
-    expected = "expected one of all: dsv4.validate.cosine --against joins files of ranks"
+    expected = "the files of the others beside it, named like it but for rank1"
     assert capsys.readouterr().err == (
-        f"error: --reference: {path}: found a file of one of '2' ranks, {expected}\n"
+        f"error: {path}: found rank1 of 2 ranks, expected {expected}\n"
     )
 
 
