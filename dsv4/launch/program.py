@@ -54,21 +54,9 @@ class Program:
         """
         if not recorded.is_meta:
             return recorded
-        key = storage_key(recorded)
-        if key in self._zeroed:
-            return self._zeroed[key]
-        if key in self.recording.placed:
-            memory = self.recording.placed[key]
-            return memory.as_strided(
-                recorded.size(),
-                recorded.stride(),
-                memory.storage_offset() + recorded.storage_offset(),
-            )
-        start = self._layout.offsets[key]
-        storage = self._memory.bytes[start:].view(recorded.dtype)
-        return storage.as_strided(
-            recorded.size(), recorded.stride(), storage.storage_offset() + recorded.storage_offset()
-        )
+        memory = self._memory_of(recorded).view(recorded.dtype)
+        start = memory.storage_offset() + recorded.storage_offset()
+        return memory.as_strided(recorded.size(), recorded.stride(), start)
 
     def run(
         self, tokens: int, start: int = 0, stop: int | None = None, dense: bool = False
@@ -110,12 +98,16 @@ class Program:
             return 0
         if not tensor.is_meta:
             return tensor.data_ptr()
-        key = storage_key(tensor)
+        return self._memory_of(tensor).data_ptr() + byte_offset(tensor)
+
+    def _memory_of(self, recorded: Tensor) -> Tensor:
+        """Memory that begins where the buffer of a recorded tensor does."""
+        key = storage_key(recorded)
         if key in self._zeroed:
-            return self._zeroed[key].data_ptr() + byte_offset(tensor)
+            return self._zeroed[key]
         if key in self.recording.placed:
-            return self.recording.placed[key].data_ptr() + byte_offset(tensor)
-        return self._memory.bytes.data_ptr() + self._layout.offsets[key] + byte_offset(tensor)
+            return self.recording.placed[key]
+        return self._memory.bytes[self._layout.offsets[key] :]
 
 
 class _Ready:
