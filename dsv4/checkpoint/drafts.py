@@ -11,13 +11,13 @@ from dsv4.weights.parameters import MtpKind, shown_mtp
 
 def mtp_kind(checkpoint: Checkpoint) -> MtpKind | None:
     """The kind of speculative module that the tensor names show, if any."""
-    shown = shown_mtp((*checkpoint.tensors, *checkpoint.unreadable))
+    shown = shown_mtp(checkpoint.names)
     return None if shown is None else shown[0]
 
 
 def mtp_stages(checkpoint: Checkpoint) -> int:
     """How many ``mtp.{s}`` blocks the tensor names show."""
-    shown = shown_mtp((*checkpoint.tensors, *checkpoint.unreadable))
+    shown = shown_mtp(checkpoint.names)
     return 0 if shown is None else shown[1]
 
 

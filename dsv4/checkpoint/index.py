@@ -38,6 +38,11 @@ class Checkpoint:
     unreadable: frozenset[str]
     problems: Problems
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors, those in damaged shards included."""
+        return (*self.tensors, *self.unreadable)
+
     def read(self, name: str) -> Tensor:
         """One tensor as stored, memory-mapped: it costs no memory beyond the pages that are touched
         while it lives.

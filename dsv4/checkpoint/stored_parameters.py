@@ -101,15 +101,12 @@ def _find(
     wanted: Callable[[str], bool],
 ) -> list[StoredParameter]:
     """The parameters whose names are ``wanted``, of tensors of which only those are compared."""
-    names = (*checkpoint.tensors, *checkpoint.unreadable)
     # A folder of a speculative module alone shows no dialect: such names are the same in all.
-    alone = mtp is not None and all(map(_of_mtp, names))
-    dialect = Dialect.NATIVE if alone else detect_dialect(names, str(checkpoint.folder))
+    alone = mtp is not None and all(map(_of_mtp, checkpoint.names))
+    dialect = Dialect.NATIVE if alone else detect_dialect(checkpoint.names, str(checkpoint.folder))
     if mtp is not None:
         check_mtp(checkpoint, config, mtp)
     finder = _Finder(checkpoint, dialect, read_declaration(checkpoint))
-    finder.problems.extend(checkpoint.problems)
-    finder.index_names(names)
     stages = None if mtp is None else mtp_stages(checkpoint)
     listed = parameters(config, mtp, stages)
     expected = [parameter for name, parameter in listed.items() if wanted(name)]
@@ -137,24 +134,26 @@ class _Finder:
         self.dialect = dialect
         self.declaration = declaration
         self.problems = Problems()
-        self.stored: dict[str, str] = {}
-        self.unused: dict[str, str] = {}
+        self.problems.extend(checkpoint.problems)
+        self.stored = self._names_in_files()
+        self.unused = dict(self.stored)
 
-    def index_names(self, names: tuple[str, ...]) -> None:
-        """Fills native name → name in the files; reports names without a native form and two names
+    def _names_in_files(self) -> dict[str, str]:
+        """The names in the files by native name; reports names without a native form and two names
         for one tensor.
         """
-        for name in names:
+        stored: dict[str, str] = {}
+        for name in self.checkpoint.names:
             native = to_native(name, self.dialect)
             if native is None:
                 self.problems.add("unexpected", printable(name))
-            elif native in self.stored:
+            elif native in stored:
                 self.problems.add(
-                    "present twice", f"{printable(name)} and {printable(self.stored[native])}"
+                    "present twice", f"{printable(name)} and {printable(stored[native])}"
                 )
             else:
-                self.stored[native] = name
-        self.unused = dict(self.stored)
+                stored[native] = name
+        return stored
 
     def report_unexpected(self, wanted: Callable[[str], bool]) -> None:
         for native, name in self.unused.items():
