@@ -79,9 +79,7 @@ class OpenedCheckpoint:
         """
         absent = gpu_memory is not None
         checkpoint = open_checkpoint(path)
-        config = ModelConfig.from_dict(
-            checkpoint.raw_config, str(checkpoint.folder / "config.json")
-        )
+        config = checkpoint.model_config()
         found = find_parameters(checkpoint, config)
         stored = descriptions(found)
         all_devices = engine_devices(engine, absent)

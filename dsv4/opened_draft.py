@@ -64,7 +64,7 @@ class OpenedDraft:
             shown = "none" if kind is None else FLAG_OF_KIND[kind]
             raise UserError(f"{holder.folder}: draft module: found {shown}, expected {names}")
         if holder is not main:
-            config = with_dspark_of(config, holder)
+            config = replace(config, dspark=holder.model_config().dspark)
         found = find_draft(holder, config, kind)
         if kind == "dspark":
             check_keys(config, f"{holder.folder}/config.json: ")
@@ -107,9 +107,3 @@ class OpenedDraft:
 def chooses(engine: EngineConfig) -> bool:
     """Whether the checkpoint decides if there is a module."""
     return engine.draft == "auto" and engine.draft_weights is None
-
-
-def with_dspark_of(config: ModelConfig, holder: Checkpoint) -> ModelConfig:
-    """``config`` with the dspark keys of another folder."""
-    source = str(holder.folder / "config.json")
-    return replace(config, dspark=ModelConfig.from_dict(holder.raw_config, source).dspark)

@@ -38,7 +38,6 @@ from dsv4.checkpoint.writer import (
 from dsv4.command.flags import OneLineParser
 from dsv4.command.program import command, run_program
 from dsv4.command.progress import GIGABYTES, ProgressBar
-from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.model_files import resolve_inside
 from dsv4.weights.parameters import Parameter, Role
@@ -67,7 +66,7 @@ def export(
     """
     check_layout(layout)
     checkpoint = open_checkpoint(source)
-    config = ModelConfig.from_dict(checkpoint.raw_config, str(checkpoint.folder / "config.json"))
+    config = checkpoint.model_config()
     found = {
         stored.parameter.name: stored
         for stored in find_parameters(checkpoint, config, mtp_kind(checkpoint))

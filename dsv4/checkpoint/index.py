@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4.checkpoint.problems import Problems, printable
 from dsv4.checkpoint.shard import StoredTensor, map_tensor, read_header
 from dsv4.checkpoint.uncollected import uncollected
+from dsv4.config import ModelConfig
 from dsv4.errors import UserError, shorten
 from dsv4.json_object import read_json_object
 from dsv4.model_files import model_file, resolve_inside
@@ -42,6 +43,10 @@ class Checkpoint:
     def names(self) -> tuple[str, ...]:
         """The names of all tensors, those in damaged shards included."""
         return (*self.tensors, *self.unreadable)
+
+    def model_config(self) -> ModelConfig:
+        """What ``config.json`` says of the model. Raises ``UserError`` that names the file."""
+        return ModelConfig.from_dict(self.raw_config, str(self.folder / "config.json"))
 
     def read(self, name: str) -> Tensor:
         """One tensor as stored, memory-mapped: it costs no memory beyond the pages that are touched

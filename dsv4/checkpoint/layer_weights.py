@@ -55,8 +55,7 @@ class StoredLayers:
     def __init__(self, folder: str | Path) -> None:
         self._checkpoint = open_checkpoint(folder)
         self.raw_config = self._checkpoint.raw_config
-        source = str(self._checkpoint.folder / "config.json")
-        self.config = ModelConfig.from_dict(self.raw_config, source)
+        self.config = self._checkpoint.model_config()
         self._by_layer: defaultdict[int | None, list[StoredParameter]] = defaultdict(list)
         for stored in find_parameters(self._checkpoint, self.config):
             self._by_layer[layer_of(stored.parameter.name)].append(stored)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from dsv4.checkpoint import load_ranks, open_checkpoint
 from dsv4.checkpoint.identity import Identity, checkpoint_identity
 from dsv4.checkpoint.load import load_found_ranks
 from dsv4.checkpoint.stored_parameters import find_draft
-from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT, DRAFTS
-from dsv4.opened_draft import KIND_OF_FLAG, with_dspark_of
+from dsv4.opened_draft import KIND_OF_FLAG
 from dsv4.parallel.placement import Placement
 from dsv4.step.lock_step import LockStep
 from dsv4.step.steps import RecordedSteps
@@ -32,13 +32,13 @@ def one_stream(draft: str | None = None, **settings: Any) -> Engine:
     demo's module of this name.
     """
     checkpoint = open_checkpoint(CHECKPOINT)
-    config = ModelConfig.from_dict(checkpoint.raw_config)
+    config = checkpoint.model_config()
     devices = (torch.device("cuda", 0),) * RANKS
     placement = Placement.tensor(config.num_hidden_layers, devices)
     weights = load_ranks(checkpoint, config, placement)
     if draft is not None:
         holder = open_checkpoint(DRAFTS[draft])
-        config = with_dspark_of(config, holder)
+        config = replace(config, dspark=holder.model_config().dspark)
         found = find_draft(holder, config, KIND_OF_FLAG[draft])
         modules = load_found_ranks(holder, config, found, placement)
         weights = [{**own, **module} for own, module in zip(weights, modules, strict=True)]
