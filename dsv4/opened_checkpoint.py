@@ -24,7 +24,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.launch.target import Target
 from dsv4.layers.weights import ReadOnce
-from dsv4.opened_draft import OpenedDraft, chooses
+from dsv4.opened_draft import OpenedDraft, checkpoint_decides
 from dsv4.ops.tables import TABLES, DirectTable, Table
 from dsv4.parallel.devices import (
     check_cuda_graph,
@@ -95,8 +95,8 @@ class OpenedCheckpoint:
         sizes = ((description.parameter.name, description.nbytes) for description in stored)
         layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
         placement = Placement.of(engine, all_devices, layer_bytes)
-        if draft is not None and chooses(engine) and not draft.has_place(placement):
-            return cls._without_draft(path, engine, gpu_memory, "there is no place for it")
+        if draft is not None and checkpoint_decides(engine) and not draft.has_place(placement):
+            return cls._open_without_draft(path, engine, gpu_memory, "there is no place for it")
         check_divisible(config, formats, placement.ranks)
         devices = placement.devices
         engine = with_device_defaults(engine, devices)
@@ -107,17 +107,17 @@ class OpenedCheckpoint:
         try:
             steps = _accepted(checkpoint, draft, plan_steps)
         except ModuleRefused as refusal:
-            if not chooses(engine):
+            if not checkpoint_decides(engine):
                 raise
-            return cls._without_draft(path, engine, gpu_memory, str(refusal))
+            return cls._open_without_draft(path, engine, gpu_memory, str(refusal))
         draft_bytes = 0 if draft is None else draft.state_bytes(engine, table, placement)
         plan = plan_memory(config, engine, placement, stored, steps, gpu_memory, draft_bytes)
-        if draft is not None and chooses(engine) and not plan.fits:
-            return cls._without_draft(path, engine, gpu_memory, "there is no place for it")
+        if draft is not None and checkpoint_decides(engine) and not plan.fits:
+            return cls._open_without_draft(path, engine, gpu_memory, "there is no place for it")
         return cls(checkpoint, found, config, draft, placement, table, steps, plan)
 
     @classmethod
-    def _without_draft(
+    def _open_without_draft(
         cls, path: str | Path, engine: EngineConfig, gpu_memory: int | None, reason: str
     ) -> "OpenedCheckpoint":
         """Where the checkpoint has a module that nobody asked for, and that cannot run."""
@@ -171,7 +171,7 @@ class OpenedCheckpoint:
             ]
             yield ranks
         if cache is not None and kept is None:
-            cache.write([_without_draft(rank.packed or {}) for rank in ranks])
+            cache.write([_of_main_model(rank.packed or {}) for rank in ranks])
 
 
 def _is_kept(parameter: Parameter) -> bool:
@@ -179,7 +179,7 @@ def _is_kept(parameter: Parameter) -> bool:
     return is_packed(parameter) and not parameter.name.startswith("mtp.")
 
 
-def _without_draft(packed: dict[str, Any]) -> dict[str, Any]:
+def _of_main_model(packed: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in packed.items() if not name.startswith("mtp.")}
 
 

@@ -52,17 +52,17 @@ class OpenedDraft:
         """
         if engine.draft == "off":
             return None
-        if chooses(engine):
+        if checkpoint_decides(engine):
             pays = isinstance(table, RecordedTable) and engine.parallel != "round-robin"
             if not pays or mtp_kind(main) is None:
                 return None
         holder = main if engine.draft_weights is None else open_checkpoint(engine.draft_weights)
         kind = mtp_kind(holder)
-        wanted = FLAG_OF_KIND if engine.draft == "auto" else {KIND_OF_FLAG[engine.draft]}
-        if kind is None or kind not in wanted:
-            names = " or ".join(FLAG_OF_KIND[name] for name in wanted)
+        wanted = tuple(KIND_OF_FLAG) if engine.draft == "auto" else (engine.draft,)
+        if kind is None or FLAG_OF_KIND[kind] not in wanted:
             shown = "none" if kind is None else FLAG_OF_KIND[kind]
-            raise UserError(f"{holder.folder}: draft module: found {shown}, expected {names}")
+            expected = " or ".join(wanted)
+            raise UserError(f"{holder.folder}: draft module: found {shown}, expected {expected}")
         if holder is not main:
             config = replace(config, dspark=holder.model_config().dspark)
         found = find_draft(holder, config, kind)
@@ -104,6 +104,6 @@ class OpenedDraft:
         return load_found_ranks(self.checkpoint, self.config, self.found, placement)
 
 
-def chooses(engine: EngineConfig) -> bool:
+def checkpoint_decides(engine: EngineConfig) -> bool:
     """Whether the checkpoint decides if there is a module."""
     return engine.draft == "auto" and engine.draft_weights is None
