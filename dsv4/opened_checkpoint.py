@@ -157,7 +157,7 @@ class OpenedCheckpoint:
             self.placement,
             found=found,
             progress=progress if kept is None else None,
-            without=_is_kept if kept is not None else lambda _: False,
+            is_unneeded=_is_kept if kept is not None else lambda _: False,
         ) as loading:
             if draft is not None and not is_own:
                 for weights, module in zip(loading.ranks, draft.load(self.placement), strict=True):

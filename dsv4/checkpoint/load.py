@@ -98,7 +98,8 @@ def load_weights(
     for what only the values show: NaN or infinity in small tensors, expert ids or scales out of
     range.
     """
-    found = _find(checkpoint, config, mtp)
+    found = find_parameters(checkpoint, config, mtp)
+    _log_skipped(checkpoint, found)
     return load_found(checkpoint, config, found, device_of, progress)
 
 
@@ -138,33 +139,27 @@ def loading_ranks(
     mtp: MtpKind | None = None,
     progress: Callable[[int, int], None] | None = None,
     found: Sequence[StoredParameter] | None = None,
-    without: Callable[[Parameter], bool] = lambda _: False,
+    is_unneeded: Callable[[Parameter], bool] = lambda _: False,
 ) -> Iterator[Loading]:
     """``load_ranks`` beside the block of the ``with``, whose end waits for what is missing.
-    ``found``: all parameters, where they are known. Those ``without`` which the caller can do are
-    not loaded.
+    ``found``: all parameters, where they are known. Those that ``is_unneeded`` picks are not
+    loaded.
     """
-    every = _find(checkpoint, config, mtp, found)
-    found = [one for one in every if not without(one.parameter)]
-    formats = ((stored.parameter, stored.format) for stored in found)
+    found = find_parameters(checkpoint, config, mtp) if found is None else found
+    _log_skipped(checkpoint, found)
+    needed = [stored for stored in found if not is_unneeded(stored.parameter)]
+    formats = ((stored.parameter, stored.format) for stored in needed)
     check_divisible(config, formats, placement.ranks)
     devices_of = placement.devices_of
-    with _loading(checkpoint, config, found, devices_of, placement.ranks, progress) as loading:
+    with _loading(checkpoint, config, needed, devices_of, placement.ranks, progress) as loading:
         yield loading
 
 
-def _find(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    mtp: MtpKind | None,
-    found: Sequence[StoredParameter] | None = None,
-) -> Sequence[StoredParameter]:
-    """All parameters, unless they are ``found``; says which tensors are left out."""
-    every = find_parameters(checkpoint, config, mtp) if found is None else found
+def _log_skipped(checkpoint: Checkpoint, found: Sequence[StoredParameter]) -> None:
+    """Says so where the checkpoint has a speculative module and ``found`` has nothing of it."""
     skipped = mtp_kind(checkpoint)
-    if skipped is not None and not any(one.parameter.name.startswith("mtp.") for one in every):
+    if skipped is not None and not any(one.parameter.name.startswith("mtp.") for one in found):
         _LOG.info("%s: skipping the mtp tensors (%s)", checkpoint.folder, skipped)
-    return every
 
 
 def load_found(

@@ -213,7 +213,7 @@ def test_parameters_that_nobody_wants_are_not_read(tmp_path: Path) -> None:
         config_of(checkpoint),
         on_cpu(checkpoint, 1),
         progress=lambda *state: seen.append(state),
-        without=lambda parameter: parameter.role is Role.EXPERT,
+        is_unneeded=lambda parameter: parameter.role is Role.EXPERT,
     ) as loading:
         (weights,) = loading.ranks
     assert not any(".experts." in name and "shared" not in name for name in weights)
