@@ -19,10 +19,10 @@ from dsv4.checkpoint.convert import convert
 from dsv4.checkpoint.drafts import mtp_kind
 from dsv4.checkpoint.index import INDEX_NAME, Checkpoint, open_checkpoint
 from dsv4.checkpoint.layouts import Layout, check_layout, declare, format_in
-from dsv4.checkpoint.load import read_plain
 from dsv4.checkpoint.matrices import load_matrix
 from dsv4.checkpoint.names import Dialect, detect_dialect
 from dsv4.checkpoint.outputs import output_tensors
+from dsv4.checkpoint.plain import read_plain
 from dsv4.checkpoint.problems import Problems
 from dsv4.checkpoint.scale_values import check_input_scales, unfilled_input_scales
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters

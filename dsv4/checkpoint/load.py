@@ -16,7 +16,7 @@ from dsv4.checkpoint.drafts import mtp_kind
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.matrices import Held, unfilled_matrices
 from dsv4.checkpoint.pieces import Piece
-from dsv4.checkpoint.problems import Problems
+from dsv4.checkpoint.plain import load_plain
 from dsv4.checkpoint.scale_values import (
     check_input_scales,
     check_scales,
@@ -29,7 +29,7 @@ from dsv4.checkpoint.writer import counter
 from dsv4.config import ModelConfig
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import check_divisible, cut_of, local_parameter
-from dsv4.weights.parameters import MtpKind, Parameter, Role
+from dsv4.weights.parameters import MtpKind, Parameter
 from dsv4.weights.quant import QuantFormat, QuantTensor, packed_bytes
 
 Weights = dict[str, QuantTensor | Tensor]
@@ -222,74 +222,30 @@ def _prepared(
         for stored in found
     }
     count = counter(progress, sum(stored.nbytes + stored.input_scale_bytes for stored in found))
-    plain = [stored for stored in found if stored.format is None]
-    matrices = [stored for stored in found if stored.format is not None]
-    loaded: dict[str, Sequence[QuantTensor | Tensor]] = {}
-    problems = Problems()
     # Small tensors first: a wrong value in them shows before the long part of the load.
-    for stored in plain:
-        name = stored.parameter.name
-        tensor = read_plain(checkpoint, stored, config.n_routed_experts, problems)
-        loaded[name] = [_part_on(tensor, one) for one in held[name]]
-        count(stored.nbytes)
-    problems.raise_if_any(str(checkpoint.folder))
+    loaded: dict[str, Sequence[QuantTensor | Tensor]] = {
+        **load_plain(checkpoint, found, config.n_routed_experts, held, count)
+    }
     pieces: list[Piece] = []
-    filled: dict[str, tuple[StoredParameter, Sequence[QuantTensor], Tensor]] = {}
-    for stored in matrices:
+    unchecked: dict[str, tuple[StoredParameter, Sequence[QuantTensor], Tensor]] = {}
+    for stored in found:
+        if stored.format is None:
+            continue
         name = stored.parameter.name
-        weights, needed = unfilled_matrices(checkpoint, stored, held[name])
+        weights, of_weights = unfilled_matrices(checkpoint, stored, held[name])
         loaded[name] = weights
         first = held[name][0]
-        scales, of_scales = unfilled_input_scales(checkpoint, stored, first.device)
-        pieces += needed + of_scales
-        filled[name] = stored, (weights[:1] if first.cut is None else weights), scales
+        input_scales, of_scales = unfilled_input_scales(checkpoint, stored, first.device)
+        pieces += of_weights + of_scales
+        # What is not cut is the same on all ranks.
+        different = weights[:1] if first.cut is None else weights
+        unchecked[name] = stored, different, input_scales
 
     def check(name: str) -> None:
-        stored, weights, input_scales = filled.pop(name)
+        stored, weights, input_scales = unchecked.pop(name)
         for weight in weights:
             check_scales(checkpoint, stored, weight)
         check_input_scales(checkpoint, stored, input_scales)
 
     of_ranks = tuple({name: loaded[name][rank] for name in held} for rank in range(ranks))
     return of_ranks, Transfer(pieces, count, check)
-
-
-def read_plain(
-    checkpoint: Checkpoint, stored: StoredParameter, experts: int, problems: Problems
-) -> Tensor:
-    """A NORM, FLOAT or TABLE in the dtype it is loaded in, on the CPU, memory-mapped or not."""
-    (name,) = stored.parts["data"].names
-    tensor = checkpoint.read(name)
-    if stored.parameter.role is Role.TABLE:
-        tensor = tensor.to(torch.int64)
-        if tensor.numel() and not (int(tensor.min()) >= 0 and int(tensor.max()) < experts):
-            found = f"{int(tensor.min())} to {int(tensor.max())}"
-            problems.add(
-                "out of range", f"{name} (found expert ids {found}, expected 0 to {experts - 1})"
-            )
-        token = _first_repeating(tensor)
-        if token is not None:
-            problems.add(
-                "out of range", f"{name} (found an expert twice for token {token}, expected once)"
-            )
-    elif not bool(torch.isfinite(tensor).all()):
-        problems.add("not finite", f"{name} (found NaN or infinity)")
-    dtype = torch.float32 if stored.parameter.role is Role.FLOAT else tensor.dtype
-    return tensor.to(dtype)
-
-
-def _first_repeating(ids_VK: Tensor) -> int | None:
-    """The first row that holds a number twice. Rows are sorted only where there is one, which takes
-    longer than to compare every column with those behind it.
-    """
-    ids_KV = ids_VK.to(torch.int32).t().contiguous()
-    if not any(bool((ids_KV[by:] == ids_KV[:-by]).any()) for by in range(1, len(ids_KV))):
-        return None
-    sorted_VK = ids_VK.sort(dim=-1).values
-    return int((sorted_VK[:, 1:] == sorted_VK[:, :-1]).any(-1).nonzero()[0])
-
-
-def _part_on(tensor: Tensor, held: Held) -> Tensor:
-    """A copy of what is held of a plain parameter."""
-    part = tensor if held.cut is None else held.cut.narrow(tensor)
-    return part.to(held.device, copy=True)
