@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.checkpoint.byte_count import counter
 from dsv4.checkpoint.declarations import DENSE
 from dsv4.checkpoint.drafts import mtp_kind
 from dsv4.checkpoint.index import Checkpoint
@@ -25,7 +26,6 @@ from dsv4.checkpoint.scale_values import (
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.checkpoint.transfer import Transfer
 from dsv4.checkpoint.uncollected import uncollected
-from dsv4.checkpoint.writer import counter
 from dsv4.config import ModelConfig
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import check_divisible, cut_of, local_parameter

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import dsv4
+from dsv4.checkpoint.byte_count import counter
 from dsv4.checkpoint.checksum import as_unsigned, checksum, queued_checksum
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.packed_values import Memory, described, known_classes, numbers_in, remade
@@ -27,7 +28,6 @@ from dsv4.checkpoint.transfer import Transfer
 from dsv4.checkpoint.writer import (
     WRITERS,
     OutputTensor,
-    counter,
     new_folder,
     write_json,
     write_shards,

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dsv4.checkpoint.byte_count import counter
 from dsv4.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from dsv4.checkpoint.shard import DTYPE_NAMES
 from dsv4.errors import UserError
@@ -222,21 +223,6 @@ def lay_out_file(
     text += b" " * (-len(text) % 8)
     start = len(text).to_bytes(8, "little") + text
     return start, {name: len(start) + offset for name, offset in offsets.items()}
-
-
-def counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
-    """Adds up the bytes that several threads report, and shows them one at a time."""
-    lock = Lock()
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-
-    return count
 
 
 def _write_file(
