@@ -3,7 +3,7 @@
 """
 
 from dsv4.checkpoint.drafts import mtp_kind
-from dsv4.checkpoint.geometries import Geometry, geometry_config
+from dsv4.checkpoint.geometries import Geometry, geometry_config, tiny_config
 from dsv4.checkpoint.index import Checkpoint, open_checkpoint
 from dsv4.checkpoint.layouts import Layout
 from dsv4.checkpoint.load import (
@@ -20,7 +20,6 @@ from dsv4.checkpoint.names import Dialect
 from dsv4.checkpoint.synthetic import (
     synthetic_rank_weights,
     synthetic_weights,
-    tiny_config,
     write_synthetic,
     write_weights,
 )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import single_shot_inference
-from dsv4.checkpoint.synthetic import tiny_config, write_synthetic
+from dsv4.checkpoint import tiny_config, write_synthetic
 from dsv4.demo import CHECKPOINT
 from encoding import Tokenizer
 
