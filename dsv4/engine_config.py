@@ -24,6 +24,11 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "prefill_activations": ACTIVATION_MODES,
     "draft": ("auto", "off", "mtp", "dspark"),
 }
+_RANGES = {
+    "gpus": (1, 8),
+    "prefill_chunk": (1, MAX_PREFILL_CHUNK),
+    "max_context": (1, 2**31 - 1),
+}
 
 
 @dataclass(frozen=True)
@@ -69,26 +74,8 @@ class EngineConfig:
     packed_cache: str | None = None
 
     def __post_init__(self) -> None:
-        for field, allowed in _CHOICES.items():
-            value = self.__dict__[field]
-            if value not in allowed:
-                expected = ", ".join(map(str, allowed))
-                raise UserError(
-                    f"EngineConfig.{field}: found {shorten(value)}, expected one of {expected}"
-                )
-        for field, low, high in (
-            ("gpus", 1, 8),
-            ("prefill_chunk", 1, MAX_PREFILL_CHUNK),
-            ("max_context", 1, 2**31 - 1),
-        ):
-            value = self.__dict__[field]
-            if value is None and field != "gpus":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                found = shorten(value)
-                raise UserError(
-                    f"EngineConfig.{field}: found {found}, expected an integer from {low} to {high}"
-                )
+        self._check_choices()
+        self._check_integers()
         if not isinstance(self.require_native, bool):
             found = shorten(self.require_native)
             raise UserError(f"EngineConfig.require_native: found {found}, expected True or False")
@@ -97,7 +84,11 @@ class EngineConfig:
                 f"EngineConfig.gpus: found {self.gpus} with EngineConfig.parallel='tensor', "
                 f"expected one of {', '.join(map(str, TENSOR_GPUS))}"
             )
-        self._check_drafts()
+        self._check_draft_tokens()
+        self._check_folders()
+        for field in ("draft_tokens", "draft_weights"):
+            if self.draft == "off" and self.__dict__[field] is not None:
+                raise UserError(f"EngineConfig.{field}: found with draft 'off', expected another")
         if self.require_native and self.ops != "auto":
             raise UserError(
                 f"EngineConfig.require_native: found with ops {self.ops!r}, expected 'auto'"
@@ -108,7 +99,27 @@ class EngineConfig:
                 "expected bfloat16"
             )
 
-    def _check_drafts(self) -> None:
+    def _check_choices(self) -> None:
+        for field, allowed in _CHOICES.items():
+            value = self.__dict__[field]
+            if value not in allowed:
+                expected = ", ".join(map(str, allowed))
+                raise UserError(
+                    f"EngineConfig.{field}: found {shorten(value)}, expected one of {expected}"
+                )
+
+    def _check_integers(self) -> None:
+        for field, (low, high) in _RANGES.items():
+            value = self.__dict__[field]
+            if value is None and field != "gpus":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                found = shorten(value)
+                raise UserError(
+                    f"EngineConfig.{field}: found {found}, expected an integer from {low} to {high}"
+                )
+
+    def _check_draft_tokens(self) -> None:
         count = self.draft_tokens
         is_count = isinstance(count, int) and not isinstance(count, bool)
         if count not in (None, "auto") and not (is_count and 1 <= count <= MAX_DRAFTS):
@@ -116,11 +127,10 @@ class EngineConfig:
                 f"EngineConfig.draft_tokens: found {shorten(count)}, "
                 f"expected 'auto' or an integer from 1 to {MAX_DRAFTS}"
             )
+
+    def _check_folders(self) -> None:
         for field in ("draft_weights", "packed_cache"):
             folder = self.__dict__[field]
             if folder is not None and not (isinstance(folder, str) and folder):
                 found = shorten(folder)
                 raise UserError(f"EngineConfig.{field}: found {found}, expected a folder's path")
-        for field in ("draft_tokens", "draft_weights"):
-            if self.draft == "off" and self.__dict__[field] is not None:
-                raise UserError(f"EngineConfig.{field}: found with draft 'off', expected another")
