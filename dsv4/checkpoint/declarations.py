@@ -16,6 +16,8 @@ from dsv4.errors import UserError, shorten
 from dsv4.weights.parameters import Parameter, Role
 from dsv4.weights.quant import FP8_BLOCK, QuantFormat
 
+Method = Literal["undeclared", "none", "fp8", "nvfp4"]
+
 DENSE = (QuantFormat.BF16, QuantFormat.F32)
 _EXCLUDING_KEYS = ("ignore", "exclude_modules", "modules_to_not_convert")
 _EXPERT_FORMATS = {"fp4": QuantFormat.MXFP4, "fp8": QuantFormat.FP8_BLOCK128}
@@ -48,7 +50,7 @@ class Declaration:
     say what it is.
     """
 
-    method: Literal["undeclared", "none", "fp8", "nvfp4"]
+    method: Method
     expert_format: QuantFormat
     nvfp4: ModulePatterns
     all_main_experts_nvfp4: bool
@@ -110,18 +112,27 @@ def read_declaration(checkpoint: Checkpoint) -> Declaration:
     )
     _check_agreement(quantization, separate, f"{source}: quantization_config")
     merged = {**separate, **quantization}
-    method = merged.get("quant_method", "modelopt" if separate or "quant_algo" in merged else None)
     layers = merged.get("quantized_layers", {})
     excluded = [name for key in _EXCLUDING_KEYS for name in merged.get(key, ())]
-    everything = method == "modelopt" and merged.get("quant_algo") == "NVFP4" and not layers
-    default = "none" if merged else "undeclared"
     return Declaration(
-        method="nvfp4" if everything else "fp8" if method == "fp8" else default,
+        method=_method(merged, has_own_file=bool(separate)),
         expert_format=_expert_format(checkpoint.raw_config, merged, source),
         nvfp4=ModulePatterns(list(layers)),
         all_main_experts_nvfp4=merged.get("moe_quant_algo") == "NVFP4" and not layers,
         excluded=ModulePatterns(excluded),
     )
+
+
+def _method(declared: dict[str, Any], has_own_file: bool) -> Method:
+    """What holds for a matrix that no list names. ModelOpt alone writes a file of its own."""
+    if not declared:
+        return "undeclared"
+    is_by_modelopt = has_own_file or "quant_algo" in declared
+    method = declared.get("quant_method", "modelopt" if is_by_modelopt else None)
+    if method == "fp8":
+        return "fp8"
+    is_whole = declared.get("quant_algo") == "NVFP4" and not declared.get("quantized_layers")
+    return "nvfp4" if method == "modelopt" and is_whole else "none"
 
 
 def _expert_format(

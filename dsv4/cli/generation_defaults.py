@@ -115,13 +115,10 @@ def eos_token_ids(config: ModelConfig, defaults: dict[str, Any]) -> frozenset[in
     ``UserError`` for what is no token id of the model.
     """
     found = defaults.get("eos_token_id")
-    ids = (
-        config.eos_token_ids
-        if found is None
-        else found
-        if isinstance(found, list | tuple)
-        else [found]
-    )
+    if found is None:
+        ids = config.eos_token_ids
+    else:
+        ids = found if isinstance(found, list | tuple) else [found]
     # A bool is an int too.
     if not all(type(token_id) is int and 0 <= token_id < config.vocab_size for token_id in ids):
         raise UserError(
