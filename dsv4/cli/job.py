@@ -19,6 +19,7 @@ from dsv4.limits import MAX_DRAFTS
 from dsv4.measure.graph_profile import GraphProfile
 from dsv4.measure.op_profile import OpProfile
 from dsv4.plan import DEFAULT_MAX_CONTEXT
+from dsv4.run_stats import RunStats
 from dsv4.sampling import SamplingParams
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -50,6 +51,11 @@ class Outcome:
     profile: OpProfile | GraphProfile | None = None
     # Raised when everything else has been reported.
     error: Exception | None = None
+
+    @property
+    def stats(self) -> RunStats | None:
+        """Those of the engine's last run, if there was one."""
+        return None if self.engine is None else self.engine.last_run
 
     @property
     def complete(self) -> bool:

@@ -21,21 +21,20 @@ from dsv4.parallel.devices import table_name
 from dsv4.plan import MemoryPlan
 from dsv4.run_stats import RunStats
 
+_NOTHING_RAN = RunStats(0, 0.0, 0, 0.0, "interrupted")
+
 
 def report(job: Job, outcome: Outcome) -> None:
     """The summary line and the profile's table on stderr, unless ``--quiet`` or an error follows,
     and the ``--json`` file.
     """
-    measured = timing(
-        outcome.load_seconds, outcome.engine.last_run if outcome.engine is not None else None
-    )
+    measured = timing(outcome.load_seconds, outcome.stats)
     if not job.arguments.quiet and outcome.finish_reason != "error":
         if outcome.profile is not None:
             say(outcome.profile.table())
         say(summary_line(measured, graph_mode(outcome.engine), outcome.finish_reason))
     if job.arguments.json is not None:
-        text = json.dumps(describe(job, outcome, measured), ensure_ascii=False, allow_nan=False)
-        write_output("--json", job.arguments.json, f"{text}\n")
+        write_report(job.arguments.json, describe(job, outcome, measured))
 
 
 def report_plan(job: Job, plan: MemoryPlan) -> None:
@@ -59,8 +58,13 @@ def report_plan(job: Job, plan: MemoryPlan) -> None:
             "config": config_record(job, None),
             "provenance": provenance(shlex.join(sys.argv)),
         }
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-        write_output("--json", job.arguments.json, f"{text}\n")
+        write_report(job.arguments.json, record)
+
+
+def write_report(path: Path, record: dict[str, Any]) -> None:
+    """Writes the ``--json`` file, one line."""
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    write_output("--json", path, f"{text}\n")
 
 
 def describe(job: Job, outcome: Outcome, measured: dict[str, Any]) -> dict[str, Any]:
@@ -89,14 +93,13 @@ def describe_prompt(job: Job) -> dict[str, Any]:
 def describe_completion(job: Job, outcome: Outcome) -> dict[str, Any]:
     """What the model has answered, as text, as a message and as tokens."""
     text, answer = answer_of(job, outcome)
-    stats = None if outcome.engine is None else outcome.engine.last_run
     return {
         "text": text,
         "message": answer.message,
         "cut_off": answer.cut_off or None,
         "repairs": list(answer.repairs),
         "token_ids": outcome.token_ids,
-        "logprobs": describe_logprobs(job.tokenizer, stats),
+        "logprobs": describe_logprobs(job.tokenizer, outcome.stats),
     }
 
 
@@ -151,24 +154,20 @@ def device_names(engine: Engine) -> list[str]:
 
 def timing(load_seconds: float | None, stats: RunStats | None) -> dict[str, Any]:
     """The measured times as the JSON report has them; what was not measured is ``None``."""
-    prefill_tokens, prefill_seconds = (
-        (stats.prefill_tokens, stats.prefill_seconds) if stats else (0, 0.0)
-    )
-    reused_tokens = stats.reused_tokens if stats else 0
-    decode_tokens, decode_seconds = (
-        (stats.decode_tokens, stats.decode_seconds) if stats else (0, 0.0)
-    )
+    ran = _NOTHING_RAN if stats is None else stats
+    prefilled = ran.prefill_tokens
+    decoded = ran.decode_tokens
     return {
         "load_seconds": load_seconds,
-        "reused_tokens": reused_tokens,
-        "prefill_tokens": prefill_tokens,
-        "prefill_seconds": prefill_seconds,
-        "prefill_tokens_per_second": prefill_tokens / prefill_seconds if prefill_tokens else None,
-        "decode_tokens": decode_tokens,
-        "decode_seconds": decode_seconds,
-        "decode_ms_per_token": 1000 * decode_seconds / decode_tokens if decode_tokens else None,
-        "decode_tokens_per_second": decode_tokens / decode_seconds if decode_tokens else None,
-        "drafts": draft_record(None if stats is None else stats.drafts),
+        "reused_tokens": ran.reused_tokens,
+        "prefill_tokens": prefilled,
+        "prefill_seconds": ran.prefill_seconds,
+        "prefill_tokens_per_second": prefilled / ran.prefill_seconds if prefilled else None,
+        "decode_tokens": decoded,
+        "decode_seconds": ran.decode_seconds,
+        "decode_ms_per_token": 1000 * ran.decode_seconds / decoded if decoded else None,
+        "decode_tokens_per_second": decoded / ran.decode_seconds if decoded else None,
+        "drafts": draft_record(ran.drafts),
     }
 
 
