@@ -34,8 +34,9 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.measure.record_file import write_record
 from dsv4.ops.tables import TableName
-from dsv4.validate.against import column_of, compare_files
+from dsv4.validate.against import compare_files
 from dsv4.validate.agreement import DEFAULT_THRESHOLD, Agreement, agreement, table
+from dsv4.validate.names import column_of
 from dsv4.validate.plot import Point, cosine_svg
 from dsv4.validate.traces import Trace, engine_trace, transformers_trace, write_engine_trace
 
@@ -194,9 +195,8 @@ def run(options: argparse.Namespace) -> Report:
         )
         reference, _ = engine_trace(options.model, token_ids, torch_config, {})
     rows = compare(found, reference, kinds, options.threshold)
-    same = [int(row.argmax()) for row in found["logits"]] == [
-        int(row.argmax()) for row in reference["logits"]
-    ]
+    ours, theirs = ([int(row.argmax()) for row in side["logits"]] for side in (found, reference))
+    same = ours == theirs
     return Report(
         f"{table(rows)}\nsame argmax at every token: {'yes' if same else 'no'}",
         {

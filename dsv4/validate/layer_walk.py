@@ -14,19 +14,18 @@ from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops.tables import TORCH_TABLE, DirectTable, Table
-from dsv4.validate.against import (
-    ALIGNED,
-    CHOSEN,
-    common_names,
-    execution_order,
-    expect_shape,
-    expect_shape_of_choices,
-    layer_of,
-    suffix,
-)
+from dsv4.validate.against import expect_shape, expect_shape_of_choices
 from dsv4.validate.agreement import Agreement, Tally, align
 from dsv4.validate.followed_choices import ENTRIES, EXPERTS, FollowedChoices
 from dsv4.validate.joined_trace import JoinedTrace
+from dsv4.validate.names import (
+    CHOSEN,
+    common_names,
+    execution_order,
+    ids_of,
+    layer_of,
+    suffix,
+)
 from dsv4.validate.one_layer import Given, OneLayer, Values
 
 Input = Literal["own", "reference", "trace"]
@@ -170,19 +169,19 @@ class Walk:
     def _compare(self, kind: str, found: Values, expected: Computed) -> list[Agreement]:
         rows = []
         for name in common_names(found.keys(), expected.values.keys()):
-            last = suffix(name)
+            ids = ids_of(name)
+            is_choice = suffix(name) in CHOSEN
             # A share over all tokens under ``choices`` has a token under it.
-            tally = Tally(self.choices if last in CHOSEN else self.threshold)
-            if last in CHOSEN:
-                tally.add_chosen(found[name], expected.choices.get(name, expected.values[name]))
-            elif last in ALIGNED:
-                ids = name.removesuffix(last) + ALIGNED[last]
-                sides = (found, expected.values)
-                tally.add(*align(*(side[key] for side in sides for key in (name, ids))))
+            tally = Tally(self.choices if is_choice else self.threshold)
+            theirs = expected.values
+            if is_choice:
+                tally.add_chosen(found[name], expected.choices.get(name, theirs[name]))
+            elif ids is not None:
+                tally.add(*align(found[name], found[ids], theirs[name], theirs[ids]))
             else:
-                tally.add(found[name], expected.values[name])
-            row = tally.result(name, kind, last in CHOSEN)
-            if last in CHOSEN and row.cosine >= self.choices:
+                tally.add(found[name], theirs[name])
+            row = tally.result(name, kind, is_choice)
+            if is_choice and row.cosine >= self.choices:
                 row = replace(row, first_under=None)
             rows.append(row)
         return rows

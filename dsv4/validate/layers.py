@@ -16,9 +16,9 @@ from typing import Any
 from dsv4.command.output_file import write_output
 from dsv4.command.program import command, run_program
 from dsv4.measure.record_file import write_record
-from dsv4.validate.against import one_sided, suffix
 from dsv4.validate.layer_flags import described, make_walk, parse
 from dsv4.validate.layer_walk import LayerResult, peak_bytes
+from dsv4.validate.names import one_sided, suffix
 from dsv4.validate.plot import Point, cosine_svg
 
 _HEAD = f"{'layer':<5} {'kind':<9} {'chunk':>5}  {'streams':<10}  least of all values, choices"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4.validate.against import suffix
+from dsv4.validate.names import suffix
 from tests.hooks.loading import config_folder, load_hook, read_joined, stub_distributed
 from tests.hooks.sglang_stub import HEADS, SCALE, VOCABULARY, DeepseekV4ForCausalLM
 

@@ -8,7 +8,7 @@ import torch
 
 from dsv4.layers.values import LAYER_VALUES
 from dsv4.ops.rope import rope
-from dsv4.validate.against import suffix
+from dsv4.validate.names import suffix
 from tests.hooks.loading import config_folder, load_hook, read_joined, stub_distributed
 from tests.hooks.vllm_stub import HEADS, DeepseekV4ForCausalLM, mhc_post_tilelang
 

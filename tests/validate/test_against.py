@@ -14,8 +14,8 @@ from dsv4 import Engine
 from dsv4.checkpoint import tiny_config, write_synthetic
 from dsv4.demo import CHECKPOINT
 from dsv4.layers.values import LAYER_VALUES
-from dsv4.validate.against import execution_order
 from dsv4.validate.cosine import main
+from dsv4.validate.names import execution_order
 from tests.model.tiny import raw_config
 from tests.validate.trace_files import random, write
 
