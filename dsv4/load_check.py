@@ -3,7 +3,7 @@ against the portable kernels.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -170,8 +170,11 @@ def _product(
         if found is None:
             return fault
         tolerance = PRODUCT if exact or not normed else REQUANTISED
-        pairs = zip(found, run(reference, x), strict=True)
-        return next(_found(difference(a, b, tolerance) for a, b in pairs), None)
+        for one, expected in zip(found, run(reference, x), strict=True):
+            wrong = difference(one, expected, tolerance)
+            if wrong is not None:
+                return wrong
+        return None
 
     return Product(f"{op} {_described(weights)}", (op, _kind(weights)), compare)
 
@@ -207,10 +210,6 @@ def _attempt(
     except RuntimeError as error:
         return None, " ".join(str(error).split("\n")[0].split())
     return found, None
-
-
-def _found(wrong: Iterable[str | None]) -> Iterator[str]:
-    return (line for line in wrong if line is not None)
 
 
 def _kind(weights: Sequence[Weight]) -> Hashable:
