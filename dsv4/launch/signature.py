@@ -55,21 +55,13 @@ class Parameter:
                 return None
             if not isinstance(argument, Tensor):
                 return f"found {argument!r}, expected a tensor or None ({self.type}*)"
-            dtypes = _POINTEE.get(self.type, (argument.dtype,))
-            return (
-                None
-                if argument.dtype in dtypes
-                else f"found {argument.dtype}, expected {self.type}*"
-            )
+            fits = argument.dtype in _POINTEE.get(self.type, (argument.dtype,))
+            return None if fits else f"found {argument.dtype}, expected {self.type}*"
         if self.type == "float":
-            return (
-                None
-                if isinstance(argument, int | float)
-                else f"found {argument!r}, expected a float"
-            )
-        if not isinstance(argument, int) or argument not in _INTEGERS[self.type]:
-            return f"found {argument!r}, expected {self.type}"
-        return None
+            fits = isinstance(argument, int | float)
+            return None if fits else f"found {argument!r}, expected a float"
+        fits = isinstance(argument, int) and argument in _INTEGERS[self.type]
+        return None if fits else f"found {argument!r}, expected {self.type}"
 
 
 @dataclass(frozen=True)
