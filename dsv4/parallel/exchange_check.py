@@ -48,6 +48,7 @@ def _checks(gpus: int) -> list[Check]:
     return [Check(f"{gpus} GPUs", "exchange", lambda _: wrong_sums(devices))]
 
 
+# ``check_exchange`` names them, and a child process looks them up.
 on_2_gpus = partial(_checks, 2)
 on_4_gpus = partial(_checks, 4)
 on_8_gpus = partial(_checks, 8)

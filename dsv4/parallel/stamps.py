@@ -61,10 +61,10 @@ def _way(known: KnownExchanges, late: int) -> int:
     known.run_rank(1 - late)
     known.run_rank(late)
     known.wrong()
-    pushed, found = (known.peers[rank] for rank in (late, 1 - late))
-    step = int(pushed.step_4[0]) % STEPS
-    times = [moments(peers)[step, 0] for peers in (pushed, found)]
-    return int(times[1][FOUND] - times[0][PUSHED])
+    sender = known.peers[late]
+    receiver = known.peers[1 - late]
+    step = int(sender.step_4[0]) % STEPS
+    return int(moments(receiver)[step, 0, FOUND] - moments(sender)[step, 0, PUSHED])
 
 
 def moments(peers: Peers) -> Tensor:
