@@ -61,25 +61,21 @@ def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -
     inboxes = [_shared_memory((layout.words,), torch.int64, device) for device in devices]
     rows = (SLOTS, tokens, layout.width)
     partials = [_shared_memory(rows, torch.float32, device) for device in devices]
-    absent = range(len(devices), layout.ranks)
+    has_absent = len(devices) < layout.ranks
     # The last tiles of absent ranks may lie behind the tokens.
-    room = (tokens + (layout.ranks * TOKEN_TILE if absent else 0), layout.width)
+    room = (tokens + (layout.ranks * TOKEN_TILE if has_absent else 0), layout.width)
     inputs = [_shared_memory(room, torch.bfloat16, device) for device in devices]
+    inbox_bytes = WORD_BYTES * layout.rank_words
     tile_bytes = TOKEN_TILE * layout.width * inputs[0].itemsize
     fault_4 = torch.zeros(FAULT_WORDS, dtype=torch.int32, pin_memory=on_gpus)
     found = []
     for rank, device in enumerate(devices):
         step_4 = torch.zeros(STEP_WORDS, dtype=torch.int32, device=device)
-        others = [_stands_in_at(rank, missing, len(devices)) for missing in absent]
-        shift = WORD_BYTES * layout.rank_words
-        instead = list(zip(absent, others, strict=True))
         addresses = [
-            *(one.data_ptr() for one in inboxes),
-            *(inboxes[at].data_ptr() + (missing - rank) * shift for missing, at in instead),
-            *(one.data_ptr() for one in (inboxes[rank], step_4, fault_4, *partials)),
-            *(partials[at].data_ptr() for at in others),
-            *(one.data_ptr() for one in inputs),
-            *(inputs[at].data_ptr() + (missing - rank) * tile_bytes for missing, at in instead),
+            *_addresses(inboxes, rank, layout.ranks, inbox_bytes),
+            *(one.data_ptr() for one in (inboxes[rank], step_4, fault_4)),
+            *_addresses(partials, rank, layout.ranks, 0),
+            *_addresses(inputs, rank, layout.ranks, tile_bytes),
         ]
         table_P = torch.tensor(addresses, dtype=torch.int64, device=device)
         own = inboxes[rank], step_4, fault_4, partials[rank], inputs[rank][:tokens]
@@ -87,9 +83,17 @@ def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -
     return found
 
 
-def _stands_in_at(rank: int, missing: int, present: int) -> int:
-    """The rank in whose memory ``rank`` does what the rank ``missing`` would do there."""
-    return (rank + 1 + missing % (present - 1)) % present
+def _addresses(memories: Sequence[Tensor], rank: int, ranks: int, apart: int) -> list[int]:
+    """Where ``rank`` reaches the memory of each of ``ranks``. In place of an absent rank's it is
+    that of a present one, moved so that ``rank`` writes there what the absent one would: by
+    ``apart`` bytes for every rank between the two.
+    """
+    present = len(memories)
+    addresses = [memory.data_ptr() for memory in memories]
+    for missing in range(present, ranks):
+        stand_in = memories[(rank + 1 + missing % (present - 1)) % present]
+        addresses.append(stand_in.data_ptr() + (missing - rank) * apart)
+    return addresses
 
 
 def allow_peer_access(devices: Sequence[torch.device]) -> None:
