@@ -59,12 +59,12 @@ class InboxLayout:
 
     @property
     def words(self) -> int:
-        """Of an inbox."""
+        """The words of an inbox."""
         return (SLOTS + 1) * self.ranks * self.rank_words
 
     @property
     def nbytes(self) -> int:
-        """Of an inbox."""
+        """The bytes of an inbox."""
         return WORD_BYTES * self.words
 
     def slot(self, exchange: int) -> int:
@@ -99,7 +99,7 @@ class Peers:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """How many ranks there are."""
         return self.layout.ranks
 
     @classmethod

@@ -26,12 +26,12 @@ def step_tokens(engine: EngineConfig) -> int:
 
 
 def chunk_tokens(engine: EngineConfig) -> int:
-    """Tokens per forward of a prompt."""
+    """Tokens of a chunk of a prompt, whatever the context."""
     return DEFAULT_PREFILL_CHUNK if engine.prefill_chunk is None else engine.prefill_chunk
 
 
 def prefill_tokens(engine: EngineConfig, max_context: int) -> int:
-    """Tokens of the longest chunk of a prompt."""
+    """Tokens of the longest chunk that the context has room for."""
     return min(chunk_tokens(engine), max_context)
 
 

@@ -11,8 +11,8 @@ from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.config import ModelConfig
 from dsv4.limits import MAX_DECODE_TOKENS, MAX_TAKEN_BACK
 
-# Slots of the streams: as many positions as a step has, behind those that can be taken back.
-STREAM_SLOTS = MAX_TAKEN_BACK + MAX_DECODE_TOKENS + 1
+# Recent positions whose rows are kept: as many as a step has, behind those that can be taken back.
+RECENT_POSITIONS = MAX_TAKEN_BACK + MAX_DECODE_TOKENS + 1
 
 
 @dataclass
@@ -47,12 +47,12 @@ class DraftState:
     ) -> "DraftState":
         """For a module of ``stages`` blocks; ``dtype`` is that of streams and of PLAIN ``rows``."""
         window = config.sliding_window
-        slots = window + MAX_TAKEN_BACK + MAX_DECODE_TOKENS + 1
+        slots = window + RECENT_POSITIONS
         widths = (config.head_dim, config.qk_rope_head_dim)
         rings = [RowCache.allocate(slots, *widths, rows, dtype, device) for _ in range(stages)]
         streams_SME = None
         if keeps_streams:
-            shape = (STREAM_SLOTS, config.hc_mult, config.hidden_size)
+            shape = (RECENT_POSITIONS, config.hc_mult, config.hidden_size)
             streams_SME = torch.zeros(shape, dtype=dtype, device=device)
         position_1, rejected_1 = (
             torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)
@@ -101,17 +101,17 @@ class DraftState:
         self.streams_SME.index_copy_(0, positions % slots, kept)
 
     def rows_begin(self, position: int, undoable: int) -> int:
-        """The first row that drafts read behind ``position`` tokens, or behind ``undoable`` less of
-        them.
+        """The first row that drafts read behind ``position`` tokens, or behind up to ``undoable``
+        tokens less.
         """
         return max(0, position - undoable - self.stages[0].window)
 
     def is_whole(self, position: int, undoable: int) -> bool:
-        """Whether all of these rows are there."""
+        """Whether all rows from ``rows_begin`` on are there."""
         return self.covers(position) and self.first <= self.rows_begin(position, undoable)
 
     def resume(self, position: int, undoable: int) -> None:
-        """All of these rows are there, and no others."""
+        """Notes that the rows from ``rows_begin`` to ``position`` are there, and no others."""
         self.first = self.rows_begin(position, undoable)
         self.end = position
 

@@ -144,6 +144,7 @@ class CUDAGraphDecoder:
                 step.feed.put([0] * step.tokens)
                 step.run(step.tokens, end)
                 step.sample()
+                # The host has counted nothing of this: it moves the devices back.
                 self.state.set_position(self.state.position)
             return self._captured_step(step)
 

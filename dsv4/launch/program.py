@@ -151,7 +151,7 @@ class _ReadyLaunch(_Ready):
         self, item: Launch, values: dict[str, int | float], target: Target, early: bool
     ) -> None:
         super().__init__(item.signature.kernel)
-        # The launch has the addresses of these alone.
+        # Kept alive: the launch itself has only their addresses.
         self._kept = [value for value in item.tensors if not value.is_meta]
         self.in_sparse = PreparedLaunch(item.signature, target, early)
         self.in_sparse.take(item.shape, values)
