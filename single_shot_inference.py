@@ -26,13 +26,14 @@ from functools import partial
 
 from dsv4 import Engine
 from dsv4.cli.answer import answer
-from dsv4.cli.arguments import gpu_bytes, parse_arguments
+from dsv4.cli.arguments import parse_arguments
 from dsv4.cli.chat.run import chat
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults
 from dsv4.cli.job import Job, Outcome, prepare
 from dsv4.cli.load import bars_are_shown, load_engine
 from dsv4.cli.log_lines import log_lines
+from dsv4.cli.plan_flags import gpu_bytes
 from dsv4.cli.prompts.run import answer_prompts
 from dsv4.cli.report import report, report_plan
 from dsv4.cli.state import check_state, load_state, save_state

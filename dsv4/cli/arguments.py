@@ -7,6 +7,7 @@ from pathlib import Path
 from dsv4.cli.chat.flags import check_chat_flags
 from dsv4.cli.draft_flags import draft_folder
 from dsv4.cli.flags import build_parser
+from dsv4.cli.plan_flags import check_plan_flags
 from dsv4.cli.prompts.flags import check_prompts_flags
 from dsv4.cli.state_flags import check_continuation
 from dsv4.command.flags import given_flags
@@ -29,12 +30,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     refuse_contradictions(arguments)
-    if arguments.gpu_memory is not None and not arguments.plan:
-        raise UserError("--gpu-memory: found without --plan, expected both")
-    if arguments.gpu_memory is not None and arguments.require_native:
-        raise UserError(
-            "--require-native: found together with --gpu-memory, whose GPUs need not be there"
-        )
+    check_plan_flags(arguments)
     if arguments.logprobs is not None and arguments.json is None and arguments.prompts is None:
         raise UserError("--logprobs: found without --json, expected both")
     check_prompts_flags(arguments)
@@ -115,11 +111,6 @@ def _refuse_stdin_for_two(arguments: argparse.Namespace) -> None:
 def _files(arguments: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, Path | None]]:
     files = [(f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in names]
     return [(flag, None if file is None else Path(file)) for flag, file in files]
-
-
-def gpu_bytes(arguments: argparse.Namespace) -> int | None:
-    """``--gpu-memory`` in bytes."""
-    return None if arguments.gpu_memory is None else round(arguments.gpu_memory * 10**9)
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
