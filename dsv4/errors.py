@@ -1,5 +1,7 @@
 """The one exception type that means "the user gave us something we cannot use"."""
 
+MAX_SHOWN = 80
+
 
 class UserError(ValueError):
     """Wrong input from outside: a file, a tensor in a file, a flag or a value.
@@ -10,7 +12,7 @@ class UserError(ValueError):
     """
 
 
-def shorten(value: object, limit: int = 80) -> str:
-    """``repr`` for an error message: one line, at most ``limit`` characters."""
+def shorten(value: object) -> str:
+    """``repr`` for an error message: one line, at most ``MAX_SHOWN`` characters."""
     text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

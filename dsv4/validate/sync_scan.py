@@ -82,11 +82,11 @@ MEANT = {
 }
 
 
-def scan_tree(root: Path = ROOT) -> list[Finding]:
-    """``scan`` of what runs per step in the checkout (or installation) at ``root``."""
-    paths = [root / path for path in PER_STEP]
+def scan_tree() -> list[Finding]:
+    """``scan`` of what runs per step in this checkout or installation."""
+    paths = [ROOT / path for path in PER_STEP]
     files = [file for path in paths for file in (sorted(path.glob("*.py")) or [path])]
-    return scan({file.relative_to(root).as_posix(): file.read_text("utf-8") for file in files})
+    return scan({file.relative_to(ROOT).as_posix(): file.read_text("utf-8") for file in files})
 
 
 def scan(sources: Mapping[str, str], meant: Mapping[Place, str] = MEANT) -> list[Finding]:
