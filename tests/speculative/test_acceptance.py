@@ -109,11 +109,23 @@ def test_equal_distributions_keep_everything() -> None:
     assert bool((Blocks(p_MV, p_MV[:-1], 3).accepted_B == DRAFTS).all())
 
 
+def test_what_the_main_model_cannot_give_is_not_kept() -> None:
+    p_111, q_111 = (torch.tensor([[[chance]]], dtype=torch.float64) for chance in (0.0, 0.5))
+    drafts_11 = torch.zeros((1, 1), dtype=torch.int64)
+    assert int(accepted_drafts(p_111, q_111, drafts_11, torch.zeros_like(p_111[0]))) == 0
+
+
+def test_a_rejected_draft_of_an_equal_distribution_gives_way_to_that_distribution() -> None:
+    p_MV = distributions(DRAFTS + 1, 6)
+    rest_BV = behind_accepted(p_MV[None], p_MV[None, :-1], torch.tensor([1]))
+    assert torch.equal(rest_BV, p_MV[1:2])
+
+
 def test_the_noise_of_decisions_does_not_depend_on_that_of_the_drafts() -> None:
     """Noise by position: the drafts' is that of ``sample_token``, that of decisions another."""
     seed = 11
-    p_1V = distributions(1, 4)
-    q_1V = distributions(1, 14)
+    # Decisions read the noise of token 0, which both can give.
+    p_1V, q_1V = (distributions(2, seed)[1:] for seed in (4, 14))
     positions_B1 = torch.arange(DRAWS)[:, None]
     q_BNV, p_BNV = (of.expand(DRAWS, 1, -1) for of in (q_1V, p_1V))
     drafts_BN = drawn(q_BNV[:, 0], gumbel_noise(VOCABULARY, seed, positions_B1))[:, None]
@@ -156,3 +168,21 @@ def test_probabilities_are_what_sample_token_draws_from(
         )
         counts = tokens.bincount(minlength=VOCABULARY).double()
         assert p_value(counts, found_NV[row]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("top_p", "min_p", "top_k", "kept"),
+    [(0.5, 0.0, 0, 2), (0.51, 0.0, 0, 3), (1.0, 1.0, 0, 4), (1.0, 0.0, 3, 3), (1.0, 0.0, 4, 4)],
+)
+def test_restrictions_of_equal_tokens_keep_as_many_as_they_say(
+    top_p: float, min_p: float, top_k: int, kept: int
+) -> None:
+    logits_V = torch.zeros(4)
+    found_1V = probabilities(logits_V[None], 1.0, top_p, min_p, top_k)
+    assert found_1V[0].tolist() == [1 / kept] * kept + [0.0] * (4 - kept)
+    settings_4 = torch.tensor([1.0, top_p, min_p, float(top_k)])
+    drawn_ones = {
+        int(sample_token(logits_V, settings_4, torch.tensor([5]), torch.tensor([position])))
+        for position in range(100)
+    }
+    assert drawn_ones == set(range(kept))

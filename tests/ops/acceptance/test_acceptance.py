@@ -43,6 +43,7 @@ def test_nan_anywhere_gives_no_token_but_for_a_step_without_drafts() -> None:
     """The token before the drafts stays what is next: it is run again by itself."""
     for replacements, behind, met_nan in (
         ([KEPT, NAN_TOKEN], 5, 0),
+        ([4, NAN_TOKEN], 5, 0),
         ([KEPT, KEPT], NAN_TOKEN, 0),
         ([4, KEPT], 5, 1),
     ):
@@ -62,6 +63,16 @@ def test_greedy_replacements_are_the_largest_logits_and_the_lowest_ids() -> None
     greedy = (0.0, 1.0, 0.0, 0.0)
     assert replacements_of(logits_MV, [1, 0, 1], greedy) == [KEPT, KEPT, NAN_TOKEN]
     assert replacements_of(logits_MV, [2, 1, 1], greedy) == [1, 0, NAN_TOKEN]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_without_a_distribution_judge_no_draft(temperature: float) -> None:
+    logits_MV = torch.zeros((4, 3))
+    logits_MV[0, 1] = torch.inf
+    logits_MV[1, 2] = torch.nan
+    logits_MV[2] = -torch.inf
+    settings = (temperature, 1.0, 0.0, 0.0)
+    assert replacements_of(logits_MV, [1, 2, 0], settings) == [NAN_TOKEN] * 3
 
 
 @pytest.mark.parametrize("settings", [(0.0, 1.0, 0.0, 0.0), (0.8, 0.9, 0.0, 0.0)])
