@@ -67,6 +67,7 @@ def test_settings_stay_in_the_range_of_float32() -> None:
     """
     (*_, top_k), _ = Sampler(SamplingParams(top_k=10**40)).settings()
     assert float(torch.tensor(top_k)) == top_k > 10**7
+    assert int(torch.tensor(top_k).int()) == top_k
     for temperature in (1e-60, 1e300):
         params = SamplingParams(temperature=temperature, top_p=1e-60)
         (found, top_p, *_), _ = Sampler(params).settings()

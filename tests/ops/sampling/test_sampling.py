@@ -131,6 +131,11 @@ def test_top_p_ties_keep_the_lowest_ids(ops: Ops) -> None:
     assert set(draws(ops, torch.zeros(4), 200, top_p=0.51)) == {0, 1, 2}
 
 
+def test_top_p_close_to_1_keeps_all_but_the_last(ops: Ops) -> None:
+    assert max(draws(ops, torch.zeros(256), 1500)) == 255
+    assert max(draws(ops, torch.zeros(256), 1500, top_p=254.5 / 256)) == 254
+
+
 @pytest.mark.parametrize(
     ("min_p", "kept"), [(0.0, {0, 1, 2, 3}), (0.29, {0, 1, 2}), (0.31, {0, 1}), (1.0, {0})]
 )
@@ -210,6 +215,9 @@ def test_noise_is_gumbel() -> None:
     assert noise.isfinite().all()
     assert float(noise.mean()) == pytest.approx(0.5772, abs=0.015)
     assert float(noise.std()) == pytest.approx(math.pi / math.sqrt(6), abs=0.015)
+    ends = [gumbel_noise(1 << 16, 5, positions(position)) for position in (313, 740)]
+    exact = [-math.log(-math.log(end)) for end in (2.0**-25, 1 - 2.0**-25)]
+    assert [float(ends[0].min()), float(ends[1].max())] == pytest.approx(exact)
 
 
 def test_noise_of_neighbouring_positions_and_tokens_is_independent() -> None:
