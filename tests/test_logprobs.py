@@ -38,6 +38,14 @@ def test_logits_of_any_size_are_finite_and_no_token_is_harmless() -> None:
     assert (found.token_id, found.logprob) == (0, 0.0)
 
 
+@pytest.mark.parametrize("logits", [[0.0, -math.inf], [0.0, math.inf]])
+def test_what_is_no_number_is_not_noted(logits: list[float]) -> None:
+    sampler = Sampler(SamplingParams(logprobs=2))
+    with pytest.raises(FloatingPointError, match=r"^log-probability of token 0: (-inf|nan)$"):
+        sampler.note(torch.tensor(logits), torch.tensor(0))
+    assert not sampler.noted
+
+
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return tiny_engine(max_context=64, prefill_chunk=8)
