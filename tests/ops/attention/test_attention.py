@@ -124,21 +124,23 @@ def test_selected_entries_equal_the_formula(
         assert_near(out[t], exact, BOUND[dtype])
 
 
-def test_published_sink_softmax(ops: Ops) -> None:
+@pytest.mark.parametrize("larger", [-128.0, 0.0, 128.0])
+def test_published_sink_softmax(ops: Ops, larger: float) -> None:
     """Keys whose scaled logits and values show the weights: logit in dimension 0, a unit value in
-    dimension 1 + key.
+    dimension 1 + key. Where all logits are larger by the same number nothing changes.
     """
     case = VECTORS["sink"]
     rows_SD = torch.zeros(160, HEAD_DIM)
-    rows_SD[:3, 0] = torch.tensor(case["logits"])
+    rows_SD[:3, 0] = torch.tensor(case["logits"]) + larger
     rows_SD[:3, 1:4] = torch.eye(3)
     q_THD = torch.zeros(1, 1, HEAD_DIM)
     q_THD[0, 0, 0] = math.sqrt(HEAD_DIM)
     keys = KeySet(row_cache(rows_SD), None, 0, WINDOW)
     out = ops.sparse_attention(
-        q_THD, keys, None, torch.tensor([case["sink"]]), positions(2), inv_freq(0)
+        q_THD, keys, None, torch.tensor([case["sink"] + larger]), positions(2), inv_freq(0)
     )
-    assert out[0, 0, 1:4].tolist() == pytest.approx(case["p"], abs=2e-7)
+    bound = 2e-7 if larger == 0 else 1e-5
+    assert out[0, 0, 1:4].tolist() == pytest.approx(case["p"], abs=bound)
 
 
 @pytest.mark.parametrize("sink", [-200.0, -3.0, 0.0, 3.0, 200.0])

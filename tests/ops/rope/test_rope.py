@@ -94,8 +94,14 @@ def test_tables_are_the_published_ones(ratio: int, name: str) -> None:
 
 @pytest.mark.parametrize(
     "yarn",
-    [Yarn(16, 65536, 32, 1), Yarn(4, 4096, 32, 1), Yarn(2, 64, 32, 1), Yarn(16, 65536, 2, 2)],
-    ids=["published", "short", "low_clamped", "low_is_high"],
+    [
+        Yarn(16, 65536, 32, 1),
+        Yarn(4, 4096, 32, 1),
+        Yarn(2, 64, 32, 1),
+        Yarn(2, 65536, 32, 1e-7),
+        Yarn(2, 64, 32, 12),
+    ],
+    ids=["published", "short", "low_clamped", "high_clamped", "low_is_high"],
 )
 def test_yarn_equals_the_formula(yarn: Yarn) -> None:
     config = dataclasses.replace(tiny_config(), yarn=yarn)
