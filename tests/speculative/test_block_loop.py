@@ -2,7 +2,8 @@
 and what is taken back.
 """
 
-from itertools import groupby
+from itertools import count, groupby
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,18 @@ from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.sampling import Sampler
 from dsv4.speculative.tally import DraftCount
 from tests.speculative.world import START, WINDOW, World
+
+
+class ChangingCount(DraftCount):
+    """These numbers of drafts, one after the other, and then the last again and again."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__(numbers[-1:])
+        self._numbers = numbers
+
+    @property
+    def now(self) -> int:
+        return self._numbers.pop(0) if len(self._numbers) > 1 else self._numbers[0]
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 5, 7])
@@ -100,13 +113,18 @@ def test_steps_are_the_same_where_every_token_is_noted() -> None:
     assert len({tokens for _, tokens in logs[0]}) > 2
 
 
-def test_drafts_that_do_not_pay_rest_until_the_window_before_their_next_trial() -> None:
+def test_drafts_that_do_not_pay_rest_until_the_window_before_their_next_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(perf_counter=count().__next__)
+    monkeypatch.setattr("dsv4.speculative.resting.time", clock)
     world = World(None, most=5, context=2000)
     world.wrong = [True] * 2010
     tokens = world.generate_with_rests(1500)
     assert list(tokens) == world.text[START + 1 : START + 1501]
     world.expect_at(START + 1500)
-    assert world.tally.stats().tokens == 1500
+    stats = world.tally.stats()
+    assert (stats.tokens, stats.verify_seconds) == (1500, stats.steps)
     lengths = [tokens for _, tokens in world.log]
     runs = [(tokens, len([*same])) for tokens, same in groupby(lengths)]
     # Both trials of a number, with a step in the queue that is known too late, then none, alone,
@@ -132,8 +150,9 @@ def test_a_caller_that_leaves_while_drafts_rest_leaves_the_tokens_it_took() -> N
 
 
 def test_the_host_is_a_step_behind_where_caches_can_take_two_steps_back() -> None:
-    for drafts, ahead in ((5, 2), (6, 1)):
+    for drafts, more, ahead in ((5, 0, 2), (5, 1, 1), (6, 0, 1)):
         world = World(drafts, most=7)
+        world.count = ChangingCount([drafts, drafts + more])
         tokens = world.generate(60)
         next(tokens)
         assert len(world.log) == ahead

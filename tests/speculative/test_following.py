@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dsv4 import Engine, SamplingParams
-from dsv4.layers.dspark import DSpark
 from dsv4.layers.values import Watch
 from dsv4.speculative.drafter import Proposal
 from dsv4.speculative.steps import DraftedSteps
@@ -227,14 +226,12 @@ def test_spec11_f40_nan_that_a_draft_brings_is_not_the_text_s() -> None:
     assert engine.last_run.finish_reason == "length"
 
 
-def test_spec11_f40_drafts_end_where_their_logits_are_nan() -> None:
-    engine = drafted_engine("dspark")
-    module = engine.draft_modules[0]
-    assert isinstance(module, DSpark)
-    w1_VR = module.markov_w1_VR
-    w1_VR[:] = torch.nan
+@pytest.mark.parametrize("kind", KINDS)
+def test_spec11_f40_drafts_end_where_their_logits_are_nan(kind: MtpKind) -> None:
+    engine = drafted_engine(kind)
+    engine.draft_modules[0].head.norm[:] = torch.nan
     ids = random_ids(13)
-    assert list(engine.generate(ids, 12, GREEDY, NO_STOPS)) == plain_text("dspark", ids, 12)
+    assert list(engine.generate(ids, 12, GREEDY, NO_STOPS)) == plain_text(kind, ids, 12)
     assert engine.last_run is not None
     assert engine.last_run.drafts is not None
     assert engine.last_run.drafts.drafted == ()
