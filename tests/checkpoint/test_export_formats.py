@@ -147,6 +147,21 @@ def test_spec11_e34_known_input_scales_come_along_and_unknown_ones_are_one(
     assert float(read_tensors(tmp_path / "c")[name]) == 1.0
 
 
+@pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_2"])
+def test_scales_that_cannot_be_loaded_are_not_passed_on(
+    nvfp4_experts: Path, tmp_path: Path, scale: str
+) -> None:
+    name = f"layers.2.ffn.experts.5.w3.{scale}"
+
+    def edit(tensors: Tensors) -> None:
+        tensors[name].view(-1)[0] = torch.nan
+
+    folder = changed_copy(nvfp4_experts, tmp_path / "a", edit)
+    with pytest.raises(UserError, match=f"{name}: found nan"):
+        export(folder, tmp_path / "b", "nvfp4-experts", Dialect.NATIVE)
+    assert not (tmp_path / "b").exists()
+
+
 def test_width_that_the_target_cannot_hold_is_a_clean_error(tmp_path: Path) -> None:
     write_synthetic(tmp_path / "a", tiny_config(q_lora_rank=72), "bf16", 1)
     with pytest.raises(

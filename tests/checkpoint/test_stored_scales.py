@@ -71,6 +71,15 @@ def test_nvfp4_without_any_input_scale_loads(nvfp4_experts: Path, tmp_path: Path
     assert all(as_bytes(weights[name]) == as_bytes(expected[name]) for name in expected)
 
 
+def test_the_input_scale_of_an_expert_that_no_token_reached_may_be_0(
+    nvfp4_experts: Path, tmp_path: Path
+) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors["layers.2.ffn.experts.6.w1.input_scale"].fill_(0.0)
+
+    load(changed_copy(nvfp4_experts, tmp_path / "x", edit))
+
+
 def test_nvfp4_scalars_may_have_one_dimension(nvfp4_experts: Path, tmp_path: Path) -> None:
     def edit(tensors: Tensors) -> Tensors:
         return {
