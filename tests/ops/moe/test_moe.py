@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
-from dsv4.ops.moe import ExpertWeights, expert_sum
+from dsv4.ops.moe import ExpertWeights, expert_sum, moe
 from dsv4.ops.router import Router, route
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
@@ -246,6 +246,22 @@ def test_experts_are_summed_in_ascending_order_behind_the_shared_one() -> None:
         assert y_TE[0, 0] == 0
     other = expert_sum(x_TE, *routed, experts(-(2.0**24), 2.0**24), shared, LIMIT)
     assert other[0, 0] == 1
+
+
+def test_the_term_of_a_rank_is_not_rounded() -> None:
+    experts, shared = (
+        ExpertWeights(
+            *(QuantTensor.dense(normal(*stack, 8, 8, seed=seed + part)) for part in range(3))
+        )
+        for stack, seed in (((4,), 1), ((), 5))
+    )
+    router = Router(QuantTensor.dense(normal(4, 8, seed=9)), torch.zeros(4), False, 2, 1.0)
+    arguments = normal(3, 8, seed=10, dtype=torch.bfloat16), positions(0, 1, 2), router
+    term_TE, *_ = moe(*arguments, experts, shared, LIMIT, torch.float32)
+    rounded_TE, *_ = moe(*arguments, experts, shared, LIMIT)
+    assert term_TE.dtype == torch.float32
+    assert torch.equal(term_TE.bfloat16(), rounded_TE)
+    assert not torch.equal(term_TE, rounded_TE.float())
 
 
 def test_tokens_do_not_mix(ops: OpsUnderTest, dtype: torch.dtype) -> None:
