@@ -40,10 +40,12 @@ ENGINES = [
 ]
 
 
-def bfloat16_checkpoint(config: ModelConfig, mtp: bool = False) -> list[ParameterDescription]:
+def stored_checkpoint(
+    config: ModelConfig, mtp: bool = False, format: QuantFormat = QuantFormat.BF16
+) -> list[ParameterDescription]:
     return [
         ParameterDescription(
-            p, QuantFormat.BF16 if p.role in MATRIX_ROLES else None, 2 * torch.Size(p.shape).numel()
+            p, format if p.role in MATRIX_ROLES else None, 2 * torch.Size(p.shape).numel()
         )
         for p in parameters(config, "classic" if mtp else None).values()
     ]
@@ -119,7 +121,7 @@ def test_layer_state_bytes_allocate_nothing_at_a_million_tokens(ratio: int) -> N
 def test_weights_are_counted_where_they_go() -> None:
     config = tiny_config()
     placement = two_devices(config)
-    stored = bfloat16_checkpoint(config, mtp=True)
+    stored = stored_checkpoint(config, mtp=True)
     planned = plan_memory(config, EngineConfig(), placement, stored, None)
     for device in planned.devices:
         owned = [d for d in stored if placement.device_of(d.parameter.name) == device.device]
@@ -133,9 +135,10 @@ def test_weights_are_counted_where_they_go() -> None:
 
 
 def test_work_of_the_torch_ops_is_the_largest_dequantizing_or_step() -> None:
-    config = tiny_config()
-    stored = bfloat16_checkpoint(tiny_config())
+    config = tiny_config(compress_ratios=[4, 128, 0, 0])
+    stored = stored_checkpoint(config, format=QuantFormat.FP8_BLOCK128)
     placement = Placement.of_layers((torch.device("cpu"),) * 4)
+    found = []
     for chunk in (8, 16_000):
         engine = EngineConfig(prefill_chunk=chunk, max_context=4096)
         (planned,) = plan_memory(config, engine, placement, stored, None).devices
@@ -143,7 +146,21 @@ def test_work_of_the_torch_ops_is_the_largest_dequantizing_or_step() -> None:
         packing += staging_bytes(sum(d.nbytes for d in stored))
         tokens = min(max(chunk, 8), 4096)
         steps = [TorchStep(config, 2, tokens, 4096, ratio) for ratio in config.compress_ratios]
-        assert planned.work_bytes == max(packing, *(step.workspace for step in steps))
+        most = max(step.workspace for step in steps)
+        assert planned.work_bytes == max(packing, most)
+        found.append(packing > most)
+    assert found == [True, False]
+
+
+def test_the_caches_of_a_draft_module_are_on_the_last_device() -> None:
+    config = tiny_config()
+    placement = two_devices(config)
+    without, with_draft = (
+        plan_memory(config, EngineConfig(), placement, [], None, draft_bytes=nbytes)
+        for nbytes in (0, 1000)
+    )
+    pairs = zip(without.devices, with_draft.devices, strict=True)
+    assert [after.state_bytes - before.state_bytes for before, after in pairs] == [0, 1000]
 
 
 def test_dequantized_bytes_are_those_of_the_torch_ops_weights() -> None:
@@ -167,7 +184,7 @@ def test_dequantized_bytes_are_those_of_the_torch_ops_weights() -> None:
 
 def test_a_plan_that_does_not_fit_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config()
-    stored = bfloat16_checkpoint(config)
+    stored = stored_checkpoint(config)
     placement = two_devices(config)
     fitting = plan_memory(config, EngineConfig(), placement, stored, None)
     fitting.refuse_if_too_large()

@@ -46,6 +46,12 @@ def test_a_new_sequence_knows_all_of_its_rows() -> None:
     assert state.covers(5)
 
 
+def test_its_bytes_are_those_of_rows_scales_and_place() -> None:
+    device = torch.device("cpu")
+    state = DraftState.allocate(CONFIG, 2, RowFormat.KV_FP8, torch.float32, device, False)
+    assert state.nbytes == sum(keys.ring.nbytes for keys in state.stages) + 16
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "stages", "nbytes"),
     [
