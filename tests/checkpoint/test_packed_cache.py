@@ -233,9 +233,15 @@ def test_a_bit_that_no_sample_sees_is_seen(starts: Starts, monkeypatch: pytest.M
     assert starts()[0] == 0
 
 
-def test_other_code_packs_again(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("LAYOUTS", module.LAYOUTS + 1), ("known_classes", dict), ("dsv4.__version__", "other")],
+)
+def test_other_code_packs_again(
+    starts: Starts, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
     count, _ = starts()
-    monkeypatch.setattr(module, "LAYOUTS", module.LAYOUTS + 1)
+    monkeypatch.setattr(f"dsv4.checkpoint.packed_cache.{name}", value)
     assert starts()[0] == count
     assert starts()[0] == 0
 

@@ -43,9 +43,13 @@ def test_what_a_killed_process_leaves_is_no_entry_and_goes(starts: Starts) -> No
     left = [path for path in starts.entries if path != foreign]
     assert [path.name[0] for path in left] == ["."]
     assert (left[0] / MANIFEST).exists()
-    assert starts()[0] > 0
+    unfinished = starts.cache / f".{'0' * 32}.abcdefgh"
+    unfinished.mkdir()
+    with module._locked(starts.cache, "0" * 32, module.fcntl.LOCK_EX):
+        assert starts()[0] > 0
     assert not left[0].exists()
     assert foreign.exists()
+    assert unfinished.exists(), "another process is writing it"
     assert starts()[0] == 0
 
 
