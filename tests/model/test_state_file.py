@@ -1,7 +1,6 @@
 """State files: what is in them, and what is refused with the engine left as it was."""
 
 import json
-import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from dsv4 import Engine, EngineConfig, SamplingParams, UserError
 from dsv4.caches.filled import filled_rows
@@ -191,6 +189,12 @@ def test_a_refused_load_does_not_end_a_generation(
     assert engine.token_ids == IDS[:9]
 
 
+def test_a_context_may_be_full_of_a_state(saved: Path) -> None:
+    full = tiny_engine(max_context=9)
+    full.load_state(saved)
+    assert full.token_ids == IDS[:9]
+
+
 def checkpoint(folder: Path, seed: int = 0, **changes: Any) -> Path:
     write_synthetic(folder, raw_config((0, 4, 128), **changes), "f32", seed)
     return folder
@@ -208,29 +212,6 @@ def test_a_checkpoint_is_known_by_what_it_holds(tmp_path: Path) -> None:
     assert ": checkpoint: found '" in refused(other, tmp_path / "state")
     names = {checkpoint_identity(open_checkpoint(tmp_path / name)) for name in ("elsewhere", "b")}
     assert len(names) == 2
-
-
-def trained_on(folder: Path, prefix: str, to: Path) -> Path:
-    """A copy in which the tensors whose names begin with ``prefix`` are others."""
-    shutil.copytree(folder, to)
-    for file in to.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name in (name for name in tensors if name.startswith(prefix)):
-            tensors[name] += 1e-3
-        save_file(tensors, file)
-    return to
-
-
-def test_routed_experts_of_one_layer_make_another_checkpoint(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "a")
-    prefixes = ["none", *(f"layers.{layer}.ffn.experts." for layer in range(3))]
-    folders = [trained_on(folder, prefix, tmp_path / prefix) for prefix in prefixes]
-    sizes = [sorted((file.name, file.stat().st_size) for file in one.iterdir()) for one in folders]
-    assert sizes == [sizes[0]] * 4
-    again = trained_on(folder, "none", tmp_path / "again")
-    identities = [checkpoint_identity(open_checkpoint(one)) for one in (*folders, again)]
-    assert len(set(identities)) == 4
-    assert identities[-1] == identities[0]
 
 
 def test_a_file_appears_whole_or_not_at_all(
