@@ -97,6 +97,11 @@ def test_reminders_and_the_last_developer_message_survive_the_dropping() -> None
     assert body(messages, "thinking") == f"<｜latest_reminder｜>today{USER}D{ASSISTANT}<think>"
 
 
+def test_a_reminder_stands_behind_what_asks_for_an_answer() -> None:
+    messages = [HI, {"role": "latest_reminder", "content": "today"}]
+    assert body(messages, "chat") == f"{USER}hi{ASSISTANT}</think><｜latest_reminder｜>today"
+
+
 def test_reasoning_is_kept_on_request() -> None:
     messages = [HI, {"role": "assistant", "content": "a", "reasoning_content": "r"}, HI]
     expected = f"{USER}hi{ASSISTANT}<think>r</think>a{EOS}{USER}hi{ASSISTANT}<think>"

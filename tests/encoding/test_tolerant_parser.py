@@ -173,9 +173,10 @@ def test_white_space_after_the_block_is_left_out(space: str) -> None:
     assert completion.repairs == ("whitespace_after_tool_block",)
 
 
-def test_text_after_the_block_is_content() -> None:
-    completion = parse(f"c\n\n{OPEN}{CALL}{CLOSE}\nmore{EOS}", "chat")
-    assert texts(completion) == ("", "c\nmore")
+@pytest.mark.parametrize(("before", "content"), [("c", "c\nmore"), ("", "more")])
+def test_text_after_the_block_is_content(before: str, content: str) -> None:
+    completion = parse(f"{before}\n\n{OPEN}{CALL}{CLOSE}\nmore{EOS}", "chat")
+    assert texts(completion) == ("", content)
     assert completion.repairs == ("text_after_tool_block",)
 
 
