@@ -1,0 +1,53 @@
+"""Positions of a decode state alone: how far it goes back, and where an interruption leaves it."""
+
+import pytest
+import torch
+
+from dsv4 import EngineConfig, ModelConfig
+from dsv4.caches.state import DecodeState
+from dsv4.checkpoint import tiny_config
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.parallel.placement import Placement
+from dsv4.parallel.rank_state import allocate_state
+
+CONFIG = ModelConfig.from_dict(tiny_config())
+ENGINE = EngineConfig(device="cpu", max_context=256)
+
+
+def state_behind(position: int, ranks: int = 1) -> DecodeState:
+    devices = [torch.device("cpu")] * ranks
+    placement = Placement.tensor(CONFIG.num_hidden_layers, devices)
+    state = allocate_state(CONFIG, ENGINE, 256, placement)
+    state.advance(position)
+    state.set_position(position)
+    return state
+
+
+def test_tokens_are_taken_back_as_far_as_the_rings_remember() -> None:
+    state = state_behind(40)
+    lowest = 40 - MAX_DECODE_TOKENS
+    with pytest.raises(ValueError, match=f"found {lowest - 1}, expected {lowest} to"):
+        state.rollback(lowest - 1)
+    state.rollback(lowest)
+    assert state.position == lowest
+
+
+@pytest.mark.parametrize(("tokens", "has_point", "left"), [(1, 0, 40), (60, 0, 0), (60, 1, 40)])
+def test_an_interrupted_step_ends_where_it_began_or_at_what_can_be_reached(
+    tokens: int, has_point: int, left: int
+) -> None:
+    state = state_behind(40)
+    if has_point:
+        state.keep_point()
+    with pytest.raises(KeyboardInterrupt), state.appending(tokens):
+        raise KeyboardInterrupt
+    assert state.position == left
+    assert [int(position_1) for position_1 in state.positions_1.values()] == [left]
+
+
+def test_what_any_rank_has_met_is_known_to_all() -> None:
+    state = state_behind(40, ranks=2)
+    state.others[0].nan_1.fill_(1)
+    assert state.met_nan
+    state.forget_nan()
+    assert not any(rank.met_nan for rank in state.ranks)
