@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from io import FileIO
+from itertools import groupby, takewhile
 from pathlib import Path
 from threading import Condition, Lock
 from types import TracebackType
@@ -129,18 +130,14 @@ class Transfer:
     def _read(self) -> None:
         memory = torch.empty(self._buffer_bytes, dtype=torch.uint8)
         view = memory.numpy().data
-        with ExitStack() as files:
-            file: FileIO | None = None
-            path: Path | None = None
-            while not self._stopped and (span := self._next_span()) is not None:
-                if file is None or span.file != path:
-                    # Spans come in file order, and a process may have few files open.
-                    files.close()
-                    file = files.enter_context(open_sequential(span.file))
-                    path = span.file
-                _read_exactly(file, span.offset, view[: span.nbytes])
-                copy_on_host(span, memory)
-                self._arrived(span.pieces)
+        taken = takewhile(lambda _: not self._stopped, iter(self._next_span, None))
+        # Spans come in file order, and a process may have few files open.
+        for path, of_file in groupby(taken, lambda span: span.file):
+            with open_sequential(path) as file:
+                for span in of_file:
+                    _read_exactly(file, span.offset, view[: span.nbytes])
+                    copy_on_host(span, memory)
+                    self._arrived(span.pieces)
 
     @torch.inference_mode()
     @uncollected()
