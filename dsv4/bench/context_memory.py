@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsv4.bench.geometry_bytes import stored_bytes
+from dsv4.bench.geometry_bytes import layer_bytes, stored_bytes
 from dsv4.caches.allocation import prefill_tokens
 from dsv4.checkpoint import Layout, ParameterDescription, held_by
 from dsv4.checkpoint.layouts import format_in
@@ -19,7 +19,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.launch.target import Target
 from dsv4.ops.tables import DirectTable, RecordedTable, Table
-from dsv4.parallel.placement import Placement, bytes_by_layer
+from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
 from dsv4.plan import CUDA_RESERVE_BYTES, MemoryPlan, exchange_bytes, plan_memory
 from dsv4.step.planned import PlannedSteps
@@ -39,9 +39,7 @@ def placed(
     config: ModelConfig, layout: Layout, engine: EngineConfig, devices: Sequence[torch.device]
 ) -> Placement:
     """Where ``engine`` puts the layers of a geometry."""
-    sizes = [(one.parameter.name, one.nbytes) for one in described(config, layout)]
-    layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
-    return Placement.of(engine, devices, layer_bytes)
+    return Placement.of(engine, devices, layer_bytes(config, layout))
 
 
 def refuse_too_many_layers(config: ModelConfig, layout: Layout, engine: EngineConfig) -> None:

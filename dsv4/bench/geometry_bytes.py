@@ -1,4 +1,4 @@
-"""Weight bytes of a geometry: of a parameter, and of a decoded token."""
+"""Weight bytes of a geometry: of a parameter, of its layers, and of a decoded token."""
 
 from collections import defaultdict
 
@@ -7,8 +7,9 @@ import torch
 from dsv4.checkpoint import Layout
 from dsv4.checkpoint.layouts import format_in
 from dsv4.config import KIND_OF_RATIO, ModelConfig
+from dsv4.parallel.placement import bytes_by_layer
 from dsv4.parallel.sharding import local_parameters
-from dsv4.weights.parameters import Parameter, Role, layer_of
+from dsv4.weights.parameters import MtpKind, Parameter, Role, layer_of, parameters
 from dsv4.weights.quant import packed_bytes
 
 
@@ -35,6 +36,15 @@ def token_bytes(
 def serves_choice(parameter: Parameter) -> bool:
     """Whether a dense step does not read it: its indexer asks for nothing."""
     return parameter.name.endswith("indexer.wq_b.weight")
+
+
+def layer_bytes(config: ModelConfig, layout: Layout, mtp: MtpKind | None = None) -> list[int]:
+    """Bytes of every layer in ``layout``, with the embedding and the head where they live;
+    ``mtp``: with a draft module.
+    """
+    every = parameters(config, mtp).items()
+    sizes = ((name, stored_bytes(parameter, layout)) for name, parameter in every)
+    return bytes_by_layer(sizes, config.num_hidden_layers)
 
 
 def stored_bytes(parameter: Parameter, layout: Layout) -> int:

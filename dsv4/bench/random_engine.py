@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dsv4.bench.geometry_bytes import stored_bytes
+from dsv4.bench.geometry_bytes import layer_bytes
 from dsv4.checkpoint import Layout, synthetic_rank_weights, synthetic_weights
 from dsv4.config import ModelConfig
 from dsv4.engine import Engine
@@ -16,9 +16,9 @@ from dsv4.errors import UserError
 from dsv4.layers.weights import ReadOnce
 from dsv4.ops.tables import Table
 from dsv4.parallel.devices import engine_devices
-from dsv4.parallel.placement import Placement, bytes_by_layer
+from dsv4.parallel.placement import Placement
 from dsv4.plan import available_bytes
-from dsv4.weights.parameters import MtpKind, parameters
+from dsv4.weights.parameters import MtpKind
 from dsv4.weights.quant import QuantTensor
 
 
@@ -33,28 +33,24 @@ def build_random(
     """Weights are drawn on their devices. ``ranks``: that the layers are cut for, where two stand
     for more of them. ``mtp``: with a draft module. Raises ``UserError`` where there is no room.
     """
-    sizes = (
-        (name, stored_bytes(parameter, layout))
-        for name, parameter in parameters(config, mtp).items()
-    )
-    layer_bytes = bytes_by_layer(sizes, config.num_hidden_layers)
-    placement = Placement.of(engine_config, engine_devices(engine_config), layer_bytes)
+    sizes = layer_bytes(config, layout, mtp)
+    placement = Placement.of(engine_config, engine_devices(engine_config), sizes)
     if ranks is not None:
         placement = replace(placement, absent_ranks=ranks - placement.ranks)
-    refuse_if_too_large(placement, layer_bytes)
+    refuse_if_too_large(placement, sizes)
     weights = _random_weights(config, layout, placement, mtp)
     engine = Engine(config, engine_config, weights, placement, table)
     synchronize(engine)
     return engine
 
 
-def refuse_if_too_large(placement: Placement, layer_bytes: Sequence[int]) -> None:
-    """Raises ``UserError`` for a device that has no room for its weights alone. ``layer_bytes``: of
+def refuse_if_too_large(placement: Placement, sizes: Sequence[int]) -> None:
+    """Raises ``UserError`` for a device that has no room for its weights alone. ``sizes``: bytes of
     whole layers, of which a rank has at least its share.
     """
     needed: Counter[torch.device] = Counter()
     for stage in placement.stages:
-        share = sum(layer_bytes[layer] for layer in stage.layers) // placement.cuts
+        share = sum(sizes[layer] for layer in stage.layers) // placement.cuts
         needed.update(dict.fromkeys(stage.devices, share))
     for device, nbytes in needed.items():
         available = available_bytes(device)
