@@ -25,12 +25,13 @@ def with_device_defaults(engine: EngineConfig, devices: Sequence[torch.device]) 
     """``engine`` with what it leaves to the devices: the chunk of a prompt."""
     if engine.prefill_chunk is not None:
         return engine
-    alone = len(set(devices)) == 1
-    chunk = ONE_GPU_PREFILL_CHUNK if alone else SEVERAL_GPUS_PREFILL_CHUNK
     if devices[0].type != "cuda":
         chunk = DEFAULT_PREFILL_CHUNK
     elif engine.parallel == "tensor":
         chunk = TENSOR_PREFILL_CHUNK
+    else:
+        alone = len(set(devices)) == 1
+        chunk = ONE_GPU_PREFILL_CHUNK if alone else SEVERAL_GPUS_PREFILL_CHUNK
     return replace(engine, prefill_chunk=chunk)
 
 
