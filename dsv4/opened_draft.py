@@ -69,6 +69,7 @@ class OpenedDraft:
         if kind == "dspark":
             check_keys(config, f"{holder.folder}/config.json: ")
         scope = DraftScope.planned(config, kind)
+        # Refuses what the steps would refuse, before any weight is read.
         DraftCount.asked(drafts_of_a_step(engine), scope.most, scope.trained_block)
         return cls(holder, config, kind, found)
 

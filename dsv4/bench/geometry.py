@@ -22,11 +22,7 @@ from dsv4.bench.random_engine import build_random, random_ids, synchronize
 from dsv4.bench.skew import bench_skew
 from dsv4.bench.skew import table as skew_table
 from dsv4.caches.allocation import prefill_tokens
-from dsv4.checkpoint import (
-    Geometry,
-    Layout,
-    geometry_config,
-)
+from dsv4.checkpoint import Geometry, Layout, geometry_config
 from dsv4.config import ModelConfig
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig

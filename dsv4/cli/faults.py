@@ -3,12 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dsv4.command.errors import (
-    device_error_types,
-    device_message,
-    named_gpu,
-    ran_out_of_memory,
-)
+from dsv4.command.errors import device_error_types, device_message, named_gpu, ran_out_of_memory
 from dsv4.errors import UserError
 from dsv4.plan import MemoryPlan
 

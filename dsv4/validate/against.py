@@ -16,12 +16,7 @@ from dsv4.errors import UserError
 from dsv4.json_object import JsonReader
 from dsv4.layers.values import value_names
 from dsv4.validate.agreement import Agreement, Tally, align, table
-from dsv4.validate.joined_trace import (
-    JoinedTrace,
-    Unequal,
-    expect_same_tokens,
-    expect_tokens_of,
-)
+from dsv4.validate.joined_trace import JoinedTrace, Unequal, expect_same_tokens, expect_tokens_of
 from dsv4.validate.names import (
     ALIGNED,
     CHOSEN,
