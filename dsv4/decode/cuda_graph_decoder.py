@@ -119,7 +119,7 @@ class CUDAGraphDecoder:
         captured = self._captured[1]
         # The loop takes the captured step, because a traced step has an input of its own.
         loop = TokenLoop(captured.step, self.state, self.steps.sampler, self.steps.ring)
-        tokens = loop.generate(token, sampler, steps, captured.run, captured.sample)
+        tokens = loop.generate(token, sampler, steps, captured.run_and_sample)
         yield from self._on_streams(tokens)
 
     def _on_streams(self, tokens: Generator[int, None, None]) -> Generator[int, None, None]:

@@ -91,15 +91,7 @@ class _CapturedBlocks:
         if captured is None:
             self._eager.verify(tokens, end)
         else:
-            captured.run(end)
-
-    def settle(self, tokens: int) -> None:
-        """See ``BlockQueue``."""
-        captured = self._decoder.verify(tokens)
-        if captured is None:
-            self._eager.settle(tokens)
-        else:
-            captured.sample()
+            captured.run_and_sample(end)
 
     def feed(self, tokens: int) -> AnyFeed:
         """See ``BlockQueue``."""
@@ -113,5 +105,5 @@ class _CapturedBlocks:
         """See ``BlockQueue``."""
         captured = self._decoder.alone
         assert captured is not None
-        queued = (captured.run, captured.sample)
-        return self._decoder.drafted_steps.follow_alone(token, sampler, steps, *queued)
+        follow = self._decoder.drafted_steps.follow_alone
+        return follow(token, sampler, steps, captured.run_and_sample)

@@ -29,12 +29,8 @@ class BlockQueue(Protocol):
 
     def verify(self, tokens: int, end: int) -> None:
         """The main model on so many tokens: the last one and the drafts; the sequence has at most
-        ``end`` behind them.
+        ``end`` behind them. Then the choice of what stays of them.
         """
-        ...
-
-    def settle(self, tokens: int) -> None:
-        """The choice of what stays of them."""
         ...
 
     def feed(self, tokens: int) -> AnyFeed:
@@ -168,7 +164,7 @@ class BlockLoop:
         return wanted if is_known and has_room else 0
 
     def _put(self, queue: BlockQueue, count: int) -> None:
-        """Queues a step: drafts, the main model, the choice, and its way to the other devices."""
+        """Queues a step, from its drafts to the way of what stays to the other devices."""
         tokens = count + 1
         self._entering = tokens
         self._ring.begin()
@@ -177,7 +173,6 @@ class BlockLoop:
         self._ring.mark_drafted()
         queue.feed(tokens).pass_on()
         queue.verify(tokens, self._known + sum(self._pending) + tokens)
-        queue.settle(tokens)
         self._ring.mark_settled()
         self._pass_on_rejected()
         self._pending.append(tokens)

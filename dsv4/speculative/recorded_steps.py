@@ -118,17 +118,12 @@ class DraftedRecordedSteps(RecordedSteps):
             self._usefulness.judge(self.drafted.stats())
 
     def follow_alone(
-        self,
-        token: int,
-        sampler: Sampler,
-        steps: int,
-        run: Callable[[int], None],
-        sample: Callable[[], None],
+        self, token: int, sampler: Sampler, steps: int, queue: Callable[[int], None]
     ) -> Generator[int, None, None]:
-        """Yields the tokens behind ``token`` by ``alone``, which ``run`` and ``sample`` queue."""
+        """Yields the tokens behind ``token`` by ``alone``, which ``queue`` queues."""
         assert self.alone is not None
         loop = TokenLoop(self.alone, self.state, self.sampler, self.ring)
-        return loop.generate(token, sampler, steps, run, sample)
+        return loop.generate(token, sampler, steps, queue)
 
     def _block_ring(self) -> AnyBlockRing:
         rings = [BlockRing(one.memory.ring_3R, one.head, BLOCKS_AHEAD) for one in self.alongs]
@@ -158,21 +153,19 @@ class EagerBlocks:
         # A step with drafts has begun with these.
         if observer is not None and tokens == 1:
             observer.begin_step()
-        self._step(tokens).run(tokens, end, observer)
-
-    def settle(self, tokens: int) -> None:
-        """See ``BlockQueue``."""
-        self._step(tokens).sample(self._steps.observer)
+        step = self._steps.step(tokens)
+        step.run(tokens, end, observer)
+        step.sample(observer)
 
     def feed(self, tokens: int) -> AnyFeed:
         """See ``BlockQueue``."""
-        feed = self._step(tokens).feed
+        feed = self._steps.step(tokens).feed
         assert feed is not None, "decode steps have inputs"
         return feed
 
     def logits(self, tokens: int) -> Tensor:
         """See ``BlockQueue``."""
-        return self._step(tokens).logits_TV
+        return self._steps.step(tokens).logits_TV
 
     def alone(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
         """See ``BlockQueue``."""
@@ -180,12 +173,10 @@ class EagerBlocks:
         step = self._steps.alone
         assert step is not None
 
-        def run(end: int) -> None:
+        def queue(end: int) -> None:
             if observer is not None:
                 observer.begin_step()
             step.run(1, end, observer)
+            step.sample(observer)
 
-        return self._steps.follow_alone(token, sampler, steps, run, lambda: step.sample(observer))
-
-    def _step(self, tokens: int) -> AnyStep:
-        return self._steps.step(tokens)
+        return self._steps.follow_alone(token, sampler, steps, queue)

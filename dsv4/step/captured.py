@@ -18,6 +18,8 @@ Mode = Literal["split", "full"]
 Streams = Mapping[torch.device, torch.cuda.Stream]
 Pool = tuple[int, int]
 
+_NAMED_BY_ITS_PARTS = ""
+
 
 def capture_graph(
     stream: torch.cuda.Stream, pool: Pool, body: Callable[[], object]
@@ -54,31 +56,33 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def region_of(part: AnyPart, mode: Mode) -> str | None:
-    """The graph that a part belongs to; None: it is not captured."""
+def graph_of(part: AnyPart, mode: Mode) -> str | None:
+    """The name of the graph that holds a part; None: none does."""
     if not isinstance(part, Part) or (mode == "split" and part.kind == "attention"):
         return None
-    if part.kind == "logits":
-        return "head"
-    if part.layer is None:
-        return part.name
-    if mode == "full":
-        return f"layers on {part.device}"
+    if mode == "full" or part.layer is None:
+        return _NAMED_BY_ITS_PARTS
     if part.kind == "projections":
         return f"layer {part.layer} graph A"
     return f"layer {part.layer} graph B" if part.kind == "experts" else part.name
 
 
 def regions_of(parts: Sequence[AnyPart], mode: Mode) -> list[tuple[str | None, list[AnyPart]]]:
-    """Consecutive parts by region, those of a full graph named by their layers."""
-    regions = []
-    for (name, _), found in groupby(parts, lambda part: (region_of(part, mode), part_device(part))):
+    """Consecutive parts that one graph holds, with its name; None: no graph does."""
+    regions: list[tuple[str | None, list[AnyPart]]] = []
+    for (graph, _), found in groupby(parts, lambda part: (graph_of(part, mode), part_device(part))):
         run = list(found)
-        layers = [part.layer for part in run if isinstance(part, Part) and part.layer is not None]
-        if name is not None and mode == "full" and layers:
-            name = f"layers {layers[0]} to {layers[-1]}"
-        regions.append((name, run))
+        regions.append((_name_of(run) if graph == _NAMED_BY_ITS_PARTS else graph, run))
     return regions
+
+
+def _name_of(parts: Sequence[AnyPart]) -> str:
+    """``layers 22 to 42, head, sample``."""
+    captured = [part for part in parts if isinstance(part, Part)]
+    layers = [part.layer for part in captured if part.layer is not None]
+    names = [f"layers {layers[0]} to {layers[-1]}"] if layers else []
+    names += [part.kind for part in captured if part.layer is None and part.kind != "logits"]
+    return ", ".join(dict.fromkeys(names))
 
 
 def part_device(part: AnyPart) -> torch.device:
@@ -87,9 +91,9 @@ def part_device(part: AnyPart) -> torch.device:
 
 
 class CapturedStep:
-    """A step whose parts are replayed on ``streams``. ``regions`` names what is captured, in order;
-    ``model``, by whether the run is dense, and ``choice`` queue the model, and the choice of the
-    next token, in turn.
+    """A step whose parts are replayed on ``streams``. ``regions`` names what is captured of a run
+    with the choice of the next token, in order; ``model`` and ``with_choice``, each by whether the
+    run is dense, queue the model, without and with that choice.
     """
 
     def __init__(
@@ -100,19 +104,17 @@ class CapturedStep:
         self._streams = streams
         self._mode: Mode = mode
         self._pool = pool
-        self._graphs: dict[tuple[Part, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[Part, Part, bool], torch.cuda.CUDAGraph] = {}
         recorded = step.recorded
-        self.model = {
-            dense: self._capture(step.model_parts, dense)
-            for dense in map(recorded.is_dense, recorded.ends(max_context))
-        }
-        self.choice = self._capture(step.sample_parts, False)
+        self._all_parts = [*step.model_parts, *step.sample_parts]
+        kinds = [recorded.is_dense(end) for end in recorded.ends(max_context)]
+        self.model = {dense: self._capture(step.model_parts, dense) for dense in kinds}
+        self.with_choice = {dense: self._capture(self._all_parts, dense) for dense in kinds}
 
     @property
     def regions(self) -> list[str]:
         """The names of what is captured, in order."""
-        parts = [*self.step.model_parts, *self.step.sample_parts]
-        return [name for name, _ in regions_of(parts, self._mode) if name is not None]
+        return [name for name, _ in regions_of(self._all_parts, self._mode) if name is not None]
 
     def run(self, end: int) -> None:
         """Queues the model on the streams, which the caller has made the current ones. ``end``: as
@@ -121,9 +123,9 @@ class CapturedStep:
         for action in self.model[self.step.recorded.is_dense(end)]:
             action()
 
-    def sample(self) -> None:
-        """Queues the choice of the next token in the same way."""
-        for action in self.choice:
+    def run_and_sample(self, end: int) -> None:
+        """Queues the model and the choice of the next token in the same way."""
+        for action in self.with_choice[self.step.recorded.is_dense(end)]:
             action()
 
     def _capture(self, parts: Sequence[AnyPart], dense: bool) -> list[Callable[[], object]]:
@@ -137,11 +139,11 @@ class CapturedStep:
         return actions
 
     def _graph(self, parts: Sequence[AnyPart], dense: bool) -> torch.cuda.CUDAGraph:
-        """The graph of a region, one for both kinds of run where they do the same."""
+        """The graph of a region, one for all runs that do the same in it."""
         captured = [part for part in parts if isinstance(part, Part)]
         assert len(captured) == len(parts), "hand-offs are not captured"
         differs = any(map(self.step.recorded.differs_if_dense, captured))
-        key = (captured[0], dense and differs)
+        key = (captured[0], captured[-1], dense and differs)
         if key not in self._graphs:
             stream = self._streams[part_device(parts[0])]
             body = partial(self._queue, captured, dense)
@@ -181,13 +183,17 @@ class CapturedRanks:
         """Queues the model. All ranks get a region before any gets the next one. ``end``: as of
         ``Step.run``.
         """
-        self._state.begin_step(self.step.recorded.steps_begun)
         dense = self.step.recorded.is_dense(end)
-        _interleave([rank.model[dense] for rank in self._ranks])
+        self._queue([rank.model[dense] for rank in self._ranks])
 
-    def sample(self) -> None:
-        """Queues the choice of the next token, on every rank."""
-        _interleave([rank.choice for rank in self._ranks])
+    def run_and_sample(self, end: int) -> None:
+        """Queues the model and the choice of the next token, on every rank, in the same way."""
+        dense = self.step.recorded.is_dense(end)
+        self._queue([rank.with_choice[dense] for rank in self._ranks])
+
+    def _queue(self, ranks: Sequence[Sequence[Callable[[], object]]]) -> None:
+        self._state.begin_step(self.step.recorded.steps_begun)
+        _interleave(ranks)
 
 
 AnyCaptured = CapturedStep | CapturedRanks

@@ -4,7 +4,6 @@ logits.
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -163,13 +162,13 @@ class RecordedSteps:
 
     def following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
         """Yields the tokens behind ``token``, one step each, sampled on the device."""
-        run = None
-        sample = None
-        if self.observer is not None:
-            run = partial(self._queue, self.step(1), 1)
-            sample = partial(self.step(1).sample, self.observer)
-        with closing(self.loop.generate(token, sampler, steps, run, sample)) as tokens:
+        queue = None if self.observer is None else self._queue_with_choice
+        with closing(self.loop.generate(token, sampler, steps, queue)) as tokens:
             yield from tokens
+
+    def _queue_with_choice(self, end: int) -> None:
+        self._queue(self.step(1), 1, end)
+        self.step(1).sample(self.observer)
 
     def _run(self, step: AnyStep, token_ids: Sequence[int]) -> AnyStep:
         assert step.feed is not None

@@ -32,15 +32,14 @@ class TokenLoop:
         token: int,
         sampler: Sampler,
         steps: int,
-        run: Callable[[int], None] | None = None,
-        sample: Callable[[], None] | None = None,
+        queue: Callable[[int], None] | None = None,
     ) -> Generator[int, None, None]:
         """Yields the tokens that follow ``token``, one step each.
 
-        ``run``, which is told how many tokens the sequence then has, and ``sample`` queue the step
-        and its choice of a token; by default the step's own. The host stays up to four steps
-        behind. Steps that were queued in vain, because the caller closed the generator, are taken
-        back. Raises ``FloatingPointError`` for NaN logits.
+        ``queue``, which is told how many tokens the sequence then has, queues the step and its
+        choice of a token; by default as the step does. The host stays up to four steps behind.
+        Steps that were queued in vain, because the caller closed the generator, are taken back.
+        Raises ``FloatingPointError`` for NaN logits.
         """
         start = self._state.position
         queued = 0
@@ -53,7 +52,7 @@ class TokenLoop:
         try:
             while read < steps:
                 while queued < min(steps, read + STEPS_AHEAD):
-                    self._queue(run or self._run, sample or self._step.sample, logprobs)
+                    self._put(queue or self._queue, logprobs)
                     queued += 1
                 read += 1
                 token = checked_token(self._ring.read(start + read), start + read)
@@ -63,19 +62,17 @@ class TokenLoop:
         finally:
             self._state.set_position(start + read)
 
-    def _queue(
-        self, run: Callable[[int], None], sample: Callable[[], None], logprobs: LogprobRing | None
-    ) -> None:
-        """A step, the choice of its token, and the way of that token to the host and to every
-        device.
+    def _put(self, queue: Callable[[int], None], logprobs: LogprobRing | None) -> None:
+        """Queues a step, the choice of its token, and the way of that token to the host and to
+        every device.
         """
-        run(self._state.position + 1)
+        queue(self._state.position + 1)
         self._state.advance(1)
-        sample()
         if logprobs is not None:
             logprobs.store(self._state.position, self._step.logits_TV[-1], self._step.token)
         self._ring.mark(self._state.position)
         self._feed.pass_on()
 
-    def _run(self, end: int) -> None:
+    def _queue(self, end: int) -> None:
         self._step.run(1, end)
+        self._step.sample()

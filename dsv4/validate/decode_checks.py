@@ -127,16 +127,13 @@ def expected_regions(mode: Mode, segments: Sequence[Segment]) -> set[str]:
     """Names of regions that together hold every layer, as far as ``mode`` captures it, the head and
     the choice of a token.
     """
-    names = {"head", "sample"}
-    for segment in segments:
-        first = segment.layers[0]
-        last = segment.layers[-1]
-        if mode == "full":
-            names.add(f"layers {first} to {last}")
-        else:
-            names |= {f"layer {layer} graph {part}" for layer in segment.layers for part in "AB"}
-            names.add(f"layer {last} mix")
-    return names
+    runs = [(segment.layers[0], segment.layers[-1]) for segment in segments]
+    if mode == "full":
+        *others, last = (f"layers {first} to {last}" for first, last in runs)
+        return {*others, f"{last}, head, sample"}
+    layers = [layer for segment in segments for layer in segment.layers]
+    names = {f"layer {layer} graph {part}" for layer in layers for part in "AB"}
+    return names | {f"layer {last} mix" for _, last in runs} | {"head, sample"}
 
 
 def check_replay(mode: str, engine: Engine, decoder: Replayer, run: EagerRun) -> Check:

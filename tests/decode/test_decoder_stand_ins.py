@@ -39,8 +39,12 @@ def decoder_on(world: World, monkeypatch: pytest.MonkeyPatch) -> CUDAGraphDecode
         assert end == int(position_1) + 1
         position_1.add_(1)
 
+    def run_and_sample(end: int) -> None:
+        run(end)
+        world.sample()
+
     def captured(step: Any, *_: object) -> SimpleNamespace:
-        return SimpleNamespace(step=step, run=run, sample=world.sample)
+        return SimpleNamespace(step=step, run=run, run_and_sample=run_and_sample)
 
     for name, stand_in in (
         ("Stream", Quiet),

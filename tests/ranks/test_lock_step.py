@@ -191,8 +191,7 @@ def test_replays_queue_every_region_of_all_ranks_before_the_next(
     ranks = LoggedRanks.of(planned, 1, monkeypatch)
     replayed, _ = capture(ranks, planned, mode, monkeypatch)
     begun = planned[0].state._steps_begun
-    replayed.run(FAR)
-    replayed.sample()
+    replayed.run_and_sample(FAR)
     assert planned[0].state._steps_begun == begun + 1
     count = len(planned)
     for step in ranks.step.ranks:
@@ -203,7 +202,8 @@ def test_replays_queue_every_region_of_all_ranks_before_the_next(
     assert turns == list(range(count)) * (len(turns) // count)
     outside = LAYERS if mode == "split" else 0
     assert len(turns) // count == len(replayed.regions) + outside
-    assert replayed.regions[-2:] == ["head", "sample"], "logits, too, are of the head"
+    expected = f"layers 0 to {LAYERS - 1}, head, sample" if mode == "full" else "head, sample"
+    assert replayed.regions[-1] == expected, "logits, too, are of the head"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -221,7 +221,7 @@ def test_an_interrupted_row_is_finished(
     whole = list(ranks.log)
     captured_graphs = len(graphs) // len(planned)
     # Those of a dense step are captured first.
-    for region in (0, len(replayed.regions) - 3):
+    for region in (0, len(replayed.regions) - 1):
         for rank in (0, len(planned) - 1):
             row = [graphs[other * captured_graphs + region] for other in range(len(planned))]
             ranks.log.clear()

@@ -124,7 +124,6 @@ class ToldBlocks:
         self._wrong = torch.tensor([*wrong, *[0] * 16], device=head)[: len(padded)]
         self.feed = self._queue.feed
         self.verify = self._queue.verify
-        self.settle = self._queue.settle
         self.logits = self._queue.logits
         self.alone = self._queue.alone
 

@@ -104,8 +104,9 @@ class World:
             self.state.nan_1.fill_(1)
         position_1.fill_(first + tokens)
         rejected_1.zero_()
+        self._settle(tokens)
 
-    def settle(self, tokens: int) -> None:
+    def _settle(self, tokens: int) -> None:
         count = tokens - 1
         end = int(self.place[0])
         places = range(end - count, end)

@@ -145,22 +145,25 @@ def test_replays_queue_every_item_and_hand_off_once(
     captured_step.run(NEAR)
     assert without_drains(log) == dense_items_of(step)
     log.clear()
-    captured_step.sample()
-    assert log == items_of(step.sample_parts)
+    captured_step.run_and_sample(FAR)
+    assert without_drains(log) == [*items_of(step.model_parts), *items_of(step.sample_parts)]
+    log.clear()
+    captured_step.run_and_sample(NEAR)
+    assert without_drains(log) == [*dense_items_of(step), *items_of(step.sample_parts)]
 
 
 def test_what_a_dense_run_does_as_well_is_captured_once(
     planned: PlannedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In split mode everything but Graph A of layers with an indexer; what never runs is not
-    captured at all.
+    """In split mode everything but Graph A of layers with an indexer, and the head, which one run
+    has with the choice of a token; what never runs is not captured at all.
     """
     step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
     captured_step = capture("split", step, log, monkeypatch)
     indexers = sum(ratio == CSA_RATIO for ratio in planned.config.compress_ratios)
-    assert len(captured_step._graphs) == len(captured_step.regions) + indexers
+    assert len(captured_step._graphs) == len(captured_step.regions) + indexers + 1
     short = capture("split", step, log, monkeypatch, max_context=NEAR)
-    assert len(short._graphs) == len(short.regions)
+    assert len(short._graphs) == len(short.regions) + 1
     assert list(short.model) == [True]
 
 
@@ -196,10 +199,11 @@ def test_regions_are_named_by_layers(
         else:
             expected += [f"layer {at} graph {half}" for at in segment.layers for half in "AB"]
             expected.append(f"layer {segment.layers[-1]} mix")
+    behind = f"{expected.pop()}, head" if mode == "full" else "head"
     step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
-    assert capture(mode, step, log, monkeypatch).regions == [*expected, "head", "sample"]
+    assert capture(mode, step, log, monkeypatch).regions == [*expected, f"{behind}, sample"]
     longer, log, _ = fake_step(planned, planned.record(8), monkeypatch)
-    assert capture(mode, longer, log, monkeypatch).regions == [*expected, "head"]
+    assert capture(mode, longer, log, monkeypatch).regions == [*expected, behind]
 
 
 def test_the_values_of_a_traced_step_come_from_their_devices(

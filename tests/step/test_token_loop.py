@@ -52,7 +52,7 @@ class World:
     def sample(self) -> None:
         self.log.append("sample")
         self.input += 1
-        position = self.state.position
+        position = self.state.position + 1
         self.ring[position % RING_TOKENS] = NAN_TOKEN if position == self.nan_at else self.input
         # The next step writes over both.
         self.step.logits_TV.zero_()[0, self.input] = float(position)
@@ -115,15 +115,15 @@ def test_nan_ends_it_by_name() -> None:
 
 def test_others_may_queue_the_step() -> None:
     world = World()
-    queued: list[int | str] = []
+    queued: list[int] = []
 
-    def sample() -> None:
-        queued.append("sample")
+    def queue(end: int) -> None:
+        queued.append(end)
         world.sample()
 
-    tokens = world.loop().generate(7, GREEDY, 3, queued.append, sample)
+    tokens = world.loop().generate(7, GREEDY, 3, queue)
     assert list(tokens) == [8, 9, 10]
-    assert queued == [START + 1, "sample", START + 2, "sample", START + 3, "sample"]
+    assert queued == [START + 1, START + 2, START + 3]
     assert "run" not in world.log
 
 

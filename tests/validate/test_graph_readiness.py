@@ -167,7 +167,7 @@ def test_a_capture_without_some_layer_or_that_moves_the_position_fails(
 ) -> None:
     start_sequence(engine, run.prompt[:9])
     graphs = [f"layer {layer} graph {part}" for layer in range(2) for part in "AB"]
-    whole = [*graphs, "layer 1 mix", "head", "sample"]
+    whole = [*graphs, "layer 1 mix", "head, sample"]
 
     def checked(
         regions: list[str], mode: Mode = "split", action: Callable[[], object] = lambda: None
@@ -181,7 +181,7 @@ def test_a_capture_without_some_layer_or_that_moves_the_position_fails(
         return check
 
     assert checked(whole).passed
-    assert checked(["layers 0 to 1", "head", "sample"], "full").passed
+    assert checked(["layers 0 to 1, head, sample"], "full").passed
     missing = checked(whole[:3] + whole[4:])
     assert (missing.passed, "expected layer 1 graph B as well" in missing.detail) == (False, True)
     moved = checked(whole, action=lambda: engine.state.set_position(8))
@@ -198,7 +198,7 @@ def test_a_capture_without_some_layer_or_that_moves_the_position_fails(
 def test_every_segment_has_its_regions(engine: Engine) -> None:
     (segment,) = engine.model.segments
     halves = [replace(segment, layers=(layer,)) for layer in segment.layers]
-    assert expected_regions("full", halves) == {"layers 0 to 0", "layers 1 to 1", "head", "sample"}
+    assert expected_regions("full", halves) == {"layers 0 to 0", "layers 1 to 1, head, sample"}
     mixes = {"layer 0 mix", "layer 1 mix"}
     assert mixes <= expected_regions("split", halves)
     assert mixes - expected_regions("split", [segment]) == {"layer 0 mix"}
