@@ -25,9 +25,9 @@ import dsv4.step.captured, single_shot_inference
 from dsv4.command.program import leave
 
 replays = 0
-sound = dsv4.step.captured.CapturedRanks.run
+sound = dsv4.step.captured.CapturedRanks.run_and_sample
 
-def run(ranks, end):
+def run_and_sample(ranks, end):
     global replays
     replays += 1
     if replays == 20:
@@ -35,11 +35,13 @@ def run(ranks, end):
         FAULT
     sound(ranks, end)
 
-dsv4.step.captured.CapturedRanks.run = run
+dsv4.step.captured.CapturedRanks.run_and_sample = run_and_sample
 leave(single_shot_inference.main(sys.argv[1:]))
 """
 FAULTS = {
-    "a graph left out": "for actions in ranks._ranks[1].model.values(): actions[-1] = lambda: None",
+    "a graph left out": (
+        "for actions in ranks._ranks[1].with_choice.values(): actions[-1] = lambda: None"
+    ),
     "a counter moved": "ranks._state.ranks[1].peers.step_4[:1].add_(1)",
     "a rank that traps": (
         "import torch; torch.zeros(4, device='cuda:1')[torch.tensor([9], device='cuda:1')]"
@@ -96,7 +98,7 @@ expected = list(engine.generate(ids, 3, greedy, ()))
 decoder = engine.decoder
 late = 0
 for step in decoder._captured.values():
-    for second in step._ranks[1].model.values():
+    for second in step._ranks[1].with_choice.values():
         def slow(first=second[0]):
             global late
             late += 1
