@@ -103,9 +103,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
-    """The flags. Raises ``UserError``, also for one that would be ignored beside the others and
-    for a file that cannot be written.
-    """
+    """The flags. Raises ``UserError``, also for one that would be ignored beside the others."""
     parser = build_parser(description)
     options = parser.parse_args(arguments)
     given = given_flags(parser, options)
@@ -122,7 +120,6 @@ def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag}: found {why}, expected no {flag}")
     check_reference_device(options.reference_device)
-    check_outputs(options, trace_paths(options))
     return options
 
 
@@ -139,7 +136,9 @@ def layer_range(text: str, layers: int) -> range:
 
 
 def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
-    """Both sides and their input; ``stack`` closes the files. Raises ``UserError``."""
+    """Both sides and their input; ``stack`` closes the files. Raises ``UserError``, also for a file
+    that cannot be written.
+    """
     engine, reference_engine = engine_configs(options)
     devices = engine_devices(engine)
     reference_devices = engine_devices(reference_engine)
@@ -148,6 +147,8 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
     layers = layer_range(options.layers, source.config.num_hidden_layers)
     check_room(options, source.config)
     traces = {path: trace_with_ranks(path, stack) for _, path in trace_paths(options)}
+    read = [(flag, file.path) for flag, path in trace_paths(options) for file in traces[path].files]
+    check_outputs(options, read)
     for trace in traces.values():
         expect_same_tokens(trace, next(iter(traces.values())))
         expect_tokens_of(trace, source.config)
@@ -164,8 +165,8 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
             found = f"'own' with a trace as reference and layers from {layers.start}"
             raise UserError(f"--input: found {found}, expected {expected}")
     exact = {engine.compute_dtype, reference_engine.compute_dtype} == {"float32"}
-    read = options.reference if options.input == "reference" else options.input
-    entering = traces.get(Path(read))
+    entered = options.reference if options.input == "reference" else options.input
+    entering = traces.get(Path(entered))
     return Walk(
         EngineLayers(source, engine, op_table, devices),
         reference,

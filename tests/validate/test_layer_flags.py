@@ -38,8 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--reference", "reference"], "reference: no such file"),
         (["--seed", str(2**63)], "--seed: found '9223372036854775808', expected an integer from 0"),
         (["--json", "out", "--svg", "./out"], "--svg: out: found the file of --json"),
-        (["--input", "a", "--json", "./a"], "--json: a: found the file of --input"),
-        (["--reference", "a", "--svg", "./a"], "--svg: a: found the file of --reference"),
         (["--swap", "moe"], "--swap: found 'moe'"),
         (["--reference", "transformers", "--context", "8"], "--context: found with --reference"),
     ],

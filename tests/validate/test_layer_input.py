@@ -77,6 +77,27 @@ def test_ranks_of_a_trace_are_found_by_the_file_of_one(
     assert heads["worst_token"] == 1.0
 
 
+@pytest.mark.parametrize(("flag", "output"), [("--input", "--json"), ("--reference", "--svg")])
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_no_file_of_a_rank_is_replaced(
+    model: Path,
+    trace_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    flag: str,
+    output: str,
+    replaced: int,
+) -> None:
+    whole = load_file(trace_file)
+    paths = [write_rank(tmp_path / f"a.rank{rank}.safetensors", whole, rank) for rank in (0, 1)]
+    before = paths[replaced].read_bytes()
+    flags = ["--device", "cpu", "--model", str(model), "--layers", "0", flag, str(paths[1])]
+    assert main([*flags, output, str(paths[replaced])]) == 2
+    found = f"error: {output}: {paths[replaced]}: found the file of {flag}, expected another one\n"
+    assert capsys.readouterr().err == found
+    assert paths[replaced].read_bytes() == before
+
+
 @pytest.mark.parametrize("name", ["theirs.rank1.safetensors", "theirs.safetensors"])
 def test_ranks_of_a_trace_that_are_not_beside_it_are_one_line(
     model: Path, trace_file: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture
