@@ -16,7 +16,13 @@ from dsv4.errors import UserError
 from dsv4.json_object import JsonReader
 from dsv4.layers.values import value_names
 from dsv4.validate.agreement import Agreement, Tally, align, table
-from dsv4.validate.joined_trace import JoinedTrace, Unequal, expect_same_tokens, expect_tokens_of
+from dsv4.validate.joined_trace import (
+    JoinedTrace,
+    Unequal,
+    expect_same_tokens,
+    expect_tokens_of,
+    unequal_lines,
+)
 from dsv4.validate.names import (
     ALIGNED,
     CHOSEN,
@@ -71,9 +77,7 @@ class Comparison:
 
     def _lines(self) -> Iterator[str]:
         yield from one_sided(self.only_ours, self.only_theirs, [row.name for row in self.rows])
-        for name, (ranks, difference) in self.unequal.items():
-            apart = f"ranks {ranks[0]} and {ranks[1]} differ by up to {difference:.3g}"
-            yield f"{name}: {apart}; a value of which ranks hold parts needs a join of its own"
+        yield from unequal_lines(self.unequal)
         if self.first is None:
             yield "every value is above the threshold"
         else:

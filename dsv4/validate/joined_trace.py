@@ -1,7 +1,7 @@
 """The trace of an engine that wrote a file, or one for each of its ranks (docs/traces.md)."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,6 +30,13 @@ class Unequal(NamedTuple):
 
     ranks: tuple[int, int]
     difference: float
+
+
+def unequal_lines(unequal: Mapping[str, Unequal]) -> Iterator[str]:
+    """Lines with the values that ranks do not have in common as they should."""
+    for name, (ranks, difference) in unequal.items():
+        apart = f"ranks {ranks[0]} and {ranks[1]} differ by up to {difference:.3g}"
+        yield f"{name}: {apart}; a value of which ranks hold parts needs a join of its own"
 
 
 class JoinedTrace:

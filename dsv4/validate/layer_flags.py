@@ -176,6 +176,7 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
         options.context,
         options.input if entering is None else "trace",
         entering,
+        list(traces.values()),
         COMPUTE_DTYPES["float32" if exact else "bfloat16"],
         options.seed,
         options.threshold,

@@ -127,7 +127,8 @@ class Walk:
 
     ``input``: a layer reads the streams that the engine ("own") or the reference left behind the
     layer before, or with "trace" those that entered it in ``trace``. Without a trace the first one
-    reads the embedded tokens if it is layer 0, else random streams. ``dtype``: of these streams;
+    reads the embedded tokens if it is layer 0, else random streams. ``traces``: all that are read,
+    which gather what their ranks do not have in common as they should. ``dtype``: of these streams;
     both sides hold it exactly. ``threshold`` is that of a token, ``choices`` the least share of
     experts and entries, over all tokens, that the reference chooses too.
     """
@@ -140,6 +141,7 @@ class Walk:
     position: int
     input: Input
     trace: JoinedTrace | None
+    traces: Sequence[JoinedTrace]
     dtype: torch.dtype
     seed: int
     threshold: float

@@ -3,7 +3,7 @@
 
 Loads a layer, runs it on this engine and on a reference with the same input, compares every named
 value, drops the layer and goes on. The torch ops and transformers read and decode experts one at a
-time. Ends with exit code 1 when a value is under the threshold.
+time. Ends with exit code 1 when a value is under the threshold, or ranks of a trace differ.
 """
 
 import sys
@@ -16,6 +16,7 @@ from typing import Any
 from dsv4.command.output_file import write_output
 from dsv4.command.program import command, run_program
 from dsv4.measure.record_file import write_record
+from dsv4.validate.joined_trace import unequal_lines
 from dsv4.validate.layer_flags import described, make_walk, parse
 from dsv4.validate.layer_walk import LayerResult, peak_bytes
 from dsv4.validate.names import one_sided, suffix
@@ -88,7 +89,7 @@ def gigabytes(peaks: Mapping[str, int]) -> dict[str, float]:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """The command: 1 when a value is under the threshold."""
+    """The command: 1 when a value is under the threshold, or ranks of a trace differ."""
     arguments = sys.argv[1:] if argv is None else argv
     options = parse(arguments, __doc__)
     results: list[LayerResult] = []
@@ -99,8 +100,9 @@ def main(argv: list[str] | None = None) -> int:
                 print(_HEAD)
             results.append(result)
             print(line(result), flush=True)
-    for one_side in names_of_one_side(results):
-        print(one_side)
+    unequal = {name: value for trace in walk.traces for name, value in trace.unequal.items()}
+    for text in (*names_of_one_side(results), *unequal_lines(unequal)):
+        print(text)
     memory = gigabytes(peak_bytes())
     print(f"peak memory: {', '.join(f'{name} {size} GB' for name, size in memory.items())}")
     record = {
@@ -108,12 +110,14 @@ def main(argv: list[str] | None = None) -> int:
         "tokens": len(walk.token_ids),
         "context": walk.position,
         "peak_memory_gb": memory,
+        "unequal": {name: value._asdict() for name, value in unequal.items()},
         "layers": records(results),
     }
     write_record(options.json, "dsv4.validate.layers", arguments, record)
     if options.svg is not None:
         write_output("--svg", options.svg, cosine_svg(points(results), options.threshold))
-    return 0 if all(row.passes for result in results for row in result.rows) else 1
+    passes = all(row.passes for result in results for row in result.rows)
+    return 0 if passes and not unequal else 1
 
 
 if __name__ == "__main__":

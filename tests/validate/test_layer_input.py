@@ -77,6 +77,23 @@ def test_ranks_of_a_trace_are_found_by_the_file_of_one(
     assert heads["worst_token"] == 1.0
 
 
+@pytest.mark.parametrize("name", ["layers.1.attn.kv", "layers.1.attn_hc.streams"])
+def test_ranks_of_a_trace_that_differ_fail(
+    model: Path, trace_file: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    whole = load_file(trace_file)
+    write_rank(tmp_path / "a.rank0.safetensors", whole, 0)
+    whole[name][3] += 1
+    path = write_rank(tmp_path / "a.rank1.safetensors", whole, 1)
+    flags = ["--input", "reference", "--json", str(tmp_path / "found.json")]
+    assert main([*arguments(model, "0:2", path), *flags]) == 1
+    out = capsys.readouterr().out
+    assert f"{name}: ranks 0 and 1 differ by up to 1" in out
+    assert "under the threshold" not in out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [*found["unequal"]] == [name]
+
+
 @pytest.mark.parametrize(("flag", "output"), [("--input", "--json"), ("--reference", "--svg")])
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_no_file_of_a_rank_is_replaced(
