@@ -24,7 +24,11 @@ from dsv4.checkpoint.names import Dialect, detect_dialect
 from dsv4.checkpoint.outputs import output_tensors
 from dsv4.checkpoint.plain import read_plain
 from dsv4.checkpoint.problems import Problems
-from dsv4.checkpoint.scale_values import check_input_scales, unfilled_input_scales
+from dsv4.checkpoint.scale_values import (
+    check_converted,
+    check_input_scales,
+    unfilled_input_scales,
+)
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.checkpoint.transfer import transfer
 from dsv4.checkpoint.writer import (
@@ -142,10 +146,13 @@ class _Converted:
         assert format is not None
         loaded = [load_matrix(self._checkpoint, one, _CPU, expert) for one in stored]
         try:
-            self._converted.update(zip(names, convert(loaded, format), strict=True))
+            converted = convert(loaded, format)
+            for weight in converted:
+                check_converted(weight)
         except ValueError as error:
             where = names[0] if expert is None else f"{names[0]} (expert {expert})"
             raise UserError(f"{self._checkpoint.folder}: {where}: {error}") from None
+        self._converted.update(zip(names, converted, strict=True))
 
     def plain(self, parameter: Parameter) -> Tensor:
         return self._checkpoint.read(self._found[parameter.name].parts["data"].names[0])

@@ -44,6 +44,15 @@ def check_scales(
             raise UserError(f"{checkpoint.folder}: {name}: {_first_wrong(scale)}")
 
 
+def check_converted(weight: QuantTensor) -> None:
+    """Raises ``ValueError`` for a matrix that was quantised with a scale that loading refuses."""
+    scale = weight.block_scale
+    if scale is not None and _has_wrong(scale.view(1, -1))[0]:
+        largest = float(weight.dequantize().abs().max())
+        format = weight.format.value
+        raise ValueError(f"found weights up to {largest:g}, too large for the scales of {format}")
+
+
 def _has_wrong(scale_NB: Tensor) -> list[bool]:
     """Whether a row has a scale that is refused. One pass over bytes that lie in memory anyway."""
     if scale_NB.dtype not in _LARGEST_BYTE:

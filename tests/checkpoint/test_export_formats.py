@@ -162,6 +162,26 @@ def test_scales_that_cannot_be_loaded_are_not_passed_on(
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("layers.0.attn.wq_a.weight", r"wq_a.weight: {found} fp8_block128"),
+        ("layers.1.ffn.experts.3.w2.weight", r"experts.w2.weight \(expert 3\): {found} mxfp4"),
+    ],
+)
+def test_weights_whose_scales_could_not_be_loaded_are_refused(
+    bf16: Path, tmp_path: Path, name: str, message: str
+) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors[name][0, 0] = 2.0**17
+
+    folder = changed_copy(bf16, tmp_path / "a", edit)
+    found = "found weights up to 131072, too large for the scales of"
+    with pytest.raises(UserError, match=message.format(found=found)):
+        export(folder, tmp_path / "b", "native", Dialect.NATIVE)
+    assert not (tmp_path / "b").exists()
+
+
 def test_width_that_the_target_cannot_hold_is_a_clean_error(tmp_path: Path) -> None:
     write_synthetic(tmp_path / "a", tiny_config(q_lora_rank=72), "bf16", 1)
     with pytest.raises(
