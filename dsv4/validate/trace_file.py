@@ -26,8 +26,9 @@ class TraceFile:
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path = path
-        if path.is_dir():
-            raise UserError(f"{path}: found a folder, expected a file")
+        # Whoever opens a FIFO waits for its writer, and no signal ends it inside safetensors.
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: found no regular file, expected a trace")
         try:
             self._file = stack.enter_context(safe_open(str(path), framework="pt"))
         except FileNotFoundError:

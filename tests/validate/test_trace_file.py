@@ -1,6 +1,7 @@
 """Trace files: what is refused, and how the files of ranks become one trace (docs/traces.md)."""
 
 import math
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -191,11 +192,20 @@ def test_ranks_of_other_tokens_and_shapes_are_refused(tmp_path: Path, stack: Exi
 def test_missing_and_damaged_files_are_one_line(tmp_path: Path, stack: ExitStack) -> None:
     with pytest.raises(UserError, match="no such file"):
         JoinedTrace([tmp_path / "none.safetensors"], stack)
-    with pytest.raises(UserError, match="found a folder, expected a file"):
+    with pytest.raises(UserError, match="found no regular file, expected a trace"):
         JoinedTrace([tmp_path], stack)
     (tmp_path / "bad.safetensors").write_bytes(b"12345678nothing")
     with pytest.raises(UserError, match="not a readable safetensors file"):
         JoinedTrace([tmp_path / "bad.safetensors"], stack)
+
+
+def test_nobody_waits_for_the_writer_of_a_fifo(tmp_path: Path, stack: ExitStack) -> None:
+    fifo = tmp_path / "theirs.safetensors"
+    os.mkfifo(fifo)
+    # With a writer the test ends in any case.
+    stack.callback(os.close, os.open(fifo, os.O_RDWR))
+    with pytest.raises(UserError, match="found no regular file, expected a trace"):
+        JoinedTrace([fifo], stack)
 
 
 def test_slices_cover_the_rows_once() -> None:
