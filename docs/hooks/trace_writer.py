@@ -47,9 +47,15 @@ class TraceWriter:
         self.add("positions", positions.long())
 
     def add(self, name: str, rows: Tensor) -> None:
-        """The next rows of a value; they are copied."""
+        """The next rows of a value; they are copied. Raises ``ValueError`` for what cannot be
+        joined with those before.
+        """
         copy = rows.detach().to("cpu", copy=True).contiguous()
-        self.parts.setdefault(name, []).append(copy)
+        parts = self.parts.setdefault(name, [])
+        if not copy.dim() or (parts and copy.shape[1:] != parts[0].shape[1:]):
+            before = f", as {list(parts[0].shape)} before" if parts else ""
+            raise ValueError(f"{name}: found {list(copy.shape)}, expected rows [T, ...]{before}")
+        parts.append(copy)
 
     def check(self, path: str | Path) -> None:
         """Raises ``ValueError`` for a folder or a device, which the file would replace, for a file

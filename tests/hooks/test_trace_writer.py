@@ -31,6 +31,28 @@ def test_a_folder_without_a_configuration_is_named_at_once(
         writer("mine", "org/name")
 
 
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([(2, 4), (1, 5)], r"router.experts: found \[1, 5\], expected .*, as \[2, 4\] before"),
+        ([()], r"router.experts: found \[\], expected rows \[T, ...\]"),
+    ],
+)
+def test_rows_that_cannot_be_joined_are_named_at_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shapes: list[tuple[int, ...]],
+    message: str,
+) -> None:
+    folder = config_folder(tmp_path / "model")
+    writer = load_hook("trace_writer", monkeypatch).TraceWriter("mine", folder)
+    *before, last = [torch.zeros(shape) for shape in shapes]
+    for rows in before:
+        writer.add("layers.0.router.experts", rows)
+    with pytest.raises(ValueError, match=message):
+        writer.add("layers.0.router.experts", last)
+
+
 @pytest.mark.parametrize(("text", "found"), [("{", "no JSON"), ("[]", "a JSON list")])
 def test_a_configuration_that_is_no_object_is_named_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, found: str
