@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -91,13 +91,11 @@ class TraceReference:
     trace: JoinedTrace
 
     def run(self, layer: int, given: Given, found: Values) -> Computed:
-        """See ``Reference``. Raises ``UserError`` when the trace has no value of the layer or no
-        row of any, or has one of another shape.
+        """See ``Reference``. Raises ``UserError`` when the trace has no row of the layer, or has a
+        value of another shape.
         """
         theirs = {name for name in self.trace.names if layer_of(name) == layer}
         names = common_names(theirs, found.keys())
-        if not names:
-            raise UserError(f"{self.trace.path}: found no value of layer {layer}")
         for name in names:
             expect_shape(name, self.trace, list(found[name].shape), "this engine")
             expect_shape_of_choices(name, self.trace)
@@ -206,17 +204,34 @@ class Walk:
         return len(self.token_ids), config.hc_mult, config.hidden_size
 
 
+def expect_values_of(trace: JoinedTrace, layers: range, names: Set[str]) -> None:
+    """Raises ``UserError`` when the trace has none of the values ``names`` of one of the layers."""
+    compared = {layer_of(name) for name in common_names(names, trace.names)}
+    for layer in layers:
+        if layer not in compared:
+            raise UserError(f"{trace.path}: found no value of layer {layer}")
+
+
 def streams_into(trace: JoinedTrace, layer: int, shape: list[int]) -> Tensor:
-    """The streams of ``shape``, ``[T, M, E]``, that entered a layer. Raises ``UserError`` when the
-    trace does not have them.
-    """
+    """The streams that entered a layer. Raises ``UserError`` unless they are ``shape``."""
+    name = _name_of_streams_into(trace, layer)
+    expect_shape(name, trace, shape, "this engine")
+    return whole_value(trace, name)
+
+
+def expect_streams_into(trace: JoinedTrace, layers: range) -> None:
+    """Raises ``UserError`` when the trace lacks the streams that entered one of the layers."""
+    for layer in layers:
+        _name_of_streams_into(trace, layer)
+
+
+def _name_of_streams_into(trace: JoinedTrace, layer: int) -> str:
     names = [f"layers.{layer}.attn_hc.streams"]
     if layer > 0:
         names.append(f"layers.{layer - 1}.streams")
     for name in names:
         if name in trace.names:
-            expect_shape(name, trace, shape, "this engine")
-            return whole_value(trace, name)
+            return name
     raise UserError(
         f"{trace.path}: found no streams that enter layer {layer}, expected {' or '.join(names)}"
     )

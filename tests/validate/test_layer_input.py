@@ -41,7 +41,21 @@ def test_a_trace_without_streams_leaves_nothing_for_the_next_layer(
     kept = {name: whole[name] for name in names}
     path = write(tmp_path / "a.safetensors", kept, len(TOKENS))
     assert main([*arguments(model, "0:2", path), "--input", "reference"]) == 2
-    assert f"error: {path}: found no streams that enter layer 1, " in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert f"error: {path}: found no streams that enter layer 1, " in captured.err
+    assert captured.out == ""
+
+
+def test_a_layer_that_a_trace_lacks_is_named_before_any_has_run(
+    model: Path, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole = load_file(trace_file)
+    kept = {name: rows for name, rows in whole.items() if not name.startswith("layers.2.")}
+    path = write(tmp_path / "a.safetensors", kept, len(TOKENS))
+    assert main([*arguments(model, "0:3", path), "--input", "reference"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"error: {path}: found no value of layer 2\n"
+    assert captured.out == ""
 
 
 def test_a_reference_without_a_row_of_a_layer_is_one_line(
