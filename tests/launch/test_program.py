@@ -35,7 +35,7 @@ class Driver:
         self.launches: list[SimpleNamespace] = []
 
     def launch(self, config: Any, kernel: Kernel, parameters: int, extra: int) -> tuple[Any]:
-        kinds = {"rms_norm": "pppif", "moe_sort": "ppppii"}[kernel.function]
+        kinds = {"rms_norm": "pppif", "moe_sort": "ppppiii"}[kernel.function]
         types = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "f": ctypes.c_float}
         pointers = (ctypes.c_void_p * len(kinds)).from_address(parameters)
         words = [types[k].from_address(at).value for k, at in zip(kinds, pointers, strict=True)]
@@ -157,7 +157,8 @@ def test_shorter_chunks_take_their_own_shapes_and_the_longest_its_own_again(
                 return None
             return Shape(SORT, 1 + tokens // 16, 32, 4 * tokens, numbers={"count": tokens - first})
 
-        recording.launch(shape, ids=ids, slots=slots, tiles=tiles, tile_count=tile_count, experts=8)
+        outputs = {"slots": slots, "tiles": tiles, "tile_count": tile_count}
+        recording.launch(shape, ids=ids, **outputs, experts=8, tile=128)
 
     sort(0)
     sort(40)

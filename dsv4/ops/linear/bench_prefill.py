@@ -106,7 +106,7 @@ def _pair(model: str, tokens: int) -> OpCase:
     def make(index: int) -> Callable[[], object]:
         experts = _experts(model)
         x_TE, ids_TP, weights_TP = _routed(model, tokens)
-        pairs = immediately(sort_by_expert)(ids_TP, EXPERTS[model])
+        pairs = immediately(sort_by_expert)(ids_TP, EXPERTS[model], finely=True)
 
         def both(recording: Recording, x_TE: Tensor, pairs: Sorted) -> Tensor:
             w1 = experts.w1

@@ -19,13 +19,12 @@ from dsv4.weights.quant import QuantFormat
 
 # Constants of dsv4/ops/linear/prefill_gemm.cuh.
 TILE_TOKENS = 128
-THREADS = 384
 MODE_LINEAR, MODE_GATE_UP, MODE_DOWN = range(3)
-_LINEAR_ROWS = 256
+_PRODUCERS = 4
 _PARTIAL_FLOATS = 2 * TILE_TOKENS // 8 * 4 * 256
 # A stage has 64 columns (128 bytes) of x. A block also holds the stages' alignment, barriers and a
 # flag.
-_TOKEN_BYTES = TILE_TOKENS * 128
+_TOKEN_BYTES = 128
 _OTHER_SHARED = 2048
 _SHARED_LIMIT = 227 << 10
 # 5 stages were 0.4 % slower than 8 (docs/kernels/linear.md); the barriers have room for more.
@@ -53,18 +52,41 @@ _STAGE_BYTES = {
 }
 
 
+class Tile(NamedTuple):
+    """What a block computes at a time: rows of the weights, for at most ``tokens``.
+
+    ``consumers``: warps, which multiply two row tiles each. ``wide``: it holds about 100 tokens on
+    average.
+    """
+
+    tokens: int
+    consumers: int
+    wide: bool = False
+
+    def rows(self, mode: int) -> int:
+        """Those of the result (ROWS_PER_BLOCK); gate and up are of the same ones."""
+        return self.consumers * TILE_ROWS * (1 if mode == MODE_GATE_UP else 2)
+
+
+FEW = Tile(32, 12)
+SOME = Tile(64, 12)
+NARROW = Tile(TILE_TOKENS, 8)
+WIDE = Tile(TILE_TOKENS, 8, wide=True)
+
+
 @dataclass(frozen=True)
 class Build:
     """One compiled variant of the GEMM and what its launch needs."""
 
     source: str
     defines: Defines
+    threads: int
     shared_bytes: int
 
     def shape(self, function: str, blocks: int, **numbers: int) -> Shape:
         """The launch of an entry; ``numbers``: arguments that depend on the tokens."""
         kernel = Kernel(self.source, function, self.defines)
-        return Shape(kernel, blocks, THREADS, self.shared_bytes, numbers=numbers)
+        return Shape(kernel, blocks, self.threads, self.shared_bytes, numbers=numbers)
 
 
 def build_for(
@@ -72,21 +94,18 @@ def build_for(
     mode: int,
     architecture: str,
     out_float: bool = False,
-    wide: bool = False,
+    tile: Tile = NARROW,
 ) -> Build:
-    """The variant for a weight format and a mode: wgmma on Hopper, mma.sync elsewhere.
-
-    ``wide``: for tiles that hold about 100 tokens on average.
-    """
+    """The variant for a weight format, a mode and a tile: wgmma on Hopper, mma.sync elsewhere."""
     source = "linear/prefill_gemm_sm90" if architecture == "sm_90a" else "linear/prefill_gemm"
-    return build(source, format, mode, out_float, wide)
+    return build(source, format, mode, out_float, tile)
 
 
 def build(
-    source: str, format: QuantFormat, mode: int, out_float: bool = False, wide: bool = False
+    source: str, format: QuantFormat, mode: int, out_float: bool = False, tile: Tile = NARROW
 ) -> Build:
     """The variant of ``source``; as many pipeline stages as shared memory holds."""
-    used = _TOKEN_BYTES + 16 * sum(_STAGE_BYTES[format])
+    used = tile.tokens * _TOKEN_BYTES + 2 * tile.consumers * sum(_STAGE_BYTES[format])
     stage_bytes = round_up(used, 1024)
     stages = min(_MAX_STAGES, (_SHARED_LIMIT - _OTHER_SHARED) // stage_bytes)
     shared_bytes = stages * stage_bytes + _OTHER_SHARED
@@ -95,10 +114,13 @@ def build(
         ("MODE", mode),
         ("STAGES", stages),
         ("OUT_FLOAT", int(out_float)),
-        ("WIDE", int(wide)),
+        ("TOKENS", tile.tokens),
+        ("CONSUMERS", tile.consumers),
+        ("WIDE", int(tile.wide)),
         ("SHARED_BYTES", shared_bytes),
     )
-    return Build(source, defines, shared_bytes)
+    threads = 32 * (tile.consumers + _PRODUCERS)
+    return Build(source, defines, threads, shared_bytes)
 
 
 def linear_batches(
@@ -122,7 +144,7 @@ def linear_batches(
     x_TGK = aligned_rows(recording, x_TGK)
     y = recording.empty((tokens, width), out_dtype)
     target = recording.target
-    row_blocks = ceil_div(rows, _LINEAR_ROWS) * groups
+    row_blocks = ceil_div(rows, NARROW.rows(MODE_LINEAR)) * groups
     split = _Split(row_blocks, ceil_div(columns, PADDING), target.multiprocessors)
     variant = build_for(weight.format, MODE_LINEAR, target.architecture, out_dtype == torch.float32)
     partial = None

@@ -3,9 +3,10 @@
 //
 // The weights are the A operand (rows of W along M, in the packed fragment order), tokens are N. A
 // block of 8 consumer warps and 4 producer warps computes 16 row tiles of 16 rows times up to 128
-// tokens; warp w owns row tiles w and 8 + w. Blocks are persistent: the producer runs ahead of the
-// consumers across tile borders, so that the next tile's operands arrive during this tile's
-// epilogue.
+// tokens; warp w owns row tiles w and 8 + w. Of experts that have few tokens 12 consumer warps
+// compute 24 row tiles times up to 32 or 64 tokens: what such tiles wait for are the instructions
+// that copy and decode weights. Blocks are persistent: the producer runs ahead of the consumers
+// across tile borders, so that the next tile's operands arrive during this tile's epilogue.
 //
 // MODE_LINEAR   y = x * W^T, with batches (grouped linear) and split K (fixed order of summation)
 // MODE_GATE_UP  h = bf16(routing weight * silu(min(gate, limit)) * clamp(up)), gathered tokens
@@ -35,6 +36,12 @@
 #ifndef OUT_FLOAT
 #define OUT_FLOAT 0
 #endif
+#ifndef TOKENS
+#define TOKENS 128  // of one tile
+#endif
+#ifndef CONSUMERS
+#define CONSUMERS 8  // warps
+#endif
 #ifndef WIDE
 #define WIDE 0
 #endif
@@ -46,12 +53,13 @@
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-constexpr int TOKENS = 128;   // of one tile
-constexpr int STEP = 64;      // columns of one pipeline stage: 128-byte rows of x
-constexpr int CONSUMERS = 8;  // warps
+constexpr int STEP = 64;  // columns of one pipeline stage: 128-byte rows of x
 // Warps: one warpgroup, which gives most of its registers to the consumers
 constexpr int PRODUCERS = 4;
 constexpr int THREADS = (CONSUMERS + PRODUCERS) * WARP;
+// 384 threads start with 168 registers each, 512 with 128: the sums are the same.
+constexpr int PRODUCER_REGISTERS = 56;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 12 ? 152 : 224;
 constexpr int SIDES = 2;  // row tiles per warp: gate and up, or 128 rows apart
 constexpr int ROW_TILES = CONSUMERS * SIDES;
 // One row tile of one step.
@@ -60,7 +68,7 @@ constexpr int SCALE_BYTES = FORMAT == NVFP4 ? 64 : FORMAT == MXFP4 ? 32 : 0;
 constexpr int X_BYTES = TOKENS * STEP * 2;
 constexpr int STAGE_USED = X_BYTES + ROW_TILES * (WEIGHT_BYTES + SCALE_BYTES);
 constexpr int STAGE_BYTES = (STAGE_USED + 1023) / 1024 * 1024;  // 128-byte swizzle atoms
-constexpr int ROWS_PER_BLOCK = MODE == MODE_GATE_UP ? 128 : 256;
+constexpr int ROWS_PER_BLOCK = CONSUMERS * 16 * (MODE == MODE_GATE_UP ? 1 : SIDES);
 
 // Dequantized weights are the stored values times a power of two that keeps every intermediate bf16
 // normal.
@@ -120,10 +128,16 @@ __device__ __forceinline__ Tile tile_at(const Gemm& g, int index) {
     return t;
 }
 
-// Eights of tokens that are computed for a tile; the rest of the 128 columns costs nothing. Three
+// Eights of tokens that are computed for a tile; the rest of its columns costs nothing. Three
 // widths: with a fourth the assembler runs out of registers for asynchronous wgmma and serialises
 // all of them. WIDE is for tiles that hold about 100 tokens on average.
-#if MODE == MODE_LINEAR
+#if TOKENS == 32
+#define WIDTH_0 1
+#define WIDTH_1 2
+#elif TOKENS == 64
+#define WIDTH_0 4
+#define WIDTH_1 6
+#elif MODE == MODE_LINEAR
 #define WIDTH_0 4
 #define WIDTH_1 8
 #elif WIDE
@@ -134,7 +148,7 @@ __device__ __forceinline__ Tile tile_at(const Gemm& g, int index) {
 #define WIDTH_1 12
 #endif
 __device__ __forceinline__ int token_blocks(int count) {
-    return count <= 8 * WIDTH_0 ? WIDTH_0 : count <= 8 * WIDTH_1 ? WIDTH_1 : 16;
+    return count <= 8 * WIDTH_0 ? WIDTH_0 : count <= 8 * WIDTH_1 ? WIDTH_1 : TOKENS / 8;
 }
 
 __device__ __forceinline__ int first_row_tile(const Gemm& g, const Tile& t, int side) {
@@ -445,7 +459,7 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
 #pragma unroll
                 for (int side = 0; side < SIDES; side++) {
                     mma(acc[side][j], a[side], b[0], b[1]);
-                    mma(acc[side][j + 1], a[side], b[2], b[3]);
+                    if (j + 1 < BLOCKS) mma(acc[side][j + 1], a[side], b[2], b[3]);
                 }
             }
         }
@@ -656,7 +670,7 @@ __device__ __forceinline__ void consume(const Gemm& g, const Output& out, Pipe p
                 consume_tile<WIDTH_1>(g, t, out, pipe, index);
                 break;
             default:
-                consume_tile<16>(g, t, out, pipe, index);
+                consume_tile<TOKENS / 8>(g, t, out, pipe, index);
                 break;
         }
     }
@@ -683,12 +697,11 @@ __device__ __forceinline__ void run(const Gemm& g, Output out) {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
-    // 384 threads start with 168 registers each; 128 * 56 + 256 * 224 is the same sum.
     if (threadIdx.x >= CONSUMERS * WARP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         produce(g, pipe);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         consume(g, out, pipe);
     }
 }

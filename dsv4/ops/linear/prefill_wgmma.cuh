@@ -18,7 +18,10 @@ __device__ __forceinline__ void wgmma_wait() {
 
 #define ACC4(j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
 #define ACC16(j) ACC4(j), ACC4(j + 1), ACC4(j + 2), ACC4(j + 3)
-#define REGS16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGS4 "%0, %1, %2, %3"
+#define REGS8 REGS4 ", %4, %5, %6, %7"
+#define REGS16 REGS8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGS24 REGS16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define REGS32 \
     REGS16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define REGS48 \
@@ -34,7 +37,11 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int BLOCKS>
 __device__ __forceinline__ void wgmma(float (&c)[BLOCKS][4], const u32 (&a)[4],
                                       unsigned long long b) {
+    if constexpr (BLOCKS == 1) WGMMA_CASE(8, REGS4, 4, 5, 6, 7, 8, ACC4(0));
+    if constexpr (BLOCKS == 2) WGMMA_CASE(16, REGS8, 8, 9, 10, 11, 12, ACC4(0), ACC4(1));
     if constexpr (BLOCKS == 4) WGMMA_CASE(32, REGS16, 16, 17, 18, 19, 20, ACC16(0));
+    if constexpr (BLOCKS == 6)
+        WGMMA_CASE(48, REGS24, 24, 25, 26, 27, 28, ACC16(0), ACC4(4), ACC4(5));
     if constexpr (BLOCKS == 8) WGMMA_CASE(64, REGS32, 32, 33, 34, 35, 36, ACC16(0), ACC16(4));
     if constexpr (BLOCKS == 12)
         WGMMA_CASE(96, REGS48, 48, 49, 50, 51, 52, ACC16(0), ACC16(4), ACC16(8));
@@ -52,10 +59,8 @@ __device__ __forceinline__ void keep(u32 (&a)[4]) {
 }
 
 // Products of the k16 steps before the last that may still be in flight while the next step's
-// weights are dequantized.
-#ifndef IN_FLIGHT
-#define IN_FLIGHT 2
-#endif
+// weights are dequantized: as many as there are registers for.
+constexpr int IN_FLIGHT = TOKENS == 64 ? 1 : 2;
 
 template <int BLOCKS>
 __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&unit)[SIDES],

@@ -10,17 +10,26 @@ from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear.prefill import (
+    FEW,
     MODE_DOWN,
     MODE_GATE_UP,
+    NARROW,
+    SOME,
     TILE_TOKENS,
+    WIDE,
     Build,
+    Tile,
     build_for,
     matrix_arguments,
 )
 from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
 
-# Per entry of prefill_gemm.cuh: its mode, and the weight rows of one tile (ROWS_PER_BLOCK).
-_MODE_AND_ROWS = {"prefill_gate_up": (MODE_GATE_UP, 128), "prefill_down": (MODE_DOWN, 256)}
+# The mode of an entry of prefill_gemm.cuh.
+_MODES = {"prefill_gate_up": MODE_GATE_UP, "prefill_down": MODE_DOWN}
+_TILES = (FEW, SOME, NARROW, WIDE)
+# Pairs of an expert on average up to which tiles are small (docs/kernels/moe.md).
+_FEW_PAIRS = 16
+_SOME_PAIRS = 48
 # Threads and warps of moe_sort.cu.
 _SORT_THREADS = 1024
 _SORT_WARPS = 32
@@ -33,64 +42,93 @@ class Sorted:
     """Pairs (token, slot) in expert order: ``slots`` int32 ``[T·P]`` holds token · P + slot.
 
     ``tiles`` int32 ``[most, 4]`` {expert, first position, pairs, 0}, of which ``tile_count`` int32
-    ``[1]`` are in use. ``per_token`` is P, ``experts`` X.
+    ``[1]`` are in use.
     """
 
     slots: Tensor
     tiles: Tensor
     tile_count: Tensor
+    cut: "Cut"
+
+    @property
+    def per_token(self) -> int:
+        """P."""
+        return self.cut.per_token
+
+    @property
+    def experts(self) -> int:
+        """X."""
+        return self.cut.experts
+
+    def tiling(self, tokens: int) -> "Tiling":
+        """The tiling of the pairs of ``tokens``."""
+        return self.cut.tiling(tokens)
+
+
+class Cut(NamedTuple):
+    """How pairs are cut into tiles, P of every token over X experts: of at most 128 pairs, or
+    ``finely``, into small ones where an expert has few on average.
+    """
+
     per_token: int
     experts: int
+    finely: bool = False
 
     def tiling(self, tokens: int) -> "Tiling":
         """The tiling of the pairs of ``tokens``; an expert's pairs share no tile with others."""
-        return Tiling.of_pairs(tokens * self.per_token, self.experts)
+        pairs = tokens * self.per_token
+        average = ceil_div(pairs, self.experts)
+        tile = Tiling.of_tokens(average).tile
+        if self.finely and average <= _SOME_PAIRS:
+            tile = FEW if average <= _FEW_PAIRS else SOME
+        return Tiling(pairs // tile.tokens + min(self.experts, pairs), tile)
+
+    def most_tiles(self, tokens: int) -> int:
+        """Those of any number up to ``tokens``: more of them can be cut into fewer tiles."""
+        small = (pairs * self.experts // self.per_token for pairs in (_FEW_PAIRS, _SOME_PAIRS))
+        return max(self.tiling(min(count, tokens)).most for count in (*small, tokens))
 
 
 class Tiling(NamedTuple):
-    """How rows are cut into tiles of at most ``TILE_TOKENS``: ``most`` tiles can result.
-
-    ``wide``: the average tile holds more than half of that.
-    """
+    """How rows are cut into tiles: ``most`` of them can result."""
 
     most: int
-    wide: bool
-
-    @classmethod
-    def of_pairs(cls, pairs: int, experts: int) -> "Tiling":
-        """The tiling of pairs; an expert's pairs share no tile with others."""
-        most = pairs // TILE_TOKENS + min(experts, pairs)
-        return cls(most, pairs > TILE_TOKENS // 2 * experts)
+    tile: Tile
 
     @classmethod
     def of_tokens(cls, tokens: int) -> "Tiling":
         """The tiling of all tokens in their order."""
-        return cls(ceil_div(tokens, TILE_TOKENS), tokens > TILE_TOKENS // 2)
+        tile = WIDE if tokens > TILE_TOKENS // 2 else NARROW
+        return cls(ceil_div(tokens, tile.tokens), tile)
 
 
-def sort_by_expert(recording: Recording, ids_TP: Tensor, experts: int) -> Sorted:
-    """The stable order of ids int64 ``[T, P]`` by expert, in tiles of at most 128 pairs of one."""
+def sort_by_expert(
+    recording: Recording, ids_TP: Tensor, experts: int, finely: bool = False
+) -> Sorted:
+    """The stable order of ids int64 ``[T, P]`` by expert, in tiles of pairs of one (``Cut``)."""
     tokens, per_token = ids_TP.shape
-    most = Tiling.of_pairs(tokens * per_token, experts).most
+    cut = Cut(per_token, experts, finely)
+    most = cut.most_tiles(tokens)
     slots = recording.empty((tokens * per_token,), torch.int32)
     tiles = recording.empty((most, 4), torch.int32)
     tile_count = recording.empty((1,), torch.int32)
     recording.launch(
-        by_tokens(_sort_shape, per_token, experts),
+        by_tokens(_sort_shape, cut),
         ids=ids_TP,
         slots=slots,
         tiles=tiles,
         tile_count=tile_count,
         experts=experts,
     )
-    return Sorted(slots, tiles, tile_count, per_token, experts)
+    return Sorted(slots, tiles, tile_count, cut)
 
 
-def _sort_shape(per_token: int, experts: int, tokens: int) -> Shape:
-    pairs = tokens * per_token
-    shared_bytes = sort_shared_bytes(pairs, experts)
+def _sort_shape(cut: Cut, tokens: int) -> Shape:
+    pairs = tokens * cut.per_token
+    shared_bytes = sort_shared_bytes(pairs, cut.experts)
     kernel = Kernel("moe/moe_sort", "moe_sort")
-    return Shape(kernel, 1, _SORT_THREADS, shared_bytes, numbers={"count": pairs})
+    numbers = {"count": pairs, "tile": cut.tiling(tokens).tile.tokens}
+    return Shape(kernel, 1, _SORT_THREADS, shared_bytes, numbers=numbers)
 
 
 def sort_shared_bytes(pairs: int, experts: int) -> int:
@@ -117,10 +155,9 @@ def gate_up(
     per_token = 1 if pairs is None else pairs.per_token
     stride = round_up(rows, _VECTOR)
     hidden = recording.empty((x_TE.shape[0] * per_token, stride), torch.bfloat16)
-    experts = None if pairs is None else pairs.experts
     product = _Product.of(recording, "prefill_gate_up", w1)
     recording.launch(
-        by_tokens(_gate_up_shape, product, per_token, experts),
+        by_tokens(_gate_up_shape, product, None if pairs is None else pairs.cut),
         x=x_TE,
         **matrix_arguments(w1, "w1"),
         **matrix_arguments(w3, "w3"),
@@ -149,7 +186,7 @@ def down(recording: Recording, hidden: Tensor, w2: PackedWeight, pairs: Sorted) 
     products = recording.empty((hidden.shape[0], rows), torch.float32)
     product = _Product.of(recording, "prefill_down", w2)
     recording.launch(
-        by_tokens(_down_shape, product, pairs.per_token, pairs.experts),
+        by_tokens(_down_shape, product, pairs.cut),
         h=hidden,
         **matrix_arguments(w2, "w2"),
         tiles=pairs.tiles,
@@ -166,35 +203,37 @@ def down(recording: Recording, hidden: Tensor, w2: PackedWeight, pairs: Sorted) 
 
 @dataclass(frozen=True)
 class _Product:
-    """An entry of prefill_gemm.cuh for a weight: its builds for narrow and wide tiles."""
+    """An entry of prefill_gemm.cuh for a weight of so many rows: its builds in the order of
+    ``_TILES``.
+    """
 
     function: str
-    builds: tuple[Build, Build]
-    row_blocks: int
+    builds: tuple[Build, ...]
+    rows: int
     multiprocessors: int
 
     @classmethod
     def of(cls, recording: Recording, function: str, weight: PackedWeight) -> "_Product":
-        mode, tile_rows = _MODE_AND_ROWS[function]
         target = recording.target
-        narrow, wide = (
-            build_for(weight.format, mode, target.architecture, wide=wide) for wide in (False, True)
+        builds = tuple(
+            build_for(weight.format, _MODES[function], target.architecture, tile=tile)
+            for tile in _TILES
         )
-        row_blocks = ceil_div(weight.shape[-2], tile_rows)
-        return cls(function, (narrow, wide), row_blocks, target.multiprocessors)
+        return cls(function, builds, weight.shape[-2], target.multiprocessors)
 
     def shape(self, tiling: Tiling, **numbers: int) -> Shape:
         """Persistent blocks, as many as there may be tiles and multiprocessors."""
-        blocks = min(tiling.most * self.row_blocks, self.multiprocessors)
-        return self.builds[tiling.wide].shape(self.function, blocks, **numbers)
+        tile = tiling.tile
+        row_blocks = ceil_div(self.rows, tile.rows(_MODES[self.function]))
+        blocks = min(tiling.most * row_blocks, self.multiprocessors)
+        return self.builds[_TILES.index(tile)].shape(self.function, blocks, **numbers)
 
 
-def _gate_up_shape(product: _Product, per_token: int, experts: int | None, tokens: int) -> Shape:
-    """``experts`` None: of all tokens in their order."""
-    if experts is None:
-        return product.shape(Tiling.of_tokens(tokens), tokens=tokens)
-    return product.shape(Tiling.of_pairs(tokens * per_token, experts), tokens=tokens)
+def _gate_up_shape(product: _Product, cut: Cut | None, tokens: int) -> Shape:
+    """``cut`` None: of all tokens in their order."""
+    tiling = Tiling.of_tokens(tokens) if cut is None else cut.tiling(tokens)
+    return product.shape(tiling, tokens=tokens)
 
 
-def _down_shape(product: _Product, per_token: int, experts: int, tokens: int) -> Shape:
-    return product.shape(Tiling.of_pairs(tokens * per_token, experts))
+def _down_shape(product: _Product, cut: Cut, tokens: int) -> Shape:
+    return product.shape(cut.tiling(tokens))

@@ -4,7 +4,6 @@
 #include "common.cuh"
 
 constexpr int THREADS = 1024, WARPS = THREADS / WARP;
-constexpr int TILE = 128;  // TOKENS of prefill_gemm.cuh
 
 // Lanes that hold the same expert. (match.any takes one pass per distinct value.)
 __device__ __forceinline__ unsigned same_expert(int expert, int bits) {
@@ -18,9 +17,11 @@ __device__ __forceinline__ unsigned same_expert(int expert, int bits) {
 }
 
 // ids [count], an id outside [0, experts) is left out. slots [count], tiles {expert, first, pairs,
-// 0}, tile_count [1]. Shared: (WARPS + 2) * (experts + 1) ints, then twice count 16-bit values.
+// 0} of at most `tile` pairs, tile_count [1]. Shared: (WARPS + 2) * (experts + 1) ints, then twice
+// count 16-bit values.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    moe_sort(const int64* ids, int* slots, int4* tiles, int* tile_count, int count, int experts) {
+    moe_sort(const int64* ids, int* slots, int4* tiles, int* tile_count, int count, int experts,
+             int tile) {
     extern __shared__ int shared[];
     const int classes = experts + 1;        // the last one: no expert
     int* before = shared;                   // [warp][class]: pairs of earlier warps
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int base = 0; base < experts; base += WARP) {
             const int e = base + lane;
             const int pairs = e < experts ? total[e] : 0;
-            const int parts = (pairs + TILE - 1) / TILE;
+            const int parts = (pairs + tile - 1) / tile;
             int pairs_up_to = pairs, tiles_up_to = parts;
             for (int offset = 1; offset < WARP; offset *= 2) {
                 const int p = __shfl_up_sync(~0u, pairs_up_to, offset);
@@ -83,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (e < experts) first[e] = start;
             for (int part = 0; part < parts; part++)
                 tiles[tiles_so_far + tiles_up_to - parts + part] =
-                    make_int4(e, start + part * TILE, min(TILE, pairs - part * TILE), 0);
+                    make_int4(e, start + part * tile, min(tile, pairs - part * tile), 0);
             pairs_so_far += __shfl_sync(~0u, pairs_up_to, WARP - 1);
             tiles_so_far += __shfl_sync(~0u, tiles_up_to, WARP - 1);
         }

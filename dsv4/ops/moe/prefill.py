@@ -173,7 +173,7 @@ def _sum_part(
 ) -> None:
     experts, shared, limit = layer
     x_TE, ids_TP, weights_TP = routed
-    pairs = sort_by_expert(recording, ids_TP, experts.w1.shape[0])
+    pairs = sort_by_expert(recording, ids_TP, experts.w1.shape[0], finely=True)
     hidden = gate_up(recording, x_TE, experts.w1, experts.w3, limit, pairs, weights_TP)
     products = down(recording, hidden, experts.w2, pairs)
     shared_hidden = gate_up(recording, x_TE, shared.w1, shared.w3, limit)

@@ -12,7 +12,7 @@ from dsv4.launch.recording import Recording
 from dsv4.ops.linear.cutedsl.gemm_config import W16Problem
 from dsv4.ops.linear.prefill_w16 import W16Product, exact_scales, gemm_operands, linear
 from dsv4.ops.moe import ExpertWeights, Mixture, grouped
-from dsv4.ops.moe.grouped import Sorted, Tiling, sort_by_expert
+from dsv4.ops.moe.grouped import Cut, Sorted, sort_by_expert
 from dsv4.ops.moe.operands import Layer
 from dsv4.ops.moe.prefill import Routed, combine, moe_with
 from dsv4.ops.router import Router
@@ -139,7 +139,7 @@ class _SortedGateUp:
         gemm(
             x_TE[:tokens].unsqueeze(1),
             *weights,
-            tiles[: Tiling.of_pairs(pairs, self.experts).most],
+            tiles[: Cut(self.product.rows_per_token, self.experts).tiling(tokens).most],
             tile_count,
             slots[:pairs],
             weights_TP[:tokens].flatten(),
@@ -166,7 +166,7 @@ class _Down:
             hidden[:pairs].unsqueeze(1),
             *weight,
             *weight,
-            tiles[: Tiling.of_pairs(pairs, self.experts).most],
+            tiles[: Cut(self.product.rows_per_token, self.experts).tiling(tokens).most],
             tile_count,
             slots[:pairs],
             weight[0],

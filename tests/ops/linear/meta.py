@@ -14,9 +14,9 @@ MXFP4 = QuantFormat.MXFP4
 FP8 = QuantFormat.FP8_BLOCK128
 BF16 = QuantFormat.BF16
 DEVICE = torch.device("cuda", 0)
-# Per thread, at the launch of a prefill GEMM. Its three warpgroups share them out again by
+# Per thread, at the launch of a prefill GEMM of so many. Its warpgroups share them out again by
 # setmaxnreg: with one less, the last of them would wait forever.
-PREFILL_REGISTERS = 168
+PREFILL_REGISTERS = {384: 168, 512: 128}
 TARGETS = [Target(DEVICE, "sm_90a", 132), Target(DEVICE, "sm_100a", 148)]
 _DATA = {NVFP4: torch.uint8, MXFP4: torch.uint8, FP8: torch.float8_e4m3fn, BF16: torch.bfloat16}
 _SCALE = {NVFP4: torch.float8_e4m3fn, MXFP4: torch.float8_e8m0fnu, FP8: torch.float8_e8m0fnu}

@@ -7,7 +7,18 @@ import pytest
 
 from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.target import ARCHITECTURES
-from dsv4.ops.linear.prefill import MODE_DOWN, MODE_GATE_UP, MODE_LINEAR, build, build_for
+from dsv4.ops.linear.prefill import (
+    FEW,
+    MODE_DOWN,
+    MODE_GATE_UP,
+    MODE_LINEAR,
+    NARROW,
+    SOME,
+    WIDE,
+    Tile,
+    build,
+    build_for,
+)
 from dsv4.weights.quant import QuantFormat
 from tests.ops.linear.meta import PREFILL_REGISTERS
 from tests.ops.sass import compile_once, count, disassemble, resources
@@ -17,6 +28,11 @@ ENTRIES = {
     MODE_GATE_UP: "prefill_gate_up",
     MODE_DOWN: "prefill_down",
 }
+# What is launched: dense products have one tile.
+VARIANTS = [
+    (MODE_LINEAR, NARROW),
+    *itertools.product((MODE_GATE_UP, MODE_DOWN), (FEW, SOME, NARROW, WIDE)),
+]
 PORTABLE = "linear/prefill_gemm"
 HOPPER = "linear/prefill_gemm_sm90"
 
@@ -30,20 +46,23 @@ def test_every_variant_starts_with_the_registers_that_it_hands_out(
     keep apart, which costs most of the speed. What is launched on other targets starts alike, as
     tests/ops/test_launch_limits.py finds.
     """
-    for mode, wide in itertools.product(ENTRIES, (False, True)):
-        variant = build(source, format, mode, wide=wide)
+    for mode, tile in VARIANTS:
+        variant = build(source, format, mode, tile=tile)
         log = compile_once(source, architecture, variant.defines).log
-        assert resources(log)[ENTRIES[mode]][0] == PREFILL_REGISTERS, (mode, wide)
+        assert resources(log)[ENTRIES[mode]][0] == PREFILL_REGISTERS[variant.threads], (mode, tile)
         assert "serialized" not in log
 
 
+@pytest.mark.parametrize("tile", [FEW, SOME, NARROW])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_registers_are_handed_out_in_whole(architecture: str) -> None:
-    variant = build_for(QuantFormat.BF16, MODE_LINEAR, architecture)
+def test_registers_are_handed_out_in_whole(architecture: str, tile: Tile) -> None:
+    variant = build_for(QuantFormat.BF16, MODE_DOWN, architecture, tile=tile)
     sass = disassemble(variant.source, architecture, variant.defines)
     (given,) = re.findall(r"USETMAXREG\.DEALLOC\S* (0x\w+)", sass)
     (taken,) = re.findall(r"USETMAXREG\.TRY_ALLOC\S* UP\d, (0x\w+)", sass)
-    assert int(given, 16) + 2 * int(taken, 16) == 3 * PREFILL_REGISTERS
+    groups = tile.consumers // 4
+    whole = (groups + 1) * PREFILL_REGISTERS[variant.threads]
+    assert int(given, 16) + groups * int(taken, 16) == whole
 
 
 def test_products_and_copies() -> None:
@@ -51,6 +70,9 @@ def test_products_and_copies() -> None:
     sass = disassemble(variant.source, "sm_90a", variant.defines)
     # Per token width (32, 64, 128): four steps of two row tiles.
     assert count(sass, "HGMMA") == 3 * 4 * 2
+    few = build(HOPPER, QuantFormat.NVFP4, MODE_DOWN, tile=FEW)
+    sass = disassemble(few.source, "sm_90a", few.defines)
+    assert [count(sass, f"HGMMA.64x{width}x16") for width in (8, 16, 32)] == [8, 8, 8]
     assert count(sass, "LDGSTS") > 0
 
 

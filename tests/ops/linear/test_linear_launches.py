@@ -2,6 +2,8 @@
 the recording.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -105,16 +107,19 @@ def test_prefill_is_a_norm_and_a_launch_per_matrix() -> None:
 
 @pytest.mark.parametrize("format", [NVFP4, MXFP4, FP8, BF16], ids=lambda format: format.value)
 def test_every_build_fits_into_shared_memory(format: QuantFormat) -> None:
-    """A stage is 128 tokens and 256 rows of 64 columns, as prefill_gemm.cuh lays it out."""
-    for target in TARGETS:
-        for mode in (prefill.MODE_LINEAR, prefill.MODE_GATE_UP, prefill.MODE_DOWN):
-            build = prefill.build_for(format, mode, target.architecture)
-            stages = dict(build.defines)["STAGES"]
-            assert dict(build.defines)["SHARED_BYTES"] == build.shared_bytes
-            weight_bytes = len(pack_weight(stored(format, 256, 64)).data.flatten())
-            assert stages * (128 * 64 * 2 + weight_bytes) < build.shared_bytes
-            assert build.shared_bytes <= MOST_SHARED_BYTES
-            assert stages >= 4
+    """A stage is 128 tokens and 256 rows of 64 columns, or fewer and more, as prefill_gemm.cuh lays
+    it out.
+    """
+    modes = (prefill.MODE_LINEAR, prefill.MODE_GATE_UP, prefill.MODE_DOWN)
+    tiles = ((prefill.NARROW, 128, 256), (prefill.SOME, 64, 384), (prefill.FEW, 32, 384))
+    for target, mode, (tile, tokens, rows) in itertools.product(TARGETS, modes, tiles):
+        build = prefill.build_for(format, mode, target.architecture, tile=tile)
+        stages = dict(build.defines)["STAGES"]
+        assert dict(build.defines)["SHARED_BYTES"] == build.shared_bytes
+        weight_bytes = len(pack_weight(stored(format, rows, 64)).data.flatten())
+        assert stages * (tokens * 64 * 2 + weight_bytes) < build.shared_bytes
+        assert build.shared_bytes <= MOST_SHARED_BYTES
+        assert stages >= 4
 
 
 def test_partial_sums_have_room_for_every_number_of_tokens() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.ops.linear.cutedsl.gemm_config import SORTED_TILE, W16Config
 from dsv4.ops.linear.prefill_w16 import gemm_operands
-from dsv4.ops.moe.grouped import Sorted, Tiling
+from dsv4.ops.moe.grouped import Cut, Sorted
 from dsv4.weights.packed import PackedWeight, pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 from dsv4.weights.quantize import quantize
@@ -196,13 +196,14 @@ def sort_pairs(ids_TP: Tensor) -> Sorted:
             count = min(SORTED_TILE, len(own) - begin)
             tiles.append([expert, len(slots) + begin, count, 0])
         slots += own
-    most = Tiling.of_pairs(len(flat), EXPERTS).most
+    cut = Cut(PER_TOKEN, EXPERTS)
+    most = cut.tiling(len(ids_TP)).most
     all_tiles = torch.full((most, 4), 1 << 20, dtype=torch.int32)
     all_tiles[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32)
     all_slots = torch.full((len(flat),), 1 << 20, dtype=torch.int32)
     all_slots[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
     tile_count = torch.tensor([len(tiles)], dtype=torch.int32)
-    return Sorted(all_slots, all_tiles, tile_count, PER_TOKEN, EXPERTS)
+    return Sorted(all_slots, all_tiles, tile_count, cut)
 
 
 def reference(

@@ -12,7 +12,9 @@ from dsv4.launch.kernel import ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
+from dsv4.ops.linear.prefill import FEW, NARROW, SOME, WIDE
 from dsv4.ops.moe import decode, prefill
+from dsv4.ops.moe.grouped import Cut
 from dsv4.ops.moe.operands import Layer
 from dsv4.ops.router import Router
 from dsv4.weights.packed import PackedWeight
@@ -118,6 +120,25 @@ def test_scratch_memory_of_a_decode_step_holds_what_moe_decode_writes(geometry: 
             assert bytes_of(launch, "h") == 2 * half_bytes
             assert bytes_of(launch, "sums") >= HOPPER.multiprocessors * count * 32 * 8
             assert bytes_of(launch, "counters") >= (2 + 2 * count * geometry.experts) * 4
+
+
+@pytest.mark.parametrize("finely", [False, True])
+@pytest.mark.parametrize(("per_token", "experts"), [(6, 256), (6, 384), (8, 8), (1, 3)])
+def test_the_most_tiles_are_those_of_no_number_of_tokens_alone(
+    per_token: int, experts: int, finely: bool
+) -> None:
+    cut = Cut(per_token, experts, finely)
+    most = 0
+    for tokens in range(1, 4097):
+        most = max(most, cut.tiling(tokens).most)
+        assert cut.most_tiles(tokens) == most
+
+
+def test_tiles_grow_with_the_pairs_of_an_expert() -> None:
+    """Flash: 16 pairs are 682 tokens, 48 are 2,048, 64 are 2,730. Others than ours are whole."""
+    found = [Cut(6, 256, finely=True).tiling(n).tile for n in (9, 682, 683, 2048, 2049, 2730, 2731)]
+    assert found == [FEW, FEW, SOME, SOME, NARROW, NARROW, WIDE]
+    assert Cut(6, 256).tiling(9).tile == NARROW
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)

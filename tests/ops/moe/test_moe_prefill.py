@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.linear import prefill as linear_prefill
-from dsv4.ops.linear.prefill import Build, build_for
+from dsv4.ops.linear.prefill import FEW, NARROW, SOME, Build, Tile, build_for
 from dsv4.ops.moe import ExpertWeights, expert_sum, grouped, prefill
 from dsv4.ops.router import Router
 from dsv4.ops.router.prefill import route
@@ -33,10 +33,10 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def without_wgmma(
-    format: QuantFormat, mode: int, architecture: str, out_float: bool = False, wide: bool = False
+    format: QuantFormat, mode: int, architecture: str, out_float: bool = False, tile: Tile = NARROW
 ) -> Build:
     """The variant of GPUs other than Hopper."""
-    return build_for(format, mode, "sm_100a", out_float, wide)
+    return build_for(format, mode, "sm_100a", out_float, tile)
 
 
 def random(seed: int) -> torch.Generator:
@@ -134,6 +134,25 @@ def test_odd_sizes_duplicates_and_ids_that_are_no_expert() -> None:
     ids[5, 1] = -1
     weights[5, 1] = torch.nan
     assert torch.equal(moe_prefill(x, ids, weights, packed, packed_shared, LIMIT), expected)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
+@pytest.mark.parametrize(("tokens", "tile"), [(40, FEW), (120, SOME)])
+def test_small_tiles_do_not_change_the_result(
+    format: QuantFormat, tokens: int, tile: Tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts with more pairs than such a tile too; a token's bits depend on no other token."""
+    _, packed = stack(16, 256, 448, format, 80)
+    _, packed_shared = stack(None, 256, 448, format, 90)
+    operands = inputs(tokens, 256, 16, 6, skew=0.9)
+    assert int(operands[1].flatten().bincount().max()) > tile.tokens
+    assert grouped.Cut(6, 16, finely=True).tiling(tokens).tile == tile
+    found = moe_prefill(*operands, packed, packed_shared, LIMIT)
+    monkeypatch.setattr(grouped, "_SOME_PAIRS", 0)
+    grouped.by_tokens.cache_clear()
+    assert grouped.Cut(6, 16, finely=True).tiling(tokens).tile == NARROW
+    assert torch.equal(moe_prefill(*operands, packed, packed_shared, LIMIT), found)
+    grouped.by_tokens.cache_clear()
 
 
 def test_parts_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
