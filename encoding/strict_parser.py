@@ -129,16 +129,14 @@ def _parse_parameter(reader: _Reader) -> tuple[str, str]:
 
 
 def is_json(text: str) -> bool:
-    """Whether `text` is a JSON value as RFC 8259 has it, that is, without NaN and Infinity."""
+    """Whether `text` is a JSON value that a later prompt can hold: without NaN, numbers beyond
+    float64 and lone surrogates.
+    """
     try:
-        json.loads(text, parse_constant=_refuse_constant)
+        json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False).encode("utf-8")
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _quote(text: str) -> str:

@@ -51,6 +51,8 @@ def test_the_text_that_the_cases_below_break_is_accepted() -> None:
         ('name="b"', 'name="a"', "parameter 'a' is given twice"),
         ("[1]", "[1", "value of parameter 'b' is not JSON"),
         ("[1]", "NaN", "value of parameter 'b' is not JSON"),
+        ("[1]", "1e999", "value of parameter 'b' is not JSON"),
+        ("[1]", r'"\ud83d"', "value of parameter 'b' is not JSON"),
         (
             "</｜DSML｜parameter>\n<",
             "</｜DSML｜parameter><",

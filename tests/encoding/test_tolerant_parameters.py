@@ -2,6 +2,7 @@
 
 import pytest
 
+from encoding import encode_messages
 from tests.encoding.completions import CALL, CLOSE, EOS, OPEN, calls, parse
 
 
@@ -66,11 +67,16 @@ def test_missing_string_attribute_takes_json_where_the_schema_allows_it() -> Non
     assert calls(parse(text, "chat")) == [("f", {"n": 5, "s": 5, "t": "a b"})]
 
 
-@pytest.mark.parametrize("value", ["[1", "NaN", "", "text", "[" * 5000])
+@pytest.mark.parametrize(
+    "value",
+    ["[1", "NaN", "", "text", "[" * 5000, "1e999", "[-1e999]", r'"\ud83d"', r'{"\udc00": 1}'],
+)
 def test_a_value_that_is_not_json_becomes_text(value: str) -> None:
     completion = parse(call_with(parameter("a", value, "false")), "chat")
     assert calls(completion) == [("f", {"a": value})]
     assert completion.repairs == ("value_is_not_json",)
+    # The next turn of the conversation has the call in its prompt.
+    encode_messages([completion.message], "chat").encode("utf-8")
 
 
 def test_the_first_of_two_equal_parameters_counts() -> None:
