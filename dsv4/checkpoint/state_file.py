@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,13 @@ def write_state(
 ) -> None:
     """Writes the state behind ``token_ids``; ``path`` appears, or changes, when it is complete.
 
-    ``notes`` are strings of the caller's. Raises ``UserError`` when ``path`` cannot be a file and
-    when the disk has no room.
+    ``notes`` are strings of the caller's. Raises ``UserError`` when they are anything else, when
+    ``path`` cannot be a file and when the disk has no room.
     """
+    notes = _strings(path, "notes", notes)
     rows = list(filled_rows(state.layers, state.position, state.undoable_tokens))
     furthest = kept_furthest(state.position, state.furthest)
-    facts = {**key.facts(), "furthest": furthest, "notes": dict(notes)}
+    facts = {**key.facts(), "furthest": furthest, "notes": notes}
     draft = state.draft
     if draft is not None and draft.is_whole(state.position, state.undoable_tokens):
         facts["draft"] = draft.module
@@ -208,9 +210,9 @@ def _type(stored: StoredTensor | StoredType | None) -> str:
 
 
 def _strings(path: Path, name: str, found: object) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise UserError(f"{path}: {name}: found {shorten(found)}, expected an object of strings")
-    return found
+    if isinstance(found, Mapping) and all(isinstance(one, str) for one in chain(*found.items())):
+        return dict(found)
+    raise UserError(f"{path}: {name}: found {shorten(found)}, expected an object of strings")
 
 
 def _with_digest(header: bytes, old: str, new: str) -> bytes:

@@ -253,6 +253,17 @@ def test_a_path_that_cannot_be_a_file_is_refused(
         engine.save_state(tmp_path / path)
 
 
+@pytest.mark.parametrize("notes", [{"a": 1}, {"a": None}, {"a": b"x"}, {1: "a"}, "text", ["a"]])
+def test_notes_that_could_not_be_read_again_are_refused(
+    engine: Engine, tmp_path: Path, notes: Any
+) -> None:
+    path = tmp_path / "state"
+    path.write_text("before")
+    with pytest.raises(UserError, match=r"notes: found .*, expected an object of strings$"):
+        engine.save_state(path, notes)
+    assert path.read_text() == "before"
+
+
 def test_tensors_that_are_not_those_of_the_state_are_refused(engine: Engine, saved: Path) -> None:
     state = SavedState.open(saved)
     for wrong in (replace(state, furthest=20), replace(state, token_ids=IDS[:8])):
