@@ -66,8 +66,8 @@ class EngineSequence:
         it (decode.md#a-state-on-disk). ``path`` appears, or is replaced, when it is complete.
 
         ``notes``: strings of the caller's, which ``SavedState.notes`` has. Raises ``UserError`` for
-        a sequence that has met NaN or was fed past the engine, a path that cannot be a file, and a
-        disk without room.
+        a sequence that has met NaN or was fed past the engine, notes that are no strings or longer
+        than a header, a path that cannot be a file, and a disk without room.
         """
         self._end_run()
         token_ids = self.token_ids

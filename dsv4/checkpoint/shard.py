@@ -93,11 +93,7 @@ def read_whole_header(path: Path) -> Header:
             text = file.read(length)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    values = text.count(b",") + 1
-    if values > MAX_HEADER_VALUES:
-        raise UserError(
-            f"{path}: header: found {values} JSON values, expected at most {MAX_HEADER_VALUES}"
-        )
+    check_header_text(path, text)
     try:
         header = parse_json_object(text.decode("utf-8"), f"{path}: header")
     except UnicodeDecodeError:
@@ -108,6 +104,17 @@ def read_whole_header(path: Path) -> Header:
     }
     _check_ranges(path, tensors, 8 + length, size)
     return Header(text, metadata, tensors)
+
+
+def check_header_text(path: Path, text: bytes) -> None:
+    """Raises ``UserError`` for a header that is longer than ``read_whole_header`` takes."""
+    values = text.count(b",") + 1
+    for found, most, what in (
+        (len(text), MAX_HEADER_BYTES, "bytes"),
+        (values, MAX_HEADER_VALUES, "JSON values"),
+    ):
+        if found > most:
+            raise UserError(f"{path}: header: found {found} {what}, expected at most {most}")
 
 
 def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:

@@ -14,7 +14,13 @@ from dsv4.caches.filled import DRAFT, FilledRows, filled_draft_rows, filled_rows
 from dsv4.caches.point import kept_furthest, undoable_tokens
 from dsv4.caches.state import DecodeState
 from dsv4.checkpoint.problems import printable
-from dsv4.checkpoint.shard import Header, StoredTensor, map_tensor, read_whole_header
+from dsv4.checkpoint.shard import (
+    Header,
+    StoredTensor,
+    check_header_text,
+    map_tensor,
+    read_whole_header,
+)
 from dsv4.checkpoint.writer import StoredType, lay_out_file, new_file
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
@@ -68,8 +74,8 @@ def write_state(
 ) -> None:
     """Writes the state behind ``token_ids``; ``path`` appears, or changes, when it is complete.
 
-    ``notes`` are strings of the caller's. Raises ``UserError`` when they are anything else, when
-    ``path`` cannot be a file and when the disk has no room.
+    ``notes`` are strings of the caller's. Raises ``UserError`` when they are anything else or too
+    long, when ``path`` cannot be a file and when the disk has no room.
     """
     notes = _strings(path, "notes", notes)
     rows = list(filled_rows(state.layers, state.position, state.undoable_tokens))
@@ -83,6 +89,7 @@ def write_state(
     stored.update({one.name: StoredType(one.store.dtype, one.shape) for one in rows})
     metadata = {"format": FORMAT, "sha256": _NO_DIGEST, "state": json.dumps(facts)}
     header, offsets = lay_out_file(stored, metadata)
+    check_header_text(path, header[8:])
     digest = hashlib.sha256(header)
     parts = {one.name: one.parts() for one in rows}
     parts[TOKENS] = iter([torch.tensor(token_ids, dtype=torch.int64)])

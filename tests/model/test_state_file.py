@@ -14,7 +14,7 @@ from safetensors import safe_open
 from dsv4 import Engine, EngineConfig, SamplingParams, UserError
 from dsv4.caches.filled import filled_rows
 from dsv4.caches.state import DecodeState
-from dsv4.checkpoint import open_checkpoint, write_synthetic
+from dsv4.checkpoint import open_checkpoint, shard, write_synthetic
 from dsv4.checkpoint.geometries import Geometry, geometry_config
 from dsv4.checkpoint.identity import checkpoint_identity
 from dsv4.checkpoint.state_file import FORMAT, SavedState
@@ -261,6 +261,26 @@ def test_notes_that_could_not_be_read_again_are_refused(
     path.write_text("before")
     with pytest.raises(UserError, match=r"notes: found .*, expected an object of strings$"):
         engine.save_state(path, notes)
+    assert path.read_text() == "before"
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("MAX_HEADER_BYTES", "bytes"), ("MAX_HEADER_VALUES", "JSON values")]
+)
+def test_notes_that_are_too_long_to_be_read_again_are_refused(
+    engine: Engine,
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    what: str,
+) -> None:
+    engine.load_state(saved)
+    path = tmp_path / "state"
+    path.write_text("before")
+    monkeypatch.setattr(shard, name, 100_000)
+    with pytest.raises(UserError, match=f"header: found 1[0-9]+ {what}, expected at most 100000$"):
+        engine.save_state(path, {"a note": "," * 100_000})
     assert path.read_text() == "before"
 
 
