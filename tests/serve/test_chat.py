@@ -205,3 +205,11 @@ def test_the_next_turn_reads_only_what_is_new(demo: Running) -> None:
     other = ask(demo, SUM)
     # What all prompts begin with.
     assert other.usage.prompt_tokens_details.cached_tokens <= 4
+
+
+def test_the_next_turn_goes_on_behind_a_prompt_whose_reasoning_is_dropped(demo: Running) -> None:
+    first = ask(demo, FRANCE, extra_body=THINKING)
+    said = {"role": "assistant", "content": first.choices[0].message.content}
+    second = ask(demo, [*FRANCE, said, *SUM], extra_body=THINKING)
+    # All but `<think>`, in whose place the next prompt has `</think>`.
+    assert second.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens - 1
