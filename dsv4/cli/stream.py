@@ -27,6 +27,8 @@ UNKNOWN_TOKEN = "\ufffd"
 CONTROL_CHARACTERS = {
     code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"
 }
+# JSON has them between values only, where a space means the same.
+_LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
 
 
 class TokenText:
@@ -155,7 +157,8 @@ class ChatPrinter:
             case ToolCallEnd(_, name, arguments):
                 self._end_call()
                 quoted = json.dumps(name, ensure_ascii=False)
-                self._plain.feed(f'{{"name": {quoted}, "arguments": {arguments}}}\n')
+                line = arguments.translate(_LINE_BREAKS)
+                self._plain.feed(f'{{"name": {quoted}, "arguments": {line}}}\n')
 
     def _end_call(self) -> None:
         self._call = None

@@ -77,6 +77,13 @@ def test_tool_call_is_one_line_of_json() -> None:
     assert len(lines) == 2
 
 
+def test_arguments_that_the_model_wrote_over_several_lines_are_one_line() -> None:
+    text = CALL.replace('string="true">Malmö<', 'string="false">{\n  "a": [1,\r\n 2]\n}<')
+    line, *rest = shown(io.StringIO(), "chat", text).splitlines()
+    assert json.loads(line) == {"name": "get_weather", "arguments": {"city": {"a": [1, 2]}}}
+    assert rest == []
+
+
 @pytest.mark.parametrize("end", [len(CALL) - 40, 60, 30])
 def test_tool_call_that_was_cut_off_is_shown_as_it_was_written(end: int) -> None:
     cut = CALL[:end]
