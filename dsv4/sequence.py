@@ -47,12 +47,16 @@ class EngineSequence:
         self.state.set_position(self.position - taken_back)
 
     def rewind_to(self, position: int) -> None:
-        """Takes back what is behind ``position``: as ``rewind``, or to where a
-        ``generate(reuse=True)`` of this sequence began and its prompt ended, and 8 tokens before
-        it, from any distance. Raises ``ValueError`` for other positions.
+        """Takes back what is behind ``position``: as ``rewind``, or from any distance to 0, and to
+        where a ``generate(reuse=True)`` of this sequence began and its prompt ended, and 8 tokens
+        before it. Raises ``ValueError`` for other positions.
         """
         self._end_run()
-        self.state.go_back(check_integer("position", position, 0))
+        position = check_integer("position", position, 0)
+        if position:
+            self.state.go_back(position)
+        else:
+            self.state.start_sequence()
 
     def reusable_tokens(self, token_ids: Sequence[int]) -> int:
         """How many of ``token_ids``, a prompt from its start, ``generate(reuse=True)`` need not

@@ -87,10 +87,7 @@ class SavedSequences:
         begun = token_ids[:-MAX_DECODE_TOKENS]
         if self._folder is None or len(begun) - here < FEWEST_TOKENS:
             return
-        if here:
-            engine.rewind_to(here)
-        else:
-            engine.reset()
+        engine.rewind_to(here)
         engine.prefill(begun[here:], progress)
         self._write(None)
 

@@ -72,6 +72,16 @@ def test_what_a_point_holds_no_rows_of_cannot_be_taken_back() -> None:
         engine.rewind_to(131)
 
 
+def test_the_beginning_needs_no_point() -> None:
+    engine = small_engine()
+    engine.prefill(IDS[:140])
+    nothing = engine.reusable_tokens(OTHERS)
+    assert nothing == 0
+    engine.rewind_to(nothing)
+    assert (engine.position, engine.token_ids) == (0, [])
+    assert torch.equal(engine.prefill(OTHERS[:20]), small_engine().prefill(OTHERS[:20]))
+
+
 def test_a_point_is_gone_once_the_sequence_was_before_it(tmp_path: Path) -> None:
     engine = small_engine()
     engine.prefill(IDS[:20])

@@ -164,8 +164,4 @@ class Chat:
     def _forget_turn(self) -> None:
         """Leaves nothing in the engine that is not of the conversation."""
         # The last of the ids never counts as reusable.
-        shared = self._engine.reusable_tokens([*self.token_ids, 0])
-        if shared:
-            self._engine.rewind_to(shared)
-        else:
-            self._engine.reset()
+        self._engine.rewind_to(self._engine.reusable_tokens([*self.token_ids, 0]))
