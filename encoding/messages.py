@@ -52,10 +52,13 @@ class Message:
 
 def to_json(value: object, where: str) -> str:
     """JSON text as the model was trained on it: default separators, no ASCII escapes, key order
-    kept. ValueError for what JSON does not have, NaN and the infinities among it.
+    kept. ValueError for what JSON does not have, NaN and the infinities among it, and for lone
+    surrogates, which no prompt can hold.
     """
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode("utf-8")
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} cannot be written as JSON ({error})") from error
 
@@ -206,7 +209,10 @@ def _parse_arguments(arguments: object, where: str) -> dict[str, object]:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return {"arguments": arguments}
-    return parsed if isinstance(parsed, dict) else {"arguments": arguments}
+    if not isinstance(parsed, dict):
+        return {"arguments": arguments}
+    to_json(parsed, where)  # Here, where the place is known.
+    return parsed
 
 
 def _optional_string(mapping: Mapping, key: str, where: str) -> str:

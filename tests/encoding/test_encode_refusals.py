@@ -75,7 +75,11 @@ CYCLE.append(CYCLE)
         ),
         (
             [{"role": "assistant", "tool_calls": [call(arguments='{"x": NaN}')]}],
-            "argument 'x' of 'f' cannot be written as JSON",
+            r"messages\[0\].tool_calls\[0\].function.arguments cannot be written as JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [call(arguments=r'{"x": "\ud83d"}')]}],
+            r"messages\[0\].tool_calls\[0\].function.arguments cannot be written as JSON",
         ),
         ([{"role": "assistant", "reasoning_content": ["r"]}], "reasoning_content is list"),
     ],
