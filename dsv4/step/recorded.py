@@ -67,15 +67,11 @@ class RecordedStep:
         """Every kernel of the step with its architecture; of a prefill step, those of shorter
         chunks too.
         """
-        found = set()
-        for recording in self.recordings.values():
-            for item in recording.items:
-                if isinstance(item, Launch):
-                    found |= {
-                        (kernel, recording.target.architecture)
-                        for kernel in kernels_of(item, self.tokens)
-                    }
-        return found
+        return {
+            (kernel, recording.target.architecture)
+            for recording in self.recordings.values()
+            for kernel in kernels_of(recording.items, self.tokens)
+        }
 
     @cached_property
     def dense_until(self) -> int:

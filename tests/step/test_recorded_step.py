@@ -7,6 +7,7 @@ import torch
 
 from dsv4.checkpoint import Geometry, Layout
 from dsv4.config import layer_kinds
+from dsv4.engine_config import EngineConfig
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call, Launch
 from dsv4.ops.tables import CUDA_TABLE, CUTEDSL_TABLE, swap_ops
@@ -211,16 +212,17 @@ def test_how_much_every_part_of_a_prefill_step_launches(name: Geometry, layout: 
 
 def test_every_kernel_of_a_shorter_chunk_is_known_ahead() -> None:
     """``kernels`` is what is compiled at load: nothing may be missing when a prompt comes."""
+    engine = EngineConfig(prefill_chunk=4096, max_context=8192)
     for name in GEOMETRIES:
-        step = geometry(name, layers=6).record(512)
+        step = geometry(name, layers=6, engine=engine).record(4096)
         known = {kernel for kernel, _ in step.kernels()}
-        shapes = [
+        shapes = {
             item.shape_of
             for recording in step.recordings.values()
             for item in recording.items
             if not isinstance(item, Call) and item.shape_of is not None
-        ]
-        for tokens in (*range(9, 140, 3), 200, 255, 256, 257, 300, 511, 512):
+        }
+        for tokens in (*range(9, 140, 3), *range(140, 4096, 29), 511, 512, 513, 2047, 2048, 2049):
             found = [shape_of(tokens) for shape_of in shapes]
             assert {shape.kernel for shape in found if shape is not None} <= known, tokens
 

@@ -17,6 +17,7 @@ from dsv4.ops.moe import decode, prefill
 from dsv4.ops.moe.grouped import Cut
 from dsv4.ops.moe.operands import Layer
 from dsv4.ops.router import Router
+from dsv4.step.kernel_names import _lengths
 from dsv4.weights.packed import PackedWeight
 from tests.ops.moe.meta_layer import (
     BF16,
@@ -132,6 +133,14 @@ def test_the_most_tiles_are_those_of_no_number_of_tokens_alone(
     for tokens in range(1, 4097):
         most = max(most, cut.tiling(tokens).most)
         assert cut.most_tiles(tokens) == most
+
+
+def test_every_tile_is_that_of_a_length_whose_kernels_are_compiled_ahead() -> None:
+    for experts in range(16, 513, 16):
+        for per_token in (1, 2, 4, 6, 8):
+            cut = Cut(per_token, experts, finely=True)
+            known = {cut.tiling(tokens).tile for tokens in [*_lengths(4096), 4096]}
+            assert {cut.tiling(tokens).tile for tokens in range(9, 4097)} == known, cut
 
 
 def test_tiles_grow_with_the_pairs_of_an_expert() -> None:
