@@ -77,12 +77,15 @@ def normalise(recording: Recording, x: Tensor, y: Tensor, shape: Any) -> None:
 def test_arguments_arrive_by_name_in_the_order_of_the_signature(driver: Driver) -> None:
     recording = Recording(TARGET, 2)
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    weight = recording.empty((64,), torch.float32)
     y = recording.empty((2, 64), torch.bfloat16)
-    recording.launch(Shape(NORM, 2, 32), eps=0.5, width=64, y=y[1:], x=x[1:], weight=None)
+    recording.launch(Shape(NORM, 2, 32), eps=0.5, width=64, y=y[1:], x=x[1:], weight=weight[4:])
     running = Program(recording)
     running.run(2)
     (launched,) = driver.launches
-    assert launched.words == [x[1:].data_ptr(), 0, running.tensor(y[1:]).data_ptr(), 64, 0.5]
+    addresses = [one.data_ptr() for one in (x[1:], *map(running.tensor, (weight[4:], y[1:])))]
+    assert launched.words == [*addresses, 64, 0.5]
+    assert len({running.tensor(buffer).data_ptr() for buffer in (weight, y)}) == 2
     assert running.tensor(y).data_ptr() % 16 == 0
     assert running.tensor(x) is x
 
@@ -164,12 +167,47 @@ def test_shorter_chunks_take_their_own_shapes_and_the_longest_its_own_again(
     sort(40)
     running = Program(recording)
     for tokens in (64, 30, 50, 64):
-        running.run(tokens)
+        running.run(tokens, dense=tokens == 50)
     found = [
         (launched.grid[0], launched.shared_bytes, launched.words[4]) for launched in driver.launches
     ]
     whole = [(5, 256, 64), (5, 256, 24)]
     assert found == [*whole, (2, 120, 30), (4, 200, 50), (4, 200, 10), *whole]
+
+
+def test_the_longest_chunk_may_have_nothing_to_do(driver: Driver) -> None:
+    recording = Recording(TARGET, 64)
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    y = recording.empty((64, 64), torch.bfloat16)
+    normalise(recording, x, y, lambda tokens: Shape(NORM, tokens, 32) if tokens <= 40 else None)
+    running = Program(recording)
+    for tokens in (64, 40, 64):
+        running.run(tokens)
+    assert [launched.grid[0] for launched in driver.launches] == [40]
+
+
+def test_a_dense_step_has_other_launches_and_fewer(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first launch is not in it: the second one may be the first of the program."""
+    recording = Recording(TARGET, 1)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    y = recording.empty((1, 64), torch.bfloat16)
+    normalise(recording, x, y, Shape(NORM, 1, 32))
+    recording.serve_choice(None)
+    recording.choose(y, 100)
+    normalise(recording, x, y, Shape(NORM, 2, 32))
+    recording.serve_choice(Shape(NORM, 3, 32))
+    recording.choose(x, 100)
+    normalise(recording, x, y, Shape(NORM, 4, 32))
+    assert recording.leave_choice_out(y)
+    assert recording.leave_choice_out(x)
+    running = Program(recording)
+    running.run(1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 9)
+    running.run(1, dense=True)
+    found = [(launched.grid[0], launched.overlaps, launched.stream) for launched in driver.launches]
+    assert found == [(1, 0, 100), (2, 0, 100), (4, 1, 100), (3, 0, 9), (4, 1, 9)]
 
 
 def test_other_chunks_may_take_another_kernel_in_other_blocks(driver: Driver) -> None:
