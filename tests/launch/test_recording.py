@@ -177,6 +177,41 @@ def test_a_step_is_dense_where_every_choice_is_all_there_is(reach: tuple[int, in
         assert item.shape_for(1, dense=True) is None
 
 
+def test_a_choice_stays_where_nobody_made_it_or_it_is_wanted_or_served_by_another_item() -> None:
+    for traced, made, changed in ((False, False, False), (True, True, False), (False, True, True)):
+        recording = Recording(TARGET, 1, traced=traced)
+        chosen = recording.empty((1, 16), torch.int64)
+        recording.launch(Shape(STORE, 1, 32, numbers={"slots": 16}), **store_arguments(recording))
+        recording.serve_choice(None)
+        if made:
+            recording.choose(chosen, 100)
+        if changed:
+            recording.restore([Call(print, [])])
+        items = list(recording.items)
+        assert not recording.leave_choice_out(chosen)
+        assert (recording.items, recording.dense_until) == (items, 0)
+
+
+def test_sums_over_the_ranks_are_numbered() -> None:
+    recording = Recording(TARGET, 1)
+    assert [recording.next_exchange() for _ in range(3)] == [0, 1, 2]
+    assert recording.exchanges == 3
+
+
+def test_items_part_where_the_ranks_meet_too() -> None:
+    recording = Recording(TARGET, 1)
+    for before in (recording.send, recording.meet, recording.receive):
+        recording.call(print)
+        before()
+    recording.send()
+    recording.call(print)
+    recording.meet()
+    recording.receive()
+    recording.call(print)
+    assert recording.end_part() == [(2, True), (3, False), (4, False), (4, True)]
+    assert recording.end_part() == []
+
+
 def test_items_part_once_between_words_that_go_and_words_that_come() -> None:
     """What else reads the same words belongs to what read them first; a new part is parted
     already.

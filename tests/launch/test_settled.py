@@ -79,6 +79,21 @@ def test_a_launch_that_dense_steps_do_not_have_settles_nothing(recording: Record
     assert not recording.is_settled(positions_1)
 
 
+@pytest.mark.parametrize("settling", [(True, False), (False, True), (True, True)])
+def test_a_launch_settles_if_it_does_in_dense_steps_and_in_others(
+    recording: Recording, settling: tuple[bool, bool]
+) -> None:
+    """Also where somebody has asked before it was known what dense steps have."""
+    positions_1 = recording.empty((1,), torch.int64)
+    write(recording, positions_1)
+    pass_by(recording, settles=settling[0])
+    assert recording.is_settled(positions_1) == settling[0]
+    recording.serve_choice(Shape(NORM, 1, 64, settles=settling[1]))
+    recording.choose(positions_1, 1)
+    assert recording.leave_choice_out(positions_1)
+    assert recording.is_settled(positions_1) == all(settling)
+
+
 def test_reading_unsettles_nothing_and_calls_settle_all(recording: Recording) -> None:
     x_TE = recording.empty((1, 64), torch.bfloat16)
     pass_by(recording, settles=False, read=x_TE)

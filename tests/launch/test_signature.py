@@ -30,19 +30,28 @@ __global__ void not_an_entry(int a) {}
 extern "C" __global__
 void nothing() {}
 """
-HEADER = 'extern "C" __global__ void from_header(const void* bytes) {}'
+HEADER = """
+#pragma once
+#include "shared.cuh"
+extern "C" __global__ void from_header(const void* bytes) {}
+"""
+HIDDEN = 'extern "C" __global__ void hidden(int a) {}'
 # Sources are remembered by name, so every test has its own.
 _NUMBERS = count()
 
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a planted source with ``DECLARED`` and a header beside it."""
+    """The name of a planted source with ``DECLARED`` and a header beside it, which hides one of the
+    same name in the folder of all.
+    """
     name = f"planted{next(_NUMBERS)}"
-    (tmp_path / name).mkdir()
+    for folder, header in ((name, HEADER), ("_device", HIDDEN)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "shared.cuh").write_text(header)
     (tmp_path / name / "kernel.cu").write_text(DECLARED)
-    (tmp_path / name / "shared.cuh").write_text(HEADER)
     monkeypatch.setattr(module, "OPS", tmp_path)
+    monkeypatch.setattr(module, "SHARED_HEADERS", tmp_path / "_device")
     return f"{name}/kernel"
 
 
@@ -64,9 +73,10 @@ def test_parameters_are_read_with_names_types_and_pointers(source: str) -> None:
 def test_headers_are_searched_and_comments_are_not(source: str) -> None:
     assert signature(source, "nothing").parameters == ()
     assert signature(source, "from_header").parameters == (Parameter("bytes", "void", True, True),)
-    for name in ("commented_out", "also_commented_out", "not_an_entry", "scale_row"):
+    for name in ("commented_out", "also_commented_out", "not_an_entry", "scale_row", "hidden"):
         with pytest.raises(KeyError, match=f"kernel.cu: found no .* {name}"):
             signature(source, name)
+    assert [one.kernel for one in entries(module.source_path(source))] == ["scale", "nothing"]
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
@@ -121,6 +131,13 @@ def test_right_arguments_pass(source: str, changes: dict[str, Any]) -> None:
 def test_wrong_arguments_are_named(source: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=f"^scale: {re.escape(message)}"):
         signature(source, "scale").check(arguments(**changes))
+
+
+def test_unsigned_words_may_be_of_either_type_and_numbers_of_one() -> None:
+    words = torch.empty(4, dtype=torch.uint32, device="meta")
+    for tensor in (words, words.view(torch.int32)):
+        assert Parameter("x", "unsigned", True).problem(tensor) is None
+    assert Parameter("x", "int", True).problem(words) == "found torch.uint32, expected int*"
 
 
 def test_there_are_kernels() -> None:

@@ -97,6 +97,11 @@ def test_memory_is_used_again_by_what_comes_later() -> None:
     assert layout.nbytes == 4096 + 4096 + 1024
 
 
+def test_a_gap_is_filled_to_its_end() -> None:
+    made, buffers = recorded([1024] * 3, [[0], [0, 1], [1, 2]])
+    assert offsets(lay_out(made), buffers) == [0, 1024, 0]
+
+
 def test_a_buffer_that_is_kept_lives_to_the_end() -> None:
     uses = [[0], [1], [2]]
     free, _ = recorded([512] * 3, uses)
@@ -111,7 +116,7 @@ def test_views_keep_the_whole_buffer_alive() -> None:
     recording = Recording(TARGET, 8)
     wide = recording.empty((8, 1024), torch.bfloat16)
     other = recording.empty((8, 1024), torch.bfloat16)
-    for tensor in (wide, other, wide[3:4, 512:]):
+    for tensor in (wide[3:4, 512:], other, wide[0]):
         recording.call(nothing, tensor)
     layout = lay_out(recording)
     assert layout.nbytes == 2 * wide.nbytes
@@ -123,8 +128,10 @@ def test_only_buffers_take_memory() -> None:
     weight = torch.empty(1 << 20, device="meta")
     counters = recording.zeroed("arrivals", 64)
     unused = recording.empty((1 << 20,), torch.float32)
+    elsewhere = recording.empty((1 << 20,), torch.float32)
+    recording.place(elsewhere, torch.empty(1 << 20, device="meta"))
     small = recording.empty((3,), torch.float32)
-    recording.call(nothing, weight, counters, small)
+    recording.call(nothing, weight, counters, elsewhere, small)
     layout = lay_out(recording)
     assert layout.offsets.keys() == {storage_key(small)}
     assert layout.nbytes == ALIGNMENT
