@@ -11,7 +11,7 @@ from dsv4.launch.loading import driver
 from dsv4.launch.prepared import PreparedLaunch
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
-from dsv4.launch.workspace import ALIGNMENT, lay_out
+from dsv4.launch.workspace import lay_out
 
 
 class Memory:
@@ -20,7 +20,7 @@ class Memory:
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        self.bytes = torch.empty(max(nbytes, ALIGNMENT), dtype=torch.uint8, device=device)
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 class Program:

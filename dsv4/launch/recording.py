@@ -232,7 +232,7 @@ class Recording:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether this is a buffer of ``empty`` or a view of one."""
-        return tensor.is_meta and storage_key(tensor) in self._buffers
+        return storage_key(tensor) in self._buffers
 
     @property
     def zeroed_tensors(self) -> tuple[Tensor, ...]:
