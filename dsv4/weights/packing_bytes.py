@@ -51,7 +51,8 @@ def packing_bytes(parameter: Parameter, format: QuantFormat | None, nbytes: int)
     is_rounded = format is QuantFormat.F32
     stack = 2 * nbytes if is_rounded else nbytes
     matrices = parameter.shape[0] if parameter.role is Role.EXPERT else 1
-    matrix = nbytes // matrices // (2 if is_rounded else 1)
+    packed_format = QuantFormat.BF16 if is_rounded else format
+    matrix = planned_quant_tensor(packed_format, parameter.shape).data.nbytes // matrices
     together = matrix * min(matrices, matrices_at_once(matrix))
     if format.group_size is None:
         # Of values one in the other order, and one with rows and columns to whole tiles.

@@ -5,6 +5,7 @@ import torch
 
 from dsv4.ops import TORCH_PACKING
 from dsv4.ops.moe.native import pack_native_experts
+from dsv4.weights import packed
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.packed_native import pack_with_native
 from dsv4.weights.packing_bytes import (
@@ -27,11 +28,17 @@ def parameter(shape: tuple[int, ...]) -> Parameter:
     return Parameter("x", shape, Role.EXPERT if len(shape) == 3 else Role.LINEAR)
 
 
+@pytest.mark.parametrize("group_bytes", [packed.GROUP_BYTES, 1 << 18, 1 << 16])
 @FORMATS
 @SHAPES
 def test_packing_takes_what_is_planned_and_at_least_half(
-    format: QuantFormat, shape: tuple[int, ...]
+    format: QuantFormat,
+    shape: tuple[int, ...],
+    group_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """All matrices of a stack at once, some of them, or one by one where each is larger."""
+    monkeypatch.setattr(packed, "GROUP_BYTES", group_bytes)
     weight = quantize(torch.randn(shape).bfloat16().float(), format)
     with LiveBytes() as live:
         pack_weight(weight)
