@@ -76,5 +76,5 @@ def _quantize_fp8_block(weight: Tensor) -> QuantTensor:
     amax = blocks.abs().amax(dim=(-3, -1)).clamp(min=1e-4)
     block_scale = exponent_to_e8m0(ceil_power_of_two_exponent(amax * (1 / E4M3_MAX)))
     scaled = weight / expand_blocks(e8m0_to_float(block_scale), tuple(weight.shape))
-    data = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    data = scaled.to(torch.float8_e4m3fn)
     return QuantTensor(data, block_scale, None, QuantFormat.FP8_BLOCK128, tuple(weight.shape))
