@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,6 +42,7 @@ def is_whole_blocks(format: QuantFormat, cut: Cut) -> bool:
     first=st.integers(0, 400),
     size=st.integers(1, 416),
 )
+@example(format=QuantFormat.NVFP4, dimension=COLUMNS, unit=1, first=8, size=416)
 def test_a_part_has_the_values_of_the_whole_or_is_refused(
     format: QuantFormat, dimension: int, unit: int, first: int, size: int
 ) -> None:

@@ -1,7 +1,7 @@
 """pack_weight: every stored byte comes back, and elements lie where the documentation says."""
 
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 
 import pytest
 import torch
@@ -167,6 +167,10 @@ def test_wrong_parts_are_refused() -> None:
         PackedWeight(packed.data, None, None, packed.format, packed.shape)
     with pytest.raises(ValueError, match="^data: found"):
         PackedWeight(packed.data, packed.block_scale, None, packed.format, (80, 64))
+    with pytest.raises(ValueError, match=r"^block_scale: found torch.float64 \(1, 1\), expected"):
+        replace(packed, block_scale=torch.ones(1, 1, dtype=torch.float64))
+    with pytest.raises(ValueError, match="^global_scale: not part of this format"):
+        replace(packed, global_scale=torch.ones(()))
 
 
 def test_packing_notes_whether_fp8_scales_are_powers_of_two() -> None:
@@ -177,7 +181,7 @@ def test_packing_notes_whether_fp8_scales_are_powers_of_two() -> None:
     packed = pack_weight(weight)
     assert packed.power_of_two_scales
     assert packed[1].power_of_two_scales
-    for value, expected in ((0.25, True), (0.0, True), (0.75, False), (-1.0, False)):
+    for value, expected in ((0.25, True), (0.0, True), (0.75, False), (-1.0, False), (inf, False)):
         scale = torch.ones(weight.block_scale.shape)
         scale[1, 1, 0] = value
         floats = replace(weight, block_scale=scale)

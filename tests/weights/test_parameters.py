@@ -11,7 +11,15 @@ from dsv4.checkpoint.outputs import output_tensors
 from dsv4.checkpoint.shard import DTYPE_NAMES
 from dsv4.checkpoint.writer import OutputTensor
 from dsv4.config import ModelConfig
-from dsv4.weights.parameters import Parameter, Role, layer_of, mtp_stages, parameters
+from dsv4.weights.parameters import (
+    MtpKind,
+    Parameter,
+    Role,
+    layer_of,
+    mtp_stages,
+    parameters,
+    shown_mtp,
+)
 from dsv4.weights.quant import QuantTensor
 from tests.releases import RELEASES, Release, recorded_tensors
 
@@ -108,3 +116,24 @@ def test_layer_of_knows_what_belongs_to_no_layer() -> None:
     assert layer_of("layers.12.attn.wq_a.weight") == 12
     assert layer_of("head.weight") is None
     assert layer_of("mtp.0.attn.wq_a.weight") is None
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["head.weight"], None),
+        (["head.weight", "mtp.0.norm.weight", "mtp.1.norm.weight"], ("classic", 2)),
+        (["mtp.0.main_proj.weight"], ("dspark", 1)),
+        (["mtp.12.markov_head.markov_w1.weight", "mtp.3.norm.weight"], ("dspark", 13)),
+        (["mtp.norm.weight"], ("classic", 0)),
+    ],
+)
+def test_names_show_a_speculative_module(
+    names: list[str], shown: tuple[MtpKind, int] | None
+) -> None:
+    assert shown_mtp(names) == shown
+
+
+def test_a_module_may_have_other_blocks_than_the_published_one() -> None:
+    names = parameters(ModelConfig.from_dict(tiny_config()), "classic", stages=2)
+    assert shown_mtp(names) == ("classic", 2)

@@ -108,6 +108,8 @@ def test_spec11_e35_e8m0_bytes_are_exponents_and_are_never_converted() -> None:
     assert values[:255].tolist() == [2.0 ** (code - 127) for code in range(255)]
     assert values[255].isnan()
     assert torch.equal(exponent_to_e8m0(torch.arange(-127, 128)).view(torch.uint8), codes[:255])
+    beyond = exponent_to_e8m0(torch.tensor([-128, 128])).view(torch.uint8)
+    assert beyond.tolist() == [0, 254]
 
 
 @pytest.mark.parametrize("amax", list(VECTORS["ue8m0_scale_exponent_fp8"]))
@@ -266,7 +268,9 @@ def test_values_that_are_not_finite_are_refused(format: QuantFormat, value: floa
 
 @pytest.mark.parametrize("format", QUANTISED)
 def test_all_zero_weights_stay_zero(format: QuantFormat) -> None:
-    assert torch.equal(quantize(torch.zeros(2, 128), format).dequantize(), torch.zeros(2, 128))
+    weight = quantize(torch.zeros(2, 128), format)
+    assert torch.equal(weight.dequantize(), torch.zeros(2, 128))
+    assert not weight.data.view(torch.uint8).any()
 
 
 @given(
