@@ -91,7 +91,7 @@ def rank_weights(
     mtp, stages = shown_mtp(weights) or (None, None)
     known = parameters(config, mtp, stages)
     return {
-        name: cut_weight(weight, cut_of(known[name], ranks, rank) if name in known else None)
+        name: cut_weight(weight, cut_of(known[name], ranks, rank))
         for name, weight in weights.items()
     }
 

@@ -112,6 +112,8 @@ def test_joined_parts_are_the_weights(layout: Layout, ranks: int) -> None:
     )
     check_divisible(config, formats(config, layout), ranks)
     whole = synthetic_weights(config, layout, 3, lambda _: CPU, "classic")
+    # A module of two blocks.
+    whole |= {name.replace("mtp.0.", "mtp.1."): whole[name] for name in whole}
     held = [rank_weights(whole, config, ranks, rank) for rank in range(ranks)]
     for name, weight in whole.items():
         parts = [weights[name] for weights in held]
