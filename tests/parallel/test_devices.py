@@ -78,3 +78,12 @@ def test_native_kernels_have_to_run_on_every_gpu(
     several = [*GPU, torch.device("cuda", 1)]
     with pytest.raises(UserError, match="found 'fp8' with the CUDA ops on cuda:1"):
         table_on(EngineConfig(prefill_activations="fp8", gpus=2), several)
+
+
+def test_every_gpu_needs_kernels(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: (9 - device.index, device.index)
+    )
+    found = r"EngineConfig.ops: found cuda:1 \(NVIDIA X\) of compute capability 8.1, expected one"
+    with pytest.raises(UserError, match=found):
+        table_on(EngineConfig(ops="cuda", gpus=2), [*GPU, torch.device("cuda", 1)])

@@ -67,12 +67,14 @@ class Buffer:
     shape = (1,)
     dtype = torch.float32
     value: object = None
+    rows: slice | None = None
 
     def __init__(self, world: "World", device: torch.device) -> None:
         self.world = world
         self.device = device
 
     def __getitem__(self, rows: slice) -> "Buffer":
+        self.rows = rows
         return self
 
     def copy_(self, other: "Buffer", non_blocking: bool) -> None:
@@ -102,8 +104,9 @@ class World:
             current_stream=self.streams.__getitem__,
             stream=self.on_stream,
         )
-        pinned = SimpleNamespace(cuda=cuda, empty=lambda *_, **__: Buffer(self, HOST))
-        monkeypatch.setattr(hand_off, "torch", pinned)
+        self.pinned = Buffer(self, HOST)
+        stand_in = SimpleNamespace(cuda=cuda, empty=lambda *_, **__: self.pinned)
+        monkeypatch.setattr(hand_off, "torch", stand_in)
 
     def new_stream(self, device: torch.device) -> Stream:
         self.all.append(Stream())
@@ -143,6 +146,8 @@ def test_every_tensor_arrives_before_it_is_read_and_stays_until_then(
             passing.drain()
     world.run(order)
     assert seen == [number for number in range(5) for _ in range(2)]
+    assert arrived.rows == slice(None, 1)
+    assert world.pinned.rows == (None if peers else slice(None, 1))
 
 
 def test_the_source_goes_on_while_the_target_still_works_on_what_it_has_read(
@@ -156,7 +161,7 @@ def test_the_source_goes_on_while_the_target_still_works_on_what_it_has_read(
     passing.send(sent)
     passing.drain()
     world.streams[TARGET].queue.append(Mark())
-    sent.value = "second"
+    world.streams[SOURCE].queue.append(lambda: setattr(sent, "value", "second"))
     passing.send(sent)
     while any(stream.step() for stream in world.all):
         pass

@@ -204,6 +204,8 @@ def test_a_stage_is_a_run_of_layers_on_one_device() -> None:
     first, second = gpus(2)
     placement = Placement.of_layers([first, first, second, first])
     assert [stage.layers for stage in placement.stages] == [(0, 1), (2,), (3,)]
+    assert placement.devices == (first, second)
+    assert (placement.ranks_on(first), placement.ranks_on(second)) == (1, 1)
     assert placement.of_rank(0) == placement
     for name in parameters(tiny_config()):
         assert placement.devices_of(name) == (placement.device_of(name),)

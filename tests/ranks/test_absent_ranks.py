@@ -73,6 +73,7 @@ def test_inputs_are_filled_for_the_tokens_of_absent_ranks(
 def test_rows_of_any_length_stay_in_the_memory_of_a_rank(tokens: int) -> None:
     found = connect(InboxLayout(8, WIDTH, 64), [CPU] * 2, tokens)
     inputs = [one.inputs_TE for one in found]
+    assert {rows.shape for rows in inputs} == {(tokens, WIDTH)}
     spans = [(rows.data_ptr(), rows.untyped_storage().nbytes()) for rows in inputs]
     for one in found:
         for row in rows_written(one, tokens):
