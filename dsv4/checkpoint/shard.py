@@ -85,7 +85,7 @@ def read_whole_header(path: Path) -> Header:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            if length > min(MAX_HEADER_BYTES, size - 8):
                 raise UserError(
                     f"{path}: truncated or not a safetensors file: found {size} bytes, "
                     f"expected 8 and a header of {length} bytes (at most {MAX_HEADER_BYTES})"
