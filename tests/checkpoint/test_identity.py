@@ -4,9 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
-from dsv4.checkpoint import open_checkpoint, write_synthetic
+from dsv4.checkpoint import identity, open_checkpoint, write_synthetic
 from dsv4.checkpoint.identity import checkpoint_identity
 from tests.model.tiny import raw_config
 
@@ -45,3 +46,33 @@ def test_routed_experts_of_one_layer_make_another_checkpoint(tmp_path: Path) -> 
     identities = [checkpoint_identity(open_checkpoint(one)) for one in (*folders, again)]
     assert len(set(identities)) == len(folders)
     assert identities[-1] == identities[0]
+
+
+def test_a_change_of_any_place_is_seen_that_is_as_long_as_the_distance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the beginnings of tensors, and at the end of a file."""
+    monkeypatch.setattr(identity, "_SAMPLED_BYTES", 8)
+    monkeypatch.setattr(identity, "_WIDEST_GAP", 1000)
+    folder = tmp_path / "model"
+    write_synthetic(folder, raw_config((0, 4, 128)), "f32", 0)
+    checkpoint = open_checkpoint(folder)
+    before = checkpoint_identity(checkpoint)
+    largest = max(checkpoint.tensors.values(), key=lambda stored: stored.nbytes)
+    data = largest.file.read_bytes()
+    middle = largest.offset + largest.nbytes // 2
+    for start, stop in ((middle, middle + 1000), (len(data) - 1, len(data))):
+        other = bytes(byte ^ 1 for byte in data[start:stop])
+        largest.file.write_bytes(data[:start] + other + data[stop:])
+        assert checkpoint_identity(checkpoint) != before
+    largest.file.write_bytes(data)
+    assert checkpoint_identity(checkpoint) == before
+
+
+def test_the_order_of_a_configuration_makes_no_difference(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_synthetic(folder, raw_config((0, 4, 128)), "f32", 0)
+    before = checkpoint_identity(open_checkpoint(folder))
+    path = folder / "config.json"
+    path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items()))))
+    assert checkpoint_identity(open_checkpoint(folder)) == before

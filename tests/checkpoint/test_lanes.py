@@ -43,3 +43,20 @@ def test_every_gpu_gets_its_parts_with_room_for_any_number_of_tables(
     assert launched == list(zip(places, counts, strict=True))
     assert all(torch.equal(part.target, expected(memory, part)) for part in parts)
     assert untouched(parts)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "copied"),
+    [
+        ([(0, 4), (14, 16)], [(0, 16)]),
+        ([(15, 16), (0, 4)], [(0, 4), (15, 16)]),
+        ([(0, 100), (10, 20), (105, 110)], [(0, 110)]),
+    ],
+)
+def test_what_lies_close_together_is_copied_at_once(
+    ranges: list[tuple[int, int]],
+    copied: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lanes, "_GAP", 10)
+    assert list(lanes._joined(ranges)) == copied
