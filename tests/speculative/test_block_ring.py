@@ -13,6 +13,7 @@ class Event:
     """A device's event that has always come, or whose wait is interrupted."""
 
     interrupted = False
+    awaited: "list[Event]"
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -23,6 +24,7 @@ class Event:
     def synchronize(self) -> None:
         if Event.interrupted:
             raise KeyboardInterrupt
+        Event.awaited.append(self)
 
     def elapsed_time(self, _: "Event") -> float:
         return 1.0
@@ -31,6 +33,7 @@ class Event:
 @pytest.fixture
 def ring(monkeypatch: pytest.MonkeyPatch) -> BlockRing:
     """Of two steps; every step gives one token, 7."""
+    monkeypatch.setattr(Event, "awaited", [], raising=False)
     monkeypatch.setattr(block_ring.torch.cuda, "Event", Event)
     monkeypatch.setattr(block_ring.torch.cuda, "current_stream", lambda _: None)
     ring_3R = torch.tensor([[7], [1], [0]]).expand(3, 16)
@@ -51,3 +54,19 @@ def test_an_interrupted_wait_costs_no_step(
     ring.begin()
     ring.begin()
     assert [ring.read(position).tokens for position in (0, 1)] == [[7], [7]]
+
+
+def test_a_step_has_its_tokens_behind_its_position_and_its_counts_at_it(ring: BlockRing) -> None:
+    """Around the end of the ring, again and again with the same events."""
+    ring_3R = torch.zeros((3, 16), dtype=torch.int64)
+    ring_3R[0] = torch.arange(100, 116)
+    ring_3R[1:, 13] = torch.tensor([5, 4])
+    ring._ring = ring_3R
+    ring.begin()
+    for _ in range(3):
+        ring.begin()
+        oldest = ring._queued[0].settled
+        given = ring.read(16 + 13)
+        assert given.tokens == [114, 115, 100, 101, 102]
+        assert given.drafted == 4
+        assert Event.awaited[-1] is oldest

@@ -1,17 +1,23 @@
 """How many drafts pay: chosen by measured times and by what was kept."""
 
-from itertools import pairwise
+import logging
+from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
 
 from dsv4 import EngineConfig
+from dsv4.errors import UserError
+from dsv4.run_stats import DraftStats
 from dsv4.speculative.tally import (
     CHOICE_STEPS,
+    JUDGED_DRAFTS,
     MEASURED_STEPS,
     TRIAL_STEPS,
+    TRIED_AGAIN,
     DraftCount,
     Tally,
+    Usefulness,
     drafts_of_a_step,
 )
 
@@ -61,15 +67,18 @@ def test_where_a_seed_has_to_repeat_a_text_neither_times_nor_earlier_runs_count(
     assert chosen[0] == chosen[1]
     assert len(set(chosen[0])) > 1
     assert run(measured.for_run(is_greedy=False), 100, 0.0, 0.01)[-1] == 0
+    assert run(DraftCount((0, 1), by_times=False), 100, 0.3, 0.0)[-1] == 0
     fixed = DraftCount((5,))
     assert fixed.for_run(is_greedy=False) is fixed
 
 
 def test_some_of_the_drafts_are_taken_where_later_ones_are_never_kept() -> None:
     count = DraftCount(range(6))
+    chosen = []
     for _ in range(200):
+        chosen.append(count.now)
         count.add(count.now, min(count.now, 2), 1 + 0.3 * count.now)
-    assert count.now == 2
+    assert set(chosen[3 * TRIAL_STEPS :]) == {2}
 
 
 def test_times_between_those_that_are_measured_lie_on_a_line() -> None:
@@ -125,20 +134,62 @@ def test_what_did_not_pay_is_tried_again() -> None:
     assert later[-1] == 5
 
 
+def test_what_pays_is_measured_seldom_and_what_has_paid_is_soon_tried_again() -> None:
+    count = DraftCount((0, 5))
+    chosen = run(count, 3 * MEASURED_STEPS, 0.95, 0.01)
+    assert chosen.count(0) == 3 * TRIAL_STEPS
+    run(count, 5000, 0.0, 0.3)
+    run(count, 5000, 0.95, 0.01)
+    chosen = run(count, 1000, 0.0, 0.3)
+    rests = [len(list(steps)) for drafted, steps in groupby(chosen) if drafted == 0]
+    # The first one begins between two trials.
+    assert rests[1] == TRIAL_STEPS + TRIED_AGAIN[0]
+
+
+def test_rests_begin_when_all_is_measured_and_end_before_drafts_are_tried_again() -> None:
+    count = DraftCount((0, 5))
+    run(count, TRIAL_STEPS, 0.0, 0.5)
+    assert (count.now, count.rest(0)) == (0, 0)
+    run(count, TRIAL_STEPS, 0.0, 0.5)
+    assert [count.rest(window) for window in (0, 8, 1000)] == [TRIED_AGAIN[0], 120, 0]
+    count.skip()
+    assert count.rest(0) == TRIED_AGAIN[0] - 1
+    assert DraftCount((5,)).rest(0) == 0
+
+
 def test_a_fixed_number_stays() -> None:
     assert set(run(DraftCount((3,)), 100, 0.0, 1.0)) == {3}
+    assert DraftCount.asked(5, 5, 3).possible == (5,)
+    assert DraftCount.asked(None, 2, 3).possible == (2,)
+    with pytest.raises(UserError, match="draft_tokens: found 6, expected 1 to 5"):
+        DraftCount.asked(6, 5, 3)
+
+
+@pytest.mark.parametrize(("drafted", "accepted", "warned"), [(32, 6, 1), (31, 0, 0), (40, 8, 0)])
+def test_drafts_that_are_hardly_ever_kept_are_said_once(
+    drafted: int, accepted: int, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of all runs together; those without drafts say nothing."""
+    useful = Usefulness()
+    with caplog.at_level(logging.WARNING, "dsv4"):
+        for made, kept in ((0, 0), (1, 0), (drafted - 1, accepted)):
+            tried = ((made,), (kept,)) if made else ((), ())
+            useful.judge(DraftStats(made, made, *tried, 0.0, 0.0))
+        assert len(caplog.records) == warned
+        useful.judge(DraftStats(1, 1, (JUDGED_DRAFTS,), (0,), 0.0, 0.0))
+    assert len(caplog.records) == 1
 
 
 def test_counts_are_kept_by_position() -> None:
     tally = Tally(5)
-    tally.add(3, 2, 3, (0.1, 0.2))
+    tally.add(4, 2, 3, (0.1, 0.2))
     tally.add(3, 0, 1, (0.1, 0.2))
     tally.add(1, 1, 2, (0.1, 0.2))
     tally.add(0, 0, 1, (0.0, 0.2))
     stats = tally.stats()
     assert (stats.steps, stats.tokens, stats.tokens_per_step) == (4, 7, 7 / 4)
-    assert stats.drafted == (3, 2, 2)
-    assert stats.accepted == (2, 1, 0)
-    assert stats.acceptance == (2 / 3, 1 / 2, 0.0)
+    assert stats.drafted == (3, 2, 2, 1)
+    assert stats.accepted == (2, 1, 0, 0)
+    assert stats.acceptance == (2 / 3, 1 / 2, 0.0, 0.0)
     assert stats.draft_seconds == pytest.approx(0.3)
     assert stats.verify_seconds == pytest.approx(0.8)
