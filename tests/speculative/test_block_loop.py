@@ -136,6 +136,14 @@ def test_drafts_that_do_not_pay_rest_until_the_window_before_their_next_trial(
     assert all(run[0][1] == WINDOW for run in behind)
 
 
+def test_a_run_may_end_soon_behind_a_rest() -> None:
+    world = World(None, most=5, context=2000)
+    world.wrong = [True] * 2010
+    assert list(world.generate_with_rests(130)) == world.text[START + 1 : START + 131]
+    world.expect_at(START + 130)
+    assert [tokens for _, tokens in world.log[-5:]] == [0, 1, 1, 1, 1]
+
+
 def test_a_caller_that_leaves_while_drafts_rest_leaves_the_tokens_it_took() -> None:
     world = World(None, most=5, context=2000)
     world.wrong = [True] * 2010
