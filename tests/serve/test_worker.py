@@ -162,3 +162,24 @@ def test_a_call_has_its_turn_in_the_thread_of_the_jobs() -> None:
         assert worker.call(lambda: 5) == 5
 
     asyncio.run(run())
+
+
+def test_what_is_given_up_at_the_end_is_cancelled() -> None:
+    async def run() -> None:
+        worker = Worker(0)
+        cancelled = asyncio.Event()
+
+        async def patient() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cancelled.set()
+
+        waiting = asyncio.create_task(worker.before_end(patient()))
+        await asyncio.sleep(0.01)
+        await worker.end()
+        with pytest.raises(Cancelled):
+            await waiting
+        await asyncio.wait_for(cancelled.wait(), 5)
+
+    asyncio.run(run())
