@@ -89,6 +89,25 @@ def test_no_file_goes_before_there_are_too_many(loaded: Service, tmp_path: Path)
     assert ask(service, [*A, 5, 6], 1)[0] == LENGTH + 2
 
 
+def test_conversations_that_take_turns_keep_their_files(loaded: Service, tmp_path: Path) -> None:
+    service = with_folder(loaded, tmp_path, most=3)
+    for prompt in (A, B, A, C, B):
+        ask(service, [*prompt, 5], 1)
+    service.answering.keep_sequence()
+    assert len(files(tmp_path)) == 3
+
+
+def test_the_file_that_was_used_last_stays(loaded: Service, tmp_path: Path) -> None:
+    service = with_folder(loaded, tmp_path, most=4)
+    for prompt in (A, B, C):
+        ask(service, prompt)
+    service.answering.keep_sequence()
+    ask(service, [*A, 5])
+    service = with_folder(loaded, tmp_path, most=2)
+    assert len(files(tmp_path)) == 2
+    assert ask(service, [*A, 5])[0] >= LENGTH
+
+
 def test_a_prompt_that_is_scored_takes_no_file_and_costs_none(
     loaded: Service, tmp_path: Path
 ) -> None:
