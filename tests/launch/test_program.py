@@ -150,9 +150,8 @@ def test_shorter_chunks_take_their_own_shapes_and_the_longest_its_own_again(
     """The second launch has nothing to do below 40 tokens."""
     recording = Recording(TARGET, 64)
     ids = torch.zeros(64, dtype=torch.int64)
-    slots = recording.empty((64,), torch.int32)
-    tiles = recording.empty((8, 4), torch.int32)
-    tile_count = recording.empty((1,), torch.int32)
+    sizes = {"slots": (64,), "tiles": (8, 4), "tile_count": (1,)}
+    outputs = {name: recording.empty(size, torch.int32) for name, size in sizes.items()}
 
     def sort(first: int) -> None:
         def shape(tokens: int) -> Shape | None:
@@ -160,7 +159,6 @@ def test_shorter_chunks_take_their_own_shapes_and_the_longest_its_own_again(
                 return None
             return Shape(SORT, 1 + tokens // 16, 32, 4 * tokens, numbers={"count": tokens - first})
 
-        outputs = {"slots": slots, "tiles": tiles, "tile_count": tile_count}
         recording.launch(shape, ids=ids, **outputs, experts=8, tile=128)
 
     sort(0)

@@ -114,7 +114,7 @@ def test_more_requests_than_the_server_holds_get_the_error_object(demo: Running)
 
     def answer_until(status: int) -> httpx.Response:
         deadline = time.monotonic() + 30
-        while (response := httpx.get(f"{demo.url}/models")).status_code != status:
+        while (response := httpx.get(f"{demo.url}/models", timeout=30)).status_code != status:
             assert time.monotonic() < deadline
         return response
 
@@ -124,7 +124,7 @@ def test_more_requests_than_the_server_holds_get_the_error_object(demo: Running)
         error = answer_until(503).json()["error"]
         assert (error["code"], error["type"]) == ("queue_full", "server_error")
         assert error["message"] == f"the server is full: {MOST_REQUESTS} requests"
-        assert httpx.get(demo.url.replace("/v1", "/health")).status_code == 200
+        assert httpx.get(demo.url.replace("/v1", "/health"), timeout=30).status_code == 200
     assert answer_until(200).json()["object"] == "list"
 
 
