@@ -1,4 +1,4 @@
-"""What the lanes of a warp tell each other: shuffles, votes, elections."""
+"""What the lanes of a warp tell each other: shuffles, votes, elections, transposed matrices."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -141,6 +141,22 @@ def _match(instruction: Instruction, layout: Layout) -> Handler:
     return run
 
 
+def _transpose(instruction: Instruction, layout: Layout) -> Handler:
+    """movmatrix: 16-bit ``[8, 8]``; of it and of the result lane l has columns 2 (l % 4) and one
+    more of row l / 4.
+    """
+    if instruction.opcode != "movmatrix.sync.aligned.m8n8.trans.b16":
+        raise Unsupported(instruction.text)
+    value = layout.source(instruction.operands[1], "b32")
+    write = layout.target(instruction.operands[0], "b32")
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        rows = np.ascontiguousarray(value(warp)).view(np.uint16).reshape(8, 8)
+        write(warp, np.ascontiguousarray(rows.T).reshape(-1).view(np.uint32), mask)
+
+    return run
+
+
 def _active_mask(instruction: Instruction, layout: Layout) -> Handler:
     write = layout.target(instruction.operands[0], "u32")
 
@@ -157,6 +173,7 @@ BUILDS: dict[str, Build] = {
     "vote": _vote,
     "redux": _reduce,
     "match": _match,
+    "movmatrix": _transpose,
     "activemask": _active_mask,
     "nop": nothing,
     "nanosleep": nothing,

@@ -146,3 +146,10 @@ def test_every_lane_waits_for_its_own_barrier(seed: int) -> None:
     result = np.zeros(65, np.uint32)
     run_text(kernel(body, 1, 64), [result], 64, schedule=random_schedule(seed))
     assert (result[16:32] == 77).all()
+
+
+def test_a_matrix_is_transposed() -> None:
+    rows = np.arange(64, dtype=np.uint16).reshape(8, 8)
+    code = "movmatrix.sync.aligned.m8n8.trans.b16 %d, %a0;"
+    found = run_lanes(code, [rows.view(np.uint32).reshape(32)]).astype(np.uint32)
+    assert np.array_equal(found.view(np.uint16).reshape(8, 8), rows.T)

@@ -67,19 +67,30 @@ class Tile(NamedTuple):
         """Those of the result (ROWS_PER_BLOCK); gate and up are of the same ones."""
         return self.consumers * TILE_ROWS * (1 if mode == MODE_GATE_UP else 2)
 
+    def fitting(self, mode: int, rows: int) -> "Tile":
+        """This one, or one of fewer consumers where a product of so many rows ends in the middle of
+        a block: more consumers gain about as much as is left idle by then.
+        """
+        fewer = self._replace(consumers=_FEWEST_CONSUMERS)
+        idle = round_up(rows, self.rows(mode)) / round_up(rows, fewer.rows(mode)) - 1
+        return fewer if idle > _GAIN_OF_CONSUMERS else self
 
+
+_FEWEST_CONSUMERS = 8
+_GAIN_OF_CONSUMERS = 0.06
 FEW = Tile(32, 12)
 SOME = Tile(64, 12)
-NARROW = Tile(TILE_TOKENS, 8)
-WIDE = Tile(TILE_TOKENS, 8, wide=True)
+NARROW = Tile(TILE_TOKENS, _FEWEST_CONSUMERS)
+WIDE = Tile(TILE_TOKENS, _FEWEST_CONSUMERS, wide=True)
 
 
 @dataclass(frozen=True)
 class Build:
-    """One compiled variant of the GEMM and what its launch needs."""
+    """One compiled variant of the GEMM and what its launch needs; ``rows`` of a block."""
 
     source: str
     defines: Defines
+    rows: int
     threads: int
     shared_bytes: int
 
@@ -120,7 +131,7 @@ def build(
         ("SHARED_BYTES", shared_bytes),
     )
     threads = 32 * (tile.consumers + _PRODUCERS)
-    return Build(source, defines, threads, shared_bytes)
+    return Build(source, defines, tile.rows(mode), threads, shared_bytes)
 
 
 def linear_batches(

@@ -214,19 +214,20 @@ class _Product:
 
     @classmethod
     def of(cls, recording: Recording, function: str, weight: PackedWeight) -> "_Product":
+        mode = _MODES[function]
+        rows = weight.shape[-2]
         target = recording.target
+        fitting = (tile.fitting(mode, rows) for tile in _TILES)
         builds = tuple(
-            build_for(weight.format, _MODES[function], target.architecture, tile=tile)
-            for tile in _TILES
+            build_for(weight.format, mode, target.architecture, tile=tile) for tile in fitting
         )
-        return cls(function, builds, weight.shape[-2], target.multiprocessors)
+        return cls(function, builds, rows, target.multiprocessors)
 
     def shape(self, tiling: Tiling, **numbers: int) -> Shape:
         """Persistent blocks, as many as there may be tiles and multiprocessors."""
-        tile = tiling.tile
-        row_blocks = ceil_div(self.rows, tile.rows(_MODES[self.function]))
-        blocks = min(tiling.most * row_blocks, self.multiprocessors)
-        return self.builds[_TILES.index(tile)].shape(self.function, blocks, **numbers)
+        build = self.builds[_TILES.index(tiling.tile)]
+        blocks = min(tiling.most * ceil_div(self.rows, build.rows), self.multiprocessors)
+        return build.shape(self.function, blocks, **numbers)
 
 
 def _gate_up_shape(product: _Product, cut: Cut | None, tokens: int) -> Shape:
