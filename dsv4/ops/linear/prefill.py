@@ -21,6 +21,9 @@ from dsv4.weights.quant import QuantFormat
 TILE_TOKENS = 128
 MODE_LINEAR, MODE_GATE_UP, MODE_DOWN = range(3)
 _PRODUCERS = 4
+_FEWEST_CONSUMERS = 8
+# What 12 consumers gain over 8 (docs/kernels/moe.md).
+_GAIN_OF_CONSUMERS = 0.06
 _PARTIAL_FLOATS = 2 * TILE_TOKENS // 8 * 4 * 256
 # A stage has 64 columns (128 bytes) of x. A block also holds the stages' alignment, barriers and a
 # flag.
@@ -68,16 +71,14 @@ class Tile(NamedTuple):
         return self.consumers * TILE_ROWS * (1 if mode == MODE_GATE_UP else 2)
 
     def fitting(self, mode: int, rows: int) -> "Tile":
-        """This one, or one of fewer consumers where a product of so many rows ends in the middle of
-        a block: more consumers gain about as much as is left idle by then.
+        """This one, or one of fewer consumers where a product of so many rows leaves more of its
+        last block idle than they gain.
         """
         fewer = self._replace(consumers=_FEWEST_CONSUMERS)
         idle = round_up(rows, self.rows(mode)) / round_up(rows, fewer.rows(mode)) - 1
         return fewer if idle > _GAIN_OF_CONSUMERS else self
 
 
-_FEWEST_CONSUMERS = 8
-_GAIN_OF_CONSUMERS = 0.06
 FEW = Tile(32, 12)
 SOME = Tile(64, 12)
 NARROW = Tile(TILE_TOKENS, _FEWEST_CONSUMERS)
