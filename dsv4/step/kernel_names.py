@@ -24,8 +24,9 @@ def kernels_of(items: Iterable[Item], tokens: int) -> set[Kernel]:
     shapes = [shape for launch in launches for shape in (launch.shape, launch.dense_shape)]
     # Launches that are alike share their function.
     lengths = _lengths(tokens)
-    for shape_of in {launch.shape_of for launch in launches} - {None}:
-        shapes += map(shape_of, lengths)
+    for shape_of in {launch.shape_of for launch in launches}:
+        if shape_of is not None:
+            shapes += map(shape_of, lengths)
     return {shape.kernel for shape in shapes if shape is not None}
 
 
