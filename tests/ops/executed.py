@@ -1,0 +1,51 @@
+"""A recording that the CPU executes: launches by the machine of ``tests.ptx``, calls by torch."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dsv4.launch.buffers import storage_key
+from dsv4.launch.items import Call
+from dsv4.launch.recording import Recording
+from tests.ptx.nvrtc import SourceEdit, run_recorded
+
+_POISON = 0xFF
+
+
+def execute(
+    recording: Recording, tokens: int, edit: SourceEdit | None = None
+) -> Callable[[Tensor], Tensor]:
+    """Runs every item; returns what gives a buffer of the recording, or a view of one, its memory.
+
+    Where nothing has written, floats are NaN and integers -1; counters are zeros, and are asserted
+    to be that again.
+    """
+    memory: dict[int, Tensor] = {}
+
+    def real(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        found = memory.get(storage_key(tensor))
+        if found is None:
+            nbytes = tensor.untyped_storage().nbytes()
+            found = torch.full((nbytes,), _POISON, dtype=torch.uint8)
+            memory[storage_key(tensor)] = found
+        return found.view(tensor.dtype).as_strided(
+            tensor.shape, tensor.stride(), tensor.storage_offset()
+        )
+
+    counters = [real(tensor).zero_() for tensor in recording.zeroed_tensors]
+    for item in recording.items:
+        if isinstance(item, Call):
+            item.function(tokens, *map(real, item.tensors))
+            continue
+        given = {
+            name: real(value)
+            for name, value in item.arguments.items()
+            if isinstance(value, Tensor) and value.is_meta
+        }
+        architecture = recording.target.architecture
+        run_recorded(item, architecture, given, tokens, edit=edit)
+    assert not any(counter.any() for counter in counters), "counters are left as they were"
+    return real
