@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.ptx.faults import Unsupported
-from tests.ptx.floats import rounded_fma
+from tests.ptx.floats import exact_fma, rounded_fma
 from tests.ptx.operands import DTYPES, Array, Layout, Mask
 from tests.ptx.scalar import FLOATS, PACKED, Build, Handler, Values, apply, elementwise, many, ufunc
 from tests.ptx.syntax import Immediate, Instruction
@@ -38,6 +38,8 @@ def _fused(instruction: Instruction, layout: Layout) -> Handler:
     ptx_type = instruction.parts[-1]
     if ptx_type == "f32":
         return apply(rounded_fma, instruction, layout, ptx_type)
+    if ptx_type == "f64":
+        return apply(exact_fma, instruction, layout, ptx_type)
     if ptx_type == "f32x2":
         return apply(PACKED[ptx_type](rounded_fma), instruction, layout, ptx_type)
     if ptx_type == "bf16x2":
@@ -148,6 +150,19 @@ def in_double(function: Values) -> Values:
     return values
 
 
+def _reciprocal(instruction: Instruction, layout: Layout) -> Handler:
+    if instruction.parts[-1] != "f64":
+        return elementwise(in_double(np.reciprocal))(instruction, layout)
+    read = layout.source(instruction.operands[1], "f64")
+    write = layout.target(instruction.operands[0], "f64")
+    return lambda warp, mask: write(warp, _upper_half(1 / _upper_half(read(warp))), mask)
+
+
+def _upper_half(x: Array) -> Array:
+    """float64 with zeros in the lower 32 bits: all that an approximation looks at and gives."""
+    return (x.view(np.uint64) & np.uint64(0xFFFFFFFF << 32)).view(np.float64)
+
+
 BUILDS: dict[str, Build] = {
     "add": ufunc(np.add),
     "sub": ufunc(np.subtract),
@@ -164,7 +179,7 @@ BUILDS: dict[str, Build] = {
     "shr": _shift(np.right_shift),
     "ex2": elementwise(in_double(np.exp2)),
     "lg2": elementwise(in_double(np.log2)),
-    "rcp": elementwise(in_double(np.reciprocal)),
+    "rcp": _reciprocal,
     "sqrt": elementwise(in_double(np.sqrt)),
     "rsqrt": elementwise(in_double(lambda x: 1 / np.sqrt(x))),
     "tanh": elementwise(in_double(np.tanh)),

@@ -1,5 +1,6 @@
 """Roundings to small floating-point formats, and sums that are rounded once."""
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,16 @@ def rounded_fma(x: Array, y: Array, z: Array) -> Array:
     inexact = np.isfinite(total) & np.isfinite(error) & (error != 0) & even
     odd = np.where(inexact, np.nextafter(total, np.copysign(np.inf, error)), total)
     return odd.astype(np.float32)
+
+
+def exact_fma(x: Array, y: Array, z: Array) -> Array:
+    """float64 x · y + z, rounded once, a lane at a time."""
+    result = x * y + z
+    for lane in np.flatnonzero(np.isfinite(result)):
+        exact = Fraction(x[lane]) * Fraction(y[lane]) + Fraction(z[lane])
+        if exact:
+            result[lane] = float(exact)
+    return result
 
 
 def flush(x: Array) -> Array:

@@ -8,6 +8,7 @@ import re
 import struct
 from collections.abc import Iterator
 
+from tests.ptx.calls import body_at, written_out
 from tests.ptx.faults import Unsupported
 from tests.ptx.syntax import (
     Address,
@@ -47,21 +48,12 @@ _VARIABLE = re.compile(
 @functools.cache
 def parse(ptx: str) -> dict[str, Function]:
     """The entry functions of a module by name."""
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.DOTALL)
+    text = written_out(re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.DOTALL))
     heads = list(re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{", text))
     if not heads:
         raise Unsupported("no entry function")
     module = tuple(_variables(text[: heads[0].start()]))
-    return {head[1]: _function(head, _body(text, head.end()), module) for head in heads}
-
-
-def _body(text: str, start: int) -> str:
-    depth = 1
-    for brace in re.finditer(r"[{}]", text[start:]):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[start : start + brace.start()]
-    raise Unsupported("a function without an end")
+    return {head[1]: _function(head, body_at(text, head.end()), module) for head in heads}
 
 
 def _variables(text: str) -> Iterator[Variable]:

@@ -54,6 +54,21 @@ def test_wide_products_have_the_sign_of_their_type(opcode: str, expected: int) -
     assert (found == expected).all()
 
 
+def test_fma_of_doubles_rounds_once() -> None:
+    x = np.float64(1 + 2.0**-30)
+    code = "fma.rn.f64 %d, %a0, %a0, %a1;"
+    found = run_lanes(code, [x, np.float64(-(1 + 2.0**-29))], np.float64)
+    assert (found == 2.0**-60).all(), "the product is not rounded"
+    assert np.isnan(run_lanes(code, [x, np.float64(np.nan)], np.float64)).all()
+
+
+def test_reciprocals_of_doubles_are_approximate() -> None:
+    x = np.float64(3 + 2.0**-40)
+    found = run_lanes("rcp.approx.ftz.f64 %d, %a0;", [x], np.float64)
+    assert ((found.view(np.uint64) & 0xFFFFFFFF) == 0).all()
+    assert (np.abs(found * x - 1) < 2.0**-19).all()
+
+
 def test_fma_rounds_once() -> None:
     x = F32(1 + 2.0**-12)
     # The product is 1 + 2^-11 + 2^-24, a tie of float32 that the addend breaks.
