@@ -19,6 +19,11 @@ _CALL = re.compile(
 )
 _STORE = re.compile(r"\bst\.param\.[bsuf](\d+)\s+\[([\w$]+)(?:\+(\d+))?\]\s*,\s*([^,;]+);")
 _LOAD = re.compile(r"\bld\.param\.[bsuf](\d+)\s+([%\w$]+)\s*,\s*\[([\w$]+)(?:\+(\d+))?\];")
+_SEVERAL = re.compile(
+    r"\b(?P<opcode>st|ld)\.param\.v[24]\.(?P<type>[bsuf](?P<bits>\d+))\s+"
+    r"(?:\{(?P<loaded>[^}]*)\}\s*,\s*)?\[(?P<name>[\w$]+)(?:\+(?P<offset>\d+))?\]"
+    r"(?:\s*,\s*\{(?P<stored>[^}]*)\})?;"
+)
 _REGISTERS = re.compile(r"\.reg\s+\.\w+\s+(%\w*?)<\d+>")
 
 
@@ -45,6 +50,7 @@ def written_out(text: str) -> str:
     end.
     """
     functions = {}
+    text = _SEVERAL.sub(_one_by_one, text)
     while (head := _FUNCTION.search(text)) is not None:
         body = body_at(text, head.end())
         functions[head[2]] = _Function(_names(head[1]), _names(head[3]), body)
@@ -55,6 +61,18 @@ def written_out(text: str) -> str:
 def _names(declared: str | None) -> list[str]:
     """Of ``.param .align 4 .b8 name[12], ...``."""
     return re.findall(r"([\w$]+)(?:\[\d+\])?\s*(?:,|$)", declared or "")
+
+
+def _one_by_one(access: re.Match[str]) -> str:
+    """Accesses of a number each instead of that of a vector."""
+    size = int(access["bits"]) // 8
+    first = int(access["offset"] or 0)
+    lines = []
+    for n, value in enumerate((access["loaded"] or access["stored"]).split(",")):
+        place = f"[{access['name']}+{first + n * size}]"
+        operands = f"{value}, {place}" if access["loaded"] else f"{place}, {value}"
+        lines.append(f"{access['opcode']}.param.{access['type']} {operands};")
+    return "\n".join(lines)
 
 
 def _expanded(text: str, functions: dict[str, _Function], numbers: Iterator[int]) -> str:

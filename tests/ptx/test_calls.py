@@ -65,12 +65,10 @@ BODY = """
 add.u32 %r1, %lane, 1;
 {
 .param .align 4 .b8 param0[8];
-st.param.b32 [param0+0], %lane;
-st.param.b32 [param0+4], %r1;
+st.param.v2.b32 [param0], {%lane, %r1};
 .param .align 4 .b8 retval0[8];
 call.uni (retval0), pair, (param0);
-ld.param.b32 %r2, [retval0+0];
-ld.param.b32 %r3, [retval0+4];
+ld.param.v2.b32 {%r2, %r3}, [retval0];
 }
 ld.param.u64 %out, [p0];
 mul.wide.u32 %at, %lane, 8;

@@ -45,9 +45,6 @@ BUILDS = [
 # What float32 sums add, relative to the largest product.
 SUMMED = 3e-6
 FAULTS = {
-    "a split is left out": SourceEdit(
-        "prefill_gemm.cuh", "int split = 0; split < g.splits", "int split = 1; split < g.splits"
-    ),
     "splits are added up before the last one has come": SourceEdit(
         "prefill_gemm.cuh", "atomicAdd(counter, 1) == g.splits - 1", "atomicAdd(counter, 1) == 1"
     ),
@@ -133,19 +130,19 @@ def test_tiles_of_every_width_and_splits(
     split.assert_exact(architecture, format, dtype, splits=3)
 
 
-@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
-def test_groups(architecture: str) -> None:
+@pytest.mark.parametrize(("architecture", "format"), [("sm_90a", FP8), ("sm_100a", MXFP4)])
+def test_groups(architecture: str, format: QuantFormat) -> None:
     """Groups of whole row tiles, of parts of one, and some whose K is split."""
-    Product(20, 48, 64, groups=3).assert_exact(architecture, FP8, ROUNDED)
-    Product(9, 4, 64, groups=2, most=12).assert_exact(architecture, FP8, ROUNDED)
+    Product(20, 48, 64, groups=3).assert_exact(architecture, format, ROUNDED)
+    Product(9, 4, 64, groups=2, most=12).assert_exact(architecture, format, ROUNDED)
     split = Product(9, 32, 576, groups=2, multiprocessors=5)
-    split.assert_exact(architecture, FP8, ROUNDED, splits=2)
+    split.assert_exact(architecture, format, ROUNDED, splits=2)
 
 
-@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
-def test_odd_sizes(architecture: str) -> None:
+@pytest.mark.parametrize(("architecture", "dtype"), [("sm_90a", F32), ("sm_100a", ROUNDED)])
+def test_odd_sizes(architecture: str, dtype: torch.dtype) -> None:
     for tokens, rows, columns in ((9, 1, 1), (17, 7, 3), (40, 65, 33), (10, 129, 100)):
-        Product(tokens, rows, columns, most=tokens + 3).assert_exact(architecture, BF16, ROUNDED)
+        Product(tokens, rows, columns, most=tokens + 3).assert_exact(architecture, BF16, dtype)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
