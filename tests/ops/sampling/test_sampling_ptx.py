@@ -25,11 +25,6 @@ FAULTS = {
     "one equal logit too many": SourceEdit(
         "logits.cuh", "last, next, k - above,", "last, next, k - above + 1,"
     ),
-    "all tokens at the edge of top-p": SourceEdit("logits.cuh", "kept.limit = limit.id;", ""),
-    "min-p is of half the probability": SourceEdit(
-        "sampling.cu", "expf(scaled(draw, logit)) < min_p", "expf(scaled(draw, logit)) < min_p / 2"
-    ),
-    "noise of another seed": SourceEdit("logits.cuh", "mix(seed_low)", "mix(seed_low + 1)"),
 }
 
 
@@ -49,10 +44,9 @@ def found(
     logits_V: Tensor,
     chosen: Settings,
     seed: int = 0,
-    architecture: str = "sm_90a",
     edit: SourceEdit | None = None,
 ) -> int:
-    recording = Recording(Target(torch.device("cpu"), architecture, 132), 1)
+    recording = Recording(Target(torch.device("cpu"), "sm_90a", 132), 1)
     place = torch.tensor([seed]), torch.tensor([POSITION])
     token = cuda.sample_token(recording, logits_V, torch.tensor(chosen), *place)
     return int(execute(recording, 1, edit)(token))
@@ -88,16 +82,13 @@ def largest_at_the_end() -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
-def test_a_cluster_of_eight_blocks(architecture: str) -> None:
+def test_a_cluster_of_eight_blocks() -> None:
     """Greedy, and drawn of all tokens: of a vocabulary that no load of four divides."""
     logits_V = largest_at_the_end()
-    assert found(logits_V, Settings(), architecture=architecture) == 31_000
-    # The noise of float32 logarithms decides nothing.
-    for seed in (2**63 - 1, 5):
-        chosen = Settings(temperature=1.5, min_p=0.001)
-        token = found(logits_V, chosen, seed, architecture)
-        assert token == expected(logits_V, chosen, seed)
+    assert found(logits_V, Settings()) == 31_000
+    chosen = Settings(temperature=1.5, min_p=0.001)
+    seed = 2**63 - 1
+    assert found(logits_V, chosen, seed) == expected(logits_V, chosen, seed)
 
 
 @pytest.mark.slow
@@ -147,9 +138,7 @@ def largest_in(block: int) -> Tensor:
 # Logits, settings, and those that keep a token more or some more.
 DRAWS = {
     "greedy": (largest_in(block=1), Settings(), Settings(3.0)),
-    "top-k": (normal(5000, seed=5), Settings(20.0, top_k=20), Settings(20.0, top_k=23)),
     "top-k of ties": (few_values(), Settings(1e4, top_k=40), Settings(1e4, top_k=41)),
-    "top-p": (normal(5000, seed=6), Settings(0.8, top_p=0.9), Settings(0.8)),
     "top-p of ties": (torch.zeros(100), Settings(1.0, top_p=0.255), Settings(1.0, top_p=0.265)),
     "min-p": (normal(5000, seed=7), Settings(2.0, min_p=0.2), Settings(2.0, min_p=0.1)),
     "all": (normal(5000, seed=8), Settings(9.0, 0.7, 0.4, 50.0), Settings(9.0)),
@@ -166,9 +155,6 @@ def test_draws_are_those_of_the_torch_op(kind: str) -> None:
 SEEN_BY = {
     "other blocks have no logits": "greedy",
     "one equal logit too many": "top-k of ties",
-    "all tokens at the edge of top-p": "top-p of ties",
-    "min-p is of half the probability": "min-p",
-    "noise of another seed": "min-p",
 }
 
 
