@@ -11,7 +11,7 @@ from tests.ptx.faults import Misaligned, Unsupported
 from tests.ptx.load_store import write
 from tests.ptx.operands import Array, Layout, Mask, lanes
 from tests.ptx.scalar import Build, Handler, constant
-from tests.ptx.syntax import Instruction
+from tests.ptx.syntax import Instruction, Vector
 from tests.ptx.warp import Wait
 
 if TYPE_CHECKING:
@@ -100,15 +100,17 @@ def _fetch(warp: "Warp", source: Array, counts: Array, size: int) -> Array:
 def _store(instruction: Instruction, layout: Layout) -> Handler:
     """What each lane stores comes when the schedule wants; the bytes are complete then."""
     ptx_type = instruction.parts[-1]
-    if "mbarrier::complete_tx::bytes" not in instruction.opcode or ptx_type not in ("b32", "b64"):
+    if "mbarrier::complete_tx::bytes" not in instruction.opcode:
         raise Unsupported(instruction.text)
     where = layout.address(instruction.operands[0])
-    source = layout.source(instruction.operands[1], ptx_type)
+    value = instruction.operands[1]
+    parts = value.items if isinstance(value, Vector) else (value,)
+    sources = [layout.source(part, ptx_type) for part in parts]
     told = layout.address(instruction.operands[2])
 
     def run(warp: "Warp", mask: Mask) -> None:
         cluster = warp.block.cluster
-        values = np.stack([source(warp)], -1).view(np.uint8)
+        values = np.stack([source(warp) for source in sources], -1).view(np.uint8)
         for lane in np.flatnonzero(lanes(mask)):
             barrier = cluster.barrier(int(told(warp)[lane]), warp)
             to, value = where(warp)[lane : lane + 1].copy(), values[lane : lane + 1].copy()

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ptx.faults import Misaligned, Unsupported
+from tests.ptx.faults import Misaligned, OutOfBounds, Unsupported
 from tests.ptx.operands import (
     ALL,
     DTYPES,
     LANES,
+    LOCAL,
     PARAMETERS,
     SHARED,
     UNSIGNED,
@@ -51,19 +52,30 @@ def _load(instruction: Instruction, layout: Layout) -> Handler:
     writes = [layout.target(target, ptx_type) for target in targets]
     assert len(writes) == count
     size = count * dtype.itemsize
-    if space == "local":
-        raise Unsupported(instruction.text)
     where = layout.address(address)
 
     def run(warp: "Warp", mask: Mask) -> None:
         active = lanes(mask)
         raw = np.zeros((LANES, size), np.uint8)
-        raw[active] = read(warp, space, where(warp)[active], size)
+        if space == "local":
+            raw[active] = warp.local[_own(warp, active, where(warp), size)]
+        else:
+            raw[active] = read(warp, space, where(warp)[active], size)
         values = raw.view(dtype)
         for n, write in enumerate(writes):
             write(warp, values[:, n], mask)
 
     return run
+
+
+def _own(warp: "Warp", active: Array, addresses: Array, size: int) -> tuple[Array, Array]:
+    """The indices in the warp's local memory of bytes that its active lanes have there."""
+    at = addresses[active].astype(np.int64) - LOCAL
+    if (at % size).any():
+        raise Misaligned(f"{warp}: {size} bytes of local memory at {int(at[0])}")
+    if at.min() < 0 or at.max() + size > warp.local.shape[1]:
+        raise OutOfBounds(f"{warp}: local memory {int(at.min())} to {int(at.max()) + size}")
+    return np.flatnonzero(active)[:, None], at[:, None] + np.arange(size)
 
 
 def read(warp: "Warp", space: str, addresses: Array, size: int) -> Array:
@@ -95,7 +107,7 @@ def _store(instruction: Instruction, layout: Layout) -> Handler:
     plain = f"b{8 * dtype.itemsize}"
     reads = [layout.source(source, plain) for source in sources]
     assert len(reads) == count
-    if space not in ("global", "shared", "generic"):
+    if space not in ("global", "shared", "local", "generic"):
         raise Unsupported(instruction.text)
     where = layout.address(address)
     send = _write_later if "relaxed" in instruction.parts and space == "global" else write
@@ -103,6 +115,9 @@ def _store(instruction: Instruction, layout: Layout) -> Handler:
     def run(warp: "Warp", mask: Mask) -> None:
         values = np.stack([source(warp) for source in reads], -1).view(np.uint8)
         active = lanes(mask)
+        if space == "local":
+            warp.local[_own(warp, active, where(warp), values.shape[1])] = values[active]
+            return
         send(warp, space, where(warp)[active], values[active])
 
     return run

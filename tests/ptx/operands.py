@@ -34,6 +34,8 @@ ALL = np.ones(LANES, bool)
 ALL.flags.writeable = False
 PARAMETERS = 1 << 40
 """The address of the first kernel parameter."""
+LOCAL = 1 << 42
+"""The address of every thread's first local variable."""
 SHARED = 1 << 44
 """The generic address of shared memory's address 0."""
 SHARED_START = 1024
@@ -115,12 +117,14 @@ class Layout:
             self.parameters[name] = offset
             self.addresses[name] = PARAMETERS + offset
             offset += size
-        self.shared_bytes = self._place_shared()
+        self.shared_bytes = self._place_variables("shared", SHARED_START)
+        self.local_bytes = self._place_variables("local", LOCAL) - LOCAL
 
-    def _place_shared(self) -> int:
-        at = SHARED_START
-        variables = [v for v in self.function.variables if v.space == "shared"]
-        for variable in sorted(variables, key=_launch_decides):
+    def _place_variables(self, space: str, at: int) -> int:
+        """Gives those of a space addresses from ``at`` on; returns where they end."""
+        variables = [v for v in self.function.variables if v.space == space]
+        # Those without a size are last: the launch decides about it.
+        for variable in sorted(variables, key=lambda variable: variable.size == 0):
             at = -(-at // variable.align) * variable.align
             self.addresses[variable.name] = at
             at += variable.size
@@ -186,7 +190,7 @@ class Layout:
         return read if register_class(ptx_type) == 4 else _resized(read, ptx_type)
 
     def _address_row(self, symbol: Symbol, kind: str | int) -> int:
-        """The row of the address of a parameter or a shared variable."""
+        """The row of the address of a parameter or a variable of a block or thread."""
         if symbol.name not in self.addresses:
             raise Unsupported(f"variable {symbol.name}")
         address = self.addresses[symbol.name]
@@ -244,10 +248,6 @@ def registers_in(operands: tuple[Operand, ...]) -> frozenset[Register]:
         elif isinstance(operand, Negated):
             found.add(operand.register)
     return frozenset(found)
-
-
-def _launch_decides(variable: Any) -> bool:
-    return variable.size == 0
 
 
 def _row(ptx_type: str, row: int) -> Source:

@@ -40,7 +40,7 @@ _STATEMENT = re.compile(
     r"|(?P<statement>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*;))"
 )
 _VARIABLE = re.compile(
-    r"\.(shared|global|const)\s+(?:\.align\s+(\d+)\s+)?\.[busf](8|16|32|64)\s+"
+    r"\.(shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.[busf](8|16|32|64)\s+"
     r"([\w$]+)\s*((?:\[\d*\])*)\s*(?:=\s*(\{[^}]*\}|[^;]+))?;"
 )
 

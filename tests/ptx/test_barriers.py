@@ -239,6 +239,25 @@ def test_bytes_of_asynchronous_stores_are_waited_for() -> None:
             run_text(text, [np.zeros(64, np.uint32)], cluster=2, schedule=SCHEDULES["late"])
 
 
+@pytest.mark.parametrize(
+    ("words", "value"), [("v4.u32", "{%r14, %lane, %r31, %r30}"), ("v2.f32", "{%r14, %lane}")]
+)
+def test_an_asynchronous_store_takes_several_words(words: str, value: str) -> None:
+    count = value.count(",") + 1
+    text = MAIL.replace("BYTES", str(128 * count)).replace(
+        "%lane, 4, %r", f"%lane, {4 * count}, %r"
+    )
+    text = text.replace("bytes.b32", f"bytes.{words}").replace("], %r14, [", f"], {value}, [")
+    numbers = np.arange(32, dtype=np.uint32)
+    for word, expected in enumerate(([100 + numbers, numbers], [numbers, numbers])):
+        result = np.zeros(64, np.uint32)
+        read = text.replace(
+            "ld.shared.b32 %r14, [%r13+128]", f"ld.shared.b32 %r14, [%r13+{128 + 4 * word}]"
+        )
+        run_text(kernel(read, 1), [result], cluster=2, schedule=SCHEDULES["late"])
+        assert (result == np.concatenate(expected)).all()
+
+
 def run_often(text: str) -> None:
     for seed in range(12):
         run_text(text, [], cluster=2, schedule=random_schedule(seed))

@@ -12,7 +12,7 @@ from tests.ptx.faults import (
     Unsupported,
 )
 from tests.ptx.schedule import SCHEDULES
-from tests.ptx.snippets import kernel, run_text
+from tests.ptx.snippets import kernel, run_lanes, run_text
 from tests.ptx.tensor_map import ELEMENTS, TensorMap
 
 LOAD = "ld.param.u64 %in, [p0]; mad.wide.u32 %at, %thread, 16, %in;"
@@ -186,3 +186,26 @@ def test_atom_returns_what_was_there() -> None:
     run_text(kernel(body, 2), [total, found])
     assert total[0] == 5 + 32 * 3
     assert sorted(found) == [5 + 3 * lane for lane in range(32)]
+
+
+LOCAL = """
+.local .align 4 .b8 padding[4];
+.local .align 4 .b8 mine[8];
+mov.u64 %l0, mine;
+mad.wide.u32 %l1, %a0, 4, %l0;
+"""
+
+
+def test_every_thread_has_local_variables_of_its_own() -> None:
+    lanes = np.arange(32, dtype=np.uint32)
+    code = f"{LOCAL} st.local.u32 [%l1], %lane; ld.local.u32 %d, [%l0+4];"
+    found = run_lanes(code, [lanes % 2])
+    assert (found == np.where(lanes % 2 == 1, lanes, 0xFFFFFFFF)).all()
+
+
+def test_local_memory_ends_and_is_aligned() -> None:
+    code = f"{LOCAL} st.local.u32 [%l1], %lane; mov.b32 %d, 0;"
+    with pytest.raises(OutOfBounds, match="local memory 8 to 16"):
+        run_lanes(code, [np.arange(1, 33, dtype=np.uint32) % 2 + 1])
+    with pytest.raises(Misaligned, match="4 bytes of local memory"):
+        run_lanes(code.replace("[%l1]", "[%l1+2]"), [np.uint32(0)])

@@ -53,16 +53,18 @@ class Warp:
         self.program = program
         self.classes = program.layout.classes()
         self.rows = Rows(self.classes)
+        self.local = np.empty((LANES, program.layout.local_bytes), np.uint8)
         self.priority = 0.0
 
     def start(self) -> None:
-        """Everything as at the launch: poisoned registers, all lanes at the first instruction."""
+        """Everything as at the launch: poison, and all lanes at the first instruction."""
         for kind, rows in self.program.poisoned.items():
             np.copyto(self.classes[kind], rows)
         for name, row in self.program.layout.specials:
             self.rows["u32", row][:] = self.block.special(name, self.index)
         for ptx_type, row, address in self.program.layout.shared_addresses:
             self.rows[ptx_type, row][:] = address | self.block.rank << 24
+        self.local[:] = 0xFF
         self.pc = 0
         self.mask: Mask = True
         self.parked: list[_Fragment] = []
