@@ -9,12 +9,16 @@ from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call
 from dsv4.launch.recording import Recording
 from tests.ptx.nvrtc import SourceEdit, run_recorded
+from tests.ptx.schedule import SCHEDULES, Schedule
 
 _POISON = 0xFF
 
 
 def execute(
-    recording: Recording, tokens: int, edit: SourceEdit | None = None
+    recording: Recording,
+    tokens: int,
+    edit: SourceEdit | None = None,
+    schedule: Schedule = SCHEDULES["random"],
 ) -> Callable[[Tensor], Tensor]:
     """Runs every item; returns what gives a buffer of the recording, or a view of one, its memory.
 
@@ -46,6 +50,6 @@ def execute(
             if isinstance(value, Tensor) and value.is_meta
         }
         architecture = recording.target.architecture
-        run_recorded(item, architecture, given, tokens, edit=edit)
+        run_recorded(item, architecture, given, tokens, schedule, edit=edit)
     assert not any(counter.any() for counter in counters), "counters are left as they were"
     return real
