@@ -146,28 +146,38 @@ def _wait(instruction: Instruction, layout: Layout) -> Handler:
 
 
 class NamedBarrier:
-    """A barrier of a block with a number: bar.sync and bar.arrive."""
+    """A barrier of a block with a number: bar.sync, bar.red and bar.arrive."""
 
     def __init__(self) -> None:
         self.arrived = 0
         self.phase = 0
+        self.any_yet = False
+        # Of the last phase: whether the predicate of any thread was true.
+        self.any = False
 
-    def arrive(self, threads: int, expected: int) -> None:
+    def arrive(self, threads: int, expected: int, predicate: bool = False) -> None:
         """Threads that arrive; the phase ends with the last."""
         self.arrived += threads
+        self.any_yet |= predicate
         if self.arrived > expected:
             raise TooManyArrivals(f"named barrier: {self.arrived} of {expected} threads")
         if self.arrived == expected:
+            self.any, self.any_yet = self.any_yet, False
             self.arrived = 0
             self.phase += 1
 
 
 def _named(instruction: Instruction, layout: Layout) -> Handler:
-    waits = "sync" in instruction.parts
+    reduces = {"red", "or", "pred"} <= set(instruction.parts)
+    waits = "sync" in instruction.parts or reduces
     if not waits and "arrive" not in instruction.parts:
         raise Unsupported(instruction.text)
-    number = layout.source(instruction.operands[0], "u32")
-    more = instruction.operands[1:]
+    operands = instruction.operands
+    write = layout.target(operands[0], "pred") if reduces else None
+    predicate = layout.source(operands[-1], "pred") if reduces else None
+    numbers = operands[1:-1] if reduces else operands
+    number = layout.source(numbers[0], "u32")
+    more = numbers[1:]
     threads: Source | None = layout.source(more[0], "u32") if more else None
 
     def run(warp: "Warp", mask: Mask) -> Wait | None:
@@ -176,7 +186,8 @@ def _named(instruction: Instruction, layout: Layout) -> Handler:
             everyone = warp.block.live_threads()
             expected = common(threads(warp), mask) if threads else everyone
             warp.state["named"] = barrier.phase
-            barrier.arrive(LANES if threads else int(lanes(mask).sum()), expected)
+            mine = predicate is not None and bool((predicate(warp) & lanes(mask)).any())
+            barrier.arrive(LANES if threads else int(lanes(mask).sum()), expected, mine)
             warp.block.cluster.progress += 1
         phase = warp.state["named"]
 
@@ -185,6 +196,8 @@ def _named(instruction: Instruction, layout: Layout) -> Handler:
 
         if not waits or ended():
             del warp.state["named"]
+            if write is not None:
+                write(warp, np.full(LANES, barrier.any), mask)
             return None
         return ended
 
