@@ -1,0 +1,103 @@
+"""Attention of many tokens by mma.sync, and the pass before it that dequantizes rows, executed on
+the CPU, against the torch op.
+"""
+
+import pytest
+import torch
+
+from dsv4.caches.rows import RowFormat
+from dsv4.launch.recording import Recording
+from dsv4.launch.target import Target
+from dsv4.ops import attention as reference
+from dsv4.ops.attention.prefill import sparse_attention_portable
+from tests.ops.attention.test_attention_decode_ptx import (
+    BF16,
+    ENTRIES,
+    FP8,
+    LISTED,
+    RATIO,
+    WIDTH,
+    random_keys,
+)
+from tests.ops.cases import inv_freq
+from tests.ops.executed import execute
+from tests.ptx.nvrtc import SourceEdit
+from tests.ptx.schedule import SCHEDULES
+
+# Of every head's values: weights, result and rotation are rounded to bf16.
+ALLOWED = 5e-3
+SOURCE = "attention_prefill.cu"
+# What is listed and is there: in the first tile and, behind one of nothing, in the third.
+ENTRIES_LISTED = [entry for entry in LISTED if entry < ENTRIES]
+SELECTED = [*ENTRIES_LISTED[:6], *[-1] * 100, *ENTRIES_LISTED[6:]]
+# At which position, and what.
+FAULTS = {
+    "the sink is left out": (0, SourceEdit(SOURCE, " + exp2_fast(sink_log2 - peaks[thread])", "")),
+    "tiles are not awaited": (600, SourceEdit(SOURCE, "else cp_async_wait<0>();", "")),
+    "sums keep their size": (600, SourceEdit(SOURCE, "o[m][n][i] *= factor[m][i / 2]", "")),
+    "missing keys have weights": (
+        0,
+        SourceEdit(SOURCE, "if (!mask.has(n, i % 2, lane)) logit[n][i] = NO_LOGIT", ""),
+    ),
+    "half of the columns is left out": (
+        0,
+        SourceEdit(SOURCE, " + partner[(n * 4 + i) * WARP]", ""),
+    ),
+    "scales of other groups": (0, SourceEdit(SOURCE, "scale[piece / 4]", "scale[0]")),
+    "the window's first row is not dequantized": (
+        30,
+        SourceEdit(
+            SOURCE, "(int64)tokens + window - 1, last + 1", "(int64)tokens + window - 2, last"
+        ),
+    ),
+}
+
+
+def worst_error(
+    format: RowFormat,
+    listed: bool,
+    heads: int,
+    start: int,
+    tokens: int,
+    edit: SourceEdit | None = None,
+) -> float:
+    """That of a head of a token, relative to its values; NaN where any is."""
+    generator = torch.Generator().manual_seed(heads + start)
+    keys = random_keys(format, listed, start, tokens, max(ENTRIES, (start + tokens) // RATIO))
+    q_THD = torch.randn(tokens, heads, WIDTH, generator=generator).bfloat16()
+    selected_TK = torch.tensor(SELECTED).clamp(min=-1).repeat(tokens, 1) if listed else None
+    # Below every logit, and above most.
+    sink_H = torch.linspace(-5, 20, heads)
+    others = sink_H, start + torch.arange(tokens), inv_freq(RATIO)
+    recording = Recording(Target(torch.device("cpu"), "sm_90a", 1), tokens)
+    out_THD = sparse_attention_portable(recording, q_THD, keys, selected_TK, *others)
+    found = execute(recording, tokens, edit, SCHEDULES["late"])(out_THD).double()
+    expected = reference.sparse_attention(q_THD.float(), keys, selected_TK, *others)
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("format", "listed", "heads", "start", "tokens"),
+    [
+        (BF16, True, 3, 77, 2),
+        # The window fills up.
+        (FP8, False, 3, 22, 3),
+        # A second group of heads; three tiles.
+        (FP8, False, 65, 600, 1),
+        (FP8, True, 3, 77, 1),
+        # One key.
+        (FP8, False, 64, 0, 1),
+    ],
+)
+def test_equals_the_torch_op(
+    format: RowFormat, listed: bool, heads: int, start: int, tokens: int
+) -> None:
+    assert worst_error(format, listed, heads, start, tokens) < ALLOWED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str) -> None:
+    start, edit = FAULTS[fault]
+    assert not worst_error(FP8, False, 64, start, 1, edit) < ALLOWED
