@@ -18,13 +18,15 @@ _TCGEN05_MODES = {0: (16, 0), 2: (128, 3), 4: (64, 2), 6: (32, 1)}
 class SharedMatrix:
     """A K-major matrix: groups of eight rows, ``stride`` bytes from one to the next.
 
-    ``width`` is the number of bytes from one row of a group to the next.
+    ``width`` is the number of bytes from one row of a group to the next; ``leading``, of a matrix
+    with contiguous columns, from one block of so many bytes of every row to the next block.
     """
 
     start: int
     stride: int
     width: int
     swizzle: int
+    leading: int = 0
 
     @classmethod
     def of_wgmma(cls, bits: int) -> "SharedMatrix":
@@ -32,7 +34,8 @@ class SharedMatrix:
         mode = bits >> 62 & 3
         if bits >> 49 & 7 or mode not in _WGMMA_MODES:
             raise BadDescriptor(f"wgmma descriptor {bits:#x}")
-        return cls((bits & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, *_WGMMA_MODES[mode])
+        start, leading, stride = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        return cls(start, stride, *_WGMMA_MODES[mode], leading)
 
     @classmethod
     def of_tcgen05(cls, bits: int) -> "SharedMatrix":
@@ -48,4 +51,11 @@ class SharedMatrix:
             raise BadDescriptor(f"{what}: {size} bytes of a row of {self.width}")
         row = np.arange(count)[:, None]
         at = self.start + row // 8 * self.stride + row % 8 * self.width + np.arange(size)
+        return memory.read_by_proxy(swizzled(at, self.swizzle), what)
+
+    def across(self, memory: SharedMemory, count: int, size: int, what: str) -> Array:
+        """uint8 ``[count, size]``: whole rows, a block of ``width`` bytes after the other."""
+        row, byte = np.arange(count)[:, None], np.arange(size)
+        at = self.start + row // 8 * self.stride + row % 8 * self.width + byte % self.width
+        at = at + byte // self.width * self.leading
         return memory.read_by_proxy(swizzled(at, self.swizzle), what)

@@ -243,5 +243,6 @@ BUILDS: dict[str, Build] = {
     "mapa": map_to_block,
     "prefetch": nothing,
     "prefetchu": nothing,
+    "cp.async.bulk.prefetch": nothing,
 }
 _ = (ALL, Address, Symbol, UNSIGNED)

@@ -1,7 +1,7 @@
-"""wgmma: products of a warpgroup with the first operand and the sums in registers."""
+"""wgmma: products of a warpgroup with the sums in registers, the first operand there or not."""
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.ptx.cluster import Cluster
 
 _WARPS = 4
+# Columns of a, and rows of b, in every product of bf16.
+_DEPTH = 16
 
 
 class Products:
@@ -27,30 +29,53 @@ class Products:
         self.committed: list[list[Product]] = []
 
 
+class Form(NamedTuple):
+    """What the warps of a warpgroup issue alike. ``first``: the descriptor of a, 0 where registers
+    hold it; ``across``: rows of b are along the summed dimension.
+    """
+
+    columns: int
+    first: int
+    second: int
+    across: bool
+    adds: bool
+
+
 class Product:
     """One wgmma of a warpgroup; it can happen when all four warps have issued it."""
 
-    def __init__(self, columns: int, descriptor: int, adds: bool):
-        self.columns = columns
-        self.descriptor = descriptor
-        self.adds = adds
+    def __init__(self, form: Form):
+        self.form = form
         self.parts: dict[int, tuple[Warp, list[Register], list[Register]]] = {}
         self.done = False
 
     def run(self, cluster: "Cluster") -> None:
         """Adds a · b to the registers of all four warps."""
-        block = self.parts[0][0].block
-        matrix = SharedMatrix.of_wgmma(self.descriptor)
-        raw = matrix.rows(block.memory, self.columns, 32, "wgmma")
-        b = tensor_core.bf16_values(raw.view(np.uint16))
-        a = np.concatenate([_operand(self.parts[n][0], self.parts[n][2]) for n in range(_WARPS)])
+        columns, first, second, across, adds = self.form
+        memory = self.parts[0][0].block.memory
+        matrix = SharedMatrix.of_wgmma(second)
+        if across:
+            b = _values(matrix.across(memory, _DEPTH, 2 * columns, "wgmma")).T
+        else:
+            b = _values(matrix.rows(memory, columns, 2 * _DEPTH, "wgmma"))
+        if first:
+            rows = SharedMatrix.of_wgmma(first).rows(memory, 16 * _WARPS, 2 * _DEPTH, "wgmma")
+            a = _values(rows)
+        else:
+            a = np.concatenate(
+                [_operand(self.parts[n][0], self.parts[n][2]) for n in range(_WARPS)]
+            )
         sums = [_sums(self.parts[n][0], self.parts[n][1]) for n in range(_WARPS)]
-        c = np.concatenate(sums) if self.adds else np.zeros((16 * _WARPS, self.columns), np.float32)
+        c = np.concatenate(sums) if adds else np.zeros((16 * _WARPS, columns), np.float32)
         result = tensor_core.mma_bf16(c, a, b)
         for n in range(_WARPS):
             warp, targets, _ = self.parts[n]
             _set_sums(warp, targets, result[16 * n : 16 * n + 16])
         self.done = True
+
+
+def _values(raw: Array) -> Array:
+    return tensor_core.bf16_values(raw.view(np.uint16))
 
 
 def _operand(warp: Warp, registers: list[Register]) -> Array:
@@ -100,21 +125,30 @@ def _registers(operand: object) -> list[Register]:
 def _multiply(instruction: Instruction, layout: Layout) -> Handler:
     shape = re.search(r"\.m64n(\d+)k16\.f32\.bf16\.bf16$", instruction.opcode)
     operands = instruction.operands
-    if shape is None or not isinstance(operands[1], Vector):
+    if shape is None:
         raise Unsupported(instruction.text)
     columns = int(shape[1])
     targets = _registers(operands[0])
-    sources = _registers(operands[1])
-    descriptor = layout.source(operands[2], "u64")
+    in_registers = isinstance(operands[1], Vector)
+    sources = _registers(operands[1]) if in_registers else []
+    first = None if in_registers else layout.source(operands[1], "u64")
+    second = layout.source(operands[2], "u64")
     adds = layout.source(operands[3], "pred")
-    if [constant(instruction, n) for n in (4, 5, 6)] != [1, 1, 0]:
-        raise Unsupported(f"{instruction.text}: signs or a transposed operand")
+    signs_and_turns = [constant(instruction, n) for n in range(4, len(operands))]
+    across = signs_and_turns.pop() == 1
+    if signs_and_turns != ([1, 1] if in_registers else [1, 1, 0]):
+        raise Unsupported(f"{instruction.text}: signs or a transposed first operand")
 
     def run(warp: Warp, mask: Mask) -> None:
         whole(warp, mask, "wgmma")
-        product = _join(
-            warp, Product(columns, common(descriptor(warp), True), bool(common(adds(warp), True)))
+        form = Form(
+            columns,
+            common(first(warp), True) if first else 0,
+            common(second(warp), True),
+            across,
+            bool(common(adds(warp), True)),
         )
+        product = _join(warp, form)
         product.parts[warp.index % _WARPS] = (warp, targets, sources)
         products(warp).open.append(product)
         warp.written.update(dict.fromkeys(targets, "wgmma"))
@@ -127,18 +161,18 @@ def _multiply(instruction: Instruction, layout: Layout) -> Handler:
     return run
 
 
-def _join(warp: Warp, product: Product) -> Product:
+def _join(warp: Warp, form: Form) -> Product:
     """The product that the warpgroup's other warps have issued at this point, or a new one."""
     key = ("wgmma", warp.index // _WARPS)
     unfinished: list[Product] = warp.block.state.setdefault(key, [])
     for other in unfinished:
         if warp.index % _WARPS not in other.parts:
-            same = (other.columns, other.descriptor, other.adds)
-            if same != (product.columns, product.descriptor, product.adds):
+            if other.form != form:
                 raise BadDescriptor(f"wgmma differs between the warps of a warpgroup: {warp}")
             if len(other.parts) == _WARPS - 1:
                 unfinished.remove(other)
             return other
+    product = Product(form)
     unfinished.append(product)
     return product
 
