@@ -59,10 +59,8 @@ def question_of(
     scores_prompt: bool = False,
 ) -> Question:
     """The question of a prompt. Raises ``ApiError`` for one that the context cannot hold."""
-    if len(token_ids) > service.max_context:
-        param = "prompt" if isinstance(fields, CompletionFields) else "messages"
-        message = f"{param}: found a prompt of {len(token_ids)} tokens, expected at most"
-        raise ApiError(400, f"{message} {service.max_context}", param, TOO_LONG)
+    param = "prompt" if isinstance(fields, CompletionFields) else "messages"
+    _check_length(service, token_ids, param)
     files = service.files
     stops = frozenset() if fields.ignore_eos else eos_token_ids(files.config, files.generation)
     return Question(
@@ -73,6 +71,13 @@ def question_of(
         stops,
         scores_prompt,
     )
+
+
+def _check_length(service: Service, token_ids: list[int], param: str) -> None:
+    """Raises ``ApiError`` for a prompt that the context cannot hold."""
+    if len(token_ids) > service.max_context:
+        message = f"{param}: found a prompt of {len(token_ids)} tokens, expected at most"
+        raise ApiError(400, f"{message} {service.max_context}", param, TOO_LONG)
 
 
 def completion_questions(
@@ -110,6 +115,7 @@ def _encoded(service: Service, prompt: str | list[int]) -> tuple[list[int], Echo
     tokenizer = service.files.tokenizer
     if isinstance(prompt, list):
         token_ids = check_ids(prompt, service.files.config.vocab_size, "prompt")
+        _check_length(service, token_ids, "prompt")  # The text of millions takes long.
         return token_ids, EchoedPrompt(text_of(tokenizer, token_ids), token_ids)
     if not prompt:
         raise UserError("found an empty text, expected some characters")

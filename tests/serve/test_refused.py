@@ -191,3 +191,13 @@ def test_fields_that_change_nothing_are_taken(demo: Running) -> None:
     more = {"logit_bias": {}, "seed": None, "tools": None, "stop": None, "tool_choice": "auto"}
     response = demo.post(CHAT, **USER, **fields, **more, max_tokens=1)
     assert response.status_code == 200, response.text
+
+
+def test_ids_that_are_too_many_are_not_read_as_text(
+    demo: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    monkeypatch.setattr("dsv4.serve.asked.text_of", lambda *_: read.append(0) or "")
+    assert demo.post(TEXT, prompt=[1] * 9000).status_code == 400
+    assert demo.post(TEXT, prompt=[1], max_tokens=1).status_code == 200
+    assert len(read) == 1
