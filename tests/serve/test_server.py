@@ -1,0 +1,40 @@
+"""The signals of a server: which end it, and when one does not wait for the others."""
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from dsv4.serve.server import Server
+
+
+def make_server() -> Server:
+    return Server(None, None, "")  # type: ignore[arg-type]
+
+
+def test_a_second_signal_ends_the_process_when_it_comes_much_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[int] = []
+    times = iter([100.0, 101.0, 103.0])
+    monkeypatch.setattr("dsv4.serve.server.os", SimpleNamespace(_exit=ended.append))
+    monkeypatch.setattr("dsv4.serve.server.time", SimpleNamespace(monotonic=times.__next__))
+    server = make_server()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        server.handle_exit(number, None)
+    assert (server.stopped_by, server.should_exit, ended) == (signal.SIGTERM, True, [])
+    server.handle_exit(signal.SIGINT, None)
+    assert ended == [128 + signal.SIGINT]
+
+
+def test_a_signal_that_is_ignored_stays_so_and_all_are_put_back() -> None:
+    server = make_server()
+    before = signal.getsignal(signal.SIGTERM)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with server.capture_signals():
+            assert signal.getsignal(signal.SIGTERM) == server.handle_exit
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
