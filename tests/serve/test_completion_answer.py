@@ -1,0 +1,48 @@
+"""What the engine says as the texts and tokens of completions: tokens that are no text."""
+
+from typing import Any
+
+from dsv4 import SamplingParams
+from dsv4.demo import CHECKPOINT
+from dsv4.encoding import Tokenizer
+from dsv4.logprobs import TokenLogprobs
+from dsv4.serve.answering import Question, TokenSaid
+from dsv4.serve.asked import EchoedPrompt
+from dsv4.serve.completion import CompletionAnswer
+from dsv4.serve.fields import CompletionFields
+from dsv4.serve.token_names import chat_logprob
+
+TOKENIZER = Tokenizer(CHECKPOINT)
+PART = TOKENIZER.encode("🜨")[0]
+NO_TEXT = 10**6
+
+
+def noted(token_id: int) -> TokenLogprobs:
+    return TokenLogprobs(token_id, -1.0, ())
+
+
+def streamed(said: list[tuple[int, str]]) -> list[dict[str, Any]]:
+    """The choices of a stream of these tokens and their texts."""
+    question = Question([1], 9, SamplingParams(logprobs=0), (), frozenset())
+    fields = CompletionFields(prompt="a", logprobs=0)
+    answer = CompletionAnswer(fields, [question], [EchoedPrompt("a", [1])], "m", TOKENIZER)
+    chunks = [answer.feed(0, TokenSaid(one, text, noted(one))) for one, text in said]
+    return [chunk["choices"][0] for made in chunks for chunk in made]
+
+
+def test_a_token_without_text_is_told_at_once() -> None:
+    [choice] = streamed([(PART, "")])
+    assert choice["text"] == ""
+    assert [name[:7] for name in choice["logprobs"]["tokens"]] == ["bytes:\\"]
+
+
+def test_a_token_that_the_tokenizer_lacks_is_one_character_behind_what_was_held_back() -> None:
+    [other] = TOKENIZER.encode("a")
+    choices = streamed([(PART, ""), (NO_TEXT, "\ufffd\ufffd"), (other, "a")])
+    assert [choice["logprobs"]["text_offset"] for choice in choices] == [[0], [0], [2]]
+    assert choices[1]["logprobs"]["tokens"] == [f"token_id:{NO_TEXT}"]
+
+
+def test_a_part_of_a_character_has_its_bytes_in_a_chat() -> None:
+    entry = chat_logprob(TOKENIZER, noted(PART))
+    assert (entry["token"], bytes(entry["bytes"])) == ("\ufffd", TOKENIZER.token_bytes(PART))
