@@ -140,6 +140,7 @@ def test_logprobs_of_every_token_streamed_or_not(demo: Running) -> None:
         assert len(one.top_logprobs) == 3
         assert one.logprob == one.top_logprobs[0].logprob <= 0
     _, chunks = streamed(demo, FRANCE, **fields)
+    assert chunks[0].choices[0].logprobs is None  # No token yet.
     noted = [chunk.choices[0].logprobs.content for chunk in chunks if chunk.choices[0].logprobs]
     together = [one for part in noted for one in part]
     assert [one.token for one in together] == [one.token for one in entries]

@@ -44,6 +44,8 @@ def test_of_several_calls_all_or_the_first(one_call: bool) -> None:
     cities = [made["function"]["arguments"] for made in choice["message"]["tool_calls"]]
     assert cities == ['{"city": "Rome"}', '{"city": "Oslo"}'][: 1 if one_call else 2]
     assert started(deltas) == [0, 1][: 1 if one_call else 2]
+    told = {one["index"] for delta in deltas for one in delta.get("tool_calls", ())}
+    assert told == set(started(deltas))
     streamed = [
         one["function"]["arguments"]
         for delta in deltas
@@ -59,6 +61,13 @@ def test_a_call_that_is_cut_off_is_none() -> None:
     assert "tool_calls" not in choice["message"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
     assert started(deltas) == [0]
+
+
+def test_a_call_that_the_model_ends_early_is_one() -> None:
+    choice, deltas = answer([f'{OPEN}<{DSML}invoke name="weather">\n'], "eos")
+    made = [one["function"] for one in choice["message"]["tool_calls"]]
+    assert made == [{"name": "weather", "arguments": "{}"}]
+    assert (started(deltas), choice["finish_reason"]) == ([0], "tool_calls")
 
 
 def test_a_stop_string_leaves_what_was_held_back_as_text() -> None:
