@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from dsv4.serve.asked import completion_questions
+from dsv4.serve.fields import CompletionFields
 from dsv4.serve.reply import json_response
 from tests.serve.running import FRANCE, MODEL, Running
 
@@ -19,6 +21,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 BROKEN_TOOL = {"type": "function", "function": {"name": "\ud800", "parameters": {}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 QUOTED_TOOL = {"type": "function", "function": {"name": 'a"b', "parameters": {}}}
+NO_STREAM = {"stream": False, "stream_options": {"include_usage": True}}
 VAST = "x" * 1000
 LONG = {"messages": [{"role": "user", "content": "word " * 10_000}]}
 HUGE = {"messages": [{"role": "user", "content": "word " * 190_000}]}
@@ -61,7 +64,7 @@ def message(**fields: Any) -> dict[str, Any]:
         (CHAT, {**USER, "temperature": True}, "temperature", "temperature: found True"),
         (CHAT, {**USER, "top_p": 0}, "top_p", "top_p: found 0"),
         (CHAT, {**USER, "seed": -1}, "seed", "seed: found -1"),
-        (CHAT, {**USER, "seed": 2**70}, "seed", "seed: found"),
+        (CHAT, {**USER, "seed": 2**63}, "seed", "seed: found"),
         (CHAT, {**USER, "max_tokens": 0}, "max_tokens", "max_tokens: found 0"),
         (CHAT, {**USER, "max_tokens": 1.5}, "max_tokens", "max_tokens: found 1.5"),
         (
@@ -78,6 +81,7 @@ def message(**fields: Any) -> dict[str, Any]:
         (CHAT, {**USER, "top_logprobs": 2}, "top_logprobs", "found without logprobs"),
         (CHAT, {**USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "found 21"),
         (CHAT, {**USER, "stream_options": {}}, "stream_options", "found without stream"),
+        (CHAT, {**USER, **NO_STREAM}, "stream_options", "found without stream"),
         (CHAT, {**USER, "tools": [{"type": "x"}]}, "tools", 'tools[0] has no object "function"'),
         (CHAT, {**USER, "tools": [BROKEN_TOOL]}, "tools", "tools[0].function.name: found a lone"),
         (CHAT, {**USER, "tools": [QUOTED_TOOL]}, "tools", "tools[0].function.name: found 'a\"b'"),
@@ -128,6 +132,7 @@ def test_a_wrong_field_is_named(
     error = response.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert text in error["message"]
+    assert not error["message"].startswith("messages: messages")
     assert "\n" not in error["message"]
     assert len(error["message"]) < 300
 
@@ -157,6 +162,10 @@ def test_a_body_that_is_no_request(demo: Running, body: bytes, status: int, text
 def test_no_reply_has_numbers_that_json_does_not_have() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         json_response({"logprob": math.nan})
+
+
+def test_a_reply_is_unicode_whatever_the_folder_of_the_model_is_called() -> None:
+    assert json.loads(bytes(json_response({"model": "a\udcff"}).body)) == {"model": "a\udcff"}
 
 
 def test_other_kinds_of_bodies_paths_methods_and_models(demo: Running) -> None:
@@ -191,6 +200,13 @@ def test_fields_that_change_nothing_are_taken(demo: Running) -> None:
     more = {"logit_bias": {}, "seed": None, "tools": None, "stop": None, "tool_choice": "auto"}
     response = demo.post(CHAT, **USER, **fields, **more, max_tokens=1)
     assert response.status_code == 200, response.text
+
+
+def test_the_widest_values_are_taken(demo: Running) -> None:
+    widest = {"top_k": -1, "stop": ["\n" * count for count in range(1, 65)], "seed": 2**63 - 1}
+    assert demo.post(CHAT, **USER, **widest, max_tokens=1).status_code == 200
+    whole = CompletionFields(prompt=[5] * demo.service.max_context)
+    assert len(completion_questions(demo.service, whole)[0]) == 1
 
 
 def test_ids_that_are_too_many_are_not_read_as_text(
