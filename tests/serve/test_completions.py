@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from dsv4 import SamplingParams
+from dsv4.serve.answering import Question
+from dsv4.serve.worker import Cancelled
 from tests.serve.running import MODEL, Running
 
 pytestmark = pytest.mark.slow
@@ -129,3 +131,35 @@ def test_several_texts_are_answered_in_their_order(demo: Running) -> None:
 
 def test_the_default_limit_is_that_of_openai(demo: Running) -> None:
     assert complete(demo, TEXT, extra_body={"ignore_eos": True}).usage.completion_tokens == 16
+
+
+def test_a_stop_string_ends_the_generation(demo: Running) -> None:
+    found = complete(demo, TEXT, stop="Paris", max_tokens=9, extra_body={"ignore_eos": True})
+    assert (found.choices[0].text, found.choices[0].finish_reason) == (" ", "stop")
+    assert found.usage.completion_tokens == 1
+
+
+def test_what_was_read_is_counted_for_every_prompt(demo: Running) -> None:
+    """A text that says its beginning-of-sequence token gets no other; an echo without
+    log-probabilities is not scored.
+    """
+    tally = demo.service.tally
+    count = complete(demo, f"<｜begin▁of▁sentence｜>{TEXT}").usage.prompt_tokens
+    before = tally.reused_tokens
+    usage = complete(demo, [TEXT, TEXT], echo=True).usage
+    reused = usage.prompt_tokens_details.cached_tokens
+    assert (usage.prompt_tokens, reused) == (2 * count, 2 * (count - 1))
+    assert tally.reused_tokens == before + reused
+
+
+def test_who_leaves_while_a_prompt_is_scored_ends_it(demo: Running) -> None:
+    checks = iter([True])
+
+    def check() -> None:
+        if not next(checks, False):
+            raise Cancelled
+
+    sampling = SamplingParams(logprobs=0)
+    question = Question(ids_of(demo, TEXT), 1, sampling, (), frozenset(), scores_prompt=True)
+    with pytest.raises(Cancelled):
+        next(demo.service.answering.answer(question, check))
