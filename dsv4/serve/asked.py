@@ -15,6 +15,8 @@ from dsv4.serve.service import Service
 from dsv4.token_ids import check_ids
 
 DEFAULT_COMPLETION_TOKENS = 16
+# OpenAI's; a body has room for millions, and each takes far more memory than its bytes.
+MAX_PROMPTS = 2048
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,9 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     if len(kinds) != 1 or not kinds <= {str, list}:
         expected = "a text, token ids, or a list of either"
         raise ApiError(400, f"prompt: found {shorten(prompt)}, expected {expected}", "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        found = f"found {len(prompts)} prompts, expected at most {MAX_PROMPTS}"
+        raise ApiError(400, f"prompt: {found}", "prompt")
     return prompts
 
 

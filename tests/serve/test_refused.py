@@ -114,6 +114,7 @@ def message(**fields: Any) -> dict[str, Any]:
         (TEXT, {"prompt": []}, "prompt", "prompt: found []"),
         (TEXT, {"prompt": [[]]}, "prompt", "prompt: found none, expected at least 1"),
         (TEXT, {"prompt": ["a", [1]]}, "prompt", "prompt: found ['a', [1]]"),
+        (TEXT, {"prompt": [[]] * 2049}, "prompt", "prompt: found 2049 prompts, expected at mo"),
         (TEXT, {"prompt": [1, 10**6]}, "prompt", "prompt: found 1000000, expected ids from 0"),
         (TEXT, {"prompt": [1, "a"]}, "prompt", "prompt: found [1, 'a'], expected integers"),
         (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: found 0 without echo"),
@@ -207,6 +208,8 @@ def test_the_widest_values_are_taken(demo: Running) -> None:
     assert demo.post(CHAT, **USER, **widest, max_tokens=1).status_code == 200
     whole = CompletionFields(prompt=[5] * demo.service.max_context)
     assert len(completion_questions(demo.service, whole)[0]) == 1
+    many = CompletionFields(prompt=["a"] * 2048)
+    assert len(completion_questions(demo.service, many)[0]) == 2048
 
 
 def test_ids_that_are_too_many_are_not_read_as_text(
