@@ -69,6 +69,7 @@ def test_a_signal_ends_it_with_one_line_though_requests_are_under_way(tmp_path: 
         (["--state-dir", "/dev/null/x"], "--state-dir: /dev/null/x: cannot be made (Not a dir"),
         (["--state-dir", __file__], f"--state-dir: {__file__}: found a file, expected a folder"),
         (["--parallel", "round-robin"], "--parallel: found with one device"),
+        (["--verbose", "--quiet"], "--verbose: found together with --quiet, expected one"),
         (["--plan"], "unrecognized arguments: --plan"),
     ],
 )
