@@ -54,6 +54,19 @@ def test_who_leaves_while_waiting_for_one_object_ends_its_generation(demo: Runni
     demo.wait_until(0)
 
 
+def test_a_fault_behind_the_engine_ends_its_generation(
+    demo: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def feed(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("dsv4.serve.completion.CompletionAnswer.feed", feed)
+    response = demo.post("/completions", prompt="a", max_tokens=10**6, **ENDLESS)
+    assert (response.status_code, "a fault" in response.json()["error"]["message"]) == (500, True)
+    demo.wait_until(0)
+    assert demo.engine.position < 1000
+
+
 def test_who_leaves_the_queue_is_not_answered_and_the_queue_has_its_place_again(
     demo: Running,
 ) -> None:
