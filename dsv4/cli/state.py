@@ -35,13 +35,13 @@ def check_saved(saved: SavedState, folder: Path, config: ModelConfig, engine: En
 
 def load_state(job: Job, engine: Engine) -> int:
     """Puts the state of ``--load-state`` into the engine; how many tokens of the prompt it holds.
-    One line on stderr says so when there are none.
+    One line on stderr says so when it has tokens and none are of the prompt.
     """
     if job.before is None:
         return 0
     engine.load_state(job.before.saved.path)
     reused = engine.reusable_tokens(job.prompt.token_ids)
-    if not reused and not job.arguments.quiet:
+    if not reused and engine.position and not job.arguments.quiet:
         say(
             f"--load-state: {job.before.saved.path}: earlier turns read otherwise in this prompt, "
             "so all of it is prefilled"

@@ -156,6 +156,14 @@ def test_reasoning_that_the_encoder_drops_is_no_part_of_the_state(
     assert report["timing"]["prefill_tokens"] == len(report["prompt"]["token_ids"])
 
 
+def test_nothing_reads_otherwise_behind_an_empty_state(drive: Drive, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    Engine.load(CHECKPOINT, EngineConfig(device="cpu")).save_state(state, {"messages": "[]"})
+    report = answered(drive, tmp_path, "--prompt", "Hi", "--load-state", state)
+    assert report["timing"]["reused_tokens"] == 0
+    assert "--load-state" not in report["stderr"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
