@@ -31,7 +31,7 @@ def parse_token_ids(raw: bytes, file: str) -> list:
     ``UserError`` for anything else.
     """
     try:
-        text = raw.decode("utf-8").strip()
+        text = raw.decode("utf-8-sig").strip()
         if not text.startswith("["):
             items = _BETWEEN.split(text.strip(",")) if text else []
             return [int(item) if _NUMBER.fullmatch(item) else item for item in items]

@@ -24,6 +24,13 @@ def test_every_way_to_write_ids(tmp_path: Path, text: str) -> None:
     assert read_token_ids(str(path), 100) == [0, 17, 3]
 
 
+@pytest.mark.parametrize("text", ["[0, 17]", "0 17"])
+def test_a_byte_order_mark_is_no_part_of_the_ids(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ids"
+    path.write_text(text, encoding="utf-8-sig")
+    assert read_token_ids(str(path), 100) == [0, 17]
+
+
 def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"[5, 6]")))
     assert read_token_ids("-", 100) == [5, 6]
