@@ -117,7 +117,8 @@ def check_capture(
             expected = ", ".join(missing)
             raise RuntimeError(f"regions: found {found}, expected {expected} as well")
         expect_positions(engine.state, before)
-        return f"{len(regions)} regions, the position unchanged"
+        counted = "1 region" if len(regions) == 1 else f"{len(regions)} regions"
+        return f"{counted}, the position unchanged"
 
     check = attempt(f"{mode}: capture", capture)
     return check, made[0] if made else None
