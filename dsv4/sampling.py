@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ class SamplingParams:
     ``temperature`` 0 is greedy (lowest id on ties). ``top_p`` in (0, 1], ``min_p`` in [0, 1].
     ``seed`` None draws a fresh one. ``top_k`` most likely tokens are left before top-p, 0: all.
     ``logprobs`` changes no token: with every one its log-probability and this many most likely ones
-    are noted, for ``RunStats.logprobs``. Raises ``UserError`` for values out of range.
+    are noted, for ``RunStats.logprobs``. Numbers of numpy are as good as Python's. Raises
+    ``UserError`` for values out of range.
     """
 
     temperature: float = 1.0
@@ -61,9 +63,19 @@ class SamplingParams:
 
     def _check(self, field: str, in_range: Callable[[float], bool], expected: str) -> None:
         value = self.__dict__[field]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not in_range(value):
+        number = _plain_number(value)
+        if number is None or not in_range(number):
             raise UserError(f"{field}: found {shorten(value)}, expected {expected}")
+        object.__setattr__(self, field, number)
+
+
+def _plain_number(value: object) -> float | None:
+    """A number as one of Python, which JSON has and which does not overflow; None for another value
+    and for booleans.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 class Sampler:

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +47,16 @@ def test_values_out_of_range_are_refused_by_name(field: str, value: Any) -> None
 def test_the_ends_of_the_ranges_are_accepted(fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     assert {name: params.__dict__[name] for name in fields} == fields
+
+
+def test_numbers_of_numpy_are_those_of_python() -> None:
+    fields = {"temperature": 0.5, "top_p": 1, "min_p": 0.25, "seed": 2**62, "top_k": 3}
+    types = {int: np.int64, float: np.float32}
+    found = SamplingParams(**{name: types[type(one)](one) for name, one in fields.items()})  # type: ignore[arg-type]
+    assert found == SamplingParams(**fields)  # type: ignore[arg-type]
+    assert all(type(found.__dict__[name]) is type(one) for name, one in fields.items())
+    with pytest.raises(UserError, match="top_k: found np.True_, expected an integer"):
+        SamplingParams(top_k=np.True_)  # type: ignore[arg-type]
 
 
 def test_defaults_are_the_models_own() -> None:
