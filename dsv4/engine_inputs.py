@@ -21,7 +21,7 @@ from dsv4.step.direct import DirectSteps
 from dsv4.step.nan_search import NaNSearch
 from dsv4.step.scored import ScoredSteps
 from dsv4.step.steps import RecordedSteps
-from dsv4.token_ids import check_integer
+from dsv4.token_ids import check_integer, check_integers
 from dsv4.trace.patterns import EVERY_VALUE, matching
 from dsv4.trace.steps import ShownValues, TracedSteps
 
@@ -43,8 +43,10 @@ class EngineInputs(EngineSequence):
         """
         ids = self._fresh(token_ids)
         most = max(chunk_tokens(self.engine_config), MAX_DECODE_TOKENS)
-        sizes = None if chunk_sizes is None else list(chunk_sizes)
-        chunks = self._chunks(ids) if sizes is None else split_ids(ids, sizes, most)
+        if chunk_sizes is None:
+            chunks = self._chunks(ids)
+        else:
+            chunks = split_ids(ids, check_integers("chunk_sizes", chunk_sizes), most)
         logits = [self.steps.logits(self.steps.run(chunk)).clone() for chunk in chunks]
         return self._nan.checked(torch.cat(logits), ids, shown=True)
 

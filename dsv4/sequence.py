@@ -1,11 +1,12 @@
 """The sequence of an engine: its tokens, what of it can be taken back or reused, and its file."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from dsv4.caches.state import DecodeState
 from dsv4.checkpoint.state_file import SavedState, StateKey, write_state
-from dsv4.errors import UserError
+from dsv4.errors import UserError, shorten
 from dsv4.generation import Run
 from dsv4.token_ids import check_ids, check_integer, check_room, shared_beginning
 
@@ -58,12 +59,13 @@ class EngineSequence:
         else:
             self.state.start_sequence()
 
-    def reusable_tokens(self, token_ids: Sequence[int]) -> int:
+    def reusable_tokens(self, token_ids: Iterable[int]) -> int:
         """How many of ``token_ids``, a prompt from its start, ``generate(reuse=True)`` need not
         prefill: the beginning that the current sequence shares with them, as far as ``rewind_to``
-        comes. The last token is always prefilled.
+        comes. The last token is always prefilled. Raises ``UserError`` for what is no list of ids.
         """
-        return self.state.reachable(shared_beginning(self.token_ids, token_ids[:-1]))
+        ids = check_ids(token_ids, self.key.config.vocab_size, at_least=0)
+        return self.state.reachable(shared_beginning(self.token_ids, ids[:-1]))
 
     def save_state(self, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
         """Writes the sequence to a file that ``load_state`` goes on from: what the caches hold of
@@ -73,6 +75,7 @@ class EngineSequence:
         a sequence that has met NaN or was fed past the engine, notes that are no strings or longer
         than a header, a path that cannot be a file, and a disk without room.
         """
+        file = _file("save_state", path)
         self._end_run()
         token_ids = self.token_ids
         if len(token_ids) != self.position:
@@ -81,7 +84,7 @@ class EngineSequence:
         self.state.wait()
         if self.state.met_nan:
             raise UserError("save_state: found a sequence that has met NaN, expected numbers")
-        write_state(Path(path), self.key, self.state, token_ids, notes or {})
+        write_state(file, self.key, self.state, token_ids, notes or {})
 
     def load_state(self, path: str | Path) -> None:
         """Goes on with a sequence that ``save_state`` wrote, on any devices and in chunks of any
@@ -91,7 +94,7 @@ class EngineSequence:
         format, and for a state of another checkpoint, of caches that hold something else, or with
         more tokens than ``max_context``.
         """
-        saved = SavedState.open(path)
+        saved = SavedState.open(_file("load_state", path))
         saved.check(self.key, self.max_context)
         check_ids(saved.token_ids, self.key.config.vocab_size, f"{path}: token_ids", at_least=0)
         saved.check_rows(self.state)
@@ -130,3 +133,13 @@ class EngineSequence:
         if self._run is not None:
             self._run.end()
             self._run = None
+
+
+def _file(call: str, path: str | Path) -> Path:
+    """The path that ``call`` was given. Raises ``UserError`` for what no file can be called."""
+    try:
+        if b"\0" not in os.fsencode(path):
+            return Path(path)
+    except (TypeError, UnicodeEncodeError):  # A lone surrogate is none of UTF-8.
+        pass
+    raise UserError(f"{call}: found {shorten(path)}, expected the name of a file")

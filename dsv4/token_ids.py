@@ -13,10 +13,7 @@ def check_ids(
     """The ids as a list of ``at_least`` so many. Raises ``UserError`` that begins with ``name``,
     also for ids outside the vocabulary.
     """
-    try:
-        checked = [_index(token) for token in token_ids]
-    except TypeError:
-        raise UserError(f"{name}: found {shorten(token_ids)}, expected integers") from None
+    checked = check_integers(name, token_ids)
     if len(checked) < at_least:
         raise UserError(f"{name}: found none, expected at least {at_least}")
     for token in checked:
@@ -25,6 +22,14 @@ def check_ids(
                 f"{name}: found {shorten(token)}, expected ids from 0 to {vocab_size - 1}"
             )
     return checked
+
+
+def check_integers(name: str, values: Iterable[int]) -> list[int]:
+    """The values as a list of ints, as ``check_integer`` takes them. Raises ``UserError``."""
+    try:
+        return [_index(value) for value in values]
+    except TypeError:
+        raise UserError(f"{name}: found {shorten(values)}, expected integers") from None
 
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:

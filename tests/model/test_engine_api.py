@@ -208,6 +208,18 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     "no chunks": (lambda e: e.logits([3, 4, 5], []), "chunk_sizes: found []"),
     "an empty chunk": (lambda e: e.logits([3, 4, 5], [3, 0]), "chunk_sizes: found [3, 0]"),
     "half a chunk": (lambda e: e.logits([3, 4, 5], [1.5, 1.5]), "chunk_sizes: found [1.5, 1.5]"),  # type: ignore[list-item]
+    "a number of chunks": (lambda e: e.logits([3, 4, 5], 3), "chunk_sizes: found 3, expected"),  # type: ignore[arg-type]
+    "a number to reuse": (lambda e: e.reusable_tokens(3), "token_ids: found 3, expected integers"),  # type: ignore[arg-type]
+    "a state in no file": (lambda e: e.save_state(None), "save_state: found None, expected the"),  # type: ignore[arg-type]
+    "a state of no file": (lambda e: e.load_state(3), "load_state: found 3, expected the name"),  # type: ignore[arg-type]
+    "a file with a zero byte": (
+        lambda e: e.save_state("a\0"),
+        "save_state: found 'a\\x00', expected",
+    ),
+    "a file with a surrogate": (
+        lambda e: e.load_state("\ud800"),
+        "load_state: found '\\ud800', expected",
+    ),
     "a pattern that is no text": (lambda e: e.trace([3], [5]), "at: found [5], expected"),  # type: ignore[list-item]
     "fewer than no log-probabilities": (
         lambda e: e.prompt_logprobs([3, 4], -1),

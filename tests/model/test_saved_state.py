@@ -206,6 +206,13 @@ def test_the_last_token_of_a_prompt_is_always_computed(engine: Engine) -> None:
     assert engine.reusable_tokens(IDS[:13]) == 12
 
 
+def test_what_is_reused_of_an_iterator(engine: Engine) -> None:
+    engine.reset()
+    engine.prefill(IDS[:20])
+    assert engine.reusable_tokens(iter(IDS[:20])) == 19
+    assert engine.reusable_tokens([]) == 0
+
+
 def test_the_engine_knows_its_tokens(engine: Engine) -> None:
     engine.logits(IDS[:5])
     engine.prefill(IDS[5:8])
