@@ -206,8 +206,9 @@ class Engine(EngineInputs):
     ) -> Generator[int, None, None]:
         """Yields sampled ids of a fresh sequence to a stop token, the limit or the context's end.
 
-        ``stop_token_ids`` defaults to the model's EOS ids. A ``Sampler`` serves one call, and shows
-        what is ``noted`` of a token as it comes. ``watch`` is shown the values of every step.
+        ``stop_token_ids`` defaults to the model's EOS ids. A ``Sampler`` shows what is ``noted`` of
+        a token as it comes, and nothing of an earlier call. ``watch`` is shown the values of every
+        step.
         ``reuse``: what the current sequence has in common with ``token_ids`` is not computed again
         (``reusable_tokens``), and a later call can come back to this one's prompt from behind any
         answer. ``last_run`` holds the statistics once the iterator ends, also when the caller
@@ -230,6 +231,7 @@ class Engine(EngineInputs):
     ) -> Generator[int, None, None]:
         # Here, because the engine may have been used since this generator was made.
         reused = self._begin(request.token_ids, reuse)
+        request.sampler.noted = []
         started = time.perf_counter()
         traced = None if watch is None else TracedSteps(self.steps, watch, self.decoder)
         hidden_TE = self._prefill(

@@ -82,7 +82,8 @@ class Sampler:
     """How one sequence's tokens are chosen: the parameters with their seed, and what is noted of
     every choice.
 
-    ``noted``: with ``SamplingParams.logprobs`` one entry for every token that the host has read.
+    ``noted``: with ``SamplingParams.logprobs`` one entry for every token that the host has read, of
+    the run that began last.
 
     The noise of a draw depends on the seed, the position and the token id only.
     """

@@ -51,6 +51,17 @@ def engine() -> Engine:
     return tiny_engine(max_context=64, prefill_chunk=8)
 
 
+def test_a_sampler_notes_every_run_from_its_beginning(engine: Engine) -> None:
+    sampler = Sampler(SamplingParams(temperature=0, logprobs=0))
+    for seed in (1, 2):
+        tokens = list(engine.generate(random_ids(10, seed=seed), 5, sampler, frozenset()))
+        run = engine.last_run
+        assert run is not None
+        assert run.logprobs is not None
+        assert [one.token_id for one in run.logprobs] == tokens
+        assert tuple(sampler.noted) == run.logprobs
+
+
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(temperature=0), SamplingParams(3.0, 0.9, seed=2, top_k=40)]
 )
