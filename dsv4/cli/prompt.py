@@ -11,6 +11,7 @@ from dsv4.cli.conversation import Conversation
 from dsv4.cli.flags import DEFAULT_PROMPT
 from dsv4.cli.input_file import read_input, read_text
 from dsv4.cli.stream import text_of
+from dsv4.cli.tag_names import check_tag_names
 from dsv4.cli.token_id_file import read_token_ids
 from dsv4.command.errors import user_message
 from dsv4.config import ModelConfig
@@ -108,7 +109,7 @@ def build_chat_prompt(
     check_parts(messages, source)
     for index, message in enumerate(messages):
         for key in ("tools", "tool_calls") if isinstance(message, dict) else ():
-            check_function_names(message.get(key), f"{source}messages[{index}].{key}")
+            check_tag_names(message.get(key), f"{source}messages[{index}].{key}")
     return encode_conversation(arguments, tokenizer, most, [*earlier, *messages], source)
 
 
@@ -125,18 +126,6 @@ def check_parts(messages: list[dict], source: str) -> None:
                 raise UserError(f"{where}: found {shorten(kind)}, expected a part of type text")
             if isinstance(part, dict) and "text" not in part:
                 raise UserError(f"{where}: found no text, expected a string")
-
-
-def check_function_names(calls: object, where: str) -> None:
-    """Raises ``UserError`` for a tool, or a call of one, whose name would end in the middle of the
-    tag that the encoder writes. What else is wrong with them the encoder finds.
-    """
-    for index, call in enumerate(calls if isinstance(calls, list) else []):
-        function = call.get("function") if isinstance(call, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if isinstance(name, str) and '"' in name:
-            expected = 'expected a name without "'
-            raise UserError(f"{where}[{index}].function.name: found {shorten(name)}, {expected}")
 
 
 def encode_conversation(
@@ -208,7 +197,7 @@ def with_tools(messages: list[dict], file: str) -> list[dict]:
         if not isinstance(tools, list):
             raise UserError('expected a list of tools or an object with a list "tools"')
         check_unicode(tools, "tools")
-        check_function_names(tools, "tools")
+        check_tag_names(tools, "tools")
         return messages_of_request({"messages": messages, "tools": tools})
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.cli.generation_defaults import eos_token_ids
-from dsv4.cli.prompt import build_chat_prompt, check_function_names, check_unicode
+from dsv4.cli.prompt import build_chat_prompt, check_unicode
+from dsv4.cli.tag_names import check_tag_names
 from dsv4.encoding import detect_profile, fold_reasoning_effort, tool_calls_opening
 from dsv4.errors import shorten
 from dsv4.serve.answering import Question
@@ -43,7 +44,7 @@ def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
     # The encoder would name the first message, which it moves them into.
     with field_errors("tools"):
         check_unicode(request["tools"], "tools")
-        check_function_names(request["tools"], "tools")
+        check_tag_names(request["tools"], "tools")
     with field_errors("response_format"):
         check_unicode(request["response_format"], "response_format")
     arguments = argparse.Namespace(

@@ -174,6 +174,16 @@ def test_what_does_not_end_is_refused(
             '[{"role": "user", "content": [{"type": "text", "txet": "a"}]}]',
             "messages[0].content[0]: found no text, expected a string",
         ),
+        (
+            '[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '
+            '{"a": 1, "b\\"c": 2}}}]}]',
+            "messages[0].tool_calls[0].function.arguments: found 'b\"c', expected",
+        ),
+        (
+            '[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '
+            '"{\\"b\\\\\\"c\\": 2}"}}]}]',
+            "messages[0].tool_calls[0].function.arguments: found 'b\"c', expected",
+        ),
     ],
 )
 def test_errors_name_the_place_in_the_messages_file(
