@@ -3,9 +3,11 @@ beside the engine that is traced.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from stat import S_IMODE
 from tempfile import TemporaryFile
 
 import torch
@@ -89,7 +91,9 @@ class TraceWriter:
         return bool((positions == torch.arange(len(positions))).all())
 
     def save(self, path: str | Path) -> Path:
-        """Writes the file and gives its path."""
+        """Writes the file and gives its path. It has the mode of other new files, or of the one in
+        whose place it is.
+        """
         tensors = {name: torch.cat(parts) for name, parts in self.parts.items()}
         metadata = {
             "format": "dsv4-trace/1",
@@ -104,8 +108,18 @@ class TraceWriter:
             metadata |= {"rank": str(self.rank), "ranks": str(self.ranks)}
         file = self.path(path)
         # A link would be replaced, not the file that it names.
-        save_file(tensors, file.resolve(), metadata)
+        target = file.resolve()
+        mode = S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
+        save_file(tensors, target, metadata)
+        # safetensors keeps its files from other users.
+        target.chmod(mode)
         return file
+
+
+def _umask() -> int:
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
 
 
 def _json_object(path: Path) -> str:

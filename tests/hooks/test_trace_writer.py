@@ -3,6 +3,7 @@ that a folder which is none shows before the engine has run.
 """
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,18 @@ def test_a_link_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     writer.save(link)
     assert link.is_symlink()
     assert link.is_file()
+
+
+def test_a_file_has_the_mode_that_new_files_have_or_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = config_folder(tmp_path / "model")
+    writer = load_hook("trace_writer", monkeypatch).TraceWriter("mine", model)
+    writer.begin(torch.tensor([5]), torch.tensor([0]))
+    path = tmp_path / "theirs.safetensors"
+    (tmp_path / "new").touch()
+    writer.save(path)
+    assert path.stat().st_mode == (tmp_path / "new").stat().st_mode
+    path.chmod(0o640)
+    writer.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
