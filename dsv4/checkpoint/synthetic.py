@@ -25,6 +25,7 @@ from dsv4.checkpoint.writer import (
     write_shards,
 )
 from dsv4.config import ModelConfig
+from dsv4.errors import UserError
 from dsv4.parallel.sharding import check_divisible, local_parameters
 from dsv4.weights.codes import exponent_to_e8m0
 from dsv4.weights.parameters import MtpKind, Parameter, Role, parameters
@@ -98,12 +99,18 @@ def random_parameter(
     inputs: int | None = None,
 ) -> QuantTensor | Tensor:
     """One random parameter in its format of ``layout``, on the generator's device. ``inputs``: what
-    a matrix multiplies, where it is a part of it.
+    a matrix multiplies, where it is a part of it. Raises ``UserError`` for a shape that the format
+    cannot hold.
     """
     format = format_in(layout, parameter)
     if format is None:
         return _random_plain(parameter, config, layout, generator)
-    return _random_matrix(parameter.shape, format, generator, inputs or parameter.shape[-1])
+    shape = parameter.shape
+    try:
+        packed = packed_shapes(format, shape)
+    except ValueError as error:
+        raise UserError(f"{parameter.name}: {error}") from None
+    return _random_matrix(shape, packed, format, generator, inputs or shape[-1])
 
 
 def write_synthetic(
@@ -118,7 +125,8 @@ def write_synthetic(
 ) -> None:
     """Writes a folder of random weights. The CPU draws them, which takes some 10 s per GB.
 
-    Raises ``UserError`` for an invalid config or an existing folder.
+    Raises ``UserError`` for an invalid config, a width that a format of the layout cannot hold, or
+    an existing folder.
     """
     config = ModelConfig.from_dict(raw_config)
     weights = synthetic_weights(config, layout, seed, lambda _: torch.device("cpu"), mtp)
@@ -192,10 +200,14 @@ def _random_plain(
 
 
 def _random_matrix(
-    shape: tuple[int, ...], format: QuantFormat, generator: Generator, inputs: int
+    shape: tuple[int, ...],
+    packed: dict[str, tuple[int, ...] | None],
+    format: QuantFormat,
+    generator: Generator,
+    inputs: int,
 ) -> QuantTensor:
     """Values of standard deviation near 1/√``inputs``; block scales vary by factors of 2, so that a
-    misplaced one is seen.
+    misplaced one is seen. ``packed``: ``packed_shapes`` of them.
     """
     device = generator.device
     std = 1 / math.sqrt(inputs)
@@ -204,7 +216,6 @@ def _random_matrix(
         return QuantTensor.dense(
             torch.empty(shape, dtype=dtype, device=device).normal_(0, std, generator=generator)
         )
-    packed = packed_shapes(format, shape)
     assert packed["data"] is not None
     assert packed["block_scale"] is not None
     steps = torch.randint(

@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4.checkpoint import Layout, load_weights, open_checkpoint, tiny_config, write_synthetic
 from dsv4.checkpoint.layer_weights import LayerSource, LayerWeights, RandomLayers, StoredLayers
 from dsv4.config import ModelConfig
+from dsv4.errors import UserError
 from dsv4.weights.on_demand import WeightOnDemand
 from dsv4.weights.quant import QuantTensor
 
@@ -74,3 +75,15 @@ def test_a_token_has_the_same_row_wherever_it_stands() -> None:
     assert rows_TE.shape == (3, 128)
     assert torch.equal(rows_TE[0], rows_TE[2])
     assert not torch.equal(rows_TE[0], rows_TE[1])
+
+
+@pytest.mark.parametrize(("layout", "multiple"), [("nvfp4-experts", 16), ("native", 32)])
+def test_a_width_that_a_format_cannot_hold_is_named(
+    layout: Layout, multiple: int, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        write_synthetic(tmp_path / "tiny", tiny_config(moe_intermediate_size=40), layout, 0)
+    name = "layers.0.ffn.experts.w2.weight"
+    expected = f"found K = 40, expected a multiple of {multiple} for "
+    assert str(caught.value).startswith(f"{name}: shape: {expected}")
+    assert not list(tmp_path.iterdir())
