@@ -16,7 +16,6 @@ from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
-from dsv4.layers.values import value_names
 from dsv4.limits import MAX_PREFILL_CHUNK
 from dsv4.ops.tables import TORCH_TABLE, swap_ops
 from dsv4.parallel.devices import engine_devices, table_on
@@ -163,7 +162,7 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
         reference = TransformersLayers(source)
     else:
         reference = TraceReference(traces[Path(options.reference)])
-        expect_values_of(reference.trace, layers, {*value_names(source.config)})
+        expect_values_of(reference.trace, layers, source.config)
         if options.input == "own" and layers.start > 0:
             expected = "'reference' or a trace: its layer did not read random streams"
             found = f"'own' with a trace as reference and layers from {layers.start}"
@@ -172,7 +171,7 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
     entered = options.reference if options.input == "reference" else options.input
     entering = traces.get(Path(entered))
     if entering is not None:
-        expect_streams_into(entering, layers)
+        expect_streams_into(entering, layers, source.config)
     return Walk(
         EngineLayers(source, engine, op_table, devices),
         reference,

@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -13,11 +13,13 @@ from dsv4.checkpoint.layer_weights import LayerSource
 from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.layers.values import value_names
 from dsv4.ops.tables import TORCH_TABLE, DirectTable, Table
 from dsv4.validate.against import expect_shape, expect_shape_of_choices
 from dsv4.validate.agreement import Agreement, Tally, align
 from dsv4.validate.followed_choices import ENTRIES, EXPERTS, FollowedChoices
 from dsv4.validate.joined_trace import JoinedTrace
+from dsv4.validate.layer_shapes import layer_shape
 from dsv4.validate.names import (
     CHOSEN,
     common_names,
@@ -86,21 +88,14 @@ class TorchReference:
 
 @dataclass(frozen=True)
 class TraceReference:
-    """The layers of a trace."""
+    """The layers of a trace, which has what ``expect_values_of`` asks for."""
 
     trace: JoinedTrace
 
     def run(self, layer: int, given: Given, found: Values) -> Computed:
-        """See ``Reference``. Raises ``UserError`` when the trace has no row of the layer, or has a
-        value of another shape.
-        """
+        """See ``Reference``."""
         theirs = {name for name in self.trace.names if layer_of(name) == layer}
         names = common_names(theirs, found.keys())
-        for name in names:
-            expect_shape(name, self.trace, list(found[name].shape), "this engine")
-            expect_shape_of_choices(name, self.trace)
-        if not any(len(found[name]) for name in names):
-            raise UserError(f"{self.trace.path}: found no row of layer {layer}")
         only_theirs = sorted(theirs - {*names}, key=execution_order)
         return Computed({name: whole_value(self.trace, name) for name in names}, {}, only_theirs)
 
@@ -189,7 +184,7 @@ class Walk:
     def _entering(self, layer: int, left: Values | None) -> Tensor:
         """The streams that enter a layer; ``left``: what the layer before it left."""
         if self.trace is not None and self.input == "trace":
-            return streams_into(self.trace, layer, list(self._shape()))
+            return whole_value(self.trace, _name_of_streams_into(self.trace, layer))
         return self._first() if left is None else left[f"layers.{layer - 1}.streams"]
 
     def _first(self) -> Tensor:
@@ -204,25 +199,33 @@ class Walk:
         return len(self.token_ids), config.hc_mult, config.hidden_size
 
 
-def expect_values_of(trace: JoinedTrace, layers: range, names: Set[str]) -> None:
-    """Raises ``UserError`` when the trace has none of the values ``names`` of one of the layers."""
-    compared = {layer_of(name) for name in common_names(names, trace.names)}
+def expect_values_of(trace: JoinedTrace, layers: range, config: ModelConfig) -> None:
+    """Raises ``UserError`` when the trace has no value or no row of one of the layers, and for a
+    value of another shape than that of this engine.
+    """
+    common = common_names({*value_names(config)}, trace.names)
     for layer in layers:
-        if layer not in compared:
+        names = [name for name in common if layer_of(name) == layer]
+        if not names:
             raise UserError(f"{trace.path}: found no value of layer {layer}")
+        for name in names:
+            _expect_own_shape(name, trace, config)
+            expect_shape_of_choices(name, trace)
+        if not any(trace.shape(name)[0] for name in names):
+            raise UserError(f"{trace.path}: found no row of layer {layer}")
 
 
-def streams_into(trace: JoinedTrace, layer: int, shape: list[int]) -> Tensor:
-    """The streams that entered a layer. Raises ``UserError`` unless they are ``shape``."""
-    name = _name_of_streams_into(trace, layer)
-    expect_shape(name, trace, shape, "this engine")
-    return whole_value(trace, name)
-
-
-def expect_streams_into(trace: JoinedTrace, layers: range) -> None:
-    """Raises ``UserError`` when the trace lacks the streams that entered one of the layers."""
+def expect_streams_into(trace: JoinedTrace, layers: range, config: ModelConfig) -> None:
+    """Raises ``UserError`` when the trace lacks the streams that entered one of the layers, or has
+    others than ``[T, M, E]``.
+    """
     for layer in layers:
-        _name_of_streams_into(trace, layer)
+        _expect_own_shape(_name_of_streams_into(trace, layer), trace, config)
+
+
+def _expect_own_shape(name: str, trace: JoinedTrace, config: ModelConfig) -> None:
+    own = layer_shape(config, name, len(trace.token_ids))
+    expect_shape(name, trace, own, "this engine")
 
 
 def _name_of_streams_into(trace: JoinedTrace, layer: int) -> str:

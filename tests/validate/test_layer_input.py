@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dsv4.config import ModelConfig
+from dsv4.validate.layer_shapes import layer_shape
 from dsv4.validate.layers import main
-from tests.validate.small_model import TOKENS
+from dsv4.validate.names import ALIGNED, CHOSEN, layer_of, suffix
+from tests.validate.small_model import SMALL, TOKENS
 from tests.validate.trace_files import write
 
 
@@ -56,6 +60,45 @@ def test_a_layer_that_a_trace_lacks_is_named_before_any_has_run(
     captured = capsys.readouterr()
     assert captured.err == f"error: {path}: found no value of layer 2\n"
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "found"),
+    [
+        ("layers.2.attn.kv", 21, "found [21, 3], expected [21, "),
+        ("layers.2.attn_hc.streams", 20, "found 20, expected 21 rows"),
+        ("layers.2.router.weights", 21, "found [21, 3], expected [21, "),
+    ],
+)
+def test_a_shape_of_a_late_layer_is_named_before_any_has_run(
+    model: Path,
+    trace_file: Path,
+    tmp_path: Path,
+    name: str,
+    rows: int,
+    found: str,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    path = write(
+        tmp_path / "a.safetensors", {**load_file(trace_file), name: torch.zeros(rows, 3)}, 21
+    )
+    flags = ["--input", str(path if name.endswith("streams") else trace_file)]
+    assert main([*arguments(model, "0:3", path), *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {path}: {name}: {found}")
+    assert captured.out == ""
+
+
+def test_the_shapes_of_a_layer_are_known_before_it_has_run(trace_file: Path) -> None:
+    config = ModelConfig.from_dict(SMALL)
+    for name, value in load_file(trace_file).items():
+        if layer_of(name) is not None:
+            shape = layer_shape(config, name, len(TOKENS))
+            by_id = suffix(name) in (*CHOSEN, *ALIGNED)
+            assert (len(shape), shape[:1] if by_id else shape) == (
+                value.dim(),
+                [len(value)] if by_id else list(value.shape),
+            ), name
 
 
 def test_a_reference_without_a_row_of_a_layer_is_one_line(
