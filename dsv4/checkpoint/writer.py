@@ -4,12 +4,14 @@ aligned.
 
 import json
 import math
+import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from typing import Any, BinaryIO, NamedTuple
@@ -101,9 +103,11 @@ def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
     Raises ``UserError`` that names ``destination`` when it is no regular file, cannot be written,
     or ``nbytes`` do not fit beside it.
     """
-    path = destination.resolve()
-    if path.exists() and not path.is_file():
-        raise UserError(f"{destination}: found no regular file, expected the name of a file")
+    path = Path(os.path.realpath(destination))
+    # Not ``exists``, for which a loop of links is none.
+    with naming_file(destination), suppress(FileNotFoundError, NotADirectoryError):
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"{destination}: found no regular file, expected the name of a file")
     if not path.parent.is_dir():
         raise UserError(f"{path.parent}: no such folder")
     _expect_free(path.parent, nbytes, destination)

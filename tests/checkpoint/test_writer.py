@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4.checkpoint.writer import OutputTensor, new_folder, write_json, write_shards
+from dsv4.checkpoint.writer import OutputTensor, new_file, new_folder, write_json, write_shards
 from dsv4.errors import UserError
 
 
@@ -108,3 +108,17 @@ def test_an_error_of_one_thread_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         write_shards(tmp_path, tensors, 4000, writers=4)
     assert len(produced) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("a" * 300, "File name too long"), ("loop", "Too many levels of symbolic links")],
+)
+def test_a_name_that_cannot_be_written_is_named(tmp_path: Path, name: str, problem: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with (
+        pytest.raises(UserError, match=rf"/{name}: cannot be written \({problem}\)$"),
+        new_file(tmp_path / name, 1),
+    ):
+        pass
+    assert [file.name for file in tmp_path.iterdir()] == ["loop"]
