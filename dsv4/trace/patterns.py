@@ -1,6 +1,6 @@
 """The choice of values by pattern."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 from dsv4.config import ModelConfig
@@ -16,7 +16,8 @@ def matching(config: ModelConfig, at: Sequence[str], name: str = "at") -> Wants:
     Raises ``UserError`` for anything but a list of strings, for no pattern, and for one that
     matches no value of the model; ``name`` is what it calls them.
     """
-    if isinstance(at, str) or not at or not all(isinstance(pattern, str) for pattern in at):
+    is_list = isinstance(at, Collection) and not isinstance(at, str) and bool(at)
+    if not is_list or not all(isinstance(pattern, str) for pattern in at):
         raise UserError(f"{name}: found {at!r}, expected at least one pattern in a list of strings")
     names = value_names(config)
     for pattern in at:

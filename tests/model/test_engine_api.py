@@ -221,6 +221,8 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
         "load_state: found '\\ud800', expected",
     ),
     "a pattern that is no text": (lambda e: e.trace([3], [5]), "at: found [5], expected"),  # type: ignore[list-item]
+    "a number of patterns": (lambda e: e.trace([3], 3), "at: found 3, expected at least one"),  # type: ignore[arg-type]
+    "patterns that can be read once": (lambda e: e.trace([3], iter("*")), "at: found <str"),  # type: ignore[arg-type]
     "fewer than no log-probabilities": (
         lambda e: e.prompt_logprobs([3, 4], -1),
         "count: found -1, expected an integer from 0 to 1000",
