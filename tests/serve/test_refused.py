@@ -20,6 +20,7 @@ USER = {"messages": FRANCE}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 BROKEN_TOOL = {"type": "function", "function": {"name": "\ud800", "parameters": {}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+QUOTED_CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a\\"b": 1}'}}
 QUOTED_TOOL = {"type": "function", "function": {"name": 'a"b', "parameters": {}}}
 NO_STREAM = {"stream": False, "stream_options": {"include_usage": True}}
 VAST = "x" * 1000
@@ -85,6 +86,12 @@ def message(**fields: Any) -> dict[str, Any]:
         (CHAT, {**USER, "tools": [{"type": "x"}]}, "tools", 'tools[0] has no object "function"'),
         (CHAT, {**USER, "tools": [BROKEN_TOOL]}, "tools", "tools[0].function.name: found a lone"),
         (CHAT, {**USER, "tools": [QUOTED_TOOL]}, "tools", "tools[0].function.name: found 'a\"b'"),
+        (
+            CHAT,
+            message(role="assistant", tool_calls=[QUOTED_CALL]),
+            "messages",
+            "messages[0].tool_calls[0].function.arguments: found 'a\"b', expected",
+        ),
         (CHAT, {**USER, "tools": [{"\ud800": 1}]}, "tools", "tools: a key of tools[0]: found a"),
         (
             CHAT,
