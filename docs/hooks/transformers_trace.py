@@ -172,7 +172,7 @@ def read_ids(options: argparse.Namespace, vocabulary: int) -> list[int]:
         if options.out.exists() and options.out.samefile(options.token_ids):
             raise ValueError(f"{options.out}: found the file of --token-ids, expected another one")
         try:
-            ids = json.loads(options.token_ids.read_text(encoding="utf-8"))
+            ids = json.loads(options.token_ids.read_text(encoding="utf-8-sig"))
         except ValueError:
             ids = None
     else:

@@ -3,6 +3,7 @@ model is loaded.
 """
 
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,16 @@ def test_a_configuration_without_a_vocabulary_is_one_line(
         hook.main([str(model), str(tmp_path / "out.safetensors"), "--prompt", "a"])
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"{model}/config.json: vocab_size: found None, expected an integer" in last
+
+
+def test_a_byte_order_mark_is_no_part_of_the_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = load_hook("transformers_trace", monkeypatch)
+    file = tmp_path / "ids.json"
+    file.write_text("[3, 4]", encoding="utf-8-sig")
+    options = Namespace(prompt=None, out=tmp_path / "out.safetensors", token_ids=file)
+    assert hook.read_ids(options, 9) == [3, 4]
 
 
 def test_a_prompt_that_is_no_utf_8_is_one_line(
