@@ -83,10 +83,11 @@ class Program:
         self.steps = [self._step(instruction) for instruction in function.instructions]
         self.poisoned = self.layout.classes()
         threads = 1
-        for size in function.directives.get("reqntid", ()):
+        directives = function.directives
+        for size in directives.get("reqntid", directives.get("maxntid", ())):
             threads *= size
         most = 65536 // threads // 8 * 8
-        self.registers_per_thread = function.directives.get("maxnreg", (min(most, 255),))[0]
+        self.registers_per_thread = directives.get("maxnreg", (min(most, 255),))[0]
 
     def _step(self, instruction: Instruction) -> Step:
         guard = None
