@@ -1,16 +1,18 @@
 """The items of a recording: launches of kernels, and calls of other code."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
+from dsv4.launch.boxes import Boxes
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.kernel import Shape
 from dsv4.launch.signature import Parameter, Signature
 
 ShapeOf = Callable[[int], Shape | None]
+Argument = Tensor | Boxes | int | float | None
 
 
 @dataclass(frozen=True)
@@ -21,19 +23,19 @@ class Launch:
 
     signature: Signature
     shape: Shape
-    arguments: Mapping[str, Tensor | int | float | None]
+    arguments: Mapping[str, Argument]
     shape_of: ShapeOf | None
     dense_shape: Shape | None
 
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor that the kernel reads or writes."""
-        return [argument for argument in self.arguments.values() if isinstance(argument, Tensor)]
+        return _tensors(self.arguments.values())
 
     @cached_property
     def written_storages(self) -> frozenset[int]:
         """Storage keys of every tensor that the kernel may write."""
-        written = self._of(lambda parameter: not parameter.constant)
+        written = self._of(lambda one: not (one.constant or one.names_boxes))
         return frozenset(storage_key(tensor) for tensor in written)
 
     @property
@@ -53,8 +55,8 @@ class Launch:
         return self.dense_shape is not self.shape
 
     def _of(self, wanted: Callable[[Parameter], bool]) -> list[Tensor]:
-        found = (self.arguments.get(one.name) for one in self.signature.parameters if wanted(one))
-        return [argument for argument in found if isinstance(argument, Tensor)]
+        parameters = self.signature.parameters
+        return _tensors(self.arguments.get(one.name) for one in parameters if wanted(one))
 
     def shape_for(self, tokens: int, dense: bool) -> Shape | None:
         """How it is launched in a step of ``tokens`` tokens; None: it is not."""
@@ -74,3 +76,8 @@ class Call:
 
 
 Item = Launch | Call
+
+
+def _tensors(arguments: Iterable[Argument]) -> list[Tensor]:
+    whole = (one.tensor if isinstance(one, Boxes) else one for one in arguments)
+    return [one for one in whole if isinstance(one, Tensor)]

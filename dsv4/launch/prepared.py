@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,10 @@ from dsv4.launch.kernel import Shape
 from dsv4.launch.loading import allow_shared_memory, driver, loaded
 from dsv4.launch.signature import Parameter, Signature
 from dsv4.launch.target import Target
+from dsv4.launch.tensor_map import MAP_BYTES
+
+# What an argument is for the driver: an address, a number, or the bytes of a tensor map.
+Value = int | float | bytes
 
 _WORD_BYTES = 8
 # Above this the driver has to be asked: the 48 KiB that need no asking count the static shared
@@ -25,14 +30,18 @@ class PreparedLaunch:
     def __init__(self, signature: Signature, target: Target, early: bool = True) -> None:
         parameters = signature.parameters
         self._target = target
-        self._pack = _packer("".join(map(_word, parameters)))
+        formats = [_format(parameter) for parameter in parameters]
+        ends = list(itertools.accumulate(map(struct.calcsize, formats)))
+        starts = [0, *ends][: len(parameters)]
+        self._pack = _packer("".join(formats))
         self._places = {
-            parameter.name: (_WORD_BYTES * index, _packer(_word(parameter)))
-            for index, parameter in enumerate(parameters)
+            parameter.name: (start, _packer(format))
+            for parameter, start, format in zip(parameters, starts, formats, strict=True)
         }
-        self._words = (ctypes.c_uint64 * len(parameters))()
-        start = ctypes.addressof(self._words)
-        addresses = range(start, start + _WORD_BYTES * len(parameters), _WORD_BYTES)
+        nbytes = struct.calcsize("".join(formats))
+        self._words = (ctypes.c_uint64 * (nbytes // _WORD_BYTES))()
+        first = ctypes.addressof(self._words)
+        addresses = [first + start for start in starts]
         self._pointers = (ctypes.c_void_p * len(parameters))(*addresses)
         self._shape: Shape | None = None
         self._most_shared = 0
@@ -41,7 +50,7 @@ class PreparedLaunch:
         self.config = driver().CUlaunchConfig()
         self.function: Any = None
 
-    def take(self, shape: Shape, values: Mapping[str, int | float]) -> None:
+    def take(self, shape: Shape, values: Mapping[str, Value]) -> None:
         """Launches in this shape with these arguments from now on."""
         self._configure(shape)
         numbers = {**values, **shape.numbers}
@@ -81,8 +90,10 @@ def _packer(words: str) -> Callable[..., None]:
     return struct.Struct(words).pack_into
 
 
-def _word(parameter: Parameter) -> str:
-    """The format of ``struct`` for one argument in eight bytes."""
+def _format(parameter: Parameter) -> str:
+    """The format of ``struct`` for one argument, in words of eight bytes."""
+    if parameter.names_boxes:
+        return f"{MAP_BYTES}s"
     if parameter.pointer:
         return "Q"
     return {"float": "f4x", "int": "i4x", "unsigned": "I4x", "int64": "q"}[parameter.type]

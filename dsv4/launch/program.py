@@ -5,12 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.launch.boxes import Boxes
 from dsv4.launch.buffers import byte_offset, storage_key
-from dsv4.launch.items import Call, Launch
+from dsv4.launch.items import Argument, Call, Launch
 from dsv4.launch.loading import driver
-from dsv4.launch.prepared import PreparedLaunch
+from dsv4.launch.prepared import PreparedLaunch, Value
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
+from dsv4.launch.tensor_map import tensor_map
 from dsv4.launch.workspace import lay_out
 
 
@@ -84,18 +86,20 @@ class Program:
         """``early``: a launch may start before what is queued in front of it has ended."""
         if isinstance(item, Call):
             return _ReadyCall(item, [self.tensor(tensor) for tensor in item.tensors])
-        values = {
-            name: self._address(value) if value is None or isinstance(value, Tensor) else value
-            for name, value in item.arguments.items()
-        }
+        values = {name: self._value(value) for name, value in item.arguments.items()}
         target = self.recording.target
         if item.shape_of is None:
             return _ReadyLaunch(item, values, target, early)
         return _ReadyPrefillLaunch(item, values, target, early, self.recording.tokens)
 
-    def _address(self, tensor: Tensor | None) -> int:
-        if tensor is None:
+    def _value(self, argument: Argument) -> Value:
+        if argument is None:
             return 0
+        if isinstance(argument, Boxes):
+            return tensor_map(argument, self._address(argument.tensor))
+        return self._address(argument) if isinstance(argument, Tensor) else argument
+
+    def _address(self, tensor: Tensor) -> int:
         if not tensor.is_meta:
             return tensor.data_ptr()
         return self._memory_of(tensor).data_ptr() + byte_offset(tensor)
@@ -147,9 +151,7 @@ class _ReadyCall(_Ready):
 class _ReadyLaunch(_Ready):
     """A launch with its memory."""
 
-    def __init__(
-        self, item: Launch, values: dict[str, int | float], target: Target, early: bool
-    ) -> None:
+    def __init__(self, item: Launch, values: dict[str, Value], target: Target, early: bool) -> None:
         super().__init__(item.signature.kernel)
         # Kept alive: the launch itself has only their addresses.
         self._kept = [value for value in item.tensors if not value.is_meta]
@@ -178,7 +180,7 @@ class _ReadyPrefillLaunch(_Ready):
     def __init__(
         self,
         item: Launch,
-        values: dict[str, int | float],
+        values: dict[str, Value],
         target: Target,
         early: bool,
         tokens: int,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4.launch.buffers import storage_key
-from dsv4.launch.items import Call, Item, Launch, ShapeOf
+from dsv4.launch.items import Argument, Call, Item, Launch, ShapeOf
 from dsv4.launch.kernel import Shape
 from dsv4.launch.settled import is_settled
 from dsv4.launch.signature import signature
@@ -105,7 +105,7 @@ class Recording:
         shape: Shape | ShapeOf,
         dense_shape: Shape | None = None,
         /,
-        **arguments: Tensor | int | float | None,
+        **arguments: Argument,
     ) -> None:
         """Notes a kernel. Arguments are those of its signature; those of ``shape.numbers`` are
         added. ``dense_shape``: in dense steps, if it differs.

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.launch.boxes import Boxes
+
 OPS = Path(__file__).parent.parent / "ops"
 SHARED_HEADERS = OPS / "_device"
 
@@ -29,6 +31,7 @@ _INTEGERS = {
 }
 _ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+')
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_QUALIFIER = re.compile(r"\b(const|__restrict__|__grid_constant__)\b")
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -48,6 +51,11 @@ class Parameter:
         """Whether the kernel reads it in front of its wait (``dsv4.launch.settled``)."""
         return self.type == "settled_int64"
 
+    @property
+    def names_boxes(self) -> bool:
+        """Whether it takes ``Boxes``."""
+        return self.type == "TensorMap"
+
     def problem(self, argument: object) -> str | None:
         """The fault in passing this argument, as "found …, expected …"; None without one."""
         if self.pointer:
@@ -57,6 +65,9 @@ class Parameter:
                 return f"found {argument!r}, expected a tensor or None ({self.type}*)"
             fits = argument.dtype in _POINTEE.get(self.type, (argument.dtype,))
             return None if fits else f"found {argument.dtype}, expected {self.type}*"
+        if self.names_boxes:
+            fits = isinstance(argument, Boxes)
+            return None if fits else f"found {argument!r}, expected boxes of a tensor"
         if self.type == "float":
             fits = isinstance(argument, int | float)
             return None if fits else f"found {argument!r}, expected a float"
@@ -148,7 +159,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _parameter(declared: str) -> Parameter:
-    words = re.sub(r"\b(const|__restrict__)\b", " ", declared).replace("*", " * ").split()
+    words = _QUALIFIER.sub(" ", declared).replace("*", " * ").split()
     type_name = " ".join(word for word in words[:-1] if word != "*")
     pointer = "*" in words
     constant = pointer and re.match(r"\s*const\b", declared) is not None

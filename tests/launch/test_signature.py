@@ -156,7 +156,7 @@ def test_every_kernel_of_the_package_is_understood(path: Path) -> None:
         assert all(name.isidentifier() for name in names)
         assert len(set(names)) == len(names)
         scalars = {parameter.type for parameter in kernel.parameters if not parameter.pointer}
-        assert scalars <= {"int", "unsigned", "int64", "float"}, kernel.kernel
+        assert scalars <= {"int", "unsigned", "int64", "float", "TensorMap"}, kernel.kernel
 
 
 @pytest.mark.parametrize(

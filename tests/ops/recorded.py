@@ -76,7 +76,5 @@ def shape_at(launch: Launch, tokens: int) -> object:
 def numbers(launch: Launch) -> dict[str, int | float]:
     """The arguments that are no tensors and do not go with the shape."""
     return {
-        name: value
-        for name, value in launch.arguments.items()
-        if value is not None and not isinstance(value, Tensor)
+        name: value for name, value in launch.arguments.items() if isinstance(value, int | float)
     }

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from dsv4.launch.boxes import Boxes
 from dsv4.launch.compiler import translation_unit
 from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Defines, Shape
@@ -19,8 +21,10 @@ from tests.ptx.launch import Launch as MachineLaunch
 from tests.ptx.memory import GlobalMemory
 from tests.ptx.run import run_launch
 from tests.ptx.schedule import SCHEDULES, Choices, Schedule
+from tests.ptx.tensor_map import ELEMENTS, TensorMap
 from tests.shared_results import shared
 
+_ELEMENT_CODES = {torch.bfloat16: 10, torch.int32: 3}
 _CODES = {"int": "<i", "unsigned": "<I", "int64": "<q", "float": "<f"}
 
 
@@ -86,6 +90,19 @@ def _compile(text: str, options: Any) -> str:
     return ptx.rstrip(b"\0").decode()
 
 
+def map_of(boxes: Boxes, address: int) -> TensorMap:
+    """What the driver would encode for a tensor at an address."""
+    tensor = boxes.tensor
+    return TensorMap(
+        address,
+        ELEMENTS[_ELEMENT_CODES[tensor.dtype]],
+        tuple(reversed(tensor.shape)),
+        tuple(stride * tensor.itemsize for stride in reversed(tensor.stride()[:-1])),
+        tuple(reversed(boxes.box)),
+        3 if boxes.swizzled else 0,
+    )
+
+
 def run_recorded(
     recorded: Launch,
     architecture: str,
@@ -109,11 +126,16 @@ def run_recorded(
     parameters: list[bytes] = []
     for parameter in recorded.signature.parameters:
         value = values[parameter.name]
-        if not parameter.pointer:
+        boxes = recorded.arguments.get(parameter.name)
+        if isinstance(boxes, Boxes):
+            value = tensors.get(parameter.name, boxes.tensor)
+            parameters.append(map_of(boxes, value.data_ptr()).encode())
+        elif not parameter.pointer:
             parameters.append(struct.pack(_CODES[parameter.type], value))
             continue
-        assert value is None or (isinstance(value, Tensor) and not value.is_meta), parameter.name
-        parameters.append(struct.pack("<Q", 0 if value is None else value.data_ptr()))
+        else:
+            assert value is None or (isinstance(value, Tensor) and not value.is_meta), value
+            parameters.append(struct.pack("<Q", 0 if value is None else value.data_ptr()))
         if value is not None:
             storage = value.untyped_storage()
             memory.register(parameter.name, storage.data_ptr(), storage.nbytes())

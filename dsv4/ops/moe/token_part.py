@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from dsv4.launch.items import ShapeOf
+from dsv4.launch.items import Argument, ShapeOf
 from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import ShapesByTokens, by_tokens
@@ -30,7 +30,7 @@ class TokenPart(Recording):
         self._start = start
         self._most = most
 
-    def launch(self, shape: Shape | ShapeOf, **arguments: Tensor | int | float | None) -> None:
+    def launch(self, shape: Shape | ShapeOf, **arguments: Argument) -> None:
         """As ``Recording.launch``; a function for ``shape`` is asked for the tokens of the part."""
         part = shape, self._start, self._most
         shared = isinstance(shape, ShapesByTokens)
