@@ -27,8 +27,8 @@ from dsv4.ops.hyper_connection import prefill as hc_prefill
 from dsv4.ops.indexer import decode as indexer_decode
 from dsv4.ops.indexer import prefill as indexer_prefill
 from dsv4.ops.linear import decode as linear_decode
-from dsv4.ops.linear import prefill as linear_prefill
 from dsv4.ops.linear import prefill_cutedsl as linear_cutedsl
+from dsv4.ops.linear import prefill_long as linear_prefill
 from dsv4.ops.linear import prefill_scaled as linear_scaled
 from dsv4.ops.linear import prefill_w16 as linear_w16
 from dsv4.ops.linear.row_list import pack_rows

@@ -37,7 +37,7 @@ def test_layers_and_ranks_have_their_shapes_in_common() -> None:
     for item in launches:
         functions.setdefault(item.signature.kernel, set()).add(id(item.shape_of))
     assert len(launches) > 300
-    assert sum(len(found) for found in functions.values()) < 60
+    assert sum(len(found) for found in functions.values()) < 80
     assert len(functions["prefill_gate_up"]) == 2
     assert len(functions["attention_prefill_sm90"]) == 1
     assert len(functions["sum_ranks"]) == 2

@@ -39,9 +39,9 @@ LEAST_LAUNCHES = 140
 # 1,024 threads have 64 registers each for their part of the vocabulary. By phase, kernel or source.
 MOST_SPILLED = {
     "decode": 0,
-    "prefill": 40,
+    "prefill": 80,
     "sample_token": 32,
-    "linear/prefill_gemm_sm90": 476,
+    "linear/prefill_gemm_sm90": 520,
 }
 
 

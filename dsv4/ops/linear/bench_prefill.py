@@ -9,11 +9,12 @@ from torch import Tensor
 
 from dsv4.launch.recording import Recording
 from dsv4.ops.immediate import TimedOp, immediately
-from dsv4.ops.linear.prefill import grouped_linear, linear
+from dsv4.ops.linear.prefill_long import grouped_linear, linear
 from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.moe.bench import EXPERTS, GEOMETRIES, LIMIT, PER_TOKEN, random_weight
-from dsv4.ops.moe.grouped import Sorted, down, gate_up, sort_by_expert
+from dsv4.ops.moe.grouped import down, gate_up
 from dsv4.ops.moe.prefill import expert_sum
+from dsv4.ops.moe.sorted_pairs import Sorted, sort_by_expert
 from dsv4.ops.op_case import OpCase
 from dsv4.weights.quant import QuantFormat, packed_bytes
 

@@ -17,7 +17,7 @@ from dsv4.ops.linear.prefill_products import PrefillProducts
 from dsv4.weights.packed import PADDING, TILE_ROWS, PackedWeight, padded
 from dsv4.weights.quant import QuantFormat
 
-# Constants of dsv4/ops/linear/prefill_gemm.cuh.
+# Constants of dsv4/ops/linear/prefill_tiles.cuh.
 TILE_TOKENS = 128
 MODE_LINEAR, MODE_GATE_UP, MODE_DOWN = range(3)
 _PRODUCERS = 4
@@ -40,35 +40,36 @@ _MAX_SPLITS = 16
 _COUNTERS = 1024
 
 
-class _StageBytes(NamedTuple):
+class StageBytes(NamedTuple):
     """Bytes of 16 rows and 64 columns."""
 
     weight: int
     scale: int
 
 
-_STAGE_BYTES = {
-    QuantFormat.NVFP4: _StageBytes(512, 64),
-    QuantFormat.MXFP4: _StageBytes(512, 32),
-    QuantFormat.FP8_BLOCK128: _StageBytes(1024, 0),
-    QuantFormat.BF16: _StageBytes(2048, 0),
+STAGE_BYTES = {
+    QuantFormat.NVFP4: StageBytes(512, 64),
+    QuantFormat.MXFP4: StageBytes(512, 32),
+    QuantFormat.FP8_BLOCK128: StageBytes(1024, 0),
+    QuantFormat.BF16: StageBytes(2048, 0),
 }
 
 
 class Tile(NamedTuple):
     """What a block computes at a time: rows of the weights, for at most ``tokens``.
 
-    ``consumers``: warps, which multiply two row tiles each. ``wide``: it holds about 100 tokens on
-    average.
+    ``consumers``: warps, which multiply ``sides`` row tiles each. ``wide``: it holds about 100
+    tokens on average.
     """
 
     tokens: int
     consumers: int
     wide: bool = False
+    sides: int = 2
 
     def rows(self, mode: int) -> int:
         """Those of the result (ROWS_PER_BLOCK); gate and up are of the same ones."""
-        return self.consumers * TILE_ROWS * (1 if mode == MODE_GATE_UP else 2)
+        return self.consumers * TILE_ROWS * (1 if mode == MODE_GATE_UP else self.sides)
 
     def fitting(self, mode: int, rows: int) -> "Tile":
         """This one, or one of fewer consumers where a product of so many rows leaves more of its
@@ -114,13 +115,21 @@ def build_for(
 
 
 def build(
-    source: str, format: QuantFormat, mode: int, out_float: bool = False, tile: Tile = NARROW
+    source: str,
+    format: QuantFormat,
+    mode: int,
+    out_float: bool = False,
+    tile: Tile = NARROW,
+    result_bytes: int = 0,
 ) -> Build:
-    """The variant of ``source``; as many pipeline stages as shared memory holds."""
-    used = tile.tokens * _TOKEN_BYTES + 2 * tile.consumers * sum(_STAGE_BYTES[format])
+    """The variant of ``source``; as many pipeline stages as shared memory holds beside
+    ``result_bytes``.
+    """
+    used = tile.tokens * _TOKEN_BYTES + tile.sides * tile.consumers * sum(STAGE_BYTES[format])
     stage_bytes = round_up(used, 1024)
-    stages = min(_MAX_STAGES, (_SHARED_LIMIT - _OTHER_SHARED) // stage_bytes)
-    shared_bytes = stages * stage_bytes + _OTHER_SHARED
+    other = _OTHER_SHARED + result_bytes
+    stages = min(_MAX_STAGES, (_SHARED_LIMIT - other) // stage_bytes)
+    shared_bytes = stages * stage_bytes + other
     defines = (
         ("FORMAT", FORMAT_CODE[format]),
         ("MODE", mode),
@@ -129,6 +138,7 @@ def build(
         ("TOKENS", tile.tokens),
         ("CONSUMERS", tile.consumers),
         ("WIDE", int(tile.wide)),
+        ("SIDES", tile.sides),
         ("SHARED_BYTES", shared_bytes),
     )
     threads = 32 * (tile.consumers + _PRODUCERS)

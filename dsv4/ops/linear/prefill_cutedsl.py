@@ -16,6 +16,7 @@ from dsv4.launch.kernel import ceil_div, round_up
 from dsv4.launch.recording import Recording
 from dsv4.ops.linear.aligned import aligned_rows
 from dsv4.ops.linear.prefill import linear_batches
+from dsv4.ops.linear.prefill_long import linear_batches_long
 from dsv4.ops.linear.prefill_products import PrefillProducts
 from dsv4.weights.packed import PackedWeight
 
@@ -73,7 +74,7 @@ def _linear_batches(
 ) -> Tensor:
     x_TGK = aligned_rows(recording, x_TGK)
     if not cutedsl_supports(recording, x_TGK, weight):
-        return linear_batches(recording, x_TGK, weight, out_dtype)
+        return linear_batches_long(recording, x_TGK, weight, out_dtype)
     y_TGR = linear_batches(recording, x_TGK, weight, out_dtype, fewer_than=CUTEDSL_TOKENS)
     product = _LongProduct(gemms_for(recording, weight, x_TGK.shape[1], out_dtype))
     recording.call(product, x_TGK, *gemm_operands(weight), y_TGR.flatten(1))

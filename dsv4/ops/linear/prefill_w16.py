@@ -24,6 +24,7 @@ from dsv4.ops.linear.cutedsl.gemm_config import (
 )
 from dsv4.ops.linear.prefill import linear_batches
 from dsv4.ops.linear.prefill_cutedsl import INSTALLED
+from dsv4.ops.linear.prefill_long import linear_batches_long
 from dsv4.ops.linear.prefill_products import PrefillProducts
 from dsv4.weights.packed import PackedWeight
 from dsv4.weights.quant import QuantFormat
@@ -114,7 +115,7 @@ def _linear_batches(
     )
     product = W16Product.of(recording, problem)
     if product is None:
-        return linear_batches(recording, x_TGK, weight, out_dtype)
+        return linear_batches_long(recording, x_TGK, weight, out_dtype)
     y_TGR = linear_batches(recording, x_TGK, weight, out_dtype, fewer_than=DENSE_TOKENS)
     operands = gemm_operands(weight, groups)
     recording.call(_Dense(product), x_TGK, *operands, y_TGR)

@@ -28,6 +28,13 @@ __device__ __forceinline__ void wgmma_wait() {
     REGS32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define REGS56 REGS48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define REGS64 REGS56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGS96                                                                                     \
+    REGS64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80" \
+           ", %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define REGS128                                                                                 \
+    REGS96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109"   \
+           ", %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122"     \
+           ", %123, %124, %125, %126, %127"
 #define WGMMA_CASE(N, REGS, A0, A1, A2, A3, B, ...)                                            \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS "}, {%" #A0 \
                  ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"                       \
@@ -50,6 +57,9 @@ __device__ __forceinline__ void wgmma(float (&c)[BLOCKS][4], const u32 (&a)[4],
                    ACC4(13));
     if constexpr (BLOCKS == 16)
         WGMMA_CASE(128, REGS64, 64, 65, 66, 67, 68, ACC16(0), ACC16(4), ACC16(8), ACC16(12));
+    if constexpr (BLOCKS == 32)
+        WGMMA_CASE(256, REGS128, 128, 129, 130, 131, 132, ACC16(0), ACC16(4), ACC16(8), ACC16(12),
+                   ACC16(16), ACC16(20), ACC16(24), ACC16(28));
 }
 
 // Keeps the registers of fragments that a product in flight still reads from being reused before
@@ -91,7 +101,7 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
             ((u64)1 << 62) | ((u64)64 << 32) | ((u64)1 << 16) | ((pipe.buffer() & 0x3FFFF) >> 4);
         const u32 current = pipe.empty_barrier();
         pipe.advance();
-        if (FORMAT == FP8 && (change[0] != 1.0f || change[1] != 1.0f)) {
+        if (FORMAT == FP8 && (change[0] != 1.0f || change[SIDES - 1] != 1.0f)) {
             wgmma_wait<0>();
 #pragma unroll
             for (int side = 0; side < SIDES; side++) rescale(acc[side], change[side]);

@@ -1,12 +1,11 @@
-"""The grouped products of many tokens: (token, slot) pairs sorted by expert, and two GEMMs."""
+"""The grouped products of many tokens: two GEMMs of (token, slot) pairs sorted by expert."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
+from dsv4.launch.kernel import Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear.prefill import (
@@ -15,125 +14,21 @@ from dsv4.ops.linear.prefill import (
     MODE_GATE_UP,
     NARROW,
     SOME,
-    TILE_TOKENS,
     WIDE,
     Build,
-    Tile,
     build_for,
     matrix_arguments,
 )
+from dsv4.ops.linear.prefill_long import takes_boxes
+from dsv4.ops.moe.grouped_long import is_long, long_down, long_gate_up
+from dsv4.ops.moe.sorted_pairs import Cut, Sorted, Tiling
 from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
 
 # The mode of an entry of prefill_gemm.cuh.
 _MODES = {"prefill_gate_up": MODE_GATE_UP, "prefill_down": MODE_DOWN}
 _TILES = (FEW, SOME, NARROW, WIDE)
-# Pairs of an expert on average up to which tiles are small (docs/kernels/moe.md).
-_FEW_PAIRS = 16
-_SOME_PAIRS = 48
-# Threads and warps of moe_sort.cu.
-_SORT_THREADS = 1024
-_SORT_WARPS = 32
 # bfloat16 values in 16 bytes, which rows that a GEMM reads begin at multiples of.
 _VECTOR = 8
-
-
-@dataclass(frozen=True)
-class Sorted:
-    """Pairs (token, slot) in expert order: ``slots`` int32 ``[T·P]`` holds token · P + slot.
-
-    ``tiles`` int32 ``[most, 4]`` {expert, first position, pairs, 0}, of which ``tile_count`` int32
-    ``[1]`` are in use.
-    """
-
-    slots: Tensor
-    tiles: Tensor
-    tile_count: Tensor
-    cut: "Cut"
-
-    @property
-    def per_token(self) -> int:
-        """P."""
-        return self.cut.per_token
-
-    @property
-    def experts(self) -> int:
-        """X."""
-        return self.cut.experts
-
-    def tiling(self, tokens: int) -> "Tiling":
-        """The tiling of the pairs of ``tokens``."""
-        return self.cut.tiling(tokens)
-
-
-class Cut(NamedTuple):
-    """How pairs are cut into tiles, P of every token over X experts: of at most 128 pairs, or
-    ``finely``, into small ones where an expert has few on average.
-    """
-
-    per_token: int
-    experts: int
-    finely: bool = False
-
-    def tiling(self, tokens: int) -> "Tiling":
-        """The tiling of the pairs of ``tokens``; an expert's pairs share no tile with others."""
-        pairs = tokens * self.per_token
-        average = ceil_div(pairs, self.experts)
-        tile = Tiling.of_tokens(average).tile
-        if self.finely and average <= _SOME_PAIRS:
-            tile = FEW if average <= _FEW_PAIRS else SOME
-        return Tiling(pairs // tile.tokens + min(self.experts, pairs), tile)
-
-    def most_tiles(self, tokens: int) -> int:
-        """Those of any number up to ``tokens``: more of them can be cut into fewer tiles."""
-        small = (pairs * self.experts // self.per_token for pairs in (_FEW_PAIRS, _SOME_PAIRS))
-        return max(self.tiling(min(count, tokens)).most for count in (*small, tokens))
-
-
-class Tiling(NamedTuple):
-    """How rows are cut into tiles: ``most`` of them can result."""
-
-    most: int
-    tile: Tile
-
-    @classmethod
-    def of_tokens(cls, tokens: int) -> "Tiling":
-        """The tiling of all tokens in their order."""
-        tile = WIDE if tokens > TILE_TOKENS // 2 else NARROW
-        return cls(ceil_div(tokens, tile.tokens), tile)
-
-
-def sort_by_expert(
-    recording: Recording, ids_TP: Tensor, experts: int, finely: bool = False
-) -> Sorted:
-    """The stable order of ids int64 ``[T, P]`` by expert, in tiles of pairs of one (``Cut``)."""
-    tokens, per_token = ids_TP.shape
-    cut = Cut(per_token, experts, finely)
-    most = cut.most_tiles(tokens)
-    slots = recording.empty((tokens * per_token,), torch.int32)
-    tiles = recording.empty((most, 4), torch.int32)
-    tile_count = recording.empty((1,), torch.int32)
-    recording.launch(
-        by_tokens(_sort_shape, cut),
-        ids=ids_TP,
-        slots=slots,
-        tiles=tiles,
-        tile_count=tile_count,
-        experts=experts,
-    )
-    return Sorted(slots, tiles, tile_count, cut)
-
-
-def _sort_shape(cut: Cut, tokens: int) -> Shape:
-    pairs = tokens * cut.per_token
-    shared_bytes = sort_shared_bytes(pairs, cut.experts)
-    kernel = Kernel("moe/moe_sort", "moe_sort")
-    numbers = {"count": pairs, "tile": cut.tiling(tokens).tile.tokens}
-    return Shape(kernel, 1, _SORT_THREADS, shared_bytes, numbers=numbers)
-
-
-def sort_shared_bytes(pairs: int, experts: int) -> int:
-    """Dynamic shared memory of the sort: tables of experts, and two 16-bit values per pair."""
-    return 4 * (experts + 1) * (_SORT_WARPS + 2) + 4 * pairs
 
 
 def gate_up(
@@ -156,8 +51,10 @@ def gate_up(
     stride = round_up(rows, _VECTOR)
     hidden = recording.empty((x_TE.shape[0] * per_token, stride), torch.bfloat16)
     product = _Product.of(recording, "prefill_gate_up", w1)
+    cut = None if pairs is None else pairs.cut
+    some_long = takes_boxes(recording, x_TE) and is_long(cut, recording.tokens)
     recording.launch(
-        by_tokens(_gate_up_shape, product, None if pairs is None else pairs.cut),
+        by_tokens(_gate_up_shape, product, cut, some_long),
         x=x_TE,
         **matrix_arguments(w1, "w1"),
         **matrix_arguments(w3, "w3"),
@@ -174,6 +71,8 @@ def gate_up(
         per_token=per_token,
         limit=limit,
     )
+    if some_long:
+        long_gate_up(recording, x_TE, (w1, w3), limit, hidden, pairs, weights_TP)
     return hidden[:, :rows]
 
 
@@ -185,8 +84,9 @@ def down(recording: Recording, hidden: Tensor, w2: PackedWeight, pairs: Sorted) 
     rows, columns = w2.shape[-2:]
     products = recording.empty((hidden.shape[0], rows), torch.float32)
     product = _Product.of(recording, "prefill_down", w2)
+    some_long = takes_boxes(recording, hidden) and is_long(pairs.cut, recording.tokens)
     recording.launch(
-        by_tokens(_down_shape, product, pairs.cut),
+        by_tokens(_down_shape, product, pairs.cut, some_long),
         h=hidden,
         **matrix_arguments(w2, "w2"),
         tiles=pairs.tiles,
@@ -198,6 +98,8 @@ def down(recording: Recording, hidden: Tensor, w2: PackedWeight, pairs: Sorted) 
         row_tiles=padded(rows) // TILE_ROWS,
         h_stride=hidden.stride(0),
     )
+    if some_long:
+        long_down(recording, hidden, w2, products, pairs)
     return products
 
 
@@ -230,11 +132,19 @@ class _Product:
         return build.shape(self.function, blocks, **numbers)
 
 
-def _gate_up_shape(product: _Product, cut: Cut | None, tokens: int) -> Shape:
-    """``cut`` None: of all tokens in their order."""
+def _gate_up_shape(
+    product: _Product, cut: Cut | None, some_long: bool, tokens: int
+) -> Shape | None:
+    """``cut`` None: of all tokens in their order. ``some_long``: another launch takes steps that
+    are.
+    """
+    if some_long and is_long(cut, tokens):
+        return None
     tiling = Tiling.of_tokens(tokens) if cut is None else cut.tiling(tokens)
     return product.shape(tiling, tokens=tokens)
 
 
-def _down_shape(product: _Product, cut: Cut, tokens: int) -> Shape:
+def _down_shape(product: _Product, cut: Cut, some_long: bool, tokens: int) -> Shape | None:
+    if some_long and is_long(cut, tokens):
+        return None
     return product.shape(cut.tiling(tokens))

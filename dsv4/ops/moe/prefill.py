@@ -15,10 +15,13 @@ from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.exchange.prefill import send_partial
-from dsv4.ops.linear.prefill import TILE_TOKENS, aligned_rows, linear
+from dsv4.ops.linear.aligned import aligned_rows
+from dsv4.ops.linear.prefill import TILE_TOKENS
+from dsv4.ops.linear.prefill_long import linear
 from dsv4.ops.moe import ExpertWeights, Mixture
-from dsv4.ops.moe.grouped import Sorted, down, gate_up, sort_by_expert, sort_shared_bytes
+from dsv4.ops.moe.grouped import down, gate_up
 from dsv4.ops.moe.operands import Layer, check_experts
+from dsv4.ops.moe.sorted_pairs import Sorted, sort_by_expert, sort_shared_bytes
 from dsv4.ops.moe.token_part import TokenPart
 from dsv4.ops.router import Router
 from dsv4.ops.router.prefill import Linear, route

@@ -23,11 +23,11 @@ from dsv4.ops.linear.prefill_scaled import (
     scaled_kernels,
 )
 from dsv4.ops.moe import ExpertWeights, Mixture
-from dsv4.ops.moe.grouped import Sorted, sort_by_expert
 from dsv4.ops.moe.native import NativeExperts
 from dsv4.ops.moe.operands import Layer
 from dsv4.ops.moe.prefill import Routed, combine, moe_with
 from dsv4.ops.moe.prefill_w16 import down, gate_up
+from dsv4.ops.moe.sorted_pairs import Sorted, sort_by_expert
 from dsv4.ops.quantize_activations import ActivationFormat, hidden_global_scale
 from dsv4.ops.quantize_activations.cuda import (
     SwizzledRows,

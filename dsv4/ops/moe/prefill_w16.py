@@ -12,9 +12,9 @@ from dsv4.launch.recording import Recording
 from dsv4.ops.linear.cutedsl.gemm_config import W16Problem
 from dsv4.ops.linear.prefill_w16 import W16Product, exact_scales, gemm_operands, linear
 from dsv4.ops.moe import ExpertWeights, Mixture, grouped
-from dsv4.ops.moe.grouped import Cut, Sorted, sort_by_expert
 from dsv4.ops.moe.operands import Layer
 from dsv4.ops.moe.prefill import Routed, combine, moe_with
+from dsv4.ops.moe.sorted_pairs import Cut, Sorted, sort_by_expert
 from dsv4.ops.router import Router
 from dsv4.weights.packed import PackedWeight
 

@@ -8,7 +8,7 @@ import torch
 
 from dsv4.launch.recording import Recording
 from dsv4.ops.immediate import TimedOp
-from dsv4.ops.moe.grouped import sort_by_expert
+from dsv4.ops.moe.sorted_pairs import sort_by_expert
 from dsv4.ops.op_case import OpCase
 from dsv4.ops.quantize_activations import ActivationFormat
 from dsv4.ops.quantize_activations.cuda import SwizzledRows, quantize_rows, quantize_sorted_rows

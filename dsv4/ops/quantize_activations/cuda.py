@@ -9,7 +9,7 @@ from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
-from dsv4.ops.moe.grouped import Sorted
+from dsv4.ops.moe.sorted_pairs import Sorted
 from dsv4.ops.quantize_activations import ActivationFormat
 
 # Rows of a scale atom; those of a result are a multiple of it.

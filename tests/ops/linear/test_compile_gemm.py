@@ -15,10 +15,12 @@ from dsv4.ops.linear.prefill import (
     NARROW,
     SOME,
     WIDE,
+    Build,
     Tile,
     build,
     build_for,
 )
+from dsv4.ops.linear.prefill_long import HALF, WHOLE, long_build
 from dsv4.weights.quant import QuantFormat
 from tests.ops.linear.meta import PREFILL_REGISTERS
 from tests.ops.sass import compile_once, count, disassemble, resources
@@ -32,6 +34,11 @@ ENTRIES = {
 VARIANTS = [
     (MODE_LINEAR, NARROW),
     *itertools.product((MODE_GATE_UP, MODE_DOWN), (FEW, SOME, NARROW, WIDE)),
+]
+LONG_ENTRIES = {MODE_LINEAR: "long_linear", MODE_GATE_UP: "long_gate_up", MODE_DOWN: "long_down"}
+LONG_VARIANTS = [
+    *itertools.product((MODE_LINEAR,), (WHOLE, HALF)),
+    *itertools.product((MODE_GATE_UP, MODE_DOWN), (NARROW, WIDE)),
 ]
 PORTABLE = "linear/prefill_gemm"
 HOPPER = "linear/prefill_gemm_sm90"
@@ -53,10 +60,34 @@ def test_every_variant_starts_with_the_registers_that_it_hands_out(
         assert "serialized" not in log
 
 
+@pytest.mark.parametrize("format", FORMAT_CODE, ids=lambda format: format.value)
+def test_every_long_variant_has_the_registers_that_it_needs(format: QuantFormat) -> None:
+    """Another number at the start, or one more of them spilled, and it is slower or waits forever.
+    Dense gate and up products have narrow tiles for this reason.
+    """
+    for mode, tile in LONG_VARIANTS:
+        variant = long_build(format, mode, tile)
+        log = compile_once(variant.source, "sm_90a", variant.defines).log
+        registers, spilled = resources(log)[LONG_ENTRIES[mode]]
+        assert registers == PREFILL_REGISTERS[variant.threads], (mode, tile)
+        known = format is QuantFormat.FP8_BLOCK128 and (mode, tile) == (MODE_GATE_UP, WIDE)
+        assert spilled <= (32 if known else 0), (mode, tile)
+        assert "serialized" not in log
+
+
 @pytest.mark.parametrize("tile", [FEW, SOME, NARROW])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_registers_are_handed_out_in_whole(architecture: str, tile: Tile) -> None:
     variant = build_for(QuantFormat.BF16, MODE_DOWN, architecture, tile=tile)
+    assert_handed_out_in_whole(variant, architecture, tile)
+
+
+@pytest.mark.parametrize(("mode", "tile"), LONG_VARIANTS)
+def test_long_variants_hand_out_all_registers(mode: int, tile: Tile) -> None:
+    assert_handed_out_in_whole(long_build(QuantFormat.BF16, mode, tile), "sm_90a", tile)
+
+
+def assert_handed_out_in_whole(variant: Build, architecture: str, tile: Tile) -> None:
     sass = disassemble(variant.source, architecture, variant.defines)
     (given,) = re.findall(r"USETMAXREG\.DEALLOC\S* (0x\w+)", sass)
     (taken,) = re.findall(r"USETMAXREG\.TRY_ALLOC\S* UP\d, (0x\w+)", sass)

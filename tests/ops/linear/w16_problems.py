@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.ops.linear.cutedsl.gemm_config import SORTED_TILE, W16Config
 from dsv4.ops.linear.prefill_w16 import gemm_operands
-from dsv4.ops.moe.grouped import Cut, Sorted
+from dsv4.ops.moe.sorted_pairs import Cut, Sorted
 from dsv4.weights.packed import PackedWeight, pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 from dsv4.weights.quantize import quantize
@@ -186,7 +186,7 @@ def make_ids(tokens: int, generator: torch.Generator) -> Tensor:
 
 
 def sort_pairs(ids_TP: Tensor) -> Sorted:
-    """``dsv4.ops.moe.grouped.sort_by_expert``, with poison behind the tiles in use."""
+    """``dsv4.ops.moe.sorted_pairs.sort_by_expert``, with poison behind the tiles in use."""
     flat = ids_TP.flatten().tolist()
     slots: list[int] = []
     tiles: list[list[int]] = []

@@ -104,3 +104,10 @@ def launches(recording: Recording) -> list[Launch]:
 def names(recording: Recording) -> list[str]:
     """The kernels in their order."""
     return [launch.signature.kernel for launch in launches(recording)]
+
+
+def bytes_of(launch: Launch, argument: str) -> int:
+    """Of the memory of a tensor argument."""
+    tensor = launch.arguments[argument]
+    assert isinstance(tensor, Tensor)
+    return tensor.nbytes

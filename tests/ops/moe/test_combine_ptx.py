@@ -9,8 +9,8 @@ from torch import Tensor
 from dsv4.launch.kernel import round_up
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
-from dsv4.ops.moe.grouped import Cut, Sorted
 from dsv4.ops.moe.prefill import combine
+from dsv4.ops.moe.sorted_pairs import Cut, Sorted
 from tests.ops.cases import normal
 from tests.ops.executed import execute
 from tests.ptx.nvrtc import SourceEdit

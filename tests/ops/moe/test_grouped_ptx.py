@@ -12,8 +12,9 @@ from dsv4.launch.items import Launch
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.linear.prefill import FEW, MODE_GATE_UP, NARROW, SOME, WIDE, Tile
-from dsv4.ops.moe import grouped
-from dsv4.ops.moe.grouped import Sorted, down, gate_up, sort_by_expert
+from dsv4.ops.moe import grouped, sorted_pairs
+from dsv4.ops.moe.grouped import down, gate_up
+from dsv4.ops.moe.sorted_pairs import Sorted, sort_by_expert
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
@@ -102,10 +103,10 @@ def test_every_tile_gives_the_same_bits(
     ids_TP = chosen(generator)
     found = {}
     for tile, (few, some) in LIMITS.items():
-        monkeypatch.setattr(grouped, "_FEW_PAIRS", few)
-        monkeypatch.setattr(grouped, "_SOME_PAIRS", some)
+        monkeypatch.setattr(sorted_pairs, "_FEW_PAIRS", few)
+        monkeypatch.setattr(sorted_pairs, "_SOME_PAIRS", some)
         grouped.by_tokens.cache_clear()
-        assert grouped.Cut(PER_TOKEN, EXPERTS, finely=True).tiling(TOKENS).tile == tile
+        assert sorted_pairs.Cut(PER_TOKEN, EXPERTS, finely=True).tiling(TOKENS).tile == tile
         found[tile] = results(architecture, x, weights, ids_TP, routing)
     grouped.by_tokens.cache_clear()
     expected = reference(x, weights, ids_TP, routing)

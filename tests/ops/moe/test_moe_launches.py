@@ -7,17 +7,11 @@ import torch
 from torch import Tensor
 
 from dsv4.launch.buffers import byte_offset
-from dsv4.launch.items import Launch
 from dsv4.launch.kernel import ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
-from dsv4.launch.workspace import lay_out
-from dsv4.ops.linear.prefill import FEW, NARROW, SOME, WIDE
-from dsv4.ops.moe import decode, prefill
-from dsv4.ops.moe.grouped import Cut
-from dsv4.ops.moe.operands import Layer
+from dsv4.ops.moe import decode
 from dsv4.ops.router import Router
-from dsv4.step.kernel_names import _lengths
 from dsv4.weights.packed import PackedWeight
 from tests.ops.moe.meta_layer import (
     BF16,
@@ -26,6 +20,7 @@ from tests.ops.moe.meta_layer import (
     NVFP4,
     PRO,
     Geometry,
+    bytes_of,
     launches,
     names,
     step,
@@ -33,16 +28,6 @@ from tests.ops.moe.meta_layer import (
 from tests.ops.recorded import HOPPER, TARGETS, meta
 
 LIMIT = 10.0
-ROUTE = ["prefill_linear", "router_select"]
-PART = [
-    "moe_sort",
-    "prefill_gate_up",
-    "prefill_down",
-    "prefill_gate_up",
-    "prefill_linear",
-    "moe_combine",
-]
-TOKENS = (9, 10, 100, 129, 511, 512)
 
 
 def recorded_decode(geometry: Geometry, target: Target, tokens: int) -> Recording:
@@ -51,20 +36,6 @@ def recorded_decode(geometry: Geometry, target: Target, tokens: int) -> Recordin
     y_TE, _, _ = decode.moe(recording, *inputs, geometry.router(), *geometry.weights(), LIMIT)
     assert (tuple(y_TE.shape), y_TE.dtype) == ((tokens, geometry.width), torch.bfloat16)
     return recording
-
-
-def recorded_prefill(geometry: Geometry, target: Target, tokens: int) -> Recording:
-    recording = Recording(target, tokens)
-    inputs = step(recording, geometry)
-    y_TE, _, _ = prefill.moe(recording, *inputs, geometry.router(), *geometry.weights(), LIMIT)
-    assert (tuple(y_TE.shape), y_TE.dtype) == ((tokens, geometry.width), torch.bfloat16)
-    return recording
-
-
-def bytes_of(launch: Launch, argument: str) -> int:
-    tensor = launch.arguments[argument]
-    assert isinstance(tensor, Tensor)
-    return tensor.nbytes
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
@@ -123,53 +94,6 @@ def test_scratch_memory_of_a_decode_step_holds_what_moe_decode_writes(geometry: 
             assert bytes_of(launch, "counters") >= (2 + 2 * count * geometry.experts) * 4
 
 
-@pytest.mark.parametrize("finely", [False, True])
-@pytest.mark.parametrize(("per_token", "experts"), [(6, 256), (6, 384), (8, 8), (1, 3)])
-def test_the_most_tiles_are_those_of_no_number_of_tokens_alone(
-    per_token: int, experts: int, finely: bool
-) -> None:
-    cut = Cut(per_token, experts, finely)
-    most = 0
-    for tokens in range(1, 4097):
-        most = max(most, cut.tiling(tokens).most)
-        assert cut.most_tiles(tokens) == most
-
-
-def test_every_tile_is_that_of_a_length_whose_kernels_are_compiled_ahead() -> None:
-    for experts in range(16, 513, 16):
-        for per_token in (1, 2, 4, 6, 8):
-            cut = Cut(per_token, experts, finely=True)
-            known = {cut.tiling(tokens).tile for tokens in [*_lengths(4096), 4096]}
-            assert {cut.tiling(tokens).tile for tokens in range(9, 4097)} == known, cut
-
-
-def test_tiles_grow_with_the_pairs_of_an_expert() -> None:
-    """Flash: 16 pairs are 682 tokens, 48 are 2,048, 64 are 2,730. Others than ours are whole."""
-    found = [Cut(6, 256, finely=True).tiling(n).tile for n in (9, 682, 683, 2048, 2049, 2730, 2731)]
-    assert found == [FEW, FEW, SOME, SOME, NARROW, NARROW, WIDE]
-    assert Cut(6, 256).tiling(9).tile == NARROW
-
-
-@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_scratch_memory_of_a_chunk_holds_every_pair_and_the_most_tiles(geometry: Geometry) -> None:
-    """Most tiles of 128 pairs result when every expert has one pair more than whole tiles."""
-    for tokens in (9, 130, 2048):
-        _, _, sort, gate_up, down, shared, product, _ = launches(
-            recorded_prefill(geometry, HOPPER, tokens)
-        )
-        pairs = tokens * geometry.per_token
-        used = min(geometry.experts, pairs)
-        whole = (pairs - used) // 128
-        most = used + whole
-        assert bytes_of(sort, "slots") >= 4 * pairs
-        assert bytes_of(sort, "tiles") >= 16 * most
-        assert sort.shape.shared_bytes >= 4 * (34 * (geometry.experts + 1) + pairs)
-        assert bytes_of(gate_up, "h") >= 2 * pairs * geometry.inner
-        assert bytes_of(down, "y") >= 4 * pairs * geometry.width
-        assert bytes_of(shared, "h") >= 2 * tokens * geometry.inner
-        assert bytes_of(product, "y") >= 4 * tokens * geometry.width
-
-
 def test_tokens_that_do_not_fit_are_recorded_in_halves() -> None:
     """Each half writes its rows of the same results."""
     geometry = Geometry(7168, 256, 4, 4, (NVFP4, BF16))
@@ -208,52 +132,6 @@ def test_all_launches_of_a_recording_share_what_they_number_and_hand_over() -> N
     sizes = [tensor.nbytes for tensor in recording.zeroed_tensors]
     sums = HOPPER.multiprocessors * 8 * 32 * 8
     assert sorted(sizes) == sorted([2 * half, 4 * decode.COUNTERS, sums])
-
-
-@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_a_prefill_recording_serves_every_shorter_chunk(geometry: Geometry, target: Target) -> None:
-    exact = {tokens: recorded_prefill(geometry, target, tokens) for tokens in TOKENS}
-    for most in (512, 2048):
-        recording = recorded_prefill(geometry, target, most)
-        assert names(recording) == ROUTE + PART
-        for tokens, expected in exact.items():
-            for launch, single in zip(launches(recording), launches(expected), strict=True):
-                assert launch.shape_of is not None
-                assert launch.shape_of(tokens) == single.shape
-
-
-def test_parts_of_a_long_chunk_share_their_memory() -> None:
-    geometry = PRO
-    most = 4352
-    layer = Layer(*geometry.weights(), LIMIT)
-    assert prefill.tokens_of_a_part(layer, geometry.per_token) == most
-    recording = recorded_prefill(geometry, HOPPER, 8192)
-    assert names(recording) == ROUTE + PART + PART
-    assert lay_out(recording).nbytes < (1 << 30) + (256 << 20)
-    first = launches(recording)[2:8]
-    second = launches(recording)[8:]
-    for tokens in (9, 100, 3840):
-        alone = launches(recorded_prefill(geometry, HOPPER, tokens))[2:]
-        for launch, single in zip(first, alone, strict=True):
-            assert launch.shape_of is not None
-            assert launch.shape_of(tokens) == single.shape
-        for launch, single in zip(second, alone, strict=True):
-            assert launch.shape_of is not None
-            assert launch.shape_of(most + tokens) == single.shape
-            assert launch.shape_of(tokens) is None
-            assert launch.shape_of(most) is None
-    whole = launches(recorded_prefill(geometry, HOPPER, most))[2:]
-    for launch, full in zip(first, whole, strict=True):
-        assert launch.shape_of is not None
-        assert launch.shape_of(8192) == launch.shape_of(most) == full.shape
-
-
-def test_rows_between_16_byte_borders_are_copied_first() -> None:
-    """As no published width needs it."""
-    geometry = Geometry(36, 20, 5, 3, (BF16, BF16))
-    recording = recorded_prefill(geometry, HOPPER, 50)
-    assert len(recording.items) == len(ROUTE + PART) + 1
 
 
 def test_what_a_kernel_cannot_read_is_refused() -> None:

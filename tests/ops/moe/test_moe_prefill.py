@@ -7,7 +7,7 @@ from torch import Tensor
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.linear import prefill as linear_prefill
 from dsv4.ops.linear.prefill import FEW, NARROW, SOME, Build, Tile, build_for
-from dsv4.ops.moe import ExpertWeights, expert_sum, grouped, prefill
+from dsv4.ops.moe import ExpertWeights, expert_sum, grouped, prefill, sorted_pairs
 from dsv4.ops.router import Router
 from dsv4.ops.router.prefill import route
 from dsv4.weights.packed import pack_weight
@@ -146,13 +146,27 @@ def test_small_tiles_do_not_change_the_result(
     _, packed_shared = stack(None, 256, 448, format, 90)
     operands = inputs(tokens, 256, 16, 6, skew=0.9)
     assert int(operands[1].flatten().bincount().max()) > tile.tokens
-    assert grouped.Cut(6, 16, finely=True).tiling(tokens).tile == tile
+    assert sorted_pairs.Cut(6, 16, finely=True).tiling(tokens).tile == tile
     found = moe_prefill(*operands, packed, packed_shared, LIMIT)
-    monkeypatch.setattr(grouped, "_SOME_PAIRS", 0)
-    grouped.by_tokens.cache_clear()
-    assert grouped.Cut(6, 16, finely=True).tiling(tokens).tile == NARROW
+    monkeypatch.setattr(sorted_pairs, "_SOME_PAIRS", 0)
+    sorted_pairs.by_tokens.cache_clear()
+    assert sorted_pairs.Cut(6, 16, finely=True).tiling(tokens).tile == NARROW
     assert torch.equal(moe_prefill(*operands, packed, packed_shared, LIMIT), found)
-    grouped.by_tokens.cache_clear()
+    sorted_pairs.by_tokens.cache_clear()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
+@pytest.mark.parametrize(("tokens", "skew"), [(150, 0.0), (400, 0.7)])
+def test_boxes_do_not_change_the_result(
+    format: QuantFormat, tokens: int, skew: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that TMA copies in the order of the experts, in tiles of every width."""
+    _, packed = stack(8, 256, 448, format, 80)
+    _, packed_shared = stack(None, 256, 448, QuantFormat.FP8_BLOCK128, 90)
+    operands = inputs(tokens, 256, 8, 6, skew)
+    found = moe_prefill(*operands, packed, packed_shared, LIMIT)
+    monkeypatch.setattr(grouped, "takes_boxes", lambda *_: False)
+    assert torch.equal(moe_prefill(*operands, packed, packed_shared, LIMIT), found)
 
 
 def test_parts_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +214,7 @@ def test_replay_repetition_and_no_synchronisation() -> None:
 def test_sort(tokens: int, experts: int, per_token: int) -> None:
     """The stable order of torch, and tiles that cover every pair once in ascending expert order."""
     ids = torch.randint(0, experts, (tokens, per_token), generator=random(4), device="cuda")
-    found = immediately(grouped.sort_by_expert)(ids, experts)
+    found = immediately(sorted_pairs.sort_by_expert)(ids, experts)
     flat = ids.flatten()
     assert torch.equal(found.slots.long(), flat.argsort(stable=True))
     expected = []

@@ -116,20 +116,21 @@ def test_a_recording_serves_shorter_chunks(
 
 
 @pytest.mark.parametrize(
-    ("formats", "target", "parts"),
+    ("formats", "target", "tokens", "parts"),
     [
-        ((BF16, FP8), BLACKWELL, [*SHARED]),
-        ((FP8, BF16), BLACKWELL, [*SORTED]),
-        ((FP8, FP8), HOPPER, []),
+        ((BF16, FP8), BLACKWELL, 300, [*SHARED]),
+        ((FP8, BF16), BLACKWELL, 300, [*SORTED]),
+        ((FP8, FP8), HOPPER, 128, []),
     ],
 )
 def test_experts_that_have_no_kernel_are_left_to_the_other_form(
     calls: list[tuple[ScaledConfig, tuple[Any, ...]]],
     formats: tuple[QuantFormat, QuantFormat],
     target: Any,
+    tokens: int,
     parts: list[str],
 ) -> None:
-    found = items_of(recorded(formats, Geometry(256, 128, 8), 300, target=target))
+    found = items_of(recorded(formats, Geometry(256, 128, 8), tokens, target=target))
     routed = SORTED if parts == SORTED else ["moe_sort", "prefill_gate_up", "prefill_down"]
     shared = SHARED if parts == SHARED else ["prefill_gate_up", "prefill_linear"]
     assert found == [*ROUTE, *routed, *shared, "moe_combine"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4.launch.recording import Recording
 from dsv4.ops import quantize_activations as reference
 from dsv4.ops.immediate import PreparedOp, immediately
-from dsv4.ops.moe.grouped import sort_by_expert
+from dsv4.ops.moe.sorted_pairs import sort_by_expert
 from dsv4.ops.norm.cuda import rms_norm
 from dsv4.ops.quantize_activations import ActivationFormat, cuda, hidden_global_scale
 from dsv4.ops.quantize_activations.cuda import SwizzledRows

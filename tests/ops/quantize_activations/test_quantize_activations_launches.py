@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4.launch.items import Launch
 from dsv4.launch.recording import Recording
-from dsv4.ops.moe.grouped import sort_by_expert
+from dsv4.ops.moe.sorted_pairs import sort_by_expert
 from dsv4.ops.quantize_activations import ActivationFormat, quantize_rows
 from dsv4.ops.quantize_activations import cuda as launchers
 from dsv4.ops.quantize_activations.cuda import SwizzledRows

@@ -149,7 +149,7 @@ class BlackwellW16:
         Block scales: NVFP4 and MXFP4 uint8 ``[B, R/16, K/64, 64 or 32]``, FP8 float32 ``[B or 1,
         rows/128, K/128]``; global scales float32 ``[B]``. B: groups, or experts. The up matrix,
         ``limit``, ``per_token`` and routing weights belong to gated kernels; tiles and slots to
-        sorted ones (``dsv4.ops.moe.grouped.Sorted``). Other kernels and formats ignore them.
+        sorted ones (``dsv4.ops.moe.sorted_pairs.Sorted``). Other kernels and formats ignore them.
         """
         mma = blackwell.make_trivial_tiled_mma(
             BFloat16,

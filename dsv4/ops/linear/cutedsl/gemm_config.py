@@ -19,7 +19,7 @@ SIDE_ROWS = 128
 TILE_ROWS = 16
 # Columns of a k tile; it takes half as many columns of tensor memory, 32 bits each.
 TILE_K = 64
-# Pairs of ``dsv4.ops.moe.grouped.Sorted.tiles``.
+# Pairs of ``dsv4.ops.moe.sorted_pairs.Sorted.tiles``.
 SORTED_TILE = 128
 ARCHITECTURES = ("sm_100a", "sm_103a")
 # Fewer tokens leave most multiprocessors without a work tile of a dense product; the portable

@@ -1,0 +1,154 @@
+"""Products of long steps on Hopper, whose operands TMA copies (``prefill_long_sm90.cu``). Shorter
+steps, and what it does not take, are recorded as ``dsv4.ops.linear.prefill`` does.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.launch.boxes import Boxes
+from dsv4.launch.kernel import Shape, ceil_div
+from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
+from dsv4.ops.linear.aligned import aligned_rows
+from dsv4.ops.linear.prefill import (
+    MODE_LINEAR,
+    STAGE_BYTES,
+    TILE_TOKENS,
+    Build,
+    Tile,
+    build,
+    linear_batches,
+)
+from dsv4.ops.linear.prefill_products import PrefillProducts
+from dsv4.weights.packed import PADDING, TILE_ROWS, PackedWeight, padded
+from dsv4.weights.quant import QuantFormat
+
+# From here on; for fewer tokens the split over K of the other form wins.
+LONG_TOKENS = TILE_TOKENS + 1
+# Tiles of a dense product: the larger one costs less for a token, the smaller one leaves fewer
+# multiprocessors without work.
+WHOLE = Tile(256, 8, sides=1)
+HALF = Tile(128, 8, sides=1)
+_TILES = (WHOLE, HALF)
+# What HALF takes of the time of WHOLE (docs/kernels/linear.md).
+_HALF_TIME = 0.65
+_HALF_TIME_FP8 = 0.7
+# Results on their way (RESULT_BYTES of prefill_lines.cuh).
+_RESULT_BYTES = 16 << 10
+# Rows of a warpgroup, which are written together, and of a block.
+_ROWS_MULTIPLE = 64
+_LINE_BYTES = 512
+
+
+def takes_boxes(recording: Recording, x: Tensor) -> bool:
+    """Whether long steps of this recording have TMA copy x ``[T, …, K]``."""
+    return (
+        recording.target.architecture == "sm_90a"
+        and recording.tokens >= LONG_TOKENS
+        and all(stride % 8 == 0 for stride in x.stride()[:-1])
+    )
+
+
+def long_build(format: QuantFormat, mode: int, tile: Tile, out_float: bool = False) -> Build:
+    """The variant for a weight format, a mode and a tile."""
+    source = "linear/prefill_long_sm90"
+    return build(source, format, mode, out_float, tile, _RESULT_BYTES)
+
+
+def token_boxes(x_TGK: Tensor) -> Boxes:
+    """128 tokens and the columns of a stage."""
+    return Boxes(x_TGK, (TILE_TOKENS, 1, PADDING), swizzled=True)
+
+
+def matrix_boxes(weight: PackedWeight, name: str, row_tiles: int) -> dict[str, Boxes]:
+    """Data and block scales of a matrix or a stack by the names of a kernel's arguments: so many
+    row tiles of a stage. The data again for scales that are not in boxes.
+    """
+    stage = STAGE_BYTES[weight.format]
+    data = _words(weight.data)
+    boxes = Boxes(data, (row_tiles, stage.weight // _LINE_BYTES, data.shape[-1]))
+    scale_boxes = boxes
+    if stage.scale:
+        assert weight.block_scale is not None
+        scales = _words(weight.block_scale)
+        scale_boxes = Boxes(scales, (row_tiles, 1, scales.shape[-1]))
+    return {name: boxes, f"{name}_scale": scale_boxes}
+
+
+def scale_arguments(weight: PackedWeight, name: str) -> dict[str, Tensor | None]:
+    """Block scales and global scales by the names of a kernel's arguments."""
+    return {
+        f"{name}_block_scale": weight.block_scale,
+        f"{name}_global_scale": weight.global_scale,
+    }
+
+
+def linear_batches_long(
+    recording: Recording, x_TGK: Tensor, weight: PackedWeight, out_dtype: torch.dtype
+) -> Tensor:
+    """``dsv4.ops.linear.prefill_products.Batches``: of long steps by TMA."""
+    x_TGK = aligned_rows(recording, x_TGK)
+    _, groups, columns = x_TGK.shape
+    rows = weight.shape[0] // groups
+    whole_rows = rows % (_ROWS_MULTIPLE if groups == 1 else WHOLE.rows(MODE_LINEAR)) == 0
+    if not (takes_boxes(recording, x_TGK) and whole_rows):
+        return linear_batches(recording, x_TGK, weight, out_dtype)
+    y_TGR = linear_batches(recording, x_TGK, weight, out_dtype, fewer_than=LONG_TOKENS)
+    out_float = out_dtype == torch.float32
+    variants = {tile: long_build(weight.format, MODE_LINEAR, tile, out_float) for tile in _TILES}
+    row_blocks = ceil_div(rows, WHOLE.rows(MODE_LINEAR)) * groups
+    fastest = Fastest(weight.format, row_blocks, recording.target.multiprocessors)
+    recording.launch(
+        by_tokens(_shape, tuple(variants.items()), fastest),
+        x=token_boxes(x_TGK),
+        **matrix_boxes(weight, "weight", WHOLE.consumers),
+        **scale_arguments(weight, "weight"),
+        y=y_TGR,
+        rows=rows,
+        columns=columns,
+        row_tiles=padded(weight.shape[0]) // TILE_ROWS,
+        y_stride=y_TGR.stride(0),
+        batches=groups,
+    )
+    return y_TGR
+
+
+class Fastest(NamedTuple):
+    """What the tile follows from with which a product takes the least time. ``row_blocks``: of all
+    groups.
+    """
+
+    format: QuantFormat
+    row_blocks: int
+    multiprocessors: int
+
+    def tile(self, tokens: int) -> Tile:
+        """The tile for so many tokens."""
+        half_time = _HALF_TIME_FP8 if self.format is QuantFormat.FP8_BLOCK128 else _HALF_TIME
+        whole, half = (ceil_div(self.tiles(tile, tokens), self.multiprocessors) for tile in _TILES)
+        return HALF if half * half_time < whole else WHOLE
+
+    def tiles(self, tile: Tile, tokens: int) -> int:
+        """How many tiles there are."""
+        return self.row_blocks * ceil_div(tokens, tile.tokens)
+
+
+def _shape(variants: tuple[tuple[Tile, Build], ...], fastest: Fastest, tokens: int) -> Shape | None:
+    if tokens < LONG_TOKENS:
+        return None
+    tile = fastest.tile(tokens)
+    blocks = min(fastest.tiles(tile, tokens), fastest.multiprocessors)
+    return dict(variants)[tile].shape("long_linear", blocks, tokens=tokens)
+
+
+def _words(stored: Tensor) -> Tensor:
+    """uint8 ``[..., tiles, chunks, A, B]`` as int32 ``[… · tiles, chunks, A · B / 4]``."""
+    return stored.flatten(-2).view(torch.int32).flatten(0, -3)
+
+
+_PRODUCTS = PrefillProducts(linear_batches_long)
+linear = _PRODUCTS.linear
+grouped_linear = _PRODUCTS.grouped_linear
+linear_rows = _PRODUCTS.linear_rows

@@ -1,0 +1,158 @@
+// Where the sums of a tile go.
+#pragma once
+#include "prefill_tiles.cuh"
+
+struct Output {
+    void* y;
+    int64 y_stride;        // elements between tokens
+    const float* routing;  // MODE_GATE_UP: weight by (token, slot), or null: 1
+    float limit;
+    float* partial;  // MODE_LINEAR with splits: [tile][split][value][consumer thread]
+    int* counters;
+    int* flag;
+    u32 staged;  // BOXES: shared memory of RESULT_BYTES
+};
+
+// Sums the splits in order in the block that arrives last; false in the others.
+template <int BLOCKS>
+__device__ __forceinline__ bool join_splits(Accumulators<BLOCKS>& acc, const Gemm& g, const Tile& t,
+                                            const Output& out, int index) {
+    constexpr int COUNT = CONSUMERS * WARP;
+    constexpr int SIZE = SIDES * TOKENS / 8 * 4 * COUNT;
+    float* mine = out.partial + (int64)index * SIZE + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < SIDES * BLOCKS * 4; i++) mine[i * COUNT] = (&acc[0][0][0])[i];
+    __threadfence();
+    consumers_sync();
+    if (threadIdx.x == 0) {
+        int* counter = out.counters + index / g.splits;
+        const bool last = atomicAdd(counter, 1) == g.splits - 1;
+        if (last) *counter = 0;
+        *out.flag = last;
+    }
+    consumers_sync();
+    // y_NT = partial_NT.sum(splits)
+    const bool last = *out.flag;
+    consumers_sync();
+    if (!last) return false;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < SIDES * BLOCKS * 4; i++) (&acc[0][0][0])[i] = 0.0f;
+#pragma unroll 1
+    for (int split = 0; split < g.splits; split++) {
+        const float* other = out.partial + (int64)(index - t.split + split) * SIZE + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < SIDES * BLOCKS * 4; i++)
+            (&acc[0][0][0])[i] += __ldcg(other + i * COUNT);
+    }
+    return true;
+}
+
+// Float rows: eight lanes write one token's 32 bytes.
+template <int BLOCKS>
+__device__ __forceinline__ void store_float(const Accumulators<BLOCKS>& acc,
+                                            const float (&alpha)[SIDES], const Gemm& g,
+                                            const Tile& t, const Output& out,
+                                            const int (&slot)[TOKENS / WARP], int warp, int lane) {
+    const int row = t.row_block * ROWS_PER_BLOCK + warp * 16 + lane / 4;
+    float* y = static_cast<float*>(out.y) + (int64)t.batch * g.rows + row;
+#pragma unroll
+    for (int j = 0; j < BLOCKS; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int column = 8 * j + 2 * (lane % 4) + half;
+            const int found = __shfl_sync(~0u, slot[j / 4], column % WARP);
+            float* to = y + (MODE == MODE_DOWN ? found : t.first + column) * out.y_stride;
+            if (column < t.count)
+#pragma unroll
+                for (int side = 0; side < SIDES; side++)
+#pragma unroll
+                    for (int below = 0; below < 16; below += 8)
+                        if (row + side * CONSUMERS * 16 + below < g.rows)
+                            to[side * CONSUMERS * 16 + below] =
+                                acc[side][j][below / 4 + half] * alpha[side];
+        }
+}
+
+// Two values of a row, rounded.
+__device__ __forceinline__ u32 rounded(float first, float second) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const u32*>(&pair);
+}
+
+#if BOXES
+#include "prefill_lines.cuh"
+#else
+
+// {row g; tokens 2t, 2t + 1} to {token g; rows 2t, 2t + 1}.
+__device__ __forceinline__ u32 transpose(u32 pair) {
+    u32 moved;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(moved) : "r"(pair));
+    return moved;
+}
+
+// bf16 rows of stride y_stride (even): four lanes write one token's 16 bytes. Writes an even number
+// of rows. `pairs(j)`: of eight tokens 2t and 2t + 1, of rows g and g + 8, which are `offset`
+// behind the first ones of the block.
+template <int BLOCKS, typename Pairs>
+__device__ __forceinline__ void store_rounded(const Pairs& pairs, int offset, const Gemm& g,
+                                              const Tile& t, const Output& out) {
+    const int lane = threadIdx.x % WARP;
+    const int row = t.row_block * ROWS_PER_BLOCK + offset + warp_index() * 16 + 2 * (lane % 4);
+    bf16* y = static_cast<bf16*>(out.y) + (int64)t.batch * g.rows + row +
+              (t.first + lane / 4) * out.y_stride;
+#pragma unroll
+    for (int j = 0; j < BLOCKS; j++) {
+        const uint2 pair = pairs(j);
+        const u32 top = transpose(pair.x), bottom = transpose(pair.y);
+        bf16* to = y + 8 * j * out.y_stride;
+        if (8 * j + lane / 4 < t.count) {
+            if (row < g.rows) *reinterpret_cast<u32*>(to) = top;
+            if (row + 8 < g.rows) *reinterpret_cast<u32*>(to + 8) = bottom;
+        }
+    }
+}
+#endif
+
+template <int BLOCKS>
+__device__ __forceinline__ void store_linear(const Accumulators<BLOCKS>& acc,
+                                             const float (&alpha)[SIDES], const Gemm& g,
+                                             const Tile& t, const Output& out) {
+#pragma unroll
+    for (int side = 0; side < SIDES; side++) {
+        const auto pairs = [&](int j) {
+            const float(&c)[4] = acc[side][j];
+            return make_uint2(rounded(c[0] * alpha[side], c[1] * alpha[side]),
+                              rounded(c[2] * alpha[side], c[3] * alpha[side]));
+        };
+        store_rounded<BLOCKS>(pairs, side * CONSUMERS * 16, g, t, out);
+    }
+}
+
+__device__ __forceinline__ float gated(float gate, float up, float weight, float limit) {
+    // Comparisons, not fminf: a NaN must stay one.
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up * weight;
+}
+
+template <int BLOCKS>
+__device__ __forceinline__ void store_gated(const Accumulators<BLOCKS>& acc,
+                                            const float (&alpha)[SIDES], const Gemm& g,
+                                            const Tile& t, const Output& out,
+                                            const float (&routing)[TOKENS / WARP]) {
+    const int lane = threadIdx.x % WARP;
+    const auto pairs = [&](int j) {
+        float h[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const float weight =
+                __shfl_sync(~0u, routing[j / 4], (8 * j + 2 * (lane % 4) + r % 2) % WARP);
+            // h = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * routing
+            h[r] = gated(acc[0][j][r] * alpha[0], acc[SIDES - 1][j][r] * alpha[SIDES - 1], weight,
+                         out.limit);
+        }
+        return make_uint2(rounded(h[0], h[1]), rounded(h[2], h[3]));
+    };
+    store_rounded<BLOCKS>(pairs, 0, g, t, out);
+}

@@ -1,0 +1,148 @@
+"""The grouped products of long steps on Hopper, whose operands TMA copies: rows of x are brought
+into the order of the pairs before.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
+from dsv4.ops.linear.prefill import MODE_DOWN, MODE_GATE_UP, NARROW, WIDE, Build
+from dsv4.ops.linear.prefill_long import (
+    LONG_TOKENS,
+    long_build,
+    matrix_boxes,
+    scale_arguments,
+    token_boxes,
+)
+from dsv4.ops.moe.sorted_pairs import Cut, Sorted, Tiling
+from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
+
+# The mode of an entry of prefill_long_sm90.cu.
+_MODES = {"long_gate_up": MODE_GATE_UP, "long_down": MODE_DOWN}
+_TILES = (NARROW, WIDE)
+_GATHER_THREADS = 256
+
+
+def is_long(cut: Cut | None, tokens: int) -> bool:
+    """Whether a product of so many tokens is one of these, where operands allow it: as soon as it
+    is, it is of more tokens, too. ``cut`` None: of all tokens in their order.
+    """
+    return tokens >= LONG_TOKENS and (cut is None or not cut.has_few(tokens))
+
+
+def long_gate_up(
+    recording: Recording,
+    x_TE: Tensor,
+    w1_w3: tuple[PackedWeight, PackedWeight],
+    limit: float,
+    hidden: Tensor,
+    pairs: Sorted | None,
+    weights_TP: Tensor | None,
+) -> None:
+    """``dsv4.ops.moe.grouped.gate_up`` into ``hidden`` in steps that are long."""
+    w1, w3 = w1_w3
+    rows, columns = w1.shape[-2:]
+    x_sorted = x_TE if pairs is None else _gathered(recording, x_TE, pairs)
+    product = _Product.of(recording, "long_gate_up", w1)
+    recording.launch(
+        by_tokens(_gate_up_shape, product, None if pairs is None else pairs.cut),
+        x=token_boxes(x_sorted[:, None]),
+        **matrix_boxes(w1, "w1", NARROW.consumers),
+        **matrix_boxes(w3, "w3", NARROW.consumers),
+        **scale_arguments(w1, "w1"),
+        **scale_arguments(w3, "w3"),
+        tiles=None if pairs is None else pairs.tiles,
+        tile_count=None if pairs is None else pairs.tile_count,
+        slots=None if pairs is None else pairs.slots,
+        routing=weights_TP,
+        h=hidden,
+        rows=rows,
+        columns=columns,
+        row_tiles=padded(rows) // TILE_ROWS,
+        h_stride=hidden.stride(0),
+        limit=limit,
+    )
+
+
+def long_down(
+    recording: Recording, hidden: Tensor, w2: PackedWeight, products: Tensor, pairs: Sorted
+) -> None:
+    """``dsv4.ops.moe.grouped.down`` into ``products`` in steps that are long."""
+    rows, columns = w2.shape[-2:]
+    product = _Product.of(recording, "long_down", w2)
+    recording.launch(
+        by_tokens(_down_shape, product, pairs.cut),
+        h=token_boxes(hidden[:, None]),
+        **matrix_boxes(w2, "w2", NARROW.sides * NARROW.consumers),
+        **scale_arguments(w2, "w2"),
+        tiles=pairs.tiles,
+        tile_count=pairs.tile_count,
+        slots=pairs.slots,
+        y=products,
+        rows=rows,
+        columns=columns,
+        row_tiles=padded(rows) // TILE_ROWS,
+    )
+
+
+@dataclass(frozen=True)
+class _Product:
+    """An entry of prefill_long_sm90.cu for a weight of so many rows: its builds in the order of
+    ``_TILES``.
+    """
+
+    function: str
+    builds: tuple[Build, ...]
+    rows: int
+    multiprocessors: int
+
+    @classmethod
+    def of(cls, recording: Recording, function: str, weight: PackedWeight) -> "_Product":
+        builds = tuple(long_build(weight.format, _MODES[function], tile) for tile in _TILES)
+        return cls(function, builds, weight.shape[-2], recording.target.multiprocessors)
+
+    def shape(self, tiling: Tiling, **numbers: int) -> Shape:
+        """Persistent blocks, as many as there may be tiles and multiprocessors."""
+        build = self.builds[_TILES.index(tiling.tile)]
+        blocks = min(tiling.most * ceil_div(self.rows, build.rows), self.multiprocessors)
+        return build.shape(self.function, blocks, **numbers)
+
+
+def _gathered(recording: Recording, x_TE: Tensor, pairs: Sorted) -> Tensor:
+    tokens, width = x_TE.shape
+    x_sorted = recording.empty((tokens * pairs.per_token, width), x_TE.dtype)
+    recording.launch(
+        by_tokens(_gather_shape, pairs.cut),
+        x=x_TE,
+        slots=pairs.slots,
+        tiles=pairs.tiles,
+        tile_count=pairs.tile_count,
+        sorted=x_sorted,
+        width=width,
+        x_stride=x_TE.stride(0),
+        per_token=pairs.per_token,
+    )
+    return x_sorted
+
+
+def _gather_shape(cut: Cut, tokens: int) -> Shape | None:
+    if not is_long(cut, tokens):
+        return None
+    kernel = Kernel("moe/gather_rows", "gather_rows")
+    return Shape(kernel, tokens * cut.per_token, _GATHER_THREADS)
+
+
+def _gate_up_shape(product: _Product, cut: Cut | None, tokens: int) -> Shape | None:
+    """``cut`` None: of all tokens in their order."""
+    if not is_long(cut, tokens):
+        return None
+    # The wide build of FP8 spills registers.
+    in_order = Tiling(ceil_div(tokens, NARROW.tokens), NARROW)
+    return product.shape(in_order if cut is None else cut.tiling(tokens), tokens=tokens)
+
+
+def _down_shape(product: _Product, cut: Cut, tokens: int) -> Shape | None:
+    return product.shape(cut.tiling(tokens)) if is_long(cut, tokens) else None

@@ -1,0 +1,60 @@
+"""What TMA can copy box by box, and what cannot be a box."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.launch.boxes import Boxes
+from dsv4.launch.recording import Recording
+from dsv4.launch.signature import Parameter
+from dsv4.launch.target import Target
+from dsv4.launch.workspace import lay_out
+
+TENSOR = torch.empty(10, 3, 64, dtype=torch.bfloat16)
+BOX = (8, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "box", "swizzled", "message"),
+    [
+        (TENSOR.float(), BOX, False, "found torch.float32 of strides"),
+        (TENSOR.transpose(0, 2), BOX, False, "whose last dimension is contiguous"),
+        (torch.empty(10, 3, 60).bfloat16(), BOX, False, "expected multiples of 16 bytes"),
+        (TENSOR, (8, 64), False, r"found a box of \(8, 64\) for \(10, 3, 64\)"),
+        (TENSOR, (257, 1, 64), False, "expected 1 to 256 values"),
+        (TENSOR, (0, 1, 64), False, "expected 1 to 256 values"),
+        (TENSOR, (8, 1, 4), False, "found rows of 8 bytes"),
+        (TENSOR, (8, 1, 128), True, "found rows of 256 bytes"),
+        (torch.empty(2, 1, 1, 1, 1, 8).bfloat16(), (1, 1, 1, 1, 1, 8), False, "at most 5 dim"),
+    ],
+)
+def test_what_tma_cannot_copy_is_refused(
+    tensor: Tensor, box: tuple[int, ...], swizzled: bool, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^boxes: .*{message}"):
+        Boxes(tensor, box, swizzled)
+
+
+def test_a_parameter_takes_boxes_or_something_else() -> None:
+    boxes = Boxes(TENSOR, BOX, swizzled=True)
+    parameter = Parameter("x", "TensorMap", pointer=False)
+    assert parameter.problem(boxes) is None
+    assert parameter.problem(TENSOR) is not None
+    assert Parameter("x", "bf16", pointer=True).problem(boxes) is not None
+    assert Parameter("x", "int", pointer=False).problem(boxes) is not None
+
+
+def test_a_buffer_is_alive_where_its_boxes_are_read() -> None:
+    """Else another one would get its memory."""
+    from dsv4.ops.linear.prefill_long import linear
+    from dsv4.weights.packed import pack_weight
+    from dsv4.weights.quant import QuantTensor
+
+    recording = Recording(Target(torch.device("cpu"), "sm_90a", 132), 300)
+    weight = pack_weight(QuantTensor.dense(torch.zeros(64, 64).bfloat16()))
+    x = recording.empty((300, 64), torch.bfloat16)
+    recording.call(lambda *_: None, x)
+    linear(recording, x, weight)
+    layout = lay_out(recording)
+    (x_at, y_at) = sorted(layout.offsets.values())
+    assert y_at - x_at >= 300 * 64 * 2

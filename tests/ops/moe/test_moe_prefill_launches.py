@@ -1,0 +1,185 @@
+"""What the experts of a prompt record, for the published shapes and unusual ones; nothing runs."""
+
+import itertools
+
+import pytest
+import torch
+
+from dsv4.launch.recording import Recording
+from dsv4.launch.target import Target
+from dsv4.launch.workspace import lay_out
+from dsv4.ops.linear.prefill import FEW, NARROW, SOME, WIDE
+from dsv4.ops.moe import prefill
+from dsv4.ops.moe.operands import Layer
+from dsv4.ops.moe.sorted_pairs import Cut
+from dsv4.step.kernel_names import _lengths
+from tests.ops.moe.meta_layer import (
+    BF16,
+    FLASH,
+    GEOMETRIES,
+    PRO,
+    Geometry,
+    bytes_of,
+    launches,
+    names,
+    step,
+)
+from tests.ops.recorded import HOPPER, TARGETS, shape_at
+
+LIMIT = 10.0
+ROUTE = ["prefill_linear", "router_select"]
+PART = [
+    "moe_sort",
+    "prefill_gate_up",
+    "prefill_down",
+    "prefill_gate_up",
+    "prefill_linear",
+    "moe_combine",
+]
+# Where every expert has more than 48 pairs: the forms of short steps, and those of long ones.
+LONG_ROUTE = ["prefill_linear", "long_linear", "router_select"]
+LONG_PART = [
+    "moe_sort",
+    "prefill_gate_up",
+    "gather_rows",
+    "long_gate_up",
+    "prefill_down",
+    "long_down",
+    "prefill_gate_up",
+    "long_gate_up",
+    "prefill_linear",
+    "long_linear",
+    "moe_combine",
+]
+TOKENS = (9, 10, 100, 129, 511, 512)
+
+
+def recorded_prefill(geometry: Geometry, target: Target, tokens: int) -> Recording:
+    recording = Recording(target, tokens)
+    inputs = step(recording, geometry)
+    y_TE, _, _ = prefill.moe(recording, *inputs, geometry.router(), *geometry.weights(), LIMIT)
+    assert (tuple(y_TE.shape), y_TE.dtype) == ((tokens, geometry.width), torch.bfloat16)
+    return recording
+
+
+@pytest.mark.parametrize("finely", [False, True])
+@pytest.mark.parametrize(("per_token", "experts"), [(6, 256), (6, 384), (8, 8), (1, 3)])
+def test_the_most_tiles_are_those_of_no_number_of_tokens_alone(
+    per_token: int, experts: int, finely: bool
+) -> None:
+    cut = Cut(per_token, experts, finely)
+    most = 0
+    for tokens in range(1, 4097):
+        most = max(most, cut.tiling(tokens).most)
+        assert cut.most_tiles(tokens) == most
+
+
+def test_every_tile_is_that_of_a_length_whose_kernels_are_compiled_ahead() -> None:
+    for experts in range(16, 513, 16):
+        for per_token in (1, 2, 4, 6, 8):
+            cut = Cut(per_token, experts, finely=True)
+            known = {cut.tiling(tokens).tile for tokens in [*_lengths(4096), 4096]}
+            assert {cut.tiling(tokens).tile for tokens in range(9, 4097)} == known, cut
+
+
+def test_tiles_grow_with_the_pairs_of_an_expert() -> None:
+    """Flash: 16 pairs are 682 tokens, 48 are 2,048, 64 are 2,730. Others than ours are whole."""
+    found = [Cut(6, 256, finely=True).tiling(n).tile for n in (9, 682, 683, 2048, 2049, 2730, 2731)]
+    assert found == [FEW, FEW, SOME, SOME, NARROW, NARROW, WIDE]
+    assert Cut(6, 256).tiling(9).tile == NARROW
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_scratch_memory_of_a_chunk_holds_every_pair_and_the_most_tiles(geometry: Geometry) -> None:
+    """Most tiles of 128 pairs result when every expert has one pair more than whole tiles."""
+    for tokens, target in itertools.product((9, 130, 2048, 4096), TARGETS.values()):
+        found = launches(recorded_prefill(geometry, target, tokens))
+        (sort,) = (one for one in found if one.signature.kernel == "moe_sort")
+        pairs = tokens * geometry.per_token
+        used = min(geometry.experts, pairs)
+        whole = (pairs - used) // 128
+        most = used + whole
+        assert bytes_of(sort, "slots") >= 4 * pairs
+        assert bytes_of(sort, "tiles") >= 16 * most
+        assert sort.shape.shared_bytes >= 4 * (34 * (geometry.experts + 1) + pairs)
+        for one in found:
+            kernel = one.signature.kernel
+            if kernel.endswith("gate_up"):
+                rows = tokens if one.arguments["slots"] is None else pairs
+                assert bytes_of(one, "h") >= 2 * rows * geometry.inner
+            if kernel.endswith("down"):
+                assert bytes_of(one, "y") >= 4 * pairs * geometry.width
+            if kernel == "gather_rows":
+                assert bytes_of(one, "sorted") >= 2 * pairs * geometry.width
+        *_, product, _ = found
+        assert bytes_of(product, "y") >= 4 * tokens * geometry.width
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_a_prefill_recording_serves_every_shorter_chunk(geometry: Geometry, target: Target) -> None:
+    exact = {tokens: recorded_prefill(geometry, target, tokens) for tokens in TOKENS}
+    for most in (512, 2048):
+        recording = recorded_prefill(geometry, target, most)
+        for tokens, expected in exact.items():
+            assert shapes_at(recording, tokens) == shapes_at(expected, tokens)
+
+
+def shapes_at(recording: Recording, tokens: int) -> list[object]:
+    """Of what is launched for so many tokens."""
+    shapes = [shape_at(launch, tokens) for launch in launches(recording)]
+    return [shape for shape in shapes if shape is not None]
+
+
+def test_long_steps_of_hopper_have_other_forms() -> None:
+    for target in TARGETS.values():
+        assert names(recorded_prefill(FLASH, target, 128)) == ROUTE + PART
+        hopper = target is HOPPER
+        expected = LONG_ROUTE + LONG_PART if hopper else ROUTE + PART
+        recording = recorded_prefill(FLASH, target, 4096)
+        assert names(recording) == expected
+        for tokens in (9, 128, 129, 2048, 2049, 4096):
+            launched = [
+                launch.signature.kernel
+                for launch in launches(recording)
+                if shape_at(launch, tokens) is not None
+            ]
+            long_dense = hopper and tokens > 128
+            dense = ["long_linear" if long_dense else "prefill_linear"]
+            routed = ["prefill_gate_up", "prefill_down"]
+            if hopper and tokens > 2048:
+                routed = ["gather_rows", "long_gate_up", "long_down"]
+            shared = ["long_gate_up" if long_dense else "prefill_gate_up"]
+            part = ["moe_sort", *routed, *shared, *dense, "moe_combine"]
+            assert launched == [*dense, "router_select", *part], tokens
+
+
+def test_parts_of_a_long_chunk_share_their_memory() -> None:
+    geometry = PRO
+    most = 4352
+    layer = Layer(*geometry.weights(), LIMIT)
+    assert prefill.tokens_of_a_part(layer, geometry.per_token) == most
+    recording = recorded_prefill(geometry, HOPPER, 8192)
+    assert names(recording) == LONG_ROUTE + LONG_PART + LONG_PART
+    assert lay_out(recording).nbytes < (1 << 30) + (256 << 20)
+    routed = len(LONG_ROUTE)
+    first = launches(recording)[routed : routed + len(LONG_PART)]
+    second = launches(recording)[routed + len(LONG_PART) :]
+    whole = launches(recorded_prefill(geometry, HOPPER, most))[routed:]
+    for tokens in (9, 100, 3840, most):
+        alone = [shape_at(launch, tokens) for launch in whole]
+        assert [shape_at(launch, tokens) for launch in first] == alone
+    for tokens in (9, 100, 3840):
+        alone = [shape_at(launch, tokens) for launch in whole]
+        assert [shape_at(launch, most + tokens) for launch in second] == alone
+        assert not any(shape_at(launch, tokens) for launch in second)
+    assert not any(shape_at(launch, most) for launch in second)
+    for launch in first:
+        assert shape_at(launch, 8192) == shape_at(launch, most)
+
+
+def test_rows_between_16_byte_borders_are_copied_first() -> None:
+    """As no published width needs it."""
+    geometry = Geometry(36, 20, 5, 3, (BF16, BF16))
+    recording = recorded_prefill(geometry, HOPPER, 50)
+    assert len(recording.items) == len(ROUTE + PART) + 1
