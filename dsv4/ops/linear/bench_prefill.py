@@ -12,9 +12,9 @@ from dsv4.ops.immediate import TimedOp, immediately
 from dsv4.ops.linear.prefill_long import grouped_linear, linear
 from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.moe.bench import EXPERTS, GEOMETRIES, LIMIT, PER_TOKEN, random_weight
-from dsv4.ops.moe.grouped import down, gate_up
+from dsv4.ops.moe.grouped import down, gate_up, sort_pairs
 from dsv4.ops.moe.prefill import expert_sum
-from dsv4.ops.moe.sorted_pairs import Sorted, sort_by_expert
+from dsv4.ops.moe.sorted_pairs import Sorted
 from dsv4.ops.op_case import OpCase
 from dsv4.weights.quant import QuantFormat, packed_bytes
 
@@ -107,7 +107,7 @@ def _pair(model: str, tokens: int) -> OpCase:
     def make(index: int) -> Callable[[], object]:
         experts = _experts(model)
         x_TE, ids_TP, weights_TP = _routed(model, tokens)
-        pairs = immediately(sort_by_expert)(ids_TP, EXPERTS[model], finely=True)
+        pairs = immediately(sort_pairs)(x_TE, ids_TP, EXPERTS[model])
 
         def both(recording: Recording, x_TE: Tensor, pairs: Sorted) -> Tensor:
             w1 = experts.w1

@@ -69,7 +69,7 @@ class Tile(NamedTuple):
 
     def rows(self, mode: int) -> int:
         """Those of the result (ROWS_PER_BLOCK); gate and up are of the same ones."""
-        return self.consumers * TILE_ROWS * (1 if mode == MODE_GATE_UP else self.sides)
+        return self.consumers * TILE_ROWS * self.sides // (2 if mode == MODE_GATE_UP else 1)
 
     def fitting(self, mode: int, rows: int) -> "Tile":
         """This one, or one of fewer consumers where a product of so many rows leaves more of its
@@ -84,6 +84,7 @@ FEW = Tile(32, 12)
 SOME = Tile(64, 12)
 NARROW = Tile(TILE_TOKENS, _FEWEST_CONSUMERS)
 WIDE = Tile(TILE_TOKENS, _FEWEST_CONSUMERS, wide=True)
+LARGE = Tile(2 * TILE_TOKENS, _FEWEST_CONSUMERS, sides=1)
 
 
 @dataclass(frozen=True)

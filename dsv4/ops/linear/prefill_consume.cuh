@@ -9,7 +9,7 @@ __device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Outpu
     const int lane = threadIdx.x % WARP;
     int slot[TOKENS / WARP] = {};
     float routing[TOKENS / WARP];
-    float alpha[SIDES];
+    float alpha[READ];
 #pragma unroll
     for (int i = 0; i < TOKENS / WARP; i++) {
         const bool valid = i * WARP + lane < t.count;
@@ -18,14 +18,14 @@ __device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Outpu
         routing[i] = MODE == MODE_GATE_UP && out.routing && valid ? out.routing[slot[i]] : 1.0f;
     }
 #pragma unroll
-    for (int side = 0; side < SIDES; side++)
+    for (int side = 0; side < READ; side++)
         alpha[side] = FORMAT == NVFP4 ? g.side[side].global_scale[t.expert] : 1.0f;
     Accumulators<BLOCKS> acc = {};
-    float unit[SIDES];
+    float unit[READ];
     // y_NT = weight_NK @ x_TK.T
     accumulate<BLOCKS>(acc, unit, g, t, pipe, warp, lane);
 #pragma unroll
-    for (int side = 0; side < SIDES; side++) {
+    for (int side = 0; side < READ; side++) {
         if (MODE == MODE_LINEAR && FORMAT == FP8 && g.splits > 1) {
             // Splits may end at different mantissas.
             rescale(acc[side], unit[side] / UNIT);
@@ -39,8 +39,9 @@ __device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Outpu
     if (index + (int)gridDim.x < g.total()) t = tile_at(g, index + gridDim.x);
     if (MODE == MODE_LINEAR && g.splits > 1 && !join_splits<BLOCKS>(acc, g, done, out, index))
         return;
-    if (MODE == MODE_GATE_UP) store_gated<BLOCKS>(acc, alpha, g, done, out, routing);
-    else if (MODE == MODE_DOWN || OUT_FLOAT)
+    if constexpr (MODE == MODE_GATE_UP)
+        store_gated<BLOCKS>(acc, alpha, g, done, out, routing);
+    else if constexpr (MODE == MODE_DOWN || OUT_FLOAT)
         store_float<BLOCKS>(acc, alpha, g, done, out, slot, warp, lane);
     else store_linear<BLOCKS>(acc, alpha, g, done, out);
 }

@@ -60,3 +60,37 @@ __device__ __forceinline__ void store_rounded(const Pairs& pairs, int offset, co
     // The next results begin with the first buffer.
     if (PARTS % 2) group_sync(group);
 }
+
+// The same where two warps share row tiles, so that a warpgroup has 32 rows: four lanes write one
+// token's 64 bytes. `pair(j)`: of the warp's eight rows. Piece c of token n waits at place
+// c ^ (n / 2 % 4).
+template <int BLOCKS, typename Pair>
+__device__ __forceinline__ void store_shared(const Pair& pair, const Gemm& g, const Tile& t,
+                                             const Output& out) {
+    constexpr int PARTS = (BLOCKS + 3) / 4, LINE = GROUP_ROWS;  // bytes of 32 rows
+    const int thread = threadIdx.x % GROUP, group = threadIdx.x / GROUP;
+    const int lane = thread % WARP, warp = thread / WARP;
+    const int row = t.row_block * ROWS_PER_BLOCK + group * (GROUP_ROWS / 2) + thread % 4 * 8;
+    bf16* y = static_cast<bf16*>(out.y) + row + (t.first + thread / 4) * out.y_stride;
+    // Lane l gives the address of token l of 32.
+    const u32 place = lane * LINE + (warp ^ lane / 2 % 4) * 16;
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+        const u32 buffer = out.staged + (2 * group + part % 2) * STAGED_BYTES;
+        u32 pairs[4] = {};
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (4 * part + i < BLOCKS) pairs[i] = pair(4 * part + i);
+        store_transposed(buffer + place, make_uint2(pairs[0], pairs[1]),
+                         make_uint2(pairs[2], pairs[3]));
+        group_sync(group);
+        const int waiting = thread / 4;
+        const uint4 line = load_shared16(buffer + waiting * LINE +
+                                         ((thread % 4) ^ waiting / 2 % 4) * 16);
+        const int first = part * STAGED_TOKENS;
+        if (first + waiting < t.count && row < g.rows)
+            *reinterpret_cast<uint4*>(y + first * out.y_stride) = line;
+    }
+    // The next results begin with the first buffer.
+    if (PARTS % 2) group_sync(group);
+}

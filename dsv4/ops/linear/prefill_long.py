@@ -13,6 +13,8 @@ from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear.aligned import aligned_rows
 from dsv4.ops.linear.prefill import (
+    LARGE,
+    MODE_GATE_UP,
     MODE_LINEAR,
     STAGE_BYTES,
     TILE_TOKENS,
@@ -29,10 +31,9 @@ from dsv4.weights.quant import QuantFormat
 LONG_TOKENS = TILE_TOKENS + 1
 # Tiles of a dense product: the larger one costs less for a token, the smaller one leaves fewer
 # multiprocessors without work.
-WHOLE = Tile(256, 8, sides=1)
-HALF = Tile(128, 8, sides=1)
-_TILES = (WHOLE, HALF)
-# What HALF takes of the time of WHOLE (docs/kernels/linear.md).
+HALF = LARGE._replace(tokens=TILE_TOKENS)
+_TILES = (LARGE, HALF)
+# What HALF takes of the time of LARGE (docs/kernels/linear.md).
 _HALF_TIME = 0.65
 _HALF_TIME_FP8 = 0.7
 # Results on their way (RESULT_BYTES of prefill_lines.cuh).
@@ -40,6 +41,9 @@ _RESULT_BYTES = 16 << 10
 # Rows of a warpgroup, which are written together, and of a block.
 _ROWS_MULTIPLE = 64
 _LINE_BYTES = 512
+# Row tiles of a box (BOX_TILES).
+_BOX_TILES = 8
+_GATE_UP_BOX_TILES = 4
 
 
 def takes_boxes(recording: Recording, x: Tensor) -> bool:
@@ -62,10 +66,11 @@ def token_boxes(x_TGK: Tensor) -> Boxes:
     return Boxes(x_TGK, (TILE_TOKENS, 1, PADDING), swizzled=True)
 
 
-def matrix_boxes(weight: PackedWeight, name: str, row_tiles: int) -> dict[str, Boxes]:
-    """Data and block scales of a matrix or a stack by the names of a kernel's arguments: so many
-    row tiles of a stage. The data again for scales that are not in boxes.
+def matrix_boxes(weight: PackedWeight, name: str, mode: int) -> dict[str, Boxes]:
+    """Data and block scales of a matrix or a stack by the names of a kernel's arguments. The data
+    again for scales that are not in boxes.
     """
+    row_tiles = _GATE_UP_BOX_TILES if mode == MODE_GATE_UP else _BOX_TILES
     stage = STAGE_BYTES[weight.format]
     data = _words(weight.data)
     boxes = Boxes(data, (row_tiles, stage.weight // _LINE_BYTES, data.shape[-1]))
@@ -92,18 +97,18 @@ def linear_batches_long(
     x_TGK = aligned_rows(recording, x_TGK)
     _, groups, columns = x_TGK.shape
     rows = weight.shape[0] // groups
-    whole_rows = rows % (_ROWS_MULTIPLE if groups == 1 else WHOLE.rows(MODE_LINEAR)) == 0
+    whole_rows = rows % (_ROWS_MULTIPLE if groups == 1 else LARGE.rows(MODE_LINEAR)) == 0
     if not (takes_boxes(recording, x_TGK) and whole_rows):
         return linear_batches(recording, x_TGK, weight, out_dtype)
     y_TGR = linear_batches(recording, x_TGK, weight, out_dtype, fewer_than=LONG_TOKENS)
     out_float = out_dtype == torch.float32
     variants = {tile: long_build(weight.format, MODE_LINEAR, tile, out_float) for tile in _TILES}
-    row_blocks = ceil_div(rows, WHOLE.rows(MODE_LINEAR)) * groups
+    row_blocks = ceil_div(rows, LARGE.rows(MODE_LINEAR)) * groups
     fastest = Fastest(weight.format, row_blocks, recording.target.multiprocessors)
     recording.launch(
         by_tokens(_shape, tuple(variants.items()), fastest),
         x=token_boxes(x_TGK),
-        **matrix_boxes(weight, "weight", WHOLE.consumers),
+        **matrix_boxes(weight, "weight", MODE_LINEAR),
         **scale_arguments(weight, "weight"),
         y=y_TGR,
         rows=rows,
@@ -128,7 +133,7 @@ class Fastest(NamedTuple):
         """The tile for so many tokens."""
         half_time = _HALF_TIME_FP8 if self.format is QuantFormat.FP8_BLOCK128 else _HALF_TIME
         whole, half = (ceil_div(self.tiles(tile, tokens), self.multiprocessors) for tile in _TILES)
-        return HALF if half * half_time < whole else WHOLE
+        return HALF if half * half_time < whole else LARGE
 
     def tiles(self, tile: Tile, tokens: int) -> int:
         """How many tiles there are."""

@@ -9,11 +9,12 @@
 #include "prefill_consume.cuh"
 #include "tensor_map.cuh"
 
-// What a row tile of weights has of boxes in a stage: lines of 512 bytes.
-constexpr int LINES = WEIGHT_BYTES / 512;
+// Boxes have 128 tokens, and as many row tiles as divide those of a matrix in every tile, each of
+// lines of 512 bytes.
 constexpr int BOX_TOKENS = 128;
-constexpr int MATRICES = MODE == MODE_GATE_UP ? 2 : 1;
-constexpr int BOX_TILES = ROW_TILES / MATRICES;
+constexpr int BOX_TILES = MODE == MODE_GATE_UP ? 4 : 8;
+constexpr int LINES = WEIGHT_BYTES / 512;
+constexpr int MATRIX_TILES = ROW_TILES / MATRICES;
 
 struct Maps {
     const TensorMap* x;
@@ -35,12 +36,14 @@ __device__ __forceinline__ void copy_stages(const Gemm& g, const Maps& maps, Pip
             for (int i = 0; i < TOKENS; i += BOX_TOKENS, to += BOX_TOKENS * 2 * STEP)
                 copy_box(to, *maps.x, step * STEP, t.batch, t.first + i, full);
 #pragma unroll
-            for (int i = 0; i < MATRICES; i++, to += BOX_TILES * WEIGHT_BYTES)
-                copy_box(to, *maps.weight[i], 0, step * LINES, row_tile, full);
+            for (int i = 0; i < ROW_TILES; i += BOX_TILES, to += BOX_TILES * WEIGHT_BYTES)
+                copy_box(to, *maps.weight[i / MATRIX_TILES], 0, step * LINES,
+                         row_tile + i % MATRIX_TILES, full);
             if (SCALE_BYTES > 0)
 #pragma unroll
-                for (int i = 0; i < MATRICES; i++, to += BOX_TILES * SCALE_BYTES)
-                    copy_box(to, *maps.scale[i], 0, step, row_tile, full);
+                for (int i = 0; i < ROW_TILES; i += BOX_TILES, to += BOX_TILES * SCALE_BYTES)
+                    copy_box(to, *maps.scale[i / MATRIX_TILES], 0, step,
+                             row_tile + i % MATRIX_TILES, full);
             pipe.advance();
         }
     }

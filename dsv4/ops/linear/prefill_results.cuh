@@ -138,21 +138,28 @@ __device__ __forceinline__ float gated(float gate, float up, float weight, float
 
 template <int BLOCKS>
 __device__ __forceinline__ void store_gated(const Accumulators<BLOCKS>& acc,
-                                            const float (&alpha)[SIDES], const Gemm& g,
+                                            const float (&alpha)[READ], const Gemm& g,
                                             const Tile& t, const Output& out,
                                             const float (&routing)[TOKENS / WARP]) {
     const int lane = threadIdx.x % WARP;
-    const auto pairs = [&](int j) {
-        float h[4];
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            const float weight =
-                __shfl_sync(~0u, routing[j / 4], (8 * j + 2 * (lane % 4) + r % 2) % WARP);
-            // h = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * routing
-            h[r] = gated(acc[0][j][r] * alpha[0], acc[SIDES - 1][j][r] * alpha[SIDES - 1], weight,
-                         out.limit);
-        }
-        return make_uint2(rounded(h[0], h[1]), rounded(h[2], h[3]));
+    const auto h = [&](float gate, float up, int j, int r) {
+        const float weight =
+            __shfl_sync(~0u, routing[j / 4], (8 * j + 2 * (lane % 4) + r % 2) % WARP);
+        // h = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * routing
+        return gated(gate * alpha[0], up * alpha[READ - 1], weight, out.limit);
     };
-    store_rounded<BLOCKS>(pairs, 0, g, t, out);
+    // Rows g of eight tokens, and rows g + 8 that the same row tiles have.
+    const auto pair = [&](int j, int r) {
+        const float(&gate)[4] = acc[0][j];
+        const float(&up)[4] = acc[SIDES - 1][j];
+        constexpr int UP = SHARED_TILES ? 2 : 0;
+        return rounded(h(gate[r], up[UP + r], j, r), h(gate[r + 1], up[UP + r + 1], j, r + 1));
+    };
+#if BOXES
+    if constexpr (SHARED_TILES) {
+        store_shared<BLOCKS>([&](int j) { return pair(j, 0); }, g, t, out);
+        return;
+    }
+#endif
+    store_rounded<BLOCKS>([&](int j) { return make_uint2(pair(j, 0), pair(j, 2)); }, 0, g, t, out);
 }

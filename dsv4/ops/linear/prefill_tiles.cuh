@@ -55,6 +55,11 @@ constexpr int THREADS = (CONSUMERS + PRODUCERS) * WARP;
 // 384 threads start with 168 registers each, 512 with 128: the sums are the same.
 constexpr int PRODUCER_REGISTERS = BOXES ? 24 : 56;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 12 ? 152 : BOXES ? 240 : 224;
+// With one side, gate and up are the rows g and g + 8 of a fragment, eight of each: two warps share
+// their row tiles.
+constexpr bool SHARED_TILES = MODE == MODE_GATE_UP && SIDES == 1;
+constexpr int MATRICES = MODE == MODE_GATE_UP ? 2 : 1;
+constexpr int READ = SHARED_TILES ? 2 : SIDES;  // row tiles of a warp, whole or half
 constexpr int ROW_TILES = CONSUMERS * SIDES;
 // One row tile of one step.
 constexpr int WEIGHT_BYTES = FORMAT == BF16 ? 2048 : FORMAT == FP8 ? 1024 : 512;
@@ -62,7 +67,7 @@ constexpr int SCALE_BYTES = FORMAT == NVFP4 ? 64 : FORMAT == MXFP4 ? 32 : 0;
 constexpr int X_BYTES = TOKENS * STEP * 2;
 constexpr int STAGE_USED = X_BYTES + ROW_TILES * (WEIGHT_BYTES + SCALE_BYTES);
 constexpr int STAGE_BYTES = (STAGE_USED + 1023) / 1024 * 1024;  // 128-byte swizzle atoms
-constexpr int ROWS_PER_BLOCK = CONSUMERS * 16 * (MODE == MODE_GATE_UP ? 1 : SIDES);
+constexpr int ROWS_PER_BLOCK = ROW_TILES * 16 / MATRICES;
 
 // Dequantized weights are the stored values times a power of two that keeps every intermediate bf16
 // normal.
@@ -134,6 +139,9 @@ __device__ __forceinline__ Tile tile_at(const Gemm& g, int index) {
 #elif BOXES && MODE == MODE_LINEAR
 #define WIDTH_0 (TOKENS / 32)
 #define WIDTH_1 (TOKENS / 16)
+#elif TOKENS == 256
+#define WIDTH_0 18
+#define WIDTH_1 26
 #elif MODE == MODE_LINEAR
 #define WIDTH_0 4
 #define WIDTH_1 8
@@ -149,13 +157,13 @@ __device__ __forceinline__ int token_blocks(int count) {
 }
 
 __device__ __forceinline__ int first_row_tile(const Gemm& g, const Tile& t, int side) {
-    return t.batch * (g.rows / 16) +
-           (MODE == MODE_GATE_UP ? t.row_block : t.row_block * SIDES + side) * CONSUMERS;
+    return t.batch * (g.rows / 16) + t.row_block * (ROWS_PER_BLOCK / 16) +
+           (MODE == MODE_GATE_UP ? 0 : side * CONSUMERS);
 }
 
 // Row tile of (side, warp), clamped so that warps beyond the matrix read something harmless.
 __device__ __forceinline__ int row_tile(const Gemm& g, const Tile& t, int side, int warp) {
-    return min(first_row_tile(g, t, side) + warp, g.row_tiles - 1);
+    return min(first_row_tile(g, t, side) + (SHARED_TILES ? warp / 2 : warp), g.row_tiles - 1);
 }
 
 // ---------------------------------------------------------------- barriers and copies
@@ -234,6 +242,33 @@ struct Weights {
                 << 7;
             spread(pair);
         }
+    }
+
+    // Of row g, or of row g + 8 where `half` is 1.
+    __device__ void dequantize_half(u32& first, u32& second, int s, int half) {
+        if (FORMAT == BF16) {
+            first = load_shared4(data + s * 512 + 4 * half);
+            second = load_shared4(data + s * 512 + 8 + 4 * half);
+            return;
+        }
+        constexpr u32 SIGN = 0x80008000;
+        if (FORMAT == FP8) {
+            const uint4 w = words[s / 2 % (sizeof(words) / 16)];
+            const u32 pairs[2] = {s % 2 ? w.z : w.x, s % 2 ? w.w : w.y};
+            u32* const to[2] = {&first, &second};
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const u32 code = __byte_perm(pairs[r], 0, half ? 0x3424 : 0x1404);
+                *to[r] = multiply((code & SIGN) | ((code >> 4) & 0x07F007F0), low);
+            }
+            return;
+        }
+        constexpr u32 MAGNITUDE = 0x01C001C0;
+        const u32 w = s == 0 ? words[0].x : s == 1 ? words[0].y : s == 2 ? words[0].z : words[0].w;
+        expand_scales(s);
+        const u32 factor = half ? high : low, moved = w << (3 * half), signs = w << (1 + half);
+        first = multiply((moved & SIGN) | ((moved >> 3) & MAGNITUDE), factor);
+        second = multiply((signs & SIGN) | ((moved << 3) & MAGNITUDE), factor);
     }
 
     __device__ void dequantize(u32 (&a)[4], int s) {
@@ -316,11 +351,26 @@ __device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 address) {
 }
 
 template <int BLOCKS>
-__device__ __forceinline__ void rescale(float (&acc)[BLOCKS][4], float factor) {
+__device__ __forceinline__ void rescale(float (&acc)[BLOCKS][4], float factor, float below) {
 #pragma unroll
     for (int j = 0; j < BLOCKS; j++)
 #pragma unroll
-        for (int r = 0; r < 4; r++) acc[j][r] *= factor;
+        for (int r = 0; r < 4; r++) acc[j][r] *= r < 2 ? factor : below;
+}
+
+template <int BLOCKS>
+__device__ __forceinline__ void rescale(float (&acc)[BLOCKS][4], float factor) {
+    rescale(acc, factor, factor);
+}
+
+// Every sum by the change of its matrix's scale.
+template <int BLOCKS>
+__device__ __forceinline__ void rescale_all(Accumulators<BLOCKS>& acc,
+                                            const float (&change)[READ]) {
+    if (SHARED_TILES) rescale(acc[0], change[0], change[READ - 1]);
+    else
+#pragma unroll
+        for (int side = 0; side < SIDES; side++) rescale(acc[side], change[side]);
 }
 
 #if WGMMA

@@ -21,7 +21,7 @@ from dsv4.ops.linear.prefill import (
 )
 from dsv4.ops.linear.prefill_long import takes_boxes
 from dsv4.ops.moe.grouped_long import is_long, long_down, long_gate_up
-from dsv4.ops.moe.sorted_pairs import Cut, Sorted, Tiling
+from dsv4.ops.moe.sorted_pairs import Cut, Sorted, Tiling, sort_by_expert
 from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
 
 # The mode of an entry of prefill_gemm.cuh.
@@ -29,6 +29,12 @@ _MODES = {"prefill_gate_up": MODE_GATE_UP, "prefill_down": MODE_DOWN}
 _TILES = (FEW, SOME, NARROW, WIDE)
 # bfloat16 values in 16 bytes, which rows that a GEMM reads begin at multiples of.
 _VECTOR = 8
+
+
+def sort_pairs(recording: Recording, x_TE: Tensor, ids_TP: Tensor, experts: int) -> Sorted:
+    """``sort_by_expert`` in the tiles with which the products of x are fastest."""
+    coarsely = takes_boxes(recording, x_TE)
+    return sort_by_expert(recording, ids_TP, experts, finely=True, coarsely=coarsely)
 
 
 def gate_up(

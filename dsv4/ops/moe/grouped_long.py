@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
-from dsv4.ops.linear.prefill import MODE_DOWN, MODE_GATE_UP, NARROW, WIDE, Build
+from dsv4.ops.linear.prefill import LARGE, MODE_DOWN, MODE_GATE_UP, NARROW, WIDE, Build
 from dsv4.ops.linear.prefill_long import (
     LONG_TOKENS,
     long_build,
@@ -22,7 +22,7 @@ from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
 
 # The mode of an entry of prefill_long_sm90.cu.
 _MODES = {"long_gate_up": MODE_GATE_UP, "long_down": MODE_DOWN}
-_TILES = (NARROW, WIDE)
+_TILES = (NARROW, WIDE, LARGE)
 _GATHER_THREADS = 256
 
 
@@ -50,8 +50,8 @@ def long_gate_up(
     recording.launch(
         by_tokens(_gate_up_shape, product, None if pairs is None else pairs.cut),
         x=token_boxes(x_sorted[:, None]),
-        **matrix_boxes(w1, "w1", NARROW.consumers),
-        **matrix_boxes(w3, "w3", NARROW.consumers),
+        **matrix_boxes(w1, "w1", MODE_GATE_UP),
+        **matrix_boxes(w3, "w3", MODE_GATE_UP),
         **scale_arguments(w1, "w1"),
         **scale_arguments(w3, "w3"),
         tiles=None if pairs is None else pairs.tiles,
@@ -76,7 +76,7 @@ def long_down(
     recording.launch(
         by_tokens(_down_shape, product, pairs.cut),
         h=token_boxes(hidden[:, None]),
-        **matrix_boxes(w2, "w2", NARROW.sides * NARROW.consumers),
+        **matrix_boxes(w2, "w2", MODE_DOWN),
         **scale_arguments(w2, "w2"),
         tiles=pairs.tiles,
         tile_count=pairs.tile_count,
@@ -139,9 +139,10 @@ def _gate_up_shape(product: _Product, cut: Cut | None, tokens: int) -> Shape | N
     """``cut`` None: of all tokens in their order."""
     if not is_long(cut, tokens):
         return None
-    # The wide build of FP8 spills registers.
-    in_order = Tiling(ceil_div(tokens, NARROW.tokens), NARROW)
-    return product.shape(in_order if cut is None else cut.tiling(tokens), tokens=tokens)
+    if cut is not None:
+        return product.shape(cut.tiling(tokens), tokens=tokens)
+    tile = LARGE if tokens > LARGE.tokens else NARROW
+    return product.shape(Tiling(ceil_div(tokens, tile.tokens), tile), tokens=tokens)
 
 
 def _down_shape(product: _Product, cut: Cut, tokens: int) -> Shape | None:

@@ -19,9 +19,9 @@ from dsv4.ops.linear.aligned import aligned_rows
 from dsv4.ops.linear.prefill import TILE_TOKENS
 from dsv4.ops.linear.prefill_long import linear
 from dsv4.ops.moe import ExpertWeights, Mixture
-from dsv4.ops.moe.grouped import down, gate_up
+from dsv4.ops.moe.grouped import down, gate_up, sort_pairs
 from dsv4.ops.moe.operands import Layer, check_experts
-from dsv4.ops.moe.sorted_pairs import Sorted, sort_by_expert, sort_shared_bytes
+from dsv4.ops.moe.sorted_pairs import Sorted, sort_shared_bytes
 from dsv4.ops.moe.token_part import TokenPart
 from dsv4.ops.router import Router
 from dsv4.ops.router.prefill import Linear, route
@@ -176,7 +176,7 @@ def _sum_part(
 ) -> None:
     experts, shared, limit = layer
     x_TE, ids_TP, weights_TP = routed
-    pairs = sort_by_expert(recording, ids_TP, experts.w1.shape[0], finely=True)
+    pairs = sort_pairs(recording, x_TE, ids_TP, experts.w1.shape[0])
     hidden = gate_up(recording, x_TE, experts.w1, experts.w3, limit, pairs, weights_TP)
     products = down(recording, hidden, experts.w2, pairs)
     shared_hidden = gate_up(recording, x_TE, shared.w1, shared.w3, limit)

@@ -11,11 +11,13 @@ from torch import Tensor
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
-from dsv4.ops.linear.prefill import FEW, NARROW, SOME, TILE_TOKENS, WIDE, Tile
+from dsv4.ops.linear.prefill import FEW, LARGE, NARROW, SOME, TILE_TOKENS, WIDE, Tile
 
 # Pairs of an expert on average up to which tiles are small (docs/kernels/moe.md).
 _FEW_PAIRS = 16
 _SOME_PAIRS = 48
+# And from which on they are large, where they may be.
+_LARGE_PAIRS = 112
 # Threads and warps of moe_sort.cu.
 _SORT_THREADS = 1024
 _SORT_WARPS = 32
@@ -51,12 +53,14 @@ class Sorted:
 
 class Cut(NamedTuple):
     """How pairs are cut into tiles, P of every token over X experts: of at most 128 pairs, or
-    ``finely``, into small ones where an expert has few on average.
+    ``finely``, into small ones where an expert has few on average, and ``coarsely``, into large
+    ones where a step is long and an expert has many.
     """
 
     per_token: int
     experts: int
     finely: bool = False
+    coarsely: bool = False
 
     def tiling(self, tokens: int) -> "Tiling":
         """The tiling of the pairs of ``tokens``; an expert's pairs share no tile with others."""
@@ -65,6 +69,8 @@ class Cut(NamedTuple):
         tile = Tiling.of_tokens(average).tile
         if self.finely and self.has_few(tokens):
             tile = FEW if average <= _FEW_PAIRS else SOME
+        if self.coarsely and average > _LARGE_PAIRS and tokens > TILE_TOKENS:
+            tile = LARGE
         return Tiling(pairs // tile.tokens + min(self.experts, pairs), tile)
 
     def average(self, tokens: int) -> int:
@@ -77,8 +83,10 @@ class Cut(NamedTuple):
 
     def most_tiles(self, tokens: int) -> int:
         """Those of any number up to ``tokens``: more of them can be cut into fewer tiles."""
-        small = (pairs * self.experts // self.per_token for pairs in (_FEW_PAIRS, _SOME_PAIRS))
-        return max(self.tiling(min(count, tokens)).most for count in (*small, tokens))
+        limits = (_FEW_PAIRS, _SOME_PAIRS, _LARGE_PAIRS)
+        last = (pairs * self.experts // self.per_token for pairs in limits)
+        counts = (*last, TILE_TOKENS, tokens)
+        return max(self.tiling(max(1, min(count, tokens))).most for count in counts)
 
 
 class Tiling(NamedTuple):
@@ -95,11 +103,15 @@ class Tiling(NamedTuple):
 
 
 def sort_by_expert(
-    recording: Recording, ids_TP: Tensor, experts: int, finely: bool = False
+    recording: Recording,
+    ids_TP: Tensor,
+    experts: int,
+    finely: bool = False,
+    coarsely: bool = False,
 ) -> Sorted:
     """The stable order of ids int64 ``[T, P]`` by expert, in tiles of pairs of one (``Cut``)."""
     tokens, per_token = ids_TP.shape
-    cut = Cut(per_token, experts, finely)
+    cut = Cut(per_token, experts, finely, coarsely)
     most = cut.most_tiles(tokens)
     slots = recording.empty((tokens * per_token,), torch.int32)
     tiles = recording.empty((most, 4), torch.int32)

@@ -10,7 +10,7 @@ from dsv4.launch.items import Launch
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.linear import prefill, prefill_long
-from dsv4.ops.linear.prefill_long import HALF, WHOLE, Fastest
+from dsv4.ops.linear.prefill_long import HALF, LARGE, Fastest
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat
 from tests.ops.cases import assert_rounded_once, normal
@@ -46,7 +46,7 @@ FAULTS = {
         "prefill_long_sm90.cu", "barrier_expect(full, STAGE_USED)", "barrier_expect(full, 1 << 16)"
     ),
     "waiting results are read at once": SourceEdit(
-        "prefill_lines.cuh", "        group_sync(group);\n", ""
+        "prefill_lines.cuh", "        group_sync(group);\n#pragma", "#pragma"
     ),
     "results have the wrong places": SourceEdit(
         "prefill_lines.cuh", "((thread % 8) ^ waiting % 8) * 16", "(thread % 8) * 16"
@@ -100,8 +100,8 @@ def test_equals_the_form_of_shorter_steps(format: QuantFormat, dtype: torch.dtyp
     for tokens, multiprocessors, tile in (
         (150, 4, HALF),
         (180, 4, HALF),
-        (560, 1, WHOLE),
-        (612, 1, WHOLE),
+        (560, 1, LARGE),
+        (612, 1, LARGE),
     ):
         assert Fastest(format, 2, multiprocessors).tile(tokens) == tile
         sizes = (1, 192, 160)
@@ -153,12 +153,12 @@ def test_what_is_launched_for_shorter_steps() -> None:
         # Rows of Flash on 132 multiprocessors: o_b, o_a, query rows.
         (32, 256, HALF),
         (32, 512, HALF),
-        (32, 768, WHOLE),
+        (32, 768, LARGE),
         (64, 256, HALF),
-        (64, 384, WHOLE),
-        (256, 129, WHOLE),
-        (256, 256, WHOLE),
-        (256, 4096, WHOLE),
+        (64, 384, LARGE),
+        (256, 129, LARGE),
+        (256, 256, LARGE),
+        (256, 4096, LARGE),
     ],
 )
 def test_the_tile_leaves_few_multiprocessors_without_work(

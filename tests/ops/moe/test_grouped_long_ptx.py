@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
-from dsv4.ops.linear.prefill import NARROW, WIDE, Tile
+from dsv4.ops.linear.prefill import LARGE, NARROW, WIDE, Tile
 from dsv4.ops.moe import grouped
-from dsv4.ops.moe.grouped import down, gate_up
-from dsv4.ops.moe.sorted_pairs import Cut, sort_by_expert
+from dsv4.ops.moe.grouped import down, gate_up, sort_pairs
+from dsv4.ops.moe.sorted_pairs import Cut
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat
 from dsv4.weights.quantize import quantize
@@ -24,13 +24,16 @@ pytestmark = pytest.mark.slow
 
 FORMATS = [QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16]
 LIMIT = 10.0
-WIDTH, INNER = 192, 160
+WIDTH, INNER = 128, 96
 FAULTS = {
     "every expert is the first one": SourceEdit(
         "prefill_long_sm90.cu", "t.expert * g.row_tiles + first", "first"
     ),
     "up is gate": SourceEdit(
-        "prefill_long_sm90.cu", "*maps.weight[i], 0, step", "*maps.weight[0], 0, step"
+        "prefill_long_sm90.cu", "*maps.weight[i / MATRIX_TILES]", "*maps.weight[0]"
+    ),
+    "two warps have the same rows": SourceEdit(
+        "prefill_wgmma.cuh", "a[0][2 + i], s, warp % 2", "a[0][2 + i], s, 0"
     ),
     "rows are those of other tokens": SourceEdit(
         "gather_rows.cu", "slots[pair] / per_token", "slots[pair] % per_token"
@@ -70,7 +73,7 @@ def results(
         if not long:
             patch.setattr(grouped, "takes_boxes", lambda *_: False)
         recording = Recording(Target(torch.device("cpu"), "sm_90a", 2), tokens)
-        pairs = sort_by_expert(recording, ids_TP, experts)
+        pairs = sort_pairs(recording, x, ids_TP, experts)
         hidden = gate_up(recording, x, w1, w3, LIMIT, pairs, routing)
         routed = down(recording, hidden, w2, pairs)
         shared = gate_up(recording, x, w1[0], w3[0], LIMIT)
@@ -79,7 +82,15 @@ def results(
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
-@pytest.mark.parametrize(("chosen", "tile"), [((150, 6, 2), NARROW), ((140, 3, 2), WIDE)])
+@pytest.mark.parametrize(
+    ("chosen", "tile"),
+    [
+        ((150, 6, 2), NARROW),
+        ((140, 3, 2), WIDE),
+        # Whole tiles, and what is left of an expert's pairs.
+        ((560, 2, 1), LARGE),
+    ],
+)
 def test_the_same_bits(
     format: QuantFormat,
     chosen: tuple[int, int, int],
@@ -87,7 +98,7 @@ def test_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokens, experts, per_token = chosen
-    assert Cut(per_token, experts).tiling(tokens).tile == tile
+    assert Cut(per_token, experts, finely=True, coarsely=True).tiling(tokens).tile == tile
     long = results(True, format, chosen, monkeypatch)
     short = results(False, format, chosen, monkeypatch)
     assert int(short.routed.isnan().any(dim=1).sum()) == 2
@@ -98,7 +109,7 @@ def test_the_same_bits(
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = (140, 3, 2)
+    chosen = (300, 2, 1)
     format = QuantFormat.BF16
     short = results(False, format, chosen, monkeypatch)
     found = results(True, format, chosen, monkeypatch, FAULTS[fault])

@@ -8,7 +8,7 @@ import torch
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
-from dsv4.ops.linear.prefill import FEW, NARROW, SOME, WIDE
+from dsv4.ops.linear.prefill import FEW, LARGE, NARROW, SOME, WIDE
 from dsv4.ops.moe import prefill
 from dsv4.ops.moe.operands import Layer
 from dsv4.ops.moe.sorted_pairs import Cut
@@ -63,11 +63,12 @@ def recorded_prefill(geometry: Geometry, target: Target, tokens: int) -> Recordi
 
 
 @pytest.mark.parametrize("finely", [False, True])
+@pytest.mark.parametrize("coarsely", [False, True])
 @pytest.mark.parametrize(("per_token", "experts"), [(6, 256), (6, 384), (8, 8), (1, 3)])
 def test_the_most_tiles_are_those_of_no_number_of_tokens_alone(
-    per_token: int, experts: int, finely: bool
+    per_token: int, experts: int, coarsely: bool, finely: bool
 ) -> None:
-    cut = Cut(per_token, experts, finely)
+    cut = Cut(per_token, experts, finely, coarsely)
     most = 0
     for tokens in range(1, 4097):
         most = max(most, cut.tiling(tokens).most)
@@ -77,7 +78,7 @@ def test_the_most_tiles_are_those_of_no_number_of_tokens_alone(
 def test_every_tile_is_that_of_a_length_whose_kernels_are_compiled_ahead() -> None:
     for experts in range(16, 513, 16):
         for per_token in (1, 2, 4, 6, 8):
-            cut = Cut(per_token, experts, finely=True)
+            cut = Cut(per_token, experts, finely=True, coarsely=True)
             known = {cut.tiling(tokens).tile for tokens in [*_lengths(4096), 4096]}
             assert {cut.tiling(tokens).tile for tokens in range(9, 4097)} == known, cut
 
@@ -89,15 +90,23 @@ def test_tiles_grow_with_the_pairs_of_an_expert() -> None:
     assert Cut(6, 256).tiling(9).tile == NARROW
 
 
+def test_tiles_of_many_pairs_are_large_in_long_steps() -> None:
+    """Flash: 112 pairs are 4,778 tokens."""
+    found = [Cut(6, 256, True, coarsely=True).tiling(n).tile for n in (9, 2049, 4778, 4779, 8192)]
+    assert found == [FEW, NARROW, WIDE, LARGE, LARGE]
+    assert Cut(6, 256, True).tiling(8192).tile == WIDE
+    assert [Cut(1, 1, True, coarsely=True).tiling(n).tile for n in (128, 129)] == [WIDE, LARGE]
+
+
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_scratch_memory_of_a_chunk_holds_every_pair_and_the_most_tiles(geometry: Geometry) -> None:
-    """Most tiles of 128 pairs result when every expert has one pair more than whole tiles."""
+    """Most tiles result when every expert has one pair more than whole tiles."""
     for tokens, target in itertools.product((9, 130, 2048, 4096), TARGETS.values()):
         found = launches(recorded_prefill(geometry, target, tokens))
         (sort,) = (one for one in found if one.signature.kernel == "moe_sort")
         pairs = tokens * geometry.per_token
         used = min(geometry.experts, pairs)
-        whole = (pairs - used) // 128
+        whole = (pairs - used) // int(sort.shape.numbers["tile"])
         most = used + whole
         assert bytes_of(sort, "slots") >= 4 * pairs
         assert bytes_of(sort, "tiles") >= 16 * most
