@@ -138,10 +138,11 @@ def test_what_is_launched_for_shorter_steps() -> None:
             if isinstance(item, Launch) and shape_at(item, tokens) is not None
         ]
         assert launched == ["long_linear" if tokens > 128 else "prefill_linear"]
-    for target, rows in (("sm_100a", 192), ("sm_90a", 200)):
+    wide = torch.empty(512, 72).bfloat16()
+    for target, rows, columns in (("sm_100a", 192, 64), ("sm_90a", 200, 64), ("sm_90a", 192, 66)):
         other = Recording(Target(CPU, target, 132), 512)
-        weight = pack_weight(weight_of(BF16, rows, 64))
-        prefill_long.linear(other, torch.empty(512, 64).bfloat16(), weight)
+        weight = pack_weight(weight_of(BF16, rows, columns))
+        prefill_long.linear(other, wide[:, :columns], weight)
         (launch,) = other.items
         assert isinstance(launch, Launch)
         assert launch.signature.kernel == "prefill_linear"
