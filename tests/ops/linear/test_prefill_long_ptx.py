@@ -126,6 +126,15 @@ def test_a_fault_is_seen(fault: str) -> None:
     assert not torch.equal(long, short)
 
 
+def test_groups_that_share_a_block_are_left_to_the_other_form() -> None:
+    recording = Recording(Target(CPU, "sm_90a", 132), 512)
+    x = torch.empty(512, 2, 64).bfloat16()
+    prefill_long.grouped_linear(recording, x, pack_weight(weight_of(BF16, 2 * 64, 64)))
+    (launch,) = recording.items
+    assert isinstance(launch, Launch)
+    assert launch.signature.kernel == "prefill_linear"
+
+
 def test_what_is_launched_for_shorter_steps() -> None:
     """And for operands whose rows are no whole lines."""
     weight = pack_weight(weight_of(BF16, 192, 64))
@@ -166,3 +175,9 @@ def test_the_tile_leaves_few_multiprocessors_without_work(
     row_blocks: int, tokens: int, tile: prefill.Tile
 ) -> None:
     assert Fastest(FP8, row_blocks, 132).tile(tokens) == tile
+
+
+def test_small_tiles_of_fp8_cost_more() -> None:
+    """Three waves of small tiles, or two of large ones: FP8 takes more to decode."""
+    found = [Fastest(format, 64, 132).tile(768) for format in (FP8, NVFP4, MXFP4, BF16)]
+    assert found == [LARGE, HALF, HALF, HALF]

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
@@ -161,6 +162,27 @@ def test_long_steps_of_hopper_have_other_forms() -> None:
             shared = ["long_gate_up" if long_dense else "prefill_gate_up"]
             part = ["moe_sort", *routed, *shared, *dense, "moe_combine"]
             assert launched == [*dense, "router_select", *part], tokens
+
+
+def test_large_tiles_are_hoppers() -> None:
+    """Of the pairs, and of the tokens of the shared expert."""
+    for target, largest in ((HOPPER, 256), (TARGETS["sm_100a"], 128)):
+        recording = recorded_prefill(FLASH, target, 7000)
+        for tokens, routed, shared in (
+            (200, 32, 128),
+            (4096, 128, largest),
+            (7000, largest, largest),
+        ):
+            found = {
+                (shape.kernel.function, launch.arguments.get("slots") is None): shape
+                for launch in launches(recording)
+                if isinstance(shape := shape_at(launch, tokens), Shape)
+            }
+            assert found["moe_sort", False].numbers["tile"] == routed
+            for (kernel, dense), shape in found.items():
+                if kernel.endswith(("gate_up", "down")):
+                    expected = shared if dense else routed
+                    assert dict(shape.kernel.defines)["TOKENS"] == expected, (kernel, tokens)
 
 
 def test_parts_of_a_long_chunk_share_their_memory() -> None:
