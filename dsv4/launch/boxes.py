@@ -11,7 +11,7 @@ _MOST_VALUES = 256
 _DTYPES = (torch.bfloat16, torch.int32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Boxes:
     """Argument for a parameter of the type ``TensorMap``: boxes of ``box`` values of a tensor whose
     last dimension is contiguous. ``swizzled``: 16-byte piece c of a box's row r of 128 bytes goes

@@ -31,18 +31,15 @@ class PreparedLaunch:
         parameters = signature.parameters
         self._target = target
         formats = [_format(parameter) for parameter in parameters]
-        ends = list(itertools.accumulate(map(struct.calcsize, formats)))
-        starts = [0, *ends][: len(parameters)]
+        *starts, nbytes = itertools.accumulate(map(struct.calcsize, formats), initial=0)
         self._pack = _packer("".join(formats))
         self._places = {
             parameter.name: (start, _packer(format))
             for parameter, start, format in zip(parameters, starts, formats, strict=True)
         }
-        nbytes = struct.calcsize("".join(formats))
         self._words = (ctypes.c_uint64 * (nbytes // _WORD_BYTES))()
         first = ctypes.addressof(self._words)
-        addresses = [first + start for start in starts]
-        self._pointers = (ctypes.c_void_p * len(parameters))(*addresses)
+        self._pointers = (ctypes.c_void_p * len(starts))(*[first + start for start in starts])
         self._shape: Shape | None = None
         self._most_shared = 0
         self._early = early

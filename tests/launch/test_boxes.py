@@ -4,11 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.launch import program
 from dsv4.launch.boxes import Boxes
+from dsv4.launch.items import Launch
 from dsv4.launch.recording import Recording
 from dsv4.launch.signature import Parameter
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
+from dsv4.ops.linear.prefill_long import linear
+from dsv4.weights.packed import pack_weight
+from dsv4.weights.quant import QuantTensor
+from tests.launch.fake_driver import Driver
 
 TENSOR = torch.empty(10, 3, 64, dtype=torch.bfloat16)
 BOX = (8, 1, 64)
@@ -44,17 +50,43 @@ def test_a_parameter_takes_boxes_or_something_else() -> None:
     assert Parameter("x", "int", pointer=False).problem(boxes) is not None
 
 
-def test_a_buffer_is_alive_where_its_boxes_are_read() -> None:
-    """Else another one would get its memory."""
-    from dsv4.ops.linear.prefill_long import linear
-    from dsv4.weights.packed import pack_weight
-    from dsv4.weights.quant import QuantTensor
-
+def recorded_product() -> Recording:
+    """A product of 300 tokens behind a call that makes x."""
     recording = Recording(Target(torch.device("cpu"), "sm_90a", 132), 300)
     weight = pack_weight(QuantTensor.dense(torch.zeros(64, 64).bfloat16()))
     x = recording.empty((300, 64), torch.bfloat16)
     recording.call(lambda *_: None, x)
     linear(recording, x, weight)
-    layout = lay_out(recording)
-    (x_at, y_at) = sorted(layout.offsets.values())
+    return recording
+
+
+def test_a_buffer_is_alive_where_its_boxes_are_read() -> None:
+    """Else another one would get its memory."""
+    layout = lay_out(recorded_product())
+    x_at, y_at = sorted(layout.offsets.values())
     assert y_at - x_at >= 300 * 64 * 2
+
+
+def test_boxes_are_encoded_once_for_the_memory_of_their_tensors(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stay where they are among the arguments when a step has another length."""
+    encoded = []
+
+    def encode(boxes: Boxes, address: int) -> bytes:
+        encoded.append(boxes)
+        return address.to_bytes(8, "little") * 16
+
+    monkeypatch.setattr(program, "tensor_map", encode)
+    recording = recorded_product()
+    _, _, launch = recording.items
+    assert isinstance(launch, Launch)
+    running = program.Program(recording)
+    for tokens in (300, 129, 300):
+        running.run(tokens)
+    assert encoded == [launch.arguments[name] for name in ("x", "weight", "weight_scale")]
+    places = [running.tensor(boxes.tensor).data_ptr() for boxes in encoded]
+    for launched, tokens in zip(driver.launches, (300, 129, 300), strict=True):
+        maps = [place.to_bytes(8, "little") * 16 for place in places]
+        assert launched.words[:3] == maps
+        assert launched.words[6:] == [tokens, 64, 64, 4, 64, 1]

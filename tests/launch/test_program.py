@@ -1,73 +1,25 @@
 """What the driver is asked to launch, with a driver that only writes it down."""
 
-import ctypes
-from collections.abc import Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch import loading, prepared, program
+from dsv4.launch import prepared
 from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.program import Memory, Program
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.immediate import PreparedOp, TimedOp
 from dsv4.ops.norm.cuda import rms_norm
+from tests.launch.fake_driver import Driver, bindings
 
-bindings = loading.driver()
 CPU = torch.device("cpu")
 TARGET = Target(CPU, "sm_90a", 132)
 NORM = Kernel("norm/rms_norm", "rms_norm")
 SORT = Kernel("moe/moe_sort", "moe_sort")
-
-
-class Driver:
-    """Writes down launches: the configuration's numbers, and the words behind the pointers while
-    they are valid.
-    """
-
-    def __init__(self) -> None:
-        self.error = bindings.CUresult.CUDA_SUCCESS
-        self.launches: list[SimpleNamespace] = []
-
-    def launch(self, config: Any, kernel: Kernel, parameters: int, extra: int) -> tuple[Any]:
-        kinds = {"rms_norm": "pppif", "moe_sort": "ppppiii"}[kernel.function]
-        types = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "f": ctypes.c_float}
-        pointers = (ctypes.c_void_p * len(kinds)).from_address(parameters)
-        words = [types[k].from_address(at).value for k, at in zip(kinds, pointers, strict=True)]
-        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
-        found = SimpleNamespace(
-            kernel=kernel,
-            words=words,
-            grid=grid,
-            threads=config.blockDimX,
-            shared_bytes=config.sharedMemBytes,
-            attributes=config.numAttrs,
-            overlaps=config.attrs[0].value.programmaticStreamSerializationAllowed,
-            stream=int(config.hStream),
-        )
-        self.launches.append(found)
-        return (self.error,)
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    driver = Driver()
-    names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
-    fake = SimpleNamespace(**{name: getattr(bindings, name) for name in names})
-    fake.cuLaunchKernelEx = driver.launch
-    prepared._attributes.cache_clear()
-    for module in (program, prepared):
-        monkeypatch.setattr(module, "driver", lambda: fake)
-    monkeypatch.setattr(prepared, "loaded", lambda kernel, _: kernel)
-    monkeypatch.setattr(prepared, "allow_shared_memory", lambda *_: None)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100, raising=False)
-    yield driver
-    prepared._attributes.cache_clear()
 
 
 def normalise(recording: Recording, x: Tensor, y: Tensor, shape: Any) -> None:

@@ -1,0 +1,45 @@
+"""A driver that only writes down what it is asked to launch."""
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+from dsv4.launch import loading
+from dsv4.launch.kernel import Kernel
+from dsv4.launch.tensor_map import MAP_BYTES
+
+bindings = loading.driver()
+# Pointers, integers, floats and tensor maps among the arguments.
+KINDS = {"rms_norm": "pppif", "moe_sort": "ppppiii", "long_linear": "mmmpppiiiiii"}
+TYPES = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "f": ctypes.c_float}
+
+
+class Driver:
+    """Writes down launches: the configuration's numbers, and the words behind the pointers while
+    they are valid.
+    """
+
+    def __init__(self) -> None:
+        self.error = bindings.CUresult.CUDA_SUCCESS
+        self.launches: list[SimpleNamespace] = []
+
+    def launch(self, config: Any, kernel: Kernel, parameters: int, extra: int) -> tuple[Any]:
+        kinds = KINDS[kernel.function]
+        pointers = (ctypes.c_void_p * len(kinds)).from_address(parameters)
+        words = [
+            ctypes.string_at(at, MAP_BYTES) if kind == "m" else TYPES[kind].from_address(at).value
+            for kind, at in zip(kinds, pointers, strict=True)
+        ]
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        found = SimpleNamespace(
+            kernel=kernel,
+            words=words,
+            grid=grid,
+            threads=config.blockDimX,
+            shared_bytes=config.sharedMemBytes,
+            attributes=config.numAttrs,
+            overlaps=config.attrs[0].value.programmaticStreamSerializationAllowed,
+            stream=int(config.hStream),
+        )
+        self.launches.append(found)
+        return (self.error,)
