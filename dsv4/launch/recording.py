@@ -18,6 +18,7 @@ from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Argument, Call, Item, Launch, ShapeOf
 from dsv4.launch.kernel import Shape
 from dsv4.launch.settled import is_settled
+from dsv4.launch.shapes import ShapesByTokens, longest_of
 from dsv4.launch.signature import signature
 from dsv4.launch.target import Target
 from dsv4.peers import Peers
@@ -241,10 +242,12 @@ class Recording:
 
     def _longest(self, shape_of: ShapeOf) -> Shape:
         """The shape for the most tokens that there is one for."""
-        for tokens in range(self.tokens, 0, -1):
-            shape = shape_of(tokens)
-            if shape is not None:
-                return shape
+        if isinstance(shape_of, ShapesByTokens):
+            shape = shape_of.longest(self.tokens)
+        else:
+            shape = longest_of(shape_of, self.tokens)
+        if shape is not None:
+            return shape
         raise ValueError(f"shape: found None for 1 to {self.tokens} tokens, expected a Shape")
 
     def _check_devices(self, kernel: str, tensors: list[Tensor]) -> None:

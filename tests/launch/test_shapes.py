@@ -1,5 +1,7 @@
 """Shapes by the number of tokens: computed once for the launches that are alike."""
 
+import pytest
+
 from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.shapes import by_tokens
@@ -21,6 +23,33 @@ def test_equal_constants_have_their_shapes_in_common() -> None:
     assert other(7) == Shape(KERNEL, 7, 64)
     assert [first(tokens) for tokens in (1, 2, 3, 4, 5, 6, 1)] == [
         Shape(KERNEL, tokens, 32) for tokens in (1, 2, 3, 4, 5, 6, 1)
+    ]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 100, 128, 8191, 8192])
+def test_the_longest_shape_is_looked_for_in_few_steps(limit: int) -> None:
+    """Of a launch for up to so many tokens: once for all layers, and not token by token."""
+    asked = []
+
+    def short(most: int, tokens: int) -> Shape | None:
+        asked.append(tokens)
+        return Shape(KERNEL, tokens, 32) if tokens <= most else None
+
+    shapes = by_tokens(short, limit)
+    assert shapes.longest(8192) == shapes.longest(8192) == Shape(KERNEL, limit, 32)
+    assert len(asked) < 20
+
+
+def test_the_longest_shape_of_a_part_or_of_none() -> None:
+    def between(first: int, last: int, tokens: int) -> Shape | None:
+        return Shape(KERNEL, tokens, 32) if first <= tokens <= last else None
+
+    assert by_tokens(between, 4000, 4100).longest(8192) == Shape(KERNEL, 4100, 32)
+    assert by_tokens(between, 50, 60).longest(49) is None
+    whole = by_tokens(between, 1, 300)
+    assert [whole.longest(most) for most in (200, 400)] == [
+        Shape(KERNEL, 200, 32),
+        Shape(KERNEL, 300, 32),
     ]
 
 
