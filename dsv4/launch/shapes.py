@@ -33,7 +33,8 @@ class ShapesByTokens:
         if self(most) is not None or self(1) is None:
             return longest_of(self, most)
         # What is there for one token and not for all of them is for fewer than some number.
-        least, beyond = 1, most
+        least = 1
+        beyond = most
         while beyond - least > 1:
             middle = (least + beyond) // 2
             if self(middle) is None:
