@@ -198,8 +198,12 @@ def linear_batches(
 
 def matrix_arguments(weight: PackedWeight, prefix: str) -> dict[str, Tensor | None]:
     """Data, block scales and global scales by the names of a kernel's arguments for a matrix."""
+    return {f"{prefix}_data": weight.data, **scale_arguments(weight, prefix)}
+
+
+def scale_arguments(weight: PackedWeight, prefix: str) -> dict[str, Tensor | None]:
+    """``matrix_arguments`` without the data."""
     return {
-        f"{prefix}_data": weight.data,
         f"{prefix}_block_scale": weight.block_scale,
         f"{prefix}_global_scale": weight.global_scale,
     }

@@ -22,6 +22,7 @@ from dsv4.ops.linear.prefill import (
     Tile,
     build,
     linear_batches,
+    scale_arguments,
 )
 from dsv4.ops.linear.prefill_products import PrefillProducts
 from dsv4.weights.packed import PADDING, TILE_ROWS, PackedWeight, padded
@@ -80,14 +81,6 @@ def matrix_boxes(weight: PackedWeight, name: str, mode: int) -> dict[str, Boxes]
         scales = _words(weight.block_scale)
         scale_boxes = Boxes(scales, (row_tiles, 1, scales.shape[-1]))
     return {name: boxes, f"{name}_scale": scale_boxes}
-
-
-def scale_arguments(weight: PackedWeight, name: str) -> dict[str, Tensor | None]:
-    """Block scales and global scales by the names of a kernel's arguments."""
-    return {
-        f"{name}_block_scale": weight.block_scale,
-        f"{name}_global_scale": weight.global_scale,
-    }
 
 
 def linear_batches_long(

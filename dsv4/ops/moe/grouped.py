@@ -1,11 +1,9 @@
 """The grouped products of many tokens: two GEMMs of (token, slot) pairs sorted by expert."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import Shape, ceil_div, round_up
+from dsv4.launch.kernel import Shape, round_up
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear.prefill import (
@@ -15,13 +13,13 @@ from dsv4.ops.linear.prefill import (
     NARROW,
     SOME,
     WIDE,
-    Build,
     build_for,
     matrix_arguments,
 )
 from dsv4.ops.linear.prefill_long import takes_boxes
 from dsv4.ops.moe.grouped_long import is_long, long_down, long_gate_up
-from dsv4.ops.moe.sorted_pairs import Cut, Sorted, Tiling, sort_by_expert
+from dsv4.ops.moe.sorted_pairs import NO_PAIRS, Cut, Sorted, Tiling, sort_by_expert
+from dsv4.ops.moe.tiled_product import TiledProduct
 from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
 
 # The mode of an entry of prefill_gemm.cuh.
@@ -56,7 +54,7 @@ def gate_up(
     per_token = 1 if pairs is None else pairs.per_token
     stride = round_up(rows, _VECTOR)
     hidden = recording.empty((x_TE.shape[0] * per_token, stride), torch.bfloat16)
-    product = _Product.of(recording, "prefill_gate_up", w1)
+    product = _product(recording, "prefill_gate_up", w1)
     cut = None if pairs is None else pairs.cut
     some_long = takes_boxes(recording, x_TE) and is_long(cut, recording.tokens)
     recording.launch(
@@ -64,9 +62,7 @@ def gate_up(
         x=x_TE,
         **matrix_arguments(w1, "w1"),
         **matrix_arguments(w3, "w3"),
-        tiles=None if pairs is None else pairs.tiles,
-        tile_count=None if pairs is None else pairs.tile_count,
-        slots=None if pairs is None else pairs.slots,
+        **(NO_PAIRS if pairs is None else pairs.arguments),
         routing=weights_TP,
         h=hidden,
         rows=rows,
@@ -89,15 +85,13 @@ def down(recording: Recording, hidden: Tensor, w2: PackedWeight, pairs: Sorted) 
     """
     rows, columns = w2.shape[-2:]
     products = recording.empty((hidden.shape[0], rows), torch.float32)
-    product = _Product.of(recording, "prefill_down", w2)
+    product = _product(recording, "prefill_down", w2)
     some_long = takes_boxes(recording, hidden) and is_long(pairs.cut, recording.tokens)
     recording.launch(
         by_tokens(_down_shape, product, pairs.cut, some_long),
         h=hidden,
         **matrix_arguments(w2, "w2"),
-        tiles=pairs.tiles,
-        tile_count=pairs.tile_count,
-        slots=pairs.slots,
+        **pairs.arguments,
         y=products,
         rows=rows,
         columns=columns,
@@ -109,37 +103,19 @@ def down(recording: Recording, hidden: Tensor, w2: PackedWeight, pairs: Sorted) 
     return products
 
 
-@dataclass(frozen=True)
-class _Product:
-    """An entry of prefill_gemm.cuh for a weight of so many rows: its builds in the order of
-    ``_TILES``.
-    """
-
-    function: str
-    builds: tuple[Build, ...]
-    rows: int
-    multiprocessors: int
-
-    @classmethod
-    def of(cls, recording: Recording, function: str, weight: PackedWeight) -> "_Product":
-        mode = _MODES[function]
-        rows = weight.shape[-2]
-        target = recording.target
-        fitting = (tile.fitting(mode, rows) for tile in _TILES)
-        builds = tuple(
-            build_for(weight.format, mode, target.architecture, tile=tile) for tile in fitting
-        )
-        return cls(function, builds, rows, target.multiprocessors)
-
-    def shape(self, tiling: Tiling, **numbers: int) -> Shape:
-        """Persistent blocks, as many as there may be tiles and multiprocessors."""
-        build = self.builds[_TILES.index(tiling.tile)]
-        blocks = min(tiling.most * ceil_div(self.rows, build.rows), self.multiprocessors)
-        return build.shape(self.function, blocks, **numbers)
+def _product(recording: Recording, function: str, weight: PackedWeight) -> TiledProduct:
+    mode = _MODES[function]
+    rows = weight.shape[-2]
+    target = recording.target
+    builds = tuple(
+        (tile, build_for(weight.format, mode, target.architecture, tile=tile.fitting(mode, rows)))
+        for tile in _TILES
+    )
+    return TiledProduct(function, builds, rows, target.multiprocessors)
 
 
 def _gate_up_shape(
-    product: _Product, cut: Cut | None, some_long: bool, tokens: int
+    product: TiledProduct, cut: Cut | None, some_long: bool, tokens: int
 ) -> Shape | None:
     """``cut`` None: of all tokens in their order. ``some_long``: another launch takes steps that
     are.
@@ -150,7 +126,7 @@ def _gate_up_shape(
     return product.shape(tiling, tokens=tokens)
 
 
-def _down_shape(product: _Product, cut: Cut, some_long: bool, tokens: int) -> Shape | None:
+def _down_shape(product: TiledProduct, cut: Cut, some_long: bool, tokens: int) -> Shape | None:
     if some_long and is_long(cut, tokens):
         return None
     return product.shape(cut.tiling(tokens))

@@ -2,22 +2,27 @@
 into the order of the pairs before.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
-from dsv4.ops.linear.prefill import LARGE, MODE_DOWN, MODE_GATE_UP, NARROW, WIDE, Build
+from dsv4.ops.linear.prefill import (
+    LARGE,
+    MODE_DOWN,
+    MODE_GATE_UP,
+    NARROW,
+    WIDE,
+    scale_arguments,
+)
 from dsv4.ops.linear.prefill_long import (
     LONG_TOKENS,
     long_build,
     matrix_boxes,
-    scale_arguments,
     token_boxes,
 )
-from dsv4.ops.moe.sorted_pairs import Cut, Sorted, Tiling
+from dsv4.ops.moe.sorted_pairs import NO_PAIRS, Cut, Sorted, Tiling
+from dsv4.ops.moe.tiled_product import TiledProduct
 from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
 
 # The mode of an entry of prefill_long_sm90.cu.
@@ -46,7 +51,7 @@ def long_gate_up(
     w1, w3 = w1_w3
     rows, columns = w1.shape[-2:]
     x_sorted = x_TE if pairs is None else _gathered(recording, x_TE, pairs)
-    product = _Product.of(recording, "long_gate_up", w1)
+    product = _product(recording, "long_gate_up", w1)
     recording.launch(
         by_tokens(_gate_up_shape, product, None if pairs is None else pairs.cut),
         x=token_boxes(x_sorted[:, None]),
@@ -54,9 +59,7 @@ def long_gate_up(
         **matrix_boxes(w3, "w3", MODE_GATE_UP),
         **scale_arguments(w1, "w1"),
         **scale_arguments(w3, "w3"),
-        tiles=None if pairs is None else pairs.tiles,
-        tile_count=None if pairs is None else pairs.tile_count,
-        slots=None if pairs is None else pairs.slots,
+        **(NO_PAIRS if pairs is None else pairs.arguments),
         routing=weights_TP,
         h=hidden,
         rows=rows,
@@ -72,15 +75,13 @@ def long_down(
 ) -> None:
     """``dsv4.ops.moe.grouped.down`` into ``products`` in steps that are long."""
     rows, columns = w2.shape[-2:]
-    product = _Product.of(recording, "long_down", w2)
+    product = _product(recording, "long_down", w2)
     recording.launch(
         by_tokens(_down_shape, product, pairs.cut),
         h=token_boxes(hidden[:, None]),
         **matrix_boxes(w2, "w2", MODE_DOWN),
         **scale_arguments(w2, "w2"),
-        tiles=pairs.tiles,
-        tile_count=pairs.tile_count,
-        slots=pairs.slots,
+        **pairs.arguments,
         y=products,
         rows=rows,
         columns=columns,
@@ -88,27 +89,9 @@ def long_down(
     )
 
 
-@dataclass(frozen=True)
-class _Product:
-    """An entry of prefill_long_sm90.cu for a weight of so many rows: its builds in the order of
-    ``_TILES``.
-    """
-
-    function: str
-    builds: tuple[Build, ...]
-    rows: int
-    multiprocessors: int
-
-    @classmethod
-    def of(cls, recording: Recording, function: str, weight: PackedWeight) -> "_Product":
-        builds = tuple(long_build(weight.format, _MODES[function], tile) for tile in _TILES)
-        return cls(function, builds, weight.shape[-2], recording.target.multiprocessors)
-
-    def shape(self, tiling: Tiling, **numbers: int) -> Shape:
-        """Persistent blocks, as many as there may be tiles and multiprocessors."""
-        build = self.builds[_TILES.index(tiling.tile)]
-        blocks = min(tiling.most * ceil_div(self.rows, build.rows), self.multiprocessors)
-        return build.shape(self.function, blocks, **numbers)
+def _product(recording: Recording, function: str, weight: PackedWeight) -> TiledProduct:
+    builds = tuple((tile, long_build(weight.format, _MODES[function], tile)) for tile in _TILES)
+    return TiledProduct(function, builds, weight.shape[-2], recording.target.multiprocessors)
 
 
 def _gathered(recording: Recording, x_TE: Tensor, pairs: Sorted) -> Tensor:
@@ -117,9 +100,7 @@ def _gathered(recording: Recording, x_TE: Tensor, pairs: Sorted) -> Tensor:
     recording.launch(
         by_tokens(_gather_shape, pairs.cut),
         x=x_TE,
-        slots=pairs.slots,
-        tiles=pairs.tiles,
-        tile_count=pairs.tile_count,
+        **pairs.arguments,
         sorted=x_sorted,
         width=width,
         x_stride=x_TE.stride(0),
@@ -135,7 +116,7 @@ def _gather_shape(cut: Cut, tokens: int) -> Shape | None:
     return Shape(kernel, tokens * cut.per_token, _GATHER_THREADS)
 
 
-def _gate_up_shape(product: _Product, cut: Cut | None, tokens: int) -> Shape | None:
+def _gate_up_shape(product: TiledProduct, cut: Cut | None, tokens: int) -> Shape | None:
     """``cut`` None: of all tokens in their order."""
     if not is_long(cut, tokens):
         return None
@@ -145,5 +126,5 @@ def _gate_up_shape(product: _Product, cut: Cut | None, tokens: int) -> Shape | N
     return product.shape(Tiling(ceil_div(tokens, tile.tokens), tile), tokens=tokens)
 
 
-def _down_shape(product: _Product, cut: Cut, tokens: int) -> Shape | None:
+def _down_shape(product: TiledProduct, cut: Cut, tokens: int) -> Shape | None:
     return product.shape(cut.tiling(tokens)) if is_long(cut, tokens) else None

@@ -82,12 +82,11 @@ def _routed_products(
     rows = quantize_sorted_rows(recording, x_TE, pairs, kernels.format)
     hidden = kernels.empty_hidden(recording, rows.codes.shape[0])
     hidden_global = hidden_global_scale(layer.limit, largest_weight)
-    sorting = {"tiles": pairs.tiles, "tile_count": pairs.tile_count, "slots": pairs.slots}
     gated = ScaledCall(kernels.gate_up, layer.limit, hidden_global)
     results = _results(hidden)
-    record(recording, gated, rows, **sorting, **results, routing=weights_TP.flatten())
+    record(recording, gated, rows, **pairs.arguments, **results, routing=weights_TP.flatten())
     products = recording.empty((pairs.slots.shape[0], x_TE.shape[1]), torch.float32)
-    record(recording, ScaledCall(kernels.down), hidden, **sorting, y=products)
+    record(recording, ScaledCall(kernels.down), hidden, **pairs.arguments, y=products)
     return products
 
 

@@ -2,6 +2,7 @@
 products.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,9 +47,18 @@ class Sorted:
         """X."""
         return self.cut.experts
 
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """The tensors by the names of a kernel's arguments."""
+        return {"slots": self.slots, "tiles": self.tiles, "tile_count": self.tile_count}
+
     def tiling(self, tokens: int) -> "Tiling":
         """The tiling of the pairs of ``tokens``."""
         return self.cut.tiling(tokens)
+
+
+# The arguments of ``Sorted`` where rows are in the order of the tokens.
+NO_PAIRS: Mapping[str, None] = dict.fromkeys(("slots", "tiles", "tile_count"))
 
 
 class Cut(NamedTuple):

@@ -116,9 +116,7 @@ def quantize_sorted_rows(
     recording.launch(
         shape,
         x=x,
-        slots=pairs.slots,
-        tiles=pairs.tiles,
-        tile_count=pairs.tile_count,
+        **pairs.arguments,
         codes=rows.codes,
         scales=rows.scales.view(torch.int32),
         global_scale=rows.global_scale,

@@ -2,8 +2,6 @@
 them: every tile, against float64 and against each other bit for bit.
 """
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from dsv4.launch.target import Target
 from dsv4.ops.linear.prefill import FEW, MODE_GATE_UP, NARROW, SOME, WIDE, Tile
 from dsv4.ops.moe import grouped, sorted_pairs
 from dsv4.ops.moe.grouped import down, gate_up
-from dsv4.ops.moe.sorted_pairs import Sorted, sort_by_expert
+from dsv4.ops.moe.sorted_pairs import sort_by_expert
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
@@ -54,7 +52,7 @@ def results(
     hidden = gate_up(recording, x, w1, w3, LIMIT, pairs, routing)
     products = down(recording, hidden, w2, pairs)
     memory = {
-        **{name: filled(part, -1) for name, part in sorted_tensors(pairs).items()},
+        **{name: filled(part, -1) for name, part in pairs.arguments.items()},
         "h": filled(hidden, torch.nan),
         "y": filled(products, torch.nan),
     }
@@ -63,10 +61,6 @@ def results(
         given = {name: part for name, part in memory.items() if name in item.arguments}
         run_recorded(item, architecture, given, TOKENS)
     return memory["y"]
-
-
-def sorted_tensors(pairs: Sorted) -> Mapping[str, Tensor]:
-    return {"slots": pairs.slots, "tiles": pairs.tiles, "tile_count": pairs.tile_count}
 
 
 def filled(buffer: Tensor, value: float) -> Tensor:

@@ -1,0 +1,23 @@
+"""A product of the experts, tile by tile of their rows."""
+
+from dataclasses import dataclass
+
+from dsv4.launch.kernel import Shape, ceil_div
+from dsv4.ops.linear.prefill import Build, Tile
+from dsv4.ops.moe.sorted_pairs import Tiling
+
+
+@dataclass(frozen=True)
+class TiledProduct:
+    """An entry of a GEMM for a weight of so many rows, and its build for every tile."""
+
+    function: str
+    builds: tuple[tuple[Tile, Build], ...]
+    rows: int
+    multiprocessors: int
+
+    def shape(self, tiling: Tiling, **numbers: int) -> Shape:
+        """Persistent blocks, as many as there may be tiles and multiprocessors."""
+        build = dict(self.builds)[tiling.tile]
+        blocks = min(tiling.most * ceil_div(self.rows, build.rows), self.multiprocessors)
+        return build.shape(self.function, blocks, **numbers)
