@@ -1,12 +1,14 @@
 """Weights and routers of a layer without memory, for recordings that nothing runs."""
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from dsv4.launch.items import Launch
 from dsv4.launch.recording import Recording
+from dsv4.launch.target import Target
 from dsv4.ops.moe import ExpertWeights
 from dsv4.ops.router import Router
 from dsv4.weights.packed import (
@@ -25,6 +27,7 @@ NVFP4 = QuantFormat.NVFP4
 MXFP4 = QuantFormat.MXFP4
 FP8 = QuantFormat.FP8_BLOCK128
 BF16 = QuantFormat.BF16
+LIMIT = 10.0
 
 
 @dataclass(frozen=True)
@@ -111,3 +114,12 @@ def bytes_of(launch: Launch, argument: str) -> int:
     tensor = launch.arguments[argument]
     assert isinstance(tensor, Tensor)
     return tensor.nbytes
+
+
+def recorded(form: ModuleType, geometry: Geometry, target: Target, tokens: int) -> Recording:
+    """A layer of steps of so many tokens by ``moe`` of ``dsv4.ops.moe.decode`` or ``prefill``."""
+    recording = Recording(target, tokens)
+    inputs = step(recording, geometry)
+    y_TE, _, _ = form.moe(recording, *inputs, geometry.router(), *geometry.weights(), LIMIT)
+    assert (tuple(y_TE.shape), y_TE.dtype) == ((tokens, geometry.width), torch.bfloat16)
+    return recording

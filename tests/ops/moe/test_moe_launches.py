@@ -1,6 +1,7 @@
 """What the experts' launchers record, for the published shapes and unusual ones; nothing runs."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,25 +18,19 @@ from tests.ops.moe.meta_layer import (
     BF16,
     FLASH,
     GEOMETRIES,
+    LIMIT,
     NVFP4,
     PRO,
     Geometry,
     bytes_of,
     launches,
     names,
+    recorded,
     step,
 )
 from tests.ops.recorded import HOPPER, TARGETS, meta
 
-LIMIT = 10.0
-
-
-def recorded_decode(geometry: Geometry, target: Target, tokens: int) -> Recording:
-    recording = Recording(target, tokens)
-    inputs = step(recording, geometry)
-    y_TE, _, _ = decode.moe(recording, *inputs, geometry.router(), *geometry.weights(), LIMIT)
-    assert (tuple(y_TE.shape), y_TE.dtype) == ((tokens, geometry.width), torch.bfloat16)
-    return recording
+recorded_decode = partial(recorded, decode)
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

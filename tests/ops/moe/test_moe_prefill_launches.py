@@ -1,9 +1,9 @@
 """What the experts of a prompt record, for the published shapes and unusual ones; nothing runs."""
 
 import itertools
+from functools import partial
 
 import pytest
-import torch
 
 from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
@@ -18,16 +18,16 @@ from tests.ops.moe.meta_layer import (
     BF16,
     FLASH,
     GEOMETRIES,
+    LIMIT,
     PRO,
     Geometry,
     bytes_of,
     launches,
     names,
-    step,
+    recorded,
 )
 from tests.ops.recorded import HOPPER, TARGETS, shape_at
 
-LIMIT = 10.0
 ROUTE = ["prefill_linear", "router_select"]
 PART = [
     "moe_sort",
@@ -55,12 +55,7 @@ LONG_PART = [
 TOKENS = (9, 10, 100, 129, 511, 512)
 
 
-def recorded_prefill(geometry: Geometry, target: Target, tokens: int) -> Recording:
-    recording = Recording(target, tokens)
-    inputs = step(recording, geometry)
-    y_TE, _, _ = prefill.moe(recording, *inputs, geometry.router(), *geometry.weights(), LIMIT)
-    assert (tuple(y_TE.shape), y_TE.dtype) == ((tokens, geometry.width), torch.bfloat16)
-    return recording
+recorded_prefill = partial(recorded, prefill)
 
 
 @pytest.mark.parametrize("finely", [False, True])
