@@ -109,6 +109,12 @@ __device__ __forceinline__ void barrier_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// What this thread wrote to shared memory becomes visible to copies and products that are
+// asynchronous.
+__device__ __forceinline__ void proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -145,4 +151,11 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
     if (barrier_try(barrier, parity)) return;
     const Deadline deadline;
     while (!barrier_try(barrier, parity)) deadline.check();
+}
+
+// Without a deadline, for threads that have no registers for its clock: the threads that they wait
+// for have one.
+__device__ __forceinline__ void barrier_wait_unlimited(unsigned barrier, unsigned parity) {
+    while (!barrier_try(barrier, parity)) {
+    }
 }

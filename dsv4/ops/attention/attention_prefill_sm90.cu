@@ -4,6 +4,7 @@
 // memory (g finishes 8 of every 16 heads), and both multiply the same weights with their half of
 // the values. A third warpgroup gathers tiles and queries ahead of them.
 #include "attention_prefill.cuh"
+#include "wgmma.cuh"
 
 static_assert(DIM == 512, "two warpgroups hold 256 columns each");
 constexpr int GROUP_THREADS = 128;
@@ -28,36 +29,10 @@ constexpr int BARRIERS = NOTES + 32;             // int64 [5]
 static_assert(BARRIERS + 5 * sizeof(int64) + 1024 <= SHARED_BYTES, "the launcher allocates less");
 #endif
 
-__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading_bytes,
-                                                         int stride_bytes) {
-    constexpr unsigned long long swizzle_128_bytes = 1ull << 62;
-    return swizzle_128_bytes | (unsigned long long)(stride_bytes >> 4) << 32 |
-           (unsigned long long)(leading_bytes >> 4) << 16 | ((address & 0x3ffff) >> 4);
-}
-
-// Rows of 128 bytes along the summed dimension: groups of eight rows are 1024 bytes apart.
-__device__ __forceinline__ unsigned long long row_descriptor(unsigned address) {
-    return descriptor(address, 16, 1024);
-}
-
 // Rows of 128 bytes across the summed dimension: blocks of 64 columns, groups of eight summed rows.
-__device__ __forceinline__ unsigned long long column_descriptor(unsigned address) {
-    return descriptor(address, BLOCK_BYTES, 1024);
-}
-
-__device__ __forceinline__ void multiply_fence() {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void multiply_commit() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-template <int pending>
-__device__ __forceinline__ void multiply_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
-}
-// What this thread wrote to shared memory becomes visible to wgmma.
-__device__ __forceinline__ void proxy_fence() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+__device__ __forceinline__ unsigned long long swizzled_columns(unsigned address) {
+    return 1ull << 62 | 64ull << 32 | (unsigned long long)(BLOCK_BYTES >> 4) << 16 |
+           (address & 0x3ffff) >> 4;
 }
 
 // Keeps the compiler from moving accesses of accumulators across the asynchronous products.
@@ -101,20 +76,6 @@ __device__ __forceinline__ bool consumer_any(bool value) {
     return result != 0;
 }
 
-// Waits for the end of phase `phase` (0, 1, ...), which must not lie two or more phases back or
-// ahead.
-__device__ __forceinline__ void phase_wait(unsigned barrier, int phase) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra "
-        "again;\n}" ::"r"(barrier),
-        "r"(phase & 1)
-        : "memory");
-}
-
 // `bytes` from `source` on, both multiples of 16, to the L2 cache.
 __device__ __forceinline__ void prefetch_bulk(const void* source, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
@@ -139,9 +100,8 @@ __device__ __forceinline__ void multiply_rows(float (&d)[32], unsigned long long
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
-        "%26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n}"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGS32
+        "}, %32, %33, p, 1, 1, 0, 0;\n}"
         : F16(d, 0), F16(d, 16)
         : "l"(a), "l"(b), "r"(accumulate));
 }
@@ -153,15 +113,8 @@ __device__ __forceinline__ void multiply_columns(float (&d)[128], unsigned long 
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
-        "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, "
-        "%43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
-        "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, "
-        "%77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, "
-        "%94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, "
-        "%109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, "
-        "%123, %124, %125, %126, %127}, %128, %129, p, 1, 1, 0, 1;\n}"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGS128
+        "}, %128, %129, p, 1, 1, 0, 1;\n}"
         : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48), F16(d, 64), F16(d, 80), F16(d, 96),
           F16(d, 112)
         : "l"(a), "l"(b), "r"(accumulate));
@@ -283,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         bool first = true;
         for (int count = 0;; count++) {
             const int buffer = count & 1;
-            if (count >= 2) phase_wait(released + buffer * 8, count / 2 - 1);
+            if (count >= 2) barrier_wait(released + buffer * 8, count / 2 - 1 & 1);
             if (cursor.alive()) {
                 // keys_KD = torch.cat([window_rows, entries[indices]])[tile]
                 cursor.rows.gather<COLUMN_BLOCKS>(base + TILES + buffer * TILE_BYTES,
@@ -291,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                                   cursor.tile * TILE, 0, thread);
                 if (first) {
                     // q_HD = q_THD[token, first_head : first_head + HEADS]
-                    if (count > 0) phase_wait(multiplied, count - 1);
+                    if (count > 0) barrier_wait(multiplied, count - 1 & 1);
                     const bf16* from =
                         q + ((int64)cursor.unit.token * heads + cursor.unit.first_head) * DIM;
                     const int head_count = heads - cursor.unit.first_head;
@@ -337,17 +290,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // logits_HK = q_HD @ keys_KD.T, over this warpgroup's half of the columns
     auto start_logits = [&](int buffer) {
         pin(s);
-        multiply_fence();
+        wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 16; step++) {
             const unsigned offset = half + step / 4 * BLOCK_BYTES + step % 4 * 32;
-            multiply_rows(s, row_descriptor(base + QUERIES + offset),
-                          row_descriptor(base + TILES + buffer * TILE_BYTES + offset), step > 0);
+            multiply_rows(s, swizzled_rows(base + QUERIES + offset),
+                          swizzled_rows(base + TILES + buffer * TILE_BYTES + offset), step > 0);
         }
-        multiply_commit();
+        wgmma_commit();
     };
 
-    phase_wait(arrived, 0);
+    barrier_wait_unlimited(arrived, 0);
     start_logits(0);
     Unit unit = notes[0].unit;
     bool unit_starts = true;
@@ -356,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float sink_log2 = 0.0f;
     for (int count = 0;; count++) {
         const int buffer = count & 1;
-        multiply_wait<0>();
+        wgmma_wait<0>();
         pin(s);
 #pragma unroll
         for (int n = 0; n < 8; n++)
@@ -416,19 +369,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int i = 0; i < 128; i++) o[i] *= factors[i / 2 % 2];
         }
         pin(o);
-        multiply_fence();
+        wgmma_fence();
         // out_HD = out_HD * factor_H + p_HK @ keys_KD
 #pragma unroll
         for (int step = 0; step < TILE / 16; step++)
             multiply_columns(
-                o, row_descriptor(base + WEIGHTS + step * 32),
-                column_descriptor(base + TILES + buffer * TILE_BYTES + half + step * 16 * 128),
+                o, swizzled_rows(base + WEIGHTS + step * 32),
+                swizzled_columns(base + TILES + buffer * TILE_BYTES + half + step * 16 * 128),
                 step > 0 || !unit_starts);
-        multiply_commit();
+        wgmma_commit();
 
         // The logits of the next tile follow at once; after the last tile they are computed from
         // anything and dropped.
-        phase_wait(arrived + (buffer ^ 1) * 8, (count + 1) / 2);
+        barrier_wait_unlimited(arrived + (buffer ^ 1) * 8, (count + 1) / 2 & 1);
         start_logits(buffer ^ 1);
         const TileNote next = notes[buffer ^ 1];
         const bool unit_ends = next.kind != TILE_CONTINUES;
@@ -436,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             sink_log2 = row < heads - unit.first_head ? sink[unit.first_head + row] * LOG2_E : 0.0f;
             if (group == 1 && warp == 0) output_turns(turns, inv_freq, unit.position, lane);
         }
-        multiply_wait<1>();
+        wgmma_wait<1>();
         pin(o);
         if (unit_ends) {
             // out_HD = rope(out_HD / (sum_H + exp(sink_H - peak_H)), position, inverse=True)
@@ -487,6 +440,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         unit_starts = unit_ends;
         if (unit_starts) unit = next.unit;
     }
-    multiply_wait<0>();
+    wgmma_wait<0>();
     pin(s);
 }

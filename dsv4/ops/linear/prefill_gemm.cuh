@@ -72,7 +72,7 @@ __device__ __forceinline__ void produce(const Gemm& g, Pipe pipe) {
                                              g.side[1].scale + skipped * SCALE_BYTES};
         const bf16* x = g.x + t.batch * g.batch_stride;
         for (int step = t.first_step; step < t.last_step; step++) {
-            stage_wait(pipe.empty_barrier(), pipe.phase ^ 1);
+            pipe.wait_empty();
             const u32 buffer = pipe.buffer();
             copy_weights<WEIGHT_BYTES>(buffer + X_BYTES, data, first, last, steps * WEIGHT_BYTES,
                                        thread);
@@ -105,6 +105,7 @@ __device__ __forceinline__ void produce(const Gemm& g, Pipe pipe) {
         announce(landed.full_barrier());
         landed.advance();
     }
+    if (thread == 0) pipe.drain();
 }
 
 // Shared memory: STAGES stages from a 1024-byte border, then barriers and a flag. 2048 bytes
@@ -125,7 +126,7 @@ __device__ __forceinline__ void run(const Gemm& g, Output out) {
             barrier_init(pipe.empty + 8 * i, CONSUMERS);
         }
         barrier_fence();
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        proxy_fence();
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS * WARP) {

@@ -28,7 +28,7 @@ __device__ __forceinline__ void copy_stages(const Gemm& g, const Maps& maps, Pip
         const Tile t = tile_at(g, index);
         const int row_tile = t.expert * g.row_tiles + first_row_tile(g, t, 0);
         for (int step = 0; step < steps; step++) {
-            stage_wait(pipe.empty_barrier(), pipe.phase ^ 1);
+            pipe.wait_empty();
             const u32 full = pipe.full_barrier();
             barrier_expect(full, STAGE_USED);
             u32 to = pipe.buffer();
@@ -47,6 +47,7 @@ __device__ __forceinline__ void copy_stages(const Gemm& g, const Maps& maps, Pip
             pipe.advance();
         }
     }
+    pipe.drain();
 }
 
 // Shared memory: STAGES stages from a 1024-byte border, results on their way, barriers.

@@ -168,15 +168,9 @@ __device__ __forceinline__ int row_tile(const Gemm& g, const Tile& t, int side, 
 
 // ---------------------------------------------------------------- barriers and copies
 
-// Without the deadline of barrier_wait: its clock costs registers that the consumers do not have.
-__device__ __forceinline__ void stage_wait(u32 barrier, u32 parity) {
-    while (!barrier_try(barrier, parity)) {
-    }
-}
-
 // The copies were made by the generic proxy; wgmma reads them through the async proxy.
 __device__ __forceinline__ void announce(u32 full_barrier) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    proxy_fence();
     __syncwarp();
     if (threadIdx.x % WARP == 0) barrier_arrive(full_barrier);
 }
@@ -195,6 +189,13 @@ struct Pipe {
     __device__ u32 empty_barrier() const { return empty + 8 * stage; }
     __device__ void advance() {
         if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    __device__ void wait_full() const { barrier_wait_unlimited(full_barrier(), phase); }
+    // Of the threads that copy: until the consumers are done with what this stage holds.
+    __device__ void wait_empty() const { barrier_wait(empty_barrier(), phase ^ 1); }
+    // ... with every stage, so that a consumer that waits in vain ends by this thread's deadline.
+    __device__ void drain() {
+        for (int i = 0; i < STAGES; i++, advance()) wait_empty();
     }
 };
 
@@ -389,7 +390,7 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
     // (8-15, 0-7), (8-15, 8-15).
     const int row = lane % 8 + (lane / 16) * 8, half = lane / 8 % 2;
     for (int step = t.first_step; step < t.last_step; step++) {
-        stage_wait(pipe.full_barrier(), pipe.phase);
+        pipe.wait_full();
         const u32 buffer = pipe.buffer();
         Weights weights[SIDES];
 #pragma unroll

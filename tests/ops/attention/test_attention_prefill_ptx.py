@@ -55,7 +55,7 @@ FAULTS = {
     "Hopper: the first tile's rows are not awaited": (
         "sm_90a",
         600,
-        SourceEdit(HOPPER, "phase_wait(arrived, 0);", ""),
+        SourceEdit(HOPPER, "barrier_wait_unlimited(arrived, 0);", ""),
     ),
     "Hopper: missing keys have weights": (
         "sm_90a",
@@ -65,7 +65,9 @@ FAULTS = {
     "Hopper: buffers are not released": (
         "sm_90a",
         600,
-        SourceEdit(HOPPER, "if (count >= 2) phase_wait(released + buffer * 8, count / 2 - 1);", ""),
+        SourceEdit(
+            HOPPER, "if (count >= 2) barrier_wait(released + buffer * 8, count / 2 - 1 & 1);", ""
+        ),
     ),
 }
 

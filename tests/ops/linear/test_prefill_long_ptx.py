@@ -39,9 +39,7 @@ FAULTS = {
     "every block has the first rows": SourceEdit(
         "prefill_long_sm90.cu", "t.expert * g.row_tiles + first_row_tile(g, t, 0)", "0"
     ),
-    "stages are not awaited": SourceEdit(
-        "prefill_wgmma.cuh", "stage_wait(pipe.full_barrier(), pipe.phase);", ""
-    ),
+    "stages are not awaited": SourceEdit("prefill_wgmma.cuh", "pipe.wait_full();", ""),
     "a stage has more bytes than it gets": SourceEdit(
         "prefill_long_sm90.cu", "barrier_expect(full, STAGE_USED)", "barrier_expect(full, 1 << 16)"
     ),
