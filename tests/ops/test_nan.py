@@ -118,7 +118,8 @@ def moe_launches(module: Any) -> Callable[[Recording], object]:
     ("record", "tokens", "kernel"),
     [
         (index_launches(indexer_decode, 2), 2, "index_scores"),
-        (index_launches(indexer_prefill, 100), 100, "index_scores"),
+        (index_launches(indexer_prefill, 40), 40, "index_scores"),
+        (index_launches(indexer_prefill, 100), 100, "index_scores_sm90"),
         (moe_launches(moe_decode), 2, "moe_decode"),
         (moe_launches(moe_prefill), 100, "router_select"),
     ],

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.ptx.cluster import Cluster
 
 _WARPS = 4
-# Columns of a, and rows of b, in every product of bf16.
+# Columns of a, and rows of b, in every product.
 _DEPTH = 16
 
 
@@ -29,11 +29,20 @@ class Products:
         self.committed: list[list[Product]] = []
 
 
+# Numbers of 16-bit codes by the type of a and b, and their products.
+_TYPES = {
+    "bf16": (tensor_core.bf16_values, tensor_core.mma_bf16),
+    "f16": (tensor_core.f16_values, tensor_core.mma_f16),
+}
+
+
 class Form(NamedTuple):
-    """What the warps of a warpgroup issue alike. ``first``: the descriptor of a, 0 where registers
-    hold it; ``across``: rows of b are along the summed dimension.
+    """What the warps of a warpgroup issue alike. ``numbers``: the type of a and b; ``first``: the
+    descriptor of a, 0 where registers hold it; ``across``: rows of b are along the summed
+    dimension.
     """
 
+    numbers: str
     columns: int
     first: int
     second: int
@@ -51,39 +60,35 @@ class Product:
 
     def run(self, cluster: "Cluster") -> None:
         """Adds a · b to the registers of all four warps."""
-        columns, first, second, across, adds = self.form
+        numbers, columns, first, second, across, adds = self.form
+        values, multiply = _TYPES[numbers]
         memory = self.parts[0][0].block.memory
         matrix = SharedMatrix.of_wgmma(second)
         if across:
-            b = _values(matrix.across(memory, _DEPTH, 2 * columns, "wgmma")).T
+            codes = matrix.across(memory, _DEPTH, 2 * columns, "wgmma").view(np.uint16).T
         else:
-            b = _values(matrix.rows(memory, columns, 2 * _DEPTH, "wgmma"))
+            codes = matrix.rows(memory, columns, 2 * _DEPTH, "wgmma").view(np.uint16)
         if first:
             rows = SharedMatrix.of_wgmma(first).rows(memory, 16 * _WARPS, 2 * _DEPTH, "wgmma")
-            a = _values(rows)
+            a = values(rows.view(np.uint16))
         else:
-            a = np.concatenate(
-                [_operand(self.parts[n][0], self.parts[n][2]) for n in range(_WARPS)]
-            )
+            words = [_words(self.parts[n][0], self.parts[n][2]) for n in range(_WARPS)]
+            a = np.concatenate([operand_of_words(part, numbers) for part in words])
         sums = [_sums(self.parts[n][0], self.parts[n][1]) for n in range(_WARPS)]
         c = np.concatenate(sums) if adds else np.zeros((16 * _WARPS, columns), np.float32)
-        result = tensor_core.mma_bf16(c, a, b)
+        result = multiply(c, a, values(codes))
         for n in range(_WARPS):
             warp, targets, _ = self.parts[n]
             _set_sums(warp, targets, result[16 * n : 16 * n + 16])
         self.done = True
 
 
-def _values(raw: Array) -> Array:
-    return tensor_core.bf16_values(raw.view(np.uint16))
+def _words(warp: Warp, registers: list[Register]) -> Array:
+    return np.stack([warp.rows["u32", _row(warp, r)] for r in registers])
 
 
-def _operand(warp: Warp, registers: list[Register]) -> Array:
-    return operand_of_words(np.stack([warp.rows["u32", _row(warp, r)] for r in registers]))
-
-
-def operand_of_words(words: Array) -> Array:
-    """bf16 ``[16, 16]`` as float32 of a warp's registers, uint32 ``[4, 32]``.
+def operand_of_words(words: Array, numbers: str = "bf16") -> Array:
+    """bf16 or f16 ``[16, 16]`` as float32 of a warp's registers, uint32 ``[4, 32]``.
 
     Lane l holds columns 2 (l % 4) of row l / 4, then row + 8, then both with columns + 8.
     """
@@ -91,7 +96,7 @@ def operand_of_words(words: Array) -> Array:
     values = (
         np.ascontiguousarray(words).view(np.uint16).reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4)
     )
-    return tensor_core.bf16_values(np.ascontiguousarray(values).reshape(16, 16))
+    return _TYPES[numbers][0](np.ascontiguousarray(values).reshape(16, 16))
 
 
 def _row(warp: Warp, register: Register) -> int:
@@ -123,7 +128,7 @@ def _registers(operand: object) -> list[Register]:
 
 
 def _multiply(instruction: Instruction, layout: Layout) -> Handler:
-    shape = re.search(r"\.m64n(\d+)k16\.f32\.bf16\.bf16$", instruction.opcode)
+    shape = re.search(r"\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2$", instruction.opcode)
     operands = instruction.operands
     if shape is None:
         raise Unsupported(instruction.text)
@@ -142,6 +147,7 @@ def _multiply(instruction: Instruction, layout: Layout) -> Handler:
     def run(warp: Warp, mask: Mask) -> None:
         whole(warp, mask, "wgmma")
         form = Form(
+            shape[2],
             columns,
             common(first(warp), True) if first else 0,
             common(second(warp), True),

@@ -7,21 +7,14 @@
 // heads; each warp owns whole tiles. With FP8 1 both sides are e4m3, whose values float16 holds
 // exactly; their scales multiply the float32 sums. With FP8 0 keys are bfloat16.
 // index_scores_any_geometry: one warp per entry, float32 arithmetic, for every other shape.
-#include "index_order.cuh"
+#include "index_products.cuh"
 #include "ptx.cuh"
 
-#ifndef HEADS
-#define HEADS 64
-#endif
-#ifndef FP8
-#define FP8 1
-#endif
 // Dynamic shared memory of index_scores.
 #ifndef SHARED_BYTES
 #define SHARED_BYTES (200 << 10)
 #endif
 
-constexpr int DIM = 128;
 constexpr int KEYS = 16;
 constexpr int WARPS = 8;
 constexpr int STAGES = 4;
@@ -29,9 +22,6 @@ constexpr int HEAD_TILES = HEADS / 8, STEPS = DIM / 16;
 constexpr int ROW_BYTES = FP8 ? DIM : 2 * DIM;
 constexpr int ROW_CHUNKS = ROW_BYTES / 16;
 constexpr int TILE_BYTES = KEYS * ROW_BYTES;
-// A lane takes 16-byte chunks of a row, CHUNK_VALUES values each, LANE_CHUNKS of them: the order of
-// the products along a row is free as long as keys and queries agree.
-constexpr int CHUNK_VALUES = FP8 ? 16 : 8, LANE_CHUNKS = DIM / CHUNK_VALUES / 4;
 
 struct Shared {
     uint4 query_fragments[HEAD_TILES][STEPS / 2][WARP];
@@ -67,41 +57,6 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ unsigned half_pair(unsigned e4m3_pair) {
-    const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)e4m3_pair, __NV_E4M3);
-    return (unsigned)pair.x | (unsigned)pair.y << 16;
-}
-
-__device__ __forceinline__ unsigned bf16_pair(unsigned pair) { return pair; }
-
-// Divides bfloat16 values by `scale`, a peak of such values / 448. The remainder of the product
-// with the reciprocal corrects it: the quotient is the correctly rounded one for all 128 · 128
-// mantissas. `shift` keeps remainders and reciprocals in the range of normal numbers.
-struct Divisor {
-    float shift, scale, reciprocal;
-
-    __device__ __forceinline__ explicit Divisor(float divisor)
-        : shift(divisor < 0x1p-60f ? 0x1p64f : divisor > 0x1p60f ? 0x1p-64f : 1.0f),
-          scale(divisor * shift), reciprocal(__frcp_rn(scale)) {}
-
-    __device__ __forceinline__ float divide(float value) const {
-        value *= shift;
-        const float quotient = value * reciprocal;
-        return fmaf(fmaf(-quotient, scale, value), reciprocal, quotient);
-    }
-};
-
-// Two queries' values, divided by the head's scale, as a B fragment register.
-__device__ __forceinline__ unsigned query_pair(unsigned pair, const Divisor& scale) {
-#if FP8
-    const float2 values = make_float2(scale.divide(__uint_as_float(pair << 16)),
-                                      scale.divide(__uint_as_float(pair & 0xFFFF0000u)));
-    return half_pair(__nv_cvt_float2_to_fp8x2(values, __NV_SATFINITE, __NV_E4M3));
-#else
-    return bf16_pair(pair);
-#endif
-}
-
 // Starts the copy of one token's queries; the caller commits.
 __device__ __forceinline__ void fetch_queries(Shared& shared, const bf16* q, int token) {
     const bf16* from = q + (int64)token * HEADS * DIM;
@@ -121,40 +76,12 @@ __device__ __forceinline__ void prepare_queries(Shared& shared, float weight, fl
     const int head = own_head();
     const int tile = threadIdx.x / WARP;
     if (tile < HEAD_TILES) {
-        const char* row = reinterpret_cast<const char*>(shared.raw_queries + head * DIM);
-        uint4 raw[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            // Values chunk · CHUNK_VALUES · 4 + part · CHUNK_VALUES + ..., 8 per load.
-            const int chunk = i / (4 / LANE_CHUNKS);
-            const int half = i % (4 / LANE_CHUNKS);
-            raw[i] = *reinterpret_cast<const uint4*>(
-                row + 2 * (CHUNK_VALUES * (4 * chunk + part) + 8 * half));
-        }
-        float scale = 1.0f;
-#if FP8
-        float peak = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const unsigned words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                peak = nan_max(peak, fabsf(__uint_as_float(words[j] << 16)));
-                peak = nan_max(peak, fabsf(__uint_as_float(words[j] & 0xFFFF0000u)));
-            }
-        }
-        peak = nan_max(peak, __shfl_xor_sync(~0u, peak, 1));
-        peak = nan_max(peak, __shfl_xor_sync(~0u, peak, 2));
-        scale = peak > 0.0f ? peak / 448.0f : 1.0f;
-#endif
+        QueryPart query;
+        query.load(shared.raw_queries + head * DIM, part);
+        const float scale = query.round();
         if (part == 0) shared.factors[head] = weight * score_scale * scale;
-        const Divisor divisor(scale);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            shared.query_fragments[tile][i][lane] =
-                make_uint4(query_pair(raw[i].x, divisor), query_pair(raw[i].y, divisor),
-                           query_pair(raw[i].z, divisor), query_pair(raw[i].w, divisor));
-        }
+        for (int i = 0; i < 4; ++i) shared.query_fragments[tile][i][lane] = query.pairs[i];
     }
 }
 
@@ -223,22 +150,7 @@ __device__ __forceinline__ void score_tile(const Shared& shared, int warp, int s
             multiply(sums[tile], a, step % 2 ? b.z : b.x, step % 2 ? b.w : b.y);
         }
     }
-    // score_S = (relu(dots_HS) * factors_H[:, None]).sum(0)
-    score[0] = score[1] = 0.0f;
-#pragma unroll
-    for (int tile = 0; tile < HEAD_TILES; ++tile) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            score[half] = fmaf(nan_max(sums[tile][2 * half], 0.0f), factors[tile].x, score[half]);
-            score[half] =
-                fmaf(nan_max(sums[tile][2 * half + 1], 0.0f), factors[tile].y, score[half]);
-        }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        score[half] += __shfl_xor_sync(~0u, score[half], 1);
-        score[half] += __shfl_xor_sync(~0u, score[half], 2);
-    }
+    sum_heads(score, sums, 0, factors);
 }
 
 // The first item from `item` on, in steps of the grid, that has work: an item is a token and one of
@@ -252,7 +164,7 @@ __device__ __forceinline__ bool next_item(Item& found, int& item, const settled_
                                           int slots, int tokens, int selected, int max_parts,
                                           int part_tiles) {
     for (; item < tokens * max_parts; item += gridDim.x) {
-        found.token = item / max_parts, found.part = item % max_parts;
+        found.token = item % tokens, found.part = item / tokens;
         found.visible = visible_entries(fetch_settled(positions + found.token), slots);
         found.parts = max(1, min(max_parts, (found.visible + KEYS - 1) / KEYS / part_tiles));
         if (found.visible > selected && found.part < found.parts) return true;
@@ -341,13 +253,9 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
             float score[2];
             // score_S = (relu(queries_HD @ keys_SD.T) * factors_H[:, None]).sum(0)
             score_tile(shared, warp, stage, queries, factors, score);
-            const int entry = tile * KEYS + lane / 4 + 8 * (lane % 2);
-            float mine = lane % 2 ? score[1] : score[0];
-            if (FP8) mine *= shared.key_scales[warp][stage][entry % KEYS];
-            if (lane % 4 < 2 && entry < visible) {
-                row[entry] = order_of(mine);
-                note_nan(nan, mine);
-            }
+            const int key = written_key(lane);
+            const float scale = FP8 ? shared.key_scales[warp][stage][key] : 1.0f;
+            write_score(row, tile * KEYS + key, visible, lane, score, scale, nan);
             const int ahead = tile + (STAGES - 1) * stride;
             const int target = (stage + STAGES - 1) % STAGES;
             __syncwarp();

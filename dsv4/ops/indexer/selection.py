@@ -14,7 +14,7 @@ from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.constants import RowCode
 from dsv4.launch.items import ShapeOf
-from dsv4.launch.kernel import Kernel, Shape, round_up
+from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
 from dsv4.ops.indexer.query import check_queries
 
@@ -32,6 +32,18 @@ _MOST_HEADS = 64
 # Every block that takes a part of a token's keys rounds its queries again: parts of long steps
 # have at least so many keys.
 _SHARE_KEYS = 1024
+# index_scores_sm90.cu: threads, tokens and heads of a block; tiles of 64 keys that make a part.
+_MANY_THREADS = 512
+_MANY_TOKENS = 8
+_MANY_HEADS = 64
+_MANY_PART_TILES = 8
+# sizeof(Shared), from a 1024-byte border: queries, factors, visible entries.
+_MANY_BYTES = _MANY_TOKENS * (_MANY_HEADS * (2 * _WIDTH + 4) + 4) + 1024
+_MANY_KERNEL = Kernel(
+    "indexer/index_scores_sm90", "index_scores_sm90", (("SHARED_BYTES", _MANY_BYTES),)
+)
+# From so many tokens on it is faster than the other form (docs/kernels/indexer.md).
+_FEWEST_OF_MANY = 64
 _ROW_CODES = {
     torch.uint8: RowCode.INDEX_FP8,
     torch.bfloat16: RowCode.BF16,
@@ -133,13 +145,27 @@ class SelectionShapes:
             self._score_kernel = Kernel(_SCORES, "index_scores_any_geometry")
             code = int(_ROW_CODES[data.dtype])
             self._geometry = {"heads": self._heads, "dim": width, "key_format": code}
+        self._by_warpgroups = (
+            self.tensor_cores
+            and recording.target.architecture == "sm_90a"
+            and self._heads == _MANY_HEADS
+            and selection.keys.format is RowFormat.INDEX_FP8
+        )
 
     def decode_scores(self, tokens: int) -> Shape:
         """Few tokens: all blocks share the entries of each."""
         return self._scores(tokens, max(1, self._blocks // tokens), part_tiles=1)
 
     def prefill_scores(self, tokens: int) -> Shape:
-        """Many tokens: a block takes all entries of a token, or a large share of them."""
+        """Many tokens: a block takes all entries of one or, where that is faster, of eight, or a
+        large share of them.
+        """
+        if self._by_warpgroups and tokens >= _FEWEST_OF_MANY:
+            groups = ceil_div(tokens, _MANY_TOKENS)
+            parts = max(1, 4 * self._blocks // groups)
+            blocks = min(self._blocks, groups * parts)
+            numbers = {"tokens": tokens, "max_parts": parts, "part_tiles": _MANY_PART_TILES}
+            return Shape(_MANY_KERNEL, blocks, _MANY_THREADS, _MANY_BYTES, numbers=numbers)
         parts = max(1, 4 * self._blocks // tokens)
         return self._scores(tokens, parts, part_tiles=_SHARE_KEYS // _TILE_KEYS)
 

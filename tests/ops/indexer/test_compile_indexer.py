@@ -28,6 +28,7 @@ def kernel(name: str) -> Kernel:
     found = {
         "query": rotating,
         "scores": lambda: selecting(1, 2049)[0],
+        "scores of many tokens": lambda: selecting(300, 2049)[0],
         "top-k": lambda: selecting(1, 2049)[1],
         "top-k of a long context": lambda: selecting(1, 262145)[1],
         "top-k of many tokens": lambda: selecting(300, 2049)[1],
@@ -46,6 +47,17 @@ def test_compiles_without_spills(name: str, architecture: str) -> None:
     assert found.function in entries
     for function, (registers, spilled_bytes) in entries.items():
         assert spilled_bytes == 0, f"{function}: {spilled_bytes} bytes at {registers} registers"
+
+
+def test_products_of_many_tokens_stay_asynchronous() -> None:
+    """128 registers for each of 512 threads, no spills: eight steps, each in flight with the
+    others.
+    """
+    found = kernel("scores of many tokens")
+    log = compile_once(found.source, "sm_90a", found.defines).log
+    assert resources(log) == {found.function: (128, 0)}
+    assert "serialized" not in log
+    assert count(disassemble(found.source, "sm_90a", found.defines), "HGMMA") == 8
 
 
 def test_scores_convert_a_key_once_for_all_heads() -> None:

@@ -23,12 +23,12 @@ FP8 = RowFormat.INDEX_FP8
 SCALE = 0.5
 FAULTS = {
     "quotients are products with the reciprocal": SourceEdit(
-        "index_scores.cu",
+        "index_products.cuh",
         "return fmaf(fmaf(-quotient, scale, value), reciprocal, quotient);",
         "return quotient;",
     ),
     "reciprocals of all scales are taken as they are": SourceEdit(
-        "index_scores.cu",
+        "index_products.cuh",
         "divisor < 0x1p-60f ? 0x1p64f : divisor > 0x1p60f ? 0x1p-64f : 1.0f",
         "1.0f",
     ),
