@@ -35,17 +35,18 @@ HEAD_ROWS = 16
 @dataclass(frozen=True)
 class InboxLayout:
     """The words of an inbox of ``ranks`` ranks: partial sums of ``width`` columns, and logits of
-    ``vocabulary`` tokens.
+    ``vocabulary`` tokens. ``listed``: entries that the indexer chooses for a token.
     """
 
     ranks: int
     width: int
     vocabulary: int
+    listed: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig, ranks: int) -> "InboxLayout":
         """``config``: of the whole model."""
-        return cls(ranks, config.hidden_size, config.vocab_size)
+        return cls(ranks, config.hidden_size, config.vocab_size, config.index_topk)
 
     @property
     def head_rows(self) -> int:
@@ -78,13 +79,14 @@ class Peers:
     """One rank's view of all of them.
 
     ``table_P`` int64: addresses of the inboxes of all ranks, of this rank's own, of ``step_4``, of
-    ``fault_4``, and of the ``partials_STE`` and the ``inputs_TE`` of all ranks. ``inbox`` int64:
-    this rank's words. ``step_4`` int32: how many steps were begun, in the first word. ``fault_4``
-    int32, pinned where the ranks are GPUs: what a kernel that gave up waiting says (set, exchange,
-    missing rank, step). ``partials_STE`` float32: this rank's partial results in prefill steps,
-    which the others read, in two slots that take turns. ``inputs_TE`` bfloat16: the input of a
-    sublayer of a prefill step, whose rows all ranks write, each those of its tokens. ``stamps_X2``:
-    see ``dsv4.parallel.stamps``, None in every run that is no measurement.
+    ``fault_4``, and of the ``partials_STE``, the ``inputs_TE`` and the ``chosen_TK`` of all ranks.
+    ``inbox`` int64: this rank's words. ``step_4`` int32: how many steps were begun, in the first
+    word. ``fault_4`` int32, pinned where the ranks are GPUs: what a kernel that gave up waiting
+    says (set, exchange, missing rank, step). ``partials_STE`` float32: this rank's partial results
+    in prefill steps, which the others read, in two slots that take turns. ``inputs_TE`` bfloat16
+    and ``chosen_TK`` int64: the input of a sublayer of a prefill step, and the entries that the
+    indexer chose for its tokens; all ranks write their rows, each those of its tokens.
+    ``stamps_X2``: see ``dsv4.parallel.stamps``, None in every run that is no measurement.
     """
 
     rank: int
@@ -95,6 +97,7 @@ class Peers:
     fault_4: Tensor
     partials_STE: Tensor
     inputs_TE: Tensor
+    chosen_TK: Tensor
     stamps_X2: Tensor | None = None
 
     @property
@@ -112,12 +115,13 @@ class Peers:
         return cls(
             rank,
             layout,
-            memory(3 * layout.ranks + 3, dtype=torch.int64),
+            memory(4 * layout.ranks + 3, dtype=torch.int64),
             memory(layout.words, dtype=torch.int64),
             memory(STEP_WORDS, dtype=torch.int32),
             memory(FAULT_WORDS, dtype=torch.int32),
             memory(SLOTS, tokens, layout.width, dtype=torch.float32),
             memory(tokens, layout.width, dtype=torch.bfloat16),
+            memory(tokens, layout.listed, dtype=torch.int64),
         )
 
 

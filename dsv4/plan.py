@@ -245,12 +245,13 @@ def arrival_bytes(config: ModelConfig, engine: EngineConfig) -> int:
 
 def exchange_bytes(config: ModelConfig, engine: EngineConfig, ranks: int) -> int:
     """What a rank shares with the others: the inbox of decode steps, and of prefill steps the
-    float32 rows of its partial results and the bfloat16 rows of a sublayer's input.
+    float32 rows of its partial results, the bfloat16 rows of a sublayer's input and the int64 rows
+    of chosen entries.
     """
     if ranks == 1:
         return 0
-    rows = (4 * SLOTS + 2) * step_tokens(engine) * config.hidden_size
-    return InboxLayout.of(config, ranks).nbytes + rows
+    token_bytes = (4 * SLOTS + 2) * config.hidden_size + 8 * config.index_topk
+    return InboxLayout.of(config, ranks).nbytes + step_tokens(engine) * token_bytes
 
 
 def _torch_work(

@@ -59,14 +59,14 @@ def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -
     if on_gpus:
         allow_peer_access(tuple(dict.fromkeys(devices)))
     inboxes = [_shared_memory((layout.words,), torch.int64, device) for device in devices]
-    rows = (SLOTS, tokens, layout.width)
-    partials = [_shared_memory(rows, torch.float32, device) for device in devices]
+    terms = (SLOTS, tokens, layout.width)
+    partials = [_shared_memory(terms, torch.float32, device) for device in devices]
     has_absent = len(devices) < layout.ranks
     # The last tiles of absent ranks may lie behind the tokens.
-    room = (tokens + (layout.ranks * TOKEN_TILE if has_absent else 0), layout.width)
-    inputs = [_shared_memory(room, torch.bfloat16, device) for device in devices]
+    room = tokens + (layout.ranks * TOKEN_TILE if has_absent else 0)
+    inputs = [_shared_memory((room, layout.width), torch.bfloat16, device) for device in devices]
+    chosen = [_shared_memory((room, layout.listed), torch.int64, device) for device in devices]
     inbox_bytes = WORD_BYTES * layout.rank_words
-    tile_bytes = TOKEN_TILE * layout.width * inputs[0].itemsize
     fault_4 = torch.zeros(FAULT_WORDS, dtype=torch.int32, pin_memory=on_gpus)
     found = []
     for rank, device in enumerate(devices):
@@ -75,12 +75,18 @@ def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -
             *_addresses(inboxes, rank, layout.ranks, inbox_bytes),
             *(one.data_ptr() for one in (inboxes[rank], step_4, fault_4)),
             *_addresses(partials, rank, layout.ranks, 0),
-            *_addresses(inputs, rank, layout.ranks, tile_bytes),
+            *_addresses(inputs, rank, layout.ranks, _tile_bytes(inputs[0])),
+            *_addresses(chosen, rank, layout.ranks, _tile_bytes(chosen[0])),
         ]
         table_P = torch.tensor(addresses, dtype=torch.int64, device=device)
-        own = inboxes[rank], step_4, fault_4, partials[rank], inputs[rank][:tokens]
-        found.append(Peers(rank, layout, table_P, *own))
+        rows = inputs[rank][:tokens], chosen[rank][:tokens]
+        own = inboxes[rank], step_4, fault_4, partials[rank]
+        found.append(Peers(rank, layout, table_P, *own, *rows))
     return found
+
+
+def _tile_bytes(rows: Tensor) -> int:
+    return TOKEN_TILE * rows.shape[1] * rows.itemsize
 
 
 def _addresses(memories: Sequence[Tensor], rank: int, ranks: int, apart: int) -> list[int]:
@@ -156,7 +162,7 @@ class _DeviceMemory:
 
 def _shared_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that all ranks can read and write."""
-    if device.type != "cuda":
+    if device.type != "cuda" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     with torch.cuda.device(device):
         memory = _DeviceMemory(math.prod(shape) * dtype.itemsize, device)

@@ -115,6 +115,8 @@ def test_a_kernel_gets_no_argument_early_that_the_one_in_front_writes(
         "slots": 4096,
         "stride": 4096,
         "selected": 512,
+        "peers": None,
+        "first_token": 0,
     }
     shape = Shape(Kernel("indexer/top_k", "top_k_tokens"), 1, 512)
     recording.launch(shape, positions=positions_T, **arguments)

@@ -59,8 +59,9 @@ def _ptx_of(source: str, architecture: str, defines: Defines, edit: SourceEdit |
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name)
         folder = source_path(source).parent
-        headers = [folder.parent / "_device" / one.file for one in edit.all]
-        for path in (*folder.glob("*.cu*"), *filter(Path.exists, headers)):
+        # All of them: a header finds others beside itself first.
+        headers = (folder.parent / "_device").glob("*.cuh")
+        for path in (*folder.glob("*.cu*"), *headers):
             text = path.read_text()
             for one in edit.all:
                 if path.name == one.file:

@@ -9,24 +9,20 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from dsv4 import EngineConfig, ModelConfig
-from dsv4.caches.state import DecodeState
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Launch
-from dsv4.parallel.placement import Placement
-from dsv4.parallel.rank_state import allocate_state
-from dsv4.peers import STEP_NUMBERS
 from dsv4.step import captured
 from dsv4.step.captured import CapturedRanks, Mode
 from dsv4.step.lock_step import LockStep
 from dsv4.step.recorded import RecordedStep
-from tests.model.tiny import CPU, small_config
 from tests.ranks.planned_ranks import POLLING, PUSHING, LoggedRanks, has_words, planned_ranks
 from tests.step.planned_model import GPUS, PlannedModel, items_of
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 RANKS = (2, 8)
 LAYERS = 5
+# Windows, windows, CSA, HCA, CSA.
+CSA_LAYERS = 2
 STREAMS: Any = dict.fromkeys(GPUS)
 # Where the indexer has nothing to choose, and where it has.
 NEAR = 100
@@ -97,8 +93,9 @@ def regions_of(launch: Launch, step: RecordedStep, rank: int, ranks: int) -> lis
         slot = int(launch.arguments["first"] != 0)
         return [((other, "partials", slot), False) for other in range(ranks)]
     pushes = launch.signature.kernel == "hc_finish" and launch.arguments["peers"] is not None
-    # Of the input of every rank each writes the rows of its own tokens.
-    found = [((other, "inputs", rank), True) for other in range(ranks)] if pushes else []
+    # Of the input and the choices of every rank each writes the rows of its own tokens.
+    written = "inputs" if pushes else "chosen" if launch.signature.kernel == "top_k_tokens" else ""
+    found = [((other, written, rank), True) for other in range(ranks)] if written else []
     for tensor in launch.tensors:
         memory = recording.placed.get(storage_key(tensor))
         if memory is None:
@@ -107,17 +104,18 @@ def regions_of(launch: Launch, step: RecordedStep, rank: int, ranks: int) -> lis
             # Some kernels add to what is there.
             slot = int(memory.storage_offset() != 0)
             found.append(((rank, "partials", slot), True))
-        elif not pushes:
-            assert storage_key(memory) == storage_key(peers.inputs_TE)
-            found += [((rank, "inputs", writer), False) for writer in range(ranks)]
+        elif not written:
+            read = {storage_key(peers.inputs_TE): "inputs", storage_key(peers.chosen_TK): "chosen"}
+            what = read[storage_key(memory)]
+            found += [((rank, what, writer), False) for writer in range(ranks)]
     return found
 
 
 def test_ranks_touch_each_others_memory_behind_all_that_needs_it(
     planned: list[PlannedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Partial results are added where they lie and inputs are written by all: twice, because a step
-    may follow another.
+    """Partial results are added where they lie, inputs and choices are written by all: twice,
+    because a step may follow another.
     """
     ranks = LoggedRanks.of(planned, 512, monkeypatch)
     count = len(planned)
@@ -147,8 +145,10 @@ def test_ranks_touch_each_others_memory_behind_all_that_needs_it(
         # The head's result stays where it is.
         readers = [name for of, name in kernels if of == rank and name.endswith("inputs")]
         assert len(readers) > 2
+        assert kernels[rank, "top_k_tokens chosen"] == 2 * CSA_LAYERS * count
+        assert kernels[rank, "attention_prefill_sm90 chosen"] == 2 * CSA_LAYERS * count
     records = sum(what == "record" for _, what in ranks.log)
-    assert records == 2 * 4 * LAYERS * (count + (count > 2))
+    assert records == 2 * (4 * LAYERS + CSA_LAYERS) * (count + (count > 2))
 
 
 class FakeGraph:
@@ -245,56 +245,3 @@ def test_ranks_that_share_a_device_are_not_captured_side_by_side(
     same = LockStep([ranks.step.ranks[0]] * 2, planned[0].state)
     with pytest.raises(ValueError, match="ranks: found 2 on cuda:0, expected one each"):
         CapturedRanks(same, planned[0].state, STREAMS, "full", (0, 0), FAR)
-
-
-@pytest.fixture
-def state() -> DecodeState:
-    config = ModelConfig.from_dict(small_config())
-    placement = Placement.tensor(config.num_hidden_layers, (CPU,) * 2)
-    return allocate_state(config, EngineConfig(device="cpu"), 256, placement)
-
-
-def test_all_ranks_move_together_and_agree_on_the_number_of_the_step(state: DecodeState) -> None:
-    def places() -> list[list[int]]:
-        found = []
-        for rank in state.ranks:
-            assert rank.peers is not None
-            place = (*rank.place(CPU), rank.peers.step_4)
-            found.append([int(tensor[0]) for tensor in place])
-        return found
-
-    state.set_position(9)
-    assert places() == [[9, 0, 0]] * 2
-    state.begin_step(3)
-    # What an accident left: one rank moved on, the other did not.
-    first, second = state.ranks
-    assert first.peers is not None
-    first.peers.step_4[0] = 2
-    first.positions_1[CPU].fill_(11)
-    second.rejected_1[CPU].fill_(1)
-    state.rollback(8)
-    assert places() == [[8, 0, 3]] * 2
-    state.start_sequence()
-    assert places() == [[0, 0, 3]] * 2
-    state._steps_begun = STEP_NUMBERS + 5
-    state.resume(4, 6)
-    assert places() == [[4, 0, 5]] * 2
-
-
-def test_ranks_have_caches_of_their_own_and_one_word_for_nan(state: DecodeState) -> None:
-    first, second = state.ranks
-    assert first.nan_1 is second.nan_1
-    rings = [rank.layers[0].keys.ring.data.data_ptr() for rank in state.ranks]
-    assert rings[0] != rings[1]
-    assert first.peers is not None
-    assert second.peers is not None
-    assert (first.peers.rank, second.peers.rank) == (0, 1)
-    for peers in (first.peers, second.peers):
-        own, step, fault, *partials = peers.table_P[2:].tolist()
-        assert own == peers.table_P[peers.rank] == peers.inbox.data_ptr()
-        assert partials[peers.rank] == peers.partials_STE.data_ptr()
-        assert partials[2 + peers.rank] == peers.inputs_TE.data_ptr()
-        assert (step, fault) == (peers.step_4.data_ptr(), peers.fault_4.data_ptr())
-    for shared in (slice(0, 2), slice(5, 9)):
-        assert torch.equal(first.peers.table_P[shared], second.peers.table_P[shared])
-    assert first.peers.fault_4 is second.peers.fault_4

@@ -95,6 +95,8 @@ def poison(engine: Engine, word: int | None) -> None:
         else:
             rank.peers.inbox.fill_(word)
         rank.peers.partials_STE.fill_(math.nan)
+        rank.peers.inputs_TE.fill_(math.nan)
+        rank.peers.chosen_TK.fill_(1 << 40)
 
 
 def test_random_words_and_those_of_other_steps_are_never_read(engine: Engine) -> None:

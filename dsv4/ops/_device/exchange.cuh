@@ -9,29 +9,22 @@
 // A kernel pushes or polls for an exchange, never both: queued behind the producers of all ranks,
 // consumers also run where all ranks share one stream.
 //
-// Defines: RANKS; OWNERS, where ranks share the tokens of a seam; STAMPS, for measurements.
+// Defines: RANKS; OWNERS (token_share.cuh); STAMPS, for measurements.
 // `peers`, of every rank for itself (dsv4/peers.py): the addresses of all inboxes, of its own one,
 // of its step counter, of the words for the host about a fault, and in prefill steps of the partial
-// results of all ranks and of the inputs of their sublayers.
+// results of all ranks, of the inputs of their sublayers and of the entries that they chose.
 #pragma once
 #include "ptx.cuh"
+#include "token_share.cuh"
 
 #ifndef RANKS
 #define RANKS 1
 #endif
-#ifndef OWNERS
-#define OWNERS 1
-#endif
 
 constexpr int OWN_INBOX = RANKS, STEP = RANKS + 1, FAULT = RANKS + 2, PARTIALS = RANKS + 3;
-constexpr int INPUTS = PARTIALS + RANKS;
+constexpr int INPUTS = PARTIALS + RANKS, CHOSEN = INPUTS + RANKS, STAMPED = CHOSEN + RANKS;
 constexpr int EXCHANGES_PER_STEP = 256;
 constexpr long long WAIT_CYCLES = 10000000000ll;  // five seconds
-
-// The token of a rank's `own`-th row, where the ranks take tiles of tokens in turn.
-__device__ __forceinline__ int64 own_token(int64 own, int owner) {
-    return (own / TOKEN_TILE * OWNERS + owner) * TOKEN_TILE + own % TOKEN_TILE;
-}
 
 // `step`: the address of the rank's step counter.
 __device__ __forceinline__ unsigned exchange_tag(int64 step, int exchange) {
@@ -77,7 +70,7 @@ struct Outbox {
         if (lane == 0) {
             tag = exchange_tag(peers[STEP], exchange);
 #ifdef STAMPS
-            stamps.open(peers[INPUTS + RANKS]);
+            stamps.open(peers[STAMPED]);
 #endif
         }
     }
@@ -104,7 +97,7 @@ struct InboxAddress {
             step = fetch_address(peers + STEP);
             fault = fetch_address(peers + FAULT);
 #ifdef STAMPS
-            stamps = fetch_address(peers + INPUTS + RANKS);
+            stamps = fetch_address(peers + STAMPED);
 #endif
         }
     }

@@ -14,8 +14,8 @@ from torch import Tensor
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
-from dsv4.ops.exchange.token_share import WHOLE, TokenShare
-from dsv4.peers import SLOTS, Peers
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare, peers_of
+from dsv4.peers import SLOTS
 from dsv4.weights.quant import Weight
 
 # ``dsv4.ops.linear.prefill.linear``, or another library's.
@@ -54,7 +54,7 @@ def vocab_parallel_linear_with(
 
 def send_partial(recording: Recording, partial_TE: Tensor) -> PartialSum:
     """A partial result is where the other ranks read it, once all have computed theirs."""
-    peers = _peers(recording)
+    peers = peers_of(recording)
     exchange = recording.next_exchange()
     recording.place(partial_TE, peers.partials_STE[exchange % SLOTS])
     recording.meet()
@@ -68,7 +68,7 @@ def summed(recording: Recording, y_TE: Tensor | PartialSum) -> Tensor:
 
 def sum_of(recording: Recording, y_TE: PartialSum, share: TokenShare) -> Tensor:
     """bfloat16 ``[T, E]``, of which the rows of a share are written."""
-    peers = _peers(recording)
+    peers = peers_of(recording)
     tokens, width = y_TE.own_TE.shape
     if width % _VALUES:
         raise ValueError(f"y_TE: found width {width}, expected a multiple of {_VALUES}")
@@ -85,8 +85,3 @@ def _sum_shape(ranks: int, share: TokenShare, width: int, tokens: int) -> Shape:
     kernel = Kernel("exchange/exchange", "sum_ranks", (("RANKS", ranks), *share.defines))
     blocks = ceil_div(share.rows(tokens) * width, _THREADS * _VALUES)
     return Shape(kernel, blocks, _THREADS, numbers={"tokens": tokens})
-
-
-def _peers(recording: Recording) -> Peers:
-    assert recording.peers is not None, "partial results come from ranks"
-    return recording.peers

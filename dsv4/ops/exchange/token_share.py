@@ -1,7 +1,7 @@
-"""Which tokens of a prefill step a rank computes the seams of.
+"""Of which tokens of a prefill step a rank computes the seams, and chooses the entries.
 
 Ranks take tiles of tokens in turn, so that they have as many whatever the length of a step. Streams
-stay where they are; what a sublayer reads goes to all ranks.
+stay where they are; what a sublayer reads goes to all ranks, and so do the indexer's choices.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.launch.constants import TOKEN_TILE
 from dsv4.launch.kernel import Defines, ceil_div
 from dsv4.launch.recording import Recording
+from dsv4.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,16 @@ class TokenShare:
         """The most tokens that an owner has, of whole tiles where there are several owners."""
         return tokens if self.owners == 1 else self.tiles(tokens) * TOKEN_TILE
 
+    def tokens(self, tokens: int) -> int:
+        """How many of the first ``tokens`` are the owner's."""
+        turns, rest = divmod(tokens, self.owners * TOKEN_TILE)
+        return turns * TOKEN_TILE + min(max(0, rest - self.owner * TOKEN_TILE), TOKEN_TILE)
+
+    def token(self, own: int) -> int:
+        """The owner's token number ``own``, from 0."""
+        tile, within = divmod(own, TOKEN_TILE)
+        return (tile * self.owners + self.owner) * TOKEN_TILE + within
+
     def spans(self, first: int, tokens: int) -> list[tuple[int, int]]:
         """The owner's rows of ``tokens``, from ``first`` on, as (start, stop)."""
         starts = range(self.owner * TOKEN_TILE, tokens, self.owners * TOKEN_TILE)
@@ -40,9 +51,15 @@ class TokenShare:
         return [(start, stop) for start, stop in found if start < stop]
 
     def send_rows(self, recording: Recording, rows_TE: Tensor) -> None:
-        """``rows_TE`` is whole on every rank, once all have written the rows of their tokens."""
-        assert recording.peers is not None, "tokens are shared by ranks"
-        recording.place(rows_TE, recording.peers.inputs_TE)
+        """A sublayer's input is whole on every rank, once all have written the rows of their
+        tokens.
+        """
+        recording.place(rows_TE, peers_of(recording).inputs_TE)
+        recording.meet()
+
+    def send_choices(self, recording: Recording, chosen_TK: Tensor) -> None:
+        """The same of chosen entries."""
+        recording.place(chosen_TK, peers_of(recording).chosen_TK)
         recording.meet()
 
 
@@ -55,3 +72,9 @@ def share_of(recording: Recording) -> TokenShare:
     if peers is None or recording.traced:
         return WHOLE
     return TokenShare(peers.rank, peers.ranks)
+
+
+def peers_of(recording: Recording) -> Peers:
+    """The ranks of a step that they share."""
+    assert recording.peers is not None, "a lone rank shares nothing"
+    return recording.peers

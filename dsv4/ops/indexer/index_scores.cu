@@ -6,9 +6,12 @@
 // m16n8k16 product, 16 a tile, and queries its columns, so that a key is converted once for all
 // heads; each warp owns whole tiles. With FP8 1 both sides are e4m3, whose values float16 holds
 // exactly; their scales multiply the float32 sums. With FP8 0 keys are bfloat16.
+// Tokens may be those of one rank (token_share.cuh), whose first one is the first of q, weights and
+// positions; scores are of its tokens alone.
 // index_scores_any_geometry: one warp per entry, float32 arithmetic, for every other shape.
 #include "index_products.cuh"
 #include "ptx.cuh"
+#include "token_share.cuh"
 
 // Dynamic shared memory of index_scores.
 #ifndef SHARED_BYTES
@@ -59,7 +62,7 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4]
 
 // Starts the copy of one token's queries; the caller commits.
 __device__ __forceinline__ void fetch_queries(Shared& shared, const bf16* q, int token) {
-    const bf16* from = q + (int64)token * HEADS * DIM;
+    const bf16* from = q + own_token(token, 0) * HEADS * DIM;
     for (int i = threadIdx.x; i < HEADS * DIM / 8; i += WARPS * WARP)
         copy16(shared.raw_queries + 8 * i, from + 8 * i, true);
 }
@@ -165,7 +168,8 @@ __device__ __forceinline__ bool next_item(Item& found, int& item, const settled_
                                           int part_tiles) {
     for (; item < tokens * max_parts; item += gridDim.x) {
         found.token = item % tokens, found.part = item / tokens;
-        found.visible = visible_entries(fetch_settled(positions + found.token), slots);
+        const settled_int64* position = positions + own_token(found.token, 0);
+        found.visible = visible_entries(fetch_settled(position), slots);
         found.parts = max(1, min(max_parts, (found.visible + KEYS - 1) / KEYS / part_tiles));
         if (found.visible > selected && found.part < found.parts) return true;
     }
@@ -216,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
         const int stride = now.parts * WARPS;
         const int visible = now.visible, token = now.token;
         const float weight =
-            own_head() < HEADS ? weights[(int64)token * weight_stride + own_head()] : 0.0f;
+            own_head() < HEADS ? weights[own_token(token, 0) * weight_stride + own_head()] : 0.0f;
         if (first_item) {
             cp_async_wait<0>();
         } else {
@@ -288,15 +292,16 @@ extern "C" __global__ void __launch_bounds__(256)
     float* queries = reinterpret_cast<float*>(memory);
     float* factors = queries + heads * dim;
     const int token = blockIdx.y;
+    const int64 source = own_token(token, 0);
     const int warp = threadIdx.x / WARP;
     const int lane = threadIdx.x % WARP;
     const int warps = blockDim.x / WARP;
     pdl_launch();
     pdl_wait();
-    const int visible = visible_entries(positions[token], slots);
+    const int visible = visible_entries(positions[source], slots);
     if (visible <= selected || (int)(blockIdx.x * warps) >= visible) return;
     for (int head = warp; head < heads; head += warps) {
-        const bf16* row = q + ((int64)token * heads + head) * dim;
+        const bf16* row = q + (source * heads + head) * dim;
         float peak = 0.0f;
         for (int i = lane; i < dim; i += WARP)
             peak = nan_max(peak, fabsf(__bfloat162float(row[i])));
@@ -314,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(256)
             }
             queries[head * dim + i] = value;
         }
-        if (lane == 0) factors[head] = weights[(int64)token * weight_stride + head] * score_scale;
+        if (lane == 0) factors[head] = weights[source * weight_stride + head] * score_scale;
     }
     __syncthreads();
     for (int entry = blockIdx.x * warps + warp; entry < visible; entry += gridDim.x * warps) {

@@ -3,6 +3,7 @@
 // converted once for all tokens of a block.
 #include "index_products.cuh"
 #include "ptx.cuh"
+#include "token_share.cuh"
 #include "wgmma.cuh"
 
 #ifndef SHARED_BYTES
@@ -41,7 +42,8 @@ __device__ __forceinline__ void prepare_queries(Shared& shared, const bf16* q, c
     float weight[PRODUCTS];
 #pragma unroll
     for (int product = 0; product < PRODUCTS; ++product) {
-        const int64 source = min(first + product * COLUMN_TOKENS + token, tokens - 1);
+        const int own = min(first + product * COLUMN_TOKENS + token, tokens - 1);
+        const int64 source = own_token(own, 0);
         query[product].load(q + (source * HEADS + head) * DIM, part);
         weight[product] = weights[source * weight_stride + head];
     }
@@ -143,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();  // the queries of the item before are not needed any more
         if (threadIdx.x < TOKENS) {
             const int token = first_token + threadIdx.x;
-            const int seen = token < tokens ? visible_entries(positions[token], slots) : 0;
+            const int seen =
+                token < tokens ? visible_entries(positions[own_token(token, 0)], slots) : 0;
             shared.visible[threadIdx.x] = seen > selected ? seen : 0;
         }
         __syncthreads();

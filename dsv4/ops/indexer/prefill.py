@@ -1,15 +1,18 @@
 """Index selection of a long step, in tiles of tokens whose scores fit one piece of memory."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4.caches.rows import RowCache
+from dsv4.launch.constants import TOKEN_TILE
 from dsv4.launch.items import ShapeOf
 from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare, share_of
 from dsv4.ops.indexer.selection import SelectionShapes, checked_selection, record_selection
 
 # Scores of one tile: 2,047 tokens at a context of 128k, 255 at one of 1M; a block takes about one
@@ -29,34 +32,55 @@ def index_select(
     """``dsv4.ops.indexer.index_select`` of 9 tokens and more, with the results of ``decode``.
 
     The scores take at most 256 MB: longer steps are cut into tiles of tokens, one after the other.
+    Ranks share the tokens and send each other their lists.
     """
     selection = checked_selection(q_TID, weight_TI, score_scale, keys, positions_T, index_topk)
-    shapes = SelectionShapes(recording, selection)
     tokens = q_TID.shape[0]
+    share = share_of(recording)
+    if share.owners * TOKEN_TILE > tokens:
+        share = WHOLE  # some ranks would have no token
+    shapes = SelectionShapes(recording, selection, share)
+    peers = None if share is WHOLE or recording.peers is None else recording.peers.table_P
     stride = selection.score_stride
-    tile = min(tokens, max(1, _SCORE_BYTES // (torch.int32.itemsize * stride)))
-    score_TS = recording.empty((tile, stride), torch.int32)
+    own = share.tokens(tokens)
+    tile = max(1, _SCORE_BYTES // (torch.int32.itemsize * stride))
+    if share is not WHOLE:
+        tile = max(TOKEN_TILE, tile // TOKEN_TILE * TOKEN_TILE)
+    score_TS = recording.empty((min(tile, own), stride), torch.int32)
     selected_TK = recording.empty((tokens, selection.selected), torch.int64)
-    for start in range(0, tokens, tile):
-        count = min(tile, tokens - start)
+    for start in range(0, own, tile):
+        first = share.token(start)
+        part = _Tile(share, start, min(tile, own - start))
         launched = (
-            _of_tile(start, count, shapes.prefill_scores, shapes.decode_scores),
-            _of_tile(start, count, shapes.prefill_top_k, shapes.decode_top_k),
+            part.shape_of(shapes.prefill_scores, shapes.decode_scores),
+            part.shape_of(shapes.prefill_top_k, shapes.decode_top_k),
         )
-        part_TK = selected_TK.narrow(0, start, count)
-        record_selection(recording, selection.tile(start, count), launched, score_TS, part_TK)
+        part_TK = selected_TK[first:]
+        record_selection(
+            recording, selection.behind(first), launched, score_TS, part_TK, peers, first
+        )
+    if peers is not None:
+        share.send_choices(recording, selected_TK)
     return selected_TK
 
 
-def _of_tile(
-    start: int, count: int, many: Callable[[int], Shape], few: Callable[[int], Shape]
-) -> ShapeOf:
-    """The shape for a step's tokens in this tile; a few are launched as in a decode step."""
+class _Tile(NamedTuple):
+    """``count`` tokens of those that are the share's, from number ``start`` on."""
 
-    def shape(tokens: int) -> Shape | None:
-        here = min(tokens - start, count)
-        if here <= 0:
-            return None
-        return many(here) if here > MAX_DECODE_TOKENS else few(here)
+    share: TokenShare
+    start: int
+    count: int
 
-    return shape
+    def shape_of(self, many: Callable[[int], Shape], few: Callable[[int], Shape]) -> ShapeOf:
+        """The shape for a step's tokens in this tile; a few of a lone rank are launched as in a
+        decode step.
+        """
+        few = few if self.share is WHOLE else many
+
+        def shape(tokens: int) -> Shape | None:
+            here = min(self.share.tokens(tokens) - self.start, self.count)
+            if here <= 0:
+                return None
+            return many(here) if here > MAX_DECODE_TOKENS else few(here)
+
+        return shape

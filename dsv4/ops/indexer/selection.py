@@ -16,6 +16,7 @@ from dsv4.launch.constants import RowCode
 from dsv4.launch.items import ShapeOf
 from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare
 from dsv4.ops.indexer.query import check_queries
 
 _SCORES = "indexer/index_scores"
@@ -39,9 +40,6 @@ _MANY_HEADS = 64
 _MANY_PART_TILES = 8
 # sizeof(Shared), from a 1024-byte border: queries, factors, visible entries.
 _MANY_BYTES = _MANY_TOKENS * (_MANY_HEADS * (2 * _WIDTH + 4) + 4) + 1024
-_MANY_KERNEL = Kernel(
-    "indexer/index_scores_sm90", "index_scores_sm90", (("SHARED_BYTES", _MANY_BYTES),)
-)
 # From so many tokens on it is faster than the other form (docs/kernels/indexer.md).
 _FEWEST_OF_MANY = 64
 _ROW_CODES = {
@@ -83,14 +81,14 @@ class Selection:
         """Scores from one token to the next: 16 bytes are read at once."""
         return round_up(self.keys.slots, 4)
 
-    def tile(self, start: int, count: int) -> "Selection":
-        """The same of ``count`` tokens."""
+    def behind(self, first: int) -> "Selection":
+        """The same of the tokens from this one on."""
         return Selection(
-            self.q_TID.narrow(0, start, count),
-            self.weight_TI.narrow(0, start, count),
+            self.q_TID[first:],
+            self.weight_TI[first:],
             self.score_scale,
             self.keys,
-            self.positions_T.narrow(0, start, count),
+            self.positions_T[first:],
             self.selected,
         )
 
@@ -116,9 +114,14 @@ def checked_selection(
 
 
 class SelectionShapes:
-    """How both kernels are launched for a number of tokens."""
+    """How both kernels are launched for a number of tokens, which are those of a rank where ranks
+    share them.
+    """
 
-    def __init__(self, recording: Recording, selection: Selection) -> None:
+    def __init__(
+        self, recording: Recording, selection: Selection, share: TokenShare = WHOLE
+    ) -> None:
+        self._share = share
         _, self._heads, width = selection.q_TID.shape
         self._blocks = recording.target.multiprocessors
         self._slots = selection.keys.slots
@@ -137,12 +140,13 @@ class SelectionShapes:
                 ("HEADS", self._heads),
                 ("FP8", int(selection.keys.format is RowFormat.INDEX_FP8)),
                 ("SHARED_BYTES", self._score_bytes),
+                *share.defines,
             )
             self._score_kernel = Kernel(_SCORES, "index_scores", defines)
             self._geometry: dict[str, int] = {}
         else:
             self._score_bytes = 4 * self._heads * (width + 1)
-            self._score_kernel = Kernel(_SCORES, "index_scores_any_geometry")
+            self._score_kernel = Kernel(_SCORES, "index_scores_any_geometry", share.defines)
             code = int(_ROW_CODES[data.dtype])
             self._geometry = {"heads": self._heads, "dim": width, "key_format": code}
         self._by_warpgroups = (
@@ -165,7 +169,9 @@ class SelectionShapes:
             parts = max(1, 4 * self._blocks // groups)
             blocks = min(self._blocks, groups * parts)
             numbers = {"tokens": tokens, "max_parts": parts, "part_tiles": _MANY_PART_TILES}
-            return Shape(_MANY_KERNEL, blocks, _MANY_THREADS, _MANY_BYTES, numbers=numbers)
+            defines = (("SHARED_BYTES", _MANY_BYTES), *self._share.defines)
+            kernel = Kernel("indexer/index_scores_sm90", "index_scores_sm90", defines)
+            return Shape(kernel, blocks, _MANY_THREADS, _MANY_BYTES, numbers=numbers)
         parts = max(1, 4 * self._blocks // tokens)
         return self._scores(tokens, parts, part_tiles=_SHARE_KEYS // _TILE_KEYS)
 
@@ -182,12 +188,12 @@ class SelectionShapes:
     def decode_top_k(self, tokens: int) -> Shape:
         """A cluster for each token that may see many entries."""
         if self._slots > _SPREAD:
-            return _top_k(tokens, _CLUSTER, _DECODE_BLOCK)
-        return _top_k(tokens, 1, _DECODE_BLOCK)
+            return _top_k(tokens, _CLUSTER, _DECODE_BLOCK, WHOLE)
+        return _top_k(tokens, 1, _DECODE_BLOCK, WHOLE)
 
     def prefill_top_k(self, tokens: int) -> Shape:
         """A small block for each token."""
-        return _top_k(tokens, 1, _PREFILL_BLOCK)
+        return _top_k(tokens, 1, _PREFILL_BLOCK, self._share)
 
 
 def record_selection(
@@ -196,8 +202,13 @@ def record_selection(
     shapes: tuple[Shape | ShapeOf, Shape | ShapeOf],
     score_TS: Tensor,
     selected_TK: Tensor,
+    peers: Tensor | None = None,
+    first_token: int = 0,
 ) -> None:
-    """Both launches. ``shapes``: of index_scores and top_k; scores are int32 ``[T, stride]``."""
+    """Both launches. ``shapes``: of index_scores and top_k; scores are int32 ``[T, stride]``.
+    ``peers``: where the lists go too (``Peers.table_P``), the first being that of number
+    ``first_token``.
+    """
     keys = selection.keys
     recording.launch(
         shapes[0],
@@ -223,11 +234,13 @@ def record_selection(
         slots=keys.slots,
         stride=selection.score_stride,
         selected=selection.selected,
+        peers=peers,
+        first_token=first_token,
     )
     recording.serve_choice(None)
 
 
-def _top_k(tokens: int, cluster: int, block: tuple[int, int]) -> Shape:
+def _top_k(tokens: int, cluster: int, block: tuple[int, int], share: TokenShare) -> Shape:
     threads, strips = block
     nbytes = _top_k_bytes(cluster, threads)
     defines = (
@@ -237,6 +250,7 @@ def _top_k(tokens: int, cluster: int, block: tuple[int, int]) -> Shape:
         ("KEPT", _KEPT),
         ("SPREAD", _SPREAD),
         ("SHARED_BYTES", nbytes),
+        *((("RANKS", share.owners), *share.defines) if share.owners > 1 else ()),
     )
     kernel = Kernel("indexer/top_k", "top_k_tokens", defines)
     return Shape(kernel, cluster * tokens, threads, nbytes, cluster)

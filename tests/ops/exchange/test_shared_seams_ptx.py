@@ -32,7 +32,7 @@ MOST = 80
 TOKENS = 73
 RANKS = (2, 4)
 OTHER_TILES = SourceEdit(
-    "exchange.cuh",
+    "token_share.cuh",
     "return (own / TOKEN_TILE * OWNERS + owner) * TOKEN_TILE + own % TOKEN_TILE;",
     "return own + owner * TOKEN_TILE;",
 )

@@ -1,0 +1,104 @@
+"""Ranks that share the tokens of a prefill step choose for their own and send each other the lists,
+executed on the CPU.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.caches.rows import RowCache, RowFormat
+from dsv4.launch.items import Launch
+from dsv4.launch.recording import Recording
+from dsv4.ops.exchange.token_share import TokenShare
+from dsv4.ops.indexer import prefill
+from dsv4.peers import InboxLayout, Peers
+from tests.ops.cases import normal
+from tests.ops.indexer.meta import ROPE, WIDTH, selection
+from tests.ops.recorded import HOPPER
+from tests.ptx.nvrtc import SourceEdit, run_recorded
+
+pytestmark = pytest.mark.slow
+
+SLOTS, TOPK = 90, 16
+# The recording is of the longest step. A rank has one tile more than the other, of five tokens.
+MOST, TOKENS = 200, 69
+OTHER_TILES = SourceEdit(
+    "token_share.cuh",
+    "return (own / TOKEN_TILE * OWNERS + owner) * TOKEN_TILE + own % TOKEN_TILE;",
+    "return own;",
+)
+TO_ONE = SourceEdit("top_k.cu", "rank < RANKS; ++rank", "rank < 1; ++rank")
+
+
+class Step:
+    """Choices of ``TOKENS`` tokens, the first of which see too few entries to choose."""
+
+    def __init__(self, heads: int) -> None:
+        cpu = torch.device("cpu")
+        self.heads = heads
+        format = RowFormat.INDEX_FP8
+        self.keys = RowCache.allocate(SLOTS, WIDTH, ROPE, format, torch.bfloat16, cpu)
+        self.keys.write(torch.arange(SLOTS), normal(SLOTS, WIDTH, seed=3))
+        self.q_TID = normal(MOST, heads, WIDTH, seed=1, dtype=torch.bfloat16)
+        self.weight_TI = normal(MOST, heads, seed=2)
+        self.positions_T = torch.arange(MOST) * 5 + 20
+
+    def launches(self, rank: int, ranks: int) -> list[Launch]:
+        layout = InboxLayout(ranks, 8, 8, TOPK)
+        peers = Peers.planned(rank, layout, MOST) if ranks > 1 else None
+        recording = Recording(HOPPER, MOST, peers=peers)
+        arguments = selection(MOST, SLOTS, self.heads)._replace(index_topk=TOPK)
+        prefill.index_select(recording, *arguments)
+        assert len(recording.meetings) == (ranks > 1)
+        return [item for item in recording.items if isinstance(item, Launch)]
+
+    def choices(self, ranks: int, edit: Mapping[str, SourceEdit] | None = None) -> Tensor:
+        """int64 ``[ranks, MOST, K]`` of all ranks; −7: not written."""
+        chosen_RTK = torch.full((ranks, MOST, TOPK), -7)
+        for rank in range(ranks):
+            table_P = torch.zeros(4 * ranks + 3, dtype=torch.int64)
+            table_P[3 * ranks + 3 :] = torch.tensor([one.data_ptr() for one in chosen_RTK])
+            first = TokenShare(rank, ranks).token(0)
+            score_TS = torch.full((MOST, SLOTS + 3), -1, dtype=torch.int32)
+            tensors: dict[str, Any] = {
+                "q": self.q_TID[first:],
+                "weights": self.weight_TI[first:],
+                "data": self.keys.data,
+                "scales": self.keys.block_scale,
+                "positions": self.positions_T[first:],
+                "scores": score_TS,
+                "orders": score_TS,
+                "nan": torch.zeros(1, dtype=torch.int32),
+                "out": chosen_RTK[rank, first:],
+                **({"peers": table_P} if ranks > 1 else {}),
+            }
+            for launch in self.launches(rank, ranks):
+                kernel = launch.signature.kernel
+                own = {name: tensors[name] for name in tensors if name in launch.arguments}
+                run_recorded(launch, "sm_90a", own, TOKENS, edit=(edit or {}).get(kernel))
+        return chosen_RTK
+
+
+@pytest.mark.parametrize("heads", [64, 8])
+def test_every_rank_gets_the_lists_of_all_tokens(heads: int) -> None:
+    """Heads of the kernel of many tokens, of which these are too few, and of others."""
+    step = Step(heads)
+    (whole_TK,) = step.choices(1)
+    assert bool((whole_TK[:TOKENS] != -7).all())
+    for chosen_TK in step.choices(2):
+        assert torch.equal(chosen_TK, whole_TK)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [{"index_scores": OTHER_TILES}, {"top_k_tokens": OTHER_TILES}, {"top_k_tokens": TO_ONE}],
+    ids=["scores of other tokens", "lists of other tokens", "sent to one"],
+)
+def test_a_fault_is_seen(edit: Mapping[str, SourceEdit]) -> None:
+    step = Step(8)
+    (whole_TK,) = step.choices(1)
+    found_RTK = step.choices(2, edit)
+    assert any(not torch.equal(chosen_TK, whole_TK) for chosen_TK in found_RTK)

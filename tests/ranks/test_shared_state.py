@@ -1,0 +1,66 @@
+"""The state of every rank: places that move together, and memory of their own."""
+
+import pytest
+import torch
+
+from dsv4.caches.state import DecodeState
+from dsv4.config import ModelConfig
+from dsv4.engine_config import EngineConfig
+from dsv4.parallel.placement import Placement
+from dsv4.parallel.rank_state import allocate_state
+from dsv4.peers import STEP_NUMBERS
+from tests.model.tiny import CPU, small_config
+
+
+@pytest.fixture
+def state() -> DecodeState:
+    config = ModelConfig.from_dict(small_config())
+    placement = Placement.tensor(config.num_hidden_layers, (CPU,) * 2)
+    return allocate_state(config, EngineConfig(device="cpu"), 256, placement)
+
+
+def test_all_ranks_move_together_and_agree_on_the_number_of_the_step(state: DecodeState) -> None:
+    def places() -> list[list[int]]:
+        found = []
+        for rank in state.ranks:
+            assert rank.peers is not None
+            place = (*rank.place(CPU), rank.peers.step_4)
+            found.append([int(tensor[0]) for tensor in place])
+        return found
+
+    state.set_position(9)
+    assert places() == [[9, 0, 0]] * 2
+    state.begin_step(3)
+    # What an accident left: one rank moved on, the other did not.
+    first, second = state.ranks
+    assert first.peers is not None
+    first.peers.step_4[0] = 2
+    first.positions_1[CPU].fill_(11)
+    second.rejected_1[CPU].fill_(1)
+    state.rollback(8)
+    assert places() == [[8, 0, 3]] * 2
+    state.start_sequence()
+    assert places() == [[0, 0, 3]] * 2
+    state._steps_begun = STEP_NUMBERS + 5
+    state.resume(4, 6)
+    assert places() == [[4, 0, 5]] * 2
+
+
+def test_ranks_have_caches_of_their_own_and_one_word_for_nan(state: DecodeState) -> None:
+    first, second = state.ranks
+    assert first.nan_1 is second.nan_1
+    rings = [rank.layers[0].keys.ring.data.data_ptr() for rank in state.ranks]
+    assert rings[0] != rings[1]
+    assert first.peers is not None
+    assert second.peers is not None
+    assert (first.peers.rank, second.peers.rank) == (0, 1)
+    for peers in (first.peers, second.peers):
+        own, step, fault, *partials = peers.table_P[2:].tolist()
+        assert own == peers.table_P[peers.rank] == peers.inbox.data_ptr()
+        assert partials[peers.rank] == peers.partials_STE.data_ptr()
+        assert partials[2 + peers.rank] == peers.inputs_TE.data_ptr()
+        assert partials[4 + peers.rank] == peers.chosen_TK.data_ptr()
+        assert (step, fault) == (peers.step_4.data_ptr(), peers.fault_4.data_ptr())
+    for shared in (slice(0, 2), slice(5, 11)):
+        assert torch.equal(first.peers.table_P[shared], second.peers.table_P[shared])
+    assert first.peers.fault_4 is second.peers.fault_4
