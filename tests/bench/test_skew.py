@@ -88,7 +88,7 @@ def test_stamps_have_an_address_behind_all_others() -> None:
     table_P = torch.arange(view.table_P.numel())
     found = stamped(Peers(**{**vars(view), "table_P": table_P}))
     assert found.stamps_X2 is not None
-    assert found.table_P.tolist() == [*range(9), found.stamps_X2.data_ptr()]
+    assert found.table_P.tolist() == [*range(11), found.stamps_X2.data_ptr()]
     assert moments(found).shape == (64, MOST_EXCHANGES, 2)
 
 
