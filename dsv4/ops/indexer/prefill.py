@@ -12,11 +12,11 @@ from dsv4.launch.items import ShapeOf
 from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops.exchange.token_share import WHOLE, TokenShare, share_of
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare, peers_of, share_of
 from dsv4.ops.indexer.selection import SelectionShapes, checked_selection, record_selection
 
-# Scores of one tile: 2,047 tokens at a context of 128k, 255 at one of 1M; a block takes about one
-# token, so that all multiprocessors have work.
+# Scores of one tile: 2,047 tokens at a context of 128k, 255 at one of 1M; so many, and parts of
+# their entries, give all multiprocessors work.
 _SCORE_BYTES = 256 << 20
 
 
@@ -40,7 +40,7 @@ def index_select(
     if share.owners * TOKEN_TILE > tokens:
         share = WHOLE  # some ranks would have no token
     shapes = SelectionShapes(recording, selection, share)
-    peers = None if share is WHOLE or recording.peers is None else recording.peers.table_P
+    peers = None if share is WHOLE else peers_of(recording).table_P
     stride = selection.score_stride
     own = share.tokens(tokens)
     tile = max(1, _SCORE_BYTES // (torch.int32.itemsize * stride))

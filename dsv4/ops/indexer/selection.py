@@ -165,15 +165,18 @@ class SelectionShapes:
         large share of them.
         """
         if self._by_warpgroups and tokens >= _FEWEST_OF_MANY:
-            groups = ceil_div(tokens, _MANY_TOKENS)
-            parts = max(1, 4 * self._blocks // groups)
-            blocks = min(self._blocks, groups * parts)
-            numbers = {"tokens": tokens, "max_parts": parts, "part_tiles": _MANY_PART_TILES}
-            defines = (("SHARED_BYTES", _MANY_BYTES), *self._share.defines)
-            kernel = Kernel("indexer/index_scores_sm90", "index_scores_sm90", defines)
-            return Shape(kernel, blocks, _MANY_THREADS, _MANY_BYTES, numbers=numbers)
+            return self._many_scores(tokens)
         parts = max(1, 4 * self._blocks // tokens)
         return self._scores(tokens, parts, part_tiles=_SHARE_KEYS // _TILE_KEYS)
+
+    def _many_scores(self, tokens: int) -> Shape:
+        groups = ceil_div(tokens, _MANY_TOKENS)
+        parts = max(1, 4 * self._blocks // groups)
+        blocks = min(self._blocks, groups * parts)
+        numbers = {"tokens": tokens, "max_parts": parts, "part_tiles": _MANY_PART_TILES}
+        defines = (("SHARED_BYTES", _MANY_BYTES), *self._share.defines)
+        kernel = Kernel("indexer/index_scores_sm90", "index_scores_sm90", defines)
+        return Shape(kernel, blocks, _MANY_THREADS, _MANY_BYTES, numbers=numbers)
 
     def _scores(self, tokens: int, parts: int, part_tiles: int) -> Shape:
         kernel = self._score_kernel
