@@ -26,6 +26,11 @@ class TokenShare:
         """What kernels are compiled with."""
         return (("OWNERS", self.owners),) if self.owners > 1 else ()
 
+    @property
+    def sender_defines(self) -> Defines:
+        """The same for kernels that write rows to all ranks."""
+        return (("RANKS", self.owners), *self.defines) if self.owners > 1 else ()
+
     def tiles(self, tokens: int) -> int:
         """The most tiles that an owner has."""
         return ceil_div(ceil_div(tokens, TOKEN_TILE), self.owners)
@@ -50,18 +55,6 @@ class TokenShare:
         found = [(max(start, first), min(start + TOKEN_TILE, tokens)) for start in starts]
         return [(start, stop) for start, stop in found if start < stop]
 
-    def send_rows(self, recording: Recording, rows_TE: Tensor) -> None:
-        """A sublayer's input is whole on every rank, once all have written the rows of their
-        tokens.
-        """
-        recording.place(rows_TE, peers_of(recording).inputs_TE)
-        recording.meet()
-
-    def send_choices(self, recording: Recording, chosen_TK: Tensor) -> None:
-        """The same of chosen entries."""
-        recording.place(chosen_TK, peers_of(recording).chosen_TK)
-        recording.meet()
-
 
 WHOLE = TokenShare(0, 1)
 
@@ -72,6 +65,14 @@ def share_of(recording: Recording) -> TokenShare:
     if peers is None or recording.traced:
         return WHOLE
     return TokenShare(peers.rank, peers.ranks)
+
+
+def send_rows(recording: Recording, rows: Tensor, memory: Tensor) -> None:
+    """``rows`` lie in this rank's ``memory`` of those that all ranks write, and are whole once all
+    have written the rows of their tokens.
+    """
+    recording.place(rows, memory)
+    recording.meet()
 
 
 def peers_of(recording: Recording) -> Peers:

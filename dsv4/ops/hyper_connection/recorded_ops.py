@@ -18,7 +18,7 @@ from dsv4.launch.buffers import is_aligned
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.ops.exchange.prefill import PartialSum, sum_of
-from dsv4.ops.exchange.token_share import WHOLE, TokenShare
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare, peers_of, send_rows
 from dsv4.ops.exchange.words import WordSum
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
 from dsv4.ops.hyper_connection.seam import (
@@ -177,7 +177,7 @@ class RecordedOps:
             iterations=weights.sinkhorn_iters if isinstance(weights, HcWeights) else 0,
         )
         if share.owners > 1:
-            share.send_rows(recording, out.x)
+            send_rows(recording, out.x, peers_of(recording).inputs_TE)
 
 
 def _arrived(recording: Recording, y: Result, share: TokenShare) -> Tensor | WordSum:

@@ -201,7 +201,7 @@ def finish_shape(
         ("GROUPS", groups),
         ("WORKERS", workers),
         ("BLOCKS", blocks),
-        *((("RANKS", share.owners), *share.defines) if share.owners > 1 else ()),
+        *share.sender_defines,
     )
     kernel = Kernel("hyper_connection/hyper_connection_finish", "hc_finish", defines)
     grid = blocks, share.rows(tokens)

@@ -12,7 +12,7 @@ from dsv4.launch.items import ShapeOf
 from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops.exchange.token_share import WHOLE, TokenShare, peers_of, share_of
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare, peers_of, send_rows, share_of
 from dsv4.ops.indexer.selection import SelectionShapes, checked_selection, record_selection
 
 # Scores of one tile: 2,047 tokens at a context of 128k, 255 at one of 1M; so many, and parts of
@@ -40,7 +40,8 @@ def index_select(
     if share.owners * TOKEN_TILE > tokens:
         share = WHOLE  # some ranks would have no token
     shapes = SelectionShapes(recording, selection, share)
-    peers = None if share is WHOLE else peers_of(recording).table_P
+    peers = None if share is WHOLE else peers_of(recording)
+    table_P = None if peers is None else peers.table_P
     stride = selection.score_stride
     own = share.tokens(tokens)
     tile = max(1, _SCORE_BYTES // (torch.int32.itemsize * stride))
@@ -57,10 +58,10 @@ def index_select(
         )
         part_TK = selected_TK[first:]
         record_selection(
-            recording, selection.behind(first), launched, score_TS, part_TK, peers, first
+            recording, selection.behind(first), launched, score_TS, part_TK, table_P, first
         )
     if peers is not None:
-        share.send_choices(recording, selected_TK)
+        send_rows(recording, selected_TK, peers.chosen_TK)
     return selected_TK
 
 

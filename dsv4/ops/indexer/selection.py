@@ -253,7 +253,7 @@ def _top_k(tokens: int, cluster: int, block: tuple[int, int], share: TokenShare)
         ("KEPT", _KEPT),
         ("SPREAD", _SPREAD),
         ("SHARED_BYTES", nbytes),
-        *((("RANKS", share.owners), *share.defines) if share.owners > 1 else ()),
+        *share.sender_defines,
     )
     kernel = Kernel("indexer/top_k", "top_k_tokens", defines)
     return Shape(kernel, cluster * tokens, threads, nbytes, cluster)
