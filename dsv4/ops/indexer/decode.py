@@ -6,7 +6,8 @@ from torch import Tensor
 from dsv4.caches.rows import RowCache
 from dsv4.config import CSA_RATIO
 from dsv4.launch.recording import Recording
-from dsv4.ops.indexer.selection import SelectionShapes, checked_selection, record_selection
+from dsv4.ops.indexer.selection import checked_selection, record_selection
+from dsv4.ops.indexer.selection_shapes import SelectionShapes
 
 
 def index_select(
@@ -26,7 +27,7 @@ def index_select(
     another dtype, shape or layout.
     """
     selection = checked_selection(q_TID, weight_TI, score_scale, keys, positions_T, index_topk)
-    shapes = SelectionShapes(recording, selection)
+    shapes = SelectionShapes.of(recording, selection)
     tokens = q_TID.shape[0]
     score_TS = recording.empty((tokens, selection.score_stride), torch.int32)
     selected_TK = recording.empty((tokens, selection.selected), torch.int64)

@@ -1,6 +1,5 @@
 """Index selection of a long step, in tiles of tokens whose scores fit one piece of memory."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -8,12 +7,13 @@ from torch import Tensor
 
 from dsv4.caches.rows import RowCache
 from dsv4.launch.constants import TOKEN_TILE
-from dsv4.launch.items import ShapeOf
 from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare, peers_of, send_rows, share_of
-from dsv4.ops.indexer.selection import SelectionShapes, checked_selection, record_selection
+from dsv4.ops.indexer.selection import checked_selection, record_selection
+from dsv4.ops.indexer.selection_shapes import SelectionShapes
 
 # Scores of one tile: 2,047 tokens at a context of 128k, 255 at one of 1M; so many, and parts of
 # their entries, give all multiprocessors work.
@@ -39,7 +39,7 @@ def index_select(
     share = share_of(recording)
     if share.owners * TOKEN_TILE > tokens:
         share = WHOLE  # some ranks would have no token
-    shapes = SelectionShapes(recording, selection, share)
+    shapes = SelectionShapes.of(recording, selection, share)
     peers = None if share is WHOLE else peers_of(recording)
     table_P = None if peers is None else peers.table_P
     stride = selection.score_stride
@@ -51,10 +51,10 @@ def index_select(
     selected_TK = recording.empty((tokens, selection.selected), torch.int64)
     for start in range(0, own, tile):
         first = share.token(start)
-        part = _Tile(share, start, min(tile, own - start))
+        part = _Tile(start, min(tile, own - start))
         launched = (
-            part.shape_of(shapes.prefill_scores, shapes.decode_scores),
-            part.shape_of(shapes.prefill_top_k, shapes.decode_top_k),
+            by_tokens(_scores_shape, shapes, part),
+            by_tokens(_top_k_shape, shapes, part),
         )
         part_TK = selected_TK[first:]
         record_selection(
@@ -68,20 +68,28 @@ def index_select(
 class _Tile(NamedTuple):
     """``count`` tokens of those that are the share's, from number ``start`` on."""
 
-    share: TokenShare
     start: int
     count: int
 
-    def shape_of(self, many: Callable[[int], Shape], few: Callable[[int], Shape]) -> ShapeOf:
-        """The shape for a step's tokens in this tile; a few of a lone rank are launched as in a
-        decode step.
-        """
-        few = few if self.share is WHOLE else many
+    def here(self, share: TokenShare, tokens: int) -> int:
+        """How many of a step's tokens are in this tile; none where it is less than 1."""
+        return min(share.tokens(tokens) - self.start, self.count)
 
-        def shape(tokens: int) -> Shape | None:
-            here = min(self.share.tokens(tokens) - self.start, self.count)
-            if here <= 0:
-                return None
-            return many(here) if here > MAX_DECODE_TOKENS else few(here)
 
-        return shape
+def _scores_shape(shapes: SelectionShapes, tile: _Tile, tokens: int) -> Shape | None:
+    here = tile.here(shapes.share, tokens)
+    if here <= 0:
+        return None
+    return shapes.decode_scores(here) if _is_few(shapes, here) else shapes.prefill_scores(here)
+
+
+def _top_k_shape(shapes: SelectionShapes, tile: _Tile, tokens: int) -> Shape | None:
+    here = tile.here(shapes.share, tokens)
+    if here <= 0:
+        return None
+    return shapes.decode_top_k(here) if _is_few(shapes, here) else shapes.prefill_top_k(here)
+
+
+def _is_few(shapes: SelectionShapes, tokens: int) -> bool:
+    """Whether a lone rank's tokens are launched as in a decode step."""
+    return shapes.share.owners == 1 and tokens <= MAX_DECODE_TOKENS

@@ -1,4 +1,4 @@
-"""What decode and prefill share of index selection: checks, and the shapes of its two launches.
+"""What decode and prefill share of index selection: checks, and its two launches.
 
 ``index_scores`` writes the score of every entry that a token sees, as an integer that sorts like
 it; ``top_k_tokens`` selects.
@@ -10,38 +10,13 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.rows import RowCache, RowFormat, row_shapes
-from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.constants import RowCode
 from dsv4.launch.items import ShapeOf
-from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
+from dsv4.launch.kernel import Shape, round_up
 from dsv4.launch.recording import Recording
-from dsv4.ops.exchange.token_share import WHOLE, TokenShare
 from dsv4.ops.indexer.query import check_queries
 
-_SCORES = "indexer/index_scores"
-_WARP = 32
-# 8 warps of 255 registers are all that a multiprocessor holds: the queries take 128 of them.
-_WARPS = 8
-# index_scores.cu: width of a row, heads at once, keys of a tile, stages of a warp's ring.
-_WIDTH = 128
-_HEAD_TILE = 8
-_TILE_KEYS = 16
-_STAGES = 4
-# Every thread keeps its part of the queries in registers: 128 of them for 64 heads.
-_MOST_HEADS = 64
-# Every block that takes a part of a token's keys rounds its queries again: parts of long steps
-# have at least so many keys.
-_SHARE_KEYS = 1024
-# index_scores_sm90.cu: threads, tokens and heads of a block; tiles of 64 keys that make a part.
-_MANY_THREADS = 512
-_MANY_TOKENS = 8
-_MANY_HEADS = 64
-_MANY_PART_TILES = 8
-# sizeof(Shared), from a 1024-byte border: queries, factors, visible entries.
-_MANY_BYTES = _MANY_TOKENS * (_MANY_HEADS * (2 * _WIDTH + 4) + 4) + 1024
-# From so many tokens on it is faster than the other form (docs/kernels/indexer.md).
-_FEWEST_OF_MANY = 64
 _ROW_CODES = {
     torch.uint8: RowCode.INDEX_FP8,
     torch.bfloat16: RowCode.BF16,
@@ -49,20 +24,6 @@ _ROW_CODES = {
 }
 # Shared memory of a block on Hopper and Blackwell.
 _MOST_SHARED_BYTES = 227 << 10
-# Top-k: one block is faster up to 16,384 visible entries, a cluster of 8 above.
-_CLUSTER = 8
-_SPREAD = 16384
-# (threads, loads in a row) of a block that selects: in a decode step, and as one of many tokens.
-# 1,024 threads have 64 registers each; two blocks of 256 threads share a multiprocessor.
-_DECODE_BLOCK = (1024, 4)
-_PREFILL_BLOCK = (256, 8)
-# Entries that a warp of top_k keeps in shared memory after the first digit: 4 KiB a warp, so that
-# 32 warps take 128 of the 227 KiB.
-_KEPT = 512
-# top_k.cuh: bins of a digit, sets of them that a cluster adds up, values ranked one by one.
-_BINS = 2048
-_DIGITS = 7
-_FEW = 128
 
 
 @dataclass(frozen=True)
@@ -80,6 +41,11 @@ class Selection:
     def score_stride(self) -> int:
         """Scores from one token to the next: 16 bytes are read at once."""
         return round_up(self.keys.slots, 4)
+
+    @property
+    def key_code(self) -> RowCode:
+        """How a key is stored."""
+        return _ROW_CODES[self.keys.data.dtype]
 
     def behind(self, first: int) -> "Selection":
         """The same of the tokens from this one on."""
@@ -111,92 +77,6 @@ def checked_selection(
         raise ValueError(f"index_topk: found {index_topk}, expected at least 1")
     selected = min(index_topk, keys.slots)
     return Selection(q_TID, weight_TI, score_scale, keys, positions_T, selected)
-
-
-class SelectionShapes:
-    """How both kernels are launched for a number of tokens, which are those of a rank where ranks
-    share them.
-    """
-
-    def __init__(
-        self, recording: Recording, selection: Selection, share: TokenShare = WHOLE
-    ) -> None:
-        self._share = share
-        _, self._heads, width = selection.q_TID.shape
-        self._blocks = recording.target.multiprocessors
-        self._slots = selection.keys.slots
-        data = selection.keys.data
-        self.tensor_cores = (
-            width == _WIDTH
-            and self._heads % _HEAD_TILE == 0
-            and self._heads <= _MOST_HEADS
-            and data.dtype != torch.float32
-            and is_aligned(selection.q_TID)
-            and is_aligned(data)
-        )
-        if self.tensor_cores:
-            self._score_bytes = _tensor_core_bytes(self._heads, data.element_size())
-            defines = (
-                ("HEADS", self._heads),
-                ("FP8", int(selection.keys.format is RowFormat.INDEX_FP8)),
-                ("SHARED_BYTES", self._score_bytes),
-                *share.defines,
-            )
-            self._score_kernel = Kernel(_SCORES, "index_scores", defines)
-            self._geometry: dict[str, int] = {}
-        else:
-            self._score_bytes = 4 * self._heads * (width + 1)
-            self._score_kernel = Kernel(_SCORES, "index_scores_any_geometry", share.defines)
-            code = int(_ROW_CODES[data.dtype])
-            self._geometry = {"heads": self._heads, "dim": width, "key_format": code}
-        self._by_warpgroups = (
-            self.tensor_cores
-            and recording.target.architecture == "sm_90a"
-            and self._heads == _MANY_HEADS
-            and selection.keys.format is RowFormat.INDEX_FP8
-        )
-
-    def decode_scores(self, tokens: int) -> Shape:
-        """Few tokens: all blocks share the entries of each."""
-        return self._scores(tokens, max(1, self._blocks // tokens), part_tiles=1)
-
-    def prefill_scores(self, tokens: int) -> Shape:
-        """Many tokens: a block takes all entries of one or, where that is faster, of eight, or a
-        large share of them.
-        """
-        if self._by_warpgroups and tokens >= _FEWEST_OF_MANY:
-            return self._many_scores(tokens)
-        parts = max(1, 4 * self._blocks // tokens)
-        return self._scores(tokens, parts, part_tiles=_SHARE_KEYS // _TILE_KEYS)
-
-    def _many_scores(self, tokens: int) -> Shape:
-        groups = ceil_div(tokens, _MANY_TOKENS)
-        parts = max(1, 4 * self._blocks // groups)
-        blocks = min(self._blocks, groups * parts)
-        numbers = {"tokens": tokens, "max_parts": parts, "part_tiles": _MANY_PART_TILES}
-        defines = (("SHARED_BYTES", _MANY_BYTES), *self._share.defines)
-        kernel = Kernel("indexer/index_scores_sm90", "index_scores_sm90", defines)
-        return Shape(kernel, blocks, _MANY_THREADS, _MANY_BYTES, numbers=numbers)
-
-    def _scores(self, tokens: int, parts: int, part_tiles: int) -> Shape:
-        kernel = self._score_kernel
-        nbytes = self._score_bytes
-        if not self.tensor_cores:
-            grid = (max(1, 2 * self._blocks // tokens), tokens)
-            return Shape(kernel, grid, _WARP * _WARPS, nbytes, numbers=self._geometry)
-        blocks = min(self._blocks, tokens * parts)
-        numbers = {"tokens": tokens, "max_parts": parts, "part_tiles": part_tiles}
-        return Shape(kernel, blocks, _WARP * _WARPS, nbytes, numbers=numbers)
-
-    def decode_top_k(self, tokens: int) -> Shape:
-        """A cluster for each token that may see many entries."""
-        if self._slots > _SPREAD:
-            return _top_k(tokens, _CLUSTER, _DECODE_BLOCK, WHOLE)
-        return _top_k(tokens, 1, _DECODE_BLOCK, WHOLE)
-
-    def prefill_top_k(self, tokens: int) -> Shape:
-        """A small block for each token."""
-        return _top_k(tokens, 1, _PREFILL_BLOCK, self._share)
 
 
 def record_selection(
@@ -241,38 +121,6 @@ def record_selection(
         first_token=first_token,
     )
     recording.serve_choice(None)
-
-
-def _top_k(tokens: int, cluster: int, block: tuple[int, int], share: TokenShare) -> Shape:
-    threads, strips = block
-    nbytes = _top_k_bytes(cluster, threads)
-    defines = (
-        ("CLUSTER", cluster),
-        ("THREADS", threads),
-        ("STRIPS", strips),
-        ("KEPT", _KEPT),
-        ("SPREAD", _SPREAD),
-        ("SHARED_BYTES", nbytes),
-        *share.sender_defines,
-    )
-    kernel = Kernel("indexer/top_k", "top_k_tokens", defines)
-    return Shape(kernel, cluster * tokens, threads, nbytes, cluster)
-
-
-def _tensor_core_bytes(heads: int, key_bytes: int) -> int:
-    """``sizeof(Shared)`` of index_scores.cu, which asserts it.
-
-    Queries twice, factors, and the warps' rings of keys and scales.
-    """
-    ring = _WARPS * _STAGES * _TILE_KEYS * (_WIDTH * key_bytes + 4)
-    return 2 * 2 * heads * _WIDTH + 4 * heads + ring
-
-
-def _top_k_bytes(cluster: int, threads: int) -> int:
-    """At least ``sizeof(Shared)`` of top_k.cuh, which top_k.cu asserts."""
-    merged = (_DIGITS * _BINS // cluster + _BINS) if cluster > 1 else _DIGITS + 1
-    warps = threads // _WARP
-    return 4 * (2 * _BINS + merged + 3 * _FEW + 2 * warps + 16 + 2 * warps * _KEPT)
 
 
 def _check_keys(keys: RowCache, q_TID: Tensor) -> None:

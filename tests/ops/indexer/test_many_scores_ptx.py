@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.caches.rows import RowCache, RowFormat
+from dsv4.caches.rows import RowFormat
 from dsv4.launch.items import Launch
-from dsv4.ops.indexer import prefill
-from dsv4.ops.indexer import selection as indexer_selection
+from dsv4.ops.indexer import prefill, selection_shapes
 from tests.ops.cases import normal
-from tests.ops.indexer.meta import ROPE, WIDTH, selection
+from tests.ops.indexer.drawn import drawn_keys
+from tests.ops.indexer.meta import WIDTH, selection
 from tests.ops.recorded import HOPPER, launches
 from tests.ptx.nvrtc import SourceEdit, run_recorded
 
@@ -45,9 +45,7 @@ class Scores:
     """Orders of the scores of ``TOKENS`` tokens, some of which see too few entries to be scored."""
 
     def __init__(self) -> None:
-        cpu = torch.device("cpu")
-        self.keys = RowCache.allocate(SLOTS, WIDTH, ROPE, RowFormat.INDEX_FP8, torch.bfloat16, cpu)
-        self.keys.write(torch.arange(SLOTS), normal(SLOTS, WIDTH, seed=3))
+        self.keys = drawn_keys(SLOTS)
         self.q_TID = normal(TOKENS, 64, WIDTH, seed=1, dtype=torch.bfloat16)
         self.weight_TI = normal(TOKENS, 64, seed=2)
         self.positions_T = torch.arange(TOKENS) * 37 + 100
@@ -81,7 +79,7 @@ def recorded(tokens: int) -> Launch:
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token's entries are shared by up to two items."""
-    monkeypatch.setattr(indexer_selection, "_MANY_PART_TILES", 2)
+    monkeypatch.setattr(selection_shapes, "_MANY_PART_TILES", 2)
 
 
 def test_the_same_bits_as_of_few_tokens() -> None:

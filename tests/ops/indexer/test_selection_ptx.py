@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.caches.rows import RowCache, RowFormat, pack_index_rows, unpack_index_rows
+from dsv4.caches.rows import RowFormat, pack_index_rows, unpack_index_rows
 from dsv4.launch.items import Launch
 from dsv4.ops.indexer import decode
 from tests.ops.cases import normal
-from tests.ops.indexer.meta import ROPE, WIDTH, selection
+from tests.ops.indexer.drawn import drawn_keys
+from tests.ops.indexer.meta import WIDTH, selection
 from tests.ops.recorded import HOPPER, launches
 from tests.ptx.nvrtc import SourceEdit, run_recorded
 
@@ -93,9 +94,7 @@ class Scored:
     slots = 420
 
     def __init__(self, format: RowFormat) -> None:
-        cpu = torch.device("cpu")
-        self.keys = RowCache.allocate(self.slots, WIDTH, ROPE, format, torch.bfloat16, cpu)
-        self.keys.write(torch.arange(self.slots), normal(self.slots, WIDTH, seed=3))
+        self.keys = drawn_keys(self.slots, format)
         self.q_TID = normal(self.tokens, 64, WIDTH, seed=1, dtype=torch.bfloat16)
         self.weight_TI = normal(self.tokens, 64, seed=2)
         arguments = selection(self.tokens, self.slots, 64, format)._replace(index_topk=64)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.launch.items import Launch
 from dsv4.launch.recording import Recording
 from dsv4.ops.exchange.token_share import TokenShare
 from dsv4.ops.indexer import prefill
 from dsv4.peers import InboxLayout, Peers
 from tests.ops.cases import normal
-from tests.ops.indexer.meta import ROPE, WIDTH, selection
+from tests.ops.indexer.drawn import drawn_keys
+from tests.ops.indexer.meta import WIDTH, selection
 from tests.ops.recorded import HOPPER
 from tests.ptx.nvrtc import SourceEdit, run_recorded
 
@@ -37,11 +37,8 @@ class Step:
     """Choices of ``TOKENS`` tokens, the first of which see too few entries to choose."""
 
     def __init__(self, heads: int) -> None:
-        cpu = torch.device("cpu")
         self.heads = heads
-        format = RowFormat.INDEX_FP8
-        self.keys = RowCache.allocate(SLOTS, WIDTH, ROPE, format, torch.bfloat16, cpu)
-        self.keys.write(torch.arange(SLOTS), normal(SLOTS, WIDTH, seed=3))
+        self.keys = drawn_keys(SLOTS)
         self.q_TID = normal(MOST, heads, WIDTH, seed=1, dtype=torch.bfloat16)
         self.weight_TI = normal(MOST, heads, seed=2)
         self.positions_T = torch.arange(MOST) * 5 + 20
