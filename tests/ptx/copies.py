@@ -1,5 +1,5 @@
-"""cp.async: copies of 4, 8 or 16 bytes of every lane, in groups that a thread waits for. st.async:
-stores that an mbarrier counts.
+"""cp.async: copies of 4, 8 or 16 bytes of every lane, in groups that a thread waits for or with an
+arrival at an mbarrier behind them. st.async: stores that an mbarrier counts.
 """
 
 from functools import partial
@@ -20,10 +20,45 @@ if TYPE_CHECKING:
 
 
 class Copy:
-    """The copies that an instruction began, one for every active lane."""
+    """The copies that an instruction began, one for every active lane.
 
-    def __init__(self) -> None:
+    ``behind``: what happens with the last copy that it waits for.
+    """
+
+    def __init__(self, targets: Array, size: int) -> None:
+        self.targets = targets
+        self.size = size
         self.done = False
+        self.behind: list[Arrival] = []
+
+    def end(self, warp: "Warp") -> None:
+        """All bytes have come."""
+        self.done = True
+        for arrival in self.behind:
+            arrival.copies.remove(self)
+            arrival.happen_if_alone(warp)
+
+
+class Arrival:
+    """Arrivals at mbarriers that wait for copies; what these wrote is then known to all."""
+
+    def __init__(self, copies: list[Copy], barriers: "list[Barrier]"):
+        self.written = list(copies)
+        self.copies = [copy for copy in copies if not copy.done]
+        self.barriers = barriers
+        for copy in self.copies:
+            copy.behind.append(self)
+
+    def happen_if_alone(self, warp: "Warp") -> None:
+        """Unless a copy is still on its way."""
+        if self.copies:
+            return
+        for copy in self.written:
+            memory, at = warp.block.cluster.shared(copy.targets, copy.size, warp)
+            memory.announce(at, warp.index)
+        for barrier in self.barriers:
+            barrier.arrive()
+        warp.block.cluster.progress += 1
 
 
 class Groups:
@@ -76,15 +111,16 @@ def _copy(instruction: Instruction, layout: Layout) -> Handler:
         if (source % size).any():
             raise Misaligned(f"{warp}: {size} bytes at {int(source[0]):#x}")
         counts = np.full(to.shape, size) if taken is None else taken(warp)[active]
-        copy = Copy()
+        copy = Copy(to, size)
 
         def happen() -> None:
             write(warp, "shared", to, _fetch(warp, source, counts, size))
-            copy.done = True
+            copy.end(warp)
 
         warp.block.cluster.asynchronous.add(happen)
         for group in _groups(warp, mask):
             group.open.append(copy)
+        warp.state.setdefault("copies without an arrival", []).append(copy)
 
     return run
 
@@ -126,6 +162,8 @@ def _arrive(warp: "Warp", barrier: "Barrier", to: Array, value: Array) -> None:
 
 def _commit(instruction: Instruction, layout: Layout) -> Handler:
     def run(warp: "Warp", mask: Mask) -> None:
+        # Who waits for groups does not wait for arrivals.
+        warp.state.pop("copies without an arrival", None)
         for group in _groups(warp, mask):
             group.commit()
 
@@ -148,11 +186,31 @@ def _wait(instruction: Instruction, layout: Layout) -> Handler:
     return run
 
 
+def _arrive_behind(instruction: Instruction, layout: Layout) -> Handler:
+    """Every lane arrives when the copies of the warp have come; the machine does not know apart
+    those of its lanes.
+    """
+    if "noinc" not in instruction.parts:
+        raise Unsupported(instruction.text)
+    where = layout.address(instruction.operands[0])
+
+    def run(warp: "Warp", mask: Mask) -> None:
+        cluster = warp.block.cluster
+        active = where(warp)[lanes(mask)].tolist()
+        copies = warp.state.get("copies without an arrival", [])
+        # An arrival waits for all copies before it, also for those in front of another arrival.
+        warp.state["copies without an arrival"] = [copy for copy in copies if not copy.done]
+        Arrival(copies, [cluster.barrier(int(at), warp) for at in active]).happen_if_alone(warp)
+
+    return run
+
+
 BUILDS: dict[str, Build] = {
     "cp.async.ca": _copy,
     "cp.async.cg": _copy,
     "cp.async.commit_group": _commit,
     "cp.async.wait_group": _wait,
     "cp.async.wait_all": _wait,
+    "cp.async.mbarrier.arrive": _arrive_behind,
     "st.async": _store,
 }

@@ -79,12 +79,16 @@ class GlobalMemory:
         return tensor.content, offsets + (start - tensor.start)
 
 
+ANNOUNCED = 255
+
+
 class SharedMemory:
     """A block's shared memory, poisoned, with what the asynchronous proxy does not see yet."""
 
     def __init__(self, size: int):
         self.content = np.full(size, 0xFF, np.uint8)
-        # 1 + the warp that wrote a byte and has not executed fence.proxy.async since.
+        # 1 + the warp that wrote a byte and has not executed fence.proxy.async since, or ANNOUNCED:
+        # an mbarrier has told of it, and the fence of whoever waited there will do.
         self.unfenced = np.zeros(size, np.uint8)
         self.unfenced_count = 0
 
@@ -104,10 +108,15 @@ class SharedMemory:
         self.unfenced[at] = warp + 1
         self.unfenced_count += 1
 
+    def announce(self, at: Array, warp: int) -> None:
+        """An mbarrier tells of bytes that a warp's copies wrote."""
+        own = at[self.unfenced[at] == warp + 1]
+        self.unfenced[own] = ANNOUNCED
+
     def fence(self, warp: int) -> None:
-        """A warp's writes so far become visible to the asynchronous proxy."""
+        """A warp's writes so far, and those announced, become visible to the asynchronous proxy."""
         if self.unfenced_count:
-            self.unfenced[self.unfenced == warp + 1] = 0
+            self.unfenced[(self.unfenced == warp + 1) | (self.unfenced == ANNOUNCED)] = 0
             self.unfenced_count = int(self.unfenced.any())
 
     def read_by_proxy(self, at: Array, what: object) -> Array:

@@ -63,6 +63,43 @@ def test_a_block_must_not_end_before_its_copies() -> None:
         run_text(kernel(body, 2), tensors, schedule=SCHEDULES["late"])
 
 
+# Every lane arrives behind a copy of a word, and all wait.
+ARRIVE = """
+mov.u32 %r0, smem;
+mad.lo.s32 %r1, %lane, 4, %r0;
+setp.eq.u32 %p0, %lane, 0;
+mov.b32 %r2, 32;
+@%p0 mbarrier.init.shared.b64 [%r0+128], %r2;
+bar.warp.sync 0xffffffff;
+ld.param.u64 %in, [p0];
+mad.wide.u32 %at, %lane, 4, %in;
+cp.async.ca.shared.global [%r1], [%at], 4;
+cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r0+128];
+mov.b32 %r3, 0;
+WAIT
+ld.shared.b32 %r2, [%r1];
+ld.param.u64 %out, [p1];
+mad.wide.u32 %at, %lane, 4, %out;
+st.global.b32 [%at], %r2;
+cp.async.wait_all;
+"""
+WAIT = """
+$again:
+mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r0+128], %r3;
+@!%p1 bra $again;
+"""
+
+
+def test_an_arrival_waits_for_the_copies_before_it() -> None:
+    source = np.arange(32, dtype=np.uint32)
+    for schedule in SCHEDULES.values():
+        result = np.zeros(32, np.uint32)
+        run_text(kernel(ARRIVE.replace("WAIT", WAIT), 2), [source, result], schedule=schedule)
+        assert np.array_equal(result, source)
+    run_text(kernel(ARRIVE.replace("WAIT", ""), 2), [source, result], schedule=SCHEDULES["late"])
+    assert (result == POISON).all()
+
+
 def vectors(operands: str) -> str:
     """A copy of 16 bytes by every lane."""
     return f"""

@@ -1,4 +1,4 @@
-"""wgmma with both operands in shared memory, the second one's rows along the summed dimension."""
+"""wgmma with both operands in shared memory, with rows along the summed dimension and across it."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ SECOND = SWIZZLE | BLOCK >> 4 << 16 | B >> 4
 WORDS = (B + 2 * BLOCK) // 4
 
 
-def body() -> str:
+def body(turned: bool) -> str:
     sums = [f"%f{n}" for n in range(SUMS)]
     copies = "".join(
         f"ld.global.b32 %r1, [%in+{at}]; st.shared.b32 [%r0+{at}], %r1;"
@@ -44,7 +44,7 @@ def body() -> str:
     setp.eq.u32 %p1, %thread, 1000;
     wgmma.fence.sync.aligned;
     wgmma.mma_async.sync.aligned.m64n{COLUMNS}k16.f32.bf16.bf16
-        {{{", ".join(sums)}}}, %l0, %l1, %p1, 1, 1, 0, 1;
+        {{{", ".join(sums)}}}, %l0, %l1, %p1, 1, 1, {int(turned)}, 1;
     wgmma.commit_group.sync.aligned;
     wgmma.wait_group.sync.aligned 0;
     ld.param.u64 %out, [p1];
@@ -61,17 +61,19 @@ def placed(memory: torch.Tensor, start: int, rows: torch.Tensor) -> None:
             memory[at : at + 8] = values
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_operands_in_shared_memory(swapped: bool) -> None:
+def test_operands_in_shared_memory(swapped: bool, turned: bool) -> None:
+    """``turned``: the rows of a are those of its transpose."""
     generator = torch.Generator().manual_seed(1)
     a = torch.randint(-8, 8, (64, DEPTH), generator=generator).bfloat16()
     b = torch.randint(-8, 8, (DEPTH, COLUMNS), generator=generator).bfloat16()
     memory = torch.full((2 * WORDS,), torch.nan, dtype=torch.bfloat16)
-    placed(memory, 0, a)
+    placed(memory, 0, a.T if turned else a)
     for n, block in enumerate(b.split(64, dim=1)):
         placed(memory, B + (n ^ swapped) * BLOCK, block)
     found = np.zeros((128, SUMS), np.float32)
     words = memory.view(torch.int32).numpy()
-    run_text(kernel(body(), 2, 128), [words, found], 128, shared_bytes=4 * WORDS)
+    run_text(kernel(body(turned), 2, 128), [words, found], 128, shared_bytes=4 * WORDS)
     sums = np.concatenate([sums_of_registers(warp.T) for warp in found.reshape(4, 32, SUMS)])
     assert np.array_equal(sums, (a.double() @ b.double()).numpy()) is not swapped

@@ -8,6 +8,7 @@ import numpy as np
 from tests.ptx import tensor_core
 from tests.ptx.descriptors import SharedMatrix
 from tests.ptx.faults import BadDescriptor, Unsupported
+from tests.ptx.memory import SharedMemory
 from tests.ptx.operands import LANES, Array, Layout, Mask
 from tests.ptx.scalar import Build, Handler, constant, nothing
 from tests.ptx.syntax import Instruction, Register, Vector
@@ -38,7 +39,7 @@ _TYPES = {
 
 class Form(NamedTuple):
     """What the warps of a warpgroup issue alike. ``numbers``: the type of a and b; ``first``: the
-    descriptor of a, 0 where registers hold it; ``across``: rows of b are along the summed
+    descriptor of a, 0 where registers hold it; ``turned``: rows of a and of b are across the summed
     dimension.
     """
 
@@ -46,7 +47,7 @@ class Form(NamedTuple):
     columns: int
     first: int
     second: int
-    across: bool
+    turned: tuple[bool, bool]
     adds: bool
 
 
@@ -60,17 +61,12 @@ class Product:
 
     def run(self, cluster: "Cluster") -> None:
         """Adds a · b to the registers of all four warps."""
-        numbers, columns, first, second, across, adds = self.form
+        numbers, columns, first, second, turned, adds = self.form
         values, multiply = _TYPES[numbers]
         memory = self.parts[0][0].block.memory
-        matrix = SharedMatrix.of_wgmma(second)
-        if across:
-            codes = matrix.across(memory, _DEPTH, 2 * columns, "wgmma").view(np.uint16).T
-        else:
-            codes = matrix.rows(memory, columns, 2 * _DEPTH, "wgmma").view(np.uint16)
+        codes = _operand(memory, second, columns, turned[1])
         if first:
-            rows = SharedMatrix.of_wgmma(first).rows(memory, 16 * _WARPS, 2 * _DEPTH, "wgmma")
-            a = values(rows.view(np.uint16))
+            a = values(_operand(memory, first, 16 * _WARPS, turned[0]))
         else:
             words = [_words(self.parts[n][0], self.parts[n][2]) for n in range(_WARPS)]
             a = np.concatenate([operand_of_words(part, numbers) for part in words])
@@ -81,6 +77,15 @@ class Product:
             warp, targets, _ = self.parts[n]
             _set_sums(warp, targets, result[16 * n : 16 * n + 16])
         self.done = True
+
+
+def _operand(memory: SharedMemory, descriptor: int, size: int, turned: bool) -> Array:
+    """16-bit codes ``[size, 16]``; ``turned``: from rows of ``size`` codes."""
+    matrix = SharedMatrix.of_wgmma(descriptor)
+    if turned:
+        codes = matrix.across(memory, _DEPTH, 2 * size, "wgmma").view(np.uint16).T
+        return np.ascontiguousarray(codes)
+    return matrix.rows(memory, size, 2 * _DEPTH, "wgmma").view(np.uint16)
 
 
 def _words(warp: Warp, registers: list[Register]) -> Array:
@@ -140,9 +145,10 @@ def _multiply(instruction: Instruction, layout: Layout) -> Handler:
     second = layout.source(operands[2], "u64")
     adds = layout.source(operands[3], "pred")
     signs_and_turns = [constant(instruction, n) for n in range(4, len(operands))]
-    across = signs_and_turns.pop() == 1
-    if signs_and_turns != ([1, 1] if in_registers else [1, 1, 0]):
-        raise Unsupported(f"{instruction.text}: signs or a transposed first operand")
+    signs, turns = signs_and_turns[:2], signs_and_turns[2:]
+    if signs != [1, 1]:
+        raise Unsupported(f"{instruction.text}: signs")
+    turned = bool(turns[0]) and not in_registers, bool(turns[-1])
 
     def run(warp: Warp, mask: Mask) -> None:
         whole(warp, mask, "wgmma")
@@ -151,7 +157,7 @@ def _multiply(instruction: Instruction, layout: Layout) -> Handler:
             columns,
             common(first(warp), True) if first else 0,
             common(second(warp), True),
-            across,
+            turned,
             bool(common(adds(warp), True)),
         )
         product = _join(warp, form)
