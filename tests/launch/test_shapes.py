@@ -68,5 +68,5 @@ def test_layers_and_ranks_have_their_shapes_in_common() -> None:
     assert len(launches) > 300
     assert sum(len(found) for found in functions.values()) < 80
     assert len(functions["prefill_gate_up"]) == 2
-    assert len(functions["attention_prefill_sm90"]) == 1
+    assert len(functions["attention_prefill_few_sm90"]) == 1
     assert len(functions["sum_ranks"]) == 2

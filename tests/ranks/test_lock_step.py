@@ -146,7 +146,7 @@ def test_ranks_touch_each_others_memory_behind_all_that_needs_it(
         readers = [name for of, name in kernels if of == rank and name.endswith("inputs")]
         assert len(readers) > 2
         assert kernels[rank, "top_k_tokens chosen"] == 2 * CSA_LAYERS * count
-        assert kernels[rank, "attention_prefill_sm90 chosen"] == 2 * CSA_LAYERS * count
+        assert kernels[rank, "attention_prefill_few_sm90 chosen"] == 2 * CSA_LAYERS * count
     records = sum(what == "record" for _, what in ranks.log)
     assert records == 2 * (4 * LAYERS + CSA_LAYERS) * (count + (count > 2))
 

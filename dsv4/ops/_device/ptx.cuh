@@ -88,6 +88,12 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Arrives at the barrier when all copies that this thread has begun are complete. Asynchronous
+// products see what they wrote behind a proxy_fence of who has waited at the barrier.
+__device__ __forceinline__ void cp_async_arrive(unsigned barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // ---- waits --------------------------------------------------------------------------------------
 
 // A wait of about two seconds is a fault of the program: it ends as a CUDA error, not as a hang.

@@ -21,6 +21,13 @@ __device__ __forceinline__ unsigned long long swizzled_rows(unsigned address) {
     return 1ull << 62 | 64ull << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;
 }
 
+// Rows of 128 bytes across the summed dimension: groups of eight summed rows follow each other, and
+// blocks of 64 columns are `block_bytes` apart.
+__device__ __forceinline__ unsigned long long swizzled_columns(unsigned address, int block_bytes) {
+    return 1ull << 62 | 64ull << 32 | (unsigned long long)(block_bytes >> 4) << 16 |
+           (address & 0x3FFFF) >> 4;
+}
+
 // The operands of sums c[..][4].
 #define ACC4(j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
 #define ACC16(j) ACC4(j), ACC4(j + 1), ACC4(j + 2), ACC4(j + 3)
@@ -49,6 +56,20 @@ __device__ __forceinline__ unsigned long long swizzled_rows(unsigned address) {
                  ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", " #ADDS ", 1, 1, 0;"               \
                  : __VA_ARGS__                                                                 \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+// m64nNk16 of bfloat16 with a and b in shared memory, which replaces the sums unless `adds`.
+// TURN_A, TURN_B: 1 where the operand's rows are across the summed dimension. A, B, ADDS: the
+// numbers of the operands behind the sums.
+#define WGMMA_SHARED(N, TURN_A, TURN_B, REGS, A, B, ADDS, ...)                              \
+    asm volatile(                                                                           \
+        "{\n"                                                                               \
+        ".reg .pred p;\n"                                                                   \
+        "setp.ne.b32 p, %" #ADDS                                                            \
+        ", 0;\n"                                                                            \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS "}, %" #A ", %" #B \
+        ", p, 1, 1, " #TURN_A ", " #TURN_B ";\n}"                                           \
+        : __VA_ARGS__                                                                       \
+        : "l"(a), "l"(b), "r"(adds))
 
 // Keeps the registers of fragments that a product in flight still reads from being reused before
 // this point.

@@ -1,9 +1,9 @@
 // Shared by the prefill attention kernels: which keys a token sees, how their rows are gathered
 // into shared memory, and the rotation of the result.
 //
-// One block (or work unit) is one token and 64 heads: all heads of a token share one key = value
+// One block (or work unit) is one token and HEADS heads: all heads of a token share one key = value
 // row per slot, so the heads are the rows of the matrix products and 64 gathered keys at a time are
-// the columns.
+// the columns, or the other way round where the heads are few.
 //
 // Shared tiles are column blocks of 64 bf16: block b of a tile is `rows` lines of 128 bytes, line r
 // holding columns 64b .. 64b + 63 of row r, its 16-byte chunks permuted by r & 7 (the 128-byte
@@ -20,11 +20,14 @@
 #ifndef ROPE
 #define ROPE 64
 #endif
+#ifndef HEADS
+#define HEADS 64  // per work unit
+#endif
 
 constexpr int TILE = 64;                 // keys per tile
-constexpr int HEADS = 64;                // heads per work unit
 constexpr int COLUMN_BLOCKS = DIM / 64;  // of 128 bytes
 constexpr int BLOCK_BYTES = 64 * 128;    // one column block of 64 rows
+constexpr int QUERY_BLOCK_BYTES = HEADS * 128;
 constexpr int TILE_BYTES = COLUMN_BLOCKS * BLOCK_BYTES;
 #define NO_LOGIT (-CUDART_INF_F)
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -159,7 +162,7 @@ struct TileMask {
     }
 };
 
-// `blocks` column blocks of the queries of 64 heads of one token, from `first` on; heads beyond
+// `blocks` column blocks of the queries of HEADS heads of one token, from `first` on; heads beyond
 // `count` become zeros. Head i goes to row i ^ `exchange`.
 template <int threads, int blocks>
 __device__ __forceinline__ void load_queries(unsigned tile, const bf16* first, int count,
@@ -173,7 +176,7 @@ __device__ __forceinline__ void load_queries(unsigned tile, const bf16* first, i
         const unsigned target = tile + swizzled(row ^ exchange, chunk);
 #pragma unroll
         for (int block = 0; block < blocks; block++)
-            copy_async(target + block * BLOCK_BYTES, source + block * 64, take);
+            copy_async(target + block * QUERY_BLOCK_BYTES, source + block * 64, take);
     }
 }
 
@@ -189,13 +192,17 @@ __device__ __forceinline__ void output_turns(Turn* turns, const float* inv_freq,
 }
 
 // Two neighbouring results of a head, columns `column`, `column + 1` of the last column block:
-// rounded, rotated back if rotary, and rounded again, as torch does.
-__device__ __forceinline__ unsigned rotated(float a, float b, int column, const Turn* turns) {
-    const unsigned pair = packed_bits(a, b);
+// rotated back if rotary, and rounded again, as torch does.
+__device__ __forceinline__ unsigned rotated(unsigned pair, int column, const Turn* turns) {
     if (column < 64 - ROPE) return pair;
     const float2 turned = rotate(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u),
                                  turns[(column - (64 - ROPE)) / 2]);
     return packed_bits(turned.x, turned.y);
+}
+
+// The same of results that are not rounded yet.
+__device__ __forceinline__ unsigned rotated(float a, float b, int column, const Turn* turns) {
+    return rotated(packed_bits(a, b), column, turns);
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {

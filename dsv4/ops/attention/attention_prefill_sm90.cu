@@ -3,11 +3,8 @@
 // columns 256g .. 256g + 255 of queries and keys, the two partial logits are added through shared
 // memory (g finishes 8 of every 16 heads), and both multiply the same weights with their half of
 // the values. A third warpgroup gathers tiles and queries ahead of them.
-#include "attention_prefill.cuh"
-#include "wgmma.cuh"
+#include "attention_sm90.cuh"
 
-static_assert(DIM == 512, "two warpgroups hold 256 columns each");
-constexpr int GROUP_THREADS = 128;
 constexpr int CONSUMERS = 2 * GROUP_THREADS;
 constexpr int THREADS = CONSUMERS + GROUP_THREADS;
 // Registers per thread: as many as three equal groups of 168 have.
@@ -29,95 +26,23 @@ constexpr int BARRIERS = NOTES + 32;             // int64 [5]
 static_assert(BARRIERS + 5 * sizeof(int64) + 1024 <= SHARED_BYTES, "the launcher allocates less");
 #endif
 
-// Rows of 128 bytes across the summed dimension: blocks of 64 columns, groups of eight summed rows.
-__device__ __forceinline__ unsigned long long swizzled_columns(unsigned address) {
-    return 1ull << 62 | 64ull << 32 | (unsigned long long)(BLOCK_BYTES >> 4) << 16 |
-           (address & 0x3ffff) >> 4;
+__device__ __forceinline__ bool producers_any(bool value) {
+    return any_of<GROUP_THREADS>(1, value);
 }
-
-// Keeps the compiler from moving accesses of accumulators across the asynchronous products.
-template <int count>
-__device__ __forceinline__ void pin(float (&values)[count]) {
-#pragma unroll
-    for (int i = 0; i < count; i++) asm volatile("" : "+f"(values[i])::"memory");
-}
-
-// Barrier of the producer warpgroup; true if `value` is true in any of its threads.
-__device__ __forceinline__ bool producer_any(bool value) {
-    unsigned result;
-    asm volatile(
-        "{\n"
-        ".reg .pred in, out;\n"
-        "setp.ne.u32 in, %1, 0;\n"
-        "bar.red.or.pred out, 1, 128, in;\n"
-        "selp.u32 %0, 1, 0, out;\n}"
-        : "=r"(result)
-        : "r"((unsigned)value)
-        : "memory");
-    return result != 0;
-}
-
-__device__ __forceinline__ void consumer_barrier() {
-    asm volatile("bar.sync 2, 256;" ::: "memory");
-}
-
-// True if `value` is true in any thread of the consumers.
-__device__ __forceinline__ bool consumer_any(bool value) {
-    unsigned result;
-    asm volatile(
-        "{\n"
-        ".reg .pred in, out;\n"
-        "setp.ne.u32 in, %1, 0;\n"
-        "bar.red.or.pred out, 2, 256, in;\n"
-        "selp.u32 %0, 1, 0, out;\n}"
-        : "=r"(result)
-        : "r"((unsigned)value)
-        : "memory");
-    return result != 0;
-}
-
-// `bytes` from `source` on, both multiples of 16, to the L2 cache.
-__device__ __forceinline__ void prefetch_bulk(const void* source, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
-template <int registers>
-__device__ __forceinline__ void more_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
-}
-template <int registers>
-__device__ __forceinline__ void fewer_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
-}
-
-#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
+__device__ __forceinline__ void consumers_meet() { meet<CONSUMERS>(2); }
+__device__ __forceinline__ bool consumers_any(bool value) { return any_of<CONSUMERS>(2, value); }
 
 // d [64, 64] = or += a [64, 16] b [64, 16]^T, both with the summed dimension contiguous.
 __device__ __forceinline__ void multiply_rows(float (&d)[32], unsigned long long a,
-                                              unsigned long long b, int accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGS32
-        "}, %32, %33, p, 1, 1, 0, 0;\n}"
-        : F16(d, 0), F16(d, 16)
-        : "l"(a), "l"(b), "r"(accumulate));
+                                              unsigned long long b, int adds) {
+    WGMMA_SHARED(64, 0, 0, REGS32, 32, 33, 34, F16(d, 0), F16(d, 16));
 }
 
 // d [64, 256] = or += a [64, 16] b [16, 256]; b has its columns contiguous.
 __device__ __forceinline__ void multiply_columns(float (&d)[128], unsigned long long a,
-                                                 unsigned long long b, int accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGS128
-        "}, %128, %129, p, 1, 1, 0, 1;\n}"
-        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48), F16(d, 64), F16(d, 80), F16(d, 96),
-          F16(d, 112)
-        : "l"(a), "l"(b), "r"(accumulate));
+                                                 unsigned long long b, int adds) {
+    WGMMA_SHARED(256, 0, 1, REGS128, 128, 129, 130, F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48),
+                 F16(d, 64), F16(d, 80), F16(d, 96), F16(d, 112));
 }
 
 // Four 8 x 8 matrices of bf16 from the registers of a warp to shared memory; lane l has the address
@@ -185,7 +110,8 @@ struct Cursor {
                 start_unit(keys, positions, q, heads, thread);
             }
             rows.find(seen, tile * TILE, thread);
-            if (!seen.list || tile == 0 || producer_any(rows.any(seen, tile * TILE, thread))) break;
+            if (!seen.list || tile == 0) break;
+            if (producers_any(rows.any(seen, tile * TILE, thread))) break;
         }
         return first;
     }
@@ -315,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int n = 0; n < 8; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++) mailbox[(n * 2 + i) * GROUP_THREADS] = s[n * 4 + 2 + i];
-        consumer_barrier();
+        consumers_meet();
         if (threadIdx.x == 0) barrier_arrive(multiplied);
 
         // logits_HK = half_HK + other_half_HK; logits_HK[:, ~visible_K] = -inf
@@ -363,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         store_matrices(weights_store ^ 64, weights[4], weights[5], weights[6], weights[7]);
         proxy_fence();
         // The first product of a unit replaces the sums.
-        if (consumer_any(factor != 1.0f) && !unit_starts) {
+        if (consumers_any(factor != 1.0f) && !unit_starts) {
             const float factors[2] = {shrink[first_row], shrink[first_row + 8]};
 #pragma unroll
             for (int i = 0; i < 128; i++) o[i] *= factors[i / 2 % 2];
@@ -375,7 +301,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int step = 0; step < TILE / 16; step++)
             multiply_columns(
                 o, swizzled_rows(base + WEIGHTS + step * 32),
-                swizzled_columns(base + TILES + buffer * TILE_BYTES + half + step * 16 * 128),
+                swizzled_columns(base + TILES + buffer * TILE_BYTES + half + step * 16 * 128,
+                                 BLOCK_BYTES),
                 step > 0 || !unit_starts);
         wgmma_commit();
 
@@ -396,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             sum = quad_sum(sum);
             if (lane % 4 == 0) inverse[row] = 1.0f / (sum + exp2_fast(sink_log2 - peak));
             peak = NO_LOGIT, sum = 0.0f;
-            consumer_barrier();
+            consumers_meet();
             const float scale[2] = {inverse[first_row], inverse[first_row + 8]};
 #pragma unroll
             for (int i = 0; i < 128; i++) o[i] *= scale[i / 2 % 2];

@@ -15,8 +15,9 @@ from dsv4.ops.op_case import OpCase
 WIDTH = 512
 ROPE_WIDTH = 64
 WINDOW = 128
-HEADS = {"Flash": 64, "Pro": 128}
-LISTED = {"Flash": 512, "Pro": 1024}
+# Of the models, and of their ranks.
+HEADS = {"Flash": 64, "Pro": 128, "Flash of 2": 32, "Pro of 8": 16}
+LISTED = {"Flash": 512, "Pro": 1024, "Flash of 2": 512, "Pro of 8": 1024}
 
 
 def cases() -> Iterator[OpCase]:

@@ -1,4 +1,4 @@
-"""Attention of 9 and more tokens: a block, or unit of work, is 64 heads of one token."""
+"""Attention of 9 and more tokens: a block, or unit of work, is some heads of one token."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,8 +14,6 @@ from dsv4.launch.shapes import by_tokens
 from dsv4.ops.attention.any_geometry import attention_any_geometry
 from dsv4.ops.attention.inputs import AttentionInputs, check_alignment
 
-_HEADS_PER_BLOCK = 64
-_TILE_KEYS = 64
 # The longest list that is tested; the kernels know no limit.
 _MOST_LISTED = 2048
 _WARP = 32
@@ -27,15 +25,19 @@ _DEQUANTIZE_BLOCKS_PER_MULTIPROCESSOR = 8
 
 @dataclass(frozen=True)
 class _Form:
-    """A kernel. ``other_shared_bytes``: besides queries and two tiles of keys (see its source).
+    """A kernel whose unit of work is ``heads`` heads of a token.
 
-    ``persistent``: blocks fill the GPU once and take units of work in turns.
+    ``key_rows``: rows of keys in shared memory. ``other_shared_bytes``: besides them and the
+    queries (see its source). ``blocks``: of a multiprocessor, where they are persistent: they fill
+    the GPU once and take units in turns.
     """
 
     name: str
     threads: int
+    heads: int
+    key_rows: int
     other_shared_bytes: int
-    persistent: bool
+    blocks: int | None = None
 
     def kernel(self, ring: RowCache) -> Kernel:
         return Kernel(f"attention/{self.name}", self.name, self.defines(ring))
@@ -44,16 +46,22 @@ class _Form:
         return (
             ("DIM", ring.width),
             ("ROPE", ring.rope_width),
+            ("HEADS", self.heads),
             ("SHARED_BYTES", self.shared_bytes(ring.width)),
         )
 
     def shared_bytes(self, width: int) -> int:
-        return (_HEADS_PER_BLOCK + 2 * _TILE_KEYS) * 2 * width + self.other_shared_bytes
+        return (self.heads + self.key_rows) * 2 * width + self.other_shared_bytes
 
 
 # Exchange, statistics, alignment.
-_MMA = _Form("attention_prefill", 256, 16384 + 1664 + 1024, persistent=False)
-_WGMMA = _Form("attention_prefill_sm90", 384, 24576 + 1024 + 1024, persistent=True)
+_MMA = _Form("attention_prefill", 256, 64, 128, 16384 + 1664 + 1024)
+_WGMMA = _Form("attention_prefill_sm90", 384, 64, 128, 24576 + 1024 + 1024, blocks=1)
+# Rows of keys: eight for each stage of the ring. Weights, statistics, alignment.
+_FEW_HEADS = tuple(
+    _Form("attention_prefill_few_sm90", 256, heads, rows, heads * 148 + 640 + 1024, blocks=2)
+    for heads, rows in ((16, 88), (32, 72))
+)
 
 
 class _PlainRows(NamedTuple):
@@ -88,7 +96,7 @@ def sparse_attention(
     if not _is_usual(inputs):
         return attention_any_geometry(recording, inputs)
     hopper = recording.target.architecture == "sm_90a"
-    form = _WGMMA if hopper and keys.ring.width == 512 else _MMA
+    form = _hopper_form(q_THD.shape[1]) if hopper and keys.ring.width == 512 else _MMA
     return _by_matrix_products(recording, inputs, form)
 
 
@@ -111,6 +119,10 @@ def sparse_attention_portable(
     return _by_matrix_products(recording, inputs, _MMA)
 
 
+def _hopper_form(heads: int) -> _Form:
+    return next((form for form in _FEW_HEADS if heads <= form.heads), _WGMMA)
+
+
 def _by_matrix_products(recording: Recording, inputs: AttentionInputs, form: _Form) -> Tensor:
     check_alignment(inputs.q_THD)
     if inputs.selected_TK is not None and inputs.listed == 0:
@@ -119,8 +131,8 @@ def _by_matrix_products(recording: Recording, inputs: AttentionInputs, form: _Fo
     keys = inputs.keys
     _, heads, width = inputs.q_THD.shape
     kernel = form.kernel(keys.ring)
-    groups = ceil_div(heads, _HEADS_PER_BLOCK)
-    most = recording.target.multiprocessors if form.persistent else None
+    groups = ceil_div(heads, form.heads)
+    most = form.blocks and form.blocks * recording.target.multiprocessors
     shape = by_tokens(_products_shape, kernel, groups, most, form.threads, form.shared_bytes(width))
     out_THD = recording.empty_like(inputs.q_THD)
     recording.launch(

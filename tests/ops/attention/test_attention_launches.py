@@ -156,6 +156,27 @@ def test_prefill_of_a_model(model: str, kind: str, format: RowFormat) -> None:
         assert hopper[-1].arguments["compressed"] is hopper[0].arguments["compressed_out"]
 
 
+@pytest.mark.parametrize(
+    ("heads", "form", "unit", "blocks"),
+    [
+        (8, "attention_prefill_few_sm90", 16, 2),
+        (16, "attention_prefill_few_sm90", 16, 2),
+        (17, "attention_prefill_few_sm90", 32, 2),
+        (32, "attention_prefill_few_sm90", 32, 2),
+        (33, "attention_prefill_sm90", 64, 1),
+    ],
+)
+def test_prefill_of_the_heads_of_a_rank(heads: int, form: str, unit: int, blocks: int) -> None:
+    """``blocks`` of a multiprocessor, or as many as there are tokens."""
+    case = Case(heads, CSA, 512)
+    for tokens in (100, 512):
+        launch = case.record(tokens)[-1]
+        assert launch.shape.kernel.function == form
+        assert defined(launch)["HEADS"] == unit
+        assert launch.shape.grid == (min(tokens, 132 * blocks), 1, 1)
+    assert functions(case.record(512, BLACKWELL))[-1] == "attention_prefill"
+
+
 def test_the_portable_kernel_runs_on_any_gpu() -> None:
     case = layer("Flash", "CSA")
     op = prefill.sparse_attention_portable
@@ -170,7 +191,7 @@ def test_the_portable_kernel_runs_on_any_gpu() -> None:
     [
         (Case(3, CSA, 12, 60, width=64, rope_width=16), "attention_prefill"),
         (Case(3, HCA, None, 60, width=256, rope_width=64), "attention_prefill"),
-        (Case(3, HCA, None, 60, width=512, rope_width=32), "attention_prefill_sm90"),
+        (Case(3, HCA, None, 60, width=512, rope_width=32), "attention_prefill_few_sm90"),
         (Case(64, CSA, 2048, 4000), "attention_prefill_sm90"),
         (Case(64, CSA, 2049, 4000), "attention_any_geometry"),
         (UNUSUAL["odd"], "attention_any_geometry"),

@@ -27,7 +27,11 @@ STARTS = [0, 3, 4, 119, 126, 127, 128, 129, 511, 513, 5000, 65_531]
 @pytest.mark.parametrize(
     "format", [RowFormat.KV_FP8, RowFormat.PLAIN], ids=lambda format: format.value
 )
-@pytest.mark.parametrize(("heads", "listed"), [(64, 512), (128, 1024)], ids=["flash", "pro"])
+@pytest.mark.parametrize(
+    ("heads", "listed"),
+    [(64, 512), (128, 1024), (32, 512), (16, 1024), (8, 512)],
+    ids=["flash", "pro", "flash of 2", "pro of 8", "flash of 8"],
+)
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_real_shapes(heads: int, listed: int, ratio: int, format: RowFormat, kernel: str) -> None:
     check(make_case(200, heads, ratio, listed if ratio == 4 else 0, 3001, Rows(format)), kernel)
@@ -36,8 +40,9 @@ def test_real_shapes(heads: int, listed: int, ratio: int, format: RowFormat, ker
 @pytest.mark.parametrize("kernel", LAUNCHERS)
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_boundaries(ratio: int, start: int, kernel: str) -> None:
-    check(make_case(17, 64, ratio, 512 if ratio == 4 else 0, start), kernel)
+@pytest.mark.parametrize("heads", [64, 32, 16])
+def test_boundaries(heads: int, ratio: int, start: int, kernel: str) -> None:
+    check(make_case(17, heads, ratio, 512 if ratio == 4 else 0, start), kernel)
 
 
 @pytest.mark.parametrize("tokens", [9, 63, 65, 131])
@@ -46,7 +51,7 @@ def test_numbers_of_tokens(ratio: int, tokens: int) -> None:
     check(make_case(tokens, 64, ratio, 512 if ratio == 4 else 0, 1000))
 
 
-@pytest.mark.parametrize("heads", [1, 4, 20, 60, 68, 132])
+@pytest.mark.parametrize("heads", [1, 4, 15, 17, 20, 31, 33, 60, 68, 132])
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_numbers_of_heads(ratio: int, heads: int) -> None:
     check(make_case(21, heads, ratio, 64 if ratio == 4 else 0, 777))
@@ -54,20 +59,22 @@ def test_numbers_of_heads(ratio: int, heads: int) -> None:
 
 @pytest.mark.parametrize("kernel", LAUNCHERS)
 @pytest.mark.parametrize("listed", [1, 2, 7, 63, 64, 65, 255, 257, 1000, 2048])
-def test_lengths_of_the_list(listed: int, kernel: str) -> None:
-    check(make_case(11, 64, 4, listed, 2500), kernel)
+@pytest.mark.parametrize("heads", [64, 32])
+def test_lengths_of_the_list(heads: int, listed: int, kernel: str) -> None:
+    check(make_case(11, heads, 4, listed, 2500), kernel)
 
 
 @pytest.mark.parametrize("kernel", LAUNCHERS)
-def test_tiles_without_an_entry(kernel: str) -> None:
+@pytest.mark.parametrize("heads", [64, 32, 16])
+def test_tiles_without_an_entry(heads: int, kernel: str) -> None:
     """Lists whose only entries stand at the start, in the middle, at the end, or nowhere; several
     units per block.
     """
-    case = make_case(400, 64, 4, 1024, 3000)
+    case = make_case(700, heads, 4, 1024, 3000)
     assert case.selected_TK is not None
     place = torch.arange(1024, device="cuda")
     kept = [place < 5, (place > 500) & (place < 503), place == 1023, place < 0]
-    keep_TK = torch.stack(kept)[torch.arange(400, device="cuda") % 4]
+    keep_TK = torch.stack(kept)[torch.arange(700, device="cuda") % 4]
     case.selected_TK.masked_fill_(~keep_TK, -1)
     check(case, kernel)
 
@@ -92,26 +99,30 @@ def test_ring_sizes(spare_slots: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", LAUNCHERS)
-def test_thousands_of_complete_entries(kernel: str) -> None:
-    check(make_case(20, 128, 128, 0, 1_000_000), kernel)
+@pytest.mark.parametrize("heads", [128, 16])
+def test_thousands_of_complete_entries(heads: int, kernel: str) -> None:
+    check(make_case(20, heads, 128, 0, 1_000_000), kernel)
 
 
 @pytest.mark.parametrize("kernel", LAUNCHERS)
-def test_several_waves_of_blocks(kernel: str) -> None:
-    check(make_case(600, 128, 4, 1024, 0), kernel)
+@pytest.mark.parametrize(("tokens", "heads"), [(600, 128), (900, 32), (900, 8)])
+def test_several_waves_of_blocks(tokens: int, heads: int, kernel: str) -> None:
+    check(make_case(tokens, heads, 4, 1024, 0), kernel)
 
 
 @pytest.mark.parametrize("kernel", LAUNCHERS)
-def test_large_logits_and_sinks(kernel: str) -> None:
-    case = make_case(30, 64, 4, 64, 500)
+@pytest.mark.parametrize("heads", [64, 32, 16])
+def test_large_logits_and_sinks(heads: int, kernel: str) -> None:
+    case = make_case(30, heads, 4, 64, 500)
     case.q_THD.mul_(1000.0)
     case.sink_H[::2] = 200.0
     case.sink_H[1::4] = -1e9
     check(case, kernel)
 
 
-def test_rows_alone_give_the_same_bits() -> None:
-    case = make_case(300, 64, 4, 512, 400)
+@pytest.mark.parametrize("heads", [64, 32, 16])
+def test_rows_alone_give_the_same_bits(heads: int) -> None:
+    case = make_case(300, heads, 4, 512, 400)
     whole = immediately(sparse_attention)(*case.arguments())
     part = slice(100, 150)
     assert case.selected_TK is not None
@@ -143,8 +154,9 @@ def test_a_recording_serves_shorter_chunks_with_the_same_bits(kernel: str) -> No
 
 
 @pytest.mark.parametrize("kernel", LAUNCHERS)
-def test_same_bits_again_and_unchanged_caches(kernel: str) -> None:
-    case = make_case(500, 64, 4, 512, 400)
+@pytest.mark.parametrize("heads", [64, 32, 16])
+def test_same_bits_again_and_unchanged_caches(heads: int, kernel: str) -> None:
+    case = make_case(500, heads, 4, 512, 400)
     assert case.keys.compressed is not None
     before = case.keys.ring.data.clone(), case.keys.compressed.data.clone()
     attend = immediately(LAUNCHERS[kernel])

@@ -2,6 +2,8 @@
 Hopper and other GPUs have them, against the torch op.
 """
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -21,13 +23,14 @@ from tests.ops.attention.test_attention_decode_ptx import (
 )
 from tests.ops.cases import inv_freq
 from tests.ops.executed import execute
-from tests.ptx.faults import MissingFence
+from tests.ptx.faults import Deadlock, MissingFence
 from tests.ptx.nvrtc import SourceEdit
 from tests.ptx.schedule import SCHEDULES
 
 # Of every head's values: weights, result and rotation are rounded to bf16.
 ALLOWED = 5e-3
 SOURCE, HOPPER = "attention_prefill.cu", "attention_prefill_sm90.cu"
+FEW = "attention_prefill_few_sm90.cu"
 # What is listed and is there: in the first tile and, behind one of nothing, in the third.
 ENTRIES_LISTED = [entry for entry in LISTED if entry < ENTRIES]
 SELECTED = [*ENTRIES_LISTED[:6], *[-1] * 100, *ENTRIES_LISTED[6:]]
@@ -72,6 +75,46 @@ FAULTS = {
 }
 
 
+# Of the form for few heads, whose block takes two tokens of several tiles one after the other.
+FAULTS_WITH_FEW_HEADS = {
+    "keys are not awaited": SourceEdit(
+        FEW, "barrier_wait_unlimited(arrived + wait.slot * 8, wait.round & 1);", ""
+    ),
+    "keys are read without a fence": SourceEdit(
+        FEW, "            proxy_fence();\n            wgmma_fence();", "            wgmma_fence();"
+    ),
+    "weights are read without a fence": SourceEdit(
+        FEW, "        proxy_fence();\n        consumers_meet();", "        consumers_meet();"
+    ),
+    "stages are not released": SourceEdit(
+        FEW,
+        "if (stage.round > 0) barrier_wait(released + stage.slot * 8, stage.round - 1 & 1);",
+        "",
+    ),
+    "queries are replaced too early": SourceEdit(
+        FEW,
+        "if (block == 0 && walked > 0) barrier_wait(multiplied, walked - 1 & 1);",
+        "",
+    ),
+    "missing keys have weights": SourceEdit(FEW, "s[i] = NO_LOGIT;", "s[i] = 0.0f;"),
+    "results keep their size": SourceEdit(FEW, "o[block][i] *= factor[i / 4][i % 2];", ";"),
+    "sums keep their size": SourceEdit(FEW, "sum[n][i] *= factor[n][i];", ""),
+    "the maximum is never raised": SourceEdit(
+        FEW, "consumers_any(token_starts || softmax", "consumers_any(token_starts && softmax"
+    ),
+    "results of the token before stay": SourceEdit(FEW, "step > 0 || !token_starts", "true"),
+    "the sink is left out": SourceEdit(
+        FEW, "float total = exp2_fast(sinks[head] - peak[n][i]);", "float total = 0.0f;"
+    ),
+    "the sums of other warps are left out": SourceEdit(
+        FEW, "total += partial[other * HEADS + head];", "total += partial[head];"
+    ),
+    "entries of the tile before": SourceEdit(
+        FEW, "entry[0] = ahead[0], entry[1] = ahead[1];", "entry[0] = ahead[0];"
+    ),
+}
+
+
 def worst_error(
     architecture: str,
     format: RowFormat,
@@ -80,11 +123,15 @@ def worst_error(
     start: int,
     tokens: int,
     edit: SourceEdit | None = None,
+    queries: float = 1.0,
+    schedule: str = "late",
 ) -> float:
-    """That of a head of a token, relative to its values; NaN where any is."""
+    """That of a head of a token, relative to its values; NaN where any is. ``queries``: how large
+    they are.
+    """
     generator = torch.Generator().manual_seed(heads + start)
     keys = random_keys(format, listed, start, tokens, max(ENTRIES, (start + tokens) // RATIO))
-    q_THD = torch.randn(tokens, heads, WIDTH, generator=generator).bfloat16()
+    q_THD = torch.randn(tokens, heads, WIDTH, generator=generator).bfloat16() * queries
     selected_TK = torch.tensor(SELECTED).clamp(min=-1).repeat(tokens, 1) if listed else None
     # Below every logit, and above most.
     sink_H = torch.linspace(-5, 20, heads)
@@ -92,7 +139,7 @@ def worst_error(
     # One multiprocessor: Hopper's block takes token after token.
     recording = Recording(Target(torch.device("cpu"), architecture, 1), tokens)
     out_THD = sparse_attention(recording, q_THD, keys, selected_TK, *others)
-    found = execute(recording, tokens, edit, SCHEDULES["late"])(out_THD).double()
+    found = execute(recording, tokens, edit, SCHEDULES[schedule])(out_THD).double()
     expected = reference.sparse_attention(q_THD.float(), keys, selected_TK, *others)
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
@@ -105,6 +152,9 @@ def worst_error(
         (BF16, True, 3, 77, 1),
         # The window fills up.
         (FP8, False, 3, 22, 3),
+        # Fewer than 16 and than 32 heads, which Hopper takes as columns; lists with an empty tile.
+        (FP8, True, 16, 600, 2),
+        (BF16, False, 20, 600, 2),
         # A second group of heads; three tiles.
         (FP8, False, 65, 600, 1),
         # One key.
@@ -126,3 +176,27 @@ def test_a_fault_is_seen(fault: str) -> None:
     except MissingFence:
         return
     assert not error < ALLOWED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("heads", [16, 32])
+def test_few_heads_in_any_order(heads: int, schedule: str) -> None:
+    """Large logits, so that the maximum rises from tile to tile."""
+    error = worst_error("sm_90a", FP8, True, heads, 600, 3, queries=300.0, schedule=schedule)
+    assert error < ALLOWED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS_WITH_FEW_HEADS)
+def test_a_fault_with_few_heads_is_seen(fault: str) -> None:
+    """With lists or without, small or large logits, whatever comes late."""
+    edit = FAULTS_WITH_FEW_HEADS[fault]
+    for schedule, listed, queries in product(SCHEDULES, (True, False), (1.0, 300.0)):
+        try:
+            error = worst_error("sm_90a", FP8, listed, 20, 600, 3, edit, queries, schedule)
+        except (MissingFence, Deadlock):
+            return
+        if not error < ALLOWED:
+            return
+    raise AssertionError("all results are right")
