@@ -8,7 +8,7 @@
 static_assert(HEADS == 16 || HEADS == 32, "a warpgroup holds the results");
 constexpr int THREADS = 2 * GROUP_THREADS;
 // Registers per thread: as many as two equal groups of 128 have.
-constexpr int CONSUMER_REGISTERS = HEADS == 32 ? 200 : 152;
+constexpr int CONSUMER_REGISTERS = HEADS == 32 ? 192 : 152;
 constexpr int PRODUCER_REGISTERS = 256 - CONSUMER_REGISTERS;
 constexpr int WARPS = GROUP_THREADS / WARP;
 constexpr int OCTETS = HEADS / 8;
@@ -165,9 +165,11 @@ struct Walk {
     __device__ __forceinline__ unsigned long long row(const Keys& keys, int half, int lane) const {
         int slot = seen.first_slot + tile * TILE + half * WARP + lane;
         if (slot >= keys.ring_slots) slot -= keys.ring_slots;
-        const bool in_window = windowed(half, lane), take = in_window || entry[half] >= 0;
+        // No array is indexed by a variable, so that all of them stay in registers.
+        const int listed = half ? entry[1] : entry[0];
+        const bool in_window = windowed(half, lane), take = in_window || listed >= 0;
         const bf16* rows = in_window || !take ? keys.ring : keys.compressed;
-        const int64 index = in_window ? slot : take ? entry[half] : 0;
+        const int64 index = in_window ? slot : take ? listed : 0;
         return reinterpret_cast<unsigned long long>(rows + index * DIM) | !take;
     }
 };
@@ -356,17 +358,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const unsigned turned = swizzled(lane % 8, warp * 2 + lane / 8 % 2);
     const float to_log2 = softmax_scale * LOG2_E;
 
-    float s[HEADS / 2], o[COLUMN_BLOCKS][HEADS / 2];
+    float s[HEADS / 2], right[HEADS / 2], o[COLUMN_BLOCKS][HEADS / 2];
     Softmax softmax;
     Stage stage;
     bool token_starts = true;
     for (int tile = 0;; tile++) {
-        // logits_KH = keys_KD @ q_HD.T
+        // logits_KH = keys_KD @ q_HD.T, the left and the right half of the columns apart, as where
+        // two warpgroups have a half each: a rank's logits are those of the model's other form.
         unsigned long long queries = swizzled_rows(base + QUERIES);
         // Its sums with constants are not worth a register each.
         asm volatile("" : "+l"(queries));
         Stage read = stage;
-        pin(s);
+        pin(s), pin(right);
 #pragma unroll
         for (int part = 0; part < COLUMN_BLOCKS; part += PART) {
             Stage wait = read;
@@ -382,9 +385,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const auto keys = swizzled_rows(base + RING + read.slot * BLOCK_BYTES);
 #pragma unroll
                 for (int step = 0; step < 4; step++)
-                    multiply_keys(s, keys + step * 2,
+                    multiply_keys(block < COLUMN_BLOCKS / 2 ? s : right, keys + step * 2,
                                   queries + block * QUERY_BLOCK_BYTES / 16 + step * 2,
-                                  block + step > 0);
+                                  block % (COLUMN_BLOCKS / 2) + step > 0);
                 read.advance();
             }
         }
@@ -394,12 +397,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const int token = note.token, then = note.then;
         const unsigned present = note.present[warp / 2] >> first_key % 32;
         wgmma_wait<0>();
-        pin(s);
+        pin(s), pin(right);
         if (lane == 0 && then == TOKEN_ENDS) barrier_arrive(multiplied);
         // logits_KH[~visible_K] = -inf
 #pragma unroll
-        for (int i = 0; i < HEADS / 2; i++)
+        for (int i = 0; i < HEADS / 2; i++) {
+            s[i] += right[i];
             if (!(present >> i / 2 % 2 * 8 & 1)) s[i] = NO_LOGIT;
+        }
         if (token_starts) softmax.start();
         // The maximum rarely rises. Behind this the weights of the tile before are no longer read.
         if (consumers_any(token_starts || softmax.exceeded(s, to_log2))) {
