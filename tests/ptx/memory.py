@@ -88,7 +88,8 @@ class SharedMemory:
     def __init__(self, size: int):
         self.content = np.full(size, 0xFF, np.uint8)
         # 1 + the warp that wrote a byte and has not executed fence.proxy.async since, or ANNOUNCED:
-        # an mbarrier has told of it, and the fence of whoever waited there will do.
+        # an mbarrier has told of it, and the fence of whoever waits there will do. The machine does
+        # not ask who waited.
         self.unfenced = np.zeros(size, np.uint8)
         self.unfenced_count = 0
 

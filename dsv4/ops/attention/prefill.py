@@ -54,10 +54,11 @@ class _Form:
         return (self.heads + self.key_rows) * 2 * width + self.other_shared_bytes
 
 
-# Exchange, statistics, alignment.
+# Two tiles of keys. Other bytes: exchange, statistics, alignment.
 _MMA = _Form("attention_prefill", 256, 64, 128, 16384 + 1664 + 1024)
 _WGMMA = _Form("attention_prefill_sm90", 384, 64, 128, 24576 + 1024 + 1024, blocks=1)
-# Rows of keys: eight for each stage of the ring. Weights, statistics, alignment.
+# A stage of the ring is a column block of a tile, as large as eight rows: 11 and 9 of them. Other
+# bytes: weights, statistics, alignment.
 _FEW_HEADS = tuple(
     _Form("attention_prefill_few_sm90", 256, heads, rows, heads * 148 + 640 + 1024, blocks=2)
     for heads, rows in ((16, 88), (32, 72))
@@ -86,6 +87,8 @@ def sparse_attention(
     the step (s < (positions[-1] + 1) // ratio), −1 anywhere; sink float32 ``[H]``; positions int64,
     consecutive; inv_freq float32 ``[R/2]``. Any geometry; the fast kernels take D a multiple of 64
     up to 512 and R of 8 up to 64, fp8 or bfloat16 rows, and up to 2048 listed entries.
+
+    On Hopper up to 32 heads, as a rank has them, take a form of their own.
 
     Fast kernels: products bfloat16 × bfloat16 with float32 sums; weights are rounded to bfloat16
     before the value product, the denominator is not. The result is rounded before and after the
