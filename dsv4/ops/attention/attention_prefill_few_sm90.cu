@@ -94,8 +94,8 @@ struct Stage {
     int slot = 0;
     unsigned round = 0;
 
-    __device__ __forceinline__ void advance(int by = 1) {
-        slot += by;
+    __device__ __forceinline__ void advance() {
+        slot++;
         if (slot >= STAGES) slot -= STAGES, round++;
     }
 };
@@ -126,7 +126,7 @@ struct Walk {
     }
     // The queries and the list of the token after this one are brought to the L2 cache meanwhile.
     __device__ __forceinline__ void start_token(const Keys& keys, const int64* positions,
-                                               const bf16* q, int heads, int lane) {
+                                                const bf16* q, int heads, int lane) {
         position = next_position;
         seen = seen_by(keys, token, position);
         tile = 0;
@@ -363,8 +363,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     Stage stage;
     bool token_starts = true;
     for (int tile = 0;; tile++) {
-        // logits_KH = keys_KD @ q_HD.T, the left and the right half of the columns apart, as where
-        // two warpgroups have a half each: a rank's logits are those of the model's other form.
+        // logits_KH = keys_KD @ q_HD.T, the left and the right half of the columns apart, as the
+        // form for 64 heads has them: the logits of a rank are those of a lone GPU.
         unsigned long long queries = swizzled_rows(base + QUERIES);
         // Its sums with constants are not worth a register each.
         asm volatile("" : "+l"(queries));
