@@ -61,9 +61,9 @@ def _multiply(instruction: Instruction, layout: Layout) -> Handler:
 
     def run(warp: "Warp", mask: Mask) -> None:
         whole(warp, mask, "mma")
-        rows = values(rows_of_a(np.stack([read(warp) for read in a])))
-        columns = values(rows_of_b(np.stack([read(warp) for read in b])))
-        old = rows_of_c(np.stack([read(warp) for read in c]))
+        rows = values(rows_of_a(np.array([read(warp) for read in a])))
+        columns = values(rows_of_b(np.array([read(warp) for read in b])))
+        old = rows_of_c(np.array([read(warp) for read in c]))
         sums = registers_of_c(product(old, rows, columns))
         for write, row in zip(writes, sums, strict=True):
             write(warp, row, mask)

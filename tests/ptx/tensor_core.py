@@ -138,43 +138,40 @@ def accumulate(c: Float32, a: Factor, b: Factor, bits: int) -> Float32:
     Term g is the exact product of both factors' columns ``g K / G`` to ``(g + 1) K / G``; its
     exponent is the sum of theirs.
     """
+    rows = len(a.values)
+    # Of both operands together, which halves the calls for the small products of a warp.
+    largest = np.concatenate((a.exponents, b.exponents)).max(1)
+    smallest = _last_bit(np.concatenate((a.values, b.values)))
     # No smaller than the largest exponent; where nothing lies below its last place, sums are exact.
-    top = np.maximum(_exponent(c), a.exponents.max(1)[:, None] + b.exponents.max(1))
+    top = np.maximum(_exponent(c), largest[:rows, None] + largest[rows:])
     last = top - bits
     with np.errstate(invalid="ignore", over="ignore"):
         old = c * _power_of_two(-last)
-        exact = (old == np.trunc(old)) & (
-            last <= _last_bit(a.values)[:, None] + _last_bit(b.values)
-        )
+        exact = (old == np.trunc(old)) & (last <= smallest[:rows, None] + smallest[rows:])
         total = c + a.values @ b.values.T
         cut = ~exact.all(1)
         if cut.any():
-            rows = Factor(a.values[cut], a.exponents[cut])
-            total[cut] = _sum_of_cut(c[cut], rows, b, bits)
+            part = Factor(a.values[cut], a.exponents[cut])
+            total[cut] = _sum_of_cut(c[cut], part, b, bits)
         return _to_float32(total)
 
 
 def _sum_of_cut(c: Float32, a: Factor, b: Factor, bits: int) -> Float64:
-    """The sum before it is cut to float32, term by term."""
-    # Rows of the transposed arrays are contiguous, which the loops are faster with.
+    """The sum before it is cut to float32."""
     exponents_a, exponents_b = (np.ascontiguousarray(factor.exponents.T) for factor in (a, b))
-    values_a, values_b = (np.ascontiguousarray(factor.values.T) for factor in (a, b))
-    top = _exponent(c)
-    for exponent_a, exponent_b in zip(exponents_a, exponents_b, strict=True):
-        np.maximum(top, exponent_a[:, None] + exponent_b, out=top)
+    terms = len(exponents_a)
+    top = np.maximum(_exponent(c), (exponents_a[:, :, None] + exponents_b[:, None]).max(0))
     unit = _power_of_two(bits - top)
-    total = np.trunc(c * unit)
-    term = np.empty_like(total)
-    together = len(values_a) // len(exponents_a)
-    for k in range(0, len(values_a), together):
-        if together == 1:
-            np.multiply(values_a[k][:, None], values_b[k], out=term)
-        else:
-            np.matmul(values_a[k : k + together].T, values_b[k : k + together], out=term)
-        term *= unit
-        np.trunc(term, out=term)
-        total += term
-    return total / unit
+    # [G, K / G, R]
+    values_a, values_b = (
+        np.ascontiguousarray(factor.values.T).reshape(terms, -1, len(factor.values))
+        for factor in (a, b)
+    )
+    columns_a = values_a.transpose(0, 2, 1)
+    term = columns_a * values_b if values_b.shape[1] == 1 else columns_a @ values_b
+    term *= unit
+    np.trunc(term, out=term)
+    return (np.trunc(c * unit) + term.sum(0)) / unit
 
 
 def _steps(c: ArrayLike, a: Factor, b: Factor, kind: _Kind) -> Float32:
@@ -222,8 +219,9 @@ def _last_bit(x: Float64) -> NDArray[np.int64]:
     """The exponent of the lowest bit in each row ``[R, K]``; large for a row of zeros."""
     pattern = x.view(np.int64)
     significand = (pattern & (1 << 52) - 1) | 1 << 52
-    lowest = np.frexp((significand & -significand).astype(np.float64))[1] - 1
-    exponent = (pattern >> 52 & 2047) - 1075 + lowest
+    # The exponent's field of a power of two, which has 52 places below it.
+    lowest = (significand & -significand).astype(np.float64).view(np.int64) >> 52
+    exponent = (pattern >> 52 & 2047) + (lowest - 2 * 1023 - 52)
     return np.where(x == 0, 1 << 14, exponent).min(1)
 
 

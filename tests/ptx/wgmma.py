@@ -89,7 +89,7 @@ def _operand(memory: SharedMemory, descriptor: int, size: int, turned: bool) -> 
 
 
 def _words(warp: Warp, registers: list[Register]) -> Array:
-    return np.stack([warp.rows["u32", _row(warp, r)] for r in registers])
+    return np.array([warp.rows["u32", _row(warp, r)] for r in registers])
 
 
 def operand_of_words(words: Array, numbers: str = "bf16") -> Array:
@@ -109,7 +109,7 @@ def _row(warp: Warp, register: Register) -> int:
 
 
 def _sums(warp: Warp, registers: list[Register]) -> Array:
-    return sums_of_registers(np.stack([warp.rows["f32", _row(warp, r)] for r in registers]))
+    return sums_of_registers(np.array([warp.rows["f32", _row(warp, r)] for r in registers]))
 
 
 def sums_of_registers(values: Array) -> Array:
