@@ -14,6 +14,7 @@ from tests.ops.indexer.drawn import drawn_keys
 from tests.ops.indexer.meta import WIDTH, selection
 from tests.ops.recorded import HOPPER, launches
 from tests.ptx.nvrtc import SourceEdit, run_recorded
+from tests.shared_results import shared
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +70,11 @@ class Scores:
         return launch.shape.kernel.function, score_TS
 
 
+def orders_of_all() -> tuple[str, Tensor]:
+    """Those of all tokens, for the first test that asks and for all others."""
+    return shared(("index scores of many tokens", TOKENS), lambda: Scores().orders(0, TOKENS))
+
+
 def recorded(tokens: int) -> Launch:
     arguments = selection(tokens, SLOTS, 64, RowFormat.INDEX_FP8)._replace(index_topk=TOPK)
     target = dataclasses.replace(HOPPER, multiprocessors=5)
@@ -84,7 +90,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_same_bits_as_of_few_tokens() -> None:
     case = Scores()
-    function, found_TS = case.orders(0, TOKENS)
+    function, found_TS = orders_of_all()
     assert function == "index_scores_sm90"
     for start in (0, TOKENS - FEW):
         function, expected_TS = case.orders(start, FEW)
@@ -95,7 +101,6 @@ def test_the_same_bits_as_of_few_tokens() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
-    case = Scores()
-    _, expected_TS = case.orders(0, TOKENS)
-    _, found_TS = case.orders(0, TOKENS, FAULTS[fault])
+    _, expected_TS = orders_of_all()
+    _, found_TS = Scores().orders(0, TOKENS, FAULTS[fault])
     assert not torch.equal(found_TS, expected_TS)

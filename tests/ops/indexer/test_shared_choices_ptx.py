@@ -19,6 +19,7 @@ from tests.ops.indexer.drawn import drawn_keys
 from tests.ops.indexer.meta import WIDTH, selection
 from tests.ops.recorded import HOPPER
 from tests.ptx.nvrtc import SourceEdit, run_recorded
+from tests.shared_results import shared
 
 pytestmark = pytest.mark.slow
 
@@ -79,13 +80,17 @@ class Step:
         return chosen_RTK
 
 
+def choices_of_one(heads: int) -> Tensor:
+    """Those of a lone rank, for the first test that asks and for all others."""
+    return shared(("choices of a lone rank", heads), lambda: Step(heads).choices(1)[0].clone())
+
+
 @pytest.mark.parametrize("heads", [64, 8])
 def test_every_rank_gets_the_lists_of_all_tokens(heads: int) -> None:
     """Heads of the kernel of many tokens, of which these are too few, and of others."""
-    step = Step(heads)
-    (whole_TK,) = step.choices(1)
+    whole_TK = choices_of_one(heads)
     assert bool((whole_TK[:TOKENS] != -7).all())
-    for chosen_TK in step.choices(2):
+    for chosen_TK in Step(heads).choices(2):
         assert torch.equal(chosen_TK, whole_TK)
 
 
@@ -95,7 +100,6 @@ def test_every_rank_gets_the_lists_of_all_tokens(heads: int) -> None:
     ids=["scores of other tokens", "lists of other tokens", "sent to one"],
 )
 def test_a_fault_is_seen(edit: Mapping[str, SourceEdit]) -> None:
-    step = Step(8)
-    (whole_TK,) = step.choices(1)
-    found_RTK = step.choices(2, edit)
+    whole_TK = choices_of_one(8)
+    found_RTK = Step(8).choices(2, edit)
     assert any(not torch.equal(chosen_TK, whole_TK) for chosen_TK in found_RTK)

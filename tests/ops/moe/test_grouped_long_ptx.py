@@ -19,6 +19,7 @@ from dsv4.weights.quant import QuantFormat
 from dsv4.weights.quantize import quantize
 from tests.ops.executed import execute
 from tests.ptx.nvrtc import SourceEdit
+from tests.shared_results import shared
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +112,7 @@ def test_the_same_bits(
 def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = (300, 2, 1)
     format = QuantFormat.BF16
-    short = results(False, format, chosen, monkeypatch)
+    key = "grouped products of short steps", format, chosen
+    short = shared(key, lambda: results(False, format, chosen, monkeypatch))
     found = results(True, format, chosen, monkeypatch, FAULTS[fault])
     assert not torch.equal(found.routed.nan_to_num(), short.routed.nan_to_num())
