@@ -79,7 +79,8 @@ class GlobalMemory:
         return tensor.content, offsets + (start - tensor.start)
 
 
-ANNOUNCED = 255
+# In place of a warp, which are far fewer.
+_ANNOUNCED = 255
 
 
 class SharedMemory:
@@ -87,9 +88,9 @@ class SharedMemory:
 
     def __init__(self, size: int):
         self.content = np.full(size, 0xFF, np.uint8)
-        # 1 + the warp that wrote a byte and has not executed fence.proxy.async since, or ANNOUNCED:
-        # an mbarrier has told of it, and the fence of whoever waits there will do. The machine does
-        # not ask who waited.
+        # 1 + the warp that wrote a byte and has not executed fence.proxy.async since, or
+        # _ANNOUNCED: an mbarrier has told of it, and the fence of whoever waits there will do. The
+        # machine does not ask who waited.
         self.unfenced = np.zeros(size, np.uint8)
         self.unfenced_count = 0
 
@@ -112,12 +113,12 @@ class SharedMemory:
     def announce(self, at: Array, warp: int) -> None:
         """An mbarrier tells of bytes that a warp's copies wrote."""
         own = at[self.unfenced[at] == warp + 1]
-        self.unfenced[own] = ANNOUNCED
+        self.unfenced[own] = _ANNOUNCED
 
     def fence(self, warp: int) -> None:
         """A warp's writes so far, and those announced, become visible to the asynchronous proxy."""
         if self.unfenced_count:
-            self.unfenced[(self.unfenced == warp + 1) | (self.unfenced == ANNOUNCED)] = 0
+            self.unfenced[(self.unfenced == warp + 1) | (self.unfenced == _ANNOUNCED)] = 0
             self.unfenced_count = int(self.unfenced.any())
 
     def read_by_proxy(self, at: Array, what: object) -> Array:

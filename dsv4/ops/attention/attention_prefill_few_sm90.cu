@@ -364,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     bool token_starts = true;
     for (int tile = 0;; tile++) {
         // logits_KH = keys_KD @ q_HD.T, the left and the right half of the columns apart, as the
-        // form for 64 heads has them: the logits of a rank are those of a lone GPU.
+        // form for 64 heads has them: a rank adds up its logits in the order of a lone GPU.
         unsigned long long queries = swizzled_rows(base + QUERIES);
         // Its sums with constants are not worth a register each.
         asm volatile("" : "+l"(queries));
