@@ -18,6 +18,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".md"}
 # A numbered section is none of this repository's.
 NUMBERED_SECTION = re.compile(r"\u00a7|\bspec(ification)? [0-9]", re.IGNORECASE)
 REFERENCE = re.compile(r"\bmodel\.md(?:#([\w-]*))?")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# In the text, or of what a reference names: where it leads, and to which heading.
+LINK = re.compile(r"(?:\]\(|^\[[\w-]+\]: )(?!\w+:)([^\s#)]*)#?([\w-]*)", re.MULTILINE)
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -82,11 +85,6 @@ def test_no_section_numbers_of_another_document() -> None:
     ] == []
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Of a page, or of what a reference names: where it leads, and to which heading.
-LINK = re.compile(r"(?:\]\(|^\[[\w-]+\]: )(?!\w+:)([^\s#)]*)#?([\w-]*)", re.MULTILINE)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     links = LINK.finditer(page.read_text(encoding="utf-8"))
@@ -99,6 +97,15 @@ def leads_somewhere(page: Path, path: str, anchor: str) -> bool:
     if not target.exists():
         return False
     return not anchor or anchor in headings(target.read_text(encoding="utf-8"))
+
+
+def test_links_are_found_and_those_that_lead_nowhere_noticed(model: str) -> None:
+    assert LINK.findall(model)
+    text = "[a](b.md#c) [d](#e)\n[f]: ../g.json\n[h](https://i.k)"
+    assert LINK.findall(text) == [("b.md", "c"), ("", "e"), ("../g.json", "")]
+    assert leads_somewhere(MODEL, "log.md", "streaming-decode")
+    for path, anchor in (("no.md", ""), ("log.md", "no-heading"), ("", "no-heading")):
+        assert not leads_somewhere(MODEL, path, anchor)
 
 
 def test_a_missing_section_and_a_section_number_are_noticed() -> None:

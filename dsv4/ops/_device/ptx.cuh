@@ -94,6 +94,20 @@ __device__ __forceinline__ void cp_async_arrive(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// ---- registers ----------------------------------------------------------------------------------
+
+// A warpgroup takes registers that others of its block have given away, so that each of its threads
+// has so many, or gives away what it has beyond them.
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
 // ---- waits --------------------------------------------------------------------------------------
 
 // A wait of about two seconds is a fault of the program: it ends as a CUDA error, not as a hang.

@@ -40,24 +40,21 @@ __device__ __forceinline__ bool consumers_any(bool value) {
     return any_of<GROUP_THREADS>(1, value);
 }
 
+#if HEADS == 32
+#define MULTIPLY(TURN) WGMMA_SHARED(32, TURN, 0, REGS16, 16, 17, 18, F16(d, 0))
+#else
+#define MULTIPLY(TURN) WGMMA_SHARED(16, TURN, 0, REGS8, 8, 9, 10, F4(d, 0), F4(d, 4))
+#endif
 // d [64, HEADS] = or += a [64, 16] b [HEADS, 16]^T, both with the summed dimension contiguous.
 __device__ __forceinline__ void multiply_keys(float (&d)[HEADS / 2], unsigned long long a,
                                               unsigned long long b, int adds) {
-#if HEADS == 32
-    WGMMA_SHARED(32, 0, 0, REGS16, 16, 17, 18, F16(d, 0));
-#else
-    WGMMA_SHARED(16, 0, 0, REGS8, 8, 9, 10, F4(d, 0), F4(d, 4));
-#endif
+    MULTIPLY(0);
 }
 
-// d [64, HEADS] = or += a [16, 64]^T b [HEADS, 16]^T; a has its columns contiguous.
+// The same with a [16, 64]^T, which has its columns contiguous.
 __device__ __forceinline__ void multiply_values(float (&d)[HEADS / 2], unsigned long long a,
                                                 unsigned long long b, int adds) {
-#if HEADS == 32
-    WGMMA_SHARED(32, 1, 0, REGS16, 16, 17, 18, F16(d, 0));
-#else
-    WGMMA_SHARED(16, 1, 0, REGS8, 8, 9, 10, F4(d, 0), F4(d, 4));
-#endif
+    MULTIPLY(1);
 }
 
 // Two 8 x 8 matrices of bf16 from the registers of a warp to shared memory, rows becoming columns;

@@ -1,5 +1,5 @@
-// What the prefill attention kernels for Hopper share besides attention_prefill.cuh: products of a
-// warpgroup, barriers of some of a block's warps, registers that move between them.
+// What the prefill attention kernels for Hopper share besides attention_prefill.cuh: operands of a
+// warpgroup's products, and barriers of some of a block's warps.
 #pragma once
 #include "attention_prefill.cuh"
 #include "wgmma.cuh"
@@ -44,12 +44,3 @@ __device__ __forceinline__ void prefetch_bulk(const void* source, int bytes) {
 // The operands of sums d[..].
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-
-template <int registers>
-__device__ __forceinline__ void more_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
-}
-template <int registers>
-__device__ __forceinline__ void fewer_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
-}

@@ -130,10 +130,10 @@ __device__ __forceinline__ void run(const Gemm& g, Output out) {
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS * WARP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        fewer_registers<PRODUCER_REGISTERS>();
         produce(g, pipe);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        more_registers<CONSUMER_REGISTERS>();
         consume(g, out, pipe);
     }
 }

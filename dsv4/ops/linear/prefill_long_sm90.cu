@@ -68,10 +68,10 @@ __device__ __forceinline__ void run(const Gemm& g, const Maps& maps, Output out)
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS * WARP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        fewer_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == CONSUMERS * WARP) copy_stages(g, maps, pipe);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        more_registers<CONSUMER_REGISTERS>();
         consume(g, out, pipe);
     }
 }
