@@ -14,9 +14,9 @@ from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops.torch_workspace import TorchStep
+from dsv4.parallel.meeting_bytes import arrival_bytes, exchange_bytes
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import local_config
-from dsv4.peers import SLOTS, InboxLayout
 from dsv4.step.planned import PlannedSteps
 from dsv4.weights.packing_bytes import (
     dequantized_bytes,
@@ -236,23 +236,6 @@ class _Bytes:
         for source, target in set(pairwise(placement.layer_devices)):
             state[target] += arrival_bytes(config, engine) if source != target else 0
         return cls(weights, ops, state, packing)
-
-
-def arrival_bytes(config: ModelConfig, engine: EngineConfig) -> int:
-    """The streams of the longest step, which arrive from another device."""
-    itemsize = COMPUTE_DTYPES[engine.compute_dtype].itemsize
-    return step_tokens(engine) * config.hc_mult * config.hidden_size * itemsize
-
-
-def exchange_bytes(config: ModelConfig, engine: EngineConfig, ranks: int) -> int:
-    """What a rank shares with the others: the inbox of decode steps, and of prefill steps the
-    float32 rows of its partial results, the bfloat16 rows of a sublayer's input and the int64 rows
-    of chosen entries.
-    """
-    if ranks == 1:
-        return 0
-    token_bytes = (4 * SLOTS + 2) * config.hidden_size + 8 * config.index_topk
-    return InboxLayout.of(config, ranks).nbytes + step_tokens(engine) * token_bytes
 
 
 def _torch_work(

@@ -27,9 +27,10 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.launch.target import Target
 from dsv4.ops.tables import TABLES, RecordedTable
+from dsv4.parallel.meeting_bytes import exchange_bytes
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import cut_of
-from dsv4.plan import MemoryPlan, exchange_bytes, plan_memory
+from dsv4.plan import MemoryPlan, plan_memory
 from dsv4.step.planned import PlannedSteps
 from dsv4.weights.codes import e8m0_to_float
 from dsv4.weights.parameters import parameters

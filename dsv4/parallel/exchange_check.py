@@ -11,7 +11,7 @@ from dsv4.errors import UserError
 from dsv4.native.check import Check
 from dsv4.native.verdict_file import verdict_of_gpus
 from dsv4.parallel.known_exchanges import KnownExchanges
-from dsv4.parallel.rank_state import check_peer_access
+from dsv4.parallel.peer_memory import check_peer_access
 
 # 1,024 exchanges of a real width take milliseconds. Behind faults of the mapping, such as writes
 # that a virtual machine loses, the first one does not come.

@@ -1,9 +1,6 @@
 """The decode state of every rank, and the memory in which the ranks exchange partial results."""
 
-import math
 from collections.abc import Sequence
-from itertools import permutations
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +9,10 @@ from dsv4.caches.allocation import step_tokens
 from dsv4.caches.state import DecodeState
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
-from dsv4.errors import UserError
 from dsv4.launch.constants import TOKEN_TILE
-from dsv4.launch.loading import driver
+from dsv4.parallel.peer_memory import allow_peer_access, shared_memory
 from dsv4.parallel.placement import Placement
 from dsv4.peers import FAULT_WORDS, SLOTS, STEP_WORDS, WORD_BYTES, InboxLayout, Peers
-
-_REACHABLE = "GPUs that reach each other's memory"
 
 
 def allocate_state(
@@ -58,14 +52,14 @@ def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -
     on_gpus = devices[0].type == "cuda"
     if on_gpus:
         allow_peer_access(tuple(dict.fromkeys(devices)))
-    inboxes = [_shared_memory((layout.words,), torch.int64, device) for device in devices]
+    inboxes = [shared_memory((layout.words,), torch.int64, device) for device in devices]
     terms = (SLOTS, tokens, layout.width)
-    partials = [_shared_memory(terms, torch.float32, device) for device in devices]
+    partials = [shared_memory(terms, torch.float32, device) for device in devices]
     has_absent = len(devices) < layout.ranks
     # The last tiles of absent ranks may lie behind the tokens.
     room = tokens + (layout.ranks * TOKEN_TILE if has_absent else 0)
-    inputs = [_shared_memory((room, layout.width), torch.bfloat16, device) for device in devices]
-    chosen = [_shared_memory((room, layout.listed), torch.int64, device) for device in devices]
+    inputs = [shared_memory((room, layout.width), torch.bfloat16, device) for device in devices]
+    chosen = [shared_memory((room, layout.listed), torch.int64, device) for device in devices]
     inbox_bytes = WORD_BYTES * layout.rank_words
     fault_4 = torch.zeros(FAULT_WORDS, dtype=torch.int32, pin_memory=on_gpus)
     found = []
@@ -100,70 +94,3 @@ def _addresses(memories: Sequence[Tensor], rank: int, ranks: int, apart: int) ->
         stand_in = memories[(rank + 1 + missing % (present - 1)) % present]
         addresses.append(stand_in.data_ptr() + (missing - rank) * apart)
     return addresses
-
-
-def allow_peer_access(devices: Sequence[torch.device]) -> None:
-    """Lets kernels on each of the GPUs write to the memory of the others.
-
-    Raises ``UserError`` for a pair that cannot.
-    """
-    check_peer_access(devices)
-    bindings = driver()
-    known = (
-        bindings.CUresult.CUDA_SUCCESS,
-        bindings.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED,
-    )
-    contexts = {}
-    for device in devices:
-        with torch.cuda.device(device):
-            torch.cuda.current_stream(device)
-            _, contexts[device] = bindings.cuDevicePrimaryCtxRetain(device.index or 0)
-    for device, other in permutations(devices, 2):
-        with torch.cuda.device(device):
-            bindings.cuCtxSetCurrent(contexts[device])
-            (error,) = bindings.cuCtxEnablePeerAccess(contexts[other], 0)
-        if error not in known:
-            raise UserError(
-                f"EngineConfig.parallel='tensor': found {error.name} for access from {device} "
-                f"to {other}, expected {_REACHABLE}"
-            )
-
-
-def check_peer_access(devices: Sequence[torch.device]) -> None:
-    """Raises ``UserError`` for a pair of GPUs that cannot reach each other's memory."""
-    for device, other in permutations(devices, 2):
-        if not torch.cuda.can_device_access_peer(device, other):
-            raise UserError(
-                f"EngineConfig.parallel='tensor': found no peer access from {device} to {other}, "
-                f"expected {_REACHABLE}"
-            )
-
-
-class _DeviceMemory:
-    """Bytes of ``cuMemAlloc``, which peers can read and write however torch allocates its own."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._bindings: Any = driver()
-        with torch.cuda.device(device):
-            error, address = self._bindings.cuMemAlloc(nbytes)
-            if error != self._bindings.CUresult.CUDA_SUCCESS:
-                raise RuntimeError(f"exchange on {device}: found {error.name} for {nbytes} bytes")
-        self._address = address
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (int(address), False),
-            "version": 3,
-        }
-
-    def __del__(self) -> None:
-        self._bindings.cuMemFree(self._address)
-
-
-def _shared_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that all ranks can read and write."""
-    if device.type != "cuda" or 0 in shape:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    with torch.cuda.device(device):
-        memory = _DeviceMemory(math.prod(shape) * dtype.itemsize, device)
-        return torch.as_tensor(memory, device=device).zero_().view(dtype).view(shape)

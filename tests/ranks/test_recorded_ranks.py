@@ -14,8 +14,8 @@ from dsv4.launch.boxes import Boxes
 from dsv4.launch.items import Launch
 from dsv4.launch.workspace import lay_out
 from dsv4.ops.trees import tensors_in
+from dsv4.parallel.meeting_bytes import exchange_bytes
 from dsv4.peers import LOGITS_EXCHANGE
-from dsv4.plan import exchange_bytes
 from tests.launch.simulated_memory import assert_buffers_survive
 from tests.ranks.planned_ranks import POLLING, PUSHING, has_words, launches, planned_ranks
 from tests.step.planned_model import ENGINE, PlannedModel, geometry

@@ -1,0 +1,92 @@
+"""Memory of GPUs that other GPUs reach."""
+
+import math
+from collections.abc import Sequence
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.errors import UserError
+from dsv4.launch.loading import driver
+
+_REACHABLE = "GPUs that reach each other's memory"
+
+
+def reach_each_other(devices: Sequence[torch.device]) -> bool:
+    """Whether each of the GPUs can read and write the memory of the others."""
+    return _unreachable(devices) is None
+
+
+def allow_peer_access(devices: Sequence[torch.device]) -> None:
+    """Lets kernels on each of the GPUs write to the memory of the others.
+
+    Raises ``UserError`` for a pair that cannot.
+    """
+    check_peer_access(devices)
+    bindings = driver()
+    known = (
+        bindings.CUresult.CUDA_SUCCESS,
+        bindings.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED,
+    )
+    contexts = {}
+    for device in devices:
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device)
+            _, contexts[device] = bindings.cuDevicePrimaryCtxRetain(device.index or 0)
+    for device, other in permutations(devices, 2):
+        with torch.cuda.device(device):
+            bindings.cuCtxSetCurrent(contexts[device])
+            (error,) = bindings.cuCtxEnablePeerAccess(contexts[other], 0)
+        if error not in known:
+            raise UserError(
+                f"EngineConfig.parallel='tensor': found {error.name} for access from {device} "
+                f"to {other}, expected {_REACHABLE}"
+            )
+
+
+def check_peer_access(devices: Sequence[torch.device]) -> None:
+    """Raises ``UserError`` for a pair of GPUs that cannot reach each other's memory."""
+    pair = _unreachable(devices)
+    if pair is not None:
+        raise UserError(
+            f"EngineConfig.parallel='tensor': found no peer access from {pair[0]} to {pair[1]}, "
+            f"expected {_REACHABLE}"
+        )
+
+
+def _unreachable(devices: Sequence[torch.device]) -> tuple[torch.device, torch.device] | None:
+    """A GPU that cannot reach the memory of another, and that one."""
+    pairs = permutations(devices, 2)
+    return next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
+
+
+class _DeviceMemory:
+    """Bytes of ``cuMemAlloc``, which peers can read and write however torch allocates its own."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._bindings: Any = driver()
+        with torch.cuda.device(device):
+            error, address = self._bindings.cuMemAlloc(nbytes)
+            if error != self._bindings.CUresult.CUDA_SUCCESS:
+                raise RuntimeError(f"exchange on {device}: found {error.name} for {nbytes} bytes")
+        self._address = address
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (int(address), False),
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        self._bindings.cuMemFree(self._address)
+
+
+def shared_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that all GPUs with access to the device can read and write."""
+    if device.type != "cuda" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    with torch.cuda.device(device):
+        memory = _DeviceMemory(math.prod(shape) * dtype.itemsize, device)
+        return torch.as_tensor(memory, device=device).zero_().view(dtype).view(shape)
