@@ -8,7 +8,7 @@ captured and measured (``dsv4.step``).
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, NamedTuple, Protocol
 
@@ -29,6 +29,7 @@ from dsv4.layers.values import (
 )
 from dsv4.layers.weights import WeightReader, Weights
 from dsv4.ops import Ops, Packing
+from dsv4.parallel.head_shares import share_head
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import local_config
 
@@ -62,6 +63,12 @@ class Parts(Protocol):
 
     def hand_off(self, streams_TME: Tensor, source: torch.device, target: torch.device) -> Tensor:
         """The streams on ``target``."""
+        ...
+
+    def shared_logits(self, head: Head, hidden_TE: Tensor) -> Tensor:
+        """float32 ``[T, V]`` by the ``shares`` of the head, on the last of their devices, which has
+        the hidden states.
+        """
         ...
 
 
@@ -166,7 +173,10 @@ class Transformer:
             layers = tuple(run)
             segments.append(Segment(device, layers, tuple(blocks[layer] for layer in layers)))
         embed = Embedding.build(config, root, compute_dtype)
-        return cls(embed, tuple(segments), Head.build(config, root))
+        head = Head.build(config, root)
+        others = tuple(device for device in dict.fromkeys(devices) if device != devices[-1])
+        shares = share_head(head.lm_head, (*others, devices[-1]))
+        return cls(embed, tuple(segments), replace(head, shares=shares))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -186,12 +196,17 @@ class Transformer:
             arrived_TME = parts.hand_off(streams_TME, source, segment.device)
             streams_TME = segment(parts, state, arrived_TME, positions)
             source = segment.device
+        is_shared = len(self.head.shares) > 0
         with parts.part("head", source) as ops:
             hidden_TE = self.head.hidden(ops, streams_TME)
-            ranks_logits = self.head.logits(ops, hidden_TE) if logits else None
+            ranks_logits = None
+            if logits and not is_shared:
+                ranks_logits = self.head.logits(ops, hidden_TE)
             parts.values.value("hidden", hidden_TE)
         if not logits:
             return Outputs(hidden_TE, None)
+        if is_shared:
+            ranks_logits = parts.shared_logits(self.head, hidden_TE)
         with parts.part("logits", source) as ops:
             logits_TV = ops.gather_logits(ranks_logits)
             parts.values.value("logits", logits_TV)

@@ -14,7 +14,7 @@ from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops.torch_workspace import TorchStep
-from dsv4.parallel.meeting_bytes import arrival_bytes, exchange_bytes
+from dsv4.parallel.meeting_bytes import arrival_bytes, exchange_bytes, head_memory_bytes
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import local_config
 from dsv4.step.planned import PlannedSteps
@@ -174,6 +174,8 @@ def plan_memory(
         held = held_by(stored, ranks, rank)
         found = _Bytes.of(local, engine, own, held, native, steps is None)
         found.state[own.layer_devices[-1]] += draft_bytes
+        for device, nbytes in ({} if steps is None else steps.head_bytes).items():
+            found.weights[device] += nbytes
         pairs = zip(own.layer_devices, first.layer_devices, strict=True)
         for device, alike in dict(pairs).items():
             # Once the weights are packed, steps take the place of what packing took.
@@ -235,6 +237,8 @@ class _Bytes:
             state[device] += layer_state_bytes(config, engine, max_context, ratio)
         for source, target in set(pairwise(placement.layer_devices)):
             state[target] += arrival_bytes(config, engine) if source != target else 0
+        if len(devices) > 1:
+            state[placement.layer_devices[-1]] += head_memory_bytes(config, engine)
         return cls(weights, ops, state, packing)
 
 

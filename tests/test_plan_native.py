@@ -39,7 +39,9 @@ def test_native_copies_are_counted_and_refused_with_numbers() -> None:
         stored = [described(parameter) for parameter in parameters(config).values()]
         packing = NATIVE_TABLES[mode].packing
         workspace = dict.fromkeys(devices, 1 << 30)
-        steps: Any = SimpleNamespace(packing=packing, workspace_bytes=lambda it=workspace: it)
+        steps: Any = SimpleNamespace(
+            packing=packing, workspace_bytes=lambda it=workspace: it, head_bytes={}
+        )
         planned = plan_memory(config, EngineConfig(), placement, stored, steps, memory * 10**9)
         assert planned.fits is fits, (name, memory, mode, str(planned))
         assert all((device.ops_bytes > 0) == (mode != "bf16") for device in planned.devices)

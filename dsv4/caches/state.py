@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,16 @@ from dsv4.peers import STEP_NUMBERS, Peers
 
 # Points that are kept of a sequence, the latest ones: 27 MB each for V4-Pro.
 MAX_POINTS = 4
+
+
+class HeadMemory(NamedTuple):
+    """Where devices meet that share the rows of the head, on the device that has all of them: final
+    hidden states ``[8, E]`` in the compute dtype, which the others read, and float32 logits ``[8,
+    V]``, of which each writes columns.
+    """
+
+    hidden_TE: Tensor
+    logits_TV: Tensor
 
 
 @dataclass
@@ -36,6 +47,7 @@ class DecodeState:
     it to 0. ``arrivals[source, target]``: where streams from another device arrive, ``[T, M, E]``
     of the longest step.
 
+    ``head``: what the devices of several stages share of the head, where there are several.
     ``draft``: what a draft module keeps, where there is one.
 
     ``nan_1`` int32 ``[1]`` on the host, pinned where the devices are GPUs: not 0 once an op has met
@@ -59,6 +71,7 @@ class DecodeState:
     others: tuple["DecodeState", ...] = ()
     _steps_begun: int = 0
     draft: DraftState | None = None
+    head: HeadMemory | None = None
 
     @classmethod
     def allocate(

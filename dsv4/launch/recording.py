@@ -66,6 +66,7 @@ class Recording:
         self.items: list[Item] = []
         self.kept: list[Tensor] = []
         self.placed: dict[int, Tensor] = {}
+        self._reached: set[int] = set()
         self._buffers: dict[int, Tensor] = {}
         self._zeroed: dict[str, Tensor] = {}
         self._has_sent = False
@@ -226,6 +227,10 @@ class Recording:
         """Gives a buffer the first bytes of ``memory``, which is contiguous and of its dtype."""
         self.placed[storage_key(buffer)] = memory
 
+    def reach(self, memory: Tensor) -> None:
+        """Allows launches to read and write this memory, also where it is another device's."""
+        self._reached.add(storage_key(memory))
+
     def keep(self, tensor: Tensor) -> Tensor:
         """Marks a buffer as read after the last item; returns it."""
         self.kept.append(tensor)
@@ -256,6 +261,7 @@ class Recording:
                 tensor.device != self.target.device
                 and not tensor.is_meta
                 and not tensor.is_pinned()
+                and storage_key(tensor) not in self._reached
             ):
                 raise ValueError(
                     f"{kernel}: found a tensor on {tensor.device}, expected {self.target.device}"

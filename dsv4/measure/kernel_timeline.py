@@ -2,7 +2,7 @@
 
 Kernels of a step follow each other, on one device after the other, so the token's time is the sum
 of what every kernel adds, the gaps between kernels of one device, and the hops from device to
-device.
+device. Where devices share the head, a kernel adds what it ends later than those before it.
 """
 
 from collections import Counter, defaultdict

@@ -3,6 +3,7 @@
 from dsv4.caches.allocation import COMPUTE_DTYPES, step_tokens
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
+from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.peers import SLOTS, InboxLayout
 
 
@@ -10,6 +11,12 @@ def arrival_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     """The streams of the longest step, which arrive from another device."""
     itemsize = COMPUTE_DTYPES[engine.compute_dtype].itemsize
     return step_tokens(engine) * config.hc_mult * config.hidden_size * itemsize
+
+
+def head_memory_bytes(config: ModelConfig, engine: EngineConfig) -> int:
+    """Hidden states and logits of a decode step whose head is shared by several devices."""
+    itemsize = COMPUTE_DTYPES[engine.compute_dtype].itemsize
+    return MAX_DECODE_TOKENS * (config.hidden_size * itemsize + 4 * config.vocab_size)
 
 
 def exchange_bytes(config: ModelConfig, engine: EngineConfig, ranks: int) -> int:

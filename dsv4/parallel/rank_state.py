@@ -1,15 +1,17 @@
 """The decode state of every rank, and the memory in which the ranks exchange partial results."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dsv4.caches.allocation import step_tokens
-from dsv4.caches.state import DecodeState
+from dsv4.caches.allocation import COMPUTE_DTYPES, step_tokens
+from dsv4.caches.state import DecodeState, HeadMemory
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.constants import TOKEN_TILE
+from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.parallel.peer_memory import allow_peer_access, shared_memory
 from dsv4.parallel.placement import Placement
 from dsv4.peers import FAULT_WORDS, SLOTS, STEP_WORDS, WORD_BYTES, InboxLayout, Peers
@@ -33,7 +35,10 @@ def allocate_state(
         for rank in range(placement.ranks)
     ]
     if placement.ranks == 1:
-        return states[0]
+        if len(placement.devices) == 1:
+            return states[0]
+        home = torch.device("meta") if planned else placement.layer_devices[-1]
+        return replace(states[0], head=_head_memory(config, engine, home))
     layout = InboxLayout.of(config, placement.cuts)
     tokens = step_tokens(engine)
     if planned:
@@ -41,6 +46,16 @@ def allocate_state(
     else:
         peers = connect(layout, [state.devices[-1] for state in states], tokens)
     return states[0].joined(states[1:], peers)
+
+
+def _head_memory(config: ModelConfig, engine: EngineConfig, home: torch.device) -> HeadMemory:
+    """On the device of the whole head, for the steps that have logits."""
+    hidden = (MAX_DECODE_TOKENS, config.hidden_size)
+    logits = (MAX_DECODE_TOKENS, config.vocab_size)
+    return HeadMemory(
+        shared_memory(hidden, COMPUTE_DTYPES[engine.compute_dtype], home),
+        shared_memory(logits, torch.float32, home),
+    )
 
 
 def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -> list[Peers]:

@@ -3,7 +3,7 @@ have no memory.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,11 +43,13 @@ StoredFormats = Iterable[tuple[Parameter, QuantFormat | None]]
 class PlannedSteps:
     """The longest decode and prefill steps of an engine, recorded without memory, and how their
     table packs weights. ``apart``: steps that do not share the memory of the others.
+    ``head_bytes``: what devices hold of the head beside the one that has all of it.
     """
 
     steps: tuple[RecordedStep, ...]
     packing: Packing
     apart: tuple[RecordedStep, ...] = ()
+    head_bytes: Mapping[torch.device, int] = field(default_factory=dict[torch.device, int])
 
     @classmethod
     def of(
@@ -78,11 +80,13 @@ class PlannedSteps:
         found = None if along is None else along(model, weights, state)
         lengths = {1, MAX_DECODE_TOKENS, prefill_tokens(engine, max_context)}
         steps = [_record(model, state, table, targets, n, found) for n in sorted(lengths)]
-        if found is None:
-            return cls(tuple(steps), table.packing)
-        target = targets[model.head_device]
-        steps += found.own_steps(target, SamplerState.allocate(torch.device("meta")))
-        return cls(tuple(steps), table.packing, tuple(found.steps_apart(target)))
+        apart: list[RecordedStep] = []
+        if found is not None:
+            target = targets[model.head_device]
+            steps += found.own_steps(target, SamplerState.allocate(torch.device("meta")))
+            apart = found.steps_apart(target)
+        head_bytes = {share.device: share.rows.nbytes for share in model.head.shares[:-1]}
+        return cls(tuple(steps), table.packing, tuple(apart), head_bytes)
 
     def workspace_bytes(self) -> dict[torch.device, int]:
         """The largest workspace of any step, by device: steps share it. Those apart have theirs."""

@@ -19,6 +19,7 @@ from dsv4.launch.kernel import Kernel
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
+from dsv4.layers.head import Head
 from dsv4.layers.values import UNTRACED, ValueSink
 from dsv4.model import Outputs, PartKind, Transformer
 from dsv4.ops import Ops
@@ -27,7 +28,8 @@ from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
 from dsv4.step.along import Along
 from dsv4.step.kernel_names import CALL, kernel_name, kernels_of
-from dsv4.step.parts import AnyPart, Barrier, Part, Transfer
+from dsv4.step.parts import AnyPart, Barrier, Part, Transfer, Wait
+from dsv4.step.shared_head import record_shares
 from dsv4.step.traced_values import KeptValue, TracedValues
 
 _LOG = logging.getLogger("dsv4")
@@ -139,6 +141,7 @@ class StepRecorder:
         whether NaN that is compared counts as the step's. ``alone``: the rank needs no other one.
         """
         self._tokens = next(iter(inputs.values())).shape[0]
+        self._exact = table.exact
         self._state = state
         self._inputs = inputs
         self._traced = traced
@@ -198,6 +201,17 @@ class StepRecorder:
         self._parts.append(Transfer(source, target, streams_TME))
         self._undrained = source
         return self._state.arrivals[source, target][: self._tokens]
+
+    def wait(self, source: torch.device, target: torch.device) -> None:
+        """What follows on ``target`` waits for what there is on ``source``."""
+        self._parts.append(Wait(source, target))
+
+    def shared_logits(self, head: Head, hidden_TE: Tensor) -> Tensor:
+        """In the memory of the state."""
+        if self._exact:
+            with self.part("head", head.shares[-1].device) as ops:
+                return head.logits(ops, hidden_TE)
+        return record_shares(self, self._state, head.shares, hidden_TE)
 
     def finish(self, outputs: Outputs, token: Tensor | None, head: torch.device) -> RecordedStep:
         """The step, whose outputs are kept."""

@@ -13,7 +13,7 @@ from dsv4.layers.values import Seen, completed_rows
 from dsv4.parallel.hand_off import HandOff
 from dsv4.step.current_device import on_device
 from dsv4.step.observer import Observer
-from dsv4.step.parts import AnyPart, Barrier, Part, Transfer
+from dsv4.step.parts import AnyPart, Barrier, Part, Transfer, Wait
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.token_feed import TokenFeed
 
@@ -48,6 +48,8 @@ class Step:
         self.head_program = self.programs[recorded.head]
         self.model_parts = [part for part in recorded.parts if not is_sample(part)]
         self.sample_parts = [part for part in recorded.parts if is_sample(part)]
+        waits = (part for part in recorded.parts if isinstance(part, Wait))
+        self._events = {wait: torch.cuda.Event() for wait in waits}
         self._model = self._actions(self.model_parts)
 
     @property
@@ -105,6 +107,9 @@ class Step:
             with nullcontext() if observer is None else observer.hand_off(part.source, part.target):
                 self._send(part, tokens)
             return
+        if isinstance(part, Wait):
+            self._wait(part)
+            return
         program = self.programs[part.device]
         if observer is None:
             with torch.cuda.device(part.device):
@@ -119,6 +124,11 @@ class Step:
     def _send(self, transfer: Transfer, tokens: int) -> None:
         streams_TME = self.programs[transfer.source].tensor(transfer.tensor)
         self._hand_offs[transfer.source, transfer.target].send(streams_TME[:tokens])
+
+    def _wait(self, wait: Wait) -> None:
+        event = self._events[wait]
+        event.record(torch.cuda.current_stream(wait.source))
+        torch.cuda.current_stream(wait.target).wait_event(event)
 
     def _drain(self, part: Part) -> None:
         if part.drains is not None:

@@ -42,6 +42,7 @@ KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
         (("EXPERTS", 384), ("EXPERTS_PER_TOKEN", 6), ("HASH", 0)),
         ("router_select",),
     ),
+    ("shared_head/fetch", (), ("fetch",)),
     ("stream_means/stream_means", (), ("stream_means",)),
     ("token_ring/token_ring", (), ("store_token",)),
 ]

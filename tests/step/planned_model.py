@@ -26,9 +26,10 @@ from dsv4.model import Transformer
 from dsv4.ops.tables import CUDA_TABLE, RecordedTable, Table
 from dsv4.ops.trees import tensors_in
 from dsv4.parallel.placement import Placement
+from dsv4.parallel.rank_state import allocate_state
 from dsv4.plan import max_context_tokens
 from dsv4.sampling import SamplerState
-from dsv4.step.parts import AnyPart, Part, Transfer
+from dsv4.step.parts import AnyPart, Part, Transfer, Wait
 from dsv4.step.planned import StoredFormats, planned_weight
 from dsv4.step.recorded import RING_TOKENS, RecordedStep, StepRecorder, TokenLoopMemory, record_step
 from dsv4.step.step import Step
@@ -69,7 +70,8 @@ class PlannedModel:
         }
         model = Transformer.build(config, weights, table.packing, layer_devices, torch.bfloat16)
         context = max_context_tokens(config, engine)
-        state = DecodeState.allocate(config, engine, context, layer_devices, planned=True)
+        placement = Placement.of_layers(layer_devices)
+        state = allocate_state(config, engine, context, placement, planned=True)
         ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=META)
         loop = TokenLoopMemory(SamplerState.allocate(META), ring)
         return cls(config, table, layer_devices, model, state, loop)
@@ -109,7 +111,9 @@ class PlannedModel:
             found.update({storage_key(tensor): device for tensor in tensors_in(value)})
 
         own(self.model.embed, self.layer_devices[0])
-        own(self.model.head, self.layer_devices[-1])
+        own(replace(self.model.head, shares=()), self.layer_devices[-1])
+        for share in self.model.head.shares:
+            own(share.rows, share.device)
         layers = zip(self.model.blocks, self.state.layers, self.layer_devices, strict=True)
         for block, caches, device in layers:
             own((block, caches), device)
@@ -158,14 +162,21 @@ def compute_parts(step: RecordedStep) -> list[Part]:
 
 
 def items_of(parts: Iterable[AnyPart]) -> list[tuple[Any, ...]]:
-    """Every item by device and index, and every hand-off by its devices, in order."""
+    """Every item by device and index, every hand-off and every wait by its devices, in order."""
     found: list[tuple[Any, ...]] = []
     for part in parts:
         if isinstance(part, Transfer):
             found.append((part.source, part.target))
+        elif isinstance(part, Wait):
+            found.append(waiting(part))
         elif isinstance(part, Part):
             found += [(part.device, index) for index in range(part.start, part.stop)]
     return found
+
+
+def waiting(wait: Wait) -> tuple[torch.device, str]:
+    """How ``fake_step`` notes it."""
+    return wait.source, wait.name
 
 
 def runs(item: Item, dense: bool) -> bool:
@@ -212,6 +223,8 @@ def fake_step(
     log: list[Any] = []
     monkeypatch.setattr("dsv4.step.step.Program", lambda recording, _: FakeProgram(log, recording))
     monkeypatch.setattr("torch.cuda.device", _NoDevice)
+    monkeypatch.setattr("torch.cuda.Event", object)
+    monkeypatch.setattr(Step, "_wait", lambda _, wait: log.append(waiting(wait)))
     hand_offs: Any = {ends: FakeHandOff(log, *ends) for ends in planned.state.arrivals}
     return Step(step, {}, hand_offs), log, hand_offs
 

@@ -1,7 +1,5 @@
 """A whole model recorded without a GPU: its parts, what they launch, and where hand-offs come."""
 
-from typing import Any, cast
-
 import pytest
 import torch
 
@@ -10,9 +8,8 @@ from dsv4.config import layer_kinds
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call, Launch
-from dsv4.ops.tables import CUDA_TABLE, CUTEDSL_TABLE, swap_ops
+from dsv4.ops.tables import CUTEDSL_TABLE
 from dsv4.ops.trees import tensors_in
-from dsv4.step.kernel_names import CALL
 from dsv4.step.parts import AnyPart, Part, Transfer
 from dsv4.step.recorded import RecordedStep
 from tests.step.planned_model import PlannedModel, compute_parts, demo, geometry
@@ -45,7 +42,7 @@ def step(planned: PlannedModel) -> RecordedStep:
 
 
 def expected_parts(planned: PlannedModel) -> list[tuple[str, torch.device, int | None]]:
-    """Name, device and layer of every part; of a hand-off the device that sends."""
+    """Name, device and layer of every part; of a hand-off or a wait those of its source."""
     expected: list[tuple[str, torch.device, int | None]] = []
     before: torch.device | None = None
     for layer, device in enumerate(planned.layer_devices):
@@ -58,7 +55,11 @@ def expected_parts(planned: PlannedModel) -> list[tuple[str, torch.device, int |
     last = len(planned.layer_devices) - 1
     head = planned.layer_devices[-1]
     expected.append((f"layer {last} mix", head, last))
-    return [*expected, ("head", head, None), ("sample", head, None)]
+    shares = [("head", share.device, None) for share in planned.model.head.shares]
+    others = [device for _, device, _ in shares[:-1]]
+    begin = [(f"wait {head.index}→{device.index}", head, None) for device in others]
+    end = [(f"wait {device.index}→{head.index}", device, None) for device in others]
+    return [*expected, ("head", head, None), *begin, *shares, *end, ("sample", head, None)]
 
 
 @pytest.mark.slow
@@ -88,10 +89,10 @@ def test_every_item_belongs_to_one_part(step: RecordedStep) -> None:
 
 def test_a_device_touches_only_what_it_has(planned: PlannedModel, step: RecordedStep) -> None:
     """Weights, caches and arrivals of its own, its own buffers, and nothing else but the word in
-    which the host looks for NaN.
+    which the host looks for NaN and what devices share of the head.
     """
     owners = planned.owners()
-    shared = {storage_key(planned.state.nan_1)}
+    shared = {storage_key(planned.state.nan_1), *map(storage_key, planned.state.head or ())}
     inputs = 0
     for device, recording in step.recordings.items():
         known = {storage_key(tensor) for tensor in recording.zeroed_tensors}
@@ -140,8 +141,8 @@ def test_hand_offs_send_streams_that_are_kept_and_drain_behind_their_last_reader
     assert sum(part.drains is not None for part in compute_parts(step)) == transfers
 
 
-def part_ends(transfer: Transfer) -> tuple[torch.device, torch.device]:
-    return transfer.source, transfer.target
+def part_ends(part: Transfer) -> tuple[torch.device, torch.device]:
+    return part.source, part.target
 
 
 def reads(step: RecordedStep, part: AnyPart, key: int) -> bool:
@@ -153,8 +154,12 @@ def reads(step: RecordedStep, part: AnyPart, key: int) -> bool:
 
 def expected_decode_kernels(planned: PlannedModel, part: Part, tokens: int) -> list[str]:
     """Of the published geometries, whose shapes the fast kernels know."""
-    if part.name in ("head", "sample"):
-        return [*SEAM, LINEAR] if part.name == "head" else ["sample_token", "store_token"]
+    if part.name == "sample":
+        return ["sample_token", "store_token"]
+    if part.name == "head":
+        if part.device != planned.model.head_device:
+            return ["fetch", LINEAR]
+        return {1: [LINEAR], 2: SEAM, 3: [*SEAM, LINEAR]}[part.stop - part.start]
     assert part.layer is not None
     if part.kind == "mix":
         return ["hc_post"]
@@ -235,41 +240,6 @@ def test_outputs_belong_to_the_head() -> None:
     assert [list(tensor.shape) for tensor in outputs] == [[1, 4096], [1, 129280], []]
     assert all(any(tensor is kept for kept in head.kept) for tensor in outputs)
     assert planned.record(512).outputs.logits_TV is None
-
-
-@pytest.mark.parametrize(
-    ("op", "part", "left"),
-    [
-        ("moe", "experts", [*SEAM, CALL]),
-        ("sparse_attention", "attention", ["prepare_attention", CALL, "decode_pair"]),
-        ("linear_rows", "projections", [*SEAM, CALL, CALL]),
-    ],
-)
-def test_swapped_ops_are_calls(op: str, part: str, left: list[str]) -> None:
-    planned = geometry("v4-flash", layers=4)
-    plain = planned.record(1)
-    swapped = planned.on(swap_ops(CUDA_TABLE, {op: "torch"})).record(1)
-    for before, after in zip(compute_parts(plain), compute_parts(swapped), strict=True):
-        if after.name == f"layer 1 {part}":
-            assert swapped.launches(after) == left
-        elif not after.name.endswith(part):
-            assert swapped.launches(after) == plain.launches(before)
-    gone = {kernel.function for kernel, _ in plain.kernels()} - {
-        kernel.function for kernel, _ in swapped.kernels()
-    }
-    assert gone == {"moe": {"moe_decode"}, "sparse_attention": {"attention_decode"}}.get(op, set())
-    for recording in swapped.recordings.values():
-        for item in recording.items:
-            assert not isinstance(item, Call) or all(tensor.is_meta for tensor in item.tensors)
-
-
-def test_swapped_ops_serve_one_length() -> None:
-    swapped = swap_ops(CUDA_TABLE, {"moe": "torch"})
-    assert cast(Any, swapped).exact
-    assert not CUDA_TABLE.exact
-    step = geometry("v4-flash", layers=4).on(swapped).record(100)
-    experts = next(part for part in compute_parts(step) if part.name == "layer 3 experts")
-    assert step.launches(experts) == ["hc_mix_many", "hc_finish", CALL]
 
 
 def test_the_cutedsl_table_decodes_with_the_same_kernels() -> None:

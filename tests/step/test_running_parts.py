@@ -156,14 +156,15 @@ def test_what_a_dense_run_does_as_well_is_captured_once(
     planned: PlannedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In split mode everything but Graph A of layers with an indexer, and the head, which one run
-    has with the choice of a token; what never runs is not captured at all.
+    has with the choice of a token, unless devices share it; what never runs is not captured at all.
     """
     step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
     captured_step = capture("split", step, log, monkeypatch)
     indexers = sum(ratio == CSA_RATIO for ratio in planned.config.compress_ratios)
-    assert len(captured_step._graphs) == len(captured_step.regions) + indexers + 1
+    with_choice = 0 if planned.model.head.shares else 1
+    assert len(captured_step._graphs) == len(captured_step.regions) + indexers + with_choice
     short = capture("split", step, log, monkeypatch, max_context=NEAR)
-    assert len(short._graphs) == len(short.regions) + 1
+    assert len(short._graphs) == len(short.regions) + with_choice
     assert list(short.model) == [True]
 
 
@@ -200,10 +201,15 @@ def test_regions_are_named_by_layers(
             expected += [f"layer {at} graph {half}" for at in segment.layers for half in "AB"]
             expected.append(f"layer {segment.layers[-1]} mix")
     behind = f"{expected.pop()}, head" if mode == "full" else "head"
+    shares = len(planned.model.head.shares)
+    if shares:
+        expected += [behind, *["head"] * shares]
     step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
-    assert capture(mode, step, log, monkeypatch).regions == [*expected, f"{behind}, sample"]
+    last = ["sample"] if shares else [f"{behind}, sample"]
+    assert capture(mode, step, log, monkeypatch).regions == [*expected, *last]
     longer, log, _ = fake_step(planned, planned.record(8), monkeypatch)
-    assert capture(mode, longer, log, monkeypatch).regions == [*expected, behind]
+    last = [] if shares else [behind]
+    assert capture(mode, longer, log, monkeypatch).regions == [*expected, *last]
 
 
 def test_the_values_of_a_traced_step_come_from_their_devices(

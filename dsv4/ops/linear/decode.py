@@ -107,6 +107,24 @@ def linear_words(recording: Recording, x: Tensor, weight: Weight, words: Words) 
     _record(recording, product, x.unsqueeze(1), _Norm(), None, words)
 
 
+def linear_columns(
+    recording: Recording, x: Tensor, weight: Weight, y_TN: Tensor, first: int
+) -> None:
+    """``linear`` into columns ``first`` and following of float32 ``y_TN``, whose width and
+    ``first`` are multiples of 16.
+    """
+    packed = check_linear(x, weight, torch.float32)
+    width = y_TN.shape[1]
+    stop = first + packed.shape[0]
+    if width % TILE_ROWS or first % TILE_ROWS or stop > width:
+        raise ValueError(
+            f"y_TN: found columns {first} to {stop} of {width}, expected some of them, and "
+            f"multiples of {TILE_ROWS}"
+        )
+    product = replace(_matrix_product(packed, 1, torch.float32), rows=width)
+    _record(recording, product, x.unsqueeze(1), _Norm(), y_TN[:, first:])
+
+
 def grouped_linear(recording: Recording, x_TGK: Tensor, weight: Weight) -> Tensor:
     """Block-diagonal linear of 1 to 8 tokens: see ``dsv4.ops.linear.grouped_linear``. x bfloat16
     ``[T, G, K]`` → ``[T, G, R]``.
