@@ -41,6 +41,7 @@ from dsv4.speculative.recorded_steps import DraftedRecordedSteps
 from dsv4.speculative.report import draft_stats
 from dsv4.speculative.steps import direct_steps
 from dsv4.speculative.tally import drafts_of_a_step
+from dsv4.step.chunks import PromptChunks
 from dsv4.step.direct import DirectSteps
 from dsv4.step.nan_search import NaNSearch
 from dsv4.step.steps import RecordedSteps
@@ -81,8 +82,11 @@ class Engine(EngineInputs):
         self.config = config
         alone = placement.ranks == 1
         self.devices = placement.layer_devices if alone else placement.stages[0].devices
+        # Chunks of a length that somebody asks for have that length.
+        in_turn = 1 if engine_config.prefill_chunk else len(placement.of_rank(0).devices)
         engine_config = with_device_defaults(engine_config, self.devices)
         self.engine_config = engine_config
+        self.prompt_chunks = PromptChunks(chunk_tokens(engine_config), in_turn)
         max_context = max_context_tokens(config, engine_config)
         ranks = [weights] if isinstance(weights, Mapping) else weights
         shown = shown_mtp(ranks[0])
@@ -111,7 +115,7 @@ class Engine(EngineInputs):
                 raise UserError("EngineConfig.cuda_graph: found the torch ops, expected 'cuda'")
             self.decoder = self._build_decoder(engine_config.cuda_graph, self.steps)
         self.last_run: RunStats | None = None
-        self._nan = NaNSearch(self.steps, chunk_tokens(engine_config))
+        self._nan = NaNSearch(self.steps, self.prompt_chunks)
 
     @classmethod
     def load(

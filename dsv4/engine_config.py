@@ -41,19 +41,19 @@ class EngineConfig:
     and ``index_dtype`` choose what the caches hold: "fp8" rows (model.md#cache-rows) or "bf16", not
     quantised, stored in ``compute_dtype``; ``index_dtype`` None follows ``kv_dtype``.
     ``max_context`` is in tokens (``None``: the model's maximum, at most 8192); ``prefill_chunk`` in
-    tokens per forward (None: by the devices). ``ops``: the op table; "auto" is "cuda" on a GPU in
-    bfloat16, with native kernels where they have passed their checks, else "torch".
-    ``require_native``: an error where native kernels are not used. ``cuda_graph``: how single
-    tokens are decoded: eagerly (None) or by ``CUDAGraphDecoder`` in a mode; "auto" takes the faster
-    one that is exact. ``prefill_activations``: what quantised weights are multiplied with in a
-    prompt: activations of 16 bit ("bf16") or rounded ones (numerics.md#quantised-activations).
-    ``draft``: the draft module (docs/speculative.md), "auto" the one of ``draft_weights``, or with
-    the CUDA ops that of the checkpoint where there is room; one that is off is not loaded.
-    ``draft_tokens``: drafts of a step, None as many as the module was trained to make (of a
-    ``draft`` "auto" these or none, whichever is measured to be faster), "auto" any number by what
-    is measured. ``draft_weights``: a folder that holds the module in the place of the
-    checkpoint. ``packed_cache``: a folder that keeps packed weights (docs/checkpoints.md). Raises
-    ``UserError``.
+    tokens per forward (None: by the devices, on several also by the length of the prompt). ``ops``:
+    the op table; "auto" is "cuda" on a GPU in bfloat16, with native kernels where they have passed
+    their checks, else "torch". ``require_native``: an error where native kernels are not used.
+    ``cuda_graph``: how single tokens are decoded: eagerly (None) or by ``CUDAGraphDecoder`` in a
+    mode; "auto" takes the faster one that is exact. ``prefill_activations``: what quantised weights
+    are multiplied with in a prompt: activations of 16 bit ("bf16") or rounded ones
+    (numerics.md#quantised-activations). ``draft``: the draft module (docs/speculative.md), "auto"
+    the one of ``draft_weights``, or with the CUDA ops that of the checkpoint where there is room;
+    one that is off is not loaded. ``draft_tokens``: drafts of a step, None as many as the module
+    was trained to make (of a ``draft`` "auto" these or none, whichever is measured to be faster),
+    "auto" any number by what is measured. ``draft_weights``: a folder that holds the module in the
+    place of the checkpoint. ``packed_cache``: a folder that keeps packed weights
+    (docs/checkpoints.md). Raises ``UserError``.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -16,7 +16,7 @@ from dsv4.limits import MAX_DECODE_TOKENS, MAX_LOGPROBS
 from dsv4.logprobs import TokenLogprobs
 from dsv4.opened_checkpoint import Progress
 from dsv4.sequence import EngineSequence
-from dsv4.step.chunks import RunStep, run_chunks, split_ids
+from dsv4.step.chunks import PromptChunks, RunStep, run_chunks, split_ids
 from dsv4.step.direct import DirectSteps
 from dsv4.step.nan_search import NaNSearch
 from dsv4.step.scored import ScoredSteps
@@ -33,6 +33,7 @@ class EngineInputs(EngineSequence):
     engine_config: EngineConfig
     steps: DirectSteps | RecordedSteps
     decoder: CUDAGraphDecoder | None
+    prompt_chunks: PromptChunks
     _nan: NaNSearch
 
     def logits(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None) -> Tensor:
@@ -44,7 +45,7 @@ class EngineInputs(EngineSequence):
         ids = self._fresh(token_ids)
         most = max(chunk_tokens(self.engine_config), MAX_DECODE_TOKENS)
         if chunk_sizes is None:
-            chunks = self._chunks(ids)
+            chunks = self.prompt_chunks.cut(ids)
         else:
             chunks = split_ids(ids, check_integers("chunk_sizes", chunk_sizes), most)
         logits = [self.steps.logits(self.steps.run(chunk)).clone() for chunk in chunks]
@@ -84,7 +85,7 @@ class EngineInputs(EngineSequence):
         if prompt_tokens is not None:
             check_integer("prompt_tokens", prompt_tokens, 0, len(ids))
         prompt = ids[:prompt_tokens]
-        chunks = self._chunks(prompt)
+        chunks = self.prompt_chunks.cut(prompt)
         TracedSteps(self.steps, watch, self.decoder).feed(chunks, ids[len(prompt) :])
 
     def _prefill(
@@ -92,9 +93,4 @@ class EngineInputs(EngineSequence):
     ) -> Tensor:
         """Final hidden states of the last chunk."""
         ahead = 2 * len(self.state.devices)
-        return run_chunks(run or self.steps.run, self._chunks(token_ids), ahead, progress)
-
-    def _chunks(self, token_ids: list[int]) -> list[list[int]]:
-        """A prompt in chunks of ``prefill_chunk``."""
-        largest = chunk_tokens(self.engine_config)
-        return split_ids(token_ids, [len(token_ids)] if token_ids else [], largest)
+        return run_chunks(run or self.steps.run, self.prompt_chunks.cut(token_ids), ahead, progress)

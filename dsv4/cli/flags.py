@@ -187,7 +187,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--prefill-chunk",
         type=integer(1, MAX_PREFILL_CHUNK),
         metavar="N",
-        help="tokens per forward (default: 4096 on one GPU, 2048 on several, 8192 with "
+        help="tokens per forward (default: 4096 on one GPU, up to 2048 on several, 8192 with "
         "--parallel tensor, 512 on the CPU)",
     )
     group.add_argument(

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 
 import torch
@@ -9,6 +10,37 @@ from torch import Tensor
 
 # Appends a chunk: its final hidden states.
 RunStep = Callable[[Sequence[int]], Tensor]
+# A chunk takes a device as long as its tokens and so many more, which stand for the weights that it
+# reads whatever the number of tokens (docs/log.md).
+_FIXED_TOKENS = 800
+_LEAST_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class PromptChunks:
+    """How prompts are cut: into chunks of ``largest`` tokens. Where they pass through several
+    ``devices`` one after another, a prompt is cut into halves of that, and halves of these, as long
+    as more chunks make it faster: with one alone all devices but one are idle.
+    """
+
+    largest: int
+    devices: int = 1
+
+    def cut(self, token_ids: list[int]) -> list[list[int]]:
+        """The chunks of a prompt; none of an empty one."""
+        lengths = [self.largest]
+        while self.devices > 1 and lengths[-1] // 2 >= _LEAST_TOKENS:
+            lengths.append(lengths[-1] // 2)
+        return min((_pieces(token_ids, length) for length in lengths), key=self._time)
+
+    def _time(self, chunks: Sequence[Sequence[int]]) -> int:
+        """In tokens of one device: of all chunks on the first one, then of the longest on each."""
+        times = [len(chunk) + _FIXED_TOKENS for chunk in chunks]
+        return sum(times) + (self.devices - 1) * max(times, default=0)
+
+
+def _pieces(token_ids: list[int], length: int) -> list[list[int]]:
+    return [token_ids[start : start + length] for start in range(0, len(token_ids), length)]
 
 
 def split_ids(token_ids: list[int], sizes: list[int], largest: int) -> list[list[int]]:
@@ -24,8 +56,7 @@ def split_ids(token_ids: list[int], sizes: list[int], largest: int) -> list[list
     chunks = []
     start = 0
     for size in sizes:
-        part = token_ids[start : start + size]
-        chunks += [part[first : first + largest] for first in range(0, size, largest)]
+        chunks += _pieces(token_ids[start : start + size], largest)
         start += size
     return chunks
 

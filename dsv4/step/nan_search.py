@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4.caches.state import DecodeState
 from dsv4.layers.values import Watch
-from dsv4.step.chunks import split_ids
+from dsv4.step.chunks import PromptChunks, split_ids
 from dsv4.step.direct import DirectSteps
 from dsv4.step.steps import RecordedSteps
 
@@ -23,11 +23,11 @@ class NaNSearch:
     sequence.
     """
 
-    def __init__(self, steps: DirectSteps | RecordedSteps, chunk_tokens: int) -> None:
-        """``chunk_tokens``: how a prompt was cut into chunks."""
+    def __init__(self, steps: DirectSteps | RecordedSteps, prompt_chunks: PromptChunks) -> None:
+        """``prompt_chunks``: how prompts are cut."""
         self._steps = steps
         self._state = steps.state
-        self._chunk_tokens = chunk_tokens
+        self._prompt_chunks = prompt_chunks
 
     def watched(
         self, prompt: Sequence[int], tokens: Generator[int, None, None]
@@ -79,7 +79,7 @@ class NaNSearch:
         if len(token_ids) > prompt_tokens:
             self._state.rollback(len(token_ids) - 1)
             return self._first_fault([token_ids[-1:]])
-        chunks = split_ids(token_ids, [prompt_tokens], self._chunk_tokens)
+        chunks = self._prompt_chunks.cut(token_ids)
         good = self._good_chunks(chunks)
         self._state.start_sequence()
         for chunk in chunks[:good]:

@@ -112,7 +112,8 @@ def test_nan_on_the_other_device_is_found(shared: Engine) -> None:
     saved = rows.clone()
     rows.view(torch.bfloat16).fill_(torch.nan)
     try:
-        with pytest.raises(FloatingPointError, match="NaN in logits"):
+        # The step that looks for its name multiplies the whole head.
+        with pytest.raises(FloatingPointError, match="NaN after 20 tokens"):
             list(shared.generate(PROMPT, 10, GREEDY, NO_STOP))
     finally:
         rows.copy_(saved)

@@ -31,7 +31,7 @@ def test_help_shows_an_example_and_the_defaults(capfd: pytest.CaptureFixture[str
     text = " ".join(capfd.readouterr().out.split())
     assert "example: single_shot_inference.py --model" in text
     assert "at most N tokens (default: 512)" in text
-    assert "tokens per forward (default: 4096 on one GPU, 2048 on several" in text
+    assert "tokens per forward (default: 4096 on one GPU, up to 2048 on several" in text
 
 
 def test_version(capfd: pytest.CaptureFixture[str]) -> None:
