@@ -116,7 +116,8 @@ def allocated_contexts(
     engine: Engine, placement: Placement, lengths: Sequence[int]
 ) -> dict[str, dict[str, dict[str, int]]]:
     """Bytes that the caches, and that all steps of a second sequence of each length take on the
-    weights of ``engine``, by device. Exchange memory of ranks is not torch's and not counted.
+    weights of ``engine``, by device. Memory that other devices reach is not torch's and not
+    counted.
     """
     return {str(length): _allocated(engine, placement, length) for length in lengths}
 
@@ -131,14 +132,17 @@ def _allocated(engine: Engine, placement: Placement, length: int) -> dict[str, d
     tokens = prefill_tokens(config, length)
     steps = RecordedSteps(engine.model, state, engine.table, tokens, None, engine.models[1:])
     with_steps = _held(engine)
-    exchanged = exchange_bytes(engine.config, config, placement.ranks)
-    del state, steps
+    head = state.head
+    reached = dict.fromkeys(before, exchange_bytes(engine.config, config, placement.ranks))
+    if head is not None:
+        reached[str(head.logits_TV.device)] = sum(tensor.nbytes for tensor in head)
+    del state, steps, head
     gc.collect()
     return {
         device: {
             "state": with_state[device] - before[device],
             "steps": with_steps[device] - with_state[device],
-            "exchange_not_counted": exchanged,
+            "exchange_not_counted": reached[device],
         }
         for device in before
     }
