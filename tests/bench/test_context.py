@@ -95,7 +95,7 @@ def test_the_plan_of_a_geometry_is_that_of_its_checkpoint(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("geometry", "gpus", "parallel", "most"),
     [
-        ("v4-flash", 2, "pipeline", 89),
+        ("v4-flash", 2, "pipeline", 90),
         ("v4-flash", 2, "tensor", 91),
         ("v4-pro", 8, "pipeline", 125),
         ("v4-pro", 8, "tensor", 127),

@@ -18,6 +18,7 @@ from dsv4.cli.prompt import opening
 from dsv4.cli.stream import ChatPrinter
 from dsv4.command.signals import Stopped
 from dsv4.demo import CHECKPOINT
+from dsv4.step.chunks import PromptChunks
 from tests.driver.chats import Turn, arguments_of, assert_exact, new_chat
 from tests.source_rules import ROOT
 
@@ -158,7 +159,7 @@ def test_without_a_word_of_the_answer_the_question_is_forgotten(
         else:
             bar: Any = lambda *_: signal.raise_signal(signal.SIGINT)  # noqa: E731
             patch.setattr("dsv4.cli.chat.chat.ProgressBar.__call__", bar)
-        monkeypatch.setattr(engine, "_chunks", lambda ids: [ids[:5], ids[5:]])
+        monkeypatch.setattr(engine, "prompt_chunks", PromptChunks(5))
         chat.tell("What is the capital of France?")
     monkeypatch.undo()
     assert "the answer has no word yet, so the question is forgotten" in capsys.readouterr().err
