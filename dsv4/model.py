@@ -65,12 +65,6 @@ class Parts(Protocol):
         """The streams on ``target``."""
         ...
 
-    def shared_logits(self, head: Head, hidden_TE: Tensor) -> Tensor:
-        """float32 ``[T, V]`` by the ``shares`` of the head, on the last of their devices, which has
-        the hidden states.
-        """
-        ...
-
 
 class Outputs(NamedTuple):
     """The result of a step: final hidden states ``[T, E]`` and, if wanted, float32 logits ``[T,
@@ -175,8 +169,8 @@ class Transformer:
         embed = Embedding.build(config, root, compute_dtype)
         head = Head.build(config, root)
         others = tuple(device for device in dict.fromkeys(devices) if device != devices[-1])
-        shares = share_head(head.lm_head, (*others, devices[-1]))
-        return cls(embed, tuple(segments), replace(head, shares=shares))
+        lm_head = share_head(head.lm_head, (*others, devices[-1]))
+        return cls(embed, tuple(segments), replace(head, lm_head=lm_head))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -196,17 +190,12 @@ class Transformer:
             arrived_TME = parts.hand_off(streams_TME, source, segment.device)
             streams_TME = segment(parts, state, arrived_TME, positions)
             source = segment.device
-        is_shared = len(self.head.shares) > 0
         with parts.part("head", source) as ops:
             hidden_TE = self.head.hidden(ops, streams_TME)
-            ranks_logits = None
-            if logits and not is_shared:
-                ranks_logits = self.head.logits(ops, hidden_TE)
+            ranks_logits = self.head.logits(ops, hidden_TE) if logits else None
             parts.values.value("hidden", hidden_TE)
         if not logits:
             return Outputs(hidden_TE, None)
-        if is_shared:
-            ranks_logits = parts.shared_logits(self.head, hidden_TE)
         with parts.part("logits", source) as ops:
             logits_TV = ops.gather_logits(ranks_logits)
             parts.values.value("logits", logits_TV)

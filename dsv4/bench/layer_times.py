@@ -15,7 +15,8 @@ from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.step.current_device import on_device
 from dsv4.step.parts import Part
-from dsv4.step.recorded import RecordedStep, StepRecorder, record_step
+from dsv4.step.recorded import RecordedStep
+from dsv4.step.recorder import StepRecorder, record_step
 from dsv4.step.step import Step
 from dsv4.step.steps import RecordedSteps
 from dsv4.step.token_feed import TokenFeed

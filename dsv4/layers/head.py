@@ -42,25 +42,12 @@ class Embedding:
 
 
 @dataclass(frozen=True)
-class HeadShare:
-    """The rows of the head from ``first`` on that a device multiplies in decode steps."""
-
-    device: torch.device
-    first: int
-    rows: Weight
-
-
-@dataclass(frozen=True)
 class Head:
-    """Streams after the last block → final hidden state → float32 logits. ``shares``: of the
-    devices that share the rows in decode steps, where there are several; the last of them is the
-    head's.
-    """
+    """Streams after the last block → final hidden state → float32 logits."""
 
     collapse: HcHeadWeights
     norm: Tensor
     lm_head: Weight
-    shares: tuple[HeadShare, ...] = ()
 
     @classmethod
     def build(cls, config: ModelConfig, weights: WeightReader) -> "Head":

@@ -7,11 +7,10 @@ from itertools import pairwise
 
 import torch
 
-from dsv4.layers.head import HeadShare
 from dsv4.parallel.peer_memory import allow_peer_access, reach_each_other
 from dsv4.weights.packed import TILE_ROWS, PackedWeight
-from dsv4.weights.packed_rows import ROW_UNIT, on_device, rows_of
 from dsv4.weights.quant import Weight
+from dsv4.weights.shared_rows import ROW_UNIT, RowShare, SharedWeight, on_device, rows_of
 
 # What the last device reads of its rows while the hidden states go to the others and the logits
 # come back from them (docs/log.md).
@@ -30,20 +29,20 @@ def share_rows(rows: int, nbytes: int, devices: int) -> list[tuple[int, int]]:
     return list(pairwise([*(device * share for device in range(devices)), rows]))
 
 
-def share_head(lm_head: Weight, devices: Sequence[torch.device]) -> tuple[HeadShare, ...]:
-    """The shares of ``devices``, the last of which has the whole head: of the others it is in
-    memory of their own. Empty where the rows are not shared.
+def share_head(lm_head: Weight, devices: Sequence[torch.device]) -> Weight:
+    """The head with the shares of ``devices``, the last of which has all of it: of the others they
+    are in memory of their own. The head itself where its rows are not shared.
     """
     if not isinstance(lm_head, PackedWeight):
-        return ()
+        return lm_head
     found = share_rows(lm_head.shape[0], lm_head.nbytes, len(devices))
-    if not found:
-        return ()
-    if not lm_head.data.is_meta:
-        if not reach_each_other(devices):
-            return ()
+    is_there = not lm_head.data.is_meta
+    if not found or (is_there and not reach_each_other(devices)):
+        return lm_head
+    if is_there:
         allow_peer_access(devices)
-    return tuple(
-        HeadShare(device, first, on_device(rows_of(lm_head, first, stop), device))
+    shares = (
+        RowShare(device, first, on_device(rows_of(lm_head, first, stop), device))
         for device, (first, stop) in zip(devices, found, strict=True)
     )
+    return SharedWeight.of(lm_head, tuple(shares))

@@ -26,7 +26,8 @@ from dsv4.speculative.module import DraftModule, DraftScope, far_layer
 from dsv4.speculative.recorded_modules import RecordedModule, recorded_module
 from dsv4.speculative.shared_rows import SharedRows
 from dsv4.speculative.taps import Taps
-from dsv4.step.recorded import RecordedStep, StepRecorder
+from dsv4.step.recorded import RecordedStep
+from dsv4.step.recorder import StepRecorder
 
 
 @dataclass(frozen=True)

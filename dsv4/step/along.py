@@ -11,7 +11,8 @@ from dsv4.layers.values import ValueSink
 from dsv4.sampling import SamplerState
 
 if TYPE_CHECKING:
-    from dsv4.step.recorded import RecordedStep, StepRecorder
+    from dsv4.step.recorded import RecordedStep
+    from dsv4.step.recorder import StepRecorder
 
 
 class Along(Protocol):

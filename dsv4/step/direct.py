@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.state import DecodeState
-from dsv4.layers.head import Head
 from dsv4.layers.values import UNTRACED, ValueSink, Watch, completed_rows
 from dsv4.model import Outputs, PartKind, Transformer
 from dsv4.ops import Ops, noticing_nan
@@ -48,14 +47,6 @@ class DirectParts:
             return streams_TME.to(target)
         with self._observer.hand_off(source, target):
             return streams_TME.to(target)
-
-    def shared_logits(self, head: Head, hidden_TE: Tensor) -> Tensor:
-        """One share after the other."""
-        found = []
-        for share in head.shares:
-            with self.part("head", share.device) as ops:
-                found.append(ops.linear(hidden_TE.to(share.device), share.rows, torch.float32))
-        return torch.cat([columns_TV.to(hidden_TE.device) for columns_TV in found], dim=1)
 
 
 class DirectValues:

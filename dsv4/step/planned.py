@@ -24,15 +24,11 @@ from dsv4.parallel.rank_state import allocate_state
 from dsv4.parallel.sharding import local_config
 from dsv4.sampling import SamplerState
 from dsv4.step.along import Along
-from dsv4.step.recorded import (
-    RING_TOKENS,
-    RecordedStep,
-    StepRecorder,
-    TokenLoopMemory,
-    record_step,
-)
+from dsv4.step.recorded import RecordedStep
+from dsv4.step.recorder import RING_TOKENS, StepRecorder, TokenLoopMemory, record_step
 from dsv4.weights.parameters import Parameter, Role
 from dsv4.weights.quant import QuantFormat, QuantTensor, planned_quant_tensor
+from dsv4.weights.shared_rows import shares_of
 
 # Of a planned model, its weights and its state.
 MakeAlong = Callable[[Transformer, Weights, DecodeState], Along]
@@ -85,7 +81,8 @@ class PlannedSteps:
             target = targets[model.head_device]
             steps += found.own_steps(target, SamplerState.allocate(torch.device("meta")))
             apart = found.steps_apart(target)
-        head_bytes = {share.device: share.rows.nbytes for share in model.head.shares[:-1]}
+        shares = shares_of(model.head.lm_head)
+        head_bytes = {share.device: share.rows.nbytes for share in shares[:-1]}
         return cls(tuple(steps), table.packing, tuple(apart), head_bytes)
 
     def workspace_bytes(self) -> dict[torch.device, int]:

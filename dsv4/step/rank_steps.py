@@ -14,13 +14,8 @@ from dsv4.ops.tables import RecordedTable
 from dsv4.parallel.hand_off import HandOff
 from dsv4.sampling import SamplerState
 from dsv4.step.along import Along
-from dsv4.step.recorded import (
-    RecordedStep,
-    StepRecorder,
-    TokenLoopMemory,
-    record_logits,
-    record_step,
-)
+from dsv4.step.recorded import RecordedStep
+from dsv4.step.recorder import StepRecorder, TokenLoopMemory, record_logits, record_step
 from dsv4.step.step import Step
 from dsv4.step.token_feed import TokenFeed
 from dsv4.step.token_ring import TokenRing

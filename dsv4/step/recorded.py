@@ -1,52 +1,24 @@
-"""Recording a step: the model's parts in order, each with its items on one device's recording.
-
-Nothing here needs a GPU: on a planned state and planned weights (torch's meta device) the result is
-the memory plan and the list of kernels to compile; on real ones it is what ``dsv4.step.step`` runs.
-"""
+"""A recorded step: its parts in order, each with its items on one device's recording."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from dsv4.caches.state import DecodeState
 from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.recording import Recording
-from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out
-from dsv4.layers.head import Head
-from dsv4.layers.values import UNTRACED, ValueSink
-from dsv4.model import Outputs, PartKind, Transformer
-from dsv4.ops import Ops
-from dsv4.ops.exchange.decode import next_step
-from dsv4.ops.tables import RecordedTable
-from dsv4.sampling import SamplerState
-from dsv4.step.along import Along
+from dsv4.model import Outputs
 from dsv4.step.kernel_names import CALL, kernel_name, kernels_of
-from dsv4.step.parts import AnyPart, Barrier, Part, Transfer, Wait
-from dsv4.step.shared_head import record_shares
-from dsv4.step.traced_values import KeptValue, TracedValues
+from dsv4.step.parts import AnyPart, Part
+from dsv4.step.traced_values import KeptValue
 
 _LOG = logging.getLogger("dsv4")
 _UNUSUAL = "_any_geometry"
-
-# The host reads tokens a few steps behind the device, which stores them in a ring of this length.
-RING_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class TokenLoopMemory:
-    """The memory that lets the next step follow without the host: the sampler's settings, and the
-    ring in which the host finds the tokens (int64 ``[R]``, pinned).
-    """
-
-    sampler: SamplerState
-    ring_R: Tensor
 
 
 @dataclass(frozen=True)
@@ -122,164 +94,6 @@ class RecordedStep:
             name for part in self.parts if isinstance(part, Part) for name in self.launches(part)
         }
         return sorted(name for name in names if name.endswith(_UNUSUAL))
-
-
-class StepRecorder:
-    """The ``Parts`` of a recorded step."""
-
-    def __init__(
-        self,
-        table: RecordedTable,
-        targets: Mapping[torch.device, Target],
-        state: DecodeState,
-        inputs: Mapping[torch.device, Tensor],
-        traced: TracedValues | None = None,
-        notes_nan: bool = True,
-        alone: bool = False,
-    ) -> None:
-        """``inputs``: int64 ``[T]`` on every device, where the token ids will be. ``notes_nan``:
-        whether NaN that is compared counts as the step's. ``alone``: the rank needs no other one.
-        """
-        self._tokens = next(iter(inputs.values())).shape[0]
-        self._exact = table.exact
-        self._state = state
-        self._inputs = inputs
-        self._traced = traced
-        self._sink: ValueSink = UNTRACED if traced is None else traced
-        nan_1 = state.nan_1 if notes_nan else None
-        peers = None if alone else state.peers
-        self._recordings = {
-            device: Recording(targets[device], self._tokens, nan_1, peers, traced is not None)
-            for device in inputs
-        }
-        self._ops = {device: table.on(recording) for device, recording in self._recordings.items()}
-        self._parts: list[AnyPart] = []
-        self._undrained: torch.device | None = None
-
-    @property
-    def values(self) -> ValueSink:
-        """Those of a traced step, or none, and what listens along."""
-        return self._sink
-
-    def listen(self, along: Along) -> ValueSink:
-        """Shows the values to ``along`` first."""
-        self._sink = along.listen(self._sink)
-        return self._sink
-
-    @contextmanager
-    def part(self, kind: PartKind, device: torch.device, layer: int | None = None) -> Iterator[Ops]:
-        """Everything recorded inside belongs to this part, which is left out if it is nothing."""
-        recording = self._recordings[device]
-        start = len(recording.items)
-        if self._traced is not None:
-            self._traced.open(recording)
-        yield self._ops[device]
-        if len(recording.items) == start:
-            return
-        drains = self._undrained if kind == "experts" else None
-        if drains is not None:
-            self._undrained = None
-        for stop, ranks_meet in recording.end_part():
-            self._parts.append(Part(kind, device, layer, start, stop))
-            if ranks_meet:
-                self._parts.append(Barrier(device))
-            start = stop
-        if start < len(recording.items):
-            self._parts.append(Part(kind, device, layer, start, len(recording.items), drains))
-
-    def recording(self, device: torch.device) -> Recording:
-        """What is recorded for ``device``."""
-        return self._recordings[device]
-
-    def tokens(self, device: torch.device) -> Tensor:
-        """The input of the step on ``device``."""
-        return self._inputs[device]
-
-    def hand_off(self, streams_TME: Tensor, source: torch.device, target: torch.device) -> Tensor:
-        """The arrival memory of the state."""
-        self._recordings[source].keep(streams_TME)
-        self._parts.append(Transfer(source, target, streams_TME))
-        self._undrained = source
-        return self._state.arrivals[source, target][: self._tokens]
-
-    def wait(self, source: torch.device, target: torch.device) -> None:
-        """What follows on ``target`` waits for what there is on ``source``."""
-        self._parts.append(Wait(source, target))
-
-    def shared_logits(self, head: Head, hidden_TE: Tensor) -> Tensor:
-        """In the memory of the state."""
-        if self._exact:
-            with self.part("head", head.shares[-1].device) as ops:
-                return head.logits(ops, hidden_TE)
-        return record_shares(self, self._state, head.shares, hidden_TE)
-
-    def finish(self, outputs: Outputs, token: Tensor | None, head: torch.device) -> RecordedStep:
-        """The step, whose outputs are kept."""
-        for tensor in (*outputs, token):
-            if tensor is not None:
-                self._recordings[head].keep(tensor)
-        parts = tuple(self._parts)
-        kept = () if self._traced is None else tuple(self._traced.kept)
-        return RecordedStep(self._tokens, head, parts, self._recordings, outputs, kept, token)
-
-
-def record_step(
-    model: Transformer,
-    state: DecodeState,
-    recorder: StepRecorder,
-    logits: bool,
-    loop: TokenLoopMemory | None = None,
-    along: tuple[Along, SamplerState] | None = None,
-) -> RecordedStep:
-    """The whole model; with ``loop`` (one token) also the choice of the next token and its way back
-    into the input. ``along``: what has parts behind the model, and the sampler for them.
-    """
-    values = None if along is None else recorder.listen(along[0])
-    outputs = model(recorder, state, logits)
-    head = model.head_device
-    token = None
-    if along is not None and values is not None:
-        along[0].record(recorder, values)
-    if loop is not None:
-        assert outputs.logits_TV is not None, "a token is sampled from logits"
-        with recorder.part("sample", head) as ops:
-            position_1 = state.positions_1[head]
-            token = sample(ops, outputs.logits_TV, loop.sampler, position_1)
-            next_1 = recorder.tokens(head)
-            ops.store_token(token, position_1, next_1, loop.ring_R, state.nan_1)
-    if along is not None and outputs.logits_TV is not None:
-        along[0].record_choice(recorder, outputs.logits_TV, token, along[1])
-    return recorder.finish(outputs, token, head)
-
-
-def record_logits(
-    model: Transformer,
-    table: RecordedTable,
-    target: Target,
-    hidden_TE: Tensor,
-    state: DecodeState,
-    sampler: SamplerState,
-) -> RecordedStep:
-    """Logits of final hidden states that lie in ``hidden_TE``, and the token sampled from the last
-    row.
-    """
-    head = model.head_device
-    recorder = StepRecorder(table, {head: target}, state, {head: hidden_TE})
-    with recorder.part("head", head) as ops:
-        next_step(recorder.recording(head))
-        ranks_logits = model.head.logits(ops, hidden_TE)
-    with recorder.part("logits", head) as ops:
-        logits_TV = ops.gather_logits(ranks_logits)
-    token = None
-    if hidden_TE.shape[0] == 1:
-        with recorder.part("sample", head) as ops:
-            token = sample(ops, logits_TV, sampler, state.positions_1[head])
-    return recorder.finish(Outputs(hidden_TE, logits_TV), token, head)
-
-
-def sample(ops: Ops, logits_TV: Tensor, sampler: SamplerState, position_1: Tensor) -> Tensor:
-    """The token that follows the last row."""
-    return ops.sample_token(logits_TV[-1], sampler.settings_4, sampler.seed_1, position_1)
 
 
 def log_unusual_kernels(steps: list[RecordedStep]) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dsv4.logprobs import TokenLogprobs, rank_tokens
-from dsv4.step.recorded import RING_TOKENS
+from dsv4.step.recorder import RING_TOKENS
 
 
 class TokenRing:

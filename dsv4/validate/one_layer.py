@@ -25,7 +25,8 @@ from dsv4.model import Outputs, Segment
 from dsv4.ops.tables import DirectTable, RecordedTable, Table
 from dsv4.step.chunks import split_ids
 from dsv4.step.direct import DirectParts, DirectValues
-from dsv4.step.recorded import RecordedStep, StepRecorder
+from dsv4.step.recorded import RecordedStep
+from dsv4.step.recorder import StepRecorder
 from dsv4.step.step import Step
 from dsv4.step.token_feed import TokenFeed
 from dsv4.step.traced_values import TracedValues

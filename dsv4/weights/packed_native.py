@@ -3,6 +3,7 @@ tensor cores the other.
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 from dsv4.weights.native import NativeWeight, native_weight, unsupported_reason
 from dsv4.weights.packed import PackedWeight, pack_weight
@@ -16,7 +17,7 @@ class PackedWithNative(PackedWeight):
     native: NativeWeight | None = None
     unsupported: str | None = None
 
-    def __getitem__(self, index: int) -> "PackedWithNative":
+    def __getitem__(self, index: int) -> Self:
         """One matrix of a stack along the first dimension, without a copy."""
         native = None if self.native is None else self.native[index]
         return replace(super().__getitem__(index), native=native, unsupported=self.unsupported)

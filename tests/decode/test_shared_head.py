@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dsv4 import Engine
 from dsv4.decode import Mode
-from dsv4.layers.head import HeadShare
 from dsv4.parallel import head_shares
-from dsv4.weights.packed import PackedWeight
+from dsv4.weights.shared_rows import shares_of
 from tests.decode.demo import GREEDY, MODES, PROMPTS, bits, decoder_of, load, start
 
 pytestmark = [
@@ -53,14 +52,9 @@ def decoded(engine: Engine) -> list[Tensor]:
     return found
 
 
-def packed(share: HeadShare) -> PackedWeight:
-    assert isinstance(share.rows, PackedWeight)
-    return share.rows
-
-
 def test_the_head_is_shared(shared: Engine) -> None:
-    for index, share in enumerate(shared.model.head.shares):
-        assert share.device.index == packed(share).data.device.index == index
+    for index, share in enumerate(shares_of(shared.model.head.lm_head)):
+        assert share.device.index == share.rows.data.device.index == index
         assert (share.first, share.rows.shape[0]) == (1280 * index, 1280)
 
 
@@ -108,7 +102,7 @@ def test_known_tokens_queued_without_waiting(shared: Engine) -> None:
 
 
 def test_nan_on_the_other_device_is_found(shared: Engine) -> None:
-    rows = packed(shared.model.head.shares[0]).data
+    rows = shares_of(shared.model.head.lm_head)[0].rows.data
     saved = rows.clone()
     rows.view(torch.bfloat16).fill_(torch.nan)
     try:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from dsv4.parallel import head_shares
 from dsv4.parallel.head_shares import HEAD_START_BYTES, share_head, share_rows
 from dsv4.weights.packed import TILE_ROWS, pack_weight
-from dsv4.weights.packed_rows import ROW_UNIT
 from dsv4.weights.quant import QuantFormat, QuantTensor, planned_quant_tensor
+from dsv4.weights.shared_rows import ROW_UNIT, SharedWeight, shares_of
 
 GPUS = tuple(torch.device("cuda", index) for index in range(8))
 BF16 = QuantFormat.BF16
@@ -52,7 +52,11 @@ def test_flash_on_two_devices_and_pro_on_eight() -> None:
 
 def test_shares_of_a_head() -> None:
     head = pack_weight(planned_quant_tensor(BF16, (VOCABULARY, 4096)))
-    shares = share_head(head, GPUS[:3])
+    shared = share_head(head, GPUS[:3])
+    assert isinstance(shared, SharedWeight)
+    assert shared.data is head.data
+    assert shared.shape == head.shape
+    shares = shares_of(shared)
     assert [share.device for share in shares] == list(GPUS[:3])
     assert [share.first for share in shares] == [0, 41_728, 83_456]
     assert sum(share.rows.shape[0] for share in shares) == VOCABULARY
@@ -67,4 +71,4 @@ def test_a_head_that_is_not_shared(reason: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(head_shares, "HEAD_START_BYTES", 0)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
         head = pack_weight(QuantTensor.dense(torch.zeros(256, 64, dtype=torch.bfloat16)))
-    assert share_head(head, devices) == ()
+    assert share_head(head, devices) is head

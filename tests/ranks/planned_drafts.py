@@ -20,13 +20,8 @@ from dsv4.sampling import SamplerState
 from dsv4.speculative.module import allocate_draft, build_draft
 from dsv4.speculative.recorded_drafts import RecordedDrafts, record_drafts
 from dsv4.step.planned import planned_weight
-from dsv4.step.recorded import (
-    RING_TOKENS,
-    RecordedStep,
-    StepRecorder,
-    TokenLoopMemory,
-    record_step,
-)
+from dsv4.step.recorded import RecordedStep
+from dsv4.step.recorder import RING_TOKENS, StepRecorder, TokenLoopMemory, record_step
 from dsv4.weights.parameters import MtpKind
 from tests.step.planned_model import ENGINE, GPUS, META, TARGETS
 

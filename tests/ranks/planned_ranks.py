@@ -21,7 +21,8 @@ from dsv4.plan import max_context_tokens
 from dsv4.sampling import SamplerState
 from dsv4.step.lock_step import LockStep
 from dsv4.step.planned import planned_weight
-from dsv4.step.recorded import RING_TOKENS, RecordedStep, TokenLoopMemory
+from dsv4.step.recorded import RecordedStep
+from dsv4.step.recorder import RING_TOKENS, TokenLoopMemory
 from dsv4.step.step import Step
 from tests.step.planned_model import ENGINE, GPUS, META, FakeProgram, PlannedModel
 

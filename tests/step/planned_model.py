@@ -31,10 +31,12 @@ from dsv4.plan import max_context_tokens
 from dsv4.sampling import SamplerState
 from dsv4.step.parts import AnyPart, Part, Transfer, Wait
 from dsv4.step.planned import StoredFormats, planned_weight
-from dsv4.step.recorded import RING_TOKENS, RecordedStep, StepRecorder, TokenLoopMemory, record_step
+from dsv4.step.recorded import RecordedStep
+from dsv4.step.recorder import RING_TOKENS, StepRecorder, TokenLoopMemory, record_step
 from dsv4.step.step import Step
 from dsv4.step.traced_values import TracedValues
 from dsv4.weights.parameters import parameters
+from dsv4.weights.shared_rows import RowShare, shares_of
 
 META = torch.device("meta")
 GPUS = tuple(torch.device("cuda", index) for index in range(8))
@@ -103,6 +105,11 @@ class PlannedModel:
         """A step that keeps the values that ``wants`` names on its devices."""
         return self.record(tokens, TracedValues(wants, self.state))
 
+    @property
+    def shares(self) -> tuple[RowShare, ...]:
+        """Those of the head."""
+        return shares_of(self.model.head.lm_head)
+
     def owners(self) -> dict[int, torch.device]:
         """Which device has the memory of a weight or a buffer of the state, by storage."""
         found: dict[int, torch.device] = {}
@@ -111,8 +118,8 @@ class PlannedModel:
             found.update({storage_key(tensor): device for tensor in tensors_in(value)})
 
         own(self.model.embed, self.layer_devices[0])
-        own(replace(self.model.head, shares=()), self.layer_devices[-1])
-        for share in self.model.head.shares:
+        own(self.model.head, self.layer_devices[-1])
+        for share in self.shares:
             own(share.rows, share.device)
         layers = zip(self.model.blocks, self.state.layers, self.layer_devices, strict=True)
         for block, caches, device in layers:

@@ -55,7 +55,7 @@ def expected_parts(planned: PlannedModel) -> list[tuple[str, torch.device, int |
     last = len(planned.layer_devices) - 1
     head = planned.layer_devices[-1]
     expected.append((f"layer {last} mix", head, last))
-    shares = [("head", share.device, None) for share in planned.model.head.shares]
+    shares = [("head", share.device, None) for share in planned.shares]
     others = [device for _, device, _ in shares[:-1]]
     begin = [(f"wait {head.index}→{device.index}", head, None) for device in others]
     end = [(f"wait {device.index}→{head.index}", device, None) for device in others]

@@ -161,7 +161,7 @@ def test_what_a_dense_run_does_as_well_is_captured_once(
     step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
     captured_step = capture("split", step, log, monkeypatch)
     indexers = sum(ratio == CSA_RATIO for ratio in planned.config.compress_ratios)
-    with_choice = 0 if planned.model.head.shares else 1
+    with_choice = 0 if planned.shares else 1
     assert len(captured_step._graphs) == len(captured_step.regions) + indexers + with_choice
     short = capture("split", step, log, monkeypatch, max_context=NEAR)
     assert len(short._graphs) == len(short.regions) + with_choice
@@ -201,7 +201,7 @@ def test_regions_are_named_by_layers(
             expected += [f"layer {at} graph {half}" for at in segment.layers for half in "AB"]
             expected.append(f"layer {segment.layers[-1]} mix")
     behind = f"{expected.pop()}, head" if mode == "full" else "head"
-    shares = len(planned.model.head.shares)
+    shares = len(planned.shares)
     if shares:
         expected += [behind, *["head"] * shares]
     step, log, _ = fake_step(planned, planned.record(1), monkeypatch)

@@ -1,19 +1,12 @@
 """Steps of several devices that share the rows of the head."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4.launch.buffers import storage_key
-from dsv4.layers.head import Head, HeadShare
-from dsv4.layers.values import UNTRACED
-from dsv4.ops import TORCH
-from dsv4.step.direct import DirectParts
 from dsv4.step.parts import AnyPart, Part, Wait
 from dsv4.step.recorded import RecordedStep
-from dsv4.weights.quant import QuantTensor
 from tests.step.planned_model import PlannedModel, geometry
 
 TOKENS = (1, 2, 5, 8)
@@ -66,7 +59,7 @@ def test_who_reads_waits_for_who_wrote(planned: PlannedModel, tokens: int) -> No
     assert all(device_of(step.parts[at]) in behind(step, hidden, at) for at in fetched)
     touched = places(step, memory.logits_TV)
     products = [at for at in touched if step.parts[at].name == "head"]
-    assert len(products) == len(planned.model.head.shares)
+    assert len(products) == len(planned.shares)
     # By then what reads the logits, and what writes hidden states anew, waits for all.
     until = touched[-1] if step.parts[touched[-1]].name == "sample" else None
     assert all(planned.model.head_device in behind(step, at, until) for at in products)
@@ -86,16 +79,3 @@ def test_traced_steps_show_the_shared_logits(planned: PlannedModel, tokens: int)
     shown = {value.name: value for value in step.values}
     assert {value.device for value in shown.values()} == {planned.model.head_device}
     assert list(shown["logits"].tensor.shape) == [tokens, planned.config.vocab_size]
-
-
-def test_a_direct_step_multiplies_one_share_after_the_other() -> None:
-    weight = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
-    hidden_TE = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
-    cpu = torch.device("cpu")
-    dense = geometry("v4-flash", layers=4).model.head
-    rows_of = ((0, weight[:16]), (16, weight[16:]))
-    shares = tuple(HeadShare(cpu, first, QuantTensor.dense(rows)) for first, rows in rows_of)
-    head: Head = replace(dense, lm_head=QuantTensor.dense(weight), shares=shares)
-    parts = DirectParts(TORCH, torch.zeros(3, dtype=torch.int64), UNTRACED)
-    expected = TORCH.linear(hidden_TE, QuantTensor.dense(weight), torch.float32)
-    assert torch.equal(parts.shared_logits(head, hidden_TE), expected)

@@ -13,7 +13,7 @@ from dsv4.limits import STEPS_AHEAD
 from dsv4.logprobs import TokenLogprobs, rank_tokens
 from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.sampling import Sampler, SamplingParams
-from dsv4.step.recorded import RING_TOKENS
+from dsv4.step.recorder import RING_TOKENS
 from dsv4.step.token_loop import TokenLoop
 from dsv4.step.token_ring import LogprobRing
 

@@ -6,7 +6,7 @@ import torch
 from dsv4.checkpoint import Geometry
 from dsv4.model import Segment
 from dsv4.step.parts import Part
-from dsv4.step.recorded import StepRecorder
+from dsv4.step.recorder import StepRecorder
 from dsv4.step.traced_values import TracedValues
 from dsv4.validate.one_layer import record_layer
 from tests.step.planned_model import GPUS, META, TARGETS, geometry

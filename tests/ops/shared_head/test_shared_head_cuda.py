@@ -11,8 +11,8 @@ from dsv4.ops.linear import linear
 from dsv4.ops.shared_head.cuda import fetch, logit_columns
 from dsv4.parallel.peer_memory import allow_peer_access, shared_memory
 from dsv4.weights.packed import pack_weight
-from dsv4.weights.packed_rows import on_device, rows_of
 from dsv4.weights.quant import QuantFormat
+from dsv4.weights.shared_rows import on_device, rows_of
 from tests.gpu_counts import gpu_counts
 from tests.ops.linear.normal_weight import normal_weight
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from dsv4.launch.recording import Recording
 from dsv4.ops.shared_head.cuda import fetch, logit_columns
 from dsv4.weights.packed import PackedWeight, pack_weight
-from dsv4.weights.packed_rows import rows_of
 from dsv4.weights.quant import QuantFormat, planned_quant_tensor
+from dsv4.weights.shared_rows import rows_of
 from tests.ops.recorded import functions, launches, meta, numbers
 
 F32 = torch.float32

@@ -9,8 +9,8 @@ from dsv4.launch.target import Target
 from dsv4.ops.linear import linear
 from dsv4.ops.shared_head.cuda import fetch, logit_columns
 from dsv4.weights.packed import pack_weight
-from dsv4.weights.packed_rows import rows_of
 from dsv4.weights.quant import QuantFormat
+from dsv4.weights.shared_rows import rows_of
 from tests.ops.cases import normal
 from tests.ops.executed import execute
 from tests.ops.linear.normal_weight import normal_weight

@@ -1,16 +1,44 @@
-"""Some of the rows of a packed weight."""
+"""A packed weight whose rows several devices multiply, each a part of them."""
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from math import ceil
 
 import torch
 from torch import Tensor
 
 from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
-from dsv4.weights.quant import FP8_BLOCK, QuantFormat
+from dsv4.weights.packed_native import PackedWithNative
+from dsv4.weights.quant import FP8_BLOCK, QuantFormat, Weight
 
 # In which the rows of every format can be parted: tiles, padding and blocks of scales.
 ROW_UNIT = 128
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """The rows of a weight from ``first`` on that a device multiplies."""
+
+    device: torch.device
+    first: int
+    rows: PackedWeight
+
+
+@dataclass(frozen=True)
+class SharedWeight(PackedWithNative):
+    """A weight on the last device of its ``shares``, which together have each of its rows once."""
+
+    shares: tuple[RowShare, ...] = ()
+
+    @classmethod
+    def of(cls, weight: PackedWeight, shares: tuple[RowShare, ...]) -> "SharedWeight":
+        """The weight with its shares."""
+        parts = {field.name: getattr(weight, field.name) for field in fields(weight)}
+        return cls(**parts, shares=shares)
+
+
+def shares_of(weight: Weight) -> tuple[RowShare, ...]:
+    """Those of a weight, where it has some."""
+    return weight.shares if isinstance(weight, SharedWeight) else ()
 
 
 def rows_of(weight: PackedWeight, first: int, stop: int) -> PackedWeight:

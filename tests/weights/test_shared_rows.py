@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dsv4.weights.packed import PackedWeight, pack_weight
-from dsv4.weights.packed_rows import on_device, rows_of
 from dsv4.weights.quant import QuantFormat, planned_quant_tensor
+from dsv4.weights.shared_rows import on_device, rows_of
 from tests.ops.linear.normal_weight import normal_weight
 
 FORMATS = (QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16)
