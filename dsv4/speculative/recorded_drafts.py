@@ -26,6 +26,7 @@ from dsv4.speculative.module import DraftModule, DraftScope, far_layer
 from dsv4.speculative.recorded_modules import RecordedModule, recorded_module
 from dsv4.speculative.shared_rows import SharedRows
 from dsv4.speculative.taps import Taps
+from dsv4.step.along import Targets
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import StepRecorder
 
@@ -102,17 +103,17 @@ class RecordedDrafts:
             for_host = (memory.ring_3R, self.state.nan_1)
             settle_block(recording, judged, behind, place, next_1, *for_host)
 
-    def own_steps(self, target: Target, sampler: SamplerState) -> list[RecordedStep]:
+    def own_steps(self, targets: Targets, sampler: SamplerState) -> list[RecordedStep]:
         """See ``Along``: the longest draft."""
-        return [self.draft_step(target, sampler, self.module.scope.most)]
+        return [self.draft_step(targets, sampler, self.module.scope.most)]
 
     def steps_apart(self, target: Target) -> list[RecordedStep]:
         """See ``Along``: the rows of prompts."""
         return [self._tail_step(target, self._tail_rows)]
 
-    def draft_step(self, target: Target, sampler: SamplerState, count: int) -> RecordedStep:
+    def draft_step(self, targets: Targets, sampler: SamplerState, count: int) -> RecordedStep:
         """The step that drafts."""
-        recorder = self._recorder(target, self.module.rows, alone=False)
+        recorder = self._recorder(targets, self.module.rows, alone=False)
         with recorder.part("draft", self.head) as ops:
             recording = recorder.recording(self.head)
             place = self.state.place(self.head)
@@ -130,7 +131,7 @@ class RecordedDrafts:
         return self.memory.tail_tokens_R.shape[0]
 
     def _tail_step(self, target: Target, rows: int) -> RecordedStep:
-        recorder = self._recorder(target, rows, alone=True)
+        recorder = self._recorder({self.head: target}, rows, alone=True)
         memory = self.memory
         with recorder.part("draft", self.head) as ops:
             self.module.remember_tail(ops, recorder.recording(self.head))
@@ -146,11 +147,9 @@ class RecordedDrafts:
             self._tails[length] = Program(step.recordings[self.head])
         self._tails[length].run(rows)
 
-    def _recorder(self, target: Target, tokens: int, alone: bool) -> StepRecorder:
+    def _recorder(self, targets: Targets, tokens: int, alone: bool) -> StepRecorder:
         """NaN among drafts ends the drafts, not the run: it is not noted."""
-        device = self.memory.drafts_N.device
-        unread = {self.head: torch.empty(tokens, dtype=torch.int64, device=device)}
-        targets = {self.head: target}
+        unread = {device: self.memory.inputs[device].new_empty(tokens) for device in targets}
         read = (self.table, targets, self.state, unread)
         return StepRecorder(*read, notes_nan=False, alone=alone)
 

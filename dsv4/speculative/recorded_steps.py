@@ -78,7 +78,7 @@ class DraftedRecordedSteps(RecordedSteps):
     def recorded_draft_steps(self, count: int) -> list[RecordedStep]:
         """What every rank records of it."""
         return [
-            along.draft_step(Target.of(along.head), rank.sampler, count)
+            along.draft_step(rank.targets, rank.sampler, count)
             for along, rank in zip(self.alongs, self.ranks, strict=True)
         ]
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from dsv4.step.recorder import StepRecorder
 
 
+Targets = Mapping[torch.device, Target]
+
+
 class Along(Protocol):
     """What is recorded along with every step of the model: a draft module."""
 
@@ -41,8 +44,8 @@ class Along(Protocol):
         """Adds parts behind the choice of ``token``, which steps of one token make."""
         ...
 
-    def own_steps(self, target: Target, sampler: SamplerState) -> list["RecordedStep"]:
-        """Further steps, on the head's device."""
+    def own_steps(self, targets: Targets, sampler: SamplerState) -> list["RecordedStep"]:
+        """Further steps, on the head's device and with what others do for it."""
         ...
 
     def steps_apart(self, target: Target) -> list["RecordedStep"]:

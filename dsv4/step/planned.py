@@ -78,9 +78,8 @@ class PlannedSteps:
         steps = [_record(model, state, table, targets, n, found) for n in sorted(lengths)]
         apart: list[RecordedStep] = []
         if found is not None:
-            target = targets[model.head_device]
-            steps += found.own_steps(target, SamplerState.allocate(torch.device("meta")))
-            apart = found.steps_apart(target)
+            steps += found.own_steps(targets, SamplerState.allocate(torch.device("meta")))
+            apart = found.steps_apart(targets[model.head_device])
         shares = shares_of(model.head.lm_head)
         head_bytes = {share.device: share.rows.nbytes for share in shares[:-1]}
         return cls(tuple(steps), table.packing, tuple(apart), head_bytes)

@@ -45,7 +45,7 @@ class RankSteps:
             (source, target): HandOff(source, arrived)
             for (source, target), arrived in state.arrivals.items()
         }
-        self._targets = {device: Target.of(device) for device in state.devices}
+        self.targets = {device: Target.of(device) for device in state.devices}
         self.memory: dict[torch.device, Memory] = {}
 
     def allocate(self, steps: Iterable[RecordedStep]) -> None:
@@ -68,7 +68,7 @@ class RankSteps:
         if along is not None and tokens <= MAX_DECODE_TOKENS:
             shared = along[0].inputs
         feed = TokenFeed(self.state.devices, self.head, tokens, shared)
-        recorder = StepRecorder(self.table, self._targets, self.state, feed.inputs, traced)
+        recorder = StepRecorder(self.table, self.targets, self.state, feed.inputs, traced)
         has_logits = logits and tokens <= MAX_DECODE_TOKENS
         one = has_logits and tokens == 1
         loop = TokenLoopMemory(self.sampler, self.ring.tokens) if one else None
@@ -80,8 +80,8 @@ class RankSteps:
         """
         if self.along is None:
             return [], []
-        target = self._targets[self.head]
-        return self.along.own_steps(target, self.sampler), self.along.steps_apart(target)
+        apart = self.along.steps_apart(self.targets[self.head])
+        return self.along.own_steps(self.targets, self.sampler), apart
 
     def ready(self, recorded: RecordedStep, feed: TokenFeed, apart: bool = False) -> Step:
         """A step with memory: its own if it is to be ``apart``."""
@@ -94,7 +94,7 @@ class RankSteps:
         shape = (rows, embed.table_VE.shape[1])
         rows_TE = torch.empty(shape, dtype=embed.compute_dtype, device=self.head)
         recorded = record_logits(
-            self.model, self.table, self._targets[self.head], rows_TE, self.state, self.sampler
+            self.model, self.table, self.targets[self.head], rows_TE, self.state, self.sampler
         )
         memory = self.memory if rows <= MAX_DECODE_TOKENS else {}
         return Step(recorded, memory, {}), rows_TE

@@ -43,7 +43,7 @@ class PlannedDrafts:
 
     def draft_step(self, count: int) -> RecordedStep:
         """The step that makes so many drafts."""
-        return self.along.draft_step(TARGETS[self.device], self.sampler, count)
+        return self.along.draft_step({self.device: TARGETS[self.device]}, self.sampler, count)
 
     def tail_step(self) -> RecordedStep:
         """The module's rows of a prompt."""

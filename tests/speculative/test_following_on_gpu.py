@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsv4 import Engine, SamplingParams
+from dsv4.parallel import head_shares
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps
+from dsv4.step.parts import Wait
 from dsv4.weights.parameters import MtpKind
 from tests.speculative.on_gpu import (
     KINDS,
@@ -184,11 +187,36 @@ def test_drafts_end_where_their_logits_are_nan() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
-def test_two_gpus_give_the_text_of_one(kind: MtpKind, mode: Mode) -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_two_gpus_give_the_text_of_one(
+    kind: MtpKind, mode: Mode, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where both multiply the head of the model and of its drafts."""
     ids = ids_of(13)
+    if is_shared:
+        monkeypatch.setattr(head_shares, "HEAD_START_BYTES", 0)
     engine = engine_on_gpu(kind, gpus=2, cuda_graph=mode)
     one = engine_on_gpu(kind)
+    if is_shared:
+        expected, logits_NV = recorded_drafts_behind(one, ids)
+        found, shared_NV = recorded_drafts_behind(engine, ids)
+        assert found == expected
+        bound = 64 * 2.0**-24 * float(logits_NV.abs().max())
+        assert torch.allclose(shared_NV, logits_NV, rtol=0, atol=bound)
+        shared = steps_of(engine).draft_step(3).recorded
+        assert any(isinstance(part, Wait) for part in shared.parts)
     for sampling in (GREEDY, SamplingParams(seed=5)):
         expected = list(one.generate(ids, 60, sampling, NO_STOPS))
         assert list(engine.generate(ids, 60, sampling, NO_STOPS)) == expected
     assert isinstance(engine.steps, DraftedRecordedSteps)
+
+
+def recorded_drafts_behind(engine: Engine, ids: list[int]) -> tuple[list[int], Tensor]:
+    """Three drafts behind a prompt and its last token, with their logits on the host."""
+    engine.reset()
+    engine.prefill(ids)
+    memory = engine.state.head
+    if memory is not None:
+        memory.logits_TV.fill_(torch.nan)
+    tokens, logits_NV = recorded_drafts(engine, ids[-1], 3)
+    return tokens, logits_NV.cpu()

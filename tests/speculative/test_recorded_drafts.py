@@ -19,7 +19,7 @@ from dsv4.launch.target import Target
 from dsv4.ops.tables import CUDA_TABLE
 from dsv4.parallel.placement import Placement
 from dsv4.speculative.planned import planned_along
-from dsv4.step.parts import Part
+from dsv4.step.parts import Part, Wait
 from dsv4.step.planned import PlannedSteps
 from dsv4.step.recorded import RecordedStep
 from dsv4.weights.parameters import MtpKind, parameters
@@ -93,6 +93,23 @@ def test_drafts_of_classic_mtp_are_a_row_each() -> None:
     counts = Counter(kernels(draft, "draft"))
     assert counts["attention_decode"] == counts["sample_token"] == counts["enter_drafts"] == 7
     assert counts["recall_streams"] == 1
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_devices_share_the_head_of_drafts(kind: MtpKind) -> None:
+    """Once for a block of DSpark; each draft of classic MTP has a row of its own, whose logits have
+    to stay.
+    """
+    draft = planned("v4-flash", kind, gpus=2).steps[3]
+    heads = 1 if kind == "dspark" else 7
+    others, last = (draft.recordings[device] for device in GPUS[:2])
+    launched = [item.signature.kernel for item in others.items if isinstance(item, Launch)]
+    assert launched == ["fetch", "decode_linear"] * heads
+    waits = [(part.source, part.target) for part in draft.parts if isinstance(part, Wait)]
+    assert waits == [(GPUS[1], GPUS[0]), (GPUS[0], GPUS[1])] * heads
+    fetched = [item for item in last.items if isinstance(item, Launch)]
+    kept = sum(item.signature.kernel == "fetch" for item in fetched)
+    assert kept == (0 if kind == "dspark" else heads)
 
 
 @pytest.mark.parametrize("kind", STAGES)
