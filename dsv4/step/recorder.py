@@ -67,6 +67,7 @@ class StepRecorder:
         whether NaN that is compared counts as the step's. ``alone``: the rank needs no other one.
         """
         self._tokens = next(iter(inputs.values())).shape[0]
+        self._exact = table.exact
         self._state = state
         self._inputs = inputs
         self._traced = traced
@@ -78,10 +79,6 @@ class StepRecorder:
             for device in inputs
         }
         self._ops = {device: table.on(recording) for device, recording in self._recordings.items()}
-        if not table.exact:
-            self._ops = {
-                device: sharing_head(self, state.head, ops) for device, ops in self._ops.items()
-            }
         self._parts: list[AnyPart] = []
         self._open: list[_OpenPart] = []
         self._undrained: torch.device | None = None
@@ -105,7 +102,9 @@ class StepRecorder:
         own = _OpenPart(kind, device, layer, len(self._recordings[device].items))
         self._open.append(own)
         self._trace(own)
-        yield self._ops[device]
+        ops = self._ops[device]
+        # Made for the part alone: kept, it would keep the recorder, and the recorder it.
+        yield ops if self._exact else sharing_head(self, self._state.head, ops)
         self._interrupt()
         self._open.pop()
         if self._open:

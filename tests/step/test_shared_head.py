@@ -1,5 +1,8 @@
 """Steps of several devices that share the rows of the head."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +10,8 @@ from torch import Tensor
 from dsv4.launch.buffers import storage_key
 from dsv4.step.parts import AnyPart, Part, Wait
 from dsv4.step.recorded import RecordedStep
-from tests.step.planned_model import PlannedModel, geometry
+from dsv4.step.recorder import StepRecorder, record_step
+from tests.step.planned_model import META, PlannedModel, geometry
 
 TOKENS = (1, 2, 5, 8)
 
@@ -79,3 +83,18 @@ def test_traced_steps_show_the_shared_logits(planned: PlannedModel, tokens: int)
     shown = {value.name: value for value in step.values}
     assert {value.device for value in shown.values()} == {planned.model.head_device}
     assert list(shown["logits"].tensor.shape) == [tokens, planned.config.vocab_size]
+
+
+def test_a_recorder_lives_no_longer_than_it_is_used(planned: PlannedModel) -> None:
+    """It knows weights and caches: in a cycle of references it would keep their memory."""
+    inputs = {device: torch.empty(1, dtype=torch.int64, device=META) for device in planned.targets}
+    recorder = StepRecorder(planned.table, planned.targets, planned.state, inputs)
+    gone = weakref.ref(recorder)
+    gc.disable()
+    try:
+        step = record_step(planned.model, planned.state, recorder, True)
+        assert any(isinstance(part, Wait) for part in step.parts)
+        del recorder
+        assert gone() is None
+    finally:
+        gc.enable()
