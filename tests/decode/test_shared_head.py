@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4 import Engine
 from dsv4.decode import Mode
+from dsv4.measure.graph_profile import profile_decoder
 from dsv4.parallel import head_shares
 from dsv4.weights.shared_rows import shares_of
 from tests.decode.demo import GREEDY, MODES, PROMPTS, bits, decoder_of, load, start
@@ -24,12 +25,12 @@ NO_STOP: frozenset[int] = frozenset()
 LENGTHS = (1, 2, 1, 5, 8, 3)
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=["pipeline", "round-robin"])
+def shared(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """The head of the demo is too small to be shared otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_shares, "HEAD_START_BYTES", 0)
-        yield load(gpus=2)
+        yield load(gpus=2, parallel=request.param)
 
 
 def poison(engine: Engine) -> None:
@@ -89,6 +90,27 @@ def test_generations_are_the_eager_ones(shared: Engine, mode: Mode, eager: Engin
         poison(shared)
         assert list(shared.generate(prompt, 60, GREEDY, NO_STOP)) == expected
         shared.decoder = None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_profile_names_the_products_of_both(shared: Engine, mode: Mode) -> None:
+    start(shared, PROMPT)
+    (timeline,) = profile_decoder(shared, decoder_of(shared, mode)).ranks
+    heads = [node for node in timeline.nodes if node.part == "head"]
+    assert [(node.device, node.name) for node in heads if node.name == "fetch"] == [(0, "fetch")]
+    products = [node.device for node in heads if node.name == "decode_linear"]
+    assert sorted(products) == [0, 1]
+    assert sum(row.us for row in timeline.rows()) == pytest.approx(timeline.us, rel=1e-6)
+
+
+def test_traces_show_the_logits_of_both(shared: Engine, eager: Engine) -> None:
+    ids = PROMPT[:12]
+    found, expected = (
+        engine.trace(ids, at=["hidden", "logits"], prompt_tokens=4) for engine in (shared, eager)
+    )
+    assert torch.equal(found["hidden"], expected["hidden"])
+    peak = float(expected["logits"].abs().max())
+    assert torch.allclose(found["logits"], expected["logits"], rtol=0, atol=64 * 2.0**-24 * peak)
 
 
 def test_known_tokens_queued_without_waiting(shared: Engine) -> None:
