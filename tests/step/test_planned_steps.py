@@ -13,6 +13,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.launch.workspace import lay_out
 from dsv4.ops.tables import CUDA_TABLE
 from dsv4.parallel.placement import Placement
+from dsv4.plan import plan_memory
 from dsv4.step.planned import PlannedSteps, planned_weight
 from dsv4.weights.parameters import Role, parameters
 from dsv4.weights.quant import QuantTensor
@@ -57,6 +58,21 @@ def test_steps_apart_have_memory_of_their_own() -> None:
     own = planned.steps[0].workspace_bytes()
     found = replace(planned, apart=planned.steps[:1]).workspace_bytes()
     assert found == {device: shared[device] + own[device] for device in GPUS[:2]}
+
+
+def test_what_other_devices_hold_of_the_head_is_planned() -> None:
+    engine = EngineConfig(prefill_chunk=512, max_context=4096)
+    steps = planned_steps(engine)
+    share = 62_592 * CONFIG.hidden_size * 2
+    assert steps.head_bytes == {GPUS[0]: share}
+    found, without = (
+        plan_memory(CONFIG, engine, TWO_GPUS, [], planned, 10**12).devices
+        for planned in (steps, replace(steps, head_bytes={}))
+    )
+    held = [
+        one.weight_bytes - other.weight_bytes for one, other in zip(found, without, strict=True)
+    ]
+    assert held == [share, 0]
 
 
 def test_kernels_of_all_steps_are_known() -> None:
