@@ -4,7 +4,7 @@ Nothing here needs a GPU: on a planned state and planned weights (torch's meta d
 the memory plan and the list of kernels to compile; on real ones it is what ``dsv4.step.step`` runs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -135,10 +135,6 @@ class StepRecorder:
             start = stop
         if start < end:
             self._parts.append(Part(kind, device, layer, start, end, drains))
-
-    def has(self, devices: Iterable[torch.device]) -> bool:
-        """Whether all of these devices do something in the step."""
-        return set(devices) <= self._recordings.keys()
 
     def recording(self, device: torch.device) -> Recording:
         """What is recorded for ``device``."""

@@ -19,17 +19,15 @@ if TYPE_CHECKING:
 
 
 def sharing_head(recorder: "StepRecorder", memory: HeadMemory | None, ops: Ops) -> Ops:
-    """``ops`` that have devices multiply their shares of a head, where the step is on all of them
-    and has computed at most 8 hidden states itself.
+    """``ops`` that have devices multiply their shares of a head, where the step has computed the
+    hidden states itself: at most 8 of them.
     """
     if memory is None:
         return ops
 
     def vocab_parallel_linear(hidden_TE: Tensor, weight: Weight) -> Any:
         shares = shares_of(weight)
-        has_all = recorder.has(share.device for share in shares)
-        fits = hidden_TE.shape[0] <= memory.hidden_TE.shape[0]
-        if shares and has_all and fits and recorder.recording(shares[-1].device).owns(hidden_TE):
+        if shares and recorder.recording(shares[-1].device).owns(hidden_TE):
             return record_shares(recorder, memory, shares, hidden_TE)
         return ops.vocab_parallel_linear(hidden_TE, weight)
 

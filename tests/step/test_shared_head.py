@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.launch.buffers import storage_key
+from dsv4.launch.items import Launch
 from dsv4.step.parts import AnyPart, Part, Wait
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import StepRecorder, record_step
@@ -67,6 +68,22 @@ def test_who_reads_waits_for_who_wrote(planned: PlannedModel, tokens: int) -> No
     # By then what reads the logits, and what writes hidden states anew, waits for all.
     until = touched[-1] if step.parts[touched[-1]].name == "sample" else None
     assert all(planned.model.head_device in behind(step, at, until) for at in products)
+
+
+def test_each_device_stores_its_own_columns(planned: PlannedModel) -> None:
+    step = planned.record(3)
+    memory = planned.state.head
+    assert memory is not None
+    for share in planned.shares:
+        (product,) = (
+            item
+            for item in step.recordings[share.device].items
+            if isinstance(item, Launch) and item.arguments.get("data0") is share.rows.data
+        )
+        y = product.arguments["y"]
+        assert isinstance(y, Tensor)
+        assert storage_key(y) == storage_key(memory.logits_TV)
+        assert (y.storage_offset(), y.stride(0)) == (share.first, planned.config.vocab_size)
 
 
 def test_steps_without_logits_share_nothing(planned: PlannedModel) -> None:
