@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from dsv4.parallel.peer_memory import allow_peer_access, reach_each_other
+from dsv4.parallel.peer_memory import reach_each_other
 from dsv4.weights.packed import TILE_ROWS, PackedWeight
 from dsv4.weights.quant import Weight
 from dsv4.weights.shared_rows import ROW_UNIT, RowShare, SharedWeight, on_device, rows_of
@@ -36,11 +36,9 @@ def share_head(lm_head: Weight, devices: Sequence[torch.device]) -> Weight:
     if not isinstance(lm_head, PackedWeight):
         return lm_head
     found = share_rows(lm_head.shape[0], lm_head.nbytes, len(devices))
-    is_there = not lm_head.data.is_meta
-    if not found or (is_there and not reach_each_other(devices)):
+    is_planned = lm_head.data.is_meta
+    if not found or not (is_planned or reach_each_other(devices)):
         return lm_head
-    if is_there:
-        allow_peer_access(devices)
     shares = (
         RowShare(device, first, on_device(rows_of(lm_head, first, stop), device))
         for device, (first, stop) in zip(devices, found, strict=True)

@@ -15,12 +15,16 @@ _REACHABLE = "GPUs that reach each other's memory"
 
 
 def reach_each_other(devices: Sequence[torch.device]) -> bool:
-    """Whether each of the GPUs can read and write the memory of the others."""
-    return _unreachable(devices) is None
+    """``allow_peer_access``, and whether all of the GPUs can."""
+    try:
+        allow_peer_access(devices)
+    except UserError:
+        return False
+    return True
 
 
 def allow_peer_access(devices: Sequence[torch.device]) -> None:
-    """Lets kernels on each of the GPUs write to the memory of the others.
+    """Lets kernels on each of the GPUs read and write the memory of the others.
 
     Raises ``UserError`` for a pair that cannot.
     """
@@ -48,18 +52,12 @@ def allow_peer_access(devices: Sequence[torch.device]) -> None:
 
 def check_peer_access(devices: Sequence[torch.device]) -> None:
     """Raises ``UserError`` for a pair of GPUs that cannot reach each other's memory."""
-    pair = _unreachable(devices)
-    if pair is not None:
-        raise UserError(
-            f"EngineConfig.parallel='tensor': found no peer access from {pair[0]} to {pair[1]}, "
-            f"expected {_REACHABLE}"
-        )
-
-
-def _unreachable(devices: Sequence[torch.device]) -> tuple[torch.device, torch.device] | None:
-    """A GPU that cannot reach the memory of another, and that one."""
-    pairs = permutations(devices, 2)
-    return next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
+    for device, other in permutations(devices, 2):
+        if not torch.cuda.can_device_access_peer(device, other):
+            raise UserError(
+                f"EngineConfig.parallel='tensor': found no peer access from {device} to {other}, "
+                f"expected {_REACHABLE}"
+            )
 
 
 class _DeviceMemory:
