@@ -110,7 +110,7 @@ class StepRecorder:
         if self._open:
             self._trace(self._open[-1])
 
-    def _trace(self, part: "_OpenPart") -> None:
+    def _trace(self, part: _OpenPart) -> None:
         """The next values are those of this part."""
         if self._traced is not None:
             self._traced.open(self._recordings[part.device])
