@@ -9,10 +9,11 @@ from torch import Tensor
 
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Launch
+from dsv4.parallel.meeting_bytes import head_memory_bytes
 from dsv4.step.parts import AnyPart, Part, Wait
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import StepRecorder, record_step
-from tests.step.planned_model import META, PlannedModel, geometry
+from tests.step.planned_model import ENGINE, META, PlannedModel, geometry
 
 TOKENS = (1, 2, 5, 8)
 
@@ -84,6 +85,12 @@ def test_each_device_stores_its_own_columns(planned: PlannedModel) -> None:
         assert isinstance(y, Tensor)
         assert storage_key(y) == storage_key(memory.logits_TV)
         assert (y.storage_offset(), y.stride(0)) == (share.first, planned.config.vocab_size)
+
+
+def test_its_memory_is_what_is_planned(planned: PlannedModel) -> None:
+    memory = planned.state.head
+    assert memory is not None
+    assert sum(tensor.nbytes for tensor in memory) == head_memory_bytes(planned.config, ENGINE)
 
 
 def test_steps_without_logits_share_nothing(planned: PlannedModel) -> None:
