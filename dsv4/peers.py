@@ -3,7 +3,9 @@
 Every rank has an inbox, into which the kernels of all ranks write words {tag, float32}
 (``dsv4/ops/_device/exchange.cuh``). An exchange is a sum of the partial results ``[T, E]`` of all
 ranks. Exchanges take two slots in turn: a rank pushes exchange e + 2 only when it has read e + 1
-of every rank, and these push e + 1 only behind what reads e. The logits have words of their own.
+of every rank, and these push e + 1 only behind what reads e. The logits have words of their own,
+and so have rows that the ranks share (``dsv4.ops.linear.gathered_rows``): whoever pushes those of
+the next layer has read a sum of this one, which every rank pushes behind what reads them.
 """
 
 from collections.abc import Iterator
@@ -24,6 +26,8 @@ LOGITS_EXCHANGE = MOST_EXCHANGES - 1
 STEP_NUMBERS = (1 << 32) // MOST_EXCHANGES
 WORD_BYTES = 8
 SLOTS = 2
+_LOGITS_SLOT = SLOTS
+_ROWS_SLOT = SLOTS + 1
 # The first one counts the steps; nothing reads the others.
 STEP_WORDS = 4
 # Set, exchange, missing rank, step.
@@ -61,7 +65,7 @@ class InboxLayout:
     @property
     def words(self) -> int:
         """The words of an inbox."""
-        return (SLOTS + 1) * self.ranks * self.rank_words
+        return (SLOTS + 2) * self.ranks * self.rank_words
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +74,13 @@ class InboxLayout:
 
     def slot(self, exchange: int) -> int:
         """The first word of an exchange."""
-        slot = SLOTS if exchange == LOGITS_EXCHANGE else exchange % SLOTS
+        slot = _LOGITS_SLOT if exchange == LOGITS_EXCHANGE else exchange % SLOTS
         return slot * self.ranks * self.rank_words
+
+    @property
+    def rows_slot(self) -> int:
+        """The first word of rows that the ranks share."""
+        return _ROWS_SLOT * self.ranks * self.rank_words
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def test_what_is_not_cut_counts_on_every_rank() -> None:
     expected = alone.weight_bytes + 7 * (whole + global_scales)
     assert sum(device.weight_bytes for device in ranks) == expected
     exchange = exchange_bytes(config, engine, 8)
-    inbox = 8 * 3 * 8 * 8 * (129_280 // 8)
+    inbox = 8 * 4 * 8 * 8 * (129_280 // 8)
     assert exchange == inbox + 512 * ((4 * 2 + 2) * 4096 + 8 * 512)
     assert {device.state_bytes - exchange for device in ranks} == {alone.state_bytes}
     assert alone.rank is None

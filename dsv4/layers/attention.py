@@ -93,7 +93,10 @@ class Attention:
         inputs = ["wq_a.weight", "wkv.weight", *float32_rows]
         return cls(
             config,
-            input_rows=weights.row_list(inputs, [None, None, *[torch.float32] * len(float32_rows)]),
+            input_rows=replace(
+                weights.row_list(inputs, [None, None, *[torch.float32] * len(float32_rows)]),
+                gathered=True,
+            ),
             q_norm=weights.vector("q_norm.weight"),
             query_rows=replace(
                 weights.row_list(queries, [None] * len(queries)), for_choice=len(queries) - 1

@@ -26,9 +26,9 @@ from dsv4.step.recorder import RING_TOKENS, TokenLoopMemory
 from dsv4.step.step import Step
 from tests.step.planned_model import ENGINE, GPUS, META, FakeProgram, PlannedModel
 
-# Kernels that write words, and those that wait for them.
-PUSHING = ("decode_linear", "decode_pair", "moe_decode")
-POLLING = ("hc_mix", "hc_post", "gather_logits")
+# Kernels that write words, and those that wait for them: a product does either.
+_PUSHING = ("decode_linear", "decode_pair", "moe_decode")
+_POLLING = ("decode_linear", "hc_mix", "hc_post", "gather_logits")
 
 
 def planned_ranks(
@@ -64,6 +64,22 @@ def launches(step: RecordedStep) -> list[Launch]:
 def has_words(launch: Launch) -> bool:
     """Whether it pushes or polls."""
     return launch.arguments.get("peers") is not None and "exchange" in launch.arguments
+
+
+def pushes(launch: Launch) -> bool:
+    """Whether a launch with words writes them, or waits for them."""
+    is_pushing = "GATHERS" not in dict(launch.shape.kernel.defines)
+    is_pushing = is_pushing and launch.signature.kernel in _PUSHING
+    assert is_pushing or launch.signature.kernel in _POLLING
+    return is_pushing
+
+
+def exchange_of(launch: Launch) -> tuple[str, int]:
+    """What the words are, a sum or rows that ranks share, and their number."""
+    number = launch.arguments["exchange"]
+    assert isinstance(number, int)
+    are_rows = {"SHARES", "GATHERS"} & set(dict(launch.shape.kernel.defines))
+    return ("rows" if are_rows else "sum"), number
 
 
 class FakeEvent:

@@ -15,7 +15,7 @@ from dsv4.step import captured
 from dsv4.step.captured import CapturedRanks, Mode
 from dsv4.step.lock_step import LockStep
 from dsv4.step.recorded import RecordedStep
-from tests.ranks.planned_ranks import POLLING, PUSHING, LoggedRanks, has_words, planned_ranks
+from tests.ranks.planned_ranks import LoggedRanks, exchange_of, has_words, planned_ranks, pushes
 from tests.step.planned_model import GPUS, PlannedModel, items_of
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -36,18 +36,17 @@ def planned(request: pytest.FixtureRequest) -> list[PlannedModel]:
 
 def assert_consumers_behind_producers(ranks: LoggedRanks) -> int:
     """Every poll of an exchange is behind the pushes of all ranks. Returns how many there are."""
-    pushed: set[tuple[int, int]] = set()
+    pushed: set[tuple[int, tuple[str, int]]] = set()
     polls = 0
     for device, index in ranks.log:
         launch = ranks.launch((device, index))
         if launch is None or not has_words(launch):
             continue
-        exchange: Any = launch.arguments["exchange"]
-        if launch.signature.kernel in PUSHING:
+        exchange = exchange_of(launch)
+        if pushes(launch):
             assert (device.index, exchange) not in pushed
             pushed.add((device.index, exchange))
         else:
-            assert launch.signature.kernel in POLLING
             assert {(rank, exchange) for rank in range(len(ranks.step.ranks))} <= pushed
             polls += 1
     return polls
@@ -59,7 +58,7 @@ def test_words_are_polled_behind_the_pushes_of_all_ranks(
 ) -> None:
     ranks = LoggedRanks.of(planned, tokens, monkeypatch)
     ranks.step.run(tokens)
-    expected = len(planned) * (2 * LAYERS + 1)
+    expected = len(planned) * (3 * LAYERS + 1)
     assert assert_consumers_behind_producers(ranks) == expected
     if tokens == 1:
         ranks.step.sample()

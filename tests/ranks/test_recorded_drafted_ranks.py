@@ -22,7 +22,7 @@ from dsv4.step.parts import Barrier, Part
 from dsv4.step.recorded import RecordedStep
 from dsv4.weights.parameters import MtpKind
 from tests.ranks.planned_drafts import STAGES, PlannedDrafts, planned_drafts
-from tests.ranks.planned_ranks import PUSHING, LoggedRanks, has_words, launches
+from tests.ranks.planned_ranks import LoggedRanks, exchange_of, has_words, launches, pushes
 
 PLANNED: list[tuple[Geometry, MtpKind, int]] = [
     ("v4-flash", "classic", 2),
@@ -39,14 +39,9 @@ def planned(request: pytest.FixtureRequest) -> tuple[MtpKind, list[PlannedDrafts
     return kind, planned_drafts(name, kind, ranks)
 
 
-def words(step: RecordedStep) -> list[tuple[bool, int]]:
-    """Of every launch that pushes (true) or polls, with the number of its exchange."""
-    found: list[tuple[bool, int]] = []
-    for launch in launches(step):
-        exchange: Any = launch.arguments.get("exchange")
-        if has_words(launch):
-            found.append((launch.signature.kernel in PUSHING, exchange))
-    return found
+def words(step: RecordedStep) -> list[tuple[bool, tuple[str, int]]]:
+    """Of every launch that pushes (true) or polls, with its exchange."""
+    return [(pushes(one), exchange_of(one)) for one in launches(step) if has_words(one)]
 
 
 def test_ranks_take_the_fast_kernels(planned: tuple[MtpKind, list[PlannedDrafts]]) -> None:
@@ -60,17 +55,19 @@ def test_ranks_take_the_fast_kernels(planned: tuple[MtpKind, list[PlannedDrafts]
 def test_a_draft_exchanges_what_a_layer_does(
     planned: tuple[MtpKind, list[PlannedDrafts]],
 ) -> None:
-    """Two sums a stage, then the logits: each is polled before the next one is pushed."""
+    """Rows and two sums a stage, then the logits: each is polled before the next one is pushed."""
     kind, ranks = planned
     for rank in (ranks[0], ranks[-1]):
         step = rank.draft_step(COUNT)
         rows = COUNT if kind == "classic" else 1
         sums = 2 * STAGES[kind]
-        exchanges = [
-            number
-            for row in range(rows)
-            for number in (*range(row * sums, row * sums + sums), LOGITS_EXCHANGE)
-        ]
+        exchanges = []
+        for row in range(rows):
+            for number in range(row * sums, row * sums + sums):
+                # The rows that a stage's attention begins with.
+                exchanges += [("rows", number)] if number % 2 == 0 else []
+                exchanges.append(("sum", number))
+            exchanges.append(("sum", LOGITS_EXCHANGE))
         assert words(step) == [(pushes, e) for e in exchanges for pushes in (True, False)]
         # Logits of two rows have the same number: a row is a step.
         assert step.steps_begun == rows
@@ -105,12 +102,8 @@ def test_a_part_has_no_poll_behind_a_push(planned: tuple[MtpKind, list[PlannedDr
         for part in step.parts:
             assert isinstance(part, Part)
             items = recording.items[part.start : part.stop]
-            pushes = [
-                item.signature.kernel in PUSHING
-                for item in items
-                if isinstance(item, Launch) and has_words(item)
-            ]
-            assert pushes == sorted(pushes)
+            found = [pushes(item) for item in items if isinstance(item, Launch) and has_words(item)]
+            assert found == sorted(found)
         covered = [index for part in step.parts for index in _items(part)]
         assert covered == list(range(len(recording.items)))
     assert {name for name, _ in regions_of(ranks[0].draft_step(COUNT).parts, "full")} == {"draft"}
@@ -135,7 +128,7 @@ def test_words_are_polled_behind_the_pushes_of_all_ranks(
     for models, tokens in ((drafting, COUNT), (ranks, COUNT + 1), (drafting, COUNT)):
         logged = LoggedRanks.of(models, tokens, monkeypatch)
         logged.step.run(tokens)
-        pushed: set[tuple[int, int, int]] = set()
+        pushed: set[tuple[int, int, tuple[str, int]]] = set()
         polls = 0
         for device, index in logged.log:
             launch = logged.launch((device, index))
@@ -145,8 +138,8 @@ def test_words_are_polled_behind_the_pushes_of_all_ranks(
             begun[rank] += launch.arguments.get("step") is not None
             if not has_words(launch):
                 continue
-            exchange: Any = launch.arguments["exchange"]
-            if launch.signature.kernel in PUSHING:
+            exchange = exchange_of(launch)
+            if pushes(launch):
                 pushed.add((rank, begun[rank], exchange))
             else:
                 word = begun[rank], exchange

@@ -17,7 +17,7 @@ from dsv4.ops.trees import tensors_in
 from dsv4.parallel.meeting_bytes import exchange_bytes
 from dsv4.peers import LOGITS_EXCHANGE
 from tests.launch.simulated_memory import assert_buffers_survive
-from tests.ranks.planned_ranks import POLLING, PUSHING, has_words, launches, planned_ranks
+from tests.ranks.planned_ranks import exchange_of, has_words, launches, planned_ranks, pushes
 from tests.step.planned_model import ENGINE, PlannedModel, geometry
 
 LAYERS = 6
@@ -77,17 +77,20 @@ def test_a_chunk_adds_two_partial_results_a_layer(
 def test_every_exchange_is_pushed_once_and_polled_behind_it(
     ranks: list[PlannedModel], tokens: int
 ) -> None:
-    """A rank reads one sum before it pushes its part of the next: so two slots are enough."""
+    """A rank reads one sum before it pushes its part of the next: so two slots are enough, and one
+    for rows that are shared.
+    """
     for planned in (ranks[0], ranks[-1]):
         words = [launch for launch in launches(planned.record(tokens)) if has_words(launch)]
-        found = [(launch.signature.kernel, number(launch, "exchange")) for launch in words]
-        assert [name in PUSHING for name, _ in found] == [True, False] * (2 * LAYERS + 1)
-        assert all(name in POLLING for name, _ in found[1::2])
-        sums = list(range(2 * LAYERS))
-        assert [index for _, index in found[::2]] == [*sums, LOGITS_EXCHANGE]
-        assert [index for _, index in found[1::2]] == [*sums, LOGITS_EXCHANGE]
+        assert [pushes(launch) for launch in words] == [True, False] * (3 * LAYERS + 1)
+        expected = []
+        for layer in range(LAYERS):
+            expected += [("rows", 2 * layer), ("sum", 2 * layer), ("sum", 2 * layer + 1)]
+        expected.append(("sum", LOGITS_EXCHANGE))
+        assert [exchange_of(launch) for launch in words[::2]] == expected
+        assert [exchange_of(launch) for launch in words[1::2]] == expected
         # Attention's have even numbers, the experts' odd ones.
-        assert [name for name, index in found[::2] if index % 2] == [
+        assert names([one for one in words[::2] if number(one, "exchange") % 2]) == [
             *["moe_decode"] * LAYERS,
             "decode_linear",
         ]
@@ -97,32 +100,38 @@ def test_every_exchange_is_pushed_once_and_polled_behind_it(
 def test_words_of_ranks_lie_inside_the_inbox_and_not_in_each_other(
     ranks: list[PlannedModel], tokens: int
 ) -> None:
-    pushed: dict[int, list[tuple[int, int]]] = {}
+    pushed: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for planned in ranks:
         peers = planned.state.peers
         assert peers is not None
         for launch in launches(planned.record(tokens)):
             if not has_words(launch):
                 continue
-            index, slot = number(launch, "exchange"), number(launch, "slot")
+            what, index = exchange_of(launch)
+            slot = number(launch, "slot")
             rows = peers.layout.head_rows if index == LOGITS_EXCHANGE else peers.layout.width
+            if what == "rows" and pushes(launch):
+                rows = 16 * (number(launch, "tiles0") + number(launch, "tiles1"))
             assert tokens * rows <= peers.layout.rank_words
-            if launch.signature.kernel in PUSHING:
-                pushed.setdefault(index, []).append((slot, slot + peers.layout.rank_words))
+            if pushes(launch):
+                ends = slot, slot + peers.layout.rank_words
+                pushed.setdefault((what, index), []).append(ends)
             else:
-                assert slot == peers.layout.slot(index)
+                own = peers.layout.rows_slot if what == "rows" else peers.layout.slot(index)
+                assert slot == own
                 assert number(launch, "rank_words") == peers.layout.rank_words
             assert dict(launch.shape.kernel.defines)["RANKS"] == len(ranks)
         assert max(end for found in pushed.values() for _, end in found) <= peers.layout.words
-    assert len(pushed) == 2 * LAYERS + 1
+    assert len(pushed) == 3 * LAYERS + 1
     for found in pushed.values():
         assert len(found) == len(ranks)
         ends = sorted(found)
         assert all(one[1] == other[0] for one, other in pairwise(ends))
-    # Sums that follow each other, and the logits, have places of their own.
-    spans = [(min(found)[0], max(found)[1]) for found in pushed.values()]
-    for first, second in ((spans[0], spans[1]), (spans[1], spans[-1])):
-        assert first[1] <= second[0]
+    # Sums that follow each other, the logits and shared rows have places of their own.
+    spans = {of: (min(found)[0], max(found)[1]) for of, found in pushed.items()}
+    order = [("sum", 0), ("sum", 1), ("sum", LOGITS_EXCHANGE), ("rows", 0)]
+    for first, second in pairwise(order):
+        assert spans[first][1] <= spans[second][0]
 
 
 def test_ranks_record_the_same_but_for_their_place(ranks: list[PlannedModel]) -> None:
@@ -135,7 +144,7 @@ def test_ranks_record_the_same_but_for_their_place(ranks: list[PlannedModel]) ->
             name: value
             for name, value in launch.arguments.items()
             if not isinstance(value, Tensor | Boxes)
-            and name not in ("slot", "owner", "first_token")
+            and name not in ("slot", "owner", "first_token", "first_tile0", "first_tile1")
         }
         return launch.shape, numbers
 

@@ -90,6 +90,8 @@ struct Outbox {
 struct InboxAddress {
     int64 inbox = 0, step = 0, fault = 0, stamps = 0;
 
+    InboxAddress() = default;
+
     // Constants only: before pdl_wait, so that words are asked for without a trip before.
     __device__ __forceinline__ explicit InboxAddress(const int64* peers) {
         if constexpr (RANKS > 1) {
@@ -119,7 +121,9 @@ struct Inbox {
     int exchange = 0;
     Stamps stamps;
 
-    // Behind pdl_wait.
+    Inbox() = default;
+
+    // When the number of the step is complete: behind pdl_wait, or where it is settled.
     __device__ __forceinline__ Inbox(const InboxAddress& at, int64 slot, int64 rank_words,
                                      int number) {
         if constexpr (RANKS > 1) {
@@ -172,13 +176,18 @@ struct Inbox {
         return here;
     }
 
-    // Count words of `rank` from `index` on.
+    // One look at Count words of `rank` from `index` on.
+    template <int Count>
+    __device__ __forceinline__ bool look(int64 index, int rank, float (&values)[Count]) const {
+        return look(first + rank * rank_bytes + 8 * index, values);
+    }
+
+    // They, when they have come.
     template <int Count>
     __device__ __forceinline__ void find(int64 index, int rank, float (&values)[Count]) const {
-        const char* from = first + rank * rank_bytes + 8 * index;
-        if (!look(from, values)) {
+        if (!look(index, rank, values)) {
             const long long end = clock64() + WAIT_CYCLES;
-            while (!look(from, values))
+            while (!look(index, rank, values))
                 if (clock64() > end) give_up(rank);
         }
         stamps.note(FOUND, tag, index);

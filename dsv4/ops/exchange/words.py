@@ -45,19 +45,41 @@ def outgoing(recording: Recording, words: WordSum) -> Words:
     recording.send()
     peers = _peers(recording)
     own = peers.rank * peers.layout.rank_words
-    return _words(peers, words, peers.layout.slot(words.exchange) + own)
+    return _words(peers, words.exchange, peers.layout.slot(words.exchange) + own)
+
+
+def outgoing_rows(recording: Recording) -> tuple[Words, int]:
+    """For the kernel that pushes this rank's share of rows that all need, which is recorded next,
+    and the number of the words: that of the next sum, in a slot of their own.
+    """
+    recording.send()
+    peers = _peers(recording)
+    own = peers.rank * peers.layout.rank_words
+    number = recording.exchanges
+    return _words(peers, number, peers.layout.rows_slot + own), number
 
 
 def incoming(recording: Recording, words: WordSum) -> Words:
     """For the kernel that polls the parts of all ranks, which is recorded next."""
     recording.receive()
     peers = _peers(recording)
-    found = _words(peers, words, peers.layout.slot(words.exchange))
+    return _polled(peers, words.exchange, peers.layout.slot(words.exchange))
+
+
+def incoming_rows(recording: Recording, number: int) -> Words:
+    """For the kernel that polls the shares of all ranks, which is recorded next."""
+    recording.receive()
+    peers = _peers(recording)
+    return _polled(peers, number, peers.layout.rows_slot)
+
+
+def _polled(peers: Peers, number: int, slot: int) -> Words:
+    found = _words(peers, number, slot)
     return Words(found.defines, {**found.arguments, "rank_words": peers.layout.rank_words})
 
 
-def _words(peers: Peers, words: WordSum, slot: int) -> Words:
-    arguments: Arguments = {"peers": peers.table_P, "slot": slot, "exchange": words.exchange}
+def _words(peers: Peers, number: int, slot: int) -> Words:
+    arguments: Arguments = {"peers": peers.table_P, "slot": slot, "exchange": number}
     stamps = peers.stamps_X2
     stamped = () if stamps is None else (("STAMPS", stamps.shape[0]),)
     return Words((("RANKS", peers.ranks), *stamped), arguments)

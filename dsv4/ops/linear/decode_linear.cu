@@ -11,10 +11,14 @@
 // RAGGED_K (K is no multiple of a stage), WARPS, PIECES, HOLDS_SLICE and ALIGNED_X (HELD, WHOLE and
 // ALIGNED of stage_activations), DEPTH (stages of a warp's ring), CLUSTER (blocks), TURNS (slices
 // of a block), LATER (there are later_tiles: of one format, with CLUSTER and TURNS 1), RANKS (above
-// 1: y goes to the ranks as words, exchange.cuh).
-#include "decode_products.cuh"
+// 1: y goes to the ranks as words, exchange.cuh), SHARES (the rank has some tiles of a list, whose
+// words lie tile by tile), GATHERS (x comes as such words, and with it all that the list gives:
+// gathered_rows.cuh).
+#include "gathered_rows.cuh"
 
 static_assert(!LATER || (FORMAT1 < 0 && CLUSTER == 1 && TURNS == 1), "blocks have whole tiles");
+static_assert(!GATHERS || (CLUSTER == 1 && TURNS == 1), "blocks have all of K");
+static_assert(!GATHERS || (FUSED_NORM && HOLDS_SLICE), "x is read before it is written anew");
 
 // Tiles of a cluster, and where a block works on them.
 struct Work {
@@ -27,8 +31,9 @@ struct Work {
 template <int F>
 __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& rows, const Work& work,
                                                const Work& later, int rank,
-                                               const Matrices& matrices) {
-    const auto& [share, space] = work;
+                                               const Matrices& matrices, GatheredRows& gathered) {
+    const Share& share = work.share;
+    const Workspace& space = work.space;
     const int lane = threadIdx.x % WARP;
     const int warp = warp_index();
     const bf16* x = p.x + (int64)share.group * p.group_stride;
@@ -57,15 +62,27 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
                 if (lane == 0) later.space.finishes[warp] = next_finish;
             }
             pdl_wait();
-            if (RANKS > 1 && warp == 0) space.outbox->open(p.peers, p.slot, p.exchange);
+            gathered.open();
+            if (PUSHES && warp == 0) space.outbox->open(p.peers, p.slot, p.exchange);
         } else {
             __syncthreads();
         }
         // x_TK = rms_norm(x_TK, norm_weight) if FUSED_NORM; f16 rows also get a power of two
-        stage_activations<TOKENS, FUSED_NORM, is_f16(F), PIECES, HOLDS_SLICE, ALIGNED_X, THREADS>(
-            StoredRows<ALIGNED_X>{x + slice.begin, p.row_stride, p.tokens, slice.columns},
-            slice.columns, slice.stages * Stage<F>::COLUMNS, p.norm_weight, p.eps, space.x,
-            space.inverse + turn * TOKENS, space.scratch);
+        const auto stage = [&](const auto& rows) {
+            stage_activations<TOKENS, FUSED_NORM, is_f16(F), PIECES, HOLDS_SLICE, ALIGNED_X,
+                              THREADS>(rows, slice.columns, slice.stages * Stage<F>::COLUMNS,
+                                       p.norm_weight, p.eps, space.x,
+                                       space.inverse + turn * TOKENS, space.scratch);
+        };
+        if constexpr (GATHERS) {
+            // Where they lie until they are normalised.
+            bf16* first = reinterpret_cast<bf16*>(space.x);
+            const int stride = (slice.columns + 7) / 8 * 8;
+            gathered.find_first(first, slice.columns, stride);
+            stage(FirstProduct{first, stride});
+        } else {
+            stage(StoredRows<ALIGNED_X>{x + slice.begin, p.row_stride, p.tokens, slice.columns});
+        }
         float* partials = space.partials + turn * (share.tiles() + WARPS - 1) * TILE_OUTPUTS;
         own.multiply(ring, space.x, partials, warp, lane, fetch_next);
         if (LATER)
@@ -76,12 +93,13 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
 }
 
 __device__ __forceinline__ void multiply(const Product& p, const Work& work, const Work& later,
-                                         int rank, const Matrices& matrices) {
+                                         int rank, const Matrices& matrices,
+                                         GatheredRows& gathered) {
     if constexpr (FORMAT1 >= 0) {
         if (work.share.second)
-            return multiply_tiles<FORMAT1>(p, p.second, work, later, rank, matrices);
+            return multiply_tiles<FORMAT1>(p, p.second, work, later, rank, matrices, gathered);
     }
-    multiply_tiles<FORMAT0>(p, p.first, work, later, rank, matrices);
+    multiply_tiles<FORMAT0>(p, p.first, work, later, rank, matrices, gathered);
 }
 
 template <typename Emit>
@@ -109,7 +127,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   const char* data1, const char* scale1, int tiles1, int clusters1, int scale_shift,
                   const float* global_scale, const int4* table, int matrices, int rows,
                   int float32_out, int x_bytes, int partial_bytes, const int64* peers, int64 slot,
-                  int exchange, int later_tiles) {
+                  int exchange, int later_tiles, int first_tile0, int first_tile1,
+                  int listed_tiles, const int4* gathered_table, int gathered_matrices,
+                  int gathered_tiles0, int gathered_tiles1, int x_tile, char* gathered_memory,
+                  int64 rank_words) {
     pdl_launch();
     if (knows_tokens(TOKENS)) tokens = TOKENS;
     extern __shared__ __align__(SLOT_LINE_BYTES) char shared[];
@@ -126,9 +147,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                              y,
                              columns,
                              slice_columns,
-                             {data0, scale0, tiles0, clusters0},
+                             {data0, scale0, tiles0, clusters0, first_tile0},
                              groups,
-                             {data1, scale1, tiles1, clusters1},
+                             {data1, scale1, tiles1, clusters1, first_tile1},
                              scale_shift,
                              global_scale,
                              table,
@@ -138,7 +159,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                              peers,
                              slot,
                              exchange,
-                             later_tiles};
+                             later_tiles,
+                             listed_tiles};
     char* x_shared = shared + WARPS * DEPTH * SLOT;
     const Matrices listed(product);
     const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
@@ -159,8 +181,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (FUSED_NORM) {
         for (int i = threadIdx.x * 32; i < columns; i += THREADS * 32) prefetch_l2(norm_weight + i);
     }
+    __shared__ int4 gathered_entries[GATHERS ? MAX_MATRICES : 1];
+    if (GATHERS && threadIdx.x < gathered_matrices)
+        gathered_entries[threadIdx.x] = gathered_table[threadIdx.x];
+    GatheredRows gathered = {slot,
+                             rank_words,
+                             exchange,
+                             gathered_entries,
+                             gathered_matrices,
+                             gathered_tiles0,
+                             gathered_tiles1,
+                             x_tile,
+                             gathered_memory};
+    gathered.reach(peers);
     // y_TN = F.linear(x_TK, dequantize(weight_NK)), as partial tiles
-    multiply(product, work, later, rank, listed);
+    multiply(product, work, later, rank, listed, gathered);
     const int warp = warp_index();
     if constexpr (CLUSTER == 1) {
         const auto emit = [&](const Destination& to, int, int output, float value) {
@@ -168,6 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         };
         collect(product, work, rank, listed, emit);
         if (LATER) collect(product, later, rank, listed, emit);
+        if (GATHERS) gathered.store();
     } else {
         // Tile t is finished by the block of rank t % CLUSTER: [t / CLUSTER][rank of the
         // sender][output].

@@ -128,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     char* x_shared = shared + WARPS * DEPTH * SLOT;
     float* partials = reinterpret_cast<float*>(x_shared + x_bytes);
     assert_shared_memory(x_shared - shared + x_bytes + partial_bytes);
-    const Rows weight0 = {data0, scale0, tiles0, clusters0};
-    const Rows weight1 = {data1, scale1, tiles1, clusters1};
+    const Rows weight0 = {data0, scale0, tiles0, clusters0, 0};
+    const Rows weight1 = {data1, scale1, tiles1, clusters1, 0};
     const Product first =
         MatrixProduct{x,       row_stride, group_stride, tokens,      y,             columns,
                       weight0, groups,     rows,         scale_shift, global_scale0, 0};

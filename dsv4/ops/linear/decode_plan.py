@@ -10,6 +10,7 @@ from typing import NamedTuple
 from dsv4.launch.constants import SLOT_LINE_BYTES, STAGE_SCALE_BYTES
 from dsv4.launch.kernel import Defines, ceil_div, round_up
 from dsv4.launch.target import Target
+from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.weights.packed import chunk_columns
 from dsv4.weights.quant import QuantFormat
 
@@ -120,7 +121,30 @@ def plan_linear(shape: ProductShape, tokens: int, target: Target) -> LinearPlan:
     K is shared as the next power of two of tokens needs it: so a token's sums have the same order,
     and the same bits, among 5, 6, 7 and 8 tokens.
     """
-    sharing = _share_columns(_tightest(shape, tokens, target))
+    return _deepest(shape, tokens, target, _share_columns(_tightest(shape, tokens, target)))
+
+
+@functools.cache
+def plan_share(shape: ProductShape, tokens: int, target: Target) -> LinearPlan:
+    """The plan of the tiles that a rank has of a list.
+
+    They are so few that blocks share K, in clusters of 1, 2 or 4: those by which the busiest block
+    has least to do, and of equals the largest, which were faster. So a token's sums have the same
+    order in steps of every length. Raises ``ValueError`` as ``plan_linear``.
+    """
+    problem = _tightest(shape, MAX_DECODE_TOKENS, target)
+    loads = {}
+    for cluster in (4, 2, 1):
+        sharing = _Sharing(cluster, cluster)
+        plan = _plan(problem, sharing)
+        if plan is not None:
+            loads[sharing] = _tiles_per_cluster(shape, plan.clusters) / cluster
+    sharing = min(loads, key=loads.__getitem__) if loads else _share_columns(problem)
+    return _deepest(shape, tokens, target, sharing)
+
+
+def _deepest(shape: ProductShape, tokens: int, target: Target, sharing: "_Sharing") -> LinearPlan:
+    """The plan with K shared so whose rings have most stages."""
     plans = (_plan(_Problem(shape, tokens, target, depth), sharing) for depth in _DEPTHS)
     return next(plan for plan in plans if plan is not None)
 

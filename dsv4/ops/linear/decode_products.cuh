@@ -1,24 +1,35 @@
 // What the decode kernels of linear layers share: which row tiles a block has, where their outputs
 // go, how K is cut, which stages a warp fetches, and how the sums of the warps meet.
 //
-// Defines: FORMAT0, FORMAT1, TOKENS, WARPS, DEPTH, CLUSTER, TURNS, RANKS of decode_linear.cu.
+// Defines: FORMAT0, FORMAT1, TOKENS, WARPS, DEPTH, CLUSTER, TURNS, RANKS, SHARES and GATHERS of
+// decode_linear.cu.
 #pragma once
 #include "columns.cuh"
 #include "exchange.cuh"
 #include "weight_tile.cuh"
+
+#ifndef SHARES
+#define SHARES 0
+#endif
+#ifndef GATHERS
+#define GATHERS 0
+#endif
 
 // MAX_MATRICES and MAX_SLICES as in decode_plan.py.
 constexpr int MAX_MATRICES = 8;
 static_assert(MAX_MATRICES <= WARP, "a warp has one in each lane");
 constexpr int MAX_SLICES = 8;
 constexpr int TILE_OUTPUTS = TILE_ROWS * TOKENS, THREADS = WARPS * WARP;
+// Whether the results go to the ranks instead of to y.
+constexpr bool PUSHES = RANKS > 1 && !GATHERS;
 // Bytes of a slot of the warps' rings.
 constexpr int SLOT = slot_bytes(FORMAT0, FORMAT1);
 
-// Row tiles of one format, `tiles` of them (per group) for `clusters` clusters (per group).
+// Row tiles of one format: `tiles` of them (per group) for `clusters` clusters (per group), from
+// `begin` on.
 struct Rows {
     const char *data, *scale;
-    int tiles, clusters;
+    int tiles, clusters, begin;
 };
 
 // x + token · row_stride + group · group_stride, [tokens, columns]. Clusters [0, groups ·
@@ -27,7 +38,8 @@ struct Rows {
 // matrix (first tile, tiles of `second` following those of `first`; rows; y offset in bytes per
 // token; 1 for float32) with its global_scale; null: one matrix of groups · rows rows to y [tokens,
 // groups · rows]. `later_tiles` of a list follow those of `first` and are dealt to the same
-// clusters: steps that leave them out compute the others in the same way.
+// clusters: steps that leave them out compute the others in the same way. listed_tiles: how many
+// tiles of the first format `table` has, also where `first` has a rank's share of them.
 struct Product {
     const bf16* x;
     int row_stride, group_stride, tokens;
@@ -45,7 +57,7 @@ struct Product {
     const int64* peers;
     int64 slot;
     int exchange;
-    int later_tiles;
+    int later_tiles, listed_tiles;
 
     __device__ __forceinline__ int padded_columns() const { return (columns + 63) / 64 * 64; }
 };
@@ -65,8 +77,9 @@ struct Share {
         const int group_tile = p.table ? 0 : group * p.rows / TILE_ROWS;
         const int limit = p.table ? 1 << 30 : (p.groups * p.rows + TILE_ROWS - 1) / TILE_ROWS;
         // Below 2^32: a launch has at most a few hundred clusters.
-        begin = group_tile + (unsigned)member * tiles / (unsigned)members;
-        const int next = group_tile + (unsigned)(member + 1) * tiles / (unsigned)members;
+        const int first = group_tile + (second ? p.second.begin : p.first.begin);
+        begin = first + (unsigned)member * tiles / (unsigned)members;
+        const int next = first + (unsigned)(member + 1) * tiles / (unsigned)members;
         end = max(begin, min(limit, next));
     }
 
@@ -113,7 +126,7 @@ struct Destination {
     // The whole warp.
     __device__ __forceinline__ Destination(const Product& p, const Matrices& matrices,
                                            const Share& share, int tile) {
-        const int listed = share.begin + tile + (share.second ? p.first.tiles : 0);
+        const int listed = share.begin + tile + (share.second ? p.listed_tiles : 0);
         const int m = __popc(__ballot_sync(~0u, listed >= matrices.entry.x)) - 1;
         rows = __shfl_sync(~0u, matrices.entry.y, m);
         first_row = (listed - __shfl_sync(~0u, matrices.entry.x, m)) * TILE_ROWS;
@@ -123,6 +136,13 @@ struct Destination {
         const int group_row = p.table ? 0 : share.group * p.rows;
         begin = group_row - first_row;
         end = (p.table ? rows : min(rows, group_row + p.rows)) - first_row;
+        if constexpr (SHARES) {
+            // Words of a rank's tile lie behind those of its other ones.
+            first_row = (share.begin + tile - (share.second ? p.second.begin - p.first.tiles
+                                                            : p.first.begin)) *
+                        TILE_ROWS;
+            begin = 0, end = TILE_ROWS;
+        }
     }
 
     // Whether there is such an output; `output`: 16 · token + row.
@@ -141,7 +161,8 @@ struct Destination {
 
     __device__ __forceinline__ void push(const Outbox& outbox, int tokens, int output,
                                          float value) const {
-        if (has(tokens, output)) outbox.push(at(output), value * global_scale);
+        if (!has(tokens, output)) return;
+        outbox.push(SHARES ? (int64)first_row * tokens + output : at(output), value * global_scale);
     }
 
    private:
@@ -380,6 +401,6 @@ __device__ __forceinline__ void collect_tiles(const Product& p, const Share& sha
 // To all ranks, or to y.
 __device__ __forceinline__ void send_or_store(const Destination& to, const Outbox& outbox,
                                               int tokens, int output, float value) {
-    if constexpr (RANKS > 1) to.push(outbox, tokens, output, value);
+    if constexpr (PUSHES) to.push(outbox, tokens, output, value);
     else to.store(tokens, output, value);
 }

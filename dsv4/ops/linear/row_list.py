@@ -78,6 +78,11 @@ class PackedRows(RowList):
         (tiles,) = launch.shape.tiles
         return launch.shape._replace(tiles=(tiles - later,), later=later)
 
+    def first_tile(self, launch: ListLaunch) -> int:
+        """Where the first matrix begins among the tiles of its launch."""
+        formats = [part.format for part in launch.parts]
+        return sum(part.tiles for part in launch.parts[: formats.index(self.weights[0].format)])
+
     def check(self, x: Tensor) -> None:
         """Raises ``ValueError`` when x is not bfloat16 ``[T, K]`` with the K of the list."""
         check_operands(x, self.weights[0], torch.bfloat16)
