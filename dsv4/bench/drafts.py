@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.bench.geometry_bytes import serves_choice, stored_bytes
+from dsv4.bench.geometry_bytes import read_bytes, serves_choice, stored_bytes
 from dsv4.bench.layer_times import keep_everything
 from dsv4.checkpoint import Layout
 from dsv4.config import ModelConfig
@@ -177,7 +177,8 @@ class DraftBytes:
         ``dense``: in a dense step.
         """
         main = [found for found in self._main() if not (dense and serves_choice(found))]
-        return self._sum(distinct, main) + self._sum(0, self._remembered())
+        remembered = sum(stored_bytes(found, self.layout) for found in self._remembered())
+        return self._sum(distinct, main) + remembered
 
     def draft(self, drafts: int, distinct: float) -> float:
         """So many drafts, of rows that take ``distinct`` experts a stage."""
@@ -222,4 +223,4 @@ class DraftBytes:
         )
 
     def _size(self, parameter: Parameter) -> int:
-        return stored_bytes(parameter, self.layout)
+        return read_bytes(parameter, self.layout, self.ranks)

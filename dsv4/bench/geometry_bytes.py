@@ -12,6 +12,15 @@ from dsv4.parallel.sharding import local_parameters
 from dsv4.weights.parameters import MtpKind, Parameter, Role, layer_of, parameters
 from dsv4.weights.quant import packed_bytes
 
+# As Attention.input_rows.
+_INPUT_ROWS = (
+    "attn.wq_a.weight",
+    "attn.wkv.weight",
+    "compressor.wkv.weight",
+    "compressor.wgate.weight",
+    "indexer.weights_proj.weight",
+)
+
 
 def token_bytes(
     config: ModelConfig, layout: Layout, ranks: int = 1, dense: bool = False
@@ -25,12 +34,20 @@ def token_bytes(
             continue
         if dense and serves_choice(parameter):
             continue
-        nbytes = stored_bytes(parameter, layout)
+        nbytes = read_bytes(parameter, layout, ranks)
         if parameter.role is Role.EXPERT:
             nbytes = nbytes * config.num_experts_per_tok // config.n_routed_experts
         layer = layer_of(parameter.name)
         totals["head" if layer is None else KIND_OF_RATIO[config.compress_ratios[layer]]] += nbytes
     return dict(totals)
+
+
+def read_bytes(parameter: Parameter, layout: Layout, ranks: int) -> int:
+    """Bytes that each of ``ranks`` reads of it in a decode step: a share of attention's input rows
+    (docs/tensor_parallel.md#the-input-rows).
+    """
+    nbytes = stored_bytes(parameter, layout)
+    return nbytes // ranks if parameter.name.endswith(_INPUT_ROWS) else nbytes
 
 
 def serves_choice(parameter: Parameter) -> bool:

@@ -10,12 +10,17 @@ import torch
 from dsv4.bench import random_engine
 from dsv4.bench.__main__ import main
 from dsv4.bench.geometry import prefill_rate
-from dsv4.bench.geometry_bytes import token_bytes
+from dsv4.bench.geometry_bytes import read_bytes, stored_bytes, token_bytes
 from dsv4.bench.random_engine import refuse_if_too_large
 from dsv4.checkpoint import Geometry, Layout, geometry_config
+from dsv4.checkpoint.layouts import format_in
 from dsv4.config import CSA_RATIO, ModelConfig
 from dsv4.errors import UserError
+from dsv4.model import Transformer
+from dsv4.ops.tables import CUDA_TABLE
 from dsv4.parallel.placement import Placement, Stage
+from dsv4.step.planned import planned_weight
+from dsv4.weights.parameters import parameters
 
 # GB per token by published parameter counts and formats (six routed experts and the shared one, no
 # embedding).
@@ -39,6 +44,27 @@ def test_bytes_per_token_of_the_published_models(geometry: Geometry, layout: Lay
     layers = config.compress_ratios.count(CSA_RATIO)
     # FP8 or NVFP4, with their scales.
     assert 0.5 < (whole - dense) / (asked * layers) < 1.01
+
+
+def test_ranks_read_a_share_of_the_input_rows() -> None:
+    """Of those of the layer, as the model lists them."""
+    config = ModelConfig.from_dict(geometry_config("v4-flash", 3))
+    found = parameters(config)
+    weights = {
+        one.name: planned_weight(one, format_in("nvfp4-experts", one)) for one in found.values()
+    }
+    devices = (torch.device("meta"),) * 3
+    model = Transformer.build(config, weights, CUDA_TABLE.packing, devices, torch.bfloat16)
+    shared = {
+        name
+        for name, one in found.items()
+        if read_bytes(one, "nvfp4-experts", 4) < stored_bytes(one, "nvfp4-experts")
+    }
+    # Windows, windows, CSA.
+    rows = [block.attn.input_rows for segment in model.segments for block in segment.blocks]
+    assert [len(one.weights) for one in rows] == [2, 2, 7]
+    shapes = sorted(tuple(weight.shape) for one in rows for weight in one.weights)
+    assert sorted(tuple(found[name].shape) for name in shared) == shapes
 
 
 def test_a_slice_has_the_first_layers() -> None:
