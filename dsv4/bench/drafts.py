@@ -186,7 +186,7 @@ class DraftBytes:
             return 0.0
         head = self._parameters()[HEAD]
         module = [found for found in self._module() if not self._is_apart(found.name)]
-        total = self._sum(distinct, module) + self._size(head)
+        total = self._sum(distinct, [*module, head])
         if self.kind == "classic":
             return total * drafts
         markov = [found for found in self._module() if found.name.endswith("markov_w2.weight")]
@@ -216,11 +216,9 @@ class DraftBytes:
         return [found for found in self._module() if found.name.endswith(_REMEMBERED)]
 
     def _sum(self, distinct: float, found: Iterable[Parameter]) -> float:
+        sizes = read_bytes(self._parameters().values(), self.layout, self.ranks)
         return sum(
-            self._size(parameter)
+            sizes[parameter.name]
             * (distinct / self.config.n_routed_experts if parameter.role is Role.EXPERT else 1.0)
             for parameter in found
         )
-
-    def _size(self, parameter: Parameter) -> int:
-        return read_bytes(parameter, self.layout, self.ranks)

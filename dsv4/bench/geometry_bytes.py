@@ -1,12 +1,14 @@
 """Weight bytes of a geometry: of a parameter, of its layers, and of a decoded token."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 
 from dsv4.checkpoint import Layout
 from dsv4.checkpoint.layouts import format_in
 from dsv4.config import KIND_OF_RATIO, ModelConfig
+from dsv4.ops.linear.gathered_rows import is_worth_sharing
 from dsv4.parallel.placement import bytes_by_layer
 from dsv4.parallel.sharding import local_parameters
 from dsv4.weights.parameters import MtpKind, Parameter, Role, layer_of, parameters
@@ -29,12 +31,14 @@ def token_bytes(
     over its layers); of several ranks those of each. ``dense``: in a dense step.
     """
     totals: defaultdict[str, int] = defaultdict(int)
-    for parameter in local_parameters(config, ranks, 0).values():
+    found = local_parameters(config, ranks, 0)
+    sizes = read_bytes(found.values(), layout, ranks)
+    for parameter in found.values():
         if parameter.name.startswith("embed.") or parameter.role is Role.TABLE:
             continue
         if dense and serves_choice(parameter):
             continue
-        nbytes = read_bytes(parameter, layout, ranks)
+        nbytes = sizes[parameter.name]
         if parameter.role is Role.EXPERT:
             nbytes = nbytes * config.num_experts_per_tok // config.n_routed_experts
         layer = layer_of(parameter.name)
@@ -42,12 +46,19 @@ def token_bytes(
     return dict(totals)
 
 
-def read_bytes(parameter: Parameter, layout: Layout, ranks: int) -> int:
-    """Bytes that each of ``ranks`` reads of it in a decode step: a share of attention's input rows
-    (docs/tensor_parallel.md#the-input-rows).
+def read_bytes(found: Iterable[Parameter], layout: Layout, ranks: int) -> dict[str, int]:
+    """Bytes of every parameter, by name, that each of ``ranks`` reads in a decode step: a share of
+    attention's input rows, where they share them (docs/tensor_parallel.md#the-input-rows).
     """
-    nbytes = stored_bytes(parameter, layout)
-    return nbytes // ranks if parameter.name.endswith(_INPUT_ROWS) else nbytes
+    sizes = {parameter.name: stored_bytes(parameter, layout) for parameter in found}
+    lists: defaultdict[str, list[str]] = defaultdict(list)
+    for name in sizes:
+        if name.endswith(_INPUT_ROWS):
+            lists[name.partition("attn.")[0]].append(name)
+    for names in lists.values():
+        if is_worth_sharing(sum(sizes[name] for name in names), ranks):
+            sizes |= {name: sizes[name] // ranks for name in names}
+    return sizes
 
 
 def serves_choice(parameter: Parameter) -> bool:

@@ -17,6 +17,7 @@ from dsv4.checkpoint.layouts import format_in
 from dsv4.config import CSA_RATIO, ModelConfig
 from dsv4.errors import UserError
 from dsv4.model import Transformer
+from dsv4.ops.linear import gathered_rows
 from dsv4.ops.tables import CUDA_TABLE
 from dsv4.parallel.placement import Placement, Stage
 from dsv4.step.planned import planned_weight
@@ -46,8 +47,9 @@ def test_bytes_per_token_of_the_published_models(geometry: Geometry, layout: Lay
     assert 0.5 < (whole - dense) / (asked * layers) < 1.01
 
 
-def test_ranks_read_a_share_of_the_input_rows() -> None:
+def test_ranks_read_a_share_of_the_input_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those of the layer, as the model lists them."""
+    monkeypatch.setattr(gathered_rows, "LEAST_SAVED", 1)
     config = ModelConfig.from_dict(geometry_config("v4-flash", 3))
     found = parameters(config)
     weights = {
@@ -55,16 +57,19 @@ def test_ranks_read_a_share_of_the_input_rows() -> None:
     }
     devices = (torch.device("meta"),) * 3
     model = Transformer.build(config, weights, CUDA_TABLE.packing, devices, torch.bfloat16)
+    sizes = read_bytes(found.values(), "nvfp4-experts", 4)
     shared = {
-        name
-        for name, one in found.items()
-        if read_bytes(one, "nvfp4-experts", 4) < stored_bytes(one, "nvfp4-experts")
+        name for name, one in found.items() if sizes[name] < stored_bytes(one, "nvfp4-experts")
     }
     # Windows, windows, CSA.
     rows = [block.attn.input_rows for segment in model.segments for block in segment.blocks]
     assert [len(one.weights) for one in rows] == [2, 2, 7]
     shapes = sorted(tuple(weight.shape) for one in rows for weight in one.weights)
     assert sorted(tuple(found[name].shape) for name in shared) == shapes
+    # Nothing that two ranks would not share in a step.
+    monkeypatch.undo()
+    sizes = read_bytes(found.values(), "nvfp4-experts", 2)
+    assert sizes == {name: stored_bytes(one, "nvfp4-experts") for name, one in found.items()}
 
 
 def test_a_slice_has_the_first_layers() -> None:

@@ -82,6 +82,14 @@ def exchange_of(launch: Launch) -> tuple[str, int]:
     return ("rows" if are_rows else "sum"), number
 
 
+def sharing_layers(planned: PlannedModel, ranks: int) -> list[int]:
+    """The layers whose input rows the ranks share: those of most bytes."""
+    is_flash = planned.config.hidden_size == 4096
+    ratios = {(True, 2): (), (True, 8): (4,), (False, 2): (4,), (False, 8): (4, 128)}
+    shared = ratios[is_flash, ranks]
+    return [layer for layer, one in enumerate(planned.config.compress_ratios) if one in shared]
+
+
 class FakeEvent:
     """Stands for ``torch.cuda.Event``."""
 

@@ -15,7 +15,14 @@ from dsv4.step import captured
 from dsv4.step.captured import CapturedRanks, Mode
 from dsv4.step.lock_step import LockStep
 from dsv4.step.recorded import RecordedStep
-from tests.ranks.planned_ranks import LoggedRanks, exchange_of, has_words, planned_ranks, pushes
+from tests.ranks.planned_ranks import (
+    LoggedRanks,
+    exchange_of,
+    has_words,
+    planned_ranks,
+    pushes,
+    sharing_layers,
+)
 from tests.step.planned_model import GPUS, PlannedModel, items_of
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -58,7 +65,8 @@ def test_words_are_polled_behind_the_pushes_of_all_ranks(
 ) -> None:
     ranks = LoggedRanks.of(planned, tokens, monkeypatch)
     ranks.step.run(tokens)
-    expected = len(planned) * (3 * LAYERS + 1)
+    shared = len(sharing_layers(planned[0], len(planned)))
+    expected = len(planned) * (2 * LAYERS + shared + 1)
     assert assert_consumers_behind_producers(ranks) == expected
     if tokens == 1:
         ranks.step.sample()

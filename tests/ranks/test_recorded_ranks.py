@@ -17,7 +17,14 @@ from dsv4.ops.trees import tensors_in
 from dsv4.parallel.meeting_bytes import exchange_bytes
 from dsv4.peers import LOGITS_EXCHANGE
 from tests.launch.simulated_memory import assert_buffers_survive
-from tests.ranks.planned_ranks import exchange_of, has_words, launches, planned_ranks, pushes
+from tests.ranks.planned_ranks import (
+    exchange_of,
+    has_words,
+    launches,
+    planned_ranks,
+    pushes,
+    sharing_layers,
+)
 from tests.step.planned_model import ENGINE, PlannedModel, geometry
 
 LAYERS = 6
@@ -82,11 +89,13 @@ def test_every_exchange_is_pushed_once_and_polled_behind_it(
     """
     for planned in (ranks[0], ranks[-1]):
         words = [launch for launch in launches(planned.record(tokens)) if has_words(launch)]
-        assert [pushes(launch) for launch in words] == [True, False] * (3 * LAYERS + 1)
+        shared = sharing_layers(planned, len(ranks))
         expected = []
         for layer in range(LAYERS):
-            expected += [("rows", 2 * layer), ("sum", 2 * layer), ("sum", 2 * layer + 1)]
+            expected += [("rows", 2 * layer)] if layer in shared else []
+            expected += [("sum", 2 * layer), ("sum", 2 * layer + 1)]
         expected.append(("sum", LOGITS_EXCHANGE))
+        assert [pushes(launch) for launch in words] == [True, False] * len(expected)
         assert [exchange_of(launch) for launch in words[::2]] == expected
         assert [exchange_of(launch) for launch in words[1::2]] == expected
         # Attention's have even numbers, the experts' odd ones.
@@ -122,14 +131,16 @@ def test_words_of_ranks_lie_inside_the_inbox_and_not_in_each_other(
                 assert number(launch, "rank_words") == peers.layout.rank_words
             assert dict(launch.shape.kernel.defines)["RANKS"] == len(ranks)
         assert max(end for found in pushed.values() for _, end in found) <= peers.layout.words
-    assert len(pushed) == 3 * LAYERS + 1
+    shared = sharing_layers(ranks[0], len(ranks))
+    assert len(pushed) == 2 * LAYERS + len(shared) + 1
     for found in pushed.values():
         assert len(found) == len(ranks)
         ends = sorted(found)
         assert all(one[1] == other[0] for one, other in pairwise(ends))
     # Sums that follow each other, the logits and shared rows have places of their own.
     spans = {of: (min(found)[0], max(found)[1]) for of, found in pushed.items()}
-    order = [("sum", 0), ("sum", 1), ("sum", LOGITS_EXCHANGE), ("rows", 0)]
+    order = [("sum", 0), ("sum", 1), ("sum", LOGITS_EXCHANGE)]
+    order += [("rows", 2 * layer) for layer in shared[:1]]
     for first, second in pairwise(order):
         assert spans[first][1] <= spans[second][0]
 

@@ -24,6 +24,10 @@ from dsv4.weights.packed import TILE_ROWS
 
 # Columns of the first product that threads hold, whatever the number of tokens (decode_plan.py).
 _MOST_COLUMNS = 4096
+# Bytes that a rank has to be spared: what an H200 reads in the time that the way of the words takes
+# with six tokens (docs/tensor_parallel.md#the-input-rows). The rule knows no number of tokens, so
+# that a token has the same bits in all of them.
+LEAST_SAVED = 19_000_000
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,19 @@ class GatheredRows:
         return self.rows.products(self.memory, self.tokens)[0]
 
 
+def is_worth_sharing(nbytes: int, ranks: int) -> bool:
+    """Whether ``ranks`` share a list of so many bytes."""
+    return nbytes * (ranks - 1) >= LEAST_SAVED * ranks
+
+
 def share_of_tiles(recording: Recording, rows: PackedRows) -> TileShare | None:
     """This rank's tiles of a list; None where every rank multiplies all of them."""
     peers = recording.peers
     if peers is None or not rows.gathered or len(rows.launches) != 1:
         return None
     (launch,) = rows.launches
+    if not is_worth_sharing(launch.nbytes, peers.ranks):
+        return None
     share = TileShare.of(launch.shape.tiles, peers.rank, peers.ranks)
     words = sum(share.tiles) * TILE_ROWS * MAX_DECODE_TOKENS
     fits = words <= peers.layout.rank_words and rows.weights[0].shape[0] <= _MOST_COLUMNS

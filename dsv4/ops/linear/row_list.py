@@ -31,6 +31,11 @@ class FormatRows:
         """Row tiles of all matrices together."""
         return self.data.shape[0]
 
+    @property
+    def nbytes(self) -> int:
+        """With their scales."""
+        return self.data.nbytes + (0 if self.block_scale is None else self.block_scale.nbytes)
+
 
 @dataclass(frozen=True)
 class ListLaunch:
@@ -44,6 +49,11 @@ class ListLaunch:
     shape: ProductShape
     table: Tensor
     global_scale: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """What a launch of all rows reads."""
+        return sum(part.nbytes for part in self.parts)
 
 
 @dataclass(frozen=True)

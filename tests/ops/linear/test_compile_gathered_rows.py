@@ -53,7 +53,7 @@ def opcodes(sass: str, pattern: str) -> list[str]:
 @pytest.mark.parametrize("tokens", [1, 4, 7, 8])
 @pytest.mark.parametrize(
     ("ranks", "format", "architecture"),
-    [(2, FP8, "sm_90a"), (8, NVFP4, "sm_90a"), (8, FP8, "sm_100a")],
+    [(4, FP8, "sm_90a"), (8, NVFP4, "sm_90a"), (8, FP8, "sm_100a")],
 )
 def test_nothing_spills(ranks: int, format: QuantFormat, architecture: str, tokens: int) -> None:
     for kernel in kernels(ranks, tokens, format, architecture):

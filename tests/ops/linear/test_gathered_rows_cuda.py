@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4.launch.program import Program
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
-from dsv4.ops.linear import decode
+from dsv4.ops.linear import decode, gathered_rows
 from dsv4.ops.linear.bench import random_weight
 from dsv4.ops.linear.gathered_rows import GatheredRows
 from dsv4.ops.linear.row_list import pack_rows
@@ -36,6 +36,12 @@ LAYERS = {
     "Flash CSA": (4096, 1024, FP8, CSA, (4096, 8192)),
     "Flash CSA, NVFP4": (4096, 1024, NVFP4, CSA, (4096, 8192)),
 }
+
+
+@pytest.fixture(autouse=True)
+def _share_all_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that two ranks would multiply whole."""
+    monkeypatch.setattr(gathered_rows, "LEAST_SAVED", 0)
 
 
 class Layer:
