@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4.launch.items import Launch
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
-from dsv4.ops.linear import decode, decode_plan, grouped_linear, linear
+from dsv4.ops.linear import decode, decode_plan, decode_product, grouped_linear, linear
 from dsv4.ops.linear.row_list import pack_rows, packed_rows
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat
@@ -205,7 +205,7 @@ def test_a_plan_has_the_memory_that_the_kernel_takes(
 ) -> None:
     """The kernel traps where it has less. Here the plan asks for no more than it has counted."""
     monkeypatch.setattr(decode_plan, "LEAST_SHARED", 0)
-    monkeypatch.setattr(decode, "plan_linear", decode_plan.plan_linear.__wrapped__)
+    monkeypatch.setattr(decode_product, "plan_linear", decode_plan.plan_linear.__wrapped__)
     recorded = recording(tokens, 2)
     x = normal(tokens, 96, seed=1).bfloat16()
     decode.linear(recorded, x, pack_weight(normal_weight(format, 40, 96)))
