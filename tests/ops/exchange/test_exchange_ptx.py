@@ -2,8 +2,6 @@
 that are planted in them change.
 """
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,10 +12,10 @@ from dsv4.launch.target import Target
 from dsv4.ops.exchange import decode, sum_ranks
 from dsv4.ops.exchange.words import WordSum
 from dsv4.ops.hyper_connection import decode as hc_decode
-from dsv4.parallel.rank_state import connect
-from dsv4.peers import InboxLayout, Peers
+from dsv4.peers import InboxLayout
 from tests.ops.cases import normal
 from tests.ops.exchange.on_gpu import write
+from tests.ops.exchange.one_inbox import CPU, ranks_of_one_inbox
 from tests.ops.hyper_connection.meta import arguments
 from tests.ptx.faults import Deadlock
 from tests.ptx.nvrtc import SourceEdit, run_recorded
@@ -26,7 +24,6 @@ from tests.ptx.schedule import SCHEDULES
 pytestmark = pytest.mark.slow
 
 ARCHITECTURE = "sm_90a"
-CPU = torch.device("cpu")
 WIDTH = 128
 STEP = 7
 FAULTS = {
@@ -48,21 +45,7 @@ class Room:
     """The last rank of ``ranks``, with all that its kernels reach by addresses in one piece."""
 
     def __init__(self, ranks: int, tokens: int) -> None:
-        layout = InboxLayout(ranks, WIDTH, 250)
-        made = connect(layout, [CPU] * ranks, 16)[-1]
-        # Words are read 16 bytes at a time.
-        table = made.table_P.numel() + made.table_P.numel() % 2
-        self.memory = torch.zeros(table + layout.words + 4, dtype=torch.int64)
-        inbox = self.memory[table : table + layout.words]
-        step_4, fault_4 = self.memory[-4:].view(torch.int32).split(4)
-        table_P = self.memory[: made.table_P.numel()]
-        table_P.copy_(made.table_P)
-        addresses = [inbox.data_ptr(), step_4.data_ptr(), fault_4.data_ptr()]
-        table_P[ranks : ranks + 3] = torch.tensor(addresses)
-        self.peers: Peers = dataclasses.replace(
-            made, table_P=table_P, inbox=inbox, step_4=step_4, fault_4=fault_4
-        )
-        step_4[0] = STEP
+        self.peers = ranks_of_one_inbox(InboxLayout(ranks, WIDTH, 250), 16, STEP)[-1]
         self.words = WordSum(2, tokens, WIDTH)
         self.parts = [normal(tokens, WIDTH, seed=rank) for rank in range(ranks)]
         # Sums of these differ in every order of the ranks.

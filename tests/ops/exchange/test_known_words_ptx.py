@@ -2,8 +2,6 @@
 arrive, and what is planted is counted.
 """
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -11,16 +9,15 @@ from dsv4.launch.items import Launch
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.exchange.known_words import check_known, push_known
-from dsv4.parallel.rank_state import connect
-from dsv4.peers import InboxLayout, Peers
+from dsv4.peers import InboxLayout
 from tests.ops.exchange.on_gpu import words_at
+from tests.ops.exchange.one_inbox import CPU, ranks_of_one_inbox
 from tests.ptx.faults import Deadlock
 from tests.ptx.nvrtc import SourceEdit, run_recorded
 
 pytestmark = pytest.mark.slow
 
 ARCHITECTURE = "sm_90a"
-CPU = torch.device("cpu")
 WIDTH = 80
 TOKENS = 3
 FAULTS = {
@@ -44,20 +41,7 @@ class Room:
     """Ranks that all push into one inbox, which one of them checks: all in one piece of memory."""
 
     def __init__(self, ranks: int, step: int = 5) -> None:
-        layout = InboxLayout(ranks, WIDTH, ranks)
-        made = connect(layout, [CPU] * ranks, TOKENS)
-        table = made[0].table_P.numel() + made[0].table_P.numel() % 2
-        memory = torch.zeros(table + layout.words + 4, dtype=torch.int64)
-        inbox = memory[table : table + layout.words]
-        step_4, fault_4 = memory[-4:].view(torch.int32).split(4)
-        step_4[0] = step
-        table_P = memory[: made[0].table_P.numel()]
-        addresses = [inbox.data_ptr()] * (ranks + 1) + [step_4.data_ptr(), fault_4.data_ptr()]
-        table_P[: ranks + 3] = torch.tensor(addresses)
-        self.ranks: list[Peers] = [
-            dataclasses.replace(one, table_P=table_P, inbox=inbox, step_4=step_4, fault_4=fault_4)
-            for one in made
-        ]
+        self.ranks = ranks_of_one_inbox(InboxLayout(ranks, WIDTH, ranks), TOKENS, step)
         self.wrong_1 = torch.zeros(1, dtype=torch.int32)
 
     def launches(self, rank: int) -> tuple[Launch, Launch]:

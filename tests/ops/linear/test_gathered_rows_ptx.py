@@ -14,10 +14,10 @@ from dsv4.launch.target import Target
 from dsv4.ops.linear import decode, gathered_rows, linear
 from dsv4.ops.linear.gathered_rows import GatheredRows
 from dsv4.ops.linear.row_list import PackedRows, pack_rows, packed_rows
-from dsv4.parallel.rank_state import connect
-from dsv4.peers import InboxLayout, Peers
+from dsv4.peers import InboxLayout
 from dsv4.weights.quant import QuantFormat
 from tests.ops.cases import normal
+from tests.ops.exchange.one_inbox import CPU, ranks_of_one_inbox
 from tests.ops.linear.normal_weight import normal_weight
 from tests.ops.linear.test_decode_linear_ptx import assert_product
 from tests.ops.linear.test_later_tiles_ptx import normalised
@@ -28,7 +28,6 @@ from tests.ptx.schedule import SCHEDULES
 pytestmark = pytest.mark.slow
 
 ARCHITECTURE = "sm_90a"
-CPU = torch.device("cpu")
 NVFP4 = QuantFormat.NVFP4
 FP8 = QuantFormat.FP8_BLOCK128
 BF16 = QuantFormat.BF16
@@ -67,18 +66,7 @@ class Ranks:
     """Ranks that all push into one inbox, in one piece of memory with all that they reach."""
 
     def __init__(self, formats: list[tuple[QuantFormat, int]], ranks: int, tokens: int) -> None:
-        layout = InboxLayout(ranks, 512, ranks)
-        made = connect(layout, [CPU] * ranks, tokens)
-        table = made[0].table_P.numel() + made[0].table_P.numel() % 2
-        memory = torch.zeros(table + layout.words + 4, dtype=torch.int64)
-        inbox = memory[table : table + layout.words]
-        step_4, fault_4 = memory[-4:].view(torch.int32).split(4)
-        step_4[0] = STEP
-        table_P = memory[: made[0].table_P.numel()]
-        addresses = [inbox.data_ptr()] * (ranks + 1) + [step_4.data_ptr(), fault_4.data_ptr()]
-        table_P[: ranks + 3] = torch.tensor(addresses)
-        own = {"table_P": table_P, "inbox": inbox, "step_4": step_4, "fault_4": fault_4}
-        self.ranks: list[Peers] = [replace(one, **own) for one in made]
+        self.ranks = ranks_of_one_inbox(InboxLayout(ranks, 512, ranks), tokens, STEP)
         self.tokens = tokens
         self.x = normal(tokens, COLUMNS, seed=1).bfloat16()
         self.inputs = [normal_weight(format, rows, COLUMNS) for format, rows in formats]
