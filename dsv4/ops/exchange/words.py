@@ -42,38 +42,36 @@ NOT_RECEIVED = Words((), {**NOT_SENT.arguments, "rank_words": 0})
 
 def outgoing(recording: Recording, words: WordSum) -> Words:
     """For the kernel that pushes this rank's part, which is recorded next."""
-    recording.send()
-    peers = _peers(recording)
-    own = peers.rank * peers.layout.rank_words
-    return _words(peers, words.exchange, peers.layout.slot(words.exchange) + own)
+    return _pushed(recording, words.exchange, _peers(recording).layout.slot(words.exchange))
 
 
 def outgoing_rows(recording: Recording) -> tuple[Words, int]:
     """For the kernel that pushes this rank's share of rows that all need, which is recorded next,
     and the number of the words: that of the next sum, in a slot of their own.
     """
-    recording.send()
-    peers = _peers(recording)
-    own = peers.rank * peers.layout.rank_words
     number = recording.exchanges
-    return _words(peers, number, peers.layout.rows_slot + own), number
+    return _pushed(recording, number, _peers(recording).layout.rows_slot), number
 
 
 def incoming(recording: Recording, words: WordSum) -> Words:
     """For the kernel that polls the parts of all ranks, which is recorded next."""
-    recording.receive()
-    peers = _peers(recording)
-    return _polled(peers, words.exchange, peers.layout.slot(words.exchange))
+    return _polled(recording, words.exchange, _peers(recording).layout.slot(words.exchange))
 
 
 def incoming_rows(recording: Recording, number: int) -> Words:
     """For the kernel that polls the shares of all ranks, which is recorded next."""
+    return _polled(recording, number, _peers(recording).layout.rows_slot)
+
+
+def _pushed(recording: Recording, number: int, slot: int) -> Words:
+    recording.send()
+    peers = _peers(recording)
+    return _words(peers, number, slot + peers.rank * peers.layout.rank_words)
+
+
+def _polled(recording: Recording, number: int, slot: int) -> Words:
     recording.receive()
     peers = _peers(recording)
-    return _polled(peers, number, peers.layout.rows_slot)
-
-
-def _polled(peers: Peers, number: int, slot: int) -> Words:
     found = _words(peers, number, slot)
     return Words(found.defines, {**found.arguments, "rank_words": peers.layout.rank_words})
 
