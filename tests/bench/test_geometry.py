@@ -69,7 +69,9 @@ def test_ranks_read_a_share_of_the_input_rows(monkeypatch: pytest.MonkeyPatch) -
     # Nothing that two ranks would not share in a step.
     monkeypatch.undo()
     sizes = read_bytes(found.values(), "nvfp4-experts", 2)
-    assert sizes == {name: stored_bytes(one, "nvfp4-experts") for name, one in found.items()}
+    assert {name for name in shared if name.startswith("layers.2.")} == {
+        name for name, one in found.items() if sizes[name] < stored_bytes(one, "nvfp4-experts")
+    }
 
 
 def test_a_slice_has_the_first_layers() -> None:

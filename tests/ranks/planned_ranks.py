@@ -85,8 +85,7 @@ def exchange_of(launch: Launch) -> tuple[str, int]:
 def sharing_layers(planned: PlannedModel, ranks: int) -> list[int]:
     """The layers whose input rows the ranks share: those of most bytes."""
     is_flash = planned.config.hidden_size == 4096
-    ratios = {(True, 2): (), (True, 8): (4,), (False, 2): (4,), (False, 8): (4, 128)}
-    shared = ratios[is_flash, ranks]
+    shared = (4,) if is_flash and ranks == 2 else (4, 128)
     return [layer for layer, one in enumerate(planned.config.compress_ratios) if one in shared]
 
 

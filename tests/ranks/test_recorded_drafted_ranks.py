@@ -55,17 +55,23 @@ def test_ranks_take_the_fast_kernels(planned: tuple[MtpKind, list[PlannedDrafts]
 def test_a_draft_exchanges_what_a_layer_does(
     planned: tuple[MtpKind, list[PlannedDrafts]],
 ) -> None:
-    """Two sums a stage, then the logits: each is polled before the next one is pushed."""
+    """Two sums a stage, then the logits: each is polled before the next one is pushed. Ranks of Pro
+    share the stages' input rows.
+    """
     kind, ranks = planned
+    peers = ranks[0].state.peers
+    assert peers is not None
+    shares = peers.layout.width == 7168
     for rank in (ranks[0], ranks[-1]):
         step = rank.draft_step(COUNT)
         rows = COUNT if kind == "classic" else 1
         sums = 2 * STAGES[kind]
-        exchanges = [
-            ("sum", number)
-            for row in range(rows)
-            for number in (*range(row * sums, row * sums + sums), LOGITS_EXCHANGE)
-        ]
+        exchanges = []
+        for row in range(rows):
+            for number in range(row * sums, row * sums + sums):
+                exchanges += [("rows", number)] if shares and number % 2 == 0 else []
+                exchanges.append(("sum", number))
+            exchanges.append(("sum", LOGITS_EXCHANGE))
         assert words(step) == [(pushes, e) for e in exchanges for pushes in (True, False)]
         # Logits of two rows have the same number: a row is a step.
         assert step.steps_begun == rows

@@ -176,51 +176,56 @@ struct Inbox {
         return here;
     }
 
-    // One look at Count words of `rank` from `index` on.
-    template <int Count>
-    __device__ __forceinline__ bool look(int64 index, int rank, float (&values)[Count]) const {
-        return look(first + rank * rank_bytes + 8 * index, values);
+    // Count words of each of several places, `stride` bytes apart, when all have come.
+    // sender(place): the rank that they come from.
+    template <int Places, int Count, typename Sender>
+    __device__ __forceinline__ void find_all(const char* from, int64 stride,
+                                             float (&values)[Places][Count], Sender sender) const {
+        bool here[Places];
+        bool all = true;
+#pragma unroll
+        for (int place = 0; place < Places; ++place) {
+            here[place] = look(from + place * stride, values[place]);
+            all = all && here[place];
+        }
+        if (all) return;
+        const long long end = clock64() + WAIT_CYCLES;
+        do {
+            all = true;
+#pragma unroll
+            for (int place = 0; place < Places; ++place) {
+                if (!here[place]) here[place] = look(from + place * stride, values[place]);
+                all = all && here[place];
+            }
+            if (!all && clock64() > end) {
+#pragma unroll
+                for (int place = 0; place < Places; ++place)
+                    if (!here[place]) give_up(sender(place));
+            }
+        } while (!all);
     }
 
-    // They, when they have come.
-    template <int Count>
-    __device__ __forceinline__ void find(int64 index, int rank, float (&values)[Count]) const {
-        if (!look(index, rank, values)) {
-            const long long end = clock64() + WAIT_CYCLES;
-            while (!look(index, rank, values))
-                if (clock64() > end) give_up(rank);
-        }
+    // Count words of `rank` in each of Places rows, `row_words` apart, from `index` on.
+    template <int Places, int Count>
+    __device__ __forceinline__ void find(int64 index, int rank, int row_words,
+                                         float (&values)[Places][Count]) const {
+        find_all(first + rank * rank_bytes + 8 * index, 8 * row_words, values,
+                 [&](int) { return rank; });
         stamps.note(FOUND, tag, index);
+    }
+
+    // One word of `rank`.
+    __device__ __forceinline__ float find(int64 index, int rank) const {
+        float value[1][1];
+        find(index, rank, 0, value);
+        return value[0][0];
     }
 
     // sums = values of rank 0 + those of rank 1 + …, of Count words from `index` on.
     template <int Count>
     __device__ __forceinline__ void sum(int64 index, float (&sums)[Count]) const {
-        const char* from = first + 8 * index;
         float values[RANKS][Count];
-        bool here[RANKS];
-        bool all = true;
-#pragma unroll
-        for (int rank = 0; rank < RANKS; ++rank) {
-            here[rank] = look(from + rank * rank_bytes, values[rank]);
-            all = all && here[rank];
-        }
-        if (!all) {
-            const long long end = clock64() + WAIT_CYCLES;
-            do {
-                all = true;
-#pragma unroll
-                for (int rank = 0; rank < RANKS; ++rank) {
-                    if (!here[rank]) here[rank] = look(from + rank * rank_bytes, values[rank]);
-                    all = all && here[rank];
-                }
-                if (!all && clock64() > end) {
-#pragma unroll
-                    for (int rank = 0; rank < RANKS; ++rank)
-                        if (!here[rank]) give_up(rank);
-                }
-            } while (!all);
-        }
+        find_all(first + 8 * index, rank_bytes, values, [](int rank) { return rank; });
         stamps.note(FOUND, tag, index);
 #pragma unroll
         for (int i = 0; i < Count; ++i) {

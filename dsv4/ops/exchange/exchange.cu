@@ -30,9 +30,7 @@ extern "C" __global__ void gather_logits(const int64* peers, int64 slot, int64 r
     while (first_row(rank + 1, width) <= column) ++rank;
     const int first = first_row(rank, width), rows = first_row(rank + 1, width) - first;
     const Inbox inbox(address, slot, rank_words, exchange);
-    float logit[1];
-    inbox.find(token * rows + column - first, rank, logit);
-    logits[token * width + column] = logit[0];
+    logits[token * width + column] = inbox.find(token * rows + column - first, rank);
 }
 
 // y = bf16(words of rank 0 + of rank 1 + …): the result of a sublayer by itself.

@@ -46,51 +46,35 @@ struct GatheredRows {
     }
 
     // x_TK = the first product as it is rounded, by the block into shared memory: [token][stride],
-    // zeros behind its columns. Ends with a barrier.
+    // zeros behind its columns. A thread has all tokens of its columns, whose place it computes
+    // once: here the block waits for instructions. Ends with a barrier.
     __device__ __forceinline__ void find_first(bf16* x, int columns, int stride) const {
-        constexpr int COUNT = 4, AT_ONCE = TOKENS < 4 ? TOKENS : 4;
-        const int units = stride / COUNT;
-        for (int base = threadIdx.x; base < TOKENS * units; base += AT_ONCE * THREADS) {
-            float values[AT_ONCE][COUNT];
-            bool here[AT_ONCE];
-            const auto each = [&](const auto& act) {
+        constexpr int COUNT = 2;
+        for (int column = COUNT * threadIdx.x; column < stride; column += COUNT * THREADS) {
+            float values[TOKENS][COUNT] = {};
+            if (column < columns) {
+                const Place at = place(x_tile + column / TILE_ROWS);
+                inbox.find(at.index + column % TILE_ROWS, at.rank, TILE_ROWS, values);
+            }
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) {
-                    const int unit = base + i * THREADS, token = unit / units;
-                    const int column = unit % units * COUNT;
-                    if (token < TOKENS) act(i, token, column);
-                }
-            };
-            const auto word = [&](int token, int column) {
-                Place at = place(x_tile + column / TILE_ROWS);
-                at.index += token * TILE_ROWS + column % TILE_ROWS;
-                return at;
-            };
-            // All at once, then those that have not come.
-            each([&](int i, int token, int column) {
-                const Place at = word(token, column);
-                here[i] = column >= columns || inbox.look(at.index, at.rank, values[i]);
-            });
-            each([&](int i, int token, int column) {
-                const Place at = word(token, column);
-                if (!here[i]) inbox.find(at.index, at.rank, values[i]);
-#pragma unroll
-                for (int j = 0; j < COUNT; ++j)
-                    if (column + j >= columns) values[i][j] = 0.0f;
-                store_columns(x + token * stride + column, round_columns(values[i]));
-            });
+            for (int n = 0; n < TOKENS; ++n) {
+                if (column + 1 >= columns) values[n][1] = 0.0f;
+                store_columns(x + n * stride + column, round_columns(values[n]));
+            }
         }
         __syncthreads();
     }
 
-    // products_TN = words, by all blocks; a thread for each word.
+    // products_TN = words, by all blocks; a thread for each word. The last warps first, because
+    // those have no tiles to finish.
     __device__ __forceinline__ void store() const {
         const int count = (first_tiles + second_tiles) * TILE_OUTPUTS;
-        for (int i = blockIdx.x * THREADS + threadIdx.x; i < count; i += gridDim.x * THREADS) {
+        const int group = (WARPS - 1 - warp_index()) * gridDim.x + blockIdx.x;
+        const int step = WARPS * gridDim.x * WARP;
+        for (int i = group * WARP + threadIdx.x % WARP; i < count; i += step) {
             const int tile = i / TILE_OUTPUTS, output = i % TILE_OUTPUTS;
             const Place at = place(tile);
-            float value[1];
-            inbox.find(at.index + output, at.rank, value);
+            const float value = inbox.find(at.index + output, at.rank);
             int4 matrix = table[0];
             for (int m = 1; m < matrices; ++m)
                 if (tile >= table[m].x) matrix = table[m];
@@ -98,8 +82,8 @@ struct GatheredRows {
             if (row >= matrix.y) continue;
             char* product = memory + (int64)matrix.z * TOKENS;
             const int64 to = (int64)(output / TILE_ROWS) * matrix.y + row;
-            if (matrix.w) reinterpret_cast<float*>(product)[to] = value[0];
-            else reinterpret_cast<bf16*>(product)[to] = __float2bfloat16(value[0]);
+            if (matrix.w) reinterpret_cast<float*>(product)[to] = value;
+            else reinterpret_cast<bf16*>(product)[to] = __float2bfloat16(value);
         }
     }
 };

@@ -52,7 +52,7 @@ FAULTS = {
     ),
     "all products are the first one": SourceEdit("gathered_rows.cuh", "m < matrices", "m < 1"),
     "all tokens are the first one": SourceEdit(
-        "gathered_rows.cuh", "token * TILE_ROWS + column % TILE_ROWS", "column % TILE_ROWS"
+        "gathered_rows.cuh", "at.rank, TILE_ROWS, values", "at.rank, 0, values"
     ),
 }
 
