@@ -54,6 +54,8 @@ def ptx_of(source: str, architecture: str, defines: Defines, edit: SourceEdit | 
 
 
 def _ptx_of(source: str, architecture: str, defines: Defines, edit: SourceEdit | None) -> str:
+    # Without the assembler, which takes as long as all before it.
+    architecture = architecture.replace("sm_", "compute_")
     if edit is None:
         return _compile(*translation_unit(source, architecture, defines))
     with tempfile.TemporaryDirectory() as name:
