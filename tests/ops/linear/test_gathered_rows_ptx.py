@@ -65,7 +65,13 @@ def _share_small_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 class Ranks:
     """Ranks that all push into one inbox, in one piece of memory with all that they reach."""
 
-    def __init__(self, formats: list[tuple[QuantFormat, int]], ranks: int, tokens: int) -> None:
+    def __init__(
+        self,
+        formats: list[tuple[QuantFormat, int]],
+        ranks: int,
+        tokens: int,
+        queries: tuple[int, int] = (40, 24),
+    ) -> None:
         self.ranks = ranks_of_one_inbox(InboxLayout(ranks, 512, ranks), tokens, STEP)
         self.tokens = tokens
         self.x = normal(tokens, COLUMNS, seed=1).bfloat16()
@@ -73,7 +79,7 @@ class Ranks:
         self.dtypes = [torch.bfloat16, *[torch.float32] * (len(formats) - 1)]
         low_rank = formats[0][1]
         self.norm = torch.ones(low_rank)
-        self.queries = [normal_weight(FP8, rows, low_rank) for rows in (40, 24)]
+        self.queries = [normal_weight(FP8, rows, low_rank) for rows in queries]
 
     @property
     def listed(self) -> PackedRows:
@@ -137,6 +143,15 @@ def test_the_products_of_all_ranks_are_those_of_one(listed: int, schedule: str) 
     for rank in range(len(room.ranks)):
         room.push(rank, schedule)
     room.check(*room.gather(schedule))
+
+
+def test_few_blocks_store_more_products_than_they_have_threads() -> None:
+    room = Ranks([(BF16, 76), (FP8, 256)], 2, 8, queries=(16, 8))
+    _, _, launch = room.record(0)
+    assert launch.shape.grid[0] * launch.shape.threads < room.tokens * (76 + 256)
+    for rank in range(2):
+        room.push(rank)
+    room.check(*room.gather())
 
 
 @pytest.mark.parametrize("missing", range(2))
