@@ -6,8 +6,12 @@ import torch
 
 from dsv4.parallel.rank_state import connect
 from dsv4.peers import InboxLayout, Peers
+from tests.ptx.nvrtc import SourceEdit
 
 CPU = torch.device("cpu")
+# The machine's clock counts instructions.
+SOON = SourceEdit("exchange.cuh", "WAIT_CYCLES = 10000000000ll", "WAIT_CYCLES = 100")
+"""Kernels that soon give up looking for words."""
 
 
 def ranks_of_one_inbox(layout: InboxLayout, tokens: int, step: int) -> list[Peers]:

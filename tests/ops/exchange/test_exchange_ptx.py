@@ -15,9 +15,9 @@ from dsv4.ops.hyper_connection import decode as hc_decode
 from dsv4.peers import InboxLayout
 from tests.ops.cases import normal
 from tests.ops.exchange.on_gpu import write
-from tests.ops.exchange.one_inbox import CPU, ranks_of_one_inbox
+from tests.ops.exchange.one_inbox import CPU, SOON, ranks_of_one_inbox
 from tests.ops.hyper_connection.meta import arguments
-from tests.ptx.faults import Deadlock
+from tests.ptx.faults import Deadlock, Trap
 from tests.ptx.nvrtc import SourceEdit, run_recorded
 from tests.ptx.schedule import SCHEDULES
 
@@ -106,6 +106,15 @@ def test_the_words_of_every_rank_are_waited_for(missing: int) -> None:
     room.push(missing)
     with pytest.raises(Deadlock):
         room.sums()
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_the_host_is_told_whose_words_are_missing(missing: int) -> None:
+    room = Room(4, 2)
+    room.push(missing)
+    with pytest.raises(Trap):
+        room.sums(SOON)
+    assert room.peers.fault_4.tolist() == [1, room.words.exchange, missing, STEP]
 
 
 def test_tags_that_are_not_compared_let_old_words_in() -> None:

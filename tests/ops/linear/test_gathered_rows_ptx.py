@@ -17,11 +17,11 @@ from dsv4.ops.linear.row_list import PackedRows, pack_rows, packed_rows
 from dsv4.peers import InboxLayout
 from dsv4.weights.quant import QuantFormat
 from tests.ops.cases import normal
-from tests.ops.exchange.one_inbox import CPU, ranks_of_one_inbox
+from tests.ops.exchange.one_inbox import CPU, SOON, ranks_of_one_inbox
 from tests.ops.linear.normal_weight import normal_weight
 from tests.ops.linear.test_decode_linear_ptx import assert_product
 from tests.ops.linear.test_later_tiles_ptx import normalised
-from tests.ptx.faults import Deadlock, OutOfBounds
+from tests.ptx.faults import Deadlock, OutOfBounds, Trap
 from tests.ptx.nvrtc import SourceEdit, run_recorded
 from tests.ptx.schedule import SCHEDULES
 
@@ -163,6 +163,16 @@ def test_every_rank_is_waited_for(missing: int) -> None:
             room.push(rank)
     with pytest.raises(Deadlock):
         room.gather()
+
+
+@pytest.mark.parametrize("missing", range(2))
+def test_the_host_is_told_whose_words_are_missing(missing: int) -> None:
+    room = Ranks(*LISTS[0])
+    room.push(1 - missing)
+    with pytest.raises(Trap):
+        room.gather(edit=SOON)
+    coming, *_ = room.record(0)
+    assert room.ranks[0].fault_4.tolist() == [1, coming.exchange, missing, STEP]
 
 
 def run_all(room: Ranks, edit: SourceEdit) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
