@@ -44,6 +44,14 @@ class SourceEdit(NamedTuple):
         return [self, *(() if self.also is None else self.also.all)]
 
 
+def soon(file: str, also: SourceEdit | None = None) -> SourceEdit:
+    """The only wait of a file that has an end comes to it within the looks of the machine, whose
+    clock counts warp instructions.
+    """
+    text = "const Deadline deadline"
+    return SourceEdit(file, f"{text};", f"{text}{{clock64() + 500}};", also)
+
+
 @functools.cache
 def ptx_of(source: str, architecture: str, defines: Defines, edit: SourceEdit | None = None) -> str:
     """The PTX from which the cubin of ``dsv4/ops/<source>.cu`` is made, or is with an edit.

@@ -18,7 +18,7 @@ from tests.ops.linear.meta import BF16, FP8, MXFP4, NVFP4
 from tests.ops.linear.normal_weight import normal_weight
 from tests.ops.linear.pairs import in_two_launches, output_projection
 from tests.ptx.faults import Trap
-from tests.ptx.nvrtc import SourceEdit, run_recorded
+from tests.ptx.nvrtc import SourceEdit, run_recorded, soon
 from tests.ptx.schedule import SCHEDULES, Schedule
 
 pytestmark = pytest.mark.slow
@@ -187,3 +187,10 @@ def assert_right_under(fault: str) -> None:
 def test_a_fault_is_seen(fault: str) -> None:
     with pytest.raises((AssertionError, Trap)):
         assert_right_under(fault)
+
+
+def test_a_wait_for_lost_words_has_an_end() -> None:
+    """A trap. To the machine a wait without one is a deadlock."""
+    lost = SourceEdit("hand_over.cuh", '"r"(~word)', '"r"(0)', soon("decode_pair.cu"))
+    with pytest.raises(Trap):
+        Projection(FP8, FP8, 1, 3).run(1, edit=lost)

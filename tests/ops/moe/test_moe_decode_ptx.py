@@ -15,8 +15,8 @@ from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
 from tests.ops.gpu import relative_error
-from tests.ptx.faults import Fault
-from tests.ptx.nvrtc import SourceEdit, run_recorded
+from tests.ptx.faults import Fault, Trap
+from tests.ptx.nvrtc import SourceEdit, run_recorded, soon
 from tests.ptx.schedule import SCHEDULES, Schedule
 
 pytestmark = pytest.mark.slow
@@ -159,6 +159,33 @@ def test_a_token_has_the_same_bits_in_steps_of_every_length() -> None:
         for token in (token for token in alone if token < last):
             for found, expected in zip(together, alone[token], strict=True):
                 assert torch.equal(found[token], expected[0]), (token, last)
+
+
+LOST = {
+    "scores": SourceEdit(
+        "moe_routes.cuh",
+        "numbered(launch, log_score",
+        "numbered(launch - 1, log_score",
+        soon("moe_routes.cuh"),
+    ),
+    "hidden rows": SourceEdit(
+        "hand_over.cuh",
+        '"r"(~first), "r"(~second)',
+        '"r"(0), "r"(0)',
+        soon("moe_decode.cu", soon("moe_hidden.cuh")),
+    ),
+    "sums": SourceEdit(
+        "moe_down.cuh", "numbered(launch, sum)", "numbered(launch - 1, sum)", soon("moe_down.cuh")
+    ),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_wait_for_lost_words_has_an_end(lost: str) -> None:
+    """A trap. To the machine a wait without one is a deadlock."""
+    layer = Layer(256, 128, tokens=1)
+    with pytest.raises(Trap):
+        assert_right(layer, SCHEDULES["random"], LOST[lost])
 
 
 PLANTED = {
