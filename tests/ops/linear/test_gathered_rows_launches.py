@@ -31,6 +31,10 @@ COLUMNS = 4096
 CSA = [(FP8, 1024), (FP8, 512), *((BF16, rows) for rows in (1024, 1024, 256, 256, 64))]
 
 
+# A fourth of its rows.
+FITTING = sum(rows for _, rows in CSA) // 4
+
+
 def listed(formats: list[tuple[QuantFormat, int]], gathered: bool = True) -> PackedRows:
     weights = [stored(format, rows, COLUMNS) for format, rows in formats]
     packed = pack_rows(weights, [None, None, *[torch.float32] * (len(formats) - 2)])
@@ -100,11 +104,21 @@ def test_what_is_pushed_is_gathered_from_the_same_words(
         # 7.3 MB and 9.2 MB saved.
         (listed([*CSA[:2], (BF16, 512), (BF16, 512)]), recording(0, 2)),
         (listed([*CSA[:2], (BF16, 512)]), recording(0, 8)),
-        # Two launches, and more words than an inbox has room for.
+        # Two launches, more words than an inbox has room for, and a first product of too many
+        # columns for the threads.
         (listed([*CSA, (NVFP4, 8192)]), recording(0, 8)),
-        (listed(CSA), recording(0, 4, width=512)),
+        (listed(CSA), recording(0, 4, width=FITTING - 1)),
+        (listed([(FP8, 4160), *CSA[1:]]), recording(0, 8)),
     ],
-    ids=["one rank", "not to be shared", "two ranks", "few bytes", "three formats", "small inbox"],
+    ids=[
+        "one rank",
+        "not to be shared",
+        "two ranks",
+        "few bytes",
+        "three formats",
+        "small inbox",
+        "wide x",
+    ],
 )
 def test_other_lists_are_multiplied_by_every_rank(rows: PackedRows, found: Recording) -> None:
     x = activations(found, COLUMNS)
@@ -113,6 +127,12 @@ def test_other_lists_are_multiplied_by_every_rank(rows: PackedRows, found: Recor
     for launch in launches(found):
         assert launch.arguments["peers"] is None
         assert {"SHARES", "GATHERS"}.isdisjoint(dict(launch.shape.kernel.defines))
+
+
+def test_words_may_fill_an_inbox() -> None:
+    found = recording(0, 4, width=FITTING)
+    coming, *_ = decode.linear_rows(found, activations(found, COLUMNS), listed(CSA))
+    assert isinstance(coming, GatheredRows)
 
 
 def test_words_are_not_multiplied_by_two_launches() -> None:
