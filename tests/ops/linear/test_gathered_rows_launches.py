@@ -148,15 +148,17 @@ def test_words_are_not_multiplied_by_two_launches() -> None:
 
 
 def test_few_tiles_share_k_and_many_do_not() -> None:
-    """By the busiest block: a quarter of a tile, half of one, one."""
-    for tiles, cluster in (((16, 8), 4), ((40, 26), 2), ((48, 82), 1)):
+    """By the busiest block: a quarter of a tile, half of one, one; half of one also by clusters of
+    four.
+    """
+    for tiles, cluster in (((16, 8), 4), ((40, 26), 2), ((48, 82), 1), ((16, 17), 4)):
         shape = ProductShape((FP8, BF16), tiles, COLUMNS)
         assert plan_share(shape, 1, HOPPER).cluster == cluster
         assert plan_linear(shape, 1, HOPPER).cluster == 1
 
 
 @pytest.mark.parametrize("tiles", [(16, 8), (16, 21), (48, 82), (96, 64)])
-@pytest.mark.parametrize("columns", [4096, 7168])
+@pytest.mark.parametrize("columns", [4096, 7168, 16384])
 def test_k_is_shared_alike_for_every_number_of_tokens(tiles: tuple[int, int], columns: int) -> None:
     shape = ProductShape((FP8, BF16), tiles, columns)
     plans = [plan_share(shape, tokens, HOPPER) for tokens in range(1, 9)]
