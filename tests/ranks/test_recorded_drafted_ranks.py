@@ -29,6 +29,7 @@ PLANNED: list[tuple[Geometry, MtpKind, int]] = [
     ("v4-flash", "dspark", 2),
     ("v4-flash", "dspark", 8),
     ("v4-pro", "dspark", 8),
+    ("v4-pro", "classic", 8),
 ]
 COUNT = 4
 

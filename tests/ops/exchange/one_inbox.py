@@ -9,9 +9,8 @@ from dsv4.peers import InboxLayout, Peers
 from tests.ptx.nvrtc import SourceEdit
 
 CPU = torch.device("cpu")
-# The machine's clock counts instructions.
 SOON = SourceEdit("exchange.cuh", "WAIT_CYCLES = 10000000000ll", "WAIT_CYCLES = 100")
-"""Kernels that soon give up looking for words."""
+"""Kernels soon give up looking for words, by the machine's clock, which counts instructions."""
 
 
 def ranks_of_one_inbox(layout: InboxLayout, tokens: int, step: int) -> list[Peers]:

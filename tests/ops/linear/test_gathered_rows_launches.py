@@ -29,9 +29,7 @@ BF16 = QuantFormat.BF16
 COLUMNS = 4096
 # Input rows of a CSA layer of Flash.
 CSA = [(FP8, 1024), (FP8, 512), *((BF16, rows) for rows in (1024, 1024, 256, 256, 64))]
-
-
-# A fourth of its rows.
+# What a rank of four pushes of them.
 FITTING = sum(rows for _, rows in CSA) // 4
 
 
