@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.checkpoint import tiny_config
+from dsv4.config import ModelConfig
 from dsv4.launch.items import Launch
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.exchange import decode, sum_ranks
 from dsv4.ops.exchange.words import WordSum
 from dsv4.ops.hyper_connection import decode as hc_decode
-from dsv4.peers import InboxLayout
+from dsv4.parallel.sharding import cut_of
+from dsv4.peers import LOGITS_EXCHANGE, InboxLayout
+from dsv4.weights.parameters import parameters
 from tests.ops.cases import normal
 from tests.ops.exchange.on_gpu import write
 from tests.ops.exchange.one_inbox import CPU, SOON, ranks_of_one_inbox
@@ -135,6 +139,26 @@ def test_another_order_of_the_ranks_is_another_sum() -> None:
     room = Room(4, 1)
     room.push()
     assert not torch.equal(room.sums(FAULTS["ranks are added from the last one"]), room.expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_logits_of_uneven_ranks_come_in_the_order_of_the_vocabulary(ranks: int) -> None:
+    room = Room(ranks, 3)
+    layout = room.peers.layout
+    head = parameters(ModelConfig.from_dict(tiny_config(vocab_size=layout.vocabulary)))
+    words = WordSum(LOGITS_EXCHANGE, 3, layout.head_rows)
+    whole = normal(3, layout.vocabulary, seed=1)
+    for rank in range(ranks):
+        cut = cut_of(head["head.weight"], ranks, rank)
+        assert cut is not None
+        write(room.peers, words, rank, whole[:, cut.first : cut.stop], STEP)
+    recording = room.recording()
+    decode.gather_logits(recording, words)
+    (launch,) = recording.items
+    assert isinstance(launch, Launch)
+    found = torch.full_like(whole, torch.nan)
+    run_recorded(launch, ARCHITECTURE, {"peers": room.peers.table_P, "logits": found}, 3)
+    assert torch.equal(found, whole)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

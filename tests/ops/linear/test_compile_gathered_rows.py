@@ -18,7 +18,7 @@ from dsv4.weights.quant import QuantFormat
 from tests.ops.linear.meta import activations, stored
 from tests.ops.linear.test_gathered_rows_launches import listed
 from tests.ops.recorded import HOPPER
-from tests.ops.sass import compile_once, disassemble, resources
+from tests.ops.sass import compile_once, disassemble, of_assembler_13_5, resources
 
 NVFP4 = QuantFormat.NVFP4
 FP8 = QuantFormat.FP8_BLOCK128
@@ -83,3 +83,14 @@ def test_words_are_polled_behind_the_wait() -> None:
     assert set(loads) == {"LDG.E.64.STRONG.SYS", "LDG.E.128.STRONG.SYS"}
     assert WORD_STORE not in opcodes(sass, r"STG\.E[\w.]*")
     assert opcodes(sass, r"BPT\.TRAP")
+
+
+@of_assembler_13_5
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_x_of_all_tokens_is_asked_for_at_once(tokens: int) -> None:
+    """Then by the clock, until all of it is there."""
+    _, gather = kernels(4, tokens)
+    sass = disassemble(gather.source, "sm_90a", gather.defines)
+    first, *_ = sass.partition("ACQBULK")[2].split("CS2R")
+    assert opcodes(first, r"LDG\.E\.128[\w.]*\.SYS") == ["LDG.E.128.STRONG.SYS"] * tokens
+    assert opcodes(sass, r"LDG\.E\.128[\w.]*\.SYS") == ["LDG.E.128.STRONG.SYS"] * 2 * tokens
