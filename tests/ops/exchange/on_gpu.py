@@ -15,6 +15,7 @@ from dsv4.ops.trees import map_tensors, tensors_in
 from dsv4.parallel.rank_state import connect
 from dsv4.peers import InboxLayout, Peers
 from tests.ops.cases import normal
+from tests.ops.gpu import poison
 
 CUDA = torch.device("cuda", 0)
 RANKS = (2, 4, 8)
@@ -33,12 +34,13 @@ def prepared(
     peers: Peers, tokens: int, op: Callable[..., Any], *arguments: Any
 ) -> tuple[Callable[[int], None], Any]:
     """What queues a rank's ``op(recording, *arguments)`` for a number of tokens, and the memory of
-    its result.
+    its result, which holds NaN before.
     """
     recording = Recording(Target.of(CUDA), tokens, None, peers)
     recorded = op(recording, *arguments)
     for tensor in tensors_in(recorded):
         recording.keep(tensor)
+    poison()
     program = Program(recording)
 
     def run(count: int) -> None:
