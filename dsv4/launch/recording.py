@@ -7,7 +7,7 @@ and the list of kernels to compile. ``dsv4.launch.program`` gives the buffers me
 was recorded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Argument, Call, Item, Launch, ShapeOf
 from dsv4.launch.kernel import Shape
+from dsv4.launch.left_work import Left, LeftWork
 from dsv4.launch.settled import is_settled
 from dsv4.launch.shapes import ShapesByTokens, longest_of
 from dsv4.launch.signature import signature
@@ -74,6 +75,8 @@ class Recording:
         self._settled: set[int] = set()
         self._serving: list[_Serving] = []
         self._choices: dict[int, tuple[int, list[_Serving]]] = {}
+        # By the storages of its results, the latest last.
+        self._left: dict[int, Left] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous buffer whose address is a multiple of 512 bytes. It holds anything when an
@@ -123,6 +126,7 @@ class Recording:
         declared = signature(full.kernel.source, full.kernel.function)
         declared.check({**arguments, **full.numbers})
         launch = Launch(declared, full, arguments, shape_of, dense_shape or full)
+        self._do_left(launch.tensors, launch.written_storages)
         self._check_devices(declared.kernel, launch.tensors)
         if not self.is_settled(*launch.read_early):
             raise ValueError(
@@ -136,12 +140,24 @@ class Recording:
         """Notes ``function(tokens, *tensors)``, which queues work of torch; it gets the tensors
         whole.
         """
+        self._do_left(tensors)
         self.items.append(Call(function, list(tensors)))
+
+    def leave(self, work: LeftWork) -> None:
+        """The last item leaves this to a later one."""
+        left = Left(work, self.items[-1], len(self.items))
+        self._left |= {storage_key(result): left for result in work.results}
+
+    def left(self) -> LeftWork | None:
+        """What was left last, for the next item to take along; None: it is done, or nothing was."""
+        left = next(reversed(self._left.values()), None)
+        return left.work if left is not None and left.is_undone(self.items) else None
 
     def is_settled(self, *tensors: Tensor) -> bool:
         """Whether these are complete when the next item starts, so that it may read them in front
-        of its wait.
+        of its wait. What was left of them is done first.
         """
+        self._do_left(tensors)
         unknown = {storage_key(tensor) for tensor in tensors} - self._settled
         if not is_settled(self.items, unknown):
             return False
@@ -233,6 +249,7 @@ class Recording:
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Marks a buffer as read after the last item; returns it."""
+        self._do_left((tensor,))
         self.kept.append(tensor)
         return tensor
 
@@ -244,6 +261,13 @@ class Recording:
     def zeroed_tensors(self) -> tuple[Tensor, ...]:
         """The tensors that ``zeroed`` made."""
         return tuple(self._zeroed.values())
+
+    def _do_left(self, tensors: Sequence[Tensor], written: Collection[int] = ()) -> None:
+        """Whatever was left of ``tensors`` is done, but for those that the next item writes."""
+        for key in {storage_key(tensor) for tensor in tensors} & self._left.keys():
+            left = self._left[key]
+            if key not in written and left.is_undone(self.items):
+                self.launch(left.work.shape, **left.work.arguments)
 
     def _longest(self, shape_of: ShapeOf) -> Shape:
         """The shape for the most tokens that there is one for."""

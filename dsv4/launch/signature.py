@@ -21,6 +21,7 @@ _POINTEE = {
     "float": (torch.float32,),
     "int64": (torch.int64,),
     "settled_int64": (torch.int64,),
+    "settled_float": (torch.float32,),
     "int": (torch.int32,),
     "unsigned": (torch.int32, torch.uint32),
 }
@@ -49,7 +50,7 @@ class Parameter:
     @property
     def read_early(self) -> bool:
         """Whether the kernel reads it in front of its wait (``dsv4.launch.settled``)."""
-        return self.type == "settled_int64"
+        return self.type.startswith("settled_")
 
     @property
     def names_boxes(self) -> bool:

@@ -23,15 +23,23 @@ __device__ __forceinline__ int own_warp() { return threadIdx.x / WARP; }
 // (dsv4/launch/settled.py); every thread that reads or writes anything else calls it.
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// A number that was complete when the kernel started: the recording refuses another as an argument
-// of this type.
+// Numbers that were complete when the kernel started: the recording refuses others as arguments of
+// these types.
 struct settled_int64 {
     int64 value;
+};
+struct settled_float {
+    float value;
 };
 // The compiler leaves the load where it stands, in front of pdl_wait().
 __device__ __forceinline__ int64 fetch_settled(const settled_int64* address) {
     int64 value;
     asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+__device__ __forceinline__ float fetch_settled(const settled_float* address) {
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
     return value;
 }
 

@@ -3,6 +3,7 @@
 from dsv4.launch.kernel import ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare
+from dsv4.ops.hyper_connection import HcWeights
 from dsv4.ops.hyper_connection.recorded_ops import RecordedOps
 from dsv4.ops.hyper_connection.seam import (
     Seam,
@@ -33,8 +34,11 @@ def _shapes(recording: Recording, seam: Seam, share: TokenShare) -> SeamShapes:
     mix = mix_shape(seam, multiprocessors, tokens, words, settled)
     accesses = ceil_div(seam.width, seam.form.finish_columns)
     blocks = _FINISH_BLOCKS if accesses >= _SHARED_ACCESSES else 1
-    finish = finish_shape(seam.form, tokens, splits, blocks, _MOST_WORKERS)
-    return SeamShapes(mix, finish, tokens * splits)
+    # Traced values are shown at once.
+    may_leave = isinstance(seam.weights, HcWeights) and seam.weights.leaves
+    leaves = may_leave and not recording.traced
+    finish = finish_shape(seam.form, tokens, splits, blocks, _MOST_WORKERS, leaves=leaves)
+    return SeamShapes(mix, finish, tokens * splits, leaves=leaves)
 
 
 # More, smaller blocks than in a long step: one token's columns spread over more multiprocessors.

@@ -3,19 +3,24 @@
 //
 // Defines: STREAMS (M), MIXES (rows of fn; M for the head, which has no post and comb), SPLITS
 // (partials per row), COUNT columns per access (8 or 1), GROUPS accesses per thread, WORKERS
-// threads with columns, BLOCKS (cluster size: blocks that share one token), RANKS and OWNERS (above
-// 1: the tokens are shared, and x goes to all ranks, exchange.cuh).
+// threads with columns, BLOCKS (cluster size: blocks that share one token), LEAVES (1: Sinkhorn is
+// left to a later kernel, which gets its matrix as comb), RANKS and OWNERS (above 1: the tokens are
+// shared, and x goes to all ranks, exchange.cuh).
 //
 // One cluster per token. The warp after the workers has no columns: in rank 0 it computes post and
-// comb, whose Sinkhorn iterations are as long as everything else, beside the others.
+// comb, whose Sinkhorn iterations take longer than everything else, beside the others.
 #include "cluster.cuh"
 #include "columns.cuh"
 #include "exchange.cuh"
+#include "sinkhorn.cuh"
+
+#ifndef LEAVES
+#define LEAVES 0
+#endif
 
 constexpr bool HEAD = MIXES == STREAMS;
 
-// What a lane of the last warp needs of the parameters: those of post_lane and of row `lane` of
-// comb.
+// What a lane of the last warp needs of the parameters: those of its post and of its row of comb.
 struct SideParameters {
     float post_base, post_scale, comb_base[STREAMS], comb_scale;
 };
@@ -57,91 +62,6 @@ __device__ __forceinline__ void add_partials(const Partials& in, float* sums) {
     }
 }
 
-// One half of a Sinkhorn iteration: own_j ← own_j / (own_j · Σ_k kernel_jk · other_k + eps).
-// Returns the largest distance of a divisor 1 − e from 1. The reciprocal is 1 + e + … + e^(TERMS −
-// 1) where |e| is known to be small enough for float32, and comes from the special function unit,
-// which takes longer, if TERMS is 0.
-constexpr float FOR_8_TERMS = 0.1f;
-constexpr float FOR_3_TERMS = 3e-3f;
-constexpr float SETTLED = 2.5e-7f;
-
-template <int TERMS, bool TRANSPOSED>
-__device__ __forceinline__ float balance(float (&own)[STREAMS], const float (&other)[STREAMS],
-                                         const float (&kernel)[STREAMS][STREAMS], float eps) {
-    float change = 0.0f;
-#pragma unroll
-    for (int j = 0; j < STREAMS; j++) {
-        float dot = (TRANSPOSED ? kernel[0][j] : kernel[j][0]) * other[0];
-#pragma unroll
-        for (int k = 1; k < STREAMS; k++)
-            dot = fmaf(TRANSPOSED ? kernel[k][j] : kernel[j][k], other[k], dot);
-        const float e = fmaf(-own[j], dot, 1.0f - eps), square = e * e;
-        change = fmaxf(change, fabsf(e));
-        if constexpr (TERMS == 3) {
-            own[j] = fmaf(own[j], fmaf(e, e, e), own[j]);
-        } else if constexpr (TERMS == 8) {
-            const float four = fmaf(square, 1.0f + e, 1.0f + e);
-            own[j] *= fmaf(square * square, four, four);
-        } else {
-            own[j] = __fdividef(own[j], fmaf(own[j], dot, eps));
-        }
-    }
-    return change;
-}
-
-// Row softmax + eps, then columns and rows in turn, as scaling factors: comb_jk = rows_j ·
-// kernel_jk · columns_k. Every lane computes all of it, which saves the exchange between lanes.
-// Divisors only come closer to 1. Once an iteration changes nothing by more than a rounding, the
-// rest would not either.
-__device__ __forceinline__ void sinkhorn(const float* sums, float rms, const SideParameters& p,
-                                         float eps, int iterations, float* comb_out,
-                                         float* scratch) {
-    const int lane = threadIdx.x % WARP, own = lane < STREAMS ? lane : 0;
-    float row[STREAMS], largest = -3.4e38f, total = 0.0f;
-#pragma unroll
-    for (int k = 0; k < STREAMS; k++) {
-        const int mix = 2 * STREAMS + own * STREAMS + k;
-        row[k] = fmaf(sums[mix] * rms, p.comb_scale, p.comb_base[k]);
-        largest = fmaxf(largest, row[k]);
-    }
-    // kernel_MM = softmax(mixes[2 * M :].view(M, M) * rms * scale[2] + base[2 * M :], -1) + eps
-#pragma unroll
-    for (int k = 0; k < STREAMS; k++) total += row[k] = expf(row[k] - largest);
-#pragma unroll
-    for (int k = 0; k < STREAMS; k++) scratch[own * STREAMS + k] = row[k] / total + eps;
-    __syncwarp();
-    float kernel[STREAMS][STREAMS], rows[STREAMS], columns[STREAMS];
-#pragma unroll
-    for (int j = 0; j < STREAMS; j++) {
-        rows[j] = columns[j] = 1.0f;
-#pragma unroll
-        for (int k = 0; k < STREAMS; k++) kernel[j][k] = scratch[j * STREAMS + k];
-    }
-    // In turn: comb /= comb.sum(-2, keepdim=True) + eps; comb /= comb.sum(-1, keepdim=True) + eps
-    float change = 1.0f;
-    balance<0, true>(columns, rows, kernel, eps);
-    int iteration = 1;
-    for (; iteration < iterations && change > FOR_8_TERMS; iteration++) {
-        change = balance<0, false>(rows, columns, kernel, eps);
-        change = fmaxf(change, balance<0, true>(columns, rows, kernel, eps));
-    }
-    for (; iteration < iterations && change > FOR_3_TERMS; iteration++) {
-        change = balance<8, false>(rows, columns, kernel, eps);
-        change = fmaxf(change, balance<8, true>(columns, rows, kernel, eps));
-    }
-    for (; iteration < iterations && change > SETTLED; iteration++) {
-        change = balance<3, false>(rows, columns, kernel, eps);
-        change = fmaxf(change, balance<3, true>(columns, rows, kernel, eps));
-    }
-#pragma unroll
-    for (int j = 0; j < STREAMS; j++) {
-#pragma unroll
-        for (int k = 0; k < STREAMS; k++)
-            if (lane == (j * STREAMS + k) % WARP)
-                comb_out[j * STREAMS + k] = rows[j] * kernel[j][k] * columns[k];
-    }
-}
-
 __device__ __forceinline__ void worker_barrier() {
     asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
 }
@@ -152,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
               int owner, int tokens, int width, float norm_eps, float hc_eps, int iterations) {
     __shared__ float sums[MIXES + 1];
     __shared__ float warp_squares[WARP];
-    __shared__ float kernel[STREAMS * STREAMS];
+    __shared__ float rows[STREAMS][STREAMS];
     __shared__ float block_squares[BLOCKS];
     __shared__ uint64 inbox;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -188,12 +108,13 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
     Partials parts;
     load_partials(parts, partials + token * (MIXES + 1) * SPLITS);
     Columns<COUNT> stream[GROUPS][STREAMS];
+    const bf16* token_streams = streams + token * STREAMS * width;
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
 #pragma unroll
         for (int i = 0; i < STREAMS; i++)
             stream[g][i] =
-                at[g] >= 0 ? load_columns<COUNT>(streams + (token * STREAMS + i) * width + at[g])
+                at[g] >= 0 ? load_columns<COUNT>(token_streams + unsigned(i * width + at[g]))
                            : Columns<COUNT>{};
     }
     // mixes = partials[token].sum(-1); rms = rsqrt(mixes[-1] / (M * D) + norm_eps)
@@ -202,16 +123,39 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
     const float rms = rsqrtf(sums[MIXES] / (STREAMS * width) + norm_eps);
     if constexpr (BLOCKS > 1) cluster_started();
     if (side) {
-        if constexpr (!HEAD) {
-            // post = 2 * sigmoid(mixes[M : 2 * M] * rms * scale[1] + base[M : 2 * M])
-            // comb = sinkhorn(mixes[2 * M :] * rms * scale[2] + base[2 * M :])
-            if (rank == 0) {
-                const float mix =
-                    fmaf(sums[STREAMS + own] * rms, parameters.post_scale, parameters.post_base);
-                if (lane < STREAMS) post[token * STREAMS + lane] = 2.0f * sigmoid(mix);
-                sinkhorn(sums, rms, parameters, hc_eps, iterations,
-                         comb + token * STREAMS * STREAMS, kernel);
-            }
+        if constexpr (HEAD) return;
+        if (rank > 0) return;
+        // post = 2 * sigmoid(mixes[M : 2 * M] * rms * scale[1] + base[M : 2 * M])
+        const float mix =
+            fmaf(sums[STREAMS + own] * rms, parameters.post_scale, parameters.post_base);
+        if (lane < STREAMS) post[token * STREAMS + lane] = 2.0f * sigmoid(mix);
+        // kernel_MM = softmax(mixes[2 * M :].view(M, M) * rms * scale[2] + base[2 * M :], -1) + eps
+        float row[STREAMS], largest = -3.4e38f, total = 0.0f;
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) {
+            row[k] = fmaf(sums[(2 + own) * STREAMS + k] * rms, parameters.comb_scale,
+                          parameters.comb_base[k]);
+            largest = fmaxf(largest, row[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) total += row[k] = expf(row[k] - largest);
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) row[k] = row[k] / total + hc_eps;
+        float* own_comb = comb + token * STREAMS * STREAMS;
+        if constexpr (LEAVES) {
+#pragma unroll
+            for (int k = 0; k < STREAMS; k++)
+                if (lane < STREAMS) own_comb[lane * STREAMS + k] = row[k];
+        } else {
+#pragma unroll
+            for (int k = 0; k < STREAMS; k++) rows[own][k] = row[k];
+            __syncwarp();
+            float kernel[STREAMS][STREAMS];
+#pragma unroll
+            for (int j = 0; j < STREAMS; j++)
+#pragma unroll
+                for (int k = 0; k < STREAMS; k++) kernel[j][k] = rows[j][k];
+            sinkhorn(kernel, hc_eps, iterations).store(own_comb);
         }
         return;
     }

@@ -21,6 +21,7 @@ from dsv4.ops.exchange.prefill import PartialSum, sum_of
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare, peers_of, send_rows
 from dsv4.ops.exchange.words import WordSum
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
+from dsv4.ops.hyper_connection.left_comb import leave_comb
 from dsv4.ops.hyper_connection.seam import (
     Incoming,
     Seam,
@@ -147,6 +148,8 @@ class RecordedOps:
         incoming = seam.incoming
         weights = seam.weights
         own = words.arguments if shapes.mix_takes == "words" else {"owner": share.owner}
+        left_TMM = out.comb if shapes.leaves else None
+        unbalanced_TMM = None if left_TMM is None else recording.empty_like(left_TMM)
         recording.launch(
             shapes.mix,
             y=incoming.y if incoming and isinstance(incoming.y, Tensor) else None,
@@ -168,7 +171,7 @@ class RecordedOps:
             norm_weight=seam.norm_weight,
             x=out.x,
             post=out.post,
-            comb=out.comb,
+            comb=out.comb if unbalanced_TMM is None else unbalanced_TMM,
             peers=recording.peers.table_P if recording.peers and share.owners > 1 else None,
             owner=share.owner,
             width=seam.width,
@@ -176,6 +179,9 @@ class RecordedOps:
             hc_eps=weights.hc_eps,
             iterations=weights.sinkhorn_iters if isinstance(weights, HcWeights) else 0,
         )
+        if left_TMM is not None and unbalanced_TMM is not None:
+            assert isinstance(weights, HcWeights)
+            leave_comb(recording, unbalanced_TMM, left_TMM, weights)
         if share.owners > 1:
             send_rows(recording, out.x, peers_of(recording).inputs_TE)
 

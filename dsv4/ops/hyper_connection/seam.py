@@ -103,13 +103,14 @@ class SeamShapes(NamedTuple):
 
     ``partial_rows``: of MIXES + 1 partial sums each: the most tokens × splits of any step.
     ``mix_takes``: what only one of the mixing kernels knows: ``words`` of sums that come from
-    ranks, or the ``owner`` of a share of the tokens.
+    ranks, or the ``owner`` of a share of the tokens. ``leaves``: whether ``hc_finish`` leaves comb.
     """
 
     mix: Shape | ShapeOf
     finish: Shape | ShapeOf
     partial_rows: int
     mix_takes: Literal["words", "owner"] = "words"
+    leaves: bool = False
 
 
 def checked_seam(
@@ -184,11 +185,12 @@ def finish_shape(
     blocks: int,
     most_workers: int,
     share: TokenShare = WHOLE,
+    leaves: bool = False,
 ) -> Shape:
     """``hc_finish`` by ``blocks`` blocks for each token of a share, of at most ``most_workers``
     threads.
 
-    Another warp of the first block computes post and comb beside them.
+    Another warp of the first block computes post and comb beside them, or ``leaves`` comb.
     """
     count = form.finish_columns
     accesses = ceil_div(form.width, count)
@@ -201,6 +203,7 @@ def finish_shape(
         ("GROUPS", groups),
         ("WORKERS", workers),
         ("BLOCKS", blocks),
+        *((("LEAVES", 1),) if leaves else ()),
         *share.sender_defines,
     )
     kernel = Kernel("hyper_connection/hyper_connection_finish", "hc_finish", defines)

@@ -62,6 +62,7 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
                 if (lane == 0) later.space.finishes[warp] = next_finish;
             }
             pdl_wait();
+            if (FUSED_NORM) pdl_launch();
             gathered.open();
             if (PUSHES && warp == 0) space.outbox->open(p.peers, p.slot, p.exchange);
         } else {
@@ -131,7 +132,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   int listed_tiles, const int4* gathered_table, int gathered_matrices,
                   int gathered_tiles0, int gathered_tiles1, int x_tile, char* gathered_memory,
                   int64 rank_words) {
-    pdl_launch();
+    // Behind rows that it normalises the next kernel is small and has nothing to do in front of its
+    // wait but what this one settles.
+    if (!FUSED_NORM) pdl_launch();
     if (knows_tokens(TOKENS)) tokens = TOKENS;
     extern __shared__ __align__(SLOT_LINE_BYTES) char shared[];
     __shared__ float inverse[MAX_SLICES * TOKENS], scratch[2 * TOKENS * WARP];

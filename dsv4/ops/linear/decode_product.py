@@ -166,10 +166,11 @@ def record_product(
     check_tokens(tokens)
     plan = product.plan(tokens, recording.target)
     formats = [FORMAT_CODE[part.format] for part in product.parts]
+    has_norm = norm.weight is not None
     defines = (
         ("FORMAT0", formats[0]),
         ("FORMAT1", formats[1] if len(formats) > 1 else -1),
-        ("FUSED_NORM", int(norm.weight is not None)),
+        ("FUSED_NORM", int(has_norm)),
         ("ALIGNED_X", int(_is_aligned(x_TGK, norm))),
         *plan.defines,
         *((("SHARES", 1),) if product.share else ()),
@@ -182,6 +183,7 @@ def record_product(
         plan.shared_bytes,
         plan.cluster,
         {"later_tiles": product.shape.later},
+        settles=has_norm,
     )
     recording.launch(
         shape,

@@ -13,6 +13,7 @@ from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.compressor.decode import compress
 from dsv4.ops.compressor.windows import THREADS, Windows, check_windows, split
+from dsv4.ops.hyper_connection.left_comb import left_comb
 from dsv4.ops.indexer.query import check_index_queries, index_query
 from dsv4.ops.key_rows import in_vectors, row_code
 from dsv4.ops.kv_write.decode import kv_write
@@ -98,11 +99,15 @@ def _one_launch(recording: Recording, step: _Step) -> Queries:
     main = step.main
     window_blocks = 0 if main is None else split(main.weights, main.state.rows).blocks
     cluster = max(1, window_blocks)
+    streams, seam = left_comb(recording)
 
     def shape(rows: int) -> Shape:
-        blocks = window_blocks + (step.index is not None) + ceil_div(rows, _ROW_WARPS)
+        blocks = (
+            window_blocks + (step.index is not None) + ceil_div(rows + (streams > 0), _ROW_WARPS)
+        )
+        defines = (*_defines(step), ("STREAMS", streams))
         return Shape(
-            Kernel("prepare_attention/prepare_attention", "prepare_attention", _defines(step)),
+            Kernel("prepare_attention/prepare_attention", "prepare_attention", defines),
             (round_up(blocks, cluster), tokens),
             THREADS if step.compressions else WARP * _ROW_WARPS,
             cluster=cluster,
@@ -127,6 +132,7 @@ def _one_launch(recording: Recording, step: _Step) -> Queries:
         **_compressor_arguments("keys", step.index),
         eps=norm.eps,
         index_normaliser=index_width**-0.5,
+        **seam,
     )
     if index_TID is not None:
         recording.serve_choice(shape(1 + heads))

@@ -2,12 +2,14 @@
 // (dsv4/ops/prepare_attention/__init__.py): blocks pool the compressors' windows, warps rotate
 // queries and write the window key. No part reads what another one writes.
 //
+// STREAMS: 0, or those of a seam that has left its comb, which a warp for each token computes.
 // RATIO: 0 (no compressor), 4 or 128, with GROUPS and BLOCKS of its main compressor as in
 // compressor.cuh; INDEX_WIDTH: 0 (no indexer) or the width of its rows. Formats are those of
 // kv_rows.cuh. The compute dtype is bfloat16.
 #include "compressor.cuh"
 #include "head_row.cuh"
 #include "index_row.cuh"
+#include "sinkhorn.cuh"
 
 #ifndef WIDTH
 #define WIDTH 512
@@ -20,6 +22,7 @@
 #define INDEX_FORMAT ROW_INDEX_FP8
 #define INDEX_GROUPS 4
 #define ROW_WARPS 8
+#define STREAMS 4
 #endif
 
 constexpr int THREADS = RATIO ? 512 : WARP * ROW_WARPS, INDEX_RATIO = 4;
@@ -27,9 +30,11 @@ constexpr int MAIN_BLOCKS = RATIO ? BLOCKS : 0;
 constexpr int INDEX_BLOCKS = INDEX_WIDTH ? 1 : 0;
 constexpr int MAIN_FLOATS = RATIO ? window_floats<GROUPS>(WIDTH / BLOCKS, THREADS) : 1;
 constexpr int INDEX_FLOATS = INDEX_WIDTH ? window_floats<INDEX_GROUPS>(INDEX_WIDTH, THREADS) : 1;
+constexpr int SEAM_ROWS = STREAMS ? 1 : 0;
 
 // Block (x, y): first the blocks of the main compressor's y-th window, then the indexer's, then
-// ROW_WARPS rows each of token y: the window key, `heads` queries, `index_heads` index queries.
+// ROW_WARPS rows each of token y: the seam's comb, which takes longest, the window key, `heads`
+// queries, `index_heads` index queries.
 // gridDim.y is the number of tokens.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prepare_attention(const settled_int64* positions, const float* inv_freq, const bf16* q,
@@ -43,7 +48,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                       const float* keys_kv, const float* keys_score, const float* keys_ape,
                       const float* keys_norm, float* keys_ring_kv, float* keys_ring_score,
                       unsigned char* keys_data, unsigned char* keys_scale, int keys_row_slots,
-                      int keys_ring_slots, float eps, float index_normaliser) {
+                      int keys_ring_slots, float eps, float index_normaliser,
+                      const settled_float* unbalanced, float* comb, float hc_eps,
+                      int iterations) {
     __shared__ __align__(16) float shared[MAIN_FLOATS > INDEX_FLOATS ? MAIN_FLOATS : INDEX_FLOATS];
     const int token = blockIdx.y, tokens = gridDim.y;
     if constexpr (RATIO > 0) {
@@ -97,8 +104,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
     const int warp = threadIdx.x / WARP;
-    const int row = ((int)blockIdx.x - MAIN_BLOCKS - INDEX_BLOCKS) * ROW_WARPS + warp;
+    const int row =
+        ((int)blockIdx.x - MAIN_BLOCKS - INDEX_BLOCKS) * ROW_WARPS + warp - SEAM_ROWS;
     if (warp >= ROW_WARPS || row > heads + index_heads) return;
+    if constexpr (STREAMS > 0) {
+        if (row < 0) {
+            // comb = sinkhorn(unbalanced), of the seam in front of these projections
+            constexpr int M = STREAMS ? STREAMS : 1;
+            const int first = token * M * M;
+            float kernel[M][M];
+#pragma unroll
+            for (int j = 0; j < M; j++)
+#pragma unroll
+                for (int k = 0; k < M; k++)
+                    kernel[j][k] = fetch_settled(unbalanced + first + j * M + k);
+            pdl_launch();
+            const Comb<M> balanced = sinkhorn(kernel, hc_eps, iterations);
+            pdl_wait();
+            balanced.store(comb + first);
+            return;
+        }
+    }
     using Row = HeadRow<WIDTH, ROPE>;
     const bool key = row == 0;
     WarpTurns<ROPE / 2> of_token;

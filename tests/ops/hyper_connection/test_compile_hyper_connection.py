@@ -1,15 +1,20 @@
 """Hyper-connection and norm kernels compile for every target without spilling; no GPU needed."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Kernel
+from dsv4.launch.recording import Recording
 from dsv4.launch.target import ARCHITECTURES
-from tests.ops.hyper_connection.meta import FLASH, PRO, record
+from dsv4.ops.hyper_connection import decode
+from tests.ops.hyper_connection.meta import FLASH, PRO, arguments, record
+from tests.ops.recorded import HOPPER
 from tests.ops.sass import compile_once, count, disassemble, resources
 
-EVERY_TARGET = ("norm", "seam", "pre", "head", "finish", "post")
+EVERY_TARGET = ("norm", "seam", "pre", "head", "finish", "finish that leaves", "balance", "post")
 NORM = {
     "norm": (("COUNT", 8), ("GROUPS", 1)),
     "norm of any width": (("COUNT", 1), ("GROUPS", 8)),
@@ -32,12 +37,22 @@ LAUNCHES = {
     "prefill pre": ("hc_pre", 4096, PRO, 0),
     "prefill head": ("hc_head", 4096, PRO, 0),
 }
-KERNELS = (*NORM, *LAUNCHES)
+LEAVING = ("finish that leaves", "balance")
+KERNELS = (*NORM, *LAUNCHES, *LEAVING)
 
 
 def kernel(name: str) -> Kernel:
     if name in NORM:
         return Kernel("norm/rms_norm", "rms_norm", NORM[name])
+    if name in LEAVING:
+        recording = Recording(HOPPER, 1)
+        streams_TME, weights, norm_weight = arguments("hc_pre", 1, *FLASH)
+        decode.hc_pre(recording, streams_TME, replace(weights, leaves=True), norm_weight)
+        left = recording.left()
+        assert left is not None
+        finish = recording.items[-1]
+        assert isinstance(finish, Launch)
+        return (left if name == "balance" else finish).shape.kernel
     op, tokens, shape, launch = LAUNCHES[name]
     return record(op, tokens, shape)[launch].shape.kernel
 
