@@ -132,8 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   int listed_tiles, const int4* gathered_table, int gathered_matrices,
                   int gathered_tiles0, int gathered_tiles1, int x_tile, char* gathered_memory,
                   int64 rank_words) {
-    // Behind rows that it normalises the next kernel is small and has nothing to do in front of its
-    // wait but what this one settles.
+    // Query rows settle what came before them: the kernel behind them is small, and starts no
+    // sooner than their blocks end.
     if (!FUSED_NORM) pdl_launch();
     if (knows_tokens(TOKENS)) tokens = TOKENS;
     extern __shared__ __align__(SLOT_LINE_BYTES) char shared[];

@@ -102,9 +102,8 @@ def _one_launch(recording: Recording, step: _Step) -> Queries:
     streams, seam = left_comb(recording)
 
     def shape(rows: int) -> Shape:
-        blocks = (
-            window_blocks + (step.index is not None) + ceil_div(rows + (streams > 0), _ROW_WARPS)
-        )
+        row_blocks = ceil_div(rows + (streams > 0), _ROW_WARPS)
+        blocks = window_blocks + (step.index is not None) + row_blocks
         defines = (*_defines(step), ("STREAMS", streams))
         return Shape(
             Kernel("prepare_attention/prepare_attention", "prepare_attention", defines),

@@ -34,8 +34,7 @@ constexpr int SEAM_ROWS = STREAMS ? 1 : 0;
 
 // Block (x, y): first the blocks of the main compressor's y-th window, then the indexer's, then
 // ROW_WARPS rows each of token y: the seam's comb, which takes longest, the window key, `heads`
-// queries, `index_heads` index queries.
-// gridDim.y is the number of tokens.
+// queries, `index_heads` index queries. gridDim.y is the number of tokens.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prepare_attention(const settled_int64* positions, const float* inv_freq, const bf16* q,
                       bf16* q_out, int heads, const bf16* index_q, bf16* index_q_out,
