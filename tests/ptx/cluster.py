@@ -16,7 +16,7 @@ from tests.ptx.faults import (
     RegisterBudget,
 )
 from tests.ptx.launch import Launch
-from tests.ptx.memory import GlobalMemory, SharedMemory
+from tests.ptx.memory import GlobalMemory, SharedMemory, bytes_at
 from tests.ptx.operands import LANES, PARAMETERS, Array
 from tests.ptx.program import Program
 from tests.ptx.schedule import Choices
@@ -224,13 +224,12 @@ class Cluster:
     def shared(self, addresses: Array, size: int, what: object) -> tuple[SharedMemory, Array]:
         """The memory that addresses name, all of one block, and the indices ``[n, size]``."""
         at = addresses.astype(np.int64)
-        rank = int(at[0]) >> 24
-        if (at >> 24 != rank).any():
+        low, high = int(at.min()), int(at.max())
+        if low >> 24 != high >> 24:
             raise OutOfBounds(f"{what}: shared memory of several blocks")
-        memory = self.block(int(at[0]), what).memory
-        at = at & OFFSET
-        memory.check(int(at.min()), int(at.max()) + size, what)
-        return memory, at[:, None] + np.arange(size)
+        memory = self.block(low, what).memory
+        memory.check(low & OFFSET, (high & OFFSET) + size, what)
+        return memory, bytes_at(at - (low & ~OFFSET), size)
 
     def barrier(self, address: int, warp: Warp | None = None) -> Barrier:
         """The mbarrier at a shared address."""

@@ -126,10 +126,13 @@ def _copy(instruction: Instruction, layout: Layout) -> Handler:
 
 
 def _fetch(warp: "Warp", source: Array, counts: Array, size: int) -> Array:
+    memory = warp.block.cluster.memory
+    if (counts == size).all():
+        return memory.gather(source, size, "cp.async")
     values = np.zeros((source.size, size), np.uint8)
     for value, address, count in zip(values, source.tolist(), counts.tolist(), strict=True):
         if count:
-            value[:count] = warp.block.cluster.memory.view(address, count, "cp.async")
+            value[:count] = memory.view(address, count, "cp.async")
     return values
 
 

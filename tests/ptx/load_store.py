@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.ptx.faults import Misaligned, OutOfBounds, Unsupported
+from tests.ptx.memory import bytes_at
 from tests.ptx.operands import (
     ALL,
     DTYPES,
@@ -55,12 +56,15 @@ def _load(instruction: Instruction, layout: Layout) -> Handler:
     where = layout.address(address)
 
     def run(warp: "Warp", mask: Mask) -> None:
-        active = lanes(mask)
-        raw = np.zeros((LANES, size), np.uint8)
-        if space == "local":
-            raw[active] = warp.local[_own(warp, active, where(warp), size)]
+        if mask is True and space != "local":
+            raw = read(warp, space, where(warp), size)
         else:
-            raw[active] = read(warp, space, where(warp)[active], size)
+            active = lanes(mask)
+            raw = np.zeros((LANES, size), np.uint8)
+            if space == "local":
+                raw[active] = warp.local[_own(warp, active, where(warp), size)]
+            else:
+                raw[active] = read(warp, space, where(warp)[active], size)
         values = raw.view(dtype)
         for n, write in enumerate(writes):
             write(warp, values[:, n], mask)
@@ -75,13 +79,18 @@ def _own(warp: "Warp", active: Array, addresses: Array, size: int) -> tuple[Arra
         raise Misaligned(f"{warp}: {size} bytes of local memory at {int(at[0])}")
     if at.min() < 0 or at.max() + size > warp.local.shape[1]:
         raise OutOfBounds(f"{warp}: local memory {int(at.min())} to {int(at.max()) + size}")
-    return np.flatnonzero(active)[:, None], at[:, None] + np.arange(size)
+    return np.flatnonzero(active)[:, None], bytes_at(at, size)
+
+
+def _check_aligned(warp: "Warp", addresses: Array, size: int) -> None:
+    """``size``: a power of two."""
+    if int(np.bitwise_or.reduce(addresses)) & (size - 1):
+        raise Misaligned(f"{warp}: {size} bytes at {int(addresses[0]):#x}")
 
 
 def read(warp: "Warp", space: str, addresses: Array, size: int) -> Array:
     """uint8 ``[n, size]``: the bytes at n addresses of a state space."""
-    if (addresses % size).any():
-        raise Misaligned(f"{warp}: {size} bytes at {int(addresses[0]):#x}")
+    _check_aligned(warp, addresses, size)
     cluster = warp.block.cluster
     if space == "generic" and addresses[0] >= SHARED:
         in_process = addresses[0] >= SHARED + (1 << 32)
@@ -93,7 +102,7 @@ def read(warp: "Warp", space: str, addresses: Array, size: int) -> Array:
     if space in ("param", "generic") and addresses[0] >= PARAMETERS:
         low = addresses.astype(np.int64) - PARAMETERS
         if low.min() >= 0 and low.max() + size <= cluster.parameters.size:
-            return cluster.parameters[low[:, None] + np.arange(size)]
+            return cluster.parameters[bytes_at(low, size)]
     return cluster.memory.gather(addresses, size, warp)
 
 
@@ -114,6 +123,9 @@ def _store(instruction: Instruction, layout: Layout) -> Handler:
 
     def run(warp: "Warp", mask: Mask) -> None:
         values = np.stack([source(warp) for source in reads], -1).view(np.uint8)
+        if mask is True and space != "local":
+            send(warp, space, where(warp), values)
+            return
         active = lanes(mask)
         if space == "local":
             warp.local[_own(warp, active, where(warp), values.shape[1])] = values[active]
@@ -137,8 +149,7 @@ def _write_later(warp: "Warp", space: str, addresses: Array, values: Array) -> N
 def write(warp: "Warp", space: str, addresses: Array, values: Array) -> None:
     """Writes uint8 ``[n, size]`` to n addresses of a state space."""
     size = values.shape[1]
-    if (addresses % size).any():
-        raise Misaligned(f"{warp}: {size} bytes at {int(addresses[0]):#x}")
+    _check_aligned(warp, addresses, size)
     cluster = warp.block.cluster
     cluster.progress += 1
     if space == "generic" and SHARED <= addresses[0] < SHARED + (1 << 32):

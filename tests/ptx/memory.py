@@ -8,6 +8,13 @@ import numpy as np
 from tests.ptx.faults import MissingFence, OutOfBounds
 from tests.ptx.operands import Array
 
+_OFFSETS = {size: np.arange(size) for size in (1, 2, 4, 8, 16)}
+
+
+def bytes_at(first: Array, size: int) -> Array:
+    """Indices ``[n, size]`` of the bytes from each of n places on."""
+    return first[:, None] + _OFFSETS[size]
+
 
 class _Tensor(NamedTuple):
     name: str
@@ -69,7 +76,7 @@ class GlobalMemory:
         for tensor in self._tensors:
             if tensor.start <= low and end <= tensor.end:
                 first = (addresses - np.uint64(tensor.start)).astype(np.int64)
-                return tensor, first[:, None] + np.arange(size)
+                return tensor, bytes_at(first, size)
         return None
 
     def spread(self, start: int, offsets: Array, what: object) -> tuple[Array, Array]:
