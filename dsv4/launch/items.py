@@ -27,10 +27,10 @@ class Launch:
     shape_of: ShapeOf | None
     dense_shape: Shape | None
 
-    @property
-    def tensors(self) -> list[Tensor]:
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor that the kernel reads or writes."""
-        return _tensors(self.arguments.values())
+        return tuple(_tensors(self.arguments.values()))
 
     @cached_property
     def written_storages(self) -> frozenset[int]:

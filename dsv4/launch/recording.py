@@ -264,6 +264,8 @@ class Recording:
 
     def _do_left(self, tensors: Sequence[Tensor], written: Collection[int] = ()) -> None:
         """Whatever was left of ``tensors`` is done, but for those that the next item writes."""
+        if not self._left:
+            return
         for key in {storage_key(tensor) for tensor in tensors} & self._left.keys():
             left = self._left[key]
             if key not in written and left.is_undone(self.items):
@@ -279,7 +281,7 @@ class Recording:
             return shape
         raise ValueError(f"shape: found None for 1 to {self.tokens} tokens, expected a Shape")
 
-    def _check_devices(self, kernel: str, tensors: list[Tensor]) -> None:
+    def _check_devices(self, kernel: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if (
                 tensor.device != self.target.device

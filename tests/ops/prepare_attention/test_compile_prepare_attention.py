@@ -15,13 +15,13 @@ from tests.ops.recorded import launches
 from tests.ops.sass import compile_once, count, disassemble, of_assembler_13_5, resources
 
 
-def kernel(kind: str, quantised: bool = True, streams: int = 4) -> Kernel:
-    """``streams``: of the seam that has left its comb, as in a step of a model."""
+def kernel(kind: str, quantised: bool = True) -> Kernel:
+    """That of a model's step, where the seam has left its comb."""
     with torch.device("meta"):
         case = step(kind, 0, 1, quantised=quantised)
     (launch,) = launches(prepare_attention, *case.arguments(), tokens=1)
     found = launch.shape.kernel
-    defines = {**dict(found.defines), "STREAMS": streams}
+    defines = {**dict(found.defines), "STREAMS": 4}
     return replace(found, defines=tuple(defines.items()))
 
 
