@@ -34,6 +34,15 @@ __device__ __forceinline__ float balance(float (&own)[M], const float (&other)[M
     return change;
 }
 
+// kernel_jk = element(j, k).
+template <int M, typename Element>
+__device__ __forceinline__ void fill(float (&kernel)[M][M], Element element) {
+#pragma unroll
+    for (int j = 0; j < M; j++)
+#pragma unroll
+        for (int k = 0; k < M; k++) kernel[j][k] = element(j, k);
+}
+
 // A lane's elements lane, lane + 32, … of comb [M][M].
 template <int M>
 struct Comb {

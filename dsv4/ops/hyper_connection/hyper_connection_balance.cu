@@ -8,9 +8,6 @@ extern "C" __global__ void __launch_bounds__(WARP)
     pdl_launch();
     pdl_wait();
     float kernel[STREAMS][STREAMS];
-#pragma unroll
-    for (int j = 0; j < STREAMS; j++)
-#pragma unroll
-        for (int k = 0; k < STREAMS; k++) kernel[j][k] = unbalanced[first + j * STREAMS + k];
+    fill(kernel, [&](int j, int k) { return unbalanced[first + j * STREAMS + k]; });
     sinkhorn(kernel, hc_eps, iterations).store(comb + first);
 }

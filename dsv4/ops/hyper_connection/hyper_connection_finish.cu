@@ -151,10 +151,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
             for (int k = 0; k < STREAMS; k++) rows[own][k] = row[k];
             __syncwarp();
             float kernel[STREAMS][STREAMS];
-#pragma unroll
-            for (int j = 0; j < STREAMS; j++)
-#pragma unroll
-                for (int k = 0; k < STREAMS; k++) kernel[j][k] = rows[j][k];
+            fill(kernel, [&](int j, int k) { return rows[j][k]; });
             sinkhorn(kernel, hc_eps, iterations).store(own_comb);
         }
         return;

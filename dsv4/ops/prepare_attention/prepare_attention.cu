@@ -112,11 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             constexpr int M = STREAMS ? STREAMS : 1;
             const int first = token * M * M;
             float kernel[M][M];
-#pragma unroll
-            for (int j = 0; j < M; j++)
-#pragma unroll
-                for (int k = 0; k < M; k++)
-                    kernel[j][k] = fetch_settled(unbalanced + first + j * M + k);
+            fill(kernel,
+                 [&](int j, int k) { return fetch_settled(unbalanced + first + j * M + k); });
             pdl_launch();
             const Comb<M> balanced = sinkhorn(kernel, hc_eps, iterations);
             pdl_wait();
