@@ -11,6 +11,9 @@
 #ifndef SHARES
 #define SHARES 0
 #endif
+#ifndef SETTLES
+#define SETTLES 0
+#endif
 #ifndef GATHERS
 #define GATHERS 0
 #endif
