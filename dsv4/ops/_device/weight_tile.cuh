@@ -30,6 +30,7 @@
 // counts as 0, code 255 as infinity.
 #pragma once
 #include "cluster.cuh"
+#include "mma.cuh"
 
 // The codes of dsv4/launch/constants.py.
 constexpr int NVFP4 = FORMAT_NVFP4;
@@ -132,21 +133,6 @@ __device__ __forceinline__ unsigned lane_offset(int lane) {
     return (token * 4 + lane % 4) * 16;
 }
 
-template <bool IS_F16>
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0,
-                                    unsigned b1) {
-    if (IS_F16)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-            "{%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, "
-            "%7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // acc += d · (scale of row g, scale of row g + 8).
 template <int T>
 __device__ __forceinline__ void add_scaled(float (&acc)[accumulators(T)], const float (&d)[4],
@@ -217,7 +203,7 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
                 for (int s = 0; s < 4; ++s) {
                     float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
                     dequantize4(word[s], a);
-                    mma<true>(d, a, b[2 * s], b[2 * s + 1]);
+                    mma_f16(d, a, b[2 * s], b[2 * s + 1]);
                     const float2 scale = f16x2_to_floats(scales[s]);
                     add_scaled<T>(acc, d, scale.x, scale.y);
                 }
@@ -229,7 +215,7 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
 #pragma unroll
                     for (int s = 2 * pair; s < 2 * pair + 2; ++s) {
                         dequantize4(word[s], a);
-                        mma<true>(d, a, b[2 * s], b[2 * s + 1]);
+                        mma_f16(d, a, b[2 * s], b[2 * s + 1]);
                     }
                     const unsigned low = pair ? scales << 7 : scales << 23;
                     const unsigned high = pair ? scales >> 1 : scales << 15;
@@ -249,8 +235,8 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
             unsigned first[4], second[4];
             dequantize8(words.x, words.y, first);
             dequantize8(words.z, words.w, second);
-            mma<true>(d[0], first, b.x, b.y);
-            mma<true>(d[1], second, b.z, b.w);
+            mma_f16(d[0], first, b.x, b.y);
+            mma_f16(d[1], second, b.z, b.w);
         }
         add_scaled<T>(acc, d[0], scale, scale);
         add_scaled<T>(acc, d[1], scale, scale);
@@ -263,8 +249,8 @@ __device__ __forceinline__ void stage_multiply(unsigned slot, unsigned x, int la
             const uint4 b = load_shared16(x + chunk / 2 * X32);
             const unsigned a0[4] = {first.x, first.y, first.z, first.w};
             const unsigned a1[4] = {second.x, second.y, second.z, second.w};
-            mma<false>(d[0], a0, b.x, b.y);
-            mma<false>(d[1], a1, b.z, b.w);
+            mma_bf16(d[0], a0, b.x, b.y);
+            mma_bf16(d[1], a1, b.z, b.w);
         }
         add_plain<T>(acc, d[0]);
         add_plain<T>(acc, d[1]);

@@ -1,6 +1,7 @@
 // Attention of many tokens over the window ring and compressed entries, by mma.sync, and the pass
 // before it that dequantizes fp8 rows to bf16. dsv4.ops.attention.sparse_attention is the meaning.
 #include "attention_prefill.cuh"
+#include "mma.cuh"
 
 constexpr int THREADS = 256;
 constexpr int K_STEPS = DIM / 16;
@@ -33,15 +34,6 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&fragment)[4]
                  : "memory");
 }
 
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0,
-                                         unsigned b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Logits of 32 heads and 32 keys over half of the columns (`half`).
 __device__ __forceinline__ void partial_logits(float (&s)[2][4][4], unsigned queries, unsigned keys,
                                                int first_head, int first_key, int half, int lane) {
@@ -69,7 +61,7 @@ __device__ __forceinline__ void partial_logits(float (&s)[2][4][4], unsigned que
         for (int m = 0; m < 2; m++)
 #pragma unroll
             for (int n = 0; n < 4; n++)
-                multiply(s[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+                mma_bf16(s[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
     }
 }
 
@@ -89,7 +81,7 @@ __device__ __forceinline__ void add_values(float (&o)[4][8][4], unsigned weights
             load_matrices(a, weights + swizzled(m * 16 + row, step * 2 + chunk));
 #pragma unroll
             for (int n = 0; n < 8; n++)
-                multiply(o[m][n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+                mma_bf16(o[m][n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
         }
     }
 }

@@ -10,6 +10,7 @@
 // positions; scores are of its tokens alone.
 // index_scores_any_geometry: one warp per entry, float32 arithmetic, for every other shape.
 #include "index_products.cuh"
+#include "mma.cuh"
 #include "ptx.cuh"
 #include "token_share.cuh"
 
@@ -49,15 +50,8 @@ __device__ __forceinline__ void copy4(void* to, const void* from, bool valid) {
 
 __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
                                          unsigned b1) {
-#if FP8
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-#endif
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    if (FP8) mma_f16(sum, a, b0, b1);
+    else mma_bf16(sum, a, b0, b1);
 }
 
 // Starts the copy of one token's queries; the caller commits.

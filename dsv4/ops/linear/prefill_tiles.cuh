@@ -4,6 +4,7 @@
 // The weights are the A operand (rows of W along M, in the packed fragment order), tokens are N.
 // Warp w of a block's consumers owns row tile w, and with two sides row tile CONSUMERS + w.
 #pragma once
+#include "mma.cuh"
 #include "ptx.cuh"
 
 #define NVFP4 FORMAT_NVFP4
@@ -338,13 +339,6 @@ struct BlockScale {
 template <int BLOCKS>
 using Accumulators = float[SIDES][BLOCKS][4];
 
-__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 __device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
@@ -416,8 +410,8 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
                 load_matrices(b, address + j * 1024);
 #pragma unroll
                 for (int side = 0; side < SIDES; side++) {
-                    mma(acc[side][j], a[side], b[0], b[1]);
-                    if (j + 1 < BLOCKS) mma(acc[side][j + 1], a[side], b[2], b[3]);
+                    mma_bf16(acc[side][j], a[side], b[0], b[1]);
+                    if (j + 1 < BLOCKS) mma_bf16(acc[side][j + 1], a[side], b[2], b[3]);
                 }
             }
         }

@@ -164,13 +164,13 @@ __device__ __forceinline__ void multiply_in_turn(Sums& sums, unsigned slot, cons
                 const uint4 &first = b[2 * load], &second = b[2 * load + 1];
                 unsigned a[4];
                 dequantize4(words.x, a);
-                mma<true>(d, a, first.x, first.y);
+                mma_f16(d, a, first.x, first.y);
                 dequantize4(words.y, a);
-                mma<true>(d, a, first.z, first.w);
+                mma_f16(d, a, first.z, first.w);
                 dequantize4(words.z, a);
-                mma<true>(d, a, second.x, second.y);
+                mma_f16(d, a, second.x, second.y);
                 dequantize4(words.w, a);
-                mma<true>(d, a, second.z, second.w);
+                mma_f16(d, a, second.z, second.w);
             }
             const unsigned codes = load_shared4(scales + tile * TILE_BYTES +
                                                 round * (LOADS * Stage<FORMAT>::CHUNK_SCALE));
@@ -216,7 +216,7 @@ __device__ __forceinline__ void multiply_blocks(Sums& sums, unsigned slot, const
                     const int step = block * BLOCK_STEPS + i;
                     unsigned a[4];
                     dequantize4(word[step], a);
-                    mma<true>(d, a, b[2 * step], b[2 * step + 1]);
+                    mma_f16(d, a, b[2 * step], b[2 * step + 1]);
                 }
                 const int chain = (load * LOAD_BLOCKS + block) / 2 % 2;
                 sums.add(tile, chain, d, scale[block].x, scale[block].y);
@@ -243,11 +243,11 @@ __device__ __forceinline__ void multiply_plain(Sums& sums, unsigned slot, const 
                 unsigned first[4], second[4];
                 dequantize8(w.x, w.y, first);
                 dequantize8(w.z, w.w, second);
-                mma<true>(d[tile], first, b.x, b.y);
-                mma<true>(d[tile], second, b.z, b.w);
+                mma_f16(d[tile], first, b.x, b.y);
+                mma_f16(d[tile], second, b.z, b.w);
             } else {
                 const unsigned a[4] = {w.x, w.y, w.z, w.w};
-                mma<false>(d[tile], a, load & 1 ? b.z : b.x, load & 1 ? b.w : b.y);
+                mma_bf16(d[tile], a, load & 1 ? b.z : b.x, load & 1 ? b.w : b.y);
             }
         }
     }
