@@ -59,6 +59,21 @@ __device__ __forceinline__ void send(uint64* slot, uint64* inbox, unsigned rank,
                  : "memory");
 }
 
+__device__ __forceinline__ void send(float2* slot, uint64* inbox, unsigned rank, float2 value) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+            remote_address(slot, rank)),
+        "f"(value.x), "f"(value.y), "r"(remote_address(inbox, rank))
+        : "memory");
+}
+__device__ __forceinline__ void send(uint4* slot, uint64* inbox, unsigned rank, uint4 value) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(remote_address(slot, rank)),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(remote_address(inbox, rank))
+        : "memory");
+}
+
 // Waits until all bytes of the inbox's use number `use` have come. The blocks of a cluster run
 // together, so they come soon; if they never do, that is a fault of the program.
 __device__ __forceinline__ void wait_mail(uint64* inbox, int use) {
