@@ -99,9 +99,7 @@ class Attention:
             ),
             q_norm=weights.vector("q_norm.weight"),
             query_rows=replace(
-                weights.row_list(queries, [None] * len(queries)),
-                for_choice=len(queries) - 1,
-                before_attention=True,
+                weights.row_list(queries, [None] * len(queries)), for_choice=len(queries) - 1
             ),
             norm=QueryKeyNorm(weights.vector("kv_norm.weight"), inv_freq, config.rms_norm_eps),
             sink_H=sink_H,

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call, Item, Launch
-from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.tables import CUDA_TABLE
 from dsv4.parallel.placement import Placement
@@ -166,24 +164,6 @@ def test_attention_reads_no_row_early_that_the_same_step_remembers(
                     checked += 1
                 behind = [item] if isinstance(item, Call) or item.settles else [*behind, item]
     assert checked > 8
-
-
-@pytest.mark.parametrize(("name", "kind"), PUBLISHED)
-def test_products_settle_in_front_of_attention_alone(name: Geometry, kind: MtpKind) -> None:
-    """Behind any other comes a kernel that asks for its weights, which it could not do as early."""
-    found = {
-        (following.signature.kernel == "prepare_attention", launch.settles)
-        for step in planned(name, kind).steps
-        for recording in step.recordings.values()
-        for launch, following in pairwise(launches(recording))
-        if launch.signature.kernel == "decode_linear"
-    }
-    assert found == {(True, True), (False, False)}
-
-
-def launches(recording: Recording) -> list[Launch]:
-    """Those of a recording in their order."""
-    return [item for item in recording.items if isinstance(item, Launch)]
 
 
 def writers(items: Sequence[Item], buffer: Tensor) -> list[str]:

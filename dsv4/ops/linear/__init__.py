@@ -21,14 +21,12 @@ class RowList:
     ``out_dtypes[i]`` is the dtype of product i, None for the dtype of x. ``for_choice``: so many of
     the last products serve the indexer's choice alone. ``gathered``: nothing but ``linear_rows``
     with a norm reads the first product, and nothing reads any before that; so ranks may share them.
-    ``before_attention``: nothing but ``prepare_attention`` reads the products.
     """
 
     weights: tuple[Weight, ...]
     out_dtypes: tuple[torch.dtype | None, ...]
     for_choice: int = field(default=0, kw_only=True)
     gathered: bool = field(default=False, kw_only=True)
-    before_attention: bool = field(default=False, kw_only=True)
 
 
 def dequantized_rows(

@@ -13,8 +13,7 @@
 // of a block), LATER (there are later_tiles: of one format, with CLUSTER and TURNS 1), RANKS (above
 // 1: y goes to the ranks as words, exchange.cuh), SHARES (the rank has some tiles of a list, whose
 // words lie tile by tile), GATHERS (x comes as such words, and with it all that the list gives:
-// gathered_rows.cuh), SETTLES (the next kernel may start behind the wait, not at once: where that
-// one is small, and starts no sooner than the blocks here end).
+// gathered_rows.cuh).
 #include "gathered_rows.cuh"
 
 static_assert(!LATER || (FORMAT1 < 0 && CLUSTER == 1 && TURNS == 1), "blocks have whole tiles");
@@ -63,7 +62,7 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, const Rows& row
                 if (lane == 0) later.space.finishes[warp] = next_finish;
             }
             pdl_wait();
-            if (SETTLES) pdl_launch();
+            if (FUSED_NORM) pdl_launch();
             gathered.open();
             if (PUSHES && warp == 0) space.outbox->open(p.peers, p.slot, p.exchange);
         } else {
@@ -133,7 +132,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   int listed_tiles, const int4* gathered_table, int gathered_matrices,
                   int gathered_tiles0, int gathered_tiles1, int x_tile, char* gathered_memory,
                   int64 rank_words) {
-    if (!SETTLES) pdl_launch();
+    // Query rows settle what came before them: the kernel behind them is small, and starts no
+    // sooner than their blocks end.
+    if (!FUSED_NORM) pdl_launch();
     if (knows_tokens(TOKENS)) tokens = TOKENS;
     extern __shared__ __align__(SLOT_LINE_BYTES) char shared[];
     __shared__ float inverse[MAX_SLICES * TOKENS], scratch[2 * TOKENS * WARP];

@@ -75,7 +75,6 @@ class Product:
 
     ``table``: of a list (``ListLaunch``). None: one matrix with ``rows`` rows per group.
     ``global_scale`` float32 per matrix. ``share``: a rank's of the tiles; None: all of them.
-    ``settles``: its launch settles what is in front of it (``dsv4.launch.settled``).
     """
 
     parts: tuple[FormatRows, ...]
@@ -86,7 +85,6 @@ class Product:
     rows: int = 0
     float32_out: bool = False
     share: TileShare | None = None
-    settles: bool = False
 
     @classmethod
     def of_matrix(cls, weight: PackedWeight, groups: int, dtype: torch.dtype) -> "Product":
@@ -113,14 +111,7 @@ class Product:
         shape = rows.shape_of(launch)
         if not has_room_for_columns(shape, recording.tokens, recording.target):
             shape = launch.shape
-        return cls(
-            launch.parts,
-            shape,
-            _LIST_SCALE_SHIFT,
-            launch.global_scale,
-            launch.table,
-            settles=rows.before_attention,
-        )
+        return cls(launch.parts, shape, _LIST_SCALE_SHIFT, launch.global_scale, launch.table)
 
     def shared(self, share: TileShare) -> "Product":
         """With the tiles of a rank alone."""
@@ -175,14 +166,14 @@ def record_product(
     check_tokens(tokens)
     plan = product.plan(tokens, recording.target)
     formats = [FORMAT_CODE[part.format] for part in product.parts]
+    has_norm = norm.weight is not None
     defines = (
         ("FORMAT0", formats[0]),
         ("FORMAT1", formats[1] if len(formats) > 1 else -1),
-        ("FUSED_NORM", int(norm.weight is not None)),
+        ("FUSED_NORM", int(has_norm)),
         ("ALIGNED_X", int(_is_aligned(x_TGK, norm))),
         *plan.defines,
         *((("SHARES", 1),) if product.share else ()),
-        *((("SETTLES", 1),) if product.settles else ()),
         *words.defines,
     )
     shape = Shape(
@@ -192,7 +183,7 @@ def record_product(
         plan.shared_bytes,
         plan.cluster,
         {"later_tiles": product.shape.later},
-        settles=product.settles,
+        settles=has_norm,
     )
     recording.launch(
         shape,

@@ -11,9 +11,6 @@
 #ifndef SHARES
 #define SHARES 0
 #endif
-#ifndef SETTLES
-#define SETTLES 0
-#endif
 #ifndef GATHERS
 #define GATHERS 0
 #endif
