@@ -1,4 +1,4 @@
-// Small PTX with names: shared memory, asynchronous copies, mbarriers.
+// Small PTX with names: shared memory, asynchronous copies, arithmetic, mbarriers.
 #pragma once
 #include "common.cuh"
 
@@ -79,6 +79,21 @@ __device__ __forceinline__ void cp_async4(unsigned target, const void* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
 
+// Copies BYTES (4, 8 or 16), or writes as many zeros and reads nothing. The rest of the line stays
+// where it is: for rows that lie apart.
+template <int BYTES>
+__device__ __forceinline__ void copy_or_zero(unsigned target, const void* source, bool wanted) {
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                     "r"(wanted ? 16 : 0)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source),
+                     "n"(BYTES), "r"(wanted ? BYTES : 0)
+                     : "memory");
+    }
+}
+
 __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -106,6 +121,14 @@ __device__ __forceinline__ void more_registers() {
 template <int REGISTERS>
 __device__ __forceinline__ void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// ---- arithmetic ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 // ---- waits --------------------------------------------------------------------------------------

@@ -104,12 +104,6 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher allocates something else");
 #endif
 
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 __device__ __forceinline__ unsigned bits(__half2 value) {
     return *reinterpret_cast<unsigned*>(&value);
 }

@@ -19,18 +19,6 @@ __device__ __forceinline__ int most_turns(int keys) {
     return ((keys + 3) / 4 + CLUSTER - 1) / CLUSTER * 4;
 }
 
-// Copies BYTES, or writes as many zeros. 16-byte copies bypass L1.
-template <int BYTES>
-__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool wanted) {
-    if constexpr (BYTES == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                     "r"(wanted ? 16 : 0));
-    } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from),
-                     "r"(wanted ? 8 : 0));
-    }
-}
-
 // Waits for rows until PENDING groups of copies are left.
 template <int PENDING>
 __device__ __forceinline__ void rows_wait() {
@@ -153,14 +141,14 @@ struct Keys {
                     __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), 4 * i));
 #pragma unroll
                 for (int half = 0; half < ROW_BYTES / 512; ++half) {
-                    copy_async<16>(to + i * PITCH + half * 512 + lane * 16,
-                                   from + half * 512 + lane * 16, r + i < rows);
+                    copy_or_zero<16>(to + i * PITCH + half * 512 + lane * 16,
+                                     from + half * 512 + lane * 16, r + i < rows);
                 }
             }
             if (FP8 && !left_out) {
                 const unsigned at = to + lane / 4 * PITCH;
-                copy_async<16>(at + 512 + part * 16, row + 512 + part * 16, mine < rows);
-                if (part == 0) copy_async<8>(at + ROW_BYTES, scale, mine < rows);
+                copy_or_zero<16>(at + 512 + part * 16, row + 512 + part * 16, mine < rows);
+                if (part == 0) copy_or_zero<8>(at + ROW_BYTES, scale, mine < rows);
             }
         }
     }
@@ -179,7 +167,7 @@ struct Keys {
             address(j, row, scale);
             unsigned char* to = stage + (j - first) * PITCH;
             for (int at = lane * 16; at < ROW_BYTES; at += WARP * 16)
-                copy_async<16>(shared_address(to + at), row + at, true);
+                copy_or_zero<16>(shared_address(to + at), row + at, true);
             // Around L1, which may hold what was there when neighbours were asked for.
             if (FP8 && lane == 0)
                 *reinterpret_cast<uint2*>(to + ROW_BYTES) =

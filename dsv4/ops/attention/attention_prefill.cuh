@@ -69,13 +69,6 @@ __device__ __forceinline__ unsigned swizzled(int row, int chunk) {
     return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-// 16 bytes to shared memory, zeros if `take` is false (`source` is then not read).
-__device__ __forceinline__ void copy_async(unsigned target, const void* source, bool take) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-                 "r"(take ? 16 : 0)
-                 : "memory");
-}
-
 // Reads *source if `take`, else gives `otherwise`; without a branch, so that several reads overlap.
 __device__ __forceinline__ int read_entry(const int64* source, bool take, int otherwise) {
     int64 value;
@@ -138,7 +131,7 @@ struct TileRows {
             const unsigned target = tile + swizzled(row, chunk);
 #pragma unroll
             for (int block = 0; block < blocks; block++)
-                copy_async(target + block * BLOCK_BYTES, source + block * 64, take);
+                copy_or_zero<16>(target + block * BLOCK_BYTES, source + block * 64, take);
         }
     }
 };
@@ -176,7 +169,7 @@ __device__ __forceinline__ void load_queries(unsigned tile, const bf16* first, i
         const unsigned target = tile + swizzled(row ^ exchange, chunk);
 #pragma unroll
         for (int block = 0; block < blocks; block++)
-            copy_async(target + block * QUERY_BLOCK_BYTES, source + block * 64, take);
+            copy_or_zero<16>(target + block * QUERY_BLOCK_BYTES, source + block * 64, take);
     }
 }
 
@@ -203,12 +196,6 @@ __device__ __forceinline__ unsigned rotated(unsigned pair, int column, const Tur
 // The same of results that are not rounded yet.
 __device__ __forceinline__ unsigned rotated(float a, float b, int column, const Turn* turns) {
     return rotated(packed_bits(a, b), column, turns);
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 __device__ __forceinline__ float quad_max(float value) {

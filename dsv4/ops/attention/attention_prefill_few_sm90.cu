@@ -319,8 +319,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const unsigned target = base + RING + stage.slot * BLOCK_BYTES;
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    copy_async(target + swizzled(warp * 16 + i * 4 + lane / 8, lane % 8),
-                               from[i] + block * 64, take[i]);
+                    copy_or_zero<16>(target + swizzled(warp * 16 + i * 4 + lane / 8, lane % 8),
+                                     from[i] + block * 64, take[i]);
                 if (first) {
                     // q_HD = q_THD[token]
                     if (block == 0 && walked > 0) barrier_wait(multiplied, walked - 1 & 1);

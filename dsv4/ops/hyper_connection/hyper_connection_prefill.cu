@@ -30,14 +30,6 @@ struct Stage {
 };
 static_assert(WARPS * 2 * sizeof(Stage) <= SHARED_BYTES);
 
-// Zeros where `present` is false.
-__device__ __forceinline__ void copy_columns(Columns<8>& shared, const bf16* address,
-                                             bool present) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(&shared)),
-                 "l"(address), "r"(present ? 16 : 0)
-                 : "memory");
-}
-
 __device__ __forceinline__ void mma_tf32(float (&sum)[4], const unsigned (&a)[4],
                                          const unsigned (&b)[2]) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -58,10 +50,11 @@ __device__ __forceinline__ void copy_chunk(Stage& stage, const bf16* y, const bf
         const int64 column = present ? column_0 : 0;
 #pragma unroll
         for (int j = 0; j < STREAMS; j++)
-            copy_columns(stage.item[half][j][lane],
-                         streams + (token * STREAMS + j) * width + column, present);
+            copy_or_zero<16>(shared_address(&stage.item[half][j][lane]),
+                             streams + (token * STREAMS + j) * width + column, present);
 #if POST
-        copy_columns(stage.item[half][STREAMS][lane], y + token * width + column, present);
+        copy_or_zero<16>(shared_address(&stage.item[half][STREAMS][lane]),
+                         y + token * width + column, present);
 #endif
     }
     cp_async_commit();

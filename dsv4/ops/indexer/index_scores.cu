@@ -36,18 +36,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES && HEAD_TILES <= WARPS);
 
-__device__ __forceinline__ void copy16(void* to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-                 "l"(from), "r"(valid ? 16 : 0)
-                 : "memory");
-}
-
-__device__ __forceinline__ void copy4(void* to, const void* from, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)),
-                 "l"(from), "r"(valid ? 4 : 0)
-                 : "memory");
-}
-
 __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
                                          unsigned b1) {
     if (FP8) mma_f16(sum, a, b0, b1);
@@ -58,7 +46,7 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4]
 __device__ __forceinline__ void fetch_queries(Shared& shared, const bf16* q, int token) {
     const bf16* from = q + own_token(token, 0) * HEADS * DIM;
     for (int i = threadIdx.x; i < HEADS * DIM / 8; i += WARPS * WARP)
-        copy16(shared.raw_queries + 8 * i, from + 8 * i, true);
+        copy_or_zero<16>(shared_address(shared.raw_queries + 8 * i), from + 8 * i, true);
 }
 
 // The head whose query this lane rounds, together with three other lanes.
@@ -95,13 +83,13 @@ __device__ __forceinline__ void fetch_keys(Shared& shared, int warp, int stage, 
         const int64 entry = valid ? tile * KEYS + row : 0;
         // Odd rows swap chunks 0-3 with 4-7, so that the eight lanes of a load phase meet all
         // banks.
-        copy16(shared.keys[warp][stage] + 16 * (row * ROW_CHUNKS + (chunk ^ (row & 1) << 2)),
-               data + entry * ROW_BYTES + 16 * chunk, valid);
+        char* to = shared.keys[warp][stage] + 16 * (row * ROW_CHUNKS + (chunk ^ (row & 1) << 2));
+        copy_or_zero<16>(shared_address(to), data + entry * ROW_BYTES + 16 * chunk, valid);
     }
     if (FP8 && lane < KEYS) {
         const bool valid = tile * KEYS + lane < visible;
-        copy4(&shared.key_scales[warp][stage][lane], scales + (valid ? tile * KEYS + lane : 0),
-              valid);
+        copy_or_zero<4>(shared_address(&shared.key_scales[warp][stage][lane]),
+                        scales + (valid ? tile * KEYS + lane : 0), valid);
     }
 }
 
