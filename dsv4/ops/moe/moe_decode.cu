@@ -1,22 +1,22 @@
 // Router and mixture of experts for 1 to 8 tokens in one launch that streams every weight once.
 //
-//   routing  scores of all experts, shared out over the blocks and exchanged (moe_routes.cuh),
+//   routing  scores of all experts, shared out over the blocks and exchanged (moe_scores.cuh),
 //            while the first weights of phase 1 are on their way
 //   phase 1  h = round(weight * silu(min(w1 x, limit)) * clamp(w3 x, limit)) for the shared expert
 //            and every distinct routed expert of the step
 //   phase 2  y = sum over those experts of w2 h, one list of K per 32 output rows
 //
 // One block per multiprocessor. Blocks never meet: scores, h and sums on their way between blocks
-// are words that say themselves that they have arrived (moe_routes.cuh, moe_hidden.cuh,
-// moe_down.cuh). A work item is a part of K of two row tiles of 16 (gate and up rows, or two tiles
-// of the output). Its stages are dealt to the warps of a block; each warp streams its own stages
-// through its own ring in shared memory, so that no warp waits for another one's loads. The warps'
-// sums meet in shared memory and one warp finishes the item.
+// are words that say themselves that they have arrived (moe_scores.cuh, moe_hidden.cuh,
+// moe_down_line.cuh). A work item is a part of K of two row tiles of 16 (gate and up rows, or two
+// tiles of the output). Its stages are dealt to the warps of a block; each warp streams its own
+// stages through its own ring in shared memory, so that no warp waits for another one's loads. The
+// warps' sums meet in shared memory and one warp finishes the item.
 //
 // A token gets the same bits in a step of any length, beside any other tokens: every order of
 // summation goes with the shapes, the number of warps and the token's own experts. In phase 1 part
 // i of an item's sum is of the stages i, i + WARPS, ..., whichever warp has them; in phase 2 see
-// moe_down.cuh.
+// moe_down_line.cuh.
 //
 // Defines: the shape, so that what goes with it alone is computed when the kernel is compiled:
 // WIDTH (E), INNER (F), EXPERTS (X), EXPERTS_PER_TOKEN (P), BLOCKS (of the launch). ROUTED, SHARED
@@ -24,16 +24,18 @@
 // a stage's columns), WARPS, STAGES (ring depth), LOADS_AT_ONCE (loads of a stage that are decoded
 // side by side: 2 or 4), VECTORS (eights of activations of a token per thread), TOKENS_AT_ONCE
 // (whose activations a thread holds), RANKS (above 1: y goes to the ranks as words, exchange.cuh),
-// and those of moe_routes.cuh.
+// and those of moe_scores.cuh and router.cuh.
 #include "exchange.cuh"
+#include "moe_down_line.cuh"
+#include "moe_gate_up_items.cuh"
+#include "moe_hidden.cuh"
+#include "moe_inputs.cuh"
+#include "moe_layout.cuh"
 #include "moe_products.cuh"
-
-// Lanes of a warp that arrive at the barriers of its sums. One is enough behind __syncwarp and up
-// to 4 % faster than all; but racecheck does not see what the other lanes hand over with it, so it
-// looks at a build with 32.
-#ifndef ARRIVALS
-#define ARRIVALS 1
-#endif
+#include "moe_routes.cuh"
+#include "moe_scores.cuh"
+#include "moe_sums.cuh"
+#include "moe_swiglu.cuh"
 
 // Row tiles of w2 (2.3 KB) that a warp has in flight while it waits for its first hidden rows; all
 // of the ring are 2 * STAGES. Every trip of a block through L2, also to look for h, queues behind
@@ -46,367 +48,9 @@ constexpr int WAITING_TILES = 1;
 // by it.
 constexpr bool HIDDEN_AHEAD = STAGES > 1;
 
-// Items whose warp sums may be in shared memory at a time; the activations of eight tokens leave
-// room for two.
-constexpr int BUFFERS = TOKENS > 4 ? 2 : 4;
-constexpr int PARTIAL = 2 * TOKENS * 16;
-constexpr bool ANY_BF16 = ROUTED == BF16 || SHARED == BF16;
-constexpr bool ANY_F16 = ROUTED != BF16 || SHARED != BF16;
-
-#include "moe_hidden.cuh"
-#include "moe_routes.cuh"
-
-// Exact n / divisor for n · divisor < 2^32.
-struct Divisor {
-    unsigned reciprocal;
-
-    __device__ __forceinline__ explicit Divisor(int divisor) {
-        // 0 stands for 2^32.
-        reciprocal = divisor > 1 ? 0xFFFFFFFFu / divisor + 1 : 0;
-    }
-
-    __device__ __forceinline__ int divide(int n) const {
-        return reciprocal ? __umulhi(n, reciprocal) : n;
-    }
-};
-
-#include "moe_down.cuh"
-
 static_assert(WARPS >= TOKENS, "a warp per token chooses its experts");
 static_assert(GATE_ROWS <= BUFFERS * PARTIAL / TOKENS,
               "the warps' parts of the logits lie where those of an item will");
-
-// ---- weights ------------------------------------------------------------------------------------
-
-// Where the stages of a packed matrix [rows, columns] (or a stack of them) lie.
-template <int FORMAT>
-struct Layout {
-    int loads;
-    unsigned tile_bytes, scale_tile_bytes, matrix_bytes, scale_matrix_bytes;
-
-    __device__ __forceinline__ Layout(int rows, int columns) {
-        const int tiles = (rows + 63) / 64 * 4;
-        loads = (columns + 63) / 64 * (64 / Stage<FORMAT>::CHUNK);
-        tile_bytes = loads * LOAD_BYTES;
-        matrix_bytes = tiles * tile_bytes;
-        scale_tile_bytes =
-            FORMAT == FP8 ? (columns + 127) / 128 * 4 : loads * Stage<FORMAT>::CHUNK_SCALE;
-        scale_matrix_bytes = (FORMAT == FP8 ? (rows + 127) / 128 : tiles) * scale_tile_bytes;
-    }
-
-    __device__ __forceinline__ int stages() const {
-        return (loads + STAGE_LOADS - 1) / STAGE_LOADS;
-    }
-
-    __device__ __forceinline__ void fetch(unsigned slot, const char* data, const char* scale,
-                                          int matrix, int tile, int stage, int lane) const {
-        data += size_t(unsigned(matrix)) * matrix_bytes + (tile * tile_bytes + stage * STAGE_DATA);
-        if (FORMAT == FP8)
-            scale += size_t(unsigned(matrix)) * scale_matrix_bytes +
-                     ((tile >> 3) * scale_tile_bytes + stage * 4);
-        else if (FORMAT != BF16)
-            scale += size_t(unsigned(matrix)) * scale_matrix_bytes +
-                     (tile * scale_tile_bytes + stage * (STAGE_LOADS * Stage<FORMAT>::CHUNK_SCALE));
-        stage_fetch<FORMAT, TAILS>(slot, data, scale, lane, loads - stage * STAGE_LOADS);
-    }
-};
-
-// ---- sums over the warps of a block -------------------------------------------------------------
-
-struct Partials {
-    float* data;
-    unsigned full, empty;
-
-    __device__ __forceinline__ static int buffer(int item) { return item % BUFFERS; }
-    __device__ __forceinline__ static unsigned parity(int item) { return item / BUFFERS & 1; }
-    __device__ __forceinline__ static bool mine(int item, int warp) { return item % WARPS == warp; }
-
-    // place: where the sum of this warp stands in the order of summation.
-    __device__ __forceinline__ void put(int item, const Sums& sums, int place, int lane) const {
-        if (item >= BUFFERS) barrier_wait(empty + 8 * buffer(item), parity(item) ^ 1);
-        store(buffer(item) * WARPS + place, sums, 1.0f, 1.0f, lane);
-        arrive(item, lane);
-    }
-
-    // The sums of a lane's first token times `low`, of its second one times `high`.
-    __device__ __forceinline__ void store(int place, const Sums& sums, float low, float high,
-                                          int lane) const {
-        float* to = data + place * PARTIAL + (lane >> 2);
-        const int token = lane % 4 / TOKEN_LANES * LANE_TOKENS;
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-            for (int row = 0; row < 2; ++row)
-#pragma unroll
-                for (int t = 0; t < LANE_TOKENS; ++t) {
-                    const float sum = sums.total(tile, row, t) * (t ? high : low);
-                    if (lane % TOKEN_LANES == 0 && token + t < TOKENS)
-                        to[(tile * TOKENS + token + t) * 16 + row * 8] = sum;
-                }
-    }
-
-    // This warp has stored its sums of an item.
-    __device__ __forceinline__ void arrive(int item, int lane) const {
-        __syncwarp();
-        if (lane < ARRIVALS) barrier_arrive(full + 8 * buffer(item));
-    }
-
-    __device__ __forceinline__ void begin_get(int item) const {
-        barrier_wait(full + 8 * buffer(item), parity(item));
-    }
-
-    // Lane = row of the two tiles (0..31); sum over the warps for one token.
-    __device__ __forceinline__ float get(int item, int token, int lane) const {
-        const float* from = row(buffer(item) * WARPS, lane) + token * 16;
-        float sum = 0.0f;
-#pragma unroll
-        for (int place = 0; place < WARPS; ++place) sum += from[place * PARTIAL];
-        return sum;
-    }
-
-    // The first token's value of a lane's row at a place.
-    __device__ __forceinline__ const float* row(int place, int lane) const {
-        return data + place * PARTIAL + (lane >> 4) * TOKENS * 16 + (lane & 15);
-    }
-
-    __device__ __forceinline__ void end_get(int item, int lane) const {
-        __syncwarp();
-        if (lane < ARRIVALS) barrier_arrive(empty + 8 * buffer(item));
-    }
-};
-
-// ---- gate and up --------------------------------------------------------------------------------
-
-// The items of a block: first its share of the shared expert's tiles, then routed tiles. The routed
-// ones are dealt in rounds, so that all blocks get nearly equal bytes: blocks that have one shared
-// tile more ("late") sit out the first `skipped` + 1 rounds, about as long as their extra tile
-// takes.
-struct GateUpItems {
-    int number, tile, slot, stage;
-    int tiles, shared_tiles, shared_stages, routed_stages;
-    int routed_items, late, first, skipped;
-    Divisor by_tiles;
-
-    __device__ __forceinline__ GateUpItems(int row_tiles, int shared_n, int routed_n,
-                                           int shared_bytes, int routed_bytes, int warp)
-        : by_tiles(row_tiles) {
-        const int blocks = BLOCKS, block = blockIdx.x;
-        tiles = row_tiles, shared_stages = shared_n, routed_stages = routed_n;
-        late = tiles % blocks;
-        shared_tiles = tiles / blocks + (block < late);
-        skipped = shared_bytes / routed_bytes;
-        first = block < late ? (skipped + 1) * (blocks - late) + block : block - late;
-        if (block < late) skipped = -1;
-        routed_items = 0, number = 0, stage = warp;
-        place();
-    }
-
-    // Sets tile and slot (-1: the shared expert) of the current item.
-    __device__ __forceinline__ void place() {
-        const int round = number - shared_tiles;
-        slot = -1;
-        tile = blockIdx.x + number * BLOCKS;
-        if (round >= 0) {
-            // In early rounds the late blocks take nothing.
-            const int item =
-                first + round * BLOCKS - (skipped < 0 ? 0 : min(round, skipped) * late);
-            slot = item < routed_items ? by_tiles.divide(item) : MAX_ENTRIES;
-            tile = item - slot * tiles;
-        }
-    }
-
-    __device__ __forceinline__ bool active() const { return slot < MAX_ENTRIES; }
-    __device__ __forceinline__ int stages() const {
-        return slot < 0 ? shared_stages : routed_stages;
-    }
-
-    __device__ __forceinline__ void next_item() {
-        ++number;
-        place();
-    }
-
-    // Moves on until the item has a stage for this warp.
-    __device__ __forceinline__ void settle() {
-#pragma unroll 1
-        while (active() && stage >= stages()) {
-            stage -= stages();
-            next_item();
-        }
-    }
-
-    // Once the number of routed tiles is known; before, the list ends with the shared ones.
-    __device__ __forceinline__ void start_routed(int items) {
-        routed_items = items;
-        place();
-    }
-};
-
-__device__ __forceinline__ unsigned pack_f16(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const unsigned*>(&pair);
-}
-
-// Eight consecutive bfloat16 of a row, zeros beyond E.
-__device__ __forceinline__ uint4 load_row8(const bf16* row, int k, int E) {
-    uint4 raw = make_uint4(0, 0, 0, 0);
-    if (!TAILS || E % 8 == 0) {
-        if (k < E) raw = __ldcg(reinterpret_cast<const uint4*>(row + k));
-        return raw;
-    }
-    unsigned word[4] = {0, 0, 0, 0};
-    for (int i = 0; i < 8; ++i)
-        if (k + i < E)
-            word[i / 2] |= unsigned(__ldcg(reinterpret_cast<const unsigned short*>(row) + k + i))
-                           << (16 * (i & 1));
-    return make_uint4(word[0], word[1], word[2], word[3]);
-}
-
-__device__ __forceinline__ float largest8(const uint4& raw) {
-    float value = 0.0f;
-    const unsigned word[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        value = fmaxf(value, fmaxf(fabsf(bf16_low(word[i])), fabsf(bf16_high(word[i]))));
-    return value;
-}
-
-// Eight consecutive k (from a multiple of 8) of a token, where Activations look for them.
-__device__ __forceinline__ void store_activations(char* to, const uint4& raw, int token, int k,
-                                                  int tokens, float factor, bool as_f16) {
-    char* at = to + ((k >> 5) * tokens + token) * 64;
-    unsigned word[4] = {raw.x, raw.y, raw.z, raw.w};
-    if (as_f16) {
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair)
-            word[pair] = pack_f16(bf16_low(word[pair]) * factor, bf16_high(word[pair]) * factor);
-    }
-    const int turn = SPREADS ? 0 : store_turn<TOKENS>(threadIdx.x % WARP);
-    rotate(word, turn);
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair)
-        *reinterpret_cast<unsigned*>(at + word_at((k >> 1 & 12) + (pair + turn) % 4)) = word[pair];
-}
-
-// Columns of the staged activations: whole stages, zeros behind the end.
-__device__ __forceinline__ int stage_padded(int columns) {
-    return TAILS ? (columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS * STAGE_COLUMNS : columns;
-}
-
-// Activations of the step, in shared memory once per 16-bit type that a weight format needs:
-// measure, a barrier, stage, a barrier. Up to TOKENS_AT_ONCE stay in registers between the two;
-// more are read again.
-struct Inputs {
-    char *f16, *bf16_rows;
-    // [token][warp] largest magnitudes.
-    float* largest;
-    uint4 rows[TOKENS_AT_ONCE][VECTORS];
-
-    __device__ __forceinline__ void load(const bf16* x_TE, int first, int T, int E) {
-#pragma unroll
-        for (int t = 0; t < TOKENS_AT_ONCE; ++t)
-#pragma unroll
-            for (int i = 0; i < VECTORS; ++i)
-                rows[t][i] = load_row8(x_TE + size_t(min(first + t, T - 1)) * E,
-                                       (threadIdx.x + i * THREADS) * 8, E);
-    }
-
-    // Also multiplies with the block's rows of the gate; parts: float [T, GATE_ROWS, WARPS] in
-    // shared memory.
-    __device__ __forceinline__ void measure(const bf16* x_TE, int T, int E, const GateRows& gate,
-                                            float* parts) {
-        const int warp = warp_index(), lane = threadIdx.x % WARP;
-#pragma unroll 1
-        for (int first = 0; first < (TOKENS > TOKENS_AT_ONCE ? T : 1); first += TOKENS_AT_ONCE) {
-            load(x_TE, first, T, E);
-#pragma unroll
-            for (int t = 0; t < TOKENS_AT_ONCE; ++t) {
-                float value = 0.0f;
-#pragma unroll
-                for (int i = 0; i < VECTORS; ++i) value = fmaxf(value, largest8(rows[t][i]));
-                value = warp_max_magnitude(value);
-                const int token = first + t;
-                if (lane == 0 && token < T) largest[token * WARPS + warp] = value;
-                float products[GATE_PLACES] = {};
-#pragma unroll
-                for (int row = 0; row < GATE_ROWS; ++row)
-                    products[row] = gate.product(row, rows[t]);
-                const float sum = warp_sums(products);
-                const int row = lane / (WARP / GATE_PLACES);
-                if (lane % (WARP / GATE_PLACES) == 0 && row < GATE_ROWS && token < T)
-                    parts[(token * GATE_ROWS + row) * WARPS + warp] = sum;
-            }
-        }
-    }
-
-    __device__ __forceinline__ void stage(const bf16* x_TE, int T, int E, float* unscale) {
-#pragma unroll 1
-        for (int first = 0; first < (TOKENS > TOKENS_AT_ONCE ? T : 1); first += TOKENS_AT_ONCE) {
-            if (TOKENS > TOKENS_AT_ONCE) load(x_TE, first, T, E);
-#pragma unroll
-            for (int t = 0; t < TOKENS_AT_ONCE; ++t) {
-                const int token = first + t;
-                if (token >= T) break;
-                const int lane = threadIdx.x % WARP;
-                const float value =
-                    warp_max_magnitude(lane < WARPS ? largest[token * WARPS + lane] : 0.0f);
-                const float factor = f16_factor(value);
-                if (threadIdx.x == 0) unscale[token] = inverse_power(factor);
-#pragma unroll
-                for (int i = 0; i < VECTORS; ++i) {
-                    const int k = (threadIdx.x + i * THREADS) * 8;
-                    if (k < stage_padded(E)) store(rows[t][i], token, k, T, factor);
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ void store(const uint4& raw, int token, int k, int T,
-                                          float factor) const {
-        if (ANY_F16) store_activations(f16, raw, token, k, T, factor, true);
-        if (ANY_BF16) store_activations(bf16_rows, raw, token, k, T, factor, false);
-    }
-};
-
-// silu(min(gate, limit)) * clamp(up, -limit, limit) * weight; NaN stays NaN.
-__device__ __forceinline__ float clamped_swiglu(float gate, float up, float weight, float limit) {
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up < -limit ? -limit : up;
-    return gate / (1.0f + expf(-gate)) * up * weight;
-}
-
-// One finished item: lanes 0..15 hold the gate rows, lanes 16..31 the up rows.
-template <int FORMAT>
-__device__ __forceinline__ void write_hidden(const Partials& partials, int item,
-                                             const Routes& routes, const float* unscale,
-                                             float global_scale, unsigned mask, int slot, int tile,
-                                             char* h, int T, int F, float limit, int lane) {
-    const int rows = __popc(mask);
-    const int padded = (F + 63) / 64 * 64;
-    // Four lanes have two pairs of rows each whose words are neighbours: the next two rows, or the
-    // two that are 8 rows on.
-    constexpr int NEXT = SPREADS ? 2 : 8;
-    const int pair = lane / 2 % 8;
-    const bool publishes = SPREADS ? lane < 16 && lane % 4 == 0 : lane < 8 && lane % 2 == 0;
-    char* to = h + size_t(slot < 0 ? 0 : routes.first_row[slot]) * padded * 2 +
-               size_t(tile >> 1) * rows * 64 + word_at((tile & 1) * 8 + pair);
-    for (int token = 0; token < T; ++token) {
-        if (!(mask >> token & 1)) continue;
-        float value = partials.get(item, token, lane) * global_scale;
-        if (FORMAT != BF16) value *= unscale[token];
-        const float up = __shfl_xor_sync(~0u, value, 16);
-        const float weight = slot < 0 ? 1.0f : routes.weight[slot][token];
-        const bf16 hidden = __float2bfloat16_rn(clamped_swiglu(value, up, weight, limit));
-        const unsigned bits = FORMAT == BF16
-                                  ? __bfloat16_as_ushort(hidden)
-                                  : __half_as_ushort(__float2half_rn(
-                                        __bfloat162float(hidden) *
-                                        inverse_power(routes.unscale[token])));
-        const unsigned word = bits | __shfl_down_sync(~0u, bits, 1) << 16;
-        const unsigned next = __shfl_down_sync(~0u, word, NEXT);
-        if (publishes) publish(to, word, next);
-        to += 64;
-    }
-}
 
 // counters: the two words of LaunchNumber, then those of the score exchange. sums: words [blocks,
 // T, 32] of SumExchange. h: two halves of half_bytes, each with room for T * (P + 1) rows of F,

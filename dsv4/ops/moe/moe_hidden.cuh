@@ -1,9 +1,11 @@
 // Hidden rows on their way from the blocks that compute them to the warps that multiply them
 // (hand_over.cuh).
 //
-// Defines and STAGE_COLUMNS: those of moe_decode.cu.
+// Defines: those of moe_decode.cu.
 #pragma once
 #include "hand_over.cuh"
+#include "moe_shape.cuh"
+#include "ptx.cuh"
 
 // What a warp multiplies a stage of w2 with, in units of 16 bytes. Lane l has the units l, l + 32,
 // ... and HELD of them at a time in registers, as they were requested. That is all but for a 4-bit

@@ -14,17 +14,12 @@
 //
 // Defines: those of moe_decode.cu.
 #pragma once
+#include "moe_shape.cuh"
+#include "ptx.cuh"
 #include "weight_tile.cuh"
 
 constexpr bool is_4_bit(int format) { return format == NVFP4 || format == MXFP4; }
 constexpr bool ANY_4_BIT = is_4_bit(ROUTED) || is_4_bit(SHARED);
-
-// Both row tiles of a stage begin on a line of shared memory, so that a line of weights is copied
-// into one line.
-constexpr int TILE_BYTES = slot_bytes(ROUTED, SHARED), PAIR_BYTES = 2 * TILE_BYTES;
-constexpr int STAGE_COLUMNS = Stage<ROUTED>::COLUMNS > Stage<SHARED>::COLUMNS
-                                  ? Stage<ROUTED>::COLUMNS
-                                  : Stage<SHARED>::COLUMNS;
 
 // Columns of the MMA that a token has; 1: there are none to spare. Eight for a single token would
 // be four chains, which cost steps of five tokens and more what they save here.

@@ -139,7 +139,7 @@ def test_words_of_an_earlier_launch_would_be_taken_for_new_ones() -> None:
         assert_right(layer, SCHEDULES["random"])
 
 
-SHORT_BATCHES = SourceEdit("moe_down.cuh", "ROUNDS = TOKENS > 4 ? 2 : 4", "ROUNDS = 1")
+SHORT_BATCHES = SourceEdit("moe_down_line.cuh", "ROUNDS = TOKENS > 4 ? 2 : 4", "ROUNDS = 1")
 
 
 def test_a_token_has_the_same_bits_in_steps_of_every_length() -> None:
@@ -163,10 +163,10 @@ def test_a_token_has_the_same_bits_in_steps_of_every_length() -> None:
 
 LOST = {
     "scores": SourceEdit(
-        "moe_routes.cuh",
+        "moe_scores.cuh",
         "numbered(launch, log_score",
         "numbered(launch - 1, log_score",
-        soon("moe_routes.cuh"),
+        soon("moe_scores.cuh"),
     ),
     "hidden rows": SourceEdit(
         "hand_over.cuh",
@@ -175,7 +175,10 @@ LOST = {
         soon("moe_decode.cu", soon("moe_hidden.cuh")),
     ),
     "sums": SourceEdit(
-        "moe_down.cuh", "numbered(launch, sum)", "numbered(launch - 1, sum)", soon("moe_down.cuh")
+        "moe_down_line.cuh",
+        "numbered(launch, sum)",
+        "numbered(launch - 1, sum)",
+        soon("moe_down_line.cuh"),
     ),
 }
 
@@ -206,7 +209,7 @@ PLANTED = {
         "moe_decode.cu", "if (threadIdx.x == 0) launch.end();", ""
     ),
     "sums of other blocks are not waited for": SourceEdit(
-        "moe_down.cuh", "if (__all_sync(~0u, unsigned(word >> 32) == launch)) break;", "break;"
+        "moe_down_line.cuh", "if (__all_sync(~0u, unsigned(word >> 32) == launch)) break;", "break;"
     ),
 }
 

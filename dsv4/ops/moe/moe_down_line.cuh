@@ -16,6 +16,9 @@
 //
 // Defines: those of moe_decode.cu.
 #pragma once
+#include "divisor.cuh"
+#include "moe_sums.cuh"
+#include "numbered_word.cuh"
 #include "ptx.cuh"
 
 constexpr int PART_STAGES = 2;
