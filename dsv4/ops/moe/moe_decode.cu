@@ -26,8 +26,9 @@
 // (whose activations a thread holds), RANKS (above 1: y goes to the ranks as words, exchange.cuh),
 // and those of moe_scores.cuh and router.cuh.
 #include "exchange.cuh"
+#include "moe_block.cuh"
 #include "moe_down_line.cuh"
-#include "moe_gate_up_items.cuh"
+#include "moe_gate_up.cuh"
 #include "moe_hidden.cuh"
 #include "moe_inputs.cuh"
 #include "moe_layout.cuh"
@@ -35,7 +36,6 @@
 #include "moe_routes.cuh"
 #include "moe_scores.cuh"
 #include "moe_sums.cuh"
-#include "moe_swiglu.cuh"
 
 // Row tiles of w2 (2.3 KB) that a warp has in flight while it waits for its first hidden rows; all
 // of the ring are 2 * STAGES. Every trip of a block through L2, also to look for h, queues behind
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     constexpr int E = WIDTH, F = INNER, X = EXPERTS, P = EXPERTS_PER_TOKEN;
     extern __shared__ __align__(SLOT_LINE_BYTES) char dynamic_shared[];
     __shared__ Routes routes;
-    __shared__ unsigned long long barriers[2 * BUFFERS + 2 + BATCHES];
+    __shared__ unsigned long long barrier_words[BARRIERS];
     __shared__ __align__(16) float largest[MAX_TOKENS * WARPS];
     __shared__ float unscale[MAX_TOKENS];
     __shared__ Outbox outbox;
@@ -101,15 +101,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     char* after = reinterpret_cast<char*>(partial_data + BUFFERS * WARPS * PARTIAL);
     Inputs inputs = {after, after + (ANY_F16 ? T * stage_padded(E) * 2 : 0), largest};
     const unsigned ring = shared_address(dynamic_shared) + own_warp() * STAGES * PAIR_BYTES;
-    const unsigned full = shared_address(barriers);
-    const unsigned empty = full + 8 * BUFFERS;
-    const unsigned known = empty + 8 * BUFFERS;
-    const unsigned weighed = known + 8;
-    const unsigned added = weighed + 8;
+    const Barriers barriers(barrier_words);
     const unsigned no_activations = shared_address(zeros);
     const RouteTable table(routes);
 
-    const Partials partials = {partial_data, full, empty};
+    const Partials partials = {partial_data, barriers.full, barriers.empty};
+    const Block block = {warp, lane, T, barriers, ring, no_activations, partials, routes, table};
+    const Experts routed_weights = {{w1_data, w1_block_scale, w1_global_scale},
+                                    {w3_data, w3_block_scale, w3_global_scale},
+                                    {w2_data, w2_block_scale, w2_global_scale}};
+    const Experts shared_weights = {
+        {shared_w1_data, shared_w1_block_scale, shared_w1_global_scale},
+        {shared_w3_data, shared_w3_block_scale, shared_w3_global_scale},
+        {shared_w2_data, shared_w2_block_scale, shared_w2_global_scale}};
 
     // This block's rows of gate, on their way to registers.
     GateRows gate_rows;
@@ -120,48 +124,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int first_item;
     unsigned launch_number;
     {
-        const Layout<ROUTED> routed(F, E);
-        const Layout<SHARED> shared(F, E);
-        const int tiles = (F + 63) / 64 * 4;
-        GateUpItems producer(tiles, shared.stages(), routed.stages(),
-                             shared.tile_bytes + shared.scale_tile_bytes,
-                             routed.tile_bytes + routed.scale_tile_bytes, warp);
-        GateUpItems items = producer;
-        const auto issue = [&](int place) {
-            const unsigned slot = ring + place * PAIR_BYTES;
-            if (producer.slot < 0) {
-                shared.fetch(slot, shared_w1_data, shared_w1_block_scale, 0, producer.tile,
-                             producer.stage, lane);
-                shared.fetch(slot + TILE_BYTES, shared_w3_data, shared_w3_block_scale, 0,
-                             producer.tile, producer.stage, lane);
-            } else {
-                const int expert = table.expert(producer.slot);
-                routed.fetch(slot, w1_data, w1_block_scale, expert, producer.tile, producer.stage,
-                             lane);
-                routed.fetch(slot + TILE_BYTES, w3_data, w3_block_scale, expert,
-                             producer.tile, producer.stage, lane);
-            }
-            producer.stage += WARPS;
-            producer.settle();
-        };
+        GateUpStream stream(block, routed_weights, shared_weights);
+        const GateUpItems items = stream.items;
         // The first stages of shared.w1 and shared.w3, on their way to the ring.
-        // Empty slots of the ring. The last STAGES groups of copies are those of the next STAGES
-        // stages, in order.
-        int vacant = 0;
-        producer.settle();
-#pragma unroll 1
-        for (int i = 0; i < STAGES; ++i) {
-            if (producer.active()) issue(i);
-            else ++vacant;
-            cp_async_commit();
-        }
+        stream.start();
         routes_clear(routes);
-        if (threadIdx.x < BUFFERS) {
-            barrier_init(full + 8 * threadIdx.x, WARPS * ARRIVALS);
-            barrier_init(empty + 8 * threadIdx.x, ARRIVALS);
-        }
-        if (threadIdx.x < BATCHES) barrier_init(added + 8 * threadIdx.x, T * ARRIVALS);
-        if (threadIdx.x == 0) barrier_init(known, WARP), barrier_init(weighed, T * WARP);
+        barriers.initialize(T);
         if (threadIdx.x < ZEROS) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
         barrier_fence();
         __syncthreads();
@@ -207,10 +175,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 choosers_sync(T);
                 if (warp == 0) routes_finish(routes, T);
             }
-            if (warp == 0) barrier_arrive(known);
+            if (warp == 0) barrier_arrive(barriers.known);
             const float weight = weigh(score, id, scaling);
             routes_weigh(routes, slot, weight, warp, valid, limit);
-            barrier_arrive(weighed);
+            barrier_arrive(barriers.weighed);
             if (lane < P && blockIdx.x == 0) {
                 ids_TP[warp * P + lane] = id, weights_TP[warp * P + lane] = weight;
                 note_nan(nan, weight);
@@ -222,98 +190,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
         const int token = min(lane_token(lane), T - 1);
         const unsigned lane_address = token * 64 + lane_part(lane);
-        const unsigned x_f16 = shared_address(inputs.f16) + lane_address;
-        const unsigned x_bf16 = shared_address(inputs.bf16_rows) + lane_address;
-        // h[rows of the expert] = (silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) *
-        // weight).bfloat16()
-        const auto finish = [&](int number) {
-            if (number < 0 || !Partials::mine(number, warp)) return;
-            GateUpItems past = items;
-            past.number = number;
-            past.place();
-            const bool is_shared = past.slot < 0;
-            // Up and gate rows may have different global scales.
-            const float* shared_global =
-                lane < 16 ? shared_w1_global_scale : shared_w3_global_scale;
-            const float* routed_global = lane < 16 ? w1_global_scale : w3_global_scale;
-            float global_scale = is_shared ? format_factor<SHARED>() : format_factor<ROUTED>();
-            if (is_shared && SHARED == NVFP4) global_scale *= __ldg(shared_global);
-            if (!is_shared && ROUTED == NVFP4)
-                global_scale *= __ldg(routed_global + routes.experts[past.slot]);
-            // The shared expert's hidden rows, too, are scaled by what the routes allow.
-            barrier_wait(weighed, 0);
-            partials.begin_get(number);
-            if (is_shared)
-                write_hidden<SHARED>(partials, number, routes, unscale, global_scale, (1u << T) - 1,
-                                     -1, past.tile, h, T, F, limit, lane);
-            else
-                write_hidden<ROUTED>(partials, number, routes, unscale, global_scale,
-                                     routes.mask[past.slot], past.slot, past.tile, h, T, F, limit,
-                                     lane);
-            partials.end_get(number, lane);
-        };
+        GateUp gate_up = {block,
+                          stream,
+                          items,
+                          shared_address(inputs.f16) + lane_address,
+                          shared_address(inputs.bf16_rows) + lane_address,
+                          unscale,
+                          h,
+                          limit};
         Sums sums = {};
-        // `part`: the first stage of this warp in the item, or where it would be.
-        int place = 0, part = warp;
-        bool routes_known = false;
-        // gate, up = x_TE[mask] @ w1.T, x_TE[mask] @ w3.T for shared and every one of experts.
-        // A turn is a stage of this warp or the end of an item. The shared expert's stages do not
-        // wait for the routes.
-#pragma unroll 1
-        while (true) {
-            if (!routes_known && (!items.active() || __any_sync(~0u, barrier_test(known, 0)))) {
-                barrier_wait(known, 0);
-                routes_known = true;
-                items.start_routed(routes.count * tiles);
-                producer.start_routed(routes.count * tiles);
-                producer.settle();
-#pragma unroll 1
-                for (; vacant > 0; --vacant) {
-                    if (producer.active()) issue((place + STAGES - vacant) % STAGES);
-                    cp_async_commit();
-                }
-            }
-            if (!items.active()) break;
-            if (items.stage < items.stages()) {
-                const unsigned slot = ring + place * PAIR_BYTES;
-                cp_async_wait<STAGES - 1>();
-                __syncwarp();
-                if (items.slot < 0) {
-                    const unsigned x = SHARED == BF16 ? x_bf16 : x_f16;
-                    multiply_stage<SHARED>(
-                        sums, slot,
-                        {x + items.stage * (Stage<SHARED>::COLUMNS * 2) * T, no_activations, T * 64,
-                         true},
-                        lane);
-                } else {
-                    const unsigned x = ROUTED == BF16 ? x_bf16 : x_f16;
-                    multiply_stage<ROUTED>(
-                        sums, slot,
-                        {x + items.stage * (Stage<ROUTED>::COLUMNS * 2) * T, no_activations, T * 64,
-                         true},
-                        lane);
-                }
-                __syncwarp();
-                if (producer.active()) issue(place);
-                else ++vacant;
-                cp_async_commit();
-                if (++place == STAGES) place = 0;
-                items.stage += WARPS;
-            } else {
-                items.stage -= items.stages();
-                // The item before is finished now, when no warp is likely to be behind in it:
-                // waiting here would add up.
-                partials.put(items.number, sums, part, lane);
-                part = items.stage;
-                finish(items.number - 1);
-                items.next_item();
-                sums = {};
-            }
-        }
-        finish(items.number - 1);
+        first_item = gate_up.compute(sums);
         // Global scales of w2, times what the formats' decoding leaves out; by a warp that had
         // nothing to finish.
-        if (Partials::mine(items.number, warp)) {
+        if (Partials::mine(first_item, warp)) {
             for (int i = lane; i <= routes.count; i += WARP) {
                 if (i == 0)
                     routes.units[0] = format_factor<SHARED>() *
@@ -324,7 +213,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         (ROUTED == NVFP4 ? __ldg(w2_global_scale + routes.experts[i - 1]) : 1.0f);
             }
         }
-        first_item = items.number;
     }
 
     // Phase 2: y_TE.
@@ -445,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 run = line.run(index, end);
             }
             __syncwarp();
-            if (lane < ARRIVALS) barrier_arrive(added + 8 * (batch % BATCHES));
+            if (lane < ARRIVALS) barrier_arrive(barriers.added + 8 * (batch % BATCHES));
         };
         int place = 0;
         // y = sum(h[rows of the expert].float() @ w2.T) over shared and experts: 32 rows of w2 at a
@@ -456,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (round < rounds) {
                 const int batch = round / ROUNDS;
                 if (round % ROUNDS == 0 && batch >= BATCHES)
-                    barrier_wait(added + 8 * (batch % BATCHES), batch / BATCHES & 1 ^ 1);
+                    barrier_wait(barriers.added + 8 * (batch % BATCHES), batch / BATCHES & 1 ^ 1);
                 Sums sums = {};
                 // What the sums lack, of the lane's first and second token.
                 float low = 1.0f, high = 1.0f;

@@ -4,6 +4,17 @@
 #pragma once
 #include "weight_tile.cuh"
 
+// A packed matrix, or a stack of them, in memory.
+struct PackedMatrix {
+    const char *data, *block_scale;
+    const float* global_scale;
+};
+
+// Of all routed experts, or of the shared one.
+struct Experts {
+    PackedMatrix w1, w3, w2;
+};
+
 // Where the stages of a packed matrix [rows, columns] (or a stack of them) lie.
 template <int FORMAT>
 struct Layout {
