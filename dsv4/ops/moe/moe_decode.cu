@@ -27,6 +27,7 @@
 // and those of moe_scores.cuh and router.cuh.
 #include "exchange.cuh"
 #include "moe_block.cuh"
+#include "moe_down.cuh"
 #include "moe_down_line.cuh"
 #include "moe_gate_up.cuh"
 #include "moe_hidden.cuh"
@@ -165,16 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             scores.receive(score, warp, X);
             const int64 id = choose(score, bias, listed);
             const bool valid = lane < P && id >= 0 && id < X;
-            int slot;
-            if constexpr (TOKENS == 1) {
-                slot = routes_of_one(routes, id, valid);
-            } else {
-                const unsigned again = routes_count(routes, id, warp, valid);
-                choosers_sync(T);
-                slot = routes_enter(routes, id, warp, valid, again);
-                choosers_sync(T);
-                if (warp == 0) routes_finish(routes, T);
-            }
+            const int slot = routes_of(routes, id, warp, valid, T);
             if (warp == 0) barrier_arrive(barriers.known);
             const float weight = weigh(score, id, scaling);
             routes_weigh(routes, slot, weight, warp, valid, limit);
@@ -219,29 +211,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) launch.end();
     pdl_launch();
     {
-        const Layout<ROUTED> routed(E, F);
-        const Layout<SHARED> shared(E, F);
+        const DownWeights weights = {block, routed_weights.w2, shared_weights.w2,
+                                     Layout<ROUTED>(E, F), Layout<SHARED>(E, F)};
         const unsigned hidden = shared_address(partial_data + BATCHES * ROUNDS * WARPS * PARTIAL) +
                                 warp * HiddenSlice::BYTES;
         const int pairs = (E + 63) / 64 * 2, hidden_k32 = (F + 63) / 64 * 2;
-        const DownLine line(pairs, shared.stages(), routed.stages(), routes.count);
-
-        // Row tiles `begin` to `end` of the two of a stage.
-        const auto fetch_weights = [&](const DownStage& from, int place, int begin, int end) {
-            const unsigned to = ring + place * PAIR_BYTES;
-            if (from.slot < 0) {
-#pragma unroll
-                for (int tile = begin; tile < end; ++tile)
-                    shared.fetch(to + tile * TILE_BYTES, shared_w2_data,
-                                 shared_w2_block_scale, 0, 2 * from.pair + tile, from.stage, lane);
-            } else {
-                const int expert = table.expert(from.slot);
-#pragma unroll
-                for (int tile = begin; tile < end; ++tile)
-                    routed.fetch(to + tile * TILE_BYTES, w2_data, w2_block_scale, expert,
-                                 2 * from.pair + tile, from.stage, lane);
-            }
-        };
+        const DownLine line(pairs, weights.shared.stages(), weights.routed.stages(),
+                            routes.count);
 
         DownStage producer(line, warp);
         // The stage whose hidden rows were requested last.
@@ -279,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
             for (; tiles < until; ++tiles) {
                 const int tile = tiles % 2;
-                if (producer.active(line)) fetch_weights(producer, tiles / 2, tile, tile + 1);
+                if (producer.active(line)) weights.request(producer, tiles / 2, tile, tile + 1);
                 if (tile == 1) producer.advance(line);
                 if (tile == 1 || tiles + 1 == until) cp_async_commit();
             }
@@ -300,41 +276,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int held = lane % 4 / TOKEN_LANES * LANE_TOKENS;
         const float first = ANY_BF16 ? 1.0f / routes.unscale[min(held, T - 1)] : 1.0f;
         const float second = ANY_BF16 ? 1.0f / routes.unscale[min(held + 1, T - 1)] : 1.0f;
-        // y_TE = y.bfloat16(), or this rank's part of y for all ranks
-        const auto store = [&](int token, int row, float value) {
-            const size_t at = size_t(token) * E + row;
-            if constexpr (RANKS > 1) outbox.push(at, value);
-            else y_TE[at] = __float2bfloat16_rn(value);
-        };
-        const SumExchange between = {reinterpret_cast<unsigned long long*>(sums), launch_number};
-        // Each of T warps adds the parts of a batch to y of its token, one after the other.
-        const int own = WARPS - 1 - warp;
-        float sum = 0.0f;
-        const auto finish = [&](int batch) {
-            if (batch < 0 || own >= T) return;
-            const int first = batch * ROUNDS * WARPS;
-            const int end = min(first + ROUNDS * WARPS, line.count);
-            const float* from =
-                partials.row(batch % BATCHES * ROUNDS * WARPS, lane) + own * 16 - first * PARTIAL;
-            int index = first;
-            DownRun run = line.run(index, end);
-            partials.begin_get(first_item + batch);
-#pragma unroll 1
-            while (true) {
-                if (run.receives) sum = between.receive(blockIdx.x * T + own, lane);
-                else if (run.starts) sum = 0.0f;
-#pragma unroll 16
-                for (int part = 0; part < run.parts; ++part) sum += from[(index + part) * PARTIAL];
-                const int row = run.pair * 32 + lane;
-                if (run.sends) between.send((blockIdx.x + 1) * T + own, lane, sum);
-                else if (run.completes && row < E) store(own, row, sum * routes.unscale[own]);
-                index += run.parts;
-                if (index >= end) break;
-                run = line.run(index, end);
-            }
-            __syncwarp();
-            if (lane < ARRIVALS) barrier_arrive(barriers.added + 8 * (batch % BATCHES));
-        };
+        DownSums down_sums = {block,
+                              line,
+                              {reinterpret_cast<unsigned long long*>(sums), launch_number},
+                              first_item,
+                              outbox,
+                              y_TE,
+                              WARPS - 1 - warp,
+                              0.0f};
         int place = 0;
         // y = sum(h[rows of the expert].float() @ w2.T) over shared and experts: 32 rows of w2 at a
         // time
@@ -371,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     __syncwarp();
                     if (!HIDDEN_AHEAD) request();
                     if (producer.active(line)) {
-                        fetch_weights(producer, place, 0, 2);
+                        weights.request(producer, place, 0, 2);
                         producer.advance(line);
                     }
                     cp_async_commit();
@@ -383,7 +332,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             // A batch is finished a round later, when no warp is likely to be behind in it.
             const bool last = round == rounds;
-            if (last || round % ROUNDS == 0) finish((round + (last ? ROUNDS - 1 : 0)) / ROUNDS - 1);
+            if (last || round % ROUNDS == 0)
+                down_sums.finish((round + (last ? ROUNDS - 1 : 0)) / ROUNDS - 1);
             if (last) break;
         }
     }

@@ -169,6 +169,18 @@ __device__ __forceinline__ void routes_finish(Routes& routes, int T) {
     if (threadIdx.x == 0) routes.count = count;
 }
 
+// The routes of all tokens of the step, one warp for each: lane p < P has the id of the token's
+// p-th expert, if that is valid, and gets its slot. All are there when the first warp has returned.
+__device__ __forceinline__ int routes_of(Routes& routes, int64 id, int token, bool valid, int T) {
+    if constexpr (TOKENS == 1) return routes_of_one(routes, id, valid);
+    const unsigned again = routes_count(routes, id, token, valid);
+    choosers_sync(T);
+    const int slot = routes_enter(routes, id, token, valid, again);
+    choosers_sync(T);
+    if (token == 0) routes_finish(routes, T);
+    return slot;
+}
+
 // The weights of a token: lane p < P has that of the p-th expert, and its slot. |h| of a token is
 // at most limit^2 times the sum of its weights.
 __device__ __forceinline__ void routes_weigh(Routes& routes, int slot, float weight, int token,
