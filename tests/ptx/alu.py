@@ -6,12 +6,24 @@ import numpy as np
 
 from tests.ptx.faults import Unsupported
 from tests.ptx.floats import exact_fma, rounded_fma
-from tests.ptx.operands import DTYPES, Array, Layout, Mask
-from tests.ptx.scalar import FLOATS, PACKED, Build, Handler, Values, apply, elementwise, many, ufunc
+from tests.ptx.operands import Layout
+from tests.ptx.rows import DTYPES, Array
+from tests.ptx.scalar import (
+    FLOATS,
+    PACKED,
+    Build,
+    Handler,
+    Lanewise,
+    Values,
+    apply,
+    elementwise,
+    many,
+    ufunc,
+)
 from tests.ptx.syntax import Immediate, Instruction
 
 if TYPE_CHECKING:
-    from tests.ptx.warp import Warp
+    pass
 
 
 def _minimum(x: Array, y: Array) -> Array:
@@ -77,20 +89,20 @@ def _wide_product(instruction: Instruction, layout: Layout) -> Handler:
         raise Unsupported(instruction.text)
     wide = f"{ptx_type[0]}{2 * bits}"
     result = ptx_type if high else wide
-    first, second = (layout.source(operand, ptx_type) for operand in instruction.operands[1:3])
-    more = [layout.source(operand, result) for operand in instruction.operands[3:]]
+    reads = [layout.source(operand, ptx_type) for operand in instruction.operands[1:3]]
+    reads += [layout.source(operand, result) for operand in instruction.operands[3:]]
     write = layout.target(instruction.operands[0], result)
     dtype = DTYPES[wide]
 
-    def run(warp: "Warp", mask: Mask) -> None:
-        product = first(warp).astype(dtype) * second(warp).astype(dtype)
+    def multiplied(first: Array, second: Array, *more: Array) -> Array:
+        product = np.multiply(first, second, dtype=dtype)
         if high:
             product = (product >> bits).astype(DTYPES[ptx_type])
-        for read in more:
-            product = product + read(warp)
-        write(warp, product, mask)
+        for addend in more:
+            product = product + addend
+        return product
 
-    return run
+    return Lanewise(multiplied, reads, write)
 
 
 def _divide(instruction: Instruction, layout: Layout) -> Handler:
@@ -127,16 +139,15 @@ def _shift(function: Values) -> Build:
         by_constant = instruction.operands[2]
         if isinstance(by_constant, Immediate) and by_constant.bits < bits:
             constant = dtype.type(by_constant.bits)
-            return lambda warp, mask: write(warp, function(value(warp), constant), mask)
+            return Lanewise(lambda x: function(x, constant), [value], write)
 
-        def run(warp: "Warp", mask: Mask) -> None:
-            by = amount(warp)
-            shifted = function(value(warp), np.minimum(by, bits - 1).astype(dtype))
+        def shifted(x: Array, by: Array) -> Array:
+            result = function(x, np.minimum(by, bits - 1).astype(dtype))
             if dtype.kind == "u" and (by >= bits).any():
-                shifted = np.where(by >= bits, 0, shifted).astype(dtype)
-            write(warp, shifted, mask)
+                result = np.where(by >= bits, 0, result).astype(dtype)
+            return result
 
-        return run
+        return Lanewise(shifted, [value, amount], write)
 
     return build
 
@@ -155,7 +166,7 @@ def _reciprocal(instruction: Instruction, layout: Layout) -> Handler:
         return elementwise(in_double(np.reciprocal))(instruction, layout)
     read = layout.source(instruction.operands[1], "f64")
     write = layout.target(instruction.operands[0], "f64")
-    return lambda warp, mask: write(warp, _upper_half(1 / _upper_half(read(warp))), mask)
+    return Lanewise(lambda x: _upper_half(1 / _upper_half(x)), [read], write)
 
 
 def _upper_half(x: Array) -> Array:

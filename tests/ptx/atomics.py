@@ -7,7 +7,8 @@ import numpy as np
 
 from tests.ptx.faults import Unsupported
 from tests.ptx.load_store import read, state_space, write
-from tests.ptx.operands import DTYPES, LANES, Layout, Mask, lanes
+from tests.ptx.operands import Layout
+from tests.ptx.rows import DTYPES, LANES, Mask, lanes
 from tests.ptx.scalar import Build, Handler
 from tests.ptx.syntax import Instruction
 

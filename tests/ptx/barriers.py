@@ -4,11 +4,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tests.ptx.convergence import common
 from tests.ptx.faults import NotConverged, RegisterBudget, TooManyArrivals, Unsupported
-from tests.ptx.operands import LANES, Layout, Mask, Source, lanes
+from tests.ptx.operands import Layout
+from tests.ptx.rows import LANES, Mask, Source, lanes
 from tests.ptx.scalar import Build, Handler, constant, nothing
 from tests.ptx.syntax import Instruction
-from tests.ptx.warp import Wait, common
+from tests.ptx.warp import Wait
 
 if TYPE_CHECKING:
     from tests.ptx.warp import Warp

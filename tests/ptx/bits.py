@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.ptx.faults import Unsupported
-from tests.ptx.operands import DTYPES, Array, Layout, Mask
-from tests.ptx.scalar import Build, Handler, Values, apply, constant, elementwise
-from tests.ptx.syntax import Instruction
+from tests.ptx.operands import Layout
+from tests.ptx.rows import DTYPES, Array
+from tests.ptx.scalar import Build, Handler, Lanewise, Values, apply, constant, elementwise
+from tests.ptx.syntax import Immediate, Instruction
 
 if TYPE_CHECKING:
-    from tests.ptx.warp import Warp
+    pass
 
 
 def _funnel(instruction: Instruction, layout: Layout) -> Handler:
@@ -32,10 +33,12 @@ def _permute(instruction: Instruction, layout: Layout) -> Handler:
     if instruction.opcode != "prmt.b32":
         raise Unsupported(instruction.text)
 
+    selected = instruction.operands[3]
+    if isinstance(selected, Immediate) and not selected.bits & 0x8888:
+        return _permute_alike(selected.bits, instruction, layout)
+
     def permuted(low: Array, high: Array, selection: Array) -> Array:
-        choices = np.concatenate(
-            (low.view(np.uint8).reshape(-1, 4), high.view(np.uint8).reshape(-1, 4)), 1
-        )
+        choices = _bytes_of_both(low, high)
         nibbles = selection[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & 15
         picked = np.take_along_axis(choices, (nibbles & 7).astype(np.int64), 1)
         sign = np.where(picked & 128, 255, 0)
@@ -44,21 +47,37 @@ def _permute(instruction: Instruction, layout: Layout) -> Handler:
     return apply(permuted, instruction, layout, "b32")
 
 
+def _permute_alike(selection: int, instruction: Instruction, layout: Layout) -> Handler:
+    """The same bytes for every lane."""
+    places = selection >> np.arange(0, 16, 4) & 7
+
+    def permuted(low: Array, high: Array, _: Array) -> Array:
+        return _bytes_of_both(low, high).take(places, 1).view(np.uint32)[:, 0]
+
+    return apply(permuted, instruction, layout, "b32")
+
+
+def _bytes_of_both(low: Array, high: Array) -> Array:
+    words = np.empty((low.size, 2), np.uint32)
+    words[:, 0] = low
+    words[:, 1] = high
+    return words.view(np.uint8)
+
+
 def _look_up(instruction: Instruction, layout: Layout) -> Handler:
     """lop3: bit 4a + 2b + c of the table, for every bit of three registers."""
     table = constant(instruction, 4)
     reads = [layout.source(operand, "b32") for operand in instruction.operands[1:4]]
     write = layout.target(instruction.operands[0], "b32")
 
-    def run(warp: "Warp", mask: Mask) -> None:
-        a, b, c = (read(warp) for read in reads)
+    def looked_up(a: Array, b: Array, c: Array) -> Array:
         result = np.zeros_like(a)
         for n in range(8):
             if table >> n & 1:
                 result |= (a if n & 4 else ~a) & (b if n & 2 else ~b) & (c if n & 1 else ~c)
-        write(warp, result, mask)
+        return result
 
-    return run
+    return Lanewise(looked_up, reads, write)
 
 
 def _extract(instruction: Instruction, layout: Layout) -> Handler:
@@ -67,18 +86,14 @@ def _extract(instruction: Instruction, layout: Layout) -> Handler:
     dtype = np.dtype(DTYPES[ptx_type])
     bits = 8 * dtype.itemsize
     value = layout.source(instruction.operands[1], ptx_type)
-    position, length = (layout.source(operand, "u32") for operand in instruction.operands[2:])
+    field = [layout.source(operand, "u32") for operand in instruction.operands[2:]]
     write = layout.target(instruction.operands[0], ptx_type)
 
-    def run(warp: "Warp", mask: Mask) -> None:
-        from_bit = (position(warp) & 255).astype(np.int64)
-        count = (length(warp) & 255).astype(np.int64)
-        out = np.zeros(32, dtype)
-        for lane, x in enumerate(value(warp).tolist()):
-            out[lane] = _field(x, int(from_bit[lane]), int(count[lane]), bits, dtype.kind == "i")
-        write(warp, out, mask)
+    def extracted(value: Array, position: Array, length: Array) -> Array:
+        lanes = zip(value.tolist(), (position & 255).tolist(), (length & 255).tolist(), strict=True)
+        return np.array([_field(*lane, bits, dtype.kind == "i") for lane in lanes], dtype)
 
-    return run
+    return Lanewise(extracted, [value, *field], write)
 
 
 def _field(x: int, position: int, length: int, bits: int, signed: bool) -> int:
@@ -99,21 +114,19 @@ def _insert(instruction: Instruction, layout: Layout) -> Handler:
     """bfi: the low bits of the first operand into the second."""
     ptx_type = instruction.parts[-1]
     bits = 8 * np.dtype(DTYPES[ptx_type]).itemsize
-    field, value = (layout.source(operand, ptx_type) for operand in instruction.operands[1:3])
-    position, length = (layout.source(operand, "u32") for operand in instruction.operands[3:])
+    reads = [layout.source(operand, ptx_type) for operand in instruction.operands[1:3]]
+    reads += [layout.source(operand, "u32") for operand in instruction.operands[3:]]
     write = layout.target(instruction.operands[0], ptx_type)
 
-    def run(warp: "Warp", mask: Mask) -> None:
-        out = value(warp).copy()
-        where = zip(
-            field(warp).tolist(), position(warp).tolist(), length(warp).tolist(), strict=True
-        )
+    def inserted(field: Array, value: Array, position: Array, length: Array) -> Array:
+        out = value.copy()
+        where = zip(field.tolist(), position.tolist(), length.tolist(), strict=True)
         for lane, (x, at, count) in enumerate(where):
             ones = ((1 << min(count & 255, bits)) - 1) << (at & 255) & (1 << bits) - 1
             out[lane] = (int(out[lane]) & ~ones) | (x << (at & 255) & ones)
-        write(warp, out, mask)
+        return out
 
-    return run
+    return Lanewise(inserted, reads, write)
 
 
 def _count_ones(x: Array) -> Array:

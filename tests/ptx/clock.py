@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ptx.operands import LANES, Layout, Mask
+from tests.ptx.operands import Layout
+from tests.ptx.rows import LANES, Mask
 from tests.ptx.syntax import Instruction
 
 if TYPE_CHECKING:

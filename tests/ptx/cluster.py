@@ -16,9 +16,10 @@ from tests.ptx.faults import (
     RegisterBudget,
 )
 from tests.ptx.launch import Launch
-from tests.ptx.memory import GlobalMemory, SharedMemory, bytes_at
-from tests.ptx.operands import LANES, PARAMETERS, Array
+from tests.ptx.memory import GlobalMemory, SharedMemory
+from tests.ptx.operands import PARAMETERS
 from tests.ptx.program import Program
+from tests.ptx.rows import LANES, Array
 from tests.ptx.schedule import Choices
 from tests.ptx.tensor_map import TensorMap
 from tests.ptx.tensor_memory import TensorMemory
@@ -45,6 +46,7 @@ class Block:
         self.tensor_memory = TensorMemory()
         self.named: dict[int, NamedBarrier] = {}
         self.free_registers = 0
+        self.running_warps = 0
         self.state: dict[Any, Any] = {}
         self.warps = [Warp(self, n, program) for n in range(-(-threads // LANES))]
 
@@ -56,6 +58,7 @@ class Block:
         self.named.clear()
         self.state.clear()
         self.free_registers = 0
+        self.running_warps = len(self.warps)
         for warp in self.warps:
             warp.start()
 
@@ -76,7 +79,7 @@ class Block:
     @property
     def ended(self) -> bool:
         """Whether all of its warps have ended."""
-        return all(warp.ended for warp in self.warps)
+        return self.running_warps == 0
 
     def special(self, name: str, warp: int) -> Any:
         """A special register in the lanes of a warp."""
@@ -222,14 +225,14 @@ class Cluster:
         return self.blocks[rank]
 
     def shared(self, addresses: Array, size: int, what: object) -> tuple[SharedMemory, Array]:
-        """The memory that addresses name, all of one block, and the indices ``[n, size]``."""
+        """The memory that addresses name, all of one block, and where in it they are."""
         at = addresses.astype(np.int64)
-        low, high = int(at.min()), int(at.max())
+        low, high = int(np.minimum.reduce(at)), int(np.maximum.reduce(at))
         if low >> 24 != high >> 24:
             raise OutOfBounds(f"{what}: shared memory of several blocks")
         memory = self.block(low, what).memory
         memory.check(low & OFFSET, (high & OFFSET) + size, what)
-        return memory, bytes_at(at - (low & ~OFFSET), size)
+        return memory, at - (low & ~OFFSET)
 
     def barrier(self, address: int, warp: Warp | None = None) -> Barrier:
         """The mbarrier at a shared address."""

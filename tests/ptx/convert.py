@@ -6,7 +6,8 @@ import numpy as np
 
 from tests.ptx import floats, tensor_core
 from tests.ptx.faults import Unsupported
-from tests.ptx.operands import DTYPES, Array, Layout
+from tests.ptx.operands import Layout
+from tests.ptx.rows import DTYPES, Array
 from tests.ptx.scalar import Build, Handler, Values, apply
 from tests.ptx.syntax import Instruction
 
@@ -154,6 +155,12 @@ def _ue8m0x2_to_bf16x2(x: Array) -> Array:
     return floats.bf16_bits(values).view(np.uint32)[:, 0]
 
 
+def _looked_up(function: Values, bits: int) -> Values:
+    """A function of so many bits by the table of all of its values."""
+    table = function(np.arange(1 << bits))
+    return lambda x: table[x]
+
+
 _PACK: dict[str, Any] = {
     "bf16x2": _pack_bf16x2,
     "f16x2": _pack_f16x2,
@@ -162,9 +169,9 @@ _PACK: dict[str, Any] = {
     "ue8m0x2": _pack_ue8m0x2,
 }
 _UNPACK: dict[tuple[str, str], Values] = {
-    ("f16x2", "e4m3x2"): _e4m3x2_to_f16x2,
-    ("f16x2", "e2m1x2"): _e2m1x2_to_f16x2,
-    ("bf16x2", "ue8m0x2"): _ue8m0x2_to_bf16x2,
+    ("f16x2", "e4m3x2"): _looked_up(_e4m3x2_to_f16x2, 16),
+    ("f16x2", "e2m1x2"): _looked_up(_e2m1x2_to_f16x2, 8),
+    ("bf16x2", "ue8m0x2"): _looked_up(_ue8m0x2_to_bf16x2, 16),
 }
 
 BUILDS: dict[str, Build] = {"cvt": _convert}

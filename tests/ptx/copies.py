@@ -9,7 +9,8 @@ import numpy as np
 
 from tests.ptx.faults import Misaligned, Unsupported
 from tests.ptx.load_store import write
-from tests.ptx.operands import Array, Layout, Mask, lanes
+from tests.ptx.operands import Layout
+from tests.ptx.rows import Array, Mask, lanes
 from tests.ptx.scalar import Build, Handler, constant
 from tests.ptx.syntax import Instruction, Vector
 from tests.ptx.warp import Wait
@@ -54,8 +55,8 @@ class Arrival:
         if self.copies:
             return
         for copy in self.written:
-            memory, at = warp.block.cluster.shared(copy.targets, copy.size, warp)
-            memory.announce(at, warp.index)
+            memory, first = warp.block.cluster.shared(copy.targets, copy.size, warp)
+            memory.announce(first, copy.size, warp.index)
         for barrier in self.barriers:
             barrier.arrive()
         warp.block.cluster.progress += 1

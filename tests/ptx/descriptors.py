@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.ptx.faults import BadDescriptor
 from tests.ptx.memory import SharedMemory
-from tests.ptx.operands import Array
+from tests.ptx.rows import Array
 from tests.ptx.tensor_map import swizzled
 
 # Swizzle modes of the instructions: bytes of a row of the pattern, and address bits exchanged.

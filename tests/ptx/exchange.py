@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.ptx.faults import Unsupported
-from tests.ptx.operands import LANES, Array, Layout, Mask, lanes
+from tests.ptx.operands import Layout
+from tests.ptx.rows import LANES, Array, Mask, lanes
 from tests.ptx.scalar import Build, Handler, nothing
-from tests.ptx.syntax import Instruction, Pair
+from tests.ptx.syntax import Immediate, Instruction, Pair
 
 if TYPE_CHECKING:
     from tests.ptx.warp import Warp
@@ -48,33 +49,38 @@ def _shuffle(instruction: Instruction, layout: Layout) -> Handler:
         result = result.first
     write = layout.target(result, "b32")
     value, by, limits = (layout.source(operand, "u32") for operand in instruction.operands[1:4])
+    constants = [operand for operand in instruction.operands[2:4] if isinstance(operand, Immediate)]
+    known = None
+    if len(constants) == 2:
+        known = _sources(mode, *(np.full(LANES, constant.bits) for constant in constants))
 
     def run(warp: "Warp", mask: Mask) -> None:
-        amount = (by(warp) & 31).astype(np.int64)
-        segment = (limits(warp) >> 8 & 31).astype(np.int64)
-        clamp = (limits(warp) & 31).astype(np.int64)
-        top = (_LANES & segment) | (clamp & ~segment)
-        bottom = _LANES & segment
-        if mode == "up":
-            source = _LANES - amount
-            inside = source >= top
-        else:
-            source = _sources(mode, amount, bottom, segment)
-            inside = source <= top
-        values = value(warp)
-        write(warp, np.where(inside, values[source & 31], values), mask)
+        source, inside = known or _sources(mode, by(warp), limits(warp))
+        write(warp, value(warp)[source], mask)
         if inside_target is not None:
             inside_target(warp, inside, mask)
 
     return run
 
 
-def _sources(mode: str, amount: Array, bottom: Array, segment: Array) -> Array:
-    if mode == "down":
-        return _LANES + amount
-    if mode == "bfly":
-        return _LANES ^ amount
-    return bottom | (amount & ~segment)
+def _sources(mode: str, by: Array, limits: Array) -> tuple[Array, Array]:
+    """The lane whose value each lane gets, and whether it is one of those that it may ask."""
+    amount = (by & 31).astype(np.int64)
+    segment = (limits >> 8 & 31).astype(np.int64)
+    clamp = (limits & 31).astype(np.int64)
+    top = (_LANES & segment) | (clamp & ~segment)
+    if mode == "up":
+        source = _LANES - amount
+        inside = source >= top
+    else:
+        others = {
+            "down": _LANES + amount,
+            "bfly": _LANES ^ amount,
+            "idx": (_LANES & segment) | (amount & ~segment),
+        }
+        source = others[mode]
+        inside = source <= top
+    return np.where(inside, source & 31, _LANES), inside
 
 
 def _vote(instruction: Instruction, layout: Layout) -> Handler:

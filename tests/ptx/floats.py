@@ -13,10 +13,10 @@ _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 def bf16_bits(x: Array, towards_zero: bool = False) -> Array:
     """float32 to bfloat16 bit patterns (uint16), to nearest even unless towards zero."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
-    if not towards_zero:
-        bits = bits + 0x7FFF + (bits >> 16 & 1)
-    return np.where(np.isnan(x), 0x7FFF, bits >> 16).astype(np.uint16)
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = bits if towards_zero else bits + ((bits >> 16 & 1) + 0x7FFF)
+    # A NaN may have been carried out of the register.
+    return np.where(np.isnan(x), np.uint32(0x7FFF), rounded >> 16).astype(np.uint16)
 
 
 def bf16_values(bits: Array) -> Array:
@@ -55,9 +55,12 @@ def e8m0_codes(x: Array, upwards: bool) -> Array:
 
 def rounded_fma(x: Array, y: Array, z: Array) -> Array:
     """float32 x · y + z, rounded once."""
-    product = x.astype(np.float64) * y.astype(np.float64)
+    product = np.multiply(x, y, dtype=np.float64)
+    total = product + z
+    # Rounding again is harmless unless the first rounding made a tie for the second one.
+    if not _may_be_ties(total).any():
+        return total.astype(np.float32)
     addend = z.astype(np.float64)
-    total = product + addend
     back = total - product
     error = (product - (total - back)) + (addend - back)
     # The sum to odd: an inexact one with an even last bit moves to the side of its error, so that
@@ -66,6 +69,12 @@ def rounded_fma(x: Array, y: Array, z: Array) -> Array:
     inexact = np.isfinite(total) & np.isfinite(error) & (error != 0) & even
     odd = np.where(inexact, np.nextafter(total, np.copysign(np.inf, error)), total)
     return odd.astype(np.float32)
+
+
+def _may_be_ties(x: Array) -> Array:
+    """Where float64 numbers lie half way between two of float32, or these are subnormal."""
+    lowest = x.view(np.int64) & (1 << 29) - 1
+    return (lowest == 1 << 28) | ((np.abs(x) < 2.0**-126) & (x != 0))
 
 
 def exact_fma(x: Array, y: Array, z: Array) -> Array:

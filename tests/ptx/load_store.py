@@ -8,19 +8,8 @@ import numpy as np
 
 from tests.ptx.faults import Misaligned, OutOfBounds, Unsupported
 from tests.ptx.memory import bytes_at
-from tests.ptx.operands import (
-    ALL,
-    DTYPES,
-    LANES,
-    LOCAL,
-    PARAMETERS,
-    SHARED,
-    UNSIGNED,
-    Array,
-    Layout,
-    Mask,
-    lanes,
-)
+from tests.ptx.operands import LOCAL, PARAMETERS, SHARED, Layout
+from tests.ptx.rows import ALL, DTYPES, LANES, UNSIGNED, Array, Mask, lanes
 from tests.ptx.scalar import Build, Handler, nothing
 from tests.ptx.syntax import Address, Instruction, Symbol, Vector
 
@@ -97,8 +86,8 @@ def read(warp: "Warp", space: str, addresses: Array, size: int) -> Array:
         space = "global" if in_process else "shared"
         addresses = addresses if in_process else addresses - np.uint64(SHARED)
     if space == "shared":
-        memory, at = cluster.shared(addresses, size, warp)
-        return memory.content[at]
+        memory, first = cluster.shared(addresses, size, warp)
+        return memory.read(first, size)
     if space in ("param", "generic") and addresses[0] >= PARAMETERS:
         low = addresses.astype(np.int64) - PARAMETERS
         if low.min() >= 0 and low.max() + size <= cluster.parameters.size:
@@ -156,9 +145,8 @@ def write(warp: "Warp", space: str, addresses: Array, values: Array) -> None:
         space = "shared"
         addresses = addresses - np.uint64(SHARED)
     if space == "shared":
-        memory, at = cluster.shared(addresses, size, warp)
-        memory.content[at] = values
-        memory.written_by_threads(at, warp.index)
+        memory, first = cluster.shared(addresses, size, warp)
+        memory.write(first, values, warp.index)
         return
     cluster.memory.scatter(addresses, values, warp)
 

@@ -6,9 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.ptx.faults import MissingFence, OutOfBounds
-from tests.ptx.operands import Array
+from tests.ptx.rows import Array
 
 _OFFSETS = {size: np.arange(size) for size in (1, 2, 4, 8, 16)}
+# Words of a size, and the power of two that it is.
+_WORDS = {1 << n: (np.dtype(f"V{1 << n}"), n) for n in range(6)}
 
 
 def bytes_at(first: Array, size: int) -> Array:
@@ -16,11 +18,36 @@ def bytes_at(first: Array, size: int) -> Array:
     return first[:, None] + _OFFSETS[size]
 
 
+class Words:
+    """Bytes that are read and written as words of 1 to 32 bytes, each at a multiple of its size."""
+
+    def __init__(self, content: Array):
+        self.content = content
+        self._views: dict[int, Array] = {}
+
+    def _view(self, size: int) -> Array:
+        if size not in self._views:
+            whole = self.content.size // size * size
+            self._views[size] = self.content[:whole].view(_WORDS[size][0])
+        return self._views[size]
+
+    def read(self, first: Array, size: int) -> Array:
+        """uint8 ``[n, size]``: the words that begin at n bytes."""
+        return self._view(size)[first >> _WORDS[size][1]].view(np.uint8).reshape(-1, size)
+
+    def write(self, first: Array, values: Array) -> None:
+        """Writes uint8 ``[n, size]`` to words that begin at n bytes."""
+        word, shift = _WORDS[values.shape[1]]
+        words = np.ascontiguousarray(values).view(word)[:, 0]
+        self._view(word.itemsize)[first >> shift] = words
+
+
 class _Tensor(NamedTuple):
     name: str
     start: int
     end: int
     content: Array
+    words: Words
 
 
 class GlobalMemory:
@@ -33,7 +60,7 @@ class GlobalMemory:
         """Makes ``size`` bytes at an address of this process accessible."""
         if size:
             content = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-            self._tensors.append(_Tensor(name, address, address + size, content))
+            self._tensors.append(_Tensor(name, address, address + size, content, Words(content)))
 
     def _tensor(self, address: int, size: int, what: object) -> _Tensor:
         for tensor in self._tensors:
@@ -55,28 +82,32 @@ class GlobalMemory:
     def gather(self, addresses: Array, size: int, what: object) -> Array:
         """uint8 ``[n, size]``: the bytes at n addresses."""
         if together := self._together(addresses, size):
-            tensor, at = together
-            return tensor.content[at]
+            words, first = together
+            return words.read(first, size)
         return np.stack([self.view(address, size, what) for address in addresses.tolist()])
 
     def scatter(self, addresses: Array, values: Array, what: object) -> None:
         """Writes uint8 ``[n, size]`` to n addresses, in their order."""
         size = values.shape[1]
         if together := self._together(addresses, size):
-            tensor, at = together
-            tensor.content[at] = values
+            words, first = together
+            words.write(first, values)
             return
         for address, value in zip(addresses.tolist(), values, strict=True):
             self.view(address, size, what)[:] = value
 
-    def _together(self, addresses: Array, size: int) -> tuple[_Tensor, Array] | None:
-        """The tensor that all addresses are in, if there is one, and indices ``[n, size]``."""
-        low = int(addresses.min())
-        end = int(addresses.max()) + size
+    def _together(self, addresses: Array, size: int) -> tuple[Words, Array] | None:
+        """The words of the tensor that all addresses are in, and where in it these are.
+
+        None where there is no such tensor, or where its words lie across those of the memory.
+        """
+        low = int(np.minimum.reduce(addresses))
+        end = int(np.maximum.reduce(addresses)) + size
         for tensor in self._tensors:
             if tensor.start <= low and end <= tensor.end:
-                first = (addresses - np.uint64(tensor.start)).astype(np.int64)
-                return tensor, bytes_at(first, size)
+                if tensor.start % size:
+                    return None
+                return tensor.words, (addresses - np.uint64(tensor.start)).astype(np.int64)
         return None
 
     def spread(self, start: int, offsets: Array, what: object) -> tuple[Array, Array]:
@@ -95,10 +126,12 @@ class SharedMemory:
 
     def __init__(self, size: int):
         self.content = np.full(size, 0xFF, np.uint8)
+        self._words = Words(self.content)
         # 1 + the warp that wrote a byte and has not executed fence.proxy.async since, or
         # _ANNOUNCED: an mbarrier has told of it, and the fence of whoever waits there will do. The
         # machine does not ask who waited.
         self.unfenced = np.zeros(size, np.uint8)
+        self._unfenced_words = Words(self.unfenced)
         self.unfenced_count = 0
 
     def reset(self) -> None:
@@ -112,13 +145,19 @@ class SharedMemory:
         if low < 0 or high > self.content.size:
             raise OutOfBounds(f"{what}: shared memory {low} to {high} of {self.content.size} bytes")
 
-    def written_by_threads(self, at: Array, warp: int) -> None:
-        """Notes bytes that the asynchronous proxy sees only after a fence."""
-        self.unfenced[at] = warp + 1
+    def read(self, first: Array, size: int) -> Array:
+        """uint8 ``[n, size]``: what threads read at n addresses, multiples of the size."""
+        return self._words.read(first, size)
+
+    def write(self, first: Array, values: Array, warp: int) -> None:
+        """Writes uint8 ``[n, size]``; the asynchronous proxy sees it only after a fence."""
+        self._words.write(first, values)
+        self._unfenced_words.write(first, np.full(values.shape, warp + 1, np.uint8))
         self.unfenced_count += 1
 
-    def announce(self, at: Array, warp: int) -> None:
-        """An mbarrier tells of bytes that a warp's copies wrote."""
+    def announce(self, first: Array, size: int, warp: int) -> None:
+        """An mbarrier tells of words that a warp's copies wrote."""
+        at = bytes_at(first, size)
         own = at[self.unfenced[at] == warp + 1]
         self.unfenced[own] = _ANNOUNCED
 

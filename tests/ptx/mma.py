@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.ptx import tensor_core
+from tests.ptx.convergence import whole
 from tests.ptx.faults import Unsupported
-from tests.ptx.operands import LANES, Array, Layout, Mask
+from tests.ptx.operands import Layout
+from tests.ptx.rows import LANES, Array, Mask
 from tests.ptx.scalar import Build, Handler
 from tests.ptx.syntax import Instruction, Vector
-from tests.ptx.warp import whole
 
 if TYPE_CHECKING:
     from tests.ptx.warp import Warp
 
-_VALUES = {"f16": tensor_core.f16_values, "bf16": tensor_core.bf16_values}
-_PRODUCTS = {"f16": tensor_core.mma_f16, "bf16": tensor_core.mma_bf16}
+_NUMBERS = {"f16": tensor_core.F16, "bf16": tensor_core.BF16}
 
 
 def rows_of_a(codes: Array) -> Array:
@@ -50,21 +50,21 @@ def registers_of_c(rows: Array) -> Array:
 def _multiply(instruction: Instruction, layout: Layout) -> Handler:
     kind = instruction.parts[-2]
     known = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-    if kind not in _VALUES or instruction.opcode != known:
+    if kind not in _NUMBERS or instruction.opcode != known:
         raise Unsupported(instruction.text)
     vectors = [operand for operand in instruction.operands if isinstance(operand, Vector)]
     result, *sources = [vector.items for vector in vectors]
     a, b = ([layout.source(item, "b32") for item in items] for items in sources[:2])
     c = [layout.source(item, "f32") for item in sources[2]]
     writes = [layout.target(item, "f32") for item in result]
-    values, product = _VALUES[kind], _PRODUCTS[kind]
+    numbers = _NUMBERS[kind]
 
     def run(warp: "Warp", mask: Mask) -> None:
         whole(warp, mask, "mma")
-        rows = values(rows_of_a(np.array([read(warp) for read in a])))
-        columns = values(rows_of_b(np.array([read(warp) for read in b])))
+        rows = numbers.factor(rows_of_a(np.array([read(warp) for read in a])))
+        columns = numbers.factor(rows_of_b(np.array([read(warp) for read in b])))
         old = rows_of_c(np.array([read(warp) for read in c]))
-        sums = registers_of_c(product(old, rows, columns))
+        sums = registers_of_c(tensor_core.mma_16_bit(old, rows, columns))
         for write, row in zip(writes, sums, strict=True):
             write(warp, row, mask)
 

@@ -112,7 +112,8 @@ class _Reader:
 
     def read(self, body: str) -> None:
         at = 0
-        while body[at:].strip():
+        end = len(body.rstrip())
+        while at < end:
             match = _STATEMENT.match(body, at)
             if match is None:
                 raise Unsupported(f"syntax: {body[at : at + 80]!r}")

@@ -23,10 +23,20 @@ from tests.ptx import (
     wgmma,
 )
 from tests.ptx.faults import Unsupported
-from tests.ptx.operands import ALL, LANES, Array, Layout, registers_in
+from tests.ptx.operands import Layout
 from tests.ptx.parse import parse
+from tests.ptx.rows import ALL, LANES, Array
 from tests.ptx.scalar import Build, Handler
-from tests.ptx.syntax import Address, Function, Immediate, Instruction, Label, Register
+from tests.ptx.stretches import find_stretches
+from tests.ptx.syntax import (
+    Address,
+    Function,
+    Immediate,
+    Instruction,
+    Label,
+    Register,
+    registers_in,
+)
 
 # Instructions whose first operand is no result.
 _WITHOUT_RESULT = ("st", "stmatrix", "red", "cp", "bar", "barrier", "prefetch", "fence", "bra")
@@ -54,7 +64,7 @@ BUILDS: dict[str, Build] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Step:
     """An instruction, ready to run; without a handler it is a branch or the end of the lanes."""
 
@@ -70,8 +80,16 @@ class Step:
     is_move: bool
     # Whether results of earlier instructions of its kind may still be on their way to it.
     chains: bool
-    uses: frozenset[Register]
-    sets: frozenset[Register]
+
+    @functools.cached_property
+    def sets(self) -> frozenset[Register]:
+        """Registers written."""
+        return _registers(self.instruction)[0]
+
+    @functools.cached_property
+    def uses(self) -> frozenset[Register]:
+        """Registers read or written."""
+        return _registers(self.instruction)[1]
 
 
 class Program:
@@ -81,6 +99,7 @@ class Program:
         self.function = function
         self.layout = Layout(function)
         self.steps = [self._step(instruction) for instruction in function.instructions]
+        self.stretches = find_stretches(self.steps, set(function.labels.values()))
         self.poisoned = self.layout.classes()
         threads = 1
         directives = function.directives
@@ -102,7 +121,6 @@ class Program:
             target = self.function.labels[label.name]
         elif name not in ("ret", "exit"):
             handler = self._handler(instruction)
-        sets, uses = _registers(instruction)
         return Step(
             instruction,
             handler,
@@ -114,8 +132,6 @@ class Program:
             name in _SIGNALS,
             name == "mov",
             name == "wgmma",
-            uses,
-            sets,
         )
 
     def _handler(self, instruction: Instruction) -> Handler:

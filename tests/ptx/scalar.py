@@ -1,6 +1,6 @@
 """Arithmetic, logic, comparisons and moves: what every lane does for itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,8 +8,9 @@ import numpy as np
 from tests.ptx import clock
 from tests.ptx.faults import Trap, Unsupported
 from tests.ptx.floats import bf16_bits, bf16_values, flush
-from tests.ptx.operands import LANES, SHARED, Array, Layout, Mask
-from tests.ptx.syntax import Immediate, Instruction, Special
+from tests.ptx.operands import SHARED, Layout
+from tests.ptx.rows import LANES, Array, Mask, Row, RowStore, Source, Target
+from tests.ptx.syntax import Immediate, Instruction, Register, Special
 
 if TYPE_CHECKING:
     from tests.ptx.warp import Warp
@@ -20,6 +21,39 @@ Build = Callable[[Instruction, Layout], Handler]
 Values = Callable[..., Array]
 
 FLOATS = ("f16", "f32", "f64")
+
+
+class Lanewise:
+    """A handler of lanes that compute a function of their registers, which nobody else sees."""
+
+    __slots__ = ("function", "reads", "write")
+
+    def __init__(self, function: Values, reads: Sequence[Source], write: Target):
+        self.function = function
+        self.reads = tuple(reads)
+        self.write = write
+
+    def __call__(self, warp: "Warp", mask: Mask) -> None:
+        self.write(warp, self.function(*[read(warp) for read in self.reads]), mask)
+
+
+class InPlace(Lanewise):
+    """A ufunc that writes the register's row itself."""
+
+    __slots__ = ("out",)
+
+    def __init__(self, function: np.ufunc, reads: Sequence[Source], out: Row):
+        super().__init__(function, reads, RowStore(out.place))
+        self.out = out
+
+    def __call__(self, warp: "Warp", mask: Mask) -> None:
+        values = [read(warp) for read in self.reads]
+        self.function(*values, out=self.out(warp), where=mask)
+
+
+def unchanged(x: Array) -> Array:
+    """What a move does."""
+    return x
 
 
 def elementwise(function: Values) -> Build:
@@ -37,20 +71,11 @@ def apply(
     """Writes ``function`` of the operands after the first, as values of a type, to the first."""
     reads = [layout.source(operand, ptx_type) for operand in instruction.operands[1:]]
     write = layout.target(instruction.operands[0], result or ptx_type)
-    if "ftz" in instruction.parts:
-        return _flushed(function, reads, write)
-
-    def run(warp: "Warp", mask: Mask) -> None:
-        write(warp, function(*[read(warp) for read in reads]), mask)
-
-    return run
+    return Lanewise(_flushed(function) if "ftz" in instruction.parts else function, reads, write)
 
 
-def _flushed(function: Values, reads: list[Any], write: Any) -> Handler:
-    def run(warp: "Warp", mask: Mask) -> None:
-        write(warp, flush(function(*[flush(read(warp)) for read in reads])), mask)
-
-    return run
+def _flushed(function: Values) -> Values:
+    return lambda *values: flush(function(*[flush(value) for value in values]))
 
 
 def ufunc(function: np.ufunc) -> Build:
@@ -60,13 +85,8 @@ def ufunc(function: np.ufunc) -> Build:
         ptx_type = instruction.parts[-1]
         if ptx_type in PACKED or "ftz" in instruction.parts or len(instruction.operands) != 3:
             return many(function, instruction, layout)
-        first, second = (layout.source(operand, ptx_type) for operand in instruction.operands[1:])
-        out = layout.row(instruction.operands[0], ptx_type)
-
-        def run(warp: "Warp", mask: Mask) -> None:
-            function(first(warp), second(warp), out=out(warp), where=mask)
-
-        return run
+        reads = [layout.source(operand, ptx_type) for operand in instruction.operands[1:]]
+        return InPlace(function, reads, layout.row(instruction.operands[0], ptx_type))
 
     return build
 
@@ -117,8 +137,7 @@ def _move(instruction: Instruction, layout: Layout) -> Handler:
         return clock.read(instruction, layout)
     ptx_type = instruction.parts[-1]
     read = layout.source(instruction.operands[1], ptx_type)
-    write = layout.target(instruction.operands[0], ptx_type)
-    return lambda warp, mask: write(warp, read(warp), mask)
+    return Lanewise(unchanged, [read], layout.target(instruction.operands[0], ptx_type))
 
 
 def _generic(instruction: Instruction, layout: Layout) -> Handler:
@@ -170,30 +189,26 @@ def _compare(instruction: Instruction, layout: Layout) -> Handler:
     compare = _COMPARISONS[parts[1]]
     if ptx_type not in FLOATS and parts[1] == "ne":
         compare = np.not_equal
-    first, second = (layout.source(operand, ptx_type) for operand in instruction.operands[1:3])
-    write = layout.target(instruction.operands[0], "pred")
+    reads = [layout.source(operand, ptx_type) for operand in instruction.operands[1:3]]
     joined = _JOINED.get(parts[2])
-    third = layout.source(instruction.operands[3], "pred") if joined else None
+    if joined is None:
+        if isinstance(compare, np.ufunc) and isinstance(instruction.operands[0], Register):
+            return InPlace(compare, reads, layout.row(instruction.operands[0], "pred"))
+        return Lanewise(compare, reads, layout.target(instruction.operands[0], "pred"))
 
-    def run(warp: "Warp", mask: Mask) -> None:
-        result = compare(first(warp), second(warp))
-        if joined and third:
-            result = joined(result, third(warp))
-        write(warp, result, mask)
+    def compared(first: Array, second: Array, third: Array) -> Array:
+        return joined(compare(first, second), third)
 
-    return run
+    reads.append(layout.source(instruction.operands[3], "pred"))
+    return Lanewise(compared, reads, layout.target(instruction.operands[0], "pred"))
 
 
 def _select(instruction: Instruction, layout: Layout) -> Handler:
     ptx_type = instruction.parts[-1]
-    first, second = (layout.source(operand, ptx_type) for operand in instruction.operands[1:3])
+    reads = [layout.source(operand, ptx_type) for operand in instruction.operands[1:3]]
     predicate = layout.source(instruction.operands[3], "pred")
     write = layout.target(instruction.operands[0], ptx_type)
-
-    def run(warp: "Warp", mask: Mask) -> None:
-        write(warp, np.where(predicate(warp), first(warp), second(warp)), mask)
-
-    return run
+    return Lanewise(np.where, [predicate, *reads], write)
 
 
 def constant(instruction: Instruction, index: int) -> int:

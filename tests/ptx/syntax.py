@@ -116,3 +116,22 @@ class Function(NamedTuple):
     registers: dict[str, str]
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
+
+
+def registers_in(operands: tuple[Operand, ...]) -> frozenset[Register]:
+    """Every register that the operands name."""
+    found: set[Register] = set()
+    for operand in operands:
+        if isinstance(operand, Register):
+            found.add(operand)
+        elif isinstance(operand, Address):
+            found |= registers_in((operand.base,))
+        elif isinstance(operand, Vector):
+            found |= registers_in(operand.items)
+        elif isinstance(operand, Pair):
+            found |= registers_in((operand.first, operand.second))
+        elif isinstance(operand, TensorAddress):
+            found |= registers_in((operand.map, *operand.coordinates))
+        elif isinstance(operand, Negated):
+            found.add(operand.register)
+    return frozenset(found)

@@ -58,6 +58,10 @@ _BLOCK_SCALED = {
 }
 
 
+# Sums of one warp: looking whether they are exact takes longer than cutting every term.
+_FEW = 16 * 8
+
+
 def _e4m3_values() -> Float32:
     code = np.arange(256)
     exponent = code >> 3 & 15
@@ -74,38 +78,20 @@ E8M0 = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan).astype(np.float32)
 """The float32 value of each of the 256 codes; 0xff is NaN."""
 
 
-def bf16_values(codes: NDArray[np.uint16]) -> Float32:
-    """The float32 values of bfloat16 bit patterns."""
-    return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def f16_values(codes: NDArray[np.uint16]) -> Float32:
-    """The float32 values of float16 bit patterns."""
-    return codes.view(np.float16).astype(np.float32)
-
-
 def e2m1_values(packed: NDArray[np.uint8]) -> Float32:
     """``[..., K / 2]`` bytes of two codes, the lower nibble first, as float32 ``[..., K]``."""
     codes = np.stack((packed & 15, packed >> 4), -1)
     return E2M1[codes.reshape(*packed.shape[:-1], -1)]
 
 
-def mma_bf16(c: ArrayLike, a: ArrayLike, b: ArrayLike) -> Float32:
-    """``c + a bᵀ`` as wgmma (Hopper) and tcgen05 kind::f16 (Blackwell) add bfloat16 products.
+def mma_16_bit(c: ArrayLike, a: Factor, b: Factor) -> Float32:
+    """``c + a bᵀ`` as wgmma (Hopper) and tcgen05 kind::f16 (Blackwell) add products of ``F16`` or
+    ``BF16`` numbers.
 
-    c float32 ``[M, N]``; a ``[M, K]`` and b ``[N, K]`` bfloat16 numbers as float32, K a multiple of
-    16: one step per 16 columns, in their order. Returns float32 ``[M, N]``.
+    c float32 ``[M, N]``; a ``[M, K]`` and b ``[N, K]``, K a multiple of 16: one step per 16
+    columns, in their order. Returns float32 ``[M, N]``.
     """
-    factors = (np.asarray(operand, np.float32) for operand in (a, b))
-    plain_a, plain_b = (Factor(x.astype(np.float64), _exponent(x)) for x in factors)
-    return _steps(c, plain_a, plain_b, _F16)
-
-
-def mma_f16(c: ArrayLike, a: ArrayLike, b: ArrayLike) -> Float32:
-    """``mma_bf16`` of float16 numbers, whose smallest normal one is 2^-14."""
-    factors = (np.asarray(operand, np.float32) for operand in (a, b))
-    plain_a, plain_b = (Factor(x.astype(np.float64), _exponent(x, -14)) for x in factors)
-    return _steps(c, plain_a, plain_b, _F16)
+    return _steps(c, a, b, _F16)
 
 
 def block_scaled_mma(
@@ -138,6 +124,8 @@ def accumulate(c: Float32, a: Factor, b: Factor, bits: int) -> Float32:
     Term g is the exact product of both factors' columns ``g K / G`` to ``(g + 1) K / G``; its
     exponent is the sum of theirs.
     """
+    if c.size <= _FEW:
+        return _to_float32(_sum_of_cut(c, a, b, bits))
     rows = len(a.values)
     # Of both operands together, which halves the calls for the small products of a warp.
     largest = np.concatenate((a.exponents, b.exponents)).max(1)
@@ -145,15 +133,14 @@ def accumulate(c: Float32, a: Factor, b: Factor, bits: int) -> Float32:
     # No smaller than the largest exponent; where nothing lies below its last place, sums are exact.
     top = np.maximum(_exponent(c), largest[:rows, None] + largest[rows:])
     last = top - bits
-    with np.errstate(invalid="ignore", over="ignore"):
-        old = c * _power_of_two(-last)
-        exact = (old == np.trunc(old)) & (last <= smallest[:rows, None] + smallest[rows:])
-        total = c + a.values @ b.values.T
-        cut = ~exact.all(1)
-        if cut.any():
-            part = Factor(a.values[cut], a.exponents[cut])
-            total[cut] = _sum_of_cut(c[cut], part, b, bits)
-        return _to_float32(total)
+    old = c * _power_of_two(-last)
+    exact = (old == np.trunc(old)) & (last <= smallest[:rows, None] + smallest[rows:])
+    total = c + a.values @ b.values.T
+    cut = ~exact.all(1)
+    if cut.any():
+        part = Factor(a.values[cut], a.exponents[cut])
+        total[cut] = _sum_of_cut(c[cut], part, b, bits)
+    return _to_float32(total)
 
 
 def _sum_of_cut(c: Float32, a: Factor, b: Factor, bits: int) -> Float64:
@@ -180,11 +167,12 @@ def _steps(c: ArrayLike, a: Factor, b: Factor, kind: _Kind) -> Float32:
     if columns % kind.columns:
         raise ValueError(f"{columns} columns are no multiple of {kind.columns}")
     terms = kind.columns // kind.together
-    for step in range(columns // kind.columns):
-        k = slice(step * kind.columns, (step + 1) * kind.columns)
-        g = slice(step * terms, (step + 1) * terms)
-        part_a, part_b = (Factor(x.values[:, k], x.exponents[:, g]) for x in (a, b))
-        total = accumulate(total, part_a, part_b, kind.bits)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for step in range(columns // kind.columns):
+            k = slice(step * kind.columns, (step + 1) * kind.columns)
+            g = slice(step * terms, (step + 1) * terms)
+            part_a, part_b = (Factor(x.values[:, k], x.exponents[:, g]) for x in (a, b))
+            total = accumulate(total, part_a, part_b, kind.bits)
     return total
 
 
@@ -206,8 +194,8 @@ def _scaled(
 
 def _exponent(x: Float32, lowest: int = _ZERO) -> NDArray[np.int16]:
     """Exponents of float32 numbers, those of subnormals being ``lowest``."""
-    field = (np.ascontiguousarray(x).view(np.uint32) >> np.uint32(23)).astype(np.int16)
-    exponent = np.maximum((field & 255) - 127, lowest)
+    field = (np.ascontiguousarray(x).view(np.int32) >> 23 & 255).astype(np.int16)
+    exponent = np.maximum(field - 127, lowest)
     return exponent if lowest == _ZERO else np.where(x == 0, _ZERO, exponent).astype(np.int16)
 
 
@@ -228,10 +216,33 @@ def _last_bit(x: Float64) -> NDArray[np.int64]:
 def _to_float32(x: Float64) -> Float32:
     """float64 towards zero, but infinite from 2^128 on; no negative zero."""
     cut = (x.view(np.int64) & -(1 << 29)).view(np.float64)  # the 29 bits that float32 lacks
-    small = (np.abs(x) < 2.0**-126) & (x != 0)
-    if small.any():
-        cut[small] = np.trunc(x[small] * 2.0**149) * 2.0**-149
+    size = np.abs(x)
+    if size.min() >= 2.0**-126:
+        return cut.astype(np.float32)
+    small = size < 2.0**-126
+    cut[small] = np.trunc(x[small] * 2.0**149) * 2.0**-149
     result = cut.astype(np.float32)
     result += np.float32(0)
     result[np.isnan(x)] = _NAN
     return result
+
+
+class Codes:
+    """The numbers of a 16-bit format: value and exponent of every bit pattern."""
+
+    def __init__(self, values: Float32, lowest: int):
+        """``lowest``: the exponent of the smallest normal number."""
+        with np.errstate(invalid="ignore"):
+            self._values = values.astype(np.float64)
+        self._exponents = _exponent(values, lowest)
+
+    def factor(self, codes: NDArray[np.uint16]) -> Factor:
+        """Bit patterns ``[R, K]`` as a factor whose terms are single products."""
+        return Factor(self._values[codes], self._exponents[codes])
+
+
+_PATTERNS = np.arange(1 << 16, dtype=np.uint32)
+F16 = Codes(_PATTERNS.astype(np.uint16).view(np.float16).astype(np.float32), -14)
+"""IEEE half precision."""
+BF16 = Codes((_PATTERNS << np.uint32(16)).view(np.float32), _ZERO)
+"""bfloat16."""

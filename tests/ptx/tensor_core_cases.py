@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.ptx.tensor_core import E2M1, E4M3, E8M0, ScaleFormat, bf16_values
+from tests.ptx.floats import bf16_values
+from tests.ptx.tensor_core import E2M1, E4M3, E8M0, ScaleFormat
 
 EXPECTED = Path(__file__).parents[1] / "data" / "tensor_core.npz"
 ROWS = 128

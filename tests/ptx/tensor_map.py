@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.ptx.faults import BadDescriptor
 from tests.ptx.memory import GlobalMemory
-from tests.ptx.operands import Array
+from tests.ptx.rows import Array
 
 
 class Element(NamedTuple):

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tests.ptx.convergence import common
 from tests.ptx.faults import BeyondAllocation, TooEarly, Unsupported, WrongQuarter
-from tests.ptx.operands import LANES, Array, Layout, Mask, registers_in
+from tests.ptx.memory import bytes_at
+from tests.ptx.operands import Layout
+from tests.ptx.rows import LANES, Array, Mask
 from tests.ptx.scalar import Build, Handler, nothing
-from tests.ptx.syntax import Instruction, Vector
-from tests.ptx.warp import Wait, common
+from tests.ptx.syntax import Instruction, Vector, registers_in
+from tests.ptx.warp import Wait
 
 if TYPE_CHECKING:
     from tests.ptx.warp import Warp
@@ -105,8 +108,8 @@ def _allocate(instruction: Instruction, layout: Layout) -> Handler:
             return lambda: memory.allocated + count <= COLUMNS
         del warp.state["allocation"]
         address = where(warp)[:1]
-        shared, at = warp.block.cluster.shared(address, 4, str(warp))
-        shared.content[at] = np.array([start], np.uint32).view(np.uint8)
+        shared, first = warp.block.cluster.shared(address, 4, str(warp))
+        shared.content[bytes_at(first, 4)] = np.array([start], np.uint32).view(np.uint8)
         warp.block.cluster.progress += 1
         return None
 

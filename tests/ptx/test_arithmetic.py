@@ -4,18 +4,23 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ptx.floats import bf16_bits, bf16_values
 from tests.ptx.tensor_core import (
+    BF16,
     E2M1,
     E4M3,
     E8M0,
-    bf16_values,
     block_scaled_mma,
     e2m1_values,
-    mma_bf16,
+    mma_16_bit,
 )
 from tests.ptx.tensor_core_cases import EXPECTED, FLAVOURS, STEPS, Case, cases
 
 SPECIAL = 0x7FFFFFFF
+
+
+def mma_bf16(c: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return mma_16_bit(c, *(BF16.factor(bf16_bits(operand)) for operand in (a, b)))
 
 
 def result(case: Case) -> np.ndarray:

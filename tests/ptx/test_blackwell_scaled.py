@@ -142,9 +142,11 @@ def test_a_kernel_gives_the_bits_of_the_reference() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", KERNELS, ids=lambda one: name(ragged(one)))
-def test_no_schedule_and_no_other_row_changes_a_bit(config: ScaledConfig) -> None:
-    check(ragged(config), *SCHEDULES.values())
+@pytest.mark.parametrize("index", range(len(KERNELS)), ids=[name(ragged(one)) for one in KERNELS])
+def test_no_schedule_and_no_other_row_changes_a_bit(index: int) -> None:
+    """Every second schedule, the others for the kernels beside it."""
+    config = KERNELS[index]
+    check(ragged(config), *list(SCHEDULES.values())[index % 2 :: 2])
     assert_rows_are_independent(config)
 
 

@@ -13,10 +13,11 @@ from tests.ptx.cute_layouts import evaluate, indices, offset
 from tests.ptx.descriptors import SharedMatrix
 from tests.ptx.load_store import matrix_rows, matrix_words
 from tests.ptx.memory import SharedMemory
+from tests.ptx.mma import rows_of_a
 from tests.ptx.tensor_map import swizzled
 from tests.ptx.tensor_memory import ROWS, TensorMemory, cells
 from tests.ptx.umma_operands import first_operand, scales_of
-from tests.ptx.wgmma import operand_of_words, sums_of_registers
+from tests.ptx.wgmma import sums_of_registers
 
 pytestmark = [
     pytest.mark.slow,
@@ -109,16 +110,14 @@ def wgmma_layouts() -> tuple[np.ndarray, np.ndarray]:
 
 def test_registers_of_wgmma() -> None:
     operand, sums = wgmma_layouts()
-    # bf16 numbers as different as the elements of [64, 16].
-    matrix = np.arange(0x3000, 0x3000 + 64 * 16, dtype=np.uint16).reshape(64, 16)
-    values = (matrix.astype(np.uint32) << 16).view(np.float32)
+    matrix = np.arange(64 * 16, dtype=np.uint16).reshape(64, 16)
     accumulator = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
     for warp in range(4):
         threads = slice(LANES * warp, LANES * warp + LANES)
         rows = slice(16 * warp, 16 * warp + 16)
         index = operand[threads]
         words = np.ascontiguousarray(matrix[index % 64, index // 64]).view(np.uint32)
-        assert np.array_equal(operand_of_words(words.T), values[rows])
+        assert np.array_equal(rows_of_a(words.T), matrix[rows])
         index = sums[threads]
         held = accumulator[index % 64, index // 64]
         assert np.array_equal(sums_of_registers(held.T), accumulator[rows])

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tests.ptx.convergence import only
 from tests.ptx.faults import BadDescriptor, Unsupported
-from tests.ptx.operands import LANES, Array, Layout, Mask, lanes
+from tests.ptx.operands import Layout
+from tests.ptx.rows import LANES, Array, Mask, lanes
 from tests.ptx.scalar import Build, Handler
 from tests.ptx.syntax import Instruction, TensorAddress
-from tests.ptx.warp import only
 
 if TYPE_CHECKING:
     from tests.ptx.cluster import Cluster

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.ptx.faults import Unsupported
-from tests.ptx.operands import LANES, Array, Layout, Mask, lanes
+from tests.ptx.operands import Layout
+from tests.ptx.rows import LANES, Array, Mask, lanes
 from tests.ptx.scalar import Build, Handler, constant
 from tests.ptx.syntax import Instruction, TensorAddress
 from tests.ptx.tma import OFFSET

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.ptx import tensor_core
+from tests.ptx.convergence import only
 from tests.ptx.descriptors import SharedMatrix
 from tests.ptx.faults import BadDescriptor, Unsupported
-from tests.ptx.operands import Layout, Mask, Source, lanes
+from tests.ptx.operands import Layout
+from tests.ptx.rows import Mask, Source, lanes
 from tests.ptx.scalar import Build, Handler
 from tests.ptx.syntax import Address, Instruction, Vector
 from tests.ptx.tensor_memory import ROWS
@@ -26,7 +28,6 @@ from tests.ptx.umma_operands import (
     set_sums,
     sums_of,
 )
-from tests.ptx.warp import only
 
 if TYPE_CHECKING:
     from tests.ptx.cluster import Block
@@ -145,16 +146,19 @@ def _dense(instruction: Instruction, layout: Layout) -> Handler:
         add = bool(only(adds(warp), mask))
 
         def happen() -> None:
-            values_b = tensor_core.bf16_values(second_operand(b, formats, blocks).view(np.uint16))
+            columns = _numbers(second_operand(b, formats, blocks))
             for block in blocks:
-                raw = first_operand(block, a, in_tensor_memory)
-                values_a = tensor_core.bf16_values(raw.view(np.uint16))
+                rows = _numbers(first_operand(block, a, in_tensor_memory))
                 c = sums_of(block, column, formats.columns, add)
-                set_sums(block, column, tensor_core.mma_bf16(c, values_a, values_b))
+                set_sums(block, column, tensor_core.mma_16_bit(c, rows, columns))
 
         _in_order(warp, mask, happen)
 
     return run
+
+
+def _numbers(raw: np.ndarray) -> tensor_core.Factor:
+    return tensor_core.BF16.factor(raw.view(np.uint16))
 
 
 def _block_scaled(instruction: Instruction, layout: Layout, kind: str) -> Handler:

@@ -7,7 +7,7 @@ import numpy as np
 from tests.ptx import tensor_core
 from tests.ptx.descriptors import SharedMatrix
 from tests.ptx.faults import BadDescriptor, Unsupported
-from tests.ptx.operands import Array
+from tests.ptx.rows import Array
 from tests.ptx.tensor_memory import ROWS
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.ptx.faults import NotConverged, NotOneThread, TooEarly
-from tests.ptx.operands import ALL, LANES, Array, Mask, Rows, lanes
+from tests.ptx.faults import NotConverged, TooEarly
+from tests.ptx.rows import ALL, LANES, Array, Mask, Rows, lanes
+from tests.ptx.stretches import Stretch
 from tests.ptx.syntax import Register
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Warp:
         self.rows = Rows(self.classes)
         self.local = np.empty((LANES, program.layout.local_bytes), np.uint8)
         self.priority = 0.0
+        # The rows of the stretches that it has executed.
+        self.stretches: dict[Stretch, list[Array]] = {}
 
     def start(self) -> None:
         """Everything as at the launch: poison, and all lanes at the first instruction."""
@@ -89,14 +92,35 @@ class Warp:
         return f"block {self.block.rank} warp {self.index} at {text[:100]}"
 
     def run(self, turn: int, stop_at_signals: bool) -> None:
-        """Up to ``turn`` instructions, fewer where the warp ends or must wait."""
+        """Up to ``turn`` instructions and the rest of a stretch, fewer where the warp ends or must
+        wait.
+        """
         steps = self.program.steps
+        stretches = self.program.stretches
+        end = self.block.cluster.executed + turn
         if self.parked:
             self._park_or_block(None)
-        for _ in range(turn):
+        while self.block.cluster.executed < end:
+            stretch = stretches[self.pc]
+            if stretch is not None and not self._busy(stretch):
+                self._run_through(stretch)
+                continue
             step = steps[self.pc]
             if not self._step(step) or (stop_at_signals and step.signal):
                 return
+
+    def _busy(self, stretch: Stretch) -> bool:
+        """Whether something asynchronous uses its registers."""
+        registers = stretch.registers
+        return bool(self.written or self.read) and not (
+            registers.isdisjoint(self.written) and registers.isdisjoint(self.read)
+        )
+
+    def _run_through(self, stretch: Stretch) -> None:
+        stretch.run(self, self.mask)
+        self.block.cluster.executed += stretch.count
+        self.timed = False
+        self._advance(self.pc + stretch.count)
 
     def _step(self, step: "Step") -> bool:
         """One instruction; whether the warp may go on."""
@@ -191,7 +215,7 @@ class Warp:
 
     def _jump(self, step: "Step", mask: Mask) -> bool:
         """A branch, or the end of the lanes in the mask."""
-        rest = _without(self.mask, mask)
+        rest = None if mask is self.mask else _without(self.mask, mask)
         if step.target is not None:
             if rest is not None:
                 self._leave(_Fragment(self.pc + 1, rest))
@@ -204,6 +228,7 @@ class Warp:
             return True
         if not self.parked:
             self.ended = True
+            self.block.running_warps -= 1
             return False
         # Lanes that waited for those that have ended try again.
         for fragment in self.parked:
@@ -262,28 +287,6 @@ class Warp:
             for fragment in self.parked:
                 alive |= fragment.mask
         return alive
-
-
-def only(values: Array, mask: Mask) -> int:
-    """The value of the one lane that executes an instruction."""
-    (active,) = np.nonzero(lanes(mask))
-    if active.size != 1:
-        raise NotOneThread(f"an instruction of one thread in {active.size}")
-    return int(values[active[0]])
-
-
-def common(values: Array, mask: Mask) -> int:
-    """The value that all active lanes have."""
-    active = values[lanes(mask)]
-    if (active != active[0]).any():
-        raise NotConverged(f"lanes disagree about an operand of the warp: {active.tolist()}")
-    return int(active[0])
-
-
-def whole(warp: Warp, mask: Mask, what: str) -> None:
-    """Refuses an instruction of all lanes in a part of them."""
-    if mask is not True:
-        raise NotConverged(f"{what} by a part of the warp: {warp}")
 
 
 def _joined(a: Mask, b: Mask) -> Mask:

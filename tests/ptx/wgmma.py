@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tests.ptx import tensor_core
+from tests.ptx.convergence import common, whole
 from tests.ptx.descriptors import SharedMatrix
 from tests.ptx.faults import BadDescriptor, Unsupported
 from tests.ptx.memory import SharedMemory
-from tests.ptx.operands import LANES, Array, Layout, Mask
+from tests.ptx.mma import rows_of_a
+from tests.ptx.operands import Layout
+from tests.ptx.rows import LANES, Array, Mask
 from tests.ptx.scalar import Build, Handler, constant, nothing
 from tests.ptx.syntax import Instruction, Register, Vector
-from tests.ptx.warp import Wait, Warp, common, whole
+from tests.ptx.warp import Wait, Warp
 
 if TYPE_CHECKING:
     from tests.ptx.cluster import Cluster
@@ -30,11 +33,7 @@ class Products:
         self.committed: list[list[Product]] = []
 
 
-# Numbers of 16-bit codes by the type of a and b, and their products.
-_TYPES = {
-    "bf16": (tensor_core.bf16_values, tensor_core.mma_bf16),
-    "f16": (tensor_core.f16_values, tensor_core.mma_f16),
-}
+_NUMBERS = {"bf16": tensor_core.BF16, "f16": tensor_core.F16}
 
 
 class Form(NamedTuple):
@@ -62,17 +61,17 @@ class Product:
     def run(self, cluster: "Cluster") -> None:
         """Adds a · b to the registers of all four warps."""
         numbers, columns, first, second, turned, adds = self.form
-        values, multiply = _TYPES[numbers]
         memory = self.parts[0][0].block.memory
         codes = _operand(memory, second, columns, turned[1])
         if first:
-            a = values(_operand(memory, first, 16 * _WARPS, turned[0]))
+            rows = _operand(memory, first, 16 * _WARPS, turned[0])
         else:
             words = [_words(self.parts[n][0], self.parts[n][2]) for n in range(_WARPS)]
-            a = np.concatenate([operand_of_words(part, numbers) for part in words])
+            rows = np.concatenate([rows_of_a(part) for part in words])
         sums = [_sums(self.parts[n][0], self.parts[n][1]) for n in range(_WARPS)]
         c = np.concatenate(sums) if adds else np.zeros((16 * _WARPS, columns), np.float32)
-        result = multiply(c, a, values(codes))
+        a, b = (_NUMBERS[numbers].factor(part) for part in (rows, codes))
+        result = tensor_core.mma_16_bit(c, a, b)
         for n in range(_WARPS):
             warp, targets, _ = self.parts[n]
             _set_sums(warp, targets, result[16 * n : 16 * n + 16])
@@ -90,18 +89,6 @@ def _operand(memory: SharedMemory, descriptor: int, size: int, turned: bool) -> 
 
 def _words(warp: Warp, registers: list[Register]) -> Array:
     return np.array([warp.rows["u32", _row(warp, r)] for r in registers])
-
-
-def operand_of_words(words: Array, numbers: str = "bf16") -> Array:
-    """bf16 or f16 ``[16, 16]`` as float32 of a warp's registers, uint32 ``[4, 32]``.
-
-    Lane l holds columns 2 (l % 4) of row l / 4, then row + 8, then both with columns + 8.
-    """
-    # (half of the columns, half of the rows, row, column pair, column)
-    values = (
-        np.ascontiguousarray(words).view(np.uint16).reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4)
-    )
-    return _TYPES[numbers][0](np.ascontiguousarray(values).reshape(16, 16))
 
 
 def _row(warp: Warp, register: Register) -> int:
