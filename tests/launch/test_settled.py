@@ -182,8 +182,9 @@ def test_every_seam_of_a_decode_step_has_its_streams_early(model: str) -> None:
         assert all(defines.get("SETTLED", 0) == defines["POST"] for defines in mixes)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("tokens", [1, 8, 300])
+@pytest.mark.parametrize(
+    ("model", "tokens"), [("flash", 1), ("flash", 8), ("flash", 300), ("pro", 1), ("demo", 8)]
+)
 def test_kernels_that_settle_let_the_next_one_start_behind_their_wait_alone(
     model: str, tokens: int
 ) -> None:

@@ -92,9 +92,11 @@ class Assembled(NamedTuple):
 
 
 def assembled(target: Target, op: str) -> Iterator[Assembled]:
-    """All launches for Blackwell; one of each kernel for Hopper, where tests run the others."""
+    """All launches for a Blackwell; one of each kernel for the other one, which differ in their
+    grids, and for Hopper, where tests run the others.
+    """
     found = launches(target, op)
-    for launch in one_of_each_kernel(found) if target.architecture == "sm_90a" else found:
+    for launch in found if target.architecture == "sm_100a" else one_of_each_kernel(found):
         kernel = launch.shape.kernel
         used, static = compiled(kernel.source, PROGRAMS[target.architecture], kernel.defines)
         yield Assembled(launch, *used[kernel.function], static[kernel.function])

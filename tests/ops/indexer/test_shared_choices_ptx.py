@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 SLOTS, TOPK = 90, 16
 # The recording is of the longest step. A rank has one tile more than the other, of five tokens.
-MOST, TOKENS = 200, 69
+MOST, TOKENS = 200, 37
 OTHER_TILES = SourceEdit(
     "token_share.cuh",
     "return (own / TOKEN_TILE * OWNERS + owner) * TOKEN_TILE + own % TOKEN_TILE;",

@@ -18,9 +18,17 @@ from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
 from tests.ptx.nvrtc import run_recorded
 
-FORMATS = [QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16]
 # With the consumer warps of small tiles.
-BUILDS = [("sm_90a", 8), ("sm_90a", 12), ("sm_100a", 12)]
+BUILDS = [
+    ("sm_90a", 8, QuantFormat.NVFP4),
+    ("sm_90a", 8, QuantFormat.FP8_BLOCK128),
+    ("sm_90a", 12, QuantFormat.MXFP4),
+    ("sm_90a", 12, QuantFormat.BF16),
+    ("sm_100a", 12, QuantFormat.NVFP4),
+    ("sm_100a", 12, QuantFormat.MXFP4),
+    ("sm_100a", 12, QuantFormat.FP8_BLOCK128),
+    ("sm_100a", 12, QuantFormat.BF16),
+]
 LIMIT = 10.0
 TOKENS, PER_TOKEN, EXPERTS = 75, 2, 4
 WIDTH = 192
@@ -82,10 +90,9 @@ def reference(x: Tensor, weights: list[QuantTensor], ids_TP: Tensor, routing: Te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
-@pytest.mark.parametrize(("architecture", "consumers"), BUILDS)
+@pytest.mark.parametrize(("architecture", "consumers", "format"), BUILDS, ids=str)
 def test_every_tile_gives_the_same_bits(
-    architecture: str, format: QuantFormat, consumers: int, monkeypatch: pytest.MonkeyPatch
+    architecture: str, consumers: int, format: QuantFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = INNER[consumers]
     assert FEW.fitting(MODE_GATE_UP, inner).consumers == consumers

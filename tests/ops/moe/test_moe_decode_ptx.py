@@ -119,7 +119,7 @@ def test_tokens_share_experts() -> None:
         assert_right(layer, SCHEDULES[name])
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+@pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_scales_of_32_columns(tokens: int) -> None:
     """Alone and in pairs a token has columns of the MMA for neighbouring blocks."""
     layer = Layer(256, 128, tokens, QuantFormat.MXFP4)
