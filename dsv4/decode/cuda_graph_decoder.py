@@ -94,10 +94,9 @@ class CUDAGraphDecoder:
         self.state.rollback(position)
         captured = self._captured[len(ids)]
         assert captured.step.feed is not None
-        with self._entered_from_outside():
+        with self.state.appending(len(ids)), self._entered_from_outside():
             captured.step.feed.put(ids)
             captured.run(position + len(ids))
-        self.state.advance(len(ids))
         return captured.step.logits_TV
 
     @torch.inference_mode()

@@ -103,3 +103,23 @@ def test_a_replay_takes_rejected_tokens_back_first(monkeypatch: pytest.MonkeyPat
     assert world.log == ["put", "run"] * 3
     with pytest.raises(ValueError, match=f"position: found {START + 2}"):
         decoder.replay(3, START + 2)
+
+
+def test_an_interrupted_replay_leaves_the_device_where_the_host_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    decoder = decoder_on(world, monkeypatch)
+    (position_1,) = world.state.positions_1.values()
+
+    def interrupted(end: int) -> None:
+        position_1.fill_(end)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder._captured[1], "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.replay(3, START)
+    assert world.state.position == int(position_1) == START
+    decoder.replay(3, START)
+    assert world.state.position == int(position_1) == START + 1
