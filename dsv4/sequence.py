@@ -111,6 +111,8 @@ class EngineSequence:
         if reused:
             self.state.go_back(reused)
             self.state.keep_point()
+            # Drafts that were taken back may have met it, and steps that nobody has read.
+            self.state.forget_nan()
         else:
             self.state.start_sequence()
         self._token_ids = list(token_ids)

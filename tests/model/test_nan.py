@@ -169,3 +169,15 @@ def test_log_probabilities_that_are_not_finite_are_refused(weights: Weights, at_
     with pytest.raises(FloatingPointError, match=f"^infinity in logits at position {last}$"):
         next(tokens)
     assert engine.position == 0
+
+
+def test_what_a_rejected_draft_met_ends_no_later_run(weights: Weights) -> None:
+    """It is noted on the device, and nobody has looked when the draft is taken back."""
+    engine = engine_of(weights)
+    answer = list(engine.generate(PROMPT, 5, GREEDY, frozenset()))
+    engine.state.nan_1.fill_(1)
+    more = [*PROMPT, *answer]
+    found = list(engine.generate(more, 5, GREEDY, frozenset(), reuse=True))
+    assert engine.last_run is not None
+    assert engine.last_run.reused_tokens > 0
+    assert found == list(engine_of(weights).generate(more, 5, GREEDY, frozenset()))
