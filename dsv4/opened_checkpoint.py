@@ -87,7 +87,12 @@ class OpenedCheckpoint:
         if absent:
             check_planned_activations(engine, name)
         ops = TABLES[name]
-        draft = OpenedDraft.open(checkpoint, config, engine, ops)
+        try:
+            draft = OpenedDraft.open(checkpoint, config, engine, ops)
+        except UserError as refusal:
+            if not checkpoint_decides(engine):
+                raise
+            return cls._open_without_draft(path, engine, gpu_memory, str(refusal))
         if draft is not None:
             config = draft.config
             stored += draft.describe()

@@ -5,6 +5,7 @@ Nothing here reads tensor bytes.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -89,6 +90,10 @@ def find_draft(checkpoint: Checkpoint, config: ModelConfig, mtp: MtpKind) -> lis
     return _find(checkpoint, config, mtp, _of_mtp)
 
 
+# Embedding and head of a speculative module are the model's; a copy is not looked at.
+_COPY_OF_THE_MODEL = re.compile(r"mtp\.\d+\.(emb|head\.weight$)")
+
+
 def _of_mtp(name: str) -> bool:
     return name.startswith("mtp.")
 
@@ -157,7 +162,7 @@ class _Finder:
 
     def report_unexpected(self, wanted: Callable[[str], bool]) -> None:
         for native, name in self.unused.items():
-            if wanted(native):
+            if wanted(native) and not _COPY_OF_THE_MODEL.match(native):
                 self.problems.add("unexpected", printable(name))
 
     def find(self, parameter: Parameter) -> StoredParameter:
