@@ -195,6 +195,9 @@ def _yarn(scaling: JsonReader) -> Yarn | None:
             raise scaling.fail(
                 key, scaling.values[key], "1.0 (DeepSeek-V4 does not scale cos, sin or the softmax)"
             )
+    if scaling.values.get("truncate") not in (None, True):
+        expected = "true (DeepSeek-V4 rounds the bounds between which YaRN blends)"
+        raise scaling.fail("truncate", scaling.values["truncate"], expected)
     turns = Yarn(
         factor=scaling.number("factor", 0.0, 1e6),
         original_max_position_embeddings=scaling.integer(

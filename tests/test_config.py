@@ -75,6 +75,9 @@ def test_spec11_a3_a_scaled_yarn_is_refused() -> None:
     scaling = {**tiny_config()["rope_scaling"], "mscale": 1.277}
     with pytest.raises(UserError, match=r"rope_scaling: mscale: found 1.277, expected 1.0"):
         ModelConfig.from_dict(tiny_config(rope_scaling=scaling))
+    scaling = {**tiny_config()["rope_scaling"], "truncate": False}
+    with pytest.raises(UserError, match=r"rope_scaling: truncate: found False, expected true"):
+        ModelConfig.from_dict(tiny_config(rope_scaling=scaling))
     raw = hf_config()
     raw["rope_parameters"]["compress"]["attention_factor"] = 1.277
     with pytest.raises(UserError, match="attention_factor: found 1.277"):
