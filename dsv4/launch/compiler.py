@@ -121,9 +121,10 @@ def keep_file(path: Path, content: bytes) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder, path.name)
+            whole.write_bytes(content)
+            whole.replace(path)
     except OSError:
         return
 

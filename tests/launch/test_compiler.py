@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,27 @@ def test_no_device_code_asks_for_its_architecture() -> None:
     sources = [path for path in signature.OPS.glob("*/*") if path.suffix in (".cu", ".cuh")]
     assert len(sources) > 30
     assert [path.name for path in sources if "__CUDA_ARCH__" in path.read_text()] == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "seen"),
+    [
+        (OSError(28, "No space left on device"), nullcontext()),
+        (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt)),
+    ],
+    ids=["full", "interrupted"],
+)
+def test_what_cannot_be_kept_leaves_nothing_behind(
+    failure: BaseException,
+    seen: AbstractContextManager[object],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(path: Path, content: bytes) -> int:
+        path.touch()
+        raise failure
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with seen:
+        compiler.keep_file(cache / "a.cubin", b"code")
+    assert list(cache.iterdir()) == []
