@@ -14,7 +14,7 @@ _PARAMETER_OPEN = f"<{DSML}parameter"
 _PARAMETER_END = f"/{DSML}parameter"
 
 # One newline ends the header; a call without parameters has an empty line after it.
-_INVOKE_HEADER = re.compile(r'\s*name="(.*?)">\n\n?', re.DOTALL)
+_INVOKE_HEADER = re.compile(r'\s*name="(.+?)">\n\n?', re.DOTALL)
 _PARAMETER = re.compile(r' name="(.*?)" string="(true|false)">(.*)<', re.DOTALL)
 
 

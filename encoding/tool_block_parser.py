@@ -66,7 +66,7 @@ class ToolBlockParser:
             return True
         self._use(tag)
         if tag.name == "invoke" and not tag.closing:
-            self._call = _OpenCall(tag.attribute("name"), self._output, self._declared)
+            self._call = _OpenCall(tag.attribute("name") or None, self._output, self._declared)
         elif tag.name == "tool_calls" and tag.closing:
             self.finished = True
         else:

@@ -21,9 +21,11 @@ from encoding import (
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
+    encode_messages,
     parse_completion,
 )
 from encoding.dsml_tags import MAX_TAG_CHARACTERS
+from tests.encoding.messages import HI
 from tests.encoding.test_strict_parser import GOOD
 
 EOS = "<｜end▁of▁sentence｜>"
@@ -33,6 +35,7 @@ FRAGMENTS = [
     *("<｜DSML｜tool_calls>", "<｜DSML｜tool_calls", "</｜DSML｜tool_calls>", "<|DSML|tool_calls>"),
     *("｜DSML｜", "<｜DSML｜"),
     *('<｜DSML｜invoke name="f">', '<｜DSML｜invoke name="g', "<｜DSML｜invoke>"),
+    '<｜DSML｜invoke name="">',
     *("</｜DSML｜invoke>", "</|DSML|invoke>"),
     *('<｜DSML｜parameter name="a" string="true">', '<｜DSML｜parameter name="b" string="false">'),
     *('<｜DSML｜parameter name="arguments">', "[1", '{"q": 1}'),
@@ -119,6 +122,14 @@ def test_joined_deltas_are_the_final_message(text: str, mode: str) -> None:
         assert "".join(deltas) == event.arguments
         assert ToolCallStart(event.index, event.name) in events
         json.loads(event.arguments)
+
+
+@given(text=COMPLETIONS, mode=st.sampled_from(["chat", "thinking"]))
+def test_every_message_can_be_sent_back(text: str, mode: str) -> None:
+    """A chat goes on behind it, whatever the model has written."""
+    message = parse_completion(text, mode).message
+    results = [{"role": "tool", "content": "x"} for _ in message["tool_calls"]]
+    encode_messages([HI, message, *results, HI], mode)
 
 
 def test_no_event_ever_shows_a_piece_of_a_marker() -> None:

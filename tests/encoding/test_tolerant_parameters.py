@@ -112,10 +112,11 @@ def test_a_stray_tag_does_not_end_a_call() -> None:
 
 
 def test_calls_and_parameters_without_name_are_left_out() -> None:
-    nameless = CALL.replace(' name="f"', "")
-    completion = parse(f"\n\n{OPEN}{nameless}{CALL}{CLOSE}{EOS}", "chat")
-    assert calls(completion) == [("f", {"a": "x"})]
-    assert completion.repairs[0] == "tool_call_without_name"
+    for name in ("", ' name=""'):
+        nameless = CALL.replace(' name="f"', name)
+        completion = parse(f"\n\n{OPEN}{nameless}{CALL}{CLOSE}{EOS}", "chat")
+        assert calls(completion) == [("f", {"a": "x"})]
+        assert completion.repairs[0] == "tool_call_without_name"
     completion = parse(
         call_with('<｜DSML｜parameter string="true">x</｜DSML｜parameter>\n'), "chat"
     )
