@@ -93,8 +93,10 @@ def _response_schema(response_format: object) -> object:
     """The part of an OpenAI response_format that the model sees: nothing for plain text, the schema
     itself for a schema.
     """
+    if response_format is None:
+        return None
     if not isinstance(response_format, dict):
-        return response_format
+        raise ValueError(f"response_format is {response_format!r:.80}, expected an object")
     if response_format.get("type") == "text":
         return None
     if response_format.get("type") == "json_schema":

@@ -81,12 +81,15 @@ def _parse_message(message: object, where: str) -> Message:
     task = message.get("task")
     if task is not None and (not isinstance(task, str) or task not in TASK_TOKENS):
         raise ValueError(f"{where}.task is {task!r:.80}, expected one of {', '.join(TASK_TOKENS)}")
+    wo_eos = message.get("wo_eos")
+    if wo_eos is not None and not isinstance(wo_eos, bool):
+        raise ValueError(f"{where}.wo_eos is {wo_eos!r:.80}, expected true or false")
     parsed = Message(
         role,
         tools=parse_tools(message.get("tools"), f"{where}.tools"),
         response_format=message.get("response_format"),
         task=task,
-        wo_eos=bool(message.get("wo_eos")),
+        wo_eos=bool(wo_eos),
     )
     content = content_text(message.get("content"), f"{where}.content")
     if role == "user":

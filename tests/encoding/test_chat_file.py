@@ -50,6 +50,9 @@ def test_response_formats_of_a_request() -> None:
     )
     with pytest.raises(ValueError, match="json_schema lacks"):
         rendered({"type": "json_schema"})
+    for wrong in ("text", 5, []):
+        with pytest.raises(ValueError, match=r"response_format is .*, expected an object"):
+            rendered(wrong)
 
 
 def test_a_repeated_key_is_refused(tmp_path: Path) -> None:

@@ -82,6 +82,10 @@ CYCLE.append(CYCLE)
             r"messages\[0\].tool_calls\[0\].function.arguments cannot be written as JSON",
         ),
         ([{"role": "assistant", "reasoning_content": ["r"]}], "reasoning_content is list"),
+        (
+            [HI, {"role": "assistant", "content": "a", "wo_eos": "false"}],
+            r"messages\[1\].wo_eos is 'false', expected true or false",
+        ),
     ],
 )
 def test_wrong_messages_are_refused_in_one_line_that_names_them(
