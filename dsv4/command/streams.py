@@ -9,12 +9,13 @@ from typing import Literal, TextIO
 
 
 def prepare_streams() -> None:
-    """Closed standard streams lead to the null device, so that no file gets their numbers, and
-    stdout shows what its encoding lacks as ``?``.
+    """Closed standard streams lead to the null device, so that no file gets their numbers; those
+    that would not wait, as a parent with an event loop leaves them, do; and stdout shows what its
+    encoding lacks as ``?``.
     """
     for number in range(3):
         try:
-            os.fstat(number)
+            os.set_blocking(number, True)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # Takes the lowest number that is free: this one.
     sys.stdin = sys.stdin or open_null("r")
