@@ -93,6 +93,14 @@ class ModelFiles:
         config = ModelConfig.from_folder(folder)
         return cls(config, load_tokenizer(folder, config), read_generation_config(folder))
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """What ends an answer: what generation_config.json or config.json says, else the
+        tokenizer's end of sequence.
+        """
+        stated = eos_token_ids(self.config, self.generation)
+        return stated or frozenset((self.tokenizer.eos_id,))
+
 
 def prepare(arguments: argparse.Namespace) -> Job:
     """Reads the small files and checks everything that can be checked without the weights. Raises
@@ -141,7 +149,7 @@ def make_job(
         files.config,
         replace(engine_config(arguments), max_context=context),
         sampling_params(arguments, files.generation),
-        eos_token_ids(files.config, files.generation),
+        files.eos_token_ids,
         files.tokenizer,
         prompt,
         before,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.cli.generation_defaults import choose, eos_token_ids, top_k
+from dsv4.cli.generation_defaults import choose, top_k
 from dsv4.cli.prompt import check_unicode, encode_text
 from dsv4.cli.stream import text_of
 from dsv4.errors import UserError, shorten
@@ -64,7 +64,7 @@ def question_of(
     param = "prompt" if isinstance(fields, CompletionFields) else "messages"
     _check_length(service, token_ids, param)
     files = service.files
-    stops = frozenset() if fields.ignore_eos else eos_token_ids(files.config, files.generation)
+    stops = frozenset() if fields.ignore_eos else files.eos_token_ids
     return Question(
         token_ids,
         max_tokens,

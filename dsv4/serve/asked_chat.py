@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsv4.cli.generation_defaults import eos_token_ids
 from dsv4.cli.prompt import build_chat_prompt, check_unicode
 from dsv4.cli.tag_names import check_tag_names
 from dsv4.encoding import detect_profile, fold_reasoning_effort, tool_calls_opening
@@ -65,7 +64,7 @@ def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
         # The encoder drops the reasoning of earlier turns unless there are tools.
         forgets=mode == "thinking" and not prompt.tools,
         # The parser would take one that is ignored for the end.
-        silent_token_ids=eos_token_ids(service.files.config, service.files.generation),
+        silent_token_ids=service.files.eos_token_ids,
     )
     return ChatAsked(question, mode, prompt.tools, opening, fields.parallel_tool_calls is False)
 
