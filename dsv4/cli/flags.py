@@ -2,7 +2,6 @@
 
 import argparse
 import math
-from pathlib import Path
 
 import dsv4
 from dsv4.cli.chat.flags import add_chat_flags
@@ -259,7 +258,7 @@ def add_output_flags(group: argparse._ArgumentGroup) -> None:
     """Flags of the output other than the text."""
     group.add_argument(
         "--json",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="write texts, token ids, timings and configuration; - is stdout, after the text "
         "(default: none)",
@@ -274,7 +273,7 @@ def add_output_flags(group: argparse._ArgumentGroup) -> None:
     add_save_state_flag(group)
     group.add_argument(
         "--trace",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="the values inside every layer as safetensors, docs/traces.md (default: none)",
     )

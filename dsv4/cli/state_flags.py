@@ -1,8 +1,8 @@
 """The flags ``--load-state`` and ``--save-state``, and what cannot stand beside the first."""
 
 import argparse
-from pathlib import Path
 
+from dsv4.command.flags import path
 from dsv4.errors import UserError
 
 
@@ -10,7 +10,7 @@ def add_load_state_flag(group: argparse._ArgumentGroup) -> None:
     """``--load-state``, among the flags of the prompt."""
     group.add_argument(
         "--load-state",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="go on with the conversation that --save-state wrote: the prompt comes behind it "
         "(default: a new one)",
@@ -21,7 +21,7 @@ def add_save_state_flag(group: argparse._ArgumentGroup) -> None:
     """``--save-state``, among those of the output."""
     group.add_argument(
         "--save-state",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="what the caches hold behind prompt and answer, for --load-state (default: none)",
     )

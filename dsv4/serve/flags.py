@@ -2,10 +2,9 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from dsv4.cli.flags import add_computation_flags, add_engine_flags
-from dsv4.command.flags import OneLineParser, given_flags, integer
+from dsv4.command.flags import OneLineParser, given_flags, integer, path
 from dsv4.errors import UserError
 
 
@@ -44,7 +43,7 @@ def add_serving_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--api-key-file",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="clients need the key in this file, - is stdin; a --host that others reach needs one "
         "(default: none)",
@@ -74,7 +73,7 @@ def add_serving_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--state-dir",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="keep the states of conversations that others interrupt (default: none)",
     )

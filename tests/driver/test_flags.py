@@ -59,6 +59,13 @@ def test_precision_and_the_speculative_module_reach_the_engine() -> None:
     )
 
 
+@pytest.mark.parametrize("flag", ["--json", "--trace", "--out", "--save-state", "--load-state"])
+def test_no_file_has_an_empty_name(flag: str) -> None:
+    """As of a shell variable that is not set."""
+    with pytest.raises(UserError, match=f"{flag}: found '', expected a path"):
+        parse_arguments([flag, ""])
+
+
 @pytest.mark.parametrize("count", ["0", "8", "-1", "x", "1.0", "", "٣"])
 def test_numbers_of_drafts_that_no_step_has_are_refused(count: str) -> None:
     with pytest.raises(UserError, match="expected auto or an integer from 1 to 7"):

@@ -3,9 +3,8 @@
 import argparse
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
-from dsv4.command.flags import integer
+from dsv4.command.flags import integer, path
 from dsv4.errors import UserError
 
 
@@ -23,7 +22,7 @@ def add_answers_flags(group: argparse._ArgumentGroup) -> None:
     """Where the answers to ``--prompts`` go, and what they hold."""
     group.add_argument(
         "--out",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="every answer as a line of JSON; lines that are there already are not asked again "
         "(default: none)",
