@@ -14,7 +14,7 @@ from prompt_toolkit.output import DummyOutput
 
 from dsv4 import UserError
 from dsv4.checkpoint.state_file import SavedState
-from dsv4.cli.chat.entries import line_reader, piped_line, read_entry
+from dsv4.cli.chat.entries import PipedLines, line_reader, read_entry
 from dsv4.cli.chat.line_editor import LineEditor
 from dsv4.demo import CHECKPOINT
 from tests.driver.conftest import Result
@@ -37,6 +37,8 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | bytes], None]:
 
 
 def entries(prompts: list[str] | None = None) -> Iterator[str]:
+    piped_line = PipedLines()
+
     def read_line(prompt: str) -> str:
         if prompts is not None:
             prompts.append(prompt)
@@ -60,6 +62,11 @@ def test_an_entry_is_a_line_or_what_stands_between_fences(pipe: Callable[..., No
 def test_a_block_without_text_is_no_entry(pipe: Callable[..., None]) -> None:
     pipe('"""\n"""\n"""\n \n\n"""\nnext\n"""\n')
     assert list(entries()) == ["next"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(pipe: Callable[..., None]) -> None:
+    pipe("\ufeff/reset\n\ufeffnext\n")
+    assert list(entries()) == ["/reset", "\ufeffnext"]
 
 
 def test_a_line_that_is_not_utf_8_is_refused(pipe: Callable[..., None]) -> None:
@@ -93,11 +100,11 @@ def test_a_block_that_does_not_end_is_refused(
 def test_a_block_with_such_a_line_is_refused_as_a_whole(pipe: Callable[..., None]) -> None:
     pipe(b'"""\na\n\xff\n/reset\nb\xff\n"""\nnext')
     with pytest.raises(UserError, match="stdin: byte 0 of a line is not UTF-8"):
-        read_entry(piped_line, "")
+        read_entry(PipedLines(), "")
     assert list(entries()) == ["next"]
     pipe(b'"""\na\n\xff\nb')
     with pytest.raises(UserError, match="stdin: byte 0 of a line is not UTF-8"):
-        read_entry(piped_line, "")
+        read_entry(PipedLines(), "")
     assert list(entries()) == []
 
 

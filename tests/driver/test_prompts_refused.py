@@ -106,7 +106,9 @@ def test_a_wrong_line_is_named_before_anything_is_read(
     [
         (b"", "found no lines, expected at least 1"),
         (b'{"prompt": "a\xff"}\n', "line 1: byte 13 is not UTF-8"),
-        (b'\xef\xbb\xbf{"prompt": "a"}\n', "line 1: not valid JSON (Unexpected UTF-8 BOM"),
+        (b"\xef\xbb\xbf", "found no lines, expected at least 1"),
+        (b'\xef\xbb\xbf{"prompt": 3}\n', "line 1: prompt: found 3, expected a string"),
+        (b'{"prompt": "a"}\n\xef\xbb\xbf{}', "line 2: not valid JSON (Unexpected UTF-8 BOM"),
         (b'{"prompt": "a"}\n\n', "line 2: not valid JSON"),
     ],
 )

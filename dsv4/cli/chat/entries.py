@@ -23,7 +23,7 @@ def line_reader() -> ReadLine:
     ``UserError`` where prompt_toolkit is missing.
     """
     if not sys.stdin.isatty():
-        return piped_line
+        return PipedLines()
     if find_spec("prompt_toolkit") is None:
         raise UserError(
             f"--interactive: {sys.executable} has no prompt_toolkit, expected it for a terminal: "
@@ -35,20 +35,26 @@ def line_reader() -> ReadLine:
     return LineEditor()
 
 
-def piped_line(_: str) -> str:
-    """The next line of stdin, which is UTF-8. Raises ``BrokenLine`` for one that is not, and
-    ``UserError`` for one that may have no end.
+class PipedLines:
+    """The lines of stdin, which are UTF-8, behind a byte order mark or not. Raises ``BrokenLine``
+    for one that is not, and ``UserError`` for one that may have no end.
     """
-    data = sys.stdin.buffer.readline(MAX_INPUT_BYTES + 1)
-    if not data:
-        raise EOFError
-    if len(data) > MAX_INPUT_BYTES:
-        found = f"found a line of more than {MAX_INPUT_BYTES} bytes"
-        raise UserError(f"stdin: {found}, expected an end before")
-    try:
-        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        raise BrokenLine(f"stdin: byte {error.start} of a line is not UTF-8") from None
+
+    def __init__(self) -> None:
+        self._encoding = "utf-8-sig"
+
+    def __call__(self, _: str) -> str:
+        data = sys.stdin.buffer.readline(MAX_INPUT_BYTES + 1)
+        if not data:
+            raise EOFError
+        if len(data) > MAX_INPUT_BYTES:
+            found = f"found a line of more than {MAX_INPUT_BYTES} bytes"
+            raise UserError(f"stdin: {found}, expected an end before")
+        encoding, self._encoding = self._encoding, "utf-8"
+        try:
+            return data.decode(encoding).removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise BrokenLine(f"stdin: byte {error.start} of a line is not UTF-8") from None
 
 
 def read_entry(read_line: ReadLine, prompt: str) -> str:

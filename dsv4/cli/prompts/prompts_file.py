@@ -1,6 +1,7 @@
 """The file of ``--prompts``: every line is checked before any weight is read."""
 
 import argparse
+import codecs
 import hashlib
 import json
 import re
@@ -48,7 +49,8 @@ def read_prompts(arguments: argparse.Namespace, files: ModelFiles) -> list[Promp
     """
     file = arguments.prompts
     sampling_params(arguments, files.generation)  # The flags have to go together by themselves.
-    texts = read_input("--prompts", file).removesuffix(b"\n").split(b"\n")
+    content = read_input("--prompts", file).removeprefix(codecs.BOM_UTF8)
+    texts = content.removesuffix(b"\n").split(b"\n")
     if texts == [b""]:
         raise UserError(f"--prompts: {file}: found no lines, expected at least 1")
     parser = build_parser()
