@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from dsv4.cli.arguments import parse_arguments
+from dsv4.cli.flags import build_parser
+from dsv4.cli.prompts.settings import line_arguments
 from dsv4.demo import CHECKPOINT
+from dsv4.errors import UserError
 from encoding import Tokenizer
 from tests.driver.conftest import read_json
 from tests.driver.drive import Drive
@@ -172,3 +176,14 @@ def test_a_line_that_fails_is_told_and_the_others_are_answered(
     again = drive(*flags)
     assert (again.code, len(read_lines(out))) == (1, 4)
     assert again.err.startswith("answered 0 · failed 0 · there before 4 · ")
+
+
+def test_a_default_of_plain_text_means_nothing_beside_messages() -> None:
+    """As --system does not; a line that says so itself is refused."""
+    defaults = parse_arguments(["--prompts", "p", "--out", "o", "--raw"])
+    line = {"messages": [{"role": "user", "content": "a"}]}
+    arguments = line_arguments(build_parser(), defaults, line)
+    assert not arguments.raw
+    assert line_arguments(build_parser(), defaults, {"prompt": "a"}).raw
+    with pytest.raises(UserError, match="^raw: found together with messages"):
+        line_arguments(build_parser(), defaults, {**line, "raw": True})

@@ -99,8 +99,8 @@ def as_flags(key: str, value: object) -> list[str]:
 def idle_settings(arguments: argparse.Namespace) -> frozenset[str]:
     """The settings that change nothing beside the others."""
     return (
-        (_CHAT_ONLY if arguments.raw else frozenset())
-        | (frozenset() if arguments.messages is None else {"system"})
+        (_CHAT_ONLY if arguments.raw and arguments.messages is None else frozenset())
+        | (frozenset() if arguments.messages is None else {"raw", "system"})
         | (frozenset() if arguments.thinking == "on" else {"reasoning_effort"})
         | (_SAMPLING_ONLY if arguments.temperature == 0 else frozenset())
     )
