@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,15 +45,13 @@ def entries(prompts: list[str] | None = None) -> Iterator[str]:
             prompts.append(prompt)
         return piped_line(prompt)
 
-    while True:
-        try:
+    with suppress(EOFError):
+        while True:
             yield read_entry(read_line, "tool")
-        except EOFError:
-            return
 
 
 def test_an_entry_is_a_line_or_what_stands_between_fences(pipe: Callable[..., None]) -> None:
-    pipe('one\r\n\n  \n two \n"""\na\n\n/b\n"""\n"""\n/c\n"""\n"""\nd')
+    pipe('\ufeffone\r\n\n  \n two \n"""\na\n\n/b\n"""\n"""\n/c\n"""\n"""\nd')
     prompts: list[str] = []
     assert list(entries(prompts)) == ["one", " two ", "a\n\n/b", "//c", "d"]
     assert prompts[:2] == ["tool> ", "tool> "]
@@ -62,11 +61,6 @@ def test_an_entry_is_a_line_or_what_stands_between_fences(pipe: Callable[..., No
 def test_a_block_without_text_is_no_entry(pipe: Callable[..., None]) -> None:
     pipe('"""\n"""\n"""\n \n\n"""\nnext\n"""\n')
     assert list(entries()) == ["next"]
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_line(pipe: Callable[..., None]) -> None:
-    pipe("\ufeff/reset\n\ufeffnext\n")
-    assert list(entries()) == ["/reset", "\ufeffnext"]
 
 
 def test_a_line_that_is_not_utf_8_is_refused(pipe: Callable[..., None]) -> None:

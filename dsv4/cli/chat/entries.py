@@ -50,11 +50,12 @@ class PipedLines:
         if len(data) > MAX_INPUT_BYTES:
             found = f"found a line of more than {MAX_INPUT_BYTES} bytes"
             raise UserError(f"stdin: {found}, expected an end before")
-        encoding, self._encoding = self._encoding, "utf-8"
         try:
-            return data.decode(encoding).removesuffix("\n").removesuffix("\r")
+            return data.decode(self._encoding).removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
             raise BrokenLine(f"stdin: byte {error.start} of a line is not UTF-8") from None
+        finally:
+            self._encoding = "utf-8"
 
 
 def read_entry(read_line: ReadLine, prompt: str) -> str:
