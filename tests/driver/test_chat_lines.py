@@ -92,14 +92,11 @@ def test_a_block_that_does_not_end_is_refused(
 
 
 def test_a_block_with_such_a_line_is_refused_as_a_whole(pipe: Callable[..., None]) -> None:
-    pipe(b'"""\na\n\xff\n/reset\nb\xff\n"""\nnext')
-    with pytest.raises(UserError, match="stdin: byte 0 of a line is not UTF-8"):
-        read_entry(PipedLines(), "")
-    assert list(entries()) == ["next"]
-    pipe(b'"""\na\n\xff\nb')
-    with pytest.raises(UserError, match="stdin: byte 0 of a line is not UTF-8"):
-        read_entry(PipedLines(), "")
-    assert list(entries()) == []
+    for text, rest in ((b'/reset\nb\xff\n"""\nnext', ["next"]), (b"b", [])):
+        pipe(b'"""\na\n\xff\n' + text)
+        with pytest.raises(UserError, match="stdin: byte 0 of a line is not UTF-8"):
+            read_entry(PipedLines(), "")
+        assert list(entries()) == rest
 
 
 def test_lines_are_edited_and_remembered() -> None:
