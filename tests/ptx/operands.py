@@ -14,6 +14,7 @@ from tests.ptx.rows import (
     DTYPES,
     LANES,
     Array,
+    Place,
     Row,
     RowStore,
     Source,
@@ -107,11 +108,11 @@ class Layout:
             self.constants.append((*self._place(key, kind), value))
         return self.places[key][1]
 
-    def row(self, operand: Operand, ptx_type: str) -> "Row":
-        """The row of a register, to be written in place; its class must be that of the type."""
+    def place(self, operand: Operand, ptx_type: str) -> Place:
+        """The row of a register that is written in place; its class must be that of the type."""
         if not isinstance(operand, Register) or self.places[operand][0] != register_class(ptx_type):
             raise Unsupported(f"{operand} as {ptx_type}")
-        return Row((ptx_type, self.places[operand][1]))
+        return ptx_type, self.places[operand][1]
 
     def source(self, operand: Operand, ptx_type: str) -> Source:
         """Reads an operand as values of a type.

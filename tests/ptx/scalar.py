@@ -9,7 +9,7 @@ from tests.ptx import clock
 from tests.ptx.faults import Trap, Unsupported
 from tests.ptx.floats import bf16_bits, bf16_values, flush
 from tests.ptx.operands import SHARED, Layout
-from tests.ptx.rows import LANES, Array, Mask, Row, RowStore, Source, Target
+from tests.ptx.rows import LANES, Array, Mask, Place, RowStore, Source, Target
 from tests.ptx.syntax import Immediate, Instruction, Register, Special
 
 if TYPE_CHECKING:
@@ -40,15 +40,15 @@ class Lanewise:
 class InPlace(Lanewise):
     """A ufunc that writes the register's row itself."""
 
-    __slots__ = ("out",)
+    __slots__ = ("place",)
 
-    def __init__(self, function: np.ufunc, reads: Sequence[Source], out: Row):
-        super().__init__(function, reads, RowStore(out.place))
-        self.out = out
+    def __init__(self, function: np.ufunc, reads: Sequence[Source], place: Place):
+        super().__init__(function, reads, RowStore(place))
+        self.place = place
 
     def __call__(self, warp: "Warp", mask: Mask) -> None:
         values = [read(warp) for read in self.reads]
-        self.function(*values, out=self.out(warp), where=mask)
+        self.function(*values, out=warp.rows[self.place], where=mask)
 
 
 def unchanged(x: Array) -> Array:
@@ -86,7 +86,7 @@ def ufunc(function: np.ufunc) -> Build:
         if ptx_type in PACKED or "ftz" in instruction.parts or len(instruction.operands) != 3:
             return many(function, instruction, layout)
         reads = [layout.source(operand, ptx_type) for operand in instruction.operands[1:]]
-        return InPlace(function, reads, layout.row(instruction.operands[0], ptx_type))
+        return InPlace(function, reads, layout.place(instruction.operands[0], ptx_type))
 
     return build
 
@@ -193,7 +193,7 @@ def _compare(instruction: Instruction, layout: Layout) -> Handler:
     joined = _JOINED.get(parts[2])
     if joined is None:
         if isinstance(compare, np.ufunc) and isinstance(instruction.operands[0], Register):
-            return InPlace(compare, reads, layout.row(instruction.operands[0], "pred"))
+            return InPlace(compare, reads, layout.place(instruction.operands[0], "pred"))
         return Lanewise(compare, reads, layout.target(instruction.operands[0], "pred"))
 
     def compared(first: Array, second: Array, third: Array) -> Array:

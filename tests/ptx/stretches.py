@@ -101,7 +101,7 @@ class _Text:
         values = ", ".join(self._value(read) for read in handler.reads)
         if isinstance(handler, InPlace):
             where = "" if mask is None else f", where={mask}"
-            out = self._row(handler.out.place)
+            out = self._row(handler.place)
             return f"{self._named('f', handler.function)}({values}, out={out}{where})"
         result = values
         if handler.function is not unchanged:
