@@ -24,7 +24,6 @@ from dsv4.config_dialects import (
     yarn,
 )
 from dsv4.json_object import JsonReader, read_json_object
-from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model_files import model_file
 
 MODEL_TYPE = "deepseek_v4"
@@ -194,7 +193,7 @@ def _dspark(read: JsonReader, layers: int) -> DSpark | None:
     if any(first >= second for first, second in pairwise(targets)):
         raise read.fail("dspark_target_layer_ids", targets, "layer ids in ascending order")
     return DSpark(
-        block_size=read.integer("dspark_block_size", 1, MAX_DECODE_TOKENS),
+        block_size=read.integer("dspark_block_size", 1, 2**10),
         noise_token_id=read.integer("dspark_noise_token_id", 0, 2**24),
         target_layer_ids=tuple(targets),
         markov_rank=read.integer("dspark_markov_rank", 1, 2**17),

@@ -15,7 +15,7 @@ from dsv4.errors import UserError
 from dsv4.layers.classic_mtp import ClassicMTP
 from dsv4.layers.dspark import DSpark
 from dsv4.layers.weights import WeightReader, Weights
-from dsv4.limits import MAX_DRAFTS
+from dsv4.limits import MAX_DECODE_TOKENS, MAX_DRAFTS
 from dsv4.model import Transformer
 from dsv4.ops.tables import Table
 from dsv4.weights.parameters import MtpKind, parameters
@@ -111,6 +111,9 @@ def check_keys(config: ModelConfig, source: str = "") -> None:
     keys = config.dspark
     if keys is None:
         raise UserError(f"{source}dspark_block_size: found none, expected the dspark_* keys")
+    if keys.block_size > MAX_DECODE_TOKENS:
+        expected = f"at most {MAX_DECODE_TOKENS}"
+        raise UserError(f"{source}dspark_block_size: found {keys.block_size}, expected {expected}")
     for key, found, kind, end in (
         ("dspark_noise_token_id", keys.noise_token_id, "a token id", config.vocab_size),
         ("dspark_target_layer_ids", max(keys.target_layer_ids), "layers", config.num_hidden_layers),

@@ -66,6 +66,17 @@ def test_auto_takes_no_module_that_is_not_whole(
         OpenedCheckpoint.open(folder, asked, 10**11)
 
 
+def test_blocks_that_no_step_has_are_no_matter_without_drafts(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    wide = {**raw_config("dspark"), "dspark_block_size": 9}
+    write_synthetic(folder, wide, "nvfp4-experts", 0, mtp="dspark")
+    for draft in ("off", "auto"):
+        found = OpenedCheckpoint.open(folder, EngineConfig(max_context=64, draft=draft), 10**11)
+        assert found.draft is None
+    with pytest.raises(UserError, match="dspark_block_size: found 9, expected at most 8"):
+        OpenedCheckpoint.open(folder, EngineConfig(max_context=64, draft="dspark"), 10**11)
+
+
 def test_copies_of_embedding_and_head_are_not_looked_at(brought: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(brought, folder)

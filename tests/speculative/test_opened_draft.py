@@ -212,9 +212,11 @@ def test_keys_that_do_not_fit_the_weights_are_named() -> None:
     assert config.dspark is not None
     weights = synthetic_weights(config, "bf16", 1, lambda _: CPU, "dspark")
     placement = Placement.of_layers((CPU,) * config.num_hidden_layers)
+    wide = dataclasses.replace(config.dspark, block_size=9)
     unknown = dataclasses.replace(config.dspark, noise_token_id=config.vocab_size)
     for keys, message in (
         (None, "dspark_block_size: found none, expected the dspark_* keys"),
+        (wide, "dspark_block_size: found 9, expected at most 8"),
         (unknown, f"dspark_noise_token_id: found {config.vocab_size}, expected a token id below"),
     ):
         with pytest.raises(UserError, match=f"^{re.escape(message)}"):
