@@ -1,7 +1,5 @@
 """Arithmetic of integers and floating-point numbers."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from tests.ptx.faults import Unsupported
@@ -21,9 +19,6 @@ from tests.ptx.scalar import (
     ufunc,
 )
 from tests.ptx.syntax import Immediate, Instruction
-
-if TYPE_CHECKING:
-    pass
 
 
 def _minimum(x: Array, y: Array) -> Array:

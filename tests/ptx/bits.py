@@ -1,7 +1,5 @@
 """Instructions on bit fields and bytes."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from tests.ptx.faults import Unsupported
@@ -9,9 +7,6 @@ from tests.ptx.operands import Layout
 from tests.ptx.rows import DTYPES, Array
 from tests.ptx.scalar import Build, Handler, Lanewise, Values, apply, constant, elementwise
 from tests.ptx.syntax import Immediate, Instruction
-
-if TYPE_CHECKING:
-    pass
 
 
 def _funnel(instruction: Instruction, layout: Layout) -> Handler:

@@ -9,9 +9,9 @@ import numpy as np
 from tests.ptx.faults import Misaligned, OutOfBounds, Unsupported
 from tests.ptx.memory import bytes_at
 from tests.ptx.operands import LOCAL, PARAMETERS, SHARED, Layout
-from tests.ptx.rows import ALL, DTYPES, LANES, UNSIGNED, Array, Mask, lanes
+from tests.ptx.rows import DTYPES, LANES, Array, Mask, lanes
 from tests.ptx.scalar import Build, Handler, nothing
-from tests.ptx.syntax import Address, Instruction, Symbol, Vector
+from tests.ptx.syntax import Instruction, Vector
 
 if TYPE_CHECKING:
     from tests.ptx.warp import Warp
@@ -244,4 +244,3 @@ BUILDS: dict[str, Build] = {
     "prefetchu": nothing,
     "cp.async.bulk.prefetch": nothing,
 }
-_ = (ALL, Address, Symbol, UNSIGNED)

@@ -15,8 +15,6 @@ from tests.ptx.syntax import Instruction, Vector
 if TYPE_CHECKING:
     from tests.ptx.warp import Warp
 
-_NUMBERS = {"f16": tensor_core.F16, "bf16": tensor_core.BF16}
-
 
 def rows_of_a(codes: Array) -> Array:
     """16-bit ``[16, 16]`` of registers uint32 ``[4, 32]``: of lane l columns 2 (l % 4) and one more
@@ -50,14 +48,14 @@ def registers_of_c(rows: Array) -> Array:
 def _multiply(instruction: Instruction, layout: Layout) -> Handler:
     kind = instruction.parts[-2]
     known = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-    if kind not in _NUMBERS or instruction.opcode != known:
+    if kind not in tensor_core.CODES or instruction.opcode != known:
         raise Unsupported(instruction.text)
     vectors = [operand for operand in instruction.operands if isinstance(operand, Vector)]
     result, *sources = [vector.items for vector in vectors]
     a, b = ([layout.source(item, "b32") for item in items] for items in sources[:2])
     c = [layout.source(item, "f32") for item in sources[2]]
     writes = [layout.target(item, "f32") for item in result]
-    numbers = _NUMBERS[kind]
+    numbers = tensor_core.CODES[kind]
 
     def run(warp: "Warp", mask: Mask) -> None:
         whole(warp, mask, "mma")

@@ -108,7 +108,7 @@ class Layout:
             self.constants.append((*self._place(key, kind), value))
         return self.places[key][1]
 
-    def place(self, operand: Operand, ptx_type: str) -> Place:
+    def row_in_place(self, operand: Operand, ptx_type: str) -> Place:
         """The row of a register that is written in place; its class must be that of the type."""
         if not isinstance(operand, Register) or self.places[operand][0] != register_class(ptx_type):
             raise Unsupported(f"{operand} as {ptx_type}")

@@ -64,7 +64,7 @@ BUILDS: dict[str, Build] = {
 }
 
 
-@dataclass(eq=False)
+@dataclass
 class Step:
     """An instruction, ready to run; without a handler it is a branch or the end of the lanes."""
 

@@ -86,7 +86,7 @@ def ufunc(function: np.ufunc) -> Build:
         if ptx_type in PACKED or "ftz" in instruction.parts or len(instruction.operands) != 3:
             return many(function, instruction, layout)
         reads = [layout.source(operand, ptx_type) for operand in instruction.operands[1:]]
-        return InPlace(function, reads, layout.place(instruction.operands[0], ptx_type))
+        return InPlace(function, reads, layout.row_in_place(instruction.operands[0], ptx_type))
 
     return build
 
@@ -193,7 +193,7 @@ def _compare(instruction: Instruction, layout: Layout) -> Handler:
     joined = _JOINED.get(parts[2])
     if joined is None:
         if isinstance(compare, np.ufunc) and isinstance(instruction.operands[0], Register):
-            return InPlace(compare, reads, layout.place(instruction.operands[0], "pred"))
+            return InPlace(compare, reads, layout.row_in_place(instruction.operands[0], "pred"))
         return Lanewise(compare, reads, layout.target(instruction.operands[0], "pred"))
 
     def compared(first: Array, second: Array, third: Array) -> Array:

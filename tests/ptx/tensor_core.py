@@ -27,6 +27,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tests.ptx.floats import bf16_values
+
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 ScaleFormat = Literal["ue8m0", "ue4m3"]
@@ -127,7 +129,7 @@ def accumulate(c: Float32, a: Factor, b: Factor, bits: int) -> Float32:
     if c.size <= _FEW:
         return _to_float32(_sum_of_cut(c, a, b, bits))
     rows = len(a.values)
-    # Of both operands together, which halves the calls for the small products of a warp.
+    # Of both operands together, which halves the calls.
     largest = np.concatenate((a.exponents, b.exponents)).max(1)
     smallest = _last_bit(np.concatenate((a.values, b.values)))
     # No smaller than the largest exponent; where nothing lies below its last place, sums are exact.
@@ -241,8 +243,10 @@ class Codes:
         return Factor(self._values[codes], self._exponents[codes])
 
 
-_PATTERNS = np.arange(1 << 16, dtype=np.uint32)
-F16 = Codes(_PATTERNS.astype(np.uint16).view(np.float16).astype(np.float32), -14)
+_PATTERNS = np.arange(1 << 16, dtype=np.uint16)
+F16 = Codes(_PATTERNS.view(np.float16).astype(np.float32), -14)
 """IEEE half precision."""
-BF16 = Codes((_PATTERNS << np.uint32(16)).view(np.float32), _ZERO)
+BF16 = Codes(bf16_values(_PATTERNS), _ZERO)
 """bfloat16."""
+CODES = {"f16": F16, "bf16": BF16}
+"""By the name of the type."""

@@ -33,9 +33,6 @@ class Products:
         self.committed: list[list[Product]] = []
 
 
-_NUMBERS = {"bf16": tensor_core.BF16, "f16": tensor_core.F16}
-
-
 class Form(NamedTuple):
     """What the warps of a warpgroup issue alike. ``numbers``: the type of a and b; ``first``: the
     descriptor of a, 0 where registers hold it; ``turned``: rows of a and of b are across the summed
@@ -70,7 +67,7 @@ class Product:
             rows = np.concatenate([rows_of_a(part) for part in words])
         sums = [_sums(self.parts[n][0], self.parts[n][1]) for n in range(_WARPS)]
         c = np.concatenate(sums) if adds else np.zeros((16 * _WARPS, columns), np.float32)
-        a, b = (_NUMBERS[numbers].factor(part) for part in (rows, codes))
+        a, b = (tensor_core.CODES[numbers].factor(part) for part in (rows, codes))
         result = tensor_core.mma_16_bit(c, a, b)
         for n in range(_WARPS):
             warp, targets, _ = self.parts[n]
