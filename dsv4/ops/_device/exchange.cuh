@@ -16,6 +16,7 @@
 #pragma once
 #include "ptx.cuh"
 #include "token_share.cuh"
+#include "words.cuh"
 
 #ifndef RANKS
 #define RANKS 1
@@ -24,7 +25,6 @@
 constexpr int OWN_INBOX = RANKS, STEP = RANKS + 1, FAULT = RANKS + 2, PARTIALS = RANKS + 3;
 constexpr int INPUTS = PARTIALS + RANKS, CHOSEN = INPUTS + RANKS, STAMPED = CHOSEN + RANKS;
 constexpr int EXCHANGES_PER_STEP = 256;
-constexpr long long WAIT_CYCLES = 10000000000ll;  // five seconds
 
 // `step`: the address of the rank's step counter.
 __device__ __forceinline__ unsigned exchange_tag(int64 step, int exchange) {
@@ -76,12 +76,9 @@ struct Outbox {
     }
 
     __device__ __forceinline__ void push(int64 index, float value) const {
-        const unsigned long long word = (unsigned long long)tag << 32 | __float_as_uint(value);
+        const word64 word = make_word(tag, __float_as_uint(value));
 #pragma unroll
-        for (int rank = 0; rank < RANKS; ++rank)
-            asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(first[rank] + 8 * index),
-                         "l"(word)
-                         : "memory");
+        for (int rank = 0; rank < RANKS; ++rank) store_word(first[rank] + 8 * index, word);
         stamps.note(PUSHED, tag, index);
     }
 };
@@ -151,9 +148,8 @@ struct Inbox {
     __device__ __forceinline__ bool look(const char* from, float (&values)[Count]) const {
         unsigned words[Count][2];
         if constexpr (Count == 1) {
-            unsigned long long word;
-            asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-            words[0][0] = unsigned(word), words[0][1] = unsigned(word >> 32);
+            const word64 word = load_word(from);
+            words[0][0] = unsigned(word), words[0][1] = tag_of(word);
         } else {
             // A 64-bit word is one access, whatever the vector's width.
 #pragma unroll

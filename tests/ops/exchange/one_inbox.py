@@ -9,7 +9,7 @@ from dsv4.peers import InboxLayout, Peers
 from tests.ptx.nvrtc import SourceEdit
 
 CPU = torch.device("cpu")
-SOON = SourceEdit("exchange.cuh", "WAIT_CYCLES = 10000000000ll", "WAIT_CYCLES = 100")
+SOON = SourceEdit("words.cuh", "WAIT_CYCLES = 10000000000ll", "WAIT_CYCLES = 100")
 """Kernels soon give up looking for words, by the machine's clock, which counts instructions."""
 
 
