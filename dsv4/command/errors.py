@@ -58,7 +58,7 @@ def device_message(error: Exception) -> str | None:
     if plain and _CUDA_ERROR.match(str(error)) is None:
         return None
     sys.last_value = error
-    return f"CUDA: {_one_line(error)}"
+    return f"CUDA: {_one_line(_first(error))}"
 
 
 def _flag(field: re.Match[str]) -> str:
@@ -68,7 +68,14 @@ def _flag(field: re.Match[str]) -> str:
     return flag if value is None else f"{flag} {value}"
 
 
-def _one_line(error: Exception) -> str:
+def _first(error: BaseException) -> BaseException:
+    """What a device said first: every call behind that fails as well, those that clean up too."""
+    while isinstance(error, torch.AcceleratorError) and isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return error
+
+
+def _one_line(error: BaseException) -> str:
     """What happened, without the prefix that goes without saying and the advice: torch gives it in
     further lines, cuda.core in further sentences.
     """
