@@ -6,7 +6,7 @@ into ``Parts``: a direct step computes each part at once, a recorded one keeps i
 captured and measured (``dsv4.step``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -43,6 +43,10 @@ def part_name(kind: PartKind, layer: int | None) -> str:
     return kind if layer is None else f"layer {layer} {kind}"
 
 
+# Asked in a part of the device to which streams were sent: they are there.
+Arrival = Callable[[], Tensor]
+
+
 class Parts(Protocol):
     """Where a step is written, in order."""
 
@@ -61,8 +65,8 @@ class Parts(Protocol):
         """The step's token ids on ``device``, int64 ``[T]``."""
         ...
 
-    def hand_off(self, streams_TME: Tensor, source: torch.device, target: torch.device) -> Tensor:
-        """The streams on ``target``."""
+    def hand_off(self, streams_TME: Tensor, source: torch.device, target: torch.device) -> Arrival:
+        """Sends the streams from ``source`` to ``target``."""
         ...
 
 
@@ -87,24 +91,23 @@ class Segment:
         self,
         parts: Parts,
         state: DecodeState,
-        entering: Tensor | Embedding,
+        entering: Arrival | Embedding,
         positions: dict[torch.device, Tensor],
     ) -> Tensor:
         """Writes the blocks: the streams ``[T, M, E]`` behind the last one.
 
-        ``entering``: the streams that arrive, or what embeds the step's tokens. A device's first
+        ``entering``: streams that arrive, or what embeds the step's tokens. A device's first
         segment of a step moves the device's position on and enters its int64 ``[T]`` in
         ``positions``.
         """
         device = self.device
-        tokens_T = parts.tokens(device)
-        carried: Tensor | Embedding | Unmixed = entering
+        carried: Tensor | Unmixed | None = None
         for layer, block in zip(self.layers, self.blocks, strict=True):
             with parts.part("projections", device, layer) as ops:
-                if isinstance(carried, Embedding):
-                    positions[device], carried = carried(ops, tokens_T, *state.place(device))
-                elif device not in positions:
-                    positions[device] = ops.next_positions(*state.place(device), tokens_T.shape[0])
+                tokens_T = parts.tokens(device)
+                if carried is None:
+                    place = state.place(device)
+                    carried = self._entered(ops, tokens_T, place, entering, positions)
                 x_TE, residual = block.attn_hc.enter(ops, carried)
                 projections = block.attn.project(ops, x_TE)
                 if isinstance(carried, Unmixed):
@@ -134,6 +137,22 @@ class Segment:
             show_result(parts.values, f"layers.{self.layers[-1]}.ffn.output", ops, carried.y_TE)
             parts.values.value(f"layers.{self.layers[-1]}.streams", streams_TME)
             return streams_TME
+
+    def _entered(
+        self,
+        ops: Ops,
+        tokens_T: Tensor,
+        place: tuple[Tensor, Tensor],
+        entering: Arrival | Embedding,
+        positions: dict[torch.device, Tensor],
+    ) -> Tensor:
+        """The streams in front of the first block."""
+        if isinstance(entering, Embedding):
+            positions[self.device], streams_TME = entering(ops, tokens_T, *place)
+            return streams_TME
+        if self.device not in positions:
+            positions[self.device] = ops.next_positions(*place, tokens_T.shape[0])
+        return entering()
 
 
 @dataclass(frozen=True)
@@ -187,8 +206,8 @@ class Transformer:
         streams_TME = first(parts, state, self.embed, positions)
         source = first.device
         for segment in others:
-            arrived_TME = parts.hand_off(streams_TME, source, segment.device)
-            streams_TME = segment(parts, state, arrived_TME, positions)
+            arrival = parts.hand_off(streams_TME, source, segment.device)
+            streams_TME = segment(parts, state, arrival, positions)
             source = segment.device
         with parts.part("head", source) as ops:
             hidden_TE = self.head.hidden(ops, streams_TME)

@@ -14,7 +14,7 @@ from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops.torch_workspace import TorchStep
-from dsv4.parallel.meeting_bytes import arrival_bytes, exchange_bytes, head_memory_bytes
+from dsv4.parallel.meeting_bytes import arrival_bytes, channel_bytes, exchange_bytes
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import local_config
 from dsv4.step.planned import PlannedSteps
@@ -238,7 +238,8 @@ class _Bytes:
         for source, target in set(pairwise(placement.layer_devices)):
             state[target] += arrival_bytes(config, engine) if source != target else 0
         if len(devices) > 1:
-            state[placement.layer_devices[-1]] += head_memory_bytes(config, engine)
+            for device, nbytes in channel_bytes(config, engine, placement).items():
+                state[device] += nbytes
         return cls(weights, ops, state, packing)
 
 

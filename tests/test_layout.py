@@ -27,8 +27,17 @@ TOP_LEVEL_NAMES = {
 }
 # Rooms whose kernels are compiled by tests/ops/test_compile_small.py, which reads no SASS.
 COMPILED_TOGETHER = (
-    *("draft_rows", "kv_write", "markov", "norm", "opening", "quantize_activations", "rope"),
-    *("router", "scatter", "shared_head", "stream_means", "token_ring"),
+    *(
+        "channel",
+        "draft_rows",
+        "kv_write",
+        "markov",
+        "norm",
+        "opening",
+        "quantize_activations",
+        "rope",
+    ),
+    *("router", "scatter", "stream_means", "token_ring"),
 )
 # Rooms whose tests on a GPU stand with the others, and why.
 NO_GPU_FILE = {

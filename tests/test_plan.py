@@ -19,7 +19,7 @@ from dsv4.errors import UserError
 from dsv4.ops import TORCH_PACKING
 from dsv4.ops.torch_workspace import TorchStep
 from dsv4.ops.trees import tensors_in
-from dsv4.parallel.meeting_bytes import arrival_bytes, head_memory_bytes
+from dsv4.parallel.meeting_bytes import arrival_bytes, channel_bytes
 from dsv4.parallel.placement import Placement
 from dsv4.plan import max_context_tokens, plan_memory
 from dsv4.weights.packing_bytes import dequantized_bytes, dequantizing_bytes
@@ -76,11 +76,12 @@ def test_state_bytes_are_what_the_state_allocates(engine: EngineConfig) -> None:
             index for index, owner in enumerate(placement.layer_devices) if owner == device.device
         ]
         assert device.layers == len(layers)
-        arriving = 0
+        arriving = channel_bytes(config, engine, placement)[device.device]
         if device.device.type == "meta":
-            arriving = arrival_bytes(config, engine) + head_memory_bytes(config, engine)
+            arriving += arrival_bytes(config, engine)
         assert device.state_bytes == sum(sizes[layer] for layer in layers) + arriving
-    in_all = sum(sizes) + arrival_bytes(config, engine) + head_memory_bytes(config, engine)
+    channels = sum(channel_bytes(config, engine, placement).values())
+    in_all = sum(sizes) + arrival_bytes(config, engine) + channels
     assert sum(device.state_bytes for device in planned.devices) == in_all
 
 
@@ -94,14 +95,14 @@ def test_every_boundary_counts_its_hand_off_once() -> None:
     alone = plan_memory(config, engine, Placement.of_layers((devices[0],) * 4), [], None)
     one = sum(device.state_bytes for device in alone.devices)
     slots = 100 * config.hc_mult * config.hidden_size * 2
-    head = head_memory_bytes(config, engine)
     for placement, pairs in (
         (Placement.pipeline([1] * 4, devices), 1),
         (Placement.round_robin(4, devices), 2),
     ):
         planned = plan_memory(config, engine, placement, [], None)
         found = sum(device.state_bytes for device in planned.devices)
-        assert found == one + pairs * slots + head
+        channels = sum(channel_bytes(config, engine, placement).values())
+        assert found == one + pairs * slots + channels
 
 
 def bytes_of(value: object) -> int:

@@ -19,7 +19,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.launch.target import Target
 from dsv4.ops.tables import DirectTable, RecordedTable, Table
-from dsv4.parallel.meeting_bytes import exchange_bytes
+from dsv4.parallel.meeting_bytes import channel_bytes, exchange_bytes
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
 from dsv4.plan import CUDA_RESERVE_BYTES, MemoryPlan, plan_memory
@@ -132,11 +132,11 @@ def _allocated(engine: Engine, placement: Placement, length: int) -> dict[str, d
     tokens = prefill_tokens(config, length)
     steps = RecordedSteps(engine.model, state, engine.table, tokens, None, engine.models[1:])
     with_steps = _held(engine)
-    head = state.head
     reached = dict.fromkeys(before, exchange_bytes(engine.config, config, placement.ranks))
-    if head is not None:
-        reached[str(head.logits_TV.device)] = sum(tensor.nbytes for tensor in head)
-    del state, steps, head
+    if state.channels is not None:
+        for device, nbytes in channel_bytes(engine.config, config, placement).items():
+            reached[str(device)] += nbytes
+    del state, steps
     gc.collect()
     return {
         device: {

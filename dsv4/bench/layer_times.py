@@ -5,6 +5,7 @@ a graph.
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -106,8 +107,10 @@ def keep_everything(recording: Recording) -> None:
 
 
 def _step_in_parts(steps: RecordedSteps, device: torch.device) -> Step:
-    """A decode step of one token with memory of its own, in which ``device`` keeps every buffer."""
-    state = steps.state
+    """A decode step of one token with memory of its own, in which ``device`` keeps every buffer. No
+    layer of it waits for another device.
+    """
+    state = replace(steps.state, channels=None)
     feed = TokenFeed(state.devices, steps.head, 1)
     targets = {device: Target.of(device) for device in state.devices}
     recorder = StepRecorder(steps.table, targets, state, feed.inputs)

@@ -1,10 +1,9 @@
 """DecodeState: every persistent device buffer of one sequence, allocated once; and its bytes."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,22 +12,14 @@ from dsv4.caches.allocation import COMPUTE_DTYPES, allocate_layer, step_tokens
 from dsv4.caches.draft import DraftState
 from dsv4.caches.layer import AttentionState
 from dsv4.caches.point import Point, undoable_tokens
+from dsv4.channels import Channels
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.peers import STEP_NUMBERS, Peers
+from dsv4.turns import Turns
 
 # Points that are kept of a sequence, the latest ones: 27 MB each for V4-Pro.
 MAX_POINTS = 4
-
-
-class HeadMemory(NamedTuple):
-    """Where devices meet that share the rows of the head, on the device that has all of them: final
-    hidden states ``[8, E]`` in the compute dtype, which the others read, and float32 logits ``[8,
-    V]``, of which each writes columns.
-    """
-
-    hidden_TE: Tensor
-    logits_TV: Tensor
 
 
 @dataclass
@@ -47,7 +38,9 @@ class DecodeState:
     it to 0. ``arrivals[source, target]``: where streams from another device arrive, ``[T, M, E]``
     of the longest step.
 
-    ``head``: what the devices of several stages share of the head, where there are several.
+    ``channels``: the ways of decode steps between the devices of several stages; None where there
+    are not several, or where they do not reach each other's memory. ``turns``: where kernels may
+    wait for other devices.
     ``draft``: what a draft module keeps, where there is one.
 
     ``nan_1`` int32 ``[1]`` on the host, pinned where the devices are GPUs: not 0 once an op has met
@@ -71,7 +64,8 @@ class DecodeState:
     others: tuple["DecodeState", ...] = ()
     _steps_begun: int = 0
     draft: DraftState | None = None
-    head: HeadMemory | None = None
+    channels: Channels | None = None
+    turns: Turns | None = None
 
     @classmethod
     def allocate(
@@ -139,6 +133,10 @@ class DecodeState:
         """Counts steps in which ranks exchange words, before they are queued."""
         self._steps_begun += steps
 
+    def turn(self) -> AbstractContextManager[None]:
+        """Around queueing what may wait for other devices."""
+        return nullcontext() if self.turns is None else self.turns.taken()
+
     def place(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """``position_1`` and ``rejected_1`` of a device."""
         return self.positions_1[device], self.rejected_1[device]
@@ -147,6 +145,8 @@ class DecodeState:
         """Moves host and devices to ``position``: 0 starts a sequence, going back undoes tokens."""
         for state in self.ranks:
             state.move_devices(position, self._steps_begun)
+        if self.channels is not None:
+            self.channels.align()
         self.position = position
         self.points = tuple(point for point in self.points if point.position <= position)
         if position == 0:

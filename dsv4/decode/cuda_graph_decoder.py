@@ -154,7 +154,8 @@ class CUDAGraphDecoder:
         for device in self._streams:
             torch.cuda.synchronize(device)
         try:
-            with torch.inference_mode(), self._on_own_streams():
+            # Nobody else's turn: an event of another engine would join the capture.
+            with torch.inference_mode(), self._on_own_streams(), self.state.turn():
                 yield
         finally:
             self.state.set_position(position)

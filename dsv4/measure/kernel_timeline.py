@@ -225,7 +225,7 @@ def token_timelines(
             token, place = divmod(index, len(launches))
             by_token[token].append((event, launches[place]))
     for kernels in by_token:
-        kernels.sort(key=lambda kernel: (kernel[0].start_us, kernel[0].end_us))
+        kernels.sort(key=lambda kernel: (kernel[0].end_us, kernel[0].start_us))
     return [_timeline(before[-1][0], kernels, copies) for before, kernels in pairwise(by_token)]
 
 

@@ -14,7 +14,7 @@ from dsv4.weights.shared_rows import ROW_UNIT, RowShare, SharedWeight, on_device
 
 # What the last device reads of its rows while the hidden states go to the others and the logits
 # come back from them (docs/log.md).
-HEAD_START_BYTES = 32 << 20
+HEAD_START_BYTES = 8 << 20
 
 
 def share_rows(rows: int, nbytes: int, devices: int) -> list[tuple[int, int]]:

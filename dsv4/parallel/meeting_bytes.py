@@ -1,10 +1,19 @@
 """The memory of a device in which it gets values from others, in bytes."""
 
+from itertools import pairwise
+
+import torch
+
 from dsv4.caches.allocation import COMPUTE_DTYPES, step_tokens
+from dsv4.channels import COUNT_BYTES, Ends
+from dsv4.channels import WORD_BYTES as CHANNEL_WORD_BYTES
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.parallel.placement import Placement
 from dsv4.peers import SLOTS, InboxLayout
+
+_VALUE_BYTES = 4
 
 
 def arrival_bytes(config: ModelConfig, engine: EngineConfig) -> int:
@@ -13,10 +22,35 @@ def arrival_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     return step_tokens(engine) * config.hc_mult * config.hidden_size * itemsize
 
 
-def head_memory_bytes(config: ModelConfig, engine: EngineConfig) -> int:
-    """Hidden states and logits of a decode step whose head is shared by several devices."""
+def channel_words(
+    config: ModelConfig, engine: EngineConfig, placement: Placement
+) -> dict[Ends, int]:
+    """Words of every channel between the devices of a decode step: for the streams of 8 tokens
+    between neighbours, for hidden states from the last device to the others, and for the logits
+    that these send back.
+    """
     itemsize = COMPUTE_DTYPES[engine.compute_dtype].itemsize
-    return MAX_DECODE_TOKENS * (config.hidden_size * itemsize + 4 * config.vocab_size)
+    hidden = config.hidden_size * itemsize // _VALUE_BYTES
+    *_, last = placement.layer_devices
+    others = [device for device in placement.devices if device != last]
+    values = {(last, other): hidden for other in others}
+    values |= {(other, last): -(-config.vocab_size // (1 + len(others))) for other in others}
+    for source, target in pairwise(placement.layer_devices):
+        if source != target:
+            between = values.get((source, target), 0)
+            values[source, target] = max(between, config.hc_mult * hidden)
+    return {ends: MAX_DECODE_TOKENS * found for ends, found in values.items()}
+
+
+def channel_bytes(
+    config: ModelConfig, engine: EngineConfig, placement: Placement
+) -> dict[torch.device, int]:
+    """Channels on every device: the words that it receives, and a count at either end."""
+    found = dict.fromkeys(placement.devices, 0)
+    for (source, target), words in channel_words(config, engine, placement).items():
+        found[source] += COUNT_BYTES
+        found[target] += COUNT_BYTES + CHANNEL_WORD_BYTES * words
+    return found
 
 
 def exchange_bytes(config: ModelConfig, engine: EngineConfig, ranks: int) -> int:

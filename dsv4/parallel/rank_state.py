@@ -6,15 +6,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dsv4.caches.allocation import COMPUTE_DTYPES, step_tokens
-from dsv4.caches.state import DecodeState, HeadMemory
+from dsv4.caches.allocation import step_tokens
+from dsv4.caches.state import DecodeState
+from dsv4.channels import Channels
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.constants import TOKEN_TILE
-from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.parallel.peer_memory import allow_peer_access, shared_memory
+from dsv4.parallel.meeting_bytes import channel_words
+from dsv4.parallel.peer_memory import allow_peer_access, reach_each_other, shared_memory
 from dsv4.parallel.placement import Placement
 from dsv4.peers import FAULT_WORDS, SLOTS, STEP_WORDS, WORD_BYTES, InboxLayout, Peers
+from dsv4.turns import Turns
 
 
 def allocate_state(
@@ -34,28 +36,33 @@ def allocate_state(
         )
         for rank in range(placement.ranks)
     ]
+    if len(placement.devices) == placement.ranks == 1:
+        return states[0]
+    turns = Turns(() if planned else placement.devices)
     if placement.ranks == 1:
-        if len(placement.devices) == 1:
-            return states[0]
-        home = torch.device("meta") if planned else placement.layer_devices[-1]
-        return replace(states[0], head=_head_memory(config, engine, home))
+        channels = _channels(config, engine, placement, turns, planned)
+        return replace(states[0], channels=channels, turns=turns)
     layout = InboxLayout.of(config, placement.cuts)
     tokens = step_tokens(engine)
     if planned:
         peers = [Peers.planned(rank, layout, tokens) for rank in range(placement.ranks)]
     else:
         peers = connect(layout, [state.devices[-1] for state in states], tokens)
-    return states[0].joined(states[1:], peers)
+    return replace(states[0].joined(states[1:], peers), turns=turns)
 
 
-def _head_memory(config: ModelConfig, engine: EngineConfig, home: torch.device) -> HeadMemory:
-    """On the device of the whole head, for the steps that have logits."""
-    hidden = (MAX_DECODE_TOKENS, config.hidden_size)
-    logits = (MAX_DECODE_TOKENS, config.vocab_size)
-    return HeadMemory(
-        shared_memory(hidden, COMPUTE_DTYPES[engine.compute_dtype], home),
-        shared_memory(logits, torch.float32, home),
-    )
+def _channels(
+    config: ModelConfig, engine: EngineConfig, placement: Placement, turns: Turns, planned: bool
+) -> Channels | None:
+    on_gpus = all(device.type == "cuda" for device in placement.devices)
+    if not (planned or (on_gpus and reach_each_other(placement.devices))):
+        return None
+    home = torch.device("meta") if planned else None
+    words = {
+        (source, target): shared_memory((words,), torch.int64, home or target)
+        for (source, target), words in channel_words(config, engine, placement).items()
+    }
+    return Channels(words, turns)
 
 
 def connect(layout: InboxLayout, devices: Sequence[torch.device], tokens: int) -> list[Peers]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.state import DecodeState
+from dsv4.channels import naming_lost_words
 from dsv4.limits import MAX_TAKEN_BACK
 from dsv4.sampling import Sampler, checked_token
 from dsv4.speculative.block_ring import AnyBlockRing, Given
@@ -182,7 +183,8 @@ class BlockLoop:
 
     def _read(self) -> Given:
         """Waits for the oldest step."""
-        block = self._ring.read(self._known)
+        with naming_lost_words(self._state.channels):
+            block = self._ring.read(self._known)
         self._pending.popleft()
         self._known += len(block.tokens)
         self._state.position = self._known

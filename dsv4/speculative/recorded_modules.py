@@ -16,7 +16,6 @@ from dsv4.ops.acceptance.cuda import enter_drafts
 from dsv4.ops.draft_rows import Block, Place
 from dsv4.ops.draft_rows.cuda import begin_rows, recall_streams, shift_streams
 from dsv4.ops.draft_tables import draft_ops
-from dsv4.ops.shared_head.cuda import fetch
 from dsv4.sampling import SamplerState
 from dsv4.speculative.memory import DraftMemory
 from dsv4.speculative.module import DraftModule, DraftScope
@@ -189,9 +188,6 @@ class RecordedClassic:
         for slot in range(count):
             rows = Rows(self.inputs_T[slot : slot + 1], streams_1ME, *own)
             streams_1ME, logits_1V = self.module(ops, drafts, rows, state.stages[0])
-            if not recording.owns(logits_1V):
-                # Of a head that devices share: the next draft has its logits there as well.
-                logits_1V = fetch(recording, logits_1V)
             recording.place(logits_1V, memory.logits_NV[slot : slot + 1])
             at_1 = recording.empty((1,), torch.int64)
             begin_rows(recording, place, 1 + slot, (at_1, recording.empty((1,), torch.int64)))

@@ -1,7 +1,7 @@
 """A step as graph replays, hand-offs and, in split mode, eager attention."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import groupby
@@ -68,7 +68,12 @@ def graph_of(part: AnyPart, mode: Mode) -> str | None:
 
 
 def regions_of(parts: Sequence[AnyPart], mode: Mode) -> list[tuple[str | None, list[AnyPart]]]:
-    """Consecutive parts that one graph holds, with its name; None: no graph does."""
+    """Parts that one graph holds, with its name; None: no graph does. They follow each other, or
+    are all of a device, where nothing but kernels goes between devices.
+    """
+    if mode == "full" and all(isinstance(part, Part) for part in parts):
+        devices = dict.fromkeys(map(part_device, parts))
+        parts = [part for device in devices for part in parts if part_device(part) == device]
     regions: list[tuple[str | None, list[AnyPart]]] = []
     for (graph, _), found in groupby(parts, lambda part: (graph_of(part, mode), part_device(part))):
         run = list(found)
@@ -77,10 +82,14 @@ def regions_of(parts: Sequence[AnyPart], mode: Mode) -> list[tuple[str | None, l
 
 
 def _name_of(parts: Sequence[AnyPart]) -> str:
-    """``layers 22 to 42, head, sample``."""
+    """``layers 22 to 42, head, sample``, or ``22 layers from 0 to 42``."""
     captured = [part for part in parts if isinstance(part, Part)]
-    layers = [part.layer for part in captured if part.layer is not None]
-    names = [f"layers {layers[0]} to {layers[-1]}"] if layers else []
+    layers = [*dict.fromkeys(part.layer for part in captured if part.layer is not None)]
+    names = []
+    if layers:
+        follow = layers[-1] - layers[0] == len(layers) - 1
+        some = "layers" if follow else f"{len(layers)} layers from"
+        names = [f"{some} {layers[0]} to {layers[-1]}"]
     names += [part.kind for part in captured if part.layer is None and part.kind != "logits"]
     return ", ".join(dict.fromkeys(names))
 
@@ -120,13 +129,19 @@ class CapturedStep:
         """Queues the model on the streams, which the caller has made the current ones. ``end``: as
         of ``Step.run``.
         """
-        for action in self.model[self.step.recorded.is_dense(end)]:
-            action()
+        self._queue(self.model[self.step.recorded.is_dense(end)])
 
     def run_and_sample(self, end: int) -> None:
         """Queues the model and the choice of the next token in the same way."""
-        for action in self.with_choice[self.step.recorded.is_dense(end)]:
-            action()
+        self._queue(self.with_choice[self.step.recorded.is_dense(end)])
+
+    def _queue(self, actions: Sequence[Callable[[], object]]) -> None:
+        with self.step.recorded.turn():
+            if self._mode == "full":
+                _all_or_none(actions)
+                return
+            for action in actions:
+                action()
 
     def _capture(self, parts: Sequence[AnyPart], dense: bool) -> list[Callable[[], object]]:
         actions: list[Callable[[], object]] = []
@@ -146,11 +161,11 @@ class CapturedStep:
         key = (captured[0], captured[-1], dense and differs)
         if key not in self._graphs:
             stream = self._streams[part_device(parts[0])]
-            body = partial(self._queue, captured, dense)
+            body = partial(self._run, captured, dense)
             self._graphs[key] = capture_graph(stream, self._pool, body)
         return self._graphs[key]
 
-    def _queue(self, parts: Sequence[Part], dense: bool) -> None:
+    def _run(self, parts: Sequence[Part], dense: bool) -> None:
         for part in parts:
             program = self.step.programs[part.device]
             program.run(self.step.tokens, part.start, part.stop, dense)
@@ -193,19 +208,25 @@ class CapturedRanks:
 
     def _queue(self, ranks: Sequence[Sequence[Callable[[], object]]]) -> None:
         self._state.begin_step(self.step.recorded.steps_begun)
-        _interleave(ranks)
+        with self._state.turn():
+            _interleave(ranks)
 
 
 AnyCaptured = CapturedStep | CapturedRanks
 
 
 def _interleave(ranks: Sequence[Sequence[Callable[[], object]]]) -> None:
-    """Of each region all ranks or none: an interruption would leave some waiting for the others."""
+    """Of each region all ranks or none."""
     for actions in zip(*ranks, strict=True):
-        waiting = iter(actions)
-        try:
-            for action in waiting:
-                action()
-        finally:
-            for action in waiting:
-                action()
+        _all_or_none(actions)
+
+
+def _all_or_none(actions: Iterable[Callable[[], object]]) -> None:
+    """An interruption in between would leave devices waiting for each other."""
+    waiting = iter(actions)
+    try:
+        for action in waiting:
+            action()
+    finally:
+        for action in waiting:
+            action()

@@ -1,7 +1,7 @@
 """Steps with ops that compute when they are called: the torch ops, on any device."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4.caches.state import DecodeState
 from dsv4.layers.values import UNTRACED, ValueSink, Watch, completed_rows
-from dsv4.model import Outputs, PartKind, Transformer
+from dsv4.model import Arrival, Outputs, PartKind, Transformer
 from dsv4.ops import Ops, noticing_nan
 from dsv4.sampling import Sampler, SamplerState, checked_token
 from dsv4.step.lock_step import JoinedValues
@@ -41,12 +41,11 @@ class DirectParts:
         """A copy on ``device``."""
         return self._tokens_T.to(device)
 
-    def hand_off(self, streams_TME: Tensor, source: torch.device, target: torch.device) -> Tensor:
+    def hand_off(self, streams_TME: Tensor, source: torch.device, target: torch.device) -> Arrival:
         """A copy on ``target``."""
-        if self._observer is None:
-            return streams_TME.to(target)
-        with self._observer.hand_off(source, target):
-            return streams_TME.to(target)
+        with nullcontext() if self._observer is None else self._observer.hand_off(source, target):
+            arrived_TME = streams_TME.to(target)
+        return lambda: arrived_TME
 
 
 class DirectValues:

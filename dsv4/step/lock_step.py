@@ -70,11 +70,13 @@ class LockStep:
         """As of one rank."""
         self._state.begin_step(self.recorded.steps_begun)
         dense = self.recorded.is_dense(end)
-        self._run([step.model_parts for step in self.ranks], tokens, dense, observer)
+        with self._state.turn():
+            self._run([step.model_parts for step in self.ranks], tokens, dense, observer)
 
     def sample(self, observer: Observer | None = None) -> None:
         """Queues the choice of the next token, on every rank."""
-        self._run([step.sample_parts for step in self.ranks], 1, False, observer)
+        with self._state.turn():
+            self._run([step.sample_parts for step in self.ranks], 1, False, observer)
 
     def _run(
         self,

@@ -44,19 +44,6 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Wait:
-    """What ``target`` does behind it comes after all that ``source`` does in front of it."""
-
-    source: torch.device
-    target: torch.device
-
-    @property
-    def name(self) -> str:
-        """With the indices of the devices."""
-        return f"wait {self.source.index}→{self.target.index}"
-
-
-@dataclass(frozen=True)
 class Barrier:
     """All ranks have computed their partial results before any goes on."""
 
@@ -68,4 +55,4 @@ class Barrier:
         return f"barrier of {self.source.index}"
 
 
-AnyPart = Part | Transfer | Wait | Barrier
+AnyPart = Part | Transfer | Barrier

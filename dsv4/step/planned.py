@@ -26,6 +26,7 @@ from dsv4.sampling import SamplerState
 from dsv4.step.along import Along
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import RING_TOKENS, StepRecorder, TokenLoopMemory, record_step
+from dsv4.step.token_feed import given_by_host
 from dsv4.weights.parameters import Parameter, Role
 from dsv4.weights.quant import QuantFormat, QuantTensor, planned_quant_tensor
 from dsv4.weights.shared_rows import shares_of
@@ -118,7 +119,10 @@ def _record(
     inputs = {
         device: torch.empty(tokens, dtype=torch.int64, device="meta") for device in state.devices
     }
+    channels = None if along is not None else state.channels
+    given = given_by_host(inputs, model.head_device, channels)
     recorder = StepRecorder(table, targets, state, inputs)
+    recorder.await_tokens(given)
     has_logits = tokens <= MAX_DECODE_TOKENS
     sampler = SamplerState.allocate(torch.device("meta"))
     loop = None

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from dsv4.channels import Channels
 from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Kernel
 from dsv4.launch.recording import Recording
@@ -26,7 +28,8 @@ class RecordedStep:
     """A step of up to ``tokens`` tokens: its parts in order, and what each device does; ``head``
     computes the outputs.
 
-    ``values``: those that stay on the device. ``token``: the sampled one, int64 scalar.
+    ``values``: those that stay on the device. ``token``: the sampled one, int64 scalar. A run uses
+    each of ``channels`` at most ``channel_uses`` times; None: it uses none.
     """
 
     tokens: int
@@ -36,6 +39,14 @@ class RecordedStep:
     outputs: Outputs
     values: Sequence[KeptValue]
     token: Tensor | None
+    channels: Channels | None = None
+    channel_uses: int = 0
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around queueing a run or some parts of one."""
+        if self.channels is None:
+            return nullcontext()
+        return self.channels.turn(self.channel_uses)
 
     def kernels(self) -> set[tuple[Kernel, str]]:
         """Every kernel of the step with its architecture; of a prefill step, those of shorter

@@ -4,25 +4,29 @@ Nothing here needs a GPU: on a planned state and planned weights (torch's meta d
 the memory plan and the list of kernels to compile; on real ones it is what ``dsv4.step.step`` runs.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4.caches.state import DecodeState
+from dsv4.channels import Channel, Ends
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.layers.values import UNTRACED, ValueSink
-from dsv4.model import Outputs, PartKind, Transformer
+from dsv4.limits import MAX_DECODE_TOKENS
+from dsv4.model import Arrival, Outputs, PartKind, Transformer
 from dsv4.ops import Ops
+from dsv4.ops.channel.cuda import receive_rows, send_rows, take_tokens
 from dsv4.ops.exchange.decode import next_step
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
 from dsv4.step.along import Along
-from dsv4.step.parts import AnyPart, Barrier, Part, Transfer, Wait
+from dsv4.step.parts import AnyPart, Barrier, Part, Transfer
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.shared_head import sharing_head
 from dsv4.step.traced_values import TracedValues
@@ -82,6 +86,10 @@ class StepRecorder:
         self._parts: list[AnyPart] = []
         self._open: list[_OpenPart] = []
         self._undrained: torch.device | None = None
+        self._channels = state.channels if self._tokens <= MAX_DECODE_TOKENS else None
+        self._uses: Counter[Ends] = Counter()
+        self._given: Mapping[Ends, Tensor] = {}
+        self._untaken: dict[torch.device, Ends] = {}
 
     @property
     def values(self) -> ValueSink:
@@ -104,7 +112,7 @@ class StepRecorder:
         self._trace(own)
         ops = self._ops[device]
         # Made for the part alone: kept, it would keep the recorder, and the recorder it.
-        yield ops if self._exact else sharing_head(self, self._state.head, ops)
+        yield ops if self._exact else sharing_head(self, ops)
         self._interrupt()
         self._open.pop()
         if self._open:
@@ -136,25 +144,71 @@ class StepRecorder:
         if start < end:
             self._parts.append(Part(kind, device, layer, start, end, drains))
 
+    def await_tokens(self, given: Mapping[Ends, Tensor]) -> None:
+        """Where the host has not ``given`` the ids of the step, these channels bring them
+        (``dsv4.step.token_feed``).
+        """
+        self._given = given
+        self._untaken = {target: (source, target) for source, target in given}
+
     def recording(self, device: torch.device) -> Recording:
         """What is recorded for ``device``."""
         return self._recordings[device]
 
     def tokens(self, device: torch.device) -> Tensor:
-        """The input of the step on ``device``."""
-        return self._inputs[device]
+        """The input of the step on ``device``, in a part of it: the ids are there."""
+        tokens_T = self._inputs[device]
+        ends = self._untaken.pop(device, None)
+        if ends is not None:
+            taken = (self._channel(*ends), tokens_T, self._given[ends])
+            take_tokens(self._recordings[device], *taken)
+        return tokens_T
 
-    def hand_off(self, streams_TME: Tensor, source: torch.device, target: torch.device) -> Tensor:
-        """The arrival memory of the state."""
+    def pass_on(self, token: Tensor) -> None:
+        """In the part that chooses the next token: sends it."""
+        for source, target in self._given:
+            self.send(token, source, target)
+
+    def hand_off(self, streams_TME: Tensor, source: torch.device, target: torch.device) -> Arrival:
+        """Up to 8 tokens by a channel, at the end of the part that has computed them, else to the
+        arrival memory of the state.
+        """
+        if self._channels is not None:
+            last = self._parts.pop()
+            assert isinstance(last, Part), "streams are computed"
+            self.send(streams_TME, source, target)
+            stop = len(self._recordings[source].items)
+            self._parts.append(replace(last, stop=stop))
+            return lambda: self.receive(streams_TME, source, target)
         self._recordings[source].keep(streams_TME)
         self._parts.append(Transfer(source, target, streams_TME))
         self._undrained = source
-        return self._state.arrivals[source, target][: self._tokens]
+        arrived_TME = self._state.arrivals[source, target][: self._tokens]
+        return lambda: arrived_TME
 
-    def wait(self, source: torch.device, target: torch.device) -> None:
-        """What follows on ``target`` waits for what there is on ``source``."""
-        self._interrupt()
-        self._parts.append(Wait(source, target))
+    @property
+    def has_channels(self) -> bool:
+        """Whether the devices of the step send each other rows."""
+        return self._channels is not None
+
+    def send(self, rows: Tensor, source: torch.device, target: torch.device) -> None:
+        """In a part of ``source``."""
+        self._uses[source, target] += 1
+        send_rows(self._recordings[source], self._channel(source, target), rows)
+
+    def receive(self, like: Tensor, source: torch.device, target: torch.device) -> Tensor:
+        """In a part of ``target``, what was sent: rows of the shape of those."""
+        rows = self._recordings[target].empty_like(like)
+        receive_rows(self._recordings[target], self._channel(source, target), rows)
+        return rows
+
+    def receive_columns(self, rows: Tensor, source: torch.device, target: torch.device) -> None:
+        """``receive`` into columns of a buffer, of what comes soon."""
+        receive_rows(self._recordings[target], self._channel(source, target), rows, early=True)
+
+    def _channel(self, source: torch.device, target: torch.device) -> Channel:
+        assert self._channels is not None, "devices send each other rows"
+        return self._channels.between(source, target)
 
     def finish(self, outputs: Outputs, token: Tensor | None, head: torch.device) -> RecordedStep:
         """The step, whose outputs are kept."""
@@ -163,7 +217,10 @@ class StepRecorder:
                 self._recordings[head].keep(tensor)
         parts = tuple(self._parts)
         kept = () if self._traced is None else tuple(self._traced.kept)
-        return RecordedStep(self._tokens, head, parts, self._recordings, outputs, kept, token)
+        uses = max(self._uses.values(), default=0)
+        channels = self._channels if uses else None
+        step = (self._tokens, head, parts, self._recordings, outputs, kept, token)
+        return RecordedStep(*step, channels, uses)
 
 
 def record_step(
@@ -189,6 +246,8 @@ def record_step(
             position_1 = state.positions_1[head]
             token = sample(ops, outputs.logits_TV, loop.sampler, position_1)
             next_1 = recorder.tokens(head)
+            # Before the way to the host, which takes longer.
+            recorder.pass_on(token)
             ops.store_token(token, position_1, next_1, loop.ring_R, state.nan_1)
     if along is not None and outputs.logits_TV is not None:
         along[0].record_choice(recorder, outputs.logits_TV, token, along[1])

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from dsv4.caches.state import HeadMemory
 from dsv4.ops import Ops
-from dsv4.ops.shared_head.cuda import fetch, logit_columns
+from dsv4.ops.linear.decode import linear, linear_columns
 from dsv4.weights.quant import Weight
 from dsv4.weights.shared_rows import RowShare, shares_of
 
@@ -18,46 +18,41 @@ if TYPE_CHECKING:
     from dsv4.step.recorder import StepRecorder
 
 
-def sharing_head(recorder: "StepRecorder", memory: HeadMemory | None, ops: Ops) -> Ops:
+def sharing_head(recorder: "StepRecorder", ops: Ops) -> Ops:
     """``ops`` that have devices multiply their shares of a head, where the step has computed the
     hidden states itself: at most 8 of them.
     """
-    if memory is None:
+    if not recorder.has_channels:
         return ops
 
     def vocab_parallel_linear(hidden_TE: Tensor, weight: Weight) -> Any:
         shares = shares_of(weight)
         if shares and recorder.recording(shares[-1].device).owns(hidden_TE):
-            return record_shares(recorder, memory, shares, hidden_TE)
+            return record_shares(recorder, shares, hidden_TE, weight.shape[0])
         return ops.vocab_parallel_linear(hidden_TE, weight)
 
     return replace(ops, vocab_parallel_linear=vocab_parallel_linear)
 
 
 def record_shares(
-    recorder: "StepRecorder",
-    memory: HeadMemory,
-    shares: Sequence[RowShare],
-    hidden_TE: Tensor,
+    recorder: "StepRecorder", shares: Sequence[RowShare], hidden_TE: Tensor, width: int
 ) -> Tensor:
-    """float32 logits ``[T, V]`` in ``memory``, on the last device, whose part is the open one.
-
-    The other devices wait for its hidden states, and it for their logits, behind its own. What
-    writes either anew does so behind these waits.
+    """float32 logits ``[T, V]`` on the last device, whose part is the open one: it sends its hidden
+    states to the others, which send back their columns.
     """
     *others, last = shares
-    tokens = hidden_TE.shape[0]
-    logits_TV = memory.logits_TV[:tokens]
     recording = recorder.recording(last.device)
-    recording.place(hidden_TE, memory.hidden_TE)
+    logits_TV = recording.empty((hidden_TE.shape[0], width), torch.float32)
     for share in others:
-        recorder.wait(last.device, share.device)
+        recorder.send(hidden_TE, last.device, share.device)
+    linear_columns(recording, hidden_TE, last.rows, logits_TV, last.first)
     for share in others:
         with recorder.part("head", share.device):
-            other = recorder.recording(share.device)
-            fetched_TE = fetch(other, memory.hidden_TE[:tokens])
-            logit_columns(other, fetched_TE, share.rows, logits_TV, share.first)
-    logit_columns(recording, hidden_TE, last.rows, logits_TV, last.first)
+            own = recorder.recording(share.device)
+            received_TE = recorder.receive(hidden_TE, last.device, share.device)
+            columns_TN = linear(own, received_TE, share.rows, torch.float32)
+            recorder.send(columns_TN, share.device, last.device)
     for share in others:
-        recorder.wait(share.device, last.device)
+        stop = share.first + share.rows.shape[0]
+        recorder.receive_columns(logits_TV[:, share.first : stop], share.device, last.device)
     return logits_TV

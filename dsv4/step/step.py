@@ -13,7 +13,7 @@ from dsv4.layers.values import Seen, completed_rows
 from dsv4.parallel.hand_off import HandOff
 from dsv4.step.current_device import on_device
 from dsv4.step.observer import Observer
-from dsv4.step.parts import AnyPart, Barrier, Part, Transfer, Wait
+from dsv4.step.parts import AnyPart, Barrier, Part, Transfer
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.token_feed import TokenFeed
 
@@ -48,8 +48,6 @@ class Step:
         self.head_program = self.programs[recorded.head]
         self.model_parts = [part for part in recorded.parts if not is_sample(part)]
         self.sample_parts = [part for part in recorded.parts if is_sample(part)]
-        waits = (part for part in recorded.parts if isinstance(part, Wait))
-        self._events = {wait: torch.cuda.Event() for wait in waits}
         self._model = self._actions(self.model_parts)
 
     @property
@@ -85,17 +83,19 @@ class Step:
         ``end``; None: any number.
         """
         dense = self.recorded.is_dense(end)
-        if observer is None:
-            for action in self._model:
-                action(tokens, dense)
-            return
-        for part in self.model_parts:
-            self.run_part(part, tokens, dense, observer)
+        with self.recorded.turn():
+            if observer is None:
+                for action in self._model:
+                    action(tokens, dense)
+                return
+            for part in self.model_parts:
+                self.run_part(part, tokens, dense, observer)
 
     def sample(self, observer: Observer | None = None) -> None:
         """Queues the choice of the next token."""
-        for part in self.sample_parts:
-            self.run_part(part, 1, observer=observer)
+        with self.recorded.turn():
+            for part in self.sample_parts:
+                self.run_part(part, 1, observer=observer)
 
     def run_part(
         self, part: AnyPart, tokens: int, dense: bool = False, observer: Observer | None = None
@@ -106,9 +106,6 @@ class Step:
         if isinstance(part, Transfer):
             with nullcontext() if observer is None else observer.hand_off(part.source, part.target):
                 self._send(part, tokens)
-            return
-        if isinstance(part, Wait):
-            self._wait(part)
             return
         program = self.programs[part.device]
         if observer is None:
@@ -124,11 +121,6 @@ class Step:
     def _send(self, transfer: Transfer, tokens: int) -> None:
         streams_TME = self.programs[transfer.source].tensor(transfer.tensor)
         self._hand_offs[transfer.source, transfer.target].send(streams_TME[:tokens])
-
-    def _wait(self, wait: Wait) -> None:
-        event = self._events[wait]
-        event.record(torch.cuda.current_stream(wait.source))
-        torch.cuda.current_stream(wait.target).wait_event(event)
 
     def _drain(self, part: Part) -> None:
         if part.drains is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 import torch
 
 from dsv4.caches.state import DecodeState
+from dsv4.channels import naming_lost_words
 from dsv4.limits import STEPS_AHEAD
 from dsv4.sampling import Sampler, checked_token
 from dsv4.step.lock_step import AnyFeed, AnyRing, AnySampler, AnyStep
@@ -55,7 +56,9 @@ class TokenLoop:
                     self._put(queue or self._queue, logprobs)
                     queued += 1
                 read += 1
-                token = checked_token(self._ring.read(start + read), start + read)
+                with naming_lost_words(self._state.channels):
+                    stored = self._ring.read(start + read)
+                token = checked_token(stored, start + read)
                 if logprobs is not None:
                     sampler.add(logprobs.read(start + read))
                 yield token

@@ -21,7 +21,7 @@ from dsv4.launch.target import Target
 from dsv4.layers.block import Block
 from dsv4.layers.values import Seen, Watch
 from dsv4.layers.weights import ReadOnce, WeightReader
-from dsv4.model import Outputs, Segment
+from dsv4.model import Arrival, Outputs, Segment
 from dsv4.ops.tables import DirectTable, RecordedTable, Table
 from dsv4.step.chunks import split_ids
 from dsv4.step.direct import DirectParts, DirectValues
@@ -93,7 +93,8 @@ class OneLayer:
             values = DirectValues(Watch(found.add), state, len(ids))
             parts = DirectParts(self.table.ops, torch.tensor(ids, dtype=torch.int64), values)
             state.advance(len(ids))
-            self.segment(parts, state, self._entering(streams_TME), {})
+            entering_TME = self._entering(streams_TME)
+            self.segment(parts, state, _arrival(entering_TME), {})
         return found.joined()
 
     def _recorded(self, state: DecodeState, given: Given, chunk: int) -> Values:
@@ -113,6 +114,10 @@ class OneLayer:
         return streams_TME.to(self.segment.device, dtype, copy=True)
 
 
+def _arrival(streams_TME: Tensor) -> Arrival:
+    return lambda: streams_TME
+
+
 def record_layer(
     segment: Segment,
     recorder: StepRecorder,
@@ -120,7 +125,7 @@ def record_layer(
     entering_TME: Tensor,
 ) -> RecordedStep:
     """The step of one segment on streams that lie in ``entering_TME``."""
-    streams_TME = segment(recorder, state, entering_TME, {})
+    streams_TME = segment(recorder, state, _arrival(entering_TME), {})
     return recorder.finish(Outputs(streams_TME, None), None, segment.device)
 
 

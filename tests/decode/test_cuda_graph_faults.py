@@ -47,7 +47,7 @@ def test_an_interrupted_capture_leaves_eager_steps(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(CapturedStep, "_queue", interrupted)
+        patch.setattr(CapturedStep, "_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             decoder_of(fresh, mode)
     assert fresh.position == 0

@@ -35,10 +35,9 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def poison(engine: Engine) -> None:
     """What an earlier step left is no result of this one."""
-    memory = engine.state.head
-    assert memory is not None
-    for tensor in memory:
-        tensor.fill_(torch.nan)
+    assert engine.state.channels is not None
+    for words_W in engine.state.channels.words:
+        words_W.fill_(-1)
 
 
 def decoded(engine: Engine) -> list[Tensor]:
@@ -46,7 +45,7 @@ def decoded(engine: Engine) -> list[Tensor]:
     start(engine, PROMPT)
     found = []
     for length in LENGTHS:
-        if engine.state.head is not None:
+        if engine.state.channels is not None:
             poison(engine)
         found.append(engine.decode(PROMPT[:length]).cpu())
         engine.rewind(length // 2)
@@ -97,7 +96,9 @@ def test_a_profile_names_the_products_of_both(shared: Engine, mode: Mode) -> Non
     start(shared, PROMPT)
     (timeline,) = profile_decoder(shared, decoder_of(shared, mode)).ranks
     heads = [node for node in timeline.nodes if node.part == "head"]
-    assert [(node.device, node.name) for node in heads if node.name == "fetch"] == [(0, "fetch")]
+    moved = [(node.device, node.name) for node in heads if node.name.endswith("_rows")]
+    ends = [(device, name) for device in (0, 1) for name in ("receive_rows", "send_rows")]
+    assert sorted(moved) == ends
     products = [node.device for node in heads if node.name == "decode_linear"]
     assert sorted(products) == [0, 1]
     assert sum(row.us for row in timeline.rows()) == pytest.approx(timeline.us, rel=1e-6)

@@ -175,7 +175,20 @@ def test_tokens_rejected_on_the_device_are_a_rollback(
         assert position == moved_to == 126 - rejected + tokens
 
 
-@pytest.mark.parametrize("settings", [{}, {"cuda_graph": "split"}, {"cuda_graph": "full"}])
+TWO_GPUS = [
+    pytest.param({"gpus": 2, **settings}, marks=gpu_counts(2)[0].marks)
+    for settings in (
+        {},
+        {"cuda_graph": "split"},
+        {"cuda_graph": "full"},
+        {"cuda_graph": "full", "parallel": "tensor"},
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"cuda_graph": "split"}, {"cuda_graph": "full"}, *TWO_GPUS]
+)
 def test_two_engines_in_turn_are_as_each_alone(settings: dict[str, Any]) -> None:
     """Token by token, nothing waited for in between: they share no counters and no buffers."""
     engines = [load(**settings), load(**settings)]
@@ -187,7 +200,7 @@ def test_two_engines_in_turn_are_as_each_alone(settings: dict[str, Any]) -> None
     assert [turns[0::2], turns[1::2]] == expected
 
 
-@pytest.mark.parametrize("settings", [{}, {"cuda_graph": "full"}])
+@pytest.mark.parametrize("settings", [{}, {"cuda_graph": "full"}, *TWO_GPUS])
 def test_two_engines_at_once_are_as_each_alone(settings: dict[str, Any]) -> None:
     """In two threads, on two streams, with kernels whose blocks wait for all others."""
     engines = [load(**settings), load(**settings)]

@@ -9,6 +9,8 @@ from tests.ops.sass import compile_once, resources
 # Source, what it is compiled with, its kernels.
 KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
     ("acceptance/settle", (), ("enter_drafts", "settle_block")),
+    ("channel/channel", (("EARLY", 0),), ("receive_rows", "send_rows", "take_tokens")),
+    ("channel/channel", (("EARLY", 1),), ("receive_rows", "send_rows", "take_tokens")),
     (
         "draft_rows/draft_rows",
         (),
@@ -42,7 +44,6 @@ KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
         (("EXPERTS", 384), ("EXPERTS_PER_TOKEN", 6), ("HASH", 0)),
         ("router_select",),
     ),
-    ("shared_head/fetch", (), ("fetch",)),
     ("stream_means/stream_means", (), ("stream_means",)),
     ("token_ring/token_ring", (), ("store_token",)),
 ]

@@ -1,9 +1,10 @@
-"""A rank whose words never come: the polls of the others give up, and the driver's last words are
-one line.
+"""Words of another GPU that never come, of a rank or through a channel: who waits for them gives
+up, and the driver's last words are one line.
 """
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -25,35 +26,65 @@ import dsv4.step.captured, single_shot_inference
 from dsv4.command.program import leave
 
 replays = 0
-sound = dsv4.step.captured.CapturedRanks.run_and_sample
+sound = dsv4.step.captured.CAPTURED.run_and_sample
 
-def run_and_sample(ranks, end):
+def run_and_sample(step, end):
     global replays
     replays += 1
     if replays == 20:
         print("fault", file=sys.stderr, flush=True)
         FAULT
-    sound(ranks, end)
+    sound(step, end)
 
-dsv4.step.captured.CapturedRanks.run_and_sample = run_and_sample
+dsv4.step.captured.CAPTURED.run_and_sample = run_and_sample
 leave(single_shot_inference.main(sys.argv[1:]))
 """
+TRAP = "import torch; torch.zeros(4, device='cuda:1')[torch.tensor([9], device='cuda:1')]"
 FAULTS = {
     "a graph left out": (
-        "for actions in ranks._ranks[1].with_choice.values(): actions[-1] = lambda: None"
+        "for actions in step._ranks[1].with_choice.values(): actions[-1] = lambda: None"
     ),
-    "a counter moved": "ranks._state.ranks[1].peers.step_4[:1].add_(1)",
-    "a rank that traps": (
-        "import torch; torch.zeros(4, device='cuda:1')[torch.tensor([9], device='cuda:1')]"
+    "a counter moved": "step._state.ranks[1].peers.step_4[:1].add_(1)",
+    "a rank that traps": TRAP,
+}
+OF_CHANNELS = {
+    "a graph left out": (
+        "for actions in step.with_choice.values(): actions[0] = lambda: None",
+        "words of cuda:0 for cuda:1 did not come",
     ),
+    "a count moved": (
+        "import torch; devices = map(torch.device, ('cuda:0', 'cuda:1')); "
+        "step.step.recorded.channels.between(*devices).sent_1.add_(1 << 32)",
+        "did not come",
+    ),
+    "a device that traps": (TRAP, ""),
 }
 
 
 @pytest.mark.parametrize("mode", ["full", "split"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_missing_rank_ends_the_run_with_one_line(fault: str, mode: str) -> None:
-    script = DRIVER.replace("FAULT", FAULTS[fault])
-    flags = ["--model", CHECKPOINT, "--gpus", 2, "--parallel", "tensor", "--cuda-graph", mode]
+    script = DRIVER.replace("FAULT", FAULTS[fault]).replace("CAPTURED", "CapturedRanks")
+    ends_with_one_line(script, "tensor", mode)
+
+
+@pytest.mark.parametrize(
+    ("fault", "mode"),
+    [
+        # The first graph of split mode sends nothing.
+        ("a graph left out", "full"),
+        *product(("a count moved", "a device that traps"), ("full", "split")),
+    ],
+)
+def test_a_missing_device_ends_the_run_with_one_line(fault: str, mode: str) -> None:
+    planted, expected = OF_CHANNELS[fault]
+    script = DRIVER.replace("FAULT", planted).replace("CAPTURED", "CapturedStep")
+    assert expected in ends_with_one_line(script, "pipeline", mode)
+
+
+def ends_with_one_line(script: str, parallel: str, mode: str) -> str:
+    """That line, on the standard error of the driver on two GPUs."""
+    flags = ["--model", CHECKPOINT, "--gpus", 2, "--parallel", parallel, "--cuda-graph", mode]
     flags += ["--prompt", "Tell me a story.", "--max-tokens", 200, "--ignore-eos"]
     command = [sys.executable, "-c", script, *map(str, flags)]
     process = subprocess.Popen(
@@ -80,6 +111,7 @@ def test_a_missing_rank_ends_the_run_with_one_line(fault: str, mode: str) -> Non
     assert process.returncode == 2, said
     assert len(lines) == 1, said
     assert lines[0].startswith("error: "), said
+    return lines[0]
 
 
 def test_a_host_that_is_slow_between_two_launches_is_no_fault() -> None:

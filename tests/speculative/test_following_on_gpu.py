@@ -13,7 +13,6 @@ from torch import Tensor
 from dsv4 import Engine, SamplingParams
 from dsv4.parallel import head_shares
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps
-from dsv4.step.parts import Wait
 from dsv4.weights.parameters import MtpKind
 from tests.speculative.on_gpu import (
     KINDS,
@@ -204,7 +203,7 @@ def test_two_gpus_give_the_text_of_one(
         bound = 64 * 2.0**-24 * float(logits_NV.abs().max())
         assert torch.allclose(shared_NV, logits_NV, rtol=0, atol=bound)
         shared = steps_of(engine).draft_step(3).recorded
-        assert any(isinstance(part, Wait) for part in shared.parts)
+        assert shared.channel_uses == (1 if kind == "dspark" else 3)
     for sampling in (GREEDY, SamplingParams(seed=5)):
         expected = list(one.generate(ids, 60, sampling, NO_STOPS))
         assert list(engine.generate(ids, 60, sampling, NO_STOPS)) == expected
@@ -215,8 +214,8 @@ def recorded_drafts_behind(engine: Engine, ids: list[int]) -> tuple[list[int], T
     """Three drafts behind a prompt and its last token, with their logits on the host."""
     engine.reset()
     engine.prefill(ids)
-    memory = engine.state.head
-    if memory is not None:
-        memory.logits_TV.fill_(torch.nan)
+    if engine.state.channels is not None:
+        for words_W in engine.state.channels.words:
+            words_W.fill_(-1)
     tokens, logits_NV = recorded_drafts(engine, ids[-1], 3)
     return tokens, logits_NV.cpu()

@@ -3,6 +3,7 @@ that say what a step would queue.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,11 +30,12 @@ from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
 from dsv4.plan import max_context_tokens
 from dsv4.sampling import SamplerState
-from dsv4.step.parts import AnyPart, Part, Transfer, Wait
+from dsv4.step.parts import AnyPart, Part, Transfer
 from dsv4.step.planned import StoredFormats, planned_weight
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import RING_TOKENS, StepRecorder, TokenLoopMemory, record_step
 from dsv4.step.step import Step
+from dsv4.step.token_feed import given_by_host
 from dsv4.step.traced_values import TracedValues
 from dsv4.weights.parameters import parameters
 from dsv4.weights.shared_rows import RowShare, shares_of
@@ -96,7 +98,9 @@ class PlannedModel:
             device: torch.empty(tokens, dtype=torch.int64, device=META)
             for device in self.state.devices
         }
+        given = given_by_host(inputs, self.model.head_device, self.state.channels)
         recorder = StepRecorder(self.table, self.targets, self.state, inputs, traced)
+        recorder.await_tokens(given)
         has_logits = tokens <= MAX_DECODE_TOKENS if logits is None else logits
         loop = self.loop if tokens == 1 and has_logits else None
         return record_step(self.model, self.state, recorder, has_logits, loop)
@@ -169,21 +173,14 @@ def compute_parts(step: RecordedStep) -> list[Part]:
 
 
 def items_of(parts: Iterable[AnyPart]) -> list[tuple[Any, ...]]:
-    """Every item by device and index, every hand-off and every wait by its devices, in order."""
+    """Every item by device and index, every hand-off by its devices, in order."""
     found: list[tuple[Any, ...]] = []
     for part in parts:
         if isinstance(part, Transfer):
             found.append((part.source, part.target))
-        elif isinstance(part, Wait):
-            found.append(waiting(part))
         elif isinstance(part, Part):
             found += [(part.device, index) for index in range(part.start, part.stop)]
     return found
-
-
-def waiting(wait: Wait) -> tuple[torch.device, str]:
-    """How ``fake_step`` notes it."""
-    return wait.source, wait.name
 
 
 def runs(item: Item, dense: bool) -> bool:
@@ -231,7 +228,7 @@ def fake_step(
     monkeypatch.setattr("dsv4.step.step.Program", lambda recording, _: FakeProgram(log, recording))
     monkeypatch.setattr("torch.cuda.device", _NoDevice)
     monkeypatch.setattr("torch.cuda.Event", object)
-    monkeypatch.setattr(Step, "_wait", lambda _, wait: log.append(waiting(wait)))
+    monkeypatch.setattr(RecordedStep, "turn", lambda _: nullcontext())
     hand_offs: Any = {ends: FakeHandOff(log, *ends) for ends in planned.state.arrivals}
     return Step(step, {}, hand_offs), log, hand_offs
 

@@ -63,7 +63,7 @@ def test_steps_apart_have_memory_of_their_own() -> None:
 def test_what_other_devices_hold_of_the_head_is_planned() -> None:
     engine = EngineConfig(prefill_chunk=512, max_context=4096)
     steps = planned_steps(engine)
-    share = 62_592 * CONFIG.hidden_size * 2
+    share = 64_128 * CONFIG.hidden_size * 2
     assert steps.head_bytes == {GPUS[0]: share}
     found, without = (
         plan_memory(CONFIG, engine, TWO_GPUS, [], planned, 10**12).devices

@@ -1,5 +1,7 @@
 """A whole model recorded without a GPU: its parts, what they launch, and where hand-offs come."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from dsv4.checkpoint import Geometry, Layout
 from dsv4.config import layer_kinds
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.buffers import storage_key
-from dsv4.launch.items import Call, Launch
+from dsv4.launch.items import Call, Item, Launch
 from dsv4.ops.tables import CUTEDSL_TABLE
 from dsv4.ops.trees import tensors_in
 from dsv4.step.parts import AnyPart, Part, Transfer
@@ -42,36 +44,30 @@ def step(planned: PlannedModel) -> RecordedStep:
 
 
 def expected_parts(planned: PlannedModel) -> list[tuple[str, torch.device, int | None]]:
-    """Name, device and layer of every part; of a hand-off or a wait those of its source."""
+    """Name, device and layer of every part."""
     expected: list[tuple[str, torch.device, int | None]] = []
     before: torch.device | None = None
     for layer, device in enumerate(planned.layer_devices):
         if before is not None and before != device:
             expected.append((f"layer {layer - 1} mix", before, layer - 1))
-            expected.append((f"hand-off {before.index}→{device.index}", before, None))
         names = ("projections", "attention", "experts")
         expected += [(f"layer {layer} {name}", device, layer) for name in names]
         before = device
     last = len(planned.layer_devices) - 1
     head = planned.layer_devices[-1]
     expected.append((f"layer {last} mix", head, last))
-    shares = [("head", share.device, None) for share in planned.shares]
-    others = [device for _, device, _ in shares[:-1]]
-    begin = [(f"wait {head.index}→{device.index}", head, None) for device in others]
-    end = [(f"wait {device.index}→{head.index}", device, None) for device in others]
-    return [*expected, ("head", head, None), *begin, *shares, *end, ("sample", head, None)]
+    others = [("head", share.device, None) for share in planned.shares[:-1]]
+    behind = [("head", head, None)] if others else []
+    return [*expected, ("head", head, None), *others, *behind, ("sample", head, None)]
 
 
 @pytest.mark.slow
 def test_parts_are_named_in_the_order_of_the_model(
     planned: PlannedModel, step: RecordedStep
 ) -> None:
-    found = [
-        (part.name, part.device, part.layer)
-        if isinstance(part, Part)
-        else (part.name, part.source, None)
-        for part in step.parts
-    ]
+    parts = compute_parts(step)
+    assert len(parts) == len(step.parts)
+    found = [(part.name, part.device, part.layer) for part in parts]
     assert found == expected_parts(planned)
     without_sampling = [part for part in found if part[0] != "sample"]
     longer = [part.name for part in planned.record(8).parts]
@@ -89,15 +85,17 @@ def test_every_item_belongs_to_one_part(step: RecordedStep) -> None:
 
 def test_a_device_touches_only_what_it_has(planned: PlannedModel, step: RecordedStep) -> None:
     """Weights, caches and arrivals of its own, its own buffers, and nothing else but the word in
-    which the host looks for NaN and what devices share of the head.
+    which the host looks for NaN and the channels between devices.
     """
     owners = planned.owners()
-    shared = {storage_key(planned.state.nan_1), *map(storage_key, planned.state.head or ())}
+    shared = {storage_key(planned.state.nan_1)}
     inputs = 0
     for device, recording in step.recordings.items():
         known = {storage_key(tensor) for tensor in recording.zeroed_tensors}
         strangers: set[int] = set()
         for item in recording.items:
+            if is_of_channel(item):
+                continue
             for tensor in item.tensors:
                 key = storage_key(tensor)
                 if recording.owns(tensor) or key in known:
@@ -110,10 +108,19 @@ def test_a_device_touches_only_what_it_has(planned: PlannedModel, step: Recorded
     assert inputs >= 1
 
 
+def is_of_channel(item: Item) -> bool:
+    """``tests/step/test_channels.py`` looks at these."""
+    return isinstance(item, Launch) and "uses" in item.arguments
+
+
+@pytest.mark.parametrize("tokens", [1, 512])
 def test_hand_offs_send_streams_that_are_kept_and_drain_behind_their_last_reader(
-    planned: PlannedModel, step: RecordedStep
+    planned: PlannedModel, tokens: int
 ) -> None:
-    streams = [1, planned.config.hc_mult, planned.config.hidden_size]
+    """In prefill steps, and in decode steps where devices do not reach each other's memory."""
+    planned = replace(planned, state=replace(planned.state, channels=None))
+    step = planned.record(tokens)
+    streams = [tokens, planned.config.hc_mult, planned.config.hidden_size]
     for index, part in enumerate(step.parts):
         if not isinstance(part, Transfer):
             continue
@@ -155,14 +162,16 @@ def reads(step: RecordedStep, part: AnyPart, key: int) -> bool:
 def expected_decode_kernels(planned: PlannedModel, part: Part, tokens: int) -> list[str]:
     """Of the published geometries, whose shapes the fast kernels know."""
     if part.name == "sample":
-        return ["sample_token", "store_token"]
+        return ["sample_token", "send_rows", "store_token"]
     if part.name == "head":
         if part.device != planned.model.head_device:
-            return ["fetch", LINEAR]
-        return {1: [LINEAR], 2: SEAM, 3: [*SEAM, LINEAR]}[part.stop - part.start]
+            return ["receive_rows", LINEAR, "send_rows"]
+        shared = {1: ["receive_rows"], 4: [*SEAM, "send_rows", LINEAR]}
+        return (shared if planned.shares else {3: [*SEAM, LINEAR]})[part.stop - part.start]
     assert part.layer is not None
     if part.kind == "mix":
-        return ["hc_post"]
+        is_last = part.device == planned.model.head_device
+        return ["hc_post"] if is_last else ["hc_post", "send_rows"]
     if part.kind == "experts":
         return [*SEAM, "moe_decode"]
     if part.kind == "attention":
@@ -171,7 +180,11 @@ def expected_decode_kernels(planned: PlannedModel, part: Part, tokens: int) -> l
         output = ["decode_pair"] if tokens <= 2 else [LINEAR, LINEAR]
         return ["prepare_attention", *selection, "attention_decode", *output]
     first = part.layer == planned.layer_devices.index(part.device)
-    opening = ["embed" if part.layer == 0 else "next_positions"] if first else []
+    opening: list[str] = []
+    if first and part.layer == 0:
+        opening = [*(["take_tokens"] if tokens == 1 else []), "embed"]
+    elif first:
+        opening = ["next_positions", "receive_rows"]
     return [*opening, *SEAM, LINEAR, LINEAR]
 
 

@@ -2,7 +2,8 @@
 device: every item once, whatever is captured.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from dsv4.config import CSA_RATIO
 from dsv4.layers.values import value_names
 from dsv4.step import captured
-from dsv4.step.captured import CapturedStep, Mode, regions_of
+from dsv4.step.captured import CapturedStep, Mode, part_device, regions_of
 from dsv4.step.parts import Part
 from dsv4.step.step import Step
 from dsv4.trace.steps import ShownValues
@@ -33,12 +34,18 @@ PLANNED = {
     "flash, 3 GPUs": lambda: geometry("v4-flash", layers=9, gpus=3),
     "pro, 8 GPUs": lambda: geometry("v4-pro", layers=9, gpus=8),
     "round robin": lambda: geometry("v4-flash", layers=9, gpus=2, round_robin=True),
+    "far apart": lambda: without_channels(geometry("v4-flash", layers=9, gpus=3)),
     "demo": lambda: demo(2),
 }
 STREAMS: Any = dict.fromkeys(GPUS)
 # Where the indexer has nothing to choose, and where it has.
 NEAR = 100
 FAR = 5000
+
+
+def without_channels(planned: PlannedModel) -> PlannedModel:
+    """Of devices that do not reach each other's memory."""
+    return replace(planned, state=replace(planned.state, channels=None))
 
 
 @pytest.fixture(scope="module", params=PLANNED)
@@ -102,6 +109,17 @@ def test_arrivals_drain_right_behind_the_part_that_reads_them_last(
         assert order == [False, True] * (len(order) // 2)
 
 
+def is_a_graph_each(planned: PlannedModel, mode: Mode) -> bool:
+    """Whether every device has one graph, which waits for kernels of the others alone."""
+    return mode == "full" and planned.state.channels is not None
+
+
+def by_device(entries: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """In the order of their devices, the first one first."""
+    devices = list(dict.fromkeys(entry[0] for entry in entries))
+    return sorted(entries, key=lambda entry: devices.index(entry[0]))
+
+
 class FakeGraph:
     """Replays what its body queued."""
 
@@ -139,29 +157,31 @@ def test_replays_queue_every_item_and_hand_off_once(
 ) -> None:
     step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
     captured_step = capture(mode, step, log, monkeypatch)
+    queued = by_device if is_a_graph_each(planned, mode) else list
     captured_step.run(FAR)
-    assert without_drains(log) == items_of(step.model_parts)
+    assert without_drains(log) == queued(items_of(step.model_parts))
     log.clear()
     captured_step.run(NEAR)
-    assert without_drains(log) == dense_items_of(step)
+    assert without_drains(log) == queued(dense_items_of(step))
     log.clear()
+    sampled = items_of(step.sample_parts)
     captured_step.run_and_sample(FAR)
-    assert without_drains(log) == [*items_of(step.model_parts), *items_of(step.sample_parts)]
+    assert without_drains(log) == queued([*items_of(step.model_parts), *sampled])
     log.clear()
     captured_step.run_and_sample(NEAR)
-    assert without_drains(log) == [*dense_items_of(step), *items_of(step.sample_parts)]
+    assert without_drains(log) == queued([*dense_items_of(step), *sampled])
 
 
 def test_what_a_dense_run_does_as_well_is_captured_once(
     planned: PlannedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In split mode everything but Graph A of layers with an indexer, and the head, which one run
-    has with the choice of a token, unless devices share it; what never runs is not captured at all.
+    """In split mode everything but Graph A of layers with an indexer, and the end of the head, that
+    one run has with the choice of a token; what never runs is not captured at all.
     """
     step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
     captured_step = capture("split", step, log, monkeypatch)
     indexers = sum(ratio == CSA_RATIO for ratio in planned.config.compress_ratios)
-    with_choice = 0 if planned.shares else 1
+    with_choice = 1
     assert len(captured_step._graphs) == len(captured_step.regions) + indexers + with_choice
     short = capture("split", step, log, monkeypatch, max_context=NEAR)
     assert len(short._graphs) == len(short.regions) + with_choice
@@ -174,7 +194,9 @@ def test_regions_hold_everything_but_attention_and_hand_offs(
 ) -> None:
     parts = planned.record(1).parts
     regions = regions_of(parts, mode)
-    assert [part for _, run in regions for part in run] == list(parts)
+    found = [(part_device(part), part) for _, run in regions for part in run]
+    expected = [(part_device(part), part) for part in parts]
+    assert found == (by_device(expected) if is_a_graph_each(planned, mode) else expected)
     outside = [part for name, run in regions if name is None for part in run]
     assert all(
         not isinstance(part, Part) or (mode == "split" and part.kind == "attention")
@@ -193,6 +215,15 @@ def test_regions_hold_everything_but_attention_and_hand_offs(
 def test_regions_are_named_by_layers(
     planned: PlannedModel, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if is_a_graph_each(planned, mode):
+        step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
+        *others, last = own_layers(planned)
+        shared = ", head" if planned.shares else ""
+        found = capture(mode, step, log, monkeypatch).regions
+        assert sorted(found) == sorted(
+            [*(f"{own}{shared}" for own in others), f"{last}, head, sample"]
+        )
+        return
     expected = []
     for segment in planned.model.segments:
         if mode == "full":
@@ -201,15 +232,28 @@ def test_regions_are_named_by_layers(
             expected += [f"layer {at} graph {half}" for at in segment.layers for half in "AB"]
             expected.append(f"layer {segment.layers[-1]} mix")
     behind = f"{expected.pop()}, head" if mode == "full" else "head"
-    shares = len(planned.shares)
+    shares = len(planned.shares) if planned.state.channels is not None else 0
     if shares:
-        expected += [behind, *["head"] * shares]
+        expected += [behind, *["head"] * (shares - 1)]
     step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
-    last = ["sample"] if shares else [f"{behind}, sample"]
+    last = ["head, sample"] if shares else [f"{behind}, sample"]
     assert capture(mode, step, log, monkeypatch).regions == [*expected, *last]
     longer, log, _ = fake_step(planned, planned.record(8), monkeypatch)
-    last = [] if shares else [behind]
+    last = ["head"] if shares else [behind]
     assert capture(mode, longer, log, monkeypatch).regions == [*expected, *last]
+
+
+def own_layers(planned: PlannedModel) -> list[str]:
+    """How those of a device are named, that of the head last."""
+    layers: dict[Any, list[int]] = {}
+    for layer, device in enumerate(planned.layer_devices):
+        layers.setdefault(device, []).append(layer)
+    head = layers.pop(planned.model.head_device)
+    names = []
+    for own in (*layers.values(), head):
+        some = "layers" if own == list(range(own[0], own[-1] + 1)) else f"{len(own)} layers from"
+        names.append(f"{some} {own[0]} to {own[-1]}")
+    return names
 
 
 def test_the_values_of_a_traced_step_come_from_their_devices(

@@ -47,7 +47,9 @@ def test_a_call_in_a_real_file_is_found_on_its_line() -> None:
     path = "dsv4/step/step.py"
     lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
     line = next(n for n, text in enumerate(lines, 1) if text.startswith("    def run("))
-    end = next(n for n, text in enumerate(lines[line:], line + 1) if text.startswith("        for"))
+    end = next(
+        n for n, text in enumerate(lines[line:], line + 1) if text.startswith("        with")
+    )
     lines.insert(end, "            torch.cuda.synchronize()")
     (finding,) = (at for at in scan({path: "\n".join(lines)}, {}) if at.place.call != "cpu")
     assert finding == Finding(Place(path, "Step.run", "synchronize"), end + 1)

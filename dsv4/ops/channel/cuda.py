@@ -1,0 +1,98 @@
+"""Channels on GPUs: the kernels at both ends (``channel.cu``)."""
+
+import torch
+from torch import Tensor
+
+from dsv4.channels import Channel
+from dsv4.launch.checks import expect
+from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.recording import Recording
+
+_SOURCE = "channel/channel"
+_THREADS = 256
+_VALUE_BYTES = 4
+
+
+def send_rows(recording: Recording, channel: Channel, rows: Tensor) -> None:
+    """Rows without gaps, of a multiple of 4 bytes, into ``channel``, on its source.
+
+    Raises ``ValueError`` for other rows, and for more than the channel has room for.
+    """
+    expect("rows", rows, rows.dtype, tuple(rows.shape))
+    count = _values(channel, rows)
+    recording.reach(channel.words_W)
+    recording.launch(
+        Shape(_kernel("send_rows"), ceil_div(count, _THREADS), _THREADS),
+        rows=rows,
+        words=channel.words_W,
+        uses=channel.sent_1,
+        count=count,
+    )
+
+
+def receive_rows(recording: Recording, channel: Channel, rows: Tensor, early: bool = False) -> None:
+    """What was sent into ``channel``, on its target. ``rows`` may be columns of wider ones.
+    ``early``: it comes soon, so that the next kernel may start in front of it.
+
+    Raises ``ValueError`` as ``send_rows``, and for gaps inside a row.
+    """
+    width = rows.shape[-1]
+    pitch = width
+    if rows.dim() == 2:
+        pitch = rows.stride(0)
+        expect("rows", rows[:1], rows.dtype, (1, width))
+    else:
+        expect("rows", rows, rows.dtype, tuple(rows.shape))
+    count = _values(channel, rows)
+    kernel = _kernel("receive_rows", early)
+    recording.launch(
+        Shape(kernel, ceil_div(count, _THREADS), _THREADS, settles=not early),
+        **_received(channel),
+        rows=rows,
+        count=count,
+        width=width * rows.itemsize // _VALUE_BYTES,
+        pitch=pitch * rows.itemsize // _VALUE_BYTES,
+    )
+
+
+def take_tokens(recording: Recording, channel: Channel, tokens_T: Tensor, given_1: Tensor) -> None:
+    """The tokens that were sent into ``channel`` where the host has given none: ``given_1`` int64
+    ``[1]`` is 0 then, and 0 behind it.
+    """
+    tokens = tokens_T.numel()
+    expect("tokens_T", tokens_T, torch.int64, (tokens,))
+    expect("given_1", given_1, torch.int64, (1,))
+    _values(channel, tokens_T)
+    recording.launch(
+        Shape(_kernel("take_tokens"), 1, 32, settles=True),
+        **_received(channel),
+        given=given_1,
+        tokens=tokens_T,
+        count=tokens,
+    )
+
+
+def _kernel(function: str, early: bool = False) -> Kernel:
+    return Kernel(_SOURCE, function, (("EARLY", int(early)),))
+
+
+def _received(channel: Channel) -> dict[str, Tensor | int]:
+    return {
+        "words": channel.words_W,
+        "uses": channel.received_1,
+        "fault": channel.fault_4,
+        "sender": channel.source.index or 0,
+        "receiver": channel.target.index or 0,
+    }
+
+
+def _values(channel: Channel, rows: Tensor) -> int:
+    """Of 32 bits, in rows that fit."""
+    nbytes = rows.numel() * rows.itemsize
+    room = channel.words_W.shape[0]
+    if nbytes % _VALUE_BYTES or nbytes // _VALUE_BYTES > room:
+        raise ValueError(
+            f"rows: found {nbytes} bytes, expected a multiple of {_VALUE_BYTES} up to "
+            f"{room * _VALUE_BYTES}"
+        )
+    return nbytes // _VALUE_BYTES

@@ -1,0 +1,68 @@
+"""Channels on the host: their numbers, and what it says of words that did not come."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from dsv4.channels import Channels, naming_lost_words
+from dsv4.turns import Turns
+from tests.ops.channel.made import RECEIVER, SENDER, channels_on_cpu
+
+WAYS = ((SENDER, RECEIVER), (RECEIVER, SENDER))
+
+
+def numbers(channels: Channels) -> set[int]:
+    """Of the next use, at all ends."""
+    found = [channels.between(*ends) for ends in WAYS]
+    ends = [count for one in found for count in (one.sent_1, one.received_1)]
+    assert all(int(count) % (1 << 32) == 0 for count in ends)
+    return {(int(count) >> 32) % (1 << 32) for count in ends}
+
+
+def test_every_end_has_a_count_of_its_own() -> None:
+    channels = channels_on_cpu()
+    ends = [channels.between(*ends) for ends in WAYS]
+    counts = [count for one in ends for count in (one.sent_1, one.received_1)]
+    assert len({count.data_ptr() for count in counts}) == 4
+    assert channels.nbytes == 2 * 8 * 8 + 4 * 8
+
+
+def test_numbers_are_of_uses_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a run that was interrupted left: those of both ends are alike, and not of words that
+    are there.
+    """
+    monkeypatch.setattr(Turns, "taken", lambda _: nullcontext())
+    channels = channels_on_cpu()
+    assert numbers(channels) == {1}
+    for uses in (3, 0, 4):
+        with channels.turn(uses):
+            channels.between(*WAYS[0]).sent_1.add_(uses << 32)
+    channels.align()
+    assert numbers(channels) == {8}
+
+
+@pytest.mark.parametrize("begun", [(1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32])
+def test_numbers_begin_anew_behind_the_last_one(begun: int) -> None:
+    channels = channels_on_cpu()
+    channels._begun = begun
+    channels.align()
+    assert numbers(channels) == {begun % (1 << 32)}
+
+
+def lose(found: list[int] | None) -> None:
+    channels = None
+    if found is not None:
+        channels = channels_on_cpu()
+        channels.fault_4.copy_(torch.tensor(found))
+    with naming_lost_words(channels):
+        raise torch.AcceleratorError("unspecified launch failure")
+
+
+def test_words_that_did_not_come_are_named() -> None:
+    expected = r"^CUDA error: words of cuda:3 for cuda:1 did not come \(use 77\)$"
+    with pytest.raises(RuntimeError, match=expected):
+        lose([1, 3, 1, 77])
+    for nothing in ([0, 3, 1, 77], None):
+        with pytest.raises(torch.AcceleratorError, match="unspecified launch failure"):
+            lose(nothing)
