@@ -85,15 +85,19 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def _effort(fields: ChatFields, folder: Path) -> str | None:
-    """The effort that is asked for; "none" is no reasoning. Raises ``ApiError`` for another name
-    than the checkpoint has.
+    """The effort that is asked for, by either of its names; "none" is no reasoning. Raises
+    ``ApiError`` for another effort than the checkpoint has, and for two that disagree.
     """
     inner = fields.chat_template_kwargs
-    effort = fields.reasoning_effort or (None if inner is None else inner.reasoning_effort)
-    if effort not in (None, "none"):
+    efforts = (fields.reasoning_effort, None if inner is None else inner.reasoning_effort)
+    given = {effort for effort in efforts if effort is not None}
+    for effort in given - {"none"}:
         with field_errors("reasoning_effort"):
             fold_reasoning_effort(effort, detect_profile(folder))
-    return effort
+    if len(given) > 1:
+        message = "reasoning_effort: found another than in chat_template_kwargs, expected one"
+        raise ApiError(400, message, "reasoning_effort")
+    return next(iter(given), None)
 
 
 def _thinks(fields: ChatFields, effort: str | None, default: bool) -> bool:

@@ -22,6 +22,8 @@ BROKEN_TOOL = {"type": "function", "function": {"name": "\ud800", "parameters": 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 QUOTED_CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a\\"b": 1}'}}
 QUOTED_TOOL = {"type": "function", "function": {"name": 'a"b', "parameters": {}}}
+HIGH_EFFORT = {"chat_template_kwargs": {"reasoning_effort": "high"}}
+HUGE_EFFORT = {"chat_template_kwargs": {"reasoning_effort": "huge"}}
 NO_STREAM = {"stream": False, "stream_options": {"include_usage": True}}
 VAST = "x" * 1000
 LONG = {"messages": [{"role": "user", "content": "word " * 10_000}]}
@@ -108,6 +110,10 @@ def message(**fields: Any) -> dict[str, Any]:
             "found with thinking",
         ),
         (CHAT, {**USER, "reasoning_effort": "huge"}, "reasoning_effort", "is 'huge'"),
+        (CHAT, {**USER, "reasoning_effort": ""}, "reasoning_effort", "is ''"),
+        (CHAT, {**USER, "reasoning_effort": "high", **HUGE_EFFORT}, "reasoning_effort", "'huge'"),
+        (CHAT, {**USER, "reasoning_effort": "max", **HIGH_EFFORT}, "reasoning_effort", "another"),
+        (CHAT, {**USER, "reasoning_effort": "none", **HIGH_EFFORT}, "reasoning_effort", "another"),
         (
             CHAT,
             {**USER, "reasoning_effort": "high", "thinking": {"type": "disabled"}},
