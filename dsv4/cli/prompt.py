@@ -10,6 +10,7 @@ from pathlib import Path
 from dsv4.cli.conversation import Conversation
 from dsv4.cli.flags import DEFAULT_PROMPT
 from dsv4.cli.input_file import read_input, read_text
+from dsv4.cli.message_fields import check_parts
 from dsv4.cli.stream import text_of
 from dsv4.cli.tag_names import check_tag_names
 from dsv4.cli.token_id_file import read_token_ids
@@ -25,7 +26,7 @@ from dsv4.encoding import (
     messages_of_request,
     parse_json,
 )
-from dsv4.errors import UserError, shorten
+from dsv4.errors import UserError
 from dsv4.model_files import model_file
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -111,21 +112,6 @@ def build_chat_prompt(
         for key in ("tools", "tool_calls") if isinstance(message, dict) else ():
             check_tag_names(message.get(key), f"{source}messages[{index}].{key}")
     return encode_conversation(arguments, tokenizer, most, [*earlier, *messages], source)
-
-
-def check_parts(messages: list[dict], source: str) -> None:
-    """Raises ``UserError`` for a part of a message that the model cannot see: the chat encoding
-    only says that there was one. What else is wrong with messages the encoder finds.
-    """
-    for index, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
-        for place, part in enumerate(content if isinstance(content, list) else []):
-            kind = part.get("type") if isinstance(part, dict) else "text"
-            where = f"{source}messages[{index}].content[{place}]"
-            if kind != "text":
-                raise UserError(f"{where}: found {shorten(kind)}, expected a part of type text")
-            if isinstance(part, dict) and "text" not in part:
-                raise UserError(f"{where}: found no text, expected a string")
 
 
 def encode_conversation(

@@ -36,7 +36,7 @@ def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
     thinks = _thinks(fields, effort, service.thinks)
     opening = _opening(fields, thinks)
     request = {
-        "messages": list(map(_message, fields.messages, range(len(fields.messages)))),
+        "messages": list(map(_message, fields.messages)),
         "tools": None if fields.tool_choice == "none" else fields.tools,
         "response_format": fields.response_format,
     }
@@ -69,19 +69,9 @@ def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
     return ChatAsked(question, mode, prompt.tools, opening, fields.parallel_tool_calls is False)
 
 
-def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """A message as the encoder reads it. OpenAI's developer is the system of earlier models; what
-    the model cannot see is refused.
-    """
-    content = message.get("content")
-    for place, part in enumerate(content if isinstance(content, list) else []):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            where = f"messages[{index}].content[{place}]"
-            found = shorten(kind if isinstance(part, dict) else part)
-            raise ApiError(400, f"{where}: found {found}, expected a part of type text", where)
-    role = message.get("role")
-    return {**message, "role": "system" if role == "developer" else role}
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as the encoder reads it: OpenAI's developer is the system of earlier models."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
 def _effort(fields: ChatFields, folder: Path) -> str | None:

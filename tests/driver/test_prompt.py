@@ -175,6 +175,15 @@ def test_what_does_not_end_is_refused(
             "messages[0].content[0]: found no text, expected a string",
         ),
         (
+            '[{"role": "user", "content_blocks": [{"type": "tool_result", "content": '
+            '[{"type": "text", "text": "a"}, {"type": "image_url"}]}]}]',
+            "messages[0].content_blocks[0].content[1]: found 'image_url', expected",
+        ),
+        (
+            '[{"role": "user", "content": "a", "content_blocks": []}]',
+            "messages[0].content: found with content_blocks, expected one of them",
+        ),
+        (
             '[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '
             '{"a": 1, "b\\"c": 2}}}]}]',
             "messages[0].tool_calls[0].function.arguments: found 'b\"c', expected",

@@ -34,6 +34,10 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "a", **fields}]}
 
 
+def blocks(*given: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content_blocks": list(given)}]}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "text"),
     [
@@ -50,7 +54,15 @@ def message(**fields: Any) -> dict[str, Any]:
         (TEXT, {"prompt": [10**1000]}, "prompt", "prompt: found 1000"),
         (CHAT, message(content=5), "messages", "messages[0].content is int"),
         (CHAT, message(content="\ud800"), "messages", "messages[0].content: found a lone surr"),
-        (CHAT, message(content=[IMAGE]), "messages[0].content[0]", "found 'image_url'"),
+        (CHAT, message(content=[IMAGE]), "messages", "messages[0].content[0]: found 'image_url'"),
+        (CHAT, blocks(IMAGE), "messages", "messages[0].content_blocks[0]: found 'image_url'"),
+        (
+            CHAT,
+            blocks({"type": "tool_result", "content": [IMAGE]}),
+            "messages",
+            "messages[0].content_blocks[0].content[0]: found 'image_url'",
+        ),
+        (CHAT, message(content_blocks=[]), "messages", "messages[0].content: found with content_b"),
         (CHAT, message(role="developer"), "messages", "of system at the end, expected a question"),
         (CHAT, message(role="assistant"), "messages", "found a message of assistant at the end"),
         (CHAT, {**USER, "max_token": 5}, "max_token", "max_token: found an unknown field"),

@@ -1,0 +1,39 @@
+"""What of messages the chat encoding would leave out. What else is wrong the encoder finds."""
+
+from dsv4.errors import UserError, shorten
+
+
+def check_parts(messages: list[dict], source: str) -> None:
+    """Raises ``UserError`` for a part that is no text, of which the chat encoding only says that
+    there was one, and for a content beside the blocks that are read in its place.
+    """
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        where = f"{source}messages[{index}]"
+        content = message.get("content")
+        blocks = message.get("content_blocks")
+        if content is not None and blocks is not None:
+            raise UserError(f"{where}.content: found with content_blocks, expected one of them")
+        _check_texts(content, f"{where}.content")
+        for place, block in enumerate(blocks if isinstance(blocks, list) else []):
+            block_where = f"{where}.content_blocks[{place}]"
+            if isinstance(block, dict) and block.get("type") == "tool_result":
+                _check_texts(block.get("content"), f"{block_where}.content")
+            else:
+                _check_text(block, block_where)
+
+
+def _check_texts(content: object, where: str) -> None:
+    for place, part in enumerate(content if isinstance(content, list) else []):
+        _check_text(part, f"{where}[{place}]")
+
+
+def _check_text(part: object, where: str) -> None:
+    if not isinstance(part, dict):
+        return
+    kind = part.get("type")
+    if kind != "text":
+        raise UserError(f"{where}: found {shorten(kind)}, expected a part of type text")
+    if "text" not in part:
+        raise UserError(f"{where}: found no text, expected a string")
