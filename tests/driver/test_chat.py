@@ -88,6 +88,8 @@ def test_results_are_asked_for_until_every_call_has_one(engine: Engine) -> None:
     chat = new_chat(engine, messages=[question, calls])
     assert len(chat.open_calls) == 2
     chat.tell("21")
+    with pytest.raises(UserError):
+        chat.tell("word " * 2000)  # The result before it stays.
     assert len(chat.open_calls) == 1
     assert len(chat.messages) == 2
     chat.tell("22")

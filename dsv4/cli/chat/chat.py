@@ -63,11 +63,11 @@ class Chat:
         if not calls:
             self.ask([{"role": "user", "content": text}])
             return
-        self._results.append({"role": "tool", "content": text})
+        results = [*self._results, {"role": "tool", "content": text}]
         if len(calls) == 1:
-            results = self._results
-            self._results = []
             self.ask(results)
+        else:
+            self._results = results
 
     def ask(self, new: list[dict]) -> None:
         """Shows the answer to ``new`` messages behind the others. Raises ``UserError`` and
@@ -98,6 +98,7 @@ class Chat:
             say(f"{reason}: the answer has no word yet, so the question is forgotten")
             return
         self.messages = answered(messages, message)
+        self._results = []
         self.token_ids = prompt.token_ids + outcome.token_ids
 
     def reset(self) -> None:
