@@ -171,6 +171,15 @@ def test_without_a_word_of_the_answer_the_question_is_forgotten(
     assert_exact(engine, other, turns)
 
 
+def test_an_answer_without_a_word_that_has_ended_stays(engine: Engine) -> None:
+    chat = new_chat(engine)
+    chat.tell("What is 3 + 4?")
+    first_word = chat.messages[-1]["content"].split()[0]
+    chat = new_chat(engine, "--stop", first_word)
+    chat.tell("What is 3 + 4?")
+    assert [message["content"] for message in chat.messages] == ["What is 3 + 4?", ""]
+
+
 def test_a_second_ctrl_c_does_not_wait() -> None:
     with StopRequest() as stop:
         stop.check()
