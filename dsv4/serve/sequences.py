@@ -119,14 +119,15 @@ class SavedSequences:
         self._drop(others[: max(0, len(self._kept) - self._most)])
 
     def _load(self, one: KeptSequence) -> None:
-        self._kept.remove(one)
         try:
             self._engine.load_state(one.path)
-        except UserError as error:
+        except UserError as error:  # It was whole before: nobody can use it any more.
             _LOG.warning("%s", error)
+            self._drop([one])
             return
         with suppress(OSError):  # The file of another user can be read and keeps its time.
             one.path.touch()
+        self._kept.remove(one)
         self._kept.append(one)
 
     def _take(self, path: Path) -> None:
