@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from dsv4 import SamplingParams
+from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.serve import sequences
 from dsv4.serve.answering import Question
 from dsv4.serve.command import build_service
 from dsv4.serve.flags import parse_arguments
-from dsv4.serve.sequences import SUFFIX
+from dsv4.serve.sequences import SUFFIX, KeptSequence
 from dsv4.serve.service import Service
 from tests.serve.running import Running
 
@@ -137,6 +138,46 @@ def test_where_reasoning_is_dropped_the_prompt_is_kept_without_its_end(
     assert ask(service, [*turn[:-1], 5, 6], 12, forgets=True)[0] >= len(turn) - 8
     service.answering.keep_sequence()
     assert files(tmp_path) == {second}
+
+
+def test_of_a_prompt_that_is_kept_no_more_than_its_end_is_missing(
+    loaded: Service, tmp_path: Path
+) -> None:
+    """What the next turn writes otherwise may begin before that, as far as it can be taken back."""
+    service = with_folder(loaded, tmp_path)
+    ask(service, A, forgets=True)
+    ask(service, B)
+    begun = A[: -2 * MAX_DECODE_TOKENS]
+    assert ask(service, [*begun, 5])[0] == len(begun)
+
+
+def test_a_file_that_the_sequence_has_gone_on_from_stays_while_it_is_wanted(
+    loaded: Service, tmp_path: Path
+) -> None:
+    service = with_folder(loaded, tmp_path, most=3)
+    ask(service, [*A, 5], 1)
+    ask(service, B)
+    longer = [*A, 5, *C[1:]]
+    for _ in range(5):  # So many turns that no point is left behind which the short one goes on.
+        ask(service, longer, 1)
+        longer = [*longer, 6]
+    assert service.answering.engine.reusable_tokens([*A, 5, 6]) == 0
+    assert ask(service, [*A, 5, 6])[0] == LENGTH + 2
+
+
+def test_a_few_tokens_that_are_taken_back_are_not_worth_a_file(
+    loaded: Service, tmp_path: Path
+) -> None:
+    service = with_folder(loaded, tmp_path)
+    ask(service, A, 1)
+    assert ask(service, [*A[:-MAX_DECODE_TOKENS], 5])[0] == len(A) - MAX_DECODE_TOKENS
+    assert files(tmp_path) == set()
+
+
+def test_as_many_tokens_as_can_be_taken_back_are() -> None:
+    kept = KeptSequence(Path("file"), [1, 2, 3, 4, 5], 2)
+    assert kept.reusable([1, 2, 3, 9, 9]) == 3
+    assert kept.reusable([1, 2, 9, 9, 9]) == 0
 
 
 def test_short_prompts_are_not_worth_a_file(loaded: Service, tmp_path: Path) -> None:
