@@ -79,11 +79,21 @@ class _Choice:
             value = logprobs.logprob
             top = {token_name(self._tokenizer, other): number for other, number in logprobs.top}
             top.setdefault(name, value)
-        self.entries.append((name, value, top, self._offset))
+        self.entries.append((name, value, top, self._place(token_id)))
+
+    def _place(self, token_id: int) -> int:
+        """Where the next token begins in the text: with the character that it completes, or behind
+        what shows that none was completed.
+        """
         try:
-            self._offset += len(self._decoder.push(token_id))
+            text = self._decoder.push(token_id)
+            own = IncrementalDecoder(self._tokenizer).push(token_id)
         except ValueError:  # An id without text is shown as one character.
-            self._offset += len(self._decoder.flush()) + 1
+            own = "\ufffd"
+            text = self._decoder.flush() + own
+        place = self._offset + max(0, len(text) - len(own))
+        self._offset += len(text)
+        return place
 
 
 class CompletionAnswer:

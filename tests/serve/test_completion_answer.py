@@ -39,8 +39,16 @@ def test_a_token_without_text_is_told_at_once() -> None:
 def test_a_token_that_the_tokenizer_lacks_is_one_character_behind_what_was_held_back() -> None:
     [other] = TOKENIZER.encode("a")
     choices = streamed([(PART, ""), (NO_TEXT, "\ufffd\ufffd"), (other, "a")])
-    assert [choice["logprobs"]["text_offset"] for choice in choices] == [[0], [0], [2]]
+    assert [choice["logprobs"]["text_offset"] for choice in choices] == [[0], [1], [2]]
     assert choices[1]["logprobs"]["tokens"] == [f"token_id:{NO_TEXT}"]
+
+
+def test_a_token_begins_with_the_character_that_it_completes_or_behind_one_that_none_does() -> None:
+    [other] = TOKENIZER.encode("a")
+    parts = TOKENIZER.encode("🜨")
+    said = [(one, "") for one in parts[:-1]] + [(parts[-1], "🜨"), (PART, ""), (other, "\ufffda")]
+    places = [choice["logprobs"]["text_offset"] for choice in streamed([*said, (other, "a")])]
+    assert places == [[0]] * len(parts) + [[1], [2], [3]]
 
 
 def test_a_part_of_a_character_has_its_bytes_in_a_chat() -> None:
