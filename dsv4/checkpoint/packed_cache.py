@@ -148,7 +148,7 @@ class PackedCache:
 def check_folder(folder: Path) -> None:
     """Makes the folder of a cache. Raises ``UserError`` where nothing can be written into it."""
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except FileExistsError:

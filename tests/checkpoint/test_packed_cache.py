@@ -23,7 +23,6 @@ from dsv4.checkpoint import tiny_config, write_synthetic
 from dsv4.checkpoint.checksum import checksum
 from dsv4.checkpoint.identity import checkpoint_identity
 from dsv4.checkpoint.packed_cache import MANIFEST, PackedCache
-from dsv4.errors import UserError
 from dsv4.model import build_ranks
 from dsv4.opened_checkpoint import OpenedCheckpoint
 from dsv4.ops import Packing
@@ -267,18 +266,6 @@ def test_a_full_disk_is_one_warning(
     assert starts.entries == []
     assert starts()[0] > 0
     assert starts()[0] == 0
-
-
-def test_no_folder_is_one_line_before_anything_is_packed(starts: Starts) -> None:
-    file = starts.cache
-    file.write_text("x")
-    found = f"EngineConfig.packed_cache: {file}: found a file, expected a folder"
-    with pytest.raises(UserError, match=f"^{found}$"):
-        starts()
-    starts.cache = file.with_name("nothing") / "in nothing"
-    expected = r"^EngineConfig.packed_cache: .*in nothing: cannot be written \([^()\n]*\)$"
-    with pytest.raises(UserError, match=expected):
-        starts()
 
 
 def test_bytes_of_a_packing_change_with_the_number_of_layouts() -> None:

@@ -1,0 +1,24 @@
+"""The folder of packed weights: made where there is none, or refused."""
+
+import pytest
+
+from dsv4 import UserError
+from tests.checkpoint.packed_starts import Starts
+
+
+def test_no_folder_is_one_line_before_anything_is_packed(starts: Starts) -> None:
+    file = starts.cache
+    file.write_text("x")
+    found = f"EngineConfig.packed_cache: {file}: found a file, expected a folder"
+    with pytest.raises(UserError, match=f"^{found}$"):
+        starts()
+    starts.cache = file / "in a file"
+    expected = r"^EngineConfig.packed_cache: .*in a file: cannot be written \([^()\n]*\)$"
+    with pytest.raises(UserError, match=expected):
+        starts()
+
+
+def test_the_folder_is_made_with_those_above_it(starts: Starts) -> None:
+    starts.cache = starts.cache / "new" / "deep"
+    starts()
+    assert len(starts.entries) == 1
