@@ -70,7 +70,8 @@ class PackedCache:
     ) -> None:
         """``identity`` as from ``checkpoint_identity``, ``packing`` the name of a ``Packing``;
         ``progress(done_bytes, total_bytes)`` is told as an entry is written. Raises ``UserError``
-        when ``folder`` is none that can be written; it is made if need be.
+        when ``folder`` is none that can be written, or that of the checkpoint; it is made if need
+        be.
         """
         place = str(checkpoint.folder.resolve())
         files = sorted({stored.file for stored in checkpoint.tensors.values()})
@@ -89,6 +90,9 @@ class PackedCache:
         self._progress = progress
         self._is_damaged = False
         check_folder(folder)
+        if str(folder.resolve()) == place:
+            found = "found the folder of the model, expected another one"
+            raise UserError(f"EngineConfig.packed_cache: {folder}: {found}")
 
     @property
     def entry(self) -> Path:

@@ -22,3 +22,12 @@ def test_the_folder_is_made_with_those_above_it(starts: Starts) -> None:
     starts.cache = starts.cache / "new" / "deep"
     starts()
     assert len(starts.entries) == 1
+
+
+def test_the_folder_of_the_model_is_refused(starts: Starts) -> None:
+    before = sorted(starts.folder.iterdir())
+    starts.cache.symlink_to(starts.folder)
+    expected = f"^EngineConfig.packed_cache: {starts.cache}: found the folder of the model, expec"
+    with pytest.raises(UserError, match=expected):
+        starts()
+    assert sorted(starts.folder.iterdir()) == before
