@@ -35,7 +35,9 @@ _PREFIXES: dict[str, dict[str | None, str]] = {
     "preview": {None: "", "high": "", "max": _ABSOLUTE_MAXIMUM},
     "official": {None: "", "low": "", "high": _ABSOLUTE_MAXIMUM, "max": _BEYOND_MAXIMUM},
 }
-# Other names that callers of chat APIs may use (model.md#reasoning-effort).
+# What callers of chat APIs may ask for; what a profile lacks folds to what it has
+# (model.md#reasoning-effort).
+_API_EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 _FOLDED_EFFORTS = {
     "preview": {"minimal": "high", "low": "high", "medium": "high", "xhigh": "high"},
     "official": {"minimal": "low", "medium": "low", "xhigh": "high"},
@@ -69,6 +71,9 @@ def fold_reasoning_effort(effort: str, profile: str) -> str:
     Preview weights know only high and max, so everything below high is high there. ValueError for
     other names.
     """
+    if effort not in _API_EFFORTS:
+        names = ", ".join(_API_EFFORTS)
+        raise ValueError(f"reasoning_effort is {effort!r:.80}, expected one of {names}")
     folded = _FOLDED_EFFORTS.get(profile, {}).get(effort, effort)
     effort_prefix(folded, profile)
     return folded

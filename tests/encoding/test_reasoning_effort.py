@@ -84,7 +84,8 @@ def test_api_efforts_fold_to_those_of_the_profile() -> None:
         "max",
     ]
     assert [fold_reasoning_effort(name, "preview") for name in names] == ["high"] * 5 + ["max"]
-    with pytest.raises(ValueError, match="reasoning_effort is 'huge'"):
+    expected = f"^reasoning_effort is 'huge', expected one of {', '.join(names)}$"
+    with pytest.raises(ValueError, match=expected):
         fold_reasoning_effort("huge", "official")
 
 
