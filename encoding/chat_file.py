@@ -101,9 +101,10 @@ def _response_schema(response_format: object) -> object:
         return None
     if response_format.get("type") == "json_schema":
         wrapper = response_format.get("json_schema")
-        if not isinstance(wrapper, dict) or not wrapper.get("schema"):
+        schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
+        if not isinstance(schema, dict):
             raise ValueError(
-                'response_format of type json_schema lacks "json_schema": {"schema": ...}'
+                'response_format of type json_schema lacks "json_schema": {"schema": {...}}'
             )
-        return wrapper["schema"]
+        return schema
     return response_format

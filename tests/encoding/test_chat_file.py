@@ -48,8 +48,11 @@ def test_response_formats_of_a_request() -> None:
         .split("<｜User｜>")[0]
         .endswith('to reply:\n{"type": "object"}')
     )
-    with pytest.raises(ValueError, match="json_schema lacks"):
-        rendered({"type": "json_schema"})
+    anything = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
+    assert rendered(anything) == rendered({"type": "text"})
+    for wrapper in (None, {"name": "n"}, {"schema": "x"}):
+        with pytest.raises(ValueError, match="json_schema lacks"):
+            rendered({"type": "json_schema", "json_schema": wrapper})
     for wrong in ("text", 5, []):
         with pytest.raises(ValueError, match=r"response_format is .*, expected an object"):
             rendered(wrong)
