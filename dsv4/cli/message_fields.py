@@ -2,6 +2,25 @@
 
 from dsv4.errors import UserError, shorten
 
+# Whose messages have them (model.md#messages).
+_ROLES_OF = {
+    "tools": ("system", "developer"),
+    "response_format": ("system", "developer"),
+    "reasoning_content": ("assistant",),
+    "tool_calls": ("assistant",),
+    "content_blocks": ("user",),
+}
+
+
+def check_roles(messages: list[dict], source: str) -> None:
+    """Raises ``UserError`` for what belongs to messages of another role: nothing would read it."""
+    for index, message in enumerate(messages):
+        for key, roles in _ROLES_OF.items() if isinstance(message, dict) else ():
+            role = message.get("role")
+            if message.get(key) and role not in roles:
+                found = f"found in a message of {shorten(role)}, expected {' or '.join(roles)}"
+                raise UserError(f"{source}messages[{index}].{key}: {found}")
+
 
 def check_parts(messages: list[dict], source: str) -> None:
     """Raises ``UserError`` for a part that is no text, of which the chat encoding only says that

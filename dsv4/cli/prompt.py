@@ -10,7 +10,7 @@ from pathlib import Path
 from dsv4.cli.conversation import Conversation
 from dsv4.cli.flags import DEFAULT_PROMPT
 from dsv4.cli.input_file import read_input, read_text
-from dsv4.cli.message_fields import check_parts
+from dsv4.cli.message_fields import check_parts, check_roles
 from dsv4.cli.stream import text_of
 from dsv4.cli.tag_names import check_tag_names
 from dsv4.cli.token_id_file import read_token_ids
@@ -107,6 +107,7 @@ def build_chat_prompt(
     source = f"--messages: {arguments.messages}: " if of_file else "messages: "
     messages = conversation(arguments, source)
     check_unicode(messages, "messages", source)
+    check_roles(messages, source)
     check_parts(messages, source)
     for index, message in enumerate(messages):
         for key in ("tools", "tool_calls") if isinstance(message, dict) else ():

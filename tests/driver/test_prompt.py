@@ -175,6 +175,14 @@ def test_what_does_not_end_is_refused(
             "messages[0].content[0]: found no text, expected a string",
         ),
         (
+            '[{"role": "user", "content": "a", "tools": [{"function": {"name": "f"}}]}]',
+            "messages[0].tools: found in a message of 'user', expected system or developer",
+        ),
+        (
+            '[{"role": "tool", "content": "a", "content_blocks": [{"type": "text"}]}]',
+            "messages[0].content_blocks: found in a message of 'tool', expected user",
+        ),
+        (
             '[{"role": "user", "content_blocks": [{"type": "tool_result", "content": '
             '[{"type": "text", "text": "a"}, {"type": "image_url"}]}]}]',
             "messages[0].content_blocks[0].content[1]: found 'image_url', expected",

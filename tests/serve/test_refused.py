@@ -10,7 +10,7 @@ import pytest
 from dsv4.serve.asked import completion_questions
 from dsv4.serve.fields import CompletionFields
 from dsv4.serve.reply import json_response
-from tests.serve.running import FRANCE, MODEL, Running
+from tests.serve.running import FRANCE, MODEL, SUM, Running
 
 pytestmark = pytest.mark.slow
 
@@ -62,6 +62,7 @@ def blocks(*given: Any) -> dict[str, Any]:
             "messages",
             "messages[0].content_blocks[0].content[0]: found 'image_url'",
         ),
+        (CHAT, message(response_format=TOOL), "messages", "messages[0].response_format: found in"),
         (CHAT, message(content_blocks=[]), "messages", "messages[0].content: found with content_b"),
         (CHAT, message(role="developer"), "messages", "of system at the end, expected a question"),
         (CHAT, message(role="assistant"), "messages", "found a message of assistant at the end"),
@@ -226,6 +227,15 @@ def test_fields_that_change_nothing_are_taken(demo: Running) -> None:
     more = {"logit_bias": {}, "seed": None, "tools": None, "stop": None, "tool_choice": "auto"}
     response = demo.post(CHAT, **USER, **fields, **more, max_tokens=1)
     assert response.status_code == 200, response.text
+
+
+def test_fields_of_earlier_answers_are_taken(demo: Running) -> None:
+    """A client sends back the messages that it was given."""
+    more = {"refusal": None, "audio": None, "annotations": [], "function_call": None, "name": "a"}
+    answer = {"role": "assistant", "content": "Paris.", "tool_calls": None, **more}
+    question = {**FRANCE[0], "tool_calls": None, "tools": []}
+    turns = [question, answer, {**SUM[0], "name": "b"}]
+    assert demo.post(CHAT, messages=turns, max_tokens=1).status_code == 200
 
 
 def test_the_widest_values_are_taken(demo: Running) -> None:
