@@ -10,7 +10,7 @@ from pathlib import Path
 from dsv4.cli.conversation import Conversation
 from dsv4.cli.flags import DEFAULT_PROMPT
 from dsv4.cli.input_file import read_input, read_text
-from dsv4.cli.message_fields import check_parts, check_roles
+from dsv4.cli.message_fields import check_parts, check_request, check_roles
 from dsv4.cli.stream import text_of
 from dsv4.cli.tag_names import check_tag_names
 from dsv4.cli.token_id_file import read_token_ids
@@ -22,7 +22,6 @@ from dsv4.encoding import (
     detect_profile,
     encode_messages,
     fold_reasoning_effort,
-    messages_of_json,
     messages_of_request,
     parse_json,
 )
@@ -157,7 +156,9 @@ def conversation(arguments: argparse.Namespace, source: str) -> list[dict]:
     if isinstance(arguments.messages, str):
         raw = read_input("--messages", arguments.messages)
         with user_errors(source):
-            return messages_of_json(raw)
+            request = parse_json(raw)
+            check_request(request)
+            return messages_of_request(request)
     if arguments.messages is not None:
         return messages_of_request(arguments.messages)
     question = {"role": "user", "content": prompt_text(arguments)}

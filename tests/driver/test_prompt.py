@@ -166,6 +166,7 @@ def test_what_does_not_end_is_refused(
         ('[{"role": "user", "content": "ab\\ud800"}]', "messages[0].content: found a lone"),
         ('[{"role": "user", "content": "x", "\\udfff": 1}]', "a key of messages[0]: found a lone"),
         ('{"messages": [], "tools": [3]}', ": tools[0] has no object"),
+        ('{"messages": [], "tool": []}', "found a field 'tool', expected only messages, tools, "),
         (
             '[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]',
             "messages[0].content[1]: found 'image_url', expected a part of type text",
