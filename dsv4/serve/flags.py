@@ -91,6 +91,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     given = given_flags(parser, arguments)
+    if arguments.model_name == "":
+        raise UserError("--model-name: found '', expected a name")
     if "states" in given and arguments.state_dir is None:
         raise UserError("--states: found without --state-dir, expected both")
     if arguments.gpus == 1 and "parallel" in given:

@@ -65,6 +65,7 @@ def test_a_signal_ends_it_with_one_line_though_requests_are_under_way(tmp_path: 
         (["--api-key-file", "/dev/null"], "--api-key-file: /dev/null: found 0 words, expected one"),
         (["--api-key-file", "/dev/zero"], "--api-key-file: /dev/zero: found more than 1048576 b"),
         (["--model", "/nonexistent"], "--model: /nonexistent: no such folder"),
+        (["--model-name", ""], "--model-name: found '', expected a name"),
         (["--state-dir", ""], "--state-dir: found '', expected a path"),
         (["--states", "3"], "--states: found without --state-dir, expected both"),
         (["--state-dir", "/dev/null/x"], "--state-dir: /dev/null/x: cannot be made (Not a dir"),
