@@ -75,10 +75,13 @@ def text_of(events: list[Event], kind: type) -> str:
 def test_split_anywhere_gives_the_same(mode: str) -> None:
     too_long = GOOD.replace('name="f"', f'name="{"f" * MAX_TAG_CHARACTERS}"')
     unmarked = GOOD.replace("｜DSML｜", "")
+    spaced = unmarked.replace("<tool_calls>", f"<tool_calls>{' ' * 15}")  # and a line break
     for text in (
         GOOD,
         GOOD.replace("｜DSML｜", "|DSML|"),
         unmarked,
+        spaced,
+        spaced.replace("<tool_calls>", "<tool_calls> "),
         GOOD + GOOD,
         GOOD[:-30],
         too_long,
