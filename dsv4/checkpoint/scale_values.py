@@ -22,8 +22,8 @@ _LARGEST_BYTE = {torch.float8_e8m0fnu: 127 + 6, torch.float8_e4m3fn: 0x7E}
 def check_scales(
     checkpoint: Checkpoint, stored: StoredParameter, weight: QuantTensor, first_expert: int = 0
 ) -> None:
-    """Raises ``UserError`` for the first scale that is no finite number above 0, or so large that
-    it was an exponent.
+    """Raises ``UserError`` for the first global scale that is no finite number above 0, or block
+    scale that is no number from 0, or so large that it was an exponent.
     """
     if weight.global_scale is not None:
         names = stored.parts["global_scale"].names[first_expert:]
