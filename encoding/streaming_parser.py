@@ -58,14 +58,17 @@ class StreamingParser:
     held back as well.
     """
 
-    def __init__(self, thinking_mode: str, tools: list[dict] | None = None) -> None:
-        """`tools`, in the OpenAI format, tell declared parameters from wrappers. ValueError for a
-        wrong argument.
+    def __init__(
+        self, thinking_mode: str, tools: list[dict] | None = None, reads_calls: bool = True
+    ) -> None:
+        """`tools`, in the OpenAI format, tell declared parameters from wrappers. `reads_calls`
+        false: tool calls stay text. ValueError for a wrong argument.
         """
         if thinking_mode not in ("chat", "thinking"):
             raise ValueError(f"thinking_mode is {thinking_mode!r}, expected 'chat' or 'thinking'")
         self._chat_mode = thinking_mode == "chat"
         self._in_reasoning = thinking_mode == "thinking"
+        self._reads_calls = reads_calls
         self._declared = declared_parameters(parse_tools(tools, "tools"))
         self._scanner = Scanner()
         self._output = CompletionBuilder()
@@ -131,6 +134,10 @@ class StreamingParser:
             self._emit_but_beginnings()
             return False
         marker = match[0]
+        is_tag = marker in MARKED_STARTS or marker == _UNMARKED_BLOCK
+        if is_tag and not self._reads_calls:
+            self._emit_until(match.end())
+            return True
         if marker in MARKED_STARTS:
             return self._at_tag(match.start(), match.end())
         if marker == _UNMARKED_BLOCK:

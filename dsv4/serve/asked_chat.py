@@ -19,7 +19,8 @@ from dsv4.serve.service import Service
 @dataclass(frozen=True)
 class ChatAsked:
     """A question, and how the answer to it is read: ``mode`` "chat" or "thinking", with ``tools``,
-    behind an ``opening`` that the model was given.
+    behind an ``opening`` that the model was given. ``one_call``: the first of several is given;
+    ``no_call``: a call is text.
     """
 
     question: Question
@@ -27,6 +28,7 @@ class ChatAsked:
     tools: list[dict]
     opening: str
     one_call: bool
+    no_call: bool
 
 
 def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
@@ -66,7 +68,9 @@ def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
         # The parser would take one that is ignored for the end.
         silent_token_ids=service.files.eos_token_ids,
     )
-    return ChatAsked(question, mode, prompt.tools, opening, fields.parallel_tool_calls is False)
+    one_call = fields.parallel_tool_calls is False
+    no_call = fields.tool_choice == "none"
+    return ChatAsked(question, mode, prompt.tools, opening, one_call, no_call)
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:

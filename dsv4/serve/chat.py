@@ -27,7 +27,7 @@ class ChatAnswer:
         self.usage = Usage(len(asked.question.token_ids))
         self._one_call = asked.one_call
         self._tokenizer = tokenizer
-        self._parser = StreamingParser(asked.mode, asked.tools)
+        self._parser = StreamingParser(asked.mode, asked.tools, not asked.no_call)
         self._opening = asked.opening
         self._with_logprobs = asked.question.sampling.logprobs is not None
         self._logprobs: list[dict[str, Any]] = []

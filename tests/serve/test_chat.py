@@ -105,6 +105,11 @@ def test_tool_choice_forces_a_call_or_hides_the_tools(demo: Running) -> None:
     hidden = ask(demo, **WEATHER, tool_choice="none", max_tokens=1)
     plain = ask(demo, WEATHER["messages"], max_tokens=1)
     assert hidden.usage.prompt_tokens == plain.usage.prompt_tokens
+    # Those of a message stay, and the model calls one.
+    system = {"role": "system", "content": "", "tools": tools}
+    called = ask(demo, [system, *WEATHER["messages"]], tool_choice="none").choices[0]
+    assert (called.message.tool_calls, called.finish_reason) == (None, "stop")
+    assert 'invoke name="get_weather"' in called.message.content
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,13 @@ def call(city: str) -> str:
     return f'<{DSML}invoke name="weather">\n{parameter}\n</{DSML}invoke>'
 
 
-def answer(pieces: Sequence[str], by: str, one_call: bool = False) -> tuple[dict, list[dict]]:
+def answer(
+    pieces: Sequence[str], by: str, one_call: bool = False, no_call: bool = False
+) -> tuple[dict, list[dict]]:
     """The whole choice, and the deltas of the stream."""
     question = Question([1, 2], 9, SamplingParams(), (), frozenset())
-    made = ChatAnswer(ChatAsked(question, "chat", [], "", one_call), "m", Tokenizer(CHECKPOINT))
+    asked = ChatAsked(question, "chat", [], "", one_call, no_call)
+    made = ChatAnswer(asked, "m", Tokenizer(CHECKPOINT))
     said = [PromptRead(1), *(TokenSaid(5, text, None) for text in pieces), Ended("", by)]
     chunks = [chunk for one in said for chunk in made.feed(0, one)]
     return made.response()["choices"][0], [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -54,6 +57,14 @@ def test_of_several_calls_all_or_the_first(one_call: bool) -> None:
     ]
     assert "".join(streamed) == '{"city": "Rome"}'
     assert (choice["message"]["content"], choice["finish_reason"]) == ("Hm.", "tool_calls")
+
+
+def test_where_none_is_chosen_a_call_is_text() -> None:
+    for text in (f"Hm.{OPEN}{call('Rome')}{CLOSE}", f"a{OPEN}{CLOSE}".replace(DSML, "")):
+        choice, deltas = answer(text, "eos", no_call=True)
+        assert "tool_calls" not in choice["message"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+        assert "".join(delta.get("content", "") for delta in deltas) == text
 
 
 def test_a_call_that_is_cut_off_is_none() -> None:
