@@ -19,7 +19,7 @@ from dsv4.decode.drafted_decoder import DraftedDecoder
 from dsv4.engine_config import EngineConfig
 from dsv4.engine_inputs import EngineInputs
 from dsv4.errors import UserError
-from dsv4.generation import Request, Run
+from dsv4.generation import USED_OTHERWISE, Request, Run
 from dsv4.launch.compiler import compile_ahead
 from dsv4.layers.values import Watch
 from dsv4.layers.weights import Weights
@@ -45,7 +45,7 @@ from dsv4.step.chunks import PromptChunks
 from dsv4.step.direct import DirectSteps
 from dsv4.step.nan_search import NaNSearch
 from dsv4.step.steps import RecordedSteps
-from dsv4.token_ids import check_ids, check_room
+from dsv4.token_ids import check_room
 from dsv4.trace.steps import TracedSteps
 from dsv4.weights.parameters import shown_mtp
 
@@ -171,9 +171,10 @@ class Engine(EngineInputs):
         """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32
         ``[V]``. NaN raises ``FloatingPointError``, and the next sequence begins.
         """
+        token_ids = self._ids(token_ids)
         self._end_run()
         before = self.position
-        token_ids = self._checked(token_ids)
+        check_room(before + len(token_ids), self.max_context)
         self.state.forget_nan()
         self._token_ids[before:] = token_ids
         hidden_TE = self._prefill(token_ids, progress)
@@ -187,12 +188,13 @@ class Engine(EngineInputs):
         With ``cuda_graph`` a step of as many tokens as were captured (1, and with drafts those that
         verify) replays; others run eagerly.
         """
-        self._end_run()
-        token_ids = self._checked(token_ids)
+        token_ids = self._ids(token_ids)
         if len(token_ids) > MAX_DECODE_TOKENS:
             raise ValueError(
                 f"token_ids: found {len(token_ids)} tokens, expected 1 to {MAX_DECODE_TOKENS}"
             )
+        self._end_run()
+        check_room(self.position + len(token_ids), self.max_context)
         self._token_ids[self.position :] = token_ids
         if self.decoder is not None and len(token_ids) in self.decoder.lengths:
             return self.decoder.replay(token_ids, self.position).clone()
@@ -219,15 +221,14 @@ class Engine(EngineInputs):
         closes it early. Raises ``UserError`` for wrong arguments and long prompts,
         ``FloatingPointError`` for NaN, ``RuntimeError`` when another call changed the sequence.
         """
+        prompt = self._whole(token_ids)
+        request = Request.checked(
+            self.config, prompt, max_new_tokens, sampling, stop_token_ids, prefill_progress
+        )
         if reuse:
             self._end_run()
         else:
             self.reset()
-        prompt = check_ids(token_ids, self.config.vocab_size)
-        check_room(len(prompt), self.max_context)
-        request = Request.checked(
-            self.config, prompt, max_new_tokens, sampling, stop_token_ids, prefill_progress
-        )
         return self._nan.watched(prompt, self._generate(request, watch, reuse))
 
     def _generate(
@@ -241,6 +242,8 @@ class Engine(EngineInputs):
         hidden_TE = self._prefill(
             request.token_ids[reused:], request.progress, traced and traced.run
         )
+        if self.token_ids != request.token_ids:
+            raise RuntimeError(USED_OTHERWISE)
         first = self.steps.first_token(request.sampler, hidden_TE)
         seconds = time.perf_counter() - started
         if reuse:

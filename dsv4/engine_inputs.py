@@ -42,12 +42,13 @@ class EngineInputs(EngineSequence):
         ``chunk_sizes`` (summing to T) says how the tokens are fed; a size above ``prefill_chunk``
         and 8 is split. Raises ``FloatingPointError`` for NaN that the logits do not show.
         """
-        ids = self._fresh(token_ids)
+        ids = self._whole(token_ids)
         most = max(chunk_tokens(self.engine_config), MAX_DECODE_TOKENS)
         if chunk_sizes is None:
             chunks = self.prompt_chunks.cut(ids)
         else:
             chunks = split_ids(ids, check_integers("chunk_sizes", chunk_sizes), most)
+        self._start(ids)
         logits = [self.steps.logits(self.steps.run(chunk)).clone() for chunk in chunks]
         return self._nan.checked(torch.cat(logits), ids, shown=True)
 
@@ -58,7 +59,8 @@ class EngineInputs(EngineSequence):
         ``MAX_LOGPROBS``. Raises ``FloatingPointError`` for one that is not finite.
         """
         count = check_integer("count", count, 0, MAX_LOGPROBS)
-        ids = self._fresh(token_ids)
+        ids = self._whole(token_ids)
+        self._start(ids)
         scored = ScoredSteps(self.steps, ids, count)
         self._prefill(ids, progress, scored.run)
         self._nan.checked(scored.logprobs_T[:, None], ids)
@@ -81,9 +83,10 @@ class EngineInputs(EngineSequence):
         self, token_ids: Sequence[int], watch: Watch, prompt_tokens: int | None = None
     ) -> None:
         """``trace`` that shows ``watch`` the rows of a value as each step computes them."""
-        ids = self._fresh(token_ids)
+        ids = self._whole(token_ids)
         if prompt_tokens is not None:
             check_integer("prompt_tokens", prompt_tokens, 0, len(ids))
+        self._start(ids)
         prompt = ids[:prompt_tokens]
         chunks = self.prompt_chunks.cut(prompt)
         TracedSteps(self.steps, watch, self.decoder).feed(chunks, ids[len(prompt) :])

@@ -10,6 +10,11 @@ from dsv4.run_stats import DraftStats, FinishReason, RunStats
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.token_ids import check_ids, check_integer
 
+USED_OTHERWISE = (
+    "generate: the engine was used for something else since the last token, "
+    "which ended this sequence"
+)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -83,10 +88,7 @@ class Run:
             self._given += 1
             yield token
             if self._ended:
-                raise RuntimeError(
-                    "generate: the engine was used for something else since the last token, "
-                    "which ended this sequence"
-                )
+                raise RuntimeError(USED_OTHERWISE)
         self._reason = "length" if self._given == self._request.max_new_tokens else "context"
 
     def end(self) -> None:

@@ -118,18 +118,20 @@ class EngineSequence:
         self._token_ids = list(token_ids)
         return reused
 
-    def _fresh(self, token_ids: Iterable[int]) -> list[int]:
-        """Begins a new sequence, which is to be of these tokens: the ids, checked."""
+    def _start(self, ids: list[int]) -> None:
+        """Begins a new sequence, which is to be of these tokens."""
         self.reset()
-        ids = self._checked(token_ids)
         self._token_ids = list(ids)
+
+    def _whole(self, token_ids: Iterable[int]) -> list[int]:
+        """The ids of a sequence as a list, if they are ids of this model and fit."""
+        ids = self._ids(token_ids)
+        check_room(len(ids), self.max_context)
         return ids
 
-    def _checked(self, token_ids: Iterable[int]) -> list[int]:
-        """The ids as a list, if they are ids of this model and fit behind the current position."""
-        checked = check_ids(token_ids, self.key.config.vocab_size)
-        check_room(self.position + len(checked), self.max_context)
-        return checked
+    def _ids(self, token_ids: Iterable[int]) -> list[int]:
+        """As a list, if they are ids of this model."""
+        return check_ids(token_ids, self.key.config.vocab_size)
 
     def _end_run(self) -> None:
         if self._run is not None:

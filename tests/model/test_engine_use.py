@@ -119,6 +119,44 @@ def test_an_error_ends_a_run_as_interrupted(
     assert engine.last_run.finish_reason == "interrupted"
 
 
+HARMLESS: dict[str, Callable[[Engine], Any]] = {
+    "an id beyond the vocabulary": lambda e: e.generate([3, 89], 4),
+    "no new tokens": lambda e: e.generate(SECOND, 0),
+    "a prompt beyond the context": lambda e: e.generate([3] * 65, 1),
+    "stops that are no ids": lambda e: e.generate(SECOND, 3, GREEDY, "x"),  # type: ignore[arg-type]
+    "a prompt to reuse": lambda e: e.generate([89], 3, GREEDY, NO_STOP, reuse=True),
+    "logits": lambda e: e.logits([89]),
+    "chunks that do not add up": lambda e: e.logits(SECOND, [1]),
+    "trace": lambda e: e.trace([89]),
+    "a trace of more tokens": lambda e: e.trace(SECOND, prompt_tokens=99),
+    "prompt_logprobs": lambda e: e.prompt_logprobs([89], 0),
+    "prefill": lambda e: e.prefill([89]),
+    "decode": lambda e: e.decode([3] * 9),
+}
+
+
+@pytest.mark.parametrize("what", HARMLESS)
+def test_a_call_that_is_refused_changes_nothing(what: str, engine: Engine) -> None:
+    """Neither the sequence nor a run of it."""
+    expected = list(run_of(engine, FIRST))
+    with closing(run_of(engine, FIRST)) as run:
+        given = [next(run), next(run)]
+        sequence = engine.token_ids
+        with pytest.raises(ValueError, match="found"):
+            HARMLESS[what](engine)
+        assert engine.token_ids == sequence
+        assert given + list(run) == expected
+
+
+def test_progress_that_uses_the_engine_is_found_out(engine: Engine) -> None:
+    def use(done: int, total: int) -> None:
+        engine.prefill([5, 6, 7])
+
+    with pytest.raises(RuntimeError, match="the engine was used for something else"):
+        list(engine.generate(FIRST, 3, GREEDY, NO_STOP, use))
+    assert len(list(run_of(engine, FIRST))) == 6
+
+
 def test_integers_of_numpy_count(engine: Engine) -> None:
     expected = list(run_of(engine, FIRST, 3))
     stops = np.array([], dtype=np.int64)
