@@ -232,8 +232,14 @@ class DecodeState:
                 f"{len(self.points)} points reach"
             )
         if isinstance(place, Point):
-            for state in self.ranks:
-                place.restore(state.layers, state.draft)
+            is_whole = False
+            try:
+                for state in self.ranks:
+                    place.restore(state.layers, state.draft)
+                is_whole = True
+            finally:
+                if not is_whole:
+                    self.set_position(0)
             self.furthest = place.furthest
             if self.draft is not None:
                 self.draft.forget()

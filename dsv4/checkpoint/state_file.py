@@ -181,8 +181,9 @@ class SavedState:
 
     def restore(self, state: DecodeState) -> None:
         """Puts the rows into ``state`` and its ranks, which have been checked: they stand behind
-        them then.
+        them then. An interruption leaves a sequence without tokens.
         """
+        state.start_sequence()
         for one in (one for rank in state.ranks for one in self._rows(rank)):
             saved = map_tensor(self._tensors[one.name])
             done = 0

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from dsv4 import Engine, SamplingParams
+from dsv4.caches import point
+from dsv4.caches.point import _ring_parts
 from dsv4.caches.state import MAX_POINTS
 from tests.model.test_state import DEFAULT_DTYPES, THREE_LAYERS
 from tests.model.tiny import random_ids, tiny_engine
@@ -148,3 +150,26 @@ def test_a_prompt_that_was_stopped_leaves_what_was_before_it() -> None:
         list(engine.generate([*said, *OTHERS], 5, GREEDY, NO_STOP, stop, reuse=True))
     assert engine.position == len(said) - 1 + 64
     assert engine.reusable_tokens([*said, *IDS]) == len(said) - 1
+
+
+def test_going_back_that_is_interrupted_leaves_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the rings are those of the point by then."""
+    engine = small_engine()
+    list(engine.generate(IDS[:40], 60, GREEDY, NO_STOP, reuse=True))
+    parts = []
+
+    def interrupted(*given: Any) -> Any:
+        for part in _ring_parts(*given):
+            if len(parts) == 5:
+                raise KeyboardInterrupt
+            parts.append(part)
+            yield part
+
+    with monkeypatch.context() as patch:
+        patch.setattr(point, "_ring_parts", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.rewind_to(40)
+    assert (engine.position, engine.token_ids, points(engine)) == (0, [], [])
+    assert engine.reusable_tokens(IDS[:50]) == 0
+    engine.prefill(IDS[:9])
+    assert engine.token_ids == IDS[:9]

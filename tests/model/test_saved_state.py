@@ -10,7 +10,7 @@ import torch
 from dsv4 import Engine, EngineConfig, SamplingParams, UserError
 from dsv4.caches.filled import FilledRows
 from dsv4.checkpoint import state_file
-from dsv4.checkpoint.state_file import SavedState
+from dsv4.checkpoint.state_file import SavedState, StoredTensor, map_tensor
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.ops import TORCH
@@ -235,3 +235,29 @@ def test_tokens_that_were_fed_past_the_engine_are_not_saved(engine: Engine, tmp_
     with pytest.raises(UserError, match="save_state: found 6 tokens, 5 of which"):
         engine.save_state(tmp_path / "state")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_load_that_is_interrupted_leaves_no_tokens(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the caches are those of the file by then."""
+    engine.reset()
+    engine.prefill(IDS[:150])
+    engine.save_state(tmp_path / "state")
+    engine.reset()
+    engine.prefill(IDS[150:290])
+    read = []
+
+    def interrupted(stored: StoredTensor) -> torch.Tensor:
+        read.append(stored)
+        if len(read) == 5:
+            raise KeyboardInterrupt
+        return map_tensor(stored)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_file, "map_tensor", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.load_state(tmp_path / "state")
+    assert (engine.position, engine.token_ids) == (0, [])
+    engine.load_state(tmp_path / "state")
+    assert engine.token_ids == IDS[:150]
