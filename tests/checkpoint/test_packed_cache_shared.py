@@ -53,6 +53,13 @@ def test_what_a_killed_process_leaves_is_no_entry_and_goes(starts: Starts) -> No
     assert starts()[0] == 0
 
 
+def test_a_start_reads_while_another_one_reads(starts: Starts) -> None:
+    assert starts()[0] > 0
+    (entry,) = starts.entries
+    with module._locked(starts.cache, entry.name, module.fcntl.LOCK_SH):
+        assert starts()[0] == 0
+
+
 def test_processes_at_once_all_answer_and_leave_one_entry(starts: Starts) -> None:
     running = [process(starts) for _ in range(2)]
     answers = [one.communicate()[0] for one in running]

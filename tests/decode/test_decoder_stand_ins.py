@@ -93,6 +93,16 @@ def test_closing_takes_back_at_once_what_was_queued_in_vain(
     assert world.state.position == int(position_1) == START + 3
 
 
+def test_more_tokens_than_the_context_has_room_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = decoder_on(World(), monkeypatch)
+    expected = rf"position: found {START} \+ {513 - START} tokens, expected at most 512"
+    with pytest.raises(ValueError, match=expected):
+        next(decoder.generate(3, GREEDY, 513 - START))
+    assert next(decoder.generate(3, GREEDY, 512 - START)) == 4
+
+
 def test_a_replay_takes_rejected_tokens_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     decoder = decoder_on(world, monkeypatch)

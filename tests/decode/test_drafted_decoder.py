@@ -60,3 +60,6 @@ def test_drafts_are_captured_behind_a_token(position: int, monkeypatch: pytest.M
     assert decoder.lengths == (1, 3)
     assert decoder.draft(2) is not None
     assert decoder.draft(3) is None
+    # Of as many tokens as there is room for, none is a draft that another one verifies.
+    assert DraftedDecoder(steps, "full", position + 2).lengths == (1,)
+    assert DraftedDecoder(steps, "full", position + 3).lengths == (1, 3)
