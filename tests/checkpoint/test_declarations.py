@@ -139,17 +139,6 @@ def test_moe_quant_algo_alone_means_the_experts_of_the_main_layers(
     assert matrix(weights, "mtp.0.ffn.experts.w3.weight").format is QuantFormat.MXFP4
 
 
-def test_listed_layers_are_all_that_are_nvfp4(nvfp4_experts: Path, tmp_path: Path) -> None:
-    """Whatever ``moe_quant_algo`` says beside the list."""
-    layers = open_checkpoint(nvfp4_experts).raw_config["quantization_config"]["quantized_layers"]
-    listed = {"layers.0.ffn.experts": layers["layers.0.ffn.experts"]}
-    config = quantization(nvfp4_experts, quantized_layers=listed, moe_quant_algo="NVFP4")
-    folder = without_hf_quant_config(changed_copy(nvfp4_experts, tmp_path / "x", config=config))
-    expected = r"layers.1.ffn.experts.0.w1 \(found nvfp4, declared mxfp4\)"
-    with pytest.raises(UserError, match=expected):
-        load(folder)
-
-
 def test_declaration_may_come_from_hf_quant_config_alone(nvfp4_all: Path, tmp_path: Path) -> None:
     folder = changed_copy(nvfp4_all, tmp_path / "x", config={"quantization_config": None})
     assert matrix(load(folder), "layers.0.attn.wo_a.weight").format is QuantFormat.NVFP4
