@@ -15,6 +15,8 @@ ROOT = Path(__file__).parent.parent.parent
 PER_STEP = (
     "dsv4/step",
     "dsv4/decode",
+    "dsv4/channels.py",
+    "dsv4/turns.py",
     "dsv4/parallel/hand_off.py",
     "dsv4/launch/prepared.py",
     "dsv4/launch/program.py",
@@ -52,6 +54,7 @@ MEANT = {
         "dsv4/step/traced_values.py", "TracedValues.value.copy", "cpu"
     ): "a trace is read on the host",
     Place("dsv4/step/step.py", "Step.show", "cpu"): "a trace is read on the host",
+    Place("dsv4/channels.py", "naming_lost_words", "tolist"): "behind a kernel that gave up",
     Place("dsv4/step/scored.py", "ScoredSteps.run", "cpu"): "what a prompt scores is read there",
     Place(
         "dsv4/step/chunks.py", "run_chunks", "synchronize"
