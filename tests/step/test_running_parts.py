@@ -172,6 +172,30 @@ def test_replays_queue_every_item_and_hand_off_once(
     assert without_drains(log) == queued([*dense_items_of(step), *sampled])
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_an_interruption_leaves_no_device_waiting(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In full mode the graph of every device is queued; in split mode nobody waits for what is
+    not.
+    """
+    planned = PLANNED["flash, 3 GPUs"]()
+    step, log, _ = fake_step(planned, planned.record(1), monkeypatch)
+    captured_step = capture(mode, step, log, monkeypatch)
+    actions = captured_step.model[False]
+    first = actions[0]
+
+    def interrupted() -> None:
+        first()
+        raise KeyboardInterrupt
+
+    actions[0] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        captured_step.run(FAR)
+    queued = by_device(items_of(step.model_parts))
+    assert log == (queued if mode == "full" else queued[: len(log)])
+
+
 def test_what_a_dense_run_does_as_well_is_captured_once(
     planned: PlannedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
