@@ -78,19 +78,10 @@ class Channels:
         """The one from ``source`` to ``target``."""
         return self._of[source, target]
 
-    def __contains__(self, ends: Ends) -> bool:
-        return ends in self._of
-
     @property
-    def nbytes(self) -> int:
-        """Of all of them, with their counts."""
-        counts = sum(found.nbytes for found in self._counts.values())
-        return sum(words_W.nbytes for words_W in self.words) + counts
-
-    @property
-    def words(self) -> list[Tensor]:
-        """The memory of every channel."""
-        return [channel.words_W for channel in self._of.values()]
+    def all(self) -> tuple[Channel, ...]:
+        """Between whichever devices."""
+        return tuple(self._of.values())
 
     def align(self) -> None:
         """Queues that both ends of every channel count from one number on, on the current streams:

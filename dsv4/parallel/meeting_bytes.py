@@ -5,8 +5,7 @@ from itertools import pairwise
 import torch
 
 from dsv4.caches.allocation import COMPUTE_DTYPES, step_tokens
-from dsv4.channels import COUNT_BYTES, Ends
-from dsv4.channels import WORD_BYTES as CHANNEL_WORD_BYTES
+from dsv4.channels import COUNT_BYTES, WORD_BYTES, Ends
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.limits import MAX_DECODE_TOKENS
@@ -49,7 +48,7 @@ def channel_bytes(
     found = dict.fromkeys(placement.devices, 0)
     for (source, target), words in channel_words(config, engine, placement).items():
         found[source] += COUNT_BYTES
-        found[target] += COUNT_BYTES + CHANNEL_WORD_BYTES * words
+        found[target] += COUNT_BYTES + WORD_BYTES * words
     return found
 
 

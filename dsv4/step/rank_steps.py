@@ -68,8 +68,7 @@ class RankSteps:
         if along is not None and tokens <= MAX_DECODE_TOKENS:
             shared = along[0].inputs
         feed = TokenFeed(self.state.devices, self.head, tokens, shared, self.state.channels)
-        read = (self.table, self.targets, self.state, feed.inputs, traced)
-        recorder = StepRecorder(*read)
+        recorder = StepRecorder(self.table, self.targets, self.state, feed.inputs, traced)
         recorder.await_tokens(feed.given)
         has_logits = logits and tokens <= MAX_DECODE_TOKENS
         one = has_logits and tokens == 1

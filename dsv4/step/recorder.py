@@ -160,8 +160,8 @@ class StepRecorder:
         tokens_T = self._inputs[device]
         ends = self._untaken.pop(device, None)
         if ends is not None:
-            taken = (self._channel(*ends), tokens_T, self._given[ends])
-            take_tokens(self._recordings[device], *taken)
+            channel = self._channel(*ends)
+            take_tokens(self._recordings[device], channel, tokens_T, self._given[ends])
         return tokens_T
 
     def pass_on(self, token: Tensor) -> None:

@@ -36,8 +36,8 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Engine]:
 def poison(engine: Engine) -> None:
     """What an earlier step left is no result of this one."""
     assert engine.state.channels is not None
-    for words_W in engine.state.channels.words:
-        words_W.fill_(-1)
+    for channel in engine.state.channels.all:
+        channel.words_W.fill_(-1)
 
 
 def decoded(engine: Engine) -> list[Tensor]:

@@ -215,7 +215,7 @@ def recorded_drafts_behind(engine: Engine, ids: list[int]) -> tuple[list[int], T
     engine.reset()
     engine.prefill(ids)
     if engine.state.channels is not None:
-        for words_W in engine.state.channels.words:
-            words_W.fill_(-1)
+        for channel in engine.state.channels.all:
+            channel.words_W.fill_(-1)
     tokens, logits_NV = recorded_drafts(engine, ids[-1], 3)
     return tokens, logits_NV.cpu()

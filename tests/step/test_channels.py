@@ -16,7 +16,7 @@ from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Launch
 from dsv4.parallel.meeting_bytes import channel_bytes
 from dsv4.parallel.placement import Placement
-from dsv4.step.captured import Mode, regions_of
+from dsv4.step.captured import Mode, part_device, regions_of
 from dsv4.step.parts import AnyPart, Part, Transfer
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import StepRecorder, record_step
@@ -40,14 +40,8 @@ def planned(request: pytest.FixtureRequest) -> PlannedModel:
 def ends_of(planned: PlannedModel) -> dict[int, Ends]:
     """The channels, by the storage of their words."""
     assert planned.state.channels is not None
-    devices = planned.state.devices
-    found: dict[int, Ends] = {}
-    for source in devices:
-        for target in devices:
-            if (source, target) in planned.state.channels:
-                channel = planned.state.channels.between(source, target)
-                found[storage_key(channel.words_W)] = (source, target)
-    return found
+    found = planned.state.channels.all
+    return {storage_key(channel.words_W): (channel.source, channel.target) for channel in found}
 
 
 def launches(step: RecordedStep, parts: list[AnyPart]) -> Iterator[tuple[torch.device, Launch]]:
@@ -113,8 +107,8 @@ def test_a_device_does_its_parts_in_their_order_whatever_one_graph_holds(
     step = planned.record(1)
     regions = regions_of(step.parts, mode)
     for device in planned.state.devices:
-        found = [part for _, run in regions for part in run if part.device == device]  # type: ignore[union-attr]
-        assert found == [part for part in step.parts if part.device == device]  # type: ignore[union-attr]
+        found = [part for _, run in regions for part in run if part_device(part) == device]
+        assert found == [part for part in step.parts if part_device(part) == device]
     if mode == "full":
         assert len(regions) == len(planned.state.devices)
 
@@ -154,8 +148,11 @@ def test_the_head_gets_the_columns_of_every_share(planned: PlannedModel) -> None
 def test_their_memory_is_what_is_planned(planned: PlannedModel) -> None:
     placement = Placement.of_layers(planned.layer_devices)
     assert planned.state.channels is not None
-    planned_bytes = channel_bytes(planned.config, ENGINE, placement)
-    assert sum(planned_bytes.values()) == planned.state.channels.nbytes
+    allocated = dict.fromkeys(placement.devices, 0)
+    for channel in planned.state.channels.all:
+        allocated[channel.source] += channel.sent_1.nbytes
+        allocated[channel.target] += channel.words_W.nbytes + channel.received_1.nbytes
+    assert channel_bytes(planned.config, ENGINE, placement) == allocated
 
 
 def test_longer_steps_use_none(planned: PlannedModel) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dsv4.channels import Channel
-from dsv4.launch.checks import expect
+from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 
@@ -39,8 +39,8 @@ def receive_rows(recording: Recording, channel: Channel, rows: Tensor, early: bo
     width = rows.shape[-1]
     pitch = width
     if rows.dim() == 2:
+        expect_rows("rows", rows, rows.dtype, tuple(rows.shape))
         pitch = rows.stride(0)
-        expect("rows", rows[:1], rows.dtype, (1, width))
     else:
         expect("rows", rows, rows.dtype, tuple(rows.shape))
     count = _values(channel, rows)

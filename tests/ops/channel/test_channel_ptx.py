@@ -12,13 +12,13 @@ from dsv4.launch.target import Target
 from dsv4.ops.channel.cuda import receive_rows, send_rows, take_tokens
 from tests.ops.cases import normal
 from tests.ops.channel.made import CPU, channel_on_cpu
+from tests.ops.exchange.one_inbox import SOON
 from tests.ops.executed import execute
 from tests.ptx.faults import Deadlock, Trap
 from tests.ptx.nvrtc import SourceEdit
 from tests.ptx.schedule import SCHEDULES
 
 LAST_USE = (1 << 31) - 1
-SOON = SourceEdit("words.cuh", "WAIT_CYCLES = 10000000000ll", "WAIT_CYCLES = 100")
 FAULTS = {
     "tags are not compared": SourceEdit(
         "channel.cu", "if (tag_of(found) == tag) return", "if (true) return"
