@@ -4,9 +4,10 @@ import ctypes
 import functools
 import itertools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dsv4.launch.items import ShapeOf
 from dsv4.launch.kernel import Shape
 from dsv4.launch.loading import allow_shared_memory, driver, loaded
 from dsv4.launch.signature import Parameter, Signature
@@ -22,46 +23,53 @@ _WORD_BYTES = 8
 _FREE_SHARED_BYTES = 16 << 10
 
 
-class PreparedLaunch:
-    """A launch as the driver takes it: its configuration, the kernel, and pointers to the words of
-    its arguments. ``early``: it may overlap the end of the one before it.
+class LaunchForm:
+    """How the driver launches a kernel for ``tokens`` tokens on ``stream``: its configuration, the
+    kernel, and those arguments that are numbers of its shape. Launches that are alike share it, and
+    it changes once for all of them.
     """
 
-    def __init__(self, signature: Signature, target: Target, early: bool = True) -> None:
-        parameters = signature.parameters
+    def __init__(
+        self,
+        signature: Signature,
+        target: Target,
+        shape: Shape,
+        shape_of: ShapeOf | None = None,
+        early: bool = True,
+    ) -> None:
+        """``shape_of`` gives the shape for a number of tokens, with the names of numbers that
+        ``shape`` has; None: nothing is launched. ``early``: a launch may overlap the end of the
+        one before it.
+        """
         self._target = target
-        formats = [_format(parameter) for parameter in parameters]
-        *starts, nbytes = itertools.accumulate(map(struct.calcsize, formats), initial=0)
-        self._pack = _packer("".join(formats))
-        self._places = {
-            parameter.name: (start, _packer(format))
-            for parameter, start, format in zip(parameters, starts, formats, strict=True)
-        }
-        self._words = (ctypes.c_uint64 * (nbytes // _WORD_BYTES))()
-        first = ctypes.addressof(self._words)
-        self._pointers = (ctypes.c_void_p * len(starts))(*[first + start for start in starts])
+        self._shape_of = shape_of
         self._shape: Shape | None = None
         self._most_shared = 0
         self._early = early
-        self.parameters = ctypes.addressof(self._pointers)
+        parameters = [one for one in signature.parameters if one.name in shape.numbers]
+        self.numbers = Words(parameters)
         self.config = driver().CUlaunchConfig()
         self.function: Any = None
+        self.tokens = 0
+        self.stream = 0
+        self.launches = True
+        self._take(shape)
 
-    def take(self, shape: Shape, values: Mapping[str, Value]) -> None:
-        """Launches in this shape with these arguments from now on."""
-        self._configure(shape)
-        numbers = {**values, **shape.numbers}
-        self._pack(self._words, 0, *[numbers[name] for name in self._places])
+    def retarget(self, tokens: int, stream: int) -> None:
+        """For another number of tokens, or another stream."""
+        # Of no number, should this be interrupted.
+        self.tokens = 0
+        shape = self._shape if self._shape_of is None else self._shape_of(tokens)
+        self.launches = shape is not None
+        if shape is not None and shape is not self._shape:
+            self._take(shape)
+        self.config.hStream = stream
+        self.stream = stream
+        self.tokens = tokens
 
-    def change(self, shape: Shape) -> None:
-        """Launches in this shape from now on, which has other numbers for the same arguments."""
-        self._configure(shape)
-        for name, number in shape.numbers.items():
-            offset, pack = self._places[name]
-            pack(self._words, offset, number)
-
-    def _configure(self, shape: Shape) -> None:
+    def _take(self, shape: Shape) -> None:
         before = self._shape
+        self._shape = None
         kernel = shape.kernel
         if before is None or (kernel is not before.kernel and kernel != before.kernel):
             self.function = loaded(kernel, self._target)
@@ -79,7 +87,44 @@ class PreparedLaunch:
             config.attrs = _attributes(shape.cluster, self._early)
             config.numAttrs = len(config.attrs)
         config.sharedMemBytes = shape.shared_bytes
+        self.numbers.pack(shape.numbers)
         self._shape = shape
+
+
+class PreparedLaunch:
+    """A launch as the driver takes it: its form, and pointers to the words of its arguments."""
+
+    def __init__(self, signature: Signature, form: LaunchForm) -> None:
+        self.form = form
+        shared = form.numbers.addresses
+        self._words = Words([one for one in signature.parameters if one.name not in shared])
+        addresses = {**self._words.addresses, **shared}
+        order = [addresses[parameter.name] for parameter in signature.parameters]
+        self._pointers = (ctypes.c_void_p * len(order))(*order)
+        self.parameters = ctypes.addressof(self._pointers)
+
+    def take(self, values: Mapping[str, Value]) -> None:
+        """Launches with these arguments from now on, beside the numbers of the shape."""
+        self._words.pack(values)
+
+
+class Words:
+    """Arguments in memory of their own. ``addresses``: where each lies."""
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        formats = [_format(parameter) for parameter in parameters]
+        *starts, nbytes = itertools.accumulate(map(struct.calcsize, formats), initial=0)
+        self._names = [parameter.name for parameter in parameters]
+        self._pack = _packer("".join(formats))
+        self._words = (ctypes.c_uint64 * (nbytes // _WORD_BYTES))()
+        first = ctypes.addressof(self._words)
+        self.addresses = {
+            name: first + start for name, start in zip(self._names, starts, strict=True)
+        }
+
+    def pack(self, values: Mapping[str, Value]) -> None:
+        """Writes all of them."""
+        self._pack(self._words, 0, *[values[name] for name in self._names])
 
 
 @functools.cache

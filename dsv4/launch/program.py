@@ -1,17 +1,18 @@
 """A program: a recording with memory and loaded kernels, ready to be queued again and again."""
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from dsv4.launch.boxes import Boxes
 from dsv4.launch.buffers import byte_offset, storage_key
-from dsv4.launch.items import Argument, Call, Launch
+from dsv4.launch.items import Argument, Call, Launch, ShapeOf
+from dsv4.launch.kernel import Shape
 from dsv4.launch.loading import driver
-from dsv4.launch.prepared import PreparedLaunch, Value
+from dsv4.launch.prepared import LaunchForm, PreparedLaunch, Value
 from dsv4.launch.recording import Recording
-from dsv4.launch.target import Target
+from dsv4.launch.signature import Signature
 from dsv4.launch.tensor_map import tensor_map
 from dsv4.launch.workspace import lay_out
 
@@ -45,6 +46,7 @@ class Program:
             storage_key(tensor): torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
             for tensor in recording.zeroed_tensors
         }
+        self._forms: dict[tuple[Signature, ShapeOf | None, bool], LaunchForm] = {}
         self._items = []
         for item in recording.items:
             self._items.append(self._ready(item, early))
@@ -71,26 +73,48 @@ class Program:
         stream = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
         launch_kernel = driver().cuLaunchKernelEx
         for item in self._items[start:stop]:
-            # One by one, so that the device works on those before meanwhile.
-            if item.tokens != tokens or item.stream != stream:
-                item.retarget(tokens, stream)
             launch = item.in_dense if dense else item.in_sparse
             if launch is None:
                 item.call(tokens)
                 continue
-            (error,) = launch_kernel(launch.config, launch.function, launch.parameters, 0)
+            form = launch.form
+            # One by one, so that the device works on those before meanwhile.
+            if form.tokens != tokens or form.stream != stream:
+                form.retarget(tokens, stream)
+            if not form.launches:
+                continue
+            (error,) = launch_kernel(form.config, form.function, launch.parameters, 0)
             if error:
                 raise RuntimeError(f"CUDA driver error: {error.name} at a launch of {item.name}")
 
-    def _ready(self, item: Launch | Call, early: bool) -> Any:
+    def _ready(self, item: Launch | Call, early: bool) -> "_ReadyCall | _ReadyLaunch":
         """``early``: a launch may start before what is queued in front of it has ended."""
         if isinstance(item, Call):
             return _ReadyCall(item, [self.tensor(tensor) for tensor in item.tensors])
         values = {name: self._value(value) for name, value in item.arguments.items()}
-        target = self.recording.target
-        if item.shape_of is None:
-            return _ReadyLaunch(item, values, target, early)
-        return _ReadyPrefillLaunch(item, values, target, early, self.recording.tokens)
+        sparse = self._prepared(item, item.shape, values, early)
+        dense: PreparedLaunch | None = sparse
+        if item.shape_of is None and item.differs_if_dense:
+            shape = item.dense_shape
+            dense = None if shape is None else self._prepared(item, shape, values, early)
+        return _ReadyLaunch(item, sparse, dense)
+
+    def _prepared(
+        self, item: Launch, shape: Shape, values: Mapping[str, Value], early: bool
+    ) -> PreparedLaunch:
+        launch = PreparedLaunch(item.signature, self._form(item, shape, early))
+        launch.take(values)
+        return launch
+
+    def _form(self, item: Launch, shape: Shape, early: bool) -> LaunchForm:
+        """That of the launches that are alike, where the shape goes with the tokens."""
+        key = (item.signature, item.shape_of, early)
+        if key in self._forms:
+            return self._forms[key]
+        form = LaunchForm(item.signature, self.recording.target, shape, item.shape_of, early)
+        if item.shape_of is not None:
+            self._forms[key] = form
+        return form
 
     def _value(self, argument: Argument) -> Value:
         if argument is None:
@@ -114,32 +138,14 @@ class Program:
         return self._memory.bytes[self._layout.offsets[key] :]
 
 
-class _Ready:
-    """An item for ``tokens`` on ``stream``. ``in_sparse``, ``in_dense``: what is launched in a step
-    that is not dense, and in one that is; None: nothing is.
-    """
+class _ReadyCall:
+    """A function with its tensors, which is called and not launched."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.tokens = 0
-        self.stream = 0
-        self.in_sparse: PreparedLaunch | None = None
-        self.in_dense: PreparedLaunch | None = None
-
-    def call(self, tokens: int) -> None:
-        """What is done where nothing is launched."""
-
-    def retarget(self, tokens: int, stream: int) -> None:
-        """For another number of tokens, or another stream."""
-        self.tokens = tokens
-        self.stream = stream
-
-
-class _ReadyCall(_Ready):
-    """A function with its tensors."""
+    in_sparse: PreparedLaunch | None = None
+    in_dense: PreparedLaunch | None = None
 
     def __init__(self, item: Call, tensors: list[Tensor]) -> None:
-        super().__init__(str(item.function))
+        self.name = str(item.function)
         self._function = item.function
         self._tensors = tensors
 
@@ -148,64 +154,17 @@ class _ReadyCall(_Ready):
         self._function(tokens, *self._tensors)
 
 
-class _ReadyLaunch(_Ready):
-    """A launch with its memory."""
-
-    def __init__(self, item: Launch, values: dict[str, Value], target: Target, early: bool) -> None:
-        super().__init__(item.signature.kernel)
-        # Kept alive: the launch itself has only their addresses.
-        self._kept = [value for value in item.tensors if not value.is_meta]
-        self.in_sparse = PreparedLaunch(item.signature, target, early)
-        self.in_sparse.take(item.shape, values)
-        self.in_dense = self.in_sparse
-        if item.dense_shape is None:
-            self.in_dense = None
-        elif item.differs_if_dense:
-            self.in_dense = PreparedLaunch(item.signature, target, early)
-            self.in_dense.take(item.dense_shape, values)
-
-    def retarget(self, tokens: int, stream: int) -> None:
-        """For another stream."""
-        super().retarget(tokens, stream)
-        for prepared in (self.in_sparse, self.in_dense):
-            if prepared is not None:
-                prepared.config.hStream = stream
-
-
-class _ReadyPrefillLaunch(_Ready):
-    """A launch whose shape goes with the number of tokens: prepared once for the most of them, anew
-    for other numbers.
+class _ReadyLaunch:
+    """A launch with its memory. ``in_sparse``, ``in_dense``: what is launched in a step that is not
+    dense, and in one that is; None: nothing is.
     """
 
-    def __init__(
-        self,
-        item: Launch,
-        values: dict[str, Value],
-        target: Target,
-        early: bool,
-        tokens: int,
-    ) -> None:
-        assert item.shape_of is not None
-        super().__init__(item.signature.kernel)
+    def __init__(self, item: Launch, sparse: PreparedLaunch, dense: PreparedLaunch | None) -> None:
+        self.name = item.signature.kernel
+        # Kept alive: the launch itself has only their addresses.
         self._kept = [value for value in item.tensors if not value.is_meta]
-        self._shape_of = item.shape_of
-        self._most_tokens = tokens
-        self._whole = PreparedLaunch(item.signature, target, early)
-        self._other = PreparedLaunch(item.signature, target, early)
-        for prepared in (self._whole, self._other):
-            prepared.take(item.shape, values)
-        self._launches_whole = item.shape_of(tokens) is not None
+        self.in_sparse = sparse
+        self.in_dense = dense
 
-    def retarget(self, tokens: int, stream: int) -> None:
-        """For another number of tokens, or another stream."""
-        super().retarget(tokens, stream)
-        prepared: PreparedLaunch | None = self._whole if self._launches_whole else None
-        if tokens != self._most_tokens:
-            shape = self._shape_of(tokens)
-            prepared = None if shape is None else self._other
-            if shape is not None:
-                self._other.change(shape)
-        if prepared is not None:
-            prepared.config.hStream = stream
-        self.in_sparse = prepared
-        self.in_dense = prepared
+    def call(self, tokens: int) -> None:
+        """Nothing is done where nothing is launched."""

@@ -7,23 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch import prepared
-from dsv4.launch.kernel import Kernel, Shape
+from dsv4.launch.kernel import Shape
 from dsv4.launch.program import Memory, Program
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.immediate import PreparedOp, TimedOp
 from dsv4.ops.norm.cuda import rms_norm
 from tests.launch.fake_driver import Driver, bindings
-
-CPU = torch.device("cpu")
-TARGET = Target(CPU, "sm_90a", 132)
-NORM = Kernel("norm/rms_norm", "rms_norm")
-SORT = Kernel("moe/moe_sort", "moe_sort")
-
-
-def normalise(recording: Recording, x: Tensor, y: Tensor, shape: Any) -> None:
-    recording.launch(shape, x=x, weight=None, y=y, width=x.shape[1], eps=1e-6)
+from tests.launch.norms import CPU, NORM, TARGET, normalise
 
 
 def test_arguments_arrive_by_name_in_the_order_of_the_signature(driver: Driver) -> None:
@@ -96,46 +87,6 @@ def test_a_program_follows_the_current_stream(
     assert [launched.stream for launched in driver.launches] == [7, 7, 9, 9, 7]
 
 
-def test_shorter_chunks_take_their_own_shapes_and_the_longest_its_own_again(
-    driver: Driver,
-) -> None:
-    """The second launch has nothing to do below 40 tokens."""
-    recording = Recording(TARGET, 64)
-    ids = torch.zeros(64, dtype=torch.int64)
-    sizes = {"slots": (64,), "tiles": (8, 4), "tile_count": (1,)}
-    outputs = {name: recording.empty(size, torch.int32) for name, size in sizes.items()}
-
-    def sort(first: int) -> None:
-        def shape(tokens: int) -> Shape | None:
-            if tokens <= first:
-                return None
-            return Shape(SORT, 1 + tokens // 16, 32, 4 * tokens, numbers={"count": tokens - first})
-
-        recording.launch(shape, ids=ids, **outputs, experts=8, tile=128)
-
-    sort(0)
-    sort(40)
-    running = Program(recording)
-    for tokens in (64, 30, 50, 64):
-        running.run(tokens, dense=tokens == 50)
-    found = [
-        (launched.grid[0], launched.shared_bytes, launched.words[4]) for launched in driver.launches
-    ]
-    whole = [(5, 256, 64), (5, 256, 24)]
-    assert found == [*whole, (2, 120, 30), (4, 200, 50), (4, 200, 10), *whole]
-
-
-def test_the_longest_chunk_may_have_nothing_to_do(driver: Driver) -> None:
-    recording = Recording(TARGET, 64)
-    x = torch.zeros(64, 64, dtype=torch.bfloat16)
-    y = recording.empty((64, 64), torch.bfloat16)
-    normalise(recording, x, y, lambda tokens: Shape(NORM, tokens, 32) if tokens <= 40 else None)
-    running = Program(recording)
-    for tokens in (64, 40, 64):
-        running.run(tokens)
-    assert [launched.grid[0] for launched in driver.launches] == [40]
-
-
 def test_a_dense_step_has_other_launches_and_fewer(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,48 +109,6 @@ def test_a_dense_step_has_other_launches_and_fewer(
     running.run(1, dense=True)
     found = [(launched.grid[0], launched.overlaps, launched.stream) for launched in driver.launches]
     assert found == [(1, 0, 100), (2, 0, 100), (4, 1, 100), (3, 0, 9), (4, 1, 9)]
-
-
-def test_other_chunks_may_take_another_kernel_in_other_blocks(driver: Driver) -> None:
-    recording = Recording(TARGET, 64)
-    x = torch.zeros(64, 64, dtype=torch.bfloat16)
-    few = Shape(Kernel(NORM.source, NORM.function, (("FEW", 1),)), 1, 64, cluster=1)
-    some = Shape(NORM, 2, 96, cluster=2)
-
-    def shape(tokens: int) -> Shape:
-        return few if tokens < 20 else some
-
-    normalise(recording, x, recording.empty((64, 64), torch.bfloat16), shape)
-    running = Program(recording)
-    for tokens in (64, 10, 30, 10):
-        running.run(tokens)
-    assert [
-        (launched.kernel, launched.threads, launched.attributes) for launched in driver.launches
-    ] == [(taken.kernel, taken.threads, taken.cluster) for taken in (some, few, some, few)]
-
-
-def test_shared_memory_is_asked_for_once_for_each_kernel_and_more_of_it(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the longest chunk, which is prepared twice, and by others."""
-    asked: list[tuple[Kernel, int]] = []
-    monkeypatch.setattr(
-        prepared, "allow_shared_memory", lambda kernel, _, nbytes: asked.append((kernel, nbytes))
-    )
-    few = Kernel(NORM.source, NORM.function, (("FEW", 1),))
-    shapes = {1: (few, 20_000), 2: (few, 30_000), 3: (NORM, 20_000), 4: (NORM, 1_000), 64: (few, 0)}
-    recording = Recording(TARGET, 64)
-    x = torch.zeros(64, 64, dtype=torch.bfloat16)
-
-    def shape(tokens: int) -> Shape:
-        kernel, nbytes = shapes[tokens]
-        return Shape(kernel, 1, 32, nbytes)
-
-    normalise(recording, x, recording.empty((64, 64), torch.bfloat16), shape)
-    running = Program(recording)
-    for tokens in (1, 2, 1, 3, 4, 2, 3):
-        running.run(tokens)
-    assert asked == [shapes[tokens] for tokens in (1, 2, 3, 2, 3)]
 
 
 def test_a_range_of_items_runs_alone_and_calls_get_their_memory(driver: Driver) -> None:

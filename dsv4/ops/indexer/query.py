@@ -6,6 +6,7 @@ from torch import Tensor
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
+from dsv4.launch.shapes import by_tokens
 from dsv4.limits import MAX_DECODE_TOKENS
 
 _WARP = 32
@@ -31,19 +32,9 @@ def index_query(
         "index_query",
         (("WIDTH", width), ("ROPE", 2 * inv_freq.shape[0])),
     )
-
-    def shape(tokens: int) -> Shape:
-        heads_per_block = _DECODE_HEADS if tokens <= MAX_DECODE_TOKENS else heads
-        return Shape(
-            kernel,
-            (ceil_div(heads, heads_per_block), tokens),
-            _WARP * min(_WARPS, heads_per_block),
-            numbers={"heads_per_block": heads_per_block},
-        )
-
     out_TID = recording.empty_like(q_TID)
     recording.launch(
-        shape,
+        by_tokens(_shape, kernel, heads),
         q=q_TID,
         positions=positions_T,
         inv_freq=inv_freq,
@@ -52,6 +43,16 @@ def index_query(
         normaliser=width**-0.5,
     )
     return out_TID
+
+
+def _shape(kernel: Kernel, heads: int, tokens: int) -> Shape:
+    heads_per_block = _DECODE_HEADS if tokens <= MAX_DECODE_TOKENS else heads
+    return Shape(
+        kernel,
+        (ceil_div(heads, heads_per_block), tokens),
+        _WARP * min(_WARPS, heads_per_block),
+        numbers={"heads_per_block": heads_per_block},
+    )
 
 
 def check_index_queries(q_TID: Tensor, positions_T: Tensor, inv_freq: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4.launch.compiler import is_installed
 from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.loading import driver, loaded
-from dsv4.launch.prepared import PreparedLaunch
+from dsv4.launch.prepared import LaunchForm, PreparedLaunch
 from dsv4.launch.signature import signature
 from dsv4.launch.target import Target, compile_target
 from dsv4.ops.scatter import Part
@@ -54,15 +54,17 @@ class Scatter:
     """
 
     def __init__(self, target: Target, memory: Tensor, stream: torch.cuda.Stream) -> None:
-        self._launch = PreparedLaunch(signature(_KERNEL.source, _KERNEL.function), target)
-        self._launch.config.hStream = stream.cuda_stream
+        arguments = signature(_KERNEL.source, _KERNEL.function)
+        self._form = LaunchForm(arguments, target, SHAPE)
+        self._form.retarget(0, stream.cuda_stream)
+        self._launch = PreparedLaunch(arguments, self._form)
         self._memory = memory.data_ptr()
 
     def queue(self, table: int, parts: int) -> None:
         """Queues the copies of the ``parts`` in the table at byte ``table``, a multiple of 8."""
-        launch = self._launch
-        values = {"memory": self._memory, "table": self._memory + table, "parts": parts}
-        launch.take(SHAPE, values)
-        (error,) = driver().cuLaunchKernelEx(launch.config, launch.function, launch.parameters, 0)
+        self._launch.take({"memory": self._memory, "table": self._memory + table, "parts": parts})
+        form = self._form
+        parameters = self._launch.parameters
+        (error,) = driver().cuLaunchKernelEx(form.config, form.function, parameters, 0)
         if error:
             raise RuntimeError(f"CUDA driver error: {error.name} at a launch of {_KERNEL.function}")
