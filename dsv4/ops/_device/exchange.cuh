@@ -133,16 +133,6 @@ struct Inbox {
         }
     }
 
-    // Tells the host which rank's words are missing. Inline: a call would put the inbox into local
-    // memory, also where all words are there.
-    __device__ __forceinline__ void give_up(int rank) const {
-        fault[1] = exchange, fault[2] = rank, fault[3] = tag / EXCHANGES_PER_STEP;
-        __threadfence_system();
-        fault[0] = 1;
-        __threadfence_system();
-        __trap();
-    }
-
     // One look at Count words of a rank; false: they have not all come.
     template <int Count>
     __device__ __forceinline__ bool look(const char* from, float (&values)[Count]) const {
@@ -196,7 +186,8 @@ struct Inbox {
             if (!all && clock64() > end) {
 #pragma unroll
                 for (int place = 0; place < Places; ++place)
-                    if (!here[place]) give_up(sender(place));
+                    if (!here[place])
+                        give_up_waiting(fault, exchange, sender(place), tag / EXCHANGES_PER_STEP);
             }
         } while (!all);
     }

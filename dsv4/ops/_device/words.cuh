@@ -22,3 +22,14 @@ __device__ __forceinline__ word64 load_word(const void* address) {
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
     return word;
 }
+
+// Tells the host, in pinned memory, which words did not come: {1, and three numbers that say it}.
+// Ends the kernel. Inline: a call would put what the caller holds into local memory, also where all
+// words are there.
+__device__ __forceinline__ void give_up_waiting(int* fault, int set, int sender, int use) {
+    fault[1] = set, fault[2] = sender, fault[3] = use;
+    __threadfence_system();
+    fault[0] = 1;
+    __threadfence_system();
+    __trap();
+}

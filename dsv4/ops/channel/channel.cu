@@ -26,18 +26,10 @@ struct End {
     }
 };
 
-// Who tells the host, in pinned memory, which words did not come: {1, sender, receiver, use}.
+// Where it is told which words did not come: {1, sender, receiver, use}.
 struct Fault {
     int* words;
     int sender, receiver;
-
-    __device__ __forceinline__ void tell(unsigned tag) const {
-        words[1] = sender, words[2] = receiver, words[3] = int(tag);
-        __threadfence_system();
-        words[0] = 1;
-        __threadfence_system();
-        __trap();
-    }
 };
 
 // The value of a word when it has come.
@@ -46,7 +38,7 @@ __device__ __forceinline__ bits32 wait_for(const word64* word, unsigned tag, con
     if (tag_of(found) == tag) return bits32(found);
     const long long end = clock64() + WAIT_CYCLES;
     while (tag_of(found) != tag) {
-        if (clock64() > end) fault.tell(tag);
+        if (clock64() > end) give_up_waiting(fault.words, fault.sender, fault.receiver, int(tag));
         found = load_word(word);
     }
     return bits32(found);
