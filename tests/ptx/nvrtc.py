@@ -30,7 +30,8 @@ _CODES = {"int": "<i", "unsigned": "<I", "int64": "<q", "float": "<f"}
 
 class SourceEdit(NamedTuple):
     """Text of a file in the kernel's folder, or of a header that several have, that becomes another
-    one; it must be there once. ``also``: another edit of the same build.
+    one. ``LookupError`` unless it is there once: no test takes that for the fault. ``also``:
+    another edit of the same build.
     """
 
     file: str
@@ -75,10 +76,12 @@ def _ptx_of(source: str, architecture: str, defines: Defines, edit: SourceEdit |
             text = path.read_text()
             for one in edit.all:
                 if path.name == one.file:
-                    assert text.count(one.text) == 1, one
+                    if text.count(one.text) != 1:
+                        raise LookupError(f"{one}: found {text.count(one.text)} times")
                     text = text.replace(one.text, one.replacement)
             (copy / path.name).write_text(text)
-        assert all((copy / one.file).exists() for one in edit.all), edit
+        if not all((copy / one.file).exists() for one in edit.all):
+            raise LookupError(f"{edit}: no such file")
         text, options = translation_unit(source, architecture, defines)
         original = source_path(source)
         head = text.removesuffix(original.read_text())

@@ -2,6 +2,7 @@
 registers.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +25,6 @@ _PRODUCERS = 4
 _FEWEST_CONSUMERS = 8
 # What 12 consumers gain over 8 (docs/kernels/moe.md).
 _GAIN_OF_CONSUMERS = 0.06
-_PARTIAL_FLOATS = 2 * TILE_TOKENS // 8 * 4 * 256
 # A stage has 64 columns (128 bytes) of x. A block also holds the stages' alignment, barriers and a
 # flag.
 _TOKEN_BYTES = 128
@@ -32,11 +32,12 @@ _OTHER_SHARED = 2048
 _SHARED_LIMIT = 227 << 10
 # 5 stages were 0.4 % slower than 8 (docs/kernels/linear.md); the barriers have room for more.
 _MAX_STAGES = 8
-# A split has at least 4 stages, so that its pipeline fills; 16 splits are the most that one block
-# sums.
+# A split has at least 4 stages, so that its pipeline fills. Each of 16 splits stores eight of a
+# tile's tokens.
 _MIN_SPLIT_STEPS = 4
 _MAX_SPLITS = 16
-# A tile has one counter. Split tiles are at most half as many as there are multiprocessors.
+NO_SPLITS: Mapping[str, None] = dict.fromkeys(("parts", "counters"))
+# A split tile has one counter: they are at most half as many as there are multiprocessors.
 _COUNTERS = 1024
 
 
@@ -168,21 +169,14 @@ def linear_batches(
     y = recording.empty((tokens, width), out_dtype)
     target = recording.target
     row_blocks = ceil_div(rows, NARROW.rows(MODE_LINEAR)) * groups
-    split = _Split(row_blocks, ceil_div(columns, PADDING), target.multiprocessors)
+    split = Split(row_blocks, ceil_div(columns, PADDING), target.multiprocessors)
     variant = build_for(weight.format, MODE_LINEAR, target.architecture, out_dtype == torch.float32)
-    partial = None
-    counters = None
-    most_partials = split.most_partials(tokens)
-    if most_partials:
-        partial = recording.empty((most_partials * _PARTIAL_FLOATS,), torch.float32)
-        counters = recording.zeroed("prefill_linear", _COUNTERS)
     recording.launch(
         by_tokens(_linear_shape, variant, split, fewer_than),
         x=x_TGK,
         **matrix_arguments(weight, "weight"),
         y=y,
-        partial=partial,
-        counters=counters,
+        **split.memory(recording),
         rows=rows,
         columns=columns,
         row_tiles=padded(weight.shape[0]) // TILE_ROWS,
@@ -209,8 +203,8 @@ def scale_arguments(weight: PackedWeight, prefix: str) -> dict[str, Tensor | Non
     }
 
 
-class _Split(NamedTuple):
-    """What the number of splits over K follows from.
+class Split(NamedTuple):
+    """What the number of splits over K follows from, in tiles of 128 tokens.
 
     ``row_blocks``: of all groups; ``steps``: stages of K.
     """
@@ -220,22 +214,34 @@ class _Split(NamedTuple):
     multiprocessors: int
 
     def tiles(self, tokens: int) -> int:
+        """Those of a product of so many tokens."""
         return self.row_blocks * ceil_div(tokens, TILE_TOKENS)
 
     def splits(self, tokens: int) -> int:
-        """So many that no block gets a second tile where one tile for each leaves some idle."""
+        """So many that no block gets a second tile where one tile for each leaves some idle: the
+        blocks of a tile wait for each other.
+        """
         per_tile = self.multiprocessors // self.tiles(tokens)
         return max(1, min(per_tile, self.steps // _MIN_SPLIT_STEPS, _MAX_SPLITS))
 
-    def most_partials(self, tokens: int) -> int:
-        """Partial tiles that any number of tokens up to this needs; 0 where K is never split."""
-        counts = range(TILE_TOKENS, round_up(tokens, TILE_TOKENS) + 1, TILE_TOKENS)
-        partials = [self.tiles(n) * self.splits(n) for n in counts if self.splits(n) > 1]
-        return max(partials, default=0)
+    def memory(self, recording: Recording) -> dict[str, Tensor | None]:
+        """Where the parts of split tiles meet in steps of up to the recording's tokens, by the
+        names of a kernel's arguments.
+        """
+        tokens = round_up(recording.tokens, TILE_TOKENS)
+        counts = range(TILE_TOKENS, tokens + 1, TILE_TOKENS)
+        parts = [self.tiles(n) * self.splits(n) for n in counts if self.splits(n) > 1]
+        if not parts:
+            return dict(NO_SPLITS)
+        floats = TILE_TOKENS * NARROW.rows(MODE_LINEAR)
+        return {
+            "parts": recording.empty((max(parts) * floats,), torch.float32),
+            "counters": recording.zeroed("prefill_splits", _COUNTERS),
+        }
 
 
 def _linear_shape(
-    variant: Build, split: _Split, fewer_than: int | None, tokens: int
+    variant: Build, split: Split, fewer_than: int | None, tokens: int
 ) -> Shape | None:
     if fewer_than is not None and tokens >= fewer_than:
         return None

@@ -1,6 +1,6 @@
 // The consumers of a block: the sums of tile after tile, and their results.
 #pragma once
-#include "prefill_results.cuh"
+#include "prefill_parts.cuh"
 
 template <int BLOCKS>
 __device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Output& out, Pipe& pipe,
@@ -26,7 +26,7 @@ __device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Outpu
     accumulate<BLOCKS>(acc, unit, g, t, pipe, warp, lane);
 #pragma unroll
     for (int side = 0; side < READ; side++) {
-        if (MODE == MODE_LINEAR && FORMAT == FP8 && g.splits > 1) {
+        if (SPLITS && FORMAT == FP8 && g.splits > 1) {
             // Splits may end at different mantissas.
             rescale(acc[side], unit[side] / UNIT);
             unit[side] = UNIT;
@@ -34,16 +34,11 @@ __device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Outpu
         // y_NT *= global_scale, and the power of two of the dequantized weights
         alpha[side] *= unit[side];
     }
+    if (SPLITS && g.splits > 1) return give_part<BLOCKS>(acc, out, index);
     const Tile done = t;
     // Read here, the next tile's entry arrives while this one's results are written.
     if (index + (int)gridDim.x < g.total()) t = tile_at(g, index + gridDim.x);
-    if (MODE == MODE_LINEAR && g.splits > 1 && !join_splits<BLOCKS>(acc, g, done, out, index))
-        return;
-    if constexpr (MODE == MODE_GATE_UP)
-        store_gated<BLOCKS>(acc, alpha, g, done, out, routing);
-    else if constexpr (MODE == MODE_DOWN || OUT_FLOAT)
-        store_float<BLOCKS>(acc, alpha, g, done, out, slot, warp, lane);
-    else store_linear<BLOCKS>(acc, alpha, g, done, out);
+    store_tile<BLOCKS>(acc, alpha, g, done, out, slot, routing);
 }
 
 __device__ __forceinline__ void consume(const Gemm& g, const Output& out, Pipe pipe) {
@@ -61,5 +56,6 @@ __device__ __forceinline__ void consume(const Gemm& g, const Output& out, Pipe p
                 consume_tile<TOKENS / 8>(g, t, out, pipe, index);
                 break;
         }
+        if (SPLITS && g.splits > 1) store_share(g, t, out, index);
     }
 }

@@ -108,16 +108,15 @@ __device__ __forceinline__ void produce(const Gemm& g, Pipe pipe) {
     if (thread == 0) pipe.drain();
 }
 
-// Shared memory: STAGES stages from a 1024-byte border, then barriers and a flag. 2048 bytes
-// besides the stages.
-__device__ __forceinline__ void run(const Gemm& g, Output out) {
+// Shared memory: STAGES stages from a 1024-byte border, then barriers. 2048 bytes besides the
+// stages.
+__device__ __forceinline__ void run(const Gemm& g, const Output& out) {
     extern __shared__ unsigned char shared[];
     const u32 base = shared_address(shared), stages = (base + 1023) / 1024 * 1024;
     unsigned char* rest = shared + (stages - base) + STAGES * STAGE_BYTES;
     const u32 full = shared_address(rest);
     const Pipe pipe = {stages, full, full + 8 * STAGES, 0, 0};
-    out.flag = reinterpret_cast<int*>(rest + 16 * STAGES);
-    static_assert(16 * STAGES + 4 <= 1024, "barriers and flag");
+    static_assert(16 * STAGES <= 1024, "barriers");
     static_assert(STAGES * STAGE_BYTES + 2048 <= SHARED_BYTES, "as the launchers count it");
     static_assert(STAGES > LAG + 1, "the consumers hold one stage while the next is announced");
     if (threadIdx.x == 0) {
@@ -144,7 +143,7 @@ __device__ __forceinline__ void run(const Gemm& g, Output out) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill_linear(const bf16* x, const unsigned char* weight_data,
                    const unsigned char* weight_block_scale, const float* weight_global_scale,
-                   void* y, float* partial, int* counters, int tokens, int rows, int columns,
+                   void* y, float4* parts, int* counters, int tokens, int rows, int columns,
                    int row_tiles, int x_stride, int batch_stride, int y_stride, int batches,
                    int splits) {
     pdl_wait();
@@ -164,29 +163,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     nullptr,
                     (tokens + TOKENS - 1) / TOKENS,
                     1};
-    run(g, {y, y_stride, nullptr, 0.0f, partial, counters, nullptr});
+    run(g, {y, y_stride, nullptr, 0.0f, parts, counters});
 }
 #elif MODE == MODE_GATE_UP
 // h[i] = gated products of x[slots[i] / per_token]; without tiles: of x[i] for every token, with
-// weight 1.
+// weight 1, and perhaps with splits.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill_gate_up(const bf16* x, const unsigned char* w1_data,
                     const unsigned char* w1_block_scale, const float* w1_global_scale,
                     const unsigned char* w3_data, const unsigned char* w3_block_scale,
                     const float* w3_global_scale, const int4* tiles, const int* tile_count,
-                    const int* slots, const float* routing, bf16* h, int tokens, int rows,
-                    int columns, int row_tiles, int x_stride, int h_stride, int per_token,
-                    float limit) {
+                    const int* slots, const float* routing, bf16* h, float4* parts, int* counters,
+                    int tokens, int rows, int columns, int row_tiles, int x_stride, int h_stride,
+                    int per_token, float limit, int splits) {
     pdl_wait();
     pdl_launch();
     const Matrix first = {w1_data, w1_block_scale, w1_global_scale};
     const Matrix second = {w3_data, w3_block_scale, w3_global_scale};
     const int count = tiles ? *tile_count : (tokens + TOKENS - 1) / TOKENS;
     const Gemm g = {
-        x,      x_stride, 0, {first, second}, row_tiles, columns, rows,
-        tokens, 1,        1, tiles,           slots,     count,   per_token,
+        x,      x_stride, 0,      {first, second}, row_tiles, columns, rows,
+        tokens, 1,        splits, tiles,           slots,     count,   per_token,
     };
-    run(g, {h, h_stride, routing, limit, nullptr, nullptr, nullptr});
+    run(g, {h, h_stride, routing, limit, parts, counters});
 }
 #else
 // y[slots[i]] = W2[expert of i] * h[i], float rows.
@@ -201,6 +200,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         h, h_stride, 0,     {matrix, matrix}, row_tiles, columns, rows, 0, 1,
         1, tiles,    slots, *tile_count,      1,
     };
-    run(g, {y, rows, nullptr, 0.0f, nullptr, nullptr, nullptr});
+    run(g, {y, rows, nullptr, 0.0f, nullptr, nullptr});
 }
 #endif

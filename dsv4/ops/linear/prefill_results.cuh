@@ -7,46 +7,10 @@ struct Output {
     int64 y_stride;        // elements between tokens
     const float* routing;  // MODE_GATE_UP: weight by (token, slot), or null: 1
     float limit;
-    float* partial;  // MODE_LINEAR with splits: [tile][split][value][consumer thread]
-    int* counters;
-    int* flag;
-    u32 staged;  // BOXES: shared memory of RESULT_BYTES
+    float4* parts;  // with splits: [tile][split][side][eight tokens][consumer thread]
+    int* counters;  // with splits: of each tile, zero before and behind a launch
+    u32 staged;     // BOXES: shared memory of RESULT_BYTES
 };
-
-// Sums the splits in order in the block that arrives last; false in the others.
-template <int BLOCKS>
-__device__ __forceinline__ bool join_splits(Accumulators<BLOCKS>& acc, const Gemm& g, const Tile& t,
-                                            const Output& out, int index) {
-    constexpr int COUNT = CONSUMERS * WARP;
-    constexpr int SIZE = SIDES * TOKENS / 8 * 4 * COUNT;
-    float* mine = out.partial + (int64)index * SIZE + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < SIDES * BLOCKS * 4; i++) mine[i * COUNT] = (&acc[0][0][0])[i];
-    __threadfence();
-    consumers_sync();
-    if (threadIdx.x == 0) {
-        int* counter = out.counters + index / g.splits;
-        const bool last = atomicAdd(counter, 1) == g.splits - 1;
-        if (last) *counter = 0;
-        *out.flag = last;
-    }
-    consumers_sync();
-    // y_NT = partial_NT.sum(splits)
-    const bool last = *out.flag;
-    consumers_sync();
-    if (!last) return false;
-    __threadfence();
-#pragma unroll
-    for (int i = 0; i < SIDES * BLOCKS * 4; i++) (&acc[0][0][0])[i] = 0.0f;
-#pragma unroll 1
-    for (int split = 0; split < g.splits; split++) {
-        const float* other = out.partial + (int64)(index - t.split + split) * SIZE + threadIdx.x;
-#pragma unroll
-        for (int i = 0; i < SIDES * BLOCKS * 4; i++)
-            (&acc[0][0][0])[i] += __ldcg(other + i * COUNT);
-    }
-    return true;
-}
 
 // Float rows: eight lanes write one token's 32 bytes.
 template <int BLOCKS>
@@ -162,4 +126,18 @@ __device__ __forceinline__ void store_gated(const Accumulators<BLOCKS>& acc,
     }
 #endif
     store_rounded<BLOCKS>([&](int j) { return make_uint2(pair(j, 0), pair(j, 2)); }, 0, g, t, out);
+}
+
+// `slot`, `routing`: of the tile's tokens, 32 at a time.
+template <int BLOCKS>
+__device__ __forceinline__ void store_tile(const Accumulators<BLOCKS>& acc,
+                                           const float (&alpha)[READ], const Gemm& g,
+                                           const Tile& t, const Output& out,
+                                           const int (&slot)[TOKENS / WARP],
+                                           const float (&routing)[TOKENS / WARP]) {
+    if constexpr (MODE == MODE_GATE_UP)
+        store_gated<BLOCKS>(acc, alpha, g, t, out, routing);
+    else if constexpr (MODE == MODE_DOWN || OUT_FLOAT)
+        store_float<BLOCKS>(acc, alpha, g, t, out, slot, warp_index(), threadIdx.x % WARP);
+    else store_linear<BLOCKS>(acc, alpha, g, t, out);
 }

@@ -16,8 +16,10 @@ class TiledProduct:
     rows: int
     multiprocessors: int
 
-    def shape(self, tiling: Tiling, **numbers: int) -> Shape:
-        """Persistent blocks, as many as there may be tiles and multiprocessors."""
+    def shape(self, tiling: Tiling, sharing: int = 1, **numbers: int) -> Shape:
+        """Persistent blocks, as many as there may be tiles, with ``sharing`` blocks for each, and
+        multiprocessors.
+        """
         build = dict(self.builds)[tiling.tile]
-        blocks = min(tiling.most * ceil_div(self.rows, build.rows), self.multiprocessors)
+        blocks = min(tiling.most * ceil_div(self.rows, build.rows) * sharing, self.multiprocessors)
         return build.shape(self.function, blocks, **numbers)

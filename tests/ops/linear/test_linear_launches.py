@@ -131,7 +131,7 @@ def test_partial_sums_have_room_for_every_number_of_tokens() -> None:
     prefill.linear(recording, activations(recording, 7168), weight)
     (launch,) = recording.items
     assert isinstance(launch, Launch)
-    *_, y, partial, counters = launch.tensors
+    *_, y, parts, counters = launch.tensors
     assert y.shape == (1024, 1536)
     splits = {}
     for tokens in range(9, 1025):
@@ -139,7 +139,7 @@ def test_partial_sums_have_room_for_every_number_of_tokens() -> None:
         splits[tokens] = shape.numbers["splits"]
         tiles = 6 * ceil_div(tokens, 128)
         # Per tile and split: 2 row tiles of 16 tokens' eights, 4 values, 256 threads.
-        assert tiles * splits[tokens] * 2 * 16 * 4 * 256 <= partial.numel() or splits[tokens] == 1
+        assert tiles * splits[tokens] * 2 * 16 * 4 * 256 <= parts.numel() or splits[tokens] == 1
         assert tiles <= counters.numel()
         assert shape.numbers["tokens"] == tokens
     assert splits[9] == 16
@@ -148,7 +148,7 @@ def test_partial_sums_have_room_for_every_number_of_tokens() -> None:
     prefill.linear(recording, activations(recording, 7168), head)
     whole = recording.items[-1]
     assert isinstance(whole, Launch)
-    assert whole.arguments["partial"] is None
+    assert whole.arguments["parts"] is None
 
 
 def test_rows_that_no_access_fits_are_copied() -> None:

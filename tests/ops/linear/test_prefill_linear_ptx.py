@@ -46,10 +46,10 @@ BUILDS = [
 SUMMED = 3e-6
 FAULTS = {
     "splits are added up before the last one has come": SourceEdit(
-        "prefill_gemm.cuh", "atomicAdd(counter, 1) == g.splits - 1", "atomicAdd(counter, 1) == 1"
+        "prefill_parts.cuh", "(counter) < g.splits)", "(counter) < g.splits - 1)"
     ),
     "the scale of the first step is that of all": SourceEdit(
-        "prefill_gemm.cuh", "row + min((step + 1) / 2, last)", "row"
+        "prefill_tiles.cuh", "row + min((step + 1) / 2, last)", "row"
     ),
     "x behind the last column is read": SourceEdit(
         "prefill_gemm.cuh", "max(0, min(16, 2 * (g.columns - column)))", "16"
