@@ -13,6 +13,7 @@ from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
+from dsv4.launch.target import Target
 from dsv4.ops.linear.aligned import aligned_rows
 from dsv4.ops.linear.prefill_products import PrefillProducts
 from dsv4.weights.packed import PADDING, TILE_ROWS, PackedWeight, padded
@@ -36,6 +37,10 @@ _MAX_STAGES = 8
 # tile's tokens.
 _MIN_SPLIT_STEPS = 4
 _MAX_SPLITS = 16
+# By so many splits a product is faster than by the whole tiles of ``prefill_long``.
+_FAST_SPLITS = 4
+# From here on steps have such tiles, for whatever has them.
+LONG_TOKENS = TILE_TOKENS + 1
 NO_SPLITS: Mapping[str, None] = dict.fromkeys(("parts", "counters"))
 # A split tile has one counter: they are at most half as many as there are multiprocessors.
 _COUNTERS = 1024
@@ -168,8 +173,7 @@ def linear_batches(
     x_TGK = aligned_rows(recording, x_TGK)
     y = recording.empty((tokens, width), out_dtype)
     target = recording.target
-    row_blocks = ceil_div(rows, NARROW.rows(MODE_LINEAR)) * groups
-    split = Split(row_blocks, ceil_div(columns, PADDING), target.multiprocessors)
+    split = Split.of(target, MODE_LINEAR, rows, columns, groups)
     variant = build_for(weight.format, MODE_LINEAR, target.architecture, out_dtype == torch.float32)
     recording.launch(
         by_tokens(_linear_shape, variant, split, fewer_than),
@@ -213,6 +217,12 @@ class Split(NamedTuple):
     steps: int
     multiprocessors: int
 
+    @classmethod
+    def of(cls, target: Target, mode: int, rows: int, columns: int, groups: int = 1) -> "Split":
+        """That of a product of so many rows of each group."""
+        row_blocks = ceil_div(rows, NARROW.rows(mode)) * groups
+        return cls(row_blocks, ceil_div(columns, PADDING), target.multiprocessors)
+
     def tiles(self, tokens: int) -> int:
         """Those of a product of so many tokens."""
         return self.row_blocks * ceil_div(tokens, TILE_TOKENS)
@@ -223,6 +233,14 @@ class Split(NamedTuple):
         """
         per_tile = self.multiprocessors // self.tiles(tokens)
         return max(1, min(per_tile, self.steps // _MIN_SPLIT_STEPS, _MAX_SPLITS))
+
+    @property
+    def long_from(self) -> int:
+        """From how many tokens on whole tiles by TMA are faster, where there are any."""
+        if self.steps // _MIN_SPLIT_STEPS < _FAST_SPLITS:
+            return LONG_TOKENS
+        token_tiles = self.multiprocessors // (_FAST_SPLITS * self.row_blocks)
+        return max(LONG_TOKENS, TILE_TOKENS * token_tiles + 1)
 
     def memory(self, recording: Recording) -> dict[str, Tensor | None]:
         """Where the parts of split tiles meet in steps of up to the recording's tokens, by the

@@ -14,11 +14,13 @@ from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear.aligned import aligned_rows
 from dsv4.ops.linear.prefill import (
     LARGE,
+    LONG_TOKENS,
     MODE_GATE_UP,
     MODE_LINEAR,
     STAGE_BYTES,
     TILE_TOKENS,
     Build,
+    Split,
     Tile,
     build,
     linear_batches,
@@ -28,8 +30,6 @@ from dsv4.ops.linear.prefill_products import PrefillProducts
 from dsv4.weights.packed import PADDING, TILE_ROWS, PackedWeight, padded
 from dsv4.weights.quant import QuantFormat
 
-# From here on; for fewer tokens the split over K of the other form wins.
-LONG_TOKENS = TILE_TOKENS + 1
 # Tiles of a dense product: the larger one costs less for a token, the smaller one leaves fewer
 # multiprocessors without work.
 HALF = LARGE._replace(tokens=TILE_TOKENS)
@@ -91,15 +91,16 @@ def linear_batches_long(
     _, groups, columns = x_TGK.shape
     rows = weight.shape[0] // groups
     whole_rows = rows % (_ROWS_MULTIPLE if groups == 1 else LARGE.rows(MODE_LINEAR)) == 0
-    if not (takes_boxes(recording, x_TGK) and whole_rows):
+    long_from = Split.of(recording.target, MODE_LINEAR, rows, columns, groups).long_from
+    if not (takes_boxes(recording, x_TGK) and whole_rows) or recording.tokens < long_from:
         return linear_batches(recording, x_TGK, weight, out_dtype)
-    y_TGR = linear_batches(recording, x_TGK, weight, out_dtype, fewer_than=LONG_TOKENS)
+    y_TGR = linear_batches(recording, x_TGK, weight, out_dtype, fewer_than=long_from)
     out_float = out_dtype == torch.float32
     variants = {tile: long_build(weight.format, MODE_LINEAR, tile, out_float) for tile in _TILES}
     row_blocks = ceil_div(rows, LARGE.rows(MODE_LINEAR)) * groups
     fastest = Fastest(weight.format, row_blocks, recording.target.multiprocessors)
     recording.launch(
-        by_tokens(_shape, tuple(variants.items()), fastest),
+        by_tokens(_shape, tuple(variants.items()), fastest, long_from),
         x=token_boxes(x_TGK),
         **matrix_boxes(weight, "weight", MODE_LINEAR),
         **scale_arguments(weight, "weight"),
@@ -133,8 +134,10 @@ class Fastest(NamedTuple):
         return self.row_blocks * ceil_div(tokens, tile.tokens)
 
 
-def _shape(variants: tuple[tuple[Tile, Build], ...], fastest: Fastest, tokens: int) -> Shape | None:
-    if tokens < LONG_TOKENS:
+def _shape(
+    variants: tuple[tuple[Tile, Build], ...], fastest: Fastest, long_from: int, tokens: int
+) -> Shape | None:
+    if tokens < long_from:
         return None
     tile = fastest.tile(tokens)
     blocks = min(fastest.tiles(tile, tokens), fastest.multiprocessors)

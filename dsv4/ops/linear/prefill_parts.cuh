@@ -1,5 +1,5 @@
-// Tiles whose K is split among blocks: each block has a part of their sums, and adds up all parts of
-// some of the tokens. All blocks of the launch run at once, with one tile each.
+// Tiles whose K is split among blocks: each block has a part of their sums, and adds up all parts
+// of some of the tokens. All blocks of the launch run at once, with one tile each.
 #pragma once
 #include "prefill_results.cuh"
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import Shape, ceil_div, round_up
+from dsv4.launch.kernel import Shape, round_up
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear.prefill import (
@@ -22,7 +22,7 @@ from dsv4.ops.linear.prefill_long import takes_boxes
 from dsv4.ops.moe.grouped_long import is_long, long_down, long_gate_up
 from dsv4.ops.moe.sorted_pairs import NO_PAIRS, Cut, Sorted, Tiling, sort_by_expert
 from dsv4.ops.moe.tiled_product import TiledProduct
-from dsv4.weights.packed import PADDING, TILE_ROWS, PackedWeight, padded
+from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
 
 # The mode of an entry of prefill_gemm.cuh.
 _MODES = {"prefill_gate_up": MODE_GATE_UP, "prefill_down": MODE_DOWN}
@@ -57,23 +57,18 @@ def gate_up(
     stride = round_up(rows, _VECTOR)
     hidden = recording.empty((x_TE.shape[0] * per_token, stride), torch.bfloat16)
     product = _product(recording, "prefill_gate_up", w1)
-    cut = None
-    split = None
-    if pairs is not None:
-        cut = pairs.cut
-    else:
-        row_blocks = ceil_div(rows, NARROW.rows(MODE_GATE_UP))
-        split = Split(row_blocks, ceil_div(columns, PADDING), product.multiprocessors)
-    some_long = takes_boxes(recording, x_TE) and is_long(cut, recording.tokens)
+    split = Split.of(recording.target, MODE_GATE_UP, rows, columns)
+    order = split if pairs is None else pairs.cut
+    some_long = takes_boxes(recording, x_TE) and is_long(order, recording.tokens)
     recording.launch(
-        by_tokens(_gate_up_shape, product, cut, split, some_long),
+        by_tokens(_gate_up_shape, product, order, some_long),
         x=x_TE,
         **matrix_arguments(w1, "w1"),
         **matrix_arguments(w3, "w3"),
         **(NO_PAIRS if pairs is None else pairs.arguments),
         routing=weights_TP,
         h=hidden,
-        **(NO_SPLITS if split is None else split.memory(recording)),
+        **(split.memory(recording) if pairs is None else NO_SPLITS),
         rows=rows,
         columns=columns,
         row_tiles=padded(rows) // TILE_ROWS,
@@ -83,7 +78,7 @@ def gate_up(
         limit=limit,
     )
     if some_long:
-        long_gate_up(recording, x_TE, (w1, w3), limit, hidden, pairs, weights_TP)
+        long_gate_up(recording, x_TE, (w1, w3), limit, hidden, pairs or split, weights_TP)
     return hidden[:, :rows]
 
 
@@ -124,16 +119,17 @@ def _product(recording: Recording, function: str, weight: PackedWeight) -> Tiled
 
 
 def _gate_up_shape(
-    product: TiledProduct, cut: Cut | None, split: Split | None, some_long: bool, tokens: int
+    product: TiledProduct, order: Cut | Split, some_long: bool, tokens: int
 ) -> Shape | None:
-    """``cut`` None: of all tokens in their order, by splits over K. ``some_long``: another launch
-    takes steps that are.
+    """``order``: of pairs, or of all tokens in their order. ``some_long``: another launch takes
+    steps that are.
     """
-    if some_long and is_long(cut, tokens):
+    if some_long and is_long(order, tokens):
         return None
-    tiling = Tiling.of_tokens(tokens) if cut is None else cut.tiling(tokens)
-    splits = 1 if split is None else split.splits(tokens)
-    return product.shape(tiling, splits, tokens=tokens, splits=splits)
+    if isinstance(order, Cut):
+        return product.shape(order.tiling(tokens), tokens=tokens, splits=1)
+    splits = order.splits(tokens)
+    return product.shape(Tiling.of_tokens(tokens), splits, tokens=tokens, splits=splits)
 
 
 def _down_shape(product: TiledProduct, cut: Cut, some_long: bool, tokens: int) -> Shape | None:

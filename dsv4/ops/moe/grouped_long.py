@@ -9,14 +9,15 @@ from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear.prefill import (
     LARGE,
+    LONG_TOKENS,
     MODE_DOWN,
     MODE_GATE_UP,
     NARROW,
     WIDE,
+    Split,
     scale_arguments,
 )
 from dsv4.ops.linear.prefill_long import (
-    LONG_TOKENS,
     long_build,
     matrix_boxes,
     token_boxes,
@@ -31,11 +32,13 @@ _TILES = (NARROW, WIDE, LARGE)
 _GATHER_THREADS = 256
 
 
-def is_long(cut: Cut | None, tokens: int) -> bool:
+def is_long(order: Cut | Split, tokens: int) -> bool:
     """Whether a product of so many tokens is one of these, where operands allow it: as soon as it
-    is, it is of more tokens, too. ``cut`` None: of all tokens in their order.
+    is, it is of more tokens, too. ``order``: of pairs, or of all tokens in their order.
     """
-    return tokens >= LONG_TOKENS and (cut is None or not cut.has_few(tokens))
+    if isinstance(order, Split):
+        return tokens >= order.long_from
+    return tokens >= LONG_TOKENS and not order.has_few(tokens)
 
 
 def long_gate_up(
@@ -44,22 +47,25 @@ def long_gate_up(
     w1_w3: tuple[PackedWeight, PackedWeight],
     limit: float,
     hidden: Tensor,
-    pairs: Sorted | None,
+    pairs: Sorted | Split,
     weights_TP: Tensor | None,
 ) -> None:
-    """``dsv4.ops.moe.grouped.gate_up`` into ``hidden`` in steps that are long."""
+    """``dsv4.ops.moe.grouped.gate_up`` into ``hidden`` in steps that are long. ``pairs``: or, of
+    all tokens in their order, what says which these are.
+    """
     w1, w3 = w1_w3
     rows, columns = w1.shape[-2:]
-    x_sorted = x_TE if pairs is None else _gathered(recording, x_TE, pairs)
+    is_sorted = isinstance(pairs, Sorted)
+    x_sorted = _gathered(recording, x_TE, pairs) if is_sorted else x_TE
     product = _product(recording, "long_gate_up", w1)
     recording.launch(
-        by_tokens(_gate_up_shape, product, None if pairs is None else pairs.cut),
+        by_tokens(_gate_up_shape, product, pairs.cut if is_sorted else pairs),
         x=token_boxes(x_sorted[:, None]),
         **matrix_boxes(w1, "w1", MODE_GATE_UP),
         **matrix_boxes(w3, "w3", MODE_GATE_UP),
         **scale_arguments(w1, "w1"),
         **scale_arguments(w3, "w3"),
-        **(NO_PAIRS if pairs is None else pairs.arguments),
+        **(pairs.arguments if is_sorted else NO_PAIRS),
         routing=weights_TP,
         h=hidden,
         rows=rows,
@@ -116,12 +122,11 @@ def _gather_shape(cut: Cut, tokens: int) -> Shape | None:
     return Shape(kernel, tokens * cut.per_token, _GATHER_THREADS)
 
 
-def _gate_up_shape(product: TiledProduct, cut: Cut | None, tokens: int) -> Shape | None:
-    """``cut`` None: of all tokens in their order."""
-    if not is_long(cut, tokens):
+def _gate_up_shape(product: TiledProduct, order: Cut | Split, tokens: int) -> Shape | None:
+    if not is_long(order, tokens):
         return None
-    if cut is not None:
-        return product.shape(cut.tiling(tokens), tokens=tokens)
+    if isinstance(order, Cut):
+        return product.shape(order.tiling(tokens), tokens=tokens)
     tile = LARGE if tokens > LARGE.tokens else NARROW
     return product.shape(Tiling(ceil_div(tokens, tile.tokens), tile), tokens=tokens)
 

@@ -77,7 +77,7 @@ def test_cutedsl_leaves_to_the_other_form_what_it_does_not_take(gemms: Gemms) ->
         (TARGETS[1], 500, (1024, 1024), short),
         (TARGETS[0], 127, (1024, 1024), short),
         (TARGETS[0], 500, (1000, 1024), short),
-        (TARGETS[0], 500, (1024, 1000), [*short, "long_linear"]),
+        (TARGETS[0], 1025, (1024, 1000), [*short, "long_linear"]),
     ]
     for target, tokens, (rows, columns), expected in cases:
         recording = Recording(target, tokens)

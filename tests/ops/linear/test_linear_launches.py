@@ -151,6 +151,14 @@ def test_partial_sums_have_room_for_every_number_of_tokens() -> None:
     assert whole.arguments["parts"] is None
 
 
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.architecture)
+def test_long_steps_are_those_of_few_splits(target: Target) -> None:
+    for rows, columns, groups in ((512, 4096, 1), (4096, 8192, 1), (512, 960, 1), (1024, 4096, 8)):
+        split = prefill.Split.of(target, prefill.MODE_LINEAR, rows, columns, groups)
+        for tokens in range(129, 6000, 64):
+            assert (tokens >= split.long_from) == (split.splits(tokens) < 4), (rows, tokens)
+
+
 def test_rows_that_no_access_fits_are_copied() -> None:
     """K that is no multiple of 8: one copy with padded rows; groups that share a tile: each one."""
     recording = Recording(TARGETS[0], 40)

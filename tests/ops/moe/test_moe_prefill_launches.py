@@ -137,26 +137,30 @@ def shapes_at(recording: Recording, tokens: int) -> list[object]:
 
 
 def test_long_steps_of_hopper_have_other_forms() -> None:
+    """As soon as K has few splits: of the gate, which has one block of rows, and of the shared
+    expert, which has sixteen.
+    """
     for target in TARGETS.values():
         assert names(recorded_prefill(FLASH, target, 128)) == ROUTE + PART
         hopper = target is HOPPER
         expected = LONG_ROUTE + LONG_PART if hopper else ROUTE + PART
-        recording = recorded_prefill(FLASH, target, 4096)
+        recording = recorded_prefill(FLASH, target, 4352)
         assert names(recording) == expected
-        for tokens in (9, 128, 129, 2048, 2049, 4096):
+        for tokens in (9, 128, 256, 257, 2048, 2049, 4224, 4225):
             launched = [
                 launch.signature.kernel
                 for launch in launches(recording)
                 if shape_at(launch, tokens) is not None
             ]
-            long_dense = hopper and tokens > 128
+            gate = ["long_linear" if hopper and tokens > 4224 else "prefill_linear"]
+            long_dense = hopper and tokens > 256
             dense = ["long_linear" if long_dense else "prefill_linear"]
             routed = ["prefill_gate_up", "prefill_down"]
             if hopper and tokens > 2048:
                 routed = ["gather_rows", "long_gate_up", "long_down"]
             shared = ["long_gate_up" if long_dense else "prefill_gate_up"]
             part = ["moe_sort", *routed, *shared, *dense, "moe_combine"]
-            assert launched == [*dense, "router_select", *part], tokens
+            assert launched == [*gate, "router_select", *part], tokens
 
 
 def test_large_tiles_are_hoppers() -> None:
