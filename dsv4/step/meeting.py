@@ -1,7 +1,7 @@
 """Ranks that compute when they are called: one thread each, which meet where results are added."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from threading import Barrier, BrokenBarrierError
@@ -36,10 +36,15 @@ class Meeting:
     def run(self, ranks: Sequence[Callable[[], Result]]) -> list[Result]:
         """Runs a function for every rank, side by side, and returns their results.
 
-        Raises what the first rank that failed has raised.
+        Raises what the first rank that failed has raised. An interruption of the caller leaves no
+        rank running.
         """
-        with ThreadPoolExecutor(len(ranks)) as threads:
+        with ThreadPoolExecutor(len(ranks)) as threads, ExitStack() as stack:
+            # Ranks that go on would write into a state that is taken back meanwhile.
+            stack.callback(self._barrier.abort)
             futures = [threads.submit(self._attend, rank) for rank in ranks]
+            wait(futures)
+            stack.pop_all()
         failures = [future.exception() for future in futures]
         for failure in failures:
             if failure is not None and not isinstance(failure, BrokenBarrierError):

@@ -3,7 +3,6 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from io import FileIO
 from itertools import pairwise
@@ -247,14 +246,6 @@ def test_an_error_beside_the_threads_ends_them(files: list[Path]) -> None:
         _ = 1 // int(reports.count > len(files) * 1000)
     assert reports.count < 500
     assert not any(thread.name.startswith("dsv4-load") for thread in threading.enumerate())
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Ctrl-C raises, which background jobs of a shell start without."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

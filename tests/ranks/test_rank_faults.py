@@ -3,9 +3,11 @@ the engine can be used again.
 """
 
 import math
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -171,3 +173,24 @@ def test_a_rank_that_fails_leaves_nobody_waiting(failing: int) -> None:
 
     with pytest.raises(LookupError, match=f"^rank {failing}$"):
         meeting.run([lambda number=number: rank(number) for number in range(3)])
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interruption_of_the_caller_leaves_no_rank_running() -> None:
+    meeting = Meeting(2)
+    may_end = threading.Event()
+    caller = threading.get_ident()
+    before = threading.active_count()
+
+    def rank(number: int) -> None:
+        for turn in count():
+            if number == 1 and turn == 3:
+                signal.pthread_kill(caller, signal.SIGINT)
+            if any(meeting.meet(number, may_end.is_set())):
+                return
+
+    with pytest.raises(KeyboardInterrupt):
+        meeting.run([lambda number=number: rank(number) for number in range(2)])
+    running = threading.active_count() - before
+    may_end.set()
+    assert running == 0
