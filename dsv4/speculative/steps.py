@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.state import DecodeState
-from dsv4.layers.values import UNTRACED, ValueSink, Watch
-from dsv4.model import Outputs, Transformer
+from dsv4.layers.values import UNTRACED, ValueSink
+from dsv4.model import Transformer
 from dsv4.ops import Ops
 from dsv4.ops.acceptance import (
     accepted_drafts,
@@ -116,12 +116,8 @@ class DraftedSteps(DirectSteps):
         finally:
             self.ops = self._whole_ops
 
-    @torch.inference_mode()
-    def _run(self, token_ids: Sequence[int], watch: Watch | None, logits: bool) -> Outputs:
-        start = self.state.position
-        outputs = super()._run(token_ids, watch, logits)
+    def _computed(self, token_ids: Sequence[int], start: int) -> None:
         self.drafter.remember(token_ids, self._taps.found, start)
-        return outputs
 
     def _tapped(self, values: ValueSink) -> ValueSink:
         self._taps = Taps(self.drafter.taps, values)

@@ -158,8 +158,14 @@ class DirectSteps:
             parts = DirectParts(ops, tokens_T, values, self._observer_of(rank))
             return self._models[rank](parts, self.state.ranks[rank], logits)
 
+        start = self.state.position
         with self.state.appending(len(token_ids)):
-            return self._on_ranks(run)
+            outputs = self._on_ranks(run)
+            self._computed(token_ids, start)
+        return outputs
+
+    def _computed(self, token_ids: Sequence[int], start: int) -> None:
+        """What a step does last, with ``token_ids`` computed at the position ``start``."""
 
     def _tapped(self, values: ValueSink) -> ValueSink:
         """What a step shows its values; others may read them on the way to ``values``."""

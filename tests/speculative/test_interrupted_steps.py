@@ -7,10 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from dsv4 import Engine, SamplingParams
 from dsv4.ops.row_by_row import row_by_row
+from dsv4.speculative.steps import DraftedSteps
 from dsv4.step.direct import DirectSteps
+from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import random_ids
 from tests.speculative.models import drafted_engine, plain_engine
 
@@ -65,3 +68,23 @@ def test_text_behind_an_interrupted_step_is_that_without(
     assert text == expected[len(known) : len(known) + 12]
     assert engine.last_run is not None
     assert engine.last_run.reused_tokens == (len(PROMPT) + behind - 1 if behind else 0)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "classic"])
+def test_a_step_that_the_drafter_does_not_remember_is_taken_back(kind: MtpKind) -> None:
+    engine = drafted_engine(kind)
+    steps = engine.steps
+    assert isinstance(steps, DraftedSteps)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    engine.prefill(PROMPT)
+    expected = engine.decode([1, 2])
+    engine.rewind(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps.drafter, "remember", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.decode([1, 2])
+    assert engine.position == len(PROMPT)
+    assert torch.equal(engine.decode([1, 2]), expected)
