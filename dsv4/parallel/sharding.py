@@ -7,18 +7,16 @@ is whole on every rank, and so are the caches. The blocks of a draft module are 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-
-from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.engine_config import TENSOR_GPUS
 from dsv4.errors import UserError
 from dsv4.peers import HEAD_ROWS, LOGITS_EXCHANGE
-from dsv4.weights.cut import COLUMNS, ROWS, Cut, cut_weight, part_cuts
-from dsv4.weights.parameters import MtpKind, Parameter, parameters, shown_mtp
-from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.cut import COLUMNS, ROWS, Cut, part_cuts
+from dsv4.weights.parameters import MtpKind, Parameter, parameters
+from dsv4.weights.quant import QuantFormat
 
 RANKS = (1, *TENSOR_GPUS)
 HEAD = "head.weight"
@@ -80,20 +78,6 @@ def local_parameter(parameter: Parameter, ranks: int, rank: int) -> Parameter:
     """A (whole) parameter with the shape of a rank's part."""
     cut = cut_of(parameter, ranks, rank)
     return parameter if cut is None else replace(parameter, shape=cut.shape(parameter.shape))
-
-
-def rank_weights(
-    weights: Mapping[str, QuantTensor | Tensor], config: ModelConfig, ranks: int, rank: int
-) -> dict[str, QuantTensor | Tensor]:
-    """The parts that a rank holds of whole ``weights`` by canonical name, on their devices. What is
-    not cut is not copied.
-    """
-    mtp, stages = shown_mtp(weights) or (None, None)
-    known = parameters(config, mtp, stages)
-    return {
-        name: cut_weight(weight, cut_of(known[name], ranks, rank))
-        for name, weight in weights.items()
-    }
 
 
 def check_divisible(

@@ -8,7 +8,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from dsv4.weights.quant import FP8_BLOCK, QuantFormat, QuantTensor
+from dsv4.weights.quant import FP8_BLOCK, QuantFormat
 
 ROWS = -2
 COLUMNS = -1
@@ -73,27 +73,3 @@ def part_cuts(format: QuantFormat, cut: Cut) -> dict[str, Cut | None]:
         blocks = Cut(cut.dimension, cut.first // FP8_BLOCK, ceil(cut.stop / FP8_BLOCK))
         cuts["block_scale"] = blocks
     return cuts
-
-
-def cut_weight(weight: QuantTensor | Tensor, cut: Cut | None) -> QuantTensor | Tensor:
-    """A contiguous copy of a part of a stored weight ``[..., N, K]``, or of a plain parameter; None
-    is the weight itself.
-
-    Its values are, bit for bit, that part of the weight's values. Raises ``ValueError`` for what is
-    no part of it and like ``part_cuts``.
-    """
-    if cut is None:
-        return weight
-    shape = cut.shape(tuple(weight.shape))
-    if isinstance(weight, Tensor):
-        return cut.narrow(weight)
-    cuts = part_cuts(weight.format, cut)
-
-    def part(name: str, tensor: Tensor | None) -> Tensor | None:
-        of_part = cuts[name]
-        return tensor if tensor is None or of_part is None else of_part.narrow(tensor)
-
-    data = part("data", weight.data)
-    assert data is not None
-    block_scale = part("block_scale", weight.block_scale)
-    return QuantTensor(data, block_scale, weight.global_scale, weight.format, shape)

@@ -26,10 +26,11 @@ from dsv4.checkpoint.shard import StoredTensor
 from dsv4.checkpoint.stored_parameters import find_draft
 from dsv4.errors import UserError
 from dsv4.parallel.placement import Placement
-from dsv4.parallel.sharding import local_config, local_parameters, rank_weights
+from dsv4.parallel.sharding import local_config, local_parameters
 from dsv4.weights.parameters import Role
 from dsv4.weights.quant import QuantTensor
 from tests.checkpoint.folders import CPU, Tensors, as_bytes, changed_copy, config_of, load
+from tests.ranks.cut_weights import rank_weights
 
 # One layer of each kind of routing and of compression. An inner dimension of which a quarter is one
 # group of MXFP4, and a vocabulary that no number of ranks divides.

@@ -24,11 +24,11 @@ from dsv4.parallel.sharding import (
     cut_of,
     local_config,
     local_parameters,
-    rank_weights,
 )
 from dsv4.weights.cut import COLUMNS, ROWS
 from dsv4.weights.parameters import Parameter, parameters
 from dsv4.weights.quant import QuantFormat, QuantTensor
+from tests.ranks.cut_weights import rank_weights
 
 CPU = torch.device("cpu")
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)

@@ -10,9 +10,9 @@ from dsv4.caches.filled import filled_rows
 from dsv4.layers.weights import Weights
 from dsv4.ops import TORCH, Ops
 from dsv4.parallel.placement import Placement
-from dsv4.parallel.sharding import rank_weights
 from dsv4.weights.quant import QuantTensor
 from tests.model.tiny import CPU, direct, random_weights, raw_config
+from tests.ranks.cut_weights import rank_weights
 
 # Every kind of layer, with hashed and with learned routing; groups for four ranks. A vocabulary of
 # 89 gives the ranks different numbers of rows.

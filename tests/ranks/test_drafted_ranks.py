@@ -13,10 +13,10 @@ from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.opened_draft import FLAG_OF_KIND
 from dsv4.ops import TORCH, Ops
 from dsv4.parallel.placement import Placement
-from dsv4.parallel.sharding import rank_weights
 from dsv4.speculative.steps import DraftedSteps
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import CPU, direct, random_ids
+from tests.ranks.cut_weights import rank_weights
 from tests.ranks.exact import EXACT
 from tests.ranks.simulated import SETTINGS, different_caches
 from tests.speculative.models import KINDS, assert_near, drafted_config, drafted_weights

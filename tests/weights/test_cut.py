@@ -6,10 +6,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.weights.cut import COLUMNS, ROWS, Cut, cut_weight, part_cuts
+from dsv4.weights.cut import COLUMNS, ROWS, Cut, part_cuts
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
+from tests.ranks.cut_weights import cut_weight
 
 QUANTISED = (QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128)
 

@@ -14,12 +14,13 @@ from dsv4.ops.linear import decode as linear_decode
 from dsv4.ops.tables import CUDA_PACKING
 from dsv4.parallel.sharding import cut_of
 from dsv4.peers import LOGITS_EXCHANGE
-from dsv4.weights.cut import COLUMNS, Cut, cut_weight
+from dsv4.weights.cut import COLUMNS, Cut
 from dsv4.weights.parameters import parameters
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
 from tests.ops.cases import normal
 from tests.ops.exchange.on_gpu import CUDA, RANKS, begin, bits, ranks_of, run_on
+from tests.ranks.cut_weights import cut_weight
 
 pytestmark = pytest.mark.gpu
 
