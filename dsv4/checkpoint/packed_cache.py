@@ -82,8 +82,6 @@ class PackedCache:
             "classes": known_classes(),
             "checkpoint": identity,
             "files": [_stamp(file) for file in files],
-            "packing": packing,
-            "ranks": ranks,
         }
         self._folder = folder
         self._name = hashlib.sha256(json.dumps([place, packing, ranks]).encode()).hexdigest()[:32]
