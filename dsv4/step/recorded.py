@@ -42,11 +42,11 @@ class RecordedStep:
     channels: Channels | None = None
     channel_uses: int = 0
 
-    def turn(self) -> AbstractContextManager[None]:
-        """Around queueing a run or some parts of one."""
+    def turn(self, uses: int | None = None) -> AbstractContextManager[None]:
+        """Around queueing a run, or parts of one that use no channel more than ``uses`` times."""
         if self.channels is None:
             return nullcontext()
-        return self.channels.turn(self.channel_uses)
+        return self.channels.turn(self.channel_uses if uses is None else uses)
 
     def kernels(self) -> set[tuple[Kernel, str]]:
         """Every kernel of the step with its architecture; of a prefill step, those of shorter

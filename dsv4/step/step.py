@@ -92,8 +92,8 @@ class Step:
                 self.run_part(part, tokens, dense, observer)
 
     def sample(self, observer: Observer | None = None) -> None:
-        """Queues the choice of the next token."""
-        with self.recorded.turn():
+        """Queues the choice of the next token, which goes to every other device once."""
+        with self.recorded.turn(uses=1):
             for part in self.sample_parts:
                 self.run_part(part, 1, observer=observer)
 

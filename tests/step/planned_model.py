@@ -37,6 +37,7 @@ from dsv4.step.recorder import RING_TOKENS, StepRecorder, TokenLoopMemory, recor
 from dsv4.step.step import Step
 from dsv4.step.token_feed import given_by_host
 from dsv4.step.traced_values import TracedValues
+from dsv4.turns import Turns
 from dsv4.weights.parameters import parameters
 from dsv4.weights.shared_rows import RowShare, shares_of
 
@@ -228,7 +229,7 @@ def fake_step(
     monkeypatch.setattr("dsv4.step.step.Program", lambda recording, _: FakeProgram(log, recording))
     monkeypatch.setattr("torch.cuda.device", _NoDevice)
     monkeypatch.setattr("torch.cuda.Event", object)
-    monkeypatch.setattr(RecordedStep, "turn", lambda _: nullcontext())
+    monkeypatch.setattr(Turns, "taken", lambda _: nullcontext())
     hand_offs: Any = {ends: FakeHandOff(log, *ends) for ends in planned.state.arrivals}
     return Step(step, {}, hand_offs), log, hand_offs
 

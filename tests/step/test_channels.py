@@ -20,7 +20,7 @@ from dsv4.step.captured import Mode, part_device, regions_of
 from dsv4.step.parts import AnyPart, Part, Transfer
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import StepRecorder, record_step
-from tests.step.planned_model import ENGINE, META, PlannedModel, demo, geometry
+from tests.step.planned_model import ENGINE, META, PlannedModel, demo, fake_step, geometry
 
 TOKENS = (1, 2, 5, 8)
 PLANNED = {
@@ -98,6 +98,22 @@ def test_what_is_received_was_sent_in_front_of_it(planned: PlannedModel, tokens:
     assert left == ({(head, other): [2] for other in others} if tokens == 1 else {})
     assert step.channels is planned.state.channels
     assert step.channel_uses == max(counts.values())
+
+
+def test_a_choice_counts_its_own_uses_alone(
+    planned: PlannedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host never counts less than the devices."""
+    recorded = planned.record(1)
+    step, *_ = fake_step(planned, recorded, monkeypatch)
+    channels = planned.state.channels
+    assert channels is not None
+    begun = channels._begun
+    step.run(1)
+    assert channels._begun == begun + recorded.channel_uses
+    step.sample()
+    _, counts = uses(planned, recorded, step.sample_parts)
+    assert channels._begun == begun + recorded.channel_uses + max(counts.values())
 
 
 @pytest.mark.parametrize("mode", ["split", "full"])
