@@ -3,15 +3,13 @@ one summary line. With ``--prompts`` the prompts of a file, one after another; w
 ``--interactive`` a chat.
 """
 
-import os
-import signal
 import sys
 from importlib.util import find_spec
 
+from dsv4.command.signals import end_at_once
+
 if __name__ == "__main__":
-    # Importing torch takes seconds: a signal during it ends as quietly as later.
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, lambda number, _: os._exit(128 + number))
+    end_at_once()
     for library in ("torch", "numpy", "safetensors", "tokenizers"):
         if find_spec(library) is None:
             what = f"error: {sys.executable} has no {library}"

@@ -1,7 +1,5 @@
 """``dsv4 COMMAND``, also as ``python -m dsv4``: every command by its name (docs/commands.md)."""
 
-import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +8,7 @@ from importlib import import_module
 from typing import NoReturn
 
 import dsv4
+from dsv4.command.signals import end_at_once
 from dsv4.command.streams import prepare_streams, say, silence_stdout
 from dsv4.errors import UserError, shorten
 
@@ -99,9 +98,7 @@ def main(words: Sequence[str]) -> int:
 
 def program() -> NoReturn:
     """``main`` as the program of this process."""
-    # Importing torch takes seconds: a signal during it ends as quietly as later.
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, lambda number, _: os._exit(128 + number))
+    end_at_once()
     words = sys.argv[1:]
     if words[:1] and words[0] in COMMANDS:
         from dsv4.command.program import run_program

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 
 # For this long after the first signal further ones are taken for the same wish: half a second of
@@ -24,6 +25,13 @@ def stop_code(error: KeyboardInterrupt) -> int:
     return 128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)
 
 
+def end_at_once() -> None:
+    """Until ``StopSignals``: importing torch takes seconds, and a signal during it ends as quietly
+    as later.
+    """
+    _handle(lambda number, _: os._exit(128 + number))
+
+
 class StopSignals:
     """Handlers of a process: the first signal raises ``Stopped``, one that comes when
     ``PATIENCE_SECONDS`` have passed ends the process at once.
@@ -33,10 +41,8 @@ class StopSignals:
         self._stopped_at: float | None = None
 
     def install(self) -> None:
-        """SIGHUP stays ignored where it is (nohup)."""
-        for number in _NUMBERS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
+        """Instead of what handled the signals before."""
+        _handle(self._on_signal)
 
     def over(self) -> None:
         """From now on nothing is raised: the program is about to end by itself."""
@@ -50,3 +56,10 @@ class StopSignals:
             raise Stopped(number)
         if now - self._stopped_at > PATIENCE_SECONDS:
             os._exit(128 + number)
+
+
+def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
+    """SIGHUP stays ignored where it is (nohup)."""
+    for number in _NUMBERS:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
