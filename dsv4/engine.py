@@ -219,7 +219,8 @@ class Engine(EngineInputs):
         (``reusable_tokens``), and a later call can come back to this one's prompt from behind any
         answer. ``last_run`` holds the statistics once the iterator ends, also when the caller
         closes it early. Raises ``UserError`` for wrong arguments and long prompts,
-        ``FloatingPointError`` for NaN, ``RuntimeError`` when another call changed the sequence.
+        ``FloatingPointError`` for NaN, ``RuntimeError``, without statistics, when another call
+        changed the sequence, which begins when the first token is asked for.
         """
         prompt = self._whole(token_ids)
         request = Request.checked(

@@ -55,6 +55,17 @@ def test_a_run_raises_when_the_engine_was_used_between_two_tokens(use: str, engi
     assert list(run_of(engine, FIRST)) == expected
 
 
+def test_a_run_that_another_call_ended_leaves_no_statistics(engine: Engine) -> None:
+    list(run_of(engine, SECOND))
+    before = engine.last_run
+    run = run_of(engine, FIRST)
+    next(run)
+    engine.reset()
+    with pytest.raises(RuntimeError, match="used for something else"):
+        next(run)
+    assert engine.last_run is before
+
+
 def test_what_ended_a_run_is_itself_not_disturbed(engine: Engine) -> None:
     expected = list(run_of(engine, SECOND))
     old = run_of(engine, FIRST)
