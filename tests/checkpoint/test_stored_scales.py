@@ -10,10 +10,20 @@ import torch
 
 from dsv4.checkpoint import Dialect, open_checkpoint, tiny_config, write_synthetic
 from dsv4.checkpoint.export import export
+from dsv4.checkpoint.layer_weights import StoredLayers
 from dsv4.errors import UserError
 from dsv4.weights.codes import exponent_to_e8m0
+from dsv4.weights.on_demand import WeightOnDemand
 from dsv4.weights.quant import QuantFormat
-from tests.checkpoint.folders import Tensors, as_bytes, changed_copy, load, matrix, read_tensors
+from tests.checkpoint.folders import (
+    CPU,
+    Tensors,
+    as_bytes,
+    changed_copy,
+    load,
+    matrix,
+    read_tensors,
+)
 
 
 def test_spec11_e31_w1_and_w3_keep_their_own_global_scales(
@@ -236,3 +246,26 @@ def test_nvfp4_block_scales_that_are_nan_or_negative_are_refused_with_their_plac
     found = f"{name}_scale: found {shown} at [3, 2], expected 0 to 448"
     with pytest.raises(UserError, match=f"{re.escape(found)}$"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("scale", "code", "found"),
+    [
+        ("weight_scale", 0x7F, "found nan at [0, 0], expected 0 to 448"),
+        ("weight_scale_2", 0, "found 0.0, expected a finite number above 0"),
+    ],
+)
+def test_the_scales_of_an_expert_that_is_read_alone_have_its_name(
+    nvfp4_experts: Path, tmp_path: Path, scale: str, code: int, found: str
+) -> None:
+    name = f"layers.0.ffn.experts.1.w1.{scale}"
+
+    def edit(tensors: Tensors) -> None:
+        tensors[name].reshape(-1).view(torch.uint8)[: tensors[name].itemsize] = code
+
+    source = StoredLayers(changed_copy(nvfp4_experts, tmp_path / "x", edit))
+    experts = source.weights(0, CPU, on_demand=True)["layers.0.ffn.experts.w1.weight"]
+    assert isinstance(experts, WeightOnDemand)
+    experts[0].stored()
+    with pytest.raises(UserError, match=f"{re.escape(f': {name}: {found}')}$"):
+        experts[1].stored()

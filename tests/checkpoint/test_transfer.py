@@ -231,6 +231,22 @@ def test_what_waits_for_a_name_gets_it_whole_while_others_are_read(files: list[P
     assert_filled(pieces)
 
 
+def test_what_waits_for_a_name_has_it_behind_what_is_told_of_it(files: list[Path]) -> None:
+    begun = threading.Event()
+    told: list[str] = []
+
+    def tell(name: str) -> None:
+        begun.set()
+        time.sleep(0.05)
+        told.append(name)
+
+    pieces = [Piece.whole(files[0], 100 * at, memory(100), name) for at, name in enumerate("ab")]
+    with Transfer(pieces, lambda _: None, tell, readers=1) as moving:
+        begun.wait()
+        moving.wait("a")
+        assert "a" in told
+
+
 def test_an_error_reaches_what_waits(files: list[Path], tmp_path: Path) -> None:
     last = Piece.whole(tmp_path / "z", 0, memory(1), "last")
     with (

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dsv4.checkpoint.shard import read_header
 from dsv4.checkpoint.writer import OutputTensor, new_file, new_folder, write_json, write_shards
 from dsv4.errors import UserError
 
@@ -37,6 +39,12 @@ def test_progress_is_told_of_every_piece_across_shards(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
 
+def test_a_shard_may_be_full_to_its_last_byte(tmp_path: Path) -> None:
+    write_shards(tmp_path, [in_pieces(name, 1) for name in "abcd"], 300)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [sorted(read_header(file)) for file in files] == [["a", "b", "c"], ["d"]]
+
+
 @pytest.mark.parametrize(("free", "fits"), [(500, True), (499, False)])
 def test_room_is_checked_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, fits: bool
@@ -57,6 +65,12 @@ def test_room_is_checked_before_anything_is_written(
         found = "found 499.0 GB free, expected at least 500.0 GB"
         assert str(caught.value) == f"{tmp_path}: {found}"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_folder_can_be_read_by_others(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "new"):
+        pass
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o755
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
