@@ -261,3 +261,19 @@ def test_a_load_that_is_interrupted_leaves_no_tokens(
     assert (engine.position, engine.token_ids) == (0, [])
     engine.load_state(tmp_path / "state")
     assert engine.token_ids == IDS[:150]
+
+
+@pytest.mark.parametrize("beyond", [-1, 12])
+def test_a_state_that_says_it_came_where_it_cannot_have_come_is_refused(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beyond: int
+) -> None:
+    """Its checksum is right: another writer made it."""
+    engine.reset()
+    engine.prefill(IDS[:9])
+    with monkeypatch.context() as patch:
+        patch.setattr(state_file, "kept_furthest", lambda position, _: position + beyond)
+        engine.save_state(tmp_path / "state")
+    expected = f"furthest: found {9 + beyond}, expected an integer from 9 to 20"
+    with pytest.raises(UserError, match=expected):
+        engine.load_state(tmp_path / "state")
+    assert engine.token_ids == IDS[:9]

@@ -63,10 +63,13 @@ def broken_off(path: Path, count: int, error: type[BaseException]) -> None:
         raise error
 
 
-def test_an_interrupted_trace_holds_the_steps_that_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
+def test_an_interrupted_trace_holds_the_steps_that_ended(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
     path = tmp_path / "trace.safetensors"
-    with pytest.raises(KeyboardInterrupt):
-        broken_off(path, 3, KeyboardInterrupt)
+    with pytest.raises(error):
+        broken_off(path, 3, error)
     with safe_open(path, "pt") as found:
         assert found.get_tensor("token_ids").tolist() == [0, 1, 2]
         assert found.get_tensor("hidden")[:, 0].tolist() == [0, 1, 2]
