@@ -1,6 +1,7 @@
 """``/v1/chat/completions`` by the ``openai`` client: texts, streams, tools, reasoning, logprobs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from dsv4 import SamplingParams
 from dsv4.cli.stream import parse_answer
 from dsv4.encoding import encode_messages
+from dsv4.serve.asked_chat import chat_question
+from dsv4.serve.fields import ChatFields, read_fields
 from tests.serve.running import FRANCE, MODEL, STORY, SUM, Running
 
 pytestmark = pytest.mark.slow
@@ -130,6 +133,18 @@ def test_reasoning_is_switched_by_any_of_the_usual_names(
     message = answer.choices[0].message.model_dump()
     assert bool(message.get("reasoning_content")) == thinks
     assert answer.choices[0].finish_reason == ("length" if thinks else "stop")
+
+
+@pytest.mark.parametrize("body", [{"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}])
+def test_reasoning_is_switched_off_where_the_server_has_it_on(
+    demo: Running, body: dict[str, Any]
+) -> None:
+    service = replace(demo.service, thinks=True)
+    modes = [
+        chat_question(service, read_fields(ChatFields, {"messages": SUM, **fields})).mode
+        for fields in ({}, body)
+    ]
+    assert modes == ["thinking", "chat"]
 
 
 def test_logprobs_of_every_token_streamed_or_not(demo: Running) -> None:

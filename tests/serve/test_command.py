@@ -16,6 +16,7 @@ import pytest
 
 from dsv4.demo import CHECKPOINT
 from dsv4.serve.command import LIBRARIES, main
+from dsv4.serve.sequences import FEWEST_TOKENS, SUFFIX
 from tests.serve.running import connect, raw_request
 from tests.source_rules import ROOT
 
@@ -53,6 +54,17 @@ def test_a_signal_ends_it_with_one_line_though_requests_are_under_way(tmp_path: 
             assert process.wait(30) == 128 + signal.SIGTERM
         line = "answered 1 · not answered 1 · prompts 2 tokens (0 reused) · answers 3 tokens\n"
         assert err.read() == line
+
+
+@pytest.mark.slow
+def test_the_sequence_of_its_last_answer_is_kept(tmp_path: Path) -> None:
+    with started("--state-dir", str(tmp_path)) as (process, url, _):
+        body = {"prompt": [5] * FEWEST_TOKENS, "max_tokens": 1}
+        assert httpx.post(f"{url}/completions", json=body).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+    [kept] = tmp_path.iterdir()
+    assert kept.suffix == SUFFIX
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from dsv4 import SamplingParams
 from dsv4.serve.answering import Question
 from dsv4.serve.worker import Cancelled
-from tests.serve.running import MODEL, Running
+from tests.serve.running import ENDLESS, MODEL, Running, load_demo, running
 
 pytestmark = pytest.mark.slow
 
@@ -163,3 +163,10 @@ def test_who_leaves_while_a_prompt_is_scored_ends_it(demo: Running) -> None:
     question = Question(ids_of(demo, TEXT), 1, sampling, (), frozenset(), scores_prompt=True)
     with pytest.raises(Cancelled):
         next(demo.service.answering.answer(question, check))
+
+
+def test_an_answer_that_the_context_ends_has_met_a_limit() -> None:
+    with running(load_demo("--max-context", "16")) as small:
+        done = small.post("/completions", prompt=[5] * 13, max_tokens=100, **ENDLESS).json()
+    assert done["choices"][0]["finish_reason"] == "length"
+    assert done["usage"]["completion_tokens"] == 4

@@ -98,6 +98,37 @@ def test_conversations_that_take_turns_keep_their_files(loaded: Service, tmp_pat
     assert len(files(tmp_path)) == 3
 
 
+def test_the_oldest_file_stays_while_it_is_wanted(loaded: Service, tmp_path: Path) -> None:
+    service = with_folder(loaded, tmp_path)
+    for prompt in (A, B, C):
+        ask(service, [*prompt, 5], 1)
+    assert ask(service, [*A, 5, 6], 1)[0] == LENGTH + 2
+
+
+def test_a_file_that_is_gone_back_to_is_not_the_oldest(loaded: Service, tmp_path: Path) -> None:
+    service = with_folder(loaded, tmp_path)
+    for prompt in (A, B, A, C):
+        ask(service, [*prompt, 5], 1)
+    service.answering.keep_sequence()
+    assert ask(service, [*A, 5, 6], 1)[0] == LENGTH + 2
+
+
+def test_of_a_file_that_is_found_no_more_is_taken_back_than_can_be(
+    loaded: Service, tmp_path: Path
+) -> None:
+    """Its sequence has gone back already: another file, which shares less, is of more use."""
+    engine = loaded.answering.engine
+    for length, further in ((len(A), MAX_DECODE_TOKENS), (FEWEST_TOKENS, 0)):
+        engine.reset()
+        engine.prefill(A[:length])
+        if further:
+            engine.decode([5] * further)
+            engine.rewind(further)
+        engine.save_state(tmp_path / f"{length}{SUFFIX}")
+    service = with_folder(loaded, tmp_path)
+    assert ask(service, [*A[:-MAX_DECODE_TOKENS], 5], 1)[0] == FEWEST_TOKENS
+
+
 def test_the_file_that_was_used_last_stays(loaded: Service, tmp_path: Path) -> None:
     service = with_folder(loaded, tmp_path, most=4)
     for prompt in (A, B, C):

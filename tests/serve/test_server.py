@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsv4.serve.server import Server
+from dsv4.errors import UserError
+from dsv4.serve.server import Server, open_socket
 
 
 def make_server() -> Server:
@@ -38,3 +39,9 @@ def test_a_signal_that_is_ignored_stays_so_and_all_are_put_back() -> None:
         assert signal.getsignal(signal.SIGTERM) is before
     finally:
         signal.signal(signal.SIGHUP, hangup)
+
+
+def test_others_may_reach_a_server_that_asks_for_a_key() -> None:
+    with pytest.raises(UserError, match="which others reach, expected --api-key-file too"):
+        open_socket("0.0.0.0", 0, False)
+    open_socket("0.0.0.0", 0, True).close()
