@@ -3,11 +3,14 @@
 The prescribed tags are `<｜DSML｜tool_calls>`, `<｜DSML｜invoke name="f">`,
 `<｜DSML｜parameter name="p" string="true">` and `</｜DSML｜…>`. Also accepted: ASCII bars
 (`|DSML|`), spaces and line breaks around attributes, single quotes, a slash after the marker
-(`<｜DSML｜/invoke>`), and tags without a marker where the caller allows them.
+(`<｜DSML｜/invoke>`), and tags without a marker. Only the prescribed marker is a token of its own;
+where text may quote tags that are written otherwise, the caller says which ones count.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
+from enum import IntEnum
 
 from .control_tokens import DSML, EOS
 
@@ -19,6 +22,7 @@ MAX_START_CHARACTERS = 24
 MARKED_STARTS = tuple(
     f"<{slash}{left}DSML{right}" for slash in ("", "/") for left in "｜|" for right in "｜|"
 )
+PRESCRIBED_STARTS = (f"<{DSML}", f"</{DSML}")
 
 # Not possessive, although nothing is gained by backtracking: Python 3.11.2 misreads possessive
 # groups.
@@ -28,8 +32,27 @@ _TAG = re.compile(rf"<(/?)({_MARKER})?(/?)\s*({'|'.join(TAG_NAMES)})(?=[\s>])({_
 _ATTRIBUTE = re.compile(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""")
 _BEGINNING = re.compile(rf"</?(?:{_MARKER})?/?\s*(\w*)(.*)", re.DOTALL)
 _UNFINISHED_ATTRIBUTES = re.compile(rf"""\s{_ATTRIBUTES}(?:"[^"]*|'[^']*)?""")
-_START = re.compile(rf"{re.escape(EOS)}|</?{_MARKER}")
-_START_ALSO_UNMARKED = re.compile(rf"{_START.pattern}|</?(?:{'|'.join(TAG_NAMES)})(?=[\s>])")
+_FEW_SPACES = re.compile(r"\s{0,16}")
+
+
+class Marker(IntEnum):
+    """What stands before the name of a tag. Who reads tags with one of them reads those with the
+    ones before it too.
+    """
+
+    PRESCRIBED = 0
+    ASCII_BARS = 1
+    MISSING = 2
+
+
+_START = re.compile(rf"{re.escape(EOS)}|</?{DSML}")
+_STARTS = {
+    Marker.PRESCRIBED: _START,
+    Marker.ASCII_BARS: re.compile(rf"{_START.pattern}|</?{_MARKER}"),
+    Marker.MISSING: re.compile(
+        rf"{_START.pattern}|</?{_MARKER}|</?(?:{'|'.join(TAG_NAMES)})(?=[\s>])"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +64,7 @@ class Tag:
     name: str
     closing: bool = False
     attributes: dict[str, str] | None = None
+    marker: Marker = Marker.PRESCRIBED
     repair: str | None = None
 
     def attribute(self, name: str) -> str | None:
@@ -55,11 +79,12 @@ def read_tag(text: str, start: int) -> Tag | None:
     match = _TAG.match(text, start, min(len(text), start + MAX_TAG_CHARACTERS))
     if match is None:
         return None
-    slash, marker, late_slash, name, source = match.groups()
+    slash, bars, late_slash, name, source = match.groups()
+    marker = {None: Marker.MISSING, DSML: Marker.PRESCRIBED}.get(bars, Marker.ASCII_BARS)
     attributes = {key: a or b or c for key, a, b, c in _ATTRIBUTE.findall(source)}
     closing = bool(slash or late_slash)
     repair = _repair(match[0], marker, name, closing, attributes)
-    return Tag(start, match.end(), name, closing, attributes, repair)
+    return Tag(start, match.end(), name, closing, attributes, marker, repair)
 
 
 def may_become_tag(text: str, start: int) -> bool:
@@ -79,21 +104,40 @@ def may_become_tag(text: str, start: int) -> bool:
     return word in TAG_NAMES and _UNFINISHED_ATTRIBUTES.fullmatch(rest) is not None
 
 
-def find_tag_start(text: str, start: int, also_unmarked: bool) -> int | None:
-    """Where from `start` on a marker, an EOS or, if asked for, a tag name without marker follows;
-    None if nowhere.
+def find_tag_start(text: str, start: int, marker: Marker) -> int | None:
+    """Where from `start` on an EOS or the beginning of a tag with this marker, or one before it,
+    follows; None if nowhere.
     """
-    match = (_START_ALSO_UNMARKED if also_unmarked else _START).search(text, start)
+    match = _STARTS[marker].search(text, start)
     return None if match is None else match.start()
 
 
+def opens_block(text: str, start: int, names: Collection[str] | None) -> bool | None:
+    """Whether at `start` a block of tool calls is opened and in it a call, by its name, of one of
+    `names` (None: of any); None if only more text can tell.
+    """
+    called = None
+    if names is not None and not names:
+        return False
+    for name in ("tool_calls", "invoke"):
+        tag = read_tag(text, start)
+        if tag is None:
+            return None if start == len(text) or may_become_tag(text, start) else False
+        if tag.name != name or tag.closing:
+            return False
+        called = tag.attribute("name")
+        space = _FEW_SPACES.match(text, tag.end)
+        start = space.end() if space else tag.end
+    return bool(called) and (names is None or called in names)
+
+
 def _repair(
-    source: str, marker: str | None, name: str, closing: bool, attributes: dict[str, str]
+    source: str, marker: Marker, name: str, closing: bool, attributes: dict[str, str]
 ) -> str | None:
     """How the tag deviates from the prescribed writing, None if it does not."""
-    if marker is None:
+    if marker is Marker.MISSING:
         return "missing_dsml_marker"
-    if marker != DSML:
+    if marker is Marker.ASCII_BARS:
         return "ascii_bars"
     written = "".join(f' {key}="{value}"' for key, value in attributes.items())
     if source == f"<{'/' if closing else ''}{DSML}{name}{written}>":

@@ -9,7 +9,7 @@ missing_think_close         thinking mode without `</think>`: everything is reas
 tool_block_in_reasoning     the tool calls count; the text after them is reasoning until `</think>`
 stray_think_open, stray_think_close, stray_control_token    left out (BOS or the bare DSML marker)
 reasoning_in_chat_mode      a `<think>` at the very beginning in chat mode
-stray_dsml_tag              a tag where it has no meaning, left out
+stray_dsml_tag              a prescribed tag where it has no meaning, left out
 half_marker                 the text was cut off inside a tag, which is left out
 newlines_before_tool_block  other than two
 missing_tool_block_open     a call without `<｜DSML｜tool_calls>` around it
@@ -26,6 +26,10 @@ wrapped_arguments           the only parameter is named arguments or input, is n
                             holds a JSON object
 json_instead_of_parameters  the call holds a JSON object without parameter tags
 text_in_tool_call           left out
+
+Text may quote tags with ASCII bars or without marker. They open a block only at the beginning of a
+line, where `<tool_calls>` and a call by its name follow one another and there is such a tool; a
+value that began with the prescribed tag ends with them only where no prescribed tag ends it.
 """
 
 import re
@@ -33,14 +37,20 @@ import re
 from .completion import Completion, Event
 from .completion_builder import CompletionBuilder
 from .control_tokens import BOS, DSML, EOS, THINK_CLOSE, THINK_OPEN
-from .dsml_tags import MARKED_STARTS, Tag, may_become_tag, read_tag
+from .dsml_tags import (
+    MARKED_STARTS,
+    PRESCRIBED_STARTS,
+    Tag,
+    may_become_tag,
+    opens_block,
+    read_tag,
+)
 from .messages import parse_tools
 from .scanner import Scanner
 from .tool_block_parser import ToolBlockParser
 from .tool_call_builder import declared_parameters
 
 _UNMARKED_BLOCK = "<tool_calls>"
-_CALL_AFTER_UNMARKED_BLOCK = re.compile(r"\s{0,16}<(?:[｜|]DSML[｜|])?invoke\s")
 _MARKERS = (THINK_OPEN, THINK_CLOSE, EOS, BOS, *MARKED_STARTS, DSML, _UNMARKED_BLOCK)
 _MARKER = re.compile("|".join(map(re.escape, _MARKERS)))
 _BEGINNINGS = frozenset(marker[:length] for marker in _MARKERS for length in range(1, len(marker)))
@@ -61,8 +71,9 @@ class StreamingParser:
     def __init__(
         self, thinking_mode: str, tools: list[dict] | None = None, reads_calls: bool = True
     ) -> None:
-        """`tools`, in the OpenAI format, tell declared parameters from wrappers. `reads_calls`
-        false: tool calls stay text. ValueError for a wrong argument.
+        """`tools`, in the OpenAI format, tell declared parameters from wrappers and damaged calls
+        from text; None says nothing of them. `reads_calls` false: tool calls stay text. ValueError
+        for a wrong argument.
         """
         if thinking_mode not in ("chat", "thinking"):
             raise ValueError(f"thinking_mode is {thinking_mode!r}, expected 'chat' or 'thinking'")
@@ -70,9 +81,12 @@ class StreamingParser:
         self._in_reasoning = thinking_mode == "thinking"
         self._reads_calls = reads_calls
         self._declared = declared_parameters(parse_tools(tools, "tools"))
+        self._names = None if tools is None else self._declared.keys()
         self._scanner = Scanner()
         self._output = CompletionBuilder()
         self._text: list[str] = []
+        # The character in front of the unused text; a line break where a part begins.
+        self._before = "\n"
         self._block: ToolBlockParser | None = None
         self._block_count = 0
         self._gap: str | None = (
@@ -121,6 +135,7 @@ class StreamingParser:
             if self._block.finished:
                 self._block = None
                 self._gap = ""
+                self._before = "\n"
             return goes_on
         if self._gap is not None:
             self._gap += scanner.take_space()
@@ -138,12 +153,13 @@ class StreamingParser:
         if is_tag and not self._reads_calls:
             self._emit_until(match.end())
             return True
-        if marker in MARKED_STARTS:
+        if marker in PRESCRIBED_STARTS:
             return self._at_tag(match.start(), match.end())
-        if marker == _UNMARKED_BLOCK:
-            return self._at_unmarked_block(match.start(), match.end())
+        if is_tag:
+            return self._at_damaged_tag(match.start())
         self._emit_until(match.start())
         scanner.advance_to(match.end())
+        self._before = "\n"
         self._handle_control_token(marker)
         return True
 
@@ -172,13 +188,8 @@ class StreamingParser:
         scanner = self._scanner
         tag = read_tag(scanner.text, start)
         if tag is None and may_become_tag(scanner.text, start):
-            if not scanner.final:
-                self._emit_until(self._before_line_breaks(start))
-                return False
-            self._emit_until(start)
-            self._output.leave_out(scanner.take_until(len(scanner.text)))
-            self._output.note_repair("half_marker")
-        elif tag is None:
+            return self._at_half_tag(start)
+        if tag is None:
             self._emit_until(start)
             scanner.advance_to(marker_end)
             self._output.note_repair("stray_control_token")
@@ -190,16 +201,29 @@ class StreamingParser:
             self._output.note_repair("stray_dsml_tag")
         return True
 
-    def _at_unmarked_block(self, start: int, end: int) -> bool:
-        """`<tool_calls>` opens a block only if a call follows; else it is text about XML."""
+    def _at_damaged_tag(self, start: int) -> bool:
+        """A tag that opens a block, or text about such tags."""
         text = self._scanner.text
-        if _CALL_AFTER_UNMARKED_BLOCK.match(text, end):
-            self._enter_block(Tag(start, end, "tool_calls", repair="missing_dsml_marker"))
-        elif not self._scanner.final and _may_become_call(text[end : end + 40]):
+        before = text[start - 1] if start > self._scanner.at else self._before
+        opens = before == "\n" and opens_block(text, start, self._names)
+        if opens is None:
+            return self._at_half_tag(start)
+        tag = read_tag(text, start) if opens else None
+        if tag is None:
+            self._emit_until(start + 1)
+        else:
+            self._enter_block(tag)
+        return True
+
+    def _at_half_tag(self, start: int) -> bool:
+        """What more text could make a tag is held back, and left out at the end."""
+        scanner = self._scanner
+        if not scanner.final:
             self._emit_until(self._before_line_breaks(start))
             return False
-        else:
-            self._emit_until(end)
+        self._emit_until(start)
+        self._output.leave_out(scanner.take_until(len(scanner.text)))
+        self._output.note_repair("half_marker")
         return True
 
     def _enter_block(self, tag: Tag) -> None:
@@ -246,6 +270,7 @@ class StreamingParser:
         self._scanner.advance_to(end)
         if not text:
             return
+        self._before = text[-1]
         if self._gap is not None:
             self._output.note_repair("text_after_tool_block")
             if self._output.has_text(self._in_reasoning):
@@ -259,12 +284,3 @@ class StreamingParser:
             if end > self._scanner.at and self._scanner.text[end - 1] == "\n":
                 end -= 1
         return end
-
-
-def _may_become_call(text: str) -> bool:
-    """Whether the text after `<tool_calls>` is white space or the beginning of an invoke tag."""
-    rest = text.lstrip()
-    if len(text) - len(rest) > 16:
-        return False
-    starts = ("<invoke ", *(f"{start}invoke " for start in MARKED_STARTS if "/" not in start))
-    return any(start.startswith(rest) for start in starts)

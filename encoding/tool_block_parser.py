@@ -3,7 +3,14 @@
 from collections.abc import Mapping
 
 from .completion_builder import CompletionBuilder
-from .dsml_tags import MAX_START_CHARACTERS, Tag, find_tag_start, may_become_tag, read_tag
+from .dsml_tags import (
+    MAX_START_CHARACTERS,
+    Marker,
+    Tag,
+    find_tag_start,
+    may_become_tag,
+    read_tag,
+)
 from .scanner import Scanner
 from .tool_call_builder import ToolCallBuilder
 
@@ -33,7 +40,7 @@ class ToolBlockParser:
         self._call: _OpenCall | None = None
         self._parameter: Tag | None = None
         self._value: list[str] = []  # what is certain of the value of `_parameter`
-        self._unmarked_close = False  # the value in hand may end with a tag without DSML marker
+        self._ending = Marker.PRESCRIBED  # tags that may end the value in hand
 
     def step(self) -> bool:
         """One tag, or one piece of text that is none."""
@@ -74,7 +81,7 @@ class ToolBlockParser:
         return True
 
     def _in_call(self, call: "_OpenCall") -> bool:
-        tag = self._next_tag(also_unmarked=True)
+        tag = self._next_tag(Marker.MISSING)
         call.arguments.add_loose_text(
             self._scanner.take_until(tag.start if tag else self._scanner.scanned)
         )
@@ -84,7 +91,7 @@ class ToolBlockParser:
             self._use(tag)
             self._parameter = tag
             self._value = []
-            self._unmarked_close = tag.repair == "missing_dsml_marker"
+            self._ending = tag.marker
         elif tag.name == "invoke" and tag.closing:
             self._use(tag)
             self._end_call(call)
@@ -98,7 +105,7 @@ class ToolBlockParser:
 
     def _in_value(self, call: "_OpenCall", parameter: Tag) -> bool:
         scanner = self._scanner
-        tag = self._next_tag(self._unmarked_close)
+        tag = self._next_tag(self._ending)
         self._value.append(scanner.take_until(tag.start if tag else scanner.scanned))
         if tag is None:
             return False
@@ -108,10 +115,9 @@ class ToolBlockParser:
         value = "".join(self._value)
         if tag.name == "parameter" and tag.closing:
             self._use(tag)
-        elif tag.name == "eos" and not self._unmarked_close and _UNMARKED_CLOSE in value:
-            # The value never ended as it should have: then it ended with the first tag that is
-            # closed without marker.
-            self._unmarked_close = True
+        elif (ending := self._damaged_ending(value, tag)) > self._ending:
+            # The value never ended as it should have: then it ended with the first damaged tag.
+            self._ending = ending
             self._value = []
             scanner.push_back(value)
             return True
@@ -128,13 +134,20 @@ class ToolBlockParser:
             call.add_parameter(name, value, parameter.attribute("string"))
         return True
 
-    def _next_tag(self, also_unmarked: bool) -> Tag | None:
-        """The nearest whole tag or EOS. None while there is none: then the text up to `scanned`
-        holds none for sure.
+    def _damaged_ending(self, value: str, tag: Tag) -> Marker:
+        """The marker of tags one of which may have ended a value that reaches up to `tag`."""
+        if tag.name == "eos" and _UNMARKED_CLOSE in value:
+            return Marker.MISSING
+        is_damaged = find_tag_start(value, 0, Marker.ASCII_BARS) is not None
+        return Marker.ASCII_BARS if is_damaged else Marker.PRESCRIBED
+
+    def _next_tag(self, marker: Marker) -> Tag | None:
+        """The nearest whole tag with this marker, or one before it, or EOS. None while there is
+        none: then the text up to `scanned` holds none for sure.
         """
         scanner = self._scanner
         while True:
-            start = find_tag_start(scanner.text, scanner.scanned, also_unmarked)
+            start = find_tag_start(scanner.text, scanner.scanned, marker)
             if start is None:
                 scanner.scanned = max(scanner.scanned, len(scanner.text) - MAX_START_CHARACTERS)
                 return None

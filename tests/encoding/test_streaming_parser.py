@@ -41,6 +41,7 @@ FRAGMENTS = [
     *('<｜DSML｜parameter name="arguments">', "[1", '{"q": 1}'),
     *("</｜DSML｜parameter>", "<｜DSML｜/parameter>", "</｜DSML｜parameter >"),
     *("<tool_calls>", '<tool_calls>\n<invoke name="h">', "<parameter name='x'>"),
+    '<|DSML|tool_calls>\n<|DSML|invoke name="i">',
     *("</parameter>", "</invoke>", "</tool_calls>"),
     "x" * (MAX_TAG_CHARACTERS + 1),
 ]

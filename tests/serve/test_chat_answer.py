@@ -67,6 +67,12 @@ def test_where_none_is_chosen_a_call_is_text() -> None:
         assert "".join(delta.get("content", "") for delta in deltas) == text
 
 
+def test_without_tools_damaged_tags_are_text() -> None:
+    text = f"Hm.{OPEN}{call('Rome')}{CLOSE}".replace(DSML, "|DSML|")
+    choice, _ = answer(text, "eos")
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+
+
 def test_a_call_that_is_cut_off_is_none() -> None:
     choice, deltas = answer([OPEN, call("Rome")[:-20]], "length")
     assert "tool_calls" not in choice["message"]
