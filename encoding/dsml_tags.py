@@ -15,8 +15,8 @@ from enum import IntEnum
 from .control_tokens import DSML, EOS
 
 TAG_NAMES = ("tool_calls", "invoke", "parameter")
-# A tag is at most this long, so that a stray marker never holds text back for long.
-MAX_TAG_CHARACTERS = 512
+# A tag is at most this long: long names fit, and a stray marker never holds text back for long.
+MAX_TAG_CHARACTERS = 4096
 # No start that `find_tag_start` looks for is longer.
 MAX_START_CHARACTERS = 24
 MARKED_STARTS = tuple(

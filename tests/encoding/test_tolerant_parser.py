@@ -33,6 +33,13 @@ def test_it_agrees_with_the_strict_parser_wherever_that_accepts(
     )
 
 
+@pytest.mark.parametrize("name", ['name="a"', 'name="f"'])
+def test_long_names_are_read(name: str) -> None:
+    text = GOOD.replace(name, f'name="{"n" * 4000}"')
+    strict = parse_message_from_completion_text(text, "thinking")
+    assert parse(text) == Completion(strict, (), True)
+
+
 @pytest.mark.parametrize(
     ("text", "reasoning", "content"),
     [
