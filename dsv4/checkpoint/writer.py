@@ -95,13 +95,9 @@ def naming_file(name: Path | str) -> Iterator[None]:
         raise UserError(f"{name}: cannot be written ({error.strerror})") from None
 
 
-@contextmanager
-def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
-    """A file that becomes ``destination`` at the end, in the place of an older one whose mode it
-    takes over, or disappears on any error.
-
-    Raises ``UserError`` that names ``destination`` when it is no regular file, cannot be written,
-    or ``nbytes`` do not fit beside it.
+def regular_file(destination: Path) -> Path:
+    """The file that ``destination`` leads to, also one that is yet to be made. Raises ``UserError``
+    when it is no regular one or has no folder.
     """
     path = Path(os.path.realpath(destination))
     # Not ``exists``, for which a loop of links is none.
@@ -110,6 +106,18 @@ def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
             raise UserError(f"{destination}: found no regular file, expected the name of a file")
     if not path.parent.is_dir():
         raise UserError(f"{path.parent}: no such folder")
+    return path
+
+
+@contextmanager
+def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
+    """A file that becomes ``destination`` at the end, in the place of an older one whose mode it
+    takes over, or disappears on any error.
+
+    Raises ``UserError`` that names ``destination`` when it is no regular file, cannot be written,
+    or ``nbytes`` do not fit beside it.
+    """
+    path = regular_file(destination)
     _expect_free(path.parent, nbytes, destination)
     temporary = path.with_name(f".dsv4-{secrets.token_hex(8)}")
     try:

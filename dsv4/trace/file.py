@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.checkpoint.writer import StoredType, lay_out_file, naming_file
+from dsv4.checkpoint.writer import StoredType, lay_out_file, naming_file, regular_file
 from dsv4.errors import UserError
 
 FORMAT = "dsv4-trace/1"
@@ -49,17 +49,14 @@ class TraceFile:
 
         Raises ``UserError`` when ``path`` cannot be a file.
         """
-        self._path = path.resolve()
-        if self._path.exists() and not self._path.is_file():
-            raise UserError(f"{path}: found no regular file, expected the name of a file")
-        if not self._path.parent.is_dir():
-            raise UserError(f"{path.parent}: no such folder")
+        self._path = regular_file(path)
         self._metadata = {"format": FORMAT, **metadata}
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
         self._values: dict[str, _Value] = {}
         self._has_room = False
-        self._parts = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=self._path.parent))
+        with naming_file(path):
+            self._parts = Path(tempfile.mkdtemp(prefix=".dsv4-", dir=self._path.parent))
 
     def __enter__(self) -> "TraceFile":
         return self

@@ -106,6 +106,13 @@ def test_a_trace_that_the_disk_cannot_hold_is_refused_at_the_first_step(
     assert [entry.name for entry in tmp_path.iterdir()] == ["fits"]
 
 
+def test_a_name_may_be_as_long_as_the_disk_takes(tmp_path: Path) -> None:
+    path = tmp_path / ("t" * 255)
+    with TraceFile(path, {}, 1, 4) as file:
+        steps(file, 1)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_links_are_followed_and_other_targets_refused(tmp_path: Path) -> None:
     target = tmp_path / "target.safetensors"
     link = tmp_path / "link.safetensors"
@@ -114,10 +121,14 @@ def test_links_are_followed_and_other_targets_refused(tmp_path: Path) -> None:
         steps(file, 1)
     assert link.is_symlink()
     assert target.is_file()
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
     for path, message in (
         (tmp_path, "no regular file"),
         (Path("/dev/null"), "no regular file"),
         (tmp_path / "missing" / "x", "no such folder"),
+        (loop, f"^{loop}: cannot be written"),
+        (Path("/proc/trace"), "^/proc/trace: cannot be written"),
     ):
         with pytest.raises(UserError, match=message):
             TraceFile(path, {}, 1, 4)
