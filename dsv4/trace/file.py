@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +39,8 @@ class TraceFile:
     """Writes the trace ``path``, which appears when the block ends, with the steps that ended.
 
     A hidden folder beside it holds the rows until then. An interruption ends the block as usual,
-    and so does a reader of the text who has gone; after another exception nothing is left behind.
+    also one that comes as it ends, and so does a reader of the text who has gone; after another
+    exception nothing is left behind.
     """
 
     def __init__(
@@ -70,7 +72,9 @@ class TraceFile:
         try:
             is_cut = kind is not None and issubclass(kind, KeyboardInterrupt | BrokenPipeError)
             if self._has_room and (kind is None or is_cut):
-                self._finish()
+                # Only the main thread is interrupted: it waits here until the file is whole.
+                with ThreadPoolExecutor(1) as writer:
+                    writer.submit(self._finish).result()
         finally:
             shutil.rmtree(self._parts, ignore_errors=True)
 

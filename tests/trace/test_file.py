@@ -1,14 +1,17 @@
 """Trace files: what they hold, how they appear, and what an error leaves behind."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from dsv4 import Engine, UserError
-from dsv4.trace.file import TraceFile
+from dsv4.trace.file import TraceFile, _copy
 from dsv4.trace.write import write_trace
 from tests.model.tiny import random_ids, tiny_engine
 
@@ -75,6 +78,23 @@ def test_an_interrupted_trace_holds_the_steps_that_ended(
         assert found.get_tensor("hidden")[:, 0].tolist() == [0, 1, 2]
         assert found.metadata()["prompt_tokens"] == "3"
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.safetensors"]
+
+
+def test_an_interruption_while_the_trace_is_written_leaves_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.setattr("dsv4.trace.file._copy", _copy)
+        os.kill(os.getpid(), signal.SIGINT)
+        _copy(*arguments)
+
+    monkeypatch.setattr("dsv4.trace.file._copy", interrupted)
+    path = tmp_path / "trace.safetensors"
+    with pytest.raises(KeyboardInterrupt), TraceFile(path, {}, 3, 4) as file:
+        steps(file, 3)
+    with safe_open(path, "pt") as found:
+        assert found.get_tensor("hidden")[:, 0].tolist() == [0, 1, 2]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("before", [None, b"older"])
