@@ -86,6 +86,17 @@ def test_nan_and_inf_on_all_ranks_are_equal(tmp_path: Path, stack: ExitStack) ->
     assert trace.unequal == {}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_ranks_are_compared_by_their_bits(
+    tmp_path: Path, stack: ExitStack, dtype: torch.dtype
+) -> None:
+    zeros = torch.zeros(6, 3).to(dtype)
+    negative = (-torch.zeros(6, 3)).to(dtype)
+    trace = JoinedTrace(ranks(tmp_path, {"a": zeros}, {"a": negative}), stack)
+    whole(trace, "a")
+    assert trace.unequal == {"a": Unequal((0, 1), 0.0)}
+
+
 def test_a_common_value_may_be_on_some_ranks_only(tmp_path: Path, stack: ExitStack) -> None:
     paths = ranks(tmp_path, {}, {"hidden": random(6, 3)})
     assert JoinedTrace(paths, stack).shape("hidden") == [6, 3]
