@@ -96,7 +96,7 @@ def export(
             with naming_file(destination / name):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
-        write_shards(folder, tensors, shard_bytes, progress)
+        write_shards(folder, tensors, shard_bytes, progress, destination=destination)
 
 
 def _check_small_tensors(

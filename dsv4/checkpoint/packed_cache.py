@@ -216,7 +216,7 @@ def _write(
     ]
     body = {"ranks": values, "checksums": [checksum(part) for part in memory.tensors]}
     with new_folder(entry) as temporary:
-        write_shards(temporary, tensors, _SHARD_BYTES, progress, WRITERS)
+        write_shards(temporary, tensors, _SHARD_BYTES, progress, WRITERS, entry)
         write_json(
             temporary / MANIFEST, {"facts": dict(facts), "sha256": _digest(body), "packed": body}
         )

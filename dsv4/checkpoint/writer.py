@@ -143,10 +143,12 @@ def write_shards(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
     writers: int = 1,
+    destination: Path | None = None,
 ) -> None:
     """Writes all tensors in order: one ``model.safetensors``, or shards of up to ``shard_bytes``
     and their index, as many at once as ``writers``. ``progress(done_bytes, total_bytes)`` is told
-    of every piece, by one thread at a time.
+    of every piece, by one thread at a time. ``destination``: what ``folder`` is to become, which
+    errors name.
 
     Raises ``UserError`` before anything is written where there is not enough room. The first error
     of any thread, or Ctrl-C, ends all of them within one piece.
@@ -155,16 +157,17 @@ def write_shards(
     check_room(folder, total)
     wrote = counter(progress, total)
     stop = Event()
+    named = destination or folder
     shards = _split(tensors, shard_bytes)
     weight_map = {}
-    files: list[tuple[Path, list[OutputTensor]]] = []
+    files: list[tuple[Path, Path, list[OutputTensor]]] = []
     for number, shard in enumerate(shards, 1):
         name = (
             SINGLE_NAME
             if len(shards) == 1
             else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         )
-        files.append((folder / name, shard))
+        files.append((folder / name, named / name, shard))
         weight_map.update({tensor.name: name for tensor in shard})
     with ThreadPoolExecutor(writers, "dsv4-write") as threads:
         try:
@@ -175,7 +178,7 @@ def write_shards(
             stop.set()
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        with naming_file(folder / INDEX_NAME):
+        with naming_file(named / INDEX_NAME):
             write_json(folder / INDEX_NAME, index)
 
 
@@ -238,13 +241,17 @@ def lay_out_file(
 
 
 def _write_file(
-    path: Path, tensors: list[OutputTensor], wrote: Callable[[int], object], stop: Event
+    path: Path,
+    name: Path,
+    tensors: list[OutputTensor],
+    wrote: Callable[[int], object],
+    stop: Event,
 ) -> None:
     if stop.is_set():
         return
     stored = {tensor.name: tensor.stored for tensor in tensors}
     header, offsets = lay_out_file(stored, {"format": "pt"})
-    with naming_file(path), path.open("wb") as file:
+    with naming_file(name), path.open("wb") as file:
         file.write(header)
         for tensor in tensors:
             file.seek(offsets[tensor.name])

@@ -272,7 +272,7 @@ def test_sigterm_leaves_nothing_of_an_export(bf16: Path, tmp_path: Path) -> None
         "from dsv4.command.program import run_program\n"
         # A signal that comes just before a sleep begins is handled behind it.
         "naps = lambda: [time.sleep(0.05) for _ in range(1200)]\n"
-        "export.write_shards = lambda *_: (print('ready', flush=True), naps())\n"
+        "export.write_shards = lambda *_, **__: (print('ready', flush=True), naps())\n"
         "run_program(lambda: export.main(sys.argv[1:]))"
     )
     arguments = [str(bf16), str(tmp_path / "x"), "--format", "native"]

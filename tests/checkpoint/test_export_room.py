@@ -1,6 +1,7 @@
 """An export to a disk that is full: the destination is named, and nothing is left there."""
 
 import errno
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -61,3 +62,25 @@ def test_a_small_file_that_does_not_fit_is_named_by_its_destination(
         patch.setattr(Path, write, full)
         error = fails()
     assert error == f"{tmp_path}/out/{place}: cannot be written (No space left on device)"
+
+
+@pytest.mark.parametrize(
+    ("shard_bytes", "name"),
+    [
+        (10**9, "model.safetensors"),
+        (10**5, r"model-\d{5}-of-\d{5}\.safetensors"),
+    ],
+)
+def test_a_shard_that_does_not_fit_is_named_by_its_destination(
+    bf16: Path, tmp_path: Path, shard_bytes: int, name: str
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(
+            UserError, match=rf"^{tmp_path}/x/{name}: cannot be written \(File too large\)$"
+        ):
+            export(bf16, tmp_path / "x", "bf16", Dialect.NATIVE, shard_bytes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
