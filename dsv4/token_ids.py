@@ -1,7 +1,8 @@
 """Checks of the integers and token ids that a caller gives, and how far two lists of ids agree."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 
 from dsv4.errors import UserError, shorten
@@ -25,11 +26,13 @@ def check_ids(
 
 
 def check_integers(name: str, values: Iterable[int]) -> list[int]:
-    """The values as a list of ints, as ``check_integer`` takes them. Raises ``UserError``."""
-    try:
-        return [_index(value) for value in values]
-    except TypeError:
-        raise UserError(f"{name}: found {shorten(values)}, expected integers") from None
+    """The values as a list of ints, as ``check_integer`` takes them. Raises ``UserError``, also for
+    bytes and mappings, whose elements are integers by accident.
+    """
+    if not isinstance(values, bytes | bytearray | Mapping):
+        with suppress(TypeError):
+            return [_index(value) for value in values]
+    raise UserError(f"{name}: found {shorten(values)}, expected integers")
 
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:

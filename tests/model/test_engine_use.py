@@ -194,6 +194,9 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
         "stop_token_ids: found 89, expected ids from 0 to 88",
     ),
     "booleans": (lambda e: e.logits([True]), "token_ids: found [True], expected integers"),
+    "bytes": (lambda e: e.logits(b"ab"), "token_ids: found b'ab', expected integers"),
+    "bytes that may change": (lambda e: e.decode(bytearray(b"a")), "token_ids: found bytearray("),
+    "a mapping": (lambda e: e.prefill({3: "x"}), "token_ids: found {3: 'x'}, expected integers"),  # type: ignore[arg-type]
     "half a token": (lambda e: e.rewind(1.5), "tokens: found 1.5, expected an integer from 0 to 0"),  # type: ignore[arg-type]
     "a word": (lambda e: e.rewind("x"), "tokens: found 'x', expected an integer from 0 to 0"),  # type: ignore[arg-type]
     "a boolean": (
