@@ -70,12 +70,15 @@ class SamplingParams:
 
 
 def _plain_number(value: object) -> float | None:
-    """A number as one of Python, which JSON has and which does not overflow; None for another value
-    and for booleans.
+    """A number as one of Python, which JSON has and which does not overflow; None for another
+    value, for booleans and for what float64 cannot hold.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
-    return int(value) if isinstance(value, Integral) else float(value)
+    try:
+        return int(value) if isinstance(value, Integral) else float(value)
+    except OverflowError:
+        return None
 
 
 class Sampler:
