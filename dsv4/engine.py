@@ -138,7 +138,7 @@ class Engine(EngineInputs):
         Raises ``UserError`` before any weight is read: for a bad folder, when the memory plan does
         not fit, and for a GPU or an installation without the ops that are asked for.
         """
-        engine_config = config or EngineConfig()
+        engine_config = EngineConfig.given(config)
         opened = OpenedCheckpoint.open(path, engine_config)
         opened.plan.refuse_if_too_large()
         if engine_config.parallel == "pipeline" and len(opened.placement.devices) > 1:
@@ -165,7 +165,7 @@ class Engine(EngineInputs):
 
         ``gpu_memory``: the plan of GPUs with this many bytes each, which need not be there.
         """
-        return OpenedCheckpoint.open(path, config or EngineConfig(), gpu_memory).plan
+        return OpenedCheckpoint.open(path, EngineConfig.given(config), gpu_memory).plan
 
     def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Tensor:
         """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32

@@ -73,6 +73,15 @@ class EngineConfig:
     draft_weights: str | None = None
     packed_cache: str | None = None
 
+    @classmethod
+    def given(cls, config: "EngineConfig | None") -> "EngineConfig":
+        """``config``, the defaults for None. Raises ``UserError`` for anything else."""
+        if config is None:
+            return cls()
+        if not isinstance(config, cls):
+            raise UserError(f"config: found {shorten(config)}, expected EngineConfig(...) or None")
+        return config
+
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_integers()

@@ -65,7 +65,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     index that is not one or names anything but files of the folder. Faults inside the shards go to
     ``Checkpoint.problems``.
     """
-    folder = Path(path)
+    try:
+        folder = Path(path)
+    except TypeError:
+        expected = "expected the path of a folder"
+        raise UserError(f"checkpoint: found {shorten(path)}, {expected}") from None
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     raw_config = read_json_object(model_file(folder, "config.json"))

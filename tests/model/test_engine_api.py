@@ -60,6 +60,18 @@ def test_plan_and_load_agree_on_the_context_and_the_state(folder: Path) -> None:
     assert sum(device.state_bytes for device in plan.devices) == held
 
 
+@pytest.mark.parametrize("make", [Engine.load, Engine.plan])
+def test_what_is_no_folder_and_no_config_is_refused(make: Callable, folder: Path) -> None:
+    for path in (None, 5, b"x", ["x"]):
+        expected = re.escape(f"checkpoint: found {path!r}, expected the path of a folder")
+        with pytest.raises(UserError, match=expected):
+            make(path)
+    for config in (5, {}, "", EngineConfig):
+        expected = re.escape(f"config: found {config!r}, expected EngineConfig(...) or None")
+        with pytest.raises(UserError, match=expected):
+            make(folder, config)
+
+
 def test_logits_of_chunks_and_trace_have_the_promised_shapes(engine: Engine) -> None:
     token_ids = random_ids(12)
     whole = engine.logits(token_ids)
