@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +83,6 @@ def test_logits_of_chunks_and_trace_have_the_promised_shapes(engine: Engine) -> 
     ] * 4
     assert tuple(trace["hidden"].shape) == (12, 64)
     assert torch.equal(trace["logits"], engine.logits(token_ids))
-
-
-def test_a_step_of_logits_may_have_as_many_tokens_as_a_decode_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = tiny_engine(max_context=64, prefill_chunk=4)
-    run = engine.steps.run
-    lengths: list[int] = []
-
-    def noted(token_ids: Sequence[int]) -> torch.Tensor:
-        lengths.append(len(token_ids))
-        return run(token_ids)
-
-    monkeypatch.setattr(engine.steps, "run", noted)
-    engine.logits(random_ids(17), chunk_sizes=[8, 9])
-    assert lengths == [8, 8, 1]
 
 
 def test_prefill_then_decode_continue_one_sequence(engine: Engine) -> None:

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -204,6 +204,22 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
         "tokens: found False, expected an integer from 0 to 0",
     ),
 }
+
+
+def test_a_step_of_logits_may_have_as_many_tokens_as_a_decode_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = tiny_engine(max_context=64, prefill_chunk=4)
+    run = engine.steps.run
+    lengths: list[int] = []
+
+    def noted(token_ids: Sequence[int]) -> torch.Tensor:
+        lengths.append(len(token_ids))
+        return run(token_ids)
+
+    monkeypatch.setattr(engine.steps, "run", noted)
+    engine.logits(random_ids(17), chunk_sizes=[8, 9])
+    assert lengths == [8, 8, 1]
 
 
 @pytest.mark.parametrize("what", REFUSED)
