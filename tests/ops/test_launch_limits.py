@@ -41,7 +41,7 @@ MOST_SPILLED = {
     "decode": 0,
     "prefill": 80,
     "sample_token": 32,
-    "linear/prefill_gemm_sm90": 552,
+    "linear/prefill_gemm_sm90": 120,
 }
 
 
