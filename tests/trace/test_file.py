@@ -80,6 +80,7 @@ def test_an_interrupted_trace_holds_the_steps_that_ended(
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.safetensors"]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interruption_while_the_trace_is_written_leaves_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
