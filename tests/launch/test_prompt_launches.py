@@ -94,9 +94,7 @@ def test_shared_memory_is_asked_for_once_for_each_kernel_and_more_of_it(
     assert asked == [shapes[tokens] for tokens in (1, 2, 3, 2, 3)]
 
 
-def test_launches_that_are_alike_change_together(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_that_are_alike_change_together(driver: Driver) -> None:
     """Each with its own arguments; one that may not start early has a configuration of its own."""
     recording = Recording(TARGET, 64)
     rows = [torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(3)]

@@ -48,7 +48,8 @@ def execute(
         if isinstance(item, Call):
             item.function(tokens, *map(real, item.tensors))
             continue
-        if item.shape_for(tokens, dense=False) is None:
+        shape = item.shape_for(tokens, dense=False)
+        if shape is None:
             continue
         tensors = {
             name: value.tensor if isinstance(value, Boxes) else value
@@ -63,8 +64,7 @@ def execute(
         planted = edit if edit is not None and _has(item, edit) else None
         edited |= planted is not None
         # Blocks that share a tile wait for each other.
-        shape = item.shape_for(tokens, dense=False)
-        resident = shape is not None and shape.numbers.get("splits", 1) > 1
+        resident = shape.numbers.get("splits", 1) > 1
         run_recorded(item, architecture, given, tokens, schedule, resident, planted)
     if edited != (edit is not None):
         raise LookupError(f"{edit}: no kernel has it")
