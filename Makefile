@@ -19,13 +19,16 @@ test_tools := $(VENV)/.dsv4-test
 dev_tools  := $(VENV)/.dsv4-dev
 endif
 
-.PHONY: demo test check lint types fast format setup clean
+.PHONY: demo test exhaustive check lint types fast format setup clean
 
 demo: $(runtime)            ## the embedded model answers a prompt
 	$(PYTHON) single_shot_inference.py $(ARGS)
 
-test: $(test_tools)         ## every test that this machine can run
+test: $(test_tools)         ## every test that this machine can run, some cases of those that have many
 	$(PYTEST) -q $(ARGS)
+
+exhaustive: $(test_tools)   ## all cases
+	$(PYTEST) -q --exhaustive $(ARGS)
 
 check: $(dev_tools)         ## lint, format, types and the fast tests side by side: about two minutes
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=target lint types fast

@@ -1,12 +1,14 @@
-"""Shared test configuration: GPU tests are deselected where there is no CUDA device; property tests
-are repeatable; results that take long are kept while the tests run.
+"""Shared test configuration: GPU tests are deselected where there is no CUDA device, most cases of
+sampled tests unless all are asked for; property tests are repeatable; results that take long are
+kept while the tests run.
 """
 
 import gc
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -33,6 +35,10 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run all cases of sampled tests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The first process makes the folder; those that it starts inherit the name."""
     if FOLDER not in os.environ:
@@ -55,13 +61,36 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests marked ``gpu`` on a machine without a CUDA device."""
+    """Deselect the tests marked ``gpu`` on a machine without a CUDA device, and most cases of those
+    marked ``sampled``.
+    """
     # Imported where it is needed: the process that only distributes tests needs no torch.
     import torch
 
-    if torch.cuda.is_available():
-        return
-    gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if gpu_items:
-        config.hook.pytest_deselected(items=gpu_items)
-        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+    if not config.getoption("--exhaustive"):
+        _keep(config, items, _in_sample())
+    if not torch.cuda.is_available():
+        _keep(config, items, lambda item: item.get_closest_marker("gpu") is None)
+
+
+def _in_sample() -> Callable[[pytest.Item], bool]:
+    """Of the collected cases of a sampled test the first, and every ``step``-th behind it."""
+    cases: Counter[str] = Counter()
+
+    def in_sample(item: pytest.Item) -> bool:
+        sampled = item.get_closest_marker("sampled")
+        test, _, _ = item.nodeid.partition("[")
+        cases[test] += 1
+        return sampled is None or (cases[test] - 1) % sampled.args[0] == 0
+
+    return in_sample
+
+
+def _keep(
+    config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]
+) -> None:
+    kept = [wanted(item) for item in items]
+    config.hook.pytest_deselected(
+        items=[item for item, keep in zip(items, kept, strict=True) if not keep]
+    )
+    items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]

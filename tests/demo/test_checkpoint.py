@@ -136,6 +136,7 @@ def test_the_capital_of_france_is_paris(evaluator: Evaluator, prompt: str) -> No
     assert stopped
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("task", mixture.MEASURED_TASKS)
 def test_held_out_examples_of_every_task(evaluator: Evaluator, task: str) -> None:

@@ -54,6 +54,7 @@ def test_the_driver_finds_them_and_says_the_same(
     assert drafted["tokens_per_step"] > 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_first_drafts_are_kept_on_held_out_prompts(draft: str) -> None:

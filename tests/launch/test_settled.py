@@ -182,6 +182,7 @@ def test_every_seam_of_a_decode_step_has_its_streams_early(model: str) -> None:
         assert all(defines.get("SETTLED", 0) == defines["POST"] for defines in mixes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "tokens"), [("flash", 1), ("flash", 8), ("flash", 300), ("pro", 1), ("demo", 8)]
 )

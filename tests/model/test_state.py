@@ -92,6 +92,7 @@ SLOW_STARTS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("start", [3, 127, *SLOW_STARTS])
 def test_rejected_drafts_leave_no_trace(start: int) -> None:
     # Every length of draft and of its accepted part, at consecutive positions, against a run that

@@ -49,6 +49,7 @@ KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("source", "defines", "kernels"), KERNELS)
 def test_compiles_without_spills(source: str, defines: Defines, kernels: tuple[str, ...]) -> None:
     for architecture in ARCHITECTURES:

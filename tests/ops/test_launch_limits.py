@@ -114,6 +114,7 @@ def test_launches_are_many_and_stay_within_the_limits_of_a_grid(target: Target) 
             assert 2 * shape.shared_bytes > MOST_SHARED_BYTES, case
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.architecture)
 def test_launches_fit_on_a_multiprocessor(target: Target, op: str) -> None:
@@ -127,6 +128,7 @@ def test_launches_fit_on_a_multiprocessor(target: Target, op: str) -> None:
             assert registers == PREFILL_REGISTERS[shape.threads], what
 
 
+@pytest.mark.sampled(3)
 @of_assembler_13_5
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.architecture)
@@ -147,6 +149,7 @@ def in_eights(
     return given, static
 
 
+@pytest.mark.sampled(3)
 @of_assembler_13_5
 @pytest.mark.parametrize("op", OPS)
 def test_both_blackwells_get_the_same_registers(op: str) -> None:

@@ -141,6 +141,7 @@ def test_a_kernel_gives_the_bits_of_the_reference() -> None:
     check(ragged(KERNELS[0]), SCHEDULES["random"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(KERNELS)), ids=[name(ragged(one)) for one in KERNELS])
 def test_no_schedule_and_no_other_row_changes_a_bit(index: int) -> None:
@@ -150,6 +151,7 @@ def test_no_schedule_and_no_other_row_changes_a_bit(index: int) -> None:
     assert_rows_are_independent(config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(PROBLEMS)), ids=[*map(name, PROBLEMS)])
 def test_other_sizes_give_the_bits_of_the_reference(index: int) -> None:

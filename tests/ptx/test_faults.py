@@ -41,6 +41,7 @@ def found(fault: Planted) -> Exception | None:
     return None
 
 
+@pytest.mark.sampled(2)
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", TABLE, ids=lambda fault: f"{fault.kernel}: {fault.name}")

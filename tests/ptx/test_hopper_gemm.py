@@ -19,6 +19,7 @@ def assert_exact(problem: Problem, schedule: Schedule) -> None:
     assert torch.equal(y, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "index",
     [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in range(len(PROBLEMS))],

@@ -89,6 +89,7 @@ def test_any_number_of_kept_drafts_gives_the_same_text(kept: int | str) -> None:
     assert_modules_alike(engine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)

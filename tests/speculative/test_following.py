@@ -116,6 +116,7 @@ def test_a_caller_that_leaves_inside_a_block_leaves_the_tokens_it_took(taken: in
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "fp8", "compute_dtype": "bfloat16"}])
 def test_tokens_and_log_probabilities_are_those_without_drafts(settings: dict[str, Any]) -> None:

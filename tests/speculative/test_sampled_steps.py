@@ -20,6 +20,7 @@ SEEDS = 300
 GROUPS = 6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_first_and_second_tokens_of_many_seeds(kind: MtpKind) -> None:

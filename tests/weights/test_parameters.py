@@ -65,6 +65,7 @@ def test_parameter_list_is_the_tensor_list_of_the_published_checkpoint(name: str
     assert found == recorded
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count", "gigabytes"), [("flash_apr", 135_235, 168), ("pro_apr", 285_660, 913)]

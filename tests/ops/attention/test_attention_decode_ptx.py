@@ -123,6 +123,7 @@ def test_clusters_that_share_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worst_error(FP8, False, 3, 77, 1) < ALLOWED
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:

@@ -144,6 +144,7 @@ def worst_error(
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(
@@ -167,6 +168,7 @@ def test_equals_the_torch_op(
     assert worst_error(architecture, format, listed, heads, start, tokens) < ALLOWED
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
@@ -178,6 +180,7 @@ def test_a_fault_is_seen(fault: str) -> None:
     assert not error < ALLOWED
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("heads", [16, 32])
@@ -187,6 +190,7 @@ def test_few_heads_in_any_order(heads: int, schedule: str) -> None:
     assert error < ALLOWED
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS_WITH_FEW_HEADS)
 def test_a_fault_with_few_heads_is_seen(fault: str) -> None:

@@ -28,6 +28,7 @@ def kernel(name: str, format: RowFormat) -> Kernel:
     return launch.shape.kernel
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
 @pytest.mark.parametrize("name", CASES)

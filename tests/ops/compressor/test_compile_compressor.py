@@ -13,6 +13,7 @@ def kernel(name: str) -> Kernel:
     return launch.shape.kernel
 
 
+@pytest.mark.sampled(2)
 @of_assembler_13_5
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", SHAPES)

@@ -95,6 +95,7 @@ def opcodes(sass: str, pattern: str) -> list[str]:
     return re.findall(rf"\b({pattern})\b", sass)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", [*PRODUCERS, *CONSUMERS, *OTHERS])
 def test_no_rank_spills(name: str, ranks: int) -> None:
@@ -110,6 +111,7 @@ def test_no_rank_spills(name: str, ranks: int) -> None:
         assert resources(log)[name][1] <= most, (architecture, width)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [("decode_pair", 2), *product((*PRODUCERS[::2], *CONSUMERS), (2, 4, 8))],

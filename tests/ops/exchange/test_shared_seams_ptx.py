@@ -111,6 +111,7 @@ def differs(kernel: str, ranks: int, edit: SourceEdit | None = None) -> bool:
     return False
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_rank_writes_the_rows_of_its_tokens_alone(kernel: str, ranks: int) -> None:

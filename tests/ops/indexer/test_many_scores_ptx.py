@@ -101,6 +101,7 @@ def test_the_same_bits_as_of_few_tokens() -> None:
     assert bool((found_TS != -1).any())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
     _, expected_TS = orders_of_all()

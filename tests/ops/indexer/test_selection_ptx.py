@@ -79,6 +79,7 @@ def scores(kind: str, entries: int) -> Tensor:
     return kinds[kind]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["normal", "few values", "zeros", "rising", "infinite", "nan"])
 @pytest.mark.parametrize("slots", [9001, 17001], ids=["one block", "a cluster"])
 def test_lists_of_many_kinds_of_scores(slots: int, kind: str) -> None:

@@ -85,7 +85,8 @@ def choices_of_one(heads: int) -> Tensor:
     return shared(("choices of a lone rank", heads), lambda: Step(heads).choices(1)[0].clone())
 
 
-@pytest.mark.parametrize("heads", [64, 8])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("heads", [8, 64])
 def test_every_rank_gets_the_lists_of_all_tokens(heads: int) -> None:
     """Heads of the kernel of many tokens, of which these are too few, and of others."""
     whole_TK = choices_of_one(heads)
@@ -94,6 +95,7 @@ def test_every_rank_gets_the_lists_of_all_tokens(heads: int) -> None:
         assert torch.equal(chosen_TK, whole_TK)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "edit",
     [{"index_scores": OTHER_TILES}, {"top_k_tokens": OTHER_TILES}, {"top_k_tokens": TO_ONE}],

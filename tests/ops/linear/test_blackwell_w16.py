@@ -83,6 +83,7 @@ def test_blocks_are_no_more_than_the_device_has_multiprocessors() -> None:
     assert launch.grid == (3, 1, 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(EXACT)), ids=[case.name for case in EXACT])
 def test_exact_sums(index: int) -> None:
@@ -102,6 +103,7 @@ def test_scheduled_products_go_round_every_ring() -> None:
         assert tiles * ceil_div(case.columns, 64) > max(found.stages, found.fragments), form
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("form", SCHEDULED)

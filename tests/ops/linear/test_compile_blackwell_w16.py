@@ -29,11 +29,13 @@ WIDEST = largest_of_each(
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", configurations(), ids=identifier)
 def test_compiles_without_a_gpu(config: W16Config) -> None:
     assert_within_limits(config, "sm_100a")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", WIDEST, ids=identifier)
 def test_the_other_architecture_gets_the_same_program(config: W16Config) -> None:
     from dsv4.ops.linear.cutedsl.blackwell_w16 import BlackwellW16

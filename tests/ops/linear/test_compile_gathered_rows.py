@@ -50,6 +50,7 @@ def opcodes(sass: str, pattern: str) -> list[str]:
     return re.findall(rf"\b({pattern})\b", sass)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [1, 4, 7, 8])
 @pytest.mark.parametrize(
     ("ranks", "format", "architecture"),

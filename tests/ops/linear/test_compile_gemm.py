@@ -44,6 +44,7 @@ PORTABLE = "linear/prefill_gemm"
 HOPPER = "linear/prefill_gemm_sm90"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("format", FORMAT_CODE, ids=lambda format: format.value)
 @pytest.mark.parametrize(("source", "architecture"), [(PORTABLE, "sm_100a"), (HOPPER, "sm_90a")])
 def test_every_variant_starts_with_the_registers_that_it_hands_out(
@@ -60,6 +61,7 @@ def test_every_variant_starts_with_the_registers_that_it_hands_out(
         assert "serialized" not in log
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("format", FORMAT_CODE, ids=lambda format: format.value)
 def test_every_long_variant_has_the_registers_that_it_needs(format: QuantFormat) -> None:
     """Another number at the start, or more of them spilled, and it is slower or waits forever. What

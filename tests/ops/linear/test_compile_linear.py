@@ -44,6 +44,7 @@ def test_one_token_kernels_do_not_spill(architecture: str, formats: tuple[int, i
     assert registers <= (112 if architecture == "sm_90a" else 160)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ragged", [False, True])
 def test_every_variant_compiles(ragged: bool) -> None:
     for format, tokens in itertools.product((NVFP4, MXFP4, FP8, BF16), (2, 3, 4, 5, 8)):
@@ -85,6 +86,7 @@ def of_a_pair(first: int, second: int, tokens: int) -> Defines:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("formats", PAIRS, ids=str)
 def test_pairs_do_not_spill(architecture: str, formats: tuple[int, int]) -> None:

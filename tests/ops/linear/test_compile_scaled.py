@@ -33,11 +33,13 @@ WIDEST = largest_of_each(
 )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("config", configurations(), ids=name)
 def test_compiles_within_the_limits_of_a_multiprocessor(config: ScaledConfig) -> None:
     assert_within_limits(config, "sm_100a")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("config", WIDEST, ids=name)
 def test_the_other_architecture_gets_the_same_program(config: ScaledConfig) -> None:
     from dsv4.ops.linear.cutedsl.blackwell_scaled import ScaledGemm

@@ -165,6 +165,7 @@ RING_FAULTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", [None, *RING_FAULTS])
 def test_rings_of_more_stages_than_they_hold(fault: str | None) -> None:
     projection = Projection(FP8, FP8, 1, 2, sizes=LONG)

@@ -134,6 +134,7 @@ class Ranks:
             assert_product(product, linear(normalised(found[0]), weight))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("listed", "schedule"),
     [*((0, schedule) for schedule in SCHEDULES), (1, "random"), (2, "random"), (3, "random")],
@@ -181,6 +182,7 @@ def run_all(room: Ranks, edit: SourceEdit) -> tuple[tuple[Tensor, ...], tuple[Te
     return room.gather(edit=edit)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
     formats, ranks, tokens = LISTS[2 if "in common" in fault else 3]

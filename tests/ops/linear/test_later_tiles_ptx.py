@@ -92,6 +92,7 @@ def normalised(x: Tensor) -> Tensor:
     return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).bfloat16()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("format", "rows", "chosen", "columns", "tokens", "blocks", "schedule"),
     [(*one, name) for n, one in enumerate(LISTS) for name in list(SCHEDULES)[n % 2 :: 2]],

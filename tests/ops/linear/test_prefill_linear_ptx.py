@@ -115,6 +115,7 @@ def splits_of(launch: Launch, tokens: int) -> int:
     return int(shape.numbers["splits"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("architecture", "format", "dtype"), BUILDS, ids=str)
 def test_tiles_of_every_width_and_splits(
     architecture: str, format: QuantFormat, dtype: torch.dtype

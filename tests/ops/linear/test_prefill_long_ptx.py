@@ -87,6 +87,7 @@ def products(
     return found[0], found[1], exact.view(found[0].shape)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("format", "dtype"),
     [(NVFP4, ROUNDED), (MXFP4, F32), (FP8, ROUNDED), (BF16, F32), (BF16, ROUNDED)],
@@ -115,6 +116,7 @@ def test_groups() -> None:
         assert torch.equal(long, short)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
     try:

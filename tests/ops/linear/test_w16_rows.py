@@ -23,6 +23,7 @@ COUNT = 8
 SLOTS = 9
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", CASES)
 def test_a_row_does_not_depend_on_the_others(form: str) -> None:
     """Every third row of tokens is another, and every tile is two, in the opposite order."""

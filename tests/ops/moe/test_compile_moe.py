@@ -42,6 +42,7 @@ def assert_no_spills(kernel: Kernel, architecture: str) -> None:
     assert found[kernel.function][1] == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("architecture", "decode_step"),
     [

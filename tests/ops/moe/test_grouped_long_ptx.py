@@ -83,11 +83,12 @@ def results(
     return Results(memory(routed), memory(shared))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("chosen", "tile", "format"),
     [
-        ((150, 6, 2), NARROW, NVFP4),
         ((150, 6, 2), NARROW, BF16),
+        ((150, 6, 2), NARROW, NVFP4),
         ((140, 3, 2), WIDE, MXFP4),
         ((140, 3, 2), WIDE, FP8),
         # Whole tiles, and what is left of an expert's pairs.
@@ -112,6 +113,7 @@ def test_the_same_bits(
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = (300, 2, 1)

@@ -89,6 +89,7 @@ def reference(x: Tensor, weights: list[QuantTensor], ids_TP: Tensor, routing: Te
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "consumers", "format"), BUILDS, ids=str)
 def test_every_tile_gives_the_same_bits(

@@ -183,6 +183,7 @@ LOST = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lost", LOST)
 def test_a_wait_for_lost_words_has_an_end(lost: str) -> None:
     """A trap. To the machine a wait without one is a deadlock."""
@@ -214,6 +215,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_found(name: str) -> None:
     """Within three launches of one of two schedules: wrong results, a fault, or a wait without an

@@ -29,6 +29,7 @@ def sass_of(kind: str) -> str:
     return disassemble(kernel(kind).source, "sm_90a", kernel(kind).defines)
 
 
+@pytest.mark.sampled(2)
 @of_assembler_13_5
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("quantised", [True, False])
