@@ -29,6 +29,7 @@ from dsv4.ops.indexer import prefill as indexer_prefill
 from dsv4.ops.linear import decode as linear_decode
 from dsv4.ops.linear import prefill_cutedsl as linear_cutedsl
 from dsv4.ops.linear import prefill_long as linear_prefill
+from dsv4.ops.linear import prefill_rows
 from dsv4.ops.linear import prefill_scaled as linear_scaled
 from dsv4.ops.linear import prefill_w16 as linear_w16
 from dsv4.ops.linear.row_list import pack_rows
@@ -122,7 +123,7 @@ def prefill_ops(recording: Recording) -> Ops:
     return replace(
         decode_ops(recording),
         linear=partial(linear_prefill.linear, recording),
-        linear_rows=partial(linear_prefill.linear_rows, recording),
+        linear_rows=partial(prefill_rows.linear_rows, recording),
         grouped_linear=partial(linear_prefill.grouped_linear, recording),
         **_parallel_products(recording, linear_prefill.linear),
         hc_pre=partial(hc_prefill.hc_pre, recording),

@@ -4,6 +4,7 @@ registers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -93,6 +94,14 @@ WIDE = Tile(TILE_TOKENS, _FEWEST_CONSUMERS, wide=True)
 LARGE = Tile(2 * TILE_TOKENS, _FEWEST_CONSUMERS, sides=1)
 
 
+class Results(Enum):
+    """The dtype of a product in MODE_LINEAR; of a list's matrices each has its own."""
+
+    ROUNDED = torch.bfloat16
+    FLOAT = torch.float32
+    OF_A_LIST = None
+
+
 @dataclass(frozen=True)
 class Build:
     """One compiled variant of the GEMM and what its launch needs; ``rows`` of a block."""
@@ -113,24 +122,25 @@ def build_for(
     format: QuantFormat,
     mode: int,
     architecture: str,
-    out_float: bool = False,
+    results: Results = Results.ROUNDED,
     tile: Tile = NARROW,
 ) -> Build:
     """The variant for a weight format, a mode and a tile: wgmma on Hopper, mma.sync elsewhere."""
     source = "linear/prefill_gemm_sm90" if architecture == "sm_90a" else "linear/prefill_gemm"
-    return build(source, format, mode, out_float, tile)
+    return build(source, format, mode, results, tile)
 
 
 def build(
     source: str,
     format: QuantFormat,
     mode: int,
-    out_float: bool = False,
+    results: Results = Results.ROUNDED,
     tile: Tile = NARROW,
     result_bytes: int = 0,
+    more: Defines = (),
 ) -> Build:
-    """The variant of ``source``; as many pipeline stages as shared memory holds beside
-    ``result_bytes``.
+    """The variant of ``source`` with ``more`` defines; as many pipeline stages as shared memory
+    holds beside ``result_bytes``.
     """
     used = tile.tokens * _TOKEN_BYTES + tile.sides * tile.consumers * sum(STAGE_BYTES[format])
     stage_bytes = round_up(used, 1024)
@@ -141,12 +151,14 @@ def build(
         ("FORMAT", FORMAT_CODE[format]),
         ("MODE", mode),
         ("STAGES", stages),
-        ("OUT_FLOAT", int(out_float)),
+        ("OUT_FLOAT", int(results is Results.FLOAT)),
+        ("LIST", int(results is Results.OF_A_LIST)),
         ("TOKENS", tile.tokens),
         ("CONSUMERS", tile.consumers),
         ("WIDE", int(tile.wide)),
         ("SIDES", tile.sides),
         ("SHARED_BYTES", shared_bytes),
+        *more,
     )
     threads = 32 * (tile.consumers + _PRODUCERS)
     return Build(source, defines, tile.rows(mode), threads, shared_bytes)
@@ -165,8 +177,7 @@ def linear_batches(
     Raises ``ValueError`` when T is not the recording's number of tokens.
     """
     tokens, groups, columns = x_TGK.shape
-    if tokens != recording.tokens:
-        raise ValueError(f"x: found {tokens} tokens, expected {recording.tokens} of the recording")
+    check_recorded(recording, tokens)
     rows = weight.shape[0] // groups
     # bf16 results are written in pairs of rows.
     width = round_up(groups * rows, 2)
@@ -174,9 +185,9 @@ def linear_batches(
     y = recording.empty((tokens, width), out_dtype)
     target = recording.target
     split = Split.of(target, MODE_LINEAR, rows, columns, groups)
-    variant = build_for(weight.format, MODE_LINEAR, target.architecture, out_dtype == torch.float32)
+    variant = build_for(weight.format, MODE_LINEAR, target.architecture, Results(out_dtype))
     recording.launch(
-        by_tokens(_linear_shape, variant, split, fewer_than),
+        by_tokens(short_shape, "prefill_linear", variant, split, fewer_than),
         x=x_TGK,
         **matrix_arguments(weight, "weight"),
         y=y,
@@ -192,6 +203,12 @@ def linear_batches(
     if width == groups * rows:
         return y.unflatten(1, (groups, rows))
     return y[:, None, :rows]
+
+
+def check_recorded(recording: Recording, tokens: int) -> None:
+    """Raises ``ValueError`` when x has another number of tokens than the recording."""
+    if tokens != recording.tokens:
+        raise ValueError(f"x: found {tokens} tokens, expected {recording.tokens} of the recording")
 
 
 def matrix_arguments(weight: PackedWeight, prefix: str) -> dict[str, Tensor | None]:
@@ -258,14 +275,15 @@ class Split(NamedTuple):
         }
 
 
-def _linear_shape(
-    variant: Build, split: Split, fewer_than: int | None, tokens: int
+def short_shape(
+    function: str, variant: Build, split: Split, fewer_than: int | None, tokens: int
 ) -> Shape | None:
+    """The launch of a product of fewer tokens than ``fewer_than``, of any number without it."""
     if fewer_than is not None and tokens >= fewer_than:
         return None
     splits = split.splits(tokens)
     blocks = min(split.tiles(tokens) * splits, split.multiprocessors)
-    return variant.shape("prefill_linear", blocks, tokens=tokens, splits=splits)
+    return variant.shape(function, blocks, tokens=tokens, splits=splits)
 
 
 _PRODUCTS = PrefillProducts(linear_batches)

@@ -19,7 +19,7 @@ __device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Outpu
     }
 #pragma unroll
     for (int side = 0; side < READ; side++)
-        alpha[side] = FORMAT == NVFP4 ? g.side[side].global_scale[t.expert] : 1.0f;
+        alpha[side] = global_scale(g, t, side);
     Accumulators<BLOCKS> acc = {};
     float unit[READ];
     // y_NT = weight_NK @ x_TK.T

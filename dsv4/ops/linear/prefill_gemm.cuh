@@ -137,7 +137,35 @@ __device__ __forceinline__ void run(const Gemm& g, const Output& out) {
     }
 }
 
-#if MODE == MODE_LINEAR
+#if LIST
+// y_i [tokens, rows of matrix i] = x [tokens, columns] times matrix i, for all matrices of a list.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    prefill_rows(const bf16* x, const unsigned char* weight_data,
+                 const unsigned char* weight_block_scale, const float* weight_global_scale,
+                 const int4* table, unsigned char* y, float4* parts, int* counters, int tokens,
+                 int columns, int row_tiles, int matrices, int first_tile, int capacity,
+                 int x_stride, int splits) {
+    pdl_wait();
+    pdl_launch();
+    const Matrix matrix = {weight_data, weight_block_scale, weight_global_scale};
+    const Gemm g = {x,
+                    x_stride,
+                    0,
+                    {matrix, matrix},
+                    row_tiles,
+                    columns,
+                    16 * row_tiles,
+                    tokens,
+                    1,
+                    splits,
+                    nullptr,
+                    nullptr,
+                    (tokens + TOKENS - 1) / TOKENS,
+                    1,
+                    {table, matrices, first_tile, capacity}};
+    run(g, {y, 0, nullptr, 0.0f, parts, counters});
+}
+#elif MODE == MODE_LINEAR
 // x [tokens, batches, columns] (strides in elements), weight [batches * rows, columns], y [tokens,
 // batches, rows] with an even y_stride for bf16.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -45,7 +45,8 @@ __device__ __forceinline__ void store_rounded(const Pairs& pairs, int offset, co
         for (int half = 0; half < 2; half++) {
             const int j = 4 * part + 2 * half;
             if (j < BLOCKS)
-                store_transposed(buffer + half * 16 * 128 + place, pairs(j), pairs(j + 1));
+                store_transposed(buffer + half * 16 * 128 + place, pairs(j),
+                                 pairs(min(j + 1, BLOCKS - 1)));
         }
         group_sync(group);
 #pragma unroll

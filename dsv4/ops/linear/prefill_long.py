@@ -2,6 +2,8 @@
 steps, and what it does not take, are recorded as ``dsv4.ops.linear.prefill`` does.
 """
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,12 +16,11 @@ from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear.aligned import aligned_rows
 from dsv4.ops.linear.prefill import (
     LARGE,
-    LONG_TOKENS,
-    MODE_GATE_UP,
     MODE_LINEAR,
     STAGE_BYTES,
     TILE_TOKENS,
     Build,
+    Results,
     Split,
     Tile,
     build,
@@ -27,6 +28,7 @@ from dsv4.ops.linear.prefill import (
     scale_arguments,
 )
 from dsv4.ops.linear.prefill_products import PrefillProducts
+from dsv4.ops.linear.row_list import FormatRows
 from dsv4.weights.packed import PADDING, TILE_ROWS, PackedWeight, padded
 from dsv4.weights.quant import QuantFormat
 
@@ -37,50 +39,78 @@ _TILES = (LARGE, HALF)
 # What HALF takes of the time of LARGE (docs/kernels/linear.md).
 _HALF_TIME = 0.65
 _HALF_TIME_FP8 = 0.7
-# Results on their way (RESULT_BYTES of prefill_lines.cuh).
-_RESULT_BYTES = 16 << 10
+# Results on their way, of a warp (RESULT_BYTES of prefill_lines.cuh).
+_RESULT_BYTES = 2 << 10
 # Rows of a warpgroup, which are written together, and of a block.
 _ROWS_MULTIPLE = 64
 _LINE_BYTES = 512
-# Row tiles of a box (BOX_TILES).
-_BOX_TILES = 8
-_GATE_UP_BOX_TILES = 4
+_SOURCE = "linear/prefill_long_sm90"
 
 
 def takes_boxes(recording: Recording, x: Tensor) -> bool:
-    """Whether long steps of this recording have TMA copy x ``[T, …, K]``."""
-    return (
-        recording.target.architecture == "sm_90a"
-        and recording.tokens >= LONG_TOKENS
-        and all(stride % 8 == 0 for stride in x.stride()[:-1])
-    )
+    """Whether TMA may copy x ``[T, …, K]``."""
+    on_hopper = recording.target.architecture == "sm_90a"
+    return on_hopper and all(stride % 8 == 0 for stride in x.stride()[:-1])
 
 
-def long_build(format: QuantFormat, mode: int, tile: Tile, out_float: bool = False) -> Build:
-    """The variant for a weight format, a mode and a tile."""
-    source = "linear/prefill_long_sm90"
-    return build(source, format, mode, out_float, tile, _RESULT_BYTES)
+def one_group(x_TK: Tensor) -> Tensor:
+    """x as ``[T, 1, K]`` whose strides are all those of rows, at multiples of 16 bytes."""
+    tokens, columns = x_TK.shape
+    step = x_TK.stride(0)
+    return x_TK.as_strided((tokens, 1, columns), (step, step, 1), x_TK.storage_offset())
 
 
-def token_boxes(x_TGK: Tensor) -> Boxes:
-    """128 tokens and the columns of a stage."""
-    return Boxes(x_TGK, (TILE_TOKENS, 1, PADDING), swizzled=True)
-
-
-def matrix_boxes(weight: PackedWeight, name: str, mode: int) -> dict[str, Boxes]:
-    """Data and block scales of a matrix or a stack by the names of a kernel's arguments. The data
-    again for scales that are not in boxes.
+class LongForm(NamedTuple):
+    """The variants of a product for some tiles. All copy the same boxes: so many tokens, and row
+    tiles of a matrix, as divide those of every tile.
     """
-    row_tiles = _GATE_UP_BOX_TILES if mode == MODE_GATE_UP else _BOX_TILES
-    stage = STAGE_BYTES[weight.format]
-    data = _words(weight.data)
-    boxes = Boxes(data, (row_tiles, stage.weight // _LINE_BYTES, data.shape[-1]))
-    scale_boxes = boxes
-    if stage.scale:
-        assert weight.block_scale is not None
-        scales = _words(weight.block_scale)
-        scale_boxes = Boxes(scales, (row_tiles, 1, scales.shape[-1]))
-    return {name: boxes, f"{name}_scale": scale_boxes}
+
+    builds: tuple[tuple[Tile, Build], ...]
+    box_tokens: int
+    box_tiles: int
+
+    @classmethod
+    def of(
+        cls,
+        format: QuantFormat,
+        mode: int,
+        rows: int,
+        tiles: Sequence[Tile],
+        results: Results = Results.ROUNDED,
+    ) -> "LongForm":
+        """Those for weights of a format and so many rows."""
+        fitting = [tile.fitting(mode, rows) for tile in tiles]
+        box_tokens = math.gcd(*(tile.tokens for tile in tiles))
+        box_tiles = math.gcd(*(tile.rows(mode) // TILE_ROWS for tile in fitting))
+        boxes = (("BOX_TOKENS", box_tokens), ("BOX_TILES", box_tiles))
+        builds = [
+            build(_SOURCE, format, mode, results, tile, tile.consumers * _RESULT_BYTES, boxes)
+            for tile in fitting
+        ]
+        return cls(tuple(zip(tiles, builds, strict=True)), box_tokens, box_tiles)
+
+    def token_boxes(self, x_TGK: Tensor) -> Boxes:
+        """Of x: the columns of a stage."""
+        return Boxes(x_TGK, (self.box_tokens, 1, PADDING), swizzled=True)
+
+    def matrix_boxes(self, weight: PackedWeight | FormatRows, name: str) -> dict[str, Boxes]:
+        """Data and block scales of a matrix, a stack or the matrices of a list by the names of a
+        kernel's arguments. The data again for scales that are not in boxes.
+        """
+        stage = STAGE_BYTES[weight.format]
+        data = _words(weight.data)
+        boxes = Boxes(data, (self.box_tiles, stage.weight // _LINE_BYTES, data.shape[-1]))
+        scale_boxes = boxes
+        if stage.scale:
+            assert weight.block_scale is not None
+            scales = _words(weight.block_scale)
+            scale_boxes = Boxes(scales, (self.box_tiles, 1, scales.shape[-1]))
+        return {name: boxes, f"{name}_scale": scale_boxes}
+
+
+def dense_form(format: QuantFormat, rows: int, results: Results) -> LongForm:
+    """That of a dense product."""
+    return LongForm.of(format, MODE_LINEAR, rows, _TILES, results)
 
 
 def linear_batches_long(
@@ -95,14 +125,13 @@ def linear_batches_long(
     if not (takes_boxes(recording, x_TGK) and whole_rows) or recording.tokens < long_from:
         return linear_batches(recording, x_TGK, weight, out_dtype)
     y_TGR = linear_batches(recording, x_TGK, weight, out_dtype, fewer_than=long_from)
-    out_float = out_dtype == torch.float32
-    variants = {tile: long_build(weight.format, MODE_LINEAR, tile, out_float) for tile in _TILES}
+    form = dense_form(weight.format, rows, Results(out_dtype))
     row_blocks = ceil_div(rows, LARGE.rows(MODE_LINEAR)) * groups
     fastest = Fastest(weight.format, row_blocks, recording.target.multiprocessors)
     recording.launch(
-        by_tokens(_shape, tuple(variants.items()), fastest, long_from),
-        x=token_boxes(x_TGK),
-        **matrix_boxes(weight, "weight", MODE_LINEAR),
+        by_tokens(long_shape, "long_linear", form, fastest, long_from),
+        x=form.token_boxes(x_TGK),
+        **form.matrix_boxes(weight, "weight"),
         **scale_arguments(weight, "weight"),
         y=y_TGR,
         rows=rows,
@@ -126,7 +155,8 @@ class Fastest(NamedTuple):
     def tile(self, tokens: int) -> Tile:
         """The tile for so many tokens."""
         half_time = _HALF_TIME_FP8 if self.format is QuantFormat.FP8_BLOCK128 else _HALF_TIME
-        whole, half = (ceil_div(self.tiles(tile, tokens), self.multiprocessors) for tile in _TILES)
+        tiles = [self.tiles(tile, tokens) for tile in _TILES]
+        whole, half = (ceil_div(count, self.multiprocessors) for count in tiles)
         return HALF if half * half_time < whole else LARGE
 
     def tiles(self, tile: Tile, tokens: int) -> int:
@@ -134,14 +164,15 @@ class Fastest(NamedTuple):
         return self.row_blocks * ceil_div(tokens, tile.tokens)
 
 
-def _shape(
-    variants: tuple[tuple[Tile, Build], ...], fastest: Fastest, long_from: int, tokens: int
+def long_shape(
+    function: str, form: LongForm, fastest: Fastest, long_from: int, tokens: int
 ) -> Shape | None:
+    """The launch of a product of so many tokens, of ``long_from`` on."""
     if tokens < long_from:
         return None
     tile = fastest.tile(tokens)
     blocks = min(fastest.tiles(tile, tokens), fastest.multiprocessors)
-    return dict(variants)[tile].shape("long_linear", blocks, tokens=tokens)
+    return dict(form.builds)[tile].shape(function, blocks, tokens=tokens)
 
 
 def _words(stored: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-// Products of long steps on Hopper, as prefill_gemm.cuh has them, with other copies: one thread has
-// TMA copy a stage by boxes, x with the 128-byte swizzle, weights and block scales as they are
-// packed. So rows of x lie in the order of the tiles.
+// Products of long steps on Hopper, and of experts in steps of all lengths, as prefill_gemm.cuh has
+// them, with other copies: one thread has TMA copy a stage by boxes, x with the 128-byte swizzle,
+// weights and block scales as they are packed. So rows of x lie in the order of the tiles.
 //
 // MODE_LINEAR has one side and tiles of 256 tokens: a dequantized fragment feeds a wgmma of 128
 // clocks. Results go to memory in whole lines.
@@ -9,12 +9,10 @@
 #include "prefill_consume.cuh"
 #include "tensor_map.cuh"
 
-// Boxes have 128 tokens, and as many row tiles as divide those of a matrix in every tile, each of
-// lines of 512 bytes.
-constexpr int BOX_TOKENS = 128;
-constexpr int BOX_TILES = MODE == MODE_GATE_UP ? 4 : 8;
+// Boxes have BOX_TOKENS tokens, and BOX_TILES row tiles of lines of 512 bytes.
 constexpr int LINES = WEIGHT_BYTES / 512;
 constexpr int MATRIX_TILES = ROW_TILES / MATRICES;
+static_assert(TOKENS % BOX_TOKENS == 0 && MATRIX_TILES % BOX_TILES == 0, "whole boxes");
 
 struct Maps {
     const TensorMap* x;
@@ -76,7 +74,34 @@ __device__ __forceinline__ void run(const Gemm& g, const Maps& maps, Output out)
     }
 }
 
-#if MODE == MODE_LINEAR
+#if LIST
+// y_i [tokens, rows of matrix i] = x [tokens, columns] times matrix i, for all matrices of a list.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    long_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+              const __grid_constant__ TensorMap weight_scale,
+              const unsigned char* weight_block_scale, const float* weight_global_scale,
+              const int4* table, unsigned char* y, int tokens, int columns, int row_tiles,
+              int matrices, int first_tile, int capacity) {
+    pdl_wait();
+    pdl_launch();
+    const Gemm g = {nullptr,
+                    0,
+                    0,
+                    {{nullptr, weight_block_scale, weight_global_scale}},
+                    row_tiles,
+                    columns,
+                    16 * row_tiles,
+                    tokens,
+                    1,
+                    1,
+                    nullptr,
+                    nullptr,
+                    (tokens + TOKENS - 1) / TOKENS,
+                    1,
+                    {table, matrices, first_tile, capacity}};
+    run(g, {&x, {&weight}, {&weight_scale}}, {y});
+}
+#elif MODE == MODE_LINEAR
 // y [tokens, batches, rows] = x [tokens, batches, columns] times weight [batches * rows, columns];
 // y_stride is a multiple of 8. `weight_block_scale`: of FP8, of other formats in boxes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

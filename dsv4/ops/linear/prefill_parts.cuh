@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_share(const Gemm& g, const Tile& t, const 
     float alpha[READ];
 #pragma unroll
     for (int side = 0; side < READ; side++)
-        alpha[side] = UNIT * (FORMAT == NVFP4 ? g.side[side].global_scale[0] : 1.0f);
+        alpha[side] = UNIT * global_scale(g, t, side);
     const int slot[TOKENS / WARP] = {};
     float routing[TOKENS / WARP];
 #pragma unroll

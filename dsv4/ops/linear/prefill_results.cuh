@@ -12,13 +12,14 @@ struct Output {
     u32 staged;     // BOXES: shared memory of RESULT_BYTES
 };
 
-// Float rows: eight lanes write one token's 32 bytes.
-template <int BLOCKS>
-__device__ __forceinline__ void store_float(const Accumulators<BLOCKS>& acc,
-                                            const float (&alpha)[SIDES], const Gemm& g,
+// Float rows of STORED sides: eight lanes write one token's 32 bytes. `value(side, j, r)`: of eight
+// tokens 2t and 2t + 1, of rows g and g + 8, which are `offset` behind the first ones of a block.
+template <int BLOCKS, int STORED, typename Value>
+__device__ __forceinline__ void store_float(const Value& value, int offset, const Gemm& g,
                                             const Tile& t, const Output& out,
-                                            const int (&slot)[TOKENS / WARP], int warp, int lane) {
-    const int row = t.row_block * ROWS_PER_BLOCK + warp * 16 + lane / 4;
+                                            const int (&slot)[TOKENS / WARP]) {
+    const int lane = threadIdx.x % WARP;
+    const int row = t.row_block * ROWS_PER_BLOCK + offset + warp_index() * 16 + lane / 4;
     float* y = static_cast<float*>(out.y) + (int64)t.batch * g.rows + row;
 #pragma unroll
     for (int j = 0; j < BLOCKS; j++)
@@ -29,12 +30,11 @@ __device__ __forceinline__ void store_float(const Accumulators<BLOCKS>& acc,
             float* to = y + (MODE == MODE_DOWN ? found : t.first + column) * out.y_stride;
             if (column < t.count)
 #pragma unroll
-                for (int side = 0; side < SIDES; side++)
+                for (int side = 0; side < STORED; side++)
 #pragma unroll
                     for (int below = 0; below < 16; below += 8)
                         if (row + side * CONSUMERS * 16 + below < g.rows)
-                            to[side * CONSUMERS * 16 + below] =
-                                acc[side][j][below / 4 + half] * alpha[side];
+                            to[side * CONSUMERS * 16 + below] = value(side, j, below / 4 + half);
         }
 }
 
@@ -79,17 +79,36 @@ __device__ __forceinline__ void store_rounded(const Pairs& pairs, int offset, co
 #endif
 
 template <int BLOCKS>
-__device__ __forceinline__ void store_linear(const Accumulators<BLOCKS>& acc,
-                                             const float (&alpha)[SIDES], const Gemm& g,
-                                             const Tile& t, const Output& out) {
+__device__ __forceinline__ void store_side(const float (&acc)[BLOCKS][4], float alpha, int offset,
+                                           const Gemm& g, const Tile& t, const Output& out) {
+    const auto pairs = [&](int j) {
+        const float(&c)[4] = acc[j];
+        return make_uint2(rounded(c[0] * alpha, c[1] * alpha),
+                          rounded(c[2] * alpha, c[3] * alpha));
+    };
+    store_rounded<BLOCKS>(pairs, offset, g, t, out);
+}
+
+// LIST: every side to the product of its matrix.
+template <int BLOCKS>
+__device__ __forceinline__ void store_list(const Accumulators<BLOCKS>& acc,
+                                           const float (&alpha)[SIDES], const Gemm& g,
+                                           const Tile& t, const Output& out,
+                                           const int (&slot)[TOKENS / WARP]) {
 #pragma unroll
     for (int side = 0; side < SIDES; side++) {
-        const auto pairs = [&](int j) {
-            const float(&c)[4] = acc[side][j];
-            return make_uint2(rounded(c[0] * alpha[side], c[1] * alpha[side]),
-                              rounded(c[2] * alpha[side], c[3] * alpha[side]));
-        };
-        store_rounded<BLOCKS>(pairs, side * CONSUMERS * 16, g, t, out);
+        const int tile = t.row_block * ROW_TILES + side * CONSUMERS + warp_index();
+        if (tile >= g.row_tiles) break;
+        const int4 matrix = g.list.table[matrix_of(g.list, tile)];
+        Gemm own = g;
+        own.rows = matrix.y;
+        Output product = out;
+        product.y = static_cast<unsigned char*>(out.y) + (int64)g.list.capacity * matrix.z;
+        product.y_stride = matrix.y;
+        const int offset = 16 * (side * CONSUMERS - (matrix.x - g.list.first_tile));
+        const auto value = [&](int, int j, int r) { return acc[side][j][r] * alpha[side]; };
+        if (matrix.w) store_float<BLOCKS, 1>(value, offset, own, t, product, slot);
+        else store_side<BLOCKS>(acc[side], alpha[side], offset, own, t, product);
     }
 }
 
@@ -137,7 +156,13 @@ __device__ __forceinline__ void store_tile(const Accumulators<BLOCKS>& acc,
                                            const float (&routing)[TOKENS / WARP]) {
     if constexpr (MODE == MODE_GATE_UP)
         store_gated<BLOCKS>(acc, alpha, g, t, out, routing);
+    else if constexpr (LIST) store_list<BLOCKS>(acc, alpha, g, t, out, slot);
     else if constexpr (MODE == MODE_DOWN || OUT_FLOAT)
-        store_float<BLOCKS>(acc, alpha, g, t, out, slot, warp_index(), threadIdx.x % WARP);
-    else store_linear<BLOCKS>(acc, alpha, g, t, out);
+        store_float<BLOCKS, SIDES>(
+            [&](int side, int j, int r) { return acc[side][j][r] * alpha[side]; }, 0, g, t, out,
+            slot);
+    else
+#pragma unroll
+        for (int side = 0; side < SIDES; side++)
+            store_side<BLOCKS>(acc[side], alpha[side], side * CONSUMERS * 16, g, t, out);
 }

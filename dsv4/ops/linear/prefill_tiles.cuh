@@ -41,6 +41,9 @@
 #ifndef BOXES
 #define BOXES 0  // copies by TMA
 #endif
+#ifndef LIST
+#define LIST 0  // MODE_LINEAR: several matrices with the same x, row tiles one after the other
+#endif
 // Stages whose copies the producers have issued but not yet announced.
 #ifndef LAG
 #define LAG (STAGES >= 6 ? 2 : 1)
@@ -49,13 +52,14 @@
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
+constexpr int MOST_MATRICES = 8;
 constexpr int STEP = 64;  // columns of one pipeline stage: 128-byte rows of x
 // Warps: one warpgroup, which gives most of its registers to the consumers
 constexpr int PRODUCERS = 4;
 constexpr int THREADS = (CONSUMERS + PRODUCERS) * WARP;
 // 384 threads start with 168 registers each, 512 with 128: the sums are the same.
-constexpr int PRODUCER_REGISTERS = BOXES ? 24 : 56;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 12 ? 152 : BOXES ? 240 : 224;
+constexpr int PRODUCER_REGISTERS = !BOXES ? 56 : CONSUMERS == 12 ? 32 : 24;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 12 ? (BOXES ? 160 : 152) : BOXES ? 240 : 224;
 // With one side, gate and up are the rows g and g + 8 of a fragment, eight of each: two warps share
 // their row tiles.
 constexpr bool SHARED_TILES = MODE == MODE_GATE_UP && SIDES == 1;
@@ -80,6 +84,13 @@ struct Matrix {
     const float* global_scale;
 };
 
+// LIST: every matrix has a multiple of 64 rows, and so has what a warpgroup multiplies of a side.
+struct Matrices {
+    const int4* table;  // {first tile, rows, bytes of a token before its product, whether float}
+    int count, first_tile;
+    int capacity;  // tokens that every product has room for
+};
+
 struct Gemm {
     const bf16* x;
     int64 x_stride, batch_stride;  // elements between tokens and between batches of x
@@ -89,6 +100,7 @@ struct Gemm {
     const int4* tiles;  // {expert, first, count, 0} by the sort kernel, or null: tokens in order
     const int* slots;   // sorted position -> token * per_token + slot
     int tile_count, per_token;
+    Matrices list;
 
     __device__ int steps() const { return (columns + STEP - 1) / STEP; }
     __device__ int row_blocks() const { return (rows + ROWS_PER_BLOCK - 1) / ROWS_PER_BLOCK; }
@@ -165,6 +177,21 @@ __device__ __forceinline__ int first_row_tile(const Gemm& g, const Tile& t, int 
 // Row tile of (side, warp), clamped so that warps beyond the matrix read something harmless.
 __device__ __forceinline__ int row_tile(const Gemm& g, const Tile& t, int side, int warp) {
     return min(first_row_tile(g, t, side) + (SHARED_TILES ? warp / 2 : warp), g.row_tiles - 1);
+}
+
+// Which matrix of a list a row tile is of.
+__device__ __forceinline__ int matrix_of(const Matrices& list, int tile) {
+    int matrix = 0;
+#pragma unroll
+    for (int i = 1; i < MOST_MATRICES; i++)
+        if (i < list.count && tile >= list.table[i].x - list.first_tile) matrix = i;
+    return matrix;
+}
+
+__device__ __forceinline__ float global_scale(const Gemm& g, const Tile& t, int side) {
+    if (FORMAT != NVFP4) return 1.0f;
+    const int matrix = LIST ? matrix_of(g.list, row_tile(g, t, side, warp_index())) : t.expert;
+    return g.side[side].global_scale[matrix];
 }
 
 // ---------------------------------------------------------------- barriers and copies
@@ -313,9 +340,10 @@ struct BlockScale {
     __device__ void start(const Gemm& g, const Tile& t, int side, int tile) {
         const int columns = (g.columns + 127) / 128;
         const int rows = (g.row_tiles * 16 + 127) / 128;
-        // The scale has ceil(N / 128) rows; padding N to 64 never adds one.
+        // The scale has ceil(N / 128) rows; padding N to 64 never adds one. A list's has one for
+        // every 64.
         row = reinterpret_cast<const float*>(g.side[side].scale) +
-              ((int64)t.expert * rows + tile / 8) * columns;
+              ((int64)t.expert * rows + tile / (LIST ? 4 : 8)) * columns;
         last = columns - 1;
         upcoming = __ldg(row + min(t.first_step / 2, last));
         mantissa = 1.0f;

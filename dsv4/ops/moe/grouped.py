@@ -19,7 +19,7 @@ from dsv4.ops.linear.prefill import (
     matrix_arguments,
 )
 from dsv4.ops.linear.prefill_long import takes_boxes
-from dsv4.ops.moe.grouped_long import is_long, long_down, long_gate_up
+from dsv4.ops.moe.grouped_long import long_down, long_gate_up
 from dsv4.ops.moe.sorted_pairs import NO_PAIRS, Cut, Sorted, Tiling, sort_by_expert
 from dsv4.ops.moe.tiled_product import TiledProduct
 from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
@@ -56,12 +56,15 @@ def gate_up(
     per_token = 1 if pairs is None else pairs.per_token
     stride = round_up(rows, _VECTOR)
     hidden = recording.empty((x_TE.shape[0] * per_token, stride), torch.bfloat16)
+    boxes = takes_boxes(recording, x_TE)
+    if boxes and pairs is not None:
+        long_gate_up(recording, x_TE, (w1, w3), limit, hidden, pairs, weights_TP)
+        return hidden[:, :rows]
     product = _product(recording, "prefill_gate_up", w1)
     split = Split.of(recording.target, MODE_GATE_UP, rows, columns)
-    order = split if pairs is None else pairs.cut
-    some_long = takes_boxes(recording, x_TE) and is_long(order, recording.tokens)
+    some_long = boxes and recording.tokens >= split.long_from
     recording.launch(
-        by_tokens(_gate_up_shape, product, order, some_long),
+        by_tokens(_gate_up_shape, product, split if pairs is None else pairs.cut, some_long),
         x=x_TE,
         **matrix_arguments(w1, "w1"),
         **matrix_arguments(w3, "w3"),
@@ -78,7 +81,7 @@ def gate_up(
         limit=limit,
     )
     if some_long:
-        long_gate_up(recording, x_TE, (w1, w3), limit, hidden, pairs or split, weights_TP)
+        long_gate_up(recording, x_TE, (w1, w3), limit, hidden, split, None)
     return hidden[:, :rows]
 
 
@@ -89,10 +92,12 @@ def down(recording: Recording, hidden: Tensor, w2: PackedWeight, pairs: Sorted) 
     """
     rows, columns = w2.shape[-2:]
     products = recording.empty((hidden.shape[0], rows), torch.float32)
+    if takes_boxes(recording, hidden):
+        long_down(recording, hidden, w2, products, pairs)
+        return products
     product = _product(recording, "prefill_down", w2)
-    some_long = takes_boxes(recording, hidden) and is_long(pairs.cut, recording.tokens)
     recording.launch(
-        by_tokens(_down_shape, product, pairs.cut, some_long),
+        by_tokens(_down_shape, product, pairs.cut),
         h=hidden,
         **matrix_arguments(w2, "w2"),
         **pairs.arguments,
@@ -102,8 +107,6 @@ def down(recording: Recording, hidden: Tensor, w2: PackedWeight, pairs: Sorted) 
         row_tiles=padded(rows) // TILE_ROWS,
         h_stride=hidden.stride(0),
     )
-    if some_long:
-        long_down(recording, hidden, w2, products, pairs)
     return products
 
 
@@ -122,17 +125,15 @@ def _gate_up_shape(
     product: TiledProduct, order: Cut | Split, some_long: bool, tokens: int
 ) -> Shape | None:
     """``order``: of pairs, or of all tokens in their order. ``some_long``: another launch takes
-    steps that are.
+    steps of so many tokens that they are.
     """
-    if some_long and is_long(order, tokens):
-        return None
     if isinstance(order, Cut):
         return product.shape(order.tiling(tokens), tokens=tokens, splits=1)
+    if some_long and tokens >= order.long_from:
+        return None
     splits = order.splits(tokens)
     return product.shape(Tiling.of_tokens(tokens), splits, tokens=tokens, splits=splits)
 
 
-def _down_shape(product: TiledProduct, cut: Cut, some_long: bool, tokens: int) -> Shape | None:
-    if some_long and is_long(cut, tokens):
-        return None
+def _down_shape(product: TiledProduct, cut: Cut, tokens: int) -> Shape | None:
     return product.shape(cut.tiling(tokens))

@@ -16,10 +16,12 @@ class TiledProduct:
     rows: int
     multiprocessors: int
 
-    def shape(self, tiling: Tiling, sharing: int = 1, **numbers: int) -> Shape:
+    def shape(self, tiling: Tiling, sharing: int = 1, **numbers: int) -> Shape | None:
         """Persistent blocks, as many as there may be tiles, with ``sharing`` blocks for each, and
-        multiprocessors.
+        multiprocessors. None where there is no build for the tile.
         """
-        build = dict(self.builds)[tiling.tile]
+        build = dict(self.builds).get(tiling.tile)
+        if build is None:
+            return None
         blocks = min(tiling.most * ceil_div(self.rows, build.rows) * sharing, self.multiprocessors)
         return build.shape(self.function, blocks, **numbers)

@@ -16,11 +16,12 @@ from dsv4.ops.linear.prefill import (
     SOME,
     WIDE,
     Build,
+    Results,
     Tile,
     build,
     build_for,
 )
-from dsv4.ops.linear.prefill_long import HALF, LARGE, long_build
+from dsv4.ops.linear.prefill_long import HALF, LARGE, LongForm
 from dsv4.weights.quant import QuantFormat
 from tests.ops.linear.meta import PREFILL_REGISTERS
 from tests.ops.sass import compile_once, count, disassemble, resources
@@ -38,8 +39,10 @@ VARIANTS = [
 LONG_ENTRIES = {MODE_LINEAR: "long_linear", MODE_GATE_UP: "long_gate_up", MODE_DOWN: "long_down"}
 LONG_VARIANTS = [
     *itertools.product((MODE_LINEAR,), (LARGE, HALF)),
-    *itertools.product((MODE_GATE_UP, MODE_DOWN), (NARROW, WIDE, LARGE)),
+    *itertools.product((MODE_GATE_UP, MODE_DOWN), (FEW, SOME, NARROW, WIDE, LARGE)),
 ]
+# Rows of which blocks of 12 warps leave none idle.
+ROWS = 768
 PORTABLE = "linear/prefill_gemm"
 HOPPER = "linear/prefill_gemm_sm90"
 
@@ -61,6 +64,13 @@ def test_every_variant_starts_with_the_registers_that_it_hands_out(
         assert "serialized" not in log
 
 
+def long_build(
+    format: QuantFormat, mode: int, tile: Tile, results: Results = Results.ROUNDED
+) -> Build:
+    ((_, variant),) = LongForm.of(format, mode, ROWS, [tile], results).builds
+    return variant
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("format", FORMAT_CODE, ids=lambda format: format.value)
 def test_every_long_variant_has_the_registers_that_it_needs(format: QuantFormat) -> None:
@@ -76,6 +86,26 @@ def test_every_long_variant_has_the_registers_that_it_needs(format: QuantFormat)
         experts = format in (QuantFormat.FP8_BLOCK128, QuantFormat.NVFP4) and tile != LARGE
         most = 8 if mode == MODE_LINEAR else 32 if mode == MODE_GATE_UP and experts else 0
         assert spilled <= most, (mode, tile)
+        assert "serialized" not in log
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("format", FORMAT_CODE, ids=lambda format: format.value)
+@pytest.mark.parametrize("form", ["sm_100a", "sm_90a", "long"])
+def test_lists_have_the_registers_that_they_need(form: str, format: QuantFormat) -> None:
+    of_a_list = Results.OF_A_LIST
+    if form == "long":
+        variants = [long_build(format, MODE_LINEAR, tile, of_a_list) for tile in (LARGE, HALF)]
+    else:
+        variants = [build_for(format, MODE_LINEAR, form, of_a_list)]
+    for variant in variants:
+        log = compile_once(
+            variant.source, "sm_90a" if form == "long" else form, variant.defines
+        ).log
+        ((registers, spilled),) = resources(log).values()
+        assert registers == PREFILL_REGISTERS[variant.threads]
+        # Where the results of either type are stored.
+        assert spilled <= (88 if (form, format) == ("sm_90a", QuantFormat.FP8_BLOCK128) else 0)
         assert "serialized" not in log
 
 

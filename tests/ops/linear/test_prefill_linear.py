@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.linear import prefill
-from dsv4.ops.linear.prefill import NARROW, Tile, build_for
+from dsv4.ops.linear.prefill import NARROW, Results, Tile, build_for
 from dsv4.ops.linear.row_list import pack_rows
 from dsv4.ops.norm.cuda import rms_norm
 from dsv4.weights.packed import pack_weight
@@ -24,10 +24,14 @@ grouped_linear = immediately(prefill.grouped_linear)
 
 
 def portable_build(
-    format: QuantFormat, mode: int, architecture: str, out_float: bool = False, tile: Tile = NARROW
+    format: QuantFormat,
+    mode: int,
+    architecture: str,
+    results: Results = Results.ROUNDED,
+    tile: Tile = NARROW,
 ) -> prefill.Build:
     """The choice on a GPU without wgmma."""
-    return build_for(format, mode, "sm_100a", out_float, tile)
+    return build_for(format, mode, "sm_100a", results, tile)
 
 
 @pytest.fixture(params=["mma", "wgmma"], autouse=True)

@@ -50,7 +50,7 @@ FAULTS = {
         "prefill_lines.cuh", "((thread % 8) ^ waiting % 8) * 16", "(thread % 8) * 16"
     ),
     "consumers ask for more registers than there are": SourceEdit(
-        "prefill_tiles.cuh", "BOXES ? 24 : 56", "BOXES ? 32 : 56"
+        "prefill_tiles.cuh", "CONSUMERS == 12 ? 32 : 24", "32"
     ),
 }
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch.items import Launch
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.linear.prefill import FEW, MODE_GATE_UP, NARROW, SOME, WIDE, Tile
@@ -16,7 +15,7 @@ from dsv4.ops.moe.sorted_pairs import sort_by_expert
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
-from tests.ptx.nvrtc import run_recorded
+from tests.ops.executed import execute
 
 # With the consumer warps of small tiles.
 BUILDS = [
@@ -59,20 +58,7 @@ def results(
     pairs = sort_by_expert(recording, ids_TP, EXPERTS, finely=True)
     hidden = gate_up(recording, x, w1, w3, LIMIT, pairs, routing)
     products = down(recording, hidden, w2, pairs)
-    memory = {
-        **{name: filled(part, -1) for name, part in pairs.arguments.items()},
-        "h": filled(hidden, torch.nan),
-        "y": filled(products, torch.nan),
-    }
-    for item in recording.items:
-        assert isinstance(item, Launch)
-        given = {name: part for name, part in memory.items() if name in item.arguments}
-        run_recorded(item, architecture, given, TOKENS)
-    return memory["y"]
-
-
-def filled(buffer: Tensor, value: float) -> Tensor:
-    return torch.full(buffer.shape, value, dtype=buffer.dtype)
+    return execute(recording, TOKENS)(products)
 
 
 def reference(x: Tensor, weights: list[QuantTensor], ids_TP: Tensor, routing: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.linear import prefill as linear_prefill
-from dsv4.ops.linear.prefill import FEW, NARROW, SOME, Build, Tile, build_for
+from dsv4.ops.linear.prefill import FEW, NARROW, SOME, Build, Results, Tile, build_for
 from dsv4.ops.moe import ExpertWeights, expert_sum, grouped, prefill, sorted_pairs
 from dsv4.ops.router import Router
 from dsv4.ops.router.prefill import route
@@ -33,10 +33,14 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def without_wgmma(
-    format: QuantFormat, mode: int, architecture: str, out_float: bool = False, tile: Tile = NARROW
+    format: QuantFormat,
+    mode: int,
+    architecture: str,
+    results: Results = Results.ROUNDED,
+    tile: Tile = NARROW,
 ) -> Build:
     """The variant of GPUs other than Hopper."""
-    return build_for(format, mode, "sm_100a", out_float, tile)
+    return build_for(format, mode, "sm_100a", results, tile)
 
 
 def random(seed: int) -> torch.Generator:

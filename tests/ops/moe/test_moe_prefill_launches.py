@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from dsv4.launch.items import Launch
 from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
@@ -37,14 +38,16 @@ PART = [
     "prefill_linear",
     "moe_combine",
 ]
+# Of Hopper.
+BOXES_PART = ["moe_sort", "gather_rows", "long_gate_up", "long_down", *PART[3:]]
 # Where every expert has more than 48 pairs: the forms of short steps, and those of long ones.
 LONG_ROUTE = ["prefill_linear", "long_linear", "router_select"]
 LONG_PART = [
     "moe_sort",
-    "prefill_gate_up",
     "gather_rows",
     "long_gate_up",
-    "prefill_down",
+    "long_gate_up",
+    "long_down",
     "long_down",
     "prefill_gate_up",
     "long_gate_up",
@@ -141,8 +144,9 @@ def test_long_steps_of_hopper_have_other_forms() -> None:
     expert, which has sixteen.
     """
     for target in TARGETS.values():
-        assert names(recorded_prefill(FLASH, target, 128)) == ROUTE + PART
         hopper = target is HOPPER
+        short = BOXES_PART if hopper else PART
+        assert names(recorded_prefill(FLASH, target, 128)) == ROUTE + short
         expected = LONG_ROUTE + LONG_PART if hopper else ROUTE + PART
         recording = recorded_prefill(FLASH, target, 4352)
         assert names(recording) == expected
@@ -155,9 +159,7 @@ def test_long_steps_of_hopper_have_other_forms() -> None:
             gate = ["long_linear" if hopper and tokens > 4224 else "prefill_linear"]
             long_dense = hopper and tokens > 256
             dense = ["long_linear" if long_dense else "prefill_linear"]
-            routed = ["prefill_gate_up", "prefill_down"]
-            if hopper and tokens > 2048:
-                routed = ["gather_rows", "long_gate_up", "long_down"]
+            routed = BOXES_PART[1:4] if hopper else PART[1:3]
             shared = ["long_gate_up" if long_dense else "prefill_gate_up"]
             part = ["moe_sort", *routed, *shared, *dense, "moe_combine"]
             assert launched == [*gate, "router_select", *part], tokens
@@ -212,4 +214,7 @@ def test_rows_between_16_byte_borders_are_copied_first() -> None:
     """As no published width needs it."""
     geometry = Geometry(36, 20, 5, 3, (BF16, BF16))
     recording = recorded_prefill(geometry, HOPPER, 50)
-    assert len(recording.items) == len(ROUTE + PART) + 1
+    assert len(recording.items) == len(ROUTE + BOXES_PART) + 1
+    found = [one for one in recording.items if isinstance(one, Launch)]
+    (gathered,) = (one for one in found if one.signature.kernel == "gather_rows")
+    assert gathered.arguments["width"] == gathered.arguments["x_stride"] == 40
