@@ -97,6 +97,29 @@ def test_results_are_asked_for_until_every_call_has_one(engine: Engine) -> None:
     assert chat.messages[4]["role"] == "assistant"
 
 
+def test_a_chat_that_is_saved_between_two_results_goes_on_with_the_second(
+    engine: Engine, other: Engine, tmp_path: Path
+) -> None:
+    names = ("get_weather", "get_time")
+    calls = [{"type": "function", "function": {"name": name, "arguments": "{}"}} for name in names]
+    asked = [
+        {"role": "user", "content": "How is the weather, and when?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    chat = new_chat(engine, messages=asked)
+    chat.tell("21")
+    chat.save(tmp_path / "state")
+    loaded = new_chat(other)
+    loaded.load(tmp_path / "state")
+    for one in (chat, loaded):
+        assert [call["function"]["name"] for call in one.open_calls] == ["get_time"]
+        one.tell("noon")
+    assert loaded.messages == chat.messages
+    assert loaded.token_ids == chat.token_ids
+    roles = [message["role"] for message in loaded.messages]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant"]
+
+
 def test_an_answer_that_the_encoder_writes_otherwise_is_read_again(
     engine: Engine, other: Engine
 ) -> None:

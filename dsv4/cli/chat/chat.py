@@ -118,14 +118,14 @@ class Chat:
         self.messages = [system, *self.messages[len(old) :]]
 
     def save(self, path: Path) -> None:
-        """Writes the conversation and its state, for ``load`` and ``--load-state``. Raises
-        ``UserError``.
+        """Writes the conversation, results of open calls included, and its state, for ``load`` and
+        ``--load-state``. Raises ``UserError``.
         """
         refuse_files_in_use(self._arguments, [("/save", path)])
         check_replaced_output("/save", path)
         tokenizer = self._files.tokenizer
-        ids = self.token_ids
-        write_state(self._arguments, tokenizer, self._engine, self.messages, ids, path)
+        messages = [*self.messages, *self._results]
+        write_state(self._arguments, tokenizer, self._engine, messages, self.token_ids, path)
 
     def load(self, path: Path) -> None:
         """Goes on with a conversation that was saved, in place of this one. Raises ``UserError``
