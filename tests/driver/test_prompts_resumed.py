@@ -121,6 +121,41 @@ def test_answers_to_something_else_are_refused_and_kept(
     assert out.read_bytes() == there
 
 
+@pytest.mark.parametrize("context", [8, 10, 40])
+def test_answers_in_another_context_are_refused_and_kept(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: int
+) -> None:
+    """In 9 tokens the first answer is cut, and the second has just room."""
+    out = tmp_path / "out"
+    lines: list[dict[str, object]] = [
+        {"prompt": "a", "raw": True, "max_tokens": 30, "temperature": 0},
+        {"prompt": "a", "raw": True, "max_tokens": 8, "temperature": 0},
+    ]
+    ask("--max-context", 9, lines=lines)
+    assert [answer["finish_reason"] for answer in read_lines(out)] == ["context", "length"]
+    there = out.read_bytes()
+    monkeypatch.delattr("dsv4.engine.Engine.load")
+    assert ask("--max-context", 9, lines=lines).code == 0
+    found = f"{out}: line 1: tokens: found id 1 answered in another context than --max-context"
+    ask("--max-context", context, lines=lines).assert_user_error(found, f" {context} tokens")
+    assert out.read_bytes() == there
+
+
+def test_a_whole_answer_counts_in_every_context_that_holds_it(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[dict[str, object]] = [
+        {"prompt": "a", "raw": True, "max_tokens": 8, "temperature": 0}
+    ]
+    ask("--max-context", 9, lines=lines)
+    assert read_lines(tmp_path / "out")[0]["tokens"] == {"prompt": 2, "completion": 8}
+    monkeypatch.delattr("dsv4.engine.Engine.load")
+    assert ask("--max-context", 40, lines=lines).code == 0
+    assert ask("--max-context", 9, lines=lines).code == 0
+    message = "line 1: tokens: found id 1 answered in another context than --max-context makes, of"
+    ask("--max-context", 8, lines=lines).assert_user_error(message)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -20,14 +20,18 @@ class AnswerFile:
     ``failed`` says of every id that the file has whether there is an error in place of an answer.
     """
 
-    def __init__(self, file: BinaryIO, name: str, source: str, lines: Sequence[PromptLine]) -> None:
+    def __init__(
+        self, file: BinaryIO, name: str, source: str, lines: Sequence[PromptLine], context: int
+    ) -> None:
         """Reads what is there, and removes the beginning of a line that was not finished. Raises
-        ``UserError`` for what does not belong to ``lines``, those of the file ``source``.
+        ``UserError`` for what does not belong to ``lines``, those of the file ``source`` that are
+        answered in ``context`` tokens.
         """
         self.failed: dict[int | str, bool] = {}
         self._file = file
         self._name = name
         self._source = source
+        self._context = context
         self._lines = {line.id: line for line in lines}
         self._resume()
 
@@ -72,6 +76,14 @@ class AnswerFile:
                 f"{where}request: found id {shorten(id_)} answered for another request than "
                 f"line {line.number} of {self._source} and the flags make, expected the same one"
             )
+        # The last token of an answer needs no room in the caches.
+        most = self._context + 1
+        tokens = _tokens(found)
+        if tokens > most or (found.get("finish_reason") == "context" and tokens < most):
+            raise UserError(
+                f"{where}tokens: found id {shorten(id_)} answered in another context than "
+                f"--max-context makes, of {self._context} tokens, expected the same one"
+            )
         self.failed[id_] = "error" in found
 
     def _check_torn(self, text: bytes, where: str) -> None:
@@ -84,8 +96,17 @@ class AnswerFile:
         raise UserError(f"{where}found no line break and no beginning of an answer to --prompts")
 
 
+def _tokens(found: dict[str, Any]) -> int:
+    """Of the prompt and its answer; 0 for an error in its place."""
+    tokens = found.get("tokens")
+    counts = tokens.values() if isinstance(tokens, dict) else ()
+    return sum(count for count in counts if isinstance(count, int))
+
+
 @contextmanager
-def open_answers(path: Path, source: str, lines: Sequence[PromptLine]) -> Iterator[AnswerFile]:
+def open_answers(
+    path: Path, source: str, lines: Sequence[PromptLine], context: int
+) -> Iterator[AnswerFile]:
     """The file ``path``, made if it is not there; no other process can open it inside the block.
     Raises ``UserError``.
     """
@@ -99,4 +120,4 @@ def open_answers(path: Path, source: str, lines: Sequence[PromptLine]) -> Iterat
             raise UserError(f"--out: {path}: another process is writing answers to it") from None
         except OSError as error:
             raise UserError(f"--out: {path}: cannot be locked ({error.strerror})") from None
-        yield AnswerFile(file, str(path), source, lines)
+        yield AnswerFile(file, str(path), source, lines, context)

@@ -64,16 +64,19 @@ class Tally:
 def answer_prompts(arguments: argparse.Namespace) -> int:
     """Answers the lines that ``--out`` has no answer to; returns the exit code. Raises
     ``UserError``.
+
+    The context is that of all lines, so that it does not depend on where a run was resumed.
     """
     started = time.perf_counter()
     files = ModelFiles.read(arguments.model)
     lines = read_prompts(arguments, files)
-    with open_answers(arguments.out, arguments.prompts, lines) as answers:
+    context = context_tokens(arguments, files.config, max(line.tokens for line in lines))
+    with open_answers(arguments.out, arguments.prompts, lines, context) as answers:
         tally = Tally(len(answers.failed))
         code = EXIT_OK
         end = ""
         try:
-            answer_lines(arguments, files, lines, answers, tally)
+            answer_lines(arguments, files, lines, context, answers, tally)
         except KeyboardInterrupt as stop:
             code = stop_code(stop)
             end = "interrupted"
@@ -86,17 +89,16 @@ def answer_lines(
     arguments: argparse.Namespace,
     files: ModelFiles,
     lines: Sequence[PromptLine],
+    context: int,
     answers: AnswerFile,
     tally: Tally,
 ) -> None:
-    """Loads the engine, unless everything is answered, and fills ``answers`` and ``tally``.
-
-    The context is that of all lines, so that it does not depend on where a run was resumed.
+    """Loads an engine of ``context`` tokens, unless everything is answered, and fills ``answers``
+    and ``tally``.
     """
     waiting = [line for line in lines if line.id not in answers.failed]
     if not waiting:
         return
-    context = context_tokens(arguments, files.config, max(line.tokens for line in lines))
     config = replace(engine_config(arguments), max_context=context)
     plan = partial(Engine.plan, arguments.model, config)
     if arguments.gpus > 1 and not arguments.quiet:
