@@ -23,6 +23,7 @@ from dsv4.checkpoint.byte_count import counter
 from dsv4.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from dsv4.checkpoint.shard import DTYPE_NAMES
 from dsv4.errors import UserError
+from dsv4.replaced_file import put_in_place
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 # Threads that write what is in memory.
@@ -111,8 +112,8 @@ def regular_file(destination: Path) -> Path:
 
 @contextmanager
 def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
-    """A file that becomes ``destination`` at the end, in the place of an older one whose mode it
-    takes over, or disappears on any error.
+    """A file that becomes ``destination`` at the end (``put_in_place``), or disappears on any
+    error.
 
     Raises ``UserError`` that names ``destination`` when it is no regular file, cannot be written,
     or ``nbytes`` do not fit beside it.
@@ -124,9 +125,7 @@ def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
         with naming_file(destination):
             with temporary.open("xb") as file:
                 yield file
-            if path.exists():
-                shutil.copymode(path, temporary)
-            temporary.replace(path)
+            put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

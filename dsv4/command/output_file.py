@@ -11,6 +11,7 @@ from typing import TextIO
 
 from dsv4.errors import UserError
 from dsv4.model_files import files_of_model, is_new_shard
+from dsv4.replaced_file import takes_over
 
 STDOUT = Path("-")
 # Much more than a folder entry, and less than any report with its prompt.
@@ -186,7 +187,7 @@ def _replace(path: Path, status: os.stat_result | None, data: bytes) -> None:
     temporary = path.with_name(_temporary_name())
     try:
         with temporary.open("xb") as file:
-            like_before = status is None or _takes_over(file.fileno(), status)
+            like_before = status is None or takes_over(temporary, status)
             file.write(data if like_before else b"")
         if like_before:
             temporary.replace(path)
@@ -194,15 +195,3 @@ def _replace(path: Path, status: os.stat_result | None, data: bytes) -> None:
             path.write_bytes(data)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _takes_over(descriptor: int, status: os.stat_result) -> bool:
-    """Gives a new file the owner and the mode of another one; False where that is not allowed."""
-    made = os.fstat(descriptor)
-    try:
-        if (made.st_uid, made.st_gid) != (status.st_uid, status.st_gid):
-            os.fchown(descriptor, status.st_uid, status.st_gid)
-        os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
-    except PermissionError:
-        return False
-    return True

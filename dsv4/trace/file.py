@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4.checkpoint.writer import StoredType, lay_out_file, naming_file, regular_file
 from dsv4.errors import UserError
+from dsv4.replaced_file import put_in_place
 
 FORMAT = "dsv4-trace/1"
 _COPIED_BYTES = 16 << 20
@@ -128,9 +129,7 @@ class TraceFile:
                 for name, value in self._values.items():
                     file.seek(offsets[name])
                     _copy(value, file)
-            if self._path.exists():
-                shutil.copymode(self._path, whole)
-            whole.replace(self._path)
+            put_in_place(whole, self._path)
 
 
 def _copy(value: _Value, file: Any) -> None:

@@ -75,7 +75,7 @@ def test_an_owner_that_cannot_be_kept_is_kept_by_writing_into_the_file(
     path = tmp_path / "foreign.json"
     path.touch()
     inode = path.stat().st_ino
-    monkeypatch.setattr(os, "fchmod", refuse)
+    monkeypatch.setattr(Path, "chmod", refuse)
     write_output("--json", path, "text")
     assert (path.stat().st_ino, path.read_text()) == (inode, "text")
     assert names(tmp_path) == ["foreign.json"]
