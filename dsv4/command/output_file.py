@@ -32,8 +32,9 @@ def check_output(flag: str, path: Path) -> None:
 
 def check_regular_output(flag: str, path: Path) -> None:
     """``check_output`` for a file that can be nothing but a regular one."""
-    if path == STDOUT or (path.exists() and not path.is_file()):
-        raise UserError(f"{flag}: {path}: found no regular file, expected the name of a file")
+    with _named(flag, path):
+        if path == STDOUT or (path.exists() and not path.is_file()):
+            raise _Unfit("found no regular file, expected the name of a file")
     check_output(flag, path)
 
 

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,17 @@ def test_a_file_that_is_made_anew_is_no_standard_stream(
                 check_replaced_output("--trace", path)
             monkeypatch.undo()
     check_replaced_output("--trace", path)
+
+
+@pytest.mark.parametrize("check", [check_regular_output, check_replaced_output])
+def test_a_name_that_is_too_long_is_named_with_its_flag(
+    tmp_path: Path, check: Callable[[str, Path], None]
+) -> None:
+    path = tmp_path / ("x" * 300)
+    with pytest.raises(
+        UserError, match=f"^--trace: {path}: cannot be written \\(File name too long"
+    ):
+        check("--trace", path)
 
 
 def test_a_file_by_another_of_its_names_is_the_same_file(tmp_path: Path) -> None:
