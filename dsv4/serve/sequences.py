@@ -3,6 +3,7 @@ prompt.
 """
 
 import hashlib
+import json
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
@@ -105,7 +106,8 @@ class SavedSequences:
         begun = [one for one in self._kept if token_ids[: len(one.token_ids)] == one.token_ids]
         if any(len(one.token_ids) == len(token_ids) for one in begun):
             return
-        text = " ".join(map(str, token_ids))
+        # Servers of other checkpoints and formats may have the same folder.
+        text = json.dumps([self._engine.key.facts(), token_ids], sort_keys=True)
         path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}{SUFFIX}"
         undoable = self._engine.state.undoable_tokens
         try:

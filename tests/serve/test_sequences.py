@@ -1,6 +1,7 @@
 """Conversations that others interrupt: their states come back from files."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,20 @@ def test_files_are_no_more_than_asked_for_and_the_oldest_goes(
         reused.append(ask(service, [*prompt, 5], 1)[0])
         assert len(files(tmp_path)) <= 2
     assert reused == [0, 0, 0, LENGTH + 1, 0]
+
+
+def test_servers_of_two_checkpoints_may_have_one_folder(
+    loaded: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = loaded.answering.engine
+    keys = (engine.key, replace(engine.key, checkpoint="another"))
+    for key in (*keys, *keys):
+        monkeypatch.setattr(engine, "key", key)
+        service = with_folder(loaded, tmp_path)
+        there = len(files(tmp_path))
+        assert ask(service, [*A, 5], 1)[0] == (0 if there < 2 else LENGTH + 1)
+        service.answering.keep_sequence()
+    assert len(files(tmp_path)) == 2
 
 
 def test_no_file_goes_before_there_are_too_many(loaded: Service, tmp_path: Path) -> None:
