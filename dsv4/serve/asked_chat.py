@@ -37,9 +37,10 @@ def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
     effort = _effort(fields, service.folder)
     thinks = _thinks(fields, effort, service.thinks)
     opening = _opening(fields, thinks)
+    no_call = fields.tool_choice == "none"
     request = {
-        "messages": list(map(_message, fields.messages)),
-        "tools": None if fields.tool_choice == "none" else fields.tools,
+        "messages": [_message(message, no_call) for message in fields.messages],
+        "tools": None if no_call else fields.tools,
         "response_format": fields.response_format,
     }
     # The encoder would name the first message, which it moves them into.
@@ -69,13 +70,15 @@ def chat_question(service: Service, fields: ChatFields) -> ChatAsked:
         silent_token_ids=service.files.eos_token_ids,
     )
     one_call = fields.parallel_tool_calls is False
-    no_call = fields.tool_choice == "none"
     return ChatAsked(question, mode, prompt.tools, opening, one_call, no_call)
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
+def _message(message: dict[str, Any], hides_tools: bool) -> dict[str, Any]:
     """A message as the encoder reads it: OpenAI's developer is the system of earlier models."""
-    return {**message, "role": "system"} if message.get("role") == "developer" else message
+    if message.get("role") not in ("system", "developer"):
+        return message
+    system = {**message, "role": "system"}
+    return {**system, "tools": None} if hides_tools else system
 
 
 def _effort(fields: ChatFields, folder: Path) -> str | None:
@@ -118,7 +121,8 @@ def _opening(fields: ChatFields, thinks: bool) -> str:
     choice = fields.tool_choice
     if choice is None or choice in ("auto", "none"):
         return ""
-    names = [_name(tool) for tool in fields.tools or []]
+    given = (fields.tools, *(message.get("tools") for message in fields.messages))
+    names = [_name(tool) for tools in given if isinstance(tools, list) for tool in tools]
     name = _name(choice)
     if choice != "required" and (name is None or name not in names):
         expected = "auto, none, required or a function of tools"

@@ -108,11 +108,27 @@ def test_tool_choice_forces_a_call_or_hides_the_tools(demo: Running) -> None:
     hidden = ask(demo, **WEATHER, tool_choice="none", max_tokens=1)
     plain = ask(demo, WEATHER["messages"], max_tokens=1)
     assert hidden.usage.prompt_tokens == plain.usage.prompt_tokens
-    # Those of a message stay, and the model calls one.
-    system = {"role": "system", "content": "", "tools": tools}
-    called = ask(demo, [system, *WEATHER["messages"]], tool_choice="none").choices[0]
-    assert (called.message.tool_calls, called.finish_reason) == (None, "stop")
-    assert 'invoke name="get_weather"' in called.message.content
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_tools_of_a_message_are_forced_and_hidden_too(demo: Running, role: str) -> None:
+    system = {"role": role, "content": "Be brief.", "tools": WEATHER["tools"]}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ("required", named):
+        answer = ask(demo, [system, *FRANCE], tool_choice=choice).choices[0]
+        assert [call.function.name for call in answer.message.tool_calls] == ["get_weather"]
+    plain = {"role": role, "content": "Be brief."}
+    asked = [
+        chat_question(demo.service, read_fields(ChatFields, {"messages": messages, **fields}))
+        for messages, fields in (
+            ([plain, *FRANCE], {}),
+            ([system, *FRANCE], {"tool_choice": "none"}),
+            ([system, *FRANCE], {"tool_choice": "auto"}),
+        )
+    ]
+    assert asked[1].question.token_ids == asked[0].question.token_ids
+    assert (asked[1].no_call, asked[1].tools) == (True, [])
+    assert (asked[2].no_call, asked[2].tools) == (False, WEATHER["tools"])
 
 
 @pytest.mark.parametrize(
