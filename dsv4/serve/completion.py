@@ -69,6 +69,8 @@ class _Choice:
             chosen = chain([None] * (len(ids) - len(logprobs)), logprobs)
             for token_id, one in zip(ids, chosen, strict=True):
                 self._note(token_id, one)
+            # The answer does not complete a character of the prompt.
+            self._offset += len(self._decoder.flush())
         return self._prompt.text
 
     def _note(self, token_id: int, logprobs: TokenLogprobs | None) -> None:

@@ -6,7 +6,7 @@ from dsv4 import SamplingParams
 from dsv4.demo import CHECKPOINT
 from dsv4.encoding import Tokenizer
 from dsv4.logprobs import TokenLogprobs
-from dsv4.serve.answering import Question, TokenSaid
+from dsv4.serve.answering import PromptRead, Question, TokenSaid
 from dsv4.serve.asked import EchoedPrompt
 from dsv4.serve.completion import CompletionAnswer
 from dsv4.serve.fields import CompletionFields
@@ -49,6 +49,18 @@ def test_a_token_begins_with_the_character_that_it_completes_or_behind_one_that_
     said = [(one, "") for one in parts[:-1]] + [(parts[-1], "🜨"), (PART, ""), (other, "\ufffda")]
     places = [choice["logprobs"]["text_offset"] for choice in streamed([*said, (other, "a")])]
     assert places == [[0]] * len(parts) + [[1], [2], [3]]
+
+
+def test_an_answer_completes_no_character_of_the_prompt() -> None:
+    *begun, last = TOKENIZER.encode("🜨")
+    question = Question(begun, 9, SamplingParams(logprobs=0), (), frozenset())
+    fields = CompletionFields(prompt=begun, logprobs=0, echo=True)
+    answer = CompletionAnswer(fields, [question], [EchoedPrompt("\ufffd", begun)], "m", TOKENIZER)
+    answer.feed(0, PromptRead(0))
+    answer.feed(0, TokenSaid(last, "\ufffd", noted(last)))
+    [choice] = answer.response()["choices"]
+    assert choice["text"] == "\ufffd\ufffd"
+    assert choice["logprobs"]["text_offset"] == [*[0] * len(begun), 1]
 
 
 def test_a_part_of_a_character_has_its_bytes_in_a_chat() -> None:
