@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.config import ModelConfig
-from dsv4.errors import UserError, shorten
-from dsv4.json_object import read_json_object
+from dsv4.errors import UserError
+from dsv4.json_object import JsonReader, read_json_object
 from dsv4.model_files import model_file
 from dsv4.sampling import SamplingParams
 
@@ -18,55 +18,49 @@ FILE_NAME = "generation_config.json"
 _SEED_BITS = 53
 
 
-def read_generation_config(folder: Path) -> dict[str, Any]:
+def read_generation_config(folder: Path) -> JsonReader:
     """The checkpoint's generation_config.json, empty if there is none. Raises ``UserError`` for a
     damaged file.
     """
     path = model_file(folder, FILE_NAME)
-    return read_json_object(path) if path.exists() else {}
+    return JsonReader(read_json_object(path) if path.exists() else {}, str(path))
 
 
-def sampling_params(arguments: argparse.Namespace, defaults: dict[str, Any]) -> SamplingParams:
+def sampling_params(arguments: argparse.Namespace, defaults: JsonReader) -> SamplingParams:
     """Each value from its flag, else from ``defaults``; ``do_sample: false`` is greedy.
 
     Without ``--seed`` one is drawn here, so that the report can hold it. Raises ``UserError``.
     """
-    greedy = decodes_greedily(defaults)
     params = SamplingParams(
-        temperature=choose(
-            arguments.temperature,
-            0.0 if greedy else defaults.get("temperature"),
-            1.0,
-            "temperature",
-        ),
-        top_p=choose(arguments.top_p, defaults.get("top_p"), 1.0, "top_p"),
-        min_p=choose(arguments.min_p, defaults.get("min_p"), 0.0, "min_p"),
+        temperature=temperature(arguments.temperature, defaults),
+        top_p=choose(arguments.top_p, defaults, "top_p", 1.0),
+        min_p=choose(arguments.min_p, defaults, "min_p", 0.0),
         seed=secrets.randbits(_SEED_BITS) if arguments.seed is None else arguments.seed,
         logprobs=arguments.logprobs,
-        top_k=top_k(arguments.top_k, defaults.get("top_k")),
+        top_k=top_k(arguments.top_k, defaults),
     )
     refuse_what_has_no_effect(arguments, params)
     return params
 
 
-def check_defaults(config: ModelConfig, defaults: dict[str, Any]) -> None:
+def check_defaults(config: ModelConfig, defaults: JsonReader) -> None:
     """Raises ``UserError`` that names generation_config.json for the first of its values that
     cannot be used.
     """
     decodes_greedily(defaults)
     for key in ("temperature", "top_p", "min_p", "top_k"):
-        if defaults.get(key) is not None:
-            _check(key, defaults[key])
+        if key in defaults.values:
+            _check(defaults, key)
     eos_token_ids(config, defaults)
 
 
-def decodes_greedily(defaults: dict[str, Any]) -> bool:
+def decodes_greedily(defaults: JsonReader) -> bool:
     """Whether the file asks for greedy decoding. Raises ``UserError`` for a ``do_sample`` that is
     neither true nor false.
     """
-    found = defaults.get("do_sample")
+    found = defaults.values.get("do_sample")
     if found is not None and not isinstance(found, bool):
-        raise UserError(f"{FILE_NAME}: do_sample: found {shorten(found)}, expected true or false")
+        raise defaults.fail("do_sample", found, "true or false")
     return found is False
 
 
@@ -81,48 +75,48 @@ def refuse_what_has_no_effect(arguments: argparse.Namespace, params: SamplingPar
             )
 
 
-def choose(flag: float | None, default: object, fallback: float, key: str) -> float:
+def temperature(flag: float | None, defaults: JsonReader) -> float:
+    """As ``choose``; ``do_sample: false`` is 0."""
+    greedy = decodes_greedily(defaults)
+    return 0.0 if greedy and flag is None else choose(flag, defaults, "temperature", 1.0)
+
+
+def choose(flag: float | None, defaults: JsonReader, key: str, fallback: float) -> float:
     """The flag's value, else the file's, else ``fallback``. Raises ``UserError`` that names the
     file for a value that ``SamplingParams`` refuses.
     """
     if flag is not None:
         return flag
-    if default is None:
-        return fallback
-    return float(_check(key, default))
+    return float(_check(defaults, key)) if key in defaults.values else fallback
 
 
-def top_k(flag: int | None, default: object) -> int:
+def top_k(flag: int | None, defaults: JsonReader) -> int:
     """The flag's value, else the file's, else 0. Raises ``UserError`` as ``choose`` does."""
     if flag is not None:
         return flag
-    if default is None:
-        return 0
-    return int(_check("top_k", default))
+    return int(_check(defaults, "top_k")) if "top_k" in defaults.values else 0
 
 
-def _check(key: str, default: Any) -> Any:
+def _check(defaults: JsonReader, key: str) -> Any:
     """The file's value of a field of ``SamplingParams``."""
+    value = defaults.values[key]
     try:
-        SamplingParams(**{key: default})
+        SamplingParams(**{key: value})
     except UserError as error:
-        raise UserError(f"{FILE_NAME}: {error}") from None
-    return default
+        raise UserError(f"{defaults.source}: {error}") from None
+    return value
 
 
-def eos_token_ids(config: ModelConfig, defaults: dict[str, Any]) -> frozenset[int]:
+def eos_token_ids(config: ModelConfig, defaults: JsonReader) -> frozenset[int]:
     """The end-of-sequence ids of generation_config.json, else those of config.json. Raises
     ``UserError`` for what is no token id of the model.
     """
-    found = defaults.get("eos_token_id")
+    found = defaults.values.get("eos_token_id")
     if found is None:
         ids = config.eos_token_ids
     else:
         ids = found if isinstance(found, list | tuple) else [found]
     # A bool is an int too.
     if not all(type(token_id) is int and 0 <= token_id < config.vocab_size for token_id in ids):
-        raise UserError(
-            f"{FILE_NAME}: eos_token_id: found {shorten(found)}, "
-            f"expected token ids below {config.vocab_size}"
-        )
+        raise defaults.fail("eos_token_id", found, f"token ids below {config.vocab_size}")
     return frozenset(ids)

@@ -4,7 +4,6 @@ import argparse
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from dsv4.cli.arguments import engine_config
 from dsv4.cli.conversation import Conversation
@@ -15,6 +14,7 @@ from dsv4.encoding import Tokenizer
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.json_object import JsonReader
 from dsv4.limits import MAX_DRAFTS
 from dsv4.measure.graph_profile import GraphProfile
 from dsv4.measure.op_profile import OpProfile
@@ -84,7 +84,7 @@ class ModelFiles:
 
     config: ModelConfig
     tokenizer: Tokenizer
-    generation: dict[str, Any]
+    generation: JsonReader
 
     @classmethod
     def read(cls, folder: Path) -> "ModelFiles":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.cli.generation_defaults import choose, top_k
+from dsv4.cli.generation_defaults import choose, temperature, top_k
 from dsv4.cli.prompt import check_unicode, encode_text
 from dsv4.cli.stream import text_of
 from dsv4.errors import UserError, shorten
@@ -39,15 +39,13 @@ def check_model(service: Service, name: str | None) -> None:
 def sampling_of(service: Service, fields: CommonFields, logprobs: int | None) -> SamplingParams:
     """Each value from its field, else from generation_config.json, else the default."""
     defaults = service.files.generation
-    greedy = defaults.get("do_sample") is False
-    temperature = 0.0 if greedy else defaults.get("temperature")
     asked_top_k = None if fields.top_k is None else max(fields.top_k, 0)
     return SamplingParams(
-        temperature=choose(fields.temperature, temperature, 1.0, "temperature"),
-        top_p=choose(fields.top_p, defaults.get("top_p"), 1.0, "top_p"),
-        min_p=choose(fields.min_p, defaults.get("min_p"), 0.0, "min_p"),
+        temperature=temperature(fields.temperature, defaults),
+        top_p=choose(fields.top_p, defaults, "top_p", 1.0),
+        min_p=choose(fields.min_p, defaults, "min_p", 0.0),
         seed=fields.seed,
-        top_k=top_k(asked_top_k, defaults.get("top_k")),
+        top_k=top_k(asked_top_k, defaults),
         logprobs=logprobs,
     )
 

@@ -6,6 +6,7 @@ import pytest
 
 from dsv4.cli.job import ModelFiles
 from dsv4.demo import CHECKPOINT
+from dsv4.json_object import JsonReader
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,6 @@ def test_an_answer_ends_where_the_tokenizer_says_unless_another_file_does(
     stated = dataclasses.replace(
         files,
         config=dataclasses.replace(files.config, eos_token_ids=config),
-        generation=generation,
+        generation=JsonReader(generation, "generation_config.json"),
     )
     assert stated.eos_token_ids == expected

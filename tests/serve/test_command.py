@@ -125,7 +125,8 @@ def test_a_wrong_generation_config_is_said_before_anything_is_loaded(
         shutil.copy(CHECKPOINT / name, tmp_path)
     (tmp_path / "generation_config.json").write_text(generation)
     assert main(["--model", str(tmp_path), "--port", "0"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: generation_config.json: {message}")
+    file = tmp_path / "generation_config.json"
+    assert capsys.readouterr().err.startswith(f"error: {file}: {message}")
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
