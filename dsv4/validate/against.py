@@ -103,7 +103,8 @@ def compare_files(
             expect_tokens_of(reference, config)
             unwritten = value_names(config)
             names = _expect_common({*unwritten}, reference)
-            ours = Path(stack.enter_context(TemporaryDirectory())) / "dsv4.safetensors"
+            # Errors name it.
+            ours = Path(stack.enter_context(TemporaryDirectory())) / "the trace of --model"
             write(reference.token_ids, names, ours)
         found = JoinedTrace([ours], stack)
         expect_same_tokens(reference, found)

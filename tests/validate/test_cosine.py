@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.ops import TORCH
 from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE, RecordedTable, swap_ops
@@ -172,3 +173,13 @@ def test_the_results_are_kept_where_nobody_reads_stdout(
     monkeypatch.setattr(sys.stdout, "write", refuse)
     assert main(["--trace", trace, *written, "--against", trace]) == 2
     assert all(file.read_text() for file in files)
+
+
+def test_a_shape_of_another_model_is_compared_with_the_trace_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = write(tmp_path / "theirs.safetensors", {"hidden": random(6, 16)})
+    assert main(["--device", "cpu", "--against", str(theirs)]) == 2
+    width = ModelConfig.from_folder(CHECKPOINT).hidden_size
+    found = f"found [6, 16], expected [6, {width}] as in the trace of --model"
+    assert capsys.readouterr().err == f"error: {theirs}: hidden: {found}\n"
