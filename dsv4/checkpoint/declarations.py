@@ -138,9 +138,13 @@ def _method(declared: dict[str, Any], has_own_file: bool) -> Method:
 def _expert_format(
     raw_config: dict[str, Any], declared: dict[str, Any], source: str
 ) -> QuantFormat:
-    """Of ``expert_dtype``, which transformers also writes into ``quantization_config``."""
+    """Of ``expert_dtype``, which transformers also writes into ``quantization_config``; null counts
+    as absent.
+    """
     moved = declared.get("expert_dtype")
-    found = raw_config.get("expert_dtype", moved or "fp4")
+    found = raw_config.get("expert_dtype")
+    if found is None:
+        found = moved or "fp4"
     if not isinstance(found, str) or found not in _EXPERT_FORMATS:
         raise UserError(
             f"{source}: expert_dtype: found {shorten(found)}, "

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.checkpoint import Dialect, open_checkpoint, tiny_config, write_synthetic
+from dsv4.checkpoint import open_checkpoint
 from dsv4.errors import UserError
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from tests.checkpoint.folders import Tensors, changed_copy, load, matrix
@@ -185,19 +185,6 @@ def test_modules_excluded_from_nvfp4_are_unquantised(nvfp4_all: Path, tmp_path: 
     assert matrix(weights, f"{name}.weight").format is QuantFormat.BF16
 
 
-def test_modules_not_to_convert_may_be_named_in_hf_names(tmp_path: Path) -> None:
-    write_synthetic(tmp_path / "a", tiny_config(), "native", 1, names=Dialect.HF)
-    name = "model.layers.0.mlp.shared_experts.down_proj"
-
-    def edit(tensors: Tensors) -> None:
-        del tensors[f"{name}.weight_scale_inv"]
-        tensors[f"{name}.weight"] = torch.ones(128, 64)
-
-    config = quantization(tmp_path / "a", modules_to_not_convert=[name])
-    weights = load(changed_copy(tmp_path / "a", tmp_path / "b", edit, config))
-    assert matrix(weights, "layers.0.ffn.shared_experts.w2.weight").format is QuantFormat.F32
-
-
 def test_unquantised_names_under_a_quantised_declaration_are_refused(
     bf16: Path, native: Path, tmp_path: Path
 ) -> None:
@@ -218,8 +205,14 @@ def test_spec11_e32_every_mtp_tensor_is_expected(native: Path, tmp_path: Path, n
         load(folder, mtp="classic")
 
 
-def test_expert_dtype_defaults_to_fp4(native: Path, tmp_path: Path) -> None:
-    weights = load(changed_copy(native, tmp_path / "x", config={"expert_dtype": None}))
+@pytest.mark.parametrize("stated", [{}, {"expert_dtype": None}])
+def test_expert_dtype_defaults_to_fp4(
+    native: Path, tmp_path: Path, stated: dict[str, None]
+) -> None:
+    folder = changed_copy(native, tmp_path / "x", config={"expert_dtype": None})
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, **stated}))
+    weights = load(folder)
     assert matrix(weights, "layers.0.ffn.experts.w1.weight").format is QuantFormat.MXFP4
 
 
@@ -289,7 +282,7 @@ def test_what_is_wrong_in_the_separate_file_names_that_file(
         load(folder)
 
 
-@pytest.mark.parametrize("value", ["fp6", 4, None, ["fp4"]])
+@pytest.mark.parametrize("value", ["fp6", 4, ["fp4"]])
 def test_unknown_expert_dtype_is_refused(native: Path, tmp_path: Path, value: object) -> None:
     folder = changed_copy(native, tmp_path / "x")
     raw = json.loads((folder / "config.json").read_text())

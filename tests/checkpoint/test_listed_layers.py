@@ -1,12 +1,16 @@
-"""A list of some NVFP4 layers beside a declaration for all experts."""
+"""Lists of modules: of some NVFP4 layers beside a declaration for all experts, and of what is not
+quantised.
+"""
 
 from pathlib import Path
 
 import pytest
+import torch
 
-from dsv4.checkpoint import open_checkpoint
+from dsv4.checkpoint import Dialect, open_checkpoint, tiny_config, write_synthetic
 from dsv4.errors import UserError
-from tests.checkpoint.folders import changed_copy, load
+from dsv4.weights.quant import QuantFormat
+from tests.checkpoint.folders import Tensors, changed_copy, load, matrix
 from tests.checkpoint.test_declarations import quantization, without_hf_quant_config
 
 
@@ -19,3 +23,16 @@ def test_listed_layers_are_all_that_are_nvfp4(nvfp4_experts: Path, tmp_path: Pat
     expected = r"layers.1.ffn.experts.0.w1 \(found nvfp4, declared mxfp4\)"
     with pytest.raises(UserError, match=expected):
         load(folder)
+
+
+def test_modules_not_to_convert_may_be_named_in_hf_names(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "a", tiny_config(), "native", 1, names=Dialect.HF)
+    name = "model.layers.0.mlp.shared_experts.down_proj"
+
+    def edit(tensors: Tensors) -> None:
+        del tensors[f"{name}.weight_scale_inv"]
+        tensors[f"{name}.weight"] = torch.ones(128, 64)
+
+    config = quantization(tmp_path / "a", modules_to_not_convert=[name])
+    weights = load(changed_copy(tmp_path / "a", tmp_path / "b", edit, config))
+    assert matrix(weights, "layers.0.ffn.shared_experts.w2.weight").format is QuantFormat.F32
