@@ -77,6 +77,16 @@ def test_cast_covers_exactly_the_exponents_of_e4m3() -> None:
     assert torch.equal(wide.global_scale, torch.tensor(6 * 2.0**-10 / 2688))
 
 
+@pytest.mark.parametrize("code", [0x20, 0x02])
+def test_a_group_of_one_half_of_the_codes_is_none_of_zeros(code: int) -> None:
+    data = torch.cat([torch.full((1, 16), code), torch.full((1, 16), 0x22)], dim=1)
+    scale = exponent_to_e8m0(torch.tensor([[3, 0]]))
+    weight = QuantTensor(data.to(torch.uint8), scale, None, QuantFormat.MXFP4, (1, 64))
+    [cast] = convert([weight], QuantFormat.NVFP4)
+    assert torch.equal(cast.data, weight.data)
+    assert torch.equal(cast.dequantize(), weight.dequantize())
+
+
 def test_groups_of_zeros_do_not_limit_the_cast() -> None:
     zeros = mxfp4([-126], code=0x80)
     ones = mxfp4([3])

@@ -2,6 +2,7 @@
 quantised.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ def test_listed_layers_are_all_that_are_nvfp4(nvfp4_experts: Path, tmp_path: Pat
         load(folder)
 
 
-def test_modules_not_to_convert_may_be_named_in_hf_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_modules_not_to_convert_may_be_named_in_hf_names(tmp_path: Path, prefix: str) -> None:
     write_synthetic(tmp_path / "a", tiny_config(), "native", 1, names=Dialect.HF)
     name = "model.layers.0.mlp.shared_experts.down_proj"
 
@@ -33,6 +35,25 @@ def test_modules_not_to_convert_may_be_named_in_hf_names(tmp_path: Path) -> None
         del tensors[f"{name}.weight_scale_inv"]
         tensors[f"{name}.weight"] = torch.ones(128, 64)
 
-    config = quantization(tmp_path / "a", modules_to_not_convert=[name])
+    listed = prefix + name.removeprefix("model.")
+    config = quantization(tmp_path / "a", modules_to_not_convert=[listed])
     weights = load(changed_copy(tmp_path / "a", tmp_path / "b", edit, config))
     assert matrix(weights, "layers.0.ffn.shared_experts.w2.weight").format is QuantFormat.F32
+
+
+def test_of_two_lists_of_one_key_that_of_config_json_counts(native: Path, tmp_path: Path) -> None:
+    name = "layers.1.attn.wo_a"
+
+    def edit(tensors: Tensors) -> None:
+        del tensors[f"{name}.scale"]
+        tensors[f"{name}.weight"] = torch.ones(128, 256, dtype=torch.bfloat16)
+
+    lists = (["head", name], ["head"])
+    for number, (main, separate) in enumerate((lists, lists[::-1])):
+        config = quantization(native, exclude_modules=main)
+        folder = changed_copy(native, tmp_path / str(number), edit, config)
+        declared = {"quantization": {"exclude_modules": separate}}
+        (folder / "hf_quant_config.json").write_text(json.dumps(declared))
+    assert matrix(load(tmp_path / "0"), f"{name}.weight").format is QuantFormat.BF16
+    with pytest.raises(UserError, match=rf"{name} \(found unquantised, declared fp8_block128\)"):
+        load(tmp_path / "1")
