@@ -1,13 +1,19 @@
-"""Drafts end in front of the first one whose logits have NaN."""
+"""Drafts end in front of the first one whose logits have NaN, and a step of drafts that meets NaN
+counts for nothing.
+"""
+
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from dsv4 import SamplingParams
 from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import random_ids
-from tests.speculative.models import drafted_engine
+from tests.speculative.models import KINDS, drafted_engine, plain_engine
+from tests.speculative.scripted import NO_STOPS
 
 POSITION = 20
 
@@ -28,3 +34,29 @@ def test_drafts_end_in_front_of_nan(kind: MtpKind, good: int) -> None:
     found = drafter.propose(7, POSITION, 4, choose)
     assert found.tokens == list(range(POSITION + 1, POSITION + 1 + good))
     assert len(found.logits_NV) == good
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_where_a_step_with_drafts_meets_nan_the_token_alone_decides(
+    kind: MtpKind, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the logits themselves are finite."""
+    sampling = SamplingParams(temperature=temperature, seed=3)
+    ids = random_ids(POSITION)
+    expected = list(plain_engine(kind).generate(ids, 9, sampling, NO_STOPS))
+    engine = drafted_engine(kind)
+    decode = engine.steps.decode
+    drafted = []
+
+    def meets_nan(token_ids: Sequence[int]) -> Tensor:
+        logits_TV = decode(token_ids)
+        if len(token_ids) == 1:
+            return logits_TV
+        drafted.append(len(token_ids) - 1)
+        engine.state.nan_1.fill_(1)
+        return -logits_TV
+
+    monkeypatch.setattr(engine.steps, "decode", meets_nan)
+    assert list(engine.generate(ids, 9, sampling, NO_STOPS)) == expected
+    assert drafted

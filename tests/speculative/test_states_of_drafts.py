@@ -74,6 +74,24 @@ def test_spec11_j89_drafts_behind_a_loaded_state_are_those_of_its_writer(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_drafts_behind_tokens_that_are_taken_back_from_a_file(
+    kind: MtpKind, tmp_path: Path
+) -> None:
+    first = drafted_engine(kind)
+    first.prefill(IDS[:40])
+    first.save_state(tmp_path / "state")
+    other = poisoned(drafted_engine(kind))
+    other.load_state(tmp_path / "state")
+    for engine in (first, other):
+        engine.rewind(8)
+        assert draft_of(engine).covers(32)
+    expected, found = proposal(first), proposal(other)
+    assert found.tokens == expected.tokens
+    assert torch.equal(found.logits_NV, expected.logits_NV)
+    assert torch.equal(other.decode([IDS[32]]), first.decode([IDS[32]]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_text_goes_on_with_drafts_behind_a_file(kind: MtpKind, tmp_path: Path) -> None:
     first = drafted_engine(kind)
     first.prefill(IDS[:40])
