@@ -58,6 +58,13 @@ def test_tool_results_are_sorted_by_call_and_texts_keep_their_places() -> None:
     assert results == "\n\n".join(expected)
 
 
+def test_a_result_of_an_unknown_call_sorts_with_that_of_the_first() -> None:
+    made = {"role": "assistant", "content": "", "tool_calls": [call(call_id=one) for one in "ab"]}
+    given = [{"role": "tool", "content": one.upper(), "tool_call_id": one} for one in "bax"]
+    results = body([made, *given]).split(USER)[1].removesuffix(f"{ASSISTANT}</think>")
+    assert results == "\n\n".join(f"<tool_result>{name}</tool_result>" for name in "AXB")
+
+
 def test_tool_result_parts_are_joined_and_other_parts_named() -> None:
     parts = [
         {"type": "text", "text": "a"},

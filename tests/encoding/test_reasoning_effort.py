@@ -57,6 +57,16 @@ def test_prefix_stands_before_the_system_text_and_only_in_thinking_mode() -> Non
     assert prompt("max", "official", "chat") == "<｜User｜>hi<｜Assistant｜></think>"
 
 
+def test_prefix_stands_in_front_where_the_context_has_no_text_of_its_own() -> None:
+    """A developer message before the last user message is left out."""
+    developer = {"role": "developer", "content": "D"}
+    messages = [{"role": "user", "content": "hi"}]
+    whole = encode_messages([developer, *messages], "thinking", reasoning_effort="max")
+    rest = encode_messages(messages, "thinking", context=[developer], reasoning_effort="max")
+    assert "Reasoning Effort: " in rest
+    assert whole == f"<｜begin▁of▁sentence｜>{rest}"
+
+
 @pytest.mark.parametrize(
     ("profile", "effort"), [("preview", "low"), ("preview", "MAX"), ("official", "medium")]
 )

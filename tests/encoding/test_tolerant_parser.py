@@ -98,6 +98,12 @@ def test_tool_block_inside_the_reasoning() -> None:
     assert unclosed.repairs == ("tool_block_in_reasoning", "missing_think_close")
 
 
+def test_white_space_behind_a_tool_block_stays_in_the_reasoning_that_goes_on() -> None:
+    completion = parse(f"r\n\n{OPEN}{CALL}{CLOSE}\n\nmore</think>c{EOS}")
+    assert texts(completion) == ("r\n\nmore", "c")
+    assert calls(completion) == [("f", {"a": "x"})]
+
+
 @pytest.mark.parametrize(
     ("breaks", "content"), [("", "c"), ("\n", "c"), ("\n\n", "c"), ("\n\n\n", "c\n")]
 )
