@@ -163,6 +163,16 @@ def test_reasoning_is_switched_off_where_the_server_has_it_on(
     assert modes == ["thinking", "chat"]
 
 
+def test_a_later_prompt_has_the_reasoning_of_this_answer_only_with_tools(demo: Running) -> None:
+    forgets = [
+        chat_question(
+            demo.service, read_fields(ChatFields, {"messages": SUM, **fields})
+        ).question.forgets
+        for fields in ({}, THINKING, {**THINKING, "tools": WEATHER["tools"]})
+    ]
+    assert forgets == [False, True, False]
+
+
 def test_logprobs_of_every_token_streamed_or_not(demo: Running) -> None:
     fields = {"logprobs": True, "top_logprobs": 3}
     answer = ask(demo, FRANCE, **fields)
