@@ -13,8 +13,10 @@ from torch import Tensor
 
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
+from dsv4.ops.linear import RowList, prefill_rows
 from dsv4.ops.linear.aligned import aligned_rows
 from dsv4.ops.linear.cutedsl.gemm_config import (
+    ARCHITECTURES,
     DENSE_TOKENS,
     TILE_ROWS,
     W16Config,
@@ -141,4 +143,18 @@ class _Dense:
 _PRODUCTS = PrefillProducts(_linear_batches)
 linear = _PRODUCTS.linear
 grouped_linear = _PRODUCTS.grouped_linear
-linear_rows = _PRODUCTS.linear_rows
+
+
+def linear_rows(
+    recording: Recording,
+    x: Tensor,
+    rows: RowList,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> tuple[Tensor, ...]:
+    """``dsv4.ops.linear.linear_rows``: matrix by matrix on Blackwell, as ``prefill_rows`` does
+    elsewhere.
+    """
+    is_native = INSTALLED and recording.target.architecture in ARCHITECTURES
+    form = _PRODUCTS if is_native else prefill_rows
+    return form.linear_rows(recording, x, rows, norm_weight, norm_eps)
