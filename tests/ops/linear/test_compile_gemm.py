@@ -116,6 +116,7 @@ def test_registers_are_handed_out_in_whole(architecture: str, tile: Tile) -> Non
     assert_handed_out_in_whole(variant, architecture, tile)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mode", "tile"), LONG_VARIANTS)
 def test_long_variants_hand_out_all_registers(mode: int, tile: Tile) -> None:
     assert_handed_out_in_whole(long_build(QuantFormat.BF16, mode, tile), "sm_90a", tile)

@@ -147,6 +147,7 @@ def test_blocks_of_all_matrices_share_k() -> None:
     assert splits_of(launch, 9) == 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("matrices", [OF_ONE_FORMAT, OF_TWO_FORMATS])
 @pytest.mark.parametrize(("tokens", "multiprocessors"), [(150, 8), (260, 2)])
 def test_long_steps(matrices: Matrices, tokens: int, multiprocessors: int) -> None:
