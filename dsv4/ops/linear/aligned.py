@@ -1,5 +1,8 @@
 """Rows that the prefill kernels can read: 16 bytes at a time."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from dsv4.launch.buffers import is_aligned
@@ -18,10 +21,15 @@ def aligned_rows(recording: Recording, x: Tensor) -> Tensor:
     sizes = zip(x.stride()[:-1], x.shape[:-1], strict=True)
     if is_aligned(x, 16) and all(step % _VECTOR == 0 for step, size in sizes if size > 1):
         return x
-    width = x.shape[-1]
-    copy = recording.empty((*x.shape[:-1], round_up(width, _VECTOR)), x.dtype)[..., :width]
+    copy = empty_rows(recording, x.shape, x.dtype)
     recording.call(copy_rows, copy, x)
     return copy
+
+
+def empty_rows(recording: Recording, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A 16-bit buffer ``[..., K]`` with every row at a multiple of 16 bytes."""
+    *sizes, width = shape
+    return recording.empty((*sizes, round_up(width, _VECTOR)), dtype)[..., :width]
 
 
 def copy_rows(tokens: int, to: Tensor, source: Tensor) -> None:

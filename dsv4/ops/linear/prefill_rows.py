@@ -83,13 +83,13 @@ def linear_rows(
     tokens, columns = x_TK.shape
     check_recorded(recording, tokens)
     memory = list_memory(recording, packed, tokens)
+    boxes = takes_boxes(recording, x_TK)
     for part in _parts(packed):
         split = Split.of(recording.target, MODE_LINEAR, part.row_count, columns)
-        if takes_boxes(recording, x_TK) and tokens >= split.long_from:
-            _record_short(recording, x_TK, part, memory, split, split.long_from)
-            _record_long(recording, x_TK, part, memory, split.long_from)
-        else:
-            _record_short(recording, x_TK, part, memory, split)
+        long_from = split.long_from if boxes and tokens >= split.long_from else None
+        _record_short(recording, x_TK, part, memory, split, long_from)
+        if long_from is not None:
+            _record_long(recording, x_TK, part, memory, long_from)
     return packed.products(memory, tokens)
 
 
@@ -121,7 +121,7 @@ def _record_short(
     part: _Part,
     y: Tensor,
     split: Split,
-    fewer_than: int | None = None,
+    fewer_than: int | None,
 ) -> None:
     architecture = recording.target.architecture
     variant = build_for(part.rows.format, MODE_LINEAR, architecture, Results.OF_A_LIST)

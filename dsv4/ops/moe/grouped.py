@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import Shape, round_up
+from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
+from dsv4.ops.linear.aligned import empty_rows
 from dsv4.ops.linear.prefill import (
     FEW,
     MODE_DOWN,
@@ -27,8 +28,6 @@ from dsv4.weights.packed import TILE_ROWS, PackedWeight, padded
 # The mode of an entry of prefill_gemm.cuh.
 _MODES = {"prefill_gate_up": MODE_GATE_UP, "prefill_down": MODE_DOWN}
 _TILES = (FEW, SOME, NARROW, WIDE)
-# bfloat16 values in 16 bytes, which rows that a GEMM reads begin at multiples of.
-_VECTOR = 8
 
 
 def sort_pairs(recording: Recording, x_TE: Tensor, ids_TP: Tensor, experts: int) -> Sorted:
@@ -54,12 +53,11 @@ def gate_up(
     """
     rows, columns = w1.shape[-2:]
     per_token = 1 if pairs is None else pairs.per_token
-    stride = round_up(rows, _VECTOR)
-    hidden = recording.empty((x_TE.shape[0] * per_token, stride), torch.bfloat16)
+    hidden = empty_rows(recording, (x_TE.shape[0] * per_token, rows), torch.bfloat16)
     boxes = takes_boxes(recording, x_TE)
     if boxes and pairs is not None:
         long_gate_up(recording, x_TE, (w1, w3), limit, hidden, pairs, weights_TP)
-        return hidden[:, :rows]
+        return hidden
     product = _product(recording, "prefill_gate_up", w1)
     split = Split.of(recording.target, MODE_GATE_UP, rows, columns)
     some_long = boxes and recording.tokens >= split.long_from
@@ -76,13 +74,13 @@ def gate_up(
         columns=columns,
         row_tiles=padded(rows) // TILE_ROWS,
         x_stride=x_TE.stride(0),
-        h_stride=stride,
+        h_stride=hidden.stride(0),
         per_token=per_token,
         limit=limit,
     )
     if some_long:
         long_gate_up(recording, x_TE, (w1, w3), limit, hidden, split, None)
-    return hidden[:, :rows]
+    return hidden
 
 
 def down(recording: Recording, hidden: Tensor, w2: PackedWeight, pairs: Sorted) -> Tensor:

@@ -4,9 +4,10 @@ of the pairs before.
 
 from torch import Tensor
 
-from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
+from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
+from dsv4.ops.linear.aligned import empty_rows
 from dsv4.ops.linear.prefill import (
     FEW,
     LARGE,
@@ -28,8 +29,6 @@ _MODES = {"long_gate_up": MODE_GATE_UP, "long_down": MODE_DOWN}
 _SMALL_TILES = (FEW, SOME)
 _TILES = (NARROW, WIDE, LARGE)
 _GATHER_THREADS = 256
-# bfloat16 values in 16 bytes.
-_VECTOR = 8
 
 
 def long_gate_up(
@@ -107,20 +106,18 @@ def _product(recording: Recording, function: str, form: LongForm, rows: int) -> 
 
 
 def _gathered(recording: Recording, x_TE: Tensor, pairs: Sorted) -> Tensor:
-    tokens, columns = x_TE.shape
-    # Of whole pieces of 16 bytes, as the rows of x are.
-    width = round_up(columns, _VECTOR)
-    x_sorted = recording.empty((tokens * pairs.per_token, width), x_TE.dtype)
+    tokens, width = x_TE.shape
+    x_sorted = empty_rows(recording, (tokens * pairs.per_token, width), x_TE.dtype)
     recording.launch(
         by_tokens(_gather_shape, pairs.cut.per_token),
         x=x_TE,
         **pairs.arguments,
         sorted=x_sorted,
-        width=width,
+        width=x_sorted.stride(0),
         x_stride=x_TE.stride(0),
         per_token=pairs.per_token,
     )
-    return x_sorted[:, :columns]
+    return x_sorted
 
 
 def _gather_shape(per_token: int, tokens: int) -> Shape:

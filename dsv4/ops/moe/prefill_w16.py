@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import round_up
 from dsv4.launch.recording import Recording
+from dsv4.ops.linear.aligned import empty_rows
 from dsv4.ops.linear.cutedsl.gemm_config import W16Problem
 from dsv4.ops.linear.prefill_w16 import W16Product, exact_scales, gemm_operands, linear
 from dsv4.ops.moe import ExpertWeights, Mixture, grouped
@@ -17,9 +17,6 @@ from dsv4.ops.moe.prefill import Routed, combine, moe_with
 from dsv4.ops.moe.sorted_pairs import Cut, Sorted, sort_by_expert
 from dsv4.ops.router import Router
 from dsv4.weights.packed import PackedWeight
-
-# bfloat16 values in 16 bytes, which rows that a copy reads begin at multiples of.
-_VECTOR = 8
 
 
 def moe(
@@ -62,7 +59,7 @@ def gate_up(
     product = W16Product.of(recording, problem, per_token)
     if product is None:
         return grouped.gate_up(recording, x_TE, w1, w3, limit, pairs, weights_TP)
-    hidden = recording.empty((rows, round_up(features, _VECTOR)), torch.bfloat16)[:, :features]
+    hidden = empty_rows(recording, (rows, features), torch.bfloat16)
     weights = (*gemm_operands(w1), *gemm_operands(w3))
     if pairs is None or weights_TP is None:
         recording.call(_SharedGateUp(product, limit), x_TE, *weights, hidden)

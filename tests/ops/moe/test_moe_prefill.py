@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.linear import prefill as linear_prefill
-from dsv4.ops.linear.prefill import FEW, NARROW, SOME, Build, Results, Tile, build_for
+from dsv4.ops.linear.prefill import FEW, NARROW, SOME, Tile
 from dsv4.ops.moe import ExpertWeights, expert_sum, grouped, prefill, sorted_pairs
 from dsv4.ops.router import Router
 from dsv4.ops.router.prefill import route
@@ -14,6 +14,7 @@ from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison, relative_error
+from tests.ops.linear.test_prefill_linear import portable_build
 
 pytestmark = pytest.mark.gpu
 moe_prefill = immediately(prefill.expert_sum)
@@ -28,19 +29,8 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         pytest.skip("wgmma is Hopper's")
     if request.param == "mma" and hopper:
         for module in (linear_prefill, grouped):
-            monkeypatch.setattr(module, "build_for", without_wgmma)
+            monkeypatch.setattr(module, "build_for", portable_build)
     return request.param
-
-
-def without_wgmma(
-    format: QuantFormat,
-    mode: int,
-    architecture: str,
-    results: Results = Results.ROUNDED,
-    tile: Tile = NARROW,
-) -> Build:
-    """The variant of GPUs other than Hopper."""
-    return build_for(format, mode, "sm_100a", results, tile)
 
 
 def random(seed: int) -> torch.Generator:
