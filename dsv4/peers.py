@@ -5,7 +5,8 @@ Every rank has an inbox, into which the kernels of all ranks write words {tag, f
 ranks. Exchanges take two slots in turn: a rank pushes exchange e + 2 only when it has read e + 1
 of every rank, and these push e + 1 only behind what reads e. The logits have words of their own,
 and so have rows that the ranks share (``dsv4.ops.linear.gathered_rows``): whoever pushes those of
-the next layer has read a sum of this one, which every rank pushes behind what reads them.
+the next layer has read a sum of this one, which every rank pushes behind what reads them. Logits
+that follow logits without a sum in between begin with a barrier.
 """
 
 from collections.abc import Iterator

@@ -22,7 +22,7 @@ from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Arrival, Outputs, PartKind, Transformer
 from dsv4.ops import Ops
 from dsv4.ops.channel.cuda import receive_rows, send_rows, take_tokens
-from dsv4.ops.exchange.decode import next_step
+from dsv4.ops.exchange.decode import begin_logits
 from dsv4.ops.tables import RecordedTable
 from dsv4.sampling import SamplerState
 from dsv4.step.along import Along
@@ -268,7 +268,7 @@ def record_logits(
     head = model.head_device
     recorder = StepRecorder(table, {head: target}, state, {head: hidden_TE})
     with recorder.part("head", head) as ops:
-        next_step(recorder.recording(head))
+        begin_logits(recorder.recording(head))
         ranks_logits = model.head.logits(ops, hidden_TE)
     with recorder.part("logits", head) as ops:
         logits_TV = ops.gather_logits(ranks_logits)

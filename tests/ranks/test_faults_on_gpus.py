@@ -143,3 +143,32 @@ print("equal")
 """
     result = run_script(script)
     assert result.stdout == "equal\n", result.stderr
+
+
+def test_a_rank_that_is_late_finds_all_logits() -> None:
+    """Logits of a prompt follow each other at once; one rank reads them 20 ms behind the other."""
+    script = f"""
+import torch
+from dsv4 import Engine, EngineConfig
+from dsv4.step.step import Step
+engine = Engine.load(
+    {str(CHECKPOINT)!r},
+    EngineConfig(device="cuda", gpus=2, parallel="tensor", max_context=512),
+)
+steps = engine.steps
+expected = steps.logits(steps.run(list(range(20, 28))).clone()).cpu()
+step, _ = steps._logits_step(8)
+run_part = Step.run_part
+def late(self, part, *rest):
+    if self is step.ranks[1] and part.name == "logits":
+        with torch.cuda.device(1):
+            torch.cuda._sleep(40_000_000)
+    run_part(self, part, *rest)
+Step.run_part = late
+for _ in range(10):
+    step.run(8)
+assert all(torch.equal(rank.logits_TV.cpu(), expected) for rank in step.ranks)
+print("equal")
+"""
+    result = run_script(script)
+    assert result.stdout == "equal\n", result.stderr

@@ -2,12 +2,11 @@
 eagerly and by replays, interrupted or not.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
-import torch
 
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Launch
@@ -15,6 +14,7 @@ from dsv4.step import captured
 from dsv4.step.captured import CapturedRanks, Mode
 from dsv4.step.lock_step import LockStep
 from dsv4.step.recorded import RecordedStep
+from tests.ranks.memory_order import SharedMemory
 from tests.ranks.planned_ranks import (
     LoggedRanks,
     exchange_of,
@@ -75,22 +75,6 @@ def test_words_are_polled_behind_the_pushes_of_all_ranks(
         assert own == items_of(step.recorded.parts)
 
 
-class SharedMemory:
-    """Who has written and read which memory of which rank, and how much of what the other ranks did
-    each rank has waited for.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self.clocks = [[0] * ranks for _ in range(ranks)]
-        self.accesses: defaultdict[Any, list[tuple[int, int, bool]]] = defaultdict(list)
-
-    def touch(self, rank: int, region: Any, writes: bool) -> None:
-        """Behind all that must not be at the same time."""
-        for other, time, wrote in self.accesses[region]:
-            assert not (writes or wrote) or self.clocks[rank][other] >= time, (rank, region)
-        self.accesses[region].append((rank, self.clocks[rank][rank], writes))
-
-
 def regions_of(launch: Launch, step: RecordedStep, rank: int, ranks: int) -> list[tuple[Any, bool]]:
     """What a launch reads or writes of the memory that ranks share."""
     (recording,) = step.recordings.values()
@@ -127,25 +111,19 @@ def test_ranks_touch_each_others_memory_behind_all_that_needs_it(
     ranks = LoggedRanks.of(planned, 512, monkeypatch)
     count = len(planned)
     shared = SharedMemory(count)
-    said: dict[int, list[int]] = {}
     kernels = Counter[tuple[int, str]]()
     for _ in range(2):
         ranks.step.run(100)
     for device, what in ranks.log:
         rank = device.index
-        clock = shared.clocks[rank]
-        if what == "record":
-            said[rank] = list(clock)
-        elif isinstance(what, torch.device):
-            clock[:] = map(max, clock, said[what.index])
-        else:
-            clock[rank] += 1
-            launch = ranks.launch((device, what))
-            assert launch is not None
-            step = ranks.step.ranks[rank].recorded
-            for region, writes in regions_of(launch, step, rank, count):
-                shared.touch(rank, region, writes)
-                kernels[rank, f"{launch.signature.kernel} {region[1]}"] += 1
+        if not shared.runs(rank, what):
+            continue
+        launch = ranks.launch((device, what))
+        assert launch is not None
+        step = ranks.step.ranks[rank].recorded
+        for region, writes in regions_of(launch, step, rank, count):
+            shared.touch(rank, region, writes)
+            kernels[rank, f"{launch.signature.kernel} {region[1]}"] += 1
     for rank in range(count):
         assert kernels[rank, "sum_ranks partials"] == 2 * 2 * LAYERS * count
         assert kernels[rank, "hc_finish inputs"] == 2 * 2 * LAYERS * count

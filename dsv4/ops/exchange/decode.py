@@ -76,3 +76,12 @@ def next_step(recording: Recording) -> None:
         defines = (("RANKS", recording.peers.ranks),)
         kernel = Kernel("exchange/exchange", "next_step", defines)
         recording.launch(Shape(kernel, 1, 32), step=recording.begin_step())
+
+
+def begin_logits(recording: Recording) -> None:
+    """A step begins that is nothing but logits. Their words take the place of those of the logits
+    before, perhaps without a sum in between, so the ranks meet: all have read them.
+    """
+    if recording.peers is not None:
+        next_step(recording)
+        recording.meet()

@@ -1,0 +1,38 @@
+"""Whether ranks that run side by side touch each other's memory in an order that is certain."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+
+class SharedMemory:
+    """Who has written and read which memory of which rank, and how much of what the other ranks did
+    each rank has waited for.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.clocks = [[0] * ranks for _ in range(ranks)]
+        self.accesses: defaultdict[Any, list[tuple[int, int, bool]]] = defaultdict(list)
+        self._said: dict[int, list[int]] = {}
+
+    def runs(self, rank: int, what: Any) -> bool:
+        """An entry of a rank in the log of ``LoggedRanks``: whether it is an item."""
+        if what == "record":
+            self._said[rank] = list(self.clocks[rank])
+        elif isinstance(what, torch.device):
+            self.wait_for(rank, self._said[what.index])
+        else:
+            self.clocks[rank][rank] += 1
+            return True
+        return False
+
+    def wait_for(self, rank: int, clock: list[int]) -> None:
+        """What was done until then is in front of what the rank does next."""
+        self.clocks[rank][:] = map(max, self.clocks[rank], clock)
+
+    def touch(self, rank: int, region: Any, writes: bool) -> None:
+        """Behind all that must not be at the same time."""
+        for other, time, wrote in self.accesses[region]:
+            assert not (writes or wrote) or self.clocks[rank][other] >= time, (rank, region)
+        self.accesses[region].append((rank, self.clocks[rank][rank], writes))
