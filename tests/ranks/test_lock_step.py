@@ -14,7 +14,6 @@ from dsv4.step import captured
 from dsv4.step.captured import CapturedRanks, Mode
 from dsv4.step.lock_step import LockStep
 from dsv4.step.recorded import RecordedStep
-from tests.ranks.memory_order import SharedMemory
 from tests.ranks.planned_ranks import (
     LoggedRanks,
     exchange_of,
@@ -23,6 +22,7 @@ from tests.ranks.planned_ranks import (
     pushes,
     sharing_layers,
 )
+from tests.step.memory_order import SharedMemory
 from tests.step.planned_model import GPUS, PlannedModel, items_of
 
 MODES: tuple[Mode, ...] = get_args(Mode)

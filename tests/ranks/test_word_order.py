@@ -16,9 +16,9 @@ from dsv4.peers import Peers
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import record_logits
 from dsv4.weights.parameters import MtpKind
-from tests.ranks.memory_order import SharedMemory
 from tests.ranks.planned_drafts import planned_drafts
 from tests.ranks.planned_ranks import LoggedRanks, exchange_of, has_words, planned_ranks, pushes
+from tests.step.memory_order import SharedMemory
 from tests.step.planned_model import META, TARGETS
 
 Kind = Literal["step", "logits", "draft"]

@@ -20,6 +20,7 @@ from dsv4.step.captured import Mode, part_device, regions_of
 from dsv4.step.parts import AnyPart, Part, Transfer
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import StepRecorder, record_step
+from tests.step.memory_order import SharedMemory
 from tests.step.planned_model import ENGINE, META, PlannedModel, demo, fake_step, geometry
 
 TOKENS = (1, 2, 5, 8)
@@ -85,6 +86,39 @@ def uses(
             assert (device, on_its_way[ends]) == (target, [values_of(item)])
             on_its_way[ends].clear()
     return {ends: found for ends, found in on_its_way.items() if found}, counts
+
+
+def test_words_are_read_before_they_are_written_anew(planned: PlannedModel) -> None:
+    """Whatever steps follow each other: tokens that the host gives, or that the step before sends,
+    also those of which nobody reads the last one.
+    """
+    channels = ends_of(planned)
+    head = planned.model.head_device.index
+    memory = SharedMemory(1 + max(device.index for device in planned.state.devices))
+    sent: dict[Ends, list[int]] = {}
+    steps = {tokens: planned.record(tokens) for tokens in TOKENS}
+    reads = 0
+    for tokens, is_given in [(1, True), *[(1, False)] * 3, (8, True), (5, True), *[(1, True)] * 3]:
+        if is_given:
+            # ``TokenFeed.put``
+            for device in planned.state.devices:
+                memory.wait_for(device.index, memory.clocks[head])
+        for device, item in launches(steps[tokens], list(steps[tokens].parts)):
+            memory.clocks[device.index][device.index] += 1
+            takes_token = item.signature.kernel == "take_tokens"
+            if "uses" not in item.arguments or (takes_token and is_given):
+                continue
+            words = item.arguments["words"]
+            assert isinstance(words, Tensor)
+            ends = channels[storage_key(words)]
+            sends = item.signature.kernel == "send_rows"
+            if sends:
+                sent[ends] = list(memory.clocks[device.index])
+            else:
+                memory.wait_for(device.index, sent[ends])
+            memory.touch(device.index, ends, writes=sends)
+            reads += not sends
+    assert reads > len(channels)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

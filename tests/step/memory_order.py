@@ -1,4 +1,4 @@
-"""Whether ranks that run side by side touch each other's memory in an order that is certain."""
+"""Whether devices that run side by side touch each other's memory in an order that is certain."""
 
 from collections import defaultdict
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 
 
 class SharedMemory:
-    """Who has written and read which memory of which rank, and how much of what the other ranks did
-    each rank has waited for.
+    """Who has written and read which memory of whom, and how much of what the others did each one
+    has waited for: ranks, or devices by their index.
     """
 
     def __init__(self, ranks: int) -> None:
