@@ -7,7 +7,7 @@
 // heads; each warp owns whole tiles. With FP8 1 both sides are e4m3, whose values float16 holds
 // exactly; their scales multiply the float32 sums. With FP8 0 keys are bfloat16.
 // Tokens may be those of one rank (token_share.cuh), whose first one is the first of q, weights and
-// positions; scores are of its tokens alone.
+// positions, and number `first_token` of the step; scores are of its tokens alone.
 // index_scores_any_geometry: one warp per entry, float32 arithmetic, for every other shape.
 #include "index_products.cuh"
 #include "mma.cuh"
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
     index_scores(const bf16* q, const float* weights, float score_scale, const char* data,
                  const float* scales, const settled_int64* positions, unsigned* scores, int* nan,
                  int slots, int score_stride, int weight_stride, int tokens, int selected,
-                 int max_parts, int part_tiles) {
+                 int max_parts, int part_tiles, int first_token) {
     extern __shared__ __align__(16) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -187,8 +187,9 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
     int item = blockIdx.x;
     Item now;
     bool more = next_item(now, item, positions, slots, tokens, selected, max_parts, part_tiles);
-    // Entries that the step completes come from the kernel in front; the others it does not touch.
-    const int old_tiles = visible_entries(fetch_settled(positions) - 1, slots) / KEYS;
+    // Entries that the step completes come from the kernels in front; the others they do not touch.
+    const int64 last_before = fetch_settled(positions) - first_token - 1;
+    const int old_tiles = visible_entries(last_before, slots) / KEYS;
     if (more) start_keys(shared, data, scales, now, 0, old_tiles);
     pdl_wait();
     if (more) {

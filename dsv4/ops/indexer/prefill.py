@@ -80,7 +80,8 @@ def _scores_shape(shapes: SelectionShapes, tile: _Tile, tokens: int) -> Shape | 
     here = tile.here(shapes.share, tokens)
     if here <= 0:
         return None
-    return shapes.decode_scores(here) if _is_few(shapes, here) else shapes.prefill_scores(here)
+    scores = shapes.decode_scores if _is_few(shapes, here) else shapes.prefill_scores
+    return scores(here, shapes.share.token(tile.start))
 
 
 def _top_k_shape(shapes: SelectionShapes, tile: _Tile, tokens: int) -> Shape | None:

@@ -32,6 +32,12 @@ OTHER_TILES = SourceEdit(
     "return own;",
 )
 TO_ONE = SourceEdit("top_k.cu", "rank < RANKS; ++rank", "rank < 1; ++rank")
+# Keys behind those of the step: as they are before it has written any.
+BEFORE = SourceEdit(
+    "index_scores.cu",
+    "start_keys(shared, data, scales, now, 0, old_tiles);",
+    "start_keys(shared, data + slots * ROW_BYTES, scales + slots, now, 0, old_tiles);",
+)
 
 
 class Step:
@@ -39,7 +45,9 @@ class Step:
 
     def __init__(self, heads: int) -> None:
         self.heads = heads
-        self.keys = drawn_keys(SLOTS)
+        keys = drawn_keys(SLOTS)
+        assert keys.block_scale is not None
+        self.data, self.scales = keys.data, keys.block_scale
         self.q_TID = normal(MOST, heads, WIDTH, seed=1, dtype=torch.bfloat16)
         self.weight_TI = normal(MOST, heads, seed=2)
         self.positions_T = torch.arange(MOST) * 5 + 20
@@ -64,8 +72,8 @@ class Step:
             tensors: dict[str, Any] = {
                 "q": self.q_TID[first:],
                 "weights": self.weight_TI[first:],
-                "data": self.keys.data,
-                "scales": self.keys.block_scale,
+                "data": self.data,
+                "scales": self.scales,
                 "positions": self.positions_T[first:],
                 "scores": score_TS,
                 "orders": score_TS,
@@ -92,6 +100,19 @@ def test_every_rank_gets_the_lists_of_all_tokens(heads: int) -> None:
     whole_TK = choices_of_one(heads)
     assert bool((whole_TK[:TOKENS] != -7).all())
     for chosen_TK in Step(heads).choices(2):
+        assert torch.equal(chosen_TK, whole_TK)
+
+
+def test_keys_that_the_step_writes_are_not_read_before() -> None:
+    """Tokens from position 60 on complete entry 15, of the first tile that a rank asks for."""
+    step = Step(8)
+    step.positions_T = torch.arange(MOST) + 60
+    whole_TK = step.choices(1)[0].clone()
+    before = torch.zeros_like(step.data)
+    before[:15] = step.data[:15]
+    step.data = torch.cat([step.data, before])
+    step.scales = torch.cat([step.scales, step.scales])
+    for chosen_TK in step.choices(2, {"index_scores": BEFORE}):
         assert torch.equal(chosen_TK, whole_TK)
 
 
