@@ -15,7 +15,9 @@ from dsv4.caches.point import Point, undoable_tokens
 from dsv4.channels import Channels
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
+from dsv4.on_failure import on_failure
 from dsv4.peers import STEP_NUMBERS, Peers
+from dsv4.stream_barrier import StreamBarrier
 from dsv4.turns import Turns
 
 # Points that are kept of a sequence, the latest ones: 27 MB each for V4-Pro.
@@ -142,7 +144,20 @@ class DecodeState:
         return self.positions_1[device], self.rejected_1[device]
 
     def set_position(self, position: int) -> None:
-        """Moves host and devices to ``position``: 0 starts a sequence, going back undoes tokens."""
+        """Moves host and devices to ``position``: 0 starts a sequence, going back undoes tokens.
+
+        Devices that an interruption left apart are brought together: what is queued behind this on
+        any of them waits for all that is queued in front of it. Where an interruption ends this,
+        all have moved none the less.
+        """
+        with on_failure(self._move, position):
+            self._move(position)
+
+    def _move(self, position: int) -> None:
+        devices = [device for device in self.all_devices if device.type == "cuda"]
+        if len(devices) > 1:
+            streams = [torch.cuda.current_stream(device) for device in devices]
+            StreamBarrier(len(streams)).cross(streams)
         for state in self.ranks:
             state.move_devices(position, self._steps_begun)
         if self.channels is not None:
@@ -232,14 +247,9 @@ class DecodeState:
                 f"{len(self.points)} points reach"
             )
         if isinstance(place, Point):
-            is_whole = False
-            try:
+            with on_failure(self.set_position, 0):
                 for state in self.ranks:
                     place.restore(state.layers, state.draft)
-                is_whole = True
-            finally:
-                if not is_whole:
-                    self.set_position(0)
             self.furthest = place.furthest
             if self.draft is not None:
                 self.draft.forget()
@@ -262,19 +272,22 @@ class DecodeState:
         interruption ends it, the sequence ends where it did before, or at the last position that
         can be gone back to: what a long step wrote cannot be taken back.
         """
-        start = self.position
-        self.advance(tokens)
-        is_whole = False
-        try:
+        with on_failure(self._return_to, self.position):
+            self.advance(tokens)
             yield
-            is_whole = True
-        finally:
-            if not is_whole:
-                reached = self.reachable(start)
-                if reached:
-                    self.go_back(reached)
-                else:
-                    self.set_position(0)
+
+    def _return_to(self, position: int) -> None:
+        reached = self.reachable(position)
+        if reached:
+            self.go_back(reached)
+        else:
+            self.set_position(0)
+
+    def staying(self) -> AbstractContextManager[None]:
+        """For a block that queues a step which appends nothing: an error or an interruption leaves
+        no device behind another one.
+        """
+        return on_failure(self.set_position, self.position)
 
     @property
     def undoable_tokens(self) -> int:

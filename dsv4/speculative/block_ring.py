@@ -41,7 +41,8 @@ class BlockRing:
         """``steps``: that are marked and not read, at most."""
         self._ring = ring_3R
         self._device = device
-        self._free = deque(_Marks.make() for _ in range(steps))
+        self._marks = tuple(_Marks.make() for _ in range(steps))
+        self._free = deque(self._marks)
         self._queued: deque[_Marks] = deque()
 
     def begin(self) -> None:
@@ -72,8 +73,8 @@ class BlockRing:
         return Given(tokens, drafted, (draft, verify))
 
     def forget(self) -> None:
-        """Nobody reads what is queued."""
-        self._free.extend(self._queued)
+        """Nobody reads what is queued, nor what a signal took from one queue and put into none."""
+        self._free = deque(self._marks)
         self._queued.clear()
 
     def _record(self, event: torch.cuda.Event) -> None:

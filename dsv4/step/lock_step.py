@@ -22,6 +22,7 @@ from dsv4.step.recorded import RecordedStep
 from dsv4.step.step import Step
 from dsv4.step.token_feed import TokenFeed
 from dsv4.step.token_ring import TokenRing
+from dsv4.stream_barrier import StreamBarrier
 
 # Values of which every rank has some columns: heads.
 _CUT_VALUES = ("attn.q", "attn.heads")
@@ -38,7 +39,7 @@ class LockStep:
         feeds = [step.feed for step in ranks if step.feed is not None]
         self.feed = Feeds(feeds) if feeds else None
         self.tokens = self.first.tokens
-        self._arrived = [torch.cuda.Event() for _ in ranks]
+        self._barrier = StreamBarrier(len(self.ranks))
 
     @property
     def recorded(self) -> RecordedStep:
@@ -88,27 +89,10 @@ class LockStep:
         streams = [torch.cuda.current_stream(step.recorded.head) for step in self.ranks]
         for parts in zip(*ranks_parts, strict=True):
             if isinstance(parts[0], Barrier):
-                self._cross_barrier(streams)
+                self._barrier.cross(streams)
                 continue
             for step, part in zip(self.ranks, parts, strict=True):
                 step.run_part(part, tokens, dense, observer)
-
-    def _cross_barrier(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        """What is queued from here on waits for what every rank has queued before.
-
-        Rank 0 waits for all, and all for rank 0: the host's work grows with the ranks, where a wait
-        of each for each grows with their square.
-        """
-        first, *others = streams
-        arrived_first, *arrived_others = self._arrived
-        for stream, arrived in zip(streams, self._arrived, strict=True):
-            arrived.record(stream)
-        for arrived in arrived_others:
-            first.wait_event(arrived)
-        if len(others) > 1:
-            arrived_first.record(first)
-        for stream in others:
-            stream.wait_event(arrived_first)
 
 
 class Feeds:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from threading import Barrier, BrokenBarrierError
 from typing import Any, TypeVar
@@ -10,12 +9,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dsv4.on_failure import on_failure
 from dsv4.ops import Ops
 from dsv4.ops.exchange import sum_ranks
 from dsv4.ops.moe import Mixture
 from dsv4.weights.quant import Weight
 
 Result = TypeVar("Result")
+
+_SIGNAL_SECONDS = 1.0
 
 
 class Meeting:
@@ -39,12 +41,12 @@ class Meeting:
         Raises what the first rank that failed has raised. An interruption of the caller leaves no
         rank running.
         """
-        with ThreadPoolExecutor(len(ranks)) as threads, ExitStack() as stack:
-            # Ranks that go on would write into a state that is taken back meanwhile.
-            stack.callback(self._barrier.abort)
+        # Ranks that go on would write into a state that is taken back meanwhile.
+        with ThreadPoolExecutor(len(ranks)) as threads, on_failure(self._barrier.abort):
             futures = [threads.submit(self._attend, rank) for rank in ranks]
-            wait(futures)
-            stack.pop_all()
+            # A signal that comes right in front of a wait is seen behind it.
+            while wait(futures, _SIGNAL_SECONDS).not_done:
+                pass
         failures = [future.exception() for future in futures]
         for failure in failures:
             if failure is not None and not isinstance(failure, BrokenBarrierError):
@@ -53,12 +55,8 @@ class Meeting:
 
     def _attend(self, rank: Callable[[], Result]) -> Result:
         """A rank that fails leaves nobody waiting."""
-        with ExitStack() as stack:
-            stack.callback(self._barrier.abort)
-            with torch.inference_mode():
-                result = rank()
-            stack.pop_all()
-        return result
+        with on_failure(self._barrier.abort), torch.inference_mode():
+            return rank()
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,8 @@ class RecordedSteps:
         step, inputs = self._logits_step(rows)
         for rows_TE in inputs:
             rows_TE[:rows].copy_(hidden_TE)
-        step.run(rows, observer=self.observer)
+        with self.state.staying():
+            step.run(rows, observer=self.observer)
         return step
 
     def _logits_step(self, rows: int) -> tuple[AnyStep, list[Tensor]]:

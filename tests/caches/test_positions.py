@@ -51,3 +51,43 @@ def test_what_any_rank_has_met_is_known_to_all() -> None:
     assert state.met_nan
     state.forget_nan()
     assert not any(rank.met_nan for rank in state.ranks)
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_move_that_is_interrupted_is_made_none_the_less(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks, between any two of their numbers."""
+    state = state_behind(40, ranks=2)
+    fill = torch.Tensor.fill_
+    left = iter(range(after))
+
+    def interrupted(tensor: torch.Tensor, value: int) -> torch.Tensor:
+        if next(left, None) is None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return fill(tensor, value)
+
+    state.begin_step(3)
+    monkeypatch.setattr(torch.Tensor, "fill_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        state.rollback(37)
+    assert (state.position, *numbers(state)) == (37, [37] * 2, [3] * 2)
+
+
+def test_a_step_that_appends_nothing_leaves_no_rank_behind() -> None:
+    state = state_behind(40, ranks=2)
+    state.begin_step(3)
+    with state.staying():
+        pass
+    assert numbers(state) == ([40] * 2, [0] * 2)
+    with pytest.raises(KeyboardInterrupt), state.staying():
+        raise KeyboardInterrupt
+    assert (state.position, *numbers(state)) == (40, [40] * 2, [3] * 2)
+
+
+def numbers(state: DecodeState) -> tuple[list[int], list[int]]:
+    """Of every rank, the position on its device and how many steps it has begun."""
+    positions = [int(rank.place(torch.device("cpu"))[0]) for rank in state.ranks]
+    begun = [int(rank.peers.step_4[0]) for rank in state.ranks if rank.peers is not None]
+    return positions, begun

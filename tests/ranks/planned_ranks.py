@@ -24,6 +24,7 @@ from dsv4.step.planned import planned_weight
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import RING_TOKENS, TokenLoopMemory
 from dsv4.step.step import Step
+from tests.step.memory_order import FakeEvent, FakeStream
 from tests.step.planned_model import ENGINE, GPUS, META, FakeProgram, PlannedModel
 
 # Kernels that write words, and those that wait for them: a product does either.
@@ -87,27 +88,6 @@ def sharing_layers(planned: PlannedModel, ranks: int) -> list[int]:
     is_flash = planned.config.hidden_size == 4096
     shared = (4,) if is_flash and ranks == 2 else (4, 128)
     return [layer for layer, one in enumerate(planned.config.compress_ratios) if one in shared]
-
-
-class FakeEvent:
-    """Stands for ``torch.cuda.Event``."""
-
-    device: torch.device | None = None
-
-    def record(self, stream: "FakeStream") -> None:
-        self.device = stream.device
-        stream.log.append((stream.device, "record"))
-
-
-@dataclass
-class FakeStream:
-    """Stands for the current stream of a device."""
-
-    device: torch.device
-    log: list[Any]
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.log.append((self.device, event.device))
 
 
 @dataclass

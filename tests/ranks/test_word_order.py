@@ -2,7 +2,7 @@
 each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from dsv4.ops.tables import CUDA_TABLE
 from dsv4.peers import Peers
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import record_logits
+from dsv4.step.step import Step
 from dsv4.weights.parameters import MtpKind
 from tests.ranks.planned_drafts import planned_drafts
 from tests.ranks.planned_ranks import LoggedRanks, exchange_of, has_words, planned_ranks, pushes
@@ -50,15 +51,47 @@ def record(planned: Any, kind: Kind, tokens: int) -> RecordedStep:
     return record_logits(planned.model, CUDA_TABLE, target, hidden_TE, planned.state, sampler)
 
 
+class Words:
+    """The words of all ranks. A rank that polls has waited for all that the others did before they
+    pushed.
+    """
+
+    def __init__(self, ranks: Sequence[Any]) -> None:
+        self.reads = 0
+        self._memory = SharedMemory(len(ranks))
+        self._peers = ranks[0].state.peers
+        # By exchange and rank: the last one of this number.
+        self._pushed: dict[Any, list[int]] = {}
+
+    def follow(self, logged: LoggedRanks) -> None:
+        """What was queued touches words in an order that is certain. Counts kernels that read."""
+        everyone = range(len(logged.step.ranks))
+        for device, what in logged.log:
+            rank = device.index
+            if not self._memory.runs(rank, what):
+                continue
+            launch = logged.launch((device, what))
+            if launch is None or not has_words(launch):
+                continue
+            exchange = exchange_of(launch)
+            slot = slot_of(launch, self._peers)
+            if pushes(launch):
+                for other in everyone:
+                    self._memory.touch(rank, (other, slot, rank), writes=True)
+                self._pushed[exchange, rank] = list(self._memory.clocks[rank])
+                continue
+            for other in everyone:
+                self._memory.wait_for(rank, self._pushed[exchange, other])
+            for other in everyone:
+                self._memory.touch(rank, (rank, slot, other), writes=False)
+            self.reads += 1
+
+
 def follow(
     ranks: Sequence[Any], steps: Sequence[tuple[Kind, int]], monkeypatch: pytest.MonkeyPatch
 ) -> int:
-    """Queues the steps; returns how many words were read, counted by kernels. A rank that polls has
-    waited for all that the others did before they pushed.
-    """
-    count = len(ranks)
-    memory = SharedMemory(count)
-    reads = 0
+    """Queues the steps; returns how many kernels read words."""
+    words = Words(ranks)
     for kind, tokens in steps:
         models: Any = [
             SimpleNamespace(record=partial(record, one, kind), state=one.state) for one in ranks
@@ -67,28 +100,8 @@ def follow(
         logged.step.run(tokens)
         if kind == "step" and tokens == 1:
             logged.step.sample()
-        # By exchange and rank: the last one of this number.
-        pushed: dict[Any, list[int]] = {}
-        for device, what in logged.log:
-            rank = device.index
-            if not memory.runs(rank, what):
-                continue
-            launch = logged.launch((device, what))
-            if launch is None or not has_words(launch):
-                continue
-            exchange = exchange_of(launch)
-            slot = slot_of(launch, ranks[0].state.peers)
-            if pushes(launch):
-                for other in range(count):
-                    memory.touch(rank, (other, slot, rank), writes=True)
-                pushed[exchange, rank] = list(memory.clocks[rank])
-                continue
-            for other in range(count):
-                memory.wait_for(rank, pushed[exchange, other])
-            for other in range(count):
-                memory.touch(rank, (rank, slot, other), writes=False)
-            reads += 1
-    return reads
+        words.follow(logged)
+    return words.reads
 
 
 def slot_of(launch: Launch, peers: Peers) -> int:
@@ -111,3 +124,29 @@ def test_words_of_a_draft_module_are_read_before_they_are_written_anew(
     kind: MtpKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert follow(planned_drafts("v4-flash", kind, 4), DRAFTED, monkeypatch) > 60 * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_words_of_an_interrupted_step_are_read_before_the_next_one(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends behind any part of any rank, and its tokens are taken back."""
+    planned = planned_ranks("v4-flash", ranks, 5)
+    logged = LoggedRanks.of(planned, 1, monkeypatch)
+    run_part = Step.run_part
+    parts = ranks * len(logged.step.first.model_parts)
+    for most in range(1, parts):
+        left = iter(range(most))
+
+        def until_interrupted(step: Step, *arguments: Any, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            run_part(step, *arguments)
+
+        logged.log.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Step, "run_part", until_interrupted)
+            with pytest.raises(KeyboardInterrupt), planned[0].state.appending(1):
+                logged.step.run(1)
+        logged.step.run(1)
+        Words(planned).follow(logged)

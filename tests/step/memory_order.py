@@ -1,9 +1,31 @@
 """Whether devices that run side by side touch each other's memory in an order that is certain."""
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+class FakeEvent:
+    """Stands for ``torch.cuda.Event``."""
+
+    device: torch.device | None = None
+
+    def record(self, stream: "FakeStream") -> None:
+        self.device = stream.device
+        stream.log.append((stream.device, "record"))
+
+
+@dataclass
+class FakeStream:
+    """Stands for the current stream of a device."""
+
+    device: torch.device
+    log: list[Any]
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append((self.device, event.device))
 
 
 class SharedMemory:
@@ -17,7 +39,7 @@ class SharedMemory:
         self._said: dict[int, list[int]] = {}
 
     def runs(self, rank: int, what: Any) -> bool:
-        """An entry of a rank in the log of ``LoggedRanks``: whether it is an item."""
+        """An entry of a log, with what ``FakeStream`` writes: whether it is an item."""
         if what == "record":
             self._said[rank] = list(self.clocks[rank])
         elif isinstance(what, torch.device):

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from dsv4.step.captured import Mode, part_device, regions_of
 from dsv4.step.parts import AnyPart, Part, Transfer
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import StepRecorder, record_step
-from tests.step.memory_order import SharedMemory
+from tests.step.memory_order import FakeEvent, FakeStream, SharedMemory
 from tests.step.planned_model import ENGINE, META, PlannedModel, demo, fake_step, geometry
 
 TOKENS = (1, 2, 5, 8)
@@ -119,6 +120,39 @@ def test_words_are_read_before_they_are_written_anew(planned: PlannedModel) -> N
             memory.touch(device.index, ends, writes=sends)
             reads += not sends
     assert reads > len(channels)
+
+
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_the_words_of_an_interrupted_step_are_read_before_the_next_one(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends behind any part, and its token is taken back."""
+    planned = geometry("v4-flash", layers=6, gpus=gpus)
+    channels = ends_of(planned)
+    step = planned.record(1)
+    parts = list(step.parts)
+    log: list[Any] = []
+    monkeypatch.setattr("torch.cuda.Event", FakeEvent)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: FakeStream(device, log))
+    for stop in range(1, len(parts)):
+        log[:] = launches(step, parts[:stop])
+        with pytest.raises(KeyboardInterrupt), planned.state.appending(1):
+            raise KeyboardInterrupt
+        log += launches(step, parts)
+        memory = SharedMemory(gpus)
+        sent: dict[Ends, list[int]] = {}
+        for device, what in log:
+            if not memory.runs(device.index, what) or "uses" not in what.arguments:
+                continue
+            ends = channels[storage_key(what.arguments["words"])]
+            sends = what.signature.kernel == "send_rows"
+            if sends:
+                sent[ends] = list(memory.clocks[device.index])
+            elif what.signature.kernel == "receive_rows":
+                memory.wait_for(device.index, sent[ends])
+            else:
+                continue
+            memory.touch(device.index, ends, writes=sends)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
