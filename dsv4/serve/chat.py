@@ -32,6 +32,7 @@ class ChatAnswer:
         self._with_logprobs = asked.question.sampling.logprobs is not None
         self._logprobs: list[dict[str, Any]] = []
         self._told = 0  # of the log-probabilities, in chunks
+        self._calls_begun = 0
         self._finish_reason: str | None = None
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -59,7 +60,7 @@ class ChatAnswer:
     def response(self) -> dict[str, Any]:
         """The whole answer, once it has ended."""
         spoken = self._parser.completion.message
-        calls = spoken["tool_calls"][: 1 if self._one_call else None]
+        calls = self._calls()
         message: dict[str, Any] = {
             "role": "assistant",
             "content": spoken["content"] or (None if calls else ""),
@@ -83,10 +84,17 @@ class ChatAnswer:
         usage = self.usage.record()
         return {"object": "chat.completion.chunk", **self._head, "choices": [], "usage": usage}
 
+    def _calls(self) -> list[dict[str, Any]]:
+        """Those that are whole."""
+        made = self._parser.completion.message["tool_calls"]
+        return made[: 1 if self._one_call else None]
+
     def _reason(self, by: str) -> str:
+        """``tool_calls`` says that all calls are whole, also those that a stream has begun."""
         if by == "length":
             return "length"
-        return "tool_calls" if self._parser.completion.message["tool_calls"] else "stop"
+        calls = self._calls()
+        return "tool_calls" if calls and len(calls) == self._calls_begun else "stop"
 
     def _chunks(self, events: list[Event]) -> list[dict[str, Any]]:
         deltas = [delta for event in events if (delta := self._delta(event)) is not None]
@@ -99,6 +107,7 @@ class ChatAnswer:
             case ContentDelta(text):
                 return {"content": text}
             case ToolCallStart(index, name) if index == 0 or not self._one_call:
+                self._calls_begun += 1
                 function = {"name": name, "arguments": ""}
                 call = {"index": index, "id": _call_id(), "type": "function", "function": function}
                 return {"tool_calls": [call]}

@@ -80,6 +80,14 @@ def test_a_call_that_is_cut_off_is_none() -> None:
     assert started(deltas) == [0]
 
 
+@pytest.mark.parametrize("one_call", [False, True])
+def test_a_stop_string_inside_the_second_call_is_no_end_of_calls(one_call: bool) -> None:
+    choice, deltas = answer([OPEN, call("Rome"), "\n", call("Oslo")[:-20]], "stop", one_call)
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert started(deltas) == [0, 1][: 1 if one_call else 2]
+    assert choice["finish_reason"] == ("tool_calls" if one_call else "stop")
+
+
 def test_a_call_that_the_model_ends_early_is_one() -> None:
     choice, deltas = answer([f'{OPEN}<{DSML}invoke name="weather">\n'], "eos")
     made = [one["function"] for one in choice["message"]["tool_calls"]]
