@@ -64,7 +64,9 @@ def build_app(service: Service, api_key: str | None) -> Starlette:
         Exception: _fault,
     }
     guard = Middleware(Guard, api_key=api_key)
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app
 
 
 async def _reply(
@@ -97,12 +99,16 @@ async def _reply(
 
 
 async def _read_body(request: Request, most: int) -> bytes:
-    """Raises ``ApiError`` for a body that is too large, without reading it to its end, and for one
-    that does not say that it is JSON: a page of the web may send any other kind to this machine.
+    """Raises ``ApiError`` for a body that is too large, without reading it to its end, for one that
+    is compressed, and for one that does not say that it is JSON: a page of the web may send any
+    other kind to this machine.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Content-Type: found {kind[:80]!r}, expected application/json")
+    packing = request.headers.get("content-encoding", "identity").strip().lower()
+    if packing != "identity":
+        raise ApiError(415, f"Content-Encoding: found {packing[:80]!r}, expected none")
     body = bytearray()
     async for part in request.stream():
         body += part

@@ -1,5 +1,6 @@
 """Wrong requests: a status, OpenAI's error object, and the field's name; the server goes on."""
 
+import gzip
 import json
 import math
 from typing import Any
@@ -198,14 +199,18 @@ def test_a_reply_is_unicode_whatever_the_folder_of_the_model_is_called() -> None
 def test_other_kinds_of_bodies_paths_methods_and_models(demo: Running) -> None:
     text = json.dumps(USER)
     plain = httpx.post(f"{demo.url}{CHAT}", content=text, headers={"content-type": "text/plain"})
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    packed = httpx.post(f"{demo.url}{CHAT}", content=gzip.compress(text.encode()), headers=headers)
     missing = httpx.get(f"{demo.url}/embeddings")
+    slash = demo.post(f"{CHAT}/", **USER)
     method = httpx.get(f"{demo.url}{CHAT}")
     model = demo.post(CHAT, **USER, model="gpt-4")
     one = httpx.get(f"{demo.url}/models/gpt-4")
-    found = [answer.status_code for answer in (plain, missing, method, model, one)]
-    assert found == [415, 404, 405, 404, 404]
+    answers = (plain, packed, missing, slash, method, model, one)
+    assert [answer.status_code for answer in answers] == [415, 415, 404, 404, 405, 404, 404]
     assert method.headers["allow"] == "POST"
-    assert all(answer.json()["error"]["message"] for answer in (plain, missing, method, model, one))
+    assert all(answer.json()["error"]["message"] for answer in answers)
+    assert "Content-Encoding: found 'gzip', expected none" in packed.text
     assert model.json()["error"]["code"] == "model_not_found"
     assert httpx.get(f"{demo.url}/models/{MODEL}").json()["max_model_len"] == 8192
 
