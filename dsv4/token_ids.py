@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 
+import torch
+
 from dsv4.errors import UserError, shorten
 
 
@@ -36,7 +38,8 @@ def check_integers(name: str, values: Iterable[int]) -> list[int]:
 
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    """The value as an int from ``low`` to ``high``; integers of numpy are some, booleans are none.
+    """The value as an int from ``low`` to ``high``; integers of numpy and torch are some, booleans
+    and arrays are none.
     Raises ``UserError``.
     """
     expected = (
@@ -52,8 +55,13 @@ def check_integer(name: str, value: object, low: int, high: int | None = None) -
 
 
 def _index(value: object) -> int:
-    if isinstance(value, bool):
+    """Raises ``TypeError`` for booleans and for arrays, although torch takes those of one element
+    for a number.
+    """
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
         raise TypeError("a boolean is no number")
+    if getattr(value, "ndim", 0):
+        raise TypeError("an array is no number")
     return operator.index(value)  # type: ignore[arg-type]
 
 
