@@ -13,6 +13,7 @@ from dsv4.engine import Engine
 from dsv4.layers.values import Watch
 from dsv4.measure.provenance import version_of
 from dsv4.ops.tables import DirectTable
+from dsv4.token_ids import check_ids
 from dsv4.trace.file import TraceFile
 from dsv4.trace.patterns import EVERY_VALUE, matching
 
@@ -27,9 +28,11 @@ def write_trace(
 ) -> None:
     """``Engine.trace`` into the file ``path``, which replaces an older one when it is complete.
 
-    ``model``: the checkpoint's name, for the file's metadata. Raises ``UserError`` for a pattern
-    without a value, for a path that cannot be a file, and when the disk has no room.
+    ``model``: the checkpoint's name, for the file's metadata. Raises ``UserError`` for ids that are
+    none, for a pattern without a value, for a path that cannot be a file, and when the disk has no
+    room.
     """
+    token_ids = check_ids(token_ids, engine.config.vocab_size)
     prompt_tokens = len(token_ids) if prompt_tokens is None else prompt_tokens
     metadata = trace_metadata(engine, model)
     with TraceFile(Path(path), metadata, len(token_ids), prompt_tokens) as file:

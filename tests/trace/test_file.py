@@ -44,6 +44,16 @@ def test_a_file_holds_the_values_of_the_trace_and_where_they_come_from(
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.safetensors"]
 
 
+def test_ids_are_what_an_engine_takes(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "trace.safetensors"
+    write_trace(engine, (token for token in IDS[:3]), path, at=["hidden"])  # type: ignore[arg-type]
+    with safe_open(path, "pt") as file:
+        assert file.get_tensor("token_ids").tolist() == IDS[:3]
+    with pytest.raises(UserError, match="token_ids: found None, expected integers"):
+        write_trace(engine, None, tmp_path / "none.safetensors")  # type: ignore[arg-type]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["trace.safetensors"]
+
+
 def test_chosen_values_come_with_tokens_and_positions(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "trace.safetensors"
     write_trace(engine, IDS, path, at=["layers.2.streams"])
