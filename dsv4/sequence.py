@@ -25,12 +25,14 @@ class EngineSequence:
 
     @property
     def position(self) -> int:
-        """Tokens of the current sequence so far."""
+        """Tokens of the current sequence so far. With drafts also those of a step of ``generate``
+        that are still to be yielded.
+        """
         return self.state.position
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of the current sequence so far."""
+        """The tokens of the current sequence so far, as far as ``generate`` has yielded them."""
         return self._token_ids[: self.position]
 
     def reset(self) -> None:
