@@ -147,22 +147,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  int x_stride, int splits) {
     pdl_wait();
     pdl_launch();
-    const Matrix matrix = {weight_data, weight_block_scale, weight_global_scale};
-    const Gemm g = {x,
-                    x_stride,
-                    0,
-                    {matrix, matrix},
-                    row_tiles,
-                    columns,
-                    16 * row_tiles,
-                    tokens,
-                    1,
-                    splits,
-                    nullptr,
-                    nullptr,
-                    (tokens + TOKENS - 1) / TOKENS,
-                    1,
-                    {table, matrices, first_tile, capacity}};
+    Gemm g;
+    g.x = x, g.x_stride = x_stride;
+    g.side[0] = g.side[1] = {weight_data, weight_block_scale, weight_global_scale};
+    g.row_tiles = row_tiles, g.columns = columns, g.rows = 16 * row_tiles;
+    g.tokens = tokens, g.splits = splits, g.tile_count = token_tiles(tokens);
+    g.list = {table, matrices, first_tile, capacity};
     run(g, {y, 0, nullptr, 0.0f, parts, counters});
 }
 #elif MODE == MODE_LINEAR
@@ -176,21 +166,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                    int splits) {
     pdl_wait();
     pdl_launch();
-    const Matrix matrix = {weight_data, weight_block_scale, weight_global_scale};
-    const Gemm g = {x,
-                    x_stride,
-                    batch_stride,
-                    {matrix, matrix},
-                    row_tiles,
-                    columns,
-                    rows,
-                    tokens,
-                    batches,
-                    splits,
-                    nullptr,
-                    nullptr,
-                    (tokens + TOKENS - 1) / TOKENS,
-                    1};
+    Gemm g;
+    g.x = x, g.x_stride = x_stride, g.batch_stride = batch_stride;
+    g.side[0] = g.side[1] = {weight_data, weight_block_scale, weight_global_scale};
+    g.row_tiles = row_tiles, g.columns = columns, g.rows = rows;
+    g.tokens = tokens, g.batches = batches, g.splits = splits;
+    g.tile_count = token_tiles(tokens);
     run(g, {y, y_stride, nullptr, 0.0f, parts, counters});
 }
 #elif MODE == MODE_GATE_UP
@@ -206,13 +187,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     int per_token, float limit, int splits) {
     pdl_wait();
     pdl_launch();
-    const Matrix first = {w1_data, w1_block_scale, w1_global_scale};
-    const Matrix second = {w3_data, w3_block_scale, w3_global_scale};
-    const int count = tiles ? *tile_count : (tokens + TOKENS - 1) / TOKENS;
-    const Gemm g = {
-        x,      x_stride, 0,      {first, second}, row_tiles, columns, rows,
-        tokens, 1,        splits, tiles,           slots,     count,   per_token,
-    };
+    Gemm g;
+    g.x = x, g.x_stride = x_stride;
+    g.side[0] = {w1_data, w1_block_scale, w1_global_scale};
+    g.side[1] = {w3_data, w3_block_scale, w3_global_scale};
+    g.row_tiles = row_tiles, g.columns = columns, g.rows = rows;
+    g.tokens = tokens, g.splits = splits;
+    g.tiles = tiles, g.slots = slots, g.per_token = per_token;
+    g.tile_count = tiles ? *tile_count : token_tiles(tokens);
     run(g, {h, h_stride, routing, limit, parts, counters});
 }
 #else
@@ -223,11 +205,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  const int* slots, float* y, int rows, int columns, int row_tiles, int h_stride) {
     pdl_wait();
     pdl_launch();
-    const Matrix matrix = {w2_data, w2_block_scale, w2_global_scale};
-    const Gemm g = {
-        h, h_stride, 0,     {matrix, matrix}, row_tiles, columns, rows, 0, 1,
-        1, tiles,    slots, *tile_count,      1,
-    };
+    Gemm g;
+    g.x = h, g.x_stride = h_stride;
+    g.side[0] = g.side[1] = {w2_data, w2_block_scale, w2_global_scale};
+    g.row_tiles = row_tiles, g.columns = columns, g.rows = rows;
+    g.tiles = tiles, g.slots = slots, g.tile_count = *tile_count;
     run(g, {y, rows, nullptr, 0.0f, nullptr, nullptr});
 }
 #endif

@@ -84,21 +84,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               int matrices, int first_tile, int capacity) {
     pdl_wait();
     pdl_launch();
-    const Gemm g = {nullptr,
-                    0,
-                    0,
-                    {{nullptr, weight_block_scale, weight_global_scale}},
-                    row_tiles,
-                    columns,
-                    16 * row_tiles,
-                    tokens,
-                    1,
-                    1,
-                    nullptr,
-                    nullptr,
-                    (tokens + TOKENS - 1) / TOKENS,
-                    1,
-                    {table, matrices, first_tile, capacity}};
+    Gemm g;
+    g.side[0] = {nullptr, weight_block_scale, weight_global_scale};
+    g.row_tiles = row_tiles, g.columns = columns, g.rows = 16 * row_tiles;
+    g.tokens = tokens, g.tile_count = token_tiles(tokens);
+    g.list = {table, matrices, first_tile, capacity};
     run(g, {&x, {&weight}, {&weight_scale}}, {y});
 }
 #elif MODE == MODE_LINEAR
@@ -111,20 +101,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 int tokens, int rows, int columns, int row_tiles, int y_stride, int batches) {
     pdl_wait();
     pdl_launch();
-    const Gemm g = {nullptr,
-                    0,
-                    0,
-                    {{nullptr, weight_block_scale, weight_global_scale}},
-                    row_tiles,
-                    columns,
-                    rows,
-                    tokens,
-                    batches,
-                    1,
-                    nullptr,
-                    nullptr,
-                    (tokens + TOKENS - 1) / TOKENS,
-                    1};
+    Gemm g;
+    g.side[0] = {nullptr, weight_block_scale, weight_global_scale};
+    g.row_tiles = row_tiles, g.columns = columns, g.rows = rows;
+    g.tokens = tokens, g.batches = batches, g.tile_count = token_tiles(tokens);
     run(g, {&x, {&weight}, {&weight_scale}}, {y, y_stride});
 }
 #elif MODE == MODE_GATE_UP
@@ -139,13 +119,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  int row_tiles, int h_stride, float limit) {
     pdl_wait();
     pdl_launch();
-    const Matrix first = {nullptr, w1_block_scale, w1_global_scale};
-    const Matrix second = {nullptr, w3_block_scale, w3_global_scale};
-    const int count = tiles ? *tile_count : (tokens + TOKENS - 1) / TOKENS;
-    const Gemm g = {
-        nullptr, 0, 0, {first, second}, row_tiles, columns, rows,
-        tokens,  1, 1, tiles,           slots,     count,   1,
-    };
+    Gemm g;
+    g.side[0] = {nullptr, w1_block_scale, w1_global_scale};
+    g.side[1] = {nullptr, w3_block_scale, w3_global_scale};
+    g.row_tiles = row_tiles, g.columns = columns, g.rows = rows;
+    g.tokens = tokens, g.tiles = tiles, g.slots = slots;
+    g.tile_count = tiles ? *tile_count : token_tiles(tokens);
     run(g, {&x, {&w1, &w3}, {&w1_scale, &w3_scale}}, {h, h_stride, routing, limit});
 }
 #else
@@ -157,11 +136,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const int* slots, float* y, int rows, int columns, int row_tiles) {
     pdl_wait();
     pdl_launch();
-    const Matrix matrix = {nullptr, w2_block_scale, w2_global_scale};
-    const Gemm g = {
-        nullptr, 0, 0,     {matrix, matrix}, row_tiles, columns, rows, 0, 1,
-        1,       tiles, slots, *tile_count,  1,
-    };
+    Gemm g;
+    g.side[0] = g.side[1] = {nullptr, w2_block_scale, w2_global_scale};
+    g.row_tiles = row_tiles, g.columns = columns, g.rows = rows;
+    g.tiles = tiles, g.slots = slots, g.tile_count = *tile_count;
     run(g, {&h, {&w2}, {&w2_scale}}, {y, rows});
 }
 #endif

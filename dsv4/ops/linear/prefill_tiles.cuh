@@ -92,20 +92,24 @@ struct Matrices {
 };
 
 struct Gemm {
-    const bf16* x;
-    int64 x_stride, batch_stride;  // elements between tokens and between batches of x
-    Matrix side[2];
-    int row_tiles, columns, rows;  // row tiles of the padded matrix; logical K and N (of one batch)
-    int tokens, batches, splits;
-    const int4* tiles;  // {expert, first, count, 0} by the sort kernel, or null: tokens in order
-    const int* slots;   // sorted position -> token * per_token + slot
-    int tile_count, per_token;
-    Matrices list;
+    const bf16* x = nullptr;
+    int64 x_stride = 0, batch_stride = 0;  // elements between tokens and between batches of x
+    Matrix side[2] = {};
+    // Row tiles of the padded matrix; logical K and N (of one batch).
+    int row_tiles, columns, rows;
+    int tokens = 0, batches = 1, splits = 1;
+    // {expert, first, count, 0} by the sort kernel, or null: tokens in order
+    const int4* tiles = nullptr;
+    const int* slots = nullptr;  // sorted position -> token * per_token + slot
+    int tile_count, per_token = 1;
+    Matrices list = {};
 
     __device__ int steps() const { return (columns + STEP - 1) / STEP; }
     __device__ int row_blocks() const { return (rows + ROWS_PER_BLOCK - 1) / ROWS_PER_BLOCK; }
     __device__ int total() const { return tile_count * row_blocks() * batches * splits; }
 };
+
+__device__ __forceinline__ int token_tiles(int tokens) { return (tokens + TOKENS - 1) / TOKENS; }
 
 struct Tile {
     int expert, first, count, row_block, batch, split, first_step, last_step;
