@@ -6,6 +6,7 @@ from contextlib import suppress
 from itertools import takewhile
 
 import torch
+from torch import Tensor
 
 from dsv4.errors import UserError, shorten
 
@@ -58,10 +59,10 @@ def _index(value: object) -> int:
     """Raises ``TypeError`` for booleans and for arrays, although torch takes those of one element
     for a number.
     """
-    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+    if isinstance(value, bool):
         raise TypeError("a boolean is no number")
-    if getattr(value, "ndim", 0):
-        raise TypeError("an array is no number")
+    if isinstance(value, Tensor) and (value.dtype == torch.bool or value.ndim):
+        raise TypeError("a boolean or an array is no number")
     return operator.index(value)  # type: ignore[arg-type]
 
 
