@@ -24,7 +24,7 @@ from tests.ops.linear.w16_problems import (
 )
 from tests.ptx.rounding import rounding
 from tests.ptx.run import record_launches
-from tests.ptx.schedule import SCHEDULES, random_schedule
+from tests.ptx.schedule import SCHEDULES, Schedule, random_schedule
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="needs nvidia-cutlass-dsl")
 
@@ -49,6 +49,10 @@ SCHEDULED = {
     "gate_up": W16Case("gate_up", FP8, 20, 24, 320),
     "shared": W16Case("shared", BF16, 130, 24, 96),
 }
+# More fragments than stages: decoding could come round to a stage that is still on its way.
+FEW_STAGES = W16Case("dense", BF16, 20, 24, 1280, F32, sides=1, tile_tokens=128)
+# Warps that gather have tokens or none, by the tile; one of them stands still for a ring.
+WITHOUT_TOKENS = W16Case("gate_up", BF16, 12, 24, 1664)
 RANDOM = [
     W16Case("dense", NVFP4, 70, 200, 512, exact=False),
     W16Case("dense", FP8, 64, 128, 640, sides=1, exact=False),
@@ -111,6 +115,22 @@ def test_any_schedule_gives_the_same(form: str, name: str) -> None:
     case = SCHEDULED[form]
     operands = make_operands(case)
     assert_equal(run(case, operands, SCHEDULES[name]), operands.expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["late", "priority late"])
+def test_no_stage_is_decoded_before_it_has_come(name: str) -> None:
+    found = budget(FEW_STAGES.config)
+    assert found.stages < found.fragments + 2
+    operands = make_operands(FEW_STAGES)
+    assert_equal(run(FEW_STAGES, operands, SCHEDULES[name]), operands.expected)
+
+
+@pytest.mark.slow
+def test_a_warp_without_tokens_keeps_up() -> None:
+    operands = make_operands(WITHOUT_TOKENS)
+    schedule = Schedule("a warp that stands still", "random", "priority", 1000, 510)
+    assert_equal(run(WITHOUT_TOKENS, operands, schedule), operands.expected)
 
 
 @pytest.mark.slow

@@ -31,6 +31,8 @@ def test_every_configuration_fits_a_multiprocessor() -> None:
                     assert columns + found.fragments * sides * 32 <= TENSOR_COLUMNS
                     assert found.smem_bytes <= SMEM_BYTES
                     assert found.stages >= 4, config
+                    # No decoding group meets a stage that the other one still waits for.
+                    assert found.stages % 2 == 0 or found.stages >= found.fragments + 2, config
                     assert found.fragments >= 4, config
                     # The registers that the compiler may give a thread: 128 at least.
                     assert config.threads <= 512

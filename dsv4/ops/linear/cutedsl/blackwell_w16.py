@@ -325,11 +325,12 @@ class BlackwellW16:
 
     @cute.jit
     def init_barriers(self, storage):
-        """Arrivals of every barrier: one with the bytes of a stage, four decoding warps and the
-        product that release it; 128 threads for decoded fragments and read sums.
+        """Arrivals of every barrier: one with the bytes of a stage and one of each gathering warp,
+        four decoding warps and the product that release it; 128 threads for decoded fragments and
+        read sums.
         """
         for barriers, count, arrivals in (
-            (storage.filled, self.stages, 1),
+            (storage.filled, self.stages, 3 if self.config.gathers else 1),
             (storage.emptied, self.stages, 5),
             (storage.decoded, self.fragments, 128),
             (storage.consumed, self.fragments, 1),
@@ -468,6 +469,9 @@ class BlackwellW16:
                     if lane < _WARP_GATHERS and begin < count:
                         to = storage.x.data_ptr() + (state.index * x_stage + begin * TILE_K)
                         instructions.load_rows(x_map, to, barrier, k * TILE_K, tuple(numbers))
+                    # Nor may a warp without tokens, for which the stage waits, too.
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(barrier)
                     state.advance()
             index += blocks
 

@@ -144,6 +144,10 @@ def budget(config: W16Config) -> W16Budget:
     fragment = config.sides * TILE_K // 2
     accumulators = 2 if 2 * columns + 4 * fragment <= TENSOR_COLUMNS else 1
     fragments = min(_MOST_FRAGMENTS, (TENSOR_COLUMNS - accumulators * columns) // fragment)
+    # Two groups decode k tiles in turn, up to a tile more than there are fragments behind one that
+    # has not come. A stage of both would then be taken for full by the parity of a round before.
+    if stages < fragments + 2:
+        stages -= stages % 2
     return W16Budget(stages, fragments, accumulators, stage_bytes)
 
 
