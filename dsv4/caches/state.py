@@ -1,7 +1,7 @@
 """DecodeState: every persistent device buffer of one sequence, allocated once; and its bytes."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from dsv4.caches.point import Point, undoable_tokens
 from dsv4.channels import Channels
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
-from dsv4.on_failure import on_failure
+from dsv4.on_failure import OnFailure
 from dsv4.peers import STEP_NUMBERS, Peers
 from dsv4.stream_barrier import StreamBarrier
 from dsv4.turns import Turns
@@ -150,7 +150,7 @@ class DecodeState:
         any of them waits for all that is queued in front of it. Where an interruption ends this,
         all have moved none the less.
         """
-        with on_failure(self._move, position):
+        with OnFailure(self._move, position):
             self._move(position)
 
     def _move(self, position: int) -> None:
@@ -182,10 +182,10 @@ class DecodeState:
         (``filled_rows``).
         """
         self.start_sequence()
-        self.set_position(position)
-        self.furthest = furthest
         if self.draft is not None:
             self.draft.forget()
+        self.furthest = furthest
+        self.set_position(position)
 
     def start_sequence(self) -> None:
         """Moves to position 0, with nothing met."""
@@ -247,15 +247,20 @@ class DecodeState:
                 f"{len(self.points)} points reach"
             )
         if isinstance(place, Point):
-            with on_failure(self.set_position, 0):
-                for state in self.ranks:
-                    place.restore(state.layers, state.draft)
-            self.furthest = place.furthest
-            if self.draft is not None:
-                self.draft.forget()
-                if place.has_draft:
-                    self.draft.resume(place.position, place.undoable_tokens)
-        self.set_position(position)
+            with OnFailure(self.set_position, 0):
+                self._restore(place)
+                self.set_position(position)
+        else:
+            self.set_position(position)
+
+    def _restore(self, point: Point) -> None:
+        for state in self.ranks:
+            point.restore(state.layers, state.draft)
+        self.furthest = point.furthest
+        if self.draft is not None:
+            self.draft.forget()
+            if point.has_draft:
+                self.draft.resume(point.position, point.undoable_tokens)
 
     def advance(self, tokens: int) -> None:
         """Counts ``tokens`` that are queued on the devices: called by the step that moves the
@@ -266,15 +271,12 @@ class DecodeState:
         self.position += tokens
         self.furthest = max(self.furthest, self.position)
 
-    @contextmanager
-    def appending(self, tokens: int) -> Iterator[None]:
-        """``advance`` for a block that queues or computes the step. Where an error or an
+    def appending(self) -> AbstractContextManager[None]:
+        """For a block that advances and queues or computes the step. Where an error or an
         interruption ends it, the sequence ends where it did before, or at the last position that
         can be gone back to: what a long step wrote cannot be taken back.
         """
-        with on_failure(self._return_to, self.position):
-            self.advance(tokens)
-            yield
+        return OnFailure(self._return_to, self.position)
 
     def _return_to(self, position: int) -> None:
         reached = self.reachable(position)
@@ -287,7 +289,7 @@ class DecodeState:
         """For a block that queues a step which appends nothing: an error or an interruption leaves
         no device behind another one.
         """
-        return on_failure(self.set_position, self.position)
+        return OnFailure(self.set_position, self.position)
 
     @property
     def undoable_tokens(self) -> int:

@@ -94,7 +94,8 @@ class CUDAGraphDecoder:
         self.state.rollback(position)
         captured = self._captured[len(ids)]
         assert captured.step.feed is not None
-        with self.state.appending(len(ids)), self._entered_from_outside():
+        with self.state.appending(), self._entered_from_outside():
+            self.state.advance(len(ids))
             captured.step.feed.put(ids)
             captured.run(position + len(ids))
         return captured.step.logits_TV

@@ -159,7 +159,8 @@ class DirectSteps:
             return self._models[rank](parts, self.state.ranks[rank], logits)
 
         start = self.state.position
-        with self.state.appending(len(token_ids)):
+        with self.state.appending():
+            self.state.advance(len(token_ids))
             outputs = self._on_ranks(run)
             self._computed(token_ids, start)
         return outputs

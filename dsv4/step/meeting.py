@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dsv4.on_failure import on_failure
+from dsv4.on_failure import OnFailure
 from dsv4.ops import Ops
 from dsv4.ops.exchange import sum_ranks
 from dsv4.ops.moe import Mixture
@@ -42,7 +42,7 @@ class Meeting:
         rank running.
         """
         # Ranks that go on would write into a state that is taken back meanwhile.
-        with ThreadPoolExecutor(len(ranks)) as threads, on_failure(self._barrier.abort):
+        with ThreadPoolExecutor(len(ranks)) as threads, OnFailure(self._barrier.abort):
             futures = [threads.submit(self._attend, rank) for rank in ranks]
             # A signal that comes right in front of a wait is seen behind it.
             while wait(futures, _SIGNAL_SECONDS).not_done:
@@ -55,7 +55,7 @@ class Meeting:
 
     def _attend(self, rank: Callable[[], Result]) -> Result:
         """A rank that fails leaves nobody waiting."""
-        with on_failure(self._barrier.abort), torch.inference_mode():
+        with OnFailure(self._barrier.abort), torch.inference_mode():
             return rank()
 
 

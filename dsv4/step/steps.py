@@ -173,7 +173,8 @@ class RecordedSteps:
     def _run(self, step: AnyStep, token_ids: Sequence[int]) -> AnyStep:
         assert step.feed is not None
         step.feed.put(token_ids)
-        with self.state.appending(len(token_ids)):
+        with self.state.appending():
+            self.state.advance(len(token_ids))
             self._queue(step, len(token_ids), self.state.position)
         return step
 

@@ -39,8 +39,8 @@ def test_an_interrupted_step_ends_where_it_began_or_at_what_can_be_reached(
     state = state_behind(40)
     if has_point:
         state.keep_point()
-    with pytest.raises(KeyboardInterrupt), state.appending(tokens):
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        append_and_be_interrupted(state, tokens)
     assert state.position == left
     assert [int(position_1) for position_1 in state.positions_1.values()] == [left]
 
@@ -84,6 +84,43 @@ def test_a_step_that_appends_nothing_leaves_no_rank_behind() -> None:
     with pytest.raises(KeyboardInterrupt), state.staying():
         raise KeyboardInterrupt
     assert (state.position, *numbers(state)) == (40, [40] * 2, [3] * 2)
+
+
+@pytest.mark.parametrize("failing", ["_restore", "_move"])
+def test_going_back_to_a_point_ends_there_or_at_the_beginning(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interruption in the middle of either half of it."""
+    state = state_behind(40)
+    state.keep_point()
+    state.advance(60)
+    whole = getattr(state, failing)
+
+    def interrupted(place: object) -> None:
+        whole(place)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(state, failing, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        state.go_back(38)
+    assert (state.position, numbers(state)[0]) == (0, [0])
+
+
+def test_what_a_signal_cuts_off_acts_at_once_or_never() -> None:
+    """Not when its traceback is freed, for which something may have begun since."""
+    state = state_behind(40)
+    cut_off = state.appending()
+    cut_off.__enter__()
+    state.advance(3)
+    del cut_off
+    assert state.position == 43
+
+
+def append_and_be_interrupted(state: DecodeState, tokens: int) -> None:
+    with state.appending():
+        state.advance(tokens)
+        raise KeyboardInterrupt
 
 
 def numbers(state: DecodeState) -> tuple[list[int], list[int]]:

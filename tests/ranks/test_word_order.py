@@ -130,7 +130,7 @@ def test_words_of_a_draft_module_are_read_before_they_are_written_anew(
 def test_the_words_of_an_interrupted_step_are_read_before_the_next_one(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends behind any part of any rank, and its tokens are taken back."""
+    """It ends behind any part of any rank, and the position is set again."""
     planned = planned_ranks("v4-flash", ranks, 5)
     logged = LoggedRanks.of(planned, 1, monkeypatch)
     run_part = Step.run_part
@@ -146,7 +146,7 @@ def test_the_words_of_an_interrupted_step_are_read_before_the_next_one(
         logged.log.clear()
         with monkeypatch.context() as patch:
             patch.setattr(Step, "run_part", until_interrupted)
-            with pytest.raises(KeyboardInterrupt), planned[0].state.appending(1):
+            with pytest.raises(KeyboardInterrupt), planned[0].state.staying():
                 logged.step.run(1)
         logged.step.run(1)
         Words(planned).follow(logged)
