@@ -24,6 +24,7 @@ from typing import Any
 from dsv4.launch.constants import device_header
 from dsv4.launch.kernel import Defines, Kernel
 from dsv4.launch.signature import OPS, SHARED_HEADERS, source_path
+from dsv4.on_failure import OnFailure
 
 _COMPILER_PACKAGES = ("cuda-core", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime")
 
@@ -93,7 +94,11 @@ def compile_ahead(
     if progress is not None:
         progress(0, len(missing))
     _cuda_core()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with (
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        # Else whoever ends this waits for all that is still to be compiled.
+        OnFailure(functools.partial(pool.shutdown, wait=False, cancel_futures=True)),
+    ):
         compiling = [pool.submit(cached_cubin, *unit) for unit in missing]
         for done, future in enumerate(as_completed(compiling), 1):
             future.result()

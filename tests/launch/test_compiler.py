@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import threading
+import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from dsv4.launch import compiler, signature
 from dsv4.launch.compiler import cached_cubin, compile_ahead, compile_source
 from dsv4.launch.constants import FORMAT_NAME, RowCode
-from dsv4.launch.kernel import Kernel
+from dsv4.launch.kernel import Defines, Kernel
 from dsv4.launch.target import ARCHITECTURES
 from tests.ops.sass import count, disassemble, resources
 
@@ -139,6 +140,22 @@ def test_compiling_ahead_compiles_what_is_missing_once_and_says_how_far_it_is(
     monkeypatch.setattr(compiler, "compile_source", None)
     compile_ahead([(kernel, "sm_90a") for kernel in twice], lambda *at: seen.append(at))
     assert len(seen) == 3
+
+
+def test_an_error_ends_what_is_not_begun(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Defines] = []
+
+    def failing(_source: str, _architecture: str, defines: Defines) -> None:
+        begun.append(defines)
+        time.sleep(0.05)
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(compiler, "compile_source", failing)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+    kernels = [(Kernel("scale/scale", "scale", (("N", n),)), "sm_90a") for n in range(40)]
+    with pytest.raises(RuntimeError, match="does not compile"):
+        compile_ahead(kernels)
+    assert len(begun) < 20
 
 
 def test_threads_find_the_compiler_imported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
