@@ -123,6 +123,8 @@ class Transfer:
     def _end(self) -> None:
         self._stopped = True
         self._threads.shutdown()
+        # Its traceback leads here, and would keep the targets until the garbage is collected.
+        self._error = None
 
     # Targets that were made in inference mode can be written to only in inference mode, which is a
     # matter of the thread.

@@ -1,9 +1,11 @@
 """Bytes from files to memory: sequential, whole, and stopped by the first error or Ctrl-C."""
 
+import gc
 import signal
 import threading
 import time
-from contextlib import nullcontext
+import weakref
+from contextlib import nullcontext, suppress
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
@@ -265,6 +267,20 @@ def test_an_error_beside_the_threads_ends_them(files: list[Path]) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
+def test_an_error_keeps_no_target_alive(files: list[Path], tmp_path: Path) -> None:
+    """Also before the garbage is collected: what is read instead needs the memory."""
+    target = memory(100)
+    alive = weakref.ref(target)
+    gc.disable()
+    try:
+        with suppress(UserError):
+            transfer([Piece.whole(tmp_path / "missing", 0, target, "x")], lambda _: None)
+        del target
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
 def test_ctrl_c_ends_all_threads(files: list[Path]) -> None:
     reports = Reports()
     once = iter([True])
