@@ -109,7 +109,9 @@ def serve(arguments: argparse.Namespace) -> int:
         server.run([bound])
         if service.fault is not None:
             raise service.fault
-        worker.call(service.answering.keep_sequence)
+        # Here too a second signal is the same wish: it does not end the writing of the state.
+        with server.capture_signals():
+            worker.call(service.answering.keep_sequence)
         say(service.tally.line())
     return EXIT_OK if server.stopped_by is None else 128 + server.stopped_by
 

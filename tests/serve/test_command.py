@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,12 +58,16 @@ def test_a_signal_ends_it_with_one_line_though_requests_are_under_way(tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_sequence_of_its_last_answer_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signals", [1, 300])
+def test_the_sequence_of_its_last_answer_is_kept(tmp_path: Path, signals: int) -> None:
+    """However often it is asked to end within a second and a half."""
     with started("--state-dir", str(tmp_path)) as (process, url, _):
         body = {"prompt": [5] * FEWEST_TOKENS, "max_tokens": 1}
         assert httpx.post(f"{url}/completions", json=body).status_code == 200
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.005)
+        assert process.wait(30) == 128 + signal.SIGTERM
     [kept] = tmp_path.iterdir()
     assert kept.suffix == SUFFIX
 
