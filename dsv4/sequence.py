@@ -101,8 +101,10 @@ class EngineSequence:
         check_ids(saved.token_ids, self.key.config.vocab_size, f"{path}: token_ids", at_least=0)
         saved.check_rows(self.state)
         self._end_run()
-        saved.restore(self.state)
+        # The ids are those of the rows from the first moment at which there are any.
+        self.state.start_sequence()
         self._token_ids = list(saved.token_ids)
+        saved.restore(self.state)
 
     def _begin(self, token_ids: list[int], reuse: bool) -> int:
         """Begins the sequence of the prompt ``token_ids``: how many of them need no prefill, none

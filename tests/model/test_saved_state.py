@@ -9,6 +9,7 @@ import torch
 
 from dsv4 import Engine, EngineConfig, SamplingParams, UserError
 from dsv4.caches.filled import FilledRows
+from dsv4.caches.state import DecodeState
 from dsv4.checkpoint import state_file
 from dsv4.checkpoint.state_file import SavedState, StoredTensor, map_tensor
 from dsv4.config import ModelConfig
@@ -259,6 +260,21 @@ def test_a_load_that_is_interrupted_leaves_no_tokens(
         with pytest.raises(KeyboardInterrupt):
             engine.load_state(tmp_path / "state")
     assert (engine.position, engine.token_ids) == (0, [])
+    engine.reset()
+    engine.prefill(IDS[150:290])
+    move = DecodeState._move
+
+    def moved(state: DecodeState, position: int) -> None:
+        move(state, position)
+        if position == 150:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(DecodeState, "_move", moved)
+    with pytest.raises(KeyboardInterrupt):
+        engine.load_state(tmp_path / "state")
+    # All rows are there, and so are their ids.
+    assert engine.token_ids == IDS[:150]
     engine.load_state(tmp_path / "state")
     assert engine.token_ids == IDS[:150]
 
