@@ -83,6 +83,14 @@ class Signature:
     kernel: str
     parameters: tuple[Parameter, ...]
 
+    def takes_arguments_of(self, other: "Signature") -> bool:
+        """Whether arguments of the other kernel are those of this one, word for word."""
+        own, others = (
+            [(one.name, one.type.removeprefix("settled_"), one.pointer) for one in of.parameters]
+            for of in (self, other)
+        )
+        return own == others
+
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Raises ``TypeError`` naming every missing, extra and mistyped argument."""
         names = [parameter.name for parameter in self.parameters]

@@ -4,16 +4,21 @@ kernel.
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from dsv4.checkpoint import geometry_config
 from dsv4.checkpoint.layouts import format_in
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
+from dsv4.launch.items import Launch
+from dsv4.launch.kernel import Kernel, Shape
+from dsv4.launch.signature import signature
 from dsv4.launch.workspace import lay_out
 from dsv4.ops.tables import CUDA_TABLE
 from dsv4.parallel.placement import Placement
 from dsv4.plan import plan_memory
+from dsv4.step.kernel_names import kernels_of
 from dsv4.step.planned import PlannedSteps, planned_weight
 from dsv4.weights.parameters import Role, parameters
 from dsv4.weights.quant import QuantTensor
@@ -129,3 +134,16 @@ def test_a_deeper_model_needs_no_more_workspace() -> None:
     many = geometry("v4-flash", layers=24)
     for tokens in (1, 8, 512):
         assert few.record(tokens).workspace_bytes() == many.record(tokens).workspace_bytes()
+
+
+def test_a_launch_has_kernels_of_one_list_of_parameters() -> None:
+    """The driver takes its arguments by their places, whichever kernel there is for a length."""
+    longest, other = (
+        Shape(Kernel(source, function), 1, 32)
+        for source, function in (("norm/rms_norm", "rms_norm"), ("exchange/exchange", "next_step"))
+    )
+    declared = signature("norm/rms_norm", "rms_norm")
+    launch = Launch(declared, longest, {}, lambda n: other if n < 100 else longest, longest)
+    assert kernels_of([replace(launch, shape_of=None)], 512) == {longest.kernel}
+    with pytest.raises(TypeError, match="next_step: found other parameters, expected those of rms"):
+        kernels_of([launch], 512)

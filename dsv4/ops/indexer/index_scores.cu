@@ -6,8 +6,8 @@
 // m16n8k16 product, 16 a tile, and queries its columns, so that a key is converted once for all
 // heads; each warp owns whole tiles. With FP8 1 both sides are e4m3, whose values float16 holds
 // exactly; their scales multiply the float32 sums. With FP8 0 keys are bfloat16.
-// Tokens may be those of one rank (token_share.cuh), whose first one is the first of q, weights and
-// positions, and number `first_token` of the step; scores are of its tokens alone.
+// Tokens may be those of one rank (token_share.cuh). Its first one is the first of q and weights,
+// and number `first_token` of the step, whose positions are given; scores are of its tokens alone.
 // index_scores_any_geometry: one warp per entry, float32 arithmetic, for every other shape.
 #include "index_products.cuh"
 #include "mma.cuh"
@@ -178,18 +178,18 @@ __device__ __forceinline__ void start_keys(Shared& shared, const char* data, con
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
     index_scores(const bf16* q, const float* weights, float score_scale, const char* data,
                  const float* scales, const settled_int64* positions, unsigned* scores, int* nan,
-                 int slots, int score_stride, int weight_stride, int tokens, int selected,
-                 int max_parts, int part_tiles, int first_token) {
+                 int slots, int score_stride, int weight_stride, int first_token, int tokens,
+                 int selected, int max_parts, int part_tiles) {
     extern __shared__ __align__(16) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     pdl_launch();
+    // Entries that the step completes come from the kernels in front; the others they do not touch.
+    const int old_tiles = visible_entries(fetch_settled(positions) - 1, slots) / KEYS;
+    positions += first_token;
     int item = blockIdx.x;
     Item now;
     bool more = next_item(now, item, positions, slots, tokens, selected, max_parts, part_tiles);
-    // Entries that the step completes come from the kernels in front; the others they do not touch.
-    const int64 last_before = fetch_settled(positions) - first_token - 1;
-    const int old_tiles = visible_entries(last_before, slots) / KEYS;
     if (more) start_keys(shared, data, scales, now, 0, old_tiles);
     pdl_wait();
     if (more) {
@@ -268,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(256)
     index_scores_any_geometry(const bf16* q, const float* weights, float score_scale,
                               const void* data, const float* scales, const int64* positions,
                               unsigned* scores, int* nan, int slots, int score_stride,
-                              int weight_stride, int selected, int heads, int dim,
+                              int weight_stride, int first_token, int selected, int heads, int dim,
                               int key_format) {
     extern __shared__ __align__(16) char memory[];
     assert_shared_memory(heads * (dim + 1) * sizeof(float));
@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int warps = blockDim.x / WARP;
     pdl_launch();
     pdl_wait();
-    const int visible = visible_entries(positions[source], slots);
+    const int visible = visible_entries(positions[first_token + source], slots);
     if (visible <= selected || (int)(blockIdx.x * warps) >= visible) return;
     for (int head = warp; head < heads; head += warps) {
         const bf16* row = q + (source * heads + head) * dim;

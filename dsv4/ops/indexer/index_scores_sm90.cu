@@ -131,8 +131,8 @@ __device__ __forceinline__ void multiply(float (&dots)[COLUMNS / 8][4], unsigned
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     index_scores_sm90(const bf16* q, const float* weights, float score_scale, const char* data,
                       const float* scales, const int64* positions, unsigned* scores, int* nan,
-                      int slots, int score_stride, int weight_stride, int tokens, int selected,
-                      int max_parts, int part_tiles) {
+                      int slots, int score_stride, int weight_stride, int first_token, int tokens,
+                      int selected, int max_parts, int part_tiles) {
     extern __shared__ unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory + (-shared_address(memory) & 1023));
     const int group = threadIdx.x / (4 * WARP), warp = threadIdx.x / WARP % 4;
@@ -140,11 +140,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int token_groups = (tokens + TOKENS - 1) / TOKENS;
     pdl_wait();
     pdl_launch();
+    positions += first_token;
     for (int item = blockIdx.x; item < token_groups * max_parts; item += gridDim.x) {
-        const int first_token = item % token_groups * TOKENS, part = item / token_groups;
+        const int group_token = item % token_groups * TOKENS, part = item / token_groups;
         __syncthreads();  // the queries of the item before are not needed any more
         if (threadIdx.x < TOKENS) {
-            const int token = first_token + threadIdx.x;
+            const int token = group_token + threadIdx.x;
             const int seen =
                 token < tokens ? visible_entries(positions[own_token(token, 0)], slots) : 0;
             shared.visible[threadIdx.x] = seen > selected ? seen : 0;
@@ -160,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         int tile = part + parts * group;
         Keys keys;
         if (tile < tiles) keys.load(data, scales, tile * TILE + first_key, end, lane);
-        prepare_queries(shared, q, weights, score_scale, first_token, tokens, weight_stride);
+        prepare_queries(shared, q, weights, score_scale, group_token, tokens, weight_stride);
         proxy_fence();
         __syncthreads();
         for (; tile < tiles; tile += stride) {
@@ -184,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                                                       8 * j + 2 * (lane % 4));
                     float score[2];
                     sum_heads(score, dots, i * (HEADS / 8), factors);
-                    write_score(scores + (int64)(first_token + token) * score_stride, entry,
+                    write_score(scores + (int64)(group_token + token) * score_stride, entry,
                                 shared.visible[token], lane, score, scale, nan);
                 }
             }

@@ -57,9 +57,7 @@ def index_select(
             by_tokens(_top_k_shape, shapes, part),
         )
         part_TK = selected_TK[first:]
-        record_selection(
-            recording, selection.behind(first), launched, score_TS, part_TK, table_P, first
-        )
+        record_selection(recording, selection, launched, score_TS, part_TK, table_P, first)
     if peers is not None:
         send_rows(recording, selected_TK, peers.chosen_TK)
     return selected_TK
@@ -80,8 +78,7 @@ def _scores_shape(shapes: SelectionShapes, tile: _Tile, tokens: int) -> Shape | 
     here = tile.here(shapes.share, tokens)
     if here <= 0:
         return None
-    scores = shapes.decode_scores if _is_few(shapes, here) else shapes.prefill_scores
-    return scores(here, shapes.share.token(tile.start))
+    return shapes.decode_scores(here) if _is_few(shapes, here) else shapes.prefill_scores(here)
 
 
 def _top_k_shape(shapes: SelectionShapes, tile: _Tile, tokens: int) -> Shape | None:

@@ -88,15 +88,16 @@ def record_selection(
     peers: Tensor | None = None,
     first_token: int = 0,
 ) -> None:
-    """Both launches. ``shapes``: of index_scores and top_k; scores are int32 ``[T, stride]``.
-    ``peers``: where the lists go too (``Peers.table_P``), the first being that of number
-    ``first_token``.
+    """Both launches, for the tokens of a step from number ``first_token`` on. ``shapes``: of
+    index_scores and top_k; scores are int32 ``[T, stride]``. ``peers``: where the lists go too
+    (``Peers.table_P``).
     """
     keys = selection.keys
+    own = selection.behind(first_token)
     recording.launch(
         shapes[0],
-        q=selection.q_TID,
-        weights=selection.weight_TI,
+        q=own.q_TID,
+        weights=own.weight_TI,
         score_scale=float(selection.score_scale),
         data=keys.data,
         scales=keys.block_scale,
@@ -106,13 +107,14 @@ def record_selection(
         slots=keys.slots,
         score_stride=selection.score_stride,
         weight_stride=selection.weight_TI.stride(0),
+        first_token=first_token,
         selected=selection.selected,
     )
     recording.serve_choice(None)
     recording.launch(
         shapes[1],
         orders=score_TS,
-        positions=selection.positions_T,
+        positions=own.positions_T,
         out=selected_TK,
         slots=keys.slots,
         stride=selection.score_stride,

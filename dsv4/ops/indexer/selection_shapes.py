@@ -101,20 +101,18 @@ class SelectionShapes:
             share,
         )
 
-    def decode_scores(self, tokens: int, first: int = 0) -> Shape:
-        """Few tokens: all blocks share the entries of each. ``first``: the number of the first one
-        in its step.
-        """
-        return self._scores(tokens, first, max(1, self.blocks // tokens), part_tiles=1)
+    def decode_scores(self, tokens: int) -> Shape:
+        """Few tokens: all blocks share the entries of each."""
+        return self._scores(tokens, max(1, self.blocks // tokens), part_tiles=1)
 
-    def prefill_scores(self, tokens: int, first: int = 0) -> Shape:
+    def prefill_scores(self, tokens: int) -> Shape:
         """Many tokens: a block takes all entries of one or, where that is faster, of eight, or a
         large share of them.
         """
         if self.by_warpgroups and tokens >= _FEWEST_OF_MANY:
             return self._many_scores(tokens)
         parts = max(1, 4 * self.blocks // tokens)
-        return self._scores(tokens, first, parts, part_tiles=_SHARE_KEYS // _TILE_KEYS)
+        return self._scores(tokens, parts, part_tiles=_SHARE_KEYS // _TILE_KEYS)
 
     def _many_scores(self, tokens: int) -> Shape:
         groups = ceil_div(tokens, _MANY_TOKENS)
@@ -125,7 +123,7 @@ class SelectionShapes:
         kernel = Kernel("indexer/index_scores_sm90", "index_scores_sm90", defines)
         return Shape(kernel, blocks, _MANY_THREADS, _MANY_BYTES, numbers=numbers)
 
-    def _scores(self, tokens: int, first: int, parts: int, part_tiles: int) -> Shape:
+    def _scores(self, tokens: int, parts: int, part_tiles: int) -> Shape:
         threads = _WARP * _WARPS
         if not self.tensor_cores:
             kernel = Kernel(_SCORES, "index_scores_any_geometry", self.share.defines)
@@ -142,7 +140,6 @@ class SelectionShapes:
         kernel = Kernel(_SCORES, "index_scores", defines)
         blocks = min(self.blocks, tokens * parts)
         numbers = {"tokens": tokens, "max_parts": parts, "part_tiles": part_tiles}
-        numbers["first_token"] = first
         return Shape(kernel, blocks, threads, nbytes, numbers=numbers)
 
     def decode_top_k(self, tokens: int) -> Shape:

@@ -74,7 +74,7 @@ class Step:
                 "weights": self.weight_TI[first:],
                 "data": self.data,
                 "scales": self.scales,
-                "positions": self.positions_T[first:],
+                "positions": self.positions_T,
                 "scores": score_TS,
                 "orders": score_TS,
                 "nan": torch.zeros(1, dtype=torch.int32),
@@ -84,6 +84,8 @@ class Step:
             for launch in self.launches(rank, ranks):
                 kernel = launch.signature.kernel
                 own = {name: tensors[name] for name in tensors if name in launch.arguments}
+                if kernel == "top_k_tokens":
+                    own["positions"] = self.positions_T[first:]
                 run_recorded(launch, "sm_90a", own, TOKENS, edit=(edit or {}).get(kernel))
         return chosen_RTK
 
