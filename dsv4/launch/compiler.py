@@ -75,9 +75,17 @@ def cached_cubin(source: str, architecture: str, defines: Defines) -> bytes:
     stored = _stored(path)
     if stored is not None:
         return stored
-    cubin = compile_source(source, architecture, defines).cubin
+    cubin = _compiled(path, source, architecture, defines)
     keep_file(path, hashlib.sha256(cubin).digest() + cubin)
     return cubin
+
+
+@functools.cache
+def _compiled(path: Path, source: str, architecture: str, defines: Defines) -> bytes:
+    """Once in a process, also where the folder cannot be written. ``path``, where it would be kept,
+    goes with the contents of all files.
+    """
+    return compile_source(source, architecture, defines).cubin
 
 
 def compile_ahead(
