@@ -51,8 +51,7 @@ class SavedSequences:
         self._kept: list[KeptSequence] = []
         self._forgets = False
         if folder is not None:
-            files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.lstat().st_mtime)
-            for path in files:
+            for path in sorted(folder.glob(f"*{SUFFIX}"), key=_last_used):
                 self._take(path)
             self._drop(self._kept[:-most])
 
@@ -149,3 +148,10 @@ class SavedSequences:
             except OSError as error:
                 _LOG.warning("not removed: %s", error)
         self._kept = [one for one in self._kept if one not in sequences]
+
+
+def _last_used(path: Path) -> float:
+    """0 for a file that another server has removed meanwhile, as opening it says."""
+    with suppress(FileNotFoundError):
+        return path.lstat().st_mtime
+    return 0.0

@@ -13,7 +13,7 @@ from dsv4.serve import sequences
 from dsv4.serve.answering import Question
 from dsv4.serve.command import build_service
 from dsv4.serve.flags import parse_arguments
-from dsv4.serve.sequences import SUFFIX, KeptSequence
+from dsv4.serve.sequences import SUFFIX, KeptSequence, SavedSequences
 from dsv4.serve.service import Service
 from tests.serve.running import Running
 
@@ -238,6 +238,14 @@ def test_a_later_server_takes_what_an_earlier_one_kept(loaded: Service, tmp_path
     ask(service, A)
     service.answering.keep_sequence()
     assert ask(with_folder(loaded, tmp_path), [*A, 5])[0] >= len(A) - 1
+
+
+def test_a_file_that_another_server_removes_meanwhile_is_none(
+    loaded: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = tmp_path / f"removed{SUFFIX}"
+    monkeypatch.setattr(Path, "glob", lambda *_: [removed, removed])
+    assert not SavedSequences(loaded.answering.engine, tmp_path, 2)._kept
 
 
 def test_a_damaged_file_is_told_of_and_not_used(
