@@ -266,7 +266,6 @@ def test_an_error_beside_the_threads_ends_them(files: list[Path]) -> None:
     assert not any(thread.name.startswith("dsv4-load") for thread in threading.enumerate())
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_an_error_keeps_no_target_alive(files: list[Path], tmp_path: Path) -> None:
     """Also before the garbage is collected: what is read instead needs the memory."""
     target = memory(100)
@@ -281,6 +280,7 @@ def test_an_error_keeps_no_target_alive(files: list[Path], tmp_path: Path) -> No
         gc.enable()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_all_threads(files: list[Path]) -> None:
     reports = Reports()
     once = iter([True])
