@@ -178,10 +178,9 @@ class DecodeState:
             self.peers.step_4[:1].fill_(steps_begun % STEP_NUMBERS)
 
     def resume(self, position: int, furthest: int) -> None:
-        """Moves to ``position`` of a sequence that has reached ``furthest``, whose rows are there
-        (``filled_rows``).
+        """Moves from the beginning to ``position`` of a sequence that has reached ``furthest``,
+        whose rows are there (``filled_rows``).
         """
-        self.start_sequence()
         if self.draft is not None:
             self.draft.forget()
         self.furthest = furthest

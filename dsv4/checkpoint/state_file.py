@@ -180,10 +180,9 @@ class SavedState:
             self._expect(printable(name), _type(tensors.get(name)), _type(expected.get(name)))
 
     def restore(self, state: DecodeState) -> None:
-        """Puts the rows into ``state`` and its ranks, which have been checked: they stand behind
-        them then. An interruption leaves a sequence without tokens.
+        """Puts the rows into ``state`` and its ranks, which have been checked and have no tokens:
+        they stand behind the rows then. An interruption leaves a sequence without tokens.
         """
-        state.start_sequence()
         for one in (one for rank in state.ranks for one in self._rows(rank)):
             saved = map_tensor(self._tensors[one.name])
             done = 0
