@@ -194,14 +194,23 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
         "stop_token_ids: found 89, expected ids from 0 to 88",
     ),
     "booleans": (lambda e: e.logits([True]), "token_ids: found [True], expected integers"),
-    "booleans of torch": (lambda e: e.logits(torch.tensor([True])), "token_ids: found tensor(["),  # type: ignore[arg-type]
-    "a column": (lambda e: e.logits(torch.tensor([[5], [6]])), "token_ids: found tensor([["),  # type: ignore[arg-type]
+    "booleans of torch": (
+        lambda e: e.logits(torch.tensor([True])),  # type: ignore[arg-type]
+        "token_ids: found tensor([",
+    ),
+    "a column": (
+        lambda e: e.logits(torch.tensor([[5], [6]])),  # type: ignore[arg-type]
+        "token_ids: found tensor([[",
+    ),
     "bytes": (lambda e: e.logits(b"ab"), "token_ids: found b'ab', expected integers"),
     "bytes that may change": (lambda e: e.decode(bytearray(b"a")), "token_ids: found bytearray("),
     "a mapping": (lambda e: e.prefill({3: "x"}), "token_ids: found {3: 'x'}, expected integers"),  # type: ignore[arg-type]
     "half a token": (lambda e: e.rewind(1.5), "tokens: found 1.5, expected an integer from 0 to 0"),  # type: ignore[arg-type]
     "a word": (lambda e: e.rewind("x"), "tokens: found 'x', expected an integer from 0 to 0"),  # type: ignore[arg-type]
-    "a boolean of torch": (lambda e: e.rewind(torch.tensor(True)), "tokens: found tensor(True), "),  # type: ignore[arg-type]
+    "a boolean of torch": (
+        lambda e: e.rewind(torch.tensor(True)),  # type: ignore[arg-type]
+        "tokens: found tensor(True), ",
+    ),
     "a boolean": (
         lambda e: e.rewind(False),
         "tokens: found False, expected an integer from 0 to 0",

@@ -2,9 +2,8 @@
 stream of one GPU.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -12,10 +11,10 @@ import torch
 from dsv4 import Engine
 from dsv4.decode import Mode
 from dsv4.sampling import SamplingParams
-from dsv4.step.step import Step
 from dsv4.step.steps import RecordedSteps
 from tests.decode.demo import GREEDY, PROMPTS, load
 from tests.ranks.on_gpu import IDS, bits, different_caches, mixed_steps, one_stream, same, two_gpus
+from tests.step.interrupted import interrupted_behind
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,29 +108,17 @@ def test_stops_leave_both_ranks_side_by_side(graph: Engine) -> None:
     assert list(graph.generate(prompt, 30, GREEDY, stop_token_ids=())) == expected
 
 
-def test_interrupted_logits_leave_both_ranks_side_by_side(
-    eager: Engine, oracle: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_logits_leave_both_ranks_side_by_side(eager: Engine, oracle: Engine) -> None:
     """Before, between and behind the first parts of both; the next step polls words again."""
     assert isinstance(eager.steps, RecordedSteps)
-    run_part = Step.run_part
     for engine in (eager, oracle):
         engine.reset()
         engine.prefill(IDS[:20])
-    for most, token in enumerate(IDS[20:24]):
-        left = iter(range(most))
-
-        def until_interrupted(step: Step, *arguments: Any, left: Iterator[int] = left) -> None:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            run_part(step, *arguments)
-
+    for parts, token in enumerate(IDS[20:24]):
         hidden_TE = eager.steps.run([token]).clone()
         oracle.decode([token])
-        with monkeypatch.context() as patch:
-            patch.setattr(Step, "run_part", until_interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                eager.steps.logits(hidden_TE)
+        with interrupted_behind(parts):
+            eager.steps.logits(hidden_TE)
         assert torch.equal(bits(eager.decode([7]).cpu()), bits(oracle.decode([7]).cpu()))
 
 

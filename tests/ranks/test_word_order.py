@@ -2,7 +2,7 @@
 each other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -13,12 +13,13 @@ import torch
 from dsv4.launch.items import Launch
 from dsv4.ops.tables import CUDA_TABLE
 from dsv4.peers import Peers
+from dsv4.sampling import SamplerState
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import record_logits
-from dsv4.step.step import Step
 from dsv4.weights.parameters import MtpKind
 from tests.ranks.planned_drafts import planned_drafts
 from tests.ranks.planned_ranks import LoggedRanks, exchange_of, has_words, planned_ranks, pushes
+from tests.step.interrupted import interrupted_behind
 from tests.step.memory_order import SharedMemory
 from tests.step.planned_model import META, TARGETS
 
@@ -46,7 +47,7 @@ def record(planned: Any, kind: Kind, tokens: int) -> RecordedStep:
     device = planned.model.head_device
     width = planned.model.embed.table_VE.shape[1]
     hidden_TE = torch.empty((tokens, width), dtype=torch.bfloat16, device=META)
-    sampler = planned.sampler if hasattr(planned, "sampler") else planned.loop.sampler
+    sampler = SamplerState.allocate(META)
     target = TARGETS[device]
     return record_logits(planned.model, CUDA_TABLE, target, hidden_TE, planned.state, sampler)
 
@@ -133,20 +134,10 @@ def test_the_words_of_an_interrupted_step_are_read_before_the_next_one(
     """It ends behind any part of any rank, and the position is set again."""
     planned = planned_ranks("v4-flash", ranks, 5)
     logged = LoggedRanks.of(planned, 1, monkeypatch)
-    run_part = Step.run_part
     parts = ranks * len(logged.step.first.model_parts)
     for most in range(1, parts):
-        left = iter(range(most))
-
-        def until_interrupted(step: Step, *arguments: Any, left: Iterator[int] = left) -> None:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            run_part(step, *arguments)
-
         logged.log.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(Step, "run_part", until_interrupted)
-            with pytest.raises(KeyboardInterrupt), planned[0].state.staying():
-                logged.step.run(1)
+        with interrupted_behind(most), planned[0].state.staying():
+            logged.step.run(1)
         logged.step.run(1)
         Words(planned).follow(logged)

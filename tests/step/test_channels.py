@@ -5,7 +5,7 @@ the logits of a head that they share, and the next token.
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -89,37 +89,51 @@ def uses(
     return {ends: found for ends, found in on_its_way.items() if found}, counts
 
 
+class Words:
+    """The words of all channels. Who receives has waited for all that was done before the sender
+    sent.
+    """
+
+    def __init__(self, planned: PlannedModel) -> None:
+        self.reads = 0
+        self.channels = ends_of(planned)
+        self.memory = SharedMemory(1 + max(device.index for device in planned.state.devices))
+        self._sent: dict[Ends, list[int]] = {}
+
+    def follow(self, log: Iterable[tuple[torch.device, Any]], is_given: bool) -> None:
+        """What was queued, with what ``FakeStream`` writes, touches words in an order that is
+        certain. Counts what reads; ``is_given``: the host gives the tokens.
+        """
+        for device, what in log:
+            if not self.memory.runs(device.index, what) or "uses" not in what.arguments:
+                continue
+            kernel = what.signature.kernel
+            if kernel == "take_tokens" and is_given:
+                continue
+            ends = self.channels[storage_key(what.arguments["words"])]
+            sends = kernel == "send_rows"
+            if sends:
+                self._sent[ends] = list(self.memory.clocks[device.index])
+            else:
+                self.memory.wait_for(device.index, self._sent[ends])
+            self.memory.touch(device.index, ends, writes=sends)
+            self.reads += not sends
+
+
 def test_words_are_read_before_they_are_written_anew(planned: PlannedModel) -> None:
     """Whatever steps follow each other: tokens that the host gives, or that the step before sends,
     also those of which nobody reads the last one.
     """
-    channels = ends_of(planned)
+    words = Words(planned)
     head = planned.model.head_device.index
-    memory = SharedMemory(1 + max(device.index for device in planned.state.devices))
-    sent: dict[Ends, list[int]] = {}
     steps = {tokens: planned.record(tokens) for tokens in TOKENS}
-    reads = 0
     for tokens, is_given in [(1, True), *[(1, False)] * 3, (8, True), (5, True), *[(1, True)] * 3]:
         if is_given:
             # ``TokenFeed.put``
             for device in planned.state.devices:
-                memory.wait_for(device.index, memory.clocks[head])
-        for device, item in launches(steps[tokens], list(steps[tokens].parts)):
-            memory.clocks[device.index][device.index] += 1
-            takes_token = item.signature.kernel == "take_tokens"
-            if "uses" not in item.arguments or (takes_token and is_given):
-                continue
-            words = item.arguments["words"]
-            assert isinstance(words, Tensor)
-            ends = channels[storage_key(words)]
-            sends = item.signature.kernel == "send_rows"
-            if sends:
-                sent[ends] = list(memory.clocks[device.index])
-            else:
-                memory.wait_for(device.index, sent[ends])
-            memory.touch(device.index, ends, writes=sends)
-            reads += not sends
-    assert reads > len(channels)
+                words.memory.wait_for(device.index, words.memory.clocks[head])
+        words.follow(launches(steps[tokens], list(steps[tokens].parts)), is_given)
+    assert words.reads > len(words.channels)
 
 
 @pytest.mark.parametrize("gpus", [2, 3])
@@ -128,7 +142,6 @@ def test_the_words_of_an_interrupted_step_are_read_before_the_next_one(
 ) -> None:
     """It ends behind any part, and the position is set again."""
     planned = geometry("v4-flash", layers=6, gpus=gpus)
-    channels = ends_of(planned)
     step = planned.record(1)
     parts = list(step.parts)
     log: list[Any] = []
@@ -138,20 +151,7 @@ def test_the_words_of_an_interrupted_step_are_read_before_the_next_one(
         log[:] = launches(step, parts[:stop])
         planned.state.set_position(0)
         log += launches(step, parts)
-        memory = SharedMemory(gpus)
-        sent: dict[Ends, list[int]] = {}
-        for device, what in log:
-            if not memory.runs(device.index, what) or "uses" not in what.arguments:
-                continue
-            ends = channels[storage_key(what.arguments["words"])]
-            sends = what.signature.kernel == "send_rows"
-            if sends:
-                sent[ends] = list(memory.clocks[device.index])
-            elif what.signature.kernel == "receive_rows":
-                memory.wait_for(device.index, sent[ends])
-            else:
-                continue
-            memory.touch(device.index, ends, writes=sends)
+        Words(planned).follow(log, is_given=True)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
