@@ -39,6 +39,9 @@ __device__ __forceinline__ void consume_tile(const Gemm& g, Tile& t, const Outpu
     // Read here, the next tile's entry arrives while this one's results are written.
     if (index + (int)gridDim.x < g.total()) t = tile_at(g, index + gridDim.x);
     store_tile<BLOCKS>(acc, alpha, g, done, out, slot, routing);
+    // Lanes store apart. Unless they meet, ptxas moves all that products of the next tile share to
+    // uniform registers in every stage.
+    __syncwarp();
 }
 
 __device__ __forceinline__ void consume(const Gemm& g, const Output& out, Pipe pipe) {
