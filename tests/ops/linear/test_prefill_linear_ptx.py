@@ -21,6 +21,7 @@ from tests.ops.linear.normal_weight import normal_weight
 from tests.ops.recorded import shape_at
 from tests.ptx.faults import OutOfBounds
 from tests.ptx.nvrtc import SourceEdit
+from tests.ptx.schedule import SCHEDULES
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +77,7 @@ class Product(NamedTuple):
         dtype: torch.dtype,
         splits: int = 1,
         edit: SourceEdit | None = None,
+        schedule: str = "random",
     ) -> None:
         """The result, against float64; ``splits``: of K, expected."""
         most = max(self.tokens, self.most)
@@ -93,7 +95,7 @@ class Product(NamedTuple):
         )
         for item in recording.items:
             assert isinstance(item, Call) or splits_of(item, self.tokens) == splits
-        found = execute(recording, self.tokens, edit)(y)
+        found = execute(recording, self.tokens, edit, SCHEDULES[schedule])(y)
         weight_GRK = stored.dequantize().double().unflatten(0, (self.groups, self.rows))
         exact = torch.einsum("tgk,grk->tgr", x_TGK.double(), weight_GRK).view(y.shape)
         assert_rounded_once(found[: self.tokens], exact[: self.tokens], SUMMED)
@@ -147,8 +149,12 @@ def test_odd_sizes(architecture: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
-    format = FP8 if "scale" in fault else BF16
+    """In one order of blocks and copies, if not in the first."""
     with pytest.raises((AssertionError, OutOfBounds)):
-        Product(9, 40, 804, multiprocessors=3).assert_exact(
-            "sm_90a", format, F32, splits=3, edit=FAULTS[fault]
-        )
+        assert_right_in_every_order(FAULTS[fault], FP8 if "scale" in fault else BF16)
+
+
+def assert_right_in_every_order(edit: SourceEdit, format: QuantFormat) -> None:
+    for schedule in SCHEDULES:
+        product = Product(9, 40, 804, multiprocessors=3)
+        product.assert_exact("sm_90a", format, F32, 3, edit, schedule)
