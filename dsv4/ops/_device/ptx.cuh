@@ -22,6 +22,12 @@ __device__ __forceinline__ uint2 load_shared8(unsigned address) {
     return value;
 }
 
+__device__ __forceinline__ unsigned load_shared2(unsigned address) {
+    unsigned short value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address));
+    return value;
+}
+
 __device__ __forceinline__ unsigned load_shared4(unsigned address) {
     unsigned value;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));

@@ -241,18 +241,34 @@ __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
 
 // One row tile of one stage, as this lane holds it.
 struct Weights {
+    u32 place, scale_place;  // of what this lane reads in a stage
     uint4 words[FORMAT == FP8 ? 2 : 1];
     u32 data;  // shared address
-    uint2 scales;
+    // Of rows g and g + 8. MXFP4: codes; NVFP4: factors of the k16 step that has the lane's number
+    // among the four lanes that hold these rows.
+    u32 scales;
     u32 low, high;  // current factors of rows g and g + 8, twice each
 
-    __device__ void load(u32 buffer, int tile, int lane) {
-        data = buffer + X_BYTES + tile * WEIGHT_BYTES + lane * 16;
+    __device__ void start(int tile, int lane) {
+        place = X_BYTES + tile * WEIGHT_BYTES + lane * 16;
+        scale_place = X_BYTES + ROW_TILES * WEIGHT_BYTES + tile * SCALE_BYTES +
+                      (FORMAT == NVFP4 ? lane * 2 : lane / 4 * 4);
+        // Unless it must not know them, ptxas computes both anew in every stage.
+        asm("" : "+r"(place), "+r"(scale_place));
+    }
+
+    __device__ void load(u32 buffer) {
+        data = buffer + place;
         if (FORMAT != BF16) words[0] = load_shared16(data);
         if (FORMAT == FP8) words[sizeof(words) / 16 - 1] = load_shared16(data + 512);
-        const u32 scale = buffer + X_BYTES + ROW_TILES * WEIGHT_BYTES + tile * SCALE_BYTES;
-        if (FORMAT == NVFP4) scales = load_shared8(scale + (lane / 4) * 8);
-        if (FORMAT == MXFP4) scales.x = load_shared4(scale + (lane / 4) * 4);
+        if (FORMAT == NVFP4) scales = nvfp4_factors(load_shared2(buffer + scale_place));
+        if (FORMAT == MXFP4) scales = load_shared4(buffer + scale_place);
+    }
+
+    // e4m3 bits at bf16 exponent and mantissa are s * 2^-120; twice multiplied: s * 2^119.
+    __device__ static u32 nvfp4_factors(u32 codes) {
+        const u32 pair = __byte_perm(codes, 0, 0x4140) << 4;
+        return multiply(multiply(pair, 0x7F007F00), 0x77807780);
     }
 
     // In this form the products read a half of `pair` twice, without an instruction for it.
@@ -262,16 +278,13 @@ struct Weights {
             : "r"(pair));
     }
 
-    // NVFP4: e4m3 bits at bf16 exponent and mantissa are s * 2^-120; twice multiplied: s * 2^119.
     // MXFP4: e8m0 code b to the bf16 2^(b - 127 + 94), infinity where that has no code.
     __device__ void expand_scales(int s) {
         if (FORMAT == NVFP4) {
-            u32 pair = __byte_perm(s < 2 ? scales.x : scales.y, 0, s % 2 ? 0x4342 : 0x4140) << 4;
-            pair = multiply(multiply(pair, 0x7F007F00), 0x77807780);
-            spread(pair);
+            spread(__shfl_sync(~0u, scales, s, 4));
         } else if (FORMAT == MXFP4 && s % 2 == 0) {
             const u32 pair =
-                __vminu2(__byte_perm(scales.x, 0, s ? 0x4342 : 0x4140) + 0x005E005E, 0x00FF00FF)
+                __vminu2(__byte_perm(scales, 0, s ? 0x4342 : 0x4140) + 0x005E005E, 0x00FF00FF)
                 << 7;
             spread(pair);
         }
@@ -330,7 +343,8 @@ struct Weights {
         a[0] = multiply((w & SIGN) | ((w >> 3) & MAGNITUDE), low);
         a[1] = multiply((by3 & SIGN) | (w & MAGNITUDE), high);
         a[2] = multiply(((w << 1) & SIGN) | (by3 & MAGNITUDE), low);
-        a[3] = multiply(((w << 2) & SIGN) | ((w << 6) & MAGNITUDE), high);
+        // w << 2 and w << 6 at once: no bit of one is where the other has one that is kept.
+        a[3] = multiply(((w & 0x20072007) * 68) & (SIGN | MAGNITUDE), high);
     }
 };
 
@@ -415,14 +429,16 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
     // Lane l gives the address of row l % 8 of matrix l / 8: (tokens 0-7, k 0-7), (0-7, 8-15),
     // (8-15, 0-7), (8-15, 8-15).
     const int row = lane % 8 + (lane / 16) * 8, half = lane / 8 % 2;
+    Weights weights[SIDES];
+#pragma unroll
+    for (int side = 0; side < SIDES; side++) weights[side].start(side * CONSUMERS + warp, lane);
     for (int step = t.first_step; step < t.last_step; step++) {
         pipe.wait_full();
         const u32 buffer = pipe.buffer();
-        Weights weights[SIDES];
 #pragma unroll
         for (int side = 0; side < SIDES; side++) {
             // weight_NK = dequantize(data, block_scale)
-            weights[side].load(buffer, side * CONSUMERS + warp, lane);
+            weights[side].load(buffer);
             if (FORMAT == FP8) {
                 float change;
                 weights[side].low = block_scale[side].next(step, change);

@@ -41,12 +41,16 @@ constexpr int IN_FLIGHT = TOKENS == 64 ? 1 : 2;
 struct Rows {
     Weights weights[READ];
 
-    __device__ void load(u32 buffer, int warp, int lane) {
+    __device__ void start(int warp, int lane) {
 #pragma unroll
         for (int i = 0; i < READ; i++)
-            weights[i].load(buffer,
-                            SHARED_TILES ? i * (ROW_TILES / 2) + warp / 2 : i * CONSUMERS + warp,
-                            lane);
+            weights[i].start(SHARED_TILES ? i * (ROW_TILES / 2) + warp / 2 : i * CONSUMERS + warp,
+                             lane);
+    }
+
+    __device__ void load(u32 buffer) {
+#pragma unroll
+        for (int i = 0; i < READ; i++) weights[i].load(buffer);
     }
 
     // The fragments of a k16 step.
@@ -69,12 +73,13 @@ __device__ __forceinline__ void accumulate(Accumulators<BLOCKS>& acc, float (&un
     if (FORMAT == FP8)
         for (int i = 0; i < READ; i++) block_scale[i].start(g, t, i, row_tile(g, t, i, warp));
     Rows rows;
+    rows.start(warp, lane);
     float change[READ];
     u32 a[STEP / 16][SIDES][4] = {};
     // Waits for the next stage and dequantizes its first k16 step.
     const auto begin_stage = [&](int step) {
         pipe.wait_full();
-        rows.load(pipe.buffer(), warp, lane);
+        rows.load(pipe.buffer());
         if (FORMAT == FP8)
             for (int i = 0; i < READ; i++)
                 rows.weights[i].low = block_scale[i].next(step, change[i]);
