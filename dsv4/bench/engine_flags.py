@@ -200,24 +200,23 @@ def _measure_geometry(options: argparse.Namespace, engine: EngineConfig) -> dict
         modes = ("full",)
         engine = replace(engine, draft=options.draft, draft_tokens="auto")
 
-    return bench_geometry(
-        GeometryRun(
-            options.geometry,
-            options.format,
-            options.layers,
-            engine,
-            tuple(options.prompts),
-            tuple(options.positions),
-            options.decode_tokens,
-            modes,
-            options.profile,
-            op_table("cutedsl") if options.ops == "cutedsl" else None,
-            options.ranks,
-            bool(options.skew),
-            draft,
-        ),
-        sys.stderr.write,
+    run = GeometryRun(
+        options.geometry,
+        options.format,
+        options.layers,
+        engine,
+        tuple(options.prompts),
+        tuple(options.positions),
+        options.decode_tokens,
+        modes,
+        options.profile,
+        op_table("cutedsl") if options.ops == "cutedsl" else None,
+        options.ranks,
+        bool(options.skew),
+        draft,
     )
+    run.check_lengths()
+    return bench_geometry(run, sys.stderr.write)
 
 
 def _measure_checkpoint(options: argparse.Namespace, engine: EngineConfig) -> dict[str, Any]:

@@ -26,8 +26,13 @@ from dsv4.checkpoint import Geometry, Layout, geometry_config
 from dsv4.config import ModelConfig
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
+from dsv4.errors import UserError
 from dsv4.ops.tables import Table
 from dsv4.step.steps import RecordedSteps
+
+# Tokens behind those that are asked for: profiles and drafts are measured on some.
+_FEWEST_BEHIND = 256
+_ROOM = 64
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,28 @@ class GeometryRun:
             raw if self.draft is None else drafted_geometry(raw, self.draft.kind)
         )
 
+    @property
+    def max_context(self) -> int:
+        """Tokens."""
+        return max((*self.prompts, *self.positions)) + self._behind
+
+    def check_lengths(self) -> None:
+        """Raises ``UserError`` for more tokens than the model was made for."""
+        limit = self.config.max_position_embeddings
+        most = limit - self._behind
+        if most < 1:
+            expected = f"at most {limit - _ROOM - 1}"
+            raise UserError(f"--decode-tokens: found {self.decode_tokens}, expected {expected}")
+        for flag, lengths in (("--prompts", self.prompts), ("--positions", self.positions)):
+            if max(lengths) > most:
+                found = f"found {max(lengths)} with --decode-tokens {self.decode_tokens}"
+                raise UserError(f"{flag}: {found}, expected at most {most}")
+
+    @property
+    def _behind(self) -> int:
+        """Tokens behind the longest prompt or the last position."""
+        return max(self.decode_tokens, _FEWEST_BEHIND) + _ROOM
+
 
 def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dict[str, Any]:
     """Prefill tok/s by prompt length; by position, decode ms/token of every mode and µs per layer
@@ -72,7 +99,7 @@ def bench_geometry(run: GeometryRun, write_text: Callable[[str], object]) -> dic
     captured mode, whose tables ``write_text`` gets.
     """
     config = run.config
-    room = max((*run.prompts, *run.positions)) + max(run.decode_tokens, 256) + 64
+    room = run.max_context
     ceiling = copy_ceiling()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -2,19 +2,21 @@
 formats.
 """
 
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from dsv4.bench import random_engine
+from dsv4.bench import engine_flags, random_engine
 from dsv4.bench.__main__ import main
-from dsv4.bench.geometry import prefill_rate
+from dsv4.bench.geometry import GeometryRun, prefill_rate
 from dsv4.bench.geometry_bytes import read_bytes, stored_bytes, token_bytes
 from dsv4.bench.random_engine import refuse_if_too_large
 from dsv4.checkpoint import Geometry, Layout, geometry_config
 from dsv4.checkpoint.layouts import format_in
 from dsv4.config import CSA_RATIO, ModelConfig
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.model import Transformer
 from dsv4.ops.linear import gathered_rows
@@ -23,6 +25,7 @@ from dsv4.parallel.placement import Placement, Stage
 from dsv4.step.planned import planned_weight
 from dsv4.weights.parameters import parameters
 
+MILLION = 1 << 20
 # GB per token by published parameter counts and formats (six routed experts and the shared one, no
 # embedding).
 PUBLISHED = {
@@ -85,6 +88,38 @@ def test_a_slice_has_the_first_layers() -> None:
 def test_unknown_geometry_and_layers_are_user_errors(name: Geometry, layers: int | None) -> None:
     with pytest.raises(UserError, match=r"^--(geometry|layers): found"):
         geometry_config(name, layers)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "position", "decode_tokens", "message"),
+    [
+        (MILLION - 320, MILLION - 320, 64, None),
+        (8, MILLION - 319, 64, "--positions: found 1048257 with --decode-tokens 64, expected at "),
+        (MILLION, 8, 64, "--prompts: found 1048576 with --decode-tokens 64, expected at most 104"),
+        (8, MILLION - 563, 500, "--positions: found 1048013 with --decode-tokens 500, expected a"),
+        (1, 1, MILLION - 65, None),
+        (1, 1, MILLION - 64, "--decode-tokens: found 1048512, expected at most 1048511"),
+    ],
+)
+def test_what_is_longer_than_the_model_is_made_for_is_refused_by_its_flag(
+    prompt: int, position: int, decode_tokens: int, message: str | None
+) -> None:
+    """Before weights are drawn, and not by ``--max-context``, which this command does not have."""
+    engine = EngineConfig()
+    lengths = ((1, prompt), (position,), decode_tokens)
+    run = GeometryRun("v4-flash", "nvfp4-experts", 2, engine, *lengths, None, False)
+    assert run.max_context > max(prompt, position) + decode_tokens
+    with pytest.raises(UserError, match=f"^{message}") if message else nullcontext():
+        run.check_lengths()
+
+
+def test_the_command_checks_lengths_before_it_measures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine_flags, "need_cuda", lambda: None)
+    monkeypatch.setattr(engine_flags, "check_modes", lambda *_: None)
+    assert main(["engine", "--geometry", "v4-flash", "--positions", str(MILLION)]) == 2
+    assert capsys.readouterr().err.startswith("error: --positions: found 1048576 with")
 
 
 def test_weights_that_have_no_room_are_refused_with_numbers(
