@@ -188,11 +188,15 @@ def spans(milliseconds: list[float], chunk: int, length: int) -> list[dict[str, 
 
 def check_positions(run: ContextRun, engine: EngineConfig, devices: int) -> None:
     """Raises ``UserError`` for what does not fit the longest context: positions with the chunks
-    behind them that are timed at least, and tokens.
+    behind them that are timed at least, and tokens; and for one that no position fits.
     """
     assert engine.prefill_chunk is not None
     behind = max((2 * devices + 2) * engine.prefill_chunk, run.decode_tokens + WARM_UP)
     room = run.max_context - behind
+    if room < 1:
+        # No position would do: the flag that is wrong is another one.
+        expected = f"at least {behind + 1} (what is timed behind a position)"
+        raise UserError(f"--max-context: found {run.max_context}, expected {expected}")
     for flag, most in (("--positions", max(run.positions)), ("--prompt", run.prompt)):
         if most > room:
             expected = f"at most {room} (--max-context less what follows)"

@@ -60,6 +60,23 @@ def test_what_is_timed_has_room_behind_its_position(
         check_positions(replace(run, **changed), engine, 2)
 
 
+@pytest.mark.parametrize(
+    ("context", "chunk", "decode_tokens", "least"),
+    [(4 * 4096 + 1, 4096, 64, None), (4 * 4096, 4096, 64, 16385), (16, 1, 64, 73)],
+)
+def test_a_context_without_room_for_any_position_is_refused_by_its_own_flag(
+    context: int, chunk: int, decode_tokens: int, least: int | None
+) -> None:
+    """No position of at least 1 would be one that is expected."""
+    engine = EngineConfig(prefill_chunk=chunk, max_context=context)
+    run = ContextRun(
+        "v4-flash", "nvfp4-experts", None, engine, 1, (1,), (16,), decode_tokens, ("full",)
+    )
+    message = f"^--max-context: found {context}, expected at least {least} "
+    with pytest.raises(UserError, match=message) if least else nullcontext():
+        check_positions(run, engine, 1)
+
+
 @pytest.mark.parametrize("layout", ["nvfp4-experts", "nvfp4-all", "native"])
 def test_a_geometry_takes_what_its_checkpoint_takes(tmp_path: Path, layout: Layout) -> None:
     raw = tiny_config()
