@@ -137,12 +137,16 @@ class BlockLoop:
 
     def _fill(self, queue: BlockQueue, ahead: int) -> None:
         """Queues steps until ``ahead`` are, as far as it is known what the next one is. What it is
-        goes by what was known when it could be queued first, however many are.
+        goes by what was known when it could be queued first, however many are, and however many
+        tokens are asked for: a text begins as one with more of them.
         """
         while len(self._pending) < BLOCKS_AHEAD:
             if self._next is None:
                 self._next = self._next_count()
             if self._next is None or len(self._pending) == ahead:
+                return
+            # Where all that is queued stays, no more may be asked for.
+            if self._pending and self._known + sum(self._pending) >= self._stop:
                 return
             count = self._next
             self._next = None
@@ -157,8 +161,7 @@ class BlockLoop:
         has_room = self._known + queued + wanted < self._max_context
         is_known = draft.covers(self._known)
         if self._pending:
-            # Even where all that is queued stays, more is asked for.
-            is_sure = self._known + queued < self._stop and has_room and is_known
+            is_sure = has_room and is_known
             # The caller may stop behind the first token of the step that is read next.
             return wanted if is_sure and queued + wanted <= MAX_TAKEN_BACK else None
         # As many as ever at the end of a run: its last tokens are those of a longer one.

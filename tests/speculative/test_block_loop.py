@@ -2,6 +2,7 @@
 and what is taken back.
 """
 
+from collections.abc import Sequence
 from itertools import count, groupby
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,24 @@ def test_steps_are_the_same_where_every_token_is_noted() -> None:
         logs.append(world.log)
     assert logs[0] == logs[1]
     assert len({tokens for _, tokens in logs[0]}) > 2
+
+
+@pytest.mark.parametrize("choices", [(0, 5), range(6)])
+def test_steps_are_those_of_a_run_with_more_tokens(choices: Sequence[int]) -> None:
+    """Also where the number of drafts changes near the end: a seed's text goes with it."""
+
+    def steps_of(tokens: int) -> list[Any]:
+        world = World(None)
+        world.count = DraftCount(choices, by_times=False)
+        world.wrong = [place % 9 < 4 for place in range(2010)]
+        assert list(world.generate(tokens)) == world.text[START + 1 : START + 1 + tokens]
+        return world.log
+
+    longest = steps_of(120)
+    assert len({tokens for _, tokens in longest}) > 1
+    for tokens in range(1, 110):
+        found = steps_of(tokens)
+        assert found == longest[: len(found)]
 
 
 def test_drafts_that_do_not_pay_rest_until_the_window_before_their_next_trial(
