@@ -89,8 +89,9 @@ class BlockLoop:
         """Yields the ``steps`` tokens that follow ``token``, several for each step of which drafts
         stay; fewer where drafts are to rest (``DraftCount.rest``).
 
-        What was queued in vain, because the caller closed the generator, is taken back. Raises
-        ``FloatingPointError`` for NaN logits that are not a draft's.
+        What was queued in vain, because the caller closed the generator or drafts rest, is taken
+        back, with the NaN that it met. Raises ``FloatingPointError`` for NaN logits that are not a
+        draft's.
         """
         state = self._state
         start = state.position
@@ -127,8 +128,12 @@ class BlockLoop:
                     kept = start + given
                     yield token
         finally:
+            is_in_vain = bool(self._pending) and kept == start + given
             self._forget()
             state.set_position(min(kept, state.position))
+            if is_in_vain:
+                # The steps of the tokens that were given have met none.
+                state.forget_nan()
 
     def _rests(self) -> bool:
         draft = self._state.draft

@@ -195,6 +195,30 @@ def test_nan_of_a_draft_is_run_again_without_drafts() -> None:
     world.expect_at(START + 40)
 
 
+def test_nan_of_steps_in_vain_is_not_the_sequence_s() -> None:
+    """Such a sequence can be saved."""
+    world = World(5)
+    world.nan[START + 9] = True
+    tokens = world.generate(40)
+    next(tokens)
+    assert (START + 6, 6) in world.log
+    assert world.state.met_nan
+    tokens.close()
+    world.expect_at(START + 1)
+    assert not world.state.met_nan
+
+
+def test_nan_of_a_step_that_a_rest_leaves_unread_does_not_end_the_run() -> None:
+    """Drafts pay for some time, and the step behind the last one that is read has some."""
+    for place in range(START + 190, START + 200):
+        world = World(5, context=2000)
+        world.count = DraftCount((0, 5), by_times=False)
+        world.wrong = [at > START + 120 for at in range(2010)]
+        world.nan[place] = True
+        assert list(world.generate_with_rests(250)) == world.text[START + 1 : START + 251]
+        assert 0 in [tokens for _, tokens in world.log]
+
+
 def test_nan_without_drafts_ends_the_run_behind_the_token_that_met_it() -> None:
     world = World(5)
     world.nan[START + 9] = True

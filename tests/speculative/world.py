@@ -75,6 +75,7 @@ class World:
         for _ in range(steps):
             position = self.state.position
             assert self.text[position] == token
+            assert not self.state.met_nan, "a step alone would store no token"
             self.state.advance(1)
             self.state.set_position(position + 1)
             self.log.append((position, 0))
