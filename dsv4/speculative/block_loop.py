@@ -167,6 +167,9 @@ class BlockLoop:
         is_known = draft.covers(self._known)
         if self._pending:
             is_sure = has_room and is_known
+            # Behind drafts that bring NaN the next step begins where they did, and another one than
+            # the same again would be read in the place of theirs.
+            is_sure = is_sure and self._pending[-1] in (1, wanted + 1)
             # The caller may stop behind the first token of the step that is read next.
             return wanted if is_sure and queued + wanted <= MAX_TAKEN_BACK else None
         # As many as ever at the end of a run: its last tokens are those of a longer one.

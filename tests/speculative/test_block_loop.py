@@ -195,6 +195,16 @@ def test_nan_of_a_draft_is_run_again_without_drafts() -> None:
     world.expect_at(START + 40)
 
 
+def test_what_is_queued_behind_nan_of_drafts_is_not_read_in_its_place() -> None:
+    """The device has done both when the host reads the first, and they began at one place."""
+    world = World(5)
+    world.nan[START + 9] = True
+    world.count = ChangingCount([5, 5, 0, 5])
+    assert list(world.generate(40)) == world.text[START + 1 : START + 41]
+    assert (START + 6, 1) in world.log
+    world.expect_at(START + 40)
+
+
 def test_nan_of_steps_in_vain_is_not_the_sequence_s() -> None:
     """Such a sequence can be saved."""
     world = World(5)
