@@ -13,7 +13,8 @@ from dsv4.weights.codes import E4M3_MAX, e8m0_to_float
 from dsv4.weights.quant import QuantTensor
 
 # Scales of released weights are far below 1. A converter that took the E8M0 byte of one for a
-# number writes 100 or more. Those of NVFP4 share a global scale and may be any number.
+# number writes 100 or more. Those of NVFP4 share a global scale and may be any number; times it
+# they are such scales, and 10^5 or more where it is a divisor, as compressed-tensors writes it.
 _LARGEST_SCALE = 64.0
 # The byte of the largest scale: larger bytes are larger scales or NaN, in E4M3 also negative ones.
 _LARGEST_BYTE = {torch.float8_e8m0fnu: 127 + 6, torch.float8_e4m3fn: 0x7E}
@@ -22,8 +23,9 @@ _LARGEST_BYTE = {torch.float8_e8m0fnu: 127 + 6, torch.float8_e4m3fn: 0x7E}
 def check_scales(
     checkpoint: Checkpoint, stored: StoredParameter, weight: QuantTensor, first_expert: int = 0
 ) -> None:
-    """Raises ``UserError`` for the first global scale that is no finite number above 0, or block
-    scale that is no number from 0, or so large that it was an exponent.
+    """Raises ``UserError`` for the first global scale that is no finite number above 0 or so large
+    that it was a divisor, or block scale that is no number from 0, or so large that it was an
+    exponent.
     """
     if weight.global_scale is not None:
         names = stored.parts["global_scale"].names[first_expert:]
@@ -37,38 +39,62 @@ def check_scales(
     part = stored.parts["block_scale"]
     names = part.names if part.fused else part.names[first_expert:]
     groups = weight.block_scale.view(1 if part.fused else math.prod(weight.shape[:-2]), -1)
-    for name, is_wrong in zip(names, _has_wrong(groups), strict=False):
-        if is_wrong:
-            # Of the file: a rank may hold a part, whose places are others.
-            scale = checkpoint.read(name).view(weight.block_scale.dtype)
-            raise UserError(f"{checkpoint.folder}: {name}: {_first_wrong(scale)}")
+    for index, is_wrong in enumerate(_has_wrong(groups, weight.global_scale)):
+        if not is_wrong:
+            continue
+        # Of the file: a rank may hold a part, whose places are others.
+        scale = checkpoint.read(names[index]).view(weight.block_scale.dtype)
+        name = names[index]
+        wrong = _first_wrong(scale)
+        if wrong is None and weight.global_scale is not None:
+            name = stored.parts["global_scale"].names[first_expert:][index]
+            wrong = _too_large(float(weight.global_scale.reshape(-1)[index]), scale)
+        raise UserError(f"{checkpoint.folder}: {name}: {wrong or 'changed while it was read'}")
 
 
 def check_converted(weight: QuantTensor) -> None:
     """Raises ``ValueError`` for a matrix that was quantised with a scale that loading refuses."""
     scale = weight.block_scale
-    if scale is not None and _has_wrong(scale.view(1, -1))[0]:
+    if scale is not None and _has_wrong(scale.view(1, -1), weight.global_scale)[0]:
         largest = float(weight.dequantize().abs().max())
         format = weight.format.value
         raise ValueError(f"found weights up to {largest:g}, too large for the scales of {format}")
 
 
-def _has_wrong(scale_NB: Tensor) -> list[bool]:
-    """Whether a row has a scale that is refused. One pass over bytes that lie in memory anyway."""
+def _has_wrong(scale_NB: Tensor, total: Tensor | None) -> list[bool]:
+    """Whether a row has a scale that is refused, also times its global scale, of which ``total``
+    has one for every row. One pass over bytes that lie in memory anyway.
+    """
     if scale_NB.dtype not in _LARGEST_BYTE:
         least, most = scale_NB.aminmax(dim=1)
         return ((least >= 0.0) & (most <= _LARGEST_SCALE)).logical_not().tolist()
-    return (scale_NB.view(torch.uint8).amax(1) > _LARGEST_BYTE[scale_NB.dtype]).tolist()
+    largest_N = scale_NB.view(torch.uint8).amax(1)
+    wrong_N = largest_N > _LARGEST_BYTE[scale_NB.dtype]
+    if total is not None:
+        wrong_N |= largest_N.view(scale_NB.dtype).float() * total.reshape(-1) > _LARGEST_SCALE
+    return wrong_N.tolist()
 
 
-def _first_wrong(scale: Tensor) -> str:
-    """What is said of the first scale that is refused."""
+def _first_wrong(scale: Tensor) -> str | None:
+    """What is said of the first scale that is refused by itself."""
     is_nvfp4 = scale.dtype == torch.float8_e4m3fn
     values = e8m0_to_float(scale) if scale.dtype == torch.float8_e8m0fnu else scale.float()
     most = E4M3_MAX if is_nvfp4 else _LARGEST_SCALE
-    place = (~(values <= most) | values.signbit()).nonzero()[0].tolist()
+    places = (~(values <= most) | values.signbit()).nonzero()
+    if not len(places):
+        return None
+    place = places[0].tolist()
     expected = "" if is_nvfp4 else ": E8M0 bytes are exponents, not numbers"
     return f"found {values[tuple(place)]:g} at {place}, expected 0 to {most:g}{expected}"
+
+
+def _too_large(total: float, scale: Tensor) -> str:
+    """What is said of a global scale that makes too large scales of those of its blocks."""
+    found = f"found {total:g} with block scales up to {float(scale.float().max()):g}"
+    return (
+        f"{found}, expected a product of at most {_LARGEST_SCALE:g}: global scales are factors, "
+        "not divisors"
+    )
 
 
 def unfilled_input_scales(
