@@ -65,8 +65,8 @@ def export(
     dialect. ``progress(done_bytes, total_bytes)`` is told of what is written.
 
     The speculative module, tokenizer, generation and encoding files come along. Raises
-    ``UserError`` when ``source`` cannot be loaded, ``destination`` exists or there is not enough
-    room for it; nothing is left behind then.
+    ``UserError`` when ``source`` cannot be loaded or changes meanwhile, ``destination`` exists or
+    there is not enough room for it; nothing is left behind then.
     """
     check_layout(layout)
     checkpoint = open_checkpoint(source)
@@ -97,6 +97,7 @@ def export(
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
         write_shards(folder, tensors, shard_bytes, progress, destination=destination)
+        checkpoint.check_unchanged()
 
 
 def _check_small_tensors(

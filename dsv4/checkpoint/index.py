@@ -29,7 +29,8 @@ class Checkpoint:
 
     ``problems`` holds damaged shards and disagreements between index and shards, so that they are
     reported together with what the comparison with the config finds; ``load_weights`` and
-    ``describe`` raise for them.
+    ``describe`` raise for them. ``stamps``: size and time of every weight file before its header
+    was read, None where there is no such file.
     """
 
     folder: Path
@@ -38,6 +39,7 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
     unreadable: frozenset[str]
     problems: Problems
+    stamps: dict[Path, tuple[int, int] | None]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,6 +57,15 @@ class Checkpoint:
         if name not in self.tensors:
             raise UserError(f"{self.folder}: {printable(name)}: no such tensor")
         return map_tensor(self.tensors[name])
+
+    def check_unchanged(self) -> None:
+        """To be called behind reads: raises ``UserError`` for a file that is another one than that
+        whose header was read, because its tensors may lie elsewhere.
+        """
+        for file, stamp in self.stamps.items():
+            found = _stamp(file)
+            if found is not None and found != stamp:
+                raise UserError(f"{file}: changed while it was read, expected a file that stays")
 
 
 @uncollected()
@@ -83,13 +94,25 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             name: resolve_inside(folder, name, INDEX_NAME)
             for name in dict.fromkeys(weight_map.values())
         }
+        stamps = {path: _stamp(path) for path in files.values()}
         shards = _read_headers(files, problems)
         tensors = _merge(weight_map, shards, problems)
         unreadable = frozenset(name for name, file in weight_map.items() if shards[file] is None)
     else:
-        tensors = read_header(_single_file(folder))
+        single = _single_file(folder)
+        stamps = {single: _stamp(single)}
+        tensors = read_header(single)
         unreadable = frozenset()
-    return Checkpoint(folder, raw_config, hf_quant_config, tensors, unreadable, problems)
+    return Checkpoint(folder, raw_config, hf_quant_config, tensors, unreadable, problems, stamps)
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """What changes when a file is written to, or another one takes its place."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def _weight_map(path: Path) -> dict[str, str]:

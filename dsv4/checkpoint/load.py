@@ -96,7 +96,7 @@ def load_weights(
     (``Transfer``); ``progress`` is called with (bytes done, bytes in all), by one thread at a time.
     Raises one ``UserError`` with everything that does not fit, before anything is loaded; and one
     for what only the values show: NaN or infinity in small tensors, expert ids or scales out of
-    range.
+    range; and for a file that is replaced or written to meanwhile.
     """
     found = find_parameters(checkpoint, config, mtp)
     _log_skipped(checkpoint, found)
@@ -202,6 +202,7 @@ def _loading(
     of_ranks, moving = _prepared(checkpoint, config, found, devices_of, ranks, progress)
     with moving:
         yield Loading(of_ranks, moving.wait)
+    checkpoint.check_unchanged()
 
 
 @uncollected()
