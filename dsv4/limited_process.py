@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from dsv4.errors import UserError
 
@@ -50,20 +51,23 @@ def run_limited(
     Raises ``UserError`` when it cannot be started.
     """
     started = time.monotonic()
-    try:
-        child = subprocess.Popen(
-            command, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    except OSError as error:
-        raise UserError(f"{command[0]}: cannot be run ({error.strerror})") from None
     ended = False
     interrupt = None
-    try:
-        ended = _ends_within(child, limit_seconds, progress)
-    except KeyboardInterrupt as stop:
-        interrupt = stop
-    finally:
-        _end_group(child, grace_seconds)
+    with contextlib.ExitStack() as waiting:
+        waiting.enter_context(_signals_wait())
+        try:
+            child = subprocess.Popen(
+                command, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as error:
+            raise UserError(f"{command[0]}: cannot be run ({error.strerror})") from None
+        try:
+            waiting.close()
+            ended = _ends_within(child, limit_seconds, progress)
+        except KeyboardInterrupt as stop:
+            interrupt = stop
+        finally:
+            _end_group(child, grace_seconds)
     if child.stdin is not None:
         child.stdin.close()
     code = TIMED_OUT if interrupt is None else INTERRUPTED
@@ -90,6 +94,30 @@ def signals_interrupt() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Signals that would interrupt do so at the end: one that comes while a child is made would
+    leave it behind, because nobody knows it yet. Only the main thread is interrupted.
+    """
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    is_main = threading.current_thread() is threading.main_thread()
+    before: dict[int, Any] = {
+        number: handler
+        for number in numbers
+        if is_main and callable(handler := signal.getsignal(number))
+    }
+    try:
+        for number in before:
+            signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            before[came[0]](came[0], None)
 
 
 def _ends_within(
