@@ -6,11 +6,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dsv4.errors import UserError
 from dsv4.ops import Packing
 from dsv4.ops.linear import RowList
 from dsv4.ops.moe import ExpertWeights
 from dsv4.weights.on_demand import WeightOnDemand
-from dsv4.weights.quant import QuantTensor, Weight
+from dsv4.weights.quant import QuantTensor, ValuesLost, Weight
 
 Weights = Mapping[str, QuantTensor | WeightOnDemand | Tensor]
 AnyPacked = TypeVar("AnyPacked")
@@ -55,7 +56,9 @@ class ReadOnce(Mapping[str, AnyParameter]):
 
 
 class WeightReader:
-    """Reads parameters by their names below ``prefix``, matrices in the layout of ``packing``."""
+    """Reads parameters by their names below ``prefix``, matrices in the layout of ``packing``.
+    Raises ``UserError`` with the names of matrices whose values the layout cannot hold.
+    """
 
     def __init__(self, weights: Weights, packing: Packing, prefix: str = "") -> None:
         self._weights = weights
@@ -78,7 +81,7 @@ class WeightReader:
             assert isinstance(weight, QuantTensor), f"{self._prefix}{name} is not a matrix"
             return self._packing.pack_weight(weight)
 
-        return self._kept(name, pack)
+        return self._kept([name], pack)
 
     def stored_matrix(self, name: str) -> QuantTensor:
         """A weight matrix as stored in the checkpoint."""
@@ -92,24 +95,32 @@ class WeightReader:
         pack = self._packing.pack_experts
         if pack is None:
             return ExpertWeights(*map(self.matrix, names))
-        return self._kept(names[0], lambda: pack(*map(self.stored_matrix, names)))
+        return self._kept(names, lambda: pack(*map(self.stored_matrix, names)))
 
     def row_list(self, names: Sequence[str], out_dtypes: Sequence[torch.dtype | None]) -> RowList:
         """Several weight matrices of one input width in the op table's layout."""
         pack = self._packing.pack_rows
         return self._kept(
-            names[0], lambda: pack([self.stored_matrix(name) for name in names], out_dtypes)
+            names, lambda: pack([self.stored_matrix(name) for name in names], out_dtypes)
         )
 
-    def _kept(self, first: str, pack: Callable[[], AnyPacked]) -> AnyPacked:
-        """What ``pack`` makes of matrices of which this is the first, or made of them before."""
+    def _kept(self, names: Sequence[str], pack: Callable[[], AnyPacked]) -> AnyPacked:
+        """What ``pack`` makes of these matrices, or made of them before."""
         packed = self._weights.packed if isinstance(self._weights, ReadOnce) else None
         if packed is None:
-            return pack()
-        name = self._prefix + first
+            return self._named(names, pack)
+        name = self._prefix + names[0]
         if name not in packed:
-            packed[name] = pack()
+            packed[name] = self._named(names, pack)
         return packed[name]
+
+    def _named(self, names: Sequence[str], pack: Callable[[], AnyPacked]) -> AnyPacked:
+        try:
+            return pack()
+        except ValuesLost as error:
+            shown = ", ".join(self._prefix + name for name in names)
+            advice = "EngineConfig.ops='torch' takes any"
+            raise UserError(f"{shown}: {error}; {advice}") from None
 
     def vector(self, name: str) -> Tensor:
         """A norm, bias, sink or mHC parameter in float32."""

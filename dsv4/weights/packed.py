@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsv4.weights.codes import e8m0_to_float
-from dsv4.weights.quant import QuantFormat, QuantTensor, WeightParts, packed_shapes
+from dsv4.weights.quant import QuantFormat, QuantTensor, ValuesLost, WeightParts, packed_shapes
 
 TILE_ROWS = 16
 PADDING = 64
@@ -151,12 +151,12 @@ def pack_weight(weight: QuantTensor) -> PackedWeight:
     lies on.
 
     On the meta device only the shapes are made. An F32 weight is stored as BF16. Raises
-    ``ValueError`` when that would change a value.
+    ``ValuesLost`` when that would change a value.
     """
     if weight.format is QuantFormat.F32:
         rounded = weight.data.bfloat16()
         if not rounded.is_meta and not torch.equal(rounded.float(), weight.data):
-            raise ValueError(
+            raise ValuesLost(
                 "weight: found an F32 weight, expected values that bfloat16 represents exactly"
             )
         weight = QuantTensor.dense(rounded)

@@ -12,9 +12,14 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from dsv4.errors import UserError
 from dsv4.weights.codes import e8m0_to_float, unpack_e2m1
 
 FP8_BLOCK = 128
+
+
+class ValuesLost(UserError):
+    """A weight of a checkpoint whose values another layout cannot hold."""
 
 
 class QuantFormat(enum.Enum):
