@@ -169,7 +169,9 @@ def yarn(read: JsonReader) -> Yarn | None:
             tables["main"].exactly(key, "default")
     stated = (read.child("rope_scaling"), tables.get("compress"))
     found = [_yarn(one) for one in stated if one is not None and _kinds(one)]
-    if not found:
+    # One without a type says nothing, also where the other dialect does.
+    is_untyped = stated[0] is not None and stated[0].values and not _kinds(stated[0])
+    if not found or is_untyped:
         # A model that was trained with YaRN would compute something, and nothing would show it.
         stated_there = read.values.get("rope_scaling", read.values.get("rope_parameters"))
         expected = "an object with the type 'yarn', or 'default' for a model without YaRN"

@@ -205,6 +205,7 @@ def test_both_dialects_may_say_the_same() -> None:
         ),
         ("rope_parameters", {"rope_type": "default"}, "rope_scaling: found {.*the same as rope_pa"),
         ("rope_scaling/rope_type", "default", "rope_scaling: type: found 'yarn', expected 'defaul"),
+        ("rope_scaling", {"factor": 4}, "rope_scaling: found .'factor': 4., expected an object wi"),
         ("rope_parameters/main/type", "yarn", "main: type: found 'yarn', expected 'default'"),
         (
             "partial_rotary_factor",
