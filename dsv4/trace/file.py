@@ -17,7 +17,8 @@ from dsv4.errors import UserError
 from dsv4.replaced_file import put_in_place
 
 FORMAT = "dsv4-trace/1"
-_COPIED_BYTES = 16 << 20
+# What of a value lies on the disk twice while the file is put together.
+_COPIED_BYTES = 1 << 20
 
 
 @dataclass
@@ -117,7 +118,7 @@ class TraceFile:
             )
 
     def _finish(self) -> None:
-        """The header, then the rows of each value, whose part goes as soon as it is copied."""
+        """The header, then the rows of each value, whose part goes as it is copied."""
         stored = {name: value.stored for name, value in self._values.items()}
         prefilled = min(self._prompt_tokens, self._values["token_ids"].rows)
         metadata = {**self._metadata, "prompt_tokens": str(prefilled)}
@@ -127,18 +128,26 @@ class TraceFile:
             with whole.open("wb") as file:
                 file.write(header)
                 for name, value in self._values.items():
-                    file.seek(offsets[name])
-                    _copy(value, file)
+                    _copy(value, file, offsets[name])
             put_in_place(whole, self._path)
 
 
-def _copy(value: _Value, file: Any) -> None:
+def _copy(value: _Value, file: Any, offset: int) -> None:
+    """From its end, so that the part shrinks as the file grows: a disk that has taken all steps
+    takes the file.
+    """
     remaining = value.stored.nbytes
     if not remaining:
         return
-    with value.part.open("rb") as part:
+    with value.part.open("r+b") as part:
+        # Of a step that did not end there is more.
+        part.truncate(remaining)
         while remaining:
-            block = part.read(min(remaining, _COPIED_BYTES))
-            file.write(block)
-            remaining -= len(block)
+            start = max(0, remaining - _COPIED_BYTES)
+            part.seek(start)
+            file.seek(offset + start)
+            file.write(part.read(remaining - start))
+            file.flush()
+            part.truncate(start)
+            remaining = start
     value.part.unlink()

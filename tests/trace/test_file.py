@@ -137,6 +137,24 @@ def test_a_trace_that_the_disk_cannot_hold_is_refused_at_the_first_step(
     assert [entry.name for entry in tmp_path.iterdir()] == ["fits"]
 
 
+def test_a_part_shrinks_as_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+
+    def unlink(part: Path, missing_ok: bool = False) -> None:
+        left.append(part.stat().st_size)
+        part.rename(part.with_suffix(".gone"))
+
+    monkeypatch.setattr("dsv4.trace.file._COPIED_BYTES", 1000)
+    monkeypatch.setattr(Path, "unlink", unlink)
+    path = tmp_path / "trace.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        broken_off(path, 300, KeyboardInterrupt)
+    assert left == [0, 0]
+    with safe_open(path, "pt") as found:
+        assert found.get_tensor("hidden")[:, 3].tolist() == list(range(300))
+        assert found.get_tensor("token_ids").tolist() == list(range(300))
+
+
 def test_a_name_may_be_as_long_as_the_disk_takes(tmp_path: Path) -> None:
     path = tmp_path / ("t" * 255)
     with TraceFile(path, {}, 1, 4) as file:
