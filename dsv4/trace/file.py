@@ -23,18 +23,12 @@ _COPIED_BYTES = 1 << 20
 
 @dataclass
 class _Value:
-    """A value so far: its rows lie in ``part``, of which ``rows`` belong to steps that ended."""
+    """A value so far: its rows lie in ``part``, of which ``written`` are known to be whole."""
 
     part: Path
     dtype: torch.dtype
     row_shape: tuple[int, ...]
     written: int = 0
-    rows: int = 0
-
-    @property
-    def stored(self) -> StoredType:
-        """What of it belongs to steps that ended."""
-        return StoredType(self.dtype, (self.rows, *self.row_shape))
 
 
 class TraceFile:
@@ -58,6 +52,8 @@ class TraceFile:
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
         self._values: dict[str, _Value] = {}
+        # Rows that belong to steps that ended.
+        self._ended: dict[str, int] = {}
         self._has_room = False
         with naming_file(path):
             self._parts = Path(tempfile.mkdtemp(prefix=".dsv4-", dir=self._path.parent))
@@ -100,15 +96,15 @@ class TraceFile:
             self._end_step()
 
     def _end_step(self) -> None:
-        for value in self._values.values():
-            value.rows = value.written
+        # At once: an interruption between two values would leave them with other numbers of rows.
+        self._ended = {name: value.written for name, value in self._values.items()}
         if not self._has_room:
             self._check_room()
             self._has_room = True
 
     def _check_room(self) -> None:
-        nbytes = sum(value.stored.nbytes for value in self._values.values())
-        tokens = self._values["token_ids"].rows
+        nbytes = sum(stored.nbytes for stored in self._stored().values())
+        tokens = self._ended["token_ids"]
         needed = nbytes * (self._tokens - tokens) // tokens
         free = shutil.disk_usage(self._parts).free
         if needed > free:
@@ -117,37 +113,44 @@ class TraceFile:
                 f"for {self._tokens} tokens; patterns choose fewer values"
             )
 
+    def _stored(self) -> dict[str, StoredType]:
+        """What of each value belongs to steps that ended."""
+        return {
+            name: StoredType(value.dtype, (self._ended[name], *value.row_shape))
+            for name, value in self._values.items()
+            if name in self._ended
+        }
+
     def _finish(self) -> None:
         """The header, then the rows of each value, whose part goes as it is copied."""
-        stored = {name: value.stored for name, value in self._values.items()}
-        prefilled = min(self._prompt_tokens, self._values["token_ids"].rows)
+        stored = self._stored()
+        prefilled = min(self._prompt_tokens, self._ended["token_ids"])
         metadata = {**self._metadata, "prompt_tokens": str(prefilled)}
         header, offsets = lay_out_file(stored, metadata)
         whole = self._parts / "trace"
         with naming_file(self._path):
             with whole.open("wb") as file:
                 file.write(header)
-                for name, value in self._values.items():
-                    _copy(value, file, offsets[name])
+                for name, value in stored.items():
+                    _copy(self._values[name].part, value.nbytes, file, offsets[name])
             put_in_place(whole, self._path)
 
 
-def _copy(value: _Value, file: Any, offset: int) -> None:
-    """From its end, so that the part shrinks as the file grows: a disk that has taken all steps
-    takes the file.
+def _copy(path: Path, nbytes: int, file: Any, offset: int) -> None:
+    """The first ``nbytes`` of the part ``path``, from the last one on, so that the part shrinks as
+    the file grows: a disk that has taken all steps takes the file.
     """
-    remaining = value.stored.nbytes
-    if not remaining:
+    if not nbytes:
         return
-    with value.part.open("r+b") as part:
+    with path.open("r+b") as part:
         # Of a step that did not end there is more.
-        part.truncate(remaining)
-        while remaining:
-            start = max(0, remaining - _COPIED_BYTES)
+        part.truncate(nbytes)
+        while nbytes:
+            start = max(0, nbytes - _COPIED_BYTES)
             part.seek(start)
             file.seek(offset + start)
-            file.write(part.read(remaining - start))
+            file.write(part.read(nbytes - start))
             file.flush()
             part.truncate(start)
-            remaining = start
-    value.part.unlink()
+            nbytes = start
+    path.unlink()

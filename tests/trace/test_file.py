@@ -3,7 +3,10 @@
 import json
 import os
 import signal
+import sys
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -88,6 +91,38 @@ def test_an_interrupted_trace_holds_the_steps_that_ended(
         assert found.get_tensor("hidden")[:, 0].tolist() == [0, 1, 2]
         assert found.metadata()["prompt_tokens"] == "3"
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.safetensors"]
+
+
+@pytest.mark.parametrize("line", range(1, 8))
+def test_an_interruption_as_a_step_ends_leaves_as_many_rows_of_every_value(
+    tmp_path: Path, line: int
+) -> None:
+    passed = 0
+
+    def interrupt(_: Any, event: str, __: Any) -> Any:
+        nonlocal passed
+        passed += event == "line"
+        if passed == line:
+            raise KeyboardInterrupt
+        return interrupt
+
+    def follow(frame: FrameType, _: str, __: Any) -> Any:
+        return interrupt if frame.f_code is TraceFile._end_step.__code__ else None
+
+    before = sys.gettrace()
+    path = tmp_path / "trace.safetensors"
+    try:
+        with suppress(KeyboardInterrupt), TraceFile(path, {}, 8, 4) as file:
+            steps(file, 2)
+            file.add("hidden", torch.ones(1, 4))
+            sys.settrace(follow)
+            file.add("token_ids", torch.tensor([2]))
+    finally:
+        sys.settrace(before)
+    with safe_open(path, "pt") as found:
+        ids = found.get_tensor("token_ids").tolist()
+        assert ids in ([0, 1], [0, 1, 2])
+        assert len(found.get_tensor("hidden")) == len(ids)
 
 
 @pytest.mark.usefixtures("interruptible")
