@@ -55,6 +55,9 @@ class TraceFile:
         # Rows that belong to steps that ended.
         self._ended: dict[str, int] = {}
         self._has_room = False
+        self._writer = ThreadPoolExecutor(1, "dsv4-trace")
+        # Nobody waits for a thread that was interrupted while it started, so it starts now.
+        self._writer.submit(int).result()
         with naming_file(path):
             self._parts = Path(tempfile.mkdtemp(prefix=".dsv4-", dir=self._path.parent))
 
@@ -69,10 +72,10 @@ class TraceFile:
     ) -> None:
         try:
             is_cut = kind is not None and issubclass(kind, KeyboardInterrupt | BrokenPipeError)
-            if self._has_room and (kind is None or is_cut):
-                # Only the main thread is interrupted: it waits here until the file is whole.
-                with ThreadPoolExecutor(1) as writer:
-                    writer.submit(self._finish).result()
+            # Only the main thread is interrupted: it waits here until the file is whole.
+            with self._writer:
+                if self._has_room and (kind is None or is_cut):
+                    self._writer.submit(self._finish).result()
         finally:
             shutil.rmtree(self._parts, ignore_errors=True)
 

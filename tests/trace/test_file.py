@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -129,12 +131,20 @@ def test_an_interruption_as_a_step_ends_leaves_as_many_rows_of_every_value(
 def test_an_interruption_while_the_trace_is_written_leaves_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    start = threading.Thread.start
+
+    def start_slowly(thread: threading.Thread) -> None:
+        start(thread)
+        time.sleep(0.1)
+
     def interrupted(*arguments: Any) -> None:
         monkeypatch.setattr("dsv4.trace.file._copy", _copy)
         os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
         _copy(*arguments)
 
     monkeypatch.setattr("dsv4.trace.file._copy", interrupted)
+    monkeypatch.setattr(threading.Thread, "start", start_slowly)
     path = tmp_path / "trace.safetensors"
     with pytest.raises(KeyboardInterrupt), TraceFile(path, {}, 3, 4) as file:
         steps(file, 3)
