@@ -148,7 +148,7 @@ class JoinedTrace:
         bits = _BITS[first.dtype.itemsize]
         same = first.view(bits) == part.view(bits)
         if not bool(same.all()):
-            apart = (first.double() - part.double()).abs().nan_to_num(torch.inf)
+            apart = (first.double() - part.double()).abs().nan_to_num(torch.inf, torch.inf)
             difference = float(apart.masked_fill(same, 0).max())
             before = self.unequal.get(name)
             if before is None or before.difference < difference:

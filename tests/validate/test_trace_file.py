@@ -86,6 +86,16 @@ def test_nan_and_inf_on_all_ranks_are_equal(tmp_path: Path, stack: ExitStack) ->
     assert trace.unequal == {}
 
 
+def test_an_infinity_on_one_rank_is_an_infinite_difference(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    trace = JoinedTrace(
+        ranks(tmp_path, {"a": torch.ones(6, 2)}, {"a": torch.full((6, 2), -math.inf)}), stack
+    )
+    whole(trace, "a")
+    assert trace.unequal == {"a": Unequal((0, 1), math.inf)}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_ranks_are_compared_by_their_bits(
     tmp_path: Path, stack: ExitStack, dtype: torch.dtype
