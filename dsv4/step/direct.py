@@ -65,7 +65,8 @@ class DirectValues:
         if self.wants(name):
             start = self._state.position - self._tokens
             rows = completed_rows(start, self._tokens, ratio)
-            self._watch.seen(name, tensor[:rows].cpu())
+            # A copy on the CPU too: what is shown may be written to, and the step goes on.
+            self._watch.seen(name, tensor[:rows].to("cpu", copy=True))
 
     def compute(
         self,

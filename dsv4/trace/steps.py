@@ -52,7 +52,7 @@ class TracedSteps:
         # The logits would overwrite it, and the caller may want them again.
         hidden_TE = self._run(token_ids).clone()
         if self._watch.wants(LOGITS):
-            self._watch.seen(LOGITS, self._steps.logits(hidden_TE).cpu())
+            self._watch.seen(LOGITS, self._steps.logits(hidden_TE).to("cpu", copy=True))
         self._end_step(token_ids)
         return hidden_TE
 

@@ -63,6 +63,20 @@ def test_the_order_of_names_is_that_of_the_computation(engine: Engine) -> None:
     assert seen == [*value_names(engine.config), "positions", "token_ids"]
 
 
+def test_who_writes_to_what_is_shown_changes_nothing(
+    engine: Engine, values: dict[str, Tensor]
+) -> None:
+    shown = ShownValues()
+
+    def see(name: str, rows: Tensor) -> None:
+        shown.add(name, rows.clone())
+        rows.zero_()
+
+    engine.run_traced(IDS, Watch(see))
+    for name, rows in shown.joined().items():
+        assert torch.equal(rows, values[name]), name
+
+
 @pytest.mark.slow
 def test_values_do_not_depend_on_how_the_tokens_are_fed(
     engine: Engine, values: dict[str, Tensor]
