@@ -53,11 +53,11 @@ class TraceWriter:
         joined with those before.
         """
         copy = rows.detach().to("cpu", copy=True).contiguous()
-        parts = self.parts.setdefault(name, [])
+        parts = self.parts.get(name, [])
         if not copy.dim() or (parts and copy.shape[1:] != parts[0].shape[1:]):
             before = f", as {list(parts[0].shape)} before" if parts else ""
             raise ValueError(f"{name}: found {list(copy.shape)}, expected rows [T, ...]{before}")
-        parts.append(copy)
+        self.parts.setdefault(name, []).append(copy)
 
     def check(self, path: str | Path) -> None:
         """Raises ``ValueError`` for a folder or a device, which the file would replace, for a file

@@ -52,6 +52,10 @@ def test_rows_that_cannot_be_joined_are_named_at_once(
         writer.add("layers.0.router.experts", rows)
     with pytest.raises(ValueError, match=message):
         writer.add("layers.0.router.experts", last)
+    writer.begin(torch.tensor([5]), torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"logits: found \[\], expected rows"):
+        writer.add("logits", torch.tensor(1.0))
+    assert writer.save(tmp_path / "theirs.safetensors").is_file()
 
 
 @pytest.mark.parametrize(("text", "found"), [("{", "no JSON"), ("[]", "a JSON list")])
