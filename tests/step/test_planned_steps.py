@@ -23,6 +23,7 @@ from dsv4.step.planned import PlannedSteps, planned_weight
 from dsv4.weights.parameters import Role, parameters
 from dsv4.weights.quant import QuantTensor
 from tests.launch.simulated_memory import assert_buffers_survive
+from tests.ops.cases import tiny_config
 from tests.step.planned_model import GPUS, TARGETS, PlannedModel, demo, geometry
 
 CONFIG = ModelConfig.from_dict(geometry_config("v4-flash", 6))
@@ -55,6 +56,18 @@ def test_the_workspace_is_that_of_the_largest_step() -> None:
     }
     longest = planned.steps[-1].recordings[GPUS[0]]
     assert planned.workspace_bytes()[GPUS[0]] == lay_out(longest).nbytes
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "q_lora_rank", "head_dim"])
+def test_prompts_of_models_with_odd_widths_are_recorded(key: str) -> None:
+    """Rows of an odd product are padded; those who read it take rows without gaps."""
+    widths = {"num_attention_heads": 1, "o_groups": 1, "qk_rope_head_dim": 8, key: 33}
+    config = tiny_config(**widths)
+    stored = [(p, format_in("bf16", p)) for p in parameters(config).values()]
+    devices = tuple(GPUS[:1] * config.num_hidden_layers)
+    model = PlannedModel.of(config, stored, devices, EngineConfig(max_context=64))
+    for tokens in (1, 9):
+        model.record(tokens)
 
 
 def test_steps_apart_have_memory_of_their_own() -> None:

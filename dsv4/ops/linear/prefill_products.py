@@ -38,7 +38,9 @@ class PrefillProducts:
         """
         dtype = out_dtype or torch.bfloat16
         packed = check_linear(x, weight, dtype)
-        return self.batches(recording, x.unsqueeze(1), packed, dtype)[:, 0]
+        y_TN = self.batches(recording, x.unsqueeze(1), packed, dtype)[:, 0]
+        # Kernels that read float32 products take rows that lie apart.
+        return y_TN if dtype == torch.float32 else _without_gaps(recording, y_TN)
 
     def grouped_linear(self, recording: Recording, x_TGK: Tensor, weight: Weight) -> Tensor:
         """Group g of x ``[T, G, K]`` times rows g·R … g·R + R − 1 of W ``[G·R, K]``: ``[T, G, R]``.
@@ -75,6 +77,15 @@ class PrefillProducts:
         packed = packed_rows(rows)
         pairs = zip(packed.weights, packed.dtypes, strict=True)
         return tuple([self.linear(recording, x, weight, dtype) for weight, dtype in pairs])
+
+
+def _without_gaps(recording: Recording, y_TN: Tensor) -> Tensor:
+    """y, or a copy of rows that lie apart: of odd N, which no published model has."""
+    if y_TN.is_contiguous():
+        return y_TN
+    copy = recording.empty(y_TN.shape, y_TN.dtype)
+    recording.call(copy_rows, copy, y_TN)
+    return copy
 
 
 def normalised(

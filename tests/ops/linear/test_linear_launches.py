@@ -160,12 +160,15 @@ def test_long_steps_are_those_of_few_splits(target: Target) -> None:
 
 
 def test_rows_that_no_access_fits_are_copied() -> None:
-    """K that is no multiple of 8: one copy with padded rows; groups that share a tile: each one."""
+    """K that is no multiple of 8: one copy with padded rows; odd N, whose rows are padded: one
+    without gaps; groups that share a tile: each one.
+    """
     recording = Recording(TARGETS[0], 40)
     odd = pack_weight(stored(BF16, 65, 33))
-    assert prefill.linear(recording, activations(recording, 33), odd).shape == (40, 65)
-    assert names(recording) == ["call", "prefill_linear"]
-    launch = recording.items[-1]
+    y = prefill.linear(recording, activations(recording, 33), odd)
+    assert (y.shape, y.is_contiguous()) == ((40, 65), True)
+    assert names(recording) == ["call", "prefill_linear", "call"]
+    launch = recording.items[1]
     assert isinstance(launch, Launch)
     assert launch.arguments["x_stride"] == 40
     # bf16 results are written in pairs of rows.
