@@ -1,11 +1,12 @@
 // A row of Width bf16 values of the indexer in the registers of one warp: rotary embedding,
 // rounded, then the Hadamard rotation (dsv4/ops/indexer/__init__.py). Lane l holds the PER_LANE
-// consecutive values from l · PER_LANE on. Width is a power of two.
+// consecutive values from l · PER_LANE on. Width is a power of two. Aligned: rows that are loaded
+// begin at multiples of 8 bytes; those that are stored always do.
 #pragma once
 #include "hadamard.cuh"
 #include "rope.cuh"
 
-template <int Width, int Rope>
+template <int Width, int Rope, bool Aligned = true>
 struct IndexRow {
     static constexpr int PER_LANE = Width > WARP ? Width / WARP : 1;
     static constexpr int LANES = Width / PER_LANE;
@@ -23,7 +24,7 @@ struct IndexRow {
     }
 
     __device__ __forceinline__ void load(const bf16* row) {
-        if constexpr (PER_LANE == 4) {
+        if constexpr (PER_LANE == 4 && Aligned) {
             const uint2 raw = *reinterpret_cast<const uint2*>(row + first());
             values[0] = __uint_as_float(raw.x << 16),
             values[1] = __uint_as_float(raw.x & 0xFFFF0000u);

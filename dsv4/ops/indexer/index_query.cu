@@ -7,12 +7,16 @@
 #ifndef ROPE
 #define ROPE 64
 #endif
+// Whether q begins at a multiple of 8 bytes.
+#ifndef ALIGNED
+#define ALIGNED 1
+#endif
 
 // Block (x, y): token y, `heads_per_block` heads from x · heads_per_block on.
 extern "C" __global__ void __launch_bounds__(256)
     index_query(const bf16* q, const int64* positions, const float* inv_freq, bf16* out, int heads,
                 int heads_per_block, float normaliser) {
-    using Row = IndexRow<WIDTH, ROPE>;
+    using Row = IndexRow<WIDTH, ROPE, ALIGNED>;
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int first = blockIdx.x * heads_per_block + warp;
     const int stop = min((int)(blockIdx.x + 1) * heads_per_block, heads);

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
@@ -15,6 +16,8 @@ _WARPS = 8
 # Few tokens: two heads a block, so that the heads of one token spread over the multiprocessors.
 # Many: a block walks all heads of its token, which share one rotation.
 _DECODE_HEADS = 2
+# Of a lane's load, which rows of 128 values take.
+LOAD_BYTES = 8
 
 
 def index_query(
@@ -27,11 +30,12 @@ def index_query(
     """
     check_index_queries(q_TID, positions_T, inv_freq)
     _, heads, width = q_TID.shape
-    kernel = Kernel(
-        "indexer/index_query",
-        "index_query",
-        (("WIDTH", width), ("ROPE", 2 * inv_freq.shape[0])),
+    defines = (
+        ("WIDTH", width),
+        ("ROPE", 2 * inv_freq.shape[0]),
+        ("ALIGNED", int(is_aligned(q_TID, LOAD_BYTES))),
     )
+    kernel = Kernel("indexer/index_query", "index_query", defines)
     out_TID = recording.empty_like(q_TID)
     recording.launch(
         by_tokens(_shape, kernel, heads),

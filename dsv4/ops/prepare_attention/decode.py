@@ -7,14 +7,14 @@ from torch import Tensor
 
 from dsv4.caches.rows import RowCache
 from dsv4.config import CSA_RATIO
-from dsv4.launch.buffers import byte_offset, storage_key
+from dsv4.launch.buffers import byte_offset, is_aligned, storage_key
 from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.compressor.decode import compress
 from dsv4.ops.compressor.windows import THREADS, Windows, check_windows, split
 from dsv4.ops.hyper_connection.left_comb import left_comb
-from dsv4.ops.indexer.query import check_index_queries, index_query
+from dsv4.ops.indexer.query import LOAD_BYTES, check_index_queries, index_query
 from dsv4.ops.key_rows import in_vectors, row_code
 from dsv4.ops.kv_write.decode import kv_write
 from dsv4.ops.kv_write.rows import KeyRows
@@ -203,6 +203,8 @@ def _is_usual(step: _Step) -> bool:
     if q_THD.shape[-1] != step.ring.width or len(compressions) > 2:
         return False
     if (index_TID is not None) != (len(compressions) == 2):
+        return False
+    if index_TID is not None and not is_aligned(index_TID, LOAD_BYTES):
         return False
     return all(
         _is_usual_part(compression, step, index_TID if number else None)

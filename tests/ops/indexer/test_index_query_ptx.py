@@ -31,10 +31,14 @@ def is_right(
     start: int,
     tokens: int,
     edit: SourceEdit | None = None,
+    shift: int = 0,
 ) -> bool:
-    """Equal but for few roundings between neighbours, which the order of a sum decides."""
+    """Equal but for few roundings between neighbours, which the order of a sum decides. ``shift``:
+    of the queries' memory, in values.
+    """
     generator = torch.Generator().manual_seed(width + tokens)
-    q_TID = torch.randn(tokens, heads, width, generator=generator).bfloat16()
+    values = torch.randn(shift + tokens * heads * width, generator=generator).bfloat16()
+    q_TID = values[shift:].view(tokens, heads, width)
     positions_T = start + torch.arange(tokens)
     inv_freq = 160000.0 ** (-torch.arange(0, rope_width, 2) / rope_width)
     recording = Recording(Target(torch.device("cpu"), "sm_90a", 132), tokens)
@@ -52,6 +56,12 @@ def is_right(
 def test_equals_the_torch_op(heads: int, width: int, rope_width: int) -> None:
     for start, tokens in ((0, 1), (1_000_000, 3), (123_456, 9)):
         assert is_right(heads, width, rope_width, start, tokens), (start, tokens)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 4])
+def test_queries_that_begin_anywhere(shift: int) -> None:
+    """Behind a product of any width, as in the buffer of a row list."""
+    assert is_right(3, 128, 64, 1000, 1, shift=shift)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

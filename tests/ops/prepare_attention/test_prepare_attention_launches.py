@@ -143,6 +143,17 @@ def test_what_the_kernel_does_not_know_goes_in_parts(kind: str, change: Any) -> 
     assert functions(record(change(model_step(kind, 3)))) == PARTS[kind]
 
 
+def test_index_queries_between_borders_go_in_parts() -> None:
+    case = model_step("csa", 3)
+    q_THD, index_TID = case.queries
+    assert index_TID is not None
+    shifted = meta(index_TID.numel() + 2)[2:].view(index_TID.shape)
+    found = record(replace(case, queries=Queries(q_THD, shifted)))
+    assert functions(found) == PARTS["csa"]
+    query = next(launch for launch in found if launch.shape.kernel.function == "index_query")
+    assert dict(query.shape.kernel.defines)["ALIGNED"] == 0
+
+
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_wide_rows_go_to_the_kernels_of_any_geometry(tokens: int) -> None:
     case = model_step("window", tokens)
