@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dsv4.channels import Channel
+from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
@@ -34,24 +35,19 @@ def receive_rows(recording: Recording, channel: Channel, rows: Tensor, early: bo
     """What was sent into ``channel``, on its target. ``rows`` may be columns of wider ones.
     ``early``: it comes soon, so that the next kernel may start in front of it.
 
-    Raises ``ValueError`` as ``send_rows``, and for gaps inside a row.
+    Raises ``ValueError`` as ``send_rows``, for gaps inside a row, and for columns that are no whole
+    values of 32 bits in each row.
     """
-    width = rows.shape[-1]
-    pitch = width
-    if rows.dim() == 2:
-        expect_rows("rows", rows, rows.dtype, tuple(rows.shape))
-        pitch = rows.stride(0)
-    else:
-        expect("rows", rows, rows.dtype, tuple(rows.shape))
     count = _values(channel, rows)
+    width, pitch = _steps(rows, count)
     kernel = _kernel("receive_rows", early)
     recording.launch(
         Shape(kernel, ceil_div(count, _THREADS), _THREADS, settles=not early),
         **_received(channel),
         rows=rows,
         count=count,
-        width=width * rows.itemsize // _VALUE_BYTES,
-        pitch=pitch * rows.itemsize // _VALUE_BYTES,
+        width=width,
+        pitch=pitch,
     )
 
 
@@ -86,8 +82,29 @@ def _received(channel: Channel) -> dict[str, Tensor | int]:
     }
 
 
+def _steps(rows: Tensor, count: int) -> tuple[int, int]:
+    """Values of 32 bits in a row, and from its start to the next one's."""
+    width = rows.itemsize * rows.shape[-1]
+    pitch = width
+    if rows.dim() == 2:
+        expect_rows("rows", rows, rows.dtype, tuple(rows.shape))
+        pitch = rows.itemsize * rows.stride(0)
+    else:
+        expect("rows", rows, rows.dtype, tuple(rows.shape))
+    if width % _VALUE_BYTES == 0 and pitch % _VALUE_BYTES == 0:
+        return width // _VALUE_BYTES, pitch // _VALUE_BYTES
+    if rows.is_contiguous():
+        # They follow each other: values may belong to two of them.
+        return count, count
+    expected = f"multiples of {_VALUE_BYTES}"
+    raise ValueError(f"rows: found {width} bytes every {pitch}, expected {expected}")
+
+
 def _values(channel: Channel, rows: Tensor) -> int:
     """Of 32 bits, in rows that fit."""
+    if not is_aligned(rows, _VALUE_BYTES):
+        expected = f"multiples of {_VALUE_BYTES}"
+        raise ValueError(f"rows: found an address between {expected}, expected one of them")
     nbytes = rows.numel() * rows.itemsize
     room = channel.words_W.shape[0]
     if nbytes % _VALUE_BYTES or nbytes // _VALUE_BYTES > room:

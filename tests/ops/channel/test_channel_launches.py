@@ -56,7 +56,12 @@ def test_other_rows_are_refused() -> None:
             launches(op, CHANNEL, meta(1, 3), tokens=1)
         with pytest.raises(ValueError, match=r"rows: found strides \(1, 2\)"):
             launches(op, CHANNEL, meta(8, 2).T, tokens=2)
+        with pytest.raises(ValueError, match="rows: found an address between multiples of 4"):
+            launches(op, CHANNEL, meta(9)[1:], tokens=1)
     with pytest.raises(ValueError, match="rows: found strides"):
         launches(send_rows, CHANNEL, meta(2, 64)[:, :32], tokens=2)
+    for columns, found in ((meta(2, 8)[:, 2:5], "6 bytes every 16"), (meta(2, 9), "8 bytes every")):
+        with pytest.raises(ValueError, match=f"rows: found {found}"):
+            launches(receive_rows, CHANNEL, columns[:, :4], tokens=2)
     with pytest.raises(ValueError, match=r"given_1: found torch\.int32"):
         launches(take_tokens, CHANNEL, meta(1, dtype=I64), meta(1, dtype=torch.int32), tokens=1)

@@ -83,6 +83,17 @@ def test_columns_of_wider_rows_leave_the_others_alone() -> None:
     assert bool((found[:, :128] == 7).all() & (found[:, 448:] == 7).all())
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_values_of_two_rows(width: int) -> None:
+    """Of an odd number of 16-bit columns."""
+    channel = channel_on_cpu(64)
+    rows = normal(4, width, seed=1).bfloat16()
+    found = torch.zeros_like(rows)
+    send(channel, rows)
+    receive(channel, found)
+    assert torch.equal(found, rows)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
     channel = channel_on_cpu(1024)
