@@ -54,7 +54,9 @@ def takes_boxes(recording: Recording, x: Tensor) -> bool:
 
 
 def one_group(x_TK: Tensor) -> Tensor:
-    """x as ``[T, 1, K]`` whose strides are all those of rows, at multiples of 16 bytes."""
+    """x as ``[T, 1, K]`` whose strides are all those of rows, at multiples of 16 bytes: TMA takes
+    no others, even where there is one group.
+    """
     tokens, columns = x_TK.shape
     step = x_TK.stride(0)
     return x_TK.as_strided((tokens, 1, columns), (step, step, 1), x_TK.storage_offset())

@@ -26,7 +26,7 @@ from dsv4.ops.linear.cutedsl.gemm_config import (
 )
 from dsv4.ops.linear.prefill import linear_batches
 from dsv4.ops.linear.prefill_cutedsl import INSTALLED
-from dsv4.ops.linear.prefill_long import linear_batches_long
+from dsv4.ops.linear.prefill_long import linear_batches_long, one_group
 from dsv4.ops.linear.prefill_products import PrefillProducts
 from dsv4.weights.packed import PackedWeight
 from dsv4.weights.quant import QuantFormat
@@ -137,7 +137,10 @@ class _Dense:
             return
         *weight, y_TGR = operands
         nothing = [weight[0]] * 4
-        gemm(x_TGK[:tokens], *weight, *weight, *nothing, y_TGR[:tokens], 0.0, 1)
+        x = x_TGK[:tokens]
+        if x.shape[1] == 1:
+            x = one_group(x[:, 0])
+        gemm(x, *weight, *weight, *nothing, y_TGR[:tokens], 0.0, 1)
 
 
 _PRODUCTS = PrefillProducts(_linear_batches)

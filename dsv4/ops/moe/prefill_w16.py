@@ -10,6 +10,7 @@ from torch import Tensor
 from dsv4.launch.recording import Recording
 from dsv4.ops.linear.aligned import empty_rows
 from dsv4.ops.linear.cutedsl.gemm_config import W16Problem
+from dsv4.ops.linear.prefill_long import one_group
 from dsv4.ops.linear.prefill_w16 import W16Product, exact_scales, gemm_operands, linear
 from dsv4.ops.moe import ExpertWeights, Mixture, grouped
 from dsv4.ops.moe.operands import Layer
@@ -114,7 +115,7 @@ class _SharedGateUp:
         assert gemm is not None
         *weights, hidden = operands
         nothing = [weights[0]] * 4
-        x = x_TE[:tokens].unsqueeze(1)
+        x = one_group(x_TE[:tokens])
         gemm(x, *weights, *nothing, hidden[:tokens].unsqueeze(1), self.limit, 1)
 
 
@@ -134,7 +135,7 @@ class _SortedGateUp:
         per_token = self.product.rows_per_token
         pairs = tokens * per_token
         gemm(
-            x_TE[:tokens].unsqueeze(1),
+            one_group(x_TE[:tokens]),
             *weights,
             tiles[: Cut(self.product.rows_per_token, self.experts).tiling(tokens).most],
             tile_count,
@@ -160,7 +161,7 @@ class _Down:
         *weight, tiles, tile_count, slots, products = operands
         pairs = tokens * self.product.rows_per_token
         gemm(
-            hidden[:pairs].unsqueeze(1),
+            one_group(hidden[:pairs]),
             *weight,
             *weight,
             tiles[: Cut(self.product.rows_per_token, self.experts).tiling(tokens).most],

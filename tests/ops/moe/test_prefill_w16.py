@@ -17,7 +17,7 @@ from dsv4.ops.linear.cutedsl.gemm_config import W16Config
 from dsv4.ops.linear.prefill_cutedsl import INSTALLED
 from dsv4.ops.moe import ExpertWeights, prefill, prefill_w16
 from dsv4.weights.packed import PackedWeight
-from tests.ops.linear.meta import FP8, MXFP4, NVFP4
+from tests.ops.linear.meta import BF16, FP8, MXFP4, NVFP4
 from tests.ops.linear.meta import names as recorded_names
 from tests.ops.linear.w16_problems import (
     EXPERTS,
@@ -125,6 +125,18 @@ def test_calls_are_for_the_tokens_of_a_step(gemms: Gemms) -> None:
         w1 = [(1, 128, 128, 512), (1, 16, 32), (1, 128, 128, 512)]
         assert sizes[:4] == [(tokens, 1, 4096), *w1]
         assert sizes[-1] == (tokens, 1, 2048)
+
+
+def test_rows_of_any_width_are_strides_that_tma_takes(gemms: Gemms) -> None:
+    """Multiples of 16 bytes, that of the only group as well."""
+    geometry = Geometry(100, 33, 5, 3, (BF16, BF16))
+    recording = recorded(geometry, BLACKWELL, 200)
+    for call in (item for item in recording.items if isinstance(item, Call)):
+        call.function(150, *call.tensors)
+    # The gate, the routed experts' two products and the shared expert's.
+    assert len(gemms.calls) == 5
+    for _, (x, *_) in gemms.calls:
+        assert [step % 8 for step in x.stride()] == [0, 0, 1]
 
 
 def run_in_the_machine(recording: Recording, tokens: int) -> Tensor:
