@@ -300,14 +300,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // KV_FP8 rows to bf16 (exact: three mantissa bits times a power of two), one warp per row at a
 // time: the window rows of these tokens, to their own slots, and every compressed entry that is
-// complete for the last of them.
+// complete for the last of them. Codes are read 16 at a time; the launcher has other fp8 rows
+// attended as they are stored, and bf16 rows are never dequantized.
+#if (DIM - ROPE) % 16 == 0
 extern "C" __global__ void attention_prefill_dequantize(
     const unsigned char* ring, const unsigned char* ring_scale, const unsigned char* compressed,
     const unsigned char* compressed_scale, const int64* positions, bf16* ring_out,
     bf16* compressed_out, int tokens, int ring_slots, int compressed_slots, int ratio, int window) {
     constexpr int QUANTIZED = DIM - ROPE, ROW_BYTES = QUANTIZED + 2 * ROPE;
     constexpr int SCALE_BYTES = ((QUANTIZED + 63) / 64 + 7) / 8 * 8;
-    static_assert(QUANTIZED % 16 == 0 && ROPE % 8 == 0, "rows are read 16 bytes at a time");
+    static_assert(ROPE % 8 == 0, "rows are read 16 bytes at a time");
     const int lane = threadIdx.x % WARP;
     const int warps = gridDim.x * (blockDim.x / WARP);
     pdl_wait();
@@ -347,3 +349,4 @@ extern "C" __global__ void attention_prefill_dequantize(
                 *reinterpret_cast<const uint4*>(row + QUANTIZED + piece * 16);
     }
 }
+#endif

@@ -1,10 +1,13 @@
 """The prefill attention kernels compile for every target without spilling registers."""
 
+from dataclasses import replace
+
 import pytest
 
+from dsv4.caches.rows import RowFormat
 from dsv4.launch.target import ARCHITECTURES
 from tests.ops.attention.meta import Case
-from tests.ops.recorded import BLACKWELL, HOPPER
+from tests.ops.recorded import BLACKWELL, HOPPER, functions
 from tests.ops.sass import compile_once, resources
 
 CASES = {"real": Case(64, 4, 512), "tiny": Case(4, 4, 16, width=64, rope_width=16)}
@@ -18,6 +21,17 @@ def test_compiles_without_spills(architecture: str, name: str) -> None:
     found = resources(compile_once(attend.source, architecture, attend.defines).log)
     assert set(found) == {"attention_prefill", "attention_prefill_dequantize"}
     assert {spills for _, spills in found.values()} == {0}
+
+
+@pytest.mark.parametrize("rope_width", [8, 24])
+def test_bf16_rows_of_other_rotary_widths_compile(rope_width: int) -> None:
+    """Fp8 rows of such widths have another kernel, which reads them as they are stored."""
+    case = Case(4, 4, 16, format=RowFormat.PLAIN, width=64, rope_width=rope_width)
+    (attend,) = (launch.shape.kernel for launch in case.record(512, BLACKWELL))
+    found = resources(compile_once(attend.source, "sm_100a", attend.defines).log)
+    assert {name: spills for name, (_, spills) in found.items()} == {"attention_prefill": 0}
+    fp8 = replace(case, format=RowFormat.KV_FP8).record(512, BLACKWELL)
+    assert functions(fp8) == ["attention_any_geometry"]
 
 
 # Heads; registers of the threads that multiply and of those that copy. In front of their exchange
