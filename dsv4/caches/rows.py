@@ -148,7 +148,9 @@ def unpack_kv_rows(data: Tensor, block_scale: Tensor, rope_width: int) -> Tensor
         block_scale[..., : groups.shape[-2]].contiguous().view(torch.float8_e8m0fnu)
     )
     values = (groups * scale.unsqueeze(-1)).flatten(-2)[..., :quantised]
-    rotary = data[..., quantised:].contiguous().view(torch.bfloat16).float()
+    # A copy: one row alone is contiguous, and begins at an odd byte where N is odd.
+    rotary = data[..., quantised:].clone(memory_format=torch.contiguous_format)
+    rotary = rotary.view(torch.bfloat16).float()
     return torch.cat((values, rotary), dim=-1)
 
 

@@ -224,6 +224,14 @@ def test_nan_is_not_hidden_by_the_cache(format: RowFormat) -> None:
     assert not found[1].isnan().any()
 
 
+def test_a_row_alone_of_odd_width_is_read() -> None:
+    """Its rotary values begin at an odd byte; those of several rows are copied anyway."""
+    rows = torch.randn(2, 33, generator=torch.Generator().manual_seed(1)).bfloat16()
+    both = unpack_kv_rows(*pack_kv_rows(rows, 8), 8)
+    assert torch.equal(both[:, 25:], rows[:, 25:].float())
+    assert torch.equal(unpack_kv_rows(*pack_kv_rows(rows[:1], 8), 8), both[:1])
+
+
 def test_plain_rows_are_stored_in_the_given_dtype() -> None:
     rows = normal(2, HEAD_DIM, seed=9)
     for dtype in (torch.bfloat16, torch.float32):
