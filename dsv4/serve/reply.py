@@ -72,14 +72,20 @@ class Reply:
             await response(scope, receive, send)
 
     async def _chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """The chunks of every result, none when there was no result for a while."""
+        """The chunks of every result that makes some, none when nothing was to be said for a while:
+        there was no result, or tokens that make nothing certain, as those of a call's long value.
+        """
+        loop = asyncio.get_running_loop()
+        said = loop.time()
         async for result in self._job.results(IDLE_SECONDS):
             if result is None:
-                yield []
+                chunks: list[dict[str, Any]] = []
             else:
-                index, said = result  # type: ignore[misc]
-                if chunks := self._answer.feed(index, said):
-                    yield chunks
+                index, found = result  # type: ignore[misc]
+                chunks = self._answer.feed(index, found)
+            if chunks or result is None or loop.time() - said >= IDLE_SECONDS:
+                said = loop.time()
+                yield chunks
 
     def _error(self) -> ApiError | None:
         """What to say in place of the answer, once the job has ended; a fault ends the server."""
