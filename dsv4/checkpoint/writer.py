@@ -2,9 +2,11 @@
 aligned.
 """
 
+import fcntl
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -29,6 +31,8 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 # Threads that write what is in memory.
 WRITERS = 8
 _PIECE_BYTES = 8 << 20
+# Of a file that ``new_file`` makes, until it is complete.
+_BEGINNING = re.compile(r"\.dsv4-new-[0-9a-f]{16}")
 
 
 class StoredType(NamedTuple):
@@ -120,14 +124,29 @@ def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
     """
     path = regular_file(destination)
     _expect_free(path.parent, nbytes, destination)
-    temporary = path.with_name(f".dsv4-{secrets.token_hex(8)}")
+    temporary = path.with_name(f".dsv4-new-{secrets.token_hex(8)}")
     try:
-        with naming_file(destination):
-            with temporary.open("xb") as file:
+        with naming_file(destination), temporary.open("xb") as lock:
+            # It ends with the process, which tells ``remove_leftovers``. Some disks have none.
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with temporary.open("wb") as file:
                 yield file
             put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what ``new_file`` had begun in ``folder`` when its process was killed: beginnings
+    that nobody has locked, as far as that can be told.
+    """
+    for leftover in folder.glob(".dsv4-new-*"):
+        if _BEGINNING.fullmatch(leftover.name) is None or not leftover.is_file():
+            continue
+        with suppress(OSError), leftover.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftover.unlink()
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

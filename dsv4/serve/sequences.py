@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dsv4.caches.state import undoable_tokens
 from dsv4.checkpoint.state_file import SavedState
+from dsv4.checkpoint.writer import remove_leftovers
 from dsv4.engine import Engine
 from dsv4.errors import UserError
 from dsv4.limits import MAX_DECODE_TOKENS
@@ -44,13 +45,16 @@ class SavedSequences:
     """
 
     def __init__(self, engine: Engine, folder: Path | None, most: int) -> None:
-        """Takes the files of earlier servers that this engine can go on with."""
+        """Takes the files of earlier servers that this engine can go on with, and removes what they
+        were writing when they were killed.
+        """
         self._engine = engine
         self._folder = folder
         self._most = most
         self._kept: list[KeptSequence] = []
         self._forgets = False
         if folder is not None:
+            remove_leftovers(folder)
             for path in sorted(folder.glob(f"*{SUFFIX}"), key=_last_used):
                 self._take(path)
             self._drop(self._kept[:-most])

@@ -3,6 +3,8 @@
 import json
 import shutil
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +15,14 @@ import pytest
 import torch
 
 from dsv4.checkpoint.shard import read_header
-from dsv4.checkpoint.writer import OutputTensor, new_file, new_folder, write_json, write_shards
+from dsv4.checkpoint.writer import (
+    OutputTensor,
+    new_file,
+    new_folder,
+    remove_leftovers,
+    write_json,
+    write_shards,
+)
 from dsv4.errors import UserError
 
 
@@ -136,3 +145,23 @@ def test_a_name_that_cannot_be_written_is_named(tmp_path: Path, name: str, probl
     ):
         pass
     assert [file.name for file in tmp_path.iterdir()] == ["loop"]
+
+
+def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    killed = """
+import os, signal, sys
+from pathlib import Path
+from dsv4.checkpoint.writer import new_file
+with new_file(Path(sys.argv[1]) / "state", 9) as file:
+    file.write(b"beginning")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", killed, tmp_path], check=False, timeout=120)
+    (leftover,) = tmp_path.iterdir()
+    assert leftover.read_bytes() == b"beginning"
+    (tmp_path / ".dsv4-new-notes").touch()
+    with new_file(tmp_path / "whole", 1) as file:
+        remove_leftovers(tmp_path)
+        file.write(b"a")
+    assert {one.name for one in tmp_path.iterdir()} == {".dsv4-new-notes", "whole"}
