@@ -134,7 +134,9 @@ def new_file(destination: Path, nbytes: int) -> Iterator[BinaryIO]:
                 yield file
             put_in_place(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        # A disk that nobody may write to any more, which the error names, has this one too.
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Writing shards: progress by piece, and no byte where there is not enough room."""
 
+import errno
 import json
 import shutil
 import stat
@@ -165,3 +166,18 @@ with new_file(Path(sys.argv[1]) / "state", 9) as file:
         remove_leftovers(tmp_path)
         file.write(b"a")
     assert {one.name for one in tmp_path.iterdir()} == {".dsv4-new-notes", "whole"}
+
+
+def test_a_disk_that_became_read_only_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a file that is not there cannot even be removed."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    problem = r"/state: cannot be written \(Read-only file system\)$"
+    with pytest.raises(UserError, match=problem), new_file(tmp_path / "state", 1):
+        pass
