@@ -106,13 +106,14 @@ def serve(arguments: argparse.Namespace) -> int:
         context = f"{service.max_context:,} tokens"
         line = f"serving {service.model_name} at {url_of(bound)}, context {context}; Ctrl-C ends it"
         server = Server(service, key, line)
-        server.run([bound])
-        if service.fault is not None:
-            raise service.fault
-        # Here too a second signal is the same wish: it does not end the writing of the state.
+        # From the first signal on another one is the same wish, also between the end of the serving
+        # and the writing of the state, which it does not end.
         with server.capture_signals():
+            server.run([bound])
+            if service.fault is not None:
+                raise service.fault
             worker.call(service.answering.keep_sequence)
-        say(service.tally.line())
+            say(service.tally.line())
     return EXIT_OK if server.stopped_by is None else 128 + server.stopped_by
 
 

@@ -16,8 +16,10 @@ import httpx
 import pytest
 
 from dsv4.demo import CHECKPOINT
+from dsv4.serve.answering import Answering
 from dsv4.serve.command import LIBRARIES, main
 from dsv4.serve.sequences import FEWEST_TOKENS, SUFFIX
+from dsv4.serve.server import Server
 from tests.serve.running import connect, raw_request
 from tests.source_rules import ROOT
 
@@ -73,6 +75,29 @@ def test_the_sequence_of_its_last_answer_is_kept(tmp_path: Path, signals: int) -
         assert process.wait(30) == 128 + signal.SIGTERM
     [kept] = tmp_path.iterdir()
     assert kept.suffix == SUFFIX
+
+
+@pytest.mark.slow
+def test_a_signal_between_the_serving_and_the_writing_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(server: Server, _: list[socket.socket]) -> None:
+        server.handle_exit(signal.SIGTERM, None)
+        signal.raise_signal(signal.SIGTERM)
+
+    def unwanted(*_: object) -> None:
+        raise AssertionError("the signal ended the command")
+
+    kept: list[Answering] = []
+    monkeypatch.setattr(Server, "run", run)
+    monkeypatch.setattr(Answering, "keep_sequence", lambda one: kept.append(one))
+    before = signal.signal(signal.SIGTERM, unwanted)
+    try:
+        code = main(["--device", "cpu", "--port", "0", "--quiet"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (code, len(kept)) == (128 + signal.SIGTERM, 1)
+    assert capsys.readouterr().err.startswith("answered 0")
 
 
 @pytest.mark.parametrize(
