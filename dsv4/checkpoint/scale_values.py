@@ -63,7 +63,7 @@ def check_converted(weight: QuantTensor) -> None:
 
 def _has_wrong(scale_NB: Tensor, total: Tensor | None) -> list[bool]:
     """Whether a row has a scale that is refused, also times its global scale, of which ``total``
-    has one for every row. One pass over bytes that lie in memory anyway.
+    has at least one for every row. One pass over bytes that lie in memory anyway.
     """
     if scale_NB.dtype not in _LARGEST_BYTE:
         least, most = scale_NB.aminmax(dim=1)
@@ -71,7 +71,8 @@ def _has_wrong(scale_NB: Tensor, total: Tensor | None) -> list[bool]:
     largest_N = scale_NB.view(torch.uint8).amax(1)
     wrong_N = largest_N > _LARGEST_BYTE[scale_NB.dtype]
     if total is not None:
-        wrong_N |= largest_N.view(scale_NB.dtype).float() * total.reshape(-1) > _LARGEST_SCALE
+        total_N = total.reshape(len(scale_NB), -1).amax(1)
+        wrong_N |= largest_N.view(scale_NB.dtype).float() * total_N > _LARGEST_SCALE
     return wrong_N.tolist()
 
 
