@@ -49,7 +49,7 @@ class Finding(NamedTuple):
 
 # Where waiting is meant, and why.
 MEANT = {
-    Place("dsv4/step/direct.py", "DirectValues.value", "cpu"): "a trace is read on the host",
+    Place("dsv4/step/direct.py", "DirectValues.value", "to"): "a trace is read on the host",
     Place(
         "dsv4/step/traced_values.py", "TracedValues.value.copy", "cpu"
     ): "a trace is read on the host",
@@ -104,13 +104,18 @@ def scan(sources: Mapping[str, str], meant: Mapping[Place, str] = MEANT) -> list
     return unmeant + [Finding(place, 0) for place in meant if place not in places]
 
 
+def _is_cpu(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == "cpu"
+
+
 def _waits(node: ast.AST, path: str, scope: tuple[str, ...]) -> Iterator[Finding]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         scope = (*scope, node.name)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         name = node.func.attr
         # A tensor's item takes no argument here.
-        if name in WAITS and not (name == "item" and node.args):
+        is_wait = name in WAITS and not (name == "item" and node.args)
+        if is_wait or (name == "to" and node.args and _is_cpu(node.args[0])):
             yield Finding(Place(path, ".".join(scope), name), node.lineno)
     for child in ast.iter_child_nodes(node):
         yield from _waits(child, path, scope)

@@ -26,12 +26,19 @@ def test_a_planted_call_is_found(call: str) -> None:
     assert str(expected[0]) == f"{PATH}:4: {call} in Step.run makes the host wait"
 
 
+def test_a_copy_to_the_host_is_found() -> None:
+    expected = [Finding(Place(PATH, "Step.run", "to"), 3)]
+    assert scan(planted('x.to("cpu", copy=True)'), {}) == expected
+
+
 def test_functions_inside_functions_have_qualified_names() -> None:
     body = "def queue():\n    torch.cuda.synchronize()\nreturn queue"
     assert [finding.place.function for finding in scan(planted(body), {})] == ["Step.run.queue"]
 
 
-@pytest.mark.parametrize("line", ["y = x.shape", "y = observer.item('moe')", "item(x)", "x.cpu"])
+@pytest.mark.parametrize(
+    "line", ["y = x.shape", "y = observer.item('moe')", "item(x)", "x.cpu", "x.to(y)"]
+)
 def test_other_calls_are_none(line: str) -> None:
     assert scan(planted(line), {}) == []
 
