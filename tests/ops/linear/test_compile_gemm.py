@@ -24,7 +24,7 @@ from dsv4.ops.linear.prefill import (
 from dsv4.ops.linear.prefill_long import HALF, LARGE, LongForm
 from dsv4.weights.quant import QuantFormat
 from tests.ops.linear.meta import PREFILL_REGISTERS
-from tests.ops.sass import compile_once, count, disassemble, resources
+from tests.ops.sass import compile_once, count, disassemble, of_assembler_13_5, resources
 
 ENTRIES = {
     MODE_LINEAR: "prefill_linear",
@@ -149,7 +149,20 @@ def test_a_stage_moves_nothing_that_products_share(
     format: QuantFormat, mode: int, tile: Tile
 ) -> None:
     """No register to a uniform one, and none from or to where registers are spilled."""
-    variant = long_build(format, mode, tile)
+    for stage in between_products(long_build(format, mode, tile)):
+        assert [count(stage, name) for name in ("R2UR", "LDL", "STL")] == [0, 0, 0]
+
+
+@of_assembler_13_5
+@pytest.mark.parametrize("mode", [MODE_GATE_UP, MODE_DOWN])
+def test_nvfp4_is_decoded_in_few_instructions(mode: int) -> None:
+    """They are what experts of few tokens wait for, more than for memory."""
+    for stage in between_products(long_build(QuantFormat.NVFP4, mode, FEW)):
+        assert len(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+[@A-Z]", stage, re.MULTILINE)) <= 122
+
+
+def between_products(variant: Build) -> list[str]:
+    """The machine code from the first to the last product of a stage, for every width of tokens."""
     lines = disassemble(variant.source, "sm_90a", variant.defines).splitlines()
     products: dict[str, list[int]] = {}
     for at, line in enumerate(lines):
@@ -157,9 +170,7 @@ def test_a_stage_moves_nothing_that_products_share(
         if found is not None:
             products.setdefault(found[1], []).append(at)
     assert len(products) == 3
-    for first, *_, last in products.values():
-        stage = "\n".join(lines[first:last])
-        assert [count(stage, name) for name in ("R2UR", "LDL", "STL")] == [0, 0, 0]
+    return ["\n".join(lines[first:last]) for first, *_, last in products.values()]
 
 
 @pytest.mark.parametrize(
